@@ -1,0 +1,106 @@
+"""What can go wrong, as a tree. Each error says what, where, what is known and what to do.
+
+RlkError
+├── UsageError            exit 2   the command line, a configuration or a missing dependency
+│   ├── BadOption
+│   ├── UnknownEngine
+│   ├── MissingDependency
+│   ├── ModelError
+│   ├── PromptError
+│   └── ContractError
+├── ToolError             exit 3   an engine or the tool failed
+│   ├── EngineFailed
+│   ├── CorruptTrace
+│   └── TraceNotWritten
+└── Interrupted           exit 130 the user stopped it
+
+A verdict that is not a pass is no error: see `rlk_align.verdict`.
+"""
+
+EXIT_PASS = 0
+EXIT_FAIL = 1
+EXIT_USAGE = 2
+EXIT_TOOL = 3
+EXIT_INCONCLUSIVE = 4
+EXIT_INTERRUPTED = 130
+
+
+class RlkError(Exception):
+    """An error meant for the user: `message` says what and where, `fix` what to do."""
+
+    exit_code = EXIT_TOOL
+
+    def __init__(self, message: str, fix: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.fix = fix
+
+
+class UsageError(RlkError):
+    """The request cannot be carried out as it stands."""
+
+    exit_code = EXIT_USAGE
+
+
+class BadOption(UsageError):
+    """An option has a value that it cannot have."""
+
+
+class UnknownEngine(UsageError):
+    """No engine has that name."""
+
+
+class MissingDependency(UsageError):
+    """A package that the request needs is not installed."""
+
+
+class ModelError(UsageError):
+    """The model is missing, unreadable, or of a family that is not known."""
+
+
+class PromptError(UsageError):
+    """The prompts are missing, empty, malformed or too long for the model."""
+
+
+class ContractError(UsageError):
+    """The contract is missing, malformed, or says nothing of the dtype at hand."""
+
+
+class ToolError(RlkError):
+    """An engine or the tool itself failed."""
+
+
+class EngineFailed(ToolError):
+    """An engine's process ended before its capture was complete."""
+
+
+class CorruptTrace(ToolError):
+    """A trace on disk is not what was written there."""
+
+
+class TraceNotWritten(ToolError):
+    """A trace could not be written: disk full, no permission."""
+
+
+class Interrupted(RlkError):
+    """The user stopped the run."""
+
+    exit_code = EXIT_INTERRUPTED
+
+
+ERRORS: dict[str, type[RlkError]] = {
+    cls.__name__: cls
+    for cls in (
+        BadOption,
+        UnknownEngine,
+        MissingDependency,
+        ModelError,
+        PromptError,
+        ContractError,
+        EngineFailed,
+        CorruptTrace,
+        TraceNotWritten,
+        Interrupted,
+    )
+}
+"""By name, so that a worker process can hand its error to the parent."""
