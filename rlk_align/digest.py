@@ -1,0 +1,94 @@
+"""What a trace keeps of every row: a 128-bit digest of its bits, and a few statistics.
+
+The digest of a row is two 64-bit sums. The row's bytes are read as 64-bit lanes x_j (the last
+padded with zeros); with fixed odd random a_j, b_j, c_j, all modulo 2^64:
+
+    y_j = (x_j + 1) * a_j          a bijection of the lane
+    z_j = y_j xor (y_j >> 32)      carries high bits into low ones, so that two sign flips
+                                   cannot cancel
+    h   = (sum_j z_j * b_j, sum_j z_j * c_j)
+
+A change of a single lane changes h with certainty; any other change goes unseen with
+probability about 2^-64 for each of the two sums. Modular sums do not depend on their order,
+so the digest is the same on every device and for every batch.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+_LANE_BYTES = 8
+_MASK32 = 0xFFFFFFFF
+
+
+@lru_cache(maxsize=64)
+def _coefficients(lanes: int, device: torch.device) -> torch.Tensor:
+    """Odd random int64, `[3, lanes]`; the same for every process and version."""
+    bits = np.random.Generator(np.random.PCG64(20251120)).integers(
+        np.iinfo(np.int64).min, np.iinfo(np.int64).max, size=(lanes, 3), endpoint=True
+    )
+    return torch.from_numpy((bits | 1).T.copy()).to(device)
+
+
+def _lanes(rows: torch.Tensor) -> torch.Tensor:
+    """The bytes of `rows` `[N, F]` as int64 lanes `[N, ceil(F * itemsize / 8)]`."""
+    data = rows.contiguous().view(torch.uint8).reshape(rows.shape[0], -1)
+    pad = -data.shape[1] % _LANE_BYTES
+    if pad:
+        data = torch.nn.functional.pad(data, (0, pad))
+    return data.contiguous().view(torch.int64)
+
+
+def digest_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Digests of the raw bits of `rows` `[N, F]`, any dtype: int64 `[N, 2]` on its device.
+
+    Order-sensitive and bit-exact: -0 differs from +0, and NaNs by their pattern. Memory is
+    bounded: large inputs are digested in blocks of rows.
+    """
+    lanes = _lanes(rows)
+    a, b, c = _coefficients(lanes.shape[1], lanes.device)
+    step = max(1, _block(lanes.device) // max(1, lanes.shape[1]))
+    out = torch.empty(lanes.shape[0], 2, dtype=torch.int64, device=lanes.device)
+    for start in range(0, lanes.shape[0], step):
+        z = (lanes[start : start + step] + 1).mul_(a)
+        z ^= (z >> 32) & _MASK32
+        out[start : start + step, 0] = (z * b).sum(dim=1)
+        out[start : start + step, 1] = (z * c).sum(dim=1)
+    return out
+
+
+def _block(device: torch.device) -> int:
+    """Elements worked on at a time: what a CPU's cache holds, or enough to fill a GPU."""
+    return 1 << (17 if device.type == "cpu" else 24)
+
+
+def row_statistics(rows: torch.Tensor) -> torch.Tensor:
+    """Of `rows` `[N, F]`: float64 `[N, 3]` = L2 norm, largest magnitude, number of NaN or Inf.
+
+    The first two are of the finite entries.
+    """
+    out = torch.empty(rows.shape[0], 3, dtype=torch.float64, device=rows.device)
+    step = max(1, _block(rows.device) // max(1, rows.shape[1]))
+    for start in range(0, rows.shape[0], step):
+        block, stop = rows[start : start + step].double(), start + step
+        finite = torch.isfinite(block)
+        out[start:stop, 2] = (~finite).sum(dim=1).double()
+        block = block.where(finite, 0.0)
+        out[start:stop, 0] = torch.linalg.vector_norm(block, dim=1)
+        out[start:stop, 1] = block.abs().amax(dim=1)
+    return out
+
+
+def digest_parameter(weight: torch.Tensor) -> str:
+    """A digest of a parameter's values, the same in every dtype that holds them exactly.
+
+    Values are widened to float32 (exact for bf16, fp16 and fp8; float64 stays) and -0 becomes
+    +0, because an engine that packs its weights hands them back without the sign of zero.
+    """
+    wide = weight if weight.dtype == torch.float64 else weight.float()
+    rows = (wide.reshape(weight.shape[0], -1) if weight.dim() > 1 else wide.reshape(1, -1)) + 0.0
+    shape = torch.tensor([*weight.shape, 0], dtype=torch.int64)
+    folded = torch.cat([digest_rows(rows).flatten().cpu(), shape])
+    low, high = digest_rows(folded.reshape(1, -1))[0].tolist()
+    return f"{low & (2**64 - 1):016x}{high & (2**64 - 1):016x}"

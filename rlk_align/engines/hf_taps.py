@@ -1,0 +1,134 @@
+"""Where the canonical sites lie in an HF decoder, and the hooks that observe them."""
+
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlk_align.engines.base import Tap
+from rlk_align.families import ModelShape
+
+LAYER_MODULES = {
+    "attn_norm": "input_layernorm",
+    "q_proj": "self_attn.q_proj",
+    "k_proj": "self_attn.k_proj",
+    "v_proj": "self_attn.v_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "o_proj": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "gate_proj": "mlp.gate_proj",
+    "up_proj": "mlp.up_proj",
+    "down_proj": "mlp.down_proj",
+}
+"""Operator -> the module of a decoder layer whose output is that site."""
+
+INPUT_SITES = {
+    "attn": "self_attn.o_proj",
+    "attn_residual": "post_attention_layernorm",
+    "act": "mlp.down_proj",
+}
+"""Operators without a module of their own -> the module whose input is that site."""
+
+
+class Tapped:
+    """Hooks on a live model while the context is entered; none where `tap` is None."""
+
+    def __init__(self, model: Any, shape: ModelShape, tap: Tap | None) -> None:
+        self._model, self._shape, self._tap = model, shape, tap
+        self._handles: list[Any] = []
+        self._restore: Callable[[], None] = lambda: None
+        self._layer = 0
+
+    def at(self, sample: int, position: int, count: int, sampled: range) -> None:
+        """The next forward computes `count` rows of `sample` from `position` on, of which the
+        positions in `sampled` have their next token sampled."""
+        self._sample = np.full(count, sample)
+        self._position = np.arange(position, position + count)
+        self._sampled = sampled
+
+    def __enter__(self) -> "Tapped":
+        if self._tap is None:
+            return self
+        inner = self._model.model
+        self._output(inner.embed_tokens, "embed")
+        for i, layer in enumerate(inner.layers):
+            self._hook_layer(i, layer)
+        self._output(inner.norm, "final_norm")
+        self._handles.append(self._model.lm_head.register_forward_hook(self._see_logits))
+        self._wrap_rope(sys.modules[type(self._model).__module__])
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._restore()
+
+    def _hook_layer(self, i: int, layer: Any) -> None:
+        def enter_attention(*_: Any) -> None:
+            self._layer = i
+
+        self._handles.append(layer.self_attn.register_forward_pre_hook(enter_attention))
+        modules = dict(layer.named_modules())
+        for op, path in LAYER_MODULES.items():
+            if path in modules:
+                self._output(modules[path], f"layers.{i}.{op}")
+        for op, path in INPUT_SITES.items():
+            self._input(modules[path], f"layers.{i}.{op}")
+        self._output(layer, f"layers.{i}.mlp_residual")
+
+    def _output(self, module: Any, site: str) -> None:
+        def hook(_module: Any, _inputs: Any, output: Any) -> None:
+            self._see(site, output[0] if isinstance(output, tuple) else output)
+
+        self._handles.append(module.register_forward_hook(hook))
+
+    def _input(self, module: Any, site: str) -> None:
+        def hook(_module: Any, inputs: Any) -> None:
+            self._see(site, inputs[0])
+
+        self._handles.append(module.register_forward_pre_hook(hook))
+
+    def _wrap_rope(self, modeling: Any) -> None:
+        """Rotary embedding is a function of the modeling module, not a torch module: it is
+        wrapped for as long as the taps are in."""
+        original = modeling.apply_rotary_pos_emb
+
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            query, key = original(*args, **kwargs)
+            # [1, heads, T, head_dim] -> [T, heads * head_dim]
+            self._see(f"layers.{self._layer}.q_rope", query.transpose(1, 2))
+            self._see(f"layers.{self._layer}.k_rope", key.transpose(1, 2))
+            return query, key
+
+        def restore() -> None:
+            modeling.apply_rotary_pos_emb = original
+
+        modeling.apply_rotary_pos_emb = observed
+        self._restore = restore
+
+    def _see(self, site: str, value: torch.Tensor) -> None:
+        assert self._tap is not None
+        rows = value.reshape(len(self._sample), -1)
+        self._tap(site, rows, self._sample, self._position)
+
+    def _see_logits(self, _module: Any, _inputs: Any, logits: torch.Tensor) -> None:
+        assert self._tap is not None
+        rows = logits[0]
+        position = self._position[-rows.shape[0] :]
+        wanted = (position >= self._sampled.start) & (position < self._sampled.stop)
+        kept = np.flatnonzero(wanted)
+        self._tap(
+            "logits",
+            rows[torch.from_numpy(kept).to(rows.device)],
+            self._sample[: len(kept)],
+            position[kept],
+        )

@@ -1,0 +1,155 @@
+"""The real vLLM, in this process, unchanged: 0.26 on GPUs and 0.32 on the CPU.
+
+vLLM reaches its workers through `worker_extension_cls`; what needs the live model is in
+`vllm_worker.py`, which that setting names.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlk_align.engines import vllm_worker
+from rlk_align.engines.base import Engine, PassResult, Sampling, Tap
+from rlk_align.errors import EngineFailed, ModelError
+from rlk_align.prompts import TokenBatch
+
+_ENVIRONMENT = {
+    # In-process, so that taps write their rows where the engine computes them.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+
+
+class VLLMEngine(Engine):
+    """`vllm`: samples at temperature 1, and re-prefills the same sequences.
+
+    Requests are packed, chunked and batched as vLLM does it. A prefill asks for one more
+    token than it needs, so the context has one position less to spare.
+    """
+
+    spare_positions = 1
+
+    def open(self) -> None:
+        options = self.spec.options
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        if options.get("batch_invariant"):
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        vllm_worker.PATCH_SPEC = self.spec
+        from vllm import LLM
+
+        passed = ("max_num_batched_tokens", "max_num_seqs", "block_size")
+        dtype = str(options.get("dtype", "auto"))
+        try:
+            self.llm = LLM(
+                model=str(self.model_path),
+                dtype=self.shape.dtype if dtype == "auto" else dtype,
+                enforce_eager=not self.production,
+                max_model_len=self.shape.context,
+                enable_prefix_caching=bool(options.get("enable_prefix_caching", False)),
+                worker_extension_cls="rlk_align.engines.vllm_worker.WorkerExtension",
+                disable_log_stats=True,
+                **{k: options[k] for k in passed if k in options},
+            )
+        except (ValueError, OSError) as error:
+            raise ModelError(f"vLLM could not load {self.model_path}: {error}") from error
+        self._rpc("rlk_patch")
+
+    def version(self) -> str:
+        import vllm
+
+        return vllm.__version__
+
+    def dtype(self) -> str:
+        return str(self.llm.llm_engine.model_config.dtype).removeprefix("torch.")
+
+    def attributes(self) -> dict[str, Any]:
+        return self._rpc("rlk_attributes")
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._rpc("rlk_weights")
+
+    def sample(
+        self, batch: TokenBatch, sampling: Sampling, tap: Tap | None, progress: Callable[[int], None]
+    ) -> PassResult:
+        from vllm import SamplingParams
+        from vllm.platforms import current_platform
+
+        # vLLM's CPU sampler draws from torch's global generator and fails with a seed for each
+        # request under chunked prefill; its GPU sampler keys on the request's own seed.
+        on_cpu = current_platform.is_cpu()
+        torch.manual_seed(sampling.seed)
+        params = [
+            SamplingParams(
+                temperature=1.0,
+                max_tokens=sampling.max_new_tokens,
+                logprobs=0,
+                detokenize=False,
+                seed=None if on_cpu else sampling.seed * 1_000_003 + i,
+            )
+            for i in range(len(batch.samples))
+        ]
+        outputs = self._generate([s.prompt_ids for s in batch.samples], params, "decode", tap)
+        progress(len(outputs))
+        responses, logprobs = [], []
+        for output in outputs:
+            completion = output.outputs[0]
+            ids = list(completion.token_ids)
+            responses.append(ids)
+            chosen = [d[t].logprob for d, t in zip(completion.logprobs, ids, strict=True)]
+            logprobs.append(np.array(chosen, dtype=np.float32))
+        return PassResult(responses, logprobs)
+
+    def score(
+        self, batch: TokenBatch, tap: Tap | None, progress: Callable[[int], None]
+    ) -> PassResult:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        everything = [params.clone() for _ in batch.samples]
+        outputs = self._generate([s.ids for s in batch.samples], everything, "prefill", tap, batch)
+        progress(len(outputs))
+        logprobs = []
+        for s, output in zip(batch.samples, outputs, strict=True):
+            given = output.prompt_logprobs
+            chosen = [given[p + 1][s.ids[p + 1]].logprob for p in s.sampled_positions]
+            logprobs.append(np.array(chosen, dtype=np.float32))
+        return PassResult([list(s.response_ids) for s in batch.samples], logprobs)
+
+    def _generate(
+        self,
+        sequences: list[tuple[int, ...]],
+        params: list[Any],
+        kind: str,
+        tap: Tap | None,
+        batch: TokenBatch | None = None,
+    ) -> list[Any]:
+        """Outputs in the order of `sequences`."""
+        prompts = [{"prompt_token_ids": list(ids)} for ids in sequences]
+        requests = self.llm.enqueue(prompts, params, use_tqdm=False)
+        if tap is not None:
+            sampled = (
+                [range(len(ids) - 1, self.shape.context) for ids in sequences]
+                if batch is None
+                else [s.sampled_positions for s in batch.samples]
+            )
+            # Outputs name a request `17`, the runner names it `17-8cdd...`.
+            samples = {str(r).split("-")[0]: i for i, r in enumerate(requests)}
+            self._rpc("rlk_tap", vllm_worker.TapPlan(tap, self.shape, samples, sampled, kind))
+        try:
+            outputs = self.llm.wait_for_completion(use_tqdm=False)
+        finally:
+            if tap is not None:
+                self._rpc("rlk_untap")
+        if len(outputs) != len(sequences):
+            raise EngineFailed(f"vLLM answered {len(outputs)} of {len(sequences)} requests")
+        order = {str(r).split("-")[0]: i for i, r in enumerate(requests)}
+        return sorted(outputs, key=lambda o: order[o.request_id.split("-")[0]])
+
+    def _rpc(self, method: str, *args: Any) -> Any:
+        return self.llm.collective_rpc(method, args=args)[0]

@@ -1,0 +1,178 @@
+"""Where the canonical sites lie in a vLLM decoder, and the hooks that observe them.
+
+vLLM fuses q, k, v and gate, up; adds the residual inside the next norm, which returns
+(normed, residual stream); and packs the tokens of all requests into one `[tokens, features]`.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlk_align.engines.base import Tap
+from rlk_align.families import ModelShape
+
+
+class VLLMTaps:
+    """Hooks on vLLM's live model, and where each packed row belongs."""
+
+    def __init__(
+        self,
+        runner: Any,
+        shape: ModelShape,
+        tap: Tap,
+        samples: dict[str, int],
+        sampled: list[range],
+        kind: str,
+    ) -> None:
+        self._runner, self._tap, self._samples = runner, tap, samples
+        self._first = np.array([r.start for r in sampled])
+        self._stop = np.array([r.stop for r in sampled])
+        self._kind = kind
+        self._q = shape.heads * shape.head_dim
+        self._kv = shape.kv_heads * shape.head_dim
+        self._intermediate = shape.intermediate
+        self._handles: list[Any] = []
+        self._layer = 0
+        self._batch: Any = None
+
+    def install(self) -> None:
+        model = self._runner.get_model()
+        self._watch_batches()
+        add = self._handles.append
+        add(model.register_forward_pre_hook(self._place_rows, with_kwargs=True))
+        add(model.register_forward_hook(self._keep_hidden))
+        add(model.logits_processor.register_forward_hook(self._see_logits))
+        self._on(model.model.embed_tokens, lambda out: self._see("embed", out))
+        layers = list(model.model.layers)
+        for i, layer in enumerate(layers):
+            self._hook_layer(i, layer)
+        last = f"layers.{len(layers) - 1}.mlp_residual"
+        self._norm(model.model.norm, "final_norm", last)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if "prepare_inputs" in vars(self._runner):
+            del self._runner.prepare_inputs
+
+    def _hook_layer(self, i: int, layer: Any) -> None:
+        name, attention, mlp = f"layers.{i}", layer.self_attn, layer.mlp
+
+        def enter_attention(*_: Any) -> None:
+            self._layer = i
+
+        def rope(out: Any) -> None:
+            # One module serves all layers, so the hook of each layer asks whose turn it is.
+            if self._layer == i:
+                self._see_parts((f"{name}.q_rope", f"{name}.k_rope"), out)
+
+        def qkv(out: Any) -> None:
+            sites = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
+            self._see_parts(sites, _first(out).split([self._q, self._kv, self._kv], dim=-1))
+
+        def gate_up(out: Any) -> None:
+            sites = (f"{name}.gate_proj", f"{name}.up_proj")
+            self._see_parts(sites, _first(out).split(self._intermediate, dim=-1))
+
+        self._norm(
+            layer.input_layernorm, f"{name}.attn_norm", f"layers.{i - 1}.mlp_residual" if i else ""
+        )
+        self._handles.append(attention.register_forward_pre_hook(enter_attention))
+        self._on(attention.qkv_proj, qkv)
+        for op in ("q_norm", "k_norm"):
+            if hasattr(attention, op):
+                self._site(getattr(attention, op), f"{name}.{op}")
+        self._on(attention.rotary_emb, rope)
+        self._site(attention.attn, f"{name}.attn")
+        self._site(attention.o_proj, f"{name}.o_proj")
+        self._norm(layer.post_attention_layernorm, f"{name}.mlp_norm", f"{name}.attn_residual")
+        self._on(mlp.gate_up_proj, gate_up)
+        self._site(mlp.act_fn, f"{name}.act")
+        self._site(mlp.down_proj, f"{name}.down_proj")
+
+    def _on(self, module: Any, see: Any) -> None:
+        def hook(_module: Any, _inputs: Any, out: Any) -> None:
+            see(out)
+
+        self._handles.append(module.register_forward_hook(hook))
+
+    def _site(self, module: Any, site: str) -> None:
+        self._on(module, lambda out: self._see(site, _first(out)))
+
+    def _norm(self, module: Any, site: str, residual: str) -> None:
+        """A norm, and the residual stream that it returns where it adds one."""
+
+        def see(out: Any) -> None:
+            if residual:
+                self._see(residual, out[1])
+            self._see(site, _first(out))
+
+        self._on(module, see)
+
+    def _watch_batches(self) -> None:
+        """vLLM's newer runner returns the batch's layout from prepare_inputs; the older one
+        keeps it in itself."""
+        if not hasattr(self._runner, "prepare_inputs"):
+            return
+        original = self._runner.prepare_inputs
+
+        def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
+            self._batch = original(*args, **kwargs)
+            return self._batch
+
+        self._runner.prepare_inputs = prepare_inputs
+
+    def _place_rows(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Which (sample, position) each packed row of the coming forward is."""
+        runner = self._runner
+        if self._batch is not None:
+            count, starts = self._batch.num_reqs, self._batch.query_start_loc_np
+            requests = self._batch.req_ids
+        else:
+            count, starts = runner.input_batch.num_reqs, runner.query_start_loc.np
+            requests = runner.input_batch.req_ids
+        starts = np.asarray(starts[: count + 1])
+        owners = np.array([self._samples[str(r).split("-")[0]] for r in requests[:count]])
+        self._sample = np.repeat(owners, np.diff(starts))
+        self._last = starts[1:] - 1
+        positions = kwargs["positions"] if "positions" in kwargs else args[1]
+        self._position = positions[: len(self._sample)].cpu().numpy().astype(np.int64)
+
+    def _keep_hidden(self, _module: Any, _inputs: Any, out: torch.Tensor) -> None:
+        self._hidden = out
+
+    def _see(self, site: str, value: torch.Tensor) -> None:
+        # Rows past the batch are padding.
+        count = len(self._sample)
+        rows = value.reshape(value.shape[0], -1)[:count]
+        self._tap(site, rows, self._sample, self._position)
+
+    def _see_parts(self, sites: tuple[str, ...], parts: Any) -> None:
+        for site, part in zip(sites, parts, strict=True):
+            self._see(site, part)
+
+    def _see_logits(self, _module: Any, inputs: Any, logits: torch.Tensor) -> None:
+        """Logits are computed for each request's last row in order to sample, and for slices
+        of the prompt in order to score it. A pass wants the one or the other."""
+        hidden = inputs[1]
+        is_slice = (
+            hidden.untyped_storage().data_ptr() == self._hidden.untyped_storage().data_ptr()
+        )
+        if is_slice != (self._kind == "prefill"):
+            return
+        if is_slice:
+            first = hidden.storage_offset() // self._hidden.stride(0)
+            rows = np.arange(first, first + hidden.shape[0])
+            rows = rows[rows < len(self._sample)]
+        else:
+            rows = self._last
+        sample, position = self._sample[rows], self._position[rows]
+        wanted = (position >= self._first[sample]) & (position < self._stop[sample])
+        kept = np.flatnonzero(wanted)
+        index = torch.from_numpy(kept).to(logits.device)
+        self._tap("logits", logits[index], sample[kept], position[kept])
+
+
+def _first(out: Any) -> torch.Tensor:
+    return out[0] if isinstance(out, tuple) else out

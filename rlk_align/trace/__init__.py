@@ -1,0 +1,21 @@
+"""A Trace on disk: what one engine did with a batch, pass by pass.
+
+    TRACE/
+      trace.json            engine, options, versions, attributes, tokenised prompts, passes
+      tokens.parquet        the TokenBatch
+      weights.parquet       name, shape, dtype and digest of every canonical parameter
+      worker.log            what the engine's process printed
+      PASS/                 decode, prefill, decode.untapped, decode.repeat ...
+        pass.json           sites, rows and bytes; written last, so its presence means complete
+        rows.parquet        a row per site, sample and position: digest, statistics, and where
+                            its values lie
+        values-00000.safetensors ...   one tensor `[rows, features]` per site in each file
+
+Everything is readable without this package: Parquet with pyarrow or DuckDB, values with
+safetensors.
+"""
+
+from rlk_align.trace.reader import PassReader, SiteRows, Trace
+from rlk_align.trace.writer import KeepValues, PassWriter
+
+__all__ = ["KeepValues", "PassReader", "PassWriter", "SiteRows", "Trace"]

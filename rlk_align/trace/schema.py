@@ -1,0 +1,117 @@
+"""The tables and records of a trace, written and read in one place."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rlk_align.errors import CorruptTrace, TraceNotWritten
+
+ROWS_SCHEMA = pa.schema(
+    [
+        ("site", pa.string()),
+        ("sample", pa.int32()),
+        ("position", pa.int32()),
+        ("digest_0", pa.int64()),
+        ("digest_1", pa.int64()),
+        ("norm", pa.float64()),
+        ("absmax", pa.float64()),
+        ("nonfinite", pa.int64()),
+        ("shard", pa.int32()),
+        ("index", pa.int64()),
+    ]
+)
+"""norm, absmax and nonfinite are null in digest-only passes; shard and index where no value
+is kept."""
+
+WEIGHTS_SCHEMA = pa.schema(
+    [
+        ("name", pa.string()),
+        ("shape", pa.list_(pa.int64())),
+        ("dtype", pa.string()),
+        ("digest", pa.string()),
+    ]
+)
+
+
+class Record(BaseModel):
+    """A frozen record that is stored as JSON."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class SiteRecord(Record):
+    dtype: str
+    """The engine's own dtype of that site, e.g. `bfloat16`."""
+    features: int
+    rows: int
+
+
+class PassRecord(Record):
+    """pass.json."""
+
+    sites: dict[str, SiteRecord]
+    unexposed: dict[str, str] = {}
+    """Sites that the engine cannot show, each with its reason."""
+    files: dict[str, int]
+    """Size in bytes of every other file of the pass."""
+    seconds: float
+    """Wall time of the engine's work in this pass, taps included, writing the trace excluded
+    only where it runs after the pass."""
+
+
+class TraceRecord(Record):
+    """trace.json."""
+
+    schema_id: str = "rlk-align/trace/1"
+    engine: str
+    version: str
+    options: dict[str, Any]
+    model: str
+    model_type: str
+    dtype: str
+    environment: dict[str, str]
+    attributes: dict[str, Any]
+    prompt_ids: dict[str, list[int]]
+    """Prompt id -> the ids that this side's own tokenizer gives its text."""
+
+
+R = TypeVar("R", bound=Record)
+
+
+def save_record(record: Record, path: Path) -> None:
+    """Writes a record so that a reader sees all of it or nothing."""
+    with writing(path):
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+
+
+def load_record(kind: type[R], path: Path) -> R:
+    """Raises CorruptTrace where the file is missing or not such a record."""
+    try:
+        return kind.model_validate_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CorruptTrace(f"{path} is missing", "capture again with --fresh") from error
+    except (OSError, UnicodeDecodeError, ValidationError, json.JSONDecodeError) as error:
+        raise CorruptTrace(f"{path} is not readable as {kind.__name__}: {error}") from error
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns a failed write below `path` into TraceNotWritten."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError, pa.ArrowException) as error:
+        raise TraceNotWritten(
+            f"the trace could not be written to {path}: {error}",
+            "free some space, choose another --run-dir, or lower --trace-budget; "
+            "finished passes are kept, and a rerun goes on from there",
+        ) from error
