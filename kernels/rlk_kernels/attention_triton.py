@@ -1,0 +1,356 @@
+"""The Triton forward of `attention` and `paged_attention`: one kernel body for both.
+
+Order, per row (one query of one head): keys in chunks of CHUNK, aligned to key 0 of the sequence;
+in a chunk, blocks of `block_n` keys from front to back with a running maximum m, a sum l and an
+accumulator acc, all fp32, that start afresh in each chunk; then the chunks' (m, l, acc) are merged
+from front to back. A block, or a chunk, that a row does not see leaves its state as it was, to
+the bit. So neither the queries beside a row, nor where the cache lies, nor whether one program
+walks all chunks or each chunk has its own (SPLIT) changes a bit. `block_n` depends on head size and
+dtype alone.
+
+Rows are packed: the G query heads that share a KV head lie side by side, row = query * G + head,
+so that a decode step reads its keys once.
+
+T = queries  S = keys  D = head size  BM = packed rows of a program  BN = keys of a block
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from rlk_kernels.backend import interpreting
+from rlk_kernels.gemm import _has_tma, _processors
+
+CHUNK = 1024
+"""Keys of a chunk: the unit of parallel decode, and part of the order of the sum."""
+
+LOG2E = 1.4426950408889634
+
+
+def block_n(dim: int, dtype: torch.dtype) -> int:
+    """Keys of a block: part of the order of the sum, so never a function of the batch."""
+    if interpreting():
+        return 32
+    if dtype == torch.float32:
+        return 32
+    return 128 if dim <= 128 else 64
+
+
+@triton.jit
+def find_sequence(cu_ptr, block, B, G: tl.constexpr, BM: tl.constexpr):
+    """The sequence whose packed rows hold row block `block`: sequence b starts at block
+    cu[b] * G // BM + b, which leaves every sequence as many blocks as it needs."""
+    low = 0
+    high = B
+    while high - low > 1:
+        middle = (low + high) // 2
+        start = tl.load(cu_ptr + middle) * G // BM + middle
+        if start <= block:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def merge(m, l, acc, m_new, l_new, acc_new):  # noqa: E741
+    """(m, l, acc) after the state of one more chunk; an empty chunk changes nothing."""
+    top = tl.maximum(m, m_new)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    old = tl.exp2(m - safe)
+    new = tl.exp2(m_new - safe)
+    l = tl.fma(l, old, l_new * new)  # noqa: E741
+    acc = tl.fma(acc, tl.broadcast_to(old[:, None], acc.shape), acc_new * new[:, None])
+    return top, l, acc
+
+
+@triton.jit
+def _load_keys(
+    ptr, desc, table_ptr, key, first, k_start, len_k, hk, stride_page, stride_s, stride_h, cols,
+    BN: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, PAGED: tl.constexpr,
+    PAGE: tl.constexpr, TMA: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
+    """[BN, DP] of keys or values from key `first` on; zeros behind the sequence where CHECK."""
+    if TMA:
+        x = tl.reshape(desc.load([k_start + first, hk, 0]), (BN, DP))
+        if CHECK:
+            x = tl.where(key[:, None] < len_k, x, 0.0).to(x.dtype)
+    else:
+        if PAGED:
+            page = tl.load(table_ptr + key // PAGE, mask=key < len_k, other=0).to(tl.int64)
+            at = page * stride_page + (key % PAGE) * stride_s
+        else:
+            at = (k_start + key).to(tl.int64) * stride_s
+        at = ptr + at[:, None] + hk * stride_h + cols[None, :]
+        if CHECK:
+            x = tl.load(at, mask=(key[:, None] < len_k) & (cols[None, :] < DIM), other=0.0)
+        elif DIM == DP:
+            x = tl.load(at)
+        else:
+            x = tl.load(at, mask=cols[None, :] < DIM, other=0.0)
+    return x
+
+
+@triton.jit
+def attend_block(q, k, v, m, l, acc, scale, visible, MASKED: tl.constexpr):  # noqa: E741
+    """One block of keys added to a chunk's state."""
+    s = tl.dot(q, k.T, input_precision="ieee")
+    if MASKED:
+        s = tl.where(visible, s, float("-inf"))
+    top = tl.maximum(m, tl.max(s, 1) * scale)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    p = tl.exp2(tl.fma(s, tl.full(s.shape, 1.0, tl.float32) * scale, -safe[:, None]))
+    old = tl.exp2(m - safe)
+    l = tl.fma(l, old, tl.sum(p, 1))  # noqa: E741
+    acc = acc * old[:, None]
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+    return top, l, acc
+
+
+@triton.jit
+def _attention_kernel(
+    q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr,
+    cu_q_ptr, cu_k_ptr, table_ptr, B, T, scale, window,
+    stride_qt, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
+    stride_table,
+    HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, TMA: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
+    hk = tl.program_id(1)
+    b = find_sequence(cu_q_ptr, block, B, G, BM)
+    q_start = tl.load(cu_q_ptr + b)
+    len_q = tl.load(cu_q_ptr + b + 1) - q_start
+    first_row = (block - (q_start * G // BM + b)) * BM
+    if first_row >= len_q * G:
+        return
+    if PAGED:
+        k_start = 0
+        len_k = tl.load(cu_k_ptr + b)
+    else:
+        k_start = tl.load(cu_k_ptr + b)
+        len_k = tl.load(cu_k_ptr + b + 1) - k_start
+    table = table_ptr + b.to(tl.int64) * stride_table
+
+    row = first_row + tl.arange(0, BM)
+    query = row // G
+    head = hk * G + row % G
+    live = row < len_q * G
+    cols = tl.arange(0, DP)
+    at = (q_start + query).to(tl.int64)[:, None] * stride_qt + head[:, None] * stride_qh
+    q = tl.load(q_ptr + at + cols[None, :], mask=live[:, None] & (cols[None, :] < DIM), other=0.0)
+
+    last = len_k - 1 + tl.zeros_like(row)  # the last key a row sees
+    shared_end = len_k  # every row of this program sees all keys before it
+    seen_end = len_k  # no row sees this key, or any behind it
+    seen_begin = 0
+    if CAUSAL:
+        offset = len_k - len_q
+        last = query + offset
+        shared_end = tl.maximum(first_row // G + offset + 1, 0)
+        end_row = tl.minimum(first_row + BM, len_q * G) - 1
+        seen_end = tl.maximum(end_row // G + offset + 1, 0)
+    if WINDOWED:
+        seen_begin = tl.maximum(shared_end - window, 0) // BN * BN
+        shared_end = 0
+    begin = seen_begin
+    if SPLIT:
+        chunk = tl.program_id(2)
+        begin = tl.maximum(begin, chunk * CHUNK)
+        seen_end = tl.minimum(seen_end, chunk * CHUNK + CHUNK)
+        if begin >= seen_end:
+            return
+    plain_end = tl.maximum(tl.minimum(shared_end, seen_end) // BN * BN, begin)
+
+    m = tl.full((BM,), float("-inf"), tl.float32)
+    l = tl.zeros((BM,), tl.float32)  # noqa: E741
+    acc = tl.zeros((BM, DP), tl.float32)
+    m_all = m
+    l_all = l
+    acc_all = acc
+    for first in range(begin, plain_end, BN):
+        key = first + tl.arange(0, BN)
+        k = _load_keys(
+            k_ptr, k_desc, table, key, first, k_start, len_k, hk, stride_kp, stride_ks, stride_kh,
+            cols, BN, DIM, DP, PAGED, PAGE, TMA, False,
+        )  # fmt: skip
+        v = _load_keys(
+            v_ptr, v_desc, table, key, first, k_start, len_k, hk, stride_vp, stride_vs, stride_vh,
+            cols, BN, DIM, DP, PAGED, PAGE, TMA, False,
+        )  # fmt: skip
+        m, l, acc = attend_block(q, k, v, m, l, acc, scale, True, False)  # noqa: E741
+        if not SPLIT and (first + BN) % CHUNK == 0:
+            m_all, l_all, acc_all = merge(m_all, l_all, acc_all, m, l, acc)
+            m = tl.full((BM,), float("-inf"), tl.float32)
+            l = tl.zeros((BM,), tl.float32)  # noqa: E741
+            acc = tl.zeros((BM, DP), tl.float32)
+    for first in range(plain_end, seen_end, BN):
+        key = first + tl.arange(0, BN)
+        k = _load_keys(
+            k_ptr, k_desc, table, key, first, k_start, len_k, hk, stride_kp, stride_ks, stride_kh,
+            cols, BN, DIM, DP, PAGED, PAGE, TMA, True,
+        )  # fmt: skip
+        v = _load_keys(
+            v_ptr, v_desc, table, key, first, k_start, len_k, hk, stride_vp, stride_vs, stride_vh,
+            cols, BN, DIM, DP, PAGED, PAGE, TMA, True,
+        )  # fmt: skip
+        visible = (key[None, :] <= last[:, None]) & (key[None, :] < len_k)
+        if WINDOWED:
+            visible &= key[None, :] > last[:, None] - window
+        m, l, acc = attend_block(q, k, v, m, l, acc, scale, visible, True)  # noqa: E741
+        if not SPLIT and (first + BN) % CHUNK == 0:
+            m_all, l_all, acc_all = merge(m_all, l_all, acc_all, m, l, acc)
+            m = tl.full((BM,), float("-inf"), tl.float32)
+            l = tl.zeros((BM,), tl.float32)  # noqa: E741
+            acc = tl.zeros((BM, DP), tl.float32)
+
+    packed = (q_start * G).to(tl.int64) + row
+    if SPLIT:
+        place = (tl.program_id(2).to(tl.int64) * HK + hk) * T * G + packed
+        tl.store(part_ml_ptr + place * 2, m, mask=live)
+        tl.store(part_ml_ptr + place * 2 + 1, l, mask=live)
+        tl.store(part_acc_ptr + place[:, None] * DP + cols[None, :], acc, mask=live[:, None])
+    else:
+        m_all, l_all, acc_all = merge(m_all, l_all, acc_all, m, l, acc)
+        _finish(
+            m_all, l_all, acc_all, out_ptr, lse_ptr, q_start + query, head, live, cols,
+            HK * G, DIM, T,
+        )  # fmt: skip
+
+
+@triton.jit
+def _finish(m, l, acc, out_ptr, lse_ptr, token, head, live, cols, HQ, DIM: tl.constexpr, T):  # noqa: E741
+    """Divide, and write output and log-sum-exp (natural log); rows that see no key give 0, -inf."""
+    empty = l == 0.0
+    inverse = 1.0 / tl.where(empty, 1.0, l)
+    out = acc * inverse[:, None] + 0.0  # + 0.0: an underflowed -0 becomes the +0 of a lone chunk
+    lse = tl.where(empty, float("-inf"), (m + tl.log2(tl.where(empty, 1.0, l))) * 0.6931471805599453)
+    place = token.to(tl.int64) * HQ + head
+    mask = live[:, None] & (cols[None, :] < DIM)
+    at = out_ptr + place[:, None] * DIM + cols[None, :]
+    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(lse_ptr + head.to(tl.int64) * T + token, lse, mask=live)
+
+
+@triton.jit
+def _merge_kernel(
+    part_acc_ptr, part_ml_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, B, T, window,
+    HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
+    CHUNK: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PAGED: tl.constexpr,
+):  # fmt: skip
+    """Merge the chunks of one packed row (query * G + head) of one KV head, front to back."""
+    packed = tl.program_id(0).to(tl.int64)
+    hk = tl.program_id(1)
+    token = packed // G
+    low = 0
+    high = B
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(cu_q_ptr + middle) <= token:
+            low = middle
+        else:
+            high = middle
+    q_start = tl.load(cu_q_ptr + low)
+    len_k = tl.load(cu_k_ptr + low)
+    if not PAGED:
+        len_k = tl.load(cu_k_ptr + low + 1) - len_k
+    end = len_k
+    begin = 0
+    if CAUSAL:
+        len_q = tl.load(cu_q_ptr + low + 1) - q_start
+        end = tl.maximum(token - q_start + len_k - len_q + 1, 0).to(tl.int32)
+    if WINDOWED:
+        begin = tl.maximum(end - window, 0)
+    cols = tl.arange(0, DP)
+    m = tl.full((1,), float("-inf"), tl.float32)
+    l = tl.zeros((1,), tl.float32)  # noqa: E741
+    acc = tl.zeros((1, DP), tl.float32)
+    for chunk in range(begin // CHUNK, tl.cdiv(end, CHUNK)):
+        place = ((tl.zeros((1,), tl.int64) + chunk) * HK + hk) * T * G + packed
+        m_new = tl.load(part_ml_ptr + place * 2)
+        l_new = tl.load(part_ml_ptr + place * 2 + 1)
+        acc_new = tl.load(part_acc_ptr + place[:, None] * DP + cols[None, :])
+        m, l, acc = merge(m, l, acc, m_new, l_new, acc_new)  # noqa: E741
+    head = hk * G + (packed % G).to(tl.int32) + tl.zeros((1,), tl.int32)
+    live = tl.full((1,), True, tl.int1)
+    _finish(m, l, acc, out_ptr, lse_ptr, token + tl.zeros((1,), tl.int64), head, live, cols,
+            HK * G, DIM, T)  # fmt: skip
+
+
+def attention_forward_triton(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lens_k: Tensor, table: Tensor | None,
+    causal: bool, scale: float, window: int | None,
+    rows: int | None = None, split: bool | None = None, stages: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out[T, Hq, D], lse[Hq, T]). `lens_k`: cu_seqlens_k, or context lengths with a `table`.
+
+    `rows` (packed rows of a program), `split` and `stages` change the time and never the bits;
+    they are chosen from the grid when None.
+    """
+    tokens, heads, dim = q.shape
+    paged = table is not None
+    kv_heads = k.shape[-2]
+    group = heads // kv_heads
+    out = torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
+    batch = cu_q.numel() - 1
+    if tokens == 0 or batch == 0:
+        return out, lse
+    padded = max(16, triton.next_power_of_2(dim))
+    keys = table.shape[1] * k.shape[1] if table is not None else k.shape[0]
+    most = 64 if interpreting() or q.dtype == torch.float32 or padded > 128 else 128
+    if rows is None:
+        rows = min(most, 128) if tokens * group >= 256 * batch else 64
+    blocks = (tokens * group) // rows + batch
+    chunks = max(1, triton.cdiv(keys, CHUNK))
+    if split is None:
+        split = chunks > 1 and rows == 64 and tokens * group <= 64 * batch
+    bn = block_n(dim, q.dtype)
+    tma = (
+        not paged and _has_tma(q.device) and q.dtype != torch.float32
+        and all(x.data_ptr() % 16 == 0 and x.stride(2) == 1 for x in (k, v))
+        and all(x.stride(i) * x.element_size() % 16 == 0 for x in (k, v) for i in (0, 1))
+        and k.shape[0] > 0
+    )  # fmt: skip
+    part_acc = part_ml = lse
+    if split:
+        slots = chunks * kv_heads * tokens * group
+        part_acc = torch.empty(slots, padded, dtype=torch.float32, device=q.device)
+        part_ml = torch.empty(slots, 2, dtype=torch.float32, device=q.device)
+    box = [bn, 1, padded]
+    page = k.shape[1] if paged else 1
+    k_strides = k.stride()[:3] if paged else (0, *k.stride()[:2])
+    v_strides = v.stride()[:3] if paged else (0, *v.stride()[:2])
+    if stages is None:
+        stages = 2 if q.dtype != torch.float32 else 1
+    _attention_kernel[(blocks, kv_heads, chunks if split else 1)](
+        q, k, v, TensorDescriptor.from_tensor(k, box) if tma else k,
+        TensorDescriptor.from_tensor(v, box) if tma else v, out, lse, part_acc, part_ml,
+        cu_q, lens_k, table if table is not None else cu_q, batch, tokens,
+        scale * LOG2E, window or 0, q.stride(0), q.stride(1), *k_strides, *v_strides,
+        table.stride(0) if table is not None else 0,
+        kv_heads, group, dim, padded, rows, bn, CHUNK, causal, window is not None,
+        paged, page, tma, split,
+        num_warps=8 if rows == 128 else 4, num_stages=stages,
+    )  # fmt: skip
+    if split:
+        _merge_kernel[(tokens * group, kv_heads)](
+            part_acc, part_ml, out, lse, cu_q, lens_k, batch, tokens, window or 0,
+            kv_heads, group, dim, padded, bn, CHUNK, causal, window is not None, paged,
+            num_warps=1,
+        )  # fmt: skip
+    return out, lse
+
+
+def default_scale(dim: int) -> float:
+    """1 / sqrt(head size)."""
+    return 1.0 / math.sqrt(dim)
+
+
+__all__ = ["CHUNK", "_processors", "attention_forward_triton", "block_n", "default_scale"]

@@ -1,0 +1,60 @@
+"""The corner-stone: every tile in use gives the same fp32 bits. Checked on the machine at hand.
+
+`linear` picks its tile by M; that is batch-invariant only as long as a tensor core adds the
+products of one output element in the same order for every tile shape. It holds on an H200 with
+Triton 3.6. Another GPU or another Triton could break it, so the first bf16 or fp16 product on a
+device runs this check once (well under a second once compiled); where it fails, the library warns
+and uses one tile, `gemm.SAFE_TILE`, for every M.
+"""
+
+import functools
+import warnings
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.gemm import SAFE_TILE, Tile, gemm_triton, tiles_in_use
+
+
+class TilesDiffer(RuntimeWarning):
+    """Two tile shapes gave different bits on this device: one tile is used for everything."""
+
+
+def tile_bits(tile: Tile, dtype: torch.dtype, device: torch.device, *, pointers=False) -> Tensor:
+    """The fp32 output of one fixed product [129, 1000] x [1000, 264] with `tile`."""
+    m, n, k = 129, 264, 1000
+    generator = torch.Generator().manual_seed(7)
+    a = torch.randn(m, k, generator=generator).to(device, dtype)
+    b = torch.randn(n, k, generator=generator).to(device, dtype)
+    out = torch.full((m, n), float("nan"), device=device, dtype=torch.float32)
+    return gemm_triton(a, b, None, False, True, out, tile=tile, pointers=pointers)
+
+
+def disagreements(device: torch.device) -> list[tuple[Tile, torch.dtype]]:
+    """The tiles in use whose bits differ from SAFE_TILE's, per dtype."""
+    found = []
+    for dtype in (torch.bfloat16, torch.float16):
+        expected = tile_bits(SAFE_TILE, dtype, device)
+        for tile in tiles_in_use():
+            if not torch.equal(tile_bits(tile, dtype, device), expected):
+                found.append((tile, dtype))
+    return found
+
+
+@functools.cache
+def holds(device: torch.device) -> bool:
+    """Whether all tiles agree on `device`; checked once a process, outside CUDA graph capture."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "rlk_kernels checks its tiles at the first product on a device, and that was inside a "
+            "CUDA graph capture; call rlk_kernels.warm_up(device) before capturing"
+        )
+    found = disagreements(device)
+    if found:
+        warnings.warn(
+            f"tiles give different bits on {torch.cuda.get_device_name(device)} with this Triton "
+            f"({len(found)} of them, first {found[0]}); using {SAFE_TILE} for every M",
+            TilesDiffer,
+            stacklevel=2,
+        )
+    return not found

@@ -1,0 +1,34 @@
+"""What rlk_kernels raises. Every class derives from `KernelError`; each also is the built-in a
+caller would expect, so `except ValueError` keeps working.
+
+KernelError
+├── UnknownBackend      (ValueError)    a backend name that does not exist
+├── UnsupportedDevice   (RuntimeError)  the backend asked for cannot run on this device
+├── UnsupportedDtype    (TypeError)     a dtype, or a mix of dtypes, that the operator does not take
+├── UnsupportedShape    (ValueError)    shapes that do not fit together, or out of range
+└── UnsupportedLayout   (ValueError)    strides that the operator does not take
+"""
+
+
+class KernelError(Exception):
+    """Root of the tree."""
+
+
+class UnknownBackend(KernelError, ValueError):
+    """The backend name is neither "triton" nor "torch"."""
+
+
+class UnsupportedDevice(KernelError, RuntimeError):
+    """The backend that was asked for cannot run on the tensors' device."""
+
+
+class UnsupportedDtype(KernelError, TypeError):
+    """The operator does not take this dtype, or these dtypes together."""
+
+
+class UnsupportedShape(KernelError, ValueError):
+    """Shapes do not fit together, or are out of the operator's range."""
+
+
+class UnsupportedLayout(KernelError, ValueError):
+    """The operator does not take these strides."""

@@ -1,0 +1,260 @@
+"""The matrix product under `linear`, its gradients, and fused operators built on it.
+
+    C[m, n] = round( sum_{k = 0, 1, ...} A[m, k] * B[k, n]  (+ bias[n]) )
+
+Order: one fp32 accumulator per element, K from front to back in the tensor core's own steps of 16
+(fp16, bf16) or one by one (fp32, IEEE products, no tf32). There is no split of K, so nothing about
+an element's sum depends on M, on the tile, or on the other rows. bf16 and fp16 tiles of every
+shape in `_TILES` give the same fp32 bits; `cornerstone.py` checks that on the machine at hand
+before the table is trusted, and `tile_for` falls back to one tile where it does not hold.
+
+Portable backend: exact sums (see `exact.py`), which no order can change.
+
+Tiles: chosen from M, N and dtype. Hopper and newer read operands with TMA through host-side
+descriptors; other GPUs, and tensors that TMA cannot address (rows not a multiple of 16 bytes),
+take the pointer kernel, which has the same order and the same bits. Ampere and Ada run the pointer
+kernel by design; they have not been tested.
+
+A[M, K]: `a`, or `a` transposed (trans_a)   B[K, N]: `b`, or `b` transposed (trans_b)
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from rlk_kernels.backend import interpreting
+from rlk_kernels.exact import matmul_nt
+
+PORTABLE_BLOCK = 16384
+"""Columns of B that the portable backend holds in float64 at a time (memory only, not bits)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One shape of the kernel's tile, with what goes with it."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    group: int = 8
+    """Row tiles that share a column tile while it is in L2."""
+    subtile: bool = False
+    """Write the output tile in two halves of columns: frees shared memory for one more stage."""
+    flatten: bool = False
+    """One software pipeline across output tiles."""
+
+
+# M up to ..: tile for narrow N (fewer column tiles than processors), tile for wide N
+_TILES: list[tuple[int, Tile, Tile]] = [
+    (16, Tile(16, 32, 256, 4, 5), Tile(16, 64, 256, 4, 4)),
+    (32, Tile(32, 32, 256, 4, 4), Tile(32, 64, 256, 4, 3)),
+    (64, Tile(64, 32, 256, 4, 4), Tile(64, 64, 256, 4, 3)),
+    (128, Tile(128, 64, 128, 4, 4), Tile(128, 64, 128, 4, 4)),
+    (512, Tile(128, 128, 64, 8, 4), Tile(128, 128, 64, 8, 4)),
+    (1 << 62, Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 4, subtile=True, flatten=True)),
+]
+_TILE_F32 = Tile(64, 64, 32, 4, 2)
+_TILE_INTERPRETED = Tile(32, 32, 32, 4, 1)
+SAFE_TILE = Tile(128, 128, 64, 8, 3)
+"""The one tile used where the corner-stone does not hold."""
+
+
+def tiles_in_use() -> list[Tile]:
+    """Every distinct bf16/fp16 tile that `tile_for` can return."""
+    return list(dict.fromkeys([t for _, *pair in _TILES for t in pair] + [SAFE_TILE]))
+
+
+def tile_for(m: int, n: int, dtype: torch.dtype, *, trusted: bool = True) -> Tile:
+    """The tile for an [m, n] output. The choice never changes the bits, only the time."""
+    if interpreting():
+        return _TILE_INTERPRETED
+    if dtype == torch.float32:
+        return _TILE_F32
+    if not trusted:
+        return SAFE_TILE
+    for limit, narrow, wide in _TILES:
+        if m <= limit:
+            columns = triton.cdiv(n, wide.n) * triton.cdiv(m, wide.m)
+            return wide if columns >= 132 else narrow
+    raise AssertionError("the last row of _TILES has no limit")
+
+
+@triton.jit
+def _tile_position(tile, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """Row tile and column tile of the `tile`-th piece of work, GROUP row tiles at a time."""
+    tiles_m = tl.cdiv(M, BM)
+    tiles_n = tl.cdiv(N, BN)
+    per_group = GROUP * tiles_n
+    first = (tile // per_group) * GROUP
+    size = tl.minimum(tiles_m - first, GROUP)
+    within = tile % per_group
+    return first + within % size, within // size
+
+
+@triton.jit
+def _store_tile(
+    acc, c_ptr, c_desc, bias_ptr, row, col, M, N, stride_cm,
+    BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, TMA_STORE: tl.constexpr,
+):  # fmt: skip
+    cols = col + tl.arange(0, BN)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    if TMA_STORE:
+        c_desc.store([row, col], acc.to(c_desc.dtype))
+    else:
+        rows = row + tl.arange(0, BM)
+        where = c_ptr + rows.to(tl.int64)[:, None] * stride_cm + cols[None, :]
+        mask = (rows[:, None] < M) & (cols[None, :] < N)
+        tl.store(where, acc.to(c_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gemm_tma_kernel(
+    a_desc, b_desc, c_desc, c_ptr, bias_ptr, M, N, K, stride_cm,
+    TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, HAS_BIAS: tl.constexpr, TMA_STORE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    SUBTILE: tl.constexpr, FLATTEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(M, BM) * tl.cdiv(N, BN)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
+        tile_m, tile_n = _tile_position(tile, M, N, BM, BN, GROUP)
+        row = tile_m * BM
+        col = tile_n * BN
+        acc = tl.zeros((BM, BN), tl.float32)
+        for step in range(tl.cdiv(K, BK)):
+            k = step * BK
+            if TRANS_A:
+                a = a_desc.load([k, row]).T
+            else:
+                a = a_desc.load([row, k])
+            if TRANS_B:
+                b = b_desc.load([col, k]).T
+            else:
+                b = b_desc.load([k, col])
+            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        if SUBTILE:
+            halves = tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1))
+            left, right = tl.split(halves)
+            _store_tile(
+                left, c_ptr, c_desc, bias_ptr, row, col, M, N, stride_cm,
+                BM, BN // 2, HAS_BIAS, TMA_STORE,
+            )  # fmt: skip
+            _store_tile(
+                right, c_ptr, c_desc, bias_ptr, row, col + BN // 2, M, N, stride_cm,
+                BM, BN // 2, HAS_BIAS, TMA_STORE,
+            )  # fmt: skip
+        else:
+            _store_tile(
+                acc, c_ptr, c_desc, bias_ptr, row, col, M, N, stride_cm,
+                BM, BN, HAS_BIAS, TMA_STORE,
+            )  # fmt: skip
+
+
+@triton.jit
+def _gemm_pointer_kernel(
+    a_ptr, b_ptr, c_ptr, bias_ptr, M, N, K,
+    stride_am, stride_ak, stride_bk, stride_bn, stride_cm,
+    HAS_BIAS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile_m, tile_n = _tile_position(tl.program_id(0), M, N, BM, BN, GROUP)
+    rows = tile_m * BM + tl.arange(0, BM)
+    cols = tile_n * BN + tl.arange(0, BN)
+    ks = tl.arange(0, BK)
+    a_at = a_ptr + rows.to(tl.int64)[:, None] * stride_am + ks.to(tl.int64)[None, :] * stride_ak
+    b_at = b_ptr + ks.to(tl.int64)[:, None] * stride_bk + cols.to(tl.int64)[None, :] * stride_bn
+    acc = tl.zeros((BM, BN), tl.float32)
+    for step in range(tl.cdiv(K, BK)):
+        left = K - step * BK
+        a = tl.load(a_at, mask=(rows[:, None] < M) & (ks[None, :] < left), other=0.0)
+        b = tl.load(b_at, mask=(ks[:, None] < left) & (cols[None, :] < N), other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        a_at += BK * stride_ak.to(tl.int64)
+        b_at += BK * stride_bk.to(tl.int64)
+    _store_tile(
+        acc, c_ptr, c_ptr, bias_ptr, tile_m * BM, tile_n * BN, M, N, stride_cm,
+        BM, BN, HAS_BIAS, False,
+    )  # fmt: skip
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _has_tma(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _tma_can_read(x: Tensor) -> bool:
+    row_bytes = x.stride(0) * x.element_size()
+    return (
+        x.stride(1) == 1 and x.data_ptr() % 16 == 0 and row_bytes % 16 == 0 and row_bytes > 0
+        and x.shape[1] <= x.stride(0)
+    )  # fmt: skip
+
+
+def gemm_triton(
+    a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool, trans_b: bool, out: Tensor,
+    tile: Tile | None = None, pointers: bool = False,
+) -> Tensor:  # fmt: skip
+    """Fill out[M, N] with A @ B (+ bias) and return it; `tile` and `pointers` are for tests."""
+    m, n = out.shape
+    k = a.shape[0] if trans_a else a.shape[1]
+    if m == 0 or n == 0:
+        return out
+    if tile is None:
+        from rlk_kernels.cornerstone import holds  # the check itself runs this function
+
+        trusted = a.dtype == torch.float32 or interpreting() or holds(a.device)
+        tile = tile_for(m, n, a.dtype, trusted=trusted)
+    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
+    precision = "ieee"
+    if not pointers and k > 0 and _has_tma(a.device) and _tma_can_read(a) and _tma_can_read(b):
+        tma_store = n * out.element_size() % 16 == 0 and out.data_ptr() % 16 == 0
+        store_n = tile.n // 2 if tile.subtile else tile.n
+        block_a = [tile.k, tile.m] if trans_a else [tile.m, tile.k]
+        block_b = [tile.n, tile.k] if trans_b else [tile.k, tile.n]
+        c_desc = TensorDescriptor.from_tensor(out, [tile.m, store_n]) if tma_store else out
+        _gemm_tma_kernel[(min(tiles, _processors(a.device)),)](
+            TensorDescriptor.from_tensor(a, block_a), TensorDescriptor.from_tensor(b, block_b),
+            c_desc, out, bias, m, n, k, out.stride(0),
+            trans_a, trans_b, bias is not None, tma_store,
+            tile.m, tile.n, tile.k, tile.group, tile.subtile, tile.flatten, precision,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        return out
+    a_m, a_k = (a.stride(1), a.stride(0)) if trans_a else (a.stride(0), a.stride(1))
+    b_k, b_n = (b.stride(1), b.stride(0)) if trans_b else (b.stride(0), b.stride(1))
+    _gemm_pointer_kernel[(tiles,)](
+        a, b, out, bias, m, n, k, a_m, a_k, b_k, b_n, out.stride(0), bias is not None,
+        tile.m, tile.n, tile.k, tile.group, precision,
+        num_warps=tile.warps, num_stages=min(tile.stages, 3),
+    )  # fmt: skip
+    return out
+
+
+def gemm_portable(
+    a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool, trans_b: bool, dtype: torch.dtype
+) -> Tensor:
+    """A @ B (+ bias) with exact sums, rounded to float32 and then to `dtype`."""
+    a = a.mT if trans_a else a
+    b = b if trans_b else b.mT
+    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+    out = torch.empty(a.shape[0], b.shape[0], dtype=dtype, device=a.device)
+    for start in range(0, b.shape[0], PORTABLE_BLOCK):
+        stop = min(start + PORTABLE_BLOCK, b.shape[0])
+        block = matmul_nt(a, b[start:stop])
+        if bias is not None:
+            block += bias[start:stop].double()
+        out[:, start:stop] = block.to(wide).to(dtype)
+    return out

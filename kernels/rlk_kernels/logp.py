@@ -1,0 +1,256 @@
+"""logp: log-probability of one token per row of logits.
+
+    z[v]  = fp32(logits[t, v]) / temperature                              fp32, correctly rounded
+    logp  = (z[target] - m) - log(s)       m = max_v z[v],  s = sum_v exp(z[v] - m)
+
+Reduction order: columns in aligned leaves of LEAF; a leaf's (m, s) takes its sum as a binary tree
+of neighbours; leaves are merged in one binary tree of neighbours over the whole row, with
+    (m1, s1) + (m2, s2) = (m, s1 exp(m1 - m) + s2 exp(m2 - m)),  m = max(m1, m2)
+Missing columns are (-inf, 0). The tree depends on nothing but the column's index, so that aligned
+shards of a vocabulary can be merged later to the same bits, and a fused kernel can build it tile
+by tile. torch backend: the exact maximum, and the sum by halves over the row; fp64.
+
+Gradient: dlogits[v] = round( g / temperature * ([v == target] - exp((z[v] - m) - log s)) ), fp32.
+A negative target (ignored tokens) gives logp 0 and no gradient.
+
+T = rows   V = vocabulary   B = blocks of BLOCK columns
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlk_kernels import elementary
+from rlk_kernels.backend import choose, interpreting, record
+from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.exact import tree_sum
+
+LEAF = 32
+"""Columns of a leaf of the tree: part of the order of the sum."""
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+def block_columns() -> int:
+    """Columns of one program: a power of two, so a whole subtree; changes no bit."""
+    return 128 if interpreting() else 4096
+
+
+def logp_ref(logits: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
+    """The formula in float64, for tests."""
+    z = logits.double() / temperature
+    return torch.log_softmax(z, -1).gather(-1, target[:, None].long()).squeeze(-1)
+
+
+@triton.jit
+def merge_stats(m1, s1, m2, s2):
+    """Two nodes of the tree made one; (-inf, 0) is neutral."""
+    m = tl.maximum(m1, m2)
+    safe = tl.where(m == float("-inf"), 0.0, m)
+    return m, s1 * tl.exp2((m1 - safe) * LOG2E) + s2 * tl.exp2((m2 - safe) * LOG2E)
+
+
+@triton.jit
+def _add(a, b):
+    return a + b
+
+
+@triton.jit
+def leaf_stats(z, ROWS: tl.constexpr, LEAVES: tl.constexpr, LEAF: tl.constexpr):
+    """(m, s)[ROWS, LEAVES] of z[ROWS, LEAVES * LEAF]; every sum is of two neighbours at a time."""
+    z = tl.reshape(z, (ROWS, LEAVES, LEAF))
+    m = tl.max(z, 2)
+    safe = tl.where(m == float("-inf"), 0.0, m)
+    e = tl.exp2((z - safe[:, :, None]) * LOG2E)
+    size: tl.constexpr = LEAF
+    for _ in tl.static_range(10):
+        if size > 1:
+            e = tl.reduce(tl.reshape(e, (ROWS, LEAVES, size // 2, 2)), 3, _add)
+            size: tl.constexpr = size // 2
+    return m, tl.reshape(e, (ROWS, LEAVES))
+
+
+@triton.jit
+def tree_stats(m, s, ROWS: tl.constexpr, NODES: tl.constexpr):
+    """(m, s)[ROWS] from NODES (a power of two) nodes, merged neighbour with neighbour."""
+    size: tl.constexpr = NODES
+    for _ in tl.static_range(16):
+        if size > 1:
+            m, s = tl.reduce(
+                (tl.reshape(m, (ROWS, size // 2, 2)), tl.reshape(s, (ROWS, size // 2, 2))),
+                2, merge_stats,
+            )  # fmt: skip
+            size: tl.constexpr = size // 2
+    return tl.reshape(m, (ROWS,)), tl.reshape(s, (ROWS,))
+
+
+@triton.jit
+def _logp_block_kernel(
+    x_ptr, stats_ptr, stride_t, V, B, temperature, BLOCK: tl.constexpr, LEAF: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    cols = block * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(x_ptr + row * stride_t + cols, mask=cols < V, other=float("-inf"))
+    z = tl.div_rn(x.to(tl.float32), temperature)
+    m, s = leaf_stats(z, 1, BLOCK // LEAF, LEAF)
+    m, s = tree_stats(m, s, 1, BLOCK // LEAF)
+    at = stats_ptr + (row * B + block) * 2 + tl.zeros((1,), tl.int32)
+    tl.store(at, m)
+    tl.store(at + 1, s)
+
+
+@triton.jit
+def _logp_row_kernel(
+    x_ptr, target_ptr, stats_ptr, logp_ptr, m_ptr, logs_ptr, stride_t, V, B, temperature,
+    BP: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    blocks = tl.arange(0, BP)[None, :]
+    at = stats_ptr + (row * B + blocks) * 2
+    m = tl.load(at, mask=blocks < B, other=float("-inf"))
+    s = tl.load(at + 1, mask=blocks < B, other=0.0)
+    m, s = tree_stats(m, s, 1, BP)
+    log_s = tl.log2(s) * LN2
+    target = tl.load(target_ptr + row).to(tl.int64)
+    inside = (target >= 0) & (target < V)
+    x = tl.load(x_ptr + row * stride_t + target, mask=inside, other=float("nan"))
+    z = tl.div_rn(x.to(tl.float32), temperature)
+    logp = tl.where(target < 0, 0.0, (z - m) - log_s)
+    here = row + tl.zeros((1,), tl.int64)
+    tl.store(logp_ptr + here, logp)
+    tl.store(m_ptr + here, m)
+    tl.store(logs_ptr + here, log_s)
+
+
+@triton.jit
+def _logp_bwd_kernel(
+    x_ptr, target_ptr, m_ptr, logs_ptr, g_ptr, dx_ptr, stride_t, V, temperature,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    target = tl.load(target_ptr + row)
+    x = tl.load(x_ptr + row * stride_t + cols, mask=cols < V, other=float("-inf"))
+    z = tl.div_rn(x.to(tl.float32), temperature)
+    p = tl.exp2(((z - tl.load(m_ptr + row)) - tl.load(logs_ptr + row)) * LOG2E)
+    g = tl.div_rn(tl.load(g_ptr + row), temperature)
+    dx = g * (tl.where(cols == target, 1.0, 0.0) - p)
+    dx = tl.where(target < 0, 0.0, dx)
+    tl.store(dx_ptr + row * V + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < V)
+
+
+def _forward_portable(logits, target, temperature):
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    z = (logits.to(wide) / temperature).double()
+    m = z.amax(-1, keepdim=True)
+    log_s = elementary.log(tree_sum(elementary.exp(z - m)))
+    chosen = z.gather(-1, target.long().clamp(min=0)[:, None])
+    logp = torch.where(target < 0, 0.0, ((chosen - m) - log_s).squeeze(-1))
+    return logp.to(wide), m.squeeze(-1), log_s.squeeze(-1)
+
+
+def _backward_portable(logits, target, m, log_s, g, temperature):
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    z = (logits.to(wide) / temperature).double()
+    p = elementary.exp((z - m[:, None]) - log_s[:, None])
+    one = torch.zeros_like(p).scatter_(1, target.long().clamp(min=0)[:, None], 1.0)
+    dx = (g.double() / temperature)[:, None] * (one - p)
+    return torch.where((target < 0)[:, None], 0.0, dx).to(wide).to(logits.dtype)
+
+
+@torch.library.custom_op("rlk::logp", mutates_args=())
+def _logp(
+    logits: Tensor, target: Tensor, temperature: float, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    record("logp", backend)
+    if backend == "torch":
+        return _forward_portable(logits, target, temperature)
+    t, v = logits.shape
+    logp, m, log_s = (
+        torch.empty(t, dtype=torch.float32, device=logits.device) for _ in range(3)
+    )
+    block = block_columns()
+    blocks = triton.cdiv(v, block)
+    stats = torch.empty(t, blocks, 2, dtype=torch.float32, device=logits.device)
+    if t:
+        _logp_block_kernel[(t, blocks)](
+            logits, stats, logits.stride(0), v, blocks, temperature, block, LEAF, num_warps=4
+        )
+        _logp_row_kernel[(t,)](
+            logits, target, stats, logp, m, log_s, logits.stride(0), v, blocks, temperature,
+            triton.next_power_of_2(blocks), num_warps=1,
+        )  # fmt: skip
+    return logp, m, log_s
+
+
+@_logp.register_fake
+def _(logits, target, temperature, backend):
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    stat = torch.float64 if backend == "torch" else torch.float32
+    shape = logits.shape[:1]
+    return tuple(logits.new_empty(shape, dtype=d) for d in (wide, stat, stat))
+
+
+@torch.library.custom_op("rlk::logp_backward", mutates_args=())
+def _logp_backward(
+    logits: Tensor, target: Tensor, m: Tensor, log_s: Tensor, g: Tensor, temperature: float,
+    backend: str,
+) -> Tensor:  # fmt: skip
+    record("logp_backward", backend)
+    if backend == "torch":
+        return _backward_portable(logits, target, m, log_s, g, temperature)
+    t, v = logits.shape
+    dx = torch.empty(t, v, dtype=logits.dtype, device=logits.device)
+    if t:
+        block = block_columns()
+        _logp_bwd_kernel[(t, triton.cdiv(v, block))](
+            logits, target, m, log_s, g, dx, logits.stride(0), v, temperature, block, num_warps=4
+        )
+    return dx
+
+
+@_logp_backward.register_fake
+def _(logits, target, m, log_s, g, temperature, backend):
+    return logits.new_empty(logits.shape)
+
+
+def _setup(ctx, inputs, output):
+    logits, target, ctx.temperature, ctx.backend = inputs
+    ctx.save_for_backward(logits, target, output[1], output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, g, _m, _log_s):
+    logits, target, m, log_s = ctx.saved_tensors
+    if g is None:
+        return None, None, None, None
+    dx = _logp_backward(logits, target, m, log_s, g.contiguous(), ctx.temperature, ctx.backend)
+    return dx, None, None, None
+
+
+_logp.register_autograd(_backward, setup_context=_setup)
+
+
+def logp(
+    logits: Tensor, target: Tensor, *, temperature: float = 1.0, backend: str | None = None
+) -> Tensor:
+    """log softmax(logits / temperature)[t, target[t]] -> [T] float32 (float64 for float64).
+
+    logits[T, V]: bfloat16, float16, float32 (float64 on the torch backend), V >= 1; target[T]
+    int32 or int64 below V, negative to ignore; temperature > 0. A target of V or more raises on the
+    torch backend and gives NaN on the GPU. Raises UnsupportedShape, UnsupportedDtype, ValueError.
+    """
+    if logits.dim() != 2 or target.shape != logits.shape[:1] or logits.shape[1] == 0:
+        raise UnsupportedShape(
+            f"logp: logits[T, V] and target[T] are needed, not {tuple(logits.shape)} and "
+            f"{tuple(target.shape)}"
+        )
+    if target.dtype not in (torch.int32, torch.int64) or not logits.is_floating_point():
+        raise UnsupportedDtype(f"logp: logits are {logits.dtype}, target is {target.dtype}")
+    if not temperature > 0:
+        raise ValueError(f"logp: temperature must be above 0, not {temperature}")
+    chosen = choose("logp", backend, logits)
+    rows = logits if logits.stride(1) == 1 else logits.contiguous()
+    return _logp(rows, target.contiguous(), float(temperature), chosen)[0]
