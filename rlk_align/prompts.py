@@ -91,9 +91,7 @@ class TokenBatch:
             raise CorruptTrace(f"{path} cannot be read: {error}") from error
         parts: dict[int, tuple[str, list[int], list[int]]] = {}
         for row in table.to_pylist():
-            prompt_id, prompt, response = parts.setdefault(
-                row["sample"], (row["prompt_id"], [], [])
-            )
+            _, prompt, response = parts.setdefault(row["sample"], (row["prompt_id"], [], []))
             if row["position"] != len(prompt) + len(response):
                 raise CorruptTrace(f"{path}: sample {row['sample']} lacks a position")
             (response if row["sampled"] else prompt).append(row["token"])
@@ -135,7 +133,11 @@ def _parse_line(path: Path, number: int, line: str) -> Prompt:
         raise PromptError(f"{where}: not JSON: {error}") from error
     if not isinstance(record, dict):
         raise PromptError(f"{where}: not a JSON object")
-    name, text, ids = str(record.get("id", f"line{number}")), record.get("prompt"), record.get("ids")
+    name, text, ids = (
+        str(record.get("id", f"line{number}")),
+        record.get("prompt"),
+        record.get("ids"),
+    )
     if ids is not None:
         if not isinstance(ids, list) or not ids or not all(type(t) is int and t >= 0 for t in ids):
             raise PromptError(f"{where}: 'ids' must be a non-empty list of token ids")
@@ -151,14 +153,14 @@ def check_lengths(batch: TokenBatch, context: int, vocab: int, max_new_tokens: i
     for s in batch.samples:
         if not s.prompt_ids:
             raise PromptError(f"prompt {s.prompt_id!r} has no tokens")
-        if max(s.prompt_ids) >= vocab:
+        if max(s.ids) >= vocab:
             raise PromptError(
-                f"prompt {s.prompt_id!r} has token id {max(s.prompt_ids)}; "
+                f"prompt {s.prompt_id!r} has token id {max(s.ids)}; "
                 f"the model's vocabulary has {vocab} entries"
             )
-        if len(s.prompt_ids) + max_new_tokens > context:
+        if len(s.ids) + max_new_tokens > context:
             raise PromptError(
-                f"prompt {s.prompt_id!r} is too long: {len(s.prompt_ids)} tokens and "
-                f"{max_new_tokens} new ones exceed the model's context of {context}",
+                f"prompt {s.prompt_id!r} is too long: {len(s.ids)} tokens and {max_new_tokens} "
+                f"new ones exceed the {context} positions that the engine has for it",
                 "shorten the prompt or lower --max-new-tokens",
             )

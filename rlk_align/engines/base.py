@@ -22,6 +22,10 @@ Rows must be used or copied before the tap returns: engines overwrite their buff
 """
 
 
+Progress = Callable[[int], None]
+"""Called with the number of samples done."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How responses are sampled: temperature 1, the whole vocabulary, until EOS."""
@@ -45,6 +49,9 @@ class Engine(ABC):
 
     A pass with `tap` None must leave no trace of observation: no hook, no copy.
     """
+
+    spare_positions = 0
+    """Positions of the model's context that the engine needs for itself."""
 
     def __init__(
         self, spec: EngineSpec, model: Path, shape: ModelShape, production: bool = False
@@ -81,14 +88,16 @@ class Engine(ABC):
 
     @abstractmethod
     def sample(
-        self, batch: TokenBatch, sampling: Sampling, tap: Tap | None, progress: Callable[[int], None]
+        self,
+        batch: TokenBatch,
+        sampling: Sampling,
+        tap: Tap | None,
+        progress: Callable[[int], None],
     ) -> PassResult:
         """Decodes a response after every prompt; the same seed gives the same tokens."""
 
     @abstractmethod
-    def score(
-        self, batch: TokenBatch, tap: Tap | None, progress: Callable[[int], None]
-    ) -> PassResult:
+    def score(self, batch: TokenBatch, tap: Tap | None, progress: Progress) -> PassResult:
         """Teacher-forced: one prefill over every whole sequence."""
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """HF transformers: any causal LM of a known family, one sequence at a time, no padding."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,7 @@ import torch
 from rlk_align.engines.base import (
     Engine,
     PassResult,
+    Progress,
     Sampling,
     Tap,
     activation_name,
@@ -65,9 +66,7 @@ class HFEngine(Engine):
         yield from hf_weights(self.model)
 
     @torch.inference_mode()
-    def score(
-        self, batch: TokenBatch, tap: Tap | None, progress: Callable[[int], None]
-    ) -> PassResult:
+    def score(self, batch: TokenBatch, tap: Tap | None, progress: Progress) -> PassResult:
         logprobs = []
         with Tapped(self.model, self.shape, tap) as taps:
             for i, s in enumerate(batch.samples):
@@ -82,7 +81,11 @@ class HFEngine(Engine):
 
     @torch.inference_mode()
     def sample(
-        self, batch: TokenBatch, sampling: Sampling, tap: Tap | None, progress: Callable[[int], None]
+        self,
+        batch: TokenBatch,
+        sampling: Sampling,
+        tap: Tap | None,
+        progress: Callable[[int], None],
     ) -> PassResult:
         responses, logprobs = [], []
         with Tapped(self.model, self.shape, tap) as taps:

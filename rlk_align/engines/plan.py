@@ -77,5 +77,3 @@ def _uniform(sample: np.ndarray, position: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (x >> np.uint64(11)).astype(np.float64) / 2.0**53
-
-

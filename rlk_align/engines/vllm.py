@@ -5,14 +5,14 @@ vLLM reaches its workers through `worker_extension_cls`; what needs the live mod
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
 from rlk_align.engines import vllm_worker
-from rlk_align.engines.base import Engine, PassResult, Sampling, Tap
+from rlk_align.engines.base import Engine, PassResult, Progress, Sampling, Tap
 from rlk_align.errors import EngineFailed, ModelError
 from rlk_align.prompts import TokenBatch
 
@@ -75,7 +75,11 @@ class VLLMEngine(Engine):
         yield from self._rpc("rlk_weights")
 
     def sample(
-        self, batch: TokenBatch, sampling: Sampling, tap: Tap | None, progress: Callable[[int], None]
+        self,
+        batch: TokenBatch,
+        sampling: Sampling,
+        tap: Tap | None,
+        progress: Callable[[int], None],
     ) -> PassResult:
         from vllm import SamplingParams
         from vllm.platforms import current_platform
@@ -105,9 +109,7 @@ class VLLMEngine(Engine):
             logprobs.append(np.array(chosen, dtype=np.float32))
         return PassResult(responses, logprobs)
 
-    def score(
-        self, batch: TokenBatch, tap: Tap | None, progress: Callable[[int], None]
-    ) -> PassResult:
+    def score(self, batch: TokenBatch, tap: Tap | None, progress: Progress) -> PassResult:
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)

@@ -156,9 +156,7 @@ class VLLMTaps:
         """Logits are computed for each request's last row in order to sample, and for slices
         of the prompt in order to score it. A pass wants the one or the other."""
         hidden = inputs[1]
-        is_slice = (
-            hidden.untyped_storage().data_ptr() == self._hidden.untyped_storage().data_ptr()
-        )
+        is_slice = hidden.untyped_storage().data_ptr() == self._hidden.untyped_storage().data_ptr()
         if is_slice != (self._kind == "prefill"):
             return
         if is_slice:

@@ -167,5 +167,3 @@ def live_weight(module: Any) -> torch.Tensor:
         for block in torch.eye(size, dtype=dtype).split(1024)
     ]
     return torch.cat(columns).T
-
-

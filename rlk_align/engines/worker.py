@@ -23,11 +23,11 @@ from rlk_align.digest import digest_parameter
 from rlk_align.engines import load_engine
 from rlk_align.engines.base import Engine, PassResult, Sampling
 from rlk_align.engines.job import Events, Job
+from rlk_align.engines.plan import keep_values
 from rlk_align.errors import RlkError
 from rlk_align.families import read_shape
 from rlk_align.prompts import Prompt, Sample, TokenBatch, check_lengths, load_prompts
 from rlk_align.sites import model_sites
-from rlk_align.engines.plan import keep_values
 from rlk_align.trace.schema import WEIGHTS_SCHEMA, TraceRecord, save_record, writing
 from rlk_align.trace.writer import PassWriter
 
@@ -40,10 +40,11 @@ def run(job: Job, events: Events) -> None:
     events.send(stage="tokenising")
     prompt_ids = tokenise(job.model, prompts)
     batch = _initial_batch(job, prompts, prompt_ids)
-    check_lengths(batch, shape.context, shape.vocab, job.max_new_tokens if not job.tokens else 0)
     production = all(p.endswith(".production") for p in job.passes)
-    events.send(stage=f"loading {spec.name}")
     engine = load_engine(spec.name)(spec, job.model, shape, production)
+    new_tokens = 0 if batch.sampled_tokens else job.max_new_tokens
+    check_lengths(batch, shape.context - engine.spare_positions, shape.vocab, new_tokens)
+    events.send(stage=f"loading {spec.name}")
     engine.open()
     try:
         if not production:
@@ -98,7 +99,7 @@ def _write_identity(job: Job, engine: Engine, prompt_ids: dict[str, list[int]]) 
         version=engine.version(),
         options=dict(engine.spec.options),
         model=str(job.model),
-        model_type=engine.shape.model_type,
+        shape=engine.shape,
         dtype=engine.dtype(),
         environment=_environment(),
         attributes=engine.attributes(),

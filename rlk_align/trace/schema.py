@@ -11,6 +11,7 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rlk_align.errors import CorruptTrace, TraceNotWritten
+from rlk_align.families import ModelShape
 
 ROWS_SCHEMA = pa.schema(
     [
@@ -73,18 +74,19 @@ class TraceRecord(Record):
     version: str
     options: dict[str, Any]
     model: str
-    model_type: str
+    shape: ModelShape
     dtype: str
+    """What the engine computed in."""
     environment: dict[str, str]
     attributes: dict[str, Any]
     prompt_ids: dict[str, list[int]]
     """Prompt id -> the ids that this side's own tokenizer gives its text."""
 
 
-R = TypeVar("R", bound=Record)
+R = TypeVar("R", bound=BaseModel)
 
 
-def save_record(record: Record, path: Path) -> None:
+def save_record(record: BaseModel, path: Path) -> None:
     """Writes a record so that a reader sees all of it or nothing."""
     with writing(path):
         partial = path.with_name(path.name + ".partial")

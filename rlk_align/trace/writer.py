@@ -64,9 +64,7 @@ class PassWriter:
             except (OSError, pa.ArrowException):
                 return
 
-    def add(
-        self, site: str, rows: torch.Tensor, sample: np.ndarray, position: np.ndarray
-    ) -> None:
+    def add(self, site: str, rows: torch.Tensor, sample: np.ndarray, position: np.ndarray) -> None:
         """Rows `[N, F]` of a site at (sample, position), int `[N]` each.
 
         The rows are copied: engines reuse and overwrite their buffers.

@@ -1,0 +1,216 @@
+"""Runs one engine in a process of its own and gives back its Trace."""
+
+import importlib.metadata
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import rlk_align
+from rlk_align.config import CaptureRequest, fingerprint, fingerprint_files, resolve_model
+from rlk_align.engines import require_installed
+from rlk_align.engines.job import Job
+from rlk_align.errors import ERRORS, BadOption, EngineFailed, Interrupted
+from rlk_align.run import Run
+from rlk_align.trace import Trace
+from rlk_align.trace.schema import writing
+
+Report = Callable[[str, int, int], None]
+"""(stage, done, total); total 0 where there is nothing to count."""
+
+CONTROL_VARIANTS = ("untapped", "repeat")
+
+
+def capture(
+    request: CaptureRequest, role: str, run: Run, tokens: Path | None, fresh: bool, report: Report
+) -> Trace:
+    """The trace of one engine, captured now or, where it is there already, taken as it is.
+
+    `tokens`: the sequences to score; None lets the engine sample them. What an interrupted
+    capture had finished is kept, and this call goes on from there, unless `fresh`.
+    Raises what the worker raised, EngineFailed where it died, Interrupted on Ctrl-C.
+    """
+    if request.engine.name == "replay":
+        return _replay(request, role)
+    model = resolve_model(request.model_path)
+    if "python" not in request.engine.options:
+        require_installed(request.engine.name)
+    passes = _passes(request, sampling=tokens is None)
+    folder = run.folder / "captures" / f"{role}-{_key(request, model, tokens)}"
+    if fresh:
+        shutil.rmtree(folder, ignore_errors=True)
+    missing = tuple(p for p in passes if not (folder / p / "pass.json").is_file())
+    if missing or not (folder / "trace.json").is_file():
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        # Production runs compiled and cannot be tapped: an engine, and so a process, of its own.
+        for production in (False, True):
+            part = tuple(p for p in missing if p.endswith(".production") == production)
+            if part:
+                job = _job(request, model, folder, tokens, part)
+                _run_worker(job, request.engine.options.get("python"), report)
+    return Trace(folder)
+
+
+def _replay(request: CaptureRequest, role: str) -> Trace:
+    path = request.engine.options.get("path")
+    if path is None:
+        raise BadOption("engine 'replay' needs path=RUN", "replay:path=RUN")
+    return Trace(Run.open(str(path)).capture_folder(role))
+
+
+def _passes(request: CaptureRequest, sampling: bool) -> tuple[str, ...]:
+    """Each observed pass with its controls; a pass that only has to sample goes un-tapped."""
+    passes: list[str] = []
+    if sampling and "decode" not in request.passes:
+        passes.append("decode.untapped")
+    for name in request.passes:
+        if name != "decode" or sampling:
+            passes += [name, *(f"{name}.{v}" for v in CONTROL_VARIANTS)]
+    if request.production:
+        passes.append("prefill.production")
+    return tuple(passes)
+
+
+def _key(request: CaptureRequest, model: Path, tokens: Path | None) -> str:
+    """Names a capture after everything that decides what is in it."""
+    patch = request.engine.options.get("patch")
+    return fingerprint(
+        rlk_align.__version__,
+        str(request.engine),
+        _versions(request),
+        fingerprint_files(model),
+        request.prompts.read_bytes().hex() if request.prompts.is_file() else None,
+        tokens.read_bytes().hex() if tokens else [request.max_new_tokens, request.seed],
+        [request.trace.budget, request.trace.layers, request.trace.sites],
+        _source(str(patch).partition(":")[0]) if patch else None,
+    )
+
+
+def _versions(request: CaptureRequest) -> list[str]:
+    """Of this interpreter's packages; another interpreter is known by its path alone."""
+    if "python" in request.engine.options:
+        return []
+    names = {"torch", "transformers", request.engine.info.package}
+    found = []
+    for name in sorted(names - {""}):
+        distributions = importlib.metadata.packages_distributions().get(name, [name])
+        found += [f"{d} {importlib.metadata.version(d)}" for d in sorted(set(distributions))]
+    return found
+
+
+def _source(module: str) -> str | None:
+    """The text of a patch's module, so that an edit makes another capture."""
+    relative = Path(*module.split("."))
+    for base in (Path.cwd(), *map(Path, os.environ.get("PYTHONPATH", "").split(os.pathsep))):
+        for path in (base / relative.with_suffix(".py"), base / relative / "__init__.py"):
+            if path.is_file():
+                return path.read_text(encoding="utf-8", errors="replace")
+    return None
+
+
+def _job(
+    request: CaptureRequest, model: Path, folder: Path, tokens: Path | None, passes: tuple[str, ...]
+) -> Job:
+    return Job(
+        engine=str(request.engine),
+        model=model,
+        folder=folder.resolve(),
+        prompts=request.prompts.resolve(),
+        tokens=tokens.resolve() if tokens else None,
+        passes=passes,
+        max_new_tokens=request.max_new_tokens,
+        seed=request.seed,
+        budget=request.trace.budget,
+        layers=request.trace.layers,
+        sites=request.trace.sites,
+    )
+
+
+def _run_worker(job: Job, python: Any, report: Report) -> None:
+    events, log = job.folder / "events.jsonl", job.folder / "worker.log"
+    with writing(job.folder):
+        events.unlink(missing_ok=True)
+        (job.folder / "job.json").write_text(job.model_dump_json(indent=1), encoding="utf-8")
+        output = log.open("w")
+    here = str(Path(rlk_align.__file__).resolve().parent.parent)
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), here]))
+    interpreter = str(python or sys.executable)
+    command = [interpreter, "-m", "rlk_align.engines.worker", str(job.folder / "job.json")]
+    try:
+        with output:
+            worker = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"PYTHONPATH": path},
+                # A group of its own: Ctrl-C reaches the parent, which ends the whole group.
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise BadOption(f"python={interpreter} cannot be started: {error}") from error
+    try:
+        failure = _follow(worker, events, report)
+    except KeyboardInterrupt as error:
+        raise Interrupted(
+            f"interrupted; what {job.engine} had finished is kept in {job.folder}",
+            "the same command goes on from there",
+        ) from error
+    finally:
+        _end_group(worker)
+    if failure is not None:
+        raise ERRORS[failure["error"]](failure["message"], failure["fix"])
+    if worker.returncode:
+        raise EngineFailed(
+            f"the worker of {job.engine} {_death(worker.returncode)}; its last lines:\n"
+            + "\n".join(_last_lines(log)),
+            f"the whole log: {log}; finished passes are kept, and a rerun goes on from there",
+        )
+
+
+def _follow(worker: subprocess.Popen, events: Path, report: Report) -> dict[str, Any] | None:
+    """Passes the worker's progress on until it ends; returns the error that it named."""
+    seen, failure = 0, None
+    while True:
+        ended = worker.poll() is not None
+        lines = events.read_text(encoding="utf-8").splitlines(True) if events.exists() else []
+        for line in lines[seen:]:
+            if line.endswith("\n"):
+                seen += 1
+                event = json.loads(line)
+                if "error" in event:
+                    failure = event
+                else:
+                    report(event["stage"], event.get("done", 0), event.get("total", 0))
+        if ended:
+            return failure
+        time.sleep(0.05)
+
+
+def _end_group(worker: subprocess.Popen) -> None:
+    """Ends whatever the worker's process group still runs."""
+    for number, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+        try:
+            os.killpg(worker.pid, number)
+        except ProcessLookupError:
+            return
+        try:
+            worker.wait(patience)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _death(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+
+def _last_lines(log: Path, count: int = 15) -> list[str]:
+    text = log.read_text(encoding="utf-8", errors="replace")
+    return [f"  {line}" for line in text.splitlines()[-count:]]

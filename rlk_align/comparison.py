@@ -1,0 +1,138 @@
+"""Two traces -> Comparison: precheck, controls, and every edge walked site by site."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from rlk_align.capture import Report
+from rlk_align.contract import lower_precision
+from rlk_align.controls import check_controls, paired_logprobs
+from rlk_align.divergence import Edge, Side, compare_edges
+from rlk_align.metrics import edge_metrics
+from rlk_align.parity import check_parity
+from rlk_align.prompts import TokenBatch
+from rlk_align.results import Comparison, Controls, EdgeMetrics, EdgeResult, EngineRecord, Kind
+from rlk_align.sites import RowIndex, Site, model_sites
+from rlk_align.trace import Trace
+
+EDGE_ENDS = {
+    "decode_vs_prefill": (("rollout", "decode"), ("rollout", "prefill")),
+    "prefill_vs_train": (("rollout", "prefill"), ("train", "prefill")),
+    "decode_vs_train": (("rollout", "decode"), ("train", "prefill")),
+}
+"""Edge -> its two passes, each as (side, pass)."""
+
+
+def passes_for(judged: Iterable[str], side: str) -> tuple[str, ...]:
+    """The observed passes of a side that the judged edges need, decode first."""
+    needed = {p for edge in judged for end, p in EDGE_ENDS[edge] if end == side}
+    return tuple(p for p in ("decode", "prefill") if p in needed)
+
+
+def measure(
+    rollout: Trace, train: Trace, judged: list[str], allowed: list[Kind], report: Report
+) -> Comparison:
+    """Everything that a contract can be held against.
+
+    A mismatch of a kind that is not allowed ends it before any number. Raises CorruptTrace
+    where a trace is damaged.
+    """
+    report("comparing", 0, 0)
+    sides = {"rollout": rollout, "train": train}
+    mismatches = check_parity(rollout, train)
+    controls: Controls | None = None
+    edges: list[EdgeResult] = []
+    missing: dict[str, str] = {}
+    production: EdgeMetrics | None = None
+    if all(m.kind in allowed for m in mismatches):
+        index = RowIndex(rollout.tokens)
+        sites = model_sites(rollout.record.shape)
+        missing = _missing_edges(sides, judged)
+        present = [e for e in judged if e not in missing]
+        needed = {s: (t, list(passes_for(present, s))) for s, t in sides.items()}
+        controls = check_controls(needed, index, sites)
+        wanted = [_edge(name, sides, index) for name in present]
+        edges = _walk(wanted, sites, index, report)
+        production = _production(rollout, index)
+    return Comparison(
+        model=rollout.record.model,
+        dtype=lower_precision(rollout.record.dtype, train.record.dtype),
+        tokens=rollout.tokens.sampled_tokens,
+        engines={s: _engine(t) for s, t in sides.items()},
+        mismatches=mismatches,
+        allowed=allowed,
+        controls=controls,
+        edges=edges,
+        judged=judged,
+        missing_edges=missing,
+        production=production,
+    )
+
+
+def _missing_edges(sides: dict[str, Trace], judged: list[str]) -> dict[str, str]:
+    """Judged edges of which a trace lacks a pass, with the reason."""
+    missing = {}
+    for name in judged:
+        for side, passname in EDGE_ENDS[name]:
+            if not sides[side].has_pass(passname):
+                missing[name] = f"the {side} trace has no {passname} pass"
+    return missing
+
+
+def _edge(name: str, sides: dict[str, Trace], index: RowIndex) -> Edge:
+    ends = []
+    for side, passname in EDGE_ENDS[name]:
+        trace, repeat = sides[side], f"{passname}.repeat"
+        ends.append(
+            Side(
+                f"{side} {passname}",
+                trace.read_pass(passname),
+                trace.read_pass(repeat) if trace.has_pass(repeat) else None,
+            )
+        )
+    (first_side, _), (second_side, _) = EDGE_ENDS[name]
+    same = _same_token(sides[first_side].tokens, sides[second_side].tokens, index)
+    return Edge(name, *ends, decode="decode" in name, same_token=same)
+
+
+def _same_token(a: TokenBatch, b: TokenBatch, index: RowIndex) -> np.ndarray:
+    """Rows of the batch at which both have the same id."""
+    same = np.zeros(len(index), dtype=bool)
+    for start, x, y in zip(index.offsets, a.samples, b.samples, strict=False):
+        length = min(len(x.ids), len(y.ids))
+        same[start : start + length] = np.array(x.ids[:length]) == np.array(y.ids[:length])
+    return same
+
+
+def _walk(
+    edges: list[Edge], sites: list[Site], index: RowIndex, report: Report
+) -> list[EdgeResult]:
+    results: list[EdgeResult] = []
+    for done, item in enumerate(compare_edges(edges, sites, index), 1):
+        if isinstance(item, str):
+            report("comparing", done, len(sites))
+        else:
+            results = item
+    return results
+
+
+def _production(rollout: Trace, index: RowIndex) -> EdgeMetrics | None:
+    """The engine's un-tapped production mode against its observed prefill."""
+    if not rollout.has_pass("prefill.production") or not rollout.has_pass("prefill"):
+        return None
+    first, second = paired_logprobs(
+        rollout.read_pass("prefill.production"), rollout.read_pass("prefill"), index
+    )
+    return edge_metrics(first, second, int((first != second).sum()))
+
+
+def _engine(trace: Trace) -> EngineRecord:
+    r = trace.record
+    return EngineRecord(
+        name=r.engine,
+        version=r.version,
+        options=r.options,
+        dtype=r.dtype,
+        model=r.model,
+        environment=r.environment,
+    )

@@ -1,0 +1,133 @@
+"""The numbers of a comparison, all in float64, raw and unclipped.
+
+NaN stays NaN: whoever judges a metric must write the comparison so that NaN fails.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from rlk_align.results import EdgeMetrics
+
+CLIP_LOW, CLIP_HIGH = 0.8, 1.2
+
+
+def edge_metrics(first: np.ndarray, second: np.ndarray, bit_mismatches: int) -> EdgeMetrics:
+    """From the two passes' log-probs of the same sampled tokens, `[N]` each, in nats.
+
+    Empty input gives NaN everywhere, which every limit fails.
+    """
+    a, b = first.astype(np.float64), second.astype(np.float64)
+    delta = b - a
+    if not len(delta):
+        names = [n for n, f in EdgeMetrics.model_fields.items() if f.annotation is float]
+        return EdgeMetrics(tokens=0, bit_mismatches=0, **dict.fromkeys(names, float("nan")))
+    size = np.abs(delta)
+    with np.errstate(over="ignore", invalid="ignore"):
+        ratio = np.exp(delta)
+        inside = (ratio >= CLIP_LOW) & (ratio <= CLIP_HIGH)
+        return EdgeMetrics(
+            tokens=len(delta),
+            max_abs_dlogp=float(size.max()),
+            mean_abs_dlogp=float(size.mean()),
+            p99_abs_dlogp=float(np.quantile(size, 0.99)),
+            p999_abs_dlogp=float(np.quantile(size, 0.999)),
+            k1=float(-delta.mean()),
+            k3=float((np.expm1(delta) - delta).mean()),
+            ratio_mean=float(ratio.mean()),
+            ratio_max=float(ratio.max()),
+            clip_fraction=float((~inside).mean()),
+            ess_fraction=float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
+            token_mult_prob_error=float(np.exp(size).mean()),
+            bit_mismatches=bit_mismatches,
+        )
+
+
+@dataclass(slots=True)
+class ValueMetrics:
+    """How far the values of a site's differing rows are apart; fed block by block."""
+
+    rows: int = 0
+    elements: int = 0
+    """Elements whose bits differ: ±0 and NaN by their pattern."""
+    max_abs: float = 0.0
+    max_ulp: int = 0
+    """Largest distance in representable numbers, between values of the same dtype; 0 where
+    the dtypes differ."""
+    max_rel_l2: float = 0.0
+    """Per row, ‖b − a‖ / max(‖a‖, ‖b‖)."""
+    sum_rel_l2: float = 0.0
+    min_cosine: float = 1.0
+    frontier: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
+    """Of the introduced rows: (magnitude, error) points, see `error_frontier`."""
+
+    def add(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        norm_a: torch.Tensor,
+        norm_b: torch.Tensor,
+        introduced: torch.Tensor,
+    ) -> None:
+        """Rows `[N, F]` of both sides with their L2 norms, float64 `[N]`; `introduced` bool `[N]`
+        marks rows with equal inputs."""
+        error = (b.double() - a.double()).abs_()
+        norm_d = torch.linalg.vector_norm(error, dim=1)
+        relative = torch.where(norm_d == 0, norm_d, norm_d / torch.maximum(norm_a, norm_b))
+        cosine = (norm_a**2 + norm_b**2 - norm_d**2) / (2 * norm_a * norm_b)
+        self.rows += a.shape[0]
+        self.max_abs = _nan_max(self.max_abs, error)
+        self.max_rel_l2 = _nan_max(self.max_rel_l2, relative)
+        self.sum_rel_l2 += float(relative.sum())
+        self.min_cosine = -_nan_max(-self.min_cosine, -cosine.nan_to_num(1.0))
+        if a.dtype == b.dtype:
+            bits_a, bits_b = _ordered_bits(a), _ordered_bits(b)
+            self.elements += int((bits_a != bits_b).sum())
+            wide = torch.int32 if a.element_size() == 2 else torch.int64
+            self.max_ulp = max(self.max_ulp, int((bits_a.to(wide) - bits_b).abs_().max()))
+        else:
+            self.elements += int((error != 0).sum())
+        if introduced.any():
+            rows = introduced.nonzero()[:, 0]
+            magnitude = torch.maximum(a[rows].double().abs(), b[rows].double().abs())
+            points = torch.stack([magnitude.flatten(), error[rows].flatten()], dim=1)
+            self.frontier = error_frontier(np.concatenate([self.frontier, points.numpy()]))
+
+
+def error_frontier(points: np.ndarray) -> np.ndarray:
+    """The (magnitude, error) points `[M, 2]` that decide `error <= atol + rtol * magnitude` for
+    every atol and every rtol >= 0: those with a larger error than all of smaller magnitude.
+
+    Points with a non-finite entry are left out: they fail before any tolerance is asked.
+    """
+    points = points[np.isfinite(points).all(axis=1) & (points[:, 1] > 0)]
+    if not len(points):
+        return points
+    points = points[np.lexsort((-points[:, 1], points[:, 0]))]
+    best = np.maximum.accumulate(points[:, 1])
+    rises = np.concatenate([[True], best[1:] > best[:-1]])
+    return points[rises]
+
+
+def _nan_max(so_far: float, values: torch.Tensor) -> float:
+    """The maximum, NaN where any value is NaN."""
+    if not values.numel():
+        return so_far
+    return float(torch.maximum(torch.tensor(so_far, dtype=torch.float64), values.max()))
+
+
+_INT_VIEW = {
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
+
+
+def _ordered_bits(values: torch.Tensor) -> torch.Tensor:
+    """The bits as integers in the order of the numbers: neighbours differ by one, and so do
+    -0 and +0. Negative numbers count backwards, so all but their sign bit is inverted."""
+    bits = values.contiguous().view(_INT_VIEW[values.dtype])
+    width = 8 * values.element_size() - 1
+    return bits ^ ((bits >> width) & ((1 << width) - 1))

@@ -1,0 +1,95 @@
+"""The precheck: before any number, are both sides given the same thing?
+
+A mismatch is not drift. It is reported as what it is: a token span, a parameter or an
+attribute, and where it is first.
+"""
+
+from difflib import SequenceMatcher
+from typing import Any
+
+from rlk_align.results import Kind, Mismatch
+from rlk_align.trace import Trace
+
+
+def check_parity(rollout: Trace, train: Trace) -> list[Mismatch]:
+    """Every mismatch, tokens first, in the order of samples, parameters and attributes."""
+    return [
+        *_tokens(rollout, train),
+        *_weights(rollout, train),
+        *_attributes(rollout.record.attributes, train.record.attributes),
+    ]
+
+
+def _tokens(rollout: Trace, train: Trace) -> list[Mismatch]:
+    """The scored ids of both sides, and what each side's own tokenizer makes of the prompts."""
+    found = []
+    a, b = rollout.tokens.samples, train.tokens.samples
+    for i in range(max(len(a), len(b))):
+        if i >= len(a) or i >= len(b):
+            name = (a[i] if i < len(a) else b[i]).prompt_id
+            lengths = (f"{len(a)} samples", f"{len(b)} samples")
+            found.append(_mismatch("tokens", name, *lengths, sample=i, position=0))
+            break
+        if a[i].prompt_ids != b[i].prompt_ids or a[i].response_ids != b[i].response_ids:
+            found.append(_span(a[i].prompt_id, i, list(a[i].ids), list(b[i].ids)))
+    if found:
+        return found
+    first = {s.prompt_id: i for i, s in reversed(list(enumerate(a)))}
+    for name, sample in first.items():
+        ids = rollout.record.prompt_ids.get(name), train.record.prompt_ids.get(name)
+        if ids[0] != ids[1]:
+            found.append(_span(name, sample, ids[0] or [], ids[1] or []))
+    return found
+
+
+def _span(name: str, sample: int, a: list[int], b: list[int]) -> Mismatch:
+    """The first mismatched span, without what is equal before and after it."""
+    for tag, a0, a1, b0, b1 in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        if tag != "equal":
+            return _mismatch("tokens", name, a[a0:a1], b[b0:b1], sample=sample, position=a0)
+    return _mismatch(
+        "tokens",
+        name,
+        "same ids, split differently into prompt and response",
+        "",
+        sample=sample,
+        position=0,
+    )
+
+
+def _weights(rollout: Trace, train: Trace) -> list[Mismatch]:
+    a, b = rollout.weights, train.weights
+    found = []
+    for name in dict.fromkeys([*a, *b]):
+        if name not in a or name not in b:
+            found.append(
+                _mismatch(
+                    "weights",
+                    name,
+                    "present" if name in a else "absent",
+                    "present" if name in b else "absent",
+                )
+            )
+        elif (a[name].shape, a[name].digest) != (b[name].shape, b[name].digest):
+            sides = [f"{w.dtype}{list(w.shape)} {w.digest[:12]}" for w in (a[name], b[name])]
+            found.append(_mismatch("weights", name, *sides))
+    return found
+
+
+def _attributes(a: dict[str, Any], b: dict[str, Any]) -> list[Mismatch]:
+    """By name; `layers.i.NAME` stands beside NAME only where that layer is an exception."""
+
+    def value(side: dict[str, Any], name: str) -> Any:
+        shared = name.split(".", 2)[2] if name.startswith("layers.") else name
+        return side.get(name, side.get(shared))
+
+    names = dict.fromkeys([*a, *b])
+    return [
+        _mismatch("attributes", name, value(a, name), value(b, name))
+        for name in names
+        if value(a, name) != value(b, name)
+    ]
+
+
+def _mismatch(kind: Kind, name: str, rollout: Any, train: Any, **where: int) -> Mismatch:
+    return Mismatch(kind=kind, name=name, rollout=rollout, train=train, **where)
