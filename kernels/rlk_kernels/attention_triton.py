@@ -28,6 +28,7 @@ from rlk_kernels.gemm import _has_tma, _processors
 CHUNK = 1024
 """Keys of a chunk: the unit of parallel decode, and part of the order of the sum."""
 
+NESTED = True
 LOG2E = 1.4426950408889634
 
 
@@ -96,7 +97,24 @@ def _load_keys(
 
 
 @triton.jit
-def attend_block(q, k, v, m, l, acc, scale, visible, MASKED: tl.constexpr):  # noqa: E741
+def _add(a, b):
+    return a + b
+
+
+@triton.jit
+def row_sum(p, BM: tl.constexpr, LEVELS: tl.constexpr):
+    """Sum over 2**LEVELS columns by halves: column j with column j + half, and so on.
+
+    Every addition is of two numbers, so no layout of threads can change the order.
+    """
+    for level in tl.static_range(LEVELS):
+        p = tl.reduce(tl.reshape(p, (BM, 2, 1 << (LEVELS - 1 - level))), 1, _add)
+    return tl.reshape(p, (BM,))
+
+
+@triton.jit
+def attend_block(q, k, v, m, l, acc, scale, visible, MASKED: tl.constexpr,
+                 BM: tl.constexpr, LEVELS: tl.constexpr):  # noqa: E741
     """One block of keys added to a chunk's state."""
     s = tl.dot(q, k.T, input_precision="ieee")
     if MASKED:
@@ -105,13 +123,13 @@ def attend_block(q, k, v, m, l, acc, scale, visible, MASKED: tl.constexpr):  # n
     safe = tl.where(top == float("-inf"), 0.0, top)
     p = tl.exp2(tl.fma(s, tl.full(s.shape, 1.0, tl.float32) * scale, -safe[:, None]))
     old = tl.exp2(m - safe)
-    l = tl.fma(l, old, tl.sum(p, 1))  # noqa: E741
+    l = tl.fma(l, old, row_sum(p, BM, LEVELS))  # noqa: E741
     acc = acc * old[:, None]
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
     return top, l, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "T", "window", "stride_table"])
 def _attention_kernel(
     q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr,
     cu_q_ptr, cu_k_ptr, table_ptr, B, T, scale, window,
@@ -120,7 +138,7 @@ def _attention_kernel(
     HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, TMA: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, NESTED: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
     hk = tl.program_id(1)
@@ -174,22 +192,42 @@ def _attention_kernel(
     m_all = m
     l_all = l
     acc_all = acc
-    for first in range(begin, plain_end, BN):
-        key = first + tl.arange(0, BN)
-        k = _load_keys(
-            k_ptr, k_desc, table, key, first, k_start, len_k, hk, stride_kp, stride_ks, stride_kh,
-            cols, BN, DIM, DP, PAGED, PAGE, TMA, False,
-        )  # fmt: skip
-        v = _load_keys(
-            v_ptr, v_desc, table, key, first, k_start, len_k, hk, stride_vp, stride_vs, stride_vh,
-            cols, BN, DIM, DP, PAGED, PAGE, TMA, False,
-        )  # fmt: skip
-        m, l, acc = attend_block(q, k, v, m, l, acc, scale, True, False)  # noqa: E741
-        if not SPLIT and (first + BN) % CHUNK == 0:
-            m_all, l_all, acc_all = merge(m_all, l_all, acc_all, m, l, acc)
-            m = tl.full((BM,), float("-inf"), tl.float32)
-            l = tl.zeros((BM,), tl.float32)  # noqa: E741
-            acc = tl.zeros((BM, DP), tl.float32)
+    if NESTED:
+        for chunk in range(begin // CHUNK, tl.cdiv(plain_end, CHUNK)):
+            chunk_end = chunk * CHUNK + CHUNK
+            for first in range(tl.maximum(begin, chunk * CHUNK), tl.minimum(plain_end, chunk_end), BN):
+                key = first + tl.arange(0, BN)
+                k = _load_keys(
+                    k_ptr, k_desc, table, key, first, k_start, len_k, hk, stride_kp, stride_ks, stride_kh,
+                    cols, BN, DIM, DP, PAGED, PAGE, TMA, False,
+                )  # fmt: skip
+                v = _load_keys(
+                    v_ptr, v_desc, table, key, first, k_start, len_k, hk, stride_vp, stride_vs, stride_vh,
+                    cols, BN, DIM, DP, PAGED, PAGE, TMA, False,
+                )  # fmt: skip
+                m, l, acc = attend_block(q, k, v, m, l, acc, scale, True, False, BM, LEVELS)  # noqa: E741
+            if not SPLIT and plain_end >= chunk_end:
+                m_all, l_all, acc_all = merge(m_all, l_all, acc_all, m, l, acc)
+                m = tl.full((BM,), float("-inf"), tl.float32)
+                l = tl.zeros((BM,), tl.float32)  # noqa: E741
+                acc = tl.zeros((BM, DP), tl.float32)
+    else:
+        for first in range(begin, plain_end, BN):
+            key = first + tl.arange(0, BN)
+            k = _load_keys(
+                k_ptr, k_desc, table, key, first, k_start, len_k, hk, stride_kp, stride_ks, stride_kh,
+                cols, BN, DIM, DP, PAGED, PAGE, TMA, False,
+            )  # fmt: skip
+            v = _load_keys(
+                v_ptr, v_desc, table, key, first, k_start, len_k, hk, stride_vp, stride_vs, stride_vh,
+                cols, BN, DIM, DP, PAGED, PAGE, TMA, False,
+            )  # fmt: skip
+            m, l, acc = attend_block(q, k, v, m, l, acc, scale, True, False, BM, LEVELS)  # noqa: E741
+            if not SPLIT and (first + BN) % CHUNK == 0:
+                m_all, l_all, acc_all = merge(m_all, l_all, acc_all, m, l, acc)
+                m = tl.full((BM,), float("-inf"), tl.float32)
+                l = tl.zeros((BM,), tl.float32)  # noqa: E741
+                acc = tl.zeros((BM, DP), tl.float32)
     for first in range(plain_end, seen_end, BN):
         key = first + tl.arange(0, BN)
         k = _load_keys(
@@ -203,7 +241,7 @@ def _attention_kernel(
         visible = (key[None, :] <= last[:, None]) & (key[None, :] < len_k)
         if WINDOWED:
             visible &= key[None, :] > last[:, None] - window
-        m, l, acc = attend_block(q, k, v, m, l, acc, scale, visible, True)  # noqa: E741
+        m, l, acc = attend_block(q, k, v, m, l, acc, scale, visible, True, BM, LEVELS)  # noqa: E741
         if not SPLIT and (first + BN) % CHUNK == 0:
             m_all, l_all, acc_all = merge(m_all, l_all, acc_all, m, l, acc)
             m = tl.full((BM,), float("-inf"), tl.float32)
@@ -238,7 +276,7 @@ def _finish(m, l, acc, out_ptr, lse_ptr, token, head, live, cols, HQ, DIM: tl.co
     tl.store(lse_ptr + head.to(tl.int64) * T + token, lse, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "T", "window"])
 def _merge_kernel(
     part_acc_ptr, part_ml_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, B, T, window,
     HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
@@ -336,7 +374,7 @@ def attention_forward_triton(
         scale * LOG2E, window or 0, q.stride(0), q.stride(1), *k_strides, *v_strides,
         table.stride(0) if table is not None else 0,
         kv_heads, group, dim, padded, rows, bn, CHUNK, causal, window is not None,
-        paged, page, tma, split,
+        paged, page, tma, split, NESTED, bn.bit_length() - 1,
         num_warps=8 if rows == 128 else 4, num_stages=stages,
     )  # fmt: skip
     if split:

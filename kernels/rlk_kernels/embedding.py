@@ -34,7 +34,7 @@ def _embedding_fwd_kernel(ids_ptr, w_ptr, y_ptr, stride_w, H, V, BLOCK: tl.const
     tl.store(y_ptr + token * H + cols, y, mask=cols < H)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _embedding_bwd_kernel(
     sorted_ptr, order_ptr, dy_ptr, dw_ptr, T, H, BLOCK: tl.constexpr
 ):

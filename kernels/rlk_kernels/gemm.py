@@ -43,12 +43,16 @@ class Tile:
     k: int
     warps: int
     stages: int
+    n2: int = 0
+    """Further columns with an accumulator of their own: tiles of 192 or 96 columns."""
     group: int = 8
     """Row tiles that share a column tile while it is in L2."""
     subtile: bool = False
     """Write the output tile in two halves of columns: frees shared memory for one more stage."""
     flatten: bool = False
     """One software pipeline across output tiles."""
+    swap: bool = False
+    """Compute the transposed tile, so that weights fill the 64 rows of wgmma at small M."""
 
 
 # M up to ..: tile for narrow N (fewer column tiles than processors), tile for wide N
@@ -115,19 +119,24 @@ def _store_tile(
         tl.store(where, acc.to(c_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _gemm_tma_kernel(
-    a_desc, b_desc, c_desc, c_ptr, bias_ptr, M, N, K, stride_cm,
+    a_desc, b_desc, b2_desc, c_desc, c2_desc, c_ptr, bias_ptr, M, N, K, stride_cm,
     TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, HAS_BIAS: tl.constexpr, TMA_STORE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    SUBTILE: tl.constexpr, FLATTEN: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BN2: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    SUBTILE: tl.constexpr, FLATTEN: tl.constexpr, SWAP: tl.constexpr,
 ):  # fmt: skip
-    tiles = tl.cdiv(M, BM) * tl.cdiv(N, BN)
+    tiles = tl.cdiv(M, BM) * tl.cdiv(N, BN + BN2)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
-        tile_m, tile_n = _tile_position(tile, M, N, BM, BN, GROUP)
+        tile_m, tile_n = _tile_position(tile, M, N, BM, BN + BN2, GROUP)
         row = tile_m * BM
-        col = tile_n * BN
-        acc = tl.zeros((BM, BN), tl.float32)
+        col = tile_n * (BN + BN2)
+        if SWAP:
+            acc = tl.zeros((BN, BM), tl.float32)
+        else:
+            acc = tl.zeros((BM, BN), tl.float32)
+        if BN2 > 0:
+            acc2 = tl.zeros((BM, BN2), tl.float32)
         for step in range(tl.cdiv(K, BK)):
             k = step * BK
             if TRANS_A:
@@ -138,7 +147,18 @@ def _gemm_tma_kernel(
                 b = b_desc.load([col, k]).T
             else:
                 b = b_desc.load([k, col])
-            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+            if SWAP:
+                acc = tl.dot(b.T, a.T, acc)
+            else:
+                acc = tl.dot(a, b, acc)
+            if BN2 > 0:
+                if TRANS_B:
+                    b2 = b2_desc.load([col + BN, k]).T
+                else:
+                    b2 = b2_desc.load([k, col + BN])
+                acc2 = tl.dot(a, b2, acc2)
+        if SWAP:
+            acc = acc.T
         if SUBTILE:
             halves = tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1))
             left, right = tl.split(halves)
@@ -155,9 +175,14 @@ def _gemm_tma_kernel(
                 acc, c_ptr, c_desc, bias_ptr, row, col, M, N, stride_cm,
                 BM, BN, HAS_BIAS, TMA_STORE,
             )  # fmt: skip
+        if BN2 > 0:
+            _store_tile(
+                acc2, c_ptr, c2_desc, bias_ptr, row, col + BN, M, N, stride_cm,
+                BM, BN2, HAS_BIAS, TMA_STORE,
+            )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _gemm_pointer_kernel(
     a_ptr, b_ptr, c_ptr, bias_ptr, M, N, K,
     stride_am, stride_ak, stride_bk, stride_bn, stride_cm,
@@ -217,27 +242,34 @@ def gemm_triton(
 
         trusted = a.dtype == torch.float32 or interpreting() or holds(a.device)
         tile = tile_for(m, n, a.dtype, trusted=trusted)
-    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
-    precision = "ieee"
-    if not pointers and k > 0 and _has_tma(a.device) and _tma_can_read(a) and _tma_can_read(b):
+    half = a.element_size() == 2
+    if not pointers and half and k and _has_tma(a.device) and _tma_can_read(a) and _tma_can_read(b):
+        tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n + tile.n2)
         tma_store = n * out.element_size() % 16 == 0 and out.data_ptr() % 16 == 0
-        store_n = tile.n // 2 if tile.subtile else tile.n
-        block_a = [tile.k, tile.m] if trans_a else [tile.m, tile.k]
-        block_b = [tile.n, tile.k] if trans_b else [tile.k, tile.n]
-        c_desc = TensorDescriptor.from_tensor(out, [tile.m, store_n]) if tma_store else out
+        a_desc = TensorDescriptor.from_tensor(a, [tile.k, tile.m] if trans_a else [tile.m, tile.k])
+        b_desc = TensorDescriptor.from_tensor(b, [tile.n, tile.k] if trans_b else [tile.k, tile.n])
+        b2_desc, c_desc, c2_desc = b_desc, out, out
+        if tile.n2:
+            box = [tile.n2, tile.k] if trans_b else [tile.k, tile.n2]
+            b2_desc = TensorDescriptor.from_tensor(b, box)
+        if tma_store:
+            box = [tile.m, tile.n // 2 if tile.subtile else tile.n]
+            c_desc = c2_desc = TensorDescriptor.from_tensor(out, box)
+            if tile.n2:
+                c2_desc = TensorDescriptor.from_tensor(out, [tile.m, tile.n2])
         _gemm_tma_kernel[(min(tiles, _processors(a.device)),)](
-            TensorDescriptor.from_tensor(a, block_a), TensorDescriptor.from_tensor(b, block_b),
-            c_desc, out, bias, m, n, k, out.stride(0),
+            a_desc, b_desc, b2_desc, c_desc, c2_desc, out, bias, m, n, k, out.stride(0),
             trans_a, trans_b, bias is not None, tma_store,
-            tile.m, tile.n, tile.k, tile.group, tile.subtile, tile.flatten, precision,
+            tile.m, tile.n, tile.n2, tile.k, tile.group, tile.subtile, tile.flatten, tile.swap,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         return out
+    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
     a_m, a_k = (a.stride(1), a.stride(0)) if trans_a else (a.stride(0), a.stride(1))
     b_k, b_n = (b.stride(1), b.stride(0)) if trans_b else (b.stride(0), b.stride(1))
     _gemm_pointer_kernel[(tiles,)](
         a, b, out, bias, m, n, k, a_m, a_k, b_k, b_n, out.stride(0), bias is not None,
-        tile.m, tile.n, tile.k, tile.group, precision,
+        tile.m, tile.n, tile.k, tile.group, "ieee",
         num_warps=tile.warps, num_stages=min(tile.stages, 3),
     )  # fmt: skip
     return out

@@ -63,39 +63,34 @@ def leaf_stats(z, ROWS: tl.constexpr, LEAVES: tl.constexpr, LEAF: tl.constexpr):
     m = tl.max(z, 2)
     safe = tl.where(m == float("-inf"), 0.0, m)
     e = tl.exp2((z - safe[:, :, None]) * LOG2E)
-    size: tl.constexpr = LEAF
-    for _ in tl.static_range(10):
-        if size > 1:
-            e = tl.reduce(tl.reshape(e, (ROWS, LEAVES, size // 2, 2)), 3, _add)
-            size: tl.constexpr = size // 2
+    for level in tl.static_range(5):  # LEAF == 32
+        e = tl.reduce(tl.reshape(e, (ROWS, LEAVES, LEAF >> (level + 1), 2)), 3, _add)
     return m, tl.reshape(e, (ROWS, LEAVES))
 
 
 @triton.jit
-def tree_stats(m, s, ROWS: tl.constexpr, NODES: tl.constexpr):
-    """(m, s)[ROWS] from NODES (a power of two) nodes, merged neighbour with neighbour."""
-    size: tl.constexpr = NODES
-    for _ in tl.static_range(16):
-        if size > 1:
-            m, s = tl.reduce(
-                (tl.reshape(m, (ROWS, size // 2, 2)), tl.reshape(s, (ROWS, size // 2, 2))),
-                2, merge_stats,
-            )  # fmt: skip
-            size: tl.constexpr = size // 2
+def tree_stats(m, s, ROWS: tl.constexpr, LEVELS: tl.constexpr):
+    """(m, s)[ROWS] from 2**LEVELS nodes, merged neighbour with neighbour."""
+    for level in tl.static_range(LEVELS):
+        m = tl.reshape(m, (ROWS, 1 << (LEVELS - 1 - level), 2))
+        s = tl.reshape(s, (ROWS, 1 << (LEVELS - 1 - level), 2))
+        m, s = tl.reduce((m, s), 2, merge_stats)
     return tl.reshape(m, (ROWS,)), tl.reshape(s, (ROWS,))
 
 
 @triton.jit
 def _logp_block_kernel(
-    x_ptr, stats_ptr, stride_t, V, B, temperature, BLOCK: tl.constexpr, LEAF: tl.constexpr
-):
+    x_ptr, stats_ptr, stride_t, V, B, temperature,
+    BLOCK: tl.constexpr, LEAF: tl.constexpr,
+    LEVELS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     cols = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(x_ptr + row * stride_t + cols, mask=cols < V, other=float("-inf"))
     z = tl.div_rn(x.to(tl.float32), temperature)
     m, s = leaf_stats(z, 1, BLOCK // LEAF, LEAF)
-    m, s = tree_stats(m, s, 1, BLOCK // LEAF)
+    m, s = tree_stats(m, s, 1, LEVELS)
     at = stats_ptr + (row * B + block) * 2 + tl.zeros((1,), tl.int32)
     tl.store(at, m)
     tl.store(at + 1, s)
@@ -104,14 +99,14 @@ def _logp_block_kernel(
 @triton.jit
 def _logp_row_kernel(
     x_ptr, target_ptr, stats_ptr, logp_ptr, m_ptr, logs_ptr, stride_t, V, B, temperature,
-    BP: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    blocks = tl.arange(0, BP)[None, :]
+    blocks = tl.arange(0, 1 << LEVELS)[None, :]
     at = stats_ptr + (row * B + blocks) * 2
     m = tl.load(at, mask=blocks < B, other=float("-inf"))
     s = tl.load(at + 1, mask=blocks < B, other=0.0)
-    m, s = tree_stats(m, s, 1, BP)
+    m, s = tree_stats(m, s, 1, LEVELS)
     log_s = tl.log2(s) * LN2
     target = tl.load(target_ptr + row).to(tl.int64)
     inside = (target >= 0) & (target < V)
@@ -139,6 +134,10 @@ def _logp_bwd_kernel(
     dx = g * (tl.where(cols == target, 1.0, 0.0) - p)
     dx = tl.where(target < 0, 0.0, dx)
     tl.store(dx_ptr + row * V + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < V)
+
+
+def _levels(nodes: int) -> int:
+    return (nodes - 1).bit_length()
 
 
 def _forward_portable(logits, target, temperature):
@@ -176,11 +175,12 @@ def _logp(
     stats = torch.empty(t, blocks, 2, dtype=torch.float32, device=logits.device)
     if t:
         _logp_block_kernel[(t, blocks)](
-            logits, stats, logits.stride(0), v, blocks, temperature, block, LEAF, num_warps=4
-        )
+            logits, stats, logits.stride(0), v, blocks, temperature, block, LEAF,
+            _levels(block // LEAF), num_warps=4,
+        )  # fmt: skip
         _logp_row_kernel[(t,)](
             logits, target, stats, logp, m, log_s, logits.stride(0), v, blocks, temperature,
-            triton.next_power_of_2(blocks), num_warps=1,
+            _levels(blocks), num_warps=1,
         )  # fmt: skip
     return logp, m, log_s
 

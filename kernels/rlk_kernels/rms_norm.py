@@ -38,7 +38,7 @@ def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _rms_norm_fwd_kernel(
     x_ptr, res_ptr, weight_ptr, y_ptr, new_ptr, M, stride_x, stride_r, eps,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr,
@@ -61,7 +61,7 @@ def _rms_norm_fwd_kernel(
     tl.store(y_ptr + rows * H + cols, (n * weight).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _rms_norm_bwd_kernel(
     s_ptr, weight_ptr, dy_ptr, dnew_ptr, ds_ptr, dw_ptr, M, eps,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,

@@ -1,0 +1,58 @@
+"""Timing on a GPU: CUDA graphs over rotated inputs, so that neither launches nor the L2 are measured."""
+
+import statistics
+from collections.abc import Callable
+
+import torch
+
+
+def graph_ms(calls: list[Callable[[], object]], *, repeat: int = 5, target_ms: float = 4.0) -> float:
+    """Median milliseconds of one call; `calls` are the same work on different inputs."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+        torch.cuda.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for call in calls:
+            call()
+        end.record()
+        torch.cuda.synchronize()
+    once = max(start.elapsed_time(end) / len(calls), 1e-3)
+    rounds = max(1, min(20, int(target_ms / (once * len(calls)))))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    graph.replay()
+    times = []
+    for _ in range(repeat):
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / (rounds * len(calls)))
+    return statistics.median(times)
+
+
+def event_ms(call: Callable[[], object], *, repeat: int = 7) -> float:
+    """Median milliseconds of a call that a graph cannot hold, or that is long enough without."""
+    call()
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    for _ in range(repeat):
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def copies(nbytes: int, *, over: int = 300 << 20, most: int = 24) -> int:
+    """How many input sets of `nbytes` outgrow the L2 several times."""
+    return max(1, min(most, over // max(nbytes, 1) + 1))
