@@ -17,8 +17,9 @@ from rlk_align.config import CaptureRequest, fingerprint, fingerprint_files, res
 from rlk_align.engines import require_installed
 from rlk_align.engines.job import Job
 from rlk_align.errors import ERRORS, BadOption, EngineFailed, Interrupted
+from rlk_align.prompts import load_prompts, save_prompts
 from rlk_align.run import Run
-from rlk_align.trace import Trace
+from rlk_align.trace.reader import Trace
 from rlk_align.trace.schema import writing
 
 Report = Callable[[str, int, int], None]
@@ -137,6 +138,9 @@ def _run_worker(job: Job, python: Any, report: Report) -> None:
     events, log = job.folder / "events.jsonl", job.folder / "worker.log"
     with writing(job.folder):
         events.unlink(missing_ok=True)
+        kept = job.folder / "prompts.jsonl"
+        if job.prompts != kept:
+            save_prompts(load_prompts(job.prompts), kept)
         (job.folder / "job.json").write_text(job.model_dump_json(indent=1), encoding="utf-8")
         output = log.open("w")
     here = str(Path(rlk_align.__file__).resolve().parent.parent)

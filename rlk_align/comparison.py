@@ -13,7 +13,7 @@ from rlk_align.parity import check_parity
 from rlk_align.prompts import TokenBatch
 from rlk_align.results import Comparison, Controls, EdgeMetrics, EdgeResult, EngineRecord, Kind
 from rlk_align.sites import RowIndex, Site, model_sites
-from rlk_align.trace import Trace
+from rlk_align.trace.reader import Trace
 
 EDGE_ENDS = {
     "decode_vs_prefill": (("rollout", "decode"), ("rollout", "prefill")),

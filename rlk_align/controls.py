@@ -6,7 +6,7 @@ from rlk_align.metrics import edge_metrics
 from rlk_align.pairing import read_rows
 from rlk_align.results import Controls, Noise
 from rlk_align.sites import RowIndex, Site
-from rlk_align.trace import PassReader, Trace
+from rlk_align.trace.reader import PassReader, Trace
 
 
 def check_controls(

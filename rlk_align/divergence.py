@@ -21,7 +21,7 @@ from rlk_align.pairing import (
 )
 from rlk_align.results import EdgeMetrics, EdgeResult, Introducer, SiteResult
 from rlk_align.sites import RowIndex, Site
-from rlk_align.trace import PassReader
+from rlk_align.trace.reader import PassReader
 
 BLOCK_ELEMENTS = 1 << 18
 """Values compared at a time: small enough for a CPU's cache."""

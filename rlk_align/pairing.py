@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlk_align.sites import RowIndex, Site
-from rlk_align.trace import PassReader, SiteRows
+from rlk_align.trace.reader import PassReader, SiteRows
 
 
 @dataclass(frozen=True, slots=True)

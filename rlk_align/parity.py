@@ -8,7 +8,7 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from rlk_align.results import Kind, Mismatch
-from rlk_align.trace import Trace
+from rlk_align.trace.reader import Trace
 
 
 def check_parity(rollout: Trace, train: Trace) -> list[Mismatch]:

@@ -125,6 +125,16 @@ def load_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
+def save_prompts(prompts: list[Prompt], path: Path) -> None:
+    """Writes prompts as JSON Lines."""
+    records = [
+        {"id": p.id, "ids": list(p.ids)} if p.ids else {"id": p.id, "prompt": p.text}
+        for p in prompts
+    ]
+    lines = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records)
+    path.write_text(lines, encoding="utf-8")
+
+
 def _parse_line(path: Path, number: int, line: str) -> Prompt:
     where = f"{path}:{number}"
     try:

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from rlk_align.errors import BadOption, ToolError
 from rlk_align.results import Comparison
-from rlk_align.trace.schema import Record, load_record, save_record, writing
+from rlk_align.trace.schema import PassRecord, Record, load_record, save_record, writing
 
 RUNS = Path("rlk-runs")
 """Where runs go by default, below the current directory."""
@@ -80,6 +80,12 @@ class Run:
         if path.is_absolute() or ".." in path.parts:
             raise BadOption(f"{self.folder}/run.json points outside the run: {name}")
         return self.folder / path
+
+    def check_files(self) -> None:
+        """Raises CorruptTrace where a file of a capture is missing or of another size."""
+        for name in self.record.captures:
+            for record in self.capture_folder(name).glob("*/pass.json"):
+                load_record(PassRecord, record).check_files(record.parent)
 
     def relative(self, **folders: Path) -> dict[str, str]:
         """Captures as run.json names them; one that lies elsewhere is linked into the run."""

@@ -162,7 +162,8 @@ def _check(limit: Limit, edge: str, site: str | None, value: float) -> list[Brea
 def _site_value(limit: Limit, site: SiteResult) -> float:
     if limit.metric == "rows_differ":
         return float(site.differ)
-    assert limit.atol is not None and limit.rtol is not None
+    assert limit.atol is not None
+    assert limit.rtol is not None
     return tolerance_ratio(site.frontier, limit.atol, limit.rtol)
 
 

@@ -92,7 +92,7 @@ class Engine(ABC):
         batch: TokenBatch,
         sampling: Sampling,
         tap: Tap | None,
-        progress: Callable[[int], None],
+        progress: Progress,
     ) -> PassResult:
         """Decodes a response after every prompt; the same seed gives the same tokens."""
 

@@ -85,7 +85,7 @@ class HFEngine(Engine):
         batch: TokenBatch,
         sampling: Sampling,
         tap: Tap | None,
-        progress: Callable[[int], None],
+        progress: Progress,
     ) -> PassResult:
         responses, logprobs = [], []
         with Tapped(self.model, self.shape, tap) as taps:

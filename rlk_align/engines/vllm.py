@@ -79,7 +79,7 @@ class VLLMEngine(Engine):
         batch: TokenBatch,
         sampling: Sampling,
         tap: Tap | None,
-        progress: Callable[[int], None],
+        progress: Progress,
     ) -> PassResult:
         from vllm import SamplingParams
         from vllm.platforms import current_platform

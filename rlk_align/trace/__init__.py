@@ -14,8 +14,3 @@
 Everything is readable without this package: Parquet with pyarrow or DuckDB, values with
 safetensors.
 """
-
-from rlk_align.trace.reader import PassReader, SiteRows, Trace
-from rlk_align.trace.writer import KeepValues, PassWriter
-
-__all__ = ["KeepValues", "PassReader", "PassWriter", "SiteRows", "Trace"]

@@ -56,12 +56,7 @@ class PassReader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.record = load_record(PassRecord, folder / "pass.json")
-        for name, size in self.record.files.items():
-            path = folder / name
-            actual = path.stat().st_size if path.is_file() else None
-            if actual != size:
-                found = "is missing" if actual is None else f"has {actual} bytes, not {size}"
-                raise CorruptTrace(f"{path} {found}", "capture again with --fresh")
+        self.record.check_files(folder)
 
     @cached_property
     def _table(self) -> pq.ParquetFile:

@@ -65,6 +65,15 @@ class PassRecord(Record):
     """Wall time of the engine's work in this pass, taps included, writing the trace excluded
     only where it runs after the pass."""
 
+    def check_files(self, folder: Path) -> None:
+        """Raises CorruptTrace where a file of the pass is missing or of another size."""
+        for name, size in self.files.items():
+            path = folder / name
+            actual = path.stat().st_size if path.is_file() else None
+            if actual != size:
+                found = "is missing" if actual is None else f"has {actual} bytes, not {size}"
+                raise CorruptTrace(f"{path} {found}", "capture again with --fresh")
+
 
 class TraceRecord(Record):
     """trace.json."""

@@ -1,0 +1,85 @@
+"""`rlk-align doctor`: what is installed, what each engine can do here, what to install."""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+
+from rich.console import Console
+from rich.table import Table
+
+from rlk_align.engines import ENGINES
+from rlk_align.families import FAMILIES
+
+
+def doctor() -> None:
+    """Show what each engine can do on this machine."""
+    console = Console(highlight=False)
+    for name, value in _machine().items():
+        console.print(f"{name:<12}{value}", soft_wrap=True)
+    console.print(f"{'families':<12}{', '.join(FAMILIES)}")
+    table = Table(box=None, pad_edge=False)
+    for column in ("engine", "here", "what to do"):
+        table.add_column(column, overflow="fold")
+    for name in ENGINES:
+        here, todo = _engine(name)
+        table.add_row(name, here, todo)
+    console.print()
+    console.print(table)
+    for warning in _warnings():
+        console.print(f"[yellow]warning[/yellow] {warning}", soft_wrap=True)
+
+
+def _machine() -> dict[str, str]:
+    import torch
+
+    cuda = torch.cuda.is_available()
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "device": f"CUDA {torch.version.cuda}: {', '.join(names)}" if cuda else "CPU only",
+        "cpu": f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
+        "disk": f"{shutil.disk_usage('.').free / 1e9:.0f} GB free here",
+    }
+
+
+def _engine(name: str) -> tuple[str, str]:
+    info = ENGINES[name]
+    if not info.installed:
+        return "not installed", info.install
+    if not info.package:
+        return "ready: a trace stands for the engine", ""
+    if name == "vllm" and _compiler() is None:
+        return f"{_version(info.package)}, cannot start", "install a C++ compiler (g++)"
+    return f"{_version(info.package)}, ready: samples and scores", ""
+
+
+def _version(package: str) -> str:
+    names = importlib.metadata.packages_distributions().get(package, [package])
+    return ", ".join(f"{n} {importlib.metadata.version(n)}" for n in dict.fromkeys(names))
+
+
+def _compiler() -> str | None:
+    """vLLM compiles small kernels on the CPU even where it runs eagerly."""
+    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+
+
+def _warnings() -> list[str]:
+    import torch
+
+    beside = []
+    if "+cpu" in torch.__version__:
+        for name in ("torchvision", "torchaudio", "torchcodec"):
+            try:
+                version = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+            if "+cpu" not in version:
+                beside.append(name)
+    if not beside:
+        return []
+    return [
+        f"{', '.join(beside)}: built for another torch than the CPU build here, which breaks "
+        f"`import transformers`: pip uninstall {' '.join(beside)}"
+    ]

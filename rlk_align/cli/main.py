@@ -1,0 +1,74 @@
+"""`rlk-align`: the commands, and how errors leave the process."""
+
+import signal
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from rlk_align import __version__
+from rlk_align.cli.capture import capture
+from rlk_align.cli.compare import compare
+from rlk_align.cli.doctor import doctor
+from rlk_align.cli.gate import gate
+from rlk_align.errors import EXIT_INTERRUPTED, EXIT_TOOL, RlkError
+
+app = typer.Typer(
+    name="rlk-align",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Are the rollout engine and the training engine the same policy?",
+    epilog="Exit codes: 0 pass, 1 contract violated, 2 usage, 3 engine or tool failed, "
+    "4 inconclusive, 130 interrupted.",
+)
+app.command()(compare)
+app.command()(capture)
+app.command()(gate)
+app.command()(doctor)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"rlk-align {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _interrupt(_number: int, _frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    """The entry point of the command line."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    console = Console(stderr=True, highlight=False)
+    try:
+        app()
+    except RlkError as error:
+        console.print(Text("error: ", style="bold red") + Text(error.message), soft_wrap=True)
+        if error.fix:
+            console.print(Text(f"       {error.fix}"), soft_wrap=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        console.print("interrupted", style="bold red")
+        sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of our output is gone (`| head`); nothing is left to say.
+        sys.stderr.close()
+        sys.exit(EXIT_TOOL)
+    except Exception:
+        traceback.print_exc()
+        console.print("This is a bug in rlk-align; the lines above say where.", style="bold red")
+        sys.exit(EXIT_TOOL)

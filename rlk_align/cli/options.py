@@ -1,0 +1,151 @@
+"""Flags that several commands share, and what turns their text into values."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlk_align.config import (
+    EDGES,
+    CaptureRequest,
+    EngineSpec,
+    TracePlan,
+    default_model,
+    fingerprint,
+)
+from rlk_align.data import data_path
+from rlk_align.engines import ENGINES
+from rlk_align.errors import BadOption
+from rlk_align.run import RUNS, Run
+
+Model = Annotated[
+    str | None,
+    typer.Option("--model", help="Checkpoint folder or hub id.  [default: the embedded model]"),
+]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts", help="JSON Lines or text, one prompt a line.  [default: the embedded prompts]"
+    ),
+]
+MaxNewTokens = Annotated[
+    int, typer.Option("--max-new-tokens", min=1, help="Tokens to sample after each prompt.")
+]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampling.")]
+RunDir = Annotated[
+    Path | None,
+    typer.Option("--run-dir", help="The run's folder.  [default: below rlk-runs]"),
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Capture again what is already captured.")]
+Layers = Annotated[
+    str | None, typer.Option("--layers", metavar="A-B", help="Keep values of these layers only.")
+]
+Sites = Annotated[
+    str | None,
+    typer.Option("--sites", metavar="S,...", help="Keep values of these sites or operators only."),
+]
+TraceBudget = Annotated[
+    str,
+    typer.Option("--trace-budget", metavar="SIZE", help="Values that one capture may hold."),
+]
+ContractName = Annotated[
+    str | None,
+    typer.Option(
+        "--contract", help="Built-in id or TOML file.  [default: by the lower-precision dtype]"
+    ),
+]
+Output = Annotated[
+    list[str] | None,
+    typer.Option("--output", metavar="FMT=PATH", help="Also write the verdict: json=PATH."),
+]
+
+
+def command_line() -> list[str]:
+    """The command as it was given."""
+    return ["rlk-align", *sys.argv[1:]]
+
+
+def capture_request(
+    engine: EngineSpec,
+    model: str | None,
+    prompts: Path | None,
+    max_new_tokens: int,
+    seed: int,
+    trace: TracePlan,
+    passes: tuple[str, ...],
+    production: bool,
+) -> CaptureRequest:
+    return CaptureRequest(
+        engine=engine,
+        model=model or default_model(),
+        prompts=prompts or data_path("prompts.jsonl"),
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        trace=trace,
+        passes=passes,
+        production=production,
+    )
+
+
+def default_rollout() -> str:
+    """vLLM where it is installed, else HF."""
+    return "vllm" if ENGINES["vllm"].installed else "hf"
+
+
+def trace_plan(budget: str, layers: str | None, sites: str | None) -> TracePlan:
+    return TracePlan(
+        budget=parse_size(budget), layers=parse_layers(layers), sites=tuple(_list(sites))
+    )
+
+
+def parse_size(text: str) -> int:
+    """`8GB`, `500 MB`, `1e9` ... in bytes. Raises BadOption."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([KMGT]?)i?B?", text, re.IGNORECASE)
+    if not match or not float(match[1]):
+        raise BadOption(f"--trace-budget {text!r}: a size is wanted", "for example 8GB or 500MB")
+    return int(float(match[1]) * 10 ** (3 * " KMGT".index(match[2].upper() or " ")))
+
+
+def parse_layers(text: str | None) -> tuple[int, int] | None:
+    """`0-3` or `2`. Raises BadOption."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if not match or int(match[2] or match[1]) < int(match[1]):
+        raise BadOption(f"--layers {text!r}: A-B is wanted", "for example 0-3")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def parse_edges(text: str | None) -> tuple[str, ...]:
+    """Edges in their own order; None is all. Raises BadOption for an unknown one."""
+    if text is None:
+        return EDGES
+    wanted = _list(text)
+    unknown = [e for e in wanted if e not in EDGES]
+    if unknown or not wanted:
+        raise BadOption(f"--edges {text!r} is unknown", f"choose from {', '.join(EDGES)}")
+    return tuple(e for e in EDGES if e in wanted)
+
+
+def _list(text: str | None) -> list[str]:
+    return [item.strip() for item in (text or "").split(",") if item.strip()]
+
+
+def parse_outputs(items: list[str] | None) -> list[Path]:
+    """Paths of the JSON outputs. Raises BadOption for another format."""
+    paths = []
+    for item in items or []:
+        kind, equals, path = item.partition("=")
+        if kind != "json" or not equals or not path:
+            raise BadOption(f"--output {item!r} is unknown", "json=PATH is wanted")
+        if not Path(path).absolute().parent.is_dir():
+            raise BadOption(f"--output {item!r}: the folder does not exist")
+        paths.append(Path(path))
+    return paths
+
+
+def choose_run(run_dir: Path | None, kind: str, *settings: object) -> Run:
+    """The given folder, or one named after the settings, so that a rerun finds it again."""
+    return Run(run_dir or RUNS / f"{kind}-{fingerprint(*settings)}")

@@ -1,0 +1,173 @@
+"""The verdict on a terminal or in a CI log: what a tired engineer reads in five seconds."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rlk_align.results import Comparison, EdgeResult, Mismatch
+from rlk_align.verdict import PARITY_KINDS, Verdict, coverage, divergence_edge, parity
+
+_STYLE = {"pass": "bold green", "fail": "bold red", "inconclusive": "bold yellow"}
+_SHOWN = 8
+"""Entries of a list that are printed; the rest is counted."""
+
+
+def show(verdict: Verdict, folder: Path, console: Console) -> None:
+    """Prints a verdict. Whatever comes from a run is printed as text, not as markup."""
+    c = verdict.comparison
+    head = Text(f" {verdict.status.upper()} ", style=_STYLE[verdict.status] + " reverse")
+    contract = f"contract {verdict.contract.id} {verdict.contract.version}"
+    console.print(head, Text(f"{contract}, {c.dtype}, {c.tokens:,} sampled tokens"))
+    for line in _sides(c):
+        console.print(line)
+    console.print()
+    if not c.stopped:
+        console.print(_edge_table(c))
+        for line in _divergence(c):
+            console.print(line)
+    for line in _problems(verdict):
+        console.print(line)
+    console.print()
+    console.print(Text(f"run      {folder}", style="dim"))
+    console.print(Text(f"next     {_next_step(verdict, folder)}"))
+
+
+def _sides(c: Comparison) -> Iterator[Text]:
+    yield Text(f"model    {c.model}")
+    for role, e in c.engines.items():
+        options = ",".join(f"{k}={v}" for k, v in e.options.items())
+        spec = f"{e.name}:{options}" if options else e.name
+        torch = e.environment.get("torch", "")
+        yield Text(f"{role:<9}{spec}  {e.version}, {e.dtype}, torch {torch}")
+    yield Text(f"precheck {', '.join(f'{k} {parity(c, k)}' for k in PARITY_KINDS)}")
+    if c.controls is not None:
+        noise = ", ".join(
+            f"{side} {'repeats bitwise' if n is None else f'noise {n.max_abs_dlogp:.2g}'}"
+            for side, n in c.controls.noise.items()
+        )
+        yield Text(f"controls observer {c.controls.observer}; {noise}")
+        paired, expected = coverage(c)
+        yield Text(f"coverage {paired:,} of {expected:,} rows paired")
+        if c.production is None:
+            yield Text("         production mode not measured (--production)", style="dim")
+        else:
+            yield Text(
+                f"         production against observed: max |Δ| {c.production.max_abs_dlogp:.2g}, "
+                f"mean |Δ| {c.production.mean_abs_dlogp:.2g}"
+            )
+
+
+def _edge_table(c: Comparison) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("edge")
+    for name in ("max |Δ|", "mean |Δ|", "p99 |Δ|", "k3", "mean ρ−1", "clipped", "bits differ"):
+        table.add_column(name, justify="right")
+    for e in c.edges:
+        m = e.metrics
+        table.add_row(
+            e.name,
+            f"{m.max_abs_dlogp:.3g}",
+            f"{m.mean_abs_dlogp:.3g}",
+            f"{m.p99_abs_dlogp:.3g}",
+            f"{m.k3:.3g}",
+            f"{m.ratio_mean - 1:+.2g}",
+            f"{m.clip_fraction:.2%}",
+            f"{m.bit_mismatches:,}/{m.tokens:,}",
+        )
+    return table
+
+
+def _divergence(c: Comparison) -> Iterator[Text]:
+    edge = divergence_edge(c)
+    if edge is None:
+        return
+    yield Text()
+    first = edge.first_bitwise
+    if first is None:
+        equal = sum(not s.differ for s in edge.sites)
+        yield Text(
+            f"first divergence ({edge.name}): none; {equal} of {len(edge.sites)} sites equal"
+        )
+        return
+    line = Text(f"first divergence ({edge.name}): ")
+    line.append(first.site, style="bold")
+    line.append(f"  at sample {first.sample}, position {first.position}")
+    yield line
+    if first.last_equal is not None:
+        yield Text(
+            f"  its inputs are bit-equal, its outputs are not; equal up to {first.last_equal}"
+        )
+    yield Text(f"  {_figures(edge, first.site)}")
+    others = [s.site for s in edge.sites if s.introduced and s.site != first.site]
+    if others:
+        more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+        yield Text(f"  later units that add to it: {', '.join(others[:_SHOWN])}{more}", style="dim")
+
+
+def _figures(edge: EdgeResult, name: str) -> str:
+    s = next(s for s in edge.sites if s.site == name)
+    text = f"{s.introduced:,} of {s.rows:,} rows introduced here"
+    if s.valued_rows:
+        text += f"; relative L2 up to {s.max_rel_l2:.2g}, max |error| {s.max_abs:.2g}"
+    return text
+
+
+def _problems(verdict: Verdict) -> Iterator[Text]:
+    c = verdict.comparison
+    if c.mismatches:
+        yield Text()
+        yield Text("mismatches before anything was computed", style="bold")
+        for m in c.mismatches[:_SHOWN]:
+            yield Text(f"  {_mismatch(m)}")
+        yield from _rest(len(c.mismatches))
+    if verdict.breaches:
+        yield Text()
+        yield Text("breaches", style="bold red")
+        for b in verdict.breaches[:_SHOWN]:
+            where = f"{b.edge} {b.site}" if b.site else b.edge
+            yield Text(f"  {where}: {b.metric} {b.value:.4g} > {b.fail:g}  ({b.limit})")
+        yield from _rest(len(verdict.breaches))
+    if verdict.doubts:
+        yield Text()
+        yield Text("nothing can be concluded", style="bold yellow")
+        for doubt in verdict.doubts[:_SHOWN]:
+            yield Text(f"  {doubt}")
+        yield from _rest(len(verdict.doubts))
+    explained = [u for e in c.edges for u in e.unpaired if u[2]]
+    for site, reason, _ in explained[:_SHOWN]:
+        yield Text(f"  unpaired {site}: {reason}", style="dim")
+    yield from _rest(len(explained))
+
+
+def _rest(count: int) -> Iterator[Text]:
+    if count > _SHOWN:
+        yield Text(f"  and {count - _SHOWN} more")
+
+
+def _mismatch(m: Mismatch) -> str:
+    where = f" (sample {m.sample}, position {m.position})" if m.sample is not None else ""
+    return f"{m.kind} {m.name}{where}: rollout {_short(m.rollout)}, train {_short(m.train)}"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _next_step(verdict: Verdict, folder: Path) -> str:
+    c = verdict.comparison
+    if c.stopped:
+        kind = next(m.kind for m in c.mismatches if m.kind not in c.allowed)
+        return f"mend it, or measure across it with --allow-mismatch {kind}"
+    if verdict.status == "inconclusive":
+        return f"mend what is named above, then run again with --run-dir {folder} --fresh"
+    if verdict.status == "pass":
+        return f"keep it: rlk-align gate {folder} --contract {verdict.contract.id}"
+    edge = divergence_edge(c)
+    if edge is None or edge.first_bitwise is None:
+        return "see the breaches above"
+    return f"look at {edge.first_bitwise.site} on both sides; its values are in the run's captures"
