@@ -1,6 +1,6 @@
 """Two traces -> Comparison: precheck, controls, and every edge walked site by site."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -30,7 +30,7 @@ def passes_for(judged: Iterable[str], side: str) -> tuple[str, ...]:
 
 
 def measure(
-    rollout: Trace, train: Trace, judged: list[str], allowed: list[Kind], report: Report
+    rollout: Trace, train: Trace, judged: Sequence[str], allowed: Sequence[Kind], report: Report
 ) -> Comparison:
     """Everything that a contract can be held against.
 
@@ -60,16 +60,16 @@ def measure(
         tokens=rollout.tokens.sampled_tokens,
         engines={s: _engine(t) for s, t in sides.items()},
         mismatches=mismatches,
-        allowed=allowed,
+        allowed=list(allowed),
         controls=controls,
         edges=edges,
-        judged=judged,
+        judged=list(judged),
         missing_edges=missing,
         production=production,
     )
 
 
-def _missing_edges(sides: dict[str, Trace], judged: list[str]) -> dict[str, str]:
+def _missing_edges(sides: dict[str, Trace], judged: Sequence[str]) -> dict[str, str]:
     """Judged edges of which a trace lacks a pass, with the reason."""
     missing = {}
     for name in judged:
@@ -80,19 +80,23 @@ def _missing_edges(sides: dict[str, Trace], judged: list[str]) -> dict[str, str]
 
 
 def _edge(name: str, sides: dict[str, Trace], index: RowIndex) -> Edge:
-    ends = []
-    for side, passname in EDGE_ENDS[name]:
-        trace, repeat = sides[side], f"{passname}.repeat"
-        ends.append(
-            Side(
-                f"{side} {passname}",
-                trace.read_pass(passname),
-                trace.read_pass(repeat) if trace.has_pass(repeat) else None,
-            )
-        )
-    (first_side, _), (second_side, _) = EDGE_ENDS[name]
-    same = _same_token(sides[first_side].tokens, sides[second_side].tokens, index)
-    return Edge(name, *ends, decode="decode" in name, same_token=same)
+    first, second = EDGE_ENDS[name]
+    return Edge(
+        name,
+        _side(sides[first[0]], *first),
+        _side(sides[second[0]], *second),
+        decode="decode" in name,
+        same_token=_same_token(sides[first[0]].tokens, sides[second[0]].tokens, index),
+    )
+
+
+def _side(trace: Trace, side: str, passname: str) -> Side:
+    repeat = f"{passname}.repeat"
+    return Side(
+        f"{side} {passname}",
+        trace.read_pass(passname),
+        trace.read_pass(repeat) if trace.has_pass(repeat) else None,
+    )
 
 
 def _same_token(a: TokenBatch, b: TokenBatch, index: RowIndex) -> np.ndarray:

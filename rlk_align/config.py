@@ -22,8 +22,6 @@ DTYPES = {
     "float": "float32",
 }
 EDGES = ("decode_vs_prefill", "prefill_vs_train", "decode_vs_train")
-PRODUCTION_EDGE = "production_vs_observed"
-MISMATCHES = ("tokens", "weights", "attributes")
 
 COMMON_OPTIONS: dict[str, type] = {
     "dtype": str,

@@ -4,7 +4,7 @@ import numpy as np
 
 from rlk_align.metrics import edge_metrics
 from rlk_align.pairing import read_rows
-from rlk_align.results import Controls, Noise
+from rlk_align.results import Controls, Noise, Observer
 from rlk_align.sites import RowIndex, Site
 from rlk_align.trace.reader import PassReader, Trace
 
@@ -32,7 +32,7 @@ def check_controls(
             if shift is not None:
                 details.append(f"{side} {name}: taps move log-probs by up to {shift:.3g}")
                 violated |= floor is None or not shift <= floor.max_abs_dlogp
-    observer = "violated" if violated else "within noise floor" if details else "bitwise"
+    observer: Observer = "violated" if violated else "within noise floor" if details else "bitwise"
     return Controls(observer=observer, observer_detail=details, noise=noise)
 
 

@@ -107,10 +107,13 @@ class Noise(Result):
     mean_abs_dlogp: float
 
 
+Observer = Literal["bitwise", "within noise floor", "violated"]
+
+
 class Controls(Result):
     """The controls of both sides."""
 
-    observer: Literal["bitwise", "within noise floor", "violated"]
+    observer: Observer
     """Final log-probs with taps against those without, in one and the same mode."""
     observer_detail: list[str]
     noise: dict[str, Noise | None]

