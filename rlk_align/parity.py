@@ -34,11 +34,10 @@ def _tokens(rollout: Trace, train: Trace) -> list[Mismatch]:
             found.append(_span(a[i].prompt_id, i, list(a[i].ids), list(b[i].ids)))
     if found:
         return found
-    first = {s.prompt_id: i for i, s in reversed(list(enumerate(a)))}
-    for name, sample in first.items():
-        ids = rollout.record.prompt_ids.get(name), train.record.prompt_ids.get(name)
+    for i, s in enumerate(a):
+        ids = [side.record.prompt_ids.get(s.prompt_id, []) for side in (rollout, train)]
         if ids[0] != ids[1]:
-            found.append(_span(name, sample, ids[0] or [], ids[1] or []))
+            found.append(_span(s.prompt_id, i, *ids))
     return found
 
 

@@ -39,13 +39,18 @@ def keep_values(job: Job, sites: list[Site], batch: TokenBatch, dtype: str) -> K
         )
 
     def keep(site: str, sample: np.ndarray, position: np.ndarray) -> np.ndarray:
-        if site == "logprob" or (share >= 1.0 and site in chosen):
-            return np.ones(len(sample), dtype=bool)
         if site not in chosen:
-            return np.zeros(len(sample), dtype=bool)
+            return keep_logprobs(site, sample, position)
+        if site == "logprob" or share >= 1.0:
+            return np.ones(len(sample), dtype=bool)
         return _uniform(sample, position) < share
 
     return keep
+
+
+def keep_logprobs(site: str, sample: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """The rule of a control pass: digests, and of the log-probs their values too."""
+    return np.full(len(sample), site == "logprob")
 
 
 def check_selection(job_sites: tuple[str, ...], sites: list[Site]) -> None:

@@ -23,7 +23,7 @@ from rlk_align.digest import digest_parameter
 from rlk_align.engines import load_engine
 from rlk_align.engines.base import Engine, PassResult, Sampling
 from rlk_align.engines.job import Events, Job
-from rlk_align.engines.plan import keep_values
+from rlk_align.engines.plan import keep_logprobs, keep_values
 from rlk_align.errors import RlkError
 from rlk_align.families import read_shape
 from rlk_align.prompts import Prompt, Sample, TokenBatch, check_lengths, load_prompts
@@ -129,10 +129,10 @@ def _run_pass(job: Job, engine: Engine, batch: TokenBatch, name: str, events: Ev
         events.send(stage=name, done=done, total=total)
 
     progress(0)
-    keep = None
+    keep = keep_logprobs
     if not variant:
         keep = keep_values(job, model_sites(engine.shape), batch, engine.dtype())
-    with PassWriter(job.folder / name, keep) as writer:
+    with PassWriter(job.folder / name, keep, statistics=not variant) as writer:
         tap = writer.add if variant in ("", "repeat") else None
         if kind == "decode":
             sampling = Sampling(job.max_new_tokens, job.seed)

@@ -31,11 +31,12 @@ class PassWriter:
     pass leaves `PASS.partial`, which the next attempt replaces.
     """
 
-    def __init__(self, folder: Path, keep: KeepValues | None) -> None:
-        """`keep` None: digests only, neither statistics nor values."""
+    def __init__(self, folder: Path, keep: KeepValues, statistics: bool = True) -> None:
+        """`statistics`: whether rows get their norm, magnitude and count of NaN and Inf."""
         self._final = folder
         self._folder = folder.with_name(folder.name + ".partial")
         self._keep = keep
+        self._statistics = statistics
         self._buffers: dict[str, list[Buffered]] = {}
         self._buffered_bytes = 0
         self._shards = 0
@@ -115,11 +116,10 @@ class PassWriter:
         count = len(sample)
         digest = digest_rows(rows).cpu().numpy()
         statistics: list[pa.Array] = [pa.nulls(count)] * 3
-        kept = np.zeros(count, dtype=bool)
-        if self._keep is not None:
+        if self._statistics:
             norm, absmax, nonfinite = row_statistics(rows).cpu().numpy().T
             statistics = [pa.array(norm), pa.array(absmax), pa.array(nonfinite.astype(np.int64))]
-            kept = self._keep(site, sample, position)
+        kept = self._keep(site, sample, position)
         if kept.any():
             values[site] = rows[torch.from_numpy(kept)].cpu().contiguous()
         index = np.cumsum(kept) - 1

@@ -1,0 +1,92 @@
+"""Patches that the tests put into engines with `patch=patches:NAME`."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+
+
+def tanh_gelu_in_layer_1(model: Any) -> None:
+    """Another activation, and only there."""
+    model.model.layers[1].mlp.act_fn = torch.nn.GELU(approximate="tanh")
+
+
+def nan_in_layer_2(model: Any) -> None:
+    """One NaN in the first row of every o_proj output."""
+
+    def poison(_module: Any, _inputs: Any, output: Any) -> Any:
+        value = (output[0] if isinstance(output, tuple) else output).clone()
+        value.view(-1)[0] = float("nan")
+        return (value, *output[1:]) if isinstance(output, tuple) else value
+
+    model.model.layers[2].self_attn.o_proj.register_forward_hook(poison)
+
+
+def swap_two_heads(model: Any) -> None:
+    """Two q heads swapped in layer 1, as a wrong conversion would."""
+    projection = model.model.layers[1].self_attn.q_proj
+    with torch.no_grad():
+        heads = projection.weight.view(-1, model.config.head_dim, projection.weight.shape[1])
+        heads[[0, 1]] = heads[[1, 0]].clone()
+
+
+def assign_packed_weight(model: Any) -> None:
+    """A change that vLLM on the CPU cannot see: it packed the weight away."""
+    layer = model.model.layers[0].mlp.down_proj
+    layer.weight.data = torch.zeros(layer.output_size, layer.input_size, dtype=torch.bfloat16)
+
+
+def scale_attention_output(model: Any) -> None:
+    """A fault inside vLLM: layer 2's attention core is 1 % too large."""
+
+    def scale(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * 1.01
+
+    model.model.layers[2].self_attn.attn.register_forward_hook(scale)
+
+
+def noisy(model: Any) -> None:
+    """An engine that does not repeat itself: fresh noise in layer 1's up_proj."""
+    generator = torch.Generator()
+    generator.seed()
+
+    def add(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + 1e-3 * torch.randn(output.shape, generator=generator).to(output.dtype)
+
+    model.model.layers[1].mlp.up_proj.register_forward_hook(add)
+
+
+def observed_differs(model: Any) -> None:
+    """A model that notices being watched: with hooks on its head, its logits change."""
+    head = model.lm_head
+
+    def notice(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * 1.01 if len(head._forward_hooks) > 1 else output
+
+    head.register_forward_hook(notice)
+
+
+def die_in_prefill(model: Any) -> None:
+    """The worker is killed by the system while it scores."""
+
+    def kill(_module: Any, inputs: Any) -> None:
+        if inputs[0].shape[1] > 40 and os.path.exists("die"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    model.model.layers[3].register_forward_pre_hook(kill)
+
+
+def wait_forever(model: Any) -> None:
+    """A worker that never comes back by itself."""
+
+    def wait(_module: Any, _inputs: Any) -> None:
+        open("waiting", "w").close()
+        time.sleep(1000)
+
+    model.model.layers[0].register_forward_pre_hook(wait)
+
+
+def raises(model: Any) -> None:
+    raise ValueError("this patch is broken")

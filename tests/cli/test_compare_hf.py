@@ -1,0 +1,182 @@
+"""HF against HF through the command line: what is equal, what is named, and why."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Cli
+
+EDGE = ("--edges", "prefill_vs_train")
+SHORT = ("--max-new-tokens", 6)
+PATCHES = {"PYTHONPATH": str(Path(__file__).parent)}
+
+
+@pytest.fixture
+def compare(cli: Cli, few_prompts: Path) -> Cli:
+    def run(*args: object, **kwargs: object):  # noqa: ANN202
+        return cli("compare", "--prompts", few_prompts, *SHORT, *args, env=PATCHES, **kwargs)
+
+    return run
+
+
+def test_an_engine_equals_itself_bit_for_bit(compare: Cli) -> None:
+    done = compare(
+        "--rollout", "hf:attn=eager", "--train", "hf:attn=eager", *EDGE, "--contract", "bitwise"
+    )
+    assert done.code == 0, done.out + done.err
+    assert done.first is None
+    assert done.verdict["edges"]["prefill_vs_train"]["bit_mismatches"] == 0
+    assert done.verdict["edges"]["prefill_vs_train"]["ratio_mean"] == 1.0
+    assert done.verdict["controls"]["observer"] == "bitwise"
+    assert done.verdict["controls"]["noise_floor"] == {"rollout": "bitwise", "train": "bitwise"}
+    coverage = done.verdict["coverage"]
+    assert coverage["paired"] == coverage["expected"] > 1000
+    assert coverage["unpaired"] == []
+    assert done.verdict["breaches"] == []
+
+
+def test_eager_against_sdpa_names_the_attention_core(compare: Cli) -> None:
+    done = compare("--rollout", "hf:attn=eager", "--train", "hf:attn=sdpa", *EDGE)
+    assert done.first == "layers.0.attn", done.out
+    assert done.verdict["divergence"]["first_bitwise"]["last_equal"] == "layers.0.k_rope"
+    assert done.code == 0, done.out
+
+
+def test_eager_against_sdpa_breaks_the_bitwise_contract(compare: Cli) -> None:
+    done = compare(
+        "--rollout", "hf:attn=eager", "--train", "hf:attn=sdpa", *EDGE, "--contract", "bitwise"
+    )
+    assert done.code == 1
+    assert {b["limit"] for b in done.verdict["breaches"]} >= {"operator-bits"}
+
+
+def test_one_changed_weight_is_named(compare: Cli, model_copy) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.2.mlp.down_proj.weight"][3, 5] += 1.0
+
+    other = model_copy(weights=change)
+    args = ("--rollout", "hf:attn=eager", "--train", f"hf:attn=eager,model={other}", *EDGE)
+    stopped = compare(*args)
+    assert stopped.code == 4
+    assert stopped.verdict["precheck"]["weights"] == "mismatch"
+    assert [m["name"] for m in stopped.verdict["precheck"]["mismatches"]] == ["layers.2.down_proj"]
+    assert stopped.verdict["edges"] == {}
+    assert stopped.verdict["divergence"] is None
+    assert "layers.2.down_proj" in stopped.out
+    measured = compare(*args, "--allow-mismatch", "weights")
+    assert measured.first == "layers.2.down_proj"
+    assert measured.verdict["precheck"]["weights"] == "mismatch allowed"
+
+
+@pytest.mark.parametrize(
+    ("config", "attribute", "operator"),
+    [
+        (
+            {"rope_parameters": {"rope_theta": 20000.0, "rope_type": "default"}},
+            "rope_theta",
+            "layers.0.q_rope",
+        ),
+        ({"rms_norm_eps": 1e-3}, "norm_eps", "layers.0.attn_norm"),
+    ],
+    ids=["rope", "eps"],
+)
+def test_another_config_is_named_by_attribute_and_by_operator(
+    compare: Cli, model_copy, config: dict, attribute: str, operator: str
+) -> None:
+    other = model_copy(config=config)
+    args = ("--rollout", "hf:attn=eager", "--train", f"hf:attn=eager,model={other}", *EDGE)
+    stopped = compare(*args)
+    assert stopped.code == 4
+    assert stopped.verdict["precheck"]["mismatches"][0]["name"] == attribute
+    measured = compare(*args, "--allow-mismatch", "attributes")
+    assert measured.first == operator
+    assert measured.code == 1, "a wrong config is far beyond the contract"
+
+
+def test_a_bos_on_one_side_is_shown(compare: Cli, model_copy) -> None:
+    import json
+
+    other = model_copy()
+    path = other / "tokenizer.json"
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {
+            "<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
+        },
+    }
+    path.write_text(json.dumps(tokenizer), encoding="utf-8")
+    done = compare("--rollout", "hf", "--train", f"hf:model={other}", *EDGE)
+    assert done.code == 4
+    assert done.verdict["precheck"]["tokens"] == "mismatch"
+    first = done.verdict["precheck"]["mismatches"][0]
+    assert (first["kind"], first["sample"], first["position"]) == ("tokens", 0, 0)
+    assert (first["rollout"], first["train"]) == ([], [0])
+
+
+def test_another_activation_in_one_layer_is_named(compare: Cli) -> None:
+    patched = "hf:attn=eager,patch=patches:tanh_gelu_in_layer_1"
+    args = ("--rollout", "hf:attn=eager", "--train", patched, *EDGE)
+    stopped = compare(*args)
+    assert stopped.code == 4
+    mismatch = stopped.verdict["precheck"]["mismatches"][0]
+    assert (mismatch["name"], mismatch["rollout"], mismatch["train"]) == (
+        "layers.1.activation",
+        "silu",
+        "gelu_tanh",
+    )
+    measured = compare(*args, "--allow-mismatch", "attributes")
+    assert measured.first == "layers.1.act"
+
+
+def test_swapped_heads_are_a_weight_mismatch(compare: Cli) -> None:
+    patched = "hf:patch=patches:swap_two_heads"
+    done = compare("--rollout", "hf", "--train", patched, *EDGE)
+    assert done.code == 4
+    assert [m["name"] for m in done.verdict["precheck"]["mismatches"]] == ["layers.1.q_proj"]
+
+
+def test_nan_fails_and_is_located(compare: Cli) -> None:
+    done = compare("--rollout", "hf", "--train", "hf:patch=patches:nan_in_layer_2", *EDGE)
+    assert done.code == 1, done.out
+    nan = [b for b in done.verdict["breaches"] if b["metric"] == "nonfinite"]
+    assert nan[0]["site"] == "layers.2.o_proj"
+    assert done.verdict["edges"]["prefill_vs_train"]["max_abs_dlogp"] is None
+
+
+def test_a_noisy_engine_is_reported_and_its_rows_prove_nothing(compare: Cli) -> None:
+    done = compare(
+        "--rollout", "hf", "--train", "hf:patch=patches:noisy", *EDGE, "--contract", "bitwise"
+    )
+    assert done.code == 4, done.out
+    assert done.verdict["controls"]["noise_floor"]["train"]["first_site"] == "layers.1.up_proj"
+    assert done.verdict["controls"]["noise_floor"]["rollout"] == "bitwise"
+    assert done.first != "layers.1.up_proj"
+
+
+def test_a_violated_observer_is_inconclusive(compare: Cli) -> None:
+    done = compare("--rollout", "hf", "--train", "hf:patch=patches:observed_differs", *EDGE)
+    assert done.code == 4
+    assert done.verdict["controls"]["observer"] == "violated"
+    assert "observer" in done.out
+
+
+def test_all_edges_and_a_rerun_that_resumes(compare: Cli, tmp_path: Path) -> None:
+    args = ("--rollout", "hf", "--train", "hf", "--run-dir", tmp_path / "run")
+    done = compare(*args)
+    assert set(done.verdict["edges"]) == {
+        "decode_vs_prefill",
+        "prefill_vs_train",
+        "decode_vs_train",
+    }
+    again = compare(*args)
+    assert "loading" not in again.err, "everything was captured already"
+    assert again.verdict == done.verdict
+    fresh = compare(*args, "--fresh")
+    assert "loading" in fresh.err
+    assert fresh.verdict == done.verdict
