@@ -6,7 +6,9 @@ from collections.abc import Callable
 import torch
 
 
-def graph_ms(calls: list[Callable[[], object]], *, repeat: int = 5, target_ms: float = 4.0) -> float:
+def graph_ms(
+    calls: list[Callable[[], object]], *, repeat: int = 5, target_ms: float = 4.0
+) -> float:
     """Median milliseconds of one call; `calls` are the same work on different inputs."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -14,6 +14,8 @@ T = queries of all sequences   S = keys of all sequences   Hq, Hk = heads   D = 
 B = sequences   P = block size of the cache
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -55,7 +57,7 @@ def attention_ref(
 
 def _lengths(cu: Tensor) -> tuple[list[int], list[int]]:
     bounds = cu.tolist()
-    return bounds[:-1], [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    return bounds[:-1], [b - a for a, b in pairwise(bounds)]
 
 
 def _empty(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,9 +73,7 @@ def _attention(
     record("attention", backend)
     if backend == "torch":
         start, length = _lengths(cu_k)
-        return portable.forward(
-            q, k, v, cu_q, start, length, None, 1, causal, scale, window
-        )
+        return portable.forward(q, k, v, cu_q, start, length, None, 1, causal, scale, window)
     return attention_forward_triton(q, k, v, cu_q, cu_k, None, causal, scale, window)
 
 
@@ -90,9 +90,7 @@ def _attention_backward(
     record("attention_backward", backend)
     if backend == "torch":
         start, length = _lengths(cu_k)
-        return portable.backward(
-            q, k, v, cu_q, start, length, causal, scale, window, out, lse, do
-        )
+        return portable.backward(q, k, v, cu_q, start, length, causal, scale, window, out, lse, do)
     return attention_backward_triton(q, k, v, cu_q, cu_k, causal, scale, window, out, lse, do)
 
 

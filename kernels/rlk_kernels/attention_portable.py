@@ -17,6 +17,7 @@ R = T * G packed rows
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -92,7 +93,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple
 
 
 def attend_backward(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, out: Tensor, lse: Tensor, do: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+    do: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) in float64, shapes like q, k, v."""
     lse = torch.where(lse == -math.inf, 0.0, lse.double())
@@ -128,7 +136,7 @@ def batches(
     of that as many queries as fit)."""
     bounds = cu_q.tolist()
     pieces = []  # (sequence, first query, last query + 1)
-    for b, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for b, (begin, end) in enumerate(pairwise(bounds)):
         step = max(1, MEMORY // max(1, len_k[b] * group * kv_heads))
         pieces += [(b, t, min(t + step, end - begin)) for t in range(0, end - begin, step)]
     device = cu_q.device

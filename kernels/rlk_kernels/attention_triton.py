@@ -1,8 +1,8 @@
 """The Triton forward of `attention` and `paged_attention`: one kernel body for both.
 
 Order, per row (one query of one head): keys in chunks of CHUNK, aligned to key 0 of the sequence;
-in a chunk, blocks of `block_n` keys from front to back with a running maximum m, a sum l and an
-accumulator acc, all fp32, that start afresh in each chunk; then the chunks' (m, l, acc) are merged
+in a chunk, blocks of `block_n` keys from front to back with a running maximum m, a sum den and an
+accumulator acc, all fp32, that start afresh in each chunk; then the chunks' (m, den, acc) are merged
 from front to back. A block, or a chunk, that a row does not see leaves its state as it was, to
 the bit. So neither the queries beside a row, nor where the cache lies, nor whether one program
 walks all chunks or each chunk has its own (SPLIT) changes a bit. `block_n` depends on head size and
@@ -28,7 +28,6 @@ from rlk_kernels.gemm import _has_tma, _processors
 CHUNK = 1024
 """Keys of a chunk: the unit of parallel decode, and part of the order of the sum."""
 
-NESTED = True
 LOG2E = 1.4426950408889634
 
 
@@ -38,7 +37,7 @@ def block_n(dim: int, dtype: torch.dtype) -> int:
         return 32
     if dtype == torch.float32:
         return 32
-    return 128 if dim <= 128 else 64
+    return 64
 
 
 @triton.jit
@@ -58,15 +57,15 @@ def find_sequence(cu_ptr, block, B, G: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
-def merge(m, l, acc, m_new, l_new, acc_new):  # noqa: E741
-    """(m, l, acc) after the state of one more chunk; an empty chunk changes nothing."""
+def merge(m, den, acc, m_new, den_new, acc_new):
+    """(m, den, acc) after the state of one more chunk; an empty chunk changes nothing."""
     top = tl.maximum(m, m_new)
     safe = tl.where(top == float("-inf"), 0.0, top)
     old = tl.exp2(m - safe)
     new = tl.exp2(m_new - safe)
-    l = tl.fma(l, old, l_new * new)  # noqa: E741
+    den = tl.fma(den, old, den_new * new)
     acc = tl.fma(acc, tl.broadcast_to(old[:, None], acc.shape), acc_new * new[:, None])
-    return top, l, acc
+    return top, den, acc
 
 
 @triton.jit
@@ -113,8 +112,19 @@ def row_sum(p, BM: tl.constexpr, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def attend_block(q, k, v, m, l, acc, scale, visible, MASKED: tl.constexpr,
-                 BM: tl.constexpr, LEVELS: tl.constexpr):  # noqa: E741
+def attend_block(
+    q,
+    k,
+    v,
+    m,
+    den,
+    acc,
+    scale,
+    visible,
+    MASKED: tl.constexpr,
+    BM: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
     """One block of keys added to a chunk's state."""
     s = tl.dot(q, k.T, input_precision="ieee")
     if MASKED:
@@ -123,10 +133,10 @@ def attend_block(q, k, v, m, l, acc, scale, visible, MASKED: tl.constexpr,
     safe = tl.where(top == float("-inf"), 0.0, top)
     p = tl.exp2(tl.fma(s, tl.full(s.shape, 1.0, tl.float32) * scale, -safe[:, None]))
     old = tl.exp2(m - safe)
-    l = tl.fma(l, old, row_sum(p, BM, LEVELS))  # noqa: E741
+    den = tl.fma(den, old, row_sum(p, BM, LEVELS))
     acc = acc * old[:, None]
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-    return top, l, acc
+    return top, den, acc
 
 
 @triton.jit(do_not_specialize=["B", "T", "window", "stride_table"])
@@ -138,7 +148,7 @@ def _attention_kernel(
     HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, TMA: tl.constexpr,
-    SPLIT: tl.constexpr, NESTED: tl.constexpr, LEVELS: tl.constexpr,
+    SPLIT: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
     hk = tl.program_id(1)
@@ -187,32 +197,14 @@ def _attention_kernel(
     plain_end = tl.maximum(tl.minimum(shared_end, seen_end) // BN * BN, begin)
 
     m = tl.full((BM,), float("-inf"), tl.float32)
-    l = tl.zeros((BM,), tl.float32)  # noqa: E741
+    den = tl.zeros((BM,), tl.float32)
     acc = tl.zeros((BM, DP), tl.float32)
     m_all = m
-    l_all = l
+    den_all = den
     acc_all = acc
-    if NESTED:
-        for chunk in range(begin // CHUNK, tl.cdiv(plain_end, CHUNK)):
-            chunk_end = chunk * CHUNK + CHUNK
-            for first in range(tl.maximum(begin, chunk * CHUNK), tl.minimum(plain_end, chunk_end), BN):
-                key = first + tl.arange(0, BN)
-                k = _load_keys(
-                    k_ptr, k_desc, table, key, first, k_start, len_k, hk, stride_kp, stride_ks, stride_kh,
-                    cols, BN, DIM, DP, PAGED, PAGE, TMA, False,
-                )  # fmt: skip
-                v = _load_keys(
-                    v_ptr, v_desc, table, key, first, k_start, len_k, hk, stride_vp, stride_vs, stride_vh,
-                    cols, BN, DIM, DP, PAGED, PAGE, TMA, False,
-                )  # fmt: skip
-                m, l, acc = attend_block(q, k, v, m, l, acc, scale, True, False, BM, LEVELS)  # noqa: E741
-            if not SPLIT and plain_end >= chunk_end:
-                m_all, l_all, acc_all = merge(m_all, l_all, acc_all, m, l, acc)
-                m = tl.full((BM,), float("-inf"), tl.float32)
-                l = tl.zeros((BM,), tl.float32)  # noqa: E741
-                acc = tl.zeros((BM, DP), tl.float32)
-    else:
-        for first in range(begin, plain_end, BN):
+    for chunk in range(begin // CHUNK, tl.cdiv(plain_end, CHUNK)):
+        chunk_end = chunk * CHUNK + CHUNK
+        for first in range(tl.maximum(begin, chunk * CHUNK), tl.minimum(plain_end, chunk_end), BN):
             key = first + tl.arange(0, BN)
             k = _load_keys(
                 k_ptr, k_desc, table, key, first, k_start, len_k, hk, stride_kp, stride_ks, stride_kh,
@@ -222,12 +214,12 @@ def _attention_kernel(
                 v_ptr, v_desc, table, key, first, k_start, len_k, hk, stride_vp, stride_vs, stride_vh,
                 cols, BN, DIM, DP, PAGED, PAGE, TMA, False,
             )  # fmt: skip
-            m, l, acc = attend_block(q, k, v, m, l, acc, scale, True, False, BM, LEVELS)  # noqa: E741
-            if not SPLIT and (first + BN) % CHUNK == 0:
-                m_all, l_all, acc_all = merge(m_all, l_all, acc_all, m, l, acc)
-                m = tl.full((BM,), float("-inf"), tl.float32)
-                l = tl.zeros((BM,), tl.float32)  # noqa: E741
-                acc = tl.zeros((BM, DP), tl.float32)
+            m, den, acc = attend_block(q, k, v, m, den, acc, scale, True, False, BM, LEVELS)
+        if not SPLIT and plain_end >= chunk_end:
+            m_all, den_all, acc_all = merge(m_all, den_all, acc_all, m, den, acc)
+            m = tl.full((BM,), float("-inf"), tl.float32)
+            den = tl.zeros((BM,), tl.float32)
+            acc = tl.zeros((BM, DP), tl.float32)
     for first in range(plain_end, seen_end, BN):
         key = first + tl.arange(0, BN)
         k = _load_keys(
@@ -241,34 +233,36 @@ def _attention_kernel(
         visible = (key[None, :] <= last[:, None]) & (key[None, :] < len_k)
         if WINDOWED:
             visible &= key[None, :] > last[:, None] - window
-        m, l, acc = attend_block(q, k, v, m, l, acc, scale, visible, True, BM, LEVELS)  # noqa: E741
+        m, den, acc = attend_block(q, k, v, m, den, acc, scale, visible, True, BM, LEVELS)
         if not SPLIT and (first + BN) % CHUNK == 0:
-            m_all, l_all, acc_all = merge(m_all, l_all, acc_all, m, l, acc)
+            m_all, den_all, acc_all = merge(m_all, den_all, acc_all, m, den, acc)
             m = tl.full((BM,), float("-inf"), tl.float32)
-            l = tl.zeros((BM,), tl.float32)  # noqa: E741
+            den = tl.zeros((BM,), tl.float32)
             acc = tl.zeros((BM, DP), tl.float32)
 
     packed = (q_start * G).to(tl.int64) + row
     if SPLIT:
         place = (tl.program_id(2).to(tl.int64) * HK + hk) * T * G + packed
         tl.store(part_ml_ptr + place * 2, m, mask=live)
-        tl.store(part_ml_ptr + place * 2 + 1, l, mask=live)
+        tl.store(part_ml_ptr + place * 2 + 1, den, mask=live)
         tl.store(part_acc_ptr + place[:, None] * DP + cols[None, :], acc, mask=live[:, None])
     else:
-        m_all, l_all, acc_all = merge(m_all, l_all, acc_all, m, l, acc)
+        m_all, den_all, acc_all = merge(m_all, den_all, acc_all, m, den, acc)
         _finish(
-            m_all, l_all, acc_all, out_ptr, lse_ptr, q_start + query, head, live, cols,
+            m_all, den_all, acc_all, out_ptr, lse_ptr, q_start + query, head, live, cols,
             HK * G, DIM, T,
         )  # fmt: skip
 
 
 @triton.jit
-def _finish(m, l, acc, out_ptr, lse_ptr, token, head, live, cols, HQ, DIM: tl.constexpr, T):  # noqa: E741
+def _finish(m, den, acc, out_ptr, lse_ptr, token, head, live, cols, HQ, DIM: tl.constexpr, T):
     """Divide, and write output and log-sum-exp (natural log); rows that see no key give 0, -inf."""
-    empty = l == 0.0
-    inverse = 1.0 / tl.where(empty, 1.0, l)
+    empty = den == 0.0
+    inverse = 1.0 / tl.where(empty, 1.0, den)
     out = acc * inverse[:, None] + 0.0  # + 0.0: an underflowed -0 becomes the +0 of a lone chunk
-    lse = tl.where(empty, float("-inf"), (m + tl.log2(tl.where(empty, 1.0, l))) * 0.6931471805599453)
+    lse = tl.where(
+        empty, float("-inf"), (m + tl.log2(tl.where(empty, 1.0, den))) * 0.6931471805599453
+    )
     place = token.to(tl.int64) * HQ + head
     mask = live[:, None] & (cols[None, :] < DIM)
     at = out_ptr + place[:, None] * DIM + cols[None, :]
@@ -307,17 +301,17 @@ def _merge_kernel(
         begin = tl.maximum(end - window, 0)
     cols = tl.arange(0, DP)
     m = tl.full((1,), float("-inf"), tl.float32)
-    l = tl.zeros((1,), tl.float32)  # noqa: E741
+    den = tl.zeros((1,), tl.float32)
     acc = tl.zeros((1, DP), tl.float32)
     for chunk in range(begin // CHUNK, tl.cdiv(end, CHUNK)):
         place = ((tl.zeros((1,), tl.int64) + chunk) * HK + hk) * T * G + packed
         m_new = tl.load(part_ml_ptr + place * 2)
-        l_new = tl.load(part_ml_ptr + place * 2 + 1)
+        den_new = tl.load(part_ml_ptr + place * 2 + 1)
         acc_new = tl.load(part_acc_ptr + place[:, None] * DP + cols[None, :])
-        m, l, acc = merge(m, l, acc, m_new, l_new, acc_new)  # noqa: E741
+        m, den, acc = merge(m, den, acc, m_new, den_new, acc_new)
     head = hk * G + (packed % G).to(tl.int32) + tl.zeros((1,), tl.int32)
     live = tl.full((1,), True, tl.int1)
-    _finish(m, l, acc, out_ptr, lse_ptr, token + tl.zeros((1,), tl.int64), head, live, cols,
+    _finish(m, den, acc, out_ptr, lse_ptr, token + tl.zeros((1,), tl.int64), head, live, cols,
             HK * G, DIM, T)  # fmt: skip
 
 
@@ -342,13 +336,12 @@ def attention_forward_triton(
         return out, lse
     padded = max(16, triton.next_power_of_2(dim))
     keys = table.shape[1] * k.shape[1] if table is not None else k.shape[0]
-    most = 64 if interpreting() or q.dtype == torch.float32 or padded > 128 else 128
     if rows is None:
-        rows = min(most, 128) if tokens * group >= 256 * batch else 64
+        rows = 16 if tokens * group <= 16 * batch and q.dtype != torch.float32 else 64
     blocks = (tokens * group) // rows + batch
     chunks = max(1, triton.cdiv(keys, CHUNK))
     if split is None:
-        split = chunks > 1 and rows == 64 and tokens * group <= 64 * batch
+        split = chunks > 1 and tokens * group <= 64 * batch
     bn = block_n(dim, q.dtype)
     tma = (
         not paged and _has_tma(q.device) and q.dtype != torch.float32
@@ -366,7 +359,7 @@ def attention_forward_triton(
     k_strides = k.stride()[:3] if paged else (0, *k.stride()[:2])
     v_strides = v.stride()[:3] if paged else (0, *v.stride()[:2])
     if stages is None:
-        stages = 2 if q.dtype != torch.float32 else 1
+        stages = 1 if q.dtype == torch.float32 else 3 if padded <= 128 else 2
     _attention_kernel[(blocks, kv_heads, chunks if split else 1)](
         q, k, v, TensorDescriptor.from_tensor(k, box) if tma else k,
         TensorDescriptor.from_tensor(v, box) if tma else v, out, lse, part_acc, part_ml,
@@ -374,7 +367,7 @@ def attention_forward_triton(
         scale * LOG2E, window or 0, q.stride(0), q.stride(1), *k_strides, *v_strides,
         table.stride(0) if table is not None else 0,
         kv_heads, group, dim, padded, rows, bn, CHUNK, causal, window is not None,
-        paged, page, tma, split, NESTED, bn.bit_length() - 1,
+        paged, page, tma, split, bn.bit_length() - 1,
         num_warps=8 if rows == 128 else 4, num_stages=stages,
     )  # fmt: skip
     if split:

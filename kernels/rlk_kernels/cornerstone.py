@@ -4,7 +4,7 @@
 products of one output element in the same order for every tile shape. It holds on an H200 with
 Triton 3.6. Another GPU or another Triton could break it, so the first bf16 or fp16 product on a
 device runs this check once (well under a second once compiled); where it fails, the library warns
-and uses one tile, `gemm.SAFE_TILE`, for every M.
+and uses one tile, `tiles.SAFE`, for every M.
 """
 
 import functools
@@ -13,7 +13,8 @@ import warnings
 import torch
 from torch import Tensor
 
-from rlk_kernels.gemm import SAFE_TILE, Tile, gemm_triton, tiles_in_use
+from rlk_kernels.gemm import gemm_triton
+from rlk_kernels.tiles import SAFE, Tile, tiles_in_use
 
 
 class TilesDiffer(RuntimeWarning):
@@ -31,10 +32,10 @@ def tile_bits(tile: Tile, dtype: torch.dtype, device: torch.device, *, pointers=
 
 
 def disagreements(device: torch.device) -> list[tuple[Tile, torch.dtype]]:
-    """The tiles in use whose bits differ from SAFE_TILE's, per dtype."""
+    """The tiles in use whose bits differ from SAFE's, per dtype."""
     found = []
     for dtype in (torch.bfloat16, torch.float16):
-        expected = tile_bits(SAFE_TILE, dtype, device)
+        expected = tile_bits(SAFE, dtype, device)
         for tile in tiles_in_use():
             if not torch.equal(tile_bits(tile, dtype, device), expected):
                 found.append((tile, dtype))
@@ -53,7 +54,7 @@ def holds(device: torch.device) -> bool:
     if found:
         warnings.warn(
             f"tiles give different bits on {torch.cuda.get_device_name(device)} with this Triton "
-            f"({len(found)} of them, first {found[0]}); using {SAFE_TILE} for every M",
+            f"({len(found)} of them, first {found[0]}); using {SAFE} for every M",
             TilesDiffer,
             stacklevel=2,
         )

@@ -35,9 +35,7 @@ def _embedding_fwd_kernel(ids_ptr, w_ptr, y_ptr, stride_w, H, V, BLOCK: tl.const
 
 
 @triton.jit(do_not_specialize=["T"])
-def _embedding_bwd_kernel(
-    sorted_ptr, order_ptr, dy_ptr, dw_ptr, T, H, BLOCK: tl.constexpr
-):
+def _embedding_bwd_kernel(sorted_ptr, order_ptr, dy_ptr, dw_ptr, T, H, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64)
     row = tl.load(sorted_ptr + at).to(tl.int64)
     before = tl.load(sorted_ptr + at - 1, mask=at > 0, other=-1).to(tl.int64)

@@ -5,12 +5,12 @@
 Order: one fp32 accumulator per element, K from front to back in the tensor core's own steps of 16
 (fp16, bf16) or one by one (fp32, IEEE products, no tf32). There is no split of K, so nothing about
 an element's sum depends on M, on the tile, or on the other rows. bf16 and fp16 tiles of every
-shape in `_TILES` give the same fp32 bits; `cornerstone.py` checks that on the machine at hand
-before the table is trusted, and `tile_for` falls back to one tile where it does not hold.
+shape in `tiles.py` give the same fp32 bits; `cornerstone.py` checks that on the machine at hand
+before the table is trusted, and one tile is used where it does not hold.
 
 Portable backend: exact sums (see `exact.py`), which no order can change.
 
-Tiles: chosen from M, N and dtype. Hopper and newer read operands with TMA through host-side
+Tiles: chosen from M, N and K (`tiles.py`). Hopper and newer read operands with TMA through host-side
 descriptors; other GPUs, and tensors that TMA cannot address (rows not a multiple of 16 bytes),
 take the pointer kernel, which has the same order and the same bits. Ampere and Ada run the pointer
 kernel by design; they have not been tested.
@@ -19,7 +19,6 @@ A[M, K]: `a`, or `a` transposed (trans_a)   B[K, N]: `b`, or `b` transposed (tra
 """
 
 import functools
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -29,65 +28,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlk_kernels.backend import interpreting
 from rlk_kernels.exact import matmul_nt
+from rlk_kernels.tiles import Tile, tile_for
 
 PORTABLE_BLOCK = 16384
 """Columns of B that the portable backend holds in float64 at a time (memory only, not bits)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """One shape of the kernel's tile, with what goes with it."""
-
-    m: int
-    n: int
-    k: int
-    warps: int
-    stages: int
-    n2: int = 0
-    """Further columns with an accumulator of their own: tiles of 192 or 96 columns."""
-    group: int = 8
-    """Row tiles that share a column tile while it is in L2."""
-    subtile: bool = False
-    """Write the output tile in two halves of columns: frees shared memory for one more stage."""
-    flatten: bool = False
-    """One software pipeline across output tiles."""
-    swap: bool = False
-    """Compute the transposed tile, so that weights fill the 64 rows of wgmma at small M."""
-
-
-# M up to ..: tile for narrow N (fewer column tiles than processors), tile for wide N
-_TILES: list[tuple[int, Tile, Tile]] = [
-    (16, Tile(16, 32, 256, 4, 5), Tile(16, 64, 256, 4, 4)),
-    (32, Tile(32, 32, 256, 4, 4), Tile(32, 64, 256, 4, 3)),
-    (64, Tile(64, 32, 256, 4, 4), Tile(64, 64, 256, 4, 3)),
-    (128, Tile(128, 64, 128, 4, 4), Tile(128, 64, 128, 4, 4)),
-    (512, Tile(128, 128, 64, 8, 4), Tile(128, 128, 64, 8, 4)),
-    (1 << 62, Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 4, subtile=True, flatten=True)),
-]
-_TILE_F32 = Tile(64, 64, 32, 4, 2)
-_TILE_INTERPRETED = Tile(32, 32, 32, 4, 1)
-SAFE_TILE = Tile(128, 128, 64, 8, 3)
-"""The one tile used where the corner-stone does not hold."""
-
-
-def tiles_in_use() -> list[Tile]:
-    """Every distinct bf16/fp16 tile that `tile_for` can return."""
-    return list(dict.fromkeys([t for _, *pair in _TILES for t in pair] + [SAFE_TILE]))
-
-
-def tile_for(m: int, n: int, dtype: torch.dtype, *, trusted: bool = True) -> Tile:
-    """The tile for an [m, n] output. The choice never changes the bits, only the time."""
-    if interpreting():
-        return _TILE_INTERPRETED
-    if dtype == torch.float32:
-        return _TILE_F32
-    if not trusted:
-        return SAFE_TILE
-    for limit, narrow, wide in _TILES:
-        if m <= limit:
-            columns = triton.cdiv(n, wide.n) * triton.cdiv(m, wide.m)
-            return wide if columns >= 132 else narrow
-    raise AssertionError("the last row of _TILES has no limit")
 
 
 @triton.jit
@@ -202,8 +146,8 @@ def _gemm_pointer_kernel(
         a = tl.load(a_at, mask=(rows[:, None] < M) & (ks[None, :] < left), other=0.0)
         b = tl.load(b_at, mask=(ks[:, None] < left) & (cols[None, :] < N), other=0.0)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
-        a_at += BK * stride_ak.to(tl.int64)
-        b_at += BK * stride_bk.to(tl.int64)
+        a_at += BK * stride_ak
+        b_at += BK * stride_bk
     _store_tile(
         acc, c_ptr, c_ptr, bias_ptr, tile_m * BM, tile_n * BN, M, N, stride_cm,
         BM, BN, HAS_BIAS, False,
@@ -241,7 +185,7 @@ def gemm_triton(
         from rlk_kernels.cornerstone import holds  # the check itself runs this function
 
         trusted = a.dtype == torch.float32 or interpreting() or holds(a.device)
-        tile = tile_for(m, n, a.dtype, trusted=trusted)
+        tile = tile_for(m, n, k, a.dtype, trusted)
     half = a.element_size() == 2
     if not pointers and half and k and _has_tma(a.device) and _tma_can_read(a) and _tma_can_read(b):
         tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n + tile.n2)
@@ -257,11 +201,13 @@ def gemm_triton(
             c_desc = c2_desc = TensorDescriptor.from_tensor(out, box)
             if tile.n2:
                 c2_desc = TensorDescriptor.from_tensor(out, [tile.m, tile.n2])
+        # an fp32 output tile takes the shared memory of one stage more
+        stages = tile.stages if out.element_size() == 2 else max(2, tile.stages - 1)
         _gemm_tma_kernel[(min(tiles, _processors(a.device)),)](
             a_desc, b_desc, b2_desc, c_desc, c2_desc, out, bias, m, n, k, out.stride(0),
             trans_a, trans_b, bias is not None, tma_store,
             tile.m, tile.n, tile.n2, tile.k, tile.group, tile.subtile, tile.flatten, tile.swap,
-            num_warps=tile.warps, num_stages=tile.stages,
+            num_warps=tile.warps, num_stages=stages,
         )  # fmt: skip
         return out
     tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)

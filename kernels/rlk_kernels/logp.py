@@ -1,6 +1,6 @@
 """logp: log-probability of one token per row of logits.
 
-    z[v]  = fp32(logits[t, v]) / temperature                              fp32, correctly rounded
+    z[v]  = fp32(logits[t, v]) * fp32(1 / temperature)                    fp32, one rounding
     logp  = (z[target] - m) - log(s)       m = max_v z[v],  s = sum_v exp(z[v] - m)
 
 Reduction order: columns in aligned leaves of LEAF; a leaf's (m, s) takes its sum as a binary tree
@@ -80,7 +80,7 @@ def tree_stats(m, s, ROWS: tl.constexpr, LEVELS: tl.constexpr):
 
 @triton.jit
 def _logp_block_kernel(
-    x_ptr, stats_ptr, stride_t, V, B, temperature,
+    x_ptr, stats_ptr, stride_t, V, B, inverse,
     BLOCK: tl.constexpr, LEAF: tl.constexpr,
     LEVELS: tl.constexpr,
 ):  # fmt: skip
@@ -88,7 +88,7 @@ def _logp_block_kernel(
     block = tl.program_id(1)
     cols = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(x_ptr + row * stride_t + cols, mask=cols < V, other=float("-inf"))
-    z = tl.div_rn(x.to(tl.float32), temperature)
+    z = x.to(tl.float32) * inverse
     m, s = leaf_stats(z, 1, BLOCK // LEAF, LEAF)
     m, s = tree_stats(m, s, 1, LEVELS)
     at = stats_ptr + (row * B + block) * 2 + tl.zeros((1,), tl.int32)
@@ -98,7 +98,7 @@ def _logp_block_kernel(
 
 @triton.jit
 def _logp_row_kernel(
-    x_ptr, target_ptr, stats_ptr, logp_ptr, m_ptr, logs_ptr, stride_t, V, B, temperature,
+    x_ptr, target_ptr, stats_ptr, logp_ptr, m_ptr, logs_ptr, stride_t, V, B, inverse,
     LEVELS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -111,7 +111,7 @@ def _logp_row_kernel(
     target = tl.load(target_ptr + row).to(tl.int64)
     inside = (target >= 0) & (target < V)
     x = tl.load(x_ptr + row * stride_t + target, mask=inside, other=float("nan"))
-    z = tl.div_rn(x.to(tl.float32), temperature)
+    z = x.to(tl.float32) * inverse
     logp = tl.where(target < 0, 0.0, (z - m) - log_s)
     here = row + tl.zeros((1,), tl.int64)
     tl.store(logp_ptr + here, logp)
@@ -121,16 +121,16 @@ def _logp_row_kernel(
 
 @triton.jit
 def _logp_bwd_kernel(
-    x_ptr, target_ptr, m_ptr, logs_ptr, g_ptr, dx_ptr, stride_t, V, temperature,
+    x_ptr, target_ptr, m_ptr, logs_ptr, g_ptr, dx_ptr, stride_t, V, inverse,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     target = tl.load(target_ptr + row)
     x = tl.load(x_ptr + row * stride_t + cols, mask=cols < V, other=float("-inf"))
-    z = tl.div_rn(x.to(tl.float32), temperature)
+    z = x.to(tl.float32) * inverse
     p = tl.exp2(((z - tl.load(m_ptr + row)) - tl.load(logs_ptr + row)) * LOG2E)
-    g = tl.div_rn(tl.load(g_ptr + row), temperature)
+    g = tl.load(g_ptr + row) * inverse
     dx = g * (tl.where(cols == target, 1.0, 0.0) - p)
     dx = tl.where(target < 0, 0.0, dx)
     tl.store(dx_ptr + row * V + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < V)
@@ -140,9 +140,13 @@ def _levels(nodes: int) -> int:
     return (nodes - 1).bit_length()
 
 
+def _inverse(temperature: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(1.0 / temperature, dtype=dtype))
+
+
 def _forward_portable(logits, target, temperature):
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    z = (logits.to(wide) / temperature).double()
+    z = (logits.to(wide) * _inverse(temperature, wide)).double()
     m = z.amax(-1, keepdim=True)
     log_s = elementary.log(tree_sum(elementary.exp(z - m)))
     chosen = z.gather(-1, target.long().clamp(min=0)[:, None])
@@ -152,10 +156,10 @@ def _forward_portable(logits, target, temperature):
 
 def _backward_portable(logits, target, m, log_s, g, temperature):
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    z = (logits.to(wide) / temperature).double()
+    z = (logits.to(wide) * _inverse(temperature, wide)).double()
     p = elementary.exp((z - m[:, None]) - log_s[:, None])
     one = torch.zeros_like(p).scatter_(1, target.long().clamp(min=0)[:, None], 1.0)
-    dx = (g.double() / temperature)[:, None] * (one - p)
+    dx = (g.double() * _inverse(temperature, wide))[:, None] * (one - p)
     return torch.where((target < 0)[:, None], 0.0, dx).to(wide).to(logits.dtype)
 
 
@@ -167,15 +171,14 @@ def _logp(
     if backend == "torch":
         return _forward_portable(logits, target, temperature)
     t, v = logits.shape
-    logp, m, log_s = (
-        torch.empty(t, dtype=torch.float32, device=logits.device) for _ in range(3)
-    )
+    inverse = _inverse(temperature, torch.float32)
+    logp, m, log_s = (torch.empty(t, dtype=torch.float32, device=logits.device) for _ in range(3))
     block = block_columns()
     blocks = triton.cdiv(v, block)
     stats = torch.empty(t, blocks, 2, dtype=torch.float32, device=logits.device)
     if t:
         _logp_block_kernel[(t, blocks)](
-            logits, stats, logits.stride(0), v, blocks, temperature, block, LEAF,
+            logits, stats, logits.stride(0), v, blocks, inverse, block, LEAF,
             _levels(block // LEAF), num_warps=4,
         )  # fmt: skip
         _logp_row_kernel[(t,)](
@@ -202,11 +205,12 @@ def _logp_backward(
     if backend == "torch":
         return _backward_portable(logits, target, m, log_s, g, temperature)
     t, v = logits.shape
+    inverse = _inverse(temperature, torch.float32)
     dx = torch.empty(t, v, dtype=logits.dtype, device=logits.device)
     if t:
         block = block_columns()
         _logp_bwd_kernel[(t, triton.cdiv(v, block))](
-            logits, target, m, log_s, g, dx, logits.stride(0), v, temperature, block, num_warps=4
+            logits, target, m, log_s, g, dx, logits.stride(0), v, inverse, block, num_warps=4
         )
     return dx
 

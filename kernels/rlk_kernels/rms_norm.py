@@ -178,9 +178,7 @@ def _setup(ctx, inputs, output):
 def _backward(ctx, dy, dnew):
     s, weight = ctx.saved_tensors
     dnew = dnew.contiguous() if ctx.fused else None
-    ds, dw = _rms_norm_backward(
-        s.contiguous(), weight, dy.contiguous(), dnew, ctx.eps, ctx.backend
-    )
+    ds, dw = _rms_norm_backward(s.contiguous(), weight, dy.contiguous(), dnew, ctx.eps, ctx.backend)
     return ds, ds.clone() if ctx.fused else None, dw.to(weight.dtype), None, None, None
 
 

@@ -23,7 +23,7 @@ from rlk_kernels.backend import choose, record
 from rlk_kernels.elementary import sin_cos
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 
-HEADS_AT_A_TIME = 8
+HEADS_AT_A_TIME = 32
 
 
 @functools.cache
@@ -38,9 +38,7 @@ def rope_ref(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     frequency = _frequencies(theta, x.shape[-1], x.device)
     angle = (positions.float()[:, None] * frequency).double()[:, None, :]
     a, b = x.double()[..., :half], x.double()[..., half:]
-    return torch.cat(
-        [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1
-    )
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
 
 
 @triton.jit
@@ -81,7 +79,7 @@ def _rope_triton(x, positions, frequency, sign, round_to, interleaved):
         _rope_kernel[(t, triton.cdiv(h, HEADS_AT_A_TIME))](
             x, y, positions, frequency, x.stride(0), x.stride(1), sign, h, d, r,
             triton.next_power_of_2(r), tail, HEADS_AT_A_TIME, interleaved, dtypes[round_to],
-            num_warps=2,
+            num_warps=4,
         )  # fmt: skip
     return y
 
@@ -165,12 +163,12 @@ def rope(
     if size % 2 or not 0 < size <= q.shape[2]:
         raise UnsupportedShape(f"rope: rotary_dim {size} must be even and at most {q.shape[2]}")
     if cos_sin_dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise UnsupportedDtype(f"rope: cos_sin_dtype {cos_sin_dtype} is not a float of 16 or 32 bit")
+        raise UnsupportedDtype(
+            f"rope: cos_sin_dtype {cos_sin_dtype} is not a float of 16 or 32 bit"
+        )
     out = []
     for x in (q, k):
         x = x if x.stride(-1) == 1 else x.contiguous()
         chosen = choose("rope", backend, x)
-        out.append(
-            _rope(x, positions, float(theta), size, 1.0, cos_sin_dtype, interleaved, chosen)
-        )
+        out.append(_rope(x, positions, float(theta), size, 1.0, cos_sin_dtype, interleaved, chosen))
     return out[0], out[1]

@@ -55,9 +55,7 @@ def _swiglu_bwd_kernel(
 def _grids(m: int, f: int) -> list[tuple[int, tuple[int, int]]]:
     """(first row, grid) pieces: CUDA allows 65535 blocks along the second axis."""
     columns = triton.cdiv(f, BLOCK)
-    return [
-        (start, (columns, min(65535, m - start))) for start in range(0, m if f else 0, 65535)
-    ]
+    return [(start, (columns, min(65535, m - start))) for start in range(0, m if f else 0, 65535)]
 
 
 @torch.library.custom_op("rlk::swiglu", mutates_args=())
@@ -82,9 +80,7 @@ def _(gate, up, backend):
 
 
 @torch.library.custom_op("rlk::swiglu_backward", mutates_args=())
-def _swiglu_backward(
-    gate: Tensor, up: Tensor, dy: Tensor, backend: str
-) -> tuple[Tensor, Tensor]:
+def _swiglu_backward(gate: Tensor, up: Tensor, dy: Tensor, backend: str) -> tuple[Tensor, Tensor]:
     record("swiglu_backward", backend)
     if backend == "torch":
         wide = torch.float64 if gate.dtype == torch.float64 else torch.float32

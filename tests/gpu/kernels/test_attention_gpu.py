@@ -1,0 +1,109 @@
+"""On a GPU: attention and paged attention, bit for bit."""
+
+import pytest
+import rlk_kernels as rk
+import torch
+from kernel_suite import attention_truth, packed, paged_cache, torch_attention, within_budget
+from rlk_kernels import attention_triton
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SHAPES = [(32, 8, 128), (16, 8, 128), (8, 1, 64), (14, 2, 64), (6, 6, 80), (4, 2, 256)]
+
+
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_error_is_no_larger_than_torchs(dtype, shape, window):
+    args = packed([100, 1, 333, 257], [100, 1100, 1500, 257], *shape, dtype, "cuda")
+    out, lse = rk.attention(*args, window=window, return_lse=True)
+    truth, lse_truth = attention_truth(*[x.cpu() for x in args], window=window)
+    own = torch_attention(*args, window=window)
+    assert within_budget(out.cpu(), truth, own.cpu(), dtype)
+    assert float((lse.cpu() - lse_truth).abs().max()) < (2e-5 if dtype == torch.float32 else 1e-3)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prefill_equals_paged_decode_and_every_chunking(dtype, shape, window):
+    n = 2300
+    q, k, v, cu_q, cu_k = packed([n], [n], *shape, dtype, "cuda")
+    whole, lse = rk.attention(q, k, v, cu_q, cu_k, window=window, return_lse=True)
+    k_cache, v_cache, table, _ = paged_cache(k, v, cu_k, page=16)
+
+    def paged(bounds, contexts, rows):
+        b = len(contexts)
+        return rk.paged_attention(
+            q[rows], k_cache, v_cache, table.expand(b, -1),
+            torch.tensor(contexts, device="cuda"), window=window, return_lse=True,
+            cu_seqlens_q=torch.tensor(bounds, device="cuda"),
+        )  # fmt: skip
+
+    at = [0, 1, 15, 16, 17, 63, 64, 127, 128, 129, 1000, 1023, 1024, 1025, 2047, 2048, 2049, n - 1]
+    rows = torch.tensor(at, device="cuda")
+    out, part = paged(list(range(len(at) + 1)), [p + 1 for p in at], rows)  # decode, one batch
+    assert torch.equal(out, whole[rows])
+    assert torch.equal(part, lse[:, rows])
+    for chunk in (1, 7, 128, 1000, 1024, 1025):  # chunked prefill: the last piece of two
+        for end in (chunk, 1024 + chunk, n):
+            rows = torch.arange(end - chunk, end, device="cuda")
+            out, _ = paged([0, chunk], [end], rows)
+            assert torch.equal(out, whole[rows]), (chunk, end)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scheduling_changes_no_bit(dtype):
+    args = packed([100, 1300, 1], [100, 2500, 3000], 8, 2, 128, dtype, "cuda")
+    q, k, v, cu_q, cu_k = args
+    cu = cu_q.int(), cu_k.int()
+    reference = rk.attention(*args, return_lse=True)
+    rows = (16, 64) if dtype == torch.float32 else (16, 32, 64, 128)
+    for r in rows:
+        for split in (True, False):
+            got = attention_triton.attention_forward_triton(
+                q, k, v, *cu, None, True, 128**-0.5, None, rows=r, split=split
+            )
+            assert all(torch.equal(a, b) for a, b in zip(got, reference, strict=True)), (r, split)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_neighbours_change_no_bit(dtype):
+    lens = [5, 1, 700, 64]
+    q, k, v, cu, _ = packed(lens, lens, 8, 2, 128, dtype, "cuda")
+    whole = rk.attention(q, k, v, cu, cu)
+    for b, n in enumerate(lens):
+        part = slice(int(cu[b]), int(cu[b + 1]))
+        one = torch.tensor([0, n], device="cuda")
+        assert torch.equal(rk.attention(q[part], k[part], v[part], one, one), whole[part])
+    order = [2, 0, 3, 1]
+    index = torch.cat([torch.arange(int(cu[b]), int(cu[b + 1])) for b in order]).cuda()
+    shuffled = torch.tensor([0, *[lens[b] for b in order]]).cumsum(0).cuda()
+    out = rk.attention(q[index], k[index], v[index], shuffled, shuffled)
+    assert torch.equal(out, whole[index])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(8, 2, 128), (6, 6, 80), (7, 1, 64), (4, 2, 256)])
+def test_gradients_are_right_the_same_in_20_runs_and_free_of_neighbours(dtype, shape):
+    lens_q, lens_k = [100, 1, 257], [100, 300, 400]
+    q, k, v, cu_q, cu_k = packed(lens_q, lens_k, *shape, dtype, "cuda")
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = rk.attention(*leaves, cu_q, cu_k)
+    do = torch.randn_like(out)
+    runs = [torch.autograd.grad(out, leaves, do, retain_graph=True) for _ in range(20)]
+    for grads in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(grads, runs[0], strict=True))
+    wide = [x.detach().cpu().double().requires_grad_() for x in leaves]
+    exact = torch.autograd.grad(attention_truth(*wide, cu_q, cu_k)[0], wide, do.cpu().double())
+    own_leaves = [x.detach().requires_grad_() for x in leaves]
+    own = torch.autograd.grad(torch_attention(*own_leaves, cu_q, cu_k), own_leaves, do)
+    for value, truth, torch_value in zip(runs[0], exact, own, strict=True):
+        assert within_budget(value.cpu(), truth, torch_value.cpu(), dtype)
+    # dq of the last sequence alone, and of its last 57 queries alone
+    for count in (257, 57):
+        part = slice(358 - count, 358)
+        lone = [q.detach()[part], *(x.detach()[400:] for x in (k, v))]
+        lone = [x.requires_grad_() for x in lone]
+        bounds = [torch.tensor([0, m], device="cuda") for m in (count, 400)]
+        dq = torch.autograd.grad(rk.attention(*lone, *bounds), lone, do[part])[0]
+        assert torch.equal(dq, runs[0][0][part])
