@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import torch
 
 from rlk_align.capture import Report
 from rlk_align.contract import lower_precision
@@ -38,6 +39,8 @@ def measure(
     where a trace is damaged.
     """
     report("comparing", 0, 0)
+    # Small blocks, see divergence.BLOCK_ELEMENTS: a second thread would wait more than it helps.
+    torch.set_num_threads(1)
     sides = {"rollout": rollout, "train": train}
     mismatches = check_parity(rollout, train)
     controls: Controls | None = None

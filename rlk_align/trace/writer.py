@@ -3,7 +3,8 @@
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -22,6 +23,18 @@ KeepValues = Callable[[str, np.ndarray, np.ndarray], np.ndarray]
 """(site, samples `[N]`, positions `[N]`) -> which rows keep their values, bool `[N]`."""
 
 Buffered = tuple[torch.Tensor, np.ndarray, np.ndarray]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Many small reductions on cached blocks: on a shared CPU the threads of a pool would mostly
+    wait for each other. The engine gets its number of threads back."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class PassWriter:
@@ -95,7 +108,7 @@ class PassWriter:
     def _flush(self) -> None:
         values: dict[str, torch.Tensor] = {}
         buffers, self._buffers, self._buffered_bytes = self._buffers, {}, 0
-        with writing(self._folder):
+        with writing(self._folder), _one_thread():
             for site, parts in buffers.items():
                 rows = torch.cat([r for r, _, _ in parts])
                 sample = np.concatenate([s for _, s, _ in parts])
