@@ -1,4 +1,4 @@
-"""Timing on a GPU: CUDA graphs over rotated inputs, so that neither launches nor the L2 are measured."""
+"""Timing on a GPU: CUDA graphs over rotated inputs: neither launches nor the L2 are measured."""
 
 import statistics
 from collections.abc import Callable

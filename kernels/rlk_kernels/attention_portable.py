@@ -200,7 +200,7 @@ def pack_keys(x: Tensor, keys: Tensor) -> Tensor:
     """x[slots, Hk, D] -> [B, Hk, S, D]; zeros when there are no slots at all."""
     if x.shape[0] == 0:
         return x.new_zeros(keys.shape[0], x.shape[1], keys.shape[1], x.shape[2])
-    return x[keys].transpose(1, 2)
+    return x[keys.clamp(max=x.shape[0] - 1)].transpose(1, 2)
 
 
 def forward(

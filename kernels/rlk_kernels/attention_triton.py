@@ -1,8 +1,8 @@
 """The Triton forward of `attention` and `paged_attention`: one kernel body for both.
 
 Order, per row (one query of one head): keys in chunks of CHUNK, aligned to key 0 of the sequence;
-in a chunk, blocks of `block_n` keys from front to back with a running maximum m, a sum den and an
-accumulator acc, all fp32, that start afresh in each chunk; then the chunks' (m, den, acc) are merged
+in a chunk, blocks of `block_n` keys from front to back with a running maximum m, a sum l and an
+accumulator acc, all fp32, that start afresh in each chunk; then the chunks' (m, l, acc) are merged
 from front to back. A block, or a chunk, that a row does not see leaves its state as it was, to
 the bit. So neither the queries beside a row, nor where the cache lies, nor whether one program
 walks all chunks or each chunk has its own (SPLIT) changes a bit. `block_n` depends on head size and
@@ -207,12 +207,12 @@ def _attention_kernel(
         for first in range(tl.maximum(begin, chunk * CHUNK), tl.minimum(plain_end, chunk_end), BN):
             key = first + tl.arange(0, BN)
             k = _load_keys(
-                k_ptr, k_desc, table, key, first, k_start, len_k, hk, stride_kp, stride_ks, stride_kh,
-                cols, BN, DIM, DP, PAGED, PAGE, TMA, False,
+                k_ptr, k_desc, table, key, first, k_start, len_k, hk,
+                stride_kp, stride_ks, stride_kh, cols, BN, DIM, DP, PAGED, PAGE, TMA, False,
             )  # fmt: skip
             v = _load_keys(
-                v_ptr, v_desc, table, key, first, k_start, len_k, hk, stride_vp, stride_vs, stride_vh,
-                cols, BN, DIM, DP, PAGED, PAGE, TMA, False,
+                v_ptr, v_desc, table, key, first, k_start, len_k, hk,
+                stride_vp, stride_vs, stride_vh, cols, BN, DIM, DP, PAGED, PAGE, TMA, False,
             )  # fmt: skip
             m, den, acc = attend_block(q, k, v, m, den, acc, scale, True, False, BM, LEVELS)
         if not SPLIT and plain_end >= chunk_end:

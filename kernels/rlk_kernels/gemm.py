@@ -10,8 +10,8 @@ before the table is trusted, and one tile is used where it does not hold.
 
 Portable backend: exact sums (see `exact.py`), which no order can change.
 
-Tiles: chosen from M, N and K (`tiles.py`). Hopper and newer read operands with TMA through host-side
-descriptors; other GPUs, and tensors that TMA cannot address (rows not a multiple of 16 bytes),
+Tiles: chosen from M, N and K (`tiles.py`). Hopper and newer read operands with TMA (host-side
+descriptors); other GPUs, and tensors that TMA cannot address (rows not a multiple of 16 bytes),
 take the pointer kernel, which has the same order and the same bits. Ampere and Ada run the pointer
 kernel by design; they have not been tested.
 

@@ -13,7 +13,7 @@ by tile. torch backend: the exact maximum, and the sum by halves over the row; f
 Gradient: dlogits[v] = round( g / temperature * ([v == target] - exp((z[v] - m) - log s)) ), fp32.
 A negative target (ignored tokens) gives logp 0 and no gradient.
 
-T = rows   V = vocabulary   B = blocks of BLOCK columns
+T = rows   V = vocabulary
 """
 
 import torch
@@ -28,13 +28,15 @@ from rlk_kernels.exact import tree_sum
 
 LEAF = 32
 """Columns of a leaf of the tree: part of the order of the sum."""
+NODE = 256
+"""Columns of a node that one warp finishes; a power of two times LEAF, it changes no bit."""
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 def block_columns() -> int:
     """Columns of one program: a power of two, so a whole subtree; changes no bit."""
-    return 128 if interpreting() else 4096
+    return 256 if interpreting() else 4096
 
 
 def logp_ref(logits: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
@@ -69,44 +71,48 @@ def leaf_stats(z, ROWS: tl.constexpr, LEAVES: tl.constexpr, LEAF: tl.constexpr):
 
 
 @triton.jit
-def tree_stats(m, s, ROWS: tl.constexpr, LEVELS: tl.constexpr):
-    """(m, s)[ROWS] from 2**LEVELS nodes, merged neighbour with neighbour."""
+def tree_stats(m, s, ROWS: tl.constexpr, NODES: tl.constexpr, LEVELS: tl.constexpr):
+    """(m, s)[ROWS, NODES] with neighbours merged LEVELS times: [ROWS, NODES >> LEVELS]."""
     for level in tl.static_range(LEVELS):
-        m = tl.reshape(m, (ROWS, 1 << (LEVELS - 1 - level), 2))
-        s = tl.reshape(s, (ROWS, 1 << (LEVELS - 1 - level), 2))
+        m = tl.reshape(m, (ROWS, NODES >> (level + 1), 2))
+        s = tl.reshape(s, (ROWS, NODES >> (level + 1), 2))
         m, s = tl.reduce((m, s), 2, merge_stats)
-    return tl.reshape(m, (ROWS,)), tl.reshape(s, (ROWS,))
+    return tl.reshape(m, (ROWS, NODES >> LEVELS)), tl.reshape(s, (ROWS, NODES >> LEVELS))
 
 
 @triton.jit
-def _logp_block_kernel(
-    x_ptr, stats_ptr, stride_t, V, B, inverse,
-    BLOCK: tl.constexpr, LEAF: tl.constexpr,
-    LEVELS: tl.constexpr,
+def _logp_nodes_kernel(
+    x_ptr, stats_ptr, stride_t, V, nodes, inverse,
+    BLOCK: tl.constexpr, LEAF: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
+    """(m, s) of every node of LEAF << LEVELS columns: the part of the tree inside a warp."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     cols = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(x_ptr + row * stride_t + cols, mask=cols < V, other=float("-inf"))
     z = x.to(tl.float32) * inverse
     m, s = leaf_stats(z, 1, BLOCK // LEAF, LEAF)
-    m, s = tree_stats(m, s, 1, LEVELS)
-    at = stats_ptr + (row * B + block) * 2 + tl.zeros((1,), tl.int32)
-    tl.store(at, m)
-    tl.store(at + 1, s)
+    m, s = tree_stats(m, s, 1, BLOCK // LEAF, LEVELS)
+    count: tl.constexpr = BLOCK // LEAF >> LEVELS
+    node = block * count + tl.arange(0, count)[None, :]
+    at = stats_ptr + (row * nodes + node) * 2
+    tl.store(at, m, mask=node < nodes)
+    tl.store(at + 1, s, mask=node < nodes)
 
 
 @triton.jit
 def _logp_row_kernel(
-    x_ptr, target_ptr, stats_ptr, logp_ptr, m_ptr, logs_ptr, stride_t, V, B, inverse,
+    x_ptr, target_ptr, stats_ptr, logp_ptr, m_ptr, logs_ptr, stride_t, V, nodes, inverse,
     LEVELS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    blocks = tl.arange(0, 1 << LEVELS)[None, :]
-    at = stats_ptr + (row * B + blocks) * 2
-    m = tl.load(at, mask=blocks < B, other=float("-inf"))
-    s = tl.load(at + 1, mask=blocks < B, other=0.0)
-    m, s = tree_stats(m, s, 1, LEVELS)
+    node = tl.arange(0, 1 << LEVELS)[None, :]
+    at = stats_ptr + (row * nodes + node) * 2
+    m = tl.load(at, mask=node < nodes, other=float("-inf"))
+    s = tl.load(at + 1, mask=node < nodes, other=0.0)
+    m, s = tree_stats(m, s, 1, 1 << LEVELS, LEVELS)
+    m = tl.reshape(m, (1,))
+    s = tl.reshape(s, (1,))
     log_s = tl.log2(s) * LN2
     target = tl.load(target_ptr + row).to(tl.int64)
     inside = (target >= 0) & (target < V)
@@ -174,16 +180,16 @@ def _logp(
     inverse = _inverse(temperature, torch.float32)
     logp, m, log_s = (torch.empty(t, dtype=torch.float32, device=logits.device) for _ in range(3))
     block = block_columns()
-    blocks = triton.cdiv(v, block)
-    stats = torch.empty(t, blocks, 2, dtype=torch.float32, device=logits.device)
+    nodes = triton.cdiv(v, NODE)
+    stats = torch.empty(t, nodes, 2, dtype=torch.float32, device=logits.device)
     if t:
-        _logp_block_kernel[(t, blocks)](
-            logits, stats, logits.stride(0), v, blocks, inverse, block, LEAF,
-            _levels(block // LEAF), num_warps=4,
+        _logp_nodes_kernel[(t, triton.cdiv(v, block))](
+            logits, stats, logits.stride(0), v, nodes, inverse, block, LEAF,
+            _levels(NODE // LEAF), num_warps=4,
         )  # fmt: skip
         _logp_row_kernel[(t,)](
-            logits, target, stats, logp, m, log_s, logits.stride(0), v, blocks, temperature,
-            _levels(blocks), num_warps=1,
+            logits, target, stats, logp, m, log_s, logits.stride(0), v, nodes, inverse,
+            _levels(nodes), num_warps=4,
         )  # fmt: skip
     return logp, m, log_s
 

@@ -1,0 +1,88 @@
+"""All benchmarks in one process; writes JSON and Markdown.
+
+    python kernels/bench/run.py [--out reports/bench] [--only linear,attention,rows]
+
+Needs an NVIDIA GPU. Times are medians of CUDA graph replays over inputs that outgrow the L2 (long
+attention calls: of CUDA events).
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+# before torch: cuBLASLt with 1 KiB of workspace is one of the rivals (cuBLAS proper keeps its own)
+os.environ["CUBLASLT_WORKSPACE_SIZE"] = "1"
+os.environ["TORCH_CUBLASLT_UNIFIED_WORKSPACE"] = "0"
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+
+def ceilings() -> dict:
+    """Copy bandwidth (bytes read and written) and bf16 matrix rate, measured here and now."""
+    import torch
+    from timing import event_ms
+
+    x = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
+    y = torch.empty_like(x)
+    copy = 2 * x.numel() / event_ms(lambda: y.copy_(x)) / 1e6
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return {"copy_gbs": copy, "tflops": 2 * 8192**3 / event_ms(lambda: a @ b) / 1e9}
+
+
+def environment() -> dict:
+    import torch
+    import triton
+
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": date.today().isoformat(),
+        "commit": git.stdout.strip() or None,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("reports/bench"))
+    parser.add_argument("--only", default="linear,attention,rows")
+    arguments = parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available():
+        print("bench: an NVIDIA GPU is needed, and torch finds none", file=sys.stderr)
+        return 2
+    import bench_attention
+    import bench_linear
+    import bench_rows
+    import tables
+
+    torch.manual_seed(0)
+    found = ceilings()
+    parts = arguments.only.split(",")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for part in parts:
+        with torch.no_grad() if part != "attention" else torch.enable_grad():
+            if part == "linear":
+                data = {"linear": bench_linear.measure(found)}
+            elif part == "attention":
+                data = {
+                    "prefill": bench_attention.prefill(),
+                    "decode": bench_attention.decode(found),
+                }
+            else:
+                data = {"rows": bench_rows.measure(found)}
+        record = {"environment": environment(), "ceilings": found, **data}
+        (arguments.out / f"{part}.json").write_text(json.dumps(record, indent=1) + "\n")
+        text = tables.render(part, record)
+        (arguments.out / f"{part}.md").write_text(text)
+        print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Markdown of the benchmark records."""
+
+import math
+
+
+def geomean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    line = ["---"] + ["---:"] * (len(head) - 1)
+    return ["| " + " | ".join(row) + " |" for row in (head, line, *rows)] + [""]
+
+
+def render(part: str, record: dict) -> str:
+    """The page of one part: `linear`, `attention` or `rows`."""
+    where, top = record["environment"], record["ceilings"]
+    lines = [
+        f"# {part}",
+        "",
+        f"{where['gpu']}, torch {where['torch']}, Triton {where['triton']}, {where['date']}, "
+        f"commit {where['commit'] or 'unknown'}. Ceilings measured in this run: copy "
+        f"{top['copy_gbs']:.0f} GB/s, bf16 matrix product {top['tflops']:.0f} TFLOP/s.",
+        "",
+    ]
+    return "\n".join(lines + PAGES[part](record))
+
+
+def linear(record: dict) -> list[str]:
+    data = record["linear"]
+    rows = sorted({r["m"] for r in data})
+    ratios = [r["ratio"] for r in data]
+    worst = min(data, key=lambda r: r["ratio"])
+    lines = [
+        f"bf16, CUDA graph replay. Ratio = time of cuBLAS / time of `linear`: geometric mean "
+        f"**{geomean(ratios):.3f}** over {len(ratios)} shapes, lowest {worst['ratio']:.2f} at "
+        f"M={worst['m']}, N={worst['n']}, K={worst['k']}; for M <= 64 "
+        f"{geomean([r['ratio'] for r in data if r['m'] <= 64]):.3f}. Against cuBLASLt with 1 KiB "
+        f"of workspace: {geomean([r['ratio_starved'] for r in data]):.3f}.",
+        "",
+        "## Ratio to cuBLAS",
+        "",
+    ]
+    shapes = list(dict.fromkeys((r["n"], r["k"]) for r in data))
+    by = {(r["n"], r["k"], r["m"]): r for r in data}
+    lines += _table(
+        ["N x K", *[f"M={m}" for m in rows]],
+        [[f"{n} x {k}", *[f"{by[n, k, m]['ratio']:.2f}" for m in rows]] for n, k in shapes],
+    )
+    lines += ["## Microseconds (share of the ceiling)", ""]
+    lines += _table(
+        ["N x K", *[f"M={m}" for m in rows]],
+        [
+            [f"{n} x {k}"]
+            + [f"{by[n, k, m]['us']['rlk']:.1f} ({by[n, k, m]['ceiling_share']:.2f})" for m in rows]
+            for n, k in shapes
+        ],
+    )
+    lines += ["## Batch-invariant over M = 1 ... 8192 (bits of the first rows)", ""]
+    names = {"rlk": "linear", "cublas": "cuBLAS", "starved": "cuBLASLt, 1 KiB workspace"}
+    lines += _table(
+        ["N x K", *names.values()],
+        [
+            [f"{n} x {k}", *["yes" if by[n, k, 1]["invariant"][i] else "no" for i in names]]
+            for n, k in shapes
+        ],
+    )
+    return lines
+
+
+def attention(record: dict) -> list[str]:
+    lines = ["## Prefill, causal, bf16 (TFLOP/s; forward+backward counted as 3.5 x forward)", ""]
+    lines += _table(
+        ["model", "sequences x tokens", "rlk", "cuDNN", "FlashAttention-2", "rlk / best",
+         "rlk f+b", "cuDNN f+b", "FlashAttention-2 f+b"],
+        [
+            [r["model"], f"{r['batch']} x {r['tokens']}"]
+            + [f"{r['tflops'][i]:.0f}" for i in ("rlk", "cudnn", "flash2")]
+            + [f"{r['ratio']:.2f}"]
+            + [f"{r['tflops_forward_backward'][i]:.0f}" for i in ("rlk", "cudnn", "flash2")]
+            for r in record["prefill"]
+        ],
+    )  # fmt: skip
+    lines += [
+        f"Geometric mean of rlk / best: {geomean([r['ratio'] for r in record['prefill']]):.3f}.",
+        "",
+        "## Decode over a paged cache (blocks of 16; the rivals read a dense cache)",
+        "",
+    ]
+    lines += _table(
+        ["model", "sequences x context", "rlk us", "share of copy bandwidth", "cuDNN us",
+         "FlashAttention-2 us"],
+        [
+            [r["model"], f"{r['batch']} x {r['context']}", f"{r['us']['rlk']:.1f}",
+             f"{r['bandwidth_share']:.2f}", f"{r['us']['cudnn']:.1f}", f"{r['us']['flash2']:.1f}"]
+            for r in record["decode"]
+        ],
+    )  # fmt: skip
+    return lines
+
+
+def rows(record: dict) -> list[str]:
+    lines = ["bf16, CUDA graph replay, microseconds; share = of the copy bandwidth.", ""]
+    keys = ("rlk", "eager", "compiled", "liger")
+    lines += _table(
+        ["operator", "M", "rlk", "share", "torch eager", "torch compiled", "Liger"],
+        [
+            [r["op"], str(r["m"]), f"{r['us']['rlk']:.1f}", f"{r['bandwidth_share']:.2f}"]
+            + [f"{r['us'][i]:.1f}" if i in r["us"] else "not measured" for i in keys[1:]]
+            for r in record["rows"]
+        ],
+    )
+    big = [r["bandwidth_share"] for r in record["rows"] if r["m"] >= 8192]
+    lines += [f"Geometric mean of the share at M = 8192: {geomean(big):.3f}.", ""]
+    return lines
+
+
+PAGES = {"linear": linear, "attention": attention, "rows": rows}

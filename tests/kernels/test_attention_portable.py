@@ -1,0 +1,92 @@
+"""Attention on the portable backend: errors, and the same bits however a row is reached."""
+
+import pytest
+import torch
+from kernel_suite import attention_truth, packed, paged_cache, torch_attention, within_budget
+
+import rlk_kernels as rk
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SHAPES = [(4, 2, 16), (3, 1, 24), (2, 2, 64)]
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 9), (False, None)])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_error_is_no_larger_than_torchs(dtype, shape, causal, window):
+    args = packed([7, 1, 30], [7, 40, 61], *shape, dtype, "cpu")
+    out, lse = rk.attention(*args, causal=causal, window=window, return_lse=True, backend="torch")
+    truth, lse_truth = attention_truth(*args, causal=causal, window=window)
+    own = torch_attention(*args, causal=causal, window=window)
+    assert within_budget(out, truth, own, dtype)
+    assert float((lse - lse_truth).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prefill_equals_paged_decode_and_every_chunking(dtype, window):
+    n = 300  # crosses a chunk of 256 keys
+    q, k, v, cu_q, cu_k = packed([n], [n], 4, 2, 16, dtype, "cpu")
+    whole, lse = rk.attention(q, k, v, cu_q, cu_k, window=window, return_lse=True)
+    k_cache, v_cache, table, _ = paged_cache(k, v, cu_k, page=16)
+    at = [0, 1, 15, 16, 17, 63, 64, 100, 254, 255, 256, 257, n - 1]
+    out, part = rk.paged_attention(
+        q[at], k_cache, v_cache, table.expand(len(at), -1), torch.tensor(at) + 1,
+        cu_seqlens_q=torch.arange(len(at) + 1), window=window, return_lse=True,
+    )  # fmt: skip
+    assert torch.equal(out, whole[at])
+    assert torch.equal(part, lse[:, at])
+    for cut in range(1, n, 23):  # a cached prefix of every length, then the rest in one piece
+        rest = rk.paged_attention(
+            q[cut:], k_cache, v_cache, table, torch.tensor([n]),
+            cu_seqlens_q=torch.tensor([0, n - cut]), window=window,
+        )  # fmt: skip
+        assert torch.equal(rest, whole[cut:])
+        first = torch.tensor([0, cut])
+        head = rk.attention(q[:cut], k[:cut], v[:cut], first, first, window=window)
+        assert torch.equal(head, whole[:cut])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_neighbours_and_padding_change_no_bit(dtype):
+    lens = [5, 1, 70, 64, 0, 3]
+    q, k, v, cu, _ = packed(lens, lens, 4, 2, 16, dtype, "cpu")
+    whole = rk.attention(q, k, v, cu, cu)
+    for b, n in enumerate(lens):
+        part = slice(int(cu[b]), int(cu[b + 1]))
+        one = torch.tensor([0, n])
+        assert torch.equal(rk.attention(q[part], k[part], v[part], one, one), whole[part])
+
+
+def test_the_budget_of_memory_changes_no_bit(monkeypatch):
+    args = packed([7, 40, 1], [7, 90, 61], 4, 2, 16, torch.float32, "cpu")
+    whole = rk.attention(*args)
+    for memory in (1, 1000, 1 << 30):
+        monkeypatch.setattr("rlk_kernels.attention_portable.MEMORY", memory)
+        assert torch.equal(rk.attention(*args), whole)
+
+
+def test_rows_without_keys_give_zero_and_minus_infinity():
+    q, k, v, cu_q, cu_k = packed([3, 2], [1, 0], 2, 1, 8, torch.float32, "cpu")
+    for backend in ("torch", "triton"):
+        out, lse = rk.attention(q, k, v, cu_q, cu_k, return_lse=True, backend=backend)
+        assert torch.equal(out[[0, 1, 3, 4]], torch.zeros(4, 2, 8))
+        assert bool((lse[:, [0, 1, 3, 4]] == float("-inf")).all())
+        assert torch.allclose(out[2], v[0].expand(2, 8), atol=1e-6)
+
+
+def test_a_query_gradient_does_not_depend_on_its_neighbours():
+    lens = [5, 40, 1]
+    q, k, v, cu, _ = packed(lens, lens, 4, 2, 16, torch.float32, "cpu")
+    do = torch.randn_like(q)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    whole = torch.autograd.grad(rk.attention(*leaves, cu, cu), leaves, do)
+    part = slice(5, 45)
+    lone = [x[part].clone().requires_grad_() for x in (q, k, v)]
+    one = torch.tensor([0, 40])
+    grads = torch.autograd.grad(rk.attention(*lone, one, one), lone, do[part])
+    assert all(torch.equal(a, b[part]) for a, b in zip(grads, whole, strict=True))
+    tail = [q[25:45].clone().requires_grad_(), *lone[1:]]  # the last 20 queries, all 40 keys
+    ends = torch.tensor([0, 20])
+    dq = torch.autograd.grad(rk.attention(*tail, ends, one), tail, do[25:45])[0]
+    assert torch.equal(dq, whole[0][25:45])

@@ -1,0 +1,167 @@
+"""Which backend runs, that it can be asked, and the errors when it cannot."""
+
+import pytest
+import torch
+
+import rlk_kernels as rk
+
+X, W = torch.randn(3, 8), torch.randn(5, 8)
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    monkeypatch.delenv("RLK_BACKEND", raising=False)
+    rk.reset_backend_calls()
+
+
+def test_public_names():
+    assert sorted(rk.__all__) == sorted(
+        "KernelError UnknownBackend UnsupportedDevice UnsupportedDtype UnsupportedLayout "
+        "UnsupportedShape attention backend_calls embedding last_backend linear logp "
+        "paged_attention reset_backend_calls rms_norm rope swiglu warm_up".split()
+    )
+
+
+def test_a_cpu_tensor_gets_the_portable_backend_and_it_is_recorded():
+    assert rk.last_backend("linear") is None
+    rk.linear(X, W)
+    assert rk.last_backend("linear") == "torch"
+    assert rk.backend_calls() == {("linear", "torch"): 1}
+
+
+def test_the_argument_goes_before_the_environment(monkeypatch):
+    monkeypatch.setenv("RLK_BACKEND", "triton")
+    rk.linear(X, W)
+    assert rk.last_backend("linear") == "triton"
+    rk.linear(X, W, backend="torch")
+    assert rk.last_backend("linear") == "torch"
+
+
+@pytest.mark.parametrize("where", ["argument", "environment"])
+def test_an_unknown_backend_is_named(where, monkeypatch):
+    monkeypatch.setenv("RLK_BACKEND", "cuda" if where == "environment" else "")
+    with pytest.raises(rk.UnknownBackend, match="cuda.*choose from"):
+        rk.linear(X, W, backend="cuda" if where == "argument" else None)
+
+
+def test_triton_without_a_gpu_is_an_error_and_not_the_other_backend(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(rk.UnsupportedDevice, match="backend='torch'"):
+        rk.linear(X, W, backend="triton")
+    assert rk.backend_calls() == {}
+
+
+def test_triton_refuses_float64():
+    with pytest.raises(rk.UnsupportedDtype, match="float64"):
+        rk.linear(X.double(), W.double(), backend="triton")
+
+
+BAD = {
+    "linear shape": (rk.UnsupportedShape, lambda: rk.linear(X, W[:, 1:])),
+    "linear bias": (rk.UnsupportedShape, lambda: rk.linear(X, W, torch.zeros(4))),
+    "linear dtype": (rk.UnsupportedDtype, lambda: rk.linear(X, W.half())),
+    "rms_norm weight": (rk.UnsupportedShape, lambda: rk.rms_norm(X, W[0, 1:], 1e-6)),
+    "rms_norm residual": (
+        rk.UnsupportedShape,
+        lambda: rk.rms_norm(X, W[0], 1e-6, residual=X[1:]),
+    ),
+    "rms_norm cast": (ValueError, lambda: rk.rms_norm(X, W[0], 1e-6, cast="tf")),
+    "rope odd": (
+        rk.UnsupportedShape,
+        lambda: rk.rope(X[:, None], X[:, None], torch.arange(3), theta=1e4, rotary_dim=3),
+    ),
+    "rope positions": (
+        rk.UnsupportedShape,
+        lambda: rk.rope(X[:, None], X[:, None], torch.arange(4), theta=1e4),
+    ),
+    "swiglu shape": (rk.UnsupportedShape, lambda: rk.swiglu(X, X[1:])),
+    "embedding ids": (rk.UnsupportedDtype, lambda: rk.embedding(X, W)),
+    "embedding range": (IndexError, lambda: rk.embedding(torch.tensor([5]), W)),
+    "logp target": (rk.UnsupportedShape, lambda: rk.logp(X, torch.zeros(4).long())),
+    "logp temperature": (
+        ValueError,
+        lambda: rk.logp(X, torch.zeros(3).long(), temperature=0.0),
+    ),
+    "attention heads": (
+        rk.UnsupportedShape,
+        lambda: rk.attention(
+            torch.zeros(2, 3, 8), torch.zeros(2, 2, 8), torch.zeros(2, 2, 8),
+            torch.tensor([0, 2]), torch.tensor([0, 2]),
+        ),
+    ),
+    "attention window": (
+        ValueError,
+        lambda: rk.attention(
+            X[:, None], X[:, None], X[:, None], torch.tensor([0, 3]), torch.tensor([0, 3]), window=0
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(BAD))
+def test_misuse_is_a_named_error(name):
+    error, call = BAD[name]
+    with pytest.raises(error):
+        call()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_no_rows_are_fine(backend):
+    empty = torch.empty(0, 8)
+    none = torch.tensor([0, 0])
+    assert rk.linear(empty, W, backend=backend).shape == (0, 5)
+    assert rk.rms_norm(empty, W[0], 1e-6, backend=backend).shape == (0, 8)
+    assert rk.swiglu(empty, empty, backend=backend).shape == (0, 8)
+    assert rk.embedding(torch.empty(0).long(), W, backend=backend).shape == (0, 8)
+    assert rk.logp(empty, torch.empty(0).long(), backend=backend).shape == (0,)
+    heads = torch.empty(0, 2, 8)
+    assert rk.attention(heads, heads, heads, none, none, backend=backend).shape == (0, 2, 8)
+    out = rk.rope(heads, heads, torch.empty(0).long(), theta=1e4, backend=backend)
+    assert out[0].shape == (0, 2, 8)
+
+
+def test_operators_go_through_torch_compile_with_gradients_and_are_recorded():
+    gain = torch.randn(8, requires_grad=True)
+    cu = torch.tensor([0, 3])
+
+    def block(x, w):
+        h = rk.rms_norm(x, gain, 1e-6)
+        y = rk.linear(h, w)
+        q, k = rk.rope(h[:, None], h[:, None], torch.arange(3), theta=1e4)
+        a = rk.attention(q, k, k, cu, cu)[:, 0]
+        return rk.swiglu(y, y).sum() + rk.logp(a, torch.tensor([1, 2, 3])).sum()
+
+    x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+    eager = block(x, w)
+    expected = torch.autograd.grad(eager, (x, w, gain))
+    rk.reset_backend_calls()
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)(x, w)
+    grads = torch.autograd.grad(compiled, (x, w, gain))
+    assert torch.equal(compiled, eager)
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+    assert rk.last_backend("attention_backward") == "torch"
+
+
+def test_registration_passes_torchs_own_check():
+    ops = torch.ops.rlk
+    torch.library.opcheck(ops.gemm, (X, W, None, False, True, torch.float32, "torch"))
+    torch.library.opcheck(ops.rms_norm, (X, None, W[0], 1e-6, True, "torch"))
+    torch.library.opcheck(ops.rms_norm, (X, X.clone(), W[0], 1e-6, True, "torch"))
+    torch.library.opcheck(ops.swiglu, (X, X.clone(), "torch"))
+    torch.library.opcheck(ops.embedding, (torch.tensor([1, 2]), W, "torch"))
+    torch.library.opcheck(ops.logp, (X, torch.tensor([1, 2, 3]), 1.0, "torch"))
+    cu = torch.tensor([0, 3], dtype=torch.int32)
+    h = X[:, None].clone()
+    torch.library.opcheck(ops.attention, (h, h + 1, h + 2, cu, cu.clone(), True, 0.5, None, "torch"))
+    rope = (h, torch.arange(3), 1e4, 8, 1.0, torch.float32, False, "torch")
+    torch.library.opcheck(ops.rope, rope)
+
+
+def test_inputs_are_not_modified():
+    x = torch.randn(4, 8)
+    before = x.clone()
+    for backend in ("torch", "triton"):
+        rk.rms_norm(x, W[0], 1e-6, residual=x, backend=backend)
+        rk.rope(x[:, None], x[:, None], torch.arange(4), theta=1e4, backend=backend)
+        rk.swiglu(x, x, backend=backend)
+    assert torch.equal(x, before)
