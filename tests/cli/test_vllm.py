@@ -1,0 +1,171 @@
+"""The real vLLM through the command line."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import Cli, Outcome, require_engine
+
+from rlk_align.data import data_path
+from rlk_align.prompts import TokenBatch
+from rlk_align.trace.reader import Trace
+
+PATCHES = {"PYTHONPATH": str(Path(__file__).parent)}
+
+
+@pytest.fixture(autouse=True)
+def _vllm() -> None:
+    require_engine("vllm")
+
+
+def capture_of(run: Path, role: str) -> Trace:
+    names = json.loads((run / "run.json").read_text())["captures"]
+    return Trace(run / names[role])
+
+
+def values(run: Path, role: str, site: str) -> torch.Tensor:
+    """All values of a site in the prefill pass, in the order of (sample, position)."""
+    reader = capture_of(run, role).read_pass("prefill")
+    rows = reader.rows(site)
+    assert rows is not None
+    return reader.values(site, rows, np.lexsort((rows.position, rows.sample)))
+
+
+def assert_trustworthy(done: Outcome) -> None:
+    assert done.verdict is not None, done.err
+    assert done.verdict["precheck"]["mismatches"] == []
+    assert done.verdict["controls"]["observer"] == "bitwise"
+    assert done.verdict["controls"]["noise_floor"] == {"rollout": "bitwise", "train": "bitwise"}
+    coverage = done.verdict["coverage"]
+    assert coverage["paired"] == coverage["expected"] > 0
+    assert coverage["unpaired"] == []
+
+
+def test_vllm_against_hf_in_bf16(cli: Cli, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = cli("compare", "--run-dir", run)
+    assert_trustworthy(done)
+    assert done.code == 0, done.out
+    assert done.verdict["engines"]["rollout"]["name"] == "vllm"
+    assert done.verdict["engines"]["train"]["name"] == "hf"
+    edges = done.verdict["edges"]
+    assert set(edges) == {"decode_vs_prefill", "prefill_vs_train", "decode_vs_train"}
+    assert all(e["tokens"] == done.verdict["tokens"] > 500 for e in edges.values())
+    assert done.first == "layers.0.q_rope"
+    assert done.verdict["divergence"]["first_bitwise"]["last_equal"] == "layers.0.k_norm"
+
+    # By hand: the same input on both sides; vLLM rotates with cos and sin rounded to bf16 and
+    # rounds once, HF rounds cos and sin and then every product and sum.
+    before = values(run, "rollout", "layers.0.q_norm")
+    assert torch.equal(before, values(run, "train", "layers.0.q_norm"))
+    batch = TokenBatch.load(capture_of(run, "rollout").folder / "tokens.parquet")
+    position = torch.cat([torch.arange(len(s.ids)) for s in batch.samples])
+    config = json.loads((data_path("model") / "config.json").read_text())
+    half = config["head_dim"] // 2
+    theta = config["rope_parameters"]["rope_theta"]
+    angle = position[:, None].float() * theta ** (-torch.arange(half).float() / half)
+    cos, sin = angle.cos().bfloat16()[:, None], angle.sin().bfloat16()[:, None]
+    x = before.view(len(before), -1, 2, half)
+    x1, x2 = x[:, :, 0], x[:, :, 1]
+    hf = torch.stack([x1 * cos + -x2 * sin, x2 * cos + x1 * sin], dim=2).flatten(1)
+    c, s, y1, y2 = cos.float(), sin.float(), x1.float(), x2.float()
+    once = torch.stack([y1 * c - y2 * s, y2 * c + y1 * s], dim=2).flatten(1).bfloat16()
+    assert torch.equal(values(run, "train", "layers.0.q_rope"), hf)
+    ours = values(run, "rollout", "layers.0.q_rope")
+    assert (ours == once).float().mean() > 0.999
+    assert (ours == hf).float().mean() < 0.95
+
+
+def test_vllm_against_hf_in_fp32(cli: Cli, few_prompts: Path) -> None:
+    done = cli(
+        *("compare", "--prompts", few_prompts, "--max-new-tokens", 12),
+        *("--rollout", "vllm:dtype=float32", "--train", "hf:dtype=float32"),
+    )
+    assert_trustworthy(done)
+    assert done.code == 0, done.out
+    assert done.verdict["dtype"] == "float32"
+    assert done.verdict["contract"]["id"] == "fp32"
+    assert done.first is not None
+
+
+def test_a_fault_inside_vllm_is_named(cli: Cli, few_prompts: Path, tmp_path: Path) -> None:
+    healthy = tmp_path / "healthy"
+    args = ("--prompts", few_prompts, "--max-new-tokens", 8)
+    assert cli("capture", "--engine", "vllm", "-o", healthy, *args).code == 0
+    done = cli(
+        *("compare", "--model", data_path("model"), *args, "--edges", "prefill_vs_train"),
+        *("--rollout", f"replay:path={healthy}"),
+        *("--train", "vllm:patch=patches:scale_attention_output"),
+        env=PATCHES,
+    )
+    assert_trustworthy(done)
+    assert done.first == "layers.2.attn"
+    clean = cli(
+        *("compare", "--model", data_path("model"), *args, "--edges", "prefill_vs_train"),
+        *("--rollout", f"replay:path={healthy}", "--train", "vllm", "--contract", "bitwise"),
+    )
+    assert clean.code == 0, clean.out
+
+
+def test_chunked_and_packed_rows_find_their_place(cli: Cli, few_prompts: Path) -> None:
+    done = cli(
+        *("compare", "--prompts", few_prompts, "--max-new-tokens", 12),
+        *("--rollout", "vllm:max_num_batched_tokens=16,max_num_seqs=4", "--train", "hf"),
+    )
+    assert_trustworthy(done)
+    assert done.first == "layers.0.q_rope", "a misplaced row would differ at the embedding"
+
+
+def test_a_patch_that_cannot_take_effect_is_an_error(cli: Cli, few_prompts: Path) -> None:
+    done = cli(
+        *("compare", "--prompts", few_prompts),
+        *("--rollout", "vllm:patch=patches:assign_packed_weight"),
+        env=PATCHES,
+    )
+    assert done.code == 2
+    assert "packed away" in done.err
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
+def test_other_families(cli: Cli, few_prompts: Path, tmp_path: Path, family: str) -> None:
+    model = make_tiny(family, tmp_path / family)
+    done = cli(
+        *("compare", "--model", model, "--prompts", few_prompts, "--max-new-tokens", 6),
+        *("--rollout", "vllm", "--train", "hf:attn=eager"),
+    )
+    assert_trustworthy(done)
+    assert done.first.startswith("layers.0.")
+
+
+def make_tiny(family: str, folder: Path) -> Path:
+    """A random two-layer model of a family, with the embedded tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=1024,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        sliding_window=None,
+        eos_token_id=0,
+        bos_token_id=None,
+        pad_token_id=None,
+        dtype="bfloat16",
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(data_path("model") / name, folder / name)
+    return folder
