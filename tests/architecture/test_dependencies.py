@@ -1,0 +1,191 @@
+"""Who may import whom, read from the source: the arrows of the design, and no others."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "rlk_align"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_name(path: Path, base: Path = ROOT) -> str:
+    parts = path.relative_to(base).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in FILES}
+
+
+def typing_only(tree: ast.Module) -> set[ast.AST]:
+    """Nodes below `if TYPE_CHECKING:`: they never run."""
+    found: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            found |= {n for child in node.body for n in ast.walk(child)}
+    return found
+
+
+def imports(path: Path, running: bool = False) -> set[str]:
+    """Modules that a file imports anywhere, inside functions too, as `rlk_align.x` or `torch`.
+
+    `running`: without those for the type checker alone.
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    skipped = typing_only(tree) if running else set()
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: relative import"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if full in MODULES else str(node.module))
+    return found
+
+
+def own_imports(module: str, running: bool = False) -> set[str]:
+    return {m for m in imports(MODULES[module], running) if m.split(".")[0] == "rlk_align"}
+
+
+def test_the_reader_of_imports_sees_them() -> None:
+    found = imports(MODULES["rlk_align.cli.gate"])
+    assert {"rlk_align.cli.options", "rlk_align.verdict", "typer"} <= found
+    assert "rlk_align.pipeline" in imports(MODULES["rlk_align.cli.compare"])
+    assert "huggingface_hub" in imports(MODULES["rlk_align.config"])
+
+
+def test_imports_have_no_circle() -> None:
+    graph = {name: own_imports(name, running=True) - {name} for name in MODULES}
+    done: set[str] = set()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, " -> ".join((*above, name))
+        if name not in done:
+            for other in sorted(graph.get(name, ())):
+                visit(other, (*above, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def inside(module: str, *parents: str) -> bool:
+    names = tuple(f"rlk_align.{p}" for p in parents)
+    return any(module == n or module.startswith(f"{n}.") for n in names)
+
+
+RULES = {
+    # Who: what of the tool it may import.
+    "engines": (
+        *("engines", "trace", "sites", "prompts", "families", "digest", "errors", "config"),
+        "patch",
+    ),
+    "verdict": ("contract", "errors", "results"),
+    "contract": ("data", "errors"),
+    "results": (),
+    "errors": (),
+    "data": (),
+    "digest": (),
+    "families": ("errors",),
+    "prompts": ("errors",),
+    "sites": ("families", "prompts"),
+    "config": ("data", "engines", "errors"),
+    "trace": ("trace", "digest", "errors", "families", "prompts"),
+    "metrics": ("results", "trace"),
+    "pairing": ("sites", "trace"),
+    "parity": ("results", "trace"),
+    "divergence": ("metrics", "pairing", "results", "sites", "trace"),
+    "controls": ("metrics", "pairing", "results", "sites", "trace"),
+    "run": ("errors", "results", "trace"),
+    "report": ("report", "errors", "results", "verdict"),
+}
+
+
+@pytest.mark.parametrize("who", RULES)
+def test_a_module_imports_only_what_lies_below_it(who: str) -> None:
+    allowed = RULES[who]
+    members = [m for m in MODULES if inside(m, who)]
+    assert members
+    for module in members:
+        wrong = {
+            m
+            for m in own_imports(module)
+            if m not in ("rlk_align", module) and not inside(m, *allowed)
+        }
+        assert not wrong, f"{module} imports {sorted(wrong)}"
+
+
+def test_comparing_knows_nothing_of_capturing() -> None:
+    """Both are stages of the pipeline; a comparison starts no engine."""
+    for module in ("comparison", "divergence", "controls", "pairing", "parity", "metrics"):
+        wrong = {
+            m
+            for m in own_imports(f"rlk_align.{module}")
+            if inside(m, "capture", "engines", "pipeline", "cli", "verdict", "report")
+        }
+        assert not wrong, f"{module} imports {sorted(wrong)}"
+
+
+def test_only_the_command_line_stands_above_the_pipeline() -> None:
+    for module in MODULES:
+        if inside(module, "cli", "__main__"):
+            continue
+        wrong = {m for m in own_imports(module) if inside(m, "cli", "pipeline", "__main__")}
+        assert not wrong, f"{module} imports {sorted(wrong)}"
+
+
+def test_only_patch_imports_the_kernels() -> None:
+    for module, path in MODULES.items():
+        if module != "rlk_align.patch":
+            assert not [m for m in imports(path) if m.split(".")[0] == "rlk_kernels"], module
+
+
+def test_the_kernels_never_import_the_tool() -> None:
+    files = sorted((ROOT / "kernels" / "rlk_kernels").rglob("*.py"))
+    assert files
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        assert "rlk_align" not in text, path
+        third = {name.split(".")[0] for name in imports(path)} - set(sys.stdlib_module_names)
+        assert third <= {"torch", "triton", "rlk_kernels"}, f"{path.name}: {third}"
+
+
+def loaded(*modules: str) -> set[str]:
+    """What a fresh interpreter has loaded after importing these."""
+    code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+HEAVY = {"torch", "transformers", "vllm", "triton", "rlk_kernels", "safetensors.torch"}
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        *("verdict", "contract", "results", "report.terminal", "run", "trace.schema"),
+        *("config", "engines", "families", "prompts", "sites", "errors", "data", "cli.main"),
+    ],
+)
+def test_judging_and_parsing_need_no_torch(module: str) -> None:
+    assert not loaded(f"rlk_align.{module}") & HEAVY
+
+
+def test_the_spy_on_loaded_modules_sees_torch() -> None:
+    assert "torch" in loaded("rlk_align.digest")
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_an_engines_module_does_not_load_the_engine(engine: str) -> None:
+    # vLLM's settings must be in the environment before vLLM is imported.
+    assert not loaded(f"rlk_align.engines.{engine}") & {"transformers", "vllm"}
