@@ -40,18 +40,19 @@ def graph_ms(
     return statistics.median(times)
 
 
-def event_ms(call: Callable[[], object], *, repeat: int = 7) -> float:
-    """Median milliseconds of a call that a graph cannot hold, or that is long enough without."""
+def event_ms(call: Callable[[], object], *, repeat: int = 7, inner: int = 4) -> float:
+    """Median milliseconds of a call that a graph cannot hold, `inner` of them between events."""
     call()
     torch.cuda.synchronize()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
     for _ in range(repeat):
         start.record()
-        call()
+        for _ in range(inner):
+            call()
         end.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
+        times.append(start.elapsed_time(end) / inner)
     return statistics.median(times)
 
 

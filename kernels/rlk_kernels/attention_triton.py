@@ -359,7 +359,7 @@ def attention_forward_triton(
     k_strides = k.stride()[:3] if paged else (0, *k.stride()[:2])
     v_strides = v.stride()[:3] if paged else (0, *v.stride()[:2])
     if stages is None:
-        stages = 1 if q.dtype == torch.float32 else 3 if padded <= 128 else 2
+        stages = 1 if q.dtype == torch.float32 else 3 if padded <= 128 and rows > 16 else 2
     _attention_kernel[(blocks, kv_heads, chunks if split else 1)](
         q, k, v, TensorDescriptor.from_tensor(k, box) if tma else k,
         TensorDescriptor.from_tensor(v, box) if tma else v, out, lse, part_acc, part_ml,
@@ -369,6 +369,8 @@ def attention_forward_triton(
         kv_heads, group, dim, padded, rows, bn, CHUNK, causal, window is not None,
         paged, page, tma, split, bn.bit_length() - 1,
         num_warps=8 if rows == 128 else 4, num_stages=stages,
+        # four programs a processor hide the latency of the gathers of a decode step
+        maxnreg=128 if rows == 16 and padded <= 128 else None,
     )  # fmt: skip
     if split:
         _merge_kernel[(tokens * group, kv_heads)](

@@ -36,7 +36,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 def block_columns() -> int:
     """Columns of one program: a power of two, so a whole subtree; changes no bit."""
-    return 256 if interpreting() else 4096
+    return 256 if interpreting() else 2048
 
 
 def logp_ref(logits: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
@@ -185,7 +185,7 @@ def _logp(
     if t:
         _logp_nodes_kernel[(t, triton.cdiv(v, block))](
             logits, stats, logits.stride(0), v, nodes, inverse, block, LEAF,
-            _levels(NODE // LEAF), num_warps=4,
+            _levels(NODE // LEAF), num_warps=1,
         )  # fmt: skip
         _logp_row_kernel[(t,)](
             logits, target, stats, logp, m, log_s, logits.stride(0), v, nodes, inverse,

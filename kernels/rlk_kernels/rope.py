@@ -23,7 +23,9 @@ from rlk_kernels.backend import choose, record
 from rlk_kernels.elementary import sin_cos
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 
-HEADS_AT_A_TIME = 32
+HEADS_AT_A_TIME = 8
+MANY_TOKENS = 2048
+"""From here on a program walks all heads of its token, and computes its angles once."""
 
 
 @functools.cache
@@ -41,32 +43,33 @@ def rope_ref(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["STEPS"])
 def _rope_kernel(
-    x_ptr, y_ptr, pos_ptr, freq_ptr, stride_t, stride_h, sign, H, D: tl.constexpr,
-    R: tl.constexpr, RP: tl.constexpr, TAIL: tl.constexpr, HEADS: tl.constexpr,
+    x_ptr, y_ptr, pos_ptr, freq_ptr, stride_t, stride_h, sign, H, STEPS,
+    D: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, TAIL: tl.constexpr, HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     i = tl.arange(0, RP)
     angle = tl.load(pos_ptr + token).to(tl.float32) * tl.load(freq_ptr + i, mask=i < R, other=0.0)
     cos = tl.cos(angle).to(ROUND).to(tl.float32)[None, :]
     sin = (tl.sin(angle).to(ROUND).to(tl.float32) * sign)[None, :]
     i = i[None, :]
-    mask = (heads < H) & (i < R)
     first = 2 * i if INTERLEAVED else i
     second = 2 * i + 1 if INTERLEAVED else i + R
-    x_at = x_ptr + token * stride_t + heads * stride_h
-    y_at = y_ptr + (token * H + heads) * D
-    a = tl.load(x_at + first, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(x_at + second, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_at + first, (a * cos - b * sin).to(y_ptr.dtype.element_ty), mask=mask)
-    tl.store(y_at + second, (b * cos + a * sin).to(y_ptr.dtype.element_ty), mask=mask)
-    if TAIL > 0:
-        rest = 2 * R + tl.arange(0, TAIL)[None, :]
-        mask = (heads < H) & (rest < D)
-        tl.store(y_at + rest, tl.load(x_at + rest, mask=mask), mask=mask)
+    for step in range(STEPS):
+        heads = (tl.program_id(1) * STEPS + step) * HEADS + tl.arange(0, HEADS)[:, None]
+        mask = (heads < H) & (i < R)
+        x_at = x_ptr + token * stride_t + heads * stride_h
+        y_at = y_ptr + (token * H + heads) * D
+        a = tl.load(x_at + first, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(x_at + second, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y_at + first, (a * cos - b * sin).to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(y_at + second, (b * cos + a * sin).to(y_ptr.dtype.element_ty), mask=mask)
+        if TAIL > 0:
+            rest = 2 * R + tl.arange(0, TAIL)[None, :]
+            mask = (heads < H) & (rest < D)
+            tl.store(y_at + rest, tl.load(x_at + rest, mask=mask), mask=mask)
 
 
 def _rope_triton(x, positions, frequency, sign, round_to, interleaved):
@@ -76,10 +79,12 @@ def _rope_triton(x, positions, frequency, sign, round_to, interleaved):
     tail = triton.next_power_of_2(d - 2 * r) if d > 2 * r else 0
     dtypes = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     if t and h:
-        _rope_kernel[(t, triton.cdiv(h, HEADS_AT_A_TIME))](
-            x, y, positions, frequency, x.stride(0), x.stride(1), sign, h, d, r,
+        groups = triton.cdiv(h, HEADS_AT_A_TIME)
+        steps = groups if t >= MANY_TOKENS else 1
+        _rope_kernel[(t, groups // steps)](
+            x, y, positions, frequency, x.stride(0), x.stride(1), sign, h, steps, d, r,
             triton.next_power_of_2(r), tail, HEADS_AT_A_TIME, interleaved, dtypes[round_to],
-            num_warps=4,
+            num_warps=2,
         )  # fmt: skip
     return y
 

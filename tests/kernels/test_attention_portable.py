@@ -1,10 +1,9 @@
 """Attention on the portable backend: errors, and the same bits however a row is reached."""
 
 import pytest
+import rlk_kernels as rk
 import torch
 from kernel_suite import attention_truth, packed, paged_cache, torch_attention, within_budget
-
-import rlk_kernels as rk
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(4, 2, 16), (3, 1, 24), (2, 2, 64)]

@@ -1,9 +1,8 @@
 """Which backend runs, that it can be asked, and the errors when it cannot."""
 
 import pytest
-import torch
-
 import rlk_kernels as rk
+import torch
 
 X, W = torch.randn(3, 8), torch.randn(5, 8)
 
@@ -15,11 +14,12 @@ def clean(monkeypatch):
 
 
 def test_public_names():
-    assert sorted(rk.__all__) == sorted(
-        "KernelError UnknownBackend UnsupportedDevice UnsupportedDtype UnsupportedLayout "
-        "UnsupportedShape attention backend_calls embedding last_backend linear logp "
-        "paged_attention reset_backend_calls rms_norm rope swiglu warm_up".split()
-    )
+    errors = ["KernelError", "UnknownBackend", "UnsupportedDevice", "UnsupportedDtype"]
+    errors += ["UnsupportedLayout", "UnsupportedShape"]
+    operators = ["attention", "embedding", "linear", "logp", "paged_attention", "rms_norm"]
+    operators += ["rope", "swiglu"]
+    about = ["backend_calls", "last_backend", "reset_backend_calls", "warm_up"]
+    assert sorted(rk.__all__) == sorted(errors + operators + about)
 
 
 def test_a_cpu_tensor_gets_the_portable_backend_and_it_is_recorded():
@@ -40,7 +40,7 @@ def test_the_argument_goes_before_the_environment(monkeypatch):
 @pytest.mark.parametrize("where", ["argument", "environment"])
 def test_an_unknown_backend_is_named(where, monkeypatch):
     monkeypatch.setenv("RLK_BACKEND", "cuda" if where == "environment" else "")
-    with pytest.raises(rk.UnknownBackend, match="cuda.*choose from"):
+    with pytest.raises(rk.UnknownBackend, match=r"cuda.*choose from"):
         rk.linear(X, W, backend="cuda" if where == "argument" else None)
 
 
@@ -152,7 +152,9 @@ def test_registration_passes_torchs_own_check():
     torch.library.opcheck(ops.logp, (X, torch.tensor([1, 2, 3]), 1.0, "torch"))
     cu = torch.tensor([0, 3], dtype=torch.int32)
     h = X[:, None].clone()
-    torch.library.opcheck(ops.attention, (h, h + 1, h + 2, cu, cu.clone(), True, 0.5, None, "torch"))
+    torch.library.opcheck(
+        ops.attention, (h, h + 1, h + 2, cu, cu.clone(), True, 0.5, None, "torch")
+    )
     rope = (h, torch.arange(3), 1e4, 8, 1.0, torch.float32, False, "torch")
     torch.library.opcheck(ops.rope, rope)
 

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-
 from rlk_kernels import elementary
 from rlk_kernels.exact import matmul_nt, pow2, tree_sum
 

@@ -1,10 +1,9 @@
 """Gradients on the CPU: gradcheck in float64, the budget rule, and the same bits every time."""
 
 import pytest
+import rlk_kernels as rk
 import torch
 from kernel_suite import LIMIT
-
-import rlk_kernels as rk
 
 CU_Q, CU_K = torch.tensor([0, 2, 6]), torch.tensor([0, 4, 9])
 IDS = torch.tensor([3, 0, 3, 3, 1])
