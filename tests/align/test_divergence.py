@@ -184,10 +184,23 @@ def test_a_missing_site_is_looked_through(edge_of, missing: str) -> None:
     assert [site for site, *_ in edge.unpaired] == [missing]
 
 
-@pytest.mark.parametrize("missing", ["layers.0.k_rope", "layers.0.v_proj", "layers.0.q_rope"])
-def test_a_difference_before_a_missing_site_is_inherited_through_it(edge_of, missing: str) -> None:
-    edge = edge_of(spoil(VALUES, "layers.0.attn_norm", [(2, 1)]), without={missing: None})
-    assert {s.site for s in edge.sites if s.introduced} == {"layers.0.attn_norm"}
+@pytest.mark.parametrize(
+    ("source", "missing"),
+    [
+        ("layers.0.attn_norm", ["layers.0.q_rope"]),
+        ("layers.0.q_proj", ["layers.0.q_rope"]),
+        ("layers.0.k_proj", ["layers.0.k_rope"]),
+        ("layers.1.gate_proj", ["layers.1.act"]),
+        ("layers.1.act", ["layers.1.down_proj", "layers.1.mlp_residual", "final_norm"]),
+        ("final_norm", ["logits"]),
+        ("embed", ["layers.0.attn_norm", "layers.0.v_proj"]),
+    ],
+)
+def test_a_difference_before_a_missing_site_is_inherited_through_it(
+    edge_of, source: str, missing: list[str]
+) -> None:
+    edge = edge_of(spoil(VALUES, source, [SAMPLED]), without=dict.fromkeys(missing))
+    assert {s.site for s in edge.sites if s.introduced} == {source}
 
 
 def test_rows_missing_of_an_input_are_not_taken_for_equal(edge_of) -> None:

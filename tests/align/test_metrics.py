@@ -84,13 +84,23 @@ def test_delta_is_second_minus_first_and_widened_first() -> None:
     assert found.k1 == 2.0**-23
     # In float32, exp rounds to 1; the ratio is wanted in float64.
     assert 0 < 1 - found.ratio_mean < 2e-7
-    assert found.k3 == pytest.approx(2.0**-47, rel=1e-6)
+    assert found.k3 == pytest.approx(2.0**-47, rel=1e-6, abs=0)
 
 
 @given(logprobs)
 def test_k3_is_never_negative(pairs: list[tuple[float, float]]) -> None:
     a, b = (np.array(side, dtype=np.float32) for side in zip(*pairs, strict=True))
     assert edge_metrics(a, b, 0).k3 >= 0
+
+
+@pytest.mark.parametrize(
+    ("ratio", "clipped"),
+    [(0.79, True), (0.81, False), (1.0, False), (1.19, False), (1.21, True), (1.25, True)],
+)
+def test_ratios_outside_a_fifth_are_clipped(ratio: float, clipped: bool) -> None:
+    a = np.array([-1.0, -1.0])
+    b = np.array([-1.0, -1.0 + math.log(ratio)])
+    assert edge_metrics(a, b, 0).clip_fraction == (0.5 if clipped else 0.0)
 
 
 def test_equal_sides_are_exactly_zero() -> None:
@@ -318,8 +328,8 @@ def test_the_frontier_is_small_and_made_of_points(points: list[tuple[int, int]])
     frontier = error_frontier(np.array(points, dtype=float).reshape(-1, 2)).tolist()
     assert all((m, e) in points and e > 0 for m, e in frontier)
     assert frontier == sorted(frontier)
-    errors = [e for _, e in frontier]
-    assert all(x < y for x, y in pairwise(errors))
+    # Each point has a larger magnitude and a larger error than the one before it.
+    assert all(m < n and e < f for (m, e), (n, f) in pairwise(frontier))
 
 
 def test_tolerated_means_at_most_one() -> None:
