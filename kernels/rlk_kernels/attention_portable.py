@@ -28,7 +28,7 @@ from rlk_kernels.exact import exponent_of, matmul_nt, pow2, tree_sum
 CHUNK = 256
 P_BITS = 30
 MAX_KEYS = 1 << 22  # P_BITS + log2(MAX_KEYS) <= 52: the sum of p is exact
-MEMORY = 1 << 22
+MEMORY = 1 << 16
 """Scores held at a time: bounds memory; changes no bit."""
 
 

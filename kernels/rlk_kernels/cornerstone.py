@@ -11,6 +11,7 @@ import functools
 import warnings
 
 import torch
+import triton
 from torch import Tensor
 
 from rlk_kernels.gemm import gemm_triton
@@ -45,15 +46,17 @@ def disagreements(device: torch.device) -> list[tuple[Tile, torch.dtype]]:
 @functools.cache
 def holds(device: torch.device) -> bool:
     """Whether all tiles agree on `device`; checked once a process, outside CUDA graph capture."""
-    if torch.cuda.is_current_stream_capturing():
+    on_gpu = device.type == "cuda"
+    if on_gpu and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "rlk_kernels checks its tiles at the first product on a device, and that was inside a "
             "CUDA graph capture; call rlk_kernels.warm_up(device) before capturing"
         )
     found = disagreements(device)
     if found:
+        name = torch.cuda.get_device_name(device) if on_gpu else device.type
         warnings.warn(
-            f"tiles give different bits on {torch.cuda.get_device_name(device)} with this Triton "
+            f"tiles give different bits on {name} with Triton {triton.__version__} "
             f"({len(found)} of them, first {found[0]}); using {SAFE} for every M",
             TilesDiffer,
             stacklevel=2,

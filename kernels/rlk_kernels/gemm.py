@@ -1,3 +1,4 @@
+# ruff: noqa: SIM108 (a ternary of two shapes is no Triton)
 """The matrix product under `linear`, its gradients, and fused operators built on it.
 
     C[m, n] = round( sum_{k = 0, 1, ...} A[m, k] * B[k, n]  (+ bias[n]) )

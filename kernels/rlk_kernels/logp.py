@@ -24,7 +24,7 @@ from torch import Tensor
 from rlk_kernels import elementary
 from rlk_kernels.backend import choose, interpreting, record
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
-from rlk_kernels.exact import tree_sum
+from rlk_kernels.exact import by_rows, tree_sum
 
 LEAF = 32
 """Columns of a leaf of the tree: part of the order of the sum."""
@@ -175,7 +175,7 @@ def _logp(
 ) -> tuple[Tensor, Tensor, Tensor]:
     record("logp", backend)
     if backend == "torch":
-        return _forward_portable(logits, target, temperature)
+        return by_rows(lambda *x: _forward_portable(*x, temperature), logits, target)
     t, v = logits.shape
     inverse = _inverse(temperature, torch.float32)
     logp, m, log_s = (torch.empty(t, dtype=torch.float32, device=logits.device) for _ in range(3))
@@ -209,7 +209,7 @@ def _logp_backward(
 ) -> Tensor:  # fmt: skip
     record("logp_backward", backend)
     if backend == "torch":
-        return _backward_portable(logits, target, m, log_s, g, temperature)
+        return by_rows(lambda *x: _backward_portable(*x, temperature), logits, target, m, log_s, g)
     t, v = logits.shape
     inverse = _inverse(temperature, torch.float32)
     dx = torch.empty(t, v, dtype=logits.dtype, device=logits.device)

@@ -24,7 +24,7 @@ from torch import Tensor
 from rlk_kernels.backend import choose, record
 from rlk_kernels.columns import column_sum
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
-from rlk_kernels.exact import tree_sum
+from rlk_kernels.exact import by_rows, tree_sum
 
 CASTS = ("hf", "vllm")
 GRAD_ROWS = 16
@@ -123,7 +123,7 @@ def _rms_norm(
     """y and s; s is empty where there is no residual (x itself serves)."""
     record("rms_norm", backend)
     if backend == "torch":
-        y, s = _forward_portable(x, residual, weight, eps, hf)
+        y, s = by_rows(lambda a, b: _forward_portable(a, b, weight, eps, hf), x, residual)
         return y, (s if residual is not None else x.new_empty(0))
     m, h = x.shape
     y = torch.empty(m, h, dtype=x.dtype, device=x.device)

@@ -16,6 +16,7 @@ from torch import Tensor
 from rlk_kernels.backend import choose, record
 from rlk_kernels.elementary import sigmoid
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.exact import by_rows
 
 BLOCK = 2048
 
@@ -58,13 +59,25 @@ def _grids(m: int, f: int) -> list[tuple[int, tuple[int, int]]]:
     return [(start, (columns, min(65535, m - start))) for start in range(0, m if f else 0, 65535)]
 
 
+def _forward_portable(gate: Tensor, up: Tensor) -> Tensor:
+    wide = torch.float64 if gate.dtype == torch.float64 else torch.float32
+    g = gate.double()
+    return (g * sigmoid(g) * up.double()).to(wide).to(gate.dtype)
+
+
+def _backward_portable(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    wide = torch.float64 if gate.dtype == torch.float64 else torch.float32
+    g, d = gate.double(), dy.double()
+    s = sigmoid(g)
+    dg = d * up.double() * s * (1.0 + g * (1.0 - s))
+    return dg.to(wide).to(gate.dtype), (d * g * s).to(wide).to(gate.dtype)
+
+
 @torch.library.custom_op("rlk::swiglu", mutates_args=())
 def _swiglu(gate: Tensor, up: Tensor, backend: str) -> Tensor:
     record("swiglu", backend)
     if backend == "torch":
-        wide = torch.float64 if gate.dtype == torch.float64 else torch.float32
-        g = gate.double()
-        return (g * sigmoid(g) * up.double()).to(wide).to(gate.dtype)
+        return by_rows(_forward_portable, gate, up)
     m, f = gate.shape
     y = torch.empty(m, f, dtype=gate.dtype, device=gate.device)
     for start, grid in _grids(m, f):
@@ -83,11 +96,7 @@ def _(gate, up, backend):
 def _swiglu_backward(gate: Tensor, up: Tensor, dy: Tensor, backend: str) -> tuple[Tensor, Tensor]:
     record("swiglu_backward", backend)
     if backend == "torch":
-        wide = torch.float64 if gate.dtype == torch.float64 else torch.float32
-        g, d = gate.double(), dy.double()
-        s = sigmoid(g)
-        dg = d * up.double() * s * (1.0 + g * (1.0 - s))
-        return dg.to(wide).to(gate.dtype), (d * g * s).to(wide).to(gate.dtype)
+        return by_rows(_backward_portable, gate, up, dy)
     m, f = gate.shape
     dg = torch.empty(m, f, dtype=gate.dtype, device=gate.device)
     du = torch.empty_like(dg)
