@@ -95,7 +95,9 @@ def tile_for(m: int, n: int, k: int, dtype: torch.dtype, trusted: bool = True) -
 
     def time(entry: tuple[Tile, float, float]) -> float:
         tile, start, per_k = entry
-        tiles = -(-m // tile.m) * -(-n // (tile.n + tile.n2))
-        return -(-tiles // _PROCESSORS) * (start + per_k * k)
+        waves = -(-(-(-m // tile.m) * -(-n // (tile.n + tile.n2))) // _PROCESSORS)
+        if tile.flatten and waves == 1:
+            return float("inf")  # one pipeline across tiles gains nothing from a lone tile
+        return waves * (start + per_k * k)
 
     return min(_MANY_ROWS, key=time)[0]

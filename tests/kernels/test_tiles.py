@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from rlk_kernels import cornerstone, tiles
 
 CPU = torch.device("cpu")
