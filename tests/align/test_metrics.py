@@ -87,6 +87,12 @@ def test_delta_is_second_minus_first_and_widened_first() -> None:
     assert found.k3 == pytest.approx(2.0**-47, rel=1e-6, abs=0)
 
 
+def test_k3_of_a_tiny_difference_keeps_its_digits() -> None:
+    # exp(d) - 1 - d loses all of them; float64 log-probs stand for a long mean.
+    found = edge_metrics(np.array([-1e-9]), np.array([0.0]), 1)
+    assert found.k3 == pytest.approx(0.5e-18, rel=1e-5, abs=0)
+
+
 @given(logprobs)
 def test_k3_is_never_negative(pairs: list[tuple[float, float]]) -> None:
     a, b = (np.array(side, dtype=np.float32) for side in zip(*pairs, strict=True))
