@@ -55,6 +55,9 @@ def measure(
         needed = {s: (t, list(passes_for(present, s))) for s, t in sides.items()}
         controls = check_controls(needed, index, sites)
         wanted = [_edge(name, sides, index) for name in present]
+        for reader in {r.folder: r for e in wanted for r in e.readers}.values():
+            report(f"checking {reader.folder.name}", 0, 0)
+            reader.record.check_contents(reader.folder)
         edges = _walk(wanted, sites, index, report)
         production = _production(rollout, index)
     return Comparison(

@@ -47,6 +47,12 @@ class Edge:
     same_token: np.ndarray
     """Rows at which both ends were given the same token id, a mask over the batch."""
 
+    @property
+    def readers(self) -> list[PassReader]:
+        """Every pass that this edge reads."""
+        ends = (self.first.observed, self.first.repeat, self.second.observed, self.second.repeat)
+        return [r for r in ends if r is not None]
+
 
 @dataclass(slots=True)
 class _EdgeState:

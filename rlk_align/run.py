@@ -81,11 +81,11 @@ class Run:
             raise BadOption(f"{self.folder}/run.json points outside the run: {name}")
         return self.folder / path
 
-    def check_files(self) -> None:
+    def check_sizes(self) -> None:
         """Raises CorruptTrace where a file of a capture is missing or of another size."""
         for name in self.record.captures:
             for record in self.capture_folder(name).glob("*/pass.json"):
-                load_record(PassRecord, record).check_files(record.parent)
+                load_record(PassRecord, record).check_sizes(record.parent)
 
     def relative(self, **folders: Path) -> dict[str, str]:
         """Captures as run.json names them; one that lies elsewhere is linked into the run."""

@@ -19,7 +19,7 @@ def gate(
     """Hold a compared run against a contract; the exit code is the gate."""
     outputs = options.parse_outputs(output)
     opened = Run.open(run)
-    opened.check_files()
+    opened.check_sizes()
     comparison = opened.comparison
     name = contract or default_contract(comparison.dtype)
     finish(judge(comparison, load_contract(name, comparison.dtype)), opened, outputs)

@@ -102,11 +102,13 @@ def trace_plan(budget: str, layers: str | None, sites: str | None) -> TracePlan:
 
 
 def parse_size(text: str) -> int:
-    """`8GB`, `500 MB`, `1e9` ... in bytes. Raises BadOption."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([KMGT]?)i?B?", text, re.IGNORECASE)
+    """`8GB`, `500 MiB`, `1e9` ... in bytes. Raises BadOption."""
+    number, unit = r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)", r"(?:([KMGT])(i?))?B?"
+    match = re.fullmatch(rf"{number}\s*{unit}", text, re.IGNORECASE)
     if not match or not float(match[1]):
         raise BadOption(f"--trace-budget {text!r}: a size is wanted", "for example 8GB or 500MB")
-    return int(float(match[1]) * 10 ** (3 * " KMGT".index(match[2].upper() or " ")))
+    power = " KMGT".index((match[2] or " ").upper())
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
 def parse_layers(text: str | None) -> tuple[int, int] | None:

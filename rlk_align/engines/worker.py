@@ -29,7 +29,7 @@ from rlk_align.families import read_shape
 from rlk_align.prompts import Prompt, Sample, TokenBatch, check_lengths, load_prompts
 from rlk_align.sites import model_sites
 from rlk_align.trace.schema import WEIGHTS_SCHEMA, TraceRecord, save_record, writing
-from rlk_align.trace.writer import PassWriter
+from rlk_align.trace.writer import KeepValues, PassWriter
 
 
 def run(job: Job, events: Events) -> None:
@@ -129,7 +129,7 @@ def _run_pass(job: Job, engine: Engine, batch: TokenBatch, name: str, events: Ev
         events.send(stage=name, done=done, total=total)
 
     progress(0)
-    keep = keep_logprobs
+    keep: KeepValues = keep_logprobs
     if not variant:
         keep = keep_values(job, model_sites(engine.shape), batch, engine.dtype())
     with PassWriter(job.folder / name, keep, statistics=not variant) as writer:

@@ -1,5 +1,6 @@
 """The tables and records of a trace, written and read in one place."""
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -53,26 +54,44 @@ class SiteRecord(Record):
     rows: int
 
 
+class FileRecord(Record):
+    size: int
+    blake2b: str
+
+    @classmethod
+    def of(cls, path: Path) -> "FileRecord":
+        return cls(size=path.stat().st_size, blake2b=file_digest(path))
+
+
 class PassRecord(Record):
     """pass.json."""
 
     sites: dict[str, SiteRecord]
     unexposed: dict[str, str] = {}
     """Sites that the engine cannot show, each with its reason."""
-    files: dict[str, int]
-    """Size in bytes of every other file of the pass."""
+    files: dict[str, FileRecord]
+    """Every other file of the pass."""
     seconds: float
     """Wall time of the engine's work in this pass, taps included, writing the trace excluded
     only where it runs after the pass."""
 
-    def check_files(self, folder: Path) -> None:
+    def check_sizes(self, folder: Path) -> None:
         """Raises CorruptTrace where a file of the pass is missing or of another size."""
-        for name, size in self.files.items():
+        for name, file in self.files.items():
             path = folder / name
             actual = path.stat().st_size if path.is_file() else None
-            if actual != size:
-                found = "is missing" if actual is None else f"has {actual} bytes, not {size}"
+            if actual != file.size:
+                found = "is missing" if actual is None else f"has {actual} bytes, not {file.size}"
                 raise CorruptTrace(f"{path} {found}", "capture again with --fresh")
+
+    def check_contents(self, folder: Path) -> None:
+        """Raises CorruptTrace where a file of the pass is not the one that was written."""
+        self.check_sizes(folder)
+        for name, file in self.files.items():
+            if file_digest(folder / name) != file.blake2b:
+                raise CorruptTrace(
+                    f"{folder / name} was changed after the capture", "capture again with --fresh"
+                )
 
 
 class TraceRecord(Record):
@@ -90,6 +109,15 @@ class TraceRecord(Record):
     attributes: dict[str, Any]
     prompt_ids: dict[str, list[int]]
     """Prompt id -> the ids that this side's own tokenizer gives its text."""
+
+
+def file_digest(path: Path) -> str:
+    """BLAKE2b of a file's bytes; raises CorruptTrace where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, hashlib.blake2b).hexdigest()
+    except OSError as error:
+        raise CorruptTrace(f"{path} cannot be read: {error}") from error
 
 
 R = TypeVar("R", bound=BaseModel)

@@ -15,7 +15,14 @@ import torch
 from safetensors.torch import save_file
 
 from rlk_align.digest import digest_rows, row_statistics
-from rlk_align.trace.schema import ROWS_SCHEMA, PassRecord, SiteRecord, save_record, writing
+from rlk_align.trace.schema import (
+    ROWS_SCHEMA,
+    FileRecord,
+    PassRecord,
+    SiteRecord,
+    save_record,
+    writing,
+)
 
 FLUSH_BYTES = 1 << 27
 
@@ -98,7 +105,7 @@ class PassWriter:
         self._flush()
         with writing(self._folder):
             self._table.close()
-            files = {p.name: p.stat().st_size for p in sorted(self._folder.iterdir())}
+            files = {p.name: FileRecord.of(p) for p in sorted(self._folder.iterdir())}
         record = PassRecord(sites=self._sites, unexposed=unexposed, files=files, seconds=seconds)
         save_record(record, self._folder / "pass.json")
         with writing(self._final):

@@ -13,7 +13,7 @@ PATCHES = {"PYTHONPATH": str(Path(__file__).parent)}
 
 @pytest.fixture
 def compare(cli: Cli, few_prompts: Path) -> Cli:
-    def run(*args: object, **kwargs: object):  # noqa: ANN202
+    def run(*args: object, **kwargs: object):
         return cli("compare", "--prompts", few_prompts, *SHORT, *args, env=PATCHES, **kwargs)
 
     return run

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from conftest import Cli
 
-ARGS = ("--max-new-tokens", "4", "--edges", "prefill_vs_train")
+ARGS = ("--max-new-tokens", "12", "--edges", "prefill_vs_train")
 PATCHES = {"PYTHONPATH": str(Path(__file__).parent)}
 
 

@@ -5,11 +5,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from conftest import Cli, Outcome
 from safetensors.torch import load_file, save_file
+
+from rlk_align.trace.schema import FileRecord
 
 ARGS = ("--max-new-tokens", 6)
 EDGE = ("--edges", "prefill_vs_train")
@@ -27,7 +28,8 @@ sys.meta_path.insert(0, Absent())
 def pair(cli: Cli, few_prompts: Path, tmp_path: Path) -> tuple[Path, Path]:
     """A sampled capture, and another engine's scores of its tokens."""
     a, b = tmp_path / "a", tmp_path / "b"
-    assert cli("capture", "--engine", "hf:attn=eager", "-o", a, "--prompts", few_prompts, *ARGS).code == 0
+    args = ("--engine", "hf:attn=eager", "-o", a, "--prompts", few_prompts, *ARGS)
+    assert cli("capture", *args).code == 0
     done = cli("capture", "--engine", "hf:attn=sdpa", "-o", b, "--tokens", a)
     assert done.code == 0, done.err
     return a, b
@@ -79,25 +81,18 @@ def truncate(path: Path) -> None:
 
 def flip_a_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
-    # The tail of the file: values, not the header.
-    data[-len(data) // 4] ^= 1
+    data[len(data) * 3 // 4] ^= 1
     path.write_bytes(data)
-
-
-def flip_everywhere(path: Path) -> None:
-    data = np.frombuffer(path.read_bytes(), dtype=np.uint8).copy()
-    data[len(data) // 2 :: 97] ^= 0x10
-    path.write_bytes(data.tobytes())
 
 
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
         ("prefill/values-00000.safetensors", truncate),
-        ("prefill/values-00000.safetensors", flip_everywhere),
+        ("prefill/values-00000.safetensors", flip_a_bit),
         ("prefill/values-00000.safetensors", Path.unlink),
         ("prefill/rows.parquet", truncate),
-        ("prefill/rows.parquet", flip_everywhere),
+        ("prefill/rows.parquet", flip_a_bit),
         ("prefill/pass.json", truncate),
         ("trace.json", truncate),
         ("trace.json", Path.unlink),
@@ -111,7 +106,7 @@ def test_damaged_traces(cli: Cli, pair, name: str, damage: Callable[[Path], None
     done = cli("compare", *pair, *EDGE)
     assert done.code == 3, done.out + done.err
     assert "Traceback" not in done.err
-    assert name.rpartition("/")[2] in done.err or "values of" in done.err
+    assert name.rpartition("/")[2] in done.err
 
 
 def test_gate_notices_a_truncated_capture(cli: Cli, pair, tmp_path: Path) -> None:
@@ -132,12 +127,12 @@ def rewrite_rows(trace: Path, change: Callable) -> None:
             out.write_table(change(source.read_row_group(i)))
     (trace / "rows.new").rename(path)
     record = json.loads((trace / "prefill/pass.json").read_text())
-    record["files"]["rows.parquet"] = path.stat().st_size
+    record["files"]["rows.parquet"] = FileRecord.of(path).model_dump()
     (trace / "prefill/pass.json").write_text(json.dumps(record))
 
 
 def outcome_without_a_row(cli: Cli, pair: tuple[Path, Path]) -> Outcome:
-    def drop(table):  # noqa: ANN001, ANN202
+    def drop(table):
         return table.slice(1) if table["site"][0].as_py() == "layers.2.act" else table
 
     rewrite_rows(traces(pair[1]), drop)
@@ -171,7 +166,7 @@ def test_a_value_changed_after_the_capture_is_corrupt(cli: Cli, pair) -> None:
     save_file(tensors, path)
     done = cli("compare", *pair, *EDGE)
     assert done.code == 3
-    assert "layers.3.act" in done.err
+    assert "values-00000.safetensors was changed" in done.err
 
 
 def test_values_for_a_few_sites_only(cli: Cli, pair, few_prompts: Path, tmp_path: Path) -> None:
