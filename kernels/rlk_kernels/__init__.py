@@ -11,7 +11,6 @@ from rlk_kernels.errors import (
     UnknownBackend,
     UnsupportedDevice,
     UnsupportedDtype,
-    UnsupportedLayout,
     UnsupportedShape,
 )
 from rlk_kernels.linear import linear
@@ -36,7 +35,6 @@ __all__ = [
     "UnknownBackend",
     "UnsupportedDevice",
     "UnsupportedDtype",
-    "UnsupportedLayout",
     "UnsupportedShape",
     "attention",
     "backend_calls",

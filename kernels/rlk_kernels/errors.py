@@ -5,8 +5,9 @@ KernelError
 ├── UnknownBackend      (ValueError)    a backend name that does not exist
 ├── UnsupportedDevice   (RuntimeError)  the backend asked for cannot run on this device
 ├── UnsupportedDtype    (TypeError)     a dtype, or a mix of dtypes, that the operator does not take
-├── UnsupportedShape    (ValueError)    shapes that do not fit together, or out of range
-└── UnsupportedLayout   (ValueError)    strides that the operator does not take
+└── UnsupportedShape    (ValueError)    shapes that do not fit together, or out of range
+
+Strides never raise: an operator reads what it is given, or copies it first where it says so.
 """
 
 
@@ -28,7 +29,3 @@ class UnsupportedDtype(KernelError, TypeError):
 
 class UnsupportedShape(KernelError, ValueError):
     """Shapes do not fit together, or are out of the operator's range."""
-
-
-class UnsupportedLayout(KernelError, ValueError):
-    """The operator does not take these strides."""

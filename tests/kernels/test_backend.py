@@ -15,7 +15,7 @@ def clean(monkeypatch):
 
 def test_public_names():
     errors = ["KernelError", "UnknownBackend", "UnsupportedDevice", "UnsupportedDtype"]
-    errors += ["UnsupportedLayout", "UnsupportedShape"]
+    errors += ["UnsupportedShape"]
     operators = ["attention", "embedding", "linear", "logp", "paged_attention", "rms_norm"]
     operators += ["rope", "swiglu"]
     about = ["backend_calls", "last_backend", "reset_backend_calls", "warm_up"]
