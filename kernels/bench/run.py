@@ -1,6 +1,6 @@
 """All benchmarks in one process; writes JSON and Markdown.
 
-    python kernels/bench/run.py [--out reports/bench] [--only linear,attention,rows]
+    python kernels/bench/run.py [--out reports/bench] [--all | --only linear,attention,rows]
 
 Needs an NVIDIA GPU. Times are medians of CUDA graph replays over inputs that outgrow the L2
 (attention with its backward: of CUDA events around four calls).
@@ -58,7 +58,9 @@ def environment(commit: str | None) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("reports/bench"))
-    parser.add_argument("--only", default="linear,attention,rows")
+    every = "linear,attention,rows"
+    parser.add_argument("--only", default=every, help="parts, separated by commas")
+    parser.add_argument("--all", dest="only", action="store_const", const=every)
     parser.add_argument("--commit", default=head(), help="the commit that is measured")
     arguments = parser.parse_args()
     import torch
