@@ -200,6 +200,34 @@ def test_a_damaged_pass_is_no_result(tmp_path: Path) -> None:
         compared(first, second)
 
 
+@pytest.mark.parametrize("side", ["a", "b"])
+@pytest.mark.parametrize("name", ["prefill", "prefill.repeat", "prefill.untapped"])
+@pytest.mark.parametrize("file", ["rows.parquet", "values-00000.safetensors"])
+def test_a_flipped_bit_of_any_pass_that_is_read_is_no_result(
+    tmp_path: Path, side: str, name: str, file: str
+) -> None:
+    # Controls that differ, so that their values are read.
+    other = {"untapped": nudged([CELL], 0.125), "repeat": nudged([CELL], 0.25)}
+    traces = [write_trace(tmp_path / s, VALUES, **other) for s in ("a", "b")]
+    path = tmp_path / side / name / file
+    data = bytearray(path.read_bytes())
+    at = len(data) // 2 if file == "rows.parquet" else len(data) - 2
+    data[at] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptTrace, match=file):
+        compared(*traces)
+
+
+def test_a_flipped_bit_of_the_production_pass_is_no_result(tmp_path: Path) -> None:
+    first = write_trace(tmp_path / "a", VALUES, production=VALUES)
+    path = tmp_path / "a" / "prefill.production" / "values-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptTrace, match="values"):
+        compared(first, write_trace(tmp_path / "b", VALUES))
+
+
 def test_every_site_of_the_shape_is_walked(tmp_path: Path) -> None:
     [edge] = pair_of(tmp_path).edges
     assert [s.site for s in edge.sites] == NAMES

@@ -77,7 +77,7 @@ def test_captures_outside_the_run_are_refused(tmp_path: Path, name: str) -> None
     with pytest.raises(BadOption, match="outside"):
         run.capture_folder("rollout")
     with pytest.raises(BadOption, match="outside"):
-        run.check_files()
+        run.check_sizes()
 
 
 def test_a_capture_is_found_by_its_role_or_because_it_is_the_only_one(tmp_path: Path) -> None:
@@ -115,21 +115,21 @@ def test_a_missing_or_damaged_comparison_is_corrupt(run: Run) -> None:
 
 @pytest.mark.parametrize("name", ["rows.parquet", "values-00000.safetensors"])
 def test_files_of_another_size_are_corrupt(run: Run, name: str) -> None:
-    run.check_files()
+    run.check_sizes()
     path = run.folder / "captures" / "train" / "prefill" / name
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CorruptTrace, match=name):
-        run.check_files()
+        run.check_sizes()
     path.unlink()
     with pytest.raises(CorruptTrace, match=name):
-        run.check_files()
+        run.check_sizes()
 
 
 @pytest.mark.parametrize("gone", ["captures/train", "captures"])
 def test_a_capture_that_is_gone_is_corrupt(run: Run, gone: str) -> None:
     (run.folder / gone).rename(run.folder / "elsewhere")
     with pytest.raises(CorruptTrace, match=r"train|rollout"):
-        run.check_files()
+        run.check_sizes()
 
 
 def test_captures_inside_and_outside_are_named_from_the_run(tmp_path: Path) -> None:

@@ -241,6 +241,7 @@ def test_a_file_of_another_size_is_corrupt(folder: Path, name: str, damage: str)
 
 def read_everything(folder: Path) -> dict[str, tuple]:
     reader = PassReader(folder)
+    reader.record.check_contents(folder)
     found = {}
     for name in NAMES:
         rows = reader.rows(name)
@@ -384,7 +385,7 @@ def test_a_table_with_other_columns_is_corrupt(folder: Path) -> None:
     pq.write_table(table.drop_columns(["norm"]), path)
     size = path.stat().st_size
     with pytest.raises(CorruptTrace, match="columns"):
-        edited(folder, lambda r: r["files"].update({"rows.parquet": size})).rows("embed")
+        edited(folder, lambda r: r["files"]["rows.parquet"].update(size=size)).rows("embed")
 
 
 def test_a_table_that_mixes_sites_is_corrupt(folder: Path) -> None:
@@ -392,7 +393,7 @@ def test_a_table_that_mixes_sites_is_corrupt(folder: Path) -> None:
     pq.write_table(pq.read_table(path), path)
     size = path.stat().st_size
     with pytest.raises(CorruptTrace, match="mixes sites"):
-        edited(folder, lambda r: r["files"].update({"rows.parquet": size})).rows("embed")
+        edited(folder, lambda r: r["files"]["rows.parquet"].update(size=size)).rows("embed")
 
 
 def test_a_trace_is_its_record_tokens_weights_and_passes(tmp_path: Path) -> None:
