@@ -8,12 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import rlk_align
-from rlk_align.config import CaptureRequest, fingerprint, fingerprint_files, resolve_model
+from rlk_align.config import CaptureRequest, Report, fingerprint, fingerprint_files, resolve_model
 from rlk_align.engines import require_installed
 from rlk_align.engines.job import Job
 from rlk_align.errors import ERRORS, BadOption, EngineFailed, Interrupted
@@ -21,9 +20,6 @@ from rlk_align.prompts import load_prompts, save_prompts
 from rlk_align.run import Run
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.schema import writing
-
-Report = Callable[[str, int, int], None]
-"""(stage, done, total); total 0 where there is nothing to count."""
 
 CONTROL_VARIANTS = ("untapped", "repeat")
 

@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +24,9 @@ DTYPES = {
     "float": "float32",
 }
 EDGES = ("decode_vs_prefill", "prefill_vs_train", "decode_vs_train")
+
+Report = Callable[[str, int, int], None]
+"""How long work tells its progress: (stage, done, total); total 0 where nothing is counted."""
 
 COMMON_OPTIONS: dict[str, type] = {
     "dtype": str,
@@ -62,6 +67,8 @@ class EngineSpec:
                 )
             if not equals or not value:
                 raise BadOption(f"engine {name!r}: option {key!r} needs a value: {key}=VALUE")
+            if key in options:
+                raise BadOption(f"engine {name!r}: option {key!r} is given twice")
             options[key] = _convert(name, key, value, known[key])
         return cls(name, options)
 
@@ -118,6 +125,7 @@ class CaptureRequest:
 
 
 def default_model() -> str:
+    """The embedded model's folder."""
     return str(data_path("model"))
 
 
@@ -126,7 +134,7 @@ def resolve_model(name: str) -> Path:
 
     Raises ModelError where neither exists.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_dir():
         return path.resolve()
     if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):

@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from rlk_align.data import data_path
 from rlk_align.errors import ContractError
 
+EdgeName = Literal["decode_vs_prefill", "prefill_vs_train", "decode_vs_train"]
 EdgeMetric = Literal[
     "max_abs_dlogp",
     "mean_abs_dlogp",
@@ -62,12 +63,12 @@ class Limit(BaseModel):
     """An edge's metric; or, of a site, `rows_differ`, or `op_error`: the largest
     |a − b| / (atol + rtol · max(|a|, |b|)) over the rows whose inputs are bit-equal."""
     fail: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    edges: list[str] | None = None
+    edges: Annotated[list[EdgeName], Field(min_length=1)] | None = None
     """Where it holds; None is every judged edge."""
-    op_classes: list[OpClass] | None = None
+    op_classes: Annotated[list[OpClass], Field(min_length=1)] | None = None
     """For a site's metric: which operators; None is all."""
-    atol: Annotated[float, Field(ge=0)] | None = None
-    rtol: Annotated[float, Field(ge=0)] | None = None
+    atol: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    rtol: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     why: str
     source: str
     """`published: …`, `measured: …` with N, hardware, commit and date, or `derived: …`."""

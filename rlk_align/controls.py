@@ -4,7 +4,7 @@ import numpy as np
 
 from rlk_align.metrics import edge_metrics
 from rlk_align.pairing import read_rows
-from rlk_align.results import Controls, Noise, Observer
+from rlk_align.results import Controls, Noise, NotMeasured, Observer
 from rlk_align.sites import RowIndex, Site
 from rlk_align.trace.reader import PassReader, Trace
 
@@ -13,25 +13,28 @@ def check_controls(
     sides: dict[str, tuple[Trace, list[str]]], index: RowIndex, sites: list[Site]
 ) -> Controls:
     """`sides`: by name, the trace and the observed passes that matter."""
-    noise: dict[str, Noise | None] = {}
+    noise: dict[str, Noise | NotMeasured | None] = {}
     details: list[str] = []
     violated = False
     for side, (trace, passes) in sides.items():
-        noise[side] = None
+        floor: Noise | None = None
         for name in passes:
             observed = trace.read_pass(name)
             if trace.has_pass(f"{name}.repeat"):
                 found = _noise(name, observed, trace.read_pass(f"{name}.repeat"), index, sites)
-                noise[side] = noise[side] or found
+                # `not <=`: a NaN is the worst noise of all.
+                if found and (floor is None or not found.max_abs_dlogp <= floor.max_abs_dlogp):
+                    floor = found
             if not trace.has_pass(f"{name}.untapped"):
                 details.append(f"{side} {name}: no pass without taps to compare with")
                 violated = True
                 continue
             shift = _logprob_shift(observed, trace.read_pass(f"{name}.untapped"), index)
-            floor = noise[side]
             if shift is not None:
                 details.append(f"{side} {name}: taps move log-probs by up to {shift:.3g}")
                 violated |= floor is None or not shift <= floor.max_abs_dlogp
+        repeated = all(trace.has_pass(f"{name}.repeat") for name in passes)
+        noise[side] = floor if floor or repeated else "not measured"
     observer: Observer = "violated" if violated else "within noise floor" if details else "bitwise"
     return Controls(observer=observer, observer_detail=details, noise=noise)
 

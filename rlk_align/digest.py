@@ -33,7 +33,8 @@ def _coefficients(lanes: int, device: torch.device) -> torch.Tensor:
 
 def _lanes(rows: torch.Tensor) -> torch.Tensor:
     """The bytes of `rows` `[N, F]` as int64 lanes `[N, ceil(F * itemsize / 8)]`."""
-    data = rows.contiguous().view(torch.uint8).reshape(rows.shape[0], -1)
+    width = rows.shape[1] * rows.element_size()
+    data = rows.contiguous().reshape(-1).view(torch.uint8).reshape(rows.shape[0], width)
     pad = -data.shape[1] % _LANE_BYTES
     if pad:
         data = torch.nn.functional.pad(data, (0, pad))

@@ -39,6 +39,8 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
+    """Two passes of one batch, to be compared row by row."""
+
     name: str
     first: Side
     second: Side
@@ -46,12 +48,6 @@ class Edge:
     """Whether either end is a decode pass, which the last sampled token never enters."""
     same_token: np.ndarray
     """Rows at which both ends were given the same token id, a mask over the batch."""
-
-    @property
-    def readers(self) -> list[PassReader]:
-        """Every pass that this edge reads."""
-        ends = (self.first.observed, self.first.repeat, self.second.observed, self.second.repeat)
-        return [r for r in ends if r is not None]
 
 
 @dataclass(slots=True)
@@ -219,6 +215,9 @@ def _compare_values(
     if not len(rows):
         return metrics
     features = a.record.sites[site].features
+    if b.record.sites[site].features != features:
+        metrics.max_abs = metrics.max_rel_l2 = metrics.sum_rel_l2 = float("nan")
+        return metrics
     read = max(1, (1 << 24) // features)
     step = max(1, BLOCK_ELEMENTS // features)
     for start in range(0, len(rows), read):

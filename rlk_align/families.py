@@ -56,7 +56,7 @@ def read_shape(model: Path) -> ModelShape:
     """
     config = read_config(model)
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ModelError(
             f"{model}: model_type {kind!r} is not a known family",
             f"known: {', '.join(sorted(FAMILIES))}; a dense decoder is one line in families.py",
@@ -76,7 +76,7 @@ def read_shape(model: Path) -> ModelShape:
             context=int(config["max_position_embeddings"]),
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise ModelError(f"{model}/config.json: {error!r} is missing or malformed") from error
 
 

@@ -19,7 +19,8 @@ def edge_metrics(first: np.ndarray, second: np.ndarray, bit_mismatches: int) -> 
     Empty input gives NaN everywhere, which every limit fails.
     """
     a, b = first.astype(np.float64), second.astype(np.float64)
-    delta = b - a
+    with np.errstate(invalid="ignore"):
+        delta = b - a
     if not len(delta):
         names = [n for n, f in EdgeMetrics.model_fields.items() if f.annotation is float]
         return EdgeMetrics(tokens=0, bit_mismatches=0, **dict.fromkeys(names, float("nan")))
@@ -76,11 +77,13 @@ class ValueMetrics:
         norm_d = torch.linalg.vector_norm(error, dim=1)
         relative = torch.where(norm_d == 0, norm_d, norm_d / torch.maximum(norm_a, norm_b))
         cosine = (norm_a**2 + norm_b**2 - norm_d**2) / (2 * norm_a * norm_b)
+        # Zeros have no direction: like other zeros, unlike anything else.
+        cosine = torch.where(norm_a * norm_b == 0, (norm_d == 0).double(), cosine)
         self.rows += a.shape[0]
         self.max_abs = _nan_max(self.max_abs, error)
         self.max_rel_l2 = _nan_max(self.max_rel_l2, relative)
         self.sum_rel_l2 += float(relative.sum())
-        self.min_cosine = -_nan_max(-self.min_cosine, -cosine.nan_to_num(1.0))
+        self.min_cosine = -_nan_max(-self.min_cosine, -cosine)
         if a.dtype == b.dtype:
             bits_a, bits_b = _ordered_bits(a), _ordered_bits(b)
             self.elements += int((bits_a != bits_b).sum())

@@ -30,7 +30,8 @@ def number_rows(rows: SiteRows, index: RowIndex) -> NumberedRows:
     known = np.flatnonzero(number >= 0)
     order = known[np.argsort(number[known], kind="stable")]
     ordered = number[order]
-    repeated = np.concatenate([[False], ordered[1:] == ordered[:-1]])
+    repeated = np.zeros(len(ordered), dtype=bool)
+    repeated[1:] = ordered[1:] == ordered[:-1]
     first = order[~repeated]
     digest_of = np.zeros((len(index), 2), dtype=np.int64)
     digest_of[number[first]] = rows.digest[first]
@@ -86,16 +87,13 @@ def pair_site(
     site that it cannot show.
     """
     wanted = int(expected.sum())
-    unpaired = [
-        Unpaired(site.name, wanted, f"{name} cannot show it: {reason}", True)
-        for name, reason in zip(names, reasons, strict=True)
-        if reason is not None
-    ]
-    if not unpaired:
-        unpaired = [
-            *_missing(site, a, expected, names[0]),
-            *_missing(site, b, expected, names[1]),
-        ]
+    unpaired: list[Unpaired] = []
+    for side, name, reason in zip((a, b), names, reasons, strict=True):
+        if reason is None:
+            unpaired += _missing(site, side, expected, name)
+        else:
+            why = f"{name} cannot show it: {reason}"
+            unpaired.append(Unpaired(site.name, wanted, why, True))
     if a is None or b is None:
         return None, unpaired
     number, a_in, b_in = np.intersect1d(a.number, b.number, assume_unique=True, return_indices=True)
@@ -121,6 +119,9 @@ def _missing(
         if side.conflicts:
             reason = f"{name} computed rows twice with different bits"
             out.append(Unpaired(site.name, side.conflicts, reason, False))
+        if side.strays:
+            reason = f"{name} has rows that the batch has not"
+            out.append(Unpaired(site.name, side.strays, reason, False))
     absent = int((expected & ~found).sum())
     if absent:
         share = "every row" if absent == int(expected.sum()) else f"{absent} rows"
@@ -129,5 +130,6 @@ def _missing(
 
 
 def read_rows(reader: PassReader, site: str, index: RowIndex) -> NumberedRows | None:
+    """A site's rows in a pass, or None where the pass has none."""
     rows = reader.rows(site)
     return None if rows is None else number_rows(rows, index)

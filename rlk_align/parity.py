@@ -43,9 +43,13 @@ def _tokens(rollout: Trace, train: Trace) -> list[Mismatch]:
 
 def _span(name: str, sample: int, a: list[int], b: list[int]) -> Mismatch:
     """The first mismatched span, without what is equal before and after it."""
+    start = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+    start = min(len(a), len(b)) if start is None else start
+    a, b = a[start:], b[start:]
     for tag, a0, a1, b0, b1 in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
         if tag != "equal":
-            return _mismatch("tokens", name, a[a0:a1], b[b0:b1], sample=sample, position=a0)
+            where = start + a0
+            return _mismatch("tokens", name, a[a0:a1], b[b0:b1], sample=sample, position=where)
     return _mismatch(
         "tokens",
         name,
@@ -76,18 +80,26 @@ def _weights(rollout: Trace, train: Trace) -> list[Mismatch]:
 
 
 def _attributes(a: dict[str, Any], b: dict[str, Any]) -> list[Mismatch]:
-    """By name; `layers.i.NAME` stands beside NAME only where that layer is an exception."""
+    """By name; where a side has `layers.i.NAME` beside NAME, by the layers that differ."""
+    found = []
+    by_layer = {name.split(".", 2)[2] for name in [*a, *b] if name.startswith("layers.")}
+    for name in dict.fromkeys(n for n in [*a, *b] if not n.startswith("layers.")):
+        names = [name]
+        if name in by_layer:
+            layers = range(max(_layers(a), _layers(b)))
+            names = [f"layers.{i}.{name}" for i in layers]
+        found += [
+            _mismatch("attributes", n, a.get(n, a.get(name)), b.get(n, b.get(name)))
+            for n in names
+            if a.get(n, a.get(name)) != b.get(n, b.get(name))
+        ]
+    return found
 
-    def value(side: dict[str, Any], name: str) -> Any:
-        shared = name.split(".", 2)[2] if name.startswith("layers.") else name
-        return side.get(name, side.get(shared))
 
-    names = dict.fromkeys([*a, *b])
-    return [
-        _mismatch("attributes", name, value(a, name), value(b, name))
-        for name in names
-        if value(a, name) != value(b, name)
-    ]
+def _layers(attributes: dict[str, Any]) -> int:
+    """How many layers a side has, or at least speaks of."""
+    named = [int(n.split(".")[1]) + 1 for n in attributes if n.startswith("layers.")]
+    return max([int(attributes.get("layers", 0)), *named])
 
 
 def _mismatch(kind: Kind, name: str, rollout: Any, train: Any, **where: int) -> Mismatch:

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from rlk_align.capture import Report, capture
+from rlk_align.capture import capture
 from rlk_align.comparison import measure
-from rlk_align.config import EDGES, CaptureRequest
+from rlk_align.config import EDGES, CaptureRequest, Report
 from rlk_align.contract import default_contract, load_contract
 from rlk_align.results import Comparison, Kind
 from rlk_align.run import Run, RunRecord

@@ -1,5 +1,6 @@
 """Prompts -> TokenBatch: the token ids that both engines see."""
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ class Sample:
         return range(len(self.prompt_ids) - 1, len(self.ids) - 1)
 
 
+_DIGEST = b"blake2b"
 _SCHEMA = pa.schema(
     [
         ("sample", pa.int32()),
@@ -80,15 +82,23 @@ class TokenBatch:
         table = pa.Table.from_arrays(
             [pa.array(c, f.type) for c, f in zip(columns, _SCHEMA, strict=True)], schema=_SCHEMA
         )
+        table = table.replace_schema_metadata({_DIGEST: self._digest()})
         pq.write_table(table, path, write_page_checksum=True)
+
+    def _digest(self) -> bytes:
+        """Of everything that the table says; the file's names and types have no checksum."""
+        text = repr([(s.prompt_id, s.prompt_ids, s.response_ids) for s in self.samples])
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest().encode()
 
     @classmethod
     def load(cls, path: Path) -> "TokenBatch":
         """Reads what `save` wrote. Raises CorruptTrace where it is not that."""
         try:
-            table = pq.read_table(path, schema=_SCHEMA, page_checksum_verification=True)
-        except (OSError, pa.ArrowException) as error:
+            table = pq.read_table(path, page_checksum_verification=True)
+        except (OSError, ValueError, pa.ArrowException) as error:
             raise CorruptTrace(f"{path} cannot be read: {error}") from error
+        if not table.schema.equals(_SCHEMA):
+            raise CorruptTrace(f"{path} has other columns than a batch of tokens")
         parts: dict[int, tuple[str, list[int], list[int]]] = {}
         for row in table.to_pylist():
             _, prompt, response = parts.setdefault(row["sample"], (row["prompt_id"], [], []))
@@ -97,9 +107,12 @@ class TokenBatch:
             (response if row["sampled"] else prompt).append(row["token"])
         if sorted(parts) != list(range(len(parts))) or not parts:
             raise CorruptTrace(f"{path}: samples are missing")
-        return cls(
+        batch = cls(
             tuple(Sample(i, tuple(p), tuple(r)) for i, p, r in (parts[k] for k in sorted(parts)))
         )
+        if (table.schema.metadata or {}).get(_DIGEST) != batch._digest():
+            raise CorruptTrace(f"{path} was changed after it was written")
+        return batch
 
 
 def load_prompts(path: Path) -> list[Prompt]:
@@ -120,8 +133,11 @@ def load_prompts(path: Path) -> list[Prompt]:
     if path.suffix not in (".jsonl", ".json"):
         return [Prompt(f"line{n}", line) for n, line in lines]
     prompts = [_parse_line(path, n, line) for n, line in lines]
-    if len({p.id for p in prompts}) != len(prompts):
-        raise PromptError(f"{path}: prompt ids are not unique")
+    seen: set[str] = set()
+    for (number, _), prompt in zip(lines, prompts, strict=True):
+        if prompt.id in seen:
+            raise PromptError(f"{path}:{number}: id {prompt.id!r} is there already")
+        seen.add(prompt.id)
     return prompts
 
 
@@ -139,7 +155,7 @@ def _parse_line(path: Path, number: int, line: str) -> Prompt:
     where = f"{path}:{number}"
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise PromptError(f"{where}: not JSON: {error}") from error
     if not isinstance(record, dict):
         raise PromptError(f"{where}: not a JSON object")
@@ -154,6 +170,10 @@ def _parse_line(path: Path, number: int, line: str) -> Prompt:
         return Prompt(name, None, tuple(ids))
     if not isinstance(text, str) or not text:
         raise PromptError(f"{where}: 'prompt' is missing or empty")
+    try:
+        (name + text).encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(f"{where}: not text: {error}") from error
     return Prompt(name, text)
 
 

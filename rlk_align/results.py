@@ -6,6 +6,8 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Result(BaseModel):
+    """A frozen record; a NaN survives its JSON."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
@@ -107,6 +109,7 @@ class Noise(Result):
     mean_abs_dlogp: float
 
 
+NotMeasured = Literal["not measured"]
 Observer = Literal["bitwise", "within noise floor", "violated"]
 
 
@@ -116,8 +119,8 @@ class Controls(Result):
     observer: Observer
     """Final log-probs with taps against those without, in one and the same mode."""
     observer_detail: list[str]
-    noise: dict[str, Noise | None]
-    """By side: None where every pass repeats itself bit for bit."""
+    noise: dict[str, Noise | NotMeasured | None]
+    """By side, the worst of its passes: None where each repeats itself bit for bit."""
 
 
 Kind = Literal["tokens", "weights", "attributes"]

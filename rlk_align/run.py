@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-from rlk_align.errors import BadOption, ToolError
+from rlk_align.errors import BadOption, CorruptTrace, ToolError
 from rlk_align.results import Comparison
 from rlk_align.trace.schema import PassRecord, Record, load_record, save_record, writing
 
@@ -83,22 +83,26 @@ class Run:
 
     def check_sizes(self) -> None:
         """Raises CorruptTrace where a file of a capture is missing or of another size."""
-        for name in self.record.captures:
-            for record in self.capture_folder(name).glob("*/pass.json"):
+        for role in self.record.captures:
+            folder = self.capture_folder(role)
+            if not (folder / "trace.json").is_file():
+                raise CorruptTrace(f"the {role} capture {folder} is gone", "compare again")
+            for record in folder.glob("*/pass.json"):
                 load_record(PassRecord, record).check_sizes(record.parent)
 
     def relative(self, **folders: Path) -> dict[str, str]:
         """Captures as run.json names them; one that lies elsewhere is linked into the run."""
         captures = {}
         for role, folder in folders.items():
-            inside = self.folder.resolve() in folder.resolve().parents
+            here, there = self.folder.resolve(), folder.resolve()
             link = self.folder / "captures" / role
-            if not inside:
+            if here not in there.parents:
                 with writing(link):
                     link.parent.mkdir(parents=True, exist_ok=True)
                     link.unlink(missing_ok=True)
-                    link.symlink_to(folder.resolve(), target_is_directory=True)
-            captures[role] = f"captures/{folder.name if inside else role}"
+                    link.symlink_to(there, target_is_directory=True)
+                there = here / "captures" / role
+            captures[role] = there.relative_to(here).as_posix()
         return captures
 
     @property

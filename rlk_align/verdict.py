@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from rlk_align.contract import Contract, Limit
 from rlk_align.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS
-from rlk_align.results import Comparison, EdgeResult, Result, SiteResult
+from rlk_align.results import Comparison, EdgeResult, Noise, Result, SiteResult
 
 PARITY_KINDS = ("tokens", "weights", "attributes")
 
@@ -33,12 +33,14 @@ class Verdict(Result):
     breaches: list[Breach]
     doubts: list[str]
     """Reasons for which nothing can be concluded."""
+    notes: list[str]
+    """What a reader should know of what was judged."""
 
     def to_json(self) -> dict[str, Any]:
         """The published record, schema `rlk-align/verdict/1`; a NaN is null there."""
         c = self.comparison
         stopped = c.stopped
-        return {
+        record = {
             "schema": "rlk-align/verdict/1",
             "status": self.status,
             "exit_code": self.exit_code,
@@ -62,9 +64,11 @@ class Verdict(Result):
             "coverage": {} if stopped else _coverage_json(c),
             "edges": {} if stopped else _edges_json(c),
             "divergence": None if stopped else _divergence_json(c),
-            "breaches": [_finite(b.model_dump()) for b in self.breaches],
+            "breaches": [b.model_dump() for b in self.breaches],
             "doubts": self.doubts,
+            "notes": self.notes,
         }
+        return _finite(record)
 
 
 def judge(comparison: Comparison, contract: Contract) -> Verdict:
@@ -91,6 +95,7 @@ def judge(comparison: Comparison, contract: Contract) -> Verdict:
         comparison=comparison,
         breaches=breaches,
         doubts=doubts,
+        notes=_notes(comparison, contract),
     )
 
 
@@ -131,6 +136,19 @@ def _doubts(c: Comparison, contract: Contract) -> list[str]:
         detail = "; ".join(c.controls.observer_detail) if c.controls else "no control"
         doubts.append(f"observer: {detail}")
     return doubts
+
+
+def _notes(c: Comparison, contract: Contract) -> list[str]:
+    """Operators that no tolerance was held against, because their values were not kept."""
+    if not any(limit.metric == "op_error" for limit in contract.limits):
+        return []
+    notes = []
+    for edge in c.edges:
+        sites = [s.site for s in edge.sites if s.introduced and not s.valued_rows]
+        if sites and edge.name in c.judged:
+            kept = f"{edge.name}: operator limits were not held against {', '.join(sites)}"
+            notes.append(f"{kept}: their values were not kept")
+    return notes
 
 
 def _breaches(edge: EdgeResult, contract: Contract) -> list[Breach]:
@@ -196,7 +214,7 @@ def _beyond_noise(breaches: list[Breach], c: Comparison) -> tuple[list[Breach], 
     Where an engine does not repeat itself bit for bit, a bound on |Δ| must be exceeded by more
     than it differs from itself, and rows that it does not reproduce prove nothing.
     """
-    floors = [n for n in (c.controls.noise.values() if c.controls else ()) if n is not None]
+    floors = [n for n in (c.controls.noise.values() if c.controls else ()) if isinstance(n, Noise)]
     if not floors:
         return breaches, []
     floor = {
@@ -224,10 +242,10 @@ def _controls_json(c: Comparison) -> dict[str, Any]:
     if c.controls is None:
         return {}
     noise = {
-        side: "bitwise" if n is None else _finite(n.model_dump())
+        side: n.model_dump() if isinstance(n, Noise) else n or "bitwise"
         for side, n in c.controls.noise.items()
     }
-    production = "not measured" if c.production is None else _finite(c.production.model_dump())
+    production = "not measured" if c.production is None else c.production.model_dump()
     return {
         "observer": c.controls.observer,
         "observer_detail": c.controls.observer_detail,
@@ -253,9 +271,9 @@ def _coverage_json(c: Comparison) -> dict[str, Any]:
 
 
 def _edges_json(c: Comparison) -> dict[str, Any]:
-    edges = {e.name: _finite(e.metrics.model_dump()) for e in c.edges}
+    edges = {e.name: e.metrics.model_dump() for e in c.edges}
     if c.production is not None:
-        edges["production_vs_observed"] = _finite(c.production.model_dump())
+        edges["production_vs_observed"] = c.production.model_dump()
     return edges
 
 
@@ -279,8 +297,10 @@ def divergence_edge(c: Comparison) -> EdgeResult | None:
     return next((e for e in edges if e.name == "prefill_vs_train"), edges[0] if edges else None)
 
 
-def _finite(record: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN: null stands for it."""
-    return {
-        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()
-    }
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null stands for them."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

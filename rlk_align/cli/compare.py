@@ -56,11 +56,11 @@ def compare(
             raise BadOption(
                 "two runs are compared as they are: RUN_A RUN_B, without engines, model or prompts"
             )
-        rollout, train = (f"replay:path={run}" for run in runs)
-    specs = {
-        "rollout": EngineSpec.parse(rollout or options.default_rollout()),
-        "train": EngineSpec.parse(train or "hf"),
-    }
+        pair = [EngineSpec("replay", {"path": run}) for run in runs]
+    else:
+        named = (rollout or options.default_rollout(), train or "hf")
+        pair = [EngineSpec.parse(text) for text in named]
+    specs = dict(zip(("rollout", "train"), pair, strict=True))
     settings = (model, str(prompts), max_new_tokens, seed, str(specs["rollout"]))
     run = options.choose_run(run_dir, "compare", *settings, str(specs["train"]))
 

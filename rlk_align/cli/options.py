@@ -78,6 +78,7 @@ def capture_request(
     passes: tuple[str, ...],
     production: bool,
 ) -> CaptureRequest:
+    """What one engine is asked to do, with the embedded model and prompts by default."""
     return CaptureRequest(
         engine=engine,
         model=model or default_model(),
@@ -96,6 +97,7 @@ def default_rollout() -> str:
 
 
 def trace_plan(budget: str, layers: str | None, sites: str | None) -> TracePlan:
+    """Raises BadOption for a flag that cannot be read."""
     return TracePlan(
         budget=parse_size(budget), layers=parse_layers(layers), sites=tuple(_list(sites))
     )
@@ -105,7 +107,7 @@ def parse_size(text: str) -> int:
     """`8GB`, `500 MiB`, `1e9` ... in bytes. Raises BadOption."""
     number, unit = r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)", r"(?:([KMGT])(i?))?B?"
     match = re.fullmatch(rf"{number}\s*{unit}", text, re.IGNORECASE)
-    if not match or not float(match[1]):
+    if not match or not 0 < float(match[1]) < 1e30:
         raise BadOption(f"--trace-budget {text!r}: a size is wanted", "for example 8GB or 500MB")
     power = " KMGT".index((match[2] or " ").upper())
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
@@ -152,8 +154,8 @@ def parse_outputs(items: list[str] | None) -> list[Path]:
         kind, equals, path = item.partition("=")
         if kind != "json" or not equals or not path:
             raise BadOption(f"--output {item!r} is unknown", "json=PATH is wanted")
-        if not Path(path).absolute().parent.is_dir():
-            raise BadOption(f"--output {item!r}: the folder does not exist")
+        if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
+            raise BadOption(f"--output {item!r}: no file can be written there")
         paths.append(Path(path))
     return paths
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.markup import escape
 
-from rlk_align.capture import Report
+from rlk_align.config import Report
 
 
 @contextmanager

@@ -55,7 +55,8 @@ ENGINES: dict[str, EngineInfo] = {
             "batch_invariant": bool,
         },
     ),
-    "replay": EngineInfo("rlk_align.engines.replay:ReplayEngine", options={"path": str}),
+    # No process: a trace made earlier stands for the engine.
+    "replay": EngineInfo("", options={"path": str}),
 }
 
 

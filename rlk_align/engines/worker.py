@@ -164,6 +164,7 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
+    """The process: the job's path is its only argument."""
     _end_with_parent()
     job = Job.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
     events = Events(job.folder)

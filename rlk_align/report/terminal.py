@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlk_align.results import Comparison, EdgeResult, Mismatch
+from rlk_align.results import Comparison, EdgeResult, Mismatch, Noise
 from rlk_align.verdict import PARITY_KINDS, Verdict, coverage, divergence_edge, parity
 
 _STYLE = {"pass": "bold green", "fail": "bold red", "inconclusive": "bold yellow"}
@@ -45,10 +45,7 @@ def _sides(c: Comparison) -> Iterator[Text]:
         yield Text(f"{role:<9}{spec}  {e.version}, {e.dtype}, torch {torch}")
     yield Text(f"precheck {', '.join(f'{k} {parity(c, k)}' for k in PARITY_KINDS)}")
     if c.controls is not None:
-        noise = ", ".join(
-            f"{side} {'repeats bitwise' if n is None else f'noise {n.max_abs_dlogp:.2g}'}"
-            for side, n in c.controls.noise.items()
-        )
+        noise = ", ".join(f"{side} {_noise(n)}" for side, n in c.controls.noise.items())
         yield Text(f"controls observer {c.controls.observer}; {noise}")
         paired, expected = coverage(c)
         yield Text(f"coverage {paired:,} of {expected:,} rows paired")
@@ -59,6 +56,12 @@ def _sides(c: Comparison) -> Iterator[Text]:
                 f"         production against observed: max |Δ| {c.production.max_abs_dlogp:.2g}, "
                 f"mean |Δ| {c.production.mean_abs_dlogp:.2g}"
             )
+
+
+def _noise(noise: Noise | str | None) -> str:
+    if isinstance(noise, Noise):
+        return f"differs from itself by up to {noise.max_abs_dlogp:.2g}"
+    return "noise not measured" if noise else "repeats bitwise"
 
 
 def _edge_table(c: Comparison) -> Table:
@@ -136,6 +139,8 @@ def _problems(verdict: Verdict) -> Iterator[Text]:
         for doubt in verdict.doubts[:_SHOWN]:
             yield Text(f"  {doubt}")
         yield from _rest(len(verdict.doubts))
+    for note in verdict.notes:
+        yield Text(f"note: {note}", style="dim")
     explained = [u for e in c.edges for u in e.unpaired if u[2]]
     for site, reason, _ in explained[:_SHOWN]:
         yield Text(f"  unpaired {site}: {reason}", style="dim")

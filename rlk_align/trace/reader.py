@@ -58,8 +58,14 @@ class PassReader:
         self.record.check_sizes(folder)
 
     @cached_property
+    def _checked(self) -> Path:
+        """The folder, once its files are known to be the ones that were written."""
+        self.record.check_contents(self.folder)
+        return self.folder
+
+    @cached_property
     def _table(self) -> pq.ParquetFile:
-        path = self.folder / "rows.parquet"
+        path = self._checked / "rows.parquet"
         try:
             table = pq.ParquetFile(path, page_checksum_verification=True)
         except (OSError, pa.ArrowException) as error:
@@ -109,10 +115,12 @@ class PassReader:
 
         Raises CorruptTrace where a file is damaged.
         """
-        record = self.record.sites[site]
+        record = self.record.sites.get(site)
+        if record is None:
+            raise CorruptTrace(f"{self.folder}/pass.json does not know {site}")
         out = torch.empty(len(at), record.features, dtype=getattr(torch, record.dtype))
         for shard in np.unique(rows.shard[at]):
-            path = self.folder / f"values-{shard:05d}.safetensors"
+            path = self._checked / f"values-{shard:05d}.safetensors"
             here = np.flatnonzero(rows.shard[at] == shard)
             index = rows.index[at][here]
             low, high = int(index.min()), int(index.max()) + 1
@@ -140,9 +148,11 @@ class Trace:
     def weights(self) -> dict[str, Weight]:
         path = self.folder / "weights.parquet"
         try:
-            table = pq.read_table(path, schema=WEIGHTS_SCHEMA, page_checksum_verification=True)
-        except (OSError, pa.ArrowException) as error:
+            table = pq.read_table(path, page_checksum_verification=True)
+        except (OSError, ValueError, pa.ArrowException) as error:
             raise CorruptTrace(f"{path} cannot be read: {error}") from error
+        if not table.schema.equals(WEIGHTS_SCHEMA):
+            raise CorruptTrace(f"{path} has other columns than a table of weights")
         return {
             row["name"]: Weight(row["name"], tuple(row["shape"]), row["dtype"], row["digest"])
             for row in table.to_pylist()

@@ -6,10 +6,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlk_align.errors import CorruptTrace, TraceNotWritten
 from rlk_align.families import ModelShape
@@ -47,19 +47,27 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+DtypeName = Literal["bfloat16", "float16", "float32", "float64"]
+
+
 class SiteRecord(Record):
-    dtype: str
-    """The engine's own dtype of that site, e.g. `bfloat16`."""
-    features: int
-    rows: int
+    """A site of a pass."""
+
+    dtype: DtypeName
+    """The engine's own dtype of that site."""
+    features: Annotated[int, Field(gt=0)]
+    rows: Annotated[int, Field(ge=0)]
 
 
 class FileRecord(Record):
+    """A file as it was written."""
+
     size: int
     blake2b: str
 
     @classmethod
     def of(cls, path: Path) -> "FileRecord":
+        """Of the file as it is now."""
         return cls(size=path.stat().st_size, blake2b=file_digest(path))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import get_args
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 from rlk_align.digest import digest_rows, row_statistics
 from rlk_align.trace.schema import (
     ROWS_SCHEMA,
+    DtypeName,
     FileRecord,
     PassRecord,
     SiteRecord,
@@ -30,6 +32,11 @@ KeepValues = Callable[[str, np.ndarray, np.ndarray], np.ndarray]
 """(site, samples `[N]`, positions `[N]`) -> which rows keep their values, bool `[N]`."""
 
 Buffered = tuple[torch.Tensor, np.ndarray, np.ndarray]
+
+
+def _dtype_name(rows: torch.Tensor) -> DtypeName:
+    names = {getattr(torch, name): name for name in get_args(DtypeName)}
+    return names[rows.dtype]
 
 
 @contextmanager
@@ -156,7 +163,7 @@ class PassWriter:
         self._table.write_table(pa.Table.from_arrays(columns, schema=ROWS_SCHEMA))
         before = self._sites[site].rows if site in self._sites else 0
         self._sites[site] = SiteRecord(
-            dtype=str(rows.dtype).removeprefix("torch."),
+            dtype=_dtype_name(rows),
             features=rows.shape[1],
             rows=before + count,
         )

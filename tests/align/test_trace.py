@@ -30,7 +30,7 @@ from rlk_align.errors import CorruptTrace, TraceNotWritten
 from rlk_align.sites import model_sites
 from rlk_align.trace import writer as writing
 from rlk_align.trace.reader import PassReader, Trace
-from rlk_align.trace.schema import ROWS_SCHEMA, TraceRecord, load_record
+from rlk_align.trace.schema import ROWS_SCHEMA, FileRecord, TraceRecord, load_record
 from rlk_align.trace.writer import PassWriter
 
 VALUES = draw()
@@ -383,17 +383,17 @@ def test_a_table_with_other_columns_is_corrupt(folder: Path) -> None:
     path = folder / "rows.parquet"
     table = pq.read_table(path)
     pq.write_table(table.drop_columns(["norm"]), path)
-    size = path.stat().st_size
+    file = FileRecord.of(path).model_dump()
     with pytest.raises(CorruptTrace, match="columns"):
-        edited(folder, lambda r: r["files"]["rows.parquet"].update(size=size)).rows("embed")
+        edited(folder, lambda r: r["files"]["rows.parquet"].update(file)).rows("embed")
 
 
 def test_a_table_that_mixes_sites_is_corrupt(folder: Path) -> None:
     path = folder / "rows.parquet"
     pq.write_table(pq.read_table(path), path)
-    size = path.stat().st_size
+    file = FileRecord.of(path).model_dump()
     with pytest.raises(CorruptTrace, match="mixes sites"):
-        edited(folder, lambda r: r["files"]["rows.parquet"].update(size=size)).rows("embed")
+        edited(folder, lambda r: r["files"]["rows.parquet"].update(file)).rows("embed")
 
 
 def test_a_trace_is_its_record_tokens_weights_and_passes(tmp_path: Path) -> None:
