@@ -55,20 +55,13 @@ def run(engine: str, model: Path, prompts: Path, folder: Path) -> int:
         "import resource, sys\n"
         "from rlk_align.cli.main import main\n"
         "try: main()\n"
-        "finally: print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
+        "finally:\n"
+        "    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "    print('peak', peak, file=sys.stderr)"
     )
-    words = [
-        "compare",
-        "--model",
-        model,
-        "--prompts",
-        prompts,
-        "--rollout",
-        engine,
-        "--train",
-        engine,
-    ]
-    words += ["--max-new-tokens", NEW_TOKENS, "--run-dir", folder, "--edges", "prefill_vs_train"]
+    words = ["compare", "--model", model, "--prompts", prompts, "--run-dir", folder]
+    words += ["--rollout", engine, "--train", engine, "--edges", "prefill_vs_train"]
+    words += ["--max-new-tokens", NEW_TOKENS]
     done = subprocess.run(
         [sys.executable, "-c", measured, *map(str, words)], stderr=subprocess.PIPE, text=True
     )
