@@ -129,12 +129,13 @@ def _compare_site(
     if paired is None:
         return
     state.paired += len(paired.number)
+    same = _equal_rows(a, b, paired)
     equal = np.zeros(len(index), dtype=bool)
-    equal[paired.number] = paired.equal
+    equal[paired.number] = same
     inputs_equal = _inputs_equal(site, index, edge, state.equal, graph)
     state.equal[site.name] = equal
     noisy = cache.noisy(edge.first, site.name) | cache.noisy(edge.second, site.name)
-    differ = ~paired.equal
+    differ = ~same
     introduced = differ & inputs_equal[paired.number] & ~noisy[paired.number]
     values = _compare_values(a, b, site.name, paired, np.flatnonzero(differ), introduced)
     nonfinite = paired.nonfinite
@@ -167,6 +168,30 @@ def _compare_site(
     )
     if site.op == "logprob":
         state.metrics = _logprob_metrics(a, b, paired)
+
+
+def _equal_rows(a: PassReader, b: PassReader, paired: PairedSite) -> np.ndarray:
+    """Whether both rows are equal, bool `[N]`: by their bits or, where the engines compute in
+    other dtypes and the bits cannot agree, by the values that both sides keep."""
+    name = paired.site.name
+    records = a.record.sites[name], b.record.sites[name]
+    if records[0].dtype == records[1].dtype or records[0].features != records[1].features:
+        return paired.equal
+    equal = np.zeros(len(paired.number), dtype=bool)
+    rows = _valued(paired, np.arange(len(equal)))
+    step = max(1, BLOCK_ELEMENTS // records[0].features)
+    for start in range(0, len(rows), step):
+        part = rows[start : start + step]
+        x = a.values(name, paired.a, paired.a_at[part]).double()
+        y = b.values(name, paired.b, paired.b_at[part]).double()
+        equal[part] = (x == y).all(dim=1).numpy()
+    return equal
+
+
+def _valued(paired: PairedSite, rows: np.ndarray) -> np.ndarray:
+    """Of those rows, the ones whose values both sides keep."""
+    kept = (paired.a.shard[paired.a_at[rows]] >= 0) & (paired.b.shard[paired.b_at[rows]] >= 0)
+    return rows[kept]
 
 
 def _inputs_equal(
@@ -210,8 +235,7 @@ def _compare_values(
 ) -> ValueMetrics:
     """Metrics of the differing rows whose values both sides keep; memory stays bounded."""
     metrics = ValueMetrics()
-    kept = (paired.a.shard[paired.a_at[differ]] >= 0) & (paired.b.shard[paired.b_at[differ]] >= 0)
-    rows = differ[kept]
+    rows = _valued(paired, differ)
     if not len(rows):
         return metrics
     features = a.record.sites[site].features

@@ -7,7 +7,7 @@ set -euo pipefail
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
   { echo "setup: $PYTHON is older than Python 3.11; name another with PYTHON=..." >&2; exit 2; }
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
-pip() { "$VENV/bin/python" -m pip "$@" --quiet --disable-pip-version-check; }
+pip() { "$VENV/bin/python" -m pip "$@" -qq --disable-pip-version-check; }
 
 if [ "$GPU" = yes ]; then
   pip install -r requirements/gpu.txt

@@ -141,7 +141,9 @@ def hf_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Canonical parameters of a live HF model; biases as `layers.i.op.bias`."""
 
     def module_weights(name: str, module: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        yield name, module.weight.detach()
+        # A patch may have put something without a plain weight there: it is then missed by name.
+        if isinstance(getattr(module, "weight", None), torch.Tensor):
+            yield name, module.weight.detach()
         if getattr(module, "bias", None) is not None:
             yield f"{name}.bias", module.bias.detach()
 
@@ -167,8 +169,8 @@ def hf_attributes(model: Any) -> dict[str, Any]:
         "layers": len(layers),
         "hidden_size": model.model.embed_tokens.weight.shape[1],
         "vocab_size": model.model.embed_tokens.weight.shape[0],
-        **per_layer("heads", [a.q_proj.weight.shape[0] // a.head_dim for a in attention]),
-        **per_layer("kv_heads", [a.k_proj.weight.shape[0] // a.head_dim for a in attention]),
+        **per_layer("heads", [_heads(a.q_proj, a.head_dim) for a in attention]),
+        **per_layer("kv_heads", [_heads(a.k_proj, a.head_dim) for a in attention]),
         **per_layer("head_dim", [a.head_dim for a in attention]),
         **per_layer("attention_scale", [float(f"{a.scaling:.6g}") for a in attention]),
         **per_layer("sliding_window", [getattr(a, "sliding_window", None) for a in attention]),
@@ -186,8 +188,13 @@ def hf_attributes(model: Any) -> dict[str, Any]:
     }
 
 
+def _heads(projection: Any, head_dim: int) -> int | None:
+    width = getattr(projection, "out_features", None)
+    return None if width is None else width // head_dim
+
+
 def _activation(mlp: Any, dtype: torch.dtype) -> str:
-    device = mlp.up_proj.weight.device
+    device = next(mlp.parameters()).device
     return activation_name(lambda x: mlp.act_fn(x.to(device)).cpu(), dtype)
 
 

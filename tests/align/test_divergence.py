@@ -262,14 +262,15 @@ def test_values_that_were_not_kept_leave_the_proof(edge_of) -> None:
     assert (first.site, first.sample, first.position) == ("layers.0.up_proj", *SAMPLED)
 
 
-def test_an_operator_of_another_dtype_differs(edge_of) -> None:
+def test_an_operator_of_another_dtype_is_compared_by_value(edge_of) -> None:
     values = dict(VALUES)
     values["layers.0.act"] = VALUES["layers.0.act"].float()
+    assert edge_of(values).first_bitwise is None
+    values["layers.0.act"][3, 1] += 2.0**-20
     edge = edge_of(values)
-    assert edge.first_bitwise.site == "layers.0.act"
-    result = by_site(edge)["layers.0.act"]
-    assert result.introduced == len(all_cells())
-    assert result.max_abs == 0.0
+    first = edge.first_bitwise
+    assert (first.site, first.sample, first.position) == ("layers.0.act", *all_cells()[3])
+    assert by_site(edge)["layers.0.act"].introduced == 1
 
 
 def test_an_operator_of_another_width_is_a_result_and_no_crash(edge_of) -> None:

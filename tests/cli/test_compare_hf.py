@@ -180,3 +180,10 @@ def test_all_edges_and_a_rerun_that_resumes(compare: Cli, tmp_path: Path) -> Non
     fresh = compare(*args, "--fresh")
     assert "loading" in fresh.err
     assert fresh.verdict == done.verdict
+
+
+def test_a_side_in_another_dtype_is_compared_by_value(compare: Cli) -> None:
+    done = compare("--rollout", "hf:attn=eager", "--train", "hf:attn=eager,dtype=fp32", *EDGE)
+    assert done.verdict["precheck"]["weights"] == "equal", "the same checkpoint, widened"
+    assert done.verdict["contract"]["id"] == "bf16"
+    assert done.first == "layers.0.attn_norm", "the embedding has the same values in both"
