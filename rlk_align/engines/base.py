@@ -133,6 +133,18 @@ def activation_name(activation: Callable[[torch.Tensor], torch.Tensor], dtype: t
     return name if distance < 1e-2 else "unknown"
 
 
+def norm_eps(layer: Any) -> Any:
+    """The epsilon of a decoder layer's norms: one number, or one for each where they differ."""
+    norms = {
+        "attn_norm": layer.input_layernorm,
+        "mlp_norm": layer.post_attention_layernorm,
+        "q_norm": getattr(layer.self_attn, "q_norm", None),
+        "k_norm": getattr(layer.self_attn, "k_norm", None),
+    }
+    eps = {n: getattr(m, "variance_epsilon", None) for n, m in norms.items() if m is not None}
+    return next(iter(eps.values())) if len(set(eps.values())) == 1 else eps
+
+
 def rope_theta(inv_freq: torch.Tensor) -> float:
     """The base of an unscaled rotary embedding, from inv_freq_j = theta^(-2j/d)."""
     pairs = inv_freq.numel()

@@ -13,6 +13,7 @@ from rlk_align.engines.base import (
     Sampling,
     Tap,
     activation_name,
+    norm_eps,
     per_layer,
     rope_theta,
 )
@@ -177,7 +178,7 @@ def hf_attributes(model: Any) -> dict[str, Any]:
         "rope_type": rope["rope_type"],
         "rope_theta": rope_theta(rotary.inv_freq) if unscaled else float(rope["rope_theta"]),
         "rope_dim": 2 * rotary.inv_freq.numel(),
-        **per_layer("norm_eps", [_norm_eps(layer) for layer in layers]),
+        **per_layer("norm_eps", [norm_eps(layer) for layer in layers]),
         "final_norm_eps": model.model.norm.variance_epsilon,
         **per_layer("activation", [_activation(layer.mlp, dtype) for layer in layers]),
         "tie_word_embeddings": (
@@ -196,18 +197,6 @@ def _heads(projection: Any, head_dim: int) -> int | None:
 def _activation(mlp: Any, dtype: torch.dtype) -> str:
     device = next(mlp.parameters()).device
     return activation_name(lambda x: mlp.act_fn(x.to(device)).cpu(), dtype)
-
-
-def _norm_eps(layer: Any) -> Any:
-    """The epsilon of a layer's norms: one number, or one for each where they differ."""
-    norms = {
-        "attn_norm": layer.input_layernorm,
-        "mlp_norm": layer.post_attention_layernorm,
-        "q_norm": getattr(layer.self_attn, "q_norm", None),
-        "k_norm": getattr(layer.self_attn, "k_norm", None),
-    }
-    eps = {n: getattr(m, "variance_epsilon", None) for n, m in norms.items() if m is not None}
-    return next(iter(eps.values())) if len(set(eps.values())) == 1 else eps
 
 
 def _submodule(layer: Any, path: str) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rlk_align.config import EngineSpec
-from rlk_align.engines.base import Tap, activation_name, per_layer
+from rlk_align.engines.base import Tap, activation_name, norm_eps, per_layer
 from rlk_align.engines.patching import apply_patch
 from rlk_align.engines.vllm_taps import VLLMTaps
 from rlk_align.families import ModelShape
@@ -78,7 +78,7 @@ def vllm_attributes(model: Any) -> dict[str, Any]:
         "rope_type": config.rope_parameters["rope_type"],
         "rope_theta": float(f"{rotary.base:.5g}"),
         "rope_dim": rotary.rotary_dim,
-        **per_layer("norm_eps", [_norm_eps(layer) for layer in layers]),
+        **per_layer("norm_eps", [norm_eps(layer) for layer in layers]),
         "final_norm_eps": model.model.norm.variance_epsilon,
         **per_layer("activation", [_activation(layer.mlp, dtype) for layer in layers]),
         "tie_word_embeddings": bool(config.tie_word_embeddings),
@@ -90,17 +90,6 @@ def vllm_attributes(model: Any) -> dict[str, Any]:
 def _window(attention: Any) -> int | None:
     window = attention.sliding_window
     return None if window in (None, -1) else int(window)
-
-
-def _norm_eps(layer: Any) -> Any:
-    norms = {
-        "attn_norm": layer.input_layernorm,
-        "mlp_norm": layer.post_attention_layernorm,
-        "q_norm": getattr(layer.self_attn, "q_norm", None),
-        "k_norm": getattr(layer.self_attn, "k_norm", None),
-    }
-    eps = {n: getattr(m, "variance_epsilon", None) for n, m in norms.items() if m is not None}
-    return next(iter(eps.values())) if len(set(eps.values())) == 1 else eps
 
 
 def _activation(mlp: Any, dtype: torch.dtype) -> str:
