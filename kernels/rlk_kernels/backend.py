@@ -7,6 +7,7 @@ replaced. Every operator call is recorded when it executes, also below `torch.co
 of a CUDA graph is not a call and leaves no record.
 """
 
+import functools
 import os
 from collections import Counter
 
@@ -19,6 +20,16 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _calls: Counter[tuple[str, str]] = Counter()
 _last: dict[str, str] = {}
+
+
+@functools.cache
+def overlapping(device: torch.device) -> bool:
+    """Whether kernels on `device` start while the one before them ends (Hopper and newer).
+
+    Such a kernel waits for all of its predecessor's memory before it reads or writes anything, so
+    what overlaps is the start alone: it changes times and no bit.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def interpreting() -> bool:

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rlk_kernels.backend import interpreting
+from rlk_kernels.backend import interpreting, overlapping
 from rlk_kernels.exact import matmul_nt
 from rlk_kernels.tiles import Tile, tile_for
 
@@ -69,8 +69,12 @@ def _gemm_tma_kernel(
     a_desc, b_desc, b2_desc, c_desc, c2_desc, c_ptr, bias_ptr, M, N, K, stride_cm,
     TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, HAS_BIAS: tl.constexpr, TMA_STORE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BN2: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    SUBTILE: tl.constexpr, FLATTEN: tl.constexpr, SWAP: tl.constexpr,
+    SUBTILE: tl.constexpr, FLATTEN: tl.constexpr, SWAP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP > 0:
+        tl.extra.cuda.gdc_wait()
+    if OVERLAP == 1:
+        tl.extra.cuda.gdc_launch_dependents()
     tiles = tl.cdiv(M, BM) * tl.cdiv(N, BN + BN2)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
         tile_m, tile_n = _tile_position(tile, M, N, BM, BN + BN2, GROUP)
@@ -203,12 +207,13 @@ def gemm_triton(
             if tile.n2:
                 c2_desc = TensorDescriptor.from_tensor(out, [tile.m, tile.n2])
         # an fp32 output tile takes the shared memory of one stage more
+        overlap = tile.overlap if overlapping(a.device) else 0
         stages = tile.stages if out.element_size() == 2 else max(2, tile.stages - 1)
         _gemm_tma_kernel[(min(tiles, _processors(a.device)),)](
             a_desc, b_desc, b2_desc, c_desc, c2_desc, out, bias, m, n, k, out.stride(0),
             trans_a, trans_b, bias is not None, tma_store,
             tile.m, tile.n, tile.n2, tile.k, tile.group, tile.subtile, tile.flatten, tile.swap,
-            num_warps=tile.warps, num_stages=stages,
+            overlap, num_warps=tile.warps, num_stages=stages, launch_pdl=overlap > 0,
         )  # fmt: skip
         return out
     tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)

@@ -22,21 +22,21 @@ import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels import elementary
-from rlk_kernels.backend import choose, interpreting, record
+from rlk_kernels.backend import choose, interpreting, overlapping, record
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.exact import by_rows, tree_sum
 
-LEAF = 32
-"""Columns of a leaf of the tree: part of the order of the sum."""
-NODE = 256
-"""Columns of a node that one warp finishes; a power of two times LEAF, it changes no bit."""
+LEAF = 256
+"""Columns of a leaf of the tree, a power of two: part of the order of the sum."""
+COLUMNS, WARPS = 4096, 1
+"""Columns of a program, and its warps: they change no bit."""
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 def block_columns() -> int:
     """Columns of one program: a power of two, so a whole subtree; changes no bit."""
-    return 256 if interpreting() else 2048
+    return LEAF if interpreting() else COLUMNS
 
 
 def logp_ref(logits: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
@@ -59,13 +59,18 @@ def _add(a, b):
 
 
 @triton.jit
-def leaf_stats(z, ROWS: tl.constexpr, LEAVES: tl.constexpr, LEAF: tl.constexpr):
-    """(m, s)[ROWS, LEAVES] of z[ROWS, LEAVES * LEAF]; every sum is of two neighbours at a time."""
-    z = tl.reshape(z, (ROWS, LEAVES, LEAF))
-    m = tl.max(z, 2)
+def leaf_stats(
+    x, inverse, ROWS: tl.constexpr, LEAVES: tl.constexpr, LEAF: tl.constexpr, LOG_LEAF: tl.constexpr
+):
+    """(m, s)[ROWS, LEAVES] of z = x[ROWS, LEAVES * LEAF] * inverse; every sum is of two neighbours.
+
+    max x * inverse is max(x * inverse): a rounded product with a positive number keeps the order.
+    """
+    x = tl.reshape(x.to(tl.float32), (ROWS, LEAVES, LEAF))
+    m = tl.max(x, 2) * inverse
     safe = tl.where(m == float("-inf"), 0.0, m)
-    e = tl.exp2((z - safe[:, :, None]) * LOG2E)
-    for level in tl.static_range(5):  # LEAF == 32
+    e = tl.exp2((x * inverse - safe[:, :, None]) * LOG2E)
+    for level in tl.static_range(LOG_LEAF):
         e = tl.reduce(tl.reshape(e, (ROWS, LEAVES, LEAF >> (level + 1), 2)), 3, _add)
     return m, tl.reshape(e, (ROWS, LEAVES))
 
@@ -81,20 +86,20 @@ def tree_stats(m, s, ROWS: tl.constexpr, NODES: tl.constexpr, LEVELS: tl.constex
 
 
 @triton.jit
-def _logp_nodes_kernel(
+def _logp_leaves_kernel(
     x_ptr, stats_ptr, stride_t, V, nodes, inverse,
-    BLOCK: tl.constexpr, LEAF: tl.constexpr, LEVELS: tl.constexpr,
+    BLOCK: tl.constexpr, LEAF: tl.constexpr, LOG_LEAF: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """(m, s) of every node of LEAF << LEVELS columns: the part of the tree inside a warp."""
+    """(m, s) of every leaf."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     cols = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(x_ptr + row * stride_t + cols, mask=cols < V, other=float("-inf"))
-    z = x.to(tl.float32) * inverse
-    m, s = leaf_stats(z, 1, BLOCK // LEAF, LEAF)
-    m, s = tree_stats(m, s, 1, BLOCK // LEAF, LEVELS)
-    count: tl.constexpr = BLOCK // LEAF >> LEVELS
-    node = block * count + tl.arange(0, count)[None, :]
+    m, s = leaf_stats(x, inverse, 1, BLOCK // LEAF, LEAF, LOG_LEAF)
+    node = block * (BLOCK // LEAF) + tl.arange(0, BLOCK // LEAF)[None, :]
     at = stats_ptr + (row * nodes + node) * 2
     tl.store(at, m, mask=node < nodes)
     tl.store(at + 1, s, mask=node < nodes)
@@ -103,8 +108,11 @@ def _logp_nodes_kernel(
 @triton.jit
 def _logp_row_kernel(
     x_ptr, target_ptr, stats_ptr, logp_ptr, m_ptr, logs_ptr, stride_t, V, nodes, inverse,
-    LEVELS: tl.constexpr,
+    LEVELS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, 1 << LEVELS)[None, :]
     at = stats_ptr + (row * nodes + node) * 2
@@ -180,16 +188,17 @@ def _logp(
     inverse = _inverse(temperature, torch.float32)
     logp, m, log_s = (torch.empty(t, dtype=torch.float32, device=logits.device) for _ in range(3))
     block = block_columns()
-    nodes = triton.cdiv(v, NODE)
+    nodes = triton.cdiv(v, LEAF)
+    overlap = overlapping(logits.device)
     stats = torch.empty(t, nodes, 2, dtype=torch.float32, device=logits.device)
     if t:
-        _logp_nodes_kernel[(t, triton.cdiv(v, block))](
+        _logp_leaves_kernel[(t, triton.cdiv(v, block))](
             logits, stats, logits.stride(0), v, nodes, inverse, block, LEAF,
-            _levels(NODE // LEAF), num_warps=1,
+            _levels(LEAF), overlap, num_warps=WARPS, launch_pdl=overlap,
         )  # fmt: skip
         _logp_row_kernel[(t,)](
             logits, target, stats, logp, m, log_s, logits.stride(0), v, nodes, inverse,
-            _levels(nodes), num_warps=4,
+            _levels(nodes), overlap, num_warps=4, launch_pdl=overlap,
         )  # fmt: skip
     return logp, m, log_s
 

@@ -19,11 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlk_kernels.backend import choose, record
+from rlk_kernels.backend import choose, overlapping, record
 from rlk_kernels.elementary import sin_cos
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 
-HEADS_AT_A_TIME = 8
+HEADS_AT_A_TIME = 32
 MANY_TOKENS = 2048
 """From here on a program walks all heads of its token, and computes its angles once."""
 
@@ -47,8 +47,11 @@ def rope_ref(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 def _rope_kernel(
     x_ptr, y_ptr, pos_ptr, freq_ptr, stride_t, stride_h, sign, H, STEPS,
     D: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, TAIL: tl.constexpr, HEADS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, ROUND: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ROUND: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, RP)
     angle = tl.load(pos_ptr + token).to(tl.float32) * tl.load(freq_ptr + i, mask=i < R, other=0.0)
@@ -79,12 +82,14 @@ def _rope_triton(x, positions, frequency, sign, round_to, interleaved):
     tail = triton.next_power_of_2(d - 2 * r) if d > 2 * r else 0
     dtypes = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     if t and h:
-        groups = triton.cdiv(h, HEADS_AT_A_TIME)
+        heads = min(HEADS_AT_A_TIME, triton.next_power_of_2(h)) if t >= MANY_TOKENS else 8
+        overlap = overlapping(x.device)
+        groups = triton.cdiv(h, heads)
         steps = groups if t >= MANY_TOKENS else 1
         _rope_kernel[(t, groups // steps)](
             x, y, positions, frequency, x.stride(0), x.stride(1), sign, h, steps, d, r,
-            triton.next_power_of_2(r), tail, HEADS_AT_A_TIME, interleaved, dtypes[round_to],
-            num_warps=2,
+            triton.next_power_of_2(r), tail, heads, interleaved, dtypes[round_to], overlap,
+            num_warps=2, launch_pdl=overlap,
         )  # fmt: skip
     return y
 

@@ -51,6 +51,23 @@ def test_prefill_equals_paged_decode_and_every_chunking(dtype, shape, window):
             assert torch.equal(out, whole[rows]), (chunk, end)
 
 
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_chunked_at_every_boundary(dtype, window):
+    n = 1100  # crosses a chunk of 1024 keys
+    q, k, v, cu_q, cu_k = packed([n], [n], 8, 2, 128, dtype, "cuda")
+    whole = rk.attention(q, k, v, cu_q, cu_k, window=window)
+    k_cache, v_cache, table, context = paged_cache(k, v, cu_k, page=16)
+    for cut in range(1, n):
+        first, second = (torch.tensor([0, m], device="cuda") for m in (cut, n - cut))
+        head = rk.attention(q[:cut], k[:cut], v[:cut], first, first, window=window)
+        rest = rk.paged_attention(
+            q[cut:], k_cache, v_cache, table, context, cu_seqlens_q=second, window=window
+        )
+        assert torch.equal(head, whole[:cut]), cut
+        assert torch.equal(rest, whole[cut:]), cut
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scheduling_changes_no_bit(dtype):
     args = packed([100, 1300, 1], [100, 2500, 3000], 8, 2, 128, dtype, "cuda")

@@ -9,6 +9,7 @@ from rlk_kernels import cornerstone, gemm, tiles
 DEVICE = "cuda"
 NAMES = list(row_operators(torch.float32, "cpu"))
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+GRADIENTS = ["linear", "rms_norm", "rope", "rope_interleaved", "swiglu", "embedding", "logp"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
@@ -77,6 +78,46 @@ def test_linear_at_aligned_sizes_uses_tma_and_stays_invariant(n):
             assert torch.equal(rk.linear(x[first : first + m], w), whole[first : first + m]), m
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_cut_at_every_boundary_keep_their_bits(name):
+    op = row_operators(torch.bfloat16, DEVICE, size=256)[name]
+    rows = op.make(300)
+    whole = op.run(*rows, backend="triton")
+    for cut in range(1, 300):
+        head = op.run(*(x[:cut] for x in rows), backend="triton")
+        rest = op.run(*(x[cut:] for x in rows), backend="triton")
+        assert torch.equal(torch.cat([head, rest]), whole), cut
+
+
+def test_kernels_that_start_before_their_predecessor_ends_wait_for_its_memory():
+    rk.warm_up(DEVICE)
+    w = rand(1024, 1024, dtype=torch.bfloat16, device=DEVICE, seed=1, scale=1 / 32)
+    gain = torch.ones(1024, dtype=torch.bfloat16, device=DEVICE)
+    positions = torch.arange(2100, device=DEVICE)
+
+    def chain(x, wait):
+        for _ in range(20):
+            x = rk.linear(x, w)
+            wait()
+            x = rk.rope(x.view(-1, 8, 128), x.view(-1, 8, 128), positions[: len(x)], theta=1e4)[0]
+            wait()
+            x = rk.rms_norm(x.reshape(-1, 1024), gain, 1e-6)
+            wait()
+        return x, rk.logp(x, positions[: len(x)] % 1024)
+
+    for m in (1, 64, 2100):
+        x = rand(m, 1024, dtype=torch.bfloat16, device=DEVICE, seed=m)
+        expected = chain(x, torch.cuda.synchronize)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = chain(x, lambda: None)
+        for _ in range(5):
+            eager = chain(x, lambda: None)
+            graph.replay()
+            for got in (eager, captured):
+                assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), m
+
+
 def gradients(name, dtype, size=384, m=257):
     device = DEVICE
     r = lambda *s, seed: rand(*s, dtype=dtype, device=device, seed=seed).requires_grad_()  # noqa: E731
@@ -96,6 +137,25 @@ def gradients(name, dtype, size=384, m=257):
 
         def truth(g, u):
             return torch.nn.functional.silu(g) * u
+    elif name in ("rope", "rope_interleaved"):
+        interleaved = name == "rope_interleaved"
+        positions = torch.randint(0, 30000, (m,), generator=torch.Generator().manual_seed(5)).cuda()
+        leaves = r(m, 6, 64, seed=1), r(m, 2, 64, seed=2)
+        out = rk.rope(
+            *leaves, positions, theta=1e4, rotary_dim=48, interleaved=interleaved, backend="triton"
+        )
+        out = torch.cat(out, 1)
+
+        def truth(q, k):
+            x = torch.cat([q, k], 1)
+            frequency = 1e4 ** -(torch.arange(0, 48, 2, dtype=torch.float64, device=device) / 48)
+            angle = (positions.float()[:, None] * frequency.float()).double()[:, None]
+            c, s = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+            x, rest = x[..., :48], x[..., 48:]
+            a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+            pair = [a * c - b * s, b * c + a * s]
+            y = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+            return torch.cat([y, rest], -1)
     elif name == "embedding":
         ids = torch.randint(0, 40, (m,), generator=torch.Generator().manual_seed(5)).to(device)
         leaves = (r(40, size, seed=1),)
@@ -124,7 +184,7 @@ def gradients(name, dtype, size=384, m=257):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["linear", "rms_norm", "swiglu", "embedding", "logp"])
+@pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_are_right_and_the_same_in_20_runs(name, dtype):
     runs, exact, own = gradients(name, dtype)
     for grads in runs[1:]:
