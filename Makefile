@@ -25,9 +25,11 @@ $(STAMP): pyproject.toml requirements/cpu.txt requirements/gpu.txt scripts/setup
 demo: setup
 	$(BIN)/rlk-align compare --run-dir rlk-runs/demo $(DEMO) || [ $$? -eq 1 ]
 
-# Tests with the real engines; a missing one fails instead of skipping.
+# Tests with the real engines; a missing one fails instead of skipping. Two files at a time, each
+# process with one thread: most of the time goes into starting engines.
 test: setup
-	RLK_REQUIRE_ENGINES=vllm TRITON_INTERPRET=1 $(BIN)/python -m pytest $(TEST)
+	RLK_REQUIRE_ENGINES=vllm TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
+	  $(BIN)/python -m pytest -n 2 --dist loadfile $(TEST)
 
 check: setup
 	$(BIN)/ruff check .
