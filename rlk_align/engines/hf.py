@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from rlk_align.engines.base import (
     Engine,
@@ -47,7 +48,7 @@ class HFEngine(Engine):
                 attn_implementation=attention,
                 local_files_only=True,
             )
-        except (OSError, ValueError, ImportError, RuntimeError) as error:
+        except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
             raise ModelError(f"transformers could not load {self.model_path}: {error}") from error
         self.model.to(self.device).eval()
         apply_patch(self.spec, self.model)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from rlk_align.engines import vllm_worker
 from rlk_align.engines.base import Engine, PassResult, Progress, Sampling, Tap
@@ -56,7 +57,7 @@ class VLLMEngine(Engine):
                 disable_log_stats=True,
                 **{k: options[k] for k in passed if k in options},
             )
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, SafetensorError) as error:
             raise ModelError(f"vLLM could not load {self.model_path}: {error}") from error
         self._rpc("rlk_patch")
 
