@@ -1,10 +1,11 @@
 """What observing costs, and what the parent needs: a 30 M parameter random model, 64 x 512 tokens.
 
-    python scripts/bench_capture.py [--engine hf] [--sequences 64] [--out reports/capture]
+    python scripts/bench_capture.py [--sequences 64] [--out reports/capture]
 
-Compares an engine with itself, in processes as a user would start them, and writes OUT.json and
-OUT.md: wall time of each pass with taps and without, bytes of trace, and the parent's peak memory
-(ru_maxrss of the `rlk-align` process itself, workers not included).
+Compares HF eager with HF sdpa, which differ from layer 0 on, so that nearly every value is read;
+in processes as a user would start them. Writes OUT.json and OUT.md: wall time of each pass with
+taps and without, bytes of trace, and the parent's peak memory (ru_maxrss of the `rlk-align`
+process itself, workers not included).
 """
 
 import argparse
@@ -22,6 +23,7 @@ import torch
 from rlk_align.data import data_path
 
 PROMPT_TOKENS, NEW_TOKENS = 480, 32
+ENGINES = ("hf:attn=eager", "hf:attn=sdpa")
 
 
 def make_model(folder: Path) -> int:
@@ -49,8 +51,8 @@ def make_model(folder: Path) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def run(engine: str, model: Path, prompts: Path, folder: Path) -> int:
-    """`rlk-align compare` of the engine with itself; returns the parent's peak memory in bytes."""
+def run(model: Path, prompts: Path, folder: Path) -> int:
+    """`rlk-align compare` of the two engines; returns the parent's peak memory in bytes."""
     measured = (
         "import resource, sys\n"
         "from rlk_align.cli.main import main\n"
@@ -60,7 +62,7 @@ def run(engine: str, model: Path, prompts: Path, folder: Path) -> int:
         "    print('peak', peak, file=sys.stderr)"
     )
     words = ["compare", "--model", model, "--prompts", prompts, "--run-dir", folder]
-    words += ["--rollout", engine, "--train", engine, "--edges", "prefill_vs_train"]
+    words += ["--rollout", ENGINES[0], "--train", ENGINES[1], "--edges", "prefill_vs_train"]
     words += ["--max-new-tokens", NEW_TOKENS]
     done = subprocess.run(
         [sys.executable, "-c", measured, *map(str, words)], stderr=subprocess.PIPE, text=True
@@ -90,7 +92,6 @@ def passes(folder: Path) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--engine", default="hf")
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--out", type=Path, default=Path("reports/capture"))
     args = parser.parse_args()
@@ -101,10 +102,10 @@ def main() -> None:
         prompts = work / "prompts.jsonl"
         rows = [[rng.randrange(8192) for _ in range(PROMPT_TOKENS)] for _ in range(args.sequences)]
         prompts.write_text("".join(json.dumps({"ids": ids}) + "\n" for ids in rows))
-        peak = run(args.engine, work / "model", prompts, work / "run")
+        peak = run(work / "model", prompts, work / "run")
         result = {
-            "command": f"python scripts/bench_capture.py --engine {args.engine}"
-            f" --sequences {args.sequences}",
+            "command": f"python scripts/bench_capture.py --sequences {args.sequences}",
+            "engines": ENGINES,
             "machine": f"{platform.machine()}, {torch.get_num_threads()} threads,"
             f" {torch.backends.cpu.get_cpu_capability()}",
             "versions": f"python {platform.python_version()}, torch {torch.__version__}",
@@ -123,7 +124,7 @@ def table(r: dict) -> str:
         "# What observing costs",
         "",
         f"{r['parameters'] / 1e6:.1f} M parameters (random, bf16), {r['tokens']:,} tokens; "
-        f"{r['machine']}; {r['versions']}.",
+        f"{r['engines'][0]} against {r['engines'][1]}; {r['machine']}; {r['versions']}.",
         "",
         f"Command: `{r['command']}`",
         "",
