@@ -26,8 +26,6 @@ class EngineInfo:
     """The Python package it needs; empty for none."""
     install: str = ""
     """How to get that package."""
-    samples: bool = True
-    """Whether it can be the rollout engine."""
     options: dict[str, type] = field(default_factory=dict)
     """Options of its own, beside the ones that every engine takes."""
 
