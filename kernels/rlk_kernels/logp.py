@@ -1,16 +1,14 @@
 """logp: log-probability of one token per row of logits.
 
     z[v]  = fp32(logits[t, v]) * fp32(1 / temperature)                    fp32, one rounding
-    logp  = (z[target] - m) - log(s)       m = max_v z[v],  s = sum_v exp(z[v] - m)
+    logp  = log(exp(z[target]) / sum_v exp(z[v]))
 
-Reduction order: columns in aligned leaves of LEAF; a leaf's (m, s) takes its sum as a binary tree
-of neighbours; leaves are merged in one binary tree of neighbours over the whole row, with
-    (m1, s1) + (m2, s2) = (m, s1 exp(m1 - m) + s2 exp(m2 - m)),  m = max(m1, m2)
-Missing columns are (-inf, 0). The tree depends on nothing but the column's index, so that aligned
-shards of a vocabulary can be merged later to the same bits, and a fused kernel can build it tile
-by tile. torch backend: the exact maximum, and the sum by halves over the row; fp64.
+Reduction order: the binary tree of `lse_tree.py` over the columns, from leaves of 16. A program
+takes a block of columns, a whole subtree, and its node is written; blocks are merged by the same
+tree. With (n, s) of the row, logp = (y - log2 s) log(2), y = z[target] log2(e) - n.
+torch backend: the same tree in fp64, in natural units. The bits are those of `linear_logp`.
 
-Gradient: dlogits[v] = round( g / temperature * ([v == target] - exp((z[v] - m) - log s)) ), fp32.
+Gradient: dlogits[v] = round( g / temperature * ([v == target] - p[v]) ), p in fp32.
 A negative target (ignored tokens) gives logp 0 and no gradient.
 
 T = rows   V = vocabulary
@@ -24,19 +22,25 @@ from torch import Tensor
 from rlk_kernels import elementary
 from rlk_kernels.backend import choose, interpreting, overlapping, record
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
-from rlk_kernels.exact import by_rows, tree_sum
+from rlk_kernels.exact import by_rows
+from rlk_kernels.lse_tree import (
+    LEAF,
+    LN2,
+    NO_COLUMNS,
+    block_portable,
+    leaf_stats,
+    levels,
+    merge_neighbours,
+    scaled,
+)
 
-LEAF = 256
-"""Columns of a leaf of the tree, a power of two: part of the order of the sum."""
 COLUMNS, WARPS = 4096, 1
 """Columns of a program, and its warps: they change no bit."""
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 def block_columns() -> int:
     """Columns of one program: a power of two, so a whole subtree; changes no bit."""
-    return LEAF if interpreting() else COLUMNS
+    return 256 if interpreting() else COLUMNS
 
 
 def logp_ref(logits: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
@@ -46,51 +50,11 @@ def logp_ref(logits: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor
 
 
 @triton.jit
-def merge_stats(m1, s1, m2, s2):
-    """Two nodes of the tree made one; (-inf, 0) is neutral."""
-    m = tl.maximum(m1, m2)
-    safe = tl.where(m == float("-inf"), 0.0, m)
-    return m, s1 * tl.exp2((m1 - safe) * LOG2E) + s2 * tl.exp2((m2 - safe) * LOG2E)
-
-
-@triton.jit
-def _add(a, b):
-    return a + b
-
-
-@triton.jit
-def leaf_stats(
-    x, inverse, ROWS: tl.constexpr, LEAVES: tl.constexpr, LEAF: tl.constexpr, LOG_LEAF: tl.constexpr
-):
-    """(m, s)[ROWS, LEAVES] of z = x[ROWS, LEAVES * LEAF] * inverse; every sum is of two neighbours.
-
-    max x * inverse is max(x * inverse): a rounded product with a positive number keeps the order.
-    """
-    x = tl.reshape(x.to(tl.float32), (ROWS, LEAVES, LEAF))
-    m = tl.max(x, 2) * inverse
-    safe = tl.where(m == float("-inf"), 0.0, m)
-    e = tl.exp2((x * inverse - safe[:, :, None]) * LOG2E)
-    for level in tl.static_range(LOG_LEAF):
-        e = tl.reduce(tl.reshape(e, (ROWS, LEAVES, LEAF >> (level + 1), 2)), 3, _add)
-    return m, tl.reshape(e, (ROWS, LEAVES))
-
-
-@triton.jit
-def tree_stats(m, s, ROWS: tl.constexpr, NODES: tl.constexpr, LEVELS: tl.constexpr):
-    """(m, s)[ROWS, NODES] with neighbours merged LEVELS times: [ROWS, NODES >> LEVELS]."""
-    for level in tl.static_range(LEVELS):
-        m = tl.reshape(m, (ROWS, NODES >> (level + 1), 2))
-        s = tl.reshape(s, (ROWS, NODES >> (level + 1), 2))
-        m, s = tl.reduce((m, s), 2, merge_stats)
-    return tl.reshape(m, (ROWS, NODES >> LEVELS)), tl.reshape(s, (ROWS, NODES >> LEVELS))
-
-
-@triton.jit
-def _logp_leaves_kernel(
+def _logp_blocks_kernel(
     x_ptr, stats_ptr, stride_t, V, nodes, inverse,
-    BLOCK: tl.constexpr, LEAF: tl.constexpr, LOG_LEAF: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, LEAVES: tl.constexpr, LEVELS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """(m, s) of every leaf."""
+    """(n, s) of every block of columns."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -98,16 +62,16 @@ def _logp_leaves_kernel(
     block = tl.program_id(1)
     cols = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(x_ptr + row * stride_t + cols, mask=cols < V, other=float("-inf"))
-    m, s = leaf_stats(x, inverse, 1, BLOCK // LEAF, LEAF, LOG_LEAF)
-    node = block * (BLOCK // LEAF) + tl.arange(0, BLOCK // LEAF)[None, :]
-    at = stats_ptr + (row * nodes + node) * 2
-    tl.store(at, m, mask=node < nodes)
-    tl.store(at + 1, s, mask=node < nodes)
+    n, s, u, _ = leaf_stats(x.to(tl.float32) * inverse, 1, LEAVES, False)
+    n, s, u = merge_neighbours(n, s, u, 1, LEAVES, LEVELS, False)
+    at = stats_ptr + (row * nodes + block) * 2 + tl.zeros((1, 1), tl.int32)
+    tl.store(at, n)
+    tl.store(at + 1, s)
 
 
 @triton.jit
 def _logp_row_kernel(
-    x_ptr, target_ptr, stats_ptr, logp_ptr, m_ptr, logs_ptr, stride_t, V, nodes, inverse,
+    x_ptr, target_ptr, stats_ptr, logp_ptr, n_ptr, logs_ptr, stride_t, V, nodes, inverse,
     LEVELS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
@@ -116,26 +80,24 @@ def _logp_row_kernel(
     row = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, 1 << LEVELS)[None, :]
     at = stats_ptr + (row * nodes + node) * 2
-    m = tl.load(at, mask=node < nodes, other=float("-inf"))
+    n = tl.load(at, mask=node < nodes, other=NO_COLUMNS)
     s = tl.load(at + 1, mask=node < nodes, other=0.0)
-    m, s = tree_stats(m, s, 1, 1 << LEVELS, LEVELS)
-    m = tl.reshape(m, (1,))
-    s = tl.reshape(s, (1,))
-    log_s = tl.log2(s) * LN2
+    n, s, _ = merge_neighbours(n, s, s, 1, 1 << LEVELS, LEVELS, False)
+    n = tl.reshape(n, (1,))
+    log_s = tl.log2(tl.reshape(s, (1,)))
     target = tl.load(target_ptr + row).to(tl.int64)
     inside = (target >= 0) & (target < V)
     x = tl.load(x_ptr + row * stride_t + target, mask=inside, other=float("nan"))
-    z = x.to(tl.float32) * inverse
-    logp = tl.where(target < 0, 0.0, (z - m) - log_s)
+    logp = (scaled(x.to(tl.float32) * inverse, n) - log_s) * LN2
     here = row + tl.zeros((1,), tl.int64)
-    tl.store(logp_ptr + here, logp)
-    tl.store(m_ptr + here, m)
+    tl.store(logp_ptr + here, tl.where(target < 0, 0.0, logp))
+    tl.store(n_ptr + here, n)
     tl.store(logs_ptr + here, log_s)
 
 
 @triton.jit
 def _logp_bwd_kernel(
-    x_ptr, target_ptr, m_ptr, logs_ptr, g_ptr, dx_ptr, stride_t, V, inverse,
+    x_ptr, target_ptr, n_ptr, logs_ptr, g_ptr, dx_ptr, stride_t, V, inverse,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -143,15 +105,11 @@ def _logp_bwd_kernel(
     target = tl.load(target_ptr + row)
     x = tl.load(x_ptr + row * stride_t + cols, mask=cols < V, other=float("-inf"))
     z = x.to(tl.float32) * inverse
-    p = tl.exp2(((z - tl.load(m_ptr + row)) - tl.load(logs_ptr + row)) * LOG2E)
+    p = tl.exp2(scaled(z, tl.load(n_ptr + row)) - tl.load(logs_ptr + row))
     g = tl.load(g_ptr + row) * inverse
     dx = g * (tl.where(cols == target, 1.0, 0.0) - p)
     dx = tl.where(target < 0, 0.0, dx)
     tl.store(dx_ptr + row * V + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < V)
-
-
-def _levels(nodes: int) -> int:
-    return (nodes - 1).bit_length()
 
 
 def _inverse(temperature: float, dtype: torch.dtype) -> float:
@@ -161,11 +119,11 @@ def _inverse(temperature: float, dtype: torch.dtype) -> float:
 def _forward_portable(logits, target, temperature):
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     z = (logits.to(wide) * _inverse(temperature, wide)).double()
-    m = z.amax(-1, keepdim=True)
-    log_s = elementary.log(tree_sum(elementary.exp(z - m)))
-    chosen = z.gather(-1, target.long().clamp(min=0)[:, None])
-    logp = torch.where(target < 0, 0.0, ((chosen - m) - log_s).squeeze(-1))
-    return logp.to(wide), m.squeeze(-1), log_s.squeeze(-1)
+    m, s = block_portable(z)
+    log_s = elementary.log(s)
+    chosen = z.gather(-1, target.long().clamp(min=0)[:, None]).squeeze(-1)
+    logp = torch.where(target < 0, 0.0, (chosen - m) - log_s)
+    return logp.to(wide), m, log_s
 
 
 def _backward_portable(logits, target, m, log_s, g, temperature):
@@ -188,17 +146,17 @@ def _logp(
     inverse = _inverse(temperature, torch.float32)
     logp, m, log_s = (torch.empty(t, dtype=torch.float32, device=logits.device) for _ in range(3))
     block = block_columns()
-    nodes = triton.cdiv(v, LEAF)
+    nodes = triton.cdiv(v, block)
     overlap = overlapping(logits.device)
     stats = torch.empty(t, nodes, 2, dtype=torch.float32, device=logits.device)
     if t:
-        _logp_leaves_kernel[(t, triton.cdiv(v, block))](
-            logits, stats, logits.stride(0), v, nodes, inverse, block, LEAF,
-            _levels(LEAF), overlap, num_warps=WARPS, launch_pdl=overlap,
+        _logp_blocks_kernel[(t, nodes)](
+            logits, stats, logits.stride(0), v, nodes, inverse, block, block // LEAF,
+            levels(block // LEAF), overlap, num_warps=WARPS, launch_pdl=overlap,
         )  # fmt: skip
         _logp_row_kernel[(t,)](
             logits, target, stats, logp, m, log_s, logits.stride(0), v, nodes, inverse,
-            _levels(nodes), overlap, num_warps=4, launch_pdl=overlap,
+            levels(nodes), overlap, num_warps=1, launch_pdl=overlap,
         )  # fmt: skip
     return logp, m, log_s
 
