@@ -1,0 +1,112 @@
+"""Layouts against fusing and cutting done by hand."""
+
+import pytest
+import torch
+
+from rlk_align.engines.megatron_layout import (
+    Layout,
+    even,
+    grouped_qkv,
+    kv_heads,
+    padded_vocab,
+    side_by_side,
+    vocabulary,
+)
+from rlk_align.families import ModelShape
+
+QKV = ("q", "k", "v")
+
+
+def shape(heads: int = 8, kv: int = 4, head_dim: int = 4, vocab: int = 101) -> ModelShape:
+    return ModelShape(
+        model_type="llama",
+        layers=1,
+        hidden=heads * head_dim,
+        heads=heads,
+        kv_heads=kv,
+        head_dim=head_dim,
+        intermediate=24,
+        vocab=vocab,
+        context=32,
+        dtype="float32",
+    )
+
+
+def fused_by_hand(s: ModelShape) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """q, k, v of distinct rows, and Megatron's order of them: group after group, q q k v."""
+    width, per_group = s.head_dim, s.heads // s.kv_heads
+    rows = torch.arange((s.heads + 2 * s.kv_heads) * width).float()[:, None]
+    q, k, v = rows.split([s.heads * width, s.kv_heads * width, s.kv_heads * width])
+    fused = []
+    for group in range(s.kv_heads):
+        fused += [q.view(s.heads, width, 1)[group * per_group + h] for h in range(per_group)]
+        fused += [k.view(s.kv_heads, width, 1)[group], v.view(s.kv_heads, width, 1)[group]]
+    return {"q": q, "k": k, "v": v}, torch.cat(fused)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv", "tp"),
+    [(8, 4, 1), (8, 4, 2), (8, 4, 4), (8, 4, 8), (8, 2, 8), (8, 8, 8), (8, 1, 2), (6, 3, 3)],
+)
+def test_grouped_qkv_comes_apart_whole(heads: int, kv: int, tp: int) -> None:
+    s = shape(heads, kv)
+    parts, fused = fused_by_hand(s)
+    layout = grouped_qkv(s, tp, QKV)
+    local = fused.chunk(tp)
+    assert len(local) == tp
+    for op in QKV:
+        assert torch.equal(layout.assemble(op, local, 0), parts[op])
+
+
+def test_a_wrong_order_of_ranks_is_no_whole() -> None:
+    parts, fused = fused_by_hand(shape())
+    first, second = fused.chunk(2)
+    layout = grouped_qkv(shape(), 2, QKV)
+    assert not torch.equal(layout.assemble("q", [second, first], 0), parts["q"])
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("vocab", [96, 97, 101, 3])
+def test_vocabulary_with_padding(tp: int, vocab: int) -> None:
+    s = shape(vocab=vocab)
+    size = padded_vocab(vocab, tp)
+    assert size % tp == 0
+    assert vocab <= size < vocab + tp
+    rows = torch.arange(size)
+    whole = vocabulary("embed", s, tp).assemble("embed", rows.chunk(tp), 0)
+    assert torch.equal(whole, rows[:vocab])
+
+
+def test_gate_and_up_lie_side_by_side_on_each_rank() -> None:
+    gate, up = torch.arange(8), torch.arange(100, 108)
+    local = [torch.cat([g, u]) for g, u in zip(gate.chunk(2), up.chunk(2), strict=True)]
+    layout = side_by_side(("gate", "up"), 8, 2)
+    assert torch.equal(layout.assemble("gate", local, 0), gate)
+    assert torch.equal(layout.assemble("up", local, 0), up)
+
+
+def test_fewer_heads_than_ranks_are_taken_once() -> None:
+    s = shape(heads=8, kv=2)
+    heads = torch.arange(2 * s.head_dim)
+    copies = [heads[: s.head_dim]] * 2 + [heads[s.head_dim :]] * 2
+    assert torch.equal(kv_heads("k", s, 4).assemble("k", copies, 0), heads)
+
+
+def held(layout: Layout, op: str, dim: int) -> list[tuple[int, int, int]]:
+    return [(s.rank, s.start, s.stop) for s in layout.shards(op, dim)]
+
+
+def test_shards_name_who_holds_what() -> None:
+    assert held(even("o", 8, 2), "o", 1) == [(0, 0, 4), (1, 4, 8)]
+    assert held(even("o", 8, 1), "o", 1) == []
+    assert held(vocabulary("embed", shape(vocab=3), 4), "embed", 0) == [
+        (0, 0, 1),
+        (1, 1, 2),
+        (2, 2, 3),
+    ]
+    # Two groups of two q heads on each rank: one run of rows.
+    assert held(grouped_qkv(shape(), 2, QKV), "q", 0) == [(0, 0, 16), (1, 16, 32)]
+    # Three of four: q0 q1 | k0 on ranks 0 and 1, a group being four heads.
+    cut = grouped_qkv(shape(heads=4, kv=2), 4, QKV)
+    assert held(cut, "q", 0) == [(0, 0, 8), (2, 8, 16)]
+    assert held(cut, "k", 0) == [(1, 0, 4), (3, 4, 8)]
