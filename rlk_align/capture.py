@@ -14,7 +14,9 @@ from typing import Any
 import rlk_align
 from rlk_align.config import CaptureRequest, Report, fingerprint, fingerprint_files, resolve_model
 from rlk_align.engines import require_installed
-from rlk_align.engines.job import Job
+from rlk_align.engines.heartbeat import ALIVE, pulses, stuck
+from rlk_align.engines.job import Job, last_lines
+from rlk_align.engines.launch import death
 from rlk_align.errors import ERRORS, BadOption, EngineFailed, Interrupted
 from rlk_align.prompts import load_prompts, save_prompts
 from rlk_align.run import Run
@@ -22,6 +24,8 @@ from rlk_align.trace.reader import Trace
 from rlk_align.trace.schema import writing
 
 CONTROL_VARIANTS = ("untapped", "repeat")
+TIMEOUT = 600.0
+"""Seconds after which an engine that stands still is given up, unless its spec says otherwise."""
 
 
 def capture(
@@ -80,7 +84,7 @@ def _key(request: CaptureRequest, model: Path, tokens: Path | None) -> str:
     patch = request.engine.options.get("patch")
     return fingerprint(
         rlk_align.__version__,
-        str(request.engine),
+        str(request.engine.computed),
         _versions(request),
         fingerprint_files(model),
         request.prompts.read_bytes().hex() if request.prompts.is_file() else None,
@@ -94,7 +98,7 @@ def _versions(request: CaptureRequest) -> list[str]:
     """Of this interpreter's packages; another interpreter is known by its path alone."""
     if "python" in request.engine.options:
         return []
-    names = {"torch", "transformers", request.engine.info.package}
+    names = {"torch", "transformers", request.engine.info.package.partition(".")[0]}
     found = []
     for name in sorted(names - {""}):
         distributions = importlib.metadata.packages_distributions().get(name, [name])
@@ -117,6 +121,7 @@ def _job(
 ) -> Job:
     return Job(
         engine=str(request.engine),
+        timeout=float(request.engine.options.get("timeout", TIMEOUT)),
         model=model,
         folder=folder.resolve(),
         prompts=request.prompts.resolve(),
@@ -134,6 +139,7 @@ def _run_worker(job: Job, python: Any, report: Report) -> None:
     events, log = job.folder / "events.jsonl", job.folder / "worker.log"
     with writing(job.folder):
         events.unlink(missing_ok=True)
+        shutil.rmtree(job.folder / ALIVE, ignore_errors=True)
         kept = job.folder / "prompts.jsonl"
         if job.prompts != kept:
             save_prompts(load_prompts(job.prompts), kept)
@@ -158,7 +164,7 @@ def _run_worker(job: Job, python: Any, report: Report) -> None:
     except OSError as error:
         raise BadOption(f"python={interpreter} cannot be started: {error}") from error
     try:
-        failure = _follow(worker, events, report)
+        failure = _follow(worker, job, events, report)
     except KeyboardInterrupt as error:
         raise Interrupted(
             f"interrupted; what {job.engine} had finished is kept in {job.folder}",
@@ -166,19 +172,25 @@ def _run_worker(job: Job, python: Any, report: Report) -> None:
         ) from error
     finally:
         _end_group(worker)
+        shutil.rmtree(job.folder / ALIVE, ignore_errors=True)
     if failure is not None:
         raise ERRORS[failure["error"]](failure["message"], failure["fix"])
     if worker.returncode:
         raise EngineFailed(
-            f"the worker of {job.engine} {_death(worker.returncode)}; its last lines:\n"
-            + "\n".join(_last_lines(log)),
+            f"the worker of {job.engine} {death(worker.returncode)}; its last lines:\n"
+            + "\n".join(last_lines(log)),
             f"the whole log: {log}; finished passes are kept, and a rerun goes on from there",
         )
 
 
-def _follow(worker: subprocess.Popen, events: Path, report: Report) -> dict[str, Any] | None:
-    """Passes the worker's progress on until it ends; returns the error that it named."""
-    seen, failure = 0, None
+def _follow(
+    worker: subprocess.Popen, job: Job, events: Path, report: Report
+) -> dict[str, Any] | None:
+    """Passes the worker's progress on until it ends; returns the error that it named.
+
+    Raises EngineFailed where its processes stand still for longer than the job allows.
+    """
+    seen, failure, looked = 0, None, time.monotonic()
     while True:
         ended = worker.poll() is not None
         lines = events.read_text(encoding="utf-8").splitlines(True) if events.exists() else []
@@ -187,12 +199,39 @@ def _follow(worker: subprocess.Popen, events: Path, report: Report) -> dict[str,
                 seen += 1
                 event = json.loads(line)
                 if "error" in event:
-                    failure = event
+                    failure = failure or event
                 else:
                     report(event["stage"], event.get("done", 0), event.get("total", 0))
         if ended:
             return failure
+        if time.monotonic() - looked > 1.0:
+            looked = time.monotonic()
+            _check_moving(job)
         time.sleep(0.05)
+
+
+def _check_moving(job: Job) -> None:
+    held_up = stuck(pulses(job.folder / ALIVE), job.timeout)
+    if not held_up:
+        return
+    who = "; ".join(
+        f"{p.name} (process {p.pid}) "
+        + ("is stopped" if p.stopped else "waits" if p.waiting else "stands")
+        + f" at {p.where}"
+        for p in held_up
+    )
+    log = _log_of(job.folder, held_up[0].name)
+    raise EngineFailed(
+        f"{job.engine} has stood still for {job.timeout:g} s: {who}; last lines of {log.name}:\n"
+        + "\n".join(last_lines(log)),
+        "finished passes are kept, and a rerun goes on from there; timeout=SECONDS in the engine "
+        "spec gives it longer",
+    )
+
+
+def _log_of(folder: Path, name: str) -> Path:
+    log = folder / f"{name.replace(' ', '')}.log"
+    return log if log.is_file() else folder / "worker.log"
 
 
 def _end_group(worker: subprocess.Popen) -> None:
@@ -206,12 +245,3 @@ def _end_group(worker: subprocess.Popen) -> None:
             worker.wait(patience)
         except subprocess.TimeoutExpired:
             continue
-
-
-def _death(code: int) -> str:
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-
-
-def _last_lines(log: Path, count: int = 15) -> list[str]:
-    text = log.read_text(encoding="utf-8", errors="replace")
-    return [f"  {line}" for line in text.splitlines()[-count:]]

@@ -34,8 +34,15 @@ COMMON_OPTIONS: dict[str, type] = {
     "model": str,
     "python": str,
     "patch": str,
+    "timeout": float,
 }
-"""What every engine takes. `patch=module:function` is called with the loaded model."""
+"""What every engine takes. `patch=module:function` is called with the loaded model; `timeout` is
+in seconds, after which an engine that stands still is given up."""
+
+LAUNCH_OPTIONS = ("timeout", "port")
+"""Options that change how an engine is started, and nothing that it computes."""
+
+Option = str | int | float | bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +50,22 @@ class EngineSpec:
     """`NAME[:key=value,...]`, e.g. `vllm:dtype=bfloat16`."""
 
     name: str
-    options: dict[str, str | int | bool] = field(default_factory=dict)
+    options: dict[str, Option] = field(default_factory=dict)
 
     @property
     def info(self) -> EngineInfo:
         return engine_info(self.name)
+
+    @property
+    def ranks(self) -> int:
+        """How many processes of ours the engine runs in."""
+        return int(self.options.get(self.info.ranks, 1)) if self.info.ranks else 1
+
+    @property
+    def computed(self) -> "EngineSpec":
+        """Without what only says how it is started."""
+        kept = {k: v for k, v in self.options.items() if k not in LAUNCH_OPTIONS}
+        return EngineSpec(self.name, kept)
 
     def __str__(self) -> str:
         options = ",".join(f"{k}={v}" for k, v in self.options.items())
@@ -58,7 +76,7 @@ class EngineSpec:
         """Raises UnknownEngine or BadOption, naming what is known."""
         name, _, rest = text.partition(":")
         known = COMMON_OPTIONS | engine_info(name).options
-        options: dict[str, str | int | bool] = {}
+        options: dict[str, Option] = {}
         for item in filter(None, rest.split(",")):
             key, equals, value = item.partition("=")
             if key not in known:
@@ -73,12 +91,16 @@ class EngineSpec:
         return cls(name, options)
 
 
-def _convert(engine: str, key: str, value: str, kind: type) -> str | int | bool:
+def _convert(engine: str, key: str, value: str, kind: type) -> Option:
     where = f"engine {engine!r}: {key}={value}"
     if kind is int:
         if not re.fullmatch(r"[0-9]+", value) or int(value) == 0:
             raise BadOption(f"{where}: a positive whole number is wanted")
         return int(value)
+    if kind is float:
+        if not re.fullmatch(r"[0-9]*\.?[0-9]+(e-?[0-9]+)?", value) or float(value) <= 0:
+            raise BadOption(f"{where}: a positive number is wanted")
+        return float(value)
     if kind is bool:
         if value.lower() not in ("1", "0", "true", "false"):
             raise BadOption(f"{where}: 1 or 0 is wanted")

@@ -93,3 +93,28 @@ def digest_parameter(weight: torch.Tensor) -> str:
     folded = torch.cat([digest_rows(rows).flatten().cpu(), shape])
     low, high = digest_rows(folded.reshape(1, -1))[0].tolist()
     return f"{low & (2**64 - 1):016x}{high & (2**64 - 1):016x}"
+
+
+def digest_slices(weight: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """A 64-bit digest of each slice of a parameter along dimension 0, `[n]`, and along
+    dimension 1, `[m]` (empty for a vector), by the rules of `digest_parameter`.
+
+    Along dimension 1 a lane is one element, so that blocks of rows can be added up.
+    """
+    rows = weight.reshape(weight.shape[0], -1) if weight.dim() > 1 else weight.reshape(-1, 1)
+    step = max(1, _block(weight.device) // max(1, rows.shape[1]))
+    along_0 = torch.empty(len(rows), dtype=torch.int64, device=weight.device)
+    along_1 = torch.zeros(rows.shape[1], dtype=torch.int64, device=weight.device)
+    a, b, _ = _coefficients(len(rows), weight.device)
+    for start in range(0, len(rows), step):
+        block = rows[start : start + step]
+        block = (block if block.dtype == torch.float64 else block.float()) + 0.0
+        stop = start + len(block)
+        along_0[start:stop] = digest_rows(block)[:, 0]
+        lanes = block.view(torch.int64 if block.dtype == torch.float64 else torch.int32).long()
+        z = (lanes + 1).mul_(a[start:stop, None])
+        z ^= (z >> 32) & _MASK32
+        along_1 += (z * b[start:stop, None]).sum(dim=0)
+    if weight.dim() == 1:
+        along_1 = along_1[:0]
+    return along_0.cpu().numpy(), along_1.cpu().numpy()

@@ -7,16 +7,24 @@ attribute, and where it is first.
 from difflib import SequenceMatcher
 from typing import Any
 
+from rlk_align.parity_weights import check_weights
 from rlk_align.results import Kind, Mismatch
 from rlk_align.trace.reader import Trace
+
+UNSET_AGREES = frozenset({"padding_side"})
+"""Attributes that a side without them does not contradict."""
 
 
 def check_parity(rollout: Trace, train: Trace) -> list[Mismatch]:
     """Every mismatch, tokens first, in the order of samples, parameters and attributes."""
+    attributes = _attributes(rollout.record.attributes, train.record.attributes)
+    # Another rotary embedding turns by other angles: no position can be told from them.
+    same_rotary = not any("rope" in m.name for m in attributes)
     return [
         *_tokens(rollout, train),
-        *_weights(rollout, train),
-        *_attributes(rollout.record.attributes, train.record.attributes),
+        *check_weights(rollout, train),
+        *attributes,
+        *(_positions(rollout, train) if same_rotary else ()),
     ]
 
 
@@ -60,22 +68,30 @@ def _span(name: str, sample: int, a: list[int], b: list[int]) -> Mismatch:
     )
 
 
-def _weights(rollout: Trace, train: Trace) -> list[Mismatch]:
-    a, b = rollout.weights, train.weights
+def _positions(rollout: Trace, train: Trace) -> list[Mismatch]:
+    """Rows that a side rotated by another position than their own, by side the first."""
     found = []
-    for name in dict.fromkeys([*a, *b]):
-        if name not in a or name not in b:
+    for side, trace in (("rollout", rollout), ("train", train)):
+        for name in ("decode", "prefill"):
+            if not trace.has_pass(name):
+                continue
+            record = trace.read_pass(name).record.positions
+            if not record.first:
+                continue
+            first = record.first[0]
             found.append(
-                _mismatch(
-                    "weights",
-                    name,
-                    "present" if name in a else "absent",
-                    "present" if name in b else "absent",
+                Mismatch(
+                    kind="attributes",
+                    name="position",
+                    rollout=first.effective if side == "rollout" else first.position,
+                    train=first.effective if side == "train" else first.position,
+                    sample=first.sample,
+                    position=first.position,
+                    detail=f"{side} {name}: {record.wrong} of {record.checked} rows are rotated by "
+                    "another position than their own",
                 )
             )
-        elif (a[name].shape, a[name].digest) != (b[name].shape, b[name].digest):
-            sides = [f"{w.dtype}{list(w.shape)} {w.digest[:12]}" for w in (a[name], b[name])]
-            found.append(_mismatch("weights", name, *sides))
+            break
     return found
 
 
@@ -91,9 +107,13 @@ def _attributes(a: dict[str, Any], b: dict[str, Any]) -> list[Mismatch]:
         found += [
             _mismatch("attributes", n, a.get(n, a.get(name)), b.get(n, b.get(name)))
             for n in names
-            if a.get(n, a.get(name)) != b.get(n, b.get(name))
+            if _differ(name, a.get(n, a.get(name)), b.get(n, b.get(name)))
         ]
     return found
+
+
+def _differ(name: str, a: Any, b: Any) -> bool:
+    return a != b and not (name in UNSET_AGREES and None in (a, b))
 
 
 def _layers(attributes: dict[str, Any]) -> int:
@@ -102,5 +122,14 @@ def _layers(attributes: dict[str, Any]) -> int:
     return max([int(attributes.get("layers", 0)), *named])
 
 
-def _mismatch(kind: Kind, name: str, rollout: Any, train: Any, **where: int) -> Mismatch:
-    return Mismatch(kind=kind, name=name, rollout=rollout, train=train, **where)
+def _mismatch(
+    kind: Kind,
+    name: str,
+    rollout: Any,
+    train: Any,
+    sample: int | None = None,
+    position: int | None = None,
+) -> Mismatch:
+    return Mismatch(
+        kind=kind, name=name, rollout=rollout, train=train, sample=sample, position=position
+    )

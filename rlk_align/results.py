@@ -136,7 +136,11 @@ class Mismatch(Result):
     train: Any
     sample: int | None = None
     position: int | None = None
-    """For tokens: where the mismatched span starts."""
+    """For tokens and positions: where the mismatch starts."""
+    ranks: list[int] = []
+    """For weights of a sharded side: the ranks that hold what differs."""
+    detail: str = ""
+    """What is known of it beyond the two values."""
 
 
 class EngineRecord(Result):

@@ -139,10 +139,15 @@ def _doubts(c: Comparison, contract: Contract) -> list[str]:
 
 
 def _notes(c: Comparison, contract: Contract) -> list[str]:
-    """Operators that no tolerance was held against, because their values were not kept."""
-    if not any(limit.metric == "op_error" for limit in contract.limits):
-        return []
+    """Other versions of torch on the two sides, and operators that no tolerance was held against
+    because their values were not kept."""
     notes = []
+    versions = [e.environment.get("torch", "") for e in c.engines.values()]
+    if len(set(versions)) > 1:
+        roles = [f"{role} {v}" for role, v in zip(c.engines, versions, strict=True)]
+        notes.append(f"two versions of torch: {', '.join(roles)}; its own kernels may differ")
+    if not any(limit.metric == "op_error" for limit in contract.limits):
+        return notes
     for edge in c.edges:
         sites = [s.site for s in edge.sites if s.introduced and not s.valued_rows]
         if sites and edge.name in c.judged:

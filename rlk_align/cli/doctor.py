@@ -56,7 +56,8 @@ def _engine(name: str) -> tuple[str, str]:
 
 
 def _version(package: str) -> str:
-    names = importlib.metadata.packages_distributions().get(package, [package])
+    top = package.partition(".")[0]
+    names = importlib.metadata.packages_distributions().get(top, [top])
     return ", ".join(f"{n} {importlib.metadata.version(n)}" for n in dict.fromkeys(names))
 
 

@@ -28,10 +28,16 @@ class EngineInfo:
     """How to get that package."""
     options: dict[str, type] = field(default_factory=dict)
     """Options of its own, beside the ones that every engine takes."""
+    ranks: str = ""
+    """The option that says in how many processes of ours it runs; empty where in one."""
 
     @property
     def installed(self) -> bool:
-        return not self.package or importlib.util.find_spec(self.package) is not None
+        try:
+            return not self.package or importlib.util.find_spec(self.package) is not None
+        except ModuleNotFoundError:
+            # The package's parent is not there either.
+            return False
 
 
 ENGINES: dict[str, EngineInfo] = {
@@ -39,7 +45,39 @@ ENGINES: dict[str, EngineInfo] = {
         "rlk_align.engines.hf:HFEngine",
         "transformers",
         "pip install transformers",
-        options={"attn": str},
+        options={"attn": str, "batch": int, "padding": str, "temperature": float},
+    ),
+    "fsdp": EngineInfo(
+        "rlk_align.engines.fsdp:FSDPEngine",
+        "transformers",
+        "pip install transformers",
+        options={
+            "attn": str,
+            "batch": int,
+            "padding": str,
+            "temperature": float,
+            "dp": int,
+            "mixed": bool,
+            "checkpointing": bool,
+            "port": int,
+        },
+        ranks="dp",
+    ),
+    "megatron": EngineInfo(
+        "rlk_align.engines.megatron:MegatronEngine",
+        "megatron.core",
+        "pip install 'rlk-align[megatron]'",
+        options={
+            "tp": int,
+            "sp": bool,
+            "spec": str,
+            "input": str,
+            "batch": int,
+            "padding": str,
+            "temperature": float,
+            "port": int,
+        },
+        ranks="tp",
     ),
     "vllm": EngineInfo(
         "rlk_align.engines.vllm:VLLMEngine",
@@ -51,6 +89,10 @@ ENGINES: dict[str, EngineInfo] = {
             "block_size": int,
             "enable_prefix_caching": bool,
             "batch_invariant": bool,
+            "tp": int,
+            "temperature": float,
+            "top_p": float,
+            "logprobs": str,
         },
     ),
     # No process: a trace made earlier stands for the engine.

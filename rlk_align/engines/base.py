@@ -1,4 +1,7 @@
-"""The engine protocol: open, describe, weights, run a pass over a batch with taps, close."""
+"""The engine protocol: open, describe, weights, run a pass over a batch with taps, close.
+
+An engine of several ranks runs in as many processes, all of which are called alike.
+"""
 
 import math
 from abc import ABC, abstractmethod
@@ -6,42 +9,56 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from rlk_align.config import EngineSpec
+from rlk_align.engines.parameters import ParameterRecord
+from rlk_align.engines.ranks import ALONE, Ranks
+from rlk_align.errors import BadOption
 from rlk_align.families import ModelShape
 from rlk_align.prompts import TokenBatch
+from rlk_align.trace.writer import PassWriter
 
-Tap = Callable[[str, torch.Tensor, np.ndarray, np.ndarray], None]
-"""(site, rows `[N, F]`, samples `[N]`, positions `[N]`): called as the engine computes.
 
-Rows must be used or copied before the tap returns: engines overwrite their buffers.
-"""
+class Tap(Protocol):
+    """What an observed pass gives its rows to, as the engine computes."""
+
+    def __call__(
+        self, site: str, rows: torch.Tensor, sample: np.ndarray, position: np.ndarray, /
+    ) -> None:
+        """Rows `[N, F]` of a site at (sample, position), int `[N]` each; copied before it
+        returns, because engines overwrite their buffers."""
+
+    def part(self, number: int, /) -> Callable[[], PassWriter]:
+        """What opens another part of the same pass, in whichever process it is called."""
 
 
 Progress = Callable[[int], None]
 """Called with the number of samples done."""
 
+Logprobs = dict[int, np.ndarray]
+"""Sample -> float32 log-prob of each of its sampled ids, in nats, of the samples that this rank
+speaks for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How responses are sampled: temperature 1, the whole vocabulary, until EOS."""
+    """How responses are sampled, until EOS or so many tokens."""
 
     max_new_tokens: int
     seed: int
 
 
 @dataclass(frozen=True, slots=True)
-class PassResult:
-    """What a pass says of the policy, whether tapped or not."""
+class Sampled:
+    """What a decode pass says of the policy, whether tapped or not."""
 
     responses: list[list[int]]
     """Per sample, the sampled ids."""
-    logprobs: list[np.ndarray]
-    """Per sample, float32: the raw log-prob of each sampled id at temperature 1, in nats."""
+    logprobs: Logprobs
 
 
 class Engine(ABC):
@@ -52,6 +69,10 @@ class Engine(ABC):
 
     spare_positions = 0
     """Positions of the model's context that the engine needs for itself."""
+    ranks: Ranks = ALONE
+    """This process among the engine's; set before `open`, torch.distributed being up."""
+    alive: Path | None = None
+    """Where processes that the engine starts itself note their pulse."""
 
     def __init__(
         self, spec: EngineSpec, model: Path, shape: ModelShape, production: bool = False
@@ -79,25 +100,29 @@ class Engine(ABC):
         """What the live model says of itself, by the names of `rlk_align.parity`."""
 
     @abstractmethod
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every canonical parameter, from the live model, in the checkpoint's layout."""
+    def weights(self) -> Iterator[ParameterRecord]:
+        """Every canonical parameter, from the live model, in the checkpoint's layout; what rank
+        0 yields counts."""
 
     def unexposed(self) -> dict[str, str]:
         """Sites that this engine cannot show, with the reason."""
         return {}
 
-    @abstractmethod
     def sample(
         self,
         batch: TokenBatch,
         sampling: Sampling,
         tap: Tap | None,
         progress: Progress,
-    ) -> PassResult:
+    ) -> Sampled:
         """Decodes a response after every prompt; the same seed gives the same tokens."""
+        raise BadOption(
+            f"engine {self.spec.name!r} does not sample",
+            "name it as --train, or give `capture` the --tokens of a run",
+        )
 
     @abstractmethod
-    def score(self, batch: TokenBatch, tap: Tap | None, progress: Progress) -> PassResult:
+    def score(self, batch: TokenBatch, tap: Tap | None, progress: Progress) -> Logprobs:
         """Teacher-forced: one prefill over every whole sequence."""
 
     def close(self) -> None:
@@ -152,3 +177,22 @@ def rope_theta(inv_freq: torch.Tensor) -> float:
         return math.nan
     theta = float(inv_freq[-1].double()) ** (-pairs / (pairs - 1))
     return float(f"{theta:.5g}")
+
+
+def processing(temperature: float, top_p: float = 1.0) -> dict[str, Any]:
+    """What reported log-probs are of: the whole raw distribution, or a processed one."""
+    raw = temperature == 1.0 and top_p == 1.0
+    return {
+        "temperature": temperature,
+        "top_p": top_p,
+        "logprobs": "raw" if raw else "processed",
+    }
+
+
+def token_logprobs(
+    logits: torch.Tensor, target: torch.Tensor, temperature: float = 1.0
+) -> np.ndarray:
+    """log softmax(logits / temperature)[target] in float32: `[N, V]`, `[N]` -> `[N]`."""
+    scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
+    logprob = torch.log_softmax(scaled, dim=-1)
+    return logprob.gather(-1, target[:, None]).squeeze(-1).cpu().numpy()

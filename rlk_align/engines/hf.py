@@ -1,57 +1,79 @@
-"""HF transformers: any causal LM of a known family, one sequence at a time, no padding."""
+"""HF transformers: any causal LM of a known family."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 
+from rlk_align.config import EngineSpec
 from rlk_align.engines.base import (
     Engine,
-    PassResult,
+    Logprobs,
     Progress,
+    Sampled,
     Sampling,
     Tap,
     activation_name,
     norm_eps,
     per_layer,
+    processing,
     rope_theta,
+    token_logprobs,
 )
-from rlk_align.engines.hf_taps import LAYER_MODULES, Tapped
+from rlk_align.engines.hf_taps import LAYER_MODULES, Rows, Tapped
+from rlk_align.engines.parameters import LiveParameter, ParameterRecord, record_parameter
 from rlk_align.engines.patching import apply_patch
 from rlk_align.errors import BadOption, ModelError
 from rlk_align.prompts import TokenBatch
 
 
 class HFEngine(Engine):
-    """`hf:attn=eager|sdpa|...`: teacher-forced prefill, and incremental decode with a KV cache."""
+    """`hf:attn=eager|sdpa|...,batch=N,padding=right|left,temperature=T`.
+
+    Scores teacher-forced, N sequences a forward (1, and so no padding, by default), and decodes
+    incrementally with a KV cache.
+    """
 
     def open(self) -> None:
+        self.device = torch.device(
+            str(self.spec.options.get("device", "cuda" if torch.cuda.is_available() else "cpu"))
+        )
+        self.model = self.load(self.compute_dtype).to(self.device)
+
+    @property
+    def compute_dtype(self) -> str:
+        """The spec's dtype, or the checkpoint's own."""
+        dtype = str(self.spec.options.get("dtype", "auto"))
+        return self.shape.dtype if dtype == "auto" else dtype
+
+    def load(self, dtype: str) -> Any:
+        """The model on the CPU, patched, in evaluation mode; raises what the user can mend."""
         from transformers import AutoModelForCausalLM
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         attention = str(self.spec.options.get("attn", "sdpa"))
         if attention != "eager" and attention not in ALL_ATTENTION_FUNCTIONS:
             raise BadOption(
-                f"engine 'hf': attn={attention} is unknown",
+                f"engine {self.spec.name!r}: attn={attention} is unknown",
                 f"known: eager, {', '.join(sorted(ALL_ATTENTION_FUNCTIONS.valid_keys()))}",
             )
-        dtype = str(self.spec.options.get("dtype", "auto"))
-        self.device = torch.device(
-            str(self.spec.options.get("device", "cuda" if torch.cuda.is_available() else "cpu"))
-        )
+        padding = self.spec.options.get("padding", "right")
+        if padding not in ("left", "right"):
+            raise BadOption(f"engine {self.spec.name!r}: padding={padding}: left or right")
         try:
-            self.model = AutoModelForCausalLM.from_pretrained(
+            model = AutoModelForCausalLM.from_pretrained(
                 self.model_path,
-                dtype=self.shape.dtype if dtype == "auto" else dtype,
+                dtype=dtype,
                 attn_implementation=attention,
                 local_files_only=True,
             )
         except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
             raise ModelError(f"transformers could not load {self.model_path}: {error}") from error
-        self.model.to(self.device).eval()
-        apply_patch(self.spec, self.model)
+        apply_patch(self.spec, model.eval())
+        return model
 
     def version(self) -> str:
         import transformers
@@ -62,24 +84,44 @@ class HFEngine(Engine):
         return str(self.model.lm_head.weight.dtype).removeprefix("torch.")
 
     def attributes(self) -> dict[str, Any]:
-        return hf_attributes(self.model)
+        return hf_attributes(self.model) | processing(self._temperature) | padding_side(self.spec)
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from hf_weights(self.model)
+    def weights(self) -> Iterator[ParameterRecord]:
+        yield from (record_parameter(LiveParameter(n, w)) for n, w in hf_weights(self.model))
 
     @torch.inference_mode()
-    def score(self, batch: TokenBatch, tap: Tap | None, progress: Progress) -> PassResult:
-        logprobs = []
+    def score(self, batch: TokenBatch, tap: Tap | None, progress: Progress) -> Logprobs:
+        logprobs: Logprobs = {}
         with Tapped(self.model, self.shape, tap) as taps:
-            for i, s in enumerate(batch.samples):
-                taps.at(i, 0, len(s.ids), s.sampled_positions)
-                ids = torch.tensor([s.ids], device=self.device)
-                logits = self.model(input_ids=ids, use_cache=False).logits[0]
-                wanted = s.sampled_positions
-                target = torch.tensor(s.response_ids, device=self.device)
-                logprobs.append(_logprob(logits[wanted.start : wanted.stop], target))
-                progress(i + 1)
-        return PassResult([list(s.response_ids) for s in batch.samples], logprobs)
+            for members in chunks(range(len(batch.samples)), self.spec):
+                logprobs |= self.forward(batch, members, taps)
+                progress(len(logprobs))
+        return logprobs
+
+    @property
+    def _temperature(self) -> float:
+        return float(self.spec.options.get("temperature", 1.0))
+
+    def forward(self, batch: TokenBatch, members: Sequence[int], taps: Tapped) -> Logprobs:
+        """Scores these samples in one forward."""
+        padded = pad(batch, members, str(self.spec.options.get("padding", "right")))
+        taps.at(padded.rows)
+        inputs = {"input_ids": torch.from_numpy(padded.ids)}
+        if not padded.rows.real.all():
+            real = padded.rows.real.reshape(padded.ids.shape)
+            position = padded.rows.position.reshape(padded.ids.shape)
+            inputs["attention_mask"] = torch.from_numpy(real.astype(np.int64))
+            inputs["position_ids"] = torch.from_numpy(np.where(real, position, 0))
+        inputs = {name: value.to(self.device) for name, value in inputs.items()}
+        logits = self.model(**inputs, use_cache=False).logits
+        logprobs = {}
+        for k, i in enumerate(members):
+            s = batch.samples[i]
+            first = padded.first[k]
+            at = slice(s.sampled_positions.start + first, s.sampled_positions.stop + first)
+            target = torch.tensor(s.response_ids, device=self.device)
+            logprobs[i] = token_logprobs(logits[k, at], target, self._temperature)
+        return logprobs
 
     @torch.inference_mode()
     def sample(
@@ -88,15 +130,16 @@ class HFEngine(Engine):
         sampling: Sampling,
         tap: Tap | None,
         progress: Progress,
-    ) -> PassResult:
-        responses, logprobs = [], []
+    ) -> Sampled:
+        responses: list[list[int]] = []
+        logprobs: Logprobs = {}
         with Tapped(self.model, self.shape, tap) as taps:
             for i, s in enumerate(batch.samples):
                 ids, lp = self._decode(i, s.prompt_ids, sampling, taps)
                 responses.append(ids)
-                logprobs.append(np.concatenate(lp))
+                logprobs[i] = np.concatenate(lp)
                 progress(i + 1)
-        return PassResult(responses, logprobs)
+        return Sampled(responses, logprobs)
 
     def _decode(
         self, sample: int, prompt: tuple[int, ...], sampling: Sampling, taps: Tapped
@@ -108,7 +151,7 @@ class HFEngine(Engine):
         position = 0
         for _ in range(sampling.max_new_tokens):
             last = position + len(new) - 1
-            taps.at(sample, position, len(new), range(last, last + 1))
+            taps.at(Rows.of(sample, range(position, last + 1), range(last, last + 1)))
             out = self.model(
                 input_ids=torch.tensor([new], device=self.device),
                 past_key_values=cache,
@@ -116,9 +159,10 @@ class HFEngine(Engine):
                 logits_to_keep=1,
             )
             cache, logits = out.past_key_values, out.logits[0]
-            probs = torch.softmax(logits[0].float(), dim=-1).cpu()
+            probs = torch.softmax(logits[0].float() / self._temperature, dim=-1).cpu()
             token = int(torch.multinomial(probs, 1, generator=generator))
-            logprobs.append(_logprob(logits, torch.tensor([token], device=self.device)))
+            target = torch.tensor([token], device=self.device)
+            logprobs.append(token_logprobs(logits, target, self._temperature))
             response.append(token)
             position, new = last + 1, [token]
             if token in stop:
@@ -126,10 +170,47 @@ class HFEngine(Engine):
         return response, logprobs
 
 
-def _logprob(logits: torch.Tensor, target: torch.Tensor) -> np.ndarray:
-    """log softmax(logits)[target] in float32: `[N, V]`, `[N]` -> `[N]`."""
-    logprob = torch.log_softmax(logits.float(), dim=-1)
-    return logprob.gather(-1, target[:, None]).squeeze(-1).cpu().numpy()
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """Several sequences in one rectangle."""
+
+    ids: np.ndarray
+    """int64 `[sequences, length]`."""
+    rows: Rows
+    first: list[int]
+    """Per sequence, the column of its position 0."""
+
+
+def chunks(samples: Sequence[int], spec: EngineSpec) -> Iterator[Sequence[int]]:
+    """Samples by forward, as many as the spec's `batch`."""
+    size = int(spec.options.get("batch", 1))
+    for start in range(0, len(samples), size):
+        yield samples[start : start + size]
+
+
+def pad(batch: TokenBatch, members: Sequence[int], side: str) -> Padded:
+    """These samples in one rectangle, padded on one side with id 0."""
+    sequences = [batch.samples[i] for i in members]
+    width = max(len(s.ids) for s in sequences)
+    first = [width - len(s.ids) if side == "left" else 0 for s in sequences]
+    ids = np.zeros((len(sequences), width), dtype=np.int64)
+    position = np.arange(width) - np.array(first)[:, None]
+    real = np.zeros(ids.shape, dtype=bool)
+    sampled = np.zeros(ids.shape, dtype=bool)
+    for k, s in enumerate(sequences):
+        ids[k, first[k] : first[k] + len(s.ids)] = s.ids
+        real[k, first[k] : first[k] + len(s.ids)] = True
+        wanted = s.sampled_positions
+        sampled[k, first[k] + wanted.start : first[k] + wanted.stop] = True
+    sample = np.repeat(np.array(members), width)
+    rows = Rows(sample, position.reshape(-1), real.reshape(-1), sampled.reshape(-1))
+    return Padded(ids, rows, first)
+
+
+def padding_side(spec: EngineSpec) -> dict[str, Any]:
+    """Where sequences of one forward are padded; None where a forward has one sequence."""
+    alone = int(spec.options.get("batch", 1)) == 1
+    return {"padding_side": None if alone else spec.options.get("padding", "right")}
 
 
 def _eos_ids(model: Any) -> set[int]:
@@ -182,11 +263,7 @@ def hf_attributes(model: Any) -> dict[str, Any]:
         **per_layer("norm_eps", [norm_eps(layer) for layer in layers]),
         "final_norm_eps": model.model.norm.variance_epsilon,
         **per_layer("activation", [_activation(layer.mlp, dtype) for layer in layers]),
-        "tie_word_embeddings": (
-            model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
-        ),
-        "temperature": 1.0,
-        "logprobs": "raw",
+        "tie_word_embeddings": (model.lm_head.weight is model.model.embed_tokens.weight),
     }
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -34,6 +35,29 @@ INPUT_SITES = {
 """Operators without a module of their own -> the module whose input is that site."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of one forward, flattened: arrays `[sequences * length]`."""
+
+    sample: np.ndarray
+    position: np.ndarray
+    real: np.ndarray
+    """False where it is padding."""
+    sampled: np.ndarray
+    """Whether the next token was sampled there."""
+
+    @classmethod
+    def of(cls, sample: int, positions: range, sampled: range) -> "Rows":
+        """One sequence's rows, without padding."""
+        position = np.arange(positions.start, positions.stop)
+        return cls(
+            np.full(len(position), sample),
+            position,
+            np.ones(len(position), dtype=bool),
+            (position >= sampled.start) & (position < sampled.stop),
+        )
+
+
 class Tapped:
     """Hooks on a live model while the context is entered; none where `tap` is None."""
 
@@ -43,12 +67,9 @@ class Tapped:
         self._restore: Callable[[], None] = lambda: None
         self._layer = 0
 
-    def at(self, sample: int, position: int, count: int, sampled: range) -> None:
-        """The next forward computes `count` rows of `sample` from `position` on, of which the
-        positions in `sampled` have their next token sampled."""
-        self._sample = np.full(count, sample)
-        self._position = np.arange(position, position + count)
-        self._sampled = sampled
+    def at(self, rows: Rows) -> None:
+        """What the next forward computes, `[sequences * length]` rows in all."""
+        self._rows = rows
 
     def __enter__(self) -> "Tapped":
         if self._tap is None:
@@ -59,7 +80,8 @@ class Tapped:
             self._hook_layer(i, layer)
         self._output(inner.norm, "final_norm")
         self._handles.append(self._model.lm_head.register_forward_hook(self._see_logits))
-        self._wrap_rope(sys.modules[type(self._model).__module__])
+        # FSDP gives the model and its layers classes of its own; the attention keeps its own.
+        self._wrap_rope(sys.modules[type(inner.layers[0].self_attn).__module__])
         return self
 
     def __exit__(
@@ -117,18 +139,22 @@ class Tapped:
 
     def _see(self, site: str, value: torch.Tensor) -> None:
         assert self._tap is not None
-        rows = value.reshape(len(self._sample), -1)
-        self._tap(site, rows, self._sample, self._position)
+        r = self._rows
+        rows = value.reshape(len(r.real), -1)
+        if not r.real.all():
+            rows = rows[_index(r.real, rows)]
+        self._tap(site, rows, r.sample[r.real], r.position[r.real])
 
     def _see_logits(self, _module: Any, _inputs: Any, logits: torch.Tensor) -> None:
         assert self._tap is not None
-        rows = logits[0]
-        position = self._position[-rows.shape[0] :]
-        wanted = (position >= self._sampled.start) & (position < self._sampled.stop)
-        kept = np.flatnonzero(wanted)
-        self._tap(
-            "logits",
-            rows[torch.from_numpy(kept).to(rows.device)],
-            self._sample[: len(kept)],
-            position[kept],
-        )
+        r = self._rows
+        rows = logits.reshape(-1, logits.shape[-1])
+        # A decode step asks for the last rows' logits only.
+        last = slice(len(r.real) - len(rows), None)
+        wanted = r.sampled[last]
+        kept = rows[_index(wanted, rows)]
+        self._tap("logits", kept, r.sample[last][wanted], r.position[last][wanted])
+
+
+def _index(mask: np.ndarray, rows: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(np.flatnonzero(mask)).to(rows.device)

@@ -14,6 +14,8 @@ class Job(BaseModel):
 
     engine: str
     """The engine spec as text."""
+    timeout: float = 600.0
+    """Seconds after which ranks no longer wait for each other."""
     model: Path
     folder: Path
     """The trace's folder."""
@@ -32,11 +34,24 @@ class Job(BaseModel):
 
 
 class Events:
-    """A file of JSON lines by which a worker reports its progress and its error."""
+    """A file of JSON lines by which a worker reports its progress and its error.
+
+    All ranks write it; a line is short enough to be written at once.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "events.jsonl"
 
+    def told(self) -> bool:
+        """Whether an error has been reported."""
+        return self._path.is_file() and '"error"' in self._path.read_text(encoding="utf-8")
+
     def send(self, **event: Any) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(event) + "\n")
+
+
+def last_lines(log: Path, count: int = 15) -> list[str]:
+    """The end of a process's output, indented."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else "(no output)"
+    return [f"  {line}" for line in text.splitlines()[-count:]]

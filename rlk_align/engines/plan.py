@@ -1,6 +1,7 @@
-"""Which values a pass keeps, within the budget and the disk's free space."""
+"""What a capture writes: which values it keeps, and how much that is in all."""
 
 import shutil
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -8,49 +9,83 @@ from rlk_align.engines.job import Job
 from rlk_align.errors import BadOption, TraceNotWritten
 from rlk_align.prompts import TokenBatch
 from rlk_align.sites import RowIndex, Site
-from rlk_align.trace.writer import KeepValues
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _ROW_BYTES = 80
 """What a row's digest and statistics take in rows.parquet, uncompressed."""
 
 
-def keep_values(job: Job, sites: list[Site], batch: TokenBatch, dtype: str) -> KeepValues:
-    """The rule of one pass: sites and layers that were asked for, all of their rows where the
-    capture's values fit the budget, else a share of the rows that depends on (sample,
-    position) alone, so that both sides keep the same ones. Log-probs are always kept.
+@dataclass(frozen=True, slots=True)
+class KeepRule:
+    """Which rows keep their values; log-probs always do."""
 
-    Raises TraceNotWritten where the disk cannot hold the estimate.
+    chosen: frozenset[str] = frozenset()
+    """Sites."""
+    share: float = 1.0
+    """Of their rows: a choice by (sample, position) alone, so that all sides keep the same."""
+
+    def __call__(self, site: str, sample: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """Bool `[N]` over rows at (sample, position), int `[N]` each."""
+        if site == "logprob":
+            return np.ones(len(sample), dtype=bool)
+        if site not in self.chosen:
+            return np.zeros(len(sample), dtype=bool)
+        if self.share >= 1.0:
+            return np.ones(len(sample), dtype=bool)
+        return _uniform(sample, position) < self.share
+
+
+KEEP_LOGPROBS = KeepRule()
+"""The rule of a control pass: digests, and of the log-probs their values too."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapturePlan:
+    """One capture, before it starts."""
+
+    keep: KeepRule
+    value_bytes: int
+    """Of the values that are kept, all passes together."""
+    row_bytes: int
+    """Of digests and statistics."""
+
+    def __str__(self) -> str:
+        share = f", values of {self.keep.share:.1%} of the rows" if self.keep.share < 1 else ""
+        total = _size(self.value_bytes + self.row_bytes)
+        return f"trace of up to {total}: values {_size(self.value_bytes)}{share}"
+
+
+def plan_capture(job: Job, sites: list[Site], batch: TokenBatch, dtype: str) -> CapturePlan:
+    """The rule of the observed passes: sites and layers that were asked for, all of their rows
+    where the capture's values fit the budget, else a share.
+
+    Raises TraceNotWritten where the disk cannot hold it.
     """
-    chosen = {s.name for s in sites if _wanted(s, job)}
-    rows = RowIndex(_longest(batch, job.max_new_tokens))
-    counts = {s.name: int(rows.expected(s, decode=False).sum()) for s in sites}
-    item = _ITEM_BYTES.get(dtype, 4)
-    value_bytes = sum(counts[s.name] * s.features * item for s in sites if s.name in chosen)
-    passes = sum("." not in p for p in job.passes)
-    share = min(1.0, job.budget / max(1, value_bytes * passes))
-    needed = int(value_bytes * share) + _ROW_BYTES * sum(counts.values())
-    free = shutil.disk_usage(job.folder).free
+    chosen = frozenset(s.name for s in sites if _wanted(s, job))
+    index = RowIndex(_longest(batch, job.max_new_tokens))
+    value_bytes = row_bytes = 0
+    for name in job.passes:
+        kind, _, variant = name.partition(".")
+        for site in sites:
+            if variant not in ("", "repeat") and site.op != "logprob":
+                continue
+            rows = int(index.expected(site, decode=kind == "decode").sum())
+            row_bytes += _ROW_BYTES * rows
+            if not variant and site.name in chosen:
+                value_bytes += rows * site.features * _ITEM_BYTES.get(dtype, 4)
+    share = min(1.0, job.budget / max(1, value_bytes))
+    plan = CapturePlan(KeepRule(chosen, share), int(value_bytes * share), row_bytes)
+    needed, free = plan.value_bytes + row_bytes, shutil.disk_usage(job.folder).free
     if needed > free:
         raise TraceNotWritten(
-            f"this pass needs about {needed / 1e9:.2f} GB in {job.folder}; "
-            f"{free / 1e9:.2f} GB are free",
+            f"this capture needs about {_size(needed)} in {job.folder}; {_size(free)} are free",
             "free some space, choose another --run-dir, or lower --trace-budget",
         )
-
-    def keep(site: str, sample: np.ndarray, position: np.ndarray) -> np.ndarray:
-        if site not in chosen:
-            return keep_logprobs(site, sample, position)
-        if site == "logprob" or share >= 1.0:
-            return np.ones(len(sample), dtype=bool)
-        return _uniform(sample, position) < share
-
-    return keep
+    return plan
 
 
-def keep_logprobs(site: str, sample: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """The rule of a control pass: digests, and of the log-probs their values too."""
-    return np.full(len(sample), site == "logprob")
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 def check_selection(job_sites: tuple[str, ...], sites: list[Site]) -> None:

@@ -9,12 +9,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
 from safetensors import SafetensorError
 
 from rlk_align.engines import vllm_worker
-from rlk_align.engines.base import Engine, PassResult, Progress, Sampling, Tap
-from rlk_align.errors import EngineFailed, ModelError
+from rlk_align.engines.base import (
+    Engine,
+    Logprobs,
+    Progress,
+    Sampled,
+    Sampling,
+    Tap,
+    processing,
+)
+from rlk_align.engines.parameters import ParameterRecord
+from rlk_align.errors import BadOption, EngineFailed, ModelError
 from rlk_align.prompts import TokenBatch
 
 _ENVIRONMENT = {
@@ -23,14 +31,18 @@ _ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    # With several ranks vLLM binds each to a NUMA node of its own, which a small machine lacks.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
 
 class VLLMEngine(Engine):
-    """`vllm`: samples at temperature 1, and re-prefills the same sequences.
+    """`vllm:tp=N,temperature=T,top_p=P,logprobs=raw|processed`: samples, and re-prefills the same
+    sequences.
 
     Requests are packed, chunked and batched as vLLM does it. A prefill asks for one more
-    token than it needs, so the context has one position less to spare.
+    token than it needs, so the context has one position less to spare. Log-probs are of the
+    raw distribution unless `logprobs=processed`.
     """
 
     spare_positions = 1
@@ -41,7 +53,8 @@ class VLLMEngine(Engine):
             os.environ.setdefault(name, value)
         if options.get("batch_invariant"):
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
-        vllm_worker.PATCH_SPEC = self.spec
+        if options.get("logprobs", "raw") not in ("raw", "processed"):
+            raise BadOption(f"engine 'vllm': logprobs={options['logprobs']}: raw or processed")
         from vllm import LLM
 
         passed = ("max_num_batched_tokens", "max_num_seqs", "block_size")
@@ -55,11 +68,15 @@ class VLLMEngine(Engine):
                 enable_prefix_caching=bool(options.get("enable_prefix_caching", False)),
                 worker_extension_cls="rlk_align.engines.vllm_worker.WorkerExtension",
                 disable_log_stats=True,
+                tensor_parallel_size=int(options.get("tp", 1)),
+                logprobs_mode=f"{options.get('logprobs', 'raw')}_logprobs",
                 **{k: options[k] for k in passed if k in options},
             )
         except (ValueError, OSError, SafetensorError) as error:
             raise ModelError(f"vLLM could not load {self.model_path}: {error}") from error
-        self._rpc("rlk_patch")
+        if self.alive is not None and int(options.get("tp", 1)) > 1:
+            self._rpc("rlk_alive", self.alive)
+        self._rpc("rlk_patch", self.spec)
 
     def version(self) -> str:
         import vllm
@@ -70,9 +87,20 @@ class VLLMEngine(Engine):
         return str(self.llm.llm_engine.model_config.dtype).removeprefix("torch.")
 
     def attributes(self) -> dict[str, Any]:
-        return self._rpc("rlk_attributes")
+        raw = self.llm.llm_engine.model_config.logprobs_mode == "raw_logprobs"
+        return self._rpc("rlk_attributes") | (
+            processing(1.0) if raw else processing(self._temperature, self._top_p)
+        )
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    @property
+    def _temperature(self) -> float:
+        return float(self.spec.options.get("temperature", 1.0))
+
+    @property
+    def _top_p(self) -> float:
+        return float(self.spec.options.get("top_p", 1.0))
+
+    def weights(self) -> Iterator[ParameterRecord]:
         yield from self._rpc("rlk_weights")
 
     def sample(
@@ -81,17 +109,18 @@ class VLLMEngine(Engine):
         sampling: Sampling,
         tap: Tap | None,
         progress: Progress,
-    ) -> PassResult:
+    ) -> Sampled:
         from vllm import SamplingParams
         from vllm.platforms import current_platform
 
         # vLLM's CPU sampler draws from torch's global generator and fails with a seed for each
         # request under chunked prefill; its GPU sampler keys on the request's own seed.
         on_cpu = current_platform.is_cpu()
-        torch.manual_seed(sampling.seed)
+        self._rpc("rlk_seed", sampling.seed)
         params = [
             SamplingParams(
-                temperature=1.0,
+                temperature=self._temperature,
+                top_p=self._top_p,
                 max_tokens=sampling.max_new_tokens,
                 logprobs=0,
                 detokenize=False,
@@ -101,28 +130,29 @@ class VLLMEngine(Engine):
         ]
         outputs = self._generate([s.prompt_ids for s in batch.samples], params, "decode", tap)
         progress(len(outputs))
-        responses, logprobs = [], []
-        for output in outputs:
+        responses: list[list[int]] = []
+        logprobs: Logprobs = {}
+        for i, output in enumerate(outputs):
             completion = output.outputs[0]
             ids = list(completion.token_ids)
             responses.append(ids)
             chosen = [d[t].logprob for d, t in zip(completion.logprobs, ids, strict=True)]
-            logprobs.append(np.array(chosen, dtype=np.float32))
-        return PassResult(responses, logprobs)
+            logprobs[i] = np.array(chosen, dtype=np.float32)
+        return Sampled(responses, logprobs)
 
-    def score(self, batch: TokenBatch, tap: Tap | None, progress: Progress) -> PassResult:
+    def score(self, batch: TokenBatch, tap: Tap | None, progress: Progress) -> Logprobs:
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         everything = [params.clone() for _ in batch.samples]
         outputs = self._generate([s.ids for s in batch.samples], everything, "prefill", tap, batch)
         progress(len(outputs))
-        logprobs = []
-        for s, output in zip(batch.samples, outputs, strict=True):
+        logprobs = {}
+        for i, (s, output) in enumerate(zip(batch.samples, outputs, strict=True)):
             given = output.prompt_logprobs
             chosen = [given[p + 1][s.ids[p + 1]].logprob for p in s.sampled_positions]
-            logprobs.append(np.array(chosen, dtype=np.float32))
-        return PassResult([list(s.response_ids) for s in batch.samples], logprobs)
+            logprobs[i] = np.array(chosen, dtype=np.float32)
+        return logprobs
 
     def _generate(
         self,
@@ -143,7 +173,8 @@ class VLLMEngine(Engine):
             )
             # Outputs name a request `17`, the runner names it `17-8cdd...`.
             samples = {str(r).split("-")[0]: i for i, r in enumerate(requests)}
-            self._rpc("rlk_tap", vllm_worker.TapPlan(tap, self.shape, samples, sampled, kind))
+            plan = vllm_worker.TapPlan(tap.part(1), self.shape, samples, sampled, kind)
+            self._rpc("rlk_tap", plan)
         try:
             outputs = self.llm.wait_for_completion(use_tqdm=False)
         finally:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlk_align.engines.base import Tap
+from rlk_align.engines.vllm_parallel import TensorParallel
 from rlk_align.families import ModelShape
+from rlk_align.trace.writer import PassWriter
 
 
 class VLLMTaps:
@@ -19,19 +20,25 @@ class VLLMTaps:
     def __init__(
         self,
         runner: Any,
+        parallel: TensorParallel,
         shape: ModelShape,
-        tap: Tap,
+        tap: PassWriter | None,
         samples: dict[str, int],
         sampled: list[range],
         kind: str,
     ) -> None:
+        """`tap`: what rank 0 writes to; None on the others, which take part in gathering."""
         self._runner, self._tap, self._samples = runner, tap, samples
+        self._parallel = parallel
         self._first = np.array([r.start for r in sampled])
         self._stop = np.array([r.stop for r in sampled])
         self._kind = kind
-        self._q = shape.heads * shape.head_dim
-        self._kv = shape.kv_heads * shape.head_dim
-        self._intermediate = shape.intermediate
+        # Of this rank; with more ranks than k and v heads, several hold the same one.
+        world = parallel.world
+        self._copies = max(1, world // shape.kv_heads)
+        self._q = shape.heads * shape.head_dim // world
+        self._kv = shape.kv_heads * shape.head_dim * self._copies // world
+        self._intermediate = shape.intermediate // world
         self._handles: list[Any] = []
         self._layer = 0
         self._batch: Any = None
@@ -65,15 +72,15 @@ class VLLMTaps:
         def rope(out: Any) -> None:
             # One module serves all layers, so the hook of each layer asks whose turn it is.
             if self._layer == i:
-                self._see_parts((f"{name}.q_rope", f"{name}.k_rope"), out)
+                self._see_shards((f"{name}.q_rope", f"{name}.k_rope"), out)
 
         def qkv(out: Any) -> None:
             sites = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
-            self._see_parts(sites, _first(out).split([self._q, self._kv, self._kv], dim=-1))
+            self._see_shards(sites, _first(out).split([self._q, self._kv, self._kv], dim=-1))
 
         def gate_up(out: Any) -> None:
             sites = (f"{name}.gate_proj", f"{name}.up_proj")
-            self._see_parts(sites, _first(out).split(self._intermediate, dim=-1))
+            self._see_shards(sites, _first(out).split(self._intermediate, dim=-1))
 
         self._norm(
             layer.input_layernorm, f"{name}.attn_norm", f"layers.{i - 1}.mlp_residual" if i else ""
@@ -82,13 +89,13 @@ class VLLMTaps:
         self._on(attention.qkv_proj, qkv)
         for op in ("q_norm", "k_norm"):
             if hasattr(attention, op):
-                self._site(getattr(attention, op), f"{name}.{op}")
+                self._shard(getattr(attention, op), f"{name}.{op}")
         self._on(attention.rotary_emb, rope)
-        self._site(attention.attn, f"{name}.attn")
+        self._shard(attention.attn, f"{name}.attn")
         self._site(attention.o_proj, f"{name}.o_proj")
         self._norm(layer.post_attention_layernorm, f"{name}.mlp_norm", f"{name}.attn_residual")
         self._on(mlp.gate_up_proj, gate_up)
-        self._site(mlp.act_fn, f"{name}.act")
+        self._shard(mlp.act_fn, f"{name}.act")
         self._site(mlp.down_proj, f"{name}.down_proj")
 
     def _on(self, module: Any, see: Any) -> None:
@@ -99,6 +106,10 @@ class VLLMTaps:
 
     def _site(self, module: Any, site: str) -> None:
         self._on(module, lambda out: self._see(site, _first(out)))
+
+    def _shard(self, module: Any, site: str) -> None:
+        """A module of which each rank computes its own heads or features."""
+        self._on(module, lambda out: self._see_shards((site,), (_first(out),)))
 
     def _norm(self, module: Any, site: str, residual: str) -> None:
         """A norm, and the residual stream that it returns where it adds one."""
@@ -146,15 +157,21 @@ class VLLMTaps:
         # Rows past the batch are padding.
         count = len(self._sample)
         rows = value.reshape(value.shape[0], -1)[:count]
-        self._tap(site, rows, self._sample, self._position)
+        if self._tap is not None:
+            self._tap(site, rows, self._sample, self._position)
 
-    def _see_parts(self, sites: tuple[str, ...], parts: Any) -> None:
+    def _see_shards(self, sites: tuple[str, ...], parts: Any) -> None:
+        """Sites of which every rank holds consecutive heads or features."""
         for site, part in zip(sites, parts, strict=True):
-            self._see(site, part)
+            copies = self._copies if site.rpartition(".")[2][:2] in ("k_", "v_") else 1
+            part = part.reshape(part.shape[0], -1)
+            self._see(site, self._parallel.gather(part, 1, copies))
 
     def _see_logits(self, _module: Any, inputs: Any, logits: torch.Tensor) -> None:
         """Logits are computed for each request's last row in order to sample, and for slices
         of the prompt in order to score it. A pass wants the one or the other."""
+        if self._tap is None:
+            return
         hidden = inputs[1]
         is_slice = hidden.untyped_storage().data_ptr() == self._hidden.untyped_storage().data_ptr()
         if is_slice != (self._kind == "prefill"):

@@ -4,27 +4,30 @@ vLLM mixes WorkerExtension into its Worker class (`worker_extension_cls`), so it
 `self.model_runner`. Names start with `rlk_` because vLLM refuses ones that its Worker has.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlk_align.config import EngineSpec
-from rlk_align.engines.base import Tap, activation_name, norm_eps, per_layer
+from rlk_align.engines import heartbeat
+from rlk_align.engines.base import activation_name, norm_eps, per_layer
+from rlk_align.engines.parameters import LiveParameter, ParameterRecord, record_parameter
 from rlk_align.engines.patching import apply_patch
+from rlk_align.engines.vllm_parallel import TensorParallel
 from rlk_align.engines.vllm_taps import VLLMTaps
 from rlk_align.families import ModelShape
-
-PATCH_SPEC: EngineSpec | None = None
-"""The spec whose patch is to be applied; set before the engine starts in this process."""
+from rlk_align.trace.writer import PassWriter
 
 
 @dataclass(frozen=True, slots=True)
 class TapPlan:
-    """One pass to observe."""
+    """One pass to observe; it travels to the worker processes."""
 
-    tap: Tap
+    open: Callable[[], PassWriter]
+    """Opens the part of the pass that rank 0 writes."""
     shape: ModelShape
     samples: dict[str, int]
     """Request id, as outputs name it -> sample."""
@@ -39,25 +42,44 @@ class WorkerExtension:
 
     model_runner: Any
 
-    def rlk_patch(self) -> None:
-        assert PATCH_SPEC is not None
-        apply_patch(PATCH_SPEC, self.model_runner.get_model())
+    def rlk_alive(self, folder: Path) -> None:
+        """Notes the pulse of a worker process that vLLM started."""
+        heartbeat.start(folder, f"rank {TensorParallel().rank}")
+
+    def rlk_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def rlk_patch(self, spec: EngineSpec) -> None:
+        apply_patch(spec, self.model_runner.get_model())
 
     def rlk_attributes(self) -> dict[str, Any]:
         return vllm_attributes(self.model_runner.get_model())
 
-    def rlk_weights(self) -> list[tuple[str, torch.Tensor]]:
+    def rlk_weights(self) -> list[ParameterRecord]:
+        parallel = TensorParallel()
         with torch.inference_mode():
-            return list(vllm_weights(self.model_runner.get_model()))
+            live = vllm_weights(self.model_runner.get_model(), parallel)
+            # Every rank gathers; only what rank 0 says is used.
+            return [record_parameter(p) for p in live if parallel.rank == 0]
 
     def rlk_tap(self, plan: TapPlan) -> None:
+        parallel = TensorParallel()
+        self._rlk_writer = plan.open() if parallel.rank == 0 else None
         self._rlk_taps = VLLMTaps(
-            self.model_runner, plan.shape, plan.tap, plan.samples, plan.sampled, plan.kind
+            self.model_runner,
+            parallel,
+            plan.shape,
+            self._rlk_writer,
+            plan.samples,
+            plan.sampled,
+            plan.kind,
         )
         self._rlk_taps.install()
 
     def rlk_untap(self) -> None:
         self._rlk_taps.remove()
+        if self._rlk_writer is not None:
+            self._rlk_writer.close()
 
 
 def vllm_attributes(model: Any) -> dict[str, Any]:
@@ -82,8 +104,7 @@ def vllm_attributes(model: Any) -> dict[str, Any]:
         "final_norm_eps": model.model.norm.variance_epsilon,
         **per_layer("activation", [_activation(layer.mlp, dtype) for layer in layers]),
         "tie_word_embeddings": bool(config.tie_word_embeddings),
-        "temperature": 1.0,
-        "logprobs": "raw",
+        "padding_side": None,
     }
 
 
@@ -108,37 +129,63 @@ def _device_of(module: Any) -> torch.device:
     return next(module.parameters()).device
 
 
-def vllm_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Canonical parameters of a live vLLM model, unfused, in the checkpoint's layout."""
-    vocab = model.config.vocab_size
-    yield "embed", model.model.embed_tokens.weight[:vocab]
+def vllm_weights(model: Any, parallel: TensorParallel) -> Iterator[LiveParameter]:
+    """Canonical parameters of a live vLLM model, unfused and un-sharded, in the checkpoint's
+    layout."""
+    config, vocab = model.config, model.config.vocab_size
+
+    def whole(name: str, module: Any) -> LiveParameter:
+        value = module.weight
+        return LiveParameter(name, value, replicas=parallel.replicas(value))
+
+    def vocabulary(name: str, module: Any) -> LiveParameter:
+        value = parallel.gather(module.weight, 0)[:vocab]
+        return LiveParameter(name, value, parallel.shards(0, module.weight.shape[0], vocab))
+
+    yield vocabulary("embed", model.model.embed_tokens)
     for i, layer in enumerate(model.model.layers):
         name, attention, mlp = f"layers.{i}", layer.self_attn, layer.mlp
-        q, kv = attention.q_size, attention.kv_size
-        yield f"{name}.attn_norm", layer.input_layernorm.weight
-        ops = ("q_proj", "k_proj", "v_proj")
-        yield from _split(name, ops, [q, kv, kv], attention.qkv_proj)
+        copies = max(1, parallel.world // config.num_key_value_heads)
+        yield whole(f"{name}.attn_norm", layer.input_layernorm)
+        sizes = {"q_proj": attention.q_size, "k_proj": attention.kv_size}
+        sizes["v_proj"] = attention.kv_size
+        yield from _columns(name, sizes, attention.qkv_proj, parallel, copies)
         for op in ("q_norm", "k_norm"):
             if hasattr(attention, op):
-                yield f"{name}.{op}", getattr(attention, op).weight
-        yield from _split(name, ("o_proj",), None, attention.o_proj)
-        yield f"{name}.mlp_norm", layer.post_attention_layernorm.weight
-        yield from _split(name, ("gate_proj", "up_proj"), None, mlp.gate_up_proj)
-        yield from _split(name, ("down_proj",), None, mlp.down_proj)
-    yield "final_norm", model.model.norm.weight
-    yield "lm_head", model.lm_head.weight[:vocab]
+                yield whole(f"{name}.{op}", getattr(attention, op))
+        yield from _input_sharded(f"{name}.o_proj", attention.o_proj, parallel)
+        yield whole(f"{name}.mlp_norm", layer.post_attention_layernorm)
+        half = live_weight(mlp.gate_up_proj).shape[0] // 2
+        both = {"gate_proj": half, "up_proj": half}
+        yield from _columns(name, both, mlp.gate_up_proj, parallel)
+        yield from _input_sharded(f"{name}.down_proj", mlp.down_proj, parallel)
+    yield whole("final_norm", model.model.norm)
+    yield vocabulary("lm_head", model.lm_head)
 
 
-def _split(
-    layer: str, ops: tuple[str, ...], sizes: list[int] | None, module: Any
-) -> Iterator[tuple[str, torch.Tensor]]:
-    weight = live_weight(module)
-    sizes = sizes or [weight.shape[0] // len(ops)] * len(ops)
-    for op, part in zip(ops, weight.split(sizes), strict=True):
-        yield f"{layer}.{op}", part
+def _columns(
+    layer: str, sizes: dict[str, int], module: Any, parallel: TensorParallel, copies: int = 1
+) -> Iterator[LiveParameter]:
+    """Fused operators, each sharded by its outputs. `copies`: how many ranks hold one and the
+    same k and v, where there are more ranks than heads."""
+    parameters = [("", live_weight(module))]
     if getattr(module, "bias", None) is not None:
-        for op, part in zip(ops, module.bias.split(sizes), strict=True):
-            yield f"{layer}.{op}.bias", part
+        parameters.append((".bias", module.bias))
+    for suffix, value in parameters:
+        for (op, size), part in zip(sizes.items(), value.split(list(sizes.values())), strict=True):
+            each = copies if op in ("k_proj", "v_proj") else 1
+            whole = parallel.gather(part, 0, each)
+            shards = parallel.shards(0, size, whole.shape[0], each)
+            yield LiveParameter(f"{layer}.{op}{suffix}", whole, shards)
+
+
+def _input_sharded(name: str, module: Any, parallel: TensorParallel) -> Iterator[LiveParameter]:
+    """An operator sharded by its inputs, whose bias every rank holds."""
+    part = live_weight(module)
+    whole = parallel.gather(part, 1)
+    yield LiveParameter(name, whole, parallel.shards(1, part.shape[1], whole.shape[1]))
+    if getattr(module, "bias", None) is not None:
+        yield LiveParameter(f"{name}.bias", module.bias)
 
 
 def live_weight(module: Any) -> torch.Tensor:

@@ -1,59 +1,69 @@
 """The process of one engine: `python -m rlk_align.engines.worker JOB.json`.
 
 It loads the model, writes what the engine is, runs each pass that the trace does not hold
-yet, and ends. Whatever it prints goes to worker.log; what the parent must know goes through
+yet, and ends. An engine of several ranks is this process once more for each, under torchrun.
+Whatever it prints goes to worker.log or rankN.log; what the parent must know goes through
 events.jsonl.
 """
 
 import ctypes
-import importlib.metadata
-import platform
+import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from rlk_align.config import EngineSpec
-from rlk_align.digest import digest_parameter
-from rlk_align.engines import load_engine
-from rlk_align.engines.base import Engine, PassResult, Sampling
+from rlk_align.engines import heartbeat, load_engine
+from rlk_align.engines.base import Engine, Logprobs, Sampling
+from rlk_align.engines.heartbeat import ALIVE
+from rlk_align.engines.identity import write_identity
 from rlk_align.engines.job import Events, Job
-from rlk_align.engines.plan import keep_logprobs, keep_values
-from rlk_align.errors import RlkError
+from rlk_align.engines.launch import launch, rank_log
+from rlk_align.engines.plan import KEEP_LOGPROBS, CapturePlan, plan_capture
+from rlk_align.engines.ranks import barrier, join, leave
+from rlk_align.engines.rotary import checkpoint_rotary
+from rlk_align.errors import EngineFailed, RlkError
 from rlk_align.families import read_shape
 from rlk_align.prompts import Prompt, Sample, TokenBatch, check_lengths, load_prompts
 from rlk_align.sites import model_sites
-from rlk_align.trace.schema import WEIGHTS_SCHEMA, TraceRecord, save_record, writing
-from rlk_align.trace.writer import KeepValues, PassWriter
+from rlk_align.trace.schema import writing
+from rlk_align.trace.writer import PassWriter
 
 
 def run(job: Job, events: Events) -> None:
-    """Carries out a job; raises RlkError for what the user can mend."""
+    """Carries out a job, or this rank's part of it; raises RlkError for what the user can mend."""
     spec = EngineSpec.parse(job.engine)
     shape = read_shape(job.model)
+    todo = [p for p in job.passes if not (job.folder / p / "pass.json").is_file()]
     prompts = load_prompts(job.prompts)
     events.send(stage="tokenising")
     prompt_ids = tokenise(job.model, prompts)
     batch = _initial_batch(job, prompts, prompt_ids)
     production = all(p.endswith(".production") for p in job.passes)
     engine = load_engine(spec.name)(spec, job.model, shape, production)
+    engine.alive = job.folder / ALIVE
     new_tokens = 0 if batch.sampled_tokens else job.max_new_tokens
     check_lengths(batch, shape.context - engine.spare_positions, shape.vocab, new_tokens)
+    dtype = str(spec.options.get("dtype", "auto"))
+    sites = model_sites(shape)
+    plan = plan_capture(job, sites, batch, shape.dtype if dtype == "auto" else dtype)
+    events.send(stage=str(plan))
+    if spec.info.ranks:
+        device = spec.options.get("device")
+        engine.ranks = join(str(device) if device else None, job.timeout)
     events.send(stage=f"loading {spec.name}")
-    engine.open()
     try:
+        engine.open()
         if not production:
-            _write_identity(job, engine, prompt_ids)
-        for name in job.passes:
-            if not (job.folder / name / "pass.json").is_file():
-                batch = _run_pass(job, engine, batch, name, events)
+            write_identity(job.folder, engine, prompt_ids, job.model)
+        for name in todo:
+            batch = _run_pass(job, engine, batch, name, plan, events)
     finally:
         engine.close()
+    leave()
 
 
 def tokenise(model: Path, prompts: list[Prompt]) -> dict[str, list[int]]:
@@ -71,7 +81,7 @@ def _initial_batch(job: Job, prompts: list[Prompt], prompt_ids: dict[str, list[i
     own = job.folder / "tokens.parquet"
     if job.tokens is not None:
         batch = TokenBatch.load(job.tokens)
-        if job.tokens != own:
+        if job.tokens != own and os.environ.get("RANK", "0") == "0":
             with writing(own):
                 batch.save(own)
         return batch
@@ -80,80 +90,58 @@ def _initial_batch(job: Job, prompts: list[Prompt], prompt_ids: dict[str, list[i
     return TokenBatch(tuple(Sample(p.id, tuple(prompt_ids[p.id])) for p in prompts))
 
 
-def _write_identity(job: Job, engine: Engine, prompt_ids: dict[str, list[int]]) -> None:
-    """weights.parquet and trace.json: what was loaded, as the live model has it."""
-    table: dict[str, list[Any]] = {name: [] for name in WEIGHTS_SCHEMA.names}
-    for name, weight in engine.weights():
-        table["name"].append(name)
-        table["shape"].append(list(weight.shape))
-        table["dtype"].append(str(weight.dtype).removeprefix("torch."))
-        table["digest"].append(digest_parameter(weight))
-    with writing(job.folder / "weights.parquet"):
-        pq.write_table(
-            pa.table(table, schema=WEIGHTS_SCHEMA),
-            job.folder / "weights.parquet",
-            write_page_checksum=True,
-        )
-    record = TraceRecord(
-        engine=engine.spec.name,
-        version=engine.version(),
-        options=dict(engine.spec.options),
-        model=str(job.model),
-        shape=engine.shape,
-        dtype=engine.dtype(),
-        environment=_environment(),
-        attributes=engine.attributes(),
-        prompt_ids=prompt_ids,
-    )
-    save_record(record, job.folder / "trace.json")
-
-
-def _environment() -> dict[str, str]:
-    cuda = torch.cuda.is_available()
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": importlib.metadata.version("transformers"),
-        "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
-        "threads": str(torch.get_num_threads()),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-    }
-
-
-def _run_pass(job: Job, engine: Engine, batch: TokenBatch, name: str, events: Events) -> TokenBatch:
+def _run_pass(
+    job: Job, engine: Engine, batch: TokenBatch, name: str, plan: CapturePlan, events: Events
+) -> TokenBatch:
     """Runs one pass; returns the batch with its responses, which the first decode decides."""
     kind, _, variant = name.partition(".")
-    total = len(batch.samples)
+    total, first = len(batch.samples), engine.ranks.rank == 0
 
     def progress(done: int) -> None:
-        events.send(stage=name, done=done, total=total)
+        if first:
+            events.send(stage=name, done=done, total=total)
 
     progress(0)
-    keep: KeepValues = keep_logprobs
-    if not variant:
-        keep = keep_values(job, model_sites(engine.shape), batch, engine.dtype())
-    with PassWriter(job.folder / name, keep, statistics=not variant) as writer:
-        tap = writer.add if variant in ("", "repeat") else None
+    with _open_part(job, engine, name, plan) as writer:
+        tap = writer if variant in ("", "repeat") else None
         if kind == "decode":
-            sampling = Sampling(job.max_new_tokens, job.seed)
-            result = engine.sample(batch, sampling, tap, progress)
+            sampled = engine.sample(batch, Sampling(job.max_new_tokens, job.seed), tap, progress)
+            logprobs = sampled.logprobs
+            if not batch.sampled_tokens:
+                batch = batch.with_responses(sampled.responses)
+                with writing(job.folder / "tokens.parquet"):
+                    batch.save(job.folder / "tokens.parquet")
         else:
-            result = engine.score(batch, tap, progress)
-        _add_logprobs(writer, batch, result)
-        if kind == "decode" and not batch.sampled_tokens:
-            batch = batch.with_responses(result.responses)
-            with writing(job.folder / "tokens.parquet"):
-                batch.save(job.folder / "tokens.parquet")
-        writer.finish(engine.unexposed())
+            logprobs = engine.score(batch, tap, progress)
+        _add_logprobs(writer, batch, logprobs)
+        if not first:
+            writer.close()
+        barrier(engine.ranks)
+        if first:
+            writer.finish(engine.unexposed())
     return batch
 
 
-def _add_logprobs(writer: PassWriter, batch: TokenBatch, result: PassResult) -> None:
-    for i, (s, logprob) in enumerate(zip(batch.samples, result.logprobs, strict=True)):
-        first = len(s.prompt_ids) - 1
+def _open_part(job: Job, engine: Engine, name: str, plan: CapturePlan) -> PassWriter:
+    """This rank's part of a pass; rank 0 makes the folder before the others write there."""
+    variant = name.partition(".")[2]
+    keep = KEEP_LOGPROBS if variant else plan.keep
+    rotary = None if variant else checkpoint_rotary(job.model, engine.shape)
+    rank = engine.ranks.rank
+    if rank:
+        barrier(engine.ranks)
+    writer = PassWriter(job.folder / name, keep, not variant, rotary, part=rank)
+    if not rank:
+        barrier(engine.ranks)
+    return writer
+
+
+def _add_logprobs(writer: PassWriter, batch: TokenBatch, logprobs: Logprobs) -> None:
+    for i, logprob in sorted(logprobs.items()):
+        first = len(batch.samples[i].prompt_ids) - 1
         position = np.arange(first, first + len(logprob))
         rows = torch.from_numpy(np.asarray(logprob, dtype=np.float32)).reshape(-1, 1)
-        writer.add("logprob", rows, np.full(len(logprob), i), position)
+        writer("logprob", rows, np.full(len(logprob), i), position)
 
 
 def _end_with_parent() -> None:
@@ -163,16 +151,51 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
+def _out_of_memory(error: BaseException) -> bool:
+    """torch's CPU allocator raises a plain RuntimeError."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
+
+
 def main() -> None:
     """The process: the job's path is its only argument."""
     _end_with_parent()
-    job = Job.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    path = Path(sys.argv[1])
+    job = Job.model_validate_json(path.read_text(encoding="utf-8"))
     events = Events(job.folder)
+    spec, rank = EngineSpec.parse(job.engine), os.environ.get("RANK")
+    if rank is not None:
+        with rank_log(job.folder, int(rank)).open("w") as log:
+            for stream in (sys.stdout, sys.stderr):
+                os.dup2(log.fileno(), stream.fileno())
     try:
-        run(job, events)
-    except RlkError as error:
+        if spec.ranks > 1 and rank is None:
+            port = spec.options.get("port")
+            launch(path, job.engine, spec.ranks, int(port) if port else None, events)
+        else:
+            name = "the engine" if rank is None else f"rank {rank}"
+            heartbeat.start(job.folder / ALIVE, name)
+            run(job, events)
+    except (RlkError, MemoryError, RuntimeError) as raised:
+        error = _user_error(raised, job, rank)
+        if error is None:
+            raise
         events.send(error=type(error).__name__, message=error.message, fix=error.fix)
         sys.exit(error.exit_code)
+
+
+def _user_error(raised: BaseException, job: Job, rank: str | None) -> RlkError | None:
+    if isinstance(raised, RlkError):
+        return raised
+    if not _out_of_memory(raised):
+        return None
+    who = "the worker" if rank is None else f"rank {rank}"
+    return EngineFailed(
+        f"{who} of {job.engine} ran out of memory: {str(raised).splitlines()[0]}",
+        "fewer or shorter prompts, a smaller batch, more ranks, or another device; "
+        "finished passes are kept",
+    )
 
 
 if __name__ == "__main__":

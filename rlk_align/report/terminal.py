@@ -125,6 +125,8 @@ def _problems(verdict: Verdict) -> Iterator[Text]:
         yield Text("mismatches before anything was computed", style="bold")
         for m in c.mismatches[:_SHOWN]:
             yield Text(f"  {_mismatch(m)}")
+            if m.detail:
+                yield Text(f"    {m.detail}", style="dim")
         yield from _rest(len(c.mismatches))
     if verdict.breaches:
         yield Text()

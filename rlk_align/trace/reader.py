@@ -47,6 +47,14 @@ class Weight:
     shape: tuple[int, ...]
     dtype: str
     digest: str
+    shards: list[tuple[int, int, int, int]]
+    """(rank, dimension, start, stop); empty where one rank holds it whole."""
+    replicas: list[str]
+    """Digests of the copies of ranks 1, 2, ..."""
+
+
+def _is_rows(name: str) -> bool:
+    return name.startswith("rows.") and name.endswith(".parquet")
 
 
 class PassReader:
@@ -64,8 +72,11 @@ class PassReader:
         return self.folder
 
     @cached_property
-    def _table(self) -> pq.ParquetFile:
-        path = self._checked / "rows.parquet"
+    def _tables(self) -> list[pq.ParquetFile]:
+        """A table for each part of the pass."""
+        return [self._open(self._checked / n) for n in self.record.files if _is_rows(n)]
+
+    def _open(self, path: Path) -> pq.ParquetFile:
         try:
             table = pq.ParquetFile(path, page_checksum_verification=True)
         except (OSError, pa.ArrowException) as error:
@@ -75,16 +86,17 @@ class PassReader:
         return table
 
     @cached_property
-    def _row_groups(self) -> dict[str, list[int]]:
-        """Every row group holds rows of one site: the writer sees to that."""
-        groups: dict[str, list[int]] = {}
-        metadata = self._table.metadata
-        for i in range(metadata.num_row_groups):
-            statistics = metadata.row_group(i).column(0).statistics
-            names = {statistics.min, statistics.max} if statistics is not None else set()
-            if len(names) != 1:
-                raise CorruptTrace(f"{self.folder / 'rows.parquet'}: row group {i} mixes sites")
-            groups.setdefault(names.pop(), []).append(i)
+    def _row_groups(self) -> dict[str, dict[int, list[int]]]:
+        """Site -> table -> row groups; every group holds rows of one site: the writer sees to
+        that."""
+        groups: dict[str, dict[int, list[int]]] = {}
+        for t, table in enumerate(self._tables):
+            for i in range(table.metadata.num_row_groups):
+                statistics = table.metadata.row_group(i).column(0).statistics
+                names = {statistics.min, statistics.max} if statistics is not None else set()
+                if len(names) != 1:
+                    raise CorruptTrace(f"{self.folder}: row group {i} of table {t} mixes sites")
+                groups.setdefault(names.pop(), {}).setdefault(t, []).append(i)
         return groups
 
     def rows(self, site: str) -> SiteRows | None:
@@ -93,9 +105,11 @@ class PassReader:
         if not groups:
             return None
         try:
-            table = self._table.read_row_groups(groups)
+            table = pa.concat_tables(
+                self._tables[t].read_row_groups(numbers) for t, numbers in groups.items()
+            )
         except (OSError, pa.ArrowException) as error:
-            raise CorruptTrace(f"{self.folder / 'rows.parquet'}: {site}: {error}") from error
+            raise CorruptTrace(f"{self.folder}: rows of {site}: {error}") from error
 
         def column(name: str, missing: int) -> np.ndarray:
             return table[name].fill_null(missing).to_numpy()
@@ -146,17 +160,27 @@ class Trace:
 
     @cached_property
     def weights(self) -> dict[str, Weight]:
+        table = self._weights_table(["name", "shape", "dtype", "digest", "shards", "replicas"])
+        return {
+            row["name"]: Weight(**row | {"shape": tuple(row["shape"])}) for row in table.to_pylist()
+        }
+
+    def weight_slices(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Digests of a parameter's slices along dimensions 0 and 1, int64; the second may be
+        empty."""
+        table = self._weights_table(["name", "rows", "columns"])
+        at = table["name"].to_pylist().index(name)
+        return tuple(table[c][at].values.to_numpy() for c in ("rows", "columns"))
+
+    def _weights_table(self, columns: list[str]) -> pa.Table:
         path = self.folder / "weights.parquet"
         try:
-            table = pq.read_table(path, page_checksum_verification=True)
+            with pq.ParquetFile(path, page_checksum_verification=True) as file:
+                if not file.schema_arrow.equals(WEIGHTS_SCHEMA):
+                    raise CorruptTrace(f"{path} has other columns than a table of weights")
+                return file.read(columns)
         except (OSError, ValueError, pa.ArrowException) as error:
             raise CorruptTrace(f"{path} cannot be read: {error}") from error
-        if not table.schema.equals(WEIGHTS_SCHEMA):
-            raise CorruptTrace(f"{path} has other columns than a table of weights")
-        return {
-            row["name"]: Weight(row["name"], tuple(row["shape"]), row["dtype"], row["digest"])
-            for row in table.to_pylist()
-        }
 
     def has_pass(self, name: str) -> bool:
         return (self.folder / name / "pass.json").is_file()

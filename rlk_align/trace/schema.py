@@ -37,8 +37,15 @@ WEIGHTS_SCHEMA = pa.schema(
         ("shape", pa.list_(pa.int64())),
         ("dtype", pa.string()),
         ("digest", pa.string()),
+        ("rows", pa.list_(pa.int64())),
+        ("columns", pa.list_(pa.int64())),
+        ("shards", pa.list_(pa.list_(pa.int64(), 4))),
+        ("replicas", pa.list_(pa.string())),
     ]
 )
+"""rows and columns: a digest of each slice along dimension 0 and 1, so that a mismatch can be
+placed; shards: (rank, dimension, start, stop) of what each rank holds; replicas: the digest of
+every further rank's own copy."""
 
 
 class Record(BaseModel):
@@ -71,10 +78,51 @@ class FileRecord(Record):
         return cls(size=path.stat().st_size, blake2b=file_digest(path))
 
 
+class WrongPosition(Record):
+    """A row that the engine rotated by another position than its own."""
+
+    sample: int
+    position: int
+    effective: int
+
+
+class PositionRecord(Record):
+    """By which positions the engine's rotary embedding rotated, measured on layer 0."""
+
+    checked: int = 0
+    """Rows whose rotation was measured."""
+    wrong: int = 0
+    first: list[WrongPosition] = []
+    """The first of them, by sample and position."""
+
+    @classmethod
+    def together(cls, parts: "list[PositionRecord]") -> "PositionRecord":
+        """Of several parts of a pass."""
+        first = sorted((w for p in parts for w in p.first), key=lambda w: (w.sample, w.position))
+        return cls(
+            checked=sum(p.checked for p in parts),
+            wrong=sum(p.wrong for p in parts),
+            first=first[:WRONG_POSITIONS],
+        )
+
+
+WRONG_POSITIONS = 8
+"""How many wrong positions a pass names."""
+
+
+class PartRecord(Record):
+    """part-N.json: what one process wrote of a pass; gone when the pass is complete."""
+
+    sites: dict[str, SiteRecord]
+    positions: PositionRecord
+    seconds: float
+
+
 class PassRecord(Record):
     """pass.json."""
 
     sites: dict[str, SiteRecord]
+    positions: PositionRecord = PositionRecord()
     unexposed: dict[str, str] = {}
     """Sites that the engine cannot show, each with its reason."""
     files: dict[str, FileRecord]

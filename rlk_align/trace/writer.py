@@ -5,6 +5,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import get_args
@@ -16,12 +17,17 @@ import torch
 from safetensors.torch import save_file
 
 from rlk_align.digest import digest_rows, row_statistics
+from rlk_align.errors import EngineFailed
+from rlk_align.trace.positions import PositionCheck, Rotary
 from rlk_align.trace.schema import (
     ROWS_SCHEMA,
     DtypeName,
     FileRecord,
+    PartRecord,
     PassRecord,
+    PositionRecord,
     SiteRecord,
+    load_record,
     save_record,
     writing,
 )
@@ -30,6 +36,9 @@ FLUSH_BYTES = 1 << 27
 
 KeepValues = Callable[[str, np.ndarray, np.ndarray], np.ndarray]
 """(site, samples `[N]`, positions `[N]`) -> which rows keep their values, bool `[N]`."""
+
+PART_SHARDS = 100_000
+"""Values files that one part of a pass may number."""
 
 Buffered = tuple[torch.Tensor, np.ndarray, np.ndarray]
 
@@ -54,27 +63,48 @@ def _one_thread() -> Iterator[None]:
 class PassWriter:
     """Collects rows site by site, and writes them in blocks of about FLUSH_BYTES.
 
-    The folder appears under its final name only when the pass is complete; an interrupted
-    pass leaves `PASS.partial`, which the next attempt replaces.
+    Several processes may write one pass, each a part of its own; part 0 opens the folder before
+    the others start, and finishes it after they have closed theirs. The folder appears under
+    its final name only when the pass is complete; an interrupted pass leaves `PASS.partial`,
+    which the next attempt replaces.
     """
 
-    def __init__(self, folder: Path, keep: KeepValues, statistics: bool = True) -> None:
-        """`statistics`: whether rows get their norm, magnitude and count of NaN and Inf."""
+    def __init__(
+        self,
+        folder: Path,
+        keep: KeepValues,
+        statistics: bool = True,
+        rotary: Rotary | None = None,
+        part: int = 0,
+    ) -> None:
+        """`statistics`: whether rows get their norm, magnitude and count of NaN and Inf;
+        `rotary`: by which the positions that the engine rotated by are checked."""
         self._final = folder
         self._folder = folder.with_name(folder.name + ".partial")
         self._keep = keep
         self._statistics = statistics
+        self._rotary = rotary
+        self._positions = PositionCheck(rotary) if rotary else None
+        self._part = part
         self._buffers: dict[str, list[Buffered]] = {}
         self._buffered_bytes = 0
-        self._shards = 0
+        self._shards = part * PART_SHARDS
         self._sites: dict[str, SiteRecord] = {}
         self._started = time.perf_counter()
         with writing(self._folder):
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder.mkdir(parents=True)
+            if part == 0:
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._folder.mkdir(parents=True)
+            name = f"rows.{part}.parquet" if part else "rows.parquet"
             self._table = pq.ParquetWriter(
-                self._folder / "rows.parquet", ROWS_SCHEMA, write_page_checksum=True
+                self._folder / name, ROWS_SCHEMA, write_page_checksum=True
             )
+
+    def part(self, number: int) -> "Callable[[], PassWriter]":
+        """What opens another part of this pass, in whichever process it is called."""
+        return partial(
+            PassWriter, self._final, self._keep, self._statistics, self._rotary, part=number
+        )
 
     def __enter__(self) -> "PassWriter":
         return self
@@ -92,7 +122,9 @@ class PassWriter:
             except (OSError, pa.ArrowException):
                 return
 
-    def add(self, site: str, rows: torch.Tensor, sample: np.ndarray, position: np.ndarray) -> None:
+    def __call__(
+        self, site: str, rows: torch.Tensor, sample: np.ndarray, position: np.ndarray
+    ) -> None:
         """Rows `[N, F]` of a site at (sample, position), int `[N]` each.
 
         The rows are copied: engines reuse and overwrite their buffers.
@@ -101,19 +133,39 @@ class PassWriter:
         assert rows.shape[0] == len(sample) == len(position), (site, rows.shape, len(sample))
         if not len(sample):
             return
+        if self._positions:
+            self._positions.see(site, rows, sample, position)
         self._buffers.setdefault(site, []).append((rows.detach().clone(), sample, position))
         self._buffered_bytes += rows.numel() * rows.element_size()
         if self._buffered_bytes >= FLUSH_BYTES:
             self._flush()
 
-    def finish(self, unexposed: dict[str, str]) -> None:
-        """Writes what is left and gives the folder its final name."""
+    def close(self) -> None:
+        """Writes what is left, and what this part holds."""
         seconds = time.perf_counter() - self._started
         self._flush()
         with writing(self._folder):
             self._table.close()
+        positions = self._positions.record() if self._positions else PositionRecord()
+        record = PartRecord(sites=self._sites, positions=positions, seconds=seconds)
+        save_record(record, self._folder / f"part-{self._part}.json")
+
+    def finish(self, unexposed: dict[str, str]) -> None:
+        """Closes part 0, puts the parts together and gives the folder its final name."""
+        self.close()
+        paths = sorted(self._folder.glob("part-*.json"))
+        parts = [load_record(PartRecord, path) for path in paths]
+        with writing(self._folder):
+            for path in paths:
+                path.unlink()
             files = {p.name: FileRecord.of(p) for p in sorted(self._folder.iterdir())}
-        record = PassRecord(sites=self._sites, unexposed=unexposed, files=files, seconds=seconds)
+        record = PassRecord(
+            sites=_together(parts),
+            positions=PositionRecord.together([p.positions for p in parts]),
+            unexposed=unexposed,
+            files=files,
+            seconds=max(p.seconds for p in parts),
+        )
         save_record(record, self._folder / "pass.json")
         with writing(self._final):
             shutil.rmtree(self._final, ignore_errors=True)
@@ -167,3 +219,19 @@ class PassWriter:
             features=rows.shape[1],
             rows=before + count,
         )
+
+
+def _together(parts: list[PartRecord]) -> dict[str, SiteRecord]:
+    """The sites of all parts; raises EngineFailed where parts disagree on what a site is."""
+    sites: dict[str, SiteRecord] = {}
+    for part in parts:
+        for name, record in part.sites.items():
+            known = sites.get(name)
+            if known and (known.dtype, known.features) != (record.dtype, record.features):
+                raise EngineFailed(
+                    f"ranks disagree on {name}: {known.dtype}[{known.features}] "
+                    f"and {record.dtype}[{record.features}]"
+                )
+            rows = record.rows + (known.rows if known else 0)
+            sites[name] = record.model_copy(update={"rows": rows})
+    return sites

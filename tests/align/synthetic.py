@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import torch
 
 from rlk_align.comparison import measure
-from rlk_align.digest import digest_parameter
+from rlk_align.engines.parameters import LiveParameter, record_parameter
 from rlk_align.families import ModelShape
 from rlk_align.prompts import Sample, TokenBatch
 from rlk_align.results import Comparison
@@ -151,9 +151,9 @@ def write_pass(
             cells = [c for c in wanted_cells(site, decode, batch) if c not in set(dropped)]
             rows = values[site.name][[order[c] for c in cells]]
             sample, position = (np.array([c[k] for c in cells], dtype=np.int64) for k in (0, 1))
-            writer.add(site.name, rows, sample, position)
+            writer(site.name, rows, sample, position)
         for name, extra, sample_list, position_list in also:
-            writer.add(name, extra, np.array(sample_list), np.array(position_list))
+            writer(name, extra, np.array(sample_list), np.array(position_list))
         writer.finish(unexposed or {})
 
 
@@ -207,16 +207,9 @@ def write_trace(
 
 def write_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     """weights.parquet, as a worker writes it."""
-    rows = [
-        {
-            "name": name,
-            "shape": list(w.shape),
-            "dtype": str(w.dtype).removeprefix("torch."),
-            "digest": digest_parameter(w),
-        }
-        for name, w in weights.items()
-    ]
-    table = pa.Table.from_pylist(rows, schema=WEIGHTS_SCHEMA)
+    records = [record_parameter(LiveParameter(name, w)) for name, w in weights.items()]
+    columns = {c: [getattr(r, c) for r in records] for c in WEIGHTS_SCHEMA.names}
+    table = pa.table(columns, schema=WEIGHTS_SCHEMA)
     pq.write_table(table, folder / "weights.parquet", write_page_checksum=True)
 
 

@@ -9,9 +9,10 @@ from align.synthetic import BATCH, SHAPE, SITES, all_cells, wanted_cells
 
 from rlk_align.engines import plan
 from rlk_align.engines.job import Job
-from rlk_align.engines.plan import check_selection, keep_logprobs, keep_values
+from rlk_align.engines.plan import KEEP_LOGPROBS, KeepRule, check_selection, plan_capture
 from rlk_align.errors import BadOption, TraceNotWritten
 from rlk_align.prompts import Sample, TokenBatch
+from rlk_align.sites import Site
 
 GIB = 1 << 30
 
@@ -43,6 +44,10 @@ def large_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 LONG = TokenBatch(tuple(Sample(f"p{i}", (1,) * 30, (2,) * (10 + i)) for i in range(40)))
+
+
+def keep_values(job: Job, sites: list[Site], batch: TokenBatch, dtype: str) -> KeepRule:
+    return plan_capture(job, sites, batch, dtype).keep
 
 
 def kept(rule, site: str, batch: TokenBatch = LONG) -> set[tuple[int, int]]:
@@ -176,15 +181,18 @@ def test_a_selection_is_given_the_whole_budget(tmp_path: Path) -> None:
 
 
 def test_a_control_pass_keeps_log_probs() -> None:
-    assert kept(keep_logprobs, "logprob") == set(all_cells(LONG))
-    assert kept(keep_logprobs, "logits") == kept(keep_logprobs, "embed") == set()
+    assert kept(KEEP_LOGPROBS, "logprob") == set(all_cells(LONG))
+    assert kept(KEEP_LOGPROBS, "logits") == kept(KEEP_LOGPROBS, "embed") == set()
 
 
 def test_a_small_disk_is_refused_before_the_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = value_bytes(LONG, 2)
-    rows = plan._ROW_BYTES * sum(len(wanted_cells(s, False, LONG)) for s in SITES)
+    # The pass and its repetition have digests of everything, the un-tapped one of log-probs.
+    counts = {s.op: len(wanted_cells(s, False, LONG)) for s in SITES}
+    once = sum(len(wanted_cells(s, False, LONG)) for s in SITES)
+    rows = plan._ROW_BYTES * (2 * once + counts["logprob"])
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda _path: Usage(rows + values // 2))
     with pytest.raises(TraceNotWritten, match=str(tmp_path)) as error:
         keep_values(job(tmp_path), SITES, LONG, "bfloat16")

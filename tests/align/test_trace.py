@@ -86,7 +86,7 @@ def test_values_are_read_in_the_order_that_is_asked_for(
     with PassWriter(tmp_path / "p", keep_all) as writer:
         for p in range(9):
             rows = VALUES["embed"][p : p + 1]
-            writer.add("embed", rows, np.array([0]), np.array([p]))
+            writer("embed", rows, np.array([0]), np.array([p]))
         writer.finish({})
     reader = PassReader(tmp_path / "p")
     rows = reader.rows("embed")
@@ -105,7 +105,7 @@ def test_rows_are_copied_when_they_are_added(tmp_path: Path) -> None:
     buffer = torch.ones(2, 4)
     sample, position = np.array([0, 0]), np.array([0, 1])
     with PassWriter(tmp_path / "p", keep_all) as writer:
-        writer.add("embed", buffer, sample, position)
+        writer("embed", buffer, sample, position)
         buffer.fill_(7)
         writer.finish({})
     reader = PassReader(tmp_path / "p")
@@ -117,7 +117,7 @@ def test_strided_rows_are_written_as_they_look(tmp_path: Path) -> None:
     parts = {"a": wide[:, 2:5], "b": wide.T[:3], "c": wide[:, 7:8]}
     with PassWriter(tmp_path / "p", keep_all) as writer:
         for name, rows in parts.items():
-            writer.add(name, rows, np.zeros(3, dtype=int), np.arange(3))
+            writer(name, rows, np.zeros(3, dtype=int), np.arange(3))
         writer.finish({})
     reader = PassReader(tmp_path / "p")
     for name, rows in parts.items():
@@ -196,7 +196,7 @@ def test_values_are_kept_by_row(
 def test_an_interrupted_pass_leaves_only_its_partial_folder(tmp_path: Path) -> None:
     def interrupted() -> None:
         with PassWriter(tmp_path / "prefill", keep_all) as writer:
-            writer.add("embed", torch.ones(1, 2), np.array([0]), np.array([0]))
+            writer("embed", torch.ones(1, 2), np.array([0]), np.array([0]))
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -467,7 +467,7 @@ def write(folder, kept):
     keep = lambda site, sample, position: np.full(len(sample), kept)
     with PassWriter(folder, keep) as writer:
         for p in range(100):
-            writer.add("embed", torch.randn(512, 16), *np.full((2, 512), p))
+            writer("embed", torch.randn(512, 16), *np.full((2, 512), p))
         writer.finish({})
 
 for limit, kept in ((1 << 30, True), (20_000, True), (20_000, False), (300, True), (0, True)):

@@ -341,6 +341,8 @@ def test_a_failed_precheck_stops_everything() -> None:
             "train": "b",
             "sample": None,
             "position": None,
+            "ranks": [],
+            "detail": "",
         }
     ]
     assert "weights" in record["doubts"][0]

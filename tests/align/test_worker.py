@@ -12,8 +12,9 @@ from align.synthetic import SHAPE, SITES, compared
 
 from rlk_align.contract import load_contract
 from rlk_align.engines import worker
-from rlk_align.engines.base import Engine, PassResult, Progress, Sampling, Tap
+from rlk_align.engines.base import Engine, Logprobs, Progress, Sampled, Sampling, Tap
 from rlk_align.engines.job import Events, Job
+from rlk_align.engines.parameters import LiveParameter, ParameterRecord, record_parameter
 from rlk_align.errors import CorruptTrace, PromptError, TraceNotWritten
 from rlk_align.prompts import TokenBatch
 from rlk_align.trace.reader import Trace
@@ -44,19 +45,20 @@ class Imaginary(Engine):
     def attributes(self) -> dict[str, Any]:
         return {"layers": 2}
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield "embed", torch.ones(4, 4)
+    def weights(self) -> Iterator[ParameterRecord]:
+        yield record_parameter(LiveParameter("embed", torch.ones(4, 4)))
 
     def sample(
         self, batch: TokenBatch, sampling: Sampling, tap: Tap | None, progress: Progress
-    ) -> PassResult:
+    ) -> Sampled:
         responses = [
             [(sampling.seed + len(s.prompt_ids) + k) % 16 for k in range(sampling.max_new_tokens)]
             for s in batch.samples
         ]
-        return self._compute("decode", batch.with_responses(responses), tap, progress)
+        logprobs = self._compute("decode", batch.with_responses(responses), tap, progress)
+        return Sampled(responses, logprobs)
 
-    def score(self, batch: TokenBatch, tap: Tap | None, progress: Progress) -> PassResult:
+    def score(self, batch: TokenBatch, tap: Tap | None, progress: Progress) -> Logprobs:
         return self._compute("prefill", batch, tap, progress)
 
     def close(self) -> None:
@@ -64,13 +66,13 @@ class Imaginary(Engine):
 
     def _compute(
         self, kind: str, batch: TokenBatch, tap: Tap | None, progress: Progress
-    ) -> PassResult:
+    ) -> Logprobs:
         mode = "production" if self.production else "tapped" if tap else "untapped"
         type(self).calls.append(f"{kind} {mode}")
         if self.fails_in == f"{kind} {mode}":
             raise TraceNotWritten("the disk is full", "free some")
         shift = type(self).noise * len(type(self).calls)
-        logprobs = []
+        logprobs: Logprobs = {}
         for i, s in enumerate(batch.samples):
             last = len(s.ids) - (kind == "decode")
             for number, site in enumerate(SITES[:-1] if tap else ()):
@@ -83,9 +85,9 @@ class Imaginary(Engine):
                     np.full(len(wanted), i),
                     position,
                 )
-            logprobs.append(np.array([-1 - p / 64 - shift for p in s.sampled_positions]))
+            logprobs[i] = np.array([-1 - p / 64 - shift for p in s.sampled_positions])
             progress(i + 1)
-        return PassResult([list(s.response_ids) for s in batch.samples], logprobs)
+        return logprobs
 
 
 @pytest.fixture

@@ -1,0 +1,120 @@
+"""Whether a process of an engine still moves, written by itself and read by the parent.
+
+A thread of each process notes for how long the main thread has stood at one and the same
+instruction, and whether that is inside a wait for others. Needs no torch.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ALIVE = "alive"
+"""The folder of pulses, in a capture's."""
+INTERVAL = 0.5
+"""Seconds between two notes."""
+
+_WAITS = (
+    "torch/distributed/",
+    "vllm/distributed/",
+    "multiprocessing/",
+    "concurrent/futures/",
+    "selectors.py",
+    "zmq/",
+    "subprocess.py",
+)
+"""Parts of the paths of code that waits for another process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """What a process last said of itself."""
+
+    name: str
+    """`rank 1`, or `the engine`."""
+    pid: int
+    written: float
+    """Seconds of the machine's monotonic clock."""
+    still: float
+    """Seconds that the main thread had then not moved."""
+    waiting: bool
+    """Whether it stood in a wait for other processes."""
+    where: str
+    """`file:line in function`."""
+
+    @property
+    def stood_still(self) -> float:
+        """Seconds without a sign of life: a stopped process does not even write."""
+        silent = time.monotonic() - self.written
+        return self.still + (silent if silent > 4 * INTERVAL else 0.0)
+
+    @property
+    def stopped(self) -> bool:
+        return time.monotonic() - self.written > 20 * INTERVAL
+
+
+def start(folder: Path, name: str) -> None:
+    """Notes this process's pulse in `folder` from now on, from a thread of its own."""
+    main = threading.get_ident()
+    threading.Thread(target=_note, args=(folder, name, main), daemon=True).start()
+
+
+def _note(folder: Path, name: str, main: int) -> None:
+    path = folder / f"{name.replace(' ', '-')}.json"
+    last: tuple[tuple[int, int], ...] = ()
+    since = time.monotonic()
+    while True:
+        frame = sys._current_frames().get(main)
+        stack = list(traceback.walk_stack(frame))
+        position = tuple((id(f.f_code), f.f_lasti) for f, _ in stack)
+        now = time.monotonic()
+        if position != last:
+            last, since = position, now
+        files = [f.f_code.co_filename for f, _ in stack]
+        pulse = Pulse(
+            name,
+            os.getpid(),
+            now,
+            now - since,
+            any(part in file for file in files[:3] for part in _WAITS),
+            _place(stack),
+        )
+        partial = path.with_suffix(f".{os.getpid()}")
+        try:
+            folder.mkdir(exist_ok=True)
+            partial.write_text(json.dumps(asdict(pulse)), encoding="utf-8")
+            os.replace(partial, path)
+        except OSError:
+            # The disk is full or the folder is gone: the pass will say so in its own words.
+            time.sleep(INTERVAL)
+        time.sleep(INTERVAL)
+
+
+def _place(stack: list) -> str:
+    if not stack:
+        return "its end"
+    frame, line = stack[0]
+    return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
+
+
+def pulses(folder: Path) -> list[Pulse]:
+    """Of every process that has noted one."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            found.append(Pulse(**json.loads(path.read_text(encoding="utf-8"))))
+        except (OSError, ValueError, TypeError):
+            continue
+    return found
+
+
+def stuck(found: list[Pulse], timeout: float) -> list[Pulse]:
+    """The processes that hold the others up: none while all have moved within `timeout`
+    seconds; those that wait for others are to blame only where nobody else is."""
+    if all(p.stood_still <= timeout for p in found):
+        return []
+    return [p for p in found if not p.waiting or p.stopped] or found

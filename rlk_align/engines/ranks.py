@@ -1,0 +1,76 @@
+"""The processes of one engine, and how they join."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from rlk_align.errors import EngineFailed, MissingDependency
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among the engine's."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+def join(device: str | None, timeout: float) -> Ranks:
+    """Joins the process group that torchrun's environment describes, or makes one of its own.
+
+    gloo on CPUs; on GPUs NCCL, and gloo for what lies on the host. Raises MissingDependency
+    where torch has no such backend, EngineFailed where the ranks do not meet.
+    """
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    needed = ["gloo"] if kind == "cpu" else ["gloo", "nccl"]
+    present = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    for backend in needed:
+        if not present[backend]:
+            raise MissingDependency(
+                f"torch {torch.__version__} has no {backend}, by which ranks on {kind} talk",
+                "install a torch with it, or choose device=cpu"
+                if kind != "cpu"
+                else "install a torch with it",
+            )
+    if kind != "cpu" and torch.cuda.device_count() < world:
+        raise MissingDependency(
+            f"{world} ranks want {world} GPUs; {torch.cuda.device_count()} are visible",
+            "lower tp or dp, or choose device=cpu",
+        )
+    here = torch.device("cpu") if kind == "cpu" else torch.device("cuda", rank)
+    if here.type == "cuda":
+        torch.cuda.set_device(here)
+    backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
+    wait = timedelta(seconds=timeout)
+    try:
+        if world == 1:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        else:
+            dist.init_process_group(backend, timeout=wait)
+        dist.barrier()
+    except (RuntimeError, ValueError) as error:
+        raise EngineFailed(
+            f"rank {rank} of {world} could not join the others: {error}",
+            "ranks meet on 127.0.0.1; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name an interface",
+        ) from error
+    return Ranks(rank, world, here)
+
+
+def leave() -> None:
+    """Ends the process group, where there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def barrier(ranks: Ranks) -> None:
+    """Waits for every rank."""
+    if ranks.world > 1:
+        dist.barrier()
