@@ -14,6 +14,7 @@ from rlk_kernels.errors import (
     UnsupportedShape,
 )
 from rlk_kernels.linear import linear
+from rlk_kernels.linear_logp import linear_logp
 from rlk_kernels.logp import logp
 from rlk_kernels.rms_norm import rms_norm
 from rlk_kernels.rope import rope
@@ -41,6 +42,7 @@ __all__ = [
     "embedding",
     "last_backend",
     "linear",
+    "linear_logp",
     "logp",
     "paged_attention",
     "reset_backend_calls",

@@ -1,0 +1,153 @@
+# ruff: noqa: SIM108 (a ternary of two shapes is no Triton)
+"""A product whose contracted dimension comes in pieces, with the bits of one that comes whole.
+
+    C[m, n] = round( sum_k A[m, k] B[k, n] )          pieces of K, one call each, front to back
+
+Order: that of `gemm.py`, one fp32 accumulator per element and K from front to back: a call starts
+from the accumulator that the call before it left. So the cut of K (a multiple of 64) changes no
+bit, and neither does the tile. Between calls the accumulator of a 16-bit output lies in two
+halves: the upper 16 bits of each fp32 number in the output itself, the lower 16 in `low`. It costs
+two bytes an element, not four, and the last call rounds in place. An fp32 output is its own
+accumulator.
+
+A[M, K]: `a`, or `a` transposed (trans_a)   B[K, N]: `b`
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from rlk_kernels.backend import interpreting
+from rlk_kernels.gemm import _has_tma, _tile_position, _tma_can_read, gemm_triton
+from rlk_kernels.tiles import FLOAT32, INTERPRETED, SAFE, Tile
+
+
+@triton.jit
+def _load_sums(at, low_at, mask, WIDE: tl.constexpr):
+    if WIDE:
+        return tl.load(at, mask=mask, other=0.0)
+    high = tl.load(at, mask=mask, other=0).to(tl.int32) << 16
+    low = tl.load(low_at, mask=mask, other=0).to(tl.int32) & 0xFFFF
+    return (high | low).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _store_sums(acc, at, low_at, mask, LAST: tl.constexpr, WIDE: tl.constexpr, OUT: tl.constexpr):
+    if WIDE:
+        tl.store(at, acc, mask=mask)
+    elif LAST:
+        tl.store(at, acc.to(OUT).to(tl.int16, bitcast=True), mask=mask)
+    else:
+        bits = acc.to(tl.int32, bitcast=True)
+        tl.store(at, (bits >> 16).to(tl.int16), mask=mask)
+        tl.store(low_at, bits.to(tl.int16), mask=mask)
+
+
+@triton.jit
+def _places(base, row, col, N, BM: tl.constexpr, BN: tl.constexpr):
+    rows = (row + tl.arange(0, BM)).to(tl.int64)
+    cols = col + tl.arange(0, BN)
+    return base + rows[:, None] * N + cols[None, :]
+
+
+@triton.jit(do_not_specialize=["M", "K"])
+def _sum_tma_kernel(
+    a_desc, b_desc, c_ptr, low_ptr, M, N, K,
+    TRANS_A: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, WIDE: tl.constexpr,
+    OUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    tile_m, tile_n = _tile_position(tl.program_id(0), M, N, BM, BN, GROUP)
+    row = tile_m * BM
+    col = tile_n * BN
+    mask = ((row + tl.arange(0, BM)) < M)[:, None] & ((col + tl.arange(0, BN)) < N)[None, :]
+    if FIRST:
+        acc = tl.zeros((BM, BN), tl.float32)
+    else:
+        at = _places(c_ptr, row, col, N, BM, BN)
+        acc = _load_sums(at, _places(low_ptr, row, col, N, BM, BN), mask, WIDE)
+    for step in range(tl.cdiv(K, BK)):
+        k = step * BK
+        if TRANS_A:
+            a = a_desc.load([k, row]).T
+        else:
+            a = a_desc.load([row, k])
+        acc = tl.dot(a, b_desc.load([k, col]), acc)
+    at = _places(c_ptr, row, col, N, BM, BN)
+    _store_sums(acc, at, _places(low_ptr, row, col, N, BM, BN), mask, LAST, WIDE, OUT)
+
+
+@triton.jit(do_not_specialize=["M", "K"])
+def _sum_pointer_kernel(
+    a_ptr, b_ptr, c_ptr, low_ptr, M, N, K, stride_am, stride_ak, stride_b,
+    FIRST: tl.constexpr, LAST: tl.constexpr, WIDE: tl.constexpr, OUT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    tile_m, tile_n = _tile_position(tl.program_id(0), M, N, BM, BN, GROUP)
+    row = tile_m * BM
+    col = tile_n * BN
+    rows = row + tl.arange(0, BM)
+    cols = col + tl.arange(0, BN)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    acc = tl.zeros((BM, BN), tl.float32)
+    if not FIRST:
+        at = _places(c_ptr, row, col, N, BM, BN)
+        acc = _load_sums(at, _places(low_ptr, row, col, N, BM, BN), mask, WIDE)
+    for step in range(tl.cdiv(K, BK)):
+        ks = (step * BK + tl.arange(0, BK)).to(tl.int64)
+        a_at = a_ptr + rows.to(tl.int64)[:, None] * stride_am + ks[None, :] * stride_ak
+        b_at = b_ptr + ks[:, None] * stride_b + cols[None, :]
+        a = tl.load(a_at, mask=(rows < M)[:, None] & (ks < K)[None, :], other=0.0)
+        b = tl.load(b_at, mask=(ks < K)[:, None] & (cols < N)[None, :], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    at = _places(c_ptr, row, col, N, BM, BN)
+    _store_sums(acc, at, _places(low_ptr, row, col, N, BM, BN), mask, LAST, WIDE, OUT)
+
+
+def low_halves(out: Tensor, pieces: int) -> Tensor:
+    """What `accumulate` needs beside `out` between `pieces` calls."""
+    shape = out.shape if pieces > 1 and out.dtype != torch.float32 else (0,)
+    return torch.empty(shape, dtype=torch.int16, device=out.device)
+
+
+def _tile(m: int, n: int, trusted: bool) -> Tile:
+    if not trusted:
+        return SAFE
+    large = -(-m // 128) * -(-n // 256) >= 100  # else too few tiles to go round the processors
+    return Tile(128, 256, 64, 8, 3, group=16) if large else Tile(128, 128, 64, 8, 4, group=16)
+
+
+def accumulate(
+    a: Tensor, b: Tensor, out: Tensor, low: Tensor, *, trans_a: bool, first: bool, last: bool
+) -> None:
+    """One piece of K: out[M, N] (contiguous) goes on from where the piece before it stopped."""
+    m, n = out.shape
+    k = b.shape[0]
+    if m == 0 or n == 0:
+        return
+    if first and last:
+        gemm_triton(a, b, None, trans_a, False, out)
+        return
+    wide = out.dtype == torch.float32
+    sums = out if wide else out.view(torch.int16)
+    kind = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(out.dtype, tl.float32)
+    if a.element_size() == 2 and _has_tma(a.device) and _tma_can_read(a) and _tma_can_read(b):
+        from rlk_kernels.cornerstone import holds
+
+        tile = _tile(m, n, holds(a.device))
+        a_box = [tile.k, tile.m] if trans_a else [tile.m, tile.k]
+        _sum_tma_kernel[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),)](
+            TensorDescriptor.from_tensor(a, a_box),
+            TensorDescriptor.from_tensor(b, [tile.k, tile.n]),
+            sums, low, m, n, k, trans_a, first, last, wide, kind,
+            tile.m, tile.n, tile.k, tile.group, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        return
+    tile = FLOAT32 if a.dtype == torch.float32 else SAFE
+    tile = INTERPRETED if interpreting() else tile
+    strides = (a.stride(1), a.stride(0)) if trans_a else (a.stride(0), a.stride(1))
+    _sum_pointer_kernel[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),)](
+        a, b, sums, low, m, n, k, *strides, b.stride(0), first, last, wide, kind,
+        tile.m, tile.n, tile.k, tile.group, num_warps=tile.warps, num_stages=min(tile.stages, 3),
+    )  # fmt: skip
