@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlk_align import digest
-from rlk_align.digest import digest_parameter, digest_rows, row_statistics
+from rlk_align.digest import digest_parameter, digest_rows, digest_slices, row_statistics
 
 torch.set_num_threads(1)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -237,3 +237,37 @@ def test_swapped_rows_of_a_parameter_count() -> None:
 
 def test_a_scalar_parameter_has_a_digest() -> None:
     assert digest_parameter(torch.tensor(1.5)) != digest_parameter(torch.tensor(2.5))
+
+
+def test_slices_of_a_parameter_have_digests_of_their_own() -> None:
+    weight = torch.randn(37, 21)
+    rows, columns = digest_slices(weight)
+    assert rows.shape == (37,)
+    assert columns.shape == (21,)
+    other = weight.clone()
+    other[5, 3] += 1
+    changed = digest_slices(other)
+    assert np.flatnonzero(changed[0] != rows).tolist() == [5]
+    assert np.flatnonzero(changed[1] != columns).tolist() == [3]
+    order = torch.randperm(37)
+    assert np.array_equal(digest_slices(weight[order])[0], rows[order.numpy()])
+    across = torch.randperm(21)
+    assert np.array_equal(digest_slices(weight[:, across])[1], columns[across.numpy()])
+
+
+def test_slices_do_not_depend_on_the_dtype_or_on_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(33, 18).bfloat16()
+    weight[0, 0] = -0.0
+    whole = digest_slices(weight)
+    monkeypatch.setattr(digest, "_block", lambda _device: 40)
+    for again in (digest_slices(weight), digest_slices(weight.float())):
+        assert np.array_equal(again[0], whole[0])
+        assert np.array_equal(again[1], whole[1])
+    weight[0, 0] = 0.0
+    assert np.array_equal(digest_slices(weight)[1], whole[1])
+
+
+def test_slices_of_a_vector_are_its_elements() -> None:
+    rows, columns = digest_slices(torch.tensor([1.0, 2.0, 1.0]))
+    assert rows[0] == rows[2] != rows[1]
+    assert columns.shape == (0,)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,8 @@ from align.synthetic import (
 from safetensors.torch import load_file
 
 from rlk_align.digest import digest_rows
-from rlk_align.errors import CorruptTrace, TraceNotWritten
+from rlk_align.engines.plan import KeepRule
+from rlk_align.errors import CorruptTrace, EngineFailed, TraceNotWritten
 from rlk_align.sites import model_sites
 from rlk_align.trace import writer as writing
 from rlk_align.trace.reader import PassReader, Trace
@@ -507,3 +509,63 @@ def test_a_folder_that_cannot_be_made_is_not_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TraceNotWritten, match="file"):
         PassWriter(tmp_path / "file" / "prefill", keep_all)
+
+
+PART = """
+import pickle, sys
+import numpy as np
+import torch
+
+open_part = pickle.loads(bytes.fromhex(sys.argv[1]))
+with open_part() as writer:
+    writer("embed", torch.full((2, 4), 7.0), np.array([1, 1]), np.array([0, 1]))
+    writer.close()
+"""
+
+
+def test_another_process_writes_a_part_of_the_pass(tmp_path: Path) -> None:
+    folder = tmp_path / "prefill"
+    with PassWriter(folder, KEEP_EMBED) as writer:
+        writer("embed", torch.full((2, 4), 3.0), np.array([0, 0]), np.array([0, 1]))
+        recipe = pickle.dumps(writer.part(1)).hex()
+        subprocess.run([sys.executable, "-c", PART, recipe], check=True, timeout=120)
+        writer.finish({})
+    assert not list(folder.glob("part-*"))
+    reader = PassReader(folder)
+    assert reader.record.sites["embed"].rows == 4
+    rows = reader.rows("embed")
+    assert rows is not None
+    values = reader.values("embed", rows, np.arange(4))[:, 0].tolist()
+    found = sorted(zip(rows.sample.tolist(), rows.position.tolist(), values, strict=True))
+    assert found == [(0, 0, 3.0), (0, 1, 3.0), (1, 0, 7.0), (1, 1, 7.0)]
+
+
+KEEP_EMBED = KeepRule(frozenset({"embed"}))
+
+
+def test_parts_that_disagree_on_a_site_are_refused(tmp_path: Path) -> None:
+    where = (np.array([0]), np.array([0]))
+    with PassWriter(tmp_path / "prefill", keep_all) as first:
+        first("embed", torch.ones(1, 4), *where)
+        with first.part(1)() as second:
+            second("embed", torch.ones(1, 4, dtype=torch.bfloat16), *where)
+            second.close()
+        with pytest.raises(EngineFailed, match=r"embed: float32\[4\] and bfloat16\[4\]"):
+            first.finish({})
+    assert not (tmp_path / "prefill").exists()
+
+
+def test_a_changed_part_is_noticed(tmp_path: Path) -> None:
+    folder = tmp_path / "prefill"
+    where = (np.array([0]), np.array([0]))
+    with PassWriter(folder, keep_all) as first:
+        first("embed", torch.ones(1, 4), *where)
+        with first.part(1)() as second:
+            second("embed", torch.ones(1, 4), np.array([1]), np.array([0]))
+            second.close()
+        first.finish({})
+    data = bytearray((folder / "rows.1.parquet").read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / "rows.1.parquet").write_bytes(data)
+    with pytest.raises(CorruptTrace, match=r"rows\.1\.parquet"):
+        PassReader(folder).rows("embed")

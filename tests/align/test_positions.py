@@ -1,0 +1,118 @@
+"""Which position a row was rotated by, measured: real rotations in, positions out."""
+
+import numpy as np
+import pytest
+import torch
+
+from rlk_align.trace.positions import PositionCheck, Rotary
+from rlk_align.trace.schema import WRONG_POSITIONS, PositionRecord
+
+HEADS, PAIRS, CONTEXT = 3, 16, 400
+ROTARY = Rotary(
+    inv_freq=tuple(10000.0 ** (-j / PAIRS) for j in range(PAIRS)),
+    heads=HEADS,
+    context=CONTEXT,
+    source="layers.0.q_norm",
+)
+
+
+def rotate(x: torch.Tensor, position: np.ndarray, theta: float = 10000.0) -> torch.Tensor:
+    """The half-split rotary embedding, rounded as an engine in x's dtype rounds: `[N, F]`."""
+    frequency = torch.tensor([theta ** (-j / PAIRS) for j in range(PAIRS)])
+    angle = torch.from_numpy(position).float()[:, None] * frequency
+    cos, sin = (t.to(x.dtype)[:, None] for t in (angle.cos(), angle.sin()))
+    heads = x.reshape(len(x), HEADS, -1)
+    a, b, rest = heads[..., :PAIRS], heads[..., PAIRS : 2 * PAIRS], heads[..., 2 * PAIRS :]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1).reshape(len(x), -1)
+
+
+def measured(
+    used: np.ndarray,
+    own: np.ndarray,
+    dtype: torch.dtype = torch.bfloat16,
+    theta: float = 10000.0,
+    width: int = 2 * PAIRS,
+) -> PositionRecord:
+    torch.manual_seed(0)
+    x = torch.randn(len(own), HEADS * width).to(dtype)
+    check = PositionCheck(ROTARY)
+    sample = np.zeros(len(own), dtype=np.int64)
+    check.see("layers.0.q_norm", x, sample, own)
+    check.see("layers.0.q_rope", rotate(x, used, theta), sample, own)
+    return check.record()
+
+
+ALL = np.arange(CONTEXT)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [2 * PAIRS, 3 * PAIRS])
+def test_right_positions_are_right(dtype: torch.dtype, width: int) -> None:
+    record = measured(ALL, ALL, dtype, width=width)
+    assert (record.checked, record.wrong, record.first) == (CONTEXT, 0, [])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shift", [-1, 1, 2, 17])
+def test_shifted_positions_are_named(dtype: torch.dtype, shift: int) -> None:
+    own = ALL[20:60]
+    record = measured(own + shift, own, dtype)
+    assert record.wrong == len(own)
+    assert len(record.first) == WRONG_POSITIONS
+    first = record.first[0]
+    assert (first.sample, first.position, first.effective) == (0, 20, 20 + shift)
+
+
+def test_one_wrong_row_among_many_is_named() -> None:
+    used = ALL.copy()
+    used[123] = 0
+    record = measured(used, ALL)
+    assert record.wrong == 1
+    assert (record.first[0].position, record.first[0].effective) == (123, 0)
+
+
+def test_another_base_is_no_position() -> None:
+    record = measured(ALL[200:], ALL[200:], theta=500.0)
+    assert record.checked == 200
+    assert record.wrong == 0
+
+
+def test_what_does_not_rotate_is_no_position() -> None:
+    torch.manual_seed(1)
+    x, y = torch.randn(2, 50, HEADS * 2 * PAIRS).unbind()
+    check = PositionCheck(ROTARY)
+    sample, own = np.zeros(50, dtype=np.int64), np.arange(50)
+    check.see("layers.0.q_norm", x, sample, own)
+    check.see("layers.0.q_rope", y, sample, own)
+    assert check.record().wrong == 0
+    # Of another width: nothing to measure.
+    check.see("layers.0.q_norm", x, sample, own)
+    check.see("layers.0.q_rope", y[:, :PAIRS], sample, own)
+    assert check.record().checked == 50
+
+
+def test_other_layers_and_a_rotation_without_its_input_are_left_alone() -> None:
+    x = torch.randn(4, HEADS * 2 * PAIRS)
+    check = PositionCheck(ROTARY)
+    where = (np.zeros(4, dtype=np.int64), np.arange(4))
+    check.see("layers.0.q_rope", x, *where)
+    check.see("layers.1.q_norm", x, *where)
+    check.see("layers.1.q_rope", x, *where)
+    assert check.record() == PositionRecord()
+
+
+def test_not_a_number_is_left_to_the_comparison() -> None:
+    x = torch.full((3, HEADS * 2 * PAIRS), float("nan"))
+    check = PositionCheck(ROTARY)
+    where = (np.zeros(3, dtype=np.int64), np.arange(3))
+    check.see("layers.0.q_norm", x, *where)
+    check.see("layers.0.q_rope", x, *where)
+    assert check.record().wrong == 0
+
+
+def test_parts_are_put_together_in_order() -> None:
+    own = ALL[:20]
+    late, early = measured(own + 1, own), measured(own + 2, own)
+    both = PositionRecord.together([late, early])
+    assert (both.checked, both.wrong) == (40, 40)
+    assert [w.position for w in both.first] == [0, 0, 1, 1, 2, 2, 3, 3]
