@@ -1,5 +1,6 @@
 """Megatron-core: GPTModel from its own layer specs, tensor parallel, teacher-forced."""
 
+import importlib.metadata
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -69,6 +70,12 @@ class MegatronEngine(Engine):
                     f"engine 'megatron': {key}={value} is unknown",
                     f"choose from {', '.join(known[key])}",
                 )
+        if chosen["input"] == "packed" and "padding" in options:
+            raise BadOption(
+                f"engine 'megatron': padding={chosen['padding']} with input=packed, which has none",
+                "leave one of the two out",
+            )
+        assert int(options.get("tp", 1)) == self.ranks.world
         dtype = str(options.get("dtype", "auto"))
         self.batch = int(options.get("batch", 8))
         self.temperature = float(options.get("temperature", 1.0))
@@ -99,7 +106,10 @@ class MegatronEngine(Engine):
     def version(self) -> str:
         import megatron.core
 
-        return f"{megatron.core.__version__} ({self.settings.spec} spec)"
+        spec = f"{self.settings.spec} spec"
+        if self.settings.spec == "te":
+            spec += f", TransformerEngine {importlib.metadata.version('transformer_engine')}"
+        return f"{megatron.core.__version__} ({spec})"
 
     def dtype(self) -> str:
         return str(self.model.decoder.final_layernorm.weight.dtype).removeprefix("torch.")

@@ -69,14 +69,17 @@ def read_checkpoint(model: Path, shape: ModelShape) -> Checkpoint:
     refuse: dict[str, bool] = {
         f"hidden_act={config.hidden_act}": config.hidden_act not in ACTIVATIONS,
         f"rope_type={rope['rope_type']}": rope["rope_type"] not in ("default", "llama3"),
-        "partial_rotary_factor": float(rope.get("partial_rotary_factor") or 1.0) != 1.0,
+        "partial_rotary_factor below 1": float(rope.get("partial_rotary_factor") or 1.0) != 1.0,
         # Megatron has a bias on all linears, on q, k and v, or on none.
         "attention_bias=true": bool(getattr(config, "attention_bias", False)),
         "mlp_bias=true": bool(getattr(config, "mlp_bias", False)),
+        "quantized weights": getattr(config, "quantization_config", None) is not None,
     }
     for what, refused in refuse.items():
         if refused:
-            raise ModelError(f"{model}: engine 'megatron' has no {what}", "compare with --train hf")
+            raise ModelError(
+                f"{model}: engine 'megatron' does not take {what}", "compare with --train hf"
+            )
     return Checkpoint(
         norm_eps=float(config.rms_norm_eps),
         activation=str(config.hidden_act),

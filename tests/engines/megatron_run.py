@@ -1,5 +1,5 @@
-"""Runs the Megatron engine on several cases, one after another, in as many processes as torchrun
-starts; rank 0 writes what it saw.
+"""Runs the Megatron engine on several cases, one after another, in this process or in as many as
+torchrun starts; rank 0 writes what it saw.
 
     torchrun --nproc-per-node N megatron_run.py CASES.json FOLDER
 

@@ -109,6 +109,8 @@ CASES: dict[str, Case] = {
     "te": Case("embedded", 1, {"spec": "te"}),
     "unknown_spec": Case("embedded", 1, {"spec": "apex"}),
     "sp_alone": Case("embedded", 1, {"sp": True}),
+    "padded_and_packed": Case("embedded", 1, PACKED | {"padding": "left"}),
+    "quantized": Case("quantized"),
 }
 
 REFUSED = {
@@ -121,6 +123,8 @@ REFUSED = {
     "te": ("MissingDependency", "transformer_engine", "spec=local"),
     "unknown_spec": ("BadOption", "spec=apex", "local, te"),
     "sp_alone": ("BadOption", "sp=1", "tp=2"),
+    "padded_and_packed": ("BadOption", "padding=left", "input=packed"),
+    "quantized": ("ModelError", "quantized weights"),
 }
 """Case -> words of its error."""
 WHOLE = [
@@ -131,20 +135,20 @@ WHOLE = [
 
 
 def sequences(vocab: int) -> list[tuple[list[int], list[int]]]:
-    """Awkward lengths; of ids, any."""
+    """Awkward lengths, one without a response; of ids, any."""
     draw = np.random.default_rng(0)
-    lengths = [(5, 4), (1, 3), (17, 9), (2, 1), (8, 5)]
+    lengths = [(5, 4), (1, 3), (17, 9), (2, 1), (3, 0), (8, 5)]
     return [tuple(draw.integers(0, vocab, n).tolist() for n in pair) for pair in lengths]
 
 
 def text() -> list[tuple[list[int], list[int]]]:
-    """Sentences of the embedded prompts, cut into prompt and response."""
+    """Sentences of the embedded prompts, cut into prompt and response, and one without."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(data_path("model"), local_files_only=True)
     lines = data_path("prompts.jsonl").read_text(encoding="utf-8").splitlines()
     ids = [tokenizer(json.loads(line)["prompt"])["input_ids"][:40] for line in lines[3:8]]
-    return [(i[: len(i) // 2], i[len(i) // 2 :]) for i in ids]
+    return [*((i[: len(i) // 2], i[len(i) // 2 :]) for i in ids), (ids[0][:5], [])]
 
 
 @pytest.fixture(scope="session")
@@ -166,8 +170,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                     parameter.uniform_(0.5, 1.5)
                 elif key.endswith("bias"):
                     parameter.normal_(std=0.3)
-        model.save_pretrained(folder / name)
+        # One of them in several files.
+        model.save_pretrained(folder / name, max_shard_size="40KB" if name == "qwen3" else "1GB")
         found[name] = folder / name
+
+    assert len(list(found["qwen3"].glob("*.safetensors"))) > 2
 
     def damaged(name: str, change: Callable[[dict[str, Any]], None]) -> None:
         found[name] = folder / name
@@ -182,6 +189,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     damaged("incomplete", lambda t: t.pop(lost))
     damaged("misshapen", lambda t: t.update({lost: t[lost][:-1]}))
     damaged("no_weights", lambda t: t.clear())
+    damaged("quantized", lambda t: None)
+    path = found["quantized"] / "config.json"
+    quantization = {"quantization_config": {"quant_method": "fp8"}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | quantization))
     return found
 
 
@@ -197,7 +208,7 @@ def runs(
             {
                 "name": name,
                 "model": str(models[case.model]),
-                "options": case.options,
+                "options": case.options | {"tp": ranks},
                 "batch": _batch(models, case.model),
             }
             for name, case in CASES.items()
@@ -205,7 +216,8 @@ def runs(
         ]
         path = folder / f"cases{ranks}.json"
         path.write_text(json.dumps(cases))
-        launch = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+        torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+        launch = torchrun if ranks > 1 else []
         done = subprocess.run(
             [sys.executable, *launch, str(HERE / "megatron_run.py"), str(path), str(folder)],
             env=os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"},
@@ -270,7 +282,8 @@ def unequal(a: Sites, b: Sites, model: Path) -> list[str]:
 def largest(a: dict[int, np.ndarray], b: dict[int, np.ndarray]) -> float:
     assert a.keys() == b.keys()
     assert a
-    return max(float(np.abs(a[i].astype(np.float64) - b[i]).max()) for i in a)
+    assert all(a[i].shape == b[i].shape for i in a)
+    return max(float(np.abs(a[i].astype(np.float64) - b[i]).max(initial=0.0)) for i in a)
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -316,6 +329,40 @@ def test_low_precision_is_no_further_from_the_truth_than_hf(
     order = [list(other["sites"]).index(site) for site in run["sites"]]
     assert (ours <= 1.5 * theirs[order] + 1e-4).all(), ours / theirs[order]
     assert our_logprobs.mean() <= 1.5 * their_logprobs.mean()
+
+
+@pytest.mark.parametrize("name", ["embedded.1.bf16", "embedded.2.bf16", "embedded.2.sp.bf16"])
+def test_elementwise_operators_have_the_bits_of_hf(
+    name: str, runs: dict, models: dict[str, Path]
+) -> None:
+    """Given the same inputs, so has everything but norms, attention and sums over ranks."""
+    from transformers import AutoConfig
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
+
+    shape = read_shape(models["embedded"])
+    rotary = Qwen3RotaryEmbedding(AutoConfig.from_pretrained(models["embedded"]))
+    sites = {site: rows for site, (_, _, rows) in runs[name]["sites"].items()}
+    position = torch.from_numpy(runs[name]["sites"]["embed"][1])[None]
+    cos, sin = rotary(sites["embed"][None], position)
+
+    def heads(rows: torch.Tensor) -> torch.Tensor:
+        return rows.view(len(rows), -1, shape.head_dim).transpose(0, 1)[None]
+
+    stream = sites["embed"]
+    for i in range(shape.layers):
+        at = {op: sites[f"layers.{i}.{op}"] for op in _ops(sites)}
+        rotated = apply_rotary_pos_emb(heads(at["q_norm"]), heads(at["k_norm"]), cos, sin)
+        for op, value in zip(("q_rope", "k_rope"), rotated, strict=True):
+            assert torch.equal(value[0].transpose(0, 1).flatten(1), at[op]), (i, op)
+        assert torch.equal(stream + at["o_proj"], at["attn_residual"])
+        silu = torch.nn.functional.silu(at["gate_proj"])
+        assert torch.equal(silu * at["up_proj"], at["act"])
+        assert torch.equal(at["attn_residual"] + at["down_proj"], at["mlp_residual"])
+        stream = at["mlp_residual"]
+
+
+def _ops(sites: dict[str, torch.Tensor]) -> list[str]:
+    return [s.removeprefix("layers.0.") for s in sites if s.startswith("layers.0.")]
 
 
 @pytest.mark.parametrize("model", ["embedded", *FAMILIES])
