@@ -25,24 +25,9 @@ from rlk_kernels.tiles import FLOAT32, INTERPRETED, SAFE, Tile
 
 
 @triton.jit
-def _load_sums(at, low_at, mask, WIDE: tl.constexpr):
-    if WIDE:
-        return tl.load(at, mask=mask, other=0.0)
-    high = tl.load(at, mask=mask, other=0).to(tl.int32) << 16
-    low = tl.load(low_at, mask=mask, other=0).to(tl.int32) & 0xFFFF
-    return (high | low).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _store_sums(acc, at, low_at, mask, LAST: tl.constexpr, WIDE: tl.constexpr, OUT: tl.constexpr):
-    if WIDE:
-        tl.store(at, acc, mask=mask)
-    elif LAST:
-        tl.store(at, acc.to(OUT).to(tl.int16, bitcast=True), mask=mask)
-    else:
-        bits = acc.to(tl.int32, bitcast=True)
-        tl.store(at, (bits >> 16).to(tl.int16), mask=mask)
-        tl.store(low_at, bits.to(tl.int16), mask=mask)
+def _joined(high, low):
+    bits = (high.to(tl.int32) << 16) | (low.to(tl.int32) & 0xFFFF)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -54,19 +39,17 @@ def _places(base, row, col, N, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "K"])
 def _sum_tma_kernel(
-    a_desc, b_desc, c_ptr, low_ptr, M, N, K,
-    TRANS_A: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, WIDE: tl.constexpr,
-    OUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    a_desc, b_desc, c_desc, low_desc, M, N, K,
+    TRANS_A: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, OUT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     tile_m, tile_n = _tile_position(tl.program_id(0), M, N, BM, BN, GROUP)
     row = tile_m * BM
     col = tile_n * BN
-    mask = ((row + tl.arange(0, BM)) < M)[:, None] & ((col + tl.arange(0, BN)) < N)[None, :]
     if FIRST:
         acc = tl.zeros((BM, BN), tl.float32)
     else:
-        at = _places(c_ptr, row, col, N, BM, BN)
-        acc = _load_sums(at, _places(low_ptr, row, col, N, BM, BN), mask, WIDE)
+        acc = _joined(c_desc.load([row, col]), low_desc.load([row, col]))
     for step in range(tl.cdiv(K, BK)):
         k = step * BK
         if TRANS_A:
@@ -74,8 +57,12 @@ def _sum_tma_kernel(
         else:
             a = a_desc.load([row, k])
         acc = tl.dot(a, b_desc.load([k, col]), acc)
-    at = _places(c_ptr, row, col, N, BM, BN)
-    _store_sums(acc, at, _places(low_ptr, row, col, N, BM, BN), mask, LAST, WIDE, OUT)
+    if LAST:
+        c_desc.store([row, col], acc.to(OUT).to(tl.int16, bitcast=True))
+    else:
+        bits = acc.to(tl.int32, bitcast=True)
+        c_desc.store([row, col], (bits >> 16).to(tl.int16))
+        low_desc.store([row, col], bits.to(tl.int16))
 
 
 @triton.jit(do_not_specialize=["M", "K"])
@@ -91,9 +78,14 @@ def _sum_pointer_kernel(
     cols = col + tl.arange(0, BN)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     acc = tl.zeros((BM, BN), tl.float32)
+    at = _places(c_ptr, row, col, N, BM, BN)
+    low_at = _places(low_ptr, row, col, N, BM, BN)
     if not FIRST:
-        at = _places(c_ptr, row, col, N, BM, BN)
-        acc = _load_sums(at, _places(low_ptr, row, col, N, BM, BN), mask, WIDE)
+        if WIDE:
+            acc = tl.load(at, mask=mask, other=0.0)
+        else:
+            low = tl.load(low_at, mask=mask, other=0)
+            acc = _joined(tl.load(at, mask=mask, other=0), low)
     for step in range(tl.cdiv(K, BK)):
         ks = (step * BK + tl.arange(0, BK)).to(tl.int64)
         a_at = a_ptr + rows.to(tl.int64)[:, None] * stride_am + ks[None, :] * stride_ak
@@ -101,8 +93,14 @@ def _sum_pointer_kernel(
         a = tl.load(a_at, mask=(rows < M)[:, None] & (ks < K)[None, :], other=0.0)
         b = tl.load(b_at, mask=(ks < K)[:, None] & (cols < N)[None, :], other=0.0)
         acc = tl.dot(a, b, acc, input_precision="ieee")
-    at = _places(c_ptr, row, col, N, BM, BN)
-    _store_sums(acc, at, _places(low_ptr, row, col, N, BM, BN), mask, LAST, WIDE, OUT)
+    if WIDE:
+        tl.store(at, acc, mask=mask)
+    elif LAST:
+        tl.store(at, acc.to(OUT).to(tl.int16, bitcast=True), mask=mask)
+    else:
+        bits = acc.to(tl.int32, bitcast=True)
+        tl.store(at, (bits >> 16).to(tl.int16), mask=mask)
+        tl.store(low_at, bits.to(tl.int16), mask=mask)
 
 
 def low_halves(out: Tensor, pieces: int) -> Tensor:
@@ -132,7 +130,8 @@ def accumulate(
     wide = out.dtype == torch.float32
     sums = out if wide else out.view(torch.int16)
     kind = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(out.dtype, tl.float32)
-    if a.element_size() == 2 and _has_tma(a.device) and _tma_can_read(a) and _tma_can_read(b):
+    half = a.element_size() == 2 and not wide and _has_tma(a.device)
+    if half and _tma_can_read(a) and _tma_can_read(b) and _tma_can_read(sums):
         from rlk_kernels.cornerstone import holds
 
         tile = _tile(m, n, holds(a.device))
@@ -140,7 +139,9 @@ def accumulate(
         _sum_tma_kernel[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),)](
             TensorDescriptor.from_tensor(a, a_box),
             TensorDescriptor.from_tensor(b, [tile.k, tile.n]),
-            sums, low, m, n, k, trans_a, first, last, wide, kind,
+            TensorDescriptor.from_tensor(sums, [tile.m, tile.n]),
+            TensorDescriptor.from_tensor(low, [tile.m, tile.n]),
+            m, n, k, trans_a, first, last, kind,
             tile.m, tile.n, tile.k, tile.group, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         return

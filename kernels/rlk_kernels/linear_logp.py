@@ -10,7 +10,8 @@ Reduction order: the sum over h is that of `linear`, the sum over v the tree of 
 either backend, and a row's numbers are a function of that row, of weight and of bias.
 
 Gradients (g = upstream of logp[t], of lse, of entropy and of the given ids' logp):
-    dx[v] = (sum_j g_j ([v == id_j] - p[v]) + g_lse p[v] - g_entropy p[v] (log p[v] + entropy)) dz/dx
+    dx[v] = dz/dx ( sum_j g_j ([v == id_j] - p[v]) + g_lse p[v]
+                    - g_entropy p[v] (log p[v] + entropy) )
 in fp32, rounded once to the operands' dtype. The element of an id holds 1 - p in fp32, so that
 confident tokens keep their digits. Then
     dhidden[t, h] = sum_v dx[t, v] weight[v, h]    fp32, v from front to back: a row's own

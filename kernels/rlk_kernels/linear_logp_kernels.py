@@ -1,4 +1,3 @@
-# ruff: noqa: SIM108 (a ternary of two shapes is no Triton)
 """The Triton kernels of `linear_logp` and `linear_grpo_loss`; formulas and orders in those files.
 
 Tile kernels: the matrix product of `gemm.py` (same order, same fp32 bits, for any tile), and what
@@ -137,13 +136,11 @@ def _tiles_tma_kernel(
     MODE: tl.constexpr, HAS_BIAS: tl.constexpr, LOGIT: tl.constexpr, SOFTCAP: tl.constexpr,
     SCALED: tl.constexpr, ENTROPY: tl.constexpr, PARTIAL: tl.constexpr, RAGGED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LEVELS: tl.constexpr,
-    GROUP: tl.constexpr, FLATTEN: tl.constexpr, SPECIALIZE: tl.constexpr,
+    GROUP: tl.constexpr, FLATTEN: tl.constexpr,
     TMA_STORE: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(T, BM) * tl.cdiv(V, BN)
-    for tile in tl.range(
-        tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN, warp_specialize=SPECIALIZE
-    ):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
         tile_m, tile_n = _tile_position(tile, T, V, BM, BN, GROUP)
         row = tile_m * BM
         col = tile_n * BN

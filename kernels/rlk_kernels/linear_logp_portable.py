@@ -144,7 +144,7 @@ def backward_portable(
         if dw is not None:
             dw[first:last] = matmul_nt(d.mT, h.mT).to(wide).to(w.dtype)
         if db is not None:
-            db[first:last] = matmul_nt(d.mT, torch.ones(1, t, dtype=h.dtype)).squeeze(-1)
+            db[first:last] = matmul_nt(d.mT, h.new_ones(1, t)).squeeze(-1)
     return (
         None if dh is None else dh.to(wide).to(h.dtype),
         dw,

@@ -39,7 +39,6 @@ STORE_TILE = Tile(128, 256, 64, 8, 3, group=16)
 SAFE_TILE = Tile(128, 128, 64, 8, 3)
 FLOAT32_TILE = Tile(64, 64, 32, 4, 2)
 INTERPRETED_TILE = Tile(32, 64, 32, 4, 1)
-SPECIALIZE = {"stats": True, "store": False}
 _TL = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -121,13 +120,12 @@ def run_tiles(
         tma_store = out is not None and _tma_can_read(out)
         if tma_store:
             desc = TensorDescriptor.from_tensor(out, [tile.m, tile.n])
-        specialize = SPECIALIZE["stats" if out is None else "store"]
         kernels._tiles_tma_kernel[(min(tiles, _processors(h.device)),)](
             TensorDescriptor.from_tensor(h, [tile.m, tile.k]),
             TensorDescriptor.from_tensor(w, [tile.n, tile.k]),
             bias, n, s, u, a, b, desc, out, t, v, k, stride, *numbers, *flags,
             tile.m, tile.n, tile.k, levels(tile.n // LEAF), tile.group, tile.flatten,
-            specialize, tma_store, num_warps=tile.warps, num_stages=tile.stages,
+            tma_store, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         return
     kernels._tiles_pointer_kernel[(tiles,)](
