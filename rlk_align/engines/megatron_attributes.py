@@ -55,8 +55,16 @@ def _heads(attention: Any, tp: int) -> tuple[int | None, int | None]:
 
 
 def _scale(attention: Any) -> float | None:
-    scale = getattr(attention.core_attention, "softmax_scale", None)
-    return None if scale is None else float(f"{scale:.6g}")
+    # TransformerEngine's core leaves it to the kernels that it chooses from.
+    core = attention.core_attention
+    for owner in (
+        core,
+        *(getattr(core, n, None) for n in ("flash_attention", "unfused_attention")),
+    ):
+        scale = getattr(owner, "softmax_scale", None)
+        if scale is not None:
+            return float(f"{scale:.6g}")
+    return None
 
 
 def _theta(model: Any, rope: dict[str, Any], built: torch.Tensor) -> float:
