@@ -5,6 +5,10 @@ is done with a tile of logits while it is in registers:
     STATS     (n, s, u) of the tile's columns, one node of the tree in `lse_tree.py`, a row
     KEEP      STATS, and exp(z - log(2) n) times dz/d(logit), n the node's, at the operands' dtype
     GRADIENT  dlogits[v] = p[v] (a + b log2 p[v]) dz/d(logit), at the operands' dtype
+RUNS: the rows of the weight are read in an order that gives each thread whole leaves. In the
+accumulator a thread holds columns 2q, 2q + 1 of every 8 (q = its place in a group of four); the
+tensor map puts column 32 q + 2 b + p of every 128 at 8 b + 2 q + p, so these are 32 neighbours. No
+leaf is spread over threads: an eighth of the shuffles, a quarter of the merges, the same bits.
 Row kernels: the logits of given ids (`_pick_kernel`), the tree above the tiles (`_finish_kernel`),
 the gradient at given ids (`_mark_kernel`), KEEP's values turned into gradients (`_weigh_kernel`).
 
@@ -81,6 +85,7 @@ def _tile_end(
     MODE: tl.constexpr, HAS_BIAS: tl.constexpr, LOGIT: tl.constexpr, SOFTCAP: tl.constexpr,
     SCALED: tl.constexpr, ENTROPY: tl.constexpr, PARTIAL: tl.constexpr, RAGGED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, LEVELS: tl.constexpr, TMA_STORE: tl.constexpr,
+    RUNS: tl.constexpr,
 ):  # fmt: skip
     rows = row + tl.arange(0, BM)
     cols = col + tl.arange(0, BN)
@@ -105,6 +110,9 @@ def _tile_end(
     else:
         LEAVES: tl.constexpr = BN // LEAF_COLUMNS
         full = z
+        if RUNS:
+            full = tl.reshape(z, (BM, BN // 128, 16, 4, 2))
+            full = tl.reshape(tl.permute(full, (0, 1, 3, 2, 4)), (BM, BN))
         if RAGGED:
             full = tl.where(cols[None, :] < V, z, float("-inf"))
         n, s, u, e = leaf_stats(full, BM, LEAVES, ENTROPY)
@@ -125,7 +133,7 @@ def _tile_end(
         if MODE == KEEP:
             e = tl.reshape(e * _pow2(leaf_n - n[:, None])[:, :, None], (BM, BN))
             if SOFTCAP:
-                e = e * _slope(z, inverse_top)
+                e = e * _slope(full, inverse_top)
             _store_rounded(e, out_desc, out_ptr, row, col, T, V, stride, BM, BN, TMA_STORE)
 
 
@@ -137,7 +145,7 @@ def _tiles_tma_kernel(
     SCALED: tl.constexpr, ENTROPY: tl.constexpr, PARTIAL: tl.constexpr, RAGGED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LEVELS: tl.constexpr,
     GROUP: tl.constexpr, FLATTEN: tl.constexpr,
-    TMA_STORE: tl.constexpr,
+    TMA_STORE: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(T, BM) * tl.cdiv(V, BN)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
@@ -147,12 +155,16 @@ def _tiles_tma_kernel(
         acc = tl.zeros((BM, BN), tl.float32)
         for step in range(tl.cdiv(K, BK)):
             h = h_desc.load([row, step * BK])
-            w = w_desc.load([col, step * BK])
+            if RUNS:
+                w = tl.reshape(w_desc.load([col // 128, 0, 0, 0, step * BK]), (BN, BK))
+            else:
+                w = w_desc.load([col, step * BK])
             acc = tl.dot(h, w.T, acc)
         _tile_end(
             acc, row, col, tile_n, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr, out_desc, out_ptr,
             T, V, stride, cap, inverse_cap, scale, inverse, inverse_top, MODE, HAS_BIAS, LOGIT,
             SOFTCAP, SCALED, ENTROPY, PARTIAL, RAGGED, BM, BN, LEVELS, TMA_STORE,
+            RUNS,
         )  # fmt: skip
 
 
@@ -181,7 +193,7 @@ def _tiles_pointer_kernel(
     _tile_end(
         acc, row, col, tile_n, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr, out_ptr, out_ptr, T, V,
         stride, cap, inverse_cap, scale, inverse, inverse_top, MODE, HAS_BIAS, LOGIT,
-        SOFTCAP, SCALED, ENTROPY, PARTIAL, RAGGED, BM, BN, LEVELS, False,
+        SOFTCAP, SCALED, ENTROPY, PARTIAL, RAGGED, BM, BN, LEVELS, False, False,
     )  # fmt: skip
 
 

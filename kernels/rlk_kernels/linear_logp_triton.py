@@ -99,6 +99,13 @@ def tile_for(h: Tensor, w: Tensor, stats: bool) -> Tile:
     return STATS_TILE if stats else STORE_TILE
 
 
+def _runs(w: Tensor, tile: Tile) -> TensorDescriptor:
+    """w[V, H], V a multiple of 128, with its rows in the order of RUNS (`linear_logp_kernels`)."""
+    (v, k), row = w.shape, w.stride(0)
+    shape, strides = [v // 128, 16, 4, 2, k], [128 * row, 2 * row, 32 * row, row, 1]
+    return TensorDescriptor(w, shape, strides, [tile.n // 128, 16, 4, 2, tile.k])
+
+
 def run_tiles(
     h: Tensor, w: Tensor, bias: Tensor | None, spec: Spec, tile: Tile, mode: tl.constexpr,
     n: Tensor, s: Tensor, u: Tensor | None = None, a: Tensor | None = None,
@@ -117,15 +124,16 @@ def run_tiles(
     tiles = triton.cdiv(t, tile.m) * triton.cdiv(v, tile.n)
     if _uses_tma(h, w):
         desc = h
+        runs = mode.value != kernels.GRADIENT.value and v % 128 == 0 and tile.n % 128 == 0
+        w_desc = _runs(w, tile) if runs else TensorDescriptor.from_tensor(w, [tile.n, tile.k])
         tma_store = out is not None and _tma_can_read(out)
         if tma_store:
             desc = TensorDescriptor.from_tensor(out, [tile.m, tile.n])
         kernels._tiles_tma_kernel[(min(tiles, _processors(h.device)),)](
-            TensorDescriptor.from_tensor(h, [tile.m, tile.k]),
-            TensorDescriptor.from_tensor(w, [tile.n, tile.k]),
+            TensorDescriptor.from_tensor(h, [tile.m, tile.k]), w_desc,
             bias, n, s, u, a, b, desc, out, t, v, k, stride, *numbers, *flags,
             tile.m, tile.n, tile.k, levels(tile.n // LEAF), tile.group, tile.flatten,
-            tma_store, num_warps=tile.warps, num_stages=tile.stages,
+            tma_store, runs, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         return
     kernels._tiles_pointer_kernel[(tiles,)](

@@ -28,7 +28,7 @@ from rlk_kernels.lse_tree import (
     LN2,
     NO_COLUMNS,
     block_portable,
-    leaf_stats,
+    leaf_stats_of_halves,
     levels,
     merge_neighbours,
     scaled,
@@ -52,7 +52,8 @@ def logp_ref(logits: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor
 @triton.jit
 def _logp_blocks_kernel(
     x_ptr, stats_ptr, stride_t, V, nodes, inverse,
-    BLOCK: tl.constexpr, LEAVES: tl.constexpr, LEVELS: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, LEAVES: tl.constexpr, LEVELS: tl.constexpr, SCALED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """(n, s) of every block of columns."""
     if OVERLAP:
@@ -60,10 +61,16 @@ def _logp_blocks_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    cols = block * BLOCK + tl.arange(0, BLOCK)[None, :]
-    x = tl.load(x_ptr + row * stride_t + cols, mask=cols < V, other=float("-inf"))
-    n, s, u, _ = leaf_stats(x.to(tl.float32) * inverse, 1, LEAVES, False)
-    n, s, u = merge_neighbours(n, s, u, 1, LEAVES, LEVELS, False)
+    # a thread's load is half a leaf: in two loads it gets whole ones, and shares none
+    cols = block * BLOCK + tl.arange(0, LEAVES)[:, None] * 16 + tl.arange(0, 8)[None, :]
+    at = x_ptr + row * stride_t + cols
+    left = tl.load(at, mask=cols < V, other=float("-inf")).to(tl.float32)
+    right = tl.load(at + 8, mask=cols + 8 < V, other=float("-inf")).to(tl.float32)
+    if SCALED:
+        left = left * inverse
+        right = right * inverse
+    n, s = leaf_stats_of_halves(left, right, LEAVES)
+    n, s, _ = merge_neighbours(n, s, s, 1, LEAVES, LEVELS, False)
     at = stats_ptr + (row * nodes + block) * 2 + tl.zeros((1, 1), tl.int32)
     tl.store(at, n)
     tl.store(at + 1, s)
@@ -152,7 +159,7 @@ def _logp(
     if t:
         _logp_blocks_kernel[(t, nodes)](
             logits, stats, logits.stride(0), v, nodes, inverse, block, block // LEAF,
-            levels(block // LEAF), overlap, num_warps=WARPS, launch_pdl=overlap,
+            levels(block // LEAF), inverse != 1.0, overlap, num_warps=WARPS, launch_pdl=overlap,
         )  # fmt: skip
         _logp_row_kernel[(t,)](
             logits, target, stats, logp, m, log_s, logits.stride(0), v, nodes, inverse,

@@ -5,8 +5,7 @@
     log(s) + n log(2)
 
 Leaf: LEAF aligned columns. n = max_v z[v] * log2(e), rounded to an integer; the terms
-2**(z[v] log2(e) - n) are added in pairs: columns 1 apart, then 8, then 2, then 4 apart (in the
-accumulator of a tensor core: within a thread first, then across lanes).
+2**(z[v] log2(e) - n) are added in pairs of neighbours, then pairs of pairs, and so on.
 Node: two neighbours, (n1, s1) + (n2, s2) = (n, s1 2**(n1 - n) + s2 2**(n2 - n)), n = max(n1, n2).
 The scaling by powers of two is exact, so a node has one rounding, and no compiler's choice between
 multiply-add and multiply, add can move it. Terms below 2**-127 of their node are dropped.
@@ -64,8 +63,8 @@ def _to_integer(x):
 
 @triton.jit
 def _sum_leaf(e, ROWS: tl.constexpr, LEAVES: tl.constexpr):
-    e = tl.sum(tl.reshape(e, (ROWS, LEAVES, 2, 2, 2, 2)), 5)
-    return tl.sum(tl.sum(tl.sum(e, 2), 3), 2)
+    e = tl.reshape(e, (ROWS, LEAVES, 2, 2, 2, 2))
+    return tl.sum(tl.sum(tl.sum(tl.sum(e, 5), 4), 3), 2)
 
 
 @triton.jit
@@ -80,6 +79,17 @@ def leaf_stats(z, ROWS: tl.constexpr, LEAVES: tl.constexpr, ENTROPY: tl.constexp
     if ENTROPY:
         u = _sum_leaf(tl.where(e > 0.0, e * y, 0.0), ROWS, LEAVES)
     return n, s, u, e
+
+
+@triton.jit
+def leaf_stats_of_halves(left, right, LEAVES: tl.constexpr):
+    """(n, s)[1, LEAVES] of leaves whose first and last 8 columns come apart, [LEAVES, 8] each."""
+    n = _to_integer(tl.maximum(tl.max(left, 1), tl.max(right, 1)))
+    e = tl.reshape(tl.exp2(scaled(left, n[:, None])), (LEAVES, 2, 2, 2))
+    s = tl.sum(tl.sum(tl.sum(e, 3), 2), 1)
+    e = tl.reshape(tl.exp2(scaled(right, n[:, None])), (LEAVES, 2, 2, 2))
+    s += tl.sum(tl.sum(tl.sum(e, 3), 2), 1)
+    return tl.reshape(n, (1, LEAVES)), tl.reshape(s, (1, LEAVES))
 
 
 @triton.jit
