@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -73,9 +74,13 @@ class FileRecord(Record):
     blake2b: str
 
     @classmethod
-    def of(cls, path: Path) -> "FileRecord":
-        """Of the file as it is now."""
-        return cls(size=path.stat().st_size, blake2b=file_digest(path))
+    def of_files(cls, folder: Path) -> "dict[str, FileRecord]":
+        """Of every file in a folder, by name, as they are now."""
+        names = sorted(p.name for p in folder.iterdir())
+        return {
+            name: cls(size=(folder / name).stat().st_size, blake2b=digest)
+            for name, digest in file_digests(folder, names).items()
+        }
 
 
 class WrongPosition(Record):
@@ -143,8 +148,8 @@ class PassRecord(Record):
     def check_contents(self, folder: Path) -> None:
         """Raises CorruptTrace where a file of the pass is not the one that was written."""
         self.check_sizes(folder)
-        for name, file in self.files.items():
-            if file_digest(folder / name) != file.blake2b:
+        for name, digest in file_digests(folder, list(self.files)).items():
+            if digest != self.files[name].blake2b:
                 raise CorruptTrace(
                     f"{folder / name} was changed after the capture", "capture again with --fresh"
                 )
@@ -174,6 +179,12 @@ def file_digest(path: Path) -> str:
             return hashlib.file_digest(file, hashlib.blake2b).hexdigest()
     except OSError as error:
         raise CorruptTrace(f"{path} cannot be read: {error}") from error
+
+
+def file_digests(folder: Path, names: list[str]) -> dict[str, str]:
+    """Of several files at once: hashing leaves the interpreter to other threads."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(names, pool.map(lambda n: file_digest(folder / n), names), strict=True))
 
 
 R = TypeVar("R", bound=BaseModel)

@@ -158,7 +158,7 @@ class PassWriter:
         with writing(self._folder):
             for path in paths:
                 path.unlink()
-            files = {p.name: FileRecord.of(p) for p in sorted(self._folder.iterdir())}
+            files = FileRecord.of_files(self._folder)
         record = PassRecord(
             sites=_together(parts),
             positions=PositionRecord.together([p.positions for p in parts]),

@@ -385,7 +385,7 @@ def test_a_table_with_other_columns_is_corrupt(folder: Path) -> None:
     path = folder / "rows.parquet"
     table = pq.read_table(path)
     pq.write_table(table.drop_columns(["norm"]), path)
-    file = FileRecord.of(path).model_dump()
+    file = FileRecord.of_files(path.parent)[path.name].model_dump()
     with pytest.raises(CorruptTrace, match="columns"):
         edited(folder, lambda r: r["files"]["rows.parquet"].update(file)).rows("embed")
 
@@ -393,7 +393,7 @@ def test_a_table_with_other_columns_is_corrupt(folder: Path) -> None:
 def test_a_table_that_mixes_sites_is_corrupt(folder: Path) -> None:
     path = folder / "rows.parquet"
     pq.write_table(pq.read_table(path), path)
-    file = FileRecord.of(path).model_dump()
+    file = FileRecord.of_files(path.parent)[path.name].model_dump()
     with pytest.raises(CorruptTrace, match="mixes sites"):
         edited(folder, lambda r: r["files"]["rows.parquet"].update(file)).rows("embed")
 

@@ -127,7 +127,7 @@ def rewrite_rows(trace: Path, change: Callable) -> None:
             out.write_table(change(source.read_row_group(i)))
     (trace / "rows.new").rename(path)
     record = json.loads((trace / "prefill/pass.json").read_text())
-    record["files"]["rows.parquet"] = FileRecord.of(path).model_dump()
+    record["files"]["rows.parquet"] = FileRecord.of_files(path.parent)[path.name].model_dump()
     (trace / "prefill/pass.json").write_text(json.dumps(record))
 
 
