@@ -13,7 +13,9 @@ from rlk_kernels.errors import (
     UnsupportedDtype,
     UnsupportedShape,
 )
+from rlk_kernels.grpo import group_advantages
 from rlk_kernels.linear import linear
+from rlk_kernels.linear_grpo import linear_grpo_loss
 from rlk_kernels.linear_logp import linear_logp
 from rlk_kernels.logp import logp
 from rlk_kernels.rms_norm import rms_norm
@@ -40,8 +42,10 @@ __all__ = [
     "attention",
     "backend_calls",
     "embedding",
+    "group_advantages",
     "last_backend",
     "linear",
+    "linear_grpo_loss",
     "linear_logp",
     "logp",
     "paged_attention",

@@ -292,6 +292,10 @@ def backward_triton(
         mark(out, ids, rows, g, a, b, spec, first, last - first, part)
         return out
 
+    def columns(part: slice, count: int) -> Tensor:
+        """Sums over the rows of `block`: always its full width, which the order may depend on."""
+        return column_sum(block[: part.stop - part.start], "triton")[:count]
+
     together = len(pieces) == 1
     if dh is not None:
         for start, stop in pieces:
@@ -306,7 +310,7 @@ def backward_triton(
                 if together and dw is not None:
                     gemm_triton(out, h, None, True, False, dw[first:last])
                 if together and db is not None:
-                    db[first:last] = column_sum(out, "triton")
+                    db[first:last] = columns(slice(0, t), last - first)
     if (dw is not None or db is not None) and not (together and dh is not None):
         for first in range(0, v, wide):
             last = min(first + wide, v)
@@ -320,7 +324,7 @@ def backward_triton(
                         last=stop == t,
                     )  # fmt: skip
                 if db is not None:
-                    sums.append(column_sum(out, "triton"))
+                    sums.append(columns(slice(start, stop), last - first))
             if db is not None:
                 db[first:last] = column_sum(torch.stack(sums), "triton")
     return dh, dw, db

@@ -1,0 +1,142 @@
+"""The loss of GRPO, Dr. GRPO, DAPO and PPO from log-probabilities: terms, reductions, metrics.
+
+With r = exp(logp - old_logp), A the advantage, (low, high) = clip and d = ref_logp - logp:
+    loss[t] = -min(r A, clamp(r, 1 - low, 1 + high) A) + beta (exp(d) - 1 - d)      (k3)
+    loss    = sum_t w[t] loss[t],    w[t] = 0 where the mask is 0, else
+        grpo     1 / (tokens of its sequence x sequences)      mean of the sequences' means
+        dr_grpo  1 / (max_tokens x sequences)                  a constant (Dr. GRPO, 2503.20783)
+        dapo     1 / tokens of the batch                       token mean (DAPO, 2503.14476)
+        ppo      1 / tokens of the batch                       token mean
+The gradient of a token is w[t] (-A r [r A <= clamp(r) A] + beta (1 - exp(d))); a token at which the
+clip is active has none of the first part.
+
+Sums: float64, by halves of the batch in an order that its length alone decides (`exact.tree_sum`).
+All of it is elementwise on [T] vectors, once a step: it costs nothing beside a product.
+
+T = tokens   B = sequences
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.errors import UnsupportedShape
+from rlk_kernels.exact import tree_sum
+
+LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "ppo")
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What makes a token's loss."""
+
+    beta: float
+    low: float
+    high: float
+
+
+def group_advantages(
+    rewards: Tensor, group_size: int, *, scale: str = "std", eps: float = 1e-6
+) -> Tensor:
+    """Rewards less the mean of their group (and over its standard deviation) -> [B] float32.
+
+    rewards[B]: B / group_size groups of neighbours. scale: "std" divides by the group's sample
+    deviation + eps (GRPO), "none" does not (Dr. GRPO). Sums in float64, by halves of the group.
+    Raises UnsupportedShape, ValueError.
+    """
+    if rewards.dim() != 1 or group_size < 1 or rewards.shape[0] % group_size:
+        raise UnsupportedShape(
+            f"group_advantages: rewards {tuple(rewards.shape)} are no groups of {group_size}"
+        )
+    if scale not in ("std", "none"):
+        raise ValueError(f"group_advantages: scale {scale!r} is unknown; choose 'std' or 'none'")
+    x = rewards.double().view(-1, group_size)
+    x = x - tree_sum(x) / group_size
+    if scale == "std":
+        x = x / ((tree_sum(x * x) / max(group_size - 1, 1)).sqrt() + eps)
+    return x.flatten().float()
+
+
+def token_weights(
+    mask: Tensor, cu_seqlens: Tensor, loss_type: str, max_tokens: int | None
+) -> Tensor:
+    """w[T] float64 from mask[T] (0 or 1) and the sequences' bounds cu_seqlens[B + 1]."""
+    w = mask.double()
+    sequences = max(cu_seqlens.shape[0] - 1, 1)
+    if loss_type == "dr_grpo":
+        assert max_tokens is not None
+        return w / (sequences * max_tokens)
+    ends = torch.cat([w.new_zeros(1), exact_cumsum(w)])
+    if loss_type == "grpo":
+        tokens = ends[cu_seqlens[1:]] - ends[cu_seqlens[:-1]]
+        return w / (tokens.clamp(min=1.0)[sequence_of(mask.shape[0], cu_seqlens)] * sequences)
+    return w / ends[-1].clamp(min=1.0)
+
+
+def exact_cumsum(w: Tensor) -> Tensor:
+    """Running count of zeros and ones: whole numbers, so any order of additions is exact."""
+    return w.to(torch.int64).cumsum(0).double()
+
+
+def sequence_of(t: int, cu_seqlens: Tensor) -> Tensor:
+    """[T] index of the sequence that a token belongs to."""
+    token = torch.arange(t, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
+
+
+def token_terms(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, ref_logp: Tensor | None, loss: Loss
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss, its derivative in logp, log ratio, whether the clip is active) [T], in float64."""
+    log_ratio = logp.double() - old_logp.double()
+    ratio = log_ratio.exp()
+    a = advantages.double()
+    free = ratio * a
+    held = ratio.clamp(1.0 - loss.low, 1.0 + loss.high) * a
+    active = free > held
+    value = -torch.where(active, held, free)
+    slope = torch.where(active, 0.0, -free)
+    if ref_logp is not None and loss.beta:
+        d = ref_logp.double() - logp.double()
+        value = value + loss.beta * (torch.expm1(d) - d)
+        slope = slope - loss.beta * torch.expm1(d)
+    return value, slope, log_ratio, active
+
+
+def reduce_loss(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, w: Tensor,
+    ref_logp: Tensor | None, loss: Loss,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """The loss (float64) and the metrics (float32 scalars) of a batch.
+
+    tokens; over masked-in tokens: clip_fraction, clip_low_fraction, clip_high_fraction, k1 and k3
+    (of the old policy against the new: -log r and r - 1 - log r), ratio_mean, ratio_min, ratio_max,
+    logp_mean; ref_k3 (as in the loss, before beta) where ref_logp is given.
+    """
+    value, _, log_ratio, active = token_terms(logp, old_logp, advantages, ref_logp, loss)
+    ratio = log_ratio.exp()
+    on = mask.bool()
+    names = ["loss", "tokens", "clip_fraction", "clip_low_fraction", "clip_high_fraction", "k1"]
+    names += ["k3", "ratio_mean", "logp_mean"]
+    low, high = active & (ratio < 1.0), active & (ratio > 1.0)
+    sums = [value * w, on, active, low, high, -log_ratio, torch.expm1(log_ratio) - log_ratio]
+    sums += [ratio, logp]
+    if ref_logp is not None:
+        d = ref_logp.double() - logp.double()
+        names.append("ref_k3")
+        sums.append(torch.expm1(d) - d)
+    total = tree_sum(torch.stack([torch.where(on, x.double(), 0.0) for x in sums])).squeeze(-1)
+    found = dict(zip(names, total.unbind(0), strict=True))
+    count = found["tokens"].clamp(min=1.0)
+    metrics = {
+        name: (x if name == "tokens" else x / count).float()
+        for name, x in found.items()
+        if name != "loss"
+    }
+    lowest = torch.where(on, ratio, float("inf"))
+    highest = torch.where(on, ratio, 0.0)
+    if on.numel():
+        metrics["ratio_min"] = lowest.amin().float()
+        metrics["ratio_max"] = highest.amax().float()
+    return found["loss"], metrics

@@ -1,0 +1,287 @@
+"""linear_grpo_loss: the GRPO or PPO loss of a step from hidden states, with its gradients.
+
+    logp = linear_logp(hidden, weight, target)        loss and metrics = grpo.py of logp
+
+Three products instead of four: the loss needs of a token no more than its log-probability, so a
+chunk of tokens is finished while its tiles are still there.
+    1. x = hidden weight^T. Kept, at the operands' dtype: exp(z - max of the tile), beside the
+       tile's statistics; from them logp, the bits of `linear_logp`
+    2. g[t] = dloss/dlogp[t]; the kept numbers, times -g p-scale of (row, tile), become dlogits in
+       place; the element of the target is written from logp itself: g (1 - p) in fp32
+    3. dhidden = dlogits weight          4. dweight += dlogits^T hidden
+One chunk is at most CHUNK bytes. dweight goes on from chunk to chunk in its fp32 accumulator
+(`accumulate.py`; with more than one chunk its lower halves take two bytes an element beside it), so
+neither of the two large gradients has a bit from the size of a chunk.
+
+The gradients are made in the forward, for an upstream gradient of 1; the backward multiplies them
+by the upstream one in place, once: calling it a second time raises.
+
+torch backend: the portable forward and backward of `linear_logp` (four products), same contract.
+
+T = tokens   V = vocabulary   H = hidden size   B = sequences
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlk_kernels import linear_logp_kernels as kernels
+from rlk_kernels.accumulate import accumulate, low_halves
+from rlk_kernels.backend import choose, interpreting, record
+from rlk_kernels.columns import column_sum
+from rlk_kernels.errors import UnsupportedShape
+from rlk_kernels.gemm import _processors
+from rlk_kernels.grpo import (
+    LOSS_TYPES,
+    Loss,
+    reduce_loss,
+    sequence_of,
+    token_terms,
+    token_weights,
+)
+from rlk_kernels.linear_logp import as_rows, check, check_options
+from rlk_kernels.linear_logp_portable import backward_portable, forward_portable
+from rlk_kernels.linear_logp_triton import (
+    Spec,
+    finish,
+    forward_triton,
+    mark,
+    new_rows,
+    pick,
+    run_tiles,
+    tile_for,
+)
+
+CHUNK = 512 << 20
+"""Bytes of a chunk of tokens x vocabulary at the operands' dtype."""
+
+
+@triton.jit(do_not_specialize=["T"])
+def _token_gradient_kernel(
+    logp_ptr, old_ptr, advantage_ptr, ref_ptr, w_ptr, id_ptr, g_ptr, a_ptr, T, low, high, beta,
+    slope, HAS_REF: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """g = w dloss/dlogp dz/dx and a = -g: `grpo.token_terms` in fp32."""
+    rows = tl.program_id(0) * B + tl.arange(0, B)
+    on = rows < T
+    logp = tl.load(logp_ptr + rows, mask=on, other=0.0)
+    ratio = tl.exp(logp - tl.load(old_ptr + rows, mask=on, other=0.0))
+    advantage = tl.load(advantage_ptr + rows, mask=on, other=0.0)
+    free = ratio * advantage
+    held = tl.minimum(tl.maximum(ratio, low), high) * advantage
+    g = tl.where(free > held, 0.0, -free)
+    if HAS_REF:
+        g -= beta * (tl.exp(tl.load(ref_ptr + rows, mask=on, other=0.0) - logp) - 1.0)
+    w = tl.load(w_ptr + rows, mask=on, other=0.0)
+    id = tl.load(id_ptr + rows, mask=on, other=-1)
+    g = tl.where((w == 0.0) | (id < 0), 0.0, g * w * slope)
+    tl.store(g_ptr + rows, g, mask=on)
+    tl.store(a_ptr + rows, -g, mask=on)
+
+
+@triton.jit
+def _scale_kernel(x_ptr, factor_ptr, size, B: tl.constexpr):
+    """x *= factor in place; a factor of 1 reads and writes nothing."""
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if factor != 1.0:
+        at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+        x = tl.load(x_ptr + at, mask=at < size, other=0.0)
+        x = (x.to(tl.float32) * factor).to(x_ptr.dtype.element_ty)
+        tl.store(x_ptr + at, x, mask=at < size)
+
+
+def chunk_rows(t: int, v: int, h: int, nbytes: int, processors: int = 132) -> int:
+    """Rows of a chunk: at most CHUNK bytes, and few processors idle in the hidden gradient."""
+    most = max(1, CHUNK // (v * nbytes) // 128)
+    columns = -(-h // 256)
+
+    def waves(tiles: int) -> int:
+        whole, rest = divmod(-(-t // 128), tiles)
+        return whole * -(-tiles * columns // processors) + -(-rest * columns // processors)
+
+    return 128 * min(range(most, 0, -1), key=waves)
+
+
+def _loss_and_gradients(
+    h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, tokens: list[Tensor | None],
+    spec: Spec, loss: Loss, needs: list[bool],
+) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
+    """(logp[T], [dh, dw, db]); tokens: old_logp, advantages, ref_logp, weights in fp32."""
+    (t, k), v = h.shape, w.shape[0]
+    dh = torch.empty_like(h) if needs[0] else None
+    dw = torch.empty_like(w) if needs[1] else None
+    logps = torch.empty(t, dtype=torch.float32, device=h.device)
+    if t == 0 or k == 0:
+        zero = None if bias is None else torch.zeros_like(bias)
+        return logps, [dh, None if dw is None else dw.zero_(), zero]
+    processors = 132 if interpreting() else _processors(h.device)
+    step = chunk_rows(t, v, k, h.element_size(), processors)
+    chunks = -(-t // step)
+    stride = -(-v // 8) * 8  # rows of a multiple of 16 bytes, for TMA
+    block = torch.empty(min(step, t), stride, dtype=h.dtype, device=h.device)
+    low = None if dw is None else low_halves(dw, chunks)
+    tile = tile_for(h, w, stats=False)
+    nodes = triton.cdiv(v, tile.n)
+    sums = []
+    for first in range(0, t, step):
+        part = slice(first, min(first + step, t))
+        m = part.stop - first
+        out, own = block[:m, :v], ids[part]
+        stats = torch.empty(2, nodes, m, dtype=torch.float32, device=h.device)
+        run_tiles(
+            h[part], w, bias, spec, tile, kernels.KEEP, stats[0], stats[1], None, None, None, out
+        )
+        rows = new_rows(pick(h[part], w, bias, own, spec), False)
+        finish(stats, own, rows, 0, m, False)
+        logp = rows.logp.view(-1)
+        logps[part] = logp
+        g, a = torch.empty_like(logp), torch.empty_like(logp)
+        old, advantages, ref, weights = (None if x is None else x[part] for x in tokens)
+        _token_gradient_kernel[(triton.cdiv(m, 256),)](
+            logp, logp if old is None else old, advantages, ref, weights, own, g, a, m,
+            1.0 - loss.low, 1.0 + loss.high, loss.beta, spec.slope, ref is not None, 256,
+        )  # fmt: skip
+        kernels._weigh_kernel[(nodes, triton.cdiv(m, 16))](
+            out, stats[0], rows.n, rows.log_s, a, m, v, out.stride(0), tile.n, 16, num_warps=4
+        )
+        mark(out, own, rows, g[:, None], a, None, spec, 0, v, slice(0, m))
+        if dh is not None:
+            accumulate(out, w, dh[part], low_halves(dh, 1), trans_a=False, first=True, last=True)
+        if dw is not None and low is not None:
+            accumulate(out, h[part], dw, low, trans_a=True, first=first == 0, last=part.stop == t)
+        if needs[2]:
+            sums.append(column_sum(block[:m], "triton")[:v])
+    db = column_sum(torch.stack(sums), "triton") if needs[2] else None
+    return logps, [dh, dw, db if bias is None or db is None else db.to(bias.dtype)]
+
+
+class _LinearGRPO(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, ids, tokens, mask, spec, loss, backend):
+        record("linear_grpo_loss", backend)
+        ctx.backend, ctx.used = backend, False
+        needs = [bool(x) for x in ctx.needs_input_grad[:3]]
+        old, advantages, ref, weights = tokens
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        if backend == "torch":
+            rows = forward_portable(hidden, weight, bias, ids, spec, False)
+            logp = rows.logp.squeeze(1)
+            slope = token_terms(logp, logp if old is None else old, advantages, ref, loss)[1]
+            g = torch.where(weights == 0, 0.0, slope * weights)[:, None]
+            grads = [None, None, None]
+            if any(needs):
+                grads = list(
+                    backward_portable(hidden, weight, bias, ids, rows, g, None, None, spec, needs)
+                )
+                if bias is not None and grads[2] is not None:
+                    grads[2] = grads[2].to(bias.dtype)
+        elif any(needs):
+            low = [None if x is None else x.float().contiguous() for x in tokens]
+            logp, grads = _loss_and_gradients(hidden, weight, bias, ids, low, spec, loss, needs)
+        else:
+            rows = forward_triton(hidden, weight, bias, ids, spec, False)
+            logp, grads = rows.logp.squeeze(1), [None, None, None]
+        value, metrics = reduce_loss(
+            logp, logp if old is None else old, advantages, mask, weights, ref, loss
+        )
+        ctx.grads = grads
+        ctx.names = list(metrics)
+        found = tuple(metrics.values())
+        ctx.mark_non_differentiable(logp, *found)
+        return value.to(wide), logp, ctx.names, *found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g, *_):
+        if ctx.used:
+            raise RuntimeError(
+                "linear_grpo_loss: its gradients are made once, in the forward; a second backward "
+                "needs a second call"
+            )
+        ctx.used = True
+        grads, ctx.grads = ctx.grads, None
+        for i, x in enumerate(grads):
+            if x is None or x.numel() == 0:
+                continue
+            if ctx.backend == "torch":
+                grads[i] = torch.where(g == 1, x, (x * g).to(x.dtype))
+            else:
+                _scale_kernel[(triton.cdiv(x.numel(), 8192),)](x, g, x.numel(), 8192, num_warps=8)
+        return (*grads, *(None,) * 6)
+
+
+def linear_grpo_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    old_logp: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    ref_logp: Tensor | None = None,
+    beta: float = 0.0,
+    clip: tuple[float, float] = (0.2, 0.2),
+    loss_type: str = "grpo",
+    max_tokens: int | None = None,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+    logit_dtype: torch.dtype = torch.float32,
+    ignore_index: int = -100,
+    backend: str | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of `grpo.py` (a float32 scalar, differentiable in hidden, weight, bias) and metrics.
+
+    hidden[B, L, H] with target, mask, old_logp, ref_logp [B, L]; or hidden[T, H] packed, those [T],
+    with cu_seqlens[B + 1]. advantages: [B], one a sequence, or one a token. mask: 1 for the tokens
+    that count; a token whose target is ignore_index or negative must be masked out (it has logp 0
+    and no gradient). old_logp None: the policy's own log-probabilities (ratio 1). loss_type: see
+    `grpo.py`; dr_grpo takes max_tokens (default L; packed, it must be given). The rest as in
+    `linear_logp`, whose bits the metrics' `logp` [T] has.
+
+    metrics: detached tensors, `logp` and the scalars of `grpo.reduce_loss`.
+    Raises UnsupportedShape, UnsupportedDtype, ValueError, and what `backend.choose` raises.
+    """
+    name = "linear_grpo_loss"
+    if loss_type not in LOSS_TYPES:
+        raise ValueError(f"{name}: loss_type {loss_type!r} is unknown; choose from {LOSS_TYPES}")
+    if hidden.dim() == 3:
+        b, length, _ = hidden.shape
+        cu_seqlens = torch.arange(b + 1, device=hidden.device) * length
+        max_tokens = length if max_tokens is None else max_tokens
+        hidden = hidden.flatten(0, 1)
+    if cu_seqlens is None:
+        raise UnsupportedShape(f"{name}: packed hidden[T, H] needs cu_seqlens[B + 1]")
+    if loss_type == "dr_grpo" and not max_tokens:
+        raise ValueError(f"{name}: dr_grpo on packed tokens needs max_tokens")
+    target, mask = target.flatten(), mask.flatten()
+    check(name, hidden, weight, target, bias)
+    spec = check_options(name, temperature, softcap, logit_scale, logit_dtype)
+    if not (beta >= 0 and 0 <= clip[0] <= 1 and clip[1] >= 0):
+        raise ValueError(f"{name}: beta {beta} and clip {clip} must not be negative, nor 1 - low")
+    t, cu_seqlens = target.shape[0], cu_seqlens.long()
+    if advantages.numel() == cu_seqlens.shape[0] - 1 and advantages.dim() == 1:
+        advantages = advantages[sequence_of(t, cu_seqlens)] if t else advantages[:0]
+    per_token = {"mask": mask, "advantages": advantages.flatten()}
+    per_token |= {} if old_logp is None else {"old_logp": old_logp.flatten()}
+    per_token |= {} if ref_logp is None else {"ref_logp": ref_logp.flatten()}
+    for what, x in per_token.items():
+        if x.shape[0] != t:
+            raise UnsupportedShape(f"{name}: {what} has {x.shape[0]} numbers for {t} tokens")
+    chosen = choose(name, backend, hidden)
+    ids = torch.where(target == ignore_index, -1, target.long())
+    mask = (mask != 0) & (ids >= 0)
+    tokens = [
+        per_token.get("old_logp"), per_token["advantages"], per_token.get("ref_logp"),
+        token_weights(mask, cu_seqlens, loss_type, max_tokens),
+    ]  # fmt: skip
+    tokens = [None if x is None else x.detach() for x in tokens]
+    value, logp, names, *found = _LinearGRPO.apply(
+        as_rows(hidden), as_rows(weight), None if bias is None else bias.contiguous(),
+        ids[:, None].contiguous(), tokens, mask, spec, Loss(beta, *clip), chosen,
+    )  # fmt: skip
+    return value, {"logp": logp, **dict(zip(names, found, strict=True))}
