@@ -256,7 +256,7 @@ def hf_attributes(model: Any) -> dict[str, Any]:
         **per_layer("kv_heads", [_heads(a.k_proj, a.head_dim) for a in attention]),
         **per_layer("head_dim", [a.head_dim for a in attention]),
         **per_layer("attention_scale", [float(f"{a.scaling:.6g}") for a in attention]),
-        **per_layer("sliding_window", [getattr(a, "sliding_window", None) for a in attention]),
+        **per_layer("sliding_window", [_window(a) for a in attention]),
         "rope_type": rope["rope_type"],
         "rope_theta": rope_theta(rotary.inv_freq) if unscaled else float(rope["rope_theta"]),
         "rope_dim": 2 * rotary.inv_freq.numel(),
@@ -265,6 +265,13 @@ def hf_attributes(model: Any) -> dict[str, Any]:
         **per_layer("activation", [_activation(layer.mlp, dtype) for layer in layers]),
         "tie_word_embeddings": (model.lm_head.weight is model.model.embed_tokens.weight),
     }
+
+
+def _window(attention: Any) -> int | None:
+    """Some families keep it in the attention, others ask the config at every call."""
+    if hasattr(attention, "sliding_window"):
+        return attention.sliding_window
+    return getattr(attention.config, "sliding_window", None)
 
 
 def _heads(projection: Any, head_dim: int) -> int | None:

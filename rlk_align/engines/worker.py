@@ -30,7 +30,7 @@ from rlk_align.families import read_shape
 from rlk_align.prompts import Prompt, Sample, TokenBatch, check_lengths, load_prompts
 from rlk_align.sites import model_sites
 from rlk_align.trace.schema import writing
-from rlk_align.trace.writer import PassWriter
+from rlk_align.trace.writer import NO_CHECKS, Checks, PassWriter
 
 
 def run(job: Job, events: Events) -> None:
@@ -126,11 +126,14 @@ def _open_part(job: Job, engine: Engine, name: str, plan: CapturePlan) -> PassWr
     """This rank's part of a pass; rank 0 makes the folder before the others write there."""
     variant = name.partition(".")[2]
     keep = KEEP_LOGPROBS if variant else plan.keep
-    rotary = None if variant else checkpoint_rotary(job.model, engine.shape)
+    shape = engine.shape
+    checks = NO_CHECKS
+    if not variant:
+        checks = Checks(checkpoint_rotary(job.model, shape), (shape.heads, shape.kv_heads))
     rank = engine.ranks.rank
     if rank:
         barrier(engine.ranks)
-    writer = PassWriter(job.folder / name, keep, not variant, rotary, part=rank)
+    writer = PassWriter(job.folder / name, keep, not variant, checks, part=rank)
     if not rank:
         barrier(engine.ranks)
     return writer

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rlk_align.trace.schema import WRONG_POSITIONS, PositionRecord, WrongPosition
+from rlk_align.trace.schema import WRONG_ROWS, PositionRecord, WrongPosition
 
 RESOLUTION = 0.25
 """Radians: bf16 tables and values are off by 0.02, a neighbouring position by w_0 = 1."""
@@ -26,6 +26,7 @@ class Rotary:
     inv_freq: tuple[float, ...]
     """w_j, radians for each position; the rotated width is twice their number."""
     heads: int
+    """Of the queries."""
     context: int
     """Positions are below it."""
     source: str
@@ -52,7 +53,7 @@ class PositionCheck:
             self._check(turned, sample, position)
 
     def record(self) -> PositionRecord:
-        first = sorted(self._first, key=lambda w: (w.sample, w.position))[:WRONG_POSITIONS]
+        first = sorted(self._first, key=lambda w: (w.sample, w.position))[:WRONG_ROWS]
         return PositionRecord(checked=self._checked, wrong=self._wrong, first=first)
 
     def _turned(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -74,7 +75,7 @@ class PositionCheck:
         off = torch.remainder(turned - own + np.pi, 2 * np.pi) - np.pi
         # Where a value is not finite there is no angle, and the comparison itself will say so.
         for row in torch.nonzero((off.abs() > RESOLUTION).any(dim=1)).flatten().tolist():
-            if len(self._first) >= 4 * WRONG_POSITIONS:
+            if len(self._first) >= 4 * WRONG_ROWS:
                 self._wrong += 1
                 continue
             effective = self._effective(turned[row])

@@ -107,12 +107,42 @@ class PositionRecord(Record):
         return cls(
             checked=sum(p.checked for p in parts),
             wrong=sum(p.wrong for p in parts),
-            first=first[:WRONG_POSITIONS],
+            first=first[:WRONG_ROWS],
         )
 
 
-WRONG_POSITIONS = 8
-"""How many wrong positions a pass names."""
+Seen = Literal["other tokens", "itself alone"]
+
+
+class WrongBoundary(Record):
+    """A row whose attention sees other tokens than its sequence lets it."""
+
+    sample: int
+    position: int
+    sees: Seen
+
+
+class BoundaryRecord(Record):
+    """Whether sequences begin where they should for the attention, measured on layer 0."""
+
+    checked: int = 0
+    wrong: int = 0
+    first: list[WrongBoundary] = []
+    """The first of them, by sample and position."""
+
+    @classmethod
+    def together(cls, parts: "list[BoundaryRecord]") -> "BoundaryRecord":
+        """Of several parts of a pass."""
+        first = sorted((w for p in parts for w in p.first), key=lambda w: (w.sample, w.position))
+        return cls(
+            checked=sum(p.checked for p in parts),
+            wrong=sum(p.wrong for p in parts),
+            first=first[:WRONG_ROWS],
+        )
+
+
+WRONG_ROWS = 8
+"""How many wrong rows a pass names."""
 
 
 class PartRecord(Record):
@@ -120,6 +150,7 @@ class PartRecord(Record):
 
     sites: dict[str, SiteRecord]
     positions: PositionRecord
+    boundaries: BoundaryRecord
     seconds: float
 
 
@@ -128,6 +159,7 @@ class PassRecord(Record):
 
     sites: dict[str, SiteRecord]
     positions: PositionRecord = PositionRecord()
+    boundaries: BoundaryRecord = BoundaryRecord()
     unexposed: dict[str, str] = {}
     """Sites that the engine cannot show, each with its reason."""
     files: dict[str, FileRecord]

@@ -5,6 +5,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -18,9 +19,11 @@ from safetensors.torch import save_file
 
 from rlk_align.digest import digest_rows, row_statistics
 from rlk_align.errors import EngineFailed
+from rlk_align.trace.boundaries import BoundaryCheck
 from rlk_align.trace.positions import PositionCheck, Rotary
 from rlk_align.trace.schema import (
     ROWS_SCHEMA,
+    BoundaryRecord,
     DtypeName,
     FileRecord,
     PartRecord,
@@ -46,6 +49,19 @@ Buffered = tuple[torch.Tensor, np.ndarray, np.ndarray]
 def _dtype_name(rows: torch.Tensor) -> DtypeName:
     names = {getattr(torch, name): name for name in get_args(DtypeName)}
     return names[rows.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """What a pass measures of its rows beside keeping them."""
+
+    rotary: Rotary | None = None
+    """By which the position of each row's rotation is told."""
+    heads: tuple[int, int] | None = None
+    """Of queries and of keys and values: by which the first row of each sequence is told."""
+
+
+NO_CHECKS = Checks()
 
 
 @contextmanager
@@ -74,17 +90,18 @@ class PassWriter:
         folder: Path,
         keep: KeepValues,
         statistics: bool = True,
-        rotary: Rotary | None = None,
+        checks: Checks = NO_CHECKS,
         part: int = 0,
     ) -> None:
         """`statistics`: whether rows get their norm, magnitude and count of NaN and Inf;
-        `rotary`: by which the positions that the engine rotated by are checked."""
+        `checks`: what is measured of the rows beyond that."""
         self._final = folder
         self._folder = folder.with_name(folder.name + ".partial")
         self._keep = keep
         self._statistics = statistics
-        self._rotary = rotary
-        self._positions = PositionCheck(rotary) if rotary else None
+        self._checks = checks
+        self._positions = PositionCheck(checks.rotary) if checks.rotary else None
+        self._boundaries = BoundaryCheck(*checks.heads) if checks.heads else None
         self._part = part
         self._buffers: dict[str, list[Buffered]] = {}
         self._buffered_bytes = 0
@@ -103,7 +120,7 @@ class PassWriter:
     def part(self, number: int) -> "Callable[[], PassWriter]":
         """What opens another part of this pass, in whichever process it is called."""
         return partial(
-            PassWriter, self._final, self._keep, self._statistics, self._rotary, part=number
+            PassWriter, self._final, self._keep, self._statistics, self._checks, part=number
         )
 
     def __enter__(self) -> "PassWriter":
@@ -133,8 +150,9 @@ class PassWriter:
         assert rows.shape[0] == len(sample) == len(position), (site, rows.shape, len(sample))
         if not len(sample):
             return
-        if self._positions:
-            self._positions.see(site, rows, sample, position)
+        for check in (self._positions, self._boundaries):
+            if check:
+                check.see(site, rows, sample, position)
         self._buffers.setdefault(site, []).append((rows.detach().clone(), sample, position))
         self._buffered_bytes += rows.numel() * rows.element_size()
         if self._buffered_bytes >= FLUSH_BYTES:
@@ -147,7 +165,10 @@ class PassWriter:
         with writing(self._folder):
             self._table.close()
         positions = self._positions.record() if self._positions else PositionRecord()
-        record = PartRecord(sites=self._sites, positions=positions, seconds=seconds)
+        boundaries = self._boundaries.record() if self._boundaries else BoundaryRecord()
+        record = PartRecord(
+            sites=self._sites, positions=positions, boundaries=boundaries, seconds=seconds
+        )
         save_record(record, self._folder / f"part-{self._part}.json")
 
     def finish(self, unexposed: dict[str, str]) -> None:
@@ -162,6 +183,7 @@ class PassWriter:
         record = PassRecord(
             sites=_together(parts),
             positions=PositionRecord.together([p.positions for p in parts]),
+            boundaries=BoundaryRecord.together([p.boundaries for p in parts]),
             unexposed=unexposed,
             files=files,
             seconds=max(p.seconds for p in parts),

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rlk_align.trace.positions import PositionCheck, Rotary
-from rlk_align.trace.schema import WRONG_POSITIONS, PositionRecord
+from rlk_align.trace.schema import WRONG_ROWS, PositionRecord
 
 HEADS, PAIRS, CONTEXT = 3, 16, 400
 ROTARY = Rotary(
@@ -58,7 +58,7 @@ def test_shifted_positions_are_named(dtype: torch.dtype, shift: int) -> None:
     own = ALL[20:60]
     record = measured(own + shift, own, dtype)
     assert record.wrong == len(own)
-    assert len(record.first) == WRONG_POSITIONS
+    assert len(record.first) == WRONG_ROWS
     first = record.first[0]
     assert (first.sample, first.position, first.effective) == (0, 20, 20 + shift)
 

@@ -78,7 +78,10 @@ class Imaginary(Engine):
             for number, site in enumerate(SITES[:-1] if tap else ()):
                 wanted = s.sampled_positions if site.sampled_rows_only else range(last)
                 position = np.array(wanted)
-                base = torch.tensor([number + i / 8 + p / 64 for p in wanted]) + shift
+                # A first token attends to its own value alone: q_rope, k_rope, attn follow v_proj.
+                alone = {0: 3} if site.op == "attn" else {}
+                numbers = [number - alone.get(p, 0) + i / 8 + p / 64 for p in wanted]
+                base = torch.tensor(numbers) + shift
                 tap(
                     site.name,
                     base[:, None].repeat(1, site.features),

@@ -1,0 +1,64 @@
+"""Where each sequence begins for the attention, measured on layer 0.
+
+The first token of a sequence sees itself alone, so its attention output is its own value vector,
+each key-value head repeated for its group; any later token sees more. Whatever an engine packs,
+pads or masks, a row that breaks this belongs to another sequence than its own.
+"""
+
+import numpy as np
+import torch
+
+from rlk_align.trace.schema import WRONG_ROWS, BoundaryRecord, Seen, WrongBoundary
+
+ALIKE = 2.0**-5
+"""Relative distance up to which an output is the value itself: one rounding in bf16 is 2^-8."""
+
+
+class BoundaryCheck:
+    """Follows layer 0 of one pass."""
+
+    def __init__(self, heads: int, kv_heads: int) -> None:
+        self._heads, self._kv_heads = heads, kv_heads
+        self._value: torch.Tensor | None = None
+        self._checked = 0
+        self._wrong = 0
+        self._first: list[WrongBoundary] = []
+
+    def see(self, site: str, rows: torch.Tensor, sample: np.ndarray, position: np.ndarray) -> None:
+        """Takes part in every tap; only layer 0's values and attention matter."""
+        if site == "layers.0.v_proj":
+            self._value = rows.detach().clone()
+        elif site == "layers.0.attn" and self._value is not None:
+            value, self._value = self._value, None
+            self._check(value, rows.detach(), sample, position)
+
+    def record(self) -> BoundaryRecord:
+        first = sorted(self._first, key=lambda w: (w.sample, w.position))[:WRONG_ROWS]
+        return BoundaryRecord(checked=self._checked, wrong=self._wrong, first=first)
+
+    def _check(
+        self, value: torch.Tensor, out: torch.Tensor, sample: np.ndarray, position: np.ndarray
+    ) -> None:
+        group = self._heads // self._kv_heads
+        own = value.reshape(len(value), self._kv_heads, 1, -1).expand(-1, -1, group, -1)
+        own = own.reshape(len(value), -1)
+        if own.shape != out.shape:
+            return
+        self._checked += len(out)
+        first = position == 0
+        # Equal to the bit, where a token has more to see: no average of others gives that.
+        alone = (own == out).all(dim=1).cpu().numpy() & ~first
+        among = np.zeros(len(out), dtype=bool)
+        if first.any():
+            at = torch.from_numpy(np.flatnonzero(first)).to(out.device)
+            a, b = out[at].double(), own[at].double()
+            distance = (a - b).norm(dim=1) / b.norm(dim=1)
+            among[first] = (distance > ALIKE).cpu().numpy()
+        found: tuple[tuple[np.ndarray, Seen], ...]
+        found = ((among, "other tokens"), (alone, "itself alone"))
+        for wrong, sees in found:
+            self._wrong += int(wrong.sum())
+            for row in np.flatnonzero(wrong)[:WRONG_ROWS].tolist():
+                self._first.append(
+                    WrongBoundary(sample=int(sample[row]), position=int(position[row]), sees=sees)
+                )

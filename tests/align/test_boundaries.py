@@ -1,0 +1,73 @@
+"""Where sequences begin for the attention, measured: real attention in, boundaries out."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from rlk_align.trace.boundaries import BoundaryCheck
+from rlk_align.trace.schema import BoundaryRecord
+
+HEADS, KV_HEADS, DIM = 4, 2, 16
+LENGTHS = (7, 1, 5, 9)
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: list[int]) -> torch.Tensor:
+    """Causal attention within [ends[i], ends[i + 1]): `[T, heads, D]` -> `[T, heads * D]`."""
+    out = torch.empty_like(q)
+    for start, stop in pairwise(ends):
+        parts = [t[start:stop].transpose(0, 1)[None] for t in (q, k, v)]
+        done = torch.nn.functional.scaled_dot_product_attention(
+            *parts, is_causal=True, enable_gqa=True
+        )
+        out[start:stop] = done[0].transpose(0, 1)
+    return out.flatten(1)
+
+
+def measured(shift: dict[int, int], dtype: torch.dtype = torch.bfloat16) -> BoundaryRecord:
+    """`shift`: which boundary is off by how much."""
+    torch.manual_seed(0)
+    total = sum(LENGTHS)
+    q = torch.randn(total, HEADS, DIM).to(dtype)
+    k, v = torch.randn(2, total, KV_HEADS, DIM).to(dtype).unbind()
+    ends = np.concatenate([[0], np.cumsum(LENGTHS)]).tolist()
+    for i, by in shift.items():
+        ends[i] += by
+    sample = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
+    position = np.concatenate([np.arange(n) for n in LENGTHS])
+    check = BoundaryCheck(HEADS, KV_HEADS)
+    check.see("layers.0.v_proj", v.flatten(1), sample, position)
+    check.see("layers.0.attn", attention(q, k, v, ends), sample, position)
+    return check.record()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_right_boundaries_are_right(dtype: torch.dtype) -> None:
+    record = measured({}, dtype)
+    assert (record.checked, record.wrong, record.first) == (sum(LENGTHS), 0, [])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_late_boundary_names_both_rows(dtype: torch.dtype) -> None:
+    record = measured({3: 1}, dtype)
+    found = [(w.sample, w.position, w.sees) for w in record.first]
+    assert found == [(3, 0, "other tokens"), (3, 1, "itself alone")]
+    assert record.wrong == 2
+
+
+def test_an_early_boundary_names_both_rows() -> None:
+    found = [(w.sample, w.position, w.sees) for w in measured({3: -1}).first]
+    assert found == [(2, 4, "itself alone"), (3, 0, "other tokens")]
+
+
+def test_other_layers_and_shapes_are_left_alone() -> None:
+    where = (np.zeros(2, dtype=np.int64), np.arange(2))
+    check = BoundaryCheck(HEADS, KV_HEADS)
+    check.see("layers.0.attn", torch.randn(2, HEADS * DIM), *where)
+    check.see("layers.1.v_proj", torch.randn(2, KV_HEADS * DIM), *where)
+    check.see("layers.1.attn", torch.randn(2, HEADS * DIM), *where)
+    assert check.record() == BoundaryRecord()
+    check.see("layers.0.v_proj", torch.randn(2, KV_HEADS * DIM), *where)
+    check.see("layers.0.attn", torch.randn(2, 2 * HEADS * DIM), *where)
+    assert check.record() == BoundaryRecord()
