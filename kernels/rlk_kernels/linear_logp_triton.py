@@ -1,9 +1,9 @@
 """linear_logp on Triton: slabs of tokens and chunks of the vocabulary over the tile kernels.
 
 What is held at a time: forward, (n, s) of every tile of a slab of tokens, at most SCRATCH bytes;
-backward, dlogits of all tokens of a slab over one chunk of the vocabulary, at most CHUNK bytes,
-and the lower halves of unfinished sums (`accumulate.py`). Neither cut changes a bit: a row's tree
-knows nothing of slabs, and a sum goes on from chunk to chunk in its accumulator.
+backward, dlogits of all tokens of a slab over one chunk of the vocabulary, and the lower halves of
+unfinished sums (`accumulate.py`), at most HELD bytes together. Neither cut changes a bit: a row's
+tree knows nothing of slabs, and a sum goes on from chunk to chunk in its accumulator.
 Beyond SLAB_NUMBERS hidden gradients the backward makes the two gradients in two passes (five
 products instead of four), so that nothing held grows with the number of tokens.
 
@@ -29,13 +29,14 @@ from rlk_kernels.tiles import Tile
 
 SCRATCH = 60 << 20
 """Bytes of tile statistics at a time, forward."""
-CHUNK = 160 << 20
-"""Bytes of dlogits at a time, backward."""
+HELD = 288 << 20
+"""Bytes held at a time, backward: dlogits and the lower halves of unfinished sums."""
 SLAB_NUMBERS = 16384 * 4096
 """Elements of the hidden gradient up to which one pass makes both gradients."""
 
-STATS_TILE = Tile(128, 256, 64, 8, 3, group=16)
-STORE_TILE = Tile(128, 256, 64, 8, 3, group=16)
+STATS_TILE = Tile(128, 256, 64, 8, 4, group=16, flatten=True)
+STORE_TILE = Tile(128, 256, 64, 8, 3, group=16, flatten=True)
+WEIGHT_TILE = Tile(128, 256, 64, 8, 4, group=16, subtile=True, flatten=True)
 SAFE_TILE = Tile(128, 128, 64, 8, 3)
 FLOAT32_TILE = Tile(64, 64, 32, 4, 2)
 INTERPRETED_TILE = Tile(32, 64, 32, 4, 1)
@@ -97,6 +98,12 @@ def tile_for(h: Tensor, w: Tensor, stats: bool) -> Tile:
     if not _trusted(h) or not _uses_tma(h, w):
         return SAFE_TILE
     return STATS_TILE if stats else STORE_TILE
+
+
+def _many_rows_tile(m: int, n: int, x: Tensor) -> Tile | None:
+    """The tile of a weight gradient [m, n]; None leaves it to the table of `tiles.py`."""
+    half = x.element_size() == 2 and not interpreting() and _has_tma(x.device) and _trusted(x)
+    return WEIGHT_TILE if half and m * n >= 4096 * 4096 else None
 
 
 def _runs(w: Tensor, tile: Tile) -> TensorDescriptor:
@@ -272,10 +279,12 @@ def backward_triton(
     if t == 0 or k == 0:
         return dh, None if dw is None else dw.zero_(), db
     tile = tile_for(h, w, stats=False)
+    many = _many_rows_tile(v, k, h)
     pieces = slabs(t, SLAB_NUMBERS // k)
     longest = pieces[0][1]
-    wide = max(1, CHUNK // (longest * h.element_size()) // 256) * 256
-    chunks = -(-v // wide)
+    size = h.element_size()
+    free = HELD - (longest * k * size if size == 2 else 0)
+    chunks = -(-v // max(256, free // (longest * size) // 256 * 256))
     wide = -(-v // chunks // 256) * 256
     chunks = -(-v // wide)
     block = torch.empty(longest, wide, dtype=h.dtype, device=h.device)
@@ -308,7 +317,7 @@ def backward_triton(
                     last=last == v,
                 )  # fmt: skip
                 if together and dw is not None:
-                    gemm_triton(out, h, None, True, False, dw[first:last])
+                    gemm_triton(out, h, None, True, False, dw[first:last], tile=many)
                 if together and db is not None:
                     db[first:last] = columns(slice(0, t), last - first)
     if (dw is not None or db is not None) and not (together and dh is not None):
