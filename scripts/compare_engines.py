@@ -165,6 +165,7 @@ def main() -> None:
     runs = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
         for dtype in args.dtype or [None]:
             for rollout in args.rollout:
                 for train in args.train:
