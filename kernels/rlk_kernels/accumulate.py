@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlk_kernels.backend import interpreting
-from rlk_kernels.gemm import _has_tma, _tile_position, _tma_can_read, gemm_triton
+from rlk_kernels.gemm import _has_tma, _processors, _tile_position, _tma_can_read, gemm_triton
 from rlk_kernels.tiles import FLOAT32, INTERPRETED, SAFE, Tile
 
 
@@ -43,26 +43,29 @@ def _sum_tma_kernel(
     TRANS_A: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, OUT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    tile_m, tile_n = _tile_position(tl.program_id(0), M, N, BM, BN, GROUP)
-    row = tile_m * BM
-    col = tile_n * BN
-    if FIRST:
-        acc = tl.zeros((BM, BN), tl.float32)
-    else:
-        acc = _joined(c_desc.load([row, col]), low_desc.load([row, col]))
-    for step in range(tl.cdiv(K, BK)):
-        k = step * BK
-        if TRANS_A:
-            a = a_desc.load([k, row]).T
+    # a program goes on to its next tile while the one before is still on its way to memory
+    tiles = tl.cdiv(M, BM) * tl.cdiv(N, BN)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        tile_m, tile_n = _tile_position(tile, M, N, BM, BN, GROUP)
+        row = tile_m * BM
+        col = tile_n * BN
+        if FIRST:
+            acc = tl.zeros((BM, BN), tl.float32)
         else:
-            a = a_desc.load([row, k])
-        acc = tl.dot(a, b_desc.load([k, col]), acc)
-    if LAST:
-        c_desc.store([row, col], acc.to(OUT).to(tl.int16, bitcast=True))
-    else:
-        bits = acc.to(tl.int32, bitcast=True)
-        c_desc.store([row, col], (bits >> 16).to(tl.int16))
-        low_desc.store([row, col], bits.to(tl.int16))
+            acc = _joined(c_desc.load([row, col]), low_desc.load([row, col]))
+        for step in range(tl.cdiv(K, BK)):
+            k = step * BK
+            if TRANS_A:
+                a = a_desc.load([k, row]).T
+            else:
+                a = a_desc.load([row, k])
+            acc = tl.dot(a, b_desc.load([k, col]), acc)
+        if LAST:
+            c_desc.store([row, col], acc.to(OUT).to(tl.int16, bitcast=True))
+        else:
+            bits = acc.to(tl.int32, bitcast=True)
+            c_desc.store([row, col], (bits >> 16).to(tl.int16))
+            low_desc.store([row, col], bits.to(tl.int16))
 
 
 @triton.jit(do_not_specialize=["M", "K"])
@@ -109,11 +112,22 @@ def low_halves(out: Tensor, pieces: int) -> Tensor:
     return torch.empty(shape, dtype=torch.int16, device=out.device)
 
 
-def _tile(m: int, n: int, trusted: bool) -> Tile:
-    if not trusted:
-        return SAFE
-    large = -(-m // 128) * -(-n // 256) >= 100  # else too few tiles to go round the processors
-    return Tile(128, 256, 64, 8, 3, group=16) if large else Tile(128, 128, 64, 8, 4, group=16)
+# tile, microseconds to start a wave of it, microseconds per unit of K and wave (see `tiles.py`)
+_TILES = [
+    (Tile(64, 64, 128, 4, 4), 1.9, 0.00228),
+    (Tile(64, 128, 64, 4, 6), 2.7, 0.00314),
+    (Tile(128, 128, 64, 8, 4), 2.7, 0.00528),
+    (Tile(128, 256, 64, 8, 3, group=16), 3.3, 0.0103),
+]
+
+
+def _tile(m: int, n: int, k: int, processors: int, trusted: bool) -> Tile:
+    def time(entry: tuple[Tile, float, float]) -> float:
+        tile, start, per_k = entry
+        tiles = -(-m // tile.m) * -(-n // tile.n)
+        return -(-tiles // processors) * (start + per_k * k)
+
+    return min(_TILES, key=time)[0] if trusted else SAFE
 
 
 def accumulate(
@@ -134,9 +148,11 @@ def accumulate(
     if half and _tma_can_read(a) and _tma_can_read(b) and _tma_can_read(sums):
         from rlk_kernels.cornerstone import holds
 
-        tile = _tile(m, n, holds(a.device))
+        processors = _processors(a.device)
+        tile = _tile(m, n, k, processors, holds(a.device))
         a_box = [tile.k, tile.m] if trans_a else [tile.m, tile.k]
-        _sum_tma_kernel[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),)](
+        tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
+        _sum_tma_kernel[(min(tiles, processors),)](
             TensorDescriptor.from_tensor(a, a_box),
             TensorDescriptor.from_tensor(b, [tile.k, tile.n]),
             TensorDescriptor.from_tensor(sums, [tile.m, tile.n]),

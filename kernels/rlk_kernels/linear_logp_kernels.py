@@ -9,8 +9,8 @@ RUNS: the rows of the weight are read in an order that gives each thread whole l
 accumulator a thread holds columns 2q, 2q + 1 of every 8 (q = its place in a group of four); the
 tensor map puts column 32 q + 2 b + p of every 128 at 8 b + 2 q + p, so these are 32 neighbours. No
 leaf is spread over threads: an eighth of the shuffles, a quarter of the merges, the same bits.
-Row kernels: the logits of given ids (`_pick_kernel`), the tree above the tiles (`_finish_kernel`),
-the gradient at given ids (`_mark_kernel`), KEEP's values turned into gradients (`_weigh_kernel`).
+Row kernels: the logits of given ids (`_pick_kernel`), the tree above the tiles (`_collapse_kernel`,
+`_finish_kernel`), the gradient at given ids (`_mark_kernel`), KEEP's values turned into gradients (`_weigh_kernel`).
 
 T = tokens   V = columns of this launch   K = hidden size   J = ids a token
 """
@@ -227,25 +227,51 @@ def _pick_kernel(
     tl.store(z_ptr + here, z, mask=rows < T)
 
 
-@triton.jit(do_not_specialize=["T"])
-def _finish_kernel(
-    n_ptr, s_ptr, u_ptr, ids_ptr, z_ptr, logp_ptr, lse_ptr, entropy_ptr, row_n_ptr, row_s_ptr,
-    T, J, nodes, ENTROPY: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
+@triton.jit
+def _merged(
+    n_ptr, s_ptr, u_ptr, rows, node, T, nodes,
+    ENTROPY: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """The tree above the tiles, and what is read off the row's node."""
-    NODES: tl.constexpr = 1 << LEVELS
-    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    node = tl.arange(0, NODES).to(tl.int64)
-    at = rows[:, None] + node[None, :] * T
-    there = (rows[:, None] < T) & (node[None, :] < nodes)
+    """(n, s, u)[ROWS] of the subtree of 2**LEVELS nodes from `node`; a thread has whole rows."""
+    ids = (node + tl.arange(0, 1 << LEVELS)).to(tl.int64)
+    at = rows[:, None] + ids[None, :] * T
+    there = (rows[:, None] < T) & (ids[None, :] < nodes)
     n = tl.load(n_ptr + at, mask=there, other=NO_COLUMNS)
     s = tl.load(s_ptr + at, mask=there, other=0.0)
     u = s
     if ENTROPY:
         u = tl.load(u_ptr + at, mask=there, other=0.0)
-    n, s, u = merge_neighbours(n, s, u, ROWS, NODES, LEVELS, ENTROPY)
-    n = tl.reshape(n, (ROWS,))
-    s = tl.reshape(s, (ROWS,))
+    n, s, u = merge_neighbours(n, s, u, ROWS, 1 << LEVELS, LEVELS, ENTROPY)
+    return tl.reshape(n, (ROWS,)), tl.reshape(s, (ROWS,)), tl.reshape(u, (ROWS,))
+
+
+@triton.jit(do_not_specialize=["T"])
+def _collapse_kernel(
+    n_ptr, s_ptr, u_ptr, up_n_ptr, up_s_ptr, up_u_ptr, T, nodes,
+    ENTROPY: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """Stats[nodes, T] to those LEVELS higher in the tree."""
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    node = tl.program_id(1)
+    n, s, u = _merged(
+        n_ptr, s_ptr, u_ptr, rows, node << LEVELS, T, nodes, ENTROPY, ROWS, LEVELS
+    )  # fmt: skip
+    at = node.to(tl.int64) * T + rows
+    tl.store(up_n_ptr + at, n, mask=rows < T)
+    tl.store(up_s_ptr + at, s, mask=rows < T)
+    if ENTROPY:
+        tl.store(up_u_ptr + at, u, mask=rows < T)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _finish_kernel(
+    n_ptr, s_ptr, u_ptr, ids_ptr, z_ptr, logp_ptr, lse_ptr, entropy_ptr, row_n_ptr, row_s_ptr,
+    T, J, nodes, ENTROPY: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """The root of each row, and what is read off it."""
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    n, s, u = _merged(n_ptr, s_ptr, u_ptr, rows, 0, T, nodes, ENTROPY, ROWS, LEVELS)
+    s = tl.where(rows < T, s, 1.0)
     log_s = tl.log2(s)
     tl.store(row_n_ptr + rows, n, mask=rows < T)
     tl.store(row_s_ptr + rows, log_s, mask=rows < T)
@@ -253,7 +279,6 @@ def _finish_kernel(
     lse = tl.fma(n, 0.693147182464599609375, tl.fma(n, -1.904654299957768e-09, log_s * LN2))
     tl.store(lse_ptr + rows, lse, mask=rows < T)
     if ENTROPY:
-        u = tl.reshape(u, (ROWS,))
         tl.store(entropy_ptr + rows, (log_s - u / s) * LN2, mask=rows < T)
     for j in range(J):
         id = tl.load(ids_ptr + rows * J + j, mask=rows < T, other=-1)

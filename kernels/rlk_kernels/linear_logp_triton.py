@@ -31,6 +31,8 @@ SCRATCH = 60 << 20
 """Bytes of tile statistics at a time, forward."""
 HELD = 288 << 20
 """Bytes held at a time, backward: dlogits and the lower halves of unfinished sums."""
+FINISH_ROWS = 64
+"""Rows of a program above the tiles (time only)."""
 SLAB_NUMBERS = 16384 * 4096
 """Elements of the hidden gradient up to which one pass makes both gradients."""
 
@@ -197,15 +199,28 @@ def new_rows(z: Tensor, entropy: bool) -> Rows:
 
 def finish(stats: Tensor, ids: Tensor, rows: Rows, first: int, last: int, entropy: bool) -> None:
     """Rows first ... last from the tiles' stats[2 or 3, nodes, last - first]."""
-    deep = levels(stats.shape[1])
-    block = max(1, 8192 >> deep) if not interpreting() else 8
-    n, s = stats[0], stats[1]
+    m = last - first
+    grid = triton.cdiv(m, FINISH_ROWS)
+    while stats.shape[1] > 32:
+        above = torch.empty(
+            stats.shape[0], triton.cdiv(stats.shape[1], 32), m, dtype=stats.dtype,
+            device=stats.device,
+        )  # fmt: skip
+        kernels._collapse_kernel[(grid, above.shape[1])](
+            *_planes(stats), *_planes(above), m, stats.shape[1], entropy, FINISH_ROWS, 5,
+            num_warps=1,
+        )  # fmt: skip
+        stats = above
     part = slice(first, last)
-    kernels._finish_kernel[(triton.cdiv(last - first, block),)](
-        n, s, stats[2] if entropy else None, ids[part], rows.z[part], rows.logp[part],
-        rows.lse[part], rows.entropy[part] if entropy else None, rows.n[part], rows.log_s[part],
-        last - first, ids.shape[1], stats.shape[1], entropy, block, deep, num_warps=8,
+    kernels._finish_kernel[(grid,)](
+        *_planes(stats), ids[part], rows.z[part], rows.logp[part], rows.lse[part],
+        rows.entropy[part] if entropy else None, rows.n[part], rows.log_s[part], m, ids.shape[1],
+        stats.shape[1], entropy, FINISH_ROWS, levels(stats.shape[1]), num_warps=1,
     )  # fmt: skip
+
+
+def _planes(stats: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    return stats[0], stats[1], stats[2] if stats.shape[0] == 3 else None
 
 
 def slabs(t: int, most: int) -> list[tuple[int, int]]:
