@@ -1,7 +1,5 @@
 """Runs one engine in a process of its own and gives back its Trace."""
 
-import importlib.metadata
-import json
 import os
 import shutil
 import signal
@@ -14,10 +12,12 @@ from typing import Any
 import rlk_align
 from rlk_align.config import CaptureRequest, Report, fingerprint, fingerprint_files, resolve_model
 from rlk_align.engines import require_installed
-from rlk_align.engines.heartbeat import ALIVE, pulses, stuck
-from rlk_align.engines.job import Job, last_lines
+from rlk_align.engines.heartbeat import ALIVE, Pulse, pulses, stuck
+from rlk_align.engines.interpreter import examine, package_path
+from rlk_align.engines.job import Events, Job, error_of, failed
 from rlk_align.engines.launch import death
-from rlk_align.errors import ERRORS, BadOption, EngineFailed, Interrupted
+from rlk_align.engines.probe import versions
+from rlk_align.errors import BadOption, Interrupted, RlkError
 from rlk_align.prompts import load_prompts, save_prompts
 from rlk_align.run import Run
 from rlk_align.trace.reader import Trace
@@ -95,15 +95,14 @@ def _key(request: CaptureRequest, model: Path, tokens: Path | None) -> str:
 
 
 def _versions(request: CaptureRequest) -> list[str]:
-    """Of this interpreter's packages; another interpreter is known by its path alone."""
-    if "python" in request.engine.options:
-        return []
-    names = {"torch", "transformers", request.engine.info.package.partition(".")[0]}
-    found = []
-    for name in sorted(names - {""}):
-        distributions = importlib.metadata.packages_distributions().get(name, [name])
-        found += [f"{d} {importlib.metadata.version(d)}" for d in sorted(set(distributions))]
-    return found
+    """Of the packages that decide the numbers, in the interpreter that the engine runs in."""
+    module = request.engine.info.package.partition(".")[0]
+    python = request.engine.options.get("python")
+    if python is not None:
+        found = examine(str(python), module)
+    else:
+        found = versions(["torch", "transformers"], [module] if module else [])
+    return [f"{name} {version}" for name, version in found.items()]
 
 
 def _source(module: str) -> str | None:
@@ -136,16 +135,18 @@ def _job(
 
 
 def _run_worker(job: Job, python: Any, report: Report) -> None:
-    events, log = job.folder / "events.jsonl", job.folder / "worker.log"
+    log, package = job.folder / "worker.log", Path(rlk_align.__file__).resolve().parent
     with writing(job.folder):
-        events.unlink(missing_ok=True)
+        (job.folder / "events.jsonl").unlink(missing_ok=True)
         shutil.rmtree(job.folder / ALIVE, ignore_errors=True)
         kept = job.folder / "prompts.jsonl"
         if job.prompts != kept:
             save_prompts(load_prompts(job.prompts), kept)
         (job.folder / "job.json").write_text(job.model_dump_json(indent=1), encoding="utf-8")
+        for old in job.folder.glob("rank*.log"):
+            old.unlink()
+        here = str(package_path(job.folder, package) if python else package.parent)
         output = log.open("w")
-    here = str(Path(rlk_align.__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), here]))
     interpreter = str(python or sys.executable)
     command = [interpreter, "-m", "rlk_align.engines.worker", str(job.folder / "job.json")]
@@ -164,69 +165,64 @@ def _run_worker(job: Job, python: Any, report: Report) -> None:
     except OSError as error:
         raise BadOption(f"python={interpreter} cannot be started: {error}") from error
     try:
-        failure = _follow(worker, job, events, report)
-    except KeyboardInterrupt as error:
+        told = _follow(worker, job, report)
+    except KeyboardInterrupt as interrupt:
         raise Interrupted(
             f"interrupted; what {job.engine} had finished is kept in {job.folder}",
             "the same command goes on from there",
-        ) from error
+        ) from interrupt
     finally:
         _end_group(worker)
         shutil.rmtree(job.folder / ALIVE, ignore_errors=True)
-    if failure is not None:
-        raise ERRORS[failure["error"]](failure["message"], failure["fix"])
+    if told is not None:
+        raise told
     if worker.returncode:
-        raise EngineFailed(
-            f"the worker of {job.engine} {death(worker.returncode)}; its last lines:\n"
-            + "\n".join(last_lines(log)),
-            f"the whole log: {log}; finished passes are kept, and a rerun goes on from there",
-        )
+        raise failed(f"the worker of {job.engine} {death(worker.returncode)}", log)
 
 
-def _follow(
-    worker: subprocess.Popen, job: Job, events: Path, report: Report
-) -> dict[str, Any] | None:
+def _follow(worker: subprocess.Popen, job: Job, report: Report) -> RlkError | None:
     """Passes the worker's progress on until it ends; returns the error that it named.
 
     Raises EngineFailed where its processes stand still for longer than the job allows.
     """
-    seen, failure, looked = 0, None, time.monotonic()
+    events, error = Events(job.folder), None
+    started = looked = time.monotonic()
     while True:
         ended = worker.poll() is not None
-        lines = events.read_text(encoding="utf-8").splitlines(True) if events.exists() else []
-        for line in lines[seen:]:
-            if line.endswith("\n"):
-                seen += 1
-                event = json.loads(line)
-                if "error" in event:
-                    failure = failure or event
-                else:
-                    report(event["stage"], event.get("done", 0), event.get("total", 0))
+        for event in events.unread():
+            if "stage" in event:
+                report(event["stage"], event.get("done", 0), event.get("total", 0))
+            elif event["rank"] is None:
+                error = error_of(event)
         if ended:
-            return failure
+            return error
         if time.monotonic() - looked > 1.0:
             looked = time.monotonic()
-            _check_moving(job)
+            _check_moving(job, looked - started)
         time.sleep(0.05)
 
 
-def _check_moving(job: Job) -> None:
-    held_up = stuck(pulses(job.folder / ALIVE), job.timeout)
-    if not held_up:
+def _check_moving(job: Job, seconds: float) -> None:
+    """`seconds`: since the worker was started."""
+    found = pulses(job.folder / ALIVE)
+    held_up = stuck(found, job.timeout)
+    if not held_up and (found or seconds <= job.timeout):
         return
-    who = "; ".join(
-        f"{p.name} (process {p.pid}) "
-        + ("is stopped" if p.stopped else "waits" if p.waiting else "stands")
-        + f" at {p.where}"
-        for p in held_up
+    what = "; ".join(map(_standing, held_up)) or "it has not even started"
+    first = held_up[0] if held_up else None
+    raise failed(
+        f"{job.engine} has stood still for {job.timeout:g} s: {what}",
+        _log_of(job.folder, first.name if first else ""),
+        "timeout=SECONDS in the engine spec gives it longer",
+        first.pid if first else None,
     )
-    log = _log_of(job.folder, held_up[0].name)
-    raise EngineFailed(
-        f"{job.engine} has stood still for {job.timeout:g} s: {who}; last lines of {log.name}:\n"
-        + "\n".join(last_lines(log)),
-        "finished passes are kept, and a rerun goes on from there; timeout=SECONDS in the engine "
-        "spec gives it longer",
-    )
+
+
+def _standing(pulse: Pulse) -> str:
+    verb = "waits for others" if pulse.waiting else "stands"
+    if pulse.stopped:
+        verb = "is stopped, or does not let other threads run,"
+    return f"{pulse.name} (process {pulse.pid}) {verb} at {pulse.where}"
 
 
 def _log_of(folder: Path, name: str) -> Path:

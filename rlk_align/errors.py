@@ -91,12 +91,15 @@ class Interrupted(RlkError):
 ERRORS: dict[str, type[RlkError]] = {
     cls.__name__: cls
     for cls in (
+        RlkError,
+        UsageError,
         BadOption,
         UnknownEngine,
         MissingDependency,
         ModelError,
         PromptError,
         ContractError,
+        ToolError,
         EngineFailed,
         CorruptTrace,
         TraceNotWritten,

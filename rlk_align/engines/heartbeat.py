@@ -4,6 +4,7 @@ A thread of each process notes for how long the main thread has stood at one and
 instruction, and whether that is inside a wait for others. Needs no torch.
 """
 
+import atexit
 import json
 import os
 import sys
@@ -44,7 +45,7 @@ class Pulse:
     waiting: bool
     """Whether it stood in a wait for other processes."""
     where: str
-    """`file:line in function`."""
+    """`file:line in function`, and from where torch was called, if that is inside torch."""
 
     @property
     def stood_still(self) -> float:
@@ -54,20 +55,29 @@ class Pulse:
 
     @property
     def stopped(self) -> bool:
-        return time.monotonic() - self.written > 20 * INTERVAL
+        return time.monotonic() - self.written > 10 * INTERVAL
 
 
 def start(folder: Path, name: str) -> None:
     """Notes this process's pulse in `folder` from now on, from a thread of its own."""
     main = threading.get_ident()
-    threading.Thread(target=_note, args=(folder, name, main), daemon=True).start()
+    ended = threading.Event()
+    thread = threading.Thread(target=_note, args=(folder, name, main, ended), daemon=True)
+    thread.start()
+
+    def end() -> None:
+        # A thread that still runs while the interpreter is taken down can abort the process.
+        ended.set()
+        thread.join()
+
+    atexit.register(end)
 
 
-def _note(folder: Path, name: str, main: int) -> None:
+def _note(folder: Path, name: str, main: int, ended: threading.Event) -> None:
     path = folder / f"{name.replace(' ', '-')}.json"
     last: tuple[tuple[int, int], ...] = ()
     since = time.monotonic()
-    while True:
+    while not ended.is_set():
         frame = sys._current_frames().get(main)
         stack = list(traceback.walk_stack(frame))
         position = tuple((id(f.f_code), f.f_lasti) for f, _ in stack)
@@ -90,15 +100,16 @@ def _note(folder: Path, name: str, main: int) -> None:
             os.replace(partial, path)
         except OSError:
             # The disk is full or the folder is gone: the pass will say so in its own words.
-            time.sleep(INTERVAL)
-        time.sleep(INTERVAL)
+            ended.wait(INTERVAL)
+        ended.wait(INTERVAL)
 
 
 def _place(stack: list) -> str:
     if not stack:
         return "its end"
-    frame, line = stack[0]
-    return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
+    places = [f"{f.f_code.co_filename}:{line} in {f.f_code.co_name}" for f, line in stack]
+    caller = next((place for place in places if "/torch/" not in place), places[0])
+    return places[0] if caller == places[0] else f"{places[0]}, from {caller}"
 
 
 def pulses(folder: Path) -> list[Pulse]:
@@ -117,4 +128,5 @@ def stuck(found: list[Pulse], timeout: float) -> list[Pulse]:
     seconds; those that wait for others are to blame only where nobody else is."""
     if all(p.stood_still <= timeout for p in found):
         return []
-    return [p for p in found if not p.waiting or p.stopped] or found
+    awaited = [p for p in found if not p.waiting or p.stopped]
+    return [p for p in awaited if p.stood_still > timeout] or awaited or found

@@ -6,6 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from rlk_align.errors import ERRORS, EngineFailed, RlkError
+
 
 class Job(BaseModel):
     """job.json in the capture's folder."""
@@ -15,7 +17,7 @@ class Job(BaseModel):
     engine: str
     """The engine spec as text."""
     timeout: float = 600.0
-    """Seconds after which ranks no longer wait for each other."""
+    """Seconds for which processes may stand still."""
     model: Path
     folder: Path
     """The trace's folder."""
@@ -36,22 +38,55 @@ class Job(BaseModel):
 class Events:
     """A file of JSON lines by which a worker reports its progress and its error.
 
-    All ranks write it; a line is short enough to be written at once.
+    All ranks write it, each line at once.
     """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "events.jsonl"
-
-    def told(self) -> bool:
-        """Whether an error has been reported."""
-        return self._path.is_file() and '"error"' in self._path.read_text(encoding="utf-8")
+        self._read = 0
 
     def send(self, **event: Any) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(event) + "\n")
+        with self._path.open("ab", buffering=0) as file:
+            file.write(json.dumps(event).encode() + b"\n")
+
+    def send_error(self, error: RlkError, rank: int | None = None) -> None:
+        """`rank`: whose error it is, for the launcher to judge; None is the worker's last word."""
+        # An engine from elsewhere may raise a kind of its own.
+        name = next(c.__name__ for c in type(error).__mro__ if c.__name__ in ERRORS)
+        self.send(error=name, message=error.message, fix=error.fix, rank=rank)
+
+    def unread(self) -> list[dict[str, Any]]:
+        """What was sent since this was last asked, in order."""
+        if not self._path.is_file():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
 
 
-def last_lines(log: Path, count: int = 15) -> list[str]:
-    """The end of a process's output, indented."""
-    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else "(no output)"
-    return [f"  {line}" for line in text.splitlines()[-count:]]
+def error_of(event: dict[str, Any]) -> RlkError:
+    """The error that an event tells of."""
+    return ERRORS[event["error"]](event["message"], event["fix"])
+
+
+_LONGEST = 300
+"""Characters of a line of output that are shown; engines print whole configurations in one."""
+
+
+def failed(what: str, log: Path, hint: str = "", pid: int | None = None) -> EngineFailed:
+    """The error for a process that failed: what happened, and the end of its output, indented.
+
+    `pid`: whose lines are wanted, where processes share a log and say in it who they are.
+    """
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in lines if f"pid={pid})" in line] or lines or ["(no output)"]
+    shown = "\n".join(f"  {line[:_LONGEST]}" for line in lines[-15:])
+    return EngineFailed(
+        f"{what}; the last lines of {log.name}:\n{shown}",
+        f"{hint}{'; ' if hint else ''}the whole log: {log}; finished passes are kept, and a rerun "
+        "goes on from there",
+    )

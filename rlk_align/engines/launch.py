@@ -1,19 +1,22 @@
 """Starts an engine's ranks through torchrun, and says which of them failed, and how."""
 
+import multiprocessing
 import signal
 import socket
-import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
-from rlk_align.engines.job import Events, last_lines
-from rlk_align.errors import EngineFailed
+from rlk_align.engines.heartbeat import ALIVE, pulses
+from rlk_align.engines.job import Events, Job, error_of, failed
+from rlk_align.errors import EngineFailed, RlkError
 
 
 def launch(job_path: Path, engine: str, world: int, port: int | None, events: Events) -> None:
     """Runs this worker's job once more in each of `world` ranks; returns when all are done.
 
-    `port`: where the ranks meet, on 127.0.0.1; None is a free one. Raises EngineFailed where a
-    rank ended before its work was done, unless that rank has told its error itself.
+    `port`: where the ranks meet, on 127.0.0.1; None is a free one. Raises the error of the rank
+    that failed first, or EngineFailed where that rank ended without a word.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import get_args_parser, run
@@ -33,13 +36,15 @@ def launch(job_path: Path, engine: str, world: int, port: int | None, events: Ev
     try:
         run(get_args_parser().parse_args(arguments))
     except ChildFailedError as error:
-        if not events.told():
-            raise _failure(error, engine, world, job_path.parent) from error
-        sys.exit(EngineFailed.exit_code)
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        told = [e for e in events.unread() if "error" in e]
+        raise first_failure(codes, told, engine, world, job_path.parent) from error
 
 
 def _check_free(port: int) -> None:
     with socket.socket() as probe:
+        # What an earlier run has closed may be used again, as the ranks themselves do.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
@@ -49,19 +54,41 @@ def _check_free(port: int) -> None:
             ) from error
 
 
-def _failure(error: object, engine: str, world: int, folder: Path) -> EngineFailed:
-    """The rank to blame: one that a signal ended goes before those that then lost it."""
-    failures = sorted(
-        error.failures.values(),  # type: ignore[attr-defined]
-        key=lambda f: (f.exitcode >= 0, f.timestamp),
+def first_failure(
+    codes: Mapping[int, int], told: list[dict], engine: str, world: int, folder: Path
+) -> RlkError:
+    """The error of the rank to blame; the others then lost it.
+
+    `codes`: exit codes of the ranks that failed; `told`: the errors that ranks told, in order.
+    A rank that ended without a word was killed, before those that told of losing it; torchrun
+    itself ends with SIGTERM the ranks that are left.
+    """
+    spoke = {e["rank"] for e in told}
+    silent = [r for r, code in codes.items() if r not in spoke and code != -signal.SIGTERM]
+    if told and not silent:
+        return error_of(told[0])
+    rank = (silent or list(codes))[0]
+    return failed(
+        f"rank {rank} of {world} of {engine} {death(codes[rank])}", rank_log(folder, rank)
     )
-    failed = [f for f in failures if f.exitcode != -signal.SIGTERM] or failures
-    rank, log = failed[0].global_rank, rank_log(folder, failed[0].global_rank)
-    return EngineFailed(
-        f"rank {rank} of {world} of {engine} {death(failed[0].exitcode)}; its last lines:\n"
-        + "\n".join(last_lines(log)),
-        f"the whole log: {log}; finished passes are kept, and a rerun goes on from there",
-    )
+
+
+@contextmanager
+def children_watched(job: Job) -> Iterator[None]:
+    """Raises EngineFailed for a rank that the engine itself started and that was killed, in place
+    of what the engine says of losing it."""
+    children = multiprocessing.active_children()
+    try:
+        yield
+    except Exception as error:
+        killed = [c for c in children if c.exitcode not in (None, 0, -signal.SIGTERM)]
+        if not killed:
+            raise
+        ranks = {p.pid: p.name for p in pulses(job.folder / ALIVE)}
+        child = killed[0]
+        who = ranks.get(child.pid or 0, child.name)
+        what = f"{who} of {len(children)} of {job.engine} {death(child.exitcode or 0)}"
+        raise failed(what, job.folder / "worker.log", pid=child.pid) from error
 
 
 def rank_log(folder: Path, rank: int) -> Path:

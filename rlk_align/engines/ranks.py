@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from rlk_align.errors import EngineFailed, MissingDependency
+from rlk_align.errors import BadOption, EngineFailed, MissingDependency
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +22,30 @@ class Ranks:
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
+def check_device(device: str | None) -> None:
+    """Raises BadOption for what is no device, MissingDependency for one that is not here.
+
+    None asks nothing of CUDA, which some engines must be the first to start.
+    """
+    kind, _, number = (device or "cpu").partition(":")
+    if kind not in ("cpu", "cuda") or (number and not number.isdecimal()):
+        raise BadOption(f"device={device} is unknown", "choose cpu, cuda or cuda:N")
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        raise MissingDependency(
+            f"device={device}: torch {torch.__version__} sees {torch.cuda.device_count()} GPUs",
+            "install a torch for CUDA and a driver for it, or choose device=cpu",
+        )
+
+
 def join(device: str | None, timeout: float) -> Ranks:
     """Joins the process group that torchrun's environment describes, or makes one of its own.
 
     gloo on CPUs; on GPUs NCCL, and gloo for what lies on the host. Raises MissingDependency
     where torch has no such backend, EngineFailed where the ranks do not meet.
+    `timeout`: seconds after which the parent gives up ranks that stand still.
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = (device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
     needed = ["gloo"] if kind == "cpu" else ["gloo", "nccl"]
     present = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     for backend in needed:
@@ -49,7 +65,8 @@ def join(device: str | None, timeout: float) -> Ranks:
     if here.type == "cuda":
         torch.cuda.set_device(here)
     backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
-    wait = timedelta(seconds=timeout)
+    # Longer than the parent waits: it sees all ranks, and can say which one holds the others up.
+    wait = timedelta(seconds=2 * timeout + 60)
     try:
         if world == 1:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -56,7 +56,14 @@ class VLLMEngine(Engine):
         if options.get("logprobs", "raw") not in ("raw", "processed"):
             raise BadOption(f"engine 'vllm': logprobs={options['logprobs']}: raw or processed")
         from vllm import LLM
+        from vllm.platforms import current_platform
 
+        here = current_platform.device_type
+        if options.get("device", here) != here:
+            raise BadOption(
+                f"engine 'vllm': device={options['device']}, but this vLLM computes on {here}",
+                "leave `device` out; CUDA_VISIBLE_DEVICES chooses among GPUs",
+            )
         passed = ("max_num_batched_tokens", "max_num_seqs", "block_size")
         dtype = str(options.get("dtype", "auto"))
         try:

@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +21,12 @@ from rlk_align.engines import heartbeat, load_engine
 from rlk_align.engines.base import Engine, Logprobs, Sampling
 from rlk_align.engines.heartbeat import ALIVE
 from rlk_align.engines.identity import write_identity
-from rlk_align.engines.job import Events, Job
-from rlk_align.engines.launch import launch, rank_log
+from rlk_align.engines.job import Events, Job, failed
+from rlk_align.engines.launch import children_watched, launch, rank_log
 from rlk_align.engines.plan import KEEP_LOGPROBS, CapturePlan, plan_capture
-from rlk_align.engines.ranks import barrier, join, leave
+from rlk_align.engines.ranks import barrier, check_device, join, leave
 from rlk_align.engines.rotary import checkpoint_rotary
-from rlk_align.errors import EngineFailed, RlkError
+from rlk_align.errors import RlkError
 from rlk_align.families import read_shape
 from rlk_align.prompts import Prompt, Sample, TokenBatch, check_lengths, load_prompts
 from rlk_align.sites import model_sites
@@ -39,6 +40,8 @@ def run(job: Job, events: Events) -> None:
     shape = read_shape(job.model)
     todo = [p for p in job.passes if not (job.folder / p / "pass.json").is_file()]
     prompts = load_prompts(job.prompts)
+    device = str(spec.options["device"]) if "device" in spec.options else None
+    check_device(device)
     events.send(stage="tokenising")
     prompt_ids = tokenise(job.model, prompts)
     batch = _initial_batch(job, prompts, prompt_ids)
@@ -52,15 +55,15 @@ def run(job: Job, events: Events) -> None:
     plan = plan_capture(job, sites, batch, shape.dtype if dtype == "auto" else dtype)
     events.send(stage=str(plan))
     if spec.info.ranks:
-        device = spec.options.get("device")
-        engine.ranks = join(str(device) if device else None, job.timeout)
+        engine.ranks = join(device, job.timeout)
     events.send(stage=f"loading {spec.name}")
     try:
         engine.open()
-        if not production:
-            write_identity(job.folder, engine, prompt_ids, job.model)
-        for name in todo:
-            batch = _run_pass(job, engine, batch, name, plan, events)
+        with children_watched(job):
+            if not production:
+                write_identity(job.folder, engine, prompt_ids, job.model)
+            for name in todo:
+                batch = _run_pass(job, engine, batch, name, plan, events)
     finally:
         engine.close()
     leave()
@@ -155,9 +158,10 @@ def _end_with_parent() -> None:
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    """torch's CPU allocator raises a plain RuntimeError."""
+    """torch's CPU allocator, and vLLM for its ranks, raise a plain RuntimeError."""
+    said = ("DefaultCPUAllocator", "out of memory")
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+        isinstance(error, RuntimeError) and any(words in str(error) for words in said)
     )
 
 
@@ -180,24 +184,25 @@ def main() -> None:
             name = "the engine" if rank is None else f"rank {rank}"
             heartbeat.start(job.folder / ALIVE, name)
             run(job, events)
-    except (RlkError, MemoryError, RuntimeError) as raised:
-        error = _user_error(raised, job, rank)
-        if error is None:
-            raise
-        events.send(error=type(error).__name__, message=error.message, fix=error.fix)
+    except Exception as raised:
+        # The end of the process: whatever happened goes to the parent, in words.
+        error = raised if isinstance(raised, RlkError) else _failure(raised, job, rank)
+        events.send_error(error, None if rank is None else int(rank))
         sys.exit(error.exit_code)
 
 
-def _user_error(raised: BaseException, job: Job, rank: str | None) -> RlkError | None:
-    if isinstance(raised, RlkError):
-        return raised
+def _failure(raised: Exception, job: Job, rank: str | None) -> RlkError:
+    traceback.print_exception(raised)
+    sys.stderr.flush()
+    who = "the worker" if rank is None else f"rank {rank} of {os.environ['WORLD_SIZE']}"
+    log = job.folder / "worker.log" if rank is None else rank_log(job.folder, int(rank))
+    said = (str(raised).splitlines() or [""])[0]
     if not _out_of_memory(raised):
-        return None
-    who = "the worker" if rank is None else f"rank {rank}"
-    return EngineFailed(
-        f"{who} of {job.engine} ran out of memory: {str(raised).splitlines()[0]}",
-        "fewer or shorter prompts, a smaller batch, more ranks, or another device; "
-        "finished passes are kept",
+        return failed(f"{who} of {job.engine} raised {type(raised).__name__}: {said}", log)
+    return failed(
+        f"{who} of {job.engine} ran out of memory: {said}",
+        log,
+        "fewer or shorter prompts, a smaller batch, more ranks, or another device",
     )
 
 
