@@ -16,8 +16,8 @@ def clean(monkeypatch):
 def test_public_names():
     errors = ["KernelError", "UnknownBackend", "UnsupportedDevice", "UnsupportedDtype"]
     errors += ["UnsupportedShape"]
-    operators = ["attention", "embedding", "linear", "logp", "paged_attention", "rms_norm"]
-    operators += ["rope", "swiglu"]
+    operators = ["attention", "embedding", "linear", "linear_grpo_loss", "linear_logp", "logp"]
+    operators += ["group_advantages", "paged_attention", "rms_norm", "rope", "swiglu"]
     about = ["backend_calls", "last_backend", "reset_backend_calls", "warm_up"]
     assert sorted(rk.__all__) == sorted(errors + operators + about)
 

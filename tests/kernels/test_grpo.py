@@ -1,0 +1,239 @@
+"""linear_grpo_loss and the loss behind it, on the CPU: both backends against plain torch."""
+
+import sys
+
+import pytest
+import rlk_kernels as rk
+import torch
+from linear_logp_suite import case, error
+from rlk_kernels.grpo import LOSS_TYPES
+from rlk_kernels.linear_logp import linear_logp_ref
+
+linear_grpo = sys.modules["rlk_kernels.linear_grpo"]
+B, L, H, V = 3, 50, 32, 210
+BACKENDS = ["torch", "triton"]
+PAIRS = [("torch", torch.bfloat16), ("torch", torch.float16), ("torch", torch.float32)]
+PAIRS += [("triton", torch.float16), ("triton", torch.float32)]
+LIMIT = {torch.bfloat16: 8e-3, torch.float16: 2e-3, torch.float32: 4e-6}
+
+
+def batch(dtype):
+    """(case, everything else as keywords) of three sequences, one of them short."""
+    c = case(B * L, H, V, dtype, "cpu", bias=True, temperature=0.8, softcap=9.0)
+    r = torch.Generator().manual_seed(7)
+    logp = linear_logp_ref(c.hidden, c.weight, c.target, c.bias, **c.options)[0].float()
+    mask = (torch.rand(B, L, generator=r) > 0.2).long()
+    mask[1, 5:] = 0
+    c.target[3] = -100
+    mask[0, 3] = 0
+    more = {
+        "old_logp": (logp + 0.3 * torch.randn(B * L, generator=r)).view(B, L),
+        "advantages": torch.randn(B, generator=r),
+        "mask": mask,
+        "ref_logp": (logp + 0.2 * torch.randn(B * L, generator=r)).view(B, L),
+        "beta": 0.1,
+        "clip": (0.2, 0.28),
+    }
+    return c, more
+
+
+def run(c, backend, **more):
+    """(loss, metrics, gradients)."""
+    leaves = [x.detach().clone().requires_grad_() for x in (c.hidden, c.weight, c.bias)]
+    hidden = leaves[0].view(B, L, H)
+    loss, metrics = rk.linear_grpo_loss(
+        hidden, leaves[1], c.target.view(B, L), bias=leaves[2], backend=backend, **c.options, **more
+    )
+    return loss, metrics, torch.autograd.grad(3 * loss, leaves)
+
+
+def plain(c, loss_type, old_logp, advantages, mask, ref_logp, beta, clip):
+    """The same in float64 by autograd."""
+    leaves = [x.detach().double().requires_grad_() for x in (c.hidden, c.weight, c.bias)]
+    logp = linear_logp_ref(leaves[0], leaves[1], c.target, leaves[2], **c.options)[0].view(B, L)
+    ratio, a, m = (logp - old_logp).exp(), advantages[:, None], mask.double()
+    value = -torch.min(ratio * a, ratio.clamp(1 - clip[0], 1 + clip[1]) * a)
+    d = ref_logp.double() - logp
+    value = (value + beta * (d.exp() - 1 - d)) * m
+    if loss_type == "grpo":
+        loss = (value.sum(1) / m.sum(1).clamp(min=1)).mean()
+    elif loss_type == "dr_grpo":
+        loss = value.sum() / (B * L)
+    else:
+        loss = value.sum() / m.sum()
+    return loss, logp.detach(), torch.autograd.grad(3 * loss, leaves)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(("backend", "dtype"), PAIRS)
+def test_loss_and_gradients_against_autograd_in_float64(backend, dtype, loss_type):
+    c, more = batch(dtype)
+    loss, metrics, grads = run(c, backend, loss_type=loss_type, **more)
+    expected, logp, exact = plain(c, loss_type, **more)
+    assert error(loss, expected) <= 2e-6
+    assert error(metrics["logp"], logp.flatten()) <= 1e-4
+    for value, truth in zip(grads, exact, strict=True):
+        assert error(value, truth) <= LIMIT[dtype] * float(truth.abs().max())
+
+
+def test_the_four_losses_differ():
+    c, more = batch(torch.float32)
+    found = [float(run(c, "torch", loss_type=kind, **more)[0]) for kind in LOSS_TYPES]
+    assert len(set(found[:3])) == 3
+    assert found[2] == found[3]  # dapo and ppo: the same mean, other clips by custom
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_chunks_of_tokens_change_no_bit(dtype, monkeypatch):
+    c, more = batch(dtype)
+    one = run(c, "triton", **more)
+    monkeypatch.setattr(linear_grpo, "CHUNK", 128 * V * c.hidden.element_size())
+    two = run(c, "triton", **more)
+    assert torch.equal(one[0], two[0])
+    assert all(torch.equal(a, b) for a, b in zip(one[2][:2], two[2][:2], strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logp_has_the_bits_of_linear_logp_with_and_without_gradients(backend):
+    c, more = batch(torch.float16)
+    with_gradients = run(c, backend, **more)
+    with torch.no_grad():
+        loss, metrics = rk.linear_grpo_loss(
+            c.hidden.view(B, L, H), c.weight, c.target.view(B, L), bias=c.bias, backend=backend,
+            **c.options, **more,
+        )  # fmt: skip
+    alone = rk.linear_logp(c.hidden, c.weight, c.target, bias=c.bias, backend=backend, **c.options)
+    assert torch.equal(metrics["logp"], alone)
+    assert torch.equal(with_gradients[1]["logp"], alone)
+    assert torch.equal(loss, with_gradients[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packed_equals_padded(backend):
+    """Sequences without their padding: the same loss, and hidden gradients bit for bit."""
+    c, more = batch(torch.float32)
+    more["mask"] = (torch.arange(L)[None] < torch.tensor([50, 20, 31])[:, None]).long()
+    more["mask"][0, 3] = 0
+    loss, metrics, grads = run(c, backend, **more)
+    keep = (torch.arange(L)[None] < torch.tensor([50, 20, 31])[:, None]).flatten()
+    hidden = c.hidden[keep].clone().requires_grad_()
+    per_token = {name: more[name].flatten()[keep] for name in ("old_logp", "mask", "ref_logp")}
+    value, packed = rk.linear_grpo_loss(
+        hidden, c.weight, c.target[keep], advantages=more["advantages"], bias=c.bias,
+        cu_seqlens=torch.tensor([0, 50, 70, 101]), beta=0.1, clip=more["clip"], backend=backend,
+        **per_token, **c.options,
+    )  # fmt: skip
+    assert error(value, loss) < 1e-7
+    assert torch.equal(packed["logp"], metrics["logp"][keep])
+    assert torch.equal(torch.autograd.grad(3 * value, hidden)[0], grads[0][keep])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_metrics_say_what_they_name(backend):
+    c, more = batch(torch.float32)
+    _, metrics, _ = run(c, backend, **more)
+    on = more["mask"].bool().flatten()
+    logp = metrics["logp"].double()
+    log_ratio = (logp - more["old_logp"].flatten().double())[on]
+    ratio = log_ratio.exp()
+    a = more["advantages"].repeat_interleave(L)[on]
+    low, high = (ratio < 0.8) & (a < 0), (ratio > 1.28) & (a > 0)
+    expected = {
+        "tokens": on.sum(), "clip_fraction": (low | high).double().mean(),
+        "clip_low_fraction": low.double().mean(), "clip_high_fraction": high.double().mean(),
+        "k1": -log_ratio.mean(), "k3": (ratio - 1 - log_ratio).mean(),
+        "ratio_mean": ratio.mean(), "ratio_min": ratio.min(), "ratio_max": ratio.max(),
+        "logp_mean": logp[on].mean(),
+        "ref_k3": ((d := more["ref_logp"].flatten().double()[on] - logp[on]).exp() - 1 - d).mean(),
+    }  # fmt: skip
+    assert set(metrics) == {*expected, "logp"}
+    assert float(metrics["clip_low_fraction"]) > 0
+    assert float(metrics["clip_high_fraction"]) > 0
+    for name, value in expected.items():
+        assert error(metrics[name], value) < 2e-6, name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_masked_out_may_hold_anything(backend):
+    c, more = batch(torch.float32)
+    loss, _, grads = run(c, backend, **more)
+    out = more["mask"] == 0
+    for name in ("old_logp", "ref_logp"):
+        more[name] = more[name].masked_fill(out, float("nan"))
+    again, _, others = run(c, backend, **more)
+    assert torch.equal(loss, again)
+    assert bool(loss.isfinite())
+    assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
+    assert bool((grads[0].view(B, L, H)[out] == 0).all())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_on_policy_without_old_logp_and_a_mask_of_zeros(backend):
+    c, more = batch(torch.float32)
+    more["old_logp"] = None
+    _, metrics, grads = run(c, backend, **more)
+    assert float(metrics["ratio_mean"]) == 1.0
+    assert float(metrics["k3"]) == 0.0
+    assert bool((grads[1] != 0).any())
+    more["mask"] = torch.zeros(B, L)
+    loss, metrics, grads = run(c, backend, **more)
+    assert float(loss) == 0.0
+    assert all(bool((g == 0).all()) for g in grads)
+
+
+def test_a_second_backward_is_an_error_and_not_a_wrong_gradient():
+    c, more = batch(torch.float32)
+    hidden = c.hidden.clone().requires_grad_()
+    loss, _ = rk.linear_grpo_loss(hidden.view(B, L, H), c.weight, c.target.view(B, L), **more)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second"):
+        loss.backward()
+
+
+BAD = {
+    "loss type": (ValueError, {"loss_type": "reinforce"}),
+    "clip": (ValueError, {"clip": (-0.1, 0.2)}),
+    "beta": (ValueError, {"beta": -1.0}),
+    "advantages": (rk.UnsupportedShape, {"advantages": torch.zeros(5)}),
+    "mask": (rk.UnsupportedShape, {"mask": torch.ones(5)}),
+}
+
+
+@pytest.mark.parametrize("name", list(BAD))
+def test_misuse_is_a_named_error(name):
+    error_class, change = BAD[name]
+    c, more = batch(torch.float32)
+    with pytest.raises(error_class):
+        rk.linear_grpo_loss(
+            c.hidden.view(B, L, H), c.weight, c.target.view(B, L), **{**more, **change}
+        )
+
+
+def test_packed_tokens_need_their_bounds():
+    c, more = batch(torch.float32)
+    flat = {n: x.flatten() if isinstance(x, torch.Tensor) else x for n, x in more.items()}
+    with pytest.raises(rk.UnsupportedShape, match="cu_seqlens"):
+        rk.linear_grpo_loss(c.hidden, c.weight, c.target, **flat)
+    bounds = torch.tensor([0, 50, 100, 150])
+    with pytest.raises(ValueError, match="max_tokens"):
+        rk.linear_grpo_loss(
+            c.hidden, c.weight, c.target, cu_seqlens=bounds, loss_type="dr_grpo", **flat
+        )
+
+
+def test_group_advantages():
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 5.0, 5.0, 5.0, 5.0])
+    scaled = rk.group_advantages(rewards, 4)
+    group = rewards[:4].double()
+    expected = (group - group.mean()) / (group.std() + 1e-6)
+    assert error(scaled[:4], expected) < 1e-6
+    assert bool((scaled[4:] == 0).all())
+    plain_ = rk.group_advantages(rewards, 4, scale="none")
+    assert torch.equal(plain_[:4], torch.tensor([0.5, -0.5, -0.5, 0.5]))
+    many = torch.randn(64, generator=torch.Generator().manual_seed(1))
+    whole = rk.group_advantages(many, 16)
+    assert torch.equal(rk.group_advantages(many[16:32], 16), whole[16:32])
+    with pytest.raises(rk.UnsupportedShape):
+        rk.group_advantages(rewards, 3)
+    with pytest.raises(ValueError, match="scale"):
+        rk.group_advantages(rewards, 4, scale="max")
