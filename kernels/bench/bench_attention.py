@@ -1,13 +1,38 @@
-"""attention against torch's SDPA (cuDNN, FlashAttention-2), forward, backward and decode."""
+"""attention against torch's SDPA (cuDNN, FlashAttention-2) and FlashAttention-3 where vLLM has it.
+
+Forward, backward and decode. vLLM's FlashAttention-3 has no backward.
+"""
+
+import functools
 
 import rlk_kernels as rk
 import torch
 import torch.nn.functional as F
 from shapes import DECODE, HEADS, PREFILL
-from timing import event_ms, graph_ms
+from timing import event_ms, graphs_ms
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 RIVALS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION}
+
+
+def flash3():
+    """FlashAttention-3 for packed sequences, from vLLM; None where it is not installed."""
+    try:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+        from vllm.vllm_flash_attn.flash_attn_interface import FA3_AVAILABLE
+    except ImportError:
+        return None
+    return functools.partial(flash_attn_varlen_func, fa_version=3) if FA3_AVAILABLE else None
+
+
+def within(backend, call):
+    """`call` with SDPA held to `backend`."""
+
+    def run():
+        with sdpa_kernel(backend):
+            return call()
+
+    return run
 
 
 def rand(*shape, grad=False):
@@ -18,6 +43,7 @@ def rand(*shape, grad=False):
 def prefill() -> list[dict]:
     """Causal prefill: TFLOP/s forward, and forward with backward, of each implementation."""
     records = []
+    three = flash3()
     for model, (hq, hk, d) in HEADS.items():
         for batch, n in PREFILL:
             flops = 2 * batch * hq * n * n * d  # two products, half of them masked
@@ -28,24 +54,28 @@ def prefill() -> list[dict]:
             def both(q=q, k=k, v=v, cu=cu, do=do):
                 torch.autograd.grad(rk.attention(q, k, v, cu, cu), (q, k, v), do)
 
-            with torch.no_grad():
-                forward = graph_ms([lambda q=q, k=k, v=v, cu=cu: rk.attention(q, k, v, cu, cu)])
-            tf = {"rlk": flops / forward / 1e9}
-            tf_both = {"rlk": 3.5 * flops / event_ms(both, repeat=5) / 1e9}
             dense = [rand(batch, h, n, d, grad=True) for h in (hq, hk, hk)]
             grad = rand(batch, hq, n, d)
+
+            def sdpa(dense=dense):
+                return F.scaled_dot_product_attention(*dense, is_causal=True, enable_gqa=True)
+
+            def sdpa_both(dense=dense, grad=grad, sdpa=sdpa):
+                torch.autograd.grad(sdpa(), dense, grad)
+
+            forward = {"rlk": lambda q=q, k=k, v=v, cu=cu: rk.attention(q, k, v, cu, cu)}
+            tf_both = {"rlk": 3.5 * flops / event_ms(both, repeat=5) / 1e9}
             for name, backend in RIVALS.items():
-
-                def run(dense=dense):
-                    return F.scaled_dot_product_attention(*dense, is_causal=True, enable_gqa=True)
-
-                def run_both(dense=dense, grad=grad):
-                    torch.autograd.grad(run(), dense, grad)
-
-                with sdpa_kernel(backend):
-                    with torch.no_grad():
-                        tf[name] = flops / graph_ms([run]) / 1e9
-                    tf_both[name] = 3.5 * flops / event_ms(run_both, repeat=5) / 1e9
+                forward[name] = within(backend, sdpa)
+                run_both = within(backend, sdpa_both)
+                tf_both[name] = 3.5 * flops / event_ms(run_both, repeat=5) / 1e9
+            if three is not None:
+                forward["flash3"] = lambda q=q, k=k, v=v, cu=cu, n=n: three(
+                    q, k, v, n, cu, n, cu, causal=True
+                )
+            with torch.no_grad():
+                ms = graphs_ms({name: [call] for name, call in forward.items()}, repeat=7)
+            tf = {name: flops / of / 1e9 for name, of in ms.items()}
             best = max(value for name, value in tf.items() if name != "rlk")
             records.append(
                 {"model": model, "batch": batch, "tokens": n, "tflops": tf,
@@ -57,6 +87,7 @@ def prefill() -> list[dict]:
 def decode(ceilings: dict) -> list[dict]:
     """One query a sequence over a paged cache with blocks of 16: share of the copy bandwidth."""
     records = []
+    three = flash3()
     for model, (hq, hk, d) in HEADS.items():
         for batch, n in DECODE:
             blocks = batch * n // 16
@@ -69,15 +100,21 @@ def decode(ceilings: dict) -> list[dict]:
             def run(q=q, k=k_cache, v=v_cache, table=table, lens=lens, cu=cu):
                 return rk.paged_attention(q, k, v, table, lens, cu_seqlens_q=cu)
 
-            us = {"rlk": graph_ms([run]) * 1e3}
             dense = rand(batch, hq, 1, d), rand(batch, hk, n, d), rand(batch, hk, n, d)
+
+            def sdpa(dense=dense):
+                return F.scaled_dot_product_attention(*dense, enable_gqa=True)
+
+            calls = {"rlk": [run]}
             for name, backend in RIVALS.items():
+                calls[name] = [within(backend, sdpa)]
+            if three is not None:
 
-                def sdpa(dense=dense):
-                    return F.scaled_dot_product_attention(*dense, enable_gqa=True)
+                def paged(q=q, k=k_cache, v=v_cache, table=table, lens=lens, cu=cu, n=n):
+                    return three(q, k, v, 1, cu, n, seqused_k=lens, block_table=table, causal=True)
 
-                with sdpa_kernel(backend):
-                    us[name] = graph_ms([sdpa]) * 1e3
+                calls["flash3"] = [paged]
+            us = {name: ms * 1e3 for name, ms in graphs_ms(calls).items()}
             share = nbytes / us["rlk"] / 1e3 / ceilings["copy_gbs"]
             records.append(
                 {"model": model, "batch": batch, "context": n, "us": us, "bandwidth_share": share}

@@ -3,7 +3,7 @@
 import rlk_kernels as rk
 import torch
 from shapes import LINEAR, ROWS
-from timing import copies, graph_ms
+from timing import copies, graphs_ms
 
 
 def starved(x, w, out):
@@ -46,15 +46,12 @@ def measure(ceilings: dict) -> list[dict]:
             ws = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
             y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
             pairs = list(zip(xs, ws, strict=True))
-            us = {
-                "rlk": graph_ms([lambda x=x, w=w: rk.linear(x, w) for x, w in pairs]) * 1e3,
-                "cublas": graph_ms(
-                    [lambda x=x, w=w, y=y: torch.mm(x, w.T, out=y) for x, w in pairs]
-                )
-                * 1e3,
-                "starved": graph_ms([lambda x=x, w=w, y=y: starved(x, w, y) for x, w in pairs])
-                * 1e3,
+            calls = {
+                "rlk": [lambda x=x, w=w: rk.linear(x, w) for x, w in pairs],
+                "cublas": [lambda x=x, w=w, y=y: torch.mm(x, w.T, out=y) for x, w in pairs],
+                "starved": [lambda x=x, w=w, y=y: starved(x, w, y) for x, w in pairs],
             }
+            us = {name: ms * 1e3 for name, ms in graphs_ms(calls).items()}
             floor = max(
                 2 * m * n * k / ceilings["tflops"] / 1e6,
                 2 * (m * k + n * k + m * n) / ceilings["copy_gbs"] / 1e3,

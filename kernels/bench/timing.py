@@ -6,38 +6,53 @@ from collections.abc import Callable
 import torch
 
 
+def graphs_ms(
+    rivals: dict[str, list[Callable[[], object]]], *, repeat: int = 5, target_ms: float = 4.0
+) -> dict[str, float]:
+    """Median milliseconds of one call of each rival: name -> the same work on different inputs.
+
+    Every rival is captured first, then they are replayed in turns, so that a clock or a neighbour
+    that changes meanwhile meets all of them.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graphs = {}
+    for name, calls in rivals.items():
+        with torch.cuda.stream(stream):
+            for call in calls[:2]:
+                call()
+            torch.cuda.synchronize()
+            start.record()
+            for call in calls:
+                call()
+            end.record()
+            torch.cuda.synchronize()
+        once = max(start.elapsed_time(end) / len(calls), 1e-3)
+        rounds = max(1, min(20, int(target_ms / (once * len(calls)))))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(rounds):
+                for call in calls:
+                    call()
+        graphs[name] = graph, rounds * len(calls)
+    times: dict[str, list[float]] = {name: [] for name in rivals}
+    for turn in range(repeat + 1):
+        for name, (graph, count) in graphs.items():
+            start.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            if turn:  # the first warms up
+                times[name].append(start.elapsed_time(end) / count)
+    return {name: statistics.median(of) for name, of in times.items()}
+
+
 def graph_ms(
     calls: list[Callable[[], object]], *, repeat: int = 5, target_ms: float = 4.0
 ) -> float:
     """Median milliseconds of one call; `calls` are the same work on different inputs."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:
-            call()
-        torch.cuda.synchronize()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for call in calls:
-            call()
-        end.record()
-        torch.cuda.synchronize()
-    once = max(start.elapsed_time(end) / len(calls), 1e-3)
-    rounds = max(1, min(20, int(target_ms / (once * len(calls)))))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(rounds):
-            for call in calls:
-                call()
-    graph.replay()
-    times = []
-    for _ in range(repeat):
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / (rounds * len(calls)))
-    return statistics.median(times)
+    return graphs_ms({"": calls}, repeat=repeat, target_ms=target_ms)[""]
 
 
 def event_ms(call: Callable[[], object], *, repeat: int = 7, inner: int = 4) -> float:

@@ -66,18 +66,19 @@ def _store_tile(
 
 @triton.jit(do_not_specialize=["M"])
 def _gemm_tma_kernel(
-    a_desc, b_desc, b2_desc, c_desc, c2_desc, c_ptr, bias_ptr, M, N, K, stride_cm,
+    a_desc, b_desc, b2_desc, c_desc, c2_desc, c_ptr, bias_ptr, M, N, K, N1, stride_cm,
     TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, HAS_BIAS: tl.constexpr, TMA_STORE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BN2: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     SUBTILE: tl.constexpr, FLATTEN: tl.constexpr, SWAP: tl.constexpr, OVERLAP: tl.constexpr,
+    TAIL: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP > 0:
         tl.extra.cuda.gdc_wait()
     if OVERLAP == 1:
         tl.extra.cuda.gdc_launch_dependents()
-    tiles = tl.cdiv(M, BM) * tl.cdiv(N, BN + BN2)
+    tiles = tl.cdiv(M, BM) * tl.cdiv(N1, BN + BN2)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
-        tile_m, tile_n = _tile_position(tile, M, N, BM, BN + BN2, GROUP)
+        tile_m, tile_n = _tile_position(tile, M, N1, BM, BN + BN2, GROUP)
         row = tile_m * BM
         col = tile_n * (BN + BN2)
         if SWAP:
@@ -129,6 +130,30 @@ def _gemm_tma_kernel(
                 acc2, c_ptr, c2_desc, bias_ptr, row, col + BN, M, N, stride_cm,
                 BM, BN2, HAS_BIAS, TMA_STORE,
             )  # fmt: skip
+    if TAIL > 0:  # the columns from N1 on, in narrower tiles: processors end together
+        mine = tl.maximum(tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0)), 0)
+        start = tl.program_id(0) + mine * tl.num_programs(0) - tiles
+        rest = tl.cdiv(M, BM) * tl.cdiv(N - N1, TAIL)
+        for tile in tl.range(start, rest, tl.num_programs(0)):
+            tile_m, tile_n = _tile_position(tile, M, N - N1, BM, TAIL, GROUP)
+            row = tile_m * BM
+            col = N1 + tile_n * TAIL
+            acc = tl.zeros((BM, TAIL), tl.float32)
+            for step in range(tl.cdiv(K, BK)):
+                k = step * BK
+                if TRANS_A:
+                    a = a_desc.load([k, row]).T
+                else:
+                    a = a_desc.load([row, k])
+                if TRANS_B:
+                    b = b2_desc.load([col, k]).T
+                else:
+                    b = b2_desc.load([k, col])
+                acc = tl.dot(a, b, acc)
+            _store_tile(
+                acc, c_ptr, c2_desc, bias_ptr, row, col, M, N, stride_cm,
+                BM, TAIL, HAS_BIAS, TMA_STORE,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -169,12 +194,26 @@ def _has_tma(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@functools.cache
+def _has_wgmma(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def _tma_can_read(x: Tensor) -> bool:
     row_bytes = x.stride(0) * x.element_size()
     return (
         x.stride(1) == 1 and x.data_ptr() % 16 == 0 and row_bytes % 16 == 0 and row_bytes > 0
         and x.shape[1] <= x.stride(0)
     )  # fmt: skip
+
+
+def _wide_columns(tile: Tile, m: int, n: int, processors: int) -> int:
+    """The columns that tiles of full width cover: with a tail, those of the full waves."""
+    if not tile.tail:
+        return n
+    rows = triton.cdiv(m, tile.m)
+    waves = rows * (n // tile.n) // processors
+    return (waves * processors // rows if waves else n // tile.n) * tile.n
 
 
 def gemm_triton(
@@ -193,27 +232,36 @@ def gemm_triton(
         tile = tile_for(m, n, k, a.dtype, trusted)
     half = a.element_size() == 2
     if not pointers and half and k and _has_tma(a.device) and _tma_can_read(a) and _tma_can_read(b):
-        tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n + tile.n2)
+        wide = _wide_columns(tile, m, n, _processors(a.device))
+        tiles = triton.cdiv(m, tile.m) * triton.cdiv(wide, tile.n + tile.n2)
+        if tile.tail:
+            tiles += triton.cdiv(m, tile.m) * triton.cdiv(n - wide, tile.tail)
         tma_store = n * out.element_size() % 16 == 0 and out.data_ptr() % 16 == 0
         a_desc = TensorDescriptor.from_tensor(a, [tile.k, tile.m] if trans_a else [tile.m, tile.k])
         b_desc = TensorDescriptor.from_tensor(b, [tile.n, tile.k] if trans_b else [tile.k, tile.n])
         b2_desc, c_desc, c2_desc = b_desc, out, out
-        if tile.n2:
-            box = [tile.n2, tile.k] if trans_b else [tile.k, tile.n2]
+        narrow = tile.tail or tile.n2
+        if narrow:
+            box = [narrow, tile.k] if trans_b else [tile.k, narrow]
             b2_desc = TensorDescriptor.from_tensor(b, box)
         if tma_store:
             box = [tile.m, tile.n // 2 if tile.subtile else tile.n]
             c_desc = c2_desc = TensorDescriptor.from_tensor(out, box)
-            if tile.n2:
-                c2_desc = TensorDescriptor.from_tensor(out, [tile.m, tile.n2])
+            if narrow:
+                c2_desc = TensorDescriptor.from_tensor(out, [tile.m, narrow])
         # an fp32 output tile takes the shared memory of one stage more
         overlap = tile.overlap if overlapping(a.device) else 0
         stages = tile.stages if out.element_size() == 2 else max(2, tile.stages - 1)
+        if tile.apart and tma_store and trans_b and not trans_a and _has_wgmma(a.device):
+            from rlk_kernels.gemm_hopper import one_wave
+
+            one_wave(a, b, bias, out, tile, stages, overlap)
+            return out
         _gemm_tma_kernel[(min(tiles, _processors(a.device)),)](
-            a_desc, b_desc, b2_desc, c_desc, c2_desc, out, bias, m, n, k, out.stride(0),
+            a_desc, b_desc, b2_desc, c_desc, c2_desc, out, bias, m, n, k, wide, out.stride(0),
             trans_a, trans_b, bias is not None, tma_store,
             tile.m, tile.n, tile.n2, tile.k, tile.group, tile.subtile, tile.flatten, tile.swap,
-            overlap, num_warps=tile.warps, num_stages=stages, launch_pdl=overlap > 0,
+            overlap, tile.tail, num_warps=tile.warps, num_stages=stages, launch_pdl=overlap > 0,
         )  # fmt: skip
         return out
     tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)

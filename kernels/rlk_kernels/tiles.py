@@ -42,6 +42,10 @@ class Tile:
     successor start 1: at once, 2: when it is done. 0: nothing overlaps. It changes no bit."""
     swap: bool = False
     """Compute the transposed tile, so that weights fill the 64 rows of wgmma at small M."""
+    tail: int = 0
+    """Columns of the tiles behind the last full wave: a part of a wave takes a part of its time."""
+    apart: bool = False
+    """On Hopper, copies and products run in warps of their own (`gemm_hopper.py`)."""
 
 
 SAFE = Tile(128, 128, 64, 8, 3)
@@ -124,8 +128,6 @@ _MEASURED: list[tuple[int, int, int, int, Tile]] = [
     (17, 32, 6144, 4096, Tile(32, 64, 256, 4, 4, overlap=2, swap=True)),
     (33, 64, 6144, 4096, Tile(64, 64, 128, 4, 6, overlap=2)),
     (97, 128, 6144, 4096, Tile(64, 64, 128, 4, 5, n2=32, overlap=2)),
-    (193, 256, 6144, 4096, Tile(64, 128, 64, 4, 6, n2=64, overlap=2)),
-    (385, 512, 6144, 4096, Tile(128, 128, 64, 8, 4, n2=64, group=16, overlap=2)),
     (3073, 4096, 6144, 4096, Tile(128, 256, 64, 8, 4, group=32, subtile=True, flatten=True)),
     (6145, 8192, 6144, 4096, Tile(128, 256, 64, 8, 4, group=16, subtile=True)),
     (193, 256, 24576, 4096, Tile(128, 128, 64, 8, 6, overlap=2)),
@@ -161,6 +163,14 @@ _MEASURED: list[tuple[int, int, int, int, Tile]] = [
         Tile(128, 256, 64, 8, 4, group=32, subtile=True, flatten=True, overlap=0),
     ),
     (6145, 8192, 28672, 4096, Tile(128, 256, 64, 8, 4, group=32, subtile=True, flatten=True)),
+    (193, 256, 6144, 1024, Tile(128, 64, 64, 4, 6, n2=32, apart=True)),
+    (193, 256, 6144, 4096, Tile(64, 128, 64, 4, 6, n2=64, overlap=2, apart=True)),
+    (97, 128, 6144, 1024, Tile(64, 64, 128, 4, 5, n2=32, apart=True)),
+    (385, 512, 6144, 4096, Tile(128, 128, 64, 4, 4, n2=64, group=4, overlap=2, apart=True)),
+    (385, 512, 6144, 1024, Tile(128, 128, 64, 4, 4, n2=64, group=4, apart=True)),
+    (385, 512, 28672, 4096, Tile(128, 256, 64, 8, 4, subtile=True, flatten=True, tail=128)),
+    (769, 1024, 6144, 4096, Tile(128, 128, 64, 4, 4, n2=64, overlap=2, apart=True)),
+    (97, 128, 24576, 4096, Tile(128, 128, 64, 4, 4, n2=64, apart=True)),
 ]
 
 

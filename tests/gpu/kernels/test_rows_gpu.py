@@ -4,7 +4,7 @@ import pytest
 import rlk_kernels as rk
 import torch
 from kernel_suite import ROWS, differing_rows, rand, row_operators, within_budget
-from rlk_kernels import cornerstone, gemm, tiles
+from rlk_kernels import cornerstone, gemm, gemm_hopper, tiles
 
 DEVICE = "cuda"
 NAMES = list(row_operators(torch.float32, "cpu"))
@@ -27,7 +27,8 @@ def test_every_tile_runs_on_wgmma():
         cornerstone.tile_bits(tile, torch.bfloat16, torch.device(DEVICE))
     programs = [
         kernel.asm["ptx"]
-        for kernels, *_ in gemm._gemm_tma_kernel.device_caches.values()
+        for compiled in (gemm._gemm_tma_kernel, gemm_hopper._gemm_hopper_kernel)
+        for kernels, *_ in compiled.device_caches.values()
         for kernel in kernels.values()
     ]
     assert len(programs) >= len(tiles.tiles_in_use())

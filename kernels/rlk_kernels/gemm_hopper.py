@@ -1,0 +1,175 @@
+"""The product of `gemm.py` for one wave of tiles on Hopper: its order and bits, another schedule.
+
+A warp copies A and B (TMA) as fast as buffers come free; each group of four warps multiplies 64
+rows of the tile and waits for nobody but that warp. K from front to back into one fp32 accumulator,
+as everywhere. Only A @ B^T, as `linear` has it. Written in Gluon, which ships with Triton.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from rlk_kernels.tiles import Tile
+
+ROWS = gl.constexpr(64)
+"""Rows of a group of four warps."""
+
+
+@gluon.jit
+def _copy_operands(
+    a_desc, b_desc, b2_desc, a_smem, b_smem, b2_smem, full, empty, row, col, K,
+    BN: gl.constexpr, BK: gl.constexpr, DEPTH: gl.constexpr, GROUPS: gl.constexpr,
+):  # fmt: skip
+    nbytes: gl.constexpr = (
+        GROUPS * a_desc.block_type.nbytes + b_desc.block_type.nbytes + b2_desc.block_type.nbytes
+    )
+    for step in range(gl.cdiv(K, BK)):
+        stage = step % DEPTH
+        mbarrier.wait(empty.index(stage), (step // DEPTH & 1) ^ 1)
+        ready = full.index(stage)
+        mbarrier.expect(ready, nbytes)
+        k = step * BK
+        for group in gl.static_range(GROUPS):
+            tma.async_copy_global_to_shared(
+                a_desc, [row + group * ROWS, k], ready, a_smem.index(stage * GROUPS + group)
+            )
+        tma.async_copy_global_to_shared(b_desc, [col, k], ready, b_smem.index(stage))
+        tma.async_copy_global_to_shared(b2_desc, [col + BN, k], ready, b2_smem.index(stage))
+
+
+@gluon.jit
+def _store(acc, c_desc, c_smem, bias_ptr, row, col, N, HAS_BIAS: gl.constexpr):
+    if HAS_BIAS:
+        cols = col + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+        bias = gl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(gl.float32)
+        acc = acc + gl.expand_dims(bias, 0)
+    c_smem.store(acc.to(c_desc.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(c_desc, [row, col], c_smem)
+
+
+@gluon.jit
+def _multiply(
+    c_desc, c2_desc, a_smem, b_smem, b2_smem, c_smem, c2_smem, full, empty, bias_ptr, row, col,
+    N, K, BN: gl.constexpr, BN2: gl.constexpr, BK: gl.constexpr, DEPTH: gl.constexpr,
+    GROUPS: gl.constexpr, HAS_BIAS: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Four warps: 64 rows of the tile."""
+    acc = gl.zeros([ROWS, BN], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]))
+    acc2 = gl.zeros(
+        [ROWS, BN2], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN2, 16])
+    )
+    for step in range(gl.cdiv(K, BK)):
+        stage = step % DEPTH
+        mbarrier.wait(full.index(stage), step // DEPTH & 1)
+        a = a_smem.index(stage * GROUPS + GROUP)
+        first = warpgroup_mma(a, b_smem.index(stage).permute((1, 0)), acc, is_async=True)
+        second = warpgroup_mma(a, b2_smem.index(stage).permute((1, 0)), acc2, is_async=True)
+        acc, acc2 = warpgroup_mma_wait(2, [first, second])
+        # the step before is through: its buffers are free
+        mbarrier.arrive(empty.index((step + DEPTH - 1) % DEPTH), count=1, pred=step > 0)
+    acc, acc2 = warpgroup_mma_wait(0, [acc, acc2])
+    row += GROUP * ROWS
+    _store(acc, c_desc, c_smem.index(GROUP), bias_ptr, row, col, N, HAS_BIAS)
+    _store(acc2, c2_desc, c2_smem.index(GROUP), bias_ptr, row, col + BN, N, HAS_BIAS)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["M"])
+def _gemm_hopper_kernel(
+    a_desc, b_desc, b2_desc, c_desc, c2_desc, bias_ptr, M, N, K,
+    BN: gl.constexpr, BN2: gl.constexpr, BK: gl.constexpr, GROUPS: gl.constexpr,
+    ORDER: gl.constexpr, DEPTH: gl.constexpr, HAS_BIAS: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = a_desc.dtype
+    a_smem = gl.allocate_shared_memory(dtype, [DEPTH * GROUPS, ROWS, BK], a_desc.layout)
+    b_smem = gl.allocate_shared_memory(dtype, [DEPTH, BN, BK], b_desc.layout)
+    b2_smem = gl.allocate_shared_memory(dtype, [DEPTH, BN2, BK], b2_desc.layout)
+    c_smem = gl.allocate_shared_memory(c_desc.dtype, [GROUPS, ROWS, BN], c_desc.layout)
+    c2_smem = gl.allocate_shared_memory(c2_desc.dtype, [GROUPS, ROWS, BN2], c2_desc.layout)
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], bars)
+    empty = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], bars)
+    for stage in gl.static_range(DEPTH):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=GROUPS)
+    fence_async_shared()
+    if OVERLAP > 0:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+    if OVERLAP == 1:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
+    # ORDER row tiles share a column tile while it is in L2 (see `gemm._tile_position`)
+    tiles_m = gl.cdiv(M, GROUPS * ROWS)
+    per_order = ORDER * gl.cdiv(N, BN + BN2)
+    start = gl.program_id(0) // per_order * ORDER
+    size = gl.minimum(tiles_m - start, ORDER)
+    within = gl.program_id(0) % per_order
+    row = (start + within % size) * (GROUPS * ROWS)
+    col = within // size * (BN + BN2)
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    c_desc, c2_desc, a_smem, b_smem, b2_smem, c_smem, c2_smem, full, empty,
+                    bias_ptr, row, col, N, K, BN, BN2, BK, DEPTH, GROUPS, HAS_BIAS, 0,
+                )),
+                (_copy_operands, (
+                    a_desc, b_desc, b2_desc, a_smem, b_smem, b2_smem, full, empty, row, col, K,
+                    BN, BK, DEPTH, GROUPS,
+                )),
+            ],
+            [1], [24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    c_desc, c2_desc, a_smem, b_smem, b2_smem, c_smem, c2_smem, full, empty,
+                    bias_ptr, row, col, N, K, BN, BN2, BK, DEPTH, GROUPS, HAS_BIAS, 0,
+                )),
+                (_multiply, (
+                    c_desc, c2_desc, a_smem, b_smem, b2_smem, c_smem, c2_smem, full, empty,
+                    bias_ptr, row, col, N, K, BN, BN2, BK, DEPTH, GROUPS, HAS_BIAS, 1,
+                )),
+                (_copy_operands, (
+                    a_desc, b_desc, b2_desc, a_smem, b_smem, b2_smem, full, empty, row, col, K,
+                    BN, BK, DEPTH, GROUPS,
+                )),
+            ],
+            [4, 1], [232, 24],
+        )  # fmt: skip
+
+
+def one_wave(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, tile: Tile, stages: int,
+             overlap: int) -> None:  # fmt: skip
+    """out[M, N] = a[M, K] @ b[N, K]^T (+ bias[N]); a tile of 64 or 128 rows and n + n2 columns."""
+    m, n = out.shape
+
+    def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+        dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+        layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype[x.dtype])
+        return TensorDescriptor.from_tensor(x, [rows, columns], layout)
+
+    _gemm_hopper_kernel[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n + tile.n2),)](
+        descriptor(a, ROWS.value, tile.k), descriptor(b, tile.n, tile.k),
+        descriptor(b, tile.n2, tile.k), descriptor(out, ROWS.value, tile.n),
+        descriptor(out, ROWS.value, tile.n2), bias, m, n, a.shape[1],
+        tile.n, tile.n2, tile.k, tile.m // ROWS.value, tile.group, stages, bias is not None,
+        overlap, num_warps=4, launch_pdl=overlap > 0,
+        maxnreg=168 if tile.m > ROWS.value else None,
+    )  # fmt: skip
