@@ -1,6 +1,6 @@
 """All benchmarks in one process; writes JSON and Markdown.
 
-    python kernels/bench/run.py [--out reports/bench] [--all | --only linear,attention,rows]
+    python kernels/bench/run.py [--out reports/bench] [--all | --only linear,rows,...]
 
 Needs an NVIDIA GPU. Times are medians of CUDA graph replays over inputs that outgrow the L2
 (attention with its backward: of CUDA events around four calls).
@@ -58,7 +58,7 @@ def environment(commit: str | None) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("reports/bench"))
-    every = "linear,attention,rows"
+    every = "linear,attention,rows,linear_logp"
     parser.add_argument("--only", default=every, help="parts, separated by commas")
     parser.add_argument("--all", dest="only", action="store_const", const=every)
     parser.add_argument("--commit", default=head(), help="the commit that is measured")
@@ -70,21 +70,30 @@ def main() -> int:
         return 2
     import bench_attention
     import bench_linear
+    import bench_linear_logp
     import bench_rows
     import tables
+    import tables_linear_logp
 
+    tables.PAGES["linear_logp"] = tables_linear_logp.page
     torch.manual_seed(0)
     found = ceilings()
     parts = arguments.only.split(",")
     arguments.out.mkdir(parents=True, exist_ok=True)
     for part in parts:
-        with torch.no_grad() if part != "attention" else torch.enable_grad():
+        with torch.no_grad() if part in ("linear", "rows") else torch.enable_grad():
             if part == "linear":
                 data = {"linear": bench_linear.measure(found)}
             elif part == "attention":
                 data = {
                     "prefill": bench_attention.prefill(),
                     "decode": bench_attention.decode(found),
+                }
+            elif part == "linear_logp":
+                data = {
+                    "linear_logp": bench_linear_logp.measure(found),
+                    "rivals": bench_linear_logp.rivals(found),
+                    "groups": bench_linear_logp.group_memory(found),
                 }
             else:
                 data = {"rows": bench_rows.measure(found)}

@@ -1,0 +1,102 @@
+"""The page of `bench_linear_logp`: time, memory, rivals, group sizes."""
+
+from tables import _table, geomean
+
+
+def _number(value, digits: int = 1) -> str:
+    return f"{value:.{digits}f}" if isinstance(value, float) else str(value)
+
+
+def _rivals(record: dict) -> list[str]:
+    found = record["rivals"]
+    names = list(found["properties"])
+    lines = [
+        "## Rivals (events, calls in turn; MiB beyond inputs, results and gradients)",
+        "",
+        "Forward, then forward and backward with per-token gradients, milliseconds (MiB).",
+        "",
+    ]
+    rows = []
+    for r in found["shapes"]:
+        shape, gemm = f"{r['t']} x {r['h']} x {r['v']}", r["ms"]["forward"]["GEMM alone"]
+        rows.append([f"{shape}, forward", f"{gemm:.2f}"])
+        rows.append([f"{shape}, both", f"4 x {gemm:.2f}"])
+        for row, kind in ((rows[-2], "forward"), (rows[-1], "both")):
+            for name in names:
+                ms, held = r["ms"][kind].get(name), r["held_mib"][name][kind]
+                row.append(_number(held) if ms is None else f"{ms:.2f} ({_number(held, 0)})")
+    lines += _table(["T x H x V", "GEMM alone", *names], rows)
+    lines += [f"{name}: {why}." for name, why in found["absent"].items()]
+    lines += ["", "## Precision and invariance (T=1000, H=1024, V=32000)", ""]
+    what = {
+        "error_well_scaled": "max error of logp, well scaled",
+        "error_peaked": "max error of logp, peaked",
+        "confident_gradient_error": "relative error of a confident token's hidden gradient",
+        "invariant": "logp of a row free of its batch",
+        "invariant_gradient": "hidden gradient of a row free of its batch",
+        "repeats": "weight gradient the same in 5 runs",
+    }
+
+    def cell(value) -> str:
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        return f"{value:.1e}" if isinstance(value, float) else str(value)
+
+    rows = []
+    for key, title in what.items():
+        facts = [found["properties"][name] for name in names]
+        rows.append([title, *[cell(f[key]) if isinstance(f, dict) else f for f in facts]])
+    return lines + _table(["", *names], rows)
+
+
+def _groups(record: dict) -> list[str]:
+    lines = [
+        "## Memory of a policy step by group size (512 tokens a sequence, H=4096, V=128256)",
+        "",
+        "MiB beyond hidden states, weight and their gradients.",
+        "",
+    ]
+    data = record["groups"]
+    columns = [(kind, name) for kind in ("forward", "step") for name in data[0][kind]]
+    titles = {"forward": "log-probabilities alone", "step": "loss and gradients"}
+    rows = [
+        [f"{titles[kind]}: {name}", *[_number(r[kind][name], 0) for r in data]]
+        for kind, name in columns
+    ]
+    return lines + _table(["", *[f"{r['group']} ({r['tokens']} tokens)" for r in data]], rows)
+
+
+def page(record: dict) -> list[str]:
+    data = record["linear_logp"]
+    ratios = {kind: [r[f"{kind}_ratio"] for r in data] for kind in ("forward", "both", "grpo")}
+    held = {kind: max(r["held_mib"][kind] for r in data) for kind in ratios}
+    lines = [
+        "bf16, CUDA graphs replayed in turn with the cuBLAS GEMM hidden @ weight^T alone (which "
+        "writes its logits). Forward / GEMM: geometric mean "
+        f"**{geomean(ratios['forward']):.3f}**, highest {max(ratios['forward']):.3f}. Forward and "
+        f"backward / 4 GEMMs: **{geomean(ratios['both']):.3f}**, highest "
+        f"{max(ratios['both']):.3f}. linear_grpo_loss with its gradients / 3 GEMMs: "
+        f"**{geomean(ratios['grpo']):.3f}**, highest {max(ratios['grpo']):.3f}. Held at most: "
+        f"forward {held['forward']:.0f} MiB; forward and backward {held['both']:.0f} MiB, "
+        f"linear_grpo_loss {held['grpo']:.0f} MiB beyond bf16 gradients.",
+        "",
+        "The limit is 2 T H V operations a GEMM at the bf16 rate above; share: of it, forward.",
+        "",
+    ]
+    lines += _table(
+        ["T x H x V", "GEMM ms", "forward ms", "/ GEMM", "share", "MiB", "f+b ms", "/ 4 GEMMs",
+         "MiB", "grpo ms", "/ 3 GEMMs", "MiB"],
+        [
+            [f"{r['t']} x {r['h']} x {r['v']}", f"{r['ms']['gemm']:.3f}",
+             f"{r['ms']['forward']:.3f}", f"{r['forward_ratio']:.3f}", f"{r['ceiling_share']:.2f}",
+             f"{r['held_mib']['forward']:.0f}", f"{r['ms']['both']:.2f}", f"{r['both_ratio']:.3f}",
+             f"{r['held_mib']['both']:.0f}", f"{r['ms']['grpo']:.2f}", f"{r['grpo_ratio']:.3f}",
+             f"{r['held_mib']['grpo']:.0f}"]
+            for r in data
+        ],
+    )  # fmt: skip
+    if "rivals" in record:
+        lines += _rivals(record)
+    if "groups" in record:
+        lines += _groups(record)
+    return lines

@@ -1,0 +1,188 @@
+"""On a GPU: linear_logp and linear_grpo_loss against float64, their bits, memory and gradients."""
+
+import sys
+
+import pytest
+import rlk_kernels as rk
+import torch
+from linear_logp_suite import (
+    KINDS,
+    case,
+    equals_logp_of_linear,
+    error,
+    gradients,
+    gradients_within_budget,
+    outputs,
+    rows_that_differ,
+    run_ours,
+    truth,
+    upstreams,
+)
+from rival_cases import (
+    CCE,
+    CCE_SHAPES,
+    LIGER,
+    LIGER_LARGE,
+    VERL_SHAPES,
+    cut_cross_entropy,
+    liger,
+    verl,
+)
+from rlk_kernels import linear_logp_triton
+from rlk_kernels.linear_logp import linear_logp_ref
+from rlk_kernels.tiles import Tile
+
+linear_grpo = sys.modules["rlk_kernels.linear_grpo"]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+HALF = torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_and_gradients_against_float64(kind, dtype):
+    c = case(257, 512, 5003, dtype, "cuda", kind)
+    for value, exact in zip(outputs(c, "triton"), truth(c), strict=True):
+        assert error(value, exact) <= (2e-3 if kind == "offset" else 1e-4)
+    assert max(gradients_within_budget(c, "triton", logp_only=True)) <= 1.0
+
+
+@pytest.mark.parametrize("logit_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_bits_of_logp_of_linear(dtype, logit_dtype):
+    """Vocabularies in runs of 128, ragged, smaller than a tile; with and without TMA."""
+    for t, h, v in ((300, 512, 4096 + 128), (257, 1024, 5003), (33, 40, 18992), (1, 72, 96)):
+        c = case(t, h, v, dtype, "cuda", "peaked", bias=v == 5003)
+        assert equals_logp_of_linear(c, "triton", logit_dtype, 0.7), (t, h, v)
+
+
+@pytest.mark.parametrize(("t", "h", "v"), [(4096, 4096, 128256), (1024, 1024, 151936)])
+def test_the_bits_of_logp_of_linear_at_full_size(t, h, v):
+    c = case(t, h, v, HALF, "cuda")
+    assert equals_logp_of_linear(c, "triton", torch.float32, 1.0)
+    assert equals_logp_of_linear(c, "triton", torch.bfloat16, 0.7)
+    exact = linear_logp_ref(c.hidden[:64], c.weight, c.target[:64])[0]
+    assert error(rk.linear_logp(c.hidden, c.weight, c.target)[:64], exact) <= 1e-4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("v", [4096 + 128, 5003])
+def test_a_row_does_not_depend_on_its_batch(v, dtype):
+    c = case(1000, 512, v, dtype, "cuda")
+    parts = [slice(f, f + m) for m in (1, 17, 64, 129, 512) for f in (0, 333, 1000 - m)]
+    assert rows_that_differ(c, "triton", [*parts, torch.randperm(1000, device="cuda")]) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tiles_chunks_and_slabs_change_no_bit(dtype, monkeypatch):
+    c = case(300, 512, 2000 - 2000 % 128, dtype, "cuda")
+    ups = upstreams(c)
+
+    def everything():
+        return *outputs(c, "triton"), *gradients(c, run_ours(c, "triton"), ups)
+
+    whole = everything()
+    size = c.hidden.element_size()
+    changes = [("HELD", 300 * size * (512 + 512)), ("SCRATCH", 128 * 3 * 4 * 8)]
+    changes += [("SLAB_NUMBERS", 128 * 512)]
+    if size == 2:
+        changes += [
+            ("STATS_TILE", Tile(64, 128, 64, 4, 3)),
+            ("STORE_TILE", linear_logp_triton.SAFE_TILE),
+        ]
+    for name, value in changes:
+        with monkeypatch.context() as patch:
+            patch.setattr(linear_logp_triton, name, value)
+            assert all(torch.equal(a, b) for a, b in zip(everything(), whole, strict=True)), name
+
+
+def test_gradients_are_the_same_in_20_runs():
+    c = case(700, 1024, 32000, HALF, "cuda")
+    ups = upstreams(c)
+    first = gradients(c, run_ours(c, "triton"), ups)
+    for _ in range(19):
+        again = gradients(c, run_ours(c, "triton"), ups)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+
+
+def test_memory_stays_within_its_limits():
+    c = case(4096, 2048, 151936, HALF, "cuda")
+    hidden, weight = c.hidden.requires_grad_(), c.weight.requires_grad_()
+    up = torch.ones(4096, device="cuda")
+
+    def held(call, own):
+        call()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before - own) / 2**20
+
+    def forward():
+        with torch.no_grad():
+            rk.linear_logp(hidden, weight, c.target)
+
+    def both():
+        torch.autograd.grad(rk.linear_logp(hidden, weight, c.target), (hidden, weight), up)
+
+    assert 0 < held(forward, 0) <= 64
+    assert 0 < held(both, 2 * (hidden.numel() + weight.numel())) <= 300
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_grpo_against_float64_its_chunks_and_its_logp(dtype, monkeypatch):
+    c = case(600, 512, 4096 + 128, dtype, "cuda")
+    bounds = torch.tensor([0, 100, 350, 600], device="cuda")
+    mask = (torch.rand(600, device="cuda") > 0.2).long()
+    exact = linear_logp_ref(c.hidden, c.weight, c.target)[0]
+    old, ref = (exact + 0.2 * torch.randn(600, device="cuda") for _ in range(2))
+    advantages = torch.tensor([1.0, -0.5, 0.7], device="cuda")
+
+    def run(dtype, backend):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (c.hidden, c.weight)]
+        loss, metrics = rk.linear_grpo_loss(
+            *leaves, c.target, old.float(), advantages, mask, cu_seqlens=bounds,
+            ref_logp=ref.float(), beta=0.1, backend=backend,
+        )  # fmt: skip
+        return loss, metrics["logp"], torch.autograd.grad(300 * loss, leaves)
+
+    loss, logp, grads = run(dtype, "triton")
+    expected, _, wide = run(torch.float64, "torch")
+    limit = {torch.bfloat16: 8e-3, torch.float16: 2e-3, torch.float32: 1e-5}[dtype]
+    assert error(loss, expected) <= 1e-5
+    for value, truth_ in zip(grads, wide, strict=True):
+        assert error(value, truth_) <= limit * float(truth_.abs().max())
+    assert torch.equal(logp, rk.linear_logp(c.hidden, c.weight, c.target))
+    monkeypatch.setattr(linear_grpo, "CHUNK", 128 * 4224 * c.hidden.element_size())
+    other, _, chunked = run(dtype, "triton")
+    assert torch.equal(loss, other)
+    assert all(torch.equal(a, b) for a, b in zip(grads, chunked, strict=True))
+
+
+def ours(hidden, weight, target, bias, temperature, softcap):
+    return rk.linear_logp(
+        hidden, weight, target, bias=bias, temperature=temperature, softcap=softcap,
+        return_entropy=True,
+    )  # fmt: skip
+
+
+def test_the_rivals_own_cases():
+    for spec in [*LIGER, *LIGER_LARGE]:
+        assert liger(ours, spec, "cuda"), spec
+    for shape in CCE_SHAPES:
+        for dtype, limit in CCE:
+            for softcap, bias in ((None, False), (20.0, True)):
+                assert cut_cross_entropy(ours, shape, dtype, limit, softcap, bias, "cuda"), shape
+    for shape in VERL_SHAPES:
+        assert verl(ours, shape, "cuda"), shape
+
+
+def test_a_cuda_graph_replays_the_bits_of_the_eager_call():
+    rk.warm_up("cuda")
+    c = case(512, 1024, 4096, HALF, "cuda")
+    eager = rk.linear_logp(c.hidden, c.weight, c.target)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = rk.linear_logp(c.hidden, c.weight, c.target)
+    graph.replay()
+    assert torch.equal(captured, eager)
