@@ -61,12 +61,11 @@ def _placed(name: str, rollout: Trace, train: Trace) -> tuple[list[int], str]:
     """The ranks that hold what differs, and what is known of it."""
     slices = [t.weight_slices(name) for t in (rollout, train)]
     differ = [np.flatnonzero(x != y) for x, y in zip(*slices, strict=True)]
-    # Values that are wrong in some rows touch every column, and the other way round.
-    dim = 1 if len(differ[1]) > 0 and len(differ[1]) < len(differ[0]) else 0
-    if len(differ[1]) == len(slices[0][1]) and _permuted(slices[0][0], slices[1][0]):
-        dim = 0
-    elif _permuted(slices[0][1], slices[1][1]):
-        dim = 1
+    # Rows in another order touch every column, and the other way round: what is in another order,
+    # or else what differs in the smaller share of its slices, tells the dimension.
+    shares = [len(d) / max(1, len(x)) or 1.0 for d, x in zip(differ, slices[0], strict=True)]
+    permuted = [_permuted(x, y) for x, y in zip(*slices, strict=True)]
+    dim = permuted.index(True) if any(permuted) else shares.index(min(shares))
     at, mine, theirs = differ[dim], slices[0][dim], slices[1][dim]
     what = ("rows", "columns")[dim]
     ranks: list[int] = []

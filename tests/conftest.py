@@ -45,12 +45,11 @@ class Outcome:
 Cli = Callable[..., Outcome]
 
 
-@pytest.fixture
-def cli(tmp_path: Path) -> Cli:
-    """Runs `rlk-align ARGS` as a process in an empty directory of its own."""
+def command_line(folder: Path) -> Cli:
+    """What runs `rlk-align ARGS` as a process in that directory."""
 
-    def run(*args: object, env: dict[str, str] | None = None, cwd: Path = tmp_path) -> Outcome:
-        output = tmp_path / "verdict.json"
+    def run(*args: object, env: dict[str, str] | None = None, cwd: Path = folder) -> Outcome:
+        output = folder / "verdict.json"
         output.unlink(missing_ok=True)
         words = [str(a) for a in args]
         if words and words[0] in ("compare", "gate"):
@@ -69,14 +68,24 @@ def cli(tmp_path: Path) -> Cli:
     return run
 
 
-@pytest.fixture
-def few_prompts(tmp_path: Path) -> Path:
+def write_few_prompts(path: Path) -> Path:
     """Six prompts of the embedded set: short ones, and one of middle length."""
     lines = data_path("prompts.jsonl").read_text(encoding="utf-8").splitlines()
     by_length = sorted(lines, key=len)
-    path = tmp_path / "few.jsonl"
     path.write_text("\n".join([*by_length[2:7], by_length[30]]) + "\n", encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    """Runs `rlk-align ARGS` as a process in an empty directory of its own."""
+    return command_line(tmp_path)
+
+
+@pytest.fixture
+def few_prompts(tmp_path: Path) -> Path:
+    """Six prompts of the embedded set."""
+    return write_few_prompts(tmp_path / "few.jsonl")
 
 
 @pytest.fixture

@@ -90,3 +90,28 @@ def wait_forever(model: Any) -> None:
 
 def raises(model: Any) -> None:
     raise ValueError("this patch is broken")
+
+
+def stale_layer_on_rank_1(model: Any) -> None:
+    """Layer 2 as it was before an update, on the last rank only."""
+    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        with torch.no_grad():
+            for parameter in model.model.layers[2].parameters():
+                parameter.mul_(0.9)
+
+
+def _shift_positions(model: Any, change: Any) -> None:
+    """The rotary embedding sees other position ids than it is given."""
+    rotary = model.model.rotary_emb
+    original = rotary.forward
+    rotary.forward = lambda x, position_ids: original(x, change(position_ids))
+
+
+def positions_off_by_one(model: Any) -> None:
+    """The trainer counts from 1."""
+    _shift_positions(model, lambda ids: ids + 1)
+
+
+def positions_count_padding(model: Any) -> None:
+    """Positions are columns, padding included."""
+    _shift_positions(model, lambda ids: torch.arange(ids.shape[1]).expand_as(ids))
