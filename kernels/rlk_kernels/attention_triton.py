@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlk_kernels.backend import interpreting
-from rlk_kernels.gemm import _has_tma, _has_wgmma, _processors
+from rlk_kernels.gemm import _has_tma, _processors
 
 CHUNK = 1024
 """Keys of a chunk: the unit of parallel decode, and part of the order of the sum."""
@@ -323,8 +323,7 @@ def attention_forward_triton(
     """(out[T, Hq, D], lse[Hq, T]). `lens_k`: cu_seqlens_k, or context lengths with a `table`.
 
     `rows` (packed rows of a program), `split` and `stages` change the time and never the bits;
-    they are chosen from the grid when None. So does the kernel: prefill that none of the three
-    asks otherwise runs on Hopper in `attention_hopper.py`.
+    they are chosen from the grid when None.
     """
     tokens, heads, dim = q.shape
     paged = table is not None
@@ -337,7 +336,6 @@ def attention_forward_triton(
         return out, lse
     padded = max(16, triton.next_power_of_2(dim))
     keys = table.shape[1] * k.shape[1] if table is not None else k.shape[0]
-    chosen = rows is None and split is None and stages is None
     if rows is None:
         rows = 16 if tokens * group <= 16 * batch and q.dtype != torch.float32 else 64
     blocks = (tokens * group) // rows + batch
@@ -345,12 +343,6 @@ def attention_forward_triton(
     if split is None:
         split = chunks > 1 and tokens * group <= 64 * batch
     bn = block_n(dim, q.dtype)
-    if chosen and rows == 64 and not split and table is None and _has_wgmma(q.device):
-        from rlk_kernels import attention_hopper  # imports this module
-
-        if attention_hopper.takes(q, k, v):
-            attention_hopper.prefill(q, k, v, cu_q, lens_k, causal, scale, window, out, lse)
-            return out, lse
     tma = (
         not paged and _has_tma(q.device) and q.dtype != torch.float32
         and all(x.data_ptr() % 16 == 0 and x.stride(2) == 1 for x in (k, v))

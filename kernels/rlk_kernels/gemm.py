@@ -195,8 +195,13 @@ def _has_tma(device: torch.device) -> bool:
 
 
 @functools.cache
-def _has_wgmma(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+def _runs_apart(device: torch.device) -> bool:
+    """Whether `gemm_hopper.py` runs: Gluon changes with every Triton, and it is written for 3.6.
+
+    Elsewhere its tiles take the kernel of this file, with the same bits.
+    """
+    on_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return on_hopper and triton.__version__.startswith("3.6.")
 
 
 def _tma_can_read(x: Tensor) -> bool:
@@ -252,7 +257,7 @@ def gemm_triton(
         # an fp32 output tile takes the shared memory of one stage more
         overlap = tile.overlap if overlapping(a.device) else 0
         stages = tile.stages if out.element_size() == 2 else max(2, tile.stages - 1)
-        if tile.apart and tma_store and trans_b and not trans_a and _has_wgmma(a.device):
+        if tile.apart and tma_store and trans_b and not trans_a and _runs_apart(a.device):
             from rlk_kernels.gemm_hopper import one_wave
 
             one_wave(a, b, bias, out, tile, stages, overlap)

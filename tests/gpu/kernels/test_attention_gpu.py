@@ -3,15 +3,8 @@
 import pytest
 import rlk_kernels as rk
 import torch
-from kernel_suite import (
-    attention_truth,
-    packed,
-    paged_cache,
-    rand,
-    torch_attention,
-    within_budget,
-)
-from rlk_kernels import attention_hopper, attention_triton
+from kernel_suite import attention_truth, packed, paged_cache, torch_attention, within_budget
+from rlk_kernels import attention_triton
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(32, 8, 128), (16, 8, 128), (8, 1, 64), (14, 2, 64), (6, 6, 80), (4, 2, 256)]
@@ -88,26 +81,6 @@ def test_scheduling_changes_no_bit(dtype):
                 q, k, v, *cu, None, True, 128**-0.5, None, rows=r, split=split
             )
             assert all(torch.equal(a, b) for a, b in zip(got, reference, strict=True)), (r, split)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("shape", [(32, 8, 128), (14, 2, 64), (7, 7, 128)])
-@pytest.mark.parametrize("dtype", DTYPES[:2])
-def test_the_kernel_for_hopper_gives_the_same_bits(dtype, shape, causal):
-    """Ragged lengths, fewer queries than keys, and more; a sequence without keys, one without
-    queries; queries, keys and values that are slices of one tensor."""
-    lens_q, lens_k = [100, 1300, 1, 64, 300, 0, 7], [100, 2500, 3000, 64, 0, 40, 5]
-    hq, hk, d = shape
-    qkv = rand(max(sum(lens_q), sum(lens_k)), hq + 2 * hk, d, dtype=dtype, device="cuda", seed=3)
-    q = qkv[: sum(lens_q), :hq]
-    k, v = (qkv[: sum(lens_k), hq + i * hk : hq + (i + 1) * hk] for i in (0, 1))
-    cu = [torch.tensor([0, *lens]).cumsum(0).int().cuda() for lens in (lens_q, lens_k)]
-    assert attention_hopper.takes(q, k, v)
-    for window in (None, 1, 200, 1500):
-        run = [q, k, v, *cu, None, causal, 0.1, window]
-        got = attention_triton.attention_forward_triton(*run)
-        expected = attention_triton.attention_forward_triton(*run, rows=64, split=False)
-        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), window
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])

@@ -13,11 +13,16 @@ GRADIENTS = ["linear", "rms_norm", "rope", "rope_interleaved", "swiglu", "embedd
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
-def test_cornerstone_every_tile_gives_the_same_fp32_bits(dtype):
+def test_cornerstone_every_tile_gives_the_same_fp32_bits(dtype, monkeypatch):
     expected = cornerstone.tile_bits(tiles.SAFE, dtype, torch.device(DEVICE))
     assert expected.isfinite().all()
     for tile in tiles.tiles_in_use():
         assert torch.equal(cornerstone.tile_bits(tile, dtype, torch.device(DEVICE)), expected), tile
+        if tile.apart:  # where Gluon is another, the tile runs in the other kernel
+            with monkeypatch.context() as patch:
+                patch.setattr(gemm, "_runs_apart", lambda device: False)
+                got = cornerstone.tile_bits(tile, dtype, torch.device(DEVICE))
+            assert torch.equal(got, expected), tile
     by_pointers = cornerstone.tile_bits(tiles.SAFE, dtype, torch.device(DEVICE), pointers=True)
     assert torch.equal(by_pointers, expected)
 
@@ -117,6 +122,23 @@ def test_kernels_that_start_before_their_predecessor_ends_wait_for_its_memory():
             graph.replay()
             for got in (eager, captured):
                 assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), m
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_measured_tiles_give_the_bits_of_the_one_safe_tile_with_bias_too(out_dtype):
+    """The tiles of `_MEASURED` at their own sizes: full waves, tails, several tiles a program."""
+    for first, last, n, k, tile in tiles._MEASURED:
+        if not (tile.apart or tile.tail):
+            continue
+        w = rand(n, k, dtype=torch.bfloat16, device=DEVICE, seed=1)
+        bias = rand(n, dtype=torch.bfloat16, device=DEVICE, seed=2)
+        for m in (first, last):
+            x = rand(m, k, dtype=torch.bfloat16, device=DEVICE, seed=m)
+            outs = []
+            for chosen in (tile, tiles.SAFE):
+                out = torch.empty(m, n, dtype=out_dtype, device=DEVICE)
+                outs.append(gemm.gemm_triton(x, w, bias, False, True, out, tile=chosen))
+            assert torch.equal(*outs), (m, n, k, tile)
 
 
 def gradients(name, dtype, size=384, m=257):
