@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import rlk_align
-from rlk_align.config import CaptureRequest, Report, fingerprint, fingerprint_files, resolve_model
+from rlk_align.config import (
+    CaptureRequest,
+    EngineSpec,
+    Report,
+    fingerprint,
+    fingerprint_files,
+    resolve_model,
+)
 from rlk_align.engines import require_installed
 from rlk_align.engines.heartbeat import ALIVE, Pulse, pulses, stuck
 from rlk_align.engines.interpreter import examine, package_path
@@ -26,6 +33,9 @@ from rlk_align.trace.schema import writing
 CONTROL_VARIANTS = ("untapped", "repeat")
 TIMEOUT = 600.0
 """Seconds after which an engine that stands still is given up, unless its spec says otherwise."""
+STARTING = 1800.0
+"""Seconds within which all its processes must have started. vLLM's ranks are silent until they
+have loaded the model."""
 
 
 def capture(
@@ -205,17 +215,23 @@ def _follow(worker: subprocess.Popen, job: Job, report: Report) -> RlkError | No
 def _check_moving(job: Job, seconds: float) -> None:
     """`seconds`: since the worker was started."""
     found = pulses(job.folder / ALIVE)
-    held_up = stuck(found, job.timeout)
-    if not held_up and (found or seconds <= job.timeout):
+    present, patience = {p.name for p in found}, max(job.timeout, STARTING)
+    missing = [p for p in EngineSpec.parse(job.engine).processes if p not in present]
+    longer = "timeout=SECONDS in the engine spec gives it longer"
+    if missing:
+        if seconds > patience:
+            what = f"{job.engine} has not started in {patience:g} s: {', '.join(missing)} missing"
+            raise failed(what, _log_of(job.folder, missing[0]), longer)
         return
-    what = "; ".join(map(_standing, held_up)) or "it has not even started"
-    first = held_up[0] if held_up else None
-    raise failed(
-        f"{job.engine} has stood still for {job.timeout:g} s: {what}",
-        _log_of(job.folder, first.name if first else ""),
-        "timeout=SECONDS in the engine spec gives it longer",
-        first.pid if first else None,
-    )
+    held_up = stuck(found, job.timeout)
+    if held_up:
+        what = "; ".join(map(_standing, held_up))
+        raise failed(
+            f"{job.engine} has stood still for {job.timeout:g} s: {what}",
+            _log_of(job.folder, held_up[0].name),
+            longer,
+            held_up[0].pid,
+        )
 
 
 def _standing(pulse: Pulse) -> str:

@@ -62,6 +62,17 @@ class EngineSpec:
         return int(self.options.get(self.info.ranks, 1)) if self.info.ranks else 1
 
     @property
+    def processes(self) -> tuple[str, ...]:
+        """The processes that compute, ours or the engine's own, as they call themselves."""
+        ranks = self.ranks if self.info.ranks else int(self.options.get("tp", 1))
+        return tuple(f"rank {r}" for r in range(ranks)) if ranks > 1 else ("the engine",)
+
+    @property
+    def device(self) -> str | None:
+        """What the engine is to compute on; None leaves it the choice."""
+        return str(self.options["device"]) if "device" in self.options else None
+
+    @property
     def computed(self) -> "EngineSpec":
         """Without what only says how it is started."""
         kept = {k: v for k, v in self.options.items() if k not in LAUNCH_OPTIONS}

@@ -54,6 +54,17 @@ class Pulse:
         return self.still + (silent if silent > 4 * INTERVAL else 0.0)
 
     @property
+    def ended(self) -> bool:
+        """Whether the process is gone: its launcher says how it ended."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            return False
+        return False
+
+    @property
     def stopped(self) -> bool:
         return time.monotonic() - self.written > 10 * INTERVAL
 
@@ -126,6 +137,7 @@ def pulses(folder: Path) -> list[Pulse]:
 def stuck(found: list[Pulse], timeout: float) -> list[Pulse]:
     """The processes that hold the others up: none while all have moved within `timeout`
     seconds; those that wait for others are to blame only where nobody else is."""
+    found = [p for p in found if not p.ended]
     if all(p.stood_still <= timeout for p in found):
         return []
     awaited = [p for p in found if not p.waiting or p.stopped]

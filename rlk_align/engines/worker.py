@@ -40,8 +40,6 @@ def run(job: Job, events: Events) -> None:
     shape = read_shape(job.model)
     todo = [p for p in job.passes if not (job.folder / p / "pass.json").is_file()]
     prompts = load_prompts(job.prompts)
-    device = str(spec.options["device"]) if "device" in spec.options else None
-    check_device(device)
     events.send(stage="tokenising")
     prompt_ids = tokenise(job.model, prompts)
     batch = _initial_batch(job, prompts, prompt_ids)
@@ -55,7 +53,7 @@ def run(job: Job, events: Events) -> None:
     plan = plan_capture(job, sites, batch, shape.dtype if dtype == "auto" else dtype)
     events.send(stage=str(plan))
     if spec.info.ranks:
-        engine.ranks = join(device, job.timeout)
+        engine.ranks = join(spec.device, job.timeout)
     events.send(stage=f"loading {spec.name}")
     try:
         engine.open()
@@ -177,6 +175,7 @@ def main() -> None:
             for stream in (sys.stdout, sys.stderr):
                 os.dup2(log.fileno(), stream.fileno())
     try:
+        check_device(spec.device)
         if spec.ranks > 1 and rank is None:
             port = spec.options.get("port")
             launch(path, job.engine, spec.ranks, int(port) if port else None, events)

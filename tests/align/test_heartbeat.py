@@ -35,9 +35,21 @@ def test_where_all_wait_all_are_named() -> None:
     assert names(stuck(found, 10)) == ["rank 0", "rank 1"]
 
 
+def test_who_stands_goes_before_who_moves() -> None:
+    found = [pulse("rank 0", 2, False), pulse("rank 1", 12, False)]
+    assert names(stuck(found, 10)) == ["rank 1"]
+
+
 def test_silence_counts() -> None:
     found = [pulse("rank 0", 5, True), pulse("rank 1", 1, True, silent=30 * INTERVAL)]
     assert names(stuck(found, 10)) == ["rank 1"]
+
+
+def test_a_process_that_has_ended_is_not_stuck() -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    ended = Pulse("rank 1", child.pid, time.monotonic() - 99, 0.0, False, "its end")
+    assert stuck([pulse("rank 0", 1, False), ended], 10) == []
 
 
 PROGRAM = """
