@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml requirements/cpu.txt requirements/gpu.txt scripts/setup
 	PYTHON="$(PYTHON)" VENV="$(VENV)" GPU="$(GPU)" bash scripts/setup.sh
 	@touch $@
 
-# The main job on the embedded model: the real vLLM against HF. Either verdict is a result (0 pass,
+# The main job on the embedded model: the real vLLM against Megatron-core. Either verdict is a result (0 pass,
 # 1 fail); anything else is not.
 demo: setup
 	$(BIN)/rlk-align compare --run-dir rlk-runs/demo $(DEMO) || [ $$? -eq 1 ]
@@ -26,7 +26,7 @@ demo: setup
 # Tests with the real engines; a missing one fails instead of skipping. Two files at a time, each
 # process with one thread: most of the time goes into starting engines.
 test: setup
-	RLK_REQUIRE_ENGINES=vllm TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
+	RLK_REQUIRE_ENGINES=vllm,megatron,fsdp TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
 	  $(BIN)/python -m pytest -n 2 --dist loadfile $(TEST)
 
 check: setup

@@ -81,7 +81,10 @@ def paired_logprobs(
 
 
 def _logprob_shift(observed: PassReader, untapped: PassReader, index: RowIndex) -> float | None:
-    """None where the log-probs are bitwise equal, else the largest |Δ|; Inf for other rows."""
+    """None where the log-probs are bitwise equal, or where the engine has none of that kind to
+    show; else the largest |Δ|; Inf for other rows."""
+    if all("logprob" in p.record.unexposed for p in (observed, untapped)):
+        return None
     a, b = read_rows(observed, "logprob", index), read_rows(untapped, "logprob", index)
     if a is None or b is None or a.strays or b.strays or not np.array_equal(a.number, b.number):
         return float("inf")

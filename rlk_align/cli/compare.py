@@ -21,7 +21,8 @@ def compare(
         typer.Option(help="Rollout engine, NAME[:key=value,...].  [default: vllm, else hf]"),
     ] = None,
     train: Annotated[
-        str | None, typer.Option(help="Training engine, NAME[:key=value,...].  [default: hf]")
+        str | None,
+        typer.Option(help="Training engine, NAME[:key=value,...].  [default: megatron, else hf]"),
     ] = None,
     prompts: options.Prompts = None,
     contract: options.ContractName = None,
@@ -58,7 +59,7 @@ def compare(
             )
         pair = [EngineSpec("replay", {"path": run}) for run in runs]
     else:
-        named = (rollout or options.default_rollout(), train or "hf")
+        named = (rollout or options.default_rollout(), train or options.default_train())
         pair = [EngineSpec.parse(text) for text in named]
     specs = dict(zip(("rollout", "train"), pair, strict=True))
     settings = (model, str(prompts), max_new_tokens, seed, str(specs["rollout"]))

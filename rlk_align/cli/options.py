@@ -96,6 +96,11 @@ def default_rollout() -> str:
     return "vllm" if ENGINES["vllm"].installed else "hf"
 
 
+def default_train() -> str:
+    """Megatron-core where it is installed, else HF."""
+    return "megatron" if ENGINES["megatron"].installed else "hf"
+
+
 def trace_plan(budget: str, layers: str | None, sites: str | None) -> TracePlan:
     """Raises BadOption for a flag that cannot be read."""
     return TracePlan(

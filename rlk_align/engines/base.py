@@ -104,8 +104,8 @@ class Engine(ABC):
         """Every canonical parameter, from the live model, in the checkpoint's layout; what rank
         0 yields counts."""
 
-    def unexposed(self) -> dict[str, str]:
-        """Sites that this engine cannot show, with the reason."""
+    def unexposed(self, kind: str) -> dict[str, str]:
+        """Sites that this engine cannot show in a `decode` or a `prefill`, with the reason."""
         return {}
 
     def sample(

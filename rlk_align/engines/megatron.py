@@ -130,7 +130,7 @@ class MegatronEngine(Engine):
         for parameter in live_parameters(self.model, self.plan, self.tied, self.ranks):
             yield record_parameter(parameter)
 
-    def unexposed(self) -> dict[str, str]:
+    def unexposed(self, kind: str) -> dict[str, str]:
         if self.settings.spec != "te":
             return {}
         reason = "TransformerEngine computes it inside the linear that follows"

@@ -99,6 +99,11 @@ class VLLMEngine(Engine):
             processing(1.0) if raw else processing(self._temperature, self._top_p)
         )
 
+    def unexposed(self, kind: str) -> dict[str, str]:
+        if kind == "decode" or self.attributes()["logprobs"] == "raw":
+            return {}
+        return {"logprob": "vLLM's log-probs of a prompt are raw, whatever is done to sampled ones"}
+
     @property
     def _temperature(self) -> float:
         return float(self.spec.options.get("temperature", 1.0))
@@ -154,7 +159,9 @@ class VLLMEngine(Engine):
         everything = [params.clone() for _ in batch.samples]
         outputs = self._generate([s.ids for s in batch.samples], everything, "prefill", tap, batch)
         progress(len(outputs))
-        logprobs = {}
+        logprobs: Logprobs = {}
+        if self.unexposed("prefill"):
+            return logprobs
         for i, (s, output) in enumerate(zip(batch.samples, outputs, strict=True)):
             given = output.prompt_logprobs
             chosen = [given[p + 1][s.ids[p + 1]].logprob for p in s.sampled_positions]

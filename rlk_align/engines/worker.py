@@ -119,7 +119,7 @@ def _run_pass(
             writer.close()
         barrier(engine.ranks)
         if first:
-            writer.finish(engine.unexposed())
+            writer.finish(engine.unexposed(kind))
     return batch
 
 

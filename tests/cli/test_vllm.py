@@ -46,7 +46,7 @@ def assert_trustworthy(done: Outcome) -> None:
 
 def test_vllm_against_hf_in_bf16(cli: Cli, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    done = cli("compare", "--run-dir", run)
+    done = cli("compare", "--train", "hf", "--run-dir", run)
     assert_trustworthy(done)
     # A healthy pair: a token or two may pass the tight bound on the maximum, and nothing else.
     assert {b["limit"] for b in done.verdict["breaches"]} <= {"max-dlogp"}, done.out

@@ -1,0 +1,181 @@
+"""The real vLLM against the real training engines, sharded or not, through the command line."""
+
+from pathlib import Path
+
+import pytest
+from conftest import Cli, Outcome, command_line, require_engine, write_few_prompts
+
+NEW_TOKENS = ("--max-new-tokens", 12)
+EDGE = ("--edges", "prefill_vs_train")
+TRAINING = ("hf", "fsdp:dp=1", "fsdp:dp=2", "megatron:tp=1", "megatron:tp=2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all of this module's runs lie: what one captured, the next takes."""
+    return tmp_path_factory.mktemp("training")
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Cli:
+    require_engine("vllm")
+    prompts = write_few_prompts(folder / "few.jsonl")
+    inner = command_line(folder)
+
+    def run(*args: object) -> Outcome:
+        done = inner(*args, "--prompts", prompts, *NEW_TOKENS)
+        assert done.code in (0, 1), done.out + done.err
+        return done
+
+    return run
+
+
+def introducing(done: Outcome, folder: Path) -> set[str]:
+    """Operators that introduced a difference in any layer."""
+    from rlk_align.results import Comparison
+
+    comparison = Comparison.model_validate_json((folder / "comparison.json").read_text())
+    (edge,) = [e for e in comparison.edges if e.name == "prefill_vs_train"]
+    return {s.op for s in edge.sites if s.introduced}
+
+
+ALLOWED = {
+    # vLLM rotates in fp32 and rounds once, HF rounds every operation; its norms multiply by the
+    # weight before they round; sums of attention and products have other orders.
+    "hf": {"q_rope", "k_rope", "attn", "mlp_norm", "attn_norm", "q_norm", "k_norm", "o_proj"},
+    "fsdp": {"q_rope", "k_rope", "attn", "mlp_norm", "attn_norm", "q_norm", "k_norm", "o_proj"},
+    # torch's norm rounds once, vLLM's and Megatron's fp32 sums have other orders, and a
+    # row-parallel product adds rounded halves.
+    "megatron": {"attn_norm", "mlp_norm", "q_norm", "k_norm", "q_rope", "k_rope", "attn", "o_proj"},
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("train", TRAINING)
+def test_vllm_against(run: Cli, folder: Path, train: str, dtype: str) -> None:
+    name, _, options = train.partition(":")
+    require_engine(name)
+    spec = f"{name}:" + ",".join(filter(None, [options, f"dtype={dtype}"]))
+    done = run(
+        *("compare", "--rollout", f"vllm:dtype={dtype}", "--train", spec),
+        *("--run-dir", folder / "run"),
+    )
+    verdict = done.verdict
+    assert verdict is not None
+    assert verdict["precheck"]["mismatches"] == []
+    assert verdict["controls"]["observer"] == "bitwise"
+    assert verdict["controls"]["noise_floor"] == {"rollout": "bitwise", "train": "bitwise"}
+    coverage = verdict["coverage"]
+    assert coverage["paired"] == coverage["expected"] > 10_000
+    assert coverage["unpaired"] == []
+    # A token may pass the tight bound on the maximum: reports/engines.md.
+    assert {b["limit"] for b in verdict["breaches"]} <= {"max-dlogp"}, done.out
+    assert done.first is not None
+    assert done.first.startswith("layers.0.")
+    assert introducing(done, folder / "run") <= ALLOWED[name]
+    if name == "fsdp":
+        # Sharded parameters are gathered before they are used: HF's own numbers.
+        assert done.first == "layers.0.q_rope"
+
+
+def scored(run: Cli, folder: Path, engine: str) -> Path:
+    """A capture of the engine on the tokens that HF sampled."""
+    source, out = folder / "sampled", folder / engine.replace(":", "-")
+    if not source.exists():
+        run("capture", "--engine", "hf", "-o", source)
+    if not out.exists():
+        run("capture", "--engine", engine, "-o", out, "--tokens", source)
+    return out
+
+
+def together(run: Cli, folder: Path, one: str, other: str) -> Outcome:
+    pair = [scored(run, folder, engine) for engine in (one, other)]
+    done = command_line(folder)("compare", *pair, *EDGE, "--contract", "bitwise")
+    assert done.verdict is not None, done.err
+    assert done.verdict["coverage"]["unpaired"] == []
+    return done
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("hf", "fsdp:dp=1"),
+        ("fsdp:dp=1", "fsdp:dp=2"),
+        ("fsdp:dp=2", "fsdp:dp=2,mixed=0"),
+        ("fsdp:dp=2", "fsdp:dp=2,checkpointing=1"),
+        ("megatron:tp=2", "megatron:tp=2,sp=1"),
+        ("megatron", "megatron:padding=left"),
+    ],
+)
+def test_bitwise_equal(run: Cli, folder: Path, one: str, other: str) -> None:
+    done = together(run, folder, one, other)
+    assert done.code == 0, done.out
+    assert done.first is None
+
+
+def test_tensor_parallel_megatron_parts_at_the_first_row_parallel_product(
+    run: Cli, folder: Path
+) -> None:
+    """Column-parallel products and attention are the same sums; o_proj adds two rounded halves."""
+    done = together(run, folder, "megatron", "megatron:tp=2")
+    assert done.code == 1
+    assert done.first == "layers.0.o_proj"
+    assert done.verdict["divergence"]["first_bitwise"]["last_equal"] == "layers.0.attn"
+
+
+def test_vllm_over_two_ranks(run: Cli, folder: Path) -> None:
+    done = run(
+        *("compare", "--rollout", "vllm:tp=2", "--train", "fsdp:dp=2", "--run-dir", folder / "tp"),
+        *EDGE,
+    )
+    assert done.verdict["precheck"]["mismatches"] == []
+    assert done.verdict["controls"]["observer"] == "bitwise"
+    assert done.verdict["coverage"]["unpaired"] == []
+    assert done.verdict["coverage"]["paired"] == done.verdict["coverage"]["expected"]
+    assert done.first == "layers.0.q_rope"
+    assert "o_proj" in introducing(done, folder / "tp"), "a row-parallel product adds two halves"
+
+
+def test_processed_log_probs_of_vllm_are_named(folder: Path) -> None:
+    require_engine("vllm")
+    prompts = write_few_prompts(folder / "few.jsonl")
+    done = command_line(folder)(
+        *("compare", "--rollout", "vllm:temperature=0.7,top_p=0.9,logprobs=processed"),
+        *("--train", "hf", "--prompts", prompts, *NEW_TOKENS, *EDGE),
+    )
+    assert done.code == 4, done.out + done.err
+    found = {m["name"]: (m["rollout"], m["train"]) for m in done.verdict["precheck"]["mismatches"]}
+    assert found == {
+        "temperature": (0.7, 1.0),
+        "top_p": (0.9, 1.0),
+        "logprobs": ("processed", "raw"),
+    }
+    # The same temperature on both sides: the sampled log-probs can be compared, and only those.
+    matched = command_line(folder)(
+        *("compare", "--rollout", "vllm:temperature=0.7,logprobs=processed"),
+        *("--train", "hf:temperature=0.7", "--prompts", prompts, *NEW_TOKENS),
+        *("--edges", "decode_vs_train"),
+    )
+    assert matched.code in (0, 1), matched.out + matched.err
+    assert matched.verdict["edges"]["decode_vs_train"]["mean_abs_dlogp"] < 0.02
+    # Sampling at a temperature is no mismatch where raw log-probs are reported.
+    raw = command_line(folder)(
+        *("compare", "--rollout", "vllm:temperature=0.7,top_p=0.9", "--train", "hf"),
+        *("--prompts", prompts, *NEW_TOKENS),
+    )
+    assert raw.verdict is not None, raw.err
+    assert raw.verdict["precheck"]["mismatches"] == []
+    assert raw.verdict["edges"]["decode_vs_train"]["max_abs_dlogp"] < 0.2
+
+
+def test_the_default_is_vllm_against_megatron(folder: Path) -> None:
+    require_engine("vllm")
+    require_engine("megatron")
+    prompts = write_few_prompts(folder / "few.jsonl")
+    done = command_line(folder)(
+        "compare", "--prompts", prompts, *NEW_TOKENS, "--run-dir", folder / "run"
+    )
+    assert done.verdict is not None, done.err
+    engines = {role: e["name"] for role, e in done.verdict["engines"].items()}
+    assert engines == {"rollout": "vllm", "train": "megatron"}
+    assert done.first == "layers.0.attn_norm"
