@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rlk_kernels import cornerstone, tiles
+from rlk_kernels import cornerstone, gemm, tiles
 
 CPU = torch.device("cpu")
 
@@ -45,6 +45,17 @@ def test_every_tile_fits_the_shared_memory_of_hopper():
             operands = stages * (t.m + t.n + t.n2) * t.k * 2
             output = t.m * (t.n // 2 if t.subtile else t.n) * out_bytes + t.m * t.n2 * out_bytes
             assert operands + output < 227 * 1024, t
+
+
+def test_a_tail_begins_where_the_full_waves_end():
+    tile = tiles.Tile(128, 256, 64, 8, 4, tail=128)
+    assert gemm._wide_columns(tile, 512, 28672, 132) == 25344  # 3 waves of 132 tiles, 4 row tiles
+    for m in (1, 129, 512, 1000):
+        for n in (1, 200, 264, 4096, 28672, 151936):
+            wide = gemm._wide_columns(tile, m, n, 132)
+            assert 0 <= wide <= n
+            assert wide % tile.n == 0
+    assert gemm._wide_columns(tiles.SAFE, 129, 264, 132) == 264
 
 
 def test_where_all_tiles_agree_they_are_trusted(monkeypatch):
