@@ -47,7 +47,7 @@ deep)
   ;;
 pair)
   model=qwen3-8b:layers=4
-  make_model $model 0.5 16 448-1984 8192
+  make_model $model 0.3 16 448-1984 8192
   compare h200-pair "Tensor and data parallel on two H200s" --rollout vllm:tp=2 \
     --train megatron:tp=2 --train fsdp:dp=2 \
     -- --model "$work/$model" --prompts "$work/$model/prompts.jsonl" --max-new-tokens 32 \
