@@ -56,9 +56,10 @@ def in_turn(calls: dict[str, Callable[[], object]], rounds: int, inner: int) -> 
     return {name: statistics.median(x) for name, x in times.items()}
 
 
-def held_mib(call: Callable[[], object], own: int = 0) -> float:
+def held_mib(call: Callable[[], object], own: int = 0, warm: bool = True) -> float:
     """MiB at the peak of `call` beyond what there was and `own` bytes of results."""
-    call()
+    if warm:
+        call()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -312,7 +313,7 @@ def group_memory(ceilings: dict) -> list[dict]:
         record["step"] = {n: attempt(held_mib, lambda r=r: step(r), own) for n, r in runs.items()}
         record["step"]["rlk linear_grpo_loss"] = attempt(held_mib, grpo, own)
         if liger:
-            record["step"]["Liger"] = attempt(held_mib, liger_step, own)
+            record["step"]["Liger"] = attempt(held_mib, liger_step, own, False)
         records.append(record)
         print(record, file=sys.stderr, flush=True)
     return records

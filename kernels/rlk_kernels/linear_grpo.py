@@ -56,6 +56,8 @@ from rlk_kernels.linear_logp_triton import (
 
 CHUNK = 512 << 20
 """Bytes of a chunk of tokens x vocabulary at the operands' dtype."""
+WEIGH_ROWS = 16
+"""Rows of a program of `_weigh_kernel` (time only)."""
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -143,8 +145,18 @@ def _loss_and_gradients(
             logp, logp if old is None else old, advantages, ref, weights, own, g, a, m,
             1.0 - loss.low, 1.0 + loss.high, loss.beta, spec.slope, ref is not None, 256,
         )  # fmt: skip
-        kernels._weigh_kernel[(nodes, triton.cdiv(m, 16))](
-            out, stats[0], rows.n, rows.log_s, a, m, v, out.stride(0), tile.n, 16, num_warps=4
+        kernels._weigh_kernel[(nodes, triton.cdiv(m, WEIGH_ROWS))](
+            out,
+            stats[0],
+            rows.n,
+            rows.log_s,
+            a,
+            m,
+            v,
+            out.stride(0),
+            tile.n,
+            WEIGH_ROWS,
+            num_warps=4,
         )
         mark(out, own, rows, g[:, None], a, None, spec, 0, v, slice(0, m))
         if dh is not None:

@@ -9,8 +9,9 @@ RUNS: the rows of the weight are read in an order that gives each thread whole l
 accumulator a thread holds columns 2q, 2q + 1 of every 8 (q = its place in a group of four); the
 tensor map puts column 32 q + 2 b + p of every 128 at 8 b + 2 q + p, so these are 32 neighbours. No
 leaf is spread over threads: an eighth of the shuffles, a quarter of the merges, the same bits.
-Row kernels: the logits of given ids (`_pick_kernel`), the tree above the tiles (`_collapse_kernel`,
-`_finish_kernel`), the gradient at given ids (`_mark_kernel`), KEEP's values turned into gradients (`_weigh_kernel`).
+Row kernels: the logits of given ids (`_pick_kernel`), the tree above the tiles
+(`_collapse_kernel`, `_finish_kernel`), the gradient at given ids (`_mark_kernel`), KEEP's values
+turned into gradients (`_weigh_kernel`).
 
 T = tokens   V = columns of this launch   K = hidden size   J = ids a token
 """

@@ -41,7 +41,7 @@ STORE_TILE = Tile(128, 256, 64, 8, 3, group=16, flatten=True)
 WEIGHT_TILE = Tile(128, 256, 64, 8, 4, group=16, subtile=True, flatten=True)
 SAFE_TILE = Tile(128, 128, 64, 8, 3)
 FLOAT32_TILE = Tile(64, 64, 32, 4, 2)
-INTERPRETED_TILE = Tile(32, 64, 32, 4, 1)
+INTERPRETED_TILE = Tile(64, 128, 32, 4, 1)
 _TL = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 

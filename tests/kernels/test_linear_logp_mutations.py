@@ -46,11 +46,9 @@ def test_blocks_merged_in_the_order_of_arrival_are_noticed(monkeypatch):
 
     assert equals_logp_of_linear(c, "torch", torch.float32, 1.0)
     monkeypatch.setattr(linear_logp_portable, "merge_portable", one_by_one)
-    found = outputs(c, "torch")[0]
+    assert error(outputs(c, "torch")[0], truth(c)[0]) < 1e-5
     monkeypatch.undo()
-    exact = torch.stack(truth(c)[:1])[0]
-    assert error(found, exact) < 1e-5
-    wide = case(600, 24, 700, torch.float32, "cpu")
+    wide = case(300, 24, 400, torch.float32, "cpu")
     monkeypatch.setattr(linear_logp_portable, "BLOCK_V", 64)
     honest = linear_logp_portable.forward_portable(*operands(wide))
     monkeypatch.setattr(linear_logp_portable, "merge_portable", one_by_one)
@@ -75,7 +73,7 @@ def test_a_temperature_before_the_rounding_is_noticed(backend):
 
 
 def test_a_leaf_of_another_width_is_noticed(monkeypatch):
-    c = case(300, 24, 700, torch.float32, "cpu", "peaked")
+    c = case(300, 24, 400, torch.float32, "cpu", "peaked")
     whole = linear_logp_portable.forward_portable(*operands(c)).log_s
     monkeypatch.setattr(lse_tree, "LEAF", 48)
     assert not torch.equal(linear_logp_portable.forward_portable(*operands(c)).log_s, whole)
