@@ -4,10 +4,10 @@
 
 Three products instead of four: the loss needs of a token no more than its log-probability, so a
 chunk of tokens is finished while its tiles are still there.
-    1. x = hidden weight^T. Kept, at the operands' dtype: exp(z - max of the tile), beside the
-       tile's statistics; from them logp, the bits of `linear_logp`
-    2. g[t] = dloss/dlogp[t]; the kept numbers, times -g p-scale of (row, tile), become dlogits in
-       place; the element of the target is written from logp itself: g (1 - p) in fp32
+    1. x = hidden weight^T. Kept, at the operands' dtype: exp(z - max of its tile), beside the
+       tiles' statistics; from them logp, with the bits of `linear_logp`
+    2. g[t] = dloss/dlogp[t]; what was kept, times one number a row and tile, is dlogits, in place;
+       the element of the target is written from logp itself: g (1 - p) in fp32
     3. dhidden = dlogits weight          4. dweight += dlogits^T hidden
 One chunk is at most CHUNK bytes. dweight goes on from chunk to chunk in its fp32 accumulator
 (`accumulate.py`; with more than one chunk its lower halves take two bytes an element beside it), so
