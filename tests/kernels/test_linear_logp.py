@@ -1,6 +1,7 @@
 """linear_logp on the CPU: the portable backend, and Triton in its interpreter."""
 
 import math
+import sys
 
 import pytest
 import rlk_kernels as rk
@@ -18,7 +19,8 @@ from linear_logp_suite import (
     truth,
     upstreams,
 )
-from rlk_kernels import linear_logp_portable, linear_logp_triton
+from rlk_kernels import accumulate, cornerstone, linear_logp_portable, linear_logp_triton
+from rlk_kernels import linear_logp_kernels as kernels
 from rlk_kernels.lse_tree import LEAF, block_portable, merge_portable
 from rlk_kernels.tiles import Tile
 
@@ -117,6 +119,39 @@ def test_tiles_chunks_and_slabs_change_no_bit(dtype, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(linear_logp_triton, name, value)
             assert all(torch.equal(a, b) for a, b in zip(everything(), whole, strict=True)), name
+
+
+@pytest.mark.parametrize("v", [384, 331])  # rows of the weight in runs of 128, and as they lie
+def test_the_kernels_for_tensor_maps_give_the_bits_of_those_for_pointers(v, monkeypatch):
+    c = case(140, 32, v, torch.float16, "cpu")
+    ups = upstreams(c)
+
+    def everything():
+        leaves = [x.detach().clone().requires_grad_() for x in (c.hidden, c.weight)]
+        loss, metrics = rk.linear_grpo_loss(
+            leaves[0][None], leaves[1], c.target[None], None, torch.ones(1), torch.ones(1, 140),
+            backend="triton",
+        )  # fmt: skip
+        grpo = loss, metrics["logp"], *torch.autograd.grad(loss, leaves)
+        return *outputs(c, "triton"), *gradients(c, run_ours(c, "triton"), ups), *grpo
+
+    whole = everything()
+    for module in (linear_logp_triton, accumulate, sys.modules["rlk_kernels.linear_grpo"]):
+        monkeypatch.setattr(module, "_has_tma", lambda device: True, raising=False)
+        monkeypatch.setattr(module, "_processors", lambda device: 3)  # several tiles a program
+    monkeypatch.setattr(cornerstone, "holds", lambda device: True)
+    monkeypatch.setattr(accumulate, "_TILES", [(Tile(64, 32, 32, 4, 1), 1.0, 1.0)])
+    launched = []
+    kernel = kernels._tiles_tma_kernel
+    monkeypatch.setattr(
+        kernels, "_tiles_tma_kernel",
+        type("Seen", (), {"__getitem__": lambda _, grid: launched.append(grid) or kernel[grid]})(),
+    )  # fmt: skip
+    for held, chunk in ((288 << 20, 512 << 20), (140 * 2 * (256 + 32), 128 * v * 2)):
+        monkeypatch.setattr(linear_logp_triton, "HELD", held)
+        monkeypatch.setattr(sys.modules["rlk_kernels.linear_grpo"], "CHUNK", chunk)
+        assert all(torch.equal(a, b) for a, b in zip(everything(), whole, strict=True)), held
+    assert len(launched) > 8
 
 
 @pytest.mark.parametrize("kind", KINDS)
