@@ -225,6 +225,8 @@ def attempt(call: Callable, *arguments):
 def rivals(ceilings: dict) -> dict:
     """Time and memory at each shape, precision and invariance, of every implementation."""
     found, absent = implementations()
+    facts = {name: attempt(properties, run) for name, run in found.items()}
+    print(facts, flush=True)
     shapes = [(t, *HEADS[0]) for t in TOKENS] + [(4096, *head) for head in HEADS[1:]]
     records = []
     for t, h, v in shapes:
@@ -262,8 +264,6 @@ def rivals(ceilings: dict) -> dict:
         print(records[-1], flush=True)
         del out, forward, both, gemm
         torch.cuda.empty_cache()
-    facts = {name: attempt(properties, run) for name, run in found.items()}
-    print(facts, flush=True)
     return {"shapes": records, "properties": facts, "absent": absent}
 
 
