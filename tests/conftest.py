@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from rlk_align.data import data_path
 from rlk_align.engines import ENGINES
+from rlk_align.trace.reader import Trace
 
 REQUIRED = set(filter(None, os.environ.get("RLK_REQUIRE_ENGINES", "").split(",")))
 
@@ -74,6 +77,20 @@ def write_few_prompts(path: Path) -> Path:
     by_length = sorted(lines, key=len)
     path.write_text("\n".join([*by_length[2:7], by_length[30]]) + "\n", encoding="utf-8")
     return path
+
+
+def capture_of(run: Path, role: str) -> Trace:
+    """A side's trace in a run."""
+    names = json.loads((run / "run.json").read_text())["captures"]
+    return Trace(run / names[role])
+
+
+def values(run: Path, role: str, site: str) -> torch.Tensor:
+    """All values of a site in the prefill pass, in the order of (sample, position)."""
+    reader = capture_of(run, role).read_pass("prefill")
+    rows = reader.rows(site)
+    assert rows is not None
+    return reader.values(site, rows, np.lexsort((rows.position, rows.sample)))
 
 
 @pytest.fixture

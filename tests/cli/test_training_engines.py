@@ -1,9 +1,14 @@
 """The real vLLM against the real training engines, sharded or not, through the command line."""
 
+import json
 from pathlib import Path
 
 import pytest
-from conftest import Cli, Outcome, command_line, require_engine, write_few_prompts
+import torch
+from conftest import Cli, Outcome, command_line, require_engine, values, write_few_prompts
+from safetensors.torch import load_file
+
+from rlk_align.data import data_path
 
 NEW_TOKENS = ("--max-new-tokens", 12)
 EDGE = ("--edges", "prefill_vs_train")
@@ -181,3 +186,16 @@ def test_the_default_is_vllm_against_megatron(folder: Path) -> None:
     engines = {role: e["name"] for role, e in done.verdict["engines"].items()}
     assert engines == {"rollout": "vllm", "train": "megatron"}
     assert done.first == "layers.0.attn_norm"
+
+    # By hand, from the same input: vLLM's norm on the CPU rounds and then multiplies by the
+    # weight, torch's, which Megatron uses, multiplies in fp32 and rounds once.
+    x = values(folder / "run", "rollout", "embed").float()
+    config = json.loads((data_path("model") / "config.json").read_text())
+    weights = load_file(data_path("model") / "model.safetensors")
+    weight = weights["model.layers.0.input_layernorm.weight"]
+    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config["rms_norm_eps"])
+    rounded_first = normed.bfloat16() * weight
+    rounded_once = (normed * weight.float()).bfloat16()
+    assert torch.equal(values(folder / "run", "rollout", "layers.0.attn_norm"), rounded_first)
+    assert torch.equal(values(folder / "run", "train", "layers.0.attn_norm"), rounded_once)
+    assert (rounded_first != rounded_once).float().mean() > 0.1

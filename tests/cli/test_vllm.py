@@ -4,14 +4,12 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from conftest import Cli, Outcome, require_engine
+from conftest import Cli, Outcome, capture_of, require_engine, values
 
 from rlk_align.data import data_path
 from rlk_align.prompts import TokenBatch
-from rlk_align.trace.reader import Trace
 
 PATCHES = {"PYTHONPATH": str(Path(__file__).parent)}
 
@@ -19,19 +17,6 @@ PATCHES = {"PYTHONPATH": str(Path(__file__).parent)}
 @pytest.fixture(autouse=True)
 def _vllm() -> None:
     require_engine("vllm")
-
-
-def capture_of(run: Path, role: str) -> Trace:
-    names = json.loads((run / "run.json").read_text())["captures"]
-    return Trace(run / names[role])
-
-
-def values(run: Path, role: str, site: str) -> torch.Tensor:
-    """All values of a site in the prefill pass, in the order of (sample, position)."""
-    reader = capture_of(run, role).read_pass("prefill")
-    rows = reader.rows(site)
-    assert rows is not None
-    return reader.values(site, rows, np.lexsort((rows.position, rows.sample)))
 
 
 def assert_trustworthy(done: Outcome) -> None:
