@@ -27,7 +27,7 @@ from rlk_kernels.gemm import _has_tma, _processors, _tma_can_read, gemm_triton
 from rlk_kernels.lse_tree import LEAF, levels
 from rlk_kernels.tiles import Tile
 
-SCRATCH = 60 << 20
+SCRATCH = 48 << 20
 """Bytes of tile statistics at a time, forward."""
 HELD = 288 << 20
 """Bytes held at a time, backward: dlogits and the lower halves of unfinished sums."""
@@ -238,9 +238,11 @@ def forward_triton(
     tile = tile_for(h, w, stats=True)
     nodes = triton.cdiv(w.shape[0], tile.n)
     planes = 3 if entropy else 2
-    for first, last in slabs(h.shape[0], SCRATCH // (4 * planes * nodes)):
-        shape = planes, nodes, last - first
-        stats = torch.empty(shape, dtype=torch.float32, device=h.device)
+    pieces = slabs(h.shape[0], SCRATCH // (4 * planes * nodes))
+    size = planes * nodes * (pieces[0][1] if pieces else 0)
+    scratch = torch.empty(size, dtype=torch.float32, device=h.device)  # one for all slabs
+    for first, last in pieces:
+        stats = scratch[: planes * nodes * (last - first)].view(planes, nodes, last - first)
         run_tiles(
             h[first:last], w, bias, spec, tile, kernels.STATS, stats[0], stats[1],
             stats[2] if entropy else None,
@@ -322,9 +324,10 @@ def backward_triton(
 
     together = len(pieces) == 1
     if dh is not None:
+        lows = low_halves(dh[:longest], chunks)  # one for all slabs
         for start, stop in pieces:
             part = slice(start, stop)
-            low = low_halves(dh[part], chunks)
+            low = lows[: stop - start]
             for first in range(0, v, wide):
                 out, last = dlogits(part, first), min(first + wide, v)
                 accumulate(
@@ -335,10 +338,12 @@ def backward_triton(
                     gemm_triton(out, h, None, True, False, dw[first:last], tile=many)
                 if together and db is not None:
                     db[first:last] = columns(slice(0, t), last - first)
+        del lows, low
     if (dw is not None or db is not None) and not (together and dh is not None):
+        lows = None if dw is None else low_halves(dw[:wide], len(pieces))
         for first in range(0, v, wide):
             last = min(first + wide, v)
-            low = None if dw is None else low_halves(dw[first:last], len(pieces))
+            low = None if lows is None else lows[: last - first]
             sums = []
             for start, stop in pieces:
                 out = dlogits(slice(start, stop), first)

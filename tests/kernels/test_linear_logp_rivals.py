@@ -3,7 +3,7 @@
 import pytest
 import rlk_kernels as rk
 import torch
-from rival_cases import CCE, CCE_SHAPES, LIGER, cut_cross_entropy, liger, verl
+from rival_cases import CCE, CCE_SHAPES, LIGER, LIGER_LARGE, cut_cross_entropy, liger, verl
 
 
 def ours(hidden, weight, target, bias, temperature, softcap):
@@ -23,6 +23,23 @@ def coarse(hidden, weight, target, bias, temperature, softcap):
 def test_ligers(spec):
     assert liger(ours, spec, "cpu")
     assert not liger(coarse, spec, "cpu")
+
+
+def test_ligers_bf16_case_at_an_eighth_of_its_size():
+    """It expects logits rounded to bf16; exact ones are too far from its reference."""
+
+    def run(short):
+        def call(hidden, weight, target, bias, temperature, softcap):
+            return rk.linear_logp(
+                hidden, weight, target, temperature=temperature, return_entropy=True,
+                logit_dtype=hidden.dtype if short else torch.float32,
+            )  # fmt: skip
+
+        return call
+
+    _, h, v, *rest = LIGER_LARGE[0]
+    assert liger(run(True), (65, h, v // 16, *rest), "cpu")
+    assert not liger(run(False), (65, h, v // 16, *rest), "cpu")
 
 
 @pytest.mark.parametrize(("dtype", "limit"), CCE)

@@ -42,7 +42,9 @@ HALF = torch.bfloat16
 def test_errors_and_gradients_against_float64(kind, dtype):
     c = case(257, 512, 5003, dtype, "cuda", kind)
     for value, exact in zip(outputs(c, "triton"), truth(c), strict=True):
-        assert error(value, exact) <= (2e-3 if kind == "offset" else 1e-4)
+        # sums of 512 terms of one sign near -200, and an offset of 1e4: what fp32 leaves of them
+        limit = {"negative": 1e-3, "offset": 2e-3}.get(kind, 1e-4)
+        assert error(value, exact) <= limit
     assert max(gradients_within_budget(c, "triton", logp_only=True)) <= 1.0
 
 
@@ -166,9 +168,19 @@ def ours(hidden, weight, target, bias, temperature, softcap):
     )  # fmt: skip
 
 
+def ours_with_short_logits(hidden, weight, target, bias, temperature, softcap):
+    """Liger's bf16 case expects the logits to be rounded to bf16."""
+    return rk.linear_logp(
+        hidden, weight, target, temperature=temperature, logit_dtype=hidden.dtype,
+        return_entropy=True,
+    )  # fmt: skip
+
+
 def test_the_rivals_own_cases():
-    for spec in [*LIGER, *LIGER_LARGE]:
+    for spec in LIGER:
         assert liger(ours, spec, "cuda"), spec
+    for spec in LIGER_LARGE:
+        assert liger(ours_with_short_logits, spec, "cuda"), spec
     for shape in CCE_SHAPES:
         for dtype, limit in CCE:
             for softcap, bias in ((None, False), (20.0, True)):
