@@ -8,7 +8,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rlk_align.engines.base import Logprobs, Progress, Tap
-from rlk_align.engines.hf import HFEngine, chunks, hf_weights
+from rlk_align.engines.hf import HFEngine, hf_weights
+from rlk_align.engines.hf_input import chunks
 from rlk_align.engines.hf_taps import Tapped
 from rlk_align.engines.parameters import (
     LiveParameter,
