@@ -2,7 +2,8 @@
 
 The first token of a sequence sees itself alone, so its attention output is its own value vector,
 each key-value head repeated for its group; any later token sees more. Whatever an engine packs,
-pads or masks, a row that breaks this belongs to another sequence than its own.
+pads or masks, a row that breaks this belongs to another sequence than its own. A token that
+repeats the one before it averages equal values, and so tells nothing of how many it sees.
 """
 
 import numpy as np
@@ -20,6 +21,8 @@ class BoundaryCheck:
     def __init__(self, heads: int, kv_heads: int) -> None:
         self._heads, self._kv_heads = heads, kv_heads
         self._value: torch.Tensor | None = None
+        self._last: dict[int, tuple[int, torch.Tensor]] = {}
+        """Per sample, the position and value of the last row seen: decode brings one at a time."""
         self._checked = 0
         self._wrong = 0
         self._first: list[WrongBoundary] = []
@@ -46,8 +49,8 @@ class BoundaryCheck:
             return
         self._checked += len(out)
         first = position == 0
-        # Equal to the bit, where a token has more to see: no average of others gives that.
-        alone = (own == out).all(dim=1).cpu().numpy() & ~first
+        # Equal to the bit, where a token has other values to see: no average with them gives that.
+        alone = (own == out).all(dim=1).cpu().numpy() & self._news(value, sample, position)
         among = np.zeros(len(out), dtype=bool)
         if first.any():
             at = torch.from_numpy(np.flatnonzero(first)).to(out.device)
@@ -62,3 +65,20 @@ class BoundaryCheck:
                 self._first.append(
                     WrongBoundary(sample=int(sample[row]), position=int(position[row]), sees=sees)
                 )
+
+    def _news(self, value: torch.Tensor, sample: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """Bool `[N]`: rows whose value is known to differ from the one at the position before."""
+        order = np.lexsort((position, sample))
+        before, after = order[:-1], order[1:]
+        follows = (sample[before] == sample[after]) & (position[before] + 1 == position[after])
+        before, after = before[follows], after[follows]
+        news = np.zeros(len(value), dtype=bool)
+        news[after] = (value[before] != value[after]).any(dim=1).cpu().numpy()
+        _, starts = np.unique(sample[order], return_index=True)
+        for row in order[starts].tolist():
+            last, held = self._last.get(int(sample[row]), (None, None))
+            if held is not None and last == position[row] - 1:
+                news[row] = bool((held != value[row]).any())
+        for row in order[np.append(starts[1:], len(order)) - 1].tolist():
+            self._last[int(sample[row])] = (int(position[row]), value[row].clone())
+        return news

@@ -61,6 +61,26 @@ def test_an_early_boundary_names_both_rows() -> None:
     assert found == [(2, 4, "itself alone"), (3, 0, "other tokens")]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_repeated_token_sees_only_itself_either_way(dtype: torch.dtype, at_once: bool) -> None:
+    """Equal values average to themselves; in a decode rows come one at a time."""
+    torch.manual_seed(0)
+    ids = torch.tensor([0, 0, 0, 0, 1, 2])
+    q = torch.randn(len(ids), HEADS, DIM).to(dtype)
+    k, v = torch.randn(2, 3, KV_HEADS, DIM).to(dtype)[:, ids].unbind()
+    for ends, found in (([0, 6], []), ([0, 5, 6], [(0, 5, "itself alone")])):
+        out = attention(q, k, v, ends)
+        check = BoundaryCheck(HEADS, KV_HEADS)
+        for rows in np.split(np.arange(len(ids)), 1 if at_once else len(ids)):
+            sample = np.zeros_like(rows)
+            check.see("layers.0.v_proj", v[rows].flatten(1), sample, rows)
+            check.see("layers.0.attn", out[rows], sample, rows)
+        record = check.record()
+        assert [(w.sample, w.position, w.sees) for w in record.first] == found
+        assert record.checked == len(ids)
+
+
 def test_other_layers_and_shapes_are_left_alone() -> None:
     where = (np.zeros(2, dtype=np.int64), np.arange(2))
     check = BoundaryCheck(HEADS, KV_HEADS)
