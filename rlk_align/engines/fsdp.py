@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from rlk_align.engines.base import Logprobs, Progress, Tap
+from rlk_align.engines.base import Engine, Logprobs, Progress, Sampled, Sampling, Tap
 from rlk_align.engines.hf import HFEngine, hf_weights
 from rlk_align.engines.hf_input import chunks
 from rlk_align.engines.hf_taps import Tapped
@@ -63,6 +63,12 @@ class FSDPEngine(HFEngine):
             shards = even_shards(0, [min(share, n) for n in left])
             if self.ranks.rank == 0:
                 yield record_parameter(LiveParameter(name, whole, shards))
+
+    def sample(
+        self, batch: TokenBatch, sampling: Sampling, tap: Tap | None, progress: Progress
+    ) -> Sampled:
+        # Not as HF: ranks would have to decode in step, each some samples of its own.
+        return Engine.sample(self, batch, sampling, tap, progress)
 
     def score(self, batch: TokenBatch, tap: Tap | None, progress: Progress) -> Logprobs:
         own = range(self.ranks.rank, len(batch.samples), self.ranks.world)

@@ -5,6 +5,14 @@ import sys
 
 import pytest
 
+from rlk_align.config import EngineSpec
+from rlk_align.data import data_path
+from rlk_align.engines.base import Sampling
+from rlk_align.engines.fsdp import FSDPEngine
+from rlk_align.errors import BadOption
+from rlk_align.families import read_shape
+from rlk_align.prompts import TokenBatch
+
 PROGRAM = """
 import torch
 from rlk_align.config import EngineSpec
@@ -51,3 +59,11 @@ def test_checkpointing_changes_no_bit_of_loss_and_gradients() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip().endswith("fine")
+
+
+def test_it_does_not_sample() -> None:
+    """As a rollout it is refused before anything is computed."""
+    model = data_path("model")
+    engine = FSDPEngine(EngineSpec.parse("fsdp:dp=2"), model, read_shape(model))
+    with pytest.raises(BadOption, match="'fsdp' does not sample"):
+        engine.sample(TokenBatch(()), Sampling(4, 0), None, lambda _done: None)
