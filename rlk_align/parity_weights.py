@@ -30,14 +30,14 @@ def check_weights(rollout: Trace, train: Trace) -> list[Mismatch]:
             found.append(Mismatch(kind="weights", name=name, rollout=here[0], train=here[1]))
         elif a[name].shape != b[name].shape:
             found.append(_mismatch(a[name], b[name], [], ""))
+        elif stale := _stale_copies(a[name], b[name]):
+            found.append(_mismatch(a[name], b[name], *stale))
         elif a[name].digest != b[name].digest:
             ranks, detail = _placed(name, rollout, train)
             other = named.get(b[name].digest)
             if other is not None:
                 detail = f"train holds what the rollout has as {other}"
             found.append(_mismatch(a[name], b[name], ranks, detail))
-        else:
-            found += _stale_copies(a[name], b[name])
     return found
 
 
@@ -48,13 +48,16 @@ def _mismatch(a: Weight, b: Weight, ranks: list[int], detail: str) -> Mismatch:
     )
 
 
-def _stale_copies(a: Weight, b: Weight) -> list[Mismatch]:
-    """Ranks whose own copy of a replicated parameter is not that of rank 0."""
-    for side, weight in (("rollout", a), ("train", b)):
-        stale = [r for r, digest in enumerate(weight.replicas, 1) if digest != weight.digest]
-        if stale:
-            return [_mismatch(a, b, stale, f"{side}: {_ranks(stale)} has another copy than rank 0")]
-    return []
+def _stale_copies(a: Weight, b: Weight) -> tuple[list[int], str] | None:
+    """The ranks whose own copy of a replicated parameter is not the other side's, where some
+    ranks' copies are."""
+    for side, weight, other in (("rollout", a, b), ("train", b, a)):
+        right = [d == other.digest for d in (weight.digest, *weight.replicas)]
+        stale = [r for r, is_right in enumerate(right) if not is_right]
+        if stale and any(right):
+            have = "has" if len(stale) == 1 else "have"
+            return stale, f"{side}: {_ranks(stale)} {have} another copy than rank {right.index(True)}"
+    return None
 
 
 def _placed(name: str, rollout: Trace, train: Trace) -> tuple[list[int], str]:

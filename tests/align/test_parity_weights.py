@@ -120,6 +120,14 @@ def test_a_stale_copy_names_its_rank(tmp_path: Path) -> None:
     assert found.detail == "train: rank 2 has another copy than rank 0"
 
 
+def test_rank_0_can_be_the_one_that_is_stale(tmp_path: Path) -> None:
+    w = weight(16)[:, 0].contiguous()
+    copies = LiveParameter("final_norm", w + 1, replicas=(w.clone(), w - 1, w.clone()))
+    found = only(tmp_path, LiveParameter("final_norm", w), copies)
+    assert found.ranks == [0, 2]
+    assert found.detail == "train: ranks 0, 2 have another copy than rank 1"
+
+
 def test_another_layers_weights_are_recognised(tmp_path: Path) -> None:
     zero, one = weight(seed=0), weight(seed=1)
     names = ("layers.0.up_proj", "layers.1.up_proj")
