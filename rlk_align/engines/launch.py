@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlk_align.engines.heartbeat import ALIVE, pulses
 from rlk_align.engines.job import Events, Job, error_of, failed
-from rlk_align.errors import EngineFailed, RlkError
+from rlk_align.errors import BadOption, EngineFailed, RlkError
 
 
 def launch(job_path: Path, engine: str, world: int, port: int | None, events: Events) -> None:
@@ -52,6 +52,8 @@ def _check_free(port: int) -> None:
                 f"port {port}, at which the ranks were to meet, is taken: {error}",
                 "leave `port` out of the engine spec: a free one is then found",
             ) from error
+        except OverflowError as error:
+            raise BadOption(f"port={port} is no port", "choose one from 1 to 65535") from error
 
 
 def first_failure(

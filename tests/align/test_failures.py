@@ -10,7 +10,7 @@ import torch.distributed as dist
 from rlk_align.config import EngineSpec
 from rlk_align.engines import interpreter
 from rlk_align.engines.job import Events, error_of, failed
-from rlk_align.engines.launch import death, first_failure
+from rlk_align.engines.launch import death, first_failure, launch
 from rlk_align.engines.ranks import check_device, join
 from rlk_align.errors import BadOption, EngineFailed, MissingDependency, RlkError
 
@@ -162,3 +162,8 @@ def test_a_python_that_is_too_old_and_one_that_never_answers(
     monkeypatch.setattr(interpreter, "_PATIENCE", 0.5)
     with pytest.raises(BadOption, match="no answer"):
         interpreter.examine(str(python), "vllm")
+
+
+def test_a_port_that_is_none_is_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match="port=99999 is no port"):
+        launch(tmp_path / "job.json", "fsdp:dp=2,port=99999", 2, 99999, Events(tmp_path))
