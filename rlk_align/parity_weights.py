@@ -55,8 +55,8 @@ def _stale_copies(a: Weight, b: Weight) -> tuple[list[int], str] | None:
         right = [d == other.digest for d in (weight.digest, *weight.replicas)]
         stale = [r for r, is_right in enumerate(right) if not is_right]
         if stale and any(right):
-            have = "has" if len(stale) == 1 else "have"
-            return stale, f"{side}: {_ranks(stale)} {have} another copy than rank {right.index(True)}"
+            who = f"{_ranks(stale)} {'has' if len(stale) == 1 else 'have'}"
+            return stale, f"{side}: {who} another copy than rank {right.index(True)}"
     return None
 
 
