@@ -24,10 +24,11 @@ demo: setup
 	$(BIN)/rlk-align compare --run-dir rlk-runs/demo $(DEMO) || [ $$? -eq 1 ]
 
 # Tests with the real engines; a missing one fails instead of skipping. Two files at a time, each
-# process with one thread: most of the time goes into starting engines.
+# process with one thread: most of the time goes into starting engines. In the order of the folders:
+# the files with many quick tests, which would otherwise go first, fill up the end.
 test: setup
 	RLK_REQUIRE_ENGINES=vllm,megatron,fsdp TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
-	  $(BIN)/python -m pytest -n 2 --dist loadfile $(TEST)
+	  $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TEST)
 
 check: setup
 	$(BIN)/ruff check .
