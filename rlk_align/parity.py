@@ -4,7 +4,7 @@ A mismatch is not drift. It is reported as what it is: a token span, a parameter
 attribute, and where it is first.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -73,48 +73,47 @@ def _span(name: str, sample: int, a: list[int], b: list[int]) -> Mismatch:
 
 def _positions(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
     """Rows that a side rotated by another position than their own, by side the first."""
-    for side, name, record in _passes(rollout, train):
-        if record.positions.first:
-            first = record.positions.first[0]
-            yield Mismatch(
-                kind="attributes",
-                name="position",
-                rollout=first.effective if side == "rollout" else first.position,
-                train=first.effective if side == "train" else first.position,
-                sample=first.sample,
-                position=first.position,
-                detail=f"{side} {name}: {record.positions.wrong} of {record.positions.checked} "
-                "rows are rotated by another position than their own",
-            )
+    for side, name, record in _first_wrong(rollout, train, lambda r: r.positions.first):
+        first = record.positions.first[0]
+        yield Mismatch(
+            kind="attributes",
+            name="position",
+            rollout=first.effective if side == "rollout" else first.position,
+            train=first.effective if side == "train" else first.position,
+            sample=first.sample,
+            position=first.position,
+            detail=f"{side} {name}: {record.positions.wrong} of {record.positions.checked} "
+            "rows are rotated by another position than their own",
+        )
 
 
 def _boundaries(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
     """Rows whose attention sees another sequence, or not their own, by side the first."""
-    for side, name, record in _passes(rollout, train):
-        if record.boundaries.first:
-            first = record.boundaries.first[0]
-            own = "itself alone" if first.position == 0 else "other tokens"
-            yield Mismatch(
-                kind="attributes",
-                name="sequence_boundary",
-                rollout=f"sees {first.sees if side == 'rollout' else own}",
-                train=f"sees {first.sees if side == 'train' else own}",
-                sample=first.sample,
-                position=first.position,
-                detail=f"{side} {name}: {record.boundaries.wrong} rows attend across the "
-                "boundaries of their sequences",
-            )
+    for side, name, record in _first_wrong(rollout, train, lambda r: r.boundaries.first):
+        first = record.boundaries.first[0]
+        own = "itself alone" if first.position == 0 else "other tokens"
+        yield Mismatch(
+            kind="attributes",
+            name="sequence_boundary",
+            rollout=f"sees {first.sees if side == 'rollout' else own}",
+            train=f"sees {first.sees if side == 'train' else own}",
+            sample=first.sample,
+            position=first.position,
+            detail=f"{side} {name}: {record.boundaries.wrong} rows attend across the "
+            "boundaries of their sequences",
+        )
 
 
-def _passes(rollout: Trace, train: Trace) -> Iterator[tuple[str, str, PassRecord]]:
+def _first_wrong(
+    rollout: Trace, train: Trace, wrong: Callable[[PassRecord], Sequence[object]]
+) -> Iterator[tuple[str, str, PassRecord]]:
     """(side, pass, record) of the first observed pass of each side that has a wrong row."""
     for side, trace in (("rollout", rollout), ("train", train)):
         for name in ("decode", "prefill"):
-            if trace.has_pass(name):
-                record = trace.read_pass(name).record
-                if record.positions.first or record.boundaries.first:
-                    yield side, name, record
-                    break
+            record = trace.read_pass(name).record if trace.has_pass(name) else None
+            if record is not None and wrong(record):
+                yield side, name, record
+                break
 
 
 def _attributes(a: dict[str, Any], b: dict[str, Any]) -> list[Mismatch]:

@@ -98,21 +98,10 @@ def _windows(config: Any, layers: int) -> tuple[int | None, ...]:
 
 def check_parallel(shape: ModelShape, settings: Settings) -> None:
     """Raises BadOption where the model cannot be cut as asked."""
-    tp, kv = settings.tp, shape.kv_heads
-    qkv = (shape.heads + 2 * kv) * shape.head_dim
-    wrong = ""
-    if shape.heads % tp:
-        wrong = f"{shape.heads} heads cannot be shared by {tp} ranks"
-    elif kv % tp and tp % kv:
-        wrong = f"{kv} key-value heads are neither a multiple nor a divisor of tp"
-    elif shape.intermediate % tp:
-        wrong = f"{shape.intermediate} MLP features cannot be shared by {tp} ranks"
-    elif qkv % tp:
-        wrong = f"{qkv} rows of q, k and v cannot be shared by {tp} ranks"
+    tp = settings.tp
+    wrong = _unshared(shape, tp)
     if wrong:
-        fits = [
-            n for n in (1, 2, 4, 8) if not (shape.heads % n or kv % n or shape.intermediate % n)
-        ]
+        fits = [n for n in (1, 2, 4, 8) if not _unshared(shape, n)]
         raise BadOption(
             f"engine 'megatron': tp={tp}: {wrong}",
             f"this model takes tp={'|'.join(map(str, fits))}",
@@ -122,6 +111,21 @@ def check_parallel(shape: ModelShape, settings: Settings) -> None:
             "engine 'megatron': sp=1 shares the sequence between ranks, and tp=1 has only one",
             "give tp=2 or more",
         )
+
+
+def _unshared(shape: ModelShape, tp: int) -> str:
+    """What of the model `tp` ranks cannot share; empty where they can share it all."""
+    kv = shape.kv_heads
+    qkv = (shape.heads + 2 * kv) * shape.head_dim
+    if shape.heads % tp:
+        return f"{shape.heads} heads cannot be shared by {tp} ranks"
+    if kv % tp and tp % kv:
+        return f"{kv} key-value heads are neither a multiple nor a divisor of tp"
+    if shape.intermediate % tp:
+        return f"{shape.intermediate} MLP features cannot be shared by {tp} ranks"
+    if qkv % tp:
+        return f"{qkv} rows of q, k and v cannot be shared by {tp} ranks"
+    return ""
 
 
 def transformer_config(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) -> Any:

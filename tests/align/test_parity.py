@@ -13,7 +13,15 @@ from rlk_align.parity import check_parity
 from rlk_align.prompts import Sample, TokenBatch
 from rlk_align.results import Mismatch
 from rlk_align.trace.reader import Trace
-from rlk_align.trace.schema import TraceRecord, save_record
+from rlk_align.trace.schema import (
+    BoundaryRecord,
+    PassRecord,
+    PositionRecord,
+    TraceRecord,
+    WrongBoundary,
+    WrongPosition,
+    save_record,
+)
 
 Make = Callable[..., Trace]
 WEIGHTS = {"embed": torch.arange(12.0).reshape(3, 4), "final_norm": torch.ones(4)}
@@ -214,3 +222,54 @@ def test_tokens_come_first_then_weights_then_attributes(make: Make) -> None:
         make("b", batch=other, weights={}, attributes={"x": 2}),
     )
     assert [m.kind for m in found] == ["tokens", "weights", "weights", "attributes"]
+
+
+def add_pass(trace: Trace, name: str, position: int | None, boundary: int | None) -> None:
+    """A pass of nothing but what was measured: the first wrong row of each kind, if any."""
+    turned = [WrongPosition(sample=1, position=p, effective=p + 3) for p in _given(position)]
+    crossed = [WrongBoundary(sample=0, position=p, sees="other tokens") for p in _given(boundary)]
+    (trace.folder / name).mkdir()
+    record = PassRecord(
+        sites={},
+        files={},
+        seconds=0.0,
+        positions=PositionRecord(checked=9, wrong=len(turned), first=turned),
+        boundaries=BoundaryRecord(checked=9, wrong=len(crossed), first=crossed),
+    )
+    save_record(record, trace.folder / name / "pass.json")
+
+
+def _given(position: int | None) -> list[int]:
+    return [] if position is None else [position]
+
+
+def test_wrong_positions_and_boundaries_are_named_in_whichever_pass(make: Make) -> None:
+    a, b = make("a"), make("b")
+    add_pass(a, "decode", None, 0)
+    add_pass(a, "prefill", 5, 0)
+    add_pass(b, "prefill", None, None)
+    found = {m.name: m for m in check_parity(a, b)}
+    assert set(found) == {"position", "sequence_boundary"}
+    position, boundary = found["position"], found["sequence_boundary"]
+    assert (position.sample, position.position) == (1, 5)
+    assert (position.rollout, position.train) == (8, 5)
+    assert position.detail.startswith("rollout prefill: 1 of 9 rows")
+    assert (boundary.rollout, boundary.train) == ("sees other tokens", "sees itself alone")
+    assert boundary.detail.startswith("rollout decode")
+
+
+def test_another_rotary_embedding_tells_no_positions(make: Make) -> None:
+    a, b = (make(f"{t}", attributes={"rope_theta": t}) for t in (1.0, 2.0))
+    add_pass(b, "prefill", 5, None)
+    assert [m.name for m in check_parity(a, b)] == ["rope_theta"]
+
+
+def test_padding_differs_only_where_both_pad(make: Make) -> None:
+    sides: list[str | None] = ["left", "right", None]
+    for x in sides:
+        for y in sides:
+            names = (f"{x}-{y}-a", f"{x}-{y}-b")
+            pair = (
+                make(n, attributes={"padding_side": s}) for n, s in zip(names, (x, y), strict=True)
+            )
+            assert bool(check_parity(*pair)) == ({x, y} == {"left", "right"})
