@@ -36,8 +36,7 @@ class BoundaryCheck:
             self._check(value, rows.detach(), sample, position)
 
     def record(self) -> BoundaryRecord:
-        first = sorted(self._first, key=lambda w: (w.sample, w.position))[:WRONG_ROWS]
-        return BoundaryRecord(checked=self._checked, wrong=self._wrong, first=first)
+        return BoundaryRecord.of(self._checked, self._wrong, self._first)
 
     def _check(
         self, value: torch.Tensor, out: torch.Tensor, sample: np.ndarray, position: np.ndarray

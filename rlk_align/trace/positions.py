@@ -53,8 +53,7 @@ class PositionCheck:
             self._check(turned, sample, position)
 
     def record(self) -> PositionRecord:
-        first = sorted(self._first, key=lambda w: (w.sample, w.position))[:WRONG_ROWS]
-        return PositionRecord(checked=self._checked, wrong=self._wrong, first=first)
+        return PositionRecord.of(self._checked, self._wrong, self._first)
 
     def _turned(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """The angle of each pair, summed over heads: `[N, F]` twice -> radians `[N, pairs]`."""

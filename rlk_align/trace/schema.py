@@ -3,11 +3,11 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -83,66 +83,60 @@ class FileRecord(Record):
         }
 
 
-class WrongPosition(Record):
-    """A row that the engine rotated by another position than its own."""
+class WrongRow(Record):
+    """A row of layer 0 that is not what its place in the batch asks for."""
 
     sample: int
     position: int
+
+
+class WrongPosition(WrongRow):
+    """A row that the engine rotated by another position than its own."""
+
     effective: int
-
-
-class PositionRecord(Record):
-    """By which positions the engine's rotary embedding rotated, measured on layer 0."""
-
-    checked: int = 0
-    """Rows whose rotation was measured."""
-    wrong: int = 0
-    first: list[WrongPosition] = []
-    """The first of them, by sample and position."""
-
-    @classmethod
-    def together(cls, parts: "list[PositionRecord]") -> "PositionRecord":
-        """Of several parts of a pass."""
-        first = sorted((w for p in parts for w in p.first), key=lambda w: (w.sample, w.position))
-        return cls(
-            checked=sum(p.checked for p in parts),
-            wrong=sum(p.wrong for p in parts),
-            first=first[:WRONG_ROWS],
-        )
 
 
 Seen = Literal["other tokens", "itself alone"]
 
 
-class WrongBoundary(Record):
+class WrongBoundary(WrongRow):
     """A row whose attention sees other tokens than its sequence lets it."""
 
-    sample: int
-    position: int
     sees: Seen
-
-
-class BoundaryRecord(Record):
-    """Whether sequences begin where they should for the attention, measured on layer 0."""
-
-    checked: int = 0
-    wrong: int = 0
-    first: list[WrongBoundary] = []
-    """The first of them, by sample and position."""
-
-    @classmethod
-    def together(cls, parts: "list[BoundaryRecord]") -> "BoundaryRecord":
-        """Of several parts of a pass."""
-        first = sorted((w for p in parts for w in p.first), key=lambda w: (w.sample, w.position))
-        return cls(
-            checked=sum(p.checked for p in parts),
-            wrong=sum(p.wrong for p in parts),
-            first=first[:WRONG_ROWS],
-        )
 
 
 WRONG_ROWS = 8
 """How many wrong rows a pass names."""
+
+W = TypeVar("W", bound=WrongRow)
+
+
+class Measured(Record, Generic[W]):
+    """What was measured of the rows of layer 0, in one respect."""
+
+    checked: int = 0
+    """Rows that could be measured."""
+    wrong: int = 0
+    first: list[W] = []
+    """The first wrong ones, by sample and position."""
+
+    @classmethod
+    def of(cls, checked: int, wrong: int, found: Iterable[W]) -> Self:
+        """Keeps the first of those that were found."""
+        first = sorted(found, key=lambda w: (w.sample, w.position))
+        return cls(checked=checked, wrong=wrong, first=first[:WRONG_ROWS])
+
+    @classmethod
+    def together(cls, parts: Sequence[Self]) -> Self:
+        """Of several parts of a pass."""
+        found = (w for p in parts for w in p.first)
+        return cls.of(sum(p.checked for p in parts), sum(p.wrong for p in parts), found)
+
+
+PositionRecord = Measured[WrongPosition]
+"""By which positions the engine's rotary embedding rotated."""
+BoundaryRecord = Measured[WrongBoundary]
+"""Whether sequences begin where they should for the attention."""
 
 
 class PartRecord(Record):
