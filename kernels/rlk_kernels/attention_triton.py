@@ -1,12 +1,13 @@
 """The Triton forward of `attention` and `paged_attention`: one kernel body for both.
 
 Order, per row (one query of one head): keys in chunks of CHUNK, aligned to key 0 of the sequence;
-in a chunk, blocks of `block_n` keys from front to back with a running maximum m, a sum l and an
-accumulator acc, all fp32, that start afresh in each chunk; then the chunks' (m, l, acc) are merged
-from front to back. A block, or a chunk, that a row does not see leaves its state as it was, to
-the bit. So neither the queries beside a row, nor where the cache lies, nor whether one program
-walks all chunks or each chunk has its own (SPLIT) changes a bit. `block_n` depends on head size and
-dtype alone.
+in a chunk, blocks of `block_n` keys from front to back with a running maximum m, eight sums (key j
+in sum j mod 8) and an accumulator acc, all fp32, that start afresh in each chunk; then the eight
+sums become one, and the chunks' (m, sum, acc) are merged from front to back. A block, or a chunk,
+that a row does not see leaves its state as it was, to the bit. So neither the queries beside a row,
+nor where the cache lies, nor whether one program walks all chunks or each chunk has its own (SPLIT)
+changes a bit. `block_n` depends on head size and dtype alone. On Hopper `attention_hopper.py` does
+the same with another schedule.
 
 Rows are packed: the G query heads that share a KV head lie side by side, row = query * G + head,
 so that a decode step reads its keys once.
@@ -23,7 +24,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlk_kernels.backend import interpreting
-from rlk_kernels.gemm import _has_tma, _processors
+from rlk_kernels.gemm import _has_tma, _runs_apart
 
 CHUNK = 1024
 """Keys of a chunk: the unit of parallel decode, and part of the order of the sum."""
@@ -33,11 +34,9 @@ LOG2E = 1.4426950408889634
 
 def block_n(dim: int, dtype: torch.dtype) -> int:
     """Keys of a block: part of the order of the sum, so never a function of the batch."""
-    if interpreting():
+    if interpreting() or dtype == torch.float32:
         return 32
-    if dtype == torch.float32:
-        return 32
-    return 64
+    return 128 if dim in (64, 128) else 64
 
 
 @triton.jit
@@ -54,6 +53,26 @@ def find_sequence(cu_ptr, block, B, G: tl.constexpr, BM: tl.constexpr):
         else:
             high = middle
     return low
+
+
+@triton.jit
+def seen_keys(
+    first_row, len_q, len_k, window, G: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Of BM packed rows: no row sees a key before the first result (a whole block) or from the
+    third on; every row sees all keys before the second."""
+    begin = 0
+    shared_end = len_k
+    end = len_k
+    if CAUSAL:
+        offset = len_k - len_q
+        shared_end = tl.maximum(first_row // G + offset + 1, 0)
+        end = tl.maximum((tl.minimum(first_row + BM, len_q * G) - 1) // G + offset + 1, 0)
+    if WINDOWED:
+        begin = tl.maximum(shared_end - window, 0) // BN * BN
+        shared_end = 0
+    return begin, shared_end, end
 
 
 @triton.jit
@@ -101,39 +120,43 @@ def _add(a, b):
 
 
 @triton.jit
-def row_sum(p, BM: tl.constexpr, LEVELS: tl.constexpr):
-    """Sum over 2**LEVELS columns by halves: column j with column j + half, and so on.
+def eight_sums(p, LEVELS: tl.constexpr):
+    """[R, 8 * 2**LEVELS] -> [R, 8]: column j in sum j mod 8, by halves (j with j + half).
 
-    Every addition is of two numbers, so no layout of threads can change the order.
+    Every addition is of two numbers, so no layout of threads can change the order; on the tensor
+    core's layouts a thread has whole sums.
     """
     for level in tl.static_range(LEVELS):
-        p = tl.reduce(tl.reshape(p, (BM, 2, 1 << (LEVELS - 1 - level))), 1, _add)
-    return tl.reshape(p, (BM,))
+        p = tl.reduce(tl.reshape(p, (p.shape[0], 2, 4 << (LEVELS - level))), 1, _add)
+    return p
 
 
 @triton.jit
-def attend_block(
-    q,
-    k,
-    v,
-    m,
-    den,
-    acc,
-    scale,
-    visible,
-    MASKED: tl.constexpr,
-    BM: tl.constexpr,
-    LEVELS: tl.constexpr,
-):
+def one_sum(p):
+    """[R, 8] -> [R], by halves."""
+    for level in tl.static_range(3):
+        p = tl.reduce(tl.reshape(p, (p.shape[0], 2, 4 >> level)), 1, _add)
+    return tl.reshape(p, (p.shape[0],))
+
+
+@triton.jit
+def block_weights(s, m, scale, LEVELS: tl.constexpr):
+    """Of scores s[R, BN] after a running maximum m[R]: (exp2(scale s - top), top, exp2(m - top),
+    eight sums of the first)."""
+    top = tl.maximum(m, tl.max(s, 1) * scale)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    p = tl.exp2(tl.fma(s, scale, (0.0 - safe)[:, None]))
+    return p, top, tl.exp2(m - safe), eight_sums(p, LEVELS)
+
+
+@triton.jit
+def attend_block(q, k, v, m, den, acc, scale, visible, MASKED: tl.constexpr, LEVELS: tl.constexpr):
     """One block of keys added to a chunk's state."""
     s = tl.dot(q, k.T, input_precision="ieee")
     if MASKED:
         s = tl.where(visible, s, float("-inf"))
-    top = tl.maximum(m, tl.max(s, 1) * scale)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    p = tl.exp2(tl.fma(s, tl.full(s.shape, 1.0, tl.float32) * scale, -safe[:, None]))
-    old = tl.exp2(m - safe)
-    den = tl.fma(den, old, row_sum(p, BM, LEVELS))
+    p, top, old, sums = block_weights(s, m, scale, LEVELS)
+    den = tl.fma(den, old[:, None], sums)
     acc = acc * old[:, None]
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
     return top, den, acc
@@ -175,19 +198,11 @@ def _attention_kernel(
     q = tl.load(q_ptr + at + cols[None, :], mask=live[:, None] & (cols[None, :] < DIM), other=0.0)
 
     last = len_k - 1 + tl.zeros_like(row)  # the last key a row sees
-    shared_end = len_k  # every row of this program sees all keys before it
-    seen_end = len_k  # no row sees this key, or any behind it
-    seen_begin = 0
     if CAUSAL:
-        offset = len_k - len_q
-        last = query + offset
-        shared_end = tl.maximum(first_row // G + offset + 1, 0)
-        end_row = tl.minimum(first_row + BM, len_q * G) - 1
-        seen_end = tl.maximum(end_row // G + offset + 1, 0)
-    if WINDOWED:
-        seen_begin = tl.maximum(shared_end - window, 0) // BN * BN
-        shared_end = 0
-    begin = seen_begin
+        last = query + len_k - len_q
+    begin, shared_end, seen_end = seen_keys(
+        first_row, len_q, len_k, window, G, BM, BN, CAUSAL, WINDOWED
+    )
     if SPLIT:
         chunk = tl.program_id(2)
         begin = tl.maximum(begin, chunk * CHUNK)
@@ -197,10 +212,10 @@ def _attention_kernel(
     plain_end = tl.maximum(tl.minimum(shared_end, seen_end) // BN * BN, begin)
 
     m = tl.full((BM,), float("-inf"), tl.float32)
-    den = tl.zeros((BM,), tl.float32)
+    den = tl.zeros((BM, 8), tl.float32)
     acc = tl.zeros((BM, DP), tl.float32)
     m_all = m
-    den_all = den
+    den_all = tl.zeros((BM,), tl.float32)
     acc_all = acc
     for chunk in range(begin // CHUNK, tl.cdiv(plain_end, CHUNK)):
         chunk_end = chunk * CHUNK + CHUNK
@@ -214,11 +229,11 @@ def _attention_kernel(
                 v_ptr, v_desc, table, key, first, k_start, len_k, hk,
                 stride_vp, stride_vs, stride_vh, cols, BN, DIM, DP, PAGED, PAGE, TMA, False,
             )  # fmt: skip
-            m, den, acc = attend_block(q, k, v, m, den, acc, scale, True, False, BM, LEVELS)
+            m, den, acc = attend_block(q, k, v, m, den, acc, scale, True, False, LEVELS)
         if not SPLIT and plain_end >= chunk_end:
-            m_all, den_all, acc_all = merge(m_all, den_all, acc_all, m, den, acc)
+            m_all, den_all, acc_all = merge(m_all, den_all, acc_all, m, one_sum(den), acc)
             m = tl.full((BM,), float("-inf"), tl.float32)
-            den = tl.zeros((BM,), tl.float32)
+            den = tl.zeros((BM, 8), tl.float32)
             acc = tl.zeros((BM, DP), tl.float32)
     for first in range(plain_end, seen_end, BN):
         key = first + tl.arange(0, BN)
@@ -233,29 +248,29 @@ def _attention_kernel(
         visible = (key[None, :] <= last[:, None]) & (key[None, :] < len_k)
         if WINDOWED:
             visible &= key[None, :] > last[:, None] - window
-        m, den, acc = attend_block(q, k, v, m, den, acc, scale, visible, True, BM, LEVELS)
+        m, den, acc = attend_block(q, k, v, m, den, acc, scale, visible, True, LEVELS)
         if not SPLIT and (first + BN) % CHUNK == 0:
-            m_all, den_all, acc_all = merge(m_all, den_all, acc_all, m, den, acc)
+            m_all, den_all, acc_all = merge(m_all, den_all, acc_all, m, one_sum(den), acc)
             m = tl.full((BM,), float("-inf"), tl.float32)
-            den = tl.zeros((BM,), tl.float32)
+            den = tl.zeros((BM, 8), tl.float32)
             acc = tl.zeros((BM, DP), tl.float32)
 
     packed = (q_start * G).to(tl.int64) + row
     if SPLIT:
         place = (tl.program_id(2).to(tl.int64) * HK + hk) * T * G + packed
         tl.store(part_ml_ptr + place * 2, m, mask=live)
-        tl.store(part_ml_ptr + place * 2 + 1, den, mask=live)
+        tl.store(part_ml_ptr + place * 2 + 1, one_sum(den), mask=live)
         tl.store(part_acc_ptr + place[:, None] * DP + cols[None, :], acc, mask=live[:, None])
     else:
-        m_all, den_all, acc_all = merge(m_all, den_all, acc_all, m, den, acc)
-        _finish(
+        m_all, den_all, acc_all = merge(m_all, den_all, acc_all, m, one_sum(den), acc)
+        finish(
             m_all, den_all, acc_all, out_ptr, lse_ptr, q_start + query, head, live, cols,
             HK * G, DIM, T,
         )  # fmt: skip
 
 
 @triton.jit
-def _finish(m, den, acc, out_ptr, lse_ptr, token, head, live, cols, HQ, DIM: tl.constexpr, T):
+def finish(m, den, acc, out_ptr, lse_ptr, token, head, live, cols, HQ, DIM: tl.constexpr, T):
     """Divide, and write output and log-sum-exp (natural log); rows that see no key give 0, -inf."""
     empty = den == 0.0
     inverse = 1.0 / tl.where(empty, 1.0, den)
@@ -311,19 +326,19 @@ def _merge_kernel(
         m, den, acc = merge(m, den, acc, m_new, den_new, acc_new)
     head = hk * G + (packed % G).to(tl.int32) + tl.zeros((1,), tl.int32)
     live = tl.full((1,), True, tl.int1)
-    _finish(m, den, acc, out_ptr, lse_ptr, token + tl.zeros((1,), tl.int64), head, live, cols,
+    finish(m, den, acc, out_ptr, lse_ptr, token + tl.zeros((1,), tl.int64), head, live, cols,
             HK * G, DIM, T)  # fmt: skip
 
 
 def attention_forward_triton(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lens_k: Tensor, table: Tensor | None,
     causal: bool, scale: float, window: int | None,
-    rows: int | None = None, split: bool | None = None, stages: int | None = None,
+    rows: int | None = None, split: bool | None = None, apart: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out[T, Hq, D], lse[Hq, T]). `lens_k`: cu_seqlens_k, or context lengths with a `table`.
 
-    `rows` (packed rows of a program), `split` and `stages` change the time and never the bits;
-    they are chosen from the grid when None.
+    `rows` (packed rows of a program), `split` and `apart` (copies in a warp of their own,
+    `attention_hopper.py`) change the time and never the bits; None leaves them to the shape.
     """
     tokens, heads, dim = q.shape
     paged = table is not None
@@ -336,42 +351,54 @@ def attention_forward_triton(
         return out, lse
     padded = max(16, triton.next_power_of_2(dim))
     keys = table.shape[1] * k.shape[1] if table is not None else k.shape[0]
-    if rows is None:
-        rows = 16 if tokens * group <= 16 * batch and q.dtype != torch.float32 else 64
-    blocks = (tokens * group) // rows + batch
     chunks = max(1, triton.cdiv(keys, CHUNK))
+    few = tokens * group <= 64 * batch
     if split is None:
-        split = chunks > 1 and tokens * group <= 64 * batch
-    bn = block_n(dim, q.dtype)
-    tma = (
-        not paged and _has_tma(q.device) and q.dtype != torch.float32
-        and all(x.data_ptr() % 16 == 0 and x.stride(2) == 1 for x in (k, v))
-        and all(x.stride(i) * x.element_size() % 16 == 0 for x in (k, v) for i in (0, 1))
-        and k.shape[0] > 0
-    )  # fmt: skip
+        split = chunks > 1 and few
     part_acc = part_ml = lse
     if split:
         slots = chunks * kv_heads * tokens * group
         part_acc = torch.empty(slots, padded, dtype=torch.float32, device=q.device)
         part_ml = torch.empty(slots, 2, dtype=torch.float32, device=q.device)
-    box = [bn, 1, padded]
-    page = k.shape[1] if paged else 1
-    k_strides = k.stride()[:3] if paged else (0, *k.stride()[:2])
-    v_strides = v.stride()[:3] if paged else (0, *v.stride()[:2])
-    if stages is None:
-        stages = 1 if q.dtype == torch.float32 else 3 if padded <= 128 and rows > 16 else 2
-    _attention_kernel[(blocks, kv_heads, chunks if split else 1)](
-        q, k, v, TensorDescriptor.from_tensor(k, box) if tma else k,
-        TensorDescriptor.from_tensor(v, box) if tma else v, out, lse, part_acc, part_ml,
-        cu_q, lens_k, table if table is not None else cu_q, batch, tokens,
-        scale * LOG2E, window or 0, q.stride(0), q.stride(1), *k_strides, *v_strides,
-        table.stride(0) if table is not None else 0,
-        kv_heads, group, dim, padded, rows, bn, CHUNK, causal, window is not None,
-        paged, page, tma, split, bn.bit_length() - 1,
-        num_warps=8 if rows == 128 else 4, num_stages=stages,
-        # four programs a processor hide the latency of the gathers of a decode step
-        maxnreg=128 if rows == 16 and padded <= 128 else None,
-    )  # fmt: skip
+    bn = block_n(dim, q.dtype)
+    if apart is None:
+        apart = rows is None and bn == 128 and _runs_apart(q.device)
+    done = False
+    if apart:
+        from rlk_kernels.attention_hopper import attend_hopper
+
+        groups = rows // 64 if rows else 1 if few else 2
+        done = attend_hopper(
+            q, k, v, out, lse, part_acc, part_ml, cu_q, lens_k, table, causal, scale, window,
+            groups, split,
+        )  # fmt: skip
+    if not done:
+        if rows is None:
+            rows = 16 if tokens * group <= 16 * batch and q.dtype != torch.float32 else 64
+        tma = (
+            not paged and _has_tma(q.device) and q.dtype != torch.float32
+            and all(x.data_ptr() % 16 == 0 and x.stride(2) == 1 for x in (k, v))
+            and all(x.stride(i) * x.element_size() % 16 == 0 for x in (k, v) for i in (0, 1))
+            and k.shape[0] > 0
+        )  # fmt: skip
+        box = [bn, 1, padded]
+        stages = 3 if bn == 64 and padded <= 128 and rows > 16 else 2
+        k_strides = k.stride()[:3] if paged else (0, *k.stride()[:2])
+        v_strides = v.stride()[:3] if paged else (0, *v.stride()[:2])
+        blocks = (tokens * group) // rows + batch
+        _attention_kernel[(blocks, kv_heads, chunks if split else 1)](
+            q, k, v, TensorDescriptor.from_tensor(k, box) if tma else k,
+            TensorDescriptor.from_tensor(v, box) if tma else v, out, lse, part_acc, part_ml,
+            cu_q, lens_k, table if table is not None else cu_q, batch, tokens,
+            scale * LOG2E, window or 0, q.stride(0), q.stride(1), *k_strides, *v_strides,
+            table.stride(0) if table is not None else 0,
+            kv_heads, group, dim, padded, rows, bn, CHUNK, causal, window is not None,
+            paged, k.shape[1] if paged else 1, tma, split, bn.bit_length() - 4,
+            num_warps=8 if rows == 128 or (rows > 16 and bn == 128) else 4,
+            num_stages=1 if q.dtype == torch.float32 else stages,
+            # four programs a processor hide the latency of the gathers of a decode step
+            maxnreg=128 if rows == 16 and bn == 64 and padded <= 128 else None,
+        )  # fmt: skip
     if split:
         _merge_kernel[(tokens * group, kv_heads)](
             part_acc, part_ml, out, lse, cu_q, lens_k, batch, tokens, window or 0,
@@ -384,6 +411,3 @@ def attention_forward_triton(
 def default_scale(dim: int) -> float:
     """1 / sqrt(head size)."""
     return 1.0 / math.sqrt(dim)
-
-
-__all__ = ["CHUNK", "_processors", "attention_forward_triton", "block_n", "default_scale"]

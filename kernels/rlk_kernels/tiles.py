@@ -84,6 +84,7 @@ _PROCESSORS = 132  # of the device the numbers are from
 # rows from, rows up to, columns, K, tile: where a measurement on the same device beat the formula
 _MEASURED: list[tuple[int, int, int, int, Tile]] = [
     (6145, 8192, 1024, 2048, Tile(128, 256, 64, 8, 4, subtile=True, flatten=True)),
+    (385, 512, 1024, 3072, Tile(64, 64, 128, 4, 6, group=4, overlap=2)),
     (769, 1024, 1024, 3072, Tile(64, 128, 128, 4, 4, overlap=2)),
     (6145, 8192, 1024, 3072, Tile(128, 256, 64, 8, 4, subtile=True, flatten=True)),
     (385, 512, 4096, 1024, Tile(128, 128, 64, 4, 5)),

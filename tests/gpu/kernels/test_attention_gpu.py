@@ -4,7 +4,7 @@ import pytest
 import rlk_kernels as rk
 import torch
 from kernel_suite import attention_truth, packed, paged_cache, torch_attention, within_budget
-from rlk_kernels import attention_triton
+from rlk_kernels import attention_hopper, attention_triton, gemm
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(32, 8, 128), (16, 8, 128), (8, 1, 64), (14, 2, 64), (6, 6, 80), (4, 2, 256)]
@@ -68,19 +68,83 @@ def test_chunked_at_every_boundary(dtype, window):
         assert torch.equal(rest, whole[cut:]), cut
 
 
+LENGTHS = [
+    ([100, 1, 333, 257], [100, 1100, 1500, 257]),
+    ([5, 0, 64, 3], [0, 7, 64, 2500]),
+    ([1, 1, 1], [1, 1025, 3000]),
+]
+
+
+def forward(q, k, v, cu_q, lens_k, table=None, causal=True, window=None, **schedule):
+    return attention_triton.attention_forward_triton(
+        q, k, v, cu_q.int(), lens_k.int(), table, causal, q.shape[2] ** -0.5, window, **schedule
+    )
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scheduling_changes_no_bit(dtype):
     args = packed([100, 1300, 1], [100, 2500, 3000], 8, 2, 128, dtype, "cuda")
-    q, k, v, cu_q, cu_k = args
-    cu = cu_q.int(), cu_k.int()
     reference = rk.attention(*args, return_lse=True)
-    rows = (16, 64) if dtype == torch.float32 else (16, 32, 64, 128)
-    for r in rows:
+    for r in (16, 64) if dtype == torch.float32 else (16, 32, 64, 128):
         for split in (True, False):
-            got = attention_triton.attention_forward_triton(
-                q, k, v, *cu, None, True, 128**-0.5, None, rows=r, split=split
-            )
-            assert all(torch.equal(a, b) for a, b in zip(got, reference, strict=True)), (r, split)
+            assert same(forward(*args, rows=r, split=split, apart=False), reference), (r, split)
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Whether each call of the Hopper kernel took its case."""
+    if not gemm._runs_apart(torch.device("cuda:0")):
+        pytest.skip("attention_hopper.py is for Hopper and Triton 3.6")
+    seen = []
+    attend = attention_hopper.attend_hopper
+
+    def spy(*args):
+        seen.append(attend(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(attention_hopper, "attend_hopper", spy)
+    yield seen
+    assert seen
+    assert all(seen)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("shape", [(8, 2, 128), (14, 2, 64), (6, 2, 128)])
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_copies_in_a_warp_of_their_own_change_no_bit(dtype, shape, window, causal, taken):
+    for lens in LENGTHS:
+        q, k, v, cu_q, cu_k = packed(*lens, *shape, dtype, "cuda")
+        options = {"window": window, "causal": causal}
+        plain = forward(q, k, v, cu_q, cu_k, rows=64, apart=False, **options)
+        assert same(forward(q, k, v, cu_q, cu_k, **options), plain)
+        for rows, split in ((64, False), (64, True), (128, False)):
+            got = forward(q, k, v, cu_q, cu_k, rows=rows, split=split, apart=True, **options)
+            assert same(got, plain), (rows, split)
+        for page in (8, 16, 256) if causal else ():
+            k_cache, v_cache, table, lens_k = paged_cache(k, v, cu_k, page=page)
+            paged = (q, k_cache, v_cache, cu_q, lens_k, table.int())
+            assert same(forward(*paged, window=window), plain), page
+
+
+def test_slices_of_one_tensor_are_read_where_they_lie(taken):
+    qkv = torch.randn(700, 12, 128, device="cuda", dtype=torch.bfloat16)
+    cu = torch.tensor([0, 300, 700], device="cuda")
+    q, k, v = qkv[:, :8], qkv[:, 8:10], qkv[:, 10:]
+    dense = [x.contiguous() for x in (q, k, v)]
+    assert same(forward(q, k, v, cu, cu), forward(*dense, cu, cu, rows=64, apart=False))
+
+
+@pytest.mark.parametrize("page", [4, 24])
+def test_pages_that_do_not_fill_a_block_take_the_other_kernel(page):
+    q, k, v, cu, _ = packed([333, 1200], [333, 1200], 8, 2, 128, torch.bfloat16, "cuda")
+    k_cache, v_cache, table, lens = paged_cache(k, v, cu, page=page)
+    got = forward(q, k_cache, v_cache, cu, lens, table.int())
+    assert same(got, forward(q, k, v, cu, cu))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
