@@ -1,15 +1,14 @@
 """Where the canonical sites lie in an HF decoder, and the hooks that observe them."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
 
 from rlk_align.engines.base import Tap
+from rlk_align.engines.hooks import Hooks, first
 from rlk_align.families import ModelShape
 
 LAYER_MODULES = {
@@ -58,13 +57,12 @@ class Rows:
         )
 
 
-class Tapped:
+class Tapped(Hooks):
     """Hooks on a live model while the context is entered; none where `tap` is None."""
 
     def __init__(self, model: Any, shape: ModelShape, tap: Tap | None) -> None:
+        super().__init__()
         self._model, self._shape, self._tap = model, shape, tap
-        self._handles: list[Any] = []
-        self._restore: Callable[[], None] = lambda: None
         self._layer = 0
 
     def at(self, rows: Rows) -> None:
@@ -79,26 +77,16 @@ class Tapped:
         for i, layer in enumerate(inner.layers):
             self._hook_layer(i, layer)
         self._output(inner.norm, "final_norm")
-        self._handles.append(self._model.lm_head.register_forward_hook(self._see_logits))
+        self.on_output(self._model.lm_head, self._see_logits)
         # FSDP gives the model and its layers classes of its own; the attention keeps its own.
         self._wrap_rope(sys.modules[type(inner.layers[0].self_attn).__module__])
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._restore()
 
     def _hook_layer(self, i: int, layer: Any) -> None:
         def enter_attention(*_: Any) -> None:
             self._layer = i
 
-        self._handles.append(layer.self_attn.register_forward_pre_hook(enter_attention))
+        self.before(layer.self_attn, enter_attention)
         modules = dict(layer.named_modules())
         for op, path in LAYER_MODULES.items():
             if path in modules:
@@ -108,16 +96,10 @@ class Tapped:
         self._output(layer, f"layers.{i}.mlp_residual")
 
     def _output(self, module: Any, site: str) -> None:
-        def hook(_module: Any, _inputs: Any, output: Any) -> None:
-            self._see(site, output[0] if isinstance(output, tuple) else output)
-
-        self._handles.append(module.register_forward_hook(hook))
+        self.on_output(module, lambda out: self._see(site, first(out)))
 
     def _input(self, module: Any, site: str) -> None:
-        def hook(_module: Any, inputs: Any) -> None:
-            self._see(site, inputs[0])
-
-        self._handles.append(module.register_forward_pre_hook(hook))
+        self.on_input(module, lambda value: self._see(site, value))
 
     def _wrap_rope(self, modeling: Any) -> None:
         """Rotary embedding is a function of the modeling module, not a torch module: it is
@@ -131,11 +113,7 @@ class Tapped:
             self._see(f"layers.{self._layer}.k_rope", key.transpose(1, 2))
             return query, key
 
-        def restore() -> None:
-            modeling.apply_rotary_pos_emb = original
-
-        modeling.apply_rotary_pos_emb = observed
-        self._restore = restore
+        self.replace(modeling, "apply_rotary_pos_emb", observed)
 
     def _see(self, site: str, value: torch.Tensor) -> None:
         assert self._tap is not None
@@ -145,7 +123,7 @@ class Tapped:
             rows = rows[_index(r.real, rows)]
         self._tap(site, rows, r.sample[r.real], r.position[r.real])
 
-    def _see_logits(self, _module: Any, _inputs: Any, logits: torch.Tensor) -> None:
+    def _see_logits(self, logits: torch.Tensor) -> None:
         assert self._tap is not None
         r = self._rows
         rows = logits.reshape(-1, logits.shape[-1])

@@ -5,13 +5,12 @@ by the layouts of `megatron_layout`; the residual stream holds every feature, of
 under sequence parallelism, of some. Each rank's hooks take part; rank 0 taps.
 """
 
-from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from rlk_align.engines.base import Tap
+from rlk_align.engines.hooks import Hooks, first
 from rlk_align.engines.megatron_input import ModelInput
 from rlk_align.engines.megatron_layout import (
     Layout,
@@ -29,17 +28,16 @@ FUSED_NORMS = ("attn_norm", "mlp_norm")
 """Operators that spec=te computes inside the linear that follows."""
 
 
-class Tapped:
+class Tapped(Hooks):
     """Hooks on a live model while the context is entered; none where `tap` is None."""
 
     def __init__(
         self, model: Any, shape: ModelShape, tap: Tap | None, ranks: Ranks, sharded_rows: bool
     ) -> None:
         """`sharded_rows`: whether the residual stream is cut along the sequence (sp=1)."""
+        super().__init__()
         self._model, self._shape, self._tap, self._ranks = model, shape, tap, ranks
         self._sharded_rows = sharded_rows
-        self._handles: list[Any] = []
-        self._restore: Callable[[], None] = lambda: None
         self._rope: list[str] = []
 
     def at(self, given: ModelInput) -> None:
@@ -54,20 +52,9 @@ class Tapped:
         for i, layer in enumerate(decoder.layers):
             self._hook_layer(layer, f"layers.{i}")
         self._whole(decoder.final_layernorm, "final_norm")
-        add = self._model.output_layer.register_forward_hook
-        self._handles.append(add(lambda _m, _x, out: self._see_logits(out[0])))
+        self.on_output(self._model.output_layer, lambda out: self._see_logits(out[0]))
         self._wrap_rope()
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._restore()
 
     def _hook_layer(self, layer: Any, name: str) -> None:
         shape, tp = self._shape, self._ranks.world
@@ -77,7 +64,7 @@ class Tapped:
         def enter_attention(*_: Any) -> None:
             self._rope = [f"{name}.q_rope", f"{name}.k_rope"]
 
-        self._handles.append(attention.register_forward_pre_hook(enter_attention))
+        self.before(attention, enter_attention)
         if not hasattr(attention.linear_qkv, "layer_norm_weight"):
             self._whole(layer.input_layernorm, f"{name}.attn_norm")
             self._whole(layer.pre_mlp_layernorm, f"{name}.mlp_norm")
@@ -96,20 +83,16 @@ class Tapped:
         self._whole(layer, f"{name}.mlp_residual")
 
     def _whole(self, module: Any, site: str) -> None:
-        add = module.register_forward_hook
-        self._handles.append(add(lambda _m, _x, out: self._see_whole(site, _first(out))))
+        self.on_output(module, lambda out: self._see_whole(site, first(out)))
 
     def _whole_input(self, module: Any, site: str) -> None:
-        add = module.register_forward_pre_hook
-        self._handles.append(add(lambda _m, inputs: self._see_whole(site, inputs[0])))
+        self.on_input(module, lambda value: self._see_whole(site, value))
 
     def _split(self, module: Any, layout: Layout) -> None:
-        add = module.register_forward_hook
-        self._handles.append(add(lambda _m, _x, out: self._see_split(layout, _first(out))))
+        self.on_output(module, lambda out: self._see_split(layout, first(out)))
 
     def _split_input(self, module: Any, layout: Layout) -> None:
-        add = module.register_forward_pre_hook
-        self._handles.append(add(lambda _m, inputs: self._see_split(layout, inputs[0])))
+        self.on_input(module, lambda value: self._see_split(layout, value))
 
     def _wrap_rope(self) -> None:
         """Rotary embedding is a function of megatron-core's attention module: it is wrapped for as
@@ -128,11 +111,7 @@ class Tapped:
                 self._see_split(kv_heads(site, shape, tp), out)
             return out
 
-        def restore() -> None:
-            attention.apply_rotary_pos_emb = original
-
-        attention.apply_rotary_pos_emb = observed
-        self._restore = restore
+        self.replace(attention, "apply_rotary_pos_emb", observed)
 
     def _see_whole(self, site: str, value: torch.Tensor) -> None:
         if self._sharded_rows:
@@ -163,7 +142,3 @@ class Tapped:
             kept = given.sampled.cpu().numpy()
             rows = layout.assemble("logits", parts, dim=1)
             self._tap("logits", rows, given.sample[kept], given.position[kept])
-
-
-def _first(out: Any) -> torch.Tensor:
-    return out[0] if isinstance(out, tuple) else out

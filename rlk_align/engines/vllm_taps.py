@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlk_align.engines.hooks import Hooks, first
 from rlk_align.engines.vllm_parallel import TensorParallel
 from rlk_align.families import ModelShape
 from rlk_align.trace.writer import PassWriter
 
 
-class VLLMTaps:
+class VLLMTaps(Hooks):
     """Hooks on vLLM's live model, and where each packed row belongs."""
 
     def __init__(
@@ -28,6 +29,7 @@ class VLLMTaps:
         kind: str,
     ) -> None:
         """`tap`: what rank 0 writes to; None on the others, which take part in gathering."""
+        super().__init__()
         self._runner, self._tap, self._samples = runner, tap, samples
         self._parallel = parallel
         self._first = np.array([r.start for r in sampled])
@@ -39,29 +41,21 @@ class VLLMTaps:
         self._q = shape.heads * shape.head_dim // world
         self._kv = shape.kv_heads * shape.head_dim * self._copies // world
         self._intermediate = shape.intermediate // world
-        self._handles: list[Any] = []
         self._layer = 0
         self._batch: Any = None
 
     def install(self) -> None:
         model = self._runner.get_model()
         self._watch_batches()
-        add = self._handles.append
-        add(model.register_forward_pre_hook(self._place_rows, with_kwargs=True))
-        add(model.register_forward_hook(self._keep_hidden))
-        add(model.logits_processor.register_forward_hook(self._see_logits))
-        self._on(model.model.embed_tokens, lambda out: self._see("embed", out))
+        self.before(model, self._place_rows, with_kwargs=True)
+        self.on_output(model, self._keep_hidden)
+        self.after(model.logits_processor, self._see_logits)
+        self.on_output(model.model.embed_tokens, lambda out: self._see("embed", out))
         layers = list(model.model.layers)
         for i, layer in enumerate(layers):
             self._hook_layer(i, layer)
         last = f"layers.{len(layers) - 1}.mlp_residual"
         self._norm(model.model.norm, "final_norm", last)
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        if "prepare_inputs" in vars(self._runner):
-            del self._runner.prepare_inputs
 
     def _hook_layer(self, i: int, layer: Any) -> None:
         name, attention, mlp = f"layers.{i}", layer.self_attn, layer.mlp
@@ -76,40 +70,34 @@ class VLLMTaps:
 
         def qkv(out: Any) -> None:
             sites = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
-            self._see_shards(sites, _first(out).split([self._q, self._kv, self._kv], dim=-1))
+            self._see_shards(sites, first(out).split([self._q, self._kv, self._kv], dim=-1))
 
         def gate_up(out: Any) -> None:
             sites = (f"{name}.gate_proj", f"{name}.up_proj")
-            self._see_shards(sites, _first(out).split(self._intermediate, dim=-1))
+            self._see_shards(sites, first(out).split(self._intermediate, dim=-1))
 
         self._norm(
             layer.input_layernorm, f"{name}.attn_norm", f"layers.{i - 1}.mlp_residual" if i else ""
         )
-        self._handles.append(attention.register_forward_pre_hook(enter_attention))
-        self._on(attention.qkv_proj, qkv)
+        self.before(attention, enter_attention)
+        self.on_output(attention.qkv_proj, qkv)
         for op in ("q_norm", "k_norm"):
             if hasattr(attention, op):
                 self._shard(getattr(attention, op), f"{name}.{op}")
-        self._on(attention.rotary_emb, rope)
+        self.on_output(attention.rotary_emb, rope)
         self._shard(attention.attn, f"{name}.attn")
         self._site(attention.o_proj, f"{name}.o_proj")
         self._norm(layer.post_attention_layernorm, f"{name}.mlp_norm", f"{name}.attn_residual")
-        self._on(mlp.gate_up_proj, gate_up)
+        self.on_output(mlp.gate_up_proj, gate_up)
         self._shard(mlp.act_fn, f"{name}.act")
         self._site(mlp.down_proj, f"{name}.down_proj")
 
-    def _on(self, module: Any, see: Any) -> None:
-        def hook(_module: Any, _inputs: Any, out: Any) -> None:
-            see(out)
-
-        self._handles.append(module.register_forward_hook(hook))
-
     def _site(self, module: Any, site: str) -> None:
-        self._on(module, lambda out: self._see(site, _first(out)))
+        self.on_output(module, lambda out: self._see(site, first(out)))
 
     def _shard(self, module: Any, site: str) -> None:
         """A module of which each rank computes its own heads or features."""
-        self._on(module, lambda out: self._see_shards((site,), (_first(out),)))
+        self.on_output(module, lambda out: self._see_shards((site,), (first(out),)))
 
     def _norm(self, module: Any, site: str, residual: str) -> None:
         """A norm, and the residual stream that it returns where it adds one."""
@@ -117,9 +105,9 @@ class VLLMTaps:
         def see(out: Any) -> None:
             if residual:
                 self._see(residual, out[1])
-            self._see(site, _first(out))
+            self._see(site, first(out))
 
-        self._on(module, see)
+        self.on_output(module, see)
 
     def _watch_batches(self) -> None:
         """vLLM's newer runner returns the batch's layout from prepare_inputs; the older one
@@ -132,7 +120,7 @@ class VLLMTaps:
             self._batch = original(*args, **kwargs)
             return self._batch
 
-        self._runner.prepare_inputs = prepare_inputs
+        self.replace(self._runner, "prepare_inputs", prepare_inputs)
 
     def _place_rows(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Which (sample, position) each packed row of the coming forward is."""
@@ -150,7 +138,7 @@ class VLLMTaps:
         positions = kwargs["positions"] if "positions" in kwargs else args[1]
         self._position = positions[: len(self._sample)].cpu().numpy().astype(np.int64)
 
-    def _keep_hidden(self, _module: Any, _inputs: Any, out: torch.Tensor) -> None:
+    def _keep_hidden(self, out: torch.Tensor) -> None:
         self._hidden = out
 
     def _see(self, site: str, value: torch.Tensor) -> None:
@@ -187,7 +175,3 @@ class VLLMTaps:
         kept = np.flatnonzero(wanted)
         index = torch.from_numpy(kept).to(logits.device)
         self._tap("logits", logits[index], sample[kept], position[kept])
-
-
-def _first(out: Any) -> torch.Tensor:
-    return out[0] if isinstance(out, tuple) else out

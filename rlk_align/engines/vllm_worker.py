@@ -77,7 +77,7 @@ class WorkerExtension:
         self._rlk_taps.install()
 
     def rlk_untap(self) -> None:
-        self._rlk_taps.remove()
+        self._rlk_taps.close()
         if self._rlk_writer is not None:
             self._rlk_writer.close()
 

@@ -1,0 +1,48 @@
+"""Hooks on live modules that all come out again."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+
+class Hooks(ExitStack):
+    """Closing removes every hook, and puts back what was replaced, in reverse order."""
+
+    def before(self, module: torch.nn.Module, see: Callable[..., None], **options: Any) -> None:
+        """`see(module, inputs)` before each forward; `options` as torch has them."""
+        self.callback(module.register_forward_pre_hook(see, **options).remove)
+
+    def after(self, module: torch.nn.Module, see: Callable[[Any, Any, Any], None]) -> None:
+        """`see(module, inputs, output)` after each forward."""
+        self.callback(module.register_forward_hook(see).remove)
+
+    def on_input(self, module: torch.nn.Module, see: Callable[[Any], None]) -> None:
+        """`see(first input)` before each forward."""
+
+        def hook(_module: Any, inputs: Any) -> None:
+            see(inputs[0])
+
+        self.before(module, hook)
+
+    def on_output(self, module: torch.nn.Module, see: Callable[[Any], None]) -> None:
+        """`see(output)` after each forward."""
+
+        def hook(_module: Any, _inputs: Any, output: Any) -> None:
+            see(output)
+
+        self.after(module, hook)
+
+    def replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        """`function` as attribute `name` of a module, or of one object over its class's."""
+        if name in vars(owner):
+            self.callback(setattr, owner, name, vars(owner)[name])
+        else:
+            self.callback(delattr, owner, name)
+        setattr(owner, name, function)
+
+
+def first(output: Any) -> torch.Tensor:
+    """The tensor of a module that returns one, alone or ahead of others."""
+    return output[0] if isinstance(output, tuple) else output
