@@ -7,11 +7,14 @@ Order: that of `gemm.py`, one fp32 accumulator per element and K from front to b
 from the accumulator that the call before it left. So the cut of K (a multiple of 64) changes no
 bit, and neither does the tile. Between calls the accumulator of a 16-bit output lies in two
 halves: the upper 16 bits of each fp32 number in the output itself, the lower 16 in `low`. It costs
-two bytes an element, not four, and the last call rounds in place. An fp32 output is its own
+two bytes an element, not four, and the last call rounds in place. (On Hopper the same bytes hold
+fp32 numbers in the order of the registers: `accumulate_hopper.py`.) An fp32 output is its own
 accumulator.
 
 A[M, K]: `a`, or `a` transposed (trans_a)   B[K, N]: `b`
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -20,7 +23,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlk_kernels.backend import interpreting
-from rlk_kernels.gemm import _has_tma, _processors, _tile_position, _tma_can_read, gemm_triton
+from rlk_kernels.gemm import (
+    _has_tma,
+    _processors,
+    _runs_apart,
+    _tile_position,
+    _tma_can_read,
+    gemm_triton,
+)
 from rlk_kernels.tiles import FLOAT32, INTERPRETED, SAFE, Tile
 
 
@@ -37,10 +47,17 @@ def _places(base, row, col, N, BM: tl.constexpr, BN: tl.constexpr):
     return base + rows[:, None] * N + cols[None, :]
 
 
+@triton.jit
+def _row_scale(scale_ptr, row, M, BM: tl.constexpr):
+    rows = row + tl.arange(0, BM)
+    return tl.load(scale_ptr + rows, mask=rows < M, other=0.0)[:, None]
+
+
 @triton.jit(do_not_specialize=["M", "K"])
 def _sum_tma_kernel(
-    a_desc, b_desc, c_desc, low_desc, M, N, K,
+    a_desc, b_desc, c_desc, low_desc, scale_ptr, M, N, K,
     TRANS_A: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, OUT: tl.constexpr,
+    SCALED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     # a program goes on to its next tile while the one before is still on its way to memory
@@ -60,6 +77,8 @@ def _sum_tma_kernel(
             else:
                 a = a_desc.load([row, k])
             acc = tl.dot(a, b_desc.load([k, col]), acc)
+        if SCALED:
+            acc *= _row_scale(scale_ptr, row, M, BM)
         if LAST:
             c_desc.store([row, col], acc.to(OUT).to(tl.int16, bitcast=True))
         else:
@@ -70,8 +89,9 @@ def _sum_tma_kernel(
 
 @triton.jit(do_not_specialize=["M", "K"])
 def _sum_pointer_kernel(
-    a_ptr, b_ptr, c_ptr, low_ptr, M, N, K, stride_am, stride_ak, stride_b,
+    a_ptr, b_ptr, c_ptr, low_ptr, scale_ptr, M, N, K, stride_am, stride_ak, stride_b,
     FIRST: tl.constexpr, LAST: tl.constexpr, WIDE: tl.constexpr, OUT: tl.constexpr,
+    SCALED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     tile_m, tile_n = _tile_position(tl.program_id(0), M, N, BM, BN, GROUP)
@@ -96,6 +116,8 @@ def _sum_pointer_kernel(
         a = tl.load(a_at, mask=(rows < M)[:, None] & (ks < K)[None, :], other=0.0)
         b = tl.load(b_at, mask=(ks < K)[:, None] & (cols < N)[None, :], other=0.0)
         acc = tl.dot(a, b, acc, input_precision="ieee")
+    if SCALED:
+        acc *= _row_scale(scale_ptr, row, M, BM)
     if WIDE:
         tl.store(at, acc, mask=mask)
     elif LAST:
@@ -130,17 +152,58 @@ def _tile(m: int, n: int, k: int, processors: int, trusted: bool) -> Tile:
     return min(_TILES, key=time)[0] if trusted else SAFE
 
 
-def accumulate(
-    a: Tensor, b: Tensor, out: Tensor, low: Tensor, *, trans_a: bool, first: bool, last: bool
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sum:
     """One piece of K: out[M, N] (contiguous) goes on from where the piece before it stopped."""
-    m, n = out.shape
-    k = b.shape[0]
-    if m == 0 or n == 0:
+
+    a: Tensor
+    b: Tensor
+    out: Tensor
+    low: Tensor
+    """`low_halves` of out."""
+    trans_a: bool
+    first: bool
+    last: bool
+    scale: Tensor | None = None
+    """[M], only with the last piece: a row's sums times a number, before they are rounded."""
+
+
+def _apart(x: Sum) -> bool:
+    """Whether `accumulate_hopper.py` takes it: the same for all pieces, whatever their K."""
+    (m, n), half = x.out.shape, x.out.element_size() == 2 and x.a.element_size() == 2
+    if not half or n % 256 or not _runs_apart(x.out.device):
+        return False
+    from rlk_kernels.cornerstone import holds
+
+    trusted = holds(x.out.device)
+    large = trusted and _tile(m, n, 4096, _processors(x.out.device), trusted).n == 256
+    return large and _tma_can_read(x.a) and _tma_can_read(x.b) and _tma_can_read(x.out)
+
+
+def accumulate(*pieces: Sum) -> None:
+    """One piece, or one of each of two products, which may share a launch."""
+    pieces = tuple(x for x in pieces if x.out.numel())
+    if pieces and all(_apart(x) for x in pieces):
+        from rlk_kernels.accumulate_hopper import sum_hopper
+
+        sum_hopper(pieces, _processors(pieces[0].out.device))
         return
-    if first and last:
+    for x in pieces:
+        if _apart(x):
+            from rlk_kernels.accumulate_hopper import sum_hopper
+
+            sum_hopper((x,), _processors(x.out.device))
+        else:
+            _accumulate(x)
+
+
+def _accumulate(x: Sum) -> None:
+    a, b, out, low, scale = x.a, x.b, x.out, x.low, x.scale
+    trans_a, first, last = x.trans_a, x.first, x.last
+    if first and last and scale is None:
         gemm_triton(a, b, None, trans_a, False, out)
         return
+    (m, n), k = out.shape, b.shape[0]
     wide = out.dtype == torch.float32
     sums = out if wide else out.view(torch.int16)
     kind = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(out.dtype, tl.float32)
@@ -148,16 +211,19 @@ def accumulate(
     if half and _tma_can_read(a) and _tma_can_read(b) and _tma_can_read(sums):
         from rlk_kernels.cornerstone import holds
 
-        processors = _processors(a.device)
-        tile = _tile(m, n, k, processors, holds(a.device))
+        processors, trusted = _processors(a.device), holds(a.device)
+        tile = _tile(m, n, k, processors, trusted)
         a_box = [tile.k, tile.m] if trans_a else [tile.m, tile.k]
         tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
+        high_desc = TensorDescriptor.from_tensor(sums, [tile.m, tile.n])
+        low_desc = high_desc
+        if not (first and last):
+            low_desc = TensorDescriptor.from_tensor(low, [tile.m, tile.n])
         _sum_tma_kernel[(min(tiles, processors),)](
             TensorDescriptor.from_tensor(a, a_box),
             TensorDescriptor.from_tensor(b, [tile.k, tile.n]),
-            TensorDescriptor.from_tensor(sums, [tile.m, tile.n]),
-            TensorDescriptor.from_tensor(low, [tile.m, tile.n]),
-            m, n, k, trans_a, first, last, kind,
+            high_desc, low_desc,
+            scale, m, n, k, trans_a, first, last, kind, scale is not None,
             tile.m, tile.n, tile.k, tile.group, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         return
@@ -165,6 +231,7 @@ def accumulate(
     tile = INTERPRETED if interpreting() else tile
     strides = (a.stride(1), a.stride(0)) if trans_a else (a.stride(0), a.stride(1))
     _sum_pointer_kernel[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),)](
-        a, b, sums, low, m, n, k, *strides, b.stride(0), first, last, wide, kind,
+        a, b, sums, low, scale, m, n, k, *strides, b.stride(0), first, last, wide, kind,
+        scale is not None,
         tile.m, tile.n, tile.k, tile.group, num_warps=tile.warps, num_stages=min(tile.stages, 3),
     )  # fmt: skip

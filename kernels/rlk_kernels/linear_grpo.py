@@ -4,11 +4,13 @@
 
 Three products instead of four: the loss needs of a token no more than its log-probability, so a
 chunk of tokens is finished while its tiles are still there.
-    1. x = hidden weight^T. Kept, at the operands' dtype: exp(z - max of its tile), beside the
-       tiles' statistics; from them logp, with the bits of `linear_logp`
-    2. g[t] = dloss/dlogp[t]; what was kept, times one number a row and tile, is dlogits, in place;
-       the element of the target is written from logp itself: g (1 - p) in fp32
-    3. dhidden = dlogits weight          4. dweight += dlogits^T hidden
+    1. x = hidden weight^T. Kept, at the operands' dtype: E = exp(z - log(2) r[t]) with an integer
+       r[t] from the target's logit, beside the tiles' statistics; from them logp, with the bits of
+       `linear_logp`. A row whose logits are far above or below its target's is brought to another
+       r afterwards, by exact powers of two
+    2. g[t] = dloss/dlogp[t], and dlogits = c[t] E, c = -g exp(log(2) r - lse) dz/dx; the element of
+       the target is written into E from logp itself: g (1 - p) / c in fp32
+    3. dhidden = c (E weight), c in fp32          4. dweight += E^T (c hidden)
 One chunk is at most CHUNK bytes. dweight goes on from chunk to chunk in its fp32 accumulator
 (`accumulate.py`; with more than one chunk its lower halves take two bytes an element beside it), so
 neither of the two large gradients has a bit from the size of a chunk.
@@ -28,11 +30,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlk_kernels import linear_logp_kernels as kernels
-from rlk_kernels.accumulate import accumulate, low_halves
-from rlk_kernels.backend import choose, interpreting, record
+from rlk_kernels.accumulate import Sum, accumulate, low_halves
+from rlk_kernels.backend import choose, record
 from rlk_kernels.columns import column_sum
 from rlk_kernels.errors import UnsupportedShape
-from rlk_kernels.gemm import _processors
 from rlk_kernels.grpo import (
     LOSS_TYPES,
     Loss,
@@ -56,16 +57,16 @@ from rlk_kernels.linear_logp_triton import (
 
 CHUNK = 512 << 20
 """Bytes of a chunk of tokens x vocabulary at the operands' dtype."""
-WEIGH_ROWS = 16
-"""Rows of a program of `_weigh_kernel` (time only)."""
+REBASE_ROWS = 128
+"""Rows of a program of `_rebase_kernel` (time only)."""
 
 
 @triton.jit(do_not_specialize=["T"])
 def _token_gradient_kernel(
-    logp_ptr, old_ptr, advantage_ptr, ref_ptr, w_ptr, id_ptr, g_ptr, a_ptr, T, low, high, beta,
-    slope, HAS_REF: tl.constexpr, B: tl.constexpr,
+    logp_ptr, old_ptr, advantage_ptr, ref_ptr, w_ptr, id_ptr, n_ptr, s_ptr, z_ptr, g_ptr, a_ptr,
+    c_ptr, T, low, high, beta, slope, HAS_REF: tl.constexpr, HALF: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """g = w dloss/dlogp dz/dx and a = -g: `grpo.token_terms` in fp32."""
+    """g = w dloss/dlogp dz/dx (`grpo.token_terms` in fp32), a = -g, and c: dlogits = c E."""
     rows = tl.program_id(0) * B + tl.arange(0, B)
     on = rows < T
     logp = tl.load(logp_ptr + rows, mask=on, other=0.0)
@@ -81,6 +82,10 @@ def _token_gradient_kernel(
     g = tl.where((w == 0.0) | (id < 0), 0.0, g * w * slope)
     tl.store(g_ptr + rows, g, mask=on)
     tl.store(a_ptr + rows, -g, mask=on)
+    n = tl.load(n_ptr + rows, mask=on, other=0.0)
+    log_s = tl.load(s_ptr + rows, mask=on, other=0.0)
+    r = kernels.reference(n, tl.load(z_ptr + rows, mask=on, other=0.0), HALF)
+    tl.store(c_ptr + rows, -g * tl.exp2((r - n) - log_s), mask=on)
 
 
 @triton.jit
@@ -94,16 +99,11 @@ def _scale_kernel(x_ptr, factor_ptr, size, B: tl.constexpr):
         tl.store(x_ptr + at, x, mask=at < size)
 
 
-def chunk_rows(t: int, v: int, h: int, nbytes: int, processors: int = 132) -> int:
-    """Rows of a chunk: at most CHUNK bytes, and few processors idle in the hidden gradient."""
+def chunk_rows(t: int, v: int, nbytes: int) -> int:
+    """Rows of a chunk: as few chunks of at most CHUNK bytes as can be, of nearly the same size."""
     most = max(1, CHUNK // (v * nbytes) // 128)
-    columns = -(-h // 256)
-
-    def waves(tiles: int) -> int:
-        whole, rest = divmod(-(-t // 128), tiles)
-        return whole * -(-tiles * columns // processors) + -(-rest * columns // processors)
-
-    return 128 * min(range(most, 0, -1), key=waves)
+    tiles = -(-t // 128)
+    return 128 * -(-tiles // -(-tiles // most))
 
 
 def _loss_and_gradients(
@@ -118,8 +118,7 @@ def _loss_and_gradients(
     if t == 0 or k == 0:
         zero = None if bias is None else torch.zeros_like(bias)
         return logps, [dh, None if dw is None else dw.zero_(), zero]
-    processors = 132 if interpreting() else _processors(h.device)
-    step = chunk_rows(t, v, k, h.element_size(), processors)
+    step = chunk_rows(t, v, h.element_size())
     chunks = -(-t // step)
     stride = -(-v // 8) * 8  # rows of a multiple of 16 bytes, for TMA
     block = torch.empty(min(step, t), stride, dtype=h.dtype, device=h.device)
@@ -132,38 +131,40 @@ def _loss_and_gradients(
         m = part.stop - first
         out, own = block[:m, :v], ids[part]
         stats = torch.empty(2, nodes, m, dtype=torch.float32, device=h.device)
-        run_tiles(
-            h[part], w, bias, spec, tile, kernels.KEEP, stats[0], stats[1], None, None, None, out
-        )
         rows = new_rows(pick(h[part], w, bias, own, spec), False)
+        run_tiles(
+            h[part], w, bias, spec, tile, kernels.KEEP, stats[0], stats[1], None, rows.z, None, out
+        )
         finish(stats, own, rows, 0, m, False)
         logp = rows.logp.view(-1)
         logps[part] = logp
-        g, a = torch.empty_like(logp), torch.empty_like(logp)
+        g, a, c = (torch.empty_like(logp) for _ in range(3))
         old, advantages, ref, weights = (None if x is None else x[part] for x in tokens)
         _token_gradient_kernel[(triton.cdiv(m, 256),)](
-            logp, logp if old is None else old, advantages, ref, weights, own, g, a, m,
-            1.0 - loss.low, 1.0 + loss.high, loss.beta, spec.slope, ref is not None, 256,
+            logp, logp if old is None else old, advantages, ref, weights, own, rows.n, rows.log_s,
+            rows.z, g, a, c, m, 1.0 - loss.low, 1.0 + loss.high, loss.beta, spec.slope,
+            ref is not None, h.dtype == torch.float16, 256,
         )  # fmt: skip
-        kernels._weigh_kernel[(nodes, triton.cdiv(m, WEIGH_ROWS))](
-            out,
-            stats[0],
-            rows.n,
-            rows.log_s,
-            a,
-            m,
-            v,
-            out.stride(0),
-            tile.n,
-            WEIGH_ROWS,
-            num_warps=4,
+        kernels._rebase_kernel[(nodes, triton.cdiv(m, REBASE_ROWS))](
+            out, stats[0], rows.n, rows.z, m, v, out.stride(0), tile.n, REBASE_ROWS, 16, num_warps=4
         )
-        mark(out, own, rows, g[:, None], a, None, spec, 0, v, slice(0, m))
+        mark(out, own, rows, g[:, None], a, None, spec, 0, v, slice(0, m), c)
+        products = []
         if dh is not None:
-            accumulate(out, w, dh[part], low_halves(dh, 1), trans_a=False, first=True, last=True)
+            products.append(
+                Sum(a=out, b=w, out=dh[part], low=low_halves(dh, 1), trans_a=False, first=True,
+                    last=True, scale=c)
+            )  # fmt: skip
         if dw is not None and low is not None:
-            accumulate(out, h[part], dw, low, trans_a=True, first=first == 0, last=part.stop == t)
+            weighted = torch.empty_like(h[part])
+            torch.mul(h[part], c[:, None], out=weighted)
+            products.append(
+                Sum(a=out, b=weighted, out=dw, low=low, trans_a=True, first=first == 0,
+                    last=part.stop == t)
+            )  # fmt: skip
+        accumulate(*products)
         if needs[2]:
+            block[:m].mul_(c[:, None])
             sums.append(column_sum(block[:m], "triton")[:v])
     db = column_sum(torch.stack(sums), "triton") if needs[2] else None
     return logps, [dh, dw, db if bias is None or db is None else db.to(bias.dtype)]

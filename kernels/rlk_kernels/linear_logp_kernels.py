@@ -3,7 +3,7 @@
 Tile kernels: the matrix product of `gemm.py` (same order, same fp32 bits, for any tile), and what
 is done with a tile of logits while it is in registers:
     STATS     (n, s, u) of the tile's columns, one node of the tree in `lse_tree.py`, a row
-    KEEP      STATS, and exp(z - log(2) n) times dz/d(logit), n the node's, at the operands' dtype
+    KEEP      STATS, and exp(z - log(2) r) times dz/d(logit), r of `reference`, the operands' dtype
     GRADIENT  dlogits[v] = p[v] (a + b log2 p[v]) dz/d(logit), at the operands' dtype
 RUNS: the rows of the weight are read in an order that gives each thread whole leaves. In the
 accumulator a thread holds columns 2q, 2q + 1 of every 8 (q = its place in a group of four); the
@@ -11,7 +11,7 @@ tensor map puts column 32 q + 2 b + p of every 128 at 8 b + 2 q + p, so these ar
 leaf is spread over threads: an eighth of the shuffles, a quarter of the merges, the same bits.
 Row kernels: the logits of given ids (`_pick_kernel`), the tree above the tiles
 (`_collapse_kernel`, `_finish_kernel`), the gradient at given ids (`_mark_kernel`), KEEP's values
-turned into gradients (`_weigh_kernel`).
+brought to one reference a row (`_rebase_kernel`).
 
 T = tokens   V = columns of this launch   K = hidden size   J = ids a token
 """
@@ -25,28 +25,41 @@ from rlk_kernels.lse_tree import (
     LN2,
     NO_COLUMNS,
     _pow2,
+    _to_integer,
     leaf_stats,
     merge_neighbours,
     scaled,
 )
 
 STATS, KEEP, GRADIENT = (tl.constexpr(mode) for mode in range(3))
+NEAR = tl.constexpr(60.0)
+"""Powers of two that KEEP's exponentials may be off the largest of their row."""
 
 
 @triton.jit
 def _final_logits(
-    acc, bias_ptr, cols, V, cap, inverse_cap, scale, inverse,
+    acc, bias, cap, inverse_cap, scale, inverse,
     HAS_BIAS: tl.constexpr, LOGIT: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """z: bias, rounding to the logit dtype, softcap, logit scale, temperature, in this order."""
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
+        acc += bias
     z = acc.to(LOGIT).to(tl.float32)
     if SOFTCAP:
         z = _softcapped(z, cap, inverse_cap)
     if SCALED:
         z = z * scale * inverse
     return z
+
+
+@triton.jit
+def _column(place, RUNS: tl.constexpr):
+    """The column of a tile at a place of its accumulator."""
+    if RUNS:
+        column = place // 128 * 128 + place % 8 // 2 * 32 + place % 128 // 8 * 2 + place % 2
+    else:
+        column = place
+    return column
 
 
 @triton.jit
@@ -62,6 +75,21 @@ def _slope(z, inverse_top):
     """dz/d(logit) of the softcap, from z itself; 1 / inverse_top is the largest z."""
     tanh = z * inverse_top
     return 1.0 - tanh * tanh
+
+
+@triton.jit
+def reference(n, z, HALF: tl.constexpr):
+    """The integer r that KEEP's exponentials are relative to.
+
+    That of the target's logit z, known before any tile: one number for the whole row. But n, the
+    node's own, where the two are far apart (HALF: and in fp16, whose exponents do not reach far).
+    """
+    if HALF:
+        r = n
+    else:
+        of_target = _to_integer(tl.where(z == z, z, 0.0))
+        r = tl.where(tl.abs(n - of_target) <= NEAR, of_target, n)
+    return r
 
 
 @triton.jit
@@ -90,9 +118,11 @@ def _tile_end(
 ):  # fmt: skip
     rows = row + tl.arange(0, BM)
     cols = col + tl.arange(0, BN)
-    z = _final_logits(
-        acc, bias_ptr, cols, V, cap, inverse_cap, scale, inverse, HAS_BIAS, LOGIT, SOFTCAP, SCALED
-    )
+    bias = 0.0
+    if HAS_BIAS:
+        of = col + _column(tl.arange(0, BN), RUNS)
+        bias = tl.load(bias_ptr + of, mask=of < V, other=0.0).to(tl.float32)[None, :]
+    z = _final_logits(acc, bias, cap, inverse_cap, scale, inverse, HAS_BIAS, LOGIT, SOFTCAP, SCALED)
     if MODE == GRADIENT:
         inside = rows < T
         n = tl.load(n_ptr + rows, mask=inside, other=0.0)
@@ -132,7 +162,9 @@ def _tile_end(
         if ENTROPY:
             tl.store(u_ptr + at, tl.reshape(u, (BM,)), mask=rows < T)
         if MODE == KEEP:
-            e = tl.reshape(e * _pow2(leaf_n - n[:, None])[:, :, None], (BM, BN))
+            target = tl.load(a_ptr + rows, mask=rows < T, other=0.0)
+            base = reference(n, target, out_ptr.dtype.element_ty == tl.float16)
+            e = tl.reshape(e * _pow2(leaf_n - base[:, None])[:, :, None], (BM, BN))
             if SOFTCAP:
                 e = e * _slope(full, inverse_top)
             _store_rounded(e, out_desc, out_ptr, row, col, T, V, stride, BM, BN, TMA_STORE)
@@ -221,9 +253,10 @@ def _pick_kernel(
         acc = tl.dot(h, w, acc, input_precision="ieee")
     own = tl.arange(0, B)[:, None] == tl.arange(0, B)[None, :]
     acc = tl.sum(tl.where(own, acc, 0.0), 0)[None, :]
-    z = _final_logits(
-        acc, bias_ptr, at, V, cap, inverse_cap, scale, inverse, HAS_BIAS, LOGIT, SOFTCAP, SCALED
-    )
+    bias = 0.0
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    z = _final_logits(acc, bias, cap, inverse_cap, scale, inverse, HAS_BIAS, LOGIT, SOFTCAP, SCALED)
     z = tl.where(inside, tl.reshape(z, (B,)), float("nan"))
     tl.store(z_ptr + here, z, mask=rows < T)
 
@@ -290,12 +323,14 @@ def _finish_kernel(
 
 @triton.jit(do_not_specialize=["T", "first"])
 def _mark_kernel(
-    out_ptr, ids_ptr, z_ptr, g_ptr, n_ptr, s_ptr, a_ptr, b_ptr, T, J, first, V, stride,
-    inverse_top, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, B: tl.constexpr,
+    out_ptr, ids_ptr, z_ptr, g_ptr, n_ptr, s_ptr, a_ptr, b_ptr, unit_ptr, T, J, first, V, stride,
+    inverse_top, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, UNIT: tl.constexpr,
+    B: tl.constexpr,
 ):  # fmt: skip
     """dlogits at ids[t, j], those in the columns from `first`: the tile's part and the ids' own.
 
-    Ids that occur twice in a row sum their gradients and write the same number twice.
+    Ids that occur twice in a row sum their gradients and write the same number twice. UNIT: `out`
+    holds dlogits divided by unit[t]; where that is 0, so is the row's gradient.
     """
     rows = (tl.program_id(0) * B + tl.arange(0, B)).to(tl.int64)
     id = tl.load(ids_ptr + rows * J + tl.program_id(1), mask=rows < T, other=-1)
@@ -314,25 +349,41 @@ def _mark_kernel(
     d = tl.fma(tl.exp2(y), a, g)
     if SOFTCAP:
         d = d * _slope(z, inverse_top)
+    if UNIT:
+        unit = tl.load(unit_ptr + rows, mask=rows < T, other=0.0)
+        d = tl.where(unit == 0.0, 0.0, d / unit)
     col = id - first
     inside = (rows < T) & (id >= 0) & (col >= 0) & (col < V)
     tl.store(out_ptr + rows * stride + col, d.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["T"])
-def _weigh_kernel(
-    out_ptr, tile_n_ptr, n_ptr, s_ptr, a_ptr, T, V, stride, BN: tl.constexpr, ROWS: tl.constexpr
-):
-    """KEEP's values, in place: times a 2**(n of the tile - n) / s of their row."""
-    rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+def _rebase_kernel(
+    out_ptr, tile_n_ptr, n_ptr, z_ptr, T, V, stride, BN: tl.constexpr, ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """KEEP's values, in place: those of a tile whose reference is not its row's."""
     node = tl.program_id(0)
-    cols = node * BN + tl.arange(0, BN)
-    n = tl.load(tile_n_ptr + node.to(tl.int64) * T + rows, mask=rows < T, other=0.0)
-    row_n = tl.load(n_ptr + rows, mask=rows < T, other=0.0)
-    log_s = tl.load(s_ptr + rows, mask=rows < T, other=0.0)
-    a = tl.load(a_ptr + rows, mask=rows < T, other=0.0)
-    factor = a * tl.exp2((n - row_n) - log_s)
-    at = out_ptr + rows[:, None] * stride + cols[None, :]
-    mask = (rows[:, None] < T) & (cols[None, :] < V)
-    e = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(at, (e * factor[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+    first = tl.program_id(1) * ROWS
+    rows = (first + tl.arange(0, ROWS)).to(tl.int64)
+    HALF: tl.constexpr = out_ptr.dtype.element_ty == tl.float16
+    apart = _down(tile_n_ptr, n_ptr, z_ptr, node, rows, T, HALF) != 0.0
+    if tl.max(apart.to(tl.int32), 0) > 0:
+        cols = node * BN + tl.arange(0, BN)
+        for step in range(ROWS // STEP):
+            some = (first + step * STEP + tl.arange(0, STEP)).to(tl.int64)
+            down = _down(tile_n_ptr, n_ptr, z_ptr, node, some, T, HALF)
+            at = out_ptr + some[:, None] * stride + cols[None, :]
+            mask = (down != 0.0)[:, None] & (cols[None, :] < V)
+            e = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            tl.store(at, (e * tl.exp2(down)[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _down(tile_n_ptr, n_ptr, z_ptr, node, rows, T, HALF: tl.constexpr):
+    """The tile's reference less the row's."""
+    inside = rows < T
+    z = tl.load(z_ptr + rows, mask=inside, other=0.0)
+    tile_n = tl.load(tile_n_ptr + node.to(tl.int64) * T + rows, mask=inside, other=0.0)
+    n = tl.load(n_ptr + rows, mask=inside, other=0.0)
+    return reference(tile_n, z, HALF) - reference(n, z, HALF)

@@ -10,6 +10,7 @@ products instead of four), so that nothing held grows with the number of tokens.
 T = tokens   V = vocabulary   H = hidden size   J = ids a token (the target, then `token_ids`)
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +20,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlk_kernels import linear_logp_kernels as kernels
-from rlk_kernels.accumulate import accumulate, low_halves
+from rlk_kernels.accumulate import Sum, accumulate, low_halves
 from rlk_kernels.backend import interpreting
 from rlk_kernels.columns import column_sum
 from rlk_kernels.exact import tree_sum
-from rlk_kernels.gemm import _has_tma, _processors, _tma_can_read, gemm_triton
+from rlk_kernels.gemm import _has_tma, _processors, _runs_apart, _tma_can_read
 from rlk_kernels.lse_tree import LEAF, levels
 from rlk_kernels.tiles import Tile
 
@@ -36,9 +37,8 @@ FINISH_ROWS = 64
 SLAB_NUMBERS = 16384 * 4096
 """Elements of the hidden gradient up to which one pass makes both gradients."""
 
-STATS_TILE = Tile(128, 256, 64, 8, 4, group=16, flatten=True)
-STORE_TILE = Tile(128, 256, 64, 8, 3, group=16, flatten=True)
-WEIGHT_TILE = Tile(128, 256, 64, 8, 4, group=16, subtile=True, flatten=True)
+STATS_TILE = Tile(128, 256, 64, 8, 4, group=16, flatten=True, apart=True)
+STORE_TILE = Tile(128, 256, 64, 8, 3, group=16, flatten=True, apart=True)
 SAFE_TILE = Tile(128, 128, 64, 8, 3)
 FLOAT32_TILE = Tile(64, 64, 32, 4, 2)
 INTERPRETED_TILE = Tile(64, 128, 32, 4, 1)
@@ -102,17 +102,18 @@ def tile_for(h: Tensor, w: Tensor, stats: bool) -> Tile:
     return STATS_TILE if stats else STORE_TILE
 
 
-def _many_rows_tile(m: int, n: int, x: Tensor) -> Tile | None:
-    """The tile of a weight gradient [m, n]; None leaves it to the table of `tiles.py`."""
-    half = x.element_size() == 2 and not interpreting() and _has_tma(x.device) and _trusted(x)
-    return WEIGHT_TILE if half and m * n >= 4096 * 4096 else None
-
-
 def _runs(w: Tensor, tile: Tile) -> TensorDescriptor:
     """w[V, H], V a multiple of 128, with its rows in the order of RUNS (`linear_logp_kernels`)."""
     (v, k), row = w.shape, w.stride(0)
     shape, strides = [v // 128, 16, 4, 2, k], [128 * row, 2 * row, 32 * row, row, 1]
     return TensorDescriptor(w, shape, strides, [tile.n // 128, 16, 4, 2, tile.k])
+
+
+def _apart(h: Tensor, w: Tensor, mode: tl.constexpr, out: Tensor | None) -> bool:
+    """Whether the kernel of `linear_logp_hopper.py` can run."""
+    whole = mode.value == kernels.GRADIENT.value or w.shape[0] % 128 == 0
+    stored = out is None or _tma_can_read(out)
+    return whole and stored and _uses_tma(h, w) and _runs_apart(h.device)
 
 
 def run_tiles(
@@ -129,8 +130,13 @@ def run_tiles(
     stride = 0 if out is None else out.stride(0)
     numbers = (*spec.numbers(), spec.inverse_top)
     logit, softcap, scaled = spec.flags()
-    flags = (mode, bias is not None, logit, softcap, scaled, entropy, partial, ragged)
+    flags = (mode, bias is not None, logit, softcap, scaled, entropy)
     tiles = triton.cdiv(t, tile.m) * triton.cdiv(v, tile.n)
+    if tile.apart and _apart(h, w, mode, out):
+        from rlk_kernels.linear_logp_hopper import hopper_tiles
+
+        hopper_tiles(h, w, bias, n, s, u, a, b, out, numbers, flags, tile, _processors(h.device))
+        return
     if _uses_tma(h, w):
         desc = h
         runs = mode.value != kernels.GRADIENT.value and v % 128 == 0 and tile.n % 128 == 0
@@ -140,13 +146,14 @@ def run_tiles(
             desc = TensorDescriptor.from_tensor(out, [tile.m, tile.n])
         kernels._tiles_tma_kernel[(min(tiles, _processors(h.device)),)](
             TensorDescriptor.from_tensor(h, [tile.m, tile.k]), w_desc,
-            bias, n, s, u, a, b, desc, out, t, v, k, stride, *numbers, *flags,
+            bias, n, s, u, a, b, desc, out, t, v, k, stride, *numbers, *flags, partial, ragged,
             tile.m, tile.n, tile.k, levels(tile.n // LEAF), tile.group, tile.flatten,
             tma_store, runs, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         return
     kernels._tiles_pointer_kernel[(tiles,)](
         h, w, bias, n, s, u, a, b, out, t, v, k, h.stride(0), w.stride(0), stride, *numbers, *flags,
+        partial, ragged,
         tile.m, tile.n, tile.k, levels(tile.n // LEAF), tile.group,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -272,15 +279,38 @@ def coefficients(
 
 def mark(
     out: Tensor, ids: Tensor, rows: Rows, g: Tensor, a: Tensor, b: Tensor | None, spec: Spec,
-    first: int, v: int, part: slice,
+    first: int, v: int, part: slice, unit: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write dlogits of the ids among columns first ... first + v of rows `part` into `out`."""
+    """Write dlogits (over unit[T]) of the ids among columns first ... first + v of rows `part`."""
     t, j = ids[part].shape
     kernels._mark_kernel[(triton.cdiv(t, 128), j)](
         out, ids[part], rows.z[part], g[part], rows.n[part], rows.log_s[part], a[part],
-        b[part] if b is not None else None, t, j, first, v, out.stride(0), spec.inverse_top,
-        spec.softcap > 0, b is not None, 128, num_warps=4,
+        b[part] if b is not None else None, unit, t, j, first, v, out.stride(0), spec.inverse_top,
+        spec.softcap > 0, b is not None, unit is not None, 128, num_warps=4,
     )  # fmt: skip
+
+
+@functools.cache
+def chunk_columns(t: int, v: int, k: int, most: int, processors: int = 132) -> int:
+    """Columns of a chunk, a multiple of 256 and at most `most`: few processors idle (time only).
+
+    Counted in waves of 128 x 256 tiles times their sums' length, and what a chunk costs by itself:
+    its launches, and the unfinished hidden gradient, read and written.
+    """
+
+    def waves(rows: int, columns: int) -> int:
+        return -(-(-(-rows // 128) * -(-columns // 256)) // processors)
+
+    def time(wide: int) -> int:
+        whole, rest = divmod(v, wide)
+        total = -(-v // wide) * (1000 + t * k // 8192)
+        for columns, count in ((wide, whole), (rest, 1)):
+            sums = waves(t, columns) * k + waves(t, k) * columns + waves(columns, k) * t
+            total += count * sums
+        return total
+
+    top = min(most, -(-v // 256) * 256)
+    return min(range(top, max(top // 2, 255), -256), key=time)
 
 
 def backward_triton(
@@ -296,13 +326,13 @@ def backward_triton(
     if t == 0 or k == 0:
         return dh, None if dw is None else dw.zero_(), db
     tile = tile_for(h, w, stats=False)
-    many = _many_rows_tile(v, k, h)
     pieces = slabs(t, SLAB_NUMBERS // k)
     longest = pieces[0][1]
     size = h.element_size()
     free = HELD - (longest * k * size if size == 2 else 0)
-    chunks = -(-v // max(256, free // (longest * size) // 256 * 256))
-    wide = -(-v // chunks // 256) * 256
+    most = max(256, free // (longest * size) // 256 * 256)
+    processors = 132 if interpreting() else _processors(h.device)
+    wide = chunk_columns(longest, v, k, most, processors)
     chunks = -(-v // wide)
     block = torch.empty(longest, wide, dtype=h.dtype, device=h.device)
 
@@ -330,12 +360,16 @@ def backward_triton(
             low = lows[: stop - start]
             for first in range(0, v, wide):
                 out, last = dlogits(part, first), min(first + wide, v)
-                accumulate(
-                    out, w[first:last], dh[part], low, trans_a=False, first=first == 0,
-                    last=last == v,
-                )  # fmt: skip
+                sums = [
+                    Sum(a=out, b=w[first:last], out=dh[part], low=low, trans_a=False,
+                        first=first == 0, last=last == v)
+                ]  # fmt: skip
                 if together and dw is not None:
-                    gemm_triton(out, h, None, True, False, dw[first:last], tile=many)
+                    sums.append(
+                        Sum(a=out, b=h, out=dw[first:last], low=low, trans_a=True, first=True,
+                            last=True)
+                    )  # fmt: skip
+                accumulate(*sums)
                 if together and db is not None:
                     db[first:last] = columns(slice(0, t), last - first)
         del lows, low
@@ -344,16 +378,16 @@ def backward_triton(
         for first in range(0, v, wide):
             last = min(first + wide, v)
             low = None if lows is None else lows[: last - first]
-            sums = []
+            parts = []
             for start, stop in pieces:
                 out = dlogits(slice(start, stop), first)
                 if dw is not None and low is not None:
                     accumulate(
-                        out, h[start:stop], dw[first:last], low, trans_a=True, first=start == 0,
-                        last=stop == t,
+                        Sum(a=out, b=h[start:stop], out=dw[first:last], low=low, trans_a=True,
+                            first=start == 0, last=stop == t)
                     )  # fmt: skip
                 if db is not None:
-                    sums.append(columns(slice(start, stop), last - first))
+                    parts.append(columns(slice(start, stop), last - first))
             if db is not None:
-                db[first:last] = column_sum(torch.stack(sums), "triton")
+                db[first:last] = column_sum(torch.stack(parts), "triton")
     return dh, dw, db

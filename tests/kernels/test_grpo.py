@@ -76,6 +76,35 @@ def test_loss_and_gradients_against_autograd_in_float64(backend, dtype, loss_typ
         assert error(value, truth) <= LIMIT[dtype] * float(truth.abs().max())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_targets_far_below_and_far_above_the_other_logits(dtype, monkeypatch):
+    """Rows whose exponentials are brought to another reference, beside rows that are not."""
+    t = 140
+    c = case(t, H, V, dtype, "cpu", bias=True)
+    c.bias[7], c.bias[200] = -90.0, 70.0  # below and above what one reference reaches
+    c.bias[:32] -= 100.0  # a tile of nearly nothing
+    c.target[::3], c.target[1::3] = 7, 200
+    c.target[2::3] = c.target[2::3] % 60 + 100
+    c.bias[200] = torch.where(c.bias[200] > 0, c.bias[200], 0.0)
+    advantages = torch.randn(t, generator=torch.Generator().manual_seed(1))
+
+    def grads(leaves, backend):
+        loss, _ = rk.linear_grpo_loss(
+            leaves[0][None], leaves[1], c.target[None], None, advantages.to(leaves[0].dtype),
+            torch.ones(1, t), bias=leaves[2], backend=backend,
+        )  # fmt: skip
+        return torch.autograd.grad(t * loss, leaves)
+
+    operands = (c.hidden, c.weight, c.bias)
+    mine = grads([x.detach().clone().requires_grad_() for x in operands], "triton")
+    exact = grads([x.detach().double().requires_grad_() for x in operands], "torch")
+    for value, truth in zip(mine, exact, strict=True):
+        assert error(value, truth) <= LIMIT[dtype] * float(truth.abs().max())
+    monkeypatch.setattr(linear_grpo, "CHUNK", 128 * V * c.hidden.element_size())
+    chunked = grads([x.detach().clone().requires_grad_() for x in operands], "triton")
+    assert all(torch.equal(a, b) for a, b in zip(mine[:2], chunked[:2], strict=True))
+
+
 def test_the_four_losses_differ():
     c, more = batch(torch.float32)
     found = [float(run(c, "torch", loss_type=kind, **more)[0]) for kind in LOSS_TYPES]

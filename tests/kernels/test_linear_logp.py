@@ -123,21 +123,21 @@ def test_tiles_chunks_and_slabs_change_no_bit(dtype, monkeypatch):
 
 @pytest.mark.parametrize("v", [384, 331])  # rows of the weight in runs of 128, and as they lie
 def test_the_kernels_for_tensor_maps_give_the_bits_of_those_for_pointers(v, monkeypatch):
-    c = case(140, 32, v, torch.float16, "cpu")
+    c = case(140, 32, v, torch.float16, "cpu", bias=True)
     ups = upstreams(c)
 
     def everything():
-        leaves = [x.detach().clone().requires_grad_() for x in (c.hidden, c.weight)]
+        leaves = [x.detach().clone().requires_grad_() for x in (c.hidden, c.weight, c.bias)]
         loss, metrics = rk.linear_grpo_loss(
             leaves[0][None], leaves[1], c.target[None], None, torch.ones(1), torch.ones(1, 140),
-            backend="triton",
+            bias=leaves[2], backend="triton",
         )  # fmt: skip
         grpo = loss, metrics["logp"], *torch.autograd.grad(loss, leaves)
         return *outputs(c, "triton"), *gradients(c, run_ours(c, "triton"), ups), *grpo
 
     whole = everything()
-    for module in (linear_logp_triton, accumulate, sys.modules["rlk_kernels.linear_grpo"]):
-        monkeypatch.setattr(module, "_has_tma", lambda device: True, raising=False)
+    for module in (linear_logp_triton, accumulate):
+        monkeypatch.setattr(module, "_has_tma", lambda device: True)
         monkeypatch.setattr(module, "_processors", lambda device: 3)  # several tiles a program
     monkeypatch.setattr(cornerstone, "holds", lambda device: True)
     monkeypatch.setattr(accumulate, "_TILES", [(Tile(64, 32, 32, 4, 1), 1.0, 1.0)])

@@ -1,0 +1,335 @@
+"""The product of `accumulate.py` on Hopper: its order and bits, another schedule.
+
+A warp copies A and B (TMA) as fast as buffers come free, on into the next tile; two groups of four
+warps multiply 64 rows of the tile each and load and store their own sums, so that one group's
+memory traffic runs beside the products of the other. Between calls a row's sums lie in the row's
+own 512 + 512 bytes of `out` and `low` for each tile, in the order of the registers: no shared
+memory, and nothing to take apart.
+
+Two products may share a launch (the two gradients of one block): programs that have fewer tiles of
+the one take more of the other, so that all end together. Written in Gluon, which ships with Triton.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from rlk_kernels.gemm import _tile_position
+
+if TYPE_CHECKING:
+    from rlk_kernels.accumulate import Sum
+
+ROWS = gl.constexpr(64)
+"""Rows of a group of four warps."""
+COLUMNS = gl.constexpr(256)
+STEP = gl.constexpr(64)
+"""Of K."""
+DEPTH = gl.constexpr(4)
+"""Steps of K that the copies may be ahead."""
+GROUP = gl.constexpr(16)
+"""Row tiles that share a column tile while it is in L2."""
+
+KEPT_LAYOUT = gl.DistributedLinearLayout(
+    reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64]],
+    lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+    warp_bases=[[16, 0], [32, 0]],
+    block_bases=[],
+    shape=[64, 128],
+)
+"""How threads hold 128 of a row's 256 sums between two calls."""
+
+
+@gluon.jit
+def _count(tiles, all_tiles, heavy):
+    """Tiles of this program: of `all_tiles` one in num_programs, of the rest (those from the
+    `heavy`-th program on) one in num_programs - heavy."""
+    pid = gl.program_id(0)
+    own = gl.cdiv(gl.maximum(all_tiles - pid, 0), gl.num_programs(0))
+    light = gl.maximum(gl.num_programs(0) - heavy, 1)
+    more = gl.cdiv(gl.maximum(tiles - all_tiles - (pid - heavy), 0), light)
+    return own, gl.where(pid < heavy, own, own + more)
+
+
+@gluon.jit
+def _nth(j, own, all_tiles, heavy):
+    """The j-th tile of this program."""
+    pid = gl.program_id(0)
+    rest = all_tiles + pid - heavy + (j - own) * (gl.num_programs(0) - heavy)
+    return gl.where(j < own, pid + j * gl.num_programs(0), rest)
+
+
+@gluon.jit
+def _copy_tiles(
+    a_desc, b_desc, a_smem, b_smem, full, empty, stage, phase, M, N, K, all_tiles, heavy,
+    TRANS_A: gl.constexpr,
+):  # fmt: skip
+    nbytes: gl.constexpr = 2 * a_desc.block_type.nbytes + b_desc.block_type.nbytes
+    tiles = gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, COLUMNS)
+    own, count = _count(tiles, all_tiles, heavy)
+    for j in range(count):
+        tile = _nth(j, own, all_tiles, heavy)
+        tile_m, tile_n = _tile_position(tile, M, N, 2 * ROWS, COLUMNS, GROUP)
+        row = tile_m * (2 * ROWS)
+        col = tile_n * COLUMNS
+        for step in range(gl.cdiv(K, STEP)):
+            k = step * STEP
+            mbarrier.wait(empty.index(stage), phase)
+            ready = full.index(stage)
+            mbarrier.expect(ready, nbytes)
+            for side in gl.static_range(2):
+                into = a_smem.index(2 * stage + side)
+                if TRANS_A:
+                    tma.async_copy_global_to_shared(a_desc, [k, row + side * ROWS], ready, into)
+                else:
+                    tma.async_copy_global_to_shared(a_desc, [row + side * ROWS, k], ready, into)
+            tma.async_copy_global_to_shared(b_desc, [k, col], ready, b_smem.index(stage))
+            stage += 1
+            if stage == DEPTH:
+                stage = 0
+                phase ^= 1
+    return stage, phase
+
+
+@gluon.jit
+def _copy_operands(
+    a_desc, b_desc, a2_desc, b2_desc, a_smem, b_smem, full, empty, M, N, K, all_tiles, heavy,
+    M2, N2, K2, TRANS_A: gl.constexpr, TRANS_A2: gl.constexpr, TWO: gl.constexpr,
+):  # fmt: skip
+    stage, phase = _copy_tiles(
+        a_desc, b_desc, a_smem, b_smem, full, empty, gl.to_tensor(0), gl.to_tensor(1), M, N, K,
+        all_tiles, heavy, TRANS_A,
+    )  # fmt: skip
+    if TWO:
+        tiles = gl.cdiv(M2, 2 * ROWS) * gl.cdiv(N2, COLUMNS)
+        _copy_tiles(
+            a2_desc, b2_desc, a_smem, b_smem, full, empty, stage, phase, M2, N2, K2, tiles, 0,
+            TRANS_A2,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _places(sum_ptr, row, tile_n, half_n, LAYOUT: gl.constexpr):
+    """Where a row of the tile keeps 128 of its 256 sums: its own 512 bytes of that tensor."""
+    rows = (row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))).to(gl.int64)
+    cols = tile_n * (COLUMNS // 2) + gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, LAYOUT))
+    return sum_ptr + gl.expand_dims(rows * half_n, 1) + gl.expand_dims(cols, 0)
+
+
+@gluon.jit
+def _keep(acc, high_ptr, low_ptr, row, tile_n, M, half_n, KEPT: gl.constexpr):
+    """The fp32 sums as they lie in registers: 16 bytes a thread, 64 a row and instruction."""
+    acc = gl.reshape(acc, (ROWS, 2, 8, 2, 4, 2))
+    acc = gl.reshape(gl.permute(acc, (0, 2, 4, 3, 5, 1)), (ROWS, COLUMNS // 2, 2))
+    high, low = gl.split(acc)
+    inside = gl.expand_dims(row + gl.arange(0, ROWS, gl.SliceLayout(1, KEPT)) < M, 1)
+    high = gl.convert_layout(high, KEPT, assert_trivial=True)
+    low = gl.convert_layout(low, KEPT, assert_trivial=True)
+    gl.store(_places(high_ptr, row, tile_n, half_n, KEPT), high, mask=inside)
+    gl.store(_places(low_ptr, row, tile_n, half_n, KEPT), low, mask=inside)
+
+
+@gluon.jit
+def _kept(high_ptr, low_ptr, row, tile_n, M, half_n, LAYOUT: gl.constexpr, KEPT: gl.constexpr):
+    """What `_keep` put there."""
+    inside = gl.expand_dims(row + gl.arange(0, ROWS, gl.SliceLayout(1, KEPT)) < M, 1)
+    high_at = _places(high_ptr, row, tile_n, half_n, KEPT)
+    low_at = _places(low_ptr, row, tile_n, half_n, KEPT)
+    high = gl.load(high_at, mask=inside, other=0.0)
+    low = gl.load(low_at, mask=inside, other=0.0)
+    acc = gl.reshape(gl.join(high, low), (ROWS, 8, 4, 2, 2, 2))
+    acc = gl.reshape(gl.permute(acc, (0, 5, 1, 3, 2, 4)), (ROWS, COLUMNS))
+    return gl.convert_layout(acc, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _store_half(x, desc, smem, row, col):
+    tma.store_wait(0)
+    gl.thread_barrier()
+    smem.store(x)
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(desc, [row, col], smem)
+
+
+@gluon.jit
+def _multiply_tiles(
+    out_desc, a_smem, b_smem, out_smem, full, empty, high_ptr, low_ptr, scale_ptr, stage, phase,
+    M, N, K, half_n, all_tiles, heavy,
+    TRANS_A: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, SCALED: gl.constexpr,
+    KEPT: gl.constexpr, SIDE: gl.constexpr,
+):  # fmt: skip
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    tiles = gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, COLUMNS)
+    own, count = _count(tiles, all_tiles, heavy)
+    before = 0  # not `stage`: Triton would take the two for one variable
+    for j in range(count):
+        tile = _nth(j, own, all_tiles, heavy)
+        tile_m, tile_n = _tile_position(tile, M, N, 2 * ROWS, COLUMNS, GROUP)
+        row = (2 * tile_m + SIDE) * ROWS
+        col = tile_n * COLUMNS
+        if FIRST:
+            acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+        else:
+            acc = _kept(high_ptr, low_ptr, row, tile_n, M, half_n, layout, KEPT)
+        for step in range(gl.cdiv(K, STEP)):
+            mbarrier.wait(full.index(stage), phase)
+            a = a_smem.index(2 * stage + SIDE)
+            if TRANS_A:
+                a = a.permute((1, 0))
+            ahead = warpgroup_mma(a, b_smem.index(stage), acc, is_async=True)
+            acc = warpgroup_mma_wait(1, [ahead])
+            # the step before is through: its buffers are free
+            mbarrier.arrive(empty.index(before), count=1, pred=step > 0)
+            before = stage
+            stage += 1
+            if stage == DEPTH:
+                stage = 0
+                phase ^= 1
+        acc = warpgroup_mma_wait(0, [acc])
+        mbarrier.arrive(empty.index(before), count=1)
+        if SCALED:
+            rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+            acc *= gl.expand_dims(gl.load(scale_ptr + rows, mask=rows < M, other=0.0), 1)
+        if LAST:
+            out = gl.permute(gl.reshape(acc.to(out_desc.dtype), (ROWS, 2, COLUMNS // 2)), (0, 2, 1))
+            left, right = gl.split(out)
+            _store_half(left, out_desc, out_smem, row, col)
+            _store_half(right, out_desc, out_smem, row, col + COLUMNS // 2)
+        else:
+            _keep(acc, high_ptr, low_ptr, row, tile_n, M, half_n, KEPT)
+    return stage, phase
+
+
+@gluon.jit
+def _multiply(
+    a_smem, b_smem, out_smem, full, empty, out_desc, high_ptr, low_ptr, scale_ptr, out2_desc,
+    high2_ptr, low2_ptr, scale2_ptr, M, N, K, half_n, all_tiles, heavy, M2, N2, K2, half_n2,
+    TRANS_A: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, SCALED: gl.constexpr,
+    TRANS_A2: gl.constexpr, FIRST2: gl.constexpr, LAST2: gl.constexpr, SCALED2: gl.constexpr,
+    TWO: gl.constexpr, KEPT: gl.constexpr, SIDE: gl.constexpr,
+):  # fmt: skip
+    """Four warps: 64 rows of every tile of this program."""
+    stage, phase = _multiply_tiles(
+        out_desc, a_smem, b_smem, out_smem, full, empty, high_ptr, low_ptr, scale_ptr,
+        gl.to_tensor(0), gl.to_tensor(0), M, N, K, half_n, all_tiles, heavy,
+        TRANS_A, FIRST, LAST, SCALED, KEPT, SIDE,
+    )  # fmt: skip
+    if TWO:
+        tiles = gl.cdiv(M2, 2 * ROWS) * gl.cdiv(N2, COLUMNS)
+        _multiply_tiles(
+            out2_desc, a_smem, b_smem, out_smem, full, empty, high2_ptr, low2_ptr, scale2_ptr,
+            stage, phase, M2, N2, K2, half_n2, tiles, 0,
+            TRANS_A2, FIRST2, LAST2, SCALED2, KEPT, SIDE,
+        )  # fmt: skip
+    if LAST or LAST2:
+        tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["M", "K", "all_tiles", "heavy", "M2", "K2"])
+def _sum_hopper_kernel(
+    a_desc, b_desc, out_desc, high_ptr, low_ptr, scale_ptr, M, N, K, half_n, all_tiles, heavy,
+    a2_desc, b2_desc, out2_desc, high2_ptr, low2_ptr, scale2_ptr, M2, N2, K2, half_n2,
+    TRANS_A: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, SCALED: gl.constexpr,
+    TRANS_A2: gl.constexpr, FIRST2: gl.constexpr, LAST2: gl.constexpr, SCALED2: gl.constexpr,
+    TWO: gl.constexpr, KEPT: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = a_desc.dtype
+    a_smem = gl.allocate_shared_memory(dtype, [2 * DEPTH, ROWS, STEP], a_desc.layout)
+    b_smem = gl.allocate_shared_memory(dtype, [DEPTH, STEP, COLUMNS], b_desc.layout)
+    out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS // 2], dtype)
+    out_smem = gl.allocate_shared_memory(dtype, [2, ROWS, COLUMNS // 2], out_layout)
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], bars)
+    empty = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], bars)
+    for stage in gl.static_range(DEPTH):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                a_smem, b_smem, out_smem.index(0), full, empty, out_desc, high_ptr, low_ptr,
+                scale_ptr, out2_desc, high2_ptr, low2_ptr, scale2_ptr, M, N, K, half_n, all_tiles,
+                heavy, M2, N2, K2, half_n2, TRANS_A, FIRST, LAST, SCALED, TRANS_A2, FIRST2, LAST2,
+                SCALED2, TWO, KEPT, 0,
+            )),
+            (_multiply, (
+                a_smem, b_smem, out_smem.index(1), full, empty, out_desc, high_ptr, low_ptr,
+                scale_ptr, out2_desc, high2_ptr, low2_ptr, scale2_ptr, M, N, K, half_n, all_tiles,
+                heavy, M2, N2, K2, half_n2, TRANS_A, FIRST, LAST, SCALED, TRANS_A2, FIRST2, LAST2,
+                SCALED2, TWO, KEPT, 1,
+            )),
+            (_copy_operands, (
+                a_desc, b_desc, a2_desc, b2_desc, a_smem, b_smem, full, empty, M, N, K, all_tiles,
+                heavy, M2, N2, K2, TRANS_A, TRANS_A2, TWO,
+            )),
+        ],
+        [4, 1], [240, 24],
+    )  # fmt: skip
+
+
+def _described(x: Tensor, box: list[int]) -> TensorDescriptor:
+    dtypes = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+    layout = gl.NVMMASharedLayout.get_default_for(box, dtypes[x.dtype])
+    return TensorDescriptor.from_tensor(x, box, layout)
+
+
+def tiles_of(piece: Sum) -> int:
+    """Tiles of the output."""
+    m, n = piece.out.shape
+    return triton.cdiv(m, 2 * ROWS.value) * triton.cdiv(n, COLUMNS.value)
+
+
+def shares(tiles: int, cost: int, other: int, other_cost: int, programs: int) -> tuple[int, int]:
+    """(tiles that all programs share, `heavy`): the first `heavy` programs have one tile more of
+    the other product, and the others take the rest of this one."""
+    heavy = other % programs
+    light = programs - heavy
+    rest = min(other_cost // cost, tiles // light) * light if heavy else 0
+    return tiles - rest, heavy
+
+
+def sum_hopper(pieces: tuple[Sum, ...], processors: int) -> None:
+    """`accumulate`: one or two pieces with outputs of 16 bits, their N a multiple of 256."""
+    pieces = tuple(sorted(pieces, key=lambda piece: piece.b.shape[0]))
+    counts = [tiles_of(piece) for piece in pieces]
+    programs = min(sum(counts), processors)
+    everyone, heavy = counts[0], 0
+    if len(pieces) == 2:
+        # what a tile costs beside its products: about four steps
+        costs = [triton.cdiv(piece.b.shape[0], STEP.value) + 4 for piece in pieces]
+        everyone, heavy = shares(counts[0], costs[0], counts[1], costs[1], programs)
+    arguments: list = []
+    for piece in pieces:
+        (m, n), k, kept = piece.out.shape, piece.b.shape[0], not (piece.first and piece.last)
+        arguments += [
+            _described(piece.a, [STEP.value, ROWS.value]),
+            _described(piece.b, [STEP.value, COLUMNS.value]),
+            _described(piece.out, [ROWS.value, COLUMNS.value // 2]) if piece.last else None,
+            piece.out.view(torch.float32) if kept else None,
+            piece.low.view(torch.float32) if kept else None,
+            piece.scale, m, n, k, n // 2,
+        ]  # fmt: skip
+        arguments += [everyone, heavy] if len(arguments) == 10 else []
+    flags = [(x.trans_a, x.first, x.last, x.scale is not None) for x in pieces]
+    if len(pieces) == 1:
+        arguments += [None] * 10
+        flags.append((False, False, False, False))
+    _sum_hopper_kernel[(programs,)](
+        *arguments, *flags[0], *flags[1], len(pieces) == 2, KEPT_LAYOUT, num_warps=4,
+        maxnreg=168,
+    )  # fmt: skip

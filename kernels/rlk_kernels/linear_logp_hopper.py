@@ -1,0 +1,276 @@
+"""The tile kernels of `linear_logp_kernels.py` for Hopper: their bits, another schedule.
+
+A warp copies h and w (TMA) as fast as buffers come free, on into the next tile; two groups of four
+warps multiply 64 rows of the tile each, K from front to back into one fp32 accumulator, and finish
+their rows waiting for nobody but that warp: the exponentials of one group run beside the products
+of the other. Written in Gluon, which ships with Triton.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from rlk_kernels.gemm import _tile_position
+from rlk_kernels.linear_logp_kernels import (
+    GRADIENT,
+    KEEP,
+    STATS,
+    _column,
+    _final_logits,
+    _slope,
+    reference,
+)
+from rlk_kernels.lse_tree import (
+    LEAF,
+    LEAF_COLUMNS,
+    NO_COLUMNS,
+    _pow2,
+    leaf_stats,
+    levels,
+    merge_neighbours,
+    scaled,
+)
+from rlk_kernels.tiles import Tile
+
+ROWS = gl.constexpr(64)
+"""Rows of a group of four warps."""
+DEPTH = gl.constexpr(4)
+"""Steps of K that the copies may be ahead."""
+
+
+@gluon.jit
+def _copy_operands(
+    h_desc, w_desc, h_smem, w_smem, full, empty, T, V, K,
+    BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
+    RUNS: gl.constexpr,
+):  # fmt: skip
+    nbytes: gl.constexpr = 2 * h_desc.block_type.nbytes + w_desc.block_type.nbytes
+    tiles = gl.cdiv(T, 2 * ROWS) * gl.cdiv(V, BN)
+    stage = 0
+    phase = 1
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        tile_m, tile_n = _tile_position(tile, T, V, 2 * ROWS, BN, GROUP)
+        row = tile_m * (2 * ROWS)
+        col = tile_n * BN
+        for step in range(gl.cdiv(K, BK)):
+            k = step * BK
+            mbarrier.wait(empty.index(stage), phase)
+            ready = full.index(stage)
+            mbarrier.expect(ready, nbytes)
+            tma.async_copy_global_to_shared(h_desc, [row, k], ready, h_smem.index(2 * stage))
+            tma.async_copy_global_to_shared(
+                h_desc, [row + ROWS, k], ready, h_smem.index(2 * stage + 1)
+            )
+            if RUNS:
+                tma.async_copy_global_to_shared(
+                    w_desc, [col // 128, 0, 0, 0, k], ready, w_smem.index(stage)
+                )
+            else:
+                tma.async_copy_global_to_shared(w_desc, [col, k], ready, w_smem.index(stage))
+            stage += 1
+            if stage == DEPTH:
+                stage = 0
+                phase ^= 1
+
+
+@gluon.jit
+def _store_half(x, desc, smem, row, col):
+    tma.store_wait(0)
+    gl.thread_barrier()
+    smem.store(x.to(desc.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(desc, [row, col], smem)
+
+
+@gluon.jit
+def _store(x, desc, smem, row, col, BN: gl.constexpr):
+    """x[64, BN] in two halves, through one buffer."""
+    halves = gl.permute(gl.reshape(x, (ROWS, 2, BN // 2)), (0, 2, 1))
+    left, right = gl.split(halves)
+    _store_half(left, desc, smem, row, col)
+    _store_half(right, desc, smem, row, col + BN // 2)
+
+
+@gluon.jit
+def _multiply(
+    out_desc, h_smem, w_smem, out_smem, full, empty, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr,
+    T, V, K, cap, inverse_cap, scale, inverse, inverse_top,
+    MODE: gl.constexpr, HAS_BIAS: gl.constexpr, LOGIT: gl.constexpr, SOFTCAP: gl.constexpr,
+    SCALED: gl.constexpr, ENTROPY: gl.constexpr, PARTIAL: gl.constexpr, BN: gl.constexpr,
+    BK: gl.constexpr, LEVELS: gl.constexpr, GROUP: gl.constexpr, RUNS: gl.constexpr,
+    SIDE: gl.constexpr,
+):  # fmt: skip
+    """Four warps: 64 rows of every tile of this program."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    of_row: gl.constexpr = gl.SliceLayout(1, layout)
+    tiles = gl.cdiv(T, 2 * ROWS) * gl.cdiv(V, BN)
+    stage = 0
+    before = 0
+    phase = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        tile_m, tile_n = _tile_position(tile, T, V, 2 * ROWS, BN, GROUP)
+        row = (2 * tile_m + SIDE) * ROWS
+        col = tile_n * BN
+        acc = gl.zeros([ROWS, BN], gl.float32, layout)
+        for step in range(gl.cdiv(K, BK)):
+            mbarrier.wait(full.index(stage), phase)
+            h = h_smem.index(2 * stage + SIDE)
+            w = w_smem.index(stage)
+            if RUNS:
+                w = w.reshape((BN, BK))
+            ahead = warpgroup_mma(h, w.permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma_wait(1, [ahead])
+            # the step before is through: its buffers are free
+            mbarrier.arrive(empty.index(before), count=1, pred=step > 0)
+            before = stage
+            stage += 1
+            if stage == DEPTH:
+                stage = 0
+                phase ^= 1
+        acc = warpgroup_mma_wait(0, [acc])
+        mbarrier.arrive(empty.index(before), count=1)
+        rows = row + gl.arange(0, ROWS, of_row)
+        bias = 0.0
+        if HAS_BIAS:
+            cols = col + _column(gl.arange(0, BN, gl.SliceLayout(0, layout)), RUNS)
+            bias = gl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(gl.float32)
+            bias = gl.expand_dims(bias, 0)
+        z = _final_logits(
+            acc, bias, cap, inverse_cap, scale, inverse, HAS_BIAS, LOGIT, SOFTCAP, SCALED
+        )
+        if MODE == GRADIENT:
+            inside = rows < T
+            n = gl.load(n_ptr + rows, mask=inside, other=0.0)
+            log_s = gl.load(s_ptr + rows, mask=inside, other=0.0)
+            a = gl.load(a_ptr + rows, mask=inside, other=0.0)
+            y = scaled(z, gl.expand_dims(n, 1)) - gl.expand_dims(log_s, 1)
+            d = gl.exp2(y)
+            if ENTROPY:
+                b = gl.load(b_ptr + rows, mask=inside, other=0.0)
+                d = gl.where(
+                    d > 0.0, d * gl.fma(y, gl.expand_dims(b, 1), gl.expand_dims(a, 1)), 0.0
+                )
+            else:
+                d = d * gl.expand_dims(a, 1)
+            if SOFTCAP:
+                d = d * _slope(z, inverse_top)
+            _store(d, out_desc, out_smem, row, col, BN)
+        else:
+            LEAVES: gl.constexpr = BN // LEAF_COLUMNS
+            if RUNS:
+                z = gl.reshape(z, (ROWS, BN // 128, 16, 4, 2))
+                z = gl.reshape(gl.permute(z, (0, 1, 3, 2, 4)), (ROWS, BN))
+            n, s, u, e = leaf_stats(z, ROWS, LEAVES, ENTROPY)
+            if PARTIAL:
+                places = gl.arange(0, LEAVES, gl.SliceLayout(0, n.type.layout))
+                some = gl.expand_dims(col // LEAF_COLUMNS + places < V // LEAF_COLUMNS, 0)
+                n = gl.where(some, n, NO_COLUMNS)
+                s = gl.where(some, gl.convert_layout(s, n.type.layout), 0.0)
+                u = gl.where(some, gl.convert_layout(u, n.type.layout), 0.0)
+            leaf_n = n
+            n, s, u = merge_neighbours(n, s, u, ROWS, LEAVES, LEVELS, ENTROPY)
+            n = gl.convert_layout(gl.reshape(n, (ROWS,)), of_row)
+            s = gl.convert_layout(gl.reshape(s, (ROWS,)), of_row)
+            at = tile_n.to(gl.int64) * T + rows
+            gl.store(n_ptr + at, n, mask=rows < T)
+            gl.store(s_ptr + at, s, mask=rows < T)
+            if ENTROPY:
+                u = gl.convert_layout(gl.reshape(u, (ROWS,)), of_row)
+                gl.store(u_ptr + at, u, mask=rows < T)
+            if MODE == KEEP:
+                target = gl.load(a_ptr + rows, mask=rows < T, other=0.0)
+                base = reference(n, target, out_desc.dtype == gl.float16)
+                base = gl.convert_layout(base, gl.SliceLayout(1, leaf_n.type.layout))
+                f = _pow2(leaf_n - gl.expand_dims(base, 1))
+                e = gl.reshape(e * gl.expand_dims(f, 2), (ROWS, BN))
+                if SOFTCAP:
+                    e = e * _slope(z, inverse_top)
+                _store(e, out_desc, out_smem, row, col, BN)
+    if MODE != STATS:
+        tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["T"])
+def _tiles_hopper_kernel(
+    h_desc, w_desc, out_desc, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr, T, V, K,
+    cap, inverse_cap, scale, inverse, inverse_top,
+    MODE: gl.constexpr, HAS_BIAS: gl.constexpr, LOGIT: gl.constexpr, SOFTCAP: gl.constexpr,
+    SCALED: gl.constexpr, ENTROPY: gl.constexpr, PARTIAL: gl.constexpr, BN: gl.constexpr,
+    BK: gl.constexpr, LEVELS: gl.constexpr, GROUP: gl.constexpr, RUNS: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = h_desc.dtype
+    h_smem = gl.allocate_shared_memory(dtype, [2 * DEPTH, ROWS, BK], h_desc.layout)
+    w_box: gl.constexpr = [DEPTH] + w_desc.block_type.shape  # noqa: RUF005 (Gluon has no stars)
+    w_smem = gl.allocate_shared_memory(dtype, w_box, w_desc.layout)
+    if MODE == STATS:
+        out_smem = h_smem  # never used
+    else:
+        out_smem = gl.allocate_shared_memory(dtype, [2, ROWS, BN // 2], out_desc.layout)
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], bars)
+    empty = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], bars)
+    for stage in gl.static_range(DEPTH):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                out_desc, h_smem, w_smem, out_smem.index(0), full, empty, bias_ptr, n_ptr, s_ptr,
+                u_ptr, a_ptr, b_ptr, T, V, K, cap, inverse_cap, scale, inverse, inverse_top,
+                MODE, HAS_BIAS, LOGIT, SOFTCAP, SCALED, ENTROPY, PARTIAL, BN, BK, LEVELS, GROUP,
+                RUNS, 0,
+            )),
+            (_multiply, (
+                out_desc, h_smem, w_smem, out_smem.index(1), full, empty, bias_ptr, n_ptr, s_ptr,
+                u_ptr, a_ptr, b_ptr, T, V, K, cap, inverse_cap, scale, inverse, inverse_top,
+                MODE, HAS_BIAS, LOGIT, SOFTCAP, SCALED, ENTROPY, PARTIAL, BN, BK, LEVELS, GROUP,
+                RUNS, 1,
+            )),
+            (_copy_operands, (
+                h_desc, w_desc, h_smem, w_smem, full, empty, T, V, K, BN, BK, GROUP, RUNS,
+            )),
+        ],
+        [4, 1], [240, 24],
+    )  # fmt: skip
+
+
+def _described(x: Tensor, box: list[int], runs: bool = False) -> TensorDescriptor:
+    """A tensor map of x[R, C]; `runs`: its rows in the order of RUNS (`linear_logp_kernels`)."""
+    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[x.dtype]
+    (r, c), row = x.shape, x.stride(0)
+    shape, strides = [r, c], [row, 1]
+    if runs:
+        box = [box[0] // 128, 16, 4, 2, box[1]]
+        shape, strides = [r // 128, 16, 4, 2, c], [128 * row, 2 * row, 32 * row, row, 1]
+    layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
+    return TensorDescriptor(x, shape, strides, box, layout)
+
+
+def hopper_tiles(
+    h: Tensor, w: Tensor, bias: Tensor | None, n: Tensor, s: Tensor, u: Tensor | None,
+    a: Tensor | None, b: Tensor | None, out: Tensor | None, numbers: tuple, flags: tuple,
+    tile: Tile, processors: int,
+) -> None:  # fmt: skip
+    """`linear_logp_triton.run_tiles`; V is a multiple of 128 where leaves are made."""
+    t, v, k = h.shape[0], w.shape[0], h.shape[1]
+    runs = flags[0].value != GRADIENT.value
+    tiles = triton.cdiv(t, tile.m) * triton.cdiv(v, tile.n)
+    _tiles_hopper_kernel[(min(tiles, processors),)](
+        _described(h, [ROWS.value, tile.k]), _described(w, [tile.n, tile.k], runs),
+        None if out is None else _described(out, [ROWS.value, tile.n // 2]),
+        bias, n, s, u, a, b, t, v, k, *numbers, *flags, v % tile.n != 0,
+        tile.n, tile.k, levels(tile.n // LEAF), tile.group, runs,
+        num_warps=4, maxnreg=168,
+    )  # fmt: skip
