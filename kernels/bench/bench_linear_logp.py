@@ -181,12 +181,18 @@ def properties(run: Callable) -> dict:
         exact = torch.log_softmax(hidden.double() @ weight.double().T, -1)
         exact = exact.gather(-1, target[:, None])[:, 0]
         found[f"error_{name}"] = float((run(hidden, weight, target).double() - exact).abs().max())
+        if run is rk.linear_logp:
+            x = (hidden.double() @ weight.double().T).gather(-1, target[:, None])
+            ours = rk.linear(hidden, weight, out_dtype=torch.float32).gather(-1, target[:, None])
+            found[f"logit_error_{name}"] = float((ours.double() - x).abs().max())
         del exact
     weight = rand(v, h, scale=2 * h**-0.5)
     whole = run(hidden, weight, target)
     grad, wgrad = gradients(run, hidden, weight, target, up)
     same = same_grad = True
-    for m in (1, 2, 17, 64, 65, 129, 512, 999):
+    alone = attempt(run, hidden[:1], weight, target[:1])
+    found["one_token"] = alone if isinstance(alone, str) else "yes"
+    for m in (2 if isinstance(alone, str) else 1, 2, 17, 64, 65, 129, 512, 999):
         for first in (0, t - m):
             part = slice(first, first + m)
             same &= torch.equal(run(hidden[part], weight, target[part]), whole[part])

@@ -31,6 +31,9 @@ def _rivals(record: dict) -> list[str]:
     what = {
         "error_well_scaled": "max error of logp, well scaled",
         "error_peaked": "max error of logp, peaked",
+        "logit_error_well_scaled": "of it, max error of the target's fp32 logit, well scaled",
+        "logit_error_peaked": "of it, max error of the target's fp32 logit, peaked",
+        "one_token": "takes a single token",
         "confident_gradient_error": "relative error of a confident token's hidden gradient",
         "invariant": "logp of a row free of its batch",
         "invariant_gradient": "hidden gradient of a row free of its batch",
@@ -43,9 +46,12 @@ def _rivals(record: dict) -> list[str]:
         return f"{value:.1e}" if isinstance(value, float) else str(value)
 
     rows = []
+    facts = [found["properties"][name] for name in names]
     for key, title in what.items():
-        facts = [found["properties"][name] for name in names]
-        rows.append([title, *[cell(f[key]) if isinstance(f, dict) else f for f in facts]])
+        if any(isinstance(f, dict) and key in f for f in facts):
+            rows.append(
+                [title, *[cell(f.get(key, "")) if isinstance(f, dict) else f for f in facts]]
+            )
     return lines + _table(["", *names], rows)
 
 
@@ -64,6 +70,13 @@ def _groups(record: dict) -> list[str]:
         for kind, name in columns
     ]
     return lines + _table(["", *[f"{r['group']} ({r['tokens']} tokens)" for r in data]], rows)
+
+
+def _earlier(record: dict) -> list[str]:
+    """Parts that a newer measurement of the first table left as they were."""
+    if "earlier" not in record:
+        return []
+    return [f"Rivals, precision and group sizes, below, are of commit {record['earlier']}.", ""]
 
 
 def page(record: dict) -> list[str]:
@@ -95,6 +108,7 @@ def page(record: dict) -> list[str]:
             for r in data
         ],
     )  # fmt: skip
+    lines += _earlier(record)
     if "rivals" in record:
         lines += _rivals(record)
     if "groups" in record:
