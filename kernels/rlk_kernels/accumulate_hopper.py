@@ -16,30 +16,19 @@ from typing import TYPE_CHECKING
 
 import torch
 import triton
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from rlk_kernels.gemm import _tile_position
+from rlk_kernels.hopper import DEPTH, ROWS, described, products, store
 
 if TYPE_CHECKING:
     from rlk_kernels.accumulate import Sum
 
-ROWS = gl.constexpr(64)
-"""Rows of a group of four warps."""
 COLUMNS = gl.constexpr(256)
 STEP = gl.constexpr(64)
 """Of K."""
-DEPTH = gl.constexpr(4)
-"""Steps of K that the copies may be ahead."""
 GROUP = gl.constexpr(16)
 """Row tiles that share a column tile while it is in L2."""
 
@@ -156,16 +145,6 @@ def _kept(high_ptr, low_ptr, row, tile_n, M, half_n, LAYOUT: gl.constexpr, KEPT:
 
 
 @gluon.jit
-def _store_half(x, desc, smem, row, col):
-    tma.store_wait(0)
-    gl.thread_barrier()
-    smem.store(x)
-    fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(desc, [row, col], smem)
-
-
-@gluon.jit
 def _multiply_tiles(
     out_desc, a_smem, b_smem, out_smem, full, empty, high_ptr, low_ptr, scale_ptr, stage, phase,
     M, N, K, half_n, all_tiles, heavy,
@@ -175,7 +154,6 @@ def _multiply_tiles(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     tiles = gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, COLUMNS)
     own, count = _count(tiles, all_tiles, heavy)
-    before = 0  # not `stage`: Triton would take the two for one variable
     for j in range(count):
         tile = _nth(j, own, all_tiles, heavy)
         tile_m, tile_n = _tile_position(tile, M, N, 2 * ROWS, COLUMNS, GROUP)
@@ -185,30 +163,15 @@ def _multiply_tiles(
             acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
         else:
             acc = _kept(high_ptr, low_ptr, row, tile_n, M, half_n, layout, KEPT)
-        for step in range(gl.cdiv(K, STEP)):
-            mbarrier.wait(full.index(stage), phase)
-            a = a_smem.index(2 * stage + SIDE)
-            if TRANS_A:
-                a = a.permute((1, 0))
-            ahead = warpgroup_mma(a, b_smem.index(stage), acc, is_async=True)
-            acc = warpgroup_mma_wait(1, [ahead])
-            # the step before is through: its buffers are free
-            mbarrier.arrive(empty.index(before), count=1, pred=step > 0)
-            before = stage
-            stage += 1
-            if stage == DEPTH:
-                stage = 0
-                phase ^= 1
-        acc = warpgroup_mma_wait(0, [acc])
-        mbarrier.arrive(empty.index(before), count=1)
+        acc, stage, phase = products(
+            acc, a_smem, b_smem, full, empty, stage, phase, gl.cdiv(K, STEP), TRANS_A, False, STEP,
+            COLUMNS, SIDE,
+        )  # fmt: skip
         if SCALED:
             rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
             acc *= gl.expand_dims(gl.load(scale_ptr + rows, mask=rows < M, other=0.0), 1)
         if LAST:
-            out = gl.permute(gl.reshape(acc.to(out_desc.dtype), (ROWS, 2, COLUMNS // 2)), (0, 2, 1))
-            left, right = gl.split(out)
-            _store_half(left, out_desc, out_smem, row, col)
-            _store_half(right, out_desc, out_smem, row, col + COLUMNS // 2)
+            store(acc, out_desc, out_smem, row, col)
         else:
             _keep(acc, high_ptr, low_ptr, row, tile_n, M, half_n, KEPT)
     return stage, phase
@@ -282,12 +245,6 @@ def _sum_hopper_kernel(
     )  # fmt: skip
 
 
-def _described(x: Tensor, box: list[int]) -> TensorDescriptor:
-    dtypes = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-    layout = gl.NVMMASharedLayout.get_default_for(box, dtypes[x.dtype])
-    return TensorDescriptor.from_tensor(x, box, layout)
-
-
 def tiles_of(piece: Sum) -> int:
     """Tiles of the output."""
     m, n = piece.out.shape
@@ -317,9 +274,9 @@ def sum_hopper(pieces: tuple[Sum, ...], processors: int) -> None:
     for piece in pieces:
         (m, n), k, kept = piece.out.shape, piece.b.shape[0], not (piece.first and piece.last)
         arguments += [
-            _described(piece.a, [STEP.value, ROWS.value]),
-            _described(piece.b, [STEP.value, COLUMNS.value]),
-            _described(piece.out, [ROWS.value, COLUMNS.value // 2]) if piece.last else None,
+            described(piece.a, [STEP.value, ROWS.value]),
+            described(piece.b, [STEP.value, COLUMNS.value]),
+            described(piece.out, [ROWS.value, COLUMNS.value // 2]) if piece.last else None,
             piece.out.view(torch.float32) if kept else None,
             piece.low.view(torch.float32) if kept else None,
             piece.scale, m, n, k, n // 2,

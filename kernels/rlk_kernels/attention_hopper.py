@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rlk_kernels.attention_triton import (
     CHUNK,
@@ -33,9 +32,8 @@ from rlk_kernels.attention_triton import (
     one_sum,
     seen_keys,
 )
+from rlk_kernels.hopper import ROWS, described
 
-ROWS = gl.constexpr(64)
-"""Packed rows of a group of four warps."""
 BLOCK = gl.constexpr(128)
 """Keys of a block: `attention_triton.block_n` of the head sizes taken here."""
 PER_CHUNK = gl.constexpr(CHUNK // 128)
@@ -137,6 +135,14 @@ def _merge_chunk(m_all, den_all, merged, some, m, den, acc):
 
 
 @gluon.jit
+def _close_chunk(m_all, den_all, merged, some, m, den, acc):
+    """`_merge_chunk`, the sum to where the next one finds it."""
+    m_all, den_all, total = _merge_chunk(m_all, den_all, merged, some, m, den, acc)
+    merged.store(total)
+    return m_all, den_all
+
+
+@gluon.jit
 def _attend(
     given, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, SPLIT: gl.constexpr, GROUP: gl.constexpr,
@@ -180,8 +186,7 @@ def _attend(
         fresh = (j % PER_CHUNK == 0) | (j == begin)
         if not SPLIT:
             if fresh and j > begin:
-                m_all, den_all, total = _merge_chunk(m_all, den_all, merged, some, m, den, acc)
-                merged.store(total)
+                m_all, den_all = _close_chunk(m_all, den_all, merged, some, m, den, acc)
                 some = True
         p, m, den, old = _weigh(
             s, m, den, scale, j * BLOCK, last, window, fresh, j >= plain_end, dtype, OUT, WINDOWED
@@ -198,8 +203,7 @@ def _attend(
     fresh = (j % PER_CHUNK == 0) | (j == begin)
     if not SPLIT:
         if fresh and j > begin:
-            m_all, den_all, total = _merge_chunk(m_all, den_all, merged, some, m, den, acc)
-            merged.store(total)
+            m_all, den_all = _close_chunk(m_all, den_all, merged, some, m, den, acc)
             some = True
     p, m, den, old = _weigh(
         s, m, den, scale, j * BLOCK, last, window, fresh, j >= plain_end, dtype, OUT, WINDOWED
@@ -358,14 +362,12 @@ def attend_hopper(
     k_rows, v_rows = _rows_of(k, paged), _rows_of(v, paged)
     if not length or k_rows is None or v_rows is None or (table is not None and not table.numel()):
         return False
-    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[q.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for([length, dim], dtype)
     tokens, batch = q.shape[0], cu_q.numel() - 1
     keys = table.shape[1] * k.shape[1] if table is not None else k.shape[0]
     blocks = tokens * group // (groups * ROWS.value) + batch
     _attention_hopper_kernel[(blocks, kv_heads, triton.cdiv(keys, CHUNK) if split else 1)](
-        q, TensorDescriptor.from_tensor(k_rows, [length, dim], layout),
-        TensorDescriptor.from_tensor(v_rows, [length, dim], layout), out, lse, part_acc, part_ml,
+        q, described(k_rows, [length, dim]), described(v_rows, [length, dim]), out, lse, part_acc,
+        part_ml,
         cu_q, lens_k, table if table is not None else cu_q, batch, tokens, scale * LOG2E,
         window or 0, q.stride(0), q.stride(1), k.stride(-2), v.stride(-2),
         k.stride(0) // k.stride(1) if paged else 0, v.stride(0) // v.stride(1) if paged else 0,

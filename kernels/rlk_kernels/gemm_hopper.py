@@ -5,7 +5,6 @@ rows of the tile and waits for nobody but that warp. K from front to back into o
 as everywhere. Only A @ B^T, as `linear` has it. Written in Gluon, which ships with Triton.
 """
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -17,12 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from rlk_kernels.hopper import ROWS, described
 from rlk_kernels.tiles import Tile
-
-ROWS = gl.constexpr(64)
-"""Rows of a group of four warps."""
 
 
 @gluon.jit
@@ -160,15 +156,10 @@ def one_wave(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, tile: Tile,
     """out[M, N] = a[M, K] @ b[N, K]^T (+ bias[N]); a tile of 64 or 128 rows and n + n2 columns."""
     m, n = out.shape
 
-    def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-        dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-        layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype[x.dtype])
-        return TensorDescriptor.from_tensor(x, [rows, columns], layout)
-
     _gemm_hopper_kernel[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n + tile.n2),)](
-        descriptor(a, ROWS.value, tile.k), descriptor(b, tile.n, tile.k),
-        descriptor(b, tile.n2, tile.k), descriptor(out, ROWS.value, tile.n),
-        descriptor(out, ROWS.value, tile.n2), bias, m, n, a.shape[1],
+        described(a, ROWS.value, tile.k), described(b, tile.n, tile.k),
+        described(b, tile.n2, tile.k), described(out, ROWS.value, tile.n),
+        described(out, ROWS.value, tile.n2), bias, m, n, a.shape[1],
         tile.n, tile.n2, tile.k, tile.m // ROWS.value, tile.group, stages, bias is not None,
         overlap, num_warps=4, launch_pdl=overlap > 0,
         maxnreg=168 if tile.m > ROWS.value else None,

@@ -6,21 +6,15 @@ their rows waiting for nobody but that warp: the exponentials of one group run b
 of the other. Written in Gluon, which ships with Triton.
 """
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rlk_kernels.gemm import _tile_position
+from rlk_kernels.hopper import DEPTH, ROWS, described, products, shared_layout, store
 from rlk_kernels.linear_logp_kernels import (
     GRADIENT,
     KEEP,
@@ -41,11 +35,6 @@ from rlk_kernels.lse_tree import (
     scaled,
 )
 from rlk_kernels.tiles import Tile
-
-ROWS = gl.constexpr(64)
-"""Rows of a group of four warps."""
-DEPTH = gl.constexpr(4)
-"""Steps of K that the copies may be ahead."""
 
 
 @gluon.jit
@@ -84,25 +73,6 @@ def _copy_operands(
 
 
 @gluon.jit
-def _store_half(x, desc, smem, row, col):
-    tma.store_wait(0)
-    gl.thread_barrier()
-    smem.store(x.to(desc.dtype))
-    fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(desc, [row, col], smem)
-
-
-@gluon.jit
-def _store(x, desc, smem, row, col, BN: gl.constexpr):
-    """x[64, BN] in two halves, through one buffer."""
-    halves = gl.permute(gl.reshape(x, (ROWS, 2, BN // 2)), (0, 2, 1))
-    left, right = gl.split(halves)
-    _store_half(left, desc, smem, row, col)
-    _store_half(right, desc, smem, row, col + BN // 2)
-
-
-@gluon.jit
 def _multiply(
     out_desc, h_smem, w_smem, out_smem, full, empty, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr,
     T, V, K, cap, inverse_cap, scale, inverse, inverse_top,
@@ -116,30 +86,16 @@ def _multiply(
     of_row: gl.constexpr = gl.SliceLayout(1, layout)
     tiles = gl.cdiv(T, 2 * ROWS) * gl.cdiv(V, BN)
     stage = 0
-    before = 0
     phase = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         tile_m, tile_n = _tile_position(tile, T, V, 2 * ROWS, BN, GROUP)
         row = (2 * tile_m + SIDE) * ROWS
         col = tile_n * BN
         acc = gl.zeros([ROWS, BN], gl.float32, layout)
-        for step in range(gl.cdiv(K, BK)):
-            mbarrier.wait(full.index(stage), phase)
-            h = h_smem.index(2 * stage + SIDE)
-            w = w_smem.index(stage)
-            if RUNS:
-                w = w.reshape((BN, BK))
-            ahead = warpgroup_mma(h, w.permute((1, 0)), acc, is_async=True)
-            acc = warpgroup_mma_wait(1, [ahead])
-            # the step before is through: its buffers are free
-            mbarrier.arrive(empty.index(before), count=1, pred=step > 0)
-            before = stage
-            stage += 1
-            if stage == DEPTH:
-                stage = 0
-                phase ^= 1
-        acc = warpgroup_mma_wait(0, [acc])
-        mbarrier.arrive(empty.index(before), count=1)
+        acc, stage, phase = products(
+            acc, h_smem, w_smem, full, empty, stage, phase, gl.cdiv(K, BK), False, True, BN, BK,
+            SIDE,
+        )  # fmt: skip
         rows = row + gl.arange(0, ROWS, of_row)
         bias = 0.0
         if HAS_BIAS:
@@ -165,7 +121,7 @@ def _multiply(
                 d = d * gl.expand_dims(a, 1)
             if SOFTCAP:
                 d = d * _slope(z, inverse_top)
-            _store(d, out_desc, out_smem, row, col, BN)
+            store(d, out_desc, out_smem, row, col)
         else:
             LEAVES: gl.constexpr = BN // LEAF_COLUMNS
             if RUNS:
@@ -196,7 +152,7 @@ def _multiply(
                 e = gl.reshape(e * gl.expand_dims(f, 2), (ROWS, BN))
                 if SOFTCAP:
                     e = e * _slope(z, inverse_top)
-                _store(e, out_desc, out_smem, row, col, BN)
+                store(e, out_desc, out_smem, row, col)
     if MODE != STATS:
         tma.store_wait(0)
 
@@ -246,16 +202,12 @@ def _tiles_hopper_kernel(
     )  # fmt: skip
 
 
-def _described(x: Tensor, box: list[int], runs: bool = False) -> TensorDescriptor:
-    """A tensor map of x[R, C]; `runs`: its rows in the order of RUNS (`linear_logp_kernels`)."""
-    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[x.dtype]
-    (r, c), row = x.shape, x.stride(0)
-    shape, strides = [r, c], [row, 1]
-    if runs:
-        box = [box[0] // 128, 16, 4, 2, box[1]]
-        shape, strides = [r // 128, 16, 4, 2, c], [128 * row, 2 * row, 32 * row, row, 1]
-    layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
-    return TensorDescriptor(x, shape, strides, box, layout)
+def _runs(w: Tensor, box: list[int]) -> TensorDescriptor:
+    """A tensor map of w[V, H], its rows in the order of RUNS (`linear_logp_kernels`)."""
+    (v, k), row = w.shape, w.stride(0)
+    box = [box[0] // 128, 16, 4, 2, box[1]]
+    shape, strides = [v // 128, 16, 4, 2, k], [128 * row, 2 * row, 32 * row, row, 1]
+    return TensorDescriptor(w, shape, strides, box, shared_layout(box, w.dtype))
 
 
 def hopper_tiles(
@@ -268,8 +220,8 @@ def hopper_tiles(
     runs = flags[0].value != GRADIENT.value
     tiles = triton.cdiv(t, tile.m) * triton.cdiv(v, tile.n)
     _tiles_hopper_kernel[(min(tiles, processors),)](
-        _described(h, [ROWS.value, tile.k]), _described(w, [tile.n, tile.k], runs),
-        None if out is None else _described(out, [ROWS.value, tile.n // 2]),
+        described(h, [ROWS.value, tile.k]), (_runs if runs else described)(w, [tile.n, tile.k]),
+        None if out is None else described(out, [ROWS.value, tile.n // 2]),
         bias, n, s, u, a, b, t, v, k, *numbers, *flags, v % tile.n != 0,
         tile.n, tile.k, levels(tile.n // LEAF), tile.group, runs,
         num_warps=4, maxnreg=168,
