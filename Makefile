@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: setup demo test check bench-gpu clean
+.PHONY: setup demo test check test-gpu bench-gpu clean
 
 setup: $(STAMP)
 
@@ -35,6 +35,11 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/architecture
+
+# The kernels on the GPU of this machine, with the Python, torch and Triton that it has.
+test-gpu:
+	PYTHONPATH=.:kernels $(PYTHON) -m pytest -n 8 --import-mode=importlib \
+	  --confcutdir=tests/gpu/kernels tests/gpu/kernels
 
 bench-gpu:
 	PYTHONPATH=.:kernels $(PYTHON) kernels/bench/run.py --all
