@@ -28,6 +28,8 @@ from rlk_kernels.exact import exponent_of, matmul_nt, pow2, tree_sum
 CHUNK = 256
 P_BITS = 30
 MAX_KEYS = 1 << 22  # P_BITS + log2(MAX_KEYS) <= 52: the sum of p is exact
+LEAST = -900
+"""Grid of a chunk whose weights are all below 2**LEAST: `pow2` ends at 2**1023."""
 MEMORY = 1 << 16
 """Scores held at a time: bounds memory; changes no bit."""
 
@@ -51,7 +53,7 @@ def _weighted_chunk(p: Tensor, v: Tensor) -> Tensor:
     width = (52 - math.ceil(math.log2(CHUNK))) // 2
     exponent = exponent_of(v)
     p = p * pow2(exponent).mT
-    top = exponent_of(p)
+    top = exponent_of(p).clamp(min=LEAST)
     p = p * pow2(width - top)
     p_high = p.round()
     p_low = ((p - p_high) * 2.0**width).round_()

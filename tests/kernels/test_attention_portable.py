@@ -89,3 +89,18 @@ def test_a_query_gradient_does_not_depend_on_its_neighbours():
     ends = torch.tensor([0, 20])
     dq = torch.autograd.grad(rk.attention(*tail, ends, one), tail, do[25:45])[0]
     assert torch.equal(dq, whole[0][25:45])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_weights_that_vanish_over_a_whole_chunk_are_finite(dtype):
+    """Scores hundreds apart, more keys than a chunk: weights near 1e-304 lie on a grid too."""
+    lens = [300]
+    q, k, v, cu, _ = packed(lens, lens, 1, 1, 64, dtype, "cpu")
+    leaves = [x.clone().requires_grad_() for x in (30 * q, 30 * k, v)]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    grads = torch.autograd.grad(rk.attention(*leaves, cu, cu), leaves, v)
+    truth = torch.autograd.grad(rk.attention(*wide, cu, cu), wide, v.double())
+    limit = {torch.bfloat16: 4e-2, torch.float16: 1e-2, torch.float32: 1e-3}[dtype]
+    for value, expected in zip(grads, truth, strict=True):
+        error = (value.double() - expected).abs()
+        assert bool((error <= limit * expected.abs().max()).all())
