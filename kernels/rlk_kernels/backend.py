@@ -37,12 +37,22 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
-def choose(op: str, backend: str | None, x: torch.Tensor) -> str:
-    """The backend for `op` on a tensor like `x`.
+def choose(op: str, backend: str | None, x: torch.Tensor, *others: torch.Tensor | None) -> str:
+    """The backend for `op` on a tensor like `x`; `others` are the operator's further tensors.
 
-    Raises UnknownBackend, UnsupportedDevice or UnsupportedDtype when an explicit choice (argument
-    or RLK_BACKEND) cannot run.
+    Raises UnsupportedDtype where no backend takes x's dtype, UnsupportedDevice where the tensors
+    are on several devices, and UnknownBackend, UnsupportedDevice or UnsupportedDtype when an
+    explicit choice (argument or RLK_BACKEND) cannot run.
     """
+    if x.dtype not in DTYPES and x.dtype != torch.float64:
+        raise UnsupportedDtype(
+            f"{op}: bfloat16, float16, float32 and float64 are supported, not {x.dtype}"
+        )
+    for other in others:
+        if other is not None and other.device != x.device:
+            raise UnsupportedDevice(
+                f"{op}: tensors are on {x.device} and on {other.device}; move them to one device"
+            )
     asked = backend or os.environ.get("RLK_BACKEND") or None
     if asked is None:
         return "triton" if x.dtype in DTYPES and _gpu_works(x.device) else "torch"

@@ -134,7 +134,7 @@ def embedding(ids: Tensor, weight: Tensor, *, backend: str | None = None) -> Ten
         raise UnsupportedShape(f"embedding: weight[V, H] is needed, not {tuple(weight.shape)}")
     if ids.dtype not in (torch.int32, torch.int64) or not weight.is_floating_point():
         raise UnsupportedDtype(f"embedding: ids are {ids.dtype} and weight is {weight.dtype}")
-    chosen = choose("embedding", backend, weight)
+    chosen = choose("embedding", backend, weight, ids)
     table = weight if weight.stride(-1) == 1 else weight.contiguous()
     y = _embedding(ids.reshape(-1).contiguous(), table, chosen)
     return y.reshape(*ids.shape, weight.shape[1])

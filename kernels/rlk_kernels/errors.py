@@ -3,7 +3,7 @@ caller would expect, so `except ValueError` keeps working.
 
 KernelError
 ├── UnknownBackend      (ValueError)    a backend name that does not exist
-├── UnsupportedDevice   (RuntimeError)  the backend asked for cannot run on this device
+├── UnsupportedDevice   (RuntimeError)  the backend asked for cannot run here, or several devices
 ├── UnsupportedDtype    (TypeError)     a dtype, or a mix of dtypes, that the operator does not take
 └── UnsupportedShape    (ValueError)    shapes that do not fit together, or out of range
 
@@ -20,7 +20,7 @@ class UnknownBackend(KernelError, ValueError):
 
 
 class UnsupportedDevice(KernelError, RuntimeError):
-    """The backend that was asked for cannot run on the tensors' device."""
+    """The backend that was asked for cannot run on the tensors' device, or they are on several."""
 
 
 class UnsupportedDtype(KernelError, TypeError):

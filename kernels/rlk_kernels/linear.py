@@ -105,7 +105,9 @@ def linear(
         raise UnsupportedDtype(f"linear: x is {x.dtype} and weight is {weight.dtype}; cast one")
     if bias is not None and bias.dtype not in (x.dtype, torch.float32):
         raise UnsupportedDtype(f"linear: bias is {bias.dtype}; {x.dtype} or float32 is needed")
-    chosen = choose("linear", backend, x)
+    if out_dtype is not None and not out_dtype.is_floating_point:
+        raise UnsupportedDtype(f"linear: out_dtype is {out_dtype}; a floating dtype is needed")
+    chosen = choose("linear", backend, x, weight, bias)
     rows = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.new_empty(x.shape[:-1].numel(), 0)
     y = _gemm(rows, weight, bias, False, True, out_dtype or x.dtype, chosen)
     return y.reshape(*x.shape[:-1], weight.shape[0])

@@ -202,6 +202,7 @@ def linear_logp(
     """
     check("linear_logp", hidden, weight, target, bias)
     spec = check_options("linear_logp", temperature, softcap, logit_scale, logit_dtype)
+    chosen = choose("linear_logp", backend, hidden, weight, target, bias, token_ids)
     ids = torch.where(target == ignore_index, -1, target.long())[:, None]
     if token_ids is not None:
         if token_ids.dim() != 2 or token_ids.shape[0] != target.shape[0]:
@@ -211,7 +212,6 @@ def linear_logp(
         if token_ids.dtype not in (torch.int32, torch.int64):
             raise UnsupportedDtype(f"linear_logp: token_ids are {token_ids.dtype}")
         ids = torch.cat([ids, token_ids.long()], 1)
-    chosen = choose("linear_logp", backend, hidden)
     logps, lse, entropy, *_ = _linear_logp(
         as_rows(hidden), as_rows(weight), None if bias is None else bias.contiguous(),
         ids.contiguous(), spec.logit_dtype, spec.softcap, spec.scale, spec.temperature,

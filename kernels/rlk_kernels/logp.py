@@ -235,6 +235,6 @@ def logp(
         raise UnsupportedDtype(f"logp: logits are {logits.dtype}, target is {target.dtype}")
     if not temperature > 0:
         raise ValueError(f"logp: temperature must be above 0, not {temperature}")
-    chosen = choose("logp", backend, logits)
+    chosen = choose("logp", backend, logits, target)
     rows = logits if logits.stride(1) == 1 else logits.contiguous()
     return _logp(rows, target.contiguous(), float(temperature), chosen)[0]

@@ -217,7 +217,7 @@ def rms_norm(
         )
     if cast not in CASTS:
         raise ValueError(f"rms_norm: cast {cast!r} is unknown; choose from {list(CASTS)}")
-    chosen = choose("rms_norm", backend, x)
+    chosen = choose("rms_norm", backend, x, weight, residual)
     rows = _rows(x, h)
     res = None if residual is None else _rows(residual, h)
     y, new = _rms_norm(rows, res, weight.contiguous(), eps, cast == "hf", chosen)

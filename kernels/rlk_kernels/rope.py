@@ -178,7 +178,7 @@ def rope(
         )
     out = []
     for x in (q, k):
+        chosen = choose("rope", backend, x, positions, q)
         x = x if x.stride(-1) == 1 else x.contiguous()
-        chosen = choose("rope", backend, x)
         out.append(_rope(x, positions, float(theta), size, 1.0, cos_sin_dtype, interleaved, chosen))
     return out[0], out[1]

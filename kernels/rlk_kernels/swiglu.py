@@ -136,7 +136,7 @@ def swiglu(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Tensor:
         raise UnsupportedShape(f"swiglu: gate {tuple(gate.shape)} and up {tuple(up.shape)} differ")
     if gate.dtype != up.dtype or not gate.is_floating_point():
         raise UnsupportedDtype(f"swiglu: gate is {gate.dtype} and up is {up.dtype}")
-    chosen = choose("swiglu", backend, gate)
+    chosen = choose("swiglu", backend, gate, up)
     f = gate.shape[-1]
     rows = [t.reshape(-1, f) if f else t.new_empty(0, 0) for t in (gate, up)]
     rows = [t if t.stride(-1) == 1 else t.contiguous() for t in rows]

@@ -105,6 +105,44 @@ def test_misuse_is_a_named_error(name):
         call()
 
 
+IDS = torch.tensor([0, 1, 2])
+AWAY = {
+    "linear": lambda: rk.linear(X, W.to("meta")),
+    "linear bias": lambda: rk.linear(X, W, torch.zeros(5, device="meta")),
+    "rms_norm": lambda: rk.rms_norm(X, W[0].to("meta"), 1e-6),
+    "rope": lambda: rk.rope(X[:, None], X[:, None], IDS.to("meta"), theta=1e4),
+    "swiglu": lambda: rk.swiglu(X, X.to("meta")),
+    "embedding": lambda: rk.embedding(IDS.to("meta"), W),
+    "logp": lambda: rk.logp(X, IDS.to("meta")),
+    "linear_logp": lambda: rk.linear_logp(X, W.to("meta"), IDS),
+}
+
+
+@pytest.mark.parametrize("name", list(AWAY))
+def test_tensors_on_two_devices_are_an_error_and_not_memory_of_any_content(name):
+    with pytest.raises(rk.UnsupportedDevice, match="cpu and on meta"):
+        AWAY[name]()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e5m2])
+def test_no_backend_takes_other_dtypes(dtype):
+    x, w = X.to(dtype), W.to(dtype)
+    calls = [
+        lambda: rk.linear(x, w),
+        lambda: rk.rms_norm(x, W[0], 1e-6),
+        lambda: rk.rope(x[:, None], x[:, None], IDS, theta=1e4),
+        lambda: rk.swiglu(x, x),
+        lambda: rk.embedding(IDS, w),
+        lambda: rk.logp(x, IDS),
+        lambda: rk.linear_logp(x, w, IDS),
+        lambda: rk.attention(*[x[:, None]] * 3, torch.tensor([0, 3]), torch.tensor([0, 3])),
+        lambda: rk.linear(X, W, out_dtype=torch.int32),
+    ]
+    for call in calls:
+        with pytest.raises(rk.UnsupportedDtype):
+            call()
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_no_rows_are_fine(backend):
     empty = torch.empty(0, 8)
