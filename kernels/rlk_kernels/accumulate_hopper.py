@@ -10,21 +10,15 @@ Two products may share a launch (the two gradients of one block): programs that 
 the one take more of the other, so that all end together. Written in Gluon, which ships with Triton.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from rlk_kernels.accumulate_triton import Sum
 from rlk_kernels.gemm import _tile_position
 from rlk_kernels.hopper import DEPTH, ROWS, described, products, store
-
-if TYPE_CHECKING:
-    from rlk_kernels.accumulate import Sum
 
 COLUMNS = gl.constexpr(256)
 STEP = gl.constexpr(64)

@@ -3,7 +3,7 @@
     s[j] = scale * (q . k[j]) for the keys that a row sees;  lse = log sum_j exp(s[j])
     out  = sum_j exp(s[j] - lse) v[j]
 
-Reduction order: `attention_triton.py` and `attention_portable.py`. Keys in chunks aligned to key 0
+Reduction order: `attention_order.py` and `attention_portable.py`. Keys in chunks aligned to key 0
 of their sequence, chunks merged front to back; so a row has the same bits in prefill and in paged
 decode, whatever the block of queries, the block table, the chunked prefill, the cached prefix and
 the neighbours. Causal is aligned bottom-right: the last query sees the last key. `window` = w: a
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from rlk_kernels import attention_portable as portable
 from rlk_kernels.attention_backward import attention_backward_triton
-from rlk_kernels.attention_triton import attention_forward_triton, default_scale
+from rlk_kernels.attention_order import default_scale
+from rlk_kernels.attention_triton import attention_forward_triton
 from rlk_kernels.backend import choose, record
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlk_kernels.attention_triton import LOG2E, find_sequence
+from rlk_kernels.attention_order import LOG2E, find_sequence
 from rlk_kernels.backend import interpreting
 
 

@@ -6,7 +6,7 @@ fast as these come free. Each group of four warps owns 64 packed rows: it weighs
 block while the tensor core is busy with the other group's, then starts two products at once, the
 scores of the next block and the values of this one. The merged chunks lie in shared memory, read
 and written once a chunk. Written in Gluon, which ships with Triton; functions without layouts of
-their own are those of `attention_triton.py`.
+their own are those of `attention_order.py`.
 """
 
 import torch
@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from rlk_kernels.attention_triton import (
+from rlk_kernels.attention_order import (
     CHUNK,
     LOG2E,
     block_weights,
@@ -35,7 +35,7 @@ from rlk_kernels.attention_triton import (
 from rlk_kernels.hopper import ROWS, described
 
 BLOCK = gl.constexpr(128)
-"""Keys of a block: `attention_triton.block_n` of the head sizes taken here."""
+"""Keys of a block: `attention_order.block_n` of the head sizes taken here."""
 PER_CHUNK = gl.constexpr(CHUNK // 128)
 
 

@@ -30,7 +30,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlk_kernels import linear_logp_kernels as kernels
-from rlk_kernels.accumulate import Sum, accumulate, low_halves
+from rlk_kernels.accumulate import accumulate, low_halves
+from rlk_kernels.accumulate_triton import Sum
 from rlk_kernels.backend import choose, record
 from rlk_kernels.columns import column_sum
 from rlk_kernels.errors import UnsupportedShape

@@ -20,7 +20,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlk_kernels import linear_logp_kernels as kernels
-from rlk_kernels.accumulate import Sum, accumulate, low_halves
+from rlk_kernels.accumulate import accumulate, low_halves
+from rlk_kernels.accumulate_triton import Sum
 from rlk_kernels.backend import interpreting
 from rlk_kernels.columns import column_sum
 from rlk_kernels.exact import tree_sum

@@ -19,7 +19,7 @@ from linear_logp_suite import (
     truth,
     upstreams,
 )
-from rlk_kernels import accumulate, cornerstone, linear_logp_portable, linear_logp_triton
+from rlk_kernels import accumulate_triton, cornerstone, linear_logp_portable, linear_logp_triton
 from rlk_kernels import linear_logp_kernels as kernels
 from rlk_kernels.lse_tree import LEAF, block_portable, merge_portable
 from rlk_kernels.tiles import Tile
@@ -136,11 +136,11 @@ def test_the_kernels_for_tensor_maps_give_the_bits_of_those_for_pointers(v, monk
         return *outputs(c, "triton"), *gradients(c, run_ours(c, "triton"), ups), *grpo
 
     whole = everything()
-    for module in (linear_logp_triton, accumulate):
+    for module in (linear_logp_triton, accumulate_triton):
         monkeypatch.setattr(module, "_has_tma", lambda device: True)
         monkeypatch.setattr(module, "_processors", lambda device: 3)  # several tiles a program
     monkeypatch.setattr(cornerstone, "holds", lambda device: True)
-    monkeypatch.setattr(accumulate, "_TILES", [(Tile(64, 32, 32, 4, 1), 1.0, 1.0)])
+    monkeypatch.setattr(accumulate_triton, "_TILES", [(Tile(64, 32, 32, 4, 1), 1.0, 1.0)])
     launched = []
     kernel = kernels._tiles_tma_kernel
     monkeypatch.setattr(
