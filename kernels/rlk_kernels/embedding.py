@@ -35,12 +35,12 @@ def _embedding_fwd_kernel(ids_ptr, w_ptr, y_ptr, stride_w, H, V, BLOCK: tl.const
 
 
 @triton.jit(do_not_specialize=["T"])
-def _embedding_bwd_kernel(sorted_ptr, order_ptr, dy_ptr, dw_ptr, T, H, BLOCK: tl.constexpr):
+def _embedding_bwd_kernel(sorted_ptr, order_ptr, dy_ptr, dw_ptr, T, H, V, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64)
     row = tl.load(sorted_ptr + at).to(tl.int64)
     before = tl.load(sorted_ptr + at - 1, mask=at > 0, other=-1).to(tl.int64)
-    if row == before:
-        return  # the program at the first token of this id adds them all
+    if (row == before) | (row < 0) | (row >= V):
+        return  # the first token's program adds them all; ids outside of V have no gradient
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < H
     total = tl.zeros((BLOCK,), tl.float32)
@@ -100,7 +100,7 @@ def _embedding_backward(ids: Tensor, dy: Tensor, rows: int, backend: str) -> Ten
     if ids.numel() and dy.shape[1]:
         key, order = torch.sort(ids, stable=True)
         _embedding_bwd_kernel[(ids.numel(), triton.cdiv(dy.shape[1], BLOCK))](
-            key, order, dy, grad, ids.numel(), dy.shape[1], BLOCK, num_warps=4
+            key, order, dy, grad, ids.numel(), dy.shape[1], rows, BLOCK, num_warps=4
         )
     return grad
 

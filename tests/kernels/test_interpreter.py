@@ -3,6 +3,8 @@
 bf16 and the real order of a tensor core are proved on a GPU (tests/gpu/kernels).
 """
 
+import sys
+
 import pytest
 import rlk_kernels as rk
 import torch
@@ -82,3 +84,16 @@ def test_prefill_equals_paged_decode_chunked_prefill_and_any_schedule(dtype, mon
             q, k, v, cu_q, cu_k, None, True, 0.25, None, rows=rows, split=split
         )
         assert torch.equal(got[0], whole)
+
+
+def test_ids_outside_of_the_vocabulary_have_nan_and_no_gradient_anywhere():
+    kernel = sys.modules["rlk_kernels.embedding"]._embedding_bwd_kernel
+    ids = torch.tensor([2, -2, 7, 2, 5])
+    value = rk.embedding(ids, torch.ones(5, 8), backend="triton")
+    assert bool((value.isnan().all(1) == torch.tensor([False, True, True, False, True])).all())
+    key, order = torch.sort(ids, stable=True)
+    around = torch.zeros(3 + 5 + 3, 8)  # the five rows of the gradient, and what lies beside it
+    kernel[(5, 1)](key, order, torch.ones(5, 8), around[3:8], 5, 8, 5, 16)
+    expected = torch.zeros(11, 8)
+    expected[3 + 2] = 2.0
+    assert torch.equal(around, expected)
