@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from rlk_kernels import elementary
+from rlk_kernels.errors import UnsupportedShape
 from rlk_kernels.exact import exponent_of, matmul_nt, pow2, tree_sum
 
 CHUNK = 256
@@ -205,11 +206,41 @@ def pack_keys(x: Tensor, keys: Tensor) -> Tensor:
     return x[keys.clamp(max=x.shape[0] - 1)].transpose(1, 2)
 
 
+def _check_bounds(
+    tokens: int, slots: int, cu_q: Tensor, start_k: list[int], len_k: list[int],
+    table: Tensor | None, page: int,
+) -> None:  # fmt: skip
+    """UnsupportedShape where sequences reach outside of q, k, v or the cache."""
+    bounds = cu_q.tolist()
+    if not bounds or bounds[0] < 0 or bounds[-1] > tokens or sorted(bounds) != bounds:
+        raise UnsupportedShape(
+            f"attention: the queries' bounds {bounds} do not rise from 0 to at most {tokens}"
+        )
+    if any(n < 0 for n in len_k):
+        raise UnsupportedShape(f"attention: numbers of keys {len_k} must not be negative")
+    if table is None:
+        if any(a < 0 or a + n > slots for a, n in zip(start_k, len_k, strict=True)):
+            raise UnsupportedShape(
+                f"attention: keys from {start_k} of numbers {len_k} are not in k of {slots} keys"
+            )
+        return
+    for row, n in zip(table.tolist(), len_k, strict=True):
+        used = row[: -(-n // page)]
+        if len(used) * page < n or any(not 0 <= block < slots // page for block in used):
+            raise UnsupportedShape(
+                f"paged_attention: {n} keys need {-(-n // page)} blocks of {slots // page}, "
+                f"and the table gives {used}"
+            )
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, start_k: list[int], len_k: list[int],
     table: Tensor | None, page: int, causal: bool, scale: float, window: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out[T, Hq, D], lse[Hq, T]); k, v[slots, Hk, D]."""
+    _check_bounds(q.shape[0], k.shape[0], cu_q, start_k, len_k, table, page)
+    if table is not None and table.shape[1] == 0:  # no sequence has keys
+        table = table.new_zeros(table.shape[0], 1)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.full((*q.shape[:2], 1), -math.inf, dtype=wide, device=q.device)

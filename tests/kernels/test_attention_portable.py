@@ -104,3 +104,42 @@ def test_gradients_of_weights_that_vanish_over_a_whole_chunk_are_finite(dtype):
     for value, expected in zip(grads, truth, strict=True):
         error = (value.double() - expected).abs()
         assert bool((error <= limit * expected.abs().max()).all())
+
+
+def bounds(*x):
+    return torch.tensor(x)
+
+
+@pytest.mark.parametrize(
+    ("cu_q", "cu_k"),
+    [
+        (bounds(0, 4), bounds(0, 9)),
+        (bounds(0, 9), bounds(0, 4)),
+        (bounds(0, 3, 2), bounds(0, 2, 4)),
+        (bounds(0, 2, 4), bounds(0, 4, 2)),
+        (bounds(-1, 4), bounds(0, 4)),
+        (bounds(), bounds()),
+    ],
+)
+def test_bounds_that_reach_outside_are_an_error_and_not_another_key(cu_q, cu_k):
+    q, k, v, _, _ = packed([4], [4], 2, 1, 8, torch.float32, "cpu")
+    with pytest.raises(rk.UnsupportedShape, match="attention"):
+        rk.attention(q, k, v, cu_q.long(), cu_k.long())
+
+
+@pytest.mark.parametrize(("block", "keys"), [(1, 5), (7, 4), (-1, 4), (1, -4)])
+def test_a_block_table_that_reaches_outside_is_an_error(block, keys):
+    q, k, v, cu, _ = packed([2], [8], 2, 1, 8, torch.float32, "cpu")
+    caches = [x.view(2, 4, 1, 8) for x in (k, v)]
+    with pytest.raises(rk.UnsupportedShape, match="attention"):
+        rk.paged_attention(
+            q, *caches, torch.tensor([[block]]), torch.tensor([keys]), cu_seqlens_q=cu
+        )
+
+
+def test_an_empty_block_table_is_no_keys():
+    q, k, v, cu, _ = packed([2], [8], 2, 1, 8, torch.float32, "cpu")
+    caches = [x.view(2, 4, 1, 8) for x in (k, v)]
+    table = torch.zeros(1, 0, dtype=torch.int32)
+    out = rk.paged_attention(q, *caches, table, torch.tensor([0]), cu_seqlens_q=cu)
+    assert torch.equal(out, torch.zeros_like(q))
