@@ -168,9 +168,11 @@ def _last_dense(x: Tensor) -> Tensor:
 
 
 def _index(name: str, x: Tensor, size: int | None = None) -> Tensor:
-    if x.dtype not in (torch.int32, torch.int64) or (size is not None and x.shape != (size,)):
+    fits = x.dim() == 1 and x.numel() > 0 if size is None else x.shape == (size,)
+    if x.dtype not in (torch.int32, torch.int64) or not fits:
         raise UnsupportedShape(
-            f"attention: {name} must hold {size} integers, not {x.dtype} {tuple(x.shape)}"
+            f"attention: {name} must hold {'B + 1' if size is None else size} integers, not "
+            f"{x.dtype} {tuple(x.shape)}"
         )
     return x.to(torch.int32).contiguous()
 
@@ -201,7 +203,7 @@ def attention(
     _check("attention", q, k, v, scale, window)
     cu_q = _index("cu_seqlens_q", cu_seqlens_q)
     cu_k = _index("cu_seqlens_k", cu_seqlens_k, cu_q.numel())
-    chosen = choose("attention", backend, q)
+    chosen = choose("attention", backend, q, k, v, cu_q, cu_k)
     q, k, v = (_last_dense(x) for x in (q, k, v))
     out, lse = _attention(q, k, v, cu_q, cu_k, causal, scale, window, chosen)
     return (out, lse) if return_lse else out
@@ -236,9 +238,14 @@ def paged_attention(
     _check("paged_attention", q, k_cache, v_cache, scale, window)
     cu_q = _index("cu_seqlens_q", cu_seqlens_q, block_table.shape[0] + 1)
     lens = _index("context_lens", context_lens, block_table.shape[0])
+    if block_table.dtype not in (torch.int32, torch.int64) or k_cache.shape[1] == 0:
+        raise UnsupportedShape(
+            f"paged_attention: block_table must hold integers, not {block_table.dtype}, and a "
+            f"block at least one key, not {k_cache.shape[1]}"
+        )
     table = block_table.to(torch.int32)
     table = table if table.stride(-1) == 1 else table.contiguous()
-    chosen = choose("paged_attention", backend, q)
+    chosen = choose("paged_attention", backend, q, k_cache, v_cache, table, lens, cu_q)
     q, k_cache, v_cache = (_last_dense(x) for x in (q, k_cache, v_cache))
     out, lse = _paged_attention(q, k_cache, v_cache, table, lens, cu_q, scale, window, chosen)
     return (out, lse) if return_lse else out

@@ -108,6 +108,6 @@ def linear(
     if out_dtype is not None and not out_dtype.is_floating_point:
         raise UnsupportedDtype(f"linear: out_dtype is {out_dtype}; a floating dtype is needed")
     chosen = choose("linear", backend, x, weight, bias)
-    rows = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.new_empty(x.shape[:-1].numel(), 0)
+    rows = x.reshape(-1 if x.shape[-1] else x.shape[:-1].numel(), x.shape[-1])
     y = _gemm(rows, weight, bias, False, True, out_dtype or x.dtype, chosen)
     return y.reshape(*x.shape[:-1], weight.shape[0])

@@ -286,7 +286,7 @@ def linear_grpo_loss(
     for what, x in per_token.items():
         if x.shape[0] != t:
             raise UnsupportedShape(f"{name}: {what} has {x.shape[0]} numbers for {t} tokens")
-    chosen = choose(name, backend, hidden)
+    chosen = choose(name, backend, hidden, weight, bias, target, cu_seqlens, *per_token.values())
     ids = torch.where(target == ignore_index, -1, target.long())
     mask = (mask != 0) & (ids >= 0)
     tokens = [

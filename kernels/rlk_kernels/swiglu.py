@@ -138,6 +138,6 @@ def swiglu(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Tensor:
         raise UnsupportedDtype(f"swiglu: gate is {gate.dtype} and up is {up.dtype}")
     chosen = choose("swiglu", backend, gate, up)
     f = gate.shape[-1]
-    rows = [t.reshape(-1, f) if f else t.new_empty(0, 0) for t in (gate, up)]
+    rows = [t.reshape(-1 if f else t.shape[:-1].numel(), f) for t in (gate, up)]
     rows = [t if t.stride(-1) == 1 else t.contiguous() for t in rows]
     return _swiglu(rows[0], rows[1], chosen).reshape(gate.shape)

@@ -89,6 +89,17 @@ BAD = {
             torch.tensor([0, 2]), torch.tensor([0, 2]),
         ),
     ),
+    "attention no bounds": (
+        rk.UnsupportedShape,
+        lambda: rk.attention(*[X[:, None]] * 3, torch.tensor([]).long(), torch.tensor([]).long()),
+    ),
+    "paged_attention table": (
+        rk.UnsupportedShape,
+        lambda: rk.paged_attention(
+            X[:, None], W[:, None, None], W[:, None, None], torch.zeros(1, 3), torch.tensor([3]),
+            cu_seqlens_q=torch.tensor([0, 3]),
+        ),
+    ),
     "attention window": (
         ValueError,
         lambda: rk.attention(
@@ -115,6 +126,10 @@ AWAY = {
     "embedding": lambda: rk.embedding(IDS.to("meta"), W),
     "logp": lambda: rk.logp(X, IDS.to("meta")),
     "linear_logp": lambda: rk.linear_logp(X, W.to("meta"), IDS),
+    "attention": lambda: rk.attention(X[:, None], X[:, None].to("meta"), X[:, None], IDS, IDS),
+    "linear_grpo_loss": lambda: rk.linear_grpo_loss(
+        X[None], W, IDS[None], None, torch.ones(1), torch.ones(1, 3, device="meta")
+    ),
 }
 
 
@@ -156,6 +171,15 @@ def test_no_rows_are_fine(backend):
     assert rk.attention(heads, heads, heads, none, none, backend=backend).shape == (0, 2, 8)
     out = rk.rope(heads, heads, torch.empty(0).long(), theta=1e4, backend=backend)
     assert out[0].shape == (0, 2, 8)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_no_features_are_fine_and_have_gradients_of_no_numbers(backend):
+    x, w = torch.zeros(3, 0, requires_grad=True), torch.zeros(5, 0, requires_grad=True)
+    y = rk.linear(x, w, torch.ones(5), backend=backend)
+    assert torch.equal(y, torch.ones(3, 5))
+    grads = torch.autograd.grad(y.sum() + rk.swiglu(x, x, backend=backend).sum(), (x, w))
+    assert [g.shape for g in grads] == [x.shape, w.shape]
 
 
 def test_operators_go_through_torch_compile_with_gradients_and_are_recorded():
