@@ -16,6 +16,7 @@ All of it is elementwise on [T] vectors, once a step: it costs nothing beside a 
 T = tokens   B = sequences
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -112,7 +113,8 @@ def reduce_loss(
 
     tokens; over masked-in tokens: clip_fraction, clip_low_fraction, clip_high_fraction, k1 and k3
     (of the old policy against the new: -log r and r - 1 - log r), ratio_mean, ratio_min, ratio_max,
-    logp_mean; ref_k3 (as in the loss, before beta) where ref_logp is given.
+    logp_mean; ref_k3 (as in the loss, before beta) where ref_logp is given. Where no token is
+    masked in: 0, and infinity for ratio_min.
     """
     value, _, log_ratio, active = token_terms(logp, old_logp, advantages, ref_logp, loss)
     ratio = log_ratio.exp()
@@ -136,7 +138,6 @@ def reduce_loss(
     }
     lowest = torch.where(on, ratio, float("inf"))
     highest = torch.where(on, ratio, 0.0)
-    if on.numel():
-        metrics["ratio_min"] = lowest.amin().float()
-        metrics["ratio_max"] = highest.amax().float()
+    least, most = (lowest.amin(), highest.amax()) if on.numel() else total.new_tensor([math.inf, 0])
+    metrics["ratio_min"], metrics["ratio_max"] = least.float(), most.float()
     return found["loss"], metrics

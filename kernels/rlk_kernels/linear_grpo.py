@@ -226,6 +226,16 @@ class _LinearGRPO(torch.autograd.Function):
         return (*grads, *(None,) * 6)
 
 
+def _partition(cu_seqlens: Tensor, t: int) -> bool:
+    """Whether the sequences hold each token once. On a GPU asking would wait for it: not asked."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
+        return False
+    if cu_seqlens.device.type != "cpu":
+        return True
+    bounds = cu_seqlens.tolist()
+    return bounds[0] == 0 and bounds[-1] == t and sorted(bounds) == bounds
+
+
 def linear_grpo_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -251,11 +261,12 @@ def linear_grpo_loss(
     """The loss of `grpo.py` (a float32 scalar, differentiable in hidden, weight, bias) and metrics.
 
     hidden[B, L, H] with target, mask, old_logp, ref_logp [B, L]; or hidden[T, H] packed, those [T],
-    with cu_seqlens[B + 1]. advantages: [B], one a sequence, or one a token. mask: 1 for the tokens
-    that count; a token whose target is ignore_index or negative must be masked out (it has logp 0
-    and no gradient). old_logp None: the policy's own log-probabilities (ratio 1). loss_type: see
-    `grpo.py`; dr_grpo takes max_tokens (default L; packed, it must be given). The rest as in
-    `linear_logp`, whose bits the metrics' `logp` [T] has.
+    with cu_seqlens[B + 1] from 0 to T (checked on the CPU). advantages: [B], one a sequence, or one
+    a token. mask: 1 for the tokens that count; a token whose target is ignore_index or negative is
+    masked out (it has logp 0 and no gradient). old_logp None: the policy's own log-probabilities
+    (ratio 1). beta above 0 needs ref_logp. loss_type: see `grpo.py`; dr_grpo takes max_tokens
+    (default L; packed, it must be given). The rest as in `linear_logp`, whose bits the metrics'
+    `logp` [T] has.
 
     metrics: detached tensors, `logp` and the scalars of `grpo.reduce_loss`.
     Raises UnsupportedShape, UnsupportedDtype, ValueError, and what `backend.choose` raises.
@@ -268,10 +279,16 @@ def linear_grpo_loss(
         cu_seqlens = torch.arange(b + 1, device=hidden.device) * length
         max_tokens = length if max_tokens is None else max_tokens
         hidden = hidden.flatten(0, 1)
-    if cu_seqlens is None:
+    elif cu_seqlens is None:
         raise UnsupportedShape(f"{name}: packed hidden[T, H] needs cu_seqlens[B + 1]")
-    if loss_type == "dr_grpo" and not max_tokens:
-        raise ValueError(f"{name}: dr_grpo on packed tokens needs max_tokens")
+    elif not _partition(cu_seqlens, target.numel()):
+        raise UnsupportedShape(
+            f"{name}: cu_seqlens must rise from 0 to the {target.numel()} tokens, not {cu_seqlens}"
+        )
+    if loss_type == "dr_grpo" and not (max_tokens and max_tokens > 0):
+        raise ValueError(f"{name}: dr_grpo needs max_tokens of at least 1, not {max_tokens}")
+    if beta and ref_logp is None:
+        raise ValueError(f"{name}: beta {beta} needs ref_logp; without it there is no KL term")
     target, mask = target.flatten(), mask.flatten()
     check(name, hidden, weight, target, bias)
     spec = check_options(name, temperature, softcap, logit_scale, logit_dtype)

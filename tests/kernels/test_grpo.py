@@ -207,6 +207,13 @@ def test_on_policy_without_old_logp_and_a_mask_of_zeros(backend):
     more["mask"] = torch.zeros(B, L)
     loss, metrics, grads = run(c, backend, **more)
     assert float(loss) == 0.0
+    none = torch.zeros(B, 0)
+    loss, of_none = rk.linear_grpo_loss(
+        torch.zeros(B, 0, H), c.weight, none.long(), None, more["advantages"], none, ref_logp=none,
+        backend=backend,
+    )  # fmt: skip
+    assert float(loss) == 0.0
+    assert set(of_none) == set(metrics)
     assert all(bool((g == 0).all()) for g in grads)
 
 
@@ -223,6 +230,8 @@ BAD = {
     "loss type": (ValueError, {"loss_type": "reinforce"}),
     "clip": (ValueError, {"clip": (-0.1, 0.2)}),
     "beta": (ValueError, {"beta": -1.0}),
+    "beta without reference": (ValueError, {"ref_logp": None}),
+    "max_tokens": (ValueError, {"loss_type": "dr_grpo", "max_tokens": -3}),
     "advantages": (rk.UnsupportedShape, {"advantages": torch.zeros(5)}),
     "mask": (rk.UnsupportedShape, {"mask": torch.ones(5)}),
 }
@@ -243,6 +252,10 @@ def test_packed_tokens_need_their_bounds():
     flat = {n: x.flatten() if isinstance(x, torch.Tensor) else x for n, x in more.items()}
     with pytest.raises(rk.UnsupportedShape, match="cu_seqlens"):
         rk.linear_grpo_loss(c.hidden, c.weight, c.target, **flat)
+    for wrong in ([0, 50, 100], [0, 50, 100, 151], [0, 100, 50, 150], [1, 50, 100, 150], []):
+        bounds = torch.tensor(wrong).long()
+        with pytest.raises(rk.UnsupportedShape, match="cu_seqlens"):
+            rk.linear_grpo_loss(c.hidden, c.weight, c.target, cu_seqlens=bounds, **flat)
     bounds = torch.tensor([0, 50, 100, 150])
     with pytest.raises(ValueError, match="max_tokens"):
         rk.linear_grpo_loss(
