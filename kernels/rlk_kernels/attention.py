@@ -195,7 +195,9 @@ def attention(
     cu_seqlens_q, cu_seqlens_k: [B + 1] integers, where each sequence begins. bfloat16, float16,
     float32 (float64 on the torch backend); Hq a multiple of Hk; D <= 256 (tuned for 64 and 128);
     scale defaults to 1 / sqrt(D). The head dimension must be dense; otherwise it is copied.
-    Differentiable in q, k, v; lse is not. Raises UnsupportedShape, UnsupportedDtype, ValueError.
+    Differentiable in q, k, v; lse is not. Bounds outside of q or k raise on the torch backend and
+    are not looked at on a GPU. Raises UnsupportedShape, UnsupportedDtype, ValueError, and what
+    `backend.choose` raises.
     """
     scale = default_scale(q.shape[-1]) if scale is None else float(scale)
     if k.dim() != 3:
@@ -226,8 +228,10 @@ def paged_attention(
 
     k_cache, v_cache[blocks, P, Hk, D]; block_table[B, most blocks of a sequence]; context_lens[B]
     counts the keys of a sequence, those of its queries included (they are in the cache already).
-    Slots behind a sequence's last key are never read into a result. Not differentiable.
-    Raises UnsupportedShape, UnsupportedDtype, ValueError.
+    Slots behind a sequence's last key are never read into a result. Not differentiable. A table
+    with too few blocks, or with one that the cache has not, raises on the torch backend and is not
+    looked at on a GPU. Raises UnsupportedShape, UnsupportedDtype, ValueError, and what
+    `backend.choose` raises.
     """
     scale = default_scale(q.shape[-1]) if scale is None else float(scale)
     if k_cache.dim() != 4 or block_table.dim() != 2:
