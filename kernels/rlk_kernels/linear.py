@@ -54,14 +54,15 @@ def _(a, b, bias, trans_a, trans_b, out_dtype, backend):
 
 def _setup(ctx, inputs, output):
     a, b, bias, trans_a, trans_b, _, backend = inputs
-    if trans_a or not trans_b:
-        raise NotImplementedError("rlk::gemm is differentiable in its linear form only")
+    ctx.linear_form = trans_b and not trans_a
     ctx.save_for_backward(a, b)
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.backend = backend
 
 
 def _backward(ctx, dy):
+    if not ctx.linear_form:
+        raise NotImplementedError("linear: gradients of its gradients are not implemented")
     x, weight = ctx.saved_tensors
     dy = dy.to(x.dtype).contiguous()
     dx = dw = db = None

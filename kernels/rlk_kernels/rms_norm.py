@@ -198,7 +198,8 @@ def rms_norm(
 
     x[..., H], residual[..., H], weight[H]: bfloat16, float16 or float32 (float64 on the torch
     backend); weight may also be float32. H <= 65536. The norm is taken of the rounded new residual.
-    `cast` says where y is rounded (module docstring). Raises UnsupportedShape, UnsupportedDtype.
+    `cast` says where y is rounded (module docstring). Raises UnsupportedShape,
+    UnsupportedDtype, ValueError.
     """
     h = x.shape[-1] if x.dim() else 0
     if weight.shape != (h,) or not 0 < h <= MAX_H:
@@ -217,6 +218,8 @@ def rms_norm(
         )
     if cast not in CASTS:
         raise ValueError(f"rms_norm: cast {cast!r} is unknown; choose from {list(CASTS)}")
+    if not eps >= 0:
+        raise ValueError(f"rms_norm: eps must not be negative, not {eps}")
     chosen = choose("rms_norm", backend, x, weight, residual)
     rows = _rows(x, h)
     res = None if residual is None else _rows(residual, h)

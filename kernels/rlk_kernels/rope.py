@@ -158,13 +158,16 @@ def rope(
     bfloat16, float16, float32 (float64 on the torch backend); rotary_dim is even and at most D,
     and defaults to D; cos_sin_dtype is float32, bfloat16 or float16 (vLLM keeps its table in the
     model's dtype, HF in float32). Inputs are not modified.
-    Raises UnsupportedShape, UnsupportedDtype.
+    Raises UnsupportedShape, UnsupportedDtype, ValueError where theta is not above 0.
     """
+    if not theta > 0:
+        raise ValueError(f"rope: theta must be above 0, not {theta}")
     if q.dim() != 3 or k.dim() != 3 or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
         raise UnsupportedShape(
             f"rope: q[T, Hq, D] and k[T, Hk, D] are needed, not {tuple(q.shape)}, {tuple(k.shape)}"
         )
-    if positions.shape != q.shape[:1] or positions.is_floating_point():
+    integers = not positions.is_floating_point() and positions.dtype != torch.bool
+    if positions.shape != q.shape[:1] or not integers:
         raise UnsupportedShape(
             f"rope: positions must be {q.shape[0]} integers, not {positions.dtype} "
             f"{tuple(positions.shape)}"

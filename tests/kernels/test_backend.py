@@ -66,6 +66,11 @@ BAD = {
         lambda: rk.rms_norm(X, W[0], 1e-6, residual=X[1:]),
     ),
     "rms_norm cast": (ValueError, lambda: rk.rms_norm(X, W[0], 1e-6, cast="tf")),
+    "rms_norm eps": (ValueError, lambda: rk.rms_norm(X, W[0], -1.0)),
+    "rope theta": (
+        ValueError,
+        lambda: rk.rope(X[:, None], X[:, None], torch.arange(3), theta=0.0),
+    ),
     "rope odd": (
         rk.UnsupportedShape,
         lambda: rk.rope(X[:, None], X[:, None], torch.arange(3), theta=1e4, rotary_dim=3),

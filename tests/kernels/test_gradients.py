@@ -88,3 +88,11 @@ def test_low_precision_gradients_agree_with_float64_and_repeat(name, dtype, back
         error = (value.double() - expected).abs()
         assert error.numel() > 0
         assert bool((error <= limit).all())
+
+
+def test_a_graph_of_linears_gradients_is_made_and_their_own_are_refused():
+    x, w = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    once = torch.autograd.grad(rk.linear(x, w).sum(), x, create_graph=True)[0]
+    assert torch.equal(once, w.detach().sum(0).expand(3, 4))
+    with pytest.raises(NotImplementedError, match="linear"):
+        torch.autograd.grad(once.sum(), w)
