@@ -199,9 +199,12 @@ def attention(
     are not looked at on a GPU. Raises UnsupportedShape, UnsupportedDtype, ValueError, and what
     `backend.choose` raises.
     """
+    if q.dim() != 3 or k.dim() != 3:
+        raise UnsupportedShape(
+            f"attention: q[T, Hq, D] and k[S, Hk, D] are needed, not {tuple(q.shape)} and "
+            f"{tuple(k.shape)}"
+        )
     scale = default_scale(q.shape[-1]) if scale is None else float(scale)
-    if k.dim() != 3:
-        raise UnsupportedShape(f"attention: k[S, Hk, D] is needed, not {tuple(k.shape)}")
     _check("attention", q, k, v, scale, window)
     cu_q = _index("cu_seqlens_q", cu_seqlens_q)
     cu_k = _index("cu_seqlens_k", cu_seqlens_k, cu_q.numel())
@@ -233,12 +236,12 @@ def paged_attention(
     looked at on a GPU. Raises UnsupportedShape, UnsupportedDtype, ValueError, and what
     `backend.choose` raises.
     """
-    scale = default_scale(q.shape[-1]) if scale is None else float(scale)
-    if k_cache.dim() != 4 or block_table.dim() != 2:
+    if q.dim() != 3 or k_cache.dim() != 4 or block_table.dim() != 2:
         raise UnsupportedShape(
-            "paged_attention: k_cache[blocks, P, Hk, D] and block_table[B, n] are needed, not "
-            f"{tuple(k_cache.shape)} and {tuple(block_table.shape)}"
+            "paged_attention: q[T, Hq, D], k_cache[blocks, P, Hk, D] and block_table[B, n] are "
+            f"needed, not {tuple(q.shape)}, {tuple(k_cache.shape)} and {tuple(block_table.shape)}"
         )
+    scale = default_scale(q.shape[-1]) if scale is None else float(scale)
     _check("paged_attention", q, k_cache, v_cache, scale, window)
     cu_q = _index("cu_seqlens_q", cu_seqlens_q, block_table.shape[0] + 1)
     lens = _index("context_lens", context_lens, block_table.shape[0])

@@ -292,6 +292,8 @@ def linear_grpo_loss(
     target, mask = target.flatten(), mask.flatten()
     check(name, hidden, weight, target, bias)
     spec = check_options(name, temperature, softcap, logit_scale, logit_dtype)
+    if not isinstance(clip, tuple | list) or len(clip) != 2:
+        raise ValueError(f"{name}: clip is (low, high), not {clip!r}")
     if not (beta >= 0 and 0 <= clip[0] <= 1 and clip[1] >= 0):
         raise ValueError(f"{name}: beta {beta} and clip {clip} must not be negative, nor 1 - low")
     t, cu_seqlens = target.shape[0], cu_seqlens.long()

@@ -148,6 +148,9 @@ def _logp(
 ) -> tuple[Tensor, Tensor, Tensor]:
     record("logp", backend)
     if backend == "torch":
+        v = logits.shape[1]
+        if target.numel() and int(target.max()) >= v:
+            raise IndexError(f"logp: a target of {int(target.max())} is not below V = {v}")
         return by_rows(lambda *x: _forward_portable(*x, temperature), logits, target)
     t, v = logits.shape
     inverse = _inverse(temperature, torch.float32)
@@ -223,8 +226,9 @@ def logp(
     """log softmax(logits / temperature)[t, target[t]] -> [T] float32 (float64 for float64).
 
     logits[T, V]: bfloat16, float16, float32 (float64 on the torch backend), V >= 1; target[T]
-    int32 or int64 below V, negative to ignore; temperature > 0. A target of V or more raises on the
-    torch backend and gives NaN on the GPU. Raises UnsupportedShape, UnsupportedDtype, ValueError.
+    int32 or int64 below V, negative to ignore; temperature > 0. A target of V or more raises
+    IndexError on the torch backend and gives NaN on the GPU. Raises UnsupportedShape,
+    UnsupportedDtype, ValueError.
     """
     if logits.dim() != 2 or target.shape != logits.shape[:1] or logits.shape[1] == 0:
         raise UnsupportedShape(

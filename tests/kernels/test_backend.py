@@ -56,6 +56,7 @@ def test_triton_refuses_float64():
         rk.linear(X.double(), W.double(), backend="triton")
 
 
+IDS = torch.tensor([0, 1, 2])
 BAD = {
     "linear shape": (rk.UnsupportedShape, lambda: rk.linear(X, W[:, 1:])),
     "linear bias": (rk.UnsupportedShape, lambda: rk.linear(X, W, torch.zeros(4))),
@@ -83,6 +84,7 @@ BAD = {
     "embedding ids": (rk.UnsupportedDtype, lambda: rk.embedding(X, W)),
     "embedding range": (IndexError, lambda: rk.embedding(torch.tensor([5]), W)),
     "logp target": (rk.UnsupportedShape, lambda: rk.logp(X, torch.zeros(4).long())),
+    "logp range": (IndexError, lambda: rk.logp(X, torch.tensor([0, X.shape[1], 0]))),
     "logp temperature": (
         ValueError,
         lambda: rk.logp(X, torch.zeros(3).long(), temperature=0.0),
@@ -94,6 +96,7 @@ BAD = {
             torch.tensor([0, 2]), torch.tensor([0, 2]),
         ),
     ),
+    "attention no heads": (rk.UnsupportedShape, lambda: rk.attention(X, X, X, IDS[:2], IDS[:2])),
     "attention no bounds": (
         rk.UnsupportedShape,
         lambda: rk.attention(*[X[:, None]] * 3, torch.tensor([]).long(), torch.tensor([]).long()),
@@ -121,7 +124,6 @@ def test_misuse_is_a_named_error(name):
         call()
 
 
-IDS = torch.tensor([0, 1, 2])
 AWAY = {
     "linear": lambda: rk.linear(X, W.to("meta")),
     "linear bias": lambda: rk.linear(X, W, torch.zeros(5, device="meta")),

@@ -229,6 +229,7 @@ def test_a_second_backward_is_an_error_and_not_a_wrong_gradient():
 BAD = {
     "loss type": (ValueError, {"loss_type": "reinforce"}),
     "clip": (ValueError, {"clip": (-0.1, 0.2)}),
+    "one clip": (ValueError, {"clip": 0.2}),
     "beta": (ValueError, {"beta": -1.0}),
     "beta without reference": (ValueError, {"ref_logp": None}),
     "max_tokens": (ValueError, {"loss_type": "dr_grpo", "max_tokens": -3}),
