@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from rlk_kernels.accumulate_triton import Sum
 from rlk_kernels.gemm import _tile_position
-from rlk_kernels.hopper import DEPTH, ROWS, described, products, store
+from rlk_kernels.hopper import DEPTH, ROWS, barriers, described, products, store
 
 COLUMNS = gl.constexpr(256)
 STEP = gl.constexpr(64)
@@ -209,12 +209,7 @@ def _sum_hopper_kernel(
     b_smem = gl.allocate_shared_memory(dtype, [DEPTH, STEP, COLUMNS], b_desc.layout)
     out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS // 2], dtype)
     out_smem = gl.allocate_shared_memory(dtype, [2, ROWS, COLUMNS // 2], out_layout)
-    bars: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], bars)
-    empty = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], bars)
-    for stage in gl.static_range(DEPTH):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+    full, empty = barriers(DEPTH, 2)
     fence_async_shared()
     gl.warp_specialize(
         [

@@ -81,10 +81,7 @@ def _dq_kernel(
 ):  # fmt: skip
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     hk = tl.program_id(1)
-    b = find_sequence(cu_q_ptr, block, B, G, BM)
-    q_start = tl.load(cu_q_ptr + b)
-    len_q = tl.load(cu_q_ptr + b + 1) - q_start
-    first_row = (block - (q_start * G // BM + b)) * BM
+    b, q_start, len_q, first_row = find_sequence(cu_q_ptr, block, B, G, BM)
     if first_row >= len_q * G:
         return
     k_start = tl.load(cu_k_ptr + b)
@@ -129,10 +126,7 @@ def _dkv_kernel(
 ):  # fmt: skip
     block = tl.program_id(0)
     hk = tl.program_id(1)
-    b = find_sequence(cu_k_ptr, block, B, 1, BN)
-    k_start = tl.load(cu_k_ptr + b)
-    len_k = tl.load(cu_k_ptr + b + 1) - k_start
-    first_key = (block - (k_start // BN + b)) * BN
+    b, k_start, len_k, first_key = find_sequence(cu_k_ptr, block, B, 1, BN)
     if first_key >= len_k:
         return
     q_start = tl.load(cu_q_ptr + b)

@@ -32,7 +32,7 @@ from rlk_kernels.attention_order import (
     one_sum,
     seen_keys,
 )
-from rlk_kernels.hopper import ROWS, described
+from rlk_kernels.hopper import ROWS, barriers, described
 
 BLOCK = gl.constexpr(128)
 """Keys of a block: `attention_order.block_n` of the head sizes taken here."""
@@ -240,13 +240,8 @@ def _ring(
     dtype: gl.constexpr,
 ):  # fmt: skip
     """Blocks, and the barriers that say which are full and which are empty."""
-    bars: gl.constexpr = mbarrier.MBarrierLayout()
     ring = gl.allocate_shared_memory(dtype, [DEPTH, BLOCK, DIM], tile)
-    full = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], bars)
-    empty = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], bars)
-    for slot in gl.static_range(DEPTH):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=GROUPS)
+    full, empty = barriers(DEPTH, GROUPS)
     return ring, full, empty
 
 
@@ -262,10 +257,7 @@ def _attention_hopper_kernel(
     block = gl.num_programs(0) - 1 - gl.program_id(0)  # the longest rows first
     hk = gl.program_id(1)
     chunk = gl.program_id(2)
-    b = find_sequence(cu_q_ptr, block, B, G, BM)
-    q_start = gl.load(cu_q_ptr + b)
-    len_q = gl.load(cu_q_ptr + b + 1) - q_start
-    first_row = (block - (q_start * G // BM + b)) * BM
+    b, q_start, len_q, first_row = find_sequence(cu_q_ptr, block, B, G, BM)
     if first_row >= len_q * G:
         return
     k_start = 0

@@ -39,8 +39,10 @@ def default_scale(dim: int) -> float:
 
 @triton.jit
 def find_sequence(cu_ptr, block, B, G: tl.constexpr, BM: tl.constexpr):
-    """The sequence whose packed rows hold row block `block`: sequence b starts at block
-    cu[b] * G // BM + b, which leaves every sequence as many blocks as it needs."""
+    """Sequence b, its first token, its tokens, and the first packed row of row block `block`.
+
+    b starts at block cu[b] * G // BM + b, which leaves every sequence as many blocks as it needs.
+    """
     low = 0
     high = B
     while high - low > 1:
@@ -50,7 +52,9 @@ def find_sequence(cu_ptr, block, B, G: tl.constexpr, BM: tl.constexpr):
             low = middle
         else:
             high = middle
-    return low
+    first = tl.load(cu_ptr + low)
+    tokens = tl.load(cu_ptr + low + 1) - first
+    return low, first, tokens, (block - (first * G // BM + low)) * BM
 
 
 @triton.jit

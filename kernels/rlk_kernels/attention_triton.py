@@ -82,10 +82,7 @@ def _attention_kernel(
 ):  # fmt: skip
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
     hk = tl.program_id(1)
-    b = find_sequence(cu_q_ptr, block, B, G, BM)
-    q_start = tl.load(cu_q_ptr + b)
-    len_q = tl.load(cu_q_ptr + b + 1) - q_start
-    first_row = (block - (q_start * G // BM + b)) * BM
+    b, q_start, len_q, first_row = find_sequence(cu_q_ptr, block, B, G, BM)
     if first_row >= len_q * G:
         return
     if PAGED:

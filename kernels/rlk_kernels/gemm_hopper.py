@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from rlk_kernels.hopper import ROWS, described
+from rlk_kernels.hopper import ROWS, barriers, described
 from rlk_kernels.tiles import Tile
 
 
@@ -93,12 +93,7 @@ def _gemm_hopper_kernel(
     b2_smem = gl.allocate_shared_memory(dtype, [DEPTH, BN2, BK], b2_desc.layout)
     c_smem = gl.allocate_shared_memory(c_desc.dtype, [GROUPS, ROWS, BN], c_desc.layout)
     c2_smem = gl.allocate_shared_memory(c2_desc.dtype, [GROUPS, ROWS, BN2], c2_desc.layout)
-    bars: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], bars)
-    empty = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], bars)
-    for stage in gl.static_range(DEPTH):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=GROUPS)
+    full, empty = barriers(DEPTH, GROUPS)
     fence_async_shared()
     if OVERLAP > 0:
         gl.inline_asm_elementwise(

@@ -32,6 +32,21 @@ def described(x: Tensor, box: list[int]) -> TensorDescriptor:
 
 
 @gluon.jit
+def barriers(SLOTS: gl.constexpr, READERS: gl.constexpr):
+    """(full, empty)[SLOTS, 1]: a buffer is empty once READERS groups of warps have said so.
+
+    To be followed by `fence_async_shared`, once for all that is set up.
+    """
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=READERS)
+    return full, empty
+
+
+@gluon.jit
 def products(
     acc, a_smem, b_smem, full, empty, stage, phase, steps, TRANS_A: gl.constexpr,
     TRANS_B: gl.constexpr, B_ROWS: gl.constexpr, B_COLUMNS: gl.constexpr, SIDE: gl.constexpr,

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rlk_kernels.gemm import _tile_position
-from rlk_kernels.hopper import DEPTH, ROWS, described, products, shared_layout, store
+from rlk_kernels.hopper import DEPTH, ROWS, barriers, described, products, shared_layout, store
 from rlk_kernels.linear_logp_kernels import (
     GRADIENT,
     KEEP,
@@ -23,6 +23,7 @@ from rlk_kernels.linear_logp_kernels import (
     _final_logits,
     _slope,
     reference,
+    tile_gradient,
 )
 from rlk_kernels.lse_tree import (
     LEAF,
@@ -32,7 +33,6 @@ from rlk_kernels.lse_tree import (
     leaf_stats,
     levels,
     merge_neighbours,
-    scaled,
 )
 from rlk_kernels.tiles import Tile
 
@@ -106,21 +106,9 @@ def _multiply(
             acc, bias, cap, inverse_cap, scale, inverse, HAS_BIAS, LOGIT, SOFTCAP, SCALED
         )
         if MODE == GRADIENT:
-            inside = rows < T
-            n = gl.load(n_ptr + rows, mask=inside, other=0.0)
-            log_s = gl.load(s_ptr + rows, mask=inside, other=0.0)
-            a = gl.load(a_ptr + rows, mask=inside, other=0.0)
-            y = scaled(z, gl.expand_dims(n, 1)) - gl.expand_dims(log_s, 1)
-            d = gl.exp2(y)
-            if ENTROPY:
-                b = gl.load(b_ptr + rows, mask=inside, other=0.0)
-                d = gl.where(
-                    d > 0.0, d * gl.fma(y, gl.expand_dims(b, 1), gl.expand_dims(a, 1)), 0.0
-                )
-            else:
-                d = d * gl.expand_dims(a, 1)
-            if SOFTCAP:
-                d = d * _slope(z, inverse_top)
+            d = tile_gradient(
+                z, rows, T, n_ptr, s_ptr, a_ptr, b_ptr, inverse_top, ENTROPY, SOFTCAP
+            )  # fmt: skip
             store(d, out_desc, out_smem, row, col)
         else:
             LEAVES: gl.constexpr = BN // LEAF_COLUMNS
@@ -173,12 +161,7 @@ def _tiles_hopper_kernel(
         out_smem = h_smem  # never used
     else:
         out_smem = gl.allocate_shared_memory(dtype, [2, ROWS, BN // 2], out_desc.layout)
-    bars: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], bars)
-    empty = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], bars)
-    for stage in gl.static_range(DEPTH):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+    full, empty = barriers(DEPTH, 2)
     fence_async_shared()
     gl.warp_specialize(
         [

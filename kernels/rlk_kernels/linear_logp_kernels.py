@@ -108,6 +108,28 @@ def _store_rounded(
 
 
 @triton.jit
+def tile_gradient(
+    z, rows, T, n_ptr, s_ptr, a_ptr, b_ptr, inverse_top,
+    ENTROPY: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """GRADIENT of a tile of final logits z[R, BN]."""
+    inside = rows < T
+    n = tl.load(n_ptr + rows, mask=inside, other=0.0)
+    log_s = tl.load(s_ptr + rows, mask=inside, other=0.0)
+    a = tl.load(a_ptr + rows, mask=inside, other=0.0)
+    y = scaled(z, n[:, None]) - log_s[:, None]
+    d = tl.exp2(y)
+    if ENTROPY:
+        b = tl.load(b_ptr + rows, mask=inside, other=0.0)
+        d = tl.where(d > 0.0, d * tl.fma(y, b[:, None], a[:, None]), 0.0)
+    else:
+        d = d * a[:, None]
+    if SOFTCAP:
+        d = d * _slope(z, inverse_top)
+    return d
+
+
+@triton.jit
 def _tile_end(
     acc, row, col, node, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr, out_desc, out_ptr,
     T, V, stride, cap, inverse_cap, scale, inverse, inverse_top,
@@ -124,19 +146,9 @@ def _tile_end(
         bias = tl.load(bias_ptr + of, mask=of < V, other=0.0).to(tl.float32)[None, :]
     z = _final_logits(acc, bias, cap, inverse_cap, scale, inverse, HAS_BIAS, LOGIT, SOFTCAP, SCALED)
     if MODE == GRADIENT:
-        inside = rows < T
-        n = tl.load(n_ptr + rows, mask=inside, other=0.0)
-        log_s = tl.load(s_ptr + rows, mask=inside, other=0.0)
-        a = tl.load(a_ptr + rows, mask=inside, other=0.0)
-        y = scaled(z, n[:, None]) - log_s[:, None]
-        d = tl.exp2(y)
-        if ENTROPY:
-            b = tl.load(b_ptr + rows, mask=inside, other=0.0)
-            d = tl.where(d > 0.0, d * tl.fma(y, b[:, None], a[:, None]), 0.0)
-        else:
-            d = d * a[:, None]
-        if SOFTCAP:
-            d = d * _slope(z, inverse_top)
+        d = tile_gradient(
+            z, rows, T, n_ptr, s_ptr, a_ptr, b_ptr, inverse_top, ENTROPY, SOFTCAP
+        )  # fmt: skip
         _store_rounded(d, out_desc, out_ptr, row, col, T, V, stride, BM, BN, TMA_STORE)
     else:
         LEAVES: tl.constexpr = BN // LEAF_COLUMNS
