@@ -150,11 +150,10 @@ def one_wave(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, tile: Tile,
              overlap: int) -> None:  # fmt: skip
     """out[M, N] = a[M, K] @ b[N, K]^T (+ bias[N]); a tile of 64 or 128 rows and n + n2 columns."""
     m, n = out.shape
-
     _gemm_hopper_kernel[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n + tile.n2),)](
-        described(a, ROWS.value, tile.k), described(b, tile.n, tile.k),
-        described(b, tile.n2, tile.k), described(out, ROWS.value, tile.n),
-        described(out, ROWS.value, tile.n2), bias, m, n, a.shape[1],
+        described(a, [ROWS.value, tile.k]), described(b, [tile.n, tile.k]),
+        described(b, [tile.n2, tile.k]), described(out, [ROWS.value, tile.n]),
+        described(out, [ROWS.value, tile.n2]), bias, m, n, a.shape[1],
         tile.n, tile.n2, tile.k, tile.m // ROWS.value, tile.group, stages, bias is not None,
         overlap, num_warps=4, launch_pdl=overlap > 0,
         maxnreg=168 if tile.m > ROWS.value else None,
