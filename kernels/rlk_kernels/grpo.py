@@ -10,8 +10,11 @@ With r = exp(logp - old_logp), A the advantage, (low, high) = clip and d = ref_l
 The gradient of a token is w[t] (-A r [r A <= clamp(r) A] + beta (1 - exp(d))); a token at which the
 clip is active has none of the first part.
 
-Sums: float64, by halves of the batch in an order that its length alone decides (`exact.tree_sum`).
-All of it is elementwise on [T] vectors, once a step: it costs nothing beside a product.
+Sums: float64, in an order that the batch's length alone decides. torch backend, this file: by
+halves of the batch (`exact.tree_sum`). triton: by blocks of tokens (`grpo_triton.py`), so a loss or
+a metric of the two backends may differ in its last bit.
+All of it is elementwise on [T] vectors, once a step; on triton in four small launches and one a
+chunk of tokens: it costs nothing beside a product.
 
 T = tokens   B = sequences
 """
@@ -26,6 +29,11 @@ from rlk_kernels.errors import UnsupportedShape
 from rlk_kernels.exact import tree_sum
 
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "ppo")
+METRICS = (
+    "tokens", "clip_fraction", "clip_low_fraction", "clip_high_fraction", "k1", "k3", "ratio_mean",
+    "logp_mean", "ratio_min", "ratio_max", "ref_k3",
+)  # fmt: skip
+"""The scalars of `reduce_loss`, in this order; the last where ref_logp is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +65,30 @@ def group_advantages(
     if scale == "std":
         x = x / ((tree_sum(x * x) / max(group_size - 1, 1)).sqrt() + eps)
     return x.flatten().float()
+
+
+def by_sequence(advantages: Tensor, sequences: int) -> bool:
+    """Whether advantages are [B], one a sequence, and not one a token."""
+    return advantages.dim() == 1 and advantages.shape[0] == sequences
+
+
+def prepare(
+    target: Tensor, mask: Tensor, advantages: Tensor, cu_seqlens: Tensor | None, sequences: int,
+    loss_type: str, max_tokens: int | None, ignore_index: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(ids int64, -1 where ignored; advantages; weights float64) [T], from target[T] and mask[T].
+
+    advantages: [T], or [B] (`by_sequence`). cu_seqlens[B + 1], None: sequences of equal length.
+    """
+    t = target.shape[0]
+    if cu_seqlens is None:
+        cu_seqlens = torch.arange(sequences + 1, device=target.device) * (t // max(sequences, 1))
+    cu_seqlens = cu_seqlens.long()
+    ids = torch.where((target == ignore_index) | (target < 0), -1, target.long())
+    if by_sequence(advantages, sequences):
+        advantages = advantages[sequence_of(t, cu_seqlens)] if t else advantages[:0]
+    on = (mask != 0) & (ids >= 0)
+    return ids, advantages, token_weights(on, cu_seqlens, loss_type, max_tokens)
 
 
 def token_weights(
@@ -119,25 +151,18 @@ def reduce_loss(
     value, _, log_ratio, active = token_terms(logp, old_logp, advantages, ref_logp, loss)
     ratio = log_ratio.exp()
     on = mask.bool()
-    names = ["loss", "tokens", "clip_fraction", "clip_low_fraction", "clip_high_fraction", "k1"]
-    names += ["k3", "ratio_mean", "logp_mean"]
     low, high = active & (ratio < 1.0), active & (ratio > 1.0)
     sums = [value * w, on, active, low, high, -log_ratio, torch.expm1(log_ratio) - log_ratio]
     sums += [ratio, logp]
     if ref_logp is not None:
         d = ref_logp.double() - logp.double()
-        names.append("ref_k3")
         sums.append(torch.expm1(d) - d)
     total = tree_sum(torch.stack([torch.where(on, x.double(), 0.0) for x in sums])).squeeze(-1)
-    found = dict(zip(names, total.unbind(0), strict=True))
-    count = found["tokens"].clamp(min=1.0)
-    metrics = {
-        name: (x if name == "tokens" else x / count).float()
-        for name, x in found.items()
-        if name != "loss"
-    }
+    count = total[1].clamp(min=1.0)
     lowest = torch.where(on, ratio, float("inf"))
     highest = torch.where(on, ratio, 0.0)
     least, most = (lowest.amin(), highest.amax()) if on.numel() else total.new_tensor([math.inf, 0])
-    metrics["ratio_min"], metrics["ratio_max"] = least.float(), most.float()
-    return found["loss"], metrics
+    means = (total[2:] / count).unbind()
+    found = [total[1], *means[:7], least, most, *means[7:]]
+    names = METRICS if ref_logp is not None else METRICS[:-1]
+    return total[0], {name: x.float() for name, x in zip(names, found, strict=True)}

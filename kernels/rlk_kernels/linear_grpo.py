@@ -1,6 +1,7 @@
 """linear_grpo_loss: the GRPO or PPO loss of a step from hidden states, with its gradients.
 
     logp = linear_logp(hidden, weight, target)        loss and metrics = grpo.py of logp
+                                                      (triton: grpo_triton.py)
 
 Three products instead of four: the loss needs of a token no more than its log-probability, so a
 chunk of tokens is finished while its tiles are still there.
@@ -23,26 +24,24 @@ torch backend: the portable forward and backward of `linear_logp` (four products
 T = tokens   V = vocabulary   H = hidden size   B = sequences
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlk_kernels import grpo, grpo_triton
 from rlk_kernels import linear_logp_kernels as kernels
 from rlk_kernels.accumulate import accumulate, low_halves
 from rlk_kernels.accumulate_triton import Sum
-from rlk_kernels.backend import choose, record
+from rlk_kernels.backend import choose, interpreting, record
 from rlk_kernels.columns import column_sum
 from rlk_kernels.errors import UnsupportedShape
-from rlk_kernels.grpo import (
-    LOSS_TYPES,
-    Loss,
-    reduce_loss,
-    sequence_of,
-    token_terms,
-    token_weights,
-)
+from rlk_kernels.gemm import _processors
+from rlk_kernels.grpo import LOSS_TYPES, Loss, by_sequence, token_terms
+from rlk_kernels.grpo_triton import scale_rows, token_gradient
 from rlk_kernels.linear_logp import as_rows, check, check_options
 from rlk_kernels.linear_logp_portable import backward_portable, forward_portable
 from rlk_kernels.linear_logp_triton import (
@@ -60,33 +59,8 @@ CHUNK = 512 << 20
 """Bytes of a chunk of tokens x vocabulary at the operands' dtype."""
 REBASE_ROWS = 128
 """Rows of a program of `_rebase_kernel` (time only)."""
-
-
-@triton.jit(do_not_specialize=["T"])
-def _token_gradient_kernel(
-    logp_ptr, old_ptr, advantage_ptr, ref_ptr, w_ptr, id_ptr, n_ptr, s_ptr, z_ptr, g_ptr, a_ptr,
-    c_ptr, T, low, high, beta, slope, HAS_REF: tl.constexpr, HALF: tl.constexpr, B: tl.constexpr,
-):  # fmt: skip
-    """g = w dloss/dlogp dz/dx (`grpo.token_terms` in fp32), a = -g, and c: dlogits = c E."""
-    rows = tl.program_id(0) * B + tl.arange(0, B)
-    on = rows < T
-    logp = tl.load(logp_ptr + rows, mask=on, other=0.0)
-    ratio = tl.exp(logp - tl.load(old_ptr + rows, mask=on, other=0.0))
-    advantage = tl.load(advantage_ptr + rows, mask=on, other=0.0)
-    free = ratio * advantage
-    held = tl.minimum(tl.maximum(ratio, low), high) * advantage
-    g = tl.where(free > held, 0.0, -free)
-    if HAS_REF:
-        g -= beta * (tl.exp(tl.load(ref_ptr + rows, mask=on, other=0.0) - logp) - 1.0)
-    w = tl.load(w_ptr + rows, mask=on, other=0.0)
-    id = tl.load(id_ptr + rows, mask=on, other=-1)
-    g = tl.where((w == 0.0) | (id < 0), 0.0, g * w * slope)
-    tl.store(g_ptr + rows, g, mask=on)
-    tl.store(a_ptr + rows, -g, mask=on)
-    n = tl.load(n_ptr + rows, mask=on, other=0.0)
-    log_s = tl.load(s_ptr + rows, mask=on, other=0.0)
-    r = kernels.reference(n, tl.load(z_ptr + rows, mask=on, other=0.0), HALF)
-    tl.store(c_ptr + rows, -g * tl.exp2((r - n) - log_s), mask=on)
+SCALE_BLOCK = 8192
+"""Elements that a program of `_scale_kernel` takes at a time (time only)."""
 
 
 @triton.jit
@@ -94,10 +68,19 @@ def _scale_kernel(x_ptr, factor_ptr, size, B: tl.constexpr):
     """x *= factor in place; a factor of 1 reads and writes nothing."""
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
-        at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
-        x = tl.load(x_ptr + at, mask=at < size, other=0.0)
-        x = (x.to(tl.float32) * factor).to(x_ptr.dtype.element_ty)
-        tl.store(x_ptr + at, x, mask=at < size)
+        step = tl.num_programs(0).to(tl.int64) * B
+        for first in range(tl.program_id(0).to(tl.int64) * B, size, step):
+            at = first + tl.arange(0, B)
+            x = tl.load(x_ptr + at, mask=at < size, other=0.0)
+            x = (x.to(tl.float32) * factor).to(x_ptr.dtype.element_ty)
+            tl.store(x_ptr + at, x, mask=at < size)
+
+
+def _scale(x: Tensor, factor: Tensor) -> None:
+    """x *= factor[()] in place, by at most four programs a processor."""
+    blocks = triton.cdiv(x.numel(), SCALE_BLOCK)
+    programs = blocks if interpreting() else min(blocks, 4 * _processors(x.device))
+    _scale_kernel[(programs,)](x, factor, x.numel(), SCALE_BLOCK, num_warps=8)
 
 
 def chunk_rows(t: int, v: int, nbytes: int) -> int:
@@ -111,7 +94,7 @@ def _loss_and_gradients(
     h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, tokens: list[Tensor | None],
     spec: Spec, loss: Loss, needs: list[bool],
 ) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
-    """(logp[T], [dh, dw, db]); tokens: old_logp, advantages, ref_logp, weights in fp32."""
+    """(logp[T], [dh, dw, db]); tokens: old_logp, advantages, ref_logp, weights."""
     (t, k), v = h.shape, w.shape[0]
     dh = torch.empty_like(h) if needs[0] else None
     dw = torch.empty_like(w) if needs[1] else None
@@ -133,19 +116,13 @@ def _loss_and_gradients(
         out, own = block[:m, :v], ids[part]
         stats = torch.empty(2, nodes, m, dtype=torch.float32, device=h.device)
         rows = new_rows(pick(h[part], w, bias, own, spec), False)
+        rows = replace(rows, logp=logps[part, None])
         run_tiles(
             h[part], w, bias, spec, tile, kernels.KEEP, stats[0], stats[1], None, rows.z, None, out
         )
         finish(stats, own, rows, 0, m, False)
-        logp = rows.logp.view(-1)
-        logps[part] = logp
-        g, a, c = (torch.empty_like(logp) for _ in range(3))
-        old, advantages, ref, weights = (None if x is None else x[part] for x in tokens)
-        _token_gradient_kernel[(triton.cdiv(m, 256),)](
-            logp, logp if old is None else old, advantages, ref, weights, own, rows.n, rows.log_s,
-            rows.z, g, a, c, m, 1.0 - loss.low, 1.0 + loss.high, loss.beta, spec.slope,
-            ref is not None, h.dtype == torch.float16, 256,
-        )  # fmt: skip
+        some = (None if x is None else x[part] for x in tokens)
+        g, a, c = token_gradient(rows, own, *some, loss, spec.slope, h.dtype == torch.float16)
         kernels._rebase_kernel[(nodes, triton.cdiv(m, REBASE_ROWS))](
             out, stats[0], rows.n, rows.z, m, v, out.stride(0), tile.n, REBASE_ROWS, 16, num_warps=4
         )
@@ -157,15 +134,14 @@ def _loss_and_gradients(
                     last=True, scale=c)
             )  # fmt: skip
         if dw is not None and low is not None:
-            weighted = torch.empty_like(h[part])
-            torch.mul(h[part], c[:, None], out=weighted)
+            weighted = scale_rows(h[part], c, torch.empty_like(h[part]))
             products.append(
                 Sum(a=out, b=weighted, out=dw, low=low, trans_a=True, first=first == 0,
                     last=part.stop == t)
             )  # fmt: skip
         accumulate(*products)
         if needs[2]:
-            block[:m].mul_(c[:, None])
+            scale_rows(block[:m], c, block[:m])
             sums.append(column_sum(block[:m], "triton")[:v])
     db = column_sum(torch.stack(sums), "triton") if needs[2] else None
     return logps, [dh, dw, db if bias is None or db is None else db.to(bias.dtype)]
@@ -173,7 +149,7 @@ def _loss_and_gradients(
 
 class _LinearGRPO(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, ids, tokens, mask, spec, loss, backend):
+    def forward(ctx, hidden, weight, bias, ids, tokens, spec, loss, backend):
         record("linear_grpo_loss", backend)
         ctx.backend, ctx.used = backend, False
         needs = [bool(x) for x in ctx.needs_input_grad[:3]]
@@ -182,7 +158,8 @@ class _LinearGRPO(torch.autograd.Function):
         if backend == "torch":
             rows = forward_portable(hidden, weight, bias, ids, spec, False)
             logp = rows.logp.squeeze(1)
-            slope = token_terms(logp, logp if old is None else old, advantages, ref, loss)[1]
+            old = logp if old is None else old
+            slope = token_terms(logp, old, advantages, ref, loss)[1]
             g = torch.where(weights == 0, 0.0, slope * weights)[:, None]
             grads = [None, None, None]
             if any(needs):
@@ -191,19 +168,23 @@ class _LinearGRPO(torch.autograd.Function):
                 )
                 if bias is not None and grads[2] is not None:
                     grads[2] = grads[2].to(bias.dtype)
-        elif any(needs):
-            low = [None if x is None else x.float().contiguous() for x in tokens]
-            logp, grads = _loss_and_gradients(hidden, weight, bias, ids, low, spec, loss, needs)
+            value, metrics = grpo.reduce_loss(
+                logp, old, advantages, weights != 0, weights, ref, loss
+            )
         else:
-            rows = forward_triton(hidden, weight, bias, ids, spec, False)
-            logp, grads = rows.logp.squeeze(1), [None, None, None]
-        value, metrics = reduce_loss(
-            logp, logp if old is None else old, advantages, mask, weights, ref, loss
-        )
+            if any(needs):
+                logp, grads = _loss_and_gradients(
+                    hidden, weight, bias, ids, tokens, spec, loss, needs
+                )
+            else:
+                rows = forward_triton(hidden, weight, bias, ids, spec, False)
+                logp, grads = rows.logp.squeeze(1), [None, None, None]
+            value, metrics = grpo_triton.reduce_loss(logp, old, advantages, weights, ref, loss)
         ctx.grads = grads
         ctx.names = list(metrics)
         found = tuple(metrics.values())
         ctx.mark_non_differentiable(logp, *found)
+        ctx.set_materialize_grads(False)
         return value.to(wide), logp, ctx.names, *found
 
     @staticmethod
@@ -222,13 +203,13 @@ class _LinearGRPO(torch.autograd.Function):
             if ctx.backend == "torch":
                 grads[i] = torch.where(g == 1, x, (x * g).to(x.dtype))
             else:
-                _scale_kernel[(triton.cdiv(x.numel(), 8192),)](x, g, x.numel(), 8192, num_warps=8)
-        return (*grads, *(None,) * 6)
+                _scale(x, g)
+        return (*grads, *(None,) * 5)
 
 
 def _partition(cu_seqlens: Tensor, t: int) -> bool:
     """Whether the sequences hold each token once. On a GPU asking would wait for it: not asked."""
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 + (t > 0):
         return False
     if cu_seqlens.device.type != "cpu":
         return True
@@ -261,22 +242,22 @@ def linear_grpo_loss(
     """The loss of `grpo.py` (a float32 scalar, differentiable in hidden, weight, bias) and metrics.
 
     hidden[B, L, H] with target, mask, old_logp, ref_logp [B, L]; or hidden[T, H] packed, those [T],
-    with cu_seqlens[B + 1] from 0 to T (checked on the CPU). advantages: [B], one a sequence, or one
-    a token. mask: 1 for the tokens that count; a token whose target is ignore_index or negative is
-    masked out (it has logp 0 and no gradient). old_logp None: the policy's own log-probabilities
-    (ratio 1). beta above 0 needs ref_logp. loss_type: see `grpo.py`; dr_grpo takes max_tokens
-    (default L; packed, it must be given). The rest as in `linear_logp`, whose bits the metrics'
-    `logp` [T] has.
+    with cu_seqlens[B + 1] from 0 to T (checked on the CPU; on a GPU the triton backend gives NaN
+    for a token that no sequence holds). advantages: [B], one a sequence, or one a token. mask: 1
+    for the tokens that count; a token whose target is ignore_index or negative is masked out (it
+    has logp 0 and no gradient). old_logp None: the policy's own log-probabilities (ratio 1). beta
+    above 0 needs ref_logp. loss_type: see `grpo.py`; dr_grpo takes max_tokens (default L; packed,
+    it must be given). The rest as in `linear_logp`, whose bits the metrics' `logp` [T] has.
 
-    metrics: detached tensors, `logp` and the scalars of `grpo.reduce_loss`.
+    metrics: detached tensors, `logp` and the scalars `grpo.METRICS`.
     Raises UnsupportedShape, UnsupportedDtype, ValueError, and what `backend.choose` raises.
     """
     name = "linear_grpo_loss"
     if loss_type not in LOSS_TYPES:
         raise ValueError(f"{name}: loss_type {loss_type!r} is unknown; choose from {LOSS_TYPES}")
     if hidden.dim() == 3:
-        b, length, _ = hidden.shape
-        cu_seqlens = torch.arange(b + 1, device=hidden.device) * length
+        sequences, length, _ = hidden.shape
+        cu_seqlens = None
         max_tokens = length if max_tokens is None else max_tokens
         hidden = hidden.flatten(0, 1)
     elif cu_seqlens is None:
@@ -285,6 +266,8 @@ def linear_grpo_loss(
         raise UnsupportedShape(
             f"{name}: cu_seqlens must rise from 0 to the {target.numel()} tokens, not {cu_seqlens}"
         )
+    else:
+        sequences = cu_seqlens.shape[0] - 1
     if loss_type == "dr_grpo" and not (max_tokens and max_tokens > 0):
         raise ValueError(f"{name}: dr_grpo needs max_tokens of at least 1, not {max_tokens}")
     if beta and ref_logp is None:
@@ -296,25 +279,28 @@ def linear_grpo_loss(
         raise ValueError(f"{name}: clip is (low, high), not {clip!r}")
     if not (beta >= 0 and 0 <= clip[0] <= 1 and clip[1] >= 0):
         raise ValueError(f"{name}: beta {beta} and clip {clip} must not be negative, nor 1 - low")
-    t, cu_seqlens = target.shape[0], cu_seqlens.long()
-    if advantages.numel() == cu_seqlens.shape[0] - 1 and advantages.dim() == 1:
-        advantages = advantages[sequence_of(t, cu_seqlens)] if t else advantages[:0]
-    per_token = {"mask": mask, "advantages": advantages.flatten()}
-    per_token |= {} if old_logp is None else {"old_logp": old_logp.flatten()}
-    per_token |= {} if ref_logp is None else {"ref_logp": ref_logp.flatten()}
+    per_token = {"mask": mask}
+    if not by_sequence(advantages, sequences):
+        advantages = per_token["advantages"] = advantages.flatten()
+    for what, x in (("old_logp", old_logp), ("ref_logp", ref_logp)):
+        if x is not None:
+            per_token[what] = x.detach().flatten().contiguous()
     for what, x in per_token.items():
-        if x.shape[0] != t:
-            raise UnsupportedShape(f"{name}: {what} has {x.shape[0]} numbers for {t} tokens")
-    chosen = choose(name, backend, hidden, weight, bias, target, cu_seqlens, *per_token.values())
-    ids = torch.where(target == ignore_index, -1, target.long())
-    mask = (mask != 0) & (ids >= 0)
-    tokens = [
-        per_token.get("old_logp"), per_token["advantages"], per_token.get("ref_logp"),
-        token_weights(mask, cu_seqlens, loss_type, max_tokens),
-    ]  # fmt: skip
-    tokens = [None if x is None else x.detach() for x in tokens]
+        if x.shape[0] != target.shape[0]:
+            raise UnsupportedShape(
+                f"{name}: {what} has {x.shape[0]} numbers for {target.shape[0]} tokens"
+            )
+    chosen = choose(
+        name, backend, hidden, weight, bias, target, cu_seqlens, advantages, *per_token.values()
+    )
+    prepare = grpo.prepare if chosen == "torch" else grpo_triton.prepare
+    ids, advantages, weights = prepare(
+        target, mask, advantages.detach(), cu_seqlens, sequences, loss_type, max_tokens,
+        ignore_index,
+    )  # fmt: skip
+    tokens = [per_token.get("old_logp"), advantages, per_token.get("ref_logp"), weights]
     value, logp, names, *found = _LinearGRPO.apply(
         as_rows(hidden), as_rows(weight), None if bias is None else bias.contiguous(),
-        ids[:, None].contiguous(), tokens, mask, spec, Loss(beta, *clip), chosen,
+        ids[:, None], tokens, spec, Loss(beta, *clip), chosen,
     )  # fmt: skip
     return value, {"logp": logp, **dict(zip(names, found, strict=True))}
