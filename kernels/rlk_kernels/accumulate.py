@@ -26,27 +26,36 @@ def low_halves(out: Tensor, pieces: int) -> Tensor:
     return torch.empty(shape, dtype=torch.int16, device=out.device)
 
 
-def _apart(x: Sum) -> bool:
-    """Whether `accumulate_hopper.py` takes it: the same for all pieces, whatever their K."""
-    (m, n), half = x.out.shape, x.out.element_size() == 2 and x.a.element_size() == 2
-    if not half or n % 256 or not _runs_apart(x.out.device):
+def _hopper_can(x: Sum) -> bool:
+    """Whether `accumulate_hopper.py` can take it."""
+    half = x.out.element_size() == 2 and x.a.element_size() == 2
+    if not half or x.out.shape[1] % 256 or not _runs_apart(x.out.device):
         return False
     from rlk_kernels.cornerstone import holds
 
-    trusted = holds(x.out.device)
-    large = trusted and tile_of(m, n, 4096, _processors(x.out.device), trusted).n == 256
-    return large and _tma_can_read(x.a) and _tma_can_read(x.b) and _tma_can_read(x.out)
+    return holds(x.out.device) and all(_tma_can_read(y) for y in (x.a, x.b, x.out))
+
+
+def _large(x: Sum) -> bool:
+    """Whether its own tiles keep a GPU busy: the same for all pieces, whatever their K."""
+    m, n = x.out.shape
+    return tile_of(m, n, 4096, _processors(x.out.device), True).n == 256
 
 
 def accumulate(*pieces: Sum) -> None:
     """One piece, or one of each of two products, which may share a launch."""
     pieces = tuple(x for x in pieces if x.out.numel())
-    apart = [_apart(x) for x in pieces]
-    if any(apart):
-        from rlk_kernels.accumulate_hopper import sum_hopper  # Gluon changes with every Triton
+    able = [_hopper_can(x) for x in pieces]
+    widths = [256 if can and _large(x) else 0 for x, can in zip(pieces, able, strict=True)]
+    if any(widths):
+        # Gluon changes with every Triton: imported where it runs
+        from rlk_kernels.accumulate_hopper import sum_hopper, width_beside
 
-        together = tuple(x for x, own in zip(pieces, apart, strict=True) if own)
-        sum_hopper(together, _processors(together[0].out.device))
-    for x, own in zip(pieces, apart, strict=True):
-        if not own:
+        processors = _processors(pieces[0].out.device)
+        if all(able) and not all(widths):
+            few = widths.index(0)
+            widths[few] = width_beside(pieces[few], pieces[1 - few], processors)
+        sum_hopper([x for x in zip(pieces, widths, strict=True) if x[1]], processors)
+    for x, width in zip(pieces, widths, strict=True):
+        if not width:
             sum_triton(x)

@@ -7,7 +7,9 @@ own 512 + 512 bytes of `out` and `low` for each tile, in the order of the regist
 memory, and nothing to take apart.
 
 Two products may share a launch (the two gradients of one block): programs that have fewer tiles of
-the one take more of the other, so that all end together. Written in Gluon, which ships with Triton.
+the one take more of the other, so that all end together; every other program begins with the
+second, so that the traffic of unfinished sums runs beside products that have none. Tiles of the
+second may be half as wide. Written in Gluon, which ships with Triton.
 """
 
 import torch
@@ -18,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from rlk_kernels.accumulate_triton import Sum
 from rlk_kernels.gemm import _tile_position
-from rlk_kernels.hopper import DEPTH, ROWS, barriers, described, products, store
+from rlk_kernels.hopper import DEPTH, ROWS, barriers, described, products, store, store_piece
 
 COLUMNS = gl.constexpr(256)
 STEP = gl.constexpr(64)
@@ -56,18 +58,25 @@ def _nth(j, own, all_tiles, heavy):
 
 
 @gluon.jit
+def _first_product(turn):
+    """Whether this program is at the first product; every other program has the second before."""
+    return (gl.program_id(0) + turn) % 2 == 0
+
+
+@gluon.jit
 def _copy_tiles(
     a_desc, b_desc, a_smem, b_smem, full, empty, stage, phase, M, N, K, all_tiles, heavy,
     TRANS_A: gl.constexpr,
 ):  # fmt: skip
+    WIDTH: gl.constexpr = b_desc.block_type.shape[1]
     nbytes: gl.constexpr = 2 * a_desc.block_type.nbytes + b_desc.block_type.nbytes
-    tiles = gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, COLUMNS)
+    tiles = gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, WIDTH)
     own, count = _count(tiles, all_tiles, heavy)
     for j in range(count):
         tile = _nth(j, own, all_tiles, heavy)
-        tile_m, tile_n = _tile_position(tile, M, N, 2 * ROWS, COLUMNS, GROUP)
+        tile_m, tile_n = _tile_position(tile, M, N, 2 * ROWS, WIDTH, GROUP)
         row = tile_m * (2 * ROWS)
-        col = tile_n * COLUMNS
+        col = tile_n * WIDTH
         for step in range(gl.cdiv(K, STEP)):
             k = step * STEP
             mbarrier.wait(empty.index(stage), phase)
@@ -79,7 +88,8 @@ def _copy_tiles(
                     tma.async_copy_global_to_shared(a_desc, [k, row + side * ROWS], ready, into)
                 else:
                     tma.async_copy_global_to_shared(a_desc, [row + side * ROWS, k], ready, into)
-            tma.async_copy_global_to_shared(b_desc, [k, col], ready, b_smem.index(stage))
+            into = b_smem.index(stage * (b_smem.type.shape[0] // DEPTH))
+            tma.async_copy_global_to_shared(b_desc, [k, col], ready, into)
             stage += 1
             if stage == DEPTH:
                 stage = 0
@@ -89,19 +99,24 @@ def _copy_tiles(
 
 @gluon.jit
 def _copy_operands(
-    a_desc, b_desc, a2_desc, b2_desc, a_smem, b_smem, full, empty, M, N, K, all_tiles, heavy,
-    M2, N2, K2, TRANS_A: gl.constexpr, TRANS_A2: gl.constexpr, TWO: gl.constexpr,
+    a_desc, b_desc, a2_desc, b2_desc, a_smem, b_smem, b2_smem, full, empty, M, N, K, all_tiles,
+    heavy, M2, N2, K2, TRANS_A: gl.constexpr, TRANS_A2: gl.constexpr, TWO: gl.constexpr,
 ):  # fmt: skip
-    stage, phase = _copy_tiles(
-        a_desc, b_desc, a_smem, b_smem, full, empty, gl.to_tensor(0), gl.to_tensor(1), M, N, K,
-        all_tiles, heavy, TRANS_A,
-    )  # fmt: skip
-    if TWO:
-        tiles = gl.cdiv(M2, 2 * ROWS) * gl.cdiv(N2, COLUMNS)
-        _copy_tiles(
-            a2_desc, b2_desc, a_smem, b_smem, full, empty, stage, phase, M2, N2, K2, tiles, 0,
-            TRANS_A2,
-        )  # fmt: skip
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    for turn in range(2):
+        if _first_product(turn):
+            stage, phase = _copy_tiles(
+                a_desc, b_desc, a_smem, b_smem, full, empty, stage, phase, M, N, K, all_tiles,
+                heavy, TRANS_A,
+            )  # fmt: skip
+        else:
+            if TWO:
+                tiles = gl.cdiv(M2, 2 * ROWS) * gl.cdiv(N2, b2_desc.block_type.shape[1])
+                stage, phase = _copy_tiles(
+                    a2_desc, b2_desc, a_smem, b2_smem, full, empty, stage, phase, M2, N2, K2,
+                    tiles, 0, TRANS_A2,
+                )  # fmt: skip
 
 
 @gluon.jit
@@ -145,53 +160,62 @@ def _multiply_tiles(
     TRANS_A: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, SCALED: gl.constexpr,
     KEPT: gl.constexpr, SIDE: gl.constexpr,
 ):  # fmt: skip
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    tiles = gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, COLUMNS)
+    WIDTH: gl.constexpr = b_smem.type.shape[2]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    tiles = gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, WIDTH)
     own, count = _count(tiles, all_tiles, heavy)
     for j in range(count):
         tile = _nth(j, own, all_tiles, heavy)
-        tile_m, tile_n = _tile_position(tile, M, N, 2 * ROWS, COLUMNS, GROUP)
+        tile_m, tile_n = _tile_position(tile, M, N, 2 * ROWS, WIDTH, GROUP)
         row = (2 * tile_m + SIDE) * ROWS
-        col = tile_n * COLUMNS
+        col = tile_n * WIDTH
         if FIRST:
-            acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+            acc = gl.zeros([ROWS, WIDTH], gl.float32, layout)
         else:
             acc = _kept(high_ptr, low_ptr, row, tile_n, M, half_n, layout, KEPT)
         acc, stage, phase = products(
             acc, a_smem, b_smem, full, empty, stage, phase, gl.cdiv(K, STEP), TRANS_A, False, STEP,
-            COLUMNS, SIDE,
+            WIDTH, SIDE,
         )  # fmt: skip
         if SCALED:
             rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
             acc *= gl.expand_dims(gl.load(scale_ptr + rows, mask=rows < M, other=0.0), 1)
-        if LAST:
+        if not LAST:
+            _keep(acc, high_ptr, low_ptr, row, tile_n, M, half_n, KEPT)
+        elif WIDTH == COLUMNS:
             store(acc, out_desc, out_smem, row, col)
         else:
-            _keep(acc, high_ptr, low_ptr, row, tile_n, M, half_n, KEPT)
+            store_piece(acc, out_desc, out_smem, row, col)
     return stage, phase
 
 
 @gluon.jit
 def _multiply(
-    a_smem, b_smem, out_smem, full, empty, out_desc, high_ptr, low_ptr, scale_ptr, out2_desc,
-    high2_ptr, low2_ptr, scale2_ptr, M, N, K, half_n, all_tiles, heavy, M2, N2, K2, half_n2,
+    a_smem, b_smem, b2_smem, out_smem, full, empty, out_desc, high_ptr, low_ptr, scale_ptr,
+    out2_desc, high2_ptr, low2_ptr, scale2_ptr, M, N, K, half_n, all_tiles, heavy, M2, N2, K2,
+    half_n2,
     TRANS_A: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, SCALED: gl.constexpr,
     TRANS_A2: gl.constexpr, FIRST2: gl.constexpr, LAST2: gl.constexpr, SCALED2: gl.constexpr,
     TWO: gl.constexpr, KEPT: gl.constexpr, SIDE: gl.constexpr,
 ):  # fmt: skip
     """Four warps: 64 rows of every tile of this program."""
-    stage, phase = _multiply_tiles(
-        out_desc, a_smem, b_smem, out_smem, full, empty, high_ptr, low_ptr, scale_ptr,
-        gl.to_tensor(0), gl.to_tensor(0), M, N, K, half_n, all_tiles, heavy,
-        TRANS_A, FIRST, LAST, SCALED, KEPT, SIDE,
-    )  # fmt: skip
-    if TWO:
-        tiles = gl.cdiv(M2, 2 * ROWS) * gl.cdiv(N2, COLUMNS)
-        _multiply_tiles(
-            out2_desc, a_smem, b_smem, out_smem, full, empty, high2_ptr, low2_ptr, scale2_ptr,
-            stage, phase, M2, N2, K2, half_n2, tiles, 0,
-            TRANS_A2, FIRST2, LAST2, SCALED2, KEPT, SIDE,
-        )  # fmt: skip
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    for turn in range(2):
+        if _first_product(turn):
+            stage, phase = _multiply_tiles(
+                out_desc, a_smem, b_smem, out_smem, full, empty, high_ptr, low_ptr, scale_ptr,
+                stage, phase, M, N, K, half_n, all_tiles, heavy,
+                TRANS_A, FIRST, LAST, SCALED, KEPT, SIDE,
+            )  # fmt: skip
+        else:
+            if TWO:
+                tiles = gl.cdiv(M2, 2 * ROWS) * gl.cdiv(N2, b2_smem.type.shape[2])
+                stage, phase = _multiply_tiles(
+                    out2_desc, a_smem, b2_smem, out_smem, full, empty, high2_ptr, low2_ptr,
+                    scale2_ptr, stage, phase, M2, N2, K2, half_n2, tiles, 0,
+                    TRANS_A2, FIRST2, LAST2, SCALED2, KEPT, SIDE,
+                )  # fmt: skip
     if LAST or LAST2:
         tma.store_wait(0)
 
@@ -207,6 +231,12 @@ def _sum_hopper_kernel(
     dtype: gl.constexpr = a_desc.dtype
     a_smem = gl.allocate_shared_memory(dtype, [2 * DEPTH, ROWS, STEP], a_desc.layout)
     b_smem = gl.allocate_shared_memory(dtype, [DEPTH, STEP, COLUMNS], b_desc.layout)
+    b2_smem = b_smem
+    if TWO:
+        WIDTH: gl.constexpr = b2_desc.block_type.shape[1]
+        b2_smem = b_smem._reinterpret(
+            dtype, [COLUMNS // WIDTH * DEPTH, STEP, WIDTH], b2_desc.layout
+        )
     out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS // 2], dtype)
     out_smem = gl.allocate_shared_memory(dtype, [2, ROWS, COLUMNS // 2], out_layout)
     full, empty = barriers(DEPTH, 2)
@@ -214,30 +244,51 @@ def _sum_hopper_kernel(
     gl.warp_specialize(
         [
             (_multiply, (
-                a_smem, b_smem, out_smem.index(0), full, empty, out_desc, high_ptr, low_ptr,
-                scale_ptr, out2_desc, high2_ptr, low2_ptr, scale2_ptr, M, N, K, half_n, all_tiles,
-                heavy, M2, N2, K2, half_n2, TRANS_A, FIRST, LAST, SCALED, TRANS_A2, FIRST2, LAST2,
-                SCALED2, TWO, KEPT, 0,
+                a_smem, b_smem, b2_smem, out_smem.index(0), full, empty, out_desc, high_ptr,
+                low_ptr, scale_ptr, out2_desc, high2_ptr, low2_ptr, scale2_ptr, M, N, K, half_n,
+                all_tiles, heavy, M2, N2, K2, half_n2, TRANS_A, FIRST, LAST, SCALED, TRANS_A2,
+                FIRST2, LAST2, SCALED2, TWO, KEPT, 0,
             )),
             (_multiply, (
-                a_smem, b_smem, out_smem.index(1), full, empty, out_desc, high_ptr, low_ptr,
-                scale_ptr, out2_desc, high2_ptr, low2_ptr, scale2_ptr, M, N, K, half_n, all_tiles,
-                heavy, M2, N2, K2, half_n2, TRANS_A, FIRST, LAST, SCALED, TRANS_A2, FIRST2, LAST2,
-                SCALED2, TWO, KEPT, 1,
+                a_smem, b_smem, b2_smem, out_smem.index(1), full, empty, out_desc, high_ptr,
+                low_ptr, scale_ptr, out2_desc, high2_ptr, low2_ptr, scale2_ptr, M, N, K, half_n,
+                all_tiles, heavy, M2, N2, K2, half_n2, TRANS_A, FIRST, LAST, SCALED, TRANS_A2,
+                FIRST2, LAST2, SCALED2, TWO, KEPT, 1,
             )),
             (_copy_operands, (
-                a_desc, b_desc, a2_desc, b2_desc, a_smem, b_smem, full, empty, M, N, K, all_tiles,
-                heavy, M2, N2, K2, TRANS_A, TRANS_A2, TWO,
+                a_desc, b_desc, a2_desc, b2_desc, a_smem, b_smem, b2_smem, full, empty, M, N, K,
+                all_tiles, heavy, M2, N2, K2, TRANS_A, TRANS_A2, TWO,
             )),
         ],
         [4, 1], [240, 24],
     )  # fmt: skip
 
 
-def tiles_of(piece: Sum) -> int:
-    """Tiles of the output."""
+def tiles_of(piece: Sum, width: int) -> int:
+    """Tiles of the output, `width` columns wide."""
     m, n = piece.out.shape
-    return triton.cdiv(m, 2 * ROWS.value) * triton.cdiv(n, COLUMNS.value)
+    return triton.cdiv(m, 2 * ROWS.value) * triton.cdiv(n, width)
+
+
+def _cost(piece: Sum, width: int) -> int:
+    """What a tile of this width takes (time only); beside its products about four steps."""
+    return (triton.cdiv(piece.b.shape[0], STEP.value) + 4) * width
+
+
+def width_beside(piece: Sum, other: Sum, processors: int) -> int:
+    """The width of `piece`'s tiles for a launch beside `other`; 0: better apart.
+
+    A tile of `piece` must not last longer than the whole launch, and only sums that come whole, of
+    the larger K, can have tiles half as wide.
+    """
+    if not (piece.first and piece.last) or piece.b.shape[0] < other.b.shape[0]:
+        return 0
+    beside = tiles_of(other, COLUMNS.value) * _cost(other, COLUMNS.value)
+    for width in (COLUMNS.value, COLUMNS.value // 2):
+        tiles, cost = tiles_of(piece, width), _cost(piece, width)
+        if triton.cdiv(tiles, processors) * cost * processors <= beside + tiles * cost:
+            return width
+    return 0
 
 
 def shares(tiles: int, cost: int, other: int, other_cost: int, programs: int) -> tuple[int, int]:
@@ -249,29 +300,29 @@ def shares(tiles: int, cost: int, other: int, other_cost: int, programs: int) ->
     return tiles - rest, heavy
 
 
-def sum_hopper(pieces: tuple[Sum, ...], processors: int) -> None:
-    """`accumulate`: one or two pieces with outputs of 16 bits, their N a multiple of 256."""
-    pieces = tuple(sorted(pieces, key=lambda piece: piece.b.shape[0]))
-    counts = [tiles_of(piece) for piece in pieces]
+def sum_hopper(pieces: list[tuple[Sum, int]], processors: int) -> None:
+    """`accumulate`: one or two pieces with outputs of 16 bits, N a multiple of 256, and the widths
+    of their tiles."""
+    pieces = sorted(pieces, key=lambda piece: piece[0].b.shape[0])
+    counts = [tiles_of(*piece) for piece in pieces]
     programs = min(sum(counts), processors)
     everyone, heavy = counts[0], 0
     if len(pieces) == 2:
-        # what a tile costs beside its products: about four steps
-        costs = [triton.cdiv(piece.b.shape[0], STEP.value) + 4 for piece in pieces]
+        costs = [_cost(*piece) for piece in pieces]
         everyone, heavy = shares(counts[0], costs[0], counts[1], costs[1], programs)
     arguments: list = []
-    for piece in pieces:
+    for piece, width in pieces:
         (m, n), k, kept = piece.out.shape, piece.b.shape[0], not (piece.first and piece.last)
         arguments += [
             described(piece.a, [STEP.value, ROWS.value]),
-            described(piece.b, [STEP.value, COLUMNS.value]),
+            described(piece.b, [STEP.value, width]),
             described(piece.out, [ROWS.value, COLUMNS.value // 2]) if piece.last else None,
             piece.out.view(torch.float32) if kept else None,
             piece.low.view(torch.float32) if kept else None,
             piece.scale, m, n, k, n // 2,
         ]  # fmt: skip
         arguments += [everyone, heavy] if len(arguments) == 10 else []
-    flags = [(x.trans_a, x.first, x.last, x.scale is not None) for x in pieces]
+    flags = [(x.trans_a, x.first, x.last, x.scale is not None) for x, _ in pieces]
     if len(pieces) == 1:
         arguments += [None] * 10
         flags.append((False, False, False, False))

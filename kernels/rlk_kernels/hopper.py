@@ -56,7 +56,7 @@ def products(
     for step in range(steps):
         mbarrier.wait(full.index(stage), phase)
         a = a_smem.index(2 * stage + SIDE)
-        b = b_smem.index(stage).reshape((B_ROWS, B_COLUMNS))
+        b = b_smem.index(stage * (b_smem.type.shape[0] // DEPTH)).reshape((B_ROWS, B_COLUMNS))
         if TRANS_A:
             a = a.permute((1, 0))
         if TRANS_B:
@@ -76,7 +76,8 @@ def products(
 
 
 @gluon.jit
-def _store_half(x, desc, smem, row, col):
+def store_piece(x, desc, smem, row, col):
+    """x[R, C] through one buffer."""
     tma.store_wait(0)
     gl.thread_barrier()
     smem.store(x.to(desc.dtype))
@@ -90,5 +91,5 @@ def store(x, desc, smem, row, col):
     """x[R, C] in two halves of columns, through one buffer."""
     HALF: gl.constexpr = x.shape[1] // 2
     left, right = gl.split(gl.permute(gl.reshape(x, (x.shape[0], 2, HALF)), (0, 2, 1)))
-    _store_half(left, desc, smem, row, col)
-    _store_half(right, desc, smem, row, col + HALF)
+    store_piece(left, desc, smem, row, col)
+    store_piece(right, desc, smem, row, col + HALF)
