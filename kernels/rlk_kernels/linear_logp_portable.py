@@ -8,6 +8,8 @@ float64. dlogits are rounded to the operands' dtype before the two products of t
 T = tokens   V = vocabulary   H = hidden size   J = ids a token
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -133,11 +135,8 @@ def backward_portable(
         for part in _pieces(t):
             logits = _logits(h[part], w, bias, spec, first, last)
             per_row = (ids, g, rows.n, rows.log_s, a, b)
-            parts.append(
-                by_rows(
-                    lambda *x, first=first: dlogits(*x, first), logits, *(x[part] for x in per_row)
-                )
-            )
+            of_block = functools.partial(dlogits, first=first)
+            parts.append(by_rows(of_block, logits, *(x[part] for x in per_row)))
         d = torch.cat(parts)
         if dh is not None:
             dh += matmul_nt(d, w[first:last].mT)

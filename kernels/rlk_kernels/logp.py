@@ -151,7 +151,7 @@ def _logp(
         v = logits.shape[1]
         if target.numel() and int(target.max()) >= v:
             raise IndexError(f"logp: a target of {int(target.max())} is not below V = {v}")
-        return by_rows(lambda *x: _forward_portable(*x, temperature), logits, target)
+        return by_rows(lambda x, own: _forward_portable(x, own, temperature), logits, target)
     t, v = logits.shape
     inverse = _inverse(temperature, torch.float32)
     logp, m, log_s = (torch.empty(t, dtype=torch.float32, device=logits.device) for _ in range(3))
@@ -186,7 +186,10 @@ def _logp_backward(
 ) -> Tensor:  # fmt: skip
     record("logp_backward", backend)
     if backend == "torch":
-        return by_rows(lambda *x: _backward_portable(*x, temperature), logits, target, m, log_s, g)
+        return by_rows(
+            lambda x, own, m, log_s, g: _backward_portable(x, own, m, log_s, g, temperature),
+            logits, target, m, log_s, g,
+        )  # fmt: skip
     t, v = logits.shape
     inverse = _inverse(temperature, torch.float32)
     dx = torch.empty(t, v, dtype=logits.dtype, device=logits.device)
