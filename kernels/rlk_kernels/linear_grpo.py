@@ -91,11 +91,13 @@ def chunk_rows(t: int, v: int, nbytes: int) -> int:
 
 
 def _loss_and_gradients(
-    h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, tokens: list[Tensor | None],
-    spec: Spec, loss: Loss, needs: list[bool],
+    h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor,
+    tokens: tuple[Tensor | None, Tensor, Tensor | None, Tensor], spec: Spec, loss: Loss,
+    needs: list[bool],
 ) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
     """(logp[T], [dh, dw, db]); tokens: old_logp, advantages, ref_logp, weights."""
     (t, k), v = h.shape, w.shape[0]
+    old, advantages, ref, weights = tokens
     dh = torch.empty_like(h) if needs[0] else None
     dw = torch.empty_like(w) if needs[1] else None
     logps = torch.empty(t, dtype=torch.float32, device=h.device)
@@ -121,8 +123,11 @@ def _loss_and_gradients(
             h[part], w, bias, spec, tile, kernels.KEEP, stats[0], stats[1], None, rows.z, None, out
         )
         finish(stats, own, rows, 0, m, False)
-        some = (None if x is None else x[part] for x in tokens)
-        g, a, c = token_gradient(rows, own, *some, loss, spec.slope, h.dtype == torch.float16)
+        g, a, c = token_gradient(
+            rows, own, None if old is None else old[part], advantages[part],
+            None if ref is None else ref[part], weights[part], loss, spec.slope,
+            h.dtype == torch.float16,
+        )  # fmt: skip
         kernels._rebase_kernel[(nodes, triton.cdiv(m, REBASE_ROWS))](
             out, stats[0], rows.n, rows.z, m, v, out.stride(0), tile.n, REBASE_ROWS, 16, num_warps=4
         )
@@ -298,7 +303,7 @@ def linear_grpo_loss(
         target, mask, advantages.detach(), cu_seqlens, sequences, loss_type, max_tokens,
         ignore_index,
     )  # fmt: skip
-    tokens = [per_token.get("old_logp"), advantages, per_token.get("ref_logp"), weights]
+    tokens = (per_token.get("old_logp"), advantages, per_token.get("ref_logp"), weights)
     value, logp, names, *found = _LinearGRPO.apply(
         as_rows(hidden), as_rows(weight), None if bias is None else bias.contiguous(),
         ids[:, None], tokens, spec, Loss(beta, *clip), chosen,
