@@ -7,9 +7,9 @@ own 512 + 512 bytes of `out` and `low` for each tile, in the order of the regist
 memory, and nothing to take apart.
 
 Two products may share a launch (the two gradients of one block): programs that have fewer tiles of
-the one take more of the other, so that all end together; every other program begins with the
-second, so that the traffic of unfinished sums runs beside products that have none. Tiles of the
-second may be half as wide. Written in Gluon, which ships with Triton.
+the one take more of the other, so that all end together. Where the first has unfinished sums, half
+of the programs begin with the second: that traffic runs beside products that have none. Tiles of
+the second may be half as wide. Written in Gluon, which ships with Triton.
 """
 
 import torch
@@ -50,22 +50,21 @@ def _count(tiles, all_tiles, heavy):
 
 
 @gluon.jit
-def _nth(j, own, all_tiles, heavy):
-    """The j-th tile of this program."""
+def _nth(j, own, all_tiles, heavy, ahead):
+    """The j-th tile of this program; those before the `ahead`-th have all of theirs first."""
     pid = gl.program_id(0)
-    rest = all_tiles + pid - heavy + (j - own) * (gl.num_programs(0) - heavy)
-    return gl.where(j < own, pid + j * gl.num_programs(0), rest)
-
-
-@gluon.jit
-def _first_product(turn):
-    """Whether this program is at the first product; every other program has the second before."""
-    return (gl.program_id(0) + turn) % 2 == 0
+    programs = gl.num_programs(0)
+    before = ahead * (all_tiles // programs) + gl.minimum(all_tiles % programs, ahead)
+    early = pid < ahead
+    first = gl.where(early, pid, before + pid - ahead)
+    tile = first + j * gl.where(early, ahead, programs - ahead)
+    rest = all_tiles + pid - heavy + (j - own) * (programs - heavy)
+    return gl.where(j < own, tile, rest)
 
 
 @gluon.jit
 def _copy_tiles(
-    a_desc, b_desc, a_smem, b_smem, full, empty, stage, phase, M, N, K, all_tiles, heavy,
+    a_desc, b_desc, a_smem, b_smem, full, empty, stage, phase, M, N, K, all_tiles, heavy, ahead,
     TRANS_A: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = b_desc.block_type.shape[1]
@@ -73,7 +72,7 @@ def _copy_tiles(
     tiles = gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, WIDTH)
     own, count = _count(tiles, all_tiles, heavy)
     for j in range(count):
-        tile = _nth(j, own, all_tiles, heavy)
+        tile = _nth(j, own, all_tiles, heavy, ahead)
         tile_m, tile_n = _tile_position(tile, M, N, 2 * ROWS, WIDTH, GROUP)
         row = tile_m * (2 * ROWS)
         col = tile_n * WIDTH
@@ -100,22 +99,22 @@ def _copy_tiles(
 @gluon.jit
 def _copy_operands(
     a_desc, b_desc, a2_desc, b2_desc, a_smem, b_smem, b2_smem, full, empty, M, N, K, all_tiles,
-    heavy, M2, N2, K2, TRANS_A: gl.constexpr, TRANS_A2: gl.constexpr, TWO: gl.constexpr,
+    heavy, ahead, M2, N2, K2, TRANS_A: gl.constexpr, TRANS_A2: gl.constexpr, TWO: gl.constexpr,
 ):  # fmt: skip
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     for turn in range(2):
-        if _first_product(turn):
+        if (turn == 0) == (gl.program_id(0) >= ahead):
             stage, phase = _copy_tiles(
                 a_desc, b_desc, a_smem, b_smem, full, empty, stage, phase, M, N, K, all_tiles,
-                heavy, TRANS_A,
+                heavy, ahead, TRANS_A,
             )  # fmt: skip
         else:
             if TWO:
                 tiles = gl.cdiv(M2, 2 * ROWS) * gl.cdiv(N2, b2_desc.block_type.shape[1])
                 stage, phase = _copy_tiles(
                     a2_desc, b2_desc, a_smem, b2_smem, full, empty, stage, phase, M2, N2, K2,
-                    tiles, 0, TRANS_A2,
+                    tiles, 0, 0, TRANS_A2,
                 )  # fmt: skip
 
 
@@ -156,7 +155,7 @@ def _kept(high_ptr, low_ptr, row, tile_n, M, half_n, LAYOUT: gl.constexpr, KEPT:
 @gluon.jit
 def _multiply_tiles(
     out_desc, a_smem, b_smem, out_smem, full, empty, high_ptr, low_ptr, scale_ptr, stage, phase,
-    M, N, K, half_n, all_tiles, heavy,
+    M, N, K, half_n, all_tiles, heavy, ahead,
     TRANS_A: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, SCALED: gl.constexpr,
     KEPT: gl.constexpr, SIDE: gl.constexpr,
 ):  # fmt: skip
@@ -165,7 +164,7 @@ def _multiply_tiles(
     tiles = gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, WIDTH)
     own, count = _count(tiles, all_tiles, heavy)
     for j in range(count):
-        tile = _nth(j, own, all_tiles, heavy)
+        tile = _nth(j, own, all_tiles, heavy, ahead)
         tile_m, tile_n = _tile_position(tile, M, N, 2 * ROWS, WIDTH, GROUP)
         row = (2 * tile_m + SIDE) * ROWS
         col = tile_n * WIDTH
@@ -192,8 +191,8 @@ def _multiply_tiles(
 @gluon.jit
 def _multiply(
     a_smem, b_smem, b2_smem, out_smem, full, empty, out_desc, high_ptr, low_ptr, scale_ptr,
-    out2_desc, high2_ptr, low2_ptr, scale2_ptr, M, N, K, half_n, all_tiles, heavy, M2, N2, K2,
-    half_n2,
+    out2_desc, high2_ptr, low2_ptr, scale2_ptr, M, N, K, half_n, all_tiles, heavy, ahead, M2,
+    N2, K2, half_n2,
     TRANS_A: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, SCALED: gl.constexpr,
     TRANS_A2: gl.constexpr, FIRST2: gl.constexpr, LAST2: gl.constexpr, SCALED2: gl.constexpr,
     TWO: gl.constexpr, KEPT: gl.constexpr, SIDE: gl.constexpr,
@@ -202,10 +201,10 @@ def _multiply(
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for turn in range(2):
-        if _first_product(turn):
+        if (turn == 0) == (gl.program_id(0) >= ahead):
             stage, phase = _multiply_tiles(
                 out_desc, a_smem, b_smem, out_smem, full, empty, high_ptr, low_ptr, scale_ptr,
-                stage, phase, M, N, K, half_n, all_tiles, heavy,
+                stage, phase, M, N, K, half_n, all_tiles, heavy, ahead,
                 TRANS_A, FIRST, LAST, SCALED, KEPT, SIDE,
             )  # fmt: skip
         else:
@@ -213,16 +212,17 @@ def _multiply(
                 tiles = gl.cdiv(M2, 2 * ROWS) * gl.cdiv(N2, b2_smem.type.shape[2])
                 stage, phase = _multiply_tiles(
                     out2_desc, a_smem, b2_smem, out_smem, full, empty, high2_ptr, low2_ptr,
-                    scale2_ptr, stage, phase, M2, N2, K2, half_n2, tiles, 0,
+                    scale2_ptr, stage, phase, M2, N2, K2, half_n2, tiles, 0, 0,
                     TRANS_A2, FIRST2, LAST2, SCALED2, KEPT, SIDE,
                 )  # fmt: skip
     if LAST or LAST2:
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M", "K", "all_tiles", "heavy", "M2", "K2"])
+@gluon.jit(do_not_specialize=["M", "K", "all_tiles", "heavy", "ahead", "M2", "K2"])
 def _sum_hopper_kernel(
-    a_desc, b_desc, out_desc, high_ptr, low_ptr, scale_ptr, M, N, K, half_n, all_tiles, heavy,
+    a_desc, b_desc, out_desc, high_ptr, low_ptr, scale_ptr, M, N, K, half_n,
+    all_tiles, heavy, ahead,
     a2_desc, b2_desc, out2_desc, high2_ptr, low2_ptr, scale2_ptr, M2, N2, K2, half_n2,
     TRANS_A: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, SCALED: gl.constexpr,
     TRANS_A2: gl.constexpr, FIRST2: gl.constexpr, LAST2: gl.constexpr, SCALED2: gl.constexpr,
@@ -246,18 +246,18 @@ def _sum_hopper_kernel(
             (_multiply, (
                 a_smem, b_smem, b2_smem, out_smem.index(0), full, empty, out_desc, high_ptr,
                 low_ptr, scale_ptr, out2_desc, high2_ptr, low2_ptr, scale2_ptr, M, N, K, half_n,
-                all_tiles, heavy, M2, N2, K2, half_n2, TRANS_A, FIRST, LAST, SCALED, TRANS_A2,
-                FIRST2, LAST2, SCALED2, TWO, KEPT, 0,
+                all_tiles, heavy, ahead, M2, N2, K2, half_n2, TRANS_A, FIRST, LAST, SCALED,
+                TRANS_A2, FIRST2, LAST2, SCALED2, TWO, KEPT, 0,
             )),
             (_multiply, (
                 a_smem, b_smem, b2_smem, out_smem.index(1), full, empty, out_desc, high_ptr,
                 low_ptr, scale_ptr, out2_desc, high2_ptr, low2_ptr, scale2_ptr, M, N, K, half_n,
-                all_tiles, heavy, M2, N2, K2, half_n2, TRANS_A, FIRST, LAST, SCALED, TRANS_A2,
-                FIRST2, LAST2, SCALED2, TWO, KEPT, 1,
+                all_tiles, heavy, ahead, M2, N2, K2, half_n2, TRANS_A, FIRST, LAST, SCALED,
+                TRANS_A2, FIRST2, LAST2, SCALED2, TWO, KEPT, 1,
             )),
             (_copy_operands, (
                 a_desc, b_desc, a2_desc, b2_desc, a_smem, b_smem, b2_smem, full, empty, M, N, K,
-                all_tiles, heavy, M2, N2, K2, TRANS_A, TRANS_A2, TWO,
+                all_tiles, heavy, ahead, M2, N2, K2, TRANS_A, TRANS_A2, TWO,
             )),
         ],
         [4, 1], [240, 24],
@@ -306,10 +306,13 @@ def sum_hopper(pieces: list[tuple[Sum, int]], processors: int) -> None:
     pieces = sorted(pieces, key=lambda piece: piece[0].b.shape[0])
     counts = [tiles_of(*piece) for piece in pieces]
     programs = min(sum(counts), processors)
-    everyone, heavy = counts[0], 0
+    everyone, heavy, ahead = counts[0], 0, 0
     if len(pieces) == 2:
         costs = [_cost(*piece) for piece in pieces]
         everyone, heavy = shares(counts[0], costs[0], counts[1], costs[1], programs)
+        # half as wide: few columns, and more to read twice than sums to keep
+        kept = not (pieces[0][0].first and pieces[0][0].last)
+        ahead = programs // 2 if kept and pieces[1][1] == COLUMNS.value else 0
     arguments: list = []
     for piece, width in pieces:
         (m, n), k, kept = piece.out.shape, piece.b.shape[0], not (piece.first and piece.last)
@@ -321,7 +324,7 @@ def sum_hopper(pieces: list[tuple[Sum, int]], processors: int) -> None:
             piece.low.view(torch.float32) if kept else None,
             piece.scale, m, n, k, n // 2,
         ]  # fmt: skip
-        arguments += [everyone, heavy] if len(arguments) == 10 else []
+        arguments += [everyone, heavy, ahead] if len(arguments) == 10 else []
     flags = [(x.trans_a, x.first, x.last, x.scale is not None) for x, _ in pieces]
     if len(pieces) == 1:
         arguments += [None] * 10
