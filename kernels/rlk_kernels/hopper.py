@@ -76,6 +76,12 @@ def products(
 
 
 @gluon.jit
+def halves(x):
+    """The left and the right columns of x[R, C]."""
+    return gl.split(gl.permute(gl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+
+
+@gluon.jit
 def store_piece(x, desc, smem, row, col):
     """x[R, C] through one buffer."""
     tma.store_wait(0)
@@ -89,7 +95,6 @@ def store_piece(x, desc, smem, row, col):
 @gluon.jit
 def store(x, desc, smem, row, col):
     """x[R, C] in two halves of columns, through one buffer."""
-    HALF: gl.constexpr = x.shape[1] // 2
-    left, right = gl.split(gl.permute(gl.reshape(x, (x.shape[0], 2, HALF)), (0, 2, 1)))
+    left, right = halves(x)
     store_piece(left, desc, smem, row, col)
-    store_piece(right, desc, smem, row, col + HALF)
+    store_piece(right, desc, smem, row, col + x.shape[1] // 2)

@@ -57,8 +57,8 @@ from rlk_kernels.linear_logp_triton import (
 
 CHUNK = 512 << 20
 """Bytes of a chunk of tokens x vocabulary at the operands' dtype."""
-REBASE_ROWS = 128
-"""Rows of a program of `_rebase_kernel` (time only)."""
+REBASE_NODES, REBASE_ROWS = 16, 128
+"""Tiles and rows of a program of `_rebase_kernel` (time only)."""
 SCALE_BLOCK = 8192
 """Elements that a program of `_scale_kernel` takes at a time (time only)."""
 
@@ -112,13 +112,13 @@ def _loss_and_gradients(
     tile = tile_for(h, w, stats=False)
     nodes = triton.cdiv(v, tile.n)
     sums = []
+    targets = pick(h, w, bias, ids, spec)
     for first in range(0, t, step):
         part = slice(first, min(first + step, t))
         m = part.stop - first
         out, own = block[:m, :v], ids[part]
         stats = torch.empty(2, nodes, m, dtype=torch.float32, device=h.device)
-        rows = new_rows(pick(h[part], w, bias, own, spec), False)
-        rows = replace(rows, logp=logps[part, None])
+        rows = replace(new_rows(targets[part], False), logp=logps[part, None])
         run_tiles(
             h[part], w, bias, spec, tile, kernels.KEEP, stats[0], stats[1], None, rows.z, None, out
         )
@@ -128,9 +128,10 @@ def _loss_and_gradients(
             None if ref is None else ref[part], weights[part], loss, spec.slope,
             h.dtype == torch.float16,
         )  # fmt: skip
-        kernels._rebase_kernel[(nodes, triton.cdiv(m, REBASE_ROWS))](
-            out, stats[0], rows.n, rows.z, m, v, out.stride(0), tile.n, REBASE_ROWS, 16, num_warps=4
-        )
+        kernels._rebase_kernel[(triton.cdiv(nodes, REBASE_NODES), triton.cdiv(m, REBASE_ROWS))](
+            out, stats[0], rows.n, rows.z, m, v, nodes, out.stride(0), tile.n, REBASE_NODES,
+            REBASE_ROWS, 16, num_warps=4,
+        )  # fmt: skip
         mark(out, own, rows, g[:, None], a, None, spec, 0, v, slice(0, m), c)
         products = []
         if dh is not None:

@@ -14,7 +14,17 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rlk_kernels.gemm import _tile_position
-from rlk_kernels.hopper import DEPTH, ROWS, barriers, described, products, shared_layout, store
+from rlk_kernels.hopper import (
+    DEPTH,
+    ROWS,
+    barriers,
+    described,
+    halves,
+    products,
+    shared_layout,
+    store,
+    store_piece,
+)
 from rlk_kernels.linear_logp_kernels import (
     GRADIENT,
     KEEP,
@@ -30,6 +40,7 @@ from rlk_kernels.lse_tree import (
     LEAF_COLUMNS,
     NO_COLUMNS,
     _pow2,
+    _to_integer,
     leaf_stats,
     levels,
     merge_neighbours,
@@ -73,6 +84,69 @@ def _copy_operands(
 
 
 @gluon.jit
+def _of_rows(x, LAYOUT: gl.constexpr):
+    """[ROWS, 1] -> [ROWS]."""
+    return gl.convert_layout(gl.reshape(x, (ROWS,)), LAYOUT)
+
+
+@gluon.jit
+def _in_order(z, RUNS: gl.constexpr):
+    """z with its columns from left to right."""
+    if RUNS:
+        C: gl.constexpr = z.shape[1]
+        z = gl.reshape(z, (ROWS, C // 128, 16, 4, 2))
+        z = gl.reshape(gl.permute(z, (0, 1, 3, 2, 4)), (ROWS, C))
+    return z
+
+
+@gluon.jit
+def _inside(n, col, V):
+    """Which of n[ROWS, leaves] are leaves of the vocabulary."""
+    places = gl.arange(0, n.shape[1], gl.SliceLayout(0, n.type.layout))
+    return gl.expand_dims(col // LEAF_COLUMNS + places < V // LEAF_COLUMNS, 0)
+
+
+@gluon.jit
+def _leaves(z, col, V, ENTROPY: gl.constexpr, PARTIAL: gl.constexpr):
+    """(n, s, u)[ROWS, leaves] and e of the columns from `col`."""
+    n, s, u, e = leaf_stats(z, ROWS, z.shape[1] // LEAF_COLUMNS, ENTROPY)
+    if PARTIAL:
+        some = _inside(n, col, V)
+        n = gl.where(some, n, NO_COLUMNS)
+        s = gl.where(some, gl.convert_layout(s, n.type.layout), 0.0)
+        u = gl.where(some, gl.convert_layout(u, n.type.layout), 0.0)
+    return n, s, u, e
+
+
+@gluon.jit
+def _reference(z, col, V, target, dtype: gl.constexpr, PARTIAL: gl.constexpr):
+    """`reference` [ROWS, 1] of a tile of logits, its columns from left to right."""
+    LEAVES: gl.constexpr = z.shape[1] // LEAF_COLUMNS
+    n = _to_integer(gl.max(gl.reshape(z, (ROWS, LEAVES, LEAF_COLUMNS)), 2))
+    if PARTIAL:
+        n = gl.where(_inside(n, col, V), n, NO_COLUMNS)
+    layout: gl.constexpr = gl.SliceLayout(1, n.type.layout)
+    target = gl.convert_layout(target, layout)
+    return gl.expand_dims(reference(gl.max(n, 1), target, dtype == gl.float16), 1)
+
+
+@gluon.jit
+def _keep(
+    z, base, out_desc, out_smem, row, col, V, inverse_top, SOFTCAP: gl.constexpr,
+    PARTIAL: gl.constexpr, LEVELS: gl.constexpr, OF_ROW: gl.constexpr,
+):  # fmt: skip
+    """KEEP of half a tile: its (n, s)[ROWS]."""
+    n, s, u, e = _leaves(z, col, V, False, PARTIAL)
+    f = _pow2(n - gl.convert_layout(base, n.type.layout))
+    e = gl.reshape(e * gl.expand_dims(f, 2), (ROWS, z.shape[1]))
+    if SOFTCAP:
+        e = e * _slope(z, inverse_top)
+    store_piece(e, out_desc, out_smem, row, col)
+    n, s, u = merge_neighbours(n, s, u, ROWS, n.shape[1], LEVELS, False)
+    return _of_rows(n, OF_ROW), _of_rows(s, OF_ROW)
+
+
+@gluon.jit
 def _multiply(
     out_desc, h_smem, w_smem, out_smem, full, empty, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr,
     T, V, K, cap, inverse_cap, scale, inverse, inverse_top,
@@ -111,36 +185,30 @@ def _multiply(
             )  # fmt: skip
             store(d, out_desc, out_smem, row, col)
         else:
-            LEAVES: gl.constexpr = BN // LEAF_COLUMNS
-            if RUNS:
-                z = gl.reshape(z, (ROWS, BN // 128, 16, 4, 2))
-                z = gl.reshape(gl.permute(z, (0, 1, 3, 2, 4)), (ROWS, BN))
-            n, s, u, e = leaf_stats(z, ROWS, LEAVES, ENTROPY)
-            if PARTIAL:
-                places = gl.arange(0, LEAVES, gl.SliceLayout(0, n.type.layout))
-                some = gl.expand_dims(col // LEAF_COLUMNS + places < V // LEAF_COLUMNS, 0)
-                n = gl.where(some, n, NO_COLUMNS)
-                s = gl.where(some, gl.convert_layout(s, n.type.layout), 0.0)
-                u = gl.where(some, gl.convert_layout(u, n.type.layout), 0.0)
-            leaf_n = n
-            n, s, u = merge_neighbours(n, s, u, ROWS, LEAVES, LEVELS, ENTROPY)
-            n = gl.convert_layout(gl.reshape(n, (ROWS,)), of_row)
-            s = gl.convert_layout(gl.reshape(s, (ROWS,)), of_row)
-            at = tile_n.to(gl.int64) * T + rows
-            gl.store(n_ptr + at, n, mask=rows < T)
-            gl.store(s_ptr + at, s, mask=rows < T)
-            if ENTROPY:
-                u = gl.convert_layout(gl.reshape(u, (ROWS,)), of_row)
-                gl.store(u_ptr + at, u, mask=rows < T)
+            z = _in_order(z, RUNS)
             if MODE == KEEP:
+                # by halves: the first is on its way to memory beside the exponentials of the other
                 target = gl.load(a_ptr + rows, mask=rows < T, other=0.0)
-                base = reference(n, target, out_desc.dtype == gl.float16)
-                base = gl.convert_layout(base, gl.SliceLayout(1, leaf_n.type.layout))
-                f = _pow2(leaf_n - gl.expand_dims(base, 1))
-                e = gl.reshape(e * gl.expand_dims(f, 2), (ROWS, BN))
-                if SOFTCAP:
-                    e = e * _slope(z, inverse_top)
-                store(e, out_desc, out_smem, row, col)
+                base = _reference(z, col, V, target, out_desc.dtype, PARTIAL)
+                left, right = halves(z)
+                n, s = _keep(
+                    left, base, out_desc, out_smem, row, col, V, inverse_top, SOFTCAP, PARTIAL,
+                    LEVELS - 1, of_row,
+                )  # fmt: skip
+                n1, s1 = _keep(
+                    right, base, out_desc, out_smem, row, col + BN // 2, V, inverse_top, SOFTCAP,
+                    PARTIAL, LEVELS - 1, of_row,
+                )  # fmt: skip
+                s = gl.join(s, s1)
+                n, s, u = merge_neighbours(gl.join(n, n1), s, s, ROWS, 2, 1, False)
+            else:
+                n, s, u, _ = _leaves(z, col, V, ENTROPY, PARTIAL)
+                n, s, u = merge_neighbours(n, s, u, ROWS, n.shape[1], LEVELS, ENTROPY)
+            at = tile_n.to(gl.int64) * T + rows
+            gl.store(n_ptr + at, _of_rows(n, of_row), mask=rows < T)
+            gl.store(s_ptr + at, _of_rows(s, of_row), mask=rows < T)
+            if ENTROPY:
+                gl.store(u_ptr + at, _of_rows(u, of_row), mask=rows < T)
     if MODE != STATS:
         tma.store_wait(0)
 

@@ -371,24 +371,27 @@ def _mark_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def _rebase_kernel(
-    out_ptr, tile_n_ptr, n_ptr, z_ptr, T, V, stride, BN: tl.constexpr, ROWS: tl.constexpr,
-    STEP: tl.constexpr,
+    out_ptr, tile_n_ptr, n_ptr, z_ptr, T, V, nodes, stride, BN: tl.constexpr,
+    NODES: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """KEEP's values, in place: those of a tile whose reference is not its row's."""
-    node = tl.program_id(0)
+    first_node = tl.program_id(0) * NODES
     first = tl.program_id(1) * ROWS
+    some = tl.minimum(first_node + tl.arange(0, NODES), nodes - 1)[:, None]
     rows = (first + tl.arange(0, ROWS)).to(tl.int64)
     HALF: tl.constexpr = out_ptr.dtype.element_ty == tl.float16
-    apart = _down(tile_n_ptr, n_ptr, z_ptr, node, rows, T, HALF) != 0.0
-    if tl.max(apart.to(tl.int32), 0) > 0:
-        cols = node * BN + tl.arange(0, BN)
-        for step in range(ROWS // STEP):
-            some = (first + step * STEP + tl.arange(0, STEP)).to(tl.int64)
-            down = _down(tile_n_ptr, n_ptr, z_ptr, node, some, T, HALF)
-            at = out_ptr + some[:, None] * stride + cols[None, :]
-            mask = (down != 0.0)[:, None] & (cols[None, :] < V)
-            e = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-            tl.store(at, (e * tl.exp2(down)[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+    apart = _down(tile_n_ptr, n_ptr, z_ptr, some, rows[None, :], T, HALF) != 0.0
+    if tl.max(apart.to(tl.int32)) > 0:
+        for step in range(NODES * ROWS // STEP):
+            node = first_node + step // (ROWS // STEP)
+            if node < nodes:
+                part = (first + step % (ROWS // STEP) * STEP + tl.arange(0, STEP)).to(tl.int64)
+                down = _down(tile_n_ptr, n_ptr, z_ptr, node, part, T, HALF)
+                cols = node * BN + tl.arange(0, BN)
+                at = out_ptr + part[:, None] * stride + cols[None, :]
+                mask = (down != 0.0)[:, None] & (cols[None, :] < V)
+                e = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+                tl.store(at, (e * tl.exp2(down)[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
