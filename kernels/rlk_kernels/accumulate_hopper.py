@@ -50,21 +50,16 @@ def _count(tiles, all_tiles, heavy):
 
 
 @gluon.jit
-def _nth(j, own, all_tiles, heavy, ahead):
-    """The j-th tile of this program; those before the `ahead`-th have all of theirs first."""
+def _nth(j, own, all_tiles, heavy):
+    """The j-th tile of this program."""
     pid = gl.program_id(0)
-    programs = gl.num_programs(0)
-    before = ahead * (all_tiles // programs) + gl.minimum(all_tiles % programs, ahead)
-    early = pid < ahead
-    first = gl.where(early, pid, before + pid - ahead)
-    tile = first + j * gl.where(early, ahead, programs - ahead)
-    rest = all_tiles + pid - heavy + (j - own) * (programs - heavy)
-    return gl.where(j < own, tile, rest)
+    rest = all_tiles + pid - heavy + (j - own) * (gl.num_programs(0) - heavy)
+    return gl.where(j < own, pid + j * gl.num_programs(0), rest)
 
 
 @gluon.jit
 def _copy_tiles(
-    a_desc, b_desc, a_smem, b_smem, full, empty, stage, phase, M, N, K, all_tiles, heavy, ahead,
+    a_desc, b_desc, a_smem, b_smem, full, empty, stage, phase, M, N, K, all_tiles, heavy,
     TRANS_A: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = b_desc.block_type.shape[1]
@@ -72,7 +67,7 @@ def _copy_tiles(
     tiles = gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, WIDTH)
     own, count = _count(tiles, all_tiles, heavy)
     for j in range(count):
-        tile = _nth(j, own, all_tiles, heavy, ahead)
+        tile = _nth(j, own, all_tiles, heavy)
         tile_m, tile_n = _tile_position(tile, M, N, 2 * ROWS, WIDTH, GROUP)
         row = tile_m * (2 * ROWS)
         col = tile_n * WIDTH
@@ -107,14 +102,14 @@ def _copy_operands(
         if (turn == 0) == (gl.program_id(0) >= ahead):
             stage, phase = _copy_tiles(
                 a_desc, b_desc, a_smem, b_smem, full, empty, stage, phase, M, N, K, all_tiles,
-                heavy, ahead, TRANS_A,
+                heavy, TRANS_A,
             )  # fmt: skip
         else:
             if TWO:
                 tiles = gl.cdiv(M2, 2 * ROWS) * gl.cdiv(N2, b2_desc.block_type.shape[1])
                 stage, phase = _copy_tiles(
                     a2_desc, b2_desc, a_smem, b2_smem, full, empty, stage, phase, M2, N2, K2,
-                    tiles, 0, 0, TRANS_A2,
+                    tiles, 0, TRANS_A2,
                 )  # fmt: skip
 
 
@@ -155,7 +150,7 @@ def _kept(high_ptr, low_ptr, row, tile_n, M, half_n, LAYOUT: gl.constexpr, KEPT:
 @gluon.jit
 def _multiply_tiles(
     out_desc, a_smem, b_smem, out_smem, full, empty, high_ptr, low_ptr, scale_ptr, stage, phase,
-    M, N, K, half_n, all_tiles, heavy, ahead,
+    M, N, K, half_n, all_tiles, heavy,
     TRANS_A: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, SCALED: gl.constexpr,
     KEPT: gl.constexpr, SIDE: gl.constexpr,
 ):  # fmt: skip
@@ -164,7 +159,7 @@ def _multiply_tiles(
     tiles = gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, WIDTH)
     own, count = _count(tiles, all_tiles, heavy)
     for j in range(count):
-        tile = _nth(j, own, all_tiles, heavy, ahead)
+        tile = _nth(j, own, all_tiles, heavy)
         tile_m, tile_n = _tile_position(tile, M, N, 2 * ROWS, WIDTH, GROUP)
         row = (2 * tile_m + SIDE) * ROWS
         col = tile_n * WIDTH
@@ -204,7 +199,7 @@ def _multiply(
         if (turn == 0) == (gl.program_id(0) >= ahead):
             stage, phase = _multiply_tiles(
                 out_desc, a_smem, b_smem, out_smem, full, empty, high_ptr, low_ptr, scale_ptr,
-                stage, phase, M, N, K, half_n, all_tiles, heavy, ahead,
+                stage, phase, M, N, K, half_n, all_tiles, heavy,
                 TRANS_A, FIRST, LAST, SCALED, KEPT, SIDE,
             )  # fmt: skip
         else:
@@ -212,7 +207,7 @@ def _multiply(
                 tiles = gl.cdiv(M2, 2 * ROWS) * gl.cdiv(N2, b2_smem.type.shape[2])
                 stage, phase = _multiply_tiles(
                     out2_desc, a_smem, b2_smem, out_smem, full, empty, high2_ptr, low2_ptr,
-                    scale2_ptr, stage, phase, M2, N2, K2, half_n2, tiles, 0, 0,
+                    scale2_ptr, stage, phase, M2, N2, K2, half_n2, tiles, 0,
                     TRANS_A2, FIRST2, LAST2, SCALED2, KEPT, SIDE,
                 )  # fmt: skip
     if LAST or LAST2:
