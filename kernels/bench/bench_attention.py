@@ -40,7 +40,7 @@ def rand(*shape, grad=False):
     return x.requires_grad_() if grad else x
 
 
-def prefill() -> list[dict]:
+def prefill(ceilings: dict) -> list[dict]:
     """Causal prefill: TFLOP/s forward, and forward with backward, of each implementation."""
     records = []
     three = flash3()

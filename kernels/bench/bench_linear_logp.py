@@ -228,11 +228,14 @@ def attempt(call: Callable, *arguments):
         return f"failed: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
 
 
+def precision(ceilings: dict) -> dict:
+    """Precision and invariance of every implementation."""
+    return {name: attempt(properties, run) for name, run in implementations()[0].items()}
+
+
 def rivals(ceilings: dict) -> dict:
-    """Time and memory at each shape, precision and invariance, of every implementation."""
+    """Time and memory at each shape, of every implementation."""
     found, absent = implementations()
-    facts = {name: attempt(properties, run) for name, run in found.items()}
-    print(facts, flush=True)
     shapes = [(t, *HEADS[0]) for t in TOKENS] + [(4096, *head) for head in HEADS[1:]]
     records = []
     for t, h, v in shapes:
@@ -270,7 +273,7 @@ def rivals(ceilings: dict) -> dict:
         print(records[-1], flush=True)
         del out, forward, both, gemm
         torch.cuda.empty_cache()
-    return {"shapes": records, "properties": facts, "absent": absent}
+    return {"names": list(found), "shapes": records, "absent": absent}
 
 
 def group_memory(ceilings: dict) -> list[dict]:

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
@@ -55,51 +56,51 @@ def environment(commit: str | None) -> dict:
     }
 
 
+def measures(part: str) -> dict[str, Callable[[dict], object]]:
+    """What a part's record holds: name -> its measurement, given the ceilings."""
+    import bench_attention
+    import bench_linear
+    import bench_linear_logp
+    import bench_rows
+
+    return {
+        "linear": {"linear": bench_linear.measure},
+        "attention": {"prefill": bench_attention.prefill, "decode": bench_attention.decode},
+        "rows": {"rows": bench_rows.measure},
+        "linear_logp": {"linear_logp": bench_linear_logp.measure},
+        "linear_logp_rivals": {"rivals": bench_linear_logp.rivals},
+        "linear_logp_precision": {"precision": bench_linear_logp.precision},
+        "linear_logp_groups": {"groups": bench_linear_logp.group_memory},
+    }[part]
+
+
 def main() -> int:
+    import pages
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("reports/bench"))
-    every = "linear,attention,rows,linear_logp"
-    parser.add_argument("--only", default=every, help="parts, separated by commas")
+    every = ",".join(pages.PAGES)
+    parser.add_argument("--only", default=every, help=f"parts, separated by commas: {every}")
     parser.add_argument("--all", dest="only", action="store_const", const=every)
     parser.add_argument("--commit", default=head(), help="the commit that is measured")
     arguments = parser.parse_args()
+    parts = arguments.only.split(",")
+    if unknown := [part for part in parts if part not in pages.PAGES]:
+        parser.error(f"unknown parts {unknown}; choose from {every}")
     import torch
 
     if not torch.cuda.is_available():
         print("bench: an NVIDIA GPU is needed, and torch finds none", file=sys.stderr)
         return 2
-    import bench_attention
-    import bench_linear
-    import bench_linear_logp
-    import bench_rows
-    import tables
-    import tables_linear_logp
-
-    tables.PAGES["linear_logp"] = tables_linear_logp.page
     torch.manual_seed(0)
     found = ceilings()
-    parts = arguments.only.split(",")
     arguments.out.mkdir(parents=True, exist_ok=True)
     for part in parts:
         with torch.no_grad() if part in ("linear", "rows") else torch.enable_grad():
-            if part == "linear":
-                data = {"linear": bench_linear.measure(found)}
-            elif part == "attention":
-                data = {
-                    "prefill": bench_attention.prefill(),
-                    "decode": bench_attention.decode(found),
-                }
-            elif part == "linear_logp":
-                data = {
-                    "linear_logp": bench_linear_logp.measure(found),
-                    "rivals": bench_linear_logp.rivals(found),
-                    "groups": bench_linear_logp.group_memory(found),
-                }
-            else:
-                data = {"rows": bench_rows.measure(found)}
+            data = {name: measure(found) for name, measure in measures(part).items()}
         record = {"environment": environment(arguments.commit), "ceilings": found, **data}
         (arguments.out / f"{part}.json").write_text(json.dumps(record, indent=1) + "\n")
-        text = tables.render(part, record)
+        text = pages.render(part, record)
         (arguments.out / f"{part}.md").write_text(text)
         print(text)
     return 0

@@ -1,4 +1,4 @@
-"""Markdown of the benchmark records."""
+"""Markdown of the benchmark records: the pages of products, attention and rows."""
 
 import math
 
@@ -7,23 +7,9 @@ def geomean(values: list[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
     line = ["---"] + ["---:"] * (len(head) - 1)
     return ["| " + " | ".join(row) + " |" for row in (head, line, *rows)] + [""]
-
-
-def render(part: str, record: dict) -> str:
-    """The page of one part: `linear`, `attention` or `rows`."""
-    where, top = record["environment"], record["ceilings"]
-    lines = [
-        f"# {part}",
-        "",
-        f"{where['gpu']}, torch {where['torch']}, Triton {where['triton']}, {where['date']}, "
-        f"commit {where['commit'] or 'unknown'}. Ceilings measured in this run: copy "
-        f"{top['copy_gbs']:.0f} GB/s, bf16 matrix product {top['tflops']:.0f} TFLOP/s.",
-        "",
-    ]
-    return "\n".join(lines + PAGES[part](record))
 
 
 def linear(record: dict) -> list[str]:
@@ -43,12 +29,12 @@ def linear(record: dict) -> list[str]:
     ]
     shapes = list(dict.fromkeys((r["n"], r["k"]) for r in data))
     by = {(r["n"], r["k"], r["m"]): r for r in data}
-    lines += _table(
+    lines += table(
         ["N x K", *[f"M={m}" for m in rows]],
         [[f"{n} x {k}", *[f"{by[n, k, m]['ratio']:.2f}" for m in rows]] for n, k in shapes],
     )
     lines += ["## Microseconds (share of the ceiling)", ""]
-    lines += _table(
+    lines += table(
         ["N x K", *[f"M={m}" for m in rows]],
         [
             [f"{n} x {k}"]
@@ -58,7 +44,7 @@ def linear(record: dict) -> list[str]:
     )
     lines += ["## Batch-invariant over M = 1 ... 8192 (bits of the first rows)", ""]
     names = {"rlk": "linear", "cublas": "cuBLAS", "starved": "cuBLASLt, 1 KiB workspace"}
-    lines += _table(
+    lines += table(
         ["N x K", *names.values()],
         [
             [f"{n} x {k}", *["yes" if by[n, k, 1]["invariant"][i] else "no" for i in names]]
@@ -74,7 +60,7 @@ def _cell(values: dict, name: str, digits: int = 0) -> str:
 
 def attention(record: dict) -> list[str]:
     lines = ["## Prefill, causal, bf16 (TFLOP/s; forward+backward counted as 3.5 x forward)", ""]
-    lines += _table(
+    lines += table(
         ["model", "sequences x tokens", "rlk", "cuDNN", "FlashAttention-2", "FlashAttention-3",
          "rlk / best", "rlk f+b", "cuDNN f+b", "FlashAttention-2 f+b"],
         [
@@ -96,7 +82,7 @@ def attention(record: dict) -> list[str]:
         "## Decode over a paged cache (blocks of 16; cuDNN and FlashAttention-2 read a dense one)",
         "",
     ]
-    lines += _table(
+    lines += table(
         ["model", "sequences x context", "rlk us", "share of copy bandwidth", "cuDNN us",
          "FlashAttention-2 us", "FlashAttention-3 us"],
         [
@@ -112,7 +98,7 @@ def attention(record: dict) -> list[str]:
 def rows(record: dict) -> list[str]:
     lines = ["bf16, CUDA graph replay, microseconds; share = of the copy bandwidth.", ""]
     keys = ("rlk", "eager", "compiled", "liger")
-    lines += _table(
+    lines += table(
         ["operator", "M", "rlk", "share", "torch eager", "torch compiled", "Liger"],
         [
             [r["op"], str(r["m"]), f"{r['us']['rlk']:.1f}", f"{r['bandwidth_share']:.2f}"]
@@ -123,6 +109,3 @@ def rows(record: dict) -> list[str]:
     big = [r["bandwidth_share"] for r in record["rows"] if r["m"] >= 8192]
     lines += [f"Geometric mean of the share at M = 8192: {geomean(big):.3f}.", ""]
     return lines
-
-
-PAGES = {"linear": linear, "attention": attention, "rows": rows}

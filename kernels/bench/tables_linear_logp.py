@@ -1,19 +1,18 @@
-"""The page of `bench_linear_logp`: time, memory, rivals, group sizes."""
+"""The pages of `bench_linear_logp`: time and memory, rivals, precision, group sizes."""
 
-from tables import _table, geomean
+from tables import geomean, table
 
 
 def _number(value, digits: int = 1) -> str:
     return f"{value:.{digits}f}" if isinstance(value, float) else str(value)
 
 
-def _rivals(record: dict) -> list[str]:
+def rivals(record: dict) -> list[str]:
     found = record["rivals"]
-    names = list(found["properties"])
+    names = found["names"]
     lines = [
-        "## Rivals (events, calls in turn; MiB beyond inputs, results and gradients)",
-        "",
-        "Forward, then forward and backward with per-token gradients, milliseconds (MiB).",
+        "Forward, then forward and backward with per-token gradients, milliseconds (events, calls "
+        "in turn), and MiB beyond inputs, results and gradients.",
         "",
     ]
     rows = []
@@ -25,9 +24,13 @@ def _rivals(record: dict) -> list[str]:
             for name in names:
                 ms, held = r["ms"][kind].get(name), r["held_mib"][name][kind]
                 row.append(_number(held) if ms is None else f"{ms:.2f} ({_number(held, 0)})")
-    lines += _table(["T x H x V", "GEMM alone", *names], rows)
-    lines += [f"{name}: {why}." for name, why in found["absent"].items()]
-    lines += ["", "## Precision and invariance (T=1000, H=1024, V=32000)", ""]
+    lines += table(["T x H x V", "GEMM alone", *names], rows)
+    return lines + [f"{name}: {why}." for name, why in found["absent"].items()]
+
+
+def precision(record: dict) -> list[str]:
+    found = record["precision"]
+    lines = ["T=1000, H=1024, V=32000; peaked: logits of standard deviation 12.", ""]
     what = {
         "error_well_scaled": "max error of logp, well scaled",
         "error_peaked": "max error of logp, peaked",
@@ -46,20 +49,19 @@ def _rivals(record: dict) -> list[str]:
         return f"{value:.1e}" if isinstance(value, float) else str(value)
 
     rows = []
-    facts = [found["properties"][name] for name in names]
+    facts = list(found.values())
     for key, title in what.items():
         if any(isinstance(f, dict) and key in f for f in facts):
             rows.append(
                 [title, *[cell(f.get(key, "")) if isinstance(f, dict) else f for f in facts]]
             )
-    return lines + _table(["", *names], rows)
+    return lines + table(["", *found], rows)
 
 
-def _groups(record: dict) -> list[str]:
+def groups(record: dict) -> list[str]:
     lines = [
-        "## Memory of a policy step by group size (512 tokens a sequence, H=4096, V=128256)",
-        "",
-        "MiB beyond hidden states, weight and their gradients.",
+        "Memory of a policy step by group size (512 tokens a sequence, H=4096, V=128256): MiB "
+        "beyond hidden states, weight and their gradients.",
         "",
     ]
     data = record["groups"]
@@ -69,17 +71,10 @@ def _groups(record: dict) -> list[str]:
         [f"{titles[kind]}: {name}", *[_number(r[kind][name], 0) for r in data]]
         for kind, name in columns
     ]
-    return lines + _table(["", *[f"{r['group']} ({r['tokens']} tokens)" for r in data]], rows)
+    return lines + table(["", *[f"{r['group']} ({r['tokens']} tokens)" for r in data]], rows)
 
 
-def _earlier(record: dict) -> list[str]:
-    """Parts that a newer measurement of the first table left as they were."""
-    if "earlier" not in record:
-        return []
-    return [f"Rivals, precision and group sizes, below, are of commit {record['earlier']}.", ""]
-
-
-def page(record: dict) -> list[str]:
+def time_and_memory(record: dict) -> list[str]:
     data = record["linear_logp"]
     ratios = {kind: [r[f"{kind}_ratio"] for r in data] for kind in ("forward", "both", "grpo")}
     held = {kind: max(r["held_mib"][kind] for r in data) for kind in ratios}
@@ -96,7 +91,7 @@ def page(record: dict) -> list[str]:
         "The limit is 2 T H V operations a GEMM at the bf16 rate above; share: of it, forward.",
         "",
     ]
-    lines += _table(
+    return lines + table(
         ["T x H x V", "GEMM ms", "forward ms", "/ GEMM", "share", "MiB", "f+b ms", "/ 4 GEMMs",
          "MiB", "grpo ms", "/ 3 GEMMs", "MiB"],
         [
@@ -108,9 +103,3 @@ def page(record: dict) -> list[str]:
             for r in data
         ],
     )  # fmt: skip
-    lines += _earlier(record)
-    if "rivals" in record:
-        lines += _rivals(record)
-    if "groups" in record:
-        lines += _groups(record)
-    return lines
