@@ -101,7 +101,7 @@ def _loss_and_gradients(
     dh = torch.empty_like(h) if needs[0] else None
     dw = torch.empty_like(w) if needs[1] else None
     logps = torch.empty(t, dtype=torch.float32, device=h.device)
-    if t == 0 or k == 0:
+    if t == 0:
         zero = None if bias is None else torch.zeros_like(bias)
         return logps, [dh, None if dw is None else dw.zero_(), zero]
     step = chunk_rows(t, v, h.element_size())

@@ -324,10 +324,10 @@ def backward_triton(
     dh = torch.empty_like(h) if needs[0] else None
     dw = torch.empty_like(w) if needs[1] else None
     db = torch.zeros(v, dtype=torch.float32, device=w.device) if needs[2] else None
-    if t == 0 or k == 0:
+    if t == 0:
         return dh, None if dw is None else dw.zero_(), db
     tile = tile_for(h, w, stats=False)
-    pieces = slabs(t, SLAB_NUMBERS // k)
+    pieces = slabs(t, SLAB_NUMBERS // max(k, 1))
     longest = pieces[0][1]
     size = h.element_size()
     free = HELD - (longest * k * size if size == 2 else 0)

@@ -110,6 +110,7 @@ def test_targets_far_below_and_far_above_the_other_logits(dtype, monkeypatch):
     for value, truth in zip(mine, exact, strict=True):
         assert error(value, truth) <= LIMIT[dtype] * float(truth.abs().max())
     monkeypatch.setattr(linear_grpo, "CHUNK", 128 * V * c.hidden.element_size())
+    monkeypatch.setattr(linear_grpo, "REBASE_NODES", 1)
     chunked = grads([x.detach().clone().requires_grad_() for x in operands], "triton")
     assert all(torch.equal(a, b) for a, b in zip(mine[:2], chunked[:2], strict=True))
 
@@ -119,6 +120,22 @@ def test_the_four_losses_differ():
     found = [float(run(c, "torch", loss_type=kind, **more)[0]) for kind in LOSS_TYPES]
     assert len(set(found[:3])) == 3
     assert found[2] == found[3]  # dapo and ppo: the same mean, other clips by custom
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_hidden_size_of_zero_leaves_the_bias(backend):
+    hidden, weight, target = torch.zeros(1, 5, 0), torch.zeros(40, 0), torch.arange(5)
+    bias = torch.randn(40, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    exact = torch.log_softmax(bias.double(), 0)[target]
+    truth = torch.autograd.grad(-exact.mean(), bias)[0]
+    loss, metrics = rk.linear_grpo_loss(
+        hidden, weight, target[None], None, torch.ones(1), torch.ones(1, 5), bias=bias,
+        backend=backend,
+    )  # fmt: skip
+    assert error(metrics["logp"], exact) <= 1e-6
+    assert error(torch.autograd.grad(loss, bias)[0], truth) <= 1e-6
+    logp = rk.linear_logp(hidden[0], weight, target, bias=bias, backend=backend)
+    assert error(torch.autograd.grad(-logp.mean(), bias)[0], truth) <= 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
