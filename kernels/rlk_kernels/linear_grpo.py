@@ -96,7 +96,7 @@ def _loss_and_gradients(
     needs: list[bool],
 ) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
     """(logp[T], [dh, dw, db]); tokens: old_logp, advantages, ref_logp, weights."""
-    (t, k), v = h.shape, w.shape[0]
+    t, v = h.shape[0], w.shape[0]
     old, advantages, ref, weights = tokens
     dh = torch.empty_like(h) if needs[0] else None
     dw = torch.empty_like(w) if needs[1] else None
