@@ -13,8 +13,8 @@ clip is active has none of the first part.
 Sums: float64, in an order that the batch's length alone decides. torch backend, this file: by
 halves of the batch (`exact.tree_sum`). triton: by blocks of tokens (`grpo_triton.py`), so a loss or
 a metric of the two backends may differ in its last bit.
-All of it is elementwise on [T] vectors, once a step; on triton in four small launches and one a
-chunk of tokens: it costs nothing beside a product.
+All of it is elementwise on [T] vectors, once a step; on triton in a handful of small launches: it
+costs nothing beside a product.
 
 T = tokens   B = sequences
 """
@@ -73,19 +73,21 @@ def by_sequence(advantages: Tensor, sequences: int) -> bool:
 
 
 def prepare(
-    target: Tensor, mask: Tensor, advantages: Tensor, cu_seqlens: Tensor | None, sequences: int,
-    loss_type: str, max_tokens: int | None, ignore_index: int,
+    target: Tensor, mask: Tensor, advantages: Tensor, spread: bool, cu_seqlens: Tensor | None,
+    sequences: int, loss_type: str, max_tokens: int | None, ignore_index: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(ids int64, -1 where ignored; advantages; weights float64) [T], from target[T] and mask[T].
 
-    advantages: [T], or [B] (`by_sequence`). cu_seqlens[B + 1], None: sequences of equal length.
+    advantages: [T], or [B] to be spread over their tokens. cu_seqlens[B + 1], None: sequences of
+    equal length.
     """
     t = target.shape[0]
     if cu_seqlens is None:
         cu_seqlens = torch.arange(sequences + 1, device=target.device) * (t // max(sequences, 1))
     cu_seqlens = cu_seqlens.long()
-    ids = torch.where((target == ignore_index) | (target < 0), -1, target.long())
-    if by_sequence(advantages, sequences):
+    ids = target.long()
+    ids = torch.where((ids == ignore_index) | (ids < 0), -1, ids)
+    if spread:
         advantages = advantages[sequence_of(t, cu_seqlens)] if t else advantages[:0]
     on = (mask != 0) & (ids >= 0)
     return ids, advantages, token_weights(on, cu_seqlens, loss_type, max_tokens)
@@ -125,7 +127,7 @@ def token_terms(
     log_ratio = logp.double() - old_logp.double()
     ratio = log_ratio.exp()
     a = advantages.double()
-    free = ratio * a
+    free = torch.where((a == 0) & ratio.isinf(), 0.0, ratio * a)
     held = ratio.clamp(1.0 - loss.low, 1.0 + loss.high) * a
     active = free > held
     value = -torch.where(active, held, free)

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels import linear_logp_kernels as kernels
-from rlk_kernels.grpo import METRICS, Loss, by_sequence
+from rlk_kernels.grpo import METRICS, Loss
 from rlk_kernels.linear_logp_triton import Rows
 
 BLOCK, LANES = 512, 64
@@ -119,6 +119,12 @@ def _prepare_kernel(
         tl.store(advantage_ptr + token, advantage, mask=inside)
 
 
+@triton.jit
+def _free(ratio, advantage):
+    """ratio x advantage; 0 for an advantage of 0, however large the ratio."""
+    return tl.where((advantage == 0.0) & (ratio == float("inf")), 0.0, ratio * advantage)
+
+
 @triton.jit(do_not_specialize=["T"])
 def _token_gradient_kernel(
     logp_ptr, old_ptr, advantage_ptr, ref_ptr, w_ptr, id_ptr, n_ptr, s_ptr, z_ptr, g_ptr, a_ptr,
@@ -130,7 +136,7 @@ def _token_gradient_kernel(
     logp = tl.load(logp_ptr + rows, mask=on, other=0.0)
     ratio = tl.exp(logp - tl.load(old_ptr + rows, mask=on, other=0.0).to(tl.float32))
     advantage = tl.load(advantage_ptr + rows, mask=on, other=0).to(tl.float32)
-    free = ratio * advantage
+    free = _free(ratio, advantage)
     held = tl.minimum(tl.maximum(ratio, low), high) * advantage
     g = tl.where(free > held, 0.0, -free)
     if PENALTY:
@@ -181,7 +187,7 @@ def _reduce_kernel(
     log_ratio = logp - tl.load(old_ptr + token, mask=on, other=0.0).to(tl.float64)
     advantage = tl.load(advantage_ptr + token, mask=on, other=0).to(tl.float64)
     ratio = tl.exp(log_ratio)
-    free = ratio * advantage
+    free = _free(ratio, advantage)
     held = tl.where(ratio < low, low, tl.where(ratio > high, high, ratio)) * advantage
     active = free > held
     value = -tl.where(active, held, free)
@@ -247,14 +253,14 @@ def _scale_rows_kernel(
 
 
 def prepare(
-    target: Tensor, mask: Tensor, advantages: Tensor, cu_seqlens: Tensor | None, sequences: int,
-    loss_type: str, max_tokens: int | None, ignore_index: int,
+    target: Tensor, mask: Tensor, advantages: Tensor, spread: bool, cu_seqlens: Tensor | None,
+    sequences: int, loss_type: str, max_tokens: int | None, ignore_index: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`grpo.prepare`; advantages of the tokens in fp32, or float64 for float64."""
     t, device = target.shape[0], target.device
     ids = torch.empty(t, dtype=torch.int64, device=device)
     weights = torch.empty(t, dtype=torch.float64, device=device)
-    spread, packed = by_sequence(advantages, sequences), cu_seqlens is not None
+    packed = cu_seqlens is not None
     out = given = advantages.contiguous()
     if spread:
         wide = torch.promote_types(advantages.dtype, torch.float32)

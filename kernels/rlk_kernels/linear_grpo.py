@@ -38,7 +38,7 @@ from rlk_kernels.accumulate import accumulate, low_halves
 from rlk_kernels.accumulate_triton import Sum
 from rlk_kernels.backend import choose, interpreting, record
 from rlk_kernels.columns import column_sum
-from rlk_kernels.errors import UnsupportedShape
+from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.gemm import _processors
 from rlk_kernels.grpo import LOSS_TYPES, Loss, by_sequence, token_terms
 from rlk_kernels.grpo_triton import scale_rows, token_gradient
@@ -59,6 +59,11 @@ CHUNK = 512 << 20
 """Bytes of a chunk of tokens x vocabulary at the operands' dtype."""
 REBASE_NODES, REBASE_ROWS = 16, 128
 """Tiles and rows of a program of `_rebase_kernel` (time only)."""
+NUMBERS = (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
+    torch.bfloat16, torch.float32, torch.float64,
+)  # fmt: skip
+"""Dtypes of what comes a number a token."""
 SCALE_BLOCK = 8192
 """Elements that a program of `_scale_kernel` takes at a time (time only)."""
 
@@ -155,10 +160,10 @@ def _loss_and_gradients(
 
 class _LinearGRPO(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, ids, tokens, spec, loss, backend):
+    def forward(ctx, hidden, weight, bias, ids, tokens, spec, loss, backend, grad_enabled):
         record("linear_grpo_loss", backend)
         ctx.backend, ctx.used = backend, False
-        needs = [bool(x) for x in ctx.needs_input_grad[:3]]
+        needs = [grad_enabled and bool(x) for x in ctx.needs_input_grad[:3]]
         old, advantages, ref, weights = tokens
         wide = torch.promote_types(hidden.dtype, torch.float32)
         if backend == "torch":
@@ -196,6 +201,8 @@ class _LinearGRPO(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, g, *_):
+        if g is None:
+            return (None,) * 9
         if ctx.used:
             raise RuntimeError(
                 "linear_grpo_loss: its gradients are made once, in the forward; a second backward "
@@ -210,7 +217,7 @@ class _LinearGRPO(torch.autograd.Function):
                 grads[i] = torch.where(g == 1, x, (x * g).to(x.dtype))
             else:
                 _scale(x, g)
-        return (*grads, *(None,) * 5)
+        return (*grads, *(None,) * 6)
 
 
 def _partition(cu_seqlens: Tensor, t: int) -> bool:
@@ -248,12 +255,12 @@ def linear_grpo_loss(
     """The loss of `grpo.py` (a float32 scalar, differentiable in hidden, weight, bias) and metrics.
 
     hidden[B, L, H] with target, mask, old_logp, ref_logp [B, L]; or hidden[T, H] packed, those [T],
-    with cu_seqlens[B + 1] from 0 to T (checked on the CPU; on a GPU the triton backend gives NaN
-    for a token that no sequence holds). advantages: [B], one a sequence, or one a token. mask: 1
-    for the tokens that count; a token whose target is ignore_index or negative is masked out (it
-    has logp 0 and no gradient). old_logp None: the policy's own log-probabilities (ratio 1). beta
-    above 0 needs ref_logp. loss_type: see `grpo.py`; dr_grpo takes max_tokens (default L; packed,
-    it must be given). The rest as in `linear_logp`, whose bits the metrics' `logp` [T] has.
+    with cu_seqlens[B + 1] from 0 to T (checked on the CPU; on a GPU a token that no sequence holds
+    gets NaN for what its sequence would give it). advantages: [B], one a sequence, or one a token.
+    mask: 1 for the tokens that count; a token whose target is ignore_index or negative is masked
+    out (it has logp 0 and no gradient). old_logp None: the policy's own log-probabilities (ratio
+    1). beta above 0 needs ref_logp. loss_type: see `grpo.py`; dr_grpo takes max_tokens (default L;
+    packed, it must be given). The rest as in `linear_logp`, whose bits the metrics' `logp` [T] has.
 
     metrics: detached tensors, `logp` and the scalars `grpo.METRICS`.
     Raises UnsupportedShape, UnsupportedDtype, ValueError, and what `backend.choose` raises.
@@ -274,6 +281,7 @@ def linear_grpo_loss(
         )
     else:
         sequences = cu_seqlens.shape[0] - 1
+    max_tokens = None if max_tokens is None else int(max_tokens)
     if loss_type == "dr_grpo" and not (max_tokens and max_tokens > 0):
         raise ValueError(f"{name}: dr_grpo needs max_tokens of at least 1, not {max_tokens}")
     if beta and ref_logp is None:
@@ -283,10 +291,12 @@ def linear_grpo_loss(
     spec = check_options(name, temperature, softcap, logit_scale, logit_dtype)
     if not isinstance(clip, tuple | list) or len(clip) != 2:
         raise ValueError(f"{name}: clip is (low, high), not {clip!r}")
-    if not (beta >= 0 and 0 <= clip[0] <= 1 and clip[1] >= 0):
+    beta, low, high = float(beta), float(clip[0]), float(clip[1])
+    if not (beta >= 0 and 0 <= low <= 1 and high >= 0):
         raise ValueError(f"{name}: beta {beta} and clip {clip} must not be negative, nor 1 - low")
     per_token = {"mask": mask}
-    if not by_sequence(advantages, sequences):
+    spread = by_sequence(advantages, sequences)
+    if not spread:
         advantages = per_token["advantages"] = advantages.flatten()
     for what, x in (("old_logp", old_logp), ("ref_logp", ref_logp)):
         if x is not None:
@@ -296,17 +306,20 @@ def linear_grpo_loss(
             raise UnsupportedShape(
                 f"{name}: {what} has {x.shape[0]} numbers for {target.shape[0]} tokens"
             )
+    for what, x in (per_token | {"advantages": advantages}).items():
+        if x.dtype not in NUMBERS:
+            raise UnsupportedDtype(f"{name}: {what} is {x.dtype}; it takes one of {NUMBERS}")
     chosen = choose(
         name, backend, hidden, weight, bias, target, cu_seqlens, advantages, *per_token.values()
     )
     prepare = grpo.prepare if chosen == "torch" else grpo_triton.prepare
     ids, advantages, weights = prepare(
-        target, mask, advantages.detach(), cu_seqlens, sequences, loss_type, max_tokens,
-        ignore_index,
+        target, mask, advantages.detach(), spread, cu_seqlens, sequences, loss_type, max_tokens,
+        int(ignore_index),
     )  # fmt: skip
     tokens = (per_token.get("old_logp"), advantages, per_token.get("ref_logp"), weights)
     value, logp, names, *found = _LinearGRPO.apply(
         as_rows(hidden), as_rows(weight), None if bias is None else bias.contiguous(),
-        ids[:, None], tokens, spec, Loss(beta, *clip), chosen,
+        ids[:, None], tokens, spec, Loss(beta, low, high), chosen, torch.is_grad_enabled(),
     )  # fmt: skip
     return value, {"logp": logp, **dict(zip(names, found, strict=True))}

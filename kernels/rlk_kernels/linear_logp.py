@@ -203,7 +203,8 @@ def linear_logp(
     check("linear_logp", hidden, weight, target, bias)
     spec = check_options("linear_logp", temperature, softcap, logit_scale, logit_dtype)
     chosen = choose("linear_logp", backend, hidden, weight, target, bias, token_ids)
-    ids = torch.where(target == ignore_index, -1, target.long())[:, None]
+    ids = target.long()
+    ids = torch.where(ids == ignore_index, -1, ids)[:, None]
     if token_ids is not None:
         if token_ids.dim() != 2 or token_ids.shape[0] != target.shape[0]:
             raise UnsupportedShape(

@@ -3,6 +3,7 @@
 import math
 import sys
 import traceback
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
@@ -252,6 +253,79 @@ def test_a_second_backward_is_an_error_and_not_a_wrong_gradient():
         loss.backward()
 
 
+class _Undefined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_loss_that_nothing_flows_into_gives_no_gradient(backend):
+    c, more = batch(torch.float32)
+    hidden = c.hidden.clone().requires_grad_()
+    loss, _ = rk.linear_grpo_loss(
+        hidden.view(B, L, H), c.weight, c.target.view(B, L), backend=backend, **more
+    )
+    (_Undefined.apply(loss) + 0 * hidden.sum()).backward()
+    assert bool((hidden.grad == 0).all())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_are_made_only_where_they_can_be_asked_for(backend, monkeypatch):
+    c, more = batch(torch.float32)
+    exact = run(c, backend, **more)[0]
+    for name in ("_loss_and_gradients", "backward_portable"):
+        monkeypatch.setattr(linear_grpo, name, None)
+    weight = c.weight.clone().requires_grad_()
+    with torch.no_grad():
+        loss, _ = rk.linear_grpo_loss(
+            c.hidden.view(B, L, H), weight, c.target.view(B, L), bias=c.bias, backend=backend,
+            **c.options, **more,
+        )  # fmt: skip
+    assert torch.equal(loss, exact)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_advantages_of_two_dimensions_are_one_a_token(backend):
+    """As many tokens as sequences, one of these empty."""
+    c = case(3, H, V, torch.float32, "cpu")
+    loss, _ = rk.linear_grpo_loss(
+        c.hidden, c.weight, c.target, None, torch.tensor([[1.0], [10.0], [100.0]]), torch.ones(3),
+        cu_seqlens=torch.tensor([0, 0, 2, 3]), loss_type="dapo", backend=backend,
+    )  # fmt: skip
+    assert float(loss) == -37.0
+
+
+@pytest.mark.parametrize("stale", [95.0, 800.0])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_advantage_of_zero_has_no_gradient_however_stale_the_old_policy(backend, stale):
+    """exp overflows in fp32, then in float64."""
+    c, more = batch(torch.float32)
+    old_logp = more["old_logp"].clone()
+    old_logp[2, 1] -= stale
+    more["mask"][2, 1] = 1
+    advantages = torch.tensor([0.7, -1.0, 0.0])
+    change = {"advantages": advantages, "old_logp": old_logp, "beta": 0.0, "ref_logp": None}
+    loss, metrics, grads = run(c, backend, **{**more, **change})
+    assert float(metrics["ratio_max"]) == float("inf")
+    assert all(bool(x.isfinite().all()) for x in (loss, *grads))
+    assert bool((grads[0][2 * L :] == 0).all())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ids_of_32_bits_know_an_ignore_index_of_64(backend):
+    c, more = batch(torch.float32)
+    ids = c.target.clamp(min=0).int()
+    some = {**more, "ignore_index": -(2**40)}
+    assert float(run(replace(c, target=ids), backend, **some)[1]["tokens"]) > 0
+    logp = rk.linear_logp(c.hidden, c.weight, 0 * ids, ignore_index=-(2**40), backend=backend)
+    assert bool((logp != 0).all())
+
+
 BAD = {
     "loss type": (ValueError, {"loss_type": "reinforce"}),
     "clip": (ValueError, {"clip": (-0.1, 0.2)}),
@@ -261,6 +335,11 @@ BAD = {
     "max_tokens": (ValueError, {"loss_type": "dr_grpo", "max_tokens": -3}),
     "advantages": (rk.UnsupportedShape, {"advantages": torch.zeros(5)}),
     "mask": (rk.UnsupportedShape, {"mask": torch.ones(5)}),
+    "complex mask": (rk.UnsupportedDtype, {"mask": torch.ones(B, L, dtype=torch.complex64)}),
+    "old_logp in 8 bits": (
+        rk.UnsupportedDtype,
+        {"old_logp": torch.zeros(B, L).to(torch.float8_e4m3fn)},
+    ),
 }
 
 
@@ -313,10 +392,10 @@ def test_the_kernels_prepare_tokens_as_torch_does(loss_type, spread):
         sequences = 7 if bounds else 4
         own = advantages[:4] if spread and bounds is None else advantages
         for counted in (mask, mask.double() * 2, torch.zeros(t)):
-            given = target, counted, own, cu_seqlens, sequences, loss_type, 40, -100
+            given = target, counted, own, spread, cu_seqlens, sequences, loss_type, 40, -100
             pairs = zip(grpo_triton.prepare(*given), grpo.prepare(*given), strict=True)
             assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
-        small = target.int(), mask, own.double(), cu_seqlens, sequences, loss_type, 40, 3
+        small = target.int(), mask, own.double(), spread, cu_seqlens, sequences, loss_type, 40, 3
         pairs = zip(grpo_triton.prepare(*small), grpo.prepare(*small), strict=True)
         assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
 
@@ -327,8 +406,9 @@ def test_tokens_that_no_sequence_holds_are_nan(bounds):
     t, cu_seqlens = 20, torch.tensor(bounds)
     mask, ids = torch.ones(t), torch.zeros(t).long()
     mask[19] = 0
-    found = grpo_triton.prepare(ids, mask, torch.tensor([1.0, 2.0]), cu_seqlens, 2, "grpo", 1, -100)
-    _, advantages, weights = found
+    _, advantages, weights = grpo_triton.prepare(
+        ids, mask, torch.tensor([1.0, 2.0]), True, cu_seqlens, 2, "grpo", 1, -100
+    )
     token = torch.arange(t)
     held = [(token >= a) & (token < b) for a, b in pairwise(bounds)]
     known = held[0] | held[1]
