@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from conftest import Cli, Outcome
+from conftest import Cli, Outcome, command_line, write_few_prompts
 from safetensors.torch import load_file, save_file
 
 from rlk_align.trace.schema import FileRecord
@@ -24,14 +24,23 @@ sys.meta_path.insert(0, Absent())
 """
 
 
-@pytest.fixture
-def pair(cli: Cli, few_prompts: Path, tmp_path: Path) -> tuple[Path, Path]:
-    """A sampled capture, and another engine's scores of its tokens."""
-    a, b = tmp_path / "a", tmp_path / "b"
-    args = ("--engine", "hf:attn=eager", "-o", a, "--prompts", few_prompts, *ARGS)
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sampled capture `a`, and another engine's scores of its tokens, `b`."""
+    folder = tmp_path_factory.mktemp("captured")
+    cli = command_line(folder)
+    prompts = write_few_prompts(folder / "few.jsonl")
+    args = ("--engine", "hf:attn=eager", "-o", folder / "a", "--prompts", prompts, *ARGS)
     assert cli("capture", *args).code == 0
-    done = cli("capture", "--engine", "hf:attn=sdpa", "-o", b, "--tokens", a)
+    done = cli("capture", "--engine", "hf:attn=sdpa", "-o", folder / "b", "--tokens", folder / "a")
     assert done.code == 0, done.err
+    return folder
+
+
+@pytest.fixture
+def pair(captured: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """Copies of both, to be compared or damaged."""
+    a, b = (shutil.copytree(captured / name, tmp_path / name) for name in "ab")
     return a, b
 
 
