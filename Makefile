@@ -42,7 +42,7 @@ test-gpu:
 	  --confcutdir=tests/gpu/kernels tests/gpu/kernels
 
 bench-gpu:
-	PYTHONPATH=.:kernels $(PYTHON) kernels/bench/run.py --all
+	PYTHONPATH=.:kernels $(PYTHON) kernels/bench/run.py
 
 clean:
 	rm -rf $(VENV) rlk-runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,6 +1,6 @@
 """All benchmarks in one process; writes JSON and Markdown.
 
-    python kernels/bench/run.py [--out reports/bench] [--all | --only linear,rows,...]
+    python kernels/bench/run.py [--out reports/bench] [--only linear,rows,...]
 
 Needs an NVIDIA GPU. Times are medians of CUDA graph replays over inputs that outgrow the L2
 (attention with its backward: of CUDA events around four calls).
@@ -81,7 +81,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("reports/bench"))
     every = ",".join(pages.PAGES)
     parser.add_argument("--only", default=every, help=f"parts, separated by commas: {every}")
-    parser.add_argument("--all", dest="only", action="store_const", const=every)
     parser.add_argument("--commit", default=head(), help="the commit that is measured")
     arguments = parser.parse_args()
     parts = arguments.only.split(",")

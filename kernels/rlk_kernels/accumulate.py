@@ -26,7 +26,7 @@ def low_halves(out: Tensor, pieces: int) -> Tensor:
     return torch.empty(shape, dtype=torch.int16, device=out.device)
 
 
-def _hopper_can(x: Sum) -> bool:
+def _fits_hopper(x: Sum) -> bool:
     """Whether `accumulate_hopper.py` can take it."""
     half = x.out.element_size() == 2 and x.a.element_size() == 2
     if not half or x.out.shape[1] % 256 or not _runs_apart(x.out.device):
@@ -45,7 +45,7 @@ def _large(x: Sum) -> bool:
 def accumulate(*pieces: Sum) -> None:
     """One piece, or one of each of two products, which may share a launch."""
     pieces = tuple(x for x in pieces if x.out.numel())
-    able = [_hopper_can(x) for x in pieces]
+    able = [_fits_hopper(x) for x in pieces]
     widths = [256 if can and _large(x) else 0 for x, can in zip(pieces, able, strict=True)]
     if any(widths):
         # Gluon changes with every Triton: imported where it runs

@@ -1,9 +1,7 @@
-"""grpo.py on Triton: what a step's loss takes beside its products, in a handful of launches.
+"""`prepare` and `reduce_loss` of grpo.py on Triton, in a handful of launches.
 
-    prepare         ids, advantages, weights of the tokens: counts, then elementwise
-    token_gradient  dloss/dlogp of a chunk of tokens in fp32: elementwise
-    reduce_loss     the loss and the metrics in float64: blocks of tokens, then one program
-    scale_rows      x[m] c[m], rounded once: elementwise
+    prepare       ids, advantages, weights of the tokens: counts, then elementwise
+    reduce_loss   the loss and the metrics in float64: blocks of tokens, then one program
 
 Counts are whole numbers: any order is exact. Sums of `reduce_loss`: a program adds BLOCK
 consecutive tokens in one fixed order; of the blocks' sums, column j of LANES takes blocks j,
@@ -14,7 +12,7 @@ number goes to the host: a CUDA graph can hold all of it.
 A token counts where its weight is not 0. A token that no sequence of cu_seqlens holds (bounds on a
 GPU are not checked) has NaN for what its sequence would give it; nothing is read out of range.
 
-T = tokens   B = sequences   M, N = rows and columns
+T = tokens   B = sequences
 """
 
 import torch
@@ -22,9 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlk_kernels import linear_logp_kernels as kernels
 from rlk_kernels.grpo import METRICS, Loss
-from rlk_kernels.linear_logp_triton import Rows
 
 BLOCK, LANES = 512, 64
 """Tokens of a program, blocks that `_metrics_kernel` takes at a time: the order of the sums."""
@@ -120,37 +116,9 @@ def _prepare_kernel(
 
 
 @triton.jit
-def _free(ratio, advantage):
+def free_term(ratio, advantage):
     """ratio x advantage; 0 for an advantage of 0, however large the ratio."""
     return tl.where((advantage == 0.0) & (ratio == float("inf")), 0.0, ratio * advantage)
-
-
-@triton.jit(do_not_specialize=["T"])
-def _token_gradient_kernel(
-    logp_ptr, old_ptr, advantage_ptr, ref_ptr, w_ptr, id_ptr, n_ptr, s_ptr, z_ptr, g_ptr, a_ptr,
-    c_ptr, T, low, high, beta, slope, PENALTY: tl.constexpr, HALF: tl.constexpr, B: tl.constexpr,
-):  # fmt: skip
-    """g = w dloss/dlogp dz/dx (`grpo.token_terms` in fp32), a = -g, and c: dlogits = c E."""
-    rows = tl.program_id(0) * B + tl.arange(0, B)
-    on = rows < T
-    logp = tl.load(logp_ptr + rows, mask=on, other=0.0)
-    ratio = tl.exp(logp - tl.load(old_ptr + rows, mask=on, other=0.0).to(tl.float32))
-    advantage = tl.load(advantage_ptr + rows, mask=on, other=0).to(tl.float32)
-    free = _free(ratio, advantage)
-    held = tl.minimum(tl.maximum(ratio, low), high) * advantage
-    g = tl.where(free > held, 0.0, -free)
-    if PENALTY:
-        ref = tl.load(ref_ptr + rows, mask=on, other=0.0).to(tl.float32)
-        g -= beta * (tl.exp(ref - logp) - 1.0)
-    w = tl.load(w_ptr + rows, mask=on, other=0.0).to(tl.float32)
-    id = tl.load(id_ptr + rows, mask=on, other=-1)
-    g = tl.where((w == 0.0) | (id < 0), 0.0, g * w * slope)
-    tl.store(g_ptr + rows, g, mask=on)
-    tl.store(a_ptr + rows, -g, mask=on)
-    n = tl.load(n_ptr + rows, mask=on, other=0.0)
-    log_s = tl.load(s_ptr + rows, mask=on, other=0.0)
-    r = kernels.reference(n, tl.load(z_ptr + rows, mask=on, other=0.0), HALF)
-    tl.store(c_ptr + rows, -g * tl.exp2((r - n) - log_s), mask=on)
 
 
 @triton.jit
@@ -187,7 +155,7 @@ def _reduce_kernel(
     log_ratio = logp - tl.load(old_ptr + token, mask=on, other=0.0).to(tl.float64)
     advantage = tl.load(advantage_ptr + token, mask=on, other=0).to(tl.float64)
     ratio = tl.exp(log_ratio)
-    free = _free(ratio, advantage)
+    free = free_term(ratio, advantage)
     held = tl.where(ratio < low, low, tl.where(ratio > high, high, ratio)) * advantage
     active = free > held
     value = -tl.where(active, held, free)
@@ -239,19 +207,6 @@ def _metrics_kernel(
     tl.store(metrics_ptr + plane - 1, value, mask=(plane > 0) & there)
 
 
-@triton.jit(do_not_specialize=["M"])
-def _scale_rows_kernel(
-    x_ptr, c_ptr, out_ptr, M, N, stride_x, stride_out, BM: tl.constexpr, BN: tl.constexpr
-):
-    rows = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
-    cols = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
-    mask = (rows < M)[:, None] & (cols < N)
-    c = tl.load(c_ptr + rows, mask=rows < M, other=0.0)[:, None]
-    x = tl.load(x_ptr + rows[:, None] * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
-    at = out_ptr + rows[:, None] * stride_out + cols
-    tl.store(at, (x * c).to(out_ptr.dtype.element_ty), mask=mask)
-
-
 def prepare(
     target: Tensor, mask: Tensor, advantages: Tensor, spread: bool, cu_seqlens: Tensor | None,
     sequences: int, loss_type: str, max_tokens: int | None, ignore_index: int,
@@ -290,22 +245,6 @@ def prepare(
     return ids, out, weights
 
 
-def token_gradient(
-    rows: Rows, ids: Tensor, old_logp: Tensor | None, advantages: Tensor, ref_logp: Tensor | None,
-    weights: Tensor, loss: Loss, slope: float, half: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(g, a, c)[T] fp32 of `_token_gradient_kernel`; half: E is in fp16."""
-    logp = rows.logp.view(-1)
-    g, a, c = (torch.empty_like(logp) for _ in range(3))
-    penalty = ref_logp is not None and loss.beta > 0
-    _token_gradient_kernel[(triton.cdiv(logp.shape[0], 256),)](
-        logp, logp if old_logp is None else old_logp, advantages, ref_logp, weights, ids, rows.n,
-        rows.log_s, rows.z, g, a, c, logp.shape[0], 1.0 - loss.low, 1.0 + loss.high, loss.beta,
-        slope, penalty, half, 256,
-    )  # fmt: skip
-    return g, a, c
-
-
 def reduce_loss(
     logp: Tensor, old_logp: Tensor | None, advantages: Tensor, weights: Tensor,
     ref_logp: Tensor | None, loss: Loss,
@@ -325,12 +264,3 @@ def reduce_loss(
         )  # fmt: skip
     _metrics_kernel[(1,)](part, value, metrics, blocks, has_ref, LANES, num_warps=4)
     return value, dict(zip(names, metrics.unbind(), strict=True))
-
-
-def scale_rows(x: Tensor, c: Tensor, out: Tensor) -> Tensor:
-    """out[M, N] = x[M, N] c[M] in fp32, rounded once to x's dtype; rows dense, out may be x."""
-    (m, n), bm, bn = x.shape, 8, 512
-    _scale_rows_kernel[(triton.cdiv(m, bm), triton.cdiv(n, bn))](
-        x, c, out, m, n, x.stride(0), out.stride(0), bm, bn, num_warps=4
-    )
-    return out

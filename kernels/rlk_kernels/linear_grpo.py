@@ -28,7 +28,6 @@ from dataclasses import replace
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -36,12 +35,11 @@ from rlk_kernels import grpo, grpo_triton
 from rlk_kernels import linear_logp_kernels as kernels
 from rlk_kernels.accumulate import accumulate, low_halves
 from rlk_kernels.accumulate_triton import Sum
-from rlk_kernels.backend import choose, interpreting, record
+from rlk_kernels.backend import choose, record
 from rlk_kernels.columns import column_sum
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
-from rlk_kernels.gemm import _processors
 from rlk_kernels.grpo import LOSS_TYPES, Loss, by_sequence, token_terms
-from rlk_kernels.grpo_triton import scale_rows, token_gradient
+from rlk_kernels.linear_grpo_kernels import rebase, scale, scale_rows, token_gradient
 from rlk_kernels.linear_logp import as_rows, check, check_options
 from rlk_kernels.linear_logp_portable import backward_portable, forward_portable
 from rlk_kernels.linear_logp_triton import (
@@ -57,35 +55,11 @@ from rlk_kernels.linear_logp_triton import (
 
 CHUNK = 512 << 20
 """Bytes of a chunk of tokens x vocabulary at the operands' dtype."""
-REBASE_NODES, REBASE_ROWS = 16, 128
-"""Tiles and rows of a program of `_rebase_kernel` (time only)."""
 NUMBERS = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
     torch.bfloat16, torch.float32, torch.float64,
 )  # fmt: skip
 """Dtypes of what comes a number a token."""
-SCALE_BLOCK = 8192
-"""Elements that a program of `_scale_kernel` takes at a time (time only)."""
-
-
-@triton.jit
-def _scale_kernel(x_ptr, factor_ptr, size, B: tl.constexpr):
-    """x *= factor in place; a factor of 1 reads and writes nothing."""
-    factor = tl.load(factor_ptr).to(tl.float32)
-    if factor != 1.0:
-        step = tl.num_programs(0).to(tl.int64) * B
-        for first in range(tl.program_id(0).to(tl.int64) * B, size, step):
-            at = first + tl.arange(0, B)
-            x = tl.load(x_ptr + at, mask=at < size, other=0.0)
-            x = (x.to(tl.float32) * factor).to(x_ptr.dtype.element_ty)
-            tl.store(x_ptr + at, x, mask=at < size)
-
-
-def _scale(x: Tensor, factor: Tensor) -> None:
-    """x *= factor[()] in place, by at most four programs a processor."""
-    blocks = triton.cdiv(x.numel(), SCALE_BLOCK)
-    programs = blocks if interpreting() else min(blocks, 4 * _processors(x.device))
-    _scale_kernel[(programs,)](x, factor, x.numel(), SCALE_BLOCK, num_warps=8)
 
 
 def chunk_rows(t: int, v: int, nbytes: int) -> int:
@@ -133,10 +107,7 @@ def _loss_and_gradients(
             None if ref is None else ref[part], weights[part], loss, spec.slope,
             h.dtype == torch.float16,
         )  # fmt: skip
-        kernels._rebase_kernel[(triton.cdiv(nodes, REBASE_NODES), triton.cdiv(m, REBASE_ROWS))](
-            out, stats[0], rows.n, rows.z, m, v, nodes, out.stride(0), tile.n, REBASE_NODES,
-            REBASE_ROWS, 16, num_warps=4,
-        )  # fmt: skip
+        rebase(out, stats[0], rows, tile.n)
         mark(out, own, rows, g[:, None], a, None, spec, 0, v, slice(0, m), c)
         products = []
         if dh is not None:
@@ -216,7 +187,7 @@ class _LinearGRPO(torch.autograd.Function):
             if ctx.backend == "torch":
                 grads[i] = torch.where(g == 1, x, (x * g).to(x.dtype))
             else:
-                _scale(x, g)
+                scale(x, g)
         return (*grads, *(None,) * 6)
 
 

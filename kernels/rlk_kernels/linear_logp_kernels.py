@@ -11,7 +11,7 @@ tensor map puts column 32 q + 2 b + p of every 128 at 8 b + 2 q + p, so these ar
 leaf is spread over threads: an eighth of the shuffles, a quarter of the merges, the same bits.
 Row kernels: the logits of given ids (`_pick_kernel`), the tree above the tiles
 (`_collapse_kernel`, `_finish_kernel`), the gradient at given ids (`_mark_kernel`), KEEP's values
-brought to one reference a row (`_rebase_kernel`).
+brought to one reference a row (`linear_grpo_kernels.rebase`).
 
 T = tokens   V = columns of this launch   K = hidden size   J = ids a token
 """
@@ -367,38 +367,3 @@ def _mark_kernel(
     col = id - first
     inside = (rows < T) & (id >= 0) & (col >= 0) & (col < V)
     tl.store(out_ptr + rows * stride + col, d.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["T"])
-def _rebase_kernel(
-    out_ptr, tile_n_ptr, n_ptr, z_ptr, T, V, nodes, stride, BN: tl.constexpr,
-    NODES: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """KEEP's values, in place: those of a tile whose reference is not its row's."""
-    first_node = tl.program_id(0) * NODES
-    first = tl.program_id(1) * ROWS
-    some = tl.minimum(first_node + tl.arange(0, NODES), nodes - 1)[:, None]
-    rows = (first + tl.arange(0, ROWS)).to(tl.int64)
-    HALF: tl.constexpr = out_ptr.dtype.element_ty == tl.float16
-    apart = _down(tile_n_ptr, n_ptr, z_ptr, some, rows[None, :], T, HALF) != 0.0
-    if tl.max(apart.to(tl.int32)) > 0:
-        for step in range(NODES * ROWS // STEP):
-            node = first_node + step // (ROWS // STEP)
-            if node < nodes:
-                part = (first + step % (ROWS // STEP) * STEP + tl.arange(0, STEP)).to(tl.int64)
-                down = _down(tile_n_ptr, n_ptr, z_ptr, node, part, T, HALF)
-                cols = node * BN + tl.arange(0, BN)
-                at = out_ptr + part[:, None] * stride + cols[None, :]
-                mask = (down != 0.0)[:, None] & (cols[None, :] < V)
-                e = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-                tl.store(at, (e * tl.exp2(down)[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _down(tile_n_ptr, n_ptr, z_ptr, node, rows, T, HALF: tl.constexpr):
-    """The tile's reference less the row's."""
-    inside = rows < T
-    z = tl.load(z_ptr + rows, mask=inside, other=0.0)
-    tile_n = tl.load(tile_n_ptr + node.to(tl.int64) * T + rows, mask=inside, other=0.0)
-    n = tl.load(n_ptr + rows, mask=inside, other=0.0)
-    return reference(tile_n, z, HALF) - reference(n, z, HALF)
