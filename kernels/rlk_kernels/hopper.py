@@ -47,6 +47,30 @@ def barriers(SLOTS: gl.constexpr, READERS: gl.constexpr):
 
 
 @gluon.jit
+def _operands(
+    a_smem, b_smem, stage, TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, B_ROWS: gl.constexpr,
+    B_COLUMNS: gl.constexpr, SIDE: gl.constexpr,
+):  # fmt: skip
+    """A[64, K], the rows of SIDE, and B[K, N] of a step."""
+    a = a_smem.index(2 * stage + SIDE)
+    b = b_smem.index(stage * (b_smem.type.shape[0] // DEPTH)).reshape((B_ROWS, B_COLUMNS))
+    if TRANS_A:
+        a = a.permute((1, 0))
+    if TRANS_B:
+        b = b.permute((1, 0))
+    return a, b
+
+
+@gluon.jit
+def _next(stage, phase):
+    stage += 1
+    if stage == DEPTH:
+        stage = 0
+        phase ^= 1
+    return stage, phase
+
+
+@gluon.jit
 def products(
     acc, a_smem, b_smem, full, empty, stage, phase, steps, TRANS_A: gl.constexpr,
     TRANS_B: gl.constexpr, B_ROWS: gl.constexpr, B_COLUMNS: gl.constexpr, SIDE: gl.constexpr,
@@ -55,24 +79,63 @@ def products(
     before = 0  # not `stage`: Triton would take the two for one variable
     for step in range(steps):
         mbarrier.wait(full.index(stage), phase)
-        a = a_smem.index(2 * stage + SIDE)
-        b = b_smem.index(stage * (b_smem.type.shape[0] // DEPTH)).reshape((B_ROWS, B_COLUMNS))
-        if TRANS_A:
-            a = a.permute((1, 0))
-        if TRANS_B:
-            b = b.permute((1, 0))
+        a, b = _operands(a_smem, b_smem, stage, TRANS_A, TRANS_B, B_ROWS, B_COLUMNS, SIDE)
         ahead = warpgroup_mma(a, b, acc, is_async=True)
         acc = warpgroup_mma_wait(1, [ahead])
         # the step before is through: its buffers are free
         mbarrier.arrive(empty.index(before), count=1, pred=step > 0)
         before = stage
-        stage += 1
-        if stage == DEPTH:
-            stage = 0
-            phase ^= 1
+        stage, phase = _next(stage, phase)
     acc = warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(empty.index(before), count=1)
     return acc, stage, phase
+
+
+@gluon.jit
+def products_of_halves(
+    left, right, a_smem, b_smem, full, empty, stage, phase, steps, TRANS_A: gl.constexpr,
+    TRANS_B: gl.constexpr, B_ROWS: gl.constexpr, B_COLUMNS: gl.constexpr, SIDE: gl.constexpr,
+):  # fmt: skip
+    """`products` of the left and of the right columns, in accumulators of their own."""
+    N: gl.constexpr = left.shape[1]
+    before = 0
+    for step in range(steps):
+        mbarrier.wait(full.index(stage), phase)
+        a, b = _operands(a_smem, b_smem, stage, TRANS_A, TRANS_B, B_ROWS, B_COLUMNS, SIDE)
+        ahead = warpgroup_mma(a, b.slice(0, N, 1), left, is_async=True)
+        ahead_too = warpgroup_mma(a, b.slice(N, N, 1), right, is_async=True)
+        left, right = warpgroup_mma_wait(2, [ahead, ahead_too])
+        mbarrier.arrive(empty.index(before), count=1, pred=step > 0)
+        before = stage
+        stage, phase = _next(stage, phase)
+    left, right = warpgroup_mma_wait(0, [left, right])
+    mbarrier.arrive(empty.index(before), count=1)
+    return left, right, stage, phase
+
+
+@gluon.jit
+def begun(
+    half, a_smem, b_smem, full, stage, phase, FIRST: gl.constexpr, STEPS: gl.constexpr,
+    TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, B_ROWS: gl.constexpr, B_COLUMNS: gl.constexpr,
+    SIDE: gl.constexpr,
+):  # fmt: skip
+    """half plus STEPS products of its columns, those from FIRST: begun, and nothing freed."""
+    N: gl.constexpr = half.shape[1]
+    for _ in gl.static_range(STEPS):
+        mbarrier.wait(full.index(stage), phase)
+        a, b = _operands(a_smem, b_smem, stage, TRANS_A, TRANS_B, B_ROWS, B_COLUMNS, SIDE)
+        half = warpgroup_mma(a, b.slice(FIRST, N, 1), half, is_async=True)
+        stage, phase = _next(stage, phase)
+    return half
+
+
+@gluon.jit
+def passed(empty, stage, phase, STEPS: gl.constexpr):
+    """Frees the buffers of STEPS steps: the (stage, phase) behind them."""
+    for _ in gl.static_range(STEPS):
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage, phase = _next(stage, phase)
+    return stage, phase
 
 
 @gluon.jit

@@ -46,6 +46,7 @@ from rlk_kernels.linear_logp_triton import (
     Spec,
     finish,
     forward_triton,
+    kept_columns,
     mark,
     new_rows,
     pick,
@@ -89,7 +90,8 @@ def _loss_and_gradients(
     block = torch.empty(min(step, t), stride, dtype=h.dtype, device=h.device)
     low = None if dw is None else low_halves(dw, chunks)
     tile = tile_for(h, w, stats=False)
-    nodes = triton.cdiv(v, tile.n)
+    width = kept_columns(h, w, block, tile)
+    nodes = triton.cdiv(v, width)
     sums = []
     targets = pick(h, w, bias, ids, spec)
     for first in range(0, t, step):
@@ -107,7 +109,7 @@ def _loss_and_gradients(
             None if ref is None else ref[part], weights[part], loss, spec.slope,
             h.dtype == torch.float16,
         )  # fmt: skip
-        rebase(out, stats[0], rows, tile.n)
+        rebase(out, stats[0], rows, width)
         mark(out, own, rows, g[:, None], a, None, spec, 0, v, slice(0, m), c)
         products = []
         if dh is not None:

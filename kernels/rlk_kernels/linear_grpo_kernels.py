@@ -1,7 +1,7 @@
 """The kernels of `linear_grpo.py` beside its products: what a chunk of tokens and a gradient take.
 
     token_gradient  dloss/dlogp of a chunk of tokens in fp32, and what makes dlogits of E
-    rebase          E of tiles whose reference is not their row's, in place
+    rebase          E of nodes whose reference is not their row's, in place
     scale_rows      x[m] c[m], rounded once
     scale           a gradient times the upstream one, in place
 
@@ -22,8 +22,8 @@ from rlk_kernels.grpo_triton import free_term
 from rlk_kernels.linear_logp_kernels import reference
 from rlk_kernels.linear_logp_triton import Rows
 
-REBASE_NODES, REBASE_ROWS, REBASE_STEP = 16, 128, 16
-"""Tiles and rows of a program of `_rebase_kernel`, and its rows at a time (time only)."""
+REBASE_NODES, REBASE_ROWS, REBASE_STEP = 32, 128, 16
+"""Nodes and rows of a program of `_rebase_kernel`, and its rows at a time (time only)."""
 SCALE_BLOCK = 8192
 """Elements that a program of `_scale_kernel` takes at a time (time only)."""
 
@@ -58,22 +58,22 @@ def _token_gradient_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def _rebase_kernel(
-    out_ptr, tile_n_ptr, n_ptr, z_ptr, T, V, nodes, stride, BN: tl.constexpr,
+    out_ptr, node_n_ptr, n_ptr, z_ptr, T, V, nodes, stride, BN: tl.constexpr,
     NODES: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """KEEP's values, in place: those of a tile whose reference is not its row's."""
+    """KEEP's values, in place: those of a node whose reference is not its row's."""
     first_node = tl.program_id(0) * NODES
     first = tl.program_id(1) * ROWS
     some = tl.minimum(first_node + tl.arange(0, NODES), nodes - 1)[:, None]
     rows = (first + tl.arange(0, ROWS)).to(tl.int64)
     HALF: tl.constexpr = out_ptr.dtype.element_ty == tl.float16
-    apart = _down(tile_n_ptr, n_ptr, z_ptr, some, rows[None, :], T, HALF) != 0.0
+    apart = _down(node_n_ptr, n_ptr, z_ptr, some, rows[None, :], T, HALF) != 0.0
     if tl.max(apart.to(tl.int32)) > 0:
         for step in range(NODES * ROWS // STEP):
             node = first_node + step // (ROWS // STEP)
             if node < nodes:
                 part = (first + step % (ROWS // STEP) * STEP + tl.arange(0, STEP)).to(tl.int64)
-                down = _down(tile_n_ptr, n_ptr, z_ptr, node, part, T, HALF)
+                down = _down(node_n_ptr, n_ptr, z_ptr, node, part, T, HALF)
                 cols = node * BN + tl.arange(0, BN)
                 at = out_ptr + part[:, None] * stride + cols[None, :]
                 mask = (down != 0.0)[:, None] & (cols[None, :] < V)
@@ -82,13 +82,13 @@ def _rebase_kernel(
 
 
 @triton.jit
-def _down(tile_n_ptr, n_ptr, z_ptr, node, rows, T, HALF: tl.constexpr):
-    """The tile's reference less the row's."""
+def _down(node_n_ptr, n_ptr, z_ptr, node, rows, T, HALF: tl.constexpr):
+    """The node's reference less the row's."""
     inside = rows < T
     z = tl.load(z_ptr + rows, mask=inside, other=0.0)
-    tile_n = tl.load(tile_n_ptr + node.to(tl.int64) * T + rows, mask=inside, other=0.0)
+    node_n = tl.load(node_n_ptr + node.to(tl.int64) * T + rows, mask=inside, other=0.0)
     n = tl.load(n_ptr + rows, mask=inside, other=0.0)
-    return reference(tile_n, z, HALF) - reference(n, z, HALF)
+    return reference(node_n, z, HALF) - reference(n, z, HALF)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -134,7 +134,7 @@ def token_gradient(
 
 
 def rebase(out: Tensor, node_n: Tensor, rows: Rows, width: int) -> None:
-    """Bring out[T, V] of KEEP to one reference a row; node_n[nodes, T] of tiles of `width`."""
+    """Bring out[T, V] of KEEP to one reference a row; node_n[nodes, T] of `width` columns."""
     (t, v), nodes = out.shape, node_n.shape[0]
     _rebase_kernel[(triton.cdiv(nodes, REBASE_NODES), triton.cdiv(t, REBASE_ROWS))](
         out, node_n, rows.n, rows.z, t, v, nodes, out.stride(0), width, REBASE_NODES, REBASE_ROWS,

@@ -1,16 +1,23 @@
 """The tile kernels of `linear_logp_kernels.py` for Hopper: their bits, another schedule.
 
 A warp copies h and w (TMA) as fast as buffers come free, on into the next tile; two groups of four
-warps multiply 64 rows of the tile each, K from front to back into one fp32 accumulator, and finish
-their rows waiting for nobody but that warp: the exponentials of one group run beside the products
-of the other. Written in Gluon, which ships with Triton.
+warps multiply 64 rows of the tile each, K from front to back into one fp32 accumulator an element,
+waiting for nobody but that warp. The left half of a tile's columns goes ENDS steps ahead of the
+right one, at both of its ends: the exponentials of the left half run beside the last products of
+the right one, and those of the right half beside the first products of the next tile.
+Written in Gluon, which ships with Triton.
 """
 
 import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rlk_kernels.gemm import _tile_position
@@ -18,11 +25,11 @@ from rlk_kernels.hopper import (
     DEPTH,
     ROWS,
     barriers,
+    begun,
     described,
-    halves,
-    products,
+    passed,
+    products_of_halves,
     shared_layout,
-    store,
     store_piece,
 )
 from rlk_kernels.linear_logp_kernels import (
@@ -40,12 +47,14 @@ from rlk_kernels.lse_tree import (
     LEAF_COLUMNS,
     NO_COLUMNS,
     _pow2,
-    _to_integer,
     leaf_stats,
     levels,
     merge_neighbours,
 )
 from rlk_kernels.tiles import Tile
+
+ENDS = 2
+"""Steps of K that the left half is ahead (time only); 0 where K has too few."""
 
 
 @gluon.jit
@@ -119,31 +128,89 @@ def _leaves(z, col, V, ENTROPY: gl.constexpr, PARTIAL: gl.constexpr):
 
 
 @gluon.jit
-def _reference(z, col, V, target, dtype: gl.constexpr, PARTIAL: gl.constexpr):
-    """`reference` [ROWS, 1] of a tile of logits, its columns from left to right."""
-    LEAVES: gl.constexpr = z.shape[1] // LEAF_COLUMNS
-    n = _to_integer(gl.max(gl.reshape(z, (ROWS, LEAVES, LEAF_COLUMNS)), 2))
-    if PARTIAL:
-        n = gl.where(_inside(n, col, V), n, NO_COLUMNS)
-    layout: gl.constexpr = gl.SliceLayout(1, n.type.layout)
-    target = gl.convert_layout(target, layout)
-    return gl.expand_dims(reference(gl.max(n, 1), target, dtype == gl.float16), 1)
+def _half(
+    acc, out_desc, out_smem, bias_ptr, n_ptr, s_ptr, a_ptr, b_ptr, row, col, T, V, cap, inverse_cap,
+    scale, inverse, inverse_top,
+    MODE: gl.constexpr, HAS_BIAS: gl.constexpr, LOGIT: gl.constexpr, SOFTCAP: gl.constexpr,
+    SCALED: gl.constexpr, ENTROPY: gl.constexpr, PARTIAL: gl.constexpr, LEVELS: gl.constexpr,
+    RUNS: gl.constexpr, OF_ROW: gl.constexpr,
+):  # fmt: skip
+    """What MODE does with the sums of half a tile, its columns from `col`: (n, s, u)[ROWS]."""
+    layout: gl.constexpr = acc.type.layout
+    C: gl.constexpr = acc.shape[1]
+    bias = 0.0
+    if HAS_BIAS:
+        cols = col + _column(gl.arange(0, C, gl.SliceLayout(0, layout)), RUNS)
+        bias = gl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(gl.float32)
+        bias = gl.expand_dims(bias, 0)
+    z = _final_logits(acc, bias, cap, inverse_cap, scale, inverse, HAS_BIAS, LOGIT, SOFTCAP, SCALED)
+    rows = row + gl.arange(0, ROWS, OF_ROW)
+    n = gl.zeros([ROWS], gl.float32, OF_ROW)
+    s = n
+    u = n
+    if MODE == GRADIENT:
+        d = tile_gradient(z, rows, T, n_ptr, s_ptr, a_ptr, b_ptr, inverse_top, ENTROPY, SOFTCAP)
+        store_piece(d, out_desc, out_smem, row, col)
+    else:
+        z = _in_order(z, RUNS)
+        leaf_n, leaf_s, leaf_u, e = _leaves(z, col, V, ENTROPY, PARTIAL)
+        n, s, u = merge_neighbours(
+            leaf_n, leaf_s, leaf_u, ROWS, leaf_n.shape[1], LEVELS, ENTROPY
+        )  # fmt: skip
+        n = _of_rows(n, OF_ROW)
+        s = _of_rows(s, OF_ROW)
+        u = _of_rows(u, OF_ROW)
+        if MODE == KEEP:
+            target = gl.load(a_ptr + rows, mask=rows < T, other=0.0)
+            base = reference(n, target, out_desc.dtype == gl.float16)
+            base = gl.convert_layout(base, gl.SliceLayout(1, leaf_n.type.layout))
+            f = _pow2(leaf_n - gl.expand_dims(base, 1))
+            e = gl.reshape(e * gl.expand_dims(f, 2), (ROWS, C))
+            if SOFTCAP:
+                e = e * _slope(z, inverse_top)
+            store_piece(e, out_desc, out_smem, row, col)
+    return n, s, u
 
 
 @gluon.jit
-def _keep(
-    z, base, out_desc, out_smem, row, col, V, inverse_top, SOFTCAP: gl.constexpr,
-    PARTIAL: gl.constexpr, LEVELS: gl.constexpr, OF_ROW: gl.constexpr,
+def _store_stats(
+    n, s, u, n_ptr, s_ptr, u_ptr, node, row, T, ENTROPY: gl.constexpr, OF_ROW: gl.constexpr
+):
+    rows = row + gl.arange(0, ROWS, OF_ROW)
+    at = node.to(gl.int64) * T + rows
+    gl.store(n_ptr + at, n, mask=rows < T)
+    gl.store(s_ptr + at, s, mask=rows < T)
+    if ENTROPY:
+        gl.store(u_ptr + at, u, mask=rows < T)
+
+
+@gluon.jit
+def _end(
+    n, s, u, right, out_desc, out_smem, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr, row, col, T,
+    V, cap, inverse_cap, scale, inverse, inverse_top,
+    MODE: gl.constexpr, HAS_BIAS: gl.constexpr, LOGIT: gl.constexpr, SOFTCAP: gl.constexpr,
+    SCALED: gl.constexpr, ENTROPY: gl.constexpr, PARTIAL: gl.constexpr, LEVELS: gl.constexpr,
+    RUNS: gl.constexpr, OF_ROW: gl.constexpr,
 ):  # fmt: skip
-    """KEEP of half a tile: its (n, s)[ROWS]."""
-    n, s, u, e = _leaves(z, col, V, False, PARTIAL)
-    f = _pow2(n - gl.convert_layout(base, n.type.layout))
-    e = gl.reshape(e * gl.expand_dims(f, 2), (ROWS, z.shape[1]))
-    if SOFTCAP:
-        e = e * _slope(z, inverse_top)
-    store_piece(e, out_desc, out_smem, row, col)
-    n, s, u = merge_neighbours(n, s, u, ROWS, n.shape[1], LEVELS, False)
-    return _of_rows(n, OF_ROW), _of_rows(s, OF_ROW)
+    """The right half of the tile from (row, col), whose left half gave (n, s, u)."""
+    C: gl.constexpr = right.shape[1]
+    n1, s1, u1 = _half(
+        right, out_desc, out_smem, bias_ptr, n_ptr, s_ptr, a_ptr, b_ptr, row, col + C, T, V, cap,
+        inverse_cap, scale, inverse, inverse_top, MODE, HAS_BIAS, LOGIT, SOFTCAP, SCALED, ENTROPY,
+        PARTIAL, LEVELS, RUNS, OF_ROW,
+    )  # fmt: skip
+    if MODE == KEEP:
+        _store_stats(n, s, u, n_ptr, s_ptr, u_ptr, col // C, row, T, ENTROPY, OF_ROW)
+        if col + C < V:
+            _store_stats(n1, s1, u1, n_ptr, s_ptr, u_ptr, col // C + 1, row, T, ENTROPY, OF_ROW)
+    if MODE == STATS:
+        n, s, u = merge_neighbours(
+            gl.join(n, n1), gl.join(s, s1), gl.join(u, u1), ROWS, 2, 1, ENTROPY
+        )  # fmt: skip
+        n = _of_rows(n, OF_ROW)
+        s = _of_rows(s, OF_ROW)
+        u = _of_rows(u, OF_ROW)
+        _store_stats(n, s, u, n_ptr, s_ptr, u_ptr, col // (2 * C), row, T, ENTROPY, OF_ROW)
 
 
 @gluon.jit
@@ -153,62 +220,64 @@ def _multiply(
     MODE: gl.constexpr, HAS_BIAS: gl.constexpr, LOGIT: gl.constexpr, SOFTCAP: gl.constexpr,
     SCALED: gl.constexpr, ENTROPY: gl.constexpr, PARTIAL: gl.constexpr, BN: gl.constexpr,
     BK: gl.constexpr, LEVELS: gl.constexpr, GROUP: gl.constexpr, RUNS: gl.constexpr,
-    SIDE: gl.constexpr,
+    ENDS: gl.constexpr, SIDE: gl.constexpr,
 ):  # fmt: skip
     """Four warps: 64 rows of every tile of this program."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    C: gl.constexpr = BN // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     of_row: gl.constexpr = gl.SliceLayout(1, layout)
     tiles = gl.cdiv(T, 2 * ROWS) * gl.cdiv(V, BN)
     stage = 0
     phase = 0
+    right = gl.zeros([ROWS, C], gl.float32, layout)
+    n = gl.zeros([ROWS], gl.float32, of_row)
+    s = n
+    u = n
+    row = T  # no tile yet: nothing is stored from there on
+    col = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        left = begun(
+            gl.zeros([ROWS, C], gl.float32, layout), h_smem, w_smem, full, stage, phase, 0, ENDS,
+            False, True, BN, BK, SIDE,
+        )  # fmt: skip
+        _end(
+            n, s, u, right, out_desc, out_smem, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr, row,
+            col, T, V, cap, inverse_cap, scale, inverse, inverse_top, MODE, HAS_BIAS, LOGIT,
+            SOFTCAP, SCALED, ENTROPY, PARTIAL, LEVELS, RUNS, of_row,
+        )  # fmt: skip
         tile_m, tile_n = _tile_position(tile, T, V, 2 * ROWS, BN, GROUP)
         row = (2 * tile_m + SIDE) * ROWS
         col = tile_n * BN
-        acc = gl.zeros([ROWS, BN], gl.float32, layout)
-        acc, stage, phase = products(
-            acc, h_smem, w_smem, full, empty, stage, phase, gl.cdiv(K, BK), False, True, BN, BK,
-            SIDE,
+        right = begun(
+            gl.zeros([ROWS, C], gl.float32, layout), h_smem, w_smem, full, stage, phase, C, ENDS,
+            False, True, BN, BK, SIDE,
         )  # fmt: skip
-        rows = row + gl.arange(0, ROWS, of_row)
-        bias = 0.0
-        if HAS_BIAS:
-            cols = col + _column(gl.arange(0, BN, gl.SliceLayout(0, layout)), RUNS)
-            bias = gl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(gl.float32)
-            bias = gl.expand_dims(bias, 0)
-        z = _final_logits(
-            acc, bias, cap, inverse_cap, scale, inverse, HAS_BIAS, LOGIT, SOFTCAP, SCALED
-        )
-        if MODE == GRADIENT:
-            d = tile_gradient(
-                z, rows, T, n_ptr, s_ptr, a_ptr, b_ptr, inverse_top, ENTROPY, SOFTCAP
+        left, right = warpgroup_mma_wait(0, [left, right])
+        stage, phase = passed(empty, stage, phase, ENDS)
+        left, right, stage, phase = products_of_halves(
+            left, right, h_smem, w_smem, full, empty, stage, phase, gl.cdiv(K, BK) - 2 * ENDS,
+            False, True, BN, BK, SIDE,
+        )  # fmt: skip
+        left = begun(
+            left, h_smem, w_smem, full, stage, phase, 0, ENDS, False, True, BN, BK, SIDE
+        )  # fmt: skip
+        right = begun(
+            right, h_smem, w_smem, full, stage, phase, C, ENDS, False, True, BN, BK, SIDE
+        )  # fmt: skip
+        left, right = warpgroup_mma_wait(ENDS, [left, right])
+        if col < V:  # always, but the compiler then leaves the other wait where it is
+            n, s, u = _half(
+                left, out_desc, out_smem, bias_ptr, n_ptr, s_ptr, a_ptr, b_ptr, row, col, T, V, cap,
+                inverse_cap, scale, inverse, inverse_top, MODE, HAS_BIAS, LOGIT, SOFTCAP, SCALED,
+                ENTROPY, PARTIAL, LEVELS, RUNS, of_row,
             )  # fmt: skip
-            store(d, out_desc, out_smem, row, col)
-        else:
-            z = _in_order(z, RUNS)
-            if MODE == KEEP:
-                # by halves: the first is on its way to memory beside the exponentials of the other
-                target = gl.load(a_ptr + rows, mask=rows < T, other=0.0)
-                base = _reference(z, col, V, target, out_desc.dtype, PARTIAL)
-                left, right = halves(z)
-                n, s = _keep(
-                    left, base, out_desc, out_smem, row, col, V, inverse_top, SOFTCAP, PARTIAL,
-                    LEVELS - 1, of_row,
-                )  # fmt: skip
-                n1, s1 = _keep(
-                    right, base, out_desc, out_smem, row, col + BN // 2, V, inverse_top, SOFTCAP,
-                    PARTIAL, LEVELS - 1, of_row,
-                )  # fmt: skip
-                s = gl.join(s, s1)
-                n, s, u = merge_neighbours(gl.join(n, n1), s, s, ROWS, 2, 1, False)
-            else:
-                n, s, u, _ = _leaves(z, col, V, ENTROPY, PARTIAL)
-                n, s, u = merge_neighbours(n, s, u, ROWS, n.shape[1], LEVELS, ENTROPY)
-            at = tile_n.to(gl.int64) * T + rows
-            gl.store(n_ptr + at, _of_rows(n, of_row), mask=rows < T)
-            gl.store(s_ptr + at, _of_rows(s, of_row), mask=rows < T)
-            if ENTROPY:
-                gl.store(u_ptr + at, _of_rows(u, of_row), mask=rows < T)
+        right = warpgroup_mma_wait(0, [right])
+        stage, phase = passed(empty, stage, phase, ENDS)
+    _end(
+        n, s, u, right, out_desc, out_smem, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr, row, col,
+        T, V, cap, inverse_cap, scale, inverse, inverse_top, MODE, HAS_BIAS, LOGIT, SOFTCAP, SCALED,
+        ENTROPY, PARTIAL, LEVELS, RUNS, of_row,
+    )  # fmt: skip
     if MODE != STATS:
         tma.store_wait(0)
 
@@ -220,6 +289,7 @@ def _tiles_hopper_kernel(
     MODE: gl.constexpr, HAS_BIAS: gl.constexpr, LOGIT: gl.constexpr, SOFTCAP: gl.constexpr,
     SCALED: gl.constexpr, ENTROPY: gl.constexpr, PARTIAL: gl.constexpr, BN: gl.constexpr,
     BK: gl.constexpr, LEVELS: gl.constexpr, GROUP: gl.constexpr, RUNS: gl.constexpr,
+    ENDS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = h_desc.dtype
     h_smem = gl.allocate_shared_memory(dtype, [2 * DEPTH, ROWS, BK], h_desc.layout)
@@ -237,13 +307,13 @@ def _tiles_hopper_kernel(
                 out_desc, h_smem, w_smem, out_smem.index(0), full, empty, bias_ptr, n_ptr, s_ptr,
                 u_ptr, a_ptr, b_ptr, T, V, K, cap, inverse_cap, scale, inverse, inverse_top,
                 MODE, HAS_BIAS, LOGIT, SOFTCAP, SCALED, ENTROPY, PARTIAL, BN, BK, LEVELS, GROUP,
-                RUNS, 0,
+                RUNS, ENDS, 0,
             )),
             (_multiply, (
                 out_desc, h_smem, w_smem, out_smem.index(1), full, empty, bias_ptr, n_ptr, s_ptr,
                 u_ptr, a_ptr, b_ptr, T, V, K, cap, inverse_cap, scale, inverse, inverse_top,
                 MODE, HAS_BIAS, LOGIT, SOFTCAP, SCALED, ENTROPY, PARTIAL, BN, BK, LEVELS, GROUP,
-                RUNS, 1,
+                RUNS, ENDS, 1,
             )),
             (_copy_operands, (
                 h_desc, w_desc, h_smem, w_smem, full, empty, T, V, K, BN, BK, GROUP, RUNS,
@@ -274,6 +344,6 @@ def hopper_tiles(
         described(h, [ROWS.value, tile.k]), (_runs if runs else described)(w, [tile.n, tile.k]),
         None if out is None else described(out, [ROWS.value, tile.n // 2]),
         bias, n, s, u, a, b, t, v, k, *numbers, *flags, v % tile.n != 0,
-        tile.n, tile.k, levels(tile.n // LEAF), tile.group, runs,
-        num_warps=4, maxnreg=168,
+        tile.n, tile.k, levels(tile.n // 2 // LEAF), tile.group, runs,
+        ENDS if k > 2 * ENDS * tile.k else 0, num_warps=4, maxnreg=168,
     )  # fmt: skip

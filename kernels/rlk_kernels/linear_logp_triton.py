@@ -117,6 +117,11 @@ def _apart(h: Tensor, w: Tensor, mode: tl.constexpr, out: Tensor | None) -> bool
     return whole and stored and _uses_tma(h, w) and _runs_apart(h.device)
 
 
+def kept_columns(h: Tensor, w: Tensor, out: Tensor, tile: Tile) -> int:
+    """Columns of a node that KEEP leaves: a tile's, or half a tile's."""
+    return tile.n // 2 if tile.apart and _apart(h, w, kernels.KEEP, out) else tile.n
+
+
 def run_tiles(
     h: Tensor, w: Tensor, bias: Tensor | None, spec: Spec, tile: Tile, mode: tl.constexpr,
     n: Tensor, s: Tensor, u: Tensor | None = None, a: Tensor | None = None,

@@ -170,6 +170,7 @@ def test_memory_stays_within_its_limits():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_grpo_against_float64_its_chunks_and_its_logp(dtype, monkeypatch):
+    torch.manual_seed(1)
     c = case(600, 512, 4096 + 128, dtype, "cuda")
     bounds = torch.tensor([0, 100, 350, 600], device="cuda")
     mask = (torch.rand(600, device="cuda") > 0.2).long()
@@ -187,7 +188,8 @@ def test_grpo_against_float64_its_chunks_and_its_logp(dtype, monkeypatch):
 
     loss, logp, grads = run(dtype, "triton")
     expected, _, wide = run(torch.float64, "torch")
-    limit = {torch.bfloat16: 8e-3, torch.float16: 2e-3, torch.float32: 1e-5}[dtype]
+    # three numbers are rounded to the dtype: the exponential, the weighted row, the gradient
+    limit = max(3 * torch.finfo(dtype).eps / 2, 1e-5)
     assert error(loss, expected) <= 1e-5
     for value, truth_ in zip(grads, wide, strict=True):
         assert error(value, truth_) <= limit * float(truth_.abs().max())
