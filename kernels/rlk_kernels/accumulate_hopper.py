@@ -1,10 +1,11 @@
 """The product of `accumulate.py` on Hopper: its order and bits, another schedule.
 
 A warp copies A and B (TMA) as fast as buffers come free, on into the next tile; two groups of four
-warps multiply 64 rows of the tile each and load and store their own sums, so that one group's
-memory traffic runs beside the products of the other. Between calls a row's sums lie in the row's
-own 512 + 512 bytes of `out` and `low` for each tile, in the order of the registers: no shared
-memory, and nothing to take apart.
+warps multiply 64 rows of the tile each and load and store their own sums. The left half of a tile
+is ahead of the right one (`hopper.ends`), so that the memory traffic of either runs beside products
+of the other. Between calls a row's sums lie in the row's own 512 + 512 bytes of `out` (left halves)
+and `low` (right ones) for each tile, in the order of the registers: no shared memory, and nothing
+to take apart.
 
 Two products may share a launch (the two gradients of one block): programs that have fewer tiles of
 the one take more of the other, so that all end together. Where the first has unfinished sums, half
@@ -16,11 +17,27 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
 
 from rlk_kernels.accumulate_triton import Sum
 from rlk_kernels.gemm import _tile_position
-from rlk_kernels.hopper import DEPTH, ROWS, barriers, described, products, store, store_piece
+from rlk_kernels.hopper import (
+    DEPTH,
+    ROWS,
+    barriers,
+    begun,
+    described,
+    ends,
+    passed,
+    products,
+    products_of_halves,
+    store_piece,
+)
 
 COLUMNS = gl.constexpr(256)
 STEP = gl.constexpr(64)
@@ -115,36 +132,90 @@ def _copy_operands(
 
 @gluon.jit
 def _places(sum_ptr, row, tile_n, half_n, LAYOUT: gl.constexpr):
-    """Where a row of the tile keeps 128 of its 256 sums: its own 512 bytes of that tensor."""
+    """Where a row of the tile keeps half of its 256 sums: its own 512 bytes of that tensor."""
     rows = (row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))).to(gl.int64)
     cols = tile_n * (COLUMNS // 2) + gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, LAYOUT))
     return sum_ptr + gl.expand_dims(rows * half_n, 1) + gl.expand_dims(cols, 0)
 
 
 @gluon.jit
-def _keep(acc, high_ptr, low_ptr, row, tile_n, M, half_n, KEPT: gl.constexpr):
+def _keep(half, sum_ptr, row, tile_n, M, half_n, KEPT: gl.constexpr):
     """The fp32 sums as they lie in registers: 16 bytes a thread, 64 a row and instruction."""
-    acc = gl.reshape(acc, (ROWS, 2, 8, 2, 4, 2))
-    acc = gl.reshape(gl.permute(acc, (0, 2, 4, 3, 5, 1)), (ROWS, COLUMNS // 2, 2))
-    high, low = gl.split(acc)
+    half = gl.permute(gl.reshape(half, (ROWS, 8, 2, 4, 2)), (0, 1, 3, 2, 4))
+    half = gl.convert_layout(gl.reshape(half, (ROWS, COLUMNS // 2)), KEPT, assert_trivial=True)
     inside = gl.expand_dims(row + gl.arange(0, ROWS, gl.SliceLayout(1, KEPT)) < M, 1)
-    high = gl.convert_layout(high, KEPT, assert_trivial=True)
-    low = gl.convert_layout(low, KEPT, assert_trivial=True)
-    gl.store(_places(high_ptr, row, tile_n, half_n, KEPT), high, mask=inside)
-    gl.store(_places(low_ptr, row, tile_n, half_n, KEPT), low, mask=inside)
+    gl.store(_places(sum_ptr, row, tile_n, half_n, KEPT), half, mask=inside)
 
 
 @gluon.jit
-def _kept(high_ptr, low_ptr, row, tile_n, M, half_n, LAYOUT: gl.constexpr, KEPT: gl.constexpr):
+def _kept(sum_ptr, row, tile_n, M, half_n, LAYOUT: gl.constexpr, KEPT: gl.constexpr):
     """What `_keep` put there."""
     inside = gl.expand_dims(row + gl.arange(0, ROWS, gl.SliceLayout(1, KEPT)) < M, 1)
-    high_at = _places(high_ptr, row, tile_n, half_n, KEPT)
-    low_at = _places(low_ptr, row, tile_n, half_n, KEPT)
-    high = gl.load(high_at, mask=inside, other=0.0)
-    low = gl.load(low_at, mask=inside, other=0.0)
-    acc = gl.reshape(gl.join(high, low), (ROWS, 8, 4, 2, 2, 2))
-    acc = gl.reshape(gl.permute(acc, (0, 5, 1, 3, 2, 4)), (ROWS, COLUMNS))
-    return gl.convert_layout(acc, LAYOUT, assert_trivial=True)
+    half = gl.load(_places(sum_ptr, row, tile_n, half_n, KEPT), mask=inside, other=0.0)
+    half = gl.permute(gl.reshape(half, (ROWS, 8, 4, 2, 2)), (0, 1, 3, 2, 4))
+    return gl.convert_layout(
+        gl.reshape(half, (ROWS, COLUMNS // 2)), LAYOUT, assert_trivial=True
+    )  # fmt: skip
+
+
+@gluon.jit
+def _started(
+    sum_ptr, row, tile_n, M, half_n, FIRST: gl.constexpr, LAYOUT: gl.constexpr, KEPT: gl.constexpr
+):
+    """What half a tile's sums start from."""
+    if FIRST:
+        half = gl.zeros([ROWS, COLUMNS // 2], gl.float32, LAYOUT)
+    else:
+        half = _kept(sum_ptr, row, tile_n, M, half_n, LAYOUT, KEPT)
+    return half
+
+
+@gluon.jit
+def _next_place(j, own, count, all_tiles, heavy, M, N, SIDE: gl.constexpr):
+    """(first row of SIDE, column tile) of this program's j-th tile; row M where there is none."""
+    tile = _nth(j, own, all_tiles, heavy)
+    tile_m, tile_n = _tile_position(tile, M, N, 2 * ROWS, COLUMNS, GROUP)
+    return gl.where(j < count, (2 * tile_m + SIDE) * ROWS, M), tile_n
+
+
+@gluon.jit
+def _end(
+    x, out_desc, out_smem, sum_ptr, scale_ptr, row, col, tile_n, M, half_n, LAST: gl.constexpr,
+    SCALED: gl.constexpr, KEPT: gl.constexpr,
+):  # fmt: skip
+    """The sums x[ROWS, :] from (row, col) to where they go."""
+    if SCALED:
+        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, x.type.layout))
+        x *= gl.expand_dims(gl.load(scale_ptr + rows, mask=rows < M, other=0.0), 1)
+    if LAST:
+        store_piece(x, out_desc, out_smem, row, col)
+    else:
+        _keep(x, sum_ptr, row, tile_n, M, half_n, KEPT)
+
+
+@gluon.jit
+def _multiply_narrow_tiles(
+    out_desc, a_smem, b_smem, out_smem, full, empty, scale_ptr, stage, phase, M, N, K, all_tiles,
+    heavy, TRANS_A: gl.constexpr, SCALED: gl.constexpr, SIDE: gl.constexpr,
+):  # fmt: skip
+    """Tiles of less than COLUMNS columns, whose sums come whole."""
+    WIDTH: gl.constexpr = b_smem.type.shape[2]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    own, count = _count(gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, WIDTH), all_tiles, heavy)
+    for j in range(count):
+        tile = _nth(j, own, all_tiles, heavy)
+        tile_m, tile_n = _tile_position(tile, M, N, 2 * ROWS, WIDTH, GROUP)
+        acc = gl.zeros([ROWS, WIDTH], gl.float32, layout)
+        acc, stage, phase = products(
+            acc, a_smem, b_smem, full, empty, stage, phase, gl.cdiv(K, STEP), TRANS_A, False, STEP,
+            WIDTH, SIDE,
+        )  # fmt: skip
+        row = (2 * tile_m + SIDE) * ROWS
+        _end(
+            acc, out_desc, out_smem, None, scale_ptr, row, tile_n * WIDTH, tile_n, M, 0, True,
+            SCALED, None,
+        )  # fmt: skip
+    return stage, phase
 
 
 @gluon.jit
@@ -152,34 +223,57 @@ def _multiply_tiles(
     out_desc, a_smem, b_smem, out_smem, full, empty, high_ptr, low_ptr, scale_ptr, stage, phase,
     M, N, K, half_n, all_tiles, heavy,
     TRANS_A: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, SCALED: gl.constexpr,
-    KEPT: gl.constexpr, SIDE: gl.constexpr,
+    ENDS: gl.constexpr, KEPT: gl.constexpr, SIDE: gl.constexpr,
 ):  # fmt: skip
-    WIDTH: gl.constexpr = b_smem.type.shape[2]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    tiles = gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, WIDTH)
-    own, count = _count(tiles, all_tiles, heavy)
+    """Tiles of COLUMNS columns; the left half is ENDS steps ahead of the right one."""
+    C: gl.constexpr = COLUMNS // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    own, count = _count(gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, COLUMNS), all_tiles, heavy)
+    row, tile_n = _next_place(0, own, count, all_tiles, heavy, M, N, SIDE)
+    left = _started(high_ptr, row, tile_n, M, half_n, FIRST, layout, KEPT)
+    right = gl.zeros([ROWS, C], gl.float32, layout)
+    before = M  # no tile yet: nothing is stored from there on
+    before_n = 0
     for j in range(count):
-        tile = _nth(j, own, all_tiles, heavy)
-        tile_m, tile_n = _tile_position(tile, M, N, 2 * ROWS, WIDTH, GROUP)
-        row = (2 * tile_m + SIDE) * ROWS
-        col = tile_n * WIDTH
-        if FIRST:
-            acc = gl.zeros([ROWS, WIDTH], gl.float32, layout)
-        else:
-            acc = _kept(high_ptr, low_ptr, row, tile_n, M, half_n, layout, KEPT)
-        acc, stage, phase = products(
-            acc, a_smem, b_smem, full, empty, stage, phase, gl.cdiv(K, STEP), TRANS_A, False, STEP,
-            WIDTH, SIDE,
+        ahead = begun(
+            left, a_smem, b_smem, full, stage, phase, 0, ENDS, TRANS_A, False, STEP, COLUMNS, SIDE
         )  # fmt: skip
-        if SCALED:
-            rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-            acc *= gl.expand_dims(gl.load(scale_ptr + rows, mask=rows < M, other=0.0), 1)
-        if not LAST:
-            _keep(acc, high_ptr, low_ptr, row, tile_n, M, half_n, KEPT)
-        elif WIDTH == COLUMNS:
-            store(acc, out_desc, out_smem, row, col)
-        else:
-            store_piece(acc, out_desc, out_smem, row, col)
+        _end(
+            right, out_desc, out_smem, low_ptr, scale_ptr, before, before_n * COLUMNS + C,
+            before_n, M, half_n, LAST, SCALED, KEPT,
+        )  # fmt: skip
+        right = _started(low_ptr, row, tile_n, M, half_n, FIRST, layout, KEPT)
+        ahead_too = begun(
+            right, a_smem, b_smem, full, stage, phase, C, ENDS, TRANS_A, False, STEP, COLUMNS, SIDE
+        )  # fmt: skip
+        left, right = warpgroup_mma_wait(0, [ahead, ahead_too])
+        stage, phase = passed(empty, stage, phase, ENDS)
+        left, right, stage, phase = products_of_halves(
+            left, right, a_smem, b_smem, full, empty, stage, phase, gl.cdiv(K, STEP) - 2 * ENDS,
+            TRANS_A, False, STEP, COLUMNS, SIDE,
+        )  # fmt: skip
+        ahead = begun(
+            left, a_smem, b_smem, full, stage, phase, 0, ENDS, TRANS_A, False, STEP, COLUMNS, SIDE
+        )  # fmt: skip
+        ahead_too = begun(
+            right, a_smem, b_smem, full, stage, phase, C, ENDS, TRANS_A, False, STEP, COLUMNS, SIDE
+        )  # fmt: skip
+        left, right = warpgroup_mma_wait(ENDS, [ahead, ahead_too])
+        if row < M:  # all but always; without it the compiler moves the other wait to here
+            _end(
+                left, out_desc, out_smem, high_ptr, scale_ptr, row, tile_n * COLUMNS, tile_n, M,
+                half_n, LAST, SCALED, KEPT,
+            )  # fmt: skip
+        before = row
+        before_n = tile_n
+        row, tile_n = _next_place(j + 1, own, count, all_tiles, heavy, M, N, SIDE)
+        left = _started(high_ptr, row, tile_n, M, half_n, FIRST, layout, KEPT)
+        right = warpgroup_mma_wait(0, [right])
+        stage, phase = passed(empty, stage, phase, ENDS)
+    _end(
+        right, out_desc, out_smem, low_ptr, scale_ptr, before, before_n * COLUMNS + C, before_n, M,
+        half_n, LAST, SCALED, KEPT,
+    )  # fmt: skip
     return stage, phase
 
 
@@ -189,8 +283,9 @@ def _multiply(
     out2_desc, high2_ptr, low2_ptr, scale2_ptr, M, N, K, half_n, all_tiles, heavy, ahead, M2,
     N2, K2, half_n2,
     TRANS_A: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, SCALED: gl.constexpr,
-    TRANS_A2: gl.constexpr, FIRST2: gl.constexpr, LAST2: gl.constexpr, SCALED2: gl.constexpr,
-    TWO: gl.constexpr, KEPT: gl.constexpr, SIDE: gl.constexpr,
+    ENDS: gl.constexpr, TRANS_A2: gl.constexpr, FIRST2: gl.constexpr, LAST2: gl.constexpr,
+    SCALED2: gl.constexpr, ENDS2: gl.constexpr, TWO: gl.constexpr, KEPT: gl.constexpr,
+    SIDE: gl.constexpr,
 ):  # fmt: skip
     """Four warps: 64 rows of every tile of this program."""
     stage = gl.to_tensor(0)
@@ -200,16 +295,23 @@ def _multiply(
             stage, phase = _multiply_tiles(
                 out_desc, a_smem, b_smem, out_smem, full, empty, high_ptr, low_ptr, scale_ptr,
                 stage, phase, M, N, K, half_n, all_tiles, heavy,
-                TRANS_A, FIRST, LAST, SCALED, KEPT, SIDE,
+                TRANS_A, FIRST, LAST, SCALED, ENDS, KEPT, SIDE,
             )  # fmt: skip
         else:
             if TWO:
-                tiles = gl.cdiv(M2, 2 * ROWS) * gl.cdiv(N2, b2_smem.type.shape[2])
-                stage, phase = _multiply_tiles(
-                    out2_desc, a_smem, b2_smem, out_smem, full, empty, high2_ptr, low2_ptr,
-                    scale2_ptr, stage, phase, M2, N2, K2, half_n2, tiles, 0,
-                    TRANS_A2, FIRST2, LAST2, SCALED2, KEPT, SIDE,
-                )  # fmt: skip
+                WIDTH: gl.constexpr = b2_smem.type.shape[2]
+                tiles = gl.cdiv(M2, 2 * ROWS) * gl.cdiv(N2, WIDTH)
+                if WIDTH == COLUMNS:
+                    stage, phase = _multiply_tiles(
+                        out2_desc, a_smem, b2_smem, out_smem, full, empty, high2_ptr, low2_ptr,
+                        scale2_ptr, stage, phase, M2, N2, K2, half_n2, tiles, 0,
+                        TRANS_A2, FIRST2, LAST2, SCALED2, ENDS2, KEPT, SIDE,
+                    )  # fmt: skip
+                else:
+                    stage, phase = _multiply_narrow_tiles(
+                        out2_desc, a_smem, b2_smem, out_smem, full, empty, scale2_ptr, stage,
+                        phase, M2, N2, K2, tiles, 0, TRANS_A2, SCALED2, SIDE,
+                    )  # fmt: skip
     if LAST or LAST2:
         tma.store_wait(0)
 
@@ -220,8 +322,8 @@ def _sum_hopper_kernel(
     all_tiles, heavy, ahead,
     a2_desc, b2_desc, out2_desc, high2_ptr, low2_ptr, scale2_ptr, M2, N2, K2, half_n2,
     TRANS_A: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, SCALED: gl.constexpr,
-    TRANS_A2: gl.constexpr, FIRST2: gl.constexpr, LAST2: gl.constexpr, SCALED2: gl.constexpr,
-    TWO: gl.constexpr, KEPT: gl.constexpr,
+    ENDS: gl.constexpr, TRANS_A2: gl.constexpr, FIRST2: gl.constexpr, LAST2: gl.constexpr,
+    SCALED2: gl.constexpr, ENDS2: gl.constexpr, TWO: gl.constexpr, KEPT: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = a_desc.dtype
     a_smem = gl.allocate_shared_memory(dtype, [2 * DEPTH, ROWS, STEP], a_desc.layout)
@@ -241,14 +343,14 @@ def _sum_hopper_kernel(
             (_multiply, (
                 a_smem, b_smem, b2_smem, out_smem.index(0), full, empty, out_desc, high_ptr,
                 low_ptr, scale_ptr, out2_desc, high2_ptr, low2_ptr, scale2_ptr, M, N, K, half_n,
-                all_tiles, heavy, ahead, M2, N2, K2, half_n2, TRANS_A, FIRST, LAST, SCALED,
-                TRANS_A2, FIRST2, LAST2, SCALED2, TWO, KEPT, 0,
+                all_tiles, heavy, ahead, M2, N2, K2, half_n2, TRANS_A, FIRST, LAST, SCALED, ENDS,
+                TRANS_A2, FIRST2, LAST2, SCALED2, ENDS2, TWO, KEPT, 0,
             )),
             (_multiply, (
                 a_smem, b_smem, b2_smem, out_smem.index(1), full, empty, out_desc, high_ptr,
                 low_ptr, scale_ptr, out2_desc, high2_ptr, low2_ptr, scale2_ptr, M, N, K, half_n,
-                all_tiles, heavy, ahead, M2, N2, K2, half_n2, TRANS_A, FIRST, LAST, SCALED,
-                TRANS_A2, FIRST2, LAST2, SCALED2, TWO, KEPT, 1,
+                all_tiles, heavy, ahead, M2, N2, K2, half_n2, TRANS_A, FIRST, LAST, SCALED, ENDS,
+                TRANS_A2, FIRST2, LAST2, SCALED2, ENDS2, TWO, KEPT, 1,
             )),
             (_copy_operands, (
                 a_desc, b_desc, a2_desc, b2_desc, a_smem, b_smem, b2_smem, full, empty, M, N, K,
@@ -320,10 +422,13 @@ def sum_hopper(pieces: list[tuple[Sum, int]], processors: int) -> None:
             piece.scale, m, n, k, n // 2,
         ]  # fmt: skip
         arguments += [everyone, heavy, ahead] if len(arguments) == 10 else []
-    flags = [(x.trans_a, x.first, x.last, x.scale is not None) for x, _ in pieces]
+    flags = [
+        (x.trans_a, x.first, x.last, x.scale is not None, ends(x.b.shape[0], STEP.value))
+        for x, _ in pieces
+    ]
     if len(pieces) == 1:
         arguments += [None] * 10
-        flags.append((False, False, False, False))
+        flags.append((False, False, False, False, 0))
     _sum_hopper_kernel[(programs,)](
         *arguments, *flags[0], *flags[1], len(pieces) == 2, KEPT_LAYOUT, num_warps=4,
         maxnreg=168,

@@ -31,6 +31,11 @@ def described(x: Tensor, box: list[int]) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, box, shared_layout(box, x.dtype))
 
 
+def ends(k: int, step: int) -> int:
+    """Steps of K, at both of its ends, that the left half of a tile goes ahead of the right one."""
+    return 2 if k > 4 * step else 0
+
+
 @gluon.jit
 def barriers(SLOTS: gl.constexpr, READERS: gl.constexpr):
     """(full, empty)[SLOTS, 1]: a buffer is empty once READERS groups of warps have said so.
@@ -139,12 +144,6 @@ def passed(empty, stage, phase, STEPS: gl.constexpr):
 
 
 @gluon.jit
-def halves(x):
-    """The left and the right columns of x[R, C]."""
-    return gl.split(gl.permute(gl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
-
-
-@gluon.jit
 def store_piece(x, desc, smem, row, col):
     """x[R, C] through one buffer."""
     tma.store_wait(0)
@@ -153,11 +152,3 @@ def store_piece(x, desc, smem, row, col):
     fence_async_shared()
     gl.thread_barrier()
     tma.async_copy_shared_to_global(desc, [row, col], smem)
-
-
-@gluon.jit
-def store(x, desc, smem, row, col):
-    """x[R, C] in two halves of columns, through one buffer."""
-    left, right = halves(x)
-    store_piece(left, desc, smem, row, col)
-    store_piece(right, desc, smem, row, col + x.shape[1] // 2)

@@ -2,8 +2,8 @@
 
 A warp copies h and w (TMA) as fast as buffers come free, on into the next tile; two groups of four
 warps multiply 64 rows of the tile each, K from front to back into one fp32 accumulator an element,
-waiting for nobody but that warp. The left half of a tile's columns goes ENDS steps ahead of the
-right one, at both of its ends: the exponentials of the left half run beside the last products of
+waiting for nobody but that warp. The left half of a tile's columns is ahead of the right one, at
+both ends of K (`hopper.ends`): the exponentials of the left half run beside the last products of
 the right one, and those of the right half beside the first products of the next tile.
 Written in Gluon, which ships with Triton.
 """
@@ -27,6 +27,7 @@ from rlk_kernels.hopper import (
     barriers,
     begun,
     described,
+    ends,
     passed,
     products_of_halves,
     shared_layout,
@@ -52,9 +53,6 @@ from rlk_kernels.lse_tree import (
     merge_neighbours,
 )
 from rlk_kernels.tiles import Tile
-
-ENDS = 2
-"""Steps of K that the left half is ahead (time only); 0 where K has too few."""
 
 
 @gluon.jit
@@ -345,5 +343,5 @@ def hopper_tiles(
         None if out is None else described(out, [ROWS.value, tile.n // 2]),
         bias, n, s, u, a, b, t, v, k, *numbers, *flags, v % tile.n != 0,
         tile.n, tile.k, levels(tile.n // 2 // LEAF), tile.group, runs,
-        ENDS if k > 2 * ENDS * tile.k else 0, num_warps=4, maxnreg=168,
+        ends(k, tile.k), num_warps=4, maxnreg=168,
     )  # fmt: skip
