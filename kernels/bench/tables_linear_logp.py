@@ -1,5 +1,6 @@
 """The pages of `bench_linear_logp`: time and memory, rivals, precision, group sizes."""
 
+from shapes import SPREADS
 from tables import geomean, table
 
 
@@ -30,12 +31,19 @@ def rivals(record: dict) -> list[str]:
 
 def precision(record: dict) -> list[str]:
     found = record["precision"]
-    lines = ["T=1000, H=1024, V=32000; peaked: logits of standard deviation 12.", ""]
-    what = {
-        "error_well_scaled": "max error of logp, well scaled",
-        "error_peaked": "max error of logp, peaked",
-        "logit_error_well_scaled": "of it, max error of the target's fp32 logit, well scaled",
-        "logit_error_peaked": "of it, max error of the target's fp32 logit, peaked",
+    lines = [
+        "T=1000, V=32000; H and the standard deviation of the logits as named. Tokens are drawn "
+        "from the softmax, as those are that a policy is scored on, or any (at 12 their "
+        "log-probability is near -60).",
+        "",
+    ]
+    what = {}
+    for name, (h, spread) in SPREADS.items():
+        for which in ("drawn", "any"):
+            title = f"H={h}, {spread:.0f}, {which} tokens"
+            what[f"error_{name}_{which}"] = f"max error of logp, {title}"
+            what[f"logit_error_{name}_{which}"] = f"max error of their fp32 logits, {title}"
+    what |= {
         "one_token": "takes a single token",
         "confident_gradient_error": "relative error of a confident token's hidden gradient",
         "invariant": "logp of a row free of its batch",

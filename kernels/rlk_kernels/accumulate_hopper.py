@@ -171,9 +171,9 @@ def _started(
 
 
 @gluon.jit
-def _next_place(j, own, count, all_tiles, heavy, M, N, SIDE: gl.constexpr):
+def _place(j, own, count, all_tiles, heavy, M, N, SIDE: gl.constexpr):
     """(first row of SIDE, column tile) of this program's j-th tile; row M where there is none."""
-    tile = _nth(j, own, all_tiles, heavy)
+    tile = gl.where(j < count, _nth(j, own, all_tiles, heavy), 0)
     tile_m, tile_n = _tile_position(tile, M, N, 2 * ROWS, COLUMNS, GROUP)
     return gl.where(j < count, (2 * tile_m + SIDE) * ROWS, M), tile_n
 
@@ -229,7 +229,7 @@ def _multiply_tiles(
     C: gl.constexpr = COLUMNS // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     own, count = _count(gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, COLUMNS), all_tiles, heavy)
-    row, tile_n = _next_place(0, own, count, all_tiles, heavy, M, N, SIDE)
+    row, tile_n = _place(0, own, count, all_tiles, heavy, M, N, SIDE)
     left = _started(high_ptr, row, tile_n, M, half_n, FIRST, layout, KEPT)
     right = gl.zeros([ROWS, C], gl.float32, layout)
     before = M  # no tile yet: nothing is stored from there on
@@ -266,7 +266,7 @@ def _multiply_tiles(
             )  # fmt: skip
         before = row
         before_n = tile_n
-        row, tile_n = _next_place(j + 1, own, count, all_tiles, heavy, M, N, SIDE)
+        row, tile_n = _place(j + 1, own, count, all_tiles, heavy, M, N, SIDE)
         left = _started(high_ptr, row, tile_n, M, half_n, FIRST, layout, KEPT)
         right = warpgroup_mma_wait(0, [right])
         stage, phase = passed(empty, stage, phase, ENDS)

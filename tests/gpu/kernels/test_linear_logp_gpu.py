@@ -50,6 +50,23 @@ def test_errors_and_gradients_against_float64(kind, dtype):
     assert max(gradients_within_budget(c, "triton", logp_only=True)) <= 1.0
 
 
+@pytest.mark.parametrize(
+    ("h", "spread", "drawn"), [(1024, 12.0, True), (4096, 4.0, True), (1024, 8.0, False)]
+)
+def test_errors_on_peaked_logits_of_long_sums(h, spread, drawn):
+    """Tokens drawn from the softmax, and any; `spread` is the logits' standard deviation."""
+    torch.manual_seed(2)
+    hidden = torch.randn(1000, h, device="cuda").to(HALF)
+    weight = (torch.randn(32000, h, device="cuda") * spread * h**-0.5).to(HALF)
+    exact = torch.log_softmax(hidden.double() @ weight.double().T, -1)
+    if drawn:
+        target = torch.multinomial(exact.exp(), 1)
+    else:
+        target = torch.randint(0, 32000, (1000, 1), device="cuda")
+    logp = rk.linear_logp(hidden, weight, target[:, 0])
+    assert error(logp, exact.gather(-1, target)[:, 0]) <= 1e-4
+
+
 @pytest.mark.parametrize("logit_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_bits_of_logp_of_linear(dtype, logit_dtype):
@@ -101,10 +118,13 @@ def test_tiles_chunks_and_slabs_change_no_bit(dtype, monkeypatch):
             assert all(torch.equal(a, b) for a, b in zip(everything(), whole, strict=True)), name
 
 
-def test_gradients_have_the_same_bits_with_copies_and_products_in_warps_of_their_own(monkeypatch):
+@pytest.mark.parametrize(("t", "chunk"), [(4096 + 77, 1500), (200, 128)])
+def test_gradients_have_the_same_bits_with_copies_and_products_in_warps_of_their_own(
+    t, chunk, monkeypatch
+):
     """One chunk or several, two products in a launch or one, tiles of both widths; a T that is no
-    multiple of a tile."""
-    c = case(4096 + 77, 1024, 8192, HALF, "cuda")
+    multiple of a tile; sums too short for one half of a tile to be ahead of the other."""
+    c = case(t, 1024, 8192, HALF, "cuda")
     up = torch.randn(c.target.shape, device="cuda")
     launched = []
     sum_hopper = accumulate_hopper.sum_hopper
@@ -125,10 +145,10 @@ def test_gradients_have_the_same_bits_with_copies_and_products_in_warps_of_their
         return *found, *lone, *torch.autograd.grad(loss, leaves)
 
     whole = everything()
-    monkeypatch.setattr(linear_logp_triton, "HELD", 2 * 4173 * (2048 + 1024))
-    monkeypatch.setattr(linear_grpo, "CHUNK", 1500 * 8192 * 2)
+    monkeypatch.setattr(linear_logp_triton, "HELD", 2 * t * (2048 + 1024))
+    monkeypatch.setattr(linear_grpo, "CHUNK", chunk * 8192 * 2)
     assert all(torch.equal(a, b) for a, b in zip(everything(), whole, strict=True))
-    if _runs_apart(up.device):
+    if _runs_apart(up.device) and t > chunk * 2:
         assert {(256,), (256, 256), (256, 128)} <= {tuple(sorted(x)[::-1]) for x in launched}
     monkeypatch.setattr(accumulate, "_runs_apart", lambda device: False)
     assert all(torch.equal(a, b) for a, b in zip(everything(), whole, strict=True))
