@@ -49,7 +49,8 @@ def accumulate(*pieces: Sum) -> None:
     widths = [256 if can and _large(x) else 0 for x, can in zip(pieces, able, strict=True)]
     if any(widths):
         # Gluon changes with every Triton: imported where it runs
-        from rlk_kernels.accumulate_hopper import sum_hopper, width_beside
+        from rlk_kernels.accumulate_hopper import sum_hopper
+        from rlk_kernels.accumulate_shares import width_beside
 
         processors = _processors(pieces[0].out.device)
         if all(able) and not all(widths):

@@ -7,14 +7,11 @@ of the other. Between calls a row's sums lie in the row's own 512 + 512 bytes of
 and `low` (right ones) for each tile, in the order of the registers: no shared memory, and nothing
 to take apart.
 
-Two products may share a launch (the two gradients of one block): programs that have fewer tiles of
-the one take more of the other, so that all end together. Where the first has unfinished sums, half
-of the programs begin with the second: that traffic runs beside products that have none. Tiles of
-the second may be half as wide. Written in Gluon, which ships with Triton.
+Two products may share a launch (the two gradients of one block): `accumulate_shares.py` says which
+program makes which tiles. Written in Gluon, which ships with Triton.
 """
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -24,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from rlk_kernels.accumulate_shares import COLUMNS, STEP, cost, count_of, nth, shares, tiles_of
 from rlk_kernels.accumulate_triton import Sum
 from rlk_kernels.gemm import _tile_position
 from rlk_kernels.hopper import (
@@ -39,9 +37,6 @@ from rlk_kernels.hopper import (
     store_piece,
 )
 
-COLUMNS = gl.constexpr(256)
-STEP = gl.constexpr(64)
-"""Of K."""
 GROUP = gl.constexpr(16)
 """Row tiles that share a column tile while it is in L2."""
 
@@ -56,25 +51,6 @@ KEPT_LAYOUT = gl.DistributedLinearLayout(
 
 
 @gluon.jit
-def _count(tiles, all_tiles, heavy):
-    """Tiles of this program: of `all_tiles` one in num_programs, of the rest (those from the
-    `heavy`-th program on) one in num_programs - heavy."""
-    pid = gl.program_id(0)
-    own = gl.cdiv(gl.maximum(all_tiles - pid, 0), gl.num_programs(0))
-    light = gl.maximum(gl.num_programs(0) - heavy, 1)
-    more = gl.cdiv(gl.maximum(tiles - all_tiles - (pid - heavy), 0), light)
-    return own, gl.where(pid < heavy, own, own + more)
-
-
-@gluon.jit
-def _nth(j, own, all_tiles, heavy):
-    """The j-th tile of this program."""
-    pid = gl.program_id(0)
-    rest = all_tiles + pid - heavy + (j - own) * (gl.num_programs(0) - heavy)
-    return gl.where(j < own, pid + j * gl.num_programs(0), rest)
-
-
-@gluon.jit
 def _copy_tiles(
     a_desc, b_desc, a_smem, b_smem, full, empty, stage, phase, M, N, K, all_tiles, heavy,
     TRANS_A: gl.constexpr,
@@ -82,9 +58,9 @@ def _copy_tiles(
     WIDTH: gl.constexpr = b_desc.block_type.shape[1]
     nbytes: gl.constexpr = 2 * a_desc.block_type.nbytes + b_desc.block_type.nbytes
     tiles = gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, WIDTH)
-    own, count = _count(tiles, all_tiles, heavy)
+    own, count = count_of(tiles, all_tiles, heavy)
     for j in range(count):
-        tile = _nth(j, own, all_tiles, heavy)
+        tile = nth(j, own, all_tiles, heavy)
         tile_m, tile_n = _tile_position(tile, M, N, 2 * ROWS, WIDTH, GROUP)
         row = tile_m * (2 * ROWS)
         col = tile_n * WIDTH
@@ -173,7 +149,7 @@ def _started(
 @gluon.jit
 def _place(j, own, count, all_tiles, heavy, M, N, SIDE: gl.constexpr):
     """(first row of SIDE, column tile) of this program's j-th tile; row M where there is none."""
-    tile = gl.where(j < count, _nth(j, own, all_tiles, heavy), 0)
+    tile = gl.where(j < count, nth(j, own, all_tiles, heavy), 0)
     tile_m, tile_n = _tile_position(tile, M, N, 2 * ROWS, COLUMNS, GROUP)
     return gl.where(j < count, (2 * tile_m + SIDE) * ROWS, M), tile_n
 
@@ -201,9 +177,9 @@ def _multiply_narrow_tiles(
     """Tiles of less than COLUMNS columns, whose sums come whole."""
     WIDTH: gl.constexpr = b_smem.type.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    own, count = _count(gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, WIDTH), all_tiles, heavy)
+    own, count = count_of(gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, WIDTH), all_tiles, heavy)
     for j in range(count):
-        tile = _nth(j, own, all_tiles, heavy)
+        tile = nth(j, own, all_tiles, heavy)
         tile_m, tile_n = _tile_position(tile, M, N, 2 * ROWS, WIDTH, GROUP)
         acc = gl.zeros([ROWS, WIDTH], gl.float32, layout)
         acc, stage, phase = products(
@@ -228,7 +204,7 @@ def _multiply_tiles(
     """Tiles of COLUMNS columns; the left half is ENDS steps ahead of the right one."""
     C: gl.constexpr = COLUMNS // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    own, count = _count(gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, COLUMNS), all_tiles, heavy)
+    own, count = count_of(gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, COLUMNS), all_tiles, heavy)
     row, tile_n = _place(0, own, count, all_tiles, heavy, M, N, SIDE)
     left = _started(high_ptr, row, tile_n, M, half_n, FIRST, layout, KEPT)
     right = gl.zeros([ROWS, C], gl.float32, layout)
@@ -246,19 +222,10 @@ def _multiply_tiles(
         ahead_too = begun(
             right, a_smem, b_smem, full, stage, phase, C, ENDS, TRANS_A, False, STEP, COLUMNS, SIDE
         )  # fmt: skip
-        left, right = warpgroup_mma_wait(0, [ahead, ahead_too])
-        stage, phase = passed(empty, stage, phase, ENDS)
         left, right, stage, phase = products_of_halves(
-            left, right, a_smem, b_smem, full, empty, stage, phase, gl.cdiv(K, STEP) - 2 * ENDS,
+            ahead, ahead_too, a_smem, b_smem, full, empty, stage, phase, gl.cdiv(K, STEP), ENDS,
             TRANS_A, False, STEP, COLUMNS, SIDE,
         )  # fmt: skip
-        ahead = begun(
-            left, a_smem, b_smem, full, stage, phase, 0, ENDS, TRANS_A, False, STEP, COLUMNS, SIDE
-        )  # fmt: skip
-        ahead_too = begun(
-            right, a_smem, b_smem, full, stage, phase, C, ENDS, TRANS_A, False, STEP, COLUMNS, SIDE
-        )  # fmt: skip
-        left, right = warpgroup_mma_wait(ENDS, [ahead, ahead_too])
         if row < M:  # all but always; without it the compiler moves the other wait to here
             _end(
                 left, out_desc, out_smem, high_ptr, scale_ptr, row, tile_n * COLUMNS, tile_n, M,
@@ -361,42 +328,6 @@ def _sum_hopper_kernel(
     )  # fmt: skip
 
 
-def tiles_of(piece: Sum, width: int) -> int:
-    """Tiles of the output, `width` columns wide."""
-    m, n = piece.out.shape
-    return triton.cdiv(m, 2 * ROWS.value) * triton.cdiv(n, width)
-
-
-def _cost(piece: Sum, width: int) -> int:
-    """What a tile of this width takes (time only); beside its products about four steps."""
-    return (triton.cdiv(piece.b.shape[0], STEP.value) + 4) * width
-
-
-def width_beside(piece: Sum, other: Sum, processors: int) -> int:
-    """The width of `piece`'s tiles for a launch beside `other`; 0: better apart.
-
-    A tile of `piece` must not last longer than the whole launch, and only sums that come whole, of
-    the larger K, can have tiles half as wide.
-    """
-    if not (piece.first and piece.last) or piece.b.shape[0] < other.b.shape[0]:
-        return 0
-    beside = tiles_of(other, COLUMNS.value) * _cost(other, COLUMNS.value)
-    for width in (COLUMNS.value, COLUMNS.value // 2):
-        tiles, cost = tiles_of(piece, width), _cost(piece, width)
-        if triton.cdiv(tiles, processors) * cost * processors <= beside + tiles * cost:
-            return width
-    return 0
-
-
-def shares(tiles: int, cost: int, other: int, other_cost: int, programs: int) -> tuple[int, int]:
-    """(tiles that all programs share, `heavy`): the first `heavy` programs have one tile more of
-    the other product, and the others take the rest of this one."""
-    heavy = other % programs
-    light = programs - heavy
-    rest = min(other_cost // cost, tiles // light) * light if heavy else 0
-    return tiles - rest, heavy
-
-
 def sum_hopper(pieces: list[tuple[Sum, int]], processors: int) -> None:
     """`accumulate`: one or two pieces with outputs of 16 bits, N a multiple of 256, and the widths
     of their tiles."""
@@ -405,7 +336,7 @@ def sum_hopper(pieces: list[tuple[Sum, int]], processors: int) -> None:
     programs = min(sum(counts), processors)
     everyone, heavy, ahead = counts[0], 0, 0
     if len(pieces) == 2:
-        costs = [_cost(*piece) for piece in pieces]
+        costs = [cost(*piece) for piece in pieces]
         everyone, heavy = shares(counts[0], costs[0], counts[1], costs[1], programs)
         # half as wide: few columns, and more to read twice than sums to keep
         kept = not (pieces[0][0].first and pieces[0][0].last)

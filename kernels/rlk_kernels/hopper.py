@@ -97,28 +97,6 @@ def products(
 
 
 @gluon.jit
-def products_of_halves(
-    left, right, a_smem, b_smem, full, empty, stage, phase, steps, TRANS_A: gl.constexpr,
-    TRANS_B: gl.constexpr, B_ROWS: gl.constexpr, B_COLUMNS: gl.constexpr, SIDE: gl.constexpr,
-):  # fmt: skip
-    """`products` of the left and of the right columns, in accumulators of their own."""
-    N: gl.constexpr = left.shape[1]
-    before = 0
-    for step in range(steps):
-        mbarrier.wait(full.index(stage), phase)
-        a, b = _operands(a_smem, b_smem, stage, TRANS_A, TRANS_B, B_ROWS, B_COLUMNS, SIDE)
-        ahead = warpgroup_mma(a, b.slice(0, N, 1), left, is_async=True)
-        ahead_too = warpgroup_mma(a, b.slice(N, N, 1), right, is_async=True)
-        left, right = warpgroup_mma_wait(2, [ahead, ahead_too])
-        mbarrier.arrive(empty.index(before), count=1, pred=step > 0)
-        before = stage
-        stage, phase = _next(stage, phase)
-    left, right = warpgroup_mma_wait(0, [left, right])
-    mbarrier.arrive(empty.index(before), count=1)
-    return left, right, stage, phase
-
-
-@gluon.jit
 def begun(
     half, a_smem, b_smem, full, stage, phase, FIRST: gl.constexpr, STEPS: gl.constexpr,
     TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, B_ROWS: gl.constexpr, B_COLUMNS: gl.constexpr,
@@ -141,6 +119,40 @@ def passed(empty, stage, phase, STEPS: gl.constexpr):
         mbarrier.arrive(empty.index(stage), count=1)
         stage, phase = _next(stage, phase)
     return stage, phase
+
+
+@gluon.jit
+def products_of_halves(
+    left, right, a_smem, b_smem, full, empty, stage, phase, steps, ENDS: gl.constexpr,
+    TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, B_ROWS: gl.constexpr, B_COLUMNS: gl.constexpr,
+    SIDE: gl.constexpr,
+):  # fmt: skip
+    """The rest of `steps` products of the left and of the right columns, both begun: the left half
+    is whole then, the last ENDS steps of the right one are on their way, and `stage` is theirs."""
+    left, right = warpgroup_mma_wait(0, [left, right])
+    stage, phase = passed(empty, stage, phase, ENDS)
+    N: gl.constexpr = left.shape[1]
+    before = 0
+    for step in range(steps - 2 * ENDS):
+        mbarrier.wait(full.index(stage), phase)
+        a, b = _operands(a_smem, b_smem, stage, TRANS_A, TRANS_B, B_ROWS, B_COLUMNS, SIDE)
+        ahead = warpgroup_mma(a, b.slice(0, N, 1), left, is_async=True)
+        ahead_too = warpgroup_mma(a, b.slice(N, N, 1), right, is_async=True)
+        left, right = warpgroup_mma_wait(2, [ahead, ahead_too])
+        mbarrier.arrive(empty.index(before), count=1, pred=step > 0)
+        before = stage
+        stage, phase = _next(stage, phase)
+    left, right = warpgroup_mma_wait(0, [left, right])
+    mbarrier.arrive(empty.index(before), count=1)
+    ahead = begun(
+        left, a_smem, b_smem, full, stage, phase, 0, ENDS, TRANS_A, TRANS_B, B_ROWS, B_COLUMNS, SIDE
+    )
+    ahead_too = begun(
+        right, a_smem, b_smem, full, stage, phase, N, ENDS, TRANS_A, TRANS_B, B_ROWS, B_COLUMNS,
+        SIDE,
+    )  # fmt: skip
+    left, right = warpgroup_mma_wait(ENDS, [ahead, ahead_too])
+    return left, right, stage, phase
 
 
 @gluon.jit

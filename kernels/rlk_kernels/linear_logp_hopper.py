@@ -250,19 +250,10 @@ def _multiply(
             gl.zeros([ROWS, C], gl.float32, layout), h_smem, w_smem, full, stage, phase, C, ENDS,
             False, True, BN, BK, SIDE,
         )  # fmt: skip
-        left, right = warpgroup_mma_wait(0, [left, right])
-        stage, phase = passed(empty, stage, phase, ENDS)
         left, right, stage, phase = products_of_halves(
-            left, right, h_smem, w_smem, full, empty, stage, phase, gl.cdiv(K, BK) - 2 * ENDS,
-            False, True, BN, BK, SIDE,
+            left, right, h_smem, w_smem, full, empty, stage, phase, gl.cdiv(K, BK), ENDS, False,
+            True, BN, BK, SIDE,
         )  # fmt: skip
-        left = begun(
-            left, h_smem, w_smem, full, stage, phase, 0, ENDS, False, True, BN, BK, SIDE
-        )  # fmt: skip
-        right = begun(
-            right, h_smem, w_smem, full, stage, phase, C, ENDS, False, True, BN, BK, SIDE
-        )  # fmt: skip
-        left, right = warpgroup_mma_wait(ENDS, [left, right])
         if col < V:  # always, but the compiler then leaves the other wait where it is
             n, s, u = _half(
                 left, out_desc, out_smem, bias_ptr, n_ptr, s_ptr, a_ptr, b_ptr, row, col, T, V, cap,

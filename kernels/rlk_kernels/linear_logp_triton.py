@@ -110,16 +110,16 @@ def _runs(w: Tensor, tile: Tile) -> TensorDescriptor:
     return TensorDescriptor(w, shape, strides, [tile.n // 128, 16, 4, 2, tile.k])
 
 
-def _apart(h: Tensor, w: Tensor, mode: tl.constexpr, out: Tensor | None) -> bool:
-    """Whether the kernel of `linear_logp_hopper.py` can run."""
+def _apart(h: Tensor, w: Tensor, tile: Tile, mode: tl.constexpr, out: Tensor | None) -> bool:
+    """Whether the kernel of `linear_logp_hopper.py` runs."""
     whole = mode.value == kernels.GRADIENT.value or w.shape[0] % 128 == 0
     stored = out is None or _tma_can_read(out)
-    return whole and stored and _uses_tma(h, w) and _runs_apart(h.device)
+    return tile.apart and whole and stored and _uses_tma(h, w) and _runs_apart(h.device)
 
 
 def kept_columns(h: Tensor, w: Tensor, out: Tensor, tile: Tile) -> int:
     """Columns of a node that KEEP leaves: a tile's, or half a tile's."""
-    return tile.n // 2 if tile.apart and _apart(h, w, kernels.KEEP, out) else tile.n
+    return tile.n // 2 if _apart(h, w, tile, kernels.KEEP, out) else tile.n
 
 
 def run_tiles(
@@ -138,7 +138,7 @@ def run_tiles(
     logit, softcap, scaled = spec.flags()
     flags = (mode, bias is not None, logit, softcap, scaled, entropy)
     tiles = triton.cdiv(t, tile.m) * triton.cdiv(v, tile.n)
-    if tile.apart and _apart(h, w, mode, out):
+    if _apart(h, w, tile, mode, out):
         from rlk_kernels.linear_logp_hopper import hopper_tiles
 
         hopper_tiles(h, w, bias, n, s, u, a, b, out, numbers, flags, tile, _processors(h.device))

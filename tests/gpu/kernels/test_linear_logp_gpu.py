@@ -190,12 +190,12 @@ def test_memory_stays_within_its_limits():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_grpo_against_float64_its_chunks_and_its_logp(dtype, monkeypatch):
-    torch.manual_seed(1)
     c = case(600, 512, 4096 + 128, dtype, "cuda")
     bounds = torch.tensor([0, 100, 350, 600], device="cuda")
-    mask = (torch.rand(600, device="cuda") > 0.2).long()
+    r = torch.Generator().manual_seed(1)
+    mask = (torch.rand(600, generator=r) > 0.2).long().cuda()
     exact = linear_logp_ref(c.hidden, c.weight, c.target)[0]
-    old, ref = (exact + 0.2 * torch.randn(600, device="cuda") for _ in range(2))
+    old, ref = (exact + 0.2 * torch.randn(600, generator=r).cuda() for _ in range(2))
     advantages = torch.tensor([1.0, -0.5, 0.7], device="cuda")
 
     def run(dtype, backend):
@@ -208,8 +208,7 @@ def test_grpo_against_float64_its_chunks_and_its_logp(dtype, monkeypatch):
 
     loss, logp, grads = run(dtype, "triton")
     expected, _, wide = run(torch.float64, "torch")
-    # three numbers are rounded to the dtype: the exponential, the weighted row, the gradient
-    limit = max(3 * torch.finfo(dtype).eps / 2, 1e-5)
+    limit = {torch.bfloat16: 8e-3, torch.float16: 2e-3, torch.float32: 1e-5}[dtype]
     assert error(loss, expected) <= 1e-5
     for value, truth_ in zip(grads, wide, strict=True):
         assert error(value, truth_) <= limit * float(truth_.abs().max())

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rlk_kernels import accumulate_hopper
+from rlk_kernels import accumulate_shares
 from rlk_kernels.accumulate_triton import Sum
 
 PROGRAMS = 132
@@ -25,9 +25,9 @@ def tiles_of_program(monkeypatch, program, tiles, everyone, heavy):
         cdiv=lambda a, b: -(-a // b), where=lambda condition, a, b: a if condition else b,
     )  # fmt: skip
     with monkeypatch.context() as patch:
-        patch.setattr(accumulate_hopper, "gl", language)
-        own, count = accumulate_hopper._count.fn(tiles, everyone, heavy)
-        return [accumulate_hopper._nth.fn(j, own, everyone, heavy) for j in range(count)]
+        patch.setattr(accumulate_shares, "gl", language)
+        own, count = accumulate_shares.count_of.fn(tiles, everyone, heavy)
+        return [accumulate_shares.nth.fn(j, own, everyone, heavy) for j in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -36,10 +36,10 @@ def tiles_of_program(monkeypatch, program, tiles, everyone, heavy):
 )
 def test_both_gradients_of_a_chunk_end_together(tokens, hidden, width, monkeypatch):
     dh, dw = piece(tokens, hidden, 151936), piece(151936, hidden, tokens, False)
-    assert accumulate_hopper.width_beside(dh, dw, PROGRAMS) == width
-    counts = accumulate_hopper.tiles_of(dw, 256), accumulate_hopper.tiles_of(dh, width)
-    costs = accumulate_hopper._cost(dw, 256), accumulate_hopper._cost(dh, width)
-    everyone, heavy = accumulate_hopper.shares(counts[0], costs[0], counts[1], costs[1], PROGRAMS)
+    assert accumulate_shares.width_beside(dh, dw, PROGRAMS) == width
+    counts = accumulate_shares.tiles_of(dw, 256), accumulate_shares.tiles_of(dh, width)
+    costs = accumulate_shares.cost(dw, 256), accumulate_shares.cost(dh, width)
+    everyone, heavy = accumulate_shares.shares(counts[0], costs[0], counts[1], costs[1], PROGRAMS)
     seen: tuple[list[int], list[int]] = ([], [])
     times = []
     for program in range(PROGRAMS):
@@ -54,5 +54,5 @@ def test_both_gradients_of_a_chunk_end_together(tokens, hidden, width, monkeypat
 
 def test_a_product_of_few_long_tiles_stays_apart():
     dw = piece(151936, 1024, 128, False)
-    assert accumulate_hopper.width_beside(piece(128, 1024, 151936), dw, PROGRAMS) == 0
-    assert accumulate_hopper.width_beside(piece(1408, 1024, 151936, False), dw, PROGRAMS) == 0
+    assert accumulate_shares.width_beside(piece(128, 1024, 151936), dw, PROGRAMS) == 0
+    assert accumulate_shares.width_beside(piece(1408, 1024, 151936, False), dw, PROGRAMS) == 0
