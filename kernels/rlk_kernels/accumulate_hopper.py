@@ -27,11 +27,12 @@ from rlk_kernels.gemm import _tile_position
 from rlk_kernels.hopper import (
     DEPTH,
     ROWS,
+    after,
     barriers,
     begun,
     described,
     ends,
-    passed,
+    free,
     products,
     products_of_halves,
     store_piece,
@@ -211,19 +212,21 @@ def _multiply_tiles(
     before = M  # no tile yet: nothing is stored from there on
     before_n = 0
     for j in range(count):
-        ahead = begun(
-            left, a_smem, b_smem, full, stage, phase, 0, ENDS, TRANS_A, False, STEP, COLUMNS, SIDE
+        left, right = begun(
+            left, right, a_smem, b_smem, full, empty, stage, phase, 0, 0, False, ENDS, TRANS_A,
+            False, STEP, COLUMNS, SIDE,
         )  # fmt: skip
         _end(
             right, out_desc, out_smem, low_ptr, scale_ptr, before, before_n * COLUMNS + C,
             before_n, M, half_n, LAST, SCALED, KEPT,
         )  # fmt: skip
         right = _started(low_ptr, row, tile_n, M, half_n, FIRST, layout, KEPT)
-        ahead_too = begun(
-            right, a_smem, b_smem, full, stage, phase, C, ENDS, TRANS_A, False, STEP, COLUMNS, SIDE
+        right, left = begun(
+            right, left, a_smem, b_smem, full, empty, stage, phase, 0, 0, True, ENDS, TRANS_A,
+            False, STEP, COLUMNS, SIDE,
         )  # fmt: skip
         left, right, stage, phase = products_of_halves(
-            ahead, ahead_too, a_smem, b_smem, full, empty, stage, phase, gl.cdiv(K, STEP), ENDS,
+            left, right, a_smem, b_smem, full, empty, stage, phase, gl.cdiv(K, STEP), ENDS,
             TRANS_A, False, STEP, COLUMNS, SIDE,
         )  # fmt: skip
         if row < M:  # all but always; without it the compiler moves the other wait to here
@@ -236,7 +239,8 @@ def _multiply_tiles(
         row, tile_n = _place(j + 1, own, count, all_tiles, heavy, M, N, SIDE)
         left = _started(high_ptr, row, tile_n, M, half_n, FIRST, layout, KEPT)
         right = warpgroup_mma_wait(0, [right])
-        stage, phase = passed(empty, stage, phase, ENDS)
+        free(empty, stage, ENDS)
+        stage, phase = after(stage, phase, ENDS)
     _end(
         right, out_desc, out_smem, low_ptr, scale_ptr, before, before_n * COLUMNS + C, before_n, M,
         half_n, LAST, SCALED, KEPT,

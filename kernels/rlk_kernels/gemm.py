@@ -4,8 +4,9 @@
     C[m, n] = round( sum_{k = 0, 1, ...} A[m, k] * B[k, n]  (+ bias[n]) )
 
 Order: one fp32 accumulator per element, K from front to back in the tensor core's own steps of 16
-(fp16, bf16) or one by one (fp32, IEEE products, no tf32). There is no split of K, so nothing about
-an element's sum depends on M, on the tile, or on the other rows. bf16 and fp16 tiles of every
+(fp16, bf16) or one by one (fp32, IEEE products, no tf32); in chains (`chains.py`) where the result
+of 16-bit products is fp32 and K is long. There is no split of K, so nothing about an element's sum
+depends on M, on the tile, or on the other rows. bf16 and fp16 tiles of every
 shape in `tiles.py` give the same fp32 bits; `cornerstone.py` checks that on the machine at hand
 before the table is trusted, and one tile is used where it does not hold.
 
@@ -28,8 +29,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlk_kernels.backend import interpreting, overlapping
+from rlk_kernels.chains import begins, chains, put_aside
 from rlk_kernels.exact import matmul_nt
-from rlk_kernels.tiles import Tile, tile_for
+from rlk_kernels.tiles import Tile, for_chains, tile_for
 
 PORTABLE_BLOCK = 16384
 """Columns of B that the portable backend holds in float64 at a time (memory only, not bits)."""
@@ -66,11 +68,11 @@ def _store_tile(
 
 @triton.jit(do_not_specialize=["M"])
 def _gemm_tma_kernel(
-    a_desc, b_desc, b2_desc, c_desc, c2_desc, c_ptr, bias_ptr, M, N, K, N1, stride_cm,
+    a_desc, b_desc, b2_desc, c_desc, c2_desc, c_ptr, bias_ptr, M, N, K, last, N1, stride_cm,
     TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, HAS_BIAS: tl.constexpr, TMA_STORE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BN2: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     SUBTILE: tl.constexpr, FLATTEN: tl.constexpr, SWAP: tl.constexpr, OVERLAP: tl.constexpr,
-    TAIL: tl.constexpr,
+    TAIL: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP > 0:
         tl.extra.cuda.gdc_wait()
@@ -87,8 +89,12 @@ def _gemm_tma_kernel(
             acc = tl.zeros((BM, BN), tl.float32)
         if BN2 > 0:
             acc2 = tl.zeros((BM, BN2), tl.float32)
+        if CHAIN > 0:
+            aside = tl.zeros_like(acc)
         for step in range(tl.cdiv(K, BK)):
             k = step * BK
+            if CHAIN > 0 and begins(k, CHAIN, last):
+                acc, aside = put_aside(acc, aside)
             if TRANS_A:
                 a = a_desc.load([k, row]).T
             else:
@@ -107,6 +113,8 @@ def _gemm_tma_kernel(
                 else:
                     b2 = b2_desc.load([k, col + BN])
                 acc2 = tl.dot(a, b2, acc2)
+        if CHAIN > 0:
+            acc += aside
         if SWAP:
             acc = acc.T
         if SUBTILE:
@@ -158,11 +166,11 @@ def _gemm_tma_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _gemm_pointer_kernel(
-    a_ptr, b_ptr, c_ptr, bias_ptr, M, N, K,
+    a_ptr, b_ptr, c_ptr, bias_ptr, M, N, K, last,
     stride_am, stride_ak, stride_bk, stride_bn, stride_cm,
     HAS_BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     tile_m, tile_n = _tile_position(tl.program_id(0), M, N, BM, BN, GROUP)
     rows = tile_m * BM + tl.arange(0, BM)
@@ -171,13 +179,19 @@ def _gemm_pointer_kernel(
     a_at = a_ptr + rows.to(tl.int64)[:, None] * stride_am + ks.to(tl.int64)[None, :] * stride_ak
     b_at = b_ptr + ks.to(tl.int64)[:, None] * stride_bk + cols.to(tl.int64)[None, :] * stride_bn
     acc = tl.zeros((BM, BN), tl.float32)
+    if CHAIN > 0:
+        aside = tl.zeros_like(acc)
     for step in range(tl.cdiv(K, BK)):
         left = K - step * BK
+        if CHAIN > 0 and begins(step * BK, CHAIN, last):
+            acc, aside = put_aside(acc, aside)
         a = tl.load(a_at, mask=(rows[:, None] < M) & (ks[None, :] < left), other=0.0)
         b = tl.load(b_at, mask=(ks[:, None] < left) & (cols[None, :] < N), other=0.0)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
         a_at += BK * stride_ak
         b_at += BK * stride_bk
+    if CHAIN > 0:
+        acc += aside
     _store_tile(
         acc, c_ptr, c_ptr, bias_ptr, tile_m * BM, tile_n * BN, M, N, stride_cm,
         BM, BN, HAS_BIAS, False,
@@ -235,6 +249,9 @@ def gemm_triton(
 
         trusted = a.dtype == torch.float32 or interpreting() or holds(a.device)
         tile = tile_for(m, n, k, a.dtype, trusted)
+    chain, last = chains(k, a.dtype, out.dtype)
+    if chain:
+        tile = for_chains(tile)
     half = a.element_size() == 2
     if not pointers and half and k and _has_tma(a.device) and _tma_can_read(a) and _tma_can_read(b):
         wide = _wide_columns(tile, m, n, _processors(a.device))
@@ -263,18 +280,19 @@ def gemm_triton(
             one_wave(a, b, bias, out, tile, stages, overlap)
             return out
         _gemm_tma_kernel[(min(tiles, _processors(a.device)),)](
-            a_desc, b_desc, b2_desc, c_desc, c2_desc, out, bias, m, n, k, wide, out.stride(0),
+            a_desc, b_desc, b2_desc, c_desc, c2_desc, out, bias, m, n, k, last, wide, out.stride(0),
             trans_a, trans_b, bias is not None, tma_store,
             tile.m, tile.n, tile.n2, tile.k, tile.group, tile.subtile, tile.flatten, tile.swap,
-            overlap, tile.tail, num_warps=tile.warps, num_stages=stages, launch_pdl=overlap > 0,
+            overlap, tile.tail, chain, num_warps=tile.warps, num_stages=stages,
+            launch_pdl=overlap > 0,
         )  # fmt: skip
         return out
     tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
     a_m, a_k = (a.stride(1), a.stride(0)) if trans_a else (a.stride(0), a.stride(1))
     b_k, b_n = (b.stride(1), b.stride(0)) if trans_b else (b.stride(0), b.stride(1))
     _gemm_pointer_kernel[(tiles,)](
-        a, b, out, bias, m, n, k, a_m, a_k, b_k, b_n, out.stride(0), bias is not None,
-        tile.m, tile.n, tile.k, tile.group, "ieee",
+        a, b, out, bias, m, n, k, last, a_m, a_k, b_k, b_n, out.stride(0), bias is not None,
+        tile.m, tile.n, tile.k, tile.group, "ieee", chain,
         num_warps=tile.warps, num_stages=min(tile.stages, 3),
     )  # fmt: skip
     return out

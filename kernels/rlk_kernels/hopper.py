@@ -97,28 +97,63 @@ def products(
 
 
 @gluon.jit
-def begun(
-    half, a_smem, b_smem, full, stage, phase, FIRST: gl.constexpr, STEPS: gl.constexpr,
-    TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, B_ROWS: gl.constexpr, B_COLUMNS: gl.constexpr,
-    SIDE: gl.constexpr,
-):  # fmt: skip
-    """half plus STEPS products of its columns, those from FIRST: begun, and nothing freed."""
-    N: gl.constexpr = half.shape[1]
+def after(stage, phase, STEPS: gl.constexpr):
+    """The (stage, phase) STEPS steps later."""
     for _ in gl.static_range(STEPS):
-        mbarrier.wait(full.index(stage), phase)
-        a, b = _operands(a_smem, b_smem, stage, TRANS_A, TRANS_B, B_ROWS, B_COLUMNS, SIDE)
-        half = warpgroup_mma(a, b.slice(FIRST, N, 1), half, is_async=True)
         stage, phase = _next(stage, phase)
-    return half
+    return stage, phase
 
 
 @gluon.jit
-def passed(empty, stage, phase, STEPS: gl.constexpr):
-    """Frees the buffers of STEPS steps: the (stage, phase) behind them."""
-    for _ in gl.static_range(STEPS):
-        mbarrier.arrive(empty.index(stage), count=1)
+def free(empty, stage, STEPS: gl.constexpr):
+    """The buffers of STEPS steps from `stage` may be written again."""
+    for step in gl.static_range(STEPS):
+        mbarrier.arrive(empty.index((stage + step) % DEPTH), count=1)
+
+
+@gluon.jit
+def begun(
+    half, other, a_smem, b_smem, full, empty, stage, phase, before, PASSED: gl.constexpr,
+    RIGHT: gl.constexpr, STEPS: gl.constexpr, TRANS_A: gl.constexpr, TRANS_B: gl.constexpr,
+    B_ROWS: gl.constexpr, B_COLUMNS: gl.constexpr, SIDE: gl.constexpr,
+):  # fmt: skip
+    """(half, other): STEPS products more of one half of the columns begun. Once the first of them
+    has begun, all that was begun before is through: `other` is whole, and the buffers of the PASSED
+    steps from `before` are free. What is done with `other` next runs beside the rest of them: the
+    warps issue the one between the other, as a product is issued when the one before is through.
+    """
+    N: gl.constexpr = (B_ROWS if TRANS_B else B_COLUMNS) // 2
+    for step in gl.static_range(STEPS):
+        if not RIGHT:  # the left half, which is first, has waited for both
+            mbarrier.wait(full.index(stage), phase)
+        a, b = _operands(a_smem, b_smem, stage, TRANS_A, TRANS_B, B_ROWS, B_COLUMNS, SIDE)
+        half = warpgroup_mma(a, b.slice(N if RIGHT else 0, N, 1), half, is_async=True)
+        if step == 0:
+            other = warpgroup_mma_wait(1, [other])
+            free(empty, before, PASSED)
         stage, phase = _next(stage, phase)
-    return stage, phase
+    if STEPS == 0:
+        other = warpgroup_mma_wait(0, [other])
+        free(empty, before, PASSED)
+    return half, other
+
+
+@gluon.jit
+def _both_begun(
+    left, right, a_smem, b_smem, full, empty, stage, phase, before, PASSED: gl.constexpr,
+    TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, B_ROWS: gl.constexpr, B_COLUMNS: gl.constexpr,
+    SIDE: gl.constexpr,
+):  # fmt: skip
+    """`begun` of one step of the left half and then of the right one."""
+    left, right = begun(
+        left, right, a_smem, b_smem, full, empty, stage, phase, before, PASSED, False, 1, TRANS_A,
+        TRANS_B, B_ROWS, B_COLUMNS, SIDE,
+    )  # fmt: skip
+    N: gl.constexpr = right.shape[1]
+    a, b = _operands(a_smem, b_smem, stage, TRANS_A, TRANS_B, B_ROWS, B_COLUMNS, SIDE)
+    right = warpgroup_mma(a, b.slice(N, N, 1), right, is_async=True)
+    left, right = warpgroup_mma_wait(2, [left, right])
+    return left, right
 
 
 @gluon.jit
@@ -129,30 +164,86 @@ def products_of_halves(
 ):  # fmt: skip
     """The rest of `steps` products of the left and of the right columns, both begun: the left half
     is whole then, the last ENDS steps of the right one are on their way, and `stage` is theirs."""
-    left, right = warpgroup_mma_wait(0, [left, right])
-    stage, phase = passed(empty, stage, phase, ENDS)
-    N: gl.constexpr = left.shape[1]
-    before = 0
-    for step in range(steps - 2 * ENDS):
-        mbarrier.wait(full.index(stage), phase)
-        a, b = _operands(a_smem, b_smem, stage, TRANS_A, TRANS_B, B_ROWS, B_COLUMNS, SIDE)
-        ahead = warpgroup_mma(a, b.slice(0, N, 1), left, is_async=True)
-        ahead_too = warpgroup_mma(a, b.slice(N, N, 1), right, is_async=True)
-        left, right = warpgroup_mma_wait(2, [ahead, ahead_too])
-        mbarrier.arrive(empty.index(before), count=1, pred=step > 0)
+    before = stage
+    stage, phase = after(stage, phase, ENDS)
+    left, right = _both_begun(
+        left, right, a_smem, b_smem, full, empty, stage, phase, before, ENDS, TRANS_A, TRANS_B,
+        B_ROWS, B_COLUMNS, SIDE,
+    )  # fmt: skip
+    before = stage
+    stage, phase = _next(stage, phase)
+    for _ in range(steps - 2 * ENDS - 1):
+        left, right = _both_begun(
+            left, right, a_smem, b_smem, full, empty, stage, phase, before, 1, TRANS_A, TRANS_B,
+            B_ROWS, B_COLUMNS, SIDE,
+        )  # fmt: skip
         before = stage
         stage, phase = _next(stage, phase)
-    left, right = warpgroup_mma_wait(0, [left, right])
-    mbarrier.arrive(empty.index(before), count=1)
-    ahead = begun(
-        left, a_smem, b_smem, full, stage, phase, 0, ENDS, TRANS_A, TRANS_B, B_ROWS, B_COLUMNS, SIDE
-    )
-    ahead_too = begun(
-        right, a_smem, b_smem, full, stage, phase, N, ENDS, TRANS_A, TRANS_B, B_ROWS, B_COLUMNS,
-        SIDE,
+    left, right = begun(
+        left, right, a_smem, b_smem, full, empty, stage, phase, before, 1, False, ENDS, TRANS_A,
+        TRANS_B, B_ROWS, B_COLUMNS, SIDE,
     )  # fmt: skip
-    left, right = warpgroup_mma_wait(ENDS, [ahead, ahead_too])
+    right, left = begun(
+        right, left, a_smem, b_smem, full, empty, stage, phase, before, 0, True, ENDS, TRANS_A,
+        TRANS_B, B_ROWS, B_COLUMNS, SIDE,
+    )  # fmt: skip
+    right = warpgroup_mma_wait(ENDS, [right])
     return left, right, stage, phase
+
+
+@gluon.jit
+def _lower(x):
+    return (x << 16).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _upper(x):
+    return (x & 0xFFFF0000).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _halves(x):
+    """The left and the right columns of x[R, C]."""
+    return gl.split(gl.permute(gl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+
+
+@gluon.jit
+def _joined(left, right, like):
+    """`_halves` undone, as `like` lies in registers."""
+    layout: gl.constexpr = like.type.layout
+    x = gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), like.shape)
+    return gl.convert_layout(x, layout, assert_trivial=True)
+
+
+@gluon.jit
+def nothing_aside(x):
+    """uint32[R, C / 2]: what is aside of x[R, C] before its second chain."""
+    left, _ = _halves(x)
+    return gl.zeros_like(left).to(gl.uint32, bitcast=True)
+
+
+@gluon.jit
+def whole(rest, aside, CHAINED: gl.constexpr):
+    """The sums: `rest`, and where they were taken in chains (`chains.py`) what is aside."""
+    if CHAINED:
+        left, right = _halves(rest)
+        rest = _joined(left + _lower(aside), right + _upper(aside), rest)
+    return rest
+
+
+@gluon.jit
+def put_aside(rest, aside, FIRST: gl.constexpr):
+    """`chains.put_aside`, the upper halves of two numbers in one of `aside`; FIRST: nothing is."""
+    left, right = _halves(rest)
+    if not FIRST:
+        left = left + _lower(aside)
+        right = right + _upper(aside)
+    aside = gl.inline_asm_elementwise(  # not pure: packed here, or both words live through a chain
+        "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r",
+        [left.to(gl.uint32, bitcast=True), right.to(gl.uint32, bitcast=True)],
+        dtype=gl.uint32, is_pure=False, pack=1,
+    )  # fmt: skip
+    return _joined(left - _lower(aside), right - _upper(aside), rest), aside
 
 
 @gluon.jit

@@ -89,7 +89,7 @@ def _loss_and_gradients(
     stride = -(-v // 8) * 8  # rows of a multiple of 16 bytes, for TMA
     block = torch.empty(min(step, t), stride, dtype=h.dtype, device=h.device)
     low = None if dw is None else low_halves(dw, chunks)
-    tile = tile_for(h, w, stats=False)
+    tile = tile_for(h, w, spec, kernels.KEEP)
     width = kept_columns(h, w, block, tile)
     nodes = triton.cdiv(v, width)
     sums = []

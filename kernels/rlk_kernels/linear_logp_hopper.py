@@ -3,9 +3,9 @@
 A warp copies h and w (TMA) as fast as buffers come free, on into the next tile; two groups of four
 warps multiply 64 rows of the tile each, K from front to back into one fp32 accumulator an element,
 waiting for nobody but that warp. The left half of a tile's columns is ahead of the right one, at
-both ends of K (`hopper.ends`): the exponentials of the left half run beside the last products of
-the right one, and those of the right half beside the first products of the next tile.
-Written in Gluon, which ships with Triton.
+both ends of K (`hopper.ends`) and of each chain (`chains.py`): what is done with the sums of the
+left half runs beside the last products of the right one, what is done with those of the right half
+beside the first products of the next tile or chain. Written in Gluon, which ships with Triton.
 """
 
 import triton
@@ -24,14 +24,18 @@ from rlk_kernels.gemm import _tile_position
 from rlk_kernels.hopper import (
     DEPTH,
     ROWS,
+    after,
     barriers,
     begun,
     described,
     ends,
-    passed,
+    free,
+    nothing_aside,
     products_of_halves,
+    put_aside,
     shared_layout,
     store_piece,
+    whole,
 )
 from rlk_kernels.linear_logp_kernels import (
     GRADIENT,
@@ -212,13 +216,40 @@ def _end(
 
 
 @gluon.jit
+def _chain(
+    left, right, left_aside, right_aside, h_smem, w_smem, full, empty, stage, phase, steps,
+    FIRST: gl.constexpr, ENDS: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    SIDE: gl.constexpr,
+):  # fmt: skip
+    """The rest of a chain of `steps`, and the next one begun. FIRST: nothing is aside before."""
+    left, right, stage, phase = products_of_halves(
+        left, right, h_smem, w_smem, full, empty, stage, phase, steps, ENDS, False, True, BN, BK,
+        SIDE,
+    )  # fmt: skip
+    before = stage
+    stage, phase = after(stage, phase, ENDS)
+    left, left_aside = put_aside(left, left_aside, FIRST)
+    left, right = begun(
+        left, right, h_smem, w_smem, full, empty, stage, phase, before, ENDS, False, ENDS, False,
+        True, BN, BK, SIDE,
+    )  # fmt: skip
+    right, right_aside = put_aside(right, right_aside, FIRST)
+    right, left = begun(
+        right, left, h_smem, w_smem, full, empty, stage, phase, before, 0, True, ENDS, False, True,
+        BN, BK, SIDE,
+    )  # fmt: skip
+    left, right = warpgroup_mma_wait(2 * ENDS, [left, right])
+    return left, right, left_aside, right_aside, stage, phase
+
+
+@gluon.jit
 def _multiply(
     out_desc, h_smem, w_smem, out_smem, full, empty, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr,
-    T, V, K, cap, inverse_cap, scale, inverse, inverse_top,
+    T, V, K, chains, chain_steps, cap, inverse_cap, scale, inverse, inverse_top,
     MODE: gl.constexpr, HAS_BIAS: gl.constexpr, LOGIT: gl.constexpr, SOFTCAP: gl.constexpr,
     SCALED: gl.constexpr, ENTROPY: gl.constexpr, PARTIAL: gl.constexpr, BN: gl.constexpr,
     BK: gl.constexpr, LEVELS: gl.constexpr, GROUP: gl.constexpr, RUNS: gl.constexpr,
-    ENDS: gl.constexpr, SIDE: gl.constexpr,
+    ENDS: gl.constexpr, CHAINED: gl.constexpr, SIDE: gl.constexpr,
 ):  # fmt: skip
     """Four warps: 64 rows of every tile of this program."""
     C: gl.constexpr = BN // 2
@@ -228,44 +259,59 @@ def _multiply(
     stage = 0
     phase = 0
     right = gl.zeros([ROWS, C], gl.float32, layout)
+    nothing = nothing_aside(right)
+    right_aside = nothing
     n = gl.zeros([ROWS], gl.float32, of_row)
     s = n
     u = n
     row = T  # no tile yet: nothing is stored from there on
     col = 0
+    steps = gl.cdiv(K, BK)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        left = begun(
-            gl.zeros([ROWS, C], gl.float32, layout), h_smem, w_smem, full, stage, phase, 0, ENDS,
-            False, True, BN, BK, SIDE,
+        left, right = begun(
+            gl.zeros([ROWS, C], gl.float32, layout), right, h_smem, w_smem, full, empty, stage,
+            phase, 0, 0, False, ENDS, False, True, BN, BK, SIDE,
         )  # fmt: skip
         _end(
-            n, s, u, right, out_desc, out_smem, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr, row,
-            col, T, V, cap, inverse_cap, scale, inverse, inverse_top, MODE, HAS_BIAS, LOGIT,
-            SOFTCAP, SCALED, ENTROPY, PARTIAL, LEVELS, RUNS, of_row,
+            n, s, u, whole(right, right_aside, CHAINED), out_desc, out_smem, bias_ptr, n_ptr, s_ptr,
+            u_ptr, a_ptr, b_ptr, row, col, T, V, cap, inverse_cap, scale, inverse, inverse_top,
+            MODE, HAS_BIAS, LOGIT, SOFTCAP, SCALED, ENTROPY, PARTIAL, LEVELS, RUNS, of_row,
         )  # fmt: skip
         tile_m, tile_n = _tile_position(tile, T, V, 2 * ROWS, BN, GROUP)
         row = (2 * tile_m + SIDE) * ROWS
         col = tile_n * BN
-        right = begun(
-            gl.zeros([ROWS, C], gl.float32, layout), h_smem, w_smem, full, stage, phase, C, ENDS,
-            False, True, BN, BK, SIDE,
+        right, left = begun(
+            gl.zeros([ROWS, C], gl.float32, layout), left, h_smem, w_smem, full, empty, stage,
+            phase, 0, 0, True, ENDS, False, True, BN, BK, SIDE,
         )  # fmt: skip
-        left, right, stage, phase = products_of_halves(
-            left, right, h_smem, w_smem, full, empty, stage, phase, gl.cdiv(K, BK), ENDS, False,
-            True, BN, BK, SIDE,
-        )  # fmt: skip
-        if col < V:  # always, but the compiler then leaves the other wait where it is
-            n, s, u = _half(
-                left, out_desc, out_smem, bias_ptr, n_ptr, s_ptr, a_ptr, b_ptr, row, col, T, V, cap,
-                inverse_cap, scale, inverse, inverse_top, MODE, HAS_BIAS, LOGIT, SOFTCAP, SCALED,
-                ENTROPY, PARTIAL, LEVELS, RUNS, of_row,
+        left_aside = nothing
+        if CHAINED:
+            left, right, left_aside, right_aside, stage, phase = _chain(
+                left, right, left_aside, right_aside, h_smem, w_smem, full, empty, stage, phase,
+                chain_steps, True, ENDS, BN, BK, SIDE,
             )  # fmt: skip
-        right = warpgroup_mma_wait(0, [right])
-        stage, phase = passed(empty, stage, phase, ENDS)
+            for _ in range(2, chains):
+                left, right, left_aside, right_aside, stage, phase = _chain(
+                    left, right, left_aside, right_aside, h_smem, w_smem, full, empty, stage, phase,
+                    chain_steps, False, ENDS, BN, BK, SIDE,
+                )  # fmt: skip
+        left, right, stage, phase = products_of_halves(
+            left, right, h_smem, w_smem, full, empty, stage, phase,
+            steps - (chains - 1) * chain_steps, ENDS, False, True, BN, BK, SIDE,
+        )  # fmt: skip
+        n, s, u = _half(
+            whole(left, left_aside, CHAINED), out_desc, out_smem, bias_ptr, n_ptr, s_ptr, a_ptr,
+            b_ptr, row, col, T, V, cap, inverse_cap, scale, inverse, inverse_top, MODE, HAS_BIAS,
+            LOGIT, SOFTCAP, SCALED, ENTROPY, PARTIAL, LEVELS, RUNS, of_row,
+        )  # fmt: skip
+        # n, s and u too, or the compiler would wait before it makes them
+        right, n, s, u = warpgroup_mma_wait(0, [right, n, s, u])
+        free(empty, stage, ENDS)
+        stage, phase = after(stage, phase, ENDS)
     _end(
-        n, s, u, right, out_desc, out_smem, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr, row, col,
-        T, V, cap, inverse_cap, scale, inverse, inverse_top, MODE, HAS_BIAS, LOGIT, SOFTCAP, SCALED,
-        ENTROPY, PARTIAL, LEVELS, RUNS, of_row,
+        n, s, u, whole(right, right_aside, CHAINED), out_desc, out_smem, bias_ptr, n_ptr, s_ptr,
+        u_ptr, a_ptr, b_ptr, row, col, T, V, cap, inverse_cap, scale, inverse, inverse_top, MODE,
+        HAS_BIAS, LOGIT, SOFTCAP, SCALED, ENTROPY, PARTIAL, LEVELS, RUNS, of_row,
     )  # fmt: skip
     if MODE != STATS:
         tma.store_wait(0)
@@ -274,11 +320,11 @@ def _multiply(
 @gluon.jit(do_not_specialize=["T"])
 def _tiles_hopper_kernel(
     h_desc, w_desc, out_desc, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr, T, V, K,
-    cap, inverse_cap, scale, inverse, inverse_top,
+    chains, chain_steps, cap, inverse_cap, scale, inverse, inverse_top,
     MODE: gl.constexpr, HAS_BIAS: gl.constexpr, LOGIT: gl.constexpr, SOFTCAP: gl.constexpr,
     SCALED: gl.constexpr, ENTROPY: gl.constexpr, PARTIAL: gl.constexpr, BN: gl.constexpr,
     BK: gl.constexpr, LEVELS: gl.constexpr, GROUP: gl.constexpr, RUNS: gl.constexpr,
-    ENDS: gl.constexpr,
+    ENDS: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = h_desc.dtype
     h_smem = gl.allocate_shared_memory(dtype, [2 * DEPTH, ROWS, BK], h_desc.layout)
@@ -294,15 +340,17 @@ def _tiles_hopper_kernel(
         [
             (_multiply, (
                 out_desc, h_smem, w_smem, out_smem.index(0), full, empty, bias_ptr, n_ptr, s_ptr,
-                u_ptr, a_ptr, b_ptr, T, V, K, cap, inverse_cap, scale, inverse, inverse_top,
+                u_ptr, a_ptr, b_ptr, T, V, K, chains, chain_steps, cap, inverse_cap, scale, inverse,
+                inverse_top,
                 MODE, HAS_BIAS, LOGIT, SOFTCAP, SCALED, ENTROPY, PARTIAL, BN, BK, LEVELS, GROUP,
-                RUNS, ENDS, 0,
+                RUNS, ENDS, CHAINED, 0,
             )),
             (_multiply, (
                 out_desc, h_smem, w_smem, out_smem.index(1), full, empty, bias_ptr, n_ptr, s_ptr,
-                u_ptr, a_ptr, b_ptr, T, V, K, cap, inverse_cap, scale, inverse, inverse_top,
+                u_ptr, a_ptr, b_ptr, T, V, K, chains, chain_steps, cap, inverse_cap, scale, inverse,
+                inverse_top,
                 MODE, HAS_BIAS, LOGIT, SOFTCAP, SCALED, ENTROPY, PARTIAL, BN, BK, LEVELS, GROUP,
-                RUNS, ENDS, 1,
+                RUNS, ENDS, CHAINED, 1,
             )),
             (_copy_operands, (
                 h_desc, w_desc, h_smem, w_smem, full, empty, T, V, K, BN, BK, GROUP, RUNS,
@@ -323,7 +371,7 @@ def _runs(w: Tensor, box: list[int]) -> TensorDescriptor:
 def hopper_tiles(
     h: Tensor, w: Tensor, bias: Tensor | None, n: Tensor, s: Tensor, u: Tensor | None,
     a: Tensor | None, b: Tensor | None, out: Tensor | None, numbers: tuple, flags: tuple,
-    tile: Tile, processors: int,
+    chain: int, last: int, tile: Tile, processors: int,
 ) -> None:  # fmt: skip
     """`linear_logp_triton.run_tiles`; V is a multiple of 128 where leaves are made."""
     t, v, k = h.shape[0], w.shape[0], h.shape[1]
@@ -332,7 +380,8 @@ def hopper_tiles(
     _tiles_hopper_kernel[(min(tiles, processors),)](
         described(h, [ROWS.value, tile.k]), (_runs if runs else described)(w, [tile.n, tile.k]),
         None if out is None else described(out, [ROWS.value, tile.n // 2]),
-        bias, n, s, u, a, b, t, v, k, *numbers, *flags, v % tile.n != 0,
+        bias, n, s, u, a, b, t, v, k, last // (chain or k) + 1, (chain or k) // tile.k,
+        *numbers, *flags, v % tile.n != 0,
         tile.n, tile.k, levels(tile.n // 2 // LEAF), tile.group, runs,
-        ends(k, tile.k), num_warps=4, maxnreg=168,
+        ends(k, tile.k), chain > 0, num_warps=4, maxnreg=168,
     )  # fmt: skip

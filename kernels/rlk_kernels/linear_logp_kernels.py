@@ -19,6 +19,7 @@ T = tokens   V = columns of this launch   K = hidden size   J = ids a token
 import triton
 import triton.language as tl
 
+from rlk_kernels.chains import begins, put_aside
 from rlk_kernels.gemm import _tile_position
 from rlk_kernels.lse_tree import (
     LEAF_COLUMNS,
@@ -184,13 +185,13 @@ def _tile_end(
 
 @triton.jit(do_not_specialize=["T"])
 def _tiles_tma_kernel(
-    h_desc, w_desc, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr, out_desc, out_ptr, T, V, K,
+    h_desc, w_desc, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr, out_desc, out_ptr, T, V, K, last,
     stride, cap, inverse_cap, scale, inverse, inverse_top,
     MODE: tl.constexpr, HAS_BIAS: tl.constexpr, LOGIT: tl.constexpr, SOFTCAP: tl.constexpr,
     SCALED: tl.constexpr, ENTROPY: tl.constexpr, PARTIAL: tl.constexpr, RAGGED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LEVELS: tl.constexpr,
     GROUP: tl.constexpr, FLATTEN: tl.constexpr,
-    TMA_STORE: tl.constexpr, RUNS: tl.constexpr,
+    TMA_STORE: tl.constexpr, RUNS: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(T, BM) * tl.cdiv(V, BN)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
@@ -198,13 +199,19 @@ def _tiles_tma_kernel(
         row = tile_m * BM
         col = tile_n * BN
         acc = tl.zeros((BM, BN), tl.float32)
+        if CHAIN > 0:
+            aside = tl.zeros_like(acc)
         for step in range(tl.cdiv(K, BK)):
+            if CHAIN > 0 and begins(step * BK, CHAIN, last):
+                acc, aside = put_aside(acc, aside)
             h = h_desc.load([row, step * BK])
             if RUNS:
                 w = tl.reshape(w_desc.load([col // 128, 0, 0, 0, step * BK]), (BN, BK))
             else:
                 w = w_desc.load([col, step * BK])
             acc = tl.dot(h, w.T, acc)
+        if CHAIN > 0:
+            acc += aside
         _tile_end(
             acc, row, col, tile_n, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr, out_desc, out_ptr,
             T, V, stride, cap, inverse_cap, scale, inverse, inverse_top, MODE, HAS_BIAS, LOGIT,
@@ -215,12 +222,12 @@ def _tiles_tma_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def _tiles_pointer_kernel(
-    h_ptr, w_ptr, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr, out_ptr, T, V, K,
+    h_ptr, w_ptr, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr, out_ptr, T, V, K, last,
     stride_h, stride_w, stride, cap, inverse_cap, scale, inverse, inverse_top,
     MODE: tl.constexpr, HAS_BIAS: tl.constexpr, LOGIT: tl.constexpr, SOFTCAP: tl.constexpr,
     SCALED: tl.constexpr, ENTROPY: tl.constexpr, PARTIAL: tl.constexpr, RAGGED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LEVELS: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     tile_m, tile_n = _tile_position(tl.program_id(0), T, V, BM, BN, GROUP)
     row = tile_m * BM
@@ -228,13 +235,19 @@ def _tiles_pointer_kernel(
     rows = (row + tl.arange(0, BM)).to(tl.int64)
     cols = (col + tl.arange(0, BN)).to(tl.int64)
     acc = tl.zeros((BM, BN), tl.float32)
+    if CHAIN > 0:
+        aside = tl.zeros_like(acc)
     for step in range(tl.cdiv(K, BK)):
+        if CHAIN > 0 and begins(step * BK, CHAIN, last):
+            acc, aside = put_aside(acc, aside)
         ks = step * BK + tl.arange(0, BK)
         h_at = h_ptr + rows[:, None] * stride_h + ks[None, :]
         w_at = w_ptr + cols[None, :] * stride_w + ks[:, None]
         h = tl.load(h_at, mask=(rows[:, None] < T) & (ks[None, :] < K), other=0.0)
         w = tl.load(w_at, mask=(ks[:, None] < K) & (cols[None, :] < V), other=0.0)
         acc = tl.dot(h, w, acc, input_precision="ieee")
+    if CHAIN > 0:
+        acc += aside
     _tile_end(
         acc, row, col, tile_n, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr, out_ptr, out_ptr, T, V,
         stride, cap, inverse_cap, scale, inverse, inverse_top, MODE, HAS_BIAS, LOGIT,
@@ -244,10 +257,10 @@ def _tiles_pointer_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def _pick_kernel(
-    h_ptr, w_ptr, bias_ptr, ids_ptr, z_ptr, T, V, K, J, stride_h, stride_w,
+    h_ptr, w_ptr, bias_ptr, ids_ptr, z_ptr, T, V, K, last, J, stride_h, stride_w,
     cap, inverse_cap, scale, inverse,
     HAS_BIAS: tl.constexpr, LOGIT: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr,
-    B: tl.constexpr, BK: tl.constexpr,
+    B: tl.constexpr, BK: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """z of ids[t, j]: the diagonal of a product with gathered rows of the weight."""
     rows = (tl.program_id(0) * B + tl.arange(0, B)).to(tl.int64)
@@ -256,13 +269,19 @@ def _pick_kernel(
     inside = (ids >= 0) & (ids < V)
     at = tl.where(inside, ids, 0).to(tl.int64)
     acc = tl.zeros((B, B), tl.float32)
+    if CHAIN > 0:
+        aside = tl.zeros_like(acc)
     for step in range(tl.cdiv(K, BK)):
+        if CHAIN > 0 and begins(step * BK, CHAIN, last):
+            acc, aside = put_aside(acc, aside)
         ks = step * BK + tl.arange(0, BK)
         h_at = h_ptr + rows[:, None] * stride_h + ks[None, :]
         w_at = w_ptr + at[None, :] * stride_w + ks[:, None]
         h = tl.load(h_at, mask=(rows[:, None] < T) & (ks[None, :] < K), other=0.0)
         w = tl.load(w_at, mask=(ks[:, None] < K) & inside[None, :], other=0.0)
         acc = tl.dot(h, w, acc, input_precision="ieee")
+    if CHAIN > 0:
+        acc += aside
     own = tl.arange(0, B)[:, None] == tl.arange(0, B)[None, :]
     acc = tl.sum(tl.where(own, acc, 0.0), 0)[None, :]
     bias = 0.0

@@ -23,6 +23,7 @@ from rlk_kernels import linear_logp_kernels as kernels
 from rlk_kernels.accumulate import accumulate, low_halves
 from rlk_kernels.accumulate_triton import Sum
 from rlk_kernels.backend import interpreting
+from rlk_kernels.chains import chains
 from rlk_kernels.columns import column_sum
 from rlk_kernels.exact import tree_sum
 from rlk_kernels.gemm import _has_tma, _processors, _runs_apart, _tma_can_read
@@ -92,7 +93,7 @@ def _uses_tma(h: Tensor, w: Tensor) -> bool:
     return half and _has_tma(h.device) and _tma_can_read(h) and _tma_can_read(w)
 
 
-def tile_for(h: Tensor, w: Tensor, stats: bool) -> Tile:
+def tile_for(h: Tensor, w: Tensor, spec: Spec, mode: tl.constexpr) -> Tile:
     """The tile of a tile kernel; its width is the vocabulary block of a node, and no bit's."""
     if interpreting():
         return INTERPRETED_TILE
@@ -100,7 +101,10 @@ def tile_for(h: Tensor, w: Tensor, stats: bool) -> Tile:
         return FLOAT32_TILE
     if not _trusted(h) or not _uses_tma(h, w):
         return SAFE_TILE
-    return STATS_TILE if stats else STORE_TILE
+    ragged = w.shape[0] % 128 != 0 and mode.value != kernels.GRADIENT.value
+    if ragged and chains(h.shape[1], h.dtype, spec.logit_dtype)[0]:
+        return SAFE_TILE  # has registers for what is put aside
+    return STATS_TILE if mode.value == kernels.STATS.value else STORE_TILE
 
 
 def _runs(w: Tensor, tile: Tile) -> TensorDescriptor:
@@ -137,11 +141,15 @@ def run_tiles(
     numbers = (*spec.numbers(), spec.inverse_top)
     logit, softcap, scaled = spec.flags()
     flags = (mode, bias is not None, logit, softcap, scaled, entropy)
+    chain, last = chains(k, h.dtype, spec.logit_dtype)
     tiles = triton.cdiv(t, tile.m) * triton.cdiv(v, tile.n)
     if _apart(h, w, tile, mode, out):
         from rlk_kernels.linear_logp_hopper import hopper_tiles
 
-        hopper_tiles(h, w, bias, n, s, u, a, b, out, numbers, flags, tile, _processors(h.device))
+        hopper_tiles(
+            h, w, bias, n, s, u, a, b, out, numbers, flags, chain, last, tile,
+            _processors(h.device),
+        )  # fmt: skip
         return
     if _uses_tma(h, w):
         desc = h
@@ -152,15 +160,15 @@ def run_tiles(
             desc = TensorDescriptor.from_tensor(out, [tile.m, tile.n])
         kernels._tiles_tma_kernel[(min(tiles, _processors(h.device)),)](
             TensorDescriptor.from_tensor(h, [tile.m, tile.k]), w_desc,
-            bias, n, s, u, a, b, desc, out, t, v, k, stride, *numbers, *flags, partial, ragged,
-            tile.m, tile.n, tile.k, levels(tile.n // LEAF), tile.group, tile.flatten,
-            tma_store, runs, num_warps=tile.warps, num_stages=tile.stages,
+            bias, n, s, u, a, b, desc, out, t, v, k, last, stride, *numbers, *flags, partial,
+            ragged, tile.m, tile.n, tile.k, levels(tile.n // LEAF), tile.group, tile.flatten,
+            tma_store, runs, chain, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         return
     kernels._tiles_pointer_kernel[(tiles,)](
-        h, w, bias, n, s, u, a, b, out, t, v, k, h.stride(0), w.stride(0), stride, *numbers, *flags,
-        partial, ragged,
-        tile.m, tile.n, tile.k, levels(tile.n // LEAF), tile.group,
+        h, w, bias, n, s, u, a, b, out, t, v, k, last, h.stride(0), w.stride(0), stride, *numbers,
+        *flags, partial, ragged,
+        tile.m, tile.n, tile.k, levels(tile.n // LEAF), tile.group, chain,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -176,9 +184,10 @@ def pick(h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: Spec) -> 
     else:
         block, step, warps = SAFE_TILE.m, SAFE_TILE.k, SAFE_TILE.warps
     logit, softcap, scaled = spec.flags()
+    chain, last = chains(h.shape[1], h.dtype, spec.logit_dtype)
     kernels._pick_kernel[(triton.cdiv(t, block), j)](
-        h, w, bias, ids, z, t, w.shape[0], h.shape[1], j, h.stride(0), w.stride(0),
-        *spec.numbers(), bias is not None, logit, softcap, scaled, block, step,
+        h, w, bias, ids, z, t, w.shape[0], h.shape[1], last, j, h.stride(0), w.stride(0),
+        *spec.numbers(), bias is not None, logit, softcap, scaled, block, step, chain,
         num_warps=warps, num_stages=3,
     )  # fmt: skip
     return z
@@ -248,7 +257,7 @@ def forward_triton(
 ) -> Rows:
     """h[T, H], w[V, H], ids[T, J] contiguous -> Rows."""
     rows = new_rows(pick(h, w, bias, ids, spec) if h.shape[0] else _no_rows(ids), entropy)
-    tile = tile_for(h, w, stats=True)
+    tile = tile_for(h, w, spec, kernels.STATS)
     nodes = triton.cdiv(w.shape[0], tile.n)
     planes = 3 if entropy else 2
     pieces = slabs(h.shape[0], SCRATCH // (4 * planes * nodes))
@@ -331,7 +340,7 @@ def backward_triton(
     db = torch.zeros(v, dtype=torch.float32, device=w.device) if needs[2] else None
     if t == 0:
         return dh, None if dw is None else dw.zero_(), db
-    tile = tile_for(h, w, stats=False)
+    tile = tile_for(h, w, spec, kernels.GRADIENT)
     pieces = slabs(t, SLAB_NUMBERS // max(k, 1))
     longest = pieces[0][1]
     size = h.element_size()

@@ -195,6 +195,13 @@ def _with_overlap(tile: Tile, m: int, n: int, k: int) -> Tile:
     return replace(tile, overlap=1 if fits or k <= 1024 else 2)
 
 
+def for_chains(tile: Tile) -> Tile:
+    """`tile` as sums in chains take it: one accumulator, and registers for what is put aside."""
+    if tile.m * tile.n > 64 * 32 * tile.warps:
+        return SAFE
+    return replace(tile, n2=0, tail=0, apart=False, flatten=False)
+
+
 @functools.lru_cache(maxsize=4096)
 def tile_for(m: int, n: int, k: int, dtype: torch.dtype, trusted: bool = True) -> Tile:
     """The tile for an [m, n] output over k. The choice changes the time and never the bits."""
