@@ -2,8 +2,9 @@
 
     y[..., n] = round( sum_k x[..., k] * weight[n, k]  + bias[n] )        fp32, then out_dtype
 
-Reduction order: `gemm.py`; K from front to back in one fp32 accumulator (triton), or exactly
-(torch). A row of y is a function of that row of x, of weight and of bias.
+Reduction order: `gemm.py`; K from front to back in one fp32 accumulator, in the chains of
+`chains.py` where 16-bit operands have an fp32 y (triton), or exactly (torch). A row of y is a
+function of that row of x, of weight and of bias.
 
 Gradients, each one product with fp32 accumulation, rounded once to the input's dtype:
     dx[..., k] = sum_n dy[..., n] weight[n, k]     n from front to back: a row depends on its row
