@@ -30,7 +30,8 @@ def warm_up(device: torch.device | str) -> bool:
     """
     from rlk_kernels.cornerstone import holds
 
-    return holds(torch.empty(0, device=device).device)
+    device = torch.empty(0, device=device).device
+    return all([holds(device), holds(device, chained=True)])
 
 
 __all__ = [

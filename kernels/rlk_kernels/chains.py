@@ -9,9 +9,9 @@ next chain goes on with the rest, which is small:
     s = aside + rest                      rounded to nearest, once a chain
     aside = s, its lower 16 bits cleared;  rest = s - aside                    both exact
 
-and the result is aside + rest. What is put aside has 16 bits, so two numbers share a register. The
-chains follow from K alone: nothing about the batch or the tile can reach them. A sum that overflows
-between two chains is NaN.
+and the result is aside + rest. What is put aside has 16 bits, so two numbers can share a register
+(`hopper.put_aside`). The chains follow from K alone: nothing about the batch or the tile can reach
+them. A sum that is infinite where a chain ends is NaN.
 
 K = length of the sum
 """
@@ -23,12 +23,13 @@ import triton.language as tl
 LONGEST = 768
 """Products of a chain at most; the last one may have STEP more."""
 STEP = 256
-"""Chains have multiples of it, which every tile's step of K divides."""
+"""Chains have multiples of it, which every tile's step of K divides, and the last one has more than
+that: more than four steps of 64, as the kernel for Hopper needs (`hopper.ends`)."""
 
 
 def chains(k: int, dtype: torch.dtype, out_dtype: torch.dtype) -> tuple[int, int]:
     """(length of a chain, where the last one begins), or (0, 0) where the sum is one chain."""
-    if out_dtype != torch.float32 or dtype.itemsize != 2 or k <= LONGEST:
+    if out_dtype.itemsize < 4 or dtype.itemsize != 2 or k <= LONGEST:
         return 0, 0
     length = triton.cdiv(triton.cdiv(k, STEP), triton.cdiv(k, LONGEST)) * STEP
     return length, (k - STEP - 1) // length * length

@@ -244,12 +244,12 @@ def gemm_triton(
     k = a.shape[0] if trans_a else a.shape[1]
     if m == 0 or n == 0:
         return out
+    chain, last = chains(k, a.dtype, out.dtype)
     if tile is None:
         from rlk_kernels.cornerstone import holds  # the check itself runs this function
 
-        trusted = a.dtype == torch.float32 or interpreting() or holds(a.device)
+        trusted = a.dtype == torch.float32 or interpreting() or holds(a.device, chain > 0)
         tile = tile_for(m, n, k, a.dtype, trusted)
-    chain, last = chains(k, a.dtype, out.dtype)
     if chain:
         tile = for_chains(tile)
     half = a.element_size() == 2

@@ -1,8 +1,9 @@
 """The product of `gemm.py` for one wave of tiles on Hopper: its order and bits, another schedule.
 
 A warp copies A and B (TMA) as fast as buffers come free; each group of four warps multiplies 64
-rows of the tile and waits for nobody but that warp. K from front to back into one fp32 accumulator,
-as everywhere. Only A @ B^T, as `linear` has it. Written in Gluon, which ships with Triton.
+rows of the tile and waits for nobody but that warp. K from front to back into one fp32 accumulator:
+sums of one chain (`chains.py`). Only A @ B^T, as `linear` has it. Written in Gluon, which ships
+with Triton.
 """
 
 import triton

@@ -162,8 +162,13 @@ def products_of_halves(
     TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, B_ROWS: gl.constexpr, B_COLUMNS: gl.constexpr,
     SIDE: gl.constexpr,
 ):  # fmt: skip
-    """The rest of `steps` products of the left and of the right columns, both begun: the left half
-    is whole then, the last ENDS steps of the right one are on their way, and `stage` is theirs."""
+    """The rest of `steps` > 2 ENDS products of the left and of the right columns, both begun: the
+    left half is whole then, the last ENDS steps of the right one are on their way, and `stage` is
+    theirs.
+
+    A wait for all but what is on its way waits for nothing: it tells the compiler that sums which
+    it takes to be read are left alone, or it would wait itself, for everything.
+    """
     before = stage
     stage, phase = after(stage, phase, ENDS)
     left, right = _both_begun(

@@ -1,11 +1,11 @@
 """The tile kernels of `linear_logp_kernels.py` for Hopper: their bits, another schedule.
 
 A warp copies h and w (TMA) as fast as buffers come free, on into the next tile; two groups of four
-warps multiply 64 rows of the tile each, K from front to back into one fp32 accumulator an element,
-waiting for nobody but that warp. The left half of a tile's columns is ahead of the right one, at
-both ends of K (`hopper.ends`) and of each chain (`chains.py`): what is done with the sums of the
-left half runs beside the last products of the right one, what is done with those of the right half
-beside the first products of the next tile or chain. Written in Gluon, which ships with Triton.
+warps multiply 64 rows of the tile each, K from front to back in fp32 accumulators, waiting for
+nobody but that warp. The left half of a tile's columns is ahead of the right one, at both ends of K
+(`hopper.ends`) and of each chain (`chains.py`): what is done with the sums of the left half runs
+beside the last products of the right one, what is done with those of the right half beside the
+first products of the next tile or chain. Written in Gluon, which ships with Triton.
 """
 
 import triton
@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from rlk_kernels.chains import STEP
 from rlk_kernels.gemm import _tile_position
 from rlk_kernels.hopper import (
     DEPTH,
@@ -375,6 +376,7 @@ def hopper_tiles(
 ) -> None:  # fmt: skip
     """`linear_logp_triton.run_tiles`; V is a multiple of 128 where leaves are made."""
     t, v, k = h.shape[0], w.shape[0], h.shape[1]
+    assert not chain or 4 * tile.k <= STEP  # `products_of_halves` of every chain
     runs = flags[0].value != GRADIENT.value
     tiles = triton.cdiv(t, tile.m) * triton.cdiv(v, tile.n)
     _tiles_hopper_kernel[(min(tiles, processors),)](

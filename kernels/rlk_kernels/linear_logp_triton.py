@@ -101,10 +101,10 @@ def tile_for(h: Tensor, w: Tensor, spec: Spec, mode: tl.constexpr) -> Tile:
         return FLOAT32_TILE
     if not _trusted(h) or not _uses_tma(h, w):
         return SAFE_TILE
-    ragged = w.shape[0] % 128 != 0 and mode.value != kernels.GRADIENT.value
-    if ragged and chains(h.shape[1], h.dtype, spec.logit_dtype)[0]:
+    tile = STATS_TILE if mode.value == kernels.STATS.value else STORE_TILE
+    if chains(h.shape[1], h.dtype, spec.logit_dtype)[0] and not _apart(h, w, tile, mode, None):
         return SAFE_TILE  # has registers for what is put aside
-    return STATS_TILE if mode.value == kernels.STATS.value else STORE_TILE
+    return tile
 
 
 def _runs(w: Tensor, tile: Tile) -> TensorDescriptor:

@@ -19,6 +19,10 @@ def test_chains_follow_from_k(k):
     assert chains.STEP < k - last <= length + chains.STEP
 
 
+def test_wider_outputs_have_the_same_sums():
+    assert chains.chains(4096, HALF, torch.float64) == chains.chains(4096, HALF, torch.float32)
+
+
 def test_other_sums_are_one_chain():
     assert chains.chains(768, HALF, torch.float32) == (0, 0)
     assert chains.chains(4096, HALF, HALF) == (0, 0)

@@ -59,24 +59,28 @@ def test_a_tail_begins_where_the_full_waves_end():
 
 
 def test_where_all_tiles_agree_they_are_trusted(monkeypatch):
-    monkeypatch.setattr(cornerstone, "tile_bits", lambda tile, dtype, device: torch.ones(2))
+    monkeypatch.setattr(cornerstone, "tile_bits", lambda *_, chained: torch.ones(2))
     assert cornerstone.holds(CPU)
+    assert cornerstone.holds(CPU, chained=True)
 
 
 def test_one_tile_that_differs_is_noticed_and_said(monkeypatch):
     odd = tiles.tiles_in_use()[3]
 
-    def bits(tile, dtype, device):
-        return torch.ones(2) + (1e-7 if tile == odd and dtype == torch.float16 else 0)
+    def bits(tile, dtype, device, chained):
+        return torch.ones(2) + (1e-7 if tile == odd and dtype == torch.float16 and chained else 0)
 
     monkeypatch.setattr(cornerstone, "tile_bits", bits)
-    assert cornerstone.disagreements(CPU) == [(odd, torch.float16)]
+    assert cornerstone.disagreements(CPU, chained=True) == [(odd, torch.float16)]
+    assert cornerstone.holds(CPU)
     with pytest.warns(cornerstone.TilesDiffer, match="one|every M"):
-        assert not cornerstone.holds(CPU)
+        assert not cornerstone.holds(CPU, chained=True)
 
 
 def test_nan_bits_never_count_as_agreement(monkeypatch):
     monkeypatch.setattr(
-        cornerstone, "tile_bits", lambda tile, dtype, device: torch.full((2,), float("nan"))
+        cornerstone,
+        "tile_bits",
+        lambda *_, chained: torch.full((2,), float("nan")),
     )
     assert cornerstone.disagreements(CPU)

@@ -1,5 +1,7 @@
 """On a GPU: errors, batch invariance and gradients of the operators with independent rows."""
 
+import functools
+
 import pytest
 import rlk_kernels as rk
 import torch
@@ -12,19 +14,20 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 GRADIENTS = ["linear", "rms_norm", "rope", "rope_interleaved", "swiglu", "embedding", "logp"]
 
 
+@pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES[:2])
-def test_cornerstone_every_tile_gives_the_same_fp32_bits(dtype, monkeypatch):
-    expected = cornerstone.tile_bits(tiles.SAFE, dtype, torch.device(DEVICE))
+def test_cornerstone_every_tile_gives_the_same_fp32_bits(dtype, chained, monkeypatch):
+    bits = functools.partial(cornerstone.tile_bits, device=torch.device(DEVICE), chained=chained)
+    expected = bits(tiles.SAFE, dtype)
     assert expected.isfinite().all()
     for tile in tiles.tiles_in_use():
-        assert torch.equal(cornerstone.tile_bits(tile, dtype, torch.device(DEVICE)), expected), tile
+        assert torch.equal(bits(tile, dtype), expected), tile
         if tile.apart:  # where Gluon is another, the tile runs in the other kernel
             with monkeypatch.context() as patch:
                 patch.setattr(gemm, "_runs_apart", lambda device: False)
-                got = cornerstone.tile_bits(tile, dtype, torch.device(DEVICE))
+                got = bits(tile, dtype)
             assert torch.equal(got, expected), tile
-    by_pointers = cornerstone.tile_bits(tiles.SAFE, dtype, torch.device(DEVICE), pointers=True)
-    assert torch.equal(by_pointers, expected)
+    assert torch.equal(bits(tiles.SAFE, dtype, pointers=True), expected)
 
 
 def test_every_tile_runs_on_wgmma():
@@ -126,7 +129,8 @@ def test_kernels_that_start_before_their_predecessor_ends_wait_for_its_memory():
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 def test_measured_tiles_give_the_bits_of_the_one_safe_tile_with_bias_too(out_dtype, monkeypatch):
-    """The tiles of `_MEASURED` at their own sizes: full waves, tails, several tiles a program."""
+    """The tiles of `_MEASURED` at their own sizes: full waves, tails, several tiles a program.
+    In one chain, as their 16-bit outputs have it: fp32 shows the sums before they are rounded."""
     monkeypatch.setattr(chains, "LONGEST", 1 << 30)
     for first, last, n, k, tile in tiles._MEASURED:
         if not (tile.apart or tile.tail):
