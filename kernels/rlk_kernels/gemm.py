@@ -218,6 +218,16 @@ def _runs_apart(device: torch.device) -> bool:
     return on_hopper and triton.__version__.startswith("3.6.")
 
 
+def _fills_hopper(a: Tensor, b: Tensor, out: Tensor) -> bool:
+    """Whether sums in chains are those of `linear_logp_hopper.py`: many tiles of 128 x 256."""
+    (m, n), device = out.shape, a.device
+    if not (a.element_size() == 2 and _has_tma(device) and _runs_apart(device) and m > 64):
+        return False
+    many = 2 * triton.cdiv(m, 128) * triton.cdiv(n, 256) >= _processors(device)
+    plain = out.dtype == torch.float32 and out.is_contiguous()
+    return many and plain and _tma_can_read(a) and _tma_can_read(b)
+
+
 def _tma_can_read(x: Tensor) -> bool:
     row_bytes = x.stride(0) * x.element_size()
     return (
@@ -250,6 +260,11 @@ def gemm_triton(
 
         trusted = a.dtype == torch.float32 or interpreting() or holds(a.device, chain > 0)
         tile = tile_for(m, n, k, a.dtype, trusted)
+        if chain and trusted and not trans_a and trans_b and _fills_hopper(a, b, out):
+            from rlk_kernels.linear_logp_hopper import chained_sums
+
+            chained_sums(a, b, bias, out, chain, last, _processors(a.device))
+            return out
     if chain:
         tile = for_chains(tile)
     half = a.element_size() == 2

@@ -41,6 +41,7 @@ from rlk_kernels.hopper import (
 from rlk_kernels.linear_logp_kernels import (
     GRADIENT,
     KEEP,
+    LOGITS,
     STATS,
     _column,
     _final_logits,
@@ -58,6 +59,8 @@ from rlk_kernels.lse_tree import (
     merge_neighbours,
 )
 from rlk_kernels.tiles import Tile
+
+LOGITS_TILE = Tile(128, 256, 64, 8, 4, group=16, apart=True)
 
 
 @gluon.jit
@@ -115,7 +118,7 @@ def _in_order(z, RUNS: gl.constexpr):
 def _inside(n, col, V):
     """Which of n[ROWS, leaves] are leaves of the vocabulary."""
     places = gl.arange(0, n.shape[1], gl.SliceLayout(0, n.type.layout))
-    return gl.expand_dims(col // LEAF_COLUMNS + places < V // LEAF_COLUMNS, 0)
+    return gl.expand_dims(col // LEAF_COLUMNS + places < gl.cdiv(V, LEAF_COLUMNS), 0)
 
 
 @gluon.jit
@@ -132,11 +135,11 @@ def _leaves(z, col, V, ENTROPY: gl.constexpr, PARTIAL: gl.constexpr):
 
 @gluon.jit
 def _half(
-    acc, out_desc, out_smem, bias_ptr, n_ptr, s_ptr, a_ptr, b_ptr, row, col, T, V, cap, inverse_cap,
+    acc, out, out_smem, bias_ptr, n_ptr, s_ptr, a_ptr, b_ptr, row, col, T, V, cap, inverse_cap,
     scale, inverse, inverse_top,
     MODE: gl.constexpr, HAS_BIAS: gl.constexpr, LOGIT: gl.constexpr, SOFTCAP: gl.constexpr,
-    SCALED: gl.constexpr, ENTROPY: gl.constexpr, PARTIAL: gl.constexpr, LEVELS: gl.constexpr,
-    RUNS: gl.constexpr, OF_ROW: gl.constexpr,
+    SCALED: gl.constexpr, ENTROPY: gl.constexpr, PARTIAL: gl.constexpr, RAGGED: gl.constexpr,
+    LEVELS: gl.constexpr, RUNS: gl.constexpr, OF_ROW: gl.constexpr,
 ):  # fmt: skip
     """What MODE does with the sums of half a tile, its columns from `col`: (n, s, u)[ROWS]."""
     layout: gl.constexpr = acc.type.layout
@@ -153,9 +156,16 @@ def _half(
     u = n
     if MODE == GRADIENT:
         d = tile_gradient(z, rows, T, n_ptr, s_ptr, a_ptr, b_ptr, inverse_top, ENTROPY, SOFTCAP)
-        store_piece(d, out_desc, out_smem, row, col)
+        store_piece(d, out, out_smem, row, col)
+    elif MODE == LOGITS:
+        cols = col + gl.arange(0, C, gl.SliceLayout(0, layout))
+        at = out + gl.expand_dims(rows.to(gl.int64) * V, 1) + gl.expand_dims(cols, 0)
+        gl.store(at, z, mask=gl.expand_dims(rows < T, 1) & gl.expand_dims(cols < V, 0))
     else:
         z = _in_order(z, RUNS)
+        if RAGGED:
+            cols = col + gl.arange(0, C, gl.SliceLayout(0, z.type.layout))
+            z = gl.where(gl.expand_dims(cols < V, 0), z, float("-inf"))
         leaf_n, leaf_s, leaf_u, e = _leaves(z, col, V, ENTROPY, PARTIAL)
         n, s, u = merge_neighbours(
             leaf_n, leaf_s, leaf_u, ROWS, leaf_n.shape[1], LEVELS, ENTROPY
@@ -165,13 +175,13 @@ def _half(
         u = _of_rows(u, OF_ROW)
         if MODE == KEEP:
             target = gl.load(a_ptr + rows, mask=rows < T, other=0.0)
-            base = reference(n, target, out_desc.dtype == gl.float16)
+            base = reference(n, target, out.dtype == gl.float16)
             base = gl.convert_layout(base, gl.SliceLayout(1, leaf_n.type.layout))
             f = _pow2(leaf_n - gl.expand_dims(base, 1))
             e = gl.reshape(e * gl.expand_dims(f, 2), (ROWS, C))
             if SOFTCAP:
                 e = e * _slope(z, inverse_top)
-            store_piece(e, out_desc, out_smem, row, col)
+            store_piece(e, out, out_smem, row, col)
     return n, s, u
 
 
@@ -189,18 +199,18 @@ def _store_stats(
 
 @gluon.jit
 def _end(
-    n, s, u, right, out_desc, out_smem, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr, row, col, T,
+    n, s, u, right, out, out_smem, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr, row, col, T,
     V, cap, inverse_cap, scale, inverse, inverse_top,
     MODE: gl.constexpr, HAS_BIAS: gl.constexpr, LOGIT: gl.constexpr, SOFTCAP: gl.constexpr,
-    SCALED: gl.constexpr, ENTROPY: gl.constexpr, PARTIAL: gl.constexpr, LEVELS: gl.constexpr,
-    RUNS: gl.constexpr, OF_ROW: gl.constexpr,
+    SCALED: gl.constexpr, ENTROPY: gl.constexpr, PARTIAL: gl.constexpr, RAGGED: gl.constexpr,
+    LEVELS: gl.constexpr, RUNS: gl.constexpr, OF_ROW: gl.constexpr,
 ):  # fmt: skip
     """The right half of the tile from (row, col), whose left half gave (n, s, u)."""
     C: gl.constexpr = right.shape[1]
     n1, s1, u1 = _half(
-        right, out_desc, out_smem, bias_ptr, n_ptr, s_ptr, a_ptr, b_ptr, row, col + C, T, V, cap,
+        right, out, out_smem, bias_ptr, n_ptr, s_ptr, a_ptr, b_ptr, row, col + C, T, V, cap,
         inverse_cap, scale, inverse, inverse_top, MODE, HAS_BIAS, LOGIT, SOFTCAP, SCALED, ENTROPY,
-        PARTIAL, LEVELS, RUNS, OF_ROW,
+        PARTIAL, RAGGED, LEVELS, RUNS, OF_ROW,
     )  # fmt: skip
     if MODE == KEEP:
         _store_stats(n, s, u, n_ptr, s_ptr, u_ptr, col // C, row, T, ENTROPY, OF_ROW)
@@ -245,12 +255,12 @@ def _chain(
 
 @gluon.jit
 def _multiply(
-    out_desc, h_smem, w_smem, out_smem, full, empty, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr,
+    out, h_smem, w_smem, out_smem, full, empty, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr,
     T, V, K, chains, chain_steps, cap, inverse_cap, scale, inverse, inverse_top,
     MODE: gl.constexpr, HAS_BIAS: gl.constexpr, LOGIT: gl.constexpr, SOFTCAP: gl.constexpr,
-    SCALED: gl.constexpr, ENTROPY: gl.constexpr, PARTIAL: gl.constexpr, BN: gl.constexpr,
-    BK: gl.constexpr, LEVELS: gl.constexpr, GROUP: gl.constexpr, RUNS: gl.constexpr,
-    ENDS: gl.constexpr, CHAINED: gl.constexpr, SIDE: gl.constexpr,
+    SCALED: gl.constexpr, ENTROPY: gl.constexpr, PARTIAL: gl.constexpr, RAGGED: gl.constexpr,
+    BN: gl.constexpr, BK: gl.constexpr, LEVELS: gl.constexpr, GROUP: gl.constexpr,
+    RUNS: gl.constexpr, ENDS: gl.constexpr, CHAINED: gl.constexpr, SIDE: gl.constexpr,
 ):  # fmt: skip
     """Four warps: 64 rows of every tile of this program."""
     C: gl.constexpr = BN // 2
@@ -274,9 +284,9 @@ def _multiply(
             phase, 0, 0, False, ENDS, False, True, BN, BK, SIDE,
         )  # fmt: skip
         _end(
-            n, s, u, whole(right, right_aside, CHAINED), out_desc, out_smem, bias_ptr, n_ptr, s_ptr,
+            n, s, u, whole(right, right_aside, CHAINED), out, out_smem, bias_ptr, n_ptr, s_ptr,
             u_ptr, a_ptr, b_ptr, row, col, T, V, cap, inverse_cap, scale, inverse, inverse_top,
-            MODE, HAS_BIAS, LOGIT, SOFTCAP, SCALED, ENTROPY, PARTIAL, LEVELS, RUNS, of_row,
+            MODE, HAS_BIAS, LOGIT, SOFTCAP, SCALED, ENTROPY, PARTIAL, RAGGED, LEVELS, RUNS, of_row,
         )  # fmt: skip
         tile_m, tile_n = _tile_position(tile, T, V, 2 * ROWS, BN, GROUP)
         row = (2 * tile_m + SIDE) * ROWS
@@ -301,57 +311,57 @@ def _multiply(
             steps - (chains - 1) * chain_steps, ENDS, False, True, BN, BK, SIDE,
         )  # fmt: skip
         n, s, u = _half(
-            whole(left, left_aside, CHAINED), out_desc, out_smem, bias_ptr, n_ptr, s_ptr, a_ptr,
+            whole(left, left_aside, CHAINED), out, out_smem, bias_ptr, n_ptr, s_ptr, a_ptr,
             b_ptr, row, col, T, V, cap, inverse_cap, scale, inverse, inverse_top, MODE, HAS_BIAS,
-            LOGIT, SOFTCAP, SCALED, ENTROPY, PARTIAL, LEVELS, RUNS, of_row,
+            LOGIT, SOFTCAP, SCALED, ENTROPY, PARTIAL, RAGGED, LEVELS, RUNS, of_row,
         )  # fmt: skip
         # n, s and u too, or the compiler would wait before it makes them
         right, n, s, u = warpgroup_mma_wait(0, [right, n, s, u])
         free(empty, stage, ENDS)
         stage, phase = after(stage, phase, ENDS)
     _end(
-        n, s, u, whole(right, right_aside, CHAINED), out_desc, out_smem, bias_ptr, n_ptr, s_ptr,
+        n, s, u, whole(right, right_aside, CHAINED), out, out_smem, bias_ptr, n_ptr, s_ptr,
         u_ptr, a_ptr, b_ptr, row, col, T, V, cap, inverse_cap, scale, inverse, inverse_top, MODE,
-        HAS_BIAS, LOGIT, SOFTCAP, SCALED, ENTROPY, PARTIAL, LEVELS, RUNS, of_row,
+        HAS_BIAS, LOGIT, SOFTCAP, SCALED, ENTROPY, PARTIAL, RAGGED, LEVELS, RUNS, of_row,
     )  # fmt: skip
-    if MODE != STATS:
+    if (MODE == KEEP) | (MODE == GRADIENT):
         tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["T"])
 def _tiles_hopper_kernel(
-    h_desc, w_desc, out_desc, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr, T, V, K,
+    h_desc, w_desc, out, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr, T, V, K,
     chains, chain_steps, cap, inverse_cap, scale, inverse, inverse_top,
     MODE: gl.constexpr, HAS_BIAS: gl.constexpr, LOGIT: gl.constexpr, SOFTCAP: gl.constexpr,
-    SCALED: gl.constexpr, ENTROPY: gl.constexpr, PARTIAL: gl.constexpr, BN: gl.constexpr,
-    BK: gl.constexpr, LEVELS: gl.constexpr, GROUP: gl.constexpr, RUNS: gl.constexpr,
-    ENDS: gl.constexpr, CHAINED: gl.constexpr,
+    SCALED: gl.constexpr, ENTROPY: gl.constexpr, PARTIAL: gl.constexpr, RAGGED: gl.constexpr,
+    BN: gl.constexpr, BK: gl.constexpr, LEVELS: gl.constexpr, GROUP: gl.constexpr,
+    RUNS: gl.constexpr, ENDS: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = h_desc.dtype
     h_smem = gl.allocate_shared_memory(dtype, [2 * DEPTH, ROWS, BK], h_desc.layout)
     w_box: gl.constexpr = [DEPTH] + w_desc.block_type.shape  # noqa: RUF005 (Gluon has no stars)
     w_smem = gl.allocate_shared_memory(dtype, w_box, w_desc.layout)
-    if MODE == STATS:
+    if (MODE == STATS) | (MODE == LOGITS):
         out_smem = h_smem  # never used
     else:
-        out_smem = gl.allocate_shared_memory(dtype, [2, ROWS, BN // 2], out_desc.layout)
+        out_smem = gl.allocate_shared_memory(dtype, [2, ROWS, BN // 2], out.layout)
     full, empty = barriers(DEPTH, 2)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_multiply, (
-                out_desc, h_smem, w_smem, out_smem.index(0), full, empty, bias_ptr, n_ptr, s_ptr,
+                out, h_smem, w_smem, out_smem.index(0), full, empty, bias_ptr, n_ptr, s_ptr,
                 u_ptr, a_ptr, b_ptr, T, V, K, chains, chain_steps, cap, inverse_cap, scale, inverse,
                 inverse_top,
-                MODE, HAS_BIAS, LOGIT, SOFTCAP, SCALED, ENTROPY, PARTIAL, BN, BK, LEVELS, GROUP,
-                RUNS, ENDS, CHAINED, 0,
+                MODE, HAS_BIAS, LOGIT, SOFTCAP, SCALED, ENTROPY, PARTIAL, RAGGED, BN, BK, LEVELS,
+                GROUP, RUNS, ENDS, CHAINED, 0,
             )),
             (_multiply, (
-                out_desc, h_smem, w_smem, out_smem.index(1), full, empty, bias_ptr, n_ptr, s_ptr,
+                out, h_smem, w_smem, out_smem.index(1), full, empty, bias_ptr, n_ptr, s_ptr,
                 u_ptr, a_ptr, b_ptr, T, V, K, chains, chain_steps, cap, inverse_cap, scale, inverse,
                 inverse_top,
-                MODE, HAS_BIAS, LOGIT, SOFTCAP, SCALED, ENTROPY, PARTIAL, BN, BK, LEVELS, GROUP,
-                RUNS, ENDS, CHAINED, 1,
+                MODE, HAS_BIAS, LOGIT, SOFTCAP, SCALED, ENTROPY, PARTIAL, RAGGED, BN, BK, LEVELS,
+                GROUP, RUNS, ENDS, CHAINED, 1,
             )),
             (_copy_operands, (
                 h_desc, w_desc, h_smem, w_smem, full, empty, T, V, K, BN, BK, GROUP, RUNS,
@@ -370,20 +380,35 @@ def _runs(w: Tensor, box: list[int]) -> TensorDescriptor:
 
 
 def hopper_tiles(
-    h: Tensor, w: Tensor, bias: Tensor | None, n: Tensor, s: Tensor, u: Tensor | None,
+    h: Tensor, w: Tensor, bias: Tensor | None, n: Tensor | None, s: Tensor | None, u: Tensor | None,
     a: Tensor | None, b: Tensor | None, out: Tensor | None, numbers: tuple, flags: tuple,
     chain: int, last: int, tile: Tile, processors: int,
 ) -> None:  # fmt: skip
-    """`linear_logp_triton.run_tiles`; V is a multiple of 128 where leaves are made."""
+    """`linear_logp_triton.run_tiles`; LOGITS: into out[T, V], contiguous fp32."""
     t, v, k = h.shape[0], w.shape[0], h.shape[1]
     assert not chain or 4 * tile.k <= STEP  # `products_of_halves` of every chain
-    runs = flags[0].value != GRADIENT.value
+    mode = flags[0].value
+    leaves = mode in (STATS.value, KEEP.value)
+    runs = leaves and v % 128 == 0
+    stored = out
+    if mode in (KEEP.value, GRADIENT.value):
+        stored = described(out, [ROWS.value, tile.n // 2])
     tiles = triton.cdiv(t, tile.m) * triton.cdiv(v, tile.n)
     _tiles_hopper_kernel[(min(tiles, processors),)](
         described(h, [ROWS.value, tile.k]), (_runs if runs else described)(w, [tile.n, tile.k]),
-        None if out is None else described(out, [ROWS.value, tile.n // 2]),
-        bias, n, s, u, a, b, t, v, k, last // (chain or k) + 1, (chain or k) // tile.k,
-        *numbers, *flags, v % tile.n != 0,
+        stored, bias, n, s, u, a, b, t, v, k, last // (chain or k) + 1, (chain or k) // tile.k,
+        *numbers, *flags, leaves and v % tile.n != 0, leaves and v % LEAF != 0,
         tile.n, tile.k, levels(tile.n // 2 // LEAF), tile.group, runs,
         ends(k, tile.k), chain > 0, num_warps=4, maxnreg=168,
+    )  # fmt: skip
+
+
+def chained_sums(
+    a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, chain: int, last: int, processors: int
+) -> None:
+    """out[M, N] = a[M, K] @ b[N, K]^T (+ bias[N]) in the chains of fp32 sums."""
+    flags = (LOGITS, bias is not None, gl.float32, False, False, False)
+    hopper_tiles(
+        a, b, bias, None, None, None, None, None, out, (0.0, 0.0, 1.0, 1.0, 0.0), flags, chain,
+        last, LOGITS_TILE, processors,
     )  # fmt: skip

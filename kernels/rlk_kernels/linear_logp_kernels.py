@@ -5,6 +5,7 @@ is done with a tile of logits while it is in registers:
     STATS     (n, s, u) of the tile's columns, one node of the tree in `lse_tree.py`, a row
     KEEP      STATS, and exp(z - log(2) r) times dz/d(logit), r of `reference`, the operands' dtype
     GRADIENT  dlogits[v] = p[v] (a + b log2 p[v]) dz/d(logit), at the operands' dtype
+    LOGITS    the logits themselves, for `linear` (`linear_logp_hopper.chained_sums` alone)
 RUNS: the rows of the weight are read in an order that gives each thread whole leaves. In the
 accumulator a thread holds columns 2q, 2q + 1 of every 8 (q = its place in a group of four); the
 tensor map puts column 32 q + 2 b + p of every 128 at 8 b + 2 q + p, so these are 32 neighbours. No
@@ -32,7 +33,7 @@ from rlk_kernels.lse_tree import (
     scaled,
 )
 
-STATS, KEEP, GRADIENT = (tl.constexpr(mode) for mode in range(3))
+STATS, KEEP, GRADIENT, LOGITS = (tl.constexpr(mode) for mode in range(4))
 NEAR = tl.constexpr(60.0)
 """Powers of two that KEEP's exponentials may be off the largest of their row."""
 

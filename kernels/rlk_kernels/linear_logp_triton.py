@@ -102,7 +102,7 @@ def tile_for(h: Tensor, w: Tensor, spec: Spec, mode: tl.constexpr) -> Tile:
     if not _trusted(h) or not _uses_tma(h, w):
         return SAFE_TILE
     tile = STATS_TILE if mode.value == kernels.STATS.value else STORE_TILE
-    if chains(h.shape[1], h.dtype, spec.logit_dtype)[0] and not _apart(h, w, tile, mode, None):
+    if chains(h.shape[1], h.dtype, spec.logit_dtype)[0] and not _apart(h, w, tile, None):
         return SAFE_TILE  # has registers for what is put aside
     return tile
 
@@ -114,16 +114,15 @@ def _runs(w: Tensor, tile: Tile) -> TensorDescriptor:
     return TensorDescriptor(w, shape, strides, [tile.n // 128, 16, 4, 2, tile.k])
 
 
-def _apart(h: Tensor, w: Tensor, tile: Tile, mode: tl.constexpr, out: Tensor | None) -> bool:
+def _apart(h: Tensor, w: Tensor, tile: Tile, out: Tensor | None) -> bool:
     """Whether the kernel of `linear_logp_hopper.py` runs."""
-    whole = mode.value == kernels.GRADIENT.value or w.shape[0] % 128 == 0
     stored = out is None or _tma_can_read(out)
-    return tile.apart and whole and stored and _uses_tma(h, w) and _runs_apart(h.device)
+    return tile.apart and stored and _uses_tma(h, w) and _runs_apart(h.device)
 
 
 def kept_columns(h: Tensor, w: Tensor, out: Tensor, tile: Tile) -> int:
     """Columns of a node that KEEP leaves: a tile's, or half a tile's."""
-    return tile.n // 2 if _apart(h, w, tile, kernels.KEEP, out) else tile.n
+    return tile.n // 2 if _apart(h, w, tile, out) else tile.n
 
 
 def run_tiles(
@@ -143,7 +142,7 @@ def run_tiles(
     flags = (mode, bias is not None, logit, softcap, scaled, entropy)
     chain, last = chains(k, h.dtype, spec.logit_dtype)
     tiles = triton.cdiv(t, tile.m) * triton.cdiv(v, tile.n)
-    if _apart(h, w, tile, mode, out):
+    if _apart(h, w, tile, out):
         from rlk_kernels.linear_logp_hopper import hopper_tiles
 
         hopper_tiles(

@@ -198,7 +198,7 @@ def _with_overlap(tile: Tile, m: int, n: int, k: int) -> Tile:
 def for_chains(tile: Tile) -> Tile:
     """`tile` as sums in chains take it: one accumulator, and registers for what is put aside."""
     if tile.m * tile.n > 64 * 32 * tile.warps:
-        return SAFE
+        return replace(SAFE, stages=5)
     return replace(tile, n2=0, tail=0, apart=False, flatten=False)
 
 

@@ -71,6 +71,7 @@ def test_the_bits_of_logp_of_linear(dtype, logit_dtype):
     """Vocabularies in runs of 128, ragged, smaller than a tile; with and without TMA."""
     one_chain = ((300, 512, 4096 + 128), (257, 512, 5003), (33, 40, 18992), (1, 72, 96))
     several = ((300, 1600, 4096 + 128), (257, 1001, 5003), (33, 2048, 512), (700, 832, 1000))
+    several += ((257, 1600, 5003), (300, 1024, 32000 + 16), (1000, 776, 33001))
     for t, h, v in one_chain + several:
         c = case(t, h, v, dtype, "cuda", "peaked", bias=v > 4096 and v < 6000)
         assert equals_logp_of_linear(c, "triton", logit_dtype, 0.7), (t, h, v)
@@ -86,7 +87,9 @@ def test_the_bits_of_logp_of_linear_at_full_size(t, h, v):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("h", "v"), [(512, 4096 + 128), (512, 5003), (1600, 2048 + 128)])
+@pytest.mark.parametrize(
+    ("h", "v"), [(512, 4096 + 128), (512, 5003), (1600, 2048 + 128), (1600, 5003)]
+)
 def test_a_row_does_not_depend_on_its_batch(h, v, dtype):
     c = case(1000, h, v, dtype, "cuda")
     parts = [slice(f, f + m) for m in (1, 17, 64, 129, 512) for f in (0, 333, 1000 - m)]

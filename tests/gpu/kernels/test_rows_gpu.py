@@ -30,6 +30,21 @@ def test_cornerstone_every_tile_gives_the_same_fp32_bits(dtype, chained, monkeyp
     assert torch.equal(bits(tiles.SAFE, dtype, pointers=True), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_many_tiles_in_chains_have_the_bits_of_one_tile(dtype):
+    for m, n, k in ((65, 33000, 1600), (1000, 5003, 776), (4096, 4096, 4096), (300, 20001, 1032)):
+        x, w, bias = (
+            rand(*shape, dtype=dtype, device=DEVICE, seed=i)
+            for i, shape in enumerate([(m, k), (n, k), (n,)])
+        )
+        out = torch.empty(m, n, device=DEVICE, dtype=torch.float32)
+        assert gemm._fills_hopper(x, w, out)
+        got = rk.linear(x, w, bias, out_dtype=torch.float32)
+        gemm.gemm_triton(x, w, bias, False, True, out, tile=tiles.SAFE)
+        assert torch.equal(got, out), (m, n, k)
+    assert not gemm._fills_hopper(x[:64], w, out[:64])
+
+
 def test_every_tile_runs_on_wgmma():
     for tile in tiles.tiles_in_use():
         cornerstone.tile_bits(tile, torch.bfloat16, torch.device(DEVICE))
