@@ -119,8 +119,9 @@ def begun(
 ):  # fmt: skip
     """(half, other): STEPS products more of one half of the columns begun. Once the first of them
     has begun, all that was begun before is through: `other` is whole, and the buffers of the PASSED
-    steps from `before` are free. What is done with `other` next runs beside the rest of them: the
-    warps issue the one between the other, as a product is issued when the one before is through.
+    steps from `before` are free. What is done with `other` next runs beside the rest of them, for
+    its instructions go between theirs. Behind them they would come too late: a warp goes on from a
+    product only when the tensor core is about to take it (as timed on an H200).
     """
     N: gl.constexpr = (B_ROWS if TRANS_B else B_COLUMNS) // 2
     for step in gl.static_range(STEPS):
