@@ -10,7 +10,7 @@ next chain goes on with the rest, which is small:
     aside = s, its lower 16 bits cleared;  rest = s - aside                    both exact
 
 and the result is aside + rest. What is put aside has 16 bits, so two numbers can share a register
-(`hopper.put_aside`). The chains follow from K alone: nothing about the batch or the tile can reach
+(`chains_hopper.py`). The chains follow from K alone: nothing about the batch or the tile can reach
 them. A sum that is infinite where a chain ends is NaN.
 
 K = length of the sum

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rlk_kernels.chains import STEP
+from rlk_kernels.chains_hopper import nothing_aside, put_aside, whole
 from rlk_kernels.gemm import _tile_position
 from rlk_kernels.hopper import (
     DEPTH,
@@ -31,12 +32,9 @@ from rlk_kernels.hopper import (
     described,
     ends,
     free,
-    nothing_aside,
     products_of_halves,
-    put_aside,
     shared_layout,
     store_piece,
-    whole,
 )
 from rlk_kernels.linear_logp_kernels import (
     GRADIENT,
