@@ -3,8 +3,8 @@
 A tensor core adds 16 products to a sum and rounds that toward zero: after K products a large sum
 has lost some K / 32 units of its last place, all of them in one direction. Rounded to 16 bits
 nobody sees that; an fp32 logit near 50 is off by 3e-4 at K = 4096. So for fp32 results K is taken
-in chains of at most LONGEST. Between two chains the upper half of each sum is put aside, and the
-next chain goes on with the rest, which is small:
+in chains of at most LONGEST (the last one of up to STEP more). Between two chains the upper half of
+each sum is put aside, and the next chain goes on with the rest, which is small:
 
     s = aside + rest                      rounded to nearest, once a chain
     aside = s, its lower 16 bits cleared;  rest = s - aside                    both exact
