@@ -1,16 +1,16 @@
-"""linear_logp on Triton: slabs of tokens and chunks of the vocabulary over the tile kernels.
+"""linear_logp on Triton: slabs of tokens and pieces of the vocabulary over the tile kernels.
 
 What is held at a time: forward, (n, s) of every tile of a slab of tokens, at most SCRATCH bytes;
-backward, dlogits of all tokens of a slab over one chunk of the vocabulary, and the lower halves of
-unfinished sums (`accumulate.py`), at most HELD bytes together. Neither cut changes a bit: a row's
-tree knows nothing of slabs, and a sum goes on from chunk to chunk in its accumulator.
+backward, dlogits of all tokens of a slab over one piece of the vocabulary, if the weight gradient
+has no room for them (`room.py`), and the lower halves of unfinished sums (`accumulate.py`), at most
+HELD bytes together. Neither cut changes a bit: a row's tree knows nothing of slabs, and a sum goes
+on from piece to piece in its accumulator.
 Beyond SLAB_NUMBERS hidden gradients the backward makes the two gradients in two passes (five
 products instead of four), so that nothing held grows with the number of tokens.
 
 T = tokens   V = vocabulary   H = hidden size   J = ids a token (the target, then `token_ids`)
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,7 @@ from rlk_kernels.columns import column_sum
 from rlk_kernels.exact import tree_sum
 from rlk_kernels.gemm import _has_tma, _processors, _runs_apart, _tma_can_read
 from rlk_kernels.lse_tree import LEAF, levels
+from rlk_kernels.room import Piece, block_elements, one_after_another
 from rlk_kernels.tiles import Tile
 
 SCRATCH = 48 << 20
@@ -80,6 +81,11 @@ class Spec:
     def flags(self) -> tuple[object, bool, bool]:
         """(dtype, whether capped, whether scaled) as the kernels take them."""
         return _TL[self.logit_dtype], self.softcap > 0, (self.scale, self.inverse) != (1.0, 1.0)
+
+
+def planned_processors(device: torch.device) -> int:
+    """How many processors pieces are cut for (time only)."""
+    return 132 if interpreting() else _processors(device)
 
 
 def _trusted(x: Tensor) -> bool:
@@ -304,29 +310,6 @@ def mark(
     )  # fmt: skip
 
 
-@functools.cache
-def chunk_columns(t: int, v: int, k: int, most: int, processors: int = 132) -> int:
-    """Columns of a chunk, a multiple of 256 and at most `most`: few processors idle (time only).
-
-    Counted in waves of 128 x 256 tiles times their sums' length, and what a chunk costs by itself:
-    its launches, and the unfinished hidden gradient, read and written.
-    """
-
-    def waves(rows: int, columns: int) -> int:
-        return -(-(-(-rows // 128) * -(-columns // 256)) // processors)
-
-    def time(wide: int) -> int:
-        whole, rest = divmod(v, wide)
-        total = -(-v // wide) * (1000 + t * k // 8192)
-        for columns, count in ((wide, whole), (rest, 1)):
-            sums = waves(t, columns) * k + waves(t, k) * columns + waves(columns, k) * t
-            total += count * sums
-        return total
-
-    top = min(most, -(-v // 256) * 256)
-    return min(range(top, max(top // 2, 255), -256), key=time)
-
-
 def backward_triton(
     h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, rows: Rows, g: Tensor,
     g_lse: Tensor | None, g_entropy: Tensor | None, spec: Spec, needs: list[bool],
@@ -335,73 +318,72 @@ def backward_triton(
     (t, k), v = h.shape, w.shape[0]
     g, a, b = coefficients(ids, g, g_lse, g_entropy, rows.entropy, spec)
     dh = torch.empty_like(h) if needs[0] else None
-    dw = torch.empty_like(w) if needs[1] else None
+    dw = torch.empty_like(w, memory_format=torch.contiguous_format) if needs[1] else None
     db = torch.zeros(v, dtype=torch.float32, device=w.device) if needs[2] else None
     if t == 0:
         return dh, None if dw is None else dw.zero_(), db
     tile = tile_for(h, w, spec, kernels.GRADIENT)
-    pieces = slabs(t, SLAB_NUMBERS // max(k, 1))
-    longest = pieces[0][1]
+    parts = slabs(t, SLAB_NUMBERS // max(k, 1))
+    longest, together = parts[0][1], len(parts) == 1
     size = h.element_size()
-    free = HELD - (longest * k * size if size == 2 else 0)
-    most = max(256, free // (longest * size) // 256 * 256)
-    processors = 132 if interpreting() else _processors(h.device)
-    wide = chunk_columns(longest, v, k, most, processors)
-    chunks = -(-v // wide)
-    block = torch.empty(longest, wide, dtype=h.dtype, device=h.device)
+    free = HELD // size - (longest * k if size == 2 else 0)
+    widest = v if together else longest  # the lower halves of its sums are within HELD too
+    processors = planned_processors(h.device)
+    pieces = one_after_another(longest, v, k, free, dw is not None, widest, processors)
+    block = torch.empty(block_elements(pieces, longest), dtype=h.dtype, device=h.device)
+    memories = [block] if dw is None else [block, dw.view(-1)]
 
-    def dlogits(part: slice, first: int) -> Tensor:
-        """dlogits of rows `part` over the chunk from column `first`."""
-        last = min(first + wide, v)
-        out = block[: part.stop - part.start, : last - first]
+    def dlogits(part: slice, piece: Piece) -> Tensor:
+        """dlogits of rows `part` over a piece of the vocabulary."""
+        out = piece.of(memories, part.stop - part.start)[:, : piece.last - piece.first]
+        own = None if bias is None else bias[piece.columns]
         run_tiles(
-            h[part], w[first:last], None if bias is None else bias[first:last], spec, tile,
-            kernels.GRADIENT, rows.n[part], rows.log_s[part], None, a[part],
-            None if b is None else b[part], out,
+            h[part], w[piece.columns], own, spec, tile, kernels.GRADIENT, rows.n[part],
+            rows.log_s[part], None, a[part], None if b is None else b[part], out,
         )  # fmt: skip
-        mark(out, ids, rows, g, a, b, spec, first, last - first, part)
+        mark(out, ids, rows, g, a, b, spec, piece.first, out.shape[1], part)
         return out
 
-    def columns(part: slice, count: int) -> Tensor:
-        """Sums over the rows of `block`: always its full width, which the order may depend on."""
-        return column_sum(block[: part.stop - part.start], "triton")[:count]
+    def columns(part: slice, piece: Piece) -> Tensor:
+        """Sums over rows of dlogits, whole as they lie: the order may depend on the width."""
+        whole = piece.of(memories, part.stop - part.start)
+        return column_sum(whole, "triton")[: piece.last - piece.first]
 
-    together = len(pieces) == 1
     if dh is not None:
-        lows = low_halves(dh[:longest], chunks)  # one for all slabs
-        for start, stop in pieces:
+        lows = low_halves(dh[:longest], len(pieces))  # one for all slabs
+        for start, stop in parts:
             part = slice(start, stop)
             low = lows[: stop - start]
-            for first in range(0, v, wide):
-                out, last = dlogits(part, first), min(first + wide, v)
+            for piece in pieces:
+                out = dlogits(part, piece)
                 sums = [
-                    Sum(a=out, b=w[first:last], out=dh[part], low=low, trans_a=False,
-                        first=first == 0, last=last == v)
+                    Sum(a=out, b=w[piece.columns], out=dh[part], low=low, trans_a=False,
+                        first=piece.first == 0, last=piece.last == v)
                 ]  # fmt: skip
                 if together and dw is not None:
                     sums.append(
-                        Sum(a=out, b=h, out=dw[first:last], low=low, trans_a=True, first=True,
+                        Sum(a=out, b=h, out=dw[piece.columns], low=low, trans_a=True, first=True,
                             last=True)
                     )  # fmt: skip
                 accumulate(*sums)
                 if together and db is not None:
-                    db[first:last] = columns(slice(0, t), last - first)
+                    db[piece.columns] = columns(part, piece)
         del lows, low
     if (dw is not None or db is not None) and not (together and dh is not None):
-        lows = None if dw is None else low_halves(dw[:wide], len(pieces))
-        for first in range(0, v, wide):
-            last = min(first + wide, v)
-            low = None if lows is None else lows[: last - first]
-            parts = []
-            for start, stop in pieces:
-                out = dlogits(slice(start, stop), first)
+        widest = max((piece.wide for piece in pieces), default=0)
+        lows = None if dw is None else low_halves(dw[:widest], len(parts))
+        for piece in pieces:
+            low = None if lows is None else lows[: piece.last - piece.first]
+            found = []
+            for start, stop in parts:
+                out = dlogits(slice(start, stop), piece)
                 if dw is not None and low is not None:
                     accumulate(
-                        Sum(a=out, b=h[start:stop], out=dw[first:last], low=low, trans_a=True,
+                        Sum(a=out, b=h[start:stop], out=dw[piece.columns], low=low, trans_a=True,
                             first=start == 0, last=stop == t)
                     )  # fmt: skip
                 if db is not None:
-                    parts.append(columns(slice(start, stop), last - first))
+                    found.append(columns(slice(start, stop), piece))
             if db is not None:
-                db[first:last] = column_sum(torch.stack(parts), "triton")
+                db[piece.columns] = column_sum(torch.stack(found), "triton")
     return dh, dw, db
