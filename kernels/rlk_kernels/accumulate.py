@@ -13,6 +13,8 @@ accumulator.
 A[M, K]: `a`, or `a` transposed (trans_a)   B[K, N]: `b`
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -37,26 +39,35 @@ def _fits_hopper(x: Sum) -> bool:
 
 
 def _large(x: Sum) -> bool:
-    """Whether its own tiles keep a GPU busy: the same for all pieces, whatever their K."""
-    m, n = x.out.shape
+    """Whether tiles of the whole output keep a GPU busy: the same for all pieces, whatever their K
+    and rows, as the two kernels keep sums in ways of their own."""
+    m, n = x.rows or x.out.shape[0], x.out.shape[1]
     return tile_of(m, n, 4096, _processors(x.out.device), True).n == 256
+
+
+def hopper_widths(pieces: Sequence[Sum]) -> list[int]:
+    """The width of each one's tiles on Hopper; 0: for the kernels of `accumulate_triton.py`."""
+    able = [_fits_hopper(x) for x in pieces]
+    widths = [256 if can and _large(x) else 0 for x, can in zip(pieces, able, strict=True)]
+    if any(widths) and all(able) and not all(widths):
+        # Gluon changes with every Triton: imported where it runs
+        from rlk_kernels.accumulate_shares import width_beside
+
+        few = widths.index(0)
+        processors = _processors(pieces[0].out.device)
+        widths[few] = width_beside(pieces[few], pieces[1 - few], processors)
+    return widths
 
 
 def accumulate(*pieces: Sum) -> None:
     """One piece, or one of each of two products, which may share a launch."""
     pieces = tuple(x for x in pieces if x.out.numel())
-    able = [_fits_hopper(x) for x in pieces]
-    widths = [256 if can and _large(x) else 0 for x, can in zip(pieces, able, strict=True)]
+    widths = hopper_widths(pieces)
     if any(widths):
-        # Gluon changes with every Triton: imported where it runs
         from rlk_kernels.accumulate_hopper import sum_hopper
-        from rlk_kernels.accumulate_shares import width_beside
 
-        processors = _processors(pieces[0].out.device)
-        if all(able) and not all(widths):
-            few = widths.index(0)
-            widths[few] = width_beside(pieces[few], pieces[1 - few], processors)
-        sum_hopper([x for x in zip(pieces, widths, strict=True) if x[1]], processors)
+        both = [x for x in zip(pieces, widths, strict=True) if x[1]]
+        sum_hopper(both, _processors(pieces[0].out.device))
     for x, width in zip(pieces, widths, strict=True):
         if not width:
             sum_triton(x)

@@ -32,6 +32,8 @@ class Sum:
     last: bool
     scale: Tensor | None = None
     """[M], only with the last piece: a row's sums times a number, before they are rounded."""
+    rows: int = 0
+    """Of the tensor whose rows out is, where they may be cut otherwise by another piece; 0: M."""
 
 
 @triton.jit

@@ -71,12 +71,12 @@ def first_chunk(
     """Rows of the first chunk and the pieces of its E, so that the fewest chunks of `most` rows
     come after it. None: that would save no chunk.
 
-    Its statistics of tiles and the lower halves of dhidden are within CHUNK too.
+    Within CHUNK are its statistics of tiles, c hidden, and the lower halves of dhidden too.
     """
     for others in range(-(-t // most) - 1):
         rows = min(t, round_up(t - others * most, 128))
-        halves = rows * k if size == 2 else 0
-        block = (CHUNK - 8 * rows * -(-v // 128)) // size - halves
+        beside = rows * k * (2 if size == 2 else 1)
+        block = (CHUNK - 8 * rows * -(-v // 128)) // size - beside
         # other chunks need the lower halves of dweight anyway; one alone does better without
         for spares in (1,) if size != 2 else (2,) if others else (1, 2):
             pieces = together(rows, v, k, block, spares, processors)
@@ -168,7 +168,7 @@ def _loss_and_gradients(
             if dw is not None and low is not None and weighted is not None:
                 products.append(
                     Sum(a=e, b=weighted, out=dw[piece.columns], low=low[piece.columns],
-                        trans_a=True, first=part.start == 0, last=part.stop == t)
+                        trans_a=True, first=part.start == 0, last=part.stop == t, rows=v)
                 )  # fmt: skip
             accumulate(*products)
             if needs[2]:

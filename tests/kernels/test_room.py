@@ -10,11 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_logp_suite import case, gradients, run_ours, upstreams
 from rlk_kernels import linear_logp_triton
+from rlk_kernels.linear_logp_triton import STORE_TILE as LARGE
 from rlk_kernels.room import UNIT, block_elements, one_after_another, together
+from rlk_kernels.tiles import SAFE
 
 linear_grpo = sys.modules["rlk_kernels.linear_grpo"]
+accumulate = sys.modules["rlk_kernels.accumulate"]
 T, H, V = 320, 128, 1100
-SMALL = 480 << 10
+SMALL = 550 << 10
 """Bytes of a chunk for which the first has room in the gradient and in its lower halves."""
 SIZES = {
     "t": st.integers(1, 20000), "v": st.integers(1, 200000), "k": st.integers(0, 5000),
@@ -105,9 +108,9 @@ def logp_gradients(c):
     [
         (torch.float16, 100 << 10, 3, {0}),
         (torch.float16, SMALL, 2, {0, 1, 2}),
-        (torch.float16, 760 << 10, 1, {0, 1}),
-        (torch.float32, 1060 << 10, 2, {0, 1}),
-        (torch.float32, 1320 << 10, 1, {0, 1}),
+        (torch.float16, 900 << 10, 1, {0, 1}),
+        (torch.float32, 1200 << 10, 2, {0, 1}),
+        (torch.float32, 1600 << 10, 1, {0, 1}),
     ],
 )
 def test_pieces_change_no_bit_of_the_grpo_gradients(dtype, chunk, chunks, memories, monkeypatch):
@@ -152,3 +155,35 @@ def test_pieces_over_rows_that_are_written_are_noticed(monkeypatch):
     broken = logp_gradients(c), grpo_gradients(c)
     for good, bad in zip(whole, broken, strict=True):
         assert not all(torch.equal(a, b) for a, b in zip(good, bad, strict=True))
+
+
+def kernels_of_rows(monkeypatch, change):
+    """For each row of the weight gradient, which of the two kernels its unfinished sums met, where
+    only a gradient of 1000 rows and more is large; `change` is done to every piece before."""
+    met: dict[int, set[str]] = {}
+    widths_of = accumulate.hopper_widths
+
+    def seen(pieces):
+        widths = widths_of([change(x) for x in pieces])
+        for x, width in zip(pieces, widths, strict=True):
+            if x.trans_a and not (x.first and x.last):
+                for row in range(x.low.data_ptr(), x.low.data_ptr() + x.low.nbytes, 2 * H):
+                    met.setdefault(row, set()).add("hopper" if width else "generic")
+        return [0] * len(pieces)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(linear_grpo, "CHUNK", SMALL)
+        patch.setattr(accumulate, "_fits_hopper", lambda x: True)
+        patch.setattr(accumulate, "_processors", lambda device: 132)
+        patch.setattr(accumulate, "tile_of", lambda m, *_: LARGE if m >= 1000 else SAFE)
+        patch.setattr(accumulate, "hopper_widths", seen)
+        grpo_gradients(case(T, H, V, torch.float16, "cpu", bias=True))
+    assert len(met) == V
+    return met
+
+
+def test_unfinished_sums_meet_one_kernel_whatever_the_pieces(monkeypatch):
+    met = kernels_of_rows(monkeypatch, lambda piece: piece)
+    assert all(kernels == {"hopper"} for kernels in met.values())
+    by_piece = kernels_of_rows(monkeypatch, lambda piece: replace(piece, rows=0))
+    assert {"hopper", "generic"} in by_piece.values()
