@@ -368,7 +368,7 @@ def backward_triton(
                 accumulate(*sums)
                 if together and db is not None:
                     db[piece.columns] = columns(part, piece)
-        del lows, low
+        del lows, low, sums
     if (dw is not None or db is not None) and not (together and dh is not None):
         widest = max((piece.wide for piece in pieces), default=0)
         lows = None if dw is None else low_halves(dw[:widest], len(parts))

@@ -1,6 +1,7 @@
 """Where pieces of the logits lie: never where something is yet to be read, nor beyond a memory."""
 
 import sys
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -123,14 +124,38 @@ def test_pieces_change_no_bit_of_the_grpo_gradients(dtype, chunk, chunks, memori
     assert all(torch.equal(a, b) for a, b in zip(whole, grpo_gradients(c), strict=True))
 
 
+@pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_pieces_change_no_bit_of_the_gradients(dtype, monkeypatch):
+def test_pieces_change_no_bit_of_the_gradients(dtype, passes, monkeypatch):
     c = case(T, H, V, dtype, "cpu", bias=True)
     whole = logp_gradients(c)
-    size = c.hidden.element_size()
-    monkeypatch.setattr(linear_logp_triton, "HELD", T * (UNIT + H) * size)
+    rows = T if passes == 1 else 128
+    free = UNIT * rows
+    pieces = one_after_another(rows, V, H, free, True, V if passes == 1 else rows, 132)
+    assert {piece.memory for piece in pieces} == {0, 1}
+    halves = rows * H if dtype == torch.float16 else 0
+    monkeypatch.setattr(linear_logp_triton, "HELD", (free + halves) * c.hidden.element_size())
+    monkeypatch.setattr(linear_logp_triton, "SLAB_NUMBERS", rows * H)
     parts = logp_gradients(c)
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+
+
+def test_the_second_pass_holds_nothing_of_the_first(monkeypatch):
+    c = case(T, H, V, torch.float16, "cpu", bias=True)
+    low_halves = linear_logp_triton.low_halves
+    made = []
+
+    def seen(out, pieces):
+        assert not made or made[-1]() is None
+        low = low_halves(out, pieces)
+        made.append(weakref.ref(low))
+        return low
+
+    monkeypatch.setattr(linear_logp_triton, "low_halves", seen)
+    monkeypatch.setattr(linear_logp_triton, "HELD", 128 * (UNIT + H) * 2)
+    monkeypatch.setattr(linear_logp_triton, "SLAB_NUMBERS", 128 * H)
+    logp_gradients(c)
+    assert len(made) == 2
 
 
 def test_pieces_over_rows_that_are_written_are_noticed(monkeypatch):
