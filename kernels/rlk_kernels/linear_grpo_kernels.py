@@ -1,4 +1,4 @@
-"""The kernels of `linear_grpo.py` beside its products: what a chunk of tokens and a gradient take.
+"""The kernels of `linear_grpo_triton.py` beside its products: for a chunk of tokens, a gradient.
 
     token_gradient  dloss/dlogp of a chunk of tokens in fp32, and what makes dlogits of E
     rebase          E of nodes whose reference is not their row's, in place

@@ -1,7 +1,6 @@
 """linear_logp on the CPU: the portable backend, and Triton in its interpreter."""
 
 import math
-import sys
 
 import pytest
 import rlk_kernels as rk
@@ -19,7 +18,13 @@ from linear_logp_suite import (
     truth,
     upstreams,
 )
-from rlk_kernels import accumulate_triton, cornerstone, linear_logp_portable, linear_logp_triton
+from rlk_kernels import (
+    accumulate_triton,
+    cornerstone,
+    linear_grpo_triton,
+    linear_logp_portable,
+    linear_logp_triton,
+)
 from rlk_kernels import linear_logp_kernels as kernels
 from rlk_kernels.lse_tree import LEAF, block_portable, merge_portable
 from rlk_kernels.tiles import Tile
@@ -149,7 +154,7 @@ def test_the_kernels_for_tensor_maps_give_the_bits_of_those_for_pointers(v, monk
     )  # fmt: skip
     for held, chunk in ((288 << 20, 512 << 20), (140 * 2 * (256 + 32), 128 * v * 2)):
         monkeypatch.setattr(linear_logp_triton, "HELD", held)
-        monkeypatch.setattr(sys.modules["rlk_kernels.linear_grpo"], "CHUNK", chunk)
+        monkeypatch.setattr(linear_grpo_triton, "CHUNK", chunk)
         assert all(torch.equal(a, b) for a, b in zip(everything(), whole, strict=True)), held
     assert len(launched) > 8
 

@@ -17,10 +17,9 @@ from linear_logp_suite import (
     truth,
     upstreams,
 )
-from rlk_kernels import linear_logp_portable, linear_logp_triton, lse_tree
+from rlk_kernels import linear_grpo_triton, linear_logp_portable, linear_logp_triton, lse_tree
 
 module = sys.modules["rlk_kernels.linear_logp"]
-linear_grpo = sys.modules["rlk_kernels.linear_grpo"]
 PARTS = [slice(0, 1), slice(3, 20)]
 
 
@@ -115,7 +114,7 @@ def test_one_minus_p_in_sixteen_bits_is_noticed(monkeypatch):
 def test_sums_that_lose_their_lower_halves_between_chunks_are_noticed(operator, monkeypatch):
     """An accumulator kept at 16 bits: the number of chunks would show in the gradient."""
     c = case(140, 16, 530, torch.float16, "cpu")
-    where = linear_logp_triton if operator == "linear_logp" else linear_grpo
+    where = linear_logp_triton if operator == "linear_logp" else linear_grpo_triton
 
     def grads():
         if operator == "linear_logp":

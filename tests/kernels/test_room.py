@@ -1,5 +1,6 @@
 """Where pieces of the logits lie: never where something is yet to be read, nor beyond a memory."""
 
+import functools
 import sys
 import weakref
 from dataclasses import replace
@@ -10,12 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_logp_suite import case, gradients, run_ours, upstreams
-from rlk_kernels import linear_logp_triton
+from rlk_kernels import accumulate_triton, linear_grpo_triton, linear_logp_triton
 from rlk_kernels.linear_logp_triton import STORE_TILE as LARGE
 from rlk_kernels.room import UNIT, block_elements, one_after_another, together
-from rlk_kernels.tiles import SAFE
+from rlk_kernels.tiles import SAFE, Tile
 
-linear_grpo = sys.modules["rlk_kernels.linear_grpo"]
 accumulate = sys.modules["rlk_kernels.accumulate"]
 T, H, V = 320, 128, 1100
 SMALL = 550 << 10
@@ -91,6 +91,13 @@ def test_a_piece_in_the_wrong_place_is_noticed(moved):
     )
 
 
+@pytest.fixture
+def large_tiles(monkeypatch):
+    """No bit's, but the interpreter's time."""
+    monkeypatch.setattr(linear_logp_triton, "INTERPRETED_TILE", Tile(128, 256, 128, 4, 1))
+    monkeypatch.setattr(accumulate_triton, "INTERPRETED", Tile(128, 256, 256, 4, 1))
+
+
 def grpo_gradients(c):
     leaves = [x.detach().clone().requires_grad_() for x in (c.hidden, c.weight, c.bias)]
     loss, _ = rk.linear_grpo_loss(
@@ -104,10 +111,17 @@ def logp_gradients(c):
     return gradients(c, run_ours(c, "triton"), upstreams(c))
 
 
+@functools.cache
+def in_one_piece(dtype, made):
+    """(case, its gradients), once for all tests."""
+    c = case(T, H, V, dtype, "cpu", bias=True)
+    return c, made(c)
+
+
+@pytest.mark.usefixtures("large_tiles")
 @pytest.mark.parametrize(
     ("dtype", "chunk", "chunks", "memories"),
     [
-        (torch.float16, 100 << 10, 3, {0}),
         (torch.float16, SMALL, 2, {0, 1, 2}),
         (torch.float16, 900 << 10, 1, {0, 1}),
         (torch.float32, 1200 << 10, 2, {0, 1}),
@@ -115,20 +129,34 @@ def logp_gradients(c):
     ],
 )
 def test_pieces_change_no_bit_of_the_grpo_gradients(dtype, chunk, chunks, memories, monkeypatch):
-    c = case(T, H, V, dtype, "cpu", bias=True)
-    whole = grpo_gradients(c)
-    monkeypatch.setattr(linear_grpo, "CHUNK", chunk)
-    plan = linear_grpo.chunks_of(T, V, H, c.hidden.element_size(), True, 132)
+    c, whole = in_one_piece(dtype, grpo_gradients)
+    monkeypatch.setattr(linear_grpo_triton, "CHUNK", chunk)
+    plan = linear_grpo_triton.chunks_of(T, V, H, c.hidden.element_size(), True, 132)
     assert len(plan) == chunks
     assert {piece.memory for _, pieces in plan for piece in pieces} == memories
     assert all(torch.equal(a, b) for a, b in zip(whole, grpo_gradients(c), strict=True))
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.usefixtures("large_tiles")
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_gradient_made_without_the_other_has_the_same_bits(alone, monkeypatch):
+    c, whole = in_one_piece(torch.float16, grpo_gradients)
+    monkeypatch.setattr(linear_grpo_triton, "CHUNK", SMALL)
+    leaves = [c.hidden, c.weight]
+    leaves[alone] = leaves[alone].detach().clone().requires_grad_()
+    loss, _ = rk.linear_grpo_loss(
+        leaves[0][None], leaves[1], c.target[None], None, torch.ones(1), torch.ones(1, T),
+        bias=c.bias, backend="triton",
+    )  # fmt: skip
+    assert torch.equal(torch.autograd.grad(T * loss, leaves[alone])[0], whole[alone])
+
+
+@pytest.mark.usefixtures("large_tiles")
+@pytest.mark.parametrize(
+    ("dtype", "passes"), [(torch.float16, 1), (torch.float16, 2), (torch.float32, 1)]
+)
 def test_pieces_change_no_bit_of_the_gradients(dtype, passes, monkeypatch):
-    c = case(T, H, V, dtype, "cpu", bias=True)
-    whole = logp_gradients(c)
+    c, whole = in_one_piece(dtype, logp_gradients)
     rows = T if passes == 1 else 128
     free = UNIT * rows
     pieces = one_after_another(rows, V, H, free, True, V if passes == 1 else rows, 132)
@@ -140,6 +168,7 @@ def test_pieces_change_no_bit_of_the_gradients(dtype, passes, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 
 
+@pytest.mark.usefixtures("large_tiles")
 def test_the_second_pass_holds_nothing_of_the_first(monkeypatch):
     c = case(T, H, V, torch.float16, "cpu", bias=True)
     low_halves = linear_logp_triton.low_halves
@@ -158,9 +187,10 @@ def test_the_second_pass_holds_nothing_of_the_first(monkeypatch):
     assert len(made) == 2
 
 
+@pytest.mark.usefixtures("large_tiles")
 def test_pieces_over_rows_that_are_written_are_noticed(monkeypatch):
-    c = case(T, H, V, torch.float16, "cpu", bias=True)
-    whole = logp_gradients(c), grpo_gradients(c)
+    c = in_one_piece(torch.float16, grpo_gradients)[0]
+    whole = [in_one_piece(torch.float16, made)[1] for made in (logp_gradients, grpo_gradients)]
 
     def astray(plan):
         def planned(*arguments):
@@ -173,7 +203,7 @@ def test_pieces_over_rows_that_are_written_are_noticed(monkeypatch):
 
     for module, name, limit, value in (
         (linear_logp_triton, "one_after_another", "HELD", T * (UNIT + H) * 2),
-        (linear_grpo, "together", "CHUNK", SMALL),
+        (linear_grpo_triton, "together", "CHUNK", SMALL),
     ):
         monkeypatch.setattr(module, name, astray(getattr(module, name)))
         monkeypatch.setattr(module, limit, value)
@@ -182,33 +212,34 @@ def test_pieces_over_rows_that_are_written_are_noticed(monkeypatch):
         assert not all(torch.equal(a, b) for a, b in zip(good, bad, strict=True))
 
 
-def kernels_of_rows(monkeypatch, change):
-    """For each row of the weight gradient, which of the two kernels its unfinished sums met, where
-    only a gradient of 1000 rows and more is large; `change` is done to every piece before."""
+def kernels_of_rows(monkeypatch):
+    """For each row of the weight gradient, which of the two kernels its unfinished sums meet, where
+    only a gradient of 1000 rows and more is large; and which they would, judged by the piece."""
     met: dict[int, set[str]] = {}
+    by_piece: dict[int, set[str]] = {}
     widths_of = accumulate.hopper_widths
 
     def seen(pieces):
-        widths = widths_of([change(x) for x in pieces])
-        for x, width in zip(pieces, widths, strict=True):
-            if x.trans_a and not (x.first and x.last):
-                for row in range(x.low.data_ptr(), x.low.data_ptr() + x.low.nbytes, 2 * H):
-                    met.setdefault(row, set()).add("hopper" if width else "generic")
+        lone = [replace(x, rows=0) for x in pieces]
+        for found, judged in ((met, pieces), (by_piece, lone)):
+            for x, width in zip(pieces, widths_of(judged), strict=True):
+                if x.trans_a and not (x.first and x.last):
+                    for row in range(x.low.data_ptr(), x.low.data_ptr() + x.low.nbytes, 2 * H):
+                        found.setdefault(row, set()).add("hopper" if width else "generic")
         return [0] * len(pieces)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(linear_grpo, "CHUNK", SMALL)
-        patch.setattr(accumulate, "_fits_hopper", lambda x: True)
-        patch.setattr(accumulate, "_processors", lambda device: 132)
-        patch.setattr(accumulate, "tile_of", lambda m, *_: LARGE if m >= 1000 else SAFE)
-        patch.setattr(accumulate, "hopper_widths", seen)
-        grpo_gradients(case(T, H, V, torch.float16, "cpu", bias=True))
-    assert len(met) == V
-    return met
+    monkeypatch.setattr(linear_grpo_triton, "CHUNK", SMALL)
+    monkeypatch.setattr(accumulate, "_fits_hopper", lambda x: True)
+    monkeypatch.setattr(accumulate, "_processors", lambda device: 132)
+    monkeypatch.setattr(accumulate, "tile_of", lambda m, *_: LARGE if m >= 1000 else SAFE)
+    monkeypatch.setattr(accumulate, "hopper_widths", seen)
+    grpo_gradients(case(T, H, V, torch.float16, "cpu", bias=True))
+    assert len(met) == len(by_piece) == V
+    return met.values(), by_piece.values()
 
 
+@pytest.mark.usefixtures("large_tiles")
 def test_unfinished_sums_meet_one_kernel_whatever_the_pieces(monkeypatch):
-    met = kernels_of_rows(monkeypatch, lambda piece: piece)
-    assert all(kernels == {"hopper"} for kernels in met.values())
-    by_piece = kernels_of_rows(monkeypatch, lambda piece: replace(piece, rows=0))
-    assert {"hopper", "generic"} in by_piece.values()
+    met, by_piece = kernels_of_rows(monkeypatch)
+    assert all(kernels == {"hopper"} for kernels in met)
+    assert {"hopper", "generic"} in by_piece

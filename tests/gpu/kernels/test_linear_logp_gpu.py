@@ -1,6 +1,5 @@
 """On a GPU: linear_logp and linear_grpo_loss against float64, their bits, memory and gradients."""
 
-import sys
 import time
 from dataclasses import replace
 
@@ -30,12 +29,11 @@ from rival_cases import (
     liger,
     verl,
 )
-from rlk_kernels import accumulate, accumulate_hopper, linear_logp_triton
+from rlk_kernels import accumulate, accumulate_hopper, linear_grpo_triton, linear_logp_triton
 from rlk_kernels.gemm import _runs_apart
 from rlk_kernels.linear_logp import linear_logp_ref
 from rlk_kernels.tiles import Tile
 
-linear_grpo = sys.modules["rlk_kernels.linear_grpo"]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 HALF = torch.bfloat16
 
@@ -151,7 +149,7 @@ def test_gradients_have_the_same_bits_with_copies_and_products_in_warps_of_their
 
     whole = everything()
     monkeypatch.setattr(linear_logp_triton, "HELD", 2 * t * (2048 + 1024))
-    monkeypatch.setattr(linear_grpo, "CHUNK", chunk * 8192 * 2)
+    monkeypatch.setattr(linear_grpo_triton, "CHUNK", chunk * 8192 * 2)
     assert all(torch.equal(a, b) for a, b in zip(everything(), whole, strict=True))
     if _runs_apart(up.device) and t > chunk * 2:
         assert {(256,), (256, 256), (256, 128)} <= {tuple(sorted(x)[::-1]) for x in launched}
@@ -228,7 +226,7 @@ def test_grpo_against_float64_its_chunks_and_its_logp(dtype, monkeypatch):
     for value, truth_ in zip(grads, wide, strict=True):
         assert error(value, truth_) <= limit * float(truth_.abs().max())
     assert torch.equal(logp, rk.linear_logp(c.hidden, c.weight, c.target))
-    monkeypatch.setattr(linear_grpo, "CHUNK", 128 * 4224 * c.hidden.element_size())
+    monkeypatch.setattr(linear_grpo_triton, "CHUNK", 128 * 4224 * c.hidden.element_size())
     other, _, chunked = run(dtype, "triton")
     assert torch.equal(loss, other)
     assert all(torch.equal(a, b) for a, b in zip(grads, chunked, strict=True))
