@@ -35,7 +35,7 @@ class Piece:
     wide: int
     """A multiple of UNIT."""
     memory: int
-    """Which: 0 for the block."""
+    """0: the block   1: the weight gradient   2: its lower halves"""
     at: int
     """Its first element there."""
 
@@ -80,8 +80,8 @@ def one_after_another(
 ) -> tuple[Piece, ...]:
     """Pieces of the vocabulary for t tokens, one in use at a time; each at most `widest`.
 
-    own: elements of the block, memory 0. spare: whether the rows v x k of a weight gradient,
-    memory 1, are written front to back, those of a piece in its turn.
+    own: elements of the block. spare: whether there is a weight gradient of v x k elements, of
+    which a piece's turn writes the rows first ... last.
     """
     pieces: list[Piece] = []
     first = 0
@@ -103,8 +103,8 @@ def together(
 ) -> tuple[Piece, ...] | None:
     """Pieces of the vocabulary for t tokens, all there at the same time, or None: no room.
 
-    own: elements of the block, memory 0. spares: how many memories of v x k elements there are
-    besides (1 ...), of which a piece's turn writes rows first ... last.
+    own: elements of the block. spares: how many memories of v x k elements there are besides (1 or
+    2), of which a piece's turn writes the rows first ... last.
     """
     ends = [v * k // 8 * 8] * spares
     first = round_up(max(0, v - max(own, 0) // t // UNIT * UNIT))

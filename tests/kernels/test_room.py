@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_logp_suite import case, gradients, run_ours, upstreams
-from rlk_kernels import accumulate_triton, linear_grpo_triton, linear_logp_triton
+from rlk_kernels import accumulate_triton, linear_grpo_triton, linear_logp_triton, tiles
 from rlk_kernels.linear_logp_triton import STORE_TILE as LARGE
 from rlk_kernels.room import UNIT, block_elements, one_after_another, together
 from rlk_kernels.tiles import SAFE, Tile
@@ -95,7 +95,8 @@ def test_a_piece_in_the_wrong_place_is_noticed(moved):
 def large_tiles(monkeypatch):
     """No bit's, but the interpreter's time."""
     monkeypatch.setattr(linear_logp_triton, "INTERPRETED_TILE", Tile(128, 256, 128, 4, 1))
-    monkeypatch.setattr(accumulate_triton, "INTERPRETED", Tile(128, 256, 256, 4, 1))
+    for module in (accumulate_triton, tiles):
+        monkeypatch.setattr(module, "INTERPRETED", Tile(128, 256, 256, 4, 1))
 
 
 def grpo_gradients(c):
