@@ -37,6 +37,7 @@ from rlk_kernels.linear_logp_triton import (
     pick,
     planned_processors,
     run_tiles,
+    slabs,
     tile_for,
 )
 from rlk_kernels.room import Piece, block_elements, round_up, together
@@ -47,9 +48,9 @@ CHUNK = 512 << 20
 
 def first_chunk(
     t: int, v: int, k: int, size: int, most: int, processors: int
-) -> tuple[int, tuple[Piece, ...]] | None:
+) -> tuple[int, tuple[Piece, ...]]:
     """Rows of the first chunk and the pieces of its E, so that the fewest chunks of `most` rows
-    come after it. None: that would save no chunk.
+    come after it. No rows: that would save no chunk.
 
     If it is the only one, CHUNK holds its statistics of tiles, c hidden, and the lower halves of
     dhidden too.
@@ -63,7 +64,7 @@ def first_chunk(
             pieces = together(rows, v, k, block, spares, processors)
             if pieces:
                 return rows, pieces
-    return None
+    return 0, ()
 
 
 def chunks_of(
@@ -76,14 +77,10 @@ def chunks_of(
     """
     wide = round_up(v)
     most = max(1, CHUNK // (wide * size) // 128) * 128
-    first = first_chunk(t, v, k, size, most, processors) if spare else None
-    chunks = [] if first is None else [(slice(0, first[0]), first[1])]
-    start = 0 if first is None else first[0]
-    if start < t:
-        step = round_up(-(-(t - start) // -(-(t - start) // most)), 128)
-        whole = (Piece(0, v, wide, 0, 0),)
-        chunks += [(slice(x, min(x + step, t)), whole) for x in range(start, t, step)]
-    return chunks
+    rows, pieces = first_chunk(t, v, k, size, most, processors) if spare else (0, ())
+    whole = (Piece(0, v, wide, 0, 0),)
+    chunks = [(slice(0, rows), pieces)] if rows else []
+    return chunks + [(slice(rows + x, rows + y), whole) for x, y in slabs(t - rows, most)]
 
 
 def logp_and_gradients(
