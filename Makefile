@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: setup demo test check test-gpu bench-gpu clean
+.PHONY: setup demo test test-quick check compile-kernels test-gpu bench-gpu clean
 
 setup: $(STAMP)
 
@@ -24,17 +24,28 @@ demo: setup
 	$(BIN)/rlk-align compare --run-dir rlk-runs/demo $(DEMO) || [ $$? -eq 1 ]
 
 # Tests with the real engines; a missing one fails instead of skipping. Two files at a time, each
-# process with one thread: most of the time goes into starting engines. In the order of the folders:
-# the files with many quick tests, which would otherwise go first, fill up the end.
+# process with one thread. Engines and commands are forked from processes that have imported their
+# packages (tests/warm.py), and equal captures are made once (tests/captures.py). The files that take
+# longest go first (tests/conftest.py), and short ones fill up the end.
+TESTS := RLK_REQUIRE_ENGINES=vllm,megatron,fsdp TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
+  $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: setup
-	RLK_REQUIRE_ENGINES=vllm,megatron,fsdp TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
-	  $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TEST)
+	$(TESTS) $(TEST)
+
+# What starts no engine.
+test-quick: setup
+	$(TESTS) tests/model tests/trace tests/capture tests/compare tests/judge tests/fixtures
 
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/architecture
+
+# Every kernel for an H200, with every Triton of the range: no GPU is needed, an hour of one core is.
+compile-kernels: setup
+	PYTHONPATH=.:kernels $(BIN)/python scripts/compile_kernels.py --every $(COMPILE)
 
 # The kernels on the GPU of this machine, with the Python, torch and Triton that it has.
 test-gpu:

@@ -14,7 +14,7 @@ RlkError
 │   └── TraceNotWritten
 └── Interrupted           exit 130 the user stopped it
 
-A verdict that is not a pass is no error: see `rlk_align.verdict`.
+A verdict that is not a pass is no error: see `rlk_align.judge.verdict`.
 """
 
 EXIT_PASS = 0

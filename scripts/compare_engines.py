@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from rlk_align.config import EngineSpec
+from rlk_align.engines.spec import EngineSpec
 from rlk_align.results import Comparison, EdgeResult
 
 EDGE = "prefill_vs_train"

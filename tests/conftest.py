@@ -5,25 +5,64 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import captures
 import numpy as np
 import pytest
 import torch
+import warm
+from hypothesis import settings
 
 from rlk_align.data import data_path
-from rlk_align.engines import ENGINES
+from rlk_align.engines.registry import engine_info
 from rlk_align.trace.reader import Trace
+
+# A busy machine is no fault of a test.
+settings.register_profile("rlk", deadline=None)
+settings.load_profile("rlk")
+
+_server: list[warm.Server] = []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One server of warm processes for the whole session, all workers of pytest together."""
+    if not hasattr(config, "workerinput"):
+        _server.append(warm.Server())
+
+
+SLOWEST = (
+    "tests/cli/test_ranks.py",
+    "tests/cli/test_training_engines.py",
+    "tests/cli/test_vllm.py",
+    "tests/cli/test_interruptions.py",
+    "tests/cli/test_compare_hf.py",
+    "tests/cli/test_planted_training.py",
+    "tests/engines/test_megatron.py",
+)
+"""What goes first, so that short files fill up the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks = {name: number for number, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))
+
+
+def pytest_unconfigure() -> None:
+    while _server:
+        _server.pop().end()
+
 
 REQUIRED = set(filter(None, os.environ.get("RLK_REQUIRE_ENGINES", "").split(",")))
 
 
 def require_engine(name: str) -> None:
     """Skips where the engine is not installed, and fails instead where it is required."""
-    if not ENGINES[name].installed:
+    if not engine_info(name).installed:
         assert name not in REQUIRED, f"{name} is required by RLK_REQUIRE_ENGINES and missing"
         pytest.skip(f"{name} is not installed")
 
@@ -48,25 +87,48 @@ class Outcome:
 Cli = Callable[..., Outcome]
 
 
-def command_line(folder: Path) -> Cli:
-    """What runs `rlk-align ARGS` as a process in that directory."""
+def command_line(folder: Path, kind: str = "command") -> Cli:
+    """What runs `rlk-align ARGS` in that directory, in a process of its own that starts warm.
 
-    def run(*args: object, env: dict[str, str] | None = None, cwd: Path = folder) -> Outcome:
+    `shared`: whether it may take captures that other tests have made; `real`: start it, and the
+    engines' workers, as users do.
+    """
+
+    def run(
+        *args: object,
+        env: dict[str, str] | None = None,
+        cwd: Path = folder,
+        shared: bool = True,
+        real: bool = False,
+    ) -> Outcome:
         output = folder / "verdict.json"
         output.unlink(missing_ok=True)
         words = [str(a) for a in args]
         if words and words[0] in ("compare", "gate"):
             words += ["--output", f"json={output}"]
-        done = subprocess.run(
-            [sys.executable, "-m", "rlk_align", *words],
-            capture_output=True,
-            text=True,
-            cwd=cwd,
-            env=os.environ | {"COLUMNS": "100"} | (env or {}),
-            timeout=500,
-        )
+        environment = os.environ | {"COLUMNS": "100"} | (env or {})
+        if shared:
+            environment[captures.FOLDER] = str(Path(os.environ[warm.FOLDER]) / "captures")
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            process: warm.WarmProcess | subprocess.Popen
+            if real:
+                command = [sys.executable, "-m", "rlk_align", *words]
+                process = subprocess.Popen(
+                    command, stdout=out, stderr=err, cwd=cwd, env=environment
+                )
+            else:
+                words = ["-m", warm.COMMAND, *words]
+                process = warm.start(kind, words, environment, out, err, cwd)
+            try:
+                code = process.wait(timeout=300)
+            finally:
+                process.kill()
+            said = []
+            for file in (out, err):
+                file.seek(0)
+                said.append(file.read())
         verdict = json.loads(output.read_text()) if output.exists() else None
-        return Outcome(done.returncode, done.stdout, done.stderr, verdict)
+        return Outcome(code, *said, verdict)
 
     return run
 
@@ -95,7 +157,7 @@ def values(run: Path, role: str, site: str) -> torch.Tensor:
 
 @pytest.fixture
 def cli(tmp_path: Path) -> Cli:
-    """Runs `rlk-align ARGS` as a process in an empty directory of its own."""
+    """Runs `rlk-align ARGS` in an empty directory of its own."""
     return command_line(tmp_path)
 
 

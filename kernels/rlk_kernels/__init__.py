@@ -3,9 +3,8 @@ its batch. `backend` says which implementation runs and which one ran."""
 
 import torch
 
-from rlk_kernels.attention import attention, paged_attention
 from rlk_kernels.backend import backend_calls, last_backend, reset_backend_calls
-from rlk_kernels.embedding import embedding
+from rlk_kernels.device import HAS_TRITON
 from rlk_kernels.errors import (
     KernelError,
     UnknownBackend,
@@ -13,25 +12,30 @@ from rlk_kernels.errors import (
     UnsupportedDtype,
     UnsupportedShape,
 )
-from rlk_kernels.grpo import group_advantages
-from rlk_kernels.linear import linear
-from rlk_kernels.linear_grpo import linear_grpo_loss
-from rlk_kernels.linear_logp import linear_logp
-from rlk_kernels.logp import logp
-from rlk_kernels.rms_norm import rms_norm
-from rlk_kernels.rope import rope
-from rlk_kernels.swiglu import swiglu
+from rlk_kernels.losses.grpo.operator import group_advantages
+from rlk_kernels.losses.linear_grpo.operator import linear_grpo_loss
+from rlk_kernels.ops.attention.operator import attention, paged_attention
+from rlk_kernels.ops.embedding.operator import embedding
+from rlk_kernels.ops.linear import linear
+from rlk_kernels.ops.linear_logp.operator import linear_logp
+from rlk_kernels.ops.logp.operator import logp
+from rlk_kernels.ops.rms_norm.operator import rms_norm
+from rlk_kernels.ops.rope.operator import rope
+from rlk_kernels.ops.swiglu.operator import swiglu
 
 
 def warm_up(device: torch.device | str) -> bool:
-    """Run the corner-stone check on a GPU (once a process): call it before capturing CUDA graphs.
+    """Run the tile-invariance self-check on a GPU, once a process: before capturing CUDA graphs.
 
-    True where every tile gives the same bits, so that all of them are in use.
+    True where every tile gives the same bits, so that all of them are in use; without Triton there
+    are none to check.
     """
-    from rlk_kernels.cornerstone import holds
+    if not HAS_TRITON:
+        return True
+    from rlk_kernels.matmul.self_check import holds
 
     device = torch.empty(0, device=device).device
-    return all([holds(device), holds(device, chained=True)])
+    return all([holds(device), holds(device, split=True)])
 
 
 __all__ = [

@@ -2,39 +2,31 @@
 
 Order of choice: the `backend=` argument, then the environment variable `RLK_BACKEND`, then the
 device: "triton" on an NVIDIA GPU of compute capability 8.0 or newer for bf16, fp16 and fp32,
-"torch" (portable) for everything else. An explicit choice that cannot run raises; it is never
-replaced. Every operator call is recorded when it executes, also below `torch.compile`; the replay
-of a CUDA graph is not a call and leaves no record.
+"torch" (portable) for everything else. Without Triton a GPU gets "torch" too, and a warning says
+so once. An explicit choice that cannot run raises; it is never replaced.
+
+Every operator call is recorded when it executes, also below `torch.compile`; the replay of a CUDA
+graph is not a call and leaves no record. What is recorded is the implementation that ran:
+"triton/hopper" where any kernel of the call was one written for Hopper (in Gluon), "triton", or
+"torch".
 """
 
 import functools
 import os
+import warnings
 from collections import Counter
 
 import torch
 
+from rlk_kernels.device import HAS_TRITON, interpreting, runs_triton
 from rlk_kernels.errors import UnknownBackend, UnsupportedDevice, UnsupportedDtype
 
 BACKENDS = ("triton", "torch")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INSTALL_TRITON = "pip install 'triton>=3.6' (Linux)"
 
 _calls: Counter[tuple[str, str]] = Counter()
 _last: dict[str, str] = {}
-
-
-@functools.cache
-def overlapping(device: torch.device) -> bool:
-    """Whether kernels on `device` start while the one before them ends (Hopper and newer).
-
-    Such a kernel waits for all of its predecessor's memory before it reads or writes anything, so
-    what overlaps is the start alone: it changes times and no bit.
-    """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def interpreting() -> bool:
-    """True where Triton runs in its CPU interpreter (TRITON_INTERPRET=1)."""
-    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
 def choose(op: str, backend: str | None, x: torch.Tensor, *others: torch.Tensor | None) -> str:
@@ -55,7 +47,12 @@ def choose(op: str, backend: str | None, x: torch.Tensor, *others: torch.Tensor 
             )
     asked = backend or os.environ.get("RLK_BACKEND") or None
     if asked is None:
-        return "triton" if x.dtype in DTYPES and _gpu_works(x.device) else "torch"
+        if x.dtype not in DTYPES or not runs_triton(x.device):
+            return "torch"
+        if not HAS_TRITON:
+            _warn_of_no_triton()
+            return "torch"
+        return "triton"
     if asked not in BACKENDS:
         raise UnknownBackend(f"{op}: backend {asked!r} is unknown; choose from {list(BACKENDS)}")
     if asked == "triton":
@@ -64,7 +61,12 @@ def choose(op: str, backend: str | None, x: torch.Tensor, *others: torch.Tensor 
                 f"{op}: the triton backend takes bfloat16, float16 and float32, not {x.dtype}; "
                 "backend='torch' also takes float64"
             )
-        if not (interpreting() or _gpu_works(x.device)):
+        if not HAS_TRITON:
+            raise UnsupportedDevice(
+                f"{op}: the triton backend needs Triton, and it is not installed: "
+                f"{INSTALL_TRITON}; or use backend='torch'"
+            )
+        if not (interpreting() or runs_triton(x.device)):
             raise UnsupportedDevice(
                 f"{op}: the triton backend needs an NVIDIA GPU of compute capability 8.0 or newer "
                 f"(or TRITON_INTERPRET=1), and the tensor is on {x.device}; use backend='torch'"
@@ -72,29 +74,34 @@ def choose(op: str, backend: str | None, x: torch.Tensor, *others: torch.Tensor 
     return asked
 
 
-def _gpu_works(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+@functools.cache
+def _warn_of_no_triton() -> None:
+    """Say once why a GPU gets the portable backend."""
+    warnings.warn(
+        f"Triton is not installed, so rlk_kernels runs its portable backend on the GPU: the same "
+        f"contract, but slow. To get its kernels: {INSTALL_TRITON}",
+        RuntimeWarning,
+        stacklevel=4,
+    )
 
 
-def record(op: str, backend: str) -> None:
-    """Note that `op` executed on `backend` (called by the operators themselves)."""
-    _calls[op, backend] += 1
-    _last[op] = backend
+def record(op: str, implementation: str) -> None:
+    """Note that `implementation` executed `op` (called by the operators themselves)."""
+    _calls[op, implementation] += 1
+    _last[op] = implementation
 
 
 def last_backend(op: str) -> str | None:
-    """The backend that ran the newest call of `op`; None where it has not run."""
+    """The implementation that ran the newest call of `op`; None where it has not run."""
     return _last.get(op)
 
 
 def backend_calls() -> dict[tuple[str, str], int]:
-    """(operator, backend) -> number of calls since the start or `reset_backend_calls()`."""
+    """(operator, implementation) -> number of calls since the start or `reset_backend_calls()`."""
     return dict(_calls)
 
 
 def reset_backend_calls() -> None:
-    """Forget which backends ran."""
+    """Forget which implementations ran."""
     _calls.clear()
     _last.clear()

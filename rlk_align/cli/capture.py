@@ -5,12 +5,13 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from rlk_align.cli import options
-from rlk_align.config import EngineSpec, resolve_model
+from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
-from rlk_align.run import Run, RunRecord
+from rlk_align.progress import show_progress
+from rlk_align.text import line
+from rlk_align.trace.run import Run, RunRecord
 
 
 def capture(
@@ -18,7 +19,7 @@ def capture(
     out: Annotated[Path, typer.Option("-o", "--out", help="The run's folder.")],
     tokens: Annotated[
         str | None,
-        typer.Option(metavar="RUN", help="Score this run's ids.  [default: sample]"),
+        typer.Option(metavar="RUN", help="Score this run's ids.", show_default="sample"),
     ] = None,
     model: options.Model = None,
     prompts: options.Prompts = None,
@@ -33,6 +34,8 @@ def capture(
     spec = EngineSpec.parse(engine)
     if spec.name == "replay":
         raise BadOption("a replay is a capture already")
+    if tokens and prompts:
+        raise BadOption("--tokens scores that run's own prompts", "leave --prompts out")
     plan = options.trace_plan(trace_budget, layers, sites)
     source = Run.open(tokens).capture_folder("rollout") if tokens else None
     request = options.capture_request(
@@ -47,23 +50,21 @@ def capture(
         False,
     )
 
-    from rlk_align import capture as capturing
-    from rlk_align.cli.progress import progress
-    from rlk_align.engines.plan import check_selection
-    from rlk_align.families import read_shape
-    from rlk_align.sites import model_sites
+    from rlk_align.capture import capture as capturing
+    from rlk_align.capture.check import check_request
 
-    check_selection(plan.sites, model_sites(read_shape(resolve_model(request.model_path))))
+    _, warnings = check_request(request, sampling=tokens is None)
+    options.warn(warnings)
     run = Run(out)
-    with progress("capture") as report, run.locked():
+    with show_progress("capture") as progress, run.locked():
         ids = source / "tokens.parquet" if source else None
-        trace = capturing.capture(request, "capture", run, ids, fresh, report)
+        trace = capturing.capture(request, "capture", run, ids, fresh, progress)
         run.save(
             RunRecord(command=options.command_line(), captures=run.relative(capture=trace.folder))
         )
     batch = trace.tokens
     Console(highlight=False, soft_wrap=True).print(
-        Text(
+        line(
             f"{spec}: {len(batch.samples)} sequences, {batch.sampled_tokens} sampled tokens, "
             f"captured in {out}"
         )

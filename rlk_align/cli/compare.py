@@ -4,10 +4,14 @@ from typing import Annotated
 
 import typer
 
+from rlk_align.capture.request import CaptureRequest
 from rlk_align.cli import options
-from rlk_align.config import CaptureRequest, EngineSpec, resolve_model
-from rlk_align.contract import default_contract, load_contract, lower_precision
+from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
+from rlk_align.judge.contract import default_contract, load_contract
+from rlk_align.model.dtypes import lower_precision
+from rlk_align.model.edges import passes_for
+from rlk_align.progress import show_progress
 
 
 def compare(
@@ -18,11 +22,19 @@ def compare(
     model: options.Model = None,
     rollout: Annotated[
         str | None,
-        typer.Option(help="Rollout engine, NAME[:key=value,...].  [default: vllm, else hf]"),
+        typer.Option(
+            metavar="SPEC",
+            help="Rollout engine, NAME[:key=value,...].",
+            show_default="vllm, else hf",
+        ),
     ] = None,
     train: Annotated[
         str | None,
-        typer.Option(help="Training engine, NAME[:key=value,...].  [default: megatron, else hf]"),
+        typer.Option(
+            metavar="SPEC",
+            help="Training engine, NAME[:key=value,...].",
+            show_default="megatron, else hf",
+        ),
     ] = None,
     prompts: options.Prompts = None,
     contract: options.ContractName = None,
@@ -38,11 +50,13 @@ def compare(
     layers: options.Layers = None,
     sites: options.Sites = None,
     edges: Annotated[
-        str | None, typer.Option(metavar="E,...", help="Edges to judge.  [default: all three]")
+        str | None, typer.Option(metavar="E,...", help="Edges to judge.", show_default="all three")
     ] = None,
     production: Annotated[
         bool | None,
-        typer.Option(help="Also score in the rollout engine's compiled mode.  [default: on GPUs]"),
+        typer.Option(
+            help="Also score in the rollout engine's compiled mode.", show_default="on GPUs"
+        ),
     ] = None,
     trace_budget: options.TraceBudget = "8GB",
 ) -> None:
@@ -65,9 +79,6 @@ def compare(
     settings = (model, str(prompts), max_new_tokens, seed, str(specs["rollout"]))
     run = options.choose_run(run_dir, "compare", *settings, str(specs["train"]))
 
-    from rlk_align.cli.progress import progress
-    from rlk_align.comparison import passes_for
-
     requests = {
         side: options.capture_request(
             spec,
@@ -81,7 +92,7 @@ def compare(
         )
         for side, spec in specs.items()
     }
-    _check_early(requests, contract, plan.sites)
+    _check_early(requests, contract)
 
     from rlk_align import pipeline
     from rlk_align.cli.output import finish
@@ -95,8 +106,8 @@ def compare(
         fresh=fresh,
         command=tuple(options.command_line()),
     )
-    with progress("compare") as report:
-        verdict = pipeline.compare(request, run, report)
+    with show_progress("compare") as progress:
+        verdict = pipeline.compare(request, run, progress)
     finish(verdict, run, outputs)
 
 
@@ -107,25 +118,19 @@ def _measure_production(wanted: bool | None, spec: EngineSpec) -> bool:
         return wanted
     import torch
 
-    return spec.name == "vllm" and torch.cuda.is_available()
+    return spec.info.compiles and torch.cuda.is_available()
 
 
-def _check_early(
-    requests: dict[str, CaptureRequest], contract: str | None, sites: tuple[str, ...]
-) -> None:
+def _check_early(requests: dict[str, CaptureRequest], contract: str | None) -> None:
     """What would fail after minutes of capturing fails now."""
-    from rlk_align.engines.plan import check_selection
-    from rlk_align.families import read_shape
-    from rlk_align.sites import model_sites
+    from rlk_align.capture.check import check_request
 
-    live = [r for r in requests.values() if r.engine.name != "replay"]
-    if len(live) < 2:
-        return
     dtypes = []
-    for request in live:
-        shape = read_shape(resolve_model(request.model_path))
-        check_selection(sites, model_sites(shape))
-        dtype = str(request.engine.options.get("dtype", "auto"))
-        dtypes.append(shape.dtype if dtype == "auto" else dtype)
-    dtype = lower_precision(*dtypes)
-    load_contract(contract or default_contract(dtype), dtype)
+    for side, request in requests.items():
+        if request.engine.name != "replay":
+            shape, warnings = check_request(request, sampling=side == "rollout")
+            options.warn(warnings)
+            dtypes.append(request.engine.dtype(shape.dtype))
+    if len(dtypes) == len(requests):
+        dtype = lower_precision(*dtypes)
+        load_contract(contract or default_contract(dtype), dtype)

@@ -8,8 +8,10 @@ import shutil
 from rich.console import Console
 from rich.table import Table
 
-from rlk_align.engines import ENGINES
-from rlk_align.families import FAMILIES
+from rlk_align.engines.process.versions import holders, versions
+from rlk_align.engines.registry import ENGINES, engine_info
+from rlk_align.engines.tested import TESTED, untested
+from rlk_align.model.families import FAMILIES
 
 
 def doctor() -> None:
@@ -45,30 +47,27 @@ def _machine() -> dict[str, str]:
 
 
 def _engine(name: str) -> tuple[str, str]:
-    info = ENGINES[name]
+    info = engine_info(name)
     if not info.installed:
         return "not installed", info.install
     if not info.package:
         return "ready: a trace stands for the engine", ""
-    if name == "vllm" and _compiler() is None:
-        return f"{_version(info.package)}, cannot start", "install a C++ compiler (g++)"
-    return f"{_version(info.package)}, ready: samples and scores", ""
+    if obstacle := info.obstacle():
+        return f"{_version(info.package)}, cannot start", obstacle
+    can = "samples and scores" if info.samples else "scores"
+    return f"{_version(info.package)}, ready: {can}", ""
 
 
 def _version(package: str) -> str:
     top = package.partition(".")[0]
-    names = importlib.metadata.packages_distributions().get(top, [top])
+    names = holders().get(top, [top])
     return ", ".join(f"{n} {importlib.metadata.version(n)}" for n in dict.fromkeys(names))
-
-
-def _compiler() -> str | None:
-    """vLLM compiles small kernels on the CPU even where it runs eagerly."""
-    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
 
 
 def _warnings() -> list[str]:
     import torch
 
+    warnings = untested(versions(TESTED))
     beside = []
     if "+cpu" in torch.__version__:
         for name in ("torchvision", "torchaudio", "torchcodec"):
@@ -78,9 +77,9 @@ def _warnings() -> list[str]:
                 continue
             if "+cpu" not in version:
                 beside.append(name)
-    if not beside:
-        return []
-    return [
-        f"{', '.join(beside)}: built for another torch than the CPU build here, which breaks "
-        f"`import transformers`: pip uninstall {' '.join(beside)}"
-    ]
+    if beside:
+        warnings.append(
+            f"{', '.join(beside)}: built for another torch than the CPU build here, which breaks "
+            f"`import transformers`: pip uninstall {' '.join(beside)}"
+        )
+    return warnings

@@ -6,9 +6,9 @@ import typer
 
 from rlk_align.cli import options
 from rlk_align.cli.output import finish
-from rlk_align.contract import default_contract, load_contract
-from rlk_align.run import Run
-from rlk_align.verdict import judge
+from rlk_align.judge.contract import default_contract, load_contract
+from rlk_align.judge.verdict import judge
+from rlk_align.trace.run import Run
 
 
 def gate(

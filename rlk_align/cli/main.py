@@ -1,5 +1,6 @@
 """`rlk-align`: the commands, and how errors leave the process."""
 
+import io
 import signal
 import sys
 import traceback
@@ -14,7 +15,9 @@ from rlk_align.cli.capture import capture
 from rlk_align.cli.compare import compare
 from rlk_align.cli.doctor import doctor
 from rlk_align.cli.gate import gate
+from rlk_align.cli.output import silence_stdout
 from rlk_align.errors import EXIT_INTERRUPTED, EXIT_TOOL, RlkError
+from rlk_align.text import printable
 
 app = typer.Typer(
     name="rlk-align",
@@ -52,14 +55,21 @@ def _interrupt(_number: int, _frame: object) -> None:
 
 def main() -> None:
     """The entry point of the command line."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    # Whoever starts this in the background has SIGINT ignored: Ctrl-C must still reach us.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal or a log that knows ASCII alone gets the rest as `?`.
+            stream.reconfigure(errors="replace")
     console = Console(stderr=True, highlight=False)
     try:
         app()
     except RlkError as error:
-        console.print(Text("error: ", style="bold red") + Text(error.message), soft_wrap=True)
+        said = Text(printable(error.message, lines=True))
+        console.print(Text("error: ", style="bold red") + said, soft_wrap=True)
         if error.fix:
-            console.print(Text(f"       {error.fix}"), soft_wrap=True)
+            console.print(Text(f"       {printable(error.fix, lines=True)}"), soft_wrap=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         console.print("interrupted", style="bold red")
@@ -67,6 +77,10 @@ def main() -> None:
     except BrokenPipeError:
         # The reader of our output is gone (`| head`); nothing is left to say.
         sys.stderr.close()
+        sys.exit(EXIT_TOOL)
+    except OSError as error:
+        console.print(Text(f"error: {printable(error)}", style="bold red"), soft_wrap=True)
+        silence_stdout()
         sys.exit(EXIT_TOOL)
     except Exception:
         traceback.print_exc()

@@ -6,38 +6,47 @@ from pathlib import Path
 from typing import Annotated, get_args
 
 import typer
+from rich.console import Console
 
-from rlk_align.config import (
-    EDGES,
-    CaptureRequest,
-    EngineSpec,
-    TracePlan,
-    default_model,
-    fingerprint,
-)
+from rlk_align.capture.request import CaptureRequest, TracePlan
 from rlk_align.data import data_path
-from rlk_align.engines import ENGINES
+from rlk_align.engines.registry import engine_info
+from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
+from rlk_align.model.checkpoint import default_model
+from rlk_align.model.edges import EDGES
 from rlk_align.results import Kind
-from rlk_align.run import RUNS, Run
+from rlk_align.text import line
+from rlk_align.trace.run import RUNS, Run, fingerprint
 
 Model = Annotated[
     str | None,
-    typer.Option("--model", help="Checkpoint folder or hub id.  [default: the embedded model]"),
+    typer.Option(
+        "--model",
+        metavar="M",
+        help="Checkpoint folder or hub id.",
+        show_default="the embedded model",
+    ),
 ]
 Prompts = Annotated[
     Path | None,
     typer.Option(
-        "--prompts", help="JSON Lines or text, one prompt a line.  [default: the embedded prompts]"
+        "--prompts",
+        metavar="F",
+        help="JSON Lines or text, one prompt a line.",
+        show_default="the embedded prompts",
     ),
 ]
 MaxNewTokens = Annotated[
-    int, typer.Option("--max-new-tokens", min=1, help="Tokens to sample after each prompt.")
+    int,
+    typer.Option(
+        "--max-new-tokens", metavar="N", min=1, help="Tokens to sample after each prompt."
+    ),
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampling.")]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Seed of the sampling.")]
 RunDir = Annotated[
     Path | None,
-    typer.Option("--run-dir", help="The run's folder.  [default: below rlk-runs]"),
+    typer.Option("--run-dir", metavar="D", help="The run's folder.", show_default="below rlk-runs"),
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Capture again what is already captured.")]
 Layers = Annotated[
@@ -54,7 +63,10 @@ TraceBudget = Annotated[
 ContractName = Annotated[
     str | None,
     typer.Option(
-        "--contract", help="Built-in id or TOML file.  [default: by the lower-precision dtype]"
+        "--contract",
+        metavar="C",
+        help="Built-in id or TOML file.",
+        show_default="by the lower-precision dtype",
     ),
 ]
 Output = Annotated[
@@ -78,7 +90,12 @@ def capture_request(
     passes: tuple[str, ...],
     production: bool,
 ) -> CaptureRequest:
-    """What one engine is asked to do, with the embedded model and prompts by default."""
+    """What one engine is asked to do, with the embedded model and prompts by default.
+
+    Raises BadOption for a name of nothing.
+    """
+    if model == "":
+        raise BadOption("--model is empty", "leave it out for the embedded model")
     return CaptureRequest(
         engine=engine,
         model=model or default_model(),
@@ -91,14 +108,21 @@ def capture_request(
     )
 
 
+def warn(warnings: list[str]) -> None:
+    """Says on stderr what the user should know before an engine starts."""
+    console = Console(stderr=True, highlight=False)
+    for warning in warnings:
+        console.print(line(f"warning: {warning}"), soft_wrap=True)
+
+
 def default_rollout() -> str:
     """vLLM where it is installed, else HF."""
-    return "vllm" if ENGINES["vllm"].installed else "hf"
+    return "vllm" if engine_info("vllm").installed else "hf"
 
 
 def default_train() -> str:
     """Megatron-core where it is installed, else HF."""
-    return "megatron" if ENGINES["megatron"].installed else "hf"
+    return "megatron" if engine_info("megatron").installed else "hf"
 
 
 def trace_plan(budget: str, layers: str | None, sites: str | None) -> TracePlan:

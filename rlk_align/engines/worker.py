@@ -16,27 +16,29 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rlk_align.config import EngineSpec
-from rlk_align.engines import heartbeat, load_engine
 from rlk_align.engines.base import Engine, Logprobs, Sampling
-from rlk_align.engines.heartbeat import ALIVE
-from rlk_align.engines.identity import write_identity
-from rlk_align.engines.job import Events, Job, failed
-from rlk_align.engines.launch import children_watched, launch, rank_log
-from rlk_align.engines.plan import KEEP_LOGPROBS, CapturePlan, plan_capture
-from rlk_align.engines.ranks import barrier, check_device, join, leave
-from rlk_align.engines.rotary import checkpoint_rotary
+from rlk_align.engines.manifest import write_manifest
+from rlk_align.engines.process import heartbeat
+from rlk_align.engines.process.heartbeat import HEARTBEATS
+from rlk_align.engines.process.job import Events, Job, failed
+from rlk_align.engines.process.launch import children_watched, launch, rank_log
+from rlk_align.engines.process.plan import KEEP_LOGPROBS, CapturePlan, plan_capture
+from rlk_align.engines.process.ranks import barrier, check_device, join, leave
+from rlk_align.engines.process.versions import versions
+from rlk_align.engines.registry import load_engine
+from rlk_align.engines.tested import tested_range, untested
 from rlk_align.errors import RlkError
-from rlk_align.families import read_shape
-from rlk_align.prompts import Prompt, Sample, TokenBatch, check_lengths, load_prompts
-from rlk_align.sites import model_sites
+from rlk_align.model.families import read_shape
+from rlk_align.model.prompts import Prompt, Sample, TokenBatch, check_lengths, load_prompts
+from rlk_align.model.rotary import checkpoint_rotary
+from rlk_align.model.sites import model_sites
 from rlk_align.trace.schema import writing
 from rlk_align.trace.writer import NO_CHECKS, Checks, PassWriter
 
 
 def run(job: Job, events: Events) -> None:
     """Carries out a job, or this rank's part of it; raises RlkError for what the user can mend."""
-    spec = EngineSpec.parse(job.engine)
+    spec = job.engine
     shape = read_shape(job.model)
     todo = [p for p in job.passes if not (job.folder / p / "pass.json").is_file()]
     prompts = load_prompts(job.prompts)
@@ -45,12 +47,10 @@ def run(job: Job, events: Events) -> None:
     batch = _initial_batch(job, prompts, prompt_ids)
     production = all(p.endswith(".production") for p in job.passes)
     engine = load_engine(spec.name)(spec, job.model, shape, production)
-    engine.alive = job.folder / ALIVE
+    engine.heartbeats = job.folder / HEARTBEATS
     new_tokens = 0 if batch.sampled_tokens else job.max_new_tokens
     check_lengths(batch, shape.context - engine.spare_positions, shape.vocab, new_tokens)
-    dtype = str(spec.options.get("dtype", "auto"))
-    sites = model_sites(shape)
-    plan = plan_capture(job, sites, batch, shape.dtype if dtype == "auto" else dtype)
+    plan = plan_capture(job, model_sites(shape), batch, spec.dtype(shape.dtype))
     events.send(stage=str(plan))
     if spec.info.ranks:
         engine.ranks = join(spec.device, job.timeout)
@@ -59,7 +59,7 @@ def run(job: Job, events: Events) -> None:
         engine.open()
         with children_watched(job):
             if not production:
-                write_identity(job.folder, engine, prompt_ids, job.model)
+                write_manifest(job.folder, engine, prompt_ids, job.model)
             for name in todo:
                 batch = _run_pass(job, engine, batch, name, plan, events)
     finally:
@@ -155,6 +155,17 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
+def _reached_in_vain(error: BaseException, untried: bool) -> bool:
+    """Whether our own code asked a package for a name or a call that it does not have; of a
+    version that is untested, whether anything did."""
+    if untried and isinstance(error, AttributeError | ImportError | TypeError | KeyError):
+        return True
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "<frozen" not in f.filename]
+    ours = str(Path(__file__).parent)
+    kinds = (AttributeError, ImportError, TypeError)
+    return isinstance(error, kinds) and bool(frames) and frames[-1].filename.startswith(ours)
+
+
 def _out_of_memory(error: BaseException) -> bool:
     """torch's CPU allocator, and vLLM for its ranks, raise a plain RuntimeError."""
     said = ("DefaultCPUAllocator", "out of memory")
@@ -169,7 +180,7 @@ def main() -> None:
     path = Path(sys.argv[1])
     job = Job.model_validate_json(path.read_text(encoding="utf-8"))
     events = Events(job.folder)
-    spec, rank = EngineSpec.parse(job.engine), os.environ.get("RANK")
+    spec, rank = job.engine, os.environ.get("RANK")
     if rank is not None:
         with rank_log(job.folder, int(rank)).open("w") as log:
             for stream in (sys.stdout, sys.stderr):
@@ -177,11 +188,10 @@ def main() -> None:
     try:
         check_device(spec.device)
         if spec.ranks > 1 and rank is None:
-            port = spec.options.get("port")
-            launch(path, job.engine, spec.ranks, int(port) if port else None, events)
+            launch(path, spec, events)
         else:
             name = "the engine" if rank is None else f"rank {rank}"
-            heartbeat.start(job.folder / ALIVE, name)
+            heartbeat.start(job.folder / HEARTBEATS, name, spec.info.waits)
             run(job, events)
     except Exception as raised:
         # The end of the process: whatever happened goes to the parent, in words.
@@ -196,6 +206,11 @@ def _failure(raised: Exception, job: Job, rank: str | None) -> RlkError:
     who = "the worker" if rank is None else f"rank {rank} of {os.environ['WORLD_SIZE']}"
     log = job.folder / "worker.log" if rank is None else rank_log(job.folder, int(rank))
     said = (str(raised).splitlines() or [""])[0]
+    found = versions(job.engine.info.tested)
+    if _reached_in_vain(raised, bool(untested(found))):
+        here = [f"{n} {v}, tested {tested_range(n)}" for n, v in found.items() if v]
+        what = f"{who} of {job.engine} met an API that is not as it was tested ({'; '.join(here)})"
+        return failed(f"{what}: {said}", log, "install a tested version")
     if not _out_of_memory(raised):
         return failed(f"{who} of {job.engine} raised {type(raised).__name__}: {said}", log)
     return failed(

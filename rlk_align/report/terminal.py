@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rlk_align.judge.verdict import PARITY_KINDS, Verdict, coverage, divergence_edge, parity
 from rlk_align.results import Comparison, EdgeResult, Mismatch, Noise
-from rlk_align.verdict import PARITY_KINDS, Verdict, coverage, divergence_edge, parity
+from rlk_align.text import line
 
 _STYLE = {"pass": "bold green", "fail": "bold red", "inconclusive": "bold yellow"}
 _SHOWN = 8
@@ -19,40 +20,40 @@ _SHOWN = 8
 def show(verdict: Verdict, folder: Path, console: Console) -> None:
     """Prints a verdict. Whatever comes from a run is printed as text, not as markup."""
     c = verdict.comparison
-    head = Text(f" {verdict.status.upper()} ", style=_STYLE[verdict.status] + " reverse")
+    head = line(f" {verdict.status.upper()} ", style=_STYLE[verdict.status] + " reverse")
     contract = f"contract {verdict.contract.id} {verdict.contract.version}"
-    console.print(head, Text(f"{contract}, {c.dtype}, {c.tokens:,} sampled tokens"))
-    for line in _sides(c):
-        console.print(line)
+    console.print(head, line(f"{contract}, {c.dtype}, {c.tokens:,} sampled tokens"))
+    for text in _sides(c):
+        console.print(text)
     console.print()
     if not c.stopped:
         console.print(_edge_table(c))
-        for line in _divergence(c):
-            console.print(line)
-    for line in _problems(verdict):
-        console.print(line)
+        for text in _divergence(c):
+            console.print(text)
+    for text in _problems(verdict):
+        console.print(text)
     console.print()
-    console.print(Text(f"run      {folder}", style="dim"))
-    console.print(Text(f"next     {_next_step(verdict, folder)}"))
+    console.print(line(f"run      {folder}", style="dim"))
+    console.print(line(f"next     {_next_step(verdict, folder)}"))
 
 
 def _sides(c: Comparison) -> Iterator[Text]:
-    yield Text(f"model    {c.model}")
+    yield line(f"model    {c.model}")
     for role, e in c.engines.items():
         options = ",".join(f"{k}={v}" for k, v in e.options.items())
         spec = f"{e.name}:{options}" if options else e.name
         torch = e.environment.get("torch", "")
-        yield Text(f"{role:<9}{spec}  {e.version}, {e.dtype}, torch {torch}")
-    yield Text(f"precheck {', '.join(f'{k} {parity(c, k)}' for k in PARITY_KINDS)}")
+        yield line(f"{role:<9}{spec}  {e.version}, {e.dtype}, torch {torch}")
+    yield line(f"precheck {', '.join(f'{k} {parity(c, k)}' for k in PARITY_KINDS)}")
     if c.controls is not None:
         noise = ", ".join(f"{side} {_noise(n)}" for side, n in c.controls.noise.items())
-        yield Text(f"controls observer {c.controls.observer}; {noise}")
+        yield line(f"controls observer {c.controls.observer}; {noise}")
         paired, expected = coverage(c)
-        yield Text(f"coverage {paired:,} of {expected:,} rows paired")
+        yield line(f"coverage {paired:,} of {expected:,} rows paired")
         if c.production is None:
-            yield Text("         production mode not measured (--production)", style="dim")
+            yield line("         production mode not measured (--production)", style="dim")
         else:
-            yield Text(
+            yield line(
                 f"         production against observed: max |Δ| {c.production.max_abs_dlogp:.2g}, "
                 f"mean |Δ| {c.production.mean_abs_dlogp:.2g}"
             )
@@ -74,7 +75,7 @@ def _edge_table(c: Comparison) -> Table:
         m = e.metrics
         sizes = (m.max_abs_dlogp, m.mean_abs_dlogp, m.p99_abs_dlogp, m.k3)
         table.add_row(
-            e.name,
+            line(e.name),
             *(f"{x:.2g}" for x in sizes),
             f"{m.ratio_mean - 1:.1g}",
             f"{m.clip_fraction:.1%}",
@@ -87,27 +88,25 @@ def _divergence(c: Comparison) -> Iterator[Text]:
     edge = divergence_edge(c)
     if edge is None:
         return
-    yield Text()
+    yield line()
     first = edge.first_bitwise
     if first is None:
         equal = sum(not s.differ for s in edge.sites)
-        yield Text(
+        yield line(
             f"first divergence ({edge.name}): none; {equal} of {len(edge.sites)} sites equal"
         )
         return
-    line = Text(f"first divergence ({edge.name}): ")
-    line.append(first.site, style="bold")
-    line.append(f"  at sample {first.sample}, position {first.position}")
-    yield line
+    where = line(f"  at sample {first.sample}, position {first.position}")
+    yield line(f"first divergence ({edge.name}): ") + line(first.site, "bold") + where
     if first.last_equal is not None:
-        yield Text(
+        yield line(
             f"  its inputs are bit-equal, its outputs are not; equal up to {first.last_equal}"
         )
-    yield Text(f"  {_figures(edge, first.site)}")
+    yield line(f"  {_figures(edge, first.site)}")
     others = [s.site for s in edge.sites if s.introduced and s.site != first.site]
     if others:
         more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
-        yield Text(f"  later units that add to it: {', '.join(others[:_SHOWN])}{more}", style="dim")
+        yield line(f"  later units that add to it: {', '.join(others[:_SHOWN])}{more}", style="dim")
 
 
 def _figures(edge: EdgeResult, name: str) -> str:
@@ -121,37 +120,37 @@ def _figures(edge: EdgeResult, name: str) -> str:
 def _problems(verdict: Verdict) -> Iterator[Text]:
     c = verdict.comparison
     if c.mismatches:
-        yield Text()
-        yield Text("mismatches before anything was computed", style="bold")
+        yield line()
+        yield line("mismatches before anything was computed", style="bold")
         for m in c.mismatches[:_SHOWN]:
-            yield Text(f"  {_mismatch(m)}")
+            yield line(f"  {_mismatch(m)}")
             if m.detail:
-                yield Text(f"    {m.detail}", style="dim")
+                yield line(f"    {m.detail}", style="dim")
         yield from _rest(len(c.mismatches))
     if verdict.breaches:
-        yield Text()
-        yield Text("breaches", style="bold red")
+        yield line()
+        yield line("breaches", style="bold red")
         for b in verdict.breaches[:_SHOWN]:
             where = f"{b.edge} {b.site}" if b.site else b.edge
-            yield Text(f"  {where}: {b.metric} {b.value:.4g} > {b.fail:g}  ({b.limit})")
+            yield line(f"  {where}: {b.metric} {b.value:.4g} > {b.fail:g}  ({b.limit})")
         yield from _rest(len(verdict.breaches))
     if verdict.doubts:
-        yield Text()
-        yield Text("nothing can be concluded", style="bold yellow")
+        yield line()
+        yield line("nothing can be concluded", style="bold yellow")
         for doubt in verdict.doubts[:_SHOWN]:
-            yield Text(f"  {doubt}")
+            yield line(f"  {doubt}")
         yield from _rest(len(verdict.doubts))
     for note in verdict.notes:
-        yield Text(f"note: {note}", style="dim")
+        yield line(f"note: {note}", style="dim")
     explained = [u for e in c.edges for u in e.unpaired if u[2]]
     for site, reason, _ in explained[:_SHOWN]:
-        yield Text(f"  unpaired {site}: {reason}", style="dim")
+        yield line(f"  unpaired {site}: {reason}", style="dim")
     yield from _rest(len(explained))
 
 
 def _rest(count: int) -> Iterator[Text]:
     if count > _SHOWN:
-        yield Text(f"  and {count - _SHOWN} more")
+        yield line(f"  and {count - _SHOWN} more")
 
 
 def _mismatch(m: Mismatch) -> str:
@@ -172,7 +171,7 @@ def _next_step(verdict: Verdict, folder: Path) -> str:
     if verdict.status == "inconclusive":
         return f"mend what is named above, then run again with --run-dir {folder} --fresh"
     if verdict.status == "pass":
-        return f"keep it: rlk-align gate {folder} --contract {verdict.contract.id}"
+        return f"keep it: rlk-align gate {folder} --contract {verdict.contract.given}"
     edge = divergence_edge(c)
     if edge is None or edge.first_bitwise is None:
         return "see the breaches above"

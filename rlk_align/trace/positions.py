@@ -6,31 +6,16 @@ A rotary embedding turns the pair (x_j, x_{j+d/2}) of every head by the angle p 
 the position back: whatever an engine claims, packs or pads, this is what it did.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
+from rlk_align.model.rotary import Rotary
 from rlk_align.trace.schema import WRONG_ROWS, PositionRecord, WrongPosition
 
 RESOLUTION = 0.25
 """Radians: bf16 tables and values are off by 0.02, a neighbouring position by w_0 = 1."""
 MATCH = 0.995
 """Mean cosine from which on a rotation is that of a position at all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rotary:
-    """The rotary embedding that the checkpoint's config asks for."""
-
-    inv_freq: tuple[float, ...]
-    """w_j, radians for each position; the rotated width is twice their number."""
-    heads: int
-    """Of the queries."""
-    context: int
-    """Positions are below it."""
-    source: str
-    """The site that layer 0's `q_rope` rotates."""
 
 
 class PositionCheck:

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rlk_align.errors import CorruptTrace
-from rlk_align.prompts import TokenBatch
+from rlk_align.model.prompts import TokenBatch
 from rlk_align.trace.schema import (
     ROWS_SCHEMA,
     WEIGHTS_SCHEMA,

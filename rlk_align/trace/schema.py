@@ -13,7 +13,7 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlk_align.errors import CorruptTrace, TraceNotWritten
-from rlk_align.families import ModelShape
+from rlk_align.model.families import ModelShape
 
 ROWS_SCHEMA = pa.schema(
     [

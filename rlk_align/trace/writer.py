@@ -17,10 +17,11 @@ import pyarrow.parquet as pq
 import torch
 from safetensors.torch import save_file
 
-from rlk_align.digest import digest_rows, row_statistics
 from rlk_align.errors import EngineFailed
+from rlk_align.model.rotary import Rotary
 from rlk_align.trace.boundaries import BoundaryCheck
-from rlk_align.trace.positions import PositionCheck, Rotary
+from rlk_align.trace.digest import digest_rows, row_statistics
+from rlk_align.trace.positions import PositionCheck
 from rlk_align.trace.schema import (
     ROWS_SCHEMA,
     BoundaryRecord,

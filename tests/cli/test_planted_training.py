@@ -9,7 +9,7 @@ from conftest import Cli, Outcome, command_line, require_engine, write_few_promp
 PATCHES = {
     "PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parent.parent / 'engines'}",
 }
-FLAGS = ("--max-new-tokens", 8, "--edges", "prefill_vs_train")
+FLAGS = ("--max-new-tokens", 6, "--edges", "prefill_vs_train")
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import venv
 from collections.abc import Callable, Iterator
@@ -17,21 +18,20 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import warm
 from conftest import Cli, require_engine
 
 from rlk_align.data import data_path
 
 HERE = Path(__file__).parent
 PATCHES = {"PYTHONPATH": str(HERE)}
-MARK = "RLK_TEST_RANKS"
-"""An environment variable that every process of one command line inherits."""
 SPECS = (
     "megatron:tp=2,patch=rank_patches:killed",
     "vllm:tp=2,patch=rank_patches:killed",
-    "vllm:tp=2,timeout=15,patch=rank_patches:asleep",
-    "fsdp:dp=2,timeout=10,patch=rank_patches:asleep",
-    "fsdp:dp=2,timeout=10,patch=rank_patches:stopped",
-    "fsdp:dp=2,timeout=10,patch=rank_patches:at_cross_purposes",
+    "vllm:tp=2,timeout=8,patch=rank_patches:asleep",
+    "fsdp:dp=2,timeout=6,patch=rank_patches:asleep",
+    "fsdp:dp=2,timeout=6,patch=rank_patches:stopped",
+    "fsdp:dp=2,timeout=6,patch=rank_patches:at_cross_purposes",
     "fsdp:dp=2,patch=rank_patches:out_of_memory",
     "hf:patch=rank_patches:out_of_memory",
     "hf:device=cuda",
@@ -56,39 +56,54 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Running:
-    """A command line that runs in `folder`."""
+    """A command line that runs in `folder`; it starts warm, unless `real`."""
 
-    def __init__(self, folder: Path, *words: object, **environment: str) -> None:
+    def __init__(
+        self, folder: Path, *words: object, real: bool = False, **environment: str
+    ) -> None:
         self.folder = folder
         folder.mkdir(exist_ok=True)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "rlk_align", *map(str, words)],
-            cwd=folder,
-            env=os.environ | {"COLUMNS": "100", MARK: str(folder)} | PATCHES | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        told, arguments = os.environ | {"COLUMNS": "100"} | PATCHES | environment, map(str, words)
+        self.out, self.err = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115
+        self.process = (
+            subprocess.Popen(
+                [sys.executable, "-m", "rlk_align", *arguments],
+                cwd=folder,
+                env=told,
+                stdout=self.out,
+                stderr=self.err,
+            )
+            if real
+            else warm.start(
+                "command", ["-m", warm.COMMAND, *arguments], told, self.out, self.err, folder
+            )
         )
 
     def wait(self) -> "Ended":
         """Its end, after which nothing that it started may run."""
         try:
-            out, err = self.process.communicate(timeout=240)
+            self.process.wait(timeout=240)
         finally:
             self.process.kill()
             _, alive = psutil.wait_procs(self.processes(), timeout=5)
             for p in alive:
                 p.kill()
-        assert not alive, f"{alive} outlived the command\n{err}"
+        said = []
+        for file in (self.out, self.err):
+            file.seek(0)
+            said.append(file.read())
+            file.close()
+        assert not alive, f"{alive} outlived the command\n{said[1]}"
         found = self.folder.glob("run/captures/[!r]*/*/pass.json")
         passes = {p.parent.name: p.stat().st_mtime_ns for p in found}
-        return Ended(self.process.returncode, out, err, passes)
+        return Ended(self.process.returncode, *said, passes)
 
     def processes(self) -> list[psutil.Process]:
+        """What runs in its folder: whatever it started."""
         found = []
         for p in psutil.process_iter():
             try:
-                if p.environ().get(MARK) == str(self.folder):
+                if Path(p.cwd()) == self.folder:
                     found.append(p)
             except psutil.Error:
                 continue
@@ -116,9 +131,11 @@ def rollout(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def score(folder: Path, spec: str, rollout: Path, **environment: str) -> Running:
+def score(
+    folder: Path, spec: str, rollout: Path, real: bool = False, **environment: str
+) -> Running:
     words = ("capture", "--engine", spec, "--tokens", rollout, "-o", "run")
-    return Running(folder, *words, **environment)
+    return Running(folder, *words, real=real, **environment)
 
 
 Scored = Callable[[str], Ended]
@@ -165,7 +182,7 @@ def assert_error(done: Ended, code: int, *words: str) -> None:
 
 def test_the_killed_rank_is_named_and_not_the_one_that_lost_it(scored: Scored) -> None:
     done = scored("megatron:tp=2,patch=rank_patches:killed")
-    assert_error(done, 3, "rank 1 of 2 of megatron:tp=2", "was ended by SIGKILL", "rank1.log")
+    assert_error(done, 3, "rank 1 of 2 of megatron:patch", "was ended by SIGKILL", "rank1.log")
     assert "rank 0" not in done.err
     assert set(done.passes) == {"prefill"}
 
@@ -187,7 +204,7 @@ def test_a_rerun_goes_on_after_a_killed_rank(prompts: Path, tmp_path: Path) -> N
 
 
 def test_ctrl_c_ends_all_ranks_and_keeps_what_is_finished(rollout: Path, tmp_path: Path) -> None:
-    run = score(tmp_path, "fsdp:dp=2,patch=rank_patches:asleep", rollout)
+    run = score(tmp_path, "fsdp:dp=2,patch=rank_patches:asleep", rollout, real=True)
     deadline = time.monotonic() + 120
     while not (tmp_path / "asleep").exists():
         assert run.process.poll() is None, run.wait().err
@@ -224,8 +241,8 @@ def other_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An interpreter of its own that finds this one's packages."""
     folder = tmp_path_factory.mktemp("other")
     venv.create(folder, symlinks=True)
-    own = next(p for p in sys.path if p.endswith("site-packages"))
-    (site_packages(folder) / "other.pth").write_text(f"{own}\n")
+    own = [p for p in sys.path if p.endswith("site-packages")]
+    (site_packages(folder) / "other.pth").write_text("\n".join(own) + "\n")
     return folder
 
 
@@ -270,21 +287,21 @@ def test_an_interpreter_without_what_is_needed(rollout: Path, tmp_path: Path) ->
 
 
 def test_a_rank_that_sleeps_is_named_and_not_the_one_that_waits(scored: Scored) -> None:
-    done = scored("fsdp:dp=2,timeout=10,patch=rank_patches:asleep")
-    assert_error(done, 3, "has stood still for 10 s: rank 1 (process", "timeout=SECONDS")
+    done = scored("fsdp:dp=2,timeout=6,patch=rank_patches:asleep")
+    assert_error(done, 3, "has stood still for 6 s: rank 1 (process", "timeout=SECONDS")
     assert place(done.err, "nap") == "time.sleep(1000)"
     assert "rank 0" not in done.err
     assert set(done.passes) == {"prefill"}
 
 
 def test_a_stopped_rank_is_named(scored: Scored) -> None:
-    done = scored("fsdp:dp=2,timeout=10,patch=rank_patches:stopped")
-    assert_error(done, 3, "has stood still for 10 s: rank 1 (process", "is stopped", "rank1.log")
+    done = scored("fsdp:dp=2,timeout=6,patch=rank_patches:stopped")
+    assert_error(done, 3, "has stood still for 6 s: rank 1 (process", "is stopped", "rank1.log")
     assert "rank 0" not in done.err
 
 
 def test_ranks_that_wait_for_each_other_are_both_named(scored: Scored) -> None:
-    done = scored("fsdp:dp=2,timeout=10,patch=rank_patches:at_cross_purposes")
+    done = scored("fsdp:dp=2,timeout=6,patch=rank_patches:at_cross_purposes")
     assert_error(done, 3, "rank 0 (process", "; rank 1 (process", "waits for others")
     assert place(done.err, "receive") == "dist.recv(torch.zeros(4), src=1)"
     assert place(done.err, "meet") == "dist.barrier()"
@@ -292,14 +309,14 @@ def test_ranks_that_wait_for_each_other_are_both_named(scored: Scored) -> None:
 
 def test_a_killed_rank_of_vllm_is_named(scored: Scored) -> None:
     done = scored("vllm:tp=2,patch=rank_patches:killed")
-    named = "rank 1 of 2 of vllm:tp=2,patch=rank_patches:killed was ended by SIGKILL"
+    named = "rank 1 of 2 of vllm:patch=rank_patches:killed,tp=2 was ended by SIGKILL"
     assert_error(done, 3, named, "(Worker_TP1 pid=", "a rerun goes on")
     assert set(done.passes) == {"prefill"}
 
 
 def test_a_sleeping_rank_of_vllm_is_named(scored: Scored) -> None:
-    done = scored("vllm:tp=2,timeout=15,patch=rank_patches:asleep")
-    assert_error(done, 3, "has stood still for 15 s: rank 1 (process", "(Worker_TP1 pid=")
+    done = scored("vllm:tp=2,timeout=8,patch=rank_patches:asleep")
+    assert_error(done, 3, "has stood still for 8 s: rank 1 (process", "(Worker_TP1 pid=")
     assert place(done.err, "nap") == "time.sleep(1000)"
     assert "rank 0" not in done.err
 

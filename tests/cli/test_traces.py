@@ -54,13 +54,13 @@ def test_compare_and_gate_without_any_engine(cli: Cli, pair, tmp_path: Path) -> 
     (hide / "sitecustomize.py").write_text(NO_ENGINES)
     env = {"PYTHONPATH": str(hide)}
     run = tmp_path / "compared"
-    done = cli("compare", *pair, "--run-dir", run, env=env)
+    done = cli("compare", *pair, "--run-dir", run, env=env, real=True)
     assert done.code == 0, done.out + done.err
     assert done.first == "layers.0.attn"
-    gated = cli("gate", run, env=env)
+    gated = cli("gate", run, env=env, real=True)
     assert gated.verdict == done.verdict
-    assert cli("gate", "@last", env=env).code == 0
-    strict = cli("gate", run, "--contract", "bitwise", env=env)
+    assert cli("gate", "@last", env=env, real=True).code == 0
+    strict = cli("gate", run, "--contract", "bitwise", env=env, real=True)
     assert strict.code == 1
     assert strict.verdict["contract"]["id"] == "bitwise"
 

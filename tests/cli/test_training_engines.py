@@ -1,6 +1,8 @@
 """The real vLLM against the real training engines, sharded or not, through the command line."""
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from safetensors.torch import load_file
 
 from rlk_align.data import data_path
 
-NEW_TOKENS = ("--max-new-tokens", 12)
+NEW_TOKENS = ("--max-new-tokens", 6)
 EDGE = ("--edges", "prefill_vs_train")
 TRAINING = ("hf", "fsdp:dp=1", "fsdp:dp=2", "megatron:tp=1", "megatron:tp=2")
 
@@ -55,9 +57,23 @@ ALLOWED = {
 }
 
 
+@pytest.fixture(scope="module")
+def first_against_hf(run: Cli, folder: Path) -> Callable[[str], str | None]:
+    """The first introducer of vLLM against HF alone, by dtype; the processor decides it too."""
+
+    @functools.cache
+    def first(dtype: str) -> str | None:
+        specs = ("--rollout", f"vllm:dtype={dtype}", "--train", f"hf:dtype={dtype}")
+        return run("compare", *specs, "--run-dir", folder / "run").first
+
+    return first
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("train", TRAINING)
-def test_vllm_against(run: Cli, folder: Path, train: str, dtype: str) -> None:
+def test_vllm_against(
+    run: Cli, folder: Path, first_against_hf: Callable, train: str, dtype: str
+) -> None:
     name, _, options = train.partition(":")
     require_engine(name)
     spec = f"{name}:" + ",".join(filter(None, [options, f"dtype={dtype}"]))
@@ -71,7 +87,7 @@ def test_vllm_against(run: Cli, folder: Path, train: str, dtype: str) -> None:
     assert verdict["controls"]["observer"] == "bitwise"
     assert verdict["controls"]["noise_floor"] == {"rollout": "bitwise", "train": "bitwise"}
     coverage = verdict["coverage"]
-    assert coverage["paired"] == coverage["expected"] > 10_000
+    assert coverage["paired"] == coverage["expected"] > 5_000
     assert coverage["unpaired"] == []
     # A token may pass the tight bound on the maximum: reports/engines.md.
     assert {b["limit"] for b in verdict["breaches"]} <= {"max-dlogp"}, done.out
@@ -80,7 +96,7 @@ def test_vllm_against(run: Cli, folder: Path, train: str, dtype: str) -> None:
     assert introducing(done, folder / "run") <= ALLOWED[name]
     if name == "fsdp":
         # Sharded parameters are gathered before they are used: HF's own numbers.
-        assert done.first == "layers.0.q_rope"
+        assert done.first == first_against_hf(dtype)
 
 
 def scored(run: Cli, folder: Path, engine: str) -> Path:

@@ -9,7 +9,7 @@ import torch
 from conftest import Cli, Outcome, capture_of, require_engine, values
 
 from rlk_align.data import data_path
-from rlk_align.prompts import TokenBatch
+from rlk_align.model.prompts import TokenBatch
 
 PATCHES = {"PYTHONPATH": str(Path(__file__).parent)}
 
@@ -31,7 +31,10 @@ def assert_trustworthy(done: Outcome) -> None:
 
 def test_vllm_against_hf_in_bf16(cli: Cli, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    done = cli("compare", "--train", "hf", "--run-dir", run)
+    lines = sorted(data_path("prompts.jsonl").read_text(encoding="utf-8").splitlines(), key=len)
+    prompts = tmp_path / "many.jsonl"
+    prompts.write_text("\n".join([*lines[:20], lines[45]]) + "\n", encoding="utf-8")
+    done = cli("compare", "--train", "hf", "--run-dir", run, "--prompts", prompts)
     assert_trustworthy(done)
     # A healthy pair: a token or two may pass the tight bound on the maximum, and nothing else.
     assert {b["limit"] for b in done.verdict["breaches"]} <= {"max-dlogp"}, done.out
@@ -45,7 +48,8 @@ def test_vllm_against_hf_in_bf16(cli: Cli, tmp_path: Path) -> None:
     assert done.verdict["divergence"]["first_bitwise"]["last_equal"] == "layers.0.k_norm"
 
     # By hand: the same input on both sides; vLLM rotates with cos and sin rounded to bf16 and
-    # rounds once, HF rounds cos and sin and then every product and sum.
+    # rounds once, or on some processors cuts the lower bits off; HF rounds cos and sin and then
+    # every product and sum.
     before = values(run, "rollout", "layers.0.q_norm")
     assert torch.equal(before, values(run, "train", "layers.0.q_norm"))
     batch = TokenBatch.load(capture_of(run, "rollout").folder / "tokens.parquet")
@@ -60,17 +64,20 @@ def test_vllm_against_hf_in_bf16(cli: Cli, tmp_path: Path) -> None:
     x1, x2 = x[:, :, 0], x[:, :, 1]
     hf = torch.stack([x1 * cos + -x2 * sin, x2 * cos + x1 * sin], dim=2).flatten(1)
     c, s, y1, y2 = cos.float(), sin.float(), x1.float(), x2.float()
-    once = torch.stack([y1 * c - y2 * s, y2 * c + y1 * s], dim=2).flatten(1).bfloat16()
+    rotated = torch.stack([y1 * c - y2 * s, y2 * c + y1 * s], dim=2).flatten(1)
+    once, cut = rotated.bfloat16(), (rotated.view(torch.int32) & -65536).view(torch.float32)
     assert torch.equal(values(run, "train", "layers.0.q_rope"), hf)
     ours = values(run, "rollout", "layers.0.q_rope")
-    assert (ours == once).float().mean() > 0.999
+    assert max((ours == x).float().mean() for x in (once, cut.bfloat16())) > 0.999
     assert (ours == hf).float().mean() < 0.95
 
 
 def test_vllm_against_hf_in_fp32(cli: Cli, few_prompts: Path) -> None:
+    """Started as users do."""
     done = cli(
-        *("compare", "--prompts", few_prompts, "--max-new-tokens", 12),
+        *("compare", "--prompts", few_prompts, "--max-new-tokens", 6),
         *("--rollout", "vllm:dtype=float32", "--train", "hf:dtype=float32"),
+        real=True,
     )
     assert_trustworthy(done)
     assert done.code == 0, done.out
@@ -81,7 +88,7 @@ def test_vllm_against_hf_in_fp32(cli: Cli, few_prompts: Path) -> None:
 
 def test_a_fault_inside_vllm_is_named(cli: Cli, few_prompts: Path, tmp_path: Path) -> None:
     healthy = tmp_path / "healthy"
-    args = ("--prompts", few_prompts, "--max-new-tokens", 8)
+    args = ("--prompts", few_prompts, "--max-new-tokens", 6)
     assert cli("capture", "--engine", "vllm", "-o", healthy, *args).code == 0
     done = cli(
         *("compare", "--model", data_path("model"), *args, "--edges", "prefill_vs_train"),
@@ -100,21 +107,26 @@ def test_a_fault_inside_vllm_is_named(cli: Cli, few_prompts: Path, tmp_path: Pat
 
 def test_chunked_and_packed_rows_find_their_place(cli: Cli, few_prompts: Path) -> None:
     done = cli(
-        *("compare", "--prompts", few_prompts, "--max-new-tokens", 12),
+        *("compare", "--prompts", few_prompts, "--max-new-tokens", 6),
         *("--rollout", "vllm:max_num_batched_tokens=16,max_num_seqs=4", "--train", "hf"),
     )
     assert_trustworthy(done)
     assert done.first == "layers.0.q_rope", "a misplaced row would differ at the embedding"
 
 
-def test_a_patch_that_cannot_take_effect_is_an_error(cli: Cli, few_prompts: Path) -> None:
+def test_a_patch_takes_effect_or_is_an_error(cli: Cli, few_prompts: Path) -> None:
+    """Where vLLM has a kernel for this processor it packs weights away, and a patch changes what
+    is no longer computed with; elsewhere the patched weight is in use, and is seen."""
     done = cli(
-        *("compare", "--prompts", few_prompts),
+        *("compare", "--prompts", few_prompts, "--max-new-tokens", 6, "--train", "hf"),
         *("--rollout", "vllm:patch=patches:assign_packed_weight"),
         env=PATCHES,
     )
-    assert done.code == 2
-    assert "packed away" in done.err
+    if done.code == 2:
+        assert "packed away" in done.err
+    else:
+        assert done.code == 4, done.out + done.err
+        assert [m["name"] for m in done.verdict["precheck"]["mismatches"]] == ["layers.0.down_proj"]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])

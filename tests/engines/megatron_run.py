@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlk_align.config import EngineSpec
 from rlk_align.engines.base import Engine
-from rlk_align.engines.megatron import MegatronEngine
-from rlk_align.engines.megatron_weights import live_parameters
-from rlk_align.engines.ranks import Ranks, join, leave
+from rlk_align.engines.megatron.engine import MegatronEngine
+from rlk_align.engines.megatron.weights import live_parameters
+from rlk_align.engines.process.ranks import Ranks, join, leave
+from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import RlkError
-from rlk_align.families import read_shape
-from rlk_align.prompts import Sample, TokenBatch
+from rlk_align.model.families import read_shape
+from rlk_align.model.prompts import Sample, TokenBatch
 
 Sites = dict[str, tuple[np.ndarray, np.ndarray, torch.Tensor]]
 """Site -> sample, position and values of its rows, in the order in which they were seen."""

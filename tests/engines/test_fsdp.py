@@ -1,25 +1,26 @@
 """FSDP2 in a process of its own: what checkpointing and mixed precision change of the gradients."""
 
-import subprocess
-import sys
+import os
+import tempfile
 
 import pytest
+import warm
 
-from rlk_align.config import EngineSpec
 from rlk_align.data import data_path
 from rlk_align.engines.base import Sampling
-from rlk_align.engines.fsdp import FSDPEngine
+from rlk_align.engines.hf.fsdp import FSDPEngine
+from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
-from rlk_align.families import read_shape
-from rlk_align.prompts import TokenBatch
+from rlk_align.model.families import read_shape
+from rlk_align.model.prompts import TokenBatch
 
 PROGRAM = """
 import torch
-from rlk_align.config import EngineSpec
+from rlk_align.engines.spec import EngineSpec
 from rlk_align.data import data_path
-from rlk_align.engines.fsdp import FSDPEngine
-from rlk_align.engines.ranks import join, leave
-from rlk_align.families import read_shape
+from rlk_align.engines.hf.fsdp import FSDPEngine
+from rlk_align.engines.process.ranks import join, leave
+from rlk_align.model.families import read_shape
 
 torch.set_num_threads(1)
 ranks = join("cpu", 60.0)
@@ -56,9 +57,12 @@ print("fine")
 
 @pytest.mark.timeout(180)
 def test_checkpointing_changes_no_bit_of_loss_and_gradients() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip().endswith("fine")
+    with tempfile.TemporaryFile("w+") as said:
+        code = warm.start("hf", ["-c", PROGRAM], os.environ, said, said).wait(150)
+        said.seek(0)
+        text = said.read()
+    assert code == 0, text[-3000:]
+    assert "fine" in text.splitlines()
 
 
 def test_it_does_not_sample() -> None:

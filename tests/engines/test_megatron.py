@@ -6,8 +6,7 @@ takes longer than scoring with it.
 
 import json
 import os
-import subprocess
-import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,15 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import warm
 from conftest import require_engine
 from engines.megatron_run import Sites, observe, token_batch
 from safetensors.torch import load_file, save_file
 
-from rlk_align.config import EngineSpec
 from rlk_align.data import data_path
-from rlk_align.engines.hf import HFEngine, hf_weights
-from rlk_align.families import read_shape
-from rlk_align.sites import model_sites
+from rlk_align.engines.hf.engine import HFEngine, hf_weights
+from rlk_align.engines.spec import EngineSpec
+from rlk_align.model.families import read_shape
+from rlk_align.model.sites import model_sites
 
 HERE = Path(__file__).parent
 LLAMA3 = {
@@ -107,9 +107,6 @@ CASES: dict[str, Case] = {
     "misshapen": Case("misshapen"),
     "no_weights": Case("no_weights"),
     "te": Case("embedded", 1, {"spec": "te"}),
-    "unknown_spec": Case("embedded", 1, {"spec": "apex"}),
-    "sp_alone": Case("embedded", 1, {"sp": True}),
-    "padded_and_packed": Case("embedded", 1, PACKED | {"padding": "left"}),
     "quantized": Case("quantized"),
 }
 
@@ -121,9 +118,6 @@ REFUSED = {
     "misshapen": ("ModelError", "up_proj.weight", "[55, 48]", "[56, 48]"),
     "no_weights": ("ModelError", "model.safetensors"),
     "te": ("MissingDependency", "transformer_engine", "spec=local"),
-    "unknown_spec": ("BadOption", "spec=apex", "local, te"),
-    "sp_alone": ("BadOption", "sp=1", "tp=2"),
-    "padded_and_packed": ("BadOption", "padding=left", "input=packed"),
     "quantized": ("ModelError", "quantized weights"),
 }
 """Case -> words of its error."""
@@ -216,16 +210,14 @@ def runs(
         ]
         path = folder / f"cases{ranks}.json"
         path.write_text(json.dumps(cases))
+        process = [str(HERE / "megatron_run.py"), str(path), str(folder)]
         torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
-        launch = torchrun if ranks > 1 else []
-        done = subprocess.run(
-            [sys.executable, *launch, str(HERE / "megatron_run.py"), str(path), str(folder)],
-            env=os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+        words = [*(torchrun if ranks > 1 else []), *process]
+        with tempfile.TemporaryFile("w+") as said:
+            environment = os.environ | {"PYTHONPATH": str(HERE)}
+            code = warm.start("megatron", words, environment, said, said).wait(300)
+            said.seek(0)
+            assert code == 0, said.read()[-8000:]
     return {n: torch.load(folder / f"{n}.pt", weights_only=False) for n in CASES}
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlk_align.engines.megatron_layout import (
+from rlk_align.engines.megatron.layout import (
     Layout,
     even,
     grouped_qkv,
@@ -12,7 +12,7 @@ from rlk_align.engines.megatron_layout import (
     side_by_side,
     vocabulary,
 )
-from rlk_align.families import ModelShape
+from rlk_align.model.families import ModelShape
 
 QKV = ("q", "k", "v")
 

@@ -7,10 +7,20 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+import pytest
+
+# behind the others: tests/ has a conftest of its own
+sys.path.append(str(Path(__file__).parent))
 if "rlk_kernels" not in sys.modules:
     os.environ["TRITON_INTERPRET"] = "1"
 
 import interpreter_dot
 
 interpreter_dot.install()
+
+
+@pytest.fixture(autouse=True)
+def plans_are_made_anew(monkeypatch):
+    from planning import uncached  # imports rlk_kernels
+
+    uncached(monkeypatch)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import rlk_kernels as rk
 import torch
-from rlk_kernels.attention import attention_ref
-from rlk_kernels.linear import linear_ref
-from rlk_kernels.logp import logp_ref
-from rlk_kernels.rms_norm import rms_norm_ref
-from rlk_kernels.rope import rope_ref
-from rlk_kernels.swiglu import swiglu_ref
+from rlk_kernels.ops.attention.operator import attention_ref
+from rlk_kernels.ops.linear import linear_ref
+from rlk_kernels.ops.logp.operator import logp_ref
+from rlk_kernels.ops.rms_norm.operator import rms_norm_ref
+from rlk_kernels.ops.rope.operator import rope_ref
+from rlk_kernels.ops.swiglu.operator import swiglu_ref
 from torch import Tensor
 
 ROWS = (1, 2, 3, 7, 16, 17, 33, 64, 65, 127, 129, 1000)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import rlk_kernels as rk
 import torch
 from kernel_suite import LIMIT, rand
-from rlk_kernels.linear_logp import linear_logp_ref
+from rlk_kernels.ops.linear_logp.operator import linear_logp_ref
 from torch import Tensor
 
 KINDS = ("well_scaled", "peaked", "confident", "negative", "offset")

@@ -1,8 +1,14 @@
 """Which backend runs, that it can be asked, and the errors when it cannot."""
 
+from dataclasses import replace
+
+import planning
 import pytest
 import rlk_kernels as rk
 import torch
+from rlk_kernels import device
+from rlk_kernels.matmul import plan as matmul
+from rlk_kernels.matmul import product
 
 X, W = torch.randn(3, 8), torch.randn(5, 8)
 
@@ -236,3 +242,63 @@ def test_inputs_are_not_modified():
         rk.rope(x[:, None], x[:, None], torch.arange(4), theta=1e4, backend=backend)
         rk.swiglu(x, x, backend=backend)
     assert torch.equal(x, before)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A GPU of the Hopper generation that is not there, and a Triton whose version can be set."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(device, "capability", lambda of: (9, 0))
+    device._facts.cache_clear()
+    yield lambda version: monkeypatch.setattr(device, "triton_version", lambda: version)
+    device._facts.cache_clear()
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.9.1+git2", "3.10.0", "3.5.1", "4.0.0"])
+def test_a_triton_that_does_not_fit_the_hopper_kernels_is_said_once(version, hopper, recwarn):
+    hopper(version)
+    found = [device.facts(torch.device("cpu")).gluon for _ in range(3)]
+    said = [x for x in recwarn if x.category is device.HopperKernelsUnused]
+    if version.startswith(("3.6", "3.9")):
+        assert found == [True] * 3
+        assert not said
+    else:
+        assert found == [False] * 3
+        [one] = said
+        assert "Triton >= 3.6 and < 3.10" in str(one.message)
+        assert version in str(one.message)
+        assert "same bits" in str(one.message)
+
+
+H200 = planning.H200
+HALF = torch.bfloat16
+
+
+@pytest.mark.parametrize(("gluon", "expected"), [(True, "triton/hopper"), (False, "triton")])
+def test_plans_say_which_implementation_is_recorded(gluon, expected):
+    here = replace(H200, gluon=gluon)
+    linear = matmul.ProductShape(256, 6144, 4096, HALF, HALF, False, True, True, True, True)
+    wide = matmul.ProductShape(4096, 8192, 4096, HALF, torch.float32, False, True, True, True, True)
+    assert matmul.plan_product(linear, here, True).implementation == expected
+    assert matmul.plan_product(wide, here, True).implementation == expected
+    logits = matmul.LogitsShape(4096, 32000, 4096, HALF, torch.float32, True)
+    for kind in ("statistics", "exponentials", "gradient"):
+        assert matmul.plan_epilogue(logits, kind, True, here, True).implementation == expected
+
+
+def test_what_the_plan_says_is_recorded(monkeypatch):
+    """With the launch left out: `linear` on an H200 that is not there."""
+    monkeypatch.setattr(product, "facts", lambda of: H200)
+    monkeypatch.setattr(product, "trusted", lambda *_: True)
+    monkeypatch.setattr(product, "launch", lambda *_: None)
+    x, w = torch.zeros(256, 4096, dtype=HALF), torch.zeros(6144, 4096, dtype=HALF)
+    rk.linear(x, w, backend="triton")
+    assert rk.last_backend("linear") == "triton/hopper"
+    rk.linear(x[:, :-1], w[:, :-1], backend="triton")  # no tensor map describes it
+    assert rk.last_backend("linear") == "triton"
+    assert rk.backend_calls() == {("linear", "triton/hopper"): 1, ("linear", "triton"): 1}
+
+
+def test_any_kernel_for_hopper_makes_the_call_one():
+    assert matmul.most_special(["triton", "triton/hopper", "triton"]) == "triton/hopper"
+    assert matmul.most_special({"triton"}) == "triton"

@@ -1,68 +1,105 @@
-"""Each guard of a verdict, taken out in turn: the tests must notice.
+"""Each guard of a verdict, taken out in turn: its witness must notice.
 
-A copy of the package is changed in one line, and the tests of verdicts and comparisons are run
+A copy of the package is changed in one line, and the one test that watches over that line is run
 against the copy.
 """
 
 import os
 import shutil
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import warm
 
 import rlk_align
 
 ROOT = Path(__file__).parent.parent.parent
-WITNESSES = [f"tests/align/test_{name}.py" for name in ("verdict", "comparison", "divergence")]
+
+
+class Guard(NamedTuple):
+    file: str
+    line: str
+    without: str
+    """What stands in its place in the changed copy."""
+    witness: str
+
 
 GUARDS = {
-    "precheck stops": (
-        "comparison.py",
+    "precheck stops": Guard(
+        "compare/measure.py",
         "if all(m.kind in allowed for m in mismatches):",
         "if True:",
+        "compare/test_measure.py::test_a_mismatch_stops_it_before_any_number",
     ),
-    "precheck is inconclusive": (
+    "precheck is inconclusive": Guard(
         "results.py",
         "return any(m.kind not in self.allowed for m in self.mismatches)",
         "return False",
+        "judge/test_verdict.py::test_a_failed_precheck_stops_everything",
     ),
-    "observer": ("verdict.py", 'c.controls.observer == "violated"', "False"),
-    "coverage": (
-        "verdict.py",
+    "observer": Guard(
+        "judge/verdict.py",
+        'c.controls.observer == "violated"',
+        "False",
+        "judge/test_verdict.py::test_a_violated_observer_is_inconclusive",
+    ),
+    "coverage": Guard(
+        "judge/verdict.py",
         "if not paired >= contract.min_coverage * expected or not paired:",
         "if False:",
+        "judge/test_verdict.py::test_low_coverage_is_inconclusive",
     ),
-    "too few tokens": (
-        "verdict.py",
+    "too few tokens": Guard(
+        "judge/verdict.py",
         "if not edge.metrics.tokens >= contract.min_tokens:",
         "if False:",
+        "judge/test_verdict.py::test_too_few_tokens_are_inconclusive",
     ),
-    "missing rows": ("verdict.py", "if not explained", "if False"),
-    "NaN in a metric": ("verdict.py", "if value <= limit.fail:", "if not value > limit.fail:"),
-    "NaN in a row": (
-        "verdict.py",
+    "missing rows": Guard(
+        "judge/verdict.py",
+        "if not explained",
+        "if False",
+        "judge/test_verdict.py::test_one_unexplained_row_is_inconclusive",
+    ),
+    "NaN in a metric": Guard(
+        "judge/verdict.py",
+        "if value <= limit.fail:",
+        "if not value > limit.fail:",
+        "judge/test_verdict.py::test_nan_and_inf_fail_every_limit",
+    ),
+    "NaN in a row": Guard(
+        "judge/verdict.py",
         "[_nonfinite(edge, s) for s in edge.sites if s.nonfinite]",
         "[]",
+        "judge/test_verdict.py::test_a_nonfinite_entry_fails_any_contract",
     ),
-    "noise proves nothing": ("divergence.py", "& ~noisy[paired.number]", ""),
+    "noise proves nothing": Guard(
+        "compare/divergence.py",
+        "& ~noisy[paired.number]",
+        "",
+        "compare/test_divergence.py::test_a_row_that_its_engine_does_not_repeat_is_no_introducer",
+    ),
 }
 
 
-def witnesses_pass(package: Path) -> bool:
-    """Whether the tests pass against the `rlk_align` that lies in `package`."""
-    done = subprocess.run(
-        # -P: the checkout itself must not come before the copy.
-        [sys.executable, "-P", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *WITNESSES],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode in (0, 1), done.stdout + done.stderr
-    return done.returncode == 0
+def witnesses_pass(package: Path, *witnesses: str) -> bool:
+    """Whether these tests pass against the `rlk_align` that lies in `package`."""
+    tests = [str(ROOT / "tests" / witness) for witness in witnesses]
+    settings = ["-x", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
+    code = "import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
+    words = ["-c", code, *settings, "--rootdir", str(ROOT), *tests]
+    environment = os.environ | {"PYTHONPATH": str(package)}
+    with tempfile.TemporaryFile("w+") as said:
+        # There, so that the copy comes before the checkout.
+        done = warm.start("tests", words, environment, said, said, package)
+        code = done.wait(timeout=120)
+        said.seek(0)
+        text = said.read()
+    assert code in (0, 1), text
+    assert code == 0 or "AssertionError" in text or "DID NOT RAISE" in text, text
+    return code == 0
 
 
 @pytest.fixture
@@ -77,14 +114,14 @@ def copy(tmp_path: Path) -> Path:
 
 
 def test_the_witnesses_pass_as_things_are(copy: Path) -> None:
-    assert witnesses_pass(copy)
+    assert witnesses_pass(copy, *(g.witness for g in GUARDS.values()))
 
 
-@pytest.mark.parametrize("guard", GUARDS)
-def test_a_missing_guard_is_noticed(copy: Path, guard: str) -> None:
-    name, line, without = GUARDS[guard]
-    path = copy / "rlk_align" / name
+@pytest.mark.parametrize("name", GUARDS)
+def test_a_missing_guard_is_noticed(copy: Path, name: str) -> None:
+    guard = GUARDS[name]
+    path = copy / "rlk_align" / guard.file
     text = path.read_text(encoding="utf-8")
-    assert text.count(line) == 1, f"{name} no longer holds the guard as it is written here"
-    path.write_text(text.replace(line, without), encoding="utf-8")
-    assert not witnesses_pass(copy)
+    assert text.count(guard.line) == 1, f"{guard.file} no longer holds the guard as written here"
+    path.write_text(text.replace(guard.line, guard.without), encoding="utf-8")
+    assert not witnesses_pass(copy, guard.witness)

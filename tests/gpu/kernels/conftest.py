@@ -27,3 +27,10 @@ def nan_filled_outputs(monkeypatch):
 
     monkeypatch.setattr(torch, "empty", lambda *a, **k: fill(empty(*a, **k)))
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: fill(empty_like(*a, **k)))
+
+
+@pytest.fixture(autouse=True)
+def plans_are_made_anew(monkeypatch):
+    from planning import uncached  # after the paths above
+
+    uncached(monkeypatch)

@@ -4,7 +4,9 @@ import pytest
 import rlk_kernels as rk
 import torch
 from kernel_suite import attention_truth, packed, paged_cache, torch_attention, within_budget
-from rlk_kernels import attention_hopper, attention_triton, gemm
+from rlk_kernels.device import facts
+from rlk_kernels.ops.attention import forward as attention_forward
+from rlk_kernels.ops.attention import hopper
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(32, 8, 128), (16, 8, 128), (8, 1, 64), (14, 2, 64), (6, 6, 80), (4, 2, 256)]
@@ -44,7 +46,7 @@ def test_prefill_equals_paged_decode_and_every_chunking(dtype, shape, window):
     out, part = paged(list(range(len(at) + 1)), [p + 1 for p in at], rows)  # decode, one batch
     assert torch.equal(out, whole[rows])
     assert torch.equal(part, lse[:, rows])
-    for chunk in (1, 7, 128, 1000, 1024, 1025):  # chunked prefill: the last piece of two
+    for chunk in (1, 7, 128, 1000, 1024, 1025):  # chunked prefill: the last part of two
         for end in (chunk, 1024 + chunk, n):
             rows = torch.arange(end - chunk, end, device="cuda")
             out, _ = paged([0, chunk], [end], rows)
@@ -76,9 +78,9 @@ LENGTHS = [
 
 
 def forward(q, k, v, cu_q, lens_k, table=None, causal=True, window=None, **schedule):
-    return attention_triton.attention_forward_triton(
+    return attention_forward.forward(
         q, k, v, cu_q.int(), lens_k.int(), table, causal, q.shape[2] ** -0.5, window, **schedule
-    )
+    )[:2]
 
 
 def same(a, b):
@@ -91,22 +93,25 @@ def test_scheduling_changes_no_bit(dtype):
     reference = rk.attention(*args, return_lse=True)
     for r in (16, 64) if dtype == torch.float32 else (16, 32, 64, 128):
         for split in (True, False):
-            assert same(forward(*args, rows=r, split=split, apart=False), reference), (r, split)
+            assert same(forward(*args, rows=r, split=split, warp_specialized=False), reference), (
+                r,
+                split,
+            )
 
 
 @pytest.fixture
 def taken(monkeypatch):
     """Whether each call of the Hopper kernel took its case."""
-    if not gemm._runs_apart(torch.device("cuda:0")):
-        pytest.skip("attention_hopper.py is for Hopper and Triton 3.6")
+    if not facts(torch.device("cuda:0")).gluon:
+        pytest.skip("hopper.py is for Hopper and the Triton of device.GLUON_TRITON")
     seen = []
-    attend = attention_hopper.attend_hopper
+    attend = hopper.attend_hopper
 
     def spy(*args):
         seen.append(attend(*args))
         return seen[-1]
 
-    monkeypatch.setattr(attention_hopper, "attend_hopper", spy)
+    monkeypatch.setattr(hopper, "attend_hopper", spy)
     yield seen
     assert seen
     assert all(seen)
@@ -120,10 +125,12 @@ def test_copies_in_a_warp_of_their_own_change_no_bit(dtype, shape, window, causa
     for lens in LENGTHS:
         q, k, v, cu_q, cu_k = packed(*lens, *shape, dtype, "cuda")
         options = {"window": window, "causal": causal}
-        plain = forward(q, k, v, cu_q, cu_k, rows=64, apart=False, **options)
+        plain = forward(q, k, v, cu_q, cu_k, rows=64, warp_specialized=False, **options)
         assert same(forward(q, k, v, cu_q, cu_k, **options), plain)
         for rows, split in ((64, False), (64, True), (128, False)):
-            got = forward(q, k, v, cu_q, cu_k, rows=rows, split=split, apart=True, **options)
+            got = forward(
+                q, k, v, cu_q, cu_k, rows=rows, split=split, warp_specialized=True, **options
+            )
             assert same(got, plain), (rows, split)
         for page in (8, 16, 256) if causal else ():
             k_cache, v_cache, table, lens_k = paged_cache(k, v, cu_k, page=page)
@@ -136,7 +143,7 @@ def test_slices_of_one_tensor_are_read_where_they_lie(taken):
     cu = torch.tensor([0, 300, 700], device="cuda")
     q, k, v = qkv[:, :8], qkv[:, 8:10], qkv[:, 10:]
     dense = [x.contiguous() for x in (q, k, v)]
-    assert same(forward(q, k, v, cu, cu), forward(*dense, cu, cu, rows=64, apart=False))
+    assert same(forward(q, k, v, cu, cu), forward(*dense, cu, cu, rows=64, warp_specialized=False))
 
 
 @pytest.mark.parametrize("page", [4, 24])

@@ -29,10 +29,14 @@ from rival_cases import (
     liger,
     verl,
 )
-from rlk_kernels import accumulate, accumulate_hopper, linear_grpo_triton, linear_logp_triton
-from rlk_kernels.gemm import _runs_apart
-from rlk_kernels.linear_logp import linear_logp_ref
-from rlk_kernels.tiles import Tile
+from rlk_kernels.device import facts
+from rlk_kernels.losses.linear_grpo import plan as linear_grpo
+from rlk_kernels.matmul import plan as matmul
+from rlk_kernels.matmul.accumulate import accumulate
+from rlk_kernels.matmul.hopper import accumulate as accumulate_hopper
+from rlk_kernels.matmul.tiles import SAFE, STATISTICS, STORE, Tile
+from rlk_kernels.ops.linear_logp import plan
+from rlk_kernels.ops.linear_logp.operator import linear_logp_ref
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 HALF = torch.bfloat16
@@ -66,11 +70,11 @@ def test_errors_on_peaked_logits_of_long_sums(h):
 @pytest.mark.parametrize("logit_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_bits_of_logp_of_linear(dtype, logit_dtype):
-    """Vocabularies in runs of 128, ragged, smaller than a tile; with and without TMA."""
-    one_chain = ((300, 512, 4096 + 128), (257, 512, 5003), (33, 40, 18992), (1, 72, 96))
-    several = ((300, 1600, 4096 + 128), (257, 1001, 5003), (33, 2048, 512), (700, 832, 1000))
-    several += ((257, 1600, 5003), (300, 1024, 32000 + 16), (1000, 776, 33001))
-    for t, h, v in one_chain + several:
+    """Vocabularies in multiples of 128, ragged, smaller than a tile; with and without TMA."""
+    whole = ((300, 512, 4096 + 128), (257, 512, 5003), (33, 40, 18992), (1, 72, 96))
+    split = ((300, 1600, 4096 + 128), (257, 1001, 5003), (33, 2048, 512), (700, 832, 1000))
+    split += ((257, 1600, 5003), (300, 1024, 32000 + 16), (1000, 776, 33001))
+    for t, h, v in whole + split:
         c = case(t, h, v, dtype, "cuda", "peaked", bias=v > 4096 and v < 6000)
         assert equals_logp_of_linear(c, "triton", logit_dtype, 0.7), (t, h, v)
 
@@ -96,7 +100,7 @@ def test_a_row_does_not_depend_on_its_batch(h, v, dtype):
 
 @pytest.mark.parametrize("h", [512, 1600])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tiles_chunks_and_slabs_change_no_bit(dtype, h, monkeypatch):
+def test_tiles_and_chunks_change_no_bit(dtype, h, monkeypatch):
     c = case(300, h, 2000 - 2000 % 128, dtype, "cuda")
     ups = upstreams(c)
 
@@ -105,18 +109,21 @@ def test_tiles_chunks_and_slabs_change_no_bit(dtype, h, monkeypatch):
 
     whole = everything()
     size = c.hidden.element_size()
-    changes = [("HELD", 300 * size * (h + 512)), ("SCRATCH", 128 * 3 * 4 * 8)]
-    changes += [("SLAB_NUMBERS", 128 * h)]
+    changes = [
+        (plan, "WORKSPACE_BYTES", 300 * size * (h + 512)),
+        (plan, "STATISTICS_BYTES", 128 * 3 * 4 * 8),
+        (plan, "ONE_PASS_ELEMENTS", 128 * h),
+    ]
     if size == 2:
         changes += [
-            ("STATS_TILE", Tile(64, 128, 64, 4, 3)),
-            ("STATS_TILE", replace(linear_logp_triton.STATS_TILE, apart=False)),
-            ("STORE_TILE", replace(linear_logp_triton.STORE_TILE, apart=False)),
-            ("STORE_TILE", linear_logp_triton.SAFE_TILE),
+            (matmul, "STATISTICS", Tile(64, 128, 64, 4, 3)),
+            (matmul, "STATISTICS", replace(STATISTICS, warp_specialized=False)),
+            (matmul, "STORE", replace(STORE, warp_specialized=False)),
+            (matmul, "STORE", SAFE),
         ]
-    for name, value in changes:
+    for module, name, value in changes:
         with monkeypatch.context() as patch:
-            patch.setattr(linear_logp_triton, name, value)
+            patch.setattr(module, name, value)
             assert all(torch.equal(a, b) for a, b in zip(everything(), whole, strict=True)), name
 
 
@@ -124,17 +131,17 @@ def test_tiles_chunks_and_slabs_change_no_bit(dtype, h, monkeypatch):
 def test_gradients_have_the_same_bits_with_copies_and_products_in_warps_of_their_own(
     t, chunk, monkeypatch
 ):
-    """One chunk or several, whole or in pieces, two products in a launch or one, tiles of both
-    widths; a T that is no multiple of a tile; sums too short for one half of a tile to be ahead of
-    the other."""
+    """One chunk or several, of tokens and of the vocabulary, two products in a launch or one, tiles
+    of both widths; a T that is no multiple of a tile; sums too short for one half of a tile to be
+    ahead of the other."""
     c = case(t, 1024, 8192, HALF, "cuda")
     up = torch.randn(c.target.shape, device="cuda")
     launched = []
     sum_hopper = accumulate_hopper.sum_hopper
 
-    def seen(pieces, processors):
-        launched.append(tuple(width for _, width in pieces))
-        sum_hopper(pieces, processors)
+    def seen(planned, partials):
+        launched.append(tuple(planned.slices[i].width for i in planned.shared.order))
+        sum_hopper(planned, partials)
 
     monkeypatch.setattr(accumulate_hopper, "sum_hopper", seen)
 
@@ -148,12 +155,14 @@ def test_gradients_have_the_same_bits_with_copies_and_products_in_warps_of_their
         return *found, *lone, *torch.autograd.grad(loss, leaves)
 
     whole = everything()
-    monkeypatch.setattr(linear_logp_triton, "HELD", 2 * t * (2048 + 1024))
-    monkeypatch.setattr(linear_grpo_triton, "CHUNK", chunk * 8192 * 2)
+    monkeypatch.setattr(plan, "WORKSPACE_BYTES", 2 * t * (2048 + 1024))
+    monkeypatch.setattr(linear_grpo, "CHUNK_BYTES", chunk * 8192 * 2)
     assert all(torch.equal(a, b) for a, b in zip(everything(), whole, strict=True))
-    if _runs_apart(up.device) and t > chunk * 2:
+    here = facts(up.device)
+    if here.gluon and t > chunk * 2:
         assert {(256,), (256, 256), (256, 128)} <= {tuple(sorted(x)[::-1]) for x in launched}
-    monkeypatch.setattr(accumulate, "_runs_apart", lambda device: False)
+    here = replace(here, gluon=False)
+    monkeypatch.setattr(accumulate, "facts", lambda device: here)
     assert all(torch.equal(a, b) for a, b in zip(everything(), whole, strict=True))
 
 
@@ -226,7 +235,7 @@ def test_grpo_against_float64_its_chunks_and_its_logp(dtype, monkeypatch):
     for value, truth_ in zip(grads, wide, strict=True):
         assert error(value, truth_) <= limit * float(truth_.abs().max())
     assert torch.equal(logp, rk.linear_logp(c.hidden, c.weight, c.target))
-    monkeypatch.setattr(linear_grpo_triton, "CHUNK", 128 * 4224 * c.hidden.element_size())
+    monkeypatch.setattr(linear_grpo, "CHUNK_BYTES", 128 * 4224 * c.hidden.element_size())
     other, _, chunked = run(dtype, "triton")
     assert torch.equal(loss, other)
     assert all(torch.equal(a, b) for a, b in zip(grads, chunked, strict=True))

@@ -1,12 +1,15 @@
 """On a GPU: errors, batch invariance and gradients of the operators with independent rows."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import rlk_kernels as rk
 import torch
 from kernel_suite import ROWS, differing_rows, rand, row_operators, within_budget
-from rlk_kernels import chains, cornerstone, gemm, gemm_hopper, tiles
+from rlk_kernels.device import facts
+from rlk_kernels.matmul import kernels, product, self_check, split, tiles
+from rlk_kernels.matmul.hopper import product as hopper_product
 
 DEVICE = "cuda"
 NAMES = list(row_operators(torch.float32, "cpu"))
@@ -14,57 +17,69 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 GRADIENTS = ["linear", "rms_norm", "rope", "rope_interleaved", "swiglu", "embedding", "logp"]
 
 
-@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES[:2])
-def test_cornerstone_every_tile_gives_the_same_fp32_bits(dtype, chained, monkeypatch):
-    bits = functools.partial(cornerstone.tile_bits, device=torch.device(DEVICE), chained=chained)
+def test_every_tile_gives_the_same_fp32_bits(dtype, split, monkeypatch):
+    bits = functools.partial(self_check.tile_bits, device=torch.device(DEVICE), split=split)
     expected = bits(tiles.SAFE, dtype)
     assert expected.isfinite().all()
-    for tile in tiles.tiles_in_use():
+    for tile in tiles.product_tiles():
         assert torch.equal(bits(tile, dtype), expected), tile
-        if tile.apart:  # where Gluon is another, the tile runs in the other kernel
+        if tile.warp_specialized:  # where Gluon does not run, the tile runs in the other kernel
             with monkeypatch.context() as patch:
-                patch.setattr(gemm, "_runs_apart", lambda device: False)
+                here = replace(facts(torch.device(DEVICE)), gluon=False)
+                patch.setattr(self_check, "facts", lambda device, here=here: here)
                 got = bits(tile, dtype)
             assert torch.equal(got, expected), tile
     assert torch.equal(bits(tiles.SAFE, dtype, pointers=True), expected)
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_the_self_check_covers_every_kernel_and_finds_nothing(split):
+    """The kernels of `accumulate`, of statistics and of stored epilogues too."""
+    device = torch.device(DEVICE, 0)
+    assert self_check.disagreements(device, split) == []
+    names = {what for what, _ in self_check._checks(torch.bfloat16, device, split)}
+    if facts(device).gluon:
+        assert "hopper/epilogue.py" in names
+        assert split or "hopper/accumulate.py" in names
+
+
 @pytest.mark.parametrize("dtype", DTYPES[:2])
-def test_many_tiles_in_chains_have_the_bits_of_one_tile(dtype):
+def test_many_tiles_of_a_split_product_have_the_bits_of_one_tile(dtype):
     for m, n, k in ((65, 33000, 1600), (1000, 5003, 776), (4096, 4096, 4096), (300, 20001, 1032)):
         x, w, bias = (
             rand(*shape, dtype=dtype, device=DEVICE, seed=i)
             for i, shape in enumerate([(m, k), (n, k), (n,)])
         )
         out = torch.empty(m, n, device=DEVICE, dtype=torch.float32)
-        assert gemm._fills_hopper(x, w, out)
+        assert product.plan_for(x, w, False, True, out).kernel == "hopper_split"
         got = rk.linear(x, w, bias, out_dtype=torch.float32)
-        gemm.gemm_triton(x, w, bias, False, True, out, tile=tiles.SAFE)
+        self_check.run_tile(x, w, bias, out, tiles.SAFE)
         assert torch.equal(got, out), (m, n, k)
-    assert not gemm._fills_hopper(x[:64], w, out[:64])
+    assert product.plan_for(x[:64], w, False, True, out[:64]).kernel == "tma"
 
 
 def test_every_tile_runs_on_wgmma():
-    for tile in tiles.tiles_in_use():
-        cornerstone.tile_bits(tile, torch.bfloat16, torch.device(DEVICE))
+    for tile in tiles.product_tiles():
+        self_check.tile_bits(tile, torch.bfloat16, torch.device(DEVICE))
     programs = [
         kernel.asm["ptx"]
-        for compiled in (gemm._gemm_tma_kernel, gemm_hopper._gemm_hopper_kernel)
-        for kernels, *_ in compiled.device_caches.values()
-        for kernel in kernels.values()
+        for compiled in (kernels._gemm_tma_kernel, hopper_product._gemm_hopper_kernel)
+        for variants, *_ in compiled.device_caches.values()
+        for kernel in variants.values()
     ]
-    assert len(programs) >= len(tiles.tiles_in_use())
+    assert len(programs) >= len(tiles.product_tiles())
     assert all("wgmma.mma_async" in ptx for ptx in programs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("shape", [(16, 32, 64), (32, 64, 128), (64, 64, 32), (128, 128, 64)])
-def test_cornerstone_mma_sync_and_wgmma_give_the_same_bits(shape, dtype):
+def test_mma_sync_and_wgmma_give_the_same_bits(shape, dtype):
     tile = tiles.Tile(*shape, 4, 3)
-    expected = cornerstone.tile_bits(tiles.SAFE, dtype, torch.device(DEVICE))
+    expected = self_check.tile_bits(tiles.SAFE, dtype, torch.device(DEVICE))
     for pointers in (False, True):
-        got = cornerstone.tile_bits(tile, dtype, torch.device(DEVICE), pointers=pointers)
+        got = self_check.tile_bits(tile, dtype, torch.device(DEVICE), pointers=pointers)
         assert torch.equal(got, expected)
 
 
@@ -145,10 +160,10 @@ def test_kernels_that_start_before_their_predecessor_ends_wait_for_its_memory():
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 def test_measured_tiles_give_the_bits_of_the_one_safe_tile_with_bias_too(out_dtype, monkeypatch):
     """The tiles of `_MEASURED` at their own sizes: full waves, tails, several tiles a program.
-    In one chain, as their 16-bit outputs have it: fp32 shows the sums before they are rounded."""
-    monkeypatch.setattr(chains, "LONGEST", 1 << 30)
+    Not split, as their 16-bit outputs have it: fp32 shows the sums before they are rounded."""
+    monkeypatch.setattr(split, "LONGEST_SEGMENT", 1 << 30)
     for first, last, n, k, tile in tiles._MEASURED:
-        if not (tile.apart or tile.tail):
+        if not (tile.warp_specialized or tile.tail):
             continue
         w = rand(n, k, dtype=torch.bfloat16, device=DEVICE, seed=1)
         bias = rand(n, dtype=torch.bfloat16, device=DEVICE, seed=2)
@@ -157,7 +172,7 @@ def test_measured_tiles_give_the_bits_of_the_one_safe_tile_with_bias_too(out_dty
             outs = []
             for chosen in (tile, tiles.SAFE):
                 out = torch.empty(m, n, dtype=out_dtype, device=DEVICE)
-                outs.append(gemm.gemm_triton(x, w, bias, False, True, out, tile=chosen))
+                outs.append(self_check.run_tile(x, w, bias, out, chosen))
             assert torch.equal(*outs), (m, n, k, tile)
 
 

@@ -1,0 +1,115 @@
+"""What the device at hand can do. Every question about it is asked here, and asked once.
+
+The kernels written for Hopper are in Gluon, which changes with every Triton: they run with a Triton
+of GLUON_TRITON, from 3.6 on and below 3.10. Elsewhere the kernels in plain Triton take their place,
+with the same bits at another speed, and a warning says so once.
+"""
+
+import functools
+import importlib.util
+import os
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+GLUON_TRITON = ((3, 6), (3, 10))
+"""Versions of Triton that every Gluon kernel compiles with (`scripts/compile_kernels.py`): from the
+first, below the second."""
+
+
+def interpreting() -> bool:
+    """True where Triton runs in its CPU interpreter (TRITON_INTERPRET=1)."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+def _finds_triton() -> bool:
+    try:
+        return importlib.util.find_spec("triton") is not None
+    except ImportError:
+        return False
+
+
+HAS_TRITON = _finds_triton()
+"""Whether Triton is installed. It is imported only where a kernel of its is launched."""
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of an NVIDIA GPU; (0, 0) for any other device."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether Triton compiles for `device`, be it installed or not."""
+    return capability(device) >= (8, 0)
+
+
+def fits_gluon(version: str) -> bool:
+    """Whether a Triton of this version is one of GLUON_TRITON."""
+    numbers = tuple(int(part) for part in version.split(".")[:2])
+    return GLUON_TRITON[0] <= numbers < GLUON_TRITON[1]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What a launch is planned from, of the device."""
+
+    interpreted: bool
+    """Kernels run in Triton's CPU interpreter."""
+    processors: int
+    """Streaming multiprocessors."""
+    tma: bool
+    """The device copies by tensor maps (Hopper and newer)."""
+    overlaps: bool
+    """Kernels start while the one before them ends (Hopper and newer). Such a kernel waits for all
+    of its predecessor's memory before it reads or writes anything, so what overlaps is the start
+    alone: it changes times and no bit."""
+    gluon: bool
+    """The kernels written for Hopper run: a GPU of that generation, and a Triton that fits."""
+
+
+PLANNED_PROCESSORS = 132
+"""Processors that are planned for where there is no GPU (those of an H200)."""
+
+
+def facts(device: torch.device) -> DeviceFacts:
+    """The facts of `device`, asked once."""
+    return _facts(device, interpreting())
+
+
+class HopperKernelsUnused(RuntimeWarning):
+    """A GPU of the Hopper generation runs without the kernels that are written for it."""
+
+
+@functools.cache
+def _facts(device: torch.device, interpreted: bool) -> DeviceFacts:
+    newer = capability(device) >= (9, 0)
+    hopper = capability(device)[0] == 9 and not interpreted
+    if hopper and not fits_gluon(triton_version()):
+        first, beyond = (".".join(map(str, version)) for version in GLUON_TRITON)
+        warnings.warn(
+            f"the kernels of rlk_kernels that are written for Hopper need Triton >= {first} and "
+            f"< {beyond}, and this is {triton_version()}: others run in their place, with the same "
+            "bits at another speed",
+            HopperKernelsUnused,
+            stacklevel=3,
+        )
+    count = PLANNED_PROCESSORS
+    if device.type == "cuda":
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+    return DeviceFacts(
+        interpreted=interpreted,
+        processors=count,
+        tma=newer,
+        overlaps=newer,
+        gluon=hopper and fits_gluon(triton_version()),
+    )
+
+
+def triton_version() -> str:
+    """The version of the installed Triton; only asked where kernels of its are launched."""
+    import triton
+
+    return triton.__version__

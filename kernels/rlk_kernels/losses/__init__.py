@@ -1,0 +1,1 @@
+"""The losses of reinforcement learning from log-probabilities and from hidden states."""

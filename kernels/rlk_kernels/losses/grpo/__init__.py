@@ -1,0 +1,1 @@
+"""The loss of GRPO, Dr. GRPO, DAPO and PPO from log-probabilities."""

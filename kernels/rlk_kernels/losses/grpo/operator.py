@@ -1,0 +1,70 @@
+"""The loss of GRPO, Dr. GRPO, DAPO and PPO from log-probabilities: terms, reductions, metrics.
+
+With r = exp(logp - old_logp), A the advantage, (low, high) = clip and d = ref_logp - logp:
+    loss[t] = -min(r A, clamp(r, 1 - low, 1 + high) A) + beta (exp(d) - 1 - d)      (k3)
+    loss    = sum_t w[t] loss[t],    w[t] = 0 where the mask is 0, else
+        grpo     1 / (tokens of its sequence x sequences)      mean of the sequences' means
+        dr_grpo  1 / (max_tokens x sequences)                  a constant (Dr. GRPO, 2503.20783)
+        dapo     1 / tokens of the batch                       token mean (DAPO, 2503.14476)
+        ppo      1 / tokens of the batch                       token mean
+The gradient of a token is w[t] (-A r [r A <= clamp(r) A] + beta (1 - exp(d))); a token at which the
+clip is active has none of the first part.
+
+Sums: float64, in an order that the batch's length alone decides. torch backend: by halves
+of the batch (`rows.tree_sum`). triton: by blocks of tokens (`kernels.py`), so a loss or
+a metric of the two backends may differ in its last bit.
+All of it is elementwise on [T] vectors, once a step; on triton in a handful of small launches: it
+costs nothing beside a product.
+
+T = tokens   B = sequences
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rlk_kernels.errors import UnsupportedShape
+from rlk_kernels.numerics.rows import tree_sum
+
+LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "ppo")
+METRICS = (
+    "tokens", "clip_fraction", "clip_low_fraction", "clip_high_fraction", "k1", "k3", "ratio_mean",
+    "logp_mean", "ratio_min", "ratio_max", "ref_k3",
+)  # fmt: skip
+"""The scalars of `reduce_loss`, in this order; the last where ref_logp is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What makes a token's loss."""
+
+    beta: float
+    low: float
+    high: float
+
+
+def group_advantages(
+    rewards: Tensor, group_size: int, *, scale: str = "std", eps: float = 1e-6
+) -> Tensor:
+    """Rewards less the mean of their group (and over its standard deviation) -> [B] float32.
+
+    rewards[B]: B / group_size groups of neighbours. scale: "std" divides by the group's sample
+    deviation + eps (GRPO), "none" does not (Dr. GRPO). Sums in float64, by halves of the group.
+    Raises UnsupportedShape, ValueError.
+    """
+    if rewards.dim() != 1 or group_size < 1 or rewards.shape[0] % group_size:
+        raise UnsupportedShape(
+            f"group_advantages: rewards {tuple(rewards.shape)} are no groups of {group_size}"
+        )
+    if scale not in ("std", "none"):
+        raise ValueError(f"group_advantages: scale {scale!r} is unknown; choose 'std' or 'none'")
+    x = rewards.double().view(-1, group_size)
+    x = x - tree_sum(x) / group_size
+    if scale == "std":
+        x = x / ((tree_sum(x * x) / max(group_size - 1, 1)).sqrt() + eps)
+    return x.flatten().float()
+
+
+def by_sequence(advantages: Tensor, sequences: int) -> bool:
+    """Whether advantages are [B], one a sequence, and not one a token."""
+    return advantages.dim() == 1 and advantages.shape[0] == sequences

@@ -1,0 +1,141 @@
+"""linear_grpo_loss on Triton: chunks of tokens, each with its part of the gradients.
+
+Three products instead of four: the loss needs of a token no more than its log-probability, so a
+chunk of tokens is finished while its tiles are still there.
+    1. x = hidden weight^T. Kept, at the operands' dtype: E = exp(z - log(2) r[t]) with an integer
+       r[t] from the target's logit, beside the tiles' statistics; from them logp, with the bits of
+       `linear_logp`. A row whose logits are far above or below its target's is brought to another
+       r afterwards, by exact powers of two
+    2. g[t] = dloss/dlogp[t], and dlogits = c[t] E, c = -g exp(log(2) r - lse) dz/dx; the element of
+       the target is written into E from logp itself: g (1 - p) / c in fp32
+    3. dhidden = c (E weight), c in fp32          4. dweight += E^T (c hidden)
+A token chunk's E takes at most CHUNK_BYTES; that of the first may be larger, as dweight and its
+lower halves are not written yet and have room for vocabulary chunks of it (`workspace.py`). dweight
+goes on from token chunk to token chunk in its fp32 accumulator (`matmul/accumulate`; with more than
+one its lower halves take two bytes an element beside it) and dhidden from one vocabulary chunk to
+the next, so neither has a bit from these cuts.
+
+T = tokens   V = vocabulary   H = hidden size
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.device import facts
+from rlk_kernels.losses.grpo.kernels import prepare, reduce_loss
+from rlk_kernels.losses.grpo.operator import Loss
+from rlk_kernels.losses.linear_grpo import plan
+from rlk_kernels.losses.linear_grpo.kernels import rebase, scale, scale_rows, token_gradient
+from rlk_kernels.matmul.accumulate.accumulate import accumulate
+from rlk_kernels.matmul.accumulate.partial import PartialProduct, lo_accumulator
+from rlk_kernels.matmul.plan import most_special
+from rlk_kernels.numerics.column_sum.operator import column_sum
+from rlk_kernels.ops.linear_logp.launch import (
+    finish,
+    forward,
+    is_trusted,
+    mark,
+    new_rows,
+    pick,
+    run_tiles,
+)
+from rlk_kernels.ops.linear_logp.options import LogitOptions
+from rlk_kernels.ops.linear_logp.plan import shape_of
+
+__all__ = ["loss_and_gradients", "prepare", "scale"]
+
+
+def logp_and_gradients(
+    h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor,
+    tokens: tuple[Tensor | None, Tensor, Tensor | None, Tensor], spec: LogitOptions, loss: Loss,
+    needs: list[bool],
+) -> tuple[Tensor, list[Tensor | None], str]:  # fmt: skip
+    """(logp[T], [dh, dw, db], what ran); tokens: old_logp, advantages, ref_logp, weights."""
+    (t, k), v = h.shape, w.shape[0]
+    old, advantages, ref, weights = tokens
+    dh = torch.empty_like(h) if needs[0] else None
+    dw = torch.empty_like(w, memory_format=torch.contiguous_format) if needs[1] else None
+    logps = torch.empty(t, dtype=torch.float32, device=h.device)
+    if t == 0:
+        zero = None if bias is None else torch.zeros_like(bias)
+        return logps, [dh, None if dw is None else dw.zero_(), zero], "triton"
+    here = facts(h.device)
+    shape = shape_of(h, w, spec.logit_dtype, here)
+    planned = plan.plan_loss(shape, dw is not None, here, is_trusted(h, spec))
+    block = torch.empty(planned.block, dtype=h.dtype, device=h.device)
+    dh_lo = block[planned.dh_lo_offset :][: planned.dh_lo_rows * k]
+    dh_lo = dh_lo.view(torch.int16).view(planned.dh_lo_rows, k)
+    lo = None
+    buffers = [block]
+    if dw is not None:
+        lo = lo_accumulator(dw, 2 if planned.lends_lo else len(planned.chunks))
+        buffers += [dw.view(-1), lo.view(h.dtype).view(-1)]
+    sums, ran = [], set()
+    targets = pick(planned.pick, h, w, bias, ids, spec)
+    for chunk in planned.chunks:
+        part, m = chunk.tokens, chunk.last - chunk.first
+        own = ids[part]
+        stored = [vocab.view(buffers, m)[:, : vocab.last - vocab.first] for vocab in chunk.vocab]
+        nodes = chunk.nodes(chunk.vocab[-1]).stop
+        stats = torch.empty(2, nodes, m, dtype=torch.float32, device=h.device)
+        rows = replace(new_rows(targets[part], False), logp=logps[part, None])
+        for vocab, tiles, e in zip(chunk.vocab, chunk.tiles, stored, strict=True):
+            node = chunk.nodes(vocab)
+            run_tiles(
+                tiles, h[part], w[vocab.columns], None if bias is None else bias[vocab.columns],
+                spec, stats[0, node], stats[1, node], None, rows.z, None, e,
+            )  # fmt: skip
+            ran.add(tiles.implementation)
+        finish(stats, own, rows, 0, m, False)
+        g, a, c = token_gradient(
+            rows, own, None if old is None else old[part], advantages[part],
+            None if ref is None else ref[part], weights[part], loss, spec.slope,
+            h.dtype == torch.float16,
+        )  # fmt: skip
+        weighted = None if dw is None else scale_rows(h[part], c, torch.empty_like(h[part]))
+        of_columns = []
+        for vocab, tiles, e in zip(chunk.vocab, chunk.tiles, stored, strict=True):
+            last = vocab.last == v
+            rebase(e, stats[0, chunk.nodes(vocab)], rows, tiles.node_columns)
+            mark(e, own, rows, g[:, None], a, None, spec, vocab.first, e.shape[1], slice(0, m), c)
+            products = []
+            if dh is not None:
+                products.append(
+                    PartialProduct(a=e, b=w[vocab.columns], out=dh[part], lo=dh_lo, trans_a=False,
+                        first=vocab.first == 0, last=last, scale=c if last else None)
+                )  # fmt: skip
+            if dw is not None and lo is not None and weighted is not None:
+                products.append(
+                    PartialProduct(a=e, b=weighted, out=dw[vocab.columns], lo=lo[vocab.columns],
+                        trans_a=True, first=part.start == 0, last=part.stop == t, rows=v)
+                )  # fmt: skip
+            ran.add(accumulate(*products))
+            if needs[2]:
+                whole = vocab.view(buffers, m)
+                scale_rows(whole, c, whole)
+                of_columns.append(column_sum(whole, "triton")[: e.shape[1]])
+        if needs[2]:
+            sums.append(torch.cat(of_columns))
+    db = column_sum(torch.stack(sums), "triton") if needs[2] else None
+    db = db if bias is None or db is None else db.to(bias.dtype)
+    return logps, [dh, dw, db], most_special(ran)
+
+
+def loss_and_gradients(
+    h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor,
+    tokens: tuple[Tensor | None, Tensor, Tensor | None, Tensor], spec: LogitOptions, loss: Loss,
+    needs: list[bool],
+) -> tuple[Tensor, dict[str, Tensor], Tensor, list[Tensor | None], str]:  # fmt: skip
+    """(loss, metrics, logp[T], [dh, dw, db], what ran); tokens: old_logp, advantages, ref_logp,
+    weights."""
+    old, advantages, ref, weights = tokens
+    grads: list[Tensor | None] = [None, None, None]
+    if any(needs):
+        logp, grads, ran = logp_and_gradients(h, w, bias, ids, tokens, spec, loss, needs)
+    else:
+        rows, ran = forward(h, w, bias, ids, spec, False)
+        logp = rows.logp.squeeze(1)
+    value, metrics = reduce_loss(logp, old, advantages, weights, ref, loss)
+    return value, metrics, logp, grads, ran

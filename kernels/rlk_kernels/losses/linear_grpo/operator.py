@@ -1,0 +1,179 @@
+"""linear_grpo_loss: the GRPO or PPO loss of a step from hidden states, with its gradients.
+
+    logp = linear_logp(hidden, weight, target)        loss and metrics of logp: `losses/grpo`
+
+triton backend (`launch.py`): three products instead of four, chunks of tokens. torch backend: the
+portable forward and backward of `linear_logp` (four products), same contract.
+
+The gradients are made in the forward, for an upstream gradient of 1; the backward multiplies them
+by the upstream one in place, once: calling it a second time raises.
+
+T = tokens   V = vocabulary   H = hidden size   B = sequences
+"""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlk_kernels.backend import choose, record
+from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.losses.grpo.operator import LOSS_TYPES, Loss, by_sequence
+from rlk_kernels.losses.linear_grpo import portable
+from rlk_kernels.ops.linear_logp.operator import as_rows, check, check_options
+
+NUMBERS = (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
+    torch.bfloat16, torch.float32, torch.float64,
+)  # fmt: skip
+"""Dtypes of what comes a number a token."""
+
+
+def _implementation(backend: str) -> ModuleType:
+    if backend == "torch":
+        return portable
+    from rlk_kernels.losses.linear_grpo import launch
+
+    return launch
+
+
+class _LinearGRPO(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, ids, tokens, spec, loss, backend, grad_enabled):
+        ctx.backend, ctx.used = backend, False
+        needs = [grad_enabled and bool(x) for x in ctx.needs_input_grad[:3]]
+        run = _implementation(backend).loss_and_gradients
+        given = (hidden, weight, bias, ids, tokens, spec, loss, needs)
+        value, metrics, logp, grads, ran = run(*given)
+        record("linear_grpo_loss", ran)
+        ctx.grads = grads
+        ctx.names = list(metrics)
+        found = tuple(metrics.values())
+        ctx.mark_non_differentiable(logp, *found)
+        ctx.set_materialize_grads(False)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        return value.to(wide), logp, ctx.names, *found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g, *_):
+        if g is None:
+            return (None,) * 9
+        if ctx.used:
+            raise RuntimeError(
+                "linear_grpo_loss: its gradients are made once, in the forward; a second backward "
+                "needs a second call"
+            )
+        ctx.used = True
+        grads, ctx.grads = ctx.grads, None
+        scale = _implementation(ctx.backend).scale
+        for i, x in enumerate(grads):
+            if x is not None and x.numel() > 0:
+                grads[i] = scale(x, g)
+        return (*grads, *(None,) * 6)
+
+
+def _partition(cu_seqlens: Tensor, t: int) -> bool:
+    """Whether the sequences hold each token once. On a GPU asking would wait for it: not asked."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 + (t > 0):
+        return False
+    if cu_seqlens.device.type != "cpu":
+        return True
+    bounds = cu_seqlens.tolist()
+    return bounds[0] == 0 and bounds[-1] == t and sorted(bounds) == bounds
+
+
+def linear_grpo_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    old_logp: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    ref_logp: Tensor | None = None,
+    beta: float = 0.0,
+    clip: tuple[float, float] = (0.2, 0.2),
+    loss_type: str = "grpo",
+    max_tokens: int | None = None,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+    logit_dtype: torch.dtype = torch.float32,
+    ignore_index: int = -100,
+    backend: str | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss (`losses/grpo`; a float32 scalar, differentiable in hidden, weight, bias), metrics.
+
+    hidden[B, L, H] with target, mask, old_logp, ref_logp [B, L]; or hidden[T, H] packed, those [T],
+    with cu_seqlens[B + 1] from 0 to T (checked on the CPU; on a GPU a token that no sequence holds
+    gets NaN for what its sequence would give it). advantages: [B], one a sequence, or one a token.
+    mask: 1 for the tokens that count; a token whose target is ignore_index or negative is masked
+    out (it has logp 0 and no gradient). old_logp None: the policy's own log-probabilities (ratio
+    1). beta above 0 needs ref_logp. loss_type: see `losses/grpo`; dr_grpo takes max_tokens (default
+    L; packed, it must be given). The rest as in `linear_logp`, whose bits the metrics' `logp` [T]
+    has.
+
+    metrics: detached tensors, `logp` and the scalars `grpo.METRICS`.
+    Raises UnsupportedShape, UnsupportedDtype, ValueError, and what `backend.choose` raises.
+    """
+    name = "linear_grpo_loss"
+    if loss_type not in LOSS_TYPES:
+        raise ValueError(f"{name}: loss_type {loss_type!r} is unknown; choose from {LOSS_TYPES}")
+    if hidden.dim() == 3:
+        sequences, length, _ = hidden.shape
+        cu_seqlens = None
+        max_tokens = length if max_tokens is None else max_tokens
+        hidden = hidden.flatten(0, 1)
+    elif cu_seqlens is None:
+        raise UnsupportedShape(f"{name}: packed hidden[T, H] needs cu_seqlens[B + 1]")
+    elif not _partition(cu_seqlens, target.numel()):
+        raise UnsupportedShape(
+            f"{name}: cu_seqlens must rise from 0 to the {target.numel()} tokens, not {cu_seqlens}"
+        )
+    else:
+        sequences = cu_seqlens.shape[0] - 1
+    max_tokens = None if max_tokens is None else int(max_tokens)
+    if loss_type == "dr_grpo" and not (max_tokens and max_tokens > 0):
+        raise ValueError(f"{name}: dr_grpo needs max_tokens of at least 1, not {max_tokens}")
+    if beta and ref_logp is None:
+        raise ValueError(f"{name}: beta {beta} needs ref_logp; without it there is no KL term")
+    target, mask = target.flatten(), mask.flatten()
+    check(name, hidden, weight, target, bias)
+    spec = check_options(name, temperature, softcap, logit_scale, logit_dtype)
+    if not isinstance(clip, tuple | list) or len(clip) != 2:
+        raise ValueError(f"{name}: clip is (low, high), not {clip!r}")
+    beta, low, high = float(beta), float(clip[0]), float(clip[1])
+    if not (beta >= 0 and 0 <= low <= 1 and high >= 0):
+        raise ValueError(f"{name}: beta {beta} and clip {clip} must not be negative, nor 1 - low")
+    per_token = {"mask": mask}
+    spread = by_sequence(advantages, sequences)
+    if not spread:
+        advantages = per_token["advantages"] = advantages.flatten()
+    for what, x in (("old_logp", old_logp), ("ref_logp", ref_logp)):
+        if x is not None:
+            per_token[what] = x.detach().flatten().contiguous()
+    for what, x in per_token.items():
+        if x.shape[0] != target.shape[0]:
+            raise UnsupportedShape(
+                f"{name}: {what} has {x.shape[0]} numbers for {target.shape[0]} tokens"
+            )
+    for what, x in (per_token | {"advantages": advantages}).items():
+        if x.dtype not in NUMBERS:
+            raise UnsupportedDtype(f"{name}: {what} is {x.dtype}; it takes one of {NUMBERS}")
+    chosen = choose(
+        name, backend, hidden, weight, bias, target, cu_seqlens, advantages, *per_token.values()
+    )
+    ids, advantages, weights = _implementation(chosen).prepare(
+        target, mask, advantages.detach(), spread, cu_seqlens, sequences, loss_type, max_tokens,
+        int(ignore_index),
+    )  # fmt: skip
+    tokens = (per_token.get("old_logp"), advantages, per_token.get("ref_logp"), weights)
+    value, logp, names, *found = _LinearGRPO.apply(
+        as_rows(hidden), as_rows(weight), None if bias is None else bias.contiguous(),
+        ids[:, None], tokens, spec, Loss(beta, low, high), chosen, torch.is_grad_enabled(),
+    )  # fmt: skip
+    return value, {"logp": logp, **dict(zip(names, found, strict=True))}

@@ -1,0 +1,1 @@
+"""The matrix product: tiles, split accumulation, launches, the tile-invariance self-check."""

@@ -1,0 +1,1 @@
+"""A product whose contracted dimension comes in several calls."""

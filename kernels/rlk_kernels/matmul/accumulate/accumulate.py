@@ -1,0 +1,47 @@
+"""A product whose contracted dimension comes in slices, with the bits of one that comes whole.
+
+    C[m, n] = round( sum_k A[m, k] B[k, n] )          slices of K, one call each, front to back
+
+Order: that of `matmul/kernels.py`, one fp32 accumulator per element and K from front to back: a
+call starts from the partial accumulator that the call before it left. So the cut of K (a multiple
+of 64) changes no bit, and neither does the tile. Between calls the accumulator of a 16-bit output
+lies in two halves: hi, the upper 16 bits of each fp32 number, in the output itself, and lo, the
+lower 16. That costs two bytes an element, not four, and the last call rounds in place. (On Hopper
+the same bytes hold fp32 numbers in the order of the registers: `hopper/accumulate.py`.) An fp32
+output is its own accumulator.
+
+A[M, K]: `a`, or `a` transposed (trans_a)   B[K, N]: `b`
+"""
+
+from rlk_kernels.device import facts
+from rlk_kernels.matmul.accumulate import plan
+from rlk_kernels.matmul.accumulate.launch import launch_pointer, launch_tma
+from rlk_kernels.matmul.accumulate.partial import PartialProduct
+from rlk_kernels.matmul.plan import most_special
+from rlk_kernels.matmul.product import product
+from rlk_kernels.matmul.self_check import trusted
+
+
+def accumulate(*partials: PartialProduct) -> str:
+    """One slice, or one of each of two products, which may share a launch; what ran."""
+    partials = tuple(x for x in partials if x.out.numel())
+    if not partials:
+        return "triton"
+    device, dtype = partials[0].out.device, partials[0].a.dtype
+    here = facts(device)
+    slices = tuple(plan.slice_of(x, here) for x in partials)
+    planned = plan.plan_accumulate(slices, here, trusted(device, dtype))
+    ran = ["triton"]
+    if planned.shared:
+        from rlk_kernels.matmul.hopper.accumulate import sum_hopper
+
+        sum_hopper(planned, partials)
+        ran.append("triton/hopper")
+    for x, own in zip(partials, planned.slices, strict=True):
+        if own.kernel == "product":
+            ran.append(product(x.a, x.b, None, x.trans_a, False, x.out))
+        elif own.kernel == "tma":
+            launch_tma(own, x)
+        elif own.kernel == "pointer":
+            launch_pointer(own, x)
+    return most_special(ran)

@@ -1,0 +1,1 @@
+"""The products written for Hopper, in Gluon, which ships with Triton."""

@@ -1,0 +1,31 @@
+"""Which program makes which tiles, where two products share a launch of `accumulate.py`: what its
+plan (`matmul/accumulate/plan.py`, `SharedLaunch`) says, tile by tile.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from rlk_kernels.matmul.accumulate import plan
+
+COLUMNS = gl.constexpr(plan.COLUMNS)
+STEP = gl.constexpr(plan.STEP)
+"""Of K."""
+
+
+@gluon.jit
+def count_of(tiles, all_tiles, heavy):
+    """Tiles of this program: of `all_tiles` one in num_programs, of the rest (those from the
+    `heavy`-th program on) one in num_programs - heavy."""
+    pid = gl.program_id(0)
+    own = gl.cdiv(gl.maximum(all_tiles - pid, 0), gl.num_programs(0))
+    light = gl.maximum(gl.num_programs(0) - heavy, 1)
+    more = gl.cdiv(gl.maximum(tiles - all_tiles - (pid - heavy), 0), light)
+    return own, gl.where(pid < heavy, own, own + more)
+
+
+@gluon.jit
+def nth(j, own, all_tiles, heavy):
+    """The j-th tile of this program."""
+    pid = gl.program_id(0)
+    rest = all_tiles + pid - heavy + (j - own) * (gl.num_programs(0) - heavy)
+    return gl.where(j < own, pid + j * gl.num_programs(0), rest)

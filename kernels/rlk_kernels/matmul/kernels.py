@@ -1,0 +1,175 @@
+# ruff: noqa: SIM108 (a ternary of two shapes is no Triton)
+"""The Triton kernels of the matrix product under `linear`, its gradients, and fused operators.
+
+    C[m, n] = round( sum_{k = 0, 1, ...} A[m, k] * B[k, n]  (+ bias[n]) )
+
+Order: one fp32 accumulator per element, K from front to back in the tensor core's own steps of 16
+(fp16, bf16) or one by one (fp32, IEEE products, no tf32); in the segments of `split.py` where the
+result of 16-bit products is fp32 and K is long. No K is shared among programs, so nothing about an
+element's sum depends on M, on the tile, or on the other rows. bf16 and fp16 tiles of every shape in
+`tiles.py` give the same fp32 bits; `self_check.py` checks that on the machine at hand before the
+table is trusted, and one tile is used where it does not hold.
+
+Portable backend: error-free splitting (`numerics/error_free.py`), which no order can change.
+
+Tiles: chosen from M, N and K (`tiles.py`). Hopper and newer read operands with TMA (host-side
+descriptors); other GPUs, and tensors that TMA cannot address (rows not a multiple of 16 bytes),
+take the pointer kernel, which has the same order and the same bits. Ampere and Ada run the pointer
+kernel by design; they have not been tested.
+
+A[M, K]: `a`, or `a` transposed (trans_a)   B[K, N]: `b`, or `b` transposed (trans_b)
+"""
+
+import triton
+import triton.language as tl
+
+from rlk_kernels.matmul.steps import _tile_position, begins_segment, carry_high
+
+
+@triton.jit
+def _store_tile(
+    acc, c_ptr, c_desc, bias_ptr, row, col, M, N, stride_cm,
+    BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, TMA_STORE: tl.constexpr,
+):  # fmt: skip
+    cols = col + tl.arange(0, BN)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    if TMA_STORE:
+        c_desc.store([row, col], acc.to(c_desc.dtype))
+    else:
+        rows = row + tl.arange(0, BM)
+        where = c_ptr + rows.to(tl.int64)[:, None] * stride_cm + cols[None, :]
+        mask = (rows[:, None] < M) & (cols[None, :] < N)
+        tl.store(where, acc.to(c_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _gemm_tma_kernel(
+    a_desc, b_desc, b2_desc, c_desc, c2_desc, c_ptr, bias_ptr, M, N, K, last, N1, stride_cm,
+    TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, HAS_BIAS: tl.constexpr, TMA_STORE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BN2: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    SUBTILE: tl.constexpr, FLATTEN: tl.constexpr, SWAP: tl.constexpr, OVERLAP: tl.constexpr,
+    TAIL: tl.constexpr, SEGMENT: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP > 0:
+        tl.extra.cuda.gdc_wait()
+    if OVERLAP == 1:
+        tl.extra.cuda.gdc_launch_dependents()
+    tiles = tl.cdiv(M, BM) * tl.cdiv(N1, BN + BN2)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
+        tile_m, tile_n = _tile_position(tile, M, N1, BM, BN + BN2, GROUP)
+        row = tile_m * BM
+        col = tile_n * (BN + BN2)
+        if SWAP:
+            acc = tl.zeros((BN, BM), tl.float32)
+        else:
+            acc = tl.zeros((BM, BN), tl.float32)
+        if BN2 > 0:
+            acc2 = tl.zeros((BM, BN2), tl.float32)
+        if SEGMENT > 0:
+            high = tl.zeros_like(acc)
+        for step in range(tl.cdiv(K, BK)):
+            k = step * BK
+            if SEGMENT > 0 and begins_segment(k, SEGMENT, last):
+                acc, high = carry_high(acc, high)
+            if TRANS_A:
+                a = a_desc.load([k, row]).T
+            else:
+                a = a_desc.load([row, k])
+            if TRANS_B:
+                b = b_desc.load([col, k]).T
+            else:
+                b = b_desc.load([k, col])
+            if SWAP:
+                acc = tl.dot(b.T, a.T, acc)
+            else:
+                acc = tl.dot(a, b, acc)
+            if BN2 > 0:
+                if TRANS_B:
+                    b2 = b2_desc.load([col + BN, k]).T
+                else:
+                    b2 = b2_desc.load([k, col + BN])
+                acc2 = tl.dot(a, b2, acc2)
+        if SEGMENT > 0:
+            acc += high
+        if SWAP:
+            acc = acc.T
+        if SUBTILE:
+            halves = tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1))
+            left, right = tl.split(halves)
+            _store_tile(
+                left, c_ptr, c_desc, bias_ptr, row, col, M, N, stride_cm,
+                BM, BN // 2, HAS_BIAS, TMA_STORE,
+            )  # fmt: skip
+            _store_tile(
+                right, c_ptr, c_desc, bias_ptr, row, col + BN // 2, M, N, stride_cm,
+                BM, BN // 2, HAS_BIAS, TMA_STORE,
+            )  # fmt: skip
+        else:
+            _store_tile(
+                acc, c_ptr, c_desc, bias_ptr, row, col, M, N, stride_cm,
+                BM, BN, HAS_BIAS, TMA_STORE,
+            )  # fmt: skip
+        if BN2 > 0:
+            _store_tile(
+                acc2, c_ptr, c2_desc, bias_ptr, row, col + BN, M, N, stride_cm,
+                BM, BN2, HAS_BIAS, TMA_STORE,
+            )  # fmt: skip
+    if TAIL > 0:  # the columns from N1 on, in narrower tiles: processors end together
+        mine = tl.maximum(tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0)), 0)
+        start = tl.program_id(0) + mine * tl.num_programs(0) - tiles
+        rest = tl.cdiv(M, BM) * tl.cdiv(N - N1, TAIL)
+        for tile in tl.range(start, rest, tl.num_programs(0)):
+            tile_m, tile_n = _tile_position(tile, M, N - N1, BM, TAIL, GROUP)
+            row = tile_m * BM
+            col = N1 + tile_n * TAIL
+            acc = tl.zeros((BM, TAIL), tl.float32)
+            for step in range(tl.cdiv(K, BK)):
+                k = step * BK
+                if TRANS_A:
+                    a = a_desc.load([k, row]).T
+                else:
+                    a = a_desc.load([row, k])
+                if TRANS_B:
+                    b = b2_desc.load([col, k]).T
+                else:
+                    b = b2_desc.load([k, col])
+                acc = tl.dot(a, b, acc)
+            _store_tile(
+                acc, c_ptr, c2_desc, bias_ptr, row, col, M, N, stride_cm,
+                BM, TAIL, HAS_BIAS, TMA_STORE,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["M"])
+def _gemm_pointer_kernel(
+    a_ptr, b_ptr, c_ptr, bias_ptr, M, N, K, last,
+    stride_am, stride_ak, stride_bk, stride_bn, stride_cm,
+    HAS_BIAS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr, SEGMENT: tl.constexpr,
+):  # fmt: skip
+    tile_m, tile_n = _tile_position(tl.program_id(0), M, N, BM, BN, GROUP)
+    rows = tile_m * BM + tl.arange(0, BM)
+    cols = tile_n * BN + tl.arange(0, BN)
+    ks = tl.arange(0, BK)
+    a_at = a_ptr + rows.to(tl.int64)[:, None] * stride_am + ks.to(tl.int64)[None, :] * stride_ak
+    b_at = b_ptr + ks.to(tl.int64)[:, None] * stride_bk + cols.to(tl.int64)[None, :] * stride_bn
+    acc = tl.zeros((BM, BN), tl.float32)
+    if SEGMENT > 0:
+        high = tl.zeros_like(acc)
+    for step in range(tl.cdiv(K, BK)):
+        left = K - step * BK
+        if SEGMENT > 0 and begins_segment(step * BK, SEGMENT, last):
+            acc, high = carry_high(acc, high)
+        a = tl.load(a_at, mask=(rows[:, None] < M) & (ks[None, :] < left), other=0.0)
+        b = tl.load(b_at, mask=(ks[:, None] < left) & (cols[None, :] < N), other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        a_at += BK * stride_ak
+        b_at += BK * stride_bk
+    if SEGMENT > 0:
+        acc += high
+    _store_tile(
+        acc, c_ptr, c_ptr, bias_ptr, tile_m * BM, tile_n * BN, M, N, stride_cm,
+        BM, BN, HAS_BIAS, False,
+    )  # fmt: skip

@@ -1,0 +1,68 @@
+"""Launching a product as its plan says: one function a kernel, and no decision left."""
+
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from rlk_kernels.matmul import kernels
+from rlk_kernels.matmul.plan import MatmulPlan
+
+
+def launch(
+    plan: MatmulPlan, a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool, trans_b: bool,
+    out: Tensor,
+) -> None:  # fmt: skip
+    """Fill out[M, N] with A @ B (+ bias)."""
+    if plan.kernel == "hopper_split":
+        from rlk_kernels.matmul.hopper.epilogue import split_product
+
+        split_product(plan, a, b, bias, out)
+    elif plan.kernel == "hopper":
+        from rlk_kernels.matmul.hopper.product import one_wave
+
+        one_wave(plan, a, b, bias, out)
+    elif plan.kernel == "tma":
+        _launch_tma(plan, a, b, bias, trans_a, trans_b, out)
+    else:
+        _launch_pointer(plan, a, b, bias, trans_a, trans_b, out)
+
+
+def _launch_tma(
+    plan: MatmulPlan, a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool, trans_b: bool,
+    out: Tensor,
+) -> None:  # fmt: skip
+    (m, n), tile = out.shape, plan.tile
+    k = a.shape[0] if trans_a else a.shape[1]
+    a_desc = TensorDescriptor.from_tensor(a, [tile.k, tile.m] if trans_a else [tile.m, tile.k])
+    b_desc = TensorDescriptor.from_tensor(b, [tile.n, tile.k] if trans_b else [tile.k, tile.n])
+    b2_desc, c_desc, c2_desc = b_desc, out, out
+    narrow = tile.tail or tile.n2
+    if narrow:
+        box = [narrow, tile.k] if trans_b else [tile.k, narrow]
+        b2_desc = TensorDescriptor.from_tensor(b, box)
+    if plan.tma_store:
+        box = [tile.m, tile.n // 2 if tile.subtile else tile.n]
+        c_desc = c2_desc = TensorDescriptor.from_tensor(out, box)
+        if narrow:
+            c2_desc = TensorDescriptor.from_tensor(out, [tile.m, narrow])
+    kernels._gemm_tma_kernel[(plan.programs,)](
+        a_desc, b_desc, b2_desc, c_desc, c2_desc, out, bias, m, n, k, plan.last_segment, plan.wide,
+        out.stride(0), trans_a, trans_b, bias is not None, plan.tma_store,
+        tile.m, tile.n, tile.n2, tile.k, tile.group, tile.subtile, tile.flatten, tile.swap,
+        plan.overlap, tile.tail, plan.segment, num_warps=tile.warps, num_stages=plan.stages,
+        launch_pdl=plan.overlap > 0,
+    )  # fmt: skip
+
+
+def _launch_pointer(
+    plan: MatmulPlan, a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool, trans_b: bool,
+    out: Tensor,
+) -> None:  # fmt: skip
+    (m, n), tile = out.shape, plan.tile
+    k = a.shape[0] if trans_a else a.shape[1]
+    a_m, a_k = (a.stride(1), a.stride(0)) if trans_a else (a.stride(0), a.stride(1))
+    b_k, b_n = (b.stride(1), b.stride(0)) if trans_b else (b.stride(0), b.stride(1))
+    kernels._gemm_pointer_kernel[(plan.programs,)](
+        a, b, out, bias, m, n, k, plan.last_segment, a_m, a_k, b_k, b_n, out.stride(0),
+        bias is not None, tile.m, tile.n, tile.k, tile.group, "ieee", plan.segment,
+        num_warps=tile.warps, num_stages=plan.stages,
+    )  # fmt: skip

@@ -1,0 +1,233 @@
+"""What a product on Triton has to decide, decided once: a plan, which the launch only reads.
+
+A plan follows from shapes, dtypes, what tensor maps can describe, the facts of the device, and
+whether its tiles are trusted (`self_check.py`). It asks nothing of a device itself, so the plans
+for any GPU can be made, and tested, anywhere.
+
+    kernel          runs where
+    hopper_split    fp32 sums in segments that fill a GPU of the Hopper generation
+    hopper          a tile with copies and products in warps of their own, on that generation
+    tma             tensor maps can describe A and B
+    pointer         everything else
+"""
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.device import DeviceFacts
+from rlk_kernels.matmul.split import segments
+from rlk_kernels.matmul.tiles import (
+    FLOAT32,
+    INTERPRETED,
+    INTERPRETED_LOGITS,
+    SAFE,
+    SPLIT,
+    STATISTICS,
+    STORE,
+    Tile,
+    for_split,
+    tile_for,
+)
+
+
+def most_special(ran: Iterable[str]) -> str:
+    """Of the implementations that ran in a call, the one that it is recorded as."""
+    return "triton/hopper" if "triton/hopper" in ran else "triton"
+
+
+def tma_reads(x: Tensor) -> bool:
+    """Whether a tensor map can describe the rows of x."""
+    row_bytes = x.stride(0) * x.element_size()
+    return (
+        x.stride(1) == 1 and x.data_ptr() % 16 == 0 and row_bytes % 16 == 0 and row_bytes > 0
+        and x.shape[1] <= x.stride(0)
+    )  # fmt: skip
+
+
+class ProductShape(NamedTuple):
+    """What a product is planned from, but for the device."""
+
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    trans_a: bool
+    trans_b: bool
+    tma_reads: bool
+    """Tensor maps can describe A and B."""
+    tma_writes: bool
+    """One can describe the output."""
+    dense: bool
+    """The output is contiguous."""
+
+
+def shape_of(
+    a: Tensor, b: Tensor, trans_a: bool, trans_b: bool, out: Tensor, facts: DeviceFacts
+) -> ProductShape:
+    """The shape of out = A @ B; without tensor maps nothing is asked of them."""
+    m, n = out.shape
+    return ProductShape(
+        m, n, a.shape[0] if trans_a else a.shape[1], a.dtype, out.dtype, trans_a, trans_b,
+        facts.tma and tma_reads(a) and tma_reads(b),
+        n * out.element_size() % 16 == 0 and out.data_ptr() % 16 == 0, out.is_contiguous(),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatmulPlan:
+    """How a product is launched."""
+
+    kernel: Literal["hopper_split", "hopper", "tma", "pointer"]
+    tile: Tile
+    segment: int
+    """Length of a segment of K (`split.py`); 0: the accumulation is not split."""
+    last_segment: int
+    """Where the last segment begins."""
+    programs: int
+    """Of the launch."""
+    stages: int
+    overlap: int
+    """`Tile.overlap`; 0 where the device cannot."""
+    tma_store: bool
+    wide: int
+    """Columns that tiles of full width cover; narrower ones cover the rest (`Tile.tail`)."""
+
+    @property
+    def implementation(self) -> str:
+        """What `backend.record` is told."""
+        return "triton/hopper" if self.kernel.startswith("hopper") else "triton"
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_product(shape: ProductShape, facts: DeviceFacts, trusted: bool) -> MatmulPlan:
+    """The plan of a product with at least one row and column."""
+    m, n, k, dtype, out_dtype, trans_a, trans_b, *_ = shape
+    segment, last = segments(k, dtype, out_dtype)
+    if segment and trusted and facts.gluon and not trans_a and trans_b and _fills(shape, facts):
+        tiles = -(-m // SPLIT.m) * -(-n // SPLIT.n)
+        return MatmulPlan(
+            kernel="hopper_split", tile=SPLIT, segment=segment, last_segment=last,
+            programs=min(tiles, facts.processors), stages=SPLIT.stages, overlap=0,
+            tma_store=False, wide=n,
+        )  # fmt: skip
+    tile = INTERPRETED if facts.interpreted else tile_for(m, n, k, dtype, trusted)
+    return plan_tile(shape, facts, tile)
+
+
+def plan_tile(
+    shape: ProductShape, facts: DeviceFacts, tile: Tile, pointers: bool = False
+) -> MatmulPlan:
+    """The plan with a given tile; `pointers`: without tensor maps."""
+    m, n, k, dtype, out_dtype, trans_a, trans_b, readable, writable, _ = shape
+    segment, last = segments(k, dtype, out_dtype)
+    if segment:
+        tile = for_split(tile)
+    if pointers or not readable or dtype.itemsize != 2 or not k:
+        return MatmulPlan(
+            kernel="pointer", tile=tile, segment=segment, last_segment=last,
+            programs=-(-m // tile.m) * -(-n // tile.n), stages=min(tile.stages, 3), overlap=0,
+            tma_store=False, wide=n,
+        )  # fmt: skip
+    wide = wide_columns(tile, m, n, facts.processors)
+    tiles = -(-m // tile.m) * -(-wide // (tile.n + tile.n2))
+    if tile.tail:
+        tiles += -(-m // tile.m) * -(-(n - wide) // tile.tail)
+    specialized = tile.warp_specialized and writable and trans_b and not trans_a and facts.gluon
+    return MatmulPlan(
+        kernel="hopper" if specialized else "tma", tile=tile, segment=segment, last_segment=last,
+        programs=tiles if specialized else min(tiles, facts.processors),
+        # an fp32 output tile takes the shared memory of one stage more
+        stages=tile.stages if out_dtype.itemsize == 2 else max(2, tile.stages - 1),
+        overlap=tile.overlap if facts.overlaps else 0, tma_store=writable, wide=wide,
+    )  # fmt: skip
+
+
+def _fills(shape: ProductShape, facts: DeviceFacts) -> bool:
+    """Whether a split product has many tiles of 128 x 256, for a kernel that writes plain fp32."""
+    many = 2 * -(-shape.m // 128) * -(-shape.n // 256) >= facts.processors
+    plain = shape.out_dtype == torch.float32 and shape.dense
+    return shape.m > 64 and many and plain and shape.tma_reads
+
+
+def wide_columns(tile: Tile, m: int, n: int, processors: int) -> int:
+    """The columns that tiles of full width cover: with a tail, those of the full waves."""
+    if not tile.tail:
+        return n
+    rows = -(-m // tile.m)
+    waves = rows * (n // tile.n) // processors
+    return (waves * processors // rows if waves else n // tile.n) * tile.n
+
+
+Epilogue = Literal["statistics", "exponentials", "gradient", "logits"]
+"""What is done with a tile of logits (`epilogue.py`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpiloguePlan:
+    """How a product with an epilogue is launched: h[T, K] @ w[V, K]^T, for any T."""
+
+    kernel: Literal["hopper", "tma", "pointer"]
+    epilogue: Epilogue
+    tile: Tile
+    segment: int
+    last_segment: int
+    permuted: bool
+    """w's rows are read in an order that gives each thread whole leaves."""
+    tma_store: bool
+    processors: int
+
+    @property
+    def node_columns(self) -> int:
+        """Columns of a node beside "exponentials": a tile's, or half a tile's."""
+        return self.tile.n // 2 if self.kernel == "hopper" else self.tile.n
+
+    @property
+    def implementation(self) -> str:
+        """What `backend.record` is told."""
+        return "triton/hopper" if self.kernel == "hopper" else "triton"
+
+
+class LogitsShape(NamedTuple):
+    """What logits are planned from, but for the device."""
+
+    tokens: int
+    columns: int
+    k: int
+    dtype: torch.dtype
+    logit_dtype: torch.dtype
+    tma_reads: bool
+    """Tensor maps can describe h and w."""
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_epilogue(
+    shape: LogitsShape, epilogue: Epilogue, tma_writes: bool, facts: DeviceFacts, trusted: bool
+) -> EpiloguePlan:
+    """The plan of one launch; tma_writes: a tensor map can describe what is stored, if anything."""
+    _, v, k, dtype, logit_dtype, readable = shape
+    segment, last = segments(k, dtype, logit_dtype)
+    reads = facts.tma and readable and dtype.itemsize == 2 and k > 0
+    tile = STATISTICS if epilogue == "statistics" else STORE
+    if facts.interpreted:
+        tile = INTERPRETED_LOGITS
+    elif dtype == torch.float32:
+        tile = FLOAT32
+    elif not trusted or not reads:
+        tile = SAFE
+    elif segment and not facts.gluon:
+        tile = SAFE  # has registers for the high part
+    kernel: Literal["hopper", "tma", "pointer"] = "tma" if reads else "pointer"
+    if reads and facts.gluon and tile.warp_specialized and tma_writes:
+        kernel = "hopper"
+    whole_leaves = epilogue != "gradient" and v % 128 == 0 and tile.n % 128 == 0
+    return EpiloguePlan(
+        kernel=kernel, epilogue=epilogue, tile=tile, segment=segment, last_segment=last,
+        permuted=whole_leaves and reads, tma_store=epilogue != "statistics" and tma_writes,
+        processors=facts.processors,
+    )  # fmt: skip

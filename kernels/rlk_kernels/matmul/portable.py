@@ -1,0 +1,26 @@
+"""The product in PyTorch: error-free splitting, which no order of summation can change."""
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.numerics.error_free import matmul_nt
+
+PORTABLE_BLOCK = 16384
+"""Columns of B that the portable backend holds in float64 at a time (memory only, not bits)."""
+
+
+def product(
+    a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool, trans_b: bool, dtype: torch.dtype
+) -> Tensor:
+    """A @ B (+ bias) by error-free splitting, rounded to float32 and then to `dtype`."""
+    a = a.mT if trans_a else a
+    b = b if trans_b else b.mT
+    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+    out = torch.empty(a.shape[0], b.shape[0], dtype=dtype, device=a.device)
+    for start in range(0, b.shape[0], PORTABLE_BLOCK):
+        stop = min(start + PORTABLE_BLOCK, b.shape[0])
+        block = matmul_nt(a, b[start:stop])
+        if bias is not None:
+            block += bias[start:stop].double()
+        out[:, start:stop] = block.to(wide).to(dtype)
+    return out

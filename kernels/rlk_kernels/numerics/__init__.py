@@ -1,0 +1,1 @@
+"""Arithmetic below the operators: error-free splitting, elementary functions, fixed-order sums."""

@@ -1,0 +1,37 @@
+"""Sums over rows, for gradients of weights and biases: fixed blocks, fixed order, no atomics.
+
+    s[h] = sum over blocks of 128 rows ( sum over blocks of 128 of those ( ... x[row, h] ) )
+
+BLOCK_ROWS consecutive rows are added in one fixed order in fp32, then BLOCK_ROWS consecutive
+block sums, and so on until one is left. Rows of zeros behind the last row change nothing.
+
+M = rows   H = columns
+"""
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.numerics.column_sum import portable
+
+
+@torch.library.custom_op("rlk::column_sum", mutates_args=())
+def column_sum(x: Tensor, backend: str) -> Tensor:
+    """[M, H] -> [H] in fp32 (float64 for float64)."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if x.shape[0] == 0:
+        return torch.zeros(x.shape[1], dtype=wide, device=x.device)
+    if backend == "torch":
+        sum_blocks = portable.sum_blocks
+    else:
+        from rlk_kernels.numerics.column_sum import kernels
+
+        sum_blocks = kernels.sum_blocks
+    total = x.contiguous()
+    while total.shape[0] > 1 or total.dtype != wide:
+        total = sum_blocks(total)
+    return total[0].clone()
+
+
+@column_sum.register_fake
+def _(x, backend):
+    return x.new_empty(x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))

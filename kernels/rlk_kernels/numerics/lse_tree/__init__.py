@@ -1,0 +1,1 @@
+"""Softmax statistics of a row in one fixed binary tree."""

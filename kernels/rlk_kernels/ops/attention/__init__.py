@@ -1,0 +1,1 @@
+"""attention and paged_attention."""

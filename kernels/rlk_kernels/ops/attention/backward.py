@@ -1,0 +1,195 @@
+"""The Triton backward of `attention`: no atomics, every sum in a fixed order.
+
+    p = exp(scale q.k - lse)     dp = do.v     delta = sum_d out do     ds = p (dp - delta)
+    dq = scale sum_keys ds k        one program per block of rows, keys front to back
+    dv = sum_rows p do              one program per block of keys, rows front to back
+    dk = scale sum_rows ds q        (a row is query * G + head: the G heads are part of the sum)
+
+fp32 accumulators; p and ds are rounded to the input's dtype before their products. A row of dq is
+a function of that row and of its keys: blocks of keys are aligned to key 0, and a block it does
+not see adds exact zeros. dk and dv depend on where the queries stand in their sequence and on
+nothing outside the sequence.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlk_kernels.device import interpreting
+from rlk_kernels.ops.attention.order import LOG2E, find_sequence
+
+
+@triton.jit
+def _delta_kernel(o_ptr, do_ptr, delta_ptr, T, HQ, DIM: tl.constexpr, DP: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    cols = tl.arange(0, DP)[None, :]
+    at = (token * HQ + head) * DIM + cols
+    o = tl.load(o_ptr + at, mask=cols < DIM, other=0.0).to(tl.float32)
+    do = tl.load(do_ptr + at, mask=cols < DIM, other=0.0).to(tl.float32)
+    here = head.to(tl.int64) * T + token + tl.zeros((1,), tl.int64)
+    tl.store(delta_ptr + here, tl.sum(o * do, 1))
+
+
+@triton.jit
+def _weights(
+    q, k, do, v, lse, delta, query, key, live, len_k, offset, window, scale,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """(p, ds) of [rows, keys], zero where a row does not see a key."""
+    visible = live[:, None] & (key[None, :] < len_k)
+    if CAUSAL:
+        visible &= key[None, :] <= query[:, None] + offset
+    if WINDOWED:
+        last = query + offset if CAUSAL else len_k - 1 + tl.zeros_like(query)
+        visible &= key[None, :] > last[:, None] - window
+    s = tl.dot(q, k.T, input_precision="ieee") * scale
+    p = tl.where(visible, tl.exp2(s - lse[:, None]), 0.0)
+    dp = tl.dot(do, v.T, input_precision="ieee")
+    ds = tl.where(visible, p * (dp - delta[:, None]), 0.0)
+    return p, ds
+
+
+@triton.jit
+def _load_rows(
+    q_ptr, do_ptr, lse_ptr, delta_ptr, first, q_start, len_q, hk, T, stride_t, stride_h, cols,
+    HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    row = first + tl.arange(0, BM)
+    query = row // G
+    head = hk * G + row % G
+    live = row < len_q * G
+    token = (q_start + query).to(tl.int64)
+    mask = live[:, None] & (cols[None, :] < DIM)
+    at = token[:, None] * stride_t + head[:, None] * stride_h + cols[None, :]
+    q = tl.load(q_ptr + at, mask=mask, other=0.0)
+    at = (token * (HK * G) + head)[:, None] * DIM + cols[None, :]
+    do = tl.load(do_ptr + at, mask=mask, other=0.0)
+    lse = tl.load(lse_ptr + head.to(tl.int64) * T + token, mask=live, other=0.0)
+    lse = tl.where(lse == float("-inf"), 0.0, lse * 1.4426950408889634)
+    delta = tl.load(delta_ptr + head.to(tl.int64) * T + token, mask=live, other=0.0)
+    return q, do, lse, delta, query, head, token, live
+
+
+@triton.jit(do_not_specialize=["B", "T", "window"])
+def _dq_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, B, T,
+    scale_log2, scale, window, stride_qt, stride_qh, stride_ks, stride_kh, stride_vs, stride_vh,
+    HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    hk = tl.program_id(1)
+    b, q_start, len_q, first_row = find_sequence(cu_q_ptr, block, B, G, BM)
+    if first_row >= len_q * G:
+        return
+    k_start = tl.load(cu_k_ptr + b)
+    len_k = tl.load(cu_k_ptr + b + 1) - k_start
+    offset = len_k - len_q
+    cols = tl.arange(0, DP)
+    q, do, lse, delta, query, head, token, live = _load_rows(
+        q_ptr, do_ptr, lse_ptr, delta_ptr, first_row, q_start, len_q, hk, T, stride_qt, stride_qh,
+        cols, HK, G, DIM, BM,
+    )  # fmt: skip
+    begin = 0
+    end = len_k
+    if CAUSAL:
+        last_row = tl.minimum(first_row + BM, len_q * G) - 1
+        end = tl.maximum(tl.minimum(last_row // G + offset + 1, len_k), 0)
+    if WINDOWED:
+        low = first_row // G + offset if CAUSAL else len_k - 1
+        begin = tl.maximum(low - window + 1, 0) // BN * BN
+    dq = tl.zeros((BM, DP), tl.float32)
+    for first in range(begin, end, BN):
+        key = first + tl.arange(0, BN)
+        mask = (key[:, None] < len_k) & (cols[None, :] < DIM)
+        slot = (k_start + key).to(tl.int64)[:, None]
+        k = tl.load(k_ptr + slot * stride_ks + hk * stride_kh + cols[None, :], mask=mask, other=0.0)
+        v = tl.load(v_ptr + slot * stride_vs + hk * stride_vh + cols[None, :], mask=mask, other=0.0)
+        _, ds = _weights(
+            q, k, do, v, lse, delta, query, key, live, len_k, offset, window, scale_log2,
+            CAUSAL, WINDOWED,
+        )  # fmt: skip
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    at = dq_ptr + (token * (HK * G) + head)[:, None] * DIM + cols[None, :]
+    mask = live[:, None] & (cols[None, :] < DIM)
+    tl.store(at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["B", "T", "window"])
+def _dkv_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, B, T,
+    scale_log2, scale, window, stride_qt, stride_qh, stride_ks, stride_kh, stride_vs, stride_vh,
+    HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    hk = tl.program_id(1)
+    b, k_start, len_k, first_key = find_sequence(cu_k_ptr, block, B, 1, BN)
+    if first_key >= len_k:
+        return
+    q_start = tl.load(cu_q_ptr + b)
+    len_q = tl.load(cu_q_ptr + b + 1) - q_start
+    offset = len_k - len_q
+    cols = tl.arange(0, DP)
+    key = first_key + tl.arange(0, BN)
+    mask = (key[:, None] < len_k) & (cols[None, :] < DIM)
+    slot = (k_start + key).to(tl.int64)[:, None]
+    k = tl.load(k_ptr + slot * stride_ks + hk * stride_kh + cols[None, :], mask=mask, other=0.0)
+    v = tl.load(v_ptr + slot * stride_vs + hk * stride_vh + cols[None, :], mask=mask, other=0.0)
+    begin = 0
+    end = len_q * G
+    if CAUSAL:
+        begin = tl.maximum(first_key - offset, 0) * G // BM * BM
+        if WINDOWED:
+            end = tl.minimum(end, tl.maximum(first_key + BN - 1 + window - offset, 0) * G)
+    dk = tl.zeros((BN, DP), tl.float32)
+    dv = tl.zeros((BN, DP), tl.float32)
+    for first in range(begin, end, BM):
+        q, do, lse, delta, query, _, _, live = _load_rows(
+            q_ptr, do_ptr, lse_ptr, delta_ptr, first, q_start, len_q, hk, T, stride_qt, stride_qh,
+            cols, HK, G, DIM, BM,
+        )  # fmt: skip
+        p, ds = _weights(
+            q, k, do, v, lse, delta, query, key, live, len_k, offset, window, scale_log2,
+            CAUSAL, WINDOWED,
+        )  # fmt: skip
+        dv = tl.dot(p.to(do.dtype).T, do, dv, input_precision="ieee")
+        dk = tl.dot(ds.to(q.dtype).T, q, dk, input_precision="ieee")
+    at = (slot * HK + hk) * DIM + cols[None, :]
+    tl.store(dk_ptr + at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=mask)
+    tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=mask)
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float,
+    window: int | None, out: Tensor, lse: Tensor, do: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv), contiguous, in the inputs' dtypes."""
+    tokens, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    batch = cu_q.numel() - 1
+    dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    dk = torch.zeros(k.shape, dtype=k.dtype, device=k.device)
+    dv = torch.zeros_like(dk)
+    if tokens == 0 or k.shape[0] == 0 or batch == 0:
+        return dq, dk, dv
+    padded = max(16, triton.next_power_of_2(dim))
+    block = 32 if interpreting() or q.dtype == torch.float32 or padded > 128 else 64
+    delta = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
+    _delta_kernel[(tokens, heads)](out, do, delta, tokens, heads, dim, padded, num_warps=1)
+    shared = (
+        cu_q, cu_k, batch, tokens, scale * LOG2E, scale, window or 0, q.stride(0), q.stride(1),
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1), kv_heads, group, dim, padded,
+        block, block, causal, window is not None,
+    )  # fmt: skip
+    stages = 1 if q.dtype == torch.float32 else 2
+    _dq_kernel[(tokens * group // block + batch, kv_heads)](
+        q, k, v, do, lse, delta, dq, *shared, num_warps=4, num_stages=stages
+    )
+    _dkv_kernel[(k.shape[0] // block + batch, kv_heads)](
+        q, k, v, do, lse, delta, dk, dv, *shared, num_warps=4, num_stages=stages
+    )
+    return dq, dk, dv

@@ -1,0 +1,375 @@
+# ruff: noqa: RUF005, SIM102 (Gluon has no starred tuples, and decides `if not SPLIT` on its own)
+"""The forward of `forward.py` on Hopper: its order and bits, another schedule.
+
+A warp copies keys and values (TMA, page by page from a paged cache) into two rings of blocks as
+fast as these come free. Each group of four warps owns 64 packed rows: it weighs the scores of one
+block while the tensor core is busy with the other group's, then starts two products at once, the
+scores of the next block and the values of this one. The merged chunks lie in shared memory, read
+and written once a chunk. Written in Gluon, which ships with Triton; functions without layouts of
+their own are those of `order.py`.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from rlk_kernels.matmul.hopper.pipeline import (
+    ROWS,
+    async_load,
+    barriers,
+    described,
+    thread_barrier,
+)
+from rlk_kernels.ops.attention.order import (
+    CHUNK,
+    LOG2E,
+    block_weights,
+    find_sequence,
+    finish,
+    merge,
+    one_sum,
+    seen_keys,
+)
+
+BLOCK = gl.constexpr(128)
+"""Keys of a block: `order.block_n` of the head sizes taken here."""
+PER_CHUNK = gl.constexpr(CHUNK // 128)
+
+
+@gluon.jit
+def _copy_block(desc, ring, full, empty, turn, rows, column, LENGTH: gl.constexpr):
+    """The `turn`-th block of a ring: parts of LENGTH keys from `rows` of the keys or values."""
+    DEPTH: gl.constexpr = ring.type.shape[0]
+    slot = turn % DEPTH
+    ready = full.index(slot)
+    mbarrier.wait(empty.index(slot), (turn // DEPTH & 1) ^ 1)
+    mbarrier.expect(ready, BLOCK // LENGTH * desc.block_type.nbytes)
+    for i in gl.static_range(BLOCK // LENGTH):
+        part = ring.index(slot).slice(i * LENGTH, LENGTH)
+        async_load(desc, [rows[i], column], ready, part)
+
+
+@gluon.jit
+def _copy_keys(given, PAGE: gl.constexpr, LENGTH: gl.constexpr):
+    """One warp: blocks begin ... end."""
+    (
+        k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty, table, start, len_k,
+        k_column, v_column, k_page, v_page, begin, end,
+    ) = given  # fmt: skip
+    for j in range(begin, end):
+        k_rows = ()
+        v_rows = ()
+        for i in gl.static_range(BLOCK // LENGTH):
+            key = j * BLOCK + i * LENGTH
+            if PAGE > 0:
+                # behind the last key any page will do: its scores are masked, its values cleared
+                key = gl.minimum(key, gl.maximum(len_k - 1, 0) // LENGTH * LENGTH)
+                page = gl.load(table + key // PAGE)
+                k_rows = k_rows + (page * k_page + key % PAGE,)
+                v_rows = v_rows + (page * v_page + key % PAGE,)
+            else:
+                k_rows = k_rows + (start + key,)
+                v_rows = v_rows + (start + key,)
+        _copy_block(k_desc, k_ring, k_full, k_empty, j - begin, k_rows, k_column, LENGTH)
+        _copy_block(v_desc, v_ring, v_full, v_empty, j - begin, v_rows, v_column, LENGTH)
+
+
+@gluon.jit
+def _block(ring, full, turn):
+    """The `turn`-th block of a ring, once it is there."""
+    DEPTH: gl.constexpr = ring.type.shape[0]
+    mbarrier.wait(full.index(turn % DEPTH), turn // DEPTH & 1)
+    return ring.index(turn % DEPTH)
+
+
+@gluon.jit
+def _free(ring, empty, turn):
+    DEPTH: gl.constexpr = ring.type.shape[0]
+    mbarrier.arrive(empty.index(turn % DEPTH))
+
+
+@gluon.jit
+def _clear(values, count):
+    """Zeros behind the first `count` rows: weights of 0 hide no NaN."""
+    DIM: gl.constexpr = values.type.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    row = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
+    x = values.load(layout)
+    thread_barrier()
+    values.store(gl.where((row < count)[:, None], x, 0.0))
+    fence_async_shared()
+    thread_barrier()
+
+
+@gluon.jit
+def _weigh(
+    s, m, den, scale, first, last, window, fresh, masked, dtype: gl.constexpr,
+    OUT: gl.constexpr, WINDOWED: gl.constexpr,
+):  # fmt: skip
+    """One block of scores into a chunk's state: (weights as an operand, m, den, rescaling)."""
+    if masked:
+        key = first + gl.arange(0, BLOCK, gl.SliceLayout(0, s.type.layout))
+        visible = key[None, :] <= last[:, None]
+        if WINDOWED:
+            visible &= key[None, :] > (last - window)[:, None]
+        s = gl.where(visible, s, float("-inf"))
+    p, m, old, sums = block_weights(s, gl.where(fresh, float("-inf"), m), scale, 4)
+    den = gl.fma(den, gl.convert_layout(old, gl.SliceLayout(1, sums.type.layout))[:, None], sums)
+    operand = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, OUT, 2))
+    return operand, m, den, gl.convert_layout(old, gl.SliceLayout(1, OUT))
+
+
+@gluon.jit
+def _merge_chunk(m_all, den_all, merged, some, m, den, acc):
+    """`merge` with the chunks before, whose sum lies in `merged` if there are some."""
+    layout: gl.constexpr = acc.type.layout
+    before = gl.zeros_like(acc)
+    if some:
+        before = merged.load(layout)
+    m = gl.convert_layout(m, gl.SliceLayout(1, layout))
+    den = gl.convert_layout(one_sum(den), gl.SliceLayout(1, layout))
+    return merge(m_all, den_all, before, m, den, acc)
+
+
+@gluon.jit
+def _close_chunk(m_all, den_all, merged, some, m, den, acc):
+    """`_merge_chunk`, the sum to where the next one finds it."""
+    m_all, den_all, total = _merge_chunk(m_all, den_all, merged, some, m, den, acc)
+    merged.store(total)
+    return m_all, den_all
+
+
+@gluon.jit
+def _attend(
+    given, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr, SPLIT: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Four warps: 64 packed rows over the blocks begin ... end, at least one."""
+    (
+        q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, q_smem, merged, k_ring, v_ring, k_full,
+        k_empty, v_full, v_empty, first_row, q_start, len_q, len_k, hk, chunk, begin, end,
+        plain_end, scale, window, T, stride_qt, stride_qh,
+    ) = given  # fmt: skip
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    first_row += GROUP * ROWS
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LOAD))
+    at = (q_start + row // G).to(gl.int64) * stride_qt + (hk * G + row % G) * stride_qh
+    at = at[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, LOAD))[None, :]
+    q = q_smem.index(GROUP)
+    q.store(gl.load(q_ptr + at, mask=(row < len_q * G)[:, None], other=0.0))
+    fence_async_shared()
+    if not SPLIT:
+        merged = merged.index(GROUP)
+
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+    last = gl.zeros_like(row) + len_k - 1  # the last key a row sees
+    if CAUSAL:
+        last = gl.minimum(row // G + len_k - len_q, last)
+    s = gl.zeros([ROWS, BLOCK], gl.float32, SCORES)
+    acc = gl.zeros([ROWS, DIM], gl.float32, OUT)
+    m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    _, _, _, den = block_weights(s, m, 0.0, 4)
+    m_all = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OUT))
+    den_all = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OUT))
+    some = False
+    keys = _block(k_ring, k_full, 0)
+    s = warpgroup_mma(q, keys.permute((1, 0)), s, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, [s])
+    _free(k_ring, k_empty, 0)
+    for j in range(begin, end - 1):
+        fresh = (j % PER_CHUNK == 0) | (j == begin)
+        if not SPLIT:
+            if fresh and j > begin:
+                m_all, den_all = _close_chunk(m_all, den_all, merged, some, m, den, acc)
+                some = True
+        p, m, den, old = _weigh(
+            s, m, den, scale, j * BLOCK, last, window, fresh, j >= plain_end, dtype, OUT, WINDOWED
+        )
+        acc = acc * old[:, None]
+        keys = _block(k_ring, k_full, j - begin + 1)
+        scores = warpgroup_mma(q, keys.permute((1, 0)), s, use_acc=False, is_async=True)
+        values = _block(v_ring, v_full, j - begin)
+        sums = warpgroup_mma(p, values, acc, use_acc=not fresh, is_async=True)
+        s, acc, p = warpgroup_mma_wait(0, [scores, sums, p])
+        _free(k_ring, k_empty, j - begin + 1)
+        _free(v_ring, v_empty, j - begin)
+    j = end - 1
+    fresh = (j % PER_CHUNK == 0) | (j == begin)
+    if not SPLIT:
+        if fresh and j > begin:
+            m_all, den_all = _close_chunk(m_all, den_all, merged, some, m, den, acc)
+            some = True
+    p, m, den, old = _weigh(
+        s, m, den, scale, j * BLOCK, last, window, fresh, j >= plain_end, dtype, OUT, WINDOWED
+    )
+    acc = acc * old[:, None]
+    values = _block(v_ring, v_full, j - begin)
+    if end * BLOCK > len_k:
+        _clear(values, len_k - j * BLOCK)
+    sums = warpgroup_mma(p, values, acc, use_acc=not fresh, is_async=True)
+    acc, p = warpgroup_mma_wait(0, [sums, p])
+
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
+    cols = gl.arange(0, DIM, gl.SliceLayout(0, OUT))
+    live = row < len_q * G
+    if SPLIT:
+        place = (chunk.to(gl.int64) * HK + hk) * T * G + q_start * G + row
+        m = gl.convert_layout(m, gl.SliceLayout(1, OUT))
+        gl.store(part_ml_ptr + place * 2, m, mask=live)
+        den_all = gl.convert_layout(one_sum(den), gl.SliceLayout(1, OUT))
+        gl.store(part_ml_ptr + place * 2 + 1, den_all, mask=live)
+        gl.store(part_acc_ptr + place[:, None] * DIM + cols[None, :], acc, mask=live[:, None])
+    else:
+        m_all, den_all, acc = _merge_chunk(m_all, den_all, merged, some, m, den, acc)
+        head = hk * G + row % G
+        finish(
+            m_all, den_all, acc, out_ptr, lse_ptr, q_start + row // G, head, live, cols, HK * G,
+            DIM, T,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _ring(
+    DEPTH: gl.constexpr, DIM: gl.constexpr, GROUPS: gl.constexpr, tile: gl.constexpr,
+    dtype: gl.constexpr,
+):  # fmt: skip
+    """Blocks, and the barriers that say which are full and which are empty."""
+    ring = gl.allocate_shared_memory(dtype, [DEPTH, BLOCK, DIM], tile)
+    full, empty = barriers(DEPTH, GROUPS)
+    return ring, full, empty
+
+
+@gluon.jit(do_not_specialize=["B", "T", "window", "stride_table"])
+def _attention_hopper_kernel(
+    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, cu_q_ptr, cu_k_ptr,
+    table_ptr, B, T, scale, window, stride_qt, stride_qh, k_head, v_head, k_page, v_page,
+    stride_table, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr, PAGE: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr,
+    K_DEPTH: gl.constexpr, V_DEPTH: gl.constexpr,
+):  # fmt: skip
+    BM: gl.constexpr = GROUPS * ROWS
+    block = gl.num_programs(0) - 1 - gl.program_id(0)  # the longest rows first
+    hk = gl.program_id(1)
+    chunk = gl.program_id(2)
+    b, q_start, len_q, first_row = find_sequence(cu_q_ptr, block, B, G, BM)
+    if first_row >= len_q * G:
+        return
+    k_start = 0
+    len_k = gl.load(cu_k_ptr + b)
+    if PAGE == 0:
+        k_start = len_k
+        len_k = gl.load(cu_k_ptr + b + 1) - k_start
+    seen_begin, shared_end, seen_end = seen_keys(
+        first_row, len_q, len_k, window, G, BM, BLOCK, CAUSAL, WINDOWED
+    )
+    begin = seen_begin // BLOCK
+    end = gl.cdiv(seen_end, BLOCK)
+    if SPLIT:
+        begin = gl.maximum(begin, chunk * PER_CHUNK)
+        end = gl.minimum(end, (chunk + 1) * PER_CHUNK)
+        if begin >= end:
+            return
+    end = gl.maximum(end, begin + 1)
+    plain_end = gl.minimum(shared_end, seen_end) // BLOCK
+
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, DIM], dtype)
+    q_smem = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, DIM], tile)
+    k_ring, k_full, k_empty = _ring(K_DEPTH, DIM, GROUPS, tile, dtype)
+    v_ring, v_full, v_empty = _ring(V_DEPTH, DIM, GROUPS, tile, dtype)
+    merged = q_smem
+    if not SPLIT:
+        # eight rows of a warp lie in different banks
+        swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+        merged = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS, DIM], swizzled)
+    fence_async_shared()
+    LENGTH: gl.constexpr = k_desc.block_type.shape[0]
+    given = (
+        q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, q_smem, merged, k_ring, v_ring, k_full,
+        k_empty, v_full, v_empty, first_row, q_start, len_q, len_k, hk, chunk, begin, end,
+        plain_end, scale, window, T, stride_qt, stride_qh,
+    )  # fmt: skip
+    keys = (
+        k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+        table_ptr + b.to(gl.int64) * stride_table, k_start, len_k, hk * k_head, hk * v_head,
+        k_page, v_page, begin, end,
+    )  # fmt: skip
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, SPLIT, 0)),
+                (_copy_keys, (keys, PAGE, LENGTH)),
+            ],
+            [1], [40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, SPLIT, 0)),
+                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, SPLIT, 1)),
+                (_copy_keys, (keys, PAGE, LENGTH)),
+            ],
+            [4, 1], [232, 40],
+        )  # fmt: skip
+
+
+def _rows_of(x: Tensor, paged: bool) -> Tensor | None:
+    """The keys or values as a matrix [rows, columns] with heads side by side in a row, or None."""
+    *_, heads, dim = x.shape
+    pitch, head = x.stride(-3), x.stride(-2)
+    rows = x.shape[0]
+    if paged:
+        pages, page = x.shape[:2]
+        if pitch == 0 or x.stride(0) % pitch:
+            return None
+        rows = (pages - 1) * (x.stride(0) // pitch) + page
+    width = (heads - 1) * head + dim
+    fits = x.stride(-1) == 1 and width <= pitch and pitch % 8 == 0 and x.data_ptr() % 16 == 0
+    return torch.as_strided(x, (rows, width), (pitch, 1)) if fits and rows > 0 else None
+
+
+def _keys_per_copy(page: int) -> int:
+    """Keys that one copy brings from a paged cache; 0 where pages do not fit together to blocks."""
+    if page % BLOCK.value == 0:
+        return BLOCK.value
+    return page if page >= 8 and BLOCK.value % page == 0 else 0
+
+
+def attend_hopper(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part_acc: Tensor, part_ml: Tensor,
+    cu_q: Tensor, lens_k: Tensor, table: Tensor | None, causal: bool, scale: float,
+    window: int | None, groups: int, split: bool,
+) -> bool:  # fmt: skip
+    """Fill out and lse (or the parts of each chunk); False where this kernel cannot read k, v."""
+    heads, dim = q.shape[1:]
+    paged = table is not None
+    kv_heads, group = k.shape[-2], heads // k.shape[-2]
+    length = _keys_per_copy(k.shape[1]) if paged else BLOCK.value
+    k_rows, v_rows = _rows_of(k, paged), _rows_of(v, paged)
+    if not length or k_rows is None or v_rows is None or (table is not None and not table.numel()):
+        return False
+    tokens, batch = q.shape[0], cu_q.numel() - 1
+    keys = table.shape[1] * k.shape[1] if table is not None else k.shape[0]
+    blocks = tokens * group // (groups * ROWS.value) + batch
+    _attention_hopper_kernel[(blocks, kv_heads, triton.cdiv(keys, CHUNK) if split else 1)](
+        q, described(k_rows, [length, dim]), described(v_rows, [length, dim]), out, lse, part_acc,
+        part_ml,
+        cu_q, lens_k, table if table is not None else cu_q, batch, tokens, scale * LOG2E,
+        window or 0, q.stride(0), q.stride(1), k.stride(-2), v.stride(-2),
+        k.stride(0) // k.stride(1) if paged else 0, v.stride(0) // v.stride(1) if paged else 0,
+        table.stride(0) if table is not None else 0,
+        kv_heads, group, dim, causal, window is not None, k.shape[1] if paged else 0, split,
+        groups, 2, 1 if split else 2, num_warps=4, maxnreg=128 if split else 168,
+    )  # fmt: skip
+    return True

@@ -1,0 +1,133 @@
+"""The order in which the Triton kernels of `attention` add, and the steps that they share.
+
+Order, per row (one query of one head): keys in chunks of CHUNK, aligned to key 0 of the sequence;
+in a chunk, blocks of `block_n` keys from front to back with a running maximum m, eight sums (key j
+in sum j mod 8) and an accumulator acc, all fp32, that start afresh in each chunk; then the eight
+sums become one, and the chunks' (m, sum, acc) are merged from front to back. A block, or a chunk,
+that a row does not see leaves its state as it was, to the bit. So neither the queries beside a row,
+nor where the cache lies, nor whether one program walks all chunks or each chunk has its own (SPLIT)
+changes a bit. `block_n` depends on head size and dtype alone.
+
+T = queries  S = keys  D = head size  R = packed rows  BN = keys of a block
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from rlk_kernels.device import interpreting
+
+CHUNK = 1024
+"""Keys of a chunk: the unit of parallel decode, and part of the order of the sum."""
+
+LOG2E = 1.4426950408889634
+
+
+def block_n(dim: int, dtype: torch.dtype) -> int:
+    """Keys of a block: part of the order of the sum, so never a function of the batch."""
+    if interpreting() or dtype == torch.float32:
+        return 32
+    return 128 if dim in (64, 128) else 64
+
+
+@triton.jit
+def find_sequence(cu_ptr, block, B, G: tl.constexpr, BM: tl.constexpr):
+    """Sequence b, its first token, its tokens, and the first packed row of row block `block`.
+
+    b starts at block cu[b] * G // BM + b, which leaves every sequence as many blocks as it needs.
+    """
+    low = 0
+    high = B
+    while high - low > 1:
+        middle = (low + high) // 2
+        start = tl.load(cu_ptr + middle) * G // BM + middle
+        if start <= block:
+            low = middle
+        else:
+            high = middle
+    first = tl.load(cu_ptr + low)
+    tokens = tl.load(cu_ptr + low + 1) - first
+    return low, first, tokens, (block - (first * G // BM + low)) * BM
+
+
+@triton.jit
+def seen_keys(
+    first_row, len_q, len_k, window, G: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Of BM packed rows: no row sees a key before the first result (a whole block) or from the
+    third on; every row sees all keys before the second."""
+    begin = 0
+    shared_end = len_k
+    end = len_k
+    if CAUSAL:
+        offset = len_k - len_q
+        shared_end = tl.maximum(first_row // G + offset + 1, 0)
+        end = tl.maximum((tl.minimum(first_row + BM, len_q * G) - 1) // G + offset + 1, 0)
+    if WINDOWED:
+        begin = tl.maximum(shared_end - window, 0) // BN * BN
+        shared_end = 0
+    return begin, shared_end, end
+
+
+@triton.jit
+def merge(m, den, acc, m_new, den_new, acc_new):
+    """(m, den, acc) after the state of one more chunk; an empty chunk changes nothing."""
+    top = tl.maximum(m, m_new)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    old = tl.exp2(m - safe)
+    new = tl.exp2(m_new - safe)
+    den = tl.fma(den, old, den_new * new)
+    acc = tl.fma(acc, tl.broadcast_to(old[:, None], acc.shape), acc_new * new[:, None])
+    return top, den, acc
+
+
+@triton.jit
+def _add(a, b):
+    return a + b
+
+
+@triton.jit
+def eight_sums(p, LEVELS: tl.constexpr):
+    """[R, 8 * 2**LEVELS] -> [R, 8]: column j in sum j mod 8, by halves (j with j + half).
+
+    Every addition is of two numbers, so no layout of threads can change the order; on the tensor
+    core's layouts a thread has whole sums.
+    """
+    for level in tl.static_range(LEVELS):
+        p = tl.reduce(tl.reshape(p, (p.shape[0], 2, 4 << (LEVELS - level))), 1, _add)
+    return p
+
+
+@triton.jit
+def one_sum(p):
+    """[R, 8] -> [R], by halves."""
+    for level in tl.static_range(3):
+        p = tl.reduce(tl.reshape(p, (p.shape[0], 2, 4 >> level)), 1, _add)
+    return tl.reshape(p, (p.shape[0],))
+
+
+@triton.jit
+def block_weights(s, m, scale, LEVELS: tl.constexpr):
+    """Of scores s[R, BN] after a running maximum m[R]: (exp2(scale s - top), top, exp2(m - top),
+    eight sums of the first)."""
+    top = tl.maximum(m, tl.max(s, 1) * scale)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    p = tl.exp2(tl.fma(s, scale, (0.0 - safe)[:, None]))
+    return p, top, tl.exp2(m - safe), eight_sums(p, LEVELS)
+
+
+@triton.jit
+def finish(m, den, acc, out_ptr, lse_ptr, token, head, live, cols, HQ, DIM: tl.constexpr, T):
+    """Divide, and write output and log-sum-exp (natural log); rows that see no key give 0, -inf."""
+    empty = den == 0.0
+    inverse = 1.0 / tl.where(empty, 1.0, den)
+    out = acc * inverse[:, None] + 0.0  # + 0.0: an underflowed -0 becomes the +0 of a lone chunk
+    lse = tl.where(
+        empty, float("-inf"), (m + tl.log2(tl.where(empty, 1.0, den))) * 0.6931471805599453
+    )
+    place = token.to(tl.int64) * HQ + head
+    mask = live[:, None] & (cols[None, :] < DIM)
+    at = out_ptr + place[:, None] * DIM + cols[None, :]
+    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(lse_ptr + head.to(tl.int64) * T + token, lse, mask=live)

@@ -1,0 +1,1 @@
+"""embedding: rows of a table."""

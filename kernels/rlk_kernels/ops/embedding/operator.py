@@ -1,0 +1,80 @@
+"""embedding: y[t] = weight[ids[t]], a copy: no arithmetic, every bit kept.
+
+Gradient: dweight[v] = round( sum of dy[t] over the tokens t with ids[t] = v ), fp32. The tokens of
+one id are taken in the order in which they stand; no atomics. triton: front to back. torch: in
+pairs of neighbours, pairs of pairs, and so on.
+
+T = tokens (all dimensions of ids)   V = vocabulary   H = features
+"""
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.backend import choose, record
+from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.ops.embedding import portable
+
+
+def embedding_ref(ids: Tensor, weight: Tensor) -> Tensor:
+    """Advanced indexing, for tests."""
+    return weight[ids]
+
+
+@torch.library.custom_op("rlk::embedding", mutates_args=())
+def _embedding(ids: Tensor, weight: Tensor, backend: str) -> Tensor:
+    record("embedding", backend)
+    if backend == "torch":
+        return portable.forward(ids, weight)
+    from rlk_kernels.ops.embedding import kernels
+
+    return kernels.forward(ids, weight)
+
+
+@_embedding.register_fake
+def _(ids, weight, backend):
+    return weight.new_empty(ids.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op("rlk::embedding_backward", mutates_args=())
+def _embedding_backward(ids: Tensor, dy: Tensor, rows: int, backend: str) -> Tensor:
+    record("embedding_backward", backend)
+    if backend == "torch":
+        return portable.backward(ids, dy, rows)
+    from rlk_kernels.ops.embedding import kernels
+
+    return kernels.backward(ids, dy, rows)
+
+
+@_embedding_backward.register_fake
+def _(ids, dy, rows, backend):
+    return dy.new_empty(rows, dy.shape[1])
+
+
+def _setup(ctx, inputs, output):
+    ids, weight, ctx.backend = inputs
+    ctx.rows = weight.shape[0]
+    ctx.save_for_backward(ids)
+
+
+def _backward(ctx, dy):
+    (ids,) = ctx.saved_tensors
+    return None, _embedding_backward(ids, dy.contiguous(), ctx.rows, ctx.backend), None
+
+
+_embedding.register_autograd(_backward, setup_context=_setup)
+
+
+def embedding(ids: Tensor, weight: Tensor, *, backend: str | None = None) -> Tensor:
+    """y[..., H] = weight[V, H][ids[...]]; ids int32 or int64 in [0, V), weight of any float dtype
+    of the backend. An id outside the vocabulary raises IndexError on the torch backend; on the
+    GPU its row is NaN.
+    Raises UnsupportedShape, UnsupportedDtype.
+    """
+    if weight.dim() != 2:
+        raise UnsupportedShape(f"embedding: weight[V, H] is needed, not {tuple(weight.shape)}")
+    if ids.dtype not in (torch.int32, torch.int64) or not weight.is_floating_point():
+        raise UnsupportedDtype(f"embedding: ids are {ids.dtype} and weight is {weight.dtype}")
+    chosen = choose("embedding", backend, weight, ids)
+    table = weight if weight.stride(-1) == 1 else weight.contiguous()
+    y = _embedding(ids.reshape(-1).contiguous(), table, chosen)
+    return y.reshape(*ids.shape, weight.shape[1])

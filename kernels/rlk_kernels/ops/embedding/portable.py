@@ -1,0 +1,29 @@
+"""`embedding` in PyTorch."""
+
+import torch
+from torch import Tensor
+
+
+def forward(ids: Tensor, weight: Tensor) -> Tensor:
+    """weight[V, H] at ids[T]."""
+    return weight.index_select(0, ids)
+
+
+def backward(ids: Tensor, dy: Tensor, rows: int) -> Tensor:
+    """dweight[rows, H]: the tokens of an id in pairs of neighbours, pairs of pairs, and so on."""
+    wide = torch.float64 if dy.dtype == torch.float64 else torch.float32
+    key, order = torch.sort(ids, stable=True)
+    value = dy[order].to(wide)
+    while key.numel():
+        # rank of each row among those of its id; neighbours (2i, 2i + 1) are added
+        start = torch.searchsorted(key, key)
+        rank = torch.arange(key.numel(), device=key.device) - start
+        odd = rank % 2 == 1
+        if not bool(odd.any()):
+            break
+        position = odd.nonzero().squeeze(1)
+        value[position - 1] += value[position]
+        key, value = key[~odd], value[~odd]
+    grad = dy.new_zeros(rows, dy.shape[1])
+    grad[key] = value.to(dy.dtype)
+    return grad

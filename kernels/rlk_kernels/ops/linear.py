@@ -1,0 +1,118 @@
+"""linear: y = x @ weight^T + bias.
+
+    y[..., n] = round( sum_k x[..., k] * weight[n, k]  + bias[n] )        fp32, then out_dtype
+
+Reduction order: `matmul/kernels.py`; K from front to back in one fp32 accumulator, in the segments
+of `matmul/split.py` where 16-bit operands have an fp32 y (triton), or free of error (torch). A row
+of y is a function of that row of x, of weight and of bias.
+
+Gradients, each one product with fp32 accumulation, rounded once to the input's dtype:
+    dx[..., k] = sum_n dy[..., n] weight[n, k]     n from front to back: a row depends on its row
+    dweight[n, k] = sum_m dy[m, n] x[m, k]         m from front to back, no atomics
+    dbias[n] = sum_m dy[m, n]                      the fixed order of `column_sum`
+dy is rounded to x's dtype first. dweight and dbias depend on the order of the rows (they are sums
+over rows) but neither on rows of zeros behind them nor on the run; on the torch backend dweight
+does not depend on the order of rows either.
+
+M = rows of x (all leading dimensions)   K = in features   N = out features
+"""
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.backend import choose, record
+from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.matmul import portable
+from rlk_kernels.numerics.column_sum.operator import column_sum
+
+
+def linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The formula in float64, for tests."""
+    y = x.double() @ weight.double().mT
+    return y if bias is None else y + bias.double()
+
+
+@torch.library.custom_op("rlk::gemm", mutates_args=())
+def _gemm(
+    a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool, trans_b: bool,
+    out_dtype: torch.dtype, backend: str,
+) -> Tensor:  # fmt: skip
+    if backend == "torch":
+        record("linear", "torch")
+        return portable.product(a, b, bias, trans_a, trans_b, out_dtype)
+    from rlk_kernels.matmul.product import product
+
+    m = a.shape[1] if trans_a else a.shape[0]
+    n = b.shape[0] if trans_b else b.shape[1]
+    out = torch.empty(m, n, dtype=out_dtype, device=a.device)
+    record("linear", product(a, b, bias, trans_a, trans_b, out))
+    return out
+
+
+@_gemm.register_fake
+def _(a, b, bias, trans_a, trans_b, out_dtype, backend):
+    m = a.shape[1] if trans_a else a.shape[0]
+    n = b.shape[0] if trans_b else b.shape[1]
+    return a.new_empty(m, n, dtype=out_dtype)
+
+
+def _setup(ctx, inputs, output):
+    a, b, bias, trans_a, trans_b, _, backend = inputs
+    ctx.linear_form = trans_b and not trans_a
+    ctx.save_for_backward(a, b)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.backend = backend
+
+
+def _backward(ctx, dy):
+    if not ctx.linear_form:
+        raise NotImplementedError("linear: gradients of its gradients are not implemented")
+    x, weight = ctx.saved_tensors
+    dy = dy.to(x.dtype).contiguous()
+    dx = dw = db = None
+    if ctx.needs_input_grad[0]:
+        dx = _gemm(dy, weight, None, False, False, x.dtype, ctx.backend)
+    if ctx.needs_input_grad[1]:
+        dw = _gemm(dy, x, None, True, False, weight.dtype, ctx.backend)
+    if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+        db = column_sum(dy, ctx.backend).to(ctx.bias_dtype)
+    return dx, dw, db, None, None, None, None
+
+
+_gemm.register_autograd(_backward, setup_context=_setup)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """y[..., N] = x[..., K] @ weight[N, K]^T (+ bias[N]), the bits of a row free of its batch.
+
+    x, weight, bias: one dtype of bfloat16, float16, float32 (float64 on the torch backend, for
+    gradcheck; bias may also be float32). out_dtype defaults to x's; the sum is rounded to it once,
+    from fp32. Any M >= 0, N, K, strides and alignment.
+    Raises UnsupportedShape, UnsupportedDtype, and what `backend.choose` raises.
+    """
+    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+        raise UnsupportedShape(
+            f"linear: x {tuple(x.shape)} does not fit weight {tuple(weight.shape)}; "
+            "x[..., K] and weight[N, K] are needed"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise UnsupportedShape(
+            f"linear: bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}"
+        )
+    if x.dtype != weight.dtype or not x.is_floating_point():
+        raise UnsupportedDtype(f"linear: x is {x.dtype} and weight is {weight.dtype}; cast one")
+    if bias is not None and bias.dtype not in (x.dtype, torch.float32):
+        raise UnsupportedDtype(f"linear: bias is {bias.dtype}; {x.dtype} or float32 is needed")
+    if out_dtype is not None and not out_dtype.is_floating_point:
+        raise UnsupportedDtype(f"linear: out_dtype is {out_dtype}; a floating dtype is needed")
+    chosen = choose("linear", backend, x, weight, bias)
+    rows = x.reshape(-1 if x.shape[-1] else x.shape[:-1].numel(), x.shape[-1])
+    y = _gemm(rows, weight, bias, False, True, out_dtype or x.dtype, chosen)
+    return y.reshape(*x.shape[:-1], weight.shape[0])

@@ -1,0 +1,1 @@
+"""linear_logp: log-probability of a token from the hidden state."""

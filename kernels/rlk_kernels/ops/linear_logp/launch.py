@@ -1,0 +1,278 @@
+"""linear_logp on Triton: chunks of tokens and chunks of the vocabulary over the tile kernels.
+
+What is held at a time: forward, (n, s) of all tiles of a chunk of tokens, at most STATISTICS_BYTES;
+backward, dlogits of a chunk of tokens over one chunk of the vocabulary, unless the weight gradient
+has room for them (`workspace.py`), and the lower halves of partial accumulators
+(`matmul/accumulate`), at most WORKSPACE_BYTES together. Neither cut changes a bit: a row's tree
+knows nothing of token chunks, and a sum goes on from one vocabulary chunk to the next in its
+accumulator. Beyond ONE_PASS_ELEMENTS hidden gradients the backward makes the two gradients in two
+passes (five products instead of four), so that nothing held grows with the number of tokens.
+
+T = tokens   V = vocabulary   H = hidden size   J = ids a token (the target, then `token_ids`)
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from rlk_kernels.device import facts
+from rlk_kernels.matmul import epilogue
+from rlk_kernels.matmul.accumulate.accumulate import accumulate
+from rlk_kernels.matmul.accumulate.partial import PartialProduct, lo_accumulator
+from rlk_kernels.matmul.plan import EpiloguePlan, most_special
+from rlk_kernels.matmul.self_check import trusted
+from rlk_kernels.matmul.split import segments
+from rlk_kernels.numerics.column_sum.operator import column_sum
+from rlk_kernels.numerics.lse_tree.tree import LEAF, levels
+from rlk_kernels.numerics.rows import tree_sum
+from rlk_kernels.ops.linear_logp import kernels, plan
+from rlk_kernels.ops.linear_logp.options import LogitOptions, RowStatistics
+from rlk_kernels.ops.linear_logp.workspace import VocabChunk
+
+FINISH_ROWS = 64
+"""Rows of a program above the tiles (time only)."""
+_TL = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+def flags(spec: LogitOptions) -> tuple[object, bool, bool]:
+    """(dtype, whether capped, whether scaled) as the kernels take them."""
+    return _TL[spec.logit_dtype], spec.softcap > 0, (spec.scale, spec.inverse) != (1.0, 1.0)
+
+
+def is_trusted(h: Tensor, spec: LogitOptions) -> bool:
+    """Whether the logits of h may take any tile."""
+    split = segments(h.shape[1], h.dtype, spec.logit_dtype)[0] > 0
+    return trusted(h.device, h.dtype, split)
+
+
+def _permuted(w: Tensor, tile_n: int, tile_k: int) -> TensorDescriptor:
+    """w[V, H], V a multiple of 128, its rows in the order of PERMUTED (`epilogue.py`)."""
+    (v, k), row = w.shape, w.stride(0)
+    shape, strides = [v // 128, 16, 4, 2, k], [128 * row, 2 * row, 32 * row, row, 1]
+    return TensorDescriptor(w, shape, strides, [tile_n // 128, 16, 4, 2, tile_k])
+
+
+_MODES = {
+    "statistics": epilogue.STATS, "exponentials": epilogue.EXPONENTIALS,
+    "gradient": epilogue.GRADIENT,
+}  # fmt: skip
+
+
+def run_tiles(
+    own: EpiloguePlan, h: Tensor, w: Tensor, bias: Tensor | None, spec: LogitOptions,
+    n: Tensor, s: Tensor, u: Tensor | None = None, a: Tensor | None = None,
+    b: Tensor | None = None, out: Tensor | None = None,
+) -> None:  # fmt: skip
+    """One launch over all tiles of h[T, H] @ w[V, H]^T, as `own` says."""
+    t, v, k = h.shape[0], w.shape[0], h.shape[1]
+    if t == 0 or v == 0:
+        return
+    tile = own.tile
+    numbers = (*spec.numbers(), spec.inverse_top)
+    chosen = (bias is not None, *flags(spec), u is not None or b is not None)
+    if own.kernel == "hopper":
+        from rlk_kernels.matmul.hopper.epilogue import hopper_tiles
+
+        hopper_tiles(own, h, w, bias, n, s, u, a, b, out, numbers, chosen)
+        return
+    mode, partial, ragged = _MODES[own.epilogue], v % tile.n != 0, v % LEAF != 0
+    stride = 0 if out is None else out.stride(0)
+    tiles = triton.cdiv(t, tile.m) * triton.cdiv(v, tile.n)
+    if own.kernel == "tma":
+        box = [tile.n, tile.k]
+        kernels._tiles_tma_kernel[(min(tiles, own.processors),)](
+            TensorDescriptor.from_tensor(h, [tile.m, tile.k]),
+            _permuted(w, *box) if own.permuted else TensorDescriptor.from_tensor(w, box),
+            bias, n, s, u, a, b,
+            TensorDescriptor.from_tensor(out, [tile.m, tile.n]) if own.tma_store else h,
+            out, t, v, k, own.last_segment, stride, *numbers, mode, *chosen, partial,
+            ragged, tile.m, tile.n, tile.k, levels(tile.n // LEAF), tile.group, tile.flatten,
+            own.tma_store, own.permuted, own.segment, num_warps=tile.warps,
+            num_stages=tile.stages,
+        )  # fmt: skip
+        return
+    kernels._tiles_pointer_kernel[(tiles,)](
+        h, w, bias, n, s, u, a, b, out, t, v, k, own.last_segment, h.stride(0), w.stride(0), stride,
+        *numbers, mode, *chosen, partial, ragged,
+        tile.m, tile.n, tile.k, levels(tile.n // LEAF), tile.group, own.segment,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def pick(
+    own: plan.PickPlan, h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions
+) -> Tensor:
+    """z[T, J] of ids[T, J]; NaN where an id is no column."""
+    t, j = ids.shape
+    z = torch.empty(t, j, dtype=torch.float32, device=h.device)
+    kernels._pick_kernel[(triton.cdiv(t, own.tile.m), j)](
+        h, w, bias, ids, z, t, w.shape[0], h.shape[1], own.last_segment, j, h.stride(0),
+        w.stride(0), *spec.numbers(), bias is not None, *flags(spec), own.tile.m, own.tile.k,
+        own.segment, num_warps=own.tile.warps, num_stages=own.tile.stages,
+    )  # fmt: skip
+    return z
+
+
+def new_rows(z: Tensor, entropy: bool) -> RowStatistics:
+    """Rows to be filled by `finish`."""
+    t = z.shape[0]
+    lse, n, log_s = (torch.empty(t, dtype=torch.float32, device=z.device) for _ in range(3))
+    of_rows = torch.empty(t if entropy else 0, dtype=torch.float32, device=z.device)
+    return RowStatistics(torch.empty_like(z), lse, of_rows, n, log_s, z)
+
+
+def finish(
+    stats: Tensor, ids: Tensor, rows: RowStatistics, first: int, last: int, entropy: bool
+) -> None:
+    """Rows first ... last from the tiles' stats[2 or 3, nodes, last - first]."""
+    m = last - first
+    grid = triton.cdiv(m, FINISH_ROWS)
+    while stats.shape[1] > 32:
+        above = torch.empty(
+            stats.shape[0], triton.cdiv(stats.shape[1], 32), m, dtype=stats.dtype,
+            device=stats.device,
+        )  # fmt: skip
+        kernels._collapse_kernel[(grid, above.shape[1])](
+            *_planes(stats), *_planes(above), m, stats.shape[1], entropy, FINISH_ROWS, 5,
+            num_warps=1,
+        )  # fmt: skip
+        stats = above
+    part = slice(first, last)
+    kernels._finish_kernel[(grid,)](
+        *_planes(stats), ids[part], rows.z[part], rows.logp[part], rows.lse[part],
+        rows.entropy[part] if entropy else None, rows.n[part], rows.log_s[part], m, ids.shape[1],
+        stats.shape[1], entropy, FINISH_ROWS, levels(stats.shape[1]), num_warps=1,
+    )  # fmt: skip
+
+
+def _planes(stats: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    return stats[0], stats[1], stats[2] if stats.shape[0] == 3 else None
+
+
+def forward(
+    h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions, entropy: bool
+) -> tuple[RowStatistics, str]:
+    """h[T, H], w[V, H], ids[T, J] contiguous -> statistics, and which implementation ran."""
+    here = facts(h.device)
+    shape = plan.shape_of(h, w, spec.logit_dtype, here)
+    own = plan.plan_forward(shape, entropy, here, is_trusted(h, spec))
+    rows = new_rows(
+        pick(own.pick, h, w, bias, ids, spec) if shape.tokens else ids.to(torch.float32), entropy
+    )
+    planes, longest = 3 if entropy else 2, own.chunks[0][1] if own.chunks else 0
+    size = planes * own.nodes * longest
+    scratch = torch.empty(size, dtype=torch.float32, device=h.device)  # one for all chunks
+    for first, last in own.chunks:
+        stats = scratch[: planes * own.nodes * (last - first)].view(planes, own.nodes, last - first)
+        run_tiles(
+            own.tiles, h[first:last], w, bias, spec, stats[0], stats[1],
+            stats[2] if entropy else None,
+        )  # fmt: skip
+        finish(stats, ids, rows, first, last, entropy)
+    return rows, own.tiles.implementation
+
+
+def coefficients(
+    ids: Tensor, g: Tensor, g_lse: Tensor | None, g_entropy: Tensor | None, entropy: Tensor,
+    spec: LogitOptions,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(g[T, J] of the ids, a[T], b[T] or None): dlogits = p (a + b log2 p) + the ids' g."""
+    g = torch.where(ids < 0, 0.0, g.float()) * spec.slope
+    a = -(g if g.shape[1] == 1 else tree_sum(g)).squeeze(-1)
+    if g_lse is not None:
+        a = a + g_lse.float() * spec.slope
+    if g_entropy is None:
+        return g, a.contiguous(), None
+    b = g_entropy.float() * -spec.slope
+    return g, a + b * entropy, b * 0.6931471805599453
+
+
+def mark(
+    out: Tensor, ids: Tensor, rows: RowStatistics, g: Tensor, a: Tensor, b: Tensor | None,
+    spec: LogitOptions, first: int, v: int, part: slice, unit: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write dlogits (over unit[T]) of the ids among columns first ... first + v of rows `part`."""
+    t, j = ids[part].shape
+    kernels._mark_kernel[(triton.cdiv(t, 128), j)](
+        out, ids[part], rows.z[part], g[part], rows.n[part], rows.log_s[part], a[part],
+        b[part] if b is not None else None, unit, t, j, first, v, out.stride(0), spec.inverse_top,
+        spec.softcap > 0, b is not None, unit is not None, 128, num_warps=4,
+    )  # fmt: skip
+
+
+def backward(
+    h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, rows: RowStatistics, g: Tensor,
+    g_lse: Tensor | None, g_entropy: Tensor | None, spec: LogitOptions, needs: list[bool],
+) -> tuple[tuple[Tensor | None, Tensor | None, Tensor | None], str]:  # fmt: skip
+    """(dh, dw, dbias), each None where `needs` says so, dbias in fp32; and what ran."""
+    t, v = h.shape[0], w.shape[0]
+    g, a, b = coefficients(ids, g, g_lse, g_entropy, rows.entropy, spec)
+    dh = torch.empty_like(h) if needs[0] else None
+    dw = torch.empty_like(w, memory_format=torch.contiguous_format) if needs[1] else None
+    db = torch.zeros(v, dtype=torch.float32, device=w.device) if needs[2] else None
+    if t == 0:
+        return (dh, None if dw is None else dw.zero_(), db), "triton"
+    here = facts(h.device)
+    shape = plan.shape_of(h, w, spec.logit_dtype, here)
+    own = plan.plan_backward(shape, dw is not None, here, is_trusted(h, spec))
+    ran = {x.implementation for x in own.tiles}
+    block = torch.empty(own.block, dtype=h.dtype, device=h.device)
+    buffers = [block] if dw is None else [block, dw.view(-1)]
+    vocab_chunks = list(zip(own.vocab, own.tiles, strict=True))
+
+    def dlogits(part: slice, vocab: VocabChunk, tiles: EpiloguePlan) -> Tensor:
+        """dlogits of rows `part` over a chunk of the vocabulary."""
+        out = vocab.view(buffers, part.stop - part.start)[:, : vocab.last - vocab.first]
+        run_tiles(
+            tiles, h[part], w[vocab.columns], None if bias is None else bias[vocab.columns], spec,
+            rows.n[part], rows.log_s[part], None, a[part], None if b is None else b[part], out,
+        )  # fmt: skip
+        mark(out, ids, rows, g, a, b, spec, vocab.first, out.shape[1], part)
+        return out
+
+    def columns(part: slice, vocab: VocabChunk) -> Tensor:
+        """Sums over rows of dlogits, whole as they lie: the order may depend on the width."""
+        whole = vocab.view(buffers, part.stop - part.start)
+        return column_sum(whole, "triton")[: vocab.last - vocab.first]
+
+    if dh is not None:
+        los = lo_accumulator(dh[: own.chunks[0][1]], len(own.vocab))  # one for all chunks of tokens
+        for start, stop in own.chunks:
+            part = slice(start, stop)
+            lo = los[: stop - start]
+            for vocab, tiles in vocab_chunks:
+                out = dlogits(part, vocab, tiles)
+                sums = [
+                    PartialProduct(a=out, b=w[vocab.columns], out=dh[part], lo=lo, trans_a=False,
+                        first=vocab.first == 0, last=vocab.last == v)
+                ]  # fmt: skip
+                if own.one_pass and dw is not None:
+                    sums.append(
+                        PartialProduct(a=out, b=h, out=dw[vocab.columns], lo=lo, trans_a=True,
+                            first=True, last=True)
+                    )  # fmt: skip
+                ran.add(accumulate(*sums))
+                if own.one_pass and db is not None:
+                    db[vocab.columns] = columns(part, vocab)
+        del los, lo, sums
+    if (dw is not None or db is not None) and not (own.one_pass and dh is not None):
+        widest = max((vocab.width for vocab in own.vocab), default=0)
+        los = None if dw is None else lo_accumulator(dw[:widest], len(own.chunks))
+        for vocab, tiles in vocab_chunks:
+            lo = None if los is None else los[: vocab.last - vocab.first]
+            found = []
+            for start, stop in own.chunks:
+                out = dlogits(slice(start, stop), vocab, tiles)
+                if dw is not None and lo is not None:
+                    partial = PartialProduct(
+                        a=out, b=h[start:stop], out=dw[vocab.columns], lo=lo, trans_a=True,
+                        first=start == 0, last=stop == t,
+                    )  # fmt: skip
+                    ran.add(accumulate(partial))
+                if db is not None:
+                    found.append(columns(slice(start, stop), vocab))
+            if db is not None:
+                db[vocab.columns] = column_sum(torch.stack(found), "triton")
+    return (dh, dw, db), most_special(ran)

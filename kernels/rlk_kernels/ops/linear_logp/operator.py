@@ -1,0 +1,236 @@
+"""linear_logp: log-probability of a token from the hidden state, without logits in memory.
+
+    x[v]  = round( sum_h hidden[t, h] weight[v, h] + bias[v] )            fp32, then logit_dtype
+    z[v]  = (softcap tanh(x[v] / softcap)) logit_scale / temperature      fp32, each step rounded
+    lse   = log sum_v exp(z[v])          logp = z[target] - lse
+    entropy = lse - sum_v p[v] z[v]      p[v] = exp(z[v] - lse)
+
+Reduction order: the sum over h is that of `linear`, the sum over v the tree of `numerics/lse_tree`.
+So `linear_logp(h, w, t, logit_dtype=D)` is `logp(linear(h, w, out_dtype=D), t)`, bit for bit, on
+either backend, and a row's numbers are a function of that row, of weight and of bias.
+
+Gradients (g = upstream of logp[t], of lse, of entropy and of the given ids' logp):
+    dx[v] = dz/dx ( sum_j g_j ([v == id_j] - p[v]) + g_lse p[v]
+                    - g_entropy p[v] (log p[v] + entropy) )
+in fp32, rounded once to the operands' dtype. The element of an id holds 1 - p in fp32, so that
+confident tokens keep their digits. Then
+    dhidden[t, h] = sum_v dx[t, v] weight[v, h]    fp32, v from front to back: a row's own
+    dweight[v, h] = sum_t dx[t, v] hidden[t, h]    fp32, t from front to back, no atomics
+    dbias[v] = sum_t dx[t, v]                      the fixed order of `column_sum`
+Tiles of logits are computed again, never stored. Memory: see `launch.py`.
+
+T = tokens   V = vocabulary   H = hidden size   K = further ids a token
+"""
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.backend import choose, record
+from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.ops.linear_logp import portable
+from rlk_kernels.ops.linear_logp.options import LogitOptions, RowStatistics
+
+
+def linear_logp_ref(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
+    temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(logp, lse, entropy) by the formula in float64, for tests; a negative target gives 0."""
+    x = hidden.double() @ weight.double().mT
+    if bias is not None:
+        x = x + bias.double()
+    if softcap:
+        x = softcap * torch.tanh(x / softcap)
+    z = x * logit_scale / temperature
+    logs = torch.log_softmax(z, -1)
+    logp = logs.gather(-1, target.long().clamp(min=0)[:, None]).squeeze(-1)
+    entropy = -(logs.exp() * logs).sum(-1)
+    return torch.where(target < 0, 0.0, logp), torch.logsumexp(z, -1), entropy
+
+
+@torch.library.custom_op("rlk::linear_logp", mutates_args=())
+def _linear_logp(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, logit_dtype: torch.dtype,
+    softcap: float, scale: float, temperature: float, entropy: bool, backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    spec = LogitOptions(logit_dtype, softcap, scale, temperature)
+    if backend == "torch":
+        rows, ran = portable.forward(hidden, weight, bias, ids, spec, entropy), "torch"
+    else:
+        from rlk_kernels.ops.linear_logp import launch
+
+        rows, ran = launch.forward(hidden, weight, bias, ids, spec, entropy)
+    record("linear_logp", ran)
+    return rows.logp, rows.lse, rows.entropy, rows.n, rows.log_s, rows.z
+
+
+@_linear_logp.register_fake
+def _(hidden, weight, bias, ids, logit_dtype, softcap, scale, temperature, entropy, backend):
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    inner = torch.float64 if backend == "torch" else torch.float32
+    t = hidden.shape[0]
+    shapes = [(ids.shape, wide), ((t,), wide), ((t if entropy else 0,), wide)]
+    shapes += [((t,), inner), ((t,), inner), (ids.shape, inner)]
+    return tuple(hidden.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
+
+
+@torch.library.custom_op("rlk::linear_logp_backward", mutates_args=())
+def _linear_logp_backward(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, entropy: Tensor, n: Tensor,
+    log_s: Tensor, z: Tensor, g: Tensor, g_lse: Tensor | None, g_entropy: Tensor | None,
+    logit_dtype: torch.dtype, softcap: float, scale: float, temperature: float, needs: list[bool],
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    spec = LogitOptions(logit_dtype, softcap, scale, temperature)
+    rows = RowStatistics(z, n, entropy, n, log_s, z)
+    arguments = (hidden, weight, bias, ids, rows, g, g_lse, g_entropy, spec, needs)
+    if backend == "torch":
+        grads, ran = portable.backward(*arguments), "torch"
+    else:
+        from rlk_kernels.ops.linear_logp import launch
+
+        grads, ran = launch.backward(*arguments)
+    record("linear_logp_backward", ran)
+    dh, dw, db = (hidden.new_empty(0) if x is None else x for x in grads)
+    return dh, dw, db if bias is None or not needs[2] else db.to(bias.dtype)
+
+
+@_linear_logp_backward.register_fake
+def _(
+    hidden, weight, bias, ids, entropy, n, log_s, z, g, g_lse, g_entropy, logit_dtype, softcap,
+    scale, temperature, needs, backend,
+):  # fmt: skip
+    inputs = (hidden, weight, bias)
+    return tuple(
+        x.new_empty(x.shape) if need and x is not None else hidden.new_empty(0)
+        for x, need in zip(inputs, needs, strict=True)
+    )
+
+
+def _setup(ctx, inputs, output):
+    hidden, weight, bias, ids, *options, _, ctx.backend = inputs
+    ctx.options = options
+    _, _, entropy, n, log_s, z = output
+    ctx.save_for_backward(hidden, weight, bias, ids, entropy, n, log_s, z)
+    ctx.mark_non_differentiable(n, log_s, z)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, g, g_lse, g_entropy, _n, _log_s, _z):
+    hidden, weight, bias, ids, entropy, n, log_s, z = ctx.saved_tensors
+    if g is None and g_lse is None and g_entropy is None:
+        return (None,) * 10
+    needs = [bool(x) for x in ctx.needs_input_grad[:3]]
+    if g is None:
+        g = torch.zeros(ids.shape, dtype=torch.float32, device=hidden.device)
+    if entropy.numel() == 0:
+        g_entropy = None
+    grads = _linear_logp_backward(
+        hidden, weight, bias, ids, entropy, n, log_s, z, g.contiguous(), g_lse, g_entropy,
+        *ctx.options, needs, ctx.backend,
+    )  # fmt: skip
+    found = [x if need else None for x, need in zip(grads, needs, strict=True)]
+    return (*found, *(None,) * 7)
+
+
+_linear_logp.register_autograd(_backward, setup_context=_setup)
+
+
+def check(name: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
+    """Raise UnsupportedShape or UnsupportedDtype where the operands do not fit."""
+    fits = hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1:] == weight.shape[1:]
+    if not fits or target.shape != hidden.shape[:1] or weight.shape[0] == 0:
+        raise UnsupportedShape(
+            f"{name}: hidden[T, H], weight[V, H] and target[T] are needed, not "
+            f"{tuple(hidden.shape)}, {tuple(weight.shape)} and {tuple(target.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise UnsupportedShape(
+            f"{name}: bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}"
+        )
+    if hidden.dtype != weight.dtype or not hidden.is_floating_point():
+        raise UnsupportedDtype(
+            f"{name}: hidden is {hidden.dtype} and weight is {weight.dtype}; cast one"
+        )
+    if bias is not None and bias.dtype not in (hidden.dtype, torch.float32):
+        raise UnsupportedDtype(f"{name}: bias is {bias.dtype}; {hidden.dtype} or float32 is needed")
+    if target.dtype not in (torch.int32, torch.int64):
+        raise UnsupportedDtype(f"{name}: target is {target.dtype}; int32 or int64 is needed")
+
+
+def check_options(
+    name: str, temperature: float, softcap: float | None, logit_scale: float | None,
+    logit_dtype: torch.dtype,
+) -> LogitOptions:  # fmt: skip
+    """The options as the backends take them; ValueError or UnsupportedDtype where they are off."""
+    if not temperature > 0:
+        raise ValueError(f"{name}: temperature must be above 0, not {temperature}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{name}: softcap must be above 0, not {softcap}; None is no cap")
+    if logit_scale is not None and not logit_scale > 0:
+        raise ValueError(f"{name}: logit_scale must be above 0, not {logit_scale}")
+    if logit_dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise UnsupportedDtype(f"{name}: logit_dtype is {logit_dtype}; a float of 16 or 32 bits")
+    return LogitOptions(
+        logit_dtype, float(softcap or 0.0), float(logit_scale or 1.0), float(temperature)
+    )
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """`x`, copied only where its last dimension is not dense."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def linear_logp(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+    logit_dtype: torch.dtype = torch.float32,
+    ignore_index: int = -100,
+    return_lse: bool = False,
+    return_entropy: bool = False,
+    token_ids: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """log softmax(z)[t, target[t]] -> [T] float32, z the logits of hidden and weight (see above).
+
+    hidden[T, H], weight[V, H]: one dtype of bfloat16, float16, float32 (float64 on the torch
+    backend, with logits in float64); bias[V] of that dtype or float32; target[T], token_ids[T, K]
+    int32 or int64, below V. A target of ignore_index, or any negative id, gives 0 and no gradient.
+    logit_dtype: float32, bfloat16 or float16, what the logits are rounded to before all else.
+
+    With return_lse, return_entropy or token_ids the result is a tuple: logp[T], then lse[T],
+    entropy[T] and the given ids' log-probabilities [T, K], those asked for, in this order. All are
+    float32 and differentiable in hidden, weight and bias.
+
+    An id of V or more raises IndexError on the torch backend and gives NaN on the GPU.
+    Raises UnsupportedShape, UnsupportedDtype, ValueError, and what `backend.choose` raises.
+    """
+    check("linear_logp", hidden, weight, target, bias)
+    spec = check_options("linear_logp", temperature, softcap, logit_scale, logit_dtype)
+    chosen = choose("linear_logp", backend, hidden, weight, target, bias, token_ids)
+    ids = target.long()
+    ids = torch.where(ids == ignore_index, -1, ids)[:, None]
+    if token_ids is not None:
+        if token_ids.dim() != 2 or token_ids.shape[0] != target.shape[0]:
+            raise UnsupportedShape(
+                f"linear_logp: token_ids[T, K] are needed, not {tuple(token_ids.shape)}"
+            )
+        if token_ids.dtype not in (torch.int32, torch.int64):
+            raise UnsupportedDtype(f"linear_logp: token_ids are {token_ids.dtype}")
+        ids = torch.cat([ids, token_ids.long()], 1)
+    logps, lse, entropy, *_ = _linear_logp(
+        as_rows(hidden), as_rows(weight), None if bias is None else bias.contiguous(),
+        ids.contiguous(), spec.logit_dtype, spec.softcap, spec.scale, spec.temperature,
+        return_entropy, chosen,
+    )  # fmt: skip
+    found = [logps[:, 0]]
+    found += [lse] if return_lse else []
+    found += [entropy] if return_entropy else []
+    found += [logps[:, 1:]] if token_ids is not None else []
+    return found[0] if len(found) == 1 else tuple(found)

@@ -1,0 +1,55 @@
+"""What a call of `linear_logp` is asked for, and what its forward hands to its backward."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LogitOptions:
+    """What turns a sum into a logit z: rounding, softcap, scale, temperature."""
+
+    logit_dtype: torch.dtype
+    softcap: float
+    """0 for none."""
+    scale: float
+    temperature: float
+
+    @property
+    def inverse(self) -> float:
+        """fp32(1 / temperature)."""
+        return float(torch.tensor(1.0 / self.temperature, dtype=torch.float32))
+
+    @property
+    def slope(self) -> float:
+        """dz/d(logit) without the softcap."""
+        return self.scale * self.inverse
+
+    @property
+    def inverse_top(self) -> float:
+        """1 / the largest z that a softcap lets through."""
+        return 1.0 / (self.softcap * self.slope) if self.softcap else 0.0
+
+    def numbers(self) -> tuple[float, float, float, float]:
+        """(softcap, 1 / softcap, scale, 1 / temperature) as the kernels take them."""
+        cap = self.softcap
+        return cap, 1.0 / cap if cap else 0.0, self.scale, self.inverse
+
+
+@dataclass(frozen=True, slots=True)
+class RowStatistics:
+    """What the forward knows of each row."""
+
+    logp: Tensor
+    """[T, J]."""
+    lse: Tensor
+    """[T]."""
+    entropy: Tensor
+    """[T], or [0]."""
+    n: Tensor
+    """[T], the row's integer exponent."""
+    log_s: Tensor
+    """[T], log2 of the sum."""
+    z: Tensor
+    """[T, J], the logits of the ids."""

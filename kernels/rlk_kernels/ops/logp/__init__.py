@@ -1,0 +1,1 @@
+"""logp: log-probability of one token per row of logits."""

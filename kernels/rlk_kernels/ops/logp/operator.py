@@ -1,0 +1,107 @@
+"""logp: log-probability of one token per row of logits.
+
+    z[v]  = fp32(logits[t, v]) * fp32(1 / temperature)                    fp32, one rounding
+    logp  = log(exp(z[target]) / sum_v exp(z[v]))
+
+Reduction order: the binary tree of `numerics/lse_tree` over the columns, from leaves of 16. A
+program takes a block of columns, a whole subtree, and its node is written; blocks are merged by the
+same tree. With (n, s) of the row, logp = (y - log2 s) log(2), y = z[target] log2(e) - n.
+torch backend: the same tree in fp64, in natural units. The bits are those of `linear_logp`.
+
+Gradient: dlogits[v] = round( g / temperature * ([v == target] - p[v]) ), p in fp32.
+A negative target (ignored tokens) gives logp 0 and no gradient.
+
+T = rows   V = vocabulary
+"""
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.backend import choose, record
+from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.ops.logp import portable
+
+
+def logp_ref(logits: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
+    """The formula in float64, for tests."""
+    z = logits.double() / temperature
+    return torch.log_softmax(z, -1).gather(-1, target[:, None].long()).squeeze(-1)
+
+
+@torch.library.custom_op("rlk::logp", mutates_args=())
+def _logp(
+    logits: Tensor, target: Tensor, temperature: float, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    record("logp", backend)
+    if backend == "torch":
+        return portable.forward(logits, target, temperature)
+    from rlk_kernels.ops.logp import kernels
+
+    return kernels.forward(logits, target, temperature)
+
+
+@_logp.register_fake
+def _(logits, target, temperature, backend):
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    stat = torch.float64 if backend == "torch" else torch.float32
+    shape = logits.shape[:1]
+    return tuple(logits.new_empty(shape, dtype=d) for d in (wide, stat, stat))
+
+
+@torch.library.custom_op("rlk::logp_backward", mutates_args=())
+def _logp_backward(
+    logits: Tensor, target: Tensor, m: Tensor, log_s: Tensor, g: Tensor, temperature: float,
+    backend: str,
+) -> Tensor:  # fmt: skip
+    record("logp_backward", backend)
+    if backend == "torch":
+        return portable.backward(logits, target, m, log_s, g, temperature)
+    from rlk_kernels.ops.logp import kernels
+
+    return kernels.backward(logits, target, m, log_s, g, temperature)
+
+
+@_logp_backward.register_fake
+def _(logits, target, m, log_s, g, temperature, backend):
+    return logits.new_empty(logits.shape)
+
+
+def _setup(ctx, inputs, output):
+    logits, target, ctx.temperature, ctx.backend = inputs
+    ctx.save_for_backward(logits, target, output[1], output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, g, _m, _log_s):
+    logits, target, m, log_s = ctx.saved_tensors
+    if g is None:
+        return None, None, None, None
+    dx = _logp_backward(logits, target, m, log_s, g.contiguous(), ctx.temperature, ctx.backend)
+    return dx, None, None, None
+
+
+_logp.register_autograd(_backward, setup_context=_setup)
+
+
+def logp(
+    logits: Tensor, target: Tensor, *, temperature: float = 1.0, backend: str | None = None
+) -> Tensor:
+    """log softmax(logits / temperature)[t, target[t]] -> [T] float32 (float64 for float64).
+
+    logits[T, V]: bfloat16, float16, float32 (float64 on the torch backend), V >= 1; target[T]
+    int32 or int64 below V, negative to ignore; temperature > 0. A target of V or more raises
+    IndexError on the torch backend and gives NaN on the GPU. Raises UnsupportedShape,
+    UnsupportedDtype, ValueError.
+    """
+    if logits.dim() != 2 or target.shape != logits.shape[:1] or logits.shape[1] == 0:
+        raise UnsupportedShape(
+            f"logp: logits[T, V] and target[T] are needed, not {tuple(logits.shape)} and "
+            f"{tuple(target.shape)}"
+        )
+    if target.dtype not in (torch.int32, torch.int64) or not logits.is_floating_point():
+        raise UnsupportedDtype(f"logp: logits are {logits.dtype}, target is {target.dtype}")
+    if not temperature > 0:
+        raise ValueError(f"logp: temperature must be above 0, not {temperature}")
+    chosen = choose("logp", backend, logits, target)
+    rows = logits if logits.stride(1) == 1 else logits.contiguous()
+    return _logp(rows, target.contiguous(), float(temperature), chosen)[0]

@@ -1,0 +1,1 @@
+"""rms_norm, optionally of a sum with a residual."""

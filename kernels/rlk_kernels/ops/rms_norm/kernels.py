@@ -1,0 +1,95 @@
+"""The Triton kernels of `rms_norm`: one row in one program."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlk_kernels.numerics.column_sum.operator import column_sum
+
+GRAD_ROWS = 16
+"""Rows whose weight gradients one program adds up, in order."""
+
+
+@triton.jit(do_not_specialize=["M"])
+def _rms_norm_fwd_kernel(
+    x_ptr, res_ptr, weight_ptr, y_ptr, new_ptr, M, stride_x, stride_r, eps,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HF: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    cols = tl.arange(0, BH)[None, :]
+    mask = (rows < M) & (cols < H)
+    x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=0.0)
+    if HAS_RESIDUAL:
+        res = tl.load(res_ptr + rows * stride_r + cols, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + res.to(tl.float32)).to(x.dtype)
+        tl.store(new_ptr + rows * H + cols, x, mask=mask)
+    s = x.to(tl.float32)
+    r = tl.rsqrt(tl.sum(s * s, 1) / H + eps)
+    n = s * r[:, None]
+    weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+    if HF:
+        n = n.to(y_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(y_ptr + rows * H + cols, (n * weight).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _rms_norm_bwd_kernel(
+    s_ptr, weight_ptr, dy_ptr, dnew_ptr, ds_ptr, dw_ptr, M, eps,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    cols = tl.arange(0, BH)
+    mask = cols < H
+    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    dw = tl.zeros((BH,), tl.float32)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    for i in range(ROWS):
+        row = first + i
+        here = mask & (row + tl.zeros((BH,), tl.int64) < M)
+        s = tl.load(s_ptr + row * H + cols, mask=here, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row * H + cols, mask=here, other=0.0).to(tl.float32)
+        r = tl.rsqrt(tl.sum(s * s, 0) / H + eps)
+        n = s * r
+        g = dy * weight
+        ds = r * (g - n * (tl.sum(g * n, 0) / H))
+        if HAS_RESIDUAL:
+            ds += tl.load(dnew_ptr + row * H + cols, mask=here, other=0.0).to(tl.float32)
+        tl.store(ds_ptr + row * H + cols, ds.to(ds_ptr.dtype.element_ty), mask=here)
+        dw += dy * n
+    tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * H + cols, dw, mask=mask)
+
+
+def forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, hf: bool
+) -> tuple[Tensor, Tensor]:
+    """(y, s) of x[M, H], whose rows are dense; s is x + residual, or empty."""
+    m, h = x.shape
+    y = torch.empty(m, h, dtype=x.dtype, device=x.device)
+    s = torch.empty_like(y) if residual is not None else x.new_empty(0)
+    if m:
+        block = triton.next_power_of_2(h)
+        rows = max(1, 1024 // block)
+        _rms_norm_fwd_kernel[(triton.cdiv(m, rows),)](
+            x, residual, weight, y, s, m, x.stride(0),
+            residual.stride(0) if residual is not None else 0, eps,
+            h, block, rows, residual is not None, hf,
+            num_warps=min(16, max(2, block // 1024)),
+        )  # fmt: skip
+    return y, s
+
+
+def backward(
+    s: Tensor, weight: Tensor, dy: Tensor, dnew: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(ds, dweight)."""
+    m, h = s.shape
+    ds = torch.empty_like(dy)
+    partial = torch.empty(triton.cdiv(m, GRAD_ROWS), h, dtype=torch.float32, device=s.device)
+    if m:
+        block = triton.next_power_of_2(h)
+        _rms_norm_bwd_kernel[(partial.shape[0],)](
+            s, weight, dy, dnew, ds, partial, m, eps, h, block, GRAD_ROWS, dnew is not None,
+            num_warps=min(16, max(1, block // 512)),
+        )  # fmt: skip
+    return ds, column_sum(partial, "triton")

@@ -1,0 +1,133 @@
+"""rms_norm: y = x / sqrt(mean(x^2) + eps) * weight, optionally of x + residual.
+
+    s = x                                     or round(x + residual) in x's dtype
+    r = 1 / sqrt( sum_h s[h]^2 / H + eps )    fp32 (float64 on the torch backend)
+    cast="hf":    y = round( weight * round(s * r) )      both roundings to x's dtype
+    cast="vllm":  y = round( weight * s * r )             one rounding, from fp32
+
+Reduction order: one row in one program; the sum over H has the fixed order of a block of
+next_power_of_2(H) elements, a function of H alone (triton), or is a sum by halves (torch).
+
+Gradients: with n = s * r and g = dy * weight,
+    ds = r * (g - n * sum_h(g n) / H)  (+ the gradient of the new residual)   per row, fp32
+    dweight = sum over rows of dy * n            blocks of GRAD_ROWS rows, then `column_sum`
+the roundings count as the identity. x and residual get the same gradient.
+
+M = rows (all leading dimensions)   H = the normalised dimension
+"""
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.backend import choose, record
+from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.ops.rms_norm import portable
+
+CASTS = ("hf", "vllm")
+MAX_H = 65536
+
+
+def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The formula in float64, without the roundings, for tests."""
+    x = x.double()
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+
+
+@torch.library.custom_op("rlk::rms_norm", mutates_args=())
+def _rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, hf: bool, backend: str
+) -> tuple[Tensor, Tensor]:
+    """y and s; s is empty where there is no residual (x itself serves)."""
+    record("rms_norm", backend)
+    if backend == "torch":
+        y, s = portable.forward(x, residual, weight, eps, hf)
+        return y, (s if residual is not None else x.new_empty(0))
+    from rlk_kernels.ops.rms_norm import kernels
+
+    return kernels.forward(x, residual, weight, eps, hf)
+
+
+@_rms_norm.register_fake
+def _(x, residual, weight, eps, hf, backend):
+    return x.new_empty(x.shape), x.new_empty(x.shape if residual is not None else (0,))
+
+
+@torch.library.custom_op("rlk::rms_norm_backward", mutates_args=())
+def _rms_norm_backward(
+    s: Tensor, weight: Tensor, dy: Tensor, dnew: Tensor | None, eps: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    record("rms_norm_backward", backend)
+    if backend == "torch":
+        return portable.backward(s, weight, dy, dnew, eps)
+    from rlk_kernels.ops.rms_norm import kernels
+
+    return kernels.backward(s, weight, dy, dnew, eps)
+
+
+@_rms_norm_backward.register_fake
+def _(s, weight, dy, dnew, eps, backend):
+    return dy.new_empty(dy.shape), weight.new_empty(weight.shape, dtype=portable.wide_dtype(s))
+
+
+def _setup(ctx, inputs, output):
+    x, residual, weight, ctx.eps, _, ctx.backend = inputs
+    ctx.fused = residual is not None
+    ctx.save_for_backward(output[1] if ctx.fused else x, weight)
+
+
+def _backward(ctx, dy, dnew):
+    s, weight = ctx.saved_tensors
+    dnew = dnew.contiguous() if ctx.fused else None
+    ds, dw = _rms_norm_backward(s.contiguous(), weight, dy.contiguous(), dnew, ctx.eps, ctx.backend)
+    return ds, ds.clone() if ctx.fused else None, dw.to(weight.dtype), None, None, None
+
+
+_rms_norm.register_autograd(_backward, setup_context=_setup)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    residual: Tensor | None = None,
+    cast: str = "hf",
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """RMS norm over the last dimension: y, or (y, x + residual) when a residual is given.
+
+    x[..., H], residual[..., H], weight[H]: bfloat16, float16 or float32 (float64 on the torch
+    backend); weight may also be float32. H <= 65536. The norm is taken of the rounded new residual.
+    `cast` says where y is rounded (module docstring). Raises UnsupportedShape,
+    UnsupportedDtype, ValueError.
+    """
+    h = x.shape[-1] if x.dim() else 0
+    if weight.shape != (h,) or not 0 < h <= MAX_H:
+        raise UnsupportedShape(
+            f"rms_norm: x {tuple(x.shape)} needs weight[{h}] and 1 <= H <= {MAX_H}; "
+            f"weight is {tuple(weight.shape)}"
+        )
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise UnsupportedShape(
+            f"rms_norm: residual {tuple(residual.shape)} {residual.dtype} is not like "
+            f"x {tuple(x.shape)} {x.dtype}"
+        )
+    if weight.dtype not in (x.dtype, torch.float32):
+        raise UnsupportedDtype(
+            f"rms_norm: weight is {weight.dtype}; {x.dtype} or float32 is needed"
+        )
+    if cast not in CASTS:
+        raise ValueError(f"rms_norm: cast {cast!r} is unknown; choose from {list(CASTS)}")
+    if not eps >= 0:
+        raise ValueError(f"rms_norm: eps must not be negative, not {eps}")
+    chosen = choose("rms_norm", backend, x, weight, residual)
+    rows = _rows(x, h)
+    res = None if residual is None else _rows(residual, h)
+    y, new = _rms_norm(rows, res, weight.contiguous(), eps, cast == "hf", chosen)
+    y = y.reshape(x.shape)
+    return y if residual is None else (y, new.reshape(x.shape))
+
+
+def _rows(x: Tensor, h: int) -> Tensor:
+    rows = x.reshape(-1, h)
+    return rows if rows.stride(-1) == 1 else rows.contiguous()

@@ -1,0 +1,47 @@
+"""`rms_norm` in PyTorch: sums by halves, in float64."""
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.numerics.column_sum.operator import column_sum
+from rlk_kernels.numerics.rows import by_rows, tree_sum
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """float32, or float64 for float64."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _inverse_rms(s: Tensor, eps: float) -> Tensor:
+    return 1.0 / (tree_sum(s.double().square()) / s.shape[-1] + eps).sqrt()
+
+
+def _forward(x, residual, weight, eps, hf):
+    wide = wide_dtype(x)
+    s = x if residual is None else (x.to(wide) + residual.to(wide)).to(x.dtype)
+    n = s.to(wide) * _inverse_rms(s, eps).to(wide)
+    if hf:
+        n = n.to(x.dtype).to(wide)
+    y = (n * weight.to(wide)).to(x.dtype)
+    return y, s
+
+
+def forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, hf: bool
+) -> tuple[Tensor, Tensor]:
+    """(y, s) of x[M, H]; s is x + residual, or x itself."""
+    return by_rows(lambda a, b: _forward(a, b, weight, eps, hf), x, residual)
+
+
+def backward(
+    s: Tensor, weight: Tensor, dy: Tensor, dnew: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(ds, dweight)."""
+    wide = wide_dtype(s)
+    r = _inverse_rms(s, eps)
+    n = s.double() * r
+    g = dy.double() * weight.double()
+    ds = r * (g - n * (tree_sum(g * n) / s.shape[-1]))
+    if dnew is not None:
+        ds = ds + dnew.double()
+    return ds.to(wide).to(s.dtype), column_sum((dy.double() * n).to(wide), "torch")

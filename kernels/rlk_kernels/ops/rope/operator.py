@@ -1,0 +1,118 @@
+"""rope: rotary position embedding of queries and keys.
+
+    angle[t, i] = fp32(position[t]) * fp32(theta ** (-2 i / rotary_dim))      i < rotary_dim / 2
+    c, s = cos(angle), sin(angle)                      fp32, rounded to cos_sin_dtype
+    y[i]        = round( x[i] * c - x[i'] * s )        fp32 arithmetic, one rounding
+    y[i']       = round( x[i'] * c + x[i] * s )        i' = i + rotary_dim / 2; interleaved: the
+                                                       pair (i, i') is (2 i, 2 i + 1)
+
+Dimensions from rotary_dim on are copied. There is no reduction: an output is a function of its
+own pair and position. The gradient is the rotation by -angle.
+
+T = tokens   H = heads   D = head size   R = rotary_dim / 2
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.backend import choose, record
+from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.ops.rope import portable
+
+
+@functools.cache
+def _frequencies(theta: float, rotary_dim: int, device: torch.device) -> Tensor:
+    values = [theta ** (-2.0 * i / rotary_dim) for i in range(rotary_dim // 2)]
+    return torch.tensor(values, dtype=torch.float32).to(device)
+
+
+def rope_ref(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """The formula in float64 for full rotary size, not interleaved, for tests."""
+    half = x.shape[-1] // 2
+    frequency = _frequencies(theta, x.shape[-1], x.device)
+    angle = (positions.float()[:, None] * frequency).double()[:, None, :]
+    a, b = x.double()[..., :half], x.double()[..., half:]
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
+
+
+@torch.library.custom_op("rlk::rope", mutates_args=())
+def _rope(
+    x: Tensor, positions: Tensor, theta: float, rotary_dim: int, sign: float,
+    cos_sin_dtype: torch.dtype, interleaved: bool, backend: str,
+) -> Tensor:  # fmt: skip
+    record("rope", backend)
+    frequency = _frequencies(theta, rotary_dim, x.device)
+    if backend == "torch":
+        return portable.rotate(x, positions, frequency, sign, cos_sin_dtype, interleaved)
+    from rlk_kernels.ops.rope import kernels
+
+    return kernels.rotate(x, positions, frequency, sign, cos_sin_dtype, interleaved)
+
+
+@_rope.register_fake
+def _(x, positions, theta, rotary_dim, sign, cos_sin_dtype, interleaved, backend):
+    return x.new_empty(x.shape)
+
+
+def _setup(ctx, inputs, output):
+    _, positions, *ctx.rest = inputs
+    ctx.save_for_backward(positions)
+
+
+def _backward(ctx, dy):
+    theta, rotary_dim, sign, cos_sin_dtype, interleaved, backend = ctx.rest
+    (positions,) = ctx.saved_tensors
+    dx = _rope(
+        dy.contiguous(), positions, theta, rotary_dim, -sign, cos_sin_dtype, interleaved, backend
+    )
+    return dx, None, None, None, None, None, None, None
+
+
+_rope.register_autograd(_backward, setup_context=_setup)
+
+
+def rope(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    *,
+    theta: float,
+    rotary_dim: int | None = None,
+    cos_sin_dtype: torch.dtype = torch.float32,
+    interleaved: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rotate q[T, Hq, D] and k[T, Hk, D] by positions[T] (integers, |position| < 2**20).
+
+    bfloat16, float16, float32 (float64 on the torch backend); rotary_dim is even and at most D,
+    and defaults to D; cos_sin_dtype is float32, bfloat16 or float16 (vLLM keeps its table in the
+    model's dtype, HF in float32). Inputs are not modified.
+    Raises UnsupportedShape, UnsupportedDtype, ValueError where theta is not above 0.
+    """
+    if not theta > 0:
+        raise ValueError(f"rope: theta must be above 0, not {theta}")
+    if q.dim() != 3 or k.dim() != 3 or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
+        raise UnsupportedShape(
+            f"rope: q[T, Hq, D] and k[T, Hk, D] are needed, not {tuple(q.shape)}, {tuple(k.shape)}"
+        )
+    integers = not positions.is_floating_point() and positions.dtype != torch.bool
+    if positions.shape != q.shape[:1] or not integers:
+        raise UnsupportedShape(
+            f"rope: positions must be {q.shape[0]} integers, not {positions.dtype} "
+            f"{tuple(positions.shape)}"
+        )
+    size = q.shape[2] if rotary_dim is None else rotary_dim
+    if size % 2 or not 0 < size <= q.shape[2]:
+        raise UnsupportedShape(f"rope: rotary_dim {size} must be even and at most {q.shape[2]}")
+    if cos_sin_dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise UnsupportedDtype(
+            f"rope: cos_sin_dtype {cos_sin_dtype} is not a float of 16 or 32 bit"
+        )
+    out = []
+    for x in (q, k):
+        chosen = choose("rope", backend, x, positions, q)
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        out.append(_rope(x, positions, float(theta), size, 1.0, cos_sin_dtype, interleaved, chosen))
+    return out[0], out[1]

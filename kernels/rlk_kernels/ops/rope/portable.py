@@ -1,0 +1,25 @@
+"""`rope` in PyTorch."""
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.numerics.elementary import sin_cos
+
+
+def rotate(
+    x: Tensor, positions: Tensor, frequency: Tensor, sign: float, round_to: torch.dtype,
+    interleaved: bool,
+) -> Tensor:  # fmt: skip
+    """x[T, H, D] rotated by sign times its angles."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    r = frequency.numel()
+    angle = positions.to(torch.float32)[:, None] * frequency
+    sin, cos = (v.to(torch.float32).to(round_to).to(wide)[:, None, :] for v in sin_cos(angle))
+    sin = sin * sign
+    y = x.clone(memory_format=torch.contiguous_format)
+    first = slice(0, 2 * r, 2) if interleaved else slice(0, r)
+    second = slice(1, 2 * r, 2) if interleaved else slice(r, 2 * r)
+    a, b = x[..., first].to(wide), x[..., second].to(wide)
+    y[..., first] = (a * cos - b * sin).to(x.dtype)
+    y[..., second] = (b * cos + a * sin).to(x.dtype)
+    return y

@@ -1,0 +1,1 @@
+"""swiglu: silu(gate) times up."""

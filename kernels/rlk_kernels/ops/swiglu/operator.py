@@ -1,0 +1,81 @@
+"""swiglu: y = silu(gate) * up.
+
+    y = round( gate / (1 + exp(-gate)) * up )           fp32 arithmetic, one rounding
+
+No reduction: an output is a function of its own two inputs. Gradients, with s = sigmoid(gate):
+    dgate = round( dy * up * s * (1 + gate * (1 - s)) )      dup = round( dy * gate * s )
+
+M = rows (all leading dimensions)   F = features
+"""
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.backend import choose, record
+from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.ops.swiglu import portable
+
+
+def swiglu_ref(gate: Tensor, up: Tensor) -> Tensor:
+    """The formula in float64, for tests."""
+    return torch.nn.functional.silu(gate.double()) * up.double()
+
+
+@torch.library.custom_op("rlk::swiglu", mutates_args=())
+def _swiglu(gate: Tensor, up: Tensor, backend: str) -> Tensor:
+    record("swiglu", backend)
+    if backend == "torch":
+        return portable.forward(gate, up)
+    from rlk_kernels.ops.swiglu import kernels
+
+    return kernels.forward(gate, up)
+
+
+@_swiglu.register_fake
+def _(gate, up, backend):
+    return gate.new_empty(gate.shape)
+
+
+@torch.library.custom_op("rlk::swiglu_backward", mutates_args=())
+def _swiglu_backward(gate: Tensor, up: Tensor, dy: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    record("swiglu_backward", backend)
+    if backend == "torch":
+        return portable.backward(gate, up, dy)
+    from rlk_kernels.ops.swiglu import kernels
+
+    return kernels.backward(gate, up, dy)
+
+
+@_swiglu_backward.register_fake
+def _(gate, up, dy, backend):
+    return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
+
+
+def _setup(ctx, inputs, output):
+    gate, up, ctx.backend = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def _backward(ctx, dy):
+    gate, up = ctx.saved_tensors
+    dg, du = _swiglu_backward(gate, up, dy.contiguous(), ctx.backend)
+    return dg, du, None
+
+
+_swiglu.register_autograd(_backward, setup_context=_setup)
+
+
+def swiglu(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Tensor:
+    """silu(gate) * up for gate[..., F], up[..., F] of one dtype (bfloat16, float16, float32;
+    float64 on the torch backend). Halves of a fused gate_up tensor are read in place.
+    Raises UnsupportedShape, UnsupportedDtype.
+    """
+    if gate.shape != up.shape or gate.dim() < 1:
+        raise UnsupportedShape(f"swiglu: gate {tuple(gate.shape)} and up {tuple(up.shape)} differ")
+    if gate.dtype != up.dtype or not gate.is_floating_point():
+        raise UnsupportedDtype(f"swiglu: gate is {gate.dtype} and up is {up.dtype}")
+    chosen = choose("swiglu", backend, gate, up)
+    f = gate.shape[-1]
+    rows = [t.reshape(-1 if f else t.shape[:-1].numel(), f) for t in (gate, up)]
+    rows = [t if t.stride(-1) == 1 else t.contiguous() for t in rows]
+    return _swiglu(rows[0], rows[1], chosen).reshape(gate.shape)

@@ -1,0 +1,99 @@
+"""Runs one engine in a process of its own and gives back its Trace."""
+
+import shutil
+from pathlib import Path
+
+from rlk_align.capture.key import capture_key
+from rlk_align.capture.request import CaptureRequest
+from rlk_align.capture.supervise import run_worker
+from rlk_align.engines.process.job import Job
+from rlk_align.engines.registry import require_installed
+from rlk_align.engines.spec import EngineSpec
+from rlk_align.errors import BadOption
+from rlk_align.model.checkpoint import resolve_model
+from rlk_align.model.families import read_shape
+from rlk_align.progress import Progress
+from rlk_align.trace.reader import Trace
+from rlk_align.trace.run import Run
+from rlk_align.trace.schema import writing
+
+CONTROL_VARIANTS = ("untapped", "repeat")
+
+
+def capture(
+    request: CaptureRequest,
+    role: str,
+    run: Run,
+    tokens: Path | None,
+    fresh: bool,
+    progress: Progress,
+) -> Trace:
+    """The trace of one engine, captured now or, where it is there already, taken as it is.
+
+    `tokens`: the sequences to score; None lets the engine sample them. What an interrupted
+    capture had finished is kept, and this call goes on from there, unless `fresh`.
+    Raises what the worker raised, EngineFailed where it died, Interrupted on Ctrl-C.
+    """
+    if request.engine.name == "replay":
+        return _replay(request, role)
+    model = resolve_model(request.model_path)
+    if request.engine.option("python") is None:
+        require_installed(request.engine.name)
+    spec = request.engine.canonical(read_shape(model).dtype)
+    passes = _passes(request, sampling=tokens is None)
+    folder = run.folder / "captures" / f"{role}-{capture_key(request, spec, model, tokens)}"
+    if fresh:
+        shutil.rmtree(folder, ignore_errors=True)
+    missing = tuple(p for p in passes if not (folder / p / "pass.json").is_file())
+    if missing or not (folder / "trace.json").is_file():
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        # Production runs compiled and cannot be tapped: an engine, and so a process, of its own.
+        for production in (False, True):
+            part = tuple(p for p in missing if p.endswith(".production") == production)
+            if part:
+                run_worker(_job(request, spec, model, folder, tokens, part), progress)
+    return Trace(folder)
+
+
+def _replay(request: CaptureRequest, role: str) -> Trace:
+    path = request.engine.option("path")
+    if path is None:
+        raise BadOption("engine 'replay' needs path=RUN", "replay:path=RUN")
+    return Trace(Run.open(str(path)).capture_folder(role))
+
+
+def _passes(request: CaptureRequest, sampling: bool) -> tuple[str, ...]:
+    """Each observed pass with its controls; a pass that only has to sample goes un-tapped."""
+    passes: list[str] = []
+    if sampling and "decode" not in request.passes:
+        passes.append("decode.untapped")
+    for name in request.passes:
+        if name != "decode" or sampling:
+            passes += [name, *(f"{name}.{v}" for v in CONTROL_VARIANTS)]
+    if request.production:
+        passes.append("prefill.production")
+    return tuple(passes)
+
+
+def _job(
+    request: CaptureRequest,
+    spec: EngineSpec,
+    model: Path,
+    folder: Path,
+    tokens: Path | None,
+    passes: tuple[str, ...],
+) -> Job:
+    return Job(
+        engine=spec,
+        model=model,
+        folder=folder.resolve(),
+        prompts=request.prompts.resolve(),
+        tokens=tokens.resolve() if tokens else None,
+        passes=passes,
+        max_new_tokens=request.max_new_tokens,
+        seed=request.seed,
+        budget=request.trace.budget,
+        layers=request.trace.layers,
+        sites=request.trace.sites,
+    )

@@ -1,0 +1,110 @@
+"""The name of a capture: a digest of everything that decides what is in it."""
+
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+import rlk_align
+from rlk_align.capture.request import CaptureRequest
+from rlk_align.engines.process.interpreter import examine
+from rlk_align.engines.process.versions import versions
+from rlk_align.engines.spec import EngineSpec
+from rlk_align.errors import ToolError
+from rlk_align.model.checkpoint import fingerprint_files
+from rlk_align.trace.run import fingerprint
+
+SHARED_SOURCES = ("engines/*.py", "engines/common", "engines/process", "trace", "model")
+"""What every adapter builds on, below the package."""
+
+
+def capture_key(request: CaptureRequest, spec: EngineSpec, model: Path, tokens: Path | None) -> str:
+    """`spec`: the request's engine in canonical form; `tokens`: the sequences to score."""
+    patch = spec.option("patch")
+    return fingerprint(
+        rlk_align.__version__,
+        str(spec.computed),
+        engine_versions(spec),
+        _device(spec),
+        adapter_digest(spec),
+        fingerprint_files(model),
+        request.prompts.read_bytes().hex() if request.prompts.is_file() else None,
+        tokens.read_bytes().hex() if tokens else [request.max_new_tokens, request.seed],
+        [request.trace.budget, request.trace.layers, request.trace.sites],
+        _patch_source(str(patch).partition(":")[0]) if patch else None,
+    )
+
+
+def adapter_digest(spec: EngineSpec) -> str:
+    """A digest of the adapter's own sources and of what it builds on: an edited tap makes
+    another capture."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(_adapter_sources(spec)):
+        digest.update(f"{path.name}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _adapter_sources(spec: EngineSpec) -> Iterator[Path]:
+    package = Path(rlk_align.__file__).parent
+    for pattern in SHARED_SOURCES:
+        yield from package.glob(pattern if pattern.endswith(".py") else f"{pattern}/*.py")
+    found = importlib.util.find_spec(spec.info.target.partition(":")[0])
+    if found is None or found.origin is None:
+        raise ToolError(f"engine {spec.name!r}: {spec.info.target} has no source")
+    own = Path(found.origin)
+    # An engine from elsewhere may be one file among others that are not its own.
+    yield from own.parent.glob("*.py") if package in own.parents else [own]
+
+
+def engine_versions(spec: EngineSpec) -> dict[str, str]:
+    """Of the packages that decide the numbers, in the interpreter that the engine runs in.
+
+    Raises BadOption or MissingDependency for an interpreter that cannot run it.
+    """
+    module = spec.info.package.partition(".")[0]
+    python = spec.option("python")
+    if python is not None:
+        return examine(str(python), module)
+    return versions(["torch", "transformers"], [module] if module else [])
+
+
+def _device(spec: EngineSpec) -> list[str]:
+    """What the engine computes on here: the processor, and the GPUs unless it is told not to."""
+    processor = [platform.machine(), _processor(), torch.backends.cpu.get_cpu_capability()]
+    if spec.device == "cpu":
+        return processor
+    return [*processor, os.environ.get("CUDA_VISIBLE_DEVICES", "all"), *_gpus()]
+
+
+def _processor() -> str:
+    """Its name; Linux alone tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(errors="replace").splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _gpus() -> list[str]:
+    """Asked of the driver's own tool: this process must not start CUDA beside the engine's."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return done.stdout.split("\n") if done.returncode == 0 else []
+
+
+def _patch_source(module: str) -> str | None:
+    """The text of a patch's module, so that an edit makes another capture."""
+    relative = Path(*module.split("."))
+    for base in (Path.cwd(), *map(Path, os.environ.get("PYTHONPATH", "").split(os.pathsep))):
+        for path in (base / relative.with_suffix(".py"), base / relative / "__init__.py"):
+            if path.is_file():
+                return path.read_text(encoding="utf-8", errors="replace")
+    return None

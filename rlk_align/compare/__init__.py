@@ -1,0 +1,1 @@
+"""Two traces -> a Comparison: parity, controls, pairing, divergence, metrics."""

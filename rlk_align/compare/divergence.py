@@ -1,0 +1,295 @@
+"""Pairs, compared bit for bit and by metric: where do two passes part, and who introduced it?
+
+A unit whose inputs are equal and whose outputs differ introduced the difference: a proof
+without a threshold. One whose inputs differ already may only have passed it on. Equality is
+read from digests; values are read only where digests differ.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from rlk_align.compare.metrics import ValueMetrics, edge_metrics
+from rlk_align.compare.pairing import (
+    NumberedRows,
+    PairedSite,
+    Unpaired,
+    pair_site,
+    read_rows,
+)
+from rlk_align.model.sites import RowIndex, Site
+from rlk_align.results import EdgeMetrics, EdgeResult, Introducer, SiteResult
+from rlk_align.trace.reader import PassReader
+
+BLOCK_ELEMENTS = 1 << 18
+"""Values compared at a time: small enough for a CPU's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One end of an edge: a pass, and the same pass run again."""
+
+    name: str
+    """`rollout decode`, as reasons call it."""
+    observed: PassReader
+    repeat: PassReader | None
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Two passes of one batch, to be compared row by row."""
+
+    name: str
+    first: Side
+    second: Side
+    decode: bool
+    """Whether either end is a decode pass, which the last sampled token never enters."""
+    same_token: np.ndarray
+    """Rows at which both ends were given the same token id, a mask over the batch."""
+
+
+@dataclass(slots=True)
+class _EdgeState:
+    """What the walk along the sites has found so far; masks are over the batch's rows."""
+
+    equal: dict[str, np.ndarray] = field(default_factory=dict)
+    sites: list[SiteResult] = field(default_factory=list)
+    unpaired: list[Unpaired] = field(default_factory=list)
+    expected: int = 0
+    paired: int = 0
+    metrics: EdgeMetrics | None = None
+
+
+class _RowCache:
+    """Rows of the site at hand: edges share passes."""
+
+    def __init__(self, index: RowIndex) -> None:
+        self._index = index
+        self._rows: dict[tuple[str, str], NumberedRows | None] = {}
+
+    def get(self, reader: PassReader, site: str) -> NumberedRows | None:
+        key = (str(reader.folder), site)
+        if key not in self._rows:
+            if self._rows and next(iter(self._rows))[1] != site:
+                self._rows.clear()
+            self._rows[key] = read_rows(reader, site, self._index)
+        return self._rows[key]
+
+    def noisy(self, side: Side, site: str) -> np.ndarray:
+        """Rows that the side's repeated pass does not reproduce, as a mask over the batch."""
+        mask = np.zeros(len(self._index), dtype=bool)
+        if side.repeat is None:
+            return mask
+        once, again = self.get(side.observed, site), self.get(side.repeat, site)
+        if once is None or again is None:
+            return mask
+        number, i, j = np.intersect1d(
+            once.number, again.number, assume_unique=True, return_indices=True
+        )
+        differ = once.rows.digest[once.at[i]] != again.rows.digest[again.at[j]]
+        mask[number] = differ.any(axis=1)
+        return mask
+
+
+def compare_edges(edges: list[Edge], sites: list[Site], index: RowIndex) -> Iterator[str | list]:
+    """Walks the sites in execution order, all edges at each; yields each site's name as it is
+    done, and at last the list of EdgeResults."""
+    states = {e.name: _EdgeState() for e in edges}
+    graph = {s.name: s for s in sites}
+    cache = _RowCache(index)
+    for site in sites:
+        for edge in edges:
+            _compare_site(edge, site, index, cache, states[edge.name], graph)
+        yield site.name
+    yield [_edge_result(e, states[e.name], sites) for e in edges]
+
+
+def _compare_site(
+    edge: Edge,
+    site: Site,
+    index: RowIndex,
+    cache: _RowCache,
+    state: _EdgeState,
+    graph: dict[str, Site],
+) -> None:
+    expected = index.expected(site, edge.decode)
+    a, b = edge.first.observed, edge.second.observed
+    paired, unpaired = pair_site(
+        site,
+        cache.get(a, site.name),
+        cache.get(b, site.name),
+        expected,
+        (edge.first.name, edge.second.name),
+        (a.record.unexposed.get(site.name), b.record.unexposed.get(site.name)),
+    )
+    state.expected += int(expected.sum())
+    state.unpaired += unpaired
+    if paired is None:
+        return
+    state.paired += len(paired.number)
+    same = _equal_rows(a, b, paired)
+    equal = np.zeros(len(index), dtype=bool)
+    equal[paired.number] = same
+    inputs_equal = _inputs_equal(site, index, edge, state.equal, graph)
+    state.equal[site.name] = equal
+    noisy = cache.noisy(edge.first, site.name) | cache.noisy(edge.second, site.name)
+    differ = ~same
+    introduced = differ & inputs_equal[paired.number] & ~noisy[paired.number]
+    values = _compare_values(a, b, site.name, paired, np.flatnonzero(differ), introduced)
+    nonfinite = paired.nonfinite
+
+    def first(mask: np.ndarray) -> tuple[int, int] | None:
+        return index.locate(int(paired.number[np.argmax(mask)])) if mask.any() else None
+
+    state.sites.append(
+        SiteResult(
+            site=site.name,
+            layer=site.layer,
+            op=site.op,
+            op_class=site.op_class,
+            rows=len(paired.number),
+            differ=int(differ.sum()),
+            introduced=int(introduced.sum()),
+            noisy=int(noisy[paired.number].sum()),
+            nonfinite=int(nonfinite.sum()),
+            first_introduced=first(introduced),
+            first_nonfinite=first(nonfinite > 0),
+            valued_rows=values.rows,
+            elements_differ=values.elements,
+            max_abs=values.max_abs,
+            max_ulp=values.max_ulp,
+            max_rel_l2=values.max_rel_l2,
+            mean_rel_l2=values.sum_rel_l2 / values.rows if values.rows else 0.0,
+            min_cosine=values.min_cosine,
+            frontier=[(float(m), float(e)) for m, e in values.frontier],
+        )
+    )
+    if site.op == "logprob":
+        state.metrics = _logprob_metrics(a, b, paired)
+
+
+def _equal_rows(a: PassReader, b: PassReader, paired: PairedSite) -> np.ndarray:
+    """Whether both rows are equal, bool `[N]`: by their bits or, where the engines compute in
+    other dtypes and the bits cannot agree, by the values that both sides keep."""
+    name = paired.site.name
+    records = a.record.sites[name], b.record.sites[name]
+    if records[0].dtype == records[1].dtype or records[0].features != records[1].features:
+        return paired.equal
+    equal = np.zeros(len(paired.number), dtype=bool)
+    rows = _valued(paired, np.arange(len(equal)))
+    step = max(1, BLOCK_ELEMENTS // records[0].features)
+    for start in range(0, len(rows), step):
+        part = rows[start : start + step]
+        x = a.values(name, paired.a, paired.a_at[part]).double()
+        y = b.values(name, paired.b, paired.b_at[part]).double()
+        equal[part] = (x == y).all(dim=1).numpy()
+    return equal
+
+
+def _valued(paired: PairedSite, rows: np.ndarray) -> np.ndarray:
+    """Of those rows, the ones whose values both sides keep."""
+    kept = (paired.a.shard[paired.a_at[rows]] >= 0) & (paired.b.shard[paired.b_at[rows]] >= 0)
+    return rows[kept]
+
+
+def _inputs_equal(
+    site: Site,
+    index: RowIndex,
+    edge: Edge,
+    equal: dict[str, np.ndarray],
+    graph: dict[str, Site],
+) -> np.ndarray:
+    """Rows at which everything that the unit reads is equal, as a mask over the batch.
+
+    An input that was not paired is looked through to its own inputs: the unit then stands
+    for the region from those on.
+    """
+
+    def rows(name: str) -> np.ndarray:
+        return (
+            equal[name] if name in equal else _inputs_equal(graph[name], index, edge, equal, graph)
+        )
+
+    good = np.ones(len(index), dtype=bool)
+    if site.op == "embed":
+        good &= edge.same_token
+    if site.op == "logprob":
+        # Row p speaks of token p + 1.
+        good &= np.roll(edge.same_token, -1)
+    for name in site.inputs:
+        good &= rows(name)
+    for name in site.prefix_inputs:
+        good &= index.prefix_all(rows(name))
+    return good
+
+
+def _compare_values(
+    a: PassReader,
+    b: PassReader,
+    site: str,
+    paired: PairedSite,
+    differ: np.ndarray,
+    introduced: np.ndarray,
+) -> ValueMetrics:
+    """Metrics of the differing rows whose values both sides keep; memory stays bounded."""
+    metrics = ValueMetrics()
+    rows = _valued(paired, differ)
+    if not len(rows):
+        return metrics
+    features = a.record.sites[site].features
+    if b.record.sites[site].features != features:
+        metrics.max_abs = metrics.max_rel_l2 = metrics.sum_rel_l2 = float("nan")
+        return metrics
+    read = max(1, (1 << 24) // features)
+    step = max(1, BLOCK_ELEMENTS // features)
+    for start in range(0, len(rows), read):
+        part = rows[start : start + read]
+        value_a = a.values(site, paired.a, paired.a_at[part])
+        value_b = b.values(site, paired.b, paired.b_at[part])
+        norm_a = torch.from_numpy(paired.a.norm[paired.a_at[part]])
+        norm_b = torch.from_numpy(paired.b.norm[paired.b_at[part]])
+        mask = torch.from_numpy(introduced[part])
+        for i in range(0, len(part), step):
+            at = slice(i, i + step)
+            metrics.add(value_a[at], value_b[at], norm_a[at], norm_b[at], mask[at])
+    return metrics
+
+
+def _logprob_metrics(a: PassReader, b: PassReader, paired: PairedSite) -> EdgeMetrics:
+    first = a.values("logprob", paired.a, paired.a_at)[:, 0].numpy()
+    second = b.values("logprob", paired.b, paired.b_at)[:, 0].numpy()
+    return edge_metrics(first, second, int((~paired.equal).sum()))
+
+
+def _edge_result(edge: Edge, state: _EdgeState, sites: list[Site]) -> EdgeResult:
+    empty = np.zeros(0)
+    return EdgeResult(
+        name=edge.name,
+        metrics=state.metrics or edge_metrics(empty, empty, 0),
+        sites=state.sites,
+        first_bitwise=_first_introducer(state.sites, sites),
+        expected_rows=state.expected,
+        paired_rows=state.paired,
+        unpaired=[(u.site, u.reason, u.explained) for u in state.unpaired],
+    )
+
+
+def _first_introducer(results: list[SiteResult], sites: list[Site]) -> Introducer | None:
+    names = [s.name for s in sites]
+    equal = {r.site for r in results if r.rows and not r.differ}
+    for result in results:
+        if result.first_introduced is None:
+            continue
+        before = [n for n in names[: names.index(result.site)] if n in equal]
+        sample, position = result.first_introduced
+        return Introducer(
+            site=result.site,
+            layer=result.layer,
+            op=result.op,
+            sample=sample,
+            position=position,
+            last_equal=before[-1] if before else None,
+        )
+    return None

@@ -1,0 +1,136 @@
+"""Two traces -> Comparison: precheck, controls, and every edge walked site by site."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from rlk_align.compare.controls import check_controls, paired_logprobs
+from rlk_align.compare.divergence import Edge, Side, compare_edges
+from rlk_align.compare.metrics import edge_metrics
+from rlk_align.compare.parity import check_parity
+from rlk_align.model.dtypes import lower_precision
+from rlk_align.model.edges import EDGE_ENDS, passes_for
+from rlk_align.model.prompts import TokenBatch
+from rlk_align.model.sites import RowIndex, Site, model_sites
+from rlk_align.progress import Progress
+from rlk_align.results import Comparison, Controls, EdgeMetrics, EdgeResult, EngineRecord, Kind
+from rlk_align.trace.reader import Trace
+
+
+def measure(
+    rollout: Trace, train: Trace, judged: Sequence[str], allowed: Sequence[Kind], progress: Progress
+) -> Comparison:
+    """Everything that a contract can be held against.
+
+    A mismatch of a kind that is not allowed ends it before any number. Raises CorruptTrace
+    where a trace is damaged.
+    """
+    progress("comparing", 0, 0)
+    # Small blocks, see divergence.BLOCK_ELEMENTS: a second thread would wait more than it helps.
+    torch.set_num_threads(1)
+    sides = {"rollout": rollout, "train": train}
+    mismatches = check_parity(rollout, train)
+    controls: Controls | None = None
+    edges: list[EdgeResult] = []
+    missing: dict[str, str] = {}
+    production: EdgeMetrics | None = None
+    if all(m.kind in allowed for m in mismatches):
+        index = RowIndex(rollout.tokens)
+        sites = model_sites(rollout.record.shape)
+        # What only the training side has is expected too, and will be missed.
+        known = {s.name for s in sites}
+        sites += [s for s in model_sites(train.record.shape) if s.name not in known]
+        missing = _missing_edges(sides, judged)
+        present = [e for e in judged if e not in missing]
+        needed = {s: (t, list(passes_for(present, s))) for s, t in sides.items()}
+        controls = check_controls(needed, index, sites)
+        wanted = [_edge(name, sides, index) for name in present]
+        edges = _walk(wanted, sites, index, progress)
+        production = _production(rollout, index)
+    return Comparison(
+        model=rollout.record.model,
+        dtype=lower_precision(rollout.record.dtype, train.record.dtype),
+        tokens=rollout.tokens.sampled_tokens,
+        engines={s: _engine(t) for s, t in sides.items()},
+        mismatches=mismatches,
+        allowed=list(allowed),
+        controls=controls,
+        edges=edges,
+        judged=list(judged),
+        missing_edges=missing,
+        production=production,
+    )
+
+
+def _missing_edges(sides: dict[str, Trace], judged: Sequence[str]) -> dict[str, str]:
+    """Judged edges of which a trace lacks a pass, with the reason."""
+    missing = {}
+    for name in judged:
+        for side, passname in EDGE_ENDS[name]:
+            if not sides[side].has_pass(passname):
+                missing[name] = f"the {side} trace has no {passname} pass"
+    return missing
+
+
+def _edge(name: str, sides: dict[str, Trace], index: RowIndex) -> Edge:
+    first, second = EDGE_ENDS[name]
+    return Edge(
+        name,
+        _side(sides[first[0]], *first),
+        _side(sides[second[0]], *second),
+        decode="decode" in name,
+        same_token=_same_token(sides[first[0]].tokens, sides[second[0]].tokens, index),
+    )
+
+
+def _side(trace: Trace, side: str, passname: str) -> Side:
+    repeat = f"{passname}.repeat"
+    return Side(
+        f"{side} {passname}",
+        trace.read_pass(passname),
+        trace.read_pass(repeat) if trace.has_pass(repeat) else None,
+    )
+
+
+def _same_token(a: TokenBatch, b: TokenBatch, index: RowIndex) -> np.ndarray:
+    """Rows of the batch at which both have the same id."""
+    same = np.zeros(len(index), dtype=bool)
+    for start, x, y in zip(index.offsets, a.samples, b.samples, strict=False):
+        length = min(len(x.ids), len(y.ids))
+        same[start : start + length] = np.array(x.ids[:length]) == np.array(y.ids[:length])
+    return same
+
+
+def _walk(
+    edges: list[Edge], sites: list[Site], index: RowIndex, progress: Progress
+) -> list[EdgeResult]:
+    results: list[EdgeResult] = []
+    for done, item in enumerate(compare_edges(edges, sites, index), 1):
+        if isinstance(item, str):
+            progress("comparing", done, len(sites))
+        else:
+            results = item
+    return results
+
+
+def _production(rollout: Trace, index: RowIndex) -> EdgeMetrics | None:
+    """The engine's un-tapped production mode against its observed prefill."""
+    if not rollout.has_pass("prefill.production") or not rollout.has_pass("prefill"):
+        return None
+    first, second = paired_logprobs(
+        rollout.read_pass("prefill.production"), rollout.read_pass("prefill"), index
+    )
+    return edge_metrics(first, second, int((first != second).sum()))
+
+
+def _engine(trace: Trace) -> EngineRecord:
+    r = trace.record
+    return EngineRecord(
+        name=r.engine,
+        version=r.version,
+        options=r.options,
+        dtype=r.dtype,
+        model=r.model,
+        environment=r.environment,
+    )

@@ -1,0 +1,156 @@
+"""The precheck: before any number, are both sides given the same thing?
+
+A mismatch is not drift. It is reported as what it is: a token span, a parameter or an
+attribute, and where it is first.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from difflib import SequenceMatcher
+from typing import Any
+
+from rlk_align.compare.parity_weights import check_weights
+from rlk_align.results import Kind, Mismatch
+from rlk_align.trace.reader import Trace
+from rlk_align.trace.schema import PassRecord
+
+UNSET_AGREES = frozenset({"padding_side"})
+"""Attributes that a side without them does not contradict."""
+
+
+def check_parity(rollout: Trace, train: Trace) -> list[Mismatch]:
+    """Every mismatch, tokens first, in the order of samples, parameters and attributes."""
+    attributes = _attributes(rollout.record.attributes, train.record.attributes)
+    # Another rotary embedding turns by other angles: no position can be told from them.
+    same_rotary = not any("rope" in m.name for m in attributes)
+    return [
+        *_tokens(rollout, train),
+        *check_weights(rollout, train),
+        *attributes,
+        *(_positions(rollout, train) if same_rotary else ()),
+        *_boundaries(rollout, train),
+    ]
+
+
+def _tokens(rollout: Trace, train: Trace) -> list[Mismatch]:
+    """The scored ids of both sides, and what each side's own tokenizer makes of the prompts."""
+    found = []
+    a, b = rollout.tokens.samples, train.tokens.samples
+    for i in range(max(len(a), len(b))):
+        if i >= len(a) or i >= len(b):
+            name = (a[i] if i < len(a) else b[i]).prompt_id
+            lengths = (f"{len(a)} samples", f"{len(b)} samples")
+            found.append(_mismatch("tokens", name, *lengths, sample=i, position=0))
+            break
+        if a[i].prompt_ids != b[i].prompt_ids or a[i].response_ids != b[i].response_ids:
+            found.append(_span(a[i].prompt_id, i, list(a[i].ids), list(b[i].ids)))
+    if found:
+        return found
+    for i, s in enumerate(a):
+        ids = [side.record.prompt_ids.get(s.prompt_id, []) for side in (rollout, train)]
+        if ids[0] != ids[1]:
+            found.append(_span(s.prompt_id, i, *ids))
+    return found
+
+
+def _span(name: str, sample: int, a: list[int], b: list[int]) -> Mismatch:
+    """The first mismatched span, without what is equal before and after it."""
+    start = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+    start = min(len(a), len(b)) if start is None else start
+    a, b = a[start:], b[start:]
+    for tag, a0, a1, b0, b1 in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        if tag != "equal":
+            where = start + a0
+            return _mismatch("tokens", name, a[a0:a1], b[b0:b1], sample=sample, position=where)
+    return _mismatch(
+        "tokens",
+        name,
+        "same ids, split differently into prompt and response",
+        "",
+        sample=sample,
+        position=0,
+    )
+
+
+def _positions(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
+    """Rows that a side rotated by another position than their own, by side the first."""
+    for side, name, record in _first_wrong(rollout, train, lambda r: r.positions.first):
+        first = record.positions.first[0]
+        yield Mismatch(
+            kind="attributes",
+            name="position",
+            rollout=first.effective if side == "rollout" else first.position,
+            train=first.effective if side == "train" else first.position,
+            sample=first.sample,
+            position=first.position,
+            detail=f"{side} {name}: {record.positions.wrong} of {record.positions.checked} "
+            "rows are rotated by another position than their own",
+        )
+
+
+def _boundaries(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
+    """Rows whose attention sees another sequence, or not their own, by side the first."""
+    for side, name, record in _first_wrong(rollout, train, lambda r: r.boundaries.first):
+        first = record.boundaries.first[0]
+        own = "itself alone" if first.position == 0 else "other tokens"
+        yield Mismatch(
+            kind="attributes",
+            name="sequence_boundary",
+            rollout=f"sees {first.sees if side == 'rollout' else own}",
+            train=f"sees {first.sees if side == 'train' else own}",
+            sample=first.sample,
+            position=first.position,
+            detail=f"{side} {name}: {record.boundaries.wrong} rows attend across the "
+            "boundaries of their sequences",
+        )
+
+
+def _first_wrong(
+    rollout: Trace, train: Trace, wrong: Callable[[PassRecord], Sequence[object]]
+) -> Iterator[tuple[str, str, PassRecord]]:
+    """(side, pass, record) of the first observed pass of each side that has a wrong row."""
+    for side, trace in (("rollout", rollout), ("train", train)):
+        for name in ("decode", "prefill"):
+            record = trace.read_pass(name).record if trace.has_pass(name) else None
+            if record is not None and wrong(record):
+                yield side, name, record
+                break
+
+
+def _attributes(a: dict[str, Any], b: dict[str, Any]) -> list[Mismatch]:
+    """By name; where a side has `layers.i.NAME` beside NAME, by the layers that differ."""
+    found = []
+    by_layer = {name.split(".", 2)[2] for name in [*a, *b] if name.startswith("layers.")}
+    for name in dict.fromkeys(n for n in [*a, *b] if not n.startswith("layers.")):
+        names = [name]
+        if name in by_layer:
+            layers = range(max(_layers(a), _layers(b)))
+            names = [f"layers.{i}.{name}" for i in layers]
+        found += [
+            _mismatch("attributes", n, a.get(n, a.get(name)), b.get(n, b.get(name)))
+            for n in names
+            if _differ(name, a.get(n, a.get(name)), b.get(n, b.get(name)))
+        ]
+    return found
+
+
+def _differ(name: str, a: Any, b: Any) -> bool:
+    return a != b and not (name in UNSET_AGREES and None in (a, b))
+
+
+def _layers(attributes: dict[str, Any]) -> int:
+    """How many layers a side has, or at least speaks of."""
+    named = [int(n.split(".")[1]) + 1 for n in attributes if n.startswith("layers.")]
+    return max([int(attributes.get("layers", 0)), *named])
+
+
+def _mismatch(
+    kind: Kind,
+    name: str,
+    rollout: Any,
+    train: Any,
+    sample: int | None = None,
+    position: int | None = None,
+) -> Mismatch:
+    return Mismatch(
+        kind=kind, name=name, rollout=rollout, train=train, sample=sample, position=position
+    )

@@ -1,0 +1,138 @@
+"""Are the weights the same, and if not: which slices differ, who holds them, what is there instead?
+
+Both sides keep a digest of each slice of a parameter along both dimensions, so that rows in
+another order are told from rows with other values.
+"""
+
+from itertools import groupby
+
+import numpy as np
+
+from rlk_align.model.families import ModelShape
+from rlk_align.results import Mismatch
+from rlk_align.trace.reader import Trace, Weight
+
+_SHOWN = 4
+"""Runs of slices that a mismatch names."""
+
+Run = tuple[int, int, int]
+"""(start, stop, the other side's start): slices that lie elsewhere on the other side."""
+
+
+def check_weights(rollout: Trace, train: Trace) -> list[Mismatch]:
+    """Every canonical parameter that differs, in the order of the model."""
+    a, b = rollout.weights, train.weights
+    named = {w.digest: name for name, w in a.items()}
+    found = []
+    for name in dict.fromkeys([*a, *b]):
+        if name not in a or name not in b:
+            here = ["present" if name in side else "absent" for side in (a, b)]
+            found.append(Mismatch(kind="weights", name=name, rollout=here[0], train=here[1]))
+        elif a[name].shape != b[name].shape:
+            found.append(_mismatch(a[name], b[name], [], ""))
+        elif stale := _stale_copies(a[name], b[name]):
+            found.append(_mismatch(a[name], b[name], *stale))
+        elif a[name].digest != b[name].digest:
+            ranks, detail = _placed(name, rollout, train)
+            other = named.get(b[name].digest)
+            if other is not None:
+                detail = f"train holds what the rollout has as {other}"
+            found.append(_mismatch(a[name], b[name], ranks, detail))
+    return found
+
+
+def _mismatch(a: Weight, b: Weight, ranks: list[int], detail: str) -> Mismatch:
+    sides = [f"{w.dtype}{list(w.shape)} {w.digest[:12]}" for w in (a, b)]
+    return Mismatch(
+        kind="weights", name=a.name, rollout=sides[0], train=sides[1], ranks=ranks, detail=detail
+    )
+
+
+def _stale_copies(a: Weight, b: Weight) -> tuple[list[int], str] | None:
+    """The ranks whose own copy of a replicated parameter is not the other side's, where some
+    ranks' copies are."""
+    for side, weight, other in (("rollout", a, b), ("train", b, a)):
+        right = [d == other.digest for d in (weight.digest, *weight.replicas)]
+        stale = [r for r, is_right in enumerate(right) if not is_right]
+        if stale and any(right):
+            who = f"{_ranks(stale)} {'has' if len(stale) == 1 else 'have'}"
+            return stale, f"{side}: {who} another copy than rank {right.index(True)}"
+    return None
+
+
+def _placed(name: str, rollout: Trace, train: Trace) -> tuple[list[int], str]:
+    """The ranks that hold what differs, and what is known of it."""
+    slices = [t.weight_slices(name) for t in (rollout, train)]
+    differ = [np.flatnonzero(x != y) for x, y in zip(*slices, strict=True)]
+    # Rows in another order touch every column, and the other way round: what is in another order,
+    # or else what differs in the smaller share of its slices, tells the dimension.
+    shares = [len(d) / max(1, len(x)) or 1.0 for d, x in zip(differ, slices[0], strict=True)]
+    permuted = [_permuted(x, y) for x, y in zip(*slices, strict=True)]
+    dim = permuted.index(True) if any(permuted) else shares.index(min(shares))
+    at, mine, theirs = differ[dim], slices[0][dim], slices[1][dim]
+    what = ("rows", "columns")[dim]
+    ranks: list[int] = []
+    owner = ""
+    for side, trace in (("rollout", rollout), ("train", train)):
+        holding = _holding(trace.weights[name], dim, at)
+        if holding:
+            ranks, owner = holding, f"{side} {_ranks(holding)}: "
+    if _permuted(mine, theirs):
+        size = _head_size(name, dim, rollout.record.shape)
+        return ranks, owner + _moves(mine, theirs, what, size)
+    return ranks, f"{owner}{what} {_ranges(at)} differ"
+
+
+def _permuted(a: np.ndarray, b: np.ndarray) -> bool:
+    return len(a) == len(b) > 0 and bool((a != b).any()) and np.array_equal(np.sort(a), np.sort(b))
+
+
+def _holding(weight: Weight, dim: int, at: np.ndarray) -> list[int]:
+    """Ranks with a shard along `dim` that has one of the slices `at`; none where it is whole."""
+    ranks = {
+        rank
+        for rank, d, start, stop in weight.shards
+        if d == dim and bool(((at >= start) & (at < stop)).any())
+    }
+    world = {rank for rank, *_ in weight.shards}
+    return sorted(ranks) if len(world) > 1 else []
+
+
+def _head_size(name: str, dim: int, shape: ModelShape) -> int:
+    """Slices of one attention head, where the parameter has heads along `dim`."""
+    heads = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}
+    op = name.removesuffix(".bias").rpartition(".")[2]
+    return shape.head_dim if heads.get(op) == dim else 0
+
+
+def _moves(mine: np.ndarray, theirs: np.ndarray, what: str, head: int) -> str:
+    """Where the rollout's slices lie on the training side, as runs."""
+    place = {digest: i for i, digest in reversed(list(enumerate(mine.tolist())))}
+    source = np.array([place[digest] for digest in theirs.tolist()])
+    source = np.where(theirs == mine, np.arange(len(mine)), source)
+    runs: list[Run] = []
+    for offset, group in groupby(enumerate(source.tolist()), key=lambda p: p[1] - p[0]):
+        members = [i for i, _ in group]
+        if offset:
+            runs.append((members[0], members[-1] + 1, members[0] + offset))
+    if head and all(x % head == 0 for run in runs for x in run):
+        runs = [(a // head, b // head, c // head) for a, b, c in runs]
+        what = "heads"
+    told = [f"{_span(a, b)} hold the rollout's {_span(c, c + b - a)}" for a, b, c in runs[:_SHOWN]]
+    more = f" and {len(runs) - _SHOWN} more runs" if len(runs) > _SHOWN else ""
+    return f"{what} in another order: train's {', '.join(told)}{more}"
+
+
+def _ranges(at: np.ndarray) -> str:
+    runs = np.split(at, np.flatnonzero(np.diff(at) != 1) + 1)
+    told = [_span(int(r[0]), int(r[-1]) + 1) for r in runs[:_SHOWN]]
+    more = f" and {len(runs) - _SHOWN} more runs" if len(runs) > _SHOWN else ""
+    return ", ".join(told) + more
+
+
+def _span(start: int, stop: int) -> str:
+    return f"{start}" if stop == start + 1 else f"{start}-{stop - 1}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

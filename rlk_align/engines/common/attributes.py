@@ -1,0 +1,67 @@
+"""What a live model says of itself, in the names that `compare.parity` compares."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def per_layer(name: str, values: list[Any]) -> dict[str, Any]:
+    """`{name: value}` where all layers agree; else the commonest, and each exception by layer."""
+    if not values:
+        return {}
+    common = Counter(map(repr, values)).most_common(1)[0][0]
+    shared = next(v for v in values if repr(v) == common)
+    exceptions = {f"layers.{i}.{name}": v for i, v in enumerate(values) if repr(v) != common}
+    return {name: shared, **exceptions}
+
+
+def activation_name(activation: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> str:
+    """The name of a live activation, told by what it computes and not by its class."""
+    x = torch.linspace(-4.0, 4.0, 33)
+    known = {
+        "silu": torch.nn.functional.silu(x),
+        "gelu": torch.nn.functional.gelu(x),
+        "gelu_tanh": torch.nn.functional.gelu(x, approximate="tanh"),
+        "relu": torch.relu(x),
+        "identity": x,
+    }
+    y = activation(x.to(dtype)).float()
+    # tanh-GELU and GELU part by 4.7e-4 at most, so the nearest is taken; bf16 rounds to 2^-7.
+    name, distance = min(
+        ((n, (y - v).abs().mean().item()) for n, v in known.items()), key=lambda item: item[1]
+    )
+    return name if distance < 1e-2 else "unknown"
+
+
+def norm_eps(layer: Any) -> Any:
+    """The epsilon of a decoder layer's norms: one number, or one for each where they differ."""
+    norms = {
+        "attn_norm": layer.input_layernorm,
+        "mlp_norm": layer.post_attention_layernorm,
+        "q_norm": getattr(layer.self_attn, "q_norm", None),
+        "k_norm": getattr(layer.self_attn, "k_norm", None),
+    }
+    eps = {n: getattr(m, "variance_epsilon", None) for n, m in norms.items() if m is not None}
+    return next(iter(eps.values())) if len(set(eps.values())) == 1 else eps
+
+
+def rope_theta(inv_freq: torch.Tensor) -> float:
+    """The base of an unscaled rotary embedding, from inv_freq_j = theta^(-2j/d)."""
+    pairs = inv_freq.numel()
+    if pairs < 2:
+        return math.nan
+    theta = float(inv_freq[-1].double()) ** (-pairs / (pairs - 1))
+    return float(f"{theta:.5g}")
+
+
+def processing(temperature: float, top_p: float = 1.0) -> dict[str, Any]:
+    """What reported log-probs are of: the whole raw distribution, or a processed one."""
+    raw = temperature == 1.0 and top_p == 1.0
+    return {
+        "temperature": temperature,
+        "top_p": top_p,
+        "logprobs": "raw" if raw else "processed",
+    }

@@ -1,0 +1,74 @@
+"""A live parameter, in the checkpoint's layout, and what a trace keeps of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from rlk_align.trace.digest import digest_parameter, digest_slices
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A slice of a canonical parameter that one rank holds."""
+
+    rank: int
+    dim: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class LiveParameter:
+    """One canonical parameter as an engine computes with it."""
+
+    name: str
+    """E.g. `layers.3.k_proj`, `layers.3.k_proj.bias`, `embed`."""
+    value: torch.Tensor
+    """Whole and un-sharded, in the checkpoint's layout; exact on rank 0."""
+    shards: tuple[Shard, ...] = ()
+    """Who holds what of it; empty where each rank holds all of it."""
+    replicas: tuple[torch.Tensor, ...] = ()
+    """The copies of ranks 1, 2, ... of a parameter that every rank holds whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterRecord:
+    """A row of weights.parquet."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+    digest: str
+    rows: np.ndarray
+    columns: np.ndarray
+    shards: list[tuple[int, int, int, int]]
+    replicas: list[str]
+
+
+def record_parameter(parameter: LiveParameter) -> ParameterRecord:
+    """Digests of the whole, of its slices, and of the other ranks' copies."""
+    value = parameter.value
+    rows, columns = digest_slices(value)
+    return ParameterRecord(
+        name=parameter.name,
+        shape=list(value.shape),
+        dtype=str(value.dtype).removeprefix("torch."),
+        digest=digest_parameter(value),
+        rows=rows,
+        columns=columns,
+        shards=[(s.rank, s.dim, s.start, s.stop) for s in parameter.shards],
+        replicas=[digest_parameter(r) for r in parameter.replicas],
+    )
+
+
+def even_shards(dim: int, sizes: Sequence[int]) -> tuple[Shard, ...]:
+    """Shards of consecutive ranks, one after another along `dim`."""
+    ends = np.cumsum([0, *sizes]).tolist()
+    return tuple(
+        Shard(rank, dim, start, stop)
+        for rank, (start, stop) in enumerate(pairwise(ends))
+        if stop > start
+    )

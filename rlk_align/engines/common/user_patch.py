@@ -1,0 +1,61 @@
+"""`patch=module:function`: the user's own change to a loaded model."""
+
+import importlib
+import os
+import sys
+from typing import Any
+
+from rlk_align.engines.spec import EngineSpec
+from rlk_align.errors import BadOption
+
+
+def apply_patch(spec: EngineSpec, model: Any) -> None:
+    """Calls the spec's patch, where it has one, with the loaded model.
+
+    The module is looked for in the current directory and on PYTHONPATH. Raises BadOption
+    where it cannot be imported or called, raises itself, or assigns a weight that the engine
+    has packed away, so that the assignment would have no effect.
+    """
+    patch = spec.option("patch")
+    if patch is None:
+        return
+    module_name, _, function_name = str(patch).partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise BadOption(
+            f"engine {spec.name!r}: patch={patch} cannot be imported: {error}",
+            "patches are found from the current directory and PYTHONPATH",
+        ) from error
+    packed = _packed_away(model)
+    try:
+        function(model)
+    except Exception as error:
+        raise BadOption(
+            f"engine {spec.name!r}: patch={patch} raised {type(error).__name__}: {error}"
+            + (_packed_hint(packed) if packed else "")
+        ) from error
+    touched = [name for name, state in packed.items() if _state(model, name) != state]
+    if touched:
+        raise BadOption(
+            f"engine {spec.name!r}: patch={patch} assigns {touched[0]}, which the engine packed "
+            "away after loading: the assignment has no effect",
+            "wrap the module's forward, or give a changed checkpoint with model=PATH",
+        )
+
+
+def _packed_away(model: Any) -> dict[str, Any]:
+    """Parameters that the engine emptied after it packed their values elsewhere."""
+    names = [n for n, p in model.named_parameters() if p.numel() == 0]
+    return {n: _state(model, n) for n in names}
+
+
+def _state(model: Any, name: str) -> Any:
+    parameter = dict(model.named_parameters()).get(name)
+    return None if parameter is None else (tuple(parameter.shape), parameter._version)
+
+
+def _packed_hint(packed: dict[str, Any]) -> str:
+    return f" ({len(packed)} weights, such as {next(iter(packed))}, are packed away and empty)"

@@ -1,0 +1,1 @@
+"""HF transformers, and FSDP2 around it."""

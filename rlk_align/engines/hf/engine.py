@@ -1,0 +1,244 @@
+"""HF transformers: any causal LM of a known family."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+
+from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampling, Tap
+from rlk_align.engines.common.attributes import (
+    activation_name,
+    norm_eps,
+    per_layer,
+    processing,
+    rope_theta,
+)
+from rlk_align.engines.common.logprobs import token_logprobs
+from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, record_parameter
+from rlk_align.engines.common.rows import ForwardRows, padded_grid
+from rlk_align.engines.common.user_patch import apply_patch
+from rlk_align.engines.hf.taps import Tapped
+from rlk_align.errors import ModelError
+from rlk_align.model.checkpoint import LAYER_MODULES
+from rlk_align.model.prompts import TokenBatch
+
+
+class HFEngine(Engine):
+    """`hf:attn=eager|sdpa|...,batch=N,padding=right|left,temperature=T`.
+
+    Scores teacher-forced, N sequences a forward (1, and so no padding, by default), and decodes
+    incrementally with a KV cache.
+    """
+
+    def open(self) -> None:
+        here = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(self.spec.device or here)
+        self.model = self.load(self.compute_dtype).to(self.device)
+
+    @property
+    def compute_dtype(self) -> str:
+        """The spec's dtype, or the checkpoint's own."""
+        return self.spec.dtype(self.shape.dtype)
+
+    def load(self, dtype: str) -> Any:
+        """The model on the CPU, patched, in evaluation mode; raises what the user can mend."""
+        from transformers import AutoModelForCausalLM
+
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                self.model_path,
+                dtype=dtype,
+                attn_implementation=str(self.spec.option("attn")),
+                local_files_only=True,
+            )
+        except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+            raise ModelError(f"transformers could not load {self.model_path}: {error}") from error
+        apply_patch(self.spec, model.eval())
+        return model
+
+    def version(self) -> str:
+        import transformers
+
+        return transformers.__version__
+
+    def dtype(self) -> str:
+        return str(self.model.lm_head.weight.dtype).removeprefix("torch.")
+
+    def attributes(self) -> dict[str, Any]:
+        return {
+            **hf_attributes(self.model),
+            **processing(self._temperature),
+            # None where a forward has one sequence, and so no padding.
+            "padding_side": self.spec.option("padding") if self._batch > 1 else None,
+        }
+
+    def weights(self) -> Iterator[ParameterRecord]:
+        yield from (record_parameter(LiveParameter(n, w)) for n, w in hf_weights(self.model))
+
+    @torch.inference_mode()
+    def score(self, batch: TokenBatch, tap: Tap | None, done: SamplesDone) -> Logprobs:
+        logprobs: Logprobs = {}
+        with Tapped(self.model, self.shape, tap) as taps:
+            for members in self.forwards(range(len(batch.samples))):
+                logprobs |= self.forward(batch, members, taps)
+                done(len(logprobs))
+        return logprobs
+
+    @property
+    def _temperature(self) -> float:
+        return float(self.spec.option("temperature") or 1.0)
+
+    @property
+    def _batch(self) -> int:
+        return int(self.spec.option("batch") or 1)
+
+    def forwards(self, samples: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Samples by forward, as many as the spec's `batch`."""
+        for start in range(0, len(samples), self._batch):
+            yield samples[start : start + self._batch]
+
+    def forward(self, batch: TokenBatch, members: Sequence[int], taps: Tapped) -> Logprobs:
+        """Scores these samples in one forward."""
+        side = str(self.spec.option("padding"))
+        grid = padded_grid([(i, batch.samples[i]) for i in members], side)
+        taps.at(grid.rows("batch first"))
+        inputs = {"input_ids": torch.from_numpy(grid.ids)}
+        if not grid.real.all():
+            inputs["attention_mask"] = torch.from_numpy(grid.real.astype(np.int64))
+            inputs["position_ids"] = torch.from_numpy(grid.positions)
+        inputs = {name: value.to(self.device) for name, value in inputs.items()}
+        logits = self.model(**inputs, use_cache=False).logits
+        logprobs = {}
+        for i, (k, first) in zip(members, grid.starts, strict=True):
+            s = batch.samples[i]
+            at = slice(s.sampled_positions.start + first, s.sampled_positions.stop + first)
+            target = torch.tensor(s.response_ids, device=self.device)
+            logprobs[i] = token_logprobs(logits[k, at], target, self._temperature)
+        return logprobs
+
+    @torch.inference_mode()
+    def sample(
+        self,
+        batch: TokenBatch,
+        sampling: Sampling,
+        tap: Tap | None,
+        done: SamplesDone,
+    ) -> Sampled:
+        responses: list[list[int]] = []
+        logprobs: Logprobs = {}
+        with Tapped(self.model, self.shape, tap) as taps:
+            for i, s in enumerate(batch.samples):
+                ids, lp = self._decode(i, s.prompt_ids, sampling, taps)
+                responses.append(ids)
+                logprobs[i] = np.concatenate(lp)
+                done(i + 1)
+        return Sampled(responses, logprobs)
+
+    def _decode(
+        self, sample: int, prompt: tuple[int, ...], sampling: Sampling, taps: Tapped
+    ) -> tuple[list[int], list[np.ndarray]]:
+        """One response. Its noise depends on (seed, sample) alone, not on its neighbours."""
+        generator = torch.Generator().manual_seed(sampling.seed * 1_000_003 + sample)
+        stop = _eos_ids(self.model)
+        cache, new, response, logprobs = None, list(prompt), [], []
+        position = 0
+        for _ in range(sampling.max_new_tokens):
+            last = position + len(new) - 1
+            taps.at(
+                ForwardRows.of_sequence(sample, range(position, last + 1), range(last, last + 1))
+            )
+            out = self.model(
+                input_ids=torch.tensor([new], device=self.device),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            cache, logits = out.past_key_values, out.logits[0]
+            probs = torch.softmax(logits[0].float() / self._temperature, dim=-1).cpu()
+            token = int(torch.multinomial(probs, 1, generator=generator))
+            target = torch.tensor([token], device=self.device)
+            logprobs.append(token_logprobs(logits, target, self._temperature))
+            response.append(token)
+            position, new = last + 1, [token]
+            if token in stop:
+                break
+        return response, logprobs
+
+
+def _eos_ids(model: Any) -> set[int]:
+    eos = model.generation_config.eos_token_id
+    if eos is None:
+        eos = model.config.eos_token_id
+    return set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
+
+
+def hf_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Canonical parameters of a live HF model; biases as `layers.i.op.bias`."""
+
+    def module_weights(name: str, module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        # A patch may have put something without a plain weight there: it is then missed by name.
+        if isinstance(getattr(module, "weight", None), torch.Tensor):
+            yield name, module.weight.detach()
+        if getattr(module, "bias", None) is not None:
+            yield f"{name}.bias", module.bias.detach()
+
+    yield from module_weights("embed", model.model.embed_tokens)
+    for i, layer in enumerate(model.model.layers):
+        for op, path in LAYER_MODULES.items():
+            module = _submodule(layer, path)
+            if module is not None:
+                yield from module_weights(f"layers.{i}.{op}", module)
+    yield from module_weights("final_norm", model.model.norm)
+    yield from module_weights("lm_head", model.lm_head)
+
+
+def hf_attributes(model: Any) -> dict[str, Any]:
+    """What decides a live HF model's numbers beside its weights."""
+    layers, config = list(model.model.layers), model.config
+    attention = [layer.self_attn for layer in layers]
+    rotary = model.model.rotary_emb
+    rope = config.rope_parameters
+    unscaled = rope["rope_type"] == "default"
+    dtype = model.lm_head.weight.dtype
+    return {
+        "layers": len(layers),
+        "hidden_size": model.model.embed_tokens.weight.shape[1],
+        "vocab_size": model.model.embed_tokens.weight.shape[0],
+        **per_layer("heads", [_heads(a.q_proj, a.head_dim) for a in attention]),
+        **per_layer("kv_heads", [_heads(a.k_proj, a.head_dim) for a in attention]),
+        **per_layer("head_dim", [a.head_dim for a in attention]),
+        **per_layer("attention_scale", [float(f"{a.scaling:.6g}") for a in attention]),
+        **per_layer("sliding_window", [_window(a) for a in attention]),
+        "rope_type": rope["rope_type"],
+        "rope_theta": rope_theta(rotary.inv_freq) if unscaled else float(rope["rope_theta"]),
+        "rope_dim": 2 * rotary.inv_freq.numel(),
+        **per_layer("norm_eps", [norm_eps(layer) for layer in layers]),
+        "final_norm_eps": model.model.norm.variance_epsilon,
+        **per_layer("activation", [_activation(layer.mlp, dtype) for layer in layers]),
+        "tie_word_embeddings": (model.lm_head.weight is model.model.embed_tokens.weight),
+    }
+
+
+def _window(attention: Any) -> int | None:
+    """Some families keep it in the attention, others ask the config at every call."""
+    if hasattr(attention, "sliding_window"):
+        return attention.sliding_window
+    return getattr(attention.config, "sliding_window", None)
+
+
+def _heads(projection: Any, head_dim: int) -> int | None:
+    width = getattr(projection, "out_features", None)
+    return None if width is None else width // head_dim
+
+
+def _activation(mlp: Any, dtype: torch.dtype) -> str:
+    device = next(mlp.parameters()).device
+    return activation_name(lambda x: mlp.act_fn(x.to(device)).cpu(), dtype)
+
+
+def _submodule(layer: Any, path: str) -> Any:
+    for name in path.split("."):
+        layer = getattr(layer, name, None)
+    return layer

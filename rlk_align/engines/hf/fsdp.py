@@ -1,0 +1,87 @@
+"""PyTorch FSDP2: the HF model, its parameters sharded over ranks by `fully_shard`."""
+
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampling, Tap
+from rlk_align.engines.common.parameters import (
+    LiveParameter,
+    ParameterRecord,
+    even_shards,
+    record_parameter,
+)
+from rlk_align.engines.hf.engine import HFEngine, hf_weights
+from rlk_align.engines.hf.taps import Tapped
+from rlk_align.model.prompts import TokenBatch
+
+
+class FSDPEngine(HFEngine):
+    """`fsdp:dp=N,mixed=1|0,checkpointing=0|1` and the options of `hf`.
+
+    `mixed`: fp32 master weights, computing in the spec's dtype, as trainers do; 0 keeps the
+    weights in that dtype. Rank r scores the samples r, r + N, ...
+    """
+
+    def open(self) -> None:
+        self.device = self.ranks.device
+        compute = getattr(torch, self.compute_dtype)
+        mixed = bool(self.spec.option("mixed"))
+        model = self.load("float32" if mixed else self.compute_dtype)
+        if self.spec.option("checkpointing"):
+            # transformers asks for training mode before it checkpoints; nothing here drops out.
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.train()
+        mesh = init_device_mesh(self.device.type, (self.ranks.world,))
+        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+        # Buffers are not sharded; the rotary frequencies stay in fp32.
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(self.device)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        self.model = fully_shard(model, mesh=mesh, mp_policy=policy)
+
+    def version(self) -> str:
+        return f"torch {torch.__version__}, transformers {super().version()}"
+
+    def dtype(self) -> str:
+        return self.compute_dtype
+
+    def weights(self) -> Iterator[ParameterRecord]:
+        compute = getattr(torch, self.compute_dtype)
+        for name, weight in hf_weights(self.model):
+            assert isinstance(weight, DTensor), name
+            # What is multiplied is the master rounded to the compute dtype.
+            whole = weight.full_tensor().to(compute)
+            # DTensor's Shard(0) gives every rank ceil(n / world) slices while they last.
+            share = -(-weight.shape[0] // self.ranks.world)
+            left = [max(0, weight.shape[0] - r * share) for r in range(self.ranks.world)]
+            shards = even_shards(0, [min(share, n) for n in left])
+            if self.ranks.rank == 0:
+                yield record_parameter(LiveParameter(name, whole, shards))
+
+    def sample(
+        self, batch: TokenBatch, sampling: Sampling, tap: Tap | None, done: SamplesDone
+    ) -> Sampled:
+        # Not as HF: ranks would have to decode in step, each some samples of its own.
+        return Engine.sample(self, batch, sampling, tap, done)
+
+    def score(self, batch: TokenBatch, tap: Tap | None, done: SamplesDone) -> Logprobs:
+        own = range(self.ranks.rank, len(batch.samples), self.ranks.world)
+        most = range(0, len(batch.samples), self.ranks.world)
+        logprobs: Logprobs = {}
+        # Checkpointing does nothing where no gradient is wanted.
+        wanted = bool(self.spec.option("checkpointing"))
+        with torch.set_grad_enabled(wanted), Tapped(self.model, self.shape, tap) as taps:
+            for members in self.forwards(own):
+                logprobs |= self.forward(batch, members, taps)
+                done(min(len(batch.samples), len(logprobs) * self.ranks.world))
+        # Every forward gathers weights from all ranks: one with less to do keeps up with them.
+        steps = len(list(self.forwards(most))) - len(list(self.forwards(own)))
+        with torch.no_grad():
+            for _ in range(steps):
+                self.model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.device))
+        return logprobs

@@ -1,0 +1,41 @@
+"""HF transformers and FSDP2, as known without importing them."""
+
+from rlk_align.engines.info import EngineInfo, Option
+
+HF_OPTIONS = {
+    "attn": Option(
+        default="sdpa",
+        # as transformers registers them
+        choices=(
+            *("eager", "sdpa", "flex_attention"),
+            *("flash_attention_2", "flash_attention_3", "flash_attention_4"),
+        ),
+    ),
+    "batch": Option(int, default=1),
+    "padding": Option(default="right", choices=("right", "left")),
+    "temperature": Option(float, default=1.0),
+}
+
+HF = EngineInfo(
+    "rlk_align.engines.hf.engine:HFEngine",
+    "transformers",
+    "pip install transformers",
+    options=HF_OPTIONS,
+    tested=("transformers",),
+)
+
+FSDP = EngineInfo(
+    "rlk_align.engines.hf.fsdp:FSDPEngine",
+    "transformers",
+    "pip install transformers",
+    options={
+        **HF_OPTIONS,
+        "dp": Option(int, default=1),
+        "mixed": Option(bool, default=True),
+        "checkpointing": Option(bool, default=False),
+        "port": Option(int, starts_only=True),
+    },
+    ranks="dp",
+    samples=False,
+    tested=("transformers",),
+)

@@ -1,0 +1,62 @@
+"""What can be known of an engine without importing it."""
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+OptionValue = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of an engine spec."""
+
+    kind: type = str
+    default: OptionValue | None = None
+    """What it is where it is not given; None leaves it to the engine."""
+    choices: tuple[str, ...] = ()
+    """The values that it may have; empty for any of its kind."""
+    starts_only: bool = False
+    """Whether it says how the engine is started, and nothing of what it computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """An engine, as the command line, `doctor` and the parent process know it."""
+
+    target: str
+    """`module:class` of the engine."""
+    package: str = ""
+    """The Python package it needs; empty for none."""
+    install: str = ""
+    """How to get that package."""
+    options: Mapping[str, Option] = field(default_factory=dict)
+    """Options of its own, beside the ones that every engine takes."""
+    ranks: str = ""
+    """The option that says in how many processes of ours it runs; empty where in one."""
+    own_ranks: str = ""
+    """The option that says how many ranks the engine starts itself."""
+    samples: bool = True
+    """Whether it can sample, or only scores what another engine sampled."""
+    compiles: bool = False
+    """Whether users run it compiled: its un-tapped production mode is then measured on GPUs."""
+    tested: tuple[str, ...] = ()
+    """Distributions of `engines.tested` that its adapter depends on."""
+    waits: tuple[str, ...] = ()
+    """Parts of the paths of its code that waits for another process."""
+    conflict: Callable[[Mapping[str, OptionValue]], str | None] = lambda options: None
+    """What is wrong with these options together; None where nothing is."""
+    obstacle: Callable[[], str | None] = lambda: None
+    """What keeps it from starting on this machine although it is installed; None for nothing."""
+
+    @property
+    def installed(self) -> bool:
+        try:
+            return not self.package or importlib.util.find_spec(self.package) is not None
+        except ModuleNotFoundError:
+            # The package's parent is not there either.
+            return False
+
+
+REPLAY = EngineInfo("", options={"path": Option()})
+"""No process: a trace made earlier stands for the engine."""

@@ -1,0 +1,60 @@
+"""The manifest of a capture: the engine's live weights, its attributes, and where it runs,
+written before any pass."""
+
+import importlib.metadata
+import platform
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from rlk_align.engines.base import Engine
+from rlk_align.engines.common.parameters import ParameterRecord
+from rlk_align.engines.process.versions import versions
+from rlk_align.engines.tested import untested
+from rlk_align.trace.schema import WEIGHTS_SCHEMA, TraceRecord, save_record, writing
+
+
+def write_manifest(
+    folder: Path, engine: Engine, prompt_ids: dict[str, list[int]], model: Path
+) -> None:
+    """weights.parquet and trace.json, by rank 0; the others take part in what it gathers."""
+    parameters = list(engine.weights())
+    attributes = engine.attributes()
+    if engine.ranks.rank:
+        return
+    _write_weights(folder / "weights.parquet", parameters)
+    record = TraceRecord(
+        engine=engine.spec.name,
+        version=engine.version(),
+        options=dict(engine.spec.options),
+        model=str(model),
+        shape=engine.shape,
+        dtype=engine.dtype(),
+        environment=_environment(engine),
+        attributes=attributes,
+        prompt_ids=prompt_ids,
+    )
+    save_record(record, folder / "trace.json")
+
+
+def _write_weights(path: Path, parameters: list[ParameterRecord]) -> None:
+    columns = {name: [getattr(p, name) for p in parameters] for name in WEIGHTS_SCHEMA.names}
+    with writing(path):
+        pq.write_table(pa.table(columns, schema=WEIGHTS_SCHEMA), path, write_page_checksum=True)
+
+
+def _environment(engine: Engine) -> dict[str, str]:
+    cuda = torch.cuda.is_available()
+    unknown = untested(versions(engine.spec.info.tested))
+    return {
+        **({"untested": "; ".join(unknown)} if unknown else {}),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": importlib.metadata.version("transformers"),
+        "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
+        "ranks": str(engine.ranks.world),
+        "threads": str(torch.get_num_threads()),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }

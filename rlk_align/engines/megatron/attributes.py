@@ -1,0 +1,99 @@
+"""What decides a live GPTModel's numbers beside its weights, by the names of `hf_attributes`."""
+
+import math
+from typing import Any
+
+import torch
+
+from rlk_align.engines.common.attributes import activation_name, per_layer, rope_theta
+from rlk_align.engines.megatron.layout import padded_vocab
+from rlk_align.model.families import ModelShape
+
+
+def megatron_attributes(
+    model: Any, shape: ModelShape, tp: int, rope: dict[str, Any], built: torch.Tensor
+) -> dict[str, Any]:
+    """Read from the live modules: what a patch changed shows up.
+
+    `rope`: the checkpoint's `rope_parameters`; `built`: the frequencies made from them.
+    """
+    layers = list(model.decoder.layers)
+    attention = [layer.self_attention for layer in layers]
+    embedding = model.embedding.word_embeddings.weight
+    padding = padded_vocab(shape.vocab, tp) - shape.vocab
+    heads = [_heads(a, tp) for a in attention]
+    return {
+        "layers": len(layers),
+        "hidden_size": embedding.shape[1],
+        "vocab_size": embedding.shape[0] * tp - padding,
+        **per_layer("heads", [q for q, _ in heads]),
+        **per_layer("kv_heads", [kv for _, kv in heads]),
+        **per_layer("head_dim", [a.hidden_size_per_attention_head for a in attention]),
+        **per_layer("attention_scale", [_scale(a) for a in attention]),
+        **per_layer(
+            "sliding_window", [getattr(a.core_attention, "window", None) for a in attention]
+        ),
+        "rope_type": "llama3" if model.rotary_scaling else "default",
+        "rope_theta": _theta(model, rope, built),
+        "rope_dim": 2 * model.rotary_pos_emb.inv_freq.numel(),
+        **per_layer("norm_eps", [_norm_eps(layer) for layer in layers]),
+        "final_norm_eps": model.decoder.final_layernorm.eps,
+        **per_layer("activation", [_activation(layer.mlp, embedding.dtype) for layer in layers]),
+        "tie_word_embeddings": model.output_layer.weight is None,
+    }
+
+
+def _heads(attention: Any, tp: int) -> tuple[int | None, int | None]:
+    """Heads of q, and of k and v, by the sizes of the live projections."""
+    out = getattr(attention.linear_proj, "weight", None)
+    fused = getattr(attention.linear_qkv, "weight", None)
+    if out is None or fused is None:
+        return None, None
+    width = attention.hidden_size_per_attention_head
+    q = out.shape[1] * tp // width
+    return q, (fused.shape[0] * tp // width - q) // 2
+
+
+def _scale(attention: Any) -> float | None:
+    # TransformerEngine's core leaves it to the kernels that it chooses from.
+    core = attention.core_attention
+    for owner in (
+        core,
+        *(getattr(core, n, None) for n in ("flash_attention", "unfused_attention")),
+    ):
+        scale = getattr(owner, "softmax_scale", None)
+        if scale is not None:
+            return float(f"{scale:.6g}")
+    return None
+
+
+def _theta(model: Any, rope: dict[str, Any], built: torch.Tensor) -> float:
+    """Scaled frequencies do not tell their base: it is the checkpoint's as long as they are what
+    was built from it, and NaN, which equals nothing, where a patch changed them."""
+    live = model.rotary_pos_emb.inv_freq
+    if not model.rotary_scaling:
+        return rope_theta(live)
+    return float(rope["rope_theta"]) if torch.equal(live.cpu(), built) else math.nan
+
+
+def _norm_eps(layer: Any) -> Any:
+    attention = layer.self_attention
+    norms = {
+        "attn_norm": _norm(layer.input_layernorm, attention.linear_qkv),
+        "mlp_norm": _norm(layer.pre_mlp_layernorm, layer.mlp.linear_fc1),
+        "q_norm": getattr(attention.q_layernorm, "eps", None),
+        "k_norm": getattr(attention.k_layernorm, "eps", None),
+    }
+    eps = {name: e for name, e in norms.items() if e is not None}
+    return next(iter(eps.values())) if len(set(eps.values())) == 1 else eps
+
+
+def _norm(norm: Any, linear: Any) -> Any:
+    """The epsilon of a norm, or of the one that TransformerEngine put into the linear after it."""
+    return getattr(norm, "eps", None) or getattr(linear, "eps", None)
+
+
+def _activation(mlp: Any, dtype: torch.dtype) -> str:
+    """Megatron's gated MLP takes its activation from the config, not from its attribute."""
+    device = next(mlp.parameters()).device
+    return activation_name(lambda x: mlp.config.activation_func(x.to(device)).cpu(), dtype)

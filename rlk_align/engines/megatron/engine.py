@@ -1,0 +1,163 @@
+"""Megatron-core: GPTModel from its own layer specs, tensor parallel, teacher-forced."""
+
+import importlib.metadata
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlk_align.engines.base import Engine, Logprobs, SamplesDone, Tap
+from rlk_align.engines.common.attributes import processing
+from rlk_align.engines.common.parameters import ParameterRecord, record_parameter
+from rlk_align.engines.common.user_patch import apply_patch
+from rlk_align.engines.megatron.input import ModelInput, packed_input, padded_input
+from rlk_align.engines.megatron.layout import padded_vocab
+from rlk_align.engines.megatron.model import (
+    Settings,
+    build,
+    check_parallel,
+    read_checkpoint,
+)
+from rlk_align.engines.megatron.taps import FUSED_NORMS, Tapped
+from rlk_align.engines.megatron.weights import live_parameters, load, parameter_plan
+from rlk_align.model.prompts import TokenBatch
+
+CHUNK = 1024
+"""Rows whose log-probs are computed at a time: bounds the float32 copy of the logits."""
+
+
+class MegatronEngine(Engine):
+    """`megatron:tp=N,sp=0|1,spec=local|te,input=padded|packed,padding=right|left,batch=N`.
+
+    The default, right-padded with the local spec, runs megatron-core's own modules only.
+    """
+
+    def open(self) -> None:
+        self._undo = ExitStack()
+        settings = self._settings()
+        check_parallel(self.shape, settings)
+        checkpoint = read_checkpoint(self.model_path, self.shape)
+        self._start(settings)
+        self.settings = settings
+        self.model = build(self.shape, checkpoint, settings)
+        self.tied, self.rope = checkpoint.tied, checkpoint.rope
+        self.frequencies = self.model.rotary_pos_emb.inv_freq.cpu().clone()
+        self.plan = list(
+            parameter_plan(
+                self.shape, settings.tp, checkpoint.tied, checkpoint.qkv_bias, settings.spec
+            )
+        )
+        load(self.model, self.model_path, self.plan, self.ranks.rank)
+        apply_patch(self.spec, self.model)
+
+    def _settings(self) -> Settings:
+        option = self.spec.option
+        assert int(option("tp") or 1) == self.ranks.world
+        self.batch = int(option("batch") or 1)
+        self.temperature = float(option("temperature") or 1.0)
+        return Settings(
+            tp=self.ranks.world,
+            device=self.ranks.device,
+            dtype=getattr(torch, self.spec.dtype(self.shape.dtype)),
+            spec=str(option("spec")),
+            sequence_parallel=bool(option("sp")),
+            packed=option("input") == "packed",
+            padding=str(option("padding")),
+        )
+
+    def _start(self, settings: Settings) -> None:
+        """megatron-core's process-wide state, undone by `close`."""
+        from megatron.core import parallel_state, tensor_parallel
+
+        from rlk_align.engines.megatron.cpu import cpu_stand_ins
+
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=settings.tp)
+        self._undo.callback(parallel_state.destroy_model_parallel)
+        if settings.device.type == "cpu":
+            for stand_in in self._undo.enter_context(cpu_stand_ins()):
+                print(f"megatron on the CPU: {stand_in}")
+        else:
+            tensor_parallel.model_parallel_cuda_manual_seed(0)
+
+    def version(self) -> str:
+        import megatron.core
+
+        spec = f"{self.settings.spec} spec"
+        if self.settings.spec == "te":
+            spec += f", TransformerEngine {importlib.metadata.version('transformer_engine')}"
+        return f"{megatron.core.__version__} ({spec})"
+
+    def dtype(self) -> str:
+        return str(self.model.decoder.final_layernorm.weight.dtype).removeprefix("torch.")
+
+    def attributes(self) -> dict[str, Any]:
+        from rlk_align.engines.megatron.attributes import megatron_attributes
+
+        padded = not self.settings.packed and self.batch > 1
+        return {
+            **megatron_attributes(
+                self.model, self.shape, self.ranks.world, self.rope, self.frequencies
+            ),
+            **processing(self.temperature),
+            "padding_side": self.settings.padding if padded else None,
+        }
+
+    def weights(self) -> Iterator[ParameterRecord]:
+        for parameter in live_parameters(self.model, self.plan, self.tied, self.ranks):
+            yield record_parameter(parameter)
+
+    def unexposed(self, kind: str) -> dict[str, str]:
+        if self.settings.spec != "te":
+            return {}
+        reason = "TransformerEngine computes it inside the linear that follows"
+        layers = range(self.shape.layers)
+        return {f"layers.{i}.{op}": reason for i in layers for op in FUSED_NORMS}
+
+    @torch.no_grad()
+    def score(self, batch: TokenBatch, tap: Tap | None, done: SamplesDone) -> Logprobs:
+        found: Logprobs = {}
+        samples = list(enumerate(batch.samples))
+        sharded_rows = self.settings.sequence_parallel
+        with Tapped(self.model, self.shape, tap, self.ranks, sharded_rows) as taps:
+            for first in range(0, len(samples), self.batch):
+                some = samples[first : first + self.batch]
+                given = self._input(some)
+                taps.at(given)
+                logits = self.model(
+                    given.ids, given.positions, given.mask, packed_seq_params=given.packed
+                )
+                logprobs = self._logprobs(logits, given)
+                ends = np.cumsum([len(s.response_ids) for _, s in some])[:-1]
+                found |= zip([i for i, _ in some], np.split(logprobs, ends), strict=True)
+                done(first + len(some))
+        return found if self.ranks.rank == 0 else {}
+
+    def _input(self, samples: list[tuple[int, Any]]) -> ModelInput:
+        # Sequence parallelism cuts the sequence in as many parts as there are ranks.
+        multiple = self.ranks.world if self.settings.sequence_parallel else 1
+        if self.settings.packed:
+            return packed_input(samples, multiple, self.ranks.device)
+        return padded_input(samples, self.settings.padding, multiple, self.ranks.device)
+
+    def _logprobs(self, logits: torch.Tensor, given: ModelInput) -> np.ndarray:
+        """float32 log-probs of the sampled ids, from this rank's `[B, S, vocabulary / tp]`, by
+        megatron-core's own cross entropy over vocabulary shards."""
+        from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+        step = padded_vocab(self.shape.vocab, self.ranks.world) // self.ranks.world
+        real = min(max(self.shape.vocab - self.ranks.rank * step, 0), step)
+        rows, batch = given.sampled, len(given.ids)
+        out = []
+        for chunk, target in zip(rows.split(CHUNK), given.targets.split(CHUNK), strict=True):
+            local = logits[chunk % batch, chunk // batch].float()
+            # Padding of the vocabulary is no token: it takes no probability.
+            local[:, real:] = -torch.inf
+            if self.temperature != 1.0:
+                local /= self.temperature
+            out.append(-vocab_parallel_cross_entropy(local, target))
+        return torch.cat(out).cpu().numpy()
+
+    def close(self) -> None:
+        self._undo.close()

@@ -1,0 +1,34 @@
+"""Megatron-core, as known without importing it."""
+
+from collections.abc import Mapping
+
+from rlk_align.engines.info import EngineInfo, Option, OptionValue
+
+
+def _conflict(options: Mapping[str, OptionValue]) -> str | None:
+    if options.get("input") == "packed" and "padding" in options:
+        return f"padding={options['padding']} with input=packed, which has none: leave one out"
+    if options.get("sp") and options.get("tp", 1) == 1:
+        return "sp=1 shares the sequence between ranks, and tp=1 has only one: give tp=2 or more"
+    return None
+
+
+MEGATRON = EngineInfo(
+    "rlk_align.engines.megatron.engine:MegatronEngine",
+    "megatron.core",
+    "pip install 'rlk-align[megatron]'",
+    options={
+        "tp": Option(int, default=1),
+        "sp": Option(bool, default=False),
+        "spec": Option(default="local", choices=("local", "te")),
+        "input": Option(default="padded", choices=("padded", "packed")),
+        "batch": Option(int, default=8),
+        "padding": Option(default="right", choices=("right", "left")),
+        "temperature": Option(float, default=1.0),
+        "port": Option(int, starts_only=True),
+    },
+    ranks="tp",
+    samples=False,
+    tested=("megatron-core",),
+    conflict=_conflict,
+)

@@ -1,0 +1,252 @@
+"""A GPTModel of megatron-core for a checkpoint: its config, its layer spec, its parameters empty.
+
+What a trainer may choose and the checkpoint does not say is left as TransformerConfig has it:
+no fusions, softmax in float32 whatever the dtype.
+"""
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from rlk_align.engines.megatron.layout import padded_vocab
+from rlk_align.errors import BadOption, MissingDependency, ModelError
+from rlk_align.model.families import ModelShape
+
+ACTIVATIONS = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_pytorch_tanh": functools.partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
+}
+"""By the config's `hidden_act`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """How the model is to be built, beside what the checkpoint says."""
+
+    tp: int
+    device: torch.device
+    dtype: torch.dtype
+    spec: str = "local"
+    sequence_parallel: bool = False
+    packed: bool = False
+    padding: str = "right"
+
+    @property
+    def own_positions(self) -> bool:
+        """Whether rows are at other positions than their index in the input says."""
+        return self.packed or self.padding == "left"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """What the checkpoint's config says beyond its shape."""
+
+    norm_eps: float
+    activation: str
+    tied: bool
+    qkv_bias: bool
+    rope: dict[str, Any]
+    windows: tuple[int | None, ...]
+    """For each layer, how many keys a query sees; None is all."""
+
+
+def read_checkpoint(model: Path, shape: ModelShape) -> Checkpoint:
+    """Raises ModelError for what this engine would otherwise get silently wrong."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"transformers cannot read {model}/config.json: {error}") from error
+    rope = dict(config.rope_parameters)
+    refuse: dict[str, bool] = {
+        f"hidden_act={config.hidden_act}": config.hidden_act not in ACTIVATIONS,
+        f"rope_type={rope['rope_type']}": rope["rope_type"] not in ("default", "llama3"),
+        "partial_rotary_factor below 1": float(rope.get("partial_rotary_factor") or 1.0) != 1.0,
+        # Megatron has a bias on all linears, on q, k and v, or on none.
+        "attention_bias=true": bool(getattr(config, "attention_bias", False)),
+        "mlp_bias=true": bool(getattr(config, "mlp_bias", False)),
+        "quantized weights": getattr(config, "quantization_config", None) is not None,
+    }
+    for what, refused in refuse.items():
+        if refused:
+            raise ModelError(
+                f"{model}: engine 'megatron' does not take {what}", "compare with --train hf"
+            )
+    return Checkpoint(
+        norm_eps=float(config.rms_norm_eps),
+        activation=str(config.hidden_act),
+        tied=bool(config.tie_word_embeddings),
+        qkv_bias=shape.family.qkv_bias,
+        rope=rope,
+        windows=_windows(config, shape.layers),
+    )
+
+
+def _windows(config: Any, layers: int) -> tuple[int | None, ...]:
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def check_parallel(shape: ModelShape, settings: Settings) -> None:
+    """Raises BadOption where the model cannot be cut as asked."""
+    tp = settings.tp
+    wrong = _unshared(shape, tp)
+    if wrong:
+        fits = [n for n in (1, 2, 4, 8) if not _unshared(shape, n)]
+        raise BadOption(
+            f"engine 'megatron': tp={tp}: {wrong}",
+            f"this model takes tp={'|'.join(map(str, fits))}",
+        )
+
+
+def _unshared(shape: ModelShape, tp: int) -> str:
+    """What of the model `tp` ranks cannot share; empty where they can share it all."""
+    kv = shape.kv_heads
+    qkv = (shape.heads + 2 * kv) * shape.head_dim
+    if shape.heads % tp:
+        return f"{shape.heads} heads cannot be shared by {tp} ranks"
+    if kv % tp and tp % kv:
+        return f"{kv} key-value heads are neither a multiple nor a divisor of tp"
+    if shape.intermediate % tp:
+        return f"{shape.intermediate} MLP features cannot be shared by {tp} ranks"
+    if qkv % tp:
+        return f"{qkv} rows of q, k and v cannot be shared by {tp} ranks"
+    return ""
+
+
+def transformer_config(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) -> Any:
+    """The TransformerConfig, with dropout off."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.intermediate,
+        normalization="RMSNorm",
+        layernorm_epsilon=checkpoint.norm_eps,
+        gated_linear_unit=True,
+        activation_func=ACTIVATIONS[checkpoint.activation],
+        add_bias_linear=False,
+        add_qkv_bias=checkpoint.qkv_bias,
+        qk_layernorm=shape.family.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=settings.tp,
+        sequence_parallel=settings.sequence_parallel,
+        params_dtype=settings.dtype,
+        bf16=settings.dtype == torch.bfloat16,
+        fp16=settings.dtype == torch.float16,
+        use_cpu_initialization=settings.device.type == "cpu",
+        # The checkpoint fills every parameter.
+        perform_initialization=False,
+    )
+
+
+def layer_spec(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) -> Any:
+    """The block of layers, megatron-core's own modules wherever they can do what is asked."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    from rlk_align.engines.megatron.attention import SequenceParallelRMSNorm, SequencesAttention
+
+    if settings.spec == "te":
+        return _te_spec(shape, checkpoint, settings)
+    spec = get_gpt_layer_local_spec(qk_layernorm=shape.family.qk_norm, normalization="RMSNorm")
+    norm: Any = WrappedTorchNorm
+    attention = spec.submodules.self_attention.submodules
+    if settings.sequence_parallel:
+        norm = SequenceParallelRMSNorm
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
+        if shape.family.qk_norm:
+            attention.q_layernorm = attention.k_layernorm = norm
+    if settings.packed or any(checkpoint.windows):
+        attention.core_attention = functools.partial(SequencesAttention, windows=checkpoint.windows)
+    return TransformerBlockSubmodules(layer_specs=[spec] * shape.layers, layer_norm=norm)
+
+
+def _te_spec(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) -> Any:
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise MissingDependency(
+            "engine 'megatron': spec=te needs the package 'transformer_engine', which is not "
+            "installed",
+            "pip install 'transformer_engine[pytorch]', or spec=local",
+        )
+    unfit = {
+        "device=cpu": settings.device.type == "cpu",
+        "padding=left": not settings.packed and settings.padding == "left",
+        "a model with a sliding window": any(checkpoint.windows),
+    }
+    for what, is_so in unfit.items():
+        if is_so:
+            raise BadOption(f"engine 'megatron': spec=te does not take {what}", "spec=local does")
+    from megatron.core.extensions.transformer_engine import TENorm
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.family.qk_norm)
+    return TransformerBlockSubmodules(layer_specs=[spec] * shape.layers, layer_norm=TENorm)
+
+
+def build(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) -> Any:
+    """A GPTModel on the device, in eval mode, its parameters not yet filled.
+
+    Raises BadOption, MissingDependency or ModelError. megatron-core's parallel state must stand.
+    """
+    from megatron.core.models.gpt import GPTModel
+
+    from rlk_align.engines.megatron.attention import PositionedGPTModel
+
+    kind = PositionedGPTModel if settings.own_positions else GPTModel
+    model = kind(
+        config=transformer_config(shape, checkpoint, settings),
+        transformer_layer_spec=layer_spec(shape, checkpoint, settings),
+        vocab_size=padded_vocab(shape.vocab, settings.tp),
+        max_sequence_length=shape.context,
+        position_embedding_type="rope",
+        rotary_base=checkpoint.rope["rope_theta"],
+        rope_scaling=checkpoint.rope["rope_type"] == "llama3",
+        share_embeddings_and_output_weights=checkpoint.tied,
+    )
+    model.rotary_pos_emb = rotary_embedding(shape, checkpoint.rope, settings)
+    # Megatron's torch norms are made in float32 on the CPU; trainers cast and move the whole model.
+    return model.to(device=settings.device, dtype=settings.dtype).eval()
+
+
+def rotary_embedding(shape: ModelShape, rope: dict[str, Any], settings: Settings) -> Any:
+    """megatron-core's own, or ours where positions must be given, for `rope_parameters`."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    from rlk_align.engines.megatron.attention import PositionRotary
+
+    kind = PositionRotary if settings.own_positions else RotaryEmbedding
+    rotary = kind(
+        kv_channels=shape.head_dim,
+        rotary_percent=1.0,
+        rotary_base=rope["rope_theta"],
+        use_cpu_initialization=settings.device.type == "cpu",
+    )
+    if rope["rope_type"] == "llama3":
+        # GPTModel's switch takes Llama 3.1's own numbers for all but the factor.
+        rotary.inv_freq = rotary._apply_scaling(
+            rotary.inv_freq,
+            factor=rope["factor"],
+            low_freq_factor=rope["low_freq_factor"],
+            high_freq_factor=rope["high_freq_factor"],
+            original_max_position_embeddings=rope["original_max_position_embeddings"],
+        )
+    return rotary

@@ -1,0 +1,1 @@
+"""An engine's processes: jobs, ranks, heartbeats, interpreters, manifests."""

@@ -1,0 +1,94 @@
+"""The interpreter that an engine spec names with `python=`: whether rlk-align can run in it."""
+
+import importlib.metadata
+import json
+import subprocess
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from rlk_align.engines.process import versions
+from rlk_align.errors import BadOption, MissingDependency
+
+DISTRIBUTION = "rlk-align"
+_COMMAND_LINE_ONLY = ("typer", "rich", "packaging")
+"""Requirements that a worker does without."""
+_PATIENCE = 60.0
+"""Seconds within which an interpreter must answer."""
+
+
+def requirements() -> list[Requirement]:
+    """What a worker needs, from rlk-align's own metadata."""
+    declared = map(Requirement, importlib.metadata.requires(DISTRIBUTION) or [])
+    return [r for r in declared if r.marker is None and r.name not in _COMMAND_LINE_ONLY]
+
+
+def examine(python: str, module: str) -> dict[str, str]:
+    """The versions there of what rlk-align needs, and of what holds the engine's `module`.
+
+    Raises BadOption where `python` cannot be started or is no Python, MissingDependency where
+    what it has is missing or too old.
+    """
+    needed = requirements()
+    asked = {"distributions": [r.name for r in needed], "modules": [module] if module else []}
+    report = _ask(python, json.dumps(asked))
+    wanted = importlib.metadata.metadata(DISTRIBUTION)["Requires-Python"]
+    if not SpecifierSet(wanted).contains(report["python"], prereleases=True):
+        raise MissingDependency(
+            f"python={python} is Python {report['python']}; rlk-align needs {wanted}",
+            "make an environment for the engine with such a Python",
+        )
+    found = report["versions"]
+    wrong = [
+        f"{r} (has {found[r.name]})" if found[r.name] else str(r)
+        for r in needed
+        if not found[r.name] or not r.specifier.contains(found[r.name], prereleases=True)
+    ]
+    if wrong:
+        install = " ".join(f"'{r}'" for r in needed if any(w.startswith(r.name) for w in wrong))
+        raise MissingDependency(
+            f"python={python} lacks what rlk-align needs of it: {', '.join(wrong)}",
+            f"{python} -m pip install {install}",
+        )
+    return {name: version for name, version in found.items() if version}
+
+
+def _ask(python: str, question: str) -> dict:
+    command = [python, str(Path(versions.__file__).resolve()), question]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_PATIENCE,
+        )
+    except OSError as error:
+        raise BadOption(f"python={python} cannot be started: {error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise BadOption(f"python={python} is no Python: no answer in {_PATIENCE:g} s") from error
+    try:
+        report = json.loads(done.stdout.strip().rpartition("\n")[2])
+        if done.returncode == 0 and isinstance(report, dict) and "python" in report:
+            return report
+    except ValueError:
+        pass
+    said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
+    raise BadOption(
+        f"python={python} is no Python: asked for its versions, it ended with code "
+        f"{done.returncode} and said {said[:200]!r}",
+        "give the path of a Python interpreter, e.g. python=ENV/bin/python",
+    )
+
+
+def package_path(folder: Path, package: Path) -> Path:
+    """A folder, below `folder`, that holds this rlk-align and nothing else: what is installed
+    beside it must not take the place of what the other interpreter has."""
+    alone = folder / "package"
+    alone.mkdir(exist_ok=True)
+    link = alone / package.name
+    link.unlink(missing_ok=True)
+    link.symlink_to(package, target_is_directory=True)
+    return alone

@@ -1,0 +1,116 @@
+"""Starts an engine's ranks through torchrun, and says which of them failed, and how."""
+
+import multiprocessing
+import signal
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlk_align.engines.process.heartbeat import HEARTBEATS, heartbeats
+from rlk_align.engines.process.job import Events, Job, error_of, failed
+from rlk_align.engines.spec import EngineSpec
+from rlk_align.errors import BadOption, EngineFailed, RlkError
+
+
+def launch(job_path: Path, spec: EngineSpec, events: Events) -> None:
+    """Runs this worker's job once more in each of the engine's ranks; returns when all are done.
+
+    They meet on 127.0.0.1, at the spec's `port` or at a free one. Raises the error of the rank
+    that failed first, or EngineFailed where that rank ended without a word.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import get_args_parser, run
+
+    port = int(spec.option("port") or 0)
+    if port:
+        _check_free(port)
+    arguments = [
+        f"--nproc-per-node={spec.ranks}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{port}",
+        "--local-addr=127.0.0.1",
+        "--max-restarts=0",
+        "-m",
+        "rlk_align.engines.worker",
+        str(job_path),
+    ]
+    try:
+        run(get_args_parser().parse_args(arguments))
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        told = [e for e in events.unread() if "error" in e]
+        raise first_failure(codes, told, spec, job_path.parent) from error
+
+
+def _check_free(port: int) -> None:
+    with socket.socket() as probe:
+        # What an earlier run has closed may be used again, as the ranks themselves do.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise EngineFailed(
+                f"port {port}, at which the ranks were to meet, is taken: {error}",
+                "leave `port` out of the engine spec: a free one is then found",
+            ) from error
+        except OverflowError as error:
+            raise BadOption(f"port={port} is no port", "choose one from 1 to 65535") from error
+
+
+def first_failure(
+    codes: Mapping[int, int], told: list[dict], spec: EngineSpec, folder: Path
+) -> RlkError:
+    """The error of the rank to blame; the others then lost it.
+
+    `codes`: exit codes of the ranks that failed; `told`: the errors that ranks told, in order.
+    A rank that ended without a word was killed, before those that told of losing it; torchrun
+    itself ends with SIGTERM the ranks that are left.
+    """
+    spoke = {e["rank"] for e in told}
+    silent = [r for r, code in codes.items() if r not in spoke and code != -signal.SIGTERM]
+    if told and not silent:
+        return error_of(told[0])
+    rank = (silent or list(codes))[0]
+    return failed(
+        f"rank {rank} of {spec.ranks} of {spec} {death(codes[rank])}", rank_log(folder, rank)
+    )
+
+
+_PATIENCE = 1.0
+"""Seconds within which a rank that is lost has ended."""
+
+
+@contextmanager
+def children_watched(job: Job) -> Iterator[None]:
+    """Raises EngineFailed for a rank that the engine itself started and that was killed, in place
+    of what the engine says of losing it."""
+    children = multiprocessing.active_children()
+    try:
+        yield
+    except Exception as error:
+        # Losing a rank may be told of before the rank has been waited for.
+        for child in children:
+            child.join(_PATIENCE)
+        killed = [c for c in children if c.exitcode not in (None, 0, -signal.SIGTERM)]
+        if not killed:
+            raise
+        ranks = {p.pid: p.name for p in heartbeats(job.folder / HEARTBEATS)}
+        child = killed[0]
+        who = ranks.get(child.pid or 0, child.name)
+        what = f"{who} of {len(children)} of {job.engine} {death(child.exitcode or 0)}"
+        raise failed(what, job.folder / "worker.log", pid=child.pid) from error
+
+
+def rank_log(folder: Path, rank: int) -> Path:
+    """Where a rank's output goes."""
+    return folder / f"rank{rank}.log"
+
+
+def death(code: int) -> str:
+    """How a process ended, in words."""
+    if code >= 0:
+        return f"ended with code {code}"
+    name = signal.Signals(-code).name
+    hint = ", as the kernel does when memory runs out" if -code == signal.SIGKILL else ""
+    return f"was ended by {name}{hint}"

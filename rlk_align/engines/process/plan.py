@@ -1,0 +1,110 @@
+"""What a capture writes: which values it keeps, and how much that is in all."""
+
+import shutil
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlk_align.engines.process.job import Job
+from rlk_align.errors import TraceNotWritten
+from rlk_align.model.prompts import TokenBatch
+from rlk_align.model.sites import RowIndex, Site
+
+_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_ROW_BYTES = 80
+"""What a row's digest and statistics take in rows.parquet, uncompressed."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepRule:
+    """Which rows keep their values; log-probs always do."""
+
+    chosen: frozenset[str] = frozenset()
+    """Sites."""
+    share: float = 1.0
+    """Of their rows: a choice by (sample, position) alone, so that all sides keep the same."""
+
+    def __call__(self, site: str, sample: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """Bool `[N]` over rows at (sample, position), int `[N]` each."""
+        if site == "logprob":
+            return np.ones(len(sample), dtype=bool)
+        if site not in self.chosen:
+            return np.zeros(len(sample), dtype=bool)
+        if self.share >= 1.0:
+            return np.ones(len(sample), dtype=bool)
+        return _uniform(sample, position) < self.share
+
+
+KEEP_LOGPROBS = KeepRule()
+"""The rule of a control pass: digests, and of the log-probs their values too."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapturePlan:
+    """One capture, before it starts."""
+
+    keep: KeepRule
+    value_bytes: int
+    """Of the values that are kept, all passes together."""
+    row_bytes: int
+    """Of digests and statistics."""
+
+    def __str__(self) -> str:
+        share = f", values of {self.keep.share:.1%} of the rows" if self.keep.share < 1 else ""
+        total = _size(self.value_bytes + self.row_bytes)
+        return f"trace of up to {total}: values {_size(self.value_bytes)}{share}"
+
+
+def plan_capture(job: Job, sites: list[Site], batch: TokenBatch, dtype: str) -> CapturePlan:
+    """The rule of the observed passes: sites and layers that were asked for, all of their rows
+    where the capture's values fit the budget, else a share.
+
+    Raises TraceNotWritten where the disk cannot hold it.
+    """
+    chosen = frozenset(s.name for s in sites if _wanted(s, job))
+    index = RowIndex(_longest(batch, job.max_new_tokens))
+    value_bytes = row_bytes = 0
+    for name in job.passes:
+        kind, _, variant = name.partition(".")
+        for site in sites:
+            if variant not in ("", "repeat") and site.op != "logprob":
+                continue
+            rows = int(index.expected(site, decode=kind == "decode").sum())
+            row_bytes += _ROW_BYTES * rows
+            if not variant and site.name in chosen:
+                value_bytes += rows * site.features * _ITEM_BYTES.get(dtype, 4)
+    share = min(1.0, job.budget / max(1, value_bytes))
+    plan = CapturePlan(KeepRule(chosen, share), int(value_bytes * share), row_bytes)
+    needed, free = plan.value_bytes + row_bytes, shutil.disk_usage(job.folder).free
+    if needed > free:
+        raise TraceNotWritten(
+            f"this capture needs about {_size(needed)} in {job.folder}; {_size(free)} are free",
+            "free some space, choose another --run-dir, or lower --trace-budget",
+        )
+    return plan
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+
+
+def _wanted(site: Site, job: Job) -> bool:
+    in_layers = (
+        job.layers is None or site.layer is None or job.layers[0] <= site.layer <= job.layers[1]
+    )
+    return in_layers and (not job.sites or site.name in job.sites or site.op in job.sites)
+
+
+def _longest(batch: TokenBatch, max_new_tokens: int) -> TokenBatch:
+    """The batch, with the longest responses that a decode pass may still sample."""
+    if batch.sampled_tokens:
+        return batch
+    return batch.with_responses([[0] * max_new_tokens] * len(batch.samples))
+
+
+def _uniform(sample: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """A number in [0, 1) for each (sample, position), the same in every process: splitmix64."""
+    x = sample.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + position.astype(np.uint64)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (x >> np.uint64(11)).astype(np.float64) / 2.0**53

@@ -1,0 +1,40 @@
+"""Which versions of packages an interpreter has; also run as a script, by one that may have none.
+
+Imports nothing but the standard library.
+"""
+
+import functools
+import json
+import sys
+
+
+def versions(distributions, modules=()):  # type: ignore[no-untyped-def]
+    """Distribution -> version, None where it is missing; `modules` stand for what holds them."""
+    from importlib import metadata
+
+    names = set(distributions)
+    if modules:
+        names.update(d for m in modules for d in holders().get(m, ()))
+    found: dict = {}
+    for name in sorted(names):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+@functools.lru_cache(maxsize=None)  # noqa: UP033 - a Python too old must be able to say so
+def holders():  # type: ignore[no-untyped-def]
+    """Module -> the distributions that hold it; asked once, for it reads every file list."""
+    from importlib import metadata
+
+    return metadata.packages_distributions()
+
+
+if __name__ == "__main__":
+    report = {"python": ".".join(map(str, sys.version_info[:3]))}
+    if sys.version_info >= (3, 10):  # noqa: UP036 - a Python too old must be able to say so
+        asked = json.loads(sys.argv[1])
+        report["versions"] = versions(asked["distributions"], asked["modules"])
+    print(json.dumps(report))

@@ -1,0 +1,54 @@
+"""The engines by name. To add one: its folder here with an `info.py`, and a line in ENGINES.
+
+Third parties add engines through the entry-point group `rlk_align.engines`; the entry point
+names an EngineInfo.
+"""
+
+import importlib
+import importlib.metadata
+from typing import Any
+
+from rlk_align.engines.info import EngineInfo
+from rlk_align.errors import MissingDependency, UnknownEngine
+
+ENGINES = {
+    "hf": "rlk_align.engines.hf.info:HF",
+    "fsdp": "rlk_align.engines.hf.info:FSDP",
+    "megatron": "rlk_align.engines.megatron.info:MEGATRON",
+    "vllm": "rlk_align.engines.vllm.info:VLLM",
+    "replay": "rlk_align.engines.info:REPLAY",
+}
+"""Name -> where its EngineInfo stands."""
+
+
+def engine_info(name: str) -> EngineInfo:
+    """Raises UnknownEngine, naming the ones that exist."""
+    if name in ENGINES:
+        return _named(ENGINES[name])
+    plugins = importlib.metadata.entry_points(group="rlk_align.engines")
+    if name in plugins.names:
+        return plugins[name].load()
+    known = sorted({*ENGINES, *plugins.names})
+    raise UnknownEngine(f"engine {name!r} is unknown; choose from {', '.join(known)}")
+
+
+def require_installed(name: str) -> None:
+    """Raises MissingDependency, with the command that installs what is missing."""
+    info = engine_info(name)
+    if not info.installed:
+        raise MissingDependency(
+            f"engine {name!r} needs the package {info.package!r}, which is not installed",
+            info.install,
+        )
+
+
+def load_engine(name: str) -> type[Any]:
+    """The engine's class, a subclass of `engines.base.Engine`; imports whatever it needs."""
+    require_installed(name)
+    return _named(engine_info(name).target)
+
+
+def _named(target: str) -> Any:
+    """What `module:attribute` names."""
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,144 @@
+"""An engine spec, `NAME[:key=value,...]`: parsed once, checked before anything starts."""
+
+import re
+from dataclasses import dataclass, field
+
+from rlk_align.engines.info import EngineInfo, Option, OptionValue
+from rlk_align.engines.registry import engine_info
+from rlk_align.errors import BadOption
+
+DTYPES = {
+    "auto": "auto",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+    "half": "float16",
+    "float32": "float32",
+    "fp32": "float32",
+    "float": "float32",
+}
+
+COMMON_OPTIONS = {
+    "dtype": Option(default="auto"),
+    "device": Option(),
+    "model": Option(),
+    "python": Option(),
+    "patch": Option(),
+    "timeout": Option(float, default=600.0, starts_only=True),
+}
+"""What every engine takes. `patch=module:function` is called with the loaded model; `timeout` is
+in seconds, after which an engine that stands still is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """`NAME[:key=value,...]`, e.g. `vllm:dtype=bfloat16`."""
+
+    name: str
+    options: dict[str, OptionValue] = field(default_factory=dict)
+    """What was given."""
+
+    @property
+    def info(self) -> EngineInfo:
+        return engine_info(self.name)
+
+    def option(self, key: str) -> OptionValue | None:
+        """What was given, or the default; None leaves it to the engine."""
+        if key in self.options:
+            return self.options[key]
+        return (COMMON_OPTIONS | dict(self.info.options))[key].default
+
+    @property
+    def ranks(self) -> int:
+        """How many processes of ours the engine runs in."""
+        return int(self.option(self.info.ranks) or 1) if self.info.ranks else 1
+
+    @property
+    def processes(self) -> tuple[str, ...]:
+        """The processes that compute, ours or the engine's own, as they call themselves."""
+        counted = self.info.ranks or self.info.own_ranks
+        ranks = int(self.option(counted) or 1) if counted else 1
+        return tuple(f"rank {r}" for r in range(ranks)) if ranks > 1 else ("the engine",)
+
+    @property
+    def device(self) -> str | None:
+        """What the engine is to compute on; None leaves it the choice."""
+        device = self.option("device")
+        return None if device is None else str(device)
+
+    def dtype(self, checkpoint: str) -> str:
+        """What the engine is to compute in, given the checkpoint's own dtype."""
+        dtype = str(self.option("dtype"))
+        return checkpoint if dtype == "auto" else dtype
+
+    def canonical(self, checkpoint: str) -> "EngineSpec":
+        """The spec that says the same and nothing more, options sorted: for a bf16 checkpoint
+        `vllm:tp=1,dtype=bf16` is `vllm`."""
+        kept = {k: v for k, v in sorted(self.options.items()) if v != self._default(k, checkpoint)}
+        return EngineSpec(self.name, kept)
+
+    def _default(self, key: str, checkpoint: str) -> OptionValue | None:
+        if key == "dtype":
+            return "auto" if self.options[key] == "auto" else checkpoint
+        return EngineSpec(self.name).option(key)
+
+    @property
+    def computed(self) -> "EngineSpec":
+        """Without what only says how it is started."""
+        known = COMMON_OPTIONS | dict(self.info.options)
+        kept = {k: v for k, v in self.options.items() if not known[k].starts_only}
+        return EngineSpec(self.name, kept)
+
+    def __str__(self) -> str:
+        options = ",".join(f"{k}={v}" for k, v in self.options.items())
+        return f"{self.name}:{options}" if options else self.name
+
+    @classmethod
+    def parse(cls, text: str) -> "EngineSpec":
+        """Raises UnknownEngine or BadOption, naming what is known."""
+        name, _, rest = text.partition(":")
+        info = engine_info(name)
+        known = COMMON_OPTIONS | dict(info.options)
+        options: dict[str, OptionValue] = {}
+        for item in filter(None, rest.split(",")):
+            key, equals, value = item.partition("=")
+            if key not in known:
+                raise BadOption(
+                    f"engine {name!r} has no option {key!r}", f"known: {', '.join(sorted(known))}"
+                )
+            if not equals or not value:
+                raise BadOption(f"engine {name!r}: option {key!r} needs a value: {key}=VALUE")
+            if key in options:
+                raise BadOption(f"engine {name!r}: option {key!r} is given twice")
+            options[key] = _convert(name, key, value, known[key])
+        if conflict := info.conflict(options):
+            raise BadOption(f"engine {name!r}: {conflict}")
+        return cls(name, options)
+
+
+def _convert(engine: str, key: str, value: str, option: Option) -> OptionValue:
+    where = f"engine {engine!r}: {key}={value}"
+    if option.kind is int:
+        if not re.fullmatch(r"[0-9]+", value) or int(value) == 0:
+            raise BadOption(f"{where}: a positive whole number is wanted")
+        return int(value)
+    if option.kind is float:
+        if not re.fullmatch(r"[0-9]*\.?[0-9]+(e-?[0-9]+)?", value) or float(value) <= 0:
+            raise BadOption(f"{where}: a positive number is wanted")
+        return float(value)
+    if option.kind is bool:
+        if value.lower() not in ("1", "0", "true", "false"):
+            raise BadOption(f"{where}: 1 or 0 is wanted")
+        return value.lower() in ("1", "true")
+    if option.choices and value not in option.choices:
+        raise BadOption(f"{where} is unknown", f"choose from {', '.join(option.choices)}")
+    if key == "dtype":
+        if value not in DTYPES:
+            raise BadOption(f"{where}: unknown dtype; choose from {', '.join(DTYPES)}")
+        return DTYPES[value]
+    if key == "device" and not re.fullmatch(r"cpu|cuda(:[0-9]+)?", value):
+        raise BadOption(f"{where} is unknown", "choose cpu, cuda or cuda:N")
+    if key == "patch" and not re.fullmatch(r"[\w.]+:\w+", value):
+        raise BadOption(f"{where}: module:function is wanted")
+    return value

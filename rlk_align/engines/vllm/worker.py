@@ -1,0 +1,205 @@
+"""What runs inside vLLM's worker: the live model's identity, and the taps.
+
+vLLM mixes WorkerExtension into its Worker class (`worker_extension_cls`), so its methods see
+`self.model_runner`. Names start with `rlk_` because vLLM refuses ones that its Worker has.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlk_align.engines.common.attributes import activation_name, norm_eps, per_layer
+from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, record_parameter
+from rlk_align.engines.common.user_patch import apply_patch
+from rlk_align.engines.process import heartbeat
+from rlk_align.engines.spec import EngineSpec
+from rlk_align.engines.vllm.parallel import TensorParallel
+from rlk_align.engines.vllm.taps import VLLMTaps
+from rlk_align.model.families import ModelShape
+from rlk_align.trace.writer import PassWriter
+
+
+@dataclass(frozen=True, slots=True)
+class TapPlan:
+    """One pass to observe; it travels to the worker processes."""
+
+    open: Callable[[], PassWriter]
+    """Opens the part of the pass that rank 0 writes."""
+    shape: ModelShape
+    samples: dict[str, int]
+    """Request id, as outputs name it -> sample."""
+    sampled: list[range]
+    """Per sample, the positions whose logits are wanted."""
+    kind: str
+    """`decode` or `prefill`: whether logits come from sampling or from prompt log-probs."""
+
+
+class WorkerExtension:
+    """Methods that vLLM's `collective_rpc` can call by name."""
+
+    model_runner: Any
+
+    def rlk_start_heartbeat(self, folder: Path, waits: tuple[str, ...]) -> None:
+        """Notes the heartbeat of a worker process that vLLM started."""
+        heartbeat.start(folder, f"rank {TensorParallel().rank}", waits)
+
+    def rlk_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def rlk_patch(self, spec: EngineSpec) -> None:
+        apply_patch(spec, self.model_runner.get_model())
+
+    def rlk_attributes(self) -> dict[str, Any]:
+        return vllm_attributes(self.model_runner.get_model())
+
+    def rlk_weights(self) -> list[ParameterRecord]:
+        parallel = TensorParallel()
+        with torch.inference_mode():
+            live = vllm_weights(self.model_runner.get_model(), parallel)
+            # Every rank gathers; only what rank 0 says is used.
+            return [record_parameter(p) for p in live if parallel.rank == 0]
+
+    def rlk_tap(self, plan: TapPlan) -> None:
+        parallel = TensorParallel()
+        self._rlk_writer = plan.open() if parallel.rank == 0 else None
+        self._rlk_taps = VLLMTaps(
+            self.model_runner,
+            parallel,
+            plan.shape,
+            self._rlk_writer,
+            plan.samples,
+            plan.sampled,
+            plan.kind,
+        )
+        self._rlk_taps.install()
+
+    def rlk_untap(self) -> None:
+        self._rlk_taps.close()
+        if self._rlk_writer is not None:
+            self._rlk_writer.close()
+
+
+def vllm_attributes(model: Any) -> dict[str, Any]:
+    """What decides a live vLLM model's numbers beside its weights; names as `hf_attributes`."""
+    layers, config = list(model.model.layers), model.config
+    attention = [layer.self_attn for layer in layers]
+    rotary = attention[0].rotary_emb
+    dtype = next(p.dtype for p in model.parameters())
+    return {
+        "layers": len(layers),
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        **per_layer("heads", [a.total_num_heads for a in attention]),
+        **per_layer("kv_heads", [a.total_num_kv_heads for a in attention]),
+        **per_layer("head_dim", [a.head_dim for a in attention]),
+        **per_layer("attention_scale", [float(f"{a.attn.impl.scale:.6g}") for a in attention]),
+        **per_layer("sliding_window", [_window(a.attn) for a in attention]),
+        "rope_type": config.rope_parameters["rope_type"],
+        "rope_theta": float(f"{rotary.base:.5g}"),
+        "rope_dim": rotary.rotary_dim,
+        **per_layer("norm_eps", [norm_eps(layer) for layer in layers]),
+        "final_norm_eps": model.model.norm.variance_epsilon,
+        **per_layer("activation", [_activation(layer.mlp, dtype) for layer in layers]),
+        "tie_word_embeddings": bool(config.tie_word_embeddings),
+        "padding_side": None,
+    }
+
+
+def _window(attention: Any) -> int | None:
+    window = attention.sliding_window
+    return None if window in (None, -1) else int(window)
+
+
+def _activation(mlp: Any, dtype: torch.dtype) -> str:
+    """vLLM's activation multiplies by the second half: one there leaves act(x)."""
+    device = mlp.down_proj.bias.device if mlp.down_proj.bias is not None else None
+
+    def act(x: torch.Tensor) -> torch.Tensor:
+        x = x.to(device or _device_of(mlp))
+        # [1, F]: kernels want a token dimension.
+        return mlp.act_fn(torch.cat([x, torch.ones_like(x)])[None])[0].cpu()
+
+    return activation_name(act, dtype)
+
+
+def _device_of(module: Any) -> torch.device:
+    return next(module.parameters()).device
+
+
+def vllm_weights(model: Any, parallel: TensorParallel) -> Iterator[LiveParameter]:
+    """Canonical parameters of a live vLLM model, unfused and un-sharded, in the checkpoint's
+    layout."""
+    config, vocab = model.config, model.config.vocab_size
+
+    def whole(name: str, module: Any) -> LiveParameter:
+        value = module.weight
+        return LiveParameter(name, value, replicas=parallel.replicas(value))
+
+    def vocabulary(name: str, module: Any) -> LiveParameter:
+        value = parallel.gather(module.weight, 0)[:vocab]
+        return LiveParameter(name, value, parallel.shards(0, module.weight.shape[0], vocab))
+
+    yield vocabulary("embed", model.model.embed_tokens)
+    for i, layer in enumerate(model.model.layers):
+        name, attention, mlp = f"layers.{i}", layer.self_attn, layer.mlp
+        copies = max(1, parallel.world // config.num_key_value_heads)
+        yield whole(f"{name}.attn_norm", layer.input_layernorm)
+        sizes = {"q_proj": attention.q_size, "k_proj": attention.kv_size}
+        sizes["v_proj"] = attention.kv_size
+        yield from _columns(name, sizes, attention.qkv_proj, parallel, copies)
+        for op in ("q_norm", "k_norm"):
+            if hasattr(attention, op):
+                yield whole(f"{name}.{op}", getattr(attention, op))
+        yield from _input_sharded(f"{name}.o_proj", attention.o_proj, parallel)
+        yield whole(f"{name}.mlp_norm", layer.post_attention_layernorm)
+        half = live_weight(mlp.gate_up_proj).shape[0] // 2
+        both = {"gate_proj": half, "up_proj": half}
+        yield from _columns(name, both, mlp.gate_up_proj, parallel)
+        yield from _input_sharded(f"{name}.down_proj", mlp.down_proj, parallel)
+    yield whole("final_norm", model.model.norm)
+    yield vocabulary("lm_head", model.lm_head)
+
+
+def _columns(
+    layer: str, sizes: dict[str, int], module: Any, parallel: TensorParallel, copies: int = 1
+) -> Iterator[LiveParameter]:
+    """Fused operators, each sharded by its outputs. `copies`: how many ranks hold one and the
+    same k and v, where there are more ranks than heads."""
+    parameters = [("", live_weight(module))]
+    if getattr(module, "bias", None) is not None:
+        parameters.append((".bias", module.bias))
+    for suffix, value in parameters:
+        for (op, size), part in zip(sizes.items(), value.split(list(sizes.values())), strict=True):
+            each = copies if op in ("k_proj", "v_proj") else 1
+            whole = parallel.gather(part, 0, each)
+            shards = parallel.shards(0, size, whole.shape[0], each)
+            yield LiveParameter(f"{layer}.{op}{suffix}", whole, shards)
+
+
+def _input_sharded(name: str, module: Any, parallel: TensorParallel) -> Iterator[LiveParameter]:
+    """An operator sharded by its inputs, whose bias every rank holds."""
+    part = live_weight(module)
+    whole = parallel.gather(part, 1)
+    yield LiveParameter(name, whole, parallel.shards(1, part.shape[1], whole.shape[1]))
+    if getattr(module, "bias", None) is not None:
+        yield LiveParameter(f"{name}.bias", module.bias)
+
+
+def live_weight(module: Any) -> torch.Tensor:
+    """The weight `[out, in]` that a linear layer computes with.
+
+    On CPUs vLLM packs it into another layout and empties the parameter: the identity, pushed
+    through the layer, gives it back bit for bit, but for the sign of zero.
+    """
+    if module.weight.numel():
+        return module.weight
+    dtype = module.params_dtype
+    size = module.input_size_per_partition
+    columns = [
+        module.quant_method.apply(module, block, None)
+        for block in torch.eye(size, dtype=dtype).split(1024)
+    ]
+    return torch.cat(columns).T

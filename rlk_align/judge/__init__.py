@@ -1,0 +1,1 @@
+"""A Comparison held against a contract. Imports neither torch nor traces."""

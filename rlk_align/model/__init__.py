@@ -1,0 +1,1 @@
+"""What is compared: prompts, families, sites, edges, the checkpoint."""

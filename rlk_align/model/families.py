@@ -1,0 +1,80 @@
+"""Model families as tables: what a checkpoint's config says of its operators."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlk_align.errors import ModelError
+from rlk_align.model.checkpoint import read_config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """What sets one decoder family apart from the others."""
+
+    qk_norm: bool = False
+    """RMSNorm on each head of q and k before the rotary embedding."""
+    qkv_bias: bool = False
+    """Biases on q, k and v even where the config does not say so."""
+
+
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm=True),
+}
+"""By the config's `model_type`. To add a dense decoder family, add its line here."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """The sizes that fix a model's sites."""
+
+    model_type: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    context: int
+    """Longest sequence, in tokens, that the positions allow."""
+    dtype: str
+    """The checkpoint's own dtype, e.g. `bfloat16`."""
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.model_type]
+
+
+def read_shape(model: Path) -> ModelShape:
+    """The shape of the checkpoint in folder `model`, from its config.json alone.
+
+    Raises ModelError where the folder or its config is missing or unreadable, or where the
+    family is unknown.
+    """
+    config = read_config(model)
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ModelError(
+            f"{model}: model_type {kind!r} is not a known family",
+            f"known: {', '.join(sorted(FAMILIES))}; a dense decoder is one line in families.py",
+        )
+    try:
+        heads = int(config["num_attention_heads"])
+        hidden = int(config["hidden_size"])
+        return ModelShape(
+            model_type=kind,
+            layers=int(config["num_hidden_layers"]),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or hidden // heads),
+            intermediate=int(config["intermediate_size"]),
+            vocab=int(config["vocab_size"]),
+            context=int(config["max_position_embeddings"]),
+            dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        )
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise ModelError(f"{model}/config.json: {error!r} is missing or malformed") from error

@@ -1,0 +1,198 @@
+"""Prompts -> TokenBatch: the token ids that both engines see."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlk_align.errors import CorruptTrace, PromptError
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, as text or, where the user fixed them, as token ids."""
+
+    id: str
+    text: str | None
+    ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sequence: a prompt and what was sampled after it."""
+
+    prompt_id: str
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...] = ()
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return self.prompt_ids + self.response_ids
+
+    @property
+    def sampled_positions(self) -> range:
+        """Positions whose next token was sampled: there a log-prob is wanted."""
+        return range(len(self.prompt_ids) - 1, len(self.ids) - 1)
+
+
+_DIGEST = b"blake2b"
+_SCHEMA = pa.schema(
+    [
+        ("sample", pa.int32()),
+        ("prompt_id", pa.string()),
+        ("position", pa.int32()),
+        ("token", pa.int32()),
+        ("sampled", pa.bool_()),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """The sequences of a run, in order; sample i is `samples[i]`."""
+
+    samples: tuple[Sample, ...]
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(len(s.response_ids) for s in self.samples)
+
+    def with_responses(self, responses: Sequence[Sequence[int]]) -> "TokenBatch":
+        """The same prompts, followed by these sampled ids."""
+        assert len(responses) == len(self.samples)
+        return TokenBatch(
+            tuple(
+                replace(s, response_ids=tuple(r))
+                for s, r in zip(self.samples, responses, strict=True)
+            )
+        )
+
+    def save(self, path: Path) -> None:
+        """Writes a table with a row per token: sample, prompt_id, position, token, sampled."""
+        rows = [
+            (i, s.prompt_id, p, token, p >= len(s.prompt_ids))
+            for i, s in enumerate(self.samples)
+            for p, token in enumerate(s.ids)
+        ]
+        columns = [list(c) for c in zip(*rows, strict=True)]
+        table = pa.Table.from_arrays(
+            [pa.array(c, f.type) for c, f in zip(columns, _SCHEMA, strict=True)], schema=_SCHEMA
+        )
+        table = table.replace_schema_metadata({_DIGEST: self._digest()})
+        pq.write_table(table, path, write_page_checksum=True)
+
+    def _digest(self) -> bytes:
+        """Of everything that the table says; the file's names and types have no checksum."""
+        text = repr([(s.prompt_id, s.prompt_ids, s.response_ids) for s in self.samples])
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest().encode()
+
+    @classmethod
+    def load(cls, path: Path) -> "TokenBatch":
+        """Reads what `save` wrote. Raises CorruptTrace where it is not that."""
+        try:
+            table = pq.read_table(path, page_checksum_verification=True)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise CorruptTrace(f"{path} cannot be read: {error}") from error
+        if not table.schema.equals(_SCHEMA):
+            raise CorruptTrace(f"{path} has other columns than a batch of tokens")
+        parts: dict[int, tuple[str, list[int], list[int]]] = {}
+        for row in table.to_pylist():
+            _, prompt, response = parts.setdefault(row["sample"], (row["prompt_id"], [], []))
+            if row["position"] != len(prompt) + len(response):
+                raise CorruptTrace(f"{path}: sample {row['sample']} lacks a position")
+            (response if row["sampled"] else prompt).append(row["token"])
+        if sorted(parts) != list(range(len(parts))) or not parts:
+            raise CorruptTrace(f"{path}: samples are missing")
+        batch = cls(
+            tuple(Sample(i, tuple(p), tuple(r)) for i, p, r in (parts[k] for k in sorted(parts)))
+        )
+        if (table.schema.metadata or {}).get(_DIGEST) != batch._digest():
+            raise CorruptTrace(f"{path} was changed after it was written")
+        return batch
+
+
+def load_prompts(path: Path) -> list[Prompt]:
+    """Prompts from JSON Lines (`{"prompt": text}` or `{"ids": [...]}`, and an optional `id`)
+    or from any other text file, one prompt a line.
+
+    Raises PromptError, naming the line, where the file is missing, empty or malformed.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PromptError(f"prompts cannot be read: {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise PromptError(f"prompts are not UTF-8: {path}: {error}") from error
+    lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise PromptError(f"no prompts in {path}", "give at least one prompt")
+    if path.suffix not in (".jsonl", ".json"):
+        return [Prompt(f"line{n}", line) for n, line in lines]
+    prompts = [_parse_line(path, n, line) for n, line in lines]
+    seen: set[str] = set()
+    for (number, _), prompt in zip(lines, prompts, strict=True):
+        if prompt.id in seen:
+            raise PromptError(f"{path}:{number}: id {prompt.id!r} is there already")
+        seen.add(prompt.id)
+    return prompts
+
+
+def save_prompts(prompts: list[Prompt], path: Path) -> None:
+    """Writes prompts as JSON Lines."""
+    records = [
+        {"id": p.id, "ids": list(p.ids)} if p.ids else {"id": p.id, "prompt": p.text}
+        for p in prompts
+    ]
+    lines = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records)
+    path.write_text(lines, encoding="utf-8")
+
+
+def _parse_line(path: Path, number: int, line: str) -> Prompt:
+    where = f"{path}:{number}"
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise PromptError(f"{where}: not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise PromptError(f"{where}: not a JSON object")
+    name, text, ids = (
+        str(record.get("id", f"line{number}")),
+        record.get("prompt"),
+        record.get("ids"),
+    )
+    if ids is not None:
+        if not isinstance(ids, list) or not ids or not all(type(t) is int and t >= 0 for t in ids):
+            raise PromptError(f"{where}: 'ids' must be a non-empty list of token ids")
+        return Prompt(name, None, tuple(ids))
+    if text is not None and not isinstance(text, str):
+        raise PromptError(f"{where}: 'prompt' is {text!r}; text is wanted")
+    if not text:
+        raise PromptError(f"{where}: 'prompt' is missing or empty")
+    try:
+        (name + text).encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(f"{where}: not text: {error}") from error
+    return Prompt(name, text)
+
+
+def check_lengths(batch: TokenBatch, context: int, vocab: int, max_new_tokens: int) -> None:
+    """Raises PromptError for a prompt that has no tokens, does not fit the model's context
+    together with the tokens to sample, or has ids beyond the vocabulary."""
+    for s in batch.samples:
+        if not s.prompt_ids:
+            raise PromptError(f"prompt {s.prompt_id!r} has no tokens")
+        if max(s.ids) >= vocab:
+            raise PromptError(
+                f"prompt {s.prompt_id!r} has token id {max(s.ids)}; "
+                f"the model's vocabulary has {vocab} entries"
+            )
+        if len(s.ids) + max_new_tokens > context:
+            raise PromptError(
+                f"prompt {s.prompt_id!r} is too long: {len(s.ids)} tokens and {max_new_tokens} "
+                f"new ones exceed the {context} positions that the engine has for it",
+                "shorten the prompt or lower --max-new-tokens",
+            )

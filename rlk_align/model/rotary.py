@@ -1,0 +1,64 @@
+"""The rotary embedding that a checkpoint's config asks for."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlk_align.model.checkpoint import read_config
+from rlk_align.model.families import ModelShape
+
+FIXED = ("default", "linear", "llama3", "yarn")
+"""Kinds whose frequencies do not depend on the sequence."""
+_LEAST_PAIRS = 8
+"""With fewer, a rotation by one position cannot be told from one by another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """The rotary embedding that the checkpoint's config asks for."""
+
+    inv_freq: tuple[float, ...]
+    """w_j, radians for each position; the rotated width is twice their number."""
+    heads: int
+    """Of the queries."""
+    context: int
+    """Positions are below it."""
+    source: str
+    """The site that layer 0's `q_rope` rotates."""
+
+
+def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """`rope_type`, `rope_theta` and what the kind needs, from either form of config.json."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = given.get("rope_type") or given.get("type") or "default"
+    theta = given.get("rope_theta") or config.get("rope_theta") or 10000.0
+    return {**given, "rope_type": kind, "rope_theta": float(theta)}
+
+
+def checkpoint_rotary(model: Path, shape: ModelShape) -> Rotary | None:
+    """None where positions cannot be measured: the frequencies change with the sequence, or a
+    head is too small."""
+    config = read_config(model)
+    rope = rope_parameters(config)
+    if rope["rope_type"] not in FIXED or shape.head_dim < 2 * _LEAST_PAIRS:
+        return None
+    return Rotary(
+        inv_freq=_frequencies(model, shape, rope, float(config.get("partial_rotary_factor", 1.0))),
+        heads=shape.heads,
+        context=shape.context,
+        source="layers.0.q_norm" if shape.family.qk_norm else "layers.0.q_proj",
+    )
+
+
+def _frequencies(
+    model: Path, shape: ModelShape, rope: dict[str, Any], partial: float
+) -> tuple[float, ...]:
+    if rope["rope_type"] == "default":
+        width = int(shape.head_dim * partial)
+        return tuple(rope["rope_theta"] ** (-j / width) for j in range(0, width, 2))
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = AutoConfig.from_pretrained(model, local_files_only=True)
+    inv_freq, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
+    return tuple(inv_freq.tolist())

@@ -1,0 +1,142 @@
+"""The canonical operators of a decoder transformer, in execution order.
+
+A site is the output of one operator, `[tokens, features]`. A unit is an operator with its
+inputs, which are sites too: the table below is the graph by which a difference is told to be
+introduced (inputs equal, outputs differ) or inherited.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlk_align.errors import BadOption
+from rlk_align.model.families import ModelShape
+from rlk_align.model.prompts import TokenBatch
+
+ELEMENTWISE, REDUCTION, MATMUL, ATTENTION, LOGPROB = (
+    "elementwise",
+    "reduction",
+    "matmul",
+    "attention",
+    "logprob",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One canonical operator's output."""
+
+    name: str
+    """E.g. `layers.3.down_proj`."""
+    layer: int | None
+    op: str
+    """The name without its layer, e.g. `down_proj`."""
+    op_class: str
+    """elementwise, reduction, matmul, attention or logprob: what contracts speak of."""
+    inputs: tuple[str, ...]
+    """Sites whose row p the operator reads for its own row p."""
+    prefix_inputs: tuple[str, ...]
+    """Sites of which it reads every row up to and including p: attention's k and v."""
+    features: int
+
+    @property
+    def sampled_rows_only(self) -> bool:
+        """Whether its rows exist only where the next token was sampled."""
+        return self.op in ("logits", "logprob")
+
+
+def model_sites(shape: ModelShape) -> list[Site]:
+    """Every site of a model of that shape, in execution order."""
+    sites: list[Site] = []
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+
+    def add(
+        op: str,
+        op_class: str,
+        inputs: tuple[str, ...],
+        features: int,
+        layer: int | None = None,
+        prefix_inputs: tuple[str, ...] = (),
+    ) -> str:
+        name = op if layer is None else f"layers.{layer}.{op}"
+        sites.append(Site(name, layer, op, op_class, inputs, prefix_inputs, features))
+        return name
+
+    stream = add("embed", ELEMENTWISE, (), shape.hidden)
+    for i in range(shape.layers):
+        normed = add("attn_norm", REDUCTION, (stream,), shape.hidden, i)
+        query = add("q_proj", MATMUL, (normed,), q, i)
+        key = add("k_proj", MATMUL, (normed,), kv, i)
+        value = add("v_proj", MATMUL, (normed,), kv, i)
+        if shape.family.qk_norm:
+            query = add("q_norm", REDUCTION, (query,), q, i)
+            key = add("k_norm", REDUCTION, (key,), kv, i)
+        query = add("q_rope", ELEMENTWISE, (query,), q, i)
+        key = add("k_rope", ELEMENTWISE, (key,), kv, i)
+        attended = add("attn", ATTENTION, (query,), q, i, prefix_inputs=(key, value))
+        out = add("o_proj", MATMUL, (attended,), shape.hidden, i)
+        stream = add("attn_residual", ELEMENTWISE, (stream, out), shape.hidden, i)
+        normed = add("mlp_norm", REDUCTION, (stream,), shape.hidden, i)
+        gate = add("gate_proj", MATMUL, (normed,), shape.intermediate, i)
+        up = add("up_proj", MATMUL, (normed,), shape.intermediate, i)
+        act = add("act", ELEMENTWISE, (gate, up), shape.intermediate, i)
+        down = add("down_proj", MATMUL, (act,), shape.hidden, i)
+        stream = add("mlp_residual", ELEMENTWISE, (stream, down), shape.hidden, i)
+    normed = add("final_norm", REDUCTION, (stream,), shape.hidden)
+    logits = add("logits", MATMUL, (normed,), shape.vocab)
+    add("logprob", LOGPROB, (logits,), 1)
+    return sites
+
+
+def check_selection(chosen: tuple[str, ...], sites: list[Site]) -> None:
+    """Raises BadOption for a chosen name that is neither a site nor an operator."""
+    known = {s.name for s in sites} | {s.op for s in sites}
+    for name in chosen:
+        if name not in known:
+            ops = ", ".join(dict.fromkeys(s.op for s in sites))
+            raise BadOption(f"--sites: {name!r} is no site of this model", f"operators: {ops}")
+
+
+class RowIndex:
+    """Numbers every (sample, position) of a batch: row = offset[sample] + position."""
+
+    def __init__(self, batch: TokenBatch) -> None:
+        self.batch = batch
+        lengths = np.array([len(s.ids) for s in batch.samples], dtype=np.int64)
+        self.offsets = np.concatenate([[0], np.cumsum(lengths)])
+
+    def __len__(self) -> int:
+        return int(self.offsets[-1])
+
+    def rows(self, sample: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """Row numbers of (sample, position) pairs, -1 for a pair outside the batch."""
+        known = (sample >= 0) & (sample < len(self.offsets) - 1) & (position >= 0)
+        base = self.offsets[np.where(known, sample, 0)]
+        end = self.offsets[np.where(known, sample, 0) + 1]
+        row = base + position
+        return np.where(known & (row < end), row, -1)
+
+    def locate(self, row: int) -> tuple[int, int]:
+        """The (sample, position) of a row number."""
+        sample = int(np.searchsorted(self.offsets, row, side="right")) - 1
+        return sample, row - int(self.offsets[sample])
+
+    def expected(self, site: Site, decode: bool) -> np.ndarray:
+        """Which rows a complete pass holds for that site, as a mask over all rows.
+
+        Sites of the hidden states have every position; in a decode pass the last sampled
+        token never enters the model. Logits and log-probs at position p speak of token p+1
+        and are wanted where that token was sampled.
+        """
+        mask = np.zeros(len(self), dtype=bool)
+        for s, start in zip(self.batch.samples, self.offsets, strict=False):
+            first = len(s.prompt_ids) - 1 if site.sampled_rows_only else 0
+            last = len(s.ids) - (1 if site.sampled_rows_only or decode else 0)
+            mask[start + first : start + last] = True
+        return mask
+
+    def prefix_all(self, good: np.ndarray) -> np.ndarray:
+        """For each row, whether `good` holds at it and at every earlier row of its sample."""
+        bad = np.concatenate([[0], np.cumsum(~good)])
+        starts = np.repeat(self.offsets[:-1], np.diff(self.offsets))
+        return (bad[1:] - bad[starts]) == 0

@@ -1,0 +1,148 @@
+"""The tensors of a checkpoint: what its config asks for, held against what its files hold.
+
+An engine that misses a tensor fills in a default, or random numbers, and says little about it; two
+such engines even agree. So this is checked before any engine starts, for all engines alike.
+
+Left out on purpose: `*.rotary_emb.inv_freq`, which follows from the config, and the head of a
+checkpoint with tied heads, which has to be the embedding where it is stored at all. Quantized
+checkpoints have tensors of their own, and are not checked.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from rlk_align.errors import ModelError
+from rlk_align.model.checkpoint import LAYER_MODULES, read_config, tensor_name
+from rlk_align.model.families import ModelShape
+
+_NAMED = 4
+"""Tensors of a kind that an error names; the rest is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as its file's header has it."""
+
+    file: Path
+    shape: tuple[int, ...]
+
+
+def expected_tensors(config: dict, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor that the config asks for; the head also where it is tied."""
+    h, query, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    weights = {
+        **{"attn_norm": (h,), "mlp_norm": (h,), "o_proj": (h, query)},
+        **{"q_proj": (query, h), "k_proj": (kv, h), "v_proj": (kv, h)},
+        **{"gate_proj": (shape.intermediate, h), "up_proj": (shape.intermediate, h)},
+        "down_proj": (h, shape.intermediate),
+    }
+    if shape.family.qk_norm:
+        weights |= {"q_norm": (shape.head_dim,), "k_norm": (shape.head_dim,)}
+    found = {tensor_name("embed"): (shape.vocab, h), tensor_name("final_norm"): (h,)}
+    found[tensor_name("lm_head")] = (shape.vocab, h)
+    biased = set(_biased(config, shape))
+    for i in range(shape.layers):
+        for op in LAYER_MODULES:
+            if op in weights:
+                found[tensor_name(f"layers.{i}.{op}")] = weights[op]
+            if op in biased:
+                found[tensor_name(f"layers.{i}.{op}.bias")] = weights[op][:1]
+    return found
+
+
+def _biased(config: dict, shape: ModelShape) -> Iterator[str]:
+    if shape.family.qkv_bias or config.get("attention_bias"):
+        yield from ("q_proj", "k_proj", "v_proj")
+    if config.get("attention_bias") and not shape.family.qkv_bias:
+        yield "o_proj"
+    if config.get("mlp_bias"):
+        yield from ("gate_proj", "up_proj", "down_proj")
+
+
+def weight_files(model: Path) -> list[Path]:
+    """The safetensors files of a checkpoint.
+
+    Raises ModelError where there are none, or where its index names one outside of its folder.
+    """
+    index = model / "model.safetensors.index.json"
+    if not index.is_file():
+        if not (model / "model.safetensors").is_file():
+            raise ModelError(
+                f"{model} has no model.safetensors", "save the checkpoint as safetensors"
+            )
+        return [model / "model.safetensors"]
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"{index} is no index of weights: {error!r}") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ModelError(f"{index} points outside of the checkpoint's folder: {name!r}")
+        if not (model / name).is_file():
+            raise ModelError(f"{model}: {name} is missing, and {index.name} names it")
+    return [model / name for name in names]
+
+
+def stored_tensors(model: Path) -> dict[str, StoredTensor]:
+    """What the files of a checkpoint hold, by their headers alone. Raises ModelError."""
+    found: dict[str, StoredTensor] = {}
+    for path in weight_files(model):
+        try:
+            with safe_open(path, framework="np") as file:
+                for name in file.keys():  # noqa: SIM118 - it is no dict
+                    shape = tuple(file.get_slice(name).get_shape())
+                    found[name] = StoredTensor(path, shape)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"could not load {path}: {error}") from error
+    return found
+
+
+def check_tensors(model: Path, shape: ModelShape) -> None:
+    """Raises ModelError where tensors are missing, unexpected, or of another shape."""
+    config = read_config(model)
+    if config.get("quantization_config"):
+        weight_files(model)
+        return
+    expected, stored = expected_tensors(config, shape), stored_tensors(model)
+    head, tied = tensor_name("lm_head"), bool(config.get("tie_word_embeddings"))
+    missing = [n for n in expected if n not in stored and not (tied and n == head)]
+    unexpected = [n for n in stored if n not in expected and not n.endswith(".inv_freq")]
+    shaped = [
+        f"{n} {list(stored[n].shape)} instead of {list(expected[n])}"
+        for n in expected
+        if n in stored and stored[n].shape != expected[n]
+    ]
+    kinds = {"lacks": missing, "has, and its config does not ask for,": unexpected}
+    wrong = [f"{verb} {_list(names)}" for verb, names in kinds.items() if names]
+    wrong += [f"has other shapes: {_list(shaped)}"] if shaped else []
+    if not wrong and tied and head in stored and _digest(stored, head) != _digest(stored):
+        wrong = [f"ties its head to the embedding, and has another {head}"]
+    if wrong:
+        raise ModelError(
+            f"{model}: the checkpoint {'; it '.join(wrong)}",
+            "it is incomplete, or its config.json belongs to another model",
+        )
+
+
+def _list(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def _digest(stored: dict[str, StoredTensor], name: str = "model.embed_tokens.weight") -> bytes:
+    """Of a tensor's bytes, read from its file as they lie there."""
+    path = stored[name].file
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        first, last = json.loads(file.read(size))[name]["data_offsets"]
+        file.seek(8 + size + first)
+        digest, left = hashlib.blake2b(), last - first
+        while left > 0 and (chunk := file.read(min(left, 1 << 24))):
+            digest.update(chunk)
+            left -= len(chunk)
+    return digest.digest()

@@ -1,0 +1,39 @@
+"""Progress of long work, on stderr: a live line on a terminal, a line per stage elsewhere."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.markup import escape
+
+from rlk_align.text import printable
+
+Progress = Callable[[str, int, int], None]
+"""How long work tells how far it is: (stage, done, total); total 0 where nothing is counted."""
+
+
+@contextmanager
+def show_progress(name: str) -> Iterator[Progress]:
+    """Shows what is told for as long as the context is entered."""
+    console = Console(stderr=True, highlight=False)
+    started = time.monotonic()
+    last = ""
+
+    def line(stage: str, done: int, total: int) -> str:
+        count = f" {done}/{total}" if total else ""
+        said = escape(f"{name}: {printable(stage)}{count}")
+        return f"[dim]{time.monotonic() - started:6.1f}s[/dim] {said}"
+
+    if console.is_terminal:
+        with console.status("") as status:
+            yield lambda stage, done, total: status.update(line(stage, done, total))
+        return
+
+    def tell(stage: str, done: int, total: int) -> None:
+        nonlocal last
+        if stage != last:
+            last = stage
+            console.print(line(stage, 0, 0), soft_wrap=True)
+
+    yield tell

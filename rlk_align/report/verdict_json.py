@@ -1,0 +1,104 @@
+"""The verdict for programs: the record `rlk-align/verdict/1`."""
+
+import math
+from typing import Any
+
+from rlk_align.judge.verdict import PARITY_KINDS, Verdict, coverage, divergence_edge, parity
+from rlk_align.results import Comparison, Noise
+
+
+def verdict_json(verdict: Verdict) -> dict[str, Any]:
+    """The published record; a NaN is null there."""
+    c = verdict.comparison
+    stopped = c.stopped
+    record = {
+        "schema": "rlk-align/verdict/1",
+        "status": verdict.status,
+        "exit_code": verdict.exit_code,
+        "contract": {
+            "id": verdict.contract.id,
+            "version": verdict.contract.version,
+            "sha256": verdict.contract.sha256,
+        },
+        "model": c.model,
+        "dtype": c.dtype,
+        "tokens": c.tokens,
+        "engines": {
+            role: e.model_dump(include={"name", "version", "options", "dtype", "environment"})
+            for role, e in c.engines.items()
+        },
+        "precheck": {
+            **{k: parity(c, k) for k in PARITY_KINDS},
+            "mismatches": [m.model_dump() for m in c.mismatches],
+        },
+        "controls": _controls_json(c),
+        "coverage": {} if stopped else _coverage_json(c),
+        "edges": {} if stopped else _edges_json(c),
+        "divergence": None if stopped else _divergence_json(c),
+        "breaches": [b.model_dump() for b in verdict.breaches],
+        "doubts": verdict.doubts,
+        "notes": verdict.notes,
+    }
+    return _finite(record)
+
+
+def _controls_json(c: Comparison) -> dict[str, Any]:
+    if c.controls is None:
+        return {}
+    noise = {
+        side: n.model_dump() if isinstance(n, Noise) else n or "bitwise"
+        for side, n in c.controls.noise.items()
+    }
+    production = "not measured" if c.production is None else c.production.model_dump()
+    return {
+        "observer": c.controls.observer,
+        "observer_detail": c.controls.observer_detail,
+        "noise_floor": noise,
+        "production_vs_observed": production,
+    }
+
+
+def _coverage_json(c: Comparison) -> dict[str, Any]:
+    paired, expected = coverage(c)
+    unpaired = {
+        (site, reason): {"site": site, "reason": reason}
+        for edge in c.edges
+        if edge.name in c.judged
+        for site, reason, _ in edge.unpaired
+    }
+    return {
+        "paired": paired,
+        "expected": expected,
+        "fraction": paired / expected if expected else 0.0,
+        "unpaired": list(unpaired.values()),
+    }
+
+
+def _edges_json(c: Comparison) -> dict[str, Any]:
+    edges = {e.name: e.metrics.model_dump() for e in c.edges}
+    if c.production is not None:
+        edges["production_vs_observed"] = c.production.model_dump()
+    return edges
+
+
+def _divergence_json(c: Comparison) -> dict[str, Any] | None:
+    edge = divergence_edge(c)
+    if edge is None:
+        return None
+    first = edge.first_bitwise.model_dump() if edge.first_bitwise else None
+    return {
+        "edge": edge.name,
+        "first_bitwise": first,
+        "first_over_budget": None,
+        "largest_contributor": None,
+        "largest_amplifier": None,
+    }
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null stands for them."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,21 @@
+"""Text that is not ours, made fit to print: names, paths, and what engines and patches say."""
+
+from rich.text import Text
+
+
+def printable(text: object, lines: bool = False) -> str:
+    """`text` with everything that a terminal would act upon, or not show, as an escape.
+
+    Control characters, bidirectional overrides, zero-width characters and lone surrogates become
+    `\\x1b`, `\\u202e` ...; `lines` keeps line breaks and tabs.
+    """
+    kept = "\n\t" if lines else ""
+    return "".join(
+        c if c.isprintable() or c in kept else c.encode("unicode_escape").decode("ascii")
+        for c in str(text)
+    )
+
+
+def line(text: object = "", style: str = "") -> Text:
+    """One line for the terminal: printable, and never read as markup."""
+    return Text(printable(text), style=style)

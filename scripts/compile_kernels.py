@@ -1,0 +1,233 @@
+"""Whether every kernel compiles for an H200 (sm_90a), without a GPU, and what becomes of it.
+
+    PYTHONPATH=.:kernels python scripts/compile_kernels.py [--once] [--only CALL ...]
+    PYTHONPATH=.:kernels python scripts/compile_kernels.py --every
+
+Runs the operators on tensors that have shapes alone (`offline_h200.py`): each launch compiles its
+kernel with the Triton that is installed. Prints a line for each variant of a kernel: registers,
+bytes spilled, shared memory, wgmma instructions. Exits with 1 where a kernel does not compile,
+spills more than it may, or, if it is a product for Hopper, has no wgmma or wgmma that wait for each
+other. --every: with the newest release of each version in the range, each installed into a
+temporary folder and run in a process of its own.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels" / "bench"))
+
+import rlk_kernels as rk
+import torch
+import triton
+from offline_h200 import Compiled, h200
+from rlk_kernels.device import GLUON_TRITON, interpreting
+from shapes import HEADS, LINEAR, ROWS
+
+ROOT = Path(__file__).resolve().parents[1]
+PRODUCTS = ("_gemm_tma_kernel", "_sum_tma_kernel", "_tiles_tma_kernel")
+"""Of the kernels that are not written in Gluon, those whose products are wgmma on Hopper."""
+SPILLS = {
+    "_attention_hopper_kernel": 512,  # none with Triton 3.6 and 3.8
+    "_sum_hopper_kernel": 512,
+    "_tiles_hopper_kernel": 4096,  # split accumulation; none without it
+    "_attention_kernel": 1 << 17,  # fp32, here and below
+    "_dq_kernel": 1 << 11,
+    "_dkv_kernel": 1 << 16,
+    "_gemm_pointer_kernel": 1 << 13,
+    "_reduce_kernel": 1 << 6,
+    "_sum_pointer_kernel": 1 << 11,
+    "_tiles_pointer_kernel": 1 << 10,
+}
+"""Bytes that a kernel may spill, stored and loaded; 0 for the others."""
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def _x(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(*shape, device="cuda", dtype=dtype).requires_grad_()
+
+
+def _ids(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.empty(*shape, device="cuda", dtype=dtype)
+
+
+def _backward(*outputs: torch.Tensor) -> None:
+    torch.autograd.backward(outputs, [torch.empty_like(y) for y in outputs])
+
+
+def linear(m: int, n: int, k: int, dtype=BF16, out=None, bias=False, backward=True) -> None:
+    x, weight = _x(m, k, dtype=dtype), _x(n, k, dtype=dtype)
+    y = rk.linear(x, weight, _x(n, dtype=dtype) if bias else None, out_dtype=out)
+    if backward:
+        _backward(y)
+
+
+def linear_logp(t: int, h: int, v: int, dtype=BF16, logits=FP32, **options) -> None:
+    hidden, weight = _x(t, h, dtype=dtype), _x(v, h, dtype=dtype)
+    found = rk.linear_logp(hidden, weight, _ids(t), logit_dtype=logits, **options)
+    _backward(*(found if isinstance(found, tuple) else (found,)))
+
+
+def linear_grpo(t: int, h: int, v: int) -> None:
+    advantages, mask = (_x(t, dtype=FP32).detach() for _ in range(2))
+    loss, _ = rk.linear_grpo_loss(
+        _x(t, h), _x(v, h), _ids(t), None, advantages, mask, cu_seqlens=_ids(5)
+    )
+    loss.backward()
+
+
+def prefill(heads, sequences: int, tokens: int, dtype=BF16, backward=True, **options) -> None:
+    hq, hk, dim = heads
+    cu = _ids(sequences + 1, dtype=torch.int32)
+    q, k, v = (_x(sequences * tokens, h, dim, dtype=dtype) for h in (hq, hk, hk))
+    y = rk.attention(q, k, v, cu, cu, **options)
+    if backward:
+        _backward(y)
+
+
+def decode(heads, sequences: int, context: int, page: int = 16) -> None:
+    hq, hk, dim = heads
+    pages = context // page
+    rk.paged_attention(
+        _x(sequences, hq, dim),
+        *(_x(sequences * pages, page, hk, dim) for _ in range(2)),
+        _ids(sequences, pages, dtype=torch.int32),
+        _ids(sequences, dtype=torch.int32),
+        cu_seqlens_q=_ids(sequences + 1, dtype=torch.int32),
+    )
+
+
+def rows(m: int, h: int = 4096, ff: int = 12288, v: int = 128256) -> None:
+    """The operators that work row by row."""
+    _backward(*rk.rms_norm(_x(m, h), _x(h), 1e-6, residual=_x(m, h)))
+    _backward(rk.rms_norm(_x(m, 32, 128), _x(128), 1e-6))
+    _backward(*rk.rope(_x(m, 32, 128), _x(m, 8, 128), _ids(m), theta=1e6))
+    _backward(rk.swiglu(_x(m, ff), _x(m, ff)))
+    _backward(rk.embedding(_ids(m), _x(v, h)))
+    _backward(rk.logp(_x(m, v), _ids(m)))
+
+
+LARGE, SMALL = HEADS.values()
+CALLS: dict[str, Callable[[], object]] = {
+    "tiles": lambda: rk.warm_up("cuda"),  # first: the first product would run it
+    "linear, one wave of 64 rows": lambda: linear(256, 6144, 4096),
+    "linear, one wave of 128 rows": lambda: linear(512, 6144, 4096, bias=True, backward=False),
+    "linear, many rows": lambda: linear(8192, 6144, 4096),
+    "linear, fp32 out": lambda: linear(8192, 6144, 4096, out=FP32, backward=False),
+    "linear, fp32 out, few rows": lambda: linear(64, 6144, 4096, out=FP32, backward=False),
+    "linear, fp16": lambda: linear(256, 6144, 4096, dtype=FP16),
+    "linear, fp32": lambda: linear(256, 4096, 1024, dtype=FP32),
+    "linear, unaligned": lambda: linear(100, 1023, 999, bias=True),
+    **{
+        f"linear, {model} {layer}, {m} rows": lambda m=m, n=n, k=k: linear(m, n, k, backward=False)
+        for model, layers in LINEAR.items()
+        for layer, (n, k) in layers.items()
+        for m in ROWS
+    },
+    "prefill": lambda: prefill(LARGE, 1, 4096),
+    "prefill, window": lambda: prefill(LARGE, 1, 4096, window=1024, backward=False),
+    "prefill, not causal, fp16": lambda: prefill(LARGE, 1, 4096, dtype=FP16, causal=False),
+    "prefill, head size 64": lambda: prefill((16, 8, 64), 1, 4096),
+    "prefill, head size 256": lambda: prefill((16, 8, 256), 1, 4096),
+    "prefill, fp32": lambda: prefill(LARGE, 1, 4096, dtype=FP32),
+    "prefill, 16 query heads": lambda: prefill(SMALL, 1, 4096),
+    "decode": lambda: decode(LARGE, 64, 512),
+    "decode, split": lambda: decode(LARGE, 8, 4096),
+    "decode, split, 16 query heads": lambda: decode(SMALL, 8, 4096),
+    "decode, pages of 256": lambda: decode(LARGE, 8, 4096, page=256),
+    "linear_logp": lambda: linear_logp(4096, 4096, 128256),
+    "linear_logp, not split": lambda: linear_logp(1024, 768, 151936),
+    "linear_logp, bf16 logits": lambda: linear_logp(4096, 4096, 151936, logits=BF16),
+    "linear_logp, entropy": lambda: linear_logp(
+        4096, 4096, 128256, return_lse=True, return_entropy=True
+    ),
+    "linear_logp, softcap, bias, odd V": lambda: linear_logp(
+        4096, 4096, 100001, softcap=30.0, temperature=0.7, bias=_x(100001)
+    ),
+    "linear_logp, H 1024": lambda: linear_logp(1024, 1024, 151936),
+    "linear_logp, two passes": lambda: linear_logp(32768, 4096, 128256),
+    "linear_logp, fp16": lambda: linear_logp(4096, 4096, 128256, dtype=FP16, logits=FP16),
+    "linear_logp, fp32": lambda: linear_logp(1024, 512, 32000, dtype=FP32),
+    "linear_logp, unaligned": lambda: linear_logp(100, 999, 1023),
+    "linear_grpo_loss": lambda: linear_grpo(4096, 4096, 128256),
+    "rows": lambda: rows(1024),
+}
+"""What is run: all that the benchmarks run, and what has kernels of its own besides."""
+
+
+def compile_calls(names: Collection[str], once: bool = False) -> Iterator[Compiled]:
+    """Run the calls; what each one compiles. once: the first variant of each kernel alone."""
+    with h200() as launches:
+        launches.once = once
+        for launches.call, run in CALLS.items():
+            launches.compiling = launches.call in names
+            if launches.compiling or launches.call == "tiles":
+                run()
+            yield from launches.compiled
+            launches.compiled.clear()
+
+
+def fault(x: Compiled) -> str:
+    """What is wrong with it; "" for nothing."""
+    if x.error:
+        return x.error
+    if (x.gluon or x.kernel in PRODUCTS) and not x.wgmma:
+        return "no wgmma"
+    if x.serialized:
+        return "wgmma waits for wgmma"
+    if x.spills > SPILLS.get(x.kernel, 0):
+        return f"spills {x.spills} bytes"
+    return ""
+
+
+def line(x: Compiled) -> str:
+    numbers = f"{x.registers:5}{x.spills:8}{x.shared / 1024:8.1f}{x.wgmma:7}{x.seconds:8.1f}"
+    return f"{x.kernel:27}{numbers}  {x.call:42}{fault(x) or 'ok'}"
+
+
+def every(names: list[str]) -> int:
+    """This script with each version of the range; how many failed."""
+    failed = 0
+    (major, first), (_, beyond) = GLUON_TRITON
+    for version in (f"{major}.{minor}" for minor in range(first, beyond)):
+        with tempfile.TemporaryDirectory() as folder:
+            install = ["pip", "install", "-q", "--no-deps", "--target", folder]
+            subprocess.run([sys.executable, "-m", *install, f"triton=={version}.*"], check=True)
+            path = os.pathsep.join([folder, str(ROOT), str(ROOT / "kernels")])
+            failed += subprocess.run(
+                [sys.executable, __file__, "--only", *names],
+                env={**os.environ, "PYTHONPATH": path},
+            ).returncode
+    return failed
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=CALLS, default=list(CALLS), metavar="CALL")
+    parser.add_argument("--once", action="store_true", help="one variant of each kernel")
+    parser.add_argument("--json", type=Path, help="write what was compiled, with its PTX")
+    parser.add_argument("--every", action="store_true", help="with every Triton of the range")
+    arguments = parser.parse_args(argv)
+    if interpreting():
+        parser.error("TRITON_INTERPRET is set: nothing would be compiled")
+    if arguments.every:
+        return min(every(arguments.only), 1)
+    print(f"Triton {triton.__version__}, sm_90a")
+    print(f"{'kernel':27} regs  spills     KiB  wgmma seconds  first launched by")
+    compiled = []
+    for x in compile_calls(arguments.only, arguments.once):
+        print(line(x), flush=True)
+        compiled.append(x)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(x) for x in compiled]))
+    return int(not compiled or any(map(fault, compiled)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

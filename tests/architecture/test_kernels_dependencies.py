@@ -1,0 +1,144 @@
+"""Who imports whom in rlk_kernels, read from the source: the arrows between its folders."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+KERNELS = Path(__file__).resolve().parents[2] / "kernels"
+FILES = sorted((KERNELS / "rlk_kernels").rglob("*.py"))
+BELOW = {
+    # Folder: the folders it may import besides itself and the files beside them.
+    "numerics": (),
+    "matmul": ("numerics",),
+    "ops": ("numerics", "matmul"),
+    "losses": ("numerics", "matmul", "ops"),
+}
+ROOT = ("rlk_kernels.backend", "rlk_kernels.device", "rlk_kernels.errors")
+"""The files that stand in no folder; every folder may import them."""
+ENGINES = ("vllm", "megatron", "transformers")
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(KERNELS).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in FILES}
+
+
+def imports(tree: ast.AST, known: set[str]) -> set[str]:
+    """Modules imported anywhere below `tree`, inside functions too."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "relative import"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if full in known else str(node.module))
+    return found
+
+
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+IMPORTS = {name: imports(tree, set(MODULES)) for name, tree in TREES.items()}
+
+
+def at_the_top(tree: ast.Module) -> ast.Module:
+    """The module without the bodies of its functions."""
+    kept = [n for n in tree.body if not isinstance(n, ast.FunctionDef | ast.ClassDef)]
+    return ast.Module(body=kept, type_ignores=[])
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """The modules of an import circle, or []."""
+    done: set[str] = set()
+
+    def visit(name: str, above: tuple[str, ...]) -> list[str]:
+        if name in above:
+            return [*above[above.index(name) :], name]
+        if name not in done:
+            for other in sorted(graph.get(name, ())):
+                if found := visit(other, (*above, name)):
+                    return found
+            done.add(name)
+        return []
+
+    for name in graph:
+        if found := visit(name, ()):
+            return found
+    return []
+
+
+def folder(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def test_imports_have_no_circle():
+    assert not circle(IMPORTS)
+
+
+def test_a_circle_through_a_function_is_noticed():
+    text = {"a": "import b", "b": "def f():\n    from c import g", "c": "import a"}
+    graph = {name: imports(ast.parse(code), set(text)) for name, code in text.items()}
+    assert circle(graph) == ["a", "b", "c", "a"]
+    assert not circle(graph | {"c": set()})
+
+
+@pytest.mark.parametrize("name", sorted(BELOW))
+def test_a_folder_imports_what_lies_below_it(name):
+    members = [m for m in MODULES if folder(m) == name]
+    assert members
+    for module in members:
+        own = {m for m in IMPORTS[module] if m.split(".")[0] == "rlk_kernels"}
+        wrong = {m for m in own if folder(m) not in (name, *BELOW[name]) and m not in ROOT}
+        assert not wrong, f"{module} imports {sorted(wrong)}"
+
+
+def test_every_folder_has_its_arrows():
+    folders = {folder(m) for m in MODULES if "." in m} - {m.split(".")[1] for m in ROOT}
+    assert folders == set(BELOW)
+
+
+def test_only_torch_and_triton_are_imported():
+    for module, found in IMPORTS.items():
+        third = {name.split(".")[0] for name in found} - set(sys.stdlib_module_names)
+        assert third <= {"torch", "triton", "rlk_kernels"}, f"{module}: {third}"
+
+
+def needs_triton() -> set[str]:
+    """Modules that cannot be imported without Triton."""
+    tops = {name: imports(at_the_top(tree), set(MODULES)) for name, tree in TREES.items()}
+    found = {name for name, top in tops.items() if {m.split(".")[0] for m in top} & {"triton"}}
+    while True:
+        more = {name for name, top in tops.items() if top & found} - found
+        if not more:
+            return found
+        found |= more
+
+
+PORTABLE = ("operator", "portable", "tiles", "split", "plan", "options", "workspace", "tree")
+"""What a file is called that plans, checks or computes without Triton."""
+
+
+def test_what_runs_without_triton_never_imports_it_at_the_top():
+    found = needs_triton()
+    assert "rlk_kernels.matmul.kernels" in found
+    assert "rlk_kernels.ops.linear_logp.launch" in found
+    for module in MODULES:
+        name = module.split(".")[-1]
+        package = MODULES[module].name == "__init__.py"
+        if package or module in ROOT or (name in PORTABLE and ".hopper." not in module):
+            assert module not in found, module
+
+
+def test_the_tool_and_the_kernels_name_the_same_tritons() -> None:
+    from rlk_kernels.device import GLUON_TRITON
+
+    from rlk_align.engines.tested import TESTED
+
+    (major, minor), (_, behind) = GLUON_TRITON
+    assert TESTED["triton"] == (f"{major}.{minor}", f"{major}.{behind - 1}")

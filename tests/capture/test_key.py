@@ -1,0 +1,93 @@
+"""A capture's key: what says the same is one capture, what computes otherwise is another."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import rlk_align
+from rlk_align.capture import key
+from rlk_align.capture.request import CaptureRequest
+from rlk_align.data import data_path
+from rlk_align.engines.spec import EngineSpec
+
+PROMPTS = data_path("prompts.jsonl")
+
+
+def key_of(text: str) -> str:
+    """Of that engine on the embedded model, whose checkpoint is bfloat16."""
+    spec = EngineSpec.parse(text)
+    request = CaptureRequest(engine=spec, model="", prompts=PROMPTS)
+    return key.capture_key(request, spec.canonical("bfloat16"), data_path("model"), None)
+
+
+@pytest.fixture(autouse=True)
+def _versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key, "engine_versions", lambda spec: {"torch": "1"})
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("vllm", "vllm:dtype=bfloat16"),
+        ("vllm", "vllm:tp=1,dtype=auto"),
+        ("megatron", "megatron:batch=8,tp=1"),
+        ("megatron:tp=2,batch=4", "megatron:batch=4,tp=2"),
+        ("hf", "hf:attn=sdpa,padding=right,timeout=5"),
+        ("fsdp:dp=2", "fsdp:dp=2,port=2000"),
+    ],
+)
+def test_what_says_the_same_is_one_capture(text: str, same: str) -> None:
+    assert key_of(text) == key_of(same)
+
+
+def test_other_options_are_other_captures() -> None:
+    texts = [
+        *("vllm", "vllm:dtype=float32", "vllm:tp=2", "megatron", "megatron:batch=4"),
+        *("megatron:tp=2", "megatron:tp=2,sp=1", "hf", "hf:attn=eager", "hf:device=cpu"),
+    ]
+    assert len({key_of(t) for t in texts}) == len(texts)
+
+
+@pytest.mark.parametrize(
+    ("file", "changed"),
+    [
+        ("engines/vllm/taps.py", {"vllm"}),
+        ("engines/hf/taps.py", {"hf", "fsdp"}),
+        ("engines/megatron/layout.py", {"megatron"}),
+        ("engines/common/rows.py", {"hf", "fsdp", "vllm", "megatron"}),
+        ("engines/process/plan.py", {"hf", "fsdp", "vllm", "megatron"}),
+        ("trace/writer.py", {"hf", "fsdp", "vllm", "megatron"}),
+        ("model/sites.py", {"hf", "fsdp", "vllm", "megatron"}),
+        ("judge/verdict.py", set()),
+    ],
+)
+def test_an_edited_adapter_makes_another_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, changed: set[str]
+) -> None:
+    package = tmp_path / "rlk_align"
+    ignored = shutil.ignore_patterns("__pycache__", "data")
+    shutil.copytree(Path(rlk_align.__file__).parent, package, ignore=ignored)
+    monkeypatch.setattr(rlk_align, "__file__", str(package / "__init__.py"))
+
+    def find(module: str) -> object:
+        path = tmp_path / Path(*module.split(".")).with_suffix(".py")
+        return type("Found", (), {"origin": str(path)})
+
+    monkeypatch.setattr(key.importlib.util, "find_spec", find)
+    engines = ("hf", "fsdp", "vllm", "megatron")
+    before = {e: key_of(e) for e in engines}
+    path = package / file
+    path.write_text(path.read_text(encoding="utf-8") + "\n# edited\n", encoding="utf-8")
+    assert {e for e in engines if key_of(e) != before[e]} == changed
+
+
+def test_another_device_makes_another_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key, "_gpus", lambda: [])
+    monkeypatch.setattr(key, "_processor", lambda: "one")
+    before, on_cpu = key_of("hf"), key_of("hf:device=cpu")
+    monkeypatch.setattr(key, "_gpus", lambda: ["NVIDIA H200"])
+    assert key_of("hf") != before
+    assert key_of("hf:device=cpu") == on_cpu, "it does not look at GPUs"
+    monkeypatch.setattr(key, "_processor", lambda: "another")
+    assert key_of("hf:device=cpu") != on_cpu

@@ -1,0 +1,53 @@
+"""What was captured once in a session is captured for all of its tests.
+
+A capture's folder is named after everything that decides what is in it: where two tests ask for
+the same, the second gets a copy of the first's passes, and no engine starts. A test of capturing
+itself asks for none of this (`shared=False`).
+"""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+FOLDER = "RLK_TEST_CAPTURES"
+"""The environment variable that names the store; without it nothing is shared."""
+_BESIDE = ("trace.json", "weights.parquet", "tokens.parquet", "prompts.jsonl", "job.json")
+
+
+def run_worker(run: Callable[[Any, Any], None], job: Any, progress: Any) -> None:
+    """In place of `supervise.run_worker`, which is `run`."""
+    store = os.environ.get(FOLDER)
+    if not store:
+        run(job, progress)
+        return
+    key = job.folder.name.rpartition("-")[2]
+    kept = Path(store) / key
+    with _locked(Path(store) / f"{key}.lock"):
+        _copy(kept, job.folder, job.passes)
+        missing = tuple(p for p in job.passes if not (job.folder / p / "pass.json").is_file())
+        if missing:
+            run(job.model_copy(update={"passes": missing}), progress)
+            _copy(job.folder, kept, job.passes)
+
+
+def _copy(source: Path, target: Path, passes: tuple[str, ...]) -> None:
+    """What the target lacks. A pass counts once it has its pass.json."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in _BESIDE:
+        if (source / name).is_file() and not (target / name).exists():
+            shutil.copyfile(source / name, target / name)
+    for name in passes:
+        if (source / name / "pass.json").is_file() and not (target / name / "pass.json").exists():
+            shutil.copytree(source / name, target / name, dirs_exist_ok=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,233 @@
+"""From two traces to a Comparison: the precheck stops it, controls qualify it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from synthetic import (
+    BATCH,
+    NAMES,
+    SITES,
+    all_cells,
+    compared,
+    draw,
+    keep_logprobs,
+    spoil,
+    wanted_cells,
+    write_pass,
+    write_trace,
+)
+
+from rlk_align.errors import CorruptTrace
+from rlk_align.judge.contract import load_contract
+from rlk_align.judge.verdict import judge
+from rlk_align.model.edges import EDGES, passes_for
+from rlk_align.report.verdict_json import verdict_json
+from rlk_align.results import Comparison
+
+VALUES = draw()
+CELL = (1, 4)
+
+
+def pair_of(tmp_path: Path, judged=("prefill_vs_train",), **rollout_options) -> Comparison:
+    first = write_trace(tmp_path / "a", VALUES, **rollout_options)
+    return compared(first, write_trace(tmp_path / "b", VALUES), judged)
+
+
+def nudged(cells: list[tuple[int, int]], by: float) -> dict[str, torch.Tensor]:
+    values = {n: v.clone() for n, v in VALUES.items()}
+    for cell in cells:
+        values["logprob"][all_cells().index(cell)] += by
+    return values
+
+
+def test_a_comparison_says_what_was_compared(tmp_path: Path) -> None:
+    comparison = pair_of(tmp_path)
+    assert comparison.tokens == BATCH.sampled_tokens
+    assert comparison.dtype == "bfloat16"
+    assert list(comparison.engines) == ["rollout", "train"]
+    assert comparison.judged == ["prefill_vs_train"]
+    assert comparison.missing_edges == {}
+    assert comparison.production is None
+    assert comparison.controls.observer == "bitwise"
+    assert comparison.controls.noise == {"rollout": None, "train": None}
+    text = comparison.model_dump_json()
+    assert Comparison.model_validate_json(text) == comparison
+
+
+def test_the_lower_precision_names_the_dtype(tmp_path: Path) -> None:
+    first = write_trace(tmp_path / "a", VALUES, record={"dtype": "float32"})
+    second = write_trace(tmp_path / "b", VALUES, record={"dtype": "float16"})
+    assert compared(first, second).dtype == "float16"
+
+
+def test_a_mismatch_stops_it_before_any_number(tmp_path: Path) -> None:
+    first = write_trace(tmp_path / "a", VALUES)
+    second = write_trace(tmp_path / "b", VALUES, weights={"embed": torch.zeros(16, 8)})
+    comparison = compared(first, second)
+    assert comparison.stopped
+    assert [(m.kind, m.name) for m in comparison.mismatches] == [("weights", "embed")]
+    assert (comparison.edges, comparison.controls) == ([], None)
+    wrong = compared(first, second, allowed=("tokens", "attributes"))
+    assert wrong.stopped
+    allowed = compared(first, second, allowed=("weights",))
+    assert not allowed.stopped
+    assert len(allowed.edges) == 1
+    assert allowed.mismatches == comparison.mismatches
+
+
+def test_an_edge_without_its_pass_is_missing_with_its_reason(tmp_path: Path) -> None:
+    comparison = pair_of(tmp_path, EDGES)
+    assert set(comparison.missing_edges) == {"decode_vs_prefill", "decode_vs_train"}
+    assert all("decode" in why for why in comparison.missing_edges.values())
+    assert [e.name for e in comparison.edges] == ["prefill_vs_train"]
+
+
+def test_edges_need_their_passes() -> None:
+    assert passes_for(EDGES, "rollout") == ("decode", "prefill")
+    assert passes_for(EDGES, "train") == ("prefill",)
+    assert passes_for(["decode_vs_train"], "rollout") == ("decode",)
+    assert passes_for(["prefill_vs_train"], "rollout") == ("prefill",)
+    assert passes_for(["decode_vs_prefill"], "train") == ()
+
+
+def test_taps_that_move_log_probs_are_a_violation(tmp_path: Path) -> None:
+    comparison = pair_of(tmp_path, untapped=nudged([CELL], 0.25))
+    assert comparison.controls.observer == "violated"
+    [detail] = comparison.controls.observer_detail
+    assert "rollout prefill" in detail
+    assert "0.25" in detail
+
+
+def test_taps_within_the_noise_are_no_violation(tmp_path: Path) -> None:
+    comparison = pair_of(tmp_path, untapped=nudged([CELL], 0.125), repeat=nudged([CELL], 0.25))
+    assert comparison.controls.observer == "within noise floor"
+    noise = comparison.controls.noise["rollout"]
+    assert noise.max_abs_dlogp == pytest.approx(0.25, abs=1e-6)
+    assert noise.mean_abs_dlogp == pytest.approx(0.25 / BATCH.sampled_tokens, abs=1e-6)
+    assert (noise.rows, noise.first_site, noise.passname) == (1, "logprob", "prefill")
+    assert comparison.controls.noise["train"] is None
+
+
+def test_taps_beyond_the_noise_are_a_violation(tmp_path: Path) -> None:
+    comparison = pair_of(tmp_path, untapped=nudged([CELL], 0.25), repeat=nudged([CELL], 0.125))
+    assert comparison.controls.observer == "violated"
+
+
+def test_a_nan_is_no_small_shift(tmp_path: Path) -> None:
+    bad = nudged([CELL], float("nan"))
+    comparison = pair_of(tmp_path, untapped=bad, repeat=nudged([CELL], 0.25))
+    assert comparison.controls.observer == "violated"
+
+
+def test_noise_names_its_first_site(tmp_path: Path) -> None:
+    repeat = spoil(VALUES, "layers.0.up_proj", [CELL])
+    noise = pair_of(tmp_path, repeat=repeat).controls.noise["rollout"]
+    assert noise.first_site == "layers.0.up_proj"
+    rows = 0
+    for site in SITES:
+        index = [all_cells().index(c) for c in wanted_cells(site, False)]
+        rows += int((repeat[site.name][index] != VALUES[site.name][index]).any(dim=1).sum())
+    assert noise.rows == rows
+
+
+def test_the_worst_noise_of_several_passes_is_the_floor(tmp_path: Path) -> None:
+    """Decode repeats within 0.125 and prefill within 0.25: the larger is what is not repeated."""
+    rollout = write_trace(
+        tmp_path / "a", VALUES, passes=("decode", "prefill"), repeat=nudged([CELL], 0.125)
+    )
+    folder = tmp_path / "a" / "prefill.repeat"
+    shutil.rmtree(folder)
+    write_pass(folder, nudged([CELL], 0.25), keep=keep_logprobs, statistics=False)
+    train = write_trace(tmp_path / "b", VALUES)
+    controls = compared(rollout, train, EDGES).controls
+    assert controls.noise["rollout"].max_abs_dlogp == pytest.approx(0.25, abs=1e-6)
+
+
+def test_a_repeat_that_lacks_rows_is_noise(tmp_path: Path) -> None:
+    rollout = write_trace(tmp_path / "a", VALUES, controls=("untapped",))
+    folder = tmp_path / "a" / "prefill.repeat"
+    without = {"layers.1.act": [CELL]}
+    write_pass(folder, VALUES, keep=keep_logprobs, statistics=False, without=without)
+    controls = compared(rollout, write_trace(tmp_path / "b", VALUES)).controls
+    assert controls.noise["rollout"].rows == 1
+    assert controls.noise["rollout"].first_site == "layers.1.act"
+
+
+def test_an_observer_that_was_not_checked_is_a_violation(tmp_path: Path) -> None:
+    comparison = pair_of(tmp_path, controls=("repeat",))
+    assert comparison.controls.observer == "violated"
+    assert "no pass without taps" in comparison.controls.observer_detail[0]
+
+
+def test_noise_that_was_not_measured_is_not_called_bitwise(tmp_path: Path) -> None:
+    """Nothing is known of an engine that was not run twice."""
+    comparison = pair_of(tmp_path, controls=("untapped",))
+    floor = verdict_json(judge(comparison, load_contract("bitwise", "bfloat16")))["controls"]
+    assert floor["noise_floor"]["train"] == "bitwise"
+    assert floor["noise_floor"]["rollout"] != "bitwise"
+
+
+def test_an_untapped_pass_with_other_rows_is_a_violation(tmp_path: Path) -> None:
+    rollout = write_trace(tmp_path / "a", VALUES, controls=("repeat",))
+    logprob = [s for s in SITES if s.op == "logprob"]
+    folder = tmp_path / "a" / "prefill.untapped"
+    control = {"sites": logprob, "keep": keep_logprobs, "statistics": False}
+    write_pass(folder, VALUES, without={"logprob": [CELL]}, **control)
+    controls = compared(rollout, write_trace(tmp_path / "b", VALUES)).controls
+    assert controls.observer == "violated"
+
+
+def test_production_is_measured_against_the_observed_prefill(tmp_path: Path) -> None:
+    comparison = pair_of(tmp_path, production=nudged([CELL], 0.5))
+    assert comparison.production.tokens == BATCH.sampled_tokens
+    assert comparison.production.max_abs_dlogp == pytest.approx(0.5, abs=1e-6)
+    assert comparison.production.bit_mismatches == 1
+    # Δ = the observed mode minus production.
+    assert comparison.production.k1 == pytest.approx(0.5 / BATCH.sampled_tokens, abs=1e-6)
+
+
+def test_a_damaged_pass_is_no_result(tmp_path: Path) -> None:
+    first = write_trace(tmp_path / "a", VALUES)
+    second = write_trace(tmp_path / "b", spoil(VALUES, "layers.0.act", [CELL]))
+    path = tmp_path / "b" / "prefill" / "values-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    data[start:] = bytes(b ^ 1 for b in data[start:])
+    path.write_bytes(data)
+    with pytest.raises(CorruptTrace):
+        compared(first, second)
+
+
+@pytest.mark.parametrize("side", ["a", "b"])
+@pytest.mark.parametrize("name", ["prefill", "prefill.repeat", "prefill.untapped"])
+@pytest.mark.parametrize("file", ["rows.parquet", "values-00000.safetensors"])
+def test_a_flipped_bit_of_any_pass_that_is_read_is_no_result(
+    tmp_path: Path, side: str, name: str, file: str
+) -> None:
+    # Controls that differ, so that their values are read.
+    other = {"untapped": nudged([CELL], 0.125), "repeat": nudged([CELL], 0.25)}
+    traces = [write_trace(tmp_path / s, VALUES, **other) for s in ("a", "b")]
+    path = tmp_path / side / name / file
+    data = bytearray(path.read_bytes())
+    at = len(data) // 2 if file == "rows.parquet" else len(data) - 2
+    data[at] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptTrace, match=file):
+        compared(*traces)
+
+
+def test_a_flipped_bit_of_the_production_pass_is_no_result(tmp_path: Path) -> None:
+    first = write_trace(tmp_path / "a", VALUES, production=VALUES)
+    path = tmp_path / "a" / "prefill.production" / "values-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptTrace, match="values"):
+        compared(first, write_trace(tmp_path / "b", VALUES))
+
+
+def test_every_site_of_the_shape_is_walked(tmp_path: Path) -> None:
+    [edge] = pair_of(tmp_path).edges
+    assert [s.site for s in edge.sites] == NAMES

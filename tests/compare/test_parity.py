@@ -1,0 +1,275 @@
+"""The precheck names the first span, parameter or attribute in which the sides differ."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from synthetic import BATCH, write_weights
+
+from rlk_align.compare.parity import check_parity
+from rlk_align.engines.common.attributes import per_layer
+from rlk_align.model.prompts import Sample, TokenBatch
+from rlk_align.results import Mismatch
+from rlk_align.trace.reader import Trace
+from rlk_align.trace.schema import (
+    BoundaryRecord,
+    PassRecord,
+    PositionRecord,
+    TraceRecord,
+    WrongBoundary,
+    WrongPosition,
+    save_record,
+)
+
+Make = Callable[..., Trace]
+WEIGHTS = {"embed": torch.arange(12.0).reshape(3, 4), "final_norm": torch.ones(4)}
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """Writes a trace without passes."""
+    from synthetic import SHAPE
+
+    def trace(
+        name: str,
+        batch: TokenBatch = BATCH,
+        weights: dict[str, torch.Tensor] = WEIGHTS,
+        attributes: dict[str, Any] | None = None,
+        prompt_ids: dict[str, list[int]] | None = None,
+    ) -> Trace:
+        folder = tmp_path / name
+        folder.mkdir()
+        batch.save(folder / "tokens.parquet")
+        write_weights(folder, weights)
+        ids = prompt_ids or {s.prompt_id: list(s.prompt_ids) for s in BATCH.samples}
+        record = TraceRecord(
+            engine="hf",
+            version="1",
+            options={},
+            model="m",
+            shape=SHAPE,
+            dtype="bfloat16",
+            environment={},
+            attributes=attributes or {},
+            prompt_ids=ids,
+        )
+        save_record(record, folder / "trace.json")
+        return Trace(folder)
+
+    return trace
+
+
+def test_equal_sides_have_no_mismatch(make: Make) -> None:
+    attributes = {"rope_theta": 1e4, "sliding_window": None, "norm_eps": {"q": 1e-5}}
+    assert check_parity(make("a", attributes=attributes), make("b", attributes=attributes)) == []
+
+
+def with_ids(sample: int, prompt: tuple[int, ...], response: tuple[int, ...]) -> TokenBatch:
+    samples = list(BATCH.samples)
+    samples[sample] = Sample(samples[sample].prompt_id, prompt, response)
+    return TokenBatch(tuple(samples))
+
+
+@pytest.mark.parametrize(
+    ("other", "a", "b", "sample", "position"),
+    [
+        # A BOS token that one side alone puts in front.
+        (with_ids(0, (0, 1, 2, 3), (4, 5, 6, 7)), [], [0], 0, 0),
+        # One id for another.
+        (with_ids(1, (1, 3), (2, 9, 15, 7, 6)), [8], [15], 1, 4),
+        # The end is cut off.
+        (with_ids(2, (5,), (5, 4, 3)), [2, 1, 0], [], 2, 4),
+        # Two places: the first is named.
+        (with_ids(0, (1, 9, 3), (4, 5, 6, 8)), [2], [9], 0, 1),
+        # Two BOS tokens: the first of them is on both sides.
+        (with_ids(0, (1, 1, 2, 3), (4, 5, 6, 7)), [], [1], 0, 1),
+        # One token where the other side has two.
+        (with_ids(1, (1, 3), (14, 8, 7, 6)), [2, 9], [14], 1, 2),
+    ],
+    ids=["BOS", "substituted", "truncated", "first of two", "double BOS", "merged"],
+)
+def test_the_first_span_of_other_ids_is_named(
+    make: Make, other: TokenBatch, a: list, b: list, sample: int, position: int
+) -> None:
+    [found] = check_parity(make("a"), make("b", batch=other))
+    assert found == Mismatch(
+        kind="tokens",
+        name=BATCH.samples[sample].prompt_id,
+        rollout=a,
+        train=b,
+        sample=sample,
+        position=position,
+    )
+
+
+def test_every_sample_with_other_ids_is_named(make: Make) -> None:
+    other = TokenBatch(tuple(Sample(s.prompt_id, (9,), s.response_ids) for s in BATCH.samples))
+    found = check_parity(make("a"), make("b", batch=other))
+    assert [m.sample for m in found] == [0, 1, 2]
+
+
+def test_another_number_of_samples_is_named(make: Make) -> None:
+    fewer = TokenBatch(BATCH.samples[:2])
+    for n, sides in enumerate(((BATCH, fewer), (fewer, BATCH))):
+        a, b = (make(f"{n}{i}", batch=side) for i, side in enumerate(sides))
+        [found] = check_parity(a, b)
+        assert (found.kind, found.name, found.sample) == ("tokens", "c", 2)
+        assert {found.rollout, found.train} == {"2 samples", "3 samples"}
+
+
+def test_the_same_ids_split_otherwise_are_a_mismatch(make: Make) -> None:
+    [found] = check_parity(make("a"), make("b", batch=with_ids(0, (1, 2), (3, 4, 5, 6, 7))))
+    assert (found.kind, found.sample) == ("tokens", 0)
+    assert "split" in found.rollout
+
+
+def test_tokenizers_that_disagree_are_a_mismatch(make: Make) -> None:
+    """Both scored the same ids, but the train side's own tokenizer would give others."""
+    ids = {"a": [1, 2, 3], "b": [1, 7, 3], "c": [5]}
+    [found] = check_parity(make("a"), make("b", prompt_ids=ids))
+    assert (found.kind, found.name, found.sample, found.position) == ("tokens", "b", 1, 1)
+    assert (found.rollout, found.train) == ([], [7])
+
+
+def test_a_prompt_that_only_one_side_knows_is_a_mismatch(make: Make) -> None:
+    [found] = check_parity(make("a"), make("b", prompt_ids={"a": [1, 2, 3], "c": [5]}))
+    assert (found.name, found.rollout, found.train) == ("b", [1, 3], [])
+
+
+def test_a_missing_parameter_is_named(make: Make) -> None:
+    fewer = {"embed": WEIGHTS["embed"]}
+    found = check_parity(make("a"), make("b", weights=fewer))
+    assert [(m.kind, m.name, m.rollout, m.train) for m in found] == [
+        ("weights", "final_norm", "present", "absent")
+    ]
+    found = check_parity(make("c", weights=fewer), make("d"))
+    assert [(m.name, m.rollout, m.train) for m in found] == [("final_norm", "absent", "present")]
+
+
+def test_one_changed_element_is_a_mismatch(make: Make) -> None:
+    changed = {n: w.clone() for n, w in WEIGHTS.items()}
+    changed["embed"][2, 3] += 1e-6
+    [found] = check_parity(make("a"), make("b", weights=changed))
+    assert (found.kind, found.name) == ("weights", "embed")
+    assert found.rollout != found.train
+    assert "[3, 4]" in found.rollout
+
+
+def test_another_shape_of_the_same_values_is_a_mismatch(make: Make) -> None:
+    flat = WEIGHTS | {"embed": WEIGHTS["embed"].reshape(4, 3)}
+    [found] = check_parity(make("a"), make("b", weights=flat))
+    assert found.name == "embed"
+    assert "[4, 3]" in found.train
+
+
+def test_the_same_values_in_a_wider_dtype_are_the_same_weights(make: Make) -> None:
+    low = {n: w.bfloat16() for n, w in WEIGHTS.items()}
+    high = {n: w.float() for n, w in low.items()}
+    assert check_parity(make("a", weights=low), make("b", weights=high)) == []
+
+
+def attribute_names(make: Make, a: dict[str, Any], b: dict[str, Any]) -> list[tuple]:
+    found = check_parity(make("a", attributes=a), make("b", attributes=b))
+    assert all(m.kind == "attributes" for m in found)
+    return [(m.name, m.rollout, m.train) for m in found]
+
+
+def test_a_global_attribute_is_named(make: Make) -> None:
+    found = attribute_names(make, {"rope_theta": 1e4, "x": 1}, {"rope_theta": 1e6, "x": 1})
+    assert found == [("rope_theta", 1e4, 1e6)]
+
+
+def test_an_attribute_of_one_layer_is_named_by_layer(make: Make) -> None:
+    a = per_layer("activation", ["silu"] * 4)
+    b = per_layer("activation", ["silu", "gelu", "silu", "silu"])
+    assert attribute_names(make, a, b) == [("layers.1.activation", "silu", "gelu")]
+
+
+def test_an_exception_on_the_rollout_side_is_named_by_layer(make: Make) -> None:
+    a = per_layer("head_dim", [4, 4, 8])
+    b = per_layer("head_dim", [4, 4, 4])
+    assert attribute_names(make, a, b) == [("layers.2.head_dim", 8, 4)]
+
+
+def test_the_same_exceptions_are_no_mismatch(make: Make) -> None:
+    layers = per_layer("sliding_window", [None, 8, None])
+    assert attribute_names(make, layers, dict(reversed(layers.items()))) == []
+
+
+def test_only_layers_that_differ_are_named(make: Make) -> None:
+    """The commonest value is a summary; another one on each side is no difference by itself."""
+    a = per_layer("norm_eps", [1e-5, 1e-5, 1e-6])
+    b = per_layer("norm_eps", [1e-5, 1e-6, 1e-6])
+    assert attribute_names(make, a, b) == [("layers.1.norm_eps", 1e-5, 1e-6)]
+
+
+def test_an_attribute_that_one_side_lacks_is_named(make: Make) -> None:
+    assert attribute_names(make, {"temperature": 1.0}, {}) == [("temperature", 1.0, None)]
+
+
+def test_an_unknown_number_on_both_sides_is_no_mismatch(make: Make) -> None:
+    # The base of a rotary embedding with one pair cannot be told from its frequencies.
+    nan = float("nan")
+    assert attribute_names(make, {"rope_theta": nan}, {"rope_theta": nan}) == []
+
+
+def test_tokens_come_first_then_weights_then_attributes(make: Make) -> None:
+    other = with_ids(1, (1, 3), (2, 9, 15, 7, 6))
+    found = check_parity(
+        make("a", attributes={"x": 1}),
+        make("b", batch=other, weights={}, attributes={"x": 2}),
+    )
+    assert [m.kind for m in found] == ["tokens", "weights", "weights", "attributes"]
+
+
+def add_pass(trace: Trace, name: str, position: int | None, boundary: int | None) -> None:
+    """A pass of nothing but what was measured: the first wrong row of each kind, if any."""
+    turned = [WrongPosition(sample=1, position=p, effective=p + 3) for p in _given(position)]
+    crossed = [WrongBoundary(sample=0, position=p, sees="other tokens") for p in _given(boundary)]
+    (trace.folder / name).mkdir()
+    record = PassRecord(
+        sites={},
+        files={},
+        seconds=0.0,
+        positions=PositionRecord(checked=9, wrong=len(turned), first=turned),
+        boundaries=BoundaryRecord(checked=9, wrong=len(crossed), first=crossed),
+    )
+    save_record(record, trace.folder / name / "pass.json")
+
+
+def _given(position: int | None) -> list[int]:
+    return [] if position is None else [position]
+
+
+def test_wrong_positions_and_boundaries_are_named_in_whichever_pass(make: Make) -> None:
+    a, b = make("a"), make("b")
+    add_pass(a, "decode", None, 0)
+    add_pass(a, "prefill", 5, 0)
+    add_pass(b, "prefill", None, None)
+    found = {m.name: m for m in check_parity(a, b)}
+    assert set(found) == {"position", "sequence_boundary"}
+    position, boundary = found["position"], found["sequence_boundary"]
+    assert (position.sample, position.position) == (1, 5)
+    assert (position.rollout, position.train) == (8, 5)
+    assert position.detail.startswith("rollout prefill: 1 of 9 rows")
+    assert (boundary.rollout, boundary.train) == ("sees other tokens", "sees itself alone")
+    assert boundary.detail.startswith("rollout decode")
+
+
+def test_another_rotary_embedding_tells_no_positions(make: Make) -> None:
+    a, b = (make(f"{t}", attributes={"rope_theta": t}) for t in (1.0, 2.0))
+    add_pass(b, "prefill", 5, None)
+    assert [m.name for m in check_parity(a, b)] == ["rope_theta"]
+
+
+def test_padding_differs_only_where_both_pad(make: Make) -> None:
+    sides: list[str | None] = ["left", "right", None]
+    for x in sides:
+        for y in sides:
+            names = (f"{x}-{y}-a", f"{x}-{y}-b")
+            pair = (
+                make(n, attributes={"padding_side": s}) for n, s in zip(names, (x, y), strict=True)
+            )
+            assert bool(check_parity(*pair)) == ({x, y} == {"left", "right"})

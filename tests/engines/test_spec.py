@@ -1,0 +1,137 @@
+"""Engine specs: what is accepted, and how each mistake is named."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlk_align.engines.info import EngineInfo
+from rlk_align.engines.registry import ENGINES, require_installed
+from rlk_align.engines.spec import EngineSpec
+from rlk_align.errors import BadOption, MissingDependency, UnknownEngine
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "options"),
+    [
+        ("hf", "hf", {}),
+        ("hf:", "hf", {}),
+        ("hf:attn=eager,dtype=bf16", "hf", {"attn": "eager", "dtype": "bfloat16"}),
+        ("vllm:max_num_seqs=4", "vllm", {"max_num_seqs": 4}),
+        ("vllm:enable_prefix_caching=1", "vllm", {"enable_prefix_caching": True}),
+        ("vllm:batch_invariant=False", "vllm", {"batch_invariant": False}),
+        ("hf:model=/a=b/c:d", "hf", {"model": "/a=b/c:d"}),
+        ("hf:patch=a.b:c_1", "hf", {"patch": "a.b:c_1"}),
+        ("replay:path=runs/x", "replay", {"path": "runs/x"}),
+    ],
+)
+def test_a_spec_is_parsed(text: str, name: str, options: dict) -> None:
+    assert EngineSpec.parse(text) == EngineSpec(name, options)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("auto", "auto"),
+        ("bf16", "bfloat16"),
+        ("bfloat16", "bfloat16"),
+        ("fp16", "float16"),
+        ("half", "float16"),
+        ("float16", "float16"),
+        ("fp32", "float32"),
+        ("float", "float32"),
+        ("float32", "float32"),
+    ],
+)
+def test_dtypes_have_aliases(written: str, meant: str) -> None:
+    assert EngineSpec.parse(f"hf:dtype={written}").options == {"dtype": meant}
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("nope", ["nope", "hf", "vllm", "replay"]),
+        ("", ["hf", "vllm"]),
+        ("HF", ["HF"]),
+        (" hf", ["hf"]),
+    ],
+)
+def test_an_unknown_engine_is_refused_with_the_known_ones(text: str, names: list[str]) -> None:
+    with pytest.raises(UnknownEngine) as error:
+        EngineSpec.parse(text)
+    assert all(name in error.value.message for name in names)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("hf:nope=1", "'nope'"),
+        ("hf:max_num_seqs=4", "'max_num_seqs'"),
+        ("hf:attn", "attn=VALUE"),
+        ("hf:attn=", "attn=VALUE"),
+        ("hf:=eager", "''"),
+        ("hf: attn=eager", "' attn'"),
+        ("vllm:max_num_seqs=0", "positive"),
+        ("vllm:max_num_seqs=-1", "positive"),
+        ("vllm:max_num_seqs=1.5", "positive"),
+        ("vllm:max_num_seqs=１", "positive"),
+        ("vllm:enable_prefix_caching=yes", "1 or 0"),
+        ("vllm:enable_prefix_caching=2", "1 or 0"),
+        ("hf:dtype=int8", "bfloat16"),
+        ("hf:dtype=BF16", "bfloat16"),
+        ("hf:patch=module", "module:function"),
+        ("hf:patch=a:b:c", "module:function"),
+        ("hf:patch=a/b.py:c", "module:function"),
+    ],
+)
+def test_a_bad_option_is_named(text: str, says: str) -> None:
+    with pytest.raises(BadOption) as error:
+        EngineSpec.parse(text)
+    assert says in error.value.message + error.value.fix
+    assert text.partition(":")[0] in error.value.message
+
+
+def test_an_unknown_option_lists_the_known_ones() -> None:
+    with pytest.raises(BadOption) as error:
+        EngineSpec.parse("hf:dtpye=bf16")
+    for known in ("attn", "dtype", "device", "model", "python", "patch"):
+        assert known in error.value.fix
+
+
+def test_an_option_given_twice_is_refused() -> None:
+    with pytest.raises(BadOption, match="dtype"):
+        EngineSpec.parse("hf:dtype=bf16,dtype=fp32")
+
+
+word = st.text(st.characters(codec="ascii", exclude_characters=",\n"), min_size=1, max_size=8)
+options = st.fixed_dictionaries(
+    {},
+    optional={
+        "dtype": st.sampled_from(["auto", "bfloat16", "float16", "float32"]),
+        "model": word,
+        "python": word,
+        "block_size": st.integers(1, 10**9),
+        "batch_invariant": st.booleans(),
+    },
+)
+
+
+@given(options)
+def test_a_spec_is_what_its_text_says(given_options: dict) -> None:
+    spec = EngineSpec("vllm", given_options)
+    assert EngineSpec.parse(str(spec)) == spec
+
+
+def test_a_missing_package_is_named_with_its_install_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    info = EngineInfo("x:Y", "no_such_package_anywhere", "pip install it")
+    monkeypatch.setitem(sys.modules, "absent_engine", SimpleNamespace(INFO=info))
+    monkeypatch.setitem(ENGINES, "absent", "absent_engine:INFO")
+    assert not info.installed
+    with pytest.raises(MissingDependency, match="no_such_package_anywhere") as error:
+        require_installed("absent")
+    assert error.value.fix == "pip install it"
+    require_installed("replay")

@@ -1,0 +1,66 @@
+"""Versions of other packages outside the range that the adapters were tested with."""
+
+from pathlib import Path
+
+import pytest
+from conftest import Cli
+
+from rlk_align.engines import worker
+from rlk_align.engines.process.job import Job
+from rlk_align.engines.spec import EngineSpec
+from rlk_align.engines.tested import untested
+
+FAKE = "transformers: tested 5.17–5.19; this is 5.40.0: taps may miss"
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("5.16.9", "5.17–5.19; this is 5.16.9"),
+        ("5.17.0", None),
+        ("5.19.3.dev1", None),
+        ("5.20.0", "5.17–5.19; this is 5.20.0"),
+        ("6.18.0", "5.17–5.19; this is 6.18.0"),
+        ("unknown", "this is unknown"),
+        (None, None),
+    ],
+)
+def test_the_range_holds_both_its_ends(version: str | None, said: str | None) -> None:
+    found = untested({"transformers": version, "numpy": "99"})
+    assert len(found) == (said is not None)
+    assert said is None or said in found[0]
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> dict[str, str]:
+    """An environment whose transformers says that it is a later one."""
+    record = tmp_path / "fake" / "transformers-5.40.0.dist-info"
+    record.mkdir(parents=True)
+    metadata = "Metadata-Version: 2.1\nName: transformers\nVersion: 5.40.0\n"
+    (record / "METADATA").write_text(metadata)
+    (record / "top_level.txt").write_text("transformers\n")
+    return {"PYTHONPATH": str(record.parent)}
+
+
+def test_doctor_and_compare_say_it(cli: Cli, few_prompts: Path, fake: dict[str, str]) -> None:
+    done = cli("doctor", env=fake)
+    assert FAKE in done.out
+    words = ("--prompts", few_prompts, "--max-new-tokens", 6, "--edges", "prefill_vs_train")
+    done = cli("compare", "--rollout", "hf", "--train", "hf", *words, env=fake, shared=False)
+    assert done.code == 0, done.out + done.err
+    assert f"warning: {FAKE}" in done.err
+    assert any(FAKE in note for note in done.verdict["notes"])
+
+
+@pytest.mark.parametrize("error", [AttributeError, ImportError, TypeError, KeyError])
+def test_a_private_api_that_moved_is_named_for_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    job = Job.model_construct(engine=EngineSpec("hf"), folder=tmp_path)
+    for version, moved in (("5.40.0", True), ("5.18.0", False)):
+        monkeypatch.setattr(worker, "versions", lambda names, v=version: {"transformers": v})
+        said = str(worker._failure(error("no q_norm"), job, None))
+        assert ("met an API that is not as it was tested" in said) == moved
+        assert ("transformers 5.40.0, tested 5.17–5.19" in said) == moved
+    monkeypatch.setattr(worker, "versions", lambda names: {"transformers": "5.40.0"})
+    assert "as it was tested" not in str(worker._failure(ValueError("x"), job, None))

@@ -1,0 +1,263 @@
+"""The worker around an engine that computes nothing: passes, controls, and what is resumed."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from synthetic import SHAPE, SITES, compared
+
+from rlk_align.engines import worker
+from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampling, Tap
+from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, record_parameter
+from rlk_align.engines.process.job import Events, Job
+from rlk_align.engines.spec import EngineSpec
+from rlk_align.errors import CorruptTrace, PromptError, TraceNotWritten
+from rlk_align.judge.contract import load_contract
+from rlk_align.judge.verdict import judge
+from rlk_align.model.prompts import TokenBatch
+from rlk_align.trace.reader import Trace
+
+PASSES = tuple(
+    f"{kind}{variant}" for kind in ("decode", "prefill") for variant in ("", ".untapped", ".repeat")
+)
+
+
+class Imaginary(Engine):
+    """Draws its values from (site, sample, position); noise and faults are switched on."""
+
+    calls: ClassVar[list[str]] = []
+    closed = 0
+    noise = 0.0
+    fails_in = ""
+
+    def open(self) -> None:
+        type(self).calls.append("open")
+
+    def version(self) -> str:
+        return "0"
+
+    def dtype(self) -> str:
+        return "float32"
+
+    def attributes(self) -> dict[str, Any]:
+        return {"layers": 2}
+
+    def weights(self) -> Iterator[ParameterRecord]:
+        yield record_parameter(LiveParameter("embed", torch.ones(4, 4)))
+
+    def sample(
+        self, batch: TokenBatch, sampling: Sampling, tap: Tap | None, done: SamplesDone
+    ) -> Sampled:
+        responses = [
+            [(sampling.seed + len(s.prompt_ids) + k) % 16 for k in range(sampling.max_new_tokens)]
+            for s in batch.samples
+        ]
+        logprobs = self._compute("decode", batch.with_responses(responses), tap, done)
+        return Sampled(responses, logprobs)
+
+    def score(self, batch: TokenBatch, tap: Tap | None, done: SamplesDone) -> Logprobs:
+        return self._compute("prefill", batch, tap, done)
+
+    def close(self) -> None:
+        type(self).closed += 1
+
+    def _compute(
+        self, kind: str, batch: TokenBatch, tap: Tap | None, done: SamplesDone
+    ) -> Logprobs:
+        mode = "production" if self.production else "tapped" if tap else "untapped"
+        type(self).calls.append(f"{kind} {mode}")
+        if self.fails_in == f"{kind} {mode}":
+            raise TraceNotWritten("the disk is full", "free some")
+        shift = type(self).noise * len(type(self).calls)
+        logprobs: Logprobs = {}
+        for i, s in enumerate(batch.samples):
+            last = len(s.ids) - (kind == "decode")
+            for number, site in enumerate(SITES[:-1] if tap else ()):
+                wanted = s.sampled_positions if site.sampled_rows_only else range(last)
+                position = np.array(wanted)
+                # A first token attends to its own value alone: q_rope, k_rope, attn follow v_proj.
+                alone = {0: 3} if site.op == "attn" else {}
+                numbers = [number - alone.get(p, 0) + i / 8 + p / 64 for p in wanted]
+                base = torch.tensor(numbers) + shift
+                tap(
+                    site.name,
+                    base[:, None].repeat(1, site.features),
+                    np.full(len(wanted), i),
+                    position,
+                )
+            logprobs[i] = np.array([-1 - p / 64 - shift for p in s.sampled_positions])
+            done(i + 1)
+        return logprobs
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    kind = type("Fresh", (Imaginary,), {"calls": []})
+    monkeypatch.setattr(worker, "load_engine", lambda _name: kind)
+    model, folder = tmp_path / "model", tmp_path / "capture"
+    model.mkdir()
+    folder.mkdir()
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": SHAPE.layers,
+        "hidden_size": SHAPE.hidden,
+        "num_attention_heads": SHAPE.heads,
+        "num_key_value_heads": SHAPE.kv_heads,
+        "intermediate_size": SHAPE.intermediate,
+        "vocab_size": SHAPE.vocab,
+        "max_position_embeddings": 32,
+    }
+    (model / "config.json").write_text(json.dumps(config))
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"ids": [1, 2, 3]}\n{"ids": [4]}\n')
+    return Job(
+        engine=EngineSpec("hf"),
+        model=model,
+        folder=folder,
+        prompts=prompts,
+        tokens=None,
+        passes=PASSES,
+        max_new_tokens=5,
+        seed=3,
+        budget=10**9,
+        layers=None,
+        sites=(),
+    )
+
+
+def engine() -> type[Imaginary]:
+    return worker.load_engine("hf")
+
+
+def run(job: Job, **changes: object) -> Trace:
+    changed = job.model_copy(update=changes)
+    worker.run(changed, Events(changed.folder))
+    return Trace(changed.folder)
+
+
+def test_a_job_writes_a_whole_trace(job: Job) -> None:
+    trace = run(job)
+    assert engine().calls == [
+        "open",
+        *("decode tapped", "decode untapped", "decode tapped"),
+        *("prefill tapped", "prefill untapped", "prefill tapped"),
+    ]
+    assert engine().closed == 1
+    assert [s.prompt_ids for s in trace.tokens.samples] == [(1, 2, 3), (4,)]
+    assert [s.response_ids for s in trace.tokens.samples] == [(6, 7, 8, 9, 10), (4, 5, 6, 7, 8)]
+    assert trace.record.dtype == "float32"
+    assert list(trace.weights) == ["embed"]
+    for name in PASSES:
+        reader = trace.read_pass(name)
+        sites = [s.name for s in SITES] if "untapped" not in name else ["logprob"]
+        assert list(reader.record.sites) == sites
+        rows = reader.rows("logprob")
+        got = reader.values("logprob", rows, np.arange(10))
+        assert got[:, 0].tolist() == [-1 - p / 64 for p in (2, 3, 4, 5, 6, 0, 1, 2, 3, 4)]
+    events = [json.loads(line) for line in (job.folder / "events.jsonl").read_text().splitlines()]
+    done = [e["stage"] for e in events if e.get("done") == e.get("total") == 2]
+    assert done == list(PASSES)
+
+
+def test_only_what_is_missing_is_run_again(job: Job) -> None:
+    run(job, passes=PASSES[:3])
+    engine().calls.clear()
+    trace = run(job)
+    assert engine().calls == ["open", "prefill tapped", "prefill untapped", "prefill tapped"]
+    assert len(trace.tokens.samples[0].response_ids) == 5
+
+
+def test_finished_passes_outlive_a_failure(job: Job) -> None:
+    engine().fails_in = "prefill untapped"
+    with pytest.raises(TraceNotWritten):
+        run(job)
+    assert engine().closed == 1
+    assert Trace(job.folder).has_pass("prefill")
+    assert not Trace(job.folder).has_pass("prefill.untapped")
+    engine().fails_in = ""
+    engine().calls.clear()
+    run(job)
+    assert engine().calls == ["open", "prefill untapped", "prefill tapped"]
+
+
+def test_another_runs_tokens_are_scored(job: Job, tmp_path: Path) -> None:
+    first = run(job)
+    folder = tmp_path / "train"
+    folder.mkdir()
+    second = run(
+        job,
+        folder=folder,
+        tokens=first.folder / "tokens.parquet",
+        passes=("prefill", "prefill.untapped", "prefill.repeat"),
+    )
+    assert second.tokens == first.tokens
+    comparison = compared(first, second, ("decode_vs_prefill", "prefill_vs_train"))
+    assert comparison.controls.observer == "bitwise"
+    assert [e.metrics.tokens for e in comparison.edges] == [10, 10]
+    assert all(e.paired_rows == e.expected_rows for e in comparison.edges)
+    assert judge(comparison, load_contract("bitwise", "float32")).status == "pass"
+
+
+def test_noise_is_measured(job: Job, tmp_path: Path) -> None:
+    """Every call of this engine is shifted further: nothing repeats."""
+    engine().noise = 0.25
+    first = run(job)
+    noise = compared(first, first).controls.noise["rollout"]
+    assert noise.first_site == "embed"
+    # From the first prefill to its repetition there are two calls.
+    assert noise.max_abs_dlogp == pytest.approx(0.5, abs=1e-6)
+
+
+def test_production_is_a_job_of_its_own_and_is_measured(job: Job) -> None:
+    trace = run(job)
+    record = (job.folder / "trace.json").read_bytes()
+    engine().calls.clear()
+    engine().noise = 0.125
+    run(job, passes=("prefill.production",))
+    assert engine().calls == ["open", "prefill production"]
+    assert (job.folder / "trace.json").read_bytes() == record
+    production = compared(trace, trace).production
+    assert production.tokens == 10
+    assert production.max_abs_dlogp == pytest.approx(0.25, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("line", "new", "says"),
+    [
+        ('{"ids": [1, 16]}', 5, "16"),
+        (json.dumps({"ids": [1] * 28}), 5, "too long"),
+        ('{"ids": [1]}', 32, "too long"),
+    ],
+)
+def test_prompts_that_do_not_fit_are_refused_before_loading(
+    job: Job, line: str, new: int, says: str
+) -> None:
+    job.prompts.write_text(line)
+    with pytest.raises(PromptError, match=says):
+        run(job, max_new_tokens=new)
+    assert engine().calls == []
+
+
+def test_damaged_tokens_are_corrupt(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "t.parquet").write_bytes(b"PAR1")
+    with pytest.raises(CorruptTrace):
+        run(job, tokens=tmp_path / "t.parquet")
+
+
+def test_an_error_is_handed_to_the_parent(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (job.folder / "job.json").write_text(job.model_dump_json())
+    job.prompts.write_text("{")
+    monkeypatch.setattr(worker, "_end_with_parent", lambda: None)
+    monkeypatch.setattr(worker.sys, "argv", ["worker", str(job.folder / "job.json")])
+    with pytest.raises(SystemExit) as end:
+        worker.main()
+    assert end.value.code == 2
+    last = json.loads((job.folder / "events.jsonl").read_text().splitlines()[-1])
+    assert last["error"] == "PromptError"
+    assert ":1" in last["message"]

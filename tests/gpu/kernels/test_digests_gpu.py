@@ -1,0 +1,21 @@
+"""The bits of every public operator on an H200 are the recorded ones.
+
+Parts, for as many processes: most of the time goes into compiling.
+"""
+
+import digest_suite
+import pytest
+import torch
+
+PARTS = 8
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_the_bits_are_the_recorded_ones(part):
+    name = torch.cuda.get_device_name()
+    if "H200" not in name:
+        pytest.skip(f"the digests were recorded on an H200; this is {name}")
+    found = digest_suite.measure("cuda", True, part, PARTS)
+    assert found
+    expected = digest_suite.recorded("triton")
+    assert digest_suite.differences(found, {name: expected[name] for name in found}) == []

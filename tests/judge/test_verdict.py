@@ -1,0 +1,459 @@
+"""A comparison held against a contract: NaN fails, empty fails, doubt outweighs a breach."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+from synthetic import compared, draw, spoil, write_trace
+
+from rlk_align.compare.metrics import edge_metrics
+from rlk_align.judge.contract import Contract, load_contract
+from rlk_align.judge.verdict import Verdict, coverage, judge
+from rlk_align.report.verdict_json import verdict_json
+from rlk_align.results import (
+    Comparison,
+    Controls,
+    EdgeMetrics,
+    EdgeResult,
+    EngineRecord,
+    Mismatch,
+    Noise,
+    SiteResult,
+)
+
+METRICS = (
+    "max_abs_dlogp",
+    "mean_abs_dlogp",
+    "p99_abs_dlogp",
+    "p999_abs_dlogp",
+    "k3",
+    "ratio_mean_error",
+    "clip_fraction",
+    "token_mult_prob_error",
+    "bit_mismatches",
+)
+
+
+def contract(*limits: dict[str, Any], **head: Any) -> Contract:
+    given = limits or ({"metric": "max_abs_dlogp", "fail": 0.1},)
+    return Contract.model_validate(
+        {
+            "id": "t",
+            "version": "1.0.0",
+            "description": "",
+            "dtypes": ["bfloat16"],
+            "min_coverage": 0.9,
+            "min_tokens": 1,
+            "limits": [
+                {"id": f"l{i}", "why": "w", "source": "s"} | limit for i, limit in enumerate(given)
+            ],
+        }
+        | head
+    )
+
+
+def metrics(**changes: Any) -> EdgeMetrics:
+    zero = dict.fromkeys(EdgeMetrics.model_fields, 0.0)
+    ones = {"ratio_mean": 1.0, "ratio_max": 1.0, "ess_fraction": 1.0, "token_mult_prob_error": 1.0}
+    return EdgeMetrics(**zero | ones | {"tokens": 100, "bit_mismatches": 0} | changes)
+
+
+def site(name: str = "layers.0.act", **changes: Any) -> SiteResult:
+    fields: dict[str, Any] = {
+        "site": name,
+        "layer": 0,
+        "op": name.rsplit(".")[-1],
+        "op_class": "elementwise",
+        "rows": 100,
+        "differ": 0,
+        "introduced": 0,
+        "noisy": 0,
+        "nonfinite": 0,
+        "first_introduced": None,
+        "first_nonfinite": None,
+        "valued_rows": 0,
+        "elements_differ": 0,
+        "max_abs": 0.0,
+        "max_ulp": 0,
+        "max_rel_l2": 0.0,
+        "mean_rel_l2": 0.0,
+        "min_cosine": 1.0,
+        "frontier": [],
+    }
+    return SiteResult(**fields | changes)
+
+
+def edge(name: str = "prefill_vs_train", **changes: Any) -> EdgeResult:
+    fields: dict[str, Any] = {
+        "name": name,
+        "metrics": metrics(),
+        "sites": [site(), site("logprob", op_class="logprob")],
+        "first_bitwise": None,
+        "expected_rows": 1000,
+        "paired_rows": 1000,
+        "unpaired": [],
+    }
+    return EdgeResult(**fields | changes)
+
+
+def comparison(*edges: EdgeResult, **changes: Any) -> Comparison:
+    shown = edges or (edge(),)
+    engine = EngineRecord(
+        name="hf", version="1", options={}, dtype="bfloat16", model="m", environment={}
+    )
+    fields: dict[str, Any] = {
+        "model": "m",
+        "dtype": "bfloat16",
+        "tokens": 100,
+        "engines": {"rollout": engine, "train": engine},
+        "mismatches": [],
+        "allowed": [],
+        "controls": Controls(
+            observer="bitwise", observer_detail=[], noise={"rollout": None, "train": None}
+        ),
+        "edges": list(shown),
+        "judged": [e.name for e in shown],
+        "missing_edges": {},
+    }
+    return Comparison(**fields | changes)
+
+
+def code(verdict: Verdict) -> int:
+    status = {"pass": 0, "fail": 1, "inconclusive": 4}[verdict.status]
+    assert verdict.exit_code == status
+    return status
+
+
+def test_a_healthy_comparison_passes() -> None:
+    verdict = judge(comparison(), contract())
+    assert code(verdict) == 0
+    assert (verdict.breaches, verdict.doubts) == ([], [])
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_a_limit_holds_up_to_its_bound_and_not_beyond(metric: str) -> None:
+    field = "ratio_mean" if metric == "ratio_mean_error" else metric
+    at = {"ratio_mean": 1.5, "bit_mismatches": 1}.get(field, 0.5)
+    bound = 1 if metric == "bit_mismatches" else 0.5
+    judged = contract({"metric": metric, "fail": bound})
+    assert code(judge(comparison(edge(metrics=metrics(**{field: at}))), judged)) == 0
+    above = at + 1 if metric == "bit_mismatches" else math.nextafter(at, 9)
+    verdict = judge(comparison(edge(metrics=metrics(**{field: above}))), judged)
+    assert code(verdict) == 1
+    [breach] = verdict.breaches
+    assert (breach.metric, breach.limit, breach.fail) == (metric, "l0", bound)
+    assert (breach.edge, breach.site) == ("prefill_vs_train", None)
+    assert breach.value > bound
+
+
+@pytest.mark.parametrize("metric", [m for m in METRICS if m != "bit_mismatches"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_nan_and_inf_fail_every_limit(metric: str, bad: float) -> None:
+    field = "ratio_mean" if metric == "ratio_mean_error" else metric
+    judged = contract({"metric": metric, "fail": 1e300})
+    verdict = judge(comparison(edge(metrics=metrics(**{field: bad}))), judged)
+    assert code(verdict) == 1
+    text = json.dumps(verdict_json(verdict), allow_nan=False)
+    assert json.loads(text)["breaches"][0]["value"] is None
+
+
+def test_nothing_never_passes() -> None:
+    import numpy as np
+
+    empty = edge_metrics(np.zeros(0), np.zeros(0), 0)
+    nothing = edge(metrics=empty, sites=[], expected_rows=0, paired_rows=0)
+    for shown in (comparison(nothing), comparison(edges=[], judged=[])):
+        verdict = judge(shown, contract({"metric": "bit_mismatches", "fail": 1e9}))
+        assert code(verdict) == 4
+        assert any("0 of 0" in doubt for doubt in verdict.doubts)
+        json.dumps(verdict_json(verdict), allow_nan=False)
+
+
+def test_too_few_tokens_are_inconclusive() -> None:
+    judged = contract(min_tokens=32)
+    few = comparison(edge(metrics=metrics(tokens=31)))
+    verdict = judge(few, judged)
+    assert code(verdict) == 4
+    assert "31" in verdict.doubts[0]
+    assert code(judge(comparison(edge(metrics=metrics(tokens=32))), judged)) == 0
+
+
+@pytest.mark.parametrize(("paired", "want"), [(900, 0), (899, 4), (0, 4)])
+def test_low_coverage_is_inconclusive(paired: int, want: int) -> None:
+    explained = [("layers.0.attn", "train prefill cannot show it: fused", True)]
+    shown = comparison(edge(paired_rows=paired, unpaired=explained))
+    assert code(judge(shown, contract())) == want
+    assert coverage(shown) == (paired, 1000)
+
+
+def test_coverage_is_of_the_judged_edges() -> None:
+    bad = edge("decode_vs_train", paired_rows=0, metrics=metrics(max_abs_dlogp=9.0))
+    shown = comparison(edge(), bad, judged=["prefill_vs_train"])
+    assert coverage(shown) == (1000, 1000)
+    assert code(judge(shown, contract())) == 0
+
+
+def test_one_unexplained_row_is_inconclusive() -> None:
+    lost = [("layers.0.attn", "train prefill lacks 1 rows", False)]
+    verdict = judge(comparison(edge(paired_rows=999, unpaired=lost)), contract())
+    assert code(verdict) == 4
+    assert "layers.0.attn" in verdict.doubts[0]
+
+
+def test_a_missing_edge_is_inconclusive() -> None:
+    shown = comparison(
+        judged=["prefill_vs_train", "decode_vs_train"],
+        missing_edges={"decode_vs_train": "the rollout trace has no decode pass"},
+    )
+    verdict = judge(shown, contract())
+    assert code(verdict) == 4
+    assert "decode_vs_train" in verdict.doubts[0]
+
+
+@pytest.mark.parametrize(
+    ("observer", "want"), [("bitwise", 0), ("within noise floor", 0), ("violated", 4)]
+)
+def test_a_violated_observer_is_inconclusive(observer: str, want: int) -> None:
+    controls = Controls(observer=observer, observer_detail=["taps move"], noise={})
+    assert code(judge(comparison(controls=controls), contract())) == want
+    assert code(judge(comparison(controls=None), contract())) == 4
+
+
+def test_doubt_outweighs_a_breach_and_both_are_kept() -> None:
+    lost = [("embed", "train prefill lacks 1 rows", False)]
+    bad = edge(metrics=metrics(max_abs_dlogp=9.0), unpaired=lost)
+    verdict = judge(comparison(bad), contract())
+    assert code(verdict) == 4
+    assert verdict.breaches
+    assert verdict.doubts
+
+
+def test_a_nonfinite_entry_fails_any_contract() -> None:
+    shown = edge(sites=[site(nonfinite=2, first_nonfinite=(0, 1))])
+    verdict = judge(comparison(shown), contract({"metric": "k3", "fail": 1e9}))
+    assert code(verdict) == 1
+    [breach] = verdict.breaches
+    assert (breach.metric, breach.site, breach.value) == ("nonfinite", "layers.0.act", 2.0)
+
+
+def test_limits_hold_on_their_edges() -> None:
+    bad = metrics(max_abs_dlogp=1.0)
+    shown = comparison(edge(), edge("decode_vs_train", metrics=bad))
+    limit = {"metric": "max_abs_dlogp", "fail": 0.1}
+    assert code(judge(shown, contract(limit | {"edges": ["prefill_vs_train"]}))) == 0
+    verdict = judge(shown, contract(limit | {"edges": ["decode_vs_train"]}))
+    assert [b.edge for b in verdict.breaches] == ["decode_vs_train"]
+    assert code(judge(shown, contract(limit))) == 1
+
+
+def test_an_operators_limit_is_of_its_class() -> None:
+    wrong = site(introduced=1, differ=1, valued_rows=1, frontier=[(1.0, 0.5)])
+    shown = comparison(edge(sites=[wrong]))
+    limit = {"metric": "op_error", "atol": 0.1, "rtol": 0.1, "fail": 1}
+    verdict = judge(shown, contract(limit))
+    assert code(verdict) == 1
+    assert verdict.breaches[0].value == pytest.approx(2.5)
+    assert verdict.breaches[0].site == "layers.0.act"
+    assert code(judge(shown, contract(limit | {"op_classes": ["matmul", "attention"]}))) == 0
+    assert code(judge(shown, contract(limit | {"atol": 0.4}))) == 0
+    zero = limit | {"atol": 0, "rtol": 0}
+    assert math.isinf(judge(shown, contract(zero)).breaches[0].value)
+
+
+def test_bitwise_counts_rows() -> None:
+    bitwise = load_contract("bitwise", "bfloat16")
+    assert code(judge(comparison(), bitwise)) == 0
+    verdict = judge(comparison(edge(sites=[site(differ=3)])), bitwise)
+    assert [(b.metric, b.value) for b in verdict.breaches] == [("rows_differ", 3.0)]
+    assert code(judge(comparison(edge(metrics=metrics(bit_mismatches=1))), bitwise)) == 1
+
+
+def noise(**changes: Any) -> dict[str, Any]:
+    found = Noise(
+        passname="prefill",
+        rows=5,
+        first_site="embed",
+        max_abs_dlogp=changes.get("max", 0.2),
+        mean_abs_dlogp=changes.get("mean", 0.01),
+    )
+    return {
+        "controls": Controls(
+            observer="within noise floor",
+            observer_detail=[],
+            noise={"rollout": found, "train": None},
+        )
+    }
+
+
+def test_a_breach_within_the_noise_is_no_failure_and_no_pass() -> None:
+    shown = comparison(edge(metrics=metrics(max_abs_dlogp=0.2)), **noise())
+    verdict = judge(shown, contract())
+    assert code(verdict) == 4
+    assert verdict.breaches == []
+    assert "noise" in verdict.doubts[0]
+
+
+def test_a_breach_beyond_the_noise_fails() -> None:
+    shown = comparison(edge(metrics=metrics(max_abs_dlogp=0.21)), **noise())
+    assert code(judge(shown, contract())) == 1
+
+
+def test_noise_does_not_excuse_what_it_cannot_cause() -> None:
+    judged = contract({"metric": "mean_abs_dlogp", "fail": 0.001})
+    assert (
+        code(judge(comparison(edge(metrics=metrics(mean_abs_dlogp=0.02)), **noise()), judged)) == 1
+    )
+    bad = edge(metrics=metrics(max_abs_dlogp=math.nan))
+    assert code(judge(comparison(bad, **noise()), contract())) == 1
+    unknown = noise(max=math.nan)
+    wide = edge(metrics=metrics(max_abs_dlogp=5.0))
+    assert code(judge(comparison(wide, **unknown), contract())) == 1
+    poisoned = edge(sites=[site(nonfinite=1)])
+    assert code(judge(comparison(poisoned, **noise()), contract())) == 1
+
+
+def test_rows_that_repeat_count_against_bitwise_and_noisy_ones_do_not() -> None:
+    bitwise = load_contract("bitwise", "bfloat16")
+    assert code(judge(comparison(edge(sites=[site(differ=4, noisy=4)]), **noise()), bitwise)) == 4
+    assert code(judge(comparison(edge(sites=[site(differ=5, noisy=4)]), **noise()), bitwise)) == 1
+
+
+def test_no_breach_needs_no_excuse() -> None:
+    assert code(judge(comparison(**noise()), contract())) == 0
+
+
+MISMATCH = Mismatch(kind="weights", name="embed", rollout="a", train="b")
+
+
+def test_a_failed_precheck_stops_everything() -> None:
+    shown = comparison(edges=[], mismatches=[MISMATCH], controls=None)
+    verdict = judge(shown, contract())
+    assert code(verdict) == 4
+    record = verdict_json(verdict)
+    assert (record["edges"], record["divergence"]) == ({}, None)
+    assert record["precheck"]["weights"] == "mismatch"
+    assert record["precheck"]["tokens"] == record["precheck"]["attributes"] == "equal"
+    assert record["precheck"]["mismatches"] == [
+        {
+            "kind": "weights",
+            "name": "embed",
+            "rollout": "a",
+            "train": "b",
+            "sample": None,
+            "position": None,
+            "ranks": [],
+            "detail": "",
+        }
+    ]
+    assert "weights" in record["doubts"][0]
+
+
+def test_an_allowed_mismatch_is_measured_across_and_said() -> None:
+    shown = comparison(mismatches=[MISMATCH], allowed=["weights"])
+    verdict = judge(shown, contract())
+    assert code(verdict) == 0
+    assert verdict_json(verdict)["precheck"]["weights"] != "equal"
+    assert verdict_json(verdict)["precheck"]["mismatches"]
+    both = comparison(
+        edges=[],
+        controls=None,
+        mismatches=[MISMATCH, Mismatch(kind="tokens", name="p", rollout=[1], train=[2])],
+        allowed=["weights"],
+    )
+    assert code(judge(both, contract())) == 4
+
+
+# DESIGN, section 6; the names are fixed.
+TOP = {"schema", "status", "exit_code", "contract", "model", "dtype", "tokens", "engines"} | {
+    *("precheck", "controls", "coverage", "edges", "divergence", "breaches")
+}
+EDGE_FIELDS = {"max_abs_dlogp", "mean_abs_dlogp", "p99_abs_dlogp", "k1", "k3", "ratio_mean"} | {
+    *("ratio_max", "clip_fraction", "ess_fraction", "bit_mismatches", "tokens")
+}
+
+
+def test_the_record_has_the_published_fields(tmp_path) -> None:
+    values = draw()
+    rollout = write_trace(tmp_path / "a", values, passes=("decode", "prefill"))
+    train = write_trace(tmp_path / "b", spoil(values, "layers.1.act", [(1, 4)]))
+    shown = compared(rollout, train, ("decode_vs_prefill", "prefill_vs_train"))
+    verdict = judge(shown, load_contract("bitwise", "bfloat16"))
+    record = json.loads(json.dumps(verdict_json(verdict), allow_nan=False))
+    assert record.keys() >= TOP
+    assert record["schema"] == "rlk-align/verdict/1"
+    assert (record["status"], record["exit_code"]) == ("fail", 1)
+    assert record["contract"].keys() >= {"id", "version", "sha256"}
+    assert (record["model"], record["dtype"], record["tokens"]) == ("synthetic", "bfloat16", 15)
+    for side in ("rollout", "train"):
+        assert record["engines"][side].keys() >= {"name", "version", "options"}
+        assert record["controls"]["noise_floor"][side] == "bitwise"
+    assert record["precheck"] == {
+        "tokens": "equal",
+        "weights": "equal",
+        "attributes": "equal",
+        "mismatches": [],
+    }
+    assert record["controls"]["observer"] == "bitwise"
+    assert record["coverage"].keys() >= {"paired", "expected", "fraction", "unpaired"}
+    assert record["coverage"]["fraction"] == 1.0
+    assert list(record["edges"]) == ["decode_vs_prefill", "prefill_vs_train"]
+    for found in record["edges"].values():
+        assert found.keys() >= EDGE_FIELDS
+    assert record["divergence"]["edge"] == "prefill_vs_train"
+    assert record["divergence"]["first_bitwise"] == {
+        "site": "layers.1.act",
+        "layer": 1,
+        "op": "act",
+        "sample": 1,
+        "position": 4,
+        "last_equal": "layers.1.up_proj",
+    }
+    for later in ("first_over_budget", "largest_contributor", "largest_amplifier"):
+        assert record["divergence"][later] is None
+    for breach in record["breaches"]:
+        assert breach.keys() >= {"limit", "metric", "value", "fail", "site", "edge"}
+
+
+def test_the_divergence_is_of_the_first_judged_edge_where_training_is_not() -> None:
+    shown = comparison(edge("decode_vs_prefill"), edge("decode_vs_train"))
+    assert verdict_json(judge(shown, contract()))["divergence"]["edge"] == "decode_vs_prefill"
+    shown = comparison(edge("decode_vs_prefill"), edge("prefill_vs_train"))
+    assert verdict_json(judge(shown, contract()))["divergence"]["edge"] == "prefill_vs_train"
+
+
+def test_unpaired_sites_are_listed_with_their_reason() -> None:
+    reasons = [("layers.0.attn", "train prefill cannot show it: fused", True)]
+    shown = comparison(edge(unpaired=reasons), edge("decode_vs_train", unpaired=reasons))
+    record = verdict_json(judge(shown, contract()))
+    assert record["coverage"]["unpaired"] == [
+        {"site": "layers.0.attn", "reason": "train prefill cannot show it: fused"}
+    ]
+
+
+def test_production_is_an_edge_of_its_own() -> None:
+    shown = comparison(production=metrics(max_abs_dlogp=0.3))
+    record = verdict_json(judge(shown, contract()))
+    assert record["edges"]["production_vs_observed"]["max_abs_dlogp"] == 0.3
+    silent = verdict_json(judge(comparison(), contract()))
+    assert "production_vs_observed" not in silent["edges"]
+    assert silent["controls"]["production_vs_observed"] == "not measured"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, [1.0, math.nan], {"q_norm": math.nan}])
+def test_the_record_is_json_whatever_an_engine_says_of_itself(bad: Any) -> None:
+    mismatch = Mismatch(kind="attributes", name="rope_theta", rollout=bad, train=1e4)
+    for shown in (
+        comparison(mismatches=[mismatch], allowed=["attributes"]),
+        comparison(edges=[], mismatches=[mismatch], controls=None),
+    ):
+        json.dumps(verdict_json(judge(shown, contract())), allow_nan=False)
+
+
+def test_nan_survives_the_stored_comparison() -> None:
+    shown = comparison(edge(metrics=metrics(max_abs_dlogp=math.nan, ratio_max=math.inf)))
+    again = Comparison.model_validate_json(shown.model_dump_json())
+    found = again.edges[0].metrics
+    assert math.isnan(found.max_abs_dlogp)
+    assert found.ratio_max == math.inf
+    assert code(judge(again, contract())) == 1

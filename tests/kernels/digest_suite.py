@@ -1,0 +1,256 @@
+"""A fixed set of inputs for every public operator, and the digests of all that comes out.
+
+The inputs come from integer arithmetic, so they are the same on every machine and with every
+version of torch. A digest is BLAKE2b of the raw bytes: of each output, and of each gradient for an
+upstream gradient that is fixed too.
+
+T = tokens   V = vocabulary   H = hidden size   D = head size
+"""
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import rlk_kernels as rk
+import torch
+from torch import Tensor
+
+DIGESTS = Path(__file__).with_name("digests.json")
+"""By implementation: `torch`, and `triton` of an H200."""
+HALF = (torch.bfloat16, torch.float16)
+DTYPES = (*HALF, torch.float32)
+
+Case = Callable[[], dict[str, Tensor]]
+
+
+def _signed(x: int) -> int:
+    """A 64-bit pattern as the int64 that has it."""
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
+class Inputs:
+    """Tensors of one case, each from a seed of its own."""
+
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self._seeds = itertools.count(1)
+
+    def _bits(self, count: int) -> Tensor:
+        """int64 `[count]`: splitmix64 of a counter, on the device; products wrap around."""
+        x = (torch.arange(count, device=self.device) + (next(self._seeds) << 40)) * _signed(
+            0x9E3779B97F4A7C15
+        )
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * _signed(factor)
+        return x ^ (x >> 31 & (1 << 33) - 1)
+
+    def normal(self, *shape: int, scale: float = 1.0, grad: bool = True) -> Tensor:
+        """Nearly normal numbers: four uniform ones added up."""
+        bits = self._bits(math.prod(shape))
+        total = sum(bits >> 16 * i & 0xFFFF for i in range(4))
+        x = ((total.double() / 65536 - 2) * (3**0.5 * scale)).float().reshape(shape)
+        return x.to(self.dtype).requires_grad_(grad)
+
+    def integers(self, *shape: int, below: int) -> Tensor:
+        return ((self._bits(math.prod(shape)) >> 11 & (1 << 53) - 1) % below).reshape(shape)
+
+    def bounds(self, *lengths: int) -> Tensor:
+        """int32: where packed sequences of these lengths begin."""
+        return torch.tensor([0, *lengths]).cumsum(0).int().to(self.device)
+
+
+def digest(x: Tensor) -> str:
+    raw = x.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(f"{x.dtype}{tuple(x.shape)}".encode() + raw, digest_size=8).hexdigest()
+
+
+def with_gradients(outputs: dict[str, Tensor], leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The outputs, and the gradients of the leaves for a fixed upstream gradient of each output."""
+    different = [x for x in outputs.values() if x.requires_grad]
+    upstream = []
+    for i, x in enumerate(different):
+        ramp = torch.arange(x.numel(), device=x.device) * (2 * i + 3) % 29 - 14
+        upstream.append((ramp / 16).reshape(x.shape).to(x.dtype))
+    wanted = {name: x for name, x in leaves.items() if x.requires_grad}
+    grads = torch.autograd.grad(different, list(wanted.values()), upstream)
+    return outputs | {f"d_{n}": g for n, g in zip(wanted, grads, strict=True)}
+
+
+def _linear(at: Inputs, m: int, n: int, k: int, wide: bool) -> dict[str, Tensor]:
+    leaves = {"x": at.normal(m, k), "weight": at.normal(n, k), "bias": at.normal(n)}
+    out = rk.linear(*leaves.values(), out_dtype=torch.float32 if wide else None)
+    return with_gradients({"out": out}, leaves)
+
+
+def _rms_norm(at: Inputs, m: int, h: int, cast: str) -> dict[str, Tensor]:
+    leaves = {"x": at.normal(m, h, scale=3.0), "weight": at.normal(h), "res": at.normal(m, h)}
+    plain = rk.rms_norm(leaves["x"], leaves["weight"], 1e-6, cast=cast)
+    both = rk.rms_norm(leaves["x"], leaves["weight"], 1e-6, residual=leaves["res"], cast=cast)
+    return with_gradients({"plain": plain, "normed": both[0], "sum": both[1]}, leaves)
+
+
+def _rope(at: Inputs, t: int, d: int, options: dict) -> dict[str, Tensor]:
+    leaves = {"q": at.normal(t, 4, d), "k": at.normal(t, 2, d)}
+    out = rk.rope(*leaves.values(), at.integers(t, below=40000), theta=1e6, **options)
+    return with_gradients({"q": out[0], "k": out[1]}, leaves)
+
+
+def _swiglu(at: Inputs, m: int, f: int) -> dict[str, Tensor]:
+    leaves = {"gate": at.normal(m, f, scale=4.0), "up": at.normal(m, f)}
+    return with_gradients({"out": rk.swiglu(*leaves.values())}, leaves)
+
+
+def _embedding(at: Inputs, t: int, v: int, h: int) -> dict[str, Tensor]:
+    leaves = {"weight": at.normal(v, h)}
+    return with_gradients({"out": rk.embedding(at.integers(t, below=v), leaves["weight"])}, leaves)
+
+
+def _logp(at: Inputs, t: int, v: int, temperature: float) -> dict[str, Tensor]:
+    leaves = {"logits": at.normal(t, v, scale=6.0)}
+    out = rk.logp(leaves["logits"], at.integers(t, below=v), temperature=temperature)
+    return with_gradients({"out": out}, leaves)
+
+
+def _attention(
+    at: Inputs, lengths: tuple[int, ...], d: int, heads: tuple[int, int], options: dict
+) -> dict[str, Tensor]:
+    t, cu = sum(lengths), at.bounds(*lengths)
+    leaves = {"q": at.normal(t, heads[0], d), "k": at.normal(t, heads[1], d)}
+    leaves["v"] = at.normal(t, heads[1], d)
+    out, lse = rk.attention(*leaves.values(), cu, cu, return_lse=True, **options)
+    return with_gradients({"out": out, "lse": lse}, leaves)
+
+
+def _paged(at: Inputs, contexts: tuple[int, ...], queries: int, d: int, page: int) -> dict:
+    each = -(-max(contexts) // page)
+    blocks = each * len(contexts)
+    keys, values = (at.normal(blocks, page, 2, d, grad=False) for _ in range(2))
+    table = torch.arange(blocks).flip(0).reshape(len(contexts), each).int().to(at.device)
+    q = at.normal(queries * len(contexts), 8, d, grad=False)
+    lens, cu = torch.tensor(contexts).to(at.device), at.bounds(*[queries] * len(contexts))
+    options = {"cu_seqlens_q": cu, "return_lse": True}
+    out, lse = rk.paged_attention(q, keys, values, table, lens, **options)
+    near, _ = rk.paged_attention(q, keys, values, table, lens, window=100, **options)
+    return {"out": out, "lse": lse, "window": near}
+
+
+def _linear_logp(at: Inputs, t: int, v: int, h: int, options: dict) -> dict[str, Tensor]:
+    leaves = {"hidden": at.normal(t, h), "weight": at.normal(v, h, scale=3.0 * h**-0.5)}
+    leaves["bias"] = at.normal(v)
+    target = torch.where(at.integers(t, below=9) == 0, -100, at.integers(t, below=v))
+    found = rk.linear_logp(
+        leaves["hidden"],
+        leaves["weight"],
+        target,
+        bias=leaves["bias"],
+        return_lse=True,
+        return_entropy=True,
+        token_ids=at.integers(t, 3, below=v),
+        **options,
+    )
+    return with_gradients(dict(zip(("logp", "lse", "entropy", "ids"), found, strict=True)), leaves)
+
+
+def _grpo(at: Inputs, b: int, length: int, v: int, h: int, loss_type: str) -> dict[str, Tensor]:
+    leaves = {"hidden": at.normal(b, length, h)}
+    leaves["weight"] = at.normal(v, h, scale=3.0 * h**-0.5)
+    target = at.integers(b, length, below=v)
+    old, reference = (at.normal(b, length, grad=False).float() - 5 for _ in range(2))
+    advantages = rk.group_advantages(at.normal(b, grad=False).float(), b // 2)
+    loss, metrics = rk.linear_grpo_loss(
+        *leaves.values(),
+        target,
+        old,
+        advantages,
+        at.integers(b, length, below=7) > 0,
+        ref_logp=reference,
+        beta=0.04,
+        loss_type=loss_type,
+    )
+    return with_gradients({"advantages": advantages, "loss": loss} | metrics, leaves)
+
+
+def cases(device: str, full: bool) -> Iterator[tuple[str, Case]]:
+    """(name, what gives its outputs) of every case; `full`: with those for a GPU's sizes."""
+
+    def case(name: str, dtype: torch.dtype, run: Callable, *sizes: object) -> tuple[str, Case]:
+        short = str(dtype).removeprefix("torch.")
+        words = "-".join(str(s).replace(" ", "") for s in sizes)
+        return f"{name}-{short}-{words}", lambda: run(Inputs(device, dtype), *sizes)
+
+    for dtype in DTYPES:
+        products = [(1, 64, 48), (7, 33, 100), (130, 96, 800)]
+        if full and dtype in HALF:
+            products += [(1, 6144, 1024), (16, 4096, 4096), (33, 1000, 1000), (64, 28672, 4096)]
+            products += [(200, 6144, 4096), (512, 6144, 1024), (1000, 5003, 776), (300, 1024, 3072)]
+            products += [(2048, 4096, 4096), (4096, 4096, 12288)]
+        for m, n, k in products:
+            for wide in (False, True):
+                yield case("linear", dtype, _linear, m, n, k, wide)
+        for cast in ("hf", "vllm"):
+            yield case("rms_norm", dtype, _rms_norm, 37, 4096 if full else 96, cast)
+        options = ({}, {"interleaved": True}, {"rotary_dim": 32, "cos_sin_dtype": torch.bfloat16})
+        for chosen in options:
+            yield case("rope", dtype, _rope, 65, 64, chosen)
+        yield case("swiglu", dtype, _swiglu, 33, 1001)
+        yield case("embedding", dtype, _embedding, 300, 50, 99)
+        for v in (17, 1000, *((151936,) if full else ())):
+            yield case("logp", dtype, _logp, 9, v, 0.7)
+        sequences = [(5, 0, 33)]
+        if full:
+            sequences = [(1500, 0, 700), (4096,)] if dtype in HALF else [(300, 77)]
+        for lengths in sequences:
+            yield case("attention", dtype, _attention, lengths, 64, (4, 2), {})
+            yield case("attention", dtype, _attention, lengths, 64, (2, 2), {"causal": False})
+            yield case("attention", dtype, _attention, lengths, 128, (8, 1), {"window": 40})
+            yield case("attention", dtype, _attention, lengths, 128, (8, 2), {})
+            yield case("attention", dtype, _attention, lengths, 80, (2, 2), {})
+        paged = [((3, 40, 17), 1, 64, 16), ((20, 40), 7, 128, 8)]
+        if full:
+            paged += [((4096, 1, 1500), 1, 128, 16), ((3000, 2049), 130, 64, 32)]
+        for sizes in paged:
+            yield case("paged_attention", dtype, _paged, *sizes)
+        capped = {"softcap": 30.0, "logit_scale": 0.5, "temperature": 0.8}
+        heads_of = [(9, 300, 40, {}), (9, 300, 40, capped), (20, 97, 800, {})]
+        if full and dtype in HALF:
+            heads_of += [(257, 32003, 1024, {"logit_dtype": dtype}), (1000, 50000, 1024, capped)]
+            heads_of += [(4096, 32768, 2048, {})]
+        for sizes in heads_of:
+            yield case("linear_logp", dtype, _linear_logp, *sizes)
+        losses = [(4, 6, 97, 40, "grpo"), (4, 6, 97, 40, "dapo")]
+        if full and dtype in HALF:
+            losses += [(4, 512, 32768, 1024, "dr_grpo"), (8, 100, 20001, 512, "grpo")]
+        for sizes in losses:
+            yield case("linear_grpo_loss", dtype, _grpo, *sizes)
+
+
+def measure(device: str, full: bool, part: int = 0, parts: int = 1) -> dict[str, dict[str, str]]:
+    """Case -> output -> digest, of every `parts`-th case."""
+    found = {}
+    for name, run in itertools.islice(cases(device, full), part, None, parts):
+        assert name not in found, name
+        found[name] = {output: digest(x) for output, x in run().items()}
+    return found
+
+
+def recorded(implementation: str) -> dict[str, dict[str, str]]:
+    return json.loads(DIGESTS.read_text(encoding="utf-8"))[implementation]
+
+
+def differences(found: dict, expected: dict) -> list[str]:
+    """`case: output` of every digest that is other, missing or new."""
+    wrong = []
+    for name in sorted(found.keys() | expected.keys()):
+        a, b = found.get(name, {}), expected.get(name, {})
+        wrong += [f"{name}: {o}" for o in sorted(a.keys() | b.keys()) if a.get(o) != b.get(o)]
+    return wrong
+
+
+def record(implementation: str, found: dict[str, dict[str, str]]) -> None:
+    """Writes them into the file, in place of what it says of `implementation`."""
+    known = json.loads(DIGESTS.read_text(encoding="utf-8")) if DIGESTS.is_file() else {}
+    text = json.dumps(known | {implementation: found}, indent=0, sort_keys=True)
+    DIGESTS.write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,161 @@
+"""The choice of tiles, and what happens where the self-check fails."""
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rlk_kernels.matmul import plan, self_check, tiles
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    tiles.tile_for.cache_clear()
+    self_check._checked.cache_clear()
+    yield
+    tiles.tile_for.cache_clear()
+    self_check._checked.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_choice_is_among_the_tiles_that_are_checked(dtype):
+    known = tiles.tiles_in_use()
+    assert len(known) > 10
+    for m in (1, 16, 17, 33, 64, 65, 500, 1000, 8192, 100000):
+        for n in (1, 64, 1024, 6144, 28672, 151936):
+            for k in (1, 1024, 14336):
+                assert replace(tiles.tile_for(m, n, k, dtype), overlap=1) in known
+
+
+def test_untrusted_devices_get_one_tile_for_every_shape():
+    shapes = [(m, n, 1024) for m in (1, 64, 8192) for n in (64, 151936)]
+    assert {tiles.tile_for(*s, torch.bfloat16, False) for s in shapes} == {tiles.SAFE}
+
+
+def test_float32_has_one_tile():
+    assert {tiles.tile_for(m, 64, 64, torch.float32) for m in (1, 100, 9000)} == {tiles.FLOAT32}
+
+
+def test_every_tile_fits_the_shared_memory_of_hopper():
+    for t in tiles.tiles_in_use():
+        for out_bytes in (2, 4):
+            stages = t.stages if out_bytes == 2 else max(2, t.stages - 1)
+            operands = stages * (t.m + t.n + t.n2) * t.k * 2
+            output = t.m * (t.n // 2 if t.subtile else t.n) * out_bytes + t.m * t.n2 * out_bytes
+            assert operands + output < 227 * 1024, t
+
+
+def test_a_tail_begins_where_the_full_waves_end():
+    tile = tiles.Tile(128, 256, 64, 8, 4, tail=128)
+    assert plan.wide_columns(tile, 512, 28672, 132) == 25344  # 3 waves of 132 tiles, 4 row tiles
+    for m in (1, 129, 512, 1000):
+        for n in (1, 200, 264, 4096, 28672, 151936):
+            wide = plan.wide_columns(tile, m, n, 132)
+            assert 0 <= wide <= n
+            assert wide % tile.n == 0
+    assert plan.wide_columns(tiles.SAFE, 129, 264, 132) == 264
+
+
+def literals() -> set[tiles.Tile]:
+    """Every `Tile(...)` in the source of the package."""
+    found = set()
+    for path in Path(tiles.__file__).parents[1].rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Tile":
+                found.add(eval(ast.unparse(node), {"Tile": tiles.Tile}))
+    return found
+
+
+def test_the_self_check_covers_every_tile_in_the_source():
+    found = literals()
+    assert len(found) > 50
+    known = {*tiles.tiles_in_use(), *tiles.SINGLE}
+    assert {tiles.as_product(tile) for tile in found} <= known
+    assert not {tiles.as_product(tiles.Tile(16, 16, 64, 4, 3))} <= known
+
+
+@pytest.fixture
+def odd(monkeypatch):
+    """All tiles agree but those that a test names: (tile, dtype, whether split)."""
+    odd: set = set()
+
+    def bits(tile, dtype, device, split=False, pointers=False):
+        return torch.ones(2, 2) + (1e-7 if (tile, dtype, split) in odd else 0)
+
+    monkeypatch.setattr(self_check, "tile_bits", bits)
+    monkeypatch.setattr(self_check, "partial_bits", bits)
+    return odd
+
+
+@pytest.mark.usefixtures("odd")
+def test_where_all_tiles_agree_they_are_trusted():
+    assert self_check.holds(CPU)
+    assert self_check.holds(CPU, split=True)
+    assert self_check.trusted(CPU, torch.float32)
+
+
+def test_it_is_checked_once_however_it_is_asked_for(monkeypatch):
+    checked = []
+    monkeypatch.setattr(self_check, "disagreements", lambda *asked: checked.append(asked) or [])
+    assert all([self_check.holds(CPU), self_check.holds(CPU, False)])
+    assert self_check.holds(CPU, split=False)
+    assert checked == [(CPU, False)]
+
+
+def test_one_tile_that_differs_is_noticed_and_said(odd):
+    tile = tiles.product_tiles()[3]
+    odd.add((tile, torch.float16, True))
+    assert self_check.disagreements(CPU, split=True) == [(tile, torch.float16)]
+    assert self_check.holds(CPU)
+    with pytest.warns(self_check.TilesDiffer, match="one|every M"):
+        assert not self_check.holds(CPU, split=True)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_each_tile_in_use_is_checked(odd, split):
+    checked = tiles.tiles_in_use() if not split else [*tiles.product_tiles(), tiles.PICK]
+    for tile in checked:
+        odd.clear()
+        odd.add((tile, torch.bfloat16, split))
+        if tile != tiles.SAFE:  # what the others are compared with
+            found = self_check.disagreements(CPU, split)
+            assert set(found) == {(tile, torch.bfloat16)}, tile
+
+
+def test_nan_bits_never_count_as_agreement(monkeypatch):
+    nan = torch.full((2, 2), float("nan"))
+    for name in ("tile_bits", "partial_bits"):
+        monkeypatch.setattr(self_check, name, lambda *_, **__: nan)
+    assert self_check.disagreements(CPU)
+
+
+def test_partial_accumulators_show_the_sums_of_the_product(monkeypatch):
+    """In the interpreter, whose every tile adds one by one; another sum shows."""
+    monkeypatch.setattr(self_check, "depth", lambda split: 72)
+    tile, half = tiles.Tile(128, 128, 8, 4, 1), torch.float16
+    expected = self_check.tile_bits(tiles.Tile(64, 128, 8, 4, 1), half, CPU)
+    assert torch.equal(self_check.partial_bits(tile, half, CPU), expected)
+    given = self_check.operands
+
+    def shifted(*arguments):
+        return [x.roll(1, 1) for x in given(*arguments)]
+
+    monkeypatch.setattr(self_check, "operands", shifted)
+    assert not torch.equal(self_check.partial_bits(tile, half, CPU), expected)
+
+
+def test_the_storage_of_partial_sums_on_hopper_is_undone():
+    """As `_store_partial` has it: fp32 numbers in the order of the registers."""
+    from rlk_kernels.matmul.hopper.accumulate import loaded_partials
+
+    sums = torch.randn(5, 256, generator=torch.Generator().manual_seed(0))
+    stored = [
+        half.reshape(5, 8, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(5, 128).contiguous()
+        for half in sums.split(128, 1)
+    ]
+    x = SimpleNamespace(out=stored[0].view(torch.bfloat16), lo=stored[1].view(torch.int16))
+    assert torch.equal(loaded_partials(x), sums)
