@@ -57,7 +57,7 @@ def run(job: Job, events: Events) -> None:
     events.send(stage=f"loading {spec.name}")
     try:
         engine.open()
-        with children_watched(job):
+        with children_watched(job.engine, job.folder):
             if not production:
                 write_manifest(job.folder, engine, prompt_ids, job.model)
             for name in todo:

@@ -30,7 +30,8 @@ def run(folder: Path) -> Cli:
     inner = command_line(folder)
 
     def run(*args: object) -> Outcome:
-        done = inner(*args, "--prompts", prompts, *NEW_TOKENS)
+        tokens = () if "--tokens" in args else ("--prompts", prompts, *NEW_TOKENS)
+        done = inner(*args, *tokens)
         assert done.code in (0, 1), done.out + done.err
         return done
 

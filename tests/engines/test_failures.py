@@ -1,6 +1,9 @@
 """Which rank is blamed, what is said of it, and what is refused before anything starts."""
 
+import multiprocessing
+import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ import torch.distributed as dist
 
 from rlk_align.engines.process import interpreter
 from rlk_align.engines.process.job import Events, error_of, failed
-from rlk_align.engines.process.launch import death, first_failure, launch
+from rlk_align.engines.process.launch import children_watched, death, first_failure, launch
 from rlk_align.engines.process.ranks import check_device, join
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption, EngineFailed, MissingDependency, RlkError
@@ -54,6 +57,39 @@ def test_among_those_that_told_the_first_counts(tmp_path: Path) -> None:
 def test_ranks_that_torchrun_ended_are_not_to_blame(tmp_path: Path) -> None:
     assert "rank 1" in str(blamed(tmp_path, {0: -signal.SIGTERM, 1: -signal.SIGSEGV}))
     assert "SIGTERM" in str(blamed(tmp_path, {0: -signal.SIGTERM}))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_ranks_that_were_killed_the_first_is_to_blame(tmp_path: Path, first: int) -> None:
+    """An engine that loses a rank may kill those that are left."""
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=time.sleep, args=[60], name=f"Worker-{i}") for i in range(2)]
+    for rank in ranks:
+        rank.start()
+
+    def lose() -> None:
+        with children_watched(EngineSpec.parse("vllm:tp=2"), tmp_path):
+            for rank in (ranks[first], ranks[1 - first]):
+                assert rank.pid
+                os.kill(rank.pid, signal.SIGKILL)
+                time.sleep(0.05)
+            raise RuntimeError("lost a rank")
+
+    with pytest.raises(EngineFailed, match=f"Worker-{first} of 2 of vllm:tp=2 was ended by SIGKIL"):
+        lose()
+
+
+def test_an_error_with_every_rank_alive_is_the_engine_s_own(tmp_path: Path) -> None:
+    rank = multiprocessing.get_context("fork").Process(target=time.sleep, args=[60])
+    rank.start()
+    try:
+        with (
+            pytest.raises(ValueError, match="of its own"),
+            children_watched(EngineSpec.parse("vllm:tp=2"), tmp_path),
+        ):
+            raise ValueError("of its own")
+    finally:
+        rank.terminate()
 
 
 def test_memory_is_mentioned_for_sigkill_alone() -> None:

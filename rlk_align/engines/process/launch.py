@@ -3,12 +3,15 @@
 import multiprocessing
 import signal
 import socket
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from rlk_align.engines.process.heartbeat import HEARTBEATS, heartbeats
-from rlk_align.engines.process.job import Events, Job, error_of, failed
+from rlk_align.engines.process.job import Events, error_of, failed
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption, EngineFailed, RlkError
 
@@ -82,24 +85,51 @@ _PATIENCE = 1.0
 
 
 @contextmanager
-def children_watched(job: Job) -> Iterator[None]:
+def children_watched(spec: EngineSpec, folder: Path) -> Iterator[None]:
     """Raises EngineFailed for a rank that the engine itself started and that was killed, in place
     of what the engine says of losing it."""
     children = multiprocessing.active_children()
+    ended: list[BaseProcess] = []
     try:
-        yield
+        with _ends_noted(children, ended):
+            try:
+                yield
+            except Exception:
+                # Losing a rank may be told of before the rank has been waited for.
+                for child in children:
+                    child.join(_PATIENCE)
+                raise
     except Exception as error:
-        # Losing a rank may be told of before the rank has been waited for.
-        for child in children:
-            child.join(_PATIENCE)
-        killed = [c for c in children if c.exitcode not in (None, 0, -signal.SIGTERM)]
+        # The engine may have killed the others by now: the first to end is the one to blame.
+        killed = [c for c in ended if c.exitcode not in (None, 0, -signal.SIGTERM)]
         if not killed:
             raise
-        ranks = {p.pid: p.name for p in heartbeats(job.folder / HEARTBEATS)}
+        ranks = {p.pid: p.name for p in heartbeats(folder / HEARTBEATS)}
         child = killed[0]
         who = ranks.get(child.pid or 0, child.name)
-        what = f"{who} of {len(children)} of {job.engine} {death(child.exitcode or 0)}"
-        raise failed(what, job.folder / "worker.log", pid=child.pid) from error
+        what = f"{who} of {len(children)} of {spec} {death(child.exitcode or 0)}"
+        raise failed(what, folder / "worker.log", pid=child.pid) from error
+
+
+@contextmanager
+def _ends_noted(children: Sequence[BaseProcess], ended: list[BaseProcess]) -> Iterator[None]:
+    """Adds each child that ends to `ended`, in the order in which they do."""
+    left, (leaving, leave) = {c.sentinel: c for c in children}, multiprocessing.Pipe(duplex=False)
+
+    def note() -> None:
+        ready: Collection[object] = ()
+        while left and leaving not in ready:
+            ready = wait([*left, leaving])
+            ended.extend(left.pop(s) for s in ready if isinstance(s, int))
+
+    noting = threading.Thread(target=note, daemon=True)
+    noting.start()
+    with leaving:
+        try:
+            yield
+        finally:
+            leave.close()
+            noting.join()
 
 
 def rank_log(folder: Path, rank: int) -> Path:
