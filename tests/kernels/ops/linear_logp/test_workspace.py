@@ -1,7 +1,6 @@
 """Where chunks of the logits lie: never where something is yet to be read, nor beyond a buffer."""
 
 import functools
-import gc
 import weakref
 from dataclasses import replace
 
@@ -192,13 +191,14 @@ def test_the_second_pass_holds_nothing_of_the_first(monkeypatch):
     made = []
 
     def seen(out, calls):
-        gc.collect()  # the interpreter leaves cycles
         assert not made or made[-1]() is None
         lo = lo_accumulator(out, calls)
         made.append(weakref.ref(lo))
         return lo
 
     monkeypatch.setattr(launch, "lo_accumulator", seen)
+    # Without the products themselves: the interpreter leaves cycles that hold their arguments.
+    monkeypatch.setattr(launch, "accumulate", lambda *_: "triton")
     monkeypatch.setattr(plan, "WORKSPACE_BYTES", 128 * (UNIT + H) * 2)
     monkeypatch.setattr(plan, "ONE_PASS_ELEMENTS", 128 * H)
     logp_gradients(c)
