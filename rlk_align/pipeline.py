@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from rlk_align.capture.capture import capture
 from rlk_align.capture.request import CaptureRequest
 from rlk_align.compare.measure import measure
-from rlk_align.judge.contract import default_contract, load_contract
-from rlk_align.judge.verdict import Verdict, judge
+from rlk_align.judge.verdict import Verdict, judge_by
 from rlk_align.model.edges import EDGES
 from rlk_align.progress import Progress
 from rlk_align.report.verdict_json import verdict_json
-from rlk_align.results import Comparison, Kind
+from rlk_align.results import Comparison, EdgeName, Kind
+from rlk_align.trace.reader import Trace
 from rlk_align.trace.run import Run, RunRecord
 
 
@@ -20,7 +20,7 @@ class CompareRequest:
 
     rollout: CaptureRequest
     train: CaptureRequest
-    judged: tuple[str, ...] = EDGES
+    judged: tuple[EdgeName, ...] = EDGES
     contract: str | None = None
     """A built-in id or a TOML file; None is the one of the lower-precision dtype."""
     allowed: tuple[Kind, ...] = ()
@@ -37,16 +37,23 @@ def compare(request: CompareRequest, run: Run, progress: Progress) -> Verdict:
         rollout = capture(request.rollout, "rollout", run, None, fresh, progress)
         tokens = rollout.folder / "tokens.parquet"
         train = capture(request.train, "train", run, tokens, fresh, progress)
-        captures = run.relative(rollout=rollout.folder, train=train.folder)
-        run.save(RunRecord(command=list(request.command), captures=captures))
+        record = RunRecord(
+            command=list(request.command),
+            captures=run.relative({"rollout": rollout.folder, "train": train.folder}),
+            judged=request.judged,
+            allowed=request.allowed,
+        )
+        run.save(record)
         comparison = measure(rollout, train, request.judged, request.allowed, progress)
         run.save_comparison(comparison)
-        return conclude(run, comparison, request.contract)
+        verdict = judge_by(comparison, request.contract)
+        run.save_verdict(verdict_json(verdict))
+        run.finish()
+        return verdict
 
 
-def conclude(run: Run, comparison: Comparison, contract: str | None) -> Verdict:
-    """Judges a run's comparison and keeps the verdict."""
-    name = contract or default_contract(comparison.dtype)
-    verdict = judge(comparison, load_contract(name, comparison.dtype))
-    run.save_verdict(verdict_json(verdict))
-    return verdict
+def recompute(run: Run, progress: Progress) -> Comparison:
+    """A compared run's comparison, derived again from its captures; nothing is written."""
+    record = run.record
+    rollout, train = Trace(run.capture_folder("rollout")), Trace(run.capture_folder("train"))
+    return measure(rollout, train, record.judged, record.allowed, progress)

@@ -1,8 +1,33 @@
 """What a comparison found, as frozen records: stored as JSON, judged without torch."""
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+SideName = Literal["rollout", "train"]
+EdgeName = Literal["decode_vs_prefill", "prefill_vs_train", "decode_vs_train"]
+
+
+def _check(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(what)
+
+
+def _not_below(lowest: float, x: float) -> float:
+    _check(not x < lowest, f"{x} is below {lowest:g}")
+    return x
+
+
+_ROUNDING = 1e-9
+"""By which a mean of float64 numbers may miss its bounds."""
+
+Size = Annotated[float, AfterValidator(lambda x: _not_below(0.0, x))]
+"""Never negative; a NaN is kept, and fails every limit."""
+Count = Annotated[int, Field(ge=0)]
+Share = Annotated[Size, AfterValidator(lambda x: -_not_below(-1 - _ROUNDING, -x))]
+Cell = tuple[Count, Count]
+"""(sample, position)."""
 
 
 class Result(BaseModel):
@@ -14,25 +39,25 @@ class Result(BaseModel):
 class EdgeMetrics(Result):
     """Of one edge, over the tokens that were sampled; Δ = logp of the second pass − the first."""
 
-    tokens: int
-    max_abs_dlogp: float
-    mean_abs_dlogp: float
-    p99_abs_dlogp: float
-    p999_abs_dlogp: float
+    tokens: Count
+    max_abs_dlogp: Size
+    mean_abs_dlogp: Size
+    p99_abs_dlogp: Size
+    p999_abs_dlogp: Size
     k1: float
     """mean(−Δ): the plain estimator of KL(first ‖ second)."""
-    k3: float
+    k3: Annotated[float, AfterValidator(lambda x: _not_below(-_ROUNDING, x))]
     """mean(expm1(Δ) − Δ): unbiased for the same, never negative (Schulman 2020)."""
-    ratio_mean: float
+    ratio_mean: Size
     """mean ρ, ρ = exp Δ: 1 in expectation where the policies agree."""
-    ratio_max: float
-    clip_fraction: float
+    ratio_max: Size
+    clip_fraction: Share
     """Share of ρ outside [0.8, 1.2]."""
-    ess_fraction: float
+    ess_fraction: Share
     """(Σρ)² / (N Σρ²): effective sample size over N."""
-    token_mult_prob_error: float
+    token_mult_prob_error: Annotated[float, AfterValidator(lambda x: _not_below(1 - _ROUNDING, x))]
     """mean exp|Δ|."""
-    bit_mismatches: int
+    bit_mismatches: Count
     """Log-probs whose float32 bits differ."""
 
     @property
@@ -40,73 +65,111 @@ class EdgeMetrics(Result):
         """|mean ρ − 1|."""
         return abs(self.ratio_mean - 1.0)
 
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        _check(self.bit_mismatches <= self.tokens, "more log-probs differ than there are tokens")
+        largest = self.max_abs_dlogp * (1 + _ROUNDING)
+        for name in ("mean_abs_dlogp", "p99_abs_dlogp", "p999_abs_dlogp"):
+            _check(not getattr(self, name) > largest, f"{name} is above max_abs_dlogp")
+        _check(not self.max_abs_dlogp > 0 or self.bit_mismatches > 0, "equal bits, and Δ is not 0")
+        return self
+
 
 class SiteResult(Result):
     """One site on one edge."""
 
     site: str
-    layer: int | None
+    layer: Count | None
     op: str
     op_class: str
-    rows: int
+    rows: Count
     """Rows compared."""
-    differ: int
+    differ: Count
     """Rows whose bits differ."""
-    introduced: int
+    introduced: Count
     """Rows that differ although the unit's inputs are equal; noisy rows are left out."""
-    noisy: int
+    noisy: Count
     """Rows that an engine does not reproduce itself."""
-    nonfinite: int
+    nonfinite: Count
     """NaN or Inf entries, both sides together."""
-    first_introduced: tuple[int, int] | None
-    """(sample, position)."""
-    first_nonfinite: tuple[int, int] | None
-    valued_rows: int
+    first_introduced: Cell | None
+    first_nonfinite: Cell | None
+    valued_rows: Count
     """Differing rows of which both sides keep the values; the figures below are of these."""
-    elements_differ: int
-    max_abs: float
-    max_ulp: int
-    max_rel_l2: float
-    mean_rel_l2: float
+    elements_differ: Count
+    max_abs: Size
+    max_ulp: Count
+    max_rel_l2: Size
+    mean_rel_l2: Size
     min_cosine: float
-    frontier: list[tuple[float, float]]
+    frontier: list[tuple[Size, Size]]
     """(magnitude, error) of the introduced rows: see `metrics.error_frontier`."""
+
+    @model_validator(mode="after")
+    def _within_rows(self) -> Self:
+        _check(self.differ <= self.rows, f"{self.site}: more rows differ than there are")
+        _check(self.introduced <= self.differ, f"{self.site}: rows introduced, and equal")
+        _check(self.valued_rows <= self.differ, f"{self.site}: values of rows that are equal")
+        return self
 
 
 class Introducer(Result):
     """The first unit, in execution order, whose inputs are equal and whose outputs differ."""
 
     site: str
-    layer: int | None
+    layer: Count | None
     op: str
-    sample: int
-    position: int
+    sample: Count
+    position: Count
     last_equal: str | None
     """The site before it, the last whose every row is equal."""
+
+    @classmethod
+    def among(cls, sites: Sequence[SiteResult], at: int, cell: Cell) -> Self:
+        """The one numbered `at` of an edge's sites, in execution order, first seen in `cell`."""
+        site, (sample, position) = sites[at], cell
+        equal = [s.site for s in sites[:at] if s.rows and not s.differ]
+        return cls(
+            site=site.site,
+            layer=site.layer,
+            op=site.op,
+            sample=sample,
+            position=position,
+            last_equal=equal[-1] if equal else None,
+        )
 
 
 class EdgeResult(Result):
     """Two passes compared."""
 
-    name: str
+    name: EdgeName
     metrics: EdgeMetrics
     sites: list[SiteResult]
     first_bitwise: Introducer | None
-    expected_rows: int
-    paired_rows: int
+    expected_rows: Count
+    paired_rows: Count
     unpaired: list[tuple[str, str, bool]]
     """(site, reason, whether the engine explains it)."""
+
+    @model_validator(mode="after")
+    def _of_its_sites(self) -> Self:
+        first, names = self.first_bitwise, [s.site for s in self.sites]
+        for name in filter(None, [first.site, first.last_equal] if first else []):
+            _check(name in names, f"{self.name}: {name} is none of its sites")
+        _check(len(set(names)) == len(names), f"{self.name}: a site is named twice")
+        _check(self.paired_rows <= self.expected_rows, f"{self.name}: more rows than expected")
+        return self
 
 
 class Noise(Result):
     """How far one pass of an engine is from the same pass run again."""
 
     passname: str
-    rows: int
+    rows: Annotated[int, Field(gt=0)]
     """Rows whose bits differ, over all sites."""
     first_site: str
-    max_abs_dlogp: float
-    mean_abs_dlogp: float
+    max_abs_dlogp: Size
+    mean_abs_dlogp: Size
 
 
 NotMeasured = Literal["not measured"]
@@ -119,7 +182,7 @@ class Controls(Result):
     observer: Observer
     """Final log-probs with taps against those without, in one and the same mode."""
     observer_detail: list[str]
-    noise: dict[str, Noise | NotMeasured | None]
+    noise: dict[SideName, Noise | NotMeasured | None]
     """By side, the worst of its passes: None where each repeats itself bit for bit."""
 
 
@@ -157,22 +220,22 @@ class EngineRecord(Result):
 class Comparison(Result):
     """comparison.json: everything that a contract can be held against."""
 
-    schema_id: str = "rlk-align/comparison/1"
+    schema_id: Literal["rlk-align/comparison/2"] = "rlk-align/comparison/2"
     model: str
     dtype: str
     """The lower-precision dtype of the two sides."""
-    tokens: int
+    tokens: Count
     """Sampled tokens."""
-    engines: dict[str, EngineRecord]
+    engines: dict[SideName, EngineRecord]
     mismatches: list[Mismatch]
     allowed: list[Kind]
     """Mismatches that the user chose to measure across."""
     controls: Controls | None
     """None where the precheck stopped the comparison."""
     edges: list[EdgeResult]
-    judged: list[str]
+    judged: Annotated[list[EdgeName], Field(min_length=1)]
     """Edges that a contract is held against."""
-    missing_edges: dict[str, str]
+    missing_edges: dict[EdgeName, str]
     """Judged edges that could not be compared, with the reason."""
     production: EdgeMetrics | None = None
     """The un-tapped production mode against the observed one; None where not measured."""
@@ -181,3 +244,15 @@ class Comparison(Result):
     def stopped(self) -> bool:
         """Whether a mismatch that was not allowed ended it before any number."""
         return any(m.kind not in self.allowed for m in self.mismatches)
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        _check(len(self.engines) == len(get_args(SideName)), "a side is missing")
+        compared = [e.name for e in self.edges]
+        _check(len(set(compared)) == len(compared), "an edge is there twice")
+        found = [] if self.stopped else self.judged
+        for name in found:
+            _check((name in compared) != (name in self.missing_edges), f"{name}: compared, or not?")
+        if self.controls is not None:
+            _check(self.controls.noise.keys() == self.engines.keys(), "noise: a side is missing")
+        return self

@@ -1,5 +1,6 @@
 """Text that is not ours, made fit to print: names, paths, and what engines and patches say."""
 
+from pydantic import ValidationError
 from rich.text import Text
 
 
@@ -19,3 +20,11 @@ def printable(text: object, lines: bool = False) -> str:
 def line(text: object = "", style: str = "") -> Text:
     """One line for the terminal: printable, and never read as markup."""
     return Text(printable(text), style=style)
+
+
+def complaint(error: ValidationError) -> str:
+    """The first thing that is wrong, as `where: what`."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    said = first["msg"].removeprefix("Value error, ")
+    return f"{where}: {said}" if where else said

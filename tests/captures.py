@@ -13,9 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rlk_align.trace.checksums import add_checksums
+from rlk_align.trace.schema import TRACE_FILES
+
 FOLDER = "RLK_TEST_CAPTURES"
 """The environment variable that names the store; without it nothing is shared."""
-_BESIDE = ("trace.json", "weights.parquet", "tokens.parquet", "prompts.jsonl", "job.json")
+_BESIDE = (*TRACE_FILES, "job.json")
 
 
 def run_worker(run: Callable[[Any, Any], None], job: Any, progress: Any) -> None:
@@ -43,6 +46,9 @@ def _copy(source: Path, target: Path, passes: tuple[str, ...]) -> None:
     for name in passes:
         if (source / name / "pass.json").is_file() and not (target / name / "pass.json").exists():
             shutil.copytree(source / name, target / name, dirs_exist_ok=True)
+    there = [f"{name}/pass.json" for name in passes if (target / name / "pass.json").is_file()]
+    if there:
+        add_checksums(target, [*TRACE_FILES, *there])
 
 
 @contextmanager

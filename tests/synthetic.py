@@ -16,12 +16,18 @@ import torch
 
 from rlk_align.compare.measure import measure
 from rlk_align.engines.common.parameters import LiveParameter, record_parameter
+from rlk_align.judge.verdict import judge_by
+from rlk_align.model.edges import EDGE_ENDS
 from rlk_align.model.families import ModelShape
-from rlk_align.model.prompts import Sample, TokenBatch
+from rlk_align.model.prompts import Prompt, Sample, TokenBatch, save_prompts
 from rlk_align.model.sites import Site, model_sites
+from rlk_align.report.verdict_json import verdict_json
 from rlk_align.results import Comparison
+from rlk_align.trace.checksums import CHECKSUMS, add_checksums
 from rlk_align.trace.reader import Trace
-from rlk_align.trace.schema import WEIGHTS_SCHEMA, TraceRecord, save_record
+from rlk_align.trace.records import save_record
+from rlk_align.trace.run import Run, RunRecord
+from rlk_align.trace.schema import TRACE_FILES, WEIGHTS_SCHEMA, TraceRecord
 from rlk_align.trace.writer import PassWriter
 
 torch.set_num_threads(1)
@@ -174,8 +180,12 @@ def write_trace(
     """A whole trace: `passes`, each with its controls, which repeat the values unless told."""
     folder.mkdir(parents=True)
     batch.save(folder / "tokens.parquet")
+    save_prompts(
+        [Prompt(s.prompt_id, None, s.prompt_ids) for s in batch.samples], folder / "prompts.jsonl"
+    )
     write_weights(folder, weights if weights is not None else {"embed": torch.ones(16, 8)})
     fields = {
+        "key": "synthetic",
         "engine": "hf",
         "version": "1",
         "options": {},
@@ -202,7 +212,36 @@ def write_trace(
     if production is not None:
         path = folder / "prefill.production"
         write_pass(path, production, batch=batch, sites=logprob, statistics=False)
+    seal(folder)
     return Trace(folder)
+
+
+def compared_run(
+    folder: Path, train: Values | None = None, judged: Sequence[Any] = FIRST_EDGE
+) -> Run:
+    """A run whose two sides are equal unless `train` is given, compared and judged."""
+    values, run = draw(), Run(folder)
+    passes = sorted({p for edge in judged for _, p in EDGE_ENDS[edge]})
+    sides = {
+        side: write_trace(folder / "captures" / side, shown, passes=passes)
+        for side, shown in (("rollout", values), ("train", train or values))
+    }
+    captures = {side: f"captures/{side}" for side in sides}
+    command = ["rlk-align", "compare"]
+    run.save(RunRecord(command=command, captures=captures, judged=judged))
+    comparison = compared(*sides.values(), judged)
+    run.save_comparison(comparison)
+    contract = Path(__file__).parent / "synthetic.toml"
+    run.save_verdict(verdict_json(judge_by(comparison, str(contract))))
+    run.finish()
+    return Run(folder)
+
+
+def seal(folder: Path) -> None:
+    """checksums.json of a trace as it is now, as a capture leaves it."""
+    (folder / CHECKSUMS).unlink(missing_ok=True)
+    passes = [f"{p.parent.name}/pass.json" for p in folder.glob("*/pass.json")]
+    add_checksums(folder, [*TRACE_FILES, *passes])
 
 
 def write_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:

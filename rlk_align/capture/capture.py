@@ -9,20 +9,22 @@ from rlk_align.capture.supervise import run_worker
 from rlk_align.engines.process.job import Job
 from rlk_align.engines.registry import require_installed
 from rlk_align.engines.spec import EngineSpec
-from rlk_align.errors import BadOption
+from rlk_align.errors import BadOption, CorruptTrace
 from rlk_align.model.checkpoint import resolve_model
 from rlk_align.model.families import read_shape
 from rlk_align.progress import Progress
+from rlk_align.trace.checksums import CHECKSUMS
 from rlk_align.trace.reader import Trace
-from rlk_align.trace.run import Run
-from rlk_align.trace.schema import writing
+from rlk_align.trace.records import REPAIR, writing
+from rlk_align.trace.run import Role, Run
+from rlk_align.trace.schema import finished_passes
 
 CONTROL_VARIANTS = ("untapped", "repeat")
 
 
 def capture(
     request: CaptureRequest,
-    role: str,
+    role: Role,
     run: Run,
     tokens: Path | None,
     fresh: bool,
@@ -41,22 +43,27 @@ def capture(
         require_installed(request.engine.name)
     spec = request.engine.canonical(read_shape(model).dtype)
     passes = _passes(request, sampling=tokens is None)
-    folder = run.folder / "captures" / f"{role}-{capture_key(request, spec, model, tokens)}"
+    key = capture_key(request, spec, model, tokens)
+    folder = run.folder / "captures" / f"{role}-{key}"
     if fresh:
         shutil.rmtree(folder, ignore_errors=True)
-    missing = tuple(p for p in passes if not (folder / p / "pass.json").is_file())
-    if missing or not (folder / "trace.json").is_file():
+    there = finished_passes(folder) if (folder / CHECKSUMS).is_file() else ()
+    missing = tuple(p for p in passes if p not in there)
+    if missing:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         # Production runs compiled and cannot be tapped: an engine, and so a process, of its own.
         for production in (False, True):
             part = tuple(p for p in missing if p.endswith(".production") == production)
             if part:
-                run_worker(_job(request, spec, model, folder, tokens, part), progress)
-    return Trace(folder)
+                run_worker(_job(request, spec, model, folder, key, tokens, part), progress)
+    trace = Trace(folder)
+    if trace.record.key != key:
+        raise CorruptTrace(f"{folder} holds another capture, {trace.record.key}", REPAIR)
+    return trace
 
 
-def _replay(request: CaptureRequest, role: str) -> Trace:
+def _replay(request: CaptureRequest, role: Role) -> Trace:
     path = request.engine.option("path")
     if path is None:
         raise BadOption("engine 'replay' needs path=RUN", "replay:path=RUN")
@@ -81,6 +88,7 @@ def _job(
     spec: EngineSpec,
     model: Path,
     folder: Path,
+    key: str,
     tokens: Path | None,
     passes: tuple[str, ...],
 ) -> Job:
@@ -88,6 +96,7 @@ def _job(
         engine=spec,
         model=model,
         folder=folder.resolve(),
+        key=key,
         prompts=request.prompts.resolve(),
         tokens=tokens.resolve() if tokens else None,
         passes=passes,

@@ -57,11 +57,12 @@ def capture(
     options.warn(warnings)
     run = Run(out)
     with show_progress("capture") as progress, run.locked():
+        run.invalidate()
         ids = source / "tokens.parquet" if source else None
         trace = capturing.capture(request, "capture", run, ids, fresh, progress)
-        run.save(
-            RunRecord(command=options.command_line(), captures=run.relative(capture=trace.folder))
-        )
+        captures = run.relative({"capture": trace.folder})
+        run.save(RunRecord(command=options.command_line(), captures=captures))
+        run.finish()
     batch = trace.tokens
     Console(highlight=False, soft_wrap=True).print(
         line(

@@ -1,5 +1,6 @@
 """`rlk-align compare`: the main job."""
 
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
@@ -12,6 +13,7 @@ from rlk_align.judge.contract import default_contract, load_contract
 from rlk_align.model.dtypes import lower_precision
 from rlk_align.model.edges import passes_for
 from rlk_align.progress import show_progress
+from rlk_align.results import SideName
 
 
 def compare(
@@ -75,7 +77,7 @@ def compare(
     else:
         named = (rollout or options.default_rollout(), train or options.default_train())
         pair = [EngineSpec.parse(text) for text in named]
-    specs = dict(zip(("rollout", "train"), pair, strict=True))
+    specs: dict[SideName, EngineSpec] = {"rollout": pair[0], "train": pair[1]}
     settings = (model, str(prompts), max_new_tokens, seed, str(specs["rollout"]))
     run = options.choose_run(run_dir, "compare", *settings, str(specs["train"]))
 
@@ -87,7 +89,8 @@ def compare(
             max_new_tokens,
             seed,
             plan,
-            passes_for(judged, side),
+            # A side that no edge needs is scored too: its weights and tokens are the precheck's.
+            passes_for(judged, side) or ("prefill",),
             side == "rollout" and _measure_production(production, spec),
         )
         for side, spec in specs.items()
@@ -121,7 +124,7 @@ def _measure_production(wanted: bool | None, spec: EngineSpec) -> bool:
     return spec.info.compiles and torch.cuda.is_available()
 
 
-def _check_early(requests: dict[str, CaptureRequest], contract: str | None) -> None:
+def _check_early(requests: Mapping[SideName, CaptureRequest], contract: str | None) -> None:
     """What would fail after minutes of capturing fails now."""
     from rlk_align.capture.check import check_request
 

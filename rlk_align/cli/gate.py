@@ -1,4 +1,4 @@
-"""`rlk-align gate`: judge a run again; needs neither an engine nor a GPU nor torch."""
+"""`rlk-align gate`: judge a run again; needs neither an engine nor a GPU."""
 
 from typing import Annotated
 
@@ -6,20 +6,35 @@ import typer
 
 from rlk_align.cli import options
 from rlk_align.cli.output import finish
-from rlk_align.judge.contract import default_contract, load_contract
-from rlk_align.judge.verdict import judge
+from rlk_align.judge.verdict import judge_by
+from rlk_align.progress import show_progress
+from rlk_align.results import Comparison
 from rlk_align.trace.run import Run
 
 
 def gate(
     run: Annotated[str, typer.Argument(help="A compared run's folder, or @last.")],
     contract: options.ContractName = None,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Compare the captures again (needs torch).")
+    ] = False,
     output: options.Output = None,
 ) -> None:
-    """Hold a compared run against a contract; the exit code is the gate."""
+    """Hold a compared run against a contract; the exit code is the gate.
+
+    Every file of the run is compared with its checksum first. With --recompute what was
+    concluded is not believed, but derived again from the captures.
+    """
     outputs = options.parse_outputs(output)
     opened = Run.open(run)
-    opened.check_sizes()
-    comparison = opened.comparison
-    name = contract or default_contract(comparison.dtype)
-    finish(judge(comparison, load_contract(name, comparison.dtype)), opened, outputs)
+    comparison = _recomputed(opened) if recompute else opened.comparison
+    if not recompute:
+        opened.check()
+    finish(judge_by(comparison, contract), opened, outputs)
+
+
+def _recomputed(run: Run) -> Comparison:
+    from rlk_align.pipeline import recompute
+
+    with show_progress("gate") as progress:
+        return recompute(run, progress)

@@ -15,7 +15,7 @@ from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
 from rlk_align.model.checkpoint import default_model
 from rlk_align.model.edges import EDGES
-from rlk_align.results import Kind
+from rlk_align.results import EdgeName, Kind
 from rlk_align.text import line
 from rlk_align.trace.run import RUNS, Run, fingerprint
 
@@ -152,7 +152,7 @@ def parse_layers(text: str | None) -> tuple[int, int] | None:
     return int(match[1]), int(match[2] or match[1])
 
 
-def parse_edges(text: str | None) -> tuple[str, ...]:
+def parse_edges(text: str | None) -> tuple[EdgeName, ...]:
     """Edges in their own order; None is all. Raises BadOption for an unknown one."""
     if text is None:
         return EDGES

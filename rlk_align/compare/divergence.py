@@ -20,7 +20,7 @@ from rlk_align.compare.pairing import (
     read_rows,
 )
 from rlk_align.model.sites import RowIndex, Site
-from rlk_align.results import EdgeMetrics, EdgeResult, Introducer, SiteResult
+from rlk_align.results import EdgeMetrics, EdgeName, EdgeResult, Introducer, SiteResult
 from rlk_align.trace.reader import PassReader
 
 BLOCK_ELEMENTS = 1 << 18
@@ -41,7 +41,7 @@ class Side:
 class Edge:
     """Two passes of one batch, to be compared row by row."""
 
-    name: str
+    name: EdgeName
     first: Side
     second: Side
     decode: bool
@@ -103,7 +103,7 @@ def compare_edges(edges: list[Edge], sites: list[Site], index: RowIndex) -> Iter
         for edge in edges:
             _compare_site(edge, site, index, cache, states[edge.name], graph)
         yield site.name
-    yield [_edge_result(e, states[e.name], sites) for e in edges]
+    yield [_edge_result(e, states[e.name]) for e in edges]
 
 
 def _compare_site(
@@ -260,36 +260,24 @@ def _compare_values(
 def _logprob_metrics(a: PassReader, b: PassReader, paired: PairedSite) -> EdgeMetrics:
     first = a.values("logprob", paired.a, paired.a_at)[:, 0].numpy()
     second = b.values("logprob", paired.b, paired.b_at)[:, 0].numpy()
-    return edge_metrics(first, second, int((~paired.equal).sum()))
+    return edge_metrics(first, second)
 
 
-def _edge_result(edge: Edge, state: _EdgeState, sites: list[Site]) -> EdgeResult:
+def _edge_result(edge: Edge, state: _EdgeState) -> EdgeResult:
     empty = np.zeros(0)
     return EdgeResult(
         name=edge.name,
-        metrics=state.metrics or edge_metrics(empty, empty, 0),
+        metrics=state.metrics or edge_metrics(empty, empty),
         sites=state.sites,
-        first_bitwise=_first_introducer(state.sites, sites),
+        first_bitwise=_first_introducer(state.sites),
         expected_rows=state.expected,
         paired_rows=state.paired,
         unpaired=[(u.site, u.reason, u.explained) for u in state.unpaired],
     )
 
 
-def _first_introducer(results: list[SiteResult], sites: list[Site]) -> Introducer | None:
-    names = [s.name for s in sites]
-    equal = {r.site for r in results if r.rows and not r.differ}
-    for result in results:
-        if result.first_introduced is None:
-            continue
-        before = [n for n in names[: names.index(result.site)] if n in equal]
-        sample, position = result.first_introduced
-        return Introducer(
-            site=result.site,
-            layer=result.layer,
-            op=result.op,
-            sample=sample,
-            position=position,
-            last_equal=before[-1] if before else None,
-        )
+def _first_introducer(sites: list[SiteResult]) -> Introducer | None:
+    for at, site in enumerate(sites):
+        if site.first_introduced is not None:
+            return Introducer.among(sites, at, site.first_introduced)
     return None

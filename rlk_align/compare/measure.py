@@ -1,6 +1,6 @@
 """Two traces -> Comparison: precheck, controls, and every edge walked site by site."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -14,12 +14,25 @@ from rlk_align.model.edges import EDGE_ENDS, passes_for
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.model.sites import RowIndex, Site, model_sites
 from rlk_align.progress import Progress
-from rlk_align.results import Comparison, Controls, EdgeMetrics, EdgeResult, EngineRecord, Kind
+from rlk_align.results import (
+    Comparison,
+    Controls,
+    EdgeMetrics,
+    EdgeName,
+    EdgeResult,
+    EngineRecord,
+    Kind,
+    SideName,
+)
 from rlk_align.trace.reader import Trace
 
 
 def measure(
-    rollout: Trace, train: Trace, judged: Sequence[str], allowed: Sequence[Kind], progress: Progress
+    rollout: Trace,
+    train: Trace,
+    judged: Sequence[EdgeName],
+    allowed: Sequence[Kind],
+    progress: Progress,
 ) -> Comparison:
     """Everything that a contract can be held against.
 
@@ -29,11 +42,11 @@ def measure(
     progress("comparing", 0, 0)
     # Small blocks, see divergence.BLOCK_ELEMENTS: a second thread would wait more than it helps.
     torch.set_num_threads(1)
-    sides = {"rollout": rollout, "train": train}
+    sides: dict[SideName, Trace] = {"rollout": rollout, "train": train}
     mismatches = check_parity(rollout, train)
     controls: Controls | None = None
     edges: list[EdgeResult] = []
-    missing: dict[str, str] = {}
+    missing: dict[EdgeName, str] = {}
     production: EdgeMetrics | None = None
     if all(m.kind in allowed for m in mismatches):
         index = RowIndex(rollout.tokens)
@@ -63,9 +76,11 @@ def measure(
     )
 
 
-def _missing_edges(sides: dict[str, Trace], judged: Sequence[str]) -> dict[str, str]:
+def _missing_edges(
+    sides: Mapping[SideName, Trace], judged: Sequence[EdgeName]
+) -> dict[EdgeName, str]:
     """Judged edges of which a trace lacks a pass, with the reason."""
-    missing = {}
+    missing: dict[EdgeName, str] = {}
     for name in judged:
         for side, passname in EDGE_ENDS[name]:
             if not sides[side].has_pass(passname):
@@ -73,7 +88,7 @@ def _missing_edges(sides: dict[str, Trace], judged: Sequence[str]) -> dict[str, 
     return missing
 
 
-def _edge(name: str, sides: dict[str, Trace], index: RowIndex) -> Edge:
+def _edge(name: EdgeName, sides: Mapping[SideName, Trace], index: RowIndex) -> Edge:
     first, second = EDGE_ENDS[name]
     return Edge(
         name,
@@ -121,7 +136,7 @@ def _production(rollout: Trace, index: RowIndex) -> EdgeMetrics | None:
     first, second = paired_logprobs(
         rollout.read_pass("prefill.production"), rollout.read_pass("prefill"), index
     )
-    return edge_metrics(first, second, int((first != second).sum()))
+    return edge_metrics(first, second)
 
 
 def _engine(trace: Trace) -> EngineRecord:

@@ -13,8 +13,9 @@ from rlk_align.results import EdgeMetrics
 CLIP_LOW, CLIP_HIGH = 0.8, 1.2
 
 
-def edge_metrics(first: np.ndarray, second: np.ndarray, bit_mismatches: int) -> EdgeMetrics:
-    """From the two passes' log-probs of the same sampled tokens, `[N]` each, in nats.
+def edge_metrics(first: np.ndarray, second: np.ndarray) -> EdgeMetrics:
+    """From the two passes' log-probs of the same sampled tokens, `[N]` each of one float dtype, in
+    nats.
 
     Empty input gives NaN everywhere, which every limit fails.
     """
@@ -41,8 +42,12 @@ def edge_metrics(first: np.ndarray, second: np.ndarray, bit_mismatches: int) -> 
             clip_fraction=float((~inside).mean()),
             ess_fraction=float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
             token_mult_prob_error=float(np.exp(size).mean()),
-            bit_mismatches=bit_mismatches,
+            bit_mismatches=int((_bits(first) != _bits(second)).sum()),
         )
+
+
+def _bits(values: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(values).view(f"i{values.dtype.itemsize}")
 
 
 @dataclass(slots=True)

@@ -11,32 +11,33 @@ import torch
 
 from rlk_align.engines.base import Engine
 from rlk_align.engines.common.parameters import ParameterRecord
+from rlk_align.engines.process.job import Job
 from rlk_align.engines.process.versions import versions
 from rlk_align.engines.tested import untested
-from rlk_align.trace.schema import WEIGHTS_SCHEMA, TraceRecord, save_record, writing
+from rlk_align.trace.records import save_record, writing
+from rlk_align.trace.schema import WEIGHTS_SCHEMA, TraceRecord
 
 
-def write_manifest(
-    folder: Path, engine: Engine, prompt_ids: dict[str, list[int]], model: Path
-) -> None:
+def write_manifest(job: Job, engine: Engine, prompt_ids: dict[str, list[int]]) -> None:
     """weights.parquet and trace.json, by rank 0; the others take part in what it gathers."""
     parameters = list(engine.weights())
     attributes = engine.attributes()
     if engine.ranks.rank:
         return
-    _write_weights(folder / "weights.parquet", parameters)
+    _write_weights(job.folder / "weights.parquet", parameters)
     record = TraceRecord(
+        key=job.key,
         engine=engine.spec.name,
         version=engine.version(),
         options=dict(engine.spec.options),
-        model=str(model),
+        model=str(job.model),
         shape=engine.shape,
         dtype=engine.dtype(),
         environment=_environment(engine),
         attributes=attributes,
         prompt_ids=prompt_ids,
     )
-    save_record(record, folder / "trace.json")
+    save_record(record, job.folder / "trace.json")
 
 
 def _write_weights(path: Path, parameters: list[ParameterRecord]) -> None:

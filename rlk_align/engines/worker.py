@@ -32,7 +32,9 @@ from rlk_align.model.families import read_shape
 from rlk_align.model.prompts import Prompt, Sample, TokenBatch, check_lengths, load_prompts
 from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.model.sites import model_sites
-from rlk_align.trace.schema import writing
+from rlk_align.trace.checksums import add_checksums
+from rlk_align.trace.records import writing
+from rlk_align.trace.schema import TRACE_FILES
 from rlk_align.trace.writer import NO_CHECKS, Checks, PassWriter
 
 
@@ -40,7 +42,6 @@ def run(job: Job, events: Events) -> None:
     """Carries out a job, or this rank's part of it; raises RlkError for what the user can mend."""
     spec = job.engine
     shape = read_shape(job.model)
-    todo = [p for p in job.passes if not (job.folder / p / "pass.json").is_file()]
     prompts = load_prompts(job.prompts)
     events.send(stage="tokenising")
     prompt_ids = tokenise(job.model, prompts)
@@ -59,8 +60,8 @@ def run(job: Job, events: Events) -> None:
         engine.open()
         with children_watched(job.engine, job.folder):
             if not production:
-                write_manifest(job.folder, engine, prompt_ids, job.model)
-            for name in todo:
+                write_manifest(job, engine, prompt_ids)
+            for name in job.passes:
                 batch = _run_pass(job, engine, batch, name, plan, events)
     finally:
         engine.close()
@@ -120,6 +121,7 @@ def _run_pass(
         barrier(engine.ranks)
         if first:
             writer.finish(engine.unexposed(kind))
+            add_checksums(job.folder, (*TRACE_FILES, f"{name}/pass.json"))
     return batch
 
 

@@ -5,6 +5,7 @@
     dtypes = ["bfloat16"]
     min_coverage = 0.9          share of the expected rows that must be paired
     min_tokens = 32             sampled tokens without which nothing is said
+    max_noise = 1e-3            how far a side may be from itself; left out, it repeats bitwise
 
     [[limits]]
     id = "max-dlogp"
@@ -34,8 +35,9 @@ from pydantic import (
 
 from rlk_align.data import data_path
 from rlk_align.errors import ContractError
+from rlk_align.results import EdgeName
+from rlk_align.text import complaint
 
-EdgeName = Literal["decode_vs_prefill", "prefill_vs_train", "decode_vs_train"]
 EdgeMetric = Literal[
     "max_abs_dlogp",
     "mean_abs_dlogp",
@@ -104,6 +106,9 @@ class Contract(BaseModel):
     dtypes: Annotated[list[Dtype], Field(min_length=1)]
     min_coverage: Annotated[float, Field(gt=0, le=1)]
     min_tokens: Annotated[int, Field(ge=1)]
+    max_noise: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Largest |Δ| by which a side may differ from itself; None wants it to repeat itself bit for
+    bit."""
     limits: Annotated[list[Limit], Field(min_length=1)]
     _given: str = PrivateAttr(default="")
 
@@ -160,10 +165,7 @@ def _read(path: Path) -> Contract:
     except OSError as error:
         raise ContractError(f"{path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        said = first["msg"].removeprefix("Value error, ")
-        raise ContractError(f"{path}: {where}: {said}" if where else f"{path}: {said}") from error
+        raise ContractError(f"{path}: {complaint(error)}") from error
 
 
 def default_contract(dtype: str) -> str:

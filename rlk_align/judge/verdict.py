@@ -1,19 +1,20 @@
 """Comparison + Contract -> Verdict. Needs neither an engine nor torch."""
 
 import math
+from collections.abc import Iterator
 from typing import Literal
 
 from rlk_align.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS
-from rlk_align.judge.contract import Contract, Limit
-from rlk_align.results import Comparison, EdgeResult, Noise, Result, SiteResult
+from rlk_align.judge.contract import Contract, Limit, default_contract, load_contract
+from rlk_align.results import Comparison, EdgeResult, Introducer, Noise, Result, SiteResult
 
 PARITY_KINDS = ("tokens", "weights", "attributes")
 
 Status = Literal["pass", "fail", "inconclusive"]
 
 
-class Breach(Result):
-    """One limit that does not hold."""
+class LimitCheck(Result):
+    """One limit, held against one value."""
 
     limit: str
     metric: str
@@ -21,6 +22,17 @@ class Breach(Result):
     fail: float
     site: str | None
     edge: str
+
+    @property
+    def holds(self) -> bool:
+        """False for a NaN."""
+        return self.value <= self.fail
+
+    @property
+    def excess(self) -> float:
+        """The value over its limit: above 1 in breach; infinite for a NaN, and above 0."""
+        ratio = self.value / self.fail if self.fail else (math.inf if self.value else 0.0)
+        return math.inf if math.isnan(ratio) else ratio
 
 
 class Verdict(Result):
@@ -30,27 +42,30 @@ class Verdict(Result):
     exit_code: int
     contract: Contract
     comparison: Comparison
-    breaches: list[Breach]
+    checks: list[LimitCheck]
+    """Every limit on every judged edge; empty where the precheck stopped the comparison."""
     doubts: list[str]
     """Reasons for which nothing can be concluded."""
     notes: list[str]
     """What a reader should know of what was judged."""
 
+    @property
+    def breaches(self) -> list[LimitCheck]:
+        return [check for check in self.checks if not check.holds]
+
 
 def judge(comparison: Comparison, contract: Contract) -> Verdict:
     """Holds a comparison against a contract. Doubt outweighs a breach, a breach a pass."""
     doubts = list(_doubts(comparison, contract))
-    breaches: list[Breach] = []
+    checks: list[LimitCheck] = []
     if not comparison.stopped:
         for edge in comparison.edges:
             if edge.name in comparison.judged:
-                breaches += _breaches(edge, contract)
-        breaches, within_noise = _beyond_noise(breaches, comparison)
-        doubts += within_noise
+                checks += _checks(edge, contract)
     status: Status
     if doubts:
         status, code = "inconclusive", EXIT_INCONCLUSIVE
-    elif breaches:
+    elif not all(check.holds for check in checks):
         status, code = "fail", EXIT_FAIL
     else:
         status, code = "pass", EXIT_PASS
@@ -59,10 +74,19 @@ def judge(comparison: Comparison, contract: Contract) -> Verdict:
         exit_code=code,
         contract=contract,
         comparison=comparison,
-        breaches=breaches,
+        checks=checks,
         doubts=doubts,
         notes=_notes(comparison, contract),
     )
+
+
+def judge_by(comparison: Comparison, name: str | None) -> Verdict:
+    """Holds a comparison against a contract by id or file; None is the one of its dtype.
+
+    Raises ContractError.
+    """
+    contract = load_contract(name or default_contract(comparison.dtype), comparison.dtype)
+    return judge(comparison, contract)
 
 
 def parity(comparison: Comparison, kind: str) -> str:
@@ -82,7 +106,8 @@ def _doubts(c: Comparison, contract: Contract) -> list[str]:
     if c.stopped:
         kinds = dict.fromkeys(m.kind for m in c.mismatches if m.kind not in c.allowed)
         return [f"precheck: {', '.join(kinds)} differ between the sides"]
-    doubts = [f"{name} was not compared: {why}" for name, why in c.missing_edges.items()]
+    doubts = list(_noise(c, contract))
+    doubts += [f"{name} was not compared: {why}" for name, why in c.missing_edges.items()]
     paired, expected = coverage(c)
     if not paired >= contract.min_coverage * expected or not paired:
         doubts.append(f"coverage: {paired} of {expected} rows paired")
@@ -102,6 +127,20 @@ def _doubts(c: Comparison, contract: Contract) -> list[str]:
         detail = "; ".join(c.controls.observer_detail) if c.controls else "no control"
         doubts.append(f"observer: {detail}")
     return doubts
+
+
+def _noise(c: Comparison, contract: Contract) -> Iterator[str]:
+    """Sides that do not repeat themselves: what is measured of them is another each time."""
+    for side, noise in (c.controls.noise if c.controls else {}).items():
+        # `not <=`: a NaN is the worst noise of all.
+        if isinstance(noise, Noise) and (
+            contract.max_noise is None or not noise.max_abs_dlogp <= contract.max_noise
+        ):
+            yield (
+                f"{side} does not repeat itself: {noise.passname}, run twice, differs in "
+                f"{noise.rows:,} rows, first at {noise.first_site}, and in log-prob by up to "
+                f"{noise.max_abs_dlogp:.2g}"
+            )
 
 
 def _notes(c: Comparison, contract: Contract) -> list[str]:
@@ -126,33 +165,32 @@ def _notes(c: Comparison, contract: Contract) -> list[str]:
     return notes
 
 
-def _breaches(edge: EdgeResult, contract: Contract) -> list[Breach]:
-    found = [_nonfinite(edge, s) for s in edge.sites if s.nonfinite]
+def _checks(edge: EdgeResult, contract: Contract) -> Iterator[LimitCheck]:
+    for site in edge.sites:
+        yield _check("finite", "nonfinite", float(site.nonfinite), 0.0, edge, site)
     for limit in contract.limits:
         if limit.edges is not None and edge.name not in limit.edges:
             continue
         if not limit.of_site:
-            found += _check(limit, edge.name, None, float(getattr(edge.metrics, limit.metric)))
+            value = float(getattr(edge.metrics, limit.metric))
+            yield _check(limit.id, limit.metric, value, limit.fail, edge)
             continue
         for site in edge.sites:
             if limit.op_classes is None or site.op_class in limit.op_classes:
-                found += _check(limit, edge.name, site.site, _site_value(limit, site))
-    return found
+                value = _site_value(limit, site)
+                yield _check(limit.id, limit.metric, value, limit.fail, edge, site)
 
 
-def _check(limit: Limit, edge: str, site: str | None, value: float) -> list[Breach]:
-    if value <= limit.fail:
-        return []
-    return [
-        Breach(
-            limit=limit.id,
-            metric=limit.metric,
-            value=value,
-            fail=limit.fail,
-            site=site,
-            edge=edge,
-        )
-    ]
+def _check(
+    limit: str,
+    metric: str,
+    value: float,
+    fail: float,
+    edge: EdgeResult,
+    site: SiteResult | None = None,
+) -> LimitCheck:
+    name = site.site if site else None
+    return LimitCheck(limit=limit, metric=metric, value=value, fail=fail, site=name, edge=edge.name)
 
 
 def _site_value(limit: Limit, site: SiteResult) -> float:
@@ -172,48 +210,42 @@ def tolerance_ratio(frontier: list[tuple[float, float]], atol: float, rtol: floa
     return max(ratios, default=0.0)
 
 
-def _nonfinite(edge: EdgeResult, site: SiteResult) -> Breach:
-    return Breach(
-        limit="finite",
-        metric="nonfinite",
-        value=float(site.nonfinite),
-        fail=0.0,
-        site=site.site,
-        edge=edge.name,
-    )
+def closest_limit(verdict: Verdict) -> LimitCheck | None:
+    """The limit that is used up most; None where all are 0."""
+    return max((c for c in verdict.checks if c.fail), key=lambda c: c.excess, default=None)
 
 
-def _beyond_noise(breaches: list[Breach], c: Comparison) -> tuple[list[Breach], list[str]]:
-    """Breaches that an engine's own noise cannot explain, and doubts about the others.
+def headline(verdict: Verdict) -> EdgeResult | None:
+    """The edge to speak of first.
 
-    Where an engine does not repeat itself bit for bit, a bound on |Δ| must be exceeded by more
-    than it differs from itself, and rows that it does not reproduce prove nothing.
+    Of those in breach the one that is furthest over its limits; decode_vs_train, which is the
+    other two together, only where it is alone. Without a breach the first that has a difference.
+    `prefill_vs_train` goes first among equals.
     """
-    floors = [n for n in (c.controls.noise.values() if c.controls else ()) if isinstance(n, Noise)]
-    if not floors:
-        return breaches, []
-    floor = {
-        "max_abs_dlogp": max(n.max_abs_dlogp for n in floors),
-        "mean_abs_dlogp": max(n.mean_abs_dlogp for n in floors),
-    }
-    sites = {(e.name, s.site): s for e in c.edges for s in e.sites}
-    kept, doubts = [], []
-    for breach in breaches:
-        site = sites.get((breach.edge, breach.site or "logprob"))
-        noisy = float(site.noisy) if site is not None else 0.0
-        allowance = floor.get(breach.metric, noisy if breach.metric in _COUNTS else 0.0)
-        if breach.value <= allowance:
-            where = f"{breach.site or ''} {breach.metric}".strip()
-            doubts.append(f"{breach.edge}: {where} is within the engines' own noise")
-        else:
-            kept.append(breach)
-    return kept, doubts
+    c = verdict.comparison
+    edges = sorted(
+        (e for e in c.edges if e.name in c.judged), key=lambda e: e.name != "prefill_vs_train"
+    )
+    excess: dict[str, float] = {}
+    for breach in verdict.breaches:
+        excess[breach.edge] = max(excess.get(breach.edge, 0.0), breach.excess)
+    if len(excess) > 1:
+        excess.pop("decode_vs_train", None)
+    if excess:
+        return max((e for e in edges if e.name in excess), key=lambda e: excess[e.name])
+    return next((e for e in edges if e.first_bitwise), edges[0] if edges else None)
 
 
-_COUNTS = ("rows_differ", "bit_mismatches")
+def first_over_budget(verdict: Verdict, edge: EdgeResult) -> Introducer | None:
+    """The edge's first unit, in execution order, that introduced more than its operator may, or
+    a NaN or an infinity."""
+    over = {b.site for b in verdict.breaches if b.edge == edge.name and b.metric in _INTRODUCED}
+    for at, site in enumerate(edge.sites):
+        cell = site.first_nonfinite or site.first_introduced
+        if site.site in over and cell is not None:
+            return Introducer.among(edge.sites, at, cell)
+    return None
 
 
-def divergence_edge(c: Comparison) -> EdgeResult | None:
-    """`prefill_vs_train`, or the first edge judged."""
-    edges = [e for e in c.edges if e.name in c.judged]
-    return next((e for e in edges if e.name == "prefill_vs_train"), edges[0] if edges else None)
+_INTRODUCED = ("op_error", "nonfinite")
+"""Metrics of a site that speak of what it introduced itself."""

@@ -8,8 +8,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlk_align.judge.verdict import PARITY_KINDS, Verdict, coverage, divergence_edge, parity
-from rlk_align.results import Comparison, EdgeResult, Mismatch, Noise
+from rlk_align.judge.verdict import (
+    PARITY_KINDS,
+    Verdict,
+    closest_limit,
+    coverage,
+    first_over_budget,
+    headline,
+    parity,
+)
+from rlk_align.results import Comparison, EdgeResult, Introducer, Mismatch, Noise, SiteResult
 from rlk_align.text import line
 
 _STYLE = {"pass": "bold green", "fail": "bold red", "inconclusive": "bold yellow"}
@@ -28,10 +36,13 @@ def show(verdict: Verdict, folder: Path, console: Console) -> None:
     console.print()
     if not c.stopped:
         console.print(_edge_table(c))
-        for text in _divergence(c):
+        for text in _divergence(verdict):
             console.print(text)
     for text in _problems(verdict):
         console.print(text)
+    if verdict.status == "pass":
+        for text in _rests_on(verdict):
+            console.print(text)
     console.print()
     console.print(line(f"run      {folder}", style="dim"))
     console.print(line(f"next     {_next_step(verdict, folder)}"))
@@ -84,34 +95,43 @@ def _edge_table(c: Comparison) -> Table:
     return table
 
 
-def _divergence(c: Comparison) -> Iterator[Text]:
-    edge = divergence_edge(c)
+def _divergence(verdict: Verdict) -> Iterator[Text]:
+    edge = headline(verdict)
     if edge is None:
         return
     yield line()
-    first = edge.first_bitwise
+    first, over = edge.first_bitwise, first_over_budget(verdict, edge)
+    if over is not None and (first is None or over.site != first.site):
+        yield from _introducer("first over its limit", edge, over)
     if first is None:
         equal = sum(not s.differ for s in edge.sites)
         yield line(
             f"first divergence ({edge.name}): none; {equal} of {len(edge.sites)} sites equal"
         )
         return
-    where = line(f"  at sample {first.sample}, position {first.position}")
-    yield line(f"first divergence ({edge.name}): ") + line(first.site, "bold") + where
-    if first.last_equal is not None:
-        yield line(
-            f"  its inputs are bit-equal, its outputs are not; equal up to {first.last_equal}"
-        )
-    yield line(f"  {_figures(edge, first.site)}")
+    yield from _introducer("first divergence", edge, first)
     others = [s.site for s in edge.sites if s.introduced and s.site != first.site]
     if others:
         more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
         yield line(f"  later units that add to it: {', '.join(others[:_SHOWN])}{more}", style="dim")
+    if edge.name == "decode_vs_prefill":
+        yield line("  decode differs from prefill in the rollout engine itself")
 
 
-def _figures(edge: EdgeResult, name: str) -> str:
-    s = next(s for s in edge.sites if s.site == name)
+def _introducer(what: str, edge: EdgeResult, unit: Introducer) -> Iterator[Text]:
+    where = line(f"  at sample {unit.sample}, position {unit.position}")
+    yield line(f"{what} ({edge.name}): ") + line(unit.site, "bold") + where
+    site = next(s for s in edge.sites if s.site == unit.site)
+    if site.introduced:
+        equal = f"; equal up to {unit.last_equal}" if unit.last_equal else ""
+        yield line(f"  its inputs are bit-equal, its outputs are not{equal}")
+    yield line(f"  {_figures(site)}")
+
+
+def _figures(s: SiteResult) -> str:
     text = f"{s.introduced:,} of {s.rows:,} rows introduced here"
+    if s.nonfinite:
+        return f"{text}; {s.nonfinite:,} entries are NaN or infinite"
     if s.valued_rows:
         text += f"; relative L2 up to {s.max_rel_l2:.2g}, max |error| {s.max_abs:.2g}"
     return text
@@ -163,16 +183,51 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def _rests_on(verdict: Verdict) -> Iterator[Text]:
+    """What a pass says, and what it does not."""
+    edges = [e for e in verdict.comparison.edges if e.name in verdict.comparison.judged]
+    differ = sum(s.differ for e in edges for s in e.sites)
+    rows = sum(s.rows for e in edges for s in e.sites)
+    yield line()
+    if not differ:
+        yield line(f"all {rows:,} rows are bit-equal")
+        return
+    places = {s.site for e in edges for s in e.sites if s.differ}
+    yield line(
+        f"{differ:,} of {rows:,} rows differ, at {len(places)} sites: within the limits of "
+        f"{verdict.contract.id}, not equal"
+    )
+    closest = closest_limit(verdict)
+    if closest is not None:
+        where = " ".join(filter(None, [closest.edge, closest.site]))
+        used = f"{closest.value:.2g} of {closest.fail:g}"
+        yield line(f"  closest to its limit: {where} {closest.metric}, {used}", style="dim")
+
+
+def _settle(verdict: Verdict, folder: Path) -> str:
+    """What makes the next run conclusive."""
+    c, contract = verdict.comparison, verdict.contract
+    noisy = [s for s, n in (c.controls.noise if c.controls else {}).items() if isinstance(n, Noise)]
+    if noisy:
+        return f"make {' and '.join(noisy)} repeat itself, or judge by a contract with max_noise"
+    if any(e.metrics.tokens < contract.min_tokens for e in c.edges if e.name in c.judged):
+        return "give more --prompts, or a larger --max-new-tokens"
+    return f"mend what is named above, then run again with --run-dir {folder} --fresh"
+
+
 def _next_step(verdict: Verdict, folder: Path) -> str:
     c = verdict.comparison
     if c.stopped:
         kind = next(m.kind for m in c.mismatches if m.kind not in c.allowed)
         return f"mend it, or measure across it with --allow-mismatch {kind}"
     if verdict.status == "inconclusive":
-        return f"mend what is named above, then run again with --run-dir {folder} --fresh"
+        return _settle(verdict, folder)
+    edge = headline(verdict)
     if verdict.status == "pass":
-        return f"keep it: rlk-align gate {folder} --contract {verdict.contract.given}"
-    edge = divergence_edge(c)
-    if edge is None or edge.first_bitwise is None:
+        return f"in CI: rlk-align gate {folder} --contract {verdict.contract.given}"
+    first = (first_over_budget(verdict, edge) or edge.first_bitwise) if edge else None
+    if edge is None or first is None:
         return "see the breaches above"
-    return f"look at {edge.first_bitwise.site} on both sides; its values are in the run's captures"
+    if edge.name == "decode_vs_prefill":
+        return f"look at {first.site} in the rollout engine's decode and in its prefill"
+    return f"look at {first.site} on both sides; its values are in the run's captures"

@@ -3,8 +3,15 @@
 import math
 from typing import Any
 
-from rlk_align.judge.verdict import PARITY_KINDS, Verdict, coverage, divergence_edge, parity
-from rlk_align.results import Comparison, Noise
+from rlk_align.judge.verdict import (
+    PARITY_KINDS,
+    Verdict,
+    coverage,
+    first_over_budget,
+    headline,
+    parity,
+)
+from rlk_align.results import Comparison, EdgeResult, Noise
 
 
 def verdict_json(verdict: Verdict) -> dict[str, Any]:
@@ -34,7 +41,8 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
         "controls": _controls_json(c),
         "coverage": {} if stopped else _coverage_json(c),
         "edges": {} if stopped else _edges_json(c),
-        "divergence": None if stopped else _divergence_json(c),
+        "divergence": None if stopped else _headline_json(verdict),
+        "divergences": {} if stopped else _divergences_json(verdict),
         "breaches": [b.model_dump() for b in verdict.breaches],
         "doubts": verdict.doubts,
         "notes": verdict.notes,
@@ -75,21 +83,28 @@ def _coverage_json(c: Comparison) -> dict[str, Any]:
 
 
 def _edges_json(c: Comparison) -> dict[str, Any]:
-    edges = {e.name: e.metrics.model_dump() for e in c.edges}
+    edges: dict[str, Any] = {e.name: e.metrics.model_dump() for e in c.edges}
     if c.production is not None:
         edges["production_vs_observed"] = c.production.model_dump()
     return edges
 
 
-def _divergence_json(c: Comparison) -> dict[str, Any] | None:
-    edge = divergence_edge(c)
-    if edge is None:
-        return None
-    first = edge.first_bitwise.model_dump() if edge.first_bitwise else None
+def _headline_json(verdict: Verdict) -> dict[str, Any] | None:
+    edge = headline(verdict)
+    return None if edge is None else _divergence_json(verdict, edge)
+
+
+def _divergences_json(verdict: Verdict) -> dict[str, Any]:
+    c = verdict.comparison
+    return {e.name: _divergence_json(verdict, e) for e in c.edges if e.name in c.judged}
+
+
+def _divergence_json(verdict: Verdict, edge: EdgeResult) -> dict[str, Any]:
+    over = first_over_budget(verdict, edge)
     return {
         "edge": edge.name,
-        "first_bitwise": first,
-        "first_over_budget": None,
+        "first_bitwise": edge.first_bitwise.model_dump() if edge.first_bitwise else None,
+        "first_over_budget": over.model_dump() | {"side": None} if over else None,
         "largest_contributor": None,
         "largest_amplifier": None,
     }

@@ -12,12 +12,14 @@ from safetensors import SafetensorError, safe_open
 
 from rlk_align.errors import CorruptTrace
 from rlk_align.model.prompts import TokenBatch
+from rlk_align.trace.checksums import check_files, check_sizes
+from rlk_align.trace.records import load_record
 from rlk_align.trace.schema import (
     ROWS_SCHEMA,
     WEIGHTS_SCHEMA,
     PassRecord,
     TraceRecord,
-    load_record,
+    finished_passes,
 )
 
 
@@ -63,12 +65,12 @@ class PassReader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.record = load_record(PassRecord, folder / "pass.json")
-        self.record.check_sizes(folder)
+        check_sizes(folder, self.record.files)
 
     @cached_property
     def _checked(self) -> Path:
         """The folder, once its files are known to be the ones that were written."""
-        self.record.check_contents(self.folder)
+        check_files(self.folder, self.record.files)
         return self.folder
 
     @cached_property
@@ -151,7 +153,10 @@ class Trace:
     """One engine's capture."""
 
     def __init__(self, folder: Path) -> None:
+        """Raises CorruptTrace where a file, those of the passes aside, is not what was
+        written."""
         self.folder = folder
+        self.passes = finished_passes(folder)
         self.record = load_record(TraceRecord, folder / "trace.json")
 
     @cached_property
@@ -183,8 +188,8 @@ class Trace:
             raise CorruptTrace(f"{path} cannot be read: {error}") from error
 
     def has_pass(self, name: str) -> bool:
-        return (self.folder / name / "pass.json").is_file()
+        return name in self.passes
 
     def read_pass(self, name: str) -> PassReader:
-        """Raises CorruptTrace where the pass is missing or incomplete."""
+        """Raises CorruptTrace where the pass is missing, or lacks a file."""
         return PassReader(self.folder / name)

@@ -4,19 +4,27 @@ RUN/
   run.json            what was asked for, and where the captures lie
   captures/NAME/      a Trace each, named after everything that decides its content
   comparison.json     what the comparison found
-  verdict.json        the last verdict on it
+  verdict.json        the verdict on it
+  checksums.json      of all these; written last, so its presence means complete
 """
 
 import fcntl
 import hashlib
 import json
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path, PurePosixPath
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from rlk_align.errors import BadOption, CorruptTrace, ToolError
-from rlk_align.results import Comparison
-from rlk_align.trace.schema import PassRecord, Record, load_record, save_record, writing
+from rlk_align.results import Comparison, EdgeName, Kind
+from rlk_align.trace.checksums import CHECKSUMS, Checksums, add_checksums, read_checksums
+from rlk_align.trace.records import REPAIR, Record, load_record, save_record, writing
+from rlk_align.trace.schema import check_trace
 
 RUNS = Path("rlk-runs")
 """Where runs go by default, below the current directory."""
@@ -28,14 +36,22 @@ def fingerprint(*parts: object) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
+Role = Literal["rollout", "train", "capture"]
+"""What a capture is to a run; `capture` is the only one of a run that compares nothing."""
+
+
 class RunRecord(Record):
     """run.json."""
 
-    schema_id: str = "rlk-align/run/1"
+    schema_id: Literal["rlk-align/run/2"] = "rlk-align/run/2"
     command: list[str]
     """The command line that reproduces it."""
-    captures: dict[str, str]
-    """Role (`rollout`, `train`, or `capture` for a single one) -> folder below the run."""
+    captures: Annotated[dict[Role, str], Field(min_length=1)]
+    """Folders below the run."""
+    judged: tuple[EdgeName, ...] = ()
+    """The edges that a contract is held against."""
+    allowed: tuple[Kind, ...] = ()
+    """Mismatches that the user chose to measure across."""
 
 
 class Run:
@@ -46,7 +62,8 @@ class Run:
 
     @classmethod
     def open(cls, name: str) -> "Run":
-        """An existing run, by folder or as `@last`. Raises BadOption where there is none."""
+        """A finished run, by folder or as `@last`. Raises BadOption where there is none,
+        CorruptTrace where it did not finish or run.json is not what was written."""
         folder = Path(name)
         if name == "@last":
             pointer = RUNS / "last"
@@ -55,12 +72,23 @@ class Run:
                     f"there is no last run below {RUNS.absolute()}", "give the run's folder"
                 )
             folder = Path(pointer.read_text(encoding="utf-8").strip())
+        run = cls(folder)
         if not (folder / "run.json").is_file():
             raise BadOption(
                 f"{folder} is no run: run.json is not there",
                 "give the folder that `capture -o` or `compare --run-dir` wrote",
             )
-        return cls(folder)
+        if not (folder / CHECKSUMS).is_file():
+            raise CorruptTrace(
+                f"{folder} is not whole: the last command into it did not finish",
+                f"run it again: {shlex.join(run.record.command)}",
+            )
+        run._checksums.check(folder, ["run.json"])
+        return run
+
+    @cached_property
+    def _checksums(self) -> Checksums:
+        return read_checksums(self.folder)
 
     @property
     def record(self) -> RunRecord:
@@ -73,8 +101,16 @@ class Run:
             RUNS.mkdir(parents=True, exist_ok=True)
             (RUNS / "last").write_text(f"{self.folder.resolve()}\n", encoding="utf-8")
 
-    def capture_folder(self, role: str) -> Path:
-        """The trace of that role, or the only one that the run has."""
+    def finish(self) -> None:
+        """Writes the checksums of everything in it: from here on it may be read."""
+        record = self.record
+        conclusions = ["comparison.json", "verdict.json"] if record.judged else []
+        captures = [f"{folder}/{CHECKSUMS}" for folder in record.captures.values()]
+        add_checksums(self.folder, ["run.json", *conclusions, *captures])
+
+    def capture_folder(self, role: Role) -> Path:
+        """The trace of that role, or the only one that the run has. Raises BadOption where there
+        is none, CorruptTrace where it is another than the run was finished with."""
         captures = self.record.captures
         name = captures.get(role)
         if name is None and len(captures) == 1:
@@ -85,21 +121,19 @@ class Run:
             )
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts:
-            raise BadOption(f"{self.folder}/run.json points outside the run: {name}")
+            raise CorruptTrace(f"{self.folder}/run.json points outside the run: {name}", REPAIR)
+        self._checksums.check(self.folder, [f"{name}/{CHECKSUMS}"])
         return self.folder / path
 
-    def check_sizes(self) -> None:
-        """Raises CorruptTrace where a file of a capture is missing or of another size."""
+    def check(self) -> None:
+        """Raises CorruptTrace where any file of the run is missing or is not what was written."""
+        self._checksums.check(self.folder, self._checksums.files)
         for role in self.record.captures:
-            folder = self.capture_folder(role)
-            if not (folder / "trace.json").is_file():
-                raise CorruptTrace(f"the {role} capture {folder} is gone", "compare again")
-            for record in folder.glob("*/pass.json"):
-                load_record(PassRecord, record).check_sizes(record.parent)
+            check_trace(self.capture_folder(role))
 
-    def relative(self, **folders: Path) -> dict[str, str]:
+    def relative(self, folders: Mapping[Role, Path]) -> dict[Role, str]:
         """Captures as run.json names them; one that lies elsewhere is linked into the run."""
-        captures = {}
+        captures: dict[Role, str] = {}
         for role, folder in folders.items():
             here, there = self.folder.resolve(), folder.resolve()
             link = self.folder / "captures" / role
@@ -115,23 +149,18 @@ class Run:
     @property
     def comparison(self) -> Comparison:
         """Raises BadOption for a run that compared nothing, CorruptTrace for a damaged one."""
-        path = self.folder / "comparison.json"
-        if not path.exists() and "capture" in self.record.captures:
+        if not self.record.judged:
             raise BadOption(
                 f"{self.folder} is a single capture: there is nothing to judge",
                 "compare it with another: rlk-align compare RUN_A RUN_B",
             )
-        if not path.exists():
-            raise CorruptTrace(
-                f"{self.folder} holds no comparison: the last compare into it did not finish",
-                f"run it again: {' '.join(self.record.command)}",
-            )
-        return load_record(Comparison, path)
+        self._checksums.check(self.folder, ["comparison.json"])
+        return load_record(Comparison, self.folder / "comparison.json")
 
     def invalidate(self) -> None:
         """Takes away what an earlier command concluded: nothing of it may be judged as ours."""
         with writing(self.folder):
-            for name in ("comparison.json", "verdict.json"):
+            for name in (CHECKSUMS, "comparison.json", "verdict.json"):
                 (self.folder / name).unlink(missing_ok=True)
 
     def save_comparison(self, comparison: Comparison) -> None:

@@ -1,19 +1,15 @@
 """The tables and records of a trace, written and read in one place."""
 
-import hashlib
-import json
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from rlk_align.errors import CorruptTrace, TraceNotWritten
 from rlk_align.model.families import ModelShape
+from rlk_align.trace.checksums import FileRecord, check_files, read_checksums
+from rlk_align.trace.records import Record, load_record
 
 ROWS_SCHEMA = pa.schema(
     [
@@ -49,12 +45,6 @@ placed; shards: (rank, dimension, start, stop) of what each rank holds; replicas
 every further rank's own copy."""
 
 
-class Record(BaseModel):
-    """A frozen record that is stored as JSON."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
 DtypeName = Literal["bfloat16", "float16", "float32", "float64"]
 
 
@@ -65,22 +55,6 @@ class SiteRecord(Record):
     """The engine's own dtype of that site."""
     features: Annotated[int, Field(gt=0)]
     rows: Annotated[int, Field(ge=0)]
-
-
-class FileRecord(Record):
-    """A file as it was written."""
-
-    size: int
-    blake2b: str
-
-    @classmethod
-    def of_files(cls, folder: Path) -> "dict[str, FileRecord]":
-        """Of every file in a folder, by name, as they are now."""
-        names = sorted(p.name for p in folder.iterdir())
-        return {
-            name: cls(size=(folder / name).stat().st_size, blake2b=digest)
-            for name, digest in file_digests(folder, names).items()
-        }
 
 
 class WrongRow(Record):
@@ -117,7 +91,7 @@ class Measured(Record, Generic[W]):
     checked: int = 0
     """Rows that could be measured."""
     wrong: int = 0
-    first: list[W] = []
+    first: list[W] = Field(default_factory=list)
     """The first wrong ones, by sample and position."""
 
     @classmethod
@@ -154,7 +128,7 @@ class PassRecord(Record):
     sites: dict[str, SiteRecord]
     positions: PositionRecord = PositionRecord()
     boundaries: BoundaryRecord = BoundaryRecord()
-    unexposed: dict[str, str] = {}
+    unexposed: dict[str, str] = Field(default_factory=dict)
     """Sites that the engine cannot show, each with its reason."""
     files: dict[str, FileRecord]
     """Every other file of the pass."""
@@ -162,29 +136,17 @@ class PassRecord(Record):
     """Wall time of the engine's work in this pass, taps included, writing the trace excluded
     only where it runs after the pass."""
 
-    def check_sizes(self, folder: Path) -> None:
-        """Raises CorruptTrace where a file of the pass is missing or of another size."""
-        for name, file in self.files.items():
-            path = folder / name
-            actual = path.stat().st_size if path.is_file() else None
-            if actual != file.size:
-                found = "is missing" if actual is None else f"has {actual} bytes, not {file.size}"
-                raise CorruptTrace(f"{path} {found}", "capture again with --fresh")
 
-    def check_contents(self, folder: Path) -> None:
-        """Raises CorruptTrace where a file of the pass is not the one that was written."""
-        self.check_sizes(folder)
-        for name, digest in file_digests(folder, list(self.files)).items():
-            if digest != self.files[name].blake2b:
-                raise CorruptTrace(
-                    f"{folder / name} was changed after the capture", "capture again with --fresh"
-                )
+TRACE_FILES = ("trace.json", "prompts.jsonl", "tokens.parquet", "weights.parquet")
+"""What every trace holds beside its passes."""
 
 
 class TraceRecord(Record):
     """trace.json."""
 
-    schema_id: str = "rlk-align/trace/1"
+    schema_id: Literal["rlk-align/trace/2"] = "rlk-align/trace/2"
+    key: str
+    """Of everything that decides what the capture holds."""
     engine: str
     version: str
     options: dict[str, Any]
@@ -198,52 +160,19 @@ class TraceRecord(Record):
     """Prompt id -> the ids that this side's own tokenizer gives its text."""
 
 
-def file_digest(path: Path) -> str:
-    """BLAKE2b of a file's bytes; raises CorruptTrace where it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, hashlib.blake2b).hexdigest()
-    except OSError as error:
-        raise CorruptTrace(f"{path} cannot be read: {error}") from error
+def finished_passes(folder: Path) -> list[str]:
+    """The finished passes of a trace, whose records and tables are compared with what was
+    written; what the passes hold is compared where it is read.
+
+    Raises CorruptTrace.
+    """
+    checksums = read_checksums(folder)
+    checksums.check(folder, (*TRACE_FILES, *checksums.files))
+    return [str(Path(name).parent) for name in checksums.files if Path(name).name == "pass.json"]
 
 
-def file_digests(folder: Path, names: list[str]) -> dict[str, str]:
-    """Of several files at once: hashing leaves the interpreter to other threads."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip(names, pool.map(lambda n: file_digest(folder / n), names), strict=True))
-
-
-R = TypeVar("R", bound=BaseModel)
-
-
-def save_record(record: BaseModel, path: Path) -> None:
-    """Writes a record so that a reader sees all of it or nothing."""
-    with writing(path):
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, path)
-
-
-def load_record(kind: type[R], path: Path) -> R:
-    """Raises CorruptTrace where the file is missing or not such a record."""
-    try:
-        return kind.model_validate_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CorruptTrace(f"{path} is missing", "capture again with --fresh") from error
-    except (OSError, UnicodeDecodeError, ValidationError, json.JSONDecodeError) as error:
-        raise CorruptTrace(f"{path} is not readable as {kind.__name__}: {error}") from error
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turns a failed write below `path` into TraceNotWritten."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except (OSError, SafetensorError, pa.ArrowException) as error:
-        raise TraceNotWritten(
-            f"the trace could not be written to {path}: {error}",
-            "free some space, choose another --run-dir, or lower --trace-budget; "
-            "finished passes are kept, and a rerun goes on from there",
-        ) from error
+def check_trace(folder: Path) -> None:
+    """Raises CorruptTrace where any file of a trace is missing or is not what was written."""
+    for name in finished_passes(folder):
+        record = load_record(PassRecord, folder / name / "pass.json")
+        check_files(folder / name, record.files)

@@ -20,20 +20,18 @@ from safetensors.torch import save_file
 from rlk_align.errors import EngineFailed
 from rlk_align.model.rotary import Rotary
 from rlk_align.trace.boundaries import BoundaryCheck
+from rlk_align.trace.checksums import FileRecord
 from rlk_align.trace.digest import digest_rows, row_statistics
 from rlk_align.trace.positions import PositionCheck
+from rlk_align.trace.records import load_record, save_record, writing
 from rlk_align.trace.schema import (
     ROWS_SCHEMA,
     BoundaryRecord,
     DtypeName,
-    FileRecord,
     PartRecord,
     PassRecord,
     PositionRecord,
     SiteRecord,
-    load_record,
-    save_record,
-    writing,
 )
 
 FLUSH_BYTES = 1 << 27
@@ -180,7 +178,8 @@ class PassWriter:
         with writing(self._folder):
             for path in paths:
                 path.unlink()
-            files = FileRecord.of_files(self._folder)
+            names = sorted(p.name for p in self._folder.iterdir())
+            files = FileRecord.of_files(self._folder, names)
         record = PassRecord(
             sites=_together(parts),
             positions=PositionRecord.together([p.positions for p in parts]),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import warm
-from synthetic import compared, draw, spoil, write_trace
+from synthetic import compared_run, draw, spoil
 
 from rlk_align.capture.request import TracePlan
 from rlk_align.cli.options import (
@@ -25,7 +25,7 @@ from rlk_align.cli.options import (
 )
 from rlk_align.errors import BadOption
 from rlk_align.model.edges import EDGES
-from rlk_align.trace.run import RUNS, Run, RunRecord
+from rlk_align.trace.run import RUNS, Run
 
 
 @pytest.mark.parametrize(
@@ -199,17 +199,8 @@ def test_help_is_light_quick_and_names_the_published_flags(command: str, tmp_pat
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A compared run with a fault in layers.1.act."""
-    values = draw()
-    folder = tmp_path_factory.mktemp("made") / "run"
-    traces = [
-        write_trace(folder / "captures" / "rollout", values),
-        write_trace(folder / "captures" / "train", spoil(values, "layers.1.act", [(1, 4)])),
-    ]
-    saved = Run(folder)
-    saved.save_comparison(compared(*traces))
-    names = {"rollout": "captures/rollout", "train": "captures/train"}
-    saved.save(RunRecord(command=["rlk-align"], captures=names))
-    return folder
+    faulty = spoil(draw(), "layers.1.act", [(1, 4)])
+    return compared_run(tmp_path_factory.mktemp("made") / "run", faulty).folder
 
 
 @pytest.fixture

@@ -9,8 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import Cli, Outcome, command_line, write_few_prompts
 from safetensors.torch import load_file, save_file
+from synthetic import seal
 
-from rlk_align.trace.schema import FileRecord
+from rlk_align.trace.checksums import CHECKSUMS, FileRecord
+from rlk_align.trace.run import Run
 
 ARGS = ("--max-new-tokens", 6)
 EDGE = ("--edges", "prefill_vs_train")
@@ -107,6 +109,10 @@ def flip_a_bit(path: Path) -> None:
         ("trace.json", Path.unlink),
         ("tokens.parquet", truncate),
         ("weights.parquet", truncate),
+        ("weights.parquet", flip_a_bit),
+        ("prompts.jsonl", truncate),
+        ("checksums.json", truncate),
+        ("checksums.json", Path.unlink),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
@@ -136,8 +142,14 @@ def rewrite_rows(trace: Path, change: Callable) -> None:
             out.write_table(change(source.read_row_group(i)))
     (trace / "rows.new").rename(path)
     record = json.loads((trace / "prefill/pass.json").read_text())
-    record["files"]["rows.parquet"] = FileRecord.of_files(path.parent)[path.name].model_dump()
+    record["files"]["rows.parquet"] = FileRecord.of_files(path.parent, [path.name])[
+        path.name
+    ].model_dump()
     (trace / "prefill/pass.json").write_text(json.dumps(record))
+    seal(trace)
+    run = trace.parents[1]
+    (run / CHECKSUMS).unlink()
+    Run(run).finish()
 
 
 def outcome_without_a_row(cli: Cli, pair: tuple[Path, Path]) -> Outcome:
@@ -185,10 +197,19 @@ def test_values_for_a_few_sites_only(cli: Cli, pair, few_prompts: Path, tmp_path
     kept = load_file(traces(c) / "prefill/values-00000.safetensors")
     wanted = {f"layers.{i}.{op}" for i in (1, 2) for op in ("attn", "o_proj")}
     assert set(kept) == wanted | {"logprob"}
-    shutil.rmtree(traces(c) / "decode")
     done = cli("compare", c, pair[1], "--edges", "prefill_vs_train")
     assert done.code == 0, done.out + done.err
     assert done.first == "layers.0.attn", "digests are of every site"
-    every = cli("compare", c, pair[1])
+
+
+def test_an_edge_whose_pass_was_never_captured_is_inconclusive(cli: Cli, pair) -> None:
+    every = cli("compare", pair[1], pair[1])
     assert every.code == 4
     assert "no decode pass" in every.out
+
+
+def test_a_pass_that_was_removed_is_noticed(cli: Cli, pair) -> None:
+    shutil.rmtree(traces(pair[0]) / "decode")
+    done = cli("compare", *pair, *EDGE)
+    assert done.code == 3
+    assert "decode/pass.json is missing" in done.err

@@ -13,6 +13,7 @@ from synthetic import (
     compared,
     draw,
     keep_logprobs,
+    seal,
     spoil,
     wanted_cells,
     write_pass,
@@ -25,6 +26,7 @@ from rlk_align.judge.verdict import judge
 from rlk_align.model.edges import EDGES, passes_for
 from rlk_align.report.verdict_json import verdict_json
 from rlk_align.results import Comparison
+from rlk_align.trace.reader import Trace
 
 VALUES = draw()
 CELL = (1, 4)
@@ -110,9 +112,19 @@ def test_taps_within_the_noise_are_no_violation(tmp_path: Path) -> None:
     assert comparison.controls.noise["train"] is None
 
 
-def test_taps_beyond_the_noise_are_a_violation(tmp_path: Path) -> None:
-    comparison = pair_of(tmp_path, untapped=nudged([CELL], 0.25), repeat=nudged([CELL], 0.125))
-    assert comparison.controls.observer == "violated"
+@pytest.mark.parametrize(
+    ("cells", "by", "want"),
+    [
+        ([CELL], 0.24, "within noise floor"),  # twice the noise, at one token as it is
+        ([CELL], 0.26, "violated"),  # in the mean beyond twice
+        ([CELL], 0.6, "violated"),
+        ([CELL, (0, 3), (2, 1)], 0.125, "violated"),  # no larger, and at more tokens
+    ],
+)
+def test_taps_beyond_the_noise_are_a_violation(tmp_path: Path, cells, by, want) -> None:
+    """Two draws of the same noise differ: taps are blamed for clearly more alone."""
+    comparison = pair_of(tmp_path, untapped=nudged(cells, by), repeat=nudged([CELL], 0.125))
+    assert comparison.controls.observer == want
 
 
 def test_a_nan_is_no_small_shift(tmp_path: Path) -> None:
@@ -150,6 +162,8 @@ def test_a_repeat_that_lacks_rows_is_noise(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "prefill.repeat"
     without = {"layers.1.act": [CELL]}
     write_pass(folder, VALUES, keep=keep_logprobs, statistics=False, without=without)
+    seal(rollout.folder)
+    rollout = Trace(rollout.folder)
     controls = compared(rollout, write_trace(tmp_path / "b", VALUES)).controls
     assert controls.noise["rollout"].rows == 1
     assert controls.noise["rollout"].first_site == "layers.1.act"

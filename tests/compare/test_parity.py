@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from synthetic import BATCH, write_weights
+from synthetic import BATCH, seal, write_weights
 
 from rlk_align.compare.parity import check_parity
 from rlk_align.engines.common.attributes import per_layer
 from rlk_align.model.prompts import Sample, TokenBatch
 from rlk_align.results import Mismatch
 from rlk_align.trace.reader import Trace
+from rlk_align.trace.records import save_record
 from rlk_align.trace.schema import (
     BoundaryRecord,
     PassRecord,
@@ -20,7 +21,6 @@ from rlk_align.trace.schema import (
     TraceRecord,
     WrongBoundary,
     WrongPosition,
-    save_record,
 )
 
 Make = Callable[..., Trace]
@@ -45,6 +45,7 @@ def make(tmp_path: Path) -> Make:
         write_weights(folder, weights)
         ids = prompt_ids or {s.prompt_id: list(s.prompt_ids) for s in BATCH.samples}
         record = TraceRecord(
+            key="k",
             engine="hf",
             version="1",
             options={},
@@ -56,6 +57,8 @@ def make(tmp_path: Path) -> Make:
             prompt_ids=ids,
         )
         save_record(record, folder / "trace.json")
+        (folder / "prompts.jsonl").write_text("")
+        seal(folder)
         return Trace(folder)
 
     return trace
@@ -224,8 +227,8 @@ def test_tokens_come_first_then_weights_then_attributes(make: Make) -> None:
     assert [m.kind for m in found] == ["tokens", "weights", "weights", "attributes"]
 
 
-def add_pass(trace: Trace, name: str, position: int | None, boundary: int | None) -> None:
-    """A pass of nothing but what was measured: the first wrong row of each kind, if any."""
+def with_pass(trace: Trace, name: str, position: int | None, boundary: int | None) -> Trace:
+    """With a pass of nothing but what was measured: the first wrong row of each kind, if any."""
     turned = [WrongPosition(sample=1, position=p, effective=p + 3) for p in _given(position)]
     crossed = [WrongBoundary(sample=0, position=p, sees="other tokens") for p in _given(boundary)]
     (trace.folder / name).mkdir()
@@ -237,6 +240,8 @@ def add_pass(trace: Trace, name: str, position: int | None, boundary: int | None
         boundaries=BoundaryRecord(checked=9, wrong=len(crossed), first=crossed),
     )
     save_record(record, trace.folder / name / "pass.json")
+    seal(trace.folder)
+    return Trace(trace.folder)
 
 
 def _given(position: int | None) -> list[int]:
@@ -245,9 +250,9 @@ def _given(position: int | None) -> list[int]:
 
 def test_wrong_positions_and_boundaries_are_named_in_whichever_pass(make: Make) -> None:
     a, b = make("a"), make("b")
-    add_pass(a, "decode", None, 0)
-    add_pass(a, "prefill", 5, 0)
-    add_pass(b, "prefill", None, None)
+    a = with_pass(a, "decode", None, 0)
+    a = with_pass(a, "prefill", 5, 0)
+    b = with_pass(b, "prefill", None, None)
     found = {m.name: m for m in check_parity(a, b)}
     assert set(found) == {"position", "sequence_boundary"}
     position, boundary = found["position"], found["sequence_boundary"]
@@ -260,7 +265,7 @@ def test_wrong_positions_and_boundaries_are_named_in_whichever_pass(make: Make) 
 
 def test_another_rotary_embedding_tells_no_positions(make: Make) -> None:
     a, b = (make(f"{t}", attributes={"rope_theta": t}) for t in (1.0, 2.0))
-    add_pass(b, "prefill", 5, None)
+    b = with_pass(b, "prefill", 5, None)
     assert [m.name for m in check_parity(a, b)] == ["rope_theta"]
 
 

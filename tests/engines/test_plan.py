@@ -27,6 +27,7 @@ def job(tmp_path: Path, **changes: object) -> Job:
         "engine": EngineSpec("hf"),
         "model": tmp_path,
         "folder": tmp_path,
+        "key": "k",
         "prompts": tmp_path / "p.jsonl",
         "tokens": None,
         "passes": ("prefill", "prefill.untapped", "prefill.repeat"),

@@ -1,14 +1,16 @@
 """The RUN folder: found again, kept inside itself, and never written by two at once."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from synthetic import compared, draw, write_trace
+from synthetic import compared_run, draw, write_trace
 
 from rlk_align.errors import BadOption, CorruptTrace, ToolError, TraceNotWritten
+from rlk_align.trace.checksums import CHECKSUMS
 from rlk_align.trace.run import RUNS, Run, RunRecord
 
 
@@ -17,22 +19,23 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def saved(folder: Path, captures: dict[str, str] | None = None) -> Run:
-    folder.mkdir(parents=True, exist_ok=True)
+def saved(folder: Path, **captures: str) -> Run:
+    """A finished run of nothing but captures that are there."""
     run = Run(folder)
-    run.save(RunRecord(command=["rlk-align"], captures=captures or {"capture": "captures/x"}))
-    return run
+    named = captures or {"capture": "captures/x"}
+    for name in named.values():
+        inside = folder / name
+        if not (inside / CHECKSUMS).exists():
+            write_trace(inside, draw())
+    run.save(RunRecord(command=["rlk-align", "capture"], captures=named))
+    run.finish()
+    return Run(folder)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """A compared run."""
-    values = draw()
-    folder = tmp_path / "run"
-    traces = [write_trace(folder / "captures" / side, values) for side in ("rollout", "train")]
-    run = saved(folder, {"rollout": "captures/rollout", "train": "captures/train"})
-    run.save_comparison(compared(*traces))
-    return run
+    return compared_run(tmp_path / "run")
 
 
 def test_last_is_the_run_that_was_saved_last(tmp_path: Path) -> None:
@@ -68,22 +71,23 @@ def test_a_damaged_record_is_corrupt(tmp_path: Path, text: str) -> None:
     run = saved(tmp_path / "run")
     (run.folder / "run.json").write_text(text)
     with pytest.raises(CorruptTrace, match=r"run\.json"):
-        _ = Run.open("run").record
+        Run.open("run")
+    with pytest.raises(CorruptTrace, match=r"run\.json"):
+        _ = run.record
 
 
 @pytest.mark.parametrize("name", ["/etc", "..", "../other", "captures/../../other", "a/.."])
 def test_captures_outside_the_run_are_refused(tmp_path: Path, name: str) -> None:
-    run = saved(tmp_path / "run", {"rollout": name, "train": "captures/x"})
-    with pytest.raises(BadOption, match="outside"):
+    run = saved(tmp_path / "run")
+    run.save(RunRecord(command=[], captures={"rollout": name, "train": "captures/x"}))
+    with pytest.raises(CorruptTrace, match="outside"):
         run.capture_folder("rollout")
-    with pytest.raises(BadOption, match="outside"):
-        run.check_sizes()
 
 
 def test_a_capture_is_found_by_its_role_or_because_it_is_the_only_one(tmp_path: Path) -> None:
-    both = saved(tmp_path / "a", {"rollout": "captures/x", "train": "captures/y"})
+    both = saved(tmp_path / "a", rollout="captures/x", train="captures/y")
     assert both.capture_folder("train") == tmp_path / "a" / "captures" / "y"
-    single = saved(tmp_path / "b", {"capture": "captures/z"})
+    single = saved(tmp_path / "b", capture="captures/z")
     for role in ("rollout", "train", "capture"):
         assert single.capture_folder(role) == tmp_path / "b" / "captures" / "z"
     with pytest.raises(BadOption, match="capture") as error:
@@ -104,7 +108,7 @@ def test_a_single_capture_has_nothing_to_judge(tmp_path: Path) -> None:
 def test_a_missing_or_damaged_comparison_is_corrupt(run: Run) -> None:
     path = run.folder / "comparison.json"
     text = path.read_text()
-    for bad in ("", text[: len(text) // 2], text.replace('"edges"', '"edge"'), "null"):
+    for bad in ("", text[: len(text) // 2], text.replace('"edges"', '"edge"'), "null", text + " "):
         path.write_text(bad)
         with pytest.raises(CorruptTrace, match=r"comparison\.json"):
             _ = run.comparison
@@ -113,41 +117,47 @@ def test_a_missing_or_damaged_comparison_is_corrupt(run: Run) -> None:
         _ = run.comparison
 
 
-@pytest.mark.parametrize("name", ["rows.parquet", "values-00000.safetensors"])
-def test_files_of_another_size_are_corrupt(run: Run, name: str) -> None:
-    run.check_sizes()
-    path = run.folder / "captures" / "train" / "prefill" / name
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CorruptTrace, match=name):
-        run.check_sizes()
-    path.unlink()
-    with pytest.raises(CorruptTrace, match=name):
-        run.check_sizes()
+def test_a_run_that_did_not_finish_is_not_whole(run: Run) -> None:
+    run.invalidate()
+    with pytest.raises(CorruptTrace, match="did not finish") as raised:
+        Run.open(str(run.folder))
+    assert "rlk-align compare" in raised.value.fix
 
 
 @pytest.mark.parametrize("gone", ["captures/train", "captures"])
 def test_a_capture_that_is_gone_is_corrupt(run: Run, gone: str) -> None:
+    run.check()
     (run.folder / gone).rename(run.folder / "elsewhere")
     with pytest.raises(CorruptTrace, match=r"train|rollout"):
-        run.check_sizes()
+        run.check()
+
+
+def test_a_capture_that_was_made_again_is_another(run: Run) -> None:
+    other = draw(seed=1)
+    shutil.rmtree(run.folder / "captures" / "train")
+    write_trace(run.folder / "captures" / "train", other)
+    with pytest.raises(CorruptTrace, match=r"train/checksums\.json"):
+        run.check()
+    with pytest.raises(CorruptTrace, match=r"train/checksums\.json"):
+        run.capture_folder("train")
 
 
 def test_captures_inside_and_outside_are_named_from_the_run(tmp_path: Path) -> None:
-    run = saved(tmp_path / "run")
+    run = Run(tmp_path / "run")
     inside = write_trace(run.folder / "captures" / "rollout-1", draw()).folder
     outside = write_trace(tmp_path / "other" / "captures" / "x", draw()).folder
-    names = run.relative(rollout=inside, train=outside)
+    names = run.relative({"rollout": inside, "train": outside})
     assert names["rollout"] == "captures/rollout-1"
-    run.save(RunRecord(command=[], captures=names))
+    run = saved(run.folder, **names)
     assert run.capture_folder("rollout").resolve() == inside
     assert run.capture_folder("train").resolve() == outside
 
 
 def test_a_run_that_encloses_other_runs_finds_their_captures(tmp_path: Path) -> None:
     """`compare runs/a runs/b --run-dir runs`."""
-    run = saved(tmp_path / "runs")
+    run = Run(tmp_path / "runs")
     nested = write_trace(tmp_path / "runs" / "a" / "captures" / "x", draw()).folder
-    run.save(RunRecord(command=[], captures=run.relative(rollout=nested, train=nested)))
+    run = saved(run.folder, **run.relative({"rollout": nested, "train": nested}))
     for role in ("rollout", "train"):
         assert run.capture_folder(role).resolve() == nested
 
@@ -156,7 +166,7 @@ def test_linking_a_capture_twice_gives_the_newer(tmp_path: Path) -> None:
     run = saved(tmp_path / "run")
     for name in ("one", "two"):
         other = write_trace(tmp_path / name, draw())
-        names = run.relative(train=other.folder)
+        names = run.relative({"train": other.folder})
         assert (run.folder / names["train"]).resolve() == other.folder
 
 

@@ -3,24 +3,21 @@
 from pathlib import Path
 
 import pytest
+from synthetic import compared_run
 
 from rlk_align import pipeline
 from rlk_align.capture.request import CaptureRequest
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import CorruptTrace, EngineFailed
-from rlk_align.trace.run import Run, RunRecord
+from rlk_align.trace.reader import Trace
+from rlk_align.trace.run import Run
 
 
 @pytest.fixture
 def concluded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run folder in which an earlier compare has left its conclusions."""
     monkeypatch.chdir(tmp_path)
-    run = Run(tmp_path / "run")
-    run.folder.mkdir()
-    for name in ("comparison.json", "verdict.json"):
-        (run.folder / name).write_text("{}")
-    run.save(RunRecord(command=["rlk-align", "compare"], captures={"rollout": "a", "train": "b"}))
-    return run
+    return compared_run(tmp_path / "run")
 
 
 @pytest.mark.parametrize("stage", ["capture", "measure"])
@@ -31,7 +28,8 @@ def test_a_compare_that_fails_leaves_nothing_to_judge(
         raise EngineFailed("it died")
 
     if stage == "measure":
-        monkeypatch.setattr(pipeline, "capture", lambda *_: Run(concluded.folder))
+        traces = concluded.folder / "captures"
+        monkeypatch.setattr(pipeline, "capture", lambda _, role, *rest: Trace(traces / role))
     monkeypatch.setattr(pipeline, stage, fail)
     side = CaptureRequest(engine=EngineSpec("hf"), model="m", prompts=Path("p"))
     request = pipeline.CompareRequest(rollout=side, train=side, command=("rlk-align", "compare"))
@@ -39,4 +37,4 @@ def test_a_compare_that_fails_leaves_nothing_to_judge(
         pipeline.compare(request, concluded, lambda *_: None)
     assert not (concluded.folder / "verdict.json").exists()
     with pytest.raises(CorruptTrace, match="did not finish"):
-        _ = concluded.comparison
+        Run.open(str(concluded.folder))

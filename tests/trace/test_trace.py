@@ -30,9 +30,11 @@ from rlk_align.engines.process.plan import KeepRule
 from rlk_align.errors import CorruptTrace, EngineFailed, TraceNotWritten
 from rlk_align.model.sites import model_sites
 from rlk_align.trace import writer as writing
+from rlk_align.trace.checksums import FileRecord, check_files
 from rlk_align.trace.digest import digest_rows
 from rlk_align.trace.reader import PassReader, Trace
-from rlk_align.trace.schema import ROWS_SCHEMA, FileRecord, TraceRecord, load_record
+from rlk_align.trace.records import load_record
+from rlk_align.trace.schema import ROWS_SCHEMA, TraceRecord
 from rlk_align.trace.writer import PassWriter
 
 VALUES = draw()
@@ -243,7 +245,7 @@ def test_a_file_of_another_size_is_corrupt(folder: Path, name: str, damage: str)
 
 def read_everything(folder: Path) -> dict[str, tuple]:
     reader = PassReader(folder)
-    reader.record.check_contents(folder)
+    check_files(folder, reader.record.files)
     found = {}
     for name in NAMES:
         rows = reader.rows(name)
@@ -385,7 +387,7 @@ def test_a_table_with_other_columns_is_corrupt(folder: Path) -> None:
     path = folder / "rows.parquet"
     table = pq.read_table(path)
     pq.write_table(table.drop_columns(["norm"]), path)
-    file = FileRecord.of_files(path.parent)[path.name].model_dump()
+    file = FileRecord.of_files(path.parent, [path.name])[path.name].model_dump()
     with pytest.raises(CorruptTrace, match="columns"):
         edited(folder, lambda r: r["files"]["rows.parquet"].update(file)).rows("embed")
 
@@ -393,7 +395,7 @@ def test_a_table_with_other_columns_is_corrupt(folder: Path) -> None:
 def test_a_table_that_mixes_sites_is_corrupt(folder: Path) -> None:
     path = folder / "rows.parquet"
     pq.write_table(pq.read_table(path), path)
-    file = FileRecord.of_files(path.parent)[path.name].model_dump()
+    file = FileRecord.of_files(path.parent, [path.name])[path.name].model_dump()
     with pytest.raises(CorruptTrace, match="mixes sites"):
         edited(folder, lambda r: r["files"]["rows.parquet"].update(file)).rows("embed")
 

@@ -20,6 +20,8 @@ class Job(BaseModel):
     model: Path
     folder: Path
     """The trace's folder."""
+    key: str
+    """Of everything that decides what the trace holds."""
     prompts: Path
     """Prompts; tokenised by every side for the parity precheck."""
     tokens: Path | None

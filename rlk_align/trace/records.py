@@ -1,0 +1,60 @@
+"""Frozen records on disk, each a JSON file that is there whole or not at all."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rlk_align.errors import CorruptTrace, TraceNotWritten
+from rlk_align.text import complaint
+
+REPAIR = "run the command that wrote it again, with --fresh"
+"""What helps against a file that is not what was written."""
+
+
+class Record(BaseModel):
+    """A frozen record that is stored as JSON."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+R = TypeVar("R", bound=BaseModel)
+
+
+def save_record(record: BaseModel, path: Path) -> None:
+    """Writes a record so that a reader sees all of it or nothing."""
+    with writing(path):
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+
+
+def load_record(kind: type[R], path: Path) -> R:
+    """Raises CorruptTrace where the file is missing or not such a record."""
+    try:
+        return kind.model_validate_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CorruptTrace(f"{path} is missing", REPAIR) from error
+    except ValidationError as error:
+        raise CorruptTrace(f"{path} is damaged: {complaint(error)}", REPAIR) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise CorruptTrace(f"{path} cannot be read: {error}", REPAIR) from error
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns a failed write below `path` into TraceNotWritten."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError, pa.ArrowException) as error:
+        raise TraceNotWritten(
+            f"the trace could not be written to {path}: {error}",
+            "free some space, choose another --run-dir, or lower --trace-budget; "
+            "finished passes are kept, and a rerun goes on from there",
+        ) from error
