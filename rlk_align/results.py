@@ -239,6 +239,8 @@ class Comparison(Result):
     """Judged edges that could not be compared, with the reason."""
     production: EdgeMetrics | None = None
     """The un-tapped production mode against the observed one; None where not measured."""
+    same_capture: bool = False
+    """Whether both sides are one capture: their equality says nothing."""
 
     @property
     def stopped(self) -> bool:

@@ -13,11 +13,10 @@ from rlk_align.errors import BadOption, CorruptTrace
 from rlk_align.model.checkpoint import resolve_model
 from rlk_align.model.families import read_shape
 from rlk_align.progress import Progress
-from rlk_align.trace.checksums import CHECKSUMS
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.records import REPAIR, writing
 from rlk_align.trace.run import Role, Run
-from rlk_align.trace.schema import finished_passes
+from rlk_align.trace.schema import passes_in
 
 CONTROL_VARIANTS = ("untapped", "repeat")
 
@@ -47,8 +46,8 @@ def capture(
     folder = run.folder / "captures" / f"{role}-{key}"
     if fresh:
         shutil.rmtree(folder, ignore_errors=True)
-    there = finished_passes(folder) if (folder / CHECKSUMS).is_file() else ()
-    missing = tuple(p for p in passes if p not in there)
+    finished = passes_in(folder)
+    missing = tuple(p for p in passes if p not in finished)
     if missing:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)

@@ -5,8 +5,9 @@ from rlk_align.capture.request import CaptureRequest
 from rlk_align.engines.registry import require_installed
 from rlk_align.engines.tested import untested
 from rlk_align.errors import BadOption
-from rlk_align.model.checkpoint import resolve_model
+from rlk_align.model.checkpoint import check_tokenizer, resolve_model
 from rlk_align.model.families import ModelShape, read_shape
+from rlk_align.model.prompts import load_prompts
 from rlk_align.model.sites import check_selection, model_sites
 from rlk_align.model.tensors import check_tensors
 
@@ -33,4 +34,6 @@ def check_request(request: CaptureRequest, sampling: bool) -> tuple[ModelShape, 
             f"its layers are 0 to {shape.layers - 1}",
         )
     check_tensors(model, shape)
+    if any(p.text is not None for p in load_prompts(request.prompts)):
+        check_tokenizer(model)
     return shape, untested(engine_versions(spec))

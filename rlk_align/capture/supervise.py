@@ -18,9 +18,8 @@ from rlk_align.engines.process.launch import death
 from rlk_align.errors import BadOption, Interrupted, RlkError
 from rlk_align.model.prompts import load_prompts, save_prompts
 from rlk_align.progress import Progress
-from rlk_align.trace.checksums import CHECKSUMS
 from rlk_align.trace.records import writing
-from rlk_align.trace.schema import finished_passes
+from rlk_align.trace.schema import passes_in
 
 STARTING = 1800.0
 """Seconds within which all its processes must have started. vLLM's ranks are silent until they
@@ -48,8 +47,7 @@ def run_worker(job: Job, progress: Progress) -> None:
         raise told
     if worker.returncode:
         raise failed(f"the worker of {job.engine} {death(worker.returncode)}", log)
-    finished = finished_passes(job.folder) if (job.folder / CHECKSUMS).is_file() else []
-    if not set(job.passes) <= set(finished):
+    if not set(job.passes) <= set(passes_in(job.folder)):
         what = f"the worker of {job.engine} ended before its passes were finished"
         raise failed(what, log, "does the engine, or its patch, end the process?")
 

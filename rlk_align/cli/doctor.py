@@ -6,7 +6,6 @@ import platform
 import shutil
 
 from rich.console import Console
-from rich.table import Table
 
 from rlk_align.engines.process.versions import holders, versions
 from rlk_align.engines.registry import ENGINES, engine_info
@@ -20,14 +19,12 @@ def doctor() -> None:
     for name, value in _machine().items():
         console.print(f"{name:<12}{value}", soft_wrap=True)
     console.print(f"{'families':<12}{', '.join(FAMILIES)}")
-    table = Table(box=None, pad_edge=False)
-    for column in ("engine", "here", "what to do"):
-        table.add_column(column, overflow="fold")
+    console.print()
     for name in ENGINES:
         here, todo = _engine(name)
-        table.add_row(name, here, todo)
-    console.print()
-    console.print(table)
+        console.print(f"{name:<12}{here}", soft_wrap=True)
+        if todo:
+            console.print(f"{'':<12}to do: {todo}", soft_wrap=True)
     for warning in _warnings():
         console.print(f"[yellow]warning[/yellow] {warning}", soft_wrap=True)
 

@@ -73,6 +73,7 @@ def measure(
         judged=list(judged),
         missing_edges=missing,
         production=production,
+        same_capture=rollout.checksums == train.checksums,
     )
 
 

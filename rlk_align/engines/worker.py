@@ -27,7 +27,8 @@ from rlk_align.engines.process.ranks import barrier, check_device, join, leave
 from rlk_align.engines.process.versions import versions
 from rlk_align.engines.registry import load_engine
 from rlk_align.engines.tested import tested_range, untested
-from rlk_align.errors import RlkError
+from rlk_align.errors import ModelError, RlkError
+from rlk_align.model.checkpoint import GIVE_IDS
 from rlk_align.model.families import read_shape
 from rlk_align.model.prompts import Prompt, Sample, TokenBatch, check_lengths, load_prompts
 from rlk_align.model.rotary import checkpoint_rotary
@@ -75,7 +76,14 @@ def tokenise(model: Path, prompts: list[Prompt]) -> dict[str, list[int]]:
         return {p.id: list(p.ids or ()) for p in prompts}
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    except Exception as error:
+        # Whatever a tokenizer's own code raises of files that it cannot read.
+        said = (str(error).splitlines() or [""])[0]
+        raise ModelError(
+            f"{model}: transformers cannot load its tokenizer: {said}", GIVE_IDS
+        ) from error
     return {p.id: list(p.ids) if p.ids else tokenizer(p.text)["input_ids"] for p in prompts}
 
 
@@ -195,14 +203,14 @@ def main() -> None:
             name = "the engine" if rank is None else f"rank {rank}"
             heartbeat.start(job.folder / HEARTBEATS, name, spec.info.waits)
             run(job, events)
-    except Exception as raised:
+    except (Exception, SystemExit) as raised:
         # The end of the process: whatever happened goes to the parent, in words.
         error = raised if isinstance(raised, RlkError) else _failure(raised, job, rank)
         events.send_error(error, None if rank is None else int(rank))
         sys.exit(error.exit_code)
 
 
-def _failure(raised: Exception, job: Job, rank: str | None) -> RlkError:
+def _failure(raised: BaseException, job: Job, rank: str | None) -> RlkError:
     traceback.print_exception(raised)
     sys.stderr.flush()
     who = "the worker" if rank is None else f"rank {rank} of {os.environ['WORLD_SIZE']}"

@@ -151,6 +151,8 @@ def _notes(c: Comparison, contract: Contract) -> list[str]:
         for role, e in c.engines.items()
         if "untested" in e.environment
     ]
+    if c.same_capture:
+        notes.append("both sides are one and the same capture: that they agree says nothing")
     versions = [e.environment.get("torch", "") for e in c.engines.values()]
     if len(set(versions)) > 1:
         roles = [f"{role} {v}" for role, v in zip(c.engines, versions, strict=True)]

@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import math
 import os
 import re
+from collections import Counter
 from pathlib import Path
 
 from rlk_align.data import data_path
@@ -23,6 +25,10 @@ LAYER_MODULES = {
     "down_proj": "mlp.down_proj",
 }
 """Operator -> the module of a decoder layer that holds its parameters, in an HF checkpoint."""
+
+
+STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+"""As safetensors names them, and as torch does."""
 
 
 def default_model() -> str:
@@ -72,6 +78,16 @@ def read_config(model: Path) -> dict:
     return config
 
 
+GIVE_IDS = 'add the tokenizer, or give prompts as token ids: {"ids": [1, 2, 3]}'
+"""What helps where a checkpoint has no tokenizer."""
+
+
+def check_tokenizer(model: Path) -> None:
+    """Raises ModelError where the folder holds no file of a tokenizer."""
+    if not any(any(model.glob(p)) for p in ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")):
+        raise ModelError(f"{model} has no tokenizer, and prompts are given as text", GIVE_IDS)
+
+
 def tensor_name(parameter: str) -> str:
     """The tensor of a canonical parameter: `layers.3.k_proj.bias` ->
     `model.layers.3.self_attn.k_proj.bias`."""
@@ -81,6 +97,46 @@ def tensor_name(parameter: str) -> str:
     _, layer, rest = parameter.split(".", 2)
     module, _, bias = rest.partition(".")
     return f"model.layers.{layer}.{LAYER_MODULES[module]}.{bias or 'weight'}"
+
+
+def weight_files(model: Path) -> list[Path]:
+    """The safetensors files of a checkpoint.
+
+    Raises ModelError where there are none, or where its index names one outside of its folder.
+    """
+    index = model / "model.safetensors.index.json"
+    if not index.is_file():
+        if not (model / "model.safetensors").is_file():
+            raise ModelError(
+                f"{model} has no model.safetensors", "save the checkpoint as safetensors"
+            )
+        return [model / "model.safetensors"]
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"{index} is no index of weights: {error!r}") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ModelError(f"{index} points outside of the checkpoint's folder: {name!r}")
+        if not (model / name).is_file():
+            raise ModelError(f"{model}: {name} is missing, and {index.name} names it")
+    return [model / name for name in names]
+
+
+def stored_dtype(model: Path) -> str | None:
+    """The dtype of most entries of a checkpoint's tensors, by its files' headers; None where they
+    cannot be read, or where it is none that models are computed in."""
+    entries: Counter[str] = Counter()
+    try:
+        for path in weight_files(model):
+            with path.open("rb") as file:
+                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            for name, tensor in header.items():
+                if name != "__metadata__":
+                    entries[tensor["dtype"]] += math.prod(tensor["shape"])
+    except (ModelError, OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError):
+        return None  # `check_tensors` says what is wrong with them.
+    return STORED_DTYPES.get(entries.most_common(1)[0][0]) if entries else None
 
 
 def fingerprint_files(folder: Path) -> str:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlk_align.errors import ModelError
-from rlk_align.model.checkpoint import read_config
+from rlk_align.model.checkpoint import read_config, stored_dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,8 @@ class ModelShape:
 
 
 def read_shape(model: Path) -> ModelShape:
-    """The shape of the checkpoint in folder `model`, from its config.json alone.
+    """The shape of the checkpoint in folder `model`, from its config.json; a dtype that this leaves
+    out is that of the stored weights.
 
     Raises ModelError where the folder or its config is missing or unreadable, or where the
     family is unknown.
@@ -74,7 +75,9 @@ def read_shape(model: Path) -> ModelShape:
             intermediate=int(config["intermediate_size"]),
             vocab=int(config["vocab_size"]),
             context=int(config["max_position_embeddings"]),
-            dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+            dtype=str(
+                config.get("dtype") or config.get("torch_dtype") or stored_dtype(model) or "float32"
+            ),
         )
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise ModelError(f"{model}/config.json: {error!r} is missing or malformed") from error

@@ -17,7 +17,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from rlk_align.errors import ModelError
-from rlk_align.model.checkpoint import LAYER_MODULES, read_config, tensor_name
+from rlk_align.model.checkpoint import LAYER_MODULES, read_config, tensor_name, weight_files
 from rlk_align.model.families import ModelShape
 
 _NAMED = 4
@@ -62,30 +62,6 @@ def _biased(config: dict, shape: ModelShape) -> Iterator[str]:
         yield "o_proj"
     if config.get("mlp_bias"):
         yield from ("gate_proj", "up_proj", "down_proj")
-
-
-def weight_files(model: Path) -> list[Path]:
-    """The safetensors files of a checkpoint.
-
-    Raises ModelError where there are none, or where its index names one outside of its folder.
-    """
-    index = model / "model.safetensors.index.json"
-    if not index.is_file():
-        if not (model / "model.safetensors").is_file():
-            raise ModelError(
-                f"{model} has no model.safetensors", "save the checkpoint as safetensors"
-            )
-        return [model / "model.safetensors"]
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(f"{index} is no index of weights: {error!r}") from error
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise ModelError(f"{index} points outside of the checkpoint's folder: {name!r}")
-        if not (model / name).is_file():
-            raise ModelError(f"{model}: {name} is missing, and {index.name} names it")
-    return [model / name for name in names]
 
 
 def stored_tensors(model: Path) -> dict[str, StoredTensor]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -35,7 +36,8 @@ def show(verdict: Verdict, folder: Path, console: Console) -> None:
         console.print(text)
     console.print()
     if not c.stopped:
-        console.print(_edge_table(c))
+        for part in _edge_figures(c, console):
+            console.print(part)
         for text in _divergence(verdict):
             console.print(text)
     for text in _problems(verdict):
@@ -76,23 +78,34 @@ def _noise(noise: Noise | str | None) -> str:
     return "noise not measured" if noise else "repeats bitwise"
 
 
-def _edge_table(c: Comparison) -> Table:
+def _edge_figures(c: Comparison, console: Console) -> Iterator[Table | Text]:
+    """A row for each edge; where that does not fit, a line for each figure: none is ever cut."""
     # 80 columns, so that a CI log does not break it.
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("edge", no_wrap=True)
-    for name in ("max |Δ|", "mean |Δ|", "p99 |Δ|", "k3", "ρ − 1", "clip", "≠ bits"):
+    for name in _FIGURES:
         table.add_column(name, justify="right", no_wrap=True)
-    for e in c.edges:
-        m = e.metrics
-        sizes = (m.max_abs_dlogp, m.mean_abs_dlogp, m.p99_abs_dlogp, m.k3)
-        table.add_row(
-            line(e.name),
-            *(f"{x:.2g}" for x in sizes),
-            f"{m.ratio_mean - 1:.1g}",
-            f"{m.clip_fraction:.1%}",
-            f"{m.bit_mismatches}",
-        )
-    return table
+    rows = {e.name: _figures_of(e) for e in c.edges}
+    for edge, row in rows.items():
+        table.add_row(line(edge), *row)
+    unbounded = console.options.update(max_width=1000)
+    if Measurement.get(console, unbounded, table).maximum <= console.width:
+        yield table
+        return
+    for edge, row in rows.items():
+        yield line(edge)
+        for name, value in zip(_FIGURES, row, strict=True):
+            yield line(f"  {name:<9}{value}")
+
+
+_FIGURES = ("max |Δ|", "mean |Δ|", "p99 |Δ|", "k3", "ρ − 1", "clip", "≠ bits")
+
+
+def _figures_of(edge: EdgeResult) -> list[str]:
+    m = edge.metrics
+    sizes = (m.max_abs_dlogp, m.mean_abs_dlogp, m.p99_abs_dlogp, m.k3)
+    shift, clipped = f"{m.ratio_mean - 1:.1g}", f"{m.clip_fraction:.1%}"
+    return [*(f"{x:.2g}" for x in sizes), shift, clipped, str(m.bit_mismatches)]
 
 
 def _divergence(verdict: Verdict) -> Iterator[Text]:

@@ -19,6 +19,7 @@ from rlk_align.trace.schema import (
     WEIGHTS_SCHEMA,
     PassRecord,
     TraceRecord,
+    checked_trace,
     finished_passes,
 )
 
@@ -156,7 +157,8 @@ class Trace:
         """Raises CorruptTrace where a file, those of the passes aside, is not what was
         written."""
         self.folder = folder
-        self.passes = finished_passes(folder)
+        self.checksums = checked_trace(folder)
+        self.passes = finished_passes(self.checksums)
         self.record = load_record(TraceRecord, folder / "trace.json")
 
     @cached_property

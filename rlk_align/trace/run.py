@@ -173,7 +173,10 @@ class Run:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Two processes must not capture into one folder at once."""
+        """Two processes must not capture into one folder at once. Raises BadOption where a file
+        is in its place, ToolError while another process holds it."""
+        if self.folder.exists() and not self.folder.is_dir():
+            raise BadOption(f"{self.folder} is a file, and a run is a folder", "name another one")
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             file = (self.folder / ".lock").open("w")

@@ -8,7 +8,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from rlk_align.model.families import ModelShape
-from rlk_align.trace.checksums import FileRecord, check_files, read_checksums
+from rlk_align.trace.checksums import CHECKSUMS, Checksums, FileRecord, check_files, read_checksums
 from rlk_align.trace.records import Record, load_record
 
 ROWS_SCHEMA = pa.schema(
@@ -160,19 +160,27 @@ class TraceRecord(Record):
     """Prompt id -> the ids that this side's own tokenizer gives its text."""
 
 
-def finished_passes(folder: Path) -> list[str]:
-    """The finished passes of a trace, whose records and tables are compared with what was
-    written; what the passes hold is compared where it is read.
-
-    Raises CorruptTrace.
-    """
+def checked_trace(folder: Path) -> Checksums:
+    """Of a trace whose records and tables, each pass.json included, are what was written; what
+    the passes hold is compared where it is read. Raises CorruptTrace."""
     checksums = read_checksums(folder)
     checksums.check(folder, (*TRACE_FILES, *checksums.files))
+    return checksums
+
+
+def finished_passes(checksums: Checksums) -> list[str]:
+    """The passes of a trace, by its checksums."""
     return [str(Path(name).parent) for name in checksums.files if Path(name).name == "pass.json"]
 
 
 def check_trace(folder: Path) -> None:
     """Raises CorruptTrace where any file of a trace is missing or is not what was written."""
-    for name in finished_passes(folder):
+    for name in finished_passes(checked_trace(folder)):
         record = load_record(PassRecord, folder / name / "pass.json")
         check_files(folder / name, record.files)
+
+
+def passes_in(folder: Path) -> list[str]:
+    """The finished passes of a trace that may not be there yet. Raises CorruptTrace for one that
+    is not what was written."""
+    return finished_passes(checked_trace(folder)) if (folder / CHECKSUMS).is_file() else []

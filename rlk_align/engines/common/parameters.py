@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from rlk_align.errors import ModelError
 from rlk_align.trace.digest import digest_parameter, digest_slices
 
 
@@ -49,8 +50,17 @@ class ParameterRecord:
 
 
 def record_parameter(parameter: LiveParameter) -> ParameterRecord:
-    """Digests of the whole, of its slices, and of the other ranks' copies."""
+    """Digests of the whole, of its slices, and of the other ranks' copies.
+
+    Raises ModelError for a parameter with NaN or infinite entries: nothing can be sampled of it.
+    """
     value = parameter.value
+    wrong = int((~torch.isfinite(value)).sum())
+    if wrong:
+        raise ModelError(
+            f"weight {parameter.name}: {wrong:,} of {value.numel():,} entries are NaN or infinite",
+            "check the checkpoint, and the dtype that it was saved in",
+        )
     rows, columns = digest_slices(value)
     return ParameterRecord(
         name=parameter.name,

@@ -24,17 +24,17 @@ def apply_patch(spec: EngineSpec, model: Any) -> None:
         sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
+    except (Exception, SystemExit) as error:
         raise BadOption(
-            f"engine {spec.name!r}: patch={patch} cannot be imported: {error}",
+            f"engine {spec.name!r}: patch={patch} cannot be imported: {_said(error)}",
             "patches are found from the current directory and PYTHONPATH",
         ) from error
     packed = _packed_away(model)
     try:
         function(model)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BadOption(
-            f"engine {spec.name!r}: patch={patch} raised {type(error).__name__}: {error}"
+            f"engine {spec.name!r}: patch={patch} raised {_said(error)}"
             + (_packed_hint(packed) if packed else "")
         ) from error
     touched = [name for name, state in packed.items() if _state(model, name) != state]
@@ -44,6 +44,10 @@ def apply_patch(spec: EngineSpec, model: Any) -> None:
             "away after loading: the assignment has no effect",
             "wrap the module's forward, or give a changed checkpoint with model=PATH",
         )
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _packed_away(model: Any) -> dict[str, Any]:

@@ -25,9 +25,8 @@ from rlk_align.engines.megatron.layout import (
 )
 from rlk_align.engines.process.ranks import Ranks
 from rlk_align.errors import ModelError
-from rlk_align.model.checkpoint import tensor_name
+from rlk_align.model.checkpoint import tensor_name, weight_files
 from rlk_align.model.families import ModelShape
-from rlk_align.model.tensors import weight_files
 
 
 @dataclass(frozen=True, slots=True)
