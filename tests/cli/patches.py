@@ -58,6 +58,61 @@ def noisy(model: Any) -> None:
     model.model.layers[1].mlp.up_proj.register_forward_hook(add)
 
 
+def loud_noise(model: Any) -> None:
+    """As `noisy`, ten times as loud and from the first layer on."""
+    generator = torch.Generator()
+    generator.seed()
+
+    def add(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + 1e-2 * torch.randn(output.shape, generator=generator).to(output.dtype)
+
+    model.model.layers[0].mlp.up_proj.register_forward_hook(add)
+
+
+def _scale_where_a_token_is_alone(model: Any, factor: float) -> None:
+    def scale(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * factor if output.shape[1] == 1 else output
+
+    model.model.layers[1].self_attn.o_proj.register_forward_hook(scale)
+
+
+def decode_only_slightly(model: Any) -> None:
+    """A fault of decode alone, within the limits: layer 1's o_proj is 2 % too large there."""
+    _scale_where_a_token_is_alone(model, 1.02)
+
+
+def decode_only(model: Any) -> None:
+    """The same, 10 %."""
+    _scale_where_a_token_is_alone(model, 1.1)
+
+
+def decode_only_in_vllm(model: Any) -> None:
+    """The same in vLLM, 30 %: a step of decode has a row for each of a few sequences."""
+
+    def scale(_module: Any, _inputs: Any, output: Any) -> Any:
+        value, *rest = output if isinstance(output, tuple) else (output,)
+        if value.shape[0] <= 8:
+            value = value * 1.3
+        return (value, *rest) if isinstance(output, tuple) else value
+
+    model.model.layers[1].self_attn.o_proj.register_forward_hook(scale)
+
+
+def ends_the_process(model: Any) -> None:
+    raise SystemExit(0)
+
+
+def ends_the_process_later(model: Any) -> None:
+    def end(_module: Any, _inputs: Any) -> None:
+        raise SystemExit(0)
+
+    model.model.layers[0].register_forward_pre_hook(end)
+
+
+def ends_the_process_at_once(model: Any) -> None:
+    model.model.layers[0].register_forward_pre_hook(lambda *_: os._exit(0))
+
+
 def observed_differs(model: Any) -> None:
     """A model that notices being watched: with hooks on its head, its logits change."""
     head = model.lm_head

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import Cli, Outcome
 
 HF = ("--rollout", "hf", "--train", "hf", "--max-new-tokens", 6)
@@ -43,6 +44,7 @@ def assert_error(done: Outcome, code: int, *words: str) -> None:
         (("--rollout", "hf", "--max-new-tokens", "0"), ("max-new-tokens",)),
         (("--rollout", "hf:patch=nomodule:f"), ("nomodule",)),
         (("--rollout", "hf:patch=patches:raises"), ("this patch is broken",)),
+        (("--rollout", "hf:patch=patches:ends_the_process"), ("raised SystemExit",)),
         (("--rollout", "hf:python=/no/python"), ("/no/python",)),
         (("--rollout", "replay:path=nowhere"), ("nowhere is no run",)),
         (("--rollout", "replay"), ("path=RUN",)),
@@ -97,6 +99,66 @@ def test_too_few_tokens_are_inconclusive(cli: Cli, tmp_path: Path) -> None:
     done = cli("compare", *HF, "--prompts", prompts)
     assert done.code == 4
     assert "sampled tokens" in done.out
+    assert "give more --prompts, or a larger --max-new-tokens" in done.out
+    assert "--fresh" not in done.out
+
+
+@pytest.mark.parametrize(
+    ("patch", "words"),
+    [
+        ("ends_the_process_later", ("raised SystemExit",)),
+        ("ends_the_process_at_once", ("ended before its passes were finished",)),
+    ],
+)
+def test_a_patch_that_ends_the_process(cli: Cli, few_prompts, patch: str, words: tuple) -> None:
+    done = cli("compare", *HF, "--rollout", f"hf:patch=patches:{patch}", env=PATCHES)
+    assert_error(done, 3, *words)
+
+
+def test_a_model_without_a_tokenizer(cli: Cli, model_copy, tmp_path: Path) -> None:
+    folder = model_copy()
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    done = cli("compare", *HF, "--model", folder)
+    assert_error(done, 2, "has no tokenizer", '{"ids"')
+    assert "loading" not in done.err, "it is said before any engine starts"
+    ids = tmp_path / "ids.jsonl"
+    ids.write_text('{"ids": [1, 2, 3, 4, 5, 6, 7, 8]}\n' * 3)
+    one = ("--prompts", ids, "--edges", "prefill_vs_train", "--max-new-tokens", 12)
+    assert cli("compare", *HF[:4], "--model", folder, *one).code == 0
+    (folder / "tokenizer.json").write_text("{}")
+    broken = cli("compare", *HF, "--model", folder)
+    assert_error(broken, 2, "cannot load its tokenizer")
+
+
+def test_weights_that_are_no_numbers(cli: Cli, model_copy) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.1.mlp.up_proj.weight"][0, :3] = float("nan")
+
+    done = cli("compare", *HF, "--model", model_copy(weights=spoil))
+    assert_error(done, 2, "weight layers.1.up_proj: 3 of", "NaN or infinite")
+    assert done.err.count("\n") < 12
+
+
+def test_a_run_folder_that_is_a_file(cli: Cli, tmp_path: Path, few_prompts: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = cli("compare", *HF, "--prompts", few_prompts, "--run-dir", tmp_path / "file")
+    assert_error(done, 2, "is a file", "name another one")
+    assert "space" not in done.err
+    done = cli("capture", "--engine", "hf", "-o", tmp_path / "file", "--prompts", few_prompts)
+    assert_error(done, 2, "is a file")
+
+
+def test_a_dtype_that_the_config_leaves_out_is_that_of_the_weights(cli: Cli, model_copy) -> None:
+    folder = model_copy()
+    config = json.loads((folder / "config.json").read_text())
+    for key in ("dtype", "torch_dtype"):
+        config.pop(key, None)
+    (folder / "config.json").write_text(json.dumps(config))
+    done = cli("compare", *HF, "--model", folder, "--edges", "prefill_vs_train")
+    assert done.code == 0, done.out + done.err
+    assert done.verdict["dtype"] == "bfloat16"
+    assert done.verdict["contract"]["id"] == "bf16"
 
 
 def test_a_broken_checkpoint(cli: Cli, model_copy) -> None:

@@ -159,6 +159,46 @@ def test_a_noisy_engine_is_reported_and_its_rows_prove_nothing(compare: Cli) -> 
     assert done.first != "layers.1.up_proj"
 
 
+def test_ten_noisy_runs_have_one_verdict(cli: Cli, few_prompts: Path, tmp_path: Path) -> None:
+    args = ("--prompts", few_prompts, *SHORT)
+    assert cli("capture", "--engine", "hf", "-o", tmp_path / "a", *args).code == 0
+    source = ("--rollout", f"replay:path={tmp_path / 'a'}")
+    for i in range(10):
+        done = cli(
+            *("compare", *source, "--train", "hf:patch=patches:loud_noise", *args, *EDGE),
+            *("--run-dir", tmp_path / str(i)),
+            env=PATCHES,
+            shared=False,
+        )
+        assert done.code == 4, done.out
+        (doubt,) = done.verdict["doubts"]
+        assert "train does not repeat itself" in doubt
+        assert "first at layers.0.up_proj" in doubt
+        assert done.verdict["controls"]["observer"] != "violated"
+
+
+def test_a_fault_of_decode_alone_is_named_on_its_edge(compare: Cli) -> None:
+    for patch, code in (("decode_only_slightly", 0), ("decode_only", 1)):
+        done = compare("--rollout", f"hf:patch=patches:{patch}", "--train", "hf")
+        assert done.code == code, done.out
+        divergence = done.verdict["divergence"]
+        assert divergence["edge"] == "decode_vs_prefill"
+        assert done.verdict["divergences"]["prefill_vs_train"]["first_bitwise"] is None
+        assert "decode differs from prefill in the rollout engine itself" in done.out
+    assert divergence["first_over_budget"]["site"] == "layers.1.o_proj"
+    assert "first over its limit (decode_vs_prefill): layers.1.o_proj" in done.out
+    assert "look at layers.1.o_proj in the rollout engine's decode and in its prefill" in done.out
+
+
+def test_decode_against_prefill_alone(compare: Cli) -> None:
+    only = ("--edges", "decode_vs_prefill")
+    healthy = compare("--rollout", "hf", "--train", "hf", *only)
+    assert healthy.code == 0, healthy.out + healthy.err
+    assert list(healthy.verdict["edges"]) == ["decode_vs_prefill"]
+    faulty = compare("--rollout", "hf:patch=patches:decode_only", "--train", "hf", *only)
+    assert faulty.verdict["divergence"]["first_over_budget"]["site"] == "layers.1.o_proj"
+
+
 def test_a_violated_observer_is_inconclusive(compare: Cli) -> None:
     done = compare("--rollout", "hf", "--train", "hf:patch=patches:observed_differs", *EDGE)
     assert done.code == 4

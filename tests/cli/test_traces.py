@@ -67,6 +67,42 @@ def test_compare_and_gate_without_any_engine(cli: Cli, pair, tmp_path: Path) -> 
     assert strict.verdict["contract"]["id"] == "bitwise"
 
 
+def test_gate_derives_a_comparison_again(cli: Cli, pair, tmp_path: Path) -> None:
+    run = tmp_path / "compared"
+    done = cli("compare", *pair, "--run-dir", run)
+    again = cli("gate", run, "--recompute")
+    assert again.code == 0
+    assert again.verdict == done.verdict
+    forged = json.loads((run / "comparison.json").read_text())
+    forged["edges"][0]["metrics"]["max_abs_dlogp"] *= 2
+    (run / "comparison.json").write_text(json.dumps(forged))
+    refused = cli("gate", run)
+    assert refused.code == 3
+    assert "comparison.json" in refused.err
+    assert cli("gate", run, "--recompute").verdict == done.verdict
+    flip_a_bit(traces(pair[1]) / "prefill/rows.parquet")
+    assert cli("gate", run, "--recompute").code == 3
+
+
+def test_a_capture_against_itself_says_so(cli: Cli, pair, tmp_path: Path) -> None:
+    copied = shutil.copytree(pair[0], tmp_path / "copy")
+    for other in (pair[0], copied):
+        done = cli("compare", pair[0], other)
+        assert done.code == 0, done.out + done.err
+        assert "one and the same capture" in done.out
+    assert "one and the same" not in cli("compare", *pair, *EDGE).out
+
+
+@pytest.mark.parametrize("columns", ["40", "60", "80", "200"])
+def test_no_number_is_cut_on_a_narrow_terminal(cli: Cli, pair, columns: str) -> None:
+    done = cli("compare", *pair, *EDGE, env={"COLUMNS": columns})
+    metrics = done.verdict["edges"]["prefill_vs_train"]
+    assert "…" not in done.out
+    for name in ("max_abs_dlogp", "mean_abs_dlogp", "p99_abs_dlogp", "k3"):
+        assert f"{metrics[name]:.2g}" in done.out
+    assert ("edge " in done.out) == (columns in ("80", "200")), "a table where there is room"
+
+
 def test_gate_refuses_what_it_cannot_judge(cli: Cli, pair, tmp_path: Path) -> None:
     single = cli("gate", pair[0])
     assert single.code == 2

@@ -105,6 +105,19 @@ def test_a_fault_inside_vllm_is_named(cli: Cli, few_prompts: Path, tmp_path: Pat
     assert clean.code == 0, clean.out
 
 
+def test_a_fault_of_vllms_decode_is_named_on_its_edge(cli: Cli, few_prompts: Path) -> None:
+    done = cli(
+        *("compare", "--prompts", few_prompts, "--max-new-tokens", 6),
+        *("--rollout", "vllm:patch=patches:decode_only_in_vllm", "--train", "hf"),
+        env=PATCHES,
+    )
+    assert done.code == 1, done.out + done.err
+    divergence = done.verdict["divergence"]
+    assert divergence["edge"] == "decode_vs_prefill", done.out
+    assert divergence["first_over_budget"]["site"] == "layers.1.o_proj"
+    assert "decode differs from prefill in the rollout engine itself" in done.out
+
+
 def test_chunked_and_packed_rows_find_their_place(cli: Cli, few_prompts: Path) -> None:
     done = cli(
         *("compare", "--prompts", few_prompts, "--max-new-tokens", 6),
