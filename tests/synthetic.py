@@ -17,7 +17,7 @@ import torch
 from rlk_align.compare.measure import measure
 from rlk_align.engines.common.parameters import LiveParameter, record_parameter
 from rlk_align.judge.verdict import judge_by
-from rlk_align.model.edges import EDGE_ENDS
+from rlk_align.model.edges import passes_for
 from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import Prompt, Sample, TokenBatch, save_prompts
 from rlk_align.model.sites import Site, model_sites
@@ -221,9 +221,8 @@ def compared_run(
 ) -> Run:
     """A run whose two sides are equal unless `train` is given, compared and judged."""
     values, run = draw(), Run(folder)
-    passes = sorted({p for edge in judged for _, p in EDGE_ENDS[edge]})
     sides = {
-        side: write_trace(folder / "captures" / side, shown, passes=passes)
+        side: write_trace(folder / "captures" / side, shown, passes=passes_for(judged, side))
         for side, shown in (("rollout", values), ("train", train or values))
     }
     captures = {side: f"captures/{side}" for side in sides}

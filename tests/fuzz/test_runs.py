@@ -1,0 +1,103 @@
+"""Whatever happens to a run's folder: no pass that was none, and no traceback.
+
+FUZZ_EXAMPLES=20000 pytest tests/fuzz    for more than the tests do by themselves
+"""
+
+import contextlib
+import hashlib
+import io
+import os
+import random
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from fuzz.mutate import MUTATIONS, files
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from synthetic import compared_run, draw, spoil
+
+from rlk_align.cli.main import main
+
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "500"))
+CONTRACT = str(Path(__file__).parents[1] / "synthetic.toml")
+EDGES = ("decode_vs_prefill", "prefill_vs_train", "decode_vs_train")
+LOGS = ("worker.log", "events.jsonl", "job.json", "rank0.log")
+
+
+def command(*words: object) -> tuple[int, str]:
+    """Exit code and all that `rlk-align` printed, in this process."""
+    said = io.StringIO()
+    argv, sys.argv = sys.argv, ["rlk-align", *map(str, words)]
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            main()
+    except SystemExit as end:
+        return int(end.code or 0), said.getvalue()
+    finally:
+        sys.argv = argv
+    raise AssertionError("a command ends by its exit code")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """By the exit code of their gate: a run whose sides are equal, and one with a fault."""
+    folder = tmp_path_factory.mktemp("runs")
+    made = {0: draw(), 1: spoil(draw(), "layers.1.act", [(1, 4)])}
+    for code, train in made.items():
+        run = compared_run(folder / str(code), train, EDGES).folder
+        for capture in (run / "captures").iterdir():
+            for name in LOGS:
+                (capture / name).write_text("{}")
+        assert command("gate", run, "--contract", CONTRACT)[0] == code
+    return {code: folder / str(code) for code in made}
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Of every file but the logs, by path."""
+    return {
+        str(p.relative_to(folder)): hashlib.blake2b(p.read_bytes()).hexdigest()
+        for p in files(folder)
+        if p.name not in LOGS
+    }
+
+
+def ended_well(code: int, said: str, done: list[str]) -> None:
+    assert code in (0, 1, 2, 3, 4), (code, said, done)
+    assert "Traceback" not in said, (said, done)
+    assert "bug in rlk-align" not in said, (said, done)
+    assert "\x1b" not in said, (said, done)
+    if code in (2, 3):
+        assert said.count("error: ") == 1, (said, done)
+        assert len(said.splitlines()) <= 4, (said, done)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(seed=st.integers(0, 2**63), steps=st.integers(1, 3), healthy=st.sampled_from([0, 0, 1]))
+def test_a_changed_run_is_never_a_pass_that_was_none(
+    runs: dict[int, Path], seed: int, steps: int, healthy: int
+) -> None:
+    rng, source = random.Random(seed), runs[healthy]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "run"
+        shutil.copytree(source, folder)
+        done = [rng.choice(MUTATIONS)(folder, rng) for _ in range(steps) if files(folder)]
+        before, after = contents(source), contents(folder)
+        changed = {n for n in before.keys() | after.keys() if before.get(n) != after.get(n)}
+        # A run's checksums.json may say the same in another layout; what nothing names is not read.
+        read = {n for n in changed if n in before and n != "checksums.json"}
+        code, said = command("gate", folder, "--contract", CONTRACT)
+        ended_well(code, said, done)
+        assert code in (2, 3) or (code == healthy and not read), (code, changed, done)
+        if rng.random() < 0.1:
+            code, said = command("gate", folder, "--recompute", "--contract", CONTRACT)
+            ended_well(code, said, done)
+            concluded = {"comparison.json", "verdict.json"}
+            assert code in (2, 3) or (code == healthy and read <= concluded), (code, done)
+            pair = (folder, source, "--run-dir", f"{folder}.compared")
+            code, said = command("compare", *pair, "--contract", CONTRACT)
+            ended_well(code, said, done)
+            ours = [n for n in read if n.startswith(("run.json", "captures/rollout/"))]
+            assert code in (2, 3, 4) or (code == healthy and not ours), (code, done)
