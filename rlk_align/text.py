@@ -28,3 +28,12 @@ def complaint(error: ValidationError) -> str:
     where = ".".join(map(str, first["loc"]))
     said = first["msg"].removeprefix("Value error, ")
     return f"{where}: {said}" if where else said
+
+
+_LONGEST = 300
+
+
+def one_line(error: BaseException) -> str:
+    """What another package's error says, in a line of at most 300 characters."""
+    said = " ".join(str(error).split()) or type(error).__name__
+    return said if len(said) <= _LONGEST else f"{said[:_LONGEST]} ..."

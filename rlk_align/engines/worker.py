@@ -33,6 +33,7 @@ from rlk_align.model.families import read_shape
 from rlk_align.model.prompts import Prompt, Sample, TokenBatch, check_lengths, load_prompts
 from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.model.sites import model_sites
+from rlk_align.text import one_line
 from rlk_align.trace.checksums import add_checksums
 from rlk_align.trace.records import writing
 from rlk_align.trace.schema import TRACE_FILES
@@ -80,10 +81,8 @@ def tokenise(model: Path, prompts: list[Prompt]) -> dict[str, list[int]]:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     except Exception as error:
         # Whatever a tokenizer's own code raises of files that it cannot read.
-        said = (str(error).splitlines() or [""])[0]
-        raise ModelError(
-            f"{model}: transformers cannot load its tokenizer: {said}", GIVE_IDS
-        ) from error
+        said = f"{model}: transformers cannot load its tokenizer: {one_line(error)}"
+        raise ModelError(said, GIVE_IDS) from error
     return {p.id: list(p.ids) if p.ids else tokenizer(p.text)["input_ids"] for p in prompts}
 
 

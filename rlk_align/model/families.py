@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config, stored_dtype
+from rlk_align.model.dtypes import DTYPES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,22 +63,31 @@ def read_shape(model: Path) -> ModelShape:
             f"{model}: model_type {kind!r} is not a known family",
             f"known: {', '.join(sorted(FAMILIES))}; a dense decoder is one line in families.py",
         )
-    try:
-        heads = int(config["num_attention_heads"])
-        hidden = int(config["hidden_size"])
-        return ModelShape(
-            model_type=kind,
-            layers=int(config["num_hidden_layers"]),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden // heads),
-            intermediate=int(config["intermediate_size"]),
-            vocab=int(config["vocab_size"]),
-            context=int(config["max_position_embeddings"]),
-            dtype=str(
-                config.get("dtype") or config.get("torch_dtype") or stored_dtype(model) or "float32"
-            ),
-        )
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-        raise ModelError(f"{model}/config.json: {error!r} is missing or malformed") from error
+
+    def size(name: str, default: int | None = None, largest: int = 1 << 28) -> int:
+        value = config.get(name)
+        if value is None and default is not None:
+            return default
+        if type(value) is not int or not 0 < value <= largest:
+            raise ModelError(
+                f"{model}/config.json: {name} is {value!r}; a positive whole number is wanted"
+            )
+        return value
+
+    dtype = config.get("dtype") or config.get("torch_dtype") or stored_dtype(model) or "float32"
+    if dtype not in DTYPES:
+        known = ", ".join(DTYPES)
+        raise ModelError(f"{model}/config.json: dtype {dtype!r} is unknown", f"known: {known}")
+    heads, hidden = size("num_attention_heads"), size("hidden_size")
+    return ModelShape(
+        model_type=kind,
+        layers=size("num_hidden_layers", largest=10_000),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=size("num_key_value_heads", heads),
+        head_dim=size("head_dim", max(1, hidden // heads)),
+        intermediate=size("intermediate_size"),
+        vocab=size("vocab_size"),
+        context=size("max_position_embeddings"),
+        dtype=dtype,
+    )

@@ -90,7 +90,7 @@ RULES = {
     "results": (),
     "model": ("model", "results", "data", "errors"),
     "trace": ("trace", "model", "results", "text", "errors"),
-    "engines": ("engines", "trace", "model", "errors"),
+    "engines": ("engines", "trace", "model", "text", "errors"),
     "capture": ("capture", "engines", "trace", "model", "progress", "errors"),
     "compare": ("compare", "trace", "model", "results", "progress", "errors"),
     "judge": ("judge", "data", "results", "text", "errors"),

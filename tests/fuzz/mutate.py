@@ -18,6 +18,15 @@ def files(folder: Path) -> list[Path]:
     return sorted(p for p in folder.rglob("*") if p.is_file())
 
 
+def folders(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.rglob("*") if p.is_dir())
+
+
+def one_of(rng: random.Random, folder: Path, suffix: str) -> Path | None:
+    found = [p for p in files(folder) if p.suffix == suffix]
+    return rng.choice(found) if found else None
+
+
 def flip(folder: Path, rng: random.Random) -> str | None:
     """One bit of one file."""
     path = rng.choice(files(folder))
@@ -50,8 +59,10 @@ def delete(folder: Path, rng: random.Random) -> str:
     return f"delete {path}"
 
 
-def delete_folder(folder: Path, rng: random.Random) -> str:
-    path = rng.choice(sorted(p for p in folder.rglob("*") if p.is_dir()))
+def delete_folder(folder: Path, rng: random.Random) -> str | None:
+    if not folders(folder):
+        return None
+    path = rng.choice(folders(folder))
     shutil.rmtree(path)
     return f"delete {path}"
 
@@ -87,8 +98,8 @@ def duplicate(folder: Path, rng: random.Random) -> str | None:
 
 def copy_folder(folder: Path, rng: random.Random) -> str | None:
     """A pass, or a capture, in place of another."""
-    folders = sorted(p for p in folder.rglob("*") if p.is_dir())
-    one, other = rng.choice(folders), rng.choice(folders)
+    found = folders(folder) or [folder]
+    one, other = rng.choice(found), rng.choice(found)
     if one in (other, *other.parents) or other in one.parents:
         return None
     shutil.rmtree(other)
@@ -113,9 +124,9 @@ def places(value: Any, path: tuple = ()) -> list[tuple]:
 
 def change_field(folder: Path, rng: random.Random) -> str | None:
     """One field of one record: another value, gone, or one more beside it."""
-    path = rng.choice([p for p in files(folder) if p.suffix == ".json"])
+    path = one_of(rng, folder, ".json")
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(path.read_text()) if path else {}
         where = rng.choice(places(record))
     except (ValueError, IndexError):
         return None
@@ -137,10 +148,12 @@ def change_field(folder: Path, rng: random.Random) -> str | None:
 
 def reencode(folder: Path, rng: random.Random) -> str | None:
     """The same record, written otherwise."""
-    path = rng.choice([p for p in files(folder) if p.suffix == ".json"])
+    path = one_of(rng, folder, ".json")
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(path.read_text()) if path else None
     except ValueError:
+        return None
+    if path is None:
         return None
     path.write_text(json.dumps(record, indent=rng.choice([None, 0, 4]), sort_keys=True))
     return f"re-encode {path}"
@@ -148,12 +161,12 @@ def reencode(folder: Path, rng: random.Random) -> str | None:
 
 def change_table(folder: Path, rng: random.Random) -> str | None:
     """One table: compressed otherwise, a row less, rows in another order, one cell changed."""
-    path = rng.choice([p for p in files(folder) if p.suffix == ".parquet"])
+    path = one_of(rng, folder, ".parquet")
     try:
-        table = pq.read_table(path)
+        table = pq.read_table(path) if path else None
     except (OSError, pa.ArrowException):
         return None
-    if not len(table):
+    if table is None or not len(table):
         return None
     how = rng.choice(["compress", "drop", "reverse", "cell"])
     if how == "drop":

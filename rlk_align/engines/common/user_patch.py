@@ -7,6 +7,7 @@ from typing import Any
 
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
+from rlk_align.text import one_line
 
 
 def apply_patch(spec: EngineSpec, model: Any) -> None:
@@ -47,7 +48,7 @@ def apply_patch(spec: EngineSpec, model: Any) -> None:
 
 
 def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {one_line(error)}"
 
 
 def _packed_away(model: Any) -> dict[str, Any]:

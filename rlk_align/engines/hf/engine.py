@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 
 from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampling, Tap
 from rlk_align.engines.common.attributes import (
@@ -23,6 +22,7 @@ from rlk_align.engines.hf.taps import Tapped
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import LAYER_MODULES
 from rlk_align.model.prompts import TokenBatch
+from rlk_align.text import one_line
 
 
 class HFEngine(Engine):
@@ -53,8 +53,11 @@ class HFEngine(Engine):
                 attn_implementation=str(self.spec.option("attn")),
                 local_files_only=True,
             )
-        except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-            raise ModelError(f"transformers could not load {self.model_path}: {error}") from error
+        except Exception as error:
+            # Configs are checked by transformers' own rules, which raise whatever they do.
+            raise ModelError(
+                f"transformers could not load {self.model_path}: {one_line(error)}"
+            ) from error
         apply_patch(self.spec, model.eval())
         return model
 
