@@ -75,7 +75,7 @@ def read_shape(model: Path) -> ModelShape:
         return value
 
     dtype = config.get("dtype") or config.get("torch_dtype") or stored_dtype(model) or "float32"
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         known = ", ".join(DTYPES)
         raise ModelError(f"{model}/config.json: dtype {dtype!r} is unknown", f"known: {known}")
     heads, hidden = size("num_attention_heads"), size("hidden_size")

@@ -140,6 +140,12 @@ def test_weights_that_are_no_numbers(cli: Cli, model_copy) -> None:
     assert done.err.count("\n") < 12
 
 
+def test_logits_that_are_no_numbers_are_not_sampled(cli: Cli, few_prompts: Path) -> None:
+    patched = ("--rollout", "hf:patch=patches:nan_in_layer_2")
+    done = cli("compare", *HF, *patched, "--prompts", few_prompts, env=PATCHES)
+    assert_error(done, 3, "'hf' cannot sample", "sample 0 at position", "NaN or infinite")
+
+
 def test_a_run_folder_that_is_a_file(cli: Cli, tmp_path: Path, few_prompts: Path) -> None:
     (tmp_path / "file").write_text("")
     done = cli("compare", *HF, "--prompts", few_prompts, "--run-dir", tmp_path / "file")

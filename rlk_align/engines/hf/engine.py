@@ -19,7 +19,7 @@ from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, 
 from rlk_align.engines.common.rows import ForwardRows, padded_grid
 from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.hf.taps import Tapped
-from rlk_align.errors import ModelError
+from rlk_align.errors import EngineFailed, ModelError
 from rlk_align.model.checkpoint import LAYER_MODULES
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.text import one_line
@@ -160,6 +160,12 @@ class HFEngine(Engine):
             )
             cache, logits = out.past_key_values, out.logits[0]
             probs = torch.softmax(logits[0].float() / self._temperature, dim=-1).cpu()
+            if not torch.isfinite(probs).all():
+                raise EngineFailed(
+                    f"engine {self.spec.name!r} cannot sample: the logits of sample {sample} at "
+                    f"position {last} are NaN or infinite",
+                    "look at the weights, the config, and what a patch does",
+                )
             token = int(torch.multinomial(probs, 1, generator=generator))
             target = torch.tensor([token], device=self.device)
             logprobs.append(token_logprobs(logits, target, self._temperature))
