@@ -84,6 +84,16 @@ def test_gate_derives_a_comparison_again(cli: Cli, pair, tmp_path: Path) -> None
     assert cli("gate", run, "--recompute").code == 3
 
 
+def test_a_capture_takes_an_earlier_comparison_away(cli: Cli, pair, tmp_path: Path) -> None:
+    run = tmp_path / "compared"
+    assert cli("compare", *pair, "--run-dir", run).code == 0
+    args = ("--engine", "hf:attn=sdpa", "-o", run, "--tokens", pair[0])
+    assert cli("capture", *args).code == 0
+    done = cli("gate", run)
+    assert done.code == 2
+    assert "single capture" in done.err
+
+
 def test_a_capture_against_itself_says_so(cli: Cli, pair, tmp_path: Path) -> None:
     copied = shutil.copytree(pair[0], tmp_path / "copy")
     for other in (pair[0], copied):

@@ -8,7 +8,7 @@ from synthetic import compared_run
 from rlk_align import pipeline
 from rlk_align.capture.request import CaptureRequest
 from rlk_align.engines.spec import EngineSpec
-from rlk_align.errors import CorruptTrace, EngineFailed
+from rlk_align.errors import CorruptTrace, EngineFailed, Interrupted
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.run import Run
 
@@ -38,3 +38,19 @@ def test_a_compare_that_fails_leaves_nothing_to_judge(
     assert not (concluded.folder / "verdict.json").exists()
     with pytest.raises(CorruptTrace, match="did not finish"):
         Run.open(str(concluded.folder))
+
+
+def test_an_interrupt_while_comparing_says_what_is_kept(
+    concluded: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    traces = concluded.folder / "captures"
+    monkeypatch.setattr(pipeline, "capture", lambda _, role, *rest: Trace(traces / role))
+    monkeypatch.setattr(pipeline, "measure", interrupt)
+    side = CaptureRequest(engine=EngineSpec("hf"), model="m", prompts=Path("p"))
+    request = pipeline.CompareRequest(rollout=side, train=side, command=("rlk-align", "compare"))
+    with pytest.raises(Interrupted, match=r"both captures are kept in .*run") as raised:
+        pipeline.compare(request, concluded, lambda *_: None)
+    assert "goes on from there" in raised.value.fix

@@ -1,0 +1,52 @@
+"""What a verdict says on a terminal."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from synthetic import changed, compared_run, draw, spoil
+
+from rlk_align.judge.verdict import judge_by
+from rlk_align.report.terminal import show
+from rlk_align.trace.run import Run
+
+CONTRACT = str(Path(__file__).parents[1] / "synthetic.toml")
+
+
+def printed(run: Run, width: int = 100) -> str:
+    out = io.StringIO()
+    verdict = judge_by(run.comparison, CONTRACT)
+    show(verdict, run.folder, Console(file=out, width=width, soft_wrap=True))
+    return out.getvalue()
+
+
+def slightly(row):
+    """Another row, its log-prob the same."""
+    return row if len(row) == 1 else changed(row)
+
+
+def test_a_pass_says_what_it_rests_on(tmp_path: Path) -> None:
+    equal = printed(compared_run(tmp_path / "equal"))
+    assert " PASS " in equal
+    assert "rows are bit-equal" in equal
+    assert "rows differ" not in equal
+    values = draw()
+    other = spoil(values, "layers.1.act", [(1, 4)])
+    other["logprob"] = values["logprob"]
+    differing = printed(compared_run(tmp_path / "differing", other))
+    assert " PASS " in differing
+    assert "rows differ, at" in differing
+    assert "within the limits of synthetic, not equal" in differing
+    assert "closest to its limit" in differing
+    for text in (equal, differing):
+        assert "keep it" not in text
+        assert f"gate {tmp_path}" in text
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 100])
+def test_no_figure_is_cut(tmp_path: Path, width: int) -> None:
+    run = compared_run(tmp_path / "run", spoil(draw(), "layers.1.act", [(1, 4)]))
+    text = printed(run, width)
+    assert "…" not in text
+    assert f"{run.comparison.edges[0].metrics.mean_abs_dlogp:.2g}" in text
