@@ -16,14 +16,14 @@ def gate(
     run: Annotated[str, typer.Argument(help="A compared run's folder, or @last.")],
     contract: options.ContractName = None,
     recompute: Annotated[
-        bool, typer.Option("--recompute", help="Compare the captures again (needs torch).")
+        bool, typer.Option("--recompute", help="Compare the captures again; needs torch.")
     ] = False,
     output: options.Output = None,
 ) -> None:
     """Hold a compared run against a contract; the exit code is the gate.
 
-    Every file of the run is compared with its checksum first. With --recompute what was
-    concluded is not believed, but derived again from the captures.
+    Every file of the run is compared with its checksum first. --recompute does not believe what
+    was concluded, but derives it again from the captures.
     """
     outputs = options.parse_outputs(output)
     opened = Run.open(run)

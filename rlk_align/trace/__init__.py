@@ -4,9 +4,11 @@
       trace.json            engine, options, versions, attributes, tokenised prompts, passes
       tokens.parquet        the TokenBatch
       weights.parquet       name, shape, dtype and digest of every canonical parameter
+      prompts.jsonl         the prompts, as they were given
+      checksums.json        of these files and of every finished pass's pass.json
       worker.log            what the engine's process printed
       PASS/                 decode, prefill, decode.untapped, decode.repeat ...
-        pass.json           sites, rows and bytes; written last, so its presence means complete
+        pass.json           sites, rows, and every other file's checksum; written last
         rows.parquet        a row per site, sample and position: digest, statistics, and where
                             its values lie
         values-00000.safetensors ...   one tensor `[rows, features]` per site in each file
