@@ -22,8 +22,8 @@ def gate(
 ) -> None:
     """Hold a compared run against a contract; the exit code is the gate.
 
-    Every file of the run is compared with its checksum first. --recompute does not believe what
-    was concluded, but derives it again from the captures.
+    Every file of the run is compared with its checksum first; --recompute
+    derives the comparison again from the captures.
     """
     outputs = options.parse_outputs(output)
     opened = Run.open(run)
