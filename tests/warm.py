@@ -65,7 +65,6 @@ KINDS = {
         "vllm.v1.engine.core",
         "vllm.v1.worker.cpu_worker",
         *(f"vllm.model_executor.models.{m}" for m in ("qwen3", "llama", "qwen2", "mistral")),
-        "torch._inductor.compile_fx",
         *_TOKENIZER,
         *_FILES,
     ),
@@ -349,6 +348,9 @@ def main() -> None:
     kind, listener = _wait_for_kinds(Path(sys.argv[1]))
     # This folder's own modules are no business of what is started.
     sys.path.remove(str(Path(__file__).parent))
+    if kind == "vllm":
+        # As its engine sets it, before vLLM is imported.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
     for name in KINDS[kind]:
         importlib.import_module(name)
     _prepare(kind)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors import SafetensorError
 
 from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampling, Tap
@@ -44,6 +45,10 @@ class VLLMEngine(Engine):
         option = self.spec.option
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        if not self.production and torch.version.cuda is None:
+            # Eager, a helper of vLLM's sampler that counts ranks is compiled all the same: 3 s, and
+            # 15 s the first time.
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         if option("batch_invariant"):
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
         from vllm import LLM
