@@ -5,7 +5,7 @@ from rlk_align.capture.request import CaptureRequest
 from rlk_align.engines.registry import require_installed
 from rlk_align.engines.tested import untested
 from rlk_align.errors import BadOption
-from rlk_align.model.checkpoint import resolve_model
+from rlk_align.model.checkpoint import read_config, resolve_model
 from rlk_align.model.families import ModelShape, read_shape
 from rlk_align.model.sites import check_selection, model_sites
 from rlk_align.model.tensors import check_tensors
@@ -32,5 +32,6 @@ def check_request(request: CaptureRequest, sampling: bool) -> tuple[ModelShape, 
             f"--layers: the model has no layer {request.trace.layers[1]}",
             f"its layers are 0 to {shape.layers - 1}",
         )
+    spec.info.check(spec.option, read_config(model), shape)
     check_tensors(model, shape)
     return shape, untested(engine_versions(spec))

@@ -28,8 +28,9 @@ class Rotary:
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """`rope_type`, `rope_theta` and what the kind needs, from either form of config.json."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """`rope_type`, `rope_theta` and what the kind needs, from either form of config.json; where it
+    has both, the older one counts, as it does for transformers."""
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = given.get("rope_type") or given.get("type") or "default"
     theta = given.get("rope_theta") or config.get("rope_theta") or 10000.0
     return {**given, "rope_type": kind, "rope_theta": float(theta)}

@@ -12,12 +12,12 @@ from rlk_align.engines.base import Engine, Logprobs, SamplesDone, Tap
 from rlk_align.engines.common.attributes import processing
 from rlk_align.engines.common.parameters import ParameterRecord, record_parameter
 from rlk_align.engines.common.user_patch import apply_patch
+from rlk_align.engines.info import OptionValue
 from rlk_align.engines.megatron.input import ModelInput, packed_input, padded_input
 from rlk_align.engines.megatron.layout import padded_vocab
 from rlk_align.engines.megatron.model import (
     Settings,
     build,
-    check_parallel,
     read_checkpoint,
 )
 from rlk_align.engines.megatron.taps import FUSED_NORMS, Tapped
@@ -37,8 +37,7 @@ class MegatronEngine(Engine):
     def open(self) -> None:
         self._undo = ExitStack()
         settings = self._settings()
-        check_parallel(self.shape, settings)
-        checkpoint = read_checkpoint(self.model_path, self.shape)
+        checkpoint = read_checkpoint(self.model_path, self.shape, self._here)
         self._start(settings)
         self.settings = settings
         self.model = build(self.shape, checkpoint, settings)
@@ -51,6 +50,11 @@ class MegatronEngine(Engine):
         )
         load(self.model, self.model_path, self.plan, self.ranks.rank)
         apply_patch(self.spec, self.model)
+
+    def _here(self, name: str) -> OptionValue | None:
+        """An option, as it turned out in this process."""
+        known = {"device": self.ranks.device.type, "python": None}
+        return known[name] if name in known else self.spec.option(name)
 
     def _settings(self) -> Settings:
         option = self.spec.option

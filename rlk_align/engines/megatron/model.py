@@ -5,7 +5,6 @@ no fusions, softmax in float32 whatever the dtype.
 """
 
 import functools
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from rlk_align.engines.info import Asked
 from rlk_align.engines.megatron.layout import padded_vocab
-from rlk_align.errors import BadOption, MissingDependency, ModelError
+from rlk_align.engines.megatron.limits import check_megatron
+from rlk_align.errors import ModelError
 from rlk_align.model.families import ModelShape
 
 ACTIVATIONS = {
@@ -57,35 +58,21 @@ class Checkpoint:
     """For each layer, how many keys a query sees; None is all."""
 
 
-def read_checkpoint(model: Path, shape: ModelShape) -> Checkpoint:
-    """Raises ModelError for what this engine would otherwise get silently wrong."""
+def read_checkpoint(model: Path, shape: ModelShape, option: Asked) -> Checkpoint:
+    """Raises what `check_megatron` raises, and ModelError for a config that cannot be read."""
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"transformers cannot read {model}/config.json: {error}") from error
-    rope = dict(config.rope_parameters)
-    refuse: dict[str, bool] = {
-        f"hidden_act={config.hidden_act}": config.hidden_act not in ACTIVATIONS,
-        f"rope_type={rope['rope_type']}": rope["rope_type"] not in ("default", "llama3"),
-        "partial_rotary_factor below 1": float(rope.get("partial_rotary_factor") or 1.0) != 1.0,
-        # Megatron has a bias on all linears, on q, k and v, or on none.
-        "attention_bias=true": bool(getattr(config, "attention_bias", False)),
-        "mlp_bias=true": bool(getattr(config, "mlp_bias", False)),
-        "quantized weights": getattr(config, "quantization_config", None) is not None,
-    }
-    for what, refused in refuse.items():
-        if refused:
-            raise ModelError(
-                f"{model}: engine 'megatron' does not take {what}", "compare with --train hf"
-            )
+    check_megatron(option, config.to_dict(), shape)
     return Checkpoint(
         norm_eps=float(config.rms_norm_eps),
         activation=str(config.hidden_act),
         tied=bool(config.tie_word_embeddings),
         qkv_bias=shape.family.qkv_bias,
-        rope=rope,
+        rope=dict(config.rope_parameters),
         windows=_windows(config, shape.layers),
     )
 
@@ -94,33 +81,6 @@ def _windows(config: Any, layers: int) -> tuple[int | None, ...]:
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def check_parallel(shape: ModelShape, settings: Settings) -> None:
-    """Raises BadOption where the model cannot be cut as asked."""
-    tp = settings.tp
-    wrong = _unshared(shape, tp)
-    if wrong:
-        fits = [n for n in (1, 2, 4, 8) if not _unshared(shape, n)]
-        raise BadOption(
-            f"engine 'megatron': tp={tp}: {wrong}",
-            f"this model takes tp={'|'.join(map(str, fits))}",
-        )
-
-
-def _unshared(shape: ModelShape, tp: int) -> str:
-    """What of the model `tp` ranks cannot share; empty where they can share it all."""
-    kv = shape.kv_heads
-    qkv = (shape.heads + 2 * kv) * shape.head_dim
-    if shape.heads % tp:
-        return f"{shape.heads} heads cannot be shared by {tp} ranks"
-    if kv % tp and tp % kv:
-        return f"{kv} key-value heads are neither a multiple nor a divisor of tp"
-    if shape.intermediate % tp:
-        return f"{shape.intermediate} MLP features cannot be shared by {tp} ranks"
-    if qkv % tp:
-        return f"{qkv} rows of q, k and v cannot be shared by {tp} ranks"
-    return ""
 
 
 def transformer_config(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) -> Any:
@@ -178,20 +138,6 @@ def layer_spec(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) ->
 
 
 def _te_spec(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) -> Any:
-    if importlib.util.find_spec("transformer_engine") is None:
-        raise MissingDependency(
-            "engine 'megatron': spec=te needs the package 'transformer_engine', which is not "
-            "installed",
-            "pip install 'transformer_engine[pytorch]', or spec=local",
-        )
-    unfit = {
-        "device=cpu": settings.device.type == "cpu",
-        "padding=left": not settings.packed and settings.padding == "left",
-        "a model with a sliding window": any(checkpoint.windows),
-    }
-    for what, is_so in unfit.items():
-        if is_so:
-            raise BadOption(f"engine 'megatron': spec=te does not take {what}", "spec=local does")
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_with_transformer_engine_spec,
@@ -205,7 +151,7 @@ def _te_spec(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) -> A
 def build(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) -> Any:
     """A GPTModel on the device, in eval mode, its parameters not yet filled.
 
-    Raises BadOption, MissingDependency or ModelError. megatron-core's parallel state must stand.
+    megatron-core's parallel state must stand.
     """
     from megatron.core.models.gpt import GPTModel
 

@@ -1,0 +1,88 @@
+"""What an engine refuses by config.json and options alone, against what it has."""
+
+import ast
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import require_engine
+
+from rlk_align.data import data_path
+from rlk_align.engines.info import EngineInfo
+from rlk_align.engines.spec import EngineSpec
+from rlk_align.engines.vllm.limits import CPU_HEAD_SIZES
+from rlk_align.errors import BadOption, ModelError
+from rlk_align.model.checkpoint import read_config
+from rlk_align.model.families import read_shape
+
+WINDOW: dict[str, Any] = {"sliding_window": 6, "use_sliding_window": True, "layer_types": None}
+
+
+def check(text: str, **changes: Any) -> None:
+    spec, model = EngineSpec.parse(text), data_path("model")
+    spec.info.check(spec.option, read_config(model) | changes, read_shape(model))
+
+
+def test_an_engine_refuses_nothing_unless_it_says_so() -> None:
+    EngineInfo("").check(lambda name: None, {}, read_shape(data_path("model")))
+
+
+@pytest.mark.parametrize("engine", ["hf", "fsdp:dp=3", "megatron", "megatron:tp=8,sp=1", "vllm"])
+def test_the_embedded_model_is_taken(engine: str) -> None:
+    check(engine)
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "word"),
+    [
+        ("device=cpu", {}, "device=cpu"),
+        ("padding=left", {}, "padding=left"),
+        ("tp=2", WINDOW, "sliding window"),
+    ],
+)
+def test_transformer_engine_does_not_take(
+    monkeypatch: pytest.MonkeyPatch, options: str, changes: dict[str, Any], word: str
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    check("megatron:spec=te")
+    check(f"megatron:{options}", **changes)
+    with pytest.raises(BadOption, match=word) as error:
+        check(f"megatron:spec=te,{options}", **changes)
+    assert error.value.fix == "spec=local does"
+
+
+def test_a_window_that_is_not_used_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    check("megatron:spec=te", **WINDOW | {"use_sliding_window": False})
+    check("megatron:spec=te", **WINDOW | {"layer_types": ["full_attention"] * 4})
+
+
+def test_of_another_interpreter_only_the_model_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    check("megatron:spec=te,python=/usr/bin/python3")
+    with pytest.raises(ModelError, match="quantized"):
+        check("megatron:python=/usr/bin/python3", quantization_config={"quant_method": "fp8"})
+
+
+def test_activations_are_those_that_the_model_is_built_with() -> None:
+    require_engine("megatron")
+    from rlk_align.engines.megatron import limits, model
+
+    assert tuple(model.ACTIVATIONS) == limits.ACTIVATIONS
+
+
+def test_head_sizes_are_those_of_vllms_attention_on_cpus() -> None:
+    require_engine("vllm")
+    package = importlib.util.find_spec("vllm")
+    assert package is not None
+    assert package.origin is not None
+    path = Path(package.origin).parent / "v1" / "attention" / "backends" / "cpu_attn.py"
+    returned = [
+        ast.literal_eval(node.value)
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if getattr(function, "name", "") == "get_supported_head_sizes"
+        for node in ast.walk(function)
+        if isinstance(node, ast.Return) and node.value is not None
+    ]
+    assert returned == [list(CPU_HEAD_SIZES)]
