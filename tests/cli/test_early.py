@@ -77,12 +77,23 @@ def test_doctor_says_what_each_engine_can_do(cli: Cli) -> None:
 
 
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
 UNFIT: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "dynamic rope": ("megatron", DYNAMIC, ("rope_type=dynamic", "--train hf")),
     "longrope": (
         "megatron",
         {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
         ("rope_type=longrope", "--train hf"),
+    ),
+    "attention factor": (
+        "megatron",
+        {"rope_parameters": YARN | {"attention_factor": 1.5}},
+        ("attention_factor=1.5", "--train hf"),
     ),
     "partial rope": (
         "megatron",

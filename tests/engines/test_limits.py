@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import math
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,26 @@ def test_transformer_engine_does_not_take(
     with pytest.raises(BadOption, match=word) as error:
         check(f"megatron:spec=te,{options}", **changes)
     assert error.value.fix == "spec=local does"
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        YARN | {"attention_factor": 0.1 * math.log(4.0) + 1.0},
+        YARN | {"factor": 0.5, "attention_factor": 1.0},
+        YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.0},
+        YARN | {"mscale": 1.0, "attention_factor": 0.1 * math.log(4.0) + 1.0},
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    ],
+)
+def test_megatron_takes_what_it_computes_itself(rope: dict[str, Any]) -> None:
+    check("megatron", rope_parameters=rope)
+    if "attention_factor" in rope:
+        with pytest.raises(ModelError, match=r"attention_factor=1\.2"):
+            check("megatron", rope_parameters=rope | {"attention_factor": 1.2})
 
 
 def test_a_window_that_is_not_used_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

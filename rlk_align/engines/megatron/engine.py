@@ -13,6 +13,7 @@ from rlk_align.engines.common.attributes import processing
 from rlk_align.engines.common.parameters import ParameterRecord, record_parameter
 from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.info import OptionValue
+from rlk_align.engines.megatron.attributes import megatron_attributes, rotation
 from rlk_align.engines.megatron.input import ModelInput, packed_input, padded_input
 from rlk_align.engines.megatron.layout import padded_vocab
 from rlk_align.engines.megatron.model import (
@@ -42,10 +43,10 @@ class MegatronEngine(Engine):
         self.settings = settings
         self.model = build(self.shape, checkpoint, settings)
         self.tied, self.rope = checkpoint.tied, checkpoint.rope
-        self.frequencies = self.model.rotary_pos_emb.inv_freq.cpu().clone()
+        self.rotation = rotation(self.model)
         self.plan = list(
             parameter_plan(
-                self.shape, settings.tp, checkpoint.tied, checkpoint.qkv_bias, settings.spec
+                self.shape, settings.tp, checkpoint.tied, checkpoint.biased, settings.spec
             )
         )
         load(self.model, self.model_path, self.plan, self.ranks.rank)
@@ -97,12 +98,10 @@ class MegatronEngine(Engine):
         return str(self.model.decoder.final_layernorm.weight.dtype).removeprefix("torch.")
 
     def attributes(self) -> dict[str, Any]:
-        from rlk_align.engines.megatron.attributes import megatron_attributes
-
         padded = not self.settings.packed and self.batch > 1
         return {
             **megatron_attributes(
-                self.model, self.shape, self.ranks.world, self.rope, self.frequencies
+                self.model, self.shape, self.ranks.world, self.rope, self.rotation
             ),
             **processing(self.temperature),
             "padding_side": self.settings.padding if padded else None,

@@ -5,14 +5,13 @@ from typing import Any
 
 from rlk_align.engines.common.tensor_parallel import check_shared
 from rlk_align.engines.info import Asked
+from rlk_align.engines.megatron.rope import ROPES, another_attention_factor
 from rlk_align.errors import BadOption, MissingDependency, ModelError
 from rlk_align.model.families import ModelShape
 from rlk_align.model.rotary import rope_parameters
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 """The values of `hidden_act` that it takes."""
-ROPES = ("default", "llama3")
-"""The values of `rope_type` that it takes."""
 
 
 def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> None:
@@ -27,10 +26,9 @@ def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> 
     refused = {
         f"hidden_act={activation}": activation not in ACTIVATIONS,
         f"rope_type={rope['rope_type']}": rope["rope_type"] not in ROPES,
+        # megatron-core computes it, and a trainer has no switch for another.
+        f"attention_factor={rope.get('attention_factor')}": another_attention_factor(rope),
         f"partial_rotary_factor={partial}": float(partial) != 1.0,
-        # Megatron has a bias on all linears, on q, k and v, or on none.
-        "attention_bias=true": bool(config.get("attention_bias")),
-        "mlp_bias=true": bool(config.get("mlp_bias")),
         "quantized weights": config.get("quantization_config") is not None,
     }
     for what, is_so in refused.items():
