@@ -116,7 +116,7 @@ UNFIT: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", UNFIT)
-def test_what_an_engine_cannot_run_is_refused_before_any_starts(
+def test_an_unfit_model_is_refused_at_once(
     cli: Cli, tmp_path: Path, model_copy: Callable[..., Path], case: str
 ) -> None:
     spec, changes, words = UNFIT[case]
