@@ -8,7 +8,7 @@ from rlk_align.engines.info import Asked
 from rlk_align.engines.megatron.rope import ROPES, another_attention_factor
 from rlk_align.errors import BadOption, MissingDependency, ModelError
 from rlk_align.model.families import ModelShape
-from rlk_align.model.rotary import rope_parameters
+from rlk_align.model.rotary import lacks_factor, rope_parameters
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 """The values of `hidden_act` that it takes."""
@@ -26,9 +26,10 @@ def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> 
     refused = {
         f"hidden_act={activation}": activation not in ACTIVATIONS,
         f"rope_type={rope['rope_type']}": rope["rope_type"] not in ROPES,
+        f"rope_type={rope['rope_type']} without a factor": lacks_factor(rope),
         # megatron-core computes it, and a trainer has no switch for another.
         f"attention_factor={rope.get('attention_factor')}": another_attention_factor(rope),
-        f"partial_rotary_factor={partial}": float(partial) != 1.0,
+        f"partial_rotary_factor={partial}": partial != 1.0,
         "quantized weights": config.get("quantization_config") is not None,
     }
     for what, is_so in refused.items():

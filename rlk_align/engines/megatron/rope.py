@@ -11,6 +11,8 @@ import math
 import struct
 from typing import Any
 
+from rlk_align.model.rotary import lacks_factor
+
 ROPES = ("default", "linear", "llama3", "yarn")
 """The values of `rope_type` that the engine takes."""
 
@@ -47,8 +49,8 @@ def yarn_settings(rope: dict[str, Any]) -> dict[str, Any]:
 
 def another_attention_factor(rope: dict[str, Any]) -> bool:
     """Whether yarn's `attention_factor` is given, and is not what megatron-core computes."""
-    given = rope.get("attention_factor") if rope["rope_type"] == "yarn" else None
-    if given is None:
+    given = rope.get("attention_factor")
+    if rope["rope_type"] != "yarn" or given is None or lacks_factor(rope):
         return False
     settings = yarn_settings({"original_max_position_embeddings": None} | rope)
     factor = settings["yarn_rotary_scaling_factor"]

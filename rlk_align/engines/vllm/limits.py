@@ -7,6 +7,7 @@ from rlk_align.engines.common.tensor_parallel import check_shared
 from rlk_align.engines.info import Asked
 from rlk_align.errors import ModelError
 from rlk_align.model.families import ModelShape
+from rlk_align.model.rotary import lacks_factor, rope_parameters
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Those of vLLM 0.32's attention on CPUs; its kernels on GPUs take others."""
@@ -16,11 +17,21 @@ def check_vllm(option: Asked, config: dict[str, Any], shape: ModelShape) -> None
     """Raises ModelError or BadOption for what vLLM would fail on when it loads the model."""
     check_shared("vllm", shape, int(option("tp") or 1), fused_qkv=False)
     activation = config.get("hidden_act") or "silu"
-    if activation != "silu":
-        raise ModelError(
-            f"engine 'vllm' does not take hidden_act={activation}, which config.json asks for",
-            "compare with --rollout hf",
-        )
+    rope = rope_parameters(config)
+    refused = {
+        f"hidden_act={activation}": activation != "silu",
+        f"rope_type={rope['rope_type']} without a factor": lacks_factor(rope),
+        # Its scaling factors are one float or a list.
+        f"rope_type=linear with a whole number as factor, {rope.get('factor')}": (
+            rope["rope_type"] == "linear" and isinstance(rope.get("factor"), int)
+        ),
+    }
+    for what, is_so in refused.items():
+        if is_so:
+            raise ModelError(
+                f"engine 'vllm' does not take {what}, which config.json asks for",
+                "compare with --rollout hf, or mend config.json",
+            )
     # Of another interpreter's packages nothing is known here.
     if option("python") is None and _on_cpu() and shape.head_dim not in CPU_HEAD_SIZES:
         raise ModelError(
