@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from conftest import require_engine
 
 from rlk_align.data import data_path
+from rlk_align.engines.common.tensor_parallel import check_shared
 from rlk_align.engines.info import EngineInfo
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.vllm.limits import CPU_HEAD_SIZES
@@ -73,6 +75,27 @@ def test_megatron_takes_what_it_computes_itself(rope: dict[str, Any]) -> None:
             check("megatron", rope_parameters=rope | {"attention_factor": 1.2})
 
 
+@pytest.mark.parametrize(
+    ("sizes", "tp", "fused_qkv", "word"),
+    [
+        ({}, 3, False, "8 heads"),
+        ({"heads": 12, "kv_heads": 4}, 6, False, "4 key-value heads"),
+        ({"intermediate": 513}, 2, False, "513 MLP features"),
+        ({"heads": 6, "kv_heads": 1, "intermediate": 513}, 3, True, "256 rows of q, k and v"),
+    ],
+)
+def test_what_ranks_cannot_share(
+    sizes: dict[str, int], tp: int, fused_qkv: bool, word: str
+) -> None:
+    shape = replace(read_shape(data_path("model")), **sizes)
+    check_shared("it", shape, 1, fused_qkv)
+    with pytest.raises(BadOption, match=word) as error:
+        check_shared("it", shape, tp, fused_qkv)
+    assert "this model takes tp=1" in error.value.fix
+    if fused_qkv:
+        check_shared("it", shape, tp, fused_qkv=False)
+
+
 def test_a_window_that_is_not_used_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     check("megatron:spec=te", **WINDOW | {"use_sliding_window": False})
@@ -84,6 +107,9 @@ def test_of_another_interpreter_only_the_model_is_known(monkeypatch: pytest.Monk
     check("megatron:spec=te,python=/usr/bin/python3")
     with pytest.raises(ModelError, match="quantized"):
         check("megatron:python=/usr/bin/python3", quantization_config={"quant_method": "fp8"})
+    spec = EngineSpec.parse("vllm:python=/usr/bin/python3")
+    model = data_path("model")
+    spec.info.check(spec.option, read_config(model), replace(read_shape(model), head_dim=24))
 
 
 def test_activations_are_those_that_the_model_is_built_with() -> None:
