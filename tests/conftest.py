@@ -43,6 +43,7 @@ SLOWEST = (
     "tests/cli/test_compare_hf.py",
     "tests/cli/test_planted_training.py",
     "tests/engines/test_megatron.py",
+    "tests/engines/test_families.py",
 )
 """What goes first, so that short files fill up the end."""
 

@@ -5,7 +5,7 @@ from rlk_align.capture.request import CaptureRequest
 from rlk_align.engines.registry import require_installed
 from rlk_align.engines.tested import untested
 from rlk_align.errors import BadOption
-from rlk_align.model.checkpoint import check_tokenizer, resolve_model
+from rlk_align.model.checkpoint import check_tokenizer, read_config, resolve_model
 from rlk_align.model.families import ModelShape, read_shape
 from rlk_align.model.prompts import load_prompts
 from rlk_align.model.sites import check_selection, model_sites
@@ -33,6 +33,7 @@ def check_request(request: CaptureRequest, sampling: bool) -> tuple[ModelShape, 
             f"--layers: the model has no layer {request.trace.layers[1]}",
             f"its layers are 0 to {shape.layers - 1}",
         )
+    spec.info.check(spec.option, read_config(model), shape)
     check_tensors(model, shape)
     if any(p.text is not None for p in load_prompts(request.prompts)):
         check_tokenizer(model)

@@ -3,8 +3,13 @@
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+from rlk_align.model.families import ModelShape
 
 OptionValue = str | int | float | bool
+Asked = Callable[[str], OptionValue | None]
+"""What an option is, by its name: as given, or its default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,8 @@ class EngineInfo:
     """Parts of the paths of its code that waits for another process."""
     conflict: Callable[[Mapping[str, OptionValue]], str | None] = lambda options: None
     """What is wrong with these options together; None where nothing is."""
+    check: Callable[[Asked, dict[str, Any], ModelShape], None] = lambda option, config, shape: None
+    """Raises an RlkError where options or config.json ask for what it cannot run."""
     obstacle: Callable[[], str | None] = lambda: None
     """What keeps it from starting on this machine although it is installed; None for nothing."""
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config
 from rlk_align.model.families import ModelShape
 
@@ -28,11 +29,22 @@ class Rotary:
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """`rope_type`, `rope_theta` and what the kind needs, from either form of config.json."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = given.get("rope_type") or given.get("type") or "default"
-    theta = given.get("rope_theta") or config.get("rope_theta") or 10000.0
-    return {**given, "rope_type": kind, "rope_theta": float(theta)}
+    """`rope_type`, `rope_theta` and what the kind needs, from either form of config.json; where it
+    has both, the older one counts, as it does for transformers. Raises ModelError."""
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    try:
+        kind = given.get("rope_type") or given.get("type") or "default"
+        theta = float(given.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ModelError(f"config.json: its rope is malformed: {error}") from error
+    return {**given, "rope_type": kind, "rope_theta": theta}
+
+
+def lacks_factor(rope: dict[str, Any]) -> bool:
+    """Whether `rope_parameters` are of a kind that needs a factor, and have none. HF's yarn makes
+    one up then, from the lengths of the context."""
+    given = isinstance(rope.get("factor"), int | float)
+    return rope["rope_type"] in ("linear", "llama3", "yarn") and not given
 
 
 def checkpoint_rotary(model: Path, shape: ModelShape) -> Rotary | None:

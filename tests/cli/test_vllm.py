@@ -1,7 +1,6 @@
 """The real vLLM through the command line."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -140,45 +139,3 @@ def test_a_patch_takes_effect_or_is_an_error(cli: Cli, few_prompts: Path) -> Non
     else:
         assert done.code == 4, done.out + done.err
         assert [m["name"] for m in done.verdict["precheck"]["mismatches"]] == ["layers.0.down_proj"]
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
-def test_other_families(cli: Cli, few_prompts: Path, tmp_path: Path, family: str) -> None:
-    model = make_tiny(family, tmp_path / family)
-    done = cli(
-        *("compare", "--model", model, "--prompts", few_prompts, "--max-new-tokens", 6),
-        *("--rollout", "vllm", "--train", "hf:attn=eager"),
-    )
-    assert_trustworthy(done)
-    assert done.first.startswith("layers.0.")
-
-
-def make_tiny(family: str, folder: Path) -> Path:
-    """A random two-layer model of a family, with the embedded tokenizer."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=1024,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        sliding_window=None,
-        eos_token_id=0,
-        bos_token_id=None,
-        pad_token_id=None,
-        dtype="bfloat16",
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias") or "norm" in name:
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(data_path("model") / name, folder / name)
-    return folder

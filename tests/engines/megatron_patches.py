@@ -72,3 +72,32 @@ def tanh_gelu_in_layer_1(model: Any) -> None:
     mlp.config = replace(
         mlp.config, activation_func=partial(torch.nn.functional.gelu, approximate="tanh")
     )
+
+
+@torch.no_grad()
+def zero_bias_on_rank_1(model: Any) -> None:
+    """Layer 1's o_proj without its bias, on the last rank only."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        model.decoder.layers[1].self_attention.linear_proj.bias.zero_()
+
+
+def lose_bias_on_rank_1(model: Any) -> None:
+    """Layer 1's gate and up without the parameter, on the last rank only."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        model.decoder.layers[1].mlp.linear_fc1.bias = None
+
+
+def another_factor(model: Any) -> None:
+    """Positions divided by 2, where the checkpoint says 3."""
+    model.rotary_pos_emb.seq_len_interpolation_factor = 2.0
+
+
+def another_yarn_factor(model: Any) -> None:
+    """Frequencies stretched by 2, where the checkpoint says 4."""
+    rotary = model.rotary_pos_emb
+    rotary.inv_freq_inter = rotary.inv_freq_inter * 2
+
+
+def no_attention_factor(model: Any) -> None:
+    """yarn's frequencies alone, cos and sin as they are."""
+    model.config.yarn_mscale = model.config.yarn_mscale_all_dim = 1.0

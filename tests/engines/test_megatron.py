@@ -5,6 +5,7 @@ takes longer than scoring with it.
 """
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -35,6 +36,21 @@ LLAMA3 = {
     "high_freq_factor": 2.0,
     "original_max_position_embeddings": 32,
 }
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+DEEP_YARN = YARN | {
+    "factor": 2.5,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
+    "beta_fast": 8.0,
+    "beta_slow": 0.5,
+    "truncate": False,
+}
 SMALL = {
     "vocab_size": 101,
     "hidden_size": 48,
@@ -54,11 +70,20 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, "head_dim": None},
     "qwen3": {"model_type": "qwen3", "num_key_value_heads": 4},
     "mqa": {"model_type": "qwen3", "num_key_value_heads": 1},
-    "yarn": {"model_type": "llama", "rope_parameters": {**LLAMA3, "rope_type": "yarn"}},
-    "biased": {"model_type": "llama", "attention_bias": True},
+    "linear": {"model_type": "mistral", "sliding_window": None, "rope_parameters": LINEAR},
+    "yarn": {"model_type": "llama", "rope_parameters": YARN},
+    "deep_yarn": {"model_type": "qwen3", "rope_parameters": DEEP_YARN},
+    "biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "attention_biased": {"model_type": "qwen3", "attention_bias": True},
+    "mlp_biased": {"model_type": "llama", "mlp_bias": True, "rope_parameters": YARN},
+    "dynamic": {"model_type": "llama", "rope_parameters": LINEAR | {"rope_type": "dynamic"}},
     "three_heads": {"model_type": "llama", "num_attention_heads": 3, "num_key_value_heads": 3},
 }
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+ROPES = ("linear", "yarn", "deep_yarn")
+BIASES = ("biased", "attention_biased", "mlp_biased")
+MOVED = ("embedded", "mistral", "linear", "yarn", "biased")
+"""Models that are packed and padded on the left too."""
 
 
 @dataclass
@@ -79,9 +104,13 @@ def patched(name: str, **options: Any) -> dict[str, Any]:
 
 
 CASES: dict[str, Case] = {
-    **{f"{m}.{n}": Case(m, n, FP32) for m in ("embedded", *FAMILIES) for n in (1, 2)},
-    **{f"{m}.{n}.packed": Case(m, n, PACKED) for m in ("embedded", "mistral") for n in (1, 2)},
-    **{f"{m}.{n}.left": Case(m, n, LEFT) for m in ("embedded", "mistral") for n in (1, 2)},
+    **{
+        f"{m}.{n}": Case(m, n, FP32)
+        for m in ("embedded", *FAMILIES, *ROPES, *BIASES)
+        for n in (1, 2)
+    },
+    **{f"{m}.{n}.packed": Case(m, n, PACKED) for m in MOVED for n in (1, 2)},
+    **{f"{m}.{n}.left": Case(m, n, LEFT) for m in MOVED for n in (1, 2)},
     "mqa.2": Case("mqa", 2, FP32),
     "embedded.1.alone": Case("embedded", 1, FP32 | {"batch": 1}),
     "embedded.1.two": Case("embedded", 1, FP32 | {"batch": 2}),
@@ -93,6 +122,8 @@ CASES: dict[str, Case] = {
     "embedded.2.sp.bf16": Case("embedded", 2, {"sp": True}),
     "embedded.2.sp.packed": Case("embedded", 2, PACKED | {"sp": True}),
     "llama.2.sp": Case("llama", 2, FP32 | {"sp": True}),
+    "biased.2.sp": Case("biased", 2, FP32 | {"sp": True}),
+    "yarn.2.sp": Case("yarn", 2, FP32 | {"sp": True}),
     "swapped": Case("embedded", 2, patched("swap_two_heads")),
     "stale": Case("embedded", 2, patched("stale_layer_on_rank_1")),
     "order": Case("embedded", 2, patched("shards_in_wrong_order")),
@@ -100,8 +131,12 @@ CASES: dict[str, Case] = {
     "padding_counted": Case("embedded", 1, patched("ignore_padding", padding="left")),
     "boundary": Case("embedded", 1, patched("wrong_boundary", input="packed")),
     "gelu": Case("embedded", 1, patched("tanh_gelu_in_layer_1")),
-    "yarn": Case("yarn"),
-    "biased": Case("biased"),
+    "no_bias": Case("biased", 2, patched("zero_bias_on_rank_1")),
+    "lost_bias": Case("biased", 2, patched("lose_bias_on_rank_1")),
+    "other_factor": Case("linear", 1, patched("another_factor")),
+    "other_yarn": Case("yarn", 1, patched("another_yarn_factor", input="packed")),
+    "other_concentration": Case("yarn", 1, patched("no_attention_factor")),
+    "dynamic": Case("dynamic"),
     "three_heads": Case("three_heads", 2),
     "incomplete": Case("incomplete"),
     "misshapen": Case("misshapen"),
@@ -111,8 +146,7 @@ CASES: dict[str, Case] = {
 }
 
 REFUSED = {
-    "yarn": ("ModelError", "rope_type=yarn"),
-    "biased": ("ModelError", "attention_bias"),
+    "dynamic": ("ModelError", "rope_type=dynamic"),
     "three_heads": ("BadOption", "tp=2", "3 heads", "tp=1"),
     "incomplete": ("ModelError", "model.layers.1.mlp.up_proj.weight"),
     "misshapen": ("ModelError", "up_proj.weight", "[55, 48]", "[56, 48]"),
@@ -357,7 +391,7 @@ def _ops(sites: dict[str, torch.Tensor]) -> list[str]:
     return [s.removeprefix("layers.0.") for s in sites if s.startswith("layers.0.")]
 
 
-@pytest.mark.parametrize("model", ["embedded", *FAMILIES])
+@pytest.mark.parametrize("model", ["embedded", *FAMILIES, *ROPES, *BIASES])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_attributes_are_those_of_hf(model: str, ranks: int, runs: dict, hf: Callable) -> None:
     expected = hf(model)["attributes"] | {"padding_side": "right"}
@@ -369,7 +403,7 @@ def test_attributes_are_those_of_hf(model: str, ranks: int, runs: dict, hf: Call
     assert found == expected
 
 
-@pytest.mark.parametrize("model", ["embedded", "mistral"])
+@pytest.mark.parametrize("model", MOVED)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_left_padding_changes_no_bit(
     model: str, ranks: int, runs: dict, models: dict[str, Path]
@@ -379,7 +413,7 @@ def test_left_padding_changes_no_bit(
     assert left["attributes"]["padding_side"] == "left"
 
 
-@pytest.mark.parametrize("model", ["embedded", "mistral"])
+@pytest.mark.parametrize("model", MOVED)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_packed_differs_by_the_order_of_sums_only(
     model: str, ranks: int, runs: dict, models: dict[str, Path]
@@ -398,6 +432,8 @@ def test_packed_differs_by_the_order_of_sums_only(
         ("embedded.2.sp.bf16", "embedded.2.bf16"),
         ("embedded.2.sp.packed", "embedded.2.packed"),
         ("llama.2.sp", "llama.2"),
+        ("biased.2.sp", "biased.2"),
+        ("yarn.2.sp", "yarn.2"),
     ],
 )
 def test_sequence_parallelism_changes_no_bit(
@@ -467,6 +503,33 @@ def test_shards_in_the_wrong_order_are_seen(runs: dict) -> None:
     good = runs["embedded.2"]["weights"]["layers.1.o_proj"][0]
     here, there = ([s.start, s.stop] for s in shards)
     assert torch.equal(value[:, slice(*here)], good[:, slice(*there)])
+
+
+def test_a_bias_dropped_on_one_rank_is_seen_there(runs: dict) -> None:
+    assert changed(runs, "no_bias", "biased.2") == ["layers.1.o_proj.bias"]
+    value, _, replicas = runs["no_bias"]["weights"]["layers.1.o_proj.bias"]
+    assert value.any()
+    assert not replicas[0].any()
+    healthy, lost = runs["biased.2"]["weights"].keys(), runs["lost_bias"]["weights"].keys()
+    assert healthy - lost == {"layers.1.gate_proj.bias", "layers.1.up_proj.bias"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "healthy"),
+    [
+        ("other_factor", "linear.1"),
+        ("other_yarn", "yarn.1.packed"),
+        ("other_concentration", "yarn.1"),
+    ],
+)
+def test_another_scale_of_the_rope_is_an_attribute_and_a_number(
+    fault: str, healthy: str, runs: dict, models: dict[str, Path]
+) -> None:
+    model = models[CASES[healthy].model]
+    assert math.isnan(runs[fault]["attributes"]["rope_theta"])
+    assert runs[healthy]["attributes"]["rope_theta"] == 10000.0
+    assert unequal(runs[fault]["sites"], runs[healthy]["sites"], model)[0] == "layers.0.q_rope"
+    assert largest(runs[fault]["logprobs"], runs[healthy]["logprobs"]) > 1e-3
 
 
 @pytest.mark.parametrize(

@@ -62,27 +62,24 @@ class SequencesAttention(DotProductAttention):
         return hidden[None, None]
 
 
-class PositionRotary(RotaryEmbedding):
-    """megatron-core's rotary embedding at given positions, instead of at 0, 1, 2, ..."""
-
-    positions: torch.Tensor
-    """int64 `[B, S]`, set for each forward."""
-
-    def forward(self, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-        """Angles, float32 `[S, B, 1, head_dim]`; packed, B is 1."""
-        positions = self.positions.t().to(self.inv_freq.dtype)
-        angles = positions[..., None] * self.inv_freq.to(positions.device)
-        return torch.cat((angles, angles), dim=-1)[:, :, None, :]
-
-
 class PositionedGPTModel(GPTModel):
     """A GPTModel whose rotary embedding sees the position ids, which megatron-core's ignores."""
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        self.rotary_pos_emb.positions = position_ids
+        rotary = self.rotary_pos_emb
+        rotary.forward = lambda *_args, **_kwargs: rotate_at(rotary, position_ids)
         return super().forward(input_ids, position_ids, *args, **kwargs)
+
+
+def rotate_at(rotary: RotaryEmbedding, positions: torch.Tensor) -> Any:
+    """What `rotary` gives for 0, 1, 2, ..., at the positions of int64 `[B, S]` instead: angles,
+    float32 `[S, B, 1, head_dim]`, and yarn's attention factor with them. Packed, B is 1."""
+    every = rotary.get_emb(int(positions.max()) + 1)
+    angles, *factor = every if isinstance(every, tuple) else (every,)
+    rows = angles[:, 0, 0][positions.t()][:, :, None, :]
+    return (rows, *factor) if factor else rows
 
 
 class SequenceParallelRMSNorm(torch.nn.RMSNorm):

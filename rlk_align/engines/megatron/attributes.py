@@ -15,7 +15,7 @@ def megatron_attributes(
 ) -> dict[str, Any]:
     """Read from the live modules: what a patch changed shows up.
 
-    `rope`: the checkpoint's `rope_parameters`; `built`: the frequencies made from them.
+    `rope`: the checkpoint's `rope_parameters`; `built`: the `rotation` made from them.
     """
     layers = list(model.decoder.layers)
     attention = [layer.self_attention for layer in layers]
@@ -33,7 +33,7 @@ def megatron_attributes(
         **per_layer(
             "sliding_window", [getattr(a.core_attention, "window", None) for a in attention]
         ),
-        "rope_type": "llama3" if model.rotary_scaling else "default",
+        "rope_type": _rope_type(model),
         "rope_theta": _theta(model, rope, built),
         "rope_dim": 2 * model.rotary_pos_emb.inv_freq.numel(),
         **per_layer("norm_eps", [_norm_eps(layer) for layer in layers]),
@@ -67,13 +67,33 @@ def _scale(attention: Any) -> float | None:
     return None
 
 
+def rotation(model: Any) -> torch.Tensor:
+    """What the live rotary embedding does, float32 on the CPU: the angle from one position to the
+    next for each pair of features, and last the factor of yarn on cos and sin."""
+    from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as yarn
+
+    every = model.rotary_pos_emb.get_emb(2)
+    angles = (every[0] if isinstance(every, tuple) else every)[:, 0, 0].cpu()
+    step = (angles[1] - angles[0])[: angles.shape[1] // 2]
+    factor = yarn._yarn_get_concentration_factor_from_config(model.config)
+    return torch.cat([step, torch.tensor([factor])])
+
+
+def _rope_type(model: Any) -> str:
+    if model.position_embedding_type == "yarn":
+        return "yarn"
+    if model.rotary_pos_emb.seq_len_interpolation_factor is not None:
+        return "linear"
+    return "llama3" if model.rotary_scaling else "default"
+
+
 def _theta(model: Any, rope: dict[str, Any], built: torch.Tensor) -> float:
     """Scaled frequencies do not tell their base: it is the checkpoint's as long as they are what
     was built from it, and NaN, which equals nothing, where a patch changed them."""
-    live = model.rotary_pos_emb.inv_freq
-    if not model.rotary_scaling:
-        return rope_theta(live)
-    return float(rope["rope_theta"]) if torch.equal(live.cpu(), built) else math.nan
+    live = rotation(model)
+    if _rope_type(model) == "default":
+        return rope_theta(live[:-1])
+    return float(rope["rope_theta"]) if torch.equal(live, built) else math.nan
 
 
 def _norm_eps(layer: Any) -> Any:

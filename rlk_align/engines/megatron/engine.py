@@ -12,12 +12,13 @@ from rlk_align.engines.base import Engine, Logprobs, SamplesDone, Tap
 from rlk_align.engines.common.attributes import processing
 from rlk_align.engines.common.parameters import ParameterRecord, record_parameter
 from rlk_align.engines.common.user_patch import apply_patch
+from rlk_align.engines.info import OptionValue
+from rlk_align.engines.megatron.attributes import megatron_attributes, rotation
 from rlk_align.engines.megatron.input import ModelInput, packed_input, padded_input
 from rlk_align.engines.megatron.layout import padded_vocab
 from rlk_align.engines.megatron.model import (
     Settings,
     build,
-    check_parallel,
     read_checkpoint,
 )
 from rlk_align.engines.megatron.taps import FUSED_NORMS, Tapped
@@ -37,20 +38,24 @@ class MegatronEngine(Engine):
     def open(self) -> None:
         self._undo = ExitStack()
         settings = self._settings()
-        check_parallel(self.shape, settings)
-        checkpoint = read_checkpoint(self.model_path, self.shape)
+        checkpoint = read_checkpoint(self.model_path, self.shape, self._here)
         self._start(settings)
         self.settings = settings
         self.model = build(self.shape, checkpoint, settings)
         self.tied, self.rope = checkpoint.tied, checkpoint.rope
-        self.frequencies = self.model.rotary_pos_emb.inv_freq.cpu().clone()
+        self.rotation = rotation(self.model)
         self.plan = list(
             parameter_plan(
-                self.shape, settings.tp, checkpoint.tied, checkpoint.qkv_bias, settings.spec
+                self.shape, settings.tp, checkpoint.tied, checkpoint.biased, settings.spec
             )
         )
         load(self.model, self.model_path, self.plan, self.ranks.rank)
         apply_patch(self.spec, self.model)
+
+    def _here(self, name: str) -> OptionValue | None:
+        """An option, as it turned out in this process."""
+        known = {"device": self.ranks.device.type, "python": None}
+        return known[name] if name in known else self.spec.option(name)
 
     def _settings(self) -> Settings:
         option = self.spec.option
@@ -93,12 +98,10 @@ class MegatronEngine(Engine):
         return str(self.model.decoder.final_layernorm.weight.dtype).removeprefix("torch.")
 
     def attributes(self) -> dict[str, Any]:
-        from rlk_align.engines.megatron.attributes import megatron_attributes
-
         padded = not self.settings.packed and self.batch > 1
         return {
             **megatron_attributes(
-                self.model, self.shape, self.ranks.world, self.rope, self.frequencies
+                self.model, self.shape, self.ranks.world, self.rope, self.rotation
             ),
             **processing(self.temperature),
             "padding_side": self.settings.padding if padded else None,

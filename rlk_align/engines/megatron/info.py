@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from rlk_align.engines.info import EngineInfo, Option, OptionValue
+from rlk_align.engines.megatron.limits import check_megatron
 
 
 def _conflict(options: Mapping[str, OptionValue]) -> str | None:
@@ -31,4 +32,5 @@ MEGATRON = EngineInfo(
     samples=False,
     tested=("megatron-core",),
     conflict=_conflict,
+    check=check_megatron,
 )

@@ -5,7 +5,6 @@ no fusions, softmax in float32 whatever the dtype.
 """
 
 import functools
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,13 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from rlk_align.engines.info import Asked
 from rlk_align.engines.megatron.layout import padded_vocab
-from rlk_align.errors import BadOption, MissingDependency, ModelError
+from rlk_align.engines.megatron.limits import check_megatron
+from rlk_align.engines.megatron.rope import rope_arguments, yarn_settings
+from rlk_align.errors import ModelError
 from rlk_align.model.families import ModelShape
+from rlk_align.model.tensors import biased_operators
 
 ACTIVATIONS = {
     "silu": functional.silu,
@@ -51,41 +54,29 @@ class Checkpoint:
     norm_eps: float
     activation: str
     tied: bool
-    qkv_bias: bool
+    biased: frozenset[str]
+    """Operators of a layer that have a bias."""
     rope: dict[str, Any]
     windows: tuple[int | None, ...]
     """For each layer, how many keys a query sees; None is all."""
 
 
-def read_checkpoint(model: Path, shape: ModelShape) -> Checkpoint:
-    """Raises ModelError for what this engine would otherwise get silently wrong."""
+def read_checkpoint(model: Path, shape: ModelShape, option: Asked) -> Checkpoint:
+    """Raises what `check_megatron` raises, and ModelError for a config that cannot be read."""
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"transformers cannot read {model}/config.json: {error}") from error
-    rope = dict(config.rope_parameters)
-    refuse: dict[str, bool] = {
-        f"hidden_act={config.hidden_act}": config.hidden_act not in ACTIVATIONS,
-        f"rope_type={rope['rope_type']}": rope["rope_type"] not in ("default", "llama3"),
-        "partial_rotary_factor below 1": float(rope.get("partial_rotary_factor") or 1.0) != 1.0,
-        # Megatron has a bias on all linears, on q, k and v, or on none.
-        "attention_bias=true": bool(getattr(config, "attention_bias", False)),
-        "mlp_bias=true": bool(getattr(config, "mlp_bias", False)),
-        "quantized weights": getattr(config, "quantization_config", None) is not None,
-    }
-    for what, refused in refuse.items():
-        if refused:
-            raise ModelError(
-                f"{model}: engine 'megatron' does not take {what}", "compare with --train hf"
-            )
+    settings = config.to_dict()
+    check_megatron(option, settings, shape)
     return Checkpoint(
         norm_eps=float(config.rms_norm_eps),
         activation=str(config.hidden_act),
         tied=bool(config.tie_word_embeddings),
-        qkv_bias=shape.family.qkv_bias,
-        rope=rope,
+        biased=biased_operators(settings, shape),
+        rope=dict(config.rope_parameters),
         windows=_windows(config, shape.layers),
     )
 
@@ -96,38 +87,11 @@ def _windows(config: Any, layers: int) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def check_parallel(shape: ModelShape, settings: Settings) -> None:
-    """Raises BadOption where the model cannot be cut as asked."""
-    tp = settings.tp
-    wrong = _unshared(shape, tp)
-    if wrong:
-        fits = [n for n in (1, 2, 4, 8) if not _unshared(shape, n)]
-        raise BadOption(
-            f"engine 'megatron': tp={tp}: {wrong}",
-            f"this model takes tp={'|'.join(map(str, fits))}",
-        )
-
-
-def _unshared(shape: ModelShape, tp: int) -> str:
-    """What of the model `tp` ranks cannot share; empty where they can share it all."""
-    kv = shape.kv_heads
-    qkv = (shape.heads + 2 * kv) * shape.head_dim
-    if shape.heads % tp:
-        return f"{shape.heads} heads cannot be shared by {tp} ranks"
-    if kv % tp and tp % kv:
-        return f"{kv} key-value heads are neither a multiple nor a divisor of tp"
-    if shape.intermediate % tp:
-        return f"{shape.intermediate} MLP features cannot be shared by {tp} ranks"
-    if qkv % tp:
-        return f"{qkv} rows of q, k and v cannot be shared by {tp} ranks"
-    return ""
-
-
 def transformer_config(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) -> Any:
     """The TransformerConfig, with dropout off."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         num_attention_heads=shape.heads,
@@ -138,8 +102,8 @@ def transformer_config(shape: ModelShape, checkpoint: Checkpoint, settings: Sett
         layernorm_epsilon=checkpoint.norm_eps,
         gated_linear_unit=True,
         activation_func=ACTIVATIONS[checkpoint.activation],
-        add_bias_linear=False,
-        add_qkv_bias=checkpoint.qkv_bias,
+        add_bias_linear=not checkpoint.biased.isdisjoint({"o_proj", "down_proj"}),
+        add_qkv_bias="q_proj" in checkpoint.biased,
         qk_layernorm=shape.family.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -152,6 +116,9 @@ def transformer_config(shape: ModelShape, checkpoint: Checkpoint, settings: Sett
         # The checkpoint fills every parameter.
         perform_initialization=False,
     )
+    for name, value in yarn_settings(checkpoint.rope).items():
+        setattr(config, name, value)
+    return config
 
 
 def layer_spec(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) -> Any:
@@ -161,10 +128,12 @@ def layer_spec(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) ->
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     from rlk_align.engines.megatron.attention import SequenceParallelRMSNorm, SequencesAttention
+    from rlk_align.engines.megatron.linear import choose_biases
 
     if settings.spec == "te":
-        return _te_spec(shape, checkpoint, settings)
+        return _te_spec(shape, checkpoint)
     spec = get_gpt_layer_local_spec(qk_layernorm=shape.family.qk_norm, normalization="RMSNorm")
+    choose_biases(spec, checkpoint.biased)
     norm: Any = WrappedTorchNorm
     attention = spec.submodules.self_attention.submodules
     if settings.sequence_parallel:
@@ -177,35 +146,24 @@ def layer_spec(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) ->
     return TransformerBlockSubmodules(layer_specs=[spec] * shape.layers, layer_norm=norm)
 
 
-def _te_spec(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) -> Any:
-    if importlib.util.find_spec("transformer_engine") is None:
-        raise MissingDependency(
-            "engine 'megatron': spec=te needs the package 'transformer_engine', which is not "
-            "installed",
-            "pip install 'transformer_engine[pytorch]', or spec=local",
-        )
-    unfit = {
-        "device=cpu": settings.device.type == "cpu",
-        "padding=left": not settings.packed and settings.padding == "left",
-        "a model with a sliding window": any(checkpoint.windows),
-    }
-    for what, is_so in unfit.items():
-        if is_so:
-            raise BadOption(f"engine 'megatron': spec=te does not take {what}", "spec=local does")
+def _te_spec(shape: ModelShape, checkpoint: Checkpoint) -> Any:
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_with_transformer_engine_spec,
     )
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+    from rlk_align.engines.megatron.linear import choose_biases
+
     spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.family.qk_norm)
+    choose_biases(spec, checkpoint.biased)
     return TransformerBlockSubmodules(layer_specs=[spec] * shape.layers, layer_norm=TENorm)
 
 
 def build(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) -> Any:
     """A GPTModel on the device, in eval mode, its parameters not yet filled.
 
-    Raises BadOption, MissingDependency or ModelError. megatron-core's parallel state must stand.
+    megatron-core's parallel state must stand.
     """
     from megatron.core.models.gpt import GPTModel
 
@@ -217,36 +175,31 @@ def build(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) -> Any:
         transformer_layer_spec=layer_spec(shape, checkpoint, settings),
         vocab_size=padded_vocab(shape.vocab, settings.tp),
         max_sequence_length=shape.context,
-        position_embedding_type="rope",
-        rotary_base=checkpoint.rope["rope_theta"],
-        rope_scaling=checkpoint.rope["rope_type"] == "llama3",
+        **rope_arguments(checkpoint.rope),
         share_embeddings_and_output_weights=checkpoint.tied,
     )
-    model.rotary_pos_emb = rotary_embedding(shape, checkpoint.rope, settings)
+    if checkpoint.rope["rope_type"] == "llama3":
+        model.rotary_pos_emb = llama3_rotary(shape, checkpoint.rope, settings)
     # Megatron's torch norms are made in float32 on the CPU; trainers cast and move the whole model.
     return model.to(device=settings.device, dtype=settings.dtype).eval()
 
 
-def rotary_embedding(shape: ModelShape, rope: dict[str, Any], settings: Settings) -> Any:
-    """megatron-core's own, or ours where positions must be given, for `rope_parameters`."""
+def llama3_rotary(shape: ModelShape, rope: dict[str, Any], settings: Settings) -> Any:
+    """megatron-core's, with the checkpoint's numbers: GPTModel's switch takes Llama 3.1's own for
+    all but the factor."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    from rlk_align.engines.megatron.attention import PositionRotary
-
-    kind = PositionRotary if settings.own_positions else RotaryEmbedding
-    rotary = kind(
+    rotary = RotaryEmbedding(
         kv_channels=shape.head_dim,
         rotary_percent=1.0,
         rotary_base=rope["rope_theta"],
         use_cpu_initialization=settings.device.type == "cpu",
     )
-    if rope["rope_type"] == "llama3":
-        # GPTModel's switch takes Llama 3.1's own numbers for all but the factor.
-        rotary.inv_freq = rotary._apply_scaling(
-            rotary.inv_freq,
-            factor=rope["factor"],
-            low_freq_factor=rope["low_freq_factor"],
-            high_freq_factor=rope["high_freq_factor"],
-            original_max_position_embeddings=rope["original_max_position_embeddings"],
-        )
+    rotary.inv_freq = rotary._apply_scaling(
+        rotary.inv_freq,
+        factor=rope["factor"],
+        low_freq_factor=rope["low_freq_factor"],
+        high_freq_factor=rope["high_freq_factor"],
+        original_max_position_embeddings=rope["original_max_position_embeddings"],
+    )
     return rotary

@@ -5,6 +5,7 @@ by the layouts of `megatron_layout`; the residual stream holds every feature, of
 under sequence parallelism, of some. Each rank's hooks take part; rank 0 taps.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from rlk_align.model.families import ModelShape
 
 FUSED_NORMS = ("attn_norm", "mlp_norm")
 """Operators that spec=te computes inside the linear that follows."""
+Of = Callable[[Any], torch.Tensor]
+"""A site's tensor, of what a module gives."""
 
 
 class Tapped(Hooks):
@@ -74,22 +77,22 @@ class Tapped(Hooks):
             self._split(attention.q_layernorm, even(f"{name}.q_norm", width, tp))
             self._split(attention.k_layernorm, kv_heads(f"{name}.k_norm", shape, tp))
         self._split_input(attention.linear_proj, even(f"{name}.attn", width, tp))
-        self._whole(attention.linear_proj, f"{name}.o_proj")
+        self._whole(attention.linear_proj, f"{name}.o_proj", with_bias)
         self._whole_input(layer.pre_mlp_layernorm, f"{name}.attn_residual")
         gate_up = (f"{name}.gate_proj", f"{name}.up_proj")
-        self._split(mlp.linear_fc1, side_by_side(gate_up, shape.intermediate, tp))
+        self._split(mlp.linear_fc1, side_by_side(gate_up, shape.intermediate, tp), with_bias)
         self._split_input(mlp.linear_fc2, even(f"{name}.act", shape.intermediate, tp))
-        self._whole(mlp.linear_fc2, f"{name}.down_proj")
+        self._whole(mlp.linear_fc2, f"{name}.down_proj", with_bias)
         self._whole(layer, f"{name}.mlp_residual")
 
-    def _whole(self, module: Any, site: str) -> None:
-        self.on_output(module, lambda out: self._see_whole(site, first(out)))
+    def _whole(self, module: Any, site: str, of: Of = first) -> None:
+        self.on_output(module, lambda out: self._see_whole(site, of(out)))
 
     def _whole_input(self, module: Any, site: str) -> None:
         self.on_input(module, lambda value: self._see_whole(site, value))
 
-    def _split(self, module: Any, layout: Layout) -> None:
-        self.on_output(module, lambda out: self._see_split(layout, first(out)))
+    def _split(self, module: Any, layout: Layout, of: Of = first) -> None:
+        self.on_output(module, lambda out: self._see_split(layout, of(out)))
 
     def _split_input(self, module: Any, layout: Layout) -> None:
         self.on_input(module, lambda value: self._see_split(layout, value))
@@ -141,3 +144,9 @@ class Tapped(Hooks):
             kept = given.rows.sampled
             rows = layout.assemble("logits", parts, dim=1)
             self._tap("logits", rows, given.rows.sample[kept], given.rows.position[kept])
+
+
+def with_bias(output: Any) -> torch.Tensor:
+    """What a linear computes, with the bias that megatron-core leaves to whatever follows."""
+    bias = output[1] if isinstance(output, tuple) else None
+    return first(output) if bias is None else first(output) + bias

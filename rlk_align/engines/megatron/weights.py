@@ -41,20 +41,23 @@ class Parameter:
 
 
 def parameter_plan(
-    shape: ModelShape, tp: int, tied: bool, qkv_bias: bool, spec: str
+    shape: ModelShape, tp: int, tied: bool, biased: frozenset[str], spec: str
 ) -> Iterator[Parameter]:
-    """Every parameter of the model, in canonical order."""
+    """Every parameter of the model, in canonical order.
+
+    `biased`: the operators of a layer that have a bias.
+    """
     te = spec == "te"
     yield Parameter("embedding.word_embeddings.weight", vocabulary("embed", shape, tp), 0)
     for i in range(shape.layers):
-        yield from _layer_plan(shape, tp, i, qkv_bias, te)
+        yield from _layer_plan(shape, tp, i, biased, te)
     yield _replicated("decoder.final_layernorm.weight", "final_norm", shape.hidden, tp)
     if not tied:
         yield Parameter("output_layer.weight", vocabulary("lm_head", shape, tp), 0)
 
 
 def _layer_plan(
-    shape: ModelShape, tp: int, i: int, qkv_bias: bool, te: bool
+    shape: ModelShape, tp: int, i: int, biased: frozenset[str], te: bool
 ) -> Iterator[Parameter]:
     here, op = f"decoder.layers.{i}", f"layers.{i}"
     attention, mlp = f"{here}.self_attention", f"{here}.mlp"
@@ -62,7 +65,7 @@ def _layer_plan(
     attn_norm = f"{attention}.linear_qkv.layer_norm_" if te else f"{here}.input_layernorm."
     mlp_norm = f"{mlp}.linear_fc1.layer_norm_" if te else f"{here}.pre_mlp_layernorm."
     yield _replicated(f"{attn_norm}weight", f"{op}.attn_norm", shape.hidden, tp)
-    for suffix, name in [("", "weight"), (".bias", "bias")][: 2 if qkv_bias else 1]:
+    for suffix, name in _kinds("q_proj" in biased):
         names = (f"{op}.q_proj{suffix}", f"{op}.k_proj{suffix}", f"{op}.v_proj{suffix}")
         yield Parameter(f"{attention}.linear_qkv.{name}", grouped_qkv(shape, tp, names), 0)
     if shape.family.qk_norm:
@@ -71,10 +74,21 @@ def _layer_plan(
             yield _replicated(target, f"{op}.{norm}_norm", shape.head_dim, tp)
     o_proj = even(f"{op}.o_proj", shape.heads * shape.head_dim, tp)
     yield Parameter(f"{attention}.linear_proj.weight", o_proj, 1)
+    if "o_proj" in biased:
+        yield _replicated(f"{attention}.linear_proj.bias", f"{op}.o_proj.bias", shape.hidden, tp)
     yield _replicated(f"{mlp_norm}weight", f"{op}.mlp_norm", shape.hidden, tp)
-    gate_up = side_by_side((f"{op}.gate_proj", f"{op}.up_proj"), shape.intermediate, tp)
-    yield Parameter(f"{mlp}.linear_fc1.weight", gate_up, 0)
+    for suffix, name in _kinds("gate_proj" in biased):
+        both = (f"{op}.gate_proj{suffix}", f"{op}.up_proj{suffix}")
+        yield Parameter(f"{mlp}.linear_fc1.{name}", side_by_side(both, shape.intermediate, tp), 0)
     yield Parameter(f"{mlp}.linear_fc2.weight", even(f"{op}.down_proj", shape.intermediate, tp), 1)
+    # The ranks' partial sums are added up before the bias is: each rank holds all of it.
+    if "down_proj" in biased:
+        yield _replicated(f"{mlp}.linear_fc2.bias", f"{op}.down_proj.bias", shape.hidden, tp)
+
+
+def _kinds(biased: bool) -> list[tuple[str, str]]:
+    """What is added to a canonical name and to a linear's, for each of its parameters."""
+    return [("", "weight"), (".bias", "bias")] if biased else [("", "weight")]
 
 
 def _replicated(name: str, op: str, size: int, tp: int) -> Parameter:
@@ -147,9 +161,10 @@ def live_parameters(
     """Canonical parameters as the live model has them, gathered to rank 0; called on every rank,
     and whole on rank 0 only, where alone something is yielded."""
     live = dict(model.named_parameters())
+    everywhere = _on_every_rank(set(live), ranks)
     for entry in plan:
         # A patch may have put something without that parameter there: it is then missed by name.
-        if entry.name not in live:
+        if entry.name not in everywhere:
             continue
         parts = gather(live[entry.name].detach(), ranks)
         if parts is None:
@@ -165,6 +180,15 @@ def live_parameters(
                 head = LiveParameter("lm_head", whole, shards)
     if tied and ranks.rank == 0:
         yield head
+
+
+def _on_every_rank(names: set[str], ranks: Ranks) -> set[str]:
+    """Those that every rank has: one that lacks a parameter would not take part in gathering it."""
+    if ranks.world == 1:
+        return names
+    others: list[Any] = [None] * ranks.world
+    dist.all_gather_object(others, names)
+    return names.intersection(*others)
 
 
 def gather(local: torch.Tensor, ranks: Ranks) -> list[torch.Tensor] | None:

