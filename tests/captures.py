@@ -13,12 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlk_align.trace.checksums import add_checksums
-from rlk_align.trace.schema import TRACE_FILES
-
 FOLDER = "RLK_TEST_CAPTURES"
 """The environment variable that names the store; without it nothing is shared."""
-_BESIDE = (*TRACE_FILES, "job.json")
 
 
 def run_worker(run: Callable[[Any, Any], None], job: Any, progress: Any) -> None:
@@ -39,8 +35,12 @@ def run_worker(run: Callable[[Any, Any], None], job: Any, progress: Any) -> None
 
 def _copy(source: Path, target: Path, passes: tuple[str, ...]) -> None:
     """What the target lacks. A pass counts once it has its pass.json."""
+    # Not at the top: a process that starts warm for a changed copy must not know the package yet.
+    from rlk_align.trace.checksums import add_checksums
+    from rlk_align.trace.schema import TRACE_FILES
+
     target.mkdir(parents=True, exist_ok=True)
-    for name in _BESIDE:
+    for name in (*TRACE_FILES, "job.json"):
         if (source / name).is_file() and not (target / name).exists():
             shutil.copyfile(source / name, target / name)
     for name in passes:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from rlk_align.errors import CorruptTrace
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.trace.checksums import check_files, check_sizes
-from rlk_align.trace.records import load_record
+from rlk_align.trace.records import REPAIR, load_record
 from rlk_align.trace.schema import (
     ROWS_SCHEMA,
     WEIGHTS_SCHEMA,
@@ -193,5 +193,7 @@ class Trace:
         return name in self.passes
 
     def read_pass(self, name: str) -> PassReader:
-        """Raises CorruptTrace where the pass is missing, or lacks a file."""
+        """Raises CorruptTrace where the pass is missing or did not finish, or lacks a file."""
+        if not self.has_pass(name):
+            raise CorruptTrace(f"{self.folder} holds no finished pass {name}", REPAIR)
         return PassReader(self.folder / name)

@@ -11,6 +11,7 @@ RUN/
 import fcntl
 import hashlib
 import json
+import os
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -132,7 +133,8 @@ class Run:
             check_trace(self.capture_folder(role))
 
     def relative(self, folders: Mapping[Role, Path]) -> dict[Role, str]:
-        """Captures as run.json names them; one that lies elsewhere is linked into the run."""
+        """Captures as run.json names them; one that lies elsewhere is linked into the run, so that
+        both may be moved together."""
         captures: dict[Role, str] = {}
         for role, folder in folders.items():
             here, there = self.folder.resolve(), folder.resolve()
@@ -141,7 +143,8 @@ class Run:
                 with writing(link):
                     link.parent.mkdir(parents=True, exist_ok=True)
                     link.unlink(missing_ok=True)
-                    link.symlink_to(there, target_is_directory=True)
+                    target = os.path.relpath(there, link.parent.resolve())
+                    link.symlink_to(target, target_is_directory=True)
                 there = here / "captures" / role
             captures[role] = there.relative_to(here).as_posix()
         return captures

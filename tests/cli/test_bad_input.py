@@ -155,13 +155,16 @@ def test_a_run_folder_that_is_a_file(cli: Cli, tmp_path: Path, few_prompts: Path
     assert_error(done, 2, "is a file")
 
 
-def test_a_dtype_that_the_config_leaves_out_is_that_of_the_weights(cli: Cli, model_copy) -> None:
+def test_a_dtype_that_the_config_leaves_out_is_that_of_the_weights(
+    cli: Cli, model_copy, few_prompts: Path
+) -> None:
     folder = model_copy()
     config = json.loads((folder / "config.json").read_text())
     for key in ("dtype", "torch_dtype"):
         config.pop(key, None)
     (folder / "config.json").write_text(json.dumps(config))
-    done = cli("compare", *HF, "--model", folder, "--edges", "prefill_vs_train")
+    args = ("--prompts", few_prompts, "--edges", "prefill_vs_train")
+    done = cli("compare", *HF, "--model", folder, *args)
     assert done.code == 0, done.out + done.err
     assert done.verdict["dtype"] == "bfloat16"
     assert done.verdict["contract"]["id"] == "bf16"

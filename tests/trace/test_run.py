@@ -153,6 +153,18 @@ def test_captures_inside_and_outside_are_named_from_the_run(tmp_path: Path) -> N
     assert run.capture_folder("train").resolve() == outside
 
 
+def test_runs_that_are_moved_together_find_each_other(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "else" / "where"
+    other = write_trace(old / "a" / "captures" / "x", draw()).folder
+    run = Run(old / "compared")
+    saved(run.folder, **run.relative({"rollout": other, "train": other}))
+    new.parent.mkdir()
+    old.rename(new)
+    moved = Run.open(str(new / "compared"))
+    moved.check()
+    assert moved.capture_folder("train").resolve() == new / "a" / "captures" / "x"
+
+
 def test_a_run_that_encloses_other_runs_finds_their_captures(tmp_path: Path) -> None:
     """`compare runs/a runs/b --run-dir runs`."""
     run = Run(tmp_path / "runs")

@@ -446,6 +446,22 @@ def test_damaged_weights_are_corrupt(tmp_path: Path) -> None:
             _ = Trace(tmp_path / "t").weights
 
 
+def test_a_file_that_no_checksum_names_is_not_read(tmp_path: Path) -> None:
+    folder = write_trace(tmp_path / "t", VALUES).folder
+    path = folder / "checksums.json"
+    record = json.loads(path.read_text())
+    without = {n: f for n, f in record["files"].items() if n != "prefill/pass.json"}
+    path.write_text(json.dumps(record | {"files": without}))
+    trace = Trace(folder)
+    assert not trace.has_pass("prefill")
+    with pytest.raises(CorruptTrace, match="no finished pass prefill"):
+        trace.read_pass("prefill")
+    del without["weights.parquet"]
+    path.write_text(json.dumps(record | {"files": without}))
+    with pytest.raises(CorruptTrace, match=r"does not name weights\.parquet"):
+        Trace(folder)
+
+
 def test_an_unknown_field_of_a_record_is_refused(tmp_path: Path) -> None:
     write_trace(tmp_path / "t", VALUES)
     path = tmp_path / "t" / "trace.json"
