@@ -88,6 +88,8 @@ class SiteResult(Result):
     """Rows whose bits differ."""
     introduced: Count
     """Rows that differ although the unit's inputs are equal; noisy rows are left out."""
+    introduced_valued: Count
+    """Those of them of which both sides keep the values."""
     noisy: Count
     """Rows that an engine does not reproduce itself."""
     nonfinite: Count
@@ -103,12 +105,14 @@ class SiteResult(Result):
     mean_rel_l2: Size
     min_cosine: float
     frontier: list[tuple[Size, Size]]
-    """(magnitude, error) of the introduced rows: see `metrics.error_frontier`."""
+    """(magnitude, error) of the introduced rows, of those without values the least that they can
+    be off: see `metrics.error_frontier`."""
 
     @model_validator(mode="after")
     def _within_rows(self) -> Self:
         _check(self.differ <= self.rows, f"{self.site}: more rows differ than there are")
         _check(self.introduced <= self.differ, f"{self.site}: rows introduced, and equal")
+        _check(self.introduced_valued <= self.introduced, f"{self.site}: values of other rows")
         _check(self.valued_rows <= self.differ, f"{self.site}: values of rows that are equal")
         return self
 

@@ -8,8 +8,8 @@ from rlk_align.capture.request import CaptureRequest
 from rlk_align.capture.supervise import run_worker
 from rlk_align.engines.process.job import Job
 from rlk_align.engines.registry import require_installed
-from rlk_align.engines.spec import EngineSpec
-from rlk_align.errors import BadOption, CorruptTrace
+from rlk_align.engines.spec import EngineSpec, replay_path
+from rlk_align.errors import CorruptTrace
 from rlk_align.model.checkpoint import resolve_model
 from rlk_align.model.families import read_shape
 from rlk_align.progress import Progress
@@ -44,11 +44,16 @@ def capture(
     passes = _passes(request, sampling=tokens is None)
     key = capture_key(request, spec, model, tokens)
     folder = run.folder / "captures" / f"{role}-{key}"
-    if fresh:
-        shutil.rmtree(folder, ignore_errors=True)
+    if fresh and folder.is_symlink():
+        folder.unlink()
+    elif fresh and folder.exists():
+        with writing(folder):
+            shutil.rmtree(folder)
     finished = passes_in(folder)
     missing = tuple(p for p in passes if p not in finished)
-    if missing:
+    if not missing:
+        progress(f"the {role} capture is there already, and is taken as it is", 0, 0)
+    else:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         # Production runs compiled and cannot be tapped: an engine, and so a process, of its own.
@@ -63,10 +68,7 @@ def capture(
 
 
 def _replay(request: CaptureRequest, role: Role) -> Trace:
-    path = request.engine.option("path")
-    if path is None:
-        raise BadOption("engine 'replay' needs path=RUN", "replay:path=RUN")
-    return Trace(Run.open(str(path)).capture_folder(role))
+    return Trace(Run.open(replay_path(request.engine)).capture_folder(role))
 
 
 def _passes(request: CaptureRequest, sampling: bool) -> tuple[str, ...]:

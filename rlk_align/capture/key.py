@@ -6,6 +6,8 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +26,13 @@ SHARED_SOURCES = ("engines/*.py", "engines/common", "engines/process", "trace", 
 """What every adapter builds on, below the package."""
 
 
+ENVIRONMENT = (
+    *("ATEN_", "CUBLAS_", "CUDNN_", "DNNL_", "MKL_", "NCCL_", "NVIDIA_TF32", "NVTE_", "OMP_NUM_"),
+    *("ONEDNN_", "PYTORCH_", "TORCH", "TRITON_", "VLLM_"),
+)
+"""How the names of variables begin that decide what torch and the engines compute."""
+
+
 def capture_key(request: CaptureRequest, spec: EngineSpec, model: Path, tokens: Path | None) -> str:
     """`spec`: the request's engine in canonical form; `tokens`: the sequences to score."""
     patch = spec.option("patch")
@@ -34,10 +43,11 @@ def capture_key(request: CaptureRequest, spec: EngineSpec, model: Path, tokens: 
         _device(spec),
         adapter_digest(spec),
         fingerprint_files(model),
-        request.prompts.read_bytes().hex() if request.prompts.is_file() else None,
+        [request.prompts.suffix, request.prompts.read_bytes().hex()],
         tokens.read_bytes().hex() if tokens else [request.max_new_tokens, request.seed],
         [request.trace.budget, request.trace.layers, request.trace.sites],
-        _patch_source(str(patch).partition(":")[0]) if patch else None,
+        _patch_sources(str(patch).partition(":")[0]) if patch else None,
+        {k: v for k, v in sorted(os.environ.items()) if k.startswith(ENVIRONMENT)},
     )
 
 
@@ -100,11 +110,20 @@ def _gpus() -> list[str]:
     return done.stdout.split("\n") if done.returncode == 0 else []
 
 
-def _patch_source(module: str) -> str | None:
-    """The text of a patch's module, so that an edit makes another capture."""
+def _patch_sources(module: str) -> str:
+    """The texts of a patch's module and of those beside it, which it may import, so that an edit
+    makes another capture. What has no source to be found makes another one each time."""
     relative = Path(*module.split("."))
-    for base in (Path.cwd(), *map(Path, os.environ.get("PYTHONPATH", "").split(os.pathsep))):
-        for path in (base / relative.with_suffix(".py"), base / relative / "__init__.py"):
-            if path.is_file():
-                return path.read_text(encoding="utf-8", errors="replace")
-    return None
+    listed = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    for base in (Path.cwd(), *map(Path, filter(None, listed)), *map(Path, sys.path)):
+        if (base / relative / "__init__.py").is_file():
+            sources = (base / relative).rglob("*.py")
+        elif (base / relative).with_suffix(".py").is_file():
+            sources = (base / relative).parent.glob("*.py")
+        else:
+            continue
+        digest = hashlib.blake2b(digest_size=16)
+        for path in sorted(sources):
+            digest.update(f"{path.name}\0".encode() + path.read_bytes())
+        return digest.hexdigest()
+    return uuid.uuid4().hex

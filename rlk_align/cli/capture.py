@@ -37,7 +37,8 @@ def capture(
     if tokens and prompts:
         raise BadOption("--tokens scores that run's own prompts", "leave --prompts out")
     plan = options.trace_plan(trace_budget, layers, sites)
-    source = Run.open(tokens).capture_folder("rollout") if tokens else None
+    run = options.choose_run(out, "capture")
+    source = _source(tokens, run) if tokens else None
     request = options.capture_request(
         spec,
         model,
@@ -55,7 +56,6 @@ def capture(
 
     _, warnings = check_request(request, sampling=tokens is None)
     options.warn(warnings)
-    run = Run(out)
     with show_progress("capture") as progress, run.locked():
         run.invalidate()
         ids = source / "tokens.parquet" if source else None
@@ -70,3 +70,11 @@ def capture(
             f"captured in {out}"
         )
     )
+
+
+def _source(tokens: str, run: Run) -> Path:
+    """The trace whose tokens are scored. Raises BadOption where it lies in the run to be made."""
+    source = Run.open(tokens)
+    if source.folder.resolve() == run.folder.resolve():
+        raise BadOption(f"--tokens and --out name one run, {run.folder}", "name another folder")
+    return source.capture_folder("rollout")

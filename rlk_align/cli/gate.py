@@ -27,6 +27,8 @@ def gate(
     """
     outputs = options.parse_outputs(output)
     opened = Run.open(run)
+    for path in outputs:
+        opened.check_output(path)
     comparison = _recomputed(opened) if recompute else opened.comparison
     if not recompute:
         opened.check()

@@ -16,7 +16,7 @@ from rlk_align.errors import BadOption
 from rlk_align.model.checkpoint import default_model
 from rlk_align.model.edges import EDGES
 from rlk_align.results import EdgeName, Kind
-from rlk_align.text import line
+from rlk_align.text import line, printable
 from rlk_align.trace.run import RUNS, Run, fingerprint
 
 Model = Annotated[
@@ -76,8 +76,8 @@ Output = Annotated[
 
 
 def command_line() -> list[str]:
-    """The command as it was given."""
-    return ["rlk-align", *sys.argv[1:]]
+    """The command as it was given; what is not text as an escape."""
+    return ["rlk-align", *map(printable, sys.argv[1:])]
 
 
 def capture_request(
@@ -190,5 +190,10 @@ def parse_outputs(items: list[str] | None) -> list[Path]:
 
 
 def choose_run(run_dir: Path | None, kind: str, *settings: object) -> Run:
-    """The given folder, or one named after the settings, so that a rerun finds it again."""
+    """The given folder, or one named after the settings, so that a rerun finds it again.
+
+    Raises BadOption for a name of nothing.
+    """
+    if run_dir is not None and not str(run_dir).strip("."):
+        raise BadOption("a run needs a folder of its own", "name one")
     return Run(run_dir or RUNS / f"{kind}-{fingerprint(*settings)}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rlk_align.compare.metrics import ValueMetrics, edge_metrics
+from rlk_align.compare.metrics import ValueMetrics, edge_metrics, error_frontier
 from rlk_align.compare.pairing import (
     NumberedRows,
     PairedSite,
@@ -138,6 +138,9 @@ def _compare_site(
     differ = ~same
     introduced = differ & inputs_equal[paired.number] & ~noisy[paired.number]
     values = _compare_values(a, b, site.name, paired, np.flatnonzero(differ), introduced)
+    held = _valued(paired, np.flatnonzero(introduced))
+    unheld = np.setdiff1d(np.flatnonzero(introduced), held)
+    frontier = error_frontier(np.concatenate([values.frontier, _least_errors(paired, unheld)]))
     nonfinite = paired.nonfinite
 
     def first(mask: np.ndarray) -> tuple[int, int] | None:
@@ -152,6 +155,7 @@ def _compare_site(
             rows=len(paired.number),
             differ=int(differ.sum()),
             introduced=int(introduced.sum()),
+            introduced_valued=len(held),
             noisy=int(noisy[paired.number].sum()),
             nonfinite=int(nonfinite.sum()),
             first_introduced=first(introduced),
@@ -163,7 +167,7 @@ def _compare_site(
             max_rel_l2=values.max_rel_l2,
             mean_rel_l2=values.sum_rel_l2 / values.rows if values.rows else 0.0,
             min_cosine=values.min_cosine,
-            frontier=[(float(m), float(e)) for m, e in values.frontier],
+            frontier=[(float(m), float(e)) for m, e in frontier],
         )
     )
     if site.op == "logprob":
@@ -186,6 +190,13 @@ def _equal_rows(a: PassReader, b: PassReader, paired: PairedSite) -> np.ndarray:
         y = b.values(name, paired.b, paired.b_at[part]).double()
         equal[part] = (x == y).all(dim=1).numpy()
     return equal
+
+
+def _least_errors(paired: PairedSite, rows: np.ndarray) -> np.ndarray:
+    """(magnitude, error) points `[M, 2]` of rows whose values were not kept: a row whose largest
+    magnitude is M on one side and m < M on the other has an entry of M that is M - m off."""
+    a, b = paired.a.absmax[paired.a_at[rows]], paired.b.absmax[paired.b_at[rows]]
+    return np.stack([np.maximum(a, b), np.abs(a - b)], axis=1)
 
 
 def _valued(paired: PairedSite, rows: np.ndarray) -> np.ndarray:

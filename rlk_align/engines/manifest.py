@@ -2,6 +2,7 @@
 written before any pass."""
 
 import importlib.metadata
+import os
 import platform
 from pathlib import Path
 
@@ -42,8 +43,10 @@ def write_manifest(job: Job, engine: Engine, prompt_ids: dict[str, list[int]]) -
 
 def _write_weights(path: Path, parameters: list[ParameterRecord]) -> None:
     columns = {name: [getattr(p, name) for p in parameters] for name in WEIGHTS_SCHEMA.names}
+    partial = path.with_name(path.name + ".partial")
     with writing(path):
-        pq.write_table(pa.table(columns, schema=WEIGHTS_SCHEMA), path, write_page_checksum=True)
+        pq.write_table(pa.table(columns, schema=WEIGHTS_SCHEMA), partial, write_page_checksum=True)
+        os.replace(partial, path)
 
 
 def _environment(engine: Engine) -> dict[str, str]:

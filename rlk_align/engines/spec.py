@@ -117,6 +117,14 @@ class EngineSpec:
         return cls(name, options)
 
 
+def replay_path(spec: EngineSpec) -> str:
+    """The run that a replay stands for. Raises BadOption where none is named."""
+    path = spec.option("path")
+    if path is None:
+        raise BadOption("engine 'replay' needs path=RUN", "replay:path=RUN")
+    return str(path)
+
+
 def _convert(engine: str, key: str, value: str, option: Option) -> OptionValue:
     where = f"engine {engine!r}: {key}={value}"
     if option.kind is int:

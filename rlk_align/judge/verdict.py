@@ -113,6 +113,10 @@ def _doubts(c: Comparison, contract: Contract) -> list[str]:
         doubts.append(f"coverage: {paired} of {expected} rows paired")
     for edge in c.edges:
         if edge.name in c.judged:
+            if not any(
+                limit.edges is None or edge.name in limit.edges for limit in contract.limits
+            ):
+                doubts.append(f"contract {contract.id} has no limit on {edge.name}")
             doubts += [
                 f"{edge.name}: {site}: {reason}"
                 for site, reason, explained in edge.unpaired
@@ -132,6 +136,8 @@ def _doubts(c: Comparison, contract: Contract) -> list[str]:
 def _noise(c: Comparison, contract: Contract) -> Iterator[str]:
     """Sides that do not repeat themselves: what is measured of them is another each time."""
     for side, noise in (c.controls.noise if c.controls else {}).items():
+        if noise == "not measured" and contract.max_noise is None:
+            yield f"whether {side} repeats itself was not measured"
         # `not <=`: a NaN is the worst noise of all.
         if isinstance(noise, Noise) and (
             contract.max_noise is None or not noise.max_abs_dlogp <= contract.max_noise
@@ -160,10 +166,23 @@ def _notes(c: Comparison, contract: Contract) -> list[str]:
     if not any(limit.metric == "op_error" for limit in contract.limits):
         return notes
     for edge in c.edges:
-        sites = [s.site for s in edge.sites if s.introduced and not s.valued_rows]
-        if sites and edge.name in c.judged:
-            kept = f"{edge.name}: operator limits were not held against {', '.join(sites)}"
-            notes.append(f"{kept}: their values were not kept")
+        if edge.name not in c.judged:
+            continue
+        kept, rows = (
+            sum(getattr(s, n) for s in edge.sites) for n in ("introduced_valued", "introduced")
+        )
+        if kept < rows:
+            sites = [s.site for s in edge.sites if s.introduced_valued < s.introduced]
+            notes.append(
+                f"{edge.name}: operator limits were held against the values of {kept:,} of "
+                f"{rows:,} rows, and of the others against their largest entries alone, from "
+                f"{sites[0]} on: a larger --trace-budget keeps more"
+            )
+        noisy = [s.site for s in edge.sites if s.noisy]
+        if noisy:
+            notes.append(
+                f"{edge.name}: operator limits were not held against noisy rows, from {noisy[0]} on"
+            )
     return notes
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,7 +84,9 @@ class TokenBatch:
             [pa.array(c, f.type) for c, f in zip(columns, _SCHEMA, strict=True)], schema=_SCHEMA
         )
         table = table.replace_schema_metadata({_DIGEST: self._digest()})
-        pq.write_table(table, path, write_page_checksum=True)
+        partial = path.with_name(path.name + ".partial")
+        pq.write_table(table, partial, write_page_checksum=True)
+        os.replace(partial, path)
 
     def _digest(self) -> bytes:
         """Of everything that the table says; the file's names and types have no checksum."""
@@ -121,6 +124,8 @@ def load_prompts(path: Path) -> list[Prompt]:
 
     Raises PromptError, naming the line, where the file is missing, empty or malformed.
     """
+    if path.exists() and not path.is_file():
+        raise PromptError(f"prompts are read more than once: {path} is no regular file", "save it")
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -142,13 +147,15 @@ def load_prompts(path: Path) -> list[Prompt]:
 
 
 def save_prompts(prompts: list[Prompt], path: Path) -> None:
-    """Writes prompts as JSON Lines."""
+    """Writes prompts as JSON Lines, all of them or nothing."""
     records = [
         {"id": p.id, "ids": list(p.ids)} if p.ids else {"id": p.id, "prompt": p.text}
         for p in prompts
     ]
     lines = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records)
-    path.write_text(lines, encoding="utf-8")
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(lines, encoding="utf-8")
+    os.replace(partial, path)
 
 
 def _parse_line(path: Path, number: int, line: str) -> Prompt:

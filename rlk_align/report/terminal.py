@@ -1,5 +1,6 @@
 """The verdict on a terminal or in a CI log: what a tired engineer reads in five seconds."""
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -217,15 +218,15 @@ def _rests_on(verdict: Verdict) -> Iterator[Text]:
         yield line(f"  closest to its limit: {where} {closest.metric}, {used}", style="dim")
 
 
-def _settle(verdict: Verdict, folder: Path) -> str:
+def _settle(verdict: Verdict) -> str:
     """What makes the next run conclusive."""
     c, contract = verdict.comparison, verdict.contract
     noisy = [s for s, n in (c.controls.noise if c.controls else {}).items() if isinstance(n, Noise)]
     if noisy:
         return f"make {' and '.join(noisy)} repeat itself, or judge by a contract with max_noise"
     if any(e.metrics.tokens < contract.min_tokens for e in c.edges if e.name in c.judged):
-        return "give more --prompts, or a larger --max-new-tokens"
-    return f"mend what is named above, then run again with --run-dir {folder} --fresh"
+        return "capture with more --prompts, or a larger --max-new-tokens"
+    return "mend what is named above, then capture and compare again, with --fresh"
 
 
 def _next_step(verdict: Verdict, folder: Path) -> str:
@@ -234,10 +235,11 @@ def _next_step(verdict: Verdict, folder: Path) -> str:
         kind = next(m.kind for m in c.mismatches if m.kind not in c.allowed)
         return f"mend it, or measure across it with --allow-mismatch {kind}"
     if verdict.status == "inconclusive":
-        return _settle(verdict, folder)
+        return _settle(verdict)
     edge = headline(verdict)
     if verdict.status == "pass":
-        return f"in CI: rlk-align gate {folder} --contract {verdict.contract.given}"
+        given = shlex.quote(verdict.contract.given)
+        return f"in CI: rlk-align gate {shlex.quote(str(folder))} --contract {given}"
     first = (first_over_budget(verdict, edge) or edge.first_bitwise) if edge else None
     if edge is None or first is None:
         return "see the breaches above"

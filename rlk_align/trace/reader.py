@@ -32,6 +32,8 @@ class SiteRows:
     position: np.ndarray
     digest: np.ndarray
     """int64 `[N, 2]`."""
+    absmax: np.ndarray
+    """Largest magnitude of each row's finite entries, float64; 0 in digest-only passes."""
     norm: np.ndarray
     """L2 norm of each row's finite entries, float64; 0 in digest-only passes."""
     nonfinite: np.ndarray
@@ -121,6 +123,7 @@ class PassReader:
             sample=column("sample", -1).astype(np.int64),
             position=column("position", -1).astype(np.int64),
             digest=np.stack([column("digest_0", 0), column("digest_1", 0)], axis=1),
+            absmax=column("absmax", 0),
             norm=column("norm", 0),
             nonfinite=column("nonfinite", 0),
             shard=column("shard", -1),

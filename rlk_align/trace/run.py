@@ -14,7 +14,7 @@ import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
@@ -27,6 +27,7 @@ from rlk_align.trace.checksums import CHECKSUMS, Checksums, add_checksums, read_
 from rlk_align.trace.records import REPAIR, Record, load_record, save_record, writing
 from rlk_align.trace.schema import check_trace
 
+RUN_FILES = ("run.json", "comparison.json", "verdict.json", CHECKSUMS)
 RUNS = Path("rlk-runs")
 """Where runs go by default, below the current directory."""
 
@@ -80,6 +81,7 @@ class Run:
                 "give the folder that `capture -o` or `compare --run-dir` wrote",
             )
         if not (folder / CHECKSUMS).is_file():
+            run._check_free()
             raise CorruptTrace(
                 f"{folder} is not whole: the last command into it did not finish",
                 f"run it again: {shlex.join(run.record.command)}",
@@ -98,7 +100,8 @@ class Run:
     def save(self, record: RunRecord) -> None:
         """Writes run.json and makes this the last run."""
         save_record(record, self.folder / "run.json")
-        with writing(RUNS):
+        # Where nothing can be written here, there is no last run.
+        with suppress(OSError):
             RUNS.mkdir(parents=True, exist_ok=True)
             (RUNS / "last").write_text(f"{self.folder.resolve()}\n", encoding="utf-8")
 
@@ -123,14 +126,22 @@ class Run:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts:
             raise CorruptTrace(f"{self.folder}/run.json points outside the run: {name}", REPAIR)
-        self._checksums.check(self.folder, [f"{name}/{CHECKSUMS}"])
+        try:
+            self._checksums.check(self.folder, [f"{name}/{CHECKSUMS}"])
+        except CorruptTrace as error:
+            where = (self.folder / path).resolve()
+            raise CorruptTrace(
+                f"{self.folder}: its {role} capture, {where}, is gone or was made again: "
+                f"{error.message}",
+                f"make this run again: {shlex.join(self.record.command)}",
+            ) from error
         return self.folder / path
 
     def check(self) -> None:
         """Raises CorruptTrace where any file of the run is missing or is not what was written."""
-        self._checksums.check(self.folder, self._checksums.files)
         for role in self.record.captures:
             check_trace(self.capture_folder(role))
+        self._checksums.check(self.folder, self._checksums.files)
 
     def relative(self, folders: Mapping[Role, Path]) -> dict[Role, str]:
         """Captures as run.json names them; one that lies elsewhere is linked into the run, so that
@@ -140,12 +151,15 @@ class Run:
             here, there = self.folder.resolve(), folder.resolve()
             link = self.folder / "captures" / role
             if here not in there.parents:
+                if link.is_dir() and not link.is_symlink():
+                    # A copy that followed the links: what it holds stays.
+                    link = link.with_name(f"{role}-{fingerprint(str(there))}")
                 with writing(link):
                     link.parent.mkdir(parents=True, exist_ok=True)
                     link.unlink(missing_ok=True)
                     target = os.path.relpath(there, link.parent.resolve())
                     link.symlink_to(target, target_is_directory=True)
-                there = here / "captures" / role
+                there = here / "captures" / link.name
             captures[role] = there.relative_to(here).as_posix()
         return captures
 
@@ -174,6 +188,25 @@ class Run:
             text = json.dumps(verdict, indent=1, allow_nan=False)
             (self.folder / "verdict.json").write_text(text + "\n", encoding="utf-8")
 
+    def check_output(self, path: Path) -> None:
+        """Raises BadOption for a path at which a file of the run lies, or will."""
+        inside = self.folder.resolve() in path.resolve().parents
+        if inside and (path.name in RUN_FILES or path.parent.resolve() != self.folder.resolve()):
+            raise BadOption(f"{path} is a file of the run itself", "write the output elsewhere")
+
+    def _check_free(self) -> None:
+        """Raises ToolError while another process works in the folder."""
+        with suppress(FileNotFoundError, PermissionError), (self.folder / ".lock").open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise self._in_use() from error
+
+    def _in_use(self) -> ToolError:
+        return ToolError(
+            f"{self.folder} is in use by another rlk-align", "wait for it, or choose another folder"
+        )
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Two processes must not capture into one folder at once. Raises BadOption where a file
@@ -187,8 +220,5 @@ class Run:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise ToolError(
-                    f"{self.folder} is in use by another rlk-align",
-                    "wait for it, or choose another --run-dir",
-                ) from error
+                raise self._in_use() from error
             yield

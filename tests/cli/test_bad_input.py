@@ -99,7 +99,7 @@ def test_too_few_tokens_are_inconclusive(cli: Cli, tmp_path: Path) -> None:
     done = cli("compare", *HF, "--prompts", prompts)
     assert done.code == 4
     assert "sampled tokens" in done.out
-    assert "give more --prompts, or a larger --max-new-tokens" in done.out
+    assert "capture with more --prompts, or a larger --max-new-tokens" in done.out
     assert "--fresh" not in done.out
 
 

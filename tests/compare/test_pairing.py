@@ -25,7 +25,16 @@ def rows(cells: list[tuple[int, int]], digests: list[int] | None = None) -> Site
     sample, position = (np.array([c[k] for c in cells], dtype=np.int64) for k in (0, 1))
     digest = np.stack([np.array(digests, dtype=np.int64), np.zeros(n, dtype=np.int64)], axis=1)
     zeros = np.zeros(n, dtype=np.int64)
-    return SiteRows(sample, position, digest, zeros.astype(float), zeros, zeros, np.arange(n))
+    return SiteRows(
+        sample,
+        position,
+        digest,
+        zeros.astype(float),
+        zeros.astype(float),
+        zeros,
+        zeros,
+        np.arange(n),
+    )
 
 
 def numbered(cells: list[tuple[int, int]], digests: list[int] | None = None) -> NumberedRows:

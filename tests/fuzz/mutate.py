@@ -1,5 +1,6 @@
 """Changes to a folder of files: any file, any byte, any field."""
 
+import copy
 import json
 import random
 import shutil
@@ -141,7 +142,7 @@ def change_field(folder: Path, rng: random.Random) -> str | None:
     elif how == "scale" and isinstance(before, int | float):
         parent[where[-1]] = before * rng.choice([0, -1, 0.5, 10])
     else:
-        parent[where[-1]] = rng.choice(VALUES)
+        parent[where[-1]] = copy.deepcopy(rng.choice(VALUES))
     path.write_text(json.dumps(record, indent=1) + "\n")
     return f"{how} {'.'.join(map(str, where))} of {path}"
 

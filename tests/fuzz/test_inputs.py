@@ -1,5 +1,6 @@
 """Contracts, prompts, engine specs and configs of every kind: a verdict, or one clear line."""
 
+import copy
 import json
 import random
 import shutil
@@ -114,7 +115,7 @@ def test_prompts(seed: int) -> None:
     parent: Any = records
     for key in where[:-1]:
         parent = parent[key]
-    parent[where[-1]] = rng.choice(VALUES)
+    parent[where[-1]] = copy.deepcopy(rng.choice(VALUES))
     text = "".join(json.dumps(r) + "\n" for r in records)
     data = bytearray(text.encode())
     for _ in range(rng.randint(0, 2)):
@@ -210,7 +211,8 @@ def test_configs(tiny: Path, seed: int) -> None:
         if rng.random() < 0.3 and isinstance(parent, dict):
             parent.pop(where[-1], None)
         else:
-            parent[where[-1]] = rng.choice([*VALUES, 2, 3, 16, 64, "yarn", "dynamic", "gelu"])
+            value = rng.choice([*VALUES, 2, 3, 16, 64, "yarn", "dynamic", "gelu"])
+            parent[where[-1]] = copy.deepcopy(value)
     with tempfile.TemporaryDirectory() as temporary:
         model = shutil.copytree(tiny, Path(temporary) / "model")
         (model / "config.json").write_text(json.dumps(config))

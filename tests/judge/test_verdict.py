@@ -77,6 +77,7 @@ def site(name: str = "layers.0.act", **changes: Any) -> SiteResult:
         "rows": 100,
         "differ": 0,
         "introduced": 0,
+        "introduced_valued": 0,
         "noisy": 0,
         "nonfinite": 0,
         "first_introduced": None,
@@ -252,8 +253,9 @@ def test_limits_hold_on_their_edges() -> None:
     bad = metrics(max_abs_dlogp=1.0)
     shown = comparison(edge(), edge("decode_vs_train", metrics=bad))
     limit = {"metric": "max_abs_dlogp", "fail": 0.1}
-    assert code(judge(shown, contract(limit | {"edges": ["prefill_vs_train"]}))) == 0
-    verdict = judge(shown, contract(limit | {"edges": ["decode_vs_train"]}))
+    any_k3 = {"metric": "k3", "fail": 1}
+    assert code(judge(shown, contract(limit | {"edges": ["prefill_vs_train"]}, any_k3))) == 0
+    verdict = judge(shown, contract(limit | {"edges": ["decode_vs_train"]}, any_k3))
     assert [b.edge for b in verdict.breaches] == ["decode_vs_train"]
     assert code(judge(shown, contract(limit))) == 1
 
@@ -513,3 +515,36 @@ def test_nan_survives_the_stored_comparison() -> None:
     assert math.isnan(found.max_abs_dlogp)
     assert found.ratio_max == math.inf
     assert code(judge(again, contract())) == 1
+
+
+def test_rows_whose_values_were_not_kept_are_told_of() -> None:
+    partly = site(introduced=5, introduced_valued=2, differ=5, first_introduced=(0, 1))
+    limit = {"metric": "op_error", "atol": 0.1, "rtol": 0.1, "fail": 1}
+    (note,) = judge(comparison(edge(sites=[partly])), contract(limit)).notes
+    assert "values of 2 of 5 rows" in note
+    assert "layers.0.act" in note
+    assert "--trace-budget" in note
+
+
+def test_noisy_rows_that_limits_pass_over_are_told_of() -> None:
+    limit = {"metric": "op_error", "atol": 0.1, "rtol": 0.1, "fail": 1}
+    noise = comparison(edge(sites=[site(noisy=3)]), controls=noisy(largest=0.01))
+    (note,) = judge(noise, contract(limit, max_noise=0.1)).notes
+    assert "not held against noisy rows" in note
+
+
+def test_a_contract_without_a_limit_on_a_judged_edge_proves_nothing() -> None:
+    elsewhere = contract({"metric": "max_abs_dlogp", "fail": 1, "edges": ["decode_vs_prefill"]})
+    verdict = judge(comparison(), elsewhere)
+    assert code(verdict) == 4
+    assert "no limit on prefill_vs_train" in verdict.doubts[0]
+
+
+def test_noise_that_was_not_measured_is_a_doubt() -> None:
+    unknown = Controls(
+        observer="bitwise", observer_detail=[], noise=QUIET | {"train": "not measured"}
+    )
+    verdict = judge(comparison(controls=unknown), contract())
+    assert code(verdict) == 4
+    assert "whether train repeats itself was not measured" in verdict.doubts
+    assert code(judge(comparison(controls=unknown), contract(max_noise=0.1))) == 0
