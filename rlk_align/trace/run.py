@@ -73,7 +73,7 @@ class Run:
                 raise BadOption(
                     f"there is no last run below {RUNS.absolute()}", "give the run's folder"
                 )
-            folder = Path(pointer.read_text(encoding="utf-8").strip())
+            folder = Path(os.fsdecode(pointer.read_bytes()))
         run = cls(folder)
         if not (folder / "run.json").is_file():
             raise BadOption(
@@ -103,7 +103,7 @@ class Run:
         # Where nothing can be written here, there is no last run.
         with suppress(OSError):
             RUNS.mkdir(parents=True, exist_ok=True)
-            (RUNS / "last").write_text(f"{self.folder.resolve()}\n", encoding="utf-8")
+            (RUNS / "last").write_bytes(os.fsencode(self.folder.resolve()))
 
     def finish(self) -> None:
         """Writes the checksums of everything in it: from here on it may be read."""

@@ -91,3 +91,50 @@ def test_another_device_makes_another_capture(monkeypatch: pytest.MonkeyPatch) -
     assert key_of("hf:device=cpu") == on_cpu, "it does not look at GPUs"
     monkeypatch.setattr(key, "_processor", lambda: "another")
     assert key_of("hf:device=cpu") != on_cpu
+
+
+def test_what_a_patch_may_import_makes_another_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("import beside")
+    (tmp_path / "beside.py").write_text("S = 1.0")
+    first = key_of("hf:patch=mine:f")
+    assert key_of("hf:patch=mine:f") == first
+    (tmp_path / "beside.py").write_text("S = 1.5")
+    second = key_of("hf:patch=mine:f")
+    assert second != first
+    package = tmp_path / "mine"
+    (package / "deep").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "deep" / "f.py").write_text("S = 1.0")
+    third = key_of("hf:patch=mine:f")
+    assert third not in (first, second)
+    (package / "deep" / "f.py").write_text("S = 1.5")
+    assert key_of("hf:patch=mine:f") != third
+
+
+def test_a_patch_without_a_source_is_never_taken_from_an_earlier_capture() -> None:
+    assert key_of("hf:patch=nowhere.to.be.found:f") != key_of("hf:patch=nowhere.to.be.found:f")
+
+
+def test_the_environment_that_engines_read_makes_another_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = key_of("hf")
+    monkeypatch.setenv("SOME_OTHER_VARIABLE", "1")
+    assert key_of("hf") == first
+    for name in ("ONEDNN_MAX_CPU_ISA", "VLLM_X", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS"):
+        with monkeypatch.context() as patched:
+            patched.setenv(name, "77")
+            assert key_of("hf") != first, name
+    assert key_of("hf") == first
+
+
+def test_prompts_of_another_kind_make_another_capture(tmp_path: Path) -> None:
+    spec, found = EngineSpec.parse("hf"), set()
+    for name in ("p.txt", "p.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "x"}\n')
+        request = CaptureRequest(engine=spec, model="", prompts=tmp_path / name)
+        found.add(key.capture_key(request, spec, data_path("model"), None))
+    assert len(found) == 2

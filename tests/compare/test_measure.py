@@ -133,6 +133,27 @@ def test_a_nan_is_no_small_shift(tmp_path: Path) -> None:
     assert comparison.controls.observer == "violated"
 
 
+def test_a_fault_in_a_row_without_values_is_seen_by_its_largest_entry(tmp_path: Path) -> None:
+    """Statistics are of every row: an entry larger by so much is off by as much at least."""
+    site = "layers.0.o_proj"
+    faulty = spoil(VALUES, site, [CELL], change=lambda row: row * 8)
+
+    def few(name: str, sample, position):
+        return keep_logprobs(name, sample, position) | (sample != CELL[0])
+
+    traces = [
+        write_trace(tmp_path / name, values, keep=few)
+        for name, values in (("a", VALUES), ("b", faulty))
+    ]
+    (edge,) = compared(*traces).edges
+    (found,) = [s for s in edge.sites if s.site == site]
+    assert (found.introduced, found.introduced_valued, found.valued_rows) == (1, 0, 0)
+    row = VALUES[site][all_cells().index(CELL)].double().abs().max().item()
+    ((magnitude, error),) = found.frontier
+    assert magnitude == pytest.approx(8 * row)
+    assert error == pytest.approx(7 * row)
+
+
 def test_noise_names_its_first_site(tmp_path: Path) -> None:
     repeat = spoil(VALUES, "layers.0.up_proj", [CELL])
     noise = pair_of(tmp_path, repeat=repeat).controls.noise["rollout"]

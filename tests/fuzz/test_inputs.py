@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from fuzz.mutate import VALUES, places
-from fuzz.test_runs import EXAMPLES, command, ended_well
+from fuzz.test_runs import EXAMPLES, ended_well
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inprocess import command
 from synthetic import compared_run
 
 from rlk_align.capture.check import check_request

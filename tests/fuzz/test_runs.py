@@ -3,13 +3,10 @@
 FUZZ_EXAMPLES=20000 pytest tests/fuzz    for more than the tests do by themselves
 """
 
-import contextlib
 import functools
-import io
 import os
 import random
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -17,28 +14,13 @@ import pytest
 from fuzz.mutate import MUTATIONS, files
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inprocess import command
 from synthetic import compared_run, draw, spoil
-
-from rlk_align.cli.main import main
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "500"))
 CONTRACT = str(Path(__file__).parents[1] / "synthetic.toml")
 EDGES = ("decode_vs_prefill", "prefill_vs_train", "decode_vs_train")
 LOGS = ("worker.log", "events.jsonl", "job.json", "rank0.log")
-
-
-def command(*words: object) -> tuple[int, str]:
-    """Exit code and all that `rlk-align` printed, in this process."""
-    said = io.StringIO()
-    argv, sys.argv = sys.argv, ["rlk-align", *map(str, words)]
-    try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            main()
-    except SystemExit as end:
-        return int(end.code or 0), said.getvalue()
-    finally:
-        sys.argv = argv
-    raise AssertionError("a command ends by its exit code")
 
 
 @pytest.fixture(scope="module")
