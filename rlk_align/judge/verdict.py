@@ -150,8 +150,8 @@ def _noise(c: Comparison, contract: Contract) -> Iterator[str]:
 
 
 def _notes(c: Comparison, contract: Contract) -> list[str]:
-    """Untested versions, other versions of torch on the two sides, and operators that no tolerance
-    was held against because their values were not kept."""
+    """Untested versions, other versions of torch on the two sides, one capture for both, and rows
+    that no operator's limit was held against: their values were not kept, or they are noisy."""
     notes = [
         f"{role}: {e.environment['untested']}"
         for role, e in c.engines.items()
