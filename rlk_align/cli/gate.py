@@ -6,6 +6,7 @@ import typer
 
 from rlk_align.cli import options
 from rlk_align.cli.output import finish
+from rlk_align.errors import CorruptTrace
 from rlk_align.judge.verdict import judge_by
 from rlk_align.progress import show_progress
 from rlk_align.results import Comparison
@@ -39,4 +40,10 @@ def _recomputed(run: Run) -> Comparison:
     from rlk_align.pipeline import recompute
 
     with show_progress("gate") as progress:
-        return recompute(run, progress)
+        found = recompute(run, progress)
+    try:
+        if run.comparison.model_dump_json() != found.model_dump_json():
+            options.warn(["comparison.json says otherwise than its captures; they are judged"])
+    except CorruptTrace as error:
+        options.warn([f"{error.message}; the captures are judged"])
+    return found

@@ -8,6 +8,8 @@ import pytest
 from inprocess import command
 from synthetic import compared_run
 
+from rlk_align.trace.run import Run
+
 CONTRACT = str(Path(__file__).parents[1] / "synthetic.toml")
 EDGE = ("--edges", "prefill_vs_train", "--contract", CONTRACT)
 
@@ -102,6 +104,20 @@ def test_names_that_are_no_text_are_kept_as_escapes(runs: Path) -> None:
 def test_a_run_needs_a_folder(runs: Path) -> None:
     assert "folder of its own" in refused(2, "compare", "a", "b", "--run-dir", "", *EDGE)
     assert "folder of its own" in refused(2, "capture", "--engine", "hf", "-o", "")
+
+
+def test_recompute_says_where_the_record_is_another(runs: Path) -> None:
+    words = ("gate", "a", "--recompute", "--contract", CONTRACT)
+    assert "warning" not in command(*words)[1]
+    text = (runs / "a" / "comparison.json").read_text()
+    (runs / "a" / "comparison.json").write_text(text.replace('"tokens": 15', '"tokens": 14', 1))
+    code, said = command(*words)
+    assert code == 0
+    assert "comparison.json was changed after it was written; the captures are judged" in said
+    Run(runs / "a").finish()  # a forger writes checksums too
+    code, said = command(*words)
+    assert code == 0
+    assert "comparison.json says otherwise than its captures" in said
 
 
 def test_prompts_from_a_pipe_are_refused(runs: Path) -> None:
