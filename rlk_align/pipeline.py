@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from rlk_align.capture.capture import capture
 from rlk_align.capture.request import CaptureRequest
 from rlk_align.compare.measure import measure
-from rlk_align.errors import Interrupted
 from rlk_align.judge.verdict import Verdict, judge_by
 from rlk_align.model.edges import EDGES
 from rlk_align.progress import Progress
@@ -45,13 +44,7 @@ def compare(request: CompareRequest, run: Run, progress: Progress) -> Verdict:
             allowed=request.allowed,
         )
         run.save(record)
-        try:
-            comparison = measure(rollout, train, request.judged, request.allowed, progress)
-        except KeyboardInterrupt as interrupt:
-            raise Interrupted(
-                f"interrupted while comparing; both captures are kept in {run.folder}",
-                "the same command goes on from there",
-            ) from interrupt
+        comparison = measure(rollout, train, request.judged, request.allowed, progress)
         run.save_comparison(comparison)
         verdict = judge_by(comparison, request.contract)
         run.save_verdict(verdict_json(verdict))

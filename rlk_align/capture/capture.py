@@ -33,7 +33,7 @@ def capture(
 
     `tokens`: the sequences to score; None lets the engine sample them. What an interrupted
     capture had finished is kept, and this call goes on from there, unless `fresh`.
-    Raises what the worker raised, EngineFailed where it died, Interrupted on Ctrl-C.
+    Raises what the worker raised, EngineFailed where it died.
     """
     if request.engine.name == "replay":
         return _replay(request, role)

@@ -15,7 +15,7 @@ from rlk_align.engines.process.heartbeat import HEARTBEATS, Heartbeat, heartbeat
 from rlk_align.engines.process.interpreter import package_path
 from rlk_align.engines.process.job import Events, Job, error_of, failed
 from rlk_align.engines.process.launch import death
-from rlk_align.errors import BadOption, Interrupted, RlkError
+from rlk_align.errors import BadOption, RlkError
 from rlk_align.model.prompts import load_prompts, save_prompts
 from rlk_align.progress import Progress
 from rlk_align.trace.records import writing
@@ -29,17 +29,12 @@ have loaded the model."""
 def run_worker(job: Job, progress: Progress) -> None:
     """Carries the job out in a process of its own.
 
-    Raises what the worker raised, EngineFailed where it died, Interrupted on Ctrl-C.
+    Raises what the worker raised, EngineFailed where it died. Ctrl-C ends it too.
     """
     log = job.folder / "worker.log"
     worker = _start(job, log)
     try:
         told = _follow(worker, job, progress)
-    except KeyboardInterrupt as interrupt:
-        raise Interrupted(
-            f"interrupted; what {job.engine} had finished is kept in {job.folder}",
-            "the same command goes on from there",
-        ) from interrupt
     finally:
         _end_group(worker)
         shutil.rmtree(job.folder / HEARTBEATS, ignore_errors=True)

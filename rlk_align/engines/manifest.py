@@ -2,7 +2,6 @@
 written before any pass."""
 
 import importlib.metadata
-import os
 import platform
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from rlk_align.engines.common.parameters import ParameterRecord
 from rlk_align.engines.process.job import Job
 from rlk_align.engines.process.versions import versions
 from rlk_align.engines.tested import untested
+from rlk_align.files import whole_file
 from rlk_align.trace.records import save_record, writing
 from rlk_align.trace.schema import WEIGHTS_SCHEMA, TraceRecord
 
@@ -43,10 +43,8 @@ def write_manifest(job: Job, engine: Engine, prompt_ids: dict[str, list[int]]) -
 
 def _write_weights(path: Path, parameters: list[ParameterRecord]) -> None:
     columns = {name: [getattr(p, name) for p in parameters] for name in WEIGHTS_SCHEMA.names}
-    partial = path.with_name(path.name + ".partial")
-    with writing(path):
+    with writing(path), whole_file(path) as partial:
         pq.write_table(pa.table(columns, schema=WEIGHTS_SCHEMA), partial, write_page_checksum=True)
-        os.replace(partial, path)
 
 
 def _environment(engine: Engine) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlk_align.errors import CorruptTrace, PromptError
+from rlk_align.files import whole_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,8 @@ class TokenBatch:
             [pa.array(c, f.type) for c, f in zip(columns, _SCHEMA, strict=True)], schema=_SCHEMA
         )
         table = table.replace_schema_metadata({_DIGEST: self._digest()})
-        partial = path.with_name(path.name + ".partial")
-        pq.write_table(table, partial, write_page_checksum=True)
-        os.replace(partial, path)
+        with whole_file(path) as partial:
+            pq.write_table(table, partial, write_page_checksum=True)
 
     def _digest(self) -> bytes:
         """Of everything that the table says; the file's names and types have no checksum."""
@@ -153,9 +152,8 @@ def save_prompts(prompts: list[Prompt], path: Path) -> None:
         for p in prompts
     ]
     lines = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(lines, encoding="utf-8")
-    os.replace(partial, path)
+    with whole_file(path) as partial:
+        partial.write_text(lines, encoding="utf-8")
 
 
 def _parse_line(path: Path, number: int, line: str) -> Prompt:

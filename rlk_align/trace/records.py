@@ -1,6 +1,5 @@
 """Frozen records on disk, each a JSON file that is there whole or not at all."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rlk_align.errors import CorruptTrace, TraceNotWritten
+from rlk_align.files import whole_file
 from rlk_align.text import complaint
 
 REPAIR = "run the command that wrote it again, with --fresh"
@@ -27,10 +27,8 @@ R = TypeVar("R", bound=BaseModel)
 
 def save_record(record: BaseModel, path: Path) -> None:
     """Writes a record so that a reader sees all of it or nothing."""
-    with writing(path):
-        partial = path.with_name(path.name + ".partial")
+    with writing(path), whole_file(path) as partial:
         partial.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, path)
 
 
 def load_record(kind: type[R], path: Path) -> R:

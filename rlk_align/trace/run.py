@@ -21,7 +21,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlk_align.errors import BadOption, CorruptTrace, ToolError
+from rlk_align.errors import BadOption, CorruptTrace, Interrupted, ToolError
 from rlk_align.results import Comparison, EdgeName, Kind
 from rlk_align.trace.checksums import CHECKSUMS, Checksums, add_checksums, read_checksums
 from rlk_align.trace.records import REPAIR, Record, load_record, save_record, writing
@@ -210,7 +210,7 @@ class Run:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Two processes must not capture into one folder at once. Raises BadOption where a file
-        is in its place, ToolError while another process holds it."""
+        is in its place, ToolError while another process holds it, Interrupted on Ctrl-C inside."""
         if self.folder.exists() and not self.folder.is_dir():
             raise BadOption(f"{self.folder} is a file, and a run is a folder", "name another one")
         with writing(self.folder):
@@ -221,4 +221,10 @@ class Run:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise self._in_use() from error
-            yield
+            try:
+                yield
+            except KeyboardInterrupt as interrupt:
+                raise Interrupted(
+                    f"interrupted; what was finished is kept in {self.folder}",
+                    "the same command goes on from there",
+                ) from interrupt

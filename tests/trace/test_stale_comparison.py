@@ -51,6 +51,6 @@ def test_an_interrupt_while_comparing_says_what_is_kept(
     monkeypatch.setattr(pipeline, "measure", interrupt)
     side = CaptureRequest(engine=EngineSpec("hf"), model="m", prompts=Path("p"))
     request = pipeline.CompareRequest(rollout=side, train=side, command=("rlk-align", "compare"))
-    with pytest.raises(Interrupted, match=r"both captures are kept in .*run") as raised:
+    with pytest.raises(Interrupted, match=r"what was finished is kept in .*run") as raised:
         pipeline.compare(request, concluded, lambda *_: None)
     assert "goes on from there" in raised.value.fix
