@@ -1,0 +1,1 @@
+"""What lies behind a difference: who introduced it, which side is off, and does it matter."""
