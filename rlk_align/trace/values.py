@@ -1,4 +1,4 @@
-"""The recorded values of a pass by (sample, position), for whoever puts them back."""
+"""The recorded values of a pass by row, for whoever puts them back or compares them."""
 
 from dataclasses import dataclass
 
@@ -13,20 +13,32 @@ from rlk_align.trace.reader import PassReader
 
 @dataclass(frozen=True, slots=True)
 class _Slots:
-    """Where the rows of one site lie: arrays by row number of the batch."""
+    """What a pass holds of one site: arrays by row number of the batch. Of a row that it saw twice,
+    the first."""
 
+    present: np.ndarray
+    digest: np.ndarray
     shard: np.ndarray
     """-1 where no value is kept."""
     index: np.ndarray
 
 
 class RecordedRows:
-    """Values of one pass. What is read stays mapped from its file, not copied."""
+    """One pass, by row number of the batch. Values that are read stay mapped from their file."""
 
     def __init__(self, reader: PassReader, index: RowIndex) -> None:
-        self._reader, self._index = reader, index
+        self.reader = reader
+        self._index = index
         self._slots: dict[str, _Slots] = {}
         self._tensors: dict[tuple[str, int], torch.Tensor] = {}
+
+    def present(self, site: str) -> np.ndarray:
+        """Which rows of the batch the pass has, a mask."""
+        return self._of(site).present
+
+    def digests(self, site: str) -> np.ndarray:
+        """int64 `[rows of the batch, 2]`; 0 where there is none."""
+        return self._of(site).digest
 
     def kept(self, site: str) -> np.ndarray:
         """Which rows of the batch have a value, a mask."""
@@ -37,34 +49,44 @@ class RecordedRows:
     ) -> tuple[torch.Tensor | None, np.ndarray]:
         """The values `[n, F]` of the rows at (sample, position) that have one, None where none
         has, and which ones these are, bool `[N]`."""
-        slots, number = self._of(site), self._index.rows(sample, position)
-        shard = np.where(number >= 0, slots.shard[number], -1)
-        found = shard >= 0
-        if not found.any():
-            return None, found
-        record = self._reader.record.sites[site]
-        out = torch.empty(int(found.sum()), record.features, dtype=getattr(torch, record.dtype))
-        shard, index = shard[found], slots.index[number[found]]
+        number = self._index.rows(sample, position)
+        found = np.where(number >= 0, self.kept(site)[number], False)
+        return (self.values(site, number[found]) if found.any() else None), found
+
+    def values(self, site: str, number: np.ndarray) -> torch.Tensor:
+        """Values `[n, F]` of rows that have one, in the engine's dtype."""
+        slots, record = self._of(site), self.reader.record.sites[site]
+        out = torch.empty(len(number), record.features, dtype=getattr(torch, record.dtype))
+        shard, index = slots.shard[number], slots.index[number]
         for s in np.unique(shard):
             here = torch.from_numpy(np.flatnonzero(shard == s))
             out[here] = self._tensor(site, int(s))[torch.from_numpy(index[shard == s])]
-        return out, found
+        return out
 
     def _of(self, site: str) -> _Slots:
         if site not in self._slots:
-            shard, index = (np.full(len(self._index), -1, dtype=np.int64) for _ in range(2))
-            rows = self._reader.rows(site)
+            size = len(self._index)
+            slots = _Slots(
+                np.zeros(size, dtype=bool),
+                np.zeros((size, 2), dtype=np.int64),
+                np.full(size, -1, dtype=np.int64),
+                np.full(size, -1, dtype=np.int64),
+            )
+            rows = self.reader.rows(site)
             if rows is not None:
                 number = self._index.rows(rows.sample, rows.position)
-                # Backwards, so that of a row that was seen twice the first one stays.
-                kept = np.flatnonzero((number >= 0) & (rows.shard >= 0))[::-1]
-                shard[number[kept]], index[number[kept]] = rows.shard[kept], rows.index[kept]
-            self._slots[site] = _Slots(shard, index)
+                known = np.flatnonzero(number >= 0)
+                _, first = np.unique(number[known], return_index=True)
+                at = known[first]
+                slots.present[number[at]] = True
+                slots.digest[number[at]] = rows.digest[at]
+                slots.shard[number[at]], slots.index[number[at]] = rows.shard[at], rows.index[at]
+            self._slots[site] = slots
         return self._slots[site]
 
     def _tensor(self, site: str, shard: int) -> torch.Tensor:
         if (site, shard) not in self._tensors:
-            path = self._reader.values_file(shard)
+            path = self.reader.values_file(shard)
             try:
                 with safe_open(path, framework="pt") as file:
                     self._tensors[site, shard] = file.get_tensor(site)

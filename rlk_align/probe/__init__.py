@@ -1,0 +1,1 @@
+"""Who introduced a difference, who passed it on, and what it does to the log-probs."""
