@@ -112,7 +112,7 @@ def _run_pass(
 
     def progress(done: int) -> None:
         if first:
-            events.send(stage=name, done=done, total=total)
+            events.send(**_stage(job, name, done, total))
 
     progress(0)
     extra: dict[str, Any] = {}
@@ -138,6 +138,15 @@ def _run_pass(
             writer.finish(engine.unexposed(kind))
             add_checksums(job.folder, (*TRACE_FILES, f"{name}/pass.json"))
     return batch
+
+
+def _stage(job: Job, name: str, done: int, total: int) -> dict[str, Any]:
+    """How far a pass is, in samples; of many interventions, how many of them."""
+    if name not in job.interventions:
+        return {"stage": name, "done": done, "total": total}
+    kind, what = name.partition(".")[0], job.interventions[name].kind
+    number = list(job.interventions).index(name) + (done == total)
+    return {"stage": f"{kind}, {what}", "done": number, "total": len(job.interventions)}
 
 
 def _open_part(job: Job, engine: Engine, name: str, plan: CapturePlan) -> PassWriter:

@@ -193,3 +193,12 @@ def scale_fused_norm(model: Any) -> None:
 def scale_up_projection_in_megatron(model: Any) -> None:
     """What the MLP of layer 1 multiplies is 2 % too large."""
     _scale_output(model.decoder.layers[1].mlp.linear_fc1, 1.02)
+
+
+def ulp_in_the_first_norm(model: Any) -> None:
+    """Layer 0's attn_norm is one unit in the last place too large."""
+
+    def up(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return torch.nextafter(output, torch.full_like(output, torch.inf))
+
+    model.model.layers[0].input_layernorm.register_forward_hook(up)

@@ -29,7 +29,7 @@ def scaled(by: float) -> "partial[torch.Tensor]":
     return partial(torch.mul, torch.tensor(by, dtype=torch.float64))
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 10**6),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),

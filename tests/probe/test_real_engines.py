@@ -10,6 +10,9 @@ import warm
 from conftest import command_line, require_engine, write_few_prompts
 
 from rlk_align.capture import supervise
+from rlk_align.errors import BadOption
+from rlk_align.probe.amplify import amplification
+from rlk_align.probe.attribute import attribute
 from rlk_align.probe.decompose import decompose
 from rlk_align.probe.graft import GraftedEdge, graft_passes
 from rlk_align.probe.units import Unit
@@ -75,11 +78,55 @@ def test_hf_and_fsdp(tmp_path: Path) -> None:
     folders = {p.name.partition(".")[0]: p for p in run.folder.glob("captures/*.probe-*")}
     forwards = {role: len(list(p.glob("*/pass.json"))) for role, p in folders.items()}
     assert forwards == {"rollout": 6, "train": 3}
+    # The only introducer is the whole of the difference, first or last.
+    found = attribute(run, edges[0], list(units(edges[0]).values()), lambda *_: None)
+    assert found.unexplained == 0
+    assert max(map(abs, found.whole)) > 1e-4
+    assert found.largest is not None
+    assert found.largest.units == ["layers.1.o_proj"]
+    if len(found.layers) == 1:
+        assert found.layers[0].first == found.layers[0].last == found.whole
 
     # Once more: what is there is taken as it is, and no engine starts.
     again: list[str] = []
     graft_passes(run, EDGES[:1], lambda stage, *_: again.append(stage))
     assert again == []
+
+
+def test_an_early_ulp_that_becomes_the_largest_difference_late(tmp_path: Path) -> None:
+    """In fp32 the planted unit alone is an introducer; what differs most is a late amplifier. An
+    engine's answer to a perturbation of its own has the same shape."""
+    run = compared(
+        tmp_path, "hf:dtype=float32", "hf:dtype=float32,patch=patches:ulp_in_the_first_norm"
+    )
+    (edge,) = graft_passes(run, EDGES[1:2], lambda *_: None)
+    found = units(edge)
+    assert introducers(edge) == {"layers.0.attn_norm"}
+    planted = found["layers.0.attn_norm"].part("introduced")
+    assert planted is not None
+    assert 2e-8 < planted.rel_l2 < 1.2e-7
+    largest = max(found.values(), key=lambda u: _inherited(u))
+    assert largest.label == "amplifier"
+    assert largest.layer is None or largest.layer >= 2
+    assert _inherited(largest) > 2 * planted.rel_l2
+    (answer,) = amplification(run, "rollout", ["layers.0.attn_norm"], lambda *_: None)
+    assert 2e-8 < answer.rel_l2 < 1.2e-7
+    assert answer.gain > 1.5
+    assert answer.largest is not None
+    assert answer.largest.gain > 1
+    responses = {r.name: r for r in answer.responses}
+    assert not {"embed", "layers.0.attn_norm"} & responses.keys()
+    assert responses["layers.0.q_proj"].inputs_rel_l2 == answer.rel_l2
+    assert responses["logits"].rel_l2 > 0
+    assert answer.max_abs_dlogp > 0
+    with pytest.raises(BadOption, match="'nothing' is no site"):
+        amplification(run, "rollout", ["nothing"], lambda *_: None)
+
+
+def _inherited(unit: Unit) -> float:
+    part = unit.part("inherited")
+    assert part is not None
+    return part.rel_l2
 
 
 def test_vllm_and_its_regions(tmp_path: Path) -> None:
