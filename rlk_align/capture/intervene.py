@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rlk_align.capture.capture import run_worker
-from rlk_align.capture.key import adapter_digest, engine_versions
+from rlk_align.capture.key import surroundings
 from rlk_align.capture.request import TracePlan
 from rlk_align.engines.common.intervention import Intervention, Source
 from rlk_align.engines.process.job import Job
@@ -40,8 +40,7 @@ def intervene(
         require_installed(spec.name)
     key = fingerprint(
         capture.record.key,
-        adapter_digest(spec),
-        engine_versions(spec),
+        surroundings(spec),
         [plan.budget, plan.layers, plan.sites],
     )
     folder = run.folder / "captures" / f"{role}.probe-{key}"

@@ -188,6 +188,8 @@ def _determined(
     reasons = {}
     for name in graph.inputs + graph.prefix_inputs:
         kept, live = source.own.kept(name), grafted.other.present(name)
+        if not live.any():
+            return none, f"{grafted.name} shows no {name}"
         to_write = int((kept & live).sum())
         written = grafted.end.other.record.overwritten.get(name, 0)
         if written < to_write:

@@ -4,7 +4,7 @@ At every site the recorded value overwrites the live one once that has been reco
 forward gives each unit's output on recorded inputs. Called X(xY): engine X on Y's inputs.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlk_align.capture.intervene import intervene, source_of
@@ -66,6 +66,23 @@ def traces_of(run: Run) -> dict[SideName, Trace]:
     }
 
 
+def _check_alike(run: Run, traces: Mapping[SideName, Trace]) -> None:
+    """Raises BadOption where the sides' rows or features are not each other's."""
+    rollout, train = traces["rollout"], traces["train"]
+    ids = [[s.ids for s in t.tokens.samples] for t in (rollout, train)]
+    differs = {
+        "token ids": ids[0] != ids[1],
+        "shapes": model_sites(rollout.record.shape) != model_sites(train.record.shape),
+    }
+    for what, is_so in differs.items():
+        if is_so:
+            raise BadOption(
+                f"{run.folder}: the sides differ in their {what}: neither's values can be put "
+                "into the other",
+                "compare them again with the same ids and models of one shape",
+            )
+
+
 def fused_pairs(traces: Iterable[Trace]) -> frozenset[tuple[str, str]]:
     """Pairs of operators that one of these engines computes as one."""
     return frozenset(pair for t in traces for pair in engine_info(t.record.engine).fused)
@@ -85,6 +102,7 @@ def graft_passes(
         for side, passname in EDGE_ENDS[edge]:
             if not traces[side].has_pass(passname):
                 raise BadOption(f"{run.folder}: the {side} capture has no {passname} pass")
+    _check_alike(run, traces)
     fused = fused_pairs(traces.values())
     tokens, shape = traces["rollout"].tokens, traces["rollout"].record.shape
     late = late_sites(model_sites(shape), fused)

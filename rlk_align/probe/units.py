@@ -92,7 +92,7 @@ class Unit(Result):
     @property
     def introduced_rows(self) -> int:
         """Rows in which it introduced, the order with the most."""
-        return max(o.introduced_rows for o in self.orders)
+        return max((o.introduced_rows for o in self.orders), default=0)
 
     @property
     def gain(self) -> float | None:

@@ -4,6 +4,7 @@ n = rows that are overwritten, f = features of the slice at hand.
 """
 
 import hashlib
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ import torch
 from rlk_align.engines.common.intervention import Intervention, Source
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.model.sites import RowIndex
-from rlk_align.trace.reader import Trace
+from rlk_align.trace.reader import PassReader, Trace
 from rlk_align.trace.values import RecordedRows
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -36,7 +37,7 @@ class Editor:
     def _open(self, source: Source | None) -> RecordedRows | None:
         if source is None:
             return None
-        return RecordedRows(Trace(source.folder).read_pass(source.passname), self._index)
+        return RecordedRows(_checked_pass(source), self._index)
 
     def wants(self, site: str) -> bool:
         """Whether it overwrites that site."""
@@ -67,6 +68,12 @@ class Editor:
         )
         here = live[torch.from_numpy(np.flatnonzero(both)).to(live.device)].double()
         return (here + change.to(live.device)).to(live.dtype), both
+
+
+@lru_cache(maxsize=16)
+def _checked_pass(source: Source) -> PassReader:
+    """Read by several passes of one job, and compared with its checksums once."""
+    return Trace(source.folder).read_pass(source.passname)
 
 
 def _widened(rows: torch.Tensor, start: int, stop: int) -> torch.Tensor:
