@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from rlk_align.model.sites import RowIndex, Site, model_sites
+from rlk_align.probe.determined import RecordedEnd, determined
 from rlk_align.probe.exact import difference, split
-from rlk_align.probe.graft import GraftedEdge, GraftedEnd
+from rlk_align.probe.graft import GraftedEdge
 from rlk_align.probe.graph import UnitGraph, unit_graphs
 from rlk_align.probe.units import Difference, Label, Order, Split, Unit
 from rlk_align.progress import Progress
-from rlk_align.trace.values import RecordedRows
 
 BLOCK_ELEMENTS = 1 << 20
 """Values of one site that are compared at a time."""
@@ -44,26 +44,6 @@ class _Sums:
         )
 
 
-class _End:
-    """One engine of the edge: its capture and its graft passes, row by row."""
-
-    def __init__(self, end: GraftedEnd, index: RowIndex) -> None:
-        self.end = end
-        self.name = f"{end.side} {end.passname}"
-        self.own, self.again, self.other = (
-            RecordedRows(p, index) for p in (end.own, end.again, end.other)
-        )
-
-    def dtype(self, site: str) -> torch.dtype:
-        return getattr(torch, self.end.own.record.sites[site].dtype)
-
-    def not_reproduced(self, site: str) -> int:
-        """Rows that it does not reproduce when grafted with its own inputs."""
-        there = self.own.present(site)
-        same = (self.own.digests(site) == self.again.digests(site)).all(axis=1)
-        return int((there & ~(same & self.again.present(site))).sum())
-
-
 @dataclass(slots=True)
 class _Walk:
     """An edge, while it is walked unit by unit."""
@@ -71,8 +51,8 @@ class _Walk:
     edge: GraftedEdge
     index: RowIndex
     sites: dict[str, Site]
-    first: _End
-    second: _End
+    first: RecordedEnd
+    second: RecordedEnd
     apart: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     """Site -> per row, the square of A(xA) - B(xB) and that of B(xB); NaN where not recorded."""
 
@@ -81,7 +61,9 @@ def decompose(edge: GraftedEdge, progress: Progress) -> list[Unit]:
     """The units of an edge in execution order; one that cannot be determined says why."""
     index = RowIndex(edge.tokens)
     sites = {s.name: s for s in model_sites(edge.shape)}
-    walk = _Walk(edge, index, sites, _End(edge.first, index), _End(edge.second, index))
+    walk = _Walk(
+        edge, index, sites, RecordedEnd(edge.first, index), RecordedEnd(edge.second, index)
+    )
     hidden = {
         s: f"{end.name} cannot show it: {reason}"
         for end in (walk.first, walk.second)
@@ -145,10 +127,12 @@ def _label(forward: Order, backward: Order) -> tuple[Label, str]:
     return "clean", ""
 
 
-def _order(walk: _Walk, graph: UnitGraph, grafted: _End, source: _End) -> tuple[Order, np.ndarray]:
+def _order(
+    walk: _Walk, graph: UnitGraph, grafted: RecordedEnd, source: RecordedEnd
+) -> tuple[Order, np.ndarray]:
     """`grafted` on the inputs of `source`; and the rows of it, a mask."""
     expected = walk.index.expected(graph.sites[0], "decode" in walk.edge.name)
-    rows, reason = _determined(walk, graph, grafted, source, expected)
+    rows, reason = determined(walk.index, graph, grafted, source, expected)
     numbers = np.flatnonzero(rows)
     introduced = np.zeros(len(walk.index), dtype=bool)
     size = np.zeros(len(walk.index))
@@ -171,58 +155,11 @@ def _order(walk: _Walk, graph: UnitGraph, grafted: _End, source: _End) -> tuple[
     return order, rows
 
 
-def _determined(
-    walk: _Walk, graph: UnitGraph, grafted: _End, source: _End, expected: np.ndarray
-) -> tuple[np.ndarray, str]:
-    """The rows in which the unit is known to have read recorded inputs, and all its outputs are
-    recorded; and why others are left out."""
-    none = np.zeros(len(walk.index), dtype=bool)
-    for site in graph.sites:
-        wrong = grafted.not_reproduced(site.name)
-        if wrong:
-            return none, (
-                f"{grafted.name}, grafted with its own inputs, does not reproduce {wrong} rows of "
-                f"its {site.name}"
-            )
-    rows = expected.copy()
-    reasons = {}
-    for name in graph.inputs + graph.prefix_inputs:
-        kept, live = source.own.kept(name), grafted.other.present(name)
-        if not live.any():
-            return none, f"{grafted.name} shows no {name}"
-        to_write = int((kept & live).sum())
-        written = grafted.end.other.record.overwritten.get(name, 0)
-        if written < to_write:
-            return none, f"{grafted.name} overwrote {written} of {to_write} rows of {name}"
-        if kept.any() and not _exact(source.dtype(name), grafted.dtype(name)):
-            return none, (
-                f"{name} of {source.name} is {source.dtype(name)}, which {grafted.name} rounds to "
-                f"{grafted.dtype(name)}"
-            )
-        good = walk.index.prefix_all(kept) if name in graph.prefix_inputs else kept
-        reasons[f"{source.name} keeps no value of {name}"] = rows & ~good
-        rows &= good
-    for site in graph.sites:
-        outputs = {source.name: source.own, grafted.name: grafted.own}
-        outputs[f"the graft pass of {grafted.name}"] = grafted.other
-        for who, recorded in outputs.items():
-            good = recorded.kept(site.name)
-            reasons[f"{who} keeps no value of {site.name}"] = rows & ~good
-            rows &= good
-    why_not = [f"{int(m.sum())} rows: {why}" for why, m in reasons.items() if m.any()]
-    return rows, "; ".join(why_not)
-
-
-def _exact(given: torch.dtype, taken: torch.dtype) -> bool:
-    """Whether every value of the one is a value of the other."""
-    return torch.promote_types(given, taken) == taken
-
-
 def _split(
     walk: _Walk,
     site: Site,
-    grafted: _End,
-    source: _End,
+    grafted: RecordedEnd,
+    source: RecordedEnd,
     numbers: np.ndarray,
     introduced_in: np.ndarray,
     size: np.ndarray,
@@ -280,7 +217,7 @@ def _apart(walk: _Walk, site: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _inputs_apart(
-    walk: _Walk, graph: UnitGraph, grafted: _End, numbers: np.ndarray
+    walk: _Walk, graph: UnitGraph, grafted: RecordedEnd, numbers: np.ndarray
 ) -> float | None:
     names = dict.fromkeys(graph.inputs + graph.prefix_inputs)
     if not len(numbers) or not names:
