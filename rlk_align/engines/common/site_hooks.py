@@ -60,6 +60,7 @@ def _row_dims(value: torch.Tensor, cells: int) -> int:
     dims = 1
     while value.shape[:dims].numel() < cells:
         dims += 1
+        assert dims < value.dim(), (tuple(value.shape), cells)
     return dims
 
 
@@ -90,9 +91,8 @@ class SiteHooks(Hooks):
         return self
 
     def install(self) -> None:
-        modules = dict(self._model.named_modules())
         for place in self._places:
-            self._hook(modules[place.module], place)
+            self._hook(self._model.get_submodule(place.module), place)
 
     def live_rows(self, place: Place, value: torch.Tensor) -> LiveRows | None:
         """Which of its rows are rows of the trace: each engine's own answer. None where the pass
