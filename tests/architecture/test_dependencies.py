@@ -104,10 +104,11 @@ RULES = {
 ENGINE_FOLDERS = {
     # Of the engines' folders: which others it may import.
     "common": ("common", "spec"),
+    "faults": ("faults", "common"),
     "process": ("process", "common", "spec"),
-    "hf": ("hf", "common", "process", "base", "spec", "info"),
-    "vllm": ("vllm", "common", "process", "base", "spec", "info"),
-    "megatron": ("megatron", "common", "process", "base", "spec", "info"),
+    "hf": ("hf", "common", "faults", "process", "base", "spec", "info"),
+    "vllm": ("vllm", "common", "faults", "process", "base", "spec", "info"),
+    "megatron": ("megatron", "common", "faults", "process", "base", "spec", "info"),
 }
 
 
