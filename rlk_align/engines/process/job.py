@@ -34,6 +34,8 @@ class Job(BaseModel):
     budget: int
     layers: tuple[int, int] | None
     sites: tuple[str, ...]
+    then: tuple["Job", ...] = ()
+    """What the engine does next, loaded once: jobs that differ in their fault alone."""
 
     @property
     def timeout(self) -> float:
