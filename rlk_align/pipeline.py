@@ -1,4 +1,4 @@
-"""The story: prompts -> two traces -> pairs -> divergence -> verdict."""
+"""The story: prompts -> two traces -> pairs -> divergence -> operators recomputed -> verdict."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,7 @@ from rlk_align.capture.request import CaptureRequest
 from rlk_align.compare.measure import measure
 from rlk_align.judge.verdict import Verdict, judge_by
 from rlk_align.model.edges import EDGES
+from rlk_align.probe.referee.referee import referee
 from rlk_align.progress import Progress
 from rlk_align.report.verdict_json import verdict_json
 from rlk_align.results import Comparison, EdgeName, Kind
@@ -44,7 +45,7 @@ def compare(request: CompareRequest, run: Run, progress: Progress) -> Verdict:
             allowed=request.allowed,
         )
         run.save(record)
-        comparison = measure(rollout, train, request.judged, request.allowed, progress)
+        comparison = measured(rollout, train, request.judged, request.allowed, progress)
         run.save_comparison(comparison)
         verdict = judge_by(comparison, request.contract)
         run.save_verdict(verdict_json(verdict))
@@ -56,4 +57,17 @@ def recompute(run: Run, progress: Progress) -> Comparison:
     """A compared run's comparison, derived again from its captures; nothing is written."""
     record = run.record
     rollout, train = Trace(run.capture_folder("rollout")), Trace(run.capture_folder("train"))
-    return measure(rollout, train, record.judged, record.allowed, progress)
+    return measured(rollout, train, record.judged, record.allowed, progress)
+
+
+def measured(
+    rollout: Trace,
+    train: Trace,
+    judged: tuple[EdgeName, ...],
+    allowed: tuple[Kind, ...],
+    progress: Progress,
+) -> Comparison:
+    """Both sides against each other, and each side's operators against float64."""
+    comparison = measure(rollout, train, judged, allowed, progress)
+    units = referee(comparison, rollout, train, progress)
+    return comparison.model_copy(update={"referee": units})

@@ -176,6 +176,65 @@ class Noise(Result):
     mean_abs_dlogp: Size
 
 
+class RoundingErrors(Result):
+    """How far an operator's outputs are from exact ones, in units of its own rounding: of what
+    rounding the exact outputs to the side's dtype leaves (see `probe.referee.rounding`).
+
+    Gains, and the shift of a feature, keep their sign and count as far as they stand out of chance.
+    """
+
+    unit: Annotated[float, Field(gt=0)]
+    """The unit of gains: the relative error that one rounding leaves."""
+    rms: Size
+    """Over all entries: 1 for one rounding."""
+    gain: float
+    """The error regressed on the exact output, over all entries."""
+    row_gain: Size
+    """The same by row (and head), rms over the rows: statistics of a row in low precision."""
+    head_gain: float
+    """The same by head, the largest; 0 for an operator that has no heads."""
+    head: Count
+    feature_rms: Size
+    """The largest of a feature."""
+    feature_gain: float
+    feature_shift: float
+    """The largest mean error of a feature."""
+    feature: Count
+    """The feature whose rms, gain or shift is the largest."""
+    row_rms: Size
+    """The largest of a row."""
+    row: Cell
+    peak: Size
+    """The largest of an entry, its unit being that of its row in the mean where that is larger."""
+
+
+class RefereedUnit(Result):
+    """An operator of one pass, held against float64 on the pass's own recorded inputs."""
+
+    side: SideName
+    passname: str
+    edges: list[EdgeName]
+    """Those that the pass is an end of."""
+    site: str
+    layer: Count | None
+    op: str
+    op_class: str
+    rows: Count
+    """Rows that were recomputed."""
+    errors: RoundingErrors | None
+    """None where none could be."""
+    reason: str = ""
+    """Why not."""
+    explanation: str = ""
+    """What the side computes instead, where that is known to fit."""
+
+    @model_validator(mode="after")
+    def _measured(self) -> Self:
+        _check((self.errors is not None) == bool(self.rows), f"{self.site}: measured, or not?")
+        _check(bool(self.reason) != bool(self.rows), f"{self.site}: no rows, and no reason")
+        return self
+
+
 NotMeasured = Literal["not measured"]
 Observer = Literal["bitwise", "within noise floor", "violated"]
 
@@ -241,6 +300,8 @@ class Comparison(Result):
     """Edges that a contract is held against."""
     missing_edges: dict[EdgeName, str]
     """Judged edges that could not be compared, with the reason."""
+    referee: list[RefereedUnit] = []
+    """Every operator of every pass of the edges, in execution order."""
     production: EdgeMetrics | None = None
     """The un-tapped production mode against the observed one; None where not measured."""
     same_capture: bool = False

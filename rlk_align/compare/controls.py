@@ -68,8 +68,7 @@ def _noise(
         first_site = first_site or (site.name if differ else "")
     if not rows:
         return None
-    shift = paired_logprobs(once, again, index)
-    metrics = edge_metrics(*shift)
+    metrics = edge_metrics(*paired_logprobs(once, again, index)[1:])
     return Noise(
         passname=name,
         rows=rows,
@@ -81,13 +80,14 @@ def _noise(
 
 def paired_logprobs(
     once: PassReader, again: PassReader, index: RowIndex
-) -> tuple[np.ndarray, np.ndarray]:
-    """Both passes' log-probs on the rows that both have."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The rows of the batch that both passes have log-probs of, and both passes' log-probs."""
     a, b = read_rows(once, "logprob", index), read_rows(again, "logprob", index)
     if a is None or b is None:
-        return np.zeros(0), np.zeros(0)
-    _, i, j = np.intersect1d(a.number, b.number, assume_unique=True, return_indices=True)
+        return np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0)
+    number, i, j = np.intersect1d(a.number, b.number, assume_unique=True, return_indices=True)
     return (
+        number,
         once.values("logprob", a.rows, a.at[i])[:, 0].numpy(),
         again.values("logprob", b.rows, b.at[j])[:, 0].numpy(),
     )
@@ -105,5 +105,5 @@ def _logprob_shift(
         return float("inf"), float("inf")
     if np.array_equal(a.rows.digest[a.at], b.rows.digest[b.at]):
         return None
-    metrics = edge_metrics(*paired_logprobs(observed, untapped, index))
+    metrics = edge_metrics(*paired_logprobs(observed, untapped, index)[1:])
     return metrics.max_abs_dlogp, metrics.mean_abs_dlogp

@@ -134,7 +134,7 @@ def _production(rollout: Trace, index: RowIndex) -> EdgeMetrics | None:
     """The engine's un-tapped production mode against its observed prefill."""
     if not rollout.has_pass("prefill.production") or not rollout.has_pass("prefill"):
         return None
-    first, second = paired_logprobs(
+    _, first, second = paired_logprobs(
         rollout.read_pass("prefill.production"), rollout.read_pass("prefill"), index
     )
     return edge_metrics(first, second)

@@ -14,6 +14,13 @@
     why = "..."
     source = "published: ..."
 
+    [[budgets]]                 of operators, in units of their own rounding
+    id = "rounding-norms"
+    ops = ["attn_norm", "mlp_norm"]
+    rms = 2.4                   any statistic of `results.RoundingErrors`
+    why = "..."
+    source = "measured: ..."
+
 Tolerances live in these files only.
 """
 
@@ -21,7 +28,7 @@ import hashlib
 import tomllib
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -52,6 +59,29 @@ EdgeMetric = Literal[
 SiteMetric = Literal["op_error", "rows_differ"]
 OpClass = Literal["elementwise", "reduction", "matmul", "attention", "logprob"]
 
+Op = Literal[
+    "embed",
+    "attn_norm",
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "q_norm",
+    "k_norm",
+    "q_rope",
+    "k_rope",
+    "attn",
+    "o_proj",
+    "attn_residual",
+    "mlp_norm",
+    "gate_proj",
+    "up_proj",
+    "act",
+    "down_proj",
+    "mlp_residual",
+    "final_norm",
+    "logits",
+    "logprob",
+]
 Dtype = Literal["float64", "float32", "float16", "bfloat16"]
 Words = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -95,6 +125,34 @@ class Limit(BaseModel):
         return self
 
 
+Bound = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Budget(BaseModel):
+    """How far operators may be from exact ones, in units of their own rounding: a side's outputs
+    against float64 on its own inputs. A magnitude above its bound, or a NaN, breaks it."""
+
+    model_config = _STRICT
+
+    id: Name
+    ops: Annotated[list[Op], Field(min_length=1)]
+    rms: Bound
+    gain: Bound
+    row_gain: Bound
+    head_gain: Bound
+    feature_rms: Bound
+    feature_gain: Bound
+    feature_shift: Bound
+    row_rms: Bound
+    peak: Bound
+    why: Words
+    source: Words
+
+
+STATISTICS = tuple(n for n, f in Budget.model_fields.items() if f.annotation is float)
+"""Of `results.RoundingErrors`: those that a budget bounds."""
+
+
 class Contract(BaseModel):
     """What two engines owe each other."""
 
@@ -110,6 +168,8 @@ class Contract(BaseModel):
     """Largest |Δ| by which a side may differ from itself; None wants it to repeat itself bit for
     bit."""
     limits: Annotated[list[Limit], Field(min_length=1)]
+    budgets: list[Budget] = []
+    """None, or one for every operator."""
     _given: str = PrivateAttr(default="")
 
     @property
@@ -124,10 +184,21 @@ class Contract(BaseModel):
 
     @model_validator(mode="after")
     def _unique(self) -> "Contract":
-        ids = [limit.id for limit in self.limits]
+        ids = [*(limit.id for limit in self.limits), *(b.id for b in self.budgets)]
         if len(set(ids)) != len(ids):
             raise ValueError("limit ids are not unique")
+        ops = [op for budget in self.budgets for op in budget.ops]
+        twice = [op for op in ops if ops.count(op) > 1]
+        if twice:
+            raise ValueError(f"{twice[0]} has two budgets")
+        missing = [op for op in get_args(Op) if op not in ops]
+        if ops and missing:
+            raise ValueError(f"there are budgets, and none for {', '.join(missing)}")
         return self
+
+    def budget(self, op: str) -> Budget | None:
+        """What an operator may be off by; None where nothing is said."""
+        return next((b for b in self.budgets if op in b.ops), None)
 
 
 def load_contract(name: str, dtype: str) -> Contract:

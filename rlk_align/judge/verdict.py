@@ -5,8 +5,23 @@ from collections.abc import Iterator
 from typing import Literal
 
 from rlk_align.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS
-from rlk_align.judge.contract import Contract, Limit, default_contract, load_contract
-from rlk_align.results import Comparison, EdgeResult, Introducer, Noise, Result, SiteResult
+from rlk_align.judge.contract import (
+    STATISTICS,
+    Contract,
+    Limit,
+    default_contract,
+    load_contract,
+)
+from rlk_align.results import (
+    Comparison,
+    EdgeResult,
+    Introducer,
+    Noise,
+    RefereedUnit,
+    Result,
+    SideName,
+    SiteResult,
+)
 
 PARITY_KINDS = ("tokens", "weights", "attributes")
 
@@ -22,16 +37,19 @@ class LimitCheck(Result):
     fail: float
     site: str | None
     edge: str
+    side: SideName | None = None
+    """Whose operator it is, of a budget."""
 
     @property
     def holds(self) -> bool:
         """False for a NaN."""
-        return self.value <= self.fail
+        return abs(self.value) <= self.fail
 
     @property
     def excess(self) -> float:
         """The value over its limit: above 1 in breach; infinite for a NaN, and above 0."""
-        ratio = self.value / self.fail if self.fail else (math.inf if self.value else 0.0)
+        size = abs(self.value)
+        ratio = size / self.fail if self.fail else (math.inf if size else 0.0)
         return math.inf if math.isnan(ratio) else ratio
 
 
@@ -62,6 +80,7 @@ def judge(comparison: Comparison, contract: Contract) -> Verdict:
         for edge in comparison.edges:
             if edge.name in comparison.judged:
                 checks += _checks(edge, contract)
+                checks += _budget_checks(edge, comparison, contract)
     status: Status
     if doubts:
         status, code = "inconclusive", EXIT_INCONCLUSIVE
@@ -163,6 +182,13 @@ def _notes(c: Comparison, contract: Contract) -> list[str]:
     if len(set(versions)) > 1:
         roles = [f"{role} {v}" for role, v in zip(c.engines, versions, strict=True)]
         notes.append(f"two versions of torch: {', '.join(roles)}; its own kernels may differ")
+    left_out = [u for u in c.referee if u.errors is None]
+    if left_out and contract.budgets:
+        first = left_out[0]
+        notes.append(
+            f"{len(left_out)} of {len(c.referee)} operators were not held against float64, from "
+            f"{first.side} {first.passname} {first.site} on: {first.reason}"
+        )
     if not any(limit.metric == "op_error" for limit in contract.limits):
         return notes
     for edge in c.edges:
@@ -214,6 +240,30 @@ def _check(
     return LimitCheck(limit=limit, metric=metric, value=value, fail=fail, site=name, edge=edge.name)
 
 
+def _budget_checks(edge: EdgeResult, c: Comparison, contract: Contract) -> Iterator[LimitCheck]:
+    """Of each operator whose outputs differ, each side's statistic that uses up most of its
+    budget."""
+    differing = {s.site for s in edge.sites if s.differ}
+    for unit in c.referee:
+        budget = contract.budget(unit.op)
+        if budget is None or unit.errors is None or edge.name not in unit.edges:
+            continue
+        if unit.site in differing:
+            checks = [
+                LimitCheck(
+                    limit=budget.id,
+                    metric=f"rounding_{name}",
+                    value=getattr(unit.errors, name),
+                    fail=getattr(budget, name),
+                    site=unit.site,
+                    edge=edge.name,
+                    side=unit.side,
+                )
+                for name in STATISTICS
+            ]
+            yield max(checks, key=lambda check: check.excess)
+
+
 def _site_value(limit: Limit, site: SiteResult) -> float:
     if limit.metric == "rows_differ":
         return float(site.differ)
@@ -257,15 +307,45 @@ def headline(verdict: Verdict) -> EdgeResult | None:
     return next((e for e in edges if e.first_bitwise), edges[0] if edges else None)
 
 
-def first_over_budget(verdict: Verdict, edge: EdgeResult) -> Introducer | None:
-    """The edge's first unit, in execution order, that introduced more than its operator may, or
-    a NaN or an infinity."""
-    over = {b.site for b in verdict.breaches if b.edge == edge.name and b.metric in _INTRODUCED}
+Off = Literal["rollout", "train", "both", "neither"]
+
+
+class OverBudget(Result):
+    """An operator that is further off than its budget, or its limit, allows."""
+
+    unit: Introducer
+    side: Off | None
+    """Whose outputs are off; `neither` where both are within their budgets, and only too far from
+    each other; None where they could not be recomputed."""
+    units: list[RefereedUnit]
+    """What the recomputation found, of the sides that are off."""
+
+
+def over_budget(verdict: Verdict, edge: EdgeResult) -> list[OverBudget]:
+    """Every unit of an edge, in execution order, that is further from float64 than its budget
+    allows, or introduced more than its limit does, or a NaN or an infinity."""
+    breaches = [b for b in verdict.breaches if b.edge == edge.name]
+    found: list[OverBudget] = []
     for at, site in enumerate(edge.sites):
+        here = [b for b in breaches if b.site == site.site]
+        sides = dict.fromkeys(b.side for b in here if b.side is not None)
+        units = [
+            u for u in verdict.comparison.referee if u.site == site.site and edge.name in u.edges
+        ]
+        off = [u for u in units if u.side in sides]
         cell = site.first_nonfinite or site.first_introduced
-        if site.site in over and cell is not None:
-            return Introducer.among(edge.sites, at, cell)
-    return None
+        if not off and not (cell and any(b.metric in _INTRODUCED for b in here)):
+            continue
+        recomputed = {u.side for u in units if u.errors is not None}
+        side: Off | None = "both" if len(sides) > 1 else next(iter(sides), None)
+        if side is None and len(recomputed) == len({u.side for u in units}) > 0:
+            side = "neither"
+        worst = next((u.errors.row for u in off if u.errors is not None), None)
+        cell = cell or worst
+        assert cell is not None
+        unit = Introducer.among(edge.sites, at, cell)
+        found.append(OverBudget(unit=unit, side=side, units=off))
+    return found
 
 
 _INTRODUCED = ("op_error", "nonfinite")

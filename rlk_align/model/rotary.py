@@ -26,6 +26,8 @@ class Rotary:
     """Positions are below it."""
     source: str
     """The site that layer 0's `q_rope` rotates."""
+    scaling: float = 1.0
+    """By which a rotated vector is multiplied: yarn's attention factor."""
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
@@ -54,8 +56,11 @@ def checkpoint_rotary(model: Path, shape: ModelShape) -> Rotary | None:
     rope = rope_parameters(config)
     if rope["rope_type"] not in FIXED or shape.head_dim < 2 * _LEAST_PAIRS:
         return None
+    partial = float(config.get("partial_rotary_factor", 1.0))
+    inv_freq, scaling = _frequencies(model, shape, rope, partial)
     return Rotary(
-        inv_freq=_frequencies(model, shape, rope, float(config.get("partial_rotary_factor", 1.0))),
+        inv_freq=inv_freq,
+        scaling=scaling,
         heads=shape.heads,
         context=shape.context,
         source="layers.0.q_norm" if shape.family.qk_norm else "layers.0.q_proj",
@@ -64,13 +69,13 @@ def checkpoint_rotary(model: Path, shape: ModelShape) -> Rotary | None:
 
 def _frequencies(
     model: Path, shape: ModelShape, rope: dict[str, Any], partial: float
-) -> tuple[float, ...]:
+) -> tuple[tuple[float, ...], float]:
     if rope["rope_type"] == "default":
         width = int(shape.head_dim * partial)
-        return tuple(rope["rope_theta"] ** (-j / width) for j in range(0, width, 2))
+        return tuple(rope["rope_theta"] ** (-j / width) for j in range(0, width, 2)), 1.0
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config = AutoConfig.from_pretrained(model, local_files_only=True)
-    inv_freq, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
-    return tuple(inv_freq.tolist())
+    inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
+    return tuple(inv_freq.tolist()), float(scaling)

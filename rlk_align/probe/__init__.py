@@ -1,1 +1,1 @@
-"""What is asked beyond where two engines part: who is off, and how."""
+"""What lies behind a difference: who introduced it, which side is off, and does it matter."""

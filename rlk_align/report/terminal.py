@@ -12,13 +12,15 @@ from rich.text import Text
 
 from rlk_align.judge.verdict import (
     PARITY_KINDS,
+    OverBudget,
     Verdict,
     closest_limit,
     coverage,
-    first_over_budget,
     headline,
+    over_budget,
     parity,
 )
+from rlk_align.judge.wording import how_off
 from rlk_align.results import Comparison, EdgeResult, Introducer, Mismatch, Noise, SiteResult
 from rlk_align.text import line
 
@@ -114,16 +116,21 @@ def _divergence(verdict: Verdict) -> Iterator[Text]:
     if edge is None:
         return
     yield line()
-    first, over = edge.first_bitwise, first_over_budget(verdict, edge)
-    if over is not None and (first is None or over.site != first.site):
-        yield from _introducer("first over its limit", edge, over)
+    first, over = edge.first_bitwise, over_budget(verdict, edge)
+    if over:
+        yield line(f"over budget ({edge.name})", style="bold")
+        for found in over[:_SHOWN]:
+            yield from _over_budget(found, edge, verdict)
+        yield from _rest(len(over))
+    elif verdict.comparison.referee:
+        yield _within_budgets(verdict, edge)
     if first is None:
         equal = sum(not s.differ for s in edge.sites)
         yield line(
             f"first divergence ({edge.name}): none; {equal} of {len(edge.sites)} sites equal"
         )
         return
-    yield from _introducer("first divergence", edge, first)
+    yield from _introducer(edge, first)
     others = [s.site for s in edge.sites if s.introduced and s.site != first.site]
     if others:
         more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
@@ -132,9 +139,38 @@ def _divergence(verdict: Verdict) -> Iterator[Text]:
         yield line("  decode differs from prefill in the rollout engine itself")
 
 
-def _introducer(what: str, edge: EdgeResult, unit: Introducer) -> Iterator[Text]:
+_WHOSE = {
+    "rollout": "the rollout side is off",
+    "train": "the training side is off",
+    "both": "both sides are off",
+    "neither": "both sides are within their rounding, and too far from each other",
+    None: "which side is off is not known",
+}
+
+
+def _over_budget(found: OverBudget, edge: EdgeResult, verdict: Verdict) -> Iterator[Text]:
+    unit = found.unit
+    where = line(f"  {_WHOSE[found.side]}; at sample {unit.sample}, position {unit.position}")
+    yield line("  ") + line(unit.site, "bold") + where
+    for u in found.units:
+        yield line(f"    {u.side} {u.passname}: {how_off(u, verdict.contract)}")
+    if not found.units:
+        site = next(s for s in edge.sites if s.site == unit.site)
+        yield line(f"    {_figures(site)}")
+
+
+def _within_budgets(verdict: Verdict, edge: EdgeResult) -> Text:
+    units = [u for u in verdict.comparison.referee if edge.name in u.edges]
+    done = sum(u.errors is not None for u in units)
+    if not verdict.contract.budgets:
+        return line(f"{done} of {len(units)} operators recomputed in float64; no budgets for them")
+    text = "no operator beyond its budget on either side"
+    return line(f"{text}: {done} of {len(units)} recomputed in float64")
+
+
+def _introducer(edge: EdgeResult, unit: Introducer) -> Iterator[Text]:
     where = line(f"  at sample {unit.sample}, position {unit.position}")
-    yield line(f"{what} ({edge.name}): ") + line(unit.site, "bold") + where
+    yield line(f"first divergence ({edge.name}): ") + line(unit.site, "bold") + where
     site = next(s for s in edge.sites if s.site == unit.site)
     if site.introduced:
         equal = f"; equal up to {unit.last_equal}" if unit.last_equal else ""
@@ -165,7 +201,7 @@ def _problems(verdict: Verdict) -> Iterator[Text]:
         yield line()
         yield line("breaches", style="bold red")
         for b in verdict.breaches[:_SHOWN]:
-            where = f"{b.edge} {b.site}" if b.site else b.edge
+            where = " ".join(filter(None, [b.edge, b.side, b.site]))
             yield line(f"  {where}: {b.metric} {b.value:.4g} > {b.fail:g}  ({b.limit})")
         yield from _rest(len(verdict.breaches))
     if verdict.doubts:
@@ -240,9 +276,14 @@ def _next_step(verdict: Verdict, folder: Path) -> str:
     if verdict.status == "pass":
         given = shlex.quote(verdict.contract.given)
         return f"in CI: rlk-align gate {shlex.quote(str(folder))} --contract {given}"
-    first = (first_over_budget(verdict, edge) or edge.first_bitwise) if edge else None
-    if edge is None or first is None:
+    if edge is None:
         return "see the breaches above"
+    over = over_budget(verdict, edge)
+    first = over[0].unit if over else edge.first_bitwise
+    if first is None:
+        return "see the breaches above"
+    if over and over[0].side in ("rollout", "train"):
+        return f"look at {first.site} on the {over[0].side} side"
     if edge.name == "decode_vs_prefill":
         return f"look at {first.site} in the rollout engine's decode and in its prefill"
     return f"look at {first.site} on both sides; its values are in the run's captures"

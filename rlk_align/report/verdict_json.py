@@ -5,12 +5,14 @@ from typing import Any
 
 from rlk_align.judge.verdict import (
     PARITY_KINDS,
+    OverBudget,
     Verdict,
     coverage,
-    first_over_budget,
     headline,
+    over_budget,
     parity,
 )
+from rlk_align.judge.wording import how_off
 from rlk_align.results import Comparison, EdgeResult, Noise
 
 
@@ -100,14 +102,20 @@ def _divergences_json(verdict: Verdict) -> dict[str, Any]:
 
 
 def _divergence_json(verdict: Verdict, edge: EdgeResult) -> dict[str, Any]:
-    over = first_over_budget(verdict, edge)
+    over = [_over_budget_json(verdict, found) for found in over_budget(verdict, edge)]
     return {
         "edge": edge.name,
         "first_bitwise": edge.first_bitwise.model_dump() if edge.first_bitwise else None,
-        "first_over_budget": over.model_dump() | {"side": None} if over else None,
+        "first_over_budget": over[0] if over else None,
+        "over_budget": over,
         "largest_contributor": None,
         "largest_amplifier": None,
     }
+
+
+def _over_budget_json(verdict: Verdict, found: OverBudget) -> dict[str, Any]:
+    how = {u.side: how_off(u, verdict.contract) for u in found.units}
+    return found.unit.model_dump() | {"side": found.side, "how": how}
 
 
 def _finite(value: Any) -> Any:

@@ -163,6 +163,7 @@ class Trace:
         self.checksums = checked_trace(folder)
         self.passes = finished_passes(self.checksums)
         self.record = load_record(TraceRecord, folder / "trace.json")
+        self._readers: dict[str, PassReader] = {}
 
     @cached_property
     def tokens(self) -> TokenBatch:
@@ -199,4 +200,7 @@ class Trace:
         """Raises CorruptTrace where the pass is missing or did not finish, or lacks a file."""
         if not self.has_pass(name):
             raise CorruptTrace(f"{self.folder} holds no finished pass {name}", REPAIR)
-        return PassReader(self.folder / name)
+        # One reader for all: it compares the files with their checksums, once.
+        if name not in self._readers:
+            self._readers[name] = PassReader(self.folder / name)
+        return self._readers[name]

@@ -1,0 +1,112 @@
+"""What a pass recorded of the rows that are recomputed."""
+
+from collections import OrderedDict
+
+import numpy as np
+import torch
+
+from rlk_align.compare.pairing import NumberedRows, read_rows
+from rlk_align.model.sites import RowIndex, Site
+from rlk_align.probe.referee.reference import NotRefereed
+from rlk_align.trace.reader import PassReader
+
+_SITES = 12
+"""Sites that are held at a time: as far back as the residual stream lies."""
+
+
+class RecordedPass:
+    """One pass of a trace, by row number of the batch."""
+
+    def __init__(
+        self, reader: PassReader, index: RowIndex, chosen: np.ndarray, device: torch.device
+    ) -> None:
+        """`chosen`: the row numbers, ascending, that are recomputed."""
+        self._reader, self._index, self._device = reader, index, device
+        self._chosen = chosen
+        self._rows: OrderedDict[str, NumberedRows] = OrderedDict()
+        self._values: OrderedDict[str, tuple[np.ndarray, torch.Tensor]] = OrderedDict()
+
+    def comparable(self, site: Site) -> np.ndarray:
+        """Of the chosen row numbers, those at which the pass kept the values of the site and of all
+        that it reads, which is finite; of rows with the same bits, one. Raises NotRefereed."""
+        kept = np.intersect1d(self._chosen, self._kept(site.name), assume_unique=True)
+        for name in site.inputs:
+            kept = np.intersect1d(kept, self._finite(name), assume_unique=True)
+        for name in site.prefix_inputs:
+            good = np.zeros(len(self._index), dtype=bool)
+            good[self._finite(name)] = True
+            kept = kept[self._index.prefix_all(good)[kept]]
+        if not len(kept):
+            raise NotRefereed("no row has finite inputs, all of which were kept")
+        rows, at = self._at(site.name, kept)
+        _, once = np.unique(rows.rows.digest[at], axis=0, return_index=True)
+        return kept[np.sort(once)]
+
+    def same(self, other: "RecordedPass", site: Site, number: np.ndarray) -> bool:
+        """Whether the other pass has these comparable rows too, with the same bits, and the same
+        bits of all that the site reads for them."""
+        if not np.array_equal(other.comparable(site), number):
+            return False
+        read = {site.name: number, **dict.fromkeys(site.inputs, number)}
+        read |= dict.fromkeys(site.prefix_inputs, self._up_to(number))
+        return all(
+            np.array_equal(self._digests(name, rows), other._digests(name, rows))
+            for name, rows in read.items()
+        )
+
+    def _digests(self, site: str, number: np.ndarray) -> np.ndarray:
+        rows, at = self._at(site, number)
+        return rows.rows.digest[at]
+
+    def _up_to(self, number: np.ndarray) -> np.ndarray:
+        """Each sequence's rows, from its first to the last of these."""
+        sample = np.searchsorted(self._index.offsets, number, side="right") - 1
+        last = np.append(np.flatnonzero(np.diff(sample)), len(number) - 1)
+        starts = self._index.offsets[sample[last]]
+        ranges = zip(starts, number[last] + 1, strict=True)
+        return np.concatenate([np.arange(start, stop) for start, stop in ranges])
+
+    def values(self, site: str, number: np.ndarray) -> torch.Tensor:
+        """float64 `[N, F]` of these rows, which are chosen ones."""
+        if site not in self._values:
+            kept = np.intersect1d(self._chosen, self._kept(site), assume_unique=True)
+            self._values[site] = (kept, self.sequence(site, kept))
+            if len(self._values) > _SITES:
+                self._values.popitem(last=False)
+        self._values.move_to_end(site)
+        kept, values = self._values[site]
+        return values[torch.from_numpy(np.searchsorted(kept, number))].double()
+
+    def sequence(self, site: str, number: np.ndarray) -> torch.Tensor:
+        """`[N, F]` of any rows, in the dtype that they were recorded in."""
+        rows, at = self._at(site, number)
+        return self._reader.values(site, rows.rows, at).to(self._device)
+
+    def _kept(self, site: str) -> np.ndarray:
+        """Row numbers, ascending, of which the pass kept the values."""
+        rows = self._numbered(site)
+        return rows.number[rows.rows.shard[rows.at] >= 0]
+
+    def _finite(self, site: str) -> np.ndarray:
+        rows = self._numbered(site)
+        good = (rows.rows.shard[rows.at] >= 0) & (rows.rows.nonfinite[rows.at] == 0)
+        return rows.number[good]
+
+    def _at(self, site: str, number: np.ndarray) -> tuple[NumberedRows, np.ndarray]:
+        """A site's rows, and where those numbers lie among them."""
+        rows = self._numbered(site)
+        return rows, rows.at[np.searchsorted(rows.number, number)]
+
+    def _numbered(self, site: str) -> NumberedRows:
+        if site in self._rows:
+            self._rows.move_to_end(site)
+            return self._rows[site]
+        if site in self._reader.record.unexposed:
+            raise NotRefereed(f"{site}: {self._reader.record.unexposed[site]}")
+        rows = read_rows(self._reader, site, self._index)
+        if rows is None:
+            raise NotRefereed(f"{site} was not recorded")
+        self._rows[site] = rows
+        if len(self._rows) > _SITES:
+            self._rows.popitem(last=False)
+        return rows

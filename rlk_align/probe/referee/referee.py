@@ -1,0 +1,180 @@
+"""Two traces -> every operator of each pass, held against float64.
+
+An operator is recomputed from the inputs that the same pass recorded, so that what it inherited
+does not count, and no engine is needed: which side is off, and by how many roundings.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rlk_align.compare.controls import paired_logprobs
+from rlk_align.errors import ModelError
+from rlk_align.model.edges import EDGE_ENDS
+from rlk_align.model.sites import RowIndex, Site, model_sites
+from rlk_align.probe.referee.recorded import RecordedPass
+from rlk_align.probe.referee.reference import NotRefereed, Reference, Rows
+from rlk_align.probe.referee.rounding import ErrorSums
+from rlk_align.probe.referee.rows import choose_rows
+from rlk_align.progress import Progress
+from rlk_align.results import Comparison, EdgeName, RefereedUnit, RoundingErrors, SideName
+from rlk_align.trace.reader import Trace
+
+CPU_ELEMENTS, GPU_ELEMENTS = 1 << 18, 1 << 24
+"""Entries that are compared at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """One pass of a side, and the side's checkpoint in float64, or why there is none."""
+
+    side: SideName
+    name: str
+    edges: list[EdgeName]
+    """Those that it is an end of."""
+    recorded: RecordedPass
+    reference: Reference | str
+
+
+def referee(
+    comparison: Comparison, rollout: Trace, train: Trace, progress: Progress
+) -> list[RefereedUnit]:
+    """Every operator of the passes that were compared, in execution order; those that cannot be
+    recomputed with the reason. Raises CorruptTrace where a trace is damaged."""
+    if comparison.stopped or not comparison.edges:
+        return []
+    sides: dict[SideName, Trace] = {"rollout": rollout, "train": train}
+    index = RowIndex(rollout.tokens)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    references = {side: _reference(trace, device) for side, trace in sides.items()}
+    chosen = choose_rows(comparison, _worst_samples(comparison, sides, index), index)
+    edges: dict[tuple[SideName, str], list[EdgeName]] = {}
+    for edge in comparison.edges:
+        for end in EDGE_ENDS[edge.name]:
+            edges.setdefault(end, []).append(edge.name)
+    passes = [
+        Pass(
+            side=side,
+            name=name,
+            edges=of,
+            recorded=RecordedPass(sides[side].read_pass(name), index, chosen, device),
+            reference=references[side],
+        )
+        for (side, name), of in edges.items()
+    ]
+    walk = Walk(index, device)
+    sites = model_sites(rollout.record.shape)
+    units: list[RefereedUnit] = []
+    for done, site in enumerate(sites, 1):
+        units += walk.units(site, passes)
+        progress("recomputing in float64", done, len(sites))
+    return units
+
+
+def _reference(trace: Trace, device: torch.device) -> Reference | str:
+    r = trace.record
+    try:
+        return Reference(
+            Path(r.model), r.shape, r.dtype, int(r.options.get("tp") or 1), r.attributes, device
+        )
+    except ModelError as error:
+        return f"the checkpoint cannot be read: {error.message}"
+
+
+def _worst_samples(
+    comparison: Comparison, sides: Mapping[SideName, Trace], index: RowIndex
+) -> list[int]:
+    """Of each edge, the sample with the largest |Δ| of a log-prob."""
+    worst: dict[int, None] = {}
+    for edge in comparison.edges:
+        first, second = (sides[side].read_pass(name) for side, name in EDGE_ENDS[edge.name])
+        number, a, b = paired_logprobs(first, second, index)
+        if len(number):
+            delta = np.abs(a.astype(np.float64) - b.astype(np.float64))
+            row = number[np.nan_to_num(delta, nan=np.inf).argmax()]
+            worst[index.locate(int(row))[0]] = None
+    return list(worst)
+
+
+class Walk:
+    """Goes from operator to operator; N = rows of a block."""
+
+    def __init__(self, index: RowIndex, device: torch.device) -> None:
+        self._index, self._device = index, device
+        self._block = CPU_ELEMENTS if device.type == "cpu" else GPU_ELEMENTS
+        ids = np.concatenate([np.array(s.ids) for s in index.batch.samples])
+        starts = np.repeat(index.offsets[:-1], np.diff(index.offsets))
+        self._token, self._position = ids, np.arange(len(ids)) - starts
+        self._target = np.append(ids[1:], 0)
+
+    def units(self, site: Site, passes: Sequence[Pass]) -> list[RefereedUnit]:
+        """One operator of every pass; what a side computed twice with the same bits is recomputed
+        once."""
+        found: dict[SideName, tuple[Pass, RefereedUnit]] = {}
+        units = []
+        for p in passes:
+            errors, rows, reason = None, 0, ""
+            try:
+                errors, rows = self._errors(site, p, found.get(p.side))
+            except NotRefereed as error:
+                reason = str(error)
+            unit = RefereedUnit(
+                side=p.side,
+                passname=p.name,
+                edges=p.edges,
+                site=site.name,
+                layer=site.layer,
+                op=site.op,
+                op_class=site.op_class,
+                rows=rows,
+                errors=errors,
+                reason=reason,
+            )
+            found[p.side] = (p, unit)
+            units.append(unit)
+        return units
+
+    def _errors(
+        self, site: Site, p: Pass, before: tuple[Pass, RefereedUnit] | None
+    ) -> tuple[RoundingErrors, int]:
+        """`before`: another pass of the same side, and what was found of it."""
+        if isinstance(p.reference, str):
+            raise NotRefereed(p.reference)
+        number = p.recorded.comparable(site)
+        if before is not None and before[1].errors is not None:
+            if p.recorded.same(before[0].recorded, site, number):
+                return before[1].errors, len(number)
+        return self._sums(site, p, p.reference, number).errors(self._index), len(number)
+
+    def _sums(self, site: Site, of: Pass, reference: Reference, number: np.ndarray) -> ErrorSums:
+        dtype, heads = reference.rounded_to(site), reference.heads(site)
+        sums = ErrorSums(site.features, heads, dtype, self._device)
+        widest = max(site.features, reference.shape.intermediate)
+        if site.op == "logprob":
+            widest = reference.shape.vocab
+        for part in self._blocks(number, widest, by_sample=bool(site.prefix_inputs)):
+            got = of.recorded.values(site.name, part)
+            given = [of.recorded.values(name, part) for name in site.inputs]
+            rows = self._rows(part)
+            if site.prefix_inputs:
+                first = int(part[0] - self._position[part[0]])
+                whole = np.arange(first, part[-1] + 1)
+                given += [of.recorded.sequence(name, whole).double() for name in site.prefix_inputs]
+            exact, variance = reference.exact(site, given, rows)
+            sums.add(got, exact, variance, part)
+        return sums
+
+    def _blocks(self, number: np.ndarray, width: int, by_sample: bool) -> Iterator[np.ndarray]:
+        """Rows by blocks of bounded size, and of one sequence each where the operator reads it."""
+        starts = number - self._position[number]
+        cuts = np.flatnonzero(np.diff(starts)) + 1 if by_sample else np.zeros(0, dtype=np.int64)
+        step = max(1, self._block // width)
+        for group in np.split(number, cuts):
+            yield from (group[at : at + step] for at in range(0, len(group), step))
+
+    def _rows(self, number: np.ndarray) -> Rows:
+        columns = (self._position, self._token, self._target)
+        return Rows(*(torch.from_numpy(c[number]).to(self._device) for c in columns))

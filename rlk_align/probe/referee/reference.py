@@ -1,0 +1,214 @@
+"""A checkpoint's operators in float64: what each should give for the inputs that a side recorded."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from rlk_align.errors import ModelError
+from rlk_align.model.checkpoint import read_config, tensor_name
+from rlk_align.model.families import ModelShape
+from rlk_align.model.rotary import checkpoint_rotary
+from rlk_align.model.sites import Site
+from rlk_align.model.tensors import biased_operators, stored_tensors
+from rlk_align.probe.referee import formulas
+from rlk_align.probe.referee.rounding import rounding_variance
+
+FLOAT32_UNIT = 2.0**-24
+"""Half an ulp of 1: engines add, and turn, in float32."""
+SUM_ULPS = 2.0
+"""By which a float32 sum of exponentials is off, in the mean."""
+WEIGHT_ELEMENTS = 1 << 25
+"""Of a weight that are float64 at a time."""
+ROW_PARALLEL = ("o_proj", "down_proj")
+"""Operators of which tensor-parallel ranks hold inputs, and so partial sums."""
+BY_HEAD = ("q_norm", "k_norm", "q_rope", "k_rope", "attn")
+"""Operators that compute each head on its own."""
+
+
+class NotRefereed(Exception):
+    """Why an operator cannot be recomputed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of one sequence or of several; N = rows."""
+
+    position: torch.Tensor
+    """int64 `[N]`."""
+    token: torch.Tensor
+    """The token at each, int64 `[N]`."""
+    target: torch.Tensor
+    """The token after each; -1 where there is none."""
+
+
+class Reference:
+    """One side's checkpoint; weights are read when they are asked for."""
+
+    def __init__(
+        self,
+        model: Path,
+        shape: ModelShape,
+        dtype: str,
+        tp: int,
+        attributes: Mapping[str, Any],
+        device: torch.device,
+    ) -> None:
+        """`dtype`: what the side computes in; `tp`: its tensor-parallel ranks; `attributes`: what
+        it says of its log-probs. Raises ModelError."""
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self._tp, self._attributes = tp, attributes
+        self._config = read_config(model)
+        if self._config.get("quantization_config"):
+            raise ModelError(f"{model} is quantized")
+        self._stored = stored_tensors(model)
+        self._biased = biased_operators(self._config, shape)
+        self._rotary = checkpoint_rotary(model, shape)
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def heads(self, site: Site) -> int:
+        """In how many groups of features the operator computes."""
+        if site.op not in BY_HEAD:
+            return 1
+        return self.shape.kv_heads if site.op.startswith("k_") else self.shape.heads
+
+    def exact(
+        self, site: Site, given: Sequence[torch.Tensor], rows: Rows
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `site` should be, and the variance of its rounding: float64 `[N, F]` both.
+
+        `given`: the recorded rows of each input, float64; for attention k and v of the rows' one
+        sequence, from its first position to the last of the rows. Raises NotRefereed.
+        """
+        extra: torch.Tensor | float = 0.0
+        op = site.op
+        if op == "embed":
+            out = self._weight("embed")[rows.token].double()
+        elif op.endswith("norm"):
+            out = formulas.rms_norm(given[0], self._weight(site.name).double(), self._eps)
+        elif op.endswith("_rope"):
+            out, extra = self._rotated(given[0], rows, self.heads(site))
+        elif op.endswith("_residual"):
+            out = given[0] + given[1]
+        elif op == "act":
+            out = self._activation(given[0]) * given[1]
+        elif op == "attn":
+            assert site.layer is not None
+            heads, window = (self.shape.heads, self.shape.kv_heads), self._window(site.layer)
+            q, k, v = given
+            out = formulas.attention(q, k, v, rows.position, heads, window)
+        elif op == "logprob":
+            out, extra = self._log_prob(given[0], rows)
+        else:
+            out, extra = self._product(site, given[0])
+        return out, rounding_variance(out, self.rounded_to(site)) + extra
+
+    def rounded_to(self, site: Site) -> str:
+        """The dtype of its outputs: engines compute log-probs in float32, whatever the model's."""
+        return "float32" if site.op == "logprob" else self.dtype
+
+    def _weight(self, parameter: str) -> torch.Tensor:
+        """As the side computes with it, rounded to its dtype."""
+        if self._last is None or self._last[0] != parameter:
+            stored = self._read(tensor_name(parameter))
+            rounded = stored.to(getattr(torch, self.dtype)).to(self.device)
+            # The next pass asks for the same one.
+            self._last = (parameter, rounded)
+        return self._last[1]
+
+    def _read(self, name: str) -> torch.Tensor:
+        at = self._stored.get(name)
+        if at is None:
+            raise NotRefereed(f"the checkpoint has no {name}")
+        try:
+            with safe_open(at.file, framework="pt") as file:
+                return file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise NotRefereed(f"{at.file} cannot be read: {error}") from error
+
+    def _product(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A linear layer, some features at a time."""
+        tied = bool(self._config.get("tie_word_embeddings"))
+        bias = self._weight(f"{site.name}.bias").double() if site.op in self._biased else None
+        name = site.name if site.op != "logits" else "embed" if tied else "lm_head"
+        weight, parts = self._weight(name), []
+        step = max(1, WEIGHT_ELEMENTS // weight.shape[1])
+        for start in range(0, len(weight), step):
+            at = slice(start, start + step)
+            some = weight[at].double()
+            parts.append(self._sums(site, x, some, None if bias is None else bias[at]))
+        out, extra = (torch.cat(tensors, dim=1) for tensors in zip(*parts, strict=True))
+        return out, extra
+
+    def _sums(
+        self, site: Site, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x · weightᵀ + bias, and what adding K products up in float32, on each rank, leaves."""
+        out = formulas.linear(x, weight, bias)
+        # K partial sums are rounded, each about as large as the part of the sum that it is of.
+        lengths = x.square().sum(dim=1)[:, None] * weight.square().sum(dim=1)
+        extra = (2 * FLOAT32_UNIT) ** 2 / 12 * lengths
+        if self._tp > 1 and site.op in ROW_PARALLEL:
+            total = torch.zeros_like(out)
+            for of_rank, columns in zip(
+                x.chunk(self._tp, dim=1), weight.chunk(self._tp, dim=1), strict=True
+            ):
+                partial = formulas.linear(of_rank, columns, None)
+                total = total + partial
+                # Each rank rounds its part, and the sum of the parts is rounded as it grows.
+                extra = extra + rounding_variance(partial, self.dtype)
+                extra = extra + rounding_variance(total, self.dtype)
+        return out, extra
+
+    def _rotated(
+        self, x: torch.Tensor, rows: Rows, heads: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._rotary is None:
+            raise NotRefereed("its rotary embedding changes with the sequence")
+        inv_freq = torch.tensor(self._rotary.inv_freq, dtype=torch.float64, device=x.device)
+        angle = rows.position.double()[:, None] * inv_freq
+        out, slope = formulas.rotate(x, angle, heads, self._rotary.scaling)
+        # Frequencies and angles are float32: an angle is off by about an ulp of its own.
+        off = (2 * FLOAT32_UNIT * angle).repeat(1, 2)
+        width = x.shape[1] // heads - off.shape[1]
+        off = torch.cat([off, off.new_zeros(len(off), width)], dim=1)
+        return out, (slope * off.repeat(1, heads)).square()
+
+    def _log_prob(self, logits: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._attributes.get("top_p", 1.0) != 1.0:
+            raise NotRefereed("its log-probs are of the tokens within top_p")
+        temperature = float(self._attributes.get("temperature", 1.0))
+        out = formulas.log_prob(logits, rows.target, temperature)
+        # A difference of two numbers: both are rounded before they are subtracted.
+        chosen = logits.gather(1, rows.target[:, None]) / temperature
+        rounded = [rounding_variance(x, "float32") for x in (chosen, chosen - out)]
+        # The sum of exponentials, 1 and more of its largest, loses some ulps before its logarithm.
+        return out, sum(rounded) + SUM_ULPS**2 * FLOAT32_UNIT**2
+
+    @property
+    def _eps(self) -> float:
+        eps = self._config.get("rms_norm_eps")
+        if not isinstance(eps, int | float):
+            raise NotRefereed("config.json has no rms_norm_eps")
+        return float(eps)
+
+    @property
+    def _activation(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        name = self._config.get("hidden_act") or "silu"
+        if name not in formulas.ACTIVATIONS:
+            raise NotRefereed(f"hidden_act={name} has no formula")
+        return formulas.ACTIVATIONS[name]
+
+    def _window(self, layer: int) -> int | None:
+        """The sliding window of a layer, in tokens."""
+        config = self._config
+        window, kinds = config.get("sliding_window"), config.get("layer_types")
+        if window is None or config.get("use_sliding_window") is False:
+            return None
+        if kinds:
+            return int(window) if kinds[layer] == "sliding_attention" else None
+        full = config.get("max_window_layers", 0) if "use_sliding_window" in config else 0
+        return int(window) if layer >= full else None

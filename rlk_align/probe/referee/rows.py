@@ -1,0 +1,46 @@
+"""Which rows are recomputed: some drawn by a seed, and those that a comparison points at."""
+
+import numpy as np
+
+from rlk_align.model.sites import RowIndex
+from rlk_align.results import Comparison
+
+ROWS = 1024
+"""Rows that are drawn."""
+SAMPLED_ROWS = 256
+"""Rows that are drawn among those at which a token was sampled."""
+KEYS = 16384
+"""Rows of the sequences that they are drawn from: attention reads all of them."""
+SEED = 20261122
+
+
+def choose_rows(comparison: Comparison, worst: list[int], index: RowIndex) -> np.ndarray:
+    """Row numbers of the batch, ascending: drawn rows, the row at which each site first introduced
+    a difference, and all rows of the samples `worst`, up to as many as are drawn. No sample's last
+    row, which no log-prob comes from, and no decode has."""
+    random = np.random.default_rng(SEED)
+    lengths = np.diff(index.offsets)
+    order = random.permutation(len(lengths))
+    fit = np.cumsum(lengths[order]) <= KEYS
+    fit[0] = True
+    inside = np.concatenate([_rows_of(index, s) for s in order[fit]])
+    sampled = np.concatenate([_sampled_rows(index, s) for s in order[fit]])
+    chosen = [_draw(random, inside, ROWS), _draw(random, sampled, SAMPLED_ROWS)]
+    found = [s.first_introduced for e in comparison.edges for s in e.sites]
+    first = [index.offsets[c[0]] + c[1] for c in dict.fromkeys(found) if c is not None]
+    chosen.append(np.array(first, dtype=np.int64))
+    chosen += [_rows_of(index, s)[:ROWS] for s in worst]
+    return np.setdiff1d(np.concatenate(chosen), index.offsets[1:] - 1)
+
+
+def _rows_of(index: RowIndex, sample: int) -> np.ndarray:
+    return np.arange(index.offsets[sample], index.offsets[sample + 1])
+
+
+def _sampled_rows(index: RowIndex, sample: int) -> np.ndarray:
+    at = index.batch.samples[sample].sampled_positions
+    return np.arange(at.start, at.stop) + index.offsets[sample]
+
+
+def _draw(random: np.random.Generator, rows: np.ndarray, count: int) -> np.ndarray:
+    return random.choice(rows, min(count, len(rows)), replace=False)
