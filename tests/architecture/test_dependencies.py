@@ -94,7 +94,10 @@ RULES = {
     "engines": ("engines", "trace", "model", "files", "text", "errors"),
     "capture": ("capture", "engines", "trace", "model", "progress", "errors"),
     "compare": ("compare", "trace", "model", "results", "progress", "errors"),
-    "probe": ("probe", "compare", "trace", "model", "results", "progress", "errors"),
+    "probe": (
+        *("probe", "capture", "engines", "compare", "judge", "trace", "model"),
+        *("results", "progress", "errors"),
+    ),
     "judge": ("judge", "data", "results", "text", "errors"),
     "report": ("report", "judge", "results", "text", "errors"),
     "pipeline": (
