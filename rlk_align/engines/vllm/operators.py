@@ -229,6 +229,9 @@ class VLLMOperators(Operators):
         """vLLM makes log-probs of logits, and gathers those of given tokens, for prompts and for
         samples alike."""
         sampler = self._runner.sampler
+        if not hasattr(sampler, "gather_logprobs"):
+            self._logprob_of_newer_runner(formula)
+            return
         compute, gather = sampler.compute_logprobs, sampler.gather_logprobs
         seen: list[torch.Tensor] = []
 
@@ -246,6 +249,18 @@ class VLLMOperators(Operators):
         self.replace(sampler, "compute_logprobs", note)
         self.replace(sampler, "gather_logprobs", report)
 
+    def _logprob_of_newer_runner(self, formula: Formula) -> None:
+        """It does both in one function, which is imported by name where it is needed; vLLM 0.26
+        calls it by another name than 0.32."""
+        from vllm.v1.worker.gpu.sample import prompt_logprob, sampler
+
+        for module in (prompt_logprob, sampler):
+            names = [
+                n for n in ("compute_topk_scores", "compute_topk_logprobs") if hasattr(module, n)
+            ]
+            for name in names:
+                self.replace(module, name, _reporting(getattr(module, name), formula))
+
     def biased(self, site: str) -> bool:
         module, _ = self._linear(int(site.split(".")[1]), site.split(".")[2])
         return module.bias is not None
@@ -254,6 +269,22 @@ class VLLMOperators(Operators):
         layer, op = int(site.split(".")[1]), site.split(".")[2]
         weight = self._norm_module(layer, op).weight
         self.write_weight(weight, change(weight.detach()))
+
+
+def _reporting(original: Any, formula: Formula) -> Any:
+    """vLLM's function from logits to log-probs of given tokens, the first of each row being the
+    one that is scored."""
+
+    def report(
+        logits: torch.Tensor, count: int, token_ids: torch.Tensor, *args: Any, **more: Any
+    ) -> Any:
+        found = original(logits, count, token_ids, *args, **more)
+        own = found.logprobs[:, 0].clone()
+        given = Report(own=own, logits=logits, targets=token_ids.long(), temperature=1.0)
+        found.logprobs[:, 0] = formula(given)
+        return found
+
+    return report
 
 
 class _Cache:

@@ -47,7 +47,7 @@ def detection(
     fault = case.chosen.fault
     traces = (faulty, clean) if side == "rollout" else (clean, faulty)
     edge: EdgeName = "decode_vs_train" if fault.decode else "prefill_vs_train"
-    found = _found(verdict_of(*traces, edge, progress), fault, case.engine, side)
+    found = _found(verdict_of(*traces, edge, progress), fault, side)
     words = found.words
     if fault.op_class == "logprob":
         words = explain_pass(faulty, "prefill").words
@@ -80,7 +80,7 @@ class _Found:
     others: list[str]
 
 
-def _found(verdict: Verdict, fault: Fault, engine: str, side: SideName) -> _Found:
+def _found(verdict: Verdict, fault: Fault, side: SideName) -> _Found:
     mismatches = verdict.comparison.mismatches
     if mismatches:
         named = [m for m in mismatches if m.name == fault.mismatch]
@@ -89,28 +89,18 @@ def _found(verdict: Verdict, fault: Fault, engine: str, side: SideName) -> _Foun
         return _Found("precheck" if named else "misnamed", said.name, None, said.detail, others)
     if not verdict.comparison.edges:
         return _Found("missed", None, None, "", [])
-    here = {region for site in fault.sites for region in acceptable(site, engine)}
     over = over_budget(verdict, verdict.comparison.edges[0])
-    others = [f"{o.unit.site} of {o.side}" for o in over if o.unit.site not in here]
+    others = [f"{o.unit.site} of {o.side}" for o in over if o.unit.site not in fault.sites]
     if not over:
         seen: Seen = "within budget" if fault.expected == "rounding" else "missed"
         return _Found(seen, None, None, "", [])
     first = over[0]
     words = "; ".join(how_off(u, verdict.contract) for u in first.units)
-    if first.unit.site not in acceptable(fault.site, engine):
+    if first.unit.site != fault.site:
         seen = "misnamed"
     else:
         seen = "named" if first.side == side else "wrong side"
     return _Found(seen, first.unit.site, first.side, words, others)
-
-
-def acceptable(site: str, engine: str) -> tuple[str, ...]:
-    """The site, and what vLLM computes together with it: the add and the norm after it."""
-    if engine != "vllm" or not site.endswith(("residual", "norm")):
-        return (site,)
-    if site.endswith("attn_residual"):
-        return (site, site.replace("attn_residual", "mlp_norm"))
-    return (site,)
 
 
 def first_parting(clean: Trace, faulty: Trace, passname: str) -> str | None:

@@ -24,7 +24,7 @@ from rlk_align.trace.run import Run
 TOGETHER = 16
 """Faults whose captures are on disk at a time."""
 PROMPTS, NEW_TOKENS = 8, 16
-"""How much text the faults are seen on: some 1,000 rows of the embedded prompts."""
+"""How much text the faults are seen on: some 600 rows of the embedded prompts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,8 +71,10 @@ class _SelfTest:
         """The whole of it."""
         r = self.request
         self._prompts = self.run.folder / "selftest-prompts.jsonl"
-        every = load_prompts(r.prompts)
-        save_prompts(every[:: max(1, len(every) // PROMPTS)][:PROMPTS], self._prompts)
+        every = sorted(load_prompts(r.prompts), key=lambda p: len(p.ids or p.text or ""))
+        # Of middle length: short ones show little of attention, long ones take long.
+        first = max(0, (len(every) - PROMPTS) // 2)
+        save_prompts(every[first : first + PROMPTS], self._prompts)
         # One that samples stands first in every pair.
         self._base = self._sampled(pairs(r.engines)[0][0], "", 0)
         todo = sorted(cases(r.engines, r.faults, r.curves), key=_together)
