@@ -45,6 +45,7 @@ class HFOperators(Operators):
         self, module: Any, formula: Formula, bias: bool = False, weight: bool = True, **more: Any
     ) -> None:
         """The output of a module that has one input."""
+        parameter = module.weight.detach() if weight else None
 
         def see(_module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
             rows = self.rows if out.shape[:2].numel() == len(self.rows.ids) else None
@@ -53,7 +54,7 @@ class HFOperators(Operators):
                 # A norm of heads has one dimension more.
                 out.reshape(out.shape[:2].numel(), -1),
                 (inputs[0].reshape(out.shape[:2].numel(), -1),),
-                module.weight.detach() if weight else None,
+                parameter,
                 module.bias if bias else None,
                 rows=rows,
                 **more,

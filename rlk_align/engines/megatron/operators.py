@@ -93,6 +93,7 @@ class MegatronOperators(Operators):
     def _projection(self, layer: int, op: str, formula: Formula) -> None:
         module, index = self._linear(layer, op)
         biased = self.biased(f"layers.{layer}.{op}")
+        weight = module.weight.detach()[index]
 
         def see(_module: Any, inputs: Any, out: Any) -> Any:
             value = first(out)
@@ -101,7 +102,7 @@ class MegatronOperators(Operators):
                 formula,
                 rows[:, index],
                 (self._rows_of(inputs[0]),),
-                module.weight.detach()[index],
+                weight,
                 module.bias.detach()[index] if biased else None,
                 rows=self.rows,
             )
@@ -112,15 +113,12 @@ class MegatronOperators(Operators):
     def _logits(self, formula: Formula) -> None:
         model = self._model
         tied = model.share_embeddings_and_output_weights
+        head = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+        weight = head.detach()
 
         def see(_module: Any, inputs: Any, out: Any) -> Any:
             value, given = first(out), inputs[0]
-            weight = (
-                model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
-            )
-            new = self.computed(
-                formula, value.flatten(0, 1), (given.flatten(0, 1),), weight.detach()
-            )
+            new = self.computed(formula, value.flatten(0, 1), (given.flatten(0, 1),), weight)
             return (new.reshape(value.shape), *out[1:])
 
         self.after(model.output_layer, see)

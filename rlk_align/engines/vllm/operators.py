@@ -70,7 +70,7 @@ class VLLMOperators(Operators):
 
     def _projection(self, layer: int, op: str, formula: Formula) -> None:
         module, held = self._linear(layer, op)
-        weight = self._weight_of(module)[held].clone()
+        weight = self._weight_of(module)[held].detach()
         bias = None if module.bias is None else module.bias[held]
 
         def see(_module: Any, inputs: Any, out: Any) -> Any:

@@ -17,8 +17,17 @@ def _weight(unit: Unit) -> torch.Tensor:
 
 
 def _with_weight(change: Formula) -> Formula:
-    """Computes with a changed weight."""
-    return lambda unit: _product(unit, unit.inputs[0], change(_weight(unit)))
+    """Computes with a changed weight, which is changed once: an engine gives the same tensor for
+    as long as the fault is planted."""
+    changed: dict[int, torch.Tensor] = {}
+
+    def formula(unit: Unit) -> torch.Tensor:
+        weight = _weight(unit)
+        if id(weight) not in changed:
+            changed[id(weight)] = change(weight)
+        return _product(unit, unit.inputs[0], changed[id(weight)])
+
+    return formula
 
 
 def int8_weight(_: float) -> Formula:
