@@ -176,6 +176,20 @@ class Noise(Result):
     mean_abs_dlogp: Size
 
 
+class ErrorPattern(Result):
+    """Where most of an operator's error lies that is beyond rounding, and what it looks like."""
+
+    place: Literal["everywhere", "head", "channel", "feature", "token", "position", "row"]
+    at: Count
+    """Which head, channel of each head, feature, token id or position; of a row, its number in the
+    batch."""
+    manner: Literal["scaled", "shifted", "rows scaled", "scattered"]
+    """The error is proportional to the exact output, constant, proportional with another factor in
+    each row, or none of these."""
+    amount: float
+    """The factor − 1, the shift, or the rms of the rows' factors − 1; 0 where scattered."""
+
+
 class RoundingErrors(Result):
     """How far an operator's outputs are from exact ones, in units of its own rounding: of what
     rounding the exact outputs to the side's dtype leaves (see `probe.referee.rounding`).
@@ -206,6 +220,7 @@ class RoundingErrors(Result):
     row: Cell
     peak: Size
     """The largest of an entry, its unit being that of its row in the mean where that is larger."""
+    pattern: ErrorPattern
 
 
 class RefereedUnit(Result):

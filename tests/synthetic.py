@@ -21,6 +21,7 @@ from rlk_align.model.edges import passes_for
 from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import Prompt, Sample, TokenBatch, save_prompts
 from rlk_align.model.sites import Site, model_sites
+from rlk_align.pipeline import measured
 from rlk_align.report.verdict_json import verdict_json
 from rlk_align.results import Comparison
 from rlk_align.trace.checksums import CHECKSUMS, add_checksums
@@ -228,7 +229,7 @@ def compared_run(
     captures = {side: f"captures/{side}" for side in sides}
     command = ["rlk-align", "compare"]
     run.save(RunRecord(command=command, captures=captures, judged=judged))
-    comparison = compared(*sides.values(), judged)
+    comparison = measured(sides["rollout"], sides["train"], judged, (), _silent)
     run.save_comparison(comparison)
     contract = Path(__file__).parent / "synthetic.toml"
     run.save_verdict(verdict_json(judge_by(comparison, str(contract))))
@@ -258,4 +259,8 @@ def compared(
     allowed: Sequence[Any] = (),
 ) -> Comparison:
     """`measure`, silently."""
-    return measure(rollout, train, judged, allowed, lambda _stage, _done, _total: None)
+    return measure(rollout, train, judged, allowed, _silent)
+
+
+def _silent(_stage: str, _done: int, _total: int) -> None:
+    return

@@ -38,7 +38,8 @@ class LimitCheck(Result):
     site: str | None
     edge: str
     side: SideName | None = None
-    """Whose operator it is, of a budget."""
+    passname: str | None = None
+    """Whose operator it is, in which pass, of a budget."""
 
     @property
     def holds(self) -> bool:
@@ -258,6 +259,7 @@ def _budget_checks(edge: EdgeResult, c: Comparison, contract: Contract) -> Itera
                     site=unit.site,
                     edge=edge.name,
                     side=unit.side,
+                    passname=unit.passname,
                 )
                 for name in STATISTICS
             ]
@@ -328,11 +330,12 @@ def over_budget(verdict: Verdict, edge: EdgeResult) -> list[OverBudget]:
     found: list[OverBudget] = []
     for at, site in enumerate(edge.sites):
         here = [b for b in breaches if b.site == site.site]
-        sides = dict.fromkeys(b.side for b in here if b.side is not None)
+        passes = {(b.side, b.passname) for b in here if b.side is not None}
+        sides = {side for side, _ in passes}
         units = [
             u for u in verdict.comparison.referee if u.site == site.site and edge.name in u.edges
         ]
-        off = [u for u in units if u.side in sides]
+        off = [u for u in units if (u.side, u.passname) in passes]
         cell = site.first_nonfinite or site.first_introduced
         if not off and not (cell and any(b.metric in _INTRODUCED for b in here)):
             continue

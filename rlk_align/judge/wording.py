@@ -1,43 +1,65 @@
-"""How an operator is off, in words: from its statistics, and what its budget allows of each."""
+"""How an operator is off, in words: by what its error looks like, and what its budget allows."""
 
-from rlk_align.judge.contract import Contract
-from rlk_align.results import RefereedUnit
+from rlk_align.judge.contract import STATISTICS, Contract
+from rlk_align.results import ErrorPattern, RefereedUnit
 
 
 def how_off(unit: RefereedUnit, contract: Contract) -> str:
-    """E.g. `scaled by 1.020 over all features`; empty for an operator within its budget."""
+    """E.g. `scaled by 1.02; errors of 12.3 roundings, 1.3 allowed`; empty for an operator within
+    its budget."""
     errors, budget = unit.errors, contract.budget(unit.op)
     if errors is None or budget is None:
         return ""
-    said = []
+    # `not <=`: a NaN is over any budget.
+    over = [n for n in STATISTICS if not abs(getattr(errors, n)) <= getattr(budget, n)]
+    if not over:
+        return ""
+    name = over[0] if "rms" in over else max(over, key=lambda n: _share(unit, contract, n))
+    value, allowed = getattr(errors, name), getattr(budget, name)
+    figure = f"{_FIGURES[name]} {abs(value):.3g} roundings, {allowed:g} allowed"
+    looks = unit.explanation or _looks(errors.pattern)
+    if not looks and name == "row_gain":
+        looks = f"rows scaled by ±{errors.row_gain * errors.unit:.2%}"
+    if looks.startswith("rows scaled") and errors.row_gain < LOW_PRECISION:
+        looks += ", as by statistics in low precision"
+    return "; ".join(filter(None, [looks, figure]))
 
-    def over(name: str) -> bool:
-        # `not <=`: a NaN is over any budget.
-        return not abs(getattr(errors, name)) <= getattr(budget, name)
 
-    def scale(gain: float) -> str:
-        return f"scaled by {1 + gain * errors.unit:.4g}"
+LOW_PRECISION = 2.0
+"""Rows that are scaled by fewer roundings than this look like statistics in the model's dtype."""
+_FIGURES = {
+    "rms": "errors of",
+    "gain": "a common factor that is off by",
+    "row_gain": "rows scaled by",
+    "head_gain": "a head scaled by",
+    "feature_rms": "one feature with errors of",
+    "feature_gain": "one feature scaled by",
+    "feature_shift": "one feature shifted by",
+    "row_rms": "one row with errors of",
+    "peak": "one entry with an error of",
+}
 
-    if unit.explanation:
-        said.append(unit.explanation)
-    elif over("gain"):
-        said.append(f"{scale(errors.gain)} over all features")
-    elif over("head_gain"):
-        said.append(f"head {errors.head} {scale(errors.head_gain)}")
-    elif over("row_gain"):
-        spread = errors.row_gain * errors.unit
-        said.append(f"rows scaled by ±{spread:.2%}: statistics in low precision")
-    elif over("feature_gain"):
-        said.append(f"feature {errors.feature} {scale(errors.feature_gain)}")
-    elif over("feature_shift"):
-        said.append(f"feature {errors.feature} shifted")
-    elif over("feature_rms") and not over("rms"):
-        said.append(f"feature {errors.feature} is off")
-    elif over("row_rms") and not over("rms"):
-        sample, position = errors.row
-        said.append(f"single rows are off, most at sample {sample}, position {position}")
-    if over("rms"):
-        said.append(f"errors of {errors.rms:.3g} roundings ({budget.rms:g} allowed)")
-    elif over("peak") and not said:
-        said.append(f"single entries are off by up to {errors.peak:.3g} roundings")
-    return "; ".join(said)
+
+def _share(unit: RefereedUnit, contract: Contract, name: str) -> float:
+    """How much of a budget is used up."""
+    value, allowed = (getattr(of, name) for of in (unit.errors, contract.budget(unit.op)))
+    return abs(value) / allowed if allowed else float("inf")
+
+
+def _looks(pattern: ErrorPattern) -> str:
+    places = {
+        "everywhere": "",
+        "row": "one row only: ",
+        "token": f"at token id {pattern.at} only: ",
+        "position": f"at position {pattern.at} only: ",
+        "feature": f"feature {pattern.at} only: ",
+        "channel": f"channel {pattern.at} of every head: ",
+        "head": f"head {pattern.at} only: ",
+    }
+    manners = {
+        "scaled": f"scaled by {1 + pattern.amount:.4g}",
+        "shifted": f"shifted by {pattern.amount:+.3g}",
+        "rows scaled": f"rows scaled by ±{pattern.amount:.2%}",
+        "scattered": "",
+    }
+    return f"{places[pattern.place]}{manners[pattern.manner]}".rstrip(": ")

@@ -104,6 +104,9 @@ class RowIndex:
         self.batch = batch
         lengths = np.array([len(s.ids) for s in batch.samples], dtype=np.int64)
         self.offsets = np.concatenate([[0], np.cumsum(lengths)])
+        self.token = np.concatenate([np.array(s.ids, dtype=np.int64) for s in batch.samples])
+        """The id at each row."""
+        self.position = np.arange(len(self)) - np.repeat(self.offsets[:-1], lengths)
 
     def __len__(self) -> int:
         return int(self.offsets[-1])

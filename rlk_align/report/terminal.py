@@ -282,8 +282,8 @@ def _next_step(verdict: Verdict, folder: Path) -> str:
     first = over[0].unit if over else edge.first_bitwise
     if first is None:
         return "see the breaches above"
-    if over and over[0].side in ("rollout", "train"):
-        return f"look at {first.site} on the {over[0].side} side"
     if edge.name == "decode_vs_prefill":
         return f"look at {first.site} in the rollout engine's decode and in its prefill"
+    if over and over[0].side in ("rollout", "train"):
+        return f"look at {first.site} on the {over[0].side} side"
     return f"look at {first.site} on both sides; its values are in the run's captures"

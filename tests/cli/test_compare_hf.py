@@ -178,16 +178,22 @@ def test_ten_noisy_runs_have_one_verdict(cli: Cli, few_prompts: Path, tmp_path: 
 
 
 def test_a_fault_of_decode_alone_is_named_on_its_edge(compare: Cli) -> None:
-    for patch, code in (("decode_only_slightly", 0), ("decode_only", 1)):
+    for patch in ("decode_only_slightly", "decode_only"):
         done = compare("--rollout", f"hf:patch=patches:{patch}", "--train", "hf")
-        assert done.code == code, done.out
+        assert done.code == 1, done.out
         divergence = done.verdict["divergence"]
         assert divergence["edge"] == "decode_vs_prefill"
+        (over,) = divergence["over_budget"]
+        assert (over["site"], over["side"]) == ("layers.1.o_proj", "rollout")
+        assert divergence["first_over_budget"] == over
         assert done.verdict["divergences"]["prefill_vs_train"]["first_bitwise"] is None
+        assert done.verdict["divergences"]["prefill_vs_train"]["over_budget"] == []
         assert "decode differs from prefill in the rollout engine itself" in done.out
-    assert divergence["first_over_budget"]["site"] == "layers.1.o_proj"
-    assert "first over its limit (decode_vs_prefill): layers.1.o_proj" in done.out
-    assert "look at layers.1.o_proj in the rollout engine's decode and in its prefill" in done.out
+        assert "layers.1.o_proj  the rollout side is off" in done.out
+        assert "rollout decode: " in done.out
+        assert (
+            "look at layers.1.o_proj in the rollout engine's decode and in its prefill" in done.out
+        )
 
 
 def test_decode_against_prefill_alone(compare: Cli) -> None:

@@ -65,8 +65,8 @@ GUARDS = {
     ),
     "NaN in a metric": Guard(
         "judge/verdict.py",
-        "return self.value <= self.fail",
-        "return not self.value > self.fail",
+        "return abs(self.value) <= self.fail",
+        "return not abs(self.value) > self.fail",
         "judge/test_verdict.py::test_nan_and_inf_fail_every_limit",
     ),
     "NaN in a row": Guard(

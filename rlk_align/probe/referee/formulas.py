@@ -55,9 +55,9 @@ def attention(
     heads: tuple[int, int],
     window: int | None = None,
 ) -> torch.Tensor:
-    """softmax(q · kᵀ / √D) · v over the keys at positions `p - window < j <= p` of one sequence.
+    """softmax(q · kᵀ / √D) · v over the keys at positions p − window < j ≤ p of one sequence.
 
-    q: `[N, H·D]` at `position` `[N]`; k, v: `[L, Hkv·D]` of positions 0 … L − 1; `heads` = (H, Hkv).
+    q: `[N, H·D]` at `position` `[N]`; k, v: `[L, Hkv·D]` of positions 0 … L − 1; `heads`: H, Hkv.
     """
     count, groups = heads
     query = q.reshape(len(q), groups, count // groups, -1)

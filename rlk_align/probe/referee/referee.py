@@ -105,10 +105,6 @@ class Walk:
     def __init__(self, index: RowIndex, device: torch.device) -> None:
         self._index, self._device = index, device
         self._block = CPU_ELEMENTS if device.type == "cpu" else GPU_ELEMENTS
-        ids = np.concatenate([np.array(s.ids) for s in index.batch.samples])
-        starts = np.repeat(index.offsets[:-1], np.diff(index.offsets))
-        self._token, self._position = ids, np.arange(len(ids)) - starts
-        self._target = np.append(ids[1:], 0)
 
     def units(self, site: Site, passes: Sequence[Pass]) -> list[RefereedUnit]:
         """One operator of every pass; what a side computed twice with the same bits is recomputed
@@ -144,9 +140,9 @@ class Walk:
         if isinstance(p.reference, str):
             raise NotRefereed(p.reference)
         number = p.recorded.comparable(site)
-        if before is not None and before[1].errors is not None:
-            if p.recorded.same(before[0].recorded, site, number):
-                return before[1].errors, len(number)
+        known = before[1].errors if before else None
+        if before and known and p.recorded.same(before[0].recorded, site, number):
+            return known, len(number)
         return self._sums(site, p, p.reference, number).errors(self._index), len(number)
 
     def _sums(self, site: Site, of: Pass, reference: Reference, number: np.ndarray) -> ErrorSums:
@@ -160,7 +156,7 @@ class Walk:
             given = [of.recorded.values(name, part) for name in site.inputs]
             rows = self._rows(part)
             if site.prefix_inputs:
-                first = int(part[0] - self._position[part[0]])
+                first = int(part[0] - self._index.position[part[0]])
                 whole = np.arange(first, part[-1] + 1)
                 given += [of.recorded.sequence(name, whole).double() for name in site.prefix_inputs]
             exact, variance = reference.exact(site, given, rows)
@@ -169,12 +165,14 @@ class Walk:
 
     def _blocks(self, number: np.ndarray, width: int, by_sample: bool) -> Iterator[np.ndarray]:
         """Rows by blocks of bounded size, and of one sequence each where the operator reads it."""
-        starts = number - self._position[number]
+        starts = number - self._index.position[number]
         cuts = np.flatnonzero(np.diff(starts)) + 1 if by_sample else np.zeros(0, dtype=np.int64)
         step = max(1, self._block // width)
         for group in np.split(number, cuts):
             yield from (group[at : at + step] for at in range(0, len(group), step))
 
     def _rows(self, number: np.ndarray) -> Rows:
-        columns = (self._position, self._token, self._target)
+        index = self._index
+        # The target of a sequence's last row is never asked for.
+        columns = (index.position, index.token, np.roll(index.token, -1))
         return Rows(*(torch.from_numpy(c[number]).to(self._device) for c in columns))

@@ -1,4 +1,4 @@
-"""A checkpoint's operators in float64: what each should give for the inputs that a side recorded."""
+"""A checkpoint's operators in float64: what each gives for the inputs that a side recorded."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ WEIGHT_ELEMENTS = 1 << 25
 """Of a weight that are float64 at a time."""
 ROW_PARALLEL = ("o_proj", "down_proj")
 """Operators of which tensor-parallel ranks hold inputs, and so partial sums."""
-BY_HEAD = ("q_norm", "k_norm", "q_rope", "k_rope", "attn")
-"""Operators that compute each head on its own."""
+BY_HEAD = ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "q_rope", "k_rope", "attn")
+"""Operators whose features are those of heads."""
 
 
 class NotRefereed(Exception):
@@ -70,10 +70,10 @@ class Reference:
         self._last: tuple[str, torch.Tensor] | None = None
 
     def heads(self, site: Site) -> int:
-        """In how many groups of features the operator computes."""
+        """In how many heads its features lie; 1 where they are no heads'."""
         if site.op not in BY_HEAD:
             return 1
-        return self.shape.kv_heads if site.op.startswith("k_") else self.shape.heads
+        return self.shape.kv_heads if site.op[0] in "kv" else self.shape.heads
 
     def exact(
         self, site: Site, given: Sequence[torch.Tensor], rows: Rows

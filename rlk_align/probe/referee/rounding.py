@@ -16,6 +16,7 @@ import torch
 
 from rlk_align.model.dtypes import DTYPES
 from rlk_align.model.sites import RowIndex
+from rlk_align.probe.referee.pattern import Rows, Totals, pattern
 from rlk_align.results import RoundingErrors
 
 STANDARD_ERRORS = 6.0
@@ -42,13 +43,15 @@ class ErrorSums:
     """Collects one operator's errors, block by block. N = rows, F = features, G = heads."""
 
     def __init__(self, features: int, heads: int, dtype: str, device: torch.device) -> None:
-        """`heads`: in how many groups the operator computes, 1 where it is not by head."""
+        """`heads`: in how many heads the features lie, 1 where they are no heads'."""
         self._dtype, self._heads = dtype, heads
         self._rows = 0
         # By feature: error, error², error⁴, unit², error·exact, exact², (error·exact)².
         self._sums = torch.zeros(7, features, dtype=torch.float64, device=device)
-        self._row_gain = 0.0
-        self._worst_row = (0.0, -1)
+        # By row: error², unit², error·exact, exact².
+        self._by_row: list[torch.Tensor] = []
+        self._numbers: list[np.ndarray] = []
+        self._row_gain = self._scaled_by_row = 0.0
         self._peak = 0.0
 
     def add(
@@ -61,45 +64,34 @@ class ErrorSums:
         parts = (error, square, square.square(), variance, product, exact.square(), product**2)
         for total, part in zip(self._sums, parts, strict=True):
             total += part.sum(dim=0)
-        self._rows += len(got)
-        self._add_rows(error, square, product, exact, variance, number)
-
-    def _add_rows(
-        self,
-        error: torch.Tensor,
-        square: torch.Tensor,
-        product: torch.Tensor,
-        exact: torch.Tensor,
-        variance: torch.Tensor,
-        number: np.ndarray,
-    ) -> None:
-        row = (square.sum(dim=1) / variance.sum(dim=1)).sqrt()
-        row = row.nan_to_num(nan=math.inf)
-        at = int(row.argmax())
-        if float(row[at]) > self._worst_row[0] or self._worst_row[1] < 0:
-            self._worst_row = (float(row[at]), int(number[at]))
+        of_rows = [t.sum(dim=1) for t in (square, variance, product, parts[5])]
+        self._by_row.append(torch.stack(of_rows))
+        self._numbers.append(number)
         unit = torch.maximum(variance, variance.mean(dim=1, keepdim=True))
-        peak = float((square / unit).nan_to_num(nan=math.inf).max())
-        self._peak = max(self._peak, math.sqrt(peak))
+        # A NaN is over any budget; where nothing may be off, anything is infinitely off.
+        ratio = (square / unit).where((square > 0) | (unit > 0), 0.0).nan_to_num(nan=math.inf)
+        self._peak = max(self._peak, math.sqrt(float(ratio.max())))
         if error.shape[1] > self._heads:
-            self._row_gain += float(self._scaling(error, product, exact).sum())
+            self._add_row_gains(error, product, exact)
 
-    def _scaling(
+    def _add_row_gains(
         self, error: torch.Tensor, product: torch.Tensor, exact: torch.Tensor
-    ) -> torch.Tensor:
-        """By row, the squared gain of its groups in the mean, less what chance makes of it."""
-        by_group = (len(error), self._heads, -1)
-        e, p, y = (t.reshape(by_group) for t in (error, product, exact))
-        power = y.square().sum(dim=-1)
+    ) -> None:
+        """The squared gain of each row, in each head, less what chance makes of it."""
+        by_head = (len(error), self._heads, -1)
+        e, p, y = (t.reshape(by_head) for t in (error, product, exact))
+        power, width = y.square().sum(dim=-1), y.shape[-1]
         gain = p.sum(dim=-1) / power
         left = (e - gain[..., None] * y) * y
-        width = y.shape[-1]
         chance = left.square().sum(dim=-1) / power.square() * (width / (width - 1))
-        return (gain.square() - chance).where(power > 0, 0.0).mean(dim=1)
+        self._row_gain += float((gain**2 - chance).where(power > 0, 0.0).mean(dim=1).sum())
+        self._scaled_by_row += float((gain**2 * power).where(power > 0, 0.0).sum())
 
     def errors(self, index: RowIndex) -> RoundingErrors:
         """What was collected, in units of rounding; infinite where a NaN was."""
-        n, unit = self._rows, relative_unit(self._dtype)
+        unit = relative_unit(self._dtype)
+        number, by_row = np.concatenate(self._numbers), torch.cat(self._by_row, dim=1)
+        n, row_rms = len(number), (by_row[0] / by_row[1]).nan_to_num(nan=math.inf).sqrt()
         error, square, fourth, variance, product, power, products = self._sums
         rms = float((square.sum() / variance.sum()).sqrt().nan_to_num(nan=math.inf))
         # By chance alone a feature's errors are off by these, and never by less than their size.
@@ -113,10 +105,9 @@ class ErrorSums:
         by_head = [t.reshape(self._heads, -1).sum(dim=1) for t in (product, power, products)]
         of_feature = [_largest(x) for x in (feature_rms, shift, gain / unit)]
         head_gain, head = _largest(_gain(*by_head) / unit)
-        worst, row = self._worst_row
         return RoundingErrors(
             rms=rms,
-            gain=_number(product.sum() / power.sum()) / unit if power.sum() else 0.0,
+            gain=float(_gain(product.sum(), power.sum(), products.sum()) / unit),
             row_gain=math.sqrt(max(0.0, self._row_gain / n)) / unit,
             head_gain=head_gain if self._heads > 1 else 0.0,
             head=head if self._heads > 1 else 0,
@@ -124,10 +115,18 @@ class ErrorSums:
             feature_shift=of_feature[1][0],
             feature_gain=of_feature[2][0],
             feature=max(of_feature, key=lambda found: abs(found[0]))[1],
-            row_rms=worst,
-            row=index.locate(row),
+            row_rms=float(row_rms.max()),
+            row=index.locate(int(number[int(row_rms.argmax())])),
             peak=self._peak,
             unit=unit,
+            pattern=pattern(
+                Totals(*by_row.cpu().numpy()),
+                Totals(*(t.cpu().numpy() for t in (square, variance, product, power))),
+                Rows(number, index.token[number], index.position[number]),
+                self._heads,
+                (error / n).cpu().numpy(),
+                self._scaled_by_row,
+            ),
         )
 
 
@@ -137,8 +136,10 @@ def _beyond(value: torch.Tensor, standard_error: torch.Tensor) -> torch.Tensor:
 
 
 def _gain(product: torch.Tensor, power: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
-    """The error regressed on the exact output, as far as it stands out; 0 where that is 0."""
-    return _beyond(product / power, products.sqrt() / power).where(power > 0, 0.0)
+    """The error regressed on the exact output, as far as it stands out; 0 where that is 0, and
+    infinite where it is not finite."""
+    gain = _beyond(product / power, products.sqrt() / power)
+    return gain.nan_to_num(nan=math.inf).where(power != 0, 0.0)
 
 
 def _largest(values: torch.Tensor) -> tuple[float, int]:

@@ -1,0 +1,124 @@
+"""What an error looks like: everywhere, or in one head, channel, feature, token, position or row;
+and whether it scales, shifts or scatters. N = rows, F = features."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from rlk_align.results import ErrorPattern
+
+MOST = 0.8
+"""The share of what is beyond rounding that a place must hold to be named."""
+EXPLAINED = 0.6
+"""The share of a place's squared error that a gain or a shift must explain."""
+ROUNDING = 3.0
+"""Squared errors up to so many times their median, in units, count as rounding."""
+
+Place = Literal["everywhere", "head", "channel", "feature", "token", "position", "row"]
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over the entries of each row, `[N]`, or of each feature, `[F]`."""
+
+    square: np.ndarray
+    """Of the error."""
+    variance: np.ndarray
+    """Of a rounding."""
+    product: np.ndarray
+    """Of error · exact."""
+    power: np.ndarray
+    """Of exact²."""
+
+    @property
+    def excess(self) -> np.ndarray:
+        """The squared error that is beyond rounding."""
+        known = self.variance > 0
+        ratio = np.divide(self.square, self.variance, out=np.ones_like(self.square), where=known)
+        typical = np.clip(np.median(ratio), 1e-3, 1.0)
+        beyond = np.clip(self.square - ROUNDING * typical * self.variance, 0, None)
+        return np.nan_to_num(beyond, nan=0.0, posinf=0.0)
+
+    def gain(self, chosen: np.ndarray) -> tuple[float, float]:
+        """The error regressed on the exact output, over some; and the share of the squared error
+        that this explains."""
+        product, power = self.product[chosen].sum(), self.power[chosen].sum()
+        square = self.square[chosen].sum()
+        if not (power > 0 and square > 0):
+            return 0.0, 0.0
+        return float(product / power), float(product**2 / power / square)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Which rows they are, int `[N]` each."""
+
+    number: np.ndarray
+    token: np.ndarray
+    position: np.ndarray
+
+
+def pattern(
+    rows: Totals,
+    features: Totals,
+    which: Rows,
+    heads: int,
+    shift: np.ndarray,
+    scaled_by_row: float,
+) -> ErrorPattern:
+    """`shift`: the mean error of each feature, `[F]`; `scaled_by_row`: the squared error that a
+    gain of each row's own explains, in each head."""
+    for place, totals, label in _candidates(rows, features, which, heads):
+        at = _holder(totals.excess, label)
+        if at is None:
+            continue
+        gain, explained = totals.gain(label == at)
+        constant = len(rows.square) * float(shift[at]) ** 2 if place == "feature" else 0.0
+        if constant > max(explained, EXPLAINED) * totals.square[label == at].sum():
+            return _of(place, at, "shifted", float(shift[at]))
+        if explained >= EXPLAINED:
+            return _of(place, at, "scaled", gain)
+        return _of(place, at, "scattered", 0.0)
+    everything = np.ones(len(rows.square), dtype=bool)
+    gain, explained = rows.gain(everything)
+    square, power = float(rows.square.sum()), float(rows.power.sum())
+    if explained >= EXPLAINED:
+        return _of("everywhere", 0, "scaled", gain)
+    if square > 0 and scaled_by_row >= EXPLAINED * square:
+        return _of("everywhere", 0, "rows scaled", float(np.sqrt(scaled_by_row / power)))
+    return _of("everywhere", 0, "scattered", 0.0)
+
+
+def _candidates(
+    rows: Totals, features: Totals, which: Rows, heads: int
+) -> Iterator[tuple[Place, Totals, np.ndarray]]:
+    """Smallest places first."""
+    yield "row", rows, which.number
+    yield "token", rows, which.token
+    yield "position", rows, which.position
+    feature = np.arange(len(features.square))
+    width = len(feature) // heads
+    yield "feature", features, feature
+    if heads > 1:
+        yield "channel", features, feature % width
+        yield "head", features, feature // width
+
+
+def _holder(excess: np.ndarray, label: np.ndarray) -> int | None:
+    """The label that holds most of the excess; None where none does, or where there is but one."""
+    labels, inverse = np.unique(label, return_inverse=True)
+    if len(labels) < 2 or not excess.sum() > 0:
+        return None
+    share = np.bincount(inverse, excess / excess.sum())
+    return int(labels[share.argmax()]) if share.max() >= MOST else None
+
+
+def _of(
+    place: Place,
+    at: int,
+    manner: Literal["scaled", "shifted", "rows scaled", "scattered"],
+    amount: float,
+) -> ErrorPattern:
+    return ErrorPattern(place=place, at=at, manner=manner, amount=amount)
