@@ -64,12 +64,14 @@ def capture_each(
     requests: Sequence[CaptureRequest],
     role: Role,
     run: Run,
-    tokens: Path | None,
+    tokens: Sequence[Path | None],
     progress: Progress,
 ) -> list[Trace]:
-    """The traces of requests that differ in their engine's fault alone: what is not there already
-    is captured by one process, which loads the engine once. Raises what `capture` raises."""
-    jobs = [_planned(request, role, run, tokens) for request in requests]
+    """The traces of requests that differ in their engine's fault, their seed and their tokens
+    alone: what is not there already is captured by one process, which loads the engine once.
+    Raises what `capture` raises."""
+    pairs = zip(requests, tokens, strict=True)
+    jobs = [_planned(request, role, run, ids) for request, ids in pairs]
     missing = [j for j in jobs if not set(j.passes) <= set(passes_in(j.folder))]
     if missing:
         for job in missing:

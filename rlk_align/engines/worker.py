@@ -80,7 +80,7 @@ def _run_following(
     prompt_ids: dict[str, list[int]],
     events: Events,
 ) -> None:
-    """A job with another fault, in the engine that is loaded."""
+    """A job with another fault, seed or tokens, in the engine that is loaded."""
     engine.spec = job.engine
     engine.plant()
     batch = _initial_batch(job, prompts, prompt_ids)

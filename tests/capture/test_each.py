@@ -61,12 +61,12 @@ def test_each_is_what_it_would_be_alone(tmp_path: Path, jobs: list[Job]) -> None
     prompts = write_few_prompts(tmp_path / "few.jsonl")
     requests = [_request(spec, prompts) for spec in SPECS]
     together, alone = Run(tmp_path / "together"), Run(tmp_path / "alone")
-    first = capturing.capture_each(requests[:1], "rollout", together, None, _quiet)[0]
+    first = capturing.capture_each(requests[:1], "rollout", together, [None], _quiet)[0]
     tokens = first.folder / "tokens.parquet"
     # What is there already is left out; the last has two faults before it.
-    traces = capturing.capture_each(requests, "train", together, tokens, _quiet)
+    traces = capturing.capture_each(requests, "train", together, [tokens] * 4, _quiet)
     assert [len(job.then) for job in jobs] == [0, 3]
-    again = capturing.capture_each(requests, "train", together, tokens, _quiet)
+    again = capturing.capture_each(requests, "train", together, [tokens] * 4, _quiet)
     assert len(jobs) == 2
     assert [t.folder for t in again] == [t.folder for t in traces]
     single = capturing.capture(requests[3], "train", alone, tokens, False, _quiet)

@@ -35,7 +35,8 @@ class Job(BaseModel):
     layers: tuple[int, int] | None
     sites: tuple[str, ...]
     then: tuple["Job", ...] = ()
-    """What the engine does next, loaded once: jobs that differ in their fault alone."""
+    """What the engine does next, loaded once: jobs that differ in their fault, their seed and their
+    tokens alone."""
 
     @property
     def timeout(self) -> float:

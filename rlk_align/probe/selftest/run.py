@@ -21,8 +21,8 @@ from rlk_align.results import EdgeName, SideName
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.run import Run
 
-TOGETHER = 16
-"""Faults whose captures are on disk at a time."""
+TOGETHER, SEEDS_TOGETHER = 16, 5
+"""Faults, and seeds, whose captures are on disk at a time."""
 PROMPTS, NEW_TOKENS = 8, 16
 """How much text the faults are seen on: some 600 rows of the embedded prompts."""
 
@@ -130,7 +130,7 @@ class _SelfTest:
         decode = some[0].chosen.fault.decode
         requests = [self._request(c.spec, c.chosen.fault, decode=decode) for c in some]
         tokens = None if decode else self._base.folder / "tokens.parquet"
-        traces = capture_each(requests, "rollout", self.run, tokens, _quiet)
+        traces = capture_each(requests, "rollout", self.run, [tokens] * len(some), _quiet)
         for number, (case, faulty) in enumerate(zip(some, traces, strict=True), done):
             self.progress(f"fault {case.chosen} in {case.engine}", number, total)
             yield from self._of_case(case, faulty)
@@ -167,26 +167,37 @@ class _SelfTest:
 
     def _clean_pairs(self) -> Iterator[CleanPair]:
         """Every pair without a fault, on fresh tokens for every seed."""
-        r = self.request
-        for seed in range(r.seeds):
+        for start in range(0, self.request.seeds, SEEDS_TOGETHER):
+            seeds = range(start, min(start + SEEDS_TOGETHER, self.request.seeds))
             made: set[Path] = set()
-            for rollout, train in pairs(r.engines):
-                self.progress(f"clean: {rollout} against {train}", seed, r.seeds)
-                sampled = self._sampled(rollout, "", seed)
-                request = self._request(train, None)
-                tokens = sampled.folder / "tokens.parquet"
-                scored = capture(request, "train", self.run, tokens, False, _quiet)
-                made |= {sampled.folder, scored.folder}
-                blamed: list[str] = []
-                edges: tuple[EdgeName, ...] = ("prefill_vs_train", "decode_vs_train")
-                for edge in edges:
-                    blamed += alarms(verdict_of(sampled, scored, edge, _quiet))
-                yield CleanPair(
-                    seed=seed,
-                    rollout=rollout,
-                    train=train,
-                    tokens=sampled.tokens.sampled_tokens,
-                    alarms=list(dict.fromkeys(blamed)),
-                )
+            for pair in pairs(self.request.engines):
+                self.progress(f"clean: {pair[0]} against {pair[1]}", start, self.request.seeds)
+                sampled, scored = self._clean_captures(pair, seeds)
+                made |= {t.folder for t in (*sampled, *scored)}
+                for seed, a, b in zip(seeds, sampled, scored, strict=True):
+                    yield CleanPair(
+                        seed=seed,
+                        rollout=pair[0],
+                        train=pair[1],
+                        tokens=a.tokens.sampled_tokens,
+                        alarms=_blamed(a, b),
+                    )
             for folder in made:
                 shutil.rmtree(folder)
+
+    def _clean_captures(
+        self, pair: tuple[str, str], seeds: Sequence[int]
+    ) -> tuple[list[Trace], list[Trace]]:
+        """What the rollout engine samples for each seed, and what the other makes of it."""
+        requests = [self._request(pair[0], None, seed, decode=True) for seed in seeds]
+        sampled = capture_each(requests, "rollout", self.run, [None] * len(seeds), _quiet)
+        requests = [self._request(pair[1], None)] * len(seeds)
+        tokens = [t.folder / "tokens.parquet" for t in sampled]
+        return sampled, capture_each(requests, "train", self.run, tokens, _quiet)
+
+
+def _blamed(rollout: Trace, train: Trace) -> list[str]:
+    """What the comparison of two engines without a fault blames."""
+    edges: tuple[EdgeName, ...] = ("prefill_vs_train", "decode_vs_train")
+    found = [a for edge in edges for a in alarms(verdict_of(rollout, train, edge, _quiet))]
+    return list(dict.fromkeys(found))
