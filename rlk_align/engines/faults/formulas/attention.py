@@ -121,12 +121,15 @@ def groups_interleaved(_: float) -> Formula:
 
 
 def bf16_softmax(_: float) -> Formula:
-    """Scores, exponentials, their sum and the quotient are rounded to bf16."""
+    """Scores, exponentials, the quotient, and their sum after every key are rounded to bf16."""
 
     def formula(a: Attention) -> torch.Tensor:
         scores = _scores(a).bfloat16()
         e = (scores - scores.amax(-1, keepdim=True)).exp()
-        return _mixed(a, e / e.float().sum(-1, keepdim=True).bfloat16())
+        total = torch.zeros_like(e[..., :1])
+        for key in e.split(1, -1):
+            total += key
+        return _mixed(a, e / total)
 
     return formula
 

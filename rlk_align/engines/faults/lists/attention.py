@@ -114,7 +114,10 @@ ATTENTION = {
         "attention:groups_interleaved",
     ),
     "attn-softmax-bf16": Fault(
-        "attention", ("layers.2.attn",), "the softmax is computed in bf16", "attention:bf16_softmax"
+        "attention",
+        ("layers.2.attn",),
+        "the softmax is kept in bf16, its sum too",
+        "attention:bf16_softmax",
     ),
     "attn-gain": Fault(
         "attention",
