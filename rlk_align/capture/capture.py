@@ -1,6 +1,7 @@
 """Runs one engine in a process of its own and gives back its Trace."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from rlk_align.capture.key import capture_key
@@ -37,20 +38,15 @@ def capture(
     """
     if request.engine.name == "replay":
         return _replay(request, role)
-    model = resolve_model(request.model_path)
-    if request.engine.option("python") is None:
-        require_installed(request.engine.name)
-    spec = request.engine.canonical(read_shape(model).dtype)
-    passes = _passes(request, sampling=tokens is None)
-    key = capture_key(request, spec, model, tokens)
-    folder = run.folder / "captures" / f"{role}-{key}"
+    job = _planned(request, role, run, tokens)
+    folder = job.folder
     if fresh and folder.is_symlink():
         folder.unlink()
     elif fresh and folder.exists():
         with writing(folder):
             shutil.rmtree(folder)
     finished = passes_in(folder)
-    missing = tuple(p for p in passes if p not in finished)
+    missing = tuple(p for p in job.passes if p not in finished)
     if not missing:
         progress(f"the {role} capture is there already, and is taken as it is", 0, 0)
     else:
@@ -60,10 +56,48 @@ def capture(
         for production in (False, True):
             part = tuple(p for p in missing if p.endswith(".production") == production)
             if part:
-                run_worker(_job(request, spec, model, folder, key, tokens, part), progress)
-    trace = Trace(folder)
-    if trace.record.key != key:
-        raise CorruptTrace(f"{folder} holds another capture, {trace.record.key}", REPAIR)
+                run_worker(job.model_copy(update={"passes": part}), progress)
+    return _opened(job)
+
+
+def capture_each(
+    requests: Sequence[CaptureRequest],
+    role: Role,
+    run: Run,
+    tokens: Sequence[Path | None],
+    progress: Progress,
+) -> list[Trace]:
+    """The traces of requests that differ in their engine's fault, their seed and their tokens
+    alone: what is not there already is captured by one process, which loads the engine once.
+    Raises what `capture` raises."""
+    pairs = zip(requests, tokens, strict=True)
+    jobs = [_planned(request, role, run, ids) for request, ids in pairs]
+    missing = [j for j in jobs if not set(j.passes) <= set(passes_in(j.folder))]
+    if missing:
+        for job in missing:
+            with writing(job.folder):
+                job.folder.mkdir(parents=True, exist_ok=True)
+        first, *then = missing
+        run_worker(first.model_copy(update={"then": tuple(then)}), progress)
+    return [_opened(job) for job in jobs]
+
+
+def _planned(request: CaptureRequest, role: Role, run: Run, tokens: Path | None) -> Job:
+    """All passes of a capture, whether they are there already or not."""
+    model = resolve_model(request.model_path)
+    if request.engine.option("python") is None:
+        require_installed(request.engine.name)
+    spec = request.engine.canonical(read_shape(model).dtype)
+    key = capture_key(request, spec, model, tokens)
+    folder = run.folder / "captures" / f"{role}-{key}"
+    passes = _passes(request, sampling=tokens is None)
+    return _job(request, spec, model, folder, key, tokens, passes)
+
+
+def _opened(job: Job) -> Trace:
+    trace = Trace(job.folder)
+    if trace.record.key != job.key:
+        raise CorruptTrace(f"{job.folder} holds another capture, {trace.record.key}", REPAIR)
     return trace
 
 
@@ -78,7 +112,7 @@ def _passes(request: CaptureRequest, sampling: bool) -> tuple[str, ...]:
         passes.append("decode.untapped")
     for name in request.passes:
         if name != "decode" or sampling:
-            passes += [name, *(f"{name}.{v}" for v in CONTROL_VARIANTS)]
+            passes += [name, *(f"{name}.{v}" for v in CONTROL_VARIANTS if request.controls)]
     if request.production:
         passes.append("prefill.production")
     return tuple(passes)

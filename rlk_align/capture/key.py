@@ -73,6 +73,8 @@ def _adapter_sources(spec: EngineSpec) -> Iterator[Path]:
     package = Path(rlk_align.__file__).parent
     for pattern in SHARED_SOURCES:
         yield from package.glob(pattern if pattern.endswith(".py") else f"{pattern}/*.py")
+    if spec.option("fault") is not None:
+        yield from package.glob("engines/faults/**/*.py")
     found = importlib.util.find_spec(spec.info.target.partition(":")[0])
     if found is None or found.origin is None:
         raise ToolError(f"engine {spec.name!r}: {spec.info.target} has no source")

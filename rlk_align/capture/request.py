@@ -30,6 +30,8 @@ class CaptureRequest:
     trace: TracePlan = TracePlan()
     passes: tuple[str, ...] = ("decode", "prefill")
     """The observed passes, in order; `decode` samples, `prefill` scores."""
+    controls: bool = True
+    """Whether each observed pass is also run without taps, and again."""
     production: bool = False
     """Whether to score once more in the engine's un-tapped production mode."""
 

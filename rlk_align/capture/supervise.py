@@ -42,9 +42,10 @@ def run_worker(job: Job, progress: Progress) -> None:
         raise told
     if worker.returncode:
         raise failed(f"the worker of {job.engine} {death(worker.returncode)}", log)
-    if not set(job.passes) <= set(passes_in(job.folder)):
-        what = f"the worker of {job.engine} ended before its passes were finished"
-        raise failed(what, log, "does the engine, or its patch, end the process?")
+    for done in (job, *job.then):
+        if not set(done.passes) <= set(passes_in(done.folder)):
+            what = f"the worker of {done.engine} ended before its passes were finished"
+            raise failed(what, log, "does the engine, or its patch, end the process?")
 
 
 def _start(job: Job, log: Path) -> subprocess.Popen:
@@ -53,9 +54,10 @@ def _start(job: Job, log: Path) -> subprocess.Popen:
     with writing(job.folder):
         (job.folder / "events.jsonl").unlink(missing_ok=True)
         shutil.rmtree(job.folder / HEARTBEATS, ignore_errors=True)
-        kept = job.folder / "prompts.jsonl"
-        if job.prompts != kept:
-            save_prompts(load_prompts(job.prompts), kept)
+        for each in (job, *job.then):
+            kept = each.folder / "prompts.jsonl"
+            if each.prompts != kept:
+                save_prompts(load_prompts(each.prompts), kept)
         (job.folder / "job.json").write_text(job.model_dump_json(indent=1), encoding="utf-8")
         for old in job.folder.glob("rank*.log"):
             old.unlink()

@@ -16,6 +16,7 @@ from rlk_align.cli.compare import compare
 from rlk_align.cli.doctor import doctor
 from rlk_align.cli.gate import gate
 from rlk_align.cli.output import silence_stdout
+from rlk_align.cli.selftest import selftest
 from rlk_align.errors import EXIT_INTERRUPTED, EXIT_TOOL, RlkError
 from rlk_align.text import printable
 
@@ -32,6 +33,7 @@ app.command()(compare)
 app.command()(capture)
 app.command()(gate)
 app.command()(doctor)
+app.command()(selftest)
 
 
 def _show_version(wanted: bool) -> None:

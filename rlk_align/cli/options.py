@@ -128,7 +128,7 @@ def default_train() -> str:
 def trace_plan(budget: str, layers: str | None, sites: str | None) -> TracePlan:
     """Raises BadOption for a flag that cannot be read."""
     return TracePlan(
-        budget=parse_size(budget), layers=parse_layers(layers), sites=tuple(_list(sites))
+        budget=parse_size(budget), layers=parse_layers(layers), sites=tuple(names(sites))
     )
 
 
@@ -156,7 +156,7 @@ def parse_edges(text: str | None) -> tuple[EdgeName, ...]:
     """Edges in their own order; None is all. Raises BadOption for an unknown one."""
     if text is None:
         return EDGES
-    wanted = _list(text)
+    wanted = names(text)
     unknown = [e for e in wanted if e not in EDGES]
     if unknown or not wanted:
         raise BadOption(f"--edges {text!r} is unknown", f"choose from {', '.join(EDGES)}")
@@ -172,7 +172,8 @@ def parse_kinds(items: list[str] | None) -> tuple[Kind, ...]:
     return tuple(k for k in known if k in (items or []))
 
 
-def _list(text: str | None) -> list[str]:
+def names(text: str | None) -> list[str]:
+    """Of a comma-separated list."""
     return [item.strip() for item in (text or "").split(",") if item.strip()]
 
 

@@ -14,6 +14,8 @@ import numpy as np
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import ParameterRecord
 from rlk_align.engines.common.tap import Tap
+from rlk_align.engines.faults.catalogue import choose
+from rlk_align.engines.faults.operators import Operators, plant
 from rlk_align.engines.process.ranks import ALONE, Ranks
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
@@ -62,6 +64,7 @@ class Engine(ABC):
     """This process among the engine's; set before `open`, torch.distributed being up."""
     heartbeats: Path | None = None
     """Where processes that the engine starts itself note their heartbeat."""
+    _faulty: Operators | None = None
 
     def __init__(
         self, spec: EngineSpec, model: Path, shape: ModelShape, production: bool = False
@@ -74,7 +77,7 @@ class Engine(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Loads the model and applies the user's patch."""
+        """Loads the model, applies the user's patch and plants the spec's fault."""
 
     @abstractmethod
     def version(self) -> str:
@@ -92,6 +95,20 @@ class Engine(ABC):
     def weights(self) -> Iterator[ParameterRecord]:
         """Every canonical parameter, from the live model, in the checkpoint's layout; what rank
         0 yields counts."""
+
+    def operators(self) -> Operators:
+        """The live model's operators, for a fault to stand in for one."""
+        raise BadOption(f"engine {self.spec.name!r} takes no planted fault")
+
+    def plant(self) -> None:
+        """Puts the spec's fault into the live model, in place of the one that it may have."""
+        if self._faulty is not None:
+            self._faulty.close()
+            self._faulty = None
+        fault = self.spec.option("fault")
+        if fault is not None:
+            self._faulty = self.operators()
+            plant(choose(self.spec.name, str(fault)), self._faulty)
 
     def unexposed(self, kind: str) -> dict[str, str]:
         """Sites that this engine cannot show in a `decode` or a `prefill`, with the reason."""

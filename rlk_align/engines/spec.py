@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field
 
+from rlk_align.engines.faults.catalogue import check_fault, choose
 from rlk_align.engines.info import EngineInfo, Option, OptionValue
 from rlk_align.engines.registry import engine_info
 from rlk_align.errors import BadOption
@@ -25,10 +26,12 @@ COMMON_OPTIONS = {
     "model": Option(),
     "python": Option(),
     "patch": Option(),
+    "fault": Option(),
     "timeout": Option(float, default=600.0, starts_only=True),
 }
-"""What every engine takes. `patch=module:function` is called with the loaded model; `timeout` is
-in seconds, after which an engine that stands still is given up."""
+"""What every engine takes. `patch=module:function` is called with the loaded model, and
+`fault=NAME@STRENGTH` plants a fault of `engines.faults` into it; `timeout` is in seconds, after
+which an engine that stands still is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,8 @@ class EngineSpec:
             options[key] = _convert(name, key, value, known[key])
         if conflict := info.conflict(options):
             raise BadOption(f"engine {name!r}: {conflict}")
+        if "fault" in options:
+            check_fault(name, options)
         return cls(name, options)
 
 
@@ -141,6 +146,8 @@ def _convert(engine: str, key: str, value: str, option: Option) -> OptionValue:
         return value.lower() in ("1", "true")
     if option.choices and value not in option.choices:
         raise BadOption(f"{where} is unknown", f"choose from {', '.join(option.choices)}")
+    if key == "fault":
+        return str(choose(engine, value))
     if key == "dtype":
         if value not in DTYPES:
             raise BadOption(f"{where}: unknown dtype; choose from {', '.join(DTYPES)}")

@@ -69,9 +69,28 @@ def run(job: Job, events: Events) -> None:
                 write_manifest(job, engine, prompt_ids)
             for name in job.passes:
                 batch = _run_pass(job, engine, batch, name, plan, events)
+            for following in job.then:
+                _run_following(following, engine, prompts, prompt_ids, events)
     finally:
         engine.close()
     leave()
+
+
+def _run_following(
+    job: Job,
+    engine: Engine,
+    prompts: list[Prompt],
+    prompt_ids: dict[str, list[int]],
+    events: Events,
+) -> None:
+    """A job with another fault, seed or tokens, in the engine that is loaded."""
+    engine.spec = job.engine
+    engine.plant()
+    batch = _initial_batch(job, prompts, prompt_ids)
+    plan = plan_capture(job, model_sites(engine.shape), batch, engine.dtype())
+    write_manifest(job, engine, prompt_ids)
+    for name in job.passes:
+        batch = _run_pass(job, engine, batch, name, plan, events)
 
 
 def tokenise(model: Path, prompts: list[Prompt]) -> dict[str, list[int]]:

@@ -95,7 +95,7 @@ RULES = {
     "capture": ("capture", "engines", "trace", "model", "progress", "errors"),
     "compare": ("compare", "trace", "model", "results", "progress", "errors"),
     "probe": (
-        *("probe", "capture", "compare", "engines", "trace", "model"),
+        *("probe", "capture", "engines", "compare", "judge", "trace", "model"),
         *("results", "progress", "errors"),
     ),
     "judge": ("judge", "data", "results", "text", "errors"),
@@ -108,10 +108,11 @@ RULES = {
 ENGINE_FOLDERS = {
     # Of the engines' folders: which others it may import.
     "common": ("common", "spec"),
+    "faults": ("faults", "common"),
     "process": ("process", "common", "spec"),
-    "hf": ("hf", "common", "process", "base", "spec", "info"),
-    "vllm": ("vllm", "common", "process", "base", "spec", "info"),
-    "megatron": ("megatron", "common", "process", "base", "spec", "info"),
+    "hf": ("hf", "common", "faults", "process", "base", "spec", "info"),
+    "vllm": ("vllm", "common", "faults", "process", "base", "spec", "info"),
+    "megatron": ("megatron", "common", "faults", "process", "base", "spec", "info"),
 }
 
 

@@ -20,10 +20,12 @@ from rlk_align.engines.common.logprobs import token_logprobs
 from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, record_parameter
 from rlk_align.engines.common.rows import ForwardRows, padded_grid
 from rlk_align.engines.common.user_patch import apply_patch
+from rlk_align.engines.hf.operators import HFOperators
 from rlk_align.engines.hf.taps import Tapped
 from rlk_align.errors import EngineFailed, ModelError
 from rlk_align.model.checkpoint import LAYER_MODULES
 from rlk_align.model.prompts import Sample, TokenBatch
+from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.text import one_line
 
 
@@ -40,6 +42,7 @@ class HFEngine(Engine):
         here = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(self.spec.device or here)
         self.model = self.load(self.compute_dtype).to(self.device)
+        self.plant()
 
     @property
     def compute_dtype(self) -> str:
@@ -65,6 +68,10 @@ class HFEngine(Engine):
         apply_patch(self.spec, model.eval())
         return model
 
+    def operators(self) -> HFOperators:
+        rotary = checkpoint_rotary(self.model_path, self.shape)
+        return HFOperators(self, self.shape, rotary)
+
     def version(self) -> str:
         import transformers
 
@@ -76,7 +83,7 @@ class HFEngine(Engine):
     def attributes(self) -> dict[str, Any]:
         return {
             **hf_attributes(self.model),
-            **processing(self._temperature),
+            **processing(self.temperature),
             # None where a forward has one sequence, and so no padding.
             "padding_side": self.spec.option("padding") if self._batch > 1 else None,
         }
@@ -99,8 +106,12 @@ class HFEngine(Engine):
                 done(len(logprobs))
         return logprobs
 
+    def logprobs(self, logits: torch.Tensor, target: torch.Tensor) -> np.ndarray:
+        """What is reported of rows `[N, V]` of logits, float32 `[N]`."""
+        return token_logprobs(logits, target, self.temperature)
+
     @property
-    def _temperature(self) -> float:
+    def temperature(self) -> float:
         return float(self.spec.option("temperature") or 1.0)
 
     @property
@@ -128,7 +139,7 @@ class HFEngine(Engine):
             s = batch.samples[i]
             at = slice(s.sampled_positions.start + first, s.sampled_positions.stop + first)
             target = torch.tensor(s.response_ids, device=self.device)
-            logprobs[i] = token_logprobs(logits[k, at], target, self._temperature)
+            logprobs[i] = self.logprobs(logits[k, at], target)
         return logprobs
 
     @torch.inference_mode()
@@ -174,7 +185,7 @@ class HFEngine(Engine):
                 self._draw(logits[0], generator, number, last) if forced is None else forced[step]
             )
             target = torch.tensor([token], device=self.device)
-            logprobs.append(token_logprobs(logits, target, self._temperature))
+            logprobs.append(self.logprobs(logits, target))
             response.append(token)
             position, new = last + 1, [token]
             if forced is None and token in stop:
@@ -185,7 +196,7 @@ class HFEngine(Engine):
         self, logits: torch.Tensor, generator: torch.Generator, sample: int, position: int
     ) -> int:
         """A token by logits `[V]` at (sample, position)."""
-        probs = torch.softmax(logits.float() / self._temperature, dim=-1).cpu()
+        probs = torch.softmax(logits.float() / self.temperature, dim=-1).cpu()
         if not torch.isfinite(probs).all():
             raise EngineFailed(
                 f"engine {self.spec.name!r} cannot sample: the logits of sample {sample} at "

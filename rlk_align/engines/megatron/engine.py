@@ -23,9 +23,11 @@ from rlk_align.engines.megatron.model import (
     build,
     read_checkpoint,
 )
+from rlk_align.engines.megatron.operators import MegatronOperators
 from rlk_align.engines.megatron.taps import FUSED_NORMS, Tapped
 from rlk_align.engines.megatron.weights import live_parameters, load, parameter_plan
 from rlk_align.model.prompts import TokenBatch
+from rlk_align.model.rotary import checkpoint_rotary
 
 CHUNK = 1024
 """Rows whose log-probs are computed at a time: bounds the float32 copy of the logits."""
@@ -55,6 +57,10 @@ class MegatronEngine(Engine):
         )
         load(self.model, self.model_path, self.plan, self.ranks.rank)
         apply_patch(self.spec, self.model)
+        self.plant()
+
+    def operators(self) -> MegatronOperators:
+        return MegatronOperators(self, self.shape, checkpoint_rotary(self.model_path, self.shape))
 
     def _here(self, name: str) -> OptionValue | None:
         """An option, as it turned out in this process."""

@@ -37,6 +37,9 @@ class Job(BaseModel):
     budget: int
     layers: tuple[int, int] | None
     sites: tuple[str, ...]
+    then: tuple["Job", ...] = ()
+    """What the engine does next, loaded once: jobs that differ in their fault, their seed and their
+    tokens alone."""
 
     @property
     def timeout(self) -> float:

@@ -19,6 +19,7 @@ from rlk_align.engines.common.parameters import ParameterRecord
 from rlk_align.engines.vllm.worker import TapPlan
 from rlk_align.errors import BadOption, EngineFailed, ModelError
 from rlk_align.model.prompts import TokenBatch
+from rlk_align.model.rotary import checkpoint_rotary
 
 _ENVIRONMENT = {
     # In-process, so that taps write their rows where the engine computes them.
@@ -81,6 +82,14 @@ class VLLMEngine(Engine):
         if self.heartbeats is not None and self._ranks > 1:
             self._rpc("rlk_start_heartbeat", self.heartbeats, self.spec.info.waits)
         self._rpc("rlk_patch", self.spec)
+        self.plant()
+
+    def plant(self) -> None:
+        if self.production and self.spec.option("fault"):
+            raise BadOption("a fault cannot be planted in compiled code", "--no-production")
+        self._rpc(
+            "rlk_plant", self.spec, self.shape, checkpoint_rotary(self.model_path, self.shape)
+        )
 
     def version(self) -> str:
         import vllm

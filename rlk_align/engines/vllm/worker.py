@@ -16,12 +16,16 @@ from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, record_parameter
 from rlk_align.engines.common.user_patch import apply_patch
+from rlk_align.engines.faults.catalogue import choose
+from rlk_align.engines.faults.operators import plant
 from rlk_align.engines.process import heartbeat
 from rlk_align.engines.spec import EngineSpec
+from rlk_align.engines.vllm.operators import VLLMOperators
 from rlk_align.engines.vllm.parallel import TensorParallel
 from rlk_align.engines.vllm.taps import VLLMTaps
 from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import TokenBatch
+from rlk_align.model.rotary import Rotary
 from rlk_align.trace.writer import PassWriter
 
 
@@ -48,6 +52,7 @@ class WorkerExtension:
     """Methods that vLLM's `collective_rpc` can call by name."""
 
     model_runner: Any
+    _rlk_faulty: VLLMOperators | None
 
     def rlk_start_heartbeat(self, folder: Path, waits: tuple[str, ...]) -> None:
         """Notes the heartbeat of a worker process that vLLM started."""
@@ -58,6 +63,16 @@ class WorkerExtension:
 
     def rlk_patch(self, spec: EngineSpec) -> None:
         apply_patch(spec, self.model_runner.get_model())
+
+    def rlk_plant(self, spec: EngineSpec, shape: ModelShape, rotary: Rotary | None) -> None:
+        """The spec's fault, in place of the one before."""
+        before, self._rlk_faulty = getattr(self, "_rlk_faulty", None), None
+        if before is not None:
+            before.close()
+        fault = spec.option("fault")
+        if fault is not None:
+            self._rlk_faulty = VLLMOperators(self.model_runner, shape, rotary, live_weight)
+            plant(choose(spec.name, str(fault)), self._rlk_faulty)
 
     def rlk_attributes(self) -> dict[str, Any]:
         return vllm_attributes(self.model_runner.get_model())

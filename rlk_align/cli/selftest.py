@@ -1,0 +1,69 @@
+"""`rlk-align selftest`: planted faults on real engines, and whether each of them is named."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from rlk_align.cli import options
+from rlk_align.errors import EXIT_FAIL, TraceNotWritten
+from rlk_align.progress import show_progress
+from rlk_align.text import printable
+
+
+def selftest(
+    engines: Annotated[
+        str | None,
+        typer.Option(
+            metavar="E,...",
+            help="Engines that get the faults, and are held against each other.",
+            show_default="hf, vllm and megatron, where installed",
+        ),
+    ] = None,
+    faults: Annotated[
+        str | None, typer.Option(metavar="F,...", help="Faults to plant.", show_default="all")
+    ] = None,
+    seeds: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Seeds of pairs that have no fault.")
+    ] = 20,
+    curves: Annotated[
+        bool, typer.Option(help="Also plant weaker faults, to see how weak they may be.")
+    ] = True,
+    model: options.Model = None,
+    prompts: options.Prompts = None,
+    run_dir: options.RunDir = None,
+    output: options.Output = None,
+) -> None:
+    """Plant known faults into the engines, and say which of them the comparison names."""
+    from rlk_align.probe.selftest.plan import check_engines, check_faults
+
+    chosen = check_engines(options.names(engines))
+    planted = check_faults(options.names(faults))
+    outputs = options.parse_outputs(output)
+    run = options.choose_run(run_dir, "selftest", chosen, planted, seeds, curves, model, prompts)
+    for path in outputs:
+        run.check_output(path)
+
+    from rlk_align.data import data_path
+    from rlk_align.model.checkpoint import default_model, resolve_model
+    from rlk_align.probe.selftest.run import SelfTestRequest, selftest
+    from rlk_align.probe.selftest.table import lines
+
+    request = SelfTestRequest(
+        engines=chosen,
+        faults=planted,
+        seeds=seeds,
+        curves=curves,
+        model=str(resolve_model(model or default_model())),
+        prompts=prompts or data_path("prompts.jsonl"),
+    )
+    with show_progress("selftest") as progress:
+        found = selftest(request, run, progress)
+    for text in lines(found):
+        print(printable(text))
+    for path in outputs:
+        try:
+            path.write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise TraceNotWritten(f"{path} could not be written: {error}") from error
+    sys.exit(0 if found.passed else EXIT_FAIL)

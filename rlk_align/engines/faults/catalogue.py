@@ -1,0 +1,94 @@
+"""The planted faults by name, and what `fault=NAME@STRENGTH` of an engine spec says.
+
+To add one: an entry in `lists`, and its formula in `formulas`.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlk_align.engines.faults.fault import Fault
+from rlk_align.engines.faults.lists.attention import ATTENTION, CACHE, ROPE
+from rlk_align.engines.faults.lists.ends import EMBEDDINGS, INPUTS, LOGITS, LOGPROBS, WEIGHTS
+from rlk_align.engines.faults.lists.layer import ACTIVATIONS, NORMS, PROJECTIONS, RESIDUALS
+from rlk_align.errors import BadOption
+
+FAULTS: dict[str, Fault] = {
+    **NORMS,
+    **ROPE,
+    **ATTENTION,
+    **CACHE,
+    **PROJECTIONS,
+    **ACTIVATIONS,
+    **RESIDUALS,
+    **EMBEDDINGS,
+    **LOGITS,
+    **LOGPROBS,
+    **WEIGHTS,
+    **INPUTS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A fault of the catalogue, so strong."""
+
+    name: str
+    fault: Fault
+    strength: float
+    """In the fault's unit; 0 where it has none."""
+
+    def needs(self, engine: str) -> dict[str, str]:
+        """Options without which the fault cannot be planted in that engine, or does nothing."""
+        spec = next(s for s in self.fault.engines if s.partition(":")[0] == engine)
+        written = f"{spec.partition(':')[2]},{self.fault.both}"
+        return dict(item.split("=") for item in written.split(",") if item)
+
+    def __str__(self) -> str:
+        usual = self.fault.strength is None or self.strength == self.fault.strength.default
+        return self.name if usual else f"{self.name}@{self.strength:g}"
+
+
+def faults_of(engine: str) -> dict[str, Fault]:
+    """What can be planted in an engine, by its name."""
+    return {
+        name: fault
+        for name, fault in FAULTS.items()
+        if engine in (spec.partition(":")[0] for spec in fault.engines)
+    }
+
+
+def choose(engine: str, text: str) -> Chosen:
+    """`NAME` or `NAME@STRENGTH`, as an engine's spec has it. Raises BadOption."""
+    name, at, number = text.partition("@")
+    where = f"engine {engine!r}: fault={text}"
+    if name not in FAULTS:
+        raise BadOption(f"{where} is unknown", f"choose from {', '.join(faults_of(engine))}")
+    fault = FAULTS[name]
+    if not at:
+        return Chosen(name, fault, fault.strength.default if fault.strength else 0.0)
+    if fault.strength is None:
+        raise BadOption(f"{where}: it has no strength", f"write fault={name}")
+    if not re.fullmatch(r"[0-9]*\.?[0-9]+(e-?[0-9]+)?", number) or float(number) <= 0:
+        raise BadOption(
+            f"{where}: a positive number is wanted as strength",
+            f"its unit: {fault.strength.unit}; by default {fault.strength.default:g}",
+        )
+    return Chosen(name, fault, float(number))
+
+
+def check_fault(engine: str, options: Mapping[str, object]) -> None:
+    """Raises BadOption where these options of an engine ask for a fault that it cannot have."""
+    chosen, known = choose(engine, str(options["fault"])), faults_of(engine)
+    where = f"engine {engine!r}: fault={chosen}"
+    if chosen.name not in known:
+        what = f"it can have {', '.join(known)}" if known else "it takes no planted fault"
+        raise BadOption(f"{where} cannot be planted there", what)
+    needed = chosen.needs(engine)
+    lacking = [f"{k}={v}" for k, v in needed.items() if str(options.get(k)) != v]
+    if lacking:
+        raise BadOption(f"{where} needs {', '.join(lacking)}")
+    if options.get("tp", 1) != 1:
+        raise BadOption(f"{where} is planted in one process", "leave tp out")
+    if options.get("spec") == "te":
+        raise BadOption(f"{where} is planted in Megatron's local spec", "leave spec=te out")

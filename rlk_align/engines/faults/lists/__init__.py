@@ -1,0 +1,1 @@
+"""The faults by name, as known without torch."""

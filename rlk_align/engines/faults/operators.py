@@ -1,0 +1,168 @@
+"""The operators of a live model, each of which a formula can stand in for.
+
+A subclass for each engine says where an operator lies there, and how its tensors are laid out;
+formulas see canonical ones, `[N, F]`, N rows in whatever order the engine has them.
+"""
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+
+from rlk_align.engines.common.hooks import Hooks
+from rlk_align.engines.faults.catalogue import Chosen
+from rlk_align.engines.faults.unit import Formula, Rows, Unit, in_place_of
+from rlk_align.errors import BadOption
+from rlk_align.model.families import ModelShape
+from rlk_align.model.rotary import Rotary
+
+NORMS = ("attn_norm", "q_norm", "k_norm", "mlp_norm", "final_norm")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class Operators(Hooks, ABC):
+    """Closing it undoes every replacement."""
+
+    rows: Rows
+    """Of the forward that runs; an engine's hooks keep it."""
+
+    def __init__(self, shape: ModelShape, rotary: Rotary | None) -> None:
+        super().__init__()
+        self.shape, self._rotary = shape, rotary
+
+    def replace_operator(self, site: str, formula: Formula) -> None:
+        """From here on the operator gives what the formula says."""
+        layer, op = (int(site.split(".")[1]), site.split(".")[2]) if "." in site else (-1, site)
+        if op in NORMS:
+            self._norm(layer, op, formula)
+        elif op in PROJECTIONS:
+            self._projection(layer, op, formula)
+        elif op in ("q_rope", "k_rope"):
+            self._rope(layer, op, formula)
+        elif op in ("attn_residual", "mlp_residual"):
+            self._residual(layer, op, formula)
+        else:
+            other = {
+                "embed": lambda: self._embed(formula),
+                "attn": lambda: self._attention(layer, formula),
+                "act": lambda: self._act(layer, formula),
+                "logits": lambda: self._logits(formula),
+                "logprob": lambda: self._logprob(formula),
+            }
+            other[op]()
+
+    def computed(
+        self,
+        formula: Formula,
+        own: torch.Tensor,
+        inputs: tuple[torch.Tensor, ...] = (),
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        eps: float = 0.0,
+        rows: Rows | None = None,
+        frequencies: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """In place of an operator's own result, `[N, F]`."""
+        unit = Unit(
+            own=own,
+            inputs=inputs,
+            head_dim=self.shape.head_dim,
+            rows=rows,
+            weight=weight,
+            bias=bias,
+            eps=eps,
+            frequencies=frequencies,
+        )
+        return in_place_of(formula, unit)
+
+    def frequencies(self, device: torch.device) -> torch.Tensor:
+        """Of the checkpoint's rotary embedding, float64. Raises BadOption where they change."""
+        if self._rotary is None:
+            raise BadOption("the rotary embedding's frequencies change: no fault is planted there")
+        return torch.tensor(self._rotary.inv_freq, dtype=torch.float64, device=device)
+
+    @abstractmethod
+    def _embed(self, formula: Formula) -> None: ...
+
+    @abstractmethod
+    def _norm(self, layer: int, op: str, formula: Formula) -> None: ...
+
+    @abstractmethod
+    def _projection(self, layer: int, op: str, formula: Formula) -> None: ...
+
+    @abstractmethod
+    def _rope(self, layer: int, op: str, formula: Formula) -> None: ...
+
+    @abstractmethod
+    def _attention(self, layer: int, formula: Formula) -> None:
+        """The formula is given an `Attention` for each sequence."""
+
+    @abstractmethod
+    def _act(self, layer: int, formula: Formula) -> None: ...
+
+    @abstractmethod
+    def _residual(self, layer: int, op: str, formula: Formula) -> None:
+        """Inputs: the stream, then the branch."""
+
+    @abstractmethod
+    def _logits(self, formula: Formula) -> None: ...
+
+    @abstractmethod
+    def _logprob(self, formula: Formula) -> None:
+        """The formula is given a `Report`."""
+
+    @abstractmethod
+    def biased(self, site: str) -> bool:
+        """Whether a projection adds a bias of its own."""
+
+    @abstractmethod
+    def change_weight(self, site: str, change: Formula) -> None:
+        """Writes `change(weight)` over the live weight of a site."""
+
+    def change_positions(self, change: Formula) -> None:
+        """`change(positions)` is what the model is given."""
+        raise NotImplementedError
+
+    def change_boundaries(self, change: Formula) -> None:
+        """`change(ends)` is what the model is given of packed sequences."""
+        raise NotImplementedError
+
+    def write_weight(self, weight: torch.Tensor, changed: torch.Tensor) -> None:
+        """Over a live weight, until this is closed."""
+        before = weight.detach().clone()
+        with torch.no_grad():
+            weight.copy_(changed)
+
+        def restore() -> None:
+            with torch.no_grad():
+                weight.copy_(before)
+
+        self.callback(restore)
+
+
+def plant(chosen: Chosen, operators: Operators) -> None:
+    """Puts a fault into a live model. Raises BadOption for a model that has no place for it."""
+    fault, shape = chosen.fault, operators.shape
+    module, _, name = fault.formula.partition(":")
+    make: Callable[[float], Formula] = getattr(
+        importlib.import_module(f"rlk_align.engines.faults.formulas.{module}"), name
+    )
+    for site in fault.sites:
+        if "." in site and int(site.split(".")[1]) >= shape.layers:
+            raise BadOption(
+                f"fault={chosen}: it sits in {site}, and there are {shape.layers} layers"
+            )
+        if site.endswith(("q_norm", "k_norm")) and not shape.family.qk_norm:
+            raise BadOption(f"fault={chosen}: a {shape.model_type} model has no {site}")
+        if fault.needs_bias and not operators.biased(site):
+            raise BadOption(f"fault={chosen}: {site} has no bias in this model")
+    formula = make(chosen.strength)
+    if fault.kind == "positions":
+        operators.change_positions(formula)
+    elif fault.kind == "boundaries":
+        operators.change_boundaries(formula)
+    else:
+        change = operators.change_weight if fault.kind == "weights" else operators.replace_operator
+        for site in fault.sites:
+            change(site, formula)

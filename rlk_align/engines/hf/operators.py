@@ -1,0 +1,217 @@
+"""Where the operators of a live HF decoder lie, for a planted fault to stand in for one.
+
+B = sequences, T = tokens of each in this forward, H = heads, D = features of a head.
+"""
+
+import sys
+from typing import Any
+
+import torch
+
+from rlk_align.engines.common.places import first
+from rlk_align.engines.faults.operators import Operators
+from rlk_align.engines.faults.unit import Attention, Formula, Report, Rows, in_place_of
+from rlk_align.model.checkpoint import LAYER_MODULES
+from rlk_align.model.families import ModelShape
+from rlk_align.model.rotary import Rotary
+
+
+class HFOperators(Operators):
+    """Of a model of transformers; every tensor but attention's is `[B, T, F]`."""
+
+    def __init__(self, engine: Any, shape: ModelShape, rotary: Rotary | None) -> None:
+        super().__init__(shape, rotary)
+        self._engine, self._model, self._layer = engine, engine.model, -1
+        self._modeling = sys.modules[type(self._model.model.layers[0].self_attn).__module__]
+        self.before(self._model, self._note_rows, with_kwargs=True)
+
+    def _note_rows(self, _module: Any, _args: Any, given: dict[str, Any]) -> None:
+        ids = given["input_ids"]
+        positions, cache = given.get("position_ids"), given.get("past_key_values")
+        if positions is None:
+            past = cache.get_seq_length() if cache is not None else 0
+            positions = torch.arange(ids.shape[1], device=ids.device)[None] + past
+        positions = positions.expand_as(ids).flatten()
+        decoding = (positions > 0) & (ids.shape[1] == 1)
+        self.rows = Rows(ids.flatten(), positions, decoding)
+
+    def _module(self, layer: int, op: str) -> Any:
+        if layer < 0:
+            inner = self._model.model
+            return {"final_norm": inner.norm, "embed": inner.embed_tokens}[op]
+        return self._model.model.layers[layer].get_submodule(LAYER_MODULES[op])
+
+    def _replace(
+        self, module: Any, formula: Formula, bias: bool = False, weight: bool = True, **more: Any
+    ) -> None:
+        """The output of a module that has one input."""
+        parameter = module.weight.detach() if weight else None
+
+        def see(_module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
+            rows = self.rows if out.shape[:2].numel() == len(self.rows.ids) else None
+            new = self.computed(
+                formula,
+                # A norm of heads has one dimension more.
+                out.reshape(out.shape[:2].numel(), -1),
+                (inputs[0].reshape(out.shape[:2].numel(), -1),),
+                parameter,
+                module.bias if bias else None,
+                rows=rows,
+                **more,
+            )
+            return new.reshape(out.shape)
+
+        self.after(module, see)
+
+    def _embed(self, formula: Formula) -> None:
+        self._replace(self._module(-1, "embed"), formula, weight=False)
+
+    def _norm(self, layer: int, op: str, formula: Formula) -> None:
+        module = self._module(layer, op)
+        self._replace(module, formula, eps=module.variance_epsilon)
+
+    def _projection(self, layer: int, op: str, formula: Formula) -> None:
+        self._replace(self._module(layer, op), formula, bias=True)
+
+    def _logits(self, formula: Formula) -> None:
+        self._replace(self._model.lm_head, formula, bias=True)
+
+    def _rope(self, layer: int, op: str, formula: Formula) -> None:
+        original = self._modeling.apply_rotary_pos_emb
+        frequencies = self.frequencies(self._model.device)
+        at = ("q_rope", "k_rope").index(op)
+
+        def enter(*_: Any) -> None:
+            self._layer = layer
+
+        def leave(*_: Any) -> None:
+            self._layer = -1
+
+        attention = self._model.model.layers[layer].self_attn
+        self.before(attention, enter)
+        self.after(attention, leave)
+
+        def rotate(*args: Any, **kwargs: Any) -> Any:
+            out = list(original(*args, **kwargs))
+            if self._layer == layer:
+                # [B, H, T, D] -> [B * T, H * D]
+                own, given = (
+                    x.transpose(1, 2).flatten(2).flatten(0, 1) for x in (out[at], args[at])
+                )
+                new = self.computed(formula, own, (given,), rows=self.rows, frequencies=frequencies)
+                batch, heads, length, width = out[at].shape
+                out[at] = new.reshape(batch, length, heads, width).transpose(1, 2)
+            return tuple(out)
+
+        self.replace(self._modeling, "apply_rotary_pos_emb", rotate)
+
+    def _attention(self, layer: int, formula: Formula) -> None:
+        interface = self._modeling.ALL_ATTENTION_FUNCTIONS
+        outer = self
+
+        class Replaced:
+            @staticmethod
+            def get_interface(name: str, default: Any) -> Any:
+                original = interface.get_interface(name, default)
+
+                def attend(
+                    module: Any, query: Any, key: Any, value: Any, mask: Any, **more: Any
+                ) -> Any:
+                    out, weights = original(module, query, key, value, mask, **more)
+                    if module.layer_idx == layer:
+                        out = outer._attended(
+                            formula, out, query, key, value, mask, more["scaling"]
+                        )
+                    return out, weights
+
+                return attend
+
+        self.replace(self._modeling, "ALL_ATTENTION_FUNCTIONS", Replaced)
+
+    def _attended(
+        self, formula: Formula, out: Any, query: Any, key: Any, value: Any, mask: Any, scale: float
+    ) -> torch.Tensor:
+        """`[B, T, H, D]`; query, key and value are `[B, H, T, D]`."""
+        length, seen = query.shape[2], key.shape[2]
+        places = torch.arange(seen, device=query.device)
+        causal = places <= places[seen - length :, None]
+        found = []
+        for b in range(len(query)):
+            visible = causal
+            if mask is not None:
+                row = mask[b, 0, :, :seen] if mask.shape[0] > 1 else mask[0, 0, :, :seen]
+                visible = row if row.dtype == torch.bool else row == 0
+            unit = Attention(
+                own=out[b].flatten(1),
+                query=query[b].transpose(0, 1),
+                key=key[b].transpose(0, 1),
+                value=value[b].transpose(0, 1),
+                visible=visible,
+                scale=scale,
+                head_dim=self.shape.head_dim,
+            )
+            found.append(in_place_of(formula, unit).reshape(out[b].shape))
+        return torch.stack(found)
+
+    def _act(self, layer: int, formula: Formula) -> None:
+        mlp = self._model.model.layers[layer].mlp
+        seen: dict[str, torch.Tensor] = {}
+        self.on_output(mlp.gate_proj, lambda out: seen.update(gate=out))
+        self.on_output(mlp.up_proj, lambda out: seen.update(up=out))
+
+        def replace(_module: Any, inputs: Any) -> Any:
+            (own,) = inputs
+            gate, up = (seen[n].flatten(0, 1) for n in ("gate", "up"))
+            new = self.computed(formula, own.flatten(0, 1), (gate, up), rows=self.rows)
+            return (new.reshape(own.shape),)
+
+        self.before(mlp.down_proj, replace)
+
+    def _residual(self, layer: int, op: str, formula: Formula) -> None:
+        module = self._model.model.layers[layer]
+        seen: dict[str, torch.Tensor] = {}
+
+        def add(own: torch.Tensor) -> torch.Tensor:
+            stream, branch = (seen[n].flatten(0, 1) for n in ("stream", "branch"))
+            new = self.computed(formula, own.flatten(0, 1), (stream, branch), rows=self.rows)
+            return new.reshape(own.shape)
+
+        if op == "attn_residual":
+            self.on_input(module, lambda x: seen.update(stream=x.clone()))
+            self.on_output(module.self_attn, lambda out: seen.update(branch=first(out)))
+            # The sum is a variable of the layer's own: what reads it later reads what is here.
+            self.on_input(module.post_attention_layernorm, lambda x: x.copy_(add(x)))
+        else:
+            self.on_input(module.post_attention_layernorm, lambda x: seen.update(stream=x.clone()))
+            self.on_output(module.mlp, lambda out: seen.update(branch=out))
+            self.after(module, lambda _module, _inputs, out: add(out))
+
+    def _logprob(self, formula: Formula) -> None:
+        original = self._engine.logprobs
+
+        def report(logits: torch.Tensor, target: torch.Tensor) -> Any:
+            given = Report(
+                own=torch.from_numpy(original(logits, target)).to(logits.device),
+                logits=logits,
+                targets=target,
+                temperature=self._engine.temperature,
+            )
+            return formula(given).float().cpu().numpy()
+
+        self.replace(self._engine, "logprobs", report)
+
+    def biased(self, site: str) -> bool:
+        return self._module(int(site.split(".")[1]), site.split(".")[2]).bias is not None
+
+    def change_weight(self, site: str, change: Formula) -> None:
+        layer, op = int(site.split(".")[1]), site.split(".")[2]
+        weight = self._module(layer, op).weight
+        self.write_weight(weight, change(weight.detach()))
+
+    def change_positions(self, change: Formula) -> None:
+        def shift(_module: Any, args: Any, given: dict[str, Any]) -> Any:
+            if "position_ids" in given:
+                given = given | {"position_ids": change(given["position_ids"])}
+            return args, given
+
+        self.before(self._model, shift, with_kwargs=True)

@@ -1,0 +1,277 @@
+"""Where the operators of a live GPTModel lie, for a planted fault to stand in for one.
+
+S = length, B = sequences, F = features; activations are `[S, B, F]`, packed ones `[T, 1, F]`.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from rlk_align.engines.common.layout import Layout, even, side_by_side
+from rlk_align.engines.common.places import first, with_bias
+from rlk_align.engines.faults.operators import Operators
+from rlk_align.engines.faults.unit import Attention, Formula, Report, Rows, in_place_of
+from rlk_align.engines.megatron.input import ModelInput
+from rlk_align.engines.megatron.layout import grouped_qkv
+from rlk_align.model.families import ModelShape
+from rlk_align.model.rotary import Rotary
+
+
+class MegatronOperators(Operators):
+    """Of one rank that holds all of the model, built from the local spec."""
+
+    def __init__(self, engine: Any, shape: ModelShape, rotary: Rotary | None) -> None:
+        super().__init__(shape, rotary)
+        self._engine, self._model = engine, engine.model
+        self._rope_site = ""
+        self.before(self._model, self._note_rows)
+
+    def _note_rows(self, _module: Any, args: Any) -> None:
+        ids, positions = (x.t().flatten() for x in args[:2])
+        self.rows = Rows(ids, positions, torch.zeros_like(ids, dtype=torch.bool))
+
+    def _layer(self, layer: int) -> Any:
+        return self._model.decoder.layers[layer]
+
+    def _rows_of(self, value: torch.Tensor) -> torch.Tensor:
+        return value.reshape(len(self.rows.ids), -1)
+
+    def _embed(self, formula: Formula) -> None:
+        def see(_module: Any, _inputs: Any, out: torch.Tensor) -> torch.Tensor:
+            new = self.computed(formula, self._rows_of(out), rows=self.rows)
+            return new.reshape(out.shape)
+
+        self.after(self._model.embedding, see)
+
+    def _norm(self, layer: int, op: str, formula: Formula) -> None:
+        module = self._norm_module(layer, op)
+
+        def see(_module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
+            new = self.computed(
+                formula,
+                self._rows_of(out),
+                (self._rows_of(inputs[0]),),
+                module.weight.detach(),
+                eps=module.eps,
+                rows=self.rows,
+            )
+            return new.reshape(out.shape)
+
+        self.after(module, see)
+
+    def _norm_module(self, layer: int, op: str) -> Any:
+        if op == "final_norm":
+            return self._model.decoder.final_layernorm
+        owner = self._layer(layer)
+        modules = {
+            "attn_norm": lambda: owner.input_layernorm,
+            "mlp_norm": lambda: owner.pre_mlp_layernorm,
+            "q_norm": lambda: owner.self_attention.q_layernorm,
+            "k_norm": lambda: owner.self_attention.k_layernorm,
+        }
+        return modules[op]()
+
+    def _linear(self, layer: int, op: str) -> tuple[Any, torch.Tensor]:
+        """The linear that holds a projection, and which of its outputs are the projection's."""
+        shape, owner = self.shape, self._layer(layer)
+        module: Any
+        layout: Layout
+        if op in ("q_proj", "k_proj", "v_proj"):
+            module = owner.self_attention.linear_qkv
+            layout = grouped_qkv(shape, 1, ("q_proj", "k_proj", "v_proj"))
+        elif op in ("gate_proj", "up_proj"):
+            module = owner.mlp.linear_fc1
+            layout = side_by_side(("gate_proj", "up_proj"), shape.intermediate, 1)
+        else:
+            module = owner.self_attention.linear_proj if op == "o_proj" else owner.mlp.linear_fc2
+            layout = even(op, shape.hidden, 1)
+        device = module.weight.device
+        held = [torch.arange(at, at + p.size, device=device) for _, at, p in layout.holders(op)]
+        return module, torch.cat(held)
+
+    def _projection(self, layer: int, op: str, formula: Formula) -> None:
+        module, index = self._linear(layer, op)
+        biased = self.biased(f"layers.{layer}.{op}")
+        weight = module.weight.detach()[index]
+
+        def see(_module: Any, inputs: Any, out: Any) -> Any:
+            value = first(out)
+            rows = self._rows_of(value).clone()
+            rows[:, index] = self.computed(
+                formula,
+                rows[:, index],
+                (self._rows_of(inputs[0]),),
+                weight,
+                module.bias.detach()[index] if biased else None,
+                rows=self.rows,
+            )
+            return (rows.reshape(value.shape), *out[1:])
+
+        self.after(module, see)
+
+    def _logits(self, formula: Formula) -> None:
+        model = self._model
+        tied = model.share_embeddings_and_output_weights
+        head = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+        weight = head.detach()
+
+        def see(_module: Any, inputs: Any, out: Any) -> Any:
+            value, given = first(out), inputs[0]
+            new = self.computed(formula, value.flatten(0, 1), (given.flatten(0, 1),), weight)
+            return (new.reshape(value.shape), *out[1:])
+
+        self.after(model.output_layer, see)
+
+    def _rope(self, layer: int, op: str, formula: Formula) -> None:
+        """megatron-core's attention calls one function for the query, then for the key."""
+        from megatron.core.transformer import attention
+
+        original = attention.apply_rotary_pos_emb
+        frequencies = self.frequencies(next(self._model.parameters()).device)
+        coming: list[str] = []
+        self.before(
+            self._layer(layer).self_attention, lambda *_: coming.extend(["q_rope", "k_rope"])
+        )
+
+        def rotate(given: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            out = original(given, *args, **kwargs)
+            if not coming or coming.pop(0) != op:
+                return out
+            new = self.computed(
+                formula,
+                self._rows_of(out),
+                (self._rows_of(given),),
+                rows=self.rows,
+                frequencies=frequencies,
+            )
+            return new.reshape(out.shape)
+
+        self.replace(attention, "apply_rotary_pos_emb", rotate)
+
+    def _attention(self, layer: int, formula: Formula) -> None:
+        core = self._layer(layer).self_attention.core_attention
+        original = core.forward
+
+        def forward(query: Any, key: Any, value: Any, mask: Any, *args: Any, **more: Any) -> Any:
+            out = original(query, key, value, mask, *args, **more)
+            packed = more.get("packed_seq_params")
+            new = out.clone()
+            if packed is None:
+                for b in range(query.shape[1]):
+                    hidden = mask[b if mask.shape[0] > 1 else 0, 0]
+                    here = (query[:, b], key[:, b], value[:, b])
+                    new[:, b] = self._attended(formula, core, out[:, b], *here, ~hidden)
+                return new
+            for start, stop in pairwise(packed.cu_seqlens_q.tolist()):
+                visible = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
+                here = (query[start:stop], key[start:stop], value[start:stop])
+                new[start:stop] = self._attended(
+                    formula, core, out[start:stop], *here, visible.to(out.device)
+                )
+            return new
+
+        self.replace(core, "forward", forward)
+
+    def _attended(
+        self, formula: Formula, core: Any, own: Any, query: Any, key: Any, value: Any, visible: Any
+    ) -> torch.Tensor:
+        unit = Attention(
+            own=own,
+            query=query,
+            key=key,
+            value=value,
+            visible=visible,
+            scale=core.softmax_scale,
+            head_dim=self.shape.head_dim,
+        )
+        return in_place_of(formula, unit)
+
+    def _act(self, layer: int, formula: Formula) -> None:
+        mlp = self._layer(layer).mlp
+        seen: list[torch.Tensor] = []
+
+        def note(out: Any) -> None:
+            seen[:] = self._rows_of(with_bias(out)).chunk(2, -1)
+
+        def replace(_module: Any, inputs: Any) -> Any:
+            own, *rest = inputs
+            new = self.computed(formula, self._rows_of(own), (seen[0], seen[1]), rows=self.rows)
+            return (new.reshape(own.shape), *rest)
+
+        self.on_output(mlp.linear_fc1, note)
+        self.before(mlp.linear_fc2, replace)
+
+    def _residual(self, layer: int, op: str, formula: Formula) -> None:
+        """Bias, dropout and add are a function that a function of the layer makes."""
+        owner, name = self._layer(layer), f"{op.partition('_')[0]}_bda"
+        name = {"attn_bda": "self_attn_bda", "mlp_bda": "mlp_bda"}[name]
+        original = getattr(owner, name)
+
+        def make(*settings: Any) -> Any:
+            add = original(*settings)
+
+            def added(branch: Any, stream: torch.Tensor, dropout: float) -> torch.Tensor:
+                given = (stream.clone(), with_bias(branch).clone())
+                own = add(branch, stream, dropout)
+                new = self.computed(
+                    formula,
+                    self._rows_of(own),
+                    (self._rows_of(given[0]), self._rows_of(given[1])),
+                    rows=self.rows,
+                )
+                return new.reshape(own.shape)
+
+            return added
+
+        self.replace(owner, name, make)
+
+    def _logprob(self, formula: Formula) -> None:
+        original = self._engine._logprobs
+
+        def report(logits: torch.Tensor, given: ModelInput) -> Any:
+            own = torch.from_numpy(original(logits, given)).to(logits.device)
+            rows = logits[given.sampled % len(given.ids), given.sampled // len(given.ids)]
+            rows = rows[:, : self.shape.vocab].float()
+            found = formula(
+                Report(
+                    own=own,
+                    logits=rows,
+                    targets=given.targets,
+                    temperature=self._engine.temperature,
+                )
+            )
+            return found.float().cpu().numpy()
+
+        self.replace(self._engine, "_logprobs", report)
+
+    def biased(self, site: str) -> bool:
+        module, _ = self._linear(int(site.split(".")[1]), site.split(".")[2])
+        return module.bias is not None and not module.skip_bias_add
+
+    def change_weight(self, site: str, change: Formula) -> None:
+        layer, op = int(site.split(".")[1]), site.split(".")[2]
+        if op.endswith("norm"):
+            module = self._norm_module(layer, op)
+            self.write_weight(module.weight, change(module.weight.detach()))
+            return
+        module, index = self._linear(layer, op)
+        changed = module.weight.detach().clone()
+        changed[index] = change(changed[index])
+        self.write_weight(module.weight, changed)
+
+    def change_positions(self, change: Formula) -> None:
+        def shift(_module: Any, args: Any) -> Any:
+            ids, positions, *rest = args
+            return (ids, change(positions), *rest)
+
+        self.before(self._model, shift)
+
+    def change_boundaries(self, change: Formula) -> None:
+        def shift(_module: Any, args: Any, given: dict[str, Any]) -> Any:
+            packed = given["packed_seq_params"]
+            if len(packed.cu_seqlens_q) > 2:
+                packed.cu_seqlens_q = packed.cu_seqlens_kv = change(packed.cu_seqlens_q)
+            return args, given
+
+        self.before(self._model, shift, with_kwargs=True)

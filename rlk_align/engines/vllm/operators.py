@@ -1,0 +1,315 @@
+"""Where the operators of vLLM's live decoder lie, for a planted fault to stand in for one.
+
+T = packed tokens of all requests, padding included; activations are `[T, F]`.
+"""
+
+from typing import Any
+
+import torch
+
+from rlk_align.engines.common.places import first
+from rlk_align.engines.faults.operators import Operators
+from rlk_align.engines.faults.unit import Attention, Formula, Report, Rows, in_place_of
+from rlk_align.model.families import ModelShape
+from rlk_align.model.rotary import Rotary
+
+
+class VLLMOperators(Operators):
+    """Of a model that one worker holds alone."""
+
+    def __init__(
+        self, runner: Any, shape: ModelShape, rotary: Rotary | None, weight_of: Any
+    ) -> None:
+        """`weight_of`: gives the weight `[out, in]` of a linear, wherever vLLM packed it."""
+        super().__init__(shape, rotary)
+        self._runner, self._model, self._weight_of = runner, runner.get_model(), weight_of
+        self._at = -1
+        self.before(self._model, self._note_rows, with_kwargs=True)
+
+    def _note_rows(self, _module: Any, args: Any, given: dict[str, Any]) -> None:
+        ids = given["input_ids"] if "input_ids" in given else args[0]
+        positions = given["positions"] if "positions" in given else args[1]
+        decoding = torch.zeros_like(positions, dtype=torch.bool)
+        metadata = self._metadata(self._layer(0).self_attn.attn)
+        if metadata is not None:
+            starts = metadata.query_start_loc.long()
+            alone = starts[:-1][starts.diff() == 1]
+            decoding[alone] = positions[alone] > 0
+        self.rows = Rows(ids, positions, decoding)
+
+    @staticmethod
+    def _metadata(attention: Any) -> Any:
+        """Of the forward that runs; None in vLLM's own warm-up."""
+        from vllm.forward_context import get_forward_context
+
+        found = get_forward_context().attn_metadata
+        return found[attention.layer_name] if isinstance(found, dict) else None
+
+    def _layer(self, layer: int) -> Any:
+        return self._model.model.layers[layer]
+
+    def _embed(self, formula: Formula) -> None:
+        self.after(
+            self._model.model.embed_tokens,
+            lambda _module, _inputs, out: self.computed(formula, out, rows=self.rows),
+        )
+
+    def _linear(self, layer: int, op: str) -> tuple[Any, slice]:
+        """The linear that holds a projection, and which of its outputs are the projection's."""
+        attention, mlp = self._layer(layer).self_attn, self._layer(layer).mlp
+        q, kv, half = attention.q_size, attention.kv_size, self.shape.intermediate
+        return {
+            "q_proj": (attention.qkv_proj, slice(0, q)),
+            "k_proj": (attention.qkv_proj, slice(q, q + kv)),
+            "v_proj": (attention.qkv_proj, slice(q + kv, q + 2 * kv)),
+            "o_proj": (attention.o_proj, slice(None)),
+            "gate_proj": (mlp.gate_up_proj, slice(0, half)),
+            "up_proj": (mlp.gate_up_proj, slice(half, 2 * half)),
+            "down_proj": (mlp.down_proj, slice(None)),
+        }[op]
+
+    def _projection(self, layer: int, op: str, formula: Formula) -> None:
+        module, held = self._linear(layer, op)
+        weight = self._weight_of(module)[held].detach()
+        bias = None if module.bias is None else module.bias[held]
+
+        def see(_module: Any, inputs: Any, out: Any) -> Any:
+            value = first(out).clone()
+            value[:, held] = self.computed(
+                formula, value[:, held], (inputs[0],), weight, bias, rows=self.rows
+            )
+            return (value, *out[1:])
+
+        self.after(module, see)
+
+    def _logits(self, formula: Formula) -> None:
+        weight = self._model.lm_head.weight.detach()[: self.shape.vocab]
+
+        def see(_module: Any, inputs: Any, logits: torch.Tensor) -> torch.Tensor:
+            return self.computed(formula, logits, (inputs[1],), weight)
+
+        self.after(self._model.logits_processor, see)
+
+    def _norm_module(self, layer: int, op: str) -> Any:
+        if op == "final_norm":
+            return self._model.model.norm
+        owner = self._layer(layer)
+        modules = {
+            "attn_norm": lambda: owner.input_layernorm,
+            "mlp_norm": lambda: owner.post_attention_layernorm,
+            "q_norm": lambda: owner.self_attn.q_norm,
+            "k_norm": lambda: owner.self_attn.k_norm,
+        }
+        return modules[op]()
+
+    def _norm(self, layer: int, op: str, formula: Formula) -> None:
+        module = self._norm_module(layer, op)
+        original = module.forward
+
+        def forward(x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+            given = x.clone()
+            if residual is None:
+                own, stream = original(x), None
+            else:
+                # It norms the sum, which it gives back.
+                own, stream = original(x, residual)
+                given = stream
+            rows = len(self.rows.ids)
+            new = self.computed(
+                formula,
+                own.reshape(rows, -1),
+                (given.reshape(rows, -1),),
+                module.weight.detach(),
+                eps=module.variance_epsilon,
+                rows=self.rows,
+            ).reshape(own.shape)
+            return new if stream is None else (new, stream)
+
+        self.replace(module, "forward", forward)
+
+    def _residual(self, layer: int, op: str, formula: Formula) -> None:
+        """The norm after it adds the branch to the stream."""
+        if op == "attn_residual":
+            module = self._norm_module(layer, "mlp_norm")
+        elif layer + 1 < self.shape.layers:
+            module = self._norm_module(layer + 1, "attn_norm")
+        else:
+            module = self._norm_module(-1, "final_norm")
+        original = module.forward
+
+        def forward(branch: torch.Tensor, stream: torch.Tensor) -> Any:
+            given = (stream.clone(), branch.clone())
+            _, own = original(branch, stream)
+            new = self.computed(formula, own, given, rows=self.rows)
+            return original(new.clone()), new
+
+        self.replace(module, "forward", forward)
+
+    def _rope(self, layer: int, op: str, formula: Formula) -> None:
+        """One module serves all layers."""
+        attention = self._layer(layer).self_attn
+        rotary = attention.rotary_emb
+        original, which = rotary.forward, ("q_rope", "k_rope").index(op)
+        frequencies = self.frequencies(next(self._model.parameters()).device)
+
+        def enter(*_: Any) -> None:
+            self._at = layer
+
+        def leave(*_: Any) -> None:
+            self._at = -1
+
+        self.before(attention, enter)
+        self.after(attention, leave)
+
+        def forward(positions: torch.Tensor, query: Any, key: Any, *args: Any) -> Any:
+            given = (query.clone(), key.clone())[which] if self._at == layer else None
+            out = list(original(positions, query, key, *args))
+            if given is not None:
+                out[which] = self.computed(
+                    formula, out[which], (given,), rows=self.rows, frequencies=frequencies
+                )
+            return tuple(out)
+
+        self.replace(rotary, "forward", forward)
+
+    def _attention(self, layer: int, formula: Formula) -> None:
+        module = self._layer(layer).self_attn.attn
+        original = module.forward
+        cache = _Cache()
+
+        def forward(query: Any, key: Any, value: Any, *args: Any, **more: Any) -> Any:
+            out = original(query, key, value, *args, **more)
+            metadata = self._metadata(module)
+            if metadata is None:
+                return out
+            width = self.shape.head_dim
+            q, k, v = (x.reshape(len(x), -1, width) for x in (query, key, value))
+            cache.write(metadata.slot_mapping, k, v)
+            new = out.clone()
+            starts = metadata.query_start_loc.tolist()
+            for r, length in enumerate(metadata.seq_lens.tolist()):
+                rows = slice(starts[r], starts[r + 1])
+                keys, values = cache.read(metadata.block_table[r], length, self._block_size)
+                places = torch.arange(length, device=out.device)
+                own_place = places[length - (rows.stop - rows.start) :]
+                unit = Attention(
+                    own=out[rows],
+                    query=q[rows],
+                    key=keys,
+                    value=values,
+                    visible=places <= own_place[:, None],
+                    scale=module.impl.scale,
+                    head_dim=width,
+                )
+                new[rows] = in_place_of(formula, unit)
+            return new
+
+        self.replace(module, "forward", forward)
+
+    @property
+    def _block_size(self) -> int:
+        return int(self._runner.cache_config.block_size)
+
+    def _act(self, layer: int, formula: Formula) -> None:
+        mlp = self._layer(layer).mlp
+        inside: list[bool] = []
+        self.before(mlp, lambda *_: inside.append(True))
+        self.after(mlp, lambda *_: inside.clear())
+
+        def see(_module: Any, inputs: Any, own: torch.Tensor) -> Any:
+            # Not where somebody asks what the activation is.
+            if inside:
+                gate, up = inputs[0].chunk(2, -1)
+                own = self.computed(formula, own, (gate, up), rows=self.rows)
+            return own
+
+        self.after(mlp.act_fn, see)
+
+    def _logprob(self, formula: Formula) -> None:
+        """vLLM makes log-probs of logits, and gathers those of given tokens, for prompts and for
+        samples alike."""
+        sampler = self._runner.sampler
+        if not hasattr(sampler, "gather_logprobs"):
+            self._logprob_of_newer_runner(formula)
+            return
+        compute, gather = sampler.compute_logprobs, sampler.gather_logprobs
+        seen: list[torch.Tensor] = []
+
+        def note(logits: torch.Tensor) -> torch.Tensor:
+            seen[:] = [logits]
+            return compute(logits)
+
+        def report(logprobs: torch.Tensor, count: int, token_ids: torch.Tensor) -> Any:
+            found = gather(logprobs, count, token_ids)
+            own = found.logprobs[:, 0].clone()
+            given = Report(own=own, logits=seen[0], targets=token_ids, temperature=1.0)
+            found.logprobs[:, 0] = formula(given)
+            return found
+
+        self.replace(sampler, "compute_logprobs", note)
+        self.replace(sampler, "gather_logprobs", report)
+
+    def _logprob_of_newer_runner(self, formula: Formula) -> None:
+        """It does both in one function, which is imported by name where it is needed; vLLM 0.26
+        calls it by another name than 0.32."""
+        from vllm.v1.worker.gpu.sample import prompt_logprob, sampler
+
+        for module in (prompt_logprob, sampler):
+            names = [
+                n for n in ("compute_topk_scores", "compute_topk_logprobs") if hasattr(module, n)
+            ]
+            for name in names:
+                self.replace(module, name, _reporting(getattr(module, name), formula))
+
+    def biased(self, site: str) -> bool:
+        module, _ = self._linear(int(site.split(".")[1]), site.split(".")[2])
+        return module.bias is not None
+
+    def change_weight(self, site: str, change: Formula) -> None:
+        layer, op = int(site.split(".")[1]), site.split(".")[2]
+        weight = self._norm_module(layer, op).weight
+        self.write_weight(weight, change(weight.detach()))
+
+
+def _reporting(original: Any, formula: Formula) -> Any:
+    """vLLM's function from logits to log-probs of given tokens, the first of each row being the
+    one that is scored."""
+
+    def report(
+        logits: torch.Tensor, count: int, token_ids: torch.Tensor, *args: Any, **more: Any
+    ) -> Any:
+        found = original(logits, count, token_ids, *args, **more)
+        own = found.logprobs[:, 0].clone()
+        given = Report(own=own, logits=logits, targets=token_ids.long(), temperature=1.0)
+        found.logprobs[:, 0] = formula(given)
+        return found
+
+    return report
+
+
+class _Cache:
+    """Keys and values by the slot of vLLM's own cache, whose layout is each backend's own."""
+
+    def __init__(self) -> None:
+        self._kept: list[torch.Tensor] = []
+
+    def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """`slots` `[T]`, -1 for padding; key and value `[T, KV, D]`."""
+        slots = slots[: len(key)]
+        kept = slots >= 0
+        size = int(slots.max()) + 1
+        if not self._kept or len(self._kept[0]) < size:
+            grown = [key.new_zeros(2 * size, *key.shape[1:]) for _ in range(2)]
+            for new, old in zip(grown, self._kept, strict=False):
+                new[: len(old)] = old
+            self._kept = grown
+        for target, source in zip(self._kept, (key, value), strict=True):
+            target[slots[kept]] = source[: len(slots)][kept]
+
+    def read(
+        self, blocks: torch.Tensor, length: int, block_size: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the first `length` tokens of a request, `[length, KV, D]` each."""
+        places = torch.arange(length, device=blocks.device)
+        slots = blocks[places // block_size].long() * block_size + places % block_size
+        return self._kept[0][slots], self._kept[1][slots]

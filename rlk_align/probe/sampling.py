@@ -1,0 +1,200 @@
+"""What a reported log-prob is of: where log-probs part and the logits do not, the transformation of
+the logits that gives the reported values is searched, and named.
+
+N = rows, V = vocabulary. Everything is float64.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rlk_align.probe.transformations import (
+    AS_STATED,
+    Rows,
+    Stated,
+    Transformation,
+    resolution,
+    transformations,
+)
+from rlk_align.trace.reader import Trace
+
+BLOCK_ELEMENTS = 1 << 24
+"""Logits looked at a time."""
+LEAST_SHARE = 0.5
+"""Rows that a transformation must explain for the rest to be exceptions to it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """What the reported log-probs of some rows are of."""
+
+    name: str | None
+    """The transformation that fits, e.g. `temperature twice`; None where none does."""
+    words: str
+    rows: int
+    explained: int
+    """Rows that it gives back, exceptions not counted."""
+    largest_residual: float
+    """Of those rows, |reported - computed|."""
+    exceptions: dict[str, int]
+    """What the remaining rows are, e.g. `zero`, with their number."""
+    also: tuple[str, ...] = ()
+    """Others that fit as well: these rows do not tell them apart."""
+
+
+def explain(
+    logits: torch.Tensor, reported: torch.Tensor, rows: Rows, stated: Stated
+) -> Explanation:
+    """Of logits `[N, V]` and reported log-probs `[N]`, the latter in whatever dtype it came.
+
+    The stated semantics first, then those that are one mistake away from them, in the order of
+    `transformations`; of several that fit the first is named, and the others beside it.
+    """
+    count = len(reported)
+    if not count:
+        return _none("there are no rows", 0, 0)
+    reported = reported.double()
+    step = max(1, BLOCK_ELEMENTS // logits.shape[-1])
+    found: dict[Transformation, list[torch.Tensor]] = {}
+    limits, other = [], []
+    # A transformation that has a number to be found takes it from the first rows.
+    tried = transformations(logits[:step], reported[:step], rows[:step], stated)
+    for start in range(0, count, step):
+        part = slice(start, start + step)
+        block = logits[part].double()
+        limits.append(resolution(logits[part]))
+        other.append(_other_token(block, reported[part], stated, limits[-1]))
+        for one in tried:
+            found.setdefault(one, []).append(one(block, rows[part]))
+    limit, another = torch.cat(limits), torch.cat(other)
+    fits = [_Fit(t, torch.cat(values), reported, limit, another) for t, values in found.items()]
+    whole = [f for f in fits if f.whole]
+    if not whole:
+        nearest = max(fits, key=lambda f: f.explained)
+        words = f"no transformation that is known gives them back; the nearest, {nearest.words}, "
+        return _none(f"{words}explains {nearest.explained} of {count} rows", count, 0)
+    most = max(f.explained for f in whole)
+    best = [f for f in whole if f.explained == most]
+    chosen = best[0]
+    also = () if chosen.name == AS_STATED else tuple(f.name for f in best[1:])
+    return Explanation(
+        name=chosen.name,
+        words=_told(chosen, also, count),
+        rows=count,
+        explained=chosen.explained,
+        largest_residual=chosen.largest_residual,
+        exceptions=chosen.exceptions,
+        also=also,
+    )
+
+
+class _Fit:
+    """How well one transformation gives the reported values back."""
+
+    def __init__(
+        self,
+        transformation: Transformation,
+        computed: torch.Tensor,
+        reported: torch.Tensor,
+        limit: torch.Tensor,
+        another: torch.Tensor,
+    ) -> None:
+        self.name, self.words = transformation.name, transformation.words
+        residual = (computed - reported).abs()
+        if transformation.bf16:
+            # Two ways to it may differ by a unit in its last place, and must end in a bf16 number.
+            limit = limit + torch.finfo(torch.bfloat16).eps * reported.abs()
+            limit = torch.where(reported == reported.bfloat16(), limit, -1.0)
+        # `<=`: a NaN explains nothing.
+        hit = residual <= limit
+        self.explained = int(hit.sum())
+        self.largest_residual = float(residual[hit].max()) if self.explained else float("nan")
+        rest = ~hit
+        zero, unlabelled = reported == 0, computed.isnan()
+        kinds = {
+            "zero": rest & zero,
+            "no label": rest & ~zero & unlabelled,
+            "another token": rest & ~zero & ~unlabelled & another,
+        }
+        self.exceptions = {name: int(m.sum()) for name, m in kinds.items() if m.any()}
+        enough = self.explained >= LEAST_SHARE * len(reported)
+        excused = self.explained + sum(self.exceptions.values())
+        self.whole = enough and excused == len(reported)
+
+
+def _other_token(
+    logits: torch.Tensor, reported: torch.Tensor, stated: Stated, limit: torch.Tensor
+) -> torch.Tensor:
+    """bool `[N]`: rows that report, as stated, one of the two likeliest tokens, as it is where a
+    token that was sampled there took the place of the one that is scored."""
+    likeliest = (logits / stated.temperature).log_softmax(-1).topk(2, -1).values
+    return ((likeliest - reported[:, None]).abs() <= limit[:, None]).any(-1)
+
+
+def _told(fit: _Fit, also: Sequence[str], count: int) -> str:
+    text = f"the log-probs are {fit.words}: {fit.explained} of {count} rows, "
+    text += f"within {fit.largest_residual:.2g}"
+    told = {
+        "zero": "report 0, as for a missing one",
+        "another token": "are scored against another token, one of the two likeliest",
+        "no label": "have no such label",
+    }
+    for name, number in fit.exceptions.items():
+        text += f"; {number} {told[name]}"
+    if also:
+        text += f"; {', '.join(also)} explains these rows as well"
+    return text
+
+
+def _none(words: str, rows: int, explained: int) -> Explanation:
+    return Explanation(
+        name=None,
+        words=words,
+        rows=rows,
+        explained=explained,
+        largest_residual=float("nan"),
+        exceptions={},
+    )
+
+
+def explain_pass(trace: Trace, passname: str) -> Explanation:
+    """Of the rows of a pass of which both the logits and the log-prob are kept."""
+    reader = trace.read_pass(passname)
+    logits, logprob = reader.rows("logits"), reader.rows("logprob")
+    if logits is None or logprob is None:
+        lacking = "logits" if logits is None else "log-probs"
+        return _none(f"{passname} has no {lacking}", 0, 0)
+    places = {
+        (int(s), int(p)): i
+        for i, (s, p, kept) in enumerate(
+            zip(logits.sample, logits.position, logits.shard, strict=True)
+        )
+        if kept >= 0
+    }
+    cells = sorted(
+        (int(s), int(p), i)
+        for i, (s, p, kept) in enumerate(
+            zip(logprob.sample, logprob.position, logprob.shard, strict=True)
+        )
+        if kept >= 0 and (int(s), int(p)) in places
+    )
+    if not cells:
+        return _none(f"no row of {passname} keeps both its logits and its log-prob", 0, 0)
+    at = np.array([places[s, p] for s, p, _ in cells])
+    own = np.array([i for _, _, i in cells])
+    ids = {
+        s: np.array([*trace.tokens.samples[s].ids, -1]) for s in dict.fromkeys(c[0] for c in cells)
+    }
+
+    def label(offset: int) -> torch.Tensor:
+        return torch.tensor([int(ids[s][p + offset]) for s, p, _ in cells])
+
+    rows = Rows(targets=label(1), before=label(0), after=label(2))
+    return explain(
+        reader.values("logits", logits, at),
+        reader.values("logprob", logprob, own).squeeze(-1),
+        rows,
+        Stated.of(trace.record.attributes),
+    )

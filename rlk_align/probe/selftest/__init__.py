@@ -1,0 +1,1 @@
+"""Planted faults on real engines: what is found of them, and what is found where there is none."""

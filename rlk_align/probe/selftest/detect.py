@@ -1,0 +1,124 @@
+"""Two traces, one of which may have a fault: what the comparison says, against what is so."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlk_align.compare.divergence import Edge, Side, compare_edges
+from rlk_align.compare.measure import measure
+from rlk_align.engines.faults.fault import Fault
+from rlk_align.judge.verdict import Verdict, judge_by, over_budget
+from rlk_align.judge.wording import how_off
+from rlk_align.model.sites import RowIndex, model_sites
+from rlk_align.probe.referee.referee import referee
+from rlk_align.probe.sampling import explain_pass
+from rlk_align.probe.selftest.plan import Case
+from rlk_align.probe.selftest.record import Detection, Seen
+from rlk_align.progress import Progress
+from rlk_align.results import EdgeName, EdgeResult, SideName
+from rlk_align.trace.reader import Trace
+
+
+def verdict_of(rollout: Trace, train: Trace, edge: EdgeName, progress: Progress) -> Verdict:
+    """One edge of two traces, its operators recomputed, by the built-in contract of its dtype."""
+    comparison = measure(rollout, train, (edge,), (), progress)
+    units = referee(comparison, rollout, train, progress)
+    return judge_by(comparison.model_copy(update={"referee": units}), None)
+
+
+def alarms(verdict: Verdict) -> list[str]:
+    """What a verdict blames: mismatches, and operators over their budgets."""
+    blamed = [f"{m.kind} {m.name}" for m in verdict.comparison.mismatches]
+    for edge in verdict.comparison.edges:
+        blamed += [f"{o.unit.site} of {o.side}" for o in over_budget(verdict, edge)]
+    return blamed
+
+
+def detection(
+    case: Case,
+    faulty: Trace,
+    clean: Trace,
+    pair: tuple[str, str],
+    side: SideName,
+    planted: str | None,
+    progress: Progress,
+) -> Detection:
+    """What is said of a fault on that side of a pair."""
+    fault = case.chosen.fault
+    traces = (faulty, clean) if side == "rollout" else (clean, faulty)
+    edge: EdgeName = "decode_vs_train" if fault.decode else "prefill_vs_train"
+    found = _found(verdict_of(*traces, edge, progress), fault, side)
+    words = found.words
+    if fault.op_class == "logprob":
+        words = explain_pass(faulty, "prefill").words
+    return Detection(
+        fault=case.chosen.name,
+        op_class=fault.op_class,
+        strength=case.chosen.strength,
+        unit=fault.strength.unit if fault.strength else "",
+        expected=fault.expected,
+        curve=case.curve,
+        rollout=pair[0],
+        train=pair[1],
+        side=side,
+        site=fault.site,
+        planted=planted,
+        seen=found.seen,
+        found_site=found.site,
+        found_side=found.side,
+        words=words,
+        others=found.others,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    seen: Seen
+    site: str | None
+    side: str | None
+    words: str
+    others: list[str]
+
+
+def _found(verdict: Verdict, fault: Fault, side: SideName) -> _Found:
+    mismatches = verdict.comparison.mismatches
+    if mismatches:
+        named = [m for m in mismatches if m.name == fault.mismatch]
+        others = [m.name for m in mismatches if m.kind != mismatches[0].kind]
+        said = (named or mismatches)[0]
+        return _Found("precheck" if named else "misnamed", said.name, None, said.detail, others)
+    if not verdict.comparison.edges:
+        return _Found("missed", None, None, "", [])
+    over = over_budget(verdict, verdict.comparison.edges[0])
+    others = [f"{o.unit.site} of {o.side}" for o in over if o.unit.site not in fault.sites]
+    if not over:
+        seen: Seen = "within budget" if fault.expected == "rounding" else "missed"
+        return _Found(seen, None, None, "", [])
+    first = over[0]
+    words = "; ".join(how_off(u, verdict.contract) for u in first.units)
+    if first.unit.site != fault.site:
+        seen = "misnamed"
+    else:
+        seen = "named" if first.side == side else "wrong side"
+    return _Found(seen, first.unit.site, first.side, words, others)
+
+
+def first_parting(clean: Trace, faulty: Trace, passname: str) -> str | None:
+    """The first operator, in execution order, at which an engine with a fault parts from the same
+    engine without it, among rows with equal inputs; None where it never does."""
+    index = RowIndex(clean.tokens)
+    a, b = (Side(t.record.engine, t.read_pass(passname), None) for t in (clean, faulty))
+    same = np.zeros(len(index), dtype=bool)
+    for start, x, y in zip(
+        index.offsets, clean.tokens.samples, faulty.tokens.samples, strict=False
+    ):
+        length = min(len(x.ids), len(y.ids))
+        same[start : start + length] = np.array(x.ids[:length]) == np.array(y.ids[:length])
+    # What a sequence is given after it sampled another token is another sequence.
+    same = index.prefix_all(same)
+    edge = Edge("prefill_vs_train", a, b, passname == "decode", same)
+    result: EdgeResult
+    for item in compare_edges([edge], model_sites(clean.record.shape), index):
+        if not isinstance(item, str):
+            (result,) = item
+    return None if result.first_bitwise is None else result.first_bitwise.site

@@ -1,0 +1,203 @@
+"""The self-test: clean captures made once, faulty ones a few at a time, each held against a clean
+one of another engine."""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+
+from rlk_align.capture.capture import capture, capture_each
+from rlk_align.capture.request import CaptureRequest
+from rlk_align.engines.faults.fault import Fault
+from rlk_align.engines.spec import EngineSpec
+from rlk_align.model.prompts import load_prompts, save_prompts
+from rlk_align.probe.selftest.biased import biased_model
+from rlk_align.probe.selftest.detect import alarms, detection, first_parting, verdict_of
+from rlk_align.probe.selftest.plan import Case, cases, pairs, pairs_of, spec
+from rlk_align.probe.selftest.record import CleanPair, Detection, SelfTest
+from rlk_align.progress import Progress
+from rlk_align.results import EdgeName, SideName
+from rlk_align.trace.reader import Trace
+from rlk_align.trace.run import Run
+
+TOGETHER, SEEDS_TOGETHER = 16, 5
+"""Faults, and seeds, whose captures are on disk at a time."""
+PROMPTS, NEW_TOKENS = 8, 16
+"""How much text the faults are seen on: some 600 rows of the embedded prompts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelfTestRequest:
+    """What is planted, and on what."""
+
+    engines: tuple[str, ...]
+    faults: tuple[str, ...]
+    seeds: int
+    """Seeds of the pairs that have no fault."""
+    curves: bool
+    model: str
+    prompts: Path
+
+
+def _quiet(_stage: str, _done: int, _total: int) -> None:
+    """The self-test tells of faults, and not of each capture and comparison."""
+
+
+def _together(case: Case) -> tuple[str, str, bool, bool]:
+    """Cases that agree in it can follow each other in one process."""
+    return case.engine, case.options, case.chosen.fault.decode, case.chosen.fault.needs_bias
+
+
+def _name(found: Detection) -> tuple[str, str, float]:
+    return found.fault, found.rollout if found.side == "rollout" else found.train, found.strength
+
+
+def selftest(request: SelfTestRequest, run: Run, progress: Progress) -> SelfTest:
+    """Plants every fault in every engine, on either side of every pair. Raises what capturing
+    raises."""
+    with run.locked():
+        return _SelfTest(request, run, progress).done()
+
+
+@dataclass
+class _SelfTest:
+    request: SelfTestRequest
+    run: Run
+    progress: Progress
+    _clean: dict[tuple[str, str, bool], Trace] = field(default_factory=dict)
+
+    def done(self) -> SelfTest:
+        """The whole of it."""
+        r = self.request
+        self._prompts = self.run.folder / "selftest-prompts.jsonl"
+        every = sorted(load_prompts(r.prompts), key=lambda p: len(p.ids or p.text or ""))
+        # Of middle length: short ones show little of attention, long ones take long.
+        first = max(0, (len(every) - PROMPTS) // 2)
+        save_prompts(every[first : first + PROMPTS], self._prompts)
+        # One that samples stands first in every pair.
+        self._base = self._sampled(pairs(r.engines)[0][0], "", 0)
+        todo = sorted(cases(r.engines, r.faults, r.curves), key=_together)
+        found: list[Detection] = []
+        for _, some in groupby(todo, key=_together):
+            group = [*some]
+            for start in range(0, len(group), TOGETHER):
+                part = group[start : start + TOGETHER]
+                found += self._detections(part, len({_name(d) for d in found}), len(todo))
+        rows = sum(len(s.ids) for s in self._base.tokens.samples)
+        clean = [*self._clean_pairs()]
+        versions = {t.record.engine: t.record.version for t in self._clean.values()}
+        return SelfTest(
+            engines=versions,
+            rows=rows,
+            detections=found,
+            clean=clean,
+        )
+
+    def _request(
+        self, engine: str, fault: Fault | None, seed: int = 0, decode: bool = False
+    ) -> CaptureRequest:
+        biased = fault is not None and fault.needs_bias
+        return CaptureRequest(
+            engine=EngineSpec.parse(engine),
+            model=str(self._biased if biased else self.request.model),
+            prompts=self._prompts,
+            max_new_tokens=NEW_TOKENS,
+            seed=seed,
+            passes=("decode", "prefill") if decode else ("prefill",),
+            controls=False,
+        )
+
+    @property
+    def _biased(self) -> Path:
+        return biased_model(Path(self.request.model), self.run.folder / "biased-model")
+
+    def _sampled(self, engine: str, options: str, seed: int) -> Trace:
+        request = self._request(spec(engine, options), None, seed, decode=True)
+        return capture(request, "rollout", self.run, None, False, _quiet)
+
+    def _scored(self, engine: str, options: str, fault: Fault) -> Trace:
+        """A clean capture of the tokens that all faults are seen on."""
+        key = (engine, options, fault.needs_bias)
+        if key not in self._clean:
+            request = self._request(spec(engine, options), fault)
+            tokens = self._base.folder / "tokens.parquet"
+            self._clean[key] = capture(request, "train", self.run, tokens, False, _quiet)
+        return self._clean[key]
+
+    def _detections(self, some: Sequence[Case], done: int, total: int) -> Iterator[Detection]:
+        """Of faults that one process can have one after another."""
+        decode = some[0].chosen.fault.decode
+        requests = [self._request(c.spec, c.chosen.fault, decode=decode) for c in some]
+        tokens = None if decode else self._base.folder / "tokens.parquet"
+        traces = capture_each(requests, "rollout", self.run, [tokens] * len(some), _quiet)
+        for number, (case, faulty) in enumerate(zip(some, traces, strict=True), done):
+            self.progress(f"fault {case.chosen} in {case.engine}", number, total)
+            yield from self._of_case(case, faulty)
+            shutil.rmtree(faulty.folder)
+
+    def _of_case(self, case: Case, faulty: Trace) -> Iterator[Detection]:
+        fault = case.chosen.fault
+        planted = None if case.curve else self._planted(case, faulty)
+        for pair in pairs_of(case, self.request.engines):
+            sides: list[SideName] = ["rollout", "train"]
+            if fault.decode:
+                sides = ["rollout"]
+            elif pair[0] != pair[1]:
+                sides = [sides[pair.index(case.engine)]]
+            for side in sides:
+                other = pair[1] if side == "rollout" else pair[0]
+                if fault.decode:
+                    request = self._request(other, None)
+                    tokens = faulty.folder / "tokens.parquet"
+                    clean = capture(request, "train", self.run, tokens, False, _quiet)
+                else:
+                    clean = self._scored(other, case.other_options, fault)
+                yield detection(case, faulty, clean, pair, side, planted, _quiet)
+                if fault.decode:
+                    shutil.rmtree(clean.folder)
+
+    def _planted(self, case: Case, faulty: Trace) -> str | None:
+        """Where the faulty engine parts from itself."""
+        fault = case.chosen.fault
+        if fault.decode:
+            sampled = self._sampled(case.engine, case.options, 0)
+            return first_parting(sampled, faulty, "decode")
+        return first_parting(self._scored(case.engine, case.options, fault), faulty, "prefill")
+
+    def _clean_pairs(self) -> Iterator[CleanPair]:
+        """Every pair without a fault, on fresh tokens for every seed."""
+        for start in range(0, self.request.seeds, SEEDS_TOGETHER):
+            seeds = range(start, min(start + SEEDS_TOGETHER, self.request.seeds))
+            made: set[Path] = set()
+            for pair in pairs(self.request.engines):
+                self.progress(f"clean: {pair[0]} against {pair[1]}", start, self.request.seeds)
+                sampled, scored = self._clean_captures(pair, seeds)
+                made |= {t.folder for t in (*sampled, *scored)}
+                for seed, a, b in zip(seeds, sampled, scored, strict=True):
+                    yield CleanPair(
+                        seed=seed,
+                        rollout=pair[0],
+                        train=pair[1],
+                        tokens=a.tokens.sampled_tokens,
+                        alarms=_blamed(a, b),
+                    )
+            for folder in made:
+                shutil.rmtree(folder)
+
+    def _clean_captures(
+        self, pair: tuple[str, str], seeds: Sequence[int]
+    ) -> tuple[list[Trace], list[Trace]]:
+        """What the rollout engine samples for each seed, and what the other makes of it."""
+        requests = [self._request(pair[0], None, seed, decode=True) for seed in seeds]
+        sampled = capture_each(requests, "rollout", self.run, [None] * len(seeds), _quiet)
+        requests = [self._request(pair[1], None)] * len(seeds)
+        tokens = [t.folder / "tokens.parquet" for t in sampled]
+        return sampled, capture_each(requests, "train", self.run, tokens, _quiet)
+
+
+def _blamed(rollout: Trace, train: Trace) -> list[str]:
+    """What the comparison of two engines without a fault blames."""
+    edges: tuple[EdgeName, ...] = ("prefill_vs_train", "decode_vs_train")
+    found = [a for edge in edges for a in alarms(verdict_of(rollout, train, edge, _quiet))]
+    return list(dict.fromkeys(found))

@@ -1,0 +1,101 @@
+"""The self-test's result as lines of text."""
+
+from collections.abc import Iterator, Sequence
+
+from rlk_align.probe.selftest.record import Detection, SelfTest
+
+
+def lines(found: SelfTest) -> Iterator[str]:
+    """By operator class what was named, then all that is not as it should be, the smallest faults
+    that were seen, and the pairs without a fault."""
+    engines = ", ".join(f"{name} {version}" for name, version in found.engines.items())
+    yield f"engines  {engines}"
+    yield f"faults   on {found.rows:,} rows, by either side of each pair"
+    yield ""
+    yield from _classes([d for d in found.detections if not d.curve])
+    unexpected = found.unexpected
+    if unexpected:
+        yield ""
+        yield f"not as expected: {len(unexpected)}"
+        yield from (f"  {_told(d)}" for d in unexpected)
+    curves = [*smallest(found.detections)]
+    if curves:
+        yield ""
+        yield "smallest strength that is named, and all larger ones with it"
+        yield from curves
+    yield ""
+    yield from _clean(found)
+
+
+def _classes(detections: Sequence[Detection]) -> Iterator[str]:
+    rows = [("class", "faults", "seen as they should", "planted as they say")]
+    for op_class in dict.fromkeys(d.op_class for d in detections):
+        of = [d for d in detections if d.op_class == op_class]
+        seen = sum(d.as_expected or not d.well_planted for d in of)
+        planted = sum(d.well_planted for d in of)
+        faults = len({d.fault for d in of})
+        rows.append((op_class, str(faults), f"{seen} of {len(of)}", f"{planted} of {len(of)}"))
+    yield from _columns(rows)
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+
+
+def _told(d: Detection) -> str:
+    strength = f"@{d.strength:g}" if d.unit else ""
+    where = f"{d.rollout} against {d.train}, {d.side}"
+    said: str = d.seen
+    if d.found_site is not None:
+        said += f": {d.found_site} of {d.found_side}" if d.found_side else f": {d.found_site}"
+    text = f"{d.fault}{strength} at {d.site} ({where}): {said}"
+    if d.others:
+        text += f"; also blamed: {', '.join(d.others)}"
+    if not d.curve and not d.well_planted:
+        text += f"; the engine parts from itself at {d.planted}"
+    return text
+
+
+def smallest(detections: Sequence[Detection]) -> Iterator[str]:
+    """For each fault that was planted in several strengths, by engine."""
+    curved = {d.fault for d in detections if d.curve}
+    engines = list(dict.fromkeys(_engine(d) for d in detections if d.fault in curved))
+    rows = [("fault", "unit", *engines)]
+    for fault in dict.fromkeys(d.fault for d in detections if d.fault in curved):
+        of = [d for d in detections if d.fault == fault]
+        cells = []
+        for engine in engines:
+            mine = sorted((d for d in of if _engine(d) == engine), key=lambda d: -d.strength)
+            named = None
+            for d in mine:
+                if d.seen != "named":
+                    break
+                named = d.strength
+            weakest = mine[-1].strength if mine else None
+            more = "≤ " if named is not None and named == weakest else ""
+            cells.append("-" if not mine else "none" if named is None else f"{more}{named:.3g}")
+        rows.append((fault, of[0].unit, *cells))
+    if len(rows) > 1:
+        yield from _columns(rows)
+
+
+def _engine(d: Detection) -> str:
+    """The one with the fault."""
+    return d.rollout if d.side == "rollout" else d.train
+
+
+def _clean(found: SelfTest) -> Iterator[str]:
+    if not found.clean:
+        yield "no pair without a fault was looked at"
+        return
+    pairs = len({(c.rollout, c.train) for c in found.clean})
+    seeds = len({c.seed for c in found.clean})
+    tokens = sum(c.tokens for c in found.clean)
+    yield (
+        f"false alarms: in {len(found.alarms)} of {len(found.clean)} pairs without a fault "
+        f"({pairs} pairs of engines, {seeds} seeds, {tokens:,} sampled tokens)"
+    )
+    for c in found.alarms:
+        yield f"  seed {c.seed}, {c.rollout} against {c.train}: {', '.join(c.alarms)}"

@@ -1,0 +1,193 @@
+"""The ways in which an engine may come from logits to a log-prob: the stated one, and those that
+are one mistake away from it."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+AS_STATED = "as stated"
+TOP_P = (0.99, 0.98, 0.95, 0.9, 0.8, 0.7, 0.5)
+TOP_K = (1, 5, 10, 20, 40, 50, 64, 100, 200)
+"""What is tried where a side states none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The ids around each row; int64 `[N]`, -1 where there is none."""
+
+    targets: torch.Tensor
+    """What is scored: the token after the row's own."""
+    before: torch.Tensor
+    """The row's own token."""
+    after: torch.Tensor
+    """The token after the target."""
+
+    def __getitem__(self, part: slice) -> "Rows":
+        return Rows(self.targets[part], self.before[part], self.after[part])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stated:
+    """What a side says of its log-probs."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 for all."""
+
+    @classmethod
+    def of(cls, attributes: Mapping[str, Any]) -> "Stated":
+        """From a trace's attributes; raw log-probs know no processing."""
+        if attributes.get("logprobs", "raw") == "raw":
+            return cls()
+        return cls(
+            temperature=float(attributes.get("temperature", 1.0)),
+            top_p=float(attributes.get("top_p", 1.0)),
+            top_k=int(attributes.get("top_k", 0)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Transformation:
+    """logits float64 `[N, V]`, rows -> log-probs `[N]`; NaN where it has nothing to say."""
+
+    name: str
+    words: str
+    compute: Callable[[torch.Tensor, Rows], torch.Tensor]
+    bf16: bool = False
+    """Whether its result is a bf16 number, and so known to half a unit in bf16's last place."""
+
+    def __call__(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+        return self.compute(logits, rows)
+
+
+def resolution(logits: torch.Tensor) -> torch.Tensor:
+    """`[N]`: how far two float32 log-softmaxes of one row may be apart. Each logit is rounded once,
+    and the sum of V exponentials in about log2 V steps."""
+    steps = 2 + math.log2(max(2, logits.shape[-1]))
+    largest = logits.double().abs().amax(-1).clamp_min(1.0)
+    return steps * torch.finfo(torch.float32).eps * largest
+
+
+def transformations(
+    logits: torch.Tensor, reported: torch.Tensor, rows: Rows, stated: Stated
+) -> list[Transformation]:
+    """The stated one first. Those that would be the same as another are left out; the numbers of
+    those that have one to be found are taken from the rows given here."""
+    t = stated.temperature
+    found = [_scored(AS_STATED, "what the side says that they are", stated)]
+    if stated != Stated():
+        found.append(_scored("raw", "raw: neither temperature nor truncation applied", Stated()))
+    if t != 1.0:
+        once = f"temperature {t:g}"
+        twice = Stated(temperature=t * t, top_p=stated.top_p, top_k=stated.top_k)
+        found.append(_scored("temperature twice", f"of {once} applied twice", twice))
+        unscaled = Stated(top_p=stated.top_p, top_k=stated.top_k)
+        if stated != Stated(temperature=t):
+            found.append(_scored("no temperature", f"of {once} not applied", unscaled))
+            found.append(_scored("no truncation", "not truncated", Stated(temperature=t)))
+    found += _truncated(stated, logits.shape[-1])
+    if logits.dtype != torch.bfloat16:
+        found.append(
+            Transformation(
+                "bf16 logits",
+                "of logits rounded to bf16",
+                lambda x, r: _log_softmax(x.bfloat16().double(), r.targets, stated),
+            )
+        )
+    found += [
+        Transformation(
+            "bf16 log-softmax",
+            "of a log-softmax that is rounded to bf16",
+            lambda x, r: _chosen((x / t).bfloat16().log_softmax(-1).double(), r.targets),
+            bf16=True,
+        ),
+        Transformation(
+            "next label",
+            "scored against the label of the row after",
+            lambda x, r: _log_softmax(x, r.after, stated),
+        ),
+        Transformation(
+            "previous label",
+            "scored against the row's own token, the label of the row before",
+            lambda x, r: _log_softmax(x, r.before, stated),
+        ),
+        *(_in_base(base, stated) for base in (2, 10)),
+    ]
+    fitted = _fitted_temperature(logits, reported, rows)
+    if all(abs(fitted - known) > 1e-5 * known for known in (t, t * t, 1.0)):
+        other = Stated(temperature=fitted, top_p=stated.top_p, top_k=stated.top_k)
+        found.append(_scored("another temperature", f"of temperature {fitted:.4g}", other))
+    return found
+
+
+def _truncated(stated: Stated, vocabulary: int) -> list[Transformation]:
+    """Renormalised over fewer tokens than is stated."""
+    t = stated.temperature
+    found = [
+        _scored(f"top-p {p:g}", f"renormalised over top-p {p:g}", Stated(temperature=t, top_p=p))
+        for p in TOP_P
+        if p != stated.top_p
+    ]
+    return found + [
+        _scored(f"top-k {k}", f"renormalised over top-k {k}", Stated(temperature=t, top_k=k))
+        for k in TOP_K
+        if k != stated.top_k and k < vocabulary
+    ]
+
+
+def _in_base(base: int, stated: Stated) -> Transformation:
+    return Transformation(
+        f"log{base}",
+        f"logarithms to the base {base}",
+        lambda x, r: _log_softmax(x, r.targets, stated) / math.log(base),
+    )
+
+
+def _scored(name: str, words: str, stated: Stated) -> Transformation:
+    return Transformation(name, words, lambda x, r: _log_softmax(x, r.targets, stated))
+
+
+def _chosen(logprobs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """NaN where there is no id."""
+    value = logprobs.gather(-1, ids.clamp_min(0)[:, None]).squeeze(-1)
+    return torch.where(ids >= 0, value, torch.nan)
+
+
+def _log_softmax(logits: torch.Tensor, ids: torch.Tensor, stated: Stated) -> torch.Tensor:
+    """log softmax(logits / temperature)[id], over the tokens that top-p and top-k keep; what they
+    would not have sampled stays in."""
+    scaled = logits / stated.temperature
+    if stated.top_p < 1.0 or stated.top_k:
+        ordered, order = scaled.sort(-1, descending=True)
+        p = ordered.softmax(-1)
+        kept = p.cumsum(-1) - p < stated.top_p
+        if stated.top_k:
+            kept[:, stated.top_k :] = False
+        kept = torch.zeros_like(kept).scatter(-1, order, kept)
+        kept = kept.scatter(-1, ids.clamp_min(0)[:, None], True)
+        scaled = scaled.masked_fill(~kept, -torch.inf)
+    return _chosen(scaled.log_softmax(-1), ids)
+
+
+def _fitted_temperature(logits: torch.Tensor, reported: torch.Tensor, rows: Rows) -> float:
+    """The temperature at which most rows come nearest to what is reported: the median residual of
+    at most 256 rows is least."""
+    x, y, ids = logits[:256].double(), reported[:256].double(), rows.targets[:256]
+
+    def off(temperature: float) -> float:
+        residual = ((x / temperature).log_softmax(-1).gather(-1, ids[:, None])[:, 0] - y).abs()
+        return float(residual.nan_to_num(torch.inf).median())
+
+    grid = [1.05**n for n in range(-48, 49)]
+    best = min(grid, key=off)
+    low, high = best / 1.05, best * 1.05
+    # Golden section: float64 is reached long before.
+    ratio = (math.sqrt(5) - 1) / 2
+    for _ in range(60):
+        a, b = high - ratio * (high - low), low + ratio * (high - low)
+        low, high = (low, b) if off(a) < off(b) else (a, high)
+    return (low + high) / 2

@@ -1,0 +1,207 @@
+"""The self-test: real faults in a real engine, what counts as seen, and what it says of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import command_line, require_engine, write_few_prompts
+from inprocess import command
+
+from rlk_align.engines.faults.catalogue import FAULTS, Chosen
+from rlk_align.engines.faults.fault import ALL
+from rlk_align.errors import BadOption
+from rlk_align.probe.selftest.plan import Case, cases, check_engines, check_faults, pairs, pairs_of
+from rlk_align.probe.selftest.record import CleanPair, Detection, SelfTest
+from rlk_align.probe.selftest.table import lines
+
+PLANTED = {
+    "hf": (
+        *("norm-statistics-bf16", "rope-interleaved", "attn-window", "proj-weight-int8"),
+        *("act-gelu", "residual-twice", "logprob-label-shift", "weight-element", "decode-gain"),
+    ),
+    "vllm,megatron": (
+        *("norm-output-fp8", "rope-key-position", "attn-scale", "proj-gain", "act-swapped"),
+        *("residual-branch", "logprob-temperature"),
+    ),
+}
+SEEDS = {"hf": 1, "vllm,megatron": 0}
+Found = tuple[str, int, str, dict[str, Any]]
+"""Engines, exit code, text and JSON."""
+
+
+@pytest.fixture(scope="module", params=PLANTED)
+def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """A self-test of real engines: HF against itself, and vLLM against Megatron."""
+    engines = request.param
+    for name in engines.split(","):
+        require_engine(name)
+    folder = tmp_path_factory.mktemp("selftest")
+    few = write_few_prompts(folder / "few.jsonl")
+    done = command_line(folder)(
+        *("selftest", "--engines", engines, "--faults", ",".join(PLANTED[engines])),
+        *("--seeds", SEEDS[engines], "--no-curves", "--prompts", few),
+        *("--run-dir", folder / "run", "--output", f"json={folder / 'out.json'}"),
+        shared=False,
+    )
+    assert done.code in (0, 1), done.err
+    return engines, done.code, done.out, json.loads((folder / "out.json").read_text())
+
+
+def test_every_planted_fault_is_named_on_its_side(real: Found) -> None:
+    engines, code, out, found = real
+    seen = {(d["fault"], d["side"]): d for d in found["detections"]}
+    wanted = {
+        (fault, side)
+        for fault in PLANTED[engines]
+        for side in ("rollout", "train")
+        if side == "rollout" or not FAULTS[fault].decode
+    }
+    assert seen.keys() == wanted
+    for (name, side), d in seen.items():
+        precheck = FAULTS[name].expected == "precheck"
+        assert d["seen"] == ("precheck" if precheck else "named"), d
+        assert d["found_side"] == (None if precheck else side), d
+        assert d["planted"] == FAULTS[name].site, d
+        assert d["others"] == [], d
+    assert code == 0, out
+
+
+def test_a_faulty_log_prob_is_explained(real: Found) -> None:
+    words = {d["fault"]: d["words"] for d in real[3]["detections"] if d["op_class"] == "logprob"}
+    said = {
+        "logprob-label-shift": "scored against the label of the row after",
+        "logprob-temperature": "of temperature 1.1:",
+    }
+    assert words
+    for fault, text in words.items():
+        assert said[fault] in text
+
+
+def test_nothing_is_blamed_where_nothing_is_wrong(real: Found) -> None:
+    engines, _, out, found = real
+    assert [(c["seed"], c["alarms"]) for c in found["clean"]] == [
+        (s, []) for s in range(SEEDS[engines])
+    ]
+    assert ("false alarms: in 0 of 1 pairs" in out) == bool(SEEDS[engines])
+
+
+def _detection(**changes: Any) -> Detection:
+    usual = {
+        "fault": "norm-eps",
+        "op_class": "norm",
+        "strength": 1e-3,
+        "unit": "added to epsilon",
+        "expected": "named",
+        "curve": False,
+        "rollout": "vllm",
+        "train": "megatron",
+        "side": "train",
+        "site": "layers.0.attn_norm",
+        "planted": "layers.0.attn_norm",
+        "seen": "named",
+        "found_site": "layers.0.attn_norm",
+        "found_side": "train",
+        "words": "",
+        "others": [],
+    }
+    return Detection(**usual | changes)
+
+
+def _clean(*alarms: str) -> CleanPair:
+    return CleanPair(seed=3, rollout="vllm", train="hf", tokens=100, alarms=list(alarms))
+
+
+def _selftest(*detections: Detection, clean: CleanPair | None = None) -> SelfTest:
+    return SelfTest(
+        engines={"hf": "1"}, rows=10, detections=list(detections), clean=[clean or _clean()]
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "good"),
+    [
+        ({}, True),
+        ({"seen": "missed"}, False),
+        ({"seen": "misnamed"}, False),
+        ({"seen": "wrong side"}, False),
+        ({"seen": "within budget"}, False),
+        ({"others": ["layers.3.attn of rollout"]}, False),
+        ({"planted": "layers.1.attn_norm"}, False),
+        ({"planted": None}, False),
+        ({"expected": "rounding", "seen": "within budget"}, True),
+        ({"expected": "rounding", "seen": "misnamed"}, False),
+        ({"expected": "precheck"}, False),
+        ({"expected": "precheck", "seen": "precheck"}, True),
+        ({"curve": True, "planted": None, "seen": "missed"}, True),
+        ({"curve": True, "planted": None, "seen": "misnamed"}, False),
+    ],
+)
+def test_what_counts_as_seen(changes: dict[str, Any], good: bool) -> None:
+    found = _selftest(_detection(**changes))
+    assert found.passed == good
+    assert ("not as expected: 1" in "\n".join(lines(found))) != good
+
+
+def test_a_false_alarm_fails() -> None:
+    found = _selftest(_detection(), clean=_clean("layers.1.attn of train"))
+    assert not found.passed
+    assert "seed 3, vllm against hf: layers.1.attn of train" in "\n".join(lines(found))
+
+
+def test_nothing_tested_is_no_pass() -> None:
+    assert not _selftest().passed
+
+
+def test_the_smallest_strength_is_the_last_that_is_named_without_a_gap() -> None:
+    strengths = {1e-3: "named", 1e-4: "named", 1e-5: "missed", 1e-6: "named"}
+    points = [
+        _detection(strength=s, seen=seen, curve=s != 1e-3, planted="layers.0.attn_norm")
+        for s, seen in strengths.items()
+    ]
+    row = next(x for x in lines(_selftest(*points)) if x.startswith("norm-eps "))
+    assert row.split() == ["norm-eps", "added", "to", "epsilon", "0.0001"]
+    row = next(x for x in lines(_selftest(*points[:2])) if x.startswith("norm-eps "))
+    assert row.split()[-2:] == ["≤", "0.0001"]
+
+
+def test_pairs_have_each_engine_on_a_side_that_it_has() -> None:
+    assert pairs(("hf", "vllm", "megatron")) == [
+        ("vllm", "hf"),
+        ("vllm", "megatron"),
+        ("hf", "megatron"),
+    ]
+    assert pairs(("hf",)) == [("hf", "hf")]
+    stale = Case(Chosen("kv-stale", FAULTS["kv-stale"], 0.0), "hf")
+    assert [*pairs_of(stale, ALL)] == [("hf", "megatron")], "only a rollout decodes"
+
+
+def test_cases_are_faults_by_engine_with_their_curves() -> None:
+    once = cases(("hf", "megatron"), tuple(FAULTS), curves=False)
+    assert len(once) == len({(c.engine, c.chosen.name) for c in once})
+    assert {c.engine for c in once} == {"hf", "megatron"}
+    more = cases(("hf",), ("norm-eps", "attn-scale-twice", "weight-element"), curves=True)
+    points = [c.chosen.strength for c in more if c.curve]
+    assert points == [s for s in FAULTS["norm-eps"].strength.curve if s != 1e-3]
+
+
+def test_what_is_unknown_is_refused() -> None:
+    with pytest.raises(BadOption, match="nope: unknown"):
+        check_faults(["norm-eps", "nope"])
+    with pytest.raises(BadOption, match="fsdp: it takes no planted fault"):
+        check_engines(["hf", "fsdp"])
+    assert check_faults([]) == tuple(FAULTS)
+
+
+@pytest.mark.parametrize(("seen", "code"), [("named", 0), ("missed", 1)])
+def test_the_exit_code_says_whether_all_is_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: str, code: int
+) -> None:
+    found = _selftest(_detection(seen=seen))
+    monkeypatch.setattr("rlk_align.probe.selftest.run.selftest", lambda *_: found)
+    out = tmp_path / "out.json"
+    words = ("selftest", "--engines", "hf", "--run-dir", tmp_path / "run")
+    ended, said = command(*words, "--output", f"json={out}")
+    assert ended == code, said
+    assert SelfTest.model_validate_json(out.read_text()) == found
+    assert "norm   1" in said
