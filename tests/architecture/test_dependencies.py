@@ -99,7 +99,10 @@ RULES = {
         *("results", "progress", "errors"),
     ),
     "judge": ("judge", "data", "results", "text", "errors"),
-    "report": ("report", "judge", "results", "text", "errors"),
+    "report": (
+        *("report", "judge", "probe.record", "probe.units", "probe.effects"),
+        *("results", "text", "errors"),
+    ),
     "pipeline": (
         *("capture", "compare", "probe", "judge", "report", "trace", "model"),
         *("results", "progress", "errors"),
