@@ -171,9 +171,24 @@ def _over_budget(found: OverBudget, edge: EdgeResult, verdict: Verdict) -> Itera
     yield line("  ") + line(unit.site, "bold") + where
     for u in found.units:
         yield line(f"    {u.side} {u.passname}: {how_off(u, verdict.contract)}")
+        if u.fused_with:
+            yield line(f"    computed together with {u.fused_with}: it may be either's")
+    yield from _code(unit.site, edge, verdict)
     if not found.units:
         site = next(s for s in edge.sites if s.site == unit.site)
         yield line(f"    {_figures(site)}")
+
+
+def _code(site: str, edge: EdgeResult, verdict: Verdict) -> Iterator[Text]:
+    """Where the operator is on both sides, and the settings that only one of them has."""
+    units = [u for u in verdict.comparison.referee if u.site == site and edge.name in u.edges]
+    places = {u.side: u.code for u in units if u.code is not None}
+    for side, place in places.items():
+        yield line(f"    {side:<8} {place}", style="dim")
+        for other in (p for s, p in places.items() if s != side):
+            unlike = [f"{n}={v}" for n, v in place.settings_unlike(other).items()]
+            if unlike:
+                yield line(f"             {', '.join(unlike[:_SHOWN])}", style="dim")
 
 
 def _within_budgets(verdict: Verdict, edge: EdgeResult) -> Text:

@@ -167,7 +167,14 @@ def _part(unit: Unit, which: Literal["introduced", "inherited"]) -> dict[str, An
 
 def _over_budget_json(verdict: Verdict, found: OverBudget) -> dict[str, Any]:
     how = {u.side: how_off(u, verdict.contract) for u in found.units}
-    return found.unit.model_dump() | {"side": found.side, "how": how}
+    region = sorted({u.fused_with for u in found.units if u.fused_with})
+    code = {
+        u.side: u.code.model_dump()
+        for u in verdict.comparison.referee
+        if u.site == found.unit.site and u.code is not None
+    }
+    known = {"side": found.side, "how": how, "computed_with": region, "code": code}
+    return found.unit.model_dump() | known
 
 
 def _finite(value: Any) -> Any:

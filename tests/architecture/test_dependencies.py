@@ -91,7 +91,7 @@ RULES = {
     "results": (),
     "model": ("model", "results", "data", "files", "errors"),
     "trace": ("trace", "model", "results", "files", "text", "errors"),
-    "engines": ("engines", "trace", "model", "files", "text", "errors"),
+    "engines": ("engines", "trace", "model", "results", "files", "text", "errors"),
     "capture": ("capture", "engines", "trace", "model", "progress", "errors"),
     "compare": ("compare", "trace", "model", "results", "progress", "errors"),
     "probe": (
