@@ -27,7 +27,7 @@ def code_places(model: Any, places: Iterable[Place]) -> dict[str, CodePlace]:
                 kind=kind.__qualname__,
                 file=file,
                 line=line,
-                settings=_settings(module),
+                settings=_scalars(module),
             )
     return found
 
