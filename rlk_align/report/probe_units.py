@@ -77,6 +77,8 @@ def probe_lines(verdict: Verdict, probed: ProbedEdge) -> Iterator[Table | Text]:
         yield _table(units[:SHOWN], probed.attribution is not None)
     if len(units) > SHOWN:
         yield line(f"  and {len(units) - SHOWN} more")
+    if any(u.unit.region for u in units[:SHOWN]):
+        yield line("  * computed as one with the operator before it", style="dim")
     for found in units[:SHOWN]:
         if found.over:
             for u in found.over.units:
@@ -103,7 +105,8 @@ def _table(units: list[ProbedUnit], attributed: bool) -> Table:
             cells.append(f"{part.mean_abs:.2g}" if part else "")
         side = found.over.side or "?" if found.over else "–"
         style = "bold red" if found.over else ""
-        table.add_row(line(f"  {unit.name}", style), side, *cells)
+        name = f"{unit.sites[-1]}*" if unit.region else unit.name
+        table.add_row(line(f"  {name}", style), side, *cells)
     return table
 
 
