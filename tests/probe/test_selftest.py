@@ -174,6 +174,10 @@ def test_pairs_have_each_engine_on_a_side_that_it_has() -> None:
     assert pairs(("hf",)) == [("hf", "hf")]
     stale = Case(Chosen("kv-stale", FAULTS["kv-stale"], 0.0), "hf")
     assert [*pairs_of(stale, ALL)] == [("hf", "megatron")], "only a rollout decodes"
+    twice = Case(
+        Chosen("logprob-temperature-twice", FAULTS["logprob-temperature-twice"], 0.0), "megatron"
+    )
+    assert [*pairs_of(twice, ALL)] == [("hf", "megatron")], "vLLM's prompts know no temperature"
 
 
 def test_cases_are_faults_by_engine_with_their_curves() -> None:
