@@ -42,6 +42,7 @@ SLOWEST = (
     "tests/cli/test_interruptions.py",
     "tests/cli/test_compare_hf.py",
     "tests/cli/test_planted_training.py",
+    "tests/probe/test_real_engines.py",
     "tests/engines/test_megatron.py",
     "tests/engines/test_families.py",
 )

@@ -39,16 +39,24 @@ def capture_key(request: CaptureRequest, spec: EngineSpec, model: Path, tokens: 
     return fingerprint(
         rlk_align.__version__,
         str(spec.computed),
-        engine_versions(spec),
-        _device(spec),
-        adapter_digest(spec),
+        surroundings(spec),
         fingerprint_files(model),
         [request.prompts.suffix, request.prompts.read_bytes().hex()],
         tokens.read_bytes().hex() if tokens else [request.max_new_tokens, request.seed],
         [request.trace.budget, request.trace.layers, request.trace.sites],
         _patch_sources(str(patch).partition(":")[0]) if patch else None,
-        {k: v for k, v in sorted(os.environ.items()) if k.startswith(ENVIRONMENT)},
     )
+
+
+def surroundings(spec: EngineSpec) -> list[object]:
+    """What decides an engine's numbers here beside what it is asked to do: packages, devices, our
+    own sources, variables of the environment."""
+    return [
+        engine_versions(spec),
+        _device(spec),
+        adapter_digest(spec),
+        {k: v for k, v in sorted(os.environ.items()) if k.startswith(ENVIRONMENT)},
+    ]
 
 
 def adapter_digest(spec: EngineSpec) -> str:

@@ -47,7 +47,7 @@ def check_controls(
     return Controls(observer=observer, observer_detail=details, noise=noise)
 
 
-_MAX_OVER_NOISE, _MEAN_OVER_NOISE = 4.0, 2.0
+_MAX_OVER_NOISE, _MEAN_OVER_NOISE = 8.0, 4.0
 """How far beyond an engine's own noise a pass with taps may be from one without: both are draws
 of that noise, and the largest of a few hundred tokens varies more than their mean."""
 

@@ -7,12 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import torch
 
+from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import ParameterRecord
+from rlk_align.engines.common.tap import Tap
 from rlk_align.engines.faults.catalogue import choose
 from rlk_align.engines.faults.operators import Operators, plant
 from rlk_align.engines.process.ranks import ALONE, Ranks
@@ -20,21 +21,6 @@ from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
 from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import TokenBatch
-from rlk_align.trace.writer import PassWriter
-
-
-class Tap(Protocol):
-    """What an observed pass gives its rows to, as the engine computes."""
-
-    def __call__(
-        self, site: str, rows: torch.Tensor, sample: np.ndarray, position: np.ndarray, /
-    ) -> None:
-        """Rows `[N, F]` of a site at (sample, position), int `[N]` each; copied before it
-        returns, because engines overwrite their buffers."""
-
-    def part(self, number: int, /) -> Callable[[], PassWriter]:
-        """What opens another part of the same pass, in whichever process it is called."""
-
 
 SamplesDone = Callable[[int], None]
 """Called with the number of samples done."""
@@ -50,6 +36,8 @@ class Sampling:
 
     max_new_tokens: int
     seed: int
+    forced: bool = False
+    """Whether the batch's own responses are what is sampled, whatever the logits say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +52,12 @@ class Sampled:
 class Engine(ABC):
     """One model in one engine, inside a worker process of its own.
 
-    A pass with `tap` None must leave no trace of observation: no hook, no copy.
+    A pass with `tap` None must leave no trace of observation: no hook, no copy. An `intervention`
+    is carried out by the same hooks; it comes with a tap, and in `sample` with forced tokens.
     """
 
+    intervenes = False
+    """Whether its passes take an intervention."""
     spare_positions = 0
     """Positions of the model's context that the engine needs for itself."""
     ranks: Ranks = ALONE
@@ -129,6 +120,7 @@ class Engine(ABC):
         sampling: Sampling,
         tap: Tap | None,
         done: SamplesDone,
+        intervention: Intervention | None = None,
     ) -> Sampled:
         """Decodes a response after every prompt; the same seed gives the same tokens."""
         raise BadOption(
@@ -137,7 +129,13 @@ class Engine(ABC):
         )
 
     @abstractmethod
-    def score(self, batch: TokenBatch, tap: Tap | None, done: SamplesDone) -> Logprobs:
+    def score(
+        self,
+        batch: TokenBatch,
+        tap: Tap | None,
+        done: SamplesDone,
+        intervention: Intervention | None = None,
+    ) -> Logprobs:
         """Teacher-forced: one prefill over every whole sequence."""
 
     def close(self) -> None:

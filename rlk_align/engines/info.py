@@ -45,6 +45,9 @@ class EngineInfo:
     """Whether it can sample, or only scores what another engine sampled."""
     compiles: bool = False
     """Whether users run it compiled: its un-tapped production mode is then measured on GPUs."""
+    fused: tuple[tuple[str, str], ...] = ()
+    """Pairs of operators that it computes as one, the second reading the first's output: which of
+    the two a difference comes from cannot be told."""
     tested: tuple[str, ...] = ()
     """Distributions of `engines.tested` that its adapter depends on."""
     waits: tuple[str, ...] = ()

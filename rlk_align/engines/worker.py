@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from rlk_align.engines.process.ranks import barrier, check_device, join, leave
 from rlk_align.engines.process.versions import versions
 from rlk_align.engines.registry import load_engine
 from rlk_align.engines.tested import tested_range, untested
-from rlk_align.errors import ModelError, RlkError
+from rlk_align.errors import BadOption, ModelError, RlkError
 from rlk_align.model.checkpoint import GIVE_IDS
 from rlk_align.model.families import read_shape
 from rlk_align.model.prompts import Prompt, Sample, TokenBatch, check_lengths, load_prompts
@@ -59,6 +60,8 @@ def run(job: Job, events: Events) -> None:
     if spec.info.ranks:
         engine.ranks = join(spec.device, job.timeout)
     events.send(stage=f"loading {spec.name}")
+    if job.interventions and not engine.intervenes:
+        raise BadOption(f"engine {spec.name!r} takes no interventions: its sites cannot be written")
     try:
         engine.open()
         with children_watched(job.engine, job.folder):
@@ -128,20 +131,24 @@ def _run_pass(
 
     def progress(done: int) -> None:
         if first:
-            events.send(stage=name, done=done, total=total)
+            events.send(**_stage(job, name, done, total))
 
     progress(0)
+    extra: dict[str, Any] = {}
+    if name in job.interventions:
+        extra["intervention"] = job.interventions[name]
     with _open_part(job, engine, name, plan) as writer:
-        tap = writer if variant in ("", "repeat") else None
+        tap = writer if variant in ("", "repeat") or extra else None
         if kind == "decode":
-            sampled = engine.sample(batch, Sampling(job.max_new_tokens, job.seed), tap, progress)
+            sampling = Sampling(job.max_new_tokens, job.seed, forced=bool(extra))
+            sampled = engine.sample(batch, sampling, tap, progress, **extra)
             logprobs = sampled.logprobs
             if not batch.sampled_tokens:
                 batch = batch.with_responses(sampled.responses)
                 with writing(job.folder / "tokens.parquet"):
                     batch.save(job.folder / "tokens.parquet")
         else:
-            logprobs = engine.score(batch, tap, progress)
+            logprobs = engine.score(batch, tap, progress, **extra)
         _add_logprobs(writer, batch, logprobs)
         if not first:
             writer.close()
@@ -152,18 +159,29 @@ def _run_pass(
     return batch
 
 
+def _stage(job: Job, name: str, done: int, total: int) -> dict[str, Any]:
+    """How far a pass is, in samples; of many interventions, how many of them."""
+    if name not in job.interventions:
+        return {"stage": name, "done": done, "total": total}
+    kind, what = name.partition(".")[0], job.interventions[name].kind
+    number = list(job.interventions).index(name) + (done == total)
+    return {"stage": f"{kind}, {what}", "done": number, "total": len(job.interventions)}
+
+
 def _open_part(job: Job, engine: Engine, name: str, plan: CapturePlan) -> PassWriter:
     """This rank's part of a pass; rank 0 makes the folder before the others write there."""
-    variant = name.partition(".")[2]
-    keep = KEEP_LOGPROBS if variant else plan.keep
+    observed = not name.partition(".")[2]
+    intervention = job.interventions.get(name)
+    valued = observed or (intervention is not None and intervention.observed)
+    keep = plan.keep if valued else KEEP_LOGPROBS
     shape = engine.shape
     checks = NO_CHECKS
-    if not variant:
+    if observed:
         checks = Checks(checkpoint_rotary(job.model, shape), (shape.heads, shape.kv_heads))
     rank = engine.ranks.rank
     if rank:
         barrier(engine.ranks)
-    writer = PassWriter(job.folder / name, keep, not variant, checks, part=rank)
+    writer = PassWriter(job.folder / name, keep, valued, checks, part=rank)
     if not rank:
         barrier(engine.ranks)
     return writer

@@ -130,6 +130,10 @@ class PassReader:
             index=column("index", -1),
         )
 
+    def values_file(self, shard: int) -> Path:
+        """Where the values of a shard lie, the pass's files being the ones that were written."""
+        return self._checked / f"values-{shard:05d}.safetensors"
+
     def values(self, site: str, rows: SiteRows, at: np.ndarray) -> torch.Tensor:
         """Values `[len(at), F]` of the rows numbered `at`, in the engine's dtype.
 
@@ -140,7 +144,7 @@ class PassReader:
             raise CorruptTrace(f"{self.folder}/pass.json does not know {site}")
         out = torch.empty(len(at), record.features, dtype=getattr(torch, record.dtype))
         for shard in np.unique(rows.shard[at]):
-            path = self._checked / f"values-{shard:05d}.safetensors"
+            path = self.values_file(shard)
             here = np.flatnonzero(rows.shard[at] == shard)
             index = rows.index[at][here]
             low, high = int(index.min()), int(index.max()) + 1

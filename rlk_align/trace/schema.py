@@ -119,6 +119,7 @@ class PartRecord(Record):
     sites: dict[str, SiteRecord]
     positions: PositionRecord
     boundaries: BoundaryRecord
+    overwritten: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
     seconds: float
 
 
@@ -130,6 +131,8 @@ class PassRecord(Record):
     boundaries: BoundaryRecord = BoundaryRecord()
     unexposed: dict[str, str] = Field(default_factory=dict)
     """Sites that the engine cannot show, each with its reason."""
+    overwritten: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
+    """Of a pass with an intervention: how many live rows of each site were overwritten."""
     files: dict[str, FileRecord]
     """Every other file of the pass."""
     seconds: float

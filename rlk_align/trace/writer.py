@@ -3,6 +3,7 @@
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -106,6 +107,7 @@ class PassWriter:
         self._buffered_bytes = 0
         self._shards = part * PART_SHARDS
         self._sites: dict[str, SiteRecord] = {}
+        self._overwritten: Counter[str] = Counter()
         self._started = time.perf_counter()
         with writing(self._folder):
             if part == 0:
@@ -157,6 +159,10 @@ class PassWriter:
         if self._buffered_bytes >= FLUSH_BYTES:
             self._flush()
 
+    def overwritten(self, site: str, rows: int) -> None:
+        """So many live rows of a site were overwritten by an intervention."""
+        self._overwritten[site] += rows
+
     def close(self) -> None:
         """Writes what is left, and what this part holds."""
         seconds = time.perf_counter() - self._started
@@ -166,7 +172,11 @@ class PassWriter:
         positions = self._positions.record() if self._positions else PositionRecord()
         boundaries = self._boundaries.record() if self._boundaries else BoundaryRecord()
         record = PartRecord(
-            sites=self._sites, positions=positions, boundaries=boundaries, seconds=seconds
+            sites=self._sites,
+            positions=positions,
+            boundaries=boundaries,
+            overwritten=self._overwritten,
+            seconds=seconds,
         )
         save_record(record, self._folder / f"part-{self._part}.json")
 
@@ -185,6 +195,7 @@ class PassWriter:
             positions=PositionRecord.together([p.positions for p in parts]),
             boundaries=BoundaryRecord.together([p.boundaries for p in parts]),
             unexposed=unexposed,
+            overwritten=sum((Counter(p.overwritten) for p in parts), Counter()),
             files=files,
             seconds=max(p.seconds for p in parts),
         )

@@ -170,3 +170,35 @@ def positions_off_by_one(model: Any) -> None:
 def positions_count_padding(model: Any) -> None:
     """Positions are columns, padding included."""
     _shift_positions(model, lambda ids: torch.arange(ids.shape[1]).expand_as(ids))
+
+
+def _scale_output(module: Any, factor: float) -> None:
+    def scale(_module: Any, _inputs: Any, output: Any) -> Any:
+        value, *rest = output if isinstance(output, tuple) else (output,)
+        return (value * factor, *rest) if rest else value * factor
+
+    module.register_forward_hook(scale)
+
+
+def scale_key_norm(model: Any) -> None:
+    """Layer 1's k_norm is 1 % too large."""
+    _scale_output(model.model.layers[1].self_attn.k_norm, 1.01)
+
+
+def scale_fused_norm(model: Any) -> None:
+    """In vLLM: what its add and norm in layer 2 gives as normed is 2 % too large."""
+    _scale_output(model.model.layers[2].post_attention_layernorm, 1.02)
+
+
+def scale_up_projection_in_megatron(model: Any) -> None:
+    """What the MLP of layer 1 multiplies is 2 % too large."""
+    _scale_output(model.decoder.layers[1].mlp.linear_fc1, 1.02)
+
+
+def ulp_in_the_first_norm(model: Any) -> None:
+    """Layer 0's attn_norm is one unit in the last place too large."""
+
+    def up(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return torch.nextafter(output, torch.full_like(output, torch.inf))
+
+    model.model.layers[0].input_layernorm.register_forward_hook(up)

@@ -3,15 +3,8 @@
 import pytest
 import torch
 
-from rlk_align.engines.megatron.layout import (
-    Layout,
-    even,
-    grouped_qkv,
-    kv_heads,
-    padded_vocab,
-    side_by_side,
-    vocabulary,
-)
+from rlk_align.engines.common.layout import Layout, even, kv_heads, side_by_side
+from rlk_align.engines.megatron.layout import grouped_qkv, padded_vocab, vocabulary
 from rlk_align.model.families import ModelShape
 
 QKV = ("q", "k", "v")

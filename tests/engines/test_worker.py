@@ -13,10 +13,11 @@ from synthetic import SHAPE, SITES, compared
 
 from rlk_align.engines import worker
 from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampling, Tap
+from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, record_parameter
 from rlk_align.engines.process.job import Events, Job
 from rlk_align.engines.spec import EngineSpec
-from rlk_align.errors import CorruptTrace, PromptError, TraceNotWritten
+from rlk_align.errors import BadOption, CorruptTrace, PromptError, TraceNotWritten
 from rlk_align.judge.contract import load_contract
 from rlk_align.judge.verdict import judge
 from rlk_align.model.prompts import TokenBatch
@@ -263,3 +264,44 @@ def test_an_error_is_handed_to_the_parent(
     last = json.loads((job.folder / "events.jsonl").read_text().splitlines()[-1])
     assert last["error"] == "PromptError"
     assert ":1" in last["message"]
+
+
+def test_interventions_reach_an_engine_that_takes_them(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode with the tokens that were sampled; all values are kept, or the log-probs alone."""
+    run(job)
+    told: list[Any] = []
+
+    class Willing(Imaginary):
+        intervenes = True
+
+        def sample(self, batch, sampling, tap, done, intervention=None):  # type: ignore[no-untyped-def]
+            told.append((sampling.forced, batch.sampled_tokens > 0, tap is not None, intervention))
+            return super().sample(batch, sampling, tap, done)
+
+        def score(self, batch, tap, done, intervention=None):  # type: ignore[no-untyped-def]
+            told.append((None, batch.sampled_tokens > 0, tap is not None, intervention))
+            return super().score(batch, tap, done)
+
+    monkeypatch.setattr(worker, "load_engine", lambda _name: Willing)
+    seen = Intervention(kind="perturb", sites=("embed",))
+    unseen = seen.model_copy(update={"observed": False})
+    plans = {"decode.perturb-1": seen, "prefill.perturb-2": unseen}
+    update = {"passes": tuple(plans), "interventions": plans}
+    run(job.model_copy(update=update))
+    assert told == [(True, True, True, seen), (None, True, True, unseen)]
+    trace = Trace(job.folder)
+    for name, kept in zip(plans, (True, False), strict=True):
+        reader = trace.read_pass(name)
+        rows = reader.rows("layers.0.q_proj")
+        assert rows is not None
+        assert ((rows.shard >= 0) == kept).all()
+        assert (reader.rows("logprob").shard >= 0).all()
+
+
+def test_an_engine_that_takes_no_interventions_says_so(job: Job) -> None:
+    plans = {"prefill.perturb-1": Intervention(kind="perturb")}
+    update = {"passes": tuple(plans), "interventions": plans}
+    with pytest.raises(BadOption, match="'hf' takes no interventions"):
+        run(job.model_copy(update=update))

@@ -14,25 +14,10 @@ class Hooks(ExitStack):
         """`see(module, inputs)` before each forward; `options` as torch has them."""
         self.callback(module.register_forward_pre_hook(see, **options).remove)
 
-    def after(self, module: torch.nn.Module, see: Callable[[Any, Any, Any], None]) -> None:
-        """`see(module, inputs, output)` after each forward."""
+    def after(self, module: torch.nn.Module, see: Callable[[Any, Any, Any], Any]) -> None:
+        """`see(module, inputs, output)` after each forward; what it returns, unless None, is what
+        the module gives."""
         self.callback(module.register_forward_hook(see).remove)
-
-    def on_input(self, module: torch.nn.Module, see: Callable[[Any], None]) -> None:
-        """`see(first input)` before each forward."""
-
-        def hook(_module: Any, inputs: Any) -> None:
-            see(inputs[0])
-
-        self.before(module, hook)
-
-    def on_output(self, module: torch.nn.Module, see: Callable[[Any], None]) -> None:
-        """`see(output)` after each forward."""
-
-        def hook(_module: Any, _inputs: Any, output: Any) -> None:
-            see(output)
-
-        self.after(module, hook)
 
     def replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         """`function` as attribute `name` of a module, or of one object over its class's."""
@@ -41,8 +26,3 @@ class Hooks(ExitStack):
         else:
             self.callback(delattr, owner, name)
         setattr(owner, name, function)
-
-
-def first(output: Any) -> torch.Tensor:
-    """The tensor of a module that returns one, alone or ahead of others."""
-    return output[0] if isinstance(output, tuple) else output

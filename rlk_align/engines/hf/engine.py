@@ -14,6 +14,8 @@ from rlk_align.engines.common.attributes import (
     processing,
     rope_theta,
 )
+from rlk_align.engines.common.edits import Editor
+from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.logprobs import token_logprobs
 from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, record_parameter
 from rlk_align.engines.common.rows import ForwardRows, padded_grid
@@ -22,7 +24,7 @@ from rlk_align.engines.hf.operators import HFOperators
 from rlk_align.engines.hf.taps import Tapped
 from rlk_align.errors import EngineFailed, ModelError
 from rlk_align.model.checkpoint import LAYER_MODULES
-from rlk_align.model.prompts import TokenBatch
+from rlk_align.model.prompts import Sample, TokenBatch
 from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.text import one_line
 
@@ -33,6 +35,8 @@ class HFEngine(Engine):
     Scores teacher-forced, N sequences a forward (1, and so no padding, by default), and decodes
     incrementally with a KV cache.
     """
+
+    intervenes = True
 
     def open(self) -> None:
         here = "cuda" if torch.cuda.is_available() else "cpu"
@@ -88,9 +92,15 @@ class HFEngine(Engine):
         yield from (record_parameter(LiveParameter(n, w)) for n, w in hf_weights(self.model))
 
     @torch.inference_mode()
-    def score(self, batch: TokenBatch, tap: Tap | None, done: SamplesDone) -> Logprobs:
+    def score(
+        self,
+        batch: TokenBatch,
+        tap: Tap | None,
+        done: SamplesDone,
+        intervention: Intervention | None = None,
+    ) -> Logprobs:
         logprobs: Logprobs = {}
-        with Tapped(self.model, self.shape, tap) as taps:
+        with Tapped(self.model, tap, Editor.of(intervention, batch)) as taps:
             for members in self.forwards(range(len(batch.samples))):
                 logprobs |= self.forward(batch, members, taps)
                 done(len(logprobs))
@@ -117,7 +127,7 @@ class HFEngine(Engine):
         """Scores these samples in one forward."""
         side = str(self.spec.option("padding"))
         grid = padded_grid([(i, batch.samples[i]) for i in members], side)
-        taps.at(grid.rows("batch first"))
+        taps.at(grid.rows("batch first"), self.device)
         inputs = {"input_ids": torch.from_numpy(grid.ids)}
         if not grid.real.all():
             inputs["attention_mask"] = torch.from_numpy(grid.real.astype(np.int64))
@@ -139,30 +149,31 @@ class HFEngine(Engine):
         sampling: Sampling,
         tap: Tap | None,
         done: SamplesDone,
+        intervention: Intervention | None = None,
     ) -> Sampled:
         responses: list[list[int]] = []
         logprobs: Logprobs = {}
-        with Tapped(self.model, self.shape, tap) as taps:
+        with Tapped(self.model, tap, Editor.of(intervention, batch)) as taps:
             for i, s in enumerate(batch.samples):
-                ids, lp = self._decode(i, s.prompt_ids, sampling, taps)
+                ids, lp = self._decode(i, s, sampling, taps)
                 responses.append(ids)
                 logprobs[i] = np.concatenate(lp)
                 done(i + 1)
         return Sampled(responses, logprobs)
 
     def _decode(
-        self, sample: int, prompt: tuple[int, ...], sampling: Sampling, taps: Tapped
+        self, number: int, sample: Sample, sampling: Sampling, taps: Tapped
     ) -> tuple[list[int], list[np.ndarray]]:
-        """One response. Its noise depends on (seed, sample) alone, not on its neighbours."""
-        generator = torch.Generator().manual_seed(sampling.seed * 1_000_003 + sample)
+        """One response. Its noise depends on (seed, number) alone, not on its neighbours."""
+        generator = torch.Generator().manual_seed(sampling.seed * 1_000_003 + number)
         stop = _eos_ids(self.model)
-        cache, new, response, logprobs = None, list(prompt), [], []
+        cache, new, response, logprobs = None, list(sample.prompt_ids), [], []
         position = 0
-        for _ in range(sampling.max_new_tokens):
+        forced = sample.response_ids if sampling.forced else None
+        for step in range(sampling.max_new_tokens if forced is None else len(forced)):
             last = position + len(new) - 1
-            taps.at(
-                ForwardRows.of_sequence(sample, range(position, last + 1), range(last, last + 1))
-            )
+            rows = ForwardRows.of_sequence(number, range(position, last + 1), range(last, last + 1))
+            taps.at(rows, self.device)
             out = self.model(
                 input_ids=torch.tensor([new], device=self.device),
                 past_key_values=cache,
@@ -170,21 +181,29 @@ class HFEngine(Engine):
                 logits_to_keep=1,
             )
             cache, logits = out.past_key_values, out.logits[0]
-            probs = torch.softmax(logits[0].float() / self.temperature, dim=-1).cpu()
-            if not torch.isfinite(probs).all():
-                raise EngineFailed(
-                    f"engine {self.spec.name!r} cannot sample: the logits of sample {sample} at "
-                    f"position {last} are NaN or infinite",
-                    "look at the weights, the config, and what a patch does",
-                )
-            token = int(torch.multinomial(probs, 1, generator=generator))
+            token = (
+                self._draw(logits[0], generator, number, last) if forced is None else forced[step]
+            )
             target = torch.tensor([token], device=self.device)
             logprobs.append(self.logprobs(logits, target))
             response.append(token)
             position, new = last + 1, [token]
-            if token in stop:
+            if forced is None and token in stop:
                 break
         return response, logprobs
+
+    def _draw(
+        self, logits: torch.Tensor, generator: torch.Generator, sample: int, position: int
+    ) -> int:
+        """A token by logits `[V]` at (sample, position)."""
+        probs = torch.softmax(logits.float() / self.temperature, dim=-1).cpu()
+        if not torch.isfinite(probs).all():
+            raise EngineFailed(
+                f"engine {self.spec.name!r} cannot sample: the logits of sample {sample} at "
+                f"position {position} are NaN or infinite",
+                "look at the weights, the config, and what a patch does",
+            )
+        return int(torch.multinomial(probs, 1, generator=generator))
 
 
 def _eos_ids(model: Any) -> set[int]:

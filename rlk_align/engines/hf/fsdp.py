@@ -8,6 +8,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampling, Tap
+from rlk_align.engines.common.edits import Editor
+from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import (
     LiveParameter,
     ParameterRecord,
@@ -64,18 +66,30 @@ class FSDPEngine(HFEngine):
                 yield record_parameter(LiveParameter(name, whole, shards))
 
     def sample(
-        self, batch: TokenBatch, sampling: Sampling, tap: Tap | None, done: SamplesDone
+        self,
+        batch: TokenBatch,
+        sampling: Sampling,
+        tap: Tap | None,
+        done: SamplesDone,
+        intervention: Intervention | None = None,
     ) -> Sampled:
         # Not as HF: ranks would have to decode in step, each some samples of its own.
-        return Engine.sample(self, batch, sampling, tap, done)
+        return Engine.sample(self, batch, sampling, tap, done, intervention)
 
-    def score(self, batch: TokenBatch, tap: Tap | None, done: SamplesDone) -> Logprobs:
+    def score(
+        self,
+        batch: TokenBatch,
+        tap: Tap | None,
+        done: SamplesDone,
+        intervention: Intervention | None = None,
+    ) -> Logprobs:
         own = range(self.ranks.rank, len(batch.samples), self.ranks.world)
         most = range(0, len(batch.samples), self.ranks.world)
         logprobs: Logprobs = {}
         # Checkpointing does nothing where no gradient is wanted.
         wanted = bool(self.spec.option("checkpointing"))
-        with torch.set_grad_enabled(wanted), Tapped(self.model, self.shape, tap) as taps:
+        editor = Editor.of(intervention, batch)
+        with torch.set_grad_enabled(wanted), Tapped(self.model, tap, editor) as taps:
             for members in self.forwards(own):
                 logprobs |= self.forward(batch, members, taps)
                 done(min(len(batch.samples), len(logprobs) * self.ranks.world))

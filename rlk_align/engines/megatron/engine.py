@@ -10,6 +10,8 @@ import torch
 
 from rlk_align.engines.base import Engine, Logprobs, SamplesDone, Tap
 from rlk_align.engines.common.attributes import processing
+from rlk_align.engines.common.edits import Editor
+from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import ParameterRecord, record_parameter
 from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.info import OptionValue
@@ -36,6 +38,8 @@ class MegatronEngine(Engine):
 
     The default, right-padded with the local spec, runs megatron-core's own modules only.
     """
+
+    intervenes = True
 
     def open(self) -> None:
         self._undo = ExitStack()
@@ -125,11 +129,18 @@ class MegatronEngine(Engine):
         return {f"layers.{i}.{op}": reason for i in layers for op in FUSED_NORMS}
 
     @torch.no_grad()
-    def score(self, batch: TokenBatch, tap: Tap | None, done: SamplesDone) -> Logprobs:
+    def score(
+        self,
+        batch: TokenBatch,
+        tap: Tap | None,
+        done: SamplesDone,
+        intervention: Intervention | None = None,
+    ) -> Logprobs:
         found: Logprobs = {}
         samples = list(enumerate(batch.samples))
         sharded_rows = self.settings.sequence_parallel
-        with Tapped(self.model, self.shape, tap, self.ranks, sharded_rows) as taps:
+        editor = Editor.of(intervention, batch)
+        with Tapped(self.model, self.shape, tap, editor, self.ranks, sharded_rows) as taps:
             for first in range(0, len(samples), self.batch):
                 some = samples[first : first + self.batch]
                 given = self._input(some)

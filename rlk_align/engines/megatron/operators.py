@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from rlk_align.engines.common.hooks import first
+from rlk_align.engines.common.layout import Layout, even, side_by_side
+from rlk_align.engines.common.places import WITH_BIAS, first
 from rlk_align.engines.faults.operators import Operators
 from rlk_align.engines.faults.unit import Attention, Formula, Report, Rows, in_place_of
 from rlk_align.engines.megatron.input import ModelInput
-from rlk_align.engines.megatron.layout import Layout, even, grouped_qkv, side_by_side
-from rlk_align.engines.megatron.taps import with_bias
+from rlk_align.engines.megatron.layout import grouped_qkv
 from rlk_align.model.families import ModelShape
 from rlk_align.model.rotary import Rotary
 
@@ -192,7 +192,7 @@ class MegatronOperators(Operators):
         seen: list[torch.Tensor] = []
 
         def note(out: Any) -> None:
-            seen[:] = self._rows_of(with_bias(out)).chunk(2, -1)
+            seen[:] = self._rows_of(WITH_BIAS.read(out)).chunk(2, -1)
 
         def replace(_module: Any, inputs: Any) -> Any:
             own, *rest = inputs
@@ -212,7 +212,7 @@ class MegatronOperators(Operators):
             add = original(*settings)
 
             def added(branch: Any, stream: torch.Tensor, dropout: float) -> torch.Tensor:
-                given = (stream.clone(), with_bias(branch).clone())
+                given = (stream.clone(), WITH_BIAS.read(branch).clone())
                 own = add(branch, stream, dropout)
                 new = self.computed(
                     formula,

@@ -14,15 +14,9 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
+from rlk_align.engines.common.layout import FeatureSlice, Layout, even, side_by_side
 from rlk_align.engines.common.parameters import LiveParameter
-from rlk_align.engines.megatron.layout import (
-    FeatureSlice,
-    Layout,
-    even,
-    grouped_qkv,
-    side_by_side,
-    vocabulary,
-)
+from rlk_align.engines.megatron.layout import grouped_qkv, vocabulary
 from rlk_align.engines.process.ranks import Ranks
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import tensor_name, weight_files

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import ERRORS, EngineFailed, RlkError
 
@@ -28,7 +29,9 @@ class Job(BaseModel):
     """The sequences to score; None where this engine samples them."""
     passes: tuple[str, ...]
     """`decode` or `prefill`, alone (tapped), or with a suffix: `.untapped`, `.repeat`
-    (tapped, digests only) or `.production`."""
+    (tapped, digests only), `.production`, or another one for an intervention."""
+    interventions: dict[str, Intervention] = {}
+    """By pass; a decode pass among them is given the tokens that were sampled."""
     max_new_tokens: int
     seed: int
     budget: int

@@ -67,11 +67,13 @@ def plan_capture(job: Job, sites: list[Site], batch: TokenBatch, dtype: str) -> 
     for name in job.passes:
         kind, _, variant = name.partition(".")
         for site in sites:
-            if variant not in ("", "repeat") and site.op != "logprob":
+            intervention = job.interventions.get(name)
+            valued = not variant or (intervention is not None and intervention.observed)
+            if not valued and variant != "repeat" and site.op != "logprob":
                 continue
             rows = int(index.expected(site, decode=kind == "decode").sum())
             row_bytes += _ROW_BYTES * rows
-            if not variant and site.name in chosen:
+            if valued and site.name in chosen:
                 value_bytes += rows * site.features * _ITEM_BYTES.get(dtype, 4)
     share = min(1.0, job.budget / max(1, value_bytes))
     plan = CapturePlan(KeepRule(chosen, share), int(value_bytes * share), row_bytes)

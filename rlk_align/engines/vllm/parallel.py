@@ -22,6 +22,10 @@ class TensorParallel:
             return part
         return torch.cat(self._all(part)[::copies], dim)
 
+    def parts(self, local: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor, equal in shape, in rank order."""
+        return [local] if self.world == 1 else self._all(local)
+
     def replicas(self, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The copies of ranks 1, 2, ..."""
         return () if self.world == 1 else tuple(self._all(value)[1:])

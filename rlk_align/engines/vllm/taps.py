@@ -1,22 +1,80 @@
-"""Where the canonical sites lie in a vLLM decoder, and the hooks that observe them.
+"""Where the canonical sites lie in a vLLM decoder, and the hooks on them.
 
 vLLM fuses q, k, v and gate, up; adds the residual inside the next norm, which returns
 (normed, residual stream); and packs the tokens of all requests into one `[tokens, features]`.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
-from rlk_align.engines.common.hooks import Hooks, first
+from rlk_align.engines.common.edits import Editor
+from rlk_align.engines.common.layout import even, fused, kv_heads, side_by_side
+from rlk_align.engines.common.places import SECOND, Place
 from rlk_align.engines.common.rows import packed_rows
+from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
 from rlk_align.engines.vllm.parallel import TensorParallel
 from rlk_align.model.families import ModelShape
+from rlk_align.model.prompts import TokenBatch
 from rlk_align.trace.writer import PassWriter
 
 
-class VLLMTaps(Hooks):
+def vllm_places(model: Any, shape: ModelShape, tp: int) -> Iterator[Place]:
+    """Where each site lies in a live model of `tp` ranks."""
+    yield Place(sites=("embed",), module="model.embed_tokens")
+    for i, layer in enumerate(model.model.layers):
+        yield from _layer_places(layer, f"layers.{i}", i, shape, tp)
+    yield from _norm(
+        f"layers.{len(model.model.layers) - 1}.mlp_residual", "final_norm", "model.norm"
+    )
+    yield Place(sites=("logits",), module="logits_processor", rows="sampled")
+
+
+def _layer_places(layer: Any, name: str, i: int, shape: ModelShape, tp: int) -> Iterator[Place]:
+    here, attention, mlp = f"model.{name}", f"model.{name}.self_attn", f"model.{name}.mlp"
+    width = shape.heads * shape.head_dim
+
+    def queries(op: str) -> Any:
+        return even(f"{name}.{op}", width, tp)
+
+    def keys(op: str) -> Any:
+        return kv_heads(f"{name}.{op}", shape, tp)
+
+    stream = f"layers.{i - 1}.mlp_residual" if i else ""
+    yield from _norm(stream, f"{name}.attn_norm", f"{here}.input_layernorm")
+    yield Place(
+        sites=(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"),
+        module=f"{attention}.qkv_proj",
+        layout=fused(queries("q_proj"), keys("k_proj"), keys("v_proj")),
+    )
+    for op, layout in (("q_norm", queries), ("k_norm", keys)):
+        if hasattr(layer.self_attn, op):
+            yield Place(sites=(f"{name}.{op}",), module=f"{attention}.{op}", layout=layout(op))
+    for op, layout in (("q_rope", queries), ("k_rope", keys)):
+        yield Place(sites=(f"{name}.{op}",), module=attention, end="rope", layout=layout(op))
+    yield Place(sites=(f"{name}.attn",), module=f"{attention}.attn", layout=queries("attn"))
+    yield Place(sites=(f"{name}.o_proj",), module=f"{attention}.o_proj")
+    yield from _norm(
+        f"{name}.attn_residual", f"{name}.mlp_norm", f"{here}.post_attention_layernorm"
+    )
+    both = (f"{name}.gate_proj", f"{name}.up_proj")
+    halves = side_by_side(both, shape.intermediate, tp)
+    yield Place(sites=both, module=f"{mlp}.gate_up_proj", layout=halves)
+    act = even(f"{name}.act", shape.intermediate, tp)
+    yield Place(sites=(f"{name}.act",), module=f"{mlp}.act_fn", layout=act)
+    yield Place(sites=(f"{name}.down_proj",), module=f"{mlp}.down_proj")
+
+
+def _norm(stream: str, site: str, module: str) -> Iterator[Place]:
+    """A norm, and the residual stream that it returns where it adds one."""
+    if stream:
+        yield Place(sites=(stream,), module=module, access=SECOND)
+    yield Place(sites=(site,), module=module)
+
+
+class VLLMTaps(SiteHooks):
     """Hooks on vLLM's live model, and where each packed row belongs."""
 
     def __init__(
@@ -25,88 +83,42 @@ class VLLMTaps(Hooks):
         parallel: TensorParallel,
         shape: ModelShape,
         tap: PassWriter | None,
+        editor: Editor | None,
         samples: dict[str, int],
         sampled: list[range],
         kind: str,
     ) -> None:
         """`tap`: what rank 0 writes to; None on the others, which take part in gathering."""
-        super().__init__()
-        self._runner, self._tap, self._samples = runner, tap, samples
-        self._parallel = parallel
+        model = runner.get_model()
+        places = vllm_places(model, shape, parallel.world)
+        super().__init__(model, places, tap, editor, parallel.rank)
+        self._runner, self._samples, self._parallel = runner, samples, parallel
         self._sampled, self._kind = sampled, kind
-        # Of this rank; with more ranks than k and v heads, several hold the same one.
-        world = parallel.world
-        self._copies = max(1, world // shape.kv_heads)
-        self._q = shape.heads * shape.head_dim // world
-        self._kv = shape.kv_heads * shape.head_dim * self._copies // world
-        self._intermediate = shape.intermediate // world
-        self._layer = 0
         self._batch: Any = None
+        self._logits: LiveRows | None = None
 
     def install(self) -> None:
-        model = self._runner.get_model()
         self._watch_batches()
-        self.before(model, self._place_rows, with_kwargs=True)
-        self.on_output(model, self._keep_hidden)
-        self.after(model.logits_processor, self._see_logits)
-        self.on_output(model.model.embed_tokens, lambda out: self._see("embed", out))
-        layers = list(model.model.layers)
-        for i, layer in enumerate(layers):
-            self._hook_layer(i, layer)
-        last = f"layers.{len(layers) - 1}.mlp_residual"
-        self._norm(model.model.norm, "final_norm", last)
+        self.before(self._model, self._place_rows, with_kwargs=True)
+        self.after(self._model, self._keep_hidden)
+        self.before(self._model.logits_processor, self._place_logits)
+        super().install()
+        # One module serves all layers, unless a patch has changed that.
+        for rotary in {layer.self_attn.rotary_emb for layer in self._model.model.layers}:
+            self.after(rotary, self._rotated)
 
-    def _hook_layer(self, i: int, layer: Any) -> None:
-        name, attention, mlp = f"layers.{i}", layer.self_attn, layer.mlp
+    def gather(self, local: torch.Tensor) -> list[torch.Tensor] | None:
+        return self._parallel.parts(local)
 
-        def enter_attention(*_: Any) -> None:
-            self._layer = i
+    def live_rows(self, place: Place, value: torch.Tensor | None) -> LiveRows | None:
+        if place.rows == "all":
+            return self._all
+        # Some ranks are given no logits.
+        return None if value is None else self._logits
 
-        def rope(out: Any) -> None:
-            # One module serves all layers, so the hook of each layer asks whose turn it is.
-            if self._layer == i:
-                self._see_shards((f"{name}.q_rope", f"{name}.k_rope"), out)
-
-        def qkv(out: Any) -> None:
-            sites = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
-            self._see_shards(sites, first(out).split([self._q, self._kv, self._kv], dim=-1))
-
-        def gate_up(out: Any) -> None:
-            sites = (f"{name}.gate_proj", f"{name}.up_proj")
-            self._see_shards(sites, first(out).split(self._intermediate, dim=-1))
-
-        self._norm(
-            layer.input_layernorm, f"{name}.attn_norm", f"layers.{i - 1}.mlp_residual" if i else ""
-        )
-        self.before(attention, enter_attention)
-        self.on_output(attention.qkv_proj, qkv)
-        for op in ("q_norm", "k_norm"):
-            if hasattr(attention, op):
-                self._shard(getattr(attention, op), f"{name}.{op}")
-        self.on_output(attention.rotary_emb, rope)
-        self._shard(attention.attn, f"{name}.attn")
-        self._site(attention.o_proj, f"{name}.o_proj")
-        self._norm(layer.post_attention_layernorm, f"{name}.mlp_norm", f"{name}.attn_residual")
-        self.on_output(mlp.gate_up_proj, gate_up)
-        self._shard(mlp.act_fn, f"{name}.act")
-        self._site(mlp.down_proj, f"{name}.down_proj")
-
-    def _site(self, module: Any, site: str) -> None:
-        self.on_output(module, lambda out: self._see(site, first(out)))
-
-    def _shard(self, module: Any, site: str) -> None:
-        """A module of which each rank computes its own heads or features."""
-        self.on_output(module, lambda out: self._see_shards((site,), (first(out),)))
-
-    def _norm(self, module: Any, site: str, residual: str) -> None:
-        """A norm, and the residual stream that it returns where it adds one."""
-
-        def see(out: Any) -> None:
-            if residual:
-                self._see(residual, out[1])
-            self._see(site, first(out))
-
-        self.on_output(module, see)
+    def _rotated(self, _module: Any, _inputs: Any, out: Any) -> None:
+        for part in out:
+            self.rope(part)
 
     def _watch_batches(self) -> None:
         """vLLM's newer runner returns the batch's layout from prepare_inputs; the older one
@@ -136,29 +148,38 @@ class VLLMTaps(Hooks):
         positions = kwargs["positions"] if "positions" in kwargs else args[1]
         position = positions[: starts[-1]].cpu().numpy().astype(np.int64)
         self._rows = packed_rows(owners, starts, position, self._sampled)
+        self._all = LiveRows.of(self._rows, self._rows.index, positions.device)
 
-    def _keep_hidden(self, out: torch.Tensor) -> None:
+    def _keep_hidden(self, _module: Any, _inputs: Any, out: torch.Tensor) -> None:
         self._hidden = out
 
-    def _see(self, site: str, value: torch.Tensor) -> None:
-        # Rows past the batch are padding.
-        rows = value.reshape(value.shape[0], -1)[: self._rows.cells]
-        if self._tap is not None:
-            self._tap(site, rows, self._rows.sample, self._rows.position)
+    def force(self, batch: TokenBatch) -> None:
+        """Has each request sample the batch's own next token. Both runners draw tokens, one for
+        each request, by their sampler's `sample`, and only then look up log-probs."""
+        sampler = self._runner.sampler
+        original = sampler.sample
 
-    def _see_shards(self, sites: tuple[str, ...], parts: Any) -> None:
-        """Sites of which every rank holds consecutive heads or features."""
-        for site, part in zip(sites, parts, strict=True):
-            copies = self._copies if site.rpartition(".")[2][:2] in ("k_", "v_") else 1
-            part = part.reshape(part.shape[0], -1)
-            self._see(site, self._parallel.gather(part, 1, copies))
+        def sample(*args: Any, **kwargs: Any) -> Any:
+            drawn, processed = original(*args, **kwargs)
+            ids = [
+                self._next(batch.samples[s].ids, p)
+                for s, p in zip(
+                    self._rows.sample[self._last], self._rows.position[self._last], strict=True
+                )
+            ]
+            return torch.tensor(ids, dtype=drawn.dtype, device=drawn.device), processed
 
-    def _see_logits(self, _module: Any, inputs: Any, logits: torch.Tensor) -> None:
+        self.replace(sampler, "sample", sample)
+
+    @staticmethod
+    def _next(ids: tuple[int, ...], position: int) -> int:
+        """What follows a position; what is drawn after the last one is discarded."""
+        return ids[min(position + 1, len(ids) - 1)]
+
+    def _place_logits(self, _module: Any, inputs: Any) -> None:
         """Logits are computed for each request's last row in order to sample, and for slices
         of the prompt in order to score it. A pass wants the one or the other."""
-        if self._tap is None:
-            return
-        hidden = inputs[1]
+        hidden, self._logits = inputs[1], None
         is_slice = hidden.untyped_storage().data_ptr() == self._hidden.untyped_storage().data_ptr()
         if is_slice != (self._kind == "prefill"):
             return
@@ -169,7 +190,10 @@ class VLLMTaps(Hooks):
         else:
             rows = self._last
         kept = np.flatnonzero(self._rows.sampled[rows])
-        index = torch.from_numpy(kept).to(logits.device)
         chosen = rows[kept]
-        sample, position = self._rows.sample[chosen], self._rows.position[chosen]
-        self._tap("logits", logits[index], sample, position)
+        self._logits = LiveRows(
+            torch.from_numpy(kept).to(hidden.device),
+            self._rows.sample[chosen],
+            self._rows.position[chosen],
+            len(rows),
+        )

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from rlk_align.engines.common.attributes import activation_name, norm_eps, per_layer
+from rlk_align.engines.common.edits import Editor
+from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, record_parameter
 from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.faults.catalogue import choose
@@ -22,6 +24,7 @@ from rlk_align.engines.vllm.operators import VLLMOperators
 from rlk_align.engines.vllm.parallel import TensorParallel
 from rlk_align.engines.vllm.taps import VLLMTaps
 from rlk_align.model.families import ModelShape
+from rlk_align.model.prompts import TokenBatch
 from rlk_align.model.rotary import Rotary
 from rlk_align.trace.writer import PassWriter
 
@@ -39,6 +42,10 @@ class TapPlan:
     """Per sample, the positions whose logits are wanted."""
     kind: str
     """`decode` or `prefill`: whether logits come from sampling or from prompt log-probs."""
+    batch: TokenBatch
+    intervention: Intervention | None
+    forced: bool
+    """Whether the batch's responses are what is sampled."""
 
 
 class WorkerExtension:
@@ -85,11 +92,14 @@ class WorkerExtension:
             parallel,
             plan.shape,
             self._rlk_writer,
+            Editor.of(plan.intervention, plan.batch),
             plan.samples,
             plan.sampled,
             plan.kind,
         )
         self._rlk_taps.install()
+        if plan.forced:
+            self._rlk_taps.force(plan.batch)
 
     def rlk_untap(self) -> None:
         self._rlk_taps.close()

@@ -1,0 +1,114 @@
+"""Runs an engine's captured passes once more, with interventions, beside its capture."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rlk_align.capture.capture import run_worker
+from rlk_align.capture.key import surroundings
+from rlk_align.capture.request import TracePlan
+from rlk_align.engines.common.intervention import Intervention, Source
+from rlk_align.engines.process.job import Job
+from rlk_align.engines.registry import require_installed
+from rlk_align.engines.spec import EngineSpec
+from rlk_align.errors import BadOption, CorruptTrace
+from rlk_align.model.checkpoint import resolve_model
+from rlk_align.progress import Progress
+from rlk_align.trace.reader import PassReader, Trace
+from rlk_align.trace.records import REPAIR, writing
+from rlk_align.trace.run import Role, Run, fingerprint
+from rlk_align.trace.schema import passes_in
+
+
+def intervene(
+    capture: Trace,
+    role: Role,
+    run: Run,
+    wanted: Mapping[str, tuple[str, Intervention]],
+    plan: TracePlan,
+    progress: Progress,
+) -> dict[str, PassReader]:
+    """The passes of these interventions, by the names they are wanted under: taken as they are
+    where they are there already.
+
+    `wanted`: name -> (`decode` or `prefill`, what is done in it); decode is given the tokens that
+    were sampled. Raises what the worker raised, and MissingDependency or ModelError where the
+    capture comes from elsewhere and its engine or its model is not here.
+    """
+    spec = EngineSpec(capture.record.engine, capture.record.options)
+    model = resolve_model(capture.record.model)
+    if spec.option("python") is None:
+        require_installed(spec.name)
+    key = fingerprint(
+        capture.record.key,
+        surroundings(spec),
+        [plan.budget, plan.layers, plan.sites],
+    )
+    folder = run.folder / "captures" / f"{role}.probe-{key}"
+    named = {name: f"{kind}.{_content(i)}" for name, (kind, i) in wanted.items()}
+    interventions = {named[name]: i for name, (_, i) in wanted.items()}
+    finished = passes_in(folder)
+    missing = tuple(p for p in interventions if p not in finished)
+    if missing:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        run_worker(_job(capture, spec, model, folder, key, plan, missing, interventions), progress)
+    trace = Trace(folder)
+    if trace.record.key != key:
+        raise CorruptTrace(f"{folder} holds another capture, {trace.record.key}", REPAIR)
+    _check_same_model(capture, trace, role)
+    return {name: trace.read_pass(passname) for name, passname in named.items()}
+
+
+def source_of(trace: Trace, passname: str) -> Source:
+    """A recorded pass, for an engine to read."""
+    return Source(folder=trace.folder.resolve(), passname=passname)
+
+
+def _content(intervention: Intervention) -> str:
+    """A name for what an intervention does: its sources count by what they hold."""
+    told = intervention.model_dump(mode="json", exclude={"source", "base"})
+    held = [
+        Trace(s.folder).checksums.files[f"{s.passname}/pass.json"].blake2b
+        for s in (intervention.source, intervention.base)
+        if s is not None
+    ]
+    return f"{intervention.kind}-{fingerprint(told, held)}"
+
+
+def _job(
+    capture: Trace,
+    spec: EngineSpec,
+    model: Path,
+    folder: Path,
+    key: str,
+    plan: TracePlan,
+    passes: tuple[str, ...],
+    interventions: Mapping[str, Intervention],
+) -> Job:
+    return Job(
+        engine=spec,
+        model=model,
+        folder=folder.resolve(),
+        key=key,
+        prompts=(capture.folder / "prompts.jsonl").resolve(),
+        tokens=(capture.folder / "tokens.parquet").resolve(),
+        passes=passes,
+        interventions={p: interventions[p] for p in passes},
+        max_new_tokens=max(len(s.response_ids) for s in capture.tokens.samples),
+        seed=0,
+        budget=plan.budget,
+        layers=plan.layers,
+        sites=plan.sites,
+    )
+
+
+def _check_same_model(capture: Trace, again: Trace, role: Role) -> None:
+    """Raises BadOption where the engine, loaded again, does not have the weights that it had."""
+    before = {n: w.digest for n, w in capture.weights.items()}
+    now = {n: w.digest for n, w in again.weights.items()}
+    changed = sorted(n for n in before.keys() | now.keys() if before.get(n) != now.get(n))
+    if changed:
+        raise BadOption(
+            f"the {role} engine's weights are not those of its capture: {changed[0]}",
+            "capture it again, with --fresh, from the model that is there now",
+        )

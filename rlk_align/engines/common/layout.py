@@ -1,0 +1,107 @@
+"""Which slice of which canonical operator each tensor-parallel rank holds, and in what order.
+
+Engines fuse operators and cut the result into one slice a rank. A layout declares that, for
+weights and for activations alike: nothing is told from shapes.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rlk_align.engines.common.parameters import Shard
+from rlk_align.model.families import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureSlice:
+    """A slice of one canonical operator's features."""
+
+    op: str
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """For each rank, the pieces that its local dimension holds, one after another."""
+
+    ranks: tuple[tuple[FeatureSlice, ...], ...]
+
+    @property
+    def ops(self) -> list[str]:
+        return list(dict.fromkeys(p.op for pieces in self.ranks for p in pieces))
+
+    def holders(self, op: str) -> list[tuple[int, int, FeatureSlice]]:
+        """(rank, offset in that rank's slice, piece) of `op`, in canonical order, each feature
+        once: where ranks hold copies, the lowest rank's."""
+        found: dict[int, tuple[int, int, FeatureSlice]] = {}
+        for rank, pieces in enumerate(self.ranks):
+            offset = 0
+            for p in pieces:
+                if p.op == op and p.size:
+                    found.setdefault(p.start, (rank, offset, p))
+                offset += p.size
+        return [found[start] for start in sorted(found)]
+
+    def assemble(self, op: str, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+        """The whole of `op` along `dim`, from the local tensors of all ranks in rank order.
+        What a local tensor holds beyond its pieces is padding."""
+        slices = [parts[r].narrow(dim, at, p.size) for r, at, p in self.holders(op)]
+        return slices[0] if len(slices) == 1 else torch.cat(slices, dim)
+
+    def shards(self, op: str, dim: int) -> tuple[Shard, ...]:
+        """Who holds what of `op`; none where one rank holds it all."""
+        if len(self.ranks) == 1:
+            return ()
+        found: list[Shard] = []
+        for rank, pieces in enumerate(self.ranks):
+            for p in pieces:
+                if p.op != op or not p.size:
+                    continue
+                start = p.start
+                # Groups of one rank follow each other in the canonical parameter.
+                if found and found[-1].rank == rank and found[-1].stop == start:
+                    start = found.pop().start
+                found.append(Shard(rank, dim, start, p.stop))
+        return tuple(found)
+
+    def local(self, rank: int) -> Iterator[tuple[int, FeatureSlice]]:
+        """(offset, piece) of one rank."""
+        offset = 0
+        for p in self.ranks[rank]:
+            yield offset, p
+            offset += p.size
+
+
+def even(op: str, size: int, tp: int) -> Layout:
+    """One operator in equal slices."""
+    step = size // tp
+    return Layout(tuple((FeatureSlice(op, r * step, (r + 1) * step),) for r in range(tp)))
+
+
+def kv_heads(op: str, shape: ModelShape, tp: int) -> Layout:
+    """Heads of k or v as attention sees them: with fewer heads than ranks, a head on several."""
+    if shape.kv_heads >= tp:
+        return even(op, shape.kv_heads * shape.head_dim, tp)
+    heads = [r * shape.kv_heads // tp for r in range(tp)]
+    return Layout(
+        tuple((FeatureSlice(op, h * shape.head_dim, (h + 1) * shape.head_dim),) for h in heads)
+    )
+
+
+def fused(*layouts: Layout) -> Layout:
+    """Several operators in one tensor: each rank holds its pieces of the first, then of the
+    second, and so on."""
+    return Layout(
+        tuple(sum(pieces, ()) for pieces in zip(*(x.ranks for x in layouts), strict=True))
+    )
+
+
+def side_by_side(ops: Sequence[str], size: int, tp: int) -> Layout:
+    """Several operators of one size: each rank holds its slice of each (gate, then up)."""
+    return fused(*(even(op, size, tp) for op in ops))

@@ -1,0 +1,63 @@
+"""Where the canonical sites lie in a live model: one table for each engine.
+
+Whoever observes a site or overwrites it goes by its line in that table.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from rlk_align.engines.common.layout import Layout
+
+
+def first(given: Any) -> torch.Tensor:
+    """The tensor of a module that returns one, alone or ahead of others."""
+    return given[0] if isinstance(given, tuple) else given
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How a site's tensor is reached in what a module takes or gives."""
+
+    read: Callable[[Any], torch.Tensor]
+    """The site's value."""
+    target: Callable[[Any], torch.Tensor]
+    """The tensor to overwrite, so that all that follows reads the new value."""
+    left: Callable[[Any], Any]
+    """What the module gives once that is overwritten."""
+
+
+def _with_bias(given: Any) -> torch.Tensor:
+    bias = given[1] if isinstance(given, tuple) else None
+    return first(given) if bias is None else first(given) + bias
+
+
+def _without_bias(given: Any) -> Any:
+    return (given[0], None) if isinstance(given, tuple) else given
+
+
+FIRST = Access(first, first, lambda given: given)
+"""The tensor itself, or the first of several."""
+SECOND = Access(lambda given: given[1], lambda given: given[1], lambda given: given)
+"""The second of several: the residual stream that a fused norm returns."""
+WITH_BIAS = Access(_with_bias, first, _without_bias)
+"""A tensor and a bias that whatever follows adds: what is overwritten has it added already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where one site lies, or several that are fused."""
+
+    sites: tuple[str, ...]
+    module: str
+    """Its path below the model."""
+    end: Literal["input", "output", "rope"] = "output"
+    """The module's first input, its output, or what the rotary embedding gives while that module,
+    an attention, runs: first the query, then the key."""
+    access: Access = FIRST
+    layout: Layout | None = None
+    """Which features each rank holds; None where each holds them all."""
+    rows: Literal["all", "sampled"] = "all"
+    """Whether it has a row for each token, or for those alone whose next one was sampled."""

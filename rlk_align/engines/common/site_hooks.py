@@ -1,0 +1,184 @@
+"""Observes and overwrites the sites of a live model, by its engine's table of places.
+
+A live tensor is `[*cells, *features]`: one or two dimensions of rows, then features. What is
+overwritten is written into the live tensor itself, which also reaches the residual stream that a
+decoder layer keeps in a variable of its own; it has been observed, and so copied, before.
+N = rows of the trace in one forward.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from rlk_align.engines.common.edits import Editor
+from rlk_align.engines.common.hooks import Hooks
+from rlk_align.engines.common.places import Place
+from rlk_align.engines.common.rows import ForwardRows
+from rlk_align.engines.common.tap import Tap
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRows:
+    """Rows of a live tensor that are rows of the trace."""
+
+    index: torch.Tensor | None
+    """int64 `[N]`: where each lies among the tensor's rows; None where all of them are, in
+    order."""
+    sample: np.ndarray
+    position: np.ndarray
+    cells: int
+    """Rows of the tensor; what it has beyond them is padding."""
+
+    @classmethod
+    def of(cls, rows: ForwardRows, index: np.ndarray, device: torch.device) -> "LiveRows":
+        """All rows of a forward, at `index` in the tensor."""
+        everything = np.array_equal(index, np.arange(rows.cells))
+        at = None if everything else torch.from_numpy(index).to(device)
+        return cls(at, rows.sample, rows.position, rows.cells)
+
+    def read(self, value: torch.Tensor) -> torch.Tensor:
+        """`[N, F]`: these rows, all features of a row in one dimension."""
+        rows = value.reshape(value.shape[: _row_dims(value, self.cells)].numel(), -1)
+        return rows[: self.cells] if self.index is None else rows[self.index]
+
+    def write(self, target: torch.Tensor, rows: torch.Tensor) -> None:
+        """Overwrites these rows with `[N, F]`."""
+        dims = _row_dims(target, self.cells)
+        index = self.index
+        if index is None:
+            index = torch.arange(self.cells, device=target.device)
+        at = torch.unravel_index(index, target.shape[:dims])
+        # Detached: an output may be a view that autograd guards.
+        target.detach()[at] = rows.reshape(len(rows), *target.shape[dims:])
+
+
+def _row_dims(value: torch.Tensor, cells: int) -> int:
+    """How many leading dimensions hold a tensor's rows, of which there are `cells` at least."""
+    dims = 1
+    while value.shape[:dims].numel() < cells:
+        dims += 1
+        assert dims < value.dim(), (tuple(value.shape), cells)
+    return dims
+
+
+class SiteHooks(Hooks):
+    """Hooks on a live model while the context is entered; none where `tap` is None, unless they
+    are installed because this process takes part in gathering."""
+
+    def __init__(
+        self,
+        model: Any,
+        places: Iterable[Place],
+        tap: Tap | None,
+        editor: Editor | None = None,
+        rank: int = 0,
+    ) -> None:
+        """`tap`: also told what is overwritten; `rank`: which slices of a layout are held here."""
+        super().__init__()
+        self._model, self._places = model, list(places)
+        self._tap, self._editor, self._rank = tap, editor, rank
+        self._observing = editor is None or editor.observed
+        self._turns: dict[str, list[Place]] = {}
+        self._turn: list[Place] = []
+        self._late: list[tuple[Place, Any, torch.Tensor, LiveRows]] = []
+
+    def __enter__(self) -> Self:
+        if self._tap is not None:
+            self.install()
+        return self
+
+    def install(self) -> None:
+        for place in self._places:
+            self._hook(self._model.get_submodule(place.module), place)
+
+    def live_rows(self, place: Place, value: torch.Tensor) -> LiveRows | None:
+        """Which of its rows are rows of the trace: each engine's own answer. None where the pass
+        wants none of them."""
+        raise NotImplementedError
+
+    def gather(self, local: torch.Tensor) -> list[torch.Tensor] | None:
+        """The tensors of all ranks, on a rank that records; None on the others."""
+        return [local]
+
+    def speaks_for(self, place: Place, site: str) -> bool:
+        """Whether this rank tells how many rows were overwritten, so that each counts once."""
+        holder = 0 if place.layout is None else place.layout.holders(site)[0][0]
+        return self._rank == holder
+
+    def _hook(self, module: Any, place: Place) -> None:
+        def before(_module: Any, inputs: Any) -> None:
+            self.visit(place, inputs[0])
+
+        def after(_module: Any, _inputs: Any, output: Any) -> Any:
+            return self.visit(place, output)
+
+        def enter(*_: Any) -> None:
+            self._turn = list(self._turns[place.module])
+
+        if place.end == "input":
+            self.before(module, before)
+        elif place.end == "output":
+            self.after(module, after)
+        else:
+            if place.module not in self._turns:
+                self.before(module, enter)
+            self._turns.setdefault(place.module, []).append(place)
+
+    def rope(self, rotated: torch.Tensor) -> None:
+        """What the rotary embedding gave next, within the attention that runs."""
+        self.visit(self._turn.pop(0), rotated)
+
+    def visit(self, place: Place, given: Any) -> Any:
+        """Observes what a module takes or gives, and overwrites it; returns what it gives now."""
+        value = place.access.read(given)
+        rows = self.live_rows(place, value)
+        if rows is None:
+            return given
+        if self._observing:
+            self.observe(place, value, rows)
+        late, self._late = self._late, []
+        if self._editor is not None and any(map(self._editor.wants, place.sites)):
+            if self._editor.late.isdisjoint(place.sites):
+                given = self._overwrite(place, given, value, rows)
+            else:
+                assert place.access.target(given) is value, place.sites
+                self._late = [(place, given, value, rows)]
+        for earlier in late:
+            self._overwrite(*earlier)
+        return given
+
+    def observe(self, place: Place, value: torch.Tensor, rows: LiveRows) -> None:
+        """Gives the rows of a place to the tap, put together from all ranks."""
+        local = rows.read(value)
+        parts = [local] if place.layout is None else self.gather(local)
+        if parts is None or self._rank or self._tap is None:
+            return
+        for site in place.sites:
+            whole = parts[0] if place.layout is None else place.layout.assemble(site, parts, 1)
+            self._tap(site, whole, rows.sample, rows.position)
+
+    def _overwrite(self, place: Place, given: Any, value: torch.Tensor, rows: LiveRows) -> Any:
+        assert self._editor is not None
+        target, local = place.access.target(given), rows.read(value).clone()
+        for site, at, start, size in self._pieces(place, local.shape[1]):
+            if not self._editor.wants(site):
+                continue
+            live = local[:, at : at + size]
+            new, chosen = self._editor(site, live, rows.sample, rows.position, start)
+            live[torch.from_numpy(chosen).to(live.device)] = new
+            if self._tap is not None and start == 0 and self.speaks_for(place, site):
+                self._tap.overwritten(site, int(chosen.sum()))
+        if target is not value:
+            target.detach().copy_(value)
+        rows.write(target, local)
+        return place.access.left(given)
+
+    def _pieces(self, place: Place, features: int) -> list[tuple[str, int, int, int]]:
+        """(site, offset in this rank's tensor, first feature, how many) of what it holds."""
+        if place.layout is None:
+            return [(place.sites[0], 0, 0, features)]
+        local = place.layout.local(self._rank)
+        return [(p.op, at, p.start, p.size) for at, p in local if p.size]

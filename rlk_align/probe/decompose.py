@@ -1,0 +1,233 @@
+"""Graft passes -> units: which unit introduced a difference, which ones inherited it.
+
+n = rows of a block, F = features. Per-row arrays are by row number of the batch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from rlk_align.model.sites import RowIndex, Site, model_sites
+from rlk_align.probe.determined import RecordedEnd, determined
+from rlk_align.probe.exact import difference, split
+from rlk_align.probe.graft import GraftedEdge
+from rlk_align.probe.graph import UnitGraph, unit_graphs
+from rlk_align.probe.units import Difference, Label, Order, Split, Unit
+from rlk_align.progress import Progress
+
+BLOCK_ELEMENTS = 1 << 20
+"""Values of one site that are compared at a time."""
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Of one difference."""
+
+    squares: float = 0.0
+    largest: float = 0.0
+    elements: int = 0
+
+    def add(self, d: torch.Tensor) -> None:
+        self.squares += float(d.square().sum())
+        # NaN stays NaN.
+        self.largest = float(torch.maximum(d.abs().amax(), torch.tensor(self.largest).double()))
+        self.elements += d.numel()
+
+    def over(self, squares: float) -> Difference:
+        """Relative to a vector of that sum of squares."""
+        return Difference(
+            rms=(self.squares / max(1, self.elements)) ** 0.5,
+            rel_l2=(self.squares / squares) ** 0.5 if squares else float(self.squares > 0),
+            max_abs=self.largest,
+        )
+
+
+@dataclass(slots=True)
+class _Walk:
+    """An edge, while it is walked unit by unit."""
+
+    edge: GraftedEdge
+    index: RowIndex
+    sites: dict[str, Site]
+    first: RecordedEnd
+    second: RecordedEnd
+    apart: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    """Site -> per row, the square of A(xA) - B(xB) and that of B(xB); NaN where not recorded."""
+
+
+def decompose(edge: GraftedEdge, progress: Progress) -> list[Unit]:
+    """The units of an edge in execution order; one that cannot be determined says why."""
+    index = RowIndex(edge.tokens)
+    sites = {s.name: s for s in model_sites(edge.shape)}
+    walk = _Walk(
+        edge, index, sites, RecordedEnd(edge.first, index), RecordedEnd(edge.second, index)
+    )
+    hidden = {
+        s: f"{end.name} cannot show it: {reason}"
+        for end in (walk.first, walk.second)
+        for s, reason in end.end.own.record.unexposed.items()
+    }
+    graphs = unit_graphs(sites.values(), edge.fused, hidden)
+    units = {}
+    for done, graph in enumerate(graphs, 1):
+        units[graph.sites[0].name] = _unit(walk, graph)
+        progress("decomposing", done, len(graphs))
+    for name, reason in hidden.items():
+        units[name] = _hidden(edge, sites[name], reason)
+    return [units[name] for name in sites if name in units]
+
+
+def _hidden(edge: GraftedEdge, site: Site, reason: str) -> Unit:
+    return Unit(
+        edge=edge.name,
+        name=site.name,
+        sites=[site.name],
+        region=False,
+        layer=site.layer,
+        op_class=site.op_class,
+        inputs=list(site.inputs + site.prefix_inputs),
+        label="undetermined",
+        reason=reason,
+        orders=[],
+        interaction=[],
+    )
+
+
+def _unit(walk: _Walk, graph: UnitGraph) -> Unit:
+    for site in graph.sites:
+        walk.apart[site.name] = _apart(walk, site.name)
+    forward, there = _order(walk, graph, walk.second, walk.first)
+    backward, here = _order(walk, graph, walk.first, walk.second)
+    label, reason = _label(forward, backward)
+    return Unit(
+        edge=walk.edge.name,
+        name=graph.name,
+        sites=[s.name for s in graph.sites],
+        region=graph.is_region,
+        layer=graph.sites[-1].layer,
+        op_class=graph.sites[-1].op_class,
+        inputs=list(dict.fromkeys(graph.inputs + graph.prefix_inputs)),
+        label=label,
+        reason=reason,
+        orders=[forward, backward],
+        interaction=_interaction(walk, graph, there & here),
+    )
+
+
+def _label(forward: Order, backward: Order) -> tuple[Label, str]:
+    determined = [o for o in (forward, backward) if o.rows]
+    if not determined:
+        return "undetermined", "; ".join(dict.fromkeys([forward.reason, backward.reason]))
+    if any(o.introduced_rows for o in determined):
+        return "introducer", ""
+    if any(o.gain is not None and o.gain > 1 for o in determined):
+        return "amplifier", ""
+    return "clean", ""
+
+
+def _order(
+    walk: _Walk, graph: UnitGraph, grafted: RecordedEnd, source: RecordedEnd
+) -> tuple[Order, np.ndarray]:
+    """`grafted` on the inputs of `source`; and the rows of it, a mask."""
+    expected = walk.index.expected(graph.sites[0], "decode" in walk.edge.name)
+    rows, reason = determined(walk.index, graph, grafted, source, expected)
+    numbers = np.flatnonzero(rows)
+    introduced = np.zeros(len(walk.index), dtype=bool)
+    size = np.zeros(len(walk.index))
+    splits = []
+    if len(numbers):
+        splits = [_split(walk, s, grafted, source, numbers, introduced, size) for s in graph.sites]
+    found = np.flatnonzero(introduced)
+    order = Order(
+        grafted=grafted.end.side,
+        passname=grafted.end.passname,
+        rows=len(numbers),
+        left_out=int(expected.sum()) - len(numbers),
+        reason=reason,
+        introduced_rows=len(found),
+        first=walk.index.locate(int(found[0])) if len(found) else None,
+        largest=walk.index.locate(int(np.argmax(size))) if len(found) else None,
+        splits=splits,
+        inputs_rel_l2=_inputs_apart(walk, graph, grafted, numbers),
+    )
+    return order, rows
+
+
+def _split(
+    walk: _Walk,
+    site: Site,
+    grafted: RecordedEnd,
+    source: RecordedEnd,
+    numbers: np.ndarray,
+    introduced_in: np.ndarray,
+    size: np.ndarray,
+) -> Split:
+    """One output; also marks the rows in which anything was introduced, and how much."""
+    introduced_sums, inherited_sums, rounding, norm = _Sums(), _Sums(), 0.0, 0.0
+    for some in _blocks(numbers, site.features):
+        from_source = source.own.values(site.name, some)
+        on_source = grafted.other.values(site.name, some)
+        on_own = grafted.own.values(site.name, some)
+        introduced, inherited, errors = split(from_source, on_source, on_own)
+        introduced_sums.add(introduced)
+        inherited_sums.add(inherited)
+        rounding = max(rounding, float(errors.abs().amax()))
+        own = on_own.double().square().sum(1)
+        norm += float(own.sum())
+        # NaN counts as introduced.
+        introduced_in[some] |= (~(introduced == 0)).any(1).numpy()
+        relative = (introduced.square().sum(1) / own.clamp_min(torch.finfo(own.dtype).tiny)).sqrt()
+        size[some] = np.maximum(size[some], relative.nan_to_num(torch.inf).numpy())
+    return Split(
+        site=site.name,
+        introduced=introduced_sums.over(norm),
+        inherited=inherited_sums.over(norm),
+        rounding=rounding,
+    )
+
+
+def _interaction(walk: _Walk, graph: UnitGraph, rows: np.ndarray) -> list[Difference]:
+    numbers = np.flatnonzero(rows)
+    found = []
+    for site in graph.sites if len(numbers) else ():
+        sums, norm = _Sums(), 0.0
+        for some in _blocks(numbers, site.features):
+            forward, _ = difference(
+                walk.first.own.values(site.name, some), walk.second.other.values(site.name, some)
+            )
+            on_second = walk.second.own.values(site.name, some)
+            backward, _ = difference(walk.first.other.values(site.name, some), on_second)
+            sums.add(forward - backward)
+            norm += float(on_second.double().square().sum())
+        found.append(sums.over(norm))
+    return found
+
+
+def _apart(walk: _Walk, site: str) -> tuple[np.ndarray, np.ndarray]:
+    """Per row, the squares of A(xA) - B(xB) and of B(xB); NaN where not recorded."""
+    far, norm = np.full((2, len(walk.index)), np.nan)
+    numbers = np.flatnonzero(walk.first.own.kept(site) & walk.second.own.kept(site))
+    for some in _blocks(numbers, walk.sites[site].features):
+        a, b = walk.first.own.values(site, some), walk.second.own.values(site, some)
+        far[some] = difference(a, b)[0].square().sum(1).numpy()
+        norm[some] = b.double().square().sum(1).numpy()
+    return far, norm
+
+
+def _inputs_apart(
+    walk: _Walk, graph: UnitGraph, grafted: RecordedEnd, numbers: np.ndarray
+) -> float | None:
+    names = dict.fromkeys(graph.inputs + graph.prefix_inputs)
+    if not len(numbers) or not names:
+        return None
+    far = sum(float(walk.apart[n][0][numbers].sum()) for n in names)
+    norm = sum(float(walk.apart[n][1][numbers].sum()) for n in names)
+    return (far / norm) ** 0.5 if norm else float(far > 0)
+
+
+def _blocks(numbers: np.ndarray, features: int) -> Iterator[np.ndarray]:
+    step = max(1, BLOCK_ELEMENTS // features)
+    for start in range(0, len(numbers), step):
+        yield numbers[start : start + step]

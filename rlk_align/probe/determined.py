@@ -1,0 +1,80 @@
+"""In which rows a unit is known to have computed on recorded inputs: only these say anything."""
+
+import numpy as np
+import torch
+
+from rlk_align.model.sites import RowIndex
+from rlk_align.probe.graft import GraftedEnd
+from rlk_align.probe.graph import UnitGraph
+from rlk_align.trace.values import RecordedRows
+
+
+class RecordedEnd:
+    """One engine of the edge: its capture and its graft passes, row by row."""
+
+    def __init__(self, end: GraftedEnd, index: RowIndex) -> None:
+        self.end = end
+        self.name = f"{end.side} {end.passname}"
+        self.own, self.again, self.other = (
+            RecordedRows(p, index) for p in (end.own, end.again, end.other)
+        )
+
+    def dtype(self, site: str) -> torch.dtype:
+        return getattr(torch, self.end.own.record.sites[site].dtype)
+
+    def not_reproduced(self, site: str) -> int:
+        """Rows that it does not reproduce when grafted with its own inputs."""
+        there = self.own.present(site)
+        same = (self.own.digests(site) == self.again.digests(site)).all(axis=1)
+        return int((there & ~(same & self.again.present(site))).sum())
+
+
+def determined(
+    index: RowIndex,
+    graph: UnitGraph,
+    grafted: RecordedEnd,
+    source: RecordedEnd,
+    expected: np.ndarray,
+) -> tuple[np.ndarray, str]:
+    """The rows in which the unit is known to have read recorded inputs, and all its outputs are
+    recorded; and why others are left out."""
+    none = np.zeros(len(index), dtype=bool)
+    for site in graph.sites:
+        wrong = grafted.not_reproduced(site.name)
+        if wrong:
+            return none, (
+                f"{grafted.name}, grafted with its own inputs, does not reproduce {wrong} rows of "
+                f"its {site.name}"
+            )
+    rows = expected.copy()
+    reasons = {}
+    for name in graph.inputs + graph.prefix_inputs:
+        kept, live = source.own.kept(name), grafted.other.present(name)
+        if not live.any():
+            return none, f"{grafted.name} shows no {name}"
+        to_write = int((kept & live).sum())
+        written = grafted.end.other.record.overwritten.get(name, 0)
+        if written < to_write:
+            return none, f"{grafted.name} overwrote {written} of {to_write} rows of {name}"
+        if kept.any() and not _exact(source.dtype(name), grafted.dtype(name)):
+            return none, (
+                f"{name} of {source.name} is {source.dtype(name)}, which {grafted.name} rounds to "
+                f"{grafted.dtype(name)}"
+            )
+        good = index.prefix_all(kept) if name in graph.prefix_inputs else kept
+        reasons[f"{source.name} keeps no value of {name}"] = rows & ~good
+        rows &= good
+    for site in graph.sites:
+        outputs = {source.name: source.own, grafted.name: grafted.own}
+        outputs[f"the graft pass of {grafted.name}"] = grafted.other
+        for who, recorded in outputs.items():
+            good = recorded.kept(site.name)
+            reasons[f"{who} keeps no value of {site.name}"] = rows & ~good
+            rows &= good
+    why_not = [f"{int(m.sum())} rows: {why}" for why, m in reasons.items() if m.any()]
+    return rows, "; ".join(why_not)
+
+
+def _exact(given: torch.dtype, taken: torch.dtype) -> bool:
+    """Whether every value of the one is a value of the other."""
+    return torch.promote_types(given, taken) == taken

@@ -1,0 +1,143 @@
+"""Graft passes: each engine of a run once more, on the other's recorded inputs and on its own.
+
+At every site the recorded value overwrites the live one once that has been recorded, so that one
+forward gives each unit's output on recorded inputs. Called X(xY): engine X on Y's inputs.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlk_align.capture.intervene import intervene, source_of
+from rlk_align.capture.request import TracePlan
+from rlk_align.engines.common.intervention import Intervention
+from rlk_align.engines.registry import engine_info
+from rlk_align.errors import BadOption
+from rlk_align.model.edges import EDGE_ENDS
+from rlk_align.model.families import ModelShape
+from rlk_align.model.prompts import TokenBatch
+from rlk_align.model.sites import model_sites
+from rlk_align.probe.graph import late_sites
+from rlk_align.progress import Progress
+from rlk_align.results import EdgeName, SideName
+from rlk_align.trace.reader import PassReader, Trace
+from rlk_align.trace.run import Run
+
+End = tuple[SideName, str]
+"""A side and its pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraftedEnd:
+    """One end of an edge: engine X in one of its passes, Y being the other end."""
+
+    side: SideName
+    passname: str
+    own: PassReader
+    """X(xX), as captured."""
+    again: PassReader
+    """X(xX) by a graft pass: valid where it reproduces the capture bit for bit."""
+    other: PassReader
+    """X(xY)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraftedEdge:
+    """An edge with all that its decomposition needs."""
+
+    name: EdgeName
+    first: GraftedEnd
+    second: GraftedEnd
+    tokens: TokenBatch
+    shape: ModelShape
+    fused: frozenset[tuple[str, str]]
+    """Pairs of operators that one of the run's engines computes as one."""
+
+
+def traces_of(run: Run) -> dict[SideName, Trace]:
+    """Both sides of a finished comparison. Raises BadOption for a run that compared nothing."""
+    if not run.record.judged:
+        raise BadOption(
+            f"{run.folder} is a single capture: there is nothing to probe",
+            "compare it with another: rlk-align compare RUN_A RUN_B",
+        )
+    return {
+        "rollout": Trace(run.capture_folder("rollout")),
+        "train": Trace(run.capture_folder("train")),
+    }
+
+
+def _check_alike(run: Run, traces: Mapping[SideName, Trace]) -> None:
+    """Raises BadOption where the sides' rows or features are not each other's."""
+    rollout, train = traces["rollout"], traces["train"]
+    ids = [[s.ids for s in t.tokens.samples] for t in (rollout, train)]
+    differs = {
+        "token ids": ids[0] != ids[1],
+        "shapes": model_sites(rollout.record.shape) != model_sites(train.record.shape),
+    }
+    for what, is_so in differs.items():
+        if is_so:
+            raise BadOption(
+                f"{run.folder}: the sides differ in their {what}: neither's values can be put "
+                "into the other",
+                "compare them again with the same ids and models of one shape",
+            )
+
+
+def fused_pairs(traces: Iterable[Trace]) -> frozenset[tuple[str, str]]:
+    """Pairs of operators that one of these engines computes as one."""
+    return frozenset(pair for t in traces for pair in engine_info(t.record.engine).fused)
+
+
+def graft_passes(
+    run: Run, edges: Sequence[EdgeName], progress: Progress, plan: TracePlan | None = None
+) -> list[GraftedEdge]:
+    """The graft passes of these edges, each engine in one process of its own; those that are there
+    already are taken as they are. Two forwards an engine for one edge, at most six for all.
+
+    Raises BadOption where the run lacks a pass of an edge, MissingDependency or ModelError where
+    an engine or a model of the run is not here, and what the engines raise.
+    """
+    traces = traces_of(run)
+    for edge in edges:
+        for side, passname in EDGE_ENDS[edge]:
+            if not traces[side].has_pass(passname):
+                raise BadOption(f"{run.folder}: the {side} capture has no {passname} pass")
+    _check_alike(run, traces)
+    fused = fused_pairs(traces.values())
+    tokens, shape = traces["rollout"].tokens, traces["rollout"].record.shape
+    late = late_sites(model_sites(shape), fused)
+    grafted: dict[tuple[End, End], PassReader] = {}
+    for side, trace in traces.items():
+        pairs = _pairs(edges, side)
+        if not pairs:
+            continue
+        wanted = {
+            str(number): (
+                own[1],
+                Intervention(kind="graft", source=source_of(traces[s], p), late=late),
+            )
+            for number, (own, (s, p)) in enumerate(pairs)
+        }
+        passes = intervene(trace, side, run, wanted, plan or TracePlan(), progress)
+        grafted |= {pair: passes[str(number)] for number, pair in enumerate(pairs)}
+
+    def end(here: End, there: End) -> GraftedEnd:
+        own = traces[here[0]].read_pass(here[1])
+        return GraftedEnd(*here, own, grafted[here, here], grafted[here, there])
+
+    found = []
+    for name in edges:
+        one, two = EDGE_ENDS[name]
+        found.append(GraftedEdge(name, end(one, two), end(two, one), tokens, shape, fused))
+    return found
+
+
+def _pairs(edges: Sequence[EdgeName], side: SideName) -> list[tuple[End, End]]:
+    """Of one engine: which of its passes is run on the recorded inputs of which."""
+    pairs: dict[tuple[End, End], None] = {}
+    for edge in edges:
+        one, two = EDGE_ENDS[edge]
+        for here, there in ((one, two), (two, one)):
+            if here[0] == side:
+                pairs |= {(here, here): None, (here, there): None}
+    return list(pairs)

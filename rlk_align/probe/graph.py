@@ -1,0 +1,99 @@
+"""The units of one comparison: which outputs are computed as one, and from which recorded inputs.
+
+An operator is a unit. Two that an engine computes as one are a region, and one unit; what an
+engine cannot show is inside the units that read it.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from rlk_align.model.sites import Site
+
+
+@dataclass(frozen=True, slots=True)
+class UnitGraph:
+    """An operator, or a region of several, with what it reads."""
+
+    name: str
+    """The site's, or a region's: `layers.3.attn_residual+mlp_norm`."""
+    sites: tuple[Site, ...]
+    """Its outputs that both engines show."""
+    inputs: tuple[str, ...]
+    """Sites whose row p it reads for its own row p."""
+    prefix_inputs: tuple[str, ...]
+    """Sites of which it reads every row up to and including p."""
+
+    @property
+    def is_region(self) -> bool:
+        return "+" in self.name
+
+
+def unit_graphs(
+    sites: Iterable[Site], fused: Collection[tuple[str, str]], hidden: Collection[str]
+) -> list[UnitGraph]:
+    """The units in execution order.
+
+    `fused`: pairs of operators that one of the engines computes as one; `hidden`: sites that one
+    of them cannot show.
+    """
+    graph = {s.name: s for s in sites}
+    partner = _partners(graph, fused)
+    units: list[UnitGraph] = []
+    done: set[str] = set()
+    for site in graph.values():
+        if site.name in done:
+            continue
+        members = [site, *([graph[partner[site.name]]] if site.name in partner else [])]
+        done |= {m.name for m in members}
+        shown = tuple(m for m in members if m.name not in hidden)
+        if not shown:
+            continue
+        inside = {m.name for m in members}
+        reads = [n for m in members for n in m.inputs if n not in inside]
+        prefixes = [n for m in members for n in m.prefix_inputs]
+        units.append(
+            UnitGraph(
+                _name(shown),
+                shown,
+                _seen(reads, graph, partner, hidden),
+                _seen(prefixes, graph, partner, hidden),
+            )
+        )
+    return units
+
+
+def late_sites(sites: Iterable[Site], fused: Collection[tuple[str, str]]) -> tuple[str, ...]:
+    """The first operator of each region: inside of it, for what the second reads."""
+    return tuple(_partners({s.name: s for s in sites}, fused))
+
+
+def _partners(graph: dict[str, Site], fused: Collection[tuple[str, str]]) -> dict[str, str]:
+    """First site of a region -> its second."""
+    return {
+        read: site.name
+        for site in graph.values()
+        for read in site.inputs
+        if (graph[read].op, site.op) in fused
+    }
+
+
+def _seen(
+    reads: Iterable[str], graph: dict[str, Site], partner: dict[str, str], hidden: Collection[str]
+) -> tuple[str, ...]:
+    """What is read, each hidden site replaced by what that reads."""
+    owner = {second: first for first, second in partner.items()}
+    found: list[str] = []
+    for name in reads:
+        if name not in hidden:
+            found.append(name)
+            continue
+        whole = graph[owner[name]] if name in owner else graph[name]
+        found += _seen([*whole.inputs, *whole.prefix_inputs], graph, partner, hidden)
+    return tuple(dict.fromkeys(found))
+
+
+def _name(shown: tuple[Site, ...]) -> str:
+    if len(shown) == 1:
+        return shown[0].name
+    one, two = shown
+    return f"{one.name}+{two.op if two.layer == one.layer else two.name}"
