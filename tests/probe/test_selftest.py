@@ -17,8 +17,8 @@ from rlk_align.probe.selftest.table import lines
 
 PLANTED = {
     "hf": (
-        *("norm-statistics-bf16", "rope-interleaved", "attn-window", "proj-weight-int8"),
-        *("act-gelu", "residual-twice", "logprob-label-shift", "weight-element", "decode-gain"),
+        *("norm-statistics-bf16", "rope-interleaved", "attn-window"),
+        *("residual-twice", "logprob-label-shift", "weight-element", "decode-gain"),
     ),
     "vllm,megatron": (
         *("norm-output-fp8", "rope-key-position", "attn-scale", "proj-gain", "act-swapped"),
