@@ -3,10 +3,13 @@
 from dataclasses import dataclass
 
 from rlk_align.capture.capture import capture
-from rlk_align.capture.request import CaptureRequest
+from rlk_align.capture.request import CaptureRequest, TracePlan
 from rlk_align.compare.measure import measure
-from rlk_align.judge.verdict import Verdict, judge_by
+from rlk_align.errors import BadOption
+from rlk_align.judge.verdict import Verdict, headline, judge_by
 from rlk_align.model.edges import EDGES
+from rlk_align.probe.probe import probe_run
+from rlk_align.probe.record import Probe
 from rlk_align.probe.referee.referee import referee
 from rlk_align.progress import Progress
 from rlk_align.report.verdict_json import verdict_json
@@ -71,3 +74,34 @@ def measured(
     comparison = measure(rollout, train, judged, allowed, progress)
     units = referee(comparison, rollout, train, progress)
     return comparison.model_copy(update={"referee": units})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbeRequest:
+    """What is asked of a compared run."""
+
+    edges: tuple[EdgeName, ...] = ()
+    """None is the edge that the verdict speaks of first."""
+    attribute: bool = False
+    contract: str | None = None
+    plan: TracePlan
+    """Which values the graft passes keep."""
+
+
+def probe(request: ProbeRequest, run: Run, progress: Progress) -> tuple[Verdict, Probe]:
+    """Each engine of a compared run on the other's inputs: who introduced the differences. Kept in
+    the run's folder, beside the verdict."""
+    with run.locked():
+        verdict = judge_by(run.comparison, request.contract)
+        if verdict.comparison.stopped:
+            raise BadOption(
+                f"{run.folder}: the precheck stopped the comparison, and there is nothing to probe",
+                "mend what differs, or compare across it with --allow-mismatch",
+            )
+        first = headline(verdict)
+        edges = request.edges or ((first.name,) if first else ())
+        found = probe_run(run, edges, request.attribute, request.plan, progress)
+        run.save_probe(found)
+        run.save_verdict(verdict_json(verdict, found))
+        run.finish()
+        return verdict, found

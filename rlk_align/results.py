@@ -176,6 +176,29 @@ class Noise(Result):
     mean_abs_dlogp: Size
 
 
+class CodePlace(Result):
+    """Where an operator is in its engine's code."""
+
+    module: str
+    """Its path below the model, e.g. `model.layers.3.mlp.down_proj`."""
+    kind: str
+    """Its class."""
+    file: str
+    """Below the installation, where it is installed; empty where it has no source."""
+    line: Count
+    settings: dict[str, bool | int | float | str]
+    """The scalars that it computes by, as far as it keeps them itself."""
+
+    def __str__(self) -> str:
+        where = f", {self.file}:{self.line}" if self.file else ""
+        return f"{self.module} ({self.kind}{where})"
+
+    def settings_unlike(self, other: "CodePlace") -> dict[str, bool | int | float | str]:
+        """Those whose value the other has under no name."""
+        known = {(type(v), v) for v in other.settings.values()}
+        return {n: v for n, v in self.settings.items() if (type(v), v) not in known}
+
+
 class ErrorPattern(Result):
     """Where most of an operator's error lies that is beyond rounding, and what it looks like."""
 
@@ -242,6 +265,9 @@ class RefereedUnit(Result):
     """Why not."""
     explanation: str = ""
     """What the side computes instead, where that is known to fit."""
+    fused_with: str = ""
+    """The site that the engine computes together with this one."""
+    code: CodePlace | None = None
 
     @model_validator(mode="after")
     def _measured(self) -> Self:

@@ -8,6 +8,7 @@ from rlk_align.cli import options
 from rlk_align.cli.output import finish
 from rlk_align.errors import CorruptTrace
 from rlk_align.judge.verdict import judge_by
+from rlk_align.probe.record import Probe
 from rlk_align.progress import show_progress
 from rlk_align.results import Comparison
 from rlk_align.trace.run import Run
@@ -33,7 +34,7 @@ def gate(
     comparison = _recomputed(opened) if recompute else opened.comparison
     if not recompute:
         opened.check()
-    finish(judge_by(comparison, contract), opened, outputs)
+    finish(judge_by(comparison, contract), opened, outputs, opened.load_probe(Probe))
 
 
 def _recomputed(run: Run) -> Comparison:

@@ -16,6 +16,7 @@ from rlk_align.cli.compare import compare
 from rlk_align.cli.doctor import doctor
 from rlk_align.cli.gate import gate
 from rlk_align.cli.output import silence_stdout
+from rlk_align.cli.probe import probe
 from rlk_align.cli.selftest import selftest
 from rlk_align.errors import EXIT_INTERRUPTED, EXIT_TOOL, RlkError
 from rlk_align.text import printable
@@ -30,6 +31,7 @@ app = typer.Typer(
     "4 inconclusive, 130 interrupted.",
 )
 app.command()(compare)
+app.command()(probe)
 app.command()(capture)
 app.command()(gate)
 app.command()(doctor)

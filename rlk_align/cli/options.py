@@ -75,6 +75,50 @@ Output = Annotated[
 ]
 
 
+Rollout = Annotated[
+    str | None,
+    typer.Option(
+        "--rollout",
+        metavar="SPEC",
+        help="Rollout engine, NAME[:key=value,...].",
+        show_default="vllm, else hf",
+    ),
+]
+Train = Annotated[
+    str | None,
+    typer.Option(
+        "--train",
+        metavar="SPEC",
+        help="Training engine, NAME[:key=value,...].",
+        show_default="megatron, else hf",
+    ),
+]
+AllowMismatch = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-mismatch",
+        metavar="KIND",
+        help="Measure across: tokens, weights or attributes.",
+    ),
+]
+Edges = Annotated[
+    str | None,
+    typer.Option("--edges", metavar="E,...", help="Edges to judge.", show_default="all three"),
+]
+Production = Annotated[
+    bool | None,
+    typer.Option(
+        "--production/--no-production",
+        help="Also score in the rollout engine's compiled mode.",
+        show_default="on GPUs",
+    ),
+]
+Attribute = Annotated[
+    bool,
+    typer.Option("--attribute", help="Also say what each introducer contributes to the log-probs."),
+]
+
+
 def command_line() -> list[str]:
     """The command as it was given; what is not text as an escape."""
     return ["rlk-align", *map(printable, sys.argv[1:])]

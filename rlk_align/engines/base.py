@@ -21,6 +21,7 @@ from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
 from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import TokenBatch
+from rlk_align.results import CodePlace
 
 SamplesDone = Callable[[int], None]
 """Called with the number of samples done."""
@@ -109,6 +110,10 @@ class Engine(ABC):
         if fault is not None:
             self._faulty = self.operators()
             plant(choose(self.spec.name, str(fault)), self._faulty)
+
+    def code(self) -> dict[str, CodePlace]:
+        """Site -> where it is in the engine's code."""
+        return {}
 
     def unexposed(self, kind: str) -> dict[str, str]:
         """Sites that this engine cannot show in a `decode` or a `prefill`, with the reason."""

@@ -22,7 +22,7 @@ from rlk_align.trace.schema import WEIGHTS_SCHEMA, TraceRecord
 def write_manifest(job: Job, engine: Engine, prompt_ids: dict[str, list[int]]) -> None:
     """weights.parquet and trace.json, by rank 0; the others take part in what it gathers."""
     parameters = list(engine.weights())
-    attributes = engine.attributes()
+    attributes, code = engine.attributes(), engine.code()
     if engine.ranks.rank:
         return
     _write_weights(job.folder / "weights.parquet", parameters)
@@ -36,6 +36,7 @@ def write_manifest(job: Job, engine: Engine, prompt_ids: dict[str, list[int]]) -
         dtype=engine.dtype(),
         environment=_environment(engine),
         attributes=attributes,
+        code=code,
         prompt_ids=prompt_ids,
     )
     save_record(record, job.folder / "trace.json")

@@ -44,8 +44,9 @@ class Amplification(Result):
 
     @property
     def largest(self) -> Response | None:
-        """The largest amplifier: the unit with the largest gain of its own."""
-        found = [r for r in self.responses if r.gain is not None]
+        """The largest amplifier: the operator with the largest gain of its own. Log-probs, small
+        where tokens are likely, are what is measured and no amplifier."""
+        found = [r for r in self.responses if r.gain is not None and r.name != "logprob"]
         return max(found, key=lambda r: r.gain or 0.0, default=None)
 
     @property

@@ -37,7 +37,7 @@ def unit_graphs(
     of them cannot show.
     """
     graph = {s.name: s for s in sites}
-    partner = _partners(graph, fused)
+    partner = partners(graph, fused)
     units: list[UnitGraph] = []
     done: set[str] = set()
     for site in graph.values():
@@ -64,10 +64,10 @@ def unit_graphs(
 
 def late_sites(sites: Iterable[Site], fused: Collection[tuple[str, str]]) -> tuple[str, ...]:
     """The first operator of each region: inside of it, for what the second reads."""
-    return tuple(_partners({s.name: s for s in sites}, fused))
+    return tuple(partners({s.name: s for s in sites}, fused))
 
 
-def _partners(graph: dict[str, Site], fused: Collection[tuple[str, str]]) -> dict[str, str]:
+def partners(graph: dict[str, Site], fused: Collection[tuple[str, str]]) -> dict[str, str]:
     """First site of a region -> its second."""
     return {
         read: site.name

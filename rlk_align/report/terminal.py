@@ -21,6 +21,8 @@ from rlk_align.judge.verdict import (
     parity,
 )
 from rlk_align.judge.wording import how_off
+from rlk_align.probe.record import Probe
+from rlk_align.report.probe_units import probe_lines
 from rlk_align.results import Comparison, EdgeResult, Introducer, Mismatch, Noise, SiteResult
 from rlk_align.text import line
 
@@ -29,8 +31,9 @@ _SHOWN = 8
 """Entries of a list that are printed; the rest is counted."""
 
 
-def show(verdict: Verdict, folder: Path, console: Console) -> None:
-    """Prints a verdict. Whatever comes from a run is printed as text, not as markup."""
+def show(verdict: Verdict, folder: Path, console: Console, probe: Probe | None = None) -> None:
+    """Prints a verdict, and what a probe added to it. Whatever comes from a run is printed as
+    text, not as markup."""
     c = verdict.comparison
     head = line(f" {verdict.status.upper()} ", style=_STYLE[verdict.status] + " reverse")
     contract = f"contract {verdict.contract.id} {verdict.contract.version}"
@@ -43,6 +46,9 @@ def show(verdict: Verdict, folder: Path, console: Console) -> None:
             console.print(part)
         for text in _divergence(verdict):
             console.print(text)
+    for probed in probe.edges if probe else ():
+        for part in probe_lines(verdict, probed):
+            console.print(part)
     for text in _problems(verdict):
         console.print(text)
     if verdict.status == "pass":
@@ -51,6 +57,17 @@ def show(verdict: Verdict, folder: Path, console: Console) -> None:
     console.print()
     console.print(line(f"run      {folder}", style="dim"))
     console.print(line(f"next     {_next_step(verdict, folder)}"))
+    if probe is None and not c.stopped and _differs(verdict):
+        where = shlex.quote(str(folder))
+        console.print(
+            line(f"         rlk-align probe {where}    who introduced what, and what it does")
+        )
+
+
+def _differs(verdict: Verdict) -> bool:
+    """Whether there is a difference to look into."""
+    edge = headline(verdict)
+    return edge is not None and edge.first_bitwise is not None
 
 
 def _sides(c: Comparison) -> Iterator[Text]:
@@ -154,9 +171,24 @@ def _over_budget(found: OverBudget, edge: EdgeResult, verdict: Verdict) -> Itera
     yield line("  ") + line(unit.site, "bold") + where
     for u in found.units:
         yield line(f"    {u.side} {u.passname}: {how_off(u, verdict.contract)}")
+        if u.fused_with:
+            yield line(f"    computed together with {u.fused_with}: it may be either's")
+    yield from _code(unit.site, edge, verdict)
     if not found.units:
         site = next(s for s in edge.sites if s.site == unit.site)
         yield line(f"    {_figures(site)}")
+
+
+def _code(site: str, edge: EdgeResult, verdict: Verdict) -> Iterator[Text]:
+    """Where the operator is on both sides, and the settings that only one of them has."""
+    units = [u for u in verdict.comparison.referee if u.site == site and edge.name in u.edges]
+    places = {u.side: u.code for u in units if u.code is not None}
+    for side, place in places.items():
+        yield line(f"    {side:<8} {place}", style="dim")
+        for other in (p for s, p in places.items() if s != side):
+            unlike = [f"{n}={v}" for n, v in place.settings_unlike(other).items()]
+            if unlike:
+                yield line(f"             {', '.join(unlike[:_SHOWN])}", style="dim")
 
 
 def _within_budgets(verdict: Verdict, edge: EdgeResult) -> Text:

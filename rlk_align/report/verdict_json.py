@@ -1,7 +1,7 @@
 """The verdict for programs: the record `rlk-align/verdict/1`."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 from rlk_align.judge.verdict import (
     PARITY_KINDS,
@@ -13,11 +13,15 @@ from rlk_align.judge.verdict import (
     parity,
 )
 from rlk_align.judge.wording import how_off
+from rlk_align.probe.effects import Contribution
+from rlk_align.probe.record import Probe, ProbedEdge
+from rlk_align.probe.units import Unit
+from rlk_align.report.probe_units import probed_units
 from rlk_align.results import Comparison, EdgeResult, Noise
 
 
-def verdict_json(verdict: Verdict) -> dict[str, Any]:
-    """The published record; a NaN is null there."""
+def verdict_json(verdict: Verdict, probe: Probe | None = None) -> dict[str, Any]:
+    """The published record, with the units where a probe has run; a NaN is null there."""
     c = verdict.comparison
     stopped = c.stopped
     record = {
@@ -43,8 +47,9 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
         "controls": _controls_json(c),
         "coverage": {} if stopped else _coverage_json(c),
         "edges": {} if stopped else _edges_json(c),
-        "divergence": None if stopped else _headline_json(verdict),
-        "divergences": {} if stopped else _divergences_json(verdict),
+        "divergence": None if stopped else _headline_json(verdict, probe),
+        "divergences": {} if stopped else _divergences_json(verdict, probe),
+        **({"units": _units_json(verdict, probe)} if probe else {}),
         "breaches": [b.model_dump() for b in verdict.breaches],
         "doubts": verdict.doubts,
         "notes": verdict.notes,
@@ -91,31 +96,85 @@ def _edges_json(c: Comparison) -> dict[str, Any]:
     return edges
 
 
-def _headline_json(verdict: Verdict) -> dict[str, Any] | None:
+def _headline_json(verdict: Verdict, probe: Probe | None) -> dict[str, Any] | None:
     edge = headline(verdict)
-    return None if edge is None else _divergence_json(verdict, edge)
+    return None if edge is None else _divergence_json(verdict, edge, probe)
 
 
-def _divergences_json(verdict: Verdict) -> dict[str, Any]:
+def _divergences_json(verdict: Verdict, probe: Probe | None) -> dict[str, Any]:
     c = verdict.comparison
-    return {e.name: _divergence_json(verdict, e) for e in c.edges if e.name in c.judged}
+    return {e.name: _divergence_json(verdict, e, probe) for e in c.edges if e.name in c.judged}
 
 
-def _divergence_json(verdict: Verdict, edge: EdgeResult) -> dict[str, Any]:
+def _divergence_json(verdict: Verdict, edge: EdgeResult, probe: Probe | None) -> dict[str, Any]:
     over = [_over_budget_json(verdict, found) for found in over_budget(verdict, edge)]
+    probed = probe.edge(edge.name) if probe else None
     return {
         "edge": edge.name,
         "first_bitwise": edge.first_bitwise.model_dump() if edge.first_bitwise else None,
         "first_over_budget": over[0] if over else None,
         "over_budget": over,
-        "largest_contributor": None,
-        "largest_amplifier": None,
+        "largest_contributor": _contributor_json(probed) if probed else None,
+        "largest_amplifier": _amplifier_json(probed) if probed else None,
     }
+
+
+def _contributor_json(probed: ProbedEdge) -> dict[str, Any] | None:
+    largest = probed.attribution.largest if probed.attribution else None
+    return {"site": largest.name, **_contribution_json(largest)} if largest else None
+
+
+def _contribution_json(part: Contribution) -> dict[str, Any]:
+    """In nats, over the tokens; `mean` in both orders, put in first and taken out last."""
+    return {"mean_abs_dlogp": part.mean_abs, "mean_dlogp": part.mean}
+
+
+def _amplifier_json(probed: ProbedEdge) -> dict[str, Any] | None:
+    moved = probed.amplification
+    if moved is None or moved.largest is None:
+        return None
+    return {
+        "site": moved.largest.name,
+        "gain": moved.largest.gain,
+        "side": moved.side,
+        "perturbed": moved.perturbed,
+        "max_abs_dlogp": moved.max_abs_dlogp,
+    }
+
+
+def _units_json(verdict: Verdict, probe: Probe) -> list[dict[str, Any]]:
+    return [
+        {
+            "edge": probed.name,
+            **found.unit.model_dump(exclude={"edge"}),
+            "gain": found.unit.gain,
+            "introduced": _part(found.unit, "introduced"),
+            "inherited": _part(found.unit, "inherited"),
+            "over_budget": _over_budget_json(verdict, found.over) if found.over else None,
+            "contribution": (
+                _contribution_json(found.contribution) if found.contribution else None
+            ),
+        }
+        for probed in probe.edges
+        for found in probed_units(verdict, probed)
+    ]
+
+
+def _part(unit: Unit, which: Literal["introduced", "inherited"]) -> dict[str, Any] | None:
+    found = unit.part(which)
+    return found.model_dump() if found else None
 
 
 def _over_budget_json(verdict: Verdict, found: OverBudget) -> dict[str, Any]:
     how = {u.side: how_off(u, verdict.contract) for u in found.units}
-    return found.unit.model_dump() | {"side": found.side, "how": how}
+    region = sorted({u.fused_with for u in found.units if u.fused_with})
+    code = {
+        u.side: u.code.model_dump()
+        for u in verdict.comparison.referee
+        if u.site == found.unit.site and u.code is not None
+    }
+    known = {"side": found.side, "how": how, "computed_with": region, "code": code}
+    return found.unit.model_dump() | known
 
 
 def _finite(value: Any) -> Any:

@@ -5,6 +5,7 @@ RUN/
   captures/NAME/      a Trace each, named after everything that decides its content
   comparison.json     what the comparison found
   verdict.json        the verdict on it
+  probe.json          who introduced its differences, where the run was probed
   checksums.json      of all these; written last, so its presence means complete
 """
 
@@ -17,9 +18,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from rlk_align.errors import BadOption, CorruptTrace, Interrupted, ToolError
 from rlk_align.results import Comparison, EdgeName, Kind
@@ -27,7 +28,9 @@ from rlk_align.trace.checksums import CHECKSUMS, Checksums, add_checksums, read_
 from rlk_align.trace.records import REPAIR, Record, load_record, save_record, writing
 from rlk_align.trace.schema import check_trace
 
-RUN_FILES = ("run.json", "comparison.json", "verdict.json", CHECKSUMS)
+PROBE = "probe.json"
+RUN_FILES = ("run.json", "comparison.json", "verdict.json", PROBE, CHECKSUMS)
+R = TypeVar("R", bound=BaseModel)
 RUNS = Path("rlk-runs")
 """Where runs go by default, below the current directory."""
 
@@ -89,6 +92,10 @@ class Run:
         run._checksums.check(folder, ["run.json"])
         return run
 
+    def again(self) -> "Run":
+        """The same run as it is now, finished meanwhile."""
+        return Run(self.folder)
+
     @cached_property
     def _checksums(self) -> Checksums:
         return read_checksums(self.folder)
@@ -110,7 +117,8 @@ class Run:
         record = self.record
         conclusions = ["comparison.json", "verdict.json"] if record.judged else []
         captures = [f"{folder}/{CHECKSUMS}" for folder in record.captures.values()]
-        add_checksums(self.folder, ["run.json", *conclusions, *captures])
+        probe = [PROBE] if (self.folder / PROBE).is_file() else []
+        add_checksums(self.folder, ["run.json", *conclusions, *probe, *captures])
 
     def capture_folder(self, role: Role) -> Path:
         """The trace of that role, or the only one that the run has. Raises BadOption where there
@@ -174,10 +182,20 @@ class Run:
         self._checksums.check(self.folder, ["comparison.json"])
         return load_record(Comparison, self.folder / "comparison.json")
 
+    def load_probe(self, kind: type[R]) -> R | None:
+        """What a probe left, None where there was none; raises CorruptTrace for a damaged one."""
+        if PROBE not in self._checksums.files:
+            return None
+        self._checksums.check(self.folder, [PROBE])
+        return load_record(kind, self.folder / PROBE)
+
+    def save_probe(self, probe: BaseModel) -> None:
+        save_record(probe, self.folder / PROBE)
+
     def invalidate(self) -> None:
         """Takes away what an earlier command concluded: nothing of it may be judged as ours."""
         with writing(self.folder):
-            for name in (CHECKSUMS, "comparison.json", "verdict.json"):
+            for name in (CHECKSUMS, "comparison.json", "verdict.json", PROBE):
                 (self.folder / name).unlink(missing_ok=True)
 
     def save_comparison(self, comparison: Comparison) -> None:

@@ -8,6 +8,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from rlk_align.model.families import ModelShape
+from rlk_align.results import CodePlace
 from rlk_align.trace.checksums import CHECKSUMS, Checksums, FileRecord, check_files, read_checksums
 from rlk_align.trace.records import Record, load_record
 
@@ -159,6 +160,8 @@ class TraceRecord(Record):
     """What the engine computed in."""
     environment: dict[str, str]
     attributes: dict[str, Any]
+    code: dict[str, CodePlace] = Field(default_factory=dict)
+    """Site -> where it is in the engine's code."""
     prompt_ids: dict[str, list[int]]
     """Prompt id -> the ids that this side's own tokenizer gives its text."""
 

@@ -91,7 +91,7 @@ RULES = {
     "results": (),
     "model": ("model", "results", "data", "files", "errors"),
     "trace": ("trace", "model", "results", "files", "text", "errors"),
-    "engines": ("engines", "trace", "model", "files", "text", "errors"),
+    "engines": ("engines", "trace", "model", "results", "files", "text", "errors"),
     "capture": ("capture", "engines", "trace", "model", "progress", "errors"),
     "compare": ("compare", "trace", "model", "results", "progress", "errors"),
     "probe": (
@@ -99,7 +99,10 @@ RULES = {
         *("results", "progress", "errors"),
     ),
     "judge": ("judge", "data", "results", "text", "errors"),
-    "report": ("report", "judge", "results", "text", "errors"),
+    "report": (
+        *("report", "judge", "probe.record", "probe.units", "probe.effects"),
+        *("results", "text", "errors"),
+    ),
     "pipeline": (
         *("capture", "compare", "probe", "judge", "report", "trace", "model"),
         *("results", "progress", "errors"),

@@ -19,6 +19,22 @@ class Hooks(ExitStack):
         the module gives."""
         self.callback(module.register_forward_hook(see).remove)
 
+    def on_input(self, module: torch.nn.Module, see: Callable[[Any], None]) -> None:
+        """`see(first input)` before each forward."""
+
+        def hook(_module: Any, inputs: Any) -> None:
+            see(inputs[0])
+
+        self.before(module, hook)
+
+    def on_output(self, module: torch.nn.Module, see: Callable[[Any], None]) -> None:
+        """`see(output)` after each forward."""
+
+        def hook(_module: Any, _inputs: Any, output: Any) -> None:
+            see(output)
+
+        self.after(module, hook)
+
     def replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         """`function` as attribute `name` of a module, or of one object over its class's."""
         if name in vars(owner):

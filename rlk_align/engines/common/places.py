@@ -29,7 +29,8 @@ class Access:
     """What the module gives once that is overwritten."""
 
 
-def _with_bias(given: Any) -> torch.Tensor:
+def with_bias(given: Any) -> torch.Tensor:
+    """A tensor, with the bias that comes beside it for whatever follows to add."""
     bias = given[1] if isinstance(given, tuple) else None
     return first(given) if bias is None else first(given) + bias
 
@@ -42,7 +43,7 @@ FIRST = Access(first, first, lambda given: given)
 """The tensor itself, or the first of several."""
 SECOND = Access(lambda given: given[1], lambda given: given[1], lambda given: given)
 """The second of several: the residual stream that a fused norm returns."""
-WITH_BIAS = Access(_with_bias, first, _without_bias)
+WITH_BIAS = Access(with_bias, first, _without_bias)
 """A tensor and a bias that whatever follows adds: what is overwritten has it added already."""
 
 

@@ -14,6 +14,7 @@ from rlk_align.engines.common.attributes import (
     processing,
     rope_theta,
 )
+from rlk_align.engines.common.code import code_places
 from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.logprobs import token_logprobs
@@ -21,11 +22,12 @@ from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, 
 from rlk_align.engines.common.rows import ForwardRows, padded_grid
 from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.hf.operators import HFOperators
-from rlk_align.engines.hf.taps import Tapped
+from rlk_align.engines.hf.taps import Tapped, hf_places
 from rlk_align.errors import EngineFailed, ModelError
 from rlk_align.model.checkpoint import LAYER_MODULES
 from rlk_align.model.prompts import Sample, TokenBatch
 from rlk_align.model.rotary import checkpoint_rotary
+from rlk_align.results import CodePlace
 from rlk_align.text import one_line
 
 
@@ -87,6 +89,9 @@ class HFEngine(Engine):
             # None where a forward has one sequence, and so no padding.
             "padding_side": self.spec.option("padding") if self._batch > 1 else None,
         }
+
+    def code(self) -> dict[str, CodePlace]:
+        return code_places(self.model, hf_places(self.model))
 
     def weights(self) -> Iterator[ParameterRecord]:
         yield from (record_parameter(LiveParameter(n, w)) for n, w in hf_weights(self.model))

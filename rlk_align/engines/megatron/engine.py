@@ -10,6 +10,7 @@ import torch
 
 from rlk_align.engines.base import Engine, Logprobs, SamplesDone, Tap
 from rlk_align.engines.common.attributes import processing
+from rlk_align.engines.common.code import code_places
 from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import ParameterRecord, record_parameter
@@ -24,10 +25,11 @@ from rlk_align.engines.megatron.model import (
     read_checkpoint,
 )
 from rlk_align.engines.megatron.operators import MegatronOperators
-from rlk_align.engines.megatron.taps import FUSED_NORMS, Tapped
+from rlk_align.engines.megatron.taps import FUSED_NORMS, Tapped, megatron_places
 from rlk_align.engines.megatron.weights import live_parameters, load, parameter_plan
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.model.rotary import checkpoint_rotary
+from rlk_align.results import CodePlace
 
 CHUNK = 1024
 """Rows whose log-probs are computed at a time: bounds the float32 copy of the logits."""
@@ -116,6 +118,9 @@ class MegatronEngine(Engine):
             **processing(self.temperature),
             "padding_side": self.settings.padding if padded else None,
         }
+
+    def code(self) -> dict[str, CodePlace]:
+        return code_places(self.model, megatron_places(self.model, self.shape, self.ranks.world))
 
     def weights(self) -> Iterator[ParameterRecord]:
         for parameter in live_parameters(self.model, self.plan, self.tied, self.ranks):

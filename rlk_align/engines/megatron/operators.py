@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rlk_align.engines.common.layout import Layout, even, side_by_side
-from rlk_align.engines.common.places import WITH_BIAS, first
+from rlk_align.engines.common.places import first, with_bias
 from rlk_align.engines.faults.operators import Operators
 from rlk_align.engines.faults.unit import Attention, Formula, Report, Rows, in_place_of
 from rlk_align.engines.megatron.input import ModelInput
@@ -192,7 +192,7 @@ class MegatronOperators(Operators):
         seen: list[torch.Tensor] = []
 
         def note(out: Any) -> None:
-            seen[:] = self._rows_of(WITH_BIAS.read(out)).chunk(2, -1)
+            seen[:] = self._rows_of(with_bias(out)).chunk(2, -1)
 
         def replace(_module: Any, inputs: Any) -> Any:
             own, *rest = inputs
@@ -212,7 +212,7 @@ class MegatronOperators(Operators):
             add = original(*settings)
 
             def added(branch: Any, stream: torch.Tensor, dropout: float) -> torch.Tensor:
-                given = (stream.clone(), WITH_BIAS.read(branch).clone())
+                given = (stream.clone(), with_bias(branch).clone())
                 own = add(branch, stream, dropout)
                 new = self.computed(
                     formula,

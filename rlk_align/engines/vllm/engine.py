@@ -20,6 +20,7 @@ from rlk_align.engines.vllm.worker import TapPlan
 from rlk_align.errors import BadOption, EngineFailed, ModelError
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.model.rotary import checkpoint_rotary
+from rlk_align.results import CodePlace
 
 _ENVIRONMENT = {
     # In-process, so that taps write their rows where the engine computes them.
@@ -104,6 +105,9 @@ class VLLMEngine(Engine):
         return self._rpc("rlk_attributes") | (
             processing(1.0) if raw else processing(self._temperature, self._top_p)
         )
+
+    def code(self) -> dict[str, CodePlace]:
+        return self._rpc("rlk_code", self.shape)
 
     def unexposed(self, kind: str) -> dict[str, str]:
         if kind == "decode" or self.attributes()["logprobs"] == "raw":

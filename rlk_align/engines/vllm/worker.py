@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rlk_align.engines.common.attributes import activation_name, norm_eps, per_layer
+from rlk_align.engines.common.code import code_places
 from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, record_parameter
@@ -22,10 +23,11 @@ from rlk_align.engines.process import heartbeat
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.vllm.operators import VLLMOperators
 from rlk_align.engines.vllm.parallel import TensorParallel
-from rlk_align.engines.vllm.taps import VLLMTaps
+from rlk_align.engines.vllm.taps import VLLMTaps, vllm_places
 from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.model.rotary import Rotary
+from rlk_align.results import CodePlace
 from rlk_align.trace.writer import PassWriter
 
 
@@ -76,6 +78,10 @@ class WorkerExtension:
 
     def rlk_attributes(self) -> dict[str, Any]:
         return vllm_attributes(self.model_runner.get_model())
+
+    def rlk_code(self, shape: ModelShape) -> dict[str, CodePlace]:
+        model = self.model_runner.get_model()
+        return code_places(model, vllm_places(model, shape, TensorParallel().world))
 
     def rlk_weights(self) -> list[ParameterRecord]:
         parallel = TensorParallel()

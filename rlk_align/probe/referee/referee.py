@@ -12,17 +12,22 @@ import numpy as np
 import torch
 
 from rlk_align.compare.controls import paired_logprobs
-from rlk_align.errors import ModelError
+from rlk_align.engines.registry import engine_info
+from rlk_align.errors import ModelError, UnknownEngine
 from rlk_align.model.edges import EDGE_ENDS
 from rlk_align.model.sites import RowIndex, Site, model_sites
+from rlk_align.probe.graph import partners
 from rlk_align.probe.referee.recorded import RecordedPass
 from rlk_align.probe.referee.reference import NotRefereed, Reference, Rows
 from rlk_align.probe.referee.rounding import ErrorSums
 from rlk_align.probe.referee.rows import choose_rows
+from rlk_align.probe.sampling import explain_pass
 from rlk_align.progress import Progress
 from rlk_align.results import Comparison, EdgeName, RefereedUnit, RoundingErrors, SideName
 from rlk_align.trace.reader import Trace
 
+SUSPECT = 10.0
+"""Roundings beyond which a log-prob is of something else than its logits."""
 CPU_ELEMENTS, GPU_ELEMENTS = 1 << 18, 1 << 24
 """Entries that are compared at a time."""
 
@@ -35,6 +40,9 @@ class Pass:
     name: str
     edges: list[EdgeName]
     """Those that it is an end of."""
+    trace: Trace
+    fused: Mapping[str, str]
+    """Site -> the one that the engine computes together with it."""
     recorded: RecordedPass
     reference: Reference | str
 
@@ -60,6 +68,8 @@ def referee(
             side=side,
             name=name,
             edges=of,
+            trace=sides[side],
+            fused=_fused(sides[side]),
             recorded=RecordedPass(sides[side].read_pass(name), index, chosen, device),
             reference=references[side],
         )
@@ -82,6 +92,24 @@ def _reference(trace: Trace, device: torch.device) -> Reference | str:
         )
     except ModelError as error:
         return f"the checkpoint cannot be read: {error.message}"
+
+
+def _fused(trace: Trace) -> dict[str, str]:
+    """Each site of a pair that the engine computes as one -> the other."""
+    try:
+        pairs = engine_info(trace.record.engine).fused
+    except UnknownEngine:
+        # A capture from elsewhere, of an engine that is not known here.
+        return {}
+    found = partners({s.name: s for s in model_sites(trace.record.shape)}, pairs)
+    return found | {second: first for first, second in found.items()}
+
+
+def _explanation(site: Site, p: Pass, errors: RoundingErrors | None) -> str:
+    """What log-probs are of that are not their logits'."""
+    if site.op != "logprob" or errors is None or errors.rms <= SUSPECT:
+        return ""
+    return explain_pass(p.trace, p.name).words
 
 
 def _worst_samples(
@@ -128,6 +156,9 @@ class Walk:
                 rows=rows,
                 errors=errors,
                 reason=reason,
+                explanation=_explanation(site, p, errors),
+                fused_with=p.fused.get(site.name, ""),
+                code=p.trace.record.code.get(site.name),
             )
             found[p.side] = (p, unit)
             units.append(unit)

@@ -1,0 +1,169 @@
+"""Two engines, as `compare` and `probe` are given them: from options to a request."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlk_align.capture.request import CaptureRequest
+from rlk_align.cli import options
+from rlk_align.engines.spec import EngineSpec, replay_path
+from rlk_align.errors import BadOption
+from rlk_align.judge.contract import default_contract, load_contract
+from rlk_align.model.dtypes import lower_precision
+from rlk_align.model.edges import passes_for
+from rlk_align.results import SideName
+from rlk_align.trace.records import load_record
+from rlk_align.trace.run import Run
+from rlk_align.trace.schema import TraceRecord
+
+if TYPE_CHECKING:
+    from rlk_align.pipeline import CompareRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """The options of a comparison, as they were given."""
+
+    runs: list[str] | None
+    model: str | None
+    rollout: str | None
+    train: str | None
+    prompts: Path | None
+    contract: str | None
+    max_new_tokens: int
+    seed: int
+    run_dir: Path | None
+    output: list[str] | None
+    allow_mismatch: list[str] | None
+    fresh: bool
+    layers: str | None
+    sites: str | None
+    edges: str | None
+    production: bool | None
+    trace_budget: str
+
+
+def prepare(given: Pair) -> tuple["CompareRequest", Run, list[Path]]:
+    """What to compare, the run that keeps it, and where the verdict is written to. Whatever would
+    fail after minutes of capturing fails here. Raises RlkError."""
+    judged = options.parse_edges(given.edges)
+    outputs = options.parse_outputs(given.output)
+    plan = options.trace_plan(given.trace_budget, given.layers, given.sites)
+    allowed = options.parse_kinds(given.allow_mismatch)
+    if given.runs:
+        # What a capture is asked for: given here, it would be left out of account.
+        named = (
+            given.model,
+            given.rollout,
+            given.train,
+            given.prompts,
+            given.layers,
+            given.sites,
+            given.production,
+        )
+        asked = (
+            any(n is not None for n in named)
+            or given.fresh
+            or given.seed
+            or given.max_new_tokens != 32
+        )
+        if len(given.runs) != 2 or asked:
+            raise BadOption(
+                "two runs are compared as they are: RUN_A RUN_B, without engines, model, prompts, "
+                "and whatever else a capture is asked for"
+            )
+        pair = [EngineSpec("replay", {"path": run}) for run in given.runs]
+    else:
+        texts = (given.rollout or options.default_rollout(), given.train or options.default_train())
+        pair = [EngineSpec.parse(text) for text in texts]
+    specs: dict[SideName, EngineSpec] = {"rollout": pair[0], "train": pair[1]}
+    settings = (
+        given.model,
+        str(given.prompts),
+        given.max_new_tokens,
+        given.seed,
+        str(specs["rollout"]),
+    )
+    run = options.choose_run(given.run_dir, "compare", *settings, str(specs["train"]))
+    replays = _check_replays(specs, run)
+    prompts = given.prompts
+    if prompts is None and replays:
+        # The other side's tokenizer is asked the same.
+        prompts = next(iter(replays.values())) / "prompts.jsonl"
+    for path in outputs:
+        run.check_output(path)
+
+    requests = {
+        side: options.capture_request(
+            spec,
+            given.model,
+            prompts,
+            given.max_new_tokens,
+            given.seed,
+            plan,
+            # A side that no edge needs is scored too: its weights and tokens are the precheck's.
+            passes_for(judged, side) or ("prefill",),
+            side == "rollout" and _measure_production(given.production, spec),
+        )
+        for side, spec in specs.items()
+    }
+    _check_early(requests, replays, given.contract)
+
+    from rlk_align.pipeline import CompareRequest
+
+    request = CompareRequest(
+        rollout=requests["rollout"],
+        train=requests["train"],
+        judged=judged,
+        contract=given.contract,
+        allowed=allowed,
+        fresh=given.fresh,
+        command=tuple(options.command_line()),
+    )
+    return request, run, outputs
+
+
+def _measure_production(wanted: bool | None, spec: EngineSpec) -> bool:
+    if spec.name == "replay":
+        return False
+    if wanted is not None:
+        return wanted
+    import torch
+
+    return spec.info.compiles and torch.cuda.is_available()
+
+
+def _check_replays(specs: Mapping[SideName, EngineSpec], run: Run) -> dict[SideName, Path]:
+    """The traces that stand for engines. Raises BadOption where one lies in the run to be made."""
+    found: dict[SideName, Path] = {}
+    for side, spec in specs.items():
+        if spec.name == "replay":
+            source = Run.open(replay_path(spec))
+            if source.folder.resolve() == run.folder.resolve():
+                raise BadOption(
+                    f"{run.folder} is one of the runs to be compared, and would be written over",
+                    "name another --run-dir",
+                )
+            found[side] = source.capture_folder(side)
+    return found
+
+
+def _check_early(
+    requests: Mapping[SideName, CaptureRequest],
+    replays: Mapping[SideName, Path],
+    contract: str | None,
+) -> None:
+    """What would fail after minutes of capturing fails now."""
+    from rlk_align.capture.check import check_request
+
+    dtypes = []
+    for side, request in requests.items():
+        if side in replays:
+            dtypes.append(load_record(TraceRecord, replays[side] / "trace.json").dtype)
+            continue
+        shape, warnings = check_request(request, sampling=side == "rollout")
+        options.warn(warnings)
+        dtypes.append(request.engine.dtype(shape.dtype))
+    dtype = lower_precision(*dtypes)
+    load_contract(contract or default_contract(dtype), dtype)

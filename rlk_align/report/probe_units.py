@@ -1,0 +1,125 @@
+"""What a probe found, joined with the verdict: a record for each unit, and lines for a terminal."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.table import Table
+from rich.text import Text
+
+from rlk_align.judge.verdict import OverBudget, Verdict, over_budget
+from rlk_align.judge.wording import how_off
+from rlk_align.probe.effects import Attribution, Contribution
+from rlk_align.probe.record import ProbedEdge
+from rlk_align.probe.units import Unit
+from rlk_align.text import line
+
+SHOWN = 16
+"""Introducers that are printed; the rest is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedUnit:
+    """A unit with all that is known of it."""
+
+    unit: Unit
+    over: OverBudget | None
+    contribution: Contribution | None
+    """None where it was not asked for, or where its layer was not looked into."""
+
+
+def probed_units(verdict: Verdict, probed: ProbedEdge) -> list[ProbedUnit]:
+    """Those over their budgets first, then those that introduced, by what they introduced, then
+    the others in execution order."""
+    edge = next((e for e in verdict.comparison.edges if e.name == probed.name), None)
+    over = {o.unit.site: o for o in (over_budget(verdict, edge) if edge else [])}
+    parts = _contributions(probed.attribution)
+    units = [
+        ProbedUnit(u, next((over[s] for s in u.sites if s in over), None), parts.get(u.name))
+        for u in probed.units
+    ]
+    return sorted(units, key=_urgency)
+
+
+def _urgency(found: ProbedUnit) -> tuple[bool, bool, float]:
+    introduced = found.unit.part("introduced")
+    is_introducer = found.unit.label == "introducer"
+    size = introduced.rel_l2 if introduced and is_introducer else 0.0
+    # Those over budget keep the order of execution: an earlier one may be the cause.
+    return found.over is None, not is_introducer, 0.0 if found.over else -size
+
+
+def _contributions(attribution: Attribution | None) -> dict[str, Contribution]:
+    if attribution is None:
+        return {}
+    alone = [c for c in attribution.layers if len(c.units) == 1]
+    inside = [c for parts in attribution.operators.values() for c in parts]
+    return {c.units[0]: c for c in (*alone, *inside)}
+
+
+def summary(verdict: Verdict, probed: ProbedEdge) -> str:
+    """E.g. `introducers: 5, all within their budgets`."""
+    units = probed_units(verdict, probed)
+    count, over = len(probed.introducers), sum(u.over is not None for u in units)
+    what = f"{over} beyond their budgets" if over else "all within their budgets"
+    if not verdict.contract.budgets:
+        what = f"contract {verdict.contract.id} has no budgets for them"
+    unknown = sum(u.label == "undetermined" for u in probed.units)
+    also = f"; {unknown} of {len(probed.units)} units undetermined" if unknown else ""
+    return f"introducers: {count}, {what}{also}" if count else f"introducers: none{also}"
+
+
+def probe_lines(verdict: Verdict, probed: ProbedEdge) -> Iterator[Table | Text]:
+    """The introducers as a table, and what follows from them."""
+    yield line()
+    yield line(f"probe ({probed.name})  {summary(verdict, probed)}", style="bold")
+    units = [u for u in probed_units(verdict, probed) if u.over or u.unit.label == "introducer"]
+    if units:
+        yield _table(units[:SHOWN], probed.attribution is not None)
+    if len(units) > SHOWN:
+        yield line(f"  and {len(units) - SHOWN} more")
+    for found in units[:SHOWN]:
+        if found.over:
+            for u in found.over.units:
+                how = how_off(u, verdict.contract)
+                yield line(f"  {found.unit.name}: {u.side} {u.passname}: {how}")
+    for unit in [u for u in probed.units if u.label == "undetermined"][:1]:
+        yield line(f"  undetermined, from {unit.name} on: {unit.reason}", style="dim")
+    yield from _effects(probed)
+
+
+def _table(units: list[ProbedUnit], attributed: bool) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("  unit", no_wrap=True)
+    table.add_column("off", no_wrap=True)
+    for name in ("introduced", "inherited", "gain", *(["|Δlogp|"] if attributed else [])):
+        table.add_column(name, justify="right", no_wrap=True)
+    for found in units:
+        unit = found.unit
+        sizes = [unit.part("introduced"), unit.part("inherited")]
+        cells = [f"{d.rel_l2:.2g}" if d else "" for d in sizes]
+        cells.append(f"{unit.gain:.2g}" if unit.gain is not None else "")
+        if attributed:
+            part = found.contribution
+            cells.append(f"{part.mean_abs:.2g}" if part else "")
+        side = found.over.side or "?" if found.over else "–"
+        style = "bold red" if found.over else ""
+        table.add_row(line(f"  {unit.name}", style), side, *cells)
+    return table
+
+
+def _effects(probed: ProbedEdge) -> Iterator[Text]:
+    moved, attribution = probed.amplification, probed.attribution
+    if attribution is not None:
+        size = sum(map(abs, attribution.whole)) / max(1, len(attribution.whole))
+        text = f"mean |Δlogp| {size:.2g} of the whole"
+        if attribution.largest is not None:
+            top = attribution.largest
+            text += f"; largest contributor {top.name}, {top.mean_abs:.2g} by itself"
+        if attribution.unexplained:
+            text += f"; {attribution.unexplained:.2g} left unexplained"
+        yield line(f"  {text}")
+    if moved is not None and moved.largest is not None and moved.largest.gain is not None:
+        yield line(
+            f"  one ulp at {moved.perturbed} moves log-probs by up to {moved.max_abs_dlogp:.2g}; "
+            f"largest amplifier {moved.largest.name}, × {moved.largest.gain:.2g}"
+        )
