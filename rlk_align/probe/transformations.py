@@ -120,7 +120,7 @@ def transformations(
     fitted = _fitted_temperature(logits, reported, rows)
     if all(abs(fitted - known) > 1e-5 * known for known in (t, t * t, 1.0)):
         other = Stated(temperature=fitted, top_p=stated.top_p, top_k=stated.top_k)
-        found.append(_scored("another temperature", f"of temperature {fitted:.4g}", other))
+        found.append(_scored("another temperature", f"of temperature {fitted:.6g}", other))
     return found
 
 

@@ -1,11 +1,13 @@
 """What log-probs are of: each way to get them wrong is named, and what cannot be told is said."""
 
 import math
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from rlk_align.probe.sampling import Explanation, explain
+from rlk_align.probe.sampling import Explanation, explain, explain_pass
 from rlk_align.probe.transformations import Rows, Stated
 
 N, V = 64, 97
@@ -159,3 +161,51 @@ def test_a_large_vocabulary_goes_in_blocks(monkeypatch: pytest.MonkeyPatch) -> N
     stated, rows, reported = CASES["temperature twice"]
     found = explain(LOGITS, reported, rows, stated)
     assert (found.name, found.explained) == ("temperature twice", N)
+
+
+def _pass(kept: dict[str, int]) -> SimpleNamespace:
+    """A trace of one sequence of four ids, two of them sampled; `kept`: by site, the shard that its
+    rows' values are in, -1 for none."""
+    logits = LOGITS[:2]
+    values = {"logits": logits, "logprob": _scored(logits, torch.tensor([7, 9]))[:, None]}
+
+    def rows(site: str) -> SimpleNamespace | None:
+        if site not in kept:
+            return None
+        # Log-probs come in another order than logits.
+        order = [0, 1] if site == "logits" else [1, 0]
+        return SimpleNamespace(
+            sample=np.zeros(2, dtype=np.int64),
+            position=np.array([1, 2])[order],
+            shard=np.full(2, kept[site]),
+            order=order,
+        )
+
+    def read(site: str, found: SimpleNamespace, at: np.ndarray) -> torch.Tensor:
+        return values[site][found.order][torch.from_numpy(at)]
+
+    reader = SimpleNamespace(rows=rows, values=read)
+    return SimpleNamespace(
+        read_pass=lambda _: reader,
+        tokens=SimpleNamespace(samples=[SimpleNamespace(ids=(5, 6, 7, 9))]),
+        record=SimpleNamespace(attributes={"logprobs": "raw", "temperature": 0.7}),
+    )
+
+
+def test_a_pass_is_explained_row_by_row() -> None:
+    found = explain_pass(_pass({"logits": 0, "logprob": 0}), "prefill")
+    assert (found.name, found.rows, found.explained) == ("as stated", 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("kept", "says"),
+    [
+        ({"logprob": 0}, "prefill has no logits"),
+        ({"logits": 0}, "prefill has no log-probs"),
+        ({"logits": -1, "logprob": 0}, "no row of prefill keeps both"),
+    ],
+)
+def test_a_pass_without_both_says_what_it_lacks(kept: dict[str, int], says: str) -> None:
+    found = explain_pass(_pass(kept), "prefill")
+    assert (found.name, found.rows) == (None, 0)
+    assert says in found.words

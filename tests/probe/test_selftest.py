@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,14 +12,15 @@ from inprocess import command
 from rlk_align.engines.faults.catalogue import FAULTS, Chosen
 from rlk_align.engines.faults.fault import ALL
 from rlk_align.errors import BadOption
+from rlk_align.probe.selftest import detect
 from rlk_align.probe.selftest.plan import Case, cases, check_engines, check_faults, pairs, pairs_of
 from rlk_align.probe.selftest.record import CleanPair, Detection, SelfTest
 from rlk_align.probe.selftest.table import lines
 
 PLANTED = {
     "hf": (
-        *("norm-statistics-bf16", "rope-interleaved", "attn-window", "proj-weight-int8"),
-        *("act-gelu", "residual-twice", "logprob-label-shift", "weight-element", "decode-gain"),
+        *("norm-statistics-bf16", "rope-interleaved", "attn-window"),
+        *("residual-twice", "logprob-label-shift", "weight-element", "decode-gain"),
     ),
     "vllm,megatron": (
         *("norm-output-fp8", "rope-key-position", "attn-scale", "proj-gain", "act-swapped"),
@@ -174,6 +176,10 @@ def test_pairs_have_each_engine_on_a_side_that_it_has() -> None:
     assert pairs(("hf",)) == [("hf", "hf")]
     stale = Case(Chosen("kv-stale", FAULTS["kv-stale"], 0.0), "hf")
     assert [*pairs_of(stale, ALL)] == [("hf", "megatron")], "only a rollout decodes"
+    twice = Case(
+        Chosen("logprob-temperature-twice", FAULTS["logprob-temperature-twice"], 0.0), "megatron"
+    )
+    assert [*pairs_of(twice, ALL)] == [("hf", "megatron")], "vLLM's prompts know no temperature"
 
 
 def test_cases_are_faults_by_engine_with_their_curves() -> None:
@@ -205,3 +211,53 @@ def test_the_exit_code_says_whether_all_is_well(
     assert ended == code, said
     assert SelfTest.model_validate_json(out.read_text()) == found
     assert "norm   1" in said
+
+
+def _over(*units: tuple[str, str]) -> list[SimpleNamespace]:
+    return [SimpleNamespace(unit=SimpleNamespace(site=s), side=side, units=[]) for s, side in units]
+
+
+@pytest.mark.parametrize(
+    ("fault", "over", "seen", "others"),
+    [
+        ("norm-eps", [("layers.0.attn_norm", "train")], "named", 0),
+        ("norm-eps", [("layers.0.attn_norm", "rollout")], "wrong side", 0),
+        ("norm-eps", [("layers.0.attn_norm", "both")], "wrong side", 0),
+        ("norm-eps", [("layers.0.q_proj", "train")], "misnamed", 1),
+        ("norm-eps", [("layers.0.attn_norm", "train"), ("logits", "rollout")], "named", 1),
+        ("norm-eps", [], "missed", 0),
+        ("norm-cast-order", [], "within budget", 0),
+        ("rope-base", [("layers.1.q_rope", "train"), ("layers.1.k_rope", "train")], "named", 0),
+        # The first operator that has it was not seen; a later one was.
+        ("rope-base", [("layers.1.k_rope", "train")], "missed", 0),
+        ("weight-element", [], "missed", 0),
+    ],
+)
+def test_what_is_over_budget_is_held_against_what_was_planted(
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    over: list[tuple[str, str]],
+    seen: str,
+    others: int,
+) -> None:
+    monkeypatch.setattr(detect, "over_budget", lambda *_: _over(*over))
+    comparison = SimpleNamespace(mismatches=[], edges=["an edge"])
+    verdict = SimpleNamespace(comparison=comparison, contract=None)
+    found = detect._found(verdict, FAULTS[fault], "train")
+    assert (found.seen, len(found.others)) == (seen, others)
+
+
+@pytest.mark.parametrize(
+    ("names", "seen", "others"),
+    [
+        (["weights layers.2.q_proj"], "precheck", 0),
+        (["weights layers.3.q_proj"], "misnamed", 0),
+        (["weights layers.2.q_proj", "attributes norm_eps"], "precheck", 1),
+    ],
+)
+def test_a_precheck_must_name_what_was_planted(names: list[str], seen: str, others: int) -> None:
+    pairs = [name.split() for name in names]
+    mismatches = [SimpleNamespace(kind=kind, name=name, detail="") for kind, name in pairs]
+    verdict = SimpleNamespace(comparison=SimpleNamespace(mismatches=mismatches, edges=[]))
+    found = detect._found(verdict, FAULTS["weight-element"], "train")
+    assert (found.seen, len(found.others)) == (seen, others)

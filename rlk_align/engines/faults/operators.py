@@ -7,6 +7,7 @@ formulas see canonical ones, `[N, F]`, N rows in whatever order the engine has t
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -30,6 +31,14 @@ class Operators(Hooks, ABC):
     def __init__(self, shape: ModelShape, rotary: Rotary | None) -> None:
         super().__init__()
         self.shape, self._rotary = shape, rotary
+
+    def on_input(self, module: Any, see: Callable[[Any], object]) -> None:
+        """`see(first input)` before each forward."""
+        self.before(module, lambda _module, inputs: _seen(see, inputs[0]))
+
+    def on_output(self, module: Any, see: Callable[[Any], object]) -> None:
+        """`see(output)` after each forward."""
+        self.after(module, lambda _module, _inputs, out: _seen(see, out))
 
     def replace_operator(self, site: str, formula: Formula) -> None:
         """From here on the operator gives what the formula says."""
@@ -139,6 +148,11 @@ class Operators(Hooks, ABC):
                 weight.copy_(before)
 
         self.callback(restore)
+
+
+def _seen(see: Callable[[Any], object], value: Any) -> None:
+    """A hook that returns nothing changes nothing."""
+    see(value)
 
 
 def plant(chosen: Chosen, operators: Operators) -> None:

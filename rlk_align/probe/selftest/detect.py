@@ -97,7 +97,8 @@ def _found(verdict: Verdict, fault: Fault, side: SideName) -> _Found:
     first = over[0]
     words = "; ".join(how_off(u, verdict.contract) for u in first.units)
     if first.unit.site != fault.site:
-        seen = "misnamed"
+        # A later operator that has the fault too is no wrong name: the first was missed.
+        seen = "missed" if first.unit.site in fault.sites else "misnamed"
     else:
         seen = "named" if first.side == side else "wrong side"
     return _Found(seen, first.unit.site, first.side, words, others)

@@ -78,9 +78,14 @@ def pairs(engines: Sequence[str]) -> list[tuple[str, str]]:
 
 def pairs_of(case: Case, engines: Sequence[str]) -> Iterator[tuple[str, str]]:
     """The pairs that a case is seen in; a point of a curve in the first of them alone."""
+    fault = case.chosen.fault
     found = [p for p in pairs(engines) if case.engine in p]
-    if case.chosen.fault.decode:
+    if fault.decode:
         found = [p for p in found if p[0] == case.engine]
+    if fault.both:
+        # An engine that cannot have the fault may not mean the same by these options.
+        having = {written.partition(":")[0] for written in fault.engines}
+        found = [p for p in found if having.issuperset(p)]
     yield from found[:1] if case.curve else found
 
 
