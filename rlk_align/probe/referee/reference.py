@@ -151,6 +151,9 @@ class Reference:
         # K partial sums are rounded, each about as large as the part of the sum that it is of.
         lengths = x.square().sum(dim=1)[:, None] * weight.square().sum(dim=1)
         extra = (2 * FLOAT32_UNIT) ** 2 / 12 * lengths
+        if bias is not None:
+            # Some round the product before they add the bias.
+            extra = extra + rounding_variance(out - bias, self.dtype)
         if self._tp > 1 and site.op in ROW_PARALLEL:
             total = torch.zeros_like(out)
             for of_rank, columns in zip(
