@@ -17,7 +17,8 @@ confident tokens keep their digits. Then
     dhidden[t, h] = sum_v dx[t, v] weight[v, h]    fp32, v from front to back: a row's own
     dweight[v, h] = sum_t dx[t, v] hidden[t, h]    fp32, t from front to back, no atomics
     dbias[v] = sum_t dx[t, v]                      the fixed order of `column_sum`
-Tiles of logits are computed again, never stored. Memory: see `launch.py`.
+Tiles of logits are computed again, never stored. Memory: see `launch.py`. A token all of whose
+upstream gradients are 0 (an ignored one's is) adds nothing to any gradient, whatever it holds.
 
 T = tokens   V = vocabulary   H = hidden size   K = further ids a token
 """

@@ -9,7 +9,8 @@ same tree. With (n, s) of the row, logp = (y - log2 s) log(2), y = z[target] log
 torch backend: the same tree in fp64, in natural units. The bits are those of `linear_logp`.
 
 Gradient: dlogits[v] = round( g / temperature * ([v == target] - p[v]) ), p in fp32.
-A negative target (ignored tokens) gives logp 0 and no gradient.
+A negative target (ignored tokens) gives logp 0 and no gradient; a row whose upstream gradient is 0
+has a gradient of 0, whatever its logits are (NaN too).
 
 T = rows   V = vocabulary
 """
