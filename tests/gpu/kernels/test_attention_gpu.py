@@ -101,17 +101,17 @@ def test_scheduling_changes_no_bit(dtype):
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Whether each call of the Hopper kernel took its case."""
+    """Whether each call took the kernels for Hopper."""
     if not facts(torch.device("cuda:0")).gluon:
         pytest.skip("hopper.py is for Hopper and the Triton of device.GLUON_TRITON")
     seen = []
-    attend = hopper.attend_hopper
+    reads = hopper.reads
 
     def spy(*args):
-        seen.append(attend(*args))
+        seen.append(reads(*args))
         return seen[-1]
 
-    monkeypatch.setattr(hopper, "attend_hopper", spy)
+    monkeypatch.setattr(hopper, "reads", spy)
     yield seen
     assert seen
     assert all(seen)
@@ -127,7 +127,7 @@ def test_copies_in_a_warp_of_their_own_change_no_bit(dtype, shape, window, causa
         options = {"window": window, "causal": causal}
         plain = forward(q, k, v, cu_q, cu_k, rows=64, warp_specialized=False, **options)
         assert same(forward(q, k, v, cu_q, cu_k, **options), plain)
-        for rows, split in ((64, False), (64, True), (128, False)):
+        for rows, split in ((64, False), (64, True), (128, False), (128, True)):
             got = forward(
                 q, k, v, cu_q, cu_k, rows=rows, split=split, warp_specialized=True, **options
             )

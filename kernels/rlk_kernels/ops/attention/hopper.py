@@ -1,4 +1,4 @@
-# ruff: noqa: RUF005, SIM102 (Gluon has no starred tuples, and decides `if not SPLIT` on its own)
+# ruff: noqa: RUF005 (Gluon has no starred tuples)
 """The forward of `forward.py` on Hopper: its order and bits, another schedule.
 
 A warp copies keys and values (TMA, page by page from a paged cache) into two rings of blocks as
@@ -10,7 +10,6 @@ their own are those of `order.py`.
 """
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,6 +27,7 @@ from rlk_kernels.matmul.hopper.pipeline import (
     described,
     thread_barrier,
 )
+from rlk_kernels.matmul.hopper.split import _halves
 from rlk_kernels.ops.attention.order import (
     CHUNK,
     LOG2E,
@@ -38,6 +38,7 @@ from rlk_kernels.ops.attention.order import (
     one_sum,
     seen_keys,
 )
+from rlk_kernels.ops.attention.schedule import slot_row
 
 BLOCK = gl.constexpr(128)
 """Keys of a block: `order.block_n` of the head sizes taken here."""
@@ -59,10 +60,10 @@ def _copy_block(desc, ring, full, empty, turn, rows, column, LENGTH: gl.constexp
 
 @gluon.jit
 def _copy_keys(given, PAGE: gl.constexpr, LENGTH: gl.constexpr):
-    """One warp: blocks begin ... end."""
+    """One warp: blocks begin ... end, `turn` blocks after the first of all."""
     (
         k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty, table, start, len_k,
-        k_column, v_column, k_page, v_page, begin, end,
+        k_column, v_column, k_page, v_page, begin, end, turn,
     ) = given  # fmt: skip
     for j in range(begin, end):
         k_rows = ()
@@ -78,8 +79,8 @@ def _copy_keys(given, PAGE: gl.constexpr, LENGTH: gl.constexpr):
             else:
                 k_rows = k_rows + (start + key,)
                 v_rows = v_rows + (start + key,)
-        _copy_block(k_desc, k_ring, k_full, k_empty, j - begin, k_rows, k_column, LENGTH)
-        _copy_block(v_desc, v_ring, v_full, v_empty, j - begin, v_rows, v_column, LENGTH)
+        _copy_block(k_desc, k_ring, k_full, k_empty, turn + j - begin, k_rows, k_column, LENGTH)
+        _copy_block(v_desc, v_ring, v_full, v_empty, turn + j - begin, v_rows, v_column, LENGTH)
 
 
 @gluon.jit
@@ -140,36 +141,120 @@ def _merge_chunk(m_all, den_all, merged, some, m, den, acc):
 
 
 @gluon.jit
-def _close_chunk(m_all, den_all, merged, some, m, den, acc):
-    """`_merge_chunk`, the sum to where the next one finds it."""
-    m_all, den_all, total = _merge_chunk(m_all, den_all, merged, some, m, den, acc)
-    merged.store(total)
+def _add_to_slot(
+    m_all, den_all, part_acc_ptr, place, live, some, m, den, acc, DIM: gl.constexpr,
+    FIRST: gl.constexpr,
+):  # fmt: skip
+    """`_merge_chunk` of the columns from FIRST, with a sum that lies in a slot: (m, den).
+
+    A thread finds there what it has written itself. Few columns at a time: the scores of the next
+    block are in registers too.
+    """
+    layout: gl.constexpr = acc.type.layout
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    live = gl.convert_layout(live, rows)[:, None]
+    cols = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
+    slot = part_acc_ptr + gl.convert_layout(place, rows)[:, None] * DIM + cols[None, :]
+    before = gl.zeros_like(acc)
+    if some:
+        before = gl.load(slot, mask=live, other=0.0)
+    top, den, total = merge(
+        gl.convert_layout(m_all, rows), gl.convert_layout(den_all, rows), before,
+        gl.convert_layout(m, rows), gl.convert_layout(one_sum(den), rows), acc,
+    )  # fmt: skip
+    gl.store(slot, total, mask=live)
+    return top, den
+
+
+@gluon.jit
+def _merge_slot(m_all, den_all, slot, live, some, m, den, acc):
+    """`_merge_chunk` with a sum that lies in a slot."""
+    layout: gl.constexpr = acc.type.layout
+    before = gl.zeros_like(acc)
+    if some:
+        before = gl.load(slot, mask=live[:, None], other=0.0)
+    m = gl.convert_layout(m, gl.SliceLayout(1, layout))
+    den = gl.convert_layout(one_sum(den), gl.SliceLayout(1, layout))
+    return merge(m_all, den_all, before, m, den, acc)
+
+
+@gluon.jit
+def _slot(piece, chunk, row, HK: gl.constexpr, G: gl.constexpr):
+    """The row of the slots where the state after `chunk` lies, of each packed row."""
+    len_q, hk, folded, base = piece
+    return slot_row(base, chunk, folded, len_q * G, row, HK, hk)
+
+
+@gluon.jit
+def _put(part_acc_ptr, part_ml_ptr, place, live, cols, m, den, acc, DIM: gl.constexpr):
+    gl.store(part_ml_ptr + place * 2, m, mask=live)
+    gl.store(part_ml_ptr + place * 2 + 1, den, mask=live)
+    gl.store(part_acc_ptr + place[:, None] * DIM + cols[None, :], acc, mask=live[:, None])
+
+
+@gluon.jit
+def _close_chunk(
+    m_all, den_all, merged, some, m, den, acc, part_acc_ptr, part_ml_ptr, piece, merges, chunk,
+    first_row, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, SPLIT: gl.constexpr,
+    RUNNING: gl.constexpr,
+):  # fmt: skip
+    """A chunk's state merged with those before it, to where the next one finds the sum; or, of a
+    piece that does not merge, to its own slot."""
+    layout: gl.constexpr = acc.type.layout
+    if not SPLIT:
+        m_all, den_all, total = _merge_chunk(m_all, den_all, merged, some, m, den, acc)
+        merged.store(total)
+    else:
+        row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        cols = gl.arange(0, DIM, gl.SliceLayout(0, layout))
+        live = row < piece[0] * G
+        if merges:
+            if RUNNING:
+                place = _slot(piece, 0, row, HK, G)
+                left, right = _halves(acc)
+                _add_to_slot(m_all, den_all, part_acc_ptr, place, live, some, m, den, left, DIM, 0)
+                top, of_all = _add_to_slot(
+                    m_all, den_all, part_acc_ptr, place, live, some, m, den, right, DIM, DIM // 2
+                )
+                m_all = gl.convert_layout(top, gl.SliceLayout(1, layout))
+                den_all = gl.convert_layout(of_all, gl.SliceLayout(1, layout))
+            else:
+                m_all, den_all, total = _merge_chunk(m_all, den_all, merged, some, m, den, acc)
+                merged.store(total)
+        else:
+            of_chunk = gl.convert_layout(m, gl.SliceLayout(1, layout))
+            sums = gl.convert_layout(one_sum(den), gl.SliceLayout(1, layout))
+            here = _slot(piece, chunk, row, HK, G)
+            _put(part_acc_ptr, part_ml_ptr, here, live, cols, of_chunk, sums, acc, DIM)
     return m_all, den_all
 
 
 @gluon.jit
 def _attend(
     given, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOWED: gl.constexpr, SPLIT: gl.constexpr, GROUP: gl.constexpr,
+    WINDOWED: gl.constexpr, SPLIT: gl.constexpr, RUNNING: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Four warps: 64 packed rows over the blocks begin ... end, at least one."""
     (
         q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, q_smem, merged, k_ring, v_ring, k_full,
-        k_empty, v_full, v_empty, first_row, q_start, len_q, len_k, hk, chunk, begin, end,
-        plain_end, scale, window, T, stride_qt, stride_qh,
+        k_empty, v_full, v_empty, first_row, q_start, len_q, len_k, hk, begin, end, plain_end,
+        only, merges, folded, base, turn, scale, window, T, stride_qt, stride_qh,
     ) = given  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = q_ptr.dtype.element_ty
+    piece = (len_q, hk, folded, base)
     first_row += GROUP * ROWS
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LOAD))
     at = (q_start + row // G).to(gl.int64) * stride_qt + (hk * G + row % G) * stride_qh
     at = at[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, LOAD))[None, :]
     q = q_smem.index(GROUP)
+    if SPLIT:
+        thread_barrier()  # the piece before is through with its queries
     q.store(gl.load(q_ptr + at, mask=(row < len_q * G)[:, None], other=0.0))
     fence_async_shared()
-    if not SPLIT:
+    if not RUNNING:
         merged = merged.index(GROUP)
 
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
@@ -183,38 +268,43 @@ def _attend(
     m_all = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OUT))
     den_all = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OUT))
     some = False
-    keys = _block(k_ring, k_full, 0)
+    keys = _block(k_ring, k_full, turn)
     s = warpgroup_mma(q, keys.permute((1, 0)), s, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, [s])
-    _free(k_ring, k_empty, 0)
+    _free(k_ring, k_empty, turn)
     for j in range(begin, end - 1):
         fresh = (j % PER_CHUNK == 0) | (j == begin)
-        if not SPLIT:
-            if fresh and j > begin:
-                m_all, den_all = _close_chunk(m_all, den_all, merged, some, m, den, acc)
-                some = True
+        if fresh and j > begin:
+            m_all, den_all = _close_chunk(
+                m_all, den_all, merged, some, m, den, acc, part_acc_ptr, part_ml_ptr, piece, merges,
+                j // PER_CHUNK - 1, first_row, HK, G, DIM, SPLIT, RUNNING,
+            )  # fmt: skip
+            some = True
         p, m, den, old = _weigh(
             s, m, den, scale, j * BLOCK, last, window, fresh, j >= plain_end, dtype, OUT, WINDOWED
         )
         acc = acc * old[:, None]
-        keys = _block(k_ring, k_full, j - begin + 1)
+        keys = _block(k_ring, k_full, turn + 1)
         scores = warpgroup_mma(q, keys.permute((1, 0)), s, use_acc=False, is_async=True)
-        values = _block(v_ring, v_full, j - begin)
+        values = _block(v_ring, v_full, turn)
         sums = warpgroup_mma(p, values, acc, use_acc=not fresh, is_async=True)
         s, acc, p = warpgroup_mma_wait(0, [scores, sums, p])
-        _free(k_ring, k_empty, j - begin + 1)
-        _free(v_ring, v_empty, j - begin)
+        _free(k_ring, k_empty, turn + 1)
+        _free(v_ring, v_empty, turn)
+        turn += 1
     j = end - 1
     fresh = (j % PER_CHUNK == 0) | (j == begin)
-    if not SPLIT:
-        if fresh and j > begin:
-            m_all, den_all = _close_chunk(m_all, den_all, merged, some, m, den, acc)
-            some = True
+    if fresh and j > begin:
+        m_all, den_all = _close_chunk(
+            m_all, den_all, merged, some, m, den, acc, part_acc_ptr, part_ml_ptr, piece, merges,
+            j // PER_CHUNK - 1, first_row, HK, G, DIM, SPLIT, RUNNING,
+        )  # fmt: skip
+        some = True
     p, m, den, old = _weigh(
         s, m, den, scale, j * BLOCK, last, window, fresh, j >= plain_end, dtype, OUT, WINDOWED
     )
     acc = acc * old[:, None]
-    values = _block(v_ring, v_full, j - begin)
+    values = _block(v_ring, v_full, turn)
     if end * BLOCK > len_k:
         _clear(values, len_k - j * BLOCK)
     sums = warpgroup_mma(p, values, acc, use_acc=not fresh, is_async=True)
@@ -224,14 +314,25 @@ def _attend(
     cols = gl.arange(0, DIM, gl.SliceLayout(0, OUT))
     live = row < len_q * G
     if SPLIT:
-        place = (chunk.to(gl.int64) * HK + hk) * T * G + q_start * G + row
-        m = gl.convert_layout(m, gl.SliceLayout(1, OUT))
-        gl.store(part_ml_ptr + place * 2, m, mask=live)
-        den_all = gl.convert_layout(one_sum(den), gl.SliceLayout(1, OUT))
-        gl.store(part_ml_ptr + place * 2 + 1, den_all, mask=live)
-        gl.store(part_acc_ptr + place[:, None] * DIM + cols[None, :], acc, mask=live[:, None])
+        _free(v_ring, v_empty, turn)
+        if merges:
+            if RUNNING:
+                slot = part_acc_ptr + _slot(piece, 0, row, HK, G)[:, None] * DIM + cols[None, :]
+                m_all, den_all, acc = _merge_slot(m_all, den_all, slot, live, some, m, den, acc)
+            else:
+                m_all, den_all, acc = _merge_chunk(m_all, den_all, merged, some, m, den, acc)
+        else:
+            m_all = gl.convert_layout(m, gl.SliceLayout(1, OUT))
+            den_all = gl.convert_layout(one_sum(den), gl.SliceLayout(1, OUT))
+        if not only:
+            place = _slot(piece, j // PER_CHUNK, row, HK, G)
+            if merges:
+                place = _slot(piece, 0, row, HK, G)
+            _put(part_acc_ptr, part_ml_ptr, place, live, cols, m_all, den_all, acc, DIM)
     else:
         m_all, den_all, acc = _merge_chunk(m_all, den_all, merged, some, m, den, acc)
+        only = True
+    if only:
         head = hk * G + row % G
         finish(
             m_all, den_all, acc, out_ptr, lse_ptr, q_start + row // G, head, live, cols, HK * G,
@@ -250,18 +351,37 @@ def _ring(
     return ring, full, empty
 
 
+@gluon.jit
+def buffers(
+    q_ptr, DIM: gl.constexpr, GROUPS: gl.constexpr, K_DEPTH: gl.constexpr, V_DEPTH: gl.constexpr,
+    RUNNING: gl.constexpr,
+):  # fmt: skip
+    """(queries, merged chunks, keys and their two barriers, values and theirs) in shared memory."""
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, DIM], dtype)
+    q_smem = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, DIM], tile)
+    k_ring, k_full, k_empty = _ring(K_DEPTH, DIM, GROUPS, tile, dtype)
+    v_ring, v_full, v_empty = _ring(V_DEPTH, DIM, GROUPS, tile, dtype)
+    merged = q_smem
+    if not RUNNING:
+        # eight rows of a warp lie in different banks
+        swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+        merged = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS, DIM], swizzled)
+    fence_async_shared()
+    return q_smem, merged, k_ring, k_full, k_empty, v_ring, v_full, v_empty
+
+
 @gluon.jit(do_not_specialize=["B", "T", "window", "stride_table"])
 def _attention_hopper_kernel(
-    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, cu_q_ptr, cu_k_ptr,
-    table_ptr, B, T, scale, window, stride_qt, stride_qh, k_head, v_head, k_page, v_page,
-    stride_table, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOWED: gl.constexpr, PAGE: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr,
-    K_DEPTH: gl.constexpr, V_DEPTH: gl.constexpr,
+    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, table_ptr, B, T, scale, window,
+    stride_qt, stride_qh, k_head, v_head, k_page, v_page, stride_table, HK: gl.constexpr,
+    G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
+    PAGE: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
+    """A program a block of rows, all of whose keys it walks."""
     BM: gl.constexpr = GROUPS * ROWS
     block = gl.num_programs(0) - 1 - gl.program_id(0)  # the longest rows first
     hk = gl.program_id(1)
-    chunk = gl.program_id(2)
     b, q_start, len_q, first_row = find_sequence(cu_q_ptr, block, B, G, BM)
     if first_row >= len_q * G:
         return
@@ -274,41 +394,26 @@ def _attention_hopper_kernel(
         first_row, len_q, len_k, window, G, BM, BLOCK, CAUSAL, WINDOWED
     )
     begin = seen_begin // BLOCK
-    end = gl.cdiv(seen_end, BLOCK)
-    if SPLIT:
-        begin = gl.maximum(begin, chunk * PER_CHUNK)
-        end = gl.minimum(end, (chunk + 1) * PER_CHUNK)
-        if begin >= end:
-            return
-    end = gl.maximum(end, begin + 1)
+    end = gl.maximum(gl.cdiv(seen_end, BLOCK), begin + 1)
     plain_end = gl.minimum(shared_end, seen_end) // BLOCK
-
-    dtype: gl.constexpr = q_ptr.dtype.element_ty
-    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, DIM], dtype)
-    q_smem = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, DIM], tile)
-    k_ring, k_full, k_empty = _ring(K_DEPTH, DIM, GROUPS, tile, dtype)
-    v_ring, v_full, v_empty = _ring(V_DEPTH, DIM, GROUPS, tile, dtype)
-    merged = q_smem
-    if not SPLIT:
-        # eight rows of a warp lie in different banks
-        swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-        merged = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS, DIM], swizzled)
-    fence_async_shared()
+    q_smem, merged, k_ring, k_full, k_empty, v_ring, v_full, v_empty = buffers(
+        q_ptr, DIM, GROUPS, 2, 2, False
+    )
     LENGTH: gl.constexpr = k_desc.block_type.shape[0]
     given = (
-        q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, q_smem, merged, k_ring, v_ring, k_full,
-        k_empty, v_full, v_empty, first_row, q_start, len_q, len_k, hk, chunk, begin, end,
-        plain_end, scale, window, T, stride_qt, stride_qh,
+        q_ptr, out_ptr, lse_ptr, out_ptr, lse_ptr, q_smem, merged, k_ring, v_ring, k_full, k_empty,
+        v_full, v_empty, first_row, q_start, len_q, len_k, hk, begin, end, plain_end, 0, 0, 0, 0, 0,
+        scale, window, T, stride_qt, stride_qh,
     )  # fmt: skip
     keys = (
         k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
         table_ptr + b.to(gl.int64) * stride_table, k_start, len_k, hk * k_head, hk * v_head,
-        k_page, v_page, begin, end,
+        k_page, v_page, begin, end, 0,
     )  # fmt: skip
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, SPLIT, 0)),
+                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, False, False, 0)),
                 (_copy_keys, (keys, PAGE, LENGTH)),
             ],
             [1], [40],
@@ -316,8 +421,8 @@ def _attention_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, SPLIT, 0)),
-                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, SPLIT, 1)),
+                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, False, False, 0)),
+                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, False, False, 1)),
                 (_copy_keys, (keys, PAGE, LENGTH)),
             ],
             [4, 1], [232, 40],
@@ -346,30 +451,34 @@ def _keys_per_copy(page: int) -> int:
     return page if page >= 8 and BLOCK.value % page == 0 else 0
 
 
-def attend_hopper(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part_acc: Tensor, part_ml: Tensor,
-    cu_q: Tensor, lens_k: Tensor, table: Tensor | None, causal: bool, scale: float,
-    window: int | None, groups: int, split: bool,
-) -> bool:  # fmt: skip
-    """Fill out and lse (or the parts of each chunk); False where this kernel cannot read k, v."""
-    heads, dim = q.shape[1:]
-    paged = table is not None
-    kv_heads, group = k.shape[-2], heads // k.shape[-2]
-    length = _keys_per_copy(k.shape[1]) if paged else BLOCK.value
-    k_rows, v_rows = _rows_of(k, paged), _rows_of(v, paged)
-    if not length or k_rows is None or v_rows is None or (table is not None and not table.numel()):
+def reads(k: Tensor, v: Tensor, table: Tensor | None) -> bool:
+    """Whether these kernels can read k and v."""
+    if table is not None and not (_keys_per_copy(k.shape[1]) and table.numel()):
         return False
-    tokens, batch = q.shape[0], cu_q.numel() - 1
-    keys = table.shape[1] * k.shape[1] if table is not None else k.shape[0]
+    return all(_rows_of(x, table is not None) is not None for x in (k, v))
+
+
+def descriptors(k: Tensor, v: Tensor, table: Tensor | None) -> list:
+    """Tensor maps of what `reads` accepts."""
+    length = _keys_per_copy(k.shape[1]) if table is not None else BLOCK.value
+    rows = (_rows_of(x, table is not None) for x in (k, v))
+    return [described(x, [length, k.shape[-1]]) for x in rows if x is not None]
+
+
+def attend_hopper(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor, lens_k: Tensor,
+    table: Tensor | None, causal: bool, scale: float, window: int | None, groups: int,
+) -> None:  # fmt: skip
+    """Fill out and lse, no keys split; k and v are such that `reads` is true."""
+    (tokens, heads, dim), kv_heads = q.shape, k.shape[-2]
+    group, batch = heads // kv_heads, cu_q.numel() - 1
+    paged = table is not None
     blocks = tokens * group // (groups * ROWS.value) + batch
-    _attention_hopper_kernel[(blocks, kv_heads, triton.cdiv(keys, CHUNK) if split else 1)](
-        q, described(k_rows, [length, dim]), described(v_rows, [length, dim]), out, lse, part_acc,
-        part_ml,
-        cu_q, lens_k, table if table is not None else cu_q, batch, tokens, scale * LOG2E,
-        window or 0, q.stride(0), q.stride(1), k.stride(-2), v.stride(-2),
-        k.stride(0) // k.stride(1) if paged else 0, v.stride(0) // v.stride(1) if paged else 0,
-        table.stride(0) if table is not None else 0,
-        kv_heads, group, dim, causal, window is not None, k.shape[1] if paged else 0, split,
-        groups, 2, 1 if split else 2, num_warps=4, maxnreg=128 if split else 168,
+    _attention_hopper_kernel[(blocks, kv_heads)](
+        q, *descriptors(k, v, table), out, lse, cu_q, lens_k, table if table is not None else cu_q,
+        batch, tokens, scale * LOG2E, window or 0, q.stride(0), q.stride(1), k.stride(-2),
+        v.stride(-2), k.stride(0) // k.stride(1) if paged else 0,
+        v.stride(0) // v.stride(1) if paged else 0, table.stride(0) if table is not None else 0,
+        kv_heads, group, dim, causal, window is not None, k.shape[1] if paged else 0, groups,
+        num_warps=4, maxnreg=168,
     )  # fmt: skip
-    return True
