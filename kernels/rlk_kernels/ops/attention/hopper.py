@@ -27,7 +27,6 @@ from rlk_kernels.matmul.hopper.pipeline import (
     described,
     thread_barrier,
 )
-from rlk_kernels.matmul.hopper.split import _halves
 from rlk_kernels.ops.attention.order import (
     CHUNK,
     LOG2E,
@@ -38,7 +37,6 @@ from rlk_kernels.ops.attention.order import (
     one_sum,
     seen_keys,
 )
-from rlk_kernels.ops.attention.schedule import slot_row
 
 BLOCK = gl.constexpr(128)
 """Keys of a block: `order.block_n` of the head sizes taken here."""
@@ -141,121 +139,80 @@ def _merge_chunk(m_all, den_all, merged, some, m, den, acc):
 
 
 @gluon.jit
-def _add_to_slot(
-    m_all, den_all, part_acc_ptr, place, live, some, m, den, acc, DIM: gl.constexpr,
-    FIRST: gl.constexpr,
-):  # fmt: skip
-    """`_merge_chunk` of the columns from FIRST, with a sum that lies in a slot: (m, den).
-
-    A thread finds there what it has written itself. Few columns at a time: the scores of the next
-    block are in registers too.
-    """
-    layout: gl.constexpr = acc.type.layout
-    rows: gl.constexpr = gl.SliceLayout(1, layout)
-    live = gl.convert_layout(live, rows)[:, None]
-    cols = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
-    slot = part_acc_ptr + gl.convert_layout(place, rows)[:, None] * DIM + cols[None, :]
-    before = gl.zeros_like(acc)
-    if some:
-        before = gl.load(slot, mask=live, other=0.0)
-    top, den, total = merge(
-        gl.convert_layout(m_all, rows), gl.convert_layout(den_all, rows), before,
-        gl.convert_layout(m, rows), gl.convert_layout(one_sum(den), rows), acc,
-    )  # fmt: skip
-    gl.store(slot, total, mask=live)
-    return top, den
-
-
-@gluon.jit
-def _merge_slot(m_all, den_all, slot, live, some, m, den, acc):
-    """`_merge_chunk` with a sum that lies in a slot."""
-    layout: gl.constexpr = acc.type.layout
-    before = gl.zeros_like(acc)
-    if some:
-        before = gl.load(slot, mask=live[:, None], other=0.0)
-    m = gl.convert_layout(m, gl.SliceLayout(1, layout))
-    den = gl.convert_layout(one_sum(den), gl.SliceLayout(1, layout))
-    return merge(m_all, den_all, before, m, den, acc)
-
-
-@gluon.jit
-def _slot(piece, chunk, row, HK: gl.constexpr, G: gl.constexpr):
-    """The row of the slots where the state after `chunk` lies, of each packed row."""
-    len_q, hk, folded, base = piece
-    return slot_row(base, chunk, folded, len_q * G, row, HK, hk)
-
-
-@gluon.jit
-def _put(part_acc_ptr, part_ml_ptr, place, live, cols, m, den, acc, DIM: gl.constexpr):
-    gl.store(part_ml_ptr + place * 2, m, mask=live)
-    gl.store(part_ml_ptr + place * 2 + 1, den, mask=live)
-    gl.store(part_acc_ptr + place[:, None] * DIM + cols[None, :], acc, mask=live[:, None])
-
-
-@gluon.jit
-def _close_chunk(
-    m_all, den_all, merged, some, m, den, acc, part_acc_ptr, part_ml_ptr, piece, merges, chunk,
-    first_row, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, SPLIT: gl.constexpr,
-    RUNNING: gl.constexpr,
-):  # fmt: skip
-    """A chunk's state merged with those before it, to where the next one finds the sum; or, of a
-    piece that does not merge, to its own slot."""
-    layout: gl.constexpr = acc.type.layout
-    if not SPLIT:
-        m_all, den_all, total = _merge_chunk(m_all, den_all, merged, some, m, den, acc)
-        merged.store(total)
-    else:
-        row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        cols = gl.arange(0, DIM, gl.SliceLayout(0, layout))
-        live = row < piece[0] * G
-        if merges:
-            if RUNNING:
-                place = _slot(piece, 0, row, HK, G)
-                left, right = _halves(acc)
-                _add_to_slot(m_all, den_all, part_acc_ptr, place, live, some, m, den, left, DIM, 0)
-                top, of_all = _add_to_slot(
-                    m_all, den_all, part_acc_ptr, place, live, some, m, den, right, DIM, DIM // 2
-                )
-                m_all = gl.convert_layout(top, gl.SliceLayout(1, layout))
-                den_all = gl.convert_layout(of_all, gl.SliceLayout(1, layout))
-            else:
-                m_all, den_all, total = _merge_chunk(m_all, den_all, merged, some, m, den, acc)
-                merged.store(total)
-        else:
-            of_chunk = gl.convert_layout(m, gl.SliceLayout(1, layout))
-            sums = gl.convert_layout(one_sum(den), gl.SliceLayout(1, layout))
-            here = _slot(piece, chunk, row, HK, G)
-            _put(part_acc_ptr, part_ml_ptr, here, live, cols, of_chunk, sums, acc, DIM)
+def _close_chunk(m_all, den_all, merged, some, m, den, acc):
+    """`_merge_chunk`, the sum to where the next one finds it."""
+    m_all, den_all, total = _merge_chunk(m_all, den_all, merged, some, m, den, acc)
+    merged.store(total)
     return m_all, den_all
+
+
+@gluon.jit
+def _load_queries(
+    q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, HK: gl.constexpr, G: gl.constexpr
+):
+    """64 packed rows into shared memory."""
+    DIM: gl.constexpr = q.type.shape[1]
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LOAD))
+    at = (q_start + row // G).to(gl.int64) * stride_qt + (hk * G + row % G) * stride_qh
+    at = at[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, LOAD))[None, :]
+    q.store(gl.load(q_ptr + at, mask=(row < len_q * G)[:, None], other=0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def _first_scores(q, s, k_ring, k_full, k_empty, turn):
+    """The scores of the `turn`-th block, waited for."""
+    keys = _block(k_ring, k_full, turn)
+    s = warpgroup_mma(q, keys.permute((1, 0)), s, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, [s])
+    _free(k_ring, k_empty, turn)
+    return s
+
+
+@gluon.jit
+def _next_block(q, s, p, acc, fresh, k_ring, v_ring, k_full, k_empty, v_full, v_empty, turn):
+    """(scores of the block after the `turn`-th, sums with its values)."""
+    keys = _block(k_ring, k_full, turn + 1)
+    scores = warpgroup_mma(q, keys.permute((1, 0)), s, use_acc=False, is_async=True)
+    values = _block(v_ring, v_full, turn)
+    sums = warpgroup_mma(p, values, acc, use_acc=not fresh, is_async=True)
+    s, acc, p = warpgroup_mma_wait(0, [scores, sums, p])
+    _free(k_ring, k_empty, turn + 1)
+    _free(v_ring, v_empty, turn)
+    return s, acc
+
+
+@gluon.jit
+def _last_block(p, acc, fresh, v_ring, v_full, v_empty, turn, count):
+    """The sums with the last values, of which the first `count` are the sequence's."""
+    values = _block(v_ring, v_full, turn)
+    if count < BLOCK:
+        _clear(values, count)
+    sums = warpgroup_mma(p, values, acc, use_acc=not fresh, is_async=True)
+    acc, p = warpgroup_mma_wait(0, [sums, p])
+    _free(v_ring, v_empty, turn)
+    return acc
 
 
 @gluon.jit
 def _attend(
     given, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOWED: gl.constexpr, SPLIT: gl.constexpr, RUNNING: gl.constexpr, GROUP: gl.constexpr,
+    WINDOWED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Four warps: 64 packed rows over the blocks begin ... end, at least one."""
     (
-        q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, q_smem, merged, k_ring, v_ring, k_full,
-        k_empty, v_full, v_empty, first_row, q_start, len_q, len_k, hk, begin, end, plain_end,
-        only, merges, folded, base, turn, scale, window, T, stride_qt, stride_qh,
+        q_ptr, out_ptr, lse_ptr, q_smem, merged, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+        first_row, q_start, len_q, len_k, hk, begin, end, plain_end, scale, window, T, stride_qt,
+        stride_qh,
     ) = given  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    piece = (len_q, hk, folded, base)
     first_row += GROUP * ROWS
-    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LOAD))
-    at = (q_start + row // G).to(gl.int64) * stride_qt + (hk * G + row % G) * stride_qh
-    at = at[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, LOAD))[None, :]
     q = q_smem.index(GROUP)
-    if SPLIT:
-        thread_barrier()  # the piece before is through with its queries
-    q.store(gl.load(q_ptr + at, mask=(row < len_q * G)[:, None], other=0.0))
-    fence_async_shared()
-    if not RUNNING:
-        merged = merged.index(GROUP)
+    _load_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, HK, G)
+    merged = merged.index(GROUP)
 
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     last = gl.zeros_like(row) + len_k - 1  # the last key a row sees
@@ -268,76 +225,38 @@ def _attend(
     m_all = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OUT))
     den_all = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OUT))
     some = False
-    keys = _block(k_ring, k_full, turn)
-    s = warpgroup_mma(q, keys.permute((1, 0)), s, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(0, [s])
-    _free(k_ring, k_empty, turn)
+    s = _first_scores(q, s, k_ring, k_full, k_empty, 0)
     for j in range(begin, end - 1):
         fresh = (j % PER_CHUNK == 0) | (j == begin)
         if fresh and j > begin:
-            m_all, den_all = _close_chunk(
-                m_all, den_all, merged, some, m, den, acc, part_acc_ptr, part_ml_ptr, piece, merges,
-                j // PER_CHUNK - 1, first_row, HK, G, DIM, SPLIT, RUNNING,
-            )  # fmt: skip
+            m_all, den_all = _close_chunk(m_all, den_all, merged, some, m, den, acc)
             some = True
         p, m, den, old = _weigh(
             s, m, den, scale, j * BLOCK, last, window, fresh, j >= plain_end, dtype, OUT, WINDOWED
         )
         acc = acc * old[:, None]
-        keys = _block(k_ring, k_full, turn + 1)
-        scores = warpgroup_mma(q, keys.permute((1, 0)), s, use_acc=False, is_async=True)
-        values = _block(v_ring, v_full, turn)
-        sums = warpgroup_mma(p, values, acc, use_acc=not fresh, is_async=True)
-        s, acc, p = warpgroup_mma_wait(0, [scores, sums, p])
-        _free(k_ring, k_empty, turn + 1)
-        _free(v_ring, v_empty, turn)
-        turn += 1
+        s, acc = _next_block(
+            q, s, p, acc, fresh, k_ring, v_ring, k_full, k_empty, v_full, v_empty, j - begin
+        )
     j = end - 1
     fresh = (j % PER_CHUNK == 0) | (j == begin)
     if fresh and j > begin:
-        m_all, den_all = _close_chunk(
-            m_all, den_all, merged, some, m, den, acc, part_acc_ptr, part_ml_ptr, piece, merges,
-            j // PER_CHUNK - 1, first_row, HK, G, DIM, SPLIT, RUNNING,
-        )  # fmt: skip
+        m_all, den_all = _close_chunk(m_all, den_all, merged, some, m, den, acc)
         some = True
     p, m, den, old = _weigh(
         s, m, den, scale, j * BLOCK, last, window, fresh, j >= plain_end, dtype, OUT, WINDOWED
     )
     acc = acc * old[:, None]
-    values = _block(v_ring, v_full, turn)
-    if end * BLOCK > len_k:
-        _clear(values, len_k - j * BLOCK)
-    sums = warpgroup_mma(p, values, acc, use_acc=not fresh, is_async=True)
-    acc, p = warpgroup_mma_wait(0, [sums, p])
+    acc = _last_block(p, acc, fresh, v_ring, v_full, v_empty, j - begin, len_k - j * BLOCK)
 
+    m_all, den_all, acc = _merge_chunk(m_all, den_all, merged, some, m, den, acc)
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
     cols = gl.arange(0, DIM, gl.SliceLayout(0, OUT))
-    live = row < len_q * G
-    if SPLIT:
-        _free(v_ring, v_empty, turn)
-        if merges:
-            if RUNNING:
-                slot = part_acc_ptr + _slot(piece, 0, row, HK, G)[:, None] * DIM + cols[None, :]
-                m_all, den_all, acc = _merge_slot(m_all, den_all, slot, live, some, m, den, acc)
-            else:
-                m_all, den_all, acc = _merge_chunk(m_all, den_all, merged, some, m, den, acc)
-        else:
-            m_all = gl.convert_layout(m, gl.SliceLayout(1, OUT))
-            den_all = gl.convert_layout(one_sum(den), gl.SliceLayout(1, OUT))
-        if not only:
-            place = _slot(piece, j // PER_CHUNK, row, HK, G)
-            if merges:
-                place = _slot(piece, 0, row, HK, G)
-            _put(part_acc_ptr, part_ml_ptr, place, live, cols, m_all, den_all, acc, DIM)
-    else:
-        m_all, den_all, acc = _merge_chunk(m_all, den_all, merged, some, m, den, acc)
-        only = True
-    if only:
-        head = hk * G + row % G
-        finish(
-            m_all, den_all, acc, out_ptr, lse_ptr, q_start + row // G, head, live, cols, HK * G,
-            DIM, T,
-        )  # fmt: skip
+    head = hk * G + row % G
+    finish(
+        m_all, den_all, acc, out_ptr, lse_ptr, q_start + row // G, head, row < len_q * G, cols,
+        HK * G, DIM, T,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -401,9 +320,9 @@ def _attention_hopper_kernel(
     )
     LENGTH: gl.constexpr = k_desc.block_type.shape[0]
     given = (
-        q_ptr, out_ptr, lse_ptr, out_ptr, lse_ptr, q_smem, merged, k_ring, v_ring, k_full, k_empty,
-        v_full, v_empty, first_row, q_start, len_q, len_k, hk, begin, end, plain_end, 0, 0, 0, 0, 0,
-        scale, window, T, stride_qt, stride_qh,
+        q_ptr, out_ptr, lse_ptr, q_smem, merged, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+        first_row, q_start, len_q, len_k, hk, begin, end, plain_end, scale, window, T, stride_qt,
+        stride_qh,
     )  # fmt: skip
     keys = (
         k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
@@ -413,7 +332,7 @@ def _attention_hopper_kernel(
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, False, False, 0)),
+                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, 0)),
                 (_copy_keys, (keys, PAGE, LENGTH)),
             ],
             [1], [40],
@@ -421,8 +340,8 @@ def _attention_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, False, False, 0)),
-                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, False, False, 1)),
+                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, 0)),
+                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, 1)),
                 (_copy_keys, (keys, PAGE, LENGTH)),
             ],
             [4, 1], [232, 40],
