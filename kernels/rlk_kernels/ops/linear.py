@@ -20,7 +20,7 @@ M = rows of x (all leading dimensions)   K = in features   N = out features
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import choose, record
+from rlk_kernels.backend import call, choose, record
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.matmul import portable
 from rlk_kernels.numerics.column_sum.operator import column_sum
@@ -114,5 +114,5 @@ def linear(
         raise UnsupportedDtype(f"linear: out_dtype is {out_dtype}; a floating dtype is needed")
     chosen = choose("linear", backend, x, weight, bias)
     rows = x.reshape(-1 if x.shape[-1] else x.shape[:-1].numel(), x.shape[-1])
-    y = _gemm(rows, weight, bias, False, True, out_dtype or x.dtype, chosen)
+    y = call(_gemm, rows, weight, bias, False, True, out_dtype or x.dtype, chosen)
     return y.reshape(*x.shape[:-1], weight.shape[0])

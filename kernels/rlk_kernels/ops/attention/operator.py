@@ -20,7 +20,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import choose, record
+from rlk_kernels.backend import call, choose, record
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.attention import portable
 
@@ -223,7 +223,7 @@ def attention(
     cu_k = _index("cu_seqlens_k", cu_seqlens_k, cu_q.numel())
     chosen = choose("attention", backend, q, k, v, cu_q, cu_k)
     q, k, v = (_last_dense(x) for x in (q, k, v))
-    out, lse = _attention(q, k, v, cu_q, cu_k, causal, scale, window, chosen)
+    out, lse = call(_attention, q, k, v, cu_q, cu_k, causal, scale, window, chosen)
     return (out, lse) if return_lse else out
 
 
@@ -267,5 +267,5 @@ def paged_attention(
     table = table if table.stride(-1) == 1 else table.contiguous()
     chosen = choose("paged_attention", backend, q, k_cache, v_cache, table, lens, cu_q)
     q, k_cache, v_cache = (_last_dense(x) for x in (q, k_cache, v_cache))
-    out, lse = _paged_attention(q, k_cache, v_cache, table, lens, cu_q, scale, window, chosen)
+    out, lse = call(_paged_attention, q, k_cache, v_cache, table, lens, cu_q, scale, window, chosen)
     return (out, lse) if return_lse else out

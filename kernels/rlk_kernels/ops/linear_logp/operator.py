@@ -26,7 +26,7 @@ T = tokens   V = vocabulary   H = hidden size   K = further ids a token
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import choose, record
+from rlk_kernels.backend import call, choose, record
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.linear_logp import portable
 from rlk_kernels.ops.linear_logp.options import LogitOptions, RowStatistics
@@ -225,7 +225,8 @@ def linear_logp(
         if token_ids.dtype not in (torch.int32, torch.int64):
             raise UnsupportedDtype(f"linear_logp: token_ids are {token_ids.dtype}")
         ids = torch.cat([ids, token_ids.long()], 1)
-    logps, lse, entropy, *_ = _linear_logp(
+    logps, lse, entropy, *_ = call(
+        _linear_logp,
         as_rows(hidden), as_rows(weight), None if bias is None else bias.contiguous(),
         ids.contiguous(), spec.logit_dtype, spec.softcap, spec.scale, spec.temperature,
         return_entropy, chosen,

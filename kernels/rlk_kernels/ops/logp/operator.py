@@ -18,7 +18,7 @@ T = rows   V = vocabulary
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import choose, record
+from rlk_kernels.backend import call, choose, record
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.logp import portable
 
@@ -105,4 +105,4 @@ def logp(
         raise ValueError(f"logp: temperature must be above 0, not {temperature}")
     chosen = choose("logp", backend, logits, target)
     rows = logits if logits.stride(1) == 1 else logits.contiguous()
-    return _logp(rows, target.contiguous(), float(temperature), chosen)[0]
+    return call(_logp, rows, target.contiguous(), float(temperature), chosen)[0]

@@ -17,7 +17,7 @@ import functools
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import choose, record
+from rlk_kernels.backend import call, choose, record
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.rope import portable
 
@@ -114,5 +114,6 @@ def rope(
     for x in (q, k):
         chosen = choose("rope", backend, x, positions, q)
         x = x if x.stride(-1) == 1 else x.contiguous()
-        out.append(_rope(x, positions, float(theta), size, 1.0, cos_sin_dtype, interleaved, chosen))
+        options = (float(theta), size, 1.0, cos_sin_dtype, interleaved, chosen)
+        out.append(call(_rope, x, positions, *options))
     return out[0], out[1]
