@@ -257,19 +257,22 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lens_k: Tensor, table: Tensor | None,
     causal: bool, scale: float, window: int | None,
     rows: int | None = None, split: bool | None = None, warp_specialized: bool | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, str]:  # fmt: skip
     """(out[T, Hq, D], lse[Hq, T], which implementation ran).
 
     `lens_k`: cu_seqlens_k, or context lengths with a `table`.
 
     `rows` (packed rows of a program), `split` and `warp_specialized` (copies in a warp of their
-    own, `hopper.py`) change the time and never the bits; None leaves them to the shape.
+    own, `hopper.py`) change the time and never the bits; None leaves them to the shape. `out`:
+    contiguous memory for the result.
     """
     tokens, heads, dim = q.shape
     paged = table is not None
     kv_heads = k.shape[-2]
     group = heads // kv_heads
-    out = torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
     batch = cu_q.numel() - 1
     if tokens == 0 or batch == 0:

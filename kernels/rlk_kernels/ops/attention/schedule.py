@@ -303,8 +303,9 @@ def schedule(
     block = max(16, triton.next_power_of_2(batch))
     paged = table is not None
     together = block_rows // group  # sequences of one query that fit a block of rows
-    shared = cu_q
-    if share := paged and window is None and chunk % page == 0 and together > 1 and batch > 1:
+    share, shared = False, cu_q
+    if table is not None and window is None and chunk % page == 0 and min(together, batch) > 1:
+        share = True
         shared = torch.empty(batch, dtype=torch.int32, device=cu_q.device)
         _shared_kernel[(batch,)](
             shared, table, cu_q, lens_k, table.stride(0), together, chunk, page,
