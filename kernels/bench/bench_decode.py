@@ -51,7 +51,7 @@ def decode(lens: list[int], width: int = 0, queries: list[int] | None = None, sh
 
 def microseconds(make, nbytes: int) -> float:
     """Of one call, rotating over as many inputs as outgrow the L2."""
-    return 1e3 * graph_ms([make()[0] for _ in range(copies(nbytes, most=12))], target_ms=3.0)
+    return 1e3 * graph_ms([make()[0] for _ in range(copies(nbytes, most=8))], target_ms=2.0)
 
 
 def scratch_mib(call) -> float:

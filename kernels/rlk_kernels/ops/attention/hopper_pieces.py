@@ -33,6 +33,10 @@ from rlk_kernels.ops.attention.order import (
 )
 from rlk_kernels.ops.attention.schedule import piece, slot_row
 
+RESIDENT, DEPTH = 2, (2, 1)
+"""Of blocks of 64 rows: programs a processor, and blocks of keys and of values that each has room
+for (time only)."""
+
 
 @gluon.jit
 def _blocks(
@@ -202,10 +206,11 @@ def _pieces_hopper_kernel(
     plan_ptr, pieces_ptr, q_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr,
     table_ptr, last_entry, T, scale, window, stride_qt, stride_qh, k_head, v_head, k_page, v_page,
     stride_table, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOWED: gl.constexpr, PAGE: gl.constexpr, GROUPS: gl.constexpr, OVERLAP: gl.constexpr,
+    WINDOWED: gl.constexpr, PAGE: gl.constexpr, GROUPS: gl.constexpr, K_DEPTH: gl.constexpr,
+    V_DEPTH: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     q_smem, merged, k_ring, k_full, k_empty, v_ring, v_full, v_empty = buffers(
-        q_ptr, DIM, GROUPS, 2, GROUPS, GROUPS == 1
+        q_ptr, DIM, GROUPS, K_DEPTH, V_DEPTH, GROUPS == 1
     )
     if OVERLAP:
         gl.inline_asm_elementwise(
@@ -253,15 +258,16 @@ def attend_pieces(
     (tokens, heads, dim), kv_heads = q.shape, k.shape[-2]
     paged, here = table is not None, facts(q.device)
     # decode is bound by memory: every program stays; blocks of 128 rows come and go by length
-    programs = pieces.shape[0] * kv_heads
+    programs, depth = pieces.shape[0] * kv_heads, (2, 2)
     if groups == 1:
-        programs = min(programs, 2 * here.processors)
+        programs, depth = min(programs, RESIDENT * here.processors), DEPTH
     _pieces_hopper_kernel[(programs,)](
         plan, pieces, q, *descriptors(k, v, table), out, lse, part_acc, part_ml,
         table if table is not None else plan, plan.shape[1] - 2, tokens, scale * LOG2E, window or 0,
         q.stride(0), q.stride(1), k.stride(-2), v.stride(-2),
         k.stride(0) // k.stride(1) if paged else 0, v.stride(0) // v.stride(1) if paged else 0,
         table.stride(0) if table is not None else 0, kv_heads, heads // kv_heads, dim, causal,
-        window is not None, k.shape[1] if paged else 0, groups, here.overlaps, num_warps=4,
+        window is not None, k.shape[1] if paged else 0, groups, *depth,
+        here.overlaps, num_warps=4,
         maxnreg=128 if groups == 1 else 168, launch_pdl=here.overlaps,
     )  # fmt: skip

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from rlk_kernels.device import facts
 
-SCRATCH_BYTES = 32 << 20
-"""Of all states that wait to be merged, whatever the lengths."""
+SCRATCH_BYTES = 31 << 20
+"""Of all states that wait to be merged, whatever the lengths: below 32 MiB with the list."""
 PIECES = {16: 16, 32: 16, 64: 16, 128: 4}
 """Rows of a block -> pieces of work a processor, where there is enough of it (time only)."""
 
