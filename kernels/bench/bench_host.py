@@ -18,7 +18,7 @@ def rand(*shape, dtype=torch.bfloat16):
     return torch.randn(*shape, device="cuda", dtype=dtype)
 
 
-def host_us(call, rounds: int = 30) -> float:
+def host_us(call, rounds: int = 20) -> float:
     """Median microseconds of host time of one call."""
     for _ in range(5):
         call()
