@@ -310,8 +310,9 @@ def forward(
     most = min(most, PIECES[rows] * here.processors // kv_heads + blocks + batch)
     if split:
         slots = min(room, tokens * group * (chunks + 1))
-        part_acc = torch.empty(slots * kv_heads, padded, dtype=torch.float32, device=q.device)
-        part_ml = torch.empty(slots * kv_heads, 2, dtype=torch.float32, device=q.device)
+        states = slots * kv_heads
+        parts = torch.empty(states * (padded + 2), dtype=torch.float32, device=q.device)
+        part_acc, part_ml = parts[: states * padded], parts[states * padded :]
         plan, pieces = schedule(
             cu_q, lens_k, table, page, kv_heads, group, rows, CHUNK, causal, window, running, slots,
             most,

@@ -9,6 +9,8 @@ and written once a chunk. Written in Gluon, which ships with Triton; functions w
 their own are those of `order.py`.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -348,19 +350,28 @@ def _attention_hopper_kernel(
         )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=256)
+def _matrix(shape: torch.Size, stride: tuple[int, ...], paged: bool) -> tuple[int, int] | None:
+    """(rows, columns) of the matrix that `_rows_of` reads, or None."""
+    *_, heads, dim = shape
+    pitch, head = stride[-3], stride[-2]
+    rows = shape[0]
+    if paged:
+        pages, page = shape[:2]
+        if pitch == 0 or stride[0] % pitch:
+            return None
+        rows = (pages - 1) * (stride[0] // pitch) + page
+    width = (heads - 1) * head + dim
+    fits = stride[-1] == 1 and width <= pitch and pitch % 8 == 0 and rows > 0
+    return (rows, width) if fits else None
+
+
 def _rows_of(x: Tensor, paged: bool) -> Tensor | None:
     """The keys or values as a matrix [rows, columns] with heads side by side in a row, or None."""
-    *_, heads, dim = x.shape
-    pitch, head = x.stride(-3), x.stride(-2)
-    rows = x.shape[0]
-    if paged:
-        pages, page = x.shape[:2]
-        if pitch == 0 or x.stride(0) % pitch:
-            return None
-        rows = (pages - 1) * (x.stride(0) // pitch) + page
-    width = (heads - 1) * head + dim
-    fits = x.stride(-1) == 1 and width <= pitch and pitch % 8 == 0 and x.data_ptr() % 16 == 0
-    return torch.as_strided(x, (rows, width), (pitch, 1)) if fits and rows > 0 else None
+    size = _matrix(x.shape, x.stride(), paged)
+    if size is None or x.data_ptr() % 16:
+        return None
+    return torch.as_strided(x, size, (x.stride(-3), 1))
 
 
 def _keys_per_copy(page: int) -> int:
@@ -374,7 +385,10 @@ def reads(k: Tensor, v: Tensor, table: Tensor | None) -> bool:
     """Whether these kernels can read k and v."""
     if table is not None and not (_keys_per_copy(k.shape[1]) and table.numel()):
         return False
-    return all(_rows_of(x, table is not None) is not None for x in (k, v))
+    paged = table is not None
+    return all(
+        _matrix(x.shape, x.stride(), paged) is not None and x.data_ptr() % 16 == 0 for x in (k, v)
+    )
 
 
 def descriptors(k: Tensor, v: Tensor, table: Tensor | None) -> list:
