@@ -6,6 +6,8 @@ import tables_linear_logp
 PAGES = {
     "linear": tables.linear,
     "attention": tables.attention,
+    "decode": tables.decode,
+    "host": tables.host,
     "rows": tables.rows,
     "linear_logp": tables_linear_logp.time_and_memory,
     "linear_logp_rivals": tables_linear_logp.rivals,

@@ -59,6 +59,8 @@ def environment(commit: str | None) -> dict:
 def measures(part: str) -> dict[str, Callable[[dict], object]]:
     """What a part's record holds: name -> its measurement, given the ceilings."""
     import bench_attention
+    import bench_decode
+    import bench_host
     import bench_linear
     import bench_linear_logp
     import bench_rows
@@ -66,6 +68,8 @@ def measures(part: str) -> dict[str, Callable[[dict], object]]:
     return {
         "linear": {"linear": bench_linear.measure},
         "attention": {"prefill": bench_attention.prefill, "decode": bench_attention.decode},
+        "decode": {"widths": bench_decode.widths, "batches": bench_decode.batches},
+        "host": {"host": bench_host.measure},
         "rows": {"rows": bench_rows.measure},
         "linear_logp": {"linear_logp": bench_linear_logp.measure},
         "linear_logp_rivals": {"rivals": bench_linear_logp.rivals},

@@ -109,3 +109,48 @@ def rows(record: dict) -> list[str]:
     big = [r["bandwidth_share"] for r in record["rows"] if r["m"] >= 8192]
     lines += [f"Geometric mean of the share at M = 8192: {geomean(big):.3f}.", ""]
     return lines
+
+
+def decode(record: dict) -> list[str]:
+    """Decode in wide tables, and batches as an engine has them."""
+    widths = [0, 8192, 40960, 131072]
+    lines = [
+        "Heads 32/8 of 128, blocks of 16, bf16, CUDA graph replay over rotated caches,",
+        "microseconds; share = of the copy bandwidth, scratch = MiB held beyond the results.",
+        "",
+        "## By the block table's width in tokens",
+        "",
+    ]
+    lines += table(
+        ["sequences x context", "its own", "share", "8,192", "40,960", "131,072", "most / own",
+         "scratch, own ... widest"],
+        [
+            [f"{r['batch']} x {r['context']}", f"{us[0]:.1f}", f"{r['bandwidth_share']:.2f}"]
+            + [f"{us[w]:.1f}" if w in us else "" for w in widths[1:]]
+            + [f"{max(us.values()) / us[0]:.2f}"]
+            + [f"{min(r['scratch_mib'].values()):.1f} ... {max(r['scratch_mib'].values()):.1f}"]
+            for r in record["widths"]
+            for us in [{int(w): x for w, x in r["us"].items()}]
+        ],
+    )  # fmt: skip
+    lines += ["## Batches, in tables for 131,072 tokens", ""]
+    lines += table(
+        ["batch", "us", "GB/s of distinct keys and values"],
+        [[r["case"], f"{r['us']:.1f}", f"{r['gbs']:.0f}"] for r in record["batches"]],
+    )
+    return lines
+
+
+def host(record: dict) -> list[str]:
+    """Host time of an eager call."""
+    (found,) = record["host"]
+    own = found["us"]["F.linear"]
+    lines = [
+        "Microseconds of host time of one eager call without gradients, 16 rows; ratio = to "
+        f"F.linear ({own:.1f} before and {found['linear_again']:.1f} after the others).",
+        "",
+    ]
+    return lines + table(
+        ["operator", "us", "ratio"],
+        [[name, f"{us:.1f}", f"{us / own:.1f}"] for name, us in found["us"].items()],
+    )

@@ -17,6 +17,8 @@ import warnings
 from collections import Counter
 
 import torch
+from torch import Tensor
+from torch.library import CustomOpDef
 
 from rlk_kernels.device import HAS_TRITON, interpreting, runs_triton
 from rlk_kernels.errors import UnknownBackend, UnsupportedDevice, UnsupportedDtype
@@ -83,6 +85,23 @@ def _warn_of_no_triton() -> None:
         RuntimeWarning,
         stacklevel=4,
     )
+
+
+def call(op: CustomOpDef, *args):
+    """`op(*args)`, past torch's dispatch where nothing there has work to do: no gradient, compiler,
+    mode, transform or kind of tensor of its own. Dispatching costs several times what a launch
+    does."""
+    if torch.compiler.is_compiling():
+        return op(*args)
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    if (
+        (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+        or any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors)
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    ):
+        return op(*args)
+    return op._init_fn(*args)
 
 
 def record(op: str, implementation: str) -> None:

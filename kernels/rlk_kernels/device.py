@@ -38,6 +38,13 @@ def capability(device: torch.device) -> tuple[int, int]:
     """The compute capability of an NVIDIA GPU; (0, 0) for any other device."""
     if device.type != "cuda" or torch.version.hip is not None:
         return 0, 0
+    if torch.compiler.is_compiling():  # a cache would be looked into, and warned of
+        return torch.cuda.get_device_capability(device)
+    return _asked_capability(device)
+
+
+@functools.cache
+def _asked_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 

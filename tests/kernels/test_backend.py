@@ -230,8 +230,21 @@ def test_registration_passes_torchs_own_check():
     torch.library.opcheck(
         ops.attention, (h, h + 1, h + 2, cu, cu.clone(), True, 0.5, None, "torch")
     )
-    rope = (h, torch.arange(3), 1e4, 8, 1.0, torch.float32, False, "torch")
-    torch.library.opcheck(ops.rope, rope)
+    rope = (torch.arange(3), None, 1e4, 8, 1.0, torch.float32, False, "torch")
+    torch.library.opcheck(ops.rope, (h, *rope))
+    torch.library.opcheck(ops.rope, (h, rope[0], torch.ones(4), *rope[2:]))
+    torch.library.opcheck(ops.linear_into, (torch.empty(3, W.shape[0]), X, W, None, "torch"))
+    cache, lens = h[None].clone(), torch.tensor([3], dtype=torch.int32)
+    torch.library.opcheck(
+        ops.paged_attention_into,
+        (torch.empty_like(h), h, cache, cache + 1, cu[None, :1], lens, cu, 0.5, None, "torch"),
+    )
+    ids, ones = torch.tensor([1, 2, 0]), torch.ones(3)
+    prepare = (ids, ones, torch.ones(1), True, cu, 1, "grpo", None, -100, "torch")
+    torch.library.opcheck(ops.grpo_prepare, prepare)
+    options = (torch.float32, 0.0, 1.0, 1.0, 0.1, 0.2, 0.2, [True, True, False], "torch")
+    given = (X.clone(), W.clone(), None, ids[:, None], None, ones, -ones, ones.double())
+    torch.library.opcheck(ops.linear_grpo_loss, (*given, *options))
 
 
 def test_inputs_are_not_modified():

@@ -18,7 +18,7 @@ from offline_h200 import Compiled, Launches
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "compile_kernels.py"
-CALLS = ("linear, one wave of 64 rows", "decode, split", "linear_logp, not split", "rows")
+CALLS = ("linear, one wave of 64 rows", "decode", "decode, split", "linear_logp, not split", "rows")
 """What launches every kernel written in Gluon, and the main ones of the others."""
 
 
@@ -63,8 +63,10 @@ def test_the_products_that_are_not_in_gluon_too(compiled):
 
 
 def test_kernels_have_the_registers_that_they_need(compiled):
-    """With Triton 3.6 none of these spills; with 3.9 two in Gluon spill a few numbers."""
-    assert all(x.spills <= (128 if x.gluon else 0) for x in compiled)
+    """With Triton 3.9 two in Gluon spill a few numbers; pieces of split attention spill more, but
+    between two chunks and not in their loop."""
+    most = {"_pieces_hopper_kernel": compile_kernels.SPILLS["_pieces_hopper_kernel"]}
+    assert all(x.spills <= most.get(x.kernel, 128 if x.gluon else 0) for x in compiled)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ M = rows of x (all leading dimensions)   K = in features   N = out features
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import choose, record
+from rlk_kernels.backend import call, choose, record
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.matmul import portable
 from rlk_kernels.numerics.column_sum.operator import column_sum
@@ -56,6 +56,22 @@ def _(a, b, bias, trans_a, trans_b, out_dtype, backend):
     return a.new_empty(m, n, dtype=out_dtype)
 
 
+@torch.library.custom_op("rlk::linear_into", mutates_args=("out",))
+def _linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, backend: str) -> None:
+    if backend == "torch":
+        record("linear", "torch")
+        out.copy_(portable.product(x, weight, bias, False, True, out.dtype))
+        return
+    from rlk_kernels.matmul.product import product
+
+    record("linear", product(x, weight, bias, False, True, out))
+
+
+@_linear_into.register_fake
+def _(out, x, weight, bias, backend):
+    return None
+
+
 def _setup(ctx, inputs, output):
     a, b, bias, trans_a, trans_b, _, backend = inputs
     ctx.linear_form = trans_b and not trans_a
@@ -82,20 +98,40 @@ def _backward(ctx, dy):
 _gemm.register_autograd(_backward, setup_context=_setup)
 
 
+def _check_out(
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None
+) -> None:
+    """Raise where the result cannot be written to `out`."""
+    shape = (*x.shape[:-1], weight.shape[0])
+    if out.shape != shape or not out.is_contiguous() or out.numel() == 0:
+        raise UnsupportedShape(
+            f"linear: out {tuple(out.shape)} of strides {out.stride()} must be contiguous, {shape} "
+            "and not empty"
+        )
+    if not out.is_floating_point() or dtype not in (None, out.dtype):
+        raise UnsupportedDtype(f"linear: out is {out.dtype} and out_dtype is {dtype}")
+    inputs = (x, weight, bias)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+        raise ValueError("linear: a result in `out` has no gradient; use torch.no_grad()")
+
+
 def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """y[..., N] = x[..., K] @ weight[N, K]^T (+ bias[N]), the bits of a row free of its batch.
 
     x, weight, bias: one dtype of bfloat16, float16, float32 (float64 on the torch backend, for
     gradcheck; bias may also be float32). out_dtype defaults to x's; the sum is rounded to it once,
-    from fp32. Any M >= 0, N, K, strides and alignment.
-    Raises UnsupportedShape, UnsupportedDtype, and what `backend.choose` raises.
+    from fp32. Any M >= 0, N, K, strides and alignment. With out[..., N] (contiguous; its dtype is
+    that of y) the result is written there and `out` is returned: without gradients.
+    Raises UnsupportedShape, UnsupportedDtype, ValueError where `out` is to have a gradient, and
+    what `backend.choose` raises.
     """
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise UnsupportedShape(
@@ -112,7 +148,12 @@ def linear(
         raise UnsupportedDtype(f"linear: bias is {bias.dtype}; {x.dtype} or float32 is needed")
     if out_dtype is not None and not out_dtype.is_floating_point:
         raise UnsupportedDtype(f"linear: out_dtype is {out_dtype}; a floating dtype is needed")
-    chosen = choose("linear", backend, x, weight, bias)
+    chosen = choose("linear", backend, x, weight, bias, out)
+    if out is not None:
+        _check_out(out, x, weight, bias, out_dtype)
     rows = x.reshape(-1 if x.shape[-1] else x.shape[:-1].numel(), x.shape[-1])
-    y = _gemm(rows, weight, bias, False, True, out_dtype or x.dtype, chosen)
+    if out is not None:
+        call(_linear_into, out.view(-1, weight.shape[0]), rows, weight, bias, chosen)
+        return out
+    y = call(_gemm, rows, weight, bias, False, True, out_dtype or x.dtype, chosen)
     return y.reshape(*x.shape[:-1], weight.shape[0])

@@ -101,17 +101,17 @@ def test_scheduling_changes_no_bit(dtype):
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Whether each call of the Hopper kernel took its case."""
+    """Whether each call took the kernels for Hopper."""
     if not facts(torch.device("cuda:0")).gluon:
         pytest.skip("hopper.py is for Hopper and the Triton of device.GLUON_TRITON")
     seen = []
-    attend = hopper.attend_hopper
+    reads = hopper.reads
 
     def spy(*args):
-        seen.append(attend(*args))
+        seen.append(reads(*args))
         return seen[-1]
 
-    monkeypatch.setattr(hopper, "attend_hopper", spy)
+    monkeypatch.setattr(hopper, "reads", spy)
     yield seen
     assert seen
     assert all(seen)
@@ -127,7 +127,7 @@ def test_copies_in_a_warp_of_their_own_change_no_bit(dtype, shape, window, causa
         options = {"window": window, "causal": causal}
         plain = forward(q, k, v, cu_q, cu_k, rows=64, warp_specialized=False, **options)
         assert same(forward(q, k, v, cu_q, cu_k, **options), plain)
-        for rows, split in ((64, False), (64, True), (128, False)):
+        for rows, split in ((64, False), (64, True), (128, False), (128, True)):
             got = forward(
                 q, k, v, cu_q, cu_k, rows=rows, split=split, warp_specialized=True, **options
             )
@@ -204,3 +204,69 @@ def test_gradients_are_right_the_same_in_20_runs_and_free_of_neighbours(dtype, s
         bounds = [torch.tensor([0, m], device="cuda") for m in (count, 400)]
         dq = torch.autograd.grad(rk.attention(*lone, *bounds), lone, do[part])[0]
         assert torch.equal(dq, runs[0][0][part])
+
+
+PAGED = [
+    ([1] * 6, [0, 3000, 1025, 2048, 7, 5000]),
+    ([1, 70, 0, 5, 300], [9000, 1600, 40, 3, 300]),
+    ([1] * 40, [97 * i for i in range(40)]),
+]
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("shape", [(32, 8, 128), (14, 2, 64), (6, 6, 80)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_lists_of_pieces_change_no_bit_in_any_table_and_any_scratch(
+    dtype, shape, window, monkeypatch
+):
+    for lens in PAGED:
+        q, k, v, cu_q, cu_k = packed(*lens, *shape, dtype, "cuda")
+        k_cache, v_cache, table, context = paged_cache(k, v, cu_k, page=16)
+        wide = torch.full((len(context), 8192), 1 << 30, dtype=torch.int32, device="cuda")
+        wide[:, : table.shape[1]] = table
+        one = forward(q, k_cache, v_cache, cu_q, context, table, window=window, split=False)
+        for scratch in (31 << 20, 1 << 19):
+            monkeypatch.setattr(attention_forward, "SCRATCH_BYTES", scratch)
+            for rows in (None, 64, 128):
+                got = forward(
+                    q, k_cache, v_cache, cu_q, context, wide, window=window, split=True, rows=rows
+                )
+                assert same(got, one), (lens, scratch, rows)
+
+
+@pytest.mark.parametrize("shape", [(32, 8, 128), (16, 8, 64), (32, 4, 128)])
+def test_a_prefix_that_sequences_share_changes_no_bit(shape):
+    n, prompt = 24, 2048
+    q, k, v, cu_q, cu_k = packed(
+        [1] * n, [prompt + 97 * i for i in range(n)], *shape, torch.bfloat16, "cuda"
+    )
+    for b in range(n):
+        for x in (k, v):
+            x[cu_k[b] : cu_k[b] + prompt] = x[cu_k[b // 8 * 8] : cu_k[b // 8 * 8] + prompt]
+    k_cache, v_cache, table, context = paged_cache(k, v, cu_k, page=16)
+    joint = table.clone()
+    for b in range(n):
+        joint[b, : prompt // 16] = table[b // 8 * 8, : prompt // 16]
+    one = forward(q, k_cache, v_cache, cu_q, context, table, split=False)
+    for rows in (None, 16, 128):
+        options = {"rows": rows, "split": True, "warp_specialized": None if rows != 16 else False}
+        assert same(forward(q, k_cache, v_cache, cu_q, context, joint, **options), one), rows
+
+
+def test_a_graph_replays_with_other_contexts():
+    q, k, v, cu_q, cu_k = packed([1] * 8, [9000] * 8, 32, 8, 128, torch.bfloat16, "cuda")
+    k_cache, v_cache, table, context = paged_cache(k, v, cu_k, page=16)
+    context, cu = context.int(), cu_q.int()
+
+    def run(**more):
+        return forward(q, k_cache, v_cache, cu, context, table, **more)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = run()
+    for most in (1, 17, 1024, 1025, 5000, 9000, 3):
+        context.copy_(torch.randint(1, most + 1, (8,)))
+        graph.replay()
+        assert same(replayed, run(split=False)), most

@@ -2,7 +2,8 @@
 
     token_gradient  dloss/dlogp of a chunk of tokens in fp32, and what makes dlogits of E
     rebase          E of nodes whose reference is not their row's, in place
-    scale_rows      x[m] c[m], rounded once
+    quiet           zeros for E of a row that is not finite and has no gradient, in place
+    scale_rows      x[m] c[m], rounded once; 0 where c is 0, also of NaN
     scale           a gradient times the upstream one, in place
 
 All are elementwise: they have no order.
@@ -52,7 +53,8 @@ def _token_gradient_kernel(
     n = tl.load(n_ptr + rows, mask=on, other=0.0)
     log_s = tl.load(s_ptr + rows, mask=on, other=0.0)
     r = reference(n, tl.load(z_ptr + rows, mask=on, other=0.0), HALF)
-    tl.store(c_ptr + rows, -g * tl.exp2((r - n) - log_s), mask=on)
+    c = -g * tl.exp2((r - n) - log_s)
+    tl.store(c_ptr + rows, tl.where((g == 0.0) & (c != c), 0.0, c), mask=on)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -99,8 +101,21 @@ def _scale_rows_kernel(
     mask = (rows < M)[:, None] & (cols < N)
     c = tl.load(c_ptr + rows, mask=rows < M, other=0.0)[:, None]
     x = tl.load(x_ptr + rows[:, None] * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
+    x = tl.where((c == 0.0) & (x * c != x * c), 0.0, x * c)
     at = out_ptr + rows[:, None] * stride_out + cols
-    tl.store(at, (x * c).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(at, x.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _quiet_kernel(e_ptr, g_ptr, s_ptr, V, stride, B: tl.constexpr):
+    """Zeros for the exponentials of a row that has no gradient and is not finite."""
+    row = tl.program_id(0).to(tl.int64)
+    log_s = tl.load(s_ptr + row)
+    if (tl.load(g_ptr + row) == 0.0) & (log_s - log_s != 0.0):
+        for first in range(0, V, B):
+            cols = first + tl.arange(0, B)
+            zeros = tl.zeros((B,), e_ptr.dtype.element_ty)
+            tl.store(e_ptr + row * stride + cols, zeros, mask=cols < V)
 
 
 @triton.jit
@@ -139,6 +154,12 @@ def rebase(out: Tensor, node_n: Tensor, rows: RowStatistics, width: int) -> None
         out, node_n, rows.n, rows.z, t, v, nodes, out.stride(0), width, REBASE_NODES, REBASE_ROWS,
         REBASE_STEP, num_warps=4,
     )  # fmt: skip
+
+
+def quiet(out: Tensor, g: Tensor, rows: RowStatistics) -> None:
+    """Clear exponentials out[T, V] of rows whose gradient g[T] is 0 and that are not finite."""
+    t, v = out.shape
+    _quiet_kernel[(t,)](out, g, rows.log_s, v, out.stride(0), 4096, num_warps=4)
 
 
 def scale_rows(x: Tensor, c: Tensor, out: Tensor) -> Tensor:

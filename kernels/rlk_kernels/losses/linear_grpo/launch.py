@@ -27,7 +27,13 @@ from rlk_kernels.device import facts
 from rlk_kernels.losses.grpo.kernels import prepare, reduce_loss
 from rlk_kernels.losses.grpo.operator import Loss
 from rlk_kernels.losses.linear_grpo import plan
-from rlk_kernels.losses.linear_grpo.kernels import rebase, scale, scale_rows, token_gradient
+from rlk_kernels.losses.linear_grpo.kernels import (
+    quiet,
+    rebase,
+    scale,
+    scale_rows,
+    token_gradient,
+)
 from rlk_kernels.matmul.accumulate.accumulate import accumulate
 from rlk_kernels.matmul.accumulate.partial import PartialProduct, lo_accumulator
 from rlk_kernels.matmul.plan import most_special
@@ -99,7 +105,8 @@ def logp_and_gradients(
         for vocab, tiles, e in zip(chunk.vocab, chunk.tiles, stored, strict=True):
             last = vocab.last == v
             rebase(e, stats[0, chunk.nodes(vocab)], rows, tiles.node_columns)
-            mark(e, own, rows, g[:, None], a, None, spec, vocab.first, e.shape[1], slice(0, m), c)
+            quiet(e, g, rows)
+            mark(e, own, rows, g[:, None], a, None, spec, vocab.first, e.shape[1], c)
             products = []
             if dh is not None:
                 products.append(

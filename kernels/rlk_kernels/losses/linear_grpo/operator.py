@@ -6,7 +6,7 @@ triton backend (`launch.py`): three products instead of four, chunks of tokens. 
 portable forward and backward of `linear_logp` (four products), same contract.
 
 The gradients are made in the forward, for an upstream gradient of 1; the backward multiplies them
-by the upstream one in place, once: calling it a second time raises.
+by the upstream one in place, once: calling it a second time raises. Compiled, it multiplies copies.
 
 T = tokens   V = vocabulary   H = hidden size   B = sequences
 """
@@ -19,9 +19,10 @@ from torch.autograd.function import once_differentiable
 
 from rlk_kernels.backend import choose, record
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
-from rlk_kernels.losses.grpo.operator import LOSS_TYPES, Loss, by_sequence
+from rlk_kernels.losses.grpo.operator import LOSS_TYPES, METRICS, Loss, by_sequence
 from rlk_kernels.losses.linear_grpo import portable
 from rlk_kernels.ops.linear_logp.operator import as_rows, check, check_options
+from rlk_kernels.ops.linear_logp.options import LogitOptions
 
 NUMBERS = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
@@ -74,11 +75,89 @@ class _LinearGRPO(torch.autograd.Function):
         return (*grads, *(None,) * 6)
 
 
+@torch.library.custom_op("rlk::grpo_prepare", mutates_args=())
+def _prepare(
+    target: Tensor, mask: Tensor, advantages: Tensor, spread: bool, cu_seqlens: Tensor | None,
+    sequences: int, loss_type: str, max_tokens: int | None, ignore_index: int, backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ids, found, weights = _implementation(backend).prepare(
+        target, mask, advantages, spread, cu_seqlens, sequences, loss_type, max_tokens, ignore_index
+    )
+    # a copy where it is an input: an operator returns none of these
+    return ids, found if spread else found.clone(), weights
+
+
+@_prepare.register_fake
+def _(target, mask, advantages, spread, cu_seqlens, sequences, loss_type, max_tokens, ignore_index,
+      backend):  # fmt: skip
+    t = target.shape[0]
+    dtype = advantages.dtype
+    if spread and backend != "torch":
+        dtype = torch.promote_types(dtype, torch.float32)
+    return (
+        target.new_empty(t, dtype=torch.int64), advantages.new_empty(t, dtype=dtype),
+        target.new_empty(t, dtype=torch.float64),
+    )  # fmt: skip
+
+
+@torch.library.custom_op("rlk::linear_grpo_loss", mutates_args=())
+def _compiled_loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, old: Tensor | None,
+    advantages: Tensor, ref: Tensor | None, weights: Tensor, logit_dtype: torch.dtype,
+    softcap: float, scale: float, temperature: float, beta: float, low: float, high: float,
+    needs: list[bool], backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss, logp, metrics, dhidden, dweight, dbias): `_LinearGRPO` for a compiler, which wants all
+    that goes to the backward among the outputs."""
+    spec = LogitOptions(logit_dtype, softcap, scale, temperature)
+    value, metrics, logp, grads, ran = _implementation(backend).loss_and_gradients(
+        hidden, weight, bias, ids, (old, advantages, ref, weights), spec, Loss(beta, low, high),
+        needs,
+    )  # fmt: skip
+    record("linear_grpo_loss", ran)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    found = [hidden.new_empty(0) if x is None else x for x in grads]
+    return value.to(wide), logp.clone(), torch.stack(list(metrics.values())), *found
+
+
+@_compiled_loss.register_fake
+def _(hidden, weight, bias, ids, old, advantages, ref, weights, logit_dtype, softcap, scale,
+      temperature, beta, low, high, needs, backend):  # fmt: skip
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    count = len(METRICS) if ref is not None else len(METRICS) - 1
+    grads = [
+        x.new_empty(x.shape) if need and x is not None else hidden.new_empty(0)
+        for x, need in zip((hidden, weight, bias), needs, strict=True)
+    ]
+    return (
+        hidden.new_empty((), dtype=wide), hidden.new_empty(hidden.shape[0], dtype=wide),
+        hidden.new_empty(count, dtype=torch.float32), *grads,
+    )  # fmt: skip
+
+
+def _setup_compiled(ctx, inputs, output):
+    ctx.needs = inputs[15]
+    ctx.save_for_backward(*output[3:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward_compiled(ctx, g, *_):
+    grads = [
+        (x.to(g.dtype) * g).to(x.dtype) if need else None
+        for x, need in zip(ctx.saved_tensors, ctx.needs, strict=True)
+    ]
+    return (*grads, *(None,) * 14)
+
+
+_compiled_loss.register_autograd(_backward_compiled, setup_context=_setup_compiled)
+
+
 def _partition(cu_seqlens: Tensor, t: int) -> bool:
-    """Whether the sequences hold each token once. On a GPU asking would wait for it: not asked."""
+    """Whether the sequences hold each token once. On a GPU asking would wait for it, and compiled
+    code cannot: not asked."""
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 + (t > 0):
         return False
-    if cu_seqlens.device.type != "cpu":
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
         return True
     bounds = cu_seqlens.tolist()
     return bounds[0] == 0 and bounds[-1] == t and sorted(bounds) == bounds
@@ -167,13 +246,28 @@ def linear_grpo_loss(
     chosen = choose(
         name, backend, hidden, weight, bias, target, cu_seqlens, advantages, *per_token.values()
     )
-    ids, advantages, weights = _implementation(chosen).prepare(
+    compiling = torch.compiler.is_compiling()
+    arguments = (
         target, mask, advantages.detach(), spread, cu_seqlens, sequences, loss_type, max_tokens,
         int(ignore_index),
     )  # fmt: skip
+    if compiling:
+        ids, advantages, weights = _prepare(*arguments, chosen)
+    else:
+        ids, advantages, weights = _implementation(chosen).prepare(*arguments)
+    operands = (as_rows(hidden), as_rows(weight), None if bias is None else bias.contiguous())
     tokens = (per_token.get("old_logp"), advantages, per_token.get("ref_logp"), weights)
-    value, logp, names, *found = _LinearGRPO.apply(
-        as_rows(hidden), as_rows(weight), None if bias is None else bias.contiguous(),
-        ids[:, None], tokens, spec, Loss(beta, low, high), chosen, torch.is_grad_enabled(),
-    )  # fmt: skip
+    if compiling:
+        needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in operands]
+        value, logp, metrics, *_ = _compiled_loss(
+            *operands, ids[:, None], *tokens, spec.logit_dtype, spec.softcap, spec.scale,
+            spec.temperature, beta, low, high, needs, chosen,
+        )  # fmt: skip
+        found = metrics.unbind()
+        names = METRICS[: len(found)]
+    else:
+        value, logp, names, *found = _LinearGRPO.apply(
+            *operands, ids[:, None], tokens, spec, Loss(beta, low, high), chosen,
+            torch.is_grad_enabled(),
+        )  # fmt: skip
     return value, {"logp": logp, **dict(zip(names, found, strict=True))}

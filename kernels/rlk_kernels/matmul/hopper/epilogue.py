@@ -369,7 +369,7 @@ def _permuted(w: Tensor, box: list[int]) -> TensorDescriptor:
     (v, k), row = w.shape, w.stride(0)
     box = [box[0] // 128, 16, 4, 2, box[1]]
     shape, strides = [v // 128, 16, 4, 2, k], [128 * row, 2 * row, 32 * row, row, 1]
-    return TensorDescriptor(w, shape, strides, box, shared_layout(box, w.dtype))
+    return TensorDescriptor(w, shape, strides, box, shared_layout(tuple(box), w.dtype))
 
 
 _MODES = {

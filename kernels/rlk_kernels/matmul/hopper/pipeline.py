@@ -1,5 +1,7 @@
 """What the kernels written for Hopper share (Gluon, which ships with Triton)."""
 
+import functools
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -28,14 +30,15 @@ reinterpret = getattr(_MEMORY, "reinterpret", None) or _MEMORY._reinterpret
 _GL = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
-def shared_layout(box: list[int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+@functools.cache
+def shared_layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """How TMA and the tensor core expect `box` in shared memory."""
-    return gl.NVMMASharedLayout.get_default_for(box, _GL[dtype])
+    return gl.NVMMASharedLayout.get_default_for(list(box), _GL[dtype])
 
 
 def described(x: Tensor, box: list[int]) -> TensorDescriptor:
     """A tensor map of x, read or written a `box` at a time."""
-    return TensorDescriptor.from_tensor(x, box, shared_layout(box, x.dtype))
+    return TensorDescriptor.from_tensor(x, box, shared_layout(tuple(box), x.dtype))
 
 
 def lead_steps(k: int, step: int) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlk_kernels.device import facts
+from rlk_kernels.ops.attention.merge import merge_parts
 from rlk_kernels.ops.attention.order import (
     CHUNK,
     LOG2E,
@@ -26,6 +27,13 @@ from rlk_kernels.ops.attention.order import (
     merge,
     one_sum,
     seen_keys,
+)
+from rlk_kernels.ops.attention.schedule import (
+    PIECES,
+    SCRATCH_BYTES,
+    piece,
+    schedule,
+    slot_row,
 )
 
 
@@ -69,10 +77,11 @@ def attend_block(q, k, v, m, den, acc, scale, visible, MASKED: tl.constexpr, LEV
     return top, den, acc
 
 
-@triton.jit(do_not_specialize=["B", "T", "window", "stride_table"])
-def _attention_kernel(
-    q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr,
-    cu_q_ptr, cu_k_ptr, table_ptr, B, T, scale, window,
+@triton.jit
+def _attend_rows(
+    q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, table_ptr,
+    b, q_start, len_q, k_start, len_k, first_row, hk, T, scale, window,
+    first_chunk, chunk_limit, only, merges, folded, base,
     stride_qt, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
     stride_table,
     HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
@@ -80,19 +89,8 @@ def _attention_kernel(
     WINDOWED: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, TMA: tl.constexpr,
     SPLIT: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
-    hk = tl.program_id(1)
-    b, q_start, len_q, first_row = find_sequence(cu_q_ptr, block, B, G, BM)
-    if first_row >= len_q * G:
-        return
-    if PAGED:
-        k_start = 0
-        len_k = tl.load(cu_k_ptr + b)
-    else:
-        k_start = tl.load(cu_k_ptr + b)
-        len_k = tl.load(cu_k_ptr + b + 1) - k_start
+    """BM packed rows of a sequence over its keys, or (SPLIT) over those of a piece's chunks."""
     table = table_ptr + b.to(tl.int64) * stride_table
-
     row = first_row + tl.arange(0, BM)
     query = row // G
     head = hk * G + row % G
@@ -108,11 +106,8 @@ def _attention_kernel(
         first_row, len_q, len_k, window, G, BM, BN, CAUSAL, WINDOWED
     )
     if SPLIT:
-        chunk = tl.program_id(2)
-        begin = tl.maximum(begin, chunk * CHUNK)
-        seen_end = tl.minimum(seen_end, chunk * CHUNK + CHUNK)
-        if begin >= seen_end:
-            return
+        begin = tl.maximum(begin, first_chunk * CHUNK)
+        seen_end = tl.minimum(seen_end, chunk_limit * CHUNK)
     plain_end = tl.maximum(tl.minimum(shared_end, seen_end) // BN * BN, begin)
 
     m = tl.full((BM,), float("-inf"), tl.float32)
@@ -134,8 +129,11 @@ def _attention_kernel(
                 stride_vp, stride_vs, stride_vh, cols, BN, DIM, DP, PAGED, PAGE, TMA, False,
             )  # fmt: skip
             m, den, acc = attend_block(q, k, v, m, den, acc, scale, True, False, LEVELS)
-        if not SPLIT and plain_end >= chunk_end:
-            m_all, den_all, acc_all = merge(m_all, den_all, acc_all, m, one_sum(den), acc)
+        if plain_end >= chunk_end:
+            m_all, den_all, acc_all = _end_chunk(
+                m_all, den_all, acc_all, m, den, acc, part_acc_ptr, part_ml_ptr, base, chunk,
+                folded, merges, row, len_q * G, hk, live, cols, HK, DP, SPLIT,
+            )  # fmt: skip
             m = tl.full((BM,), float("-inf"), tl.float32)
             den = tl.zeros((BM, 8), tl.float32)
             acc = tl.zeros((BM, DP), tl.float32)
@@ -153,120 +151,188 @@ def _attention_kernel(
         if WINDOWED:
             visible &= key[None, :] > last[:, None] - window
         m, den, acc = attend_block(q, k, v, m, den, acc, scale, visible, True, LEVELS)
-        if not SPLIT and (first + BN) % CHUNK == 0:
-            m_all, den_all, acc_all = merge(m_all, den_all, acc_all, m, one_sum(den), acc)
+        if (first + BN) % CHUNK == 0:
+            m_all, den_all, acc_all = _end_chunk(
+                m_all, den_all, acc_all, m, den, acc, part_acc_ptr, part_ml_ptr, base,
+                first // CHUNK, folded, merges, row, len_q * G, hk, live, cols, HK, DP, SPLIT,
+            )  # fmt: skip
             m = tl.full((BM,), float("-inf"), tl.float32)
             den = tl.zeros((BM, 8), tl.float32)
             acc = tl.zeros((BM, DP), tl.float32)
 
-    packed = (q_start * G).to(tl.int64) + row
     if SPLIT:
-        place = (tl.program_id(2).to(tl.int64) * HK + hk) * T * G + packed
-        tl.store(part_ml_ptr + place * 2, m, mask=live)
-        tl.store(part_ml_ptr + place * 2 + 1, one_sum(den), mask=live)
-        tl.store(part_acc_ptr + place[:, None] * DP + cols[None, :], acc, mask=live[:, None])
+        if tl.cdiv(seen_end, BN) * BN % CHUNK > 0 and begin < seen_end:  # a chunk is still open
+            m_all, den_all, acc_all = _end_chunk(
+                m_all, den_all, acc_all, m, den, acc, part_acc_ptr, part_ml_ptr, base,
+                seen_end // CHUNK, folded, merges, row, len_q * G, hk, live, cols, HK, DP, SPLIT,
+            )  # fmt: skip
+        if merges and not only:
+            _put_state(
+                m_all, den_all, acc_all, part_acc_ptr, part_ml_ptr, base, folded, folded, row,
+                len_q * G, hk, live, cols, HK, DP,
+            )  # fmt: skip
     else:
         m_all, den_all, acc_all = merge(m_all, den_all, acc_all, m, one_sum(den), acc)
+    if only:
         finish(
             m_all, den_all, acc_all, out_ptr, lse_ptr, q_start + query, head, live, cols,
             HK * G, DIM, T,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["B", "T", "window"])
-def _merge_kernel(
-    part_acc_ptr, part_ml_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, B, T, window,
-    HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
-    CHUNK: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PAGED: tl.constexpr,
+@triton.jit
+def _put_state(
+    m, den, acc, part_acc_ptr, part_ml_ptr, base, chunk, folded, row, rows, hk, live, cols,
+    HK: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """Merge the chunks of one packed row (query * G + head) of one KV head, front to back."""
-    packed = tl.program_id(0).to(tl.int64)
-    hk = tl.program_id(1)
-    token = packed // G
-    low = 0
-    high = B
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(cu_q_ptr + middle) <= token:
-            low = middle
-        else:
-            high = middle
-    q_start = tl.load(cu_q_ptr + low)
-    len_k = tl.load(cu_k_ptr + low)
-    if not PAGED:
-        len_k = tl.load(cu_k_ptr + low + 1) - len_k
-    end = len_k
-    begin = 0
-    if CAUSAL:
-        len_q = tl.load(cu_q_ptr + low + 1) - q_start
-        end = tl.maximum(token - q_start + len_k - len_q + 1, 0).to(tl.int32)
-    if WINDOWED:
-        begin = tl.maximum(end - window, 0)
-    cols = tl.arange(0, DP)
-    m = tl.full((1,), float("-inf"), tl.float32)
-    den = tl.zeros((1,), tl.float32)
-    acc = tl.zeros((1, DP), tl.float32)
-    for chunk in range(begin // CHUNK, tl.cdiv(end, CHUNK)):
-        place = ((tl.zeros((1,), tl.int64) + chunk) * HK + hk) * T * G + packed
-        m_new = tl.load(part_ml_ptr + place * 2)
-        den_new = tl.load(part_ml_ptr + place * 2 + 1)
-        acc_new = tl.load(part_acc_ptr + place[:, None] * DP + cols[None, :])
-        m, den, acc = merge(m, den, acc, m_new, den_new, acc_new)
-    head = hk * G + (packed % G).to(tl.int32) + tl.zeros((1,), tl.int32)
-    live = tl.full((1,), True, tl.int1)
-    finish(m, den, acc, out_ptr, lse_ptr, token + tl.zeros((1,), tl.int64), head, live, cols,
-            HK * G, DIM, T)  # fmt: skip
+    place = slot_row(base, chunk, folded, rows, row, HK, hk)
+    tl.store(part_ml_ptr + place * 2, m, mask=live)
+    tl.store(part_ml_ptr + place * 2 + 1, den, mask=live)
+    tl.store(part_acc_ptr + place[:, None] * DP + cols[None, :], acc, mask=live[:, None])
+
+
+@triton.jit
+def _end_chunk(
+    m_all, den_all, acc_all, m, den, acc, part_acc_ptr, part_ml_ptr, base, chunk, folded, merges,
+    row, rows, hk, live, cols, HK: tl.constexpr, DP: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """A chunk's state merged with those before it, or left for `merge.py`."""
+    if not SPLIT or merges:
+        m_all, den_all, acc_all = merge(m_all, den_all, acc_all, m, one_sum(den), acc)
+    else:
+        _put_state(
+            m, one_sum(den), acc, part_acc_ptr, part_ml_ptr, base, chunk, folded, row, rows, hk,
+            live, cols, HK, DP,
+        )  # fmt: skip
+    return m_all, den_all, acc_all
+
+
+@triton.jit(do_not_specialize=["B", "T", "window", "stride_table"])
+def _attention_kernel(
+    q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, plan_ptr,
+    pieces_ptr, cu_q_ptr, cu_k_ptr, table_ptr, B, T, scale, window,
+    stride_qt, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
+    stride_table,
+    HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, TMA: tl.constexpr,
+    SPLIT: tl.constexpr, LEVELS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if SPLIT:
+        total = tl.load(plan_ptr + 2 * B) * HK
+        for index in range(tl.program_id(0), total, tl.num_programs(0)):
+            hk = index % HK
+            b, q_start, len_q, k_start, len_k, row, begin, end, only, merges, folded, base = piece(
+                pieces_ptr, index // HK
+            )
+            _attend_rows(
+                q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr,
+                table_ptr, b, q_start, len_q, k_start, len_k, row, hk, T, scale, window, begin, end,
+                only != 0, merges != 0, folded, base, stride_qt, stride_qh, stride_kp, stride_ks,
+                stride_kh, stride_vp, stride_vs, stride_vh, stride_table, HK, G, DIM, DP, BM, BN,
+                CHUNK, CAUSAL, WINDOWED, PAGED, PAGE, TMA, SPLIT, LEVELS,
+            )  # fmt: skip
+    else:
+        block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
+        b, q_start, len_q, row = find_sequence(cu_q_ptr, block, B, G, BM)
+        if row < len_q * G:
+            k_start = 0
+            len_k = tl.load(cu_k_ptr + b)
+            if not PAGED:
+                k_start = len_k
+                len_k = tl.load(cu_k_ptr + b + 1) - k_start
+            _attend_rows(
+                q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr,
+                table_ptr, b, q_start, len_q, k_start, len_k, row, tl.program_id(1), T, scale,
+                window, 0, 0, True, True, 0, 0, stride_qt, stride_qh, stride_kp, stride_ks,
+                stride_kh, stride_vp, stride_vs, stride_vh, stride_table, HK, G, DIM, DP, BM, BN,
+                CHUNK, CAUSAL, WINDOWED, PAGED, PAGE, TMA, SPLIT, LEVELS,
+            )  # fmt: skip
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lens_k: Tensor, table: Tensor | None,
     causal: bool, scale: float, window: int | None,
     rows: int | None = None, split: bool | None = None, warp_specialized: bool | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, str]:  # fmt: skip
     """(out[T, Hq, D], lse[Hq, T], which implementation ran).
 
     `lens_k`: cu_seqlens_k, or context lengths with a `table`.
 
     `rows` (packed rows of a program), `split` and `warp_specialized` (copies in a warp of their
-    own, `hopper.py`) change the time and never the bits; None leaves them to the shape.
+    own, `hopper.py`) change the time and never the bits; None leaves them to the shape. `out`:
+    contiguous memory for the result.
     """
     tokens, heads, dim = q.shape
     paged = table is not None
     kv_heads = k.shape[-2]
     group = heads // kv_heads
-    out = torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
     batch = cu_q.numel() - 1
     if tokens == 0 or batch == 0:
         return out, lse, "triton"
+    here = facts(q.device)
     padded = max(16, triton.next_power_of_2(dim))
-    keys = table.shape[1] * k.shape[1] if table is not None else k.shape[0]
-    chunks = max(1, triton.cdiv(keys, CHUNK))
+    page = k.shape[1] if paged else 1
+    keys = table.shape[1] * page if table is not None else k.shape[0]
+    chunks = triton.cdiv(keys, CHUNK)
     few = tokens * group <= 64 * batch
-    if split is None:
-        split = chunks > 1 and few
-    part_acc = part_ml = lse
-    if split:
-        slots = chunks * kv_heads * tokens * group
-        part_acc = torch.empty(slots, padded, dtype=torch.float32, device=q.device)
-        part_ml = torch.empty(slots, 2, dtype=torch.float32, device=q.device)
+    # of one KV head, rows that have room in the scratch
+    room = SCRATCH_BYTES // (kv_heads * (padded + 2) * 4)
     bn = block_n(dim, q.dtype)
-    if warp_specialized is None:
-        warp_specialized = rows is None and bn == 128 and facts(q.device).gluon
-    done = False
-    if warp_specialized:
+    special = warp_specialized
+    if special is None:
+        special = rows is None and bn == 128 and here.gluon
+    if special:
+        from rlk_kernels.ops.attention.hopper import reads
+
+        special = reads(k, v, table)
+    if rows is None and special:
+        rows = 64 if few else 128
+    if rows is None:
+        rows = 16 if tokens * group <= 16 * batch and q.dtype != torch.float32 else 64
+    blocks = (tokens * group) // rows + batch
+    # four warps have no room for merged chunks beside two blocks of keys: theirs lie in slots
+    running = special and rows == 64
+    if split is None:
+        split = chunks > 1 and (few or paged)
+    split = split and (not running or tokens * group <= room)
+    part_acc = part_ml = lse
+    plan = pieces = cu_q
+    # ranges of all blocks of rows, and of prefixes that neighbours share
+    most = (blocks + batch // 2) * max(chunks, 1)
+    most = min(most, PIECES[rows] * here.processors // kv_heads + blocks + batch)
+    if split:
+        slots = min(room, tokens * group * (chunks + 1))
+        states = slots * kv_heads
+        parts = torch.empty(states * (padded + 2), dtype=torch.float32, device=q.device)
+        part_acc, part_ml = parts[: states * padded], parts[states * padded :]
+        plan, pieces = schedule(
+            cu_q, lens_k, table, page, kv_heads, group, rows, CHUNK, causal, window, running, slots,
+            most,
+        )  # fmt: skip
+    if special and split:
+        from rlk_kernels.ops.attention.hopper_pieces import attend_pieces
+
+        attend_pieces(
+            plan, pieces, q, k, v, out, lse, part_acc, part_ml, table, causal, scale, window,
+            rows // 64,
+        )  # fmt: skip
+    elif special:
         from rlk_kernels.ops.attention.hopper import attend_hopper
 
-        groups = rows // 64 if rows else 1 if few else 2
-        done = attend_hopper(
-            q, k, v, out, lse, part_acc, part_ml, cu_q, lens_k, table, causal, scale, window,
-            groups, split,
+        attend_hopper(
+            q, k, v, out, lse, cu_q, lens_k, table, causal, scale, window, rows // 64
         )  # fmt: skip
-    if not done:
-        if rows is None:
-            rows = 16 if tokens * group <= 16 * batch and q.dtype != torch.float32 else 64
+    else:
         tma = (
-            not paged and facts(q.device).tma and q.dtype != torch.float32
+            not paged and here.tma and q.dtype != torch.float32
             and all(x.data_ptr() % 16 == 0 and x.stride(2) == 1 for x in (k, v))
             and all(x.stride(i) * x.element_size() % 16 == 0 for x in (k, v) for i in (0, 1))
             and k.shape[0] > 0
@@ -275,24 +341,23 @@ def forward(
         stages = 3 if bn == 64 and padded <= 128 and rows > 16 else 2
         k_strides = k.stride()[:3] if paged else (0, *k.stride()[:2])
         v_strides = v.stride()[:3] if paged else (0, *v.stride()[:2])
-        blocks = (tokens * group) // rows + batch
-        _attention_kernel[(blocks, kv_heads, chunks if split else 1)](
+        # four programs a processor hide the latency of the gathers of a decode step
+        grid = (min(4 * here.processors, most * kv_heads), 1) if split else (blocks, kv_heads)
+        _attention_kernel[grid](
             q, k, v, TensorDescriptor.from_tensor(k, box) if tma else k,
-            TensorDescriptor.from_tensor(v, box) if tma else v, out, lse, part_acc, part_ml,
-            cu_q, lens_k, table if table is not None else cu_q, batch, tokens,
+            TensorDescriptor.from_tensor(v, box) if tma else v, out, lse, part_acc, part_ml, plan,
+            pieces, cu_q, lens_k, table if table is not None else cu_q, batch, tokens,
             scale * LOG2E, window or 0, q.stride(0), q.stride(1), *k_strides, *v_strides,
             table.stride(0) if table is not None else 0,
             kv_heads, group, dim, padded, rows, bn, CHUNK, causal, window is not None,
-            paged, k.shape[1] if paged else 1, tma, split, bn.bit_length() - 4,
+            paged, page, tma, split, bn.bit_length() - 4, here.overlaps,
             num_warps=8 if rows == 128 or (rows > 16 and bn == 128) else 4,
-            num_stages=1 if q.dtype == torch.float32 else stages,
-            # four programs a processor hide the latency of the gathers of a decode step
+            num_stages=1 if q.dtype == torch.float32 else stages, launch_pdl=here.overlaps,
             maxnreg=128 if rows == 16 and bn == 64 and padded <= 128 else None,
         )  # fmt: skip
     if split:
-        _merge_kernel[(tokens * group, kv_heads)](
-            part_acc, part_ml, out, lse, cu_q, lens_k, batch, tokens, window or 0,
-            kv_heads, group, dim, padded, bn, CHUNK, causal, window is not None, paged,
-            num_warps=1,
+        merge_parts(
+            plan, part_acc, part_ml, out, lse, cu_q, lens_k, kv_heads, padded, CHUNK, causal,
+            window, paged,
         )  # fmt: skip
-    return out, lse, "triton/hopper" if done else "triton"
+    return out, lse, "triton/hopper" if special else "triton"

@@ -1,4 +1,4 @@
-# ruff: noqa: RUF005, SIM102 (Gluon has no starred tuples, and decides `if not SPLIT` on its own)
+# ruff: noqa: RUF005 (Gluon has no starred tuples)
 """The forward of `forward.py` on Hopper: its order and bits, another schedule.
 
 A warp copies keys and values (TMA, page by page from a paged cache) into two rings of blocks as
@@ -9,8 +9,9 @@ and written once a chunk. Written in Gluon, which ships with Triton; functions w
 their own are those of `order.py`.
 """
 
+import functools
+
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -59,10 +60,10 @@ def _copy_block(desc, ring, full, empty, turn, rows, column, LENGTH: gl.constexp
 
 @gluon.jit
 def _copy_keys(given, PAGE: gl.constexpr, LENGTH: gl.constexpr):
-    """One warp: blocks begin ... end."""
+    """One warp: blocks begin ... end, `turn` blocks after the first of all."""
     (
         k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty, table, start, len_k,
-        k_column, v_column, k_page, v_page, begin, end,
+        k_column, v_column, k_page, v_page, begin, end, turn,
     ) = given  # fmt: skip
     for j in range(begin, end):
         k_rows = ()
@@ -78,8 +79,8 @@ def _copy_keys(given, PAGE: gl.constexpr, LENGTH: gl.constexpr):
             else:
                 k_rows = k_rows + (start + key,)
                 v_rows = v_rows + (start + key,)
-        _copy_block(k_desc, k_ring, k_full, k_empty, j - begin, k_rows, k_column, LENGTH)
-        _copy_block(v_desc, v_ring, v_full, v_empty, j - begin, v_rows, v_column, LENGTH)
+        _copy_block(k_desc, k_ring, k_full, k_empty, turn + j - begin, k_rows, k_column, LENGTH)
+        _copy_block(v_desc, v_ring, v_full, v_empty, turn + j - begin, v_rows, v_column, LENGTH)
 
 
 @gluon.jit
@@ -148,29 +149,72 @@ def _close_chunk(m_all, den_all, merged, some, m, den, acc):
 
 
 @gluon.jit
-def _attend(
-    given, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOWED: gl.constexpr, SPLIT: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """Four warps: 64 packed rows over the blocks begin ... end, at least one."""
-    (
-        q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, q_smem, merged, k_ring, v_ring, k_full,
-        k_empty, v_full, v_empty, first_row, q_start, len_q, len_k, hk, chunk, begin, end,
-        plain_end, scale, window, T, stride_qt, stride_qh,
-    ) = given  # fmt: skip
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+def _load_queries(
+    q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, HK: gl.constexpr, G: gl.constexpr
+):
+    """64 packed rows into shared memory."""
+    DIM: gl.constexpr = q.type.shape[1]
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    dtype: gl.constexpr = q_ptr.dtype.element_ty
-    first_row += GROUP * ROWS
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LOAD))
     at = (q_start + row // G).to(gl.int64) * stride_qt + (hk * G + row % G) * stride_qh
     at = at[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, LOAD))[None, :]
-    q = q_smem.index(GROUP)
     q.store(gl.load(q_ptr + at, mask=(row < len_q * G)[:, None], other=0.0))
     fence_async_shared()
-    if not SPLIT:
-        merged = merged.index(GROUP)
+
+
+@gluon.jit
+def _first_scores(q, s, k_ring, k_full, k_empty, turn):
+    """The scores of the `turn`-th block, waited for."""
+    keys = _block(k_ring, k_full, turn)
+    s = warpgroup_mma(q, keys.permute((1, 0)), s, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, [s])
+    _free(k_ring, k_empty, turn)
+    return s
+
+
+@gluon.jit
+def _next_block(q, s, p, acc, fresh, k_ring, v_ring, k_full, k_empty, v_full, v_empty, turn):
+    """(scores of the block after the `turn`-th, sums with its values)."""
+    keys = _block(k_ring, k_full, turn + 1)
+    scores = warpgroup_mma(q, keys.permute((1, 0)), s, use_acc=False, is_async=True)
+    values = _block(v_ring, v_full, turn)
+    sums = warpgroup_mma(p, values, acc, use_acc=not fresh, is_async=True)
+    s, acc, p = warpgroup_mma_wait(0, [scores, sums, p])
+    _free(k_ring, k_empty, turn + 1)
+    _free(v_ring, v_empty, turn)
+    return s, acc
+
+
+@gluon.jit
+def _last_block(p, acc, fresh, v_ring, v_full, v_empty, turn, count):
+    """The sums with the last values, of which the first `count` are the sequence's."""
+    values = _block(v_ring, v_full, turn)
+    if count < BLOCK:
+        _clear(values, count)
+    sums = warpgroup_mma(p, values, acc, use_acc=not fresh, is_async=True)
+    acc, p = warpgroup_mma_wait(0, [sums, p])
+    _free(v_ring, v_empty, turn)
+    return acc
+
+
+@gluon.jit
+def _attend(
+    given, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Four warps: 64 packed rows over the blocks begin ... end, at least one."""
+    (
+        q_ptr, out_ptr, lse_ptr, q_smem, merged, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+        first_row, q_start, len_q, len_k, hk, begin, end, plain_end, scale, window, T, stride_qt,
+        stride_qh,
+    ) = given  # fmt: skip
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    first_row += GROUP * ROWS
+    q = q_smem.index(GROUP)
+    _load_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, HK, G)
+    merged = merged.index(GROUP)
 
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     last = gl.zeros_like(row) + len_k - 1  # the last key a row sees
@@ -183,60 +227,38 @@ def _attend(
     m_all = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OUT))
     den_all = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OUT))
     some = False
-    keys = _block(k_ring, k_full, 0)
-    s = warpgroup_mma(q, keys.permute((1, 0)), s, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(0, [s])
-    _free(k_ring, k_empty, 0)
+    s = _first_scores(q, s, k_ring, k_full, k_empty, 0)
     for j in range(begin, end - 1):
         fresh = (j % PER_CHUNK == 0) | (j == begin)
-        if not SPLIT:
-            if fresh and j > begin:
-                m_all, den_all = _close_chunk(m_all, den_all, merged, some, m, den, acc)
-                some = True
+        if fresh and j > begin:
+            m_all, den_all = _close_chunk(m_all, den_all, merged, some, m, den, acc)
+            some = True
         p, m, den, old = _weigh(
             s, m, den, scale, j * BLOCK, last, window, fresh, j >= plain_end, dtype, OUT, WINDOWED
         )
         acc = acc * old[:, None]
-        keys = _block(k_ring, k_full, j - begin + 1)
-        scores = warpgroup_mma(q, keys.permute((1, 0)), s, use_acc=False, is_async=True)
-        values = _block(v_ring, v_full, j - begin)
-        sums = warpgroup_mma(p, values, acc, use_acc=not fresh, is_async=True)
-        s, acc, p = warpgroup_mma_wait(0, [scores, sums, p])
-        _free(k_ring, k_empty, j - begin + 1)
-        _free(v_ring, v_empty, j - begin)
+        s, acc = _next_block(
+            q, s, p, acc, fresh, k_ring, v_ring, k_full, k_empty, v_full, v_empty, j - begin
+        )
     j = end - 1
     fresh = (j % PER_CHUNK == 0) | (j == begin)
-    if not SPLIT:
-        if fresh and j > begin:
-            m_all, den_all = _close_chunk(m_all, den_all, merged, some, m, den, acc)
-            some = True
+    if fresh and j > begin:
+        m_all, den_all = _close_chunk(m_all, den_all, merged, some, m, den, acc)
+        some = True
     p, m, den, old = _weigh(
         s, m, den, scale, j * BLOCK, last, window, fresh, j >= plain_end, dtype, OUT, WINDOWED
     )
     acc = acc * old[:, None]
-    values = _block(v_ring, v_full, j - begin)
-    if end * BLOCK > len_k:
-        _clear(values, len_k - j * BLOCK)
-    sums = warpgroup_mma(p, values, acc, use_acc=not fresh, is_async=True)
-    acc, p = warpgroup_mma_wait(0, [sums, p])
+    acc = _last_block(p, acc, fresh, v_ring, v_full, v_empty, j - begin, len_k - j * BLOCK)
 
+    m_all, den_all, acc = _merge_chunk(m_all, den_all, merged, some, m, den, acc)
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
     cols = gl.arange(0, DIM, gl.SliceLayout(0, OUT))
-    live = row < len_q * G
-    if SPLIT:
-        place = (chunk.to(gl.int64) * HK + hk) * T * G + q_start * G + row
-        m = gl.convert_layout(m, gl.SliceLayout(1, OUT))
-        gl.store(part_ml_ptr + place * 2, m, mask=live)
-        den_all = gl.convert_layout(one_sum(den), gl.SliceLayout(1, OUT))
-        gl.store(part_ml_ptr + place * 2 + 1, den_all, mask=live)
-        gl.store(part_acc_ptr + place[:, None] * DIM + cols[None, :], acc, mask=live[:, None])
-    else:
-        m_all, den_all, acc = _merge_chunk(m_all, den_all, merged, some, m, den, acc)
-        head = hk * G + row % G
-        finish(
-            m_all, den_all, acc, out_ptr, lse_ptr, q_start + row // G, head, live, cols, HK * G,
-            DIM, T,
-        )  # fmt: skip
+    head = hk * G + row % G
+    finish(
+        m_all, den_all, acc, out_ptr, lse_ptr, q_start + row // G, head, row < len_q * G, cols,
+        HK * G, DIM, T,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -250,18 +272,37 @@ def _ring(
     return ring, full, empty
 
 
+@gluon.jit
+def buffers(
+    q_ptr, DIM: gl.constexpr, GROUPS: gl.constexpr, K_DEPTH: gl.constexpr, V_DEPTH: gl.constexpr,
+    RUNNING: gl.constexpr,
+):  # fmt: skip
+    """(queries, merged chunks, keys and their two barriers, values and theirs) in shared memory."""
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, DIM], dtype)
+    q_smem = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, DIM], tile)
+    k_ring, k_full, k_empty = _ring(K_DEPTH, DIM, GROUPS, tile, dtype)
+    v_ring, v_full, v_empty = _ring(V_DEPTH, DIM, GROUPS, tile, dtype)
+    merged = q_smem
+    if not RUNNING:
+        # eight rows of a warp lie in different banks
+        swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+        merged = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS, DIM], swizzled)
+    fence_async_shared()
+    return q_smem, merged, k_ring, k_full, k_empty, v_ring, v_full, v_empty
+
+
 @gluon.jit(do_not_specialize=["B", "T", "window", "stride_table"])
 def _attention_hopper_kernel(
-    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, cu_q_ptr, cu_k_ptr,
-    table_ptr, B, T, scale, window, stride_qt, stride_qh, k_head, v_head, k_page, v_page,
-    stride_table, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOWED: gl.constexpr, PAGE: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr,
-    K_DEPTH: gl.constexpr, V_DEPTH: gl.constexpr,
+    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, table_ptr, B, T, scale, window,
+    stride_qt, stride_qh, k_head, v_head, k_page, v_page, stride_table, HK: gl.constexpr,
+    G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
+    PAGE: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
+    """A program a block of rows, all of whose keys it walks."""
     BM: gl.constexpr = GROUPS * ROWS
     block = gl.num_programs(0) - 1 - gl.program_id(0)  # the longest rows first
     hk = gl.program_id(1)
-    chunk = gl.program_id(2)
     b, q_start, len_q, first_row = find_sequence(cu_q_ptr, block, B, G, BM)
     if first_row >= len_q * G:
         return
@@ -274,41 +315,26 @@ def _attention_hopper_kernel(
         first_row, len_q, len_k, window, G, BM, BLOCK, CAUSAL, WINDOWED
     )
     begin = seen_begin // BLOCK
-    end = gl.cdiv(seen_end, BLOCK)
-    if SPLIT:
-        begin = gl.maximum(begin, chunk * PER_CHUNK)
-        end = gl.minimum(end, (chunk + 1) * PER_CHUNK)
-        if begin >= end:
-            return
-    end = gl.maximum(end, begin + 1)
+    end = gl.maximum(gl.cdiv(seen_end, BLOCK), begin + 1)
     plain_end = gl.minimum(shared_end, seen_end) // BLOCK
-
-    dtype: gl.constexpr = q_ptr.dtype.element_ty
-    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, DIM], dtype)
-    q_smem = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, DIM], tile)
-    k_ring, k_full, k_empty = _ring(K_DEPTH, DIM, GROUPS, tile, dtype)
-    v_ring, v_full, v_empty = _ring(V_DEPTH, DIM, GROUPS, tile, dtype)
-    merged = q_smem
-    if not SPLIT:
-        # eight rows of a warp lie in different banks
-        swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-        merged = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS, DIM], swizzled)
-    fence_async_shared()
+    q_smem, merged, k_ring, k_full, k_empty, v_ring, v_full, v_empty = buffers(
+        q_ptr, DIM, GROUPS, 2, 2, False
+    )
     LENGTH: gl.constexpr = k_desc.block_type.shape[0]
     given = (
-        q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, q_smem, merged, k_ring, v_ring, k_full,
-        k_empty, v_full, v_empty, first_row, q_start, len_q, len_k, hk, chunk, begin, end,
-        plain_end, scale, window, T, stride_qt, stride_qh,
+        q_ptr, out_ptr, lse_ptr, q_smem, merged, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+        first_row, q_start, len_q, len_k, hk, begin, end, plain_end, scale, window, T, stride_qt,
+        stride_qh,
     )  # fmt: skip
     keys = (
         k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
         table_ptr + b.to(gl.int64) * stride_table, k_start, len_k, hk * k_head, hk * v_head,
-        k_page, v_page, begin, end,
+        k_page, v_page, begin, end, 0,
     )  # fmt: skip
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, SPLIT, 0)),
+                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, 0)),
                 (_copy_keys, (keys, PAGE, LENGTH)),
             ],
             [1], [40],
@@ -316,27 +342,36 @@ def _attention_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, SPLIT, 0)),
-                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, SPLIT, 1)),
+                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, 0)),
+                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, 1)),
                 (_copy_keys, (keys, PAGE, LENGTH)),
             ],
             [4, 1], [232, 40],
         )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=256)
+def _matrix(shape: torch.Size, stride: tuple[int, ...], paged: bool) -> tuple[int, int] | None:
+    """(rows, columns) of the matrix that `_rows_of` reads, or None."""
+    *_, heads, dim = shape
+    pitch, head = stride[-3], stride[-2]
+    rows = shape[0]
+    if paged:
+        pages, page = shape[:2]
+        if pitch == 0 or stride[0] % pitch:
+            return None
+        rows = (pages - 1) * (stride[0] // pitch) + page
+    width = (heads - 1) * head + dim
+    fits = stride[-1] == 1 and width <= pitch and pitch % 8 == 0 and rows > 0
+    return (rows, width) if fits else None
+
+
 def _rows_of(x: Tensor, paged: bool) -> Tensor | None:
     """The keys or values as a matrix [rows, columns] with heads side by side in a row, or None."""
-    *_, heads, dim = x.shape
-    pitch, head = x.stride(-3), x.stride(-2)
-    rows = x.shape[0]
-    if paged:
-        pages, page = x.shape[:2]
-        if pitch == 0 or x.stride(0) % pitch:
-            return None
-        rows = (pages - 1) * (x.stride(0) // pitch) + page
-    width = (heads - 1) * head + dim
-    fits = x.stride(-1) == 1 and width <= pitch and pitch % 8 == 0 and x.data_ptr() % 16 == 0
-    return torch.as_strided(x, (rows, width), (pitch, 1)) if fits and rows > 0 else None
+    size = _matrix(x.shape, x.stride(), paged)
+    if size is None or x.data_ptr() % 16:
+        return None
+    return torch.as_strided(x, size, (x.stride(-3), 1))
 
 
 def _keys_per_copy(page: int) -> int:
@@ -346,30 +381,37 @@ def _keys_per_copy(page: int) -> int:
     return page if page >= 8 and BLOCK.value % page == 0 else 0
 
 
-def attend_hopper(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part_acc: Tensor, part_ml: Tensor,
-    cu_q: Tensor, lens_k: Tensor, table: Tensor | None, causal: bool, scale: float,
-    window: int | None, groups: int, split: bool,
-) -> bool:  # fmt: skip
-    """Fill out and lse (or the parts of each chunk); False where this kernel cannot read k, v."""
-    heads, dim = q.shape[1:]
-    paged = table is not None
-    kv_heads, group = k.shape[-2], heads // k.shape[-2]
-    length = _keys_per_copy(k.shape[1]) if paged else BLOCK.value
-    k_rows, v_rows = _rows_of(k, paged), _rows_of(v, paged)
-    if not length or k_rows is None or v_rows is None or (table is not None and not table.numel()):
+def reads(k: Tensor, v: Tensor, table: Tensor | None) -> bool:
+    """Whether these kernels can read k and v."""
+    if table is not None and not (_keys_per_copy(k.shape[1]) and table.numel()):
         return False
-    tokens, batch = q.shape[0], cu_q.numel() - 1
-    keys = table.shape[1] * k.shape[1] if table is not None else k.shape[0]
+    paged = table is not None
+    return all(
+        _matrix(x.shape, x.stride(), paged) is not None and x.data_ptr() % 16 == 0 for x in (k, v)
+    )
+
+
+def descriptors(k: Tensor, v: Tensor, table: Tensor | None) -> list:
+    """Tensor maps of what `reads` accepts."""
+    length = _keys_per_copy(k.shape[1]) if table is not None else BLOCK.value
+    rows = (_rows_of(x, table is not None) for x in (k, v))
+    return [described(x, [length, k.shape[-1]]) for x in rows if x is not None]
+
+
+def attend_hopper(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor, lens_k: Tensor,
+    table: Tensor | None, causal: bool, scale: float, window: int | None, groups: int,
+) -> None:  # fmt: skip
+    """Fill out and lse, no keys split; k and v are such that `reads` is true."""
+    (tokens, heads, dim), kv_heads = q.shape, k.shape[-2]
+    group, batch = heads // kv_heads, cu_q.numel() - 1
+    paged = table is not None
     blocks = tokens * group // (groups * ROWS.value) + batch
-    _attention_hopper_kernel[(blocks, kv_heads, triton.cdiv(keys, CHUNK) if split else 1)](
-        q, described(k_rows, [length, dim]), described(v_rows, [length, dim]), out, lse, part_acc,
-        part_ml,
-        cu_q, lens_k, table if table is not None else cu_q, batch, tokens, scale * LOG2E,
-        window or 0, q.stride(0), q.stride(1), k.stride(-2), v.stride(-2),
-        k.stride(0) // k.stride(1) if paged else 0, v.stride(0) // v.stride(1) if paged else 0,
-        table.stride(0) if table is not None else 0,
-        kv_heads, group, dim, causal, window is not None, k.shape[1] if paged else 0, split,
-        groups, 2, 1 if split else 2, num_warps=4, maxnreg=128 if split else 168,
+    _attention_hopper_kernel[(blocks, kv_heads)](
+        q, *descriptors(k, v, table), out, lse, cu_q, lens_k, table if table is not None else cu_q,
+        batch, tokens, scale * LOG2E, window or 0, q.stride(0), q.stride(1), k.stride(-2),
+        v.stride(-2), k.stride(0) // k.stride(1) if paged else 0,
+        v.stride(0) // v.stride(1) if paged else 0, table.stride(0) if table is not None else 0,
+        kv_heads, group, dim, causal, window is not None, k.shape[1] if paged else 0, groups,
+        num_warps=4, maxnreg=168,
     )  # fmt: skip
-    return True

@@ -20,7 +20,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import choose, record
+from rlk_kernels.backend import call, choose, record
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.attention import portable
 
@@ -153,6 +153,32 @@ def _paged_attention(
     return out, lse
 
 
+@torch.library.custom_op("rlk::paged_attention_into", mutates_args=("out",))
+def _paged_attention_into(
+    out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor,
+    context_lens: Tensor, cu_q: Tensor, scale: float, window: int | None, backend: str,
+) -> Tensor:  # fmt: skip
+    """lse; the result goes to `out`, where it is written at once on triton."""
+    if backend == "torch":
+        found, lse = _paged_attention._init_fn(
+            q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, backend
+        )
+        out.copy_(found)
+        return lse
+    from rlk_kernels.ops.attention import forward
+
+    _, lse, ran = forward.forward(
+        q, k_cache, v_cache, cu_q, context_lens, block_table, True, scale, window, out=out
+    )
+    record("paged_attention", ran)
+    return lse
+
+
+@_paged_attention_into.register_fake
+def _(out, q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, backend):
+    return _empty(q)[1]
+
+
 @_paged_attention.register_fake
 def _(q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, backend):
     return _empty(q)
@@ -223,7 +249,7 @@ def attention(
     cu_k = _index("cu_seqlens_k", cu_seqlens_k, cu_q.numel())
     chosen = choose("attention", backend, q, k, v, cu_q, cu_k)
     q, k, v = (_last_dense(x) for x in (q, k, v))
-    out, lse = _attention(q, k, v, cu_q, cu_k, causal, scale, window, chosen)
+    out, lse = call(_attention, q, k, v, cu_q, cu_k, causal, scale, window, chosen)
     return (out, lse) if return_lse else out
 
 
@@ -238,13 +264,15 @@ def paged_attention(
     scale: float | None = None,
     window: int | None = None,
     return_lse: bool = False,
+    out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of q[T, Hq, D] over a paged cache; the bits of `attention`.
 
     k_cache, v_cache[blocks, P, Hk, D]; block_table[B, most blocks of a sequence]; context_lens[B]
     counts the keys of a sequence, those of its queries included (they are in the cache already).
-    Slots behind a sequence's last key are never read into a result. Not differentiable. A table
+    Slots behind a sequence's last key are never read into a result. With out[T, Hq, D] (contiguous,
+    q's dtype) the result is written there, and `out` is returned. Not differentiable. A table
     with too few blocks, or with one that the cache has not, raises on the torch backend and is not
     looked at on a GPU. Raises UnsupportedShape, UnsupportedDtype, ValueError, and what
     `backend.choose` raises.
@@ -265,7 +293,27 @@ def paged_attention(
         )
     table = block_table.to(torch.int32)
     table = table if table.stride(-1) == 1 else table.contiguous()
-    chosen = choose("paged_attention", backend, q, k_cache, v_cache, table, lens, cu_q)
+    chosen = choose("paged_attention", backend, q, k_cache, v_cache, table, lens, cu_q, out)
     q, k_cache, v_cache = (_last_dense(x) for x in (q, k_cache, v_cache))
-    out, lse = _paged_attention(q, k_cache, v_cache, table, lens, cu_q, scale, window, chosen)
+    if out is not None:
+        if out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
+            raise UnsupportedShape(
+                f"paged_attention: out must be contiguous and like q {tuple(q.shape)} {q.dtype}, "
+                f"not {tuple(out.shape)} {out.dtype} of strides {out.stride()}"
+            )
+        lse = call(
+            _paged_attention_into,
+            out,
+            q,
+            k_cache,
+            v_cache,
+            table,
+            lens,
+            cu_q,
+            scale,
+            window,
+            chosen,
+        )
+        return (out, lse) if return_lse else out
+    out, lse = call(_paged_attention, q, k_cache, v_cache, table, lens, cu_q, scale, window, chosen)
     return (out, lse) if return_lse else out

@@ -10,7 +10,7 @@ T = tokens (all dimensions of ids)   V = vocabulary   H = features
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import choose, record
+from rlk_kernels.backend import call, choose, record
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.embedding import portable
 
@@ -76,5 +76,5 @@ def embedding(ids: Tensor, weight: Tensor, *, backend: str | None = None) -> Ten
         raise UnsupportedDtype(f"embedding: ids are {ids.dtype} and weight is {weight.dtype}")
     chosen = choose("embedding", backend, weight, ids)
     table = weight if weight.stride(-1) == 1 else weight.contiguous()
-    y = _embedding(ids.reshape(-1).contiguous(), table, chosen)
+    y = call(_embedding, ids.reshape(-1).contiguous(), table, chosen)
     return y.reshape(*ids.shape, weight.shape[1])

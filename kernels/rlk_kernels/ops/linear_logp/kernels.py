@@ -3,7 +3,8 @@
 Tile kernels: the matrix product of `matmul` (same order, same fp32 bits, for any tile), and the
 epilogue of `matmul/epilogue.py` (STATS, EXPONENTIALS or GRADIENT).
 Row kernels: the logits of given ids (`_pick_kernel`), the tree above the tiles
-(`_collapse_kernel`, `_finish_kernel`), the gradient at given ids (`_mark_kernel`).
+(`_collapse_kernel`, `_finish_kernel`), the gradient at given ids (`_mark_kernel`), rows without a
+gradient made harmless (`_quiet_kernel`).
 
 T = tokens   V = columns of this launch   K = hidden size   J = ids a token
 """
@@ -183,6 +184,30 @@ def _finish_kernel(
         z = tl.load(z_ptr + rows * J + j, mask=rows < T, other=0.0)
         logp = (scaled(z, n) - log_s) * LN2
         tl.store(logp_ptr + rows * J + j, tl.where(id < 0, 0.0, logp), mask=rows < T)
+
+
+@triton.jit
+def _quiet_kernel(
+    h_ptr, g_ptr, a_ptr, b_ptr, n_ptr, s_ptr, z_ptr, out_ptr, out_n_ptr, out_s_ptr, out_z_ptr,
+    H, J, stride_h, stride_out, ENTROPY: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """h[t] and the row's statistics; of a row whose upstream gradients are all 0 zeros, and
+    statistics that make its probabilities 0: what it held, NaN too, meets no product."""
+    row = tl.program_id(0).to(tl.int64)
+    live = tl.load(a_ptr + row) != 0.0
+    if ENTROPY:
+        live = live | (tl.load(b_ptr + row) != 0.0)
+    for j in range(J):
+        live = live | (tl.load(g_ptr + row * J + j) != 0.0)
+    cols = tl.program_id(1) * B + tl.arange(0, B)
+    h = tl.load(h_ptr + row * stride_h + cols, mask=cols < tl.where(live, H, 0), other=0.0)
+    tl.store(out_ptr + row * stride_out + cols, h, mask=cols < H)
+    if tl.program_id(1) == 0:
+        tl.store(out_n_ptr + row, tl.where(live, tl.load(n_ptr + row), 0.0))
+        tl.store(out_s_ptr + row, tl.where(live, tl.load(s_ptr + row), 1e30))
+        for j in range(J):
+            z = tl.load(z_ptr + row * J + j)
+            tl.store(out_z_ptr + row * J + j, tl.where(live, z, 0.0))
 
 
 @triton.jit(do_not_specialize=["T", "first"])

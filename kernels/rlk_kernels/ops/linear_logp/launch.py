@@ -11,6 +11,8 @@ passes (five products instead of four), so that nothing held grows with the numb
 T = tokens   V = vocabulary   H = hidden size   J = ids a token (the target, then `token_ids`)
 """
 
+from dataclasses import dataclass, replace
+
 import torch
 import triton
 import triton.language as tl
@@ -184,21 +186,52 @@ def coefficients(
     if g_lse is not None:
         a = a + g_lse.float() * spec.slope
     if g_entropy is None:
-        return g, a.contiguous(), None
+        return g.contiguous(), a.contiguous(), None
     b = g_entropy.float() * -spec.slope
-    return g, a + b * entropy, b * 0.6931471805599453
+    return g.contiguous(), torch.where(b == 0, a, a + b * entropy), b * 0.6931471805599453
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some tokens with all that their dlogits are made of; see `_quiet`."""
+
+    h: Tensor
+    ids: Tensor
+    rows: RowStatistics
+    g: Tensor
+    a: Tensor
+    b: Tensor | None
+
+
+def _quiet(
+    into: Tensor, h: Tensor, ids: Tensor, rows: RowStatistics, g: Tensor, a: Tensor,
+    b: Tensor | None, part: slice,
+) -> _Part:  # fmt: skip
+    """The tokens `part` with h copied, and nothing that is not finite in rows without a gradient:
+    0 x NaN is NaN, and the weight gradient is a sum over all rows."""
+    h, ids, g, a = h[part], ids[part], g[part], a[part]
+    b = None if b is None else b[part]
+    (t, k), j, block = h.shape, ids.shape[1], 2048
+    old = [x[part] for x in (rows.n, rows.log_s, rows.z)]
+    new = [torch.empty_like(x) for x in old]
+    out = into[:t, :k]
+    kernels._quiet_kernel[(t, max(1, triton.cdiv(k, block)))](
+        h, g, a, b, *old, out, *new, k, j, h.stride(0), out.stride(0), b is not None, block,
+        num_warps=4,
+    )  # fmt: skip
+    n, log_s, z = new
+    return _Part(out, ids, replace(rows, n=n, log_s=log_s, z=z), g, a, b)
 
 
 def mark(
     out: Tensor, ids: Tensor, rows: RowStatistics, g: Tensor, a: Tensor, b: Tensor | None,
-    spec: LogitOptions, first: int, v: int, part: slice, unit: Tensor | None = None,
+    spec: LogitOptions, first: int, v: int, unit: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write dlogits (over unit[T]) of the ids among columns first ... first + v of rows `part`."""
-    t, j = ids[part].shape
+    """Write dlogits (over unit[T]) of the ids among columns first ... first + v."""
+    t, j = ids.shape
     kernels._mark_kernel[(triton.cdiv(t, 128), j)](
-        out, ids[part], rows.z[part], g[part], rows.n[part], rows.log_s[part], a[part],
-        b[part] if b is not None else None, unit, t, j, first, v, out.stride(0), spec.inverse_top,
-        spec.softcap > 0, b is not None, unit is not None, 128, num_warps=4,
+        out, ids, rows.z, g, rows.n, rows.log_s, a, b, unit, t, j, first, v, out.stride(0),
+        spec.inverse_top, spec.softcap > 0, b is not None, unit is not None, 128, num_warps=4,
     )  # fmt: skip
 
 
@@ -222,14 +255,17 @@ def backward(
     buffers = [block] if dw is None else [block, dw.view(-1)]
     vocab_chunks = list(zip(own.vocab, own.tiles, strict=True))
 
-    def dlogits(part: slice, vocab: VocabChunk, tiles: EpiloguePlan) -> Tensor:
-        """dlogits of rows `part` over a chunk of the vocabulary."""
-        out = vocab.view(buffers, part.stop - part.start)[:, : vocab.last - vocab.first]
+    # one for all chunks of tokens; rows that a tensor map can describe
+    copy = torch.empty(own.chunks[0][1], -(-h.shape[1] // 8) * 8, dtype=h.dtype, device=h.device)
+
+    def dlogits(x: _Part, vocab: VocabChunk, tiles: EpiloguePlan) -> Tensor:
+        """dlogits of some tokens over a chunk of the vocabulary."""
+        out = vocab.view(buffers, x.h.shape[0])[:, : vocab.last - vocab.first]
         run_tiles(
-            tiles, h[part], w[vocab.columns], None if bias is None else bias[vocab.columns], spec,
-            rows.n[part], rows.log_s[part], None, a[part], None if b is None else b[part], out,
+            tiles, x.h, w[vocab.columns], None if bias is None else bias[vocab.columns], spec,
+            x.rows.n, x.rows.log_s, None, x.a, x.b, out,
         )  # fmt: skip
-        mark(out, ids, rows, g, a, b, spec, vocab.first, out.shape[1], part)
+        mark(out, x.ids, x.rows, x.g, x.a, x.b, spec, vocab.first, out.shape[1])
         return out
 
     def columns(part: slice, vocab: VocabChunk) -> Tensor:
@@ -241,17 +277,18 @@ def backward(
         los = lo_accumulator(dh[: own.chunks[0][1]], len(own.vocab))  # one for all chunks of tokens
         for start, stop in own.chunks:
             part = slice(start, stop)
+            own_rows = _quiet(copy, h, ids, rows, g, a, b, part)
             lo = los[: stop - start]
             for vocab, tiles in vocab_chunks:
-                out = dlogits(part, vocab, tiles)
+                out = dlogits(own_rows, vocab, tiles)
                 sums = [
                     PartialProduct(a=out, b=w[vocab.columns], out=dh[part], lo=lo, trans_a=False,
                         first=vocab.first == 0, last=vocab.last == v)
                 ]  # fmt: skip
                 if own.one_pass and dw is not None:
                     sums.append(
-                        PartialProduct(a=out, b=h, out=dw[vocab.columns], lo=lo, trans_a=True,
-                            first=True, last=True)
+                        PartialProduct(a=out, b=own_rows.h, out=dw[vocab.columns], lo=lo,
+                            trans_a=True, first=True, last=True)
                     )  # fmt: skip
                 ran.add(accumulate(*sums))
                 if own.one_pass and db is not None:
@@ -264,10 +301,11 @@ def backward(
             lo = None if los is None else los[: vocab.last - vocab.first]
             found = []
             for start, stop in own.chunks:
-                out = dlogits(slice(start, stop), vocab, tiles)
+                own_rows = _quiet(copy, h, ids, rows, g, a, b, slice(start, stop))
+                out = dlogits(own_rows, vocab, tiles)
                 if dw is not None and lo is not None:
                     partial = PartialProduct(
-                        a=out, b=h[start:stop], out=dw[vocab.columns], lo=lo, trans_a=True,
+                        a=out, b=own_rows.h, out=dw[vocab.columns], lo=lo, trans_a=True,
                         first=start == 0, last=stop == t,
                     )  # fmt: skip
                     ran.add(accumulate(partial))

@@ -17,7 +17,8 @@ confident tokens keep their digits. Then
     dhidden[t, h] = sum_v dx[t, v] weight[v, h]    fp32, v from front to back: a row's own
     dweight[v, h] = sum_t dx[t, v] hidden[t, h]    fp32, t from front to back, no atomics
     dbias[v] = sum_t dx[t, v]                      the fixed order of `column_sum`
-Tiles of logits are computed again, never stored. Memory: see `launch.py`.
+Tiles of logits are computed again, never stored. Memory: see `launch.py`. A token all of whose
+upstream gradients are 0 (an ignored one's is) adds nothing to any gradient, whatever it holds.
 
 T = tokens   V = vocabulary   H = hidden size   K = further ids a token
 """
@@ -25,7 +26,7 @@ T = tokens   V = vocabulary   H = hidden size   K = further ids a token
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import choose, record
+from rlk_kernels.backend import call, choose, record
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.linear_logp import portable
 from rlk_kernels.ops.linear_logp.options import LogitOptions, RowStatistics
@@ -224,7 +225,8 @@ def linear_logp(
         if token_ids.dtype not in (torch.int32, torch.int64):
             raise UnsupportedDtype(f"linear_logp: token_ids are {token_ids.dtype}")
         ids = torch.cat([ids, token_ids.long()], 1)
-    logps, lse, entropy, *_ = _linear_logp(
+    logps, lse, entropy, *_ = call(
+        _linear_logp,
         as_rows(hidden), as_rows(weight), None if bias is None else bias.contiguous(),
         ids.contiguous(), spec.logit_dtype, spec.softcap, spec.scale, spec.temperature,
         return_entropy, chosen,

@@ -18,7 +18,8 @@ from rlk_kernels.ops.linear_logp.workspace import VocabChunk, block_elements, on
 STATISTICS_BYTES = 48 << 20
 """Bytes of tile statistics at a time, forward."""
 WORKSPACE_BYTES = 288 << 20
-"""Bytes held at a time, backward: dlogits and the lower halves of partial accumulators."""
+"""Bytes held at a time, backward: dlogits, a copy of the hidden states, and the lower halves of
+partial accumulators."""
 ONE_PASS_ELEMENTS = 16384 * 4096
 """Elements of the hidden gradient up to which one pass makes both gradients."""
 
@@ -103,7 +104,7 @@ def plan_backward(
     t, v, k, dtype, *_ = shape
     chunks = tuple(token_chunks(t, ONE_PASS_ELEMENTS // max(k, 1)))
     longest, one_pass, size = chunks[0][1], len(chunks) == 1, dtype.itemsize
-    free = WORKSPACE_BYTES // size - (longest * k if size == 2 else 0)
+    free = WORKSPACE_BYTES // size - longest * k * (2 if size == 2 else 1)
     widest = v if one_pass else longest  # the lower halves of its sums are within the bytes too
     vocab = one_at_a_time(longest, v, k, free, weight_gradient, widest, facts.processors)
     return BackwardPlan(

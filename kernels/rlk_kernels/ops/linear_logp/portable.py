@@ -114,10 +114,12 @@ def backward(
     b = torch.zeros_like(a)
     if g_entropy is not None:
         b = -g_entropy.double()
-        entropy = rows.entropy.double()
-        a = a + b * entropy
+        a = torch.where(b == 0, a, a + b * rows.entropy.double())
+    # 0 x NaN is NaN: a row without a gradient brings nothing of what it holds into a product
+    live = (g != 0).any(1) | (a != 0) | (b != 0)
+    h = torch.where(live[:, None], h, 0.0)
 
-    def dlogits(logits, own, g, m, log_s, a, b, first):
+    def dlogits(logits, own, g, m, log_s, a, b, live, first):
         z = final_logits(logits, spec)
         y = (z - m[:, None]) - log_s[:, None]
         p = elementary.exp(y)
@@ -127,7 +129,7 @@ def backward(
         for j in range(own.shape[1]):  # one id at a time: a fixed order where they coincide
             d.scatter_add_(1, at[:, j : j + 1], torch.where(inside, g, 0.0)[:, j : j + 1])
         d = d * _slope(z, spec) * spec.slope
-        return d.to(wide).to(h.dtype)
+        return torch.where(live[:, None], d, 0.0).to(wide).to(h.dtype)
 
     dh = torch.zeros(t, k, dtype=torch.float64, device=h.device) if needs[0] else None
     dw = torch.zeros_like(w) if needs[1] else None
@@ -138,7 +140,7 @@ def backward(
         parts = []
         for part in _row_blocks(t):
             logits = _logits(h[part], w, bias, spec, first, last)
-            per_row = (ids, g, rows.n, rows.log_s, a, b)
+            per_row = (ids, g, rows.n, rows.log_s, a, b, live)
             of_block = functools.partial(dlogits, first=first)
             parts.append(by_rows(of_block, logits, *(x[part] for x in per_row)))
         d = torch.cat(parts)

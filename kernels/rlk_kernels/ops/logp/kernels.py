@@ -91,6 +91,7 @@ def _logp_bwd_kernel(
     p = tl.exp2(scaled(z, tl.load(n_ptr + row)) - tl.load(logs_ptr + row))
     g = tl.load(g_ptr + row) * inverse
     dx = g * (tl.where(cols == target, 1.0, 0.0) - p)
+    dx = tl.where(dx == dx, dx, tl.where(g == 0.0, 0.0, float("nan")))
     dx = tl.where(target < 0, 0.0, dx)
     tl.store(dx_ptr + row * V + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < V)
 

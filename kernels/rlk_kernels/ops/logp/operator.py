@@ -9,7 +9,8 @@ same tree. With (n, s) of the row, logp = (y - log2 s) log(2), y = z[target] log
 torch backend: the same tree in fp64, in natural units. The bits are those of `linear_logp`.
 
 Gradient: dlogits[v] = round( g / temperature * ([v == target] - p[v]) ), p in fp32.
-A negative target (ignored tokens) gives logp 0 and no gradient.
+A negative target (ignored tokens) gives logp 0 and no gradient; a row whose upstream gradient is 0
+has a gradient of 0, whatever its logits are (NaN too).
 
 T = rows   V = vocabulary
 """
@@ -17,7 +18,7 @@ T = rows   V = vocabulary
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import choose, record
+from rlk_kernels.backend import call, choose, record
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.logp import portable
 
@@ -104,4 +105,4 @@ def logp(
         raise ValueError(f"logp: temperature must be above 0, not {temperature}")
     chosen = choose("logp", backend, logits, target)
     rows = logits if logits.stride(1) == 1 else logits.contiguous()
-    return _logp(rows, target.contiguous(), float(temperature), chosen)[0]
+    return call(_logp, rows, target.contiguous(), float(temperature), chosen)[0]

@@ -29,7 +29,8 @@ def _backward(logits, target, m, log_s, g, temperature):
     p = elementary.exp((z - m[:, None]) - log_s[:, None])
     one = torch.zeros_like(p).scatter_(1, target.long().clamp(min=0)[:, None], 1.0)
     dx = (g.double() * inverse_of(temperature, wide))[:, None] * (one - p)
-    return torch.where((target < 0)[:, None], 0.0, dx).to(wide).to(logits.dtype)
+    quiet = (target < 0)[:, None] | ((g == 0)[:, None] & dx.isnan())
+    return torch.where(quiet, 0.0, dx).to(wide).to(logits.dtype)
 
 
 def forward(logits: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,7 +19,7 @@ M = rows (all leading dimensions)   H = the normalised dimension
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import choose, record
+from rlk_kernels.backend import call, choose, record
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.rms_norm import portable
 
@@ -123,7 +123,7 @@ def rms_norm(
     chosen = choose("rms_norm", backend, x, weight, residual)
     rows = _rows(x, h)
     res = None if residual is None else _rows(residual, h)
-    y, new = _rms_norm(rows, res, weight.contiguous(), eps, cast == "hf", chosen)
+    y, new = call(_rms_norm, rows, res, weight.contiguous(), eps, cast == "hf", chosen)
     y = y.reshape(x.shape)
     return y if residual is None else (y, new.reshape(x.shape))
 

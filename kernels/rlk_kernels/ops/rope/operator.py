@@ -1,6 +1,8 @@
 """rope: rotary position embedding of queries and keys.
 
-    angle[t, i] = fp32(position[t]) * fp32(theta ** (-2 i / rotary_dim))      i < rotary_dim / 2
+    angle[t, i] = fp32(position[t]) * frequency[i]                             i < rotary_dim / 2
+    frequency[i] = fp32(theta ** (-2 i / rotary_dim)), or inv_freq[i] as given: what a scaled rope
+                   (llama3, yarn, linear) or another's rounding of theta ** makes of it
     c, s = cos(angle), sin(angle)                      fp32, rounded to cos_sin_dtype
     y[i]        = round( x[i] * c - x[i'] * s )        fp32 arithmetic, one rounding
     y[i']       = round( x[i'] * c + x[i] * s )        i' = i + rotary_dim / 2; interleaved: the
@@ -17,7 +19,7 @@ import functools
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import choose, record
+from rlk_kernels.backend import call, choose, record
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.rope import portable
 
@@ -39,11 +41,11 @@ def rope_ref(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 @torch.library.custom_op("rlk::rope", mutates_args=())
 def _rope(
-    x: Tensor, positions: Tensor, theta: float, rotary_dim: int, sign: float,
-    cos_sin_dtype: torch.dtype, interleaved: bool, backend: str,
+    x: Tensor, positions: Tensor, inv_freq: Tensor | None, theta: float, rotary_dim: int,
+    sign: float, cos_sin_dtype: torch.dtype, interleaved: bool, backend: str,
 ) -> Tensor:  # fmt: skip
     record("rope", backend)
-    frequency = _frequencies(theta, rotary_dim, x.device)
+    frequency = _frequencies(theta, rotary_dim, x.device) if inv_freq is None else inv_freq
     if backend == "torch":
         return portable.rotate(x, positions, frequency, sign, cos_sin_dtype, interleaved)
     from rlk_kernels.ops.rope import kernels
@@ -52,22 +54,23 @@ def _rope(
 
 
 @_rope.register_fake
-def _(x, positions, theta, rotary_dim, sign, cos_sin_dtype, interleaved, backend):
+def _(x, positions, inv_freq, theta, rotary_dim, sign, cos_sin_dtype, interleaved, backend):
     return x.new_empty(x.shape)
 
 
 def _setup(ctx, inputs, output):
-    _, positions, *ctx.rest = inputs
-    ctx.save_for_backward(positions)
+    _, positions, inv_freq, *ctx.rest = inputs
+    ctx.save_for_backward(positions, inv_freq)
 
 
 def _backward(ctx, dy):
     theta, rotary_dim, sign, cos_sin_dtype, interleaved, backend = ctx.rest
-    (positions,) = ctx.saved_tensors
+    positions, inv_freq = ctx.saved_tensors
     dx = _rope(
-        dy.contiguous(), positions, theta, rotary_dim, -sign, cos_sin_dtype, interleaved, backend
-    )
-    return dx, None, None, None, None, None, None, None
+        dy.contiguous(), positions, inv_freq, theta, rotary_dim, -sign, cos_sin_dtype, interleaved,
+        backend,
+    )  # fmt: skip
+    return (dx, *(None,) * 8)
 
 
 _rope.register_autograd(_backward, setup_context=_setup)
@@ -78,7 +81,8 @@ def rope(
     k: Tensor,
     positions: Tensor,
     *,
-    theta: float,
+    theta: float | None = None,
+    inv_freq: Tensor | None = None,
     rotary_dim: int | None = None,
     cos_sin_dtype: torch.dtype = torch.float32,
     interleaved: bool = False,
@@ -86,12 +90,16 @@ def rope(
 ) -> tuple[Tensor, Tensor]:
     """Rotate q[T, Hq, D] and k[T, Hk, D] by positions[T] (integers, |position| < 2**20).
 
+    Frequencies are those of theta, or inv_freq[R] in float32 (an engine's own, scaled or not).
     bfloat16, float16, float32 (float64 on the torch backend); rotary_dim is even and at most D,
-    and defaults to D; cos_sin_dtype is float32, bfloat16 or float16 (vLLM keeps its table in the
-    model's dtype, HF in float32). Inputs are not modified.
-    Raises UnsupportedShape, UnsupportedDtype, ValueError where theta is not above 0.
+    and defaults to 2 R, or to D; cos_sin_dtype is float32, bfloat16 or float16 (vLLM keeps its
+    table in the model's dtype, HF in float32). Inputs are not modified.
+    Raises UnsupportedShape, UnsupportedDtype, ValueError where not one of theta and inv_freq is
+    given, or theta is not above 0.
     """
-    if not theta > 0:
+    if (theta is None) == (inv_freq is None):
+        raise ValueError("rope: one of theta and inv_freq is needed")
+    if theta is not None and not theta > 0:
         raise ValueError(f"rope: theta must be above 0, not {theta}")
     if q.dim() != 3 or k.dim() != 3 or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
         raise UnsupportedShape(
@@ -103,16 +111,25 @@ def rope(
             f"rope: positions must be {q.shape[0]} integers, not {positions.dtype} "
             f"{tuple(positions.shape)}"
         )
-    size = q.shape[2] if rotary_dim is None else rotary_dim
+    given = q.shape[2] if inv_freq is None else 2 * inv_freq.numel()
+    size = given if rotary_dim is None else rotary_dim
     if size % 2 or not 0 < size <= q.shape[2]:
         raise UnsupportedShape(f"rope: rotary_dim {size} must be even and at most {q.shape[2]}")
+    if inv_freq is not None and inv_freq.shape != (size // 2,):
+        raise UnsupportedShape(
+            f"rope: inv_freq {tuple(inv_freq.shape)} must hold {size // 2} frequencies"
+        )
+    if inv_freq is not None and inv_freq.dtype != torch.float32:
+        raise UnsupportedDtype(f"rope: inv_freq is {inv_freq.dtype}; float32 is needed")
     if cos_sin_dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise UnsupportedDtype(
             f"rope: cos_sin_dtype {cos_sin_dtype} is not a float of 16 or 32 bit"
         )
+    frequency = None if inv_freq is None else inv_freq.detach().contiguous()
     out = []
     for x in (q, k):
-        chosen = choose("rope", backend, x, positions, q)
+        chosen = choose("rope", backend, x, positions, q, inv_freq)
         x = x if x.stride(-1) == 1 else x.contiguous()
-        out.append(_rope(x, positions, float(theta), size, 1.0, cos_sin_dtype, interleaved, chosen))
+        options = (float(theta or 0.0), size, 1.0, cos_sin_dtype, interleaved, chosen)
+        out.append(call(_rope, x, positions, frequency, *options))
     return out[0], out[1]

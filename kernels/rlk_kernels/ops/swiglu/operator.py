@@ -11,7 +11,7 @@ M = rows (all leading dimensions)   F = features
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import choose, record
+from rlk_kernels.backend import call, choose, record
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.swiglu import portable
 
@@ -78,4 +78,4 @@ def swiglu(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Tensor:
     f = gate.shape[-1]
     rows = [t.reshape(-1 if f else t.shape[:-1].numel(), f) for t in (gate, up)]
     rows = [t if t.stride(-1) == 1 else t.contiguous() for t in rows]
-    return _swiglu(rows[0], rows[1], chosen).reshape(gate.shape)
+    return call(_swiglu, rows[0], rows[1], chosen).reshape(gate.shape)

@@ -1,0 +1,79 @@
+"""Host time of one eager call of every operator, beside F.linear: small inputs, the GPU waits.
+
+What is measured ends when the call returns; the GPU is empty before each round and never behind.
+"""
+
+import statistics
+import time
+
+import rlk_kernels as rk
+import torch
+import torch.nn.functional as F
+
+CALLS = 20
+"""Calls of a round: their kernels fit the queue, and none is waited for."""
+
+
+def rand(*shape, dtype=torch.bfloat16):
+    return torch.randn(*shape, device="cuda", dtype=dtype)
+
+
+def host_us(call, rounds: int = 20) -> float:
+    """Median microseconds of host time of one call."""
+    for _ in range(5):
+        call()
+    times = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        times.append((time.perf_counter() - start) / CALLS * 1e6)
+    return statistics.median(times)
+
+
+def calls(m: int = 16) -> dict:
+    """Every public operator on m rows, as an engine without gradients calls it."""
+    h, v = 1024, 4096
+    x, big, weight, gain = rand(m, h), rand(2048, h), rand(h, h), rand(h)
+    q, k = rand(m, 8, 128), rand(m, 2, 128)
+    cu = torch.arange(0, m + 1, m, device="cuda").int()
+    one = torch.arange(m + 1, device="cuda").int()
+    cache = rand(64, 16, 2, 128)
+    lens = torch.full((m,), 64, device="cuda").int()
+    tables = {n: torch.zeros(m, n, device="cuda").int() for n in (4, 2560)}
+    ids = torch.arange(m, device="cuda")
+    head = rand(v, h)
+    logits = rand(m, v)
+    advantages, mask = torch.ones(1, device="cuda"), torch.ones(1, m, device="cuda")
+    positions = torch.arange(m, device="cuda")
+    return {
+        "F.linear": lambda: F.linear(x, weight),
+        "linear": lambda: rk.linear(x, weight),
+        "linear, 2048 rows": lambda: rk.linear(big, weight),
+        "rms_norm": lambda: rk.rms_norm(x, gain, 1e-6),
+        "rms_norm, residual": lambda: rk.rms_norm(x, gain, 1e-6, residual=x),
+        "rope": lambda: rk.rope(q, k, positions, theta=1e6),
+        "swiglu": lambda: rk.swiglu(x, x),
+        "embedding": lambda: rk.embedding(ids, head),
+        "attention": lambda: rk.attention(q, k, k, cu, cu),
+        "paged_attention": lambda: rk.paged_attention(
+            q, cache, cache, tables[4], lens, cu_seqlens_q=one
+        ),
+        "paged_attention, split": lambda: rk.paged_attention(
+            q, cache, cache, tables[2560], lens, cu_seqlens_q=one
+        ),
+        "logp": lambda: rk.logp(logits, ids),
+        "linear_logp": lambda: rk.linear_logp(x, head, ids),
+        "linear_grpo_loss": lambda: rk.linear_grpo_loss(
+            x[None], head, ids[None], None, advantages, mask
+        )[0],
+    }
+
+
+def measure(ceilings: dict) -> list[dict]:
+    """Microseconds of each, F.linear before and after."""
+    with torch.no_grad():
+        found = {name: host_us(call) for name, call in calls().items()}
+        again = host_us(calls()["F.linear"])
+    return [{"linear_again": again, "us": found}]

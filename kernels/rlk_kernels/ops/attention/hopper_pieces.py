@@ -1,0 +1,273 @@
+"""`hopper.py` where keys are split: programs that take piece after piece of a list (`schedule.py`).
+
+The warp that copies goes on to the next piece while the other warps end this one. Blocks of 64 rows
+keep the sum of their merged chunks in a slot: that leaves room for two programs a processor, whose
+copies are what a decode step waits for. Blocks of 128 keep it in shared memory.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from rlk_kernels.device import facts
+from rlk_kernels.matmul.hopper.pipeline import ROWS, thread_barrier
+from rlk_kernels.ops.attention.hopper import (
+    BLOCK,
+    PER_CHUNK,
+    _copy_keys,
+    _first_scores,
+    _last_block,
+    _load_queries,
+    _next_block,
+    _weigh,
+    buffers,
+    descriptors,
+)
+from rlk_kernels.ops.attention.order import (
+    LOG2E,
+    block_weights,
+    finish,
+    merge,
+    one_sum,
+    seen_keys,
+)
+from rlk_kernels.ops.attention.schedule import piece, slot_row
+
+RESIDENT, DEPTH = 2, (2, 1)
+"""Of blocks of 64 rows: programs a processor, and blocks of keys and of values that each has room
+for (time only)."""
+
+
+@gluon.jit
+def _blocks(
+    one, window, G: gl.constexpr, BM: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr
+):  # fmt: skip
+    """Of a piece, the blocks of its keys begin ... end, and the end of those that all rows see."""
+    _, _, len_q, _, len_k, row, first, limit, only, _, _, _ = one
+    seen_begin, shared_end, seen_end = seen_keys(
+        row, len_q, len_k, window, G, BM, BLOCK, CAUSAL, WINDOWED
+    )
+    begin = gl.maximum(seen_begin // BLOCK, first * PER_CHUNK)
+    end = gl.minimum(gl.cdiv(seen_end, BLOCK), limit * PER_CHUNK)
+    # rows without any key are written too: over one block of which they see nothing
+    return begin, gl.maximum(end, begin + only), gl.minimum(shared_end, seen_end) // BLOCK
+
+
+@gluon.jit
+def _attend_chunk(
+    q, rings, begin, end, plain_end, len_k, last, turn, scale, window, DIM: gl.constexpr,
+    WINDOWED: gl.constexpr,
+):  # fmt: skip
+    """(m, den, acc) of the blocks begin ... end, at least one, all of one chunk.
+
+    No block's scores are made before its chunk's turn: what is held between chunks then has room.
+    """
+    k_ring, v_ring, k_full, k_empty, v_full, v_empty = rings
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    dtype: gl.constexpr = q.dtype
+    s = gl.zeros([ROWS, BLOCK], gl.float32, SCORES)
+    acc = gl.zeros([ROWS, DIM], gl.float32, OUT)
+    m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    _, _, _, den = block_weights(s, m, 0.0, 4)
+    s = _first_scores(q, s, k_ring, k_full, k_empty, turn)
+    for j in range(begin, end - 1):
+        p, m, den, old = _weigh(
+            s, m, den, scale, j * BLOCK, last, window, j == begin, j >= plain_end, dtype, OUT,
+            WINDOWED,
+        )  # fmt: skip
+        acc = acc * old[:, None]
+        s, acc = _next_block(
+            q, s, p, acc, j == begin, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+            turn + j - begin,
+        )  # fmt: skip
+    j = end - 1
+    p, m, den, old = _weigh(
+        s, m, den, scale, j * BLOCK, last, window, j == begin, j >= plain_end, dtype, OUT, WINDOWED
+    )
+    acc = acc * old[:, None]
+    acc = _last_block(
+        p, acc, j == begin, v_ring, v_full, v_empty, turn + j - begin, len_k - j * BLOCK
+    )
+    return (
+        gl.convert_layout(m, gl.SliceLayout(1, OUT)),
+        gl.convert_layout(one_sum(den), gl.SliceLayout(1, OUT)), acc,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _put(part_acc_ptr, part_ml_ptr, place, live, cols, m, den, acc, DIM: gl.constexpr):
+    gl.store(part_ml_ptr + place * 2, m, mask=live)
+    gl.store(part_ml_ptr + place * 2 + 1, den, mask=live)
+    gl.store((part_acc_ptr + place * DIM)[:, None] + cols[None, :], acc, mask=live[:, None])
+
+
+@gluon.jit
+def _attend_pieces(
+    given, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr, RUNNING: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Four warps: 64 packed rows of a program's pieces, one after another."""
+    (
+        total, pieces_ptr, q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, q_smem, merged,
+        k_ring, v_ring, k_full, k_empty, v_full, v_empty, scale, window, T, stride_qt, stride_qh,
+    ) = given  # fmt: skip
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    rings = (k_ring, v_ring, k_full, k_empty, v_full, v_empty)
+    q = q_smem.index(GROUP)
+    cols = gl.arange(0, DIM, gl.SliceLayout(0, OUT))
+    turn = 0
+    for i in range(gl.program_id(0), total, gl.num_programs(0)):
+        hk = (total - 1 - i) % HK
+        one = piece(pieces_ptr, (total - 1 - i) // HK)
+        begin, end, plain_end = _blocks(one, window, G, GROUPS * ROWS, CAUSAL, WINDOWED)
+        _, q_start, len_q, _, len_k, first_row, _, _, only, merges, folded, base = one
+        first_row += GROUP * ROWS
+        thread_barrier()  # the piece before is through with its queries
+        _load_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, HK, G)
+        row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+        last = gl.zeros_like(row) + len_k - 1  # the last key a row sees
+        if CAUSAL:
+            last = gl.minimum(row // G + len_k - len_q, last)
+        row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
+        live = row < len_q * G
+        m_all = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OUT))
+        den_all = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OUT))
+        acc_all = gl.zeros([ROWS, DIM], gl.float32, OUT)
+        for chunk in range(begin // PER_CHUNK, gl.cdiv(end, PER_CHUNK)):
+            first = gl.maximum(begin, chunk * PER_CHUNK)
+            limit = gl.minimum(end, (chunk + 1) * PER_CHUNK)
+            m, den, acc = _attend_chunk(
+                q, rings, first, limit, plain_end, len_k, last, turn, scale, window, DIM, WINDOWED
+            )
+            turn += limit - first
+            # of a piece that merges, the first slot; asked for here, not held through the chunk
+            slot = slot_row(base, chunk, folded, len_q * G, row, HK, hk)
+            if merges != 0:
+                # every thread finds what it has written itself
+                before = gl.zeros_like(acc)
+                if RUNNING:
+                    if first > begin:
+                        sums = (part_acc_ptr + slot * DIM)[:, None] + cols[None, :]
+                        before = gl.load(sums, mask=live[:, None], other=0.0)
+                else:
+                    if first > begin:
+                        before = merged.index(GROUP).load(OUT)
+                m_all, den_all, acc_all = merge(m_all, den_all, before, m, den, acc)
+                if limit < end:
+                    if RUNNING:
+                        here = (part_acc_ptr + slot * DIM)[:, None] + cols[None, :]
+                        gl.store(here, acc_all, mask=live[:, None])
+                    else:
+                        merged.index(GROUP).store(acc_all)
+            else:
+                _put(part_acc_ptr, part_ml_ptr, slot, live, cols, m, den, acc, DIM)
+                acc_all = acc
+        if only != 0:
+            finish(
+                m_all, den_all, acc_all, out_ptr, lse_ptr, q_start + row // G, hk * G + row % G,
+                live, cols, HK * G, DIM, T,
+            )  # fmt: skip
+        elif (merges != 0) & (begin < end):
+            slot = slot_row(base, folded, folded, len_q * G, row, HK, hk)
+            _put(part_acc_ptr, part_ml_ptr, slot, live, cols, m_all, den_all, acc_all, DIM)
+
+
+@gluon.jit
+def _copy_pieces(
+    given, HK: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
+    PAGE: gl.constexpr, LENGTH: gl.constexpr, GROUPS: gl.constexpr,
+):  # fmt: skip
+    """`_copy_keys` for a program's pieces, one after another; the next one is asked for early."""
+    (
+        total, pieces_ptr, k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+        table_ptr, stride_table, k_head, v_head, k_page, v_page, window,
+    ) = given  # fmt: skip
+    turn = 0
+    one = piece(pieces_ptr, gl.maximum(total - 1 - gl.program_id(0), 0) // HK)
+    for i in range(gl.program_id(0), total, gl.num_programs(0)):
+        hk = (total - 1 - i) % HK
+        following = piece(pieces_ptr, gl.maximum(total - 1 - i - gl.num_programs(0), 0) // HK)
+        begin, end, _ = _blocks(one, window, G, GROUPS * ROWS, CAUSAL, WINDOWED)
+        b, _, _, k_start, len_k, _, _, _, _, _, _, _ = one
+        keys = (
+            k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+            table_ptr + b.to(gl.int64) * stride_table, k_start, len_k, hk * k_head, hk * v_head,
+            k_page, v_page, begin, end, turn,
+        )  # fmt: skip
+        _copy_keys(keys, PAGE, LENGTH)
+        turn += gl.maximum(end - begin, 0)
+        one = following
+
+
+@gluon.jit(do_not_specialize=["last_entry", "T", "window", "stride_table"])
+def _pieces_hopper_kernel(
+    plan_ptr, pieces_ptr, q_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr,
+    table_ptr, last_entry, T, scale, window, stride_qt, stride_qh, k_head, v_head, k_page, v_page,
+    stride_table, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr, PAGE: gl.constexpr, GROUPS: gl.constexpr, K_DEPTH: gl.constexpr,
+    V_DEPTH: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    q_smem, merged, k_ring, k_full, k_empty, v_ring, v_full, v_empty = buffers(
+        q_ptr, DIM, GROUPS, K_DEPTH, V_DEPTH, GROUPS == 1
+    )
+    if OVERLAP:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
+    total = gl.load(plan_ptr + last_entry) * HK
+    LENGTH: gl.constexpr = k_desc.block_type.shape[0]
+    given = (
+        total, pieces_ptr, q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, q_smem, merged,
+        k_ring, v_ring, k_full, k_empty, v_full, v_empty, scale, window, T, stride_qt, stride_qh,
+    )  # fmt: skip
+    keys = (
+        total, pieces_ptr, k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+        table_ptr, stride_table, k_head, v_head, k_page, v_page, window,
+    )  # fmt: skip
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_attend_pieces, (given, HK, G, DIM, CAUSAL, WINDOWED, True, GROUPS, 0)),
+                (_copy_pieces, (keys, HK, G, CAUSAL, WINDOWED, PAGE, LENGTH, GROUPS)),
+            ],
+            [1], [40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_attend_pieces, (given, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 0)),
+                (_attend_pieces, (given, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 1)),
+                (_copy_pieces, (keys, HK, G, CAUSAL, WINDOWED, PAGE, LENGTH, GROUPS)),
+            ],
+            [4, 1], [232, 40],
+        )  # fmt: skip
+
+
+def attend_pieces(
+    plan: Tensor, pieces: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    part_acc: Tensor, part_ml: Tensor, table: Tensor | None, causal: bool, scale: float,
+    window: int | None, groups: int,
+) -> None:  # fmt: skip
+    """Fill out and lse, or the slots."""
+    (tokens, heads, dim), kv_heads = q.shape, k.shape[-2]
+    paged, here = table is not None, facts(q.device)
+    # decode is bound by memory: every program stays; blocks of 128 rows come and go by length
+    programs, depth = pieces.shape[0] * kv_heads, (2, 2)
+    if groups == 1:
+        programs, depth = min(programs, RESIDENT * here.processors), DEPTH
+    _pieces_hopper_kernel[(programs,)](
+        plan, pieces, q, *descriptors(k, v, table), out, lse, part_acc, part_ml,
+        table if table is not None else plan, plan.shape[1] - 2, tokens, scale * LOG2E, window or 0,
+        q.stride(0), q.stride(1), k.stride(-2), v.stride(-2),
+        k.stride(0) // k.stride(1) if paged else 0, v.stride(0) // v.stride(1) if paged else 0,
+        table.stride(0) if table is not None else 0, kv_heads, heads // kv_heads, dim, causal,
+        window is not None, k.shape[1] if paged else 0, groups, *depth,
+        here.overlaps, num_warps=4,
+        maxnreg=128 if groups == 1 else 168, launch_pdl=here.overlaps,
+    )  # fmt: skip

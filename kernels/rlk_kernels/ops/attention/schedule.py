@@ -1,0 +1,324 @@
+"""Who attends to what where keys are split: a list of pieces of work, made on the device.
+
+A piece is a block of packed rows and a range of chunks of its keys. The list follows the lengths
+that the sequences have, not those that a block table has room for: nothing of it is read by the
+host, and a CUDA graph's replay makes it anew. Neither what a piece is nor who takes it can change a
+bit (`order.py`): a range that begins at the first chunk merges its chunks as it goes, any other
+leaves each chunk for `merge.py`, which goes on from there.
+
+    pieces    k = max(1, n // tau) ranges of a sequence's n chunks, tau from the whole work: with
+              enough sequences none is split, and a long one is where others are short
+    slots     where states lie until they are merged: at most SCRATCH_BYTES; tau grows until they do
+    prefixes  neighbours in the batch with one query each, whose tables begin with the same blocks
+              (a group that answers one prompt): their common chunks are one entry, with the queries
+              of all as its rows, and are read once
+
+An entry 2b is the prefix that sequence b leads (mostly none), 2b + 1 is what b has of its own.
+Every program of the kernel makes all entries, int32[PLANES, 2B + 2], and writes some of the pieces,
+int32[FIELDS] each: one kernel instead of two, and nobody waits for another. It runs for itself
+before every split call and once through its instructions, so it is kept short: fetching them is
+most of its time.
+
+B = sequences   R = sequences that share a block of rows at most
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlk_kernels.device import facts
+
+SCRATCH_BYTES = 31 << 20
+"""Of all states that wait to be merged, whatever the lengths: below 32 MiB with the list."""
+PIECES = {16: 16, 32: 16, 64: 16, 128: 4}
+"""Rows of a block -> pieces of work a processor, where there is enough of it (time only)."""
+
+LISTED = 64
+"""Pieces that a program writes at a time (time only)."""
+
+PLANES = 8
+ITEMS, FIRST, COUNT, BASE, MEMBERS, LEADER, ROWS, TAU = (tl.constexpr(i) for i in range(PLANES))
+"""By entry: pieces before it, its first chunk, its chunks, its first slot's row. By sequence: those
+that share its prefix, who leads it (-1: nobody), rows to merge before it. Then tau."""
+FIELDS = tl.constexpr(12)
+
+
+@triton.jit
+def _ranges(n, tau):
+    """(ranges that n chunks are taken in, chunks of a range)."""
+    count = tl.maximum(n // tau, 1)
+    length = tl.maximum(tl.cdiv(n, count), 1)
+    return tl.maximum(tl.cdiv(n, length), 1), length
+
+
+@triton.jit
+def _rows_of_slots(prefix, members, own, shares, queries, G, tau, RUNNING: tl.constexpr):
+    """Rows of (the prefixes', the own) slots of each sequence.
+
+    A first range has one slot for all that it merges, another range one for each of its chunks. A
+    sequence in one range needs none, or (RUNNING) one to merge in.
+    """
+    _, length = _ranges(prefix, tau)
+    of_prefix = tl.where(prefix > 0, (prefix - length + 1) * members * G, 0)
+    ranges, length = _ranges(own, tau)
+    slots = tl.where(ranges > 1, own - length + 1, tl.where(own > 1, RUNNING, 0))
+    return of_prefix, tl.where(shares > 0, own, slots) * queries * G
+
+
+@triton.jit(do_not_specialize=["R", "stride_table"])
+def _shared_kernel(
+    shared_ptr, table_ptr, cu_q_ptr, lens_ptr, stride_table, R, CHUNK: tl.constexpr,
+    PAGE: tl.constexpr, PAGES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Leading chunks of a sequence whose blocks are those of the sequence before, both of one
+    query and in one block of rows; a program a sequence."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    b = tl.program_id(0)
+    shared = 0
+    if b % R != 0:
+        start = tl.load(cu_q_ptr + b)
+        lone = (start - tl.load(cu_q_ptr + b - 1) == 1) & (tl.load(cu_q_ptr + b + 1) - start == 1)
+        keys = tl.minimum(tl.load(lens_ptr + b), tl.load(lens_ptr + b - 1))
+        most = tl.where(lone, keys // CHUNK, 0)
+        i = tl.arange(0, PAGES)
+        at = table_ptr + b.to(tl.int64) * stride_table + i
+        open = most > 0
+        while open:
+            inside = i < CHUNK // PAGE
+            mine = tl.load(at, mask=inside, other=0)
+            theirs = tl.load(at - stride_table, mask=inside, other=0)
+            open = tl.min((mine == theirs).to(tl.int32), 0) > 0
+            shared += open.to(tl.int32)
+            open = open & (shared < most)
+            at += CHUNK // PAGE
+    tl.store(shared_ptr + b, shared)
+
+
+@triton.jit
+def _group(plan_ptr, pitch, shared_ptr, b, B, R: tl.constexpr):
+    """(chunks of the prefix that b leads, its members); writes members' prefixes and leaders.
+
+    A group ends where a sequence shares less with the one before it than with the one behind it.
+    """
+    at = shared_ptr + b
+    shared = tl.load(at, mask=b < B, other=0)
+    following = tl.load(at + 1, mask=b + 1 < B, other=0)
+    leads = (shared == 0) | (shared < following)
+    members = tl.zeros_like(b) + 1
+    prefix = tl.zeros_like(b) + (1 << 30)
+    open = leads & (b < B)
+    for i in range(1, R):
+        here = tl.load(at + i, mask=b + i < B, other=0)
+        following = tl.load(at + i + 1, mask=b + i + 1 < B, other=0)
+        open = open & (here != 0) & (here >= following)
+        members += open.to(tl.int32)
+        prefix = tl.where(open, tl.minimum(prefix, here), prefix)
+    prefix = tl.where(members > 1, prefix, 0)
+    for i in range(R):
+        mine = (prefix > 0) & (i < members)
+        tl.store(plan_ptr + LEADER * pitch + b + i, b, mask=mine)
+        tl.store(plan_ptr + FIRST * pitch + 2 * (b + i) + 1, prefix, mask=mine)
+    tl.debug_barrier()
+    return prefix, members
+
+
+@triton.jit(do_not_specialize=["B", "window", "capacity", "target"])
+def _schedule_kernel(
+    plan_ptr, pieces_ptr, cu_q_ptr, lens_ptr, shared_ptr, B, window, capacity, target,
+    HK: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr, PAGED: tl.constexpr, SHARE: tl.constexpr,
+    RUNNING: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
+    LISTED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A sequence a lane."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    pitch = 2 * B + 2
+    plan_ptr += tl.program_id(0) * (TAU + 1) * pitch  # the first one's entries serve the merge
+    b = tl.arange(0, BLOCK)
+    live = b < B
+    queries = tl.load(cu_q_ptr + b + 1, mask=live, other=0) - tl.load(
+        cu_q_ptr + b, mask=live, other=0
+    )
+    if PAGED:
+        keys = tl.load(lens_ptr + b, mask=live, other=0)
+    else:
+        keys = tl.load(lens_ptr + b + 1, mask=live, other=0)
+        keys -= tl.load(lens_ptr + b, mask=live, other=0)
+    first = tl.zeros_like(b)
+    if WINDOWED:
+        seen = keys - queries + 1 if CAUSAL else keys
+        first = tl.maximum(seen - window, 0) // CHUNK
+    end = tl.maximum(tl.cdiv(keys, CHUNK), first)
+    prefix = tl.zeros_like(b)
+    members = prefix
+    tl.store(plan_ptr + FIRST * pitch + 2 * b + 1, first, mask=live)
+    tl.store(plan_ptr + LEADER * pitch + b, -1, mask=live)
+    tl.debug_barrier()
+    if SHARE and tl.max(tl.load(shared_ptr + b, mask=live, other=0), 0) > 0:
+        prefix, members = _group(plan_ptr, pitch, shared_ptr, b, B, BM // G)
+        first = tl.load(plan_ptr + FIRST * pitch + 2 * b + 1, mask=live, other=0)
+        of_prefix, of_own = _rows_of_slots(
+            prefix, members, end - first, first, queries, G, 1 << 30, RUNNING
+        )
+        if tl.sum(of_prefix + of_own, 0) > capacity:  # they would never fit: nobody shares
+            prefix = tl.zeros_like(b)
+            first = tl.zeros_like(b)
+            tl.store(plan_ptr + LEADER * pitch + b, -1, mask=live)
+    shares = first
+    if WINDOWED:
+        shares = tl.zeros_like(b)
+    own = end - first
+
+    blocks = tl.cdiv(queries * G, BM)
+    work = tl.sum(blocks * own + prefix, 0) * HK
+    tau = tl.maximum(tl.cdiv(work, target), 1)
+    of_prefix, of_own = _rows_of_slots(prefix, members, own, shares, queries, G, tau, RUNNING)
+    while tl.sum(of_prefix + of_own, 0) > capacity:
+        tau *= 2
+        of_prefix, of_own = _rows_of_slots(prefix, members, own, shares, queries, G, tau, RUNNING)
+
+    ranges, _ = _ranges(own, tau)
+    prefix_ranges, _ = _ranges(prefix, tau)
+    prefix_items = tl.where(prefix > 0, prefix_ranges, 0)
+    items = tl.where((own > 0) | (shares == 0), blocks * ranges, 0)
+    merged = tl.where((ranges > 1) | (shares > 0), queries * G, 0)
+    both = prefix_items + items
+    before = tl.cumsum(both, 0) - both
+    rows = of_prefix + of_own
+    base = tl.cumsum(rows, 0) - rows
+    at = plan_ptr + 2 * b
+    tl.store(at + ITEMS * pitch, before, mask=live)
+    tl.store(at + ITEMS * pitch + 1, before + prefix_items, mask=live)
+    tl.store(at + FIRST * pitch, 0, mask=live)
+    tl.store(at + FIRST * pitch + 1, first, mask=live)
+    tl.store(at + COUNT * pitch, prefix, mask=live)
+    tl.store(at + COUNT * pitch + 1, own, mask=live)
+    tl.store(at + BASE * pitch, base, mask=live)
+    tl.store(at + BASE * pitch + 1, base + of_prefix, mask=live)
+    tl.store(plan_ptr + MEMBERS * pitch + b, members, mask=live)
+    tl.store(plan_ptr + ROWS * pitch + b, tl.cumsum(merged, 0) - merged, mask=live)
+    total = tl.sum(both, 0)
+    tl.store(plan_ptr + ITEMS * pitch + 2 * B, total)
+    tl.store(plan_ptr + ROWS * pitch + B, tl.sum(merged, 0))
+    tl.store(plan_ptr + TAU * pitch, tau)
+    tl.debug_barrier()
+    for start in range(tl.program_id(0) * LISTED, total, tl.num_programs(0) * LISTED):
+        _list_pieces(
+            plan_ptr, pieces_ptr, cu_q_ptr, lens_ptr, B, start + tl.arange(0, LISTED), total, BM,
+            CHUNK, PAGED, STEPS,
+        )  # fmt: skip
+
+
+@triton.jit
+def last_before(ptr, count, x, STEPS: tl.constexpr):
+    """The last i < count <= 2**STEPS with ptr[i] <= x, of each x[N]; ptr rises from a number not
+    above x."""
+    low = tl.zeros_like(x)
+    high = low + count
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        below = tl.load(ptr + middle) <= x
+        high = tl.where(below | (middle == low), high, middle)
+        low = tl.where(below, middle, low)
+    return low
+
+
+@triton.jit
+def _list_pieces(
+    plan_ptr, pieces_ptr, cu_q_ptr, lens_ptr, B, item, total, BM: tl.constexpr, CHUNK: tl.constexpr,
+    PAGED: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Write pieces item[N]: what `piece` reads.
+
+    A prefix is a sequence of its members' queries, all of which see every key of its chunks.
+    """
+    pitch = 2 * B + 2
+    entry = last_before(plan_ptr + ITEMS * pitch, 2 * B, item, STEPS)
+    listed = item < total
+    entry = tl.where(listed, entry, 0)
+    b = entry // 2
+    own = entry % 2 == 1
+    within = item - tl.load(plan_ptr + ITEMS * pitch + entry)
+    first = tl.load(plan_ptr + FIRST * pitch + entry)
+    count = tl.load(plan_ptr + COUNT * pitch + entry)
+    members = tl.load(plan_ptr + MEMBERS * pitch + b)
+    shared = own & (tl.load(plan_ptr + LEADER * pitch + b) >= 0)
+    ranges, length = _ranges(count, tl.load(plan_ptr + TAU * pitch))
+    begin = first + within % ranges * length
+    q_start = tl.load(cu_q_ptr + b)
+    queries = tl.where(own, tl.load(cu_q_ptr + b + 1) - q_start, members)
+    k_start = tl.zeros_like(b)
+    keys = tl.load(lens_ptr + b)
+    if not PAGED:
+        k_start = keys
+        keys = tl.load(lens_ptr + b + 1) - keys
+    at = pieces_ptr + item * FIELDS
+    tl.store(at, b, mask=listed)
+    tl.store(at + 1, q_start, mask=listed)
+    tl.store(at + 2, queries, mask=listed)
+    tl.store(at + 3, k_start, mask=listed)
+    tl.store(at + 4, tl.where(own, keys, (first + count) * CHUNK + members), mask=listed)
+    tl.store(at + 5, within // ranges * BM, mask=listed)
+    tl.store(at + 6, begin, mask=listed)
+    tl.store(at + 7, tl.minimum(begin + length, first + count), mask=listed)
+    tl.store(at + 8, (own & (ranges == 1) & (shared == 0)).to(tl.int32), mask=listed)
+    tl.store(at + 9, ((begin == first) & (shared == 0)).to(tl.int32), mask=listed)
+    tl.store(at + 10, tl.where(shared, first, first + length - 1), mask=listed)
+    tl.store(at + 11, tl.load(plan_ptr + BASE * pitch + entry), mask=listed)
+
+
+@triton.jit
+def piece(pieces_ptr, item):
+    """Of a piece: (sequence whose table it reads, first token, queries, start of keys, keys, first
+    packed row, first chunk, chunk behind its last, whether it is its rows' only piece, whether it
+    merges its chunks, last chunk of the first slot, that slot's row)."""
+    at = pieces_ptr + item * FIELDS
+    return (
+        tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4),
+        tl.load(at + 5), tl.load(at + 6), tl.load(at + 7), tl.load(at + 8), tl.load(at + 9),
+        tl.load(at + 10), tl.load(at + 11),
+    )  # fmt: skip
+
+
+@triton.jit
+def slot_row(base, chunk, folded, rows, row, HK, hk):
+    """Where the state of a packed row lies after `chunk`: one alone, or merged up to `folded`."""
+    slot = tl.maximum(chunk - folded, 0)
+    return ((base + slot * rows).to(tl.int64) + row) * HK + hk
+
+
+def schedule(
+    cu_q: Tensor, lens_k: Tensor, table: Tensor | None, page: int, kv_heads: int, group: int,
+    block_rows: int, chunk: int, causal: bool, window: int | None, running: bool, capacity: int,
+    most: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(entries, pieces); capacity: packed rows of one KV head that have room in the slots; most:
+    pieces of one KV head that there can be."""
+    here, batch = facts(cu_q.device), cu_q.numel() - 1
+    block = max(16, triton.next_power_of_2(batch))
+    paged = table is not None
+    together = block_rows // group  # sequences of one query that fit a block of rows
+    share, shared = False, cu_q
+    if table is not None and window is None and chunk % page == 0 and min(together, batch) > 1:
+        share = True
+        shared = torch.empty(batch, dtype=torch.int32, device=cu_q.device)
+        _shared_kernel[(batch,)](
+            shared, table, cu_q, lens_k, table.stride(0), together, chunk, page,
+            triton.next_power_of_2(chunk // page), here.overlaps, num_warps=1,
+            launch_pdl=here.overlaps,
+        )  # fmt: skip
+    programs = min(16, triton.cdiv(most, LISTED))
+    plan = torch.empty(programs, PLANES, 2 * batch + 2, dtype=torch.int32, device=cu_q.device)
+    pieces = torch.empty(most, FIELDS.value, dtype=torch.int32, device=cu_q.device)
+    _schedule_kernel[(programs,)](
+        plan, pieces, cu_q, lens_k, shared, batch, window or 0, capacity,
+        PIECES[block_rows] * here.processors, kv_heads, group, block_rows, chunk, causal,
+        window is not None, paged, share, int(running), block, block.bit_length() + 1, LISTED,
+        here.overlaps, num_warps=max(1, min(8, block // 128)), launch_pdl=here.overlaps,
+    )  # fmt: skip
+    return plan[0], pieces

@@ -1,0 +1,183 @@
+"""Paged attention whose keys are split by a list made on the device: the bits of one walk,
+whatever the lengths, the table's width, the room there is, and the prefixes that are shared."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_suite import packed, paged_cache
+from rlk_kernels import device
+from rlk_kernels.ops.attention import forward as attention_forward
+from rlk_kernels.ops.attention import merge, schedule
+
+CHUNK, PAGE, HEADS = 32, 8, (2, 1, 16)
+DECODE = ([1, 1, 1, 1], [0, 100, 33, 64])
+MIXED = ([1, 12, 0, 5], [80, 70, 40, 3])
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(attention_forward, "CHUNK", CHUNK)
+    few_programs(monkeypatch, 12)
+
+
+def few_programs(monkeypatch, count):
+    """A device that has room for so many pieces."""
+    here = replace(device.facts(torch.device("cpu")), processors=count)
+    for module in (attention_forward, merge, schedule):
+        monkeypatch.setattr(module, "facts", lambda device: here)
+    pieces = dict.fromkeys((16, 32, 64, 128), 1)
+    monkeypatch.setattr(schedule, "PIECES", pieces)
+    monkeypatch.setattr(attention_forward, "PIECES", pieces)
+
+
+def run(q, k_cache, v_cache, cu_q, lens, table, window=None, **more):
+    return attention_forward.forward(
+        q, k_cache, v_cache, cu_q.int(), lens.int(), table, True, 0.25, window, **more
+    )[:2]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def batch(lens_q, lens_k, width=0):
+    """Paged inputs of `run`, the table `width` blocks wider than it must be."""
+    q, k, v, cu_q, cu_k = packed(lens_q, lens_k, *HEADS, torch.float32, "cpu")
+    k_cache, v_cache, table, lens = paged_cache(k, v, cu_k, page=PAGE)
+    wide = torch.full((table.shape[0], table.shape[1] + width), 1 << 30, dtype=torch.int32)
+    wide[:, : table.shape[1]] = table
+    return q, k_cache, v_cache, cu_q, lens, wide
+
+
+@pytest.mark.parametrize(("lens", "window"), [(DECODE, None), (MIXED, 50)])
+def test_split_keys_have_the_bits_of_one_walk(lens, window, monkeypatch):
+    x = batch(*lens)
+    one = run(*x, window=window, split=False)
+    assert same(run(*x, window=window, split=True), one)
+    assert same(run(*batch(*lens, width=60), window=window, split=True), one)
+    few_programs(monkeypatch, 3)  # longer pieces
+    assert same(run(*x, window=window, split=True), one)
+
+
+def group(members=2, shared=64, prompts=2, extra=(3, 33)):
+    """Sequences that answer `prompts`, `members` each: (inputs of `run`, block tables that share
+    their prompts' blocks, and that do not)."""
+    tails = [extra[(i + p) % len(extra)] for p in range(prompts) for i in range(members)]
+    q, k, v, cu_q, cu_k = packed(
+        [1] * len(tails), [shared + n for n in tails], *HEADS, torch.float32, "cpu"
+    )
+    for b in range(len(tails)):
+        leader = b // members * members
+        for x in (k, v):
+            x[cu_k[b] : cu_k[b] + shared] = x[cu_k[leader] : cu_k[leader] + shared]
+    k_cache, v_cache, table, lens = paged_cache(k, v, cu_k, page=PAGE)
+    joint = table.clone()
+    for b in range(len(tails)):
+        joint[b, : shared // PAGE] = table[b // members * members, : shared // PAGE]
+    return (q, k_cache, v_cache, cu_q, lens), joint, table
+
+
+def planned(monkeypatch):
+    """The lists that are made, as they are made."""
+    made, make = [], attention_forward.schedule
+
+    def spy(*args):
+        plan, pieces = make(*args)
+        made.append(plan)
+        return plan, pieces
+
+    monkeypatch.setattr(attention_forward, "schedule", spy)
+    return made
+
+
+def row(plan, plane):
+    return plan[plane.value]
+
+
+def test_a_shared_prefix_is_read_once_and_changes_no_bit(monkeypatch):
+    x, joint, apart = group()
+    made = planned(monkeypatch)
+    found = run(*x, joint, split=True)
+    alone = run(*x, apart, split=True)
+    assert same(found, run(*x, apart, split=False))
+    assert same(found, alone)
+    b = x[4].numel()
+    leaders = row(made[0], schedule.LEADER)[:b].tolist()
+    assert leaders == [0, 0, 2, 2]
+    assert row(made[1], schedule.LEADER)[:b].tolist() == [-1] * b
+    chunks = [int(row(p, schedule.COUNT)[: 2 * b].sum()) for p in made]
+    assert chunks[1] - chunks[0] == (b - 2) * 64 // CHUNK
+
+
+def test_prefixes_within_prefixes_are_taken_apart_where_less_is_shared(monkeypatch):
+    """All share a chunk; two groups share more. And one that shares all of its keys."""
+    x, joint, _ = group(members=2, shared=64, prompts=2, extra=(0, 33))
+    joint[:, : CHUNK // PAGE] = joint[0, : CHUNK // PAGE]
+    made = planned(monkeypatch)
+    assert same(run(*x, joint, split=True), run(*x, joint, split=False))
+    assert row(made[0], schedule.LEADER)[:4].tolist() == [0, 0, 2, 2]
+    assert row(made[0], schedule.FIRST)[1:9:2].tolist() == [2] * 4
+
+
+def test_scratch_is_bounded_and_little_of_it_changes_no_bit(monkeypatch):
+    x = *group()[0], group()[1]
+    one = run(*x, split=False)
+    monkeypatch.setattr(attention_forward, "SCRATCH_BYTES", 64)
+    sizes, empty = [], torch.empty
+
+    def spy(*args, **more):
+        out = empty(*args, **more)
+        sizes.append(out.nbytes if out.dtype == torch.float32 else 0)
+        return out
+
+    monkeypatch.setattr(torch, "empty", spy)
+    found = run(*x, split=True)
+    assert sum(sizes) - sum(y.nbytes for y in found) <= 64
+    assert same(found, one)
+
+
+def test_work_is_split_where_it_pays(monkeypatch):
+    """One long sequence among many short ones: its keys are split, theirs are not."""
+    made = planned(monkeypatch)
+    x = batch([1] * 5, [40] * 4 + [300])
+    assert same(run(*x, split=True), run(*x, split=False))
+    starts = row(made[0], schedule.ITEMS)[: 2 * 5 + 1].tolist()
+    assert starts[1:9:2] == [0, 1, 2, 3]  # one piece each
+    assert starts[10] - starts[9] > 3
+    assert row(made[0], schedule.ROWS)[5] == HEADS[0] // HEADS[1]  # of one query
+
+
+@pytest.mark.parametrize("fault", ["order", "first", "leader"])
+def test_a_merge_that_goes_wrong_is_noticed(fault, monkeypatch):
+    x, joint, _ = group()
+    one = run(*x, joint, split=False)
+    assert same(run(*x, joint, split=True), one)
+    make = attention_forward.schedule
+
+    def broken(*args):
+        plan, _ = make(*args)
+        b = args[0].numel() - 1
+        if fault == "order":  # slots that lie elsewhere
+            own = row(plan, schedule.BASE)[1 : 2 * b : 2]
+            own.copy_(own.flip(0))
+        elif fault == "first":  # a chunk left out
+            row(plan, schedule.FIRST)[3] += 1
+        else:  # another prefix than one's own
+            row(plan, schedule.LEADER)[b - 1] = 0
+        return plan
+
+    launch = merge.merge_parts
+
+    def merge_by(plan, *rest):
+        launch(broken_plan[0], *rest)
+
+    broken_plan = []
+
+    def both(*args):
+        broken_plan[:] = [broken(*args)]
+        return make(*args)
+
+    monkeypatch.setattr(attention_forward, "schedule", both)
+    monkeypatch.setattr(attention_forward, "merge_parts", merge_by)
+    assert not same(run(*x, joint, split=True), one)
