@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from rlk_align.capture.capture import capture
 from rlk_align.capture.request import CaptureRequest, TracePlan
 from rlk_align.compare.measure import measure
-from rlk_align.errors import BadOption
+from rlk_align.errors import BadOption, MissingDependency, ModelError
 from rlk_align.judge.verdict import Verdict, headline, judge_by
 from rlk_align.model.edges import EDGES
 from rlk_align.probe.probe import probe_run
@@ -100,7 +100,11 @@ def probe(request: ProbeRequest, run: Run, progress: Progress) -> tuple[Verdict,
             )
         first = headline(verdict)
         edges = request.edges or ((first.name,) if first else ())
-        found = probe_run(run, edges, request.attribute, request.plan, progress)
+        try:
+            found = probe_run(run, edges, request.attribute, request.plan, progress)
+        except (MissingDependency, ModelError) as error:
+            # What the captures alone tell needs no engine: the operators, recomputed.
+            found = Probe(edges=[], left_out=error.message)
         run.save_probe(found)
         run.save_verdict(verdict_json(verdict, found))
         run.finish()

@@ -28,6 +28,8 @@ class Probe(Result):
 
     schema_id: Literal["rlk-align/probe/1"] = "rlk-align/probe/1"
     edges: list[ProbedEdge]
+    left_out: str = ""
+    """Why there are no graft passes: an engine, or the model, is not here."""
 
     def edge(self, name: EdgeName) -> ProbedEdge | None:
         return next((e for e in self.edges if e.name == name), None)

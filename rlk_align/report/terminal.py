@@ -46,6 +46,8 @@ def show(verdict: Verdict, folder: Path, console: Console, probe: Probe | None =
             console.print(part)
         for text in _divergence(verdict):
             console.print(text)
+    if probe is not None and probe.left_out:
+        console.print(line(f"graft passes left out: {probe.left_out}", style="yellow"))
     for probed in probe.edges if probe else ():
         for part in probe_lines(verdict, probed):
             console.print(part)
