@@ -117,7 +117,7 @@ def _effects(probed: ProbedEdge) -> Iterator[Text]:
         text = f"mean |Δlogp| {size:.2g} of the whole"
         if attribution.largest is not None:
             top = attribution.largest
-            text += f"; largest contributor {top.name}, {top.mean_abs:.2g} by itself"
+            text += f"; largest contributor {top.units[0]}, {top.mean_abs:.2g} by itself"
         if attribution.unexplained:
             text += f"; {attribution.unexplained:.2g} left unexplained"
         yield line(f"  {text}")

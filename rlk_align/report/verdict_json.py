@@ -121,7 +121,7 @@ def _divergence_json(verdict: Verdict, edge: EdgeResult, probe: Probe | None) ->
 
 def _contributor_json(probed: ProbedEdge) -> dict[str, Any] | None:
     largest = probed.attribution.largest if probed.attribution else None
-    return {"site": largest.name, **_contribution_json(largest)} if largest else None
+    return {"site": largest.units[0], **_contribution_json(largest)} if largest else None
 
 
 def _contribution_json(part: Contribution) -> dict[str, Any]:
