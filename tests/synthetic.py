@@ -169,6 +169,7 @@ def write_trace(
     values: Values,
     *,
     batch: TokenBatch = BATCH,
+    sites: Sequence[Site] = SITES,
     passes: Sequence[str] = ("prefill",),
     repeat: Values | None = None,
     untapped: Values | None = None,
@@ -201,7 +202,7 @@ def write_trace(
     logprob = [s for s in SITES if s.op == "logprob"]
     for name in passes:
         decode = name == "decode"
-        write_pass(folder / name, values, batch=batch, decode=decode, **options)
+        write_pass(folder / name, values, batch=batch, sites=sites, decode=decode, **options)
         control: dict[str, Any] = {"batch": batch, "decode": decode, "keep": keep_logprobs}
         if "untapped" in controls:
             shown = untapped if untapped is not None else values
@@ -209,7 +210,8 @@ def write_trace(
             write_pass(path, shown, sites=logprob, statistics=False, **control)
         if "repeat" in controls:
             shown = repeat if repeat is not None else values
-            write_pass(folder / f"{name}.repeat", shown, statistics=False, **control)
+            path = folder / f"{name}.repeat"
+            write_pass(path, shown, sites=sites, statistics=False, **control)
     if production is not None:
         path = folder / "prefill.production"
         write_pass(path, production, batch=batch, sites=logprob, statistics=False)
