@@ -114,7 +114,11 @@ def _divergence_json(verdict: Verdict, edge: EdgeResult) -> dict[str, Any]:
 
 
 def _over_budget_json(verdict: Verdict, found: OverBudget) -> dict[str, Any]:
-    how = {u.side: how_off(u, verdict.contract) for u in found.units}
+    how: dict[str, str] = {}
+    for u in found.units:
+        words = how_off(u, verdict.contract)
+        # Decode and prefill of one side may both be off.
+        how[u.side] = f"{how[u.side]}; {u.passname}: {words}" if u.side in how else words
     return found.unit.model_dump() | {"side": found.side, "how": how}
 
 
