@@ -220,12 +220,20 @@ def write_trace(
 
 
 def compared_run(
-    folder: Path, train: Values | None = None, judged: Sequence[Any] = FIRST_EDGE
+    folder: Path,
+    train: Values | None = None,
+    judged: Sequence[Any] = FIRST_EDGE,
+    rollout: Values | None = None,
+    contract: Path = Path(__file__).parent / "synthetic.toml",
+    **options: Any,
 ) -> Run:
-    """A run whose two sides are equal unless `train` is given, compared and judged."""
-    values, run = draw(), Run(folder)
+    """A run whose two sides are equal unless `train` is given, compared and judged; `options`: of
+    `write_trace`."""
+    values, run = rollout or draw(), Run(folder)
     sides = {
-        side: write_trace(folder / "captures" / side, shown, passes=passes_for(judged, side))
+        side: write_trace(
+            folder / "captures" / side, shown, passes=passes_for(judged, side), **options
+        )
         for side, shown in (("rollout", values), ("train", train or values))
     }
     captures = {side: f"captures/{side}" for side in sides}
@@ -233,7 +241,6 @@ def compared_run(
     run.save(RunRecord(command=command, captures=captures, judged=judged))
     comparison = measured(sides["rollout"], sides["train"], judged, (), _silent)
     run.save_comparison(comparison)
-    contract = Path(__file__).parent / "synthetic.toml"
     run.save_verdict(verdict_json(judge_by(comparison, str(contract))))
     run.finish()
     return Run(folder)

@@ -48,7 +48,7 @@ class Totals:
         that this explains."""
         product, power = self.product[chosen].sum(), self.power[chosen].sum()
         square = self.square[chosen].sum()
-        if not (power > 0 and square > 0):
+        if not (power > 0 and 0 < square < np.inf):
             return 0.0, 0.0
         return float(product / power), float(product**2 / power / square)
 

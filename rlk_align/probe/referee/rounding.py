@@ -106,7 +106,7 @@ class ErrorSums:
         row_gain, by_chance = by_row[6].sum() / n, (2 * by_row[7].sum()).sqrt() / n
         weighted = by_row * weight
         error, square, fourth, variance, product, power, products = self._sums
-        rms = _number(_rms(*weighted[:2].sum(dim=1), (by_row[4] * weight**2).sum()))
+        rms = _number(_rms(weighted[0].sum(), weighted[1].sum(), (by_row[4] * weight**2).sum()))
         # By chance alone a feature's errors are off by these, and never by less than their size.
         floor = rms**2 * variance / n
         deviation = torch.maximum(square / n - (error / n).square(), floor).div(n).sqrt()

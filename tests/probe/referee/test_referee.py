@@ -1,6 +1,7 @@
 """The referee on traces of tiny real checkpoints: healthy ones, and one with each fault."""
 
 import functools
+import itertools
 import json
 import math
 import shutil
@@ -26,18 +27,27 @@ from rlk_align.results import Comparison, RefereedUnit
 from rlk_align.trace.reader import Trace
 
 FIRST = ("prefill_vs_train",)
+SIDES = ("rollout", "train")
+KEPT = tempfile.TemporaryDirectory(prefix="rlk-tiny-")
+"""For as long as the tests run."""
 Both = tuple[Values, Values]
 
 
 @functools.cache
 def model(family: str, changes: str = "{}") -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="rlk-tiny-"))
+    folder = Path(tempfile.mkdtemp(dir=KEPT.name))
     return checkpoint(folder, family, **json.loads(changes))
 
 
 @functools.cache
 def healthy(family: str, norm_twice: bool = False, tp: int = 1) -> Values:
     return Engine(model(family), tp, norm_twice).values()
+
+
+@functools.cache
+def healthy_trace(family: str, norm_twice: bool = False) -> Trace:
+    folder = Path(tempfile.mkdtemp(dir=KEPT.name))
+    return trace(folder / "trace", healthy(family, norm_twice), family)
 
 
 def trace(
@@ -48,7 +58,8 @@ def trace(
     record = {"model": str(of), "shape": shape, "attributes": {"temperature": 1.0}}
     record |= options.pop("record", {})
     sites = Engine(model(family)).sites
-    return write_trace(folder, values, batch=BATCH, sites=sites, record=record, **options)
+    options = {"batch": BATCH, "sites": sites, "controls": ("untapped",)} | options
+    return write_trace(folder, values, record=record, **options)
 
 
 def refereed(
@@ -203,17 +214,16 @@ FAULTS: dict[str, tuple[str, Fault]] = {
 }
 
 
-@pytest.mark.parametrize("side", ["rollout", "train"])
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(("name", "side"), [*zip(FAULTS, itertools.cycle(SIDES), strict=False)])
 def test_a_planted_fault_is_named_on_its_side(tmp_path: Path, name: str, side: str) -> None:
     site, fault = FAULTS[name]
     twice_on_train = side == "rollout"
     faulty = Engine(model("qwen3"), norm_twice=not twice_on_train).values({site: fault})
-    clean = healthy("qwen3", norm_twice=twice_on_train)
-    pair = (faulty, clean) if side == "rollout" else (clean, faulty)
-    verdict = verdict_of(tmp_path, *pair)
+    of = trace(tmp_path / "faulty", faulty, "qwen3")
+    clean = healthy_trace("qwen3", norm_twice=twice_on_train)
+    verdict = refereed(of, clean) if side == "rollout" else refereed(clean, of)
     found = named(verdict)
-    assert found[0] == (site, side)
+    assert found[:1] == [(site, side)]
     # What follows a NaN is NaN on its own: that is `finite`'s to tell, and no operator's fault.
     rest = [] if "NaN" in name or "infinity" in name else found[1:]
     assert rest == []
@@ -293,10 +303,7 @@ def reasons(verdict: Verdict, side: str = "train") -> dict[str, str]:
 def pair(tmp_path: Path, family: str = "qwen3", **train: Any) -> Verdict:
     """A healthy pair, whose training side is recorded as told."""
     other = train.pop("values", healthy(family, norm_twice=True))
-    return refereed(
-        trace(tmp_path / "a", healthy(family), family),
-        trace(tmp_path / "b", other, family, **train),
-    )
+    return refereed(healthy_trace(family), trace(tmp_path / "b", other, family, **train))
 
 
 def every(verdict: Verdict, text: str) -> None:
