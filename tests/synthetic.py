@@ -169,6 +169,7 @@ def write_trace(
     values: Values,
     *,
     batch: TokenBatch = BATCH,
+    sites: Sequence[Site] = SITES,
     passes: Sequence[str] = ("prefill",),
     repeat: Values | None = None,
     untapped: Values | None = None,
@@ -201,7 +202,7 @@ def write_trace(
     logprob = [s for s in SITES if s.op == "logprob"]
     for name in passes:
         decode = name == "decode"
-        write_pass(folder / name, values, batch=batch, decode=decode, **options)
+        write_pass(folder / name, values, batch=batch, sites=sites, decode=decode, **options)
         control: dict[str, Any] = {"batch": batch, "decode": decode, "keep": keep_logprobs}
         if "untapped" in controls:
             shown = untapped if untapped is not None else values
@@ -209,7 +210,8 @@ def write_trace(
             write_pass(path, shown, sites=logprob, statistics=False, **control)
         if "repeat" in controls:
             shown = repeat if repeat is not None else values
-            write_pass(folder / f"{name}.repeat", shown, statistics=False, **control)
+            path = folder / f"{name}.repeat"
+            write_pass(path, shown, sites=sites, statistics=False, **control)
     if production is not None:
         path = folder / "prefill.production"
         write_pass(path, production, batch=batch, sites=logprob, statistics=False)
@@ -218,12 +220,20 @@ def write_trace(
 
 
 def compared_run(
-    folder: Path, train: Values | None = None, judged: Sequence[Any] = FIRST_EDGE
+    folder: Path,
+    train: Values | None = None,
+    judged: Sequence[Any] = FIRST_EDGE,
+    rollout: Values | None = None,
+    contract: Path = Path(__file__).parent / "synthetic.toml",
+    **options: Any,
 ) -> Run:
-    """A run whose two sides are equal unless `train` is given, compared and judged."""
-    values, run = draw(), Run(folder)
+    """A run whose two sides are equal unless `train` is given, compared and judged; `options`: of
+    `write_trace`."""
+    values, run = rollout or draw(), Run(folder)
     sides = {
-        side: write_trace(folder / "captures" / side, shown, passes=passes_for(judged, side))
+        side: write_trace(
+            folder / "captures" / side, shown, passes=passes_for(judged, side), **options
+        )
         for side, shown in (("rollout", values), ("train", train or values))
     }
     captures = {side: f"captures/{side}" for side in sides}
@@ -231,7 +241,6 @@ def compared_run(
     run.save(RunRecord(command=command, captures=captures, judged=judged))
     comparison = measured(sides["rollout"], sides["train"], judged, (), _silent)
     run.save_comparison(comparison)
-    contract = Path(__file__).parent / "synthetic.toml"
     run.save_verdict(verdict_json(judge_by(comparison, str(contract))))
     run.finish()
     return Run(folder)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import torch
 
 from rlk_align.compare.controls import check_controls, paired_logprobs
 from rlk_align.compare.divergence import Edge, Side, compare_edges
@@ -25,8 +24,11 @@ from rlk_align.results import (
     SideName,
 )
 from rlk_align.trace.reader import Trace
+from rlk_align.trace.writer import one_thread
 
 
+# Small blocks, see divergence.BLOCK_ELEMENTS.
+@one_thread()
 def measure(
     rollout: Trace,
     train: Trace,
@@ -40,8 +42,6 @@ def measure(
     where a trace is damaged.
     """
     progress("comparing", 0, 0)
-    # Small blocks, see divergence.BLOCK_ELEMENTS: a second thread would wait more than it helps.
-    torch.set_num_threads(1)
     sides: dict[SideName, Trace] = {"rollout": rollout, "train": train}
     mismatches = check_parity(rollout, train)
     controls: Controls | None = None

@@ -184,6 +184,8 @@ def _notes(c: Comparison, contract: Contract) -> list[str]:
         roles = [f"{role} {v}" for role, v in zip(c.engines, versions, strict=True)]
         notes.append(f"two versions of torch: {', '.join(roles)}; its own kernels may differ")
     left_out = [u for u in c.referee if u.errors is None]
+    if contract.budgets and c.edges and not c.referee:
+        notes.append("no operator was held against float64")
     if left_out and contract.budgets:
         first = left_out[0]
         notes.append(
@@ -263,7 +265,7 @@ def _budget_checks(edge: EdgeResult, c: Comparison, contract: Contract) -> Itera
                 )
                 for name in STATISTICS
             ]
-            yield max(checks, key=lambda check: check.excess)
+            yield max(checks, key=lambda check: (not check.holds, check.excess))
 
 
 def _site_value(limit: Limit, site: SiteResult) -> float:
@@ -339,9 +341,9 @@ def over_budget(verdict: Verdict, edge: EdgeResult) -> list[OverBudget]:
         cell = site.first_nonfinite or site.first_introduced
         if not off and not (cell and any(b.metric in _INTRODUCED for b in here)):
             continue
-        recomputed = {u.side for u in units if u.errors is not None}
         side: Off | None = "both" if len(sides) > 1 else next(iter(sides), None)
-        if side is None and len(recomputed) == len({u.side for u in units}) > 0:
+        judged = units and verdict.contract.budget(units[0].op) and all(u.errors for u in units)
+        if side is None and judged:
             side = "neither"
         worst = next((u.errors.row for u in off if u.errors is not None), None)
         cell = cell or worst

@@ -1,6 +1,7 @@
 """Model families as tables: what a checkpoint's config says of its operators."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlk_align.errors import ModelError
@@ -16,13 +17,16 @@ class Family:
     """RMSNorm on each head of q and k before the rotary embedding."""
     qkv_bias: bool = False
     """Biases on q, k and v even where the config does not say so."""
+    window: Mapping[str, int | bool] = field(default_factory=dict)
+    """What it takes for keys of a sliding window that the config leaves out; none has no window."""
 
 
+_QWEN_WINDOW = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
 FAMILIES = {
     "llama": Family(),
-    "mistral": Family(),
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm=True),
+    "mistral": Family(window={"sliding_window": 4096, "use_sliding_window": True}),
+    "qwen2": Family(qkv_bias=True, window=_QWEN_WINDOW),
+    "qwen3": Family(qk_norm=True, window=_QWEN_WINDOW),
 }
 """By the config's `model_type`. To add a dense decoder family, add its line here."""
 

@@ -29,6 +29,8 @@ from rlk_align.text import line
 _STYLE = {"pass": "bold green", "fail": "bold red", "inconclusive": "bold yellow"}
 _SHOWN = 8
 """Entries of a list that are printed; the rest is counted."""
+_WIDTH = 100
+"""Columns of a line that could be two."""
 
 
 def show(verdict: Verdict, folder: Path, console: Console, probe: Probe | None = None) -> None:
@@ -169,10 +171,11 @@ _WHOSE = {
 
 def _over_budget(found: OverBudget, edge: EdgeResult, verdict: Verdict) -> Iterator[Text]:
     unit = found.unit
-    where = line(f"  {_WHOSE[found.side]}; at sample {unit.sample}, position {unit.position}")
-    yield line("  ") + line(unit.site, "bold") + where
+    yield line("  ") + line(unit.site, "bold") + line(f"  {_WHOSE[found.side]}")
+    yield line(f"    at sample {unit.sample}, position {unit.position}")
     for u in found.units:
-        yield line(f"    {u.side} {u.passname}: {how_off(u, verdict.contract)}")
+        how = how_off(u, verdict.contract).split("; ")
+        yield from _fitting(f"    {u.side} {u.passname}: ", how, "; ")
         if u.fused_with:
             yield line(f"    computed together with {u.fused_with}: it may be either's")
     yield from _code(unit.site, edge, verdict)
@@ -191,6 +194,16 @@ def _code(site: str, edge: EdgeResult, verdict: Verdict) -> Iterator[Text]:
             unlike = [f"{n}={v}" for n, v in place.settings_unlike(other).items()]
             if unlike:
                 yield line(f"             {', '.join(unlike[:_SHOWN])}", style="dim")
+
+
+def _fitting(start: str, parts: list[str], between: str) -> Iterator[Text]:
+    """One line, or where that is too long for a log one for each part."""
+    whole = start + between.join(parts)
+    if len(whole) <= _WIDTH:
+        yield line(whole)
+        return
+    yield line(start + parts[0])
+    yield from (line(f"      {part}") for part in parts[1:])
 
 
 def _within_budgets(verdict: Verdict, edge: EdgeResult) -> Text:
@@ -236,7 +249,8 @@ def _problems(verdict: Verdict) -> Iterator[Text]:
         yield line("breaches", style="bold red")
         for b in verdict.breaches[:_SHOWN]:
             where = " ".join(filter(None, [b.edge, b.side, b.site]))
-            yield line(f"  {where}: {b.metric} {b.value:.4g} > {b.fail:g}  ({b.limit})")
+            figure = f"{b.metric} {b.value:.4g} > {b.fail:g}"
+            yield from _fitting(f"  {where}: ", [figure, f"({b.limit})"], "  ")
         yield from _rest(len(verdict.breaches))
     if verdict.doubts:
         yield line()

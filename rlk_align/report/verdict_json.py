@@ -166,7 +166,11 @@ def _part(unit: Unit, which: Literal["introduced", "inherited"]) -> dict[str, An
 
 
 def _over_budget_json(verdict: Verdict, found: OverBudget) -> dict[str, Any]:
-    how = {u.side: how_off(u, verdict.contract) for u in found.units}
+    how: dict[str, str] = {}
+    for u in found.units:
+        words = how_off(u, verdict.contract)
+        # Decode and prefill of one side may both be off.
+        how[u.side] = f"{how[u.side]}; {u.passname}: {words}" if u.side in how else words
     region = sorted({u.fused_with for u in found.units if u.fused_with})
     code = {
         u.side: u.code.model_dump()

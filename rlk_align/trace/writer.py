@@ -65,7 +65,7 @@ NO_CHECKS = Checks()
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Many small reductions on cached blocks: on a shared CPU the threads of a pool would mostly
     wait for each other. The engine gets its number of threads back."""
     threads = torch.get_num_threads()
@@ -207,7 +207,7 @@ class PassWriter:
     def _flush(self) -> None:
         values: dict[str, torch.Tensor] = {}
         buffers, self._buffers, self._buffered_bytes = self._buffers, {}, 0
-        with writing(self._folder), _one_thread():
+        with writing(self._folder), one_thread():
             for site, parts in buffers.items():
                 rows = torch.cat([r for r, _, _ in parts])
                 sample = np.concatenate([s for _, s, _ in parts])

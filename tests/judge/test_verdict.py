@@ -5,22 +5,20 @@ import math
 from typing import Any
 
 import pytest
+from comparisons import QUIET, comparison, contract, edge, metrics, site
 from synthetic import compared, draw, spoil, write_trace
 
 from rlk_align.compare.metrics import edge_metrics
-from rlk_align.judge.contract import Contract, load_contract
+from rlk_align.judge.contract import load_contract
 from rlk_align.judge.verdict import Verdict, coverage, judge
 from rlk_align.report.verdict_json import verdict_json
 from rlk_align.results import (
     Comparison,
     Controls,
-    EdgeMetrics,
     EdgeResult,
-    EngineRecord,
     Introducer,
     Mismatch,
     Noise,
-    SiteResult,
 )
 
 METRICS = (
@@ -34,100 +32,6 @@ METRICS = (
     "token_mult_prob_error",
     "bit_mismatches",
 )
-
-
-def contract(*limits: dict[str, Any], **head: Any) -> Contract:
-    given = limits or ({"metric": "max_abs_dlogp", "fail": 0.1},)
-    return Contract.model_validate(
-        {
-            "id": "t",
-            "version": "1.0.0",
-            "description": "",
-            "dtypes": ["bfloat16"],
-            "min_coverage": 0.9,
-            "min_tokens": 1,
-            "limits": [
-                {"id": f"l{i}", "why": "w", "source": "s"} | limit for i, limit in enumerate(given)
-            ],
-        }
-        | head
-    )
-
-
-SIZES = ("max_abs_dlogp", "mean_abs_dlogp", "p99_abs_dlogp", "p999_abs_dlogp")
-
-
-def metrics(**changes: Any) -> EdgeMetrics:
-    """Of equal passes, but for the changes and what follows from them."""
-    zero = dict.fromkeys(EdgeMetrics.model_fields, 0.0)
-    ones = {"ratio_mean": 1.0, "ratio_max": 1.0, "ess_fraction": 1.0, "token_mult_prob_error": 1.0}
-    largest = max(
-        (changes[n] for n in SIZES if not math.isnan(changes.get(n, math.nan))), default=0
-    )
-    counts = {"tokens": 100, "bit_mismatches": int(largest > 0), "max_abs_dlogp": largest}
-    return EdgeMetrics(**zero | ones | counts | changes)
-
-
-def site(name: str = "layers.0.act", **changes: Any) -> SiteResult:
-    fields: dict[str, Any] = {
-        "site": name,
-        "layer": 0,
-        "op": name.rsplit(".")[-1],
-        "op_class": "elementwise",
-        "rows": 100,
-        "differ": 0,
-        "introduced": 0,
-        "introduced_valued": 0,
-        "noisy": 0,
-        "nonfinite": 0,
-        "first_introduced": None,
-        "first_nonfinite": None,
-        "valued_rows": 0,
-        "elements_differ": 0,
-        "max_abs": 0.0,
-        "max_ulp": 0,
-        "max_rel_l2": 0.0,
-        "mean_rel_l2": 0.0,
-        "min_cosine": 1.0,
-        "frontier": [],
-    }
-    return SiteResult(**fields | changes)
-
-
-def edge(name: str = "prefill_vs_train", **changes: Any) -> EdgeResult:
-    fields: dict[str, Any] = {
-        "name": name,
-        "metrics": metrics(),
-        "sites": [site(), site("logprob", op_class="logprob")],
-        "first_bitwise": None,
-        "expected_rows": 1000,
-        "paired_rows": 1000,
-        "unpaired": [],
-    }
-    return EdgeResult(**fields | changes)
-
-
-QUIET = {"rollout": None, "train": None}
-
-
-def comparison(*edges: EdgeResult, **changes: Any) -> Comparison:
-    shown = edges or (edge(),)
-    engine = EngineRecord(
-        name="hf", version="1", options={}, dtype="bfloat16", model="m", environment={}
-    )
-    fields: dict[str, Any] = {
-        "model": "m",
-        "dtype": "bfloat16",
-        "tokens": 100,
-        "engines": {"rollout": engine, "train": engine},
-        "mismatches": [],
-        "allowed": [],
-        "controls": Controls(observer="bitwise", observer_detail=[], noise=QUIET),
-        "edges": list(shown),
-        "judged": [e.name for e in shown],
-        "missing_edges": {},
-    }
-    return Comparison(**fields | changes)
 
 
 def code(verdict: Verdict) -> int:

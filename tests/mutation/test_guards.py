@@ -26,6 +26,8 @@ class Guard(NamedTuple):
     witness: str
 
 
+_REFEREE = "probe/referee/test_referee.py"
+
 GUARDS = {
     "precheck stops": Guard(
         "compare/measure.py",
@@ -104,6 +106,73 @@ GUARDS = {
         "run.invalidate()",
         "pass",
         "trace/test_stale_comparison.py::test_a_compare_that_fails_leaves_nothing_to_judge",
+    ),
+    "NaN in an operator's error": Guard(
+        "probe/referee/rounding.py",
+        "return values.where(values.isfinite(), math.inf)",
+        "return values.nan_to_num()",
+        "probe/referee/test_rounding.py::test_what_is_not_finite_is_infinitely_off",
+    ),
+    "an error where nothing may be": Guard(
+        "probe/referee/rounding.py",
+        "exponent.where(exact != 0, -(1 << 11))",
+        "exponent",
+        "probe/referee/test_rounding.py::test_an_error_where_the_exact_output_is_zero_counts",
+    ),
+    "a row that is another's": Guard(
+        "probe/referee/recorded.py",
+        "for name in (site.name, *site.inputs)]",
+        "for name in (site.name,)]",
+        f"{_REFEREE}::test_a_planted_fault_is_named_on_its_side[a norm's row is stale-rollout]",
+    ),
+    "an embedding that is another's": Guard(
+        "probe/referee/recorded.py",
+        'read = {"embed": token,',
+        "read = {",
+        f"{_REFEREE}::test_a_planted_fault_is_named_on_its_side[a token's embedding is another's"
+        "-rollout]",
+    ),
+    "values that were not kept": Guard(
+        "probe/referee/recorded.py",
+        "kept = kept[self._index.prefix_all(good)[kept]]",
+        "pass",
+        f"{_REFEREE}::test_what_reads_a_nan_is_not_judged_by_it",
+    ),
+    "another pass is other values": Guard(
+        "probe/referee/recorded.py",
+        "read |= dict.fromkeys(site.prefix_inputs, self._up_to(number))",
+        "pass",
+        f"{_REFEREE}::test_a_decode_that_differs_in_one_row_is_recomputed",
+    ),
+    "the worst row": Guard(
+        "probe/referee/rows.py",
+        "first = max(0, position + 1 - ROWS)",
+        "first = 0",
+        "probe/referee/test_rows.py::test_of_a_long_sample_the_rows_up_to_the_worst",
+    ),
+    "the worst statistic": Guard(
+        "judge/verdict.py",
+        "yield max(checks, key=lambda check: (not check.holds, check.excess))",
+        "yield checks[0]",
+        "judge/test_budgets.py::test_each_statistic_has_its_bound",
+    ),
+    "both sides": Guard(
+        "judge/verdict.py",
+        '"both" if len(sides) > 1 else next(iter(sides), None)',
+        "next(iter(sides), None)",
+        "judge/test_budgets.py::test_sides",
+    ),
+    "a side that was not recomputed": Guard(
+        "judge/verdict.py",
+        " and all(u.errors for u in units)",
+        "",
+        "judge/test_budgets.py::test_within_rounding_and_too_far_apart",
+    ),
+    "operators that were left out": Guard(
+        "judge/verdict.py",
+        "if contract.budgets and c.edges and not c.referee:",
+        "if False:",
+        "judge/test_budgets.py::test_what_was_not_recomputed_is_told",
     ),
     "noise proves nothing": Guard(
         "compare/divergence.py",

@@ -34,19 +34,21 @@ class Totals:
 
     @property
     def excess(self) -> np.ndarray:
-        """The squared error that is beyond rounding."""
-        known = self.variance > 0
-        ratio = np.divide(self.square, self.variance, out=np.ones_like(self.square), where=known)
+        """The squared error that is beyond rounding, in units, so that large rows and features
+        weigh no more than others; where there are NaN or infinities, they alone."""
+        broken = ~np.isfinite(self.square)
+        if broken.any():
+            return broken.astype(np.float64)
+        ratio = self.square / self.variance
         typical = np.clip(np.median(ratio), 1e-3, 1.0)
-        beyond = np.clip(self.square - ROUNDING * typical * self.variance, 0, None)
-        return np.nan_to_num(beyond, nan=0.0, posinf=0.0)
+        return np.clip(ratio - ROUNDING * typical, 0, None)
 
     def gain(self, chosen: np.ndarray) -> tuple[float, float]:
         """The error regressed on the exact output, over some; and the share of the squared error
         that this explains."""
         product, power = self.product[chosen].sum(), self.power[chosen].sum()
         square = self.square[chosen].sum()
-        if not (power > 0 and square > 0):
+        if not (power > 0 and 0 < square < np.inf):
             return 0.0, 0.0
         return float(product / power), float(product**2 / power / square)
 

@@ -12,6 +12,8 @@ from rlk_align.trace.reader import PassReader
 
 _SITES = 12
 """Sites that are held at a time: as far back as the residual stream lies."""
+_HELD = 1 << 26
+"""Entries of a site that are held; the logits of a large vocabulary have more."""
 
 
 class RecordedPass:
@@ -28,7 +30,8 @@ class RecordedPass:
 
     def comparable(self, site: Site) -> np.ndarray:
         """Of the chosen row numbers, those at which the pass kept the values of the site and of all
-        that it reads, which is finite; of rows with the same bits, one. Raises NotRefereed."""
+        that it reads, which is finite; of rows with the same bits in all of these, one. Raises
+        NotRefereed."""
         kept = np.intersect1d(self._chosen, self._kept(site.name), assume_unique=True)
         for name in site.inputs:
             kept = np.intersect1d(kept, self._finite(name), assume_unique=True)
@@ -38,9 +41,25 @@ class RecordedPass:
             kept = kept[self._index.prefix_all(good)[kept]]
         if not len(kept):
             raise NotRefereed("no row has finite inputs, all of which were kept")
-        rows, at = self._at(site.name, kept)
-        _, once = np.unique(rows.rows.digest[at], axis=0, return_index=True)
+        _, once = np.unique(self._contents(site, kept), axis=0, return_index=True)
         return kept[np.sort(once)]
+
+    def _contents(self, site: Site, number: np.ndarray) -> np.ndarray:
+        """int64 `[N, K]`: what an operator gave in each row, and of what. An output that is that of
+        another row, for other inputs, is no repetition."""
+        columns = [self._digests(name, number) for name in (site.name, *site.inputs)]
+        token, position = self._index.token, self._index.position
+        read = {"embed": token, "logprob": np.roll(token, -1)}
+        read |= dict.fromkeys(("q_rope", "k_rope", "attn"), position)
+        if site.op in read:
+            columns.append(read[site.op][number, None])
+        for name in site.prefix_inputs:
+            up_to, total = self._up_to(number), np.zeros((len(self._index) + 1, 2), dtype=np.int64)
+            # Sums of digests, from each sequence's first row; they wrap around, and may.
+            total[up_to + 1] = self._digests(name, up_to)
+            total = total.cumsum(axis=0)
+            columns.append(total[number + 1] - total[number - position[number]])
+        return np.concatenate(columns, axis=1)
 
     def same(self, other: "RecordedPass", site: Site, number: np.ndarray) -> bool:
         """Whether the other pass has these comparable rows too, with the same bits, and the same
@@ -70,6 +89,8 @@ class RecordedPass:
         """float64 `[N, F]` of these rows, which are chosen ones."""
         if site not in self._values:
             kept = np.intersect1d(self._chosen, self._kept(site), assume_unique=True)
+            if len(kept) * self._reader.record.sites[site].features > _HELD:
+                return self.sequence(site, number).double()
             self._values[site] = (kept, self.sequence(site, kept))
             if len(self._values) > _SITES:
                 self._values.popitem(last=False)

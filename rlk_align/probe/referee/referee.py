@@ -15,7 +15,8 @@ from rlk_align.compare.controls import paired_logprobs
 from rlk_align.engines.registry import engine_info
 from rlk_align.errors import ModelError, UnknownEngine
 from rlk_align.model.edges import EDGE_ENDS
-from rlk_align.model.sites import RowIndex, Site, model_sites
+from rlk_align.model.families import ModelShape
+from rlk_align.model.sites import MATMUL, RowIndex, Site, model_sites
 from rlk_align.probe.graph import partners
 from rlk_align.probe.referee.recorded import RecordedPass
 from rlk_align.probe.referee.reference import NotRefereed, Reference, Rows
@@ -30,6 +31,10 @@ SUSPECT = 10.0
 """Roundings beyond which a log-prob is of something else than its logits."""
 CPU_ELEMENTS, GPU_ELEMENTS = 1 << 18, 1 << 24
 """Entries that are compared at a time."""
+PRODUCT_ELEMENTS = 1 << 23
+"""Entries of a matrix product that are recomputed at a time."""
+GPU_BYTES = 1 << 33
+"""What must be free of a GPU that is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +61,9 @@ def referee(
         return []
     sides: dict[SideName, Trace] = {"rollout": rollout, "train": train}
     index = RowIndex(rollout.tokens)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = _device()
     references = {side: _reference(trace, device) for side, trace in sides.items()}
-    chosen = choose_rows(comparison, _worst_samples(comparison, sides, index), index)
+    chosen = choose_rows(comparison, _worst_rows(comparison, sides, index), index)
     edges: dict[tuple[SideName, str], list[EdgeName]] = {}
     for edge in comparison.edges:
         for end in EDGE_ENDS[edge.name]:
@@ -81,7 +86,23 @@ def referee(
     for done, site in enumerate(sites, 1):
         units += walk.units(site, passes)
         progress("recomputing in float64", done, len(sites))
+    if device.type == "cuda":
+        # Engines may start after this.
+        torch.cuda.empty_cache()
     return units
+
+
+def _device() -> torch.device:
+    """A GPU where there is one with room: another program may fill it."""
+    if torch.cuda.is_available():
+        try:
+            free, _ = torch.cuda.mem_get_info()
+        except RuntimeError:
+            # Full, or another process has it alone.
+            free = 0
+        if free >= GPU_BYTES:
+            return torch.device("cuda")
+    return torch.device("cpu")
 
 
 def _reference(trace: Trace, device: torch.device) -> Reference | str:
@@ -112,18 +133,17 @@ def _explanation(site: Site, p: Pass, errors: RoundingErrors | None) -> str:
     return explain_pass(p.trace, p.name).words
 
 
-def _worst_samples(
+def _worst_rows(
     comparison: Comparison, sides: Mapping[SideName, Trace], index: RowIndex
 ) -> list[int]:
-    """Of each edge, the sample with the largest |Δ| of a log-prob."""
+    """Of each edge, the row with the largest |Δ| of a log-prob."""
     worst: dict[int, None] = {}
     for edge in comparison.edges:
         first, second = (sides[side].read_pass(name) for side, name in EDGE_ENDS[edge.name])
         number, a, b = paired_logprobs(first, second, index)
         if len(number):
             delta = np.abs(a.astype(np.float64) - b.astype(np.float64))
-            row = number[np.nan_to_num(delta, nan=np.inf).argmax()]
-            worst[index.locate(int(row))[0]] = None
+            worst[int(number[np.nan_to_num(delta, nan=np.inf).argmax()])] = None
     return list(worst)
 
 
@@ -179,10 +199,8 @@ class Walk:
     def _sums(self, site: Site, of: Pass, reference: Reference, number: np.ndarray) -> ErrorSums:
         dtype, heads = reference.rounded_to(site), reference.heads(site)
         sums = ErrorSums(site.features, heads, dtype, self._device)
-        widest = max(site.features, reference.shape.intermediate)
-        if site.op == "logprob":
-            widest = reference.shape.vocab
-        for part in self._blocks(number, widest, by_sample=bool(site.prefix_inputs)):
+        compared = max(1, self._block // site.features)
+        for part in self._blocks(number, site, reference.shape):
             got = of.recorded.values(site.name, part)
             given = [of.recorded.values(name, part) for name in site.inputs]
             rows = self._rows(part)
@@ -191,14 +209,25 @@ class Walk:
                 whole = np.arange(first, part[-1] + 1)
                 given += [of.recorded.sequence(name, whole).double() for name in site.prefix_inputs]
             exact, variance = reference.exact(site, given, rows)
-            sums.add(got, exact, variance, part)
+            for start in range(0, len(part), compared):
+                at = slice(start, start + compared)
+                sums.add(got[at], exact[at], variance[at], part[at])
         return sums
 
-    def _blocks(self, number: np.ndarray, width: int, by_sample: bool) -> Iterator[np.ndarray]:
+    def _blocks(self, number: np.ndarray, site: Site, shape: ModelShape) -> Iterator[np.ndarray]:
         """Rows by blocks of bounded size, and of one sequence each where the operator reads it."""
-        starts = number - self._index.position[number]
-        cuts = np.flatnonzero(np.diff(starts)) + 1 if by_sample else np.zeros(0, dtype=np.int64)
-        step = max(1, self._block // width)
+        entries, width = self._block, max(site.features, shape.intermediate)
+        position = self._index.position
+        cuts = np.zeros(0, dtype=np.int64)
+        if site.op_class == MATMUL:
+            # As many as fit: each block widens the weight anew.
+            entries = PRODUCT_ELEMENTS
+        elif site.op == "logprob":
+            width = shape.vocab
+        elif site.prefix_inputs:
+            cuts = np.flatnonzero(np.diff(number - position[number])) + 1
+            width = max(width, shape.heads * (int(position[number].max()) + 1))
+        step = max(1, entries // width)
         for group in np.split(number, cuts):
             yield from (group[at : at + step] for at in range(0, len(group), step))
 

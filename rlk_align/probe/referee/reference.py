@@ -13,7 +13,7 @@ from rlk_align.model.checkpoint import read_config, tensor_name
 from rlk_align.model.families import ModelShape
 from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.model.sites import Site
-from rlk_align.model.tensors import biased_operators, stored_tensors
+from rlk_align.model.tensors import biased_operators, expected_tensors, stored_tensors
 from rlk_align.probe.referee import formulas
 from rlk_align.probe.referee.rounding import rounding_variance
 
@@ -65,6 +65,7 @@ class Reference:
         if self._config.get("quantization_config"):
             raise ModelError(f"{model} is quantized")
         self._stored = stored_tensors(model)
+        self._shapes = expected_tensors(self._config, shape)
         self._biased = biased_operators(self._config, shape)
         self._rotary = checkpoint_rotary(model, shape)
         self._last: tuple[str, torch.Tensor] | None = None
@@ -125,22 +126,27 @@ class Reference:
             raise NotRefereed(f"the checkpoint has no {name}")
         try:
             with safe_open(at.file, framework="pt") as file:
-                return file.get_tensor(name)
+                tensor = file.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise NotRefereed(f"{at.file} cannot be read: {error}") from error
+        if tensor.shape != self._shapes[name]:
+            shapes = f"{list(tensor.shape)} instead of {list(self._shapes[name])}"
+            raise NotRefereed(f"the checkpoint has {name} as {shapes}")
+        return tensor
 
     def _product(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A linear layer, some features at a time."""
         tied = bool(self._config.get("tie_word_embeddings"))
-        bias = self._weight(f"{site.name}.bias").double() if site.op in self._biased else None
+        biased = site.op in self._biased
+        bias = self._weight(f"{site.name}.bias").double() if biased else None
         name = site.name if site.op != "logits" else "embed" if tied else "lm_head"
-        weight, parts = self._weight(name), []
+        weight = self._weight(name)
+        out, extra = (x.new_empty(len(x), len(weight)) for _ in range(2))
         step = max(1, WEIGHT_ELEMENTS // weight.shape[1])
         for start in range(0, len(weight), step):
             at = slice(start, start + step)
-            some = weight[at].double()
-            parts.append(self._sums(site, x, some, None if bias is None else bias[at]))
-        out, extra = (torch.cat(tensors, dim=1) for tensors in zip(*parts, strict=True))
+            some = None if bias is None else bias[at]
+            out[:, at], extra[:, at] = self._sums(site, x, weight[at].double(), some)
         return out, extra
 
     def _sums(
@@ -170,7 +176,7 @@ class Reference:
         self, x: torch.Tensor, rows: Rows, heads: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._rotary is None:
-            raise NotRefereed("its rotary embedding changes with the sequence")
+            raise NotRefereed("its heads are small, or its rotary embedding changes")
         inv_freq = torch.tensor(self._rotary.inv_freq, dtype=torch.float64, device=x.device)
         angle = rows.position.double()[:, None] * inv_freq
         out, slope = formulas.rotate(x, angle, heads, self._rotary.scaling)
@@ -207,11 +213,10 @@ class Reference:
 
     def _window(self, layer: int) -> int | None:
         """The sliding window of a layer, in tokens."""
-        config = self._config
+        config = {**self.shape.family.window, **self._config}
         window, kinds = config.get("sliding_window"), config.get("layer_types")
-        if window is None or config.get("use_sliding_window") is False:
+        if window is None or not config.get("use_sliding_window"):
             return None
         if kinds:
             return int(window) if kinds[layer] == "sliding_attention" else None
-        full = config.get("max_window_layers", 0) if "use_sliding_window" in config else 0
-        return int(window) if layer >= full else None
+        return int(window) if layer >= config.get("max_window_layers", 0) else None

@@ -6,7 +6,8 @@ over rows or features before they are divided, so that an element that cancels t
 does not count by its own tiny ulp.
 
 A systematic part (a gain, a shift) is counted as far as it stands out: by what is left of it
-after six of its own standard errors, so that few rows raise no alarm.
+after six of its own standard errors, so that few rows raise no alarm. No row counts for more than
+a few others: the first token of a sequence may be a thousand times as large as the rest.
 """
 
 import math
@@ -21,6 +22,10 @@ from rlk_align.results import RoundingErrors
 
 STANDARD_ERRORS = 6.0
 """Of the largest of a million features, about five are chance."""
+LARGEST_ROW = 4.0
+"""How many usual rows a large one counts for."""
+SQUARE_VARIANCE = 0.8
+"""Of the square of a rounding error that is uniform, its mean being 1."""
 _LEAST_EXPONENT = {"float16": -14, "bfloat16": -126, "float32": -126}
 
 
@@ -33,7 +38,9 @@ def relative_unit(dtype: str) -> float:
 def rounding_variance(exact: torch.Tensor, dtype: str) -> torch.Tensor:
     """(ulp / 2)² / 3 of each float64 entry in `dtype`: the variance of a rounding error that is
     uniform over an ulp."""
-    exponent = torch.frexp(exact).exponent.clamp_(min=_LEAST_EXPONENT[dtype] + 1)
+    exponent = torch.frexp(exact).exponent
+    # Zero has the ulp of the smallest numbers; frexp gives it that of 1/2.
+    exponent = exponent.where(exact != 0, -(1 << 11)).clamp_(min=_LEAST_EXPONENT[dtype] + 1)
     # 4^exponent, put together from its bits: float64 keeps the exponent above 52 others.
     power = (2 * (exponent.long() - DTYPES[dtype] - 1) + 1023) << 52
     return power.view(torch.float64) / 3
@@ -48,10 +55,10 @@ class ErrorSums:
         self._rows = 0
         # By feature: error, error², error⁴, unit², error·exact, exact², (error·exact)².
         self._sums = torch.zeros(7, features, dtype=torch.float64, device=device)
-        # By row: error², unit², error·exact, exact².
+        # By row: error², unit², error·exact, exact², unit⁴; then, of the gains of its own in each
+        # head, what they explain of error², gain² less chance, and chance².
         self._by_row: list[torch.Tensor] = []
         self._numbers: list[np.ndarray] = []
-        self._row_gain = self._scaled_by_row = 0.0
         self._peak = 0.0
 
     def add(
@@ -64,36 +71,42 @@ class ErrorSums:
         parts = (error, square, square.square(), variance, product, exact.square(), product**2)
         for total, part in zip(self._sums, parts, strict=True):
             total += part.sum(dim=0)
-        of_rows = [t.sum(dim=1) for t in (square, variance, product, parts[5])]
+        of_rows = [t.sum(dim=1) for t in (square, variance, product, parts[5], variance**2)]
+        of_rows += self._row_gains(error, variance, exact)
         self._by_row.append(torch.stack(of_rows))
         self._numbers.append(number)
         unit = torch.maximum(variance, variance.mean(dim=1, keepdim=True))
-        # A NaN is over any budget; where nothing may be off, anything is infinitely off.
-        ratio = (square / unit).where((square > 0) | (unit > 0), 0.0).nan_to_num(nan=math.inf)
-        self._peak = max(self._peak, math.sqrt(float(ratio.max())))
-        if error.shape[1] > self._heads:
-            self._add_row_gains(error, product, exact)
+        self._peak = max(self._peak, math.sqrt(_number((square / unit).max())))
 
-    def _add_row_gains(
-        self, error: torch.Tensor, product: torch.Tensor, exact: torch.Tensor
-    ) -> None:
-        """The squared gain of each row, in each head, less what chance makes of it."""
+    def _row_gains(
+        self, error: torch.Tensor, variance: torch.Tensor, exact: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Of the gain of each row in each head: the squared error that it explains, its square less
+        what chance makes of it, and the square of the latter. Chance is what is left of the errors,
+        but never less than rounding, which one large entry alone would hide."""
+        if error.shape[1] == self._heads:
+            return [error.new_zeros(len(error))] * 3
         by_head = (len(error), self._heads, -1)
-        e, p, y = (t.reshape(by_head) for t in (error, product, exact))
+        e, v, y = (t.reshape(by_head) for t in (error, variance, exact))
         power, width = y.square().sum(dim=-1), y.shape[-1]
-        gain = p.sum(dim=-1) / power
-        left = (e - gain[..., None] * y) * y
-        chance = left.square().sum(dim=-1) / power.square() * (width / (width - 1))
-        self._row_gain += float((gain**2 - chance).where(power > 0, 0.0).mean(dim=1).sum())
-        self._scaled_by_row += float((gain**2 * power).where(power > 0, 0.0).sum())
+        gain = (e * y).sum(dim=-1) / power
+        left = (e - gain[..., None] * y).square() * (width / (width - 1))
+        by_chance = [(t * y.square()).sum(dim=-1) for t in (left, v)]
+        chance = torch.maximum(*by_chance) / power.square()
+        found = (gain**2 * power, (gain**2 - chance) / self._heads, (chance / self._heads).square())
+        return [t.where(power > 0, 0.0).sum(dim=1) for t in found]
 
     def errors(self, index: RowIndex) -> RoundingErrors:
         """What was collected, in units of rounding; infinite where a NaN was."""
         unit = relative_unit(self._dtype)
         number, by_row = np.concatenate(self._numbers), torch.cat(self._by_row, dim=1)
-        n, row_rms = len(number), (by_row[0] / by_row[1]).nan_to_num(nan=math.inf).sqrt()
+        n, row_rms = len(number), (by_row[0] / by_row[1]).sqrt()
+        highest, row = _largest(row_rms)
+        weight = (LARGEST_ROW * by_row[1].median() / by_row[1]).clamp(max=1)
+        row_gain, by_chance = by_row[6].sum() / n, (2 * by_row[7].sum()).sqrt() / n
+        weighted = by_row * weight
         error, square, fourth, variance, product, power, products = self._sums
-        rms = float((square.sum() / variance.sum()).sqrt().nan_to_num(nan=math.inf))
+        rms = _number(_rms(weighted[0].sum(), weighted[1].sum(), (by_row[4] * weight**2).sum()))
         # By chance alone a feature's errors are off by these, and never by less than their size.
         floor = rms**2 * variance / n
         deviation = torch.maximum(square / n - (error / n).square(), floor).div(n).sqrt()
@@ -108,24 +121,24 @@ class ErrorSums:
         return RoundingErrors(
             rms=rms,
             gain=float(_gain(product.sum(), power.sum(), products.sum()) / unit),
-            row_gain=math.sqrt(max(0.0, self._row_gain / n)) / unit,
+            row_gain=_number(_beyond(row_gain, by_chance).clamp(min=0).sqrt() / unit),
             head_gain=head_gain if self._heads > 1 else 0.0,
             head=head if self._heads > 1 else 0,
             feature_rms=of_feature[0][0],
             feature_shift=of_feature[1][0],
             feature_gain=of_feature[2][0],
             feature=max(of_feature, key=lambda found: abs(found[0]))[1],
-            row_rms=float(row_rms.max()),
-            row=index.locate(int(number[int(row_rms.argmax())])),
+            row_rms=highest,
+            row=index.locate(int(number[row])),
             peak=self._peak,
             unit=unit,
             pattern=pattern(
-                Totals(*by_row.cpu().numpy()),
+                Totals(*weighted[:4].cpu().numpy()),
                 Totals(*(t.cpu().numpy() for t in (square, variance, product, power))),
                 Rows(number, index.token[number], index.position[number]),
                 self._heads,
                 (error / n).cpu().numpy(),
-                self._scaled_by_row,
+                float(weighted[5].sum()),
             ),
         )
 
@@ -135,18 +148,30 @@ def _beyond(value: torch.Tensor, standard_error: torch.Tensor) -> torch.Tensor:
     return value.sign() * (value.abs() - STANDARD_ERRORS * standard_error).clamp(min=0)
 
 
+def _rms(square: torch.Tensor, variance: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
+    """Of errors in units, from sums of error², unit² and unit⁴: above 1 as far as it stands out."""
+    mean = square / variance
+    by_chance = (SQUARE_VARIANCE * squares).sqrt() / variance
+    return torch.minimum(mean, 1 + _beyond(mean - 1, by_chance).clamp(min=0)).sqrt()
+
+
 def _gain(product: torch.Tensor, power: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
     """The error regressed on the exact output, as far as it stands out; 0 where that is 0, and
     infinite where it is not finite."""
     gain = _beyond(product / power, products.sqrt() / power)
-    return gain.nan_to_num(nan=math.inf).where(power != 0, 0.0)
+    return _infinite(gain).where(power != 0, 0.0)
 
 
 def _largest(values: torch.Tensor) -> tuple[float, int]:
     """The value of the largest magnitude, a NaN being infinite, and where it is."""
-    at = int(values.abs().nan_to_num(nan=math.inf).argmax())
+    at = int(_infinite(values.abs()).argmax())
     return _number(values[at]), at
 
 
+def _infinite(values: torch.Tensor) -> torch.Tensor:
+    """With infinities in place of what is not finite: over any budget."""
+    return values.where(values.isfinite(), math.inf)
+
+
 def _number(value: torch.Tensor) -> float:
-    return float(value.nan_to_num(nan=math.inf))
+    return float(_infinite(value))

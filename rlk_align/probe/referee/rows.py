@@ -16,8 +16,8 @@ SEED = 20261122
 
 def choose_rows(comparison: Comparison, worst: list[int], index: RowIndex) -> np.ndarray:
     """Row numbers of the batch, ascending: drawn rows, the row at which each site first introduced
-    a difference, and all rows of the samples `worst`, up to as many as are drawn. No sample's last
-    row, which no log-prob comes from, and no decode has."""
+    a difference, and about each of the rows `worst` those of its sample, up to as many as are
+    drawn. No sample's last row, which no log-prob comes from, and no decode has."""
     random = np.random.default_rng(SEED)
     lengths = np.diff(index.offsets)
     order = random.permutation(len(lengths))
@@ -29,12 +29,19 @@ def choose_rows(comparison: Comparison, worst: list[int], index: RowIndex) -> np
     found = [s.first_introduced for e in comparison.edges for s in e.sites]
     first = [index.offsets[c[0]] + c[1] for c in dict.fromkeys(found) if c is not None]
     chosen.append(np.array(first, dtype=np.int64))
-    chosen += [_rows_of(index, s)[:ROWS] for s in worst]
+    chosen += [_rows_about(index, row) for row in worst]
     return np.setdiff1d(np.concatenate(chosen), index.offsets[1:] - 1)
 
 
 def _rows_of(index: RowIndex, sample: int) -> np.ndarray:
     return np.arange(index.offsets[sample], index.offsets[sample + 1])
+
+
+def _rows_about(index: RowIndex, row: int) -> np.ndarray:
+    """A sample's first rows, or where that row lies behind them the last ones up to it."""
+    sample, position = index.locate(row)
+    first = max(0, position + 1 - ROWS)
+    return _rows_of(index, sample)[first : first + ROWS]
 
 
 def _sampled_rows(index: RowIndex, sample: int) -> np.ndarray:

@@ -1,0 +1,305 @@
+"""Operators held against their budgets: what breaks one, whose fault it is, and how it is told."""
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comparisons import comparison, edge, site
+from rich.console import Console
+
+from rlk_align.errors import ContractError
+from rlk_align.judge.contract import STATISTICS, Contract, load_contract
+from rlk_align.judge.verdict import Verdict, judge, over_budget
+from rlk_align.judge.wording import how_off
+from rlk_align.report.terminal import show
+from rlk_align.report.verdict_json import verdict_json
+from rlk_align.results import EdgeResult, ErrorPattern, RefereedUnit, RoundingErrors
+
+BF16 = load_contract("bf16", "bfloat16")
+NAME = "layers.0.act"
+
+
+def looks(place: str = "everywhere", manner: str = "scattered", **more: Any) -> ErrorPattern:
+    return ErrorPattern.model_validate(
+        {"place": place, "at": 0, "manner": manner, "amount": 0.0} | more
+    )
+
+
+def errors(**changes: Any) -> RoundingErrors:
+    usual: dict[str, Any] = dict.fromkeys(STATISTICS, 0.0)
+    usual |= {"unit": 0.00225, "rms": 1.0, "feature_rms": 1.0, "row_rms": 1.0, "peak": 1.7}
+    usual |= {"head": 0, "feature": 0, "row": (3, 4), "pattern": looks()}
+    return RoundingErrors(**usual | changes)
+
+
+def unit(side: str = "train", name: str = NAME, reason: str = "", **changes: Any) -> RefereedUnit:
+    more = {k: changes.pop(k) for k in ("passname", "edges", "explanation") if k in changes}
+    fields: dict[str, Any] = {
+        "side": side,
+        "passname": "prefill",
+        "edges": ["prefill_vs_train"],
+        "site": name,
+        "layer": 0,
+        "op": name.rpartition(".")[2],
+        "op_class": "elementwise",
+        "rows": 0 if reason else 10,
+        "errors": None if reason else errors(**changes),
+        "reason": reason,
+    }
+    return RefereedUnit(**fields | more)
+
+
+def differing(name: str = NAME, **changes: Any) -> Any:
+    fields = dict.fromkeys(("introduced", "introduced_valued", "differ", "valued_rows"), 1)
+    return site(name, **fields | {"first_introduced": (0, 1)} | changes)
+
+
+def judged(*units: RefereedUnit, of: EdgeResult | None = None, by: Contract = BF16) -> Verdict:
+    return judge(comparison(of or edge(sites=[differing()]), referee=list(units)), by)
+
+
+def found(verdict: Verdict) -> list[tuple[str, str | None]]:
+    return [(o.unit.site, o.side) for o in over_budget(verdict, verdict.comparison.edges[0])]
+
+
+def test_a_healthy_operator_holds() -> None:
+    verdict = judged(unit("rollout"), unit("train"))
+    assert (verdict.status, verdict.breaches, found(verdict)) == ("pass", [], [])
+    assert len([c for c in verdict.checks if c.side]) == 2
+    assert not [n for n in verdict.notes if "float64" in n]
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+@pytest.mark.parametrize("side", ["rollout", "train"])
+def test_each_statistic_has_its_bound(name: str, side: str) -> None:
+    bound = getattr(BF16.budget("act"), name)
+    assert judged(unit(side, **{name: bound})).status == "pass"
+    for bad in (math.nextafter(bound, 99), math.inf, math.nan):
+        verdict = judged(
+            unit(side, **{name: bad}), unit("train" if side == "rollout" else "rollout")
+        )
+        assert verdict.status == "fail"
+        (breach,) = verdict.breaches
+        assert (breach.metric, breach.side, breach.site) == (f"rounding_{name}", side, NAME)
+        assert found(verdict) == [(NAME, side)]
+        words = how_off(over_budget(verdict, verdict.comparison.edges[0])[0].units[0], BF16)
+        assert f"{bound:g} allowed" in words
+        json.dumps(verdict_json(verdict), allow_nan=False)
+
+
+def test_a_negative_gain_is_as_bad() -> None:
+    for name in ("gain", "head_gain", "feature_gain", "feature_shift"):
+        assert judged(unit(**{name: -9.0})).status == "fail"
+
+
+def test_the_worst_statistic_is_reported() -> None:
+    (breach,) = judged(unit(rms=3.0, gain=40.0, peak=10.0)).breaches
+    assert (breach.metric, breach.value) == ("rounding_gain", 40.0)
+    (breach,) = judged(unit(rms=300.0, gain=math.nan)).breaches
+    assert breach.metric == "rounding_gain"
+
+
+def test_equal_outputs_are_not_judged() -> None:
+    verdict = judged(unit(rms=99.0), of=edge())
+    assert (verdict.status, found(verdict)) == ("pass", [])
+
+
+def test_a_pass_of_another_edge_is_not_judged_here() -> None:
+    other = unit("rollout", passname="decode", edges=["decode_vs_train"], rms=99.0)
+    assert judged(other, unit("train")).status == "pass"
+
+
+def test_sides() -> None:
+    bad = {"rms": 9.0}
+    assert found(judged(unit("rollout", **bad), unit("train", **bad))) == [(NAME, "both")]
+    assert found(judged(unit("rollout", **bad), unit("train"))) == [(NAME, "rollout")]
+    assert found(judged(unit("rollout", reason="gone"), unit("train", **bad))) == [(NAME, "train")]
+    decode = {"edges": ["decode_vs_prefill"], **bad}
+    two = (unit("rollout", passname="decode", **decode), unit("rollout", **decode))
+    verdict = judged(*two, of=edge("decode_vs_prefill", sites=[differing()]))
+    assert found(verdict) == [(NAME, "rollout")]
+    how = verdict_json(verdict)["divergence"]["first_over_budget"]["how"]
+    assert how["rollout"].count("errors of 9 roundings") == 2
+    assert "prefill: " in how["rollout"]
+
+
+def too_far() -> EdgeResult:
+    return edge(sites=[differing(frontier=[(1.0, 0.5)])])
+
+
+def test_within_rounding_and_too_far_apart() -> None:
+    assert found(judged(unit("rollout"), unit("train"), of=too_far())) == [(NAME, "neither")]
+    for known in ([], [unit("rollout"), unit("train", reason="gone")]):
+        assert found(judged(*known, of=too_far())) == [(NAME, None)]
+    without = BF16.model_copy(update={"budgets": []})
+    both = (unit("rollout"), unit("train"))
+    assert found(judged(*both, of=too_far(), by=without)) == [(NAME, None)]
+    decode = edge("decode_vs_prefill", sites=[differing(frontier=[(1.0, 0.5)])])
+    of = {"edges": ["decode_vs_prefill"]}
+    known = [
+        unit("rollout", passname="decode", **of),
+        unit("rollout", reason="gone", **of),
+    ]
+    assert found(judged(*known, of=decode)) == [(NAME, None)]
+
+
+def test_a_worst_row_is_shown_where_none_introduced_a_difference() -> None:
+    inherited = edge(sites=[site(NAME, differ=1)])
+    verdict = judged(unit(rms=9.0), of=inherited)
+    (over,) = over_budget(verdict, inherited)
+    assert (over.unit.sample, over.unit.position) == (3, 4)
+
+
+def test_over_budget_in_the_record() -> None:
+    of = edge(sites=[differing("layers.0.act"), differing("layers.1.act")])
+    verdict = judged(
+        unit("train", "layers.1.act", rms=12.3, pattern=looks(manner="scaled", amount=0.02)),
+        unit(
+            "rollout",
+            "layers.0.act",
+            rms=5.0,
+            pattern=looks("feature", "shifted", at=11, amount=-1),
+        ),
+        of=of,
+    )
+    record = json.loads(json.dumps(verdict_json(verdict), allow_nan=False))["divergence"]
+    assert [o["site"] for o in record["over_budget"]] == ["layers.0.act", "layers.1.act"]
+    assert record["first_over_budget"] == record["over_budget"][0]
+    assert record["first_over_budget"]["side"] == "rollout"
+    assert [o["how"] for o in record["over_budget"]] == [
+        {"rollout": "feature 11 only: shifted by -1; errors of 5 roundings, 2.8 allowed"},
+        {"train": "scaled by 1.02; errors of 12.3 roundings, 2.8 allowed"},
+    ]
+    assert record["over_budget"][1].keys() >= {"site", "layer", "op", "sample", "position"}
+    assert {b["side"] for b in verdict_json(verdict)["breaches"]} == {"rollout", "train"}
+
+
+WORDS = {
+    "row": "one row only",
+    "token": "at token id 7 only",
+    "position": "at position 7 only",
+    "feature": "feature 7 only",
+    "channel": "channel 7 of every head",
+    "head": "head 7 only",
+}
+
+
+@pytest.mark.parametrize("place", WORDS)
+def test_places_and_manners_in_words(place: str) -> None:
+    def words(manner: str, amount: float = 0.0) -> str:
+        pattern = looks(place, manner, at=7, amount=amount)
+        return how_off(unit(rms=9.0, row_gain=50.0, pattern=pattern), BF16)
+
+    figure = "; errors of 9 roundings, 2.8 allowed"
+    assert words("scattered") == WORDS[place] + figure
+    assert words("scaled", -0.5) == f"{WORDS[place]}: scaled by 0.5{figure}"
+    assert words("shifted", 0.25) == f"{WORDS[place]}: shifted by +0.25{figure}"
+    assert words("rows scaled", 0.02) == f"{WORDS[place]}: rows scaled by ±2.00%{figure}"
+
+
+def test_other_words() -> None:
+    assert how_off(unit(), BF16) == ""
+    assert how_off(unit(reason="gone"), BF16) == ""
+    assert how_off(unit(rms=9.0), BF16.model_copy(update={"budgets": []})) == ""
+    assert how_off(unit(rms=9.0), BF16) == "errors of 9 roundings, 2.8 allowed"
+    assert (
+        how_off(unit(peak=math.inf), BF16) == "one entry with an error of inf roundings, 9 allowed"
+    )
+    low = how_off(unit(row_gain=1.9), BF16)
+    assert low.startswith("rows scaled by ±0.43%")
+    assert "as by statistics in low precision" in low
+    assert "it is so" in how_off(unit(rms=9.0, explanation="it is so"), BF16)
+
+
+def test_what_was_not_recomputed_is_told() -> None:
+    (note,) = judged(unit("rollout"), unit(reason="gone")).notes
+    assert note == (
+        "1 of 2 operators were not held against float64, from train prefill layers.0.act on: gone"
+    )
+    assert judged().notes == ["no operator was held against float64"]
+
+
+def lines(verdict: Verdict) -> list[str]:
+    out = io.StringIO()
+    show(verdict, Path("runs/1"), Console(file=out, width=100, soft_wrap=True))
+    return out.getvalue().splitlines()
+
+
+def test_lines_fit() -> None:
+    """With long names and the longest words."""
+    name, more = "layers.101.attn_residual", {"layer": 101}
+    pattern = looks("channel", "rows scaled", at=127, amount=0.0123)
+    bad = {"rms": 123456.7, "row_gain": 1.0, "gain": 23456.7, "pattern": pattern}
+    of = edge(sites=[differing(name, first_introduced=(1023, 131071), **more), differing()])
+    verdict = judged(
+        unit("rollout", name, **bad), unit("train", name, **bad), unit(row_gain=1.9), of=of
+    )
+    shown = lines(verdict)
+    assert [text for text in shown if len(text) > 100] == []
+    text = "\n".join(shown)
+    assert "both sides are off" in text
+    assert "as by statistics in low precision" in text
+    assert text.count("errors of 1.23e+05 roundings, 1.3 allowed") == 2
+    assert "at sample 1023, position 131071" in text
+    apart = "\n".join(lines(judged(unit("rollout"), unit(), of=too_far())))
+    assert "both sides are within their rounding, and too far from each other" in apart
+
+
+def test_no_operator_beyond_its_budget_is_said() -> None:
+    text = "\n".join(lines(judged(unit("rollout"), unit())))
+    assert "no operator beyond its budget on either side: 2 of 2 recomputed in float64" in text
+
+
+def contract(tmp_path: Path, budgets: str) -> Contract:
+    text = (Path(__file__).parents[2] / "contracts" / "bf16.toml").read_text()
+    path = tmp_path / "c.toml"
+    head = text.split("[[budgets]]")[0].replace('id = "bf16"', 'id = "mine"')
+    path.write_text(head + budgets)
+    return load_contract(str(path), "bfloat16")
+
+
+def budget(ops: str, name: str = "b", **changes: Any) -> str:
+    values = dict.fromkeys(STATISTICS, 1.0) | changes
+    figures = "\n".join(f"{k} = {v}" for k, v in values.items() if v is not None)
+    return f'[[budgets]]\nid = "{name}"\nops = {ops}\nwhy = "w"\nsource = "s"\n{figures}\n'
+
+
+EVERY = json.dumps([op for b in BF16.budgets for op in b.ops])
+
+
+def test_budgets_of_ones_own(tmp_path: Path) -> None:
+    mine = contract(tmp_path, budget(EVERY))
+    assert {mine.budget(op).rms for op in json.loads(EVERY)} == {1.0}
+    assert contract(tmp_path, "").budgets == []
+
+
+@pytest.mark.parametrize(
+    ("budgets", "said"),
+    [
+        (budget(EVERY.replace('"attn", ', "")), "there are budgets, and none for attn"),
+        (budget(EVERY) + budget('["act"]', "c"), "act has two budgets"),
+        (budget(EVERY.replace('"attn"', '"attn", "attn"')), "attn has two budgets"),
+        (budget(EVERY, rms=-1.0), "rms"),
+        (budget(EVERY, rms="nan"), "rms"),
+        (budget(EVERY, rms="inf"), "rms"),
+        (budget(EVERY, rms='"1"'), "rms"),
+        (budget(EVERY, rms=None), "rms"),
+        (budget(EVERY, sum=1.0), "sum"),
+        (budget(EVERY.replace('"attn"', '"attention"')), "ops.18"),
+        (budget("[]"), "ops"),
+        (budget(EVERY, "max-dlogp"), "not unique"),
+    ],
+)
+def test_budgets_that_say_nothing_clear(tmp_path: Path, budgets: str, said: str) -> None:
+    with pytest.raises(ContractError, match=r"c\.toml") as error:
+        contract(tmp_path, budgets)
+    assert said in error.value.message
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp32"])
+def test_built_in_contracts_bound_every_operator(name: str) -> None:
+    built_in = load_contract(name, {"bf16": "bfloat16", "fp16": "float16"}.get(name, "float32"))
+    assert all(built_in.budget(op) for op in json.loads(EVERY))

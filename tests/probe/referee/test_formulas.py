@@ -1,0 +1,189 @@
+"""Each formula of the referee against its definition, written out in loops of float64."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlk_align.probe.referee import formulas
+
+Array = np.ndarray
+ROUNDING = 1e-12
+SIZES = st.sampled_from([1, 2, 3, 7])
+SEEDS = st.integers(0, 2**32)
+
+
+def drawn(seed: int, *shape: int, scale: float = 3.0) -> Array:
+    return np.random.default_rng(seed).normal(size=shape) * scale
+
+
+def tensor(x: Array) -> torch.Tensor:
+    return torch.from_numpy(x)
+
+
+def agree(got: torch.Tensor, want: Array) -> None:
+    assert got.dtype == torch.float64
+    assert got.shape == want.shape
+    error = np.abs(got.numpy() - want)
+    assert error.size
+    assert (error <= ROUNDING * (1 + np.abs(want))).all(), error.max()
+
+
+def norm_by_hand(x: Array, weight: Array, eps: float) -> Array:
+    out, width = np.zeros_like(x), len(weight)
+    for n in range(x.shape[0]):
+        for start in range(0, x.shape[1], width):
+            group = [float(v) for v in x[n, start : start + width]]
+            mean = math.fsum(v * v for v in group) / width
+            for j in range(width):
+                out[n, start + j] = group[j] / math.sqrt(mean + eps) * weight[j]
+    return out
+
+
+@settings(max_examples=30)
+@given(SEEDS, SIZES, st.sampled_from([1, 2, 5]), st.sampled_from([1, 63, 64]))
+def test_rms_norm(seed: int, rows: int, groups: int, width: int) -> None:
+    x, weight = drawn(seed, rows, groups * width), drawn(seed + 1, width)
+    for eps in (1e-6, 1e-3, 0.0):
+        agree(formulas.rms_norm(tensor(x), tensor(weight), eps), norm_by_hand(x, weight, eps))
+    zero = formulas.rms_norm(tensor(0 * x), tensor(weight), 1e-6)
+    assert (zero == 0).all()
+
+
+@settings(max_examples=30)
+@given(SEEDS, SIZES, SIZES, st.sampled_from([1, 63, 65]), st.booleans())
+def test_linear(seed: int, rows: int, features: int, width: int, biased: bool) -> None:
+    shapes = [(rows, width), (features, width), (features,)]
+    x, weight, bias = (drawn(seed + i, *s) for i, s in enumerate(shapes))
+    want = np.zeros((rows, features))
+    for n in range(rows):
+        for f in range(features):
+            terms = [float(x[n, k]) * float(weight[f, k]) for k in range(width)]
+            want[n, f] = math.fsum([*terms, float(bias[f])] if biased else terms)
+    agree(formulas.linear(tensor(x), tensor(weight), tensor(bias) if biased else None), want)
+
+
+def rotated_by_hand(x: Array, angle: Array, heads: int, scaling: float) -> Array:
+    """Each pair as a complex number, turned."""
+    out, pairs = x.copy(), angle.shape[1]
+    width = x.shape[1] // heads
+    for n in range(x.shape[0]):
+        for h in range(heads):
+            for j in range(pairs):
+                low, high = h * width + j, h * width + j + pairs
+                turned = complex(x[n, low], x[n, high]) * complex(
+                    math.cos(angle[n, j]), math.sin(angle[n, j])
+                )
+                out[n, low], out[n, high] = turned.real * scaling, turned.imag * scaling
+    return out
+
+
+@settings(max_examples=40)
+@given(SEEDS, SIZES, SIZES, SIZES, st.sampled_from([0, 1, 6]), st.sampled_from([1.0, 1.25]))
+def test_rope_in_halves_with_a_part_that_stays(
+    seed: int, rows: int, heads: int, pairs: int, stays: int, scaling: float
+) -> None:
+    x = drawn(seed, rows, heads * (2 * pairs + stays))
+    angle = drawn(seed + 1, rows, pairs, scale=1000.0)
+    out, slope = formulas.rotate(tensor(x), tensor(angle), heads, scaling)
+    agree(out, rotated_by_hand(x, angle, heads, scaling))
+    step = 1e-5
+    ahead, behind = (rotated_by_hand(x, angle + s, heads, scaling) for s in (step, -step))
+    assert np.abs((ahead - behind) / (2 * step) - slope.numpy()).max() < 1e-6
+
+
+def attended_by_hand(
+    q: Array, k: Array, v: Array, position: Array, heads: tuple[int, int], window: int | None
+) -> Array:
+    count, groups = heads
+    width = q.shape[1] // count
+    out = np.zeros_like(q)
+    for n, p in enumerate(position.tolist()):
+        for h in range(count):
+            g = h * groups // count
+            first = 0 if window is None else max(0, p - window + 1)
+            scores = [
+                math.fsum(q[n, h * width + d] * k[j, g * width + d] for d in range(width))
+                / math.sqrt(width)
+                for j in range(first, p + 1)
+            ]
+            weights = [math.exp(s - max(scores)) for s in scores]
+            total = math.fsum(weights)
+            for d in range(width):
+                terms = (w * v[first + i, g * width + d] for i, w in enumerate(weights))
+                out[n, h * width + d] = math.fsum(terms) / total
+    return out
+
+
+@settings(max_examples=40)
+@given(
+    SEEDS,
+    st.sampled_from([(1, 1), (2, 1), (4, 2), (6, 3), (3, 3)]),
+    st.sampled_from([1, 3, 8]),
+    st.sampled_from([1, 2, 9]),
+    st.sampled_from([None, 1, 2, 5, 100]),
+)
+def test_attention(
+    seed: int, heads: tuple[int, int], width: int, length: int, window: int | None
+) -> None:
+    rng = np.random.default_rng(seed)
+    position = np.sort(rng.choice(length, rng.integers(1, length + 1), replace=False))
+    q = drawn(seed, len(position), heads[0] * width)
+    k, v = (drawn(seed + i, length, heads[1] * width) for i in (1, 2))
+    got = formulas.attention(tensor(q), tensor(k), tensor(v), tensor(position), heads, window)
+    agree(got, attended_by_hand(q, k, v, position, heads, window))
+
+
+def test_peaked_attention_is_one_value() -> None:
+    q, k = np.full((1, 4), 1e3), np.eye(4)[:3] * 1e3
+    k[1] *= 2
+    v = drawn(1, 3, 4)
+    got = formulas.attention(tensor(q), tensor(k), tensor(v), torch.tensor([2]), (1, 1))
+    agree(got, v[1:2])
+
+
+def gelu(x: float) -> float:
+    return x / 2 * (1 + math.erf(x / math.sqrt(2)))
+
+
+def gelu_tanh(x: float) -> float:
+    return x / 2 * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+ACTIVATIONS: dict[str, Any] = {
+    "silu": lambda x: x / (1 + math.exp(-x)),
+    "gelu": gelu,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "relu": lambda x: max(x, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", formulas.ACTIVATIONS)
+def test_activations(name: str) -> None:
+    x = np.concatenate([drawn(3, 40, scale=5), [0.0, -0.0, 30.0, -30.0]])
+    agree(formulas.ACTIVATIONS[name](tensor(x)), np.array([ACTIVATIONS[name](v) for v in x]))
+
+
+@settings(max_examples=30)
+@given(
+    SEEDS,
+    SIZES,
+    st.sampled_from([1, 2, 257]),
+    st.sampled_from([1.0, 0.7, 2.0]),
+    st.sampled_from([0.0, 1e4, -1e4]),
+)
+def test_log_prob(seed: int, rows: int, vocab: int, temperature: float, offset: float) -> None:
+    logits = drawn(seed, rows, vocab, scale=30.0) + offset
+    target = np.random.default_rng(seed).integers(0, vocab, rows)
+    want = np.zeros((rows, 1))
+    for n in range(rows):
+        scaled = [float(z) / temperature for z in logits[n]]
+        total = math.fsum(math.exp(z - max(scaled)) for z in scaled)
+        want[n] = scaled[target[n]] - max(scaled) - math.log(total)
+    got = formulas.log_prob(tensor(logits), torch.from_numpy(target), temperature)
+    assert np.abs(got.numpy() - want).max() < 1e-10
+    assert (got <= 1e-10).all()

@@ -1,0 +1,300 @@
+"""Errors in units of rounding: exact ulps, what rounding alone gives, and each planted fault."""
+
+import math
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlk_align.judge.contract import STATISTICS, load_contract
+from rlk_align.model.prompts import Sample, TokenBatch
+from rlk_align.model.sites import RowIndex
+from rlk_align.probe.referee.rounding import ErrorSums, relative_unit, rounding_variance
+from rlk_align.results import RoundingErrors
+
+CPU = torch.device("cpu")
+BITS = {"float32": (24, -126), "bfloat16": (8, -126), "float16": (11, -14)}
+"""Significant bits, and the exponent of the smallest normal number."""
+TORCH = {name: getattr(torch, name) for name in BITS}
+dtypes = pytest.mark.parametrize("dtype", BITS)
+
+
+def ulp(x: float, dtype: str) -> float:
+    """The gap between neighbours just above |x|, by the bits of float64."""
+    bits, least = BITS[dtype]
+    (pattern,) = struct.unpack("<Q", struct.pack("<d", x))
+    exponent = ((pattern >> 52) & 0x7FF) - 1023
+    return math.ldexp(1.0, max(exponent, least) - bits + 1)
+
+
+NUMBERS = st.floats(-1e38, 1e38, allow_nan=False)
+
+
+@dtypes
+@given(st.lists(NUMBERS, min_size=1))
+def test_the_unit_is_an_ulp(dtype: str, numbers: list[float]) -> None:
+    found = rounding_variance(torch.tensor(numbers, dtype=torch.float64), dtype)
+    assert found.tolist() == [(ulp(x, dtype) / 2) ** 2 / 3 for x in numbers]
+
+
+@dtypes
+def test_the_unit_at_its_edges(dtype: str) -> None:
+    bits, least = BITS[dtype]
+    powers = [2.0**e for e in range(least - bits - 3, 16)]
+    edges = [0.0, -0.0, *powers, *(math.nextafter(p, 0) for p in powers), *(-p for p in powers)]
+    found = rounding_variance(torch.tensor(edges, dtype=torch.float64), dtype)
+    assert found.tolist() == [(ulp(x, dtype) / 2) ** 2 / 3 for x in edges]
+    # As torch has it: numbers half an ulp apart, and no closer, are told apart.
+    for x in (1.0, 1.5, 2.0**least, 2.0**least / 2):
+        step = math.sqrt(3 * float(rounding_variance(torch.tensor(x).double(), dtype))) * 2
+        above = torch.tensor([x + step, x + step * 0.49]).double().to(TORCH[dtype]).double()
+        assert above.tolist() == [x + step, x]
+    assert relative_unit(dtype) == ulp(1.0, dtype) / math.sqrt(12)
+
+
+ROWS, HEADS, WIDTH = 160, 4, 16
+FEATURES = HEADS * WIDTH
+
+
+def batch(rows: int = ROWS) -> RowIndex:
+    """One sample; token ids repeat, and so do positions over two samples where there are many."""
+    ids = tuple((i * 7) % 13 for i in range(rows))
+    half = rows // 2 if rows > 8 else rows
+    samples = [Sample("a", ids[:half]), Sample("b", ids[half:])]
+    return RowIndex(TokenBatch(tuple(s for s in samples if s.prompt_ids)))
+
+
+def outputs(rows: int = ROWS, features: int = FEATURES, seed: int = 0) -> torch.Tensor:
+    """Of a layer: features of other sizes, float64."""
+    rng = np.random.default_rng(seed)
+    return torch.from_numpy(rng.normal(size=(rows, features)) * rng.uniform(0.5, 2.0, features))
+
+
+def rounded(exact: torch.Tensor, dtype: str = "bfloat16") -> torch.Tensor:
+    return exact.to(TORCH[dtype]).double()
+
+
+def errors(
+    got: torch.Tensor,
+    exact: torch.Tensor,
+    dtype: str = "bfloat16",
+    heads: int = HEADS,
+    block: int = 1000,
+) -> RoundingErrors:
+    sums = ErrorSums(exact.shape[1], heads, dtype, CPU)
+    variance, numbers = rounding_variance(exact, dtype), np.arange(len(exact))
+    for start in range(0, len(exact), block):
+        at = slice(start, start + block)
+        sums.add(got[at], exact[at], variance[at], numbers[at])
+    return sums.errors(batch(len(exact)))
+
+
+def over(found: RoundingErrors, op: str = "q_proj", dtype: str = "bfloat16") -> set[str]:
+    budget = load_contract({"float16": "fp16", "float32": "fp32"}.get(dtype, "bf16"), dtype).budget(
+        op
+    )
+    return {n for n in STATISTICS if not abs(getattr(found, n)) <= getattr(budget, n)}
+
+
+@dtypes
+@pytest.mark.parametrize("rows", [1, 2, 8, 160, 1500])
+def test_rounding_alone_is_one_unit_and_raises_no_alarm(dtype: str, rows: int) -> None:
+    for seed in range(8 if rows < 100 else 2):
+        exact = outputs(rows, seed=seed)
+        found = errors(rounded(exact, dtype), exact, dtype)
+        assert over(found, dtype=dtype) == set(), found
+        assert 1 - (0.05 if rows > 100 else 0.5) < found.rms <= 1
+        assert (found.gain, found.head_gain, found.feature_gain) == (0, 0, 0)
+        assert found.feature_shift == 0
+        assert found.row_gain < 0.2
+        assert found.row_rms < 1.5
+        assert found.peak < 2.5
+
+
+@dtypes
+def test_exact_outputs_are_exact(dtype: str) -> None:
+    exact = rounded(outputs(), dtype)
+    found = errors(exact, exact, dtype)
+    assert [getattr(found, n) for n in STATISTICS] == [0.0] * len(STATISTICS)
+
+
+@dtypes
+def test_large_and_small_rows_features_and_entries_raise_no_alarm(dtype: str) -> None:
+    """Rows, features and single entries of quite other sizes, as sinks and outliers are."""
+    for seed in range(4):
+        exact = outputs(seed=seed)
+        exact[0] *= 100
+        exact[:, 5] *= 50
+        exact[:, 20] = 0
+        exact[3] = 0
+        exact[7, 9] = 400
+        found = errors(rounded(exact, dtype), exact, dtype)
+        assert over(found, dtype=dtype) == set(), found
+
+
+def test_one_large_feature_in_every_head_is_no_gain_of_a_row() -> None:
+    """As biases of some models' keys make them: a head's gain is then one rounding."""
+    for seed in range(4):
+        exact = outputs(seed=seed)
+        exact[:, ::WIDTH] = 200 + exact[:, ::WIDTH] * 20
+        found = errors(rounded(exact), exact)
+        assert over(found) == set(), found
+
+
+def scaled(where: Any, by: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def fault(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        x[where] *= by
+        return x
+
+    return fault
+
+
+def placed(where: Any, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def fault(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        x[where] = value
+        return x
+
+    return fault
+
+
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x[:, 11] += 0.05
+    return x
+
+
+def rows_scaled(x: torch.Tensor) -> torch.Tensor:
+    factors = 1 + 0.002 * torch.from_numpy(np.random.default_rng(5).choice([-1, 1], len(x)))
+    return x * factors[:, None]
+
+
+def scattered(x: torch.Tensor) -> torch.Tensor:
+    noise = torch.from_numpy(np.random.default_rng(5).normal(size=x.shape))
+    return x * (1 + 0.02 * noise)
+
+
+INDEX = batch()
+A_TOKEN = np.flatnonzero(INDEX.token == 3)
+A_POSITION = np.flatnonzero(INDEX.position == 6)
+A_CHANNEL = np.arange(2, FEATURES, WIDTH)
+EVERYTHING = (slice(None), slice(None))
+HEAD = (slice(None), slice(WIDTH, 2 * WIDTH))
+FAULTS = {
+    # The fault; what must stand out; place, at, manner, amount.
+    "all scaled": (scaled(EVERYTHING, 1.02), "gain", "everywhere", 0, "scaled", 0.02),
+    "a head scaled": (scaled(HEAD, 0.97), "head_gain", "head", 1, "scaled", -0.03),
+    "a feature scaled": (
+        scaled((slice(None), 11), 1.05),
+        "feature_gain",
+        "feature",
+        11,
+        "scaled",
+        0.05,
+    ),
+    "a feature shifted": (shifted, "feature_shift", "feature", 11, "shifted", 0.05),
+    "a channel scaled": (
+        scaled((slice(None), A_CHANNEL), 1.1),
+        "feature_rms",
+        "channel",
+        2,
+        "scaled",
+        0.1,
+    ),
+    "a row scaled": (scaled(50, 1.2), "row_rms", "row", 50, "scaled", 0.2),
+    "a token scaled": (scaled(A_TOKEN, 1.1), "row_rms", "token", 3, "scaled", 0.1),
+    "a position scaled": (scaled(A_POSITION, 0.9), "row_rms", "position", 6, "scaled", -0.1),
+    "an entry": (placed((50, 11), 9.0), "peak", "row", 50, "scattered", 0.0),
+    "rows scaled": (rows_scaled, "row_gain", "everywhere", 0, "rows scaled", 0.002),
+    "scattered": (scattered, "rms", "everywhere", 0, "scattered", 0.0),
+    "zeros": (placed(EVERYTHING, 0.0), "gain", "everywhere", 0, "scaled", -1.0),
+    "a row of NaN": (placed(50, math.nan), "row_rms", "row", 50, "scattered", 0.0),
+    "one NaN": (placed((50, 11), math.nan), "peak", "row", 50, "scattered", 0.0),
+    "one infinity": (placed((50, 11), -math.inf), "rms", "row", 50, "scattered", 0.0),
+    "a feature of NaN": (
+        placed((slice(None), 11), math.nan),
+        "feature_rms",
+        "feature",
+        11,
+        "scattered",
+        0.0,
+    ),
+    "a head of NaN": (placed(HEAD, math.nan), "head_gain", "head", 1, "scattered", 0.0),
+    "all NaN": (placed(EVERYTHING, math.nan), "row_gain", "everywhere", 0, "scattered", 0.0),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_seen_and_told(name: str) -> None:
+    fault, statistic, place, at, manner, amount = FAULTS[name]
+    exact = outputs()
+    found = errors(rounded(fault(exact)), exact)
+    assert statistic in over(found), found
+    looks = found.pattern
+    assert (looks.place, looks.at, looks.manner) == (place, at, manner), looks
+    assert looks.amount == pytest.approx(amount, rel=0.15, abs=1e-9)
+
+
+@pytest.mark.parametrize("where", [0, (slice(None), 5)], ids=["row", "feature"])
+@pytest.mark.parametrize("fault", ["all scaled", "rows scaled", "zeros"])
+def test_what_is_everywhere_is_so_beside_one_large_row_or_feature(where: Any, fault: str) -> None:
+    exact = outputs()
+    exact[where] *= 300
+    looks = errors(rounded(FAULTS[fault][0](exact)), exact).pattern
+    assert (looks.place, looks.manner) == ("everywhere", FAULTS[fault][4]), looks
+
+
+def test_where_the_worst_of_each_is() -> None:
+    exact = outputs()
+    assert errors(rounded(scaled(HEAD, 0.97)(exact)), exact).head == 1
+    assert errors(rounded(shifted(exact)), exact).feature == 11
+    assert errors(rounded(scaled(50, 1.2)(exact)), exact).row == (0, 50)
+    assert errors(rounded(scaled(ROWS - 1, math.nan)(exact)), exact).row == (1, 79)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("rows", [1, 2, ROWS])
+def test_what_is_not_finite_is_infinitely_off(bad: float, rows: int) -> None:
+    exact = outputs(rows)
+    found = errors(placed((rows - 1, 11), bad)(rounded(exact)), exact)
+    sizes = {n: abs(getattr(found, n)) for n in STATISTICS}
+    assert sizes == dict.fromkeys(STATISTICS, math.inf)
+
+
+def test_an_error_where_the_exact_output_is_zero_counts() -> None:
+    exact = outputs()
+    exact[:, 11] = 0
+    got = rounded(exact)
+    got[:, 11] = 1e-3
+    assert {"feature_rms", "feature_shift"} <= over(errors(got, exact))
+    nothing = torch.zeros(3, FEATURES, dtype=torch.float64)
+    assert over(errors(nothing, nothing)) == set()
+    assert {"rms", "row_rms", "peak"} <= over(errors(nothing + 1e-3, nothing))
+
+
+@settings(max_examples=20)
+@given(st.integers(1, ROWS), st.sampled_from(list(FAULTS)))
+def test_blocks_of_any_size_give_the_same(block: int, name: str) -> None:
+    exact = outputs()
+    got = rounded(FAULTS[name][0](exact))
+    whole, parts = errors(got, exact), errors(got, exact, block=block)
+    for statistic in STATISTICS:
+        a, b = getattr(whole, statistic), getattr(parts, statistic)
+        assert a == b or abs(a - b) <= 1e-12 * max(1, abs(a)), statistic
+    assert (whole.pattern.place, whole.pattern.at) == (parts.pattern.place, parts.pattern.at)
+    assert whole.row == parts.row
+
+
+@pytest.mark.parametrize("features", [1, 2, 3])
+def test_narrow_outputs(features: int) -> None:
+    exact = outputs(ROWS, features) - 5
+    assert over(errors(rounded(exact), exact, heads=1)) <= {"row_gain"}
+    assert "rms" in over(errors(rounded(exact * 1.1), exact, heads=1))
+    as_heads = errors(rounded(exact), exact, heads=features)
+    assert as_heads.row_gain == 0

@@ -1,0 +1,83 @@
+"""Which rows are recomputed: the same each time, bounded, and those that a comparison points at."""
+
+import numpy as np
+import pytest
+from comparisons import comparison, edge, site
+from synthetic import BATCH
+
+from rlk_align.model.prompts import Sample, TokenBatch
+from rlk_align.model.sites import RowIndex
+from rlk_align.probe.referee import rows
+from rlk_align.probe.referee.rows import ROWS, choose_rows
+
+
+def index(*lengths: int, prompt: int = 1) -> RowIndex:
+    ids = [tuple(range(n)) for n in lengths]
+    return RowIndex(
+        TokenBatch(tuple(Sample(str(n), i[:prompt], i[prompt:]) for n, i in enumerate(ids)))
+    )
+
+
+def chosen(of: RowIndex, *worst: int, first: tuple[int, int] | None = None) -> np.ndarray:
+    shown = comparison(edge(sites=[site(introduced=1, differ=1, first_introduced=first)]))
+    found = choose_rows(shown if first else comparison(), list(worst), of)
+    last = of.offsets[1:] - 1
+    assert not np.isin(last, found).any()
+    assert (np.diff(found) > 0).all()
+    assert found.dtype == np.int64
+    assert ((found >= 0) & (found < len(of))).all()
+    return found
+
+
+def test_a_small_batch_is_chosen_whole_but_for_last_rows() -> None:
+    of = RowIndex(BATCH)
+    assert chosen(of).tolist() == sorted(set(range(len(of))) - set(of.offsets[1:] - 1))
+
+
+def test_nothing_is_left_of_one_token() -> None:
+    assert chosen(index(1)).tolist() == []
+    assert chosen(index(1), 0, first=(0, 0)).tolist() == []
+    assert chosen(index(1, 2)).tolist() == [1]
+
+
+def test_the_same_rows_each_time_and_no_more_than_are_drawn() -> None:
+    of = index(*[60] * 100, prompt=20)
+    found = chosen(of)
+    assert found.tolist() == chosen(of).tolist()
+    assert ROWS * 0.9 < len(found) <= ROWS + rows.SAMPLED_ROWS
+    assert len(set(of.position[found])) == 59, "every position, but the last"
+    assert len(np.unique(found // 60)) == 100, "every sample"
+
+
+@pytest.mark.parametrize("prompt", [1, 59, 60])
+def test_rows_at_which_a_token_was_sampled_are_among_them(prompt: int) -> None:
+    of = index(*[60] * 100, prompt=prompt)
+    found = chosen(of)
+    sampled = of.position[found] >= prompt - 1
+    assert sampled.sum() >= min(rows.SAMPLED_ROWS * 0.8, (60 - prompt) * 100)
+
+
+def test_what_a_comparison_points_at_is_among_them() -> None:
+    of = index(*[200] * 300)
+    for sample in (0, 150, 299):
+        found = set(chosen(of, int(of.offsets[sample]) + 198, first=(sample, 77)).tolist())
+        start = int(of.offsets[sample])
+        assert set(range(start, start + 199)) <= found
+        assert start + 77 in set(chosen(of, first=(sample, 77)).tolist())
+
+
+@pytest.mark.parametrize("row", [0, 5, ROWS - 1, ROWS, 7000, 40_000 - 2])
+def test_of_a_long_sample_the_rows_up_to_the_worst(row: int) -> None:
+    of = index(10, 40_000, 10)
+    found = chosen(of, 10 + row)
+    assert 10 + row in found
+    about = found[(found >= 10 + max(0, row + 1 - ROWS)) & (found <= 10 + row)]
+    assert len(about) == min(ROWS, row + 1)
+    assert len(found) <= 2 * ROWS + rows.SAMPLED_ROWS
+
+
+def test_long_samples_bound_what_attention_reads() -> None:
+    lengths = [3000] * 20
+    found = chosen(index(*lengths))
+    assert len(np.unique(found // 3000)) == rows.KEYS // 3000
+    assert len(chosen(index(*[rows.KEYS + 5] * 3))) <= ROWS + rows.SAMPLED_ROWS
