@@ -5,7 +5,9 @@ import json
 import math
 import os
 import re
+import time
 from collections import Counter
+from functools import lru_cache
 from pathlib import Path
 
 from rlk_align.data import data_path
@@ -139,13 +141,31 @@ def stored_dtype(model: Path) -> str | None:
     return STORED_DTYPES.get(entries.most_common(1)[0][0]) if entries else None
 
 
+SETTLED = 2.0
+"""Seconds after which a file that is written to has another time."""
+
+
 def fingerprint_files(folder: Path) -> str:
-    """A short name for the contents of the model's files in `folder`."""
+    """A short name for the contents of the model's files in `folder`; files that have not changed
+    since they were last asked for are not read again, which takes seconds for a large model."""
+    kept = (".json", ".safetensors", ".model", ".txt")
+    paths = [p for p in sorted(folder.iterdir()) if p.suffix in kept and p.is_file()]
+    known = [p.stat() for p in paths]
+    files = tuple(
+        (p.resolve(), p.name, k.st_dev, k.st_ino, k.st_size, k.st_mtime_ns, k.st_ctime_ns)
+        for p, k in zip(paths, known, strict=True)
+    )
+    # Two changes within a tick of the file system's clock look like one.
+    settled = all(max(k.st_mtime, k.st_ctime) < time.time() - SETTLED for k in known)
+    return (_fingerprint if settled else _fingerprint.__wrapped__)(files)
+
+
+@lru_cache(maxsize=16)
+def _fingerprint(files: tuple[tuple, ...]) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(folder.iterdir()):
-        if path.suffix in (".json", ".safetensors", ".model", ".txt") and path.is_file():
-            digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
-            with path.open("rb") as file:
-                while chunk := file.read(1 << 22):
-                    digest.update(chunk)
+    for path, name, *_ in files:
+        digest.update(f"{name}\0{path.stat().st_size}\0".encode())
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 22):
+                digest.update(chunk)
     return digest.hexdigest()

@@ -87,12 +87,17 @@ def digest_parameter(weight: torch.Tensor) -> str:
     Values are widened to float32 (exact for bf16, fp16 and fp8; float64 stays) and -0 becomes
     +0, because an engine that packs its weights hands them back without the sign of zero.
     """
-    wide = weight if weight.dtype == torch.float64 else weight.float()
-    rows = (wide.reshape(weight.shape[0], -1) if weight.dim() > 1 else wide.reshape(1, -1)) + 0.0
-    shape = torch.tensor([*weight.shape, 0], dtype=torch.int64)
-    folded = torch.cat([digest_rows(rows).flatten().cpu(), shape])
+    rows = weight.reshape(weight.shape[0], -1) if weight.dim() > 1 else weight.reshape(1, -1)
+    step = max(1, _block(weight.device) // max(1, rows.shape[1]))
+    parts = [digest_rows(_wide(block)).flatten().cpu() for block in rows.split(step)]
+    folded = torch.cat([*parts, torch.tensor([*weight.shape, 0], dtype=torch.int64)])
     low, high = digest_rows(folded.reshape(1, -1))[0].tolist()
     return f"{low & (2**64 - 1):016x}{high & (2**64 - 1):016x}"
+
+
+def _wide(block: torch.Tensor) -> torch.Tensor:
+    """At least float32, its zeros positive."""
+    return (block if block.dtype == torch.float64 else block.float()) + 0.0
 
 
 def digest_slices(weight: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -107,8 +112,7 @@ def digest_slices(weight: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     along_1 = torch.zeros(rows.shape[1], dtype=torch.int64, device=weight.device)
     a, b, _ = _coefficients(len(rows), weight.device)
     for start in range(0, len(rows), step):
-        block = rows[start : start + step]
-        block = (block if block.dtype == torch.float64 else block.float()) + 0.0
+        block = _wide(rows[start : start + step])
         stop = start + len(block)
         along_0[start:stop] = digest_rows(block)[:, 0]
         lanes = block.view(torch.int64 if block.dtype == torch.float64 else torch.int32).long()

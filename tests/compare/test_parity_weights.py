@@ -9,7 +9,9 @@ import torch
 from synthetic import draw, write_trace
 
 from rlk_align.compare.parity_weights import check_weights
+from rlk_align.engines.common import parameters as live
 from rlk_align.engines.common.parameters import LiveParameter, Shard, even_shards, record_parameter
+from rlk_align.errors import ModelError
 from rlk_align.results import Mismatch
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.schema import WEIGHTS_SCHEMA
@@ -35,6 +37,16 @@ def only(tmp_path: Path, mine: LiveParameter, theirs: LiveParameter) -> Mismatch
     assert len(found) == 1
     assert (found[0].kind, found[0].name) == ("weights", mine.name)
     return found[0]
+
+
+def test_entries_that_are_not_finite_are_counted_in_all_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live, "BLOCK", 24)
+    w = weight()
+    w[0, 0], w[9, 2], w[15, 7] = torch.nan, torch.inf, -torch.inf
+    with pytest.raises(ModelError, match="3 of 128 entries are NaN or infinite"):
+        record_parameter(LiveParameter("embed", w))
 
 
 def test_equal_weights_have_no_mismatch(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlk_align.errors import ModelError
+from rlk_align.model import checkpoint
 from rlk_align.model.checkpoint import fingerprint_files, resolve_model
 from rlk_align.trace.run import fingerprint
 
@@ -62,3 +63,27 @@ def test_a_models_fingerprint_sees_each_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").rename(tmp_path / "other.json")
     third = fingerprint_files(tmp_path)
     assert len({first, second, third}) == 3
+
+
+def test_a_models_files_are_read_once_while_they_stay_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"abc")
+    fresh = fingerprint_files(tmp_path)
+    monkeypatch.setattr(checkpoint, "SETTLED", -60.0)
+    assert fingerprint_files(tmp_path) == fresh
+    opened: list[Path] = []
+    original = Path.open
+
+    def noting(path: Path, *args: str, **more: str) -> object:
+        opened.append(path)
+        return original(path, *args, **more)
+
+    monkeypatch.setattr(Path, "open", noting)
+    assert fingerprint_files(tmp_path) == fresh
+    assert opened == []
+    weights.write_bytes(b"abcd")
+    opened.clear()
+    assert fingerprint_files(tmp_path) != fresh
+    assert [p.name for p in opened] == ["model.safetensors"]

@@ -215,6 +215,13 @@ def test_a_parameter_is_not_modified() -> None:
     assert torch.signbit(weight[0, 0])
 
 
+def test_a_parameter_is_digested_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = random_rows(12, 7, torch.bfloat16)
+    whole = digest_parameter(weight)
+    monkeypatch.setattr(digest, "_block", lambda _device: 35)
+    assert digest_parameter(weight) == whole
+
+
 def test_a_parameters_shape_counts() -> None:
     weight = random_rows(1, 24, torch.float32)
     shapes = [(24,), (1, 24), (24, 1), (4, 6), (6, 4), (2, 3, 4), (1, 1, 24)]

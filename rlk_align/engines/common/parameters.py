@@ -10,6 +10,9 @@ import torch
 from rlk_align.errors import ModelError
 from rlk_align.trace.digest import digest_parameter, digest_slices
 
+BLOCK = 1 << 24
+"""Entries that are looked at at a time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -55,7 +58,7 @@ def record_parameter(parameter: LiveParameter) -> ParameterRecord:
     Raises ModelError for a parameter with NaN or infinite entries: nothing can be sampled of it.
     """
     value = parameter.value
-    wrong = int((~torch.isfinite(value)).sum())
+    wrong = _count_not_finite(value)
     if wrong:
         raise ModelError(
             f"weight {parameter.name}: {wrong:,} of {value.numel():,} entries are NaN or infinite",
@@ -72,6 +75,13 @@ def record_parameter(parameter: LiveParameter) -> ParameterRecord:
         shards=[(s.rank, s.dim, s.start, s.stop) for s in parameter.shards],
         replicas=[digest_parameter(r) for r in parameter.replicas],
     )
+
+
+def _count_not_finite(value: torch.Tensor) -> int:
+    """By blocks of rows: counting takes eight bytes an entry, and an engine leaves little of a
+    GPU."""
+    rows = max(1, BLOCK * len(value) // max(1, value.numel()))
+    return sum(int((~torch.isfinite(block)).sum()) for block in value.split(rows))
 
 
 def even_shards(dim: int, sizes: Sequence[int]) -> tuple[Shard, ...]:

@@ -18,13 +18,14 @@ def _weight(unit: Unit) -> torch.Tensor:
 
 def _with_weight(change: Formula) -> Formula:
     """Computes with a changed weight, which is changed once: an engine gives the same tensor for
-    as long as the fault is planted."""
+    as long as the fault is planted. In the host's memory: a large head's copies would not fit
+    beside an engine that has taken most of a GPU."""
     changed: dict[int, torch.Tensor] = {}
 
     def formula(unit: Unit) -> torch.Tensor:
         weight = _weight(unit)
         if id(weight) not in changed:
-            changed[id(weight)] = change(weight)
+            changed[id(weight)] = change(weight.cpu()).to(weight.device)
         return _product(unit, unit.inputs[0], changed[id(weight)])
 
     return formula

