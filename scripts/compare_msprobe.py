@@ -198,7 +198,7 @@ def named(out: Path, dumped: Path, site: str | None) -> dict[str, Any]:
 
 
 def first_difference(out: Path) -> str | None:
-    """Of `-da` the node that its file names; of a table the first output with a warning or an error."""
+    """Of `-da` the node that it names; of a table the first output with a warning or an error."""
     for path in out.glob("diff_analyze_*.json"):
         return next(iter(json.loads(path.read_text()).values()))[0]["op_name"]
     for path in out.glob("compare_result_*.csv"):
