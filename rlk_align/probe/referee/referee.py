@@ -27,7 +27,7 @@ from rlk_align.progress import Progress
 from rlk_align.results import Comparison, EdgeName, RefereedUnit, RoundingErrors, SideName
 from rlk_align.trace.reader import Trace
 
-SUSPECT = 10.0
+SUSPECT = 100.0
 """Roundings beyond which a log-prob is of something else than its logits."""
 CPU_ELEMENTS, GPU_ELEMENTS = 1 << 18, 1 << 24
 """Entries that are compared at a time."""
