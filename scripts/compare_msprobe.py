@@ -392,7 +392,7 @@ def table(report: dict[str, Any]) -> str:
         cells += [_over(p["ours"], p["site"]), _bitwise(p["ours"], p["site"])]
         cells.append(_bitwise(p["digests_alone"], p["site"]))
         answers = [_node(p["msprobe"].get(task), p["site"]) for task in TASKS]
-        cells += answers if p["msprobe"] else ["cannot pair them"] * len(TASKS)
+        cells += ["cannot pair them"] * len(TASKS) if p["rollout"] == "vllm" else answers
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "| one pair, from nothing | wall | processor |", "| --- | ---: | ---: |"]
     lines += [
