@@ -24,6 +24,8 @@ STANDARD_ERRORS = 6.0
 """Of the largest of a million features, about five are chance."""
 LARGEST_ROW = 4.0
 """How many usual rows a large one counts for."""
+FEATURE_ROWS = 16
+"""Rows without which nothing is said of single features: what entries are, `peak` says."""
 SQUARE_VARIANCE = 0.8
 """Of the square of a rounding error that is uniform, its mean being 1."""
 _LEAST_EXPONENT = {"float16": -14, "bfloat16": -126, "float32": -126}
@@ -117,6 +119,8 @@ class ErrorSums:
         gain = _gain(product, power, products)
         by_head = [t.reshape(self._heads, -1).sum(dim=1) for t in (product, power, products)]
         of_feature = [_largest(x) for x in (feature_rms, shift, gain / unit)]
+        if n < FEATURE_ROWS:
+            of_feature = [(0.0, at) for _, at in of_feature]
         head_gain, head = _largest(_gain(*by_head) / unit)
         return RoundingErrors(
             rms=rms,

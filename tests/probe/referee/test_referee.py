@@ -97,8 +97,9 @@ def test_a_healthy_pair_is_within_its_budgets(tmp_path: Path, family: str) -> No
     for (side, site), unit in found.items():
         assert unit.errors is not None, (side, site, unit.reason)
         most = 2.0 if site.endswith("norm") and side == "train" else 1.2
-        # Half of a llama's head is not turned here, and not rounded.
-        least = {"embed": 0.0, "logprob": 0.2}.get(site, 0.6 if "rope" in site else 0.8)
+        # Half of a llama's head is not turned here, and not rounded; a bias has room for a rounding
+        # of the product before it.
+        least = {"embed": 0.0, "logprob": 0.2}.get(site, 0.6)
         assert least <= unit.errors.rms <= most, (side, site, unit.errors)
     differing = {s.site for s in verdict.comparison.edges[0].sites if s.differ}
     checked = {c.site for c in verdict.checks if c.side}
@@ -112,8 +113,8 @@ def test_partial_sums_of_ranks_are_no_fault(tmp_path: Path) -> None:
     two = trace(tmp_path / "two", train, "llama", record={"options": {"tp": 2}})
     assert named(refereed(one, two)) == []
     told = trace(tmp_path / "told", train, "llama")
-    layers = [f"layers.{i}.{op}" for i in (0, 1) for op in ("o_proj", "down_proj")]
-    assert named(refereed(one, told)) == [(site, "train") for site in layers]
+    # `o_proj` has a bias, and so room for one rounding more.
+    assert named(refereed(one, told)) == [(f"layers.{i}.down_proj", "train") for i in (0, 1)]
 
 
 def scaled(by: float, where: Any = ...) -> Fault:
