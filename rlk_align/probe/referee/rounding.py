@@ -120,7 +120,7 @@ class ErrorSums:
         by_head = [t.reshape(self._heads, -1).sum(dim=1) for t in (product, power, products)]
         of_feature = [_largest(x) for x in (feature_rms, shift, gain / unit)]
         if n < FEATURE_ROWS:
-            of_feature = [(0.0, at) for _, at in of_feature]
+            of_feature = [(0.0 if math.isfinite(x) else x, at) for x, at in of_feature]
         head_gain, head = _largest(_gain(*by_head) / unit)
         return RoundingErrors(
             rms=rms,
