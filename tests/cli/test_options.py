@@ -244,7 +244,7 @@ def test_gate_needs_no_engine(run: Path, tmp_path: Path) -> None:
         (["capture", "--engine", "replay:path=run", "-o", "x"], 2, "replay"),
         (["capture", "--engine", "hf"], 2, "out"),
         (["capture", "--engine", "hf", "-o", "x", "--tokens", "nowhere"], 2, "nowhere"),
-        (["probe"], 2, "probe"),
+        (["serve"], 2, "serve"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )
