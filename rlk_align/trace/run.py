@@ -190,6 +190,9 @@ class Run:
         return load_record(kind, self.folder / PROBE)
 
     def save_probe(self, probe: BaseModel) -> None:
+        """The run is not whole again before it is finished."""
+        with writing(self.folder):
+            (self.folder / CHECKSUMS).unlink(missing_ok=True)
         save_record(probe, self.folder / PROBE)
 
     def invalidate(self) -> None:
