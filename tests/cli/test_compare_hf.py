@@ -171,7 +171,7 @@ def test_ten_noisy_runs_have_one_verdict(cli: Cli, few_prompts: Path, tmp_path: 
             shared=False,
         )
         assert done.code == 4, done.out
-        (doubt,) = done.verdict["doubts"]
+        [doubt] = done.verdict["doubts"]
         assert "train does not repeat itself" in doubt
         assert "first at layers.0.up_proj" in doubt
         assert done.verdict["controls"]["observer"] != "violated"

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from synthetic import (
@@ -20,6 +21,7 @@ from synthetic import (
     write_trace,
 )
 
+from rlk_align.compare.controls import is_noise
 from rlk_align.errors import CorruptTrace
 from rlk_align.judge.contract import load_contract
 from rlk_align.judge.verdict import judge
@@ -112,20 +114,26 @@ def test_taps_within_the_noise_are_no_violation(tmp_path: Path) -> None:
     assert comparison.controls.noise["train"] is None
 
 
-@pytest.mark.parametrize(
-    ("cells", "by", "want"),
-    [
-        ([CELL], 0.49, "within noise floor"),  # four times the noise, at one token as it is
-        ([CELL], 0.51, "violated"),  # in the mean beyond four times
-        ([CELL], 1.2, "violated"),
-        # No larger, and at more tokens.
-        ([CELL, (0, 3), (0, 4), (2, 1), (2, 2)], 0.125, "violated"),
-    ],
-)
-def test_taps_beyond_the_noise_are_a_violation(tmp_path: Path, cells, by, want) -> None:
+@pytest.mark.parametrize(("by", "want"), [(3.9, "within noise floor"), (4.1, "violated")])
+def test_taps_beyond_the_noise_are_a_violation(tmp_path: Path, by: float, want: str) -> None:
     """Two draws of the same noise differ: taps are blamed for clearly more alone."""
-    comparison = pair_of(tmp_path, untapped=nudged(cells, by), repeat=nudged([CELL], 0.125))
+    comparison = pair_of(tmp_path, untapped=nudged([CELL], by), repeat=nudged([CELL], 0.125))
     assert comparison.controls.observer == want
+
+
+def test_two_draws_of_a_noise_are_told_from_a_shift_of_most_tokens() -> None:
+    """Heavy tails, another scale for every token, as an engine's noise has them."""
+    draw = np.random.default_rng(7)
+    scale = np.exp(draw.standard_normal(100))
+
+    def noise() -> np.ndarray:
+        return np.abs(scale * draw.standard_t(4, 100))
+
+    assert all(is_noise(noise(), noise()) for _ in range(2000))
+    assert not any(is_noise(16 * noise(), noise()) for _ in range(200))
+    assert not is_noise(np.full(100, np.nan), noise())
+    assert not is_noise(noise(), noise()[:50])
+    assert not is_noise(noise(), None)
 
 
 def test_a_nan_is_no_small_shift(tmp_path: Path) -> None:
