@@ -3,7 +3,6 @@
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -23,7 +22,15 @@ from rlk_align.judge.verdict import (
 from rlk_align.judge.wording import how_off
 from rlk_align.probe.record import Probe
 from rlk_align.report.probe_units import probe_lines
-from rlk_align.results import Comparison, EdgeResult, Introducer, Mismatch, Noise, SiteResult
+from rlk_align.report.words import (
+    WHOSE_OFF,
+    engine_spec,
+    mismatch_words,
+    next_step,
+    noise_words,
+    site_figures,
+)
+from rlk_align.results import Comparison, EdgeResult, Introducer
 from rlk_align.text import line
 
 _STYLE = {"pass": "bold green", "fail": "bold red", "inconclusive": "bold yellow"}
@@ -60,7 +67,7 @@ def show(verdict: Verdict, folder: Path, console: Console, probe: Probe | None =
             console.print(text)
     console.print()
     console.print(line(f"run      {folder}", style="dim"))
-    console.print(line(f"next     {_next_step(verdict, folder)}"))
+    console.print(line(f"next     {next_step(verdict, folder)}"))
     if probe is None and not c.stopped and _differs(verdict):
         where = shlex.quote(str(folder))
         console.print(
@@ -77,13 +84,12 @@ def _differs(verdict: Verdict) -> bool:
 def _sides(c: Comparison) -> Iterator[Text]:
     yield line(f"model    {c.model}")
     for role, e in c.engines.items():
-        options = ",".join(f"{k}={v}" for k, v in e.options.items())
-        spec = f"{e.name}:{options}" if options else e.name
+        spec = engine_spec(e)
         torch = e.environment.get("torch", "")
         yield line(f"{role:<9}{spec}  {e.version}, {e.dtype}, torch {torch}")
     yield line(f"precheck {', '.join(f'{k} {parity(c, k)}' for k in PARITY_KINDS)}")
     if c.controls is not None:
-        noise = ", ".join(f"{side} {_noise(n)}" for side, n in c.controls.noise.items())
+        noise = ", ".join(f"{side} {noise_words(n)}" for side, n in c.controls.noise.items())
         yield line(f"controls observer {c.controls.observer}; {noise}")
         paired, expected = coverage(c)
         yield line(f"coverage {paired:,} of {expected:,} rows paired")
@@ -94,12 +100,6 @@ def _sides(c: Comparison) -> Iterator[Text]:
                 f"         production against observed: max |Δ| {c.production.max_abs_dlogp:.2g}, "
                 f"mean |Δ| {c.production.mean_abs_dlogp:.2g}"
             )
-
-
-def _noise(noise: Noise | str | None) -> str:
-    if isinstance(noise, Noise):
-        return f"differs from itself by up to {noise.max_abs_dlogp:.2g}"
-    return "noise not measured" if noise else "repeats bitwise"
 
 
 def _edge_figures(c: Comparison, console: Console) -> Iterator[Table | Text]:
@@ -160,18 +160,9 @@ def _divergence(verdict: Verdict) -> Iterator[Text]:
         yield line("  decode differs from prefill in the rollout engine itself")
 
 
-_WHOSE = {
-    "rollout": "the rollout side is off",
-    "train": "the training side is off",
-    "both": "both sides are off",
-    "neither": "both sides are within their rounding, and too far from each other",
-    None: "which side is off is not known",
-}
-
-
 def _over_budget(found: OverBudget, edge: EdgeResult, verdict: Verdict) -> Iterator[Text]:
     unit = found.unit
-    yield line("  ") + line(unit.site, "bold") + line(f"  {_WHOSE[found.side]}")
+    yield line("  ") + line(unit.site, "bold") + line(f"  {WHOSE_OFF[found.side]}")
     yield line(f"    at sample {unit.sample}, position {unit.position}")
     for u in found.units:
         how = how_off(u, verdict.contract).split("; ")
@@ -181,7 +172,7 @@ def _over_budget(found: OverBudget, edge: EdgeResult, verdict: Verdict) -> Itera
     yield from _code(unit.site, edge, verdict)
     if not found.units:
         site = next(s for s in edge.sites if s.site == unit.site)
-        yield line(f"    {_figures(site)}")
+        yield line(f"    {site_figures(site)}")
 
 
 def _code(site: str, edge: EdgeResult, verdict: Verdict) -> Iterator[Text]:
@@ -222,16 +213,7 @@ def _introducer(edge: EdgeResult, unit: Introducer) -> Iterator[Text]:
     if site.introduced:
         equal = f"; equal up to {unit.last_equal}" if unit.last_equal else ""
         yield line(f"  its inputs are bit-equal, its outputs are not{equal}")
-    yield line(f"  {_figures(site)}")
-
-
-def _figures(s: SiteResult) -> str:
-    text = f"{s.introduced:,} of {s.rows:,} rows introduced here"
-    if s.nonfinite:
-        return f"{text}; {s.nonfinite:,} entries are NaN or infinite"
-    if s.valued_rows:
-        text += f"; relative L2 up to {s.max_rel_l2:.2g}, max |error| {s.max_abs:.2g}"
-    return text
+    yield line(f"  {site_figures(site)}")
 
 
 def _problems(verdict: Verdict) -> Iterator[Text]:
@@ -240,7 +222,7 @@ def _problems(verdict: Verdict) -> Iterator[Text]:
         yield line()
         yield line("mismatches before anything was computed", style="bold")
         for m in c.mismatches[:_SHOWN]:
-            yield line(f"  {_mismatch(m)}")
+            yield line(f"  {mismatch_words(m)}")
             if m.detail:
                 yield line(f"    {m.detail}", style="dim")
         yield from _rest(len(c.mismatches))
@@ -271,16 +253,6 @@ def _rest(count: int) -> Iterator[Text]:
         yield line(f"  and {count - _SHOWN} more")
 
 
-def _mismatch(m: Mismatch) -> str:
-    where = f" (sample {m.sample}, position {m.position})" if m.sample is not None else ""
-    return f"{m.kind} {m.name}{where}: rollout {_short(m.rollout)}, train {_short(m.train)}"
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 def _rests_on(verdict: Verdict) -> Iterator[Text]:
     """What a pass says, and what it does not."""
     edges = [e for e in verdict.comparison.edges if e.name in verdict.comparison.judged]
@@ -300,38 +272,3 @@ def _rests_on(verdict: Verdict) -> Iterator[Text]:
         where = " ".join(filter(None, [closest.edge, closest.site]))
         used = f"{closest.value:.2g} of {closest.fail:g}"
         yield line(f"  closest to its limit: {where} {closest.metric}, {used}", style="dim")
-
-
-def _settle(verdict: Verdict) -> str:
-    """What makes the next run conclusive."""
-    c, contract = verdict.comparison, verdict.contract
-    noisy = [s for s, n in (c.controls.noise if c.controls else {}).items() if isinstance(n, Noise)]
-    if noisy:
-        return f"make {' and '.join(noisy)} repeat itself, or judge by a contract with max_noise"
-    if any(e.metrics.tokens < contract.min_tokens for e in c.edges if e.name in c.judged):
-        return "capture with more --prompts, or a larger --max-new-tokens"
-    return "mend what is named above, then capture and compare again, with --fresh"
-
-
-def _next_step(verdict: Verdict, folder: Path) -> str:
-    c = verdict.comparison
-    if c.stopped:
-        kind = next(m.kind for m in c.mismatches if m.kind not in c.allowed)
-        return f"mend it, or measure across it with --allow-mismatch {kind}"
-    if verdict.status == "inconclusive":
-        return _settle(verdict)
-    edge = headline(verdict)
-    if verdict.status == "pass":
-        given = shlex.quote(verdict.contract.given)
-        return f"in CI: rlk-align gate {shlex.quote(str(folder))} --contract {given}"
-    if edge is None:
-        return "see the breaches above"
-    over = over_budget(verdict, edge)
-    first = over[0].unit if over else edge.first_bitwise
-    if first is None:
-        return "see the breaches above"
-    if edge.name == "decode_vs_prefill":
-        return f"look at {first.site} in the rollout engine's decode and in its prefill"
-    if over and over[0].side in ("rollout", "train"):
-        return f"look at {first.site} on the {over[0].side} side"
-    return f"look at {first.site} on both sides; its values are in the run's captures"

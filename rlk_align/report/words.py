@@ -1,0 +1,87 @@
+"""What several reports say in the same words."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from rlk_align.judge.verdict import Verdict, headline, over_budget
+from rlk_align.results import EngineRecord, Mismatch, Noise, SiteResult
+
+
+def engine_spec(engine: EngineRecord) -> str:
+    """E.g. `vllm:tp=2`, as the command line takes it."""
+    options = ",".join(f"{k}={v}" for k, v in engine.options.items())
+    return f"{engine.name}:{options}" if options else engine.name
+
+
+def noise_words(noise: Noise | str | None) -> str:
+    """How a side repeats itself."""
+    if isinstance(noise, Noise):
+        return f"differs from itself by up to {noise.max_abs_dlogp:.2g}"
+    return "noise not measured" if noise else "repeats bitwise"
+
+
+WHOSE_OFF = {
+    "rollout": "the rollout side is off",
+    "train": "the training side is off",
+    "both": "both sides are off",
+    "neither": "both sides are within their rounding, and too far from each other",
+    None: "which side is off is not known",
+}
+
+
+def site_figures(s: SiteResult) -> str:
+    """What a site introduced, and by how much it differs."""
+    text = f"{s.introduced:,} of {s.rows:,} rows introduced here"
+    if s.nonfinite:
+        return f"{text}; {s.nonfinite:,} entries are NaN or infinite"
+    if s.valued_rows:
+        text += f"; relative L2 up to {s.max_rel_l2:.2g}, max |error| {s.max_abs:.2g}"
+    return text
+
+
+def mismatch_words(m: Mismatch) -> str:
+    """What differs between the sides, in one line."""
+    where = f" (sample {m.sample}, position {m.position})" if m.sample is not None else ""
+    return f"{m.kind} {m.name}{where}: rollout {_short(m.rollout)}, train {_short(m.train)}"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _settle(verdict: Verdict) -> str:
+    """What makes the next run conclusive."""
+    c, contract = verdict.comparison, verdict.contract
+    noisy = [s for s, n in (c.controls.noise if c.controls else {}).items() if isinstance(n, Noise)]
+    if noisy:
+        return f"make {' and '.join(noisy)} repeat itself, or judge by a contract with max_noise"
+    if any(e.metrics.tokens < contract.min_tokens for e in c.edges if e.name in c.judged):
+        return "capture with more --prompts, or a larger --max-new-tokens"
+    return "mend what is named above, then capture and compare again, with --fresh"
+
+
+def next_step(verdict: Verdict, folder: Path) -> str:
+    """What to do now."""
+    c = verdict.comparison
+    if c.stopped:
+        kind = next(m.kind for m in c.mismatches if m.kind not in c.allowed)
+        return f"mend it, or measure across it with --allow-mismatch {kind}"
+    if verdict.status == "inconclusive":
+        return _settle(verdict)
+    edge = headline(verdict)
+    if verdict.status == "pass":
+        given = shlex.quote(verdict.contract.given)
+        return f"in CI: rlk-align gate {shlex.quote(str(folder))} --contract {given}"
+    if edge is None:
+        return "see the breaches above"
+    over = over_budget(verdict, edge)
+    first = over[0].unit if over else edge.first_bitwise
+    if first is None:
+        return "see the breaches above"
+    if edge.name == "decode_vs_prefill":
+        return f"look at {first.site} in the rollout engine's decode and in its prefill"
+    if over and over[0].side in ("rollout", "train"):
+        return f"look at {first.site} on the {over[0].side} side"
+    return f"look at {first.site} on both sides; its values are in the run's captures"
