@@ -21,7 +21,7 @@ from rlk_align.trace.reader import Trace
 
 def verdict_of(rollout: Trace, train: Trace, edge: EdgeName, progress: Progress) -> Verdict:
     """One edge of two traces, its operators recomputed, by the built-in contract of its dtype."""
-    comparison = measure(rollout, train, (edge,), (), progress)
+    comparison, _ = measure(rollout, train, (edge,), (), progress)
     units = referee(comparison, rollout, train, progress)
     return judge_by(comparison.model_copy(update={"referee": units}), None)
 
@@ -121,5 +121,5 @@ def first_parting(clean: Trace, faulty: Trace, passname: str) -> str | None:
     result: EdgeResult
     for item in compare_edges([edge], model_sites(clean.record.shape), index):
         if not isinstance(item, str):
-            (result,) = item
+            (result,), _ = item
     return None if result.first_bitwise is None else result.first_bitwise.site
