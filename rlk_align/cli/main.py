@@ -17,6 +17,7 @@ from rlk_align.cli.doctor import doctor
 from rlk_align.cli.gate import gate
 from rlk_align.cli.output import silence_stdout
 from rlk_align.cli.probe import probe
+from rlk_align.cli.report import report
 from rlk_align.cli.selftest import selftest
 from rlk_align.errors import EXIT_INTERRUPTED, EXIT_TOOL, RlkError
 from rlk_align.text import printable
@@ -34,6 +35,7 @@ app.command()(compare)
 app.command()(probe)
 app.command()(capture)
 app.command()(gate)
+app.add_typer(report, name="report")
 app.command()(doctor)
 app.command()(selftest)
 

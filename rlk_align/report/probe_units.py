@@ -32,7 +32,7 @@ def probed_units(verdict: Verdict, probed: ProbedEdge) -> list[ProbedUnit]:
     the others in execution order."""
     edge = next((e for e in verdict.comparison.edges if e.name == probed.name), None)
     over = {o.unit.site: o for o in (over_budget(verdict, edge) if edge else [])}
-    parts = _contributions(probed.attribution)
+    parts = contributions(probed.attribution)
     units = [
         ProbedUnit(u, next((over[s] for s in u.sites if s in over), None), parts.get(u.name))
         for u in probed.units
@@ -48,7 +48,8 @@ def _urgency(found: ProbedUnit) -> tuple[bool, bool, float]:
     return found.over is None, not is_introducer, 0.0 if found.over else -size
 
 
-def _contributions(attribution: Attribution | None) -> dict[str, Contribution]:
+def contributions(attribution: Attribution | None) -> dict[str, Contribution]:
+    """By unit, of those that were looked at one by one."""
     if attribution is None:
         return {}
     alone = [c for c in attribution.layers if len(c.units) == 1]

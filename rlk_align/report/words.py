@@ -4,7 +4,14 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from rlk_align.judge.verdict import Verdict, headline, over_budget
+from rlk_align.judge.verdict import (
+    LimitCheck,
+    OverBudget,
+    Verdict,
+    headline,
+    over_budget,
+)
+from rlk_align.judge.wording import how_off
 from rlk_align.results import EngineRecord, Mismatch, Noise, SiteResult
 
 
@@ -49,6 +56,64 @@ def mismatch_words(m: Mismatch) -> str:
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def check_words(check: LimitCheck) -> str:
+    """E.g. `prefill_vs_train max_abs_dlogp: 0.082, 0.06 allowed (max-dlogp)`."""
+    where = " ".join(filter(None, [check.edge, check.side, check.site, check.metric]))
+    return f"{where}: {abs(check.value):.3g}, {check.fail:g} allowed ({check.limit})"
+
+
+def finding(verdict: Verdict) -> str:
+    """What is wrong, or what a pass rests on, in plain words."""
+    c, edge = verdict.comparison, headline(verdict)
+    if c.stopped:
+        first = next(m for m in c.mismatches if m.kind not in c.allowed)
+        return f"The two sides were not given the same: {mismatch_words(first)}."
+    if verdict.status == "inconclusive" or edge is None:
+        return f"Nothing can be concluded: {verdict.doubts[0]}."
+    over = over_budget(verdict, edge)
+    if over:
+        return _over_words(verdict, over)
+    first_difference = edge.first_bitwise
+    if first_difference is None:
+        text = f"Every row of {edge.name} is bit-equal on both sides."
+    else:
+        text = f"The sides first differ at {first_difference.site}."
+        if c.referee and verdict.contract.budgets:
+            text = (
+                "No operator that was recomputed is further from exact than its rounding explains: "
+                "rounding and the order of sums add up, "
+                f"first at {first_difference.site}."
+            )
+    if verdict.breaches:
+        return f"The two sides of {edge.name} are further apart than the contract allows. {text}"
+    return text if first_difference is None else f"The sides differ within all limits. {text}"
+
+
+def _over_words(verdict: Verdict, over: list[OverBudget]) -> str:
+    found = over[0]
+    text = f"{found.unit.site} computes something else than its budget allows"
+    how = [how_off(u, verdict.contract) for u in found.units]
+    if how:
+        text = f"{found.unit.site} is further from exact than rounding explains: {how[0]}"
+    more = f" {len(over) - 1} later operators are off too." if len(over) > 1 else ""
+    return f"{text}.{more}"
+
+
+def side_off(verdict: Verdict) -> str:
+    """On which side it is."""
+    c, edge = verdict.comparison, headline(verdict)
+    if c.stopped or edge is None or verdict.status == "inconclusive":
+        return "not known: nothing was judged"
+    over = over_budget(verdict, edge)
+    if over:
+        return WHOSE_OFF[over[0].side]
+    if edge.first_bitwise is None:
+        return "none: the sides are equal"
+    if c.referee and verdict.contract.budgets:
+        return "neither: every operator that was recomputed is within its budget on both sides"
+    return "not known: no operator was held against float64"
 
 
 def _settle(verdict: Verdict) -> str:

@@ -211,6 +211,11 @@ class Run:
         with writing(self.folder / ROWS):
             save_rows(rows, self.folder / ROWS)
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether the comparison was kept row by row; older runs were not."""
+        return ROWS in self._checksums.files
+
     def rows(self, columns: Sequence[str] | None = None) -> pa.Table:
         """The comparison row by row (see `rlk_align.rows`), or these columns of it. Raises
         CorruptTrace for a damaged one."""

@@ -1,0 +1,1 @@
+"""The report as one HTML page: offline, readable without JavaScript, the same bytes each time."""

@@ -1,0 +1,69 @@
+"""The verdict card: what is wrong, on which side, and what to do next."""
+
+import shlex
+from dataclasses import dataclass
+
+from rlk_align.judge.verdict import PARITY_KINDS, LimitCheck, closest_limit, coverage, parity
+from rlk_align.report.source import Source
+from rlk_align.report.words import check_words, finding, next_step, noise_words, side_off
+
+SIGNS = {"pass": "✓", "fail": "✕", "inconclusive": "?"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """What the top of a page says."""
+
+    status: str
+    sign: str
+    what: str
+    side: str
+    todo: str
+    worst: LimitCheck | None
+    worst_words: str
+    facts: list[tuple[str, str]]
+    command: str
+
+
+def card(source: Source) -> Card:
+    """Of one run."""
+    verdict = source.verdict
+    worst = max(verdict.breaches, key=lambda b: b.excess, default=closest_limit(verdict))
+    return Card(
+        status=verdict.status,
+        sign=SIGNS[verdict.status],
+        what=finding(verdict),
+        side=side_off(verdict),
+        todo=next_step(verdict, source.folder),
+        worst=worst,
+        worst_words=check_words(worst) if worst else "no limit was held against a value",
+        facts=list(_facts(source)),
+        command=shlex.join(source.record.command),
+    )
+
+
+def _facts(source: Source) -> list[tuple[str, str]]:
+    verdict, c = source.verdict, source.verdict.comparison
+    contract = f"{verdict.contract.id} {verdict.contract.version}"
+    facts = [
+        ("contract", f"{contract}, sha256 {verdict.contract.sha256[:12]}"),
+        ("measured", f"{c.tokens:,} sampled tokens, {c.dtype}"),
+        ("precheck", ", ".join(f"{kind} {parity(c, kind)}" for kind in PARITY_KINDS)),
+    ]
+    if c.controls is None:
+        return [*facts, ("coverage", "nothing was compared")]
+    paired, expected = coverage(c)
+    share = f" ({paired / expected:.1%})" if expected else ""
+    noise = "; ".join(f"{side} {noise_words(n)}" for side, n in c.controls.noise.items())
+    detail = f": {'; '.join(c.controls.observer_detail)}" if c.controls.observer_detail else ""
+    production = "not measured"
+    if c.production is not None:
+        p = c.production
+        production = f"max |Δ| {p.max_abs_dlogp:.2g}, mean |Δ| {p.mean_abs_dlogp:.2g} from observed"
+    return [
+        *facts,
+        ("coverage", f"{paired:,} of {expected:,} rows paired{share}"),
+        ("noise floor", noise),
+        ("observer", f"{c.controls.observer}{detail}"),
+        ("production mode", production),
+    ]

@@ -1,0 +1,273 @@
+"""The drift chart: how far the two sides are apart, operator by operator in execution order."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from markupsafe import Markup
+
+from rlk_align.judge.contract import Contract
+from rlk_align.report.html.facts import Operator
+from rlk_align.report.html.figure import Figure
+from rlk_align.report.html.svg import LogScale, chart, el, figure, text
+from rlk_align.report.source import Source
+
+WIDTH, LEFT, RIGHT, TOP, HEIGHT = 1120.0, 58.0, 10.0, 60.0, 300.0
+LABELLED = 100
+"""Sites that are named below the axis; more would not be readable."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One run's operators on one edge."""
+
+    label: str
+    operators: list[Operator]
+    """Without the log-probs, whose errors are no relative L2 of a state: see `of`."""
+    contract: Contract
+
+    @classmethod
+    def of(cls, source: Source, found: list[Operator], label: str = "") -> "Series":
+        """A run's operators on one edge."""
+        kept = [o for o in found if o.site.op != "logprob"]
+        label = label or source.name
+        return cls(label=label, operators=kept, contract=source.verdict.contract)
+
+    def allowed(self, operator: Operator) -> float | None:
+        """What the contract lets the operator introduce, as relative L2: the rms budgets of both
+        sides, in units of rounding, added up; None where it was not held against one."""
+        budget = self.contract.budget(operator.site.op)
+        units = {u.side: u.errors.unit for u in operator.refereed if u.errors is not None}
+        return budget.rms * sum(units.values()) if budget and units else None
+
+    @property
+    def rounding(self) -> float | None:
+        """One rounding of the run's dtype, relative."""
+        units = [u.errors.unit for o in self.operators for u in o.refereed if u.errors]
+        return max(units, default=None)
+
+
+def drift_scale(series: Sequence[Series], height: float = HEIGHT) -> LogScale:
+    """One that all of them fit on."""
+    values: list[float | None] = []
+    for s in series:
+        values.append(s.rounding)
+        for o in s.operators:
+            values += [o.mean, o.largest, o.introduced, o.inherited]
+    return LogScale([v for v in values if v is not None], TOP, TOP + height)
+
+
+def drift_figure(
+    name: str, title: str, series: Sequence[Series], *, linked: bool, scale: LogScale | None = None
+) -> Figure:
+    """`linked`: each site leads to its row in the table of operators."""
+    plot = _Plot(series, scale or drift_scale(series), linked)
+    probed = any(o.introduced is not None for s in series for o in s.operators)
+    legend = [
+        (f"line s{n}", f"{s.label}: mean over the rows that differ") for n, s in plot.numbered
+    ]
+    legend += [(f"thin s{n}", f"{s.label}: largest of a row") for n, s in plot.numbered]
+    if probed:
+        legend += [(f"diamond s{n}", f"{s.label}: introduced here") for n, s in plot.numbered]
+        if len(series) == 1:
+            legend.append(("ring s0", "inherited from its inputs"))
+    if plot.budgets:
+        legend.append(("budget", "what the contract lets an operator introduce by itself"))
+    if plot.rounding is not None:
+        legend.append(("rounding", f"one rounding of the dtype, {plot.rounding:.2g}"))
+    legend += [("noisy", "an engine does not repeat itself here")] if plot.noisy else []
+    desc = (
+        "Operators in execution order from left to right; relative L2 error between the two sides "
+        "upwards, on a logarithmic scale, with a lane for exact zeros at the bottom."
+    )
+    size = (WIDTH, plot.bottom)
+    return Figure(
+        name=name,
+        title=title,
+        caption=list(_caption(probed, plot.budgets, series)),
+        svg=chart(name, size, title, desc, plot.draw()),
+        legend=legend,
+        columns=_COLUMNS if len(series) == 1 else ["run", *_COLUMNS],
+        rows=[_row(s, o, len(series) > 1) for s in series for o in s.operators],
+    )
+
+
+def _caption(probed: bool, budgets: bool, series: Sequence[Series]) -> Iterator[str]:
+    yield (
+        "Relative L2 error of a row: the norm of the difference of the two sides, over the norm of "
+        "the row. Errors add up along the model, so a rising line is no fault by itself. "
+        "Log-probs have charts of their own, below."
+    )
+    if probed:
+        yield (
+            "Introduced: what an operator adds although both engines are given the same inputs. "
+            "Inherited: what the difference of its inputs makes of its output."
+        )
+    else:
+        yield "Not probed: `rlk-align probe RUN` tells introduced from inherited."
+    if budgets:
+        yield (
+            "The band is the contract's rms budget of both sides together; it bounds what is "
+            "introduced, not what adds up."
+        )
+    if len(series) == 1 and not any(o.site.noisy for o in series[0].operators):
+        yield "Noise floor: no row that is drawn is known to change when its engine runs again."
+
+
+_COLUMNS = ["site", "rows", "differ", "mean", "largest", "introduced", "inherited", "allowed"]
+
+
+def _row(series: Series, o: Operator, named: bool) -> list[str]:
+    sizes = (o.mean, o.largest, o.introduced, o.inherited, series.allowed(o))
+    cells = [o.site.site, f"{o.site.rows:,}", f"{o.site.differ:,}", *map(figure, sizes)]
+    return [series.label, *cells] if named else cells
+
+
+class _Plot:
+    """The drawing: sites along x, the scale along y."""
+
+    def __init__(self, series: Sequence[Series], scale: LogScale, linked: bool) -> None:
+        self.numbered, self.scale, self.linked = list(enumerate(series)), scale, linked
+        sites = [o.site for s in series for o in s.operators]
+        self.sites = list({s.site: s for s in sites}.values())
+        self.at = {s.site: n for n, s in enumerate(self.sites)}
+        self.step = (WIDTH - LEFT - RIGHT) / max(1, len(self.sites))
+        self.named = len(self.sites) <= LABELLED
+        self.bottom = scale.bottom + LogScale.LANE + (84 if self.named else 14)
+        first = series[0]
+        self.budgets = any(first.allowed(o) for o in first.operators)
+        self.rounding = first.rounding
+        self.noisy = any(o.site.noisy for s in series for o in s.operators)
+
+    def x(self, site: str) -> float:
+        """The middle of a site's column."""
+        return LEFT + (self.at[site] + 0.5) * self.step
+
+    def draw(self) -> Iterator[Markup]:
+        """From the back to the front."""
+        yield from self._layers()
+        yield from self._axis()
+        yield from self._bands()
+        for number, series in self.numbered:
+            yield from self._lines(number, series)
+        for number, series in self.numbered:
+            yield from self._parts(number, series)
+        yield from self._first(self.numbered[0][1])
+        yield el("g", *self._hits(), data_roving="x")
+
+    def _layers(self) -> Iterator[Markup]:
+        bottom = self.scale.bottom + LogScale.LANE
+        last = -math.inf
+        for layer, group in groupby(self.sites, key=lambda s: s.layer):
+            if layer is None:
+                continue
+            found = list(group)
+            x, width = self.x(found[0].site) - self.step / 2, self.step * len(found)
+            if layer % 2 == 0:
+                yield el("rect", x=x, y=TOP, width=width, height=bottom - TOP, class_="layer")
+            if x - last >= 46:
+                yield text(x + 3, TOP - 5, f"layer {layer}", class_="label")
+                last = x
+
+    def _axis(self) -> Iterator[Markup]:
+        right, scale = WIDTH - RIGHT, self.scale
+        for y, label in scale.decades():
+            yield el("line", x1=LEFT, x2=right, y1=y, y2=y, class_="grid")
+            yield text(LEFT - 6, y + 4, label, class_="label end")
+        lane = {"y": scale.bottom, "height": LogScale.LANE, "class_": "zero"}
+        yield el("rect", x=LEFT, width=right - LEFT, **lane)
+        yield text(LEFT - 6, scale.zero + 4, "exact 0", class_="label end")
+        yield text(2, 10, "relative L2 error, log scale", class_="label")
+        if self.named:
+            y = scale.bottom + LogScale.LANE + 8
+            for s in self.sites:
+                turn = f"rotate(-60 {self.x(s.site) + 3:.1f} {y:.1f})"
+                yield text(self.x(s.site) + 3, y, s.op, class_="tick end", transform=turn)
+
+    def _bands(self) -> Iterator[Markup]:
+        series, scale, half = self.numbered[0][1], self.scale, self.step / 2
+        for o in series.operators:
+            x, allowed = self.x(o.site.site) - half, series.allowed(o)
+            if allowed:
+                y = scale(allowed)
+                height = scale.bottom - y
+                yield el("rect", x=x, y=y, width=self.step, height=height, class_="budget")
+            if o.site.noisy:
+                lane = {"y": scale.bottom, "height": LogScale.LANE}
+                yield el("rect", x=x, width=self.step, class_="noisy", **lane)
+        if self.rounding is not None:
+            y = scale(self.rounding)
+            yield el("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="rounding")
+
+    def _lines(self, number: int, series: Series) -> Iterator[Markup]:
+        for kind in ("largest", "mean"):
+            points = [(self.x(o.site.site), getattr(o, kind)) for o in series.operators]
+            path = " ".join(_strokes(points, self.scale))
+            yield el("path", d=path, class_=f"{'thin' if kind == 'largest' else 'line'} s{number}")
+        if self.named:
+            for o in series.operators:
+                if o.mean is not None:
+                    y = self.scale(o.mean)
+                    yield el("circle", cx=self.x(o.site.site), cy=y, r=2, class_=f"dot s{number}")
+
+    def _parts(self, number: int, series: Series) -> Iterator[Markup]:
+        """What was introduced, and with one run alone also what was inherited."""
+        size = min(5.0, max(2.0, self.step / 2))
+        for o in series.operators:
+            x = self.x(o.site.site)
+            if o.inherited and len(self.numbered) == 1:
+                y = self.scale(o.inherited)
+                yield el("circle", cx=x, cy=y, r=size * 0.7, class_="ring s0")
+            if o.introduced is not None:
+                y, half = self.scale(o.introduced), size if o.introduced else size / 2
+                path = f"M{x:.1f} {y - half:.1f}l{half} {half}l-{half} {half}l-{half} -{half}z"
+                yield el("path", d=path, class_=f"diamond s{number}")
+
+    def _first(self, series: Series) -> Iterator[Markup]:
+        """Where drift starts, and the first operator beyond its budget."""
+        marks = (
+            (
+                "first",
+                "▼ drift starts: ",
+                next((o for o in series.operators if o.introduces), None),
+            ),
+            ("over", "✕ off: ", next((o for o in series.operators if o.over), None)),
+        )
+        for n, (kind, said, o) in enumerate(marks):
+            if o is None:
+                continue
+            x, y = self.x(o.site.site), 26.0 + 14 * n
+            yield el("line", x1=x, x2=x, y1=y + 3, y2=self.scale.bottom, class_=f"mark {kind}")
+            side, shift = ("end", -4) if x > WIDTH * 0.6 else ("start", 4)
+            yield text(x + shift, y, f"{said}{o.site.site}", class_=f"label {kind} {side}")
+
+    def _hits(self) -> Iterator[Markup]:
+        """A column for each site, to point at and to step through."""
+        bottom = self.scale.bottom + LogScale.LANE
+        found = {s: {o.site.site: o for o in series.operators} for s, series in self.numbered}
+        for n, site in enumerate(self.sites):
+            operators = [(series, found[s].get(site.site)) for s, series in self.numbered]
+            several = len(operators) > 1
+            said = " | ".join(
+                f"{series.label}: {o.summary}" if several else o.summary
+                for series, o in operators
+                if o is not None
+            )
+            x = LEFT + n * self.step
+            area = el("rect", x=x, y=TOP, width=self.step, height=bottom - TOP)
+            title = el("title", said)
+            if self.linked:
+                link = {"href": f"#op-{n + 1}", "data_op": n + 1}
+                yield el("a", title, area, class_="hit", aria_label=said, **link)
+            else:
+                yield el("g", title, area, class_="hit", role="img", aria_label=said)
+
+
+def _strokes(points: list[tuple[float, float | None]], scale: LogScale) -> Iterator[str]:
+    """A path that is broken where a value is missing."""
+    down = False
+    for x, value in points:
+        if value is not None:
+            yield f"{'L' if down else 'M'}{x:.1f} {scale(value):.1f}"
+        down = value is not None

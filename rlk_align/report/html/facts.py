@@ -1,0 +1,142 @@
+"""All that is known of each operator of an edge, joined: what charts and tables draw from."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from rlk_align.judge.verdict import LimitCheck, OverBudget, Verdict, over_budget
+from rlk_align.judge.wording import how_off
+from rlk_align.probe.effects import Contribution
+from rlk_align.probe.record import ProbedEdge
+from rlk_align.probe.units import Split, Unit
+from rlk_align.report.probe_units import contributions
+from rlk_align.report.source import Source
+from rlk_align.report.words import WHOSE_OFF
+from rlk_align.results import EdgeResult, RefereedUnit, SiteResult
+
+STATES = {
+    "over": ("✕", "beyond its budget"),
+    "introducer": ("◆", "introduces"),
+    "differs": ("~", "inherits"),
+    "equal": ("=", "bit-equal"),
+    "missing": ("–", "not compared"),
+}
+"""By state: the sign that stands beside its colour, and what it means."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """One site of an edge."""
+
+    order: int
+    """In execution, from 1."""
+    site: SiteResult
+    unit: Unit | None
+    """What the probe says of it; None where it has not run."""
+    split: Split | None
+    """What it introduced and what it inherited; None where that was not determined."""
+    over: OverBudget | None
+    contribution: Contribution | None
+    refereed: list[RefereedUnit]
+    worst: LimitCheck | None
+    """The limit of an operator that it uses up most."""
+    how: list[str]
+    """How it is off, by side and pass."""
+
+    @property
+    def mean(self) -> float | None:
+        """Mean relative L2 of the rows that differ; 0 where none does."""
+        return self._known(self.site.mean_rel_l2)
+
+    @property
+    def largest(self) -> float | None:
+        return self._known(self.site.max_rel_l2)
+
+    def _known(self, value: float) -> float | None:
+        s = self.site
+        return None if not s.rows or (s.differ and not s.valued_rows) else value
+
+    @property
+    def introduced(self) -> float | None:
+        return self.split.introduced.rel_l2 if self.split else None
+
+    @property
+    def inherited(self) -> float | None:
+        return self.split.inherited.rel_l2 if self.split else None
+
+    @property
+    def introduces(self) -> bool:
+        """Proven: by the probe, or by rows whose inputs are bit-equal."""
+        return self.unit.label == "introducer" if self.unit else self.site.introduced > 0
+
+    @property
+    def state(self) -> str:
+        """A key of STATES."""
+        if not self.site.rows:
+            return "missing"
+        if self.over or (self.worst and not self.worst.holds):
+            return "over"
+        if self.introduces:
+            return "introducer"
+        return "differs" if self.site.differ else "equal"
+
+    @property
+    def side(self) -> str:
+        return WHOSE_OFF[self.over.side] if self.over else ""
+
+    @property
+    def summary(self) -> str:
+        """One line, for a tooltip and for a screen reader."""
+        parts = [f"{self.site.site}: {STATES[self.state][1]}"]
+        if self.largest is not None:
+            parts.append(f"relative L2 mean {self.mean:.2g}, largest {self.largest:.2g}")
+        elif self.site.differ:
+            parts.append(f"{self.site.differ:,} rows differ, values not kept")
+        if self.introduced is not None:
+            parts.append(f"introduced {self.introduced:.2g}, inherited {self.inherited:.2g}")
+        return "; ".join(filter(None, [*parts, self.side]))
+
+
+def operators(source: Source, edge: EdgeResult) -> list[Operator]:
+    """Of an edge, in execution order."""
+    verdict, probed = source.verdict, probed_edge(source, edge)
+    over = {o.unit.site: o for o in over_budget(verdict, edge)}
+    units = {site: u for u in (probed.units if probed else []) for site in u.sites}
+    parts = contributions(probed.attribution if probed else None)
+    checks = defaultdict(list)
+    for check in verdict.checks:
+        if check.edge == edge.name:
+            checks[check.site].append(check)
+    refereed = defaultdict(list)
+    for unit in verdict.comparison.referee:
+        if edge.name in unit.edges:
+            refereed[unit.site].append(unit)
+    return [
+        Operator(
+            order=order,
+            site=site,
+            unit=units.get(site.site),
+            split=_split(units.get(site.site), site.site),
+            over=over.get(site.site),
+            contribution=parts.get(site.site),
+            refereed=refereed[site.site],
+            worst=max(checks[site.site], key=lambda c: (not c.holds, c.excess), default=None),
+            how=_how(verdict, over.get(site.site)),
+        )
+        for order, site in enumerate(edge.sites, 1)
+    ]
+
+
+def _split(unit: Unit | None, site: str) -> Split | None:
+    """Of the first order that was determined."""
+    splits = [s for o in (unit.orders if unit else []) for s in o.splits if s.site == site]
+    return splits[0] if splits else None
+
+
+def _how(verdict: Verdict, over: OverBudget | None) -> list[str]:
+    units = over.units if over else []
+    return [f"{u.side} {u.passname}: {how_off(u, verdict.contract)}" for u in units]
+
+
+def probed_edge(source: Source, edge: EdgeResult) -> ProbedEdge | None:
+    """What the probe says of an edge."""
+    return source.probe.edge(edge.name) if source.probe else None

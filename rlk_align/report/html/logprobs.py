@@ -1,0 +1,167 @@
+"""Log-probs: the histogram of Δlogp, and every figure beside its limit."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from markupsafe import Markup
+
+from rlk_align.judge.verdict import LimitCheck, Verdict
+from rlk_align.report.html.figure import Figure
+from rlk_align.report.html.svg import chart, el, figure, text
+from rlk_align.results import EdgeMetrics, EdgeResult
+
+_WIDTH, _LEFT, _RIGHT, _TOP, _HEIGHT = 1120.0, 58.0, 10.0, 40.0, 170.0
+_BINS = 61
+_QUANTILES = (0.5, 0.9, 0.99, 0.999)
+_CLIP = (0.8, 1.2)
+"""Where ρ is clipped, as `clip_fraction` counts it."""
+
+_NEAR_ONE = ("ratio_mean", "ratio_max", "ess_fraction", "token_mult_prob_error")
+WORDS = {
+    "tokens": "tokens",
+    "max_abs_dlogp": "max |Δ|",
+    "mean_abs_dlogp": "mean |Δ|",
+    "p99_abs_dlogp": "p99 |Δ|",
+    "p999_abs_dlogp": "p99.9 |Δ|",
+    "k1": "k1, mean(−Δ)",
+    "k3": "k3, KL",
+    "ratio_mean": "mean ρ",
+    "ratio_mean_error": "|mean ρ − 1|",
+    "ratio_max": "max ρ",
+    "clip_fraction": "share of ρ outside [0.8, 1.2]",
+    "ess_fraction": "effective sample size / N",
+    "token_mult_prob_error": "mean exp |Δ|",
+    "bit_mismatches": "log-probs whose bits differ",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricRow:
+    """One figure, on each edge."""
+
+    name: str
+    values: list[tuple[str, LimitCheck | None]]
+    """By edge: the value, and the limit that was held against it."""
+
+
+def metric_rows(verdict: Verdict, edges: list[EdgeResult]) -> list[MetricRow]:
+    """Every metric of every edge, with its limit."""
+    checks = {(c.edge, c.metric): c for c in verdict.checks if c.site is None}
+    return [
+        MetricRow(
+            name=words,
+            values=[(_value(e.metrics, name), checks.get((e.name, name))) for e in edges],
+        )
+        for name, words in WORDS.items()
+    ]
+
+
+def _value(metrics: EdgeMetrics, name: str) -> str:
+    value = getattr(metrics, name)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.6g}" if name in _NEAR_ONE else figure(value)
+
+
+def largest_bound(verdict: Verdict, edge: EdgeResult) -> float | None:
+    """The contract's on max |Δ| of an edge; None where it has none."""
+    found = [c.fail for c in verdict.checks if c.edge == edge.name and c.metric == "max_abs_dlogp"]
+    return min(found, default=None)
+
+
+def histogram(delta: np.ndarray, bound: float | None, edge: str) -> Figure:
+    """`delta`, float64 `[N]`, in nats."""
+    finite = delta[np.isfinite(delta)]
+    span = max(float(np.abs(finite).max(initial=0.0)), bound or 0.0) * 1.05 or 1e-3
+    counts, bounds = np.histogram(finite, bins=_BINS, range=(-span, span))
+    plot = _Plot(counts, span)
+    lost = len(delta) - len(finite)
+    caption = [
+        f"Δ = log-prob of the second pass − log-prob of the first, {len(delta):,} sampled tokens. "
+        "Counts on a logarithmic scale."
+    ]
+    if lost:
+        caption.append(f"{lost:,} tokens are left out here: their Δ is NaN or infinite.")
+    title = f"Δlogp of {edge}"
+    desc = (
+        "Histogram: Δlogp to the right, number of tokens upwards by logarithm; above, the "
+        "importance ratio ρ = exp Δ."
+    )
+    size = np.abs(finite) if len(finite) else np.zeros(1)
+    quantiles = [(f"p{q * 100:g} of |Δ|", float(np.quantile(size, q))) for q in _QUANTILES]
+    bins = [
+        [f"{low:+.3g} to {high:+.3g}", str(count)]
+        for low, high, count in zip(bounds, bounds[1:], counts.tolist(), strict=False)
+        if count
+    ]
+    return Figure(
+        name="histogram",
+        title=title,
+        caption=caption,
+        svg=chart(
+            "histogram", (_WIDTH, _TOP + _HEIGHT + 30), title, desc, plot.draw(bound, quantiles)
+        ),
+        legend=[
+            ("bar", "tokens"),
+            ("limit", "the contract's bound on max |Δ|"),
+            ("quantile", ", ".join(f"{name} {value:.2g}" for name, value in quantiles)),
+        ],
+        columns=["Δlogp", "tokens"],
+        rows=[*bins, *([name, figure(value)] for name, value in quantiles)],
+    )
+
+
+class _Plot:
+    def __init__(self, counts: np.ndarray, span: float) -> None:
+        self.counts, self.span = counts, span
+        self.top = max(1.0, math.log10(max(1, int(counts.max(initial=1)))) * 1.05)
+
+    def x(self, delta: float) -> float:
+        return _LEFT + (delta / self.span + 1) / 2 * (_WIDTH - _LEFT - _RIGHT)
+
+    def y(self, count: float) -> float:
+        """One token stands a little above the axis."""
+        high = (math.log10(count) + 0.15) / (self.top + 0.15) if count else 0.0
+        return _TOP + _HEIGHT * (1 - high)
+
+    def draw(self, bound: float | None, quantiles: list[tuple[str, float]]) -> Iterator[Markup]:
+        bottom = _TOP + _HEIGHT
+        for power in range(int(self.top) + 1):
+            y = self.y(10**power)
+            yield el("line", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y, y2=y, class_="grid")
+            yield text(_LEFT - 6, y + 4, f"{10**power:,}", class_="label end")
+        width = (_WIDTH - _LEFT - _RIGHT) / len(self.counts)
+        for n, count in enumerate(self.counts.tolist()):
+            if count:
+                y = self.y(count)
+                x = _LEFT + n * width
+                bar = {"x": x + 0.5, "y": y, "width": width - 1, "height": bottom - y}
+                yield el("rect", el("title", f"{count:,} tokens"), class_="bar", **bar)
+        yield el("line", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=bottom, y2=bottom, class_="axis")
+        yield from self._ticks(bottom)
+        for _, value in quantiles:
+            for x in {self.x(value), self.x(-value)}:
+                yield el("line", x1=x, x2=x, y1=bottom, y2=bottom + 6, class_="quantile")
+        for at in (-bound, bound) if bound else ():
+            x = self.x(at)
+            yield el("line", x1=x, x2=x, y1=_TOP - 4, y2=bottom, class_="limit")
+            side = "" if at < 0 else " end"
+            yield text(x + (4 if at < 0 else -4), _TOP + 8, f"limit {at:+g}", class_=f"label{side}")
+
+    def _ticks(self, bottom: float) -> Iterator[Markup]:
+        step = 10 ** math.floor(math.log10(self.span))
+        step = step / 5 if self.span / step < 2 else step / 2 if self.span / step < 5 else step
+        for n in range(-int(self.span / step), int(self.span / step) + 1):
+            x, delta = self.x(n * step), n * step
+            middle = {"class_": "label middle"}
+            yield text(x, bottom + 20, f"{delta:+.3g}" if n else "0", **middle)
+            yield text(x, _TOP - 10, f"{math.exp(min(delta, 700.0)):.3g}", **middle)
+        yield text(_LEFT - 6, _TOP - 10, "ρ", class_="label end")
+        yield text(_LEFT - 6, bottom + 20, "Δlogp", class_="label end")
+        for ratio in _CLIP:
+            if abs(math.log(ratio)) < self.span:
+                x = self.x(math.log(ratio))
+                yield el("line", x1=x, x2=x, y1=_TOP, y2=bottom, class_="clip")
+                yield text(x, _TOP + 22, f"clipped at ρ = {ratio:g}", class_="label middle")

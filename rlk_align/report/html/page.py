@@ -1,0 +1,193 @@
+"""One run as a page: its parts in order, and the template that holds them."""
+
+import base64
+import hashlib
+import math
+from functools import cache
+from importlib.resources import files
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from rlk_align import __version__
+from rlk_align.judge.verdict import Verdict, headline
+from rlk_align.report.html.card import card
+from rlk_align.report.html.drift import Series, drift_figure
+from rlk_align.report.html.facts import operators
+from rlk_align.report.html.heat import operator_heat
+from rlk_align.report.html.logprobs import histogram, largest_bound, metric_rows
+from rlk_align.report.html.provenance import provenance
+from rlk_align.report.html.ranks import rank_map
+from rlk_align.report.html.samples import deltas, worst_samples
+from rlk_align.report.html.table import operator_table
+from rlk_align.report.html.tokens import delta_ramp, error_ramp, sample_view
+from rlk_align.report.probe_units import summary
+from rlk_align.report.source import Source
+from rlk_align.report.words import check_words, mismatch_words
+from rlk_align.results import EdgeResult
+from rlk_align.text import printable
+
+_TEMPLATES = "templates"
+NO_ROWS = "This run keeps no rows (comparison.parquet), so nothing can be shown token by token."
+
+
+def render(template: str, **context: object) -> str:
+    """A page from its template; text that is not Markup is made printable and escaped."""
+    css, js = _asset("report.css"), _asset("report.js")
+    policy = (
+        f"default-src 'none'; style-src '{_hash(css)}'; script-src '{_hash(js)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    shared = {"css": css, "js": js, "policy": policy, "version": __version__, "number": _number}
+    return _environment().get_template(template).render(shared | context)
+
+
+@cache
+def _environment() -> Environment:
+    return Environment(
+        loader=PackageLoader("rlk_align.report.html", _TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: value if isinstance(value, Markup) else printable(value),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+
+
+def _asset(name: str) -> Markup:
+    text = (files("rlk_align.report.html") / _TEMPLATES / name).read_text(encoding="utf-8")
+    assert "</" not in text, f"{name} would end its element"
+    return Markup(text)
+
+
+def _hash(text: str) -> str:
+    """As a content security policy names an inline part."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"
+
+
+def _number(cell: str) -> Markup:
+    """What a cell of figures is sorted by, as attributes."""
+    try:
+        value = float(cell.replace(",", "").removesuffix("%"))
+    except ValueError:
+        return Markup("")
+    size = repr(value) if math.isfinite(value) else "1e999"
+    return Markup(' class="num" data-v="{}"').format(size)
+
+
+def run_page(source: Source) -> str:
+    """The whole page of one run."""
+    verdict, edge = source.verdict, headline(source.verdict)
+    context: dict[str, object] = {
+        "card": card(source),
+        "name": source.name,
+        "where": str(source.folder),
+        "problems": _problems(verdict),
+        "provenance": provenance(verdict.comparison),
+        "unpaired": _unpaired(verdict),
+        "notes": verdict.notes,
+        "ranks": rank_map(verdict.comparison),
+        "drift": None,
+    }
+    if edge is not None and not verdict.comparison.stopped:
+        context |= _charts(source, edge)
+    context["sections"] = [(id_, words) for id_, words in _SECTIONS if _is_there(context, id_)]
+    return render("run.html", **context)
+
+
+_SECTIONS = [
+    ("problems", "What does not hold"),
+    ("provenance", "Provenance"),
+    ("drift", "Where drift starts"),
+    ("heatmap", "Layers and operators"),
+    ("tokens", "Tokens"),
+    ("logprobs", "Log-probs"),
+    ("rankmap", "Ranks"),
+    ("operators", "Operators"),
+    ("unpaired", "Unpaired sites"),
+    ("notes", "Notes"),
+]
+
+
+def _is_there(context: dict[str, object], section: str) -> bool:
+    needs = {"rankmap": "ranks", "problems": "problems", "notes": "notes"}
+    charts = ("drift", "heatmap", "tokens", "logprobs", "operators")
+    return bool(context["drift"] if section in charts else context[needs.get(section, "card")])
+
+
+def _problems(verdict: Verdict) -> list[tuple[str, list[str]]]:
+    found = [
+        ("Mismatches before anything was computed", _mismatches(verdict)),
+        ("Limits that do not hold", [check_words(b) for b in verdict.breaches]),
+        ("Why nothing can be concluded", verdict.doubts),
+    ]
+    return [(heading, items) for heading, items in found if items]
+
+
+def _mismatches(verdict: Verdict) -> list[str]:
+    found = verdict.comparison.mismatches
+    return [f"{mismatch_words(m)}{f': {m.detail}' if m.detail else ''}" for m in found]
+
+
+def _unpaired(verdict: Verdict) -> list[list[str]]:
+    return [
+        [edge.name, site, reason, "yes" if explained else "no"]
+        for edge in verdict.comparison.edges
+        for site, reason, explained in edge.unpaired
+    ]
+
+
+def _charts(source: Source, edge: EdgeResult) -> dict[str, object]:
+    """What is drawn of the edge to speak of first."""
+    verdict, found = source.verdict, operators(source, edge)
+    series = [Series.of(source, found)]
+    probed = source.probe.edge(edge.name) if source.probe else None
+    words = f"probe: {summary(verdict, probed)}" if probed else "Not probed."
+    if source.probe and source.probe.left_out:
+        words = f"Graft passes were left out: {source.probe.left_out}"
+    return {
+        "edge": edge.name,
+        "edges": [e.name for e in verdict.comparison.edges],
+        "metrics": metric_rows(verdict, verdict.comparison.edges),
+        "drift": drift_figure("drift-chart", f"Drift of {edge.name}", series, linked=True),
+        "other_drifts": [_other(source, e) for e in verdict.comparison.edges if e is not edge],
+        "heat": operator_heat(found),
+        "operators": operator_table(found),
+        "probe_words": words,
+        "no_rows": NO_ROWS,
+        **_rows(source, edge),
+    }
+
+
+def _other(source: Source, edge: EdgeResult) -> dict[str, object]:
+    """The drift of another edge, folded away."""
+    found = operators(source, edge)
+    differ = sum(bool(o.site.differ) for o in found)
+    title = f"Drift of {edge.name}"
+    series = [Series.of(source, found)]
+    return {
+        "title": title,
+        "summary": f"{differ} of {len(found)} sites differ" if differ else "all sites bit-equal",
+        "figure": drift_figure(f"drift-{edge.name}", title, series, linked=False),
+    }
+
+
+def _rows(source: Source, edge: EdgeResult) -> dict[str, object]:
+    """What is drawn token by token."""
+    if not source.run.has_rows:
+        return {"samples": [], "histogram": None}
+    bound = largest_bound(source.verdict, edge)
+    stretches = worst_samples(source, edge)
+    delta, errors = delta_ramp(stretches), error_ramp(stretches)
+    return {
+        "samples": [sample_view(s, bound, delta, errors) for s in stretches],
+        "samples_words": f"The {len(stretches)} sequences with the largest |Δlogp| of {edge.name}, "
+        "the largest first. Of a long one, the stretch around the first sampled token. "
+        "A row's log-prob is that of the next token; here each token carries its own.",
+        "error_legend": errors.legend(),
+        "delta_legend": delta.legend(),
+        "bound": bound,
+        "histogram": histogram(deltas(source, edge), bound, edge.name),
+    }

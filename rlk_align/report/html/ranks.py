@@ -1,0 +1,65 @@
+"""The rank map: which ranks of a sharded side hold what differs."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from markupsafe import Markup
+
+from rlk_align.report.html.figure import Figure
+from rlk_align.report.html.svg import chart, el, text
+from rlk_align.results import Comparison, EngineRecord
+
+_CELL, _LEFT = 96.0, 210.0
+
+
+def ranks_of(engine: EngineRecord) -> int:
+    """Processes that the engine ran in."""
+    said = engine.environment.get("ranks", "1")
+    return int(said) if said.isdecimal() else 1
+
+
+def rank_map(c: Comparison) -> Figure | None:
+    """None where both sides ran in one process."""
+    sides = {side: ranks_of(e) for side, e in c.engines.items()}
+    most = max(sides.values())
+    if most == 1:
+        return None
+    held = Counter(r for m in c.mismatches for r in m.ranks)
+    title = "Ranks"
+    desc = (
+        "A row for each side, a square for each of its ranks, with the weights that differ there."
+    )
+    # A mismatch names the ranks of the sharded side; where both are sharded it may be either's.
+    drawn = list(_squares(c, sides, held))
+    rows = [
+        [side, str(rank), str(held[rank]) if count > 1 else "–"]
+        for side, count in sides.items()
+        for rank in range(count)
+    ]
+    nothing = "No parameter differs between the sides, so no rank holds one that does."
+    caption = [nothing] if not held else ["Parameters that differ, by the ranks that hold them."]
+    return Figure(
+        name="ranks",
+        title=title,
+        caption=caption,
+        svg=chart("ranks", (max(600.0, _LEFT + _CELL * most), 96.0), title, desc, drawn),
+        columns=["side", "rank", "parameters that differ"],
+        rows=rows,
+    )
+
+
+def _squares(c: Comparison, sides: dict, held: Counter[int]) -> Iterator[Markup]:
+    for row, (side, count) in enumerate(sides.items()):
+        y = 4.0 + row * 46
+        split = ", ".join(
+            f"{k}={v}" for k, v in c.engines[side].options.items() if k in ("tp", "dp")
+        )
+        yield text(_LEFT - 8, y + 24, f"{side} {split}".strip(), class_="label end")
+        for rank in range(count):
+            x, differ = _LEFT + rank * _CELL, held[rank] if count > 1 else 0
+            level = "bad" if differ else "l0"
+            box = {"x": x, "y": y, "width": _CELL - 4, "height": 40.0}
+            yield el("rect", class_=level, **box)
+            words = f"✕ {differ} differ" if differ else "= equal"
+            yield text(x + 6, y + 16, f"rank {rank}", class_=f"ink {level}")
+            yield text(x + 6, y + 32, words, class_=f"ink {level}")

@@ -1,0 +1,111 @@
+"""The sequences of a run that a page shows token by token: those with the largest |Δlogp|."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rlk_align.report.source import Source
+from rlk_align.results import EdgeResult
+from rlk_align.rows import HEAD
+
+SHOWN = 4
+"""Sequences that are drawn."""
+LONGEST = 320
+"""Tokens of a sequence that are drawn; the middle of a long prompt is left out."""
+_CELLS = 30_000
+"""Values of the heat maps together, so that a page of a deep model stays small."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """A stretch of one sequence: what is drawn of it."""
+
+    sample: int
+    positions: list[int]
+    ids: list[int]
+    texts: list[str | None]
+    sampled: list[bool]
+    delta: list[float | None]
+    """Δlogp of each token itself; None for the prompt's."""
+    errors: dict[str, list[float | None]]
+    """Site -> relative L2 error of each row; None where no value was kept."""
+    left_out: int
+    """Tokens of the prompt before the first that is drawn."""
+
+    @property
+    def worst(self) -> tuple[float, int]:
+        """(|Δlogp|, place in the stretch) of its worst token."""
+        sizes = [(_size(d), n) for n, d in enumerate(self.delta) if d is not None]
+        return max(sizes, default=(0.0, 0))
+
+
+def _size(delta: float) -> float:
+    return math.inf if math.isnan(delta) else abs(delta)
+
+
+def deltas(source: Source, edge: EdgeResult) -> np.ndarray:
+    """Δlogp of every sampled token of an edge, in nats."""
+    table = _head(source, edge)
+    found = pc.subtract(table["second_logprob"], table["first_logprob"]).drop_null()
+    return found.to_numpy()
+
+
+def _head(source: Source, edge: EdgeResult, columns: Sequence[str] = ()) -> pa.Table:
+    table = source.run.rows([*HEAD, *columns])
+    return table.filter(pc.equal(table["edge"].cast(pa.string()), edge.name))
+
+
+def layer_ends(edge: EdgeResult) -> list[str]:
+    """Sites that stand for their layers: the last of each, and those of no layer but logprob."""
+    ends: dict[object, str] = {}
+    for s in edge.sites:
+        if s.op != "logprob":
+            ends[s.site if s.layer is None else s.layer] = s.site
+    return list(ends.values())
+
+
+def worst_samples(source: Source, edge: EdgeResult) -> list[Stretch]:
+    """Those with the largest |Δlogp| first, at most SHOWN."""
+    sites = layer_ends(edge)
+    table = _head(source, edge)
+    size = pc.abs(pc.subtract(table["second_logprob"], table["first_logprob"]))
+    # Arrow sorts a NaN last, and there is nothing worse.
+    size = pc.if_else(pc.is_nan(size), math.inf, size)
+    worst = (
+        pa.table({"sample": table["sample"], "size": size})
+        .group_by("sample")
+        .aggregate([("size", "max")])
+        .sort_by([("size_max", "descending"), ("sample", "ascending")])
+    )
+    chosen = worst["sample"].to_pylist()[:SHOWN]
+    kept = _head(source, edge, sites)
+    length = max(32, min(LONGEST, _CELLS // (max(1, len(chosen)) * max(1, len(sites)))))
+    return [_stretch(kept, sample, sites, length) for sample in chosen]
+
+
+def _stretch(table: pa.Table, sample: int, sites: list[str], length: int) -> Stretch:
+    """Of a long sequence the stretch around the first sampled token: at most a third of it is
+    prompt, where there is enough that was sampled."""
+    rows = table.filter(pc.equal(table["sample"], sample))
+    sampled = rows["response"].to_pylist()
+    prompt = sampled.index(True) if True in sampled else len(sampled)
+    before = max(length // 3, length - (len(sampled) - prompt))
+    start = max(0, prompt - before)
+    whole = pc.subtract(rows["second_logprob"], rows["first_logprob"]).to_pylist()
+    # A row speaks of the next token: the token itself is spoken of by the row before it.
+    own = [None, *whole[:-1]]
+    part = rows.slice(start, length)
+    return Stretch(
+        sample=sample,
+        positions=part["position"].to_pylist(),
+        ids=part["token"].to_pylist(),
+        texts=part["text"].to_pylist(),
+        sampled=sampled[start : start + length],
+        delta=own[start : start + length],
+        errors={s: part[s].to_pylist() for s in sites if s in part.column_names},
+        left_out=start,
+    )

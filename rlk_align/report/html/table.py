@@ -1,0 +1,122 @@
+"""The table of operators: one row each, in execution order."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from rlk_align.report.html.facts import STATES, Operator
+from rlk_align.report.html.svg import figure
+from rlk_align.results import CodePlace, SideName
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableCell:
+    """One cell; `value` is what it is sorted by, where that is not its text."""
+
+    text: str = ""
+    lines: list[str] = field(default_factory=list)
+    classes: str = ""
+    value: str | None = None
+    folded: bool = False
+    """Whether its lines are shown only when they are asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorRow:
+    """One operator."""
+
+    order: int
+    state: str
+    cells: list[TableCell]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorTable:
+    """Columns, each with its class, and rows."""
+
+    columns: list[tuple[str, str]]
+    rows: list[OperatorRow]
+
+
+_COLUMNS = [
+    ("#", "num"),
+    ("operator", ""),
+    ("state", ""),
+    ("which side, and how", ""),
+    ("rows that differ", "num"),
+    ("mean", "num"),
+    ("largest", "num"),
+    ("introduced", "num"),
+    ("inherited", "num"),
+    ("gain", "num"),
+    ("|Δlogp|", "num"),
+    ("used", "num"),
+    ("rollout off", "num"),
+    ("train off", "num"),
+    ("code", ""),
+]
+
+
+def operator_table(found: list[Operator]) -> OperatorTable:
+    """Columns that say nothing of any operator are left out."""
+    rows = [(o, list(_cells(o))) for o in found]
+    kept = [n for n in range(len(_COLUMNS)) if any(_said(cells[n]) for _, cells in rows)]
+    return OperatorTable(
+        columns=[_COLUMNS[n] for n in kept],
+        rows=[
+            OperatorRow(order=o.order, state=o.state, cells=[cells[n] for n in kept])
+            for o, cells in rows
+        ],
+    )
+
+
+def _said(cell: TableCell) -> bool:
+    return bool(cell.lines) or cell.text not in ("", "–")
+
+
+def _cells(o: Operator) -> Iterator[TableCell]:
+    sign, words = STATES[o.state]
+    yield TableCell(text=str(o.order), classes="num", value=str(o.order))
+    yield TableCell(text=o.site.site, classes="site mono")
+    yield TableCell(text=f"{sign} {words}", classes="state")
+    yield TableCell(text=o.side, lines=o.how, classes="how" if o.side else "")
+    yield _number(float(o.site.differ), f"{o.site.differ:,} of {o.site.rows:,}")
+    for size in (o.mean, o.largest, o.introduced, o.inherited):
+        yield _number(size)
+    yield _number(o.unit.gain if o.unit else None)
+    yield _number(o.contribution.mean_abs if o.contribution else None)
+    used = o.worst.excess if o.worst and o.worst.value else None
+    yield _number(used, f"{used:.0%}" if used is not None and math.isfinite(used) else None)
+    yield _number(_roundings(o, "rollout"))
+    yield _number(_roundings(o, "train"))
+    lines = list(_code(o))
+    yield TableCell(text="code" if lines else "", lines=lines, folded=bool(lines))
+
+
+def _number(value: float | None, text: str | None = None) -> TableCell:
+    """A NaN and an infinity sort above all numbers."""
+    if value is None:
+        return TableCell(text="–", classes="num")
+    size = repr(value) if math.isfinite(value) else "1e999"
+    return TableCell(text=text or figure(value), classes="num", value=size)
+
+
+def _roundings(o: Operator, side: SideName) -> float | None:
+    """How far a side's outputs are from exact ones, in roundings; of several passes the worst."""
+    found = [u.errors.rms for u in o.refereed if u.side == side and u.errors is not None]
+    return max(found, key=lambda rms: math.inf if math.isnan(rms) else rms, default=None)
+
+
+def _code(o: Operator) -> Iterator[str]:
+    """Where each side computes it, the settings that one side alone has, and what was not
+    recomputed."""
+    places: dict[str, CodePlace] = {u.side: u.code for u in o.refereed if u.code is not None}
+    for side, place in places.items():
+        yield f"{side}: {place}"
+        others = [p for s, p in places.items() if s != side]
+        unlike = [f"{n}={v}" for other in others for n, v in place.settings_unlike(other).items()]
+        if unlike and o.state in ("over", "introducer"):
+            yield f"only there: {', '.join(unlike)}"
+    for unit in o.refereed:
+        if unit.errors is None:
+            yield f"{unit.side} {unit.passname} not recomputed: {unit.reason}"

@@ -1,0 +1,46 @@
+"""What a report speaks of: a finished run, judged anew."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlk_align.judge.verdict import Verdict, judge_by
+from rlk_align.probe.record import Probe
+from rlk_align.trace.run import Run, RunRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One run."""
+
+    run: Run
+    record: RunRecord
+    verdict: Verdict
+    probe: Probe | None
+    """None where the run was not probed."""
+
+    @property
+    def folder(self) -> Path:
+        return self.run.folder
+
+    @property
+    def name(self) -> str:
+        """What a reader calls it: the folder's own name."""
+        return self.folder.name or str(self.folder)
+
+
+def load_source(name: str, contract: str | None) -> Source:
+    """A compared run by folder or as `@last`, held against a contract by id or file, or against
+    that of its dtype.
+
+    Raises BadOption where there is no such run or it compares nothing, CorruptTrace where a file of
+    it is missing or is not what was written, ContractError.
+    """
+    run = Run.open(name)
+    comparison = run.comparison
+    run.check()
+    return Source(
+        run=run,
+        record=run.record,
+        verdict=judge_by(comparison, contract),
+        probe=run.load_probe(Probe),
+    )
