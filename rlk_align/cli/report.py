@@ -13,15 +13,15 @@ from rlk_align.report.source import Source, load_source
 from rlk_align.text import line
 
 report = typer.Typer(no_args_is_help=True, help="Write what a run found, for people.")
-"""One command for each format."""
+"""A command for each format."""
 
 
 @report.command()
 def html(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Compared runs, or @last.")],
-    out: Annotated[
-        Path, typer.Option("-o", "--out", metavar="PATH", help="The page to write.")
-    ] = Path("report.html"),
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="PATH", help="The page.")] = Path(
+        "report.html"
+    ),
     contract: options.ContractName = None,
 ) -> None:
     """One page that can be mailed: it needs no network and no JavaScript.
@@ -29,10 +29,53 @@ def html(
     Several runs are compared on one page.
     """
     from rlk_align.report.html.page import run_page
+    from rlk_align.report.html.several import several_page
 
     sources = [load_source(run, contract) for run in runs]
-    page = run_page(sources[0])
+    page = several_page(sources) if len(sources) > 1 else run_page(sources[0])
     write_report(sources, {out: page})
+
+
+@report.command("model-explorer")
+def model_explorer(
+    run: Annotated[str, typer.Argument(help="A compared run's folder, or @last.")],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="FOLDER", help="The folder.")] = Path(
+        "model-explorer"
+    ),
+    contract: options.ContractName = None,
+) -> None:
+    """Graphs for Google's Model Explorer.
+
+    To open them: pip install ai-edge-model-explorer, then run
+    model-explorer FOLDER/canonical.json, and under "View on node" load node
+    data: relative-l2.json, introduced.json, inherited.json, side.json. For
+    both engines side by side: model-explorer FOLDER/engines.json, split the
+    pane, choose `rollout` on the left and `train` on the right, and under
+    "Sync navigation" load navigation.json.
+    """
+    from rlk_align.report.model_explorer import model_explorer_files
+
+    source = load_source(run, contract)
+    texts = model_explorer_files(source, _inputs(source))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadOption(f"{out}: no folder can be made there: {error.strerror}") from error
+    write_report([source], {out / name: text for name, text in texts.items()})
+
+
+def _inputs(source: Source) -> dict[str, tuple[str, ...]]:
+    """Site -> the sites that it reads, by the shapes of both sides' models."""
+    from rlk_align.model.sites import model_sites
+    from rlk_align.trace.records import load_record
+    from rlk_align.trace.schema import TraceRecord
+
+    found: dict[str, tuple[str, ...]] = {}
+    for role in source.record.captures:
+        path = source.run.capture_folder(role) / "trace.json"
+        for site in model_sites(load_record(TraceRecord, path).shape):
+            found.setdefault(site.name, (*site.inputs, *site.prefix_inputs))
+    return found
 
 
 def write_report(sources: list[Source], texts: dict[Path, str]) -> None:
@@ -51,4 +94,4 @@ def write_report(sources: list[Source], texts: dict[Path, str]) -> None:
             raise TraceNotWritten(f"{path} could not be written: {error}") from error
     console = Console(highlight=False, soft_wrap=True)
     for path in texts:
-        console.print(line(f"{path}"))
+        console.print(line(path))

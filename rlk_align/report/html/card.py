@@ -1,5 +1,6 @@
 """The verdict card: what is wrong, on which side, and what to do next."""
 
+import math
 import shlex
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ class Card:
 def card(source: Source) -> Card:
     """Of one run."""
     verdict = source.verdict
-    worst = max(verdict.breaches, key=lambda b: b.excess, default=closest_limit(verdict))
+    worst = max(verdict.breaches, key=_badness, default=closest_limit(verdict))
     return Card(
         status=verdict.status,
         sign=SIGNS[verdict.status],
@@ -40,6 +41,11 @@ def card(source: Source) -> Card:
         facts=list(_facts(source)),
         command=shlex.join(source.record.command),
     )
+
+
+def _badness(check: LimitCheck) -> tuple[bool, bool, float]:
+    """A NaN is worst. What is a multiple of its limit says more than what should be 0."""
+    return math.isnan(check.value), check.fail > 0, check.excess
 
 
 def _facts(source: Source) -> list[tuple[str, str]]:

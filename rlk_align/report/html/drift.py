@@ -8,7 +8,7 @@ from itertools import groupby
 from markupsafe import Markup
 
 from rlk_align.judge.contract import Contract
-from rlk_align.report.html.facts import Operator
+from rlk_align.report.facts import Operator
 from rlk_align.report.html.figure import Figure
 from rlk_align.report.html.svg import LogScale, chart, el, figure, text
 from rlk_align.report.source import Source
@@ -153,7 +153,7 @@ class _Plot:
             yield from self._lines(number, series)
         for number, series in self.numbered:
             yield from self._parts(number, series)
-        yield from self._first(self.numbered[0][1])
+        yield from self._marks()
         yield el("g", *self._hits(), data_roving="x")
 
     def _layers(self) -> Iterator[Markup]:
@@ -220,27 +220,30 @@ class _Plot:
                 y = self.scale(o.inherited)
                 yield el("circle", cx=x, cy=y, r=size * 0.7, class_="ring s0")
             if o.introduced is not None:
+                # Beside each other, so that no run hides another.
+                x += (number - (len(self.numbered) - 1) / 2) * self.step / 2
                 y, half = self.scale(o.introduced), size if o.introduced else size / 2
                 path = f"M{x:.1f} {y - half:.1f}l{half} {half}l-{half} {half}l-{half} -{half}z"
                 yield el("path", d=path, class_=f"diamond s{number}")
 
-    def _first(self, series: Series) -> Iterator[Markup]:
-        """Where drift starts, and the first operator beyond its budget."""
+    def _marks(self) -> Iterator[Markup]:
+        """Where drift starts, and the first operator beyond its budget; of several runs, in the
+        first that has it."""
+        found = [(s.label, o) for _, s in self.numbered for o in s.operators]
         marks = (
-            (
-                "first",
-                "▼ drift starts: ",
-                next((o for o in series.operators if o.introduces), None),
-            ),
-            ("over", "✕ off: ", next((o for o in series.operators if o.over), None)),
+            ("first", "▼ drift starts: ", next((f for f in found if f[1].introduces), None)),
+            ("over", "✕ off: ", next((f for f in found if f[1].over), None)),
         )
-        for n, (kind, said, o) in enumerate(marks):
-            if o is None:
+        for n, (kind, said, mark) in enumerate(marks):
+            if mark is None:
                 continue
+            label, o = mark
+            whose = f" ({label})" if len(self.numbered) > 1 else ""
             x, y = self.x(o.site.site), 26.0 + 14 * n
             yield el("line", x1=x, x2=x, y1=y + 3, y2=self.scale.bottom, class_=f"mark {kind}")
             side, shift = ("end", -4) if x > WIDTH * 0.6 else ("start", 4)
-            yield text(x + shift, y, f"{said}{o.site.site}", class_=f"label {kind} {side}")
+            words = f"{said}{o.site.site}{whose}"
+            yield text(x + shift, y, words, class_=f"label {kind} {side}")
 
     def _hits(self) -> Iterator[Markup]:
         """A column for each site, to point at and to step through."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from markupsafe import Markup
 
-from rlk_align.report.html.facts import STATES, Operator
+from rlk_align.report.facts import STATES, Operator
 from rlk_align.report.html.figure import Figure
 from rlk_align.report.html.svg import Ramp, chart, el, figure, text
 

@@ -52,13 +52,14 @@ def metric_rows(verdict: Verdict, edges: list[EdgeResult]) -> list[MetricRow]:
     return [
         MetricRow(
             name=words,
-            values=[(_value(e.metrics, name), checks.get((e.name, name))) for e in edges],
+            values=[(metric_value(e.metrics, name), checks.get((e.name, name))) for e in edges],
         )
         for name, words in WORDS.items()
     ]
 
 
-def _value(metrics: EdgeMetrics, name: str) -> str:
+def metric_value(metrics: EdgeMetrics, name: str) -> str:
+    """A figure of WORDS, short."""
     value = getattr(metrics, name)
     if isinstance(value, int):
         return f"{value:,}"

@@ -11,9 +11,9 @@ from markupsafe import Markup
 
 from rlk_align import __version__
 from rlk_align.judge.verdict import Verdict, headline
+from rlk_align.report.facts import operators
 from rlk_align.report.html.card import card
 from rlk_align.report.html.drift import Series, drift_figure
-from rlk_align.report.html.facts import operators
 from rlk_align.report.html.heat import operator_heat
 from rlk_align.report.html.logprobs import histogram, largest_bound, metric_rows
 from rlk_align.report.html.provenance import provenance

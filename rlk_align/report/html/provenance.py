@@ -20,18 +20,19 @@ class Fact:
 
 def provenance(comparison: Comparison) -> list[Fact]:
     """What differs first, each half in the order in which the engines say it."""
-    rollout, train = (_said(comparison.engines[side]) for side in ("rollout", "train"))
+    rollout, train = (said(comparison.engines[side]) for side in ("rollout", "train"))
     names = dict.fromkeys([*rollout, *train])
     facts = [Fact(name, rollout.get(name, "–"), train.get(name, "–")) for name in names]
     return sorted(facts, key=lambda fact: not fact.differs)
 
 
-def _said(engine: EngineRecord) -> dict[str, str]:
-    said = {
+def said(engine: EngineRecord) -> dict[str, str]:
+    """All that an engine says of itself, by name."""
+    facts = {
         "engine": engine.name,
         "version": engine.version,
         "dtype": engine.dtype,
         "model": engine.model,
     }
-    said |= {f"option {name}": str(value) for name, value in engine.options.items()}
-    return said | {name: str(value) for name, value in engine.environment.items()}
+    facts |= {f"option {name}": str(value) for name, value in engine.options.items()}
+    return facts | {name: str(value) for name, value in engine.environment.items()}

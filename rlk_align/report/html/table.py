@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rlk_align.report.html.facts import STATES, Operator
+from rlk_align.report.facts import STATES, Operator
 from rlk_align.report.html.svg import figure
 from rlk_align.results import CodePlace, SideName
 
@@ -42,7 +42,6 @@ _COLUMNS = [
     ("#", "num"),
     ("operator", ""),
     ("state", ""),
-    ("which side, and how", ""),
     ("rows that differ", "num"),
     ("mean", "num"),
     ("largest", "num"),
@@ -78,8 +77,8 @@ def _cells(o: Operator) -> Iterator[TableCell]:
     sign, words = STATES[o.state]
     yield TableCell(text=str(o.order), classes="num", value=str(o.order))
     yield TableCell(text=o.site.site, classes="site mono")
-    yield TableCell(text=f"{sign} {words}", classes="state")
-    yield TableCell(text=o.side, lines=o.how, classes="how" if o.side else "")
+    off = [o.side, *o.how] if o.side else []
+    yield TableCell(text=f"{sign} {words}", lines=off, classes="state")
     yield _number(float(o.site.differ), f"{o.site.differ:,} of {o.site.rows:,}")
     for size in (o.mean, o.largest, o.introduced, o.inherited):
         yield _number(size)

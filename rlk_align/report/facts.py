@@ -65,8 +65,13 @@ class Operator:
 
     @property
     def introduces(self) -> bool:
-        """Proven: by the probe, or by rows whose inputs are bit-equal."""
-        return self.unit.label == "introducer" if self.unit else self.site.introduced > 0
+        """Proven: by the probe, or by rows whose inputs are bit-equal. Of operators that an engine
+        computes as one, those whose own outputs show it."""
+        if self.unit is None:
+            return self.site.introduced > 0
+        splits = [s for o in self.unit.orders for s in o.splits if s.site == self.site.site]
+        # A NaN was introduced too: it is not 0.
+        return self.unit.label == "introducer" and any(s.introduced.max_abs != 0 for s in splits)
 
     @property
     def state(self) -> str:

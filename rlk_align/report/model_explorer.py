@@ -1,0 +1,188 @@
+"""Files for Google's Model Explorer: the operators as graphs, what is known of them as node data,
+and which operator of one engine is which of the other.
+
+    canonical.json       the canonical operators
+    engines.json         two graphs, `rollout` and `train`: the same, by the engines' own modules
+    navigation.json      the two-pane mapping of the second onto the first
+    relative-l2.json, introduced.json, inherited.json, side.json      node data for all three graphs
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+from rlk_align.errors import BadOption
+from rlk_align.judge.verdict import headline
+from rlk_align.report.facts import STATES, Operator, operators
+from rlk_align.report.source import Source
+from rlk_align.results import SideName
+from rlk_align.text import printable
+
+Inputs = Mapping[str, Sequence[str]]
+"""Site -> the sites that it reads."""
+
+_ATTENTION = {
+    *("attn_norm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "q_rope", "k_rope"),
+    *("attn", "o_proj", "attn_residual"),
+}
+_GRADIENT = [
+    {"stop": 0, "bgColor": "#f3efc6"},
+    {"stop": 0.5, "bgColor": "#6cac74"},
+    {"stop": 1, "bgColor": "#2d2a6b"},
+]
+_SIDES = {"rollout": "#e3a335", "train": "#6db6f5", "both": "#d0453a", "neither": "#b9a7d6"}
+
+
+def model_explorer_files(source: Source, inputs: Inputs) -> dict[str, str]:
+    """File name -> its text, of the edge that the verdict speaks of first.
+
+    Raises BadOption where the run compared nothing.
+    """
+    edge = headline(source.verdict)
+    if edge is None or source.verdict.comparison.stopped:
+        raise BadOption(
+            f"{source.folder} compared no operators: there is no graph to draw",
+            "mend what stopped the comparison, and compare again",
+        )
+    found = operators(source, edge)
+    names: dict[str, Callable[[Operator], str]] = {"canonical": lambda o: o.site.site}
+    names |= {side: _namer(side) for side in get_args(SideName)}
+    graphs = {
+        graph: {"id": graph, "nodes": list(_nodes(found, inputs, graph, name))}
+        for graph, name in names.items()
+    }
+    mapping = {names["rollout"](o): names["train"](o) for o in found}
+    files: dict[str, Any] = {
+        "canonical.json": _labelled(f"{source.name}: {edge.name}", graphs["canonical"]),
+        "engines.json": _labelled(f"{source.name}: engines", graphs["rollout"], graphs["train"]),
+        "navigation.json": {
+            "type": "sync_navigation",
+            "mapping": mapping,
+            "showDiffHighlights": True,
+        },
+    }
+    for file, label, sizes in (
+        ("relative-l2.json", "mean relative L2 error", [o.mean for o in found]),
+        ("introduced.json", "introduced, relative L2", [o.introduced for o in found]),
+        ("inherited.json", "inherited, relative L2", [o.inherited for o in found]),
+    ):
+        values = _logarithms(sizes)
+        files[file] = {
+            graph: {
+                "name": f"{label}, log10 (lowest: exactly 0)",
+                "results": {
+                    name(o): {"value": v}
+                    for o, v in zip(found, values, strict=True)
+                    if v is not None
+                },
+                "gradient": _GRADIENT,
+            }
+            for graph, name in names.items()
+        }
+    files["side.json"] = {
+        graph: {"name": "which side is off", "results": dict(_sides(found, name))}
+        for graph, name in names.items()
+    }
+    return {
+        file: json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        for file, content in files.items()
+    }
+
+
+def _labelled(label: str, *graphs: dict[str, Any]) -> dict[str, Any]:
+    for graph in graphs:
+        ids = [node["id"] for node in graph["nodes"]]
+        assert len(set(ids)) == len(ids), f"{graph['id']}: a node is there twice"
+    return {"label": printable(label), "graphs": list(graphs)}
+
+
+def _namer(side: SideName) -> Callable[[Operator], str]:
+    """A node's id in an engine's graph: its module, and the site that it computes there."""
+
+    def name(o: Operator) -> str:
+        module = _module(o, side)
+        return f"{module}:{o.site.site}" if module else o.site.site
+
+    return name
+
+
+def _module(o: Operator, side: str) -> str:
+    """Where a side computes it; empty where that is not known."""
+    return next((u.code.module for u in o.refereed if u.side == side and u.code), "")
+
+
+def _namespace(o: Operator, graph: str) -> str:
+    """`layers/0/attn`, or the module's own path."""
+    module = _module(o, graph)
+    if module:
+        return "/".join(filter(None, module.split(".")))
+    if o.site.layer is None:
+        return ""
+    return f"layers/{o.site.layer}/{'attn' if o.site.op in _ATTENTION else 'mlp'}"
+
+
+def _nodes(
+    found: list[Operator], inputs: Inputs, graph: str, name: Callable[[Operator], str]
+) -> Iterator[dict[str, Any]]:
+    known = {o.site.site: name(o) for o in found}
+    for o in found:
+        read = [known[site] for site in inputs.get(o.site.site, ()) if site in known]
+        yield {
+            "id": name(o),
+            "label": o.site.op,
+            "namespace": _namespace(o, graph),
+            "attrs": [{"key": k, "value": printable(v)} for k, v in _attributes(o)],
+            "incomingEdges": [
+                {"sourceNodeId": source, "sourceNodeOutputId": "0", "targetNodeInputId": str(n)}
+                for n, source in enumerate(read)
+            ],
+            "outputsMetadata": [
+                {"id": "0", "attrs": [{"key": "site", "value": printable(o.site.site)}]}
+            ],
+        }
+
+
+def _attributes(o: Operator) -> Iterator[tuple[str, str]]:
+    yield "state", STATES[o.state][1]
+    yield "op class", o.site.op_class
+    yield "rows that differ", f"{o.site.differ:,} of {o.site.rows:,}"
+    sizes = {
+        "mean relative L2": o.mean,
+        "largest relative L2": o.largest,
+        "introduced": o.introduced,
+        "inherited": o.inherited,
+        "gain": o.unit.gain if o.unit else None,
+    }
+    yield from ((name, f"{size:.3g}") for name, size in sizes.items() if size is not None)
+    if o.side:
+        yield "side", o.side
+    yield from (("how", how) for how in o.how)
+    for u in o.refereed:
+        if u.code is not None:
+            yield f"code, {u.side} {u.passname}", str(u.code)
+
+
+def _logarithms(sizes: list[float | None]) -> list[float | None]:
+    """log10; an exact 0 lies one below all others, a NaN or an infinity one above."""
+    found = [math.log10(s) for s in sizes if s is not None and s > 0 and math.isfinite(s)]
+    low, high = min(found, default=0.0) - 1, max(found, default=0.0) + 1
+
+    def value(size: float | None) -> float | None:
+        if size is None:
+            return None
+        if not math.isfinite(size):
+            return high
+        return math.log10(size) if size > 0 else low
+
+    return [value(s) for s in sizes]
+
+
+def _sides(
+    found: list[Operator], name: Callable[[Operator], str]
+) -> Iterator[tuple[str, dict[str, str]]]:
+    for o in found:
+        if o.over:
+            side = o.over.side
+            colour = {"bgColor": _SIDES[side]} if side else {}
+            yield name(o), {"value": side or "not known", **colour}
