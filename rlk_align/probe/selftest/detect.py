@@ -47,7 +47,8 @@ def detection(
     fault = case.chosen.fault
     traces = (faulty, clean) if side == "rollout" else (clean, faulty)
     edge: EdgeName = "decode_vs_train" if fault.decode else "prefill_vs_train"
-    found = _found(verdict_of(*traces, edge, progress), fault, side)
+    verdict = verdict_of(*traces, edge, progress)
+    found = _found(verdict, fault, side)
     words = found.words
     if fault.op_class == "logprob":
         words = explain_pass(faulty, "prefill").words
@@ -68,6 +69,7 @@ def detection(
         found_side=found.side,
         words=words,
         others=found.others,
+        metrics=next((e.metrics for e in verdict.comparison.edges), None),
     )
 
 
