@@ -46,12 +46,12 @@ def model_explorer(
 ) -> None:
     """Graphs for Google's Model Explorer.
 
-    To open them: pip install ai-edge-model-explorer, then run
-    model-explorer FOLDER/canonical.json, and under "View on node" load node
-    data: relative-l2.json, introduced.json, inherited.json, side.json. For
-    both engines side by side: model-explorer FOLDER/engines.json, split the
-    pane, choose `rollout` on the left and `train` on the right, and under
-    "Sync navigation" load navigation.json.
+    To open them, pip install ai-edge-model-explorer and run model-explorer.
+    Give it FOLDER/canonical.json, then load relative-l2.json,
+    introduced.json, inherited.json or side.json as custom node data. For
+    both engines side by side, give it FOLDER/engines.json, split the pane,
+    choose `rollout` on the left and `train` on the right, and for the
+    syncing of navigation upload the mapping navigation.json.
     """
     from rlk_align.report.model_explorer import model_explorer_files
 

@@ -41,4 +41,12 @@ def test_the_tests_mirror_the_packages() -> None:
     tests = {p.name for p in (ROOT / "tests").iterdir() if p.is_dir() and p.name[0] not in "._"}
     package = {p.name for p in (ROOT / "rlk_align").iterdir() if (p / "__init__.py").is_file()}
     assert package - {"__pycache__"} <= tests
-    assert tests <= package | {"architecture", "fixtures", "fuzz", "gpu", "kernels", "mutation"}
+    assert tests <= package | {
+        "architecture",
+        "browser",
+        "fixtures",
+        "fuzz",
+        "gpu",
+        "kernels",
+        "mutation",
+    }

@@ -1,0 +1,283 @@
+"""The HTML page: what is on it, that it is the same each time, small enough and soon there."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from report_runs import HOSTILE, hostile_engines, hostile_mismatch, report_run
+from synthetic import compared_run, write_trace
+
+from rlk_align.errors import CorruptTrace
+from rlk_align.report.html.page import run_page
+from rlk_align.report.html.several import several_page
+from rlk_align.report.source import load_source
+from rlk_align.trace.run import Run
+
+OVER = "layers.1.act"
+
+
+def page(run: Run, contract: str | None = None) -> str:
+    return run_page(load_source(str(run.folder), contract))
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return report_run(tmp_path_factory.mktemp("runs") / "healthy")
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return report_run(tmp_path_factory.mktemp("runs") / "failing", over=[OVER])
+
+
+def section(text: str, name: str) -> str:
+    """From a section's heading to the next one's."""
+    found = re.search(rf'<h2 id="{name}">.*?(?=<h2 id=|</main>)', text, re.DOTALL)
+    assert found, name
+    return found[0]
+
+
+def test_the_card_says_what_is_wrong_on_which_side_and_what_to_do(failing: Run) -> None:
+    card = section(page(failing), "verdict")
+    assert "✕ FAIL" in card
+    assert f"{OVER} is further from exact than rounding explains" in card
+    assert "the training side is off" in card
+    assert f"look at {OVER} on the train side" in card
+    for name in ("worst limit", "coverage", "noise floor", "reproduce"):
+        assert f"<dt>{name}</dt>" in card
+
+
+def test_a_pass_says_what_it_rests_on(healthy: Run) -> None:
+    card = section(page(healthy), "verdict")
+    assert "✓ PASS" in card
+    assert "No operator that was recomputed is further from exact" in card
+
+
+def test_the_parts_come_in_the_order_of_a_readers_questions(failing: Run) -> None:
+    found = re.findall(r'<h2 id="([\w-]+)">', page(failing))
+    assert found == [
+        *("verdict", "problems", "provenance", "drift", "heatmap", "tokens", "logprobs"),
+        *("operators", "unpaired"),
+    ]
+
+
+def test_each_chart_has_a_title_a_description_and_its_data(failing: Run) -> None:
+    text = page(failing)
+    charts = re.findall(r"<figure>.*?</figure>", text, re.DOTALL)
+    assert len(charts) > 5
+    for chart in charts:
+        assert re.search(r'<svg id="[^"]+"[^>]*aria-labelledby', chart)
+        assert re.search(r"<title id=[^>]+>[^<]+</title><desc id=[^>]+>[^<]+</desc>", chart)
+        assert re.search(r"<details class=\"data\">.*<table.*<td", chart, re.DOTALL)
+
+
+def test_introduced_and_inherited_are_told_apart_where_probed(failing: Run, tmp_path: Path) -> None:
+    drift = section(page(failing), "drift")
+    assert 'class="diamond s0"' in drift
+    assert 'class="ring s0"' in drift
+    assert "✕ off: layers.1.act" in drift
+    unprobed = section(page(report_run(tmp_path / "unprobed", probed=False)), "drift")
+    assert 'class="diamond' not in unprobed
+    assert "Not probed" in unprobed
+
+
+def test_every_operator_is_a_row_and_a_cell(failing: Run) -> None:
+    text = page(failing)
+    count = len(failing.comparison.edges[0].sites)
+    assert len(re.findall(r'<tr id="op-\d+"', text)) == count
+    assert len(re.findall(r'<a [^>]*id="cell-\d+"', text)) == count
+    assert len(re.findall(r'<tr id="op-\d+"[^>]*data-state="over"', text)) == 1
+
+
+def test_the_same_run_gives_the_same_bytes(failing: Run, tmp_path: Path) -> None:
+    pages = []
+    for number in ("0", "1"):
+        path = tmp_path / f"{number}.html"
+        env = os.environ | {"PYTHONHASHSEED": number}
+        command = [sys.executable, "-m", "rlk_align", "report", "html", str(failing.folder)]
+        subprocess.run([*command, "-o", str(path)], env=env, check=True, capture_output=True)
+        pages.append(path.read_bytes())
+    assert pages[0] == pages[1]
+    assert b"\x00" not in pages[0]
+
+
+def test_a_run_of_36_layers_fits_and_is_there_in_time(tmp_path: Path) -> None:
+    run = report_run(tmp_path / "deep", layers=36, samples=16, length=400, over=["layers.20.act"])
+    path = tmp_path / "deep.html"
+    code = (
+        "import sys, rlk_align.cli.main as m; sys.argv[0] = 'rlk-align'\n"
+        "try: m.main()\n"
+        "finally: print('TORCH', 'torch' in sys.modules)\n"
+    )
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code, "report", "html", str(run.folder), "-o", str(path)],
+        capture_output=True,
+        text=True,
+    )
+    took = time.monotonic() - start
+    assert "TORCH False" in done.stdout, done.stderr
+    size = path.stat().st_size
+    assert 1e6 < size < 5 * 2**20, size
+    # The embedded run, a ninth of this one, has 5 seconds; a busy machine is given the rest.
+    assert took < 15, took
+    assert "layer 35" in path.read_text(encoding="utf-8")
+
+
+def test_a_small_run_is_small(failing: Run) -> None:
+    assert len(page(failing).encode()) < 2**20
+
+
+def test_the_policy_forbids_all_but_the_inline_parts(healthy: Run) -> None:
+    import base64
+
+    text = page(healthy)
+    [policy] = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]+)"', text)
+    assert policy.startswith("default-src &#39;none&#39;")
+    for tag in ("style", "script"):
+        [inside] = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        assert f"{tag}-src &#39;sha256-{digest}&#39;" in policy
+    assert not re.search(r"<[a-z]+[^>]*\s(?:style|on\w+)=", text)
+    assert not re.search(r"""(?:src|href)=["'](?!#)""", text)
+    assert not re.search(r"@import|url\((?!#)", text)
+
+
+def test_hostile_text_is_shown_as_text(tmp_path: Path) -> None:
+    run = report_run(
+        tmp_path / "<b>run & co",
+        over=[OVER],
+        text=HOSTILE,
+        engines=hostile_engines(),
+        mismatches=[hostile_mismatch()],
+        allowed=["weights"],
+        model=HOSTILE,
+    )
+    source = load_source(str(run.folder), None)
+    for text in (run_page(source), several_page([source, source, source])):
+        assert "<script>alert" not in text
+        assert text.count("<script>") == text.count("</script>") == 1
+        assert text.count("</style>") == 1
+        assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+        assert "{{7*7}}" in text
+        for raw in ("\x1b", "\u202e", "\x00", "<b>run"):
+            assert raw not in text
+        for shown in (r"\x1b[31m", r"\u202egpj.exe", "🦊", "مرحبا"):
+            assert shown in text
+
+
+def test_ranks_are_shown_where_there_are_several(tmp_path: Path, healthy: Run) -> None:
+    run = report_run(
+        tmp_path / "ranks",
+        engines=hostile_engines(),
+        mismatches=[hostile_mismatch()],
+        allowed=["weights"],
+    )
+    ranks = section(page(run), "rankmap")
+    assert ranks.count("✕ 1 differ") == 2
+    assert ranks.count("= equal") == 2
+    assert 'id="rankmap"' not in page(healthy)
+
+
+def test_a_run_that_was_stopped_says_why(tmp_path: Path) -> None:
+    run = report_run(tmp_path / "stopped", mismatches=[hostile_mismatch()], edges=[], controls=None)
+    text = page(run)
+    assert "The two sides were not given the same: weights" in section(text, "verdict")
+    assert 'id="drift"' not in text
+    several = several_page([load_source(str(run.folder), None)] * 2)
+    assert "INCONCLUSIVE" in several
+
+
+def test_a_run_without_rows_leaves_the_tokens_out_and_says_so(healthy: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "old"
+    shutil.copytree(healthy.folder, folder)
+    (folder / "comparison.parquet").unlink()
+    sums = json.loads((folder / "checksums.json").read_text())
+    del sums["files"]["comparison.parquet"]
+    (folder / "checksums.json").write_text(json.dumps(sums))
+    assert "keeps no rows" in section(page(Run(folder)), "tokens")
+
+
+DAMAGES = [
+    (name, damage)
+    for name in (
+        "comparison.json",
+        "comparison.parquet",
+        "probe.json",
+        "run.json",
+        "checksums.json",
+    )
+    for damage in ("cut", "gone")
+    # A folder without run.json is no run at all: a usage error.
+    if (name, damage) != ("run.json", "gone")
+]
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGES)
+def test_a_damaged_run_is_refused(healthy: Run, tmp_path: Path, name: str, damage: str) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(healthy.folder, folder)
+    path = folder / name
+    path.write_bytes(path.read_bytes()[:-20]) if damage == "cut" else path.unlink()
+    with pytest.raises(CorruptTrace):
+        load_source(str(folder), None)
+
+
+def test_a_truncated_capture_is_refused_with_exit_code_3(healthy: Run, tmp_path: Path, cli) -> None:
+    folder = tmp_path / "truncated"
+    shutil.copytree(healthy.folder, folder)
+    [values, *_] = sorted((folder / "captures" / "train" / "prefill").glob("*.parquet"))
+    values.write_bytes(values.read_bytes()[:-1])
+    done = cli("report", "html", folder, "-o", tmp_path / "page.html")
+    assert done.code == 3
+    assert "error:" in done.err
+    assert "Traceback" not in done.err
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_page_is_not_written_over_a_file_of_the_run(healthy: Run, cli) -> None:
+    for path in (healthy.folder / "comparison.json", healthy.folder / "captures" / "page.html"):
+        done = cli("report", "html", healthy.folder, "-o", path)
+        assert done.code == 2
+        assert "file of the run itself" in done.err
+
+
+def test_a_single_capture_is_no_comparison(tmp_path: Path, cli) -> None:
+    from synthetic import draw
+
+    from rlk_align.trace.run import RunRecord
+
+    run = Run(tmp_path / "single")
+    write_trace(run.folder / "captures" / "a", draw())
+    run.save(RunRecord(command=["rlk-align", "capture"], captures={"capture": "captures/a"}))
+    run.finish()
+    assert cli("report", "html", run.folder, "-o", tmp_path / "page.html").code == 2
+
+
+def test_equal_sides_give_a_page_too(tmp_path: Path) -> None:
+    run = compared_run(tmp_path / "equal")
+    text = page(run, str(Path(__file__).parents[1] / "synthetic.toml"))
+    assert "is bit-equal on both sides" in section(text, "verdict")
+    assert "NaN" not in section(text, "drift")
+
+
+def test_two_runs_are_overlaid_and_more_are_small_multiples(healthy: Run, failing: Run) -> None:
+    a, b = (load_source(str(run.folder), None) for run in (healthy, failing))
+    two, three = several_page([a, b]), several_page([a, b, a])
+    assert two.count('<svg id="drift-') == 1
+    assert 'class="line s1"' in two
+    assert three.count('<svg id="drift-') == 3
+    scales = re.findall(r'<svg id="drift-[^"]+".*?</svg>', three, re.DOTALL)
+    axes = [re.findall(r'class="label end">([^<]+)<', chart) for chart in scales]
+    assert axes[0] == axes[1] == axes[2]
+    assert "A healthy" in two
+    assert "B failing" in two
+    assert "✓ PASS" in two
+    assert "✕ FAIL" in two
