@@ -196,6 +196,7 @@ HEAVY = {"torch", "transformers", "vllm", "triton", "rlk_kernels", "safetensors.
     "module",
     [
         *("judge.verdict", "judge.contract", "results", "report.terminal", "report.verdict_json"),
+        *("report.source", "report.html.page", "report.html.several", "report.model_explorer"),
         *("trace.run", "trace.schema", "engines.registry", "engines.spec", "engines.tested"),
         *("capture.request", "model.checkpoint", "model.edges", "model.families", "model.prompts"),
         *("model.sites", "progress", "text", "errors", "data", "cli.main"),

@@ -44,6 +44,10 @@ def test_both_packages_are_whole(names: set[str]) -> None:
         sources = {p.relative_to(folder).as_posix() for p in (folder / package).rglob("*.py")}
         assert sources
         assert sources <= names
+    parts = (ROOT / "rlk_align" / "report" / "html" / "templates").iterdir()
+    pages = {p.relative_to(ROOT).as_posix() for p in parts}
+    assert {Path(p).suffix for p in pages} == {".html", ".css", ".js"}
+    assert pages <= names
 
 
 def test_the_data_is_inside(names: set[str]) -> None:
