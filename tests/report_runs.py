@@ -4,6 +4,7 @@ Real captures of a small model lie below them, so that a run's checksums hold; w
 says is made up: every operator differs a little, chosen ones are beyond their budgets.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -48,21 +49,30 @@ def report_run(
     over: Sequence[str] = (),
     text: str = " word",
     probed: bool = True,
+    noisy: Sequence[str] = (),
+    nan: Sequence[str] = (),
     **changes: Any,
 ) -> Run:
     """A run of the edge `prefill_vs_train` whose train side is off at the sites `over`; `text` is
-    what every token says, and `changes` are those of the Comparison."""
+    what every token says, the rows of the sites `noisy` do not repeat, those of `nan` are not
+    finite, and `changes` are those of the Comparison."""
     run = compared_run(folder)
     sites = model_sites(replace(SHAPE, layers=layers))
-    comparison = made_comparison(sites, over, **changes)
-    run.save_comparison(comparison, made_rows(sites, samples, length, text))
+    comparison = made_comparison(sites, over, noisy, nan, **changes)
+    run.save_comparison(comparison, made_rows(sites, samples, length, text, nan))
     if probed:
         run.save_probe(made_probe(sites, over))
     run.finish()
     return Run(folder)
 
 
-def made_comparison(sites: list[Site], over: Sequence[str], **changes: Any) -> Comparison:
+def made_comparison(
+    sites: list[Site],
+    over: Sequence[str],
+    noisy: Sequence[str] = (),
+    nan: Sequence[str] = (),
+    **changes: Any,
+) -> Comparison:
     """Every site but the first differs."""
     name = sites[1].name
     first = Introducer(
@@ -83,7 +93,13 @@ def made_comparison(sites: list[Site], over: Sequence[str], **changes: Any) -> C
         bit_mismatches=ROWS,
         k3=1e-5,
     )
-    found = [_site(n, s, s.name in over) for n, s in enumerate(sites)]
+    found = [
+        _site(n, s, s.name in over).model_copy(
+            update=(_NOT_FINITE if s.name in nan else {})
+            | ({"noisy": ROWS} if s.name in noisy else {})
+        )
+        for n, s in enumerate(sites)
+    ]
     edge = EdgeResult(
         name="prefill_vs_train",
         metrics=metrics,
@@ -96,6 +112,11 @@ def made_comparison(sites: list[Site], over: Sequence[str], **changes: Any) -> C
     referee = [_refereed(s, side, s.name in over) for s in sites for side in ("rollout", "train")]
     given = {"referee": referee, "tokens": ROWS, "judged": ["prefill_vs_train"]}
     return comparisons.comparison(edge, **given | changes)
+
+
+_NOT_FINITE = {"nonfinite": ROWS, "first_nonfinite": (0, 0), "mean_rel_l2": math.nan} | {
+    "max_rel_l2": math.nan
+}
 
 
 def _size(number: int) -> float:
@@ -152,7 +173,9 @@ def _refereed(site: Site, side: Any, over: bool) -> RefereedUnit:
     )
 
 
-def made_rows(sites: list[Site], samples: int, length: int, text: str) -> pa.Table:
+def made_rows(
+    sites: list[Site], samples: int, length: int, text: str, nan: Sequence[str] = ()
+) -> pa.Table:
     """As `rlk_align.rows` describes; the first half of each sequence is prompt."""
     drawn = np.random.default_rng(0)
     count, half = samples * length, length // 2
@@ -161,6 +184,8 @@ def made_rows(sites: list[Site], samples: int, length: int, text: str) -> pa.Tab
     first = -drawn.random(count)
     # The second sample holds the worst token.
     delta = drawn.normal(0, 0.003, count) + 0.4 * ((sample == 1) & (position == half + 2))
+    if nan:
+        delta[np.flatnonzero(spoken)[0]] = np.nan
     head = [
         pa.array(["prefill_vs_train"] * count).dictionary_encode(),
         pa.array(sample, pa.int32()),
@@ -175,6 +200,8 @@ def made_rows(sites: list[Site], samples: int, length: int, text: str) -> pa.Tab
     errors = []
     for n, name in enumerate(names):
         values = drawn.lognormal(np.log(_size(n)), 0.5, count).astype(np.float32) * bool(n)
+        if name in nan:
+            values[:] = np.nan
         errors.append(pa.array(values, pa.float32(), mask=~spoken if name == "logits" else None))
     return pa.table([*head, *errors], names=[*HEAD, *names])
 

@@ -17,6 +17,7 @@ from rlk_align.errors import CorruptTrace
 from rlk_align.report.html.page import run_page
 from rlk_align.report.html.several import several_page
 from rlk_align.report.source import load_source
+from rlk_align.results import Controls, Noise
 from rlk_align.trace.run import Run
 
 OVER = "layers.1.act"
@@ -280,6 +281,31 @@ def test_equal_sides_give_a_page_too(tmp_path: Path) -> None:
     text = page(run, str(Path(__file__).parents[1] / "synthetic.toml"))
     assert "is bit-equal on both sides" in section(text, "verdict")
     assert "NaN" not in section(text, "drift")
+
+
+def test_a_side_that_does_not_repeat_itself_is_drawn_so(tmp_path: Path) -> None:
+    noise = Noise(
+        passname="prefill", rows=3, first_site=OVER, max_abs_dlogp=0.002, mean_abs_dlogp=0.001
+    )
+    controls = Controls(
+        observer="bitwise", observer_detail=[], noise={"rollout": noise, "train": None}
+    )
+    run = report_run(tmp_path / "noisy", noisy=[OVER], controls=controls)
+    text = page(run)
+    assert section(text, "drift").count('<rect x="') > section(text, "drift").count("noisy") > 1
+    assert "rollout differs from itself by up to 0.002" in section(text, "verdict")
+    assert "noise floor, ±0.002" in section(text, "logprobs")
+    assert "no row that is drawn is known to change" not in section(text, "drift")
+
+
+def test_nan_is_drawn_and_never_as_a_number(tmp_path: Path) -> None:
+    text = page(report_run(tmp_path / "nan", nan=["layers.1.mlp_residual"]))
+    assert "✕ FAIL" in section(text, "verdict")
+    drawn = re.findall(r'(?: d| x| y| cx| cy| width| height)="([^"]*)"', text)
+    assert drawn
+    assert not [value for value in drawn if "nan" in value or "inf" in value]
+    assert 'class="bad"' in section(text, "heatmap")
+    assert "NaN" in section(text, "tokens")
 
 
 def test_two_runs_are_overlaid_and_more_are_small_multiples(healthy: Run, failing: Run) -> None:

@@ -10,7 +10,7 @@ from markupsafe import Markup
 from rlk_align.judge.verdict import LimitCheck, Verdict
 from rlk_align.report.html.figure import Figure
 from rlk_align.report.html.svg import chart, el, figure, text
-from rlk_align.results import EdgeMetrics, EdgeResult
+from rlk_align.results import Comparison, EdgeMetrics, EdgeResult, Noise
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _HEIGHT = 1120.0, 58.0, 10.0, 40.0, 170.0
 _BINS = 61
@@ -72,8 +72,14 @@ def largest_bound(verdict: Verdict, edge: EdgeResult) -> float | None:
     return min(found, default=None)
 
 
-def histogram(delta: np.ndarray, bound: float | None, edge: str) -> Figure:
-    """`delta`, float64 `[N]`, in nats."""
+def noise_floor(comparison: Comparison) -> float:
+    """By how much a side's log-probs differ from its own, run again; 0 where both repeat."""
+    noise = comparison.controls.noise.values() if comparison.controls else ()
+    return max((n.max_abs_dlogp for n in noise if isinstance(n, Noise)), default=0.0)
+
+
+def histogram(delta: np.ndarray, bound: float | None, noise: float, edge: str) -> Figure:
+    """`delta`, float64 `[N]`, in nats; `bound` on the largest and the noise floor likewise."""
     finite = delta[np.isfinite(delta)]
     span = max(float(np.abs(finite).max(initial=0.0)), bound or 0.0) * 1.05 or 1e-3
     counts, bounds = np.histogram(finite, bins=_BINS, range=(-span, span))
@@ -102,12 +108,17 @@ def histogram(delta: np.ndarray, bound: float | None, edge: str) -> Figure:
         title=title,
         caption=caption,
         svg=chart(
-            "histogram", (_WIDTH, _TOP + _HEIGHT + 30), title, desc, plot.draw(bound, quantiles)
+            "histogram",
+            (_WIDTH, _TOP + _HEIGHT + 30),
+            title,
+            desc,
+            plot.draw(bound, noise, quantiles),
         ),
         legend=[
             ("bar", "tokens"),
             ("limit", "the contract's bound on max |Δ|"),
             ("quantile", ", ".join(f"{name} {value:.2g}" for name, value in quantiles)),
+            *([("noisy", f"noise floor, ±{noise:.2g}")] if noise else []),
         ],
         columns=["Δlogp", "tokens"],
         rows=[*bins, *([name, figure(value)] for name, value in quantiles)],
@@ -127,8 +138,16 @@ class _Plot:
         high = (math.log10(count) + 0.15) / (self.top + 0.15) if count else 0.0
         return _TOP + _HEIGHT * (1 - high)
 
-    def draw(self, bound: float | None, quantiles: list[tuple[str, float]]) -> Iterator[Markup]:
+    def draw(
+        self, bound: float | None, noise: float, quantiles: list[tuple[str, float]]
+    ) -> Iterator[Markup]:
         bottom = _TOP + _HEIGHT
+        if noise:
+            # A NaN, and what lies beyond the chart, fill it.
+            reach = noise if noise <= self.span else self.span
+            left, right = self.x(-reach), self.x(reach)
+            band = {"x": left, "y": _TOP, "width": right - left, "height": _HEIGHT}
+            yield el("rect", class_="noisy", **band)
         for power in range(int(self.top) + 1):
             y = self.y(10**power)
             yield el("line", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y, y2=y, class_="grid")

@@ -15,7 +15,7 @@ from rlk_align.report.facts import operators
 from rlk_align.report.html.card import card
 from rlk_align.report.html.drift import Series, drift_figure
 from rlk_align.report.html.heat import operator_heat
-from rlk_align.report.html.logprobs import histogram, largest_bound, metric_rows
+from rlk_align.report.html.logprobs import histogram, largest_bound, metric_rows, noise_floor
 from rlk_align.report.html.provenance import provenance
 from rlk_align.report.html.ranks import rank_map
 from rlk_align.report.html.samples import deltas, worst_samples
@@ -189,5 +189,7 @@ def _rows(source: Source, edge: EdgeResult) -> dict[str, object]:
         "error_legend": errors.legend(),
         "delta_legend": delta.legend(),
         "bound": bound,
-        "histogram": histogram(deltas(source, edge), bound, edge.name),
+        "histogram": histogram(
+            deltas(source, edge), bound, noise_floor(source.verdict.comparison), edge.name
+        ),
     }
