@@ -26,7 +26,7 @@ from rlk_align.trace.reader import Trace
 from rlk_align.trace.run import Run, RunRecord
 
 PAIRS = {
-    "vllm": ("megatron", "hf", "megatron:tp=2", "fsdp:dp=2"),
+    "vllm": ("megatron", "hf", "megatron:tp=2"),
     "hf": ("hf:attn=eager",),
 }
 """Rollout engine -> training engines."""
@@ -81,7 +81,7 @@ def keep(rollout: Trace, train: Trace, folder: Path, progress: Progress) -> None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--seeds", default="0-19", help="the first and the last")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rollout", nargs="+", default=list(PAIRS), choices=PAIRS)
     parser.add_argument("--model")
@@ -89,9 +89,10 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--engine-options", default="", help="for every engine, as ,key=value")
     options = parser.parse_args()
+    first, last = (int(x) for x in options.seeds.split("-"))
     with show_progress("calibration") as progress:
-        for start in range(0, options.seeds, TOGETHER):
-            seeds = range(start, min(start + TOGETHER, options.seeds))
+        for start in range(first, last + 1, TOGETHER):
+            seeds = range(start, min(start + TOGETHER, last + 1))
             for rollout in options.rollout:
                 runs_of(rollout, seeds, options, progress)
 

@@ -71,6 +71,7 @@ def measure(
         model=rollout.record.model,
         dtype=lower_precision(rollout.record.dtype, train.record.dtype),
         tokens=rollout.tokens.sampled_tokens,
+        longest_response=max((len(s.response_ids) for s in rollout.tokens.samples), default=0),
         engines={s: _engine(t) for s, t in sides.items()},
         mismatches=mismatches,
         allowed=list(allowed),
