@@ -28,7 +28,8 @@ from rlk_align.trace.checksums import CHECKSUMS, add_checksums
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.records import save_record
 from rlk_align.trace.run import Run, RunRecord
-from rlk_align.trace.schema import TRACE_FILES, WEIGHTS_SCHEMA, TraceRecord
+from rlk_align.trace.schema import TRACE_FILES, TraceRecord
+from rlk_align.trace.tables import WEIGHTS_SCHEMA
 from rlk_align.trace.writer import PassWriter
 
 torch.set_num_threads(1)

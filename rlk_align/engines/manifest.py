@@ -16,7 +16,8 @@ from rlk_align.engines.process.versions import versions
 from rlk_align.engines.tested import untested
 from rlk_align.files import whole_file
 from rlk_align.trace.records import save_record, writing
-from rlk_align.trace.schema import WEIGHTS_SCHEMA, TraceRecord
+from rlk_align.trace.schema import TraceRecord
+from rlk_align.trace.tables import WEIGHTS_SCHEMA
 
 
 def write_manifest(job: Job, engine: Engine, prompt_ids: dict[str, list[int]]) -> None:

@@ -14,14 +14,8 @@ from rlk_align.errors import CorruptTrace
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.trace.checksums import check_files, check_sizes
 from rlk_align.trace.records import REPAIR, load_record
-from rlk_align.trace.schema import (
-    ROWS_SCHEMA,
-    WEIGHTS_SCHEMA,
-    PassRecord,
-    TraceRecord,
-    checked_trace,
-    finished_passes,
-)
+from rlk_align.trace.schema import PassRecord, TraceRecord, checked_trace, finished_passes
+from rlk_align.trace.tables import ROWS_SCHEMA, WEIGHTS_SCHEMA
 
 
 @dataclass(frozen=True, slots=True)

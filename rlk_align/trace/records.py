@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rlk_align.errors import CorruptTrace, TraceNotWritten
@@ -46,11 +45,12 @@ def load_record(kind: type[R], path: Path) -> R:
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turns a failed write below `path` into TraceNotWritten."""
+    from pyarrow import ArrowException
     from safetensors import SafetensorError
 
     try:
         yield
-    except (OSError, SafetensorError, pa.ArrowException) as error:
+    except (OSError, SafetensorError, ArrowException) as error:
         raise TraceNotWritten(
             f"the trace could not be written to {path}: {error}",
             "free some space, choose another --run-dir, or lower --trace-budget; "

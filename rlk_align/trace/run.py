@@ -19,17 +19,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
-import pyarrow as pa
 from pydantic import BaseModel, Field
 
 from rlk_align.errors import BadOption, CorruptTrace, Interrupted, ToolError
 from rlk_align.results import Comparison, EdgeName, Kind
-from rlk_align.rows import load_rows, save_rows
 from rlk_align.trace.checksums import CHECKSUMS, Checksums, add_checksums, read_checksums
 from rlk_align.trace.records import REPAIR, Record, load_record, save_record, writing
 from rlk_align.trace.schema import check_trace
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 PROBE = "probe.json"
 ROWS = "comparison.parquet"
@@ -151,9 +152,16 @@ class Run:
         return self.folder / path
 
     def check(self) -> None:
-        """Raises CorruptTrace where any file of the run is missing or is not what was written."""
+        """Raises CorruptTrace where what was concluded is not what was written, or where a capture
+        is another one, or has a file that is missing or cut (see `check_trace`).
+
+        Of a capture all but its checksums.json may be left behind: what was concluded stands
+        without its values.
+        """
         for role in self.record.captures:
-            check_trace(self.capture_folder(role))
+            folder = self.capture_folder(role)
+            if any(path.name != CHECKSUMS for path in folder.iterdir()):
+                check_trace(folder)
         self._checksums.check(self.folder, self._checksums.files)
 
     def relative(self, folders: Mapping[Role, Path]) -> dict[Role, str]:
@@ -206,7 +214,9 @@ class Run:
             for name in (CHECKSUMS, *CONCLUSIONS, PROBE):
                 (self.folder / name).unlink(missing_ok=True)
 
-    def save_comparison(self, comparison: Comparison, rows: pa.Table) -> None:
+    def save_comparison(self, comparison: Comparison, rows: "pa.Table") -> None:
+        from rlk_align.rows import save_rows
+
         save_record(comparison, self.folder / "comparison.json")
         with writing(self.folder / ROWS):
             save_rows(rows, self.folder / ROWS)
@@ -216,9 +226,11 @@ class Run:
         """Whether the comparison was kept row by row; older runs were not."""
         return ROWS in self._checksums.files
 
-    def rows(self, columns: Sequence[str] | None = None) -> pa.Table:
+    def rows(self, columns: Sequence[str] | None = None) -> "pa.Table":
         """The comparison row by row (see `rlk_align.rows`), or these columns of it. Raises
         CorruptTrace for a damaged one."""
+        from rlk_align.rows import load_rows
+
         self._checksums.check(self.folder, [ROWS])
         return load_rows(self.folder / ROWS, columns)
 

@@ -1,50 +1,15 @@
-"""The tables and records of a trace, written and read in one place."""
+"""The records of a trace, written and read in one place. Its tables: `rlk_align.trace.tables`."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
-import pyarrow as pa
 from pydantic import Field
 
 from rlk_align.model.families import ModelShape
 from rlk_align.results import CodePlace
-from rlk_align.trace.checksums import CHECKSUMS, Checksums, FileRecord, check_files, read_checksums
+from rlk_align.trace.checksums import CHECKSUMS, Checksums, FileRecord, check_sizes, read_checksums
 from rlk_align.trace.records import Record, load_record
-
-ROWS_SCHEMA = pa.schema(
-    [
-        ("site", pa.string()),
-        ("sample", pa.int32()),
-        ("position", pa.int32()),
-        ("digest_0", pa.int64()),
-        ("digest_1", pa.int64()),
-        ("norm", pa.float64()),
-        ("absmax", pa.float64()),
-        ("nonfinite", pa.int64()),
-        ("shard", pa.int32()),
-        ("index", pa.int64()),
-    ]
-)
-"""norm, absmax and nonfinite are null in digest-only passes; shard and index where no value
-is kept."""
-
-WEIGHTS_SCHEMA = pa.schema(
-    [
-        ("name", pa.string()),
-        ("shape", pa.list_(pa.int64())),
-        ("dtype", pa.string()),
-        ("digest", pa.string()),
-        ("rows", pa.list_(pa.int64())),
-        ("columns", pa.list_(pa.int64())),
-        ("shards", pa.list_(pa.list_(pa.int64(), 4))),
-        ("replicas", pa.list_(pa.string())),
-    ]
-)
-"""rows and columns: a digest of each slice along dimension 0 and 1, so that a mismatch can be
-placed; shards: (rank, dimension, start, stop) of what each rank holds; replicas: the digest of
-every further rank's own copy."""
-
 
 DtypeName = Literal["bfloat16", "float16", "float32", "float64"]
 
@@ -180,10 +145,11 @@ def finished_passes(checksums: Checksums) -> list[str]:
 
 
 def check_trace(folder: Path) -> None:
-    """Raises CorruptTrace where any file of a trace is missing or is not what was written."""
+    """Raises CorruptTrace where a file of a trace is missing or cut, or where one of its records
+    or tables is not what was written. What its passes hold is compared where it is read."""
     for name in finished_passes(checked_trace(folder)):
         record = load_record(PassRecord, folder / name / "pass.json")
-        check_files(folder / name, record.files)
+        check_sizes(folder / name, record.files)
 
 
 def passes_in(folder: Path) -> list[str]:

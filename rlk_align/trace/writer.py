@@ -26,7 +26,6 @@ from rlk_align.trace.digest import digest_rows, row_statistics
 from rlk_align.trace.positions import PositionCheck
 from rlk_align.trace.records import load_record, save_record, writing
 from rlk_align.trace.schema import (
-    ROWS_SCHEMA,
     BoundaryRecord,
     DtypeName,
     PartRecord,
@@ -34,6 +33,7 @@ from rlk_align.trace.schema import (
     PositionRecord,
     SiteRecord,
 )
+from rlk_align.trace.tables import ROWS_SCHEMA
 
 FLUSH_BYTES = 1 << 27
 

@@ -14,7 +14,7 @@ from rlk_align.engines.common.parameters import LiveParameter, Shard, even_shard
 from rlk_align.errors import ModelError
 from rlk_align.results import Mismatch
 from rlk_align.trace.reader import Trace
-from rlk_align.trace.schema import WEIGHTS_SCHEMA
+from rlk_align.trace.tables import WEIGHTS_SCHEMA
 
 HEAD = 4  # head_dim of the synthetic shape
 VALUES = draw()

@@ -34,7 +34,8 @@ from rlk_align.trace.checksums import FileRecord, check_files
 from rlk_align.trace.digest import digest_rows
 from rlk_align.trace.reader import PassReader, Trace
 from rlk_align.trace.records import load_record
-from rlk_align.trace.schema import ROWS_SCHEMA, TraceRecord
+from rlk_align.trace.schema import TraceRecord
+from rlk_align.trace.tables import ROWS_SCHEMA
 from rlk_align.trace.writer import PassWriter
 
 VALUES = draw()
