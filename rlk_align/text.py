@@ -37,3 +37,9 @@ def one_line(error: BaseException) -> str:
     """What another package's error says, in a line of at most 300 characters."""
     said = " ".join(str(error).split()) or type(error).__name__
     return said if len(said) <= _LONGEST else f"{said[:_LONGEST]} ..."
+
+
+def clipped(text: object, longest: int = _LONGEST) -> str:
+    """`text` as far as it fits in so many characters."""
+    said = str(text)
+    return said if len(said) <= longest else f"{said[: longest - 4]} ..."

@@ -1,18 +1,19 @@
 """`rlk-align gate`: judge a run again; needs neither an engine nor a GPU."""
 
-from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
 from rlk_align.cli import options
 from rlk_align.cli.output import finish, finish_regression
+from rlk_align.cli.outputs import Output, check_outputs, parse_outputs
 from rlk_align.errors import BadOption, CorruptTrace
 from rlk_align.judge.load import default_contract, load_contract
 from rlk_align.judge.regression import regressions
 from rlk_align.judge.verdict import judge_by
 from rlk_align.probe.record import Probe
 from rlk_align.progress import show_progress
+from rlk_align.report.formats import FORMATS
 from rlk_align.results import Comparison
 from rlk_align.trace.run import Run
 
@@ -33,31 +34,31 @@ def gate(
 ) -> None:
     """Hold a compared run against a contract; the exit code is the gate.
 
-    Every file of the run is compared with its checksum first; --recompute
-    derives the comparison again from the captures. With two runs the contract's
-    regression limits say how much worse the second may be than the first.
+    What the comparison concluded is compared with its checksums first, and so
+    are the records of its captures; their values may be left behind, and are
+    read by --recompute alone, which derives the comparison again from them.
+    With two runs the contract's regression limits say how much worse the second
+    may be than the first.
     """
-    outputs = options.parse_outputs(output)
+    outputs = parse_outputs(output, FORMATS if later is None else ["json"])
     opened = Run.open(run)
     if later is not None:
         if recompute:
             raise BadOption("--recompute is for one run", "gate each of them with it first")
         _compare_runs(opened, Run.open(later), contract, outputs)
-    for path in outputs:
-        opened.check_output(path)
+    check_outputs(outputs, opened)
     comparison = _recomputed(opened) if recompute else opened.comparison
     if not recompute:
         opened.check()
     finish(judge_by(comparison, contract), opened, outputs, opened.load_probe(Probe))
 
 
-def _compare_runs(first: Run, second: Run, name: str | None, outputs: list[Path]) -> NoReturn:
+def _compare_runs(first: Run, second: Run, name: str | None, outputs: list[Output]) -> NoReturn:
     """Says what became worse, and exits with the code for it."""
     runs = (first, second)
     for run in runs:
         run.check()
-        for path in outputs:
-            run.check_output(path)
+        check_outputs(outputs, run)
     before, after = (run.comparison for run in runs)
     contract = load_contract(name or default_contract(after.dtype), after.dtype)
     checks = regressions(before, after, contract)

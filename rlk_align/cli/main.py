@@ -16,7 +16,7 @@ from rlk_align.cli.compare import compare
 from rlk_align.cli.contract import app as contract
 from rlk_align.cli.doctor import doctor
 from rlk_align.cli.gate import gate
-from rlk_align.cli.output import silence_stdout
+from rlk_align.cli.outputs import silence_stdout
 from rlk_align.cli.probe import probe
 from rlk_align.cli.report import report
 from rlk_align.cli.selftest import selftest

@@ -69,9 +69,17 @@ ContractName = Annotated[
         show_default="by the lower-precision dtype",
     ),
 ]
+JsonOutput = Annotated[
+    list[str] | None,
+    typer.Option("--output", metavar="FMT=PATH", help="Also write the findings: json=PATH."),
+]
 Output = Annotated[
     list[str] | None,
-    typer.Option("--output", metavar="FMT=PATH", help="Also write the verdict: json=PATH."),
+    typer.Option(
+        "--output",
+        metavar="FMT=PATH",
+        help="Also write the verdict, as json, markdown, junit, github or html; PATH - is stdout.",
+    ),
 ]
 
 
@@ -219,19 +227,6 @@ def parse_kinds(items: list[str] | None) -> tuple[Kind, ...]:
 def names(text: str | None) -> list[str]:
     """Of a comma-separated list."""
     return [item.strip() for item in (text or "").split(",") if item.strip()]
-
-
-def parse_outputs(items: list[str] | None) -> list[Path]:
-    """Paths of the JSON outputs. Raises BadOption for another format."""
-    paths = []
-    for item in items or []:
-        kind, equals, path = item.partition("=")
-        if kind != "json" or not equals or not path:
-            raise BadOption(f"--output {item!r} is unknown", "json=PATH is wanted")
-        if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
-            raise BadOption(f"--output {item!r}: no file can be written there")
-        paths.append(Path(path))
-    return paths
 
 
 def choose_run(run_dir: Path | None, kind: str, *settings: object) -> Run:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rlk_align.capture.request import CaptureRequest
 from rlk_align.cli import options
+from rlk_align.cli.outputs import Output, check_outputs, parse_outputs
 from rlk_align.engines.spec import EngineSpec, replay_path
 from rlk_align.errors import BadOption
 from rlk_align.judge.load import default_contract, load_contract
@@ -44,11 +45,11 @@ class Pair:
     trace_budget: str
 
 
-def prepare(given: Pair) -> tuple["CompareRequest", Run, list[Path]]:
+def prepare(given: Pair) -> tuple["CompareRequest", Run, list[Output]]:
     """What to compare, the run that keeps it, and where the verdict is written to. Whatever would
     fail after minutes of capturing fails here. Raises RlkError."""
     judged = options.parse_edges(given.edges)
-    outputs = options.parse_outputs(given.output)
+    outputs = parse_outputs(given.output)
     plan = options.trace_plan(given.trace_budget, given.layers, given.sites)
     allowed = options.parse_kinds(given.allow_mismatch)
     if given.runs:
@@ -91,8 +92,7 @@ def prepare(given: Pair) -> tuple["CompareRequest", Run, list[Path]]:
     if prompts is None and replays:
         # The other side's tokenizer is asked the same.
         prompts = next(iter(replays.values())) / "prompts.jsonl"
-    for path in outputs:
-        run.check_output(path)
+    check_outputs(outputs, run)
 
     requests = {
         side: options.capture_request(

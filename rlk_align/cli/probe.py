@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from rlk_align.cli import options
+from rlk_align.cli.outputs import check_outputs, parse_outputs
 from rlk_align.cli.pair import Pair, prepare
 from rlk_align.errors import BadOption
 from rlk_align.progress import show_progress
@@ -71,9 +72,8 @@ def probe(
                 "a comparison is asked for"
             )
         run, request = Run.open(of), None
-        outputs = options.parse_outputs(output)
-        for path in outputs:
-            run.check_output(path)
+        outputs = parse_outputs(output)
+        check_outputs(outputs, run)
     else:
         request, run, outputs = prepare(given)
 

@@ -7,13 +7,14 @@ import typer
 from rich.console import Console
 
 from rlk_align.cli import options
-from rlk_align.errors import BadOption, TraceNotWritten
-from rlk_align.files import whole_file
+from rlk_align.cli.outputs import check_outputs, make_output, write_outputs, write_text
+from rlk_align.errors import BadOption
 from rlk_align.report.source import Source, load_source
 from rlk_align.text import line
 
 report = typer.Typer(no_args_is_help=True, help="Write what a run found, for people.")
 """A command for each format."""
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="A compared run's folder, or @last.")]
 
 
 @report.command()
@@ -36,9 +37,52 @@ def html(
     write_report(sources, {out: page})
 
 
+Out = Annotated[
+    str, typer.Option("-o", "--out", metavar="PATH", help="The file.", show_default="stdout")
+]
+
+
+@report.command()
+def markdown(run: RunName, out: Out = "-", contract: options.ContractName = None) -> None:
+    """A comment for a pull request, below 64 KB whatever the run."""
+    _write_one("markdown", run, out, contract)
+
+
+@report.command()
+def junit(run: RunName, out: Out = "-", contract: options.ContractName = None) -> None:
+    """JUnit XML: a test case for each limit and class of operators."""
+    _write_one("junit", run, out, contract)
+
+
+@report.command()
+def github(
+    run: RunName,
+    out: Annotated[
+        str,
+        typer.Option(
+            "-o",
+            "--out",
+            metavar="PATH",
+            help="The step's summary.",
+            show_default="$GITHUB_STEP_SUMMARY, where set",
+        ),
+    ] = "-",
+    contract: options.ContractName = None,
+) -> None:
+    """Annotations for GitHub Actions on stdout, and a summary of the step."""
+    _write_one("github", run, out, contract)
+
+
+def _write_one(kind: str, run: str, out: str, contract: str | None) -> None:
+    output = make_output(kind, out)
+    source = load_source(run, contract)
+    check_outputs([output], source.run)
+    write_outputs([output], source)
+
+
 @report.command("model-explorer")
 def model_explorer(
-    run: Annotated[str, typer.Argument(help="A compared run's folder, or @last.")],
+    run: RunName,
     out: Annotated[Path, typer.Option("-o", "--out", metavar="FOLDER", help="The folder.")] = Path(
         "model-explorer"
     ),
@@ -87,11 +131,7 @@ def write_report(sources: list[Source], texts: dict[Path, str]) -> None:
         if path.is_dir() or not path.absolute().parent.is_dir():
             raise BadOption(f"{path}: no file can be written there", "name another with -o")
     for path, text in texts.items():
-        try:
-            with whole_file(path) as partial:
-                partial.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise TraceNotWritten(f"{path} could not be written: {error}") from error
+        write_text(path, text)
     console = Console(highlight=False, soft_wrap=True)
     for path in texts:
         console.print(line(path))

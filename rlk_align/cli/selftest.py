@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from rlk_align.cli import options
-from rlk_align.errors import EXIT_FAIL, TraceNotWritten
+from rlk_align.cli.outputs import check_outputs, parse_outputs, takes_stdout, write_text
+from rlk_align.errors import EXIT_FAIL
 from rlk_align.progress import show_progress
 from rlk_align.text import printable
 
@@ -32,17 +33,16 @@ def selftest(
     model: options.Model = None,
     prompts: options.Prompts = None,
     run_dir: options.RunDir = None,
-    output: options.Output = None,
+    output: options.JsonOutput = None,
 ) -> None:
     """Plant known faults into the engines, and say which of them the comparison names."""
     from rlk_align.probe.selftest.plan import check_engines, check_faults
 
     chosen = check_engines(options.names(engines))
     planted = check_faults(options.names(faults))
-    outputs = options.parse_outputs(output)
+    outputs = parse_outputs(output, ["json"])
     run = options.choose_run(run_dir, "selftest", chosen, planted, seeds, curves, model, prompts)
-    for path in outputs:
-        run.check_output(path)
+    check_outputs(outputs, run)
 
     from rlk_align.data import data_path
     from rlk_align.model.checkpoint import default_model, resolve_model
@@ -60,10 +60,7 @@ def selftest(
     with show_progress("selftest") as progress:
         found = selftest(request, run, progress)
     for text in lines(found):
-        print(printable(text))
-    for path in outputs:
-        try:
-            path.write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise TraceNotWritten(f"{path} could not be written: {error}") from error
+        print(printable(text), file=sys.stderr if takes_stdout(outputs) else sys.stdout)
+    for output_ in outputs:
+        write_text(output_.path, found.model_dump_json(indent=1) + "\n")
     sys.exit(0 if found.passed else EXIT_FAIL)

@@ -3,14 +3,13 @@
 from collections import defaultdict
 from dataclasses import dataclass
 
-from rlk_align.judge.verdict import LimitCheck, OverBudget, Verdict, over_budget
-from rlk_align.judge.wording import how_off
+from rlk_align.judge.verdict import LimitCheck, OverBudget, over_budget
 from rlk_align.probe.effects import Contribution
 from rlk_align.probe.record import ProbedEdge
 from rlk_align.probe.units import Split, Unit
 from rlk_align.report.probe_units import contributions
 from rlk_align.report.source import Source
-from rlk_align.report.words import WHOSE_OFF
+from rlk_align.report.words import WHOSE_OFF, how_words
 from rlk_align.results import EdgeResult, RefereedUnit, SiteResult
 
 STATES = {
@@ -125,7 +124,9 @@ def operators(source: Source, edge: EdgeResult) -> list[Operator]:
             contribution=parts.get(site.site),
             refereed=refereed[site.site],
             worst=max(checks[site.site], key=lambda c: (not c.holds, c.excess), default=None),
-            how=_how(verdict, over.get(site.site)),
+            how=[": ".join(w) for w in how_words(verdict, over[site.site])]
+            if site.site in over
+            else [],
         )
         for order, site in enumerate(edge.sites, 1)
     ]
@@ -135,11 +136,6 @@ def _split(unit: Unit | None, site: str) -> Split | None:
     """Of the first order that was determined."""
     splits = [s for o in (unit.orders if unit else []) for s in o.splits if s.site == site]
     return splits[0] if splits else None
-
-
-def _how(verdict: Verdict, over: OverBudget | None) -> list[str]:
-    units = over.units if over else []
-    return [f"{u.side} {u.passname}: {how_off(u, verdict.contract)}" for u in units]
 
 
 def probed_edge(source: Source, edge: EdgeResult) -> ProbedEdge | None:

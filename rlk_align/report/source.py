@@ -27,6 +27,11 @@ class Source:
         """What a reader calls it: the folder's own name."""
         return self.folder.name or str(self.folder)
 
+    @property
+    def place(self) -> Path:
+        """The folder as files name it: where it lay when it was judged is not of the run."""
+        return Path(self.name)
+
 
 def load_source(name: str, contract: str | None) -> Source:
     """A compared run by folder or as `@last`, held against a contract by id or file, or against

@@ -19,12 +19,15 @@ from rlk_align.judge.verdict import (
     over_budget,
     parity,
 )
-from rlk_align.judge.wording import how_off
 from rlk_align.probe.record import Probe
 from rlk_align.report.probe_units import probe_lines
 from rlk_align.report.words import (
+    EDGE_FIGURES,
     WHOSE_OFF,
+    code_places,
+    edge_figures,
     engine_spec,
+    how_words,
     mismatch_words,
     next_step,
     noise_words,
@@ -107,9 +110,9 @@ def _edge_figures(c: Comparison, console: Console) -> Iterator[Table | Text]:
     # 80 columns, so that a CI log does not break it.
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("edge", no_wrap=True)
-    for name in _FIGURES:
+    for name in EDGE_FIGURES:
         table.add_column(name, justify="right", no_wrap=True)
-    rows = {e.name: _figures_of(e) for e in c.edges}
+    rows = {e.name: edge_figures(e) for e in c.edges}
     for edge, row in rows.items():
         table.add_row(line(edge), *row)
     unbounded = console.options.update(max_width=1000)
@@ -118,18 +121,8 @@ def _edge_figures(c: Comparison, console: Console) -> Iterator[Table | Text]:
         return
     for edge, row in rows.items():
         yield line(edge)
-        for name, value in zip(_FIGURES, row, strict=True):
+        for name, value in zip(EDGE_FIGURES, row, strict=True):
             yield line(f"  {name:<9}{value}")
-
-
-_FIGURES = ("max |Δ|", "mean |Δ|", "p99 |Δ|", "k3", "ρ − 1", "clip", "≠ bits")
-
-
-def _figures_of(edge: EdgeResult) -> list[str]:
-    m = edge.metrics
-    sizes = (m.max_abs_dlogp, m.mean_abs_dlogp, m.p99_abs_dlogp, m.k3)
-    shift, clipped = f"{m.ratio_mean - 1:.1g}", f"{m.clip_fraction:.1%}"
-    return [*(f"{x:.2g}" for x in sizes), shift, clipped, str(m.bit_mismatches)]
 
 
 def _divergence(verdict: Verdict) -> Iterator[Text]:
@@ -164,9 +157,8 @@ def _over_budget(found: OverBudget, edge: EdgeResult, verdict: Verdict) -> Itera
     unit = found.unit
     yield line("  ") + line(unit.site, "bold") + line(f"  {WHOSE_OFF[found.side]}")
     yield line(f"    at sample {unit.sample}, position {unit.position}")
-    for u in found.units:
-        how = how_off(u, verdict.contract).split("; ")
-        yield from _fitting(f"    {u.side} {u.passname}: ", how, "; ")
+    for u, (where, how) in zip(found.units, how_words(verdict, found), strict=True):
+        yield from _fitting(f"    {where}: ", how.split("; "), "; ")
         if u.fused_with:
             yield line(f"    computed together with {u.fused_with}: it may be either's")
     yield from _code(unit.site, edge, verdict)
@@ -177,14 +169,10 @@ def _over_budget(found: OverBudget, edge: EdgeResult, verdict: Verdict) -> Itera
 
 def _code(site: str, edge: EdgeResult, verdict: Verdict) -> Iterator[Text]:
     """Where the operator is on both sides, and the settings that only one of them has."""
-    units = [u for u in verdict.comparison.referee if u.site == site and edge.name in u.edges]
-    places = {u.side: u.code for u in units if u.code is not None}
-    for side, place in places.items():
+    for side, place, unlike in code_places(verdict, edge, site):
         yield line(f"    {side:<8} {place}", style="dim")
-        for other in (p for s, p in places.items() if s != side):
-            unlike = [f"{n}={v}" for n, v in place.settings_unlike(other).items()]
-            if unlike:
-                yield line(f"             {', '.join(unlike[:_SHOWN])}", style="dim")
+        if unlike:
+            yield line(f"             {', '.join(unlike[:_SHOWN])}", style="dim")
 
 
 def _fitting(start: str, parts: list[str], between: str) -> Iterator[Text]:

@@ -1,5 +1,6 @@
 """The verdict for programs: the record `rlk-align/verdict/1`."""
 
+import json
 import math
 from typing import Any, Literal
 
@@ -19,7 +20,18 @@ from rlk_align.probe.effects import Contribution
 from rlk_align.probe.record import Probe, ProbedEdge
 from rlk_align.probe.units import Unit
 from rlk_align.report.probe_units import probed_units
+from rlk_align.report.source import Source
 from rlk_align.results import Comparison, EdgeResult, Noise
+
+
+def json_text(source: Source) -> str:
+    """The file of it."""
+    return record_text(verdict_json(source.verdict, source.probe))
+
+
+def record_text(record: dict[str, Any]) -> str:
+    """A record as JSON, ending in a line break."""
+    return json.dumps(record, indent=1, allow_nan=False) + "\n"
 
 
 def verdict_json(verdict: Verdict, probe: Probe | None = None) -> dict[str, Any]:

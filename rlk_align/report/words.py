@@ -1,6 +1,7 @@
 """What several reports say in the same words."""
 
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from rlk_align.judge.verdict import (
     over_budget,
 )
 from rlk_align.judge.wording import how_off
-from rlk_align.results import EngineRecord, Mismatch, Noise, SiteResult
+from rlk_align.results import CodePlace, EdgeResult, EngineRecord, Mismatch, Noise, SiteResult
 
 
 def engine_spec(engine: EngineRecord) -> str:
@@ -45,6 +46,35 @@ def site_figures(s: SiteResult) -> str:
     if s.valued_rows:
         text += f"; relative L2 up to {s.max_rel_l2:.2g}, max |error| {s.max_abs:.2g}"
     return text
+
+
+EDGE_FIGURES = ("max |Δ|", "mean |Δ|", "p99 |Δ|", "k3", "ρ − 1", "clip", "≠ bits")
+"""The figures of an edge that are told first."""
+
+
+def edge_figures(edge: EdgeResult) -> list[str]:
+    """Those of EDGE_FIGURES, short."""
+    m = edge.metrics
+    sizes = (m.max_abs_dlogp, m.mean_abs_dlogp, m.p99_abs_dlogp, m.k3)
+    shift, clipped = f"{m.ratio_mean - 1:.1g}", f"{m.clip_fraction:.1%}"
+    return [*(f"{x:.2g}" for x in sizes), shift, clipped, str(m.bit_mismatches)]
+
+
+def how_words(verdict: Verdict, found: OverBudget) -> list[tuple[str, str]]:
+    """(side and pass, how it is off there)."""
+    return [(f"{u.side} {u.passname}", how_off(u, verdict.contract)) for u in found.units]
+
+
+def code_places(
+    verdict: Verdict, edge: EdgeResult, site: str
+) -> Iterator[tuple[str, CodePlace, list[str]]]:
+    """(side, where the operator is in its code, the settings that the other side does not have)."""
+    units = [u for u in verdict.comparison.referee if u.site == site and edge.name in u.edges]
+    places = {u.side: u.code for u in units if u.code is not None}
+    for side, place in places.items():
+        others = [p for s, p in places.items() if s != side]
+        unlike = place.settings_unlike(others[0]) if others else {}
+        yield side, place, [f"{name}={value}" for name, value in unlike.items()]
 
 
 def mismatch_words(m: Mismatch) -> str:

@@ -1,0 +1,156 @@
+"""Where a verdict is written beside the terminal: `--output FMT=PATH`."""
+
+import io
+import os
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlk_align.errors import BadOption, TraceNotWritten
+from rlk_align.files import whole_file
+from rlk_align.report.formats import FORMATS, renderer
+from rlk_align.report.source import Source
+from rlk_align.trace.run import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One file."""
+
+    format: str
+    """A key of FORMATS."""
+    path: Path | None
+    """None is stdout; for `github`, whose commands go there anyway, the summary that GitHub names,
+    if any."""
+
+    def __str__(self) -> str:
+        return f"{self.format}={self.path or '-'}"
+
+
+def silence_stdout() -> None:
+    """Nothing more is said there: nobody reads on (`| head`), or the disk behind it is full."""
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - Python flushes it at its end
+
+
+def parse_outputs(
+    items: list[str] | None, formats: Collection[str] = tuple(FORMATS)
+) -> list[Output]:
+    """Raises BadOption for a format that is none of `formats`, or a path at which nothing can be
+    written, and MissingDependency for a format that needs what is not installed."""
+    outputs = []
+    for item in items or []:
+        kind, equals, path = item.partition("=")
+        if kind not in formats or not equals:
+            known = f"FMT=PATH is wanted, FMT: {', '.join(formats)}"
+            raise BadOption(f"--output {item!r} is unknown", known)
+        if not path:
+            raise BadOption(f"--output {item!r} names no file", "is a variable empty? - is stdout")
+        outputs.append(make_output(kind, path))
+    _check_apart(outputs)
+    return outputs
+
+
+def make_output(kind: str, path: str) -> Output:
+    """Raises as `parse_outputs` does."""
+    renderer(kind)
+    output = Output(kind, None if path == "-" else Path(path))
+    target = output_file(output)
+    if target is not None:
+        _check_writable(output, target)
+    return output
+
+
+def output_file(output: Output) -> Path | None:
+    """The file that is written; None where there is none."""
+    if output.path is None and output.format == "github":
+        from rlk_align.report.github import summary_file
+
+        return Path(summary_file()) if summary_file() else None
+    return output.path
+
+
+def _check_writable(output: Output, path: Path) -> None:
+    try:
+        free = not path.is_dir() and path.absolute().parent.is_dir()
+        free = free and os.access(path if path.exists() else path.absolute().parent, os.W_OK)
+    except OSError:
+        free = False  # a name that is too long
+    if not free:
+        raise BadOption(f"--output {str(output)!r}: no file can be written at {path}")
+
+
+def _check_apart(outputs: Sequence[Output]) -> None:
+    """Raises BadOption where one output would take another's place."""
+    seen: set[Path | None] = set()
+    for output in outputs:
+        if output.path is None and output.format == "github":
+            continue
+        place = output.path and output.path.resolve()
+        # What is no file, such as /dev/null, takes any number.
+        if place in seen and (place is None or place.is_file() or not place.exists()):
+            raise BadOption(f"--output {str(output)!r}: another output goes there already")
+        seen.add(place)
+
+
+def check_outputs(outputs: Sequence[Output], run: Run) -> None:
+    """Raises BadOption where an output would be written over a file of the run."""
+    for output in outputs:
+        if output.path is not None:
+            run.check_output(output.path)
+
+
+def takes_stdout(outputs: Sequence[Output]) -> bool:
+    """Whether a program reads stdout, so that what is for people goes to stderr."""
+    return any(o.path is None and o.format != "github" for o in outputs)
+
+
+def write_outputs(outputs: Sequence[Output], source: Source) -> None:
+    """Raises TraceNotWritten."""
+    for output in outputs:
+        text = renderer(output.format)(source)
+        if output.format == "github":
+            from rlk_align.report.github import workflow_commands
+
+            # GitHub reads them from either stream.
+            _write_stream(takes_stdout(outputs), workflow_commands(source))
+        path = output_file(output)
+        if path is not None or output.format != "github":
+            write_text(path, text)
+
+
+def write_text(path: Path | None, text: str) -> None:
+    """A file whole or not at all, None being stdout; a step's summary, to which others add too, is
+    added to. Raises TraceNotWritten."""
+    if path is None:
+        _write_stream(False, text)
+        return
+    from rlk_align.report.github import summary_file
+
+    try:
+        if str(path) == summary_file():
+            with path.open("a", encoding="utf-8") as file:
+                file.write(text)
+        elif path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")  # a pipe, or a terminal
+        else:
+            with whole_file(path.resolve()) as partial:
+                partial.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise TraceNotWritten(f"{path} could not be written: {error}") from error
+
+
+def _write_stream(to_stderr: bool, text: str) -> None:
+    """As UTF-8, whatever the terminal knows: a program reads it."""
+    stream = sys.stderr if to_stderr else sys.stdout
+    try:
+        stream.flush()
+        if isinstance(stream, io.TextIOWrapper):
+            stream.buffer.write(text.encode())
+        else:
+            stream.write(text)
+        stream.flush()
+    except BrokenPipeError:
+        silence_stdout()
+    except OSError as error:
+        raise TraceNotWritten(f"the output could not be written: {error.strerror}") from error

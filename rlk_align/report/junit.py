@@ -1,0 +1,228 @@
+"""The verdict as JUnit XML, which every CI reads: a test case for each limit and op class.
+
+A suite for each judged edge, one for what a verdict rests on (`evidence`), and one for waivers. A
+breach is a failure, a doubt an error, a waived breach a skipped test with its reason. The figures
+are properties of the suites: the schema of Jenkins knows none of test cases.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+from xml.etree import ElementTree
+
+from rlk_align.judge.checks import LimitCheck
+from rlk_align.judge.verdict import PARITY_KINDS, Verdict, parity
+from rlk_align.judge.waivers import WaiverUse
+from rlk_align.judge.wording import how_off
+from rlk_align.report.source import Source
+from rlk_align.report.words import (
+    check_words,
+    engine_spec,
+    finding,
+    mismatch_words,
+    next_step,
+    side_off,
+)
+from rlk_align.results import EdgeResult
+from rlk_align.text import clipped, printable
+
+_SHOWN = 20
+"""Checks of one test case that are told; the rest is counted."""
+_LONGEST = 1000
+Properties = dict[str, object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One test case."""
+
+    name: str
+    outcome: Literal["failure", "error", "skipped"] | None = None
+    kind: str = ""
+    message: str = ""
+    lines: Sequence[str] = ()
+    """What is to be known of it beyond its message."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    name: str
+    cases: list[Case]
+    properties: Properties = field(default_factory=dict)
+
+    def count(self, outcome: str) -> int:
+        return sum(case.outcome == outcome for case in self.cases)
+
+
+def junit(source: Source) -> str:
+    """The XML of a run's verdict."""
+    verdict = source.verdict
+    suites = [_evidence(source)]
+    if not verdict.comparison.stopped:
+        judged = verdict.comparison.judged
+        suites += [_of_edge(verdict, e) for e in verdict.comparison.edges if e.name in judged]
+    if verdict.waivers:
+        suites.append(Suite(name="waivers", cases=[_of_waiver(use) for use in verdict.waivers]))
+    root = ElementTree.Element("testsuites", {"name": "rlk-align"} | _counts(suites))
+    for suite in suites:
+        root.append(_suite_element(suite))
+    ElementTree.indent(root)
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{ElementTree.tostring(root, "unicode")}\n'
+
+
+def _counts(suites: Sequence[Suite]) -> dict[str, str]:
+    counts = {
+        "tests": sum(len(s.cases) for s in suites),
+        "failures": sum(s.count("failure") for s in suites),
+        "errors": sum(s.count("error") for s in suites),
+    }
+    return {name: str(count) for name, count in counts.items()}
+
+
+def _suite_element(suite: Suite) -> ElementTree.Element:
+    counts = _counts([suite]) | {"skipped": str(suite.count("skipped"))}
+    element = ElementTree.Element("testsuite", {"name": suite.name} | counts)
+    if suite.properties:
+        properties = ElementTree.SubElement(element, "properties")
+        for name, value in suite.properties.items():
+            said = {"name": _said(name), "value": _said(value)}
+            ElementTree.SubElement(properties, "property", said)
+    for case in suite.cases:
+        element.append(_case_element(suite, case))
+    return element
+
+
+def _case_element(suite: Suite, case: Case) -> ElementTree.Element:
+    named = {"name": _said(case.name), "classname": f"rlk-align.{suite.name}"}
+    element = ElementTree.Element("testcase", named)
+    text = "\n".join(map(_said, case.lines))
+    if case.outcome:
+        said = {"type": _said(case.kind), "message": _said(case.message)}
+        ElementTree.SubElement(element, case.outcome, said).text = text or None
+    elif text:
+        ElementTree.SubElement(element, "system-out").text = text
+    return element
+
+
+def _said(text: object) -> str:
+    """What XML can hold, which is not every character, and a reader takes in."""
+    return clipped(printable(text), _LONGEST)
+
+
+def _evidence(source: Source) -> Suite:
+    """What must hold before anything can be judged."""
+    verdict, c = source.verdict, source.verdict.comparison
+    contract = verdict.contract
+    properties: Properties = {
+        "status": verdict.status,
+        "exit_code": verdict.exit_code,
+        "contract": f"{contract.id} {contract.version}",
+        "contract.sha256": contract.sha256,
+        "model": c.model,
+        "dtype": c.dtype,
+        "tokens": c.tokens,
+    }
+    for side, engine in c.engines.items():
+        properties[side] = f"{engine_spec(engine)} {engine.version}"
+    step = next_step(verdict, source.place)
+    lines = [finding(verdict), f"side: {side_off(verdict)}", f"next: {step}"]
+    doubts = verdict.doubts
+    conclusive = Case(
+        name="conclusive",
+        outcome="error" if doubts else None,
+        kind="inconclusive",
+        message=f"nothing can be concluded: {doubts[0]}" if doubts else "",
+        lines=_bounded([*doubts, *lines] if doubts else lines),
+    )
+    cases = [*(_of_parity(verdict, kind) for kind in PARITY_KINDS), conclusive]
+    return Suite(name="evidence", cases=cases, properties=properties)
+
+
+def _of_parity(verdict: Verdict, kind: str) -> Case:
+    c, state = verdict.comparison, parity(verdict.comparison, kind)
+    if state == "equal":
+        return Case(name=kind)
+    found = [mismatch_words(m) for m in c.mismatches if m.kind == kind]
+    return Case(
+        name=kind,
+        outcome="error" if state == "mismatch" else "skipped",
+        kind=state,
+        message=f"{state}: {found[0]}",
+        lines=_bounded(found),
+    )
+
+
+def _of_edge(verdict: Verdict, edge: EdgeResult) -> Suite:
+    """Its limits by op class, in the order in which the contract holds them against it."""
+    groups: dict[str, list[LimitCheck]] = {}
+    for check in verdict.checks:
+        if check.edge == edge.name:
+            name = f"{check.limit} [{check.op_class}]" if check.op_class else check.limit
+            groups.setdefault(name, []).append(check)
+    properties: Properties = {n: repr(v) for n, v in edge.metrics.model_dump().items()}
+    for name, checks in groups.items():
+        worst = max(checks, key=_badness)
+        properties |= {f"{name} value": repr(worst.value), f"{name} limit": repr(worst.fail)}
+    cases = [_of_limit(verdict, name, checks) for name, checks in groups.items()]
+    return Suite(name=edge.name, cases=cases, properties=properties)
+
+
+def _of_limit(verdict: Verdict, name: str, checks: list[LimitCheck]) -> Case:
+    """One limit held against the operators of one class, or against the tokens of an edge."""
+    by_outcome = {
+        outcome: sorted((c for c in checks if c.outcome == outcome), key=_badness, reverse=True)
+        for outcome in ("fail", "waived", "warn")
+    }
+    failed, waived, near = by_outcome.values()
+    told = [
+        *(_told(c, verdict) for c in failed),
+        *(f"waived by {c.waiver.owner}: {_told(c, verdict)}" for c in waived if c.waiver),
+        *(f"near its limit: {_told(c, verdict)}" for c in near),
+    ]
+    lines = [*_bounded(told), f"{len(checks)} checked"] if told else []
+    if failed:
+        return Case(
+            name=name,
+            outcome="failure",
+            kind=failed[0].metric,
+            message=_message(failed),
+            lines=lines,
+        )
+    if waived:
+        w = waived[0].waiver
+        said = f"waived by {w.owner} until {w.expires}: {w.reason}" if w else ""
+        return Case(name=name, outcome="skipped", kind="waived", message=said, lines=lines)
+    return Case(name=name, lines=lines)
+
+
+def _message(failed: list[LimitCheck]) -> str:
+    more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
+    return f"{check_words(failed[0])}{more}"
+
+
+def _told(check: LimitCheck, verdict: Verdict) -> str:
+    """The figure; of an operator how it is off, and where it is in the code."""
+    parts = [check_words(check)]
+    for u in verdict.comparison.referee:
+        if (u.side, u.passname, u.site) == (check.side, check.passname, check.site):
+            code = f"in {u.code}" if u.code else ""
+            parts += [how_off(u, verdict.contract), code]
+    return "; ".join(filter(None, parts))
+
+
+def _badness(check: LimitCheck) -> tuple[bool, float]:
+    return not check.holds, check.excess
+
+
+def _of_waiver(use: WaiverUse) -> Case:
+    w = use.waiver
+    where = ", ".join([*(w.edges or ()), *(w.sites or ())])
+    name = f"{w.limit} until {w.expires}, {w.owner}" + (f": {where}" if where else "")
+    if use.state == "expired":
+        return Case(name=name, outcome="failure", kind="expired", message=str(use))
+    return Case(name=name, lines=[str(use)])
+
+
+def _bounded(lines: Sequence[str]) -> list[str]:
+    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return [*lines[:_SHOWN], *more]

@@ -1,0 +1,175 @@
+"""The verdict for a pull request: what is wrong, on which side, what to do next; then the figures.
+
+Below 64 KB whatever the run, for a forge takes no longer comment: lists are cut and their rest is
+counted, and parts that do not fit are left out by name.
+"""
+
+import shlex
+from collections.abc import Iterable, Iterator
+
+from rlk_align.judge.checks import LimitCheck
+from rlk_align.judge.verdict import (
+    PARITY_KINDS,
+    OverBudget,
+    Verdict,
+    closest_limit,
+    coverage,
+    headline,
+    over_budget,
+    parity,
+)
+from rlk_align.report.markup import block, code, prose, table
+from rlk_align.report.probe_units import summary
+from rlk_align.report.source import Source
+from rlk_align.report.words import (
+    EDGE_FIGURES,
+    WHOSE_OFF,
+    check_words,
+    code_places,
+    edge_figures,
+    engine_spec,
+    finding,
+    how_words,
+    mismatch_words,
+    next_step,
+    noise_words,
+    side_off,
+)
+from rlk_align.results import EdgeResult
+from rlk_align.text import printable
+
+LARGEST = 64_000
+"""Bytes of a comment."""
+_SHOWN = 10
+"""Entries of a list that are shown; the rest is counted."""
+_LONGEST_COMMAND = 2000
+Section = tuple[str, str]
+"""(heading, Markdown below it)."""
+
+
+def markdown(source: Source) -> str:
+    """The comment."""
+    text = _head(source)
+    left_out = []
+    for heading, body in _sections(source):
+        section = f"\n### {heading}\n\n{body}\n"
+        # Room for the names of what is left out.
+        if len((text + section).encode()) <= LARGEST - 1000:
+            text += section
+        else:
+            left_out.append(heading)
+    if left_out:
+        text += f"\nLeft out, for they are too long: {', '.join(left_out)}.\n"
+    return text
+
+
+def _head(source: Source) -> str:
+    verdict, c = source.verdict, source.verdict.comparison
+    contract = f"contract {code(verdict.contract.id)} {verdict.contract.version}"
+    lines = [
+        f"## rlk-align: {verdict.status.upper()}",
+        "",
+        f"**{prose(finding(verdict))}**",
+        "",
+        f"- **Side:** {prose(side_off(verdict))}",
+        f"- **Next:** {_next(source)}",
+        f"- **Judged:** {c.tokens:,} sampled tokens in {c.dtype}, by {contract}",
+    ]
+    if c.controls is not None:
+        paired, expected = coverage(c)
+        noise = "; ".join(f"{side} {noise_words(n)}" for side, n in c.controls.noise.items())
+        lines.append(f"- **Rests on:** {paired:,} of {expected:,} rows paired; {prose(noise)}")
+    closest = closest_limit(verdict)
+    if verdict.status == "pass" and closest is not None:
+        lines.append(f"- **Closest to its limit:** {prose(check_words(closest))}")
+    return "\n".join(lines) + "\n"
+
+
+def _next(source: Source) -> str:
+    step = next_step(source.verdict, source.place)
+    words, colon, command = step.partition(": rlk-align ")
+    return f"{prose(words)}: {code(f'rlk-align {command}')}" if colon else prose(step)
+
+
+def _sections(source: Source) -> Iterator[Section]:
+    """In the order of a reader's questions, those that have something to say."""
+    verdict, c = source.verdict, source.verdict.comparison
+    if not c.stopped and c.edges:
+        yield "Edges", _figures(c.edges)
+    if edge := headline(verdict):
+        found = over_budget(verdict, edge)
+        if found and not c.stopped:
+            yield (
+                f"Operators beyond their budgets ({edge.name})",
+                _bullets(_operator(verdict, edge, o) for o in found),
+            )
+    lists = {
+        "Nothing can be concluded": map(prose, verdict.doubts),
+        "Mismatches before anything was computed": (
+            prose(f"{mismatch_words(m)}{f'; {m.detail}' if m.detail else ''}") for m in c.mismatches
+        ),
+        "Limits that do not hold": map(_check, verdict.breaches),
+        "Near a limit": map(_check, verdict.warnings),
+        "Waivers": (f"{use.state}: {prose(use)}" for use in verdict.waivers),
+        "Probe": _probed(source),
+        "Notes": map(prose, verdict.notes),
+    }
+    for heading, items in lists.items():
+        if body := _bullets(items):
+            yield heading, body
+    yield "The two sides", _sides(verdict)
+    command = printable(shlex.join(source.record.command))
+    if len(command) > _LONGEST_COMMAND:
+        command = "the command in the run's run.json, which is too long to be shown"
+    yield "To make the run again", block(command)
+
+
+def _figures(edges: list[EdgeResult]) -> str:
+    return table(["edge", *EDGE_FIGURES], [[code(e.name), *edge_figures(e)] for e in edges], True)
+
+
+def _bullets(items: Iterable[str]) -> str:
+    """A list, bounded; empty without an entry."""
+    found = list(items)
+    more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    return "\n".join(f"- {item}" for item in [*found[:_SHOWN], *more])
+
+
+def _operator(verdict: Verdict, edge: EdgeResult, found: OverBudget) -> str:
+    """Whose it is, how it is off, and where it is in the code."""
+    unit = found.unit
+    lines = [
+        f"**{code(unit.site)}**: {WHOSE_OFF[found.side]} "
+        f"(sample {unit.sample}, position {unit.position})"
+    ]
+    for u, (where, how) in zip(found.units, how_words(verdict, found), strict=True):
+        fused = f"; computed together with {u.fused_with}" if u.fused_with else ""
+        lines.append(f"  - {prose(where)}: {prose(how + fused)}")
+    for side, place, unlike in code_places(verdict, edge, unit.site):
+        settings = f", with {', '.join(map(code, unlike[:_SHOWN]))}" if unlike else ""
+        lines.append(f"  - {side} code: {code(place)}{settings}")
+    return "\n".join(lines)
+
+
+def _check(check: LimitCheck) -> str:
+    return prose(check_words(check))
+
+
+def _probed(source: Source) -> Iterator[str]:
+    if source.probe is not None:
+        if source.probe.left_out:
+            yield prose(f"graft passes were left out: {source.probe.left_out}")
+        for probed in source.probe.edges:
+            yield prose(f"{probed.name}: {summary(source.verdict, probed)}")
+
+
+def _sides(verdict: Verdict) -> str:
+    c = verdict.comparison
+    told = [
+        [side, engine_spec(e), e.version, e.dtype, e.environment.get("torch", "not told")]
+        for side, e in c.engines.items()
+    ]
+    rows = [[code(cell) for cell in cells] for cells in told]
+    precheck = ", ".join(f"{kind} {parity(c, kind)}" for kind in PARITY_KINDS)
+    said = f"Model {code(c.model)}. Precheck: {precheck}."
+    return f"{table(['side', 'engine', 'version', 'dtype', 'torch'], rows, False)}\n\n{said}"

@@ -1,0 +1,57 @@
+"""Text as Markdown, whatever it says: names and reasons are not ours, and a pull request renders
+them.
+
+What only letters, digits and plain punctuation make up stands as it is. Any other word is shown as
+code, in which no forge looks for links, mentions, emoji or HTML.
+"""
+
+import re
+
+from rlk_align.text import clipped, printable
+
+_LONGEST = 160
+"""Characters of one name."""
+_ACTIVE = re.compile(r"[`*_\[\]<>|\\#@~$!&^{}:]|//|www\.", re.IGNORECASE)
+"""What Markdown, or what a forge makes of it, acts upon inside a line."""
+_STARTS_A_BLOCK = re.compile(r"[-+=.]|\d+[.)]$")
+"""What it acts upon where a line begins."""
+
+
+def code(text: object) -> str:
+    """`text` as code, in one line, also inside a table."""
+    said = clipped(printable(text), _LONGEST)
+    if said and said == said.strip() and not re.search(r"[`|\\]", said):
+        return f"`{said}`"
+    # An entity is never read as syntax, not even as the end of a table's cell.
+    spelled = re.sub(r"[^\w. -]|_", lambda c: f"&#{ord(c[0])};", said)
+    return f"<code>{spelled}</code>"
+
+
+def prose(text: object, longest: int = 600) -> str:
+    """A sentence with names in it."""
+    words = [w for w in clipped(printable(text), longest).split(" ") if w]
+    return " ".join(_word(word, first=not at) for at, word in enumerate(words))
+
+
+def _word(word: str, first: bool) -> str:
+    """As it is, or as code without the punctuation around it."""
+    bare = word.rstrip(".,;:)").lstrip("(")
+    if not _ACTIVE.search(bare) and not (first and _STARTS_A_BLOCK.match(word)):
+        return word
+    before, after = word[: word.index(bare)], word[word.index(bare) + len(bare) :]
+    return f"{before}{code(bare)}{after}"
+
+
+def table(head: list[str], rows: list[list[str]], figures: bool) -> str:
+    """Cells are Markdown; the first column is of names, the others of figures or of names too."""
+    head = [cell.replace("|", "\\|") for cell in head]
+    rule = ["---", *("---:" if figures else "---" for _ in head[1:])]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))
+
+
+def block(text: str) -> str:
+    """Lines that stand as they are."""
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}text\n{text}\n{fence}"
