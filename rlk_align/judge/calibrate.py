@@ -2,7 +2,8 @@
 
 The largest healthy value of a metric, times `MARGIN`, is proposed as its `fail`; the largest itself
 as its `warn`. The largest |Δ| of a run grows with its tokens, so it gets a tail: over all tokens of
-a pair of engines its 99th percentile, and the mean excess above that (peaks over a threshold).
+an edge its 99th percentile, and the mean excess above that (peaks over a threshold), or more where
+the largest of them says that the tail is heavier.
 """
 
 import math
@@ -135,8 +136,9 @@ def _limit(
     if limit.metric == "max_abs_dlogp":
         tail = fitted_tail(runs)
         tokens = max(r.comparison.tokens for r in runs)
-        # No healthy token may reach the bound, whatever the tail says.
-        changes |= {"tail": tail, "fail": max(limit.fail, rounded_up(MARGIN * largest))}
+        # Of a million tokens none that is healthy may reach the bound.
+        most = max(MARGIN * largest, tail.bound(1_000_000))
+        changes |= {"tail": tail, "fail": max(limit.fail, rounded_up(most))}
         proposed = min(changes["fail"], tail.bound(tokens))
         told.append(
             Proposed(limit.id, f"of {tokens:,} tokens", limit.fail_at(tokens), largest, proposed)
@@ -149,11 +151,11 @@ def _limit(
 
 
 def fitted_tail(runs: Sequence[HealthyRun]) -> Tail:
-    """Of the pair of engines whose tail is the heaviest at a million tokens, and never below what
-    was seen."""
+    """Of the edge of a pair of engines whose tail is the heaviest at a million tokens, and never
+    below what was seen."""
     tails = []
-    for pair in sorted({run.pair for run in runs}):
-        sizes = np.concatenate([s for r in runs if r.pair == pair for s in r.shifts.values()])
+    for pair, edge in sorted({(run.pair, edge) for run in runs for edge in run.shifts}):
+        sizes = np.concatenate([r.shifts[edge] for r in runs if r.pair == pair])
         value = float(np.quantile(sizes, QUANTILE))
         above = sizes[sizes > value]
         if not len(above):
