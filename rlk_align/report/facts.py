@@ -3,7 +3,8 @@
 from collections import defaultdict
 from dataclasses import dataclass
 
-from rlk_align.judge.verdict import LimitCheck, OverBudget, Verdict, over_budget
+from rlk_align.judge.checks import LimitCheck
+from rlk_align.judge.verdict import OverBudget, Verdict, over_budget
 from rlk_align.judge.wording import how_off
 from rlk_align.probe.effects import Contribution
 from rlk_align.probe.record import ProbedEdge
@@ -15,6 +16,8 @@ from rlk_align.results import EdgeResult, RefereedUnit, SiteResult
 
 STATES = {
     "over": ("✕", "beyond its budget"),
+    "waived": ("○", "beyond its budget, waived"),
+    "near": ("!", "near its budget"),
     "introducer": ("◆", "introduces"),
     "differs": ("~", "inherits"),
     "equal": ("=", "bit-equal"),
@@ -78,8 +81,13 @@ class Operator:
         """A key of STATES."""
         if not self.site.rows:
             return "missing"
-        if self.over or (self.worst and not self.worst.holds):
+        outcome = self.worst.outcome if self.worst else "pass"
+        if self.over or outcome == "fail":
             return "over"
+        if outcome == "waived":
+            return "waived"
+        if outcome == "warn":
+            return "near"
         if self.introduces:
             return "introducer"
         return "differs" if self.site.differ else "equal"
@@ -124,11 +132,15 @@ def operators(source: Source, edge: EdgeResult) -> list[Operator]:
             over=over.get(site.site),
             contribution=parts.get(site.site),
             refereed=refereed[site.site],
-            worst=max(checks[site.site], key=lambda c: (not c.holds, c.excess), default=None),
+            worst=max(checks[site.site], key=_severity, default=None),
             how=_how(verdict, over.get(site.site)),
         )
         for order, site in enumerate(edge.sites, 1)
     ]
+
+
+def _severity(check: LimitCheck) -> tuple[int, float]:
+    return ("pass", "warn", "waived", "fail").index(check.outcome), check.excess
 
 
 def _split(unit: Unit | None, site: str) -> Split | None:

@@ -4,13 +4,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from rlk_align.judge.verdict import (
-    LimitCheck,
-    OverBudget,
-    Verdict,
-    headline,
-    over_budget,
-)
+from rlk_align.judge.checks import LimitCheck
+from rlk_align.judge.verdict import OverBudget, Verdict, headline, over_budget
 from rlk_align.judge.wording import how_off
 from rlk_align.results import EngineRecord, Mismatch, Noise, SiteResult
 
@@ -61,7 +56,10 @@ def _short(value: Any) -> str:
 def check_words(check: LimitCheck) -> str:
     """E.g. `prefill_vs_train max_abs_dlogp: 0.082, 0.06 allowed (max-dlogp)`."""
     where = " ".join(filter(None, [check.edge, check.side, check.site, check.metric]))
-    return f"{where}: {abs(check.value):.3g}, {check.fail:g} allowed ({check.limit})"
+    words = f"{where}: {abs(check.value):.3g}, {check.fail:.3g} allowed ({check.limit})"
+    if check.outcome == "warn":
+        words += f", told of above {check.warn:.3g}"
+    return f"{words}; waived by {check.waiver.owner}" if check.waiver else words
 
 
 def finding(verdict: Verdict) -> str:
@@ -88,6 +86,11 @@ def finding(verdict: Verdict) -> str:
             )
     if verdict.breaches:
         return f"The two sides of {edge.name} are further apart than the contract allows. {text}"
+    if verdict.expired:
+        return f"A waiver has expired: {verdict.expired[0]}. {text}"
+    if verdict.waived:
+        count = len(verdict.waived)
+        return f"{count} {'breach is' if count == 1 else 'breaches are'} waived. {text}"
     return text if first_difference is None else f"The sides differ within all limits. {text}"
 
 
@@ -141,6 +144,11 @@ def next_step(verdict: Verdict, folder: Path) -> str:
         return f"in CI: rlk-align gate {shlex.quote(str(folder))} --contract {given}"
     if edge is None:
         return "see the breaches above"
+    if verdict.expired and not verdict.breaches:
+        waiver = verdict.expired[0].waiver
+        return (
+            f"ask {waiver.owner} to mend what the waiver of {waiver.limit} excused, or to renew it"
+        )
     over = over_budget(verdict, edge)
     first = over[0].unit if over else edge.first_bitwise
     if first is None:

@@ -13,6 +13,7 @@ import pytest
 from report_runs import HOSTILE, hostile_engines, hostile_mismatch, report_run
 from synthetic import compared_run, write_trace
 
+from rlk_align.data import data_path
 from rlk_align.errors import CorruptTrace
 from rlk_align.report.html.page import run_page
 from rlk_align.report.html.several import several_page
@@ -64,7 +65,7 @@ def test_the_parts_come_in_the_order_of_a_readers_questions(failing: Run) -> Non
     found = re.findall(r'<h2 id="([\w-]+)">', page(failing))
     assert found == [
         *("verdict", "problems", "provenance", "drift", "heatmap", "tokens", "logprobs"),
-        *("operators", "unpaired"),
+        *("operators", "unpaired", "waivers"),
     ]
 
 
@@ -306,6 +307,45 @@ def test_nan_is_drawn_and_never_as_a_number(tmp_path: Path) -> None:
     assert not [value for value in drawn if "nan" in value or "inf" in value]
     assert 'class="bad"' in section(text, "heatmap")
     assert "NaN" in section(text, "tokens")
+
+
+def with_waivers(folder: Path, run: Run, reason: str) -> str:
+    """The built-in contract, with a waiver of every limit that the run breaks, until 2030-01-31."""
+    broken = {b.limit for b in load_source(str(run.folder), None).verdict.breaches}
+    assert broken
+    text = data_path("contracts").joinpath("bf16.toml").read_text(encoding="utf-8")
+    text = text.replace('id = "bf16"', 'id = "waiving"', 1)
+    for limit in sorted(broken):
+        text += f"""
+[[waivers]]
+limit = "{limit}"
+owner = "Ada <ada@example.org>"
+reason = {json.dumps(reason)}
+expires = 2030-01-31
+"""
+    path = folder / "waiving.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_waivers_are_shown_with_the_days_that_are_left(
+    failing: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contract = with_waivers(tmp_path, failing, "<script>the kernel is being mended</script>")
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1895529600")  # 2030-01-25
+    text = page(failing, contract)
+    assert "✓ PASS" in section(text, "verdict")
+    assert "breaches are waived" in section(text, "verdict")
+    waivers = section(text, "waivers")
+    assert '<td class="num" data-v="6.0">6</td>' in waivers
+    assert "Ada &lt;ada@example.org&gt;" in waivers
+    assert "&lt;script&gt;the kernel is being mended" in waivers
+    assert re.search(r'<tr id="op-\d+"[^>]*data-state="waived"', text)
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1896134400")  # 2030-02-01
+    text = page(failing, contract)
+    assert "✕ FAIL" in section(text, "verdict")
+    assert "expired 1 days ago" in section(text, "problems")
+    assert '<td class="num" data-v="-1.0">-1</td>' in section(text, "waivers")
 
 
 def test_two_runs_are_overlaid_and_more_are_small_multiples(healthy: Run, failing: Run) -> None:

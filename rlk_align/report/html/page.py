@@ -87,6 +87,7 @@ def run_page(source: Source) -> str:
         "problems": _problems(verdict),
         "provenance": provenance(verdict.comparison),
         "unpaired": _unpaired(verdict),
+        "waivers": _waivers(verdict),
         "notes": verdict.notes,
         "ranks": rank_map(verdict.comparison),
         "drift": None,
@@ -98,7 +99,7 @@ def run_page(source: Source) -> str:
 
 
 _SECTIONS = [
-    ("problems", "What does not hold"),
+    ("problems", "Breaches, warnings and doubts"),
     ("provenance", "Provenance"),
     ("drift", "Where drift starts"),
     ("heatmap", "Layers and operators"),
@@ -107,6 +108,7 @@ _SECTIONS = [
     ("rankmap", "Ranks"),
     ("operators", "Operators"),
     ("unpaired", "Unpaired sites"),
+    ("waivers", "Waivers"),
     ("notes", "Notes"),
 ]
 
@@ -121,6 +123,9 @@ def _problems(verdict: Verdict) -> list[tuple[str, list[str]]]:
     found = [
         ("Mismatches before anything was computed", _mismatches(verdict)),
         ("Limits that do not hold", [check_words(b) for b in verdict.breaches]),
+        ("Waivers that have expired", [str(use) for use in verdict.expired]),
+        ("Breaches that are waived", [check_words(w) for w in verdict.waived]),
+        ("Near a limit", [check_words(w) for w in verdict.warnings]),
         ("Why nothing can be concluded", verdict.doubts),
     ]
     return [(heading, items) for heading, items in found if items]
@@ -137,6 +142,22 @@ def _unpaired(verdict: Verdict) -> list[list[str]]:
         for edge in verdict.comparison.edges
         for site, reason, explained in edge.unpaired
     ]
+
+
+def _waivers(verdict: Verdict) -> list[list[str]]:
+    return [
+        [
+            *(w.limit, ", ".join(w.sites or ["all"]), ", ".join(w.edges or ["all"])),
+            *(w.owner, w.reason, str(w.expires), str(use.days_left), use.state, str(use.breaches)),
+        ]
+        for use in verdict.waivers
+        for w in [use.waiver]
+    ]
+
+
+_SIGNS = {"pass": "≤", "warn": "! >", "waived": "○ >", "fail": "✕ >"}
+_OUTCOMES = {"pass": "", "warn": "near-limit", "waived": "near-limit", "fail": "breach"}
+"""How a figure stands to its limit: a sign, and a class."""
 
 
 def _charts(source: Source, edge: EdgeResult) -> dict[str, object]:
@@ -156,6 +177,8 @@ def _charts(source: Source, edge: EdgeResult) -> dict[str, object]:
         "heat": operator_heat(found),
         "operators": operator_table(found),
         "probe_words": words,
+        "signs": _SIGNS,
+        "outcomes": _OUTCOMES,
         "no_rows": NO_ROWS,
         **_rows(source, edge),
     }
