@@ -89,6 +89,7 @@ def _limit(a: Limit, b: Limit) -> Iterator[Change]:
     for name in ("fail", "atol", "rtol"):
         yield from _higher_is_looser(a.id, name, getattr(a, name), getattr(b, name))
     yield from _higher_is_looser(a.id, "warn", a.warn, b.warn)
+    yield from _higher_is_looser(a.id, "min_tokens", a.min_tokens, b.min_tokens)
     # The largest of many tokens, and of few: a tail has two ends.
     tails = [[x.fail_at(n) for n in (100, 1_000_000)] for x in (a, b)]
     for tokens, old, new in zip((100, 1_000_000), *tails, strict=True):

@@ -51,7 +51,7 @@ class LimitCheck(Result):
 def check_edge(edge: EdgeResult, c: Comparison, contract: Contract) -> list[LimitCheck]:
     """All that the contract says of an edge. Raises ContractError where a limit names sites that
     are not there, or where operators are limited and one of them is not."""
-    limits = [x for x in contract.limits_for(c.dtype) if x.edges is None or edge.name in x.edges]
+    limits = [x for x in contract.limits_for(c.dtype) if x.judges(edge.name, edge.metrics.tokens)]
     _check_covered(edge, limits, contract)
     return [*_of_edge(edge, limits), *_of_operators(edge, c, contract)]
 

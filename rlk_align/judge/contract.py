@@ -128,6 +128,8 @@ class Limit(BaseModel):
     fail: Bound
     tail: Tail | None = None
     """For a maximum: what it may be in so many tokens, `fail` being what no token may reach."""
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    """Sampled tokens below which it is not held: a quantile of few is their largest."""
     edges: Annotated[list[EdgeName], Field(min_length=1)] | None = None
     """Where it holds; None is every judged edge."""
     dtypes: Annotated[list[Dtype], Field(min_length=1)] | None = None
@@ -149,6 +151,10 @@ class Limit(BaseModel):
     @property
     def of_site(self) -> bool:
         return self.metric in ("op_error", "rows_differ")
+
+    def judges(self, edge: EdgeName, tokens: int) -> bool:
+        """Whether it is held against an edge of so many tokens."""
+        return tokens >= self.min_tokens and (self.edges is None or edge in self.edges)
 
     def fail_at(self, tokens: int) -> float:
         """What so many tokens may reach."""

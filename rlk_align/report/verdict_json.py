@@ -59,7 +59,7 @@ def verdict_json(verdict: Verdict, probe: Probe | None = None) -> dict[str, Any]
         "doubts": verdict.doubts,
         "notes": verdict.notes,
     }
-    return _finite(record)
+    return finite(record)
 
 
 def _check_json(check: LimitCheck) -> dict[str, Any]:
@@ -194,10 +194,10 @@ def _over_budget_json(verdict: Verdict, found: OverBudget) -> dict[str, Any]:
     return found.unit.model_dump() | known
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON has no NaN and no infinity: null stands for them."""
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
+        return [finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

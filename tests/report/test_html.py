@@ -89,6 +89,19 @@ def test_introduced_and_inherited_are_told_apart_where_probed(failing: Run, tmp_
     assert "Not probed" in unprobed
 
 
+def test_four_answers_are_given(failing: Run, tmp_path: Path) -> None:
+    drift = section(page(failing), "drift")
+    wanted = {
+        "where drift starts": "layers.0.attn_norm, first at sample 0, position 0",
+        "first beyond its budget": f"{OVER}: the training side is off",
+        "contributes most to Δlogp": "not known: rlk-align probe RUN --attribute tells",
+        "amplifies most": ", × 2; one ulp at embed moves log-probs by up to 0.08",
+    }
+    for question, answer in wanted.items():
+        [given] = re.findall(rf"<dt>{re.escape(question)}</dt><dd>(.*?)</dd>", drift)
+        assert answer in given
+
+
 def test_every_operator_is_a_row_and_a_cell(failing: Run) -> None:
     text = page(failing)
     count = len(failing.comparison.edges[0].sites)

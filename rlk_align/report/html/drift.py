@@ -64,14 +64,14 @@ def drift_figure(
     """`linked`: each site leads to its row in the table of operators."""
     plot = _Plot(series, scale or drift_scale(series), linked)
     probed = any(o.introduced is not None for s in series for o in s.operators)
-    legend = [
-        (f"line s{n}", f"{s.label}: mean over the rows that differ") for n, s in plot.numbered
-    ]
-    legend += [(f"thin s{n}", f"{s.label}: largest of a row") for n, s in plot.numbered]
-    if probed:
-        legend += [(f"diamond s{n}", f"{s.label}: introduced here") for n, s in plot.numbered]
-        if len(series) == 1:
-            legend.append(("ring s0", "inherited from its inputs"))
+    legend = []
+    for n, s in plot.numbered:
+        whose = f"{s.label}: " if len(series) > 1 else ""
+        legend.append((f"line s{n}", f"{whose}mean over the rows that differ"))
+        legend.append((f"thin s{n}", f"{whose}largest of a row"))
+        legend += [(f"diamond s{n}", f"{whose}introduced here")] if probed else []
+    if probed and len(series) == 1:
+        legend.append(("ring s0", "inherited from its inputs"))
     if plot.budgets:
         legend.append(("budget", "what the contract lets an operator introduce by itself"))
     if plot.rounding is not None:

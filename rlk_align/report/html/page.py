@@ -12,6 +12,7 @@ from markupsafe import Markup
 from rlk_align import __version__
 from rlk_align.judge.verdict import Verdict, headline
 from rlk_align.report.facts import operators
+from rlk_align.report.html.answers import answers
 from rlk_align.report.html.card import card
 from rlk_align.report.html.drift import Series, drift_figure
 from rlk_align.report.html.heat import operator_heat
@@ -170,6 +171,7 @@ def _charts(source: Source, edge: EdgeResult) -> dict[str, object]:
         words = f"Graft passes were left out: {source.probe.left_out}"
     return {
         "edge": edge.name,
+        "answers": answers(source, edge),
         "edges": [e.name for e in verdict.comparison.edges],
         "metrics": metric_rows(verdict, verdict.comparison.edges),
         "drift": drift_figure("drift-chart", f"Drift of {edge.name}", series, linked=True),
