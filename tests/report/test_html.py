@@ -276,6 +276,10 @@ def test_a_page_is_not_written_over_a_file_of_the_run(healthy: Run, cli) -> None
         done = cli("report", "html", healthy.folder, "-o", path)
         assert done.code == 2
         assert "file of the run itself" in done.err
+    nowhere = healthy.folder.parent / "nowhere" / "page.html"
+    done = cli("report", "html", healthy.folder, "-o", nowhere)
+    assert done.code == 2
+    assert "no file can be written there" in done.err
 
 
 def test_a_single_capture_is_no_comparison(tmp_path: Path, cli) -> None:
@@ -359,6 +363,15 @@ def test_waivers_are_shown_with_the_days_that_are_left(
     assert "✕ FAIL" in section(text, "verdict")
     assert "expired 1 days ago" in section(text, "problems")
     assert '<td class="num" data-v="-1.0">-1</td>' in section(text, "waivers")
+
+
+def test_of_a_long_sequence_its_worst_token_is_shown(tmp_path: Path) -> None:
+    run = report_run(tmp_path / "long", length=4000, worst=3000)
+    tokens = section(page(run), "tokens")
+    assert re.search(r"sample 1: max \|Δlogp\| 0\.\d+, at position 3000", tokens)
+    assert "[2840 tokens left out]" in tokens
+    assert "[840 tokens left out]" in tokens
+    assert len(re.findall("<bdi", tokens)) == 3 * 320
 
 
 def test_two_runs_are_overlaid_and_more_are_small_multiples(healthy: Run, failing: Run) -> None:

@@ -209,7 +209,8 @@ def _rows(source: Source, edge: EdgeResult) -> dict[str, object]:
     return {
         "samples": [sample_view(s, bound, delta, errors) for s in stretches],
         "samples_words": f"The {len(stretches)} sequences with the largest |Δlogp| of {edge.name}, "
-        "the largest first. Of a long one, the stretch around the first sampled token. "
+        "the largest first. Of a long one, the stretch around the first sampled token, or around "
+        "its worst one where that lies further on. "
         "A row's log-prob is that of the next token; here each token carries its own.",
         "error_legend": errors.legend(),
         "delta_legend": delta.legend(),
