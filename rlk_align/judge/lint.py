@@ -69,6 +69,7 @@ def _never(limits: list[Limit]) -> Iterator[Finding]:
     for limit in of_edges:
         if limit.metric == "clip_fraction" and limit.fail >= 1:
             yield Finding(entry=limit.id, text="a share is never above 1: it can never fire")
+            continue
         for other in of_edges:
             if other is limit or not _wherever(limit, other):
                 continue

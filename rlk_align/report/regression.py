@@ -52,8 +52,7 @@ def regression_json(
             "schema": "rlk-align/regression/1",
             "status": "fail" if exit_code else "pass",
             "exit_code": exit_code,
-            "contract": contract.model_dump(include={"id", "version"})
-            | {"sha256": contract.sha256},
+            "contract": named,
             "checks": [c.model_dump() | {"holds": c.holds} for c in checks],
         }
     )
