@@ -19,7 +19,7 @@ from rlk_align.results import Comparison, EdgeName
 MARGIN = 1.5
 """Room for models and machines that were not measured."""
 MIN_RUNS, MIN_RUNS_OF_A_PAIR, MIN_TOKENS = 10, 5, 5000
-QUANTILE, CHANCE = 0.99, 1e-3
+QUANTILE, CHANCE = 0.99, 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +135,9 @@ def _limit(
     if limit.metric == "max_abs_dlogp":
         tail = fitted_tail(runs)
         tokens = max(r.comparison.tokens for r in runs)
-        # No healthy token may reach the bound, whatever the tail says.
-        changes |= {"tail": tail, "fail": max(limit.fail, rounded_up(MARGIN * largest))}
+        # Of a million tokens none that is healthy may reach the bound.
+        most = max(MARGIN * largest, tail.bound(1_000_000))
+        changes |= {"tail": tail, "fail": max(limit.fail, rounded_up(most))}
         proposed = min(changes["fail"], tail.bound(tokens))
         told.append(
             Proposed(limit.id, f"of {tokens:,} tokens", limit.fail_at(tokens), largest, proposed)
