@@ -17,8 +17,8 @@ from PIL import Image
 from playwright.sync_api import Browser, sync_playwright
 
 RUNS = {
-    "default-pair": [],
-    "planted-fault": ["--train", "megatron:fault=norm-eps"],
+    "healthy": [],
+    "fault": ["--train", "megatron:fault=norm-eps"],
 }
 WIDTH = 1400
 COLOURS = 200

@@ -374,6 +374,16 @@ def test_of_a_long_sequence_its_worst_token_is_shown(tmp_path: Path) -> None:
     assert len(re.findall("<bdi", tokens)) == 3 * 320
 
 
+def test_a_line_is_broken_where_a_run_lacks_the_site(healthy: Run, tmp_path: Path) -> None:
+    deeper = report_run(tmp_path / "deeper", layers=3, probed=False)
+    text = several_page([load_source(str(r.folder), None) for r in (healthy, deeper)])
+    lines = dict(re.findall(r'<path d="([^"]*)" class="line (s\d)"', text))
+    moves = {run: path.count("M") for path, run in lines.items()}
+    assert moves == {"s0": 2, "s1": 1}
+    assert "A healthy: introduced here" in text
+    assert "B deeper: introduced here" not in text
+
+
 def test_two_runs_are_overlaid_and_more_are_small_multiples(healthy: Run, failing: Run) -> None:
     a, b = (load_source(str(run.folder), None) for run in (healthy, failing))
     two, three = several_page([a, b]), several_page([a, b, a])

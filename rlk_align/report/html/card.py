@@ -39,10 +39,15 @@ def card(source: Source) -> Card:
         side=side_off(verdict),
         todo=next_step(verdict, source.folder),
         worst=worst,
-        worst_words=check_words(worst) if worst else "no limit was held against a value",
+        worst_words=_used(worst) if worst else "no limit was held against a value",
         facts=list(_facts(source)),
         command=shlex.join(source.record.command),
     )
+
+
+def _used(check: LimitCheck) -> str:
+    share = f"; {check.excess:.0%} used" if math.isfinite(check.excess) else ""
+    return f"{check_words(check)}{share}"
 
 
 def _badness(check: LimitCheck) -> tuple[bool, bool, float]:

@@ -69,7 +69,8 @@ def drift_figure(
         whose = f"{s.label}: " if len(series) > 1 else ""
         legend.append((f"line s{n}", f"{whose}mean over the rows that differ"))
         legend.append((f"thin s{n}", f"{whose}largest of a row"))
-        legend += [(f"diamond s{n}", f"{whose}introduced here")] if probed else []
+        if any(o.introduced is not None for o in s.operators):
+            legend.append((f"diamond s{n}", f"{whose}introduced here"))
     if probed and len(series) == 1:
         legend.append(("ring s0", "inherited from its inputs"))
     if plot.budgets:
@@ -105,7 +106,7 @@ def _caption(probed: bool, budgets: bool, series: Sequence[Series]) -> Iterator[
             "Inherited: what the difference of its inputs makes of its output."
         )
     else:
-        yield "Not probed: `rlk-align probe RUN` tells introduced from inherited."
+        yield "Not probed: rlk-align probe RUN tells introduced from inherited."
     if budgets:
         yield (
             "The band is the contract's rms budget of both sides together; it bounds what is "
@@ -202,7 +203,9 @@ class _Plot:
 
     def _lines(self, number: int, series: Series) -> Iterator[Markup]:
         for kind in ("largest", "mean"):
-            points = [(self.x(o.site.site), getattr(o, kind)) for o in series.operators]
+            known = {o.site.site: getattr(o, kind) for o in series.operators}
+            # Of all sites: a line that leaps over one that a run lacks would say too much.
+            points = [(self.x(s.site), known.get(s.site)) for s in self.sites]
             path = " ".join(_strokes(points, self.scale))
             yield el("path", d=path, class_=f"{'thin' if kind == 'largest' else 'line'} s{number}")
         if self.named:
