@@ -130,7 +130,9 @@ class _Plot:
 
     def __init__(self, series: Sequence[Series], scale: LogScale, linked: bool) -> None:
         self.numbered, self.scale, self.linked = list(enumerate(series)), scale, linked
-        sites = [o.site for s in series for o in s.operators]
+        # The order of the run with most sites, so that a deeper model's layers stay in theirs.
+        longest = sorted(series, key=lambda s: -len(s.operators))
+        sites = [o.site for s in longest for o in s.operators]
         self.sites = list({s.site: s for s in sites}.values())
         self.at = {s.site: n for n, s in enumerate(self.sites)}
         self.step = (WIDTH - LEFT - RIGHT) / max(1, len(self.sites))
