@@ -144,7 +144,7 @@ def calibrate(
             "calibrate writes nothing under CI: limits change by review",
             "run it by hand, and propose what it writes in a pull request",
         )
-    found = calibrated([_healthy(name) for name in runs], open_contract(base))
+    found = calibrated([healthy_run(name) for name in runs], open_contract(base))
     for text in proposal_lines(found):
         print(printable(text))
     if output is not None:
@@ -154,7 +154,7 @@ def calibrate(
             raise TraceNotWritten(f"{output} could not be written: {error}") from error
 
 
-def _healthy(name: str) -> "HealthyRun":
+def healthy_run(name: str) -> "HealthyRun":
     """Raises BadOption for a run that compared nothing, CorruptTrace for a damaged one."""
     import numpy as np
 

@@ -2,7 +2,8 @@
 
 The largest healthy value of a metric, times `MARGIN`, is proposed as its `fail`; the largest itself
 as its `warn`. The largest |Δ| of a run grows with its tokens, so it gets a tail: over all tokens of
-a pair of engines its 99th percentile, and the mean excess above that (peaks over a threshold).
+an edge its 99th percentile, and the mean excess above that (peaks over a threshold), or more where
+the largest of them says that the tail is heavier.
 """
 
 import math
@@ -19,7 +20,7 @@ from rlk_align.results import Comparison, EdgeName
 MARGIN = 1.5
 """Room for models and machines that were not measured."""
 MIN_RUNS, MIN_RUNS_OF_A_PAIR, MIN_TOKENS = 10, 5, 5000
-QUANTILE, CHANCE = 0.99, 1e-4
+QUANTILE, CHANCE = 0.99, 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +151,11 @@ def _limit(
 
 
 def fitted_tail(runs: Sequence[HealthyRun]) -> Tail:
-    """Of the pair of engines whose tail is the heaviest at a million tokens, and never below what
-    was seen."""
+    """Of the edge of a pair of engines whose tail is the heaviest at a million tokens, and never
+    below what was seen."""
     tails = []
-    for pair in sorted({run.pair for run in runs}):
-        sizes = np.concatenate([s for r in runs if r.pair == pair for s in r.shifts.values()])
+    for pair, edge in sorted({(run.pair, edge) for run in runs for edge in run.shifts}):
+        sizes = np.concatenate([r.shifts[edge] for r in runs if r.pair == pair])
         value = float(np.quantile(sizes, QUANTILE))
         above = sizes[sizes > value]
         if not len(above):

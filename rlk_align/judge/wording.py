@@ -1,7 +1,8 @@
 """How an operator is off, in words: by what its error looks like, and what its budget allows."""
 
 from rlk_align.judge.contract import STATISTICS, Contract
-from rlk_align.results import ErrorPattern, RefereedUnit
+from rlk_align.judge.verdict import Verdict
+from rlk_align.results import EdgeResult, ErrorPattern, RefereedUnit
 
 
 def how_off(unit: RefereedUnit, contract: Contract) -> str:
@@ -23,6 +24,20 @@ def how_off(unit: RefereedUnit, contract: Contract) -> str:
     if looks.startswith("rows scaled") and errors.row_gain < LOW_PRECISION:
         looks += ", as by statistics in low precision"
     return "; ".join(filter(None, [looks, figure]))
+
+
+def why_legitimate(verdict: Verdict, edge: EdgeResult, site: str) -> str:
+    """One sentence on a difference that both sides' own rounding explains; empty where it does not,
+    or where that is not known."""
+    units = [u for u in verdict.comparison.referee if u.site == site and edge.name in u.edges]
+    budget = verdict.contract.budget(units[0].op) if units else None
+    if budget is None or any(u.errors is None or how_off(u, verdict.contract) for u in units):
+        return ""
+    rms = {u.side: u.errors.rms for u in units if u.errors is not None}
+    if len(rms) < 2 and edge.name != "decode_vs_prefill":
+        return ""
+    figures = " and ".join(f"{side} by {value:.2g}" for side, value in rms.items())
+    return f"legitimate rounding: from float64 {figures} roundings off, {budget.rms:g} allowed"
 
 
 LOW_PRECISION = 2.0

@@ -19,7 +19,7 @@ from rlk_align.judge.verdict import (
     over_budget,
     parity,
 )
-from rlk_align.judge.wording import how_off
+from rlk_align.judge.wording import how_off, why_legitimate
 from rlk_align.probe.record import Probe
 from rlk_align.report.probe_units import probe_lines
 from rlk_align.report.words import (
@@ -152,6 +152,9 @@ def _divergence(verdict: Verdict) -> Iterator[Text]:
         )
         return
     yield from _introducer(edge, first)
+    legitimate = why_legitimate(verdict, edge, first.site)
+    if legitimate:
+        yield line(f"  {legitimate}")
     others = [s.site for s in edge.sites if s.introduced and s.site != first.site]
     if others:
         more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""

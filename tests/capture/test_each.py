@@ -1,5 +1,6 @@
 """Captures that differ in their fault alone, made by one process one after another."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -88,3 +89,18 @@ def test_each_is_what_it_would_be_alone(tmp_path: Path, jobs: list[Job]) -> None
         "weight-element",
         "logprob-base-2",
     ]
+
+
+def test_a_sharded_engine_says_its_weights_again_after_a_forward(
+    tmp_path: Path, jobs: list[Job]
+) -> None:
+    prompts = write_few_prompts(tmp_path / "few.jsonl")
+    run = Run(tmp_path / "run")
+    asked = [replace(_request("hf", prompts), seed=seed) for seed in (0, 1)]
+    sampled = capturing.capture_each(asked, "rollout", run, [None, None], _quiet)
+    tokens = [t.folder / "tokens.parquet" for t in sampled]
+    sharded = [_request("fsdp:dp=2", prompts)] * 2
+    first, second = capturing.capture_each(sharded, "train", run, tokens, _quiet)
+    assert [len(job.then) for job in jobs] == [1, 1]
+    assert first.weights == second.weights
+    assert first.folder != second.folder

@@ -1,0 +1,141 @@
+#!/usr/bin/env python3
+"""What the built-in contracts' limits rest on: healthy runs, planted faults, and both errors.
+
+    python scripts/calibration_report.py --runs bf16=runs/bf16 fp16=runs/fp16 fp32=runs/fp32 \\
+        --selftest selftest.json --out reports/calibration.md
+
+The runs are those of scripts/calibration_runs.py (RUNS/PAIR/SEED); the faults of `rlk-align
+selftest --output json=selftest.json`.
+"""
+
+import argparse
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rlk_align.cli.contract import healthy_run
+from rlk_align.judge.calibrate import HealthyRun
+from rlk_align.judge.contract import STATISTICS, Contract, Limit
+from rlk_align.judge.load import open_contract
+from rlk_align.judge.verdict import judge
+from rlk_align.probe.selftest.record import Detection, SelfTest
+from rlk_align.results import EdgeMetrics
+
+
+def runs_in(folder: Path) -> dict[str, list[HealthyRun]]:
+    """By pair of engines, each seed's run."""
+    found = defaultdict(list)
+    for sums in sorted(folder.glob("*/*/checksums.json")):
+        found[sums.parent.parent.name].append(healthy_run(str(sums.parent)))
+    return dict(found)
+
+
+def healthy_table(pairs: dict[str, list[HealthyRun]], contract: Contract) -> Iterator[str]:
+    limits = [x for x in contract.limits if not x.of_site]
+    yield "| pair | seeds | tokens | " + " | ".join(x.metric for x in limits) + " | verdicts |"
+    yield "| --- | ---: | ---: |" + " ---: |" * len(limits) + " --- |"
+    for pair, runs in pairs.items():
+        tokens = sum(r.comparison.tokens for r in runs)
+        largest = [max(figures(runs, x), default=0.0) for x in limits]
+        verdicts = [judge(r.comparison, contract) for r in runs]
+        alarms = sum(bool(v.breaches) for v in verdicts)
+        cells = " | ".join(f"{x:.2g}" for x in largest)
+        said = f"{alarms} of {len(runs)} in breach"
+        yield f"| {pair} | {len(runs)} | {tokens:,} | {cells} | {said} |"
+
+
+def figures(runs: Sequence[HealthyRun], limit: Limit) -> list[float]:
+    edges = [e for r in runs for e in r.comparison.edges]
+    return [float(getattr(e.metrics, limit.metric)) for e in edges]
+
+
+def errors_table(
+    runs: Sequence[HealthyRun], contract: Contract, faults: Sequence[Detection]
+) -> Iterator[str]:
+    """Of every limit, and of the contract as a whole: false alarms, and faults seen by it alone."""
+    verdicts = [judge(r.comparison, contract) for r in runs]
+    yield "| limit | fails above | largest healthy | false alarms | faults that it sees alone |"
+    yield "| --- | ---: | ---: | ---: | ---: |"
+    for limit in contract.limits:
+        alarms = sum(any(b.limit == limit.id for b in v.breaches) for v in verdicts)
+        seen, largest, fails = "–", "–", f"{limit.fail:g}"
+        if not limit.of_site:
+            seen = f"{sum(breaks(limit, f.metrics) for f in faults)} of {len(faults)}"
+            largest = f"{max(figures(runs, limit), default=0.0):.2g}"
+        if limit.tail is not None:
+            fails = f"{limit.fail_at(2000):.3g} of 2,000 tokens"
+        yield f"| {limit.id} | {fails} | {largest} | {alarms} of {len(runs)} | {seen} |"
+    for budget in contract.budgets:
+        alarms = sum(any(b.limit == budget.id for b in v.breaches) for v in verdicts)
+        units = [
+            u.errors
+            for r in runs
+            for u in r.comparison.referee
+            if u.op in budget.ops and u.errors is not None
+        ]
+        used = {
+            name: max((abs(getattr(u, name)) for u in units), default=0.0) / getattr(budget, name)
+            for name in STATISTICS
+            if getattr(budget, name)
+        }
+        most = max(used, key=lambda name: used[name])
+        share = f"{used[most]:.0%} of {most}"
+        yield f"| {budget.id} | its statistics | {share} | {alarms} of {len(runs)} | see below |"
+    alarms = sum(bool(v.breaches) for v in verdicts)
+    seen = sum(f.seen in ("named", "precheck") for f in faults)
+    yield f"| **the whole** | | | **{alarms} of {len(runs)}** | **{seen} of {len(faults)}** |"
+
+
+def breaks(limit: Limit, metrics: EdgeMetrics | None) -> bool:
+    """Whether the limit of tokens alone would have stopped it, as `judge` holds it."""
+    if metrics is None or metrics.tokens < limit.min_tokens:
+        return False
+    return not abs(float(getattr(metrics, limit.metric))) <= limit.fail_at(metrics.tokens)
+
+
+def smallest_table(faults: Sequence[Detection]) -> Iterator[str]:
+    """Of faults that have a strength: the smallest that is named, without a gap above it."""
+    yield "| fault | smallest that is named | its max abs Δlogp | weaker ones, not named |"
+    yield "| --- | ---: | ---: | --- |"
+    by_name: dict[str, list[Detection]] = defaultdict(list)
+    for fault in faults:
+        if fault.strength:
+            by_name[fault.fault].append(fault)
+    for name, points in sorted(by_name.items()):
+        strengths = sorted({p.strength for p in points}, reverse=True)
+        caught = []
+        for strength in strengths:
+            if not all(p.seen == "named" for p in points if p.strength == strength):
+                break
+            caught.append(strength)
+        if len(strengths) < 2 or not caught:
+            continue
+        there = [p.metrics for p in points if p.strength == caught[-1] and p.metrics]
+        moved = max((m.max_abs_dlogp for m in there), default=float("nan"))
+        left = ", ".join(f"{s:g}" for s in strengths[len(caught) :]) or "none was planted"
+        yield f"| `{name}` | {caught[-1]:g} | {moved:.2g} | {left} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", nargs="+", required=True, metavar="CONTRACT=FOLDER")
+    parser.add_argument("--selftest", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    told = SelfTest.model_validate_json(options.selftest.read_text()) if options.selftest else None
+    planted = [d for d in told.detections if d.expected == "named"] if told else []
+    lines: list[str] = []
+    for item in options.runs:
+        name, _, folder = item.partition("=")
+        contract, pairs = open_contract(name), runs_in(Path(folder))
+        runs = [r for some in pairs.values() for r in some]
+        faults = [d for d in planted if not d.curve] if name == "bf16" else []
+        lines += [f"## {contract.id} {contract.version}", "", *healthy_table(pairs, contract), ""]
+        lines += [*errors_table(runs, contract, faults), ""]
+    if planted:
+        lines += ["## The smallest fault that is named", "", *smallest_table(planted), ""]
+    options.out.write_text("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
