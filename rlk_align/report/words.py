@@ -6,7 +6,7 @@ from typing import Any
 
 from rlk_align.judge.checks import LimitCheck
 from rlk_align.judge.verdict import OverBudget, Verdict, headline, over_budget
-from rlk_align.judge.wording import how_off
+from rlk_align.judge.wording import how_off, why_legitimate
 from rlk_align.results import EngineRecord, Mismatch, Noise, SiteResult
 
 
@@ -84,6 +84,9 @@ def finding(verdict: Verdict) -> str:
                 "rounding and the order of sums add up, "
                 f"first at {first_difference.site}."
             )
+        legitimate = why_legitimate(verdict, edge, first_difference.site)
+        if legitimate:
+            text += f" There it is {legitimate}."
     if verdict.breaches:
         return f"The two sides of {edge.name} are further apart than the contract allows. {text}"
     if verdict.expired:
