@@ -103,7 +103,8 @@ def _over_words(verdict: Verdict, over: list[OverBudget]) -> str:
     how = [how_off(u, verdict.contract) for u in found.units]
     if how:
         text = f"{found.unit.site} is further from exact than rounding explains: {how[0]}"
-    more = f" {len(over) - 1} later operators are off too." if len(over) > 1 else ""
+    later = len(over) - 1
+    more = f" {later} later operator{'s are' if later > 1 else ' is'} off too." if later else ""
     return f"{text}.{more}"
 
 
