@@ -46,6 +46,7 @@ def report_run(
     layers: int = 2,
     samples: int = 3,
     length: int = 32,
+    worst: int | None = None,
     over: Sequence[str] = (),
     text: str = " word",
     probed: bool = True,
@@ -54,12 +55,12 @@ def report_run(
     **changes: Any,
 ) -> Run:
     """A run of the edge `prefill_vs_train` whose train side is off at the sites `over`; `text` is
-    what every token says, the rows of the sites `noisy` do not repeat, those of `nan` are not
-    finite, and `changes` are those of the Comparison."""
+    what every token says, `worst` the position of the worst one; the rows of the sites `noisy` do
+    not repeat, those of `nan` are not finite, and `changes` are those of the Comparison."""
     run = compared_run(folder)
     sites = model_sites(replace(SHAPE, layers=layers))
     comparison = made_comparison(sites, over, noisy, nan, **changes)
-    run.save_comparison(comparison, made_rows(sites, samples, length, text, nan))
+    run.save_comparison(comparison, made_rows(sites, samples, length, text, worst, nan))
     if probed:
         run.save_probe(made_probe(sites, over))
     run.finish()
@@ -174,7 +175,7 @@ def _refereed(site: Site, side: Any, over: bool) -> RefereedUnit:
 
 
 def made_rows(
-    sites: list[Site], samples: int, length: int, text: str, nan: Sequence[str] = ()
+    sites: list[Site], samples: int, length: int, text: str, worst: int | None, nan: Sequence[str]
 ) -> pa.Table:
     """As `rlk_align.rows` describes; the first half of each sequence is prompt."""
     drawn = np.random.default_rng(0)
@@ -183,7 +184,9 @@ def made_rows(
     spoken = (position >= half - 1) & (position < length - 1)
     first = -drawn.random(count)
     # The second sample holds the worst token.
-    delta = drawn.normal(0, 0.003, count) + 0.4 * ((sample == 1) & (position == half + 2))
+    delta = drawn.normal(0, 0.003, count) + 0.4 * (
+        (sample == 1) & (position == (half + 2 if worst is None else worst - 1))
+    )
     if nan:
         delta[np.flatnonzero(spoken)[0]] = np.nan
     head = [

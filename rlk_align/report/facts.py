@@ -3,7 +3,8 @@
 from collections import defaultdict
 from dataclasses import dataclass
 
-from rlk_align.judge.verdict import LimitCheck, OverBudget, over_budget
+from rlk_align.judge.checks import LimitCheck
+from rlk_align.judge.verdict import OverBudget, over_budget
 from rlk_align.probe.effects import Contribution
 from rlk_align.probe.record import ProbedEdge
 from rlk_align.probe.units import Split, Unit
@@ -14,6 +15,8 @@ from rlk_align.results import EdgeResult, RefereedUnit, SiteResult
 
 STATES = {
     "over": ("✕", "beyond its budget"),
+    "waived": ("○", "beyond its budget, waived"),
+    "near": ("!", "near its budget"),
     "introducer": ("◆", "introduces"),
     "differs": ("~", "inherits"),
     "equal": ("=", "bit-equal"),
@@ -77,8 +80,13 @@ class Operator:
         """A key of STATES."""
         if not self.site.rows:
             return "missing"
-        if self.over or (self.worst and not self.worst.holds):
+        outcome = self.worst.outcome if self.worst else "pass"
+        if self.over or outcome == "fail":
             return "over"
+        if outcome == "waived":
+            return "waived"
+        if outcome == "warn":
+            return "near"
         if self.introduces:
             return "introducer"
         return "differs" if self.site.differ else "equal"
@@ -123,13 +131,17 @@ def operators(source: Source, edge: EdgeResult) -> list[Operator]:
             over=over.get(site.site),
             contribution=parts.get(site.site),
             refereed=refereed[site.site],
-            worst=max(checks[site.site], key=lambda c: (not c.holds, c.excess), default=None),
+            worst=max(checks[site.site], key=_severity, default=None),
             how=[": ".join(w) for w in how_words(verdict, over[site.site])]
             if site.site in over
             else [],
         )
         for order, site in enumerate(edge.sites, 1)
     ]
+
+
+def _severity(check: LimitCheck) -> tuple[int, float]:
+    return ("pass", "warn", "waived", "fail").index(check.outcome), check.excess
 
 
 def _split(unit: Unit | None, site: str) -> Split | None:

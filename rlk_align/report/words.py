@@ -5,14 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlk_align.judge.verdict import (
-    LimitCheck,
-    OverBudget,
-    Verdict,
-    headline,
-    over_budget,
-)
-from rlk_align.judge.wording import how_off
+from rlk_align.judge.checks import LimitCheck
+from rlk_align.judge.verdict import OverBudget, Verdict, headline, over_budget
+from rlk_align.judge.wording import how_off, why_legitimate
 from rlk_align.results import CodePlace, EdgeResult, EngineRecord, Mismatch, Noise, SiteResult
 
 
@@ -91,7 +86,10 @@ def _short(value: Any) -> str:
 def check_words(check: LimitCheck) -> str:
     """E.g. `prefill_vs_train max_abs_dlogp: 0.082, 0.06 allowed (max-dlogp)`."""
     where = " ".join(filter(None, [check.edge, check.side, check.site, check.metric]))
-    return f"{where}: {abs(check.value):.3g}, {check.fail:g} allowed ({check.limit})"
+    words = f"{where}: {abs(check.value):.3g}, {check.fail:.3g} allowed ({check.limit})"
+    if check.outcome == "warn":
+        words += f", told of above {check.warn:.3g}"
+    return f"{words}; waived by {check.waiver.owner}" if check.waiver else words
 
 
 def finding(verdict: Verdict) -> str:
@@ -116,8 +114,16 @@ def finding(verdict: Verdict) -> str:
                 "rounding and the order of sums add up, "
                 f"first at {first_difference.site}."
             )
+        legitimate = why_legitimate(verdict, edge, first_difference.site)
+        if legitimate:
+            text += f" There it is {legitimate}."
     if verdict.breaches:
         return f"The two sides of {edge.name} are further apart than the contract allows. {text}"
+    if verdict.expired:
+        return f"A waiver has expired: {verdict.expired[0]}. {text}"
+    if verdict.waived:
+        count = len(verdict.waived)
+        return f"{count} {'breach is' if count == 1 else 'breaches are'} waived. {text}"
     return text if first_difference is None else f"The sides differ within all limits. {text}"
 
 
@@ -127,7 +133,8 @@ def _over_words(verdict: Verdict, over: list[OverBudget]) -> str:
     how = [how_off(u, verdict.contract) for u in found.units]
     if how:
         text = f"{found.unit.site} is further from exact than rounding explains: {how[0]}"
-    more = f" {len(over) - 1} later operators are off too." if len(over) > 1 else ""
+    later = len(over) - 1
+    more = f" {later} later operator{'s are' if later > 1 else ' is'} off too." if later else ""
     return f"{text}.{more}"
 
 
@@ -171,6 +178,11 @@ def next_step(verdict: Verdict, folder: Path) -> str:
         return f"in CI: rlk-align gate {shlex.quote(str(folder))} --contract {given}"
     if edge is None:
         return "see the breaches above"
+    if verdict.expired and not verdict.breaches:
+        waiver = verdict.expired[0].waiver
+        return (
+            f"ask {waiver.owner} to mend what the waiver of {waiver.limit} excused, or to renew it"
+        )
     over = over_budget(verdict, edge)
     first = over[0].unit if over else edge.first_bitwise
     if first is None:

@@ -4,10 +4,11 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page
 
-CONTRAST = {"runOnly": {"type": "rule", "values": ["color-contrast"]}}
+ALL = {"resultTypes": ["violations"]}
+CONTRAST = ALL | {"runOnly": {"type": "rule", "values": ["color-contrast"]}}
 
 
-def serious(page: Page, options: dict | None = None) -> list[str]:
+def serious(page: Page, options: dict = ALL) -> list[str]:
     """Rules that are broken, and by what."""
     found = Axe().run(page, options=options).response["violations"]
     return [

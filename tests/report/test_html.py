@@ -13,6 +13,7 @@ import pytest
 from report_runs import HOSTILE, hostile_engines, hostile_mismatch, report_run
 from synthetic import compared_run, write_trace
 
+from rlk_align.data import data_path
 from rlk_align.errors import CorruptTrace
 from rlk_align.report.html.page import run_page
 from rlk_align.report.html.several import several_page
@@ -64,7 +65,7 @@ def test_the_parts_come_in_the_order_of_a_readers_questions(failing: Run) -> Non
     found = re.findall(r'<h2 id="([\w-]+)">', page(failing))
     assert found == [
         *("verdict", "problems", "provenance", "drift", "heatmap", "tokens", "logprobs"),
-        *("operators", "unpaired"),
+        *("operators", "unpaired", "waivers"),
     ]
 
 
@@ -86,6 +87,19 @@ def test_introduced_and_inherited_are_told_apart_where_probed(failing: Run, tmp_
     unprobed = section(page(report_run(tmp_path / "unprobed", probed=False)), "drift")
     assert 'class="diamond' not in unprobed
     assert "Not probed" in unprobed
+
+
+def test_four_answers_are_given(failing: Run, tmp_path: Path) -> None:
+    drift = section(page(failing), "drift")
+    wanted = {
+        "where drift starts": "layers.0.attn_norm, first at sample 0, position 0",
+        "first beyond its budget": f"{OVER}: the training side is off",
+        "contributes most to Δlogp": "not known: rlk-align probe RUN --attribute tells",
+        "amplifies most": ", × 2; one ulp at embed moves log-probs by up to 0.08",
+    }
+    for question, answer in wanted.items():
+        [given] = re.findall(rf"<dt>{re.escape(question)}</dt><dd>(.*?)</dd>", drift)
+        assert answer in given
 
 
 def test_every_operator_is_a_row_and_a_cell(failing: Run) -> None:
@@ -262,6 +276,10 @@ def test_a_page_is_not_written_over_a_file_of_the_run(healthy: Run, cli) -> None
         done = cli("report", "html", healthy.folder, "-o", path)
         assert done.code == 2
         assert "file of the run itself" in done.err
+    nowhere = healthy.folder.parent / "nowhere" / "page.html"
+    done = cli("report", "html", healthy.folder, "-o", nowhere)
+    assert done.code == 2
+    assert "no file can be written there" in done.err
 
 
 def test_a_single_capture_is_no_comparison(tmp_path: Path, cli) -> None:
@@ -306,6 +324,64 @@ def test_nan_is_drawn_and_never_as_a_number(tmp_path: Path) -> None:
     assert not [value for value in drawn if "nan" in value or "inf" in value]
     assert 'class="bad"' in section(text, "heatmap")
     assert "NaN" in section(text, "tokens")
+
+
+def with_waivers(folder: Path, run: Run, reason: str) -> str:
+    """The built-in contract, with a waiver of every limit that the run breaks, until 2030-01-31."""
+    broken = {b.limit for b in load_source(str(run.folder), None).verdict.breaches}
+    assert broken
+    text = data_path("contracts").joinpath("bf16.toml").read_text(encoding="utf-8")
+    text = text.replace('id = "bf16"', 'id = "waiving"', 1)
+    for limit in sorted(broken):
+        text += f"""
+[[waivers]]
+limit = "{limit}"
+owner = "Ada <ada@example.org>"
+reason = {json.dumps(reason)}
+expires = 2030-01-31
+"""
+    path = folder / "waiving.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_waivers_are_shown_with_the_days_that_are_left(
+    failing: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contract = with_waivers(tmp_path, failing, "<script>the kernel is being mended</script>")
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1895529600")  # 2030-01-25
+    text = page(failing, contract)
+    assert "✓ PASS" in section(text, "verdict")
+    assert "breaches are waived" in section(text, "verdict")
+    waivers = section(text, "waivers")
+    assert '<td class="num" data-v="6.0">6</td>' in waivers
+    assert "Ada &lt;ada@example.org&gt;" in waivers
+    assert "&lt;script&gt;the kernel is being mended" in waivers
+    assert re.search(r'<tr id="op-\d+"[^>]*data-state="waived"', text)
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1896134400")  # 2030-02-01
+    text = page(failing, contract)
+    assert "✕ FAIL" in section(text, "verdict")
+    assert "expired 1 days ago" in section(text, "problems")
+    assert '<td class="num" data-v="-1.0">-1</td>' in section(text, "waivers")
+
+
+def test_of_a_long_sequence_its_worst_token_is_shown(tmp_path: Path) -> None:
+    run = report_run(tmp_path / "long", length=4000, worst=3000)
+    tokens = section(page(run), "tokens")
+    assert re.search(r"sample 1: max \|Δlogp\| 0\.\d+, at position 3000", tokens)
+    assert "[2840 tokens left out]" in tokens
+    assert "[840 tokens left out]" in tokens
+    assert len(re.findall("<bdi", tokens)) == 3 * 320
+
+
+def test_a_line_is_broken_where_a_run_lacks_the_site(healthy: Run, tmp_path: Path) -> None:
+    deeper = report_run(tmp_path / "deeper", layers=3, probed=False)
+    text = several_page([load_source(str(r.folder), None) for r in (healthy, deeper)])
+    lines = dict(re.findall(r'<path d="([^"]*)" class="line (s\d)"', text))
+    moves = {run: path.count("M") for path, run in lines.items()}
+    assert moves == {"s0": 2, "s1": 1}
+    assert "A healthy: introduced here" in text
+    assert "B deeper: introduced here" not in text
 
 
 def test_two_runs_are_overlaid_and_more_are_small_multiples(healthy: Run, failing: Run) -> None:

@@ -4,7 +4,8 @@ import math
 import shlex
 from dataclasses import dataclass
 
-from rlk_align.judge.verdict import PARITY_KINDS, LimitCheck, closest_limit, coverage, parity
+from rlk_align.judge.checks import LimitCheck
+from rlk_align.judge.verdict import PARITY_KINDS, closest_limit, coverage, parity
 from rlk_align.report.source import Source
 from rlk_align.report.words import check_words, finding, next_step, noise_words, side_off
 
@@ -29,7 +30,8 @@ class Card:
 def card(source: Source) -> Card:
     """Of one run."""
     verdict = source.verdict
-    worst = max(verdict.breaches, key=_badness, default=closest_limit(verdict))
+    beyond = verdict.breaches or verdict.waived
+    worst = max(beyond, key=_badness, default=closest_limit(verdict))
     return Card(
         status=verdict.status,
         sign=SIGNS[verdict.status],
@@ -37,10 +39,15 @@ def card(source: Source) -> Card:
         side=side_off(verdict),
         todo=next_step(verdict, source.folder),
         worst=worst,
-        worst_words=check_words(worst) if worst else "no limit was held against a value",
+        worst_words=_used(worst) if worst else "no limit was held against a value",
         facts=list(_facts(source)),
         command=shlex.join(source.record.command),
     )
+
+
+def _used(check: LimitCheck) -> str:
+    share = f"; {check.excess:.0%} used" if math.isfinite(check.excess) else ""
+    return f"{check_words(check)}{share}"
 
 
 def _badness(check: LimitCheck) -> tuple[bool, bool, float]:

@@ -64,14 +64,15 @@ def drift_figure(
     """`linked`: each site leads to its row in the table of operators."""
     plot = _Plot(series, scale or drift_scale(series), linked)
     probed = any(o.introduced is not None for s in series for o in s.operators)
-    legend = [
-        (f"line s{n}", f"{s.label}: mean over the rows that differ") for n, s in plot.numbered
-    ]
-    legend += [(f"thin s{n}", f"{s.label}: largest of a row") for n, s in plot.numbered]
-    if probed:
-        legend += [(f"diamond s{n}", f"{s.label}: introduced here") for n, s in plot.numbered]
-        if len(series) == 1:
-            legend.append(("ring s0", "inherited from its inputs"))
+    legend = []
+    for n, s in plot.numbered:
+        whose = f"{s.label}: " if len(series) > 1 else ""
+        legend.append((f"line s{n}", f"{whose}mean over the rows that differ"))
+        legend.append((f"thin s{n}", f"{whose}largest of a row"))
+        if any(o.introduced is not None for o in s.operators):
+            legend.append((f"diamond s{n}", f"{whose}introduced here"))
+    if probed and len(series) == 1:
+        legend.append(("ring s0", "inherited from its inputs"))
     if plot.budgets:
         legend.append(("budget", "what the contract lets an operator introduce by itself"))
     if plot.rounding is not None:
@@ -105,7 +106,7 @@ def _caption(probed: bool, budgets: bool, series: Sequence[Series]) -> Iterator[
             "Inherited: what the difference of its inputs makes of its output."
         )
     else:
-        yield "Not probed: `rlk-align probe RUN` tells introduced from inherited."
+        yield "Not probed: rlk-align probe RUN tells introduced from inherited."
     if budgets:
         yield (
             "The band is the contract's rms budget of both sides together; it bounds what is "
@@ -129,7 +130,9 @@ class _Plot:
 
     def __init__(self, series: Sequence[Series], scale: LogScale, linked: bool) -> None:
         self.numbered, self.scale, self.linked = list(enumerate(series)), scale, linked
-        sites = [o.site for s in series for o in s.operators]
+        # The order of the run with most sites, so that a deeper model's layers stay in theirs.
+        longest = sorted(series, key=lambda s: -len(s.operators))
+        sites = [o.site for s in longest for o in s.operators]
         self.sites = list({s.site: s for s in sites}.values())
         self.at = {s.site: n for n, s in enumerate(self.sites)}
         self.step = (WIDTH - LEFT - RIGHT) / max(1, len(self.sites))
@@ -202,7 +205,9 @@ class _Plot:
 
     def _lines(self, number: int, series: Series) -> Iterator[Markup]:
         for kind in ("largest", "mean"):
-            points = [(self.x(o.site.site), getattr(o, kind)) for o in series.operators]
+            known = {o.site.site: getattr(o, kind) for o in series.operators}
+            # Of all sites: a line that leaps over one that a run lacks would say too much.
+            points = [(self.x(s.site), known.get(s.site)) for s in self.sites]
             path = " ".join(_strokes(points, self.scale))
             yield el("path", d=path, class_=f"{'thin' if kind == 'largest' else 'line'} s{number}")
         if self.named:

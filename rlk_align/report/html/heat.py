@@ -9,6 +9,8 @@ from rlk_align.report.html.figure import Figure
 from rlk_align.report.html.svg import Ramp, chart, el, figure, text
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _CELL = 1120.0, 70.0, 44.0, 66.0, 20.0
+_SIGNED = ("over", "waived", "near", "introducer")
+"""States whose sign stands in the cell."""
 _OUTER = 150.0
 """Width of a cell that belongs to no layer; its name stands in it."""
 
@@ -40,8 +42,7 @@ def operator_heat(found: list[Operator]) -> Figure:
         ),
         legend=[
             *ramp.legend(),
-            ("sign over", "beyond its budget"),
-            ("sign introducer", "introduces a difference, within its budget"),
+            *((f"sign {state}", f"{STATES[state][0]} {STATES[state][1]}") for state in _SIGNED),
         ],
         columns=["site", "state", "mean relative L2"],
         rows=[[o.site.site, STATES[o.state][1], figure(o.mean)] for o in found],
@@ -84,7 +85,7 @@ def _cell(
 ) -> Markup:
     """A link whose colour is the error and whose sign is the state."""
     x, y = place
-    sign = STATES[o.state][0] if o.state in ("over", "introducer") else ""
+    sign = STATES[o.state][0] if o.state in _SIGNED else ""
     level = ramp.level(o.mean)
     words = " ".join(filter(None, [sign, said]))
     return el(

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from markupsafe import Markup
 
-from rlk_align.judge.verdict import LimitCheck, Verdict
+from rlk_align.judge.checks import LimitCheck
+from rlk_align.judge.verdict import Verdict
 from rlk_align.report.html.figure import Figure
 from rlk_align.report.html.svg import chart, el, figure, text
 from rlk_align.results import Comparison, EdgeMetrics, EdgeResult, Noise
@@ -168,7 +169,9 @@ class _Plot:
             x = self.x(at)
             yield el("line", x1=x, x2=x, y1=_TOP - 4, y2=bottom, class_="limit")
             side = "" if at < 0 else " end"
-            yield text(x + (4 if at < 0 else -4), _TOP + 8, f"limit {at:+g}", class_=f"label{side}")
+            yield text(
+                x + (4 if at < 0 else -4), _TOP + 8, f"limit {at:+.3g}", class_=f"label{side}"
+            )
 
     def _ticks(self, bottom: float) -> Iterator[Markup]:
         step = 10 ** math.floor(math.log10(self.span))

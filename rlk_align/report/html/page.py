@@ -12,6 +12,7 @@ from markupsafe import Markup
 from rlk_align import __version__
 from rlk_align.judge.verdict import Verdict, headline
 from rlk_align.report.facts import operators
+from rlk_align.report.html.answers import answers
 from rlk_align.report.html.card import card
 from rlk_align.report.html.drift import Series, drift_figure
 from rlk_align.report.html.heat import operator_heat
@@ -87,6 +88,7 @@ def run_page(source: Source) -> str:
         "problems": _problems(verdict),
         "provenance": provenance(verdict.comparison),
         "unpaired": _unpaired(verdict),
+        "waivers": _waivers(verdict),
         "notes": verdict.notes,
         "ranks": rank_map(verdict.comparison),
         "drift": None,
@@ -98,7 +100,7 @@ def run_page(source: Source) -> str:
 
 
 _SECTIONS = [
-    ("problems", "What does not hold"),
+    ("problems", "Breaches, warnings and doubts"),
     ("provenance", "Provenance"),
     ("drift", "Where drift starts"),
     ("heatmap", "Layers and operators"),
@@ -107,6 +109,7 @@ _SECTIONS = [
     ("rankmap", "Ranks"),
     ("operators", "Operators"),
     ("unpaired", "Unpaired sites"),
+    ("waivers", "Waivers"),
     ("notes", "Notes"),
 ]
 
@@ -121,6 +124,9 @@ def _problems(verdict: Verdict) -> list[tuple[str, list[str]]]:
     found = [
         ("Mismatches before anything was computed", _mismatches(verdict)),
         ("Limits that do not hold", [check_words(b) for b in verdict.breaches]),
+        ("Waivers that have expired", [str(use) for use in verdict.expired]),
+        ("Breaches that are waived", [check_words(w) for w in verdict.waived]),
+        ("Near a limit", [check_words(w) for w in verdict.warnings]),
         ("Why nothing can be concluded", verdict.doubts),
     ]
     return [(heading, items) for heading, items in found if items]
@@ -139,6 +145,22 @@ def _unpaired(verdict: Verdict) -> list[list[str]]:
     ]
 
 
+def _waivers(verdict: Verdict) -> list[list[str]]:
+    return [
+        [
+            *(w.limit, ", ".join(w.sites or ["all"]), ", ".join(w.edges or ["all"])),
+            *(w.owner, w.reason, str(w.expires), str(use.days_left), use.state, str(use.breaches)),
+        ]
+        for use in verdict.waivers
+        for w in [use.waiver]
+    ]
+
+
+_SIGNS = {"pass": "≤", "warn": "! >", "waived": "○ >", "fail": "✕ >"}
+_OUTCOMES = {"pass": "", "warn": "near-limit", "waived": "near-limit", "fail": "breach"}
+"""How a figure stands to its limit: a sign, and a class."""
+
+
 def _charts(source: Source, edge: EdgeResult) -> dict[str, object]:
     """What is drawn of the edge to speak of first."""
     verdict, found = source.verdict, operators(source, edge)
@@ -149,6 +171,7 @@ def _charts(source: Source, edge: EdgeResult) -> dict[str, object]:
         words = f"Graft passes were left out: {source.probe.left_out}"
     return {
         "edge": edge.name,
+        "answers": answers(source, edge),
         "edges": [e.name for e in verdict.comparison.edges],
         "metrics": metric_rows(verdict, verdict.comparison.edges),
         "drift": drift_figure("drift-chart", f"Drift of {edge.name}", series, linked=True),
@@ -156,6 +179,8 @@ def _charts(source: Source, edge: EdgeResult) -> dict[str, object]:
         "heat": operator_heat(found),
         "operators": operator_table(found),
         "probe_words": words,
+        "signs": _SIGNS,
+        "outcomes": _OUTCOMES,
         "no_rows": NO_ROWS,
         **_rows(source, edge),
     }
@@ -184,7 +209,8 @@ def _rows(source: Source, edge: EdgeResult) -> dict[str, object]:
     return {
         "samples": [sample_view(s, bound, delta, errors) for s in stretches],
         "samples_words": f"The {len(stretches)} sequences with the largest |Δlogp| of {edge.name}, "
-        "the largest first. Of a long one, the stretch around the first sampled token. "
+        "the largest first. Of a long one, the stretch around the first sampled token, or around "
+        "its worst one where that lies further on. "
         "A row's log-prob is that of the next token; here each token carries its own.",
         "error_legend": errors.legend(),
         "delta_legend": delta.legend(),

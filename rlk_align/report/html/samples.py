@@ -15,7 +15,7 @@ from rlk_align.rows import HEAD
 SHOWN = 4
 """Sequences that are drawn."""
 LONGEST = 320
-"""Tokens of a sequence that are drawn; the middle of a long prompt is left out."""
+"""Tokens of a sequence that are drawn."""
 _CELLS = 30_000
 """Values of the heat maps together, so that a page of a deep model stays small."""
 
@@ -33,8 +33,10 @@ class Stretch:
     """Δlogp of each token itself; None for the prompt's."""
     errors: dict[str, list[float | None]]
     """Site -> relative L2 error of each row; None where no value was kept."""
-    left_out: int
-    """Tokens of the prompt before the first that is drawn."""
+    before: int
+    """Tokens that are left out before the first that is drawn."""
+    after: int
+    """And after the last."""
 
     @property
     def worst(self) -> tuple[float, int]:
@@ -88,8 +90,9 @@ def worst_samples(source: Source, edge: EdgeResult) -> list[Stretch]:
 
 
 def _stretch(table: pa.Table, sample: int, sites: list[str], length: int) -> Stretch:
-    """Of a long sequence the stretch around the first sampled token: at most a third of it is
-    prompt, where there is enough that was sampled."""
+    """Of a long sequence the stretch around the first sampled token, at most a third of it prompt
+    where there is enough that was sampled; or around its worst token, where that lies further on.
+    """
     rows = table.filter(pc.equal(table["sample"], sample))
     sampled = rows["response"].to_pylist()
     prompt = sampled.index(True) if True in sampled else len(sampled)
@@ -98,6 +101,9 @@ def _stretch(table: pa.Table, sample: int, sites: list[str], length: int) -> Str
     whole = pc.subtract(rows["second_logprob"], rows["first_logprob"]).to_pylist()
     # A row speaks of the next token: the token itself is spoken of by the row before it.
     own = [None, *whole[:-1]]
+    worst = max(range(len(own)), key=lambda n: -1.0 if own[n] is None else _size(own[n]))
+    if worst >= start + length:
+        start = min(worst - length // 2, len(own) - length)
     part = rows.slice(start, length)
     return Stretch(
         sample=sample,
@@ -107,5 +113,6 @@ def _stretch(table: pa.Table, sample: int, sites: list[str], length: int) -> Str
         sampled=sampled[start : start + length],
         delta=own[start : start + length],
         errors={s: part[s].to_pylist() for s in sites if s in part.column_names},
-        left_out=start,
+        before=start,
+        after=max(0, len(own) - start - length),
     )

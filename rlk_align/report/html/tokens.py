@@ -34,7 +34,9 @@ class SampleView:
     summary: str
     heat: Figure
     tokens: list[Token]
-    left_out: int
+    before: int
+    after: int
+    """Tokens that are left out on either side."""
 
 
 def sample_view(stretch: Stretch, bound: float | None, delta: Ramp, errors: Ramp) -> SampleView:
@@ -47,7 +49,8 @@ def sample_view(stretch: Stretch, bound: float | None, delta: Ramp, errors: Ramp
         f"{stretch.positions[at]}, “{words}”",
         heat=_heat(stretch, errors),
         tokens=list(_tokens(stretch, bound, delta)),
-        left_out=stretch.left_out,
+        before=stretch.before,
+        after=stretch.after,
     )
 
 

@@ -1,0 +1,63 @@
+"""Four answers to "which operator", for an edge: they are rarely one and the same."""
+
+from rlk_align.judge.verdict import over_budget
+from rlk_align.report.source import Source
+from rlk_align.report.words import WHOSE_OFF, site_figures
+from rlk_align.results import EdgeResult
+
+_NO_PROBE = "not known: rlk-align probe RUN tells"
+_NO_ATTRIBUTION = "not known: rlk-align probe RUN --attribute tells"
+
+
+def answers(source: Source, edge: EdgeResult) -> list[tuple[str, str]]:
+    """(question, answer)."""
+    return [
+        ("where drift starts", _first(edge)),
+        ("first beyond its budget", _over(source, edge)),
+        ("contributes most to Δlogp", _contributor(source, edge)),
+        ("amplifies most", _amplifier(source, edge)),
+    ]
+
+
+def _first(edge: EdgeResult) -> str:
+    first = edge.first_bitwise
+    if first is None:
+        return f"nowhere: {len(edge.sites)} of {len(edge.sites)} sites are bit-equal"
+    site = next(s for s in edge.sites if s.site == first.site)
+    since = f"; all is equal up to {first.last_equal}" if first.last_equal else ""
+    where = f"sample {first.sample}, position {first.position}"
+    return f"{first.site}, first at {where}; {site_figures(site)}{since}"
+
+
+def _over(source: Source, edge: EdgeResult) -> str:
+    found = over_budget(source.verdict, edge)
+    if found:
+        return f"{found[0].unit.site}: {WHOSE_OFF[found[0].side]}"
+    if not source.verdict.contract.budgets:
+        return f"not known: contract {source.verdict.contract.id} has no budgets"
+    units = [u for u in source.verdict.comparison.referee if edge.name in u.edges]
+    done = sum(u.errors is not None for u in units)
+    return f"none: {done} of {len(units)} operators of both sides were recomputed in float64"
+
+
+def _contributor(source: Source, edge: EdgeResult) -> str:
+    probed = source.probe.edge(edge.name) if source.probe else None
+    attribution = probed.attribution if probed else None
+    if attribution is None:
+        return _NO_ATTRIBUTION
+    whole = sum(map(abs, attribution.whole)) / max(1, len(attribution.whole))
+    if attribution.largest is None:
+        return f"no operator was looked at by itself; mean |Δlogp| is {whole:.2g}"
+    top = attribution.largest
+    return f"{top.units[0]}: mean |Δlogp| {top.mean_abs:.2g} by itself, of {whole:.2g} in all"
+
+
+def _amplifier(source: Source, edge: EdgeResult) -> str:
+    probed = source.probe.edge(edge.name) if source.probe else None
+    moved = probed.amplification if probed else None
+    if moved is None or moved.largest is None or moved.largest.gain is None:
+        return _NO_PROBE
+    return (
+        f"{moved.largest.name}, × {moved.largest.gain:.2g}; one ulp at {moved.perturbed} moves "
+        f"log-probs by up to {moved.max_abs_dlogp:.2g}"
+    )
