@@ -39,7 +39,7 @@ def one_line(error: BaseException) -> str:
     return said if len(said) <= _LONGEST else f"{said[:_LONGEST]} ..."
 
 
-def clipped(text: object, longest: int = _LONGEST) -> str:
-    """`text` as far as it fits in so many characters."""
-    said = str(text)
+def short_printable(text: object, longest: int = _LONGEST, lines: bool = False) -> str:
+    """`printable`, as far as it fits in so many characters."""
+    said = printable(str(text)[: longest + 1], lines)
     return said if len(said) <= longest else f"{said[: longest - 4]} ..."

@@ -1,8 +1,8 @@
 """Comparison + Contract -> Verdict. Needs neither an engine nor torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import date
-from typing import Literal
+from typing import Literal, TypeVar
 
 from rlk_align.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS
 from rlk_align.judge.checks import LimitCheck, check_edge
@@ -253,15 +253,14 @@ class OverBudget(Result):
 def over_budget(verdict: Verdict, edge: EdgeResult) -> list[OverBudget]:
     """Every unit of an edge, in execution order, that is further from float64 than its budget
     allows, or introduced more than its limit does, or a NaN or an infinity."""
-    breaches = [b for b in verdict.breaches if b.edge == edge.name]
+    breaches = _by_site(b for b in verdict.breaches if b.edge == edge.name)
+    refereed = _by_site(u for u in verdict.comparison.referee if edge.name in u.edges)
     found: list[OverBudget] = []
     for at, site in enumerate(edge.sites):
-        here = [b for b in breaches if b.site == site.site]
+        here = breaches.get(site.site, [])
         passes = {(b.side, b.passname) for b in here if b.side is not None}
         sides = {side for side, _ in passes}
-        units = [
-            u for u in verdict.comparison.referee if u.site == site.site and edge.name in u.edges
-        ]
+        units = refereed.get(site.site, [])
         off = [u for u in units if (u.side, u.passname) in passes]
         cell = site.first_nonfinite or site.first_introduced
         if not off and not (cell and any(b.metric in _INTRODUCED for b in here)):
@@ -275,6 +274,16 @@ def over_budget(verdict: Verdict, edge: EdgeResult) -> list[OverBudget]:
         assert cell is not None
         unit = Introducer.among(edge.sites, at, cell)
         found.append(OverBudget(unit=unit, side=side, units=off))
+    return found
+
+
+OfSite = TypeVar("OfSite", LimitCheck, RefereedUnit)
+
+
+def _by_site(items: Iterable[OfSite]) -> dict[str | None, list[OfSite]]:
+    found: dict[str | None, list[OfSite]] = {}
+    for item in items:
+        found.setdefault(item.site, []).append(item)
     return found
 
 

@@ -22,7 +22,7 @@ from rlk_align.report.words import (
     side_off,
 )
 from rlk_align.results import CodePlace, EdgeResult
-from rlk_align.text import clipped, printable
+from rlk_align.text import short_printable
 
 SUMMARY = "GITHUB_STEP_SUMMARY"
 """The variable by which GitHub names the file of a step's summary."""
@@ -51,13 +51,13 @@ class Annotation:
 
 def _data(text: str) -> str:
     """As a workflow command spells a message."""
-    said = clipped(printable(text, lines=True), _LONGEST)
+    said = short_printable(text, _LONGEST, lines=True)
     return said.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def _property(text: str) -> str:
     """The same for a property's value."""
-    return _data(printable(text)).replace(":", "%3A").replace(",", "%2C")
+    return _data(short_printable(text, _LONGEST)).replace(":", "%3A").replace(",", "%2C")
 
 
 def step_summary(source: Source) -> str:

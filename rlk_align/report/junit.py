@@ -24,7 +24,7 @@ from rlk_align.report.words import (
     side_off,
 )
 from rlk_align.results import EdgeResult
-from rlk_align.text import clipped, printable
+from rlk_align.text import short_printable
 
 _SHOWN = 20
 """Checks of one test case that are told; the rest is counted."""
@@ -106,7 +106,7 @@ def _case_element(suite: Suite, case: Case) -> ElementTree.Element:
 
 def _said(text: object) -> str:
     """What XML can hold, which is not every character, and a reader takes in."""
-    return clipped(printable(text), _LONGEST)
+    return short_printable(text, _LONGEST)
 
 
 def _evidence(source: Source) -> Suite:
@@ -174,12 +174,10 @@ def _of_limit(verdict: Verdict, name: str, checks: list[LimitCheck]) -> Case:
         for outcome in ("fail", "waived", "warn")
     }
     failed, waived, near = by_outcome.values()
-    told = [
-        *(_told(c, verdict) for c in failed),
-        *(f"waived by {c.waiver.owner}: {_told(c, verdict)}" for c in waived if c.waiver),
-        *(f"near its limit: {_told(c, verdict)}" for c in near),
-    ]
-    lines = [*_bounded(told), f"{len(checks)} checked"] if told else []
+    told = [*failed, *waived, *near]
+    more = [f"and {len(told) - _SHOWN} more"] if len(told) > _SHOWN else []
+    lines = [*(_told(c, verdict) for c in told[:_SHOWN]), *more]
+    lines += [f"{len(checks)} checked"] if told else []
     if failed:
         return Case(
             name=name,
@@ -202,7 +200,8 @@ def _message(failed: list[LimitCheck]) -> str:
 
 def _told(check: LimitCheck, verdict: Verdict) -> str:
     """The figure; of an operator how it is off, and where it is in the code."""
-    parts = [check_words(check)]
+    state = {"waived": "waived: ", "warn": "near its limit: "}.get(check.outcome, "")
+    parts = [f"{state}{check_words(check)}"]
     for u in verdict.comparison.referee:
         if (u.side, u.passname, u.site) == (check.side, check.passname, check.site):
             code = f"in {u.code}" if u.code else ""

@@ -5,9 +5,9 @@ counted, and parts that do not fit are left out by name.
 """
 
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
-from rlk_align.judge.checks import LimitCheck
 from rlk_align.judge.verdict import (
     PARITY_KINDS,
     OverBudget,
@@ -43,6 +43,7 @@ LARGEST = 64_000
 _SHOWN = 10
 """Entries of a list that are shown; the rest is counted."""
 _LONGEST_COMMAND = 2000
+T = TypeVar("T")
 Section = tuple[str, str]
 """(heading, Markdown below it)."""
 
@@ -101,21 +102,20 @@ def _sections(source: Source) -> Iterator[Section]:
         if found and not c.stopped:
             yield (
                 f"Operators beyond their budgets ({edge.name})",
-                _bullets(_operator(verdict, edge, o) for o in found),
+                _bullets(found, lambda o: _operator(verdict, edge, o)),
             )
-    lists = {
-        "Nothing can be concluded": map(prose, verdict.doubts),
-        "Mismatches before anything was computed": (
-            prose(f"{mismatch_words(m)}{f'; {m.detail}' if m.detail else ''}") for m in c.mismatches
-        ),
-        "Limits that do not hold": map(_check, verdict.breaches),
-        "Near a limit": map(_check, verdict.warnings),
-        "Waivers": (f"{use.state}: {prose(use)}" for use in verdict.waivers),
+    mismatches = (f"{mismatch_words(m)}{f'; {m.detail}' if m.detail else ''}" for m in c.mismatches)
+    lists: dict[str, Iterable[object]] = {
+        "Nothing can be concluded": verdict.doubts,
+        "Mismatches before anything was computed": mismatches,
+        "Limits that do not hold": map(check_words, verdict.breaches),
+        "Near a limit": map(check_words, verdict.warnings),
+        "Waivers": (f"{use.state}: {use}" for use in verdict.waivers),
         "Probe": _probed(source),
-        "Notes": map(prose, verdict.notes),
+        "Notes": verdict.notes,
     }
     for heading, items in lists.items():
-        if body := _bullets(items):
+        if body := _bullets(list(items), prose):
             yield heading, body
     yield "The two sides", _sides(verdict)
     command = printable(shlex.join(source.record.command))
@@ -128,11 +128,10 @@ def _figures(edges: list[EdgeResult]) -> str:
     return table(["edge", *EDGE_FIGURES], [[code(e.name), *edge_figures(e)] for e in edges], True)
 
 
-def _bullets(items: Iterable[str]) -> str:
+def _bullets(items: Sequence[T], words: Callable[[T], str]) -> str:
     """A list, bounded; empty without an entry."""
-    found = list(items)
-    more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-    return "\n".join(f"- {item}" for item in [*found[:_SHOWN], *more])
+    more = [f"and {len(items) - _SHOWN} more"] if len(items) > _SHOWN else []
+    return "\n".join(f"- {item}" for item in [*map(words, items[:_SHOWN]), *more])
 
 
 def _operator(verdict: Verdict, edge: EdgeResult, found: OverBudget) -> str:
@@ -151,16 +150,12 @@ def _operator(verdict: Verdict, edge: EdgeResult, found: OverBudget) -> str:
     return "\n".join(lines)
 
 
-def _check(check: LimitCheck) -> str:
-    return prose(check_words(check))
-
-
 def _probed(source: Source) -> Iterator[str]:
     if source.probe is not None:
         if source.probe.left_out:
-            yield prose(f"graft passes were left out: {source.probe.left_out}")
+            yield f"graft passes were left out: {source.probe.left_out}"
         for probed in source.probe.edges:
-            yield prose(f"{probed.name}: {summary(source.verdict, probed)}")
+            yield f"{probed.name}: {summary(source.verdict, probed)}"
 
 
 def _sides(verdict: Verdict) -> str:

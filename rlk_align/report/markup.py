@@ -7,19 +7,19 @@ code, in which no forge looks for links, mentions, emoji or HTML.
 
 import re
 
-from rlk_align.text import clipped, printable
+from rlk_align.text import short_printable
 
 _LONGEST = 160
 """Characters of one name."""
-_ACTIVE = re.compile(r"[`*_\[\]<>|\\#@~$!&^{}:]|//|www\.", re.IGNORECASE)
-"""What Markdown, or what a forge makes of it, acts upon inside a line."""
+_ACTIVE = re.compile(r"[`*_\[\]<>|\\#@~$!&^{}:]|//|www\.|[a-z]\.\w", re.IGNORECASE)
+"""What Markdown, or what a forge makes of it, acts upon inside a line; and names with dots."""
 _STARTS_A_BLOCK = re.compile(r"[-+=.]|\d+[.)]$")
 """What it acts upon where a line begins."""
 
 
 def code(text: object) -> str:
     """`text` as code, in one line, also inside a table."""
-    said = clipped(printable(text), _LONGEST)
+    said = short_printable(text, _LONGEST)
     if said and said == said.strip() and not re.search(r"[`|\\]", said):
         return f"`{said}`"
     # An entity is never read as syntax, not even as the end of a table's cell.
@@ -29,7 +29,7 @@ def code(text: object) -> str:
 
 def prose(text: object, longest: int = 600) -> str:
     """A sentence with names in it."""
-    words = [w for w in clipped(printable(text), longest).split(" ") if w]
+    words = [w for w in short_printable(text, longest).split(" ") if w]
     return " ".join(_word(word, first=not at) for at, word in enumerate(words))
 
 
