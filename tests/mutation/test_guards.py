@@ -95,6 +95,36 @@ GUARDS = {
         "return True or larger <= max(",
         "compare/test_measure.py::test_two_draws_of_a_noise_are_told_from_a_shift_of_most_tokens",
     ),
+    "an expired waiver": Guard(
+        "judge/verdict.py",
+        ' or any(u.state == "expired" for u in uses)',
+        "",
+        "judge/test_limits.py::test_an_expired_waiver_fails_even_where_nothing_is_wrong",
+    ),
+    "a NaN that is waived": Guard(
+        "judge/waivers.py",
+        ' and check.metric != "nonfinite"',
+        "",
+        "judge/test_limits.py::test_a_waiver_covers_what_it_names_and_no_nan",
+    ),
+    "an operator without a limit": Guard(
+        "judge/checks.py",
+        "if not limited and contract.budget(site.op) is None:",
+        "if False:",
+        "judge/test_limits.py::test_an_operator_that_no_limit_speaks_of_is_an_error",
+    ),
+    "a looser limit without a reason": Guard(
+        "judge/load.py",
+        'if change.kind == "loosened" and not reasons',
+        "if False and not reasons",
+        "judge/test_changes.py::test_loosening_wants_a_reason",
+    ),
+    "the hash of a parent": Guard(
+        "judge/load.py",
+        'for name in ("id", "version", "sha256"):',
+        'for name in ("id", "version"):',
+        "judge/test_changes.py::test_the_parent_is_pinned",
+    ),
     "contents of a file": Guard(
         "trace/checksums.py",
         "if digest != files[name].blake2b:",
