@@ -66,14 +66,14 @@ GUARDS = {
         "judge/test_verdict.py::test_one_unexplained_row_is_inconclusive",
     ),
     "NaN in a metric": Guard(
-        "judge/verdict.py",
+        "judge/checks.py",
         "return abs(self.value) <= self.fail",
         "return not abs(self.value) > self.fail",
         "judge/test_verdict.py::test_nan_and_inf_fail_every_limit",
     ),
     "NaN in a row": Guard(
-        "judge/verdict.py",
-        'yield _check("finite", "nonfinite", float(site.nonfinite), 0.0, edge, site)',
+        "judge/checks.py",
+        'yield _of_site("finite", "nonfinite", float(site.nonfinite), 0.0, None, edge, site)',
         "pass",
         "judge/test_verdict.py::test_a_nonfinite_entry_fails_any_contract",
     ),
@@ -187,7 +187,7 @@ GUARDS = {
         "probe/referee/test_rows.py::test_of_a_long_sample_the_rows_up_to_the_worst",
     ),
     "the worst statistic": Guard(
-        "judge/verdict.py",
+        "judge/checks.py",
         "yield max(checks, key=lambda check: (not check.holds, check.excess))",
         "yield checks[0]",
         "judge/test_budgets.py::test_each_statistic_has_its_bound",
