@@ -90,12 +90,16 @@ def model_explorer(
 ) -> None:
     """Graphs for Google's Model Explorer.
 
-    To open them, pip install ai-edge-model-explorer and run model-explorer.
-    Give it FOLDER/canonical.json, then load relative-l2.json,
-    introduced.json, inherited.json or side.json as custom node data. For
-    both engines side by side, give it FOLDER/engines.json, split the pane,
+    To open them: pip install ai-edge-model-explorer, then
+
+    model-explorer FOLDER/canonical.json
+    --node_data_paths=FOLDER/relative-l2.json,FOLDER/side.json
+
+    with introduced.json and inherited.json too, where the run was probed.
+
+    For both engines side by side, open FOLDER/engines.json, split the pane,
     choose `rollout` on the left and `train` on the right, and for the
-    syncing of navigation upload the mapping navigation.json.
+    syncing of navigation upload the mapping FOLDER/navigation.json.
     """
     from rlk_align.report.model_explorer import model_explorer_files
 

@@ -175,7 +175,7 @@ def _logarithms(sizes: list[float | None]) -> list[float | None]:
             return high
         return math.log10(size) if size > 0 else low
 
-    return [value(s) for s in sizes]
+    return [None if v is None else round(v, 3) for v in map(value, sizes)]
 
 
 def _sides(

@@ -66,14 +66,14 @@ GUARDS = {
         "judge/test_verdict.py::test_one_unexplained_row_is_inconclusive",
     ),
     "NaN in a metric": Guard(
-        "judge/verdict.py",
+        "judge/checks.py",
         "return abs(self.value) <= self.fail",
         "return not abs(self.value) > self.fail",
         "judge/test_verdict.py::test_nan_and_inf_fail_every_limit",
     ),
     "NaN in a row": Guard(
-        "judge/verdict.py",
-        'yield _check("finite", "nonfinite", float(site.nonfinite), 0.0, edge, site)',
+        "judge/checks.py",
+        'yield _of_site("finite", "nonfinite", float(site.nonfinite), 0.0, None, edge, site)',
         "pass",
         "judge/test_verdict.py::test_a_nonfinite_entry_fails_any_contract",
     ),
@@ -94,6 +94,36 @@ GUARDS = {
         "return larger <= max(",
         "return True or larger <= max(",
         "compare/test_measure.py::test_two_draws_of_a_noise_are_told_from_a_shift_of_most_tokens",
+    ),
+    "an expired waiver": Guard(
+        "judge/verdict.py",
+        ' or any(u.state == "expired" for u in uses)',
+        "",
+        "judge/test_limits.py::test_an_expired_waiver_fails_even_where_nothing_is_wrong",
+    ),
+    "a NaN that is waived": Guard(
+        "judge/waivers.py",
+        ' and check.metric != "nonfinite"',
+        "",
+        "judge/test_limits.py::test_a_waiver_covers_what_it_names_and_no_nan",
+    ),
+    "an operator without a limit": Guard(
+        "judge/checks.py",
+        "if not limited and contract.budget(site.op) is None:",
+        "if False:",
+        "judge/test_limits.py::test_an_operator_that_no_limit_speaks_of_is_an_error",
+    ),
+    "a looser limit without a reason": Guard(
+        "judge/load.py",
+        'if change.kind == "loosened" and not reasons',
+        "if False and not reasons",
+        "judge/test_changes.py::test_loosening_wants_a_reason",
+    ),
+    "the hash of a parent": Guard(
+        "judge/load.py",
+        'for name in ("id", "version", "sha256"):',
+        'for name in ("id", "version"):',
+        "judge/test_changes.py::test_the_parent_is_pinned",
     ),
     "contents of a file": Guard(
         "trace/checksums.py",
@@ -157,7 +187,7 @@ GUARDS = {
         "probe/referee/test_rows.py::test_of_a_long_sample_the_rows_up_to_the_worst",
     ),
     "the worst statistic": Guard(
-        "judge/verdict.py",
+        "judge/checks.py",
         "yield max(checks, key=lambda check: (not check.holds, check.excess))",
         "yield checks[0]",
         "judge/test_budgets.py::test_each_statistic_has_its_bound",
