@@ -19,7 +19,6 @@ from rlk_align.cli.options import (
     parse_edges,
     parse_kinds,
     parse_layers,
-    parse_outputs,
     parse_size,
     trace_plan,
 )
@@ -95,23 +94,6 @@ def test_kinds() -> None:
         with pytest.raises(BadOption, match="--allow-mismatch") as error:
             parse_kinds([bad])
         assert "weights" in error.value.fix
-
-
-def test_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert parse_outputs(None) == []
-    assert parse_outputs(["json=a.json", f"json={tmp_path}/b=c.json"]) == [
-        Path("a.json"),
-        tmp_path / "b=c.json",
-    ]
-    for bad in ("a.json", "json", "json=", "=a.json", "yaml=a", "json=none/a.json"):
-        with pytest.raises(BadOption, match="--output"):
-            parse_outputs([bad])
-
-
-def test_an_output_that_is_a_folder_is_refused_before_the_work(tmp_path: Path) -> None:
-    with pytest.raises(BadOption, match="--output"):
-        parse_outputs([f"json={tmp_path}"])
 
 
 def test_a_plan_holds_what_was_asked_for() -> None:
