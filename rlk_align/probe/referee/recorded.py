@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from rlk_align.model.sites import RowIndex, Site
-from rlk_align.probe.referee.reference import NotRefereed
+from rlk_align.probe.referee.weights import NotRefereed
 from rlk_align.trace.reader import PassReader
 from rlk_align.trace.values import RecordedRows
 

@@ -19,9 +19,10 @@ from rlk_align.model.families import ModelShape
 from rlk_align.model.sites import MATMUL, RowIndex, Site, model_sites
 from rlk_align.probe.graph import partners
 from rlk_align.probe.referee.recorded import RecordedPass
-from rlk_align.probe.referee.reference import NotRefereed, Reference, Rows
+from rlk_align.probe.referee.reference import Reference, Rows
 from rlk_align.probe.referee.rounding import ErrorSums
 from rlk_align.probe.referee.rows import choose_rows
+from rlk_align.probe.referee.weights import NotRefereed
 from rlk_align.probe.sampling import explain_pass
 from rlk_align.progress import Progress
 from rlk_align.results import Comparison, EdgeName, RefereedUnit, RoundingErrors, SideName
@@ -106,11 +107,9 @@ def _device() -> torch.device:
 
 
 def _reference(trace: Trace, device: torch.device) -> Reference | str:
-    r = trace.record
+    r, tp = trace.record, int(trace.record.options.get("tp") or 1)
     try:
-        return Reference(
-            Path(r.model), r.shape, r.dtype, int(r.options.get("tp") or 1), r.attributes, device
-        )
+        return Reference(Path(r.model), r.shape, r.dtype, tp, r.attributes, trace.weights, device)
     except ModelError as error:
         return f"the checkpoint cannot be read: {error.message}"
 
