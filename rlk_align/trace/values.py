@@ -39,7 +39,7 @@ class RecordedRows:
 
     def __init__(self, reader: PassReader, index: RowIndex) -> None:
         self.reader = reader
-        self._index = index
+        self.index = index
         self._rows: OrderedDict[str, _Rows] = OrderedDict()
 
     def present(self, site: str) -> np.ndarray:
@@ -63,7 +63,7 @@ class RecordedRows:
     ) -> tuple[torch.Tensor | None, np.ndarray]:
         """The values `[n, F]` of the rows at (sample, position) that have one, None where none
         has, and which ones these are, bool `[N]`."""
-        number = self._index.rows(sample, position)
+        number = self.index.rows(sample, position)
         found = np.where(number >= 0, self.kept(site)[number], False)
         return (self.values(site, number[found]) if found.any() else None), found
 
@@ -81,7 +81,7 @@ class RecordedRows:
         return self._rows[site]
 
     def _read(self, site: str) -> _Rows:
-        size = len(self._index)
+        size = len(self.index)
         found = _Rows(
             present=np.zeros(size, dtype=bool),
             finite=np.zeros(size, dtype=bool),
@@ -89,7 +89,7 @@ class RecordedRows:
             shard=np.full(size, -1, dtype=np.int32),
             index=np.full(size, -1, dtype=np.int64),
         )
-        numbered = read_rows(self.reader, site, self._index)
+        numbered = read_rows(self.reader, site, self.index)
         if numbered is not None:
             number, rows, at = numbered.number, numbered.rows, numbered.at
             found.present[number] = True

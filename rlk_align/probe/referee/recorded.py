@@ -7,7 +7,6 @@ import torch
 
 from rlk_align.model.sites import RowIndex, Site
 from rlk_align.probe.referee.weights import NotRefereed
-from rlk_align.trace.reader import PassReader
 from rlk_align.trace.values import RecordedRows
 
 _SITES = 12
@@ -20,12 +19,11 @@ class RecordedPass:
     """One pass of a trace, by row number of the batch."""
 
     def __init__(
-        self, reader: PassReader, index: RowIndex, chosen: np.ndarray, device: torch.device
+        self, rows: RecordedRows, index: RowIndex, chosen: np.ndarray, device: torch.device
     ) -> None:
         """`chosen`: the row numbers, ascending, that are recomputed."""
-        self._record, self._index, self._device = reader.record, index, device
-        self._rows = RecordedRows(reader, index)
-        self._chosen = chosen
+        self._record, self._index, self._device = rows.reader.record, index, device
+        self._rows, self._chosen = rows, chosen
         self._values: OrderedDict[str, tuple[np.ndarray, torch.Tensor]] = OrderedDict()
 
     def comparable(self, site: Site) -> np.ndarray:

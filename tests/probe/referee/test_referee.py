@@ -492,6 +492,27 @@ def test_rows_whose_values_were_not_kept(tmp_path: Path) -> None:
     assert found["rollout", "layers.1.attn"].rows == sum(lengths)
 
 
+def test_a_fault_is_named_by_the_rows_that_a_small_budget_keeps(tmp_path: Path) -> None:
+    """Though few rows were kept, and of attention's keys and values those of one sequence."""
+    rows = [(0, p) for p in (3, 8, 15, 22, 30)] + [(3, 12), (4, 20)]
+
+    def keep(site: str, sample: Array, position: Array) -> Array:
+        drawn = np.array([c in rows for c in zip(sample, position, strict=True)], dtype=bool)
+        read = (sample == 0) & (site.endswith("k_rope") or site.endswith("v_proj"))
+        return drawn | read | (site == "logprob")
+
+    faulty = Engine(model("qwen3"), norm_twice=True).values({"layers.1.attn": scaled(0.95)})
+    for number, (values, named_here) in enumerate(
+        [(healthy("qwen3", norm_twice=True), []), (faulty, [("layers.1.attn", "train")])]
+    ):
+        folder = tmp_path / str(number)
+        verdict = verdict_of(folder, healthy("qwen3"), values, keep=keep)
+        assert named(verdict) == named_here
+        found = units(verdict)
+        assert found["train", "layers.1.attn"].rows == 5
+        assert found["train", "layers.1.q_norm"].rows == 7
+
+
 def test_no_values_at_all(tmp_path: Path) -> None:
     verdict = pair(tmp_path, keep=lambda site, s, p: keep_all(site, s, p) & (site == "logprob"))
     left = {u.site for u in verdict.comparison.referee if u.side == "train" and u.errors}
