@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import pyarrow as pa
+
 from rlk_align.capture.capture import capture
 from rlk_align.capture.request import CaptureRequest, TracePlan
 from rlk_align.compare.measure import measure
@@ -48,8 +50,8 @@ def compare(request: CompareRequest, run: Run, progress: Progress) -> Verdict:
             allowed=request.allowed,
         )
         run.save(record)
-        comparison = measured(rollout, train, request.judged, request.allowed, progress)
-        run.save_comparison(comparison)
+        comparison, rows = measured(rollout, train, request.judged, request.allowed, progress)
+        run.save_comparison(comparison, rows)
         verdict = judge_by(comparison, request.contract)
         run.save_verdict(verdict_json(verdict))
         run.finish()
@@ -60,7 +62,8 @@ def recompute(run: Run, progress: Progress) -> Comparison:
     """A compared run's comparison, derived again from its captures; nothing is written."""
     record = run.record
     rollout, train = Trace(run.capture_folder("rollout")), Trace(run.capture_folder("train"))
-    return measured(rollout, train, record.judged, record.allowed, progress)
+    comparison, _ = measured(rollout, train, record.judged, record.allowed, progress)
+    return comparison
 
 
 def measured(
@@ -69,11 +72,12 @@ def measured(
     judged: tuple[EdgeName, ...],
     allowed: tuple[Kind, ...],
     progress: Progress,
-) -> Comparison:
-    """Both sides against each other, and each side's operators against float64."""
-    comparison = measure(rollout, train, judged, allowed, progress)
+) -> tuple[Comparison, pa.Table]:
+    """Both sides against each other, and each side's operators against float64; and the first row
+    by row (see `rlk_align.rows`)."""
+    comparison, rows = measure(rollout, train, judged, allowed, progress)
     units = referee(comparison, rollout, train, progress)
-    return comparison.model_copy(update={"referee": units})
+    return comparison.model_copy(update={"referee": units}), rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

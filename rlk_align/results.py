@@ -330,6 +330,8 @@ class Comparison(Result):
     """The lower-precision dtype of the two sides."""
     tokens: Count
     """Sampled tokens."""
+    longest_response: Count = 0
+    """Sampled tokens of the longest sequence."""
     engines: dict[SideName, EngineRecord]
     mismatches: list[Mismatch]
     allowed: list[Kind]

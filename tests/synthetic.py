@@ -239,8 +239,8 @@ def compared_run(
     captures = {side: f"captures/{side}" for side in sides}
     command = ["rlk-align", "compare"]
     run.save(RunRecord(command=command, captures=captures, judged=judged))
-    comparison = measured(sides["rollout"], sides["train"], judged, (), _silent)
-    run.save_comparison(comparison)
+    comparison, rows = measured(sides["rollout"], sides["train"], judged, (), _silent)
+    run.save_comparison(comparison, rows)
     run.save_verdict(verdict_json(judge_by(comparison, str(contract))))
     run.finish()
     return Run(folder)
@@ -268,7 +268,7 @@ def compared(
     allowed: Sequence[Any] = (),
 ) -> Comparison:
     """`measure`, silently."""
-    return measure(rollout, train, judged, allowed, _silent)
+    return measure(rollout, train, judged, allowed, _silent)[0]
 
 
 def _silent(_stage: str, _done: int, _total: int) -> None:

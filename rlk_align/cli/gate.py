@@ -1,12 +1,15 @@
 """`rlk-align gate`: judge a run again; needs neither an engine nor a GPU."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, NoReturn
 
 import typer
 
 from rlk_align.cli import options
-from rlk_align.cli.output import finish
-from rlk_align.errors import CorruptTrace
+from rlk_align.cli.output import finish, finish_regression
+from rlk_align.errors import BadOption, CorruptTrace
+from rlk_align.judge.load import default_contract, load_contract
+from rlk_align.judge.regression import regressions
 from rlk_align.judge.verdict import judge_by
 from rlk_align.probe.record import Probe
 from rlk_align.progress import show_progress
@@ -16,6 +19,12 @@ from rlk_align.trace.run import Run
 
 def gate(
     run: Annotated[str, typer.Argument(help="A compared run's folder, or @last.")],
+    later: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN_B]", help="A later run of the same: judge what became worse since RUN."
+        ),
+    ] = None,
     contract: options.ContractName = None,
     recompute: Annotated[
         bool, typer.Option("--recompute", help="Compare the captures again; needs torch.")
@@ -25,16 +34,34 @@ def gate(
     """Hold a compared run against a contract; the exit code is the gate.
 
     Every file of the run is compared with its checksum first; --recompute
-    derives the comparison again from the captures.
+    derives the comparison again from the captures. With two runs the contract's
+    regression limits say how much worse the second may be than the first.
     """
     outputs = options.parse_outputs(output)
     opened = Run.open(run)
+    if later is not None:
+        if recompute:
+            raise BadOption("--recompute is for one run", "gate each of them with it first")
+        _compare_runs(opened, Run.open(later), contract, outputs)
     for path in outputs:
         opened.check_output(path)
     comparison = _recomputed(opened) if recompute else opened.comparison
     if not recompute:
         opened.check()
     finish(judge_by(comparison, contract), opened, outputs, opened.load_probe(Probe))
+
+
+def _compare_runs(first: Run, second: Run, name: str | None, outputs: list[Path]) -> NoReturn:
+    """Says what became worse, and exits with the code for it."""
+    runs = (first, second)
+    for run in runs:
+        run.check()
+        for path in outputs:
+            run.check_output(path)
+    before, after = (run.comparison for run in runs)
+    contract = load_contract(name or default_contract(after.dtype), after.dtype)
+    checks = regressions(before, after, contract)
+    finish_regression(checks, contract, runs, outputs)
 
 
 def _recomputed(run: Run) -> Comparison:

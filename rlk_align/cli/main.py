@@ -13,6 +13,7 @@ from rich.text import Text
 from rlk_align import __version__
 from rlk_align.cli.capture import capture
 from rlk_align.cli.compare import compare
+from rlk_align.cli.contract import app as contract
 from rlk_align.cli.doctor import doctor
 from rlk_align.cli.gate import gate
 from rlk_align.cli.output import silence_stdout
@@ -34,6 +35,7 @@ app.command()(compare)
 app.command()(probe)
 app.command()(capture)
 app.command()(gate)
+app.add_typer(contract, name="contract")
 app.command()(doctor)
 app.command()(selftest)
 

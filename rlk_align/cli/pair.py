@@ -9,7 +9,7 @@ from rlk_align.capture.request import CaptureRequest
 from rlk_align.cli import options
 from rlk_align.engines.spec import EngineSpec, replay_path
 from rlk_align.errors import BadOption
-from rlk_align.judge.contract import default_contract, load_contract
+from rlk_align.judge.load import default_contract, load_contract
 from rlk_align.model.dtypes import lower_precision
 from rlk_align.model.edges import passes_for
 from rlk_align.results import SideName

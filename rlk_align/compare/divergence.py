@@ -13,6 +13,7 @@ import torch
 
 from rlk_align.compare.metrics import ValueMetrics, edge_metrics, error_frontier
 from rlk_align.compare.pairing import PairedSite, Unpaired, pair_site
+from rlk_align.compare.rows import UNKNOWN, EdgeRows
 from rlk_align.model.sites import RowIndex, Site
 from rlk_align.results import EdgeMetrics, EdgeName, EdgeResult, Introducer, SiteResult
 from rlk_align.trace.numbered import NumberedRows, read_rows
@@ -49,6 +50,7 @@ class Edge:
 class _EdgeState:
     """What the walk along the sites has found so far; masks are over the batch's rows."""
 
+    rows: EdgeRows
     equal: dict[str, np.ndarray] = field(default_factory=dict)
     sites: list[SiteResult] = field(default_factory=list)
     unpaired: list[Unpaired] = field(default_factory=list)
@@ -88,17 +90,23 @@ class _RowCache:
         return mask
 
 
-def compare_edges(edges: list[Edge], sites: list[Site], index: RowIndex) -> Iterator[str | list]:
+Compared = tuple[list[EdgeResult], list[EdgeRows]]
+
+
+def compare_edges(
+    edges: list[Edge], sites: list[Site], index: RowIndex
+) -> Iterator[str | Compared]:
     """Walks the sites in execution order, all edges at each; yields each site's name as it is
-    done, and at last the list of EdgeResults."""
-    states = {e.name: _EdgeState() for e in edges}
+    done, and at last what was found of the edges, and of their rows."""
+    states = {e.name: _EdgeState(EdgeRows.of(e.name, index, len(sites))) for e in edges}
     graph = {s.name: s for s in sites}
     cache = _RowCache(index)
     for site in sites:
         for edge in edges:
             _compare_site(edge, site, index, cache, states[edge.name], graph)
         yield site.name
-    yield [_edge_result(e, states[e.name]) for e in edges]
+    results = [_edge_result(e, states[e.name]) for e in edges]
+    yield results, [states[e.name].rows for e in edges]
 
 
 def _compare_site(
@@ -133,6 +141,7 @@ def _compare_site(
     differ = ~same
     introduced = differ & inputs_equal[paired.number] & ~noisy[paired.number]
     values = _compare_values(a, b, site.name, paired, np.flatnonzero(differ), introduced)
+    state.rows.add(site.name, paired.number, _row_errors(paired, differ, values))
     held = _valued(paired, np.flatnonzero(introduced))
     unheld = np.setdiff1d(np.flatnonzero(introduced), held)
     frontier = error_frontier(np.concatenate([values.frontier, _least_errors(paired, unheld)]))
@@ -166,7 +175,10 @@ def _compare_site(
         )
     )
     if site.op == "logprob":
-        state.metrics = _logprob_metrics(a, b, paired)
+        logp_a = a.values("logprob", paired.a, paired.a_at)[:, 0].numpy()
+        logp_b = b.values("logprob", paired.b, paired.b_at)[:, 0].numpy()
+        state.metrics = edge_metrics(logp_a, logp_b)
+        state.rows.add_logprobs(paired.number, logp_a, logp_b)
 
 
 def _equal_rows(a: PassReader, b: PassReader, paired: PairedSite) -> np.ndarray:
@@ -263,10 +275,12 @@ def _compare_values(
     return metrics
 
 
-def _logprob_metrics(a: PassReader, b: PassReader, paired: PairedSite) -> EdgeMetrics:
-    first = a.values("logprob", paired.a, paired.a_at)[:, 0].numpy()
-    second = b.values("logprob", paired.b, paired.b_at)[:, 0].numpy()
-    return edge_metrics(first, second)
+def _row_errors(paired: PairedSite, differ: np.ndarray, values: ValueMetrics) -> np.ndarray:
+    """The relative L2 of each pair, `[N]`: 0 where equal, `UNKNOWN` where values were not kept."""
+    errors = np.where(differ, UNKNOWN, np.float32(0))
+    if values.rel_l2:
+        errors[_valued(paired, np.flatnonzero(differ))] = np.concatenate(values.rel_l2)
+    return errors
 
 
 def _edge_result(edge: Edge, state: _EdgeState) -> EdgeResult:

@@ -1,13 +1,16 @@
 """Two traces -> Comparison: precheck, controls, and every edge walked site by site."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from rlk_align.compare.controls import check_controls, paired_logprobs
-from rlk_align.compare.divergence import Edge, Side, compare_edges
+from rlk_align.compare.divergence import Compared, Edge, Side, compare_edges
 from rlk_align.compare.metrics import edge_metrics
 from rlk_align.compare.parity import check_parity
+from rlk_align.compare.rows import NO_ROWS, rows_table
 from rlk_align.model.dtypes import lower_precision
 from rlk_align.model.edges import EDGE_ENDS, passes_for
 from rlk_align.model.prompts import TokenBatch
@@ -35,8 +38,9 @@ def measure(
     judged: Sequence[EdgeName],
     allowed: Sequence[Kind],
     progress: Progress,
-) -> Comparison:
-    """Everything that a contract can be held against.
+) -> tuple[Comparison, pa.Table]:
+    """Everything that a contract can be held against, and the same row by row (see
+    `rlk_align.rows`).
 
     A mismatch of a kind that is not allowed ends it before any number. Raises CorruptTrace
     where a trace is damaged.
@@ -46,6 +50,7 @@ def measure(
     mismatches = check_parity(rollout, train)
     controls: Controls | None = None
     edges: list[EdgeResult] = []
+    rows = NO_ROWS
     missing: dict[EdgeName, str] = {}
     production: EdgeMetrics | None = None
     if all(m.kind in allowed for m in mismatches):
@@ -59,12 +64,14 @@ def measure(
         needed = {s: (t, list(passes_for(present, s))) for s, t in sides.items()}
         controls = check_controls(needed, index, sites)
         wanted = [_edge(name, sides, index) for name in present]
-        edges = _walk(wanted, sites, index, progress)
+        edges, by_row = _walk(wanted, sites, index, progress)
+        rows = rows_table(by_row, index, Path(rollout.record.model))
         production = _production(rollout, index)
-    return Comparison(
+    comparison = Comparison(
         model=rollout.record.model,
         dtype=lower_precision(rollout.record.dtype, train.record.dtype),
         tokens=rollout.tokens.sampled_tokens,
+        longest_response=max((len(s.response_ids) for s in rollout.tokens.samples), default=0),
         engines={s: _engine(t) for s, t in sides.items()},
         mismatches=mismatches,
         allowed=list(allowed),
@@ -75,6 +82,7 @@ def measure(
         production=production,
         same_capture=rollout.checksums == train.checksums,
     )
+    return comparison, rows
 
 
 def _missing_edges(
@@ -118,10 +126,8 @@ def _same_token(a: TokenBatch, b: TokenBatch, index: RowIndex) -> np.ndarray:
     return same
 
 
-def _walk(
-    edges: list[Edge], sites: list[Site], index: RowIndex, progress: Progress
-) -> list[EdgeResult]:
-    results: list[EdgeResult] = []
+def _walk(edges: list[Edge], sites: list[Site], index: RowIndex, progress: Progress) -> Compared:
+    results: Compared = [], []
     for done, item in enumerate(compare_edges(edges, sites, index), 1):
         if isinstance(item, str):
             progress("comparing", done, len(sites))

@@ -64,6 +64,8 @@ class ValueMetrics:
     max_rel_l2: float = 0.0
     """Per row, ‖b − a‖ / max(‖a‖, ‖b‖)."""
     sum_rel_l2: float = 0.0
+    rel_l2: list[np.ndarray] = field(default_factory=list)
+    """Of every row that was fed, in that order, block by block."""
     min_cosine: float = 1.0
     frontier: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
     """Of the introduced rows: (magnitude, error) points, see `error_frontier`."""
@@ -88,6 +90,7 @@ class ValueMetrics:
         self.max_abs = _nan_max(self.max_abs, error)
         self.max_rel_l2 = _nan_max(self.max_rel_l2, relative)
         self.sum_rel_l2 += float(relative.sum())
+        self.rel_l2.append(relative.numpy())
         self.min_cosine = -_nan_max(-self.min_cosine, -cosine)
         if a.dtype == b.dtype:
             bits_a, bits_b = _ordered_bits(a), _ordered_bits(b)

@@ -1,18 +1,23 @@
-"""Numerical contracts: TOML files with limits, each with its reason and its source.
+"""Numerical contracts: what two engines owe each other, each limit with its reason and its source.
 
     id = "bf16"
-    version = "1.0.0"
+    version = "2.0.0"           loosening any limit is a major bump
     dtypes = ["bfloat16"]
     min_coverage = 0.9          share of the expected rows that must be paired
     min_tokens = 32             sampled tokens without which nothing is said
     max_noise = 1e-3            how far a side may be from itself; left out, it repeats bitwise
 
+    [sequences]                 how long the responses are for which the limits were chosen
+    tokens = 1024
+    ess = 0.5                   effective sample size that is left of sequences as long as that
+
     [[limits]]
     id = "max-dlogp"
     metric = "max_abs_dlogp"    of an edge, or `op_error`, or `rows_differ`
-    fail = 0.06
+    warn = 0.1
+    fail = 0.15
     why = "..."
-    source = "published: ..."
+    source = "measured: ..."
 
     [[budgets]]                 of operators, in units of their own rounding
     id = "rounding-norms"
@@ -21,29 +26,25 @@
     why = "..."
     source = "measured: ..."
 
+    [[regressions]]             of one run against an earlier one, for `gate A B`
+    [[waivers]]                 breaches that somebody answers for, until a day
+
+    [extends]                   a contract that this one starts from (see `judge.load`)
+
 Tolerances live in these files only.
 """
 
 import hashlib
-import tomllib
+import math
+from collections.abc import Iterator, Sequence
+from datetime import date
+from fnmatch import fnmatchcase
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    StringConstraints,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, StringConstraints, model_validator
 
-from rlk_align.data import data_path
-from rlk_align.errors import ContractError
 from rlk_align.results import EdgeName
-from rlk_align.text import complaint
 
 EdgeMetric = Literal[
     "max_abs_dlogp",
@@ -85,15 +86,37 @@ Op = Literal[
 Dtype = Literal["float64", "float32", "float16", "bfloat16"]
 Words = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Version = Annotated[str, StringConstraints(pattern=r"^\d+\.\d+\.\d+$")]
+Pattern = Annotated[str, StringConstraints(pattern=r"^[a-z0-9_.*?]+$")]
+"""Of site names, e.g. `layers.*.q_norm`."""
+Bound = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
 """No conversions: `fail = "0.5"` and `fail = true` are no numbers."""
 
-BY_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-"""The contract that a dtype gets where the user names none."""
+
+class Tail(BaseModel):
+    """How the largest of N tokens grows with N, as in healthy runs: a token is above `value` with
+    probability 1 − `quantile`, and how far above is exponential with the mean `scale` (peaks over
+    a threshold, Pickands 1975)."""
+
+    model_config = _STRICT
+
+    quantile: Annotated[float, Field(gt=0, lt=1)]
+    value: Bound
+    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    chance: Annotated[float, Field(gt=0, lt=1)]
+    """That a healthy run is called off, of any number of tokens."""
+
+    def bound(self, tokens: int) -> float:
+        """What the largest of so many tokens may be: P(max > x) ≤ N (1 − q) exp(−(x − value) /
+        scale) = chance, whether tokens are independent or not."""
+        return self.value + self.scale * max(
+            0.0, math.log(max(1, tokens) * (1 - self.quantile) / self.chance)
+        )
 
 
 class Limit(BaseModel):
-    """One bound. A value above `fail`, or a NaN, breaks it."""
+    """One bound. A value above `fail`, or a NaN, breaks it; one above `warn` is told of."""
 
     model_config = _STRICT
 
@@ -101,31 +124,59 @@ class Limit(BaseModel):
     metric: EdgeMetric | SiteMetric
     """An edge's metric; or, of a site, `rows_differ`, or `op_error`: the largest
     |a − b| / (atol + rtol · max(|a|, |b|)) over the rows whose inputs are bit-equal."""
-    fail: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    warn: Bound | None = None
+    fail: Bound
+    tail: Tail | None = None
+    """For a maximum: what it may be in so many tokens, `fail` being what no token may reach."""
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    """Sampled tokens below which it is not held: a quantile of few is their largest."""
     edges: Annotated[list[EdgeName], Field(min_length=1)] | None = None
     """Where it holds; None is every judged edge."""
+    dtypes: Annotated[list[Dtype], Field(min_length=1)] | None = None
+    """None is every dtype of the contract."""
     op_classes: Annotated[list[OpClass], Field(min_length=1)] | None = None
     """For a site's metric: which operators; None is all."""
-    atol: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    rtol: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    sites: Annotated[list[Pattern], Field(min_length=1)] | None = None
+    """For a site's metric: which sites; None is all."""
+    atol: Bound | None = None
+    rtol: Bound | None = None
+    healthy: Bound | None = None
+    """The largest value that was measured on healthy pairs."""
     why: Words
     source: Words
     """`published: …`, `measured: …` with N, hardware, commit and date, or `derived: …`."""
+    reason: Words | None = None
+    """Why it is looser than the limit of the contract that is extended."""
 
     @property
     def of_site(self) -> bool:
         return self.metric in ("op_error", "rows_differ")
 
+    def judges(self, edge: EdgeName, tokens: int) -> bool:
+        """Whether it is held against an edge of so many tokens."""
+        return tokens >= self.min_tokens and (self.edges is None or edge in self.edges)
+
+    def fail_at(self, tokens: int) -> float:
+        """What so many tokens may reach."""
+        return self.fail if self.tail is None else min(self.fail, self.tail.bound(tokens))
+
+    def covers(self, site: str, op_class: str) -> bool:
+        """Whether it is held against that site."""
+        if self.op_classes is not None and op_class not in self.op_classes:
+            return False
+        return self.sites is None or any(fnmatchcase(site, p) for p in self.sites)
+
     @model_validator(mode="after")
     def _consistent(self) -> "Limit":
         if (self.metric == "op_error") != (self.atol is not None and self.rtol is not None):
             raise ValueError(f"limit {self.id!r}: atol and rtol belong to op_error, and only there")
-        if self.op_classes is not None and not self.of_site:
-            raise ValueError(f"limit {self.id!r}: op_classes belong to a site's metric")
+        if (self.op_classes or self.sites) and not self.of_site:
+            raise ValueError(f"limit {self.id!r}: op_classes and sites belong to a site's metric")
+        if self.warn is not None and self.warn > self.fail:
+            raise ValueError(f"limit {self.id!r}: it fails before it warns")
+        if self.tail is not None and self.metric != "max_abs_dlogp":
+            raise ValueError(f"limit {self.id!r}: only a maximum has a tail")
         return self
-
-
-Bound = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Budget(BaseModel):
@@ -145,12 +196,81 @@ class Budget(BaseModel):
     feature_shift: Bound
     row_rms: Bound
     peak: Bound
+    warn: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of a bound from which on it is told of."""
+    why: Words
+    source: Words
+    reason: Words | None = None
+    """Why it is looser than the budget of the contract that is extended."""
+
+
+STATISTICS = tuple(
+    n for n, f in Budget.model_fields.items() if f.annotation is float and n != "warn"
+)
+"""Of `results.RoundingErrors`: those that a budget bounds."""
+
+
+class Regression(BaseModel):
+    """How much worse a run may be than an earlier one: value ≤ factor · earlier + plus."""
+
+    model_config = _STRICT
+
+    id: Name
+    metric: EdgeMetric | Literal["rows_differ", "rounding_rms"]
+    """An edge's metric; or of each site the rows that differ, or of each operator that is held
+    against float64 the rms of its errors."""
+    factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    plus: Bound = 0.0
     why: Words
     source: Words
 
 
-STATISTICS = tuple(n for n, f in Budget.model_fields.items() if f.annotation is float)
-"""Of `results.RoundingErrors`: those that a budget bounds."""
+class Waiver(BaseModel):
+    """Breaches of one limit that somebody answers for, until a day."""
+
+    model_config = _STRICT
+
+    limit: Name
+    """The id of a limit or a budget."""
+    sites: Annotated[list[Pattern], Field(min_length=1)] | None = None
+    edges: Annotated[list[EdgeName], Field(min_length=1)] | None = None
+    owner: Words
+    reason: Words
+    expires: date
+    """The last day on which it holds."""
+
+    def covers(self, limit: str, site: str | None, edge: str) -> bool:
+        """Whether it speaks of a breach."""
+        if limit != self.limit or (self.edges is not None and edge not in self.edges):
+            return False
+        return self.sites is None or any(fnmatchcase(site or "", p) for p in self.sites)
+
+
+class Sequences(BaseModel):
+    """The sequences that the limits of tokens were chosen for. Where Δ has the variance σ² at each
+    token, a sequence of T tokens has a log-ratio of variance Tσ², and of N such sequences
+    exp(−Tσ²) · N count: the effective sample size."""
+
+    model_config = _STRICT
+
+    tokens: Annotated[int, Field(ge=1)]
+    ess: Annotated[float, Field(gt=0, lt=1)]
+    """At least this share of the sequences counts, at limits that are used up."""
+
+
+class Extends(BaseModel):
+    """The contract that another one starts from, pinned."""
+
+    model_config = _STRICT
+
+    id: Name
+    """Of a built-in contract; or of the one in `file`."""
+    version: Version
+    sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+    file: str | None = None
+    """A path from the contract's own folder."""
+    reason: Words | None = None
+    """Why what stands at the head (coverage, tokens, noise) is looser."""
 
 
 class Contract(BaseModel):
@@ -159,17 +279,21 @@ class Contract(BaseModel):
     model_config = _STRICT
 
     id: Name
-    version: Annotated[str, Field(pattern=r"^\d+\.\d+\.\d+$")]
+    version: Version
     description: str
+    extends: Extends | None = None
     dtypes: Annotated[list[Dtype], Field(min_length=1)]
     min_coverage: Annotated[float, Field(gt=0, le=1)]
     min_tokens: Annotated[int, Field(ge=1)]
-    max_noise: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    max_noise: Bound | None = None
     """Largest |Δ| by which a side may differ from itself; None wants it to repeat itself bit for
     bit."""
+    sequences: Sequences | None = None
     limits: Annotated[list[Limit], Field(min_length=1)]
     budgets: list[Budget] = []
     """None, or one for every operator."""
+    regressions: list[Regression] = []
+    waivers: list[Waiver] = []
     _given: str = PrivateAttr(default="")
 
     @property
@@ -180,67 +304,68 @@ class Contract(BaseModel):
     @cached_property
     def sha256(self) -> str:
         """Of what it says, comments and layout aside."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
-
-    @model_validator(mode="after")
-    def _unique(self) -> "Contract":
-        ids = [*(limit.id for limit in self.limits), *(b.id for b in self.budgets)]
-        if len(set(ids)) != len(ids):
-            raise ValueError("limit ids are not unique")
-        ops = [op for budget in self.budgets for op in budget.ops]
-        twice = [op for op in ops if ops.count(op) > 1]
-        if twice:
-            raise ValueError(f"{twice[0]} has two budgets")
-        missing = [op for op in get_args(Op) if op not in ops]
-        if ops and missing:
-            raise ValueError(f"there are budgets, and none for {', '.join(missing)}")
-        return self
+        return hashlib.sha256(self.model_dump_json(exclude_defaults=True).encode()).hexdigest()
 
     def budget(self, op: str) -> Budget | None:
         """What an operator may be off by; None where nothing is said."""
         return next((b for b in self.budgets if op in b.ops), None)
 
+    def limits_for(self, dtype: str) -> list[Limit]:
+        """Those that hold for a comparison in that dtype."""
+        return [x for x in self.limits if x.dtypes is None or dtype in x.dtypes]
 
-def load_contract(name: str, dtype: str) -> Contract:
-    """A built-in contract by id, or a TOML file by path, for a comparison in `dtype`.
+    @model_validator(mode="after")
+    def _whole(self) -> "Contract":
+        for problem in (*self._repeated(), *self._missing_operators(), *self._missing_dtypes()):
+            raise ValueError(problem)
+        known = {*(x.id for x in self.limits), *(b.id for b in self.budgets), "finite"}
+        for waiver in self.waivers:
+            if waiver.limit not in known:
+                raise ValueError(f"a waiver of {waiver.limit!r}, which is no limit")
+        return self
 
-    Raises ContractError where there is none, where it is malformed, or where it says
-    nothing of the dtype.
-    """
-    built_in = {p.stem: p for p in sorted(data_path("contracts").glob("*.toml"))}
-    path = Path(name) if name.endswith(".toml") else built_in.get(name)
-    if path is None or not path.is_file():
-        known = ", ".join(built_in)
-        raise ContractError(f"no contract {name!r}", f"built in: {known}; or a path to a .toml")
-    contract = _read(path)
-    contract._given = name
-    shadowed = built_in.get(contract.id)
-    if name.endswith(".toml") and shadowed and _read(shadowed).sha256 != contract.sha256:
-        raise ContractError(
-            f"{path}: id {contract.id!r} is that of a built-in contract, which says otherwise",
-            "give it an id of its own",
+    def _repeated(self) -> Iterator[str]:
+        named: Sequence[Limit | Budget | Regression] = (
+            *self.limits,
+            *self.budgets,
+            *self.regressions,
         )
-    if dtype not in contract.dtypes:
-        raise ContractError(
-            f"contract {contract.id!r} says nothing of {dtype}",
-            f"it covers {', '.join(contract.dtypes)}; name another with --contract",
-        )
-    return contract
+        ids = [x.id for x in named]
+        if len(set(ids)) != len(ids):
+            yield "limit ids are not unique"
+        ops = [op for budget in self.budgets for op in budget.ops]
+        twice = [op for op in ops if ops.count(op) > 1]
+        if twice:
+            yield f"{twice[0]} has two budgets"
+
+    def _missing_operators(self) -> Iterator[str]:
+        """Whoever limits some operators says something of each; of the log-prob the limits of
+        tokens do."""
+        ops = [op for budget in self.budgets for op in budget.ops]
+        missing = [op for op in get_args(Op) if op not in ops]
+        if ops and missing:
+            yield f"there are budgets, and none for {', '.join(missing)}"
+        limits = [x for x in self.limits if x.metric == "op_error"]
+        whole = [x for x in limits if x.sites is None]
+        if limits and not ops:
+            for op_class in (c for c in get_args(OpClass) if c != "logprob"):
+                if not any(x.covers("", op_class) for x in whole):
+                    yield f"there are limits of operators, and none for {op_class}"
+
+    def _missing_dtypes(self) -> Iterator[str]:
+        """A limit that is given by dtype is given for each."""
+        by_dtype = [x for x in self.limits if x.dtypes is not None]
+        for limit in by_dtype:
+            alike = [x for x in by_dtype if _same_thing(x, limit)]
+            have = {d for x in alike for d in x.dtypes or ()}
+            missing = [d for d in self.dtypes if d not in have]
+            if missing:
+                yield f"limit {limit.id!r}: {limit.metric} has no entry for {', '.join(missing)}"
+            foreign = [d for d in limit.dtypes or () if d not in self.dtypes]
+            if foreign:
+                yield f"limit {limit.id!r}: {foreign[0]} is no dtype of the contract"
 
 
-def _read(path: Path) -> Contract:
-    try:
-        return Contract.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ContractError(f"{path} is not TOML: {error}") from error
-    except OSError as error:
-        raise ContractError(f"{path} cannot be read: {error.strerror}") from error
-    except ValidationError as error:
-        raise ContractError(f"{path}: {complaint(error)}") from error
-
-
-def default_contract(dtype: str) -> str:
-    """The built-in contract's id for a dtype."""
-    if dtype not in BY_DTYPE:
-        raise ContractError(f"no built-in contract for {dtype}", "name one with --contract")
-    return BY_DTYPE[dtype]
+def _same_thing(a: Limit, b: Limit) -> bool:
+    names = ("metric", "edges", "op_classes", "sites")
+    return all(getattr(a, n) == getattr(b, n) for n in names)

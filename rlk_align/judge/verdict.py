@@ -1,17 +1,14 @@
 """Comparison + Contract -> Verdict. Needs neither an engine nor torch."""
 
-import math
 from collections.abc import Iterator
+from datetime import date
 from typing import Literal
 
 from rlk_align.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS
-from rlk_align.judge.contract import (
-    STATISTICS,
-    Contract,
-    Limit,
-    default_contract,
-    load_contract,
-)
+from rlk_align.judge.checks import LimitCheck, check_edge
+from rlk_align.judge.contract import Contract
+from rlk_align.judge.load import default_contract, load_contract
+from rlk_align.judge.waivers import WaiverUse, today, waive
 from rlk_align.results import (
     Comparison,
     EdgeResult,
@@ -19,39 +16,11 @@ from rlk_align.results import (
     Noise,
     RefereedUnit,
     Result,
-    SideName,
-    SiteResult,
 )
 
 PARITY_KINDS = ("tokens", "weights", "attributes")
 
 Status = Literal["pass", "fail", "inconclusive"]
-
-
-class LimitCheck(Result):
-    """One limit, held against one value."""
-
-    limit: str
-    metric: str
-    value: float
-    fail: float
-    site: str | None
-    edge: str
-    side: SideName | None = None
-    passname: str | None = None
-    """Whose operator it is, in which pass, of a budget."""
-
-    @property
-    def holds(self) -> bool:
-        """False for a NaN."""
-        return abs(self.value) <= self.fail
-
-    @property
-    def excess(self) -> float:
-        """The value over its limit: above 1 in breach; infinite for a NaN, and above 0."""
-        size = abs(self.value)
-        ratio = size / self.fail if self.fail else (math.inf if size else 0.0)
-        return math.inf if math.isnan(ratio) else ratio
 
 
 class Verdict(Result):
@@ -67,25 +36,44 @@ class Verdict(Result):
     """Reasons for which nothing can be concluded."""
     notes: list[str]
     """What a reader should know of what was judged."""
+    waivers: list[WaiverUse]
+    """The contract's, and what became of them."""
 
     @property
     def breaches(self) -> list[LimitCheck]:
-        return [check for check in self.checks if not check.holds]
+        """Values beyond a limit that nobody answers for."""
+        return [check for check in self.checks if check.outcome == "fail"]
+
+    @property
+    def warnings(self) -> list[LimitCheck]:
+        """Values within their limits that come near them."""
+        return [check for check in self.checks if check.outcome == "warn"]
+
+    @property
+    def waived(self) -> list[LimitCheck]:
+        """Values beyond a limit for which somebody answers."""
+        return [check for check in self.checks if check.outcome == "waived"]
+
+    @property
+    def expired(self) -> list[WaiverUse]:
+        return [use for use in self.waivers if use.state == "expired"]
 
 
-def judge(comparison: Comparison, contract: Contract) -> Verdict:
-    """Holds a comparison against a contract. Doubt outweighs a breach, a breach a pass."""
+def judge(comparison: Comparison, contract: Contract, day: date | None = None) -> Verdict:
+    """Holds a comparison against a contract, on a day, today if None. Doubt outweighs a breach, a
+    breach or an expired waiver a pass. Raises ContractError where the contract does not fit the
+    sites that were compared."""
     doubts = list(_doubts(comparison, contract))
     checks: list[LimitCheck] = []
     if not comparison.stopped:
         for edge in comparison.edges:
             if edge.name in comparison.judged:
-                checks += _checks(edge, contract)
-                checks += _budget_checks(edge, comparison, contract)
+                checks += check_edge(edge, comparison, contract)
+    checks, uses = waive(checks, contract.waivers, day or today())
     status: Status
     if doubts:
         status, code = "inconclusive", EXIT_INCONCLUSIVE
-    elif not all(check.holds for check in checks):
+    elif any(c.outcome == "fail" for c in checks) or any(u.state == "expired" for u in uses):
         status, code = "fail", EXIT_FAIL
     else:
         status, code = "pass", EXIT_PASS
@@ -97,6 +85,7 @@ def judge(comparison: Comparison, contract: Contract) -> Verdict:
         checks=checks,
         doubts=doubts,
         notes=_notes(comparison, contract),
+        waivers=uses,
     )
 
 
@@ -134,7 +123,8 @@ def _doubts(c: Comparison, contract: Contract) -> list[str]:
     for edge in c.edges:
         if edge.name in c.judged:
             if not any(
-                limit.edges is None or edge.name in limit.edges for limit in contract.limits
+                limit.edges is None or edge.name in limit.edges
+                for limit in contract.limits_for(c.dtype)
             ):
                 doubts.append(f"contract {contract.id} has no limit on {edge.name}")
             doubts += [
@@ -183,6 +173,11 @@ def _notes(c: Comparison, contract: Contract) -> list[str]:
     if len(set(versions)) > 1:
         roles = [f"{role} {v}" for role, v in zip(c.engines, versions, strict=True)]
         notes.append(f"two versions of torch: {', '.join(roles)}; its own kernels may differ")
+    if contract.sequences and c.longest_response > contract.sequences.tokens:
+        notes.append(
+            f"responses of up to {c.longest_response:,} tokens: the limits were chosen for "
+            f"{contract.sequences.tokens:,}, and drift adds up along a sequence"
+        )
     left_out = [u for u in c.referee if u.errors is None]
     if contract.budgets and c.edges and not c.referee:
         notes.append("no operator was held against float64")
@@ -213,76 +208,6 @@ def _notes(c: Comparison, contract: Contract) -> list[str]:
                 f"{edge.name}: operator limits were not held against noisy rows, from {noisy[0]} on"
             )
     return notes
-
-
-def _checks(edge: EdgeResult, contract: Contract) -> Iterator[LimitCheck]:
-    for site in edge.sites:
-        yield _check("finite", "nonfinite", float(site.nonfinite), 0.0, edge, site)
-    for limit in contract.limits:
-        if limit.edges is not None and edge.name not in limit.edges:
-            continue
-        if not limit.of_site:
-            value = float(getattr(edge.metrics, limit.metric))
-            yield _check(limit.id, limit.metric, value, limit.fail, edge)
-            continue
-        for site in edge.sites:
-            if limit.op_classes is None or site.op_class in limit.op_classes:
-                value = _site_value(limit, site)
-                yield _check(limit.id, limit.metric, value, limit.fail, edge, site)
-
-
-def _check(
-    limit: str,
-    metric: str,
-    value: float,
-    fail: float,
-    edge: EdgeResult,
-    site: SiteResult | None = None,
-) -> LimitCheck:
-    name = site.site if site else None
-    return LimitCheck(limit=limit, metric=metric, value=value, fail=fail, site=name, edge=edge.name)
-
-
-def _budget_checks(edge: EdgeResult, c: Comparison, contract: Contract) -> Iterator[LimitCheck]:
-    """Of each operator whose outputs differ, each side's statistic that uses up most of its
-    budget."""
-    differing = {s.site for s in edge.sites if s.differ}
-    for unit in c.referee:
-        budget = contract.budget(unit.op)
-        if budget is None or unit.errors is None or edge.name not in unit.edges:
-            continue
-        if unit.site in differing:
-            checks = [
-                LimitCheck(
-                    limit=budget.id,
-                    metric=f"rounding_{name}",
-                    value=getattr(unit.errors, name),
-                    fail=getattr(budget, name),
-                    site=unit.site,
-                    edge=edge.name,
-                    side=unit.side,
-                    passname=unit.passname,
-                )
-                for name in STATISTICS
-            ]
-            yield max(checks, key=lambda check: (not check.holds, check.excess))
-
-
-def _site_value(limit: Limit, site: SiteResult) -> float:
-    if limit.metric == "rows_differ":
-        return float(site.differ)
-    assert limit.atol is not None
-    assert limit.rtol is not None
-    return tolerance_ratio(site.frontier, limit.atol, limit.rtol)
-
-
-def tolerance_ratio(frontier: list[tuple[float, float]], atol: float, rtol: float) -> float:
-    """Largest error / (atol + rtol * magnitude): at most 1 where all errors are tolerated."""
-    ratios = [
-        error / bound if (bound := atol + rtol * magnitude) else math.inf
-        for magnitude, error in frontier
-    ]
-    return max(ratios, default=0.0)
 
 
 def closest_limit(verdict: Verdict) -> LimitCheck | None:

@@ -252,6 +252,19 @@ def _problems(verdict: Verdict) -> Iterator[Text]:
             figure = f"{b.metric} {b.value:.4g} > {b.fail:g}"
             yield from _fitting(f"  {where}: ", [figure, f"({b.limit})"], "  ")
         yield from _rest(len(verdict.breaches))
+    if verdict.warnings:
+        yield line()
+        yield line("near a limit", style="bold yellow")
+        for w in verdict.warnings[:_SHOWN]:
+            where = " ".join(filter(None, [w.edge, w.side, w.site]))
+            figure = f"{w.metric} {w.value:.4g} > {w.warn:g}, {w.fail:g} allowed"
+            yield from _fitting(f"  {where}: ", [figure, f"({w.limit})"], "  ")
+        yield from _rest(len(verdict.warnings))
+    if verdict.waivers:
+        yield line()
+        yield line("waivers", style="bold")
+        for use in verdict.waivers:
+            yield line(f"  {use}", style="red" if use.state == "expired" else "")
     if verdict.doubts:
         yield line()
         yield line("nothing can be concluded", style="bold yellow")

@@ -3,6 +3,7 @@
 import math
 from typing import Any, Literal
 
+from rlk_align.judge.checks import LimitCheck
 from rlk_align.judge.verdict import (
     PARITY_KINDS,
     OverBudget,
@@ -12,6 +13,7 @@ from rlk_align.judge.verdict import (
     over_budget,
     parity,
 )
+from rlk_align.judge.waivers import WaiverUse
 from rlk_align.judge.wording import how_off
 from rlk_align.probe.effects import Contribution
 from rlk_align.probe.record import Probe, ProbedEdge
@@ -50,11 +52,22 @@ def verdict_json(verdict: Verdict, probe: Probe | None = None) -> dict[str, Any]
         "divergence": None if stopped else _headline_json(verdict, probe),
         "divergences": {} if stopped else _divergences_json(verdict, probe),
         **({"units": _units_json(verdict, probe)} if probe else {}),
-        "breaches": [b.model_dump() for b in verdict.breaches],
+        "breaches": [_check_json(b) for b in verdict.breaches],
+        "warnings": [_check_json(w) for w in verdict.warnings],
+        "waived": [_check_json(w) for w in verdict.waived],
+        "waivers": [_waiver_json(use) for use in verdict.waivers],
         "doubts": verdict.doubts,
         "notes": verdict.notes,
     }
-    return _finite(record)
+    return finite(record)
+
+
+def _check_json(check: LimitCheck) -> dict[str, Any]:
+    return check.model_dump(exclude={"waiver"})
+
+
+def _waiver_json(use: WaiverUse) -> dict[str, Any]:
+    return use.waiver.model_dump(mode="json") | use.model_dump(exclude={"waiver"})
 
 
 def _controls_json(c: Comparison) -> dict[str, Any]:
@@ -181,10 +194,10 @@ def _over_budget_json(verdict: Verdict, found: OverBudget) -> dict[str, Any]:
     return found.unit.model_dump() | known
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON has no NaN and no infinity: null stands for them."""
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
+        return [finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -4,6 +4,7 @@ RUN/
   run.json            what was asked for, and where the captures lie
   captures/NAME/      a Trace each, named after everything that decides its content
   comparison.json     what the comparison found
+  comparison.parquet  the same, row by row
   verdict.json        the verdict on it
   probe.json          who introduced its differences, where the run was probed
   checksums.json      of all these; written last, so its presence means complete
@@ -14,22 +15,26 @@ import hashlib
 import json
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal, TypeVar
 
+import pyarrow as pa
 from pydantic import BaseModel, Field
 
 from rlk_align.errors import BadOption, CorruptTrace, Interrupted, ToolError
 from rlk_align.results import Comparison, EdgeName, Kind
+from rlk_align.rows import load_rows, save_rows
 from rlk_align.trace.checksums import CHECKSUMS, Checksums, add_checksums, read_checksums
 from rlk_align.trace.records import REPAIR, Record, load_record, save_record, writing
 from rlk_align.trace.schema import check_trace
 
 PROBE = "probe.json"
-RUN_FILES = ("run.json", "comparison.json", "verdict.json", PROBE, CHECKSUMS)
+ROWS = "comparison.parquet"
+CONCLUSIONS = ("comparison.json", ROWS, "verdict.json")
+RUN_FILES = ("run.json", *CONCLUSIONS, PROBE, CHECKSUMS)
 R = TypeVar("R", bound=BaseModel)
 RUNS = Path("rlk-runs")
 """Where runs go by default, below the current directory."""
@@ -115,7 +120,7 @@ class Run:
     def finish(self) -> None:
         """Writes the checksums of everything in it: from here on it may be read."""
         record = self.record
-        conclusions = ["comparison.json", "verdict.json"] if record.judged else []
+        conclusions = CONCLUSIONS if record.judged else ()
         captures = [f"{folder}/{CHECKSUMS}" for folder in record.captures.values()]
         probe = [PROBE] if (self.folder / PROBE).is_file() else []
         add_checksums(self.folder, ["run.json", *conclusions, *probe, *captures])
@@ -198,11 +203,19 @@ class Run:
     def invalidate(self) -> None:
         """Takes away what an earlier command concluded: nothing of it may be judged as ours."""
         with writing(self.folder):
-            for name in (CHECKSUMS, "comparison.json", "verdict.json", PROBE):
+            for name in (CHECKSUMS, *CONCLUSIONS, PROBE):
                 (self.folder / name).unlink(missing_ok=True)
 
-    def save_comparison(self, comparison: Comparison) -> None:
+    def save_comparison(self, comparison: Comparison, rows: pa.Table) -> None:
         save_record(comparison, self.folder / "comparison.json")
+        with writing(self.folder / ROWS):
+            save_rows(rows, self.folder / ROWS)
+
+    def rows(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """The comparison row by row (see `rlk_align.rows`), or these columns of it. Raises
+        CorruptTrace for a damaged one."""
+        self._checksums.check(self.folder, [ROWS])
+        return load_rows(self.folder / ROWS, columns)
 
     def save_verdict(self, verdict: dict) -> None:
         with writing(self.folder):

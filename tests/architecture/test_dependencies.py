@@ -89,11 +89,12 @@ RULES = {
     "text": (),
     "progress": ("text",),
     "results": (),
+    "rows": ("files", "text", "errors"),
     "model": ("model", "results", "data", "files", "errors"),
-    "trace": ("trace", "model", "results", "files", "text", "errors"),
+    "trace": ("trace", "model", "results", "rows", "files", "text", "errors"),
     "engines": ("engines", "trace", "model", "results", "files", "text", "errors"),
     "capture": ("capture", "engines", "trace", "model", "progress", "errors"),
-    "compare": ("compare", "trace", "model", "results", "progress", "errors"),
+    "compare": ("compare", "trace", "model", "results", "rows", "progress", "errors"),
     "probe": (
         *("probe", "capture", "engines", "compare", "judge", "trace", "model"),
         *("results", "progress", "errors"),
@@ -101,7 +102,7 @@ RULES = {
     "judge": ("judge", "data", "results", "text", "errors"),
     "report": (
         *("report", "judge", "probe.record", "probe.units", "probe.effects"),
-        *("results", "text", "errors"),
+        *("trace.run", "results", "rows", "text", "errors"),
     ),
     "pipeline": (
         *("capture", "compare", "probe", "judge", "report", "trace", "model"),

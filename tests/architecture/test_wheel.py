@@ -96,7 +96,7 @@ def test_data_is_found_in_the_wheel(installed: Path, tmp_path: Path) -> None:
     code = (
         "import rlk_align, rlk_kernels\n"
         "from rlk_align.data import data_path\n"
-        "from rlk_align.judge.contract import load_contract\n"
+        "from rlk_align.judge.load import load_contract\n"
         "print(rlk_align.__file__, rlk_kernels.__file__, load_contract('bf16', 'bfloat16').id)\n"
         "print(*(data_path(n) for n in ('contracts', 'model', 'prompts.jsonl')))\n"
     )

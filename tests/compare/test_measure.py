@@ -23,7 +23,7 @@ from synthetic import (
 
 from rlk_align.compare.controls import is_noise
 from rlk_align.errors import CorruptTrace
-from rlk_align.judge.contract import load_contract
+from rlk_align.judge.load import load_contract
 from rlk_align.judge.verdict import judge
 from rlk_align.model.edges import EDGES, passes_for
 from rlk_align.report.verdict_json import verdict_json

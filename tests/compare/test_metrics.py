@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlk_align.compare.metrics import ValueMetrics, _ordered_bits, edge_metrics, error_frontier
-from rlk_align.judge.verdict import tolerance_ratio
+from rlk_align.judge.checks import tolerance_ratio
 from rlk_align.results import EdgeMetrics
 
 torch.set_num_threads(1)

@@ -18,7 +18,7 @@ from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, 
 from rlk_align.engines.process.job import Events, Job
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption, CorruptTrace, PromptError, TraceNotWritten
-from rlk_align.judge.contract import load_contract
+from rlk_align.judge.load import load_contract
 from rlk_align.judge.verdict import judge
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.trace.reader import Trace

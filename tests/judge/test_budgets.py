@@ -11,7 +11,8 @@ from comparisons import comparison, edge, site
 from rich.console import Console
 
 from rlk_align.errors import ContractError
-from rlk_align.judge.contract import STATISTICS, Contract, load_contract
+from rlk_align.judge.contract import STATISTICS, Contract
+from rlk_align.judge.load import load_contract
 from rlk_align.judge.verdict import Verdict, judge, over_budget
 from rlk_align.judge.wording import how_off
 from rlk_align.report.terminal import show

@@ -7,12 +7,8 @@ import pytest
 
 from rlk_align.data import data_path
 from rlk_align.errors import ContractError
-from rlk_align.judge.contract import (
-    BY_DTYPE,
-    Contract,
-    default_contract,
-    load_contract,
-)
+from rlk_align.judge.contract import Contract
+from rlk_align.judge.load import BY_DTYPE, default_contract, load_contract
 from rlk_align.model.dtypes import lower_precision
 
 LIMIT = {"id": "x", "metric": "k3", "fail": 0.1, "why": "w", "source": "derived: s"}

@@ -6,7 +6,7 @@ import pytest
 
 from rlk_align.data import data_path
 from rlk_align.errors import ContractError
-from rlk_align.judge.contract import load_contract
+from rlk_align.judge.load import load_contract
 
 WHOLE = """
 id = "mine"

@@ -9,7 +9,7 @@ from comparisons import QUIET, comparison, contract, edge, metrics, site
 from synthetic import compared, draw, spoil, write_trace
 
 from rlk_align.compare.metrics import edge_metrics
-from rlk_align.judge.contract import load_contract
+from rlk_align.judge.load import load_contract
 from rlk_align.judge.verdict import Verdict, coverage, judge
 from rlk_align.report.verdict_json import verdict_json
 from rlk_align.results import (
@@ -178,7 +178,9 @@ def test_an_operators_limit_is_of_its_class() -> None:
     assert code(verdict) == 1
     assert verdict.breaches[0].value == pytest.approx(2.5)
     assert verdict.breaches[0].site == "layers.0.act"
-    assert code(judge(shown, contract(limit | {"op_classes": ["matmul", "attention"]}))) == 0
+    others = limit | {"op_classes": ["matmul", "attention", "reduction"]}
+    wide = limit | {"op_classes": ["elementwise"], "fail": 3}
+    assert code(judge(shown, contract(others, wide))) == 0
     assert code(judge(shown, contract(limit | {"atol": 0.4}))) == 0
     zero = limit | {"atol": 0, "rtol": 0}
     assert math.isinf(judge(shown, contract(zero)).breaches[0].value)

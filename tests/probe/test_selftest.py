@@ -106,6 +106,7 @@ def _detection(**changes: Any) -> Detection:
         "found_side": "train",
         "words": "",
         "others": [],
+        "metrics": None,
     }
     return Detection(**usual | changes)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampling, Tap
@@ -54,6 +54,10 @@ class FSDPEngine(HFEngine):
 
     def weights(self) -> Iterator[ParameterRecord]:
         compute = getattr(torch, self.compute_dtype)
+        # After a forward the root's parameters stay gathered.
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         for name, weight in hf_weights(self.model):
             assert isinstance(weight, DTensor), name
             # What is multiplied is the master rounded to the compute dtype.

@@ -21,7 +21,7 @@ from rlk_align.trace.reader import Trace
 
 def verdict_of(rollout: Trace, train: Trace, edge: EdgeName, progress: Progress) -> Verdict:
     """One edge of two traces, its operators recomputed, by the built-in contract of its dtype."""
-    comparison = measure(rollout, train, (edge,), (), progress)
+    comparison, _ = measure(rollout, train, (edge,), (), progress)
     units = referee(comparison, rollout, train, progress)
     return judge_by(comparison.model_copy(update={"referee": units}), None)
 
@@ -47,7 +47,8 @@ def detection(
     fault = case.chosen.fault
     traces = (faulty, clean) if side == "rollout" else (clean, faulty)
     edge: EdgeName = "decode_vs_train" if fault.decode else "prefill_vs_train"
-    found = _found(verdict_of(*traces, edge, progress), fault, side)
+    verdict = verdict_of(*traces, edge, progress)
+    found = _found(verdict, fault, side)
     words = found.words
     if fault.op_class == "logprob":
         words = explain_pass(faulty, "prefill").words
@@ -68,6 +69,7 @@ def detection(
         found_side=found.side,
         words=words,
         others=found.others,
+        metrics=next((e.metrics for e in verdict.comparison.edges), None),
     )
 
 
@@ -121,5 +123,5 @@ def first_parting(clean: Trace, faulty: Trace, passname: str) -> str | None:
     result: EdgeResult
     for item in compare_edges([edge], model_sites(clean.record.shape), index):
         if not isinstance(item, str):
-            (result,) = item
+            (result,), _ = item
     return None if result.first_bitwise is None else result.first_bitwise.site

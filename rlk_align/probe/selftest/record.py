@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from rlk_align.results import Result, SideName
+from rlk_align.results import EdgeMetrics, Result, SideName
 
 Seen = Literal["named", "within budget", "precheck", "missed", "misnamed", "wrong side"]
 
@@ -35,6 +35,8 @@ class Detection(Result):
     """How the comparison says that it is off."""
     others: list[str]
     """Operators over budget where no fault is."""
+    metrics: EdgeMetrics | None
+    """Of the log-probs; None where the precheck stopped the comparison."""
 
     @property
     def as_expected(self) -> bool:

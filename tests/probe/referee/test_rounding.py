@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlk_align.judge.contract import STATISTICS, load_contract
+from rlk_align.judge.contract import STATISTICS
+from rlk_align.judge.load import load_contract
 from rlk_align.model.prompts import Sample, TokenBatch
 from rlk_align.model.sites import RowIndex
 from rlk_align.probe.referee.rounding import ErrorSums, relative_unit, rounding_variance

@@ -1,0 +1,169 @@
+"""`rlk-align contract`: see, check, compare and calibrate what two engines owe each other."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from rlk_align.errors import EXIT_FAIL, BadOption, TraceNotWritten
+from rlk_align.judge.changes import changes, needed_version, version_is_enough
+from rlk_align.judge.contract import Contract
+from rlk_align.judge.lint import lint, sequence_ess
+from rlk_align.judge.load import open_contract
+from rlk_align.text import line, printable
+from rlk_align.trace.run import Run
+
+if TYPE_CHECKING:
+    from rlk_align.judge.calibrate import HealthyRun
+
+app = typer.Typer(no_args_is_help=True, help="Show, check, compare and calibrate contracts.")
+Given = Annotated[str, typer.Argument(metavar="CONTRACT", help="A built-in id, or a TOML file.")]
+
+
+@app.command()
+def show(contract: Given) -> None:
+    """Its limits and budgets, where each comes from, and its hash."""
+    found = open_contract(contract)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(line(f"{found.id} {found.version}", "bold"), line(found.description))
+    console.print(line(f"sha256    {found.sha256}"))
+    if found.extends:
+        console.print(line(f"extends   {found.extends.id} {found.extends.version}"))
+    noise = "repeats bitwise" if found.max_noise is None else f"noise up to {found.max_noise:g}"
+    console.print(
+        line(
+            f"needs     {found.min_coverage:.0%} of the rows, {found.min_tokens} tokens; "
+            f"each side {noise}"
+        )
+    )
+    console.print(line(f"dtypes    {', '.join(found.dtypes)}"))
+    if found.sequences:
+        tokens = found.sequences.tokens
+        console.print(
+            line(
+                f"sequences up to {tokens:,} tokens: at the limits an effective sample size of "
+                f"{sequence_ess(found, tokens):.2g} is left"
+            )
+        )
+    for limit in found.limits:
+        console.print()
+        where = [*(limit.edges or ()), *(limit.op_classes or ()), *(limit.sites or ())]
+        where += limit.dtypes or ()
+        bound = f"fail above {limit.fail:g}"
+        if limit.atol is not None:
+            bound = f"|a − b| ≤ {limit.atol:g} + {limit.rtol:g} · magnitude"
+        if limit.tail is not None:
+            shown = ", ".join(f"{limit.fail_at(n):.3g} of {n:,}" for n in (100, 10_000, 1_000_000))
+            bound = f"fail above {shown} tokens"
+        if limit.warn is not None:
+            bound += f", warn above {limit.warn:g}"
+        console.print(line(limit.id, "bold"), line(f"{limit.metric}  {bound}"))
+        if where:
+            console.print(line(f"  where   {', '.join(where)}"))
+        _print_reasons(console, limit.why, limit.source, limit.reason)
+    for budget in found.budgets:
+        console.print()
+        console.print(line(budget.id, "bold"), line(", ".join(budget.ops)))
+        figures = budget.model_dump(include={"rms", "gain", "row_gain", "feature_rms", "peak"})
+        said = ", ".join(f"{name} {value:g}" for name, value in figures.items())
+        console.print(line(f"  roundings {said}, ..."))
+        _print_reasons(console, budget.why, budget.source, budget.reason)
+    for waiver in found.waivers:
+        console.print()
+        console.print(line(f"waiver of {waiver.limit}", "bold"))
+        console.print(line(f"  {waiver.owner}, until {waiver.expires}: {waiver.reason}"))
+
+
+def _print_reasons(console: Console, why: str, source: str, reason: str | None) -> None:
+    console.print(line(f"  why     {why}", "dim"))
+    console.print(line(f"  source  {source}", "dim"))
+    if reason:
+        console.print(line(f"  looser  {reason}"))
+
+
+@app.command()
+def check(contract: Given) -> None:
+    """Whether it is coherent: exit code 1 where a limit can never fire, contradicts another, or
+    lies below what healthy engines were measured to do."""
+    found = open_contract(contract)
+    findings = lint(found)
+    for finding in findings:
+        print(printable(f"{finding.entry or found.id}: {finding.text}"))
+    if findings:
+        sys.exit(EXIT_FAIL)
+    count = f"{len(found.limits)} limits, {len(found.budgets)} budgets"
+    print(printable(f"{found.id} {found.version}: {count}, nothing to say against them"))
+
+
+@app.command()
+def diff(before: Given, after: Given) -> None:
+    """What the second allows that the first does not: exit code 1 on any loosening, and where the
+    version does not tell of it."""
+    old, new = open_contract(before), open_contract(after)
+    found = changes(old, new)
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    for change in found:
+        style = {"loosened": "bold red", "tightened": "green", "reworded": "dim"}[change.kind]
+        table.add_row(line(change.kind, style), line(change.entry or "head"), line(str(change)))
+    Console(highlight=False, soft_wrap=True).print(table if found else line("no difference"))
+    if not version_is_enough(old, new, found):
+        need = needed_version(old, found)
+        print(printable(f"version {new.version}: such changes to {old.version} need {need}"))
+        sys.exit(EXIT_FAIL)
+    if any(change.kind == "loosened" for change in found):
+        sys.exit(EXIT_FAIL)
+
+
+@app.command()
+def schema() -> None:
+    """The JSON Schema of contract files, for editors."""
+    print(json.dumps(Contract.model_json_schema(), indent=1))
+
+
+@app.command()
+def calibrate(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Compared, healthy runs.")],
+    base: Annotated[
+        str, typer.Option(metavar="C", help="The contract whose limits are proposed anew.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="PATH", help="Write the proposal as TOML there."),
+    ] = None,
+) -> None:
+    """Propose limits from repeated healthy runs, several seeds of each pair of engines."""
+    from rlk_align.judge.calibrate import calibrated, proposal_lines
+
+    if output is not None and os.environ.get("CI"):
+        raise BadOption(
+            "calibrate writes nothing under CI: limits change by review",
+            "run it by hand, and propose what it writes in a pull request",
+        )
+    found = calibrated([_healthy(name) for name in runs], open_contract(base))
+    for text in proposal_lines(found):
+        print(printable(text))
+    if output is not None:
+        try:
+            output.write_text(found.toml, encoding="utf-8")
+        except OSError as error:
+            raise TraceNotWritten(f"{output} could not be written: {error}") from error
+
+
+def _healthy(name: str) -> "HealthyRun":
+    """Raises BadOption for a run that compared nothing, CorruptTrace for a damaged one."""
+    import numpy as np
+
+    from rlk_align.judge.calibrate import HealthyRun
+
+    run = Run.open(name)
+    comparison = run.comparison
+    rows = run.rows(["edge", "first_logprob", "second_logprob"]).drop_null()
+    first, second = (rows[n].to_numpy() for n in ("first_logprob", "second_logprob"))
+    edge = np.array(rows["edge"].to_pylist())
+    shifts = {e.name: np.abs(second - first)[edge == e.name] for e in comparison.edges}
+    return HealthyRun(name, comparison, shifts)

@@ -1,0 +1,166 @@
+"""What one contract allows that another does not: for pull requests, and for `extends`."""
+
+import math
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from rlk_align.judge.contract import STATISTICS, Budget, Contract, Limit, Regression
+from rlk_align.results import Result
+
+Kind = Literal["loosened", "tightened", "reworded"]
+
+
+class Change(Result):
+    """One thing that two contracts say otherwise."""
+
+    kind: Kind
+    entry: str
+    """The id of a limit, a budget, a regression or a waived limit; empty for the head."""
+    what: str
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.before} → {self.after}"
+
+
+def changes(before: Contract, after: Contract) -> list[Change]:
+    """All of them, the head first, then by entry. What is not comparable (a site pattern, an
+    operator's tolerance of another shape) counts as looser: somebody has to look at it."""
+    return [
+        *_head(before, after),
+        *_entries(before.limits, after.limits, _limit),
+        *_entries(before.budgets, after.budgets, _budget),
+        *_entries(before.regressions, after.regressions, _regression),
+        *_waivers(before, after),
+    ]
+
+
+def needed_version(before: Contract, found: list[Change]) -> str:
+    """The least version that a contract with these changes may have."""
+    major, minor, patch = (int(x) for x in before.version.split("."))
+    kinds = {c.kind for c in found}
+    if "loosened" in kinds:
+        return f"{major + 1}.0.0"
+    if "tightened" in kinds:
+        return f"{major}.{minor + 1}.0"
+    return f"{major}.{minor}.{patch + 1}" if found else before.version
+
+
+def version_is_enough(before: Contract, after: Contract, found: list[Change]) -> bool:
+    """Whether the later version says what kind of change it is."""
+    have, need = (
+        [int(x) for x in v.split(".")] for v in (after.version, needed_version(before, found))
+    )
+    return have >= need
+
+
+def _head(before: Contract, after: Contract) -> Iterator[Change]:
+    yield from _lower_is_looser("", "min_coverage", before.min_coverage, after.min_coverage)
+    yield from _lower_is_looser("", "min_tokens", before.min_tokens, after.min_tokens)
+    noise = [0.0 if c.max_noise is None else c.max_noise for c in (before, after)]
+    yield from _higher_is_looser("", "max_noise", *noise)
+    for dtype in before.dtypes:
+        if dtype not in after.dtypes:
+            yield Change(kind="tightened", entry="", what="dtypes", before=dtype, after="none")
+    for dtype in after.dtypes:
+        if dtype not in before.dtypes:
+            yield Change(kind="tightened", entry="", what="dtypes", before="none", after=dtype)
+    if before.sequences != after.sequences:
+        texts = ["none" if c.sequences is None else str(c.sequences) for c in (before, after)]
+        yield Change(kind="reworded", entry="", what="sequences", before=texts[0], after=texts[1])
+
+
+def _entries(before: list[Any], after: list[Any], compare: Any) -> Iterator[Change]:
+    old, new = ({x.id: x for x in entries} for entries in (before, after))
+    for name, entry in old.items():
+        if name not in new:
+            yield Change(kind="loosened", entry=name, what=name, before="there", after="gone")
+        else:
+            yield from compare(entry, new[name])
+            yield from _words(entry, new[name])
+    for name in new.keys() - old.keys():
+        yield Change(kind="tightened", entry=name, what=name, before="none", after="there")
+
+
+def _limit(a: Limit, b: Limit) -> Iterator[Change]:
+    for name in ("fail", "atol", "rtol"):
+        yield from _higher_is_looser(a.id, name, getattr(a, name), getattr(b, name))
+    yield from _higher_is_looser(a.id, "warn", a.warn, b.warn)
+    yield from _higher_is_looser(a.id, "min_tokens", a.min_tokens, b.min_tokens)
+    # The largest of many tokens, and of few: a tail has two ends.
+    tails = [[x.fail_at(n) for n in (100, 1_000_000)] for x in (a, b)]
+    for tokens, old, new in zip((100, 1_000_000), *tails, strict=True):
+        if a.tail != b.tail:
+            yield from _higher_is_looser(a.id, f"fail at {tokens:,} tokens", old, new)
+    for name in ("edges", "dtypes", "op_classes", "sites"):
+        yield from _narrower_is_looser(a.id, name, getattr(a, name), getattr(b, name))
+    if a.metric != b.metric:
+        yield _differs("loosened", a.id, "metric", a.metric, b.metric)
+
+
+def _budget(a: Budget, b: Budget) -> Iterator[Change]:
+    for name in STATISTICS:
+        yield from _higher_is_looser(a.id, name, getattr(a, name), getattr(b, name))
+    yield from _higher_is_looser(a.id, "warn", a.warn, b.warn)
+    yield from _narrower_is_looser(a.id, "ops", a.ops, b.ops)
+
+
+def _regression(a: Regression, b: Regression) -> Iterator[Change]:
+    for name in ("factor", "plus"):
+        yield from _higher_is_looser(a.id, name, getattr(a, name), getattr(b, name))
+    if a.metric != b.metric:
+        yield _differs("loosened", a.id, "metric", a.metric, b.metric)
+
+
+def _waivers(before: Contract, after: Contract) -> Iterator[Change]:
+    for waiver in after.waivers:
+        if waiver not in before.waivers:
+            until = f"until {waiver.expires}, by {waiver.owner}"
+            yield _differs("loosened", waiver.limit, "waiver", "none", until)
+    for waiver in before.waivers:
+        if waiver not in after.waivers:
+            yield _differs("tightened", waiver.limit, "waiver", f"until {waiver.expires}", "none")
+
+
+def _words(a: BaseModel, b: BaseModel) -> Iterator[Change]:
+    for name in ("why", "source", "reason", "healthy"):
+        old, new = getattr(a, name, None), getattr(b, name, None)
+        if old != new:
+            yield _differs("reworded", getattr(a, "id", ""), name, old, new)
+
+
+def _differs(kind: Kind, entry: str, what: str, before: object, after: object) -> Change:
+    return Change(kind=kind, entry=entry, what=what, before=_said(before), after=_said(after))
+
+
+def _said(value: object) -> str:
+    if value is None:
+        return "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _higher_is_looser(
+    entry: str, what: str, before: float | None, after: float | None
+) -> Iterator[Change]:
+    """None is no bound."""
+    old, new = (math.inf if x is None else x for x in (before, after))
+    if old != new:
+        yield _differs("loosened" if new > old else "tightened", entry, what, before, after)
+
+
+def _lower_is_looser(entry: str, what: str, before: float, after: float) -> Iterator[Change]:
+    if before != after:
+        yield _differs("loosened" if after < before else "tightened", entry, what, before, after)
+
+
+def _narrower_is_looser(
+    entry: str, what: str, before: list | None, after: list | None
+) -> Iterator[Change]:
+    """None is everything."""
+    if before == after:
+        return
+    wider = after is None or (before is not None and set(before) <= set(after))
+    yield _differs("tightened" if wider else "loosened", entry, what, before, after)

@@ -1,0 +1,167 @@
+"""Every limit of a contract, held against every value that it speaks of."""
+
+import math
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from rlk_align.errors import ContractError
+from rlk_align.judge.contract import STATISTICS, Contract, Limit, Waiver
+from rlk_align.results import Comparison, EdgeResult, Result, SideName, SiteResult
+
+Outcome = Literal["pass", "warn", "waived", "fail"]
+
+
+class LimitCheck(Result):
+    """One limit, held against one value."""
+
+    limit: str
+    metric: str
+    value: float
+    warn: float | None = None
+    fail: float
+    site: str | None
+    op_class: str | None = None
+    edge: str
+    side: SideName | None = None
+    passname: str | None = None
+    """Whose operator it is, in which pass, of a budget."""
+    waiver: Waiver | None = None
+    """Who answers for it, where it is in breach."""
+
+    @property
+    def holds(self) -> bool:
+        """False for a NaN."""
+        return abs(self.value) <= self.fail
+
+    @property
+    def outcome(self) -> Outcome:
+        if not self.holds:
+            return "fail" if self.waiver is None else "waived"
+        return "pass" if self.warn is None or abs(self.value) <= self.warn else "warn"
+
+    @property
+    def excess(self) -> float:
+        """The value over its limit: above 1 in breach; infinite for a NaN, and above 0."""
+        size = abs(self.value)
+        ratio = size / self.fail if self.fail else (math.inf if size else 0.0)
+        return math.inf if math.isnan(ratio) else ratio
+
+
+def check_edge(edge: EdgeResult, c: Comparison, contract: Contract) -> list[LimitCheck]:
+    """All that the contract says of an edge. Raises ContractError where a limit names sites that
+    are not there, or where operators are limited and one of them is not."""
+    limits = [x for x in contract.limits_for(c.dtype) if x.judges(edge.name, edge.metrics.tokens)]
+    _check_covered(edge, limits, contract)
+    return [*_of_edge(edge, limits), *_of_operators(edge, c, contract)]
+
+
+def _check_covered(edge: EdgeResult, limits: list[Limit], contract: Contract) -> None:
+    known = [*(s.site for s in edge.sites), *(site for site, _, _ in edge.unpaired)]
+    for limit in limits:
+        for pattern in limit.sites or ():
+            if not any(fnmatchcase(site, pattern) for site in known):
+                raise ContractError(
+                    f"contract {contract.id}: limit {limit.id!r} is of {pattern}, and {edge.name} "
+                    "has no such site",
+                    "mend the pattern, or leave it out",
+                )
+    of_operators = [x for x in limits if x.metric == "op_error"]
+    for site in edge.sites if of_operators or contract.budgets else ():
+        if site.op == "logprob":
+            continue
+        limited = any(x.covers(site.site, site.op_class) for x in of_operators)
+        if not limited and contract.budget(site.op) is None:
+            raise ContractError(
+                f"contract {contract.id} limits operators, and says nothing of {site.site}",
+                f"add a limit of op_error that covers the class {site.op_class}",
+            )
+
+
+def _of_edge(edge: EdgeResult, limits: list[Limit]) -> Iterator[LimitCheck]:
+    for site in edge.sites:
+        yield _of_site("finite", "nonfinite", float(site.nonfinite), 0.0, None, edge, site)
+    for limit in limits:
+        if limit.of_site:
+            for site in edge.sites:
+                if limit.covers(site.site, site.op_class):
+                    value = _site_value(limit, site)
+                    yield _of_site(
+                        limit.id, limit.metric, value, limit.fail, limit.warn, edge, site
+                    )
+            continue
+        fail = limit.fail_at(edge.metrics.tokens)
+        yield LimitCheck(
+            limit=limit.id,
+            metric=limit.metric,
+            value=float(getattr(edge.metrics, limit.metric)),
+            warn=None if limit.warn is None else min(limit.warn, fail),
+            fail=fail,
+            site=None,
+            edge=edge.name,
+        )
+
+
+def _of_site(
+    limit: str,
+    metric: str,
+    value: float,
+    fail: float,
+    warn: float | None,
+    edge: EdgeResult,
+    site: SiteResult,
+) -> LimitCheck:
+    return LimitCheck(
+        limit=limit,
+        metric=metric,
+        value=value,
+        warn=warn,
+        fail=fail,
+        site=site.site,
+        op_class=site.op_class,
+        edge=edge.name,
+    )
+
+
+def _of_operators(edge: EdgeResult, c: Comparison, contract: Contract) -> Iterator[LimitCheck]:
+    """Of each operator whose outputs differ, each side's statistic that uses up most of its
+    budget."""
+    differing = {s.site for s in edge.sites if s.differ}
+    for unit in c.referee:
+        budget = contract.budget(unit.op)
+        if budget is None or unit.errors is None or edge.name not in unit.edges:
+            continue
+        if unit.site in differing:
+            checks = [
+                LimitCheck(
+                    limit=budget.id,
+                    metric=f"rounding_{name}",
+                    value=getattr(unit.errors, name),
+                    warn=None if budget.warn is None else budget.warn * getattr(budget, name),
+                    fail=getattr(budget, name),
+                    site=unit.site,
+                    op_class=unit.op_class,
+                    edge=edge.name,
+                    side=unit.side,
+                    passname=unit.passname,
+                )
+                for name in STATISTICS
+            ]
+            yield max(checks, key=lambda check: (not check.holds, check.excess))
+
+
+def _site_value(limit: Limit, site: SiteResult) -> float:
+    if limit.metric == "rows_differ":
+        return float(site.differ)
+    assert limit.atol is not None
+    assert limit.rtol is not None
+    return tolerance_ratio(site.frontier, limit.atol, limit.rtol)
+
+
+def tolerance_ratio(frontier: list[tuple[float, float]], atol: float, rtol: float) -> float:
+    """Largest error / (atol + rtol * magnitude): at most 1 where all errors are tolerated."""
+    ratios = [
+        error / bound if (bound := atol + rtol * magnitude) else math.inf
+        for magnitude, error in frontier
+    ]
+    return max(ratios, default=0.0)

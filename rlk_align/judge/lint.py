@@ -1,0 +1,155 @@
+"""What is wrong with a contract as such: limits that can never fire, that contradict each other, or
+that lie below what healthy engines were measured to do."""
+
+import math
+from collections.abc import Iterator
+from datetime import date
+
+from rlk_align.judge.contract import STATISTICS, Contract, Limit
+from rlk_align.judge.waivers import today
+from rlk_align.results import Result
+
+CLIP_LOW, CLIP_HIGH = 0.8, 1.2
+"""The ratios between which a token is not clipped, as `compare.metrics` counts them."""
+_MANY = 10_000_000
+"""More tokens than a comparison has: what a limit with a tail ever allows."""
+
+
+class Finding(Result):
+    """One thing that is wrong."""
+
+    entry: str
+    """The id of the limit, the budget or the waiver; empty for the contract as a whole."""
+    text: str
+
+
+def lint(contract: Contract, day: date | None = None) -> list[Finding]:
+    """All that is found; `day` is today if None."""
+    found: list[Finding] = []
+    for dtype in contract.dtypes:
+        limits = contract.limits_for(dtype)
+        for finding in (*_never(limits), *_too_few_tokens(limits, contract)):
+            if finding not in found:
+                found.append(finding)
+    found += [*_below_noise(contract), *_sequences(contract)]
+    for waiver in contract.waivers:
+        if waiver.expires < (day or today()):
+            text = f"the waiver of {waiver.owner} expired on {waiver.expires}"
+            found.append(Finding(entry=waiver.limit, text=text))
+    return found
+
+
+def _largest(metric: str, most: float) -> float:
+    """What a metric can be where no |Δ| is above `most`."""
+    try:
+        grown = math.expm1(most)
+    except OverflowError:
+        return math.inf
+    return {
+        "max_abs_dlogp": most,
+        "mean_abs_dlogp": most,
+        "p99_abs_dlogp": most,
+        "p999_abs_dlogp": most,
+        # Both rise with |Δ|, and faster above 0 than below.
+        "k3": grown - most,
+        "ratio_mean_error": grown,
+        "token_mult_prob_error": grown + 1,
+        "clip_fraction": 0.0 if _not_clipped(most) else 1.0,
+        "bit_mismatches": math.inf if most else 0.0,
+    }[metric]
+
+
+def _not_clipped(most: float) -> bool:
+    return most <= min(math.log(CLIP_HIGH), -math.log(CLIP_LOW))
+
+
+def _never(limits: list[Limit]) -> Iterator[Finding]:
+    """Limits that another one always forestalls, or that no value can reach."""
+    of_edges = [x for x in limits if not x.of_site]
+    for limit in of_edges:
+        if limit.metric == "clip_fraction" and limit.fail >= 1:
+            yield Finding(entry=limit.id, text="a share is never above 1: it can never fire")
+            continue
+        for other in of_edges:
+            if other is limit or not _wherever(limit, other):
+                continue
+            if other.metric == "bit_mismatches" and other.fail == 0:
+                if limit.metric == "bit_mismatches":
+                    continue
+                text = f"equal bits ({other.id}) leave no difference: it can never fire"
+                yield Finding(entry=limit.id, text=text)
+            if other.metric == "max_abs_dlogp":
+                most = other.fail_at(_MANY)
+                reached = _largest(limit.metric, most)
+                if limit.metric != "max_abs_dlogp" and reached <= limit.fail:
+                    text = (
+                        f"where no |Δ| is above {most:g} ({other.id}), {limit.metric} is at most "
+                        f"{reached:.3g}: a limit of {limit.fail:g} can never fire"
+                    )
+                    yield Finding(entry=limit.id, text=text)
+            quantiles = (limit.metric, other.metric) == ("p99_abs_dlogp", "p999_abs_dlogp")
+            if quantiles and limit.fail >= other.fail:
+                text = f"p99 is never above p99.9 ({other.id}, {other.fail:g}): it can never fire"
+                yield Finding(entry=limit.id, text=text)
+            if limit.metric == other.metric and other.fail < limit.fail:
+                text = f"{other.id} is tighter, and holds wherever it does: it can never fire alone"
+                yield Finding(entry=limit.id, text=text)
+
+
+def _wherever(limit: Limit, other: Limit) -> bool:
+    """Whether the other holds wherever the first does."""
+    return other.edges is None or (limit.edges is not None and set(limit.edges) <= set(other.edges))
+
+
+def _too_few_tokens(limits: list[Limit], contract: Contract) -> Iterator[Finding]:
+    """A quantile of fewer tokens than it counts by is their largest, which has a limit already."""
+    for limit in limits:
+        needed = {"p99_abs_dlogp": 100, "p999_abs_dlogp": 1000}.get(limit.metric, 0)
+        held = max(limit.min_tokens, contract.min_tokens)
+        if held < needed:
+            text = (
+                f"of {held} tokens {limit.metric} is hardly less than the largest: "
+                f"give it min_tokens = {needed}"
+            )
+            yield Finding(entry=limit.id, text=text)
+
+
+def _below_noise(contract: Contract) -> Iterator[Finding]:
+    for limit in contract.limits:
+        if limit.healthy is not None and limit.fail < limit.healthy:
+            text = f"healthy pairs were measured at {limit.healthy:g}: {limit.fail:g} is below that"
+            yield Finding(entry=limit.id, text=text)
+        noise = contract.max_noise or 0.0
+        if limit.metric == "max_abs_dlogp" and limit.fail < noise:
+            text = (
+                f"a side may be {noise:g} from itself (max_noise), and {limit.fail:g} is below it"
+            )
+            yield Finding(entry=limit.id, text=text)
+    for budget in contract.budgets:
+        # A copy is exact; whatever is computed is rounded once at least.
+        if budget.ops != ["embed"] and budget.rms < 1:
+            text = f"rms {budget.rms:g}: an exact result, rounded once, has 1"
+            yield Finding(entry=budget.id, text=text)
+        for name in STATISTICS:
+            if name in ("feature_rms", "row_rms", "peak") and getattr(budget, name) < budget.rms:
+                text = f"{name} is never below rms: {budget.rms:g} is allowed there, not here"
+                yield Finding(entry=budget.id, text=text)
+
+
+def _sequences(contract: Contract) -> Iterator[Finding]:
+    if contract.sequences is None:
+        return
+    left = sequence_ess(contract, contract.sequences.tokens)
+    if not left >= contract.sequences.ess:
+        text = (
+            f"at its limit of k3, sequences of {contract.sequences.tokens:,} tokens keep an "
+            f"effective sample size of {left:.2g}, not {contract.sequences.ess:g}"
+        )
+        yield Finding(entry="", text=text)
+
+
+def sequence_ess(contract: Contract, tokens: int) -> float:
+    """The share of sequences of so many tokens that counts where k3 is at its limit: exp(−Tσ²), σ²
+    being 2 · k3 of small Δ that are independent along the sequence. NaN where k3 has no limit."""
+    bounds = [x.fail for x in contract.limits if x.metric == "k3"]
+    return math.exp(-tokens * 2 * max(bounds)) if bounds else math.nan

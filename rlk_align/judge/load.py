@@ -1,0 +1,159 @@
+"""Contracts as files: the built-in ones by id, others by path, and what a contract extends.
+
+id = "ours"
+version = "1.0.0"
+description = "bf16, tighter in the mean"
+
+[extends]
+id = "bf16"
+version = "2.0.0"           another version, or another hash, is an error
+sha256 = "…"                `rlk-align contract show bf16` tells it
+
+[[limits]]                  one with the id of the parent's takes its place, key by key
+id = "mean-dlogp"
+fail = 0.004                tighter is free; looser needs a `reason`
+"""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rlk_align.data import data_path
+from rlk_align.errors import ContractError
+from rlk_align.judge.changes import changes
+from rlk_align.judge.contract import Contract, Extends
+from rlk_align.text import complaint
+
+BY_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""The contract that a dtype gets where the user names none."""
+
+
+def default_contract(dtype: str) -> str:
+    """The built-in contract's id for a dtype."""
+    if dtype not in BY_DTYPE:
+        raise ContractError(f"no built-in contract for {dtype}", "name one with --contract")
+    return BY_DTYPE[dtype]
+
+
+def built_in() -> dict[str, Path]:
+    """The contracts that are shipped, by id."""
+    return {p.stem: p for p in sorted(data_path("contracts").glob("*.toml"))}
+
+
+def load_contract(name: str, dtype: str) -> Contract:
+    """A built-in contract by id, or a TOML file by path, for a comparison in `dtype`.
+
+    Raises ContractError where there is none, where it is malformed, or where it says
+    nothing of the dtype.
+    """
+    contract = open_contract(name)
+    if dtype not in contract.dtypes:
+        raise ContractError(
+            f"contract {contract.id!r} says nothing of {dtype}",
+            f"it covers {', '.join(contract.dtypes)}; name another with --contract",
+        )
+    return contract
+
+
+def open_contract(name: str) -> Contract:
+    """A built-in contract by id, or a TOML file by path. Raises ContractError."""
+    shipped = built_in()
+    path = Path(name) if name.endswith(".toml") else shipped.get(name)
+    if path is None or not path.is_file():
+        known = ", ".join(shipped)
+        raise ContractError(f"no contract {name!r}", f"built in: {known}; or a path to a .toml")
+    contract = _resolved(path, ())
+    contract._given = name
+    shadowed = shipped.get(contract.id)
+    if name.endswith(".toml") and shadowed and _resolved(shadowed, ()).sha256 != contract.sha256:
+        raise ContractError(
+            f"{path}: id {contract.id!r} is that of a built-in contract, which says otherwise",
+            "give it an id of its own",
+        )
+    return contract
+
+
+def _resolved(path: Path, below: tuple[Path, ...]) -> Contract:
+    """The contract of a file, with all that it extends."""
+    given = _read(path)
+    if "extends" not in given:
+        return _validated(given, path)
+    try:
+        pinned = Extends.model_validate(given["extends"])
+    except ValidationError as error:
+        raise ContractError(f"{path}: extends: {complaint(error)}") from error
+    file = path.parent / pinned.file if pinned.file else built_in().get(pinned.id)
+    if file is None or not file.is_file():
+        raise ContractError(f"{path} extends {pinned.id!r}, which is not there")
+    if file.resolve() in below:
+        raise ContractError(f"{path} extends itself, by way of {file}")
+    parent = _resolved(file, (*below, path.resolve()))
+    _check_pin(pinned, parent, path)
+    contract = _validated(_merged(parent, given), path)
+    _check_reasons(parent, contract, path)
+    return contract
+
+
+def _check_pin(pinned: Extends, parent: Contract, path: Path) -> None:
+    for name in ("id", "version", "sha256"):
+        if getattr(pinned, name) != getattr(parent, name):
+            raise ContractError(
+                f"{path} extends {pinned.id} with {name} {getattr(pinned, name)}, and it is "
+                f"{getattr(parent, name)}",
+                "see what changed with `rlk-align contract diff`, then pin what you mean",
+            )
+
+
+_LISTS = ("limits", "budgets", "regressions")
+
+
+def _merged(parent: Contract, given: dict[str, Any]) -> dict[str, Any]:
+    """What the file says over what the parent says; in lists entry by entry, by id."""
+    base = parent.model_dump(exclude_defaults=True)
+    for entry in (e for name in ("limits", "budgets") for e in base.get(name, ())):
+        entry.pop("reason", None)
+    whole = base | given
+    for name in _LISTS:
+        own = given.get(name, [])
+        if not isinstance(own, list) or not all(isinstance(e, dict) for e in own):
+            continue
+        by_id = {e["id"]: e for e in base.get(name, ())}
+        for entry in own:
+            key = str(entry.get("id"))
+            by_id[key] = by_id.get(key, {}) | entry
+        if by_id:
+            whole[name] = [*by_id.values()]
+    if "waivers" in base:
+        whole["waivers"] = [*base["waivers"], *given.get("waivers", [])]
+    return whole
+
+
+def _check_reasons(parent: Contract, contract: Contract, path: Path) -> None:
+    """Raises ContractError for what is looser than in the parent, without a reason."""
+    assert contract.extends is not None
+    reasons = {x.id: x.reason for x in contract.limits} | {b.id: b.reason for b in contract.budgets}
+    for change in changes(parent, contract):
+        if change.kind == "loosened" and not reasons.get(change.entry, contract.extends.reason):
+            raise ContractError(
+                f"{path}: {change.entry or 'the head'} is looser than in {parent.id} "
+                f"{parent.version}: {change}",
+                "give it a `reason`, or keep what the parent says",
+            )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ContractError(f"{path} is not TOML: {error}") from error
+    except OSError as error:
+        raise ContractError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _validated(given: dict[str, Any], path: Path) -> Contract:
+    try:
+        return Contract.model_validate(given)
+    except ValidationError as error:
+        raise ContractError(f"{path}: {complaint(error)}") from error

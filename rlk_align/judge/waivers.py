@@ -1,0 +1,58 @@
+"""Waivers: breaches that somebody answers for, until a day."""
+
+import os
+from collections.abc import Sequence
+from datetime import UTC, date, datetime
+from typing import Literal
+
+from rlk_align.judge.checks import LimitCheck
+from rlk_align.judge.contract import Waiver
+from rlk_align.results import Result
+
+
+class WaiverUse(Result):
+    """A waiver of the contract, on the day of the verdict."""
+
+    waiver: Waiver
+    state: Literal["used", "unused", "expired"]
+    days_left: int
+    """Days after today on which it still holds; negative where it has expired."""
+    breaches: int
+    """Breaches that it excuses."""
+
+    def __str__(self) -> str:
+        w = self.waiver
+        when = {
+            "used": f"{self.breaches} breaches, {self.days_left} days left",
+            "unused": "nothing to excuse: take it out",
+            "expired": f"expired {-self.days_left} days ago",
+        }[self.state]
+        return f"{w.limit}, {w.owner} until {w.expires}: {when}; {w.reason}"
+
+
+def today() -> date:
+    """The day of a verdict; SOURCE_DATE_EPOCH, seconds of Unix time, sets another one."""
+    epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
+    now = datetime.fromtimestamp(int(epoch), UTC) if epoch.isdecimal() else datetime.now(UTC)
+    return now.date()
+
+
+def waive(
+    checks: Sequence[LimitCheck], waivers: Sequence[Waiver], day: date
+) -> tuple[list[LimitCheck], list[WaiverUse]]:
+    """The checks, with the waiver of each breach that has one; and what became of the waivers. An
+    expired one excuses nothing, and neither does any a NaN or an infinity."""
+    done, uses = list(checks), []
+    for waiver in waivers:
+        left = (waiver.expires - day).days
+        used = 0
+        for at, check in enumerate(done):
+            excused = not check.holds and check.waiver is None and check.metric != "nonfinite"
+            if left >= 0 and excused and waiver.covers(check.limit, check.site, check.edge):
+                done[at] = check.model_copy(update={"waiver": waiver})
+                used += 1
+        state: Literal["used", "unused", "expired"] = "used" if used else "unused"
+        if left < 0:
+            state = "expired"
+        uses.append(WaiverUse(waiver=waiver, state=state, days_left=left, breaches=used))
+    return done, uses

@@ -1,0 +1,101 @@
+#!/usr/bin/env python3
+"""Makes the healthy runs that the built-in contracts are calibrated on.
+
+    OMP_NUM_THREADS=1 python scripts/calibration_runs.py --dtype bfloat16 --out runs/bf16
+
+For every seed the rollout engine samples once, and every training engine scores what it sampled; a
+process captures several seeds. The runs hold what was compared, and no captures:
+
+    RUN = OUT/PAIR/SEED        rlk-align contract calibrate OUT/*/* --base bf16
+"""
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlk_align.capture.capture import capture_each
+from rlk_align.capture.request import CaptureRequest
+from rlk_align.data import data_path
+from rlk_align.engines.spec import EngineSpec
+from rlk_align.model.checkpoint import default_model, resolve_model
+from rlk_align.model.edges import EDGES
+from rlk_align.pipeline import measured
+from rlk_align.progress import Progress, show_progress
+from rlk_align.trace.reader import Trace
+from rlk_align.trace.run import Run, RunRecord
+
+PAIRS = {
+    "vllm": ("megatron", "hf", "megatron:tp=2"),
+    "hf": ("hf:attn=eager",),
+}
+"""Rollout engine -> training engines."""
+TOGETHER = 4
+"""Seeds whose captures are on disk at a time."""
+
+
+def request(spec: str, seed: int, options: argparse.Namespace, sampling: bool) -> CaptureRequest:
+    separator = "," if ":" in spec else ":"
+    return CaptureRequest(
+        engine=EngineSpec.parse(f"{spec}{separator}dtype={options.dtype}{options.engine_options}"),
+        model=str(resolve_model(options.model or default_model())),
+        prompts=options.prompts or data_path("prompts.jsonl"),
+        max_new_tokens=options.max_new_tokens,
+        seed=seed,
+        passes=("decode", "prefill") if sampling else ("prefill",),
+    )
+
+
+def runs_of(
+    rollout: str, seeds: Sequence[int], options: argparse.Namespace, progress: Progress
+) -> None:
+    work = Run(options.out / "captures")
+    work.folder.mkdir(parents=True, exist_ok=True)
+    asked = [request(rollout, seed, options, sampling=True) for seed in seeds]
+    sampled = capture_each(asked, "rollout", work, [None] * len(seeds), progress)
+    tokens = [t.folder / "tokens.parquet" for t in sampled]
+    for train in PAIRS[rollout]:
+        asked = [request(train, seed, options, sampling=False) for seed in seeds]
+        scored = capture_each(asked, "train", work, tokens, progress)
+        for seed, a, b in zip(seeds, sampled, scored, strict=True):
+            keep(a, b, options.out / f"{rollout}-{train}".replace(":", "-") / str(seed), progress)
+            shutil.rmtree(b.folder)
+    for trace in sampled:
+        shutil.rmtree(trace.folder)
+
+
+def keep(rollout: Trace, train: Trace, folder: Path, progress: Progress) -> None:
+    """A run of what was compared; the captures that it names go."""
+    run = Run(folder)
+    comparison, rows = measured(rollout, train, EDGES, (), progress)
+    with run.locked():
+        captures = run.relative({"rollout": rollout.folder, "train": train.folder})
+        run.save(
+            RunRecord(command=["scripts/calibration_runs.py"], captures=captures, judged=EDGES)
+        )
+        run.save_comparison(comparison, rows)
+        run.save_verdict({})
+        run.finish()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--seeds", default="0-19", help="the first and the last")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rollout", nargs="+", default=list(PAIRS), choices=PAIRS)
+    parser.add_argument("--model")
+    parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--engine-options", default="", help="for every engine, as ,key=value")
+    options = parser.parse_args()
+    first, last = (int(x) for x in options.seeds.split("-"))
+    with show_progress("calibration") as progress:
+        for start in range(first, last + 1, TOGETHER):
+            seeds = range(start, min(start + TOGETHER, last + 1))
+            for rollout in options.rollout:
+                runs_of(rollout, seeds, options, progress)
+
+
+if __name__ == "__main__":
+    main()
