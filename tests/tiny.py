@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from synthetic import Values
 
+from rlk_align.model.checkpoint import LAYER_MODULES, tensor_name
 from rlk_align.model.families import read_shape
 from rlk_align.model.prompts import Sample, TokenBatch
 from rlk_align.model.sites import model_sites
@@ -72,6 +73,17 @@ def checkpoint(folder: Path, family: str, **changes: Any) -> Path:
     return folder
 
 
+def live_weights(model: Path) -> dict[str, torch.Tensor]:
+    """Canonical parameters, as an engine that loaded the checkpoint holds them."""
+    shape = read_shape(model)
+    stored = load_file(model / "model.safetensors")
+    names = ["embed", "final_norm", "lm_head"]
+    for i in range(shape.layers):
+        names += [f"layers.{i}.{op}{kind}" for op in LAYER_MODULES for kind in ("", ".bias")]
+    found = {n: stored[tensor_name(n)] for n in names if tensor_name(n) in stored}
+    return {"lm_head": found["embed"]} | found
+
+
 def rounded(x: Array, dtype: torch.dtype = torch.bfloat16) -> Array:
     return torch.from_numpy(x).to(dtype).double().numpy()
 
@@ -81,8 +93,6 @@ class Engine:
 
     def __init__(self, model: Path, tp: int = 1, norm_twice: bool = False) -> None:
         """`norm_twice`: it rounds before it multiplies by a norm's weight too."""
-        from safetensors.torch import load_file
-
         self.config = json.loads((model / "config.json").read_text())
         self.sites = model_sites(read_shape(model))
         stored = load_file(model / "model.safetensors")

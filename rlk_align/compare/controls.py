@@ -6,9 +6,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from rlk_align.compare.metrics import edge_metrics
-from rlk_align.compare.pairing import read_rows
 from rlk_align.model.sites import RowIndex, Site
 from rlk_align.results import Controls, Noise, NotMeasured, Observer, SideName
+from rlk_align.trace.numbered import read_rows
 from rlk_align.trace.reader import PassReader, Trace
 
 

@@ -12,16 +12,11 @@ import numpy as np
 import torch
 
 from rlk_align.compare.metrics import ValueMetrics, edge_metrics, error_frontier
-from rlk_align.compare.pairing import (
-    NumberedRows,
-    PairedSite,
-    Unpaired,
-    pair_site,
-    read_rows,
-)
+from rlk_align.compare.pairing import PairedSite, Unpaired, pair_site
 from rlk_align.compare.rows import UNKNOWN, EdgeRows
 from rlk_align.model.sites import RowIndex, Site
 from rlk_align.results import EdgeMetrics, EdgeName, EdgeResult, Introducer, SiteResult
+from rlk_align.trace.numbered import NumberedRows, read_rows
 from rlk_align.trace.reader import PassReader
 
 BLOCK_ELEMENTS = 1 << 18

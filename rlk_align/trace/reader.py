@@ -124,28 +124,27 @@ class PassReader:
             index=column("index", -1),
         )
 
-    def values_file(self, shard: int) -> Path:
-        """Where the values of a shard lie, the pass's files being the ones that were written."""
-        return self._checked / f"values-{shard:05d}.safetensors"
-
     def values(self, site: str, rows: SiteRows, at: np.ndarray) -> torch.Tensor:
         """Values `[len(at), F]` of the rows numbered `at`, in the engine's dtype.
 
         Raises CorruptTrace where a file is damaged.
         """
+        return self.values_at(site, rows.shard[at], rows.index[at])
+
+    def values_at(self, site: str, shards: np.ndarray, index: np.ndarray) -> torch.Tensor:
+        """Values `[N, F]` by where they lie: in which values file, and which row of its tensor."""
         record = self.record.sites.get(site)
         if record is None:
             raise CorruptTrace(f"{self.folder}/pass.json does not know {site}")
-        out = torch.empty(len(at), record.features, dtype=getattr(torch, record.dtype))
-        for shard in np.unique(rows.shard[at]):
-            path = self.values_file(shard)
-            here = np.flatnonzero(rows.shard[at] == shard)
-            index = rows.index[at][here]
-            low, high = int(index.min()), int(index.max()) + 1
+        out = torch.empty(len(index), record.features, dtype=getattr(torch, record.dtype))
+        for shard in np.unique(shards):
+            path = self._checked / f"values-{shard:05d}.safetensors"
+            here = np.flatnonzero(shards == shard)
+            low, high = int(index[here].min()), int(index[here].max()) + 1
             try:
                 with safe_open(path, framework="pt") as file:
                     block = file.get_slice(site)[low:high]
-                out[torch.from_numpy(here)] = block[torch.from_numpy(index - low)]
+                out[torch.from_numpy(here)] = block[torch.from_numpy(index[here] - low)]
             except (OSError, SafetensorError, IndexError, RuntimeError) as error:
                 raise CorruptTrace(f"{path}: {site}: {error}") from error
         return out

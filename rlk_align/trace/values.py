@@ -1,36 +1,46 @@
-"""The recorded values of a pass by row, for whoever puts them back or compares them."""
+"""What a pass recorded, by row of the batch, for whoever computes on recorded values."""
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 
-from rlk_align.errors import CorruptTrace
 from rlk_align.model.sites import RowIndex
+from rlk_align.trace.numbered import read_rows
 from rlk_align.trace.reader import PassReader
+
+HELD_BYTES = 1 << 30
+"""Of rows' places and digests that are held at a time. Sites that were read longest ago are read
+anew when they are asked for again; an engine that decodes asks for each site at every step."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Slots:
+class _Rows:
     """What a pass holds of one site: arrays by row number of the batch. Of a row that it saw twice,
     the first."""
 
     present: np.ndarray
+    finite: np.ndarray
+    """Of which there is a value, and it is finite."""
     digest: np.ndarray
     shard: np.ndarray
     """-1 where no value is kept."""
     index: np.ndarray
 
+    @property
+    def nbytes(self) -> int:
+        columns = (self.present, self.finite, self.digest, self.shard, self.index)
+        return sum(c.nbytes for c in columns)
+
 
 class RecordedRows:
-    """One pass, by row number of the batch. Values that are read stay mapped from their file."""
+    """One pass, by row number of the batch; values stay on disk."""
 
     def __init__(self, reader: PassReader, index: RowIndex) -> None:
         self.reader = reader
-        self._index = index
-        self._slots: dict[str, _Slots] = {}
-        self._tensors: dict[tuple[str, int], torch.Tensor] = {}
+        self.index = index
+        self._rows: OrderedDict[str, _Rows] = OrderedDict()
 
     def present(self, site: str) -> np.ndarray:
         """Which rows of the batch the pass has, a mask."""
@@ -44,52 +54,46 @@ class RecordedRows:
         """Which rows of the batch have a value, a mask."""
         return self._of(site).shard >= 0
 
+    def finite(self, site: str) -> np.ndarray:
+        """Which rows of the batch have a value without NaN and Inf, a mask."""
+        return self._of(site).finite
+
     def find(
         self, site: str, sample: np.ndarray, position: np.ndarray
     ) -> tuple[torch.Tensor | None, np.ndarray]:
         """The values `[n, F]` of the rows at (sample, position) that have one, None where none
         has, and which ones these are, bool `[N]`."""
-        number = self._index.rows(sample, position)
+        number = self.index.rows(sample, position)
         found = np.where(number >= 0, self.kept(site)[number], False)
         return (self.values(site, number[found]) if found.any() else None), found
 
     def values(self, site: str, number: np.ndarray) -> torch.Tensor:
         """Values `[n, F]` of rows that have one, in the engine's dtype."""
-        slots, record = self._of(site), self.reader.record.sites[site]
-        out = torch.empty(len(number), record.features, dtype=getattr(torch, record.dtype))
-        shard, index = slots.shard[number], slots.index[number]
-        for s in np.unique(shard):
-            here = torch.from_numpy(np.flatnonzero(shard == s))
-            out[here] = self._tensor(site, int(s))[torch.from_numpy(index[shard == s])]
-        return out
+        rows = self._of(site)
+        return self.reader.values_at(site, rows.shard[number], rows.index[number])
 
-    def _of(self, site: str) -> _Slots:
-        if site not in self._slots:
-            size = len(self._index)
-            slots = _Slots(
-                np.zeros(size, dtype=bool),
-                np.zeros((size, 2), dtype=np.int64),
-                np.full(size, -1, dtype=np.int64),
-                np.full(size, -1, dtype=np.int64),
-            )
-            rows = self.reader.rows(site)
-            if rows is not None:
-                number = self._index.rows(rows.sample, rows.position)
-                known = np.flatnonzero(number >= 0)
-                _, first = np.unique(number[known], return_index=True)
-                at = known[first]
-                slots.present[number[at]] = True
-                slots.digest[number[at]] = rows.digest[at]
-                slots.shard[number[at]], slots.index[number[at]] = rows.shard[at], rows.index[at]
-            self._slots[site] = slots
-        return self._slots[site]
+    def _of(self, site: str) -> _Rows:
+        if site not in self._rows:
+            self._rows[site] = self._read(site)
+            while len(self._rows) > 1 and sum(r.nbytes for r in self._rows.values()) > HELD_BYTES:
+                self._rows.popitem(last=False)
+        self._rows.move_to_end(site)
+        return self._rows[site]
 
-    def _tensor(self, site: str, shard: int) -> torch.Tensor:
-        if (site, shard) not in self._tensors:
-            path = self.reader.values_file(shard)
-            try:
-                with safe_open(path, framework="pt") as file:
-                    self._tensors[site, shard] = file.get_tensor(site)
-            except (OSError, SafetensorError) as error:
-                raise CorruptTrace(f"{path}: {site}: {error}") from error
-        return self._tensors[site, shard]
+    def _read(self, site: str) -> _Rows:
+        size = len(self.index)
+        found = _Rows(
+            present=np.zeros(size, dtype=bool),
+            finite=np.zeros(size, dtype=bool),
+            digest=np.zeros((size, 2), dtype=np.int64),
+            shard=np.full(size, -1, dtype=np.int32),
+            index=np.full(size, -1, dtype=np.int64),
+        )
+        numbered = read_rows(self.reader, site, self.index)
+        if numbered is not None:
+            number, rows, at = numbered.number, numbered.rows, numbered.at
+            found.present[number] = True
+            found.finite[number] = (rows.shard[at] >= 0) & (rows.nonfinite[at] == 0)
+            found.digest[number] = rows.digest[at]
+            found.shard[number], found.index[number] = rows.shard[at], rows.index[at]
+        return found

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -42,6 +42,17 @@ KeepValues = Callable[[str, np.ndarray, np.ndarray], np.ndarray]
 
 PART_SHARDS = 100_000
 """Values files that one part of a pass may number."""
+
+_COMPACT: dict[str, Any] = {
+    # Readers find a site's row groups by their statistics.
+    "write_statistics": ["site"],
+    # Digests and norms hardly ever repeat, and magnitudes in a low precision do.
+    "use_dictionary": ["site", "absmax"],
+    "column_encoding": dict.fromkeys(
+        ("sample", "position", "nonfinite", "shard", "index"), "DELTA_BINARY_PACKED"
+    ),
+}
+"""How a table of rows is written."""
 
 Buffered = tuple[torch.Tensor, np.ndarray, np.ndarray]
 
@@ -115,7 +126,7 @@ class PassWriter:
                 self._folder.mkdir(parents=True)
             name = f"rows.{part}.parquet" if part else "rows.parquet"
             self._table = pq.ParquetWriter(
-                self._folder / name, ROWS_SCHEMA, write_page_checksum=True
+                self._folder / name, ROWS_SCHEMA, write_page_checksum=True, **_COMPACT
             )
 
     def part(self, number: int) -> "Callable[[], PassWriter]":

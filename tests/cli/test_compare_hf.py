@@ -66,6 +66,9 @@ def test_one_changed_weight_is_named(compare: Cli, model_copy) -> None:
     measured = compare(*args, "--allow-mismatch", "weights")
     assert measured.first == "layers.2.down_proj"
     assert measured.verdict["precheck"]["weights"] == "mismatch allowed"
+    # Each side is held against its own checkpoint, and both are what they say.
+    assert measured.verdict["divergence"]["first_over_budget"]["side"] == "neither"
+    assert not [n for n in measured.verdict["notes"] if "float64" in n]
 
 
 @pytest.mark.parametrize(
@@ -139,6 +142,13 @@ def test_swapped_heads_are_a_weight_mismatch(compare: Cli) -> None:
     done = compare("--rollout", "hf", "--train", patched, *EDGE)
     assert done.code == 4
     assert [m["name"] for m in done.verdict["precheck"]["mismatches"]] == ["layers.1.q_proj"]
+    # Across it, what no checkpoint has is held against none.
+    args = ("--train", patched, *EDGE, "--allow-mismatch", "weights")
+    measured = compare("--rollout", "hf", *args)
+    assert measured.first == "layers.1.q_proj"
+    assert measured.verdict["divergence"]["first_over_budget"]["side"] is None
+    (note,) = [n for n in measured.verdict["notes"] if "float64" in n]
+    assert "held another layers.1.q_proj than the checkpoint has now" in note
 
 
 def test_nan_fails_and_is_located(compare: Cli) -> None:

@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import BATCH, SITES, all_cells
 
-from rlk_align.compare.pairing import NumberedRows, number_rows, pair_site
+from rlk_align.compare.pairing import pair_site
 from rlk_align.model.sites import RowIndex
+from rlk_align.trace.numbered import NumberedRows, number_rows
 from rlk_align.trace.reader import SiteRows
 
 INDEX = RowIndex(BATCH)

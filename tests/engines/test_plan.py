@@ -75,8 +75,20 @@ def test_everything_is_kept_where_it_fits(tmp_path: Path) -> None:
     assert kept(rule, "embed", BATCH) != set(all_cells(BATCH))
 
 
+def kept_bytes(rule: KeepRule, item: int) -> int:
+    """What a pass over LONG keeps beside the log-probs."""
+    cells = {s: set(wanted_cells(s, False, LONG)) for s in SITES if s.op != "logprob"}
+    return sum(s.features * item * len(kept(rule, s.name) & c) for s, c in cells.items())
+
+
+def rows_read_before(rule: KeepRule, batch: TokenBatch = LONG) -> set[tuple[int, int]]:
+    """Of which keys and values are kept at every earlier position too."""
+    both = kept(rule, "layers.0.k_rope", batch) & kept(rule, "layers.0.v_proj", batch)
+    return {(s, p) for s, p in both if {(s, i) for i in range(p)} <= both}
+
+
 @pytest.mark.parametrize(("dtype", "item"), [("bfloat16", 2), ("float16", 2), ("float32", 4)])
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.5, 0.9])
 def test_a_share_of_the_rows_is_kept_where_it_does_not_fit(
     tmp_path: Path, dtype: str, item: int, share: float
 ) -> None:
@@ -85,9 +97,27 @@ def test_a_share_of_the_rows_is_kept_where_it_does_not_fit(
     rows = len(all_cells(LONG))
     found = len(kept(rule, "layers.0.act"))
     # Binomial, five standard deviations.
-    assert abs(found - share * rows) < 5 * (share * (1 - share) * rows) ** 0.5
+    assert abs(found - rule.share * rows) < 5 * (share * (1 - share) * rows) ** 0.5
     assert kept(rule, "layers.0.act") == kept(rule, "embed") == kept(rule, "logits")
     assert kept(rule, "logprob") == set(all_cells(LONG))
+    chance = 5 * (share * (1 - share) / rows) ** 0.5 * value_bytes(LONG, item)
+    # A row that is drawn may be one whose keys and values are kept anyway.
+    assert 0.8 * budget - chance < kept_bytes(rule, item) < budget + chance
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.5])
+def test_keys_and_values_of_whole_sequences_are_kept(tmp_path: Path, share: float) -> None:
+    """Of rows alone that are drawn one by one, attention could be recomputed at none."""
+    budget = int(value_bytes(LONG, 2) * share)
+    rule = keep_values(job(tmp_path, budget=budget), SITES, LONG, "bfloat16")
+    assert kept(rule, "layers.0.k_rope") == kept(rule, "layers.1.v_proj")
+    drawn, whole = kept(rule, "layers.0.q_rope"), rows_read_before(rule)
+    of_sequences = sum(s.features for s in SITES if s.op in ("k_rope", "v_proj")) * 2
+    least = 0.25 * budget / of_sequences
+    assert min(least, len(all_cells(LONG))) - 50 <= len(whole)
+    assert len(drawn & whole) >= 0.5 * len(drawn) * len(whole) / len(all_cells(LONG))
+    cut = [n for n, s in zip(rule.prefixes, LONG.samples, strict=True) if 0 < n < len(s.ids)]
+    assert len(cut) <= 1
 
 
 def test_the_budget_is_shared_by_the_observed_passes(tmp_path: Path) -> None:
@@ -96,8 +126,8 @@ def test_the_budget_is_shared_by_the_observed_passes(tmp_path: Path) -> None:
     both = job(tmp_path, budget=budget, passes=("decode", "decode.repeat", "prefill"))
     two = keep_values(both, SITES, LONG, "bfloat16")
     assert kept(one, "embed") == set(all_cells(LONG))
-    found, rows = len(kept(two, "embed")), len(all_cells(LONG))
-    assert abs(found - rows / 2) < 5 * (rows / 4) ** 0.5
+    rows = len(all_cells(LONG))
+    assert abs(kept_bytes(two, 2) / budget - 0.45) < 0.05 + 5 * 0.5 / rows**0.5
 
 
 def test_smaller_budgets_keep_subsets(tmp_path: Path) -> None:

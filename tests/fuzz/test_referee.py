@@ -10,7 +10,7 @@ import pytest
 from fuzz.mutate import MUTATIONS
 from inprocess import command
 from synthetic import compared_run
-from tiny import BATCH, Engine, checkpoint
+from tiny import BATCH, Engine, checkpoint, live_weights
 
 from rlk_align.model.families import read_shape
 from rlk_align.trace.run import Run
@@ -50,6 +50,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         contract=contract,
         batch=BATCH,
         sites=engine.sites,
+        weights=live_weights(model),
         record={"model": str(model), "shape": read_shape(model)},
     )
     assert command("gate", run.folder, "--contract", contract)[0] == 1

@@ -13,16 +13,25 @@ from rlk_align.model.sites import RowIndex, Site
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _ROW_BYTES = 80
 """What a row's digest and statistics take in rows.parquet, uncompressed."""
+PREFIX_SHARE = 0.25
+"""Of a budget that does not hold everything: for keys and values of whole sequences. Attention can
+be recomputed only where it is known what it read at every earlier position."""
+_NO_POSITION = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
 class KeepRule:
-    """Which rows keep their values; log-probs always do."""
+    """Which rows keep their values; log-probs always do. A choice by (sample, position) alone, so
+    that all sides keep the same."""
 
     chosen: frozenset[str] = frozenset()
     """Sites."""
     share: float = 1.0
-    """Of their rows: a choice by (sample, position) alone, so that all sides keep the same."""
+    """Of their rows."""
+    prefix_sites: frozenset[str] = frozenset()
+    """Of the chosen ones, those of which another reads every row up to its own."""
+    prefixes: tuple[int, ...] = ()
+    """How many of each sample's first rows are kept of them beside that share."""
 
     def __call__(self, site: str, sample: np.ndarray, position: np.ndarray) -> np.ndarray:
         """Bool `[N]` over rows at (sample, position), int `[N]` each."""
@@ -32,7 +41,10 @@ class KeepRule:
             return np.zeros(len(sample), dtype=bool)
         if self.share >= 1.0:
             return np.ones(len(sample), dtype=bool)
-        return _uniform(sample, position) < self.share
+        kept = _uniform(sample, position) < self.share
+        if site in self.prefix_sites:
+            kept |= position < np.array(self.prefixes, dtype=np.int64)[sample]
+        return kept
 
 
 KEEP_LOGPROBS = KeepRule()
@@ -57,13 +69,14 @@ class CapturePlan:
 
 def plan_capture(job: Job, sites: list[Site], batch: TokenBatch, dtype: str) -> CapturePlan:
     """The rule of the observed passes: sites and layers that were asked for, all of their rows
-    where the capture's values fit the budget, else a share.
+    where the capture's values fit the budget, else a share, and keys and values of some sequences.
 
     Raises TraceNotWritten where the disk cannot hold it.
     """
     chosen = frozenset(s.name for s in sites if _wanted(s, job))
     index = RowIndex(_longest(batch, job.max_new_tokens))
-    value_bytes = row_bytes = 0
+    read_before = {name for s in sites for name in s.prefix_inputs}
+    value_bytes = prefix_bytes = row_bytes = 0
     for name in job.passes:
         kind, _, variant = name.partition(".")
         for site in sites:
@@ -74,9 +87,16 @@ def plan_capture(job: Job, sites: list[Site], batch: TokenBatch, dtype: str) -> 
             rows = int(index.expected(site, decode=kind == "decode").sum())
             row_bytes += _ROW_BYTES * rows
             if valued and site.name in chosen:
-                value_bytes += rows * site.features * _ITEM_BYTES.get(dtype, 4)
-    share = min(1.0, job.budget / max(1, value_bytes))
-    plan = CapturePlan(KeepRule(chosen, share), int(value_bytes * share), row_bytes)
+                size = rows * site.features * _ITEM_BYTES.get(dtype, 4)
+                value_bytes += size
+                prefix_bytes += size if site.name in read_before else 0
+    rule, kept_bytes = KeepRule(chosen), value_bytes
+    if value_bytes > job.budget:
+        prefix_share = min(1.0, PREFIX_SHARE * job.budget / max(1, prefix_bytes))
+        share = (job.budget - prefix_share * prefix_bytes) / value_bytes
+        prefixes = _prefixes(index, prefix_share)
+        rule, kept_bytes = KeepRule(chosen, share, chosen & read_before, prefixes), job.budget
+    plan = CapturePlan(rule, kept_bytes, row_bytes)
     needed, free = plan.value_bytes + row_bytes, shutil.disk_usage(job.folder).free
     if needed > free:
         raise TraceNotWritten(
@@ -84,6 +104,17 @@ def plan_capture(job: Job, sites: list[Site], batch: TokenBatch, dtype: str) -> 
             "free some space, choose another --run-dir, or lower --trace-budget",
         )
     return plan
+
+
+def _prefixes(index: RowIndex, share: float) -> tuple[int, ...]:
+    """Of each sample as many first rows that they are that share of all: whole samples in an order
+    drawn by a seed, and the beginning of one more."""
+    lengths = np.diff(index.offsets)
+    order = np.argsort(_uniform(np.arange(len(lengths)), np.full(len(lengths), _NO_POSITION)))
+    before = np.cumsum(lengths[order]) - lengths[order]
+    found = np.zeros(len(lengths), dtype=np.int64)
+    found[order] = np.clip(int(share * len(index)) - before, 0, lengths[order])
+    return tuple(found.tolist())
 
 
 def _size(count: int) -> str:

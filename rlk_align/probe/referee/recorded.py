@@ -5,13 +5,12 @@ from collections import OrderedDict
 import numpy as np
 import torch
 
-from rlk_align.compare.pairing import NumberedRows, read_rows
 from rlk_align.model.sites import RowIndex, Site
-from rlk_align.probe.referee.reference import NotRefereed
-from rlk_align.trace.reader import PassReader
+from rlk_align.probe.referee.weights import NotRefereed
+from rlk_align.trace.values import RecordedRows
 
 _SITES = 12
-"""Sites that are held at a time: as far back as the residual stream lies."""
+"""Sites whose values are held at a time: as far back as the residual stream lies."""
 _HELD = 1 << 26
 """Entries of a site that are held; the logits of a large vocabulary have more."""
 
@@ -20,34 +19,40 @@ class RecordedPass:
     """One pass of a trace, by row number of the batch."""
 
     def __init__(
-        self, reader: PassReader, index: RowIndex, chosen: np.ndarray, device: torch.device
+        self, rows: RecordedRows, index: RowIndex, chosen: np.ndarray, device: torch.device
     ) -> None:
         """`chosen`: the row numbers, ascending, that are recomputed."""
-        self._reader, self._index, self._device = reader, index, device
-        self._chosen = chosen
-        self._rows: OrderedDict[str, NumberedRows] = OrderedDict()
+        self._record, self._index, self._device = rows.reader.record, index, device
+        self._rows, self._chosen = rows, chosen
         self._values: OrderedDict[str, tuple[np.ndarray, torch.Tensor]] = OrderedDict()
 
     def comparable(self, site: Site) -> np.ndarray:
         """Of the chosen row numbers, those at which the pass kept the values of the site and of all
         that it reads, which is finite; of rows with the same bits in all of these, one. Raises
         NotRefereed."""
-        kept = np.intersect1d(self._chosen, self._kept(site.name), assume_unique=True)
+        for name in (site.name, *site.inputs, *site.prefix_inputs):
+            self._check_recorded(name)
+        good = self._rows.kept(site.name).copy()
         for name in site.inputs:
-            kept = np.intersect1d(kept, self._finite(name), assume_unique=True)
+            good &= self._rows.finite(name)
         for name in site.prefix_inputs:
-            good = np.zeros(len(self._index), dtype=bool)
-            good[self._finite(name)] = True
-            kept = kept[self._index.prefix_all(good)[kept]]
+            good &= self._index.prefix_all(self._rows.finite(name))
+        kept = self._chosen[good[self._chosen]]
         if not len(kept):
             raise NotRefereed("no row has finite inputs, all of which were kept")
         _, once = np.unique(self._contents(site, kept), axis=0, return_index=True)
         return kept[np.sort(once)]
 
+    def _check_recorded(self, site: str) -> None:
+        if site in self._record.unexposed:
+            raise NotRefereed(f"{site}: {self._record.unexposed[site]}")
+        if site not in self._record.sites:
+            raise NotRefereed(f"{site} was not recorded")
+
     def _contents(self, site: Site, number: np.ndarray) -> np.ndarray:
         """int64 `[N, K]`: what an operator gave in each row, and of what. An output that is that of
         another row, for other inputs, is no repetition."""
-        columns = [self._digests(name, number) for name in (site.name, *site.inputs)]
+        columns = [self._rows.digests(name)[number] for name in (site.name, *site.inputs)]
         token, position = self._index.token, self._index.position
         read = {"embed": token, "logprob": np.roll(token, -1)}
         read |= dict.fromkeys(("q_rope", "k_rope", "attn"), position)
@@ -56,7 +61,7 @@ class RecordedPass:
         for name in site.prefix_inputs:
             up_to, total = self._up_to(number), np.zeros((len(self._index) + 1, 2), dtype=np.int64)
             # Sums of digests, from each sequence's first row; they wrap around, and may.
-            total[up_to + 1] = self._digests(name, up_to)
+            total[up_to + 1] = self._rows.digests(name)[up_to]
             total = total.cumsum(axis=0)
             columns.append(total[number + 1] - total[number - position[number]])
         return np.concatenate(columns, axis=1)
@@ -69,13 +74,9 @@ class RecordedPass:
         read = {site.name: number, **dict.fromkeys(site.inputs, number)}
         read |= dict.fromkeys(site.prefix_inputs, self._up_to(number))
         return all(
-            np.array_equal(self._digests(name, rows), other._digests(name, rows))
+            np.array_equal(self._rows.digests(name)[rows], other._rows.digests(name)[rows])
             for name, rows in read.items()
         )
-
-    def _digests(self, site: str, number: np.ndarray) -> np.ndarray:
-        rows, at = self._at(site, number)
-        return rows.rows.digest[at]
 
     def _up_to(self, number: np.ndarray) -> np.ndarray:
         """Each sequence's rows, from its first to the last of these."""
@@ -88,8 +89,8 @@ class RecordedPass:
     def values(self, site: str, number: np.ndarray) -> torch.Tensor:
         """float64 `[N, F]` of these rows, which are chosen ones."""
         if site not in self._values:
-            kept = np.intersect1d(self._chosen, self._kept(site), assume_unique=True)
-            if len(kept) * self._reader.record.sites[site].features > _HELD:
+            kept = self._chosen[self._rows.kept(site)[self._chosen]]
+            if len(kept) * self._record.sites[site].features > _HELD:
                 return self.sequence(site, number).double()
             self._values[site] = (kept, self.sequence(site, kept))
             if len(self._values) > _SITES:
@@ -100,34 +101,4 @@ class RecordedPass:
 
     def sequence(self, site: str, number: np.ndarray) -> torch.Tensor:
         """`[N, F]` of any rows, in the dtype that they were recorded in."""
-        rows, at = self._at(site, number)
-        return self._reader.values(site, rows.rows, at).to(self._device)
-
-    def _kept(self, site: str) -> np.ndarray:
-        """Row numbers, ascending, of which the pass kept the values."""
-        rows = self._numbered(site)
-        return rows.number[rows.rows.shard[rows.at] >= 0]
-
-    def _finite(self, site: str) -> np.ndarray:
-        rows = self._numbered(site)
-        good = (rows.rows.shard[rows.at] >= 0) & (rows.rows.nonfinite[rows.at] == 0)
-        return rows.number[good]
-
-    def _at(self, site: str, number: np.ndarray) -> tuple[NumberedRows, np.ndarray]:
-        """A site's rows, and where those numbers lie among them."""
-        rows = self._numbered(site)
-        return rows, rows.at[np.searchsorted(rows.number, number)]
-
-    def _numbered(self, site: str) -> NumberedRows:
-        if site in self._rows:
-            self._rows.move_to_end(site)
-            return self._rows[site]
-        if site in self._reader.record.unexposed:
-            raise NotRefereed(f"{site}: {self._reader.record.unexposed[site]}")
-        rows = read_rows(self._reader, site, self._index)
-        if rows is None:
-            raise NotRefereed(f"{site} was not recorded")
-        self._rows[site] = rows
-        if len(self._rows) > _SITES:
-            self._rows.popitem(last=False)
-        return rows
+        return self._rows.values(site, number).to(self._device)

@@ -19,13 +19,15 @@ from rlk_align.model.families import ModelShape
 from rlk_align.model.sites import MATMUL, RowIndex, Site, model_sites
 from rlk_align.probe.graph import partners
 from rlk_align.probe.referee.recorded import RecordedPass
-from rlk_align.probe.referee.reference import NotRefereed, Reference, Rows
+from rlk_align.probe.referee.reference import Reference, Rows
 from rlk_align.probe.referee.rounding import ErrorSums
 from rlk_align.probe.referee.rows import choose_rows
+from rlk_align.probe.referee.weights import NotRefereed
 from rlk_align.probe.sampling import explain_pass
 from rlk_align.progress import Progress
 from rlk_align.results import Comparison, EdgeName, RefereedUnit, RoundingErrors, SideName
 from rlk_align.trace.reader import Trace
+from rlk_align.trace.values import RecordedRows
 
 SUSPECT = 100.0
 """Roundings beyond which a log-prob is of something else than its logits."""
@@ -63,11 +65,14 @@ def referee(
     index = RowIndex(rollout.tokens)
     device = _device()
     references = {side: _reference(trace, device) for side, trace in sides.items()}
-    chosen = choose_rows(comparison, _worst_rows(comparison, sides, index), index)
+    sites = model_sites(rollout.record.shape)
     edges: dict[tuple[SideName, str], list[EdgeName]] = {}
     for edge in comparison.edges:
         for end in EDGE_ENDS[edge.name]:
             edges.setdefault(end, []).append(edge.name)
+    recorded = {end: RecordedRows(sides[end[0]].read_pass(end[1]), index) for end in edges}
+    kept = np.logical_or.reduce([_kept(rows, sites) for rows in recorded.values()])
+    chosen = choose_rows(comparison, _worst_rows(comparison, sides, index), kept, index)
     passes = [
         Pass(
             side=side,
@@ -75,13 +80,12 @@ def referee(
             edges=of,
             trace=sides[side],
             fused=_fused(sides[side]),
-            recorded=RecordedPass(sides[side].read_pass(name), index, chosen, device),
+            recorded=RecordedPass(recorded[side, name], index, chosen, device),
             reference=references[side],
         )
         for (side, name), of in edges.items()
     ]
     walk = Walk(index, device)
-    sites = model_sites(rollout.record.shape)
     units: list[RefereedUnit] = []
     for done, site in enumerate(sites, 1):
         units += walk.units(site, passes)
@@ -90,6 +94,15 @@ def referee(
         # Engines may start after this.
         torch.cuda.empty_cache()
     return units
+
+
+def _kept(rows: RecordedRows, sites: Sequence[Site]) -> np.ndarray:
+    """Rows of the batch that have values, a mask: of the first site of which any are kept. Those of
+    keys and values tell little, of which more rows are, nor log-probs, of which all are."""
+    more = {name for s in sites for name in s.prefix_inputs} | {"logprob"}
+    few = sorted(sites, key=lambda s: s.name in more)
+    masks = (rows.kept(s.name) for s in few)
+    return next((mask for mask in masks if mask.any()), np.zeros(len(rows.index), dtype=bool))
 
 
 def _device() -> torch.device:
@@ -106,11 +119,9 @@ def _device() -> torch.device:
 
 
 def _reference(trace: Trace, device: torch.device) -> Reference | str:
-    r = trace.record
+    r, tp = trace.record, int(trace.record.options.get("tp") or 1)
     try:
-        return Reference(
-            Path(r.model), r.shape, r.dtype, int(r.options.get("tp") or 1), r.attributes, device
-        )
+        return Reference(Path(r.model), r.shape, r.dtype, tp, r.attributes, trace.weights, device)
     except ModelError as error:
         return f"the checkpoint cannot be read: {error.message}"
 

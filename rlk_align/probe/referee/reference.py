@@ -6,16 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from rlk_align.errors import ModelError
-from rlk_align.model.checkpoint import read_config, tensor_name
+from rlk_align.model.checkpoint import read_config
 from rlk_align.model.families import ModelShape
 from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.model.sites import Site
-from rlk_align.model.tensors import biased_operators, expected_tensors, stored_tensors
+from rlk_align.model.tensors import biased_operators
 from rlk_align.probe.referee import formulas
 from rlk_align.probe.referee.rounding import rounding_variance
+from rlk_align.probe.referee.weights import CheckpointWeights, NotRefereed
+from rlk_align.trace.reader import Weight
 
 FLOAT32_UNIT = 2.0**-24
 """Half an ulp of 1: engines add, and turn, in float32."""
@@ -27,10 +28,6 @@ ROW_PARALLEL = ("o_proj", "down_proj")
 """Operators of which tensor-parallel ranks hold inputs, and so partial sums."""
 BY_HEAD = ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "q_rope", "k_rope", "attn")
 """Operators whose features are those of heads."""
-
-
-class NotRefereed(Exception):
-    """Why an operator cannot be recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +52,19 @@ class Reference:
         dtype: str,
         tp: int,
         attributes: Mapping[str, Any],
+        live: Mapping[str, Weight],
         device: torch.device,
     ) -> None:
         """`dtype`: what the side computes in; `tp`: its tensor-parallel ranks; `attributes`: what
-        it says of its log-probs. Raises ModelError."""
+        it says of its log-probs; `live`: the weights that its engine held. Raises ModelError."""
         self.shape, self.dtype, self.device = shape, dtype, device
         self._tp, self._attributes = tp, attributes
         self._config = read_config(model)
         if self._config.get("quantization_config"):
             raise ModelError(f"{model} is quantized")
-        self._stored = stored_tensors(model)
-        self._shapes = expected_tensors(self._config, shape)
+        self._weights = CheckpointWeights(model, self._config, shape, dtype, live, device)
         self._biased = biased_operators(self._config, shape)
         self._rotary = checkpoint_rotary(model, shape)
-        self._last: tuple[str, torch.Tensor] | None = None
 
     def heads(self, site: Site) -> int:
         """In how many heads its features lie; 1 where they are no heads'."""
@@ -87,9 +83,9 @@ class Reference:
         extra: torch.Tensor | float = 0.0
         op = site.op
         if op == "embed":
-            out = self._weight("embed")[rows.token].double()
+            out = self._weights.read("embed")[rows.token].double()
         elif op.endswith("norm"):
-            out = formulas.rms_norm(given[0], self._weight(site.name).double(), self._eps)
+            out = formulas.rms_norm(given[0], self._weights.read(site.name).double(), self._eps)
         elif op.endswith("_rope"):
             out, extra = self._rotated(given[0], rows, self.heads(site))
         elif op.endswith("_residual"):
@@ -111,36 +107,13 @@ class Reference:
         """The dtype of its outputs: engines compute log-probs in float32, whatever the model's."""
         return "float32" if site.op == "logprob" else self.dtype
 
-    def _weight(self, parameter: str) -> torch.Tensor:
-        """As the side computes with it, rounded to its dtype."""
-        if self._last is None or self._last[0] != parameter:
-            stored = self._read(tensor_name(parameter))
-            rounded = stored.to(getattr(torch, self.dtype)).to(self.device)
-            # The next pass asks for the same one.
-            self._last = (parameter, rounded)
-        return self._last[1]
-
-    def _read(self, name: str) -> torch.Tensor:
-        at = self._stored.get(name)
-        if at is None:
-            raise NotRefereed(f"the checkpoint has no {name}")
-        try:
-            with safe_open(at.file, framework="pt") as file:
-                tensor = file.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise NotRefereed(f"{at.file} cannot be read: {error}") from error
-        if tensor.shape != self._shapes[name]:
-            shapes = f"{list(tensor.shape)} instead of {list(self._shapes[name])}"
-            raise NotRefereed(f"the checkpoint has {name} as {shapes}")
-        return tensor
-
     def _product(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A linear layer, some features at a time."""
         tied = bool(self._config.get("tie_word_embeddings"))
         biased = site.op in self._biased
-        bias = self._weight(f"{site.name}.bias").double() if biased else None
+        bias = self._weights.read(f"{site.name}.bias").double() if biased else None
         name = site.name if site.op != "logits" else "embed" if tied else "lm_head"
-        weight = self._weight(name)
+        weight = self._weights.read(name, used_as="lm_head" if site.op == "logits" else "")
         out, extra = (x.new_empty(len(x), len(weight)) for _ in range(2))
         step = max(1, WEIGHT_ELEMENTS // weight.shape[1])
         for start in range(0, len(weight), step):

@@ -14,18 +14,22 @@ KEYS = 16384
 SEED = 20261122
 
 
-def choose_rows(comparison: Comparison, worst: list[int], index: RowIndex) -> np.ndarray:
-    """Row numbers of the batch, ascending: drawn rows, the row at which each site first introduced
-    a difference, and about each of the rows `worst` those of its sample, up to as many as are
-    drawn. No sample's last row, which no log-prob comes from, and no decode has."""
+def choose_rows(
+    comparison: Comparison, worst: list[int], kept: np.ndarray, index: RowIndex
+) -> np.ndarray:
+    """Row numbers of the batch, ascending: rows drawn of the `kept` ones, a mask, the row at which
+    each site first introduced a difference, and about each of the rows `worst` those of its sample,
+    up to as many as are drawn. No sample's last row, which no log-prob comes from, and no decode
+    has."""
     random = np.random.default_rng(SEED)
-    lengths = np.diff(index.offsets)
-    order = random.permutation(len(lengths))
-    fit = np.cumsum(lengths[order]) <= KEYS
+    counts = np.diff(np.concatenate([[0], np.cumsum(kept)])[index.offsets])
+    order = random.permutation(len(counts))
+    fit = np.cumsum(counts[order]) <= KEYS
     fit[0] = True
     inside = np.concatenate([_rows_of(index, s) for s in order[fit]])
     sampled = np.concatenate([_sampled_rows(index, s) for s in order[fit]])
-    chosen = [_draw(random, inside, ROWS), _draw(random, sampled, SAMPLED_ROWS)]
+    drawn = ((inside, ROWS), (sampled, SAMPLED_ROWS))
+    chosen = [_draw(random, rows[kept[rows]], count) for rows, count in drawn]
     found = [s.first_introduced for e in comparison.edges for s in e.sites]
     first = [index.offsets[c[0]] + c[1] for c in dict.fromkeys(found) if c is not None]
     chosen.append(np.array(first, dtype=np.int64))

@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file, save_file
 from synthetic import Values, all_cells, compared, keep_all, seal, write_trace
-from tiny import BATCH, CONFIGS, Array, Engine, Fault, checkpoint
+from tiny import BATCH, CONFIGS, Array, Engine, Fault, checkpoint, live_weights
 
 from rlk_align.judge.contract import STATISTICS
 from rlk_align.judge.verdict import Verdict, judge_by, over_budget
@@ -59,13 +60,18 @@ def trace(
     record |= options.pop("record", {})
     sites = Engine(model(family)).sites
     options = {"batch": BATCH, "sites": sites, "controls": ("untapped",)} | options
+    options = {"weights": live_weights(model(family))} | options
     return write_trace(folder, values, record=record, **options)
 
 
 def refereed(
-    rollout: Trace, train: Trace, judged: Sequence[str] = FIRST, contract: str = "bf16"
+    rollout: Trace,
+    train: Trace,
+    judged: Sequence[str] = FIRST,
+    contract: str = "bf16",
+    allowed: Sequence[str] = ("attributes",),
 ) -> Verdict:
-    comparison = compared(rollout, train, judged, ("attributes",))
+    comparison = compared(rollout, train, judged, allowed)
     units = referee(comparison, rollout, train, lambda *_: None)
     return judge_by(comparison.model_copy(update={"referee": units}), contract)
 
@@ -340,17 +346,80 @@ def test_a_quantized_checkpoint(tmp_path: Path) -> None:
 
 
 def test_tensors_that_are_missing_or_of_another_shape(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
+    def harm(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.layers.0.self_attn.q_proj.weight"]
+        tensors["model.norm.weight"] = torch.ones(20)
 
-    folder = checkpoint(tmp_path / "model", "qwen3")
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.0.self_attn.q_proj.weight"]
-    tensors["model.norm.weight"] = torch.ones(20)
-    save_file(tensors, folder / "model.safetensors")
-    found = reasons(pair(tmp_path, of=folder))
+    found = reasons(pair(tmp_path, of=stored(tmp_path / "model", harm)))
     assert found.keys() == {"layers.0.q_proj", "final_norm"}
     assert "has no model.layers.0.self_attn.q_proj.weight" in found["layers.0.q_proj"]
     assert "[20] instead of [40]" in found["final_norm"]
+
+
+def stored(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """The tiny model with other tensors."""
+    folder = checkpoint(folder, "qwen3")
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_a_checkpoint_that_was_replaced_since(tmp_path: Path) -> None:
+    """What another training step changes is not called a fault of the engine."""
+
+    def step(tensors: dict[str, torch.Tensor]) -> None:
+        for name in ("layers.1.self_attn.o_proj", "layers.0.post_attention_layernorm"):
+            tensors[f"model.{name}.weight"] *= 1.03
+
+    verdict = pair(tmp_path, of=stored(tmp_path / "model", step))
+    assert named(verdict) == []
+    found = reasons(verdict)
+    assert found.keys() == {"layers.1.o_proj", "layers.0.mlp_norm"}
+    assert "another layers.1.o_proj than the checkpoint has now" in found["layers.1.o_proj"]
+    (note,) = [n for n in verdict.notes if "float64" in n]
+    assert "another layers.0.mlp_norm than the checkpoint has now" in note
+
+
+def test_a_weight_of_the_engines_own_is_not_held_against_the_checkpoints(tmp_path: Path) -> None:
+    """As a patch changes it: across the mismatch, what is computed with it is another operator."""
+    own = live_weights(model("qwen3"))
+    own["layers.0.up_proj"] = own["layers.0.up_proj"] * 1.02
+    own["lm_head"] = own["lm_head"] * 1.02
+    del own["layers.1.down_proj"]
+    faults = {s: scaled(1.02) for s in ("layers.0.up_proj", "layers.1.down_proj", "logits")}
+    values = Engine(model("qwen3"), norm_twice=True).values(faults)
+    other = trace(tmp_path / "b", values, "qwen3", weights=own)
+    verdict = refereed(healthy_trace("qwen3"), other, allowed=("attributes", "weights"))
+    assert reasons(verdict).keys() == {"layers.0.up_proj", "layers.1.down_proj", "logits"}
+    assert reasons(verdict)["layers.1.down_proj"] == "its engine showed no layers.1.down_proj"
+    assert "another lm_head than" in reasons(verdict)["logits"]
+    # They are too far from each other, and nobody knows which side is off.
+    assert {side for _, side in named(verdict)} <= {None}
+
+
+def test_a_master_copy_in_another_dtype_is_the_same_weight(tmp_path: Path) -> None:
+    def widen(tensors: dict[str, torch.Tensor]) -> None:
+        generator = torch.Generator().manual_seed(1)
+        for name, value in tensors.items():
+            finer = 1 + 1e-3 * torch.rand(value.shape, generator=generator)
+            tensors[name] = value.float() * finer
+
+    wide = stored(tmp_path / "model", widen)
+    values = Engine(rounded_copy(tmp_path / "bf16", wide), norm_twice=True).values()
+    master, rounded = live_weights(wide), live_weights(tmp_path / "bf16")
+    for number, weights in enumerate((master, rounded)):
+        alone = trace(tmp_path / str(number), values, "qwen3", of=wide, weights=weights)
+        verdict = refereed(healthy_trace("qwen3"), alone, allowed=("attributes", "weights"))
+        assert (reasons(verdict), named(verdict)) == ({}, [])
+
+
+def rounded_copy(folder: Path, of: Path) -> Path:
+    """A checkpoint in bfloat16."""
+    shutil.copytree(of, folder)
+    tensors = {n: t.bfloat16() for n, t in load_file(of / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -421,6 +490,27 @@ def test_rows_whose_values_were_not_kept(tmp_path: Path) -> None:
     # Attention needs every key up to its row: of sample 0 there are three.
     assert found["train", "layers.1.attn"].rows == kept - lengths[0] + 3
     assert found["rollout", "layers.1.attn"].rows == sum(lengths)
+
+
+def test_a_fault_is_named_by_the_rows_that_a_small_budget_keeps(tmp_path: Path) -> None:
+    """Though few rows were kept, and of attention's keys and values those of one sequence."""
+    rows = [(0, p) for p in (3, 8, 15, 22, 30)] + [(3, 12), (4, 20)]
+
+    def keep(site: str, sample: Array, position: Array) -> Array:
+        drawn = np.array([c in rows for c in zip(sample, position, strict=True)], dtype=bool)
+        read = (sample == 0) & (site.endswith("k_rope") or site.endswith("v_proj"))
+        return drawn | read | (site == "logprob")
+
+    faulty = Engine(model("qwen3"), norm_twice=True).values({"layers.1.attn": scaled(0.95)})
+    for number, (values, named_here) in enumerate(
+        [(healthy("qwen3", norm_twice=True), []), (faulty, [("layers.1.attn", "train")])]
+    ):
+        folder = tmp_path / str(number)
+        verdict = verdict_of(folder, healthy("qwen3"), values, keep=keep)
+        assert named(verdict) == named_here
+        found = units(verdict)
+        assert found["train", "layers.1.attn"].rows == 5
+        assert found["train", "layers.1.q_norm"].rows == 7
 
 
 def test_no_values_at_all(tmp_path: Path) -> None:
@@ -496,7 +586,7 @@ def test_windows_are_those_of_transformers(
     config = tiny.SIZES | {"model_type": family} | given
     (folder / "config.json").write_text(json.dumps(config))
     shape = read_shape(folder)
-    reference = Reference(folder, shape, "bfloat16", 1, {}, torch.device("cpu"))
+    reference = Reference(folder, shape, "bfloat16", 1, {}, {}, torch.device("cpu"))
     assert [reference._window(i) for i in range(2)] == windows
     if family == "llama":
         return

@@ -18,9 +18,15 @@ def index(*lengths: int, prompt: int = 1) -> RowIndex:
     )
 
 
-def chosen(of: RowIndex, *worst: int, first: tuple[int, int] | None = None) -> np.ndarray:
+def chosen(
+    of: RowIndex,
+    *worst: int,
+    first: tuple[int, int] | None = None,
+    kept: np.ndarray | None = None,
+) -> np.ndarray:
+    kept = np.ones(len(of), dtype=bool) if kept is None else kept
     shown = comparison(edge(sites=[site(introduced=1, differ=1, first_introduced=first)]))
-    found = choose_rows(shown if first else comparison(), list(worst), of)
+    found = choose_rows(shown if first else comparison(), list(worst), kept, of)
     last = of.offsets[1:] - 1
     assert not np.isin(last, found).any()
     assert (np.diff(found) > 0).all()
@@ -81,3 +87,14 @@ def test_long_samples_bound_what_attention_reads() -> None:
     found = chosen(index(*lengths))
     assert len(np.unique(found // 3000)) == rows.KEYS // 3000
     assert len(chosen(index(*[rows.KEYS + 5] * 3))) <= ROWS + rows.SAMPLED_ROWS
+
+
+def test_rows_are_drawn_of_those_that_were_kept() -> None:
+    of = index(*[60] * 400, prompt=20)
+    kept = np.zeros(len(of), dtype=bool)
+    kept[::40] = True
+    found = chosen(of, kept=kept)
+    assert set(found) == set(np.flatnonzero(kept)) - set(of.offsets[1:] - 1)
+    pointed = set(chosen(of, 130, first=(3, 7), kept=kept)) - set(found)
+    assert pointed == {187, *range(120, 179)} - set(found)
+    assert chosen(of, kept=np.zeros(len(of), dtype=bool)).tolist() == []
