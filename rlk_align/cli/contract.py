@@ -109,7 +109,9 @@ def diff(before: Given, after: Given) -> None:
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     for change in found:
         style = {"loosened": "bold red", "tightened": "green", "reworded": "dim"}[change.kind]
-        table.add_row(line(change.kind, style), line(change.entry or "head"), line(str(change)))
+        # Of words it is enough to know whose they are.
+        said = change.what if change.kind == "reworded" else str(change)
+        table.add_row(line(change.kind, style), line(change.entry or "head"), line(said))
     Console(highlight=False, soft_wrap=True).print(table if found else line("no difference"))
     if not version_is_enough(old, new, found):
         need = needed_version(old, found)

@@ -81,7 +81,7 @@ def _entries(before: list[Any], after: list[Any], compare: Any) -> Iterator[Chan
         else:
             yield from compare(entry, new[name])
             yield from _words(entry, new[name])
-    for name in new.keys() - old.keys():
+    for name in (n for n in new if n not in old):
         yield Change(kind="tightened", entry=name, what=name, before="none", after="there")
 
 
