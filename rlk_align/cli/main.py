@@ -4,6 +4,8 @@ import io
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -20,7 +22,7 @@ from rlk_align.cli.outputs import silence_stdout
 from rlk_align.cli.probe import probe
 from rlk_align.cli.report import report
 from rlk_align.cli.selftest import selftest
-from rlk_align.errors import EXIT_INTERRUPTED, EXIT_TOOL, RlkError
+from rlk_align.errors import EXIT_INTERRUPTED, EXIT_TOOL, MissingDependency, RlkError
 from rlk_align.text import printable
 
 app = typer.Typer(
@@ -61,6 +63,20 @@ def _interrupt(_number: int, _frame: object) -> None:
     raise KeyboardInterrupt
 
 
+@contextmanager
+def _missing_packages() -> Iterator[None]:
+    """Where rlk-align was installed without its dependencies, as for a gate, says so."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "rlk_align").startswith("rlk_"):
+            raise
+        raise MissingDependency(
+            f"this command needs {error.name}, which is not installed",
+            "install rlk-align with what it needs: pip install rlk-align",
+        ) from error
+
+
 def main() -> None:
     """The entry point of the command line."""
     # Whoever starts this in the background has SIGINT ignored: Ctrl-C must still reach us.
@@ -72,7 +88,8 @@ def main() -> None:
             stream.reconfigure(errors="replace")
     console = Console(stderr=True, highlight=False)
     try:
-        app()
+        with _missing_packages():
+            app()
     except RlkError as error:
         said = Text(printable(error.message, lines=True))
         console.print(Text("error: ", style="bold red") + said, soft_wrap=True)

@@ -46,6 +46,8 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
+    """Test cases that belong together."""
+
     name: str
     cases: list[Case]
     properties: Properties = field(default_factory=dict)

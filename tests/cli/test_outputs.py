@@ -276,3 +276,16 @@ def test_captures_are_not_read_through(tmp_path: Path) -> None:
     path.write_bytes(data[:-1])
     assert command("gate", run.folder, "--contract", CONTRACT)[0] == 3
     assert Run.open(str(run.folder)).comparison.tokens
+
+
+def test_a_command_whose_packages_are_missing_says_so(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where rlk-align was installed for the gate alone."""
+    for name in [n for n in sys.modules if n.startswith(("rlk_align.report.html", "jinja2"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    code, said = command("report", "html", run)
+    assert code == 2
+    assert "needs jinja2, which is not installed" in said
+    assert "Traceback" not in said
