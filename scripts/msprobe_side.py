@@ -100,22 +100,21 @@ def compare_command(faulty: Path, clean: Path, out: Path) -> list[str]:
 
 
 def says(pair: tuple[Side, Side], task: str, tokens: Path, site: str | None) -> dict[str, Any]:
-    """What msprobe names in a pair, by `-da` or, where that names nothing, by its table; and what
-    it kept of the pair."""
+    """What msprobe names in a pair, by `-da` and by its table: of the two the one that is exact, or
+    that names anything; and what it kept of the pair."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         log, clean, faulty = folder / "log", folder / "clean", folder / "faulty"
         for side, at in zip(pair, (clean, faulty), strict=True):
             _forked(dump, side, task, tokens, at, log=log)
-        found: dict[str, Any] = {}
+        answers = []
         for by, flags in (("-da", ANALYSIS), ("table", [])):
-            out = folder / f"out-{by}"
+            out = folder / f"out{by}"
             out.mkdir()
             _forked(_msprobe, [*compare_command(faulty, clean, out), *flags], log=log)
-            found = _named(out, faulty, site) | {"by": by, "out_bytes": size_of(out)}
-            if found["node"] is not None:
-                break
+            answers.append(_named(out, faulty, site) | {"by": by, "out_bytes": size_of(out)})
         size = sum(size_of(at / "step0") for at in (clean, faulty))
+        found = max(answers, key=lambda a: (a["exact"], a["node"] is not None))
         return found | {"dump_bytes": size}
 
 

@@ -18,24 +18,25 @@ def tables(report: Said) -> str:
 
 
 def _counts(report: Said) -> Iterator[str]:
-    """By tool: how many faults between two sides that are built alike are named exactly."""
-    yield "| | faults named exactly | with the side that is off | named where there is none |"
-    yield "| --- | ---: | ---: | ---: |"
+    """By tool: how many faults between two sides that are built alike are named exactly, and what
+    is said of two kinds of attention without a fault."""
+    yield "| | faults named exactly | with the side that is off | eager against sdpa, no fault |"
+    yield "| --- | ---: | ---: | --- |"
     pairs = [p for p in report["pairs"] if p["rollout"].startswith("hf")]
     faults = [p for p in pairs if p["site"] and p["rollout"] == ALIKE]
-    clean = [p for p in pairs if not p["site"]]
+    (kinds,) = (p for p in pairs if not p["site"] and p["rollout"] != p["train"])
     for name in OURS:
-        by = "bitwise_exact" if name == OURS[-1] else "exact"
+        values = name != OURS[-1]
+        by = "exact" if values else "bitwise_exact"
         exact = sum(p["ours"][name][by] for p in faults)
-        sides = 0 if name == OURS[-1] else sum(_has_side(p["ours"][name]) for p in faults)
-        alarms = sum(bool(p["ours"][name].get("over_budget")) for p in clean)
-        cells = f"{exact} of {len(faults)} | {sides} | {alarms} of {len(clean)}"
-        yield f"| rlk-align, {name} | {cells} |"
+        sides = sum(_has_side(p["ours"][name]) for p in faults) if values else "–"
+        said = kinds["ours"][name]
+        text = _over(said, None) if values else _bitwise(said, None)
+        yield f"| rlk-align, {name} | {exact} of {len(faults)} | {sides} | {text} |"
     for task in TASKS:
-        said = [p["msprobe"][task] for p in faults]
-        alarms = sum(p["msprobe"][task]["node"] is not None for p in clean)
-        exact = sum(s["exact"] for s in said)
-        yield f"| msprobe, {task} | {exact} of {len(said)} | – | {alarms} of {len(clean)} |"
+        exact = sum(p["msprobe"][task]["exact"] for p in faults)
+        text = _node(kinds["msprobe"][task], None)
+        yield f"| msprobe, {task} | {exact} of {len(faults)} | – | {text} |"
 
 
 def _has_side(said: Said) -> bool:
