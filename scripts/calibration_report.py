@@ -87,20 +87,19 @@ def errors_table(
 
 
 def breaks(limit: Limit, metrics: EdgeMetrics | None) -> bool:
-    """Whether the limit of tokens alone would have stopped it, as `judge` holds it."""
-    if metrics is None or metrics.tokens < limit.min_tokens:
+    """Whether the limit of tokens alone would have stopped it, of however few tokens."""
+    if metrics is None:
         return False
     return not abs(float(getattr(metrics, limit.metric))) <= limit.fail_at(metrics.tokens)
 
 
 def smallest_table(faults: Sequence[Detection]) -> Iterator[str]:
     """Of faults that have a strength: the smallest that is named, without a gap above it."""
-    yield "| fault | smallest that is named | its max abs Δlogp | weaker ones, not named |"
-    yield "| --- | ---: | ---: | --- |"
     by_name: dict[str, list[Detection]] = defaultdict(list)
     for fault in faults:
         if fault.strength:
             by_name[fault.fault].append(fault)
+    begun = False
     for name, points in sorted(by_name.items()):
         strengths = sorted({p.strength for p in points}, reverse=True)
         caught = []
@@ -112,6 +111,12 @@ def smallest_table(faults: Sequence[Detection]) -> Iterator[str]:
             continue
         there = [p.metrics for p in points if p.strength == caught[-1] and p.metrics]
         moved = max((m.max_abs_dlogp for m in there), default=float("nan"))
+        if not begun:
+            yield "## The smallest fault that is named"
+            yield ""
+            yield "| fault | smallest that is named | its max abs Δlogp | weaker ones, not named |"
+            yield "| --- | ---: | ---: | --- |"
+            begun = True
         left = ", ".join(f"{s:g}" for s in strengths[len(caught) :]) or "none was planted"
         yield f"| `{name}` | {caught[-1]:g} | {moved:.2g} | {left} |"
 
@@ -132,8 +137,7 @@ def main() -> None:
         faults = [d for d in planted if not d.curve] if name == "bf16" else []
         lines += [f"## {contract.id} {contract.version}", "", *healthy_table(pairs, contract), ""]
         lines += [*errors_table(runs, contract, faults), ""]
-    if planted:
-        lines += ["## The smallest fault that is named", "", *smallest_table(planted), ""]
+    lines += [*smallest_table(planted), ""]
     options.out.write_text("\n".join(lines))
 
 

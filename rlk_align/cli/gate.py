@@ -34,9 +34,9 @@ def gate(
 ) -> None:
     """Hold a compared run against a contract; the exit code is the gate.
 
-    What the comparison concluded is compared with its checksums first, and so
-    are the records of its captures; their values may be left behind, and are
-    read by --recompute alone, which derives the comparison again from them.
+    Every file of the run is compared with its checksum first. Of a capture all
+    but its checksums.json may be left behind; --recompute needs it whole, and
+    derives the comparison again from it.
     With two runs the contract's regression limits say how much worse the second
     may be than the first.
     """

@@ -152,8 +152,7 @@ class Run:
         return self.folder / path
 
     def check(self) -> None:
-        """Raises CorruptTrace where what was concluded is not what was written, or where a capture
-        is another one, or has a file that is missing or cut (see `check_trace`).
+        """Raises CorruptTrace where any file of the run is missing or is not what was written.
 
         Of a capture all but its checksums.json may be left behind: what was concluded stands
         without its values.

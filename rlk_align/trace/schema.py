@@ -8,7 +8,7 @@ from pydantic import Field
 
 from rlk_align.model.families import ModelShape
 from rlk_align.results import CodePlace
-from rlk_align.trace.checksums import CHECKSUMS, Checksums, FileRecord, check_sizes, read_checksums
+from rlk_align.trace.checksums import CHECKSUMS, Checksums, FileRecord, check_files, read_checksums
 from rlk_align.trace.records import Record, load_record
 
 DtypeName = Literal["bfloat16", "float16", "float32", "float64"]
@@ -145,11 +145,10 @@ def finished_passes(checksums: Checksums) -> list[str]:
 
 
 def check_trace(folder: Path) -> None:
-    """Raises CorruptTrace where a file of a trace is missing or cut, or where one of its records
-    or tables is not what was written. What its passes hold is compared where it is read."""
+    """Raises CorruptTrace where any file of a trace is missing or is not what was written."""
     for name in finished_passes(checked_trace(folder)):
         record = load_record(PassRecord, folder / name / "pass.json")
-        check_sizes(folder / name, record.files)
+        check_files(folder / name, record.files)
 
 
 def passes_in(folder: Path) -> list[str]:

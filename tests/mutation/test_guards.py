@@ -137,6 +137,12 @@ GUARDS = {
         "wanted = [name for name in names if name in self.files]",
         "trace/test_trace.py::test_a_file_that_no_checksum_names_is_not_read",
     ),
+    "a capture that was changed": Guard(
+        "trace/schema.py",
+        "check_files(folder / name, record.files)",
+        "pass",
+        "cli/test_outputs.py::test_a_capture_that_is_there_is_compared_whole",
+    ),
     "a stale verdict": Guard(
         "pipeline.py",
         "run.invalidate()",
