@@ -176,9 +176,15 @@ GUARDS = {
     ),
     "values that were not kept": Guard(
         "probe/referee/recorded.py",
-        "kept = kept[self._index.prefix_all(good)[kept]]",
+        "good &= self._index.prefix_all(self._rows.finite(name))",
         "pass",
         f"{_REFEREE}::test_what_reads_a_nan_is_not_judged_by_it",
+    ),
+    "a checkpoint that was replaced": Guard(
+        "probe/referee/weights.py",
+        "if self._checked[live]:",
+        "if False:",
+        f"{_REFEREE}::test_a_checkpoint_that_was_replaced_since",
     ),
     "another pass is other values": Guard(
         "probe/referee/recorded.py",
