@@ -42,7 +42,7 @@ def parse_outputs(
     for item in items or []:
         kind, equals, path = item.partition("=")
         if kind not in formats or not equals:
-            known = f"FMT=PATH is wanted, FMT: {', '.join(formats)}"
+            known = f"FMT=PATH is wanted, e.g. json=PATH; FMT: {', '.join(formats)}"
             raise BadOption(f"--output {item!r} is unknown", known)
         if not path:
             raise BadOption(f"--output {item!r} names no file", "is a variable empty? - is stdout")
