@@ -22,7 +22,7 @@ pip install --no-deps --no-build-isolation --editable .
 # The tests of the HTML report need a browser; where it cannot be installed from here, they say so.
 browser() { command -v chromium || command -v chromium-browser || command -v google-chrome; }
 if [ "$GPU" != yes ] && ! browser >/dev/null && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
-  apt-get install -y -qq chromium >/dev/null ||
+  apt-get install -y -qq chromium >/dev/null 2>&1 ||
     { apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } ||
     echo "setup: chromium could not be installed; tests/browser needs it" >&2
 fi
