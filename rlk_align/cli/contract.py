@@ -135,7 +135,7 @@ def calibrate(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="PATH", help="Write the proposal as TOML there."),
+        typer.Option("-o", "--out", metavar="PATH", help="Write the proposal as TOML there."),
     ] = None,
 ) -> None:
     """Propose limits from repeated healthy runs, several seeds of each pair of engines."""
