@@ -15,6 +15,7 @@ from rlk_align.errors import BadOption
 from rlk_align.probe.selftest import detect
 from rlk_align.probe.selftest.plan import Case, cases, check_engines, check_faults, pairs, pairs_of
 from rlk_align.probe.selftest.record import CleanPair, Detection, SelfTest
+from rlk_align.probe.selftest.run import FOUND
 from rlk_align.probe.selftest.table import lines
 
 PLANTED = {
@@ -47,7 +48,10 @@ def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         shared=False,
     )
     assert done.code in (0, 1), done.err
-    return engines, done.code, done.out, json.loads((folder / "out.json").read_text())
+    found = json.loads((folder / "out.json").read_text())
+    kept = (folder / "run" / FOUND).read_text().splitlines()
+    assert [json.loads(text) for text in kept] == [*found["detections"], *found["clean"]]
+    return engines, done.code, done.out, found
 
 
 def test_every_planted_fault_is_named_on_its_side(real: Found) -> None:

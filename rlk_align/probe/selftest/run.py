@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
+from typing import TypeVar
 
 from rlk_align.capture.capture import capture, capture_each
 from rlk_align.capture.request import CaptureRequest
@@ -21,6 +22,7 @@ from rlk_align.results import EdgeName, SideName
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.run import Run
 
+Found = TypeVar("Found", Detection, CleanPair)
 TOGETHER, SEEDS_TOGETHER = 16, 5
 """Faults, and seeds, whose captures are on disk at a time."""
 PROMPTS, NEW_TOKENS = 8, 16
@@ -38,6 +40,10 @@ class SelfTestRequest:
     curves: bool
     model: str
     prompts: Path
+
+
+FOUND = "selftest.jsonl"
+"""In the run's folder: a Detection or a CleanPair a line, as they come, should it end early."""
 
 
 def _quiet(_stage: str, _done: int, _total: int) -> None:
@@ -70,6 +76,7 @@ class _SelfTest:
     def done(self) -> SelfTest:
         """The whole of it."""
         r = self.request
+        (self.run.folder / FOUND).write_text("")
         self._prompts = self.run.folder / "selftest-prompts.jsonl"
         every = sorted(load_prompts(r.prompts), key=lambda p: len(p.ids or p.text or ""))
         # Of middle length: short ones show little of attention, long ones take long.
@@ -83,9 +90,10 @@ class _SelfTest:
             group = [*some]
             for start in range(0, len(group), TOGETHER):
                 part = group[start : start + TOGETHER]
-                found += self._detections(part, len({_name(d) for d in found}), len(todo))
+                done = len({_name(d) for d in found})
+                found += map(self._kept, self._detections(part, done, len(todo)))
         rows = sum(len(s.ids) for s in self._base.tokens.samples)
-        clean = [*self._clean_pairs()]
+        clean = [self._kept(c) for c in self._clean_pairs()]
         versions = {t.record.engine: t.record.version for t in self._clean.values()}
         return SelfTest(
             engines=versions,
@@ -93,6 +101,11 @@ class _SelfTest:
             detections=found,
             clean=clean,
         )
+
+    def _kept(self, found: Found) -> Found:
+        with (self.run.folder / FOUND).open("a", encoding="utf-8") as file:
+            file.write(found.model_dump_json() + "\n")
+        return found
 
     def _request(
         self, engine: str, fault: Fault | None, seed: int = 0, decode: bool = False
