@@ -2,7 +2,7 @@
 one of another engine."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -38,6 +38,10 @@ class SelfTestRequest:
     curves: bool
     model: str
     prompts: Path
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Options that an engine is given in all of it, by its name."""
+    together: int = TOGETHER
+    """Faults whose captures are on disk at a time."""
 
 
 def _quiet(_stage: str, _done: int, _total: int) -> None:
@@ -53,11 +57,19 @@ def _name(found: Detection) -> tuple[str, str, float]:
     return found.fault, found.rollout if found.side == "rollout" else found.train, found.strength
 
 
-def selftest(request: SelfTestRequest, run: Run, progress: Progress) -> SelfTest:
-    """Plants every fault in every engine, on either side of every pair. Raises what capturing
-    raises."""
+def _untold(_found: Detection) -> None: ...
+
+
+def selftest(
+    request: SelfTestRequest,
+    run: Run,
+    progress: Progress,
+    tell: Callable[[Detection], None] = _untold,
+) -> SelfTest:
+    """Plants every fault in every engine, on either side of every pair; `tell` is told of each as
+    it is found. Raises what capturing raises."""
     with run.locked():
-        return _SelfTest(request, run, progress).done()
+        return _SelfTest(request, run, progress, tell).done()
 
 
 @dataclass
@@ -65,6 +77,7 @@ class _SelfTest:
     request: SelfTestRequest
     run: Run
     progress: Progress
+    tell: Callable[[Detection], None]
     _clean: dict[tuple[str, str, bool], Trace] = field(default_factory=dict)
 
     def done(self) -> SelfTest:
@@ -81,9 +94,11 @@ class _SelfTest:
         found: list[Detection] = []
         for _, some in groupby(todo, key=_together):
             group = [*some]
-            for start in range(0, len(group), TOGETHER):
-                part = group[start : start + TOGETHER]
-                found += self._detections(part, len({_name(d) for d in found}), len(todo))
+            for start in range(0, len(group), r.together):
+                part = group[start : start + r.together]
+                for detection_ in self._detections(part, len({*map(_name, found)}), len(todo)):
+                    self.tell(detection_)
+                    found.append(detection_)
         rows = sum(len(s.ids) for s in self._base.tokens.samples)
         clean = [*self._clean_pairs()]
         versions = {t.record.engine: t.record.version for t in self._clean.values()}
@@ -99,7 +114,7 @@ class _SelfTest:
     ) -> CaptureRequest:
         biased = fault is not None and fault.needs_bias
         return CaptureRequest(
-            engine=EngineSpec.parse(engine),
+            engine=self._spec(engine),
             model=str(self._biased if biased else self.request.model),
             prompts=self._prompts,
             max_new_tokens=NEW_TOKENS,
@@ -107,6 +122,11 @@ class _SelfTest:
             passes=("decode", "prefill") if decode else ("prefill",),
             controls=False,
         )
+
+    def _spec(self, text: str) -> EngineSpec:
+        name, _, options = text.partition(":")
+        given = ",".join(filter(None, (self.request.settings.get(name, ""), options)))
+        return EngineSpec.parse(spec(name, given))
 
     @property
     def _biased(self) -> Path:
