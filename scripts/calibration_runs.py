@@ -26,6 +26,7 @@ from rlk_align.model.checkpoint import default_model, resolve_model
 from rlk_align.model.edges import EDGES
 from rlk_align.pipeline import measured
 from rlk_align.progress import Progress, show_progress
+from rlk_align.rows import HEAD
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.run import Run, RunRecord
 
@@ -70,9 +71,11 @@ def runs_of(
 
 
 def keep(rollout: Trace, train: Trace, folder: Path, progress: Progress) -> None:
-    """A run of what was compared; the captures that it names go."""
+    """A run of what was compared, row by row of the log-probs alone; the captures that it names
+    go."""
     run = Run(folder)
     comparison, rows = measured(rollout, train, EDGES, (), progress)
+    rows = rows.select(list(HEAD)).filter(rows["first_logprob"].is_valid())
     with run.locked():
         captures = run.relative({"rollout": rollout.folder, "train": train.folder})
         run.save(
