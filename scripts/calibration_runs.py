@@ -49,6 +49,7 @@ def request(spec: str, seed: int, options: argparse.Namespace, sampling: bool) -
         seed=seed,
         trace=TracePlan(budget=int(options.pass_budget * len(passes))),
         passes=passes,
+        controls=options.controls,
     )
 
 
@@ -98,6 +99,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--engine-options", default="", help="for every engine, as ,key=value")
     parser.add_argument("--vllm-options", default="", help="for vLLM beside them")
+    parser.add_argument("--controls", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--together", type=int, default=4, help="seeds on disk at a time")
     parser.add_argument("--pass-budget", type=float, default=4e9, help="bytes of a pass's values")
     options = parser.parse_args()

@@ -376,6 +376,7 @@ class Probe:
             model=str(self.args.model),
             prompts=self.short,
             settings={s.name: str(s).partition(":")[2] for s in pair},
+            planted=tuple(filter(None, self.args.planted.split(","))),
             together=self.args.together,
         )
         run = Run(self.folder / "faults")
@@ -515,6 +516,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=500, help="no stage begins after them")
     parser.add_argument("--together", type=int, default=14, help="faults of one process")
     parser.add_argument("--faults", help="names; default: all")
+    parser.add_argument("--planted", default="", help="engines that get them; default: all")
     parser.add_argument("--curves", action="store_true", help="weaker faults too")
     parser.add_argument("stages", nargs="*", default=["compare", "probe"])
     args = parser.parse_args()

@@ -182,7 +182,7 @@ GUARDS = {
     ),
     "a checkpoint that was replaced": Guard(
         "probe/referee/weights.py",
-        "if self._checked[live]:",
+        "if not self._checkpoint.holds(parameter, self._live[live].digest):",
         "if False:",
         f"{_REFEREE}::test_a_checkpoint_that_was_replaced_since",
     ),

@@ -40,6 +40,8 @@ class SelfTestRequest:
     prompts: Path
     settings: Mapping[str, str] = field(default_factory=dict)
     """Options that an engine is given in all of it, by its name."""
+    planted: tuple[str, ...] = ()
+    """Engines that get the faults; empty is all."""
     together: int = TOGETHER
     """Faults whose captures are on disk at a time."""
 
@@ -90,7 +92,10 @@ class _SelfTest:
         save_prompts(every[first : first + PROMPTS], self._prompts)
         # One that samples stands first in every pair.
         self._base = self._sampled(pairs(r.engines)[0][0], "", 0)
-        todo = sorted(cases(r.engines, r.faults, r.curves), key=_together)
+        every_case = cases(r.engines, r.faults, r.curves)
+        todo = sorted(
+            (c for c in every_case if c.engine in (r.planted or r.engines)), key=_together
+        )
         found: list[Detection] = []
         for _, some in groupby(todo, key=_together):
             group = [*some]
