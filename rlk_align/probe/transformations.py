@@ -112,9 +112,7 @@ def transformations(
             Transformation(
                 "bf16 logits",
                 "of logits rounded to bf16",
-                lambda x, r: _log_softmax(
-                    Logits(x.values.bfloat16().double()), r.targets, stated
-                ),
+                lambda x, r: _log_softmax(Logits(x.values.bfloat16().double()), r.targets, stated),
             )
         )
     found += [
