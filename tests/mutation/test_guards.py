@@ -200,9 +200,15 @@ GUARDS = {
     ),
     "a checkpoint that was replaced": Guard(
         "probe/referee/weights.py",
-        "if self._checked[live]:",
+        "if not self._checkpoint.holds(parameter, self._live[live].digest):",
         "if False:",
         f"{_REFEREE}::test_a_checkpoint_that_was_replaced_since",
+    ),
+    "what a long sum of exponentials loses": Guard(
+        "probe/referee/reference.py",
+        "lost = SUM_ULPS**2 + added**2 / 3",
+        "lost = SUM_ULPS**2",
+        f"{_REFEREE}::test_a_long_sum_of_exponentials_in_float32[151936-1.0-0.1-1.5]",
     ),
     "another pass is other values": Guard(
         "probe/referee/recorded.py",
