@@ -78,7 +78,7 @@ def replace(model: Any, left: Iterable[str]) -> ExitStack:
     undo = ExitStack()
     for module, kind in list(_classes(model, left)):
         undo.callback(setattr, module, "__class__", type(module))
-        module.__class__ = modules.derived(kind, type(module))
+        module.__class__ = modules.derived(kind, type(module))  # type: ignore[arg-type]
     if frequencies is not None:
         undo.callback(setattr, rotary, "inv_freq", rotary.inv_freq)
         # Kept in the live module, so that what changes them later is not passed by.

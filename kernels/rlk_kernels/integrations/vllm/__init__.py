@@ -14,7 +14,16 @@ from typing import Any
 
 ENVIRONMENT, EXCEPT = "RLK_KERNELS", "RLK_KERNELS_EXCEPT"
 
-__all__ = ["ENVIRONMENT", "EXCEPT", "check", "operators", "plugin", "register", "unregister"]
+__all__ = [
+    "ENVIRONMENT",
+    "EXCEPT",
+    "check",
+    "leave",
+    "operators",
+    "plugin",
+    "register",
+    "unregister",
+]
 
 
 def plugin() -> None:
@@ -36,6 +45,14 @@ def unregister() -> None:
     from rlk_kernels.integrations.vllm.registry import unregister
 
     unregister()
+
+
+def leave(model: Any, left: Iterable[str]) -> None:
+    """Give vLLM its own norms back in a live model that runs eager: they are made of one class, so
+    that `register` leaves all of them or none."""
+    from rlk_kernels.integrations.vllm.registry import leave
+
+    leave(model, left)
 
 
 def operators(model: Any) -> dict[str, Any]:
