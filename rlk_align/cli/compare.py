@@ -19,6 +19,7 @@ def compare(
     train: options.Train = None,
     prompts: options.Prompts = None,
     contract: options.ContractName = None,
+    kernels: options.Kernels = None,
     max_new_tokens: options.MaxNewTokens = 32,
     seed: options.Seed = 0,
     run_dir: options.RunDir = None,
@@ -54,6 +55,7 @@ def compare(
         edges=edges,
         production=production,
         trace_budget=trace_budget,
+        kernels=kernels,
     )
     request, run, outputs = prepare(given)
 

@@ -43,6 +43,7 @@ class Pair:
     edges: str | None
     production: bool | None
     trace_budget: str
+    kernels: str | None = None
 
 
 def prepare(given: Pair) -> tuple["CompareRequest", Run, list[Output]]:
@@ -62,6 +63,7 @@ def prepare(given: Pair) -> tuple["CompareRequest", Run, list[Output]]:
             given.layers,
             given.sites,
             given.production,
+            given.kernels,
         )
         asked = (
             any(n is not None for n in named)
@@ -77,7 +79,7 @@ def prepare(given: Pair) -> tuple["CompareRequest", Run, list[Output]]:
         pair = [EngineSpec("replay", {"path": run}) for run in given.runs]
     else:
         texts = (given.rollout or options.default_rollout(), given.train or options.default_train())
-        pair = [EngineSpec.parse(text) for text in texts]
+        pair = [options.engine_spec(text, given.kernels) for text in texts]
     specs: dict[SideName, EngineSpec] = {"rollout": pair[0], "train": pair[1]}
     settings = (
         given.model,

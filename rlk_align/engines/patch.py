@@ -141,6 +141,8 @@ class HFPatch(Patch):
 
 
 class MegatronPatch(Patch):
+    """Megatron-core: through its layer spec, and what GPTModel wires in itself."""
+
     def in_spec(self, block: Any, windows: tuple[int | None, ...]) -> Any:
         with _refused(self.spec):
             return megatron.with_kernels(block, self.left, windows)
@@ -154,6 +156,8 @@ class MegatronPatch(Patch):
 
 
 class VLLMPatch(Patch):
+    """vLLM in this process: registered before it makes its model."""
+
     def before_loading(self) -> None:
         with _refused(self.spec):
             vllm.register(self.left)

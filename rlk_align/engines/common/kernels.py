@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 LAYER = (
     *("attn_norm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "q_rope", "k_rope"),
@@ -39,8 +40,8 @@ class Kernels(Protocol):
         """Puts them into a live model; `rope`: its checkpoint's `rope_parameters`."""
 
     def logprobs(
-        self, logits: torch.Tensor, target: torch.Tensor, temperature: float
-    ) -> torch.Tensor | None:
+        self, logits: "torch.Tensor", target: "torch.Tensor", temperature: float
+    ) -> "torch.Tensor | None":
         """float32 `[N]` of rows `[N, V]`; None where they are left to the engine."""
 
     def called(self, engine: Any) -> AbstractContextManager[None]:
