@@ -202,3 +202,13 @@ def ulp_in_the_first_norm(model: Any) -> None:
         return torch.nextafter(output, torch.full_like(output, torch.inf))
 
     model.model.layers[0].input_layernorm.register_forward_hook(up)
+
+
+def compute_down_proj_elsewhere(model) -> None:
+    """A kernel of the user's own where ours was put in, which is then never called."""
+    linear = model.model.layers[1].mlp.down_proj
+    linear.forward = lambda x: torch.nn.functional.linear(x, linear.weight)
+
+
+def give_down_proj_back(model) -> None:
+    model.model.layers[1].mlp.down_proj.__class__ = torch.nn.Linear

@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rlk_align.errors import ModelError
+from rlk_align.model.rotary import rope_parameters
+
 if TYPE_CHECKING:
     import torch
 
@@ -22,6 +25,26 @@ def parse_left(text: str) -> frozenset[str]:
     if unknown := [n for n in names if n not in REPLACEABLE]:
         raise ValueError(", ".join(unknown))
     return frozenset(names)
+
+
+ROPES = ("default", "llama3")
+"""The kinds whose frequencies alone are scaled."""
+
+
+def check_kernels(engine: str, config: dict[str, Any]) -> None:
+    """Raises ModelError for what config.json asks for and no kernel computes."""
+    rope, activation = rope_parameters(config)["rope_type"], config.get("hidden_act") or "silu"
+    refused = {
+        f"rope_type={rope}": rope not in ROPES,
+        f"hidden_act={activation}": activation != "silu",
+        "quantized weights": config.get("quantization_config") is not None,
+    }
+    for what, is_so in refused.items():
+        if is_so:
+            raise ModelError(
+                f"engine {engine!r}: kernels=rlk does not take {what}, which config.json asks for",
+                "compare with kernels=off",
+            )
 
 
 class Kernels(Protocol):
