@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: setup demo test test-quick check compile-kernels test-gpu bench-gpu clean
+.PHONY: setup demo test test-fix-path test-quick check compile-kernels test-gpu bench-gpu clean
 
 setup: $(STAMP)
 
@@ -32,6 +32,10 @@ TESTS := RLK_REQUIRE_ENGINES=vllm,megatron,fsdp TRITON_INTERPRET=1 OMP_NUM_THREA
 
 test: setup
 	$(TESTS) $(TEST)
+
+# The whole matrix of engines with the kernels in them, bit for bit: some minutes.
+test-fix-path: setup
+	$(TESTS) tests/fix_path
 
 # What starts no engine.
 test-quick: setup
