@@ -180,6 +180,13 @@ def engine_spec(text: str, kernels: str | None) -> EngineSpec:
     return EngineSpec.parse(f"{text}{',' if spec.options else ':'}kernels={kernels}")
 
 
+def without_kernels(text: str) -> str:
+    """The same engine without them, as a spec."""
+    spec = EngineSpec.parse(text)
+    kept = {k: v for k, v in spec.options.items() if k not in ("kernels", "except")}
+    return str(EngineSpec(spec.name, kept))
+
+
 def warn(warnings: list[str]) -> None:
     """Says on stderr what the user should know before an engine starts."""
     console = Console(stderr=True, highlight=False)

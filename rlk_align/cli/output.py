@@ -19,6 +19,7 @@ from rlk_align.judge.contract import Contract
 from rlk_align.judge.regression import RegressionCheck
 from rlk_align.judge.verdict import Verdict
 from rlk_align.probe.record import Probe
+from rlk_align.report.change import show_change
 from rlk_align.report.regression import regression_json, show_regression
 from rlk_align.report.source import Source
 from rlk_align.report.terminal import show
@@ -32,16 +33,33 @@ class _Stdout(Console):
 
 
 def finish(
-    verdict: Verdict, run: Run, outputs: list[Output], probe: Probe | None = None
+    verdict: Verdict,
+    run: Run,
+    outputs: list[Output],
+    probe: Probe | None = None,
+    beside: tuple[Verdict, Run] | None = None,
 ) -> NoReturn:
     """Prints the verdict, on stderr where an output takes stdout, writes each output, and exits
-    with its code, whether anybody could read it or not."""
-    _print(lambda console: show(verdict, run.folder, console, probe), takes_stdout(outputs))
+    with its code, whether anybody could read it or not.
+
+    `beside`: the same pair without the kernels, which is shown with it.
+    """
+
+    def everything(console: Console) -> None:
+        show(verdict, run.folder, console, probe)
+        if beside is not None:
+            show_change(beside[0], verdict, console)
+
+    _print(everything, takes_stdout(outputs))
     if outputs:
-        finished = run.again()
-        source = Source(run=finished, record=finished.record, verdict=verdict, probe=probe)
-        write_outputs(outputs, source)
+        other = _source(*beside, None) if beside is not None else None
+        write_outputs(outputs, _source(verdict, run, probe), other)
     sys.exit(verdict.exit_code)
+
+
+def _source(verdict: Verdict, run: Run, probe: Probe | None) -> Source:
+    finished = run.again()
+    return Source(run=finished, record=finished.record, verdict=verdict, probe=probe)
 
 
 def finish_regression(

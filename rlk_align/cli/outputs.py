@@ -105,10 +105,15 @@ def takes_stdout(outputs: Sequence[Output]) -> bool:
     return any(o.path is None and o.format != "github" for o in outputs)
 
 
-def write_outputs(outputs: Sequence[Output], source: Source) -> None:
-    """Raises TraceNotWritten."""
+def write_outputs(outputs: Sequence[Output], source: Source, beside: Source | None = None) -> None:
+    """`beside`: a run that a page overlays. Raises TraceNotWritten."""
     for output in outputs:
-        text = renderer(output.format)(source)
+        if output.format == "html" and beside is not None:
+            from rlk_align.report.html.several import several_page
+
+            text = several_page([beside, source])
+        else:
+            text = renderer(output.format)(source)
         if output.format == "github":
             from rlk_align.report.github import workflow_commands
 

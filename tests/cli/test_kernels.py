@@ -37,8 +37,8 @@ def kinds(folder: Path, role: str) -> dict[str, str]:
 def test_no_bit_differs(compare: Cli, folder: Path, train: str, dtype: str) -> None:
     require_engine("vllm")
     require_engine(train.partition(":")[0])
-    train = f"{train}{',' if ':' in train else ':'}dtype={dtype}"
-    done = compare("--rollout", f"vllm:dtype={dtype}", "--train", train, "--kernels", "rlk")
+    train = f"{train}{',' if ':' in train else ':'}dtype={dtype},kernels=rlk"
+    done = compare("--rollout", f"vllm:dtype={dtype},kernels=rlk", "--train", train)
     assert done.code == 0, done.out + done.err
     assert done.verdict is not None
     assert done.first is None
@@ -87,7 +87,7 @@ def test_what_is_left_to_an_engine_is_named(
     require_engine("vllm")
     require_engine(train)
     spec = f"{train}:kernels=rlk,except={left}"
-    done = compare("--rollout", "vllm", "--train", spec, "--kernels", "rlk")
+    done = compare("--rollout", "vllm:kernels=rlk", "--train", spec)
     assert done.code == 1
     assert done.first == first, done.out
     own = {site for site, kind in kinds(folder, "train").items() if kind == "own"}
@@ -144,9 +144,33 @@ def test_what_has_no_kernel_is_refused_before_anything_starts(
 
 def test_captures_with_kernels_lie_beside_those_without(compare: Cli, folder: Path) -> None:
     for kernels in ("rlk", "off", "rlk"):
-        done = compare("--rollout", "hf", "--train", "hf", "--kernels", kernels)
+        done = compare(
+            *(part for side in ("--rollout", "--train") for part in (side, f"hf:kernels={kernels}"))
+        )
         assert done.code in (0, 1), done.err
         assert bool(kinds(folder, "train")) == (kernels == "rlk")
         asked = done.verdict["engines"]["train"]["options"]
         assert asked == ({"kernels": "rlk"} if kernels == "rlk" else {})
     assert "capture is there already" in done.err
+
+
+def test_drift_is_shown_without_and_with_the_kernels(compare: Cli, folder: Path) -> None:
+    page = folder / "both.html"
+    specs = ("--rollout", "hf:attn=sdpa", "--train", "hf:attn=eager")
+    done = compare(*specs, "--kernels", "rlk")
+    assert done.code == 2, "attn is the engines' own"
+    require_engine("megatron")
+    done = compare("--rollout", "hf", "--train", "megatron", "--kernels", "rlk",
+                   "--output", f"html={page}")  # fmt: skip
+    assert done.code == 0, done.out + done.err
+    assert done.verdict["engines"]["train"]["options"] == {"kernels": "rlk"}
+    shown = [line.split() for line in done.out.splitlines()]
+    after = [line for line in shown if line[1:2] == ["off"] or line[:1] == ["rlk"]]
+    assert len(after) == 6
+    assert [line[-1] for line in after if line[0] == "rlk"] == ["0"] * 3
+    assert int(next(line for line in after if line[0] == "prefill_vs_train")[-1]) > 0
+    text = page.read_text(encoding="utf-8")
+    assert "kernels-off" in text
+    assert "hf:kernels=rlk" in text
+    plain = capture_of(folder / "run" / "kernels-off", "train")
+    assert plain.record.kernels == {}
