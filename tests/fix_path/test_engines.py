@@ -12,7 +12,6 @@ from conftest import Cli, Outcome, capture_of, command_line, require_engine
 
 from rlk_align.data import data_path
 
-DTYPES = ("bfloat16", "float32")
 TRAINING = (
     *("hf", "hf:batch=7,padding=right", "hf:batch=7,padding=left", "fsdp:dp=2"),
     *("megatron", "megatron:batch=7,padding=left", "megatron:batch=64,padding=right"),
@@ -22,22 +21,34 @@ SCORING = (
     *("max_num_seqs=1", "max_num_seqs=2", "max_num_seqs=7", "max_num_seqs=64"),
     *("max_num_batched_tokens=64", "enable_prefix_caching=1", "block_size=128"),
 )
+IN_FP32 = (
+    *("hf", "hf:batch=7,padding=left", "fsdp:dp=2", "megatron", "megatron:input=packed"),
+    *("max_num_seqs=7", "max_num_batched_tokens=64"),
+)
+"""Several times slower."""
+
+
+def by_dtype(cases: tuple[str, ...]) -> list[tuple[str, str]]:
+    """(case, dtype)."""
+    return [(c, "bfloat16") for c in cases] + [(c, "float32") for c in cases if c in IN_FP32]
+
+
 LAYER = (
     *("attn_norm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "q_rope", "k_rope"),
     *("attn", "o_proj", "mlp_norm", "gate_proj", "up_proj", "act", "down_proj"),
 )
+OPERATORS = ("embed", *LAYER, "final_norm", "logits", "logprob")
 TOGETHER = {
-    # What an engine computes by one product or one function is left to it together.
-    "hf": {"k_rope": "q_rope"},
-    "megatron": {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
-    | {"k_rope": "q_rope"},
-    "vllm": {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj", "k_rope": "q_rope"},
+    # Left to an engine with the first of those that it computes by one product or one function.
+    "hf": {"k_rope"},
+    "megatron": {"k_proj", "v_proj", "up_proj", "k_rope"},
+    "vllm": {"k_proj", "v_proj", "up_proj", "k_rope"},
 }
 ALIKE = {
     # What an engine's own computes as the profile says anyway: a copy, and on CPUs vLLM's rotation.
     "hf": {"embed"},
     "megatron": {"embed"},
-    "vllm": {"embed", "q_rope", "k_rope"},
+    "vllm": {"embed", "q_rope"},
 }
 
 
@@ -79,7 +90,7 @@ def assert_equal(done: Outcome, edges: set[str]) -> None:
     assert done.code == 0, done.out + done.err
     assert done.verdict is not None
     assert done.first is None
-    assert done.verdict["tokens"] > 1900
+    assert done.verdict["tokens"] > 1500
     assert set(done.verdict["edges"]) == edges
     for edge in done.verdict["edges"].values():
         assert edge["tokens"] == done.verdict["tokens"]
@@ -91,8 +102,7 @@ def assert_equal(done: Outcome, edges: set[str]) -> None:
     assert coverage["unpaired"] == []
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("train", TRAINING)
+@pytest.mark.parametrize(("train", "dtype"), by_dtype(TRAINING))
 def test_rollout_is_training(
     compare: Cli, folder: Path, sampled: Callable[[str], Path], train: str, dtype: str
 ) -> None:
@@ -106,8 +116,7 @@ def test_rollout_is_training(
         assert set(capture_of(run, role).record.kernels.values()) == {"torch"}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("options", SCORING)
+@pytest.mark.parametrize(("options", "dtype"), by_dtype(SCORING))
 def test_vllm_scores_the_same_in_every_batch(
     compare: Cli, folder: Path, sampled: Callable[[str], Path], options: str, dtype: str
 ) -> None:
@@ -133,8 +142,10 @@ def test_without_the_kernels_there_is_drift(compare: Cli, folder: Path, train: s
     assert done.first is not None
 
 
-@pytest.mark.parametrize("engine", ["hf", "megatron", "vllm"])
-@pytest.mark.parametrize("op", ["embed", *LAYER, "final_norm", "logits", "logprob"])
+@pytest.mark.parametrize(
+    ("engine", "op"),
+    [(e, op) for e in TOGETHER for op in OPERATORS if op not in TOGETHER[e]],
+)
 def test_the_operator_that_is_left_is_named(
     compare: Cli, folder: Path, sampled: Callable[[str], Path], engine: str, op: str
 ) -> None:
@@ -151,7 +162,7 @@ def test_the_operator_that_is_left_is_named(
     else:
         assert done.code == 1
         assert done.first is not None, "nothing differs"
-        assert done.first.rpartition(".")[2] == TOGETHER[engine].get(op, op)
+        assert done.first.rpartition(".")[2] == op
     own = [s for s, kind in capture_of(folder / "left", "train").record.kernels.items()
            if kind == "own"]  # fmt: skip
     assert op in {s.rpartition(".")[2] for s in own}
