@@ -212,3 +212,14 @@ def compute_down_proj_elsewhere(model) -> None:
 
 def give_down_proj_back(model) -> None:
     model.model.layers[1].mlp.down_proj.__class__ = torch.nn.Linear
+
+
+def update_weights(model: Any) -> None:
+    """As a trainer syncs them to a rollout engine: vLLM's own `load_weights` in the live model, of
+    the checkpoint RLK_TEST_NEW, but for the parameters whose names hold RLK_TEST_STALE."""
+    from safetensors.torch import load_file
+
+    new = load_file(os.path.join(os.environ["RLK_TEST_NEW"], "model.safetensors"))
+    stale = os.environ.get("RLK_TEST_STALE") or "nothing"
+    with torch.no_grad():
+        model.load_weights([(name, value) for name, value in new.items() if stale not in name])
