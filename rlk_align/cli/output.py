@@ -6,6 +6,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
+from rlk_align.cli.cost import cost_lines
 from rlk_align.cli.options import warn
 from rlk_align.cli.outputs import (
     Output,
@@ -24,6 +25,7 @@ from rlk_align.report.regression import regression_json, show_regression
 from rlk_align.report.source import Source
 from rlk_align.report.terminal import show
 from rlk_align.report.verdict_json import record_text
+from rlk_align.text import line
 from rlk_align.trace.run import Run
 
 
@@ -49,6 +51,8 @@ def finish(
         show(verdict, run.folder, console, probe)
         if beside is not None:
             show_change(beside[0], verdict, console)
+            for text in cost_lines(beside[1].again(), run.again()):
+                console.print(line(text, style="dim"))
 
     _print(everything, takes_stdout(outputs))
     if outputs:
