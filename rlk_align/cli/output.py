@@ -12,19 +12,16 @@ from rlk_align.cli.outputs import (
     Output,
     silence_stdout,
     takes_stdout,
-    write_outputs,
-    write_text,
+    write_regression,
+    write_run,
 )
-from rlk_align.errors import EXIT_FAIL, EXIT_PASS
-from rlk_align.judge.contract import Contract
-from rlk_align.judge.regression import RegressionCheck
+from rlk_align.judge.regression import RegressionVerdict
 from rlk_align.judge.verdict import Verdict
 from rlk_align.probe.record import Probe
 from rlk_align.report.change import show_change
-from rlk_align.report.regression import regression_json, show_regression
+from rlk_align.report.regression_terminal import show_regression
 from rlk_align.report.source import Source
 from rlk_align.report.terminal import show
-from rlk_align.report.verdict_json import record_text
 from rlk_align.text import line
 from rlk_align.trace.run import Run
 
@@ -57,7 +54,7 @@ def finish(
     _print(everything, takes_stdout(outputs))
     if outputs:
         other = _source(*beside, None) if beside is not None else None
-        write_outputs(outputs, _source(verdict, run, probe), other)
+        write_run(outputs, _source(verdict, run, probe), other)
     sys.exit(verdict.exit_code)
 
 
@@ -67,17 +64,13 @@ def _source(verdict: Verdict, run: Run, probe: Probe | None) -> Source:
 
 
 def finish_regression(
-    checks: list[RegressionCheck], contract: Contract, runs: tuple[Run, Run], outputs: list[Output]
+    verdict: RegressionVerdict, runs: tuple[Run, Run], outputs: list[Output]
 ) -> NoReturn:
     """The same for what became worse from one run to another."""
-    code = EXIT_PASS if all(check.holds for check in checks) else EXIT_FAIL
     folders = (runs[0].folder, runs[1].folder)
-    to_stderr = takes_stdout(outputs)
-    _print(lambda console: show_regression(checks, contract, folders, console), to_stderr)
-    text = record_text(regression_json(checks, contract, code))
-    for output in outputs:
-        write_text(output.path, text)
-    sys.exit(code)
+    _print(lambda console: show_regression(verdict, folders, console), takes_stdout(outputs))
+    write_regression(outputs, verdict)
+    sys.exit(verdict.exit_code)
 
 
 def _print(show_on: Callable[[Console], None], to_stderr: bool) -> None:

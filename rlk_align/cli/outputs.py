@@ -3,13 +3,14 @@
 import io
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlk_align.errors import BadOption, TraceNotWritten
 from rlk_align.files import whole_file
-from rlk_align.report.formats import FORMATS, renderer
+from rlk_align.judge.regression import RegressionVerdict
+from rlk_align.report.formats import FORMATS, REGRESSION_FORMATS, renderer
 from rlk_align.report.source import Source
 from rlk_align.trace.run import Run
 
@@ -105,23 +106,45 @@ def takes_stdout(outputs: Sequence[Output]) -> bool:
     return any(o.path is None and o.format != "github" for o in outputs)
 
 
-def write_outputs(outputs: Sequence[Output], source: Source, beside: Source | None = None) -> None:
-    """`beside`: a run that a page overlays. Raises TraceNotWritten."""
+def write_outputs(
+    outputs: Sequence[Output], render: Callable[[str], str], commands: Callable[[], str]
+) -> None:
+    """Each format as `render` makes it; for GitHub its workflow commands too. Raises
+    TraceNotWritten."""
     for output in outputs:
-        if output.format == "html" and beside is not None:
-            from rlk_align.report.html.several import several_page
-
-            text = several_page([beside, source])
-        else:
-            text = renderer(output.format)(source)
+        text = render(output.format)
         if output.format == "github":
-            from rlk_align.report.github import workflow_commands
-
             # GitHub reads them from either stream.
-            _write_stream(takes_stdout(outputs), workflow_commands(source))
+            _write_stream(takes_stdout(outputs), commands())
         path = output_file(output)
         if path is not None or output.format != "github":
             write_text(path, text)
+
+
+def write_run(outputs: Sequence[Output], source: Source, beside: Source | None = None) -> None:
+    """What a run found; a page lays it over the run `beside`. Raises TraceNotWritten,
+    MissingDependency."""
+    from rlk_align.report.github import workflow_commands
+
+    def render(name: str) -> str:
+        if name == "html" and beside is not None:
+            from rlk_align.report.html.several import several_page
+
+            return several_page([beside, source])
+        return renderer(name)(source)
+
+    write_outputs(outputs, render, lambda: workflow_commands(source))
+
+
+def write_regression(outputs: Sequence[Output], verdict: RegressionVerdict) -> None:
+    """What became worse from one run to another. Raises TraceNotWritten."""
+    from rlk_align.report.regression_formats import regression_commands
+
+    write_outputs(
+        outputs,
+        lambda f: renderer(f, REGRESSION_FORMATS)(verdict),
+        lambda: regression_commands(verdict),
+    )
 
 
 def write_text(path: Path | None, text: str) -> None:
