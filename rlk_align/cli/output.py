@@ -41,10 +41,13 @@ def finish(
     """Prints the verdict, on stderr where an output takes stdout, writes each output, and exits
     with its code, whether anybody could read it or not.
 
-    `beside`: the same pair without the kernels, which is shown with it.
+    `beside`: the same pair without the kernels, which is shown before it.
     """
 
     def everything(console: Console) -> None:
+        if beside is not None:
+            show(beside[0], beside[1].folder, console)
+            console.print()
         show(verdict, run.folder, console, probe)
         if beside is not None:
             show_change(beside[0], verdict, console)
