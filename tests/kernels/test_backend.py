@@ -231,8 +231,8 @@ def test_registration_passes_torchs_own_check():
         ops.attention, (h, h + 1, h + 2, cu, cu.clone(), True, 0.5, None, "torch")
     )
     rope = (torch.arange(3), None, 1e4, 8, 1.0, torch.float32, False, "torch")
-    torch.library.opcheck(ops.rope, (h, *rope))
-    torch.library.opcheck(ops.rope, (h, rope[0], torch.ones(4), *rope[2:]))
+    torch.library.opcheck(ops.rope, (h, h.clone(), *rope))
+    torch.library.opcheck(ops.rope, (h, h.clone(), rope[0], torch.ones(4), *rope[2:]))
     torch.library.opcheck(ops.linear_into, (torch.empty(3, W.shape[0]), X, W, None, "torch"))
     cache, lens = h[None].clone(), torch.tensor([3], dtype=torch.int32)
     torch.library.opcheck(

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from rlk_kernels.device import facts
+from rlk_kernels.launching import launch
 from rlk_kernels.matmul.hopper.pipeline import ROWS, thread_barrier
 from rlk_kernels.ops.attention.hopper import (
     BLOCK,
@@ -285,7 +286,7 @@ def _pieces_hopper_kernel(
 
 
 def attend_pieces(
-    plan: Tensor, pieces: Tensor, counters: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    seen: dict, plan: Tensor, pieces: Tensor, counters: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     lse: Tensor, part_acc: Tensor, part_ml: Tensor, cu_q: Tensor, lens_k: Tensor,
     table: Tensor | None, causal: bool, scale: float, window: int | None, groups: int,
 ) -> None:  # fmt: skip
@@ -296,8 +297,8 @@ def attend_pieces(
     programs = pieces.shape[0] * kv_heads
     if groups == 1:
         programs = min(programs, here.processors)
-    _pieces_hopper_kernel[(programs,)](
-        plan, pieces, counters, q, *descriptors(k, v, table), out, lse, part_acc, part_ml, cu_q,
+    launch(
+        seen, _pieces_hopper_kernel, (programs, 1, 1), plan, pieces, counters, q, *descriptors(k, v, table), out, lse, part_acc, part_ml, cu_q,
         lens_k, table if table is not None else plan, cu_q.numel() - 1, tokens, scale * LOG2E,
         window or 0, q.stride(0), q.stride(1), k.stride(-2), v.stride(-2),
         k.stride(0) // k.stride(1) if paged else 0, v.stride(0) // v.stride(1) if paged else 0,

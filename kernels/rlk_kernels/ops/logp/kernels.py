@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlk_kernels.launching import launch, launches
+
 from rlk_kernels.device import facts, interpreting
 from rlk_kernels.numerics.lse_tree.kernels import (
     LN2,
@@ -106,12 +108,13 @@ def forward(logits: Tensor, target: Tensor, temperature: float) -> tuple[Tensor,
     overlap = facts(logits.device).overlaps
     stats = torch.empty(t, nodes, 2, dtype=torch.float32, device=logits.device)
     if t:
-        _logp_blocks_kernel[(t, nodes)](
-            logits, stats, logits.stride(0), v, nodes, inverse, block, block // LEAF,
+        seen = launches(logits.shape, logits.stride(0), logits.dtype, target.dtype, inverse != 1.0)
+        launch(
+            seen, _logp_blocks_kernel, (t, nodes, 1), logits, stats, logits.stride(0), v, nodes, inverse, block, block // LEAF,
             levels(block // LEAF), inverse != 1.0, overlap, num_warps=WARPS, launch_pdl=overlap,
         )  # fmt: skip
-        _logp_row_kernel[(t,)](
-            logits, target, stats, logp, m, log_s, logits.stride(0), v, nodes, inverse,
+        launch(
+            seen, _logp_row_kernel, (t, 1, 1), logits, target, stats, logp, m, log_s, logits.stride(0), v, nodes, inverse,
             levels(nodes), overlap, num_warps=1, launch_pdl=overlap,
         )  # fmt: skip
     return logp, m, log_s

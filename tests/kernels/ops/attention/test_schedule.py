@@ -7,6 +7,7 @@ import pytest
 import torch
 from kernel_suite import packed, paged_cache
 from rlk_kernels import device
+from rlk_kernels.launching import launches
 from rlk_kernels.ops.attention import forward as attention_forward
 from rlk_kernels.ops.attention import schedule
 
@@ -20,6 +21,7 @@ MIXED = ([1, 12, 0, 5], [80, 70, 40, 3])
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(attention_forward, "CHUNK", CHUNK)
+    monkeypatch.setattr(attention_forward, "launches", launches.__wrapped__)
     few_programs(monkeypatch, 12)
 
 
@@ -158,7 +160,7 @@ def test_a_merge_that_goes_wrong_is_noticed(fault, monkeypatch):
 
     def broken(*args):
         plan, pieces, counters = make(*args)
-        b = args[0].numel() - 1
+        b = args[1].numel() - 1
         if fault == "order":  # slots that lie elsewhere
             own = row(plan, schedule.BASE)[1 : 2 * b : 2]
             own.copy_(own.flip(0))
