@@ -24,6 +24,7 @@ def test_public_names():
     errors += ["UnsupportedShape"]
     operators = ["attention", "embedding", "linear", "linear_grpo_loss", "linear_logp", "logp"]
     operators += ["group_advantages", "paged_attention", "rms_norm", "rope", "swiglu"]
+    operators += ["write_kv_cache"]
     about = ["backend_calls", "last_backend", "reset_backend_calls", "warm_up"]
     assert sorted(rk.__all__) == sorted(errors + operators + about)
 
@@ -224,7 +225,9 @@ def test_registration_passes_torchs_own_check():
     torch.library.opcheck(ops.rms_norm, (X, X.clone(), W[0], 1e-6, True, "torch"))
     torch.library.opcheck(ops.swiglu, (X, X.clone(), "torch"))
     torch.library.opcheck(ops.embedding, (torch.tensor([1, 2]), W, "torch"))
-    torch.library.opcheck(ops.logp, (X, torch.tensor([1, 2, 3]), 1.0, "torch"))
+    torch.library.opcheck(ops.logp, (X, torch.tensor([1, 2, 3]), None, 0, 1.0, "torch"))
+    top = torch.tensor([[1], [0], [2]])
+    torch.library.opcheck(ops.logp, (X, torch.tensor([1, 2, 3]), top, 2, 1.0, "torch"))
     cu = torch.tensor([0, 3], dtype=torch.int32)
     h = X[:, None].clone()
     torch.library.opcheck(

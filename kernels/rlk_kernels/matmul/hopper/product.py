@@ -151,7 +151,8 @@ def one_wave(
     """out[M, N] = a[M, K] @ b[N, K]^T (+ bias[N]); a tile of 64 or 128 rows and n + n2 columns."""
     (m, n), tile = out.shape, plan.tile
     launch(
-        seen, _gemm_hopper_kernel, (plan.programs, 1, 1), described(a, [ROWS.value, tile.k]), described(b, [tile.n, tile.k]),
+        seen, _gemm_hopper_kernel, (plan.programs, 1, 1), described(a, [ROWS.value, tile.k]),
+        described(b, [tile.n, tile.k]),
         described(b, [tile.n2, tile.k]), described(out, [ROWS.value, tile.n]),
         described(out, [ROWS.value, tile.n2]), bias, m, n, a.shape[1],
         tile.n, tile.n2, tile.k, tile.m // ROWS.value, tile.group, plan.stages,

@@ -394,7 +394,11 @@ def _attend(
     """Fill out and lse with the kernel of this file."""
     (tokens, heads, dim), kv_heads, rows = q.shape, k.shape[-2], own.rows
     here, batch, group = facts(q.device), cu_q.numel() - 1, heads // kv_heads
-    padded, bn, paged = max(16, triton.next_power_of_2(dim)), block_n(dim, q.dtype), table is not None
+    padded, bn, paged = (
+        max(16, triton.next_power_of_2(dim)),
+        block_n(dim, q.dtype),
+        table is not None,
+    )
     tma = (
         not paged and here.tma and q.dtype != torch.float32
         and all(x.data_ptr() % 16 == 0 and x.stride(2) == 1 for x in (k, v))

@@ -148,7 +148,9 @@ def _attend_pieces(
         hk = (total - 1 - i) % HK
         one = piece(pieces_ptr, (total - 1 - i) // HK)
         begin, end, plain_end = _blocks(one, window, G, GROUPS * ROWS, CAUSAL, WINDOWED)
-        b, q_start, len_q, _, len_k, first_row, _, _, only, merges, folded, base, counter, count = one
+        b, q_start, len_q, _, len_k, first_row, _, _, only, merges, folded, base, counter, count = (
+            one
+        )
         first_row += GROUP * ROWS
         thread_barrier()  # the piece before is through with its queries
         _load_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, HK, G)
@@ -239,7 +241,8 @@ def _copy_pieces(
 @gluon.jit(do_not_specialize=["B", "T", "window", "stride_table"])
 def _pieces_hopper_kernel(
     plan_ptr, pieces_ptr, counters_ptr, q_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_acc_ptr,
-    part_ml_ptr, cu_q_ptr, cu_k_ptr, table_ptr, B, T, scale, window, stride_qt, stride_qh, k_head, v_head, k_page, v_page,
+    part_ml_ptr, cu_q_ptr, cu_k_ptr, table_ptr, B, T, scale, window, stride_qt, stride_qh, k_head,
+    v_head, k_page, v_page,
     stride_table, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, PAGE: gl.constexpr, GROUPS: gl.constexpr, K_DEPTH: gl.constexpr,
     V_DEPTH: gl.constexpr, OVERLAP: gl.constexpr,
@@ -286,7 +289,8 @@ def _pieces_hopper_kernel(
 
 
 def attend_pieces(
-    seen: dict, plan: Tensor, pieces: Tensor, counters: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    seen: dict, plan: Tensor, pieces: Tensor, counters: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor,
     lse: Tensor, part_acc: Tensor, part_ml: Tensor, cu_q: Tensor, lens_k: Tensor,
     table: Tensor | None, causal: bool, scale: float, window: int | None, groups: int,
 ) -> None:  # fmt: skip
@@ -298,7 +302,8 @@ def attend_pieces(
     if groups == 1:
         programs = min(programs, here.processors)
     launch(
-        seen, _pieces_hopper_kernel, (programs, 1, 1), plan, pieces, counters, q, *descriptors(k, v, table), out, lse, part_acc, part_ml, cu_q,
+        seen, _pieces_hopper_kernel, (programs, 1, 1), plan, pieces, counters, q, *descriptors(k,
+        v, table), out, lse, part_acc, part_ml, cu_q,
         lens_k, table if table is not None else plan, cu_q.numel() - 1, tokens, scale * LOG2E,
         window or 0, q.stride(0), q.stride(1), k.stride(-2), v.stride(-2),
         k.stride(0) // k.stride(1) if paged else 0, v.stride(0) // v.stride(1) if paged else 0,

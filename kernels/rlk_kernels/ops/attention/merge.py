@@ -127,7 +127,7 @@ def _merge_live(
     folded = first + own_length - 1
     if leader >= 0:
         at = plan_ptr + 2 * leader
-        ranges, length = _ranges(tl.load(at + COUNT * pitch), tau)
+        _prefix_ranges, length = _ranges(tl.load(at + COUNT * pitch), tau)
         m, den, acc = _merge_slots(
             m, den, acc, part_acc_ptr, part_ml_ptr, tl.load(at + BASE * pitch), rows, row,
             row * 0 + length - 1, begin, tl.where(live, first, 0), hk, cols, HK, DP,

@@ -333,7 +333,8 @@ def slot_row(base, chunk, folded, rows, row, HK, hk):
 
 
 def schedule(
-    seen: dict, cu_q: Tensor, lens_k: Tensor, table: Tensor | None, page: int, kv_heads: int, group: int,
+    seen: dict, cu_q: Tensor, lens_k: Tensor, table: Tensor | None, page: int, kv_heads: int,
+    group: int,
     block_rows: int, chunk: int, causal: bool, window: int | None, running: bool, capacity: int,
     most: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -357,12 +358,14 @@ def schedule(
     width = tables.stride(0)
     if share and not few:
         launch(
-            seen, _shared_kernel, (batch, 1, 1), shared, tables, cu_q, lens_k, width, batch, together, chunk, page,
+            seen, _shared_kernel, (batch, 1, 1), shared, tables, cu_q, lens_k, width, batch,
+            together, chunk, page,
             triton.next_power_of_2(chunk // page), here.overlaps, num_warps=1,
             launch_pdl=here.overlaps,
         )  # fmt: skip
     launch(
-        seen, _schedule_kernel, (programs, 1, 1), plan, pieces, counts, cu_q, lens_k, shared, tables, width, batch, together, window or 0,
+        seen, _schedule_kernel, (programs, 1, 1), plan, pieces, counts, cu_q, lens_k, shared,
+        tables, width, batch, together, window or 0,
         capacity, PIECES[block_rows] * here.processors, kv_heads, group, block_rows, chunk, causal,
         window is not None, table is not None, page,
         min(triton.next_power_of_2(max(chunk // page, 1)), 1024 // block) if few else 0, share,

@@ -6,7 +6,6 @@ import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.launching import launch, launches
-
 from rlk_kernels.numerics.column_sum.operator import column_sum
 
 GRAD_ROWS = 16
@@ -77,7 +76,8 @@ def forward(
             None if residual is None else residual.stride(0), hf,
         )  # fmt: skip
         launch(
-            seen, _rms_norm_fwd_kernel, (triton.cdiv(m, rows), 1, 1), x, residual, weight, y, s, m, x.stride(0),
+            seen, _rms_norm_fwd_kernel, (triton.cdiv(m, rows), 1, 1), x, residual, weight, y, s,
+            m, x.stride(0),
             residual.stride(0) if residual is not None else 0, eps,
             h, block, rows, residual is not None, hf,
             num_warps=min(16, max(2, block // 1024)),

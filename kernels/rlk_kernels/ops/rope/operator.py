@@ -132,6 +132,7 @@ def rope(
         chosen = choose("rope", backend, k, q)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     return call(
-        _rope, q, k, positions.contiguous(), frequency, float(theta or 0.0), size, 1.0, cos_sin_dtype,
+        _rope, q, k, positions.contiguous(), frequency, float(theta or 0.0), size, 1.0,
+        cos_sin_dtype,
         interleaved, chosen,
     )  # fmt: skip
