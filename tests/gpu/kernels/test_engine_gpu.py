@@ -1,4 +1,5 @@
-"""On a GPU: what engines ask for, launches past Triton's dispatch, and NaN that stays where it is."""
+"""On a GPU: what engines ask for, launches past Triton's dispatch,
+and NaN that stays where it is."""
 
 import pytest
 import rlk_kernels as rk
@@ -127,7 +128,7 @@ def test_what_is_launched_again_is_what_triton_would_launch(monkeypatch):
         for m in (1, 7, 16, 33, 2048):
             for name, call in calls(m).items():
                 monkeypatch.setattr(launching, "again", asked)
-                first = [call() for _ in range(3)][0]
+                first, *_ = [call() for _ in range(3)]
                 monkeypatch.setattr(launching, "again", again)
                 assert torch.equal(call(), first), (name, m)
     assert len(set(launched)) >= 11, set(launched)

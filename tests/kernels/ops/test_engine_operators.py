@@ -1,4 +1,5 @@
-"""What only engines ask for: keys and values into a paged cache, log-probs of given ids, the largest
+"""What only engines ask for: keys and values into a paged cache, log-probs of given ids,
+the largest
 logits. Portable and Triton; each claim is broken on purpose too."""
 
 import pytest
@@ -71,7 +72,10 @@ def test_what_does_not_fit_a_cache_is_named():
     ):
         with pytest.raises(rk.UnsupportedShape, match="write_kv_cache"):
             rk.write_kv_cache(*wrong)
-    for wrong in ((k.half(), k.half(), k_cache, v_cache, slots), (k, k, k_cache, v_cache, k[:, 0, 0])):
+    for wrong in (
+        (k.half(), k.half(), k_cache, v_cache, slots),
+        (k, k, k_cache, v_cache, k[:, 0, 0]),
+    ):
         with pytest.raises(rk.UnsupportedDtype, match="write_kv_cache"):
             rk.write_kv_cache(*wrong)
 

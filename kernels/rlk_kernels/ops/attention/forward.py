@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlk_kernels.device import facts
 from rlk_kernels.launching import launch, launches, tensor_map
-from rlk_kernels.ops.attention.merge import ROWS_MERGED, merge_rows
+from rlk_kernels.ops.attention.merge import merge_parts
 from rlk_kernels.ops.attention.order import (
     CHUNK,
     LOG2E,
@@ -213,13 +213,13 @@ def _end_chunk(
 @triton.jit(do_not_specialize=["B", "T", "window", "stride_table"])
 def _attention_kernel(
     q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, plan_ptr,
-    pieces_ptr, counters_ptr, cu_q_ptr, cu_k_ptr, table_ptr, B, T, scale, window,
+    pieces_ptr, cu_q_ptr, cu_k_ptr, table_ptr, B, T, scale, window,
     stride_qt, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
     stride_table,
     HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, TMA: tl.constexpr,
-    SPLIT: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
+    SPLIT: tl.constexpr, LEVELS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -228,10 +228,9 @@ def _attention_kernel(
         total = tl.load(plan_ptr + 2 * B) * HK
         for index in range(tl.program_id(0), total, tl.num_programs(0)):
             hk = index % HK
-            (
-                b, q_start, len_q, k_start, len_k, row, begin, end, only, merges, folded, base,
-                counter, count,
-            ) = piece(pieces_ptr, index // HK)  # fmt: skip
+            b, q_start, len_q, k_start, len_k, row, begin, end, only, merges, folded, base = piece(
+                pieces_ptr, index // HK
+            )
             _attend_rows(
                 q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr,
                 table_ptr, b, q_start, len_q, k_start, len_k, row, hk, T, scale, window, begin, end,
@@ -239,20 +238,6 @@ def _attention_kernel(
                 stride_kh, stride_vp, stride_vs, stride_vh, stride_table, HK, G, DIM, DP, BM, BN,
                 CHUNK, CAUSAL, WINDOWED, PAGED, PAGE, TMA, SPLIT, LEVELS,
             )  # fmt: skip
-            if only == 0:
-                tl.debug_barrier()  # all threads' states are written
-                ended = tl.atomic_add(counters_ptr + counter * HK + hk, 1)
-                tl.debug_barrier()
-                if ended == count - 1:
-                    cols = tl.arange(0, DP)
-                    for first in range(0, BM, ROWS):
-                        merge_rows(
-                            tl.full((ROWS,), float("-inf"), tl.float32),
-                            tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, DP), tl.float32),
-                            plan_ptr, part_acc_ptr, part_ml_ptr, out_ptr, lse_ptr, cu_q_ptr,
-                            cu_k_ptr, b, row + first + tl.arange(0, ROWS), cols, hk, B, T, window,
-                            HK, G, DIM, DP, CHUNK, CAUSAL, WINDOWED, PAGED,
-                        )  # fmt: skip
     else:
         block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
         b, q_start, len_q, row = find_sequence(cu_q_ptr, block, B, G, BM)
@@ -355,12 +340,12 @@ def forward(
     page = 1 if table is None else k.shape[1]
     padded = max(16, triton.next_power_of_2(dim))
     part_acc = part_ml = lse
-    plan = pieces = counters = cu_q
+    plan = pieces = cu_q
     if own.split:
         states = own.slots * kv_heads
         parts = torch.empty(states * (padded + 2), dtype=torch.float32, device=q.device)
-        part_acc, part_ml = parts[: states * padded], parts[states * padded :]
-        plan, pieces, counters = schedule(
+        part_acc, part_ml = parts.split([states * padded, states * 2])
+        plan, pieces = schedule(
             seen, cu_q, lens_k, table, page, kv_heads, heads // kv_heads, own.rows, CHUNK, causal,
             window, own.special and own.rows == 64, own.slots, own.most,
         )  # fmt: skip
@@ -368,8 +353,9 @@ def forward(
         from rlk_kernels.ops.attention.hopper_pieces import attend_pieces
 
         attend_pieces(
-            seen, plan, pieces, counters, q, k, v, out, lse, part_acc, part_ml, cu_q, lens_k, table,
-            causal, scale, window, own.rows // 64,
+            seen, plan, pieces, own.most, q, k, v, out, lse, part_acc, part_ml, batch, table,
+            causal,
+            scale, window, own.rows // 64,
         )  # fmt: skip
     elif own.special:
         from rlk_kernels.ops.attention.hopper import attend_hopper
@@ -379,15 +365,20 @@ def forward(
         )  # fmt: skip
     else:
         _attend(
-            seen, own, q, k, v, out, lse, part_acc, part_ml, plan, pieces, counters, cu_q, lens_k,
-            table, causal, scale, window,
+            seen, own, q, k, v, out, lse, part_acc, part_ml, plan, pieces, cu_q, lens_k, table,
+            causal, scale, window,
+        )  # fmt: skip
+    if own.split:
+        merge_parts(
+            seen, plan, part_acc, part_ml, out, lse, cu_q, lens_k, kv_heads, padded, CHUNK, causal,
+            window, table is not None,
         )  # fmt: skip
     return out, lse, "triton/hopper" if own.special else "triton"
 
 
 def _attend(
     seen: dict, own: ForwardPlan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    part_acc: Tensor, part_ml: Tensor, plan: Tensor, pieces: Tensor, counters: Tensor,
+    part_acc: Tensor, part_ml: Tensor, plan: Tensor, pieces: Tensor,
     cu_q: Tensor, lens_k: Tensor, table: Tensor | None, causal: bool, scale: float,
     window: int | None,
 ) -> None:  # fmt: skip
@@ -421,12 +412,12 @@ def _attend(
         grid = (min(4 * here.processors, own.most * kv_heads), 1, 1)
     launch(
         seen, _attention_kernel, grid, q, k, v, k_desc, v_desc, out, lse, part_acc, part_ml, plan,
-        pieces, counters, cu_q, lens_k, table if table is not None else cu_q, batch, tokens,
+        pieces, cu_q, lens_k, table if table is not None else cu_q, batch, tokens,
         scale * LOG2E, window or 0, q.stride(0), q.stride(1), *k_strides, *v_strides,
         table.stride(0) if table is not None else 0,
         kv_heads, group, dim, padded, rows, bn, CHUNK, causal, window is not None,
         paged, 1 if table is None else k.shape[1], tma, own.split, bn.bit_length() - 4,
-        ROWS_MERGED.value, here.overlaps,
+        here.overlaps,
         num_warps=8 if rows == 128 or (rows > 16 and bn == 128) else 4,
         num_stages=1 if q.dtype == torch.float32 else stages, launch_pdl=here.overlaps,
         maxnreg=128 if rows == 16 and bn == 64 and padded <= 128 else None,

@@ -24,9 +24,7 @@ from rlk_kernels.ops.attention.hopper import (
     buffers,
     descriptors,
 )
-from rlk_kernels.ops.attention.merge import ROWS_MERGED, merge_rows
 from rlk_kernels.ops.attention.order import (
-    CHUNK,
     LOG2E,
     block_weights,
     finish,
@@ -37,8 +35,8 @@ from rlk_kernels.ops.attention.order import (
 from rlk_kernels.ops.attention.schedule import piece, slot_row
 
 DEPTH = {64: (3, 3), 128: (2, 2)}
-"""Rows of a block -> blocks of keys and of values that a program has room for (time only)."""
-KEYS_OF_A_CHUNK = gl.constexpr(CHUNK)
+"""Rows of a block -> blocks of keys and of values that a program has room for, one program a
+processor (time only)."""
 
 
 @gluon.jit
@@ -46,7 +44,7 @@ def _blocks(
     one, window, G: gl.constexpr, BM: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr
 ):  # fmt: skip
     """Of a piece, the blocks of its keys begin ... end, and the end of those that all rows see."""
-    _, _, len_q, _, len_k, row, first, limit, only, _, _, _, _, _ = one
+    _, _, len_q, _, len_k, row, first, limit, only, _, _, _ = one
     seen_begin, shared_end, seen_end = seen_keys(
         row, len_q, len_k, window, G, BM, BLOCK, CAUSAL, WINDOWED
     )
@@ -106,37 +104,14 @@ def _put(part_acc_ptr, part_ml_ptr, place, live, cols, m, den, acc, DIM: gl.cons
 
 
 @gluon.jit
-def _merge_block(
-    plan_ptr, part_acc_ptr, part_ml_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, b, first_row, hk, B,
-    T, window, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOWED: gl.constexpr, PAGED: gl.constexpr,
-):  # fmt: skip
-    """`merge_rows` of 64 packed rows."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, DIM // 32], [1, 32], [4, 1], [1, 0])
-    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    cols = gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))
-    for first in range(0, ROWS, ROWS_MERGED):
-        merge_rows(
-            gl.full([ROWS_MERGED], float("-inf"), gl.float32, ROW),
-            gl.zeros([ROWS_MERGED], gl.float32, ROW),
-            gl.zeros([ROWS_MERGED, DIM], gl.float32, LAYOUT), plan_ptr, part_acc_ptr, part_ml_ptr,
-            out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, b,
-            first_row + first + gl.arange(0, ROWS_MERGED, ROW), cols, hk, B, T, window, HK, G, DIM,
-            DIM, KEYS_OF_A_CHUNK, CAUSAL, WINDOWED, PAGED,
-        )  # fmt: skip
-
-
-@gluon.jit
 def _attend_pieces(
     given, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOWED: gl.constexpr, PAGED: gl.constexpr, RUNNING: gl.constexpr, GROUPS: gl.constexpr,
-    GROUP: gl.constexpr,
+    WINDOWED: gl.constexpr, RUNNING: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Four warps: 64 packed rows of a program's pieces, one after another."""
     (
-        total, plan_ptr, pieces_ptr, counters_ptr, q_ptr, out_ptr, lse_ptr, part_acc_ptr,
-        part_ml_ptr, cu_q_ptr, cu_k_ptr, q_smem, merged, k_ring, v_ring, k_full, k_empty, v_full,
-        v_empty, scale, window, B, T, stride_qt, stride_qh,
+        total, pieces_ptr, q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, q_smem, merged,
+        k_ring, v_ring, k_full, k_empty, v_full, v_empty, scale, window, T, stride_qt, stride_qh,
     ) = given  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -148,9 +123,7 @@ def _attend_pieces(
         hk = (total - 1 - i) % HK
         one = piece(pieces_ptr, (total - 1 - i) // HK)
         begin, end, plain_end = _blocks(one, window, G, GROUPS * ROWS, CAUSAL, WINDOWED)
-        b, q_start, len_q, _, len_k, first_row, _, _, only, merges, folded, base, counter, count = (
-            one
-        )
+        _, q_start, len_q, _, len_k, first_row, _, _, only, merges, folded, base = one
         first_row += GROUP * ROWS
         thread_barrier()  # the piece before is through with its queries
         _load_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, HK, G)
@@ -197,18 +170,9 @@ def _attend_pieces(
                 m_all, den_all, acc_all, out_ptr, lse_ptr, q_start + row // G, hk * G + row % G,
                 live, cols, HK * G, DIM, T,
             )  # fmt: skip
-        else:
-            if (merges != 0) & (begin < end):
-                slot = slot_row(base, folded, folded, len_q * G, row, HK, hk)
-                _put(part_acc_ptr, part_ml_ptr, slot, live, cols, m_all, den_all, acc_all, DIM)
-            thread_barrier()  # all threads' states are written
-            ended = gl.atomic_add(counters_ptr + (counter * HK + hk) * GROUPS + GROUP, 1)
-            thread_barrier()
-            if ended == count - 1:
-                _merge_block(
-                    plan_ptr, part_acc_ptr, part_ml_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, b,
-                    first_row, hk, B, T, window, HK, G, DIM, CAUSAL, WINDOWED, PAGED,
-                )  # fmt: skip
+        elif (merges != 0) & (begin < end):
+            slot = slot_row(base, folded, folded, len_q * G, row, HK, hk)
+            _put(part_acc_ptr, part_ml_ptr, slot, live, cols, m_all, den_all, acc_all, DIM)
 
 
 @gluon.jit
@@ -227,7 +191,7 @@ def _copy_pieces(
         hk = (total - 1 - i) % HK
         following = piece(pieces_ptr, gl.maximum(total - 1 - i - gl.num_programs(0), 0) // HK)
         begin, end, _ = _blocks(one, window, G, GROUPS * ROWS, CAUSAL, WINDOWED)
-        b, _, _, k_start, len_k, _, _, _, _, _, _, _, _, _ = one
+        b, _, _, k_start, len_k, _, _, _, _, _, _, _ = one
         keys = (
             k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
             table_ptr + b.to(gl.int64) * stride_table, k_start, len_k, hk * k_head, hk * v_head,
@@ -238,11 +202,10 @@ def _copy_pieces(
         one = following
 
 
-@gluon.jit(do_not_specialize=["B", "T", "window", "stride_table"])
+@gluon.jit(do_not_specialize=["last_entry", "T", "window", "stride_table"])
 def _pieces_hopper_kernel(
-    plan_ptr, pieces_ptr, counters_ptr, q_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_acc_ptr,
-    part_ml_ptr, cu_q_ptr, cu_k_ptr, table_ptr, B, T, scale, window, stride_qt, stride_qh, k_head,
-    v_head, k_page, v_page,
+    plan_ptr, pieces_ptr, q_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr,
+    table_ptr, last_entry, T, scale, window, stride_qt, stride_qh, k_head, v_head, k_page, v_page,
     stride_table, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, PAGE: gl.constexpr, GROUPS: gl.constexpr, K_DEPTH: gl.constexpr,
     V_DEPTH: gl.constexpr, OVERLAP: gl.constexpr,
@@ -258,12 +221,11 @@ def _pieces_hopper_kernel(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
             pack=1,
         )  # fmt: skip
-    total = gl.load(plan_ptr + 2 * B) * HK
+    total = gl.load(plan_ptr + last_entry) * HK
     LENGTH: gl.constexpr = k_desc.block_type.shape[0]
     given = (
-        total, plan_ptr, pieces_ptr, counters_ptr, q_ptr, out_ptr, lse_ptr, part_acc_ptr,
-        part_ml_ptr, cu_q_ptr, cu_k_ptr, q_smem, merged, k_ring, v_ring, k_full, k_empty, v_full,
-        v_empty, scale, window, B, T, stride_qt, stride_qh,
+        total, pieces_ptr, q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, q_smem, merged,
+        k_ring, v_ring, k_full, k_empty, v_full, v_empty, scale, window, T, stride_qt, stride_qh,
     )  # fmt: skip
     keys = (
         total, pieces_ptr, k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
@@ -272,7 +234,7 @@ def _pieces_hopper_kernel(
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_attend_pieces, (given, HK, G, DIM, CAUSAL, WINDOWED, PAGE > 0, True, GROUPS, 0)),
+                (_attend_pieces, (given, HK, G, DIM, CAUSAL, WINDOWED, True, GROUPS, 0)),
                 (_copy_pieces, (keys, HK, G, CAUSAL, WINDOWED, PAGE, LENGTH, GROUPS)),
             ],
             [1], [40],
@@ -280,8 +242,8 @@ def _pieces_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend_pieces, (given, HK, G, DIM, CAUSAL, WINDOWED, PAGE > 0, False, GROUPS, 0)),
-                (_attend_pieces, (given, HK, G, DIM, CAUSAL, WINDOWED, PAGE > 0, False, GROUPS, 1)),
+                (_attend_pieces, (given, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 0)),
+                (_attend_pieces, (given, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 1)),
                 (_copy_pieces, (keys, HK, G, CAUSAL, WINDOWED, PAGE, LENGTH, GROUPS)),
             ],
             [4, 1], [232, 40],
@@ -289,25 +251,24 @@ def _pieces_hopper_kernel(
 
 
 def attend_pieces(
-    seen: dict, plan: Tensor, pieces: Tensor, counters: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    out: Tensor,
-    lse: Tensor, part_acc: Tensor, part_ml: Tensor, cu_q: Tensor, lens_k: Tensor,
-    table: Tensor | None, causal: bool, scale: float, window: int | None, groups: int,
+    seen: dict, plan: Tensor, pieces: Tensor, most: int, q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, lse: Tensor, part_acc: Tensor, part_ml: Tensor, batch: int, table: Tensor | None,
+    causal: bool, scale: float, window: int | None, groups: int,
 ) -> None:  # fmt: skip
-    """Fill out and lse."""
+    """Fill out and lse, or the slots; most: pieces of one KV head that there can be."""
     (tokens, heads, dim), kv_heads = q.shape, k.shape[-2]
     paged, here = table is not None, facts(q.device)
     # decode is bound by memory: every program stays; blocks of 128 rows come and go by length
-    programs = pieces.shape[0] * kv_heads
+    programs = most * kv_heads
     if groups == 1:
         programs = min(programs, here.processors)
     launch(
-        seen, _pieces_hopper_kernel, (programs, 1, 1), plan, pieces, counters, q, *descriptors(k,
-        v, table), out, lse, part_acc, part_ml, cu_q,
-        lens_k, table if table is not None else plan, cu_q.numel() - 1, tokens, scale * LOG2E,
-        window or 0, q.stride(0), q.stride(1), k.stride(-2), v.stride(-2),
+        seen, _pieces_hopper_kernel, (programs, 1, 1), plan, pieces, q, *descriptors(k, v, table),
+        out, lse, part_acc, part_ml, table if table is not None else plan, 2 * batch, tokens,
+        scale * LOG2E, window or 0,
+        q.stride(0), q.stride(1), k.stride(-2), v.stride(-2),
         k.stride(0) // k.stride(1) if paged else 0, v.stride(0) // v.stride(1) if paged else 0,
         table.stride(0) if table is not None else 0, kv_heads, heads // kv_heads, dim, causal,
         window is not None, k.shape[1] if paged else 0, groups, *DEPTH[groups * ROWS.value],
-        here.overlaps, num_warps=4, maxnreg=168 if groups == 2 else 208, launch_pdl=here.overlaps,
+        here.overlaps, num_warps=4, maxnreg=208 if groups == 1 else 168, launch_pdl=here.overlaps,
     )  # fmt: skip

@@ -1,12 +1,11 @@
-"""Merging the chunks that pieces of work left behind (`schedule.py`), front to back.
-
-Whoever ends the last piece of some rows merges them. Who that is differs from run to run; what is
-merged, and in which order, does not.
-"""
+"""Merging the chunks that pieces of work left behind (`schedule.py`), front to back."""
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from rlk_kernels.device import facts
+from rlk_kernels.launching import launch
 from rlk_kernels.ops.attention.order import finish, merge
 from rlk_kernels.ops.attention.schedule import (
     BASE,
@@ -14,29 +13,15 @@ from rlk_kernels.ops.attention.schedule import (
     FIRST,
     LEADER,
     MEMBERS,
+    ROWS,
     TAU,
     _ranges,
+    last_before,
     slot_row,
 )
 
-ROWS_MERGED = tl.constexpr(16)
-"""Rows that are merged at a time (time only)."""
-
-
-@triton.jit
-def _slot(
-    part_acc_ptr, part_ml_ptr, base, rows, row, folded, chunk, begin, end, hk, cols,
-    HK: tl.constexpr, DP: tl.constexpr,
-):  # fmt: skip
-    """(m, den, acc) that the chunk left behind; nothing for rows whose chunks end before it."""
-    there = (chunk >= begin) & (chunk < end)
-    place = slot_row(base, chunk, folded, rows, row, HK, hk)
-    m = tl.load(part_ml_ptr + place * 2, mask=there, other=float("-inf"))
-    den = tl.load(part_ml_ptr + place * 2 + 1, mask=there, other=0.0)
-    acc = tl.load(
-        part_acc_ptr + place[:, None] * DP + cols[None, :], mask=there[:, None], other=0.0
-    )
-    return m, den, acc
+PROGRAMS = 16
+"""Programs a processor at most (time only)."""
 
 
 @triton.jit
@@ -44,99 +29,89 @@ def _merge_slots(
     m, den, acc, part_acc_ptr, part_ml_ptr, base, rows, row, folded, begin, end, hk, cols,
     HK: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """(m, den, acc) and each row's chunks begin ... end, those up to `folded` in one state."""
-    end = tl.maximum(end, tl.where(end > begin, folded + 1, 0))
-    begin = tl.maximum(begin, folded)
-    for chunk in range(tl.min(begin, 0), tl.max(end, 0), 4):
-        # all four are on their way before the first is merged
-        m0, den0, acc0 = _slot(
-            part_acc_ptr, part_ml_ptr, base, rows, row, folded, chunk, begin, end, hk, cols, HK, DP
-        )
-        m1, den1, acc1 = _slot(
-            part_acc_ptr, part_ml_ptr, base, rows, row, folded, chunk + 1, begin, end, hk, cols, HK,
-            DP,
-        )  # fmt: skip
-        m2, den2, acc2 = _slot(
-            part_acc_ptr, part_ml_ptr, base, rows, row, folded, chunk + 2, begin, end, hk, cols, HK,
-            DP,
-        )  # fmt: skip
-        m3, den3, acc3 = _slot(
-            part_acc_ptr, part_ml_ptr, base, rows, row, folded, chunk + 3, begin, end, hk, cols, HK,
-            DP,
-        )  # fmt: skip
-        m, den, acc = merge(m, den, acc, m0, den0, acc0)
-        m, den, acc = merge(m, den, acc, m1, den1, acc1)
-        m, den, acc = merge(m, den, acc, m2, den2, acc2)
-        m, den, acc = merge(m, den, acc, m3, den3, acc3)
+    """(m, den, acc) and the chunks begin ... end, those up to `folded` in one state."""
+    last = tl.maximum(end, tl.where(end > begin, folded + 1, 0))
+    for chunk in range(tl.maximum(begin, folded), last):
+        place = slot_row(base, chunk, folded, rows, row, HK, hk) + tl.zeros((1,), tl.int64)
+        m_new = tl.load(part_ml_ptr + place * 2)
+        den_new = tl.load(part_ml_ptr + place * 2 + 1)
+        acc_new = tl.load(part_acc_ptr + place[:, None] * DP + cols[None, :])
+        m, den, acc = merge(m, den, acc, m_new, den_new, acc_new)
     return m, den, acc
 
 
-@triton.jit
-def merge_rows(
-    m, den, acc, plan_ptr, part_acc_ptr, part_ml_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, b, row,
-    cols, hk, B, T, window, HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr,
-    DP: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
-    PAGED: tl.constexpr,
+@triton.jit(do_not_specialize=["B", "T", "window"])
+def _merge_kernel(
+    plan_ptr, part_acc_ptr, part_ml_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, B, T, window,
+    HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
+    CHUNK: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PAGED: tl.constexpr,
+    STEPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Write the packed rows row[R] of sequence b, or of the prefix that b shares, all of whose
-    pieces have ended; (m, den, acc) are of no chunk."""
-    pitch = 2 * B + 2
-    leader = tl.load(plan_ptr + LEADER * pitch + b)
-    # rows of a prefix: the queries of its members, one after another
-    queries = tl.load(cu_q_ptr + b + 1) - tl.load(cu_q_ptr + b)
-    lead = b
-    if leader >= 0:
-        queries = tl.load(plan_ptr + MEMBERS * pitch + leader)
-        lead = leader
-    live = row < queries * G
-    if tl.min(row, 0) < queries * G:
-        member = tl.where((leader >= 0) & live, row // G, 0)
-        row = tl.where(live, row, 0)
-        _merge_live(
-            m, den, acc, plan_ptr, part_acc_ptr, part_ml_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr,
-            leader, lead + member, queries * G, row, row - member * G, live, cols, hk, B, T, window,
-            HK, G, DIM, DP, CHUNK, CAUSAL, WINDOWED, PAGED,
-        )  # fmt: skip
-
-
-@triton.jit
-def _merge_live(
-    m, den, acc, plan_ptr, part_acc_ptr, part_ml_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, leader,
-    sequence, rows, row, own_row, live, cols, hk, B, T, window, HK: tl.constexpr, G: tl.constexpr,
-    DIM: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr, PAGED: tl.constexpr,
-):  # fmt: skip
-    """`merge_rows` of own_row[R] of sequence[R], which are row[R] of `rows` in the pieces."""
+    """A packed row (query * G + head) of one KV head at a time, of those that have to be merged."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     pitch = 2 * B + 2
     tau = tl.load(plan_ptr + TAU * pitch)
-    q_start = tl.load(cu_q_ptr + sequence)
-    queries = tl.load(cu_q_ptr + sequence + 1) - q_start
-    end = tl.load(cu_k_ptr + sequence)
-    if not PAGED:
-        end = tl.load(cu_k_ptr + sequence + 1) - end
-    if CAUSAL:
-        end = tl.maximum(own_row // G + end - queries + 1, 0)
-    begin = end * 0
-    if WINDOWED:
-        begin = tl.maximum(end - window, 0) // CHUNK
-    end = tl.where(live, tl.cdiv(end, CHUNK), 0)
-    own = plan_ptr + 2 * sequence + 1
-    first = tl.load(own + FIRST * pitch)
-    base = tl.load(own + BASE * pitch)
-    _, own_length = _ranges(tl.load(own + COUNT * pitch), tau)
-    folded = first + own_length - 1
-    if leader >= 0:
-        at = plan_ptr + 2 * leader
-        _prefix_ranges, length = _ranges(tl.load(at + COUNT * pitch), tau)
+    total = tl.load(plan_ptr + ROWS * pitch + B) * HK
+    cols = tl.arange(0, DP)
+    live = tl.full((1,), True, tl.int1)
+    for index in range(tl.program_id(0), total, tl.num_programs(0)):
+        hk = index % HK
+        packed = index // HK + tl.zeros((1,), tl.int32)
+        b = tl.sum(last_before(plan_ptr + ROWS * pitch, B, packed, STEPS), 0)
+        row = index // HK - tl.load(plan_ptr + ROWS * pitch + b)
+        q_start = tl.load(cu_q_ptr + b)
+        queries = tl.load(cu_q_ptr + b + 1) - q_start
+        end = tl.load(cu_k_ptr + b)
+        if not PAGED:
+            end = tl.load(cu_k_ptr + b + 1) - end
+        if CAUSAL:
+            end = tl.maximum(row // G + end - queries + 1, 0)
+        begin = 0
+        if WINDOWED:
+            begin = tl.maximum(end - window, 0) // CHUNK
+        end = tl.cdiv(end, CHUNK)
+        m = tl.full((1,), float("-inf"), tl.float32)
+        den = tl.zeros((1,), tl.float32)
+        acc = tl.zeros((1, DP), tl.float32)
+        own = plan_ptr + 2 * b + 1
+        first = tl.load(own + FIRST * pitch)
+        _, length = _ranges(tl.load(own + COUNT * pitch), tau)
+        folded = first + length - 1
+        leader = tl.load(plan_ptr + LEADER * pitch + b)
+        if leader >= 0:
+            at = plan_ptr + 2 * leader
+            _, length = _ranges(tl.load(at + COUNT * pitch), tau)
+            rows = tl.load(plan_ptr + MEMBERS * pitch + leader) * G
+            m, den, acc = _merge_slots(
+                m, den, acc, part_acc_ptr, part_ml_ptr, tl.load(at + BASE * pitch), rows,
+                (b - leader) * G + row, length - 1, 0, first, hk, cols, HK, DP,
+            )  # fmt: skip
+            folded = first
+            begin = first
         m, den, acc = _merge_slots(
-            m, den, acc, part_acc_ptr, part_ml_ptr, tl.load(at + BASE * pitch), rows, row,
-            row * 0 + length - 1, begin, tl.where(live, first, 0), hk, cols, HK, DP,
+            m, den, acc, part_acc_ptr, part_ml_ptr, tl.load(own + BASE * pitch), queries * G, row,
+            folded, begin, end, hk, cols, HK, DP,
         )  # fmt: skip
-        folded = first
-        begin = first
-    m, den, acc = _merge_slots(
-        m, den, acc, part_acc_ptr, part_ml_ptr, base, queries * G, own_row, folded, begin, end, hk,
-        cols, HK, DP,
+        head = hk * G + row % G + tl.zeros((1,), tl.int32)
+        token = q_start + row // G + tl.zeros((1,), tl.int32)
+        finish(m, den, acc, out_ptr, lse_ptr, token, head, live, cols, HK * G, DIM, T)
+
+
+def merge_parts(
+    seen: dict, plan: Tensor, part_acc: Tensor, part_ml: Tensor, out: Tensor, lse: Tensor,
+    cu_q: Tensor, lens_k: Tensor, kv_heads: int, padded: int, chunk: int, causal: bool,
+    window: int | None, paged: bool,
+) -> None:  # fmt: skip
+    """out and lse of the rows whose keys were split."""
+    (tokens, heads, dim), here = out.shape, facts(out.device)
+    group = heads // kv_heads
+    programs = min(tokens * heads, PROGRAMS * here.processors)
+    launch(
+        seen, _merge_kernel, (programs, 1, 1), plan, part_acc, part_ml, out, lse, cu_q, lens_k,
+        cu_q.numel() - 1, tokens, window or 0,
+        kv_heads, group, dim, padded, chunk, causal, window is not None, paged,
+        cu_q.numel().bit_length(), here.overlaps, num_warps=1,
+        launch_pdl=here.overlaps,
     )  # fmt: skip
-    token, head = q_start + own_row // G, hk * G + own_row % G
-    finish(m, den, acc, out_ptr, lse_ptr, token, head, live, cols, HK * G, DIM, T)

@@ -4,7 +4,8 @@ A piece is a block of packed rows and a range of chunks of its keys. The list fo
 that the sequences have, not those that a block table has room for: nothing of it is read by the
 host, and a CUDA graph's replay makes it anew. Neither what a piece is nor who takes it can change a
 bit (`order.py`): a range that begins at the first chunk merges its chunks as it goes, any other
-leaves each chunk to be merged by whoever ends the last piece of those rows (`merge.py`).
+leaves each chunk for `merge.py`, which goes on from there. (Merged by whoever ends the last piece
+of some rows, it took longer: a program waits for its own stores before it can say that it has.)
 
     pieces    k = max(1, n // tau) ranges of a sequence's n chunks, tau from the whole work: with
               enough sequences none is split, and a long one is where others are short
@@ -12,7 +13,6 @@ leaves each chunk to be merged by whoever ends the last piece of those rows (`me
     prefixes  neighbours in the batch with one query each, whose tables begin with the same blocks
               (a group that answers one prompt): their common chunks are one entry, with the queries
               of all as its rows, and are read once
-    counters  of the pieces that have ended, one for all of the same rows; set to zero with the list
 
 An entry 2b is the prefix that sequence b leads (mostly none), 2b + 1 is what b has of its own.
 Every program of the kernel makes all entries, int32[PLANES, 2B + 2], and writes some of the pieces,
@@ -23,7 +23,7 @@ most of its time.
 B = sequences   R = sequences that share a block of rows at most
 """
 
-from itertools import accumulate
+from math import prod
 
 import torch
 import triton
@@ -35,19 +35,17 @@ from rlk_kernels.launching import launch
 
 SCRATCH_BYTES = 31 << 20
 """Of all states that wait to be merged, whatever the lengths: below 32 MiB with the list."""
-PIECES = {16: 16, 32: 16, 64: 16, 128: 4}
+PIECES = {16: 16, 32: 16, 64: 4, 128: 4}
 """Rows of a block -> pieces of work a processor, where there is enough of it (time only)."""
 
 LISTED = 64
 """Pieces that a program writes at a time (time only)."""
-FEW = 64
-"""Sequences whose common prefixes the list's kernel finds itself (time only)."""
 
-PLANES = 7
-ITEMS, FIRST, COUNT, BASE, MEMBERS, LEADER, TAU = (tl.constexpr(i) for i in range(PLANES))
+PLANES = 8
+ITEMS, FIRST, COUNT, BASE, MEMBERS, LEADER, ROWS, TAU = (tl.constexpr(i) for i in range(PLANES))
 """By entry: pieces before it, its first chunk, its chunks, its first slot's row. By sequence: those
-that share its prefix, who leads it (-1: nobody). Then tau."""
-FIELDS = tl.constexpr(14)
+that share its prefix, who leads it (-1: nobody), rows to merge before it. Then tau."""
+FIELDS = tl.constexpr(12)
 
 
 @triton.jit
@@ -72,52 +70,34 @@ def _rows_of_slots(prefix, members, own, shares, queries, G, tau, RUNNING: tl.co
     return of_prefix, tl.where(shares > 0, own, slots) * queries * G
 
 
-@triton.jit
-def _shared_chunks(
-    b, table_ptr, cu_q_ptr, lens_ptr, stride_table, B, R, CHUNK: tl.constexpr,
-    PAGE: tl.constexpr, PAGES: tl.constexpr,
-):  # fmt: skip
-    """Leading chunks of sequences b[N] whose blocks are those of the sequence before, both of one
-    query and in one block of rows; PAGES blocks of a table are compared at a time."""
-    known = (b < B) & (b % R != 0)
-    start = tl.load(cu_q_ptr + b, mask=known, other=0)
-    lone = start - tl.load(cu_q_ptr + b - 1, mask=known, other=0) == 1
-    lone = lone & (tl.load(cu_q_ptr + b + 1, mask=known, other=0) - start == 1)
-    keys = tl.load(lens_ptr + b, mask=known, other=0)
-    keys = tl.minimum(keys, tl.load(lens_ptr + b - 1, mask=known, other=0))
-    at = table_ptr + b.to(tl.int64) * stride_table
-    # the first block tells most sequences apart
-    own_first = tl.load(at, mask=known & lone, other=0)
-    first_before = tl.load(at - stride_table, mask=known & lone, other=1)
-    most = tl.where(own_first == first_before, keys // CHUNK, 0)
-    shared = tl.zeros_like(b)
-    going = most > 0
-    while tl.max(going.to(tl.int32), 0) > 0:
-        for first in range(0, CHUNK // PAGE, PAGES):
-            i = first + tl.arange(0, PAGES)[None, :]
-            inside = going[:, None] & (i < CHUNK // PAGE)
-            mine = tl.load(at[:, None] + i, mask=inside, other=0)
-            theirs = tl.load(at[:, None] + i - stride_table, mask=inside, other=0)
-            going = going & (tl.min((mine == theirs).to(tl.int32), 1) > 0)
-        shared += going.to(tl.int32)
-        going = going & (shared < most)
-        at += CHUNK // PAGE
-    return shared
-
-
-@triton.jit(do_not_specialize=["B", "R", "stride_table"])
+@triton.jit(do_not_specialize=["R", "stride_table"])
 def _shared_kernel(
-    shared_ptr, table_ptr, cu_q_ptr, lens_ptr, stride_table, B, R, CHUNK: tl.constexpr,
+    shared_ptr, table_ptr, cu_q_ptr, lens_ptr, stride_table, R, CHUNK: tl.constexpr,
     PAGE: tl.constexpr, PAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program a sequence."""
+    """Leading chunks of a sequence whose blocks are those of the sequence before, both of one
+    query and in one block of rows; a program a sequence."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    b = tl.program_id(0) + tl.arange(0, 1)
-    shared = _shared_chunks(
-        b, table_ptr, cu_q_ptr, lens_ptr, stride_table, B, R, CHUNK, PAGE, PAGES
-    )
+    b = tl.program_id(0)
+    shared = 0
+    if b % R != 0:
+        start = tl.load(cu_q_ptr + b)
+        lone = (start - tl.load(cu_q_ptr + b - 1) == 1) & (tl.load(cu_q_ptr + b + 1) - start == 1)
+        keys = tl.minimum(tl.load(lens_ptr + b), tl.load(lens_ptr + b - 1))
+        most = tl.where(lone, keys // CHUNK, 0)
+        i = tl.arange(0, PAGES)
+        at = table_ptr + b.to(tl.int64) * stride_table + i
+        open = most > 0
+        while open:
+            inside = i < CHUNK // PAGE
+            mine = tl.load(at, mask=inside, other=0)
+            theirs = tl.load(at - stride_table, mask=inside, other=0)
+            open = tl.min((mine == theirs).to(tl.int32), 0) > 0
+            shared += open.to(tl.int32)
+            open = open & (shared < most)
+            at += CHUNK // PAGE
     tl.store(shared_ptr + b, shared)
 
 
@@ -149,29 +129,21 @@ def _group(plan_ptr, pitch, shared_ptr, b, B, R: tl.constexpr):
     return prefix, members
 
 
-@triton.jit(do_not_specialize=["B", "R", "stride_table", "window", "capacity", "target"])
+@triton.jit(do_not_specialize=["B", "window", "capacity", "target"])
 def _schedule_kernel(
-    plan_ptr, pieces_ptr, counters_ptr, cu_q_ptr, lens_ptr, shared_ptr, table_ptr, stride_table, B,
-    R, window, capacity, target, HK: tl.constexpr, G: tl.constexpr, BM: tl.constexpr,
-    CHUNK: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PAGED: tl.constexpr,
-    PAGE: tl.constexpr, PAGES: tl.constexpr, SHARE: tl.constexpr, RUNNING: tl.constexpr,
-    BLOCK: tl.constexpr, STEPS: tl.constexpr, LISTED: tl.constexpr, COUNTERS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    plan_ptr, pieces_ptr, cu_q_ptr, lens_ptr, shared_ptr, B, window, capacity, target,
+    HK: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr, PAGED: tl.constexpr, SHARE: tl.constexpr,
+    RUNNING: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
+    LISTED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A sequence a lane. PAGES: prefixes are looked for here, so many blocks at a time; 0: they are
-    in shared_ptr."""
+    """A sequence a lane."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     pitch = 2 * B + 2
     plan_ptr += tl.program_id(0) * (TAU + 1) * pitch  # the first one's entries serve the merge
     b = tl.arange(0, BLOCK)
-    if SHARE and PAGES > 0:
-        shared = _shared_chunks(
-            b, table_ptr, cu_q_ptr, lens_ptr, stride_table, B, R, CHUNK, PAGE, PAGES
-        )
-        shared_ptr += tl.program_id(0) * B
-        tl.store(shared_ptr + b, shared, mask=b < B)  # each program in memory of its own
     live = b < B
     queries = tl.load(cu_q_ptr + b + 1, mask=live, other=0) - tl.load(
         cu_q_ptr + b, mask=live, other=0
@@ -218,6 +190,7 @@ def _schedule_kernel(
     prefix_ranges, _ = _ranges(prefix, tau)
     prefix_items = tl.where(prefix > 0, prefix_ranges, 0)
     items = tl.where((own > 0) | (shares == 0), blocks * ranges, 0)
+    merged = tl.where((ranges > 1) | (shares > 0), queries * G, 0)
     both = prefix_items + items
     before = tl.cumsum(both, 0) - both
     rows = of_prefix + of_own
@@ -232,14 +205,16 @@ def _schedule_kernel(
     tl.store(at + BASE * pitch, base, mask=live)
     tl.store(at + BASE * pitch + 1, base + of_prefix, mask=live)
     tl.store(plan_ptr + MEMBERS * pitch + b, members, mask=live)
+    tl.store(plan_ptr + ROWS * pitch + b, tl.cumsum(merged, 0) - merged, mask=live)
     total = tl.sum(both, 0)
     tl.store(plan_ptr + ITEMS * pitch + 2 * B, total)
+    tl.store(plan_ptr + ROWS * pitch + B, tl.sum(merged, 0))
     tl.store(plan_ptr + TAU * pitch, tau)
     tl.debug_barrier()
     for start in range(tl.program_id(0) * LISTED, total, tl.num_programs(0) * LISTED):
         _list_pieces(
-            plan_ptr, pieces_ptr, counters_ptr, cu_q_ptr, lens_ptr, B, start + tl.arange(0, LISTED),
-            total, BM, CHUNK, PAGED, STEPS, COUNTERS,
+            plan_ptr, pieces_ptr, cu_q_ptr, lens_ptr, B, start + tl.arange(0, LISTED), total, BM,
+            CHUNK, PAGED, STEPS,
         )  # fmt: skip
 
 
@@ -259,10 +234,10 @@ def last_before(ptr, count, x, STEPS: tl.constexpr):
 
 @triton.jit
 def _list_pieces(
-    plan_ptr, pieces_ptr, counters_ptr, cu_q_ptr, lens_ptr, B, item, total, BM: tl.constexpr,
-    CHUNK: tl.constexpr, PAGED: tl.constexpr, STEPS: tl.constexpr, COUNTERS: tl.constexpr,
+    plan_ptr, pieces_ptr, cu_q_ptr, lens_ptr, B, item, total, BM: tl.constexpr, CHUNK: tl.constexpr,
+    PAGED: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Write pieces item[N], what `piece` reads, and set their counters to 0.
+    """Write pieces item[N]: what `piece` reads.
 
     A prefix is a sequence of its members' queries, all of which see every key of its chunks.
     """
@@ -276,8 +251,7 @@ def _list_pieces(
     first = tl.load(plan_ptr + FIRST * pitch + entry)
     count = tl.load(plan_ptr + COUNT * pitch + entry)
     members = tl.load(plan_ptr + MEMBERS * pitch + b)
-    leader = tl.load(plan_ptr + LEADER * pitch + b)
-    shared = own & (leader >= 0)
+    shared = own & (tl.load(plan_ptr + LEADER * pitch + b) >= 0)
     ranges, length = _ranges(count, tl.load(plan_ptr + TAU * pitch))
     begin = first + within % ranges * length
     q_start = tl.load(cu_q_ptr + b)
@@ -300,28 +274,18 @@ def _list_pieces(
     tl.store(at + 9, ((begin == first) & (shared == 0)).to(tl.int32), mask=listed)
     tl.store(at + 10, tl.where(shared, first, first + length - 1), mask=listed)
     tl.store(at + 11, tl.load(plan_ptr + BASE * pitch + entry), mask=listed)
-    # all pieces of a group that shares a prefix are of the same rows
-    group = plan_ptr + ITEMS * pitch + 2 * tl.maximum(leader, 0)
-    start = tl.load(group)
-    size = tl.load(plan_ptr + MEMBERS * pitch + tl.maximum(leader, 0))
-    whole = tl.load(group + 2 * tl.where(leader >= 0, size, 0)) - start
-    tl.store(at + 12, tl.where(leader >= 0, start, item - within % ranges), mask=listed)
-    tl.store(at + 13, tl.where(leader >= 0, whole, ranges), mask=listed)
-    for i in tl.static_range(COUNTERS):
-        tl.store(counters_ptr + item * COUNTERS + i, 0, mask=listed)
 
 
 @triton.jit
 def piece(pieces_ptr, item):
     """Of a piece: (sequence whose table it reads, first token, queries, start of keys, keys, first
     packed row, first chunk, chunk behind its last, whether it is its rows' only piece, whether it
-    merges its chunks, last chunk of the first slot, that slot's row, counter and number of the
-    pieces of the same rows)."""
+    merges its chunks, last chunk of the first slot, that slot's row)."""
     at = pieces_ptr + item * FIELDS
     return (
         tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4),
         tl.load(at + 5), tl.load(at + 6), tl.load(at + 7), tl.load(at + 8), tl.load(at + 9),
-        tl.load(at + 10), tl.load(at + 11), tl.load(at + 12), tl.load(at + 13),
+        tl.load(at + 10), tl.load(at + 11),
     )  # fmt: skip
 
 
@@ -334,42 +298,31 @@ def slot_row(base, chunk, folded, rows, row, HK, hk):
 
 def schedule(
     seen: dict, cu_q: Tensor, lens_k: Tensor, table: Tensor | None, page: int, kv_heads: int,
-    group: int,
-    block_rows: int, chunk: int, causal: bool, window: int | None, running: bool, capacity: int,
-    most: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(entries, pieces, counters); capacity: packed rows of one KV head that have room in the
-    slots; most: pieces of one KV head that there can be."""
+    group: int, block_rows: int, chunk: int, causal: bool, window: int | None, running: bool,
+    capacity: int, most: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(entries, pieces), one number after another; capacity: packed rows of one KV head that have
+    room in the slots; most: pieces of one KV head that there can be."""
     here, batch = facts(cu_q.device), cu_q.numel() - 1
     block = max(16, triton.next_power_of_2(batch))
     together = block_rows // group  # sequences of one query that fit a block of rows
     share = table is not None and window is None and chunk % page == 0 and min(together, batch) > 1
-    few = share and batch <= FEW
     programs = min(16, triton.cdiv(most, LISTED))
-    counters = kv_heads * max(1, block_rows // 64)
-    entries, fields = programs * PLANES * (2 * batch + 2), most * FIELDS.value
-    sizes = (entries, fields, most * counters, (programs if few else share) * batch)
-    starts = [0, *accumulate(-(-size // 4) * 4 for size in sizes)]  # aligned to 16 bytes
-    memory = torch.empty(starts[-1], dtype=torch.int32, device=cu_q.device)
-    plan, pieces, counts, shared = (
-        memory[start : start + size] for start, size in zip(starts, sizes, strict=False)
-    )
-    tables = cu_q if table is None else table
-    width = tables.stride(0)
-    if share and not few:
+    sizes = [prod(shape) for shape in ((programs, PLANES, 2 * batch + 2), (most, FIELDS.value))]
+    sizes = [-(-size // 4) * 4 for size in (*sizes, batch if share else 0)]  # of 16 bytes
+    memory = torch.empty(sum(sizes), dtype=torch.int32, device=cu_q.device)
+    plan, pieces, shared = memory.split(sizes)
+    if table is not None and share:
         launch(
-            seen, _shared_kernel, (batch, 1, 1), shared, tables, cu_q, lens_k, width, batch,
-            together, chunk, page,
-            triton.next_power_of_2(chunk // page), here.overlaps, num_warps=1,
-            launch_pdl=here.overlaps,
+            seen, _shared_kernel, (batch, 1, 1), shared, table, cu_q, lens_k, table.stride(0),
+            together, chunk, page, triton.next_power_of_2(chunk // page), here.overlaps,
+            num_warps=1, launch_pdl=here.overlaps,
         )  # fmt: skip
     launch(
-        seen, _schedule_kernel, (programs, 1, 1), plan, pieces, counts, cu_q, lens_k, shared,
-        tables, width, batch, together, window or 0,
-        capacity, PIECES[block_rows] * here.processors, kv_heads, group, block_rows, chunk, causal,
-        window is not None, table is not None, page,
-        min(triton.next_power_of_2(max(chunk // page, 1)), 1024 // block) if few else 0, share,
-        int(running), block, block.bit_length() + 1, LISTED, counters, here.overlaps,
-        num_warps=max(1, min(8, block // 128)), launch_pdl=here.overlaps,
+        seen, _schedule_kernel, (programs, 1, 1), plan, pieces, cu_q, lens_k, shared, batch,
+        window or 0, capacity, PIECES[block_rows] * here.processors, kv_heads, group, block_rows,
+        chunk, causal, window is not None, table is not None, share, int(running), block,
+        block.bit_length() + 1, LISTED, here.overlaps, num_warps=max(1, min(8, block // 128)),
+        launch_pdl=here.overlaps,
     )  # fmt: skip
-    return plan.view(programs, PLANES, 2 * batch + 2)[0], pieces.view(most, FIELDS.value), counts
+    return plan, pieces
