@@ -81,6 +81,7 @@ PLANNED_PROCESSORS = 132
 """Processors that are planned for where there is no GPU (those of an H200)."""
 
 
+@functools.cache
 def facts(device: torch.device) -> DeviceFacts:
     """The facts of `device`, asked once."""
     return _facts(device, interpreting())

@@ -32,6 +32,16 @@ def launches(*shape) -> dict:
     return {}
 
 
+def cdiv(a: int, b: int) -> int:
+    """ceil(a / b), in a fraction of the time that `triton.cdiv` takes."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The least power of two that is not below n >= 1; see `cdiv`."""
+    return 1 << (n - 1).bit_length()
+
+
 def launch(seen: dict, kernel, grid: tuple[int, int, int], *arguments, **options) -> None:
     """`kernel[grid](*arguments, **options)`; `seen`: the `launches` of the call's shape."""
     found = seen.get(id(kernel))

@@ -225,9 +225,9 @@ def test_registration_passes_torchs_own_check():
     torch.library.opcheck(ops.rms_norm, (X, X.clone(), W[0], 1e-6, True, "torch"))
     torch.library.opcheck(ops.swiglu, (X, X.clone(), "torch"))
     torch.library.opcheck(ops.embedding, (torch.tensor([1, 2]), W, "torch"))
-    torch.library.opcheck(ops.logp, (X, torch.tensor([1, 2, 3]), None, 0, 1.0, "torch"))
+    torch.library.opcheck(ops.logp, (X, torch.tensor([1, 2, 3]), 1.0, "torch"))
     top = torch.tensor([[1], [0], [2]])
-    torch.library.opcheck(ops.logp, (X, torch.tensor([1, 2, 3]), top, 2, 1.0, "torch"))
+    torch.library.opcheck(ops.logp_and_more, (X, torch.tensor([1, 2, 3]), top, 2, 1.0, "torch"))
     cu = torch.tensor([0, 3], dtype=torch.int32)
     h = X[:, None].clone()
     torch.library.opcheck(

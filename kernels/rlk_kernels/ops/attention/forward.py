@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlk_kernels.device import facts
-from rlk_kernels.launching import launch, launches, tensor_map
+from rlk_kernels.launching import cdiv, launch, launches, power_of_2, tensor_map
 from rlk_kernels.ops.attention.merge import merge_parts
 from rlk_kernels.ops.attention.order import (
     CHUNK,
@@ -277,10 +277,10 @@ def _plan(
     split: bool | None, special: bool | None,
 ) -> ForwardPlan:  # fmt: skip
     (tokens, heads, dim), kv_heads = q.shape, k.shape[-2]
-    group, padded, here = heads // kv_heads, max(16, triton.next_power_of_2(dim)), facts(q.device)
+    group, padded, here = heads // kv_heads, max(16, power_of_2(dim)), facts(q.device)
     paged = table is not None
     keys = table.shape[1] * k.shape[1] if table is not None else k.shape[0]
-    chunks = triton.cdiv(keys, CHUNK)
+    chunks = cdiv(keys, CHUNK)
     few = tokens * group <= 64 * batch
     room = SCRATCH_BYTES // (kv_heads * (padded + 2) * 4)
     if special is None:
@@ -338,7 +338,7 @@ def forward(
     if own is None:
         own = seen["plan"] = _plan(q, k, v, table, batch, rows, split, warp_specialized)
     page = 1 if table is None else k.shape[1]
-    padded = max(16, triton.next_power_of_2(dim))
+    padded = max(16, power_of_2(dim))
     part_acc = part_ml = lse
     plan = pieces = cu_q
     if own.split:
@@ -386,7 +386,7 @@ def _attend(
     (tokens, heads, dim), kv_heads, rows = q.shape, k.shape[-2], own.rows
     here, batch, group = facts(q.device), cu_q.numel() - 1, heads // kv_heads
     padded, bn, paged = (
-        max(16, triton.next_power_of_2(dim)),
+        max(16, power_of_2(dim)),
         block_n(dim, q.dtype),
         table is not None,
     )

@@ -296,7 +296,7 @@ def paged_attention(
     table = block_table if block_table.dtype == torch.int32 else block_table.to(torch.int32)
     table = table if table.stride(-1) == 1 else table.contiguous()
     chosen = choose("paged_attention", backend, q, k_cache, v_cache, table, lens, cu_q, out)
-    q, k_cache, v_cache = (_last_dense(x) for x in (q, k_cache, v_cache))
+    q, k_cache, v_cache = _last_dense(q), _last_dense(k_cache), _last_dense(v_cache)
     if out is not None:
         if out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
             raise UnsupportedShape(

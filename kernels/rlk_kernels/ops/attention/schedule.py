@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import facts
-from rlk_kernels.launching import launch
+from rlk_kernels.launching import cdiv, launch, power_of_2
 
 SCRATCH_BYTES = 31 << 20
 """Of all states that wait to be merged, whatever the lengths: below 32 MiB with the list."""
@@ -304,10 +304,10 @@ def schedule(
     """(entries, pieces), one number after another; capacity: packed rows of one KV head that have
     room in the slots; most: pieces of one KV head that there can be."""
     here, batch = facts(cu_q.device), cu_q.numel() - 1
-    block = max(16, triton.next_power_of_2(batch))
+    block = max(16, power_of_2(batch))
     together = block_rows // group  # sequences of one query that fit a block of rows
     share = table is not None and window is None and chunk % page == 0 and min(together, batch) > 1
-    programs = min(16, triton.cdiv(most, LISTED))
+    programs = min(16, cdiv(most, LISTED))
     sizes = [prod(shape) for shape in ((programs, PLANES, 2 * batch + 2), (most, FIELDS.value))]
     sizes = [-(-size // 4) * 4 for size in (*sizes, batch if share else 0)]  # of 16 bytes
     memory = torch.empty(sum(sizes), dtype=torch.int32, device=cu_q.device)
@@ -315,7 +315,7 @@ def schedule(
     if table is not None and share:
         launch(
             seen, _shared_kernel, (batch, 1, 1), shared, table, cu_q, lens_k, table.stride(0),
-            together, chunk, page, triton.next_power_of_2(chunk // page), here.overlaps,
+            together, chunk, page, power_of_2(chunk // page), here.overlaps,
             num_warps=1, launch_pdl=here.overlaps,
         )  # fmt: skip
     launch(

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import facts, interpreting
-from rlk_kernels.launching import launch, launches
+from rlk_kernels.launching import cdiv, launch, launches, power_of_2
 from rlk_kernels.numerics.lse_tree.kernels import (
     LN2,
     NO_COLUMNS,
@@ -145,21 +145,24 @@ def _logp_bwd_kernel(
 
 def forward(
     logits: Tensor, target: Tensor, token_ids: Tensor | None, top_k: int, temperature: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(logp, n, log2 s)[T] of logits[T, V], whose rows are dense; logp of token_ids[T, J], and of
-    the top_k, and their ids."""
+    the top_k, and their ids, None where not asked for."""
     t, v = logits.shape
     inverse = inverse_of(temperature, torch.float32)
     logp, m, log_s = (torch.empty(t, dtype=torch.float32, device=logits.device) for _ in range(3))
     j = 0 if token_ids is None else token_ids.shape[1]
-    given = torch.empty(t, j, dtype=torch.float32, device=logits.device)
-    top = torch.empty(t, top_k, dtype=torch.float32, device=logits.device)
-    top_ids = torch.empty(t, top_k, dtype=torch.int64, device=logits.device)
+    given = top = top_ids = ranks = None
+    if token_ids is not None:
+        given = torch.empty(t, j, dtype=torch.float32, device=logits.device)
     block = block_columns() if top_k == 0 else min(block_columns(), RANKED)
-    nodes = triton.cdiv(v, block)
+    nodes = cdiv(v, block)
     overlap = facts(logits.device).overlaps
     stats = torch.empty(t, nodes, 2, dtype=torch.float32, device=logits.device)
-    ranks = torch.empty(t, nodes, top_k, dtype=torch.int64, device=logits.device)
+    if top_k:
+        top = torch.empty(t, top_k, dtype=torch.float32, device=logits.device)
+        top_ids = torch.empty(t, top_k, dtype=torch.int64, device=logits.device)
+        ranks = torch.empty(t, nodes, top_k, dtype=torch.int64, device=logits.device)
     if t:
         seen = launches(
             logits.shape, logits.stride(0), logits.dtype, target.dtype, inverse != 1.0, j,
@@ -175,8 +178,8 @@ def forward(
             seen, _logp_row_kernel, (t, 1, 1), logits, target, stats, logp, m, log_s, token_ids,
             given, ranks, top, top_ids,
             logits.stride(0), v, nodes, inverse, j, levels(nodes),
-            triton.next_power_of_2(j) if j else 0, top_k, triton.next_power_of_2(max(top_k, 1)),
-            triton.next_power_of_2(nodes * max(top_k, 1)), overlap, num_warps=4 if top_k else 1,
+            power_of_2(j) if j else 0, top_k, power_of_2(max(top_k, 1)),
+            power_of_2(nodes * max(top_k, 1)), overlap, num_warps=4 if top_k else 1,
             launch_pdl=overlap,
         )  # fmt: skip
     return logp, m, log_s, given, top, top_ids
@@ -191,7 +194,7 @@ def backward(
     dx = torch.empty(t, v, dtype=logits.dtype, device=logits.device)
     if t:
         block = block_columns()
-        _logp_bwd_kernel[(t, triton.cdiv(v, block))](
+        _logp_bwd_kernel[(t, cdiv(v, block))](
             logits, target, m, log_s, g, dx, logits.stride(0), v, inverse, block, num_warps=4
         )
     return dx

@@ -34,13 +34,7 @@ def logp_ref(logits: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor
 MAX_TOP = 128
 
 
-@torch.library.custom_op("rlk::logp", mutates_args=())
-def _logp(
-    logits: Tensor, target: Tensor, token_ids: Tensor | None, top_k: int, temperature: float,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(logp, and two numbers of a row that the gradient needs, logp of token_ids[T, J], and of the
-    top_k, and their ids); what is not asked for is empty."""
+def _run(logits, target, token_ids, top_k, temperature, backend):
     record("logp", backend)
     if backend == "torch":
         return portable.forward(logits, target, token_ids, top_k, temperature)
@@ -49,7 +43,39 @@ def _logp(
     return kernels.forward(logits, target, token_ids, top_k, temperature)
 
 
+@torch.library.custom_op("rlk::logp", mutates_args=())
+def _logp(
+    logits: Tensor, target: Tensor, temperature: float, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """logp, and two numbers of a row that the gradient needs."""
+    return _run(logits, target, None, 0, temperature, backend)[:3]
+
+
 @_logp.register_fake
+def _(logits, target, temperature, backend):
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    stat = torch.float64 if backend == "torch" else torch.float32
+    shape = logits.shape[:1]
+    return tuple(logits.new_empty(shape, dtype=d) for d in (wide, stat, stat))
+
+
+@torch.library.custom_op("rlk::logp_and_more", mutates_args=())
+def _logp_and_more(
+    logits: Tensor, target: Tensor, token_ids: Tensor | None, top_k: int, temperature: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`_logp`, and logp of token_ids[T, J], of the top_k, and their ids; empty where not asked
+    for."""
+    *row, given, top, ids = _run(logits, target, token_ids, top_k, temperature, backend)
+    t, wide = logits.shape[0], row[0].dtype
+    given = torch.empty(t, 0, dtype=wide, device=logits.device) if given is None else given
+    if top is None:
+        top = torch.empty(t, 0, dtype=wide, device=logits.device)
+        ids = torch.empty(t, 0, dtype=torch.int64, device=logits.device)
+    return *row, given, top, ids
+
+
+@_logp_and_more.register_fake
 def _(logits, target, token_ids, top_k, temperature, backend):
     wide = torch.promote_types(logits.dtype, torch.float32)
     stat = torch.float64 if backend == "torch" else torch.float32
@@ -79,7 +105,8 @@ def _(logits, target, m, log_s, g, temperature, backend):
 
 
 def _setup(ctx, inputs, output):
-    logits, target, _, _, ctx.temperature, ctx.backend = inputs
+    logits, target, *_, ctx.temperature, ctx.backend = inputs
+    ctx.inputs = len(inputs)
     ctx.save_for_backward(logits, target, output[1], output[2])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
@@ -87,13 +114,15 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, g, *_):
     logits, target, m, log_s = ctx.saved_tensors
+    none = (None,) * ctx.inputs
     if g is None:
-        return (None,) * 6
+        return none
     dx = _logp_backward(logits, target, m, log_s, g.contiguous(), ctx.temperature, ctx.backend)
-    return (dx, *(None,) * 5)
+    return dx, *none[1:]
 
 
 _logp.register_autograd(_backward, setup_context=_setup)
+_logp_and_more.register_autograd(_backward, setup_context=_setup)
 
 
 def logp(
@@ -139,9 +168,10 @@ def logp(
         )
     chosen = choose("logp", backend, logits, target, token_ids)
     rows = logits if logits.stride(1) == 1 else logits.contiguous()
-    found, _, _, given, top, ids = call(
-        _logp, rows, target.contiguous(), token_ids, top_k, float(temperature), chosen
-    )
+    target = target.contiguous()
     if token_ids is None and not top_k:
-        return found
+        return call(_logp, rows, target, float(temperature), chosen)[0]
+    found, _, _, given, top, ids = call(
+        _logp_and_more, rows, target, token_ids, top_k, float(temperature), chosen
+    )
     return (found, *((given,) if token_ids is not None else ()), *((top, ids) if top_k else ()))

@@ -1,5 +1,7 @@
 """`logp` in PyTorch: the tree of `lse_tree` in float64."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -8,6 +10,7 @@ from rlk_kernels.numerics.lse_tree.portable import block_portable
 from rlk_kernels.numerics.rows import by_rows
 
 
+@functools.cache
 def inverse_of(temperature: float, dtype: torch.dtype) -> float:
     """1 / temperature, rounded to `dtype`."""
     return float(torch.tensor(1.0 / temperature, dtype=dtype))
@@ -43,9 +46,9 @@ def _backward(logits, target, m, log_s, g, temperature):
 
 def forward(
     logits: Tensor, target: Tensor, token_ids: Tensor | None, top_k: int, temperature: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """(logp, m, log s)[T]: m is the maximum of a row, log s natural; logp of token_ids[T, J], and
-    of the top_k, and their ids."""
+    of the top_k, and their ids (empty where there are none)."""
     v = logits.shape[1]
     for ids in (target, token_ids):
         if ids is not None and ids.numel() and int(ids.max()) >= v:

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import facts
-from rlk_kernels.launching import launch, launches
+from rlk_kernels.launching import cdiv, launch, launches, power_of_2
 
 HEADS_AT_A_TIME = 32
 MANY_TOKENS = 2048
@@ -80,8 +80,8 @@ def rotate(
     k_out = torch.empty(t, hk, d, dtype=k.dtype, device=k.device)
     if t and hq + hk:
         whole = t >= MANY_TOKENS
-        heads = min(HEADS_AT_A_TIME, triton.next_power_of_2(max(hq, hk))) if whole else 8
-        steps = triton.cdiv(hq, heads), triton.cdiv(hk, heads)
+        heads = min(HEADS_AT_A_TIME, power_of_2(max(hq, hk))) if whole else 8
+        steps = cdiv(hq, heads), cdiv(hk, heads)
         overlap = facts(q.device).overlaps
         seen = launches(
             hq, hk, d, r, q.stride(), k.stride(), q.dtype, k.dtype, positions.dtype, round_to,
@@ -90,8 +90,8 @@ def rotate(
         launch(
             seen, _rope_kernel, (t, 1 if whole else sum(steps), 1), q, k, q_out, k_out, positions,
             frequency, q.stride(0), q.stride(1), k.stride(0), k.stride(1), sign, hq, hk, *steps,
-            whole, d, r, triton.next_power_of_2(r),
-            triton.next_power_of_2(d - 2 * r) if d > 2 * r else 0, heads, interleaved,
+            whole, d, r, power_of_2(r),
+            power_of_2(d - 2 * r) if d > 2 * r else 0, heads, interleaved,
             _TL[round_to], overlap, num_warps=2, launch_pdl=overlap,
         )  # fmt: skip
     return q_out, k_out

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlk_kernels.launching import launch, launches
+from rlk_kernels.launching import cdiv, launch, launches
 
 BLOCK = 2048
 
@@ -39,7 +39,7 @@ def _swiglu_bwd_kernel(
 
 def _grids(m: int, f: int) -> list[tuple[int, tuple[int, int]]]:
     """(first row, grid) of each launch: CUDA allows 65535 blocks along the second axis."""
-    columns = triton.cdiv(f, BLOCK)
+    columns = cdiv(f, BLOCK)
     return [(start, (columns, min(65535, m - start))) for start in range(0, m if f else 0, 65535)]
 
 
