@@ -8,6 +8,7 @@ what Triton would run (`tests/gpu/kernels/test_launching_gpu.py` asks it every t
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -18,7 +19,7 @@ from torch import Tensor
 class Compiled:
     """A kernel as it was compiled and loaded for a launch."""
 
-    kernel: object
+    kernel: Any
     """`triton.compiler.CompiledKernel`."""
     device: int
     tensors: tuple[int, ...]

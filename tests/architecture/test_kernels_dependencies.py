@@ -15,7 +15,7 @@ BELOW = {
     "ops": ("numerics", "matmul"),
     "losses": ("numerics", "matmul", "ops"),
 }
-ROOT = ("rlk_kernels.backend", "rlk_kernels.device", "rlk_kernels.errors")
+ROOT = tuple(f"rlk_kernels.{name}" for name in ("backend", "device", "errors", "launching"))
 """The files that stand in no folder; every folder may import them."""
 ENGINES = ("vllm", "megatron", "transformers")
 
