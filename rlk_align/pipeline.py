@@ -73,8 +73,8 @@ def measured(
     allowed: tuple[Kind, ...],
     progress: Progress,
 ) -> tuple[Comparison, pa.Table]:
-    """Both sides against each other, and each side's operators against float64; and the first row
-    by row (see `rlk_align.rows`)."""
+    """Both sides against each other, and each side's operators against float64. Beside it what was
+    compared, row by row (see `rlk_align.rows`)."""
     comparison, rows = measure(rollout, train, judged, allowed, progress)
     units = referee(comparison, rollout, train, progress)
     return comparison.model_copy(update={"referee": units}), rows

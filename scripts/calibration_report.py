@@ -60,7 +60,7 @@ def errors_table(
         alarms = sum(any(b.limit == limit.id for b in v.breaches) for v in verdicts)
         seen, largest, fails = "–", "–", f"{limit.fail:g}"
         if not limit.of_site:
-            seen = f"{sum(breaks(limit, f.metrics) for f in faults)} of {len(faults)}"
+            seen = share(sum(breaks(limit, f.metrics) for f in faults), faults)
             largest = f"{max(figures(runs, limit), default=0.0):.2g}"
         if limit.tail is not None:
             fails = f"{limit.fail_at(2000):.3g} of 2,000 tokens"
@@ -79,11 +79,15 @@ def errors_table(
             if getattr(budget, name)
         }
         most = max(used, key=lambda name: used[name])
-        share = f"{used[most]:.0%} of {most}"
-        yield f"| {budget.id} | its statistics | {share} | {alarms} of {len(runs)} | see below |"
+        largest = f"{used[most]:.0%} of {most}"
+        yield f"| {budget.id} | its statistics | {largest} | {alarms} of {len(runs)} | – |"
     alarms = sum(bool(v.breaches) for v in verdicts)
     seen = sum(f.seen in ("named", "precheck") for f in faults)
-    yield f"| **the whole** | | | **{alarms} of {len(runs)}** | **{seen} of {len(faults)}** |"
+    yield f"| **the whole** | | | **{alarms} of {len(runs)}** | **{share(seen, faults)}** |"
+
+
+def share(seen: int, faults: Sequence[Detection]) -> str:
+    return f"{seen} of {len(faults)}" if faults else "–"
 
 
 def breaks(limit: Limit, metrics: EdgeMetrics | None) -> bool:
@@ -99,7 +103,7 @@ def smallest_table(faults: Sequence[Detection]) -> Iterator[str]:
     for fault in faults:
         if fault.strength:
             by_name[fault.fault].append(fault)
-    begun = False
+    rows = []
     for name, points in sorted(by_name.items()):
         strengths = sorted({p.strength for p in points}, reverse=True)
         caught = []
@@ -111,14 +115,14 @@ def smallest_table(faults: Sequence[Detection]) -> Iterator[str]:
             continue
         there = [p.metrics for p in points if p.strength == caught[-1] and p.metrics]
         moved = max((m.max_abs_dlogp for m in there), default=float("nan"))
-        if not begun:
-            yield "## The smallest fault that is named"
-            yield ""
-            yield "| fault | smallest that is named | its max abs Δlogp | weaker ones, not named |"
-            yield "| --- | ---: | ---: | --- |"
-            begun = True
         left = ", ".join(f"{s:g}" for s in strengths[len(caught) :]) or "none was planted"
-        yield f"| `{name}` | {caught[-1]:g} | {moved:.2g} | {left} |"
+        rows.append(f"| `{name}` | {caught[-1]:g} | {moved:.2g} | {left} |")
+    if rows:
+        yield "## The smallest fault that is named"
+        yield ""
+        yield "| fault | smallest that is named | its max abs Δlogp | weaker ones, not named |"
+        yield "| --- | ---: | ---: | --- |"
+        yield from rows
 
 
 def main() -> None:

@@ -7,6 +7,10 @@ For every seed the rollout engine samples once, and every training engine scores
 process captures several seeds. The runs hold what was compared, and no captures:
 
     RUN = OUT/PAIR/SEED        rlk-align contract calibrate OUT/*/* --base bf16
+
+On a GPU several of it may run side by side, each with seeds and a folder of its own:
+
+    ... --rollout vllm --train megatron hf --vllm-options ,kv_cache_gb=1.5 --seeds 0-3 --out runs/0
 """
 
 import argparse
@@ -15,13 +19,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlk_align.capture.capture import capture_each
-from rlk_align.capture.request import CaptureRequest
+from rlk_align.capture.request import CaptureRequest, TracePlan
 from rlk_align.data import data_path
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.model.checkpoint import default_model, resolve_model
 from rlk_align.model.edges import EDGES
 from rlk_align.pipeline import measured
 from rlk_align.progress import Progress, show_progress
+from rlk_align.rows import HEAD
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.run import Run, RunRecord
 
@@ -30,19 +35,21 @@ PAIRS = {
     "hf": ("hf:attn=eager",),
 }
 """Rollout engine -> training engines."""
-TOGETHER = 4
-"""Seeds whose captures are on disk at a time."""
 
 
 def request(spec: str, seed: int, options: argparse.Namespace, sampling: bool) -> CaptureRequest:
     separator = "," if ":" in spec else ":"
+    more = options.engine_options + (options.vllm_options if spec == "vllm" else "")
+    passes = ("decode", "prefill") if sampling else ("prefill",)
     return CaptureRequest(
-        engine=EngineSpec.parse(f"{spec}{separator}dtype={options.dtype}{options.engine_options}"),
+        engine=EngineSpec.parse(f"{spec}{separator}dtype={options.dtype}{more}"),
         model=str(resolve_model(options.model or default_model())),
         prompts=options.prompts or data_path("prompts.jsonl"),
         max_new_tokens=options.max_new_tokens,
         seed=seed,
-        passes=("decode", "prefill") if sampling else ("prefill",),
+        trace=TracePlan(budget=int(options.pass_budget * len(passes))),
+        passes=passes,
+        controls=options.controls,
     )
 
 
@@ -54,7 +61,7 @@ def runs_of(
     asked = [request(rollout, seed, options, sampling=True) for seed in seeds]
     sampled = capture_each(asked, "rollout", work, [None] * len(seeds), progress)
     tokens = [t.folder / "tokens.parquet" for t in sampled]
-    for train in PAIRS[rollout]:
+    for train in options.train or PAIRS[rollout]:
         asked = [request(train, seed, options, sampling=False) for seed in seeds]
         scored = capture_each(asked, "train", work, tokens, progress)
         for seed, a, b in zip(seeds, sampled, scored, strict=True):
@@ -65,9 +72,11 @@ def runs_of(
 
 
 def keep(rollout: Trace, train: Trace, folder: Path, progress: Progress) -> None:
-    """A run of what was compared; the captures that it names go."""
+    """A run of what was compared, row by row of the log-probs alone; the captures that it names
+    go."""
     run = Run(folder)
     comparison, rows = measured(rollout, train, EDGES, (), progress)
+    rows = rows.select(list(HEAD)).filter(rows["first_logprob"].is_valid())
     with run.locked():
         captures = run.relative({"rollout": rollout.folder, "train": train.folder})
         run.save(
@@ -84,15 +93,20 @@ def main() -> None:
     parser.add_argument("--seeds", default="0-19", help="the first and the last")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rollout", nargs="+", default=list(PAIRS), choices=PAIRS)
+    parser.add_argument("--train", nargs="+", help="default: all that a rollout engine is held to")
     parser.add_argument("--model")
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--engine-options", default="", help="for every engine, as ,key=value")
+    parser.add_argument("--vllm-options", default="", help="for vLLM beside them")
+    parser.add_argument("--controls", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--together", type=int, default=4, help="seeds on disk at a time")
+    parser.add_argument("--pass-budget", type=float, default=4e9, help="bytes of a pass's values")
     options = parser.parse_args()
     first, last = (int(x) for x in options.seeds.split("-"))
     with show_progress("calibration") as progress:
-        for start in range(first, last + 1, TOGETHER):
-            seeds = range(start, min(start + TOGETHER, last + 1))
+        for start in range(first, last + 1, options.together):
+            seeds = range(start, min(start + options.together, last + 1))
             for rollout in options.rollout:
                 runs_of(rollout, seeds, options, progress)
 

@@ -6,10 +6,12 @@
 Stages, in the order they are named:
 
     compare     rlk-align compare of a healthy pair: budgets, verdict, seconds of each part
-    probe       graft passes of prefill_vs_train and their decomposition, from the run of `compare`
+    probe, probe=EDGE
+                graft passes of prefill_vs_train, or of another edge, and their decomposition, from
+                the run of `compare`
     attribute   contributions of the introducers to the log-probs
     amplify     the rollout engine's response to one ulp at the embedding
-    faults      planted faults of the catalogue, in either engine, against the other without one
+    faults      the self-test: planted faults in either engine, against the other without one
     dtype=D, rollout=SPEC
                 `compare` again, in another dtype, or with another rollout, on the short prompts
 
@@ -22,13 +24,12 @@ import contextlib
 import gc
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -37,9 +38,7 @@ from typing import Any
 import torch
 
 import rlk_align.probe.attribute as attribution
-from rlk_align.capture.capture import capture, capture_each
 from rlk_align.capture.request import CaptureRequest, TracePlan
-from rlk_align.engines.faults.catalogue import FAULTS
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import RlkError
 from rlk_align.judge.contract import STATISTICS
@@ -53,15 +52,16 @@ from rlk_align.probe.amplify import amplification
 from rlk_align.probe.decompose import decompose
 from rlk_align.probe.determined import RecordedEnd
 from rlk_align.probe.graft import GraftedEdge, graft_passes
-from rlk_align.probe.selftest.detect import alarms, detection, first_parting, verdict_of
-from rlk_align.probe.selftest.plan import Case, cases
+from rlk_align.probe.selftest.plan import check_faults
+from rlk_align.probe.selftest.record import CleanPair, Detection
+from rlk_align.probe.selftest.run import SelfTestRequest, selftest
 from rlk_align.probe.units import Unit
-from rlk_align.results import EdgeName, SideName
+from rlk_align.results import EdgeName
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.run import Run
 
 EDGE: EdgeName = "prefill_vs_train"
-SHORT, NEW_TOKENS = (8, 40, 80), 16
+SHORT, NEW_TOKENS = (8, 16, 40), 16
 """Prompts of the faults: how many, and how long they are."""
 
 
@@ -198,7 +198,9 @@ class Probe:
             if self.left < 20:
                 self.tell("left out", stage=text)
                 continue
-            if value:
+            if name == "probe" and value:
+                self._probe(value)
+            elif value:
                 self._again(name, value)
             else:
                 getattr(self, f"_{name}")()
@@ -303,12 +305,13 @@ class Probe:
                 self.run = Run.open(str(self.folder / "run"))
         return self.run is not None
 
-    def _probe(self) -> None:
+    def _probe(self, name: EdgeName = EDGE) -> None:
         if not self._opened_run():
             return
         assert self.run is not None
-        with self.stage("graft") as tell:
-            (self.edge,) = graft_passes(self.run, (EDGE,), tell, self.plan)
+        self.edge = None
+        with self.stage(f"graft {name}") as tell:
+            (self.edge,) = graft_passes(self.run, (name,), tell, self.plan)
         if self.edge is None:
             return
         for role in ("rollout", "train"):
@@ -324,9 +327,13 @@ class Probe:
         with self.stage("decompose") as tell:
             self.units = decompose(self.edge, tell)
             for u in self.units:
-                self.tell("unit", **told(u))
+                self.tell("unit", edge=name, **told(u))
             labels = [u.label for u in self.units]
-            self.tell("labels", **{label: labels.count(label) for label in dict.fromkeys(labels)})
+            self.tell(
+                "labels",
+                edge=name,
+                **{label: labels.count(label) for label in dict.fromkeys(labels)},
+            )
 
     def _attribute(self) -> None:
         if not self.units:
@@ -358,93 +365,28 @@ class Probe:
                 )
 
     def _faults(self) -> None:
-        pair = (self.args.rollout, self.args.train)
-        run = Run(self.folder / "faults")
-        run.folder.mkdir(parents=True, exist_ok=True)
-        clean: dict[str, Trace] = {}
-        with self.stage("faults, clean") as tell:
-            base = capture(self._fault_request(pair[0], True), "rollout", run, None, False, tell)
-            tokens = base.folder / "tokens.parquet"
-            clean[pair[0]] = base
-            clean[pair[1]] = capture(
-                self._fault_request(pair[1], False), "train", run, tokens, False, tell
-            )
-            verdict = verdict_of(base, clean[pair[1]], EDGE, _quiet)
-            self.tell("clean", alarms=alarms(verdict))
-        if len(clean) < 2:
-            return
-        todo = {e: self._chosen(e) for e in pair}
-        while any(todo.values()):
-            for engine in pair:
-                some, todo[engine] = (
-                    todo[engine][: self.args.together],
-                    todo[engine][self.args.together :],
-                )
-                if some and self.left > 45:
-                    self._plant(engine, some, pair, clean, run)
-                elif some:
-                    self.tell("left out", faults=[c.chosen.name for c in some], engine=engine)
-
-    def _chosen(self, engine: str) -> list[Case]:
-        """One of each class first; those that change no options, and no decode."""
-        named = self.args.faults.split(",") if self.args.faults else list(FAULTS)
-        every = [
-            c
-            for c in cases((self.args.rollout, self.args.train), tuple(named), False)
-            if c.engine == engine
-            and not c.options
-            and not c.other_options
-            and not c.chosen.fault.decode
-            and not c.chosen.fault.needs_bias
-        ]
-        order = {name: i for i, name in enumerate(named)}
-        every.sort(key=lambda c: order[c.chosen.name])
-        if self.args.faults:
-            return every
-        seen: dict[str, int] = {}
-        turn = {}
-        for c in every:
-            turn[c.chosen.name] = seen.setdefault(c.chosen.fault.op_class, 0)
-            seen[c.chosen.fault.op_class] += 1
-        return sorted(every, key=lambda c: turn[c.chosen.name])
-
-    def _fault_request(self, spec: str, samples: bool) -> CaptureRequest:
-        return CaptureRequest(
-            engine=EngineSpec.parse(spec),
+        """The self-test of these faults, in either engine, on the short prompts."""
+        pair = [EngineSpec.parse(s) for s in (self.args.rollout, self.args.train)]
+        named = check_faults(self.args.faults.split(",") if self.args.faults else ())
+        request = SelfTestRequest(
+            engines=tuple(s.name for s in pair),
+            faults=named,
+            seeds=0,
+            curves=self.args.curves,
             model=str(self.args.model),
             prompts=self.short,
-            max_new_tokens=NEW_TOKENS,
-            passes=("decode", "prefill") if samples else ("prefill",),
-            controls=False,
+            settings={s.name: str(s).partition(":")[2] for s in pair},
+            planted=tuple(filter(None, self.args.planted.split(","))),
+            together=self.args.together,
         )
+        run = Run(self.folder / "faults")
+        run.folder.mkdir(parents=True, exist_ok=True)
+        with self.stage("faults") as tell:
+            selftest(request, run, tell, self._tell_fault)
 
-    def _plant(
-        self,
-        engine: str,
-        some: Sequence[Case],
-        pair: tuple[str, str],
-        clean: dict[str, Trace],
-        run: Run,
-    ) -> None:
-        tokens = clean[pair[0]].folder / "tokens.parquet"
-        side: SideName = "rollout" if engine == pair[0] else "train"
-        other = pair[1] if engine == pair[0] else pair[0]
-        with self.stage(f"faults in {engine}") as tell:
-            requests = [self._fault_request(c.spec, False) for c in some]
-            traces = capture_each(requests, "rollout", run, [tokens] * len(some), tell)
-            tell("comparing", 0, 0)
-            for case, faulty in zip(some, traces, strict=True):
-                try:
-                    planted = first_parting(clean[engine], faulty, "prefill")
-                    d = detection(case, faulty, clean[other], pair, side, planted, _quiet)
-                    self.tell("fault", as_expected=d.as_expected, **d.model_dump())
-                except Exception as error:  # the next fault is to be looked at
-                    self.tell("failed", fault=case.chosen.name, error=f"{error!r}")
-                    traceback.print_exc()
-                shutil.rmtree(faulty.folder)
-
-
-def _quiet(_stage: str, _done: int, _total: int) -> None: ...
+    def _tell_fault(self, found: Detection | CleanPair) -> None:
+        if isinstance(found, Detection):
+            self.tell("fault", as_expected=found.as_expected, **found.model_dump())
 
 
 def _by_op(edge: Any) -> dict[str, int]:
@@ -574,7 +516,9 @@ def main() -> None:
     parser.add_argument("--opened", type=float, default=0.8, help="share of layers looked into")
     parser.add_argument("--seconds", type=float, default=500, help="no stage begins after them")
     parser.add_argument("--together", type=int, default=14, help="faults of one process")
-    parser.add_argument("--faults", help="names, in order; default: one of each class first")
+    parser.add_argument("--faults", help="names; default: all")
+    parser.add_argument("--planted", default="", help="engines that get them; default: all")
+    parser.add_argument("--curves", action="store_true", help="weaker faults too")
     parser.add_argument("stages", nargs="*", default=["compare", "probe"])
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)

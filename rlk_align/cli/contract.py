@@ -13,8 +13,9 @@ from rich.table import Table
 from rlk_align.errors import EXIT_FAIL, BadOption, TraceNotWritten
 from rlk_align.judge.changes import changes, needed_version, version_is_enough
 from rlk_align.judge.contract import Contract
-from rlk_align.judge.lint import lint, sequence_ess
+from rlk_align.judge.lint import lint
 from rlk_align.judge.load import open_contract
+from rlk_align.report.contract_terminal import show_contract
 from rlk_align.text import line, printable
 from rlk_align.trace.run import Run
 
@@ -28,62 +29,7 @@ Given = Annotated[str, typer.Argument(metavar="CONTRACT", help="A built-in id, o
 @app.command()
 def show(contract: Given) -> None:
     """Its limits and budgets, where each comes from, and its hash."""
-    found = open_contract(contract)
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(line(f"{found.id} {found.version}", "bold"), line(found.description))
-    console.print(line(f"sha256    {found.sha256}"))
-    if found.extends:
-        console.print(line(f"extends   {found.extends.id} {found.extends.version}"))
-    noise = "repeats bitwise" if found.max_noise is None else f"noise up to {found.max_noise:g}"
-    console.print(
-        line(
-            f"needs     {found.min_coverage:.0%} of the rows, {found.min_tokens} tokens; "
-            f"each side {noise}"
-        )
-    )
-    console.print(line(f"dtypes    {', '.join(found.dtypes)}"))
-    if found.sequences:
-        tokens = found.sequences.tokens
-        console.print(
-            line(
-                f"sequences up to {tokens:,} tokens: at the limits an effective sample size of "
-                f"{sequence_ess(found, tokens):.2g} is left"
-            )
-        )
-    for limit in found.limits:
-        console.print()
-        where = [*(limit.edges or ()), *(limit.op_classes or ()), *(limit.sites or ())]
-        where += limit.dtypes or ()
-        bound = f"fail above {limit.fail:g}"
-        if limit.atol is not None:
-            bound = f"|a − b| ≤ {limit.atol:g} + {limit.rtol:g} · magnitude"
-        if limit.tail is not None:
-            shown = ", ".join(f"{limit.fail_at(n):.3g} of {n:,}" for n in (100, 10_000, 1_000_000))
-            bound = f"fail above {shown} tokens"
-        if limit.warn is not None:
-            bound += f", warn above {limit.warn:g}"
-        console.print(line(limit.id, "bold"), line(f"{limit.metric}  {bound}"))
-        if where:
-            console.print(line(f"  where   {', '.join(where)}"))
-        _print_reasons(console, limit.why, limit.source, limit.reason)
-    for budget in found.budgets:
-        console.print()
-        console.print(line(budget.id, "bold"), line(", ".join(budget.ops)))
-        figures = budget.model_dump(include={"rms", "gain", "row_gain", "feature_rms", "peak"})
-        said = ", ".join(f"{name} {value:g}" for name, value in figures.items())
-        console.print(line(f"  roundings {said}, ..."))
-        _print_reasons(console, budget.why, budget.source, budget.reason)
-    for waiver in found.waivers:
-        console.print()
-        console.print(line(f"waiver of {waiver.limit}", "bold"))
-        console.print(line(f"  {waiver.owner}, until {waiver.expires}: {waiver.reason}"))
-
-
-def _print_reasons(console: Console, why: str, source: str, reason: str | None) -> None:
-    console.print(line(f"  why     {why}", "dim"))
-    console.print(line(f"  source  {source}", "dim"))
-    if reason:
-        console.print(line(f"  looser  {reason}"))
+    show_contract(open_contract(contract), Console(highlight=False, soft_wrap=True))
 
 
 @app.command()
@@ -135,7 +81,7 @@ def calibrate(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="PATH", help="Write the proposal as TOML there."),
+        typer.Option("-o", "--out", metavar="PATH", help="Write the proposal as TOML there."),
     ] = None,
 ) -> None:
     """Propose limits from repeated healthy runs, several seeds of each pair of engines."""

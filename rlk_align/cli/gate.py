@@ -9,11 +9,11 @@ from rlk_align.cli.output import finish, finish_regression
 from rlk_align.cli.outputs import Output, check_outputs, parse_outputs
 from rlk_align.errors import BadOption, CorruptTrace
 from rlk_align.judge.load import default_contract, load_contract
-from rlk_align.judge.regression import regressions
+from rlk_align.judge.regression import judge_regression
 from rlk_align.judge.verdict import judge_by
 from rlk_align.probe.record import Probe
 from rlk_align.progress import show_progress
-from rlk_align.report.formats import FORMATS
+from rlk_align.report.formats import FORMATS, REGRESSION_FORMATS
 from rlk_align.results import Comparison
 from rlk_align.trace.run import Run
 
@@ -40,7 +40,7 @@ def gate(
     With two runs the contract's regression limits say how much worse the second
     may be than the first.
     """
-    outputs = parse_outputs(output, FORMATS if later is None else ["json"])
+    outputs = parse_outputs(output, FORMATS if later is None else REGRESSION_FORMATS)
     opened = Run.open(run)
     if later is not None:
         if recompute:
@@ -61,8 +61,7 @@ def _compare_runs(first: Run, second: Run, name: str | None, outputs: list[Outpu
         check_outputs(outputs, run)
     before, after = (run.comparison for run in runs)
     contract = load_contract(name or default_contract(after.dtype), after.dtype)
-    checks = regressions(before, after, contract)
-    finish_regression(checks, contract, runs, outputs)
+    finish_regression(judge_regression(before, after, contract), runs, outputs)
 
 
 def _recomputed(run: Run) -> Comparison:

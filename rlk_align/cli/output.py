@@ -11,18 +11,15 @@ from rlk_align.cli.outputs import (
     Output,
     silence_stdout,
     takes_stdout,
-    write_outputs,
-    write_text,
+    write_regression,
+    write_run,
 )
-from rlk_align.errors import EXIT_FAIL, EXIT_PASS
-from rlk_align.judge.contract import Contract
-from rlk_align.judge.regression import RegressionCheck
+from rlk_align.judge.regression import RegressionVerdict
 from rlk_align.judge.verdict import Verdict
 from rlk_align.probe.record import Probe
-from rlk_align.report.regression import regression_json, show_regression
+from rlk_align.report.regression_terminal import show_regression
 from rlk_align.report.source import Source
 from rlk_align.report.terminal import show
-from rlk_align.report.verdict_json import record_text
 from rlk_align.trace.run import Run
 
 
@@ -40,22 +37,18 @@ def finish(
     if outputs:
         finished = run.again()
         source = Source(run=finished, record=finished.record, verdict=verdict, probe=probe)
-        write_outputs(outputs, source)
+        write_run(outputs, source)
     sys.exit(verdict.exit_code)
 
 
 def finish_regression(
-    checks: list[RegressionCheck], contract: Contract, runs: tuple[Run, Run], outputs: list[Output]
+    verdict: RegressionVerdict, runs: tuple[Run, Run], outputs: list[Output]
 ) -> NoReturn:
     """The same for what became worse from one run to another."""
-    code = EXIT_PASS if all(check.holds for check in checks) else EXIT_FAIL
     folders = (runs[0].folder, runs[1].folder)
-    to_stderr = takes_stdout(outputs)
-    _print(lambda console: show_regression(checks, contract, folders, console), to_stderr)
-    text = record_text(regression_json(checks, contract, code))
-    for output in outputs:
-        write_text(output.path, text)
-    sys.exit(code)
+    _print(lambda console: show_regression(verdict, folders, console), takes_stdout(outputs))
+    write_regression(outputs, verdict)
+    sys.exit(verdict.exit_code)
 
 
 def _print(show_on: Callable[[Console], None], to_stderr: bool) -> None:

@@ -3,13 +3,14 @@
 import io
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlk_align.errors import BadOption, TraceNotWritten
 from rlk_align.files import whole_file
-from rlk_align.report.formats import FORMATS, renderer
+from rlk_align.judge.regression import RegressionVerdict
+from rlk_align.report.formats import FORMATS, REGRESSION_FORMATS, renderer
 from rlk_align.report.source import Source
 from rlk_align.trace.run import Run
 
@@ -105,18 +106,37 @@ def takes_stdout(outputs: Sequence[Output]) -> bool:
     return any(o.path is None and o.format != "github" for o in outputs)
 
 
-def write_outputs(outputs: Sequence[Output], source: Source) -> None:
-    """Raises TraceNotWritten."""
+def write_outputs(
+    outputs: Sequence[Output], render: Callable[[str], str], commands: Callable[[], str]
+) -> None:
+    """Each format as `render` makes it; for GitHub its workflow commands too. Raises
+    TraceNotWritten."""
     for output in outputs:
-        text = renderer(output.format)(source)
+        text = render(output.format)
         if output.format == "github":
-            from rlk_align.report.github import workflow_commands
-
             # GitHub reads them from either stream.
-            _write_stream(takes_stdout(outputs), workflow_commands(source))
+            _write_stream(takes_stdout(outputs), commands())
         path = output_file(output)
         if path is not None or output.format != "github":
             write_text(path, text)
+
+
+def write_run(outputs: Sequence[Output], source: Source) -> None:
+    """What a run found. Raises TraceNotWritten, MissingDependency."""
+    from rlk_align.report.github import workflow_commands
+
+    write_outputs(outputs, lambda f: renderer(f)(source), lambda: workflow_commands(source))
+
+
+def write_regression(outputs: Sequence[Output], verdict: RegressionVerdict) -> None:
+    """What became worse from one run to another. Raises TraceNotWritten."""
+    from rlk_align.report.regression_formats import regression_commands
+
+    write_outputs(
+        outputs,
+        lambda f: renderer(f, REGRESSION_FORMATS)(verdict),
+        lambda: regression_commands(verdict),
+    )
 
 
 def write_text(path: Path | None, text: str) -> None:

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from rlk_align.cli import options
-from rlk_align.cli.outputs import check_outputs, make_output, write_outputs, write_text
+from rlk_align.cli.outputs import check_outputs, make_output, write_run, write_text
 from rlk_align.errors import BadOption
 from rlk_align.report.source import Source, load_source
 from rlk_align.text import line
@@ -77,7 +77,7 @@ def _write_one(kind: str, run: str, out: str, contract: str | None) -> None:
     output = make_output(kind, out)
     source = load_source(run, contract)
     check_outputs([output], source.run)
-    write_outputs([output], source)
+    write_run([output], source)
 
 
 @report.command("model-explorer")

@@ -11,6 +11,9 @@ from rlk_align.errors import EXIT_FAIL
 from rlk_align.progress import show_progress
 from rlk_align.text import printable
 
+FOUND = "selftest.jsonl"
+"""In the run's folder: what is found, a line each, as it comes, should it end early."""
+
 
 def selftest(
     engines: Annotated[
@@ -46,6 +49,7 @@ def selftest(
 
     from rlk_align.data import data_path
     from rlk_align.model.checkpoint import default_model, resolve_model
+    from rlk_align.probe.selftest.record import CleanPair, Detection
     from rlk_align.probe.selftest.run import SelfTestRequest, selftest
     from rlk_align.probe.selftest.table import lines
 
@@ -57,8 +61,15 @@ def selftest(
         model=str(resolve_model(model or default_model())),
         prompts=prompts or data_path("prompts.jsonl"),
     )
+    kept = run.folder / FOUND
+    kept.unlink(missing_ok=True)
+
+    def keep(one: Detection | CleanPair) -> None:
+        with kept.open("a", encoding="utf-8") as file:
+            file.write(one.model_dump_json() + "\n")
+
     with show_progress("selftest") as progress:
-        found = selftest(request, run, progress)
+        found = selftest(request, run, progress, keep)
     for text in lines(found):
         print(printable(text), file=sys.stderr if takes_stdout(outputs) else sys.stdout)
     for output_ in outputs:

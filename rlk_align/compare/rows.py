@@ -93,11 +93,11 @@ def _errors(edge: EdgeRows, site: str) -> pa.Array:
 
 
 def _texts(token: np.ndarray, model: Path) -> pa.Array:
-    """What each id says; nulls where the checkpoint has no tokenizer file."""
-    file = model / "tokenizer.json"
-    if not file.is_file():
+    """What each id says; nulls where the checkpoint has no tokenizer file that can be read."""
+    try:
+        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    except Exception:  # tokenizers raises nothing narrower, a missing file included
         return pa.nulls(len(token), pa.string())
-    tokenizer = Tokenizer.from_file(str(file))
     words = {
         int(i): tokenizer.decode([int(i)], skip_special_tokens=False) for i in np.unique(token)
     }

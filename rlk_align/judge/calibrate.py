@@ -15,6 +15,7 @@ import tomli_w
 
 from rlk_align.errors import BadOption
 from rlk_align.judge.contract import STATISTICS, Budget, Contract, Limit, Tail
+from rlk_align.judge.verdict import doubts_of
 from rlk_align.results import Comparison, EdgeName
 
 MARGIN = 1.5
@@ -87,10 +88,12 @@ def calibrated(runs: Sequence[HealthyRun], base: Contract) -> Proposal:
 def _check_enough(runs: Sequence[HealthyRun], base: Contract) -> None:
     for run in runs:
         c = run.comparison
-        if c.stopped or not c.edges or c.mismatches:
+        if c.mismatches:
             raise BadOption(f"{run.name}: its sides differ before anything is computed")
         if c.dtype not in base.dtypes:
             raise BadOption(f"{run.name} is in {c.dtype}, and {base.id} says nothing of that")
+        for doubt in doubts_of(c, base):
+            raise BadOption(f"{run.name} is inconclusive: {doubt}")
         if any(s.nonfinite for e in c.edges for s in e.sites):
             raise BadOption(f"{run.name} has NaN or infinite values: it is not healthy")
     if len({(r.pair, *(x.tobytes() for x in r.shifts.values())) for r in runs}) < len(runs):

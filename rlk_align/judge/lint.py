@@ -98,6 +98,8 @@ def _never(limits: list[Limit]) -> Iterator[Finding]:
 
 def _wherever(limit: Limit, other: Limit) -> bool:
     """Whether the other holds wherever the first does."""
+    if other.min_tokens > limit.min_tokens:
+        return False
     return other.edges is None or (limit.edges is not None and set(limit.edges) <= set(other.edges))
 
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from rlk_align.errors import BadOption
+from rlk_align.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS, BadOption
 from rlk_align.judge.contract import Contract, Regression
+from rlk_align.judge.verdict import Status, doubts_of
 from rlk_align.results import Comparison, EdgeResult, Result, SideName
 
 
@@ -25,44 +26,90 @@ class RegressionCheck(Result):
         return self.after <= self.allowed
 
 
-def regressions(before: Comparison, after: Comparison, contract: Contract) -> list[RegressionCheck]:
-    """Every regression limit on every judged edge. Raises BadOption for runs that cannot be held
-    against each other, or a contract that has no such limit."""
+class RegressionVerdict(Result):
+    """What became worse, by the limits of a contract."""
+
+    contract: Contract
+    checks: list[RegressionCheck]
+    doubts: list[str]
+    """Reasons for which nothing can be concluded."""
+
+    @property
+    def status(self) -> Status:
+        """Doubt outweighs a figure that is worse."""
+        if self.doubts:
+            return "inconclusive"
+        return "fail" if self.worse else "pass"
+
+    @property
+    def exit_code(self) -> int:
+        codes = {"pass": EXIT_PASS, "fail": EXIT_FAIL, "inconclusive": EXIT_INCONCLUSIVE}
+        return codes[self.status]
+
+    @property
+    def worse(self) -> list[RegressionCheck]:
+        """Figures beyond what is allowed."""
+        return [check for check in self.checks if not check.holds]
+
+
+def judge_regression(
+    before: Comparison, after: Comparison, contract: Contract
+) -> RegressionVerdict:
+    """Every regression limit on every judged edge. What one run alone cannot conclude, two cannot.
+    Raises BadOption for runs that cannot be held against each other, or a contract that has no such
+    limit."""
     if not contract.regressions:
         raise BadOption(
             f"contract {contract.id} has no regression limits",
             "add [[regressions]], or name another with --contract",
         )
     _check_comparable(before, after)
-    earlier = {e.name: e for e in before.edges}
-    found: list[RegressionCheck] = []
-    for edge in after.edges:
-        if edge.name in after.judged:
-            for limit in contract.regressions:
-                found += _checks(limit, earlier[edge.name], edge, before, after)
-    return found
+    doubts = [
+        f"the {name} run: {doubt}"
+        for name, run in (("first", before), ("second", after))
+        for doubt in doubts_of(run, contract)
+    ]
+    checks: list[RegressionCheck] = []
+    if not doubts:
+        _check_alike(before, after)
+        earlier = {e.name: e for e in before.edges}
+        for edge in after.edges:
+            if edge.name in after.judged:
+                for limit in contract.regressions:
+                    checks += _checks(limit, earlier[edge.name], edge, before, after)
+    return RegressionVerdict(contract=contract, checks=checks, doubts=doubts)
 
 
 def _check_comparable(before: Comparison, after: Comparison) -> None:
-    for name, run in (("first", before), ("second", after)):
-        if run.stopped:
-            raise BadOption(f"the {name} run stopped at the precheck: it has no figures")
     told = {
         "dtype": (before.dtype, after.dtype),
         "engines": tuple(" and ".join(e.name for e in c.engines.values()) for c in (before, after)),
         "judged edges": tuple(", ".join(sorted(c.judged)) for c in (before, after)),
-        "sites": tuple(f"{len(_sites(c))} sites" for c in (before, after)),
     }
     for what, (old, new) in told.items():
         if old != new:
-            raise BadOption(
-                f"the two runs have other {what}: {old}, and {new}",
-                "compare runs of the same engines and the same model",
-            )
+            raise _other(what, old, new)
+
+
+def _check_alike(before: Comparison, after: Comparison) -> None:
+    """Raises BadOption where the runs compared other operators."""
+    old, new = _sites(before), _sites(after)
+    if old != new:
+        (edge, site), *more = sorted(old ^ new)
+        where = f"{site} on {edge}" + (f" and {len(more)} more" if more else "")
+        there, missing = ("first", "second") if (edge, site) in old else ("second", "first")
+        raise _other("sites", f"{where} in the {there}", f"none of it in the {missing}")
+
+
+def _other(what: str, old: str, new: str) -> BadOption:
+    return BadOption(
+        f"the two runs have other {what}: {old}, and {new}",
+        "compare runs of the same engines and the same model, made with the same options",
+    )
 
 
 def _sites(c: Comparison) -> set[tuple[str, str]]:
-    return {(e.name, s.site) for e in c.edges for s in e.sites}
+    return {(e.name, s.site) for e in c.edges if e.name in c.judged for s in e.sites}
 
 
 def _checks(

@@ -63,7 +63,7 @@ def judge(comparison: Comparison, contract: Contract, day: date | None = None) -
     """Holds a comparison against a contract, on a day, today if None. Doubt outweighs a breach, a
     breach or an expired waiver a pass. Raises ContractError where the contract does not fit the
     sites that were compared."""
-    doubts = list(_doubts(comparison, contract))
+    doubts = list(doubts_of(comparison, contract))
     checks: list[LimitCheck] = []
     if not comparison.stopped:
         for edge in comparison.edges:
@@ -111,7 +111,8 @@ def coverage(comparison: Comparison) -> tuple[int, int]:
     return sum(e.paired_rows for e in edges), sum(e.expected_rows for e in edges)
 
 
-def _doubts(c: Comparison, contract: Contract) -> list[str]:
+def doubts_of(c: Comparison, contract: Contract) -> list[str]:
+    """Reasons for which a contract can conclude nothing from a comparison."""
     if c.stopped:
         kinds = dict.fromkeys(m.kind for m in c.mismatches if m.kind not in c.allowed)
         return [f"precheck: {', '.join(kinds)} differ between the sides"]
@@ -122,11 +123,12 @@ def _doubts(c: Comparison, contract: Contract) -> list[str]:
         doubts.append(f"coverage: {paired} of {expected} rows paired")
     for edge in c.edges:
         if edge.name in c.judged:
-            if not any(
-                limit.edges is None or edge.name in limit.edges
-                for limit in contract.limits_for(c.dtype)
-            ):
-                doubts.append(f"contract {contract.id} has no limit on {edge.name}")
+            limits = contract.limits_for(c.dtype)
+            if not any(limit.judges(edge.name, edge.metrics.tokens) for limit in limits):
+                doubts.append(
+                    f"contract {contract.id} holds no limit against {edge.name}, of "
+                    f"{edge.metrics.tokens} sampled tokens"
+                )
             doubts += [
                 f"{edge.name}: {site}: {reason}"
                 for site, reason, explained in edge.unpaired
@@ -178,6 +180,7 @@ def _notes(c: Comparison, contract: Contract) -> list[str]:
             f"responses of up to {c.longest_response:,} tokens: the limits were chosen for "
             f"{contract.sequences.tokens:,}, and drift adds up along a sequence"
         )
+    notes += _not_held(c, contract)
     left_out = [u for u in c.referee if u.errors is None]
     if contract.budgets and c.edges and not c.referee:
         notes.append("no operator was held against float64")
@@ -208,6 +211,21 @@ def _notes(c: Comparison, contract: Contract) -> list[str]:
                 f"{edge.name}: operator limits were not held against noisy rows, from {noisy[0]} on"
             )
     return notes
+
+
+def _not_held(c: Comparison, contract: Contract) -> Iterator[str]:
+    """Limits that want more tokens than there are."""
+    for edge in c.edges:
+        limits = contract.limits_for(c.dtype) if edge.name in c.judged else []
+        short = [x for x in limits if edge.metrics.tokens < x.min_tokens]
+        short = [x for x in short if x.judges(edge.name, x.min_tokens)]
+        if short:
+            count = f"limits not held: {len(short)}"
+            most = max(x.min_tokens for x in short)
+            yield (
+                f"{edge.name}: {count}, for {edge.metrics.tokens:,} tokens are too few: up to "
+                f"{most:,} are wanted"
+            )
 
 
 def closest_limit(verdict: Verdict) -> LimitCheck | None:

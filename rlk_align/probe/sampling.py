@@ -12,6 +12,7 @@ import torch
 
 from rlk_align.probe.transformations import (
     AS_STATED,
+    Logits,
     Rows,
     Stated,
     Transformation,
@@ -66,8 +67,9 @@ def explain(
         block = logits[part].double()
         limits.append(resolution(logits[part]))
         other.append(_other_token(block, reported[part], stated, limits[-1]))
+        sorted_once = Logits(block)
         for one in tried:
-            found.setdefault(one, []).append(one(block, rows[part]))
+            found.setdefault(one, []).append(one(sorted_once, rows[part]))
     limit, another = torch.cat(limits), torch.cat(other)
     fits = [_Fit(t, torch.cat(values), reported, limit, another) for t, values in found.items()]
     whole = [f for f in fits if f.whole]

@@ -10,6 +10,8 @@ import torch
 
 AS_STATED = "as stated"
 TOP_P = (0.99, 0.98, 0.95, 0.9, 0.8, 0.7, 0.5)
+FITTED_ELEMENTS = 1 << 21
+"""Logits that a temperature is fitted to: some two hundred log-softmaxes of them are taken."""
 TOP_K = (1, 5, 10, 20, 40, 50, 64, 100, 200)
 """What is tried where a side states none."""
 
@@ -50,17 +52,32 @@ class Stated:
         )
 
 
+class Logits:
+    """A block of logits, float64 `[N, V]`, which is sorted once for all that truncate it."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+        self._ordered: dict[float, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def ordered(self, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids from the likeliest, and the probability of all up to each, `[N, V]` both."""
+        if temperature not in self._ordered:
+            scaled, order = (self.values / temperature).sort(-1, descending=True)
+            self._ordered[temperature] = (order, scaled.softmax(-1).cumsum(-1))
+        return self._ordered[temperature]
+
+
 @dataclass(frozen=True, slots=True)
 class Transformation:
-    """logits float64 `[N, V]`, rows -> log-probs `[N]`; NaN where it has nothing to say."""
+    """logits, rows -> log-probs `[N]`; NaN where it has nothing to say."""
 
     name: str
     words: str
-    compute: Callable[[torch.Tensor, Rows], torch.Tensor]
+    compute: Callable[[Logits, Rows], torch.Tensor]
     bf16: bool = False
     """Whether its result is a bf16 number, and so known to half a unit in bf16's last place."""
 
-    def __call__(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def __call__(self, logits: Logits, rows: Rows) -> torch.Tensor:
         return self.compute(logits, rows)
 
 
@@ -95,14 +112,14 @@ def transformations(
             Transformation(
                 "bf16 logits",
                 "of logits rounded to bf16",
-                lambda x, r: _log_softmax(x.bfloat16().double(), r.targets, stated),
+                lambda x, r: _log_softmax(Logits(x.values.bfloat16().double()), r.targets, stated),
             )
         )
     found += [
         Transformation(
             "bf16 log-softmax",
             "of a log-softmax that is rounded to bf16",
-            lambda x, r: _chosen((x / t).bfloat16().log_softmax(-1).double(), r.targets),
+            lambda x, r: _chosen((x.values / t).bfloat16().log_softmax(-1).double(), r.targets),
             bf16=True,
         ),
         Transformation(
@@ -157,26 +174,27 @@ def _chosen(logprobs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return torch.where(ids >= 0, value, torch.nan)
 
 
-def _log_softmax(logits: torch.Tensor, ids: torch.Tensor, stated: Stated) -> torch.Tensor:
+def _log_softmax(logits: Logits, ids: torch.Tensor, stated: Stated) -> torch.Tensor:
     """log softmax(logits / temperature)[id], over the tokens that top-p and top-k keep; what they
     would not have sampled stays in."""
-    scaled = logits / stated.temperature
-    if stated.top_p < 1.0 or stated.top_k:
-        ordered, order = scaled.sort(-1, descending=True)
-        p = ordered.softmax(-1)
-        kept = p.cumsum(-1) - p < stated.top_p
-        if stated.top_k:
-            kept[:, stated.top_k :] = False
-        kept = torch.zeros_like(kept).scatter(-1, order, kept)
-        kept = kept.scatter(-1, ids.clamp_min(0)[:, None], True)
-        scaled = scaled.masked_fill(~kept, -torch.inf)
-    return _chosen(scaled.log_softmax(-1), ids)
+    whole = _chosen((logits.values / stated.temperature).log_softmax(-1), ids)
+    if stated.top_p >= 1.0 and not stated.top_k:
+        return whole
+    order, up_to = logits.ordered(stated.temperature)
+    # Each token is kept of which those before it have less than top-p.
+    kept = 1 + (up_to[:, :-1] < stated.top_p).sum(-1)
+    if stated.top_k:
+        kept = kept.clamp(max=stated.top_k)
+    rank = (order == ids[:, None]).byte().argmax(-1)
+    mass = up_to.gather(-1, kept[:, None] - 1)[:, 0]
+    return whole - torch.where(rank < kept, mass, mass + whole.exp()).log()
 
 
 def _fitted_temperature(logits: torch.Tensor, reported: torch.Tensor, rows: Rows) -> float:
     """The temperature at which most rows come nearest to what is reported: the median residual of
-    at most 256 rows is least."""
-    x, y, ids = logits[:256].double(), reported[:256].double(), rows.targets[:256]
+    at most 256 rows, of fewer where the vocabulary is large, is least."""
+    few = slice(0, max(16, min(256, FITTED_ELEMENTS // logits.shape[-1])))
+    x, y, ids = logits[few].double(), reported[few].double(), rows.targets[few]
 
     def off(temperature: float) -> float:
         residual = ((x / temperature).log_softmax(-1).gather(-1, ids[:, None])[:, 0] - y).abs()

@@ -1,24 +1,32 @@
 """The formats that a run's verdict is written in. A new one is a line here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
+from typing import Any
 
 from rlk_align.errors import MissingDependency
-from rlk_align.report.source import Source
 
 FORMATS = {
     "json": "rlk_align.report.verdict_json:json_text",
     "markdown": "rlk_align.report.markdown:markdown",
     "junit": "rlk_align.report.junit:junit",
-    "github": "rlk_align.report.github:step_summary",
+    "github": "rlk_align.report.markdown:markdown",
     "html": "rlk_align.report.html.page:run_page",
 }
 """By name, `module:function`: from a Source to the text of the file."""
 
+REGRESSION_FORMATS = {
+    "json": "rlk_align.report.regression_formats:regression_json",
+    "markdown": "rlk_align.report.regression_formats:regression_markdown",
+    "junit": "rlk_align.report.regression_formats:regression_junit",
+    "github": "rlk_align.report.regression_formats:regression_markdown",
+}
+"""The same from a RegressionVerdict: what became worse from one run to another."""
 
-def renderer(name: str) -> Callable[[Source], str]:
-    """What writes that format, a key of FORMATS. Raises MissingDependency."""
-    module, function = FORMATS[name].split(":")
+
+def renderer(name: str, formats: Mapping[str, str] = FORMATS) -> Callable[[Any], str]:
+    """What writes that format, a key of `formats`. Raises MissingDependency."""
+    module, function = formats[name].split(":")
     try:
         return getattr(import_module(module), function)
     except ModuleNotFoundError as error:

@@ -1,16 +1,17 @@
-"""The verdict for GitHub Actions: workflow commands for annotations, and a step's summary.
+"""The verdict for GitHub Actions: workflow commands, which it shows as annotations. The summary of
+the step is the Markdown report.
 
 GitHub shows ten annotations of a level for a step. The first error is the first operator that is
 off, or the first divergence, with its place in the code where that is known.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import chain
+from typing import Literal, get_args
 
 from rlk_align.judge.verdict import Verdict, headline, over_budget
-from rlk_align.report.markdown import markdown
 from rlk_align.report.source import Source
 from rlk_align.report.words import (
     WHOSE_OFF,
@@ -30,13 +31,14 @@ _SHOWN = 10
 _SOON = 14
 """Days before a waiver's end from which on it is told of."""
 _LONGEST = 1000
+Level = Literal["error", "warning", "notice"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Annotation:
     """One workflow command."""
 
-    level: Literal["error", "warning", "notice"]
+    level: Level
     title: str
     message: str
     place: CodePlace | None = None
@@ -60,29 +62,21 @@ def _property(text: str) -> str:
     return _data(short_printable(text, _LONGEST)).replace(":", "%3A").replace(",", "%2C")
 
 
-def step_summary(source: Source) -> str:
-    """The summary of the step."""
-    return markdown(source)
-
-
 def summary_file() -> str:
     """Where GitHub wants the summary of the step; empty elsewhere."""
     return os.environ.get(SUMMARY, "")
 
 
 def workflow_commands(source: Source) -> str:
-    """A line for each annotation, ten of a level at most."""
+    """What is to be said of a run's verdict."""
     verdict = source.verdict
-    found = [
-        *_bounded(_errors(source)),
-        *_bounded(_warnings(verdict)),
-        *_bounded(_notices(verdict)),
-    ]
-    return "".join(f"{annotation}\n" for annotation in found)
+    return commands([*_errors(source), *_warnings(verdict), *_notices(verdict)])
 
 
-def _bounded(annotations: Iterable[Annotation]) -> list[Annotation]:
-    return list(annotations)[:_SHOWN]
+def commands(annotations: Sequence[Annotation]) -> str:
+    """A line for each annotation, the first ten of each level."""
+    of_level = ([a for a in annotations if a.level == level][:_SHOWN] for level in get_args(Level))
+    return "".join(f"{annotation}\n" for annotation in chain.from_iterable(of_level))
 
 
 def _errors(source: Source) -> Iterator[Annotation]:

@@ -65,6 +65,11 @@ def junit(source: Source) -> str:
         suites += [_of_edge(verdict, e) for e in verdict.comparison.edges if e.name in judged]
     if verdict.waivers:
         suites.append(Suite(name="waivers", cases=[_of_waiver(use) for use in verdict.waivers]))
+    return junit_text(suites)
+
+
+def junit_text(suites: Sequence[Suite]) -> str:
+    """The XML of suites."""
     root = ElementTree.Element("testsuites", {"name": "rlk-align"} | _counts(suites))
     for suite in suites:
         root.append(_suite_element(suite))

@@ -37,7 +37,7 @@ from rlk_align.report.words import (
 from rlk_align.results import Comparison, EdgeResult, Introducer
 from rlk_align.text import line
 
-_STYLE = {"pass": "bold green", "fail": "bold red", "inconclusive": "bold yellow"}
+STYLES = {"pass": "bold green", "fail": "bold red", "inconclusive": "bold yellow"}
 _SHOWN = 8
 """Entries of a list that are printed; the rest is counted."""
 _WIDTH = 100
@@ -48,7 +48,7 @@ def show(verdict: Verdict, folder: Path, console: Console, probe: Probe | None =
     """Prints a verdict, and what a probe added to it. Whatever comes from a run is printed as
     text, not as markup."""
     c = verdict.comparison
-    head = line(f" {verdict.status.upper()} ", style=_STYLE[verdict.status] + " reverse")
+    head = line(f" {verdict.status.upper()} ", style=STYLES[verdict.status] + " reverse")
     contract = f"contract {verdict.contract.id} {verdict.contract.version}"
     console.print(head, line(f"{contract}, {c.dtype}, {c.tokens:,} sampled tokens"))
     for text in _sides(c):

@@ -73,12 +73,15 @@ def test_a_contract_that_is_not_there_is_a_usage_error(cli: Cli) -> None:
 
 
 def test_calibrate_refuses_too_few_runs_and_writes_nothing_under_ci(
-    cli: Cli, tmp_path: Path
+    cli: Cli, own, tmp_path: Path
 ) -> None:
     compared_run(tmp_path / "run")
-    few = cli("contract", "calibrate", tmp_path / "run", "--base", "bf16")
+    few = cli("contract", "calibrate", tmp_path / "run", "--base", own("ours", 100))
     assert few.code == 2
     assert "too few" in few.err
+    short = cli("contract", "calibrate", tmp_path / "run", "--base", "bf16")
+    assert short.code == 2
+    assert "run is inconclusive: prefill_vs_train: 15 sampled tokens, 32 are needed" in short.err
     out = tmp_path / "out.toml"
     refused = cli(
         *("contract", "calibrate", tmp_path / "run", "--base", "bf16", "-o", out),

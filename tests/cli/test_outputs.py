@@ -225,10 +225,10 @@ def test_a_full_disk_is_said(run: Path) -> None:
     assert "/dev/full could not be written" in said
 
 
-def test_two_runs_are_told_as_json_alone(run: Path) -> None:
-    code, said = command("gate", run, run, "--output", "junit=a.xml")
+def test_of_two_runs_there_is_no_page(run: Path) -> None:
+    code, said = command("gate", run, run, "--output", "html=a.html")
     assert code == 2
-    assert "FMT: json" in said
+    assert "FMT: json, markdown, junit, github" in said
 
 
 SPY = """

@@ -11,7 +11,9 @@ from synthetic import BATCH, all_cells, compared_run, draw, keep_logprobs, spoil
 
 from rlk_align.compare import rows as rows_module
 from rlk_align.compare.measure import measure
+from rlk_align.compare.rows import EdgeRows, rows_table
 from rlk_align.errors import CorruptTrace
+from rlk_align.model.sites import RowIndex
 from rlk_align.rows import HEAD, load_rows, save_rows, sites_of
 
 VALUES = draw()
@@ -43,6 +45,20 @@ def test_a_row_for_every_token_with_its_log_probs(tmp_path: Path) -> None:
     assert known == [x is not None for x in table["second_logprob"].to_pylist()]
     shift = at(table, "second_logprob") - at(table, "first_logprob")
     assert abs(shift) == pytest.approx(0.25, abs=1e-6)
+
+
+@pytest.mark.parametrize("kept", ["", "{", "[]", None])
+def test_without_a_tokenizer_that_can_be_read_the_texts_are_null(
+    tmp_path: Path, kept: str | None
+) -> None:
+    """After minutes of capturing, a broken tokenizer.json is no reason to end."""
+    if kept is not None:
+        (tmp_path / "tokenizer.json").write_text(kept)
+    table = rows_table([], index := RowIndex(BATCH), tmp_path)
+    assert table.num_rows == 0
+    edge = EdgeRows.of("prefill_vs_train", index, 1)
+    table = rows_table([edge], index, tmp_path)
+    assert table["text"].null_count == table.num_rows == len(index)
 
 
 def test_errors_are_of_their_row_and_site(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from rlk_align.errors import BadOption, MissingDependency, UnknownEngine
         ("hf:", "hf", {}),
         ("hf:attn=eager,dtype=bf16", "hf", {"attn": "eager", "dtype": "bfloat16"}),
         ("vllm:max_num_seqs=4", "vllm", {"max_num_seqs": 4}),
+        ("vllm:kv_cache_gb=0.5", "vllm", {"kv_cache_gb": 0.5}),
         ("vllm:enable_prefix_caching=1", "vllm", {"enable_prefix_caching": True}),
         ("vllm:batch_invariant=False", "vllm", {"batch_invariant": False}),
         ("hf:model=/a=b/c:d", "hf", {"model": "/a=b/c:d"}),

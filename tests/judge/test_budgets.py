@@ -216,11 +216,11 @@ def test_other_words() -> None:
 
 
 def test_what_was_not_recomputed_is_told() -> None:
-    (note,) = judged(unit("rollout"), unit(reason="gone")).notes
-    assert note == (
+    assert (
         "1 of 2 operators were not held against float64, from train prefill layers.0.act on: gone"
+        in judged(unit("rollout"), unit(reason="gone")).notes
     )
-    assert judged().notes == ["no operator was held against float64"]
+    assert "no operator was held against float64" in judged().notes
 
 
 def lines(verdict: Verdict) -> list[str]:

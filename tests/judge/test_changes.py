@@ -1,12 +1,12 @@
 """What one contract allows that another does not, and contracts that extend others."""
 
+import re
 from datetime import date
 from pathlib import Path
 
 import pytest
 from comparisons import contract
 
-from rlk_align.data import data_path
 from rlk_align.errors import ContractError
 from rlk_align.judge.changes import changes, needed_version, version_is_enough
 from rlk_align.judge.contract import Contract
@@ -192,4 +192,14 @@ def test_a_built_in_contract_can_be_extended(tmp_path: Path) -> None:
     found = open_contract(str(path))
     assert found.budgets == bf16.budgets
     assert next(x for x in found.limits if x.id == "mean-dlogp").fail == 0.001
-    assert data_path("contracts").is_dir()
+
+
+def test_the_contract_that_the_page_shows_is_one(tmp_path: Path) -> None:
+    """With a waiver, which is looser than its parent and has a reason of its own."""
+    page = (Path(__file__).parents[2] / "docs" / "contracts.md").read_text()
+    (shown,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    path = tmp_path / "ours.toml"
+    path.write_text(shown.replace("…", open_contract("bf16").sha256))
+    found = open_contract(str(path))
+    assert [w.owner for w in found.waivers] == ["ada"]
+    assert next(x for x in found.limits if x.id == "mean-dlogp").fail == 0.004

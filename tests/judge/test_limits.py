@@ -29,7 +29,7 @@ def test_a_warning_is_told_and_passes() -> None:
     assert (over.exit_code, over.warnings, len(over.breaches)) == (1, [], 1)
 
 
-def test_a_limit_fails_before_it_warns_is_no_limit() -> None:
+def test_a_limit_that_fails_before_it_warns_is_none() -> None:
     with pytest.raises(ValidationError, match="fails before it warns"):
         contract({"metric": "k3", "warn": 0.2, "fail": 0.1})
 

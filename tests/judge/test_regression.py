@@ -4,14 +4,23 @@ import pytest
 from comparisons import comparison, contract, edge, metrics, site
 
 from rlk_align.errors import BadOption
-from rlk_align.judge.regression import regressions
+from rlk_align.judge.contract import Contract
+from rlk_align.judge.regression import RegressionCheck, judge_regression
+from rlk_align.results import Comparison
 
 GROWTH = {"metric": "mean_abs_dlogp", "factor": 1.5, "plus": 1e-3}
 WORSE = {"id": "r", "why": "w", "source": "s"} | GROWTH
+OTHER_WEIGHTS = {"kind": "weights", "name": "embed", "rollout": "a", "train": "b"}
 
 
 def held(**changes: object):
     return contract(regressions=[WORSE | changes])
+
+
+def regressions(before: Comparison, after: Comparison, limits: Contract) -> list[RegressionCheck]:
+    verdict = judge_regression(before, after, limits)
+    assert not verdict.doubts
+    return verdict.checks
 
 
 def run(**changes: float):
@@ -60,11 +69,32 @@ def test_runs_that_cannot_be_compared() -> None:
     fine = run(mean_abs_dlogp=0.01)
     with pytest.raises(BadOption, match="no regression limits"):
         regressions(fine, fine, contract())
-    others = [
-        comparison(edge(), dtype="float16"),
-        comparison(edge("decode_vs_train")),
-        comparison(edge(sites=[site("layers.7.act")])),
-    ]
-    for other in others:
-        with pytest.raises(BadOption, match="other"):
+    others = {
+        "other dtype": comparison(edge(), dtype="float16"),
+        "other judged edges": comparison(edge("decode_vs_train")),
+        "layers.0.act on prefill_vs_train and 1 more in the first": comparison(
+            edge(sites=[site("layers.7.act"), site("logprob", op_class="logprob")])
+        ),
+    }
+    for said, other in others.items():
+        with pytest.raises(BadOption, match=said):
             regressions(fine, other, held())
+
+
+@pytest.mark.parametrize(
+    ("doubtful", "said"),
+    [
+        ({"controls": None}, "observer"),
+        ({"edges": [], "missing_edges": {"prefill_vs_train": "the engine died"}}, "was not"),
+        ({"mismatches": [OTHER_WEIGHTS], "edges": [], "controls": None}, "weights differ"),
+    ],
+)
+@pytest.mark.parametrize("at", ["first", "second"])
+def test_of_an_inconclusive_run_nothing_is_concluded(doubtful, said: str, at: str) -> None:
+    fine = run(mean_abs_dlogp=0.01)
+    other = comparison(**doubtful)
+    runs = (other, fine) if at == "first" else (fine, other)
+    verdict = judge_regression(*runs, held())
+    assert (verdict.status, verdict.exit_code, verdict.checks) == ("inconclusive", 4, [])
+    assert all(doubt.startswith(f"the {at} run: ") for doubt in verdict.doubts)
+    assert any(said in doubt for doubt in verdict.doubts)

@@ -449,7 +449,20 @@ def test_a_contract_without_a_limit_on_a_judged_edge_proves_nothing() -> None:
     elsewhere = contract({"metric": "max_abs_dlogp", "fail": 1, "edges": ["decode_vs_prefill"]})
     verdict = judge(comparison(), elsewhere)
     assert code(verdict) == 4
-    assert "no limit on prefill_vs_train" in verdict.doubts[0]
+    assert "holds no limit against prefill_vs_train, of 100" in verdict.doubts[0]
+
+
+def test_a_limit_that_wants_more_tokens_is_told_and_proves_nothing() -> None:
+    quantile = {"metric": "p99_abs_dlogp", "fail": 0.01, "min_tokens": 101}
+    told = "prefill_vs_train: limits not held: 1, for 100 tokens are too few: up to 101 are wanted"
+    beside = judge(comparison(), contract({"metric": "max_abs_dlogp", "fail": 1}, quantile))
+    assert code(beside) == 0
+    assert any(told in note for note in beside.notes)
+    alone = judge(comparison(), contract(quantile))
+    assert code(alone) == 4
+    assert "holds no limit against prefill_vs_train" in alone.doubts[0]
+    enough = judge(comparison(), contract(quantile | {"min_tokens": 100}))
+    assert (code(enough), enough.notes) == (0, [])
 
 
 def test_noise_that_was_not_measured_is_a_doubt() -> None:

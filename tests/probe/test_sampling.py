@@ -2,6 +2,7 @@
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -209,3 +210,37 @@ def test_a_pass_without_both_says_what_it_lacks(kept: dict[str, int], says: str)
     found = explain_pass(_pass(kept), "prefill")
     assert (found.name, found.rows) == (None, 0)
     assert says in found.words
+
+
+def test_a_block_is_sorted_once_for_all_truncations(monkeypatch: pytest.MonkeyPatch) -> None:
+    sorts: list[int] = []
+    sort = torch.Tensor.sort
+
+    def counted(x: torch.Tensor, *args: Any, **more: Any) -> Any:
+        sorts.append(x.numel())
+        return sort(x, *args, **more)
+
+    reported = _scored(_nucleus(LOGITS, 0.9), ROWS.targets)
+    monkeypatch.setattr(torch.Tensor, "sort", counted)
+    explain(LOGITS, reported, ROWS, Stated())
+    assert sorts == [LOGITS.numel()]
+
+
+def test_a_temperature_is_fitted_to_few_rows_of_a_large_vocabulary(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from rlk_align.probe import transformations
+
+    seen: list[int] = []
+    softmax = torch.Tensor.log_softmax
+
+    def counted(x: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
+        seen.append(len(x))
+        return softmax(x, *args, **more)
+
+    reported = _scored(LOGITS / 1.02, ROWS.targets)
+    monkeypatch.setattr(transformations, "FITTED_ELEMENTS", 1)
+    monkeypatch.setattr(torch.Tensor, "log_softmax", counted)
+    assert explain(LOGITS, reported, ROWS, Stated()).name == "another temperature"
+    assert seen.count(16) > 100
+    assert seen.count(len(LOGITS)) < 50

@@ -9,13 +9,16 @@ import pytest
 from conftest import command_line, require_engine, write_few_prompts
 from inprocess import command
 
+from rlk_align.cli.selftest import FOUND
 from rlk_align.engines.faults.catalogue import FAULTS, Chosen
 from rlk_align.engines.faults.fault import ALL
 from rlk_align.errors import BadOption
 from rlk_align.probe.selftest import detect
 from rlk_align.probe.selftest.plan import Case, cases, check_engines, check_faults, pairs, pairs_of
 from rlk_align.probe.selftest.record import CleanPair, Detection, SelfTest
+from rlk_align.probe.selftest.run import SelfTestRequest, _SelfTest
 from rlk_align.probe.selftest.table import lines
+from rlk_align.trace.run import Run
 
 PLANTED = {
     "hf": (
@@ -47,7 +50,10 @@ def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         shared=False,
     )
     assert done.code in (0, 1), done.err
-    return engines, done.code, done.out, json.loads((folder / "out.json").read_text())
+    found = json.loads((folder / "out.json").read_text())
+    kept = (folder / "run" / FOUND).read_text().splitlines()
+    assert [json.loads(text) for text in kept] == [*found["detections"], *found["clean"]]
+    return engines, done.code, done.out, found
 
 
 def test_every_planted_fault_is_named_on_its_side(real: Found) -> None:
@@ -190,6 +196,26 @@ def test_cases_are_faults_by_engine_with_their_curves() -> None:
     more = cases(("hf",), ("norm-eps", "attn-scale-twice", "weight-element"), curves=True)
     points = [c.chosen.strength for c in more if c.curve]
     assert points == [s for s in FAULTS["norm-eps"].strength.curve if s != 1e-3]
+
+
+def test_cases_are_in_the_order_that_is_asked_for() -> None:
+    asked = ("proj-gain", "weight-norm", "norm-eps")
+    assert [c.chosen.name for c in cases(("hf",), asked, curves=False)] == list(asked)
+
+
+def test_an_engine_is_given_its_settings_beside_a_fault(tmp_path: Path) -> None:
+    request = SelfTestRequest(
+        engines=("vllm", "megatron"),
+        faults=("norm-eps",),
+        seeds=0,
+        curves=False,
+        model="m",
+        prompts=tmp_path / "p.jsonl",
+        settings={"vllm": "kv_cache_gb=0.5"},
+    )
+    test = _SelfTest(request, Run(tmp_path), lambda *_: None, lambda _: None)
+    assert str(test._spec("vllm:fault=norm-eps")) == "vllm:kv_cache_gb=0.5,fault=norm-eps"
+    assert str(test._spec("megatron")) == "megatron"
 
 
 def test_what_is_unknown_is_refused() -> None:

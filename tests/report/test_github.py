@@ -15,7 +15,8 @@ from hostile_runs import (
 )
 from report_runs import report_run
 
-from rlk_align.report.github import step_summary, workflow_commands
+from rlk_align.report.github import workflow_commands
+from rlk_align.report.markdown import markdown
 from rlk_align.report.source import load_source
 
 OVER = "layers.1.act"
@@ -68,7 +69,7 @@ def test_a_healthy_run_is_not_annotated(tmp_path: Path) -> None:
     run = report_run(tmp_path / "healthy")
     source = load_source(str(run.folder), None)
     assert not [c for c in read(workflow_commands(source)) if c.level == "error"]
-    assert "rlk-align: PASS" in step_summary(source)
+    assert "rlk-align: PASS" in markdown(source)
 
 
 def test_what_cannot_be_judged_is_an_error(tmp_path: Path) -> None:
@@ -111,7 +112,7 @@ def test_nothing_that_a_run_says_is_a_command_or_a_property(tmp_path: Path, made
 
 def test_the_largest_runs_summary_fits(tmp_path: Path) -> None:
     source = huge_source(tmp_path / "run")
-    assert len(step_summary(source).encode()) < 64 * 1024
+    assert len(markdown(source).encode()) < 64 * 1024
     errors = [c for c in read(workflow_commands(source)) if c.level == "error"]
     assert len(errors) == 10
     assert "a waiver has expired" in errors[1].properties["title"]

@@ -65,7 +65,7 @@ def test_the_parts_come_in_the_order_of_a_readers_questions(failing: Run) -> Non
     found = re.findall(r'<h2 id="([\w-]+)">', page(failing))
     assert found == [
         *("verdict", "problems", "provenance", "drift", "heatmap", "tokens", "logprobs"),
-        *("operators", "unpaired", "waivers"),
+        *("operators", "unpaired", "waivers", "notes"),
     ]
 
 

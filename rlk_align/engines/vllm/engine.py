@@ -32,14 +32,17 @@ _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
+_LITTLE = 0.01
+
 
 class VLLMEngine(Engine):
-    """`vllm:tp=N,temperature=T,top_p=P,logprobs=raw|processed`: samples, and re-prefills the same
-    sequences.
+    """`vllm:tp=N,temperature=T,top_p=P,logprobs=raw|processed,kv_cache_gb=G`: samples, and
+    re-prefills the same sequences.
 
     Requests are packed, chunked and batched as vLLM does it. A prefill asks for one more
     token than it needs, so the context has one position less to spare. Log-probs are of the
-    raw distribution unless `logprobs=processed`.
+    raw distribution unless `logprobs=processed`. `kv_cache_gb` limits the cache of keys and values
+    to so many 1e9 bytes: for a GPU that others use too.
     """
 
     intervenes = True
@@ -77,6 +80,7 @@ class VLLMEngine(Engine):
                 tensor_parallel_size=self._ranks,
                 logprobs_mode=f"{option('logprobs')}_logprobs",
                 **{k: option(k) for k in passed if option(k) is not None},
+                **self._cache(),
             )
         except (ValueError, OSError, SafetensorError) as error:
             raise ModelError(f"vLLM could not load {self.model_path}: {error}") from error
@@ -113,6 +117,18 @@ class VLLMEngine(Engine):
         if kind == "decode" or self.attributes()["logprobs"] == "raw":
             return {}
         return {"logprob": "vLLM's log-probs of a prompt are raw, whatever is done to sampled ones"}
+
+    def _cache(self) -> dict[str, Any]:
+        """What limits the cache of keys and values, which otherwise takes all of a GPU that is
+        free."""
+        size = self.spec.option("kv_cache_gb")
+        if size is None:
+            return {}
+        # The share of the memory that vLLM asks for before it starts: the cache does not follow it.
+        return {
+            "kv_cache_memory_bytes": int(float(size) * 1e9),
+            "gpu_memory_utilization": _LITTLE,
+        }
 
     @property
     def _ranks(self) -> int:

@@ -11,6 +11,7 @@ VLLM = EngineInfo(
         "max_num_batched_tokens": Option(int),
         "max_num_seqs": Option(int),
         "block_size": Option(int),
+        "kv_cache_gb": Option(float),
         "enable_prefix_caching": Option(bool, default=False),
         "batch_invariant": Option(bool, default=False),
         "tp": Option(int, default=1),

@@ -64,7 +64,8 @@ def referee(
     sides: dict[SideName, Trace] = {"rollout": rollout, "train": train}
     index = RowIndex(rollout.tokens)
     device = _device()
-    references = {side: _reference(trace, device) for side, trace in sides.items()}
+    first = _reference(rollout, device)
+    references = {"rollout": first, "train": _reference(train, device, first)}
     sites = model_sites(rollout.record.shape)
     edges: dict[tuple[SideName, str], list[EdgeName]] = {}
     for edge in comparison.edges:
@@ -118,10 +119,16 @@ def _device() -> torch.device:
     return torch.device("cpu")
 
 
-def _reference(trace: Trace, device: torch.device) -> Reference | str:
+def _reference(
+    trace: Trace, device: torch.device, other: Reference | str | None = None
+) -> Reference | str:
+    """`other`: the other side's."""
     r, tp = trace.record, int(trace.record.options.get("tp") or 1)
+    like = None if isinstance(other, str) else other
     try:
-        return Reference(Path(r.model), r.shape, r.dtype, tp, r.attributes, trace.weights, device)
+        return Reference(
+            Path(r.model), r.shape, r.dtype, tp, r.attributes, trace.weights, device, like
+        )
     except ModelError as error:
         return f"the checkpoint cannot be read: {error.message}"
 

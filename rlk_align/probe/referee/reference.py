@@ -15,13 +15,16 @@ from rlk_align.model.sites import Site
 from rlk_align.model.tensors import biased_operators
 from rlk_align.probe.referee import formulas
 from rlk_align.probe.referee.rounding import rounding_variance
-from rlk_align.probe.referee.weights import CheckpointWeights, NotRefereed
+from rlk_align.probe.referee.weights import Checkpoint, CheckpointWeights, NotRefereed
 from rlk_align.trace.reader import Weight
 
 FLOAT32_UNIT = 2.0**-24
 """Half an ulp of 1: engines add, and turn, in float32."""
 SUM_ULPS = 2.0
-"""By which a float32 sum of exponentials is off, in the mean."""
+"""By which a float32 sum of exponentials is off, in the mean, where all are added as a tree."""
+SUM_BLOCK = 1024
+"""Exponentials that engines add as a tree. Each block's sum is added to the one before it, which
+rounds the total: to the same side, where blocks are alike as those of unseen tokens are."""
 WEIGHT_ELEMENTS = 1 << 25
 """Of a weight that are float64 at a time."""
 ROW_PARALLEL = ("o_proj", "down_proj")
@@ -54,15 +57,21 @@ class Reference:
         attributes: Mapping[str, Any],
         live: Mapping[str, Weight],
         device: torch.device,
+        like: "Reference | None" = None,
     ) -> None:
         """`dtype`: what the side computes in; `tp`: its tensor-parallel ranks; `attributes`: what
-        it says of its log-probs; `live`: the weights that its engine held. Raises ModelError."""
-        self.shape, self.dtype, self.device = shape, dtype, device
+        it says of its log-probs; `live`: the weights that its engine held; `like`: another side's,
+        whose checkpoint is shared if it is the same. Raises ModelError."""
+        self.shape, self.dtype, self.device, self._model = shape, dtype, device, model
         self._tp, self._attributes = tp, attributes
         self._config = read_config(model)
         if self._config.get("quantization_config"):
             raise ModelError(f"{model} is quantized")
-        self._weights = CheckpointWeights(model, self._config, shape, dtype, live, device)
+        if like is None or (like._model, like.dtype, like.shape) != (model, dtype, shape):
+            self._checkpoint = Checkpoint(model, self._config, shape, dtype, device)
+        else:
+            self._checkpoint = like._checkpoint
+        self._weights = CheckpointWeights(self._checkpoint, live)
         self._biased = biased_operators(self._config, shape)
         self._rotary = checkpoint_rotary(model, shape)
 
@@ -168,7 +177,9 @@ class Reference:
         chosen = logits.gather(1, rows.target[:, None]) / temperature
         rounded = [rounding_variance(x, "float32") for x in (chosen, chosen - out)]
         # The sum of exponentials, 1 and more of its largest, loses some ulps before its logarithm.
-        return out, sum(rounded) + SUM_ULPS**2 * FLOAT32_UNIT**2
+        added = (logits.shape[1] - 1) // SUM_BLOCK
+        lost = SUM_ULPS**2 + added**2 / 3
+        return out, sum(rounded) + lost * FLOAT32_UNIT**2
 
     @property
     def _eps(self) -> float:

@@ -18,55 +18,42 @@ class NotRefereed(Exception):
     """Why an operator cannot be recomputed."""
 
 
-class CheckpointWeights:
-    """What lies on disk now, checked against what the side's engine held when it was captured."""
+class Checkpoint:
+    """What lies on disk now, rounded to what a side computes in. Sides that compute alike share it:
+    they ask for the same parameters, one after the other."""
 
     def __init__(
-        self,
-        model: Path,
-        config: dict,
-        shape: ModelShape,
-        dtype: str,
-        live: Mapping[str, Weight],
-        device: torch.device,
+        self, model: Path, config: dict, shape: ModelShape, dtype: str, device: torch.device
     ) -> None:
-        """`dtype`: what the side computed in; `live`: its trace's weights. Raises ModelError."""
-        self._dtype, self._live, self._device = getattr(torch, dtype), live, device
+        """Raises ModelError."""
+        self._dtype, self._device = getattr(torch, dtype), device
         self._stored = stored_tensors(model)
         self._shapes = expected_tensors(config, shape)
-        self._checked: dict[str, str] = {}
-        self._last: tuple[str, torch.Tensor] | None = None
+        self._digests: dict[str, list[str]] = {}
+        self._last: tuple[str, list[torch.Tensor]] | None = None
 
-    def read(self, parameter: str, used_as: str = "") -> torch.Tensor:
-        """A canonical parameter, rounded to the side's dtype; `used_as`: the engine's name for its
-        copy, where that is another. Raises NotRefereed."""
-        live = used_as if used_as in self._live else parameter
-        if self._last is None or self._last[0] != parameter or live not in self._checked:
+    def read(self, parameter: str) -> torch.Tensor:
+        """A canonical parameter. Raises NotRefereed."""
+        return self._values(parameter)[0]
+
+    def _values(self, parameter: str) -> list[torch.Tensor]:
+        """Rounded, and as it is stored."""
+        if self._last is None or self._last[0] != parameter:
             stored = self._read(tensor_name(parameter))
-            rounded = stored.to(self._dtype).to(self._device)
-            if live not in self._checked:
-                self._checked[live] = self._difference(live, stored, rounded)
-            # The next pass asks for the same one.
-            self._last = (parameter, rounded)
-        if self._checked[live]:
-            raise NotRefereed(self._checked[live])
+            self._last = (parameter, [stored.to(self._dtype).to(self._device), stored])
         return self._last[1]
 
-    def _difference(self, live: str, stored: torch.Tensor, rounded: torch.Tensor) -> str:
-        """Why these are not the values that the engine held; empty where they are."""
-        if live not in self._live:
-            return f"its engine showed no {live}"
-        digest = self._live[live].digest
+    def holds(self, parameter: str, digest: str) -> bool:
+        """Whether an engine that held values of this digest held the parameter."""
+        digests = self._digests.setdefault(parameter, [])
+        rounded, stored = self._values(parameter)
         with one_thread():
-            if digest_parameter(rounded) == digest:
-                return ""
+            if not digests:
+                digests.append(digest_parameter(rounded))
             # Some keep a master copy as the checkpoint has it, and round as they compute.
-            if stored.dtype != rounded.dtype and digest_parameter(stored) == digest:
-                return ""
-        return (
-            f"its engine held another {live} than the checkpoint has now: a patch changed it, or "
-            "the checkpoint was replaced since"
-        )
+            if digest not in digests and len(digests) == 1 and stored.dtype != rounded.dtype:
+                digests.append(digest_parameter(stored))
+        return digest in digests
 
     def _read(self, name: str) -> torch.Tensor:
         at = self._stored.get(name)
@@ -81,3 +68,25 @@ class CheckpointWeights:
             shapes = f"{list(tensor.shape)} instead of {list(self._shapes[name])}"
             raise NotRefereed(f"the checkpoint has {name} as {shapes}")
         return tensor
+
+
+class CheckpointWeights:
+    """A checkpoint's parameters, checked against what a side's engine held when it was captured."""
+
+    def __init__(self, checkpoint: Checkpoint, live: Mapping[str, Weight]) -> None:
+        """`live`: the weights of the side's trace."""
+        self._checkpoint, self._live = checkpoint, live
+
+    def read(self, parameter: str, used_as: str = "") -> torch.Tensor:
+        """A canonical parameter, rounded to the side's dtype; `used_as`: the engine's name for its
+        copy, where that is another. Raises NotRefereed."""
+        live = used_as if used_as in self._live else parameter
+        value = self._checkpoint.read(parameter)
+        if live not in self._live:
+            raise NotRefereed(f"its engine showed no {live}")
+        if not self._checkpoint.holds(parameter, self._live[live].digest):
+            raise NotRefereed(
+                f"its engine held another {live} than the checkpoint has now: a patch changed it, "
+                "or the checkpoint was replaced since"
+            )
+        return value

@@ -90,12 +90,14 @@ def pairs_of(case: Case, engines: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def cases(engines: Sequence[str], faults: Sequence[str], curves: bool) -> list[Case]:
-    """Every fault in every engine that can have it, and the points of its curve."""
+    """Every fault in every engine that can have it, in that order, and the points of its curve."""
     found = []
     for engine in engines:
-        for name, fault in faults_of(engine).items():
-            if name not in faults:
+        known = faults_of(engine)
+        for name in faults:
+            if name not in known:
                 continue
+            fault = known[name]
             usual = fault.strength.default if fault.strength else 0.0
             case = Case(Chosen(name, fault, usual), engine)
             if not list(pairs_of(case, engines)):

@@ -2,10 +2,11 @@
 one of another engine."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
+from typing import TypeVar
 
 from rlk_align.capture.capture import capture, capture_each
 from rlk_align.capture.request import CaptureRequest
@@ -21,6 +22,7 @@ from rlk_align.results import EdgeName, SideName
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.run import Run
 
+Found = TypeVar("Found", Detection, CleanPair)
 TOGETHER, SEEDS_TOGETHER = 16, 5
 """Faults, and seeds, whose captures are on disk at a time."""
 PROMPTS, NEW_TOKENS = 8, 16
@@ -38,6 +40,12 @@ class SelfTestRequest:
     curves: bool
     model: str
     prompts: Path
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Options that an engine is given in all of it, by its name."""
+    planted: tuple[str, ...] = ()
+    """Engines that get the faults; empty is all."""
+    together: int = TOGETHER
+    """Faults whose captures are on disk at a time."""
 
 
 def _quiet(_stage: str, _done: int, _total: int) -> None:
@@ -53,11 +61,16 @@ def _name(found: Detection) -> tuple[str, str, float]:
     return found.fault, found.rollout if found.side == "rollout" else found.train, found.strength
 
 
-def selftest(request: SelfTestRequest, run: Run, progress: Progress) -> SelfTest:
-    """Plants every fault in every engine, on either side of every pair. Raises what capturing
-    raises."""
+def selftest(
+    request: SelfTestRequest,
+    run: Run,
+    progress: Progress,
+    tell: Callable[[Detection | CleanPair], None],
+) -> SelfTest:
+    """Plants every fault in every engine, on either side of every pair; `tell` is told of each as
+    it is found. Raises what capturing raises."""
     with run.locked():
-        return _SelfTest(request, run, progress).done()
+        return _SelfTest(request, run, progress, tell).done()
 
 
 @dataclass
@@ -65,6 +78,7 @@ class _SelfTest:
     request: SelfTestRequest
     run: Run
     progress: Progress
+    tell: Callable[[Detection | CleanPair], None]
     _clean: dict[tuple[str, str, bool], Trace] = field(default_factory=dict)
 
     def done(self) -> SelfTest:
@@ -77,15 +91,19 @@ class _SelfTest:
         save_prompts(every[first : first + PROMPTS], self._prompts)
         # One that samples stands first in every pair.
         self._base = self._sampled(pairs(r.engines)[0][0], "", 0)
-        todo = sorted(cases(r.engines, r.faults, r.curves), key=_together)
+        every_case = cases(r.engines, r.faults, r.curves)
+        todo = sorted(
+            (c for c in every_case if c.engine in (r.planted or r.engines)), key=_together
+        )
         found: list[Detection] = []
         for _, some in groupby(todo, key=_together):
             group = [*some]
-            for start in range(0, len(group), TOGETHER):
-                part = group[start : start + TOGETHER]
-                found += self._detections(part, len({_name(d) for d in found}), len(todo))
+            for start in range(0, len(group), r.together):
+                part = group[start : start + r.together]
+                done = len({*map(_name, found)})
+                found += map(self._told, self._detections(part, done, len(todo)))
         rows = sum(len(s.ids) for s in self._base.tokens.samples)
-        clean = [*self._clean_pairs()]
+        clean = [self._told(c) for c in self._clean_pairs()]
         versions = {t.record.engine: t.record.version for t in self._clean.values()}
         return SelfTest(
             engines=versions,
@@ -94,12 +112,16 @@ class _SelfTest:
             clean=clean,
         )
 
+    def _told(self, found: Found) -> Found:
+        self.tell(found)
+        return found
+
     def _request(
         self, engine: str, fault: Fault | None, seed: int = 0, decode: bool = False
     ) -> CaptureRequest:
         biased = fault is not None and fault.needs_bias
         return CaptureRequest(
-            engine=EngineSpec.parse(engine),
+            engine=self._spec(engine),
             model=str(self._biased if biased else self.request.model),
             prompts=self._prompts,
             max_new_tokens=NEW_TOKENS,
@@ -107,6 +129,11 @@ class _SelfTest:
             passes=("decode", "prefill") if decode else ("prefill",),
             controls=False,
         )
+
+    def _spec(self, text: str) -> EngineSpec:
+        name, _, options = text.partition(":")
+        given = ",".join(filter(None, (self.request.settings.get(name, ""), options)))
+        return EngineSpec.parse(spec(name, given))
 
     @property
     def _biased(self) -> Path:

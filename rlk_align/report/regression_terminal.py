@@ -1,30 +1,31 @@
-"""What became worse from one run to another, on a terminal and as a record."""
+"""What became worse from one run to another, on a terminal."""
 
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from rlk_align.judge.contract import Contract
-from rlk_align.judge.regression import RegressionCheck
-from rlk_align.report.verdict_json import finite
+from rlk_align.judge.regression import RegressionVerdict
+from rlk_align.report.terminal import STYLES
 from rlk_align.text import line
 
 _SHOWN = 20
 
 
 def show_regression(
-    checks: list[RegressionCheck], contract: Contract, folders: tuple[Path, Path], console: Console
+    verdict: RegressionVerdict, folders: tuple[Path, Path], console: Console
 ) -> None:
     """Prints what is worse than allowed; the figures of whole edges in any case."""
-    worse = [check for check in checks if not check.holds]
-    word, style = ("FAIL", "bold red") if worse else ("PASS", "bold green")
-    head = f"regression limits of contract {contract.id} {contract.version}"
-    console.print(line(f" {word} ", f"{style} reverse"), line(head))
+    contract, checks, worse = verdict.contract, verdict.checks, verdict.worse
+    head = line(f" {verdict.status.upper()} ", f"{STYLES[verdict.status]} reverse")
+    console.print(head, line(f"regression limits of contract {contract.id} {contract.version}"))
     console.print(line(f"before   {folders[0]}"))
     console.print(line(f"after    {folders[1]}"))
     console.print()
+    if verdict.doubts:
+        for doubt in verdict.doubts[:_SHOWN]:
+            console.print(line(f"doubt    {doubt}"))
+        return
     shown = [c for c in checks if c.site is None or not c.holds]
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for name in ("", "edge", "where", "metric"):
@@ -40,19 +41,3 @@ def show_regression(
     if len(shown) > _SHOWN:
         console.print(line(f"and {len(shown) - _SHOWN} more"))
     console.print(line(f"{len(checks) - len(worse)} of {len(checks)} figures within their limits"))
-
-
-def regression_json(
-    checks: list[RegressionCheck], contract: Contract, exit_code: int
-) -> dict[str, Any]:
-    """The published record; a NaN is null there."""
-    named = {"id": contract.id, "version": contract.version, "sha256": contract.sha256}
-    return finite(
-        {
-            "schema": "rlk-align/regression/1",
-            "status": "fail" if exit_code else "pass",
-            "exit_code": exit_code,
-            "contract": named,
-            "checks": [c.model_dump() | {"holds": c.holds} for c in checks],
-        }
-    )
