@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 
@@ -66,9 +65,16 @@ def _aligned(tensors: tuple[int, ...], arguments: tuple) -> bool:
     return bits & 15 == 0
 
 
+@functools.cache
+def _knobs():
+    import triton  # what runs without it may import this file
+
+    return triton.knobs.runtime
+
+
 def again(found: Compiled, kernel, grid: tuple[int, int, int], arguments, options) -> None:
     """Launch what was compiled; a profiler that wants to know of launches gets an ordinary one."""
-    knobs = triton.knobs.runtime
+    knobs = _knobs()
     if knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls:
         kernel[grid](*arguments, **options)
         return
