@@ -265,9 +265,9 @@ def hopper(monkeypatch):
     """A GPU of the Hopper generation that is not there, and a Triton whose version can be set."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(device, "capability", lambda of: (9, 0))
-    device._facts.cache_clear()
+    device.facts.cache_clear()
     yield lambda version: monkeypatch.setattr(device, "triton_version", lambda: version)
-    device._facts.cache_clear()
+    device.facts.cache_clear()
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.9.1+git2", "3.10.0", "3.5.1", "4.0.0"])
