@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: setup demo test test-quick check compile-kernels test-gpu bench-gpu clean
+.PHONY: setup demo test test-fix-path test-quick check compile-kernels test-gpu bench-gpu clean
 
 setup: $(STAMP)
 
@@ -18,10 +18,11 @@ $(STAMP): pyproject.toml requirements/cpu.txt requirements/gpu.txt scripts/setup
 	PYTHON="$(PYTHON)" VENV="$(VENV)" GPU="$(GPU)" bash scripts/setup.sh
 	@touch $@
 
-# The main job on the embedded model: the real vLLM against Megatron-core. Either verdict is a result (0 pass,
-# 1 fail); anything else is not.
+# The main job on the embedded model: the real vLLM against Megatron-core, which drift apart, and again
+# with our kernels in both, where no bit does. Either verdict is a result (0 pass, 1 fail); anything else
+# is not.
 demo: setup
-	$(BIN)/rlk-align compare --run-dir rlk-runs/demo $(DEMO) || [ $$? -eq 1 ]
+	$(BIN)/rlk-align compare --kernels rlk --run-dir rlk-runs/demo $(DEMO) || [ $$? -eq 1 ]
 
 # Tests with the real engines; a missing one fails instead of skipping. Two files at a time, each
 # process with one thread. Engines and commands are forked from processes that have imported their
@@ -32,6 +33,10 @@ TESTS := RLK_REQUIRE_ENGINES=vllm,megatron,fsdp TRITON_INTERPRET=1 OMP_NUM_THREA
 
 test: setup
 	$(TESTS) $(TEST)
+
+# The whole matrix of engines with the kernels in them, bit for bit: some minutes.
+test-fix-path: setup
+	$(TESTS) tests/fix_path
 
 # What starts no engine.
 test-quick: setup

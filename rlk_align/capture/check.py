@@ -2,6 +2,7 @@
 
 from rlk_align.capture.key import engine_versions
 from rlk_align.capture.request import CaptureRequest
+from rlk_align.engines.common.kernels import check_kernels
 from rlk_align.engines.registry import require_installed
 from rlk_align.engines.tested import untested
 from rlk_align.errors import BadOption
@@ -34,6 +35,8 @@ def check_request(request: CaptureRequest, sampling: bool) -> tuple[ModelShape, 
             f"its layers are 0 to {shape.layers - 1}",
         )
     spec.info.check(spec.option, read_config(model), shape)
+    if spec.option("kernels") != "off":
+        check_kernels(spec.name, read_config(model))
     check_tensors(model, shape)
     if any(p.text is not None for p in load_prompts(request.prompts)):
         check_tokenizer(model)

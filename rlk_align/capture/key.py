@@ -28,7 +28,7 @@ SHARED_SOURCES = ("engines/*.py", "engines/common", "engines/process", "trace", 
 
 ENVIRONMENT = (
     *("ATEN_", "CUBLAS_", "CUDNN_", "DNNL_", "MKL_", "NCCL_", "NVIDIA_TF32", "NVTE_", "OMP_NUM_"),
-    *("ONEDNN_", "PYTORCH_", "TORCH", "TRITON_", "VLLM_"),
+    *("ONEDNN_", "PYTORCH_", "RLK_BACKEND", "TORCH", "TRITON_", "VLLM_"),
 )
 """How the names of variables begin that decide what torch and the engines compute."""
 
@@ -73,6 +73,8 @@ def _adapter_sources(spec: EngineSpec) -> Iterator[Path]:
     package = Path(rlk_align.__file__).parent
     for pattern in SHARED_SOURCES:
         yield from package.glob(pattern if pattern.endswith(".py") else f"{pattern}/*.py")
+    if spec.option("kernels") != "off":
+        yield from _kernel_sources()
     if spec.option("fault") is not None:
         yield from package.glob("engines/faults/**/*.py")
     found = importlib.util.find_spec(spec.info.target.partition(":")[0])
@@ -81,6 +83,13 @@ def _adapter_sources(spec: EngineSpec) -> Iterator[Path]:
     own = Path(found.origin)
     # An engine from elsewhere may be one file among others that are not its own.
     yield from own.parent.glob("*.py") if package in own.parents else [own]
+
+
+def _kernel_sources() -> Iterator[Path]:
+    found = importlib.util.find_spec("rlk_kernels")
+    assert found is not None
+    assert found.origin is not None
+    yield from Path(found.origin).parent.rglob("*.py")
 
 
 def engine_versions(spec: EngineSpec) -> dict[str, str]:

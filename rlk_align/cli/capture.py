@@ -7,7 +7,6 @@ import typer
 from rich.console import Console
 
 from rlk_align.cli import options
-from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
 from rlk_align.progress import show_progress
 from rlk_align.text import line
@@ -22,6 +21,7 @@ def capture(
         typer.Option(metavar="RUN", help="Score this run's ids.", show_default="sample"),
     ] = None,
     model: options.Model = None,
+    kernels: options.Kernels = None,
     prompts: options.Prompts = None,
     max_new_tokens: options.MaxNewTokens = 32,
     seed: options.Seed = 0,
@@ -31,7 +31,7 @@ def capture(
     trace_budget: options.TraceBudget = "8GB",
 ) -> None:
     """Capture one engine: sample and re-score, or score another run's tokens."""
-    spec = EngineSpec.parse(engine)
+    spec = options.engine_spec(engine, kernels)
     if spec.name == "replay":
         raise BadOption("a replay is a capture already")
     if tokens and prompts:

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from rlk_align.cli import options
-from rlk_align.cli.pair import Pair, prepare
+from rlk_align.cli.pair import Pair, prepare, prepare_without
 from rlk_align.progress import show_progress
 
 
@@ -19,6 +19,7 @@ def compare(
     train: options.Train = None,
     prompts: options.Prompts = None,
     contract: options.ContractName = None,
+    kernels: options.Kernels = None,
     max_new_tokens: options.MaxNewTokens = 32,
     seed: options.Seed = 0,
     run_dir: options.RunDir = None,
@@ -54,17 +55,22 @@ def compare(
         edges=edges,
         production=production,
         trace_budget=trace_budget,
+        kernels=kernels,
     )
     request, run, outputs = prepare(given)
+    without = prepare_without(given, run)
 
     from rlk_align import pipeline
     from rlk_align.cli.output import finish
 
     found = None
     with show_progress("compare") as progress:
+        beside = None
+        if without is not None:
+            beside = pipeline.compare(*without, progress), without[1]
         verdict = pipeline.compare(request, run, progress)
         if (probe or attribute) and not verdict.comparison.stopped:
             kept = options.trace_plan(trace_budget, layers, sites)
             asked = pipeline.ProbeRequest(attribute=attribute, contract=contract, plan=kept)
             verdict, found = pipeline.probe(asked, run.again(), progress)
-    finish(verdict, run, outputs, found)
+    finish(verdict, run, outputs, found, beside)

@@ -101,6 +101,15 @@ Train = Annotated[
         show_default="megatron, else hf",
     ),
 ]
+Kernels = Annotated[
+    str | None,
+    typer.Option(
+        "--kernels",
+        metavar="rlk|off",
+        help="Put rlk_kernels under every operator of the engines.",
+        show_default="off",
+    ),
+]
 AllowMismatch = Annotated[
     list[str] | None,
     typer.Option(
@@ -158,6 +167,24 @@ def capture_request(
         passes=passes,
         production=production,
     )
+
+
+def engine_spec(text: str, kernels: str | None) -> EngineSpec:
+    """An engine's spec; `kernels` for one that does not say itself. Raises UnknownEngine or
+    BadOption."""
+    if kernels not in (None, "rlk", "off"):
+        raise BadOption(f"--kernels {kernels!r} is unknown", "choose rlk or off")
+    spec = EngineSpec.parse(text)
+    if kernels is None or "kernels" in spec.options or spec.name == "replay":
+        return spec
+    return EngineSpec.parse(f"{text}{',' if spec.options else ':'}kernels={kernels}")
+
+
+def without_kernels(text: str) -> str:
+    """The same engine without them, as a spec."""
+    spec = EngineSpec.parse(text)
+    kept = {k: v for k, v in spec.options.items() if k not in ("kernels", "except")}
+    return str(EngineSpec(spec.name, kept))
 
 
 def warn(warnings: list[str]) -> None:

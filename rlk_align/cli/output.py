@@ -6,6 +6,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
+from rlk_align.cli.cost import cost_lines
 from rlk_align.cli.options import warn
 from rlk_align.cli.outputs import (
     Output,
@@ -17,9 +18,11 @@ from rlk_align.cli.outputs import (
 from rlk_align.judge.regression import RegressionVerdict
 from rlk_align.judge.verdict import Verdict
 from rlk_align.probe.record import Probe
+from rlk_align.report.change import show_change
 from rlk_align.report.regression_terminal import show_regression
 from rlk_align.report.source import Source
 from rlk_align.report.terminal import show
+from rlk_align.text import line
 from rlk_align.trace.run import Run
 
 
@@ -29,16 +32,35 @@ class _Stdout(Console):
 
 
 def finish(
-    verdict: Verdict, run: Run, outputs: list[Output], probe: Probe | None = None
+    verdict: Verdict,
+    run: Run,
+    outputs: list[Output],
+    probe: Probe | None = None,
+    beside: tuple[Verdict, Run] | None = None,
 ) -> NoReturn:
     """Prints the verdict, on stderr where an output takes stdout, writes each output, and exits
-    with its code, whether anybody could read it or not."""
-    _print(lambda console: show(verdict, run.folder, console, probe), takes_stdout(outputs))
+    with its code, whether anybody could read it or not.
+
+    `beside`: the same pair without the kernels, which is shown with it.
+    """
+
+    def everything(console: Console) -> None:
+        show(verdict, run.folder, console, probe)
+        if beside is not None:
+            show_change(beside[0], verdict, console)
+            for text in cost_lines(beside[1].again(), run.again()):
+                console.print(line(text, style="dim"))
+
+    _print(everything, takes_stdout(outputs))
     if outputs:
-        finished = run.again()
-        source = Source(run=finished, record=finished.record, verdict=verdict, probe=probe)
-        write_run(outputs, source)
+        other = _source(*beside, None) if beside is not None else None
+        write_run(outputs, _source(verdict, run, probe), other)
     sys.exit(verdict.exit_code)
+
+
+def _source(verdict: Verdict, run: Run, probe: Probe | None) -> Source:
+    finished = run.again()
+    return Source(run=finished, record=finished.record, verdict=verdict, probe=probe)
 
 
 def finish_regression(

@@ -121,11 +121,19 @@ def write_outputs(
             write_text(path, text)
 
 
-def write_run(outputs: Sequence[Output], source: Source) -> None:
-    """What a run found. Raises TraceNotWritten, MissingDependency."""
+def write_run(outputs: Sequence[Output], source: Source, beside: Source | None = None) -> None:
+    """What a run found; a page lays it over the run `beside`. Raises TraceNotWritten,
+    MissingDependency."""
     from rlk_align.report.github import workflow_commands
 
-    write_outputs(outputs, lambda f: renderer(f)(source), lambda: workflow_commands(source))
+    def render(name: str) -> str:
+        if name == "html" and beside is not None:
+            from rlk_align.report.html.several import several_page
+
+            return several_page([beside, source])
+        return renderer(name)(source)
+
+    write_outputs(outputs, render, lambda: workflow_commands(source))
 
 
 def write_regression(outputs: Sequence[Output], verdict: RegressionVerdict) -> None:

@@ -1,7 +1,7 @@
 """Two engines, as `compare` and `probe` are given them: from options to a request."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +43,7 @@ class Pair:
     edges: str | None
     production: bool | None
     trace_budget: str
+    kernels: str | None = None
 
 
 def prepare(given: Pair) -> tuple["CompareRequest", Run, list[Output]]:
@@ -62,6 +63,7 @@ def prepare(given: Pair) -> tuple["CompareRequest", Run, list[Output]]:
             given.layers,
             given.sites,
             given.production,
+            given.kernels,
         )
         asked = (
             any(n is not None for n in named)
@@ -77,7 +79,7 @@ def prepare(given: Pair) -> tuple["CompareRequest", Run, list[Output]]:
         pair = [EngineSpec("replay", {"path": run}) for run in given.runs]
     else:
         texts = (given.rollout or options.default_rollout(), given.train or options.default_train())
-        pair = [EngineSpec.parse(text) for text in texts]
+        pair = [options.engine_spec(text, given.kernels) for text in texts]
     specs: dict[SideName, EngineSpec] = {"rollout": pair[0], "train": pair[1]}
     settings = (
         given.model,
@@ -122,6 +124,26 @@ def prepare(given: Pair) -> tuple["CompareRequest", Run, list[Output]]:
         command=tuple(options.command_line()),
     )
     return request, run, outputs
+
+
+WITHOUT = "kernels-off"
+"""The folder, in a run with the kernels, of the run of the same pair without them."""
+
+
+def prepare_without(given: Pair, run: Run) -> tuple["CompareRequest", Run] | None:
+    """The same pair without kernels, for a pair that `--kernels rlk` gave them: drift off and on,
+    side by side. None where there is nothing to show so."""
+    texts = (given.rollout or options.default_rollout(), given.train or options.default_train())
+    replayed = any(EngineSpec.parse(text).name == "replay" for text in texts)
+    if given.kernels != "rlk" or given.runs or replayed:
+        return None
+    rollout, train = map(options.without_kernels, texts)
+    folder = run.folder / WITHOUT
+    plain = replace(
+        given, rollout=rollout, train=train, run_dir=folder, output=None, kernels=None
+    )  # fmt: skip
+    request, folder_run, _ = prepare(plain)
+    return request, folder_run
 
 
 def _measure_production(wanted: bool | None, spec: EngineSpec) -> bool:

@@ -24,6 +24,7 @@ def probe(
     train: options.Train = None,
     prompts: options.Prompts = None,
     contract: options.ContractName = None,
+    kernels: options.Kernels = None,
     max_new_tokens: options.MaxNewTokens = 32,
     seed: options.Seed = 0,
     run_dir: options.RunDir = None,
@@ -60,12 +61,13 @@ def probe(
         edges=edges,
         production=production,
         trace_budget=trace_budget,
+        kernels=kernels,
     )
     kept = options.trace_plan(trace_budget, layers, sites)
     edges_asked = options.parse_edges(edges) if edges else ()
     if of is not None:
         # What a capture is asked for: given here, it would be left out of account.
-        named = (model, rollout, train, prompts, run_dir, allow_mismatch, production)
+        named = (model, rollout, train, prompts, run_dir, allow_mismatch, production, kernels)
         if any(n is not None for n in named) or fresh or seed or max_new_tokens != 32:
             raise BadOption(
                 "a run is probed as it is: RUN, without engines, model, prompts, and whatever else "

@@ -4,14 +4,16 @@ An engine of several ranks runs in as many processes, all of which are called al
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from rlk_align.engines.common.intervention import Intervention
+from rlk_align.engines.common.kernels import Kernels
 from rlk_align.engines.common.parameters import ParameterRecord
 from rlk_align.engines.common.tap import Tap
 from rlk_align.engines.faults.catalogue import choose
@@ -65,6 +67,10 @@ class Engine(ABC):
     """This process among the engine's; set before `open`, torch.distributed being up."""
     heartbeats: Path | None = None
     """Where processes that the engine starts itself note their heartbeat."""
+    kernels: Kernels | None = None
+    """What is put under its operators; set before `open`."""
+    replaced: Mapping[str, str] = MappingProxyType({})
+    """Site -> the implementation of ours that computes it, or `own`; empty without `kernels`."""
     _faulty: Operators | None = None
 
     def __init__(

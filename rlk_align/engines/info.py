@@ -48,6 +48,10 @@ class EngineInfo:
     fused: tuple[tuple[str, str], ...] = ()
     """Pairs of operators that it computes as one, the second reading the first's output: which of
     the two a difference comes from cannot be told."""
+    kernels: bool = False
+    """Whether `kernels=rlk` puts our kernels into it."""
+    one_kernel: tuple[frozenset[str], ...] = ()
+    """Operators that it computes by one product, or one function: `except` leaves them together."""
     tested: tuple[str, ...] = ()
     """Distributions of `engines.tested` that its adapter depends on."""
     waits: tuple[str, ...] = ()

@@ -38,6 +38,7 @@ def write_manifest(job: Job, engine: Engine, prompt_ids: dict[str, list[int]]) -
         environment=_environment(engine),
         attributes=attributes,
         code=code,
+        kernels=dict(engine.replaced),
         prompt_ids=prompt_ids,
     )
     save_record(record, job.folder / "trace.json")

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field
 
+from rlk_align.engines.common.kernels import REPLACEABLE, parse_left
 from rlk_align.engines.faults.catalogue import check_fault, choose
 from rlk_align.engines.info import EngineInfo, Option, OptionValue
 from rlk_align.engines.registry import engine_info
@@ -27,10 +28,13 @@ COMMON_OPTIONS = {
     "python": Option(),
     "patch": Option(),
     "fault": Option(),
+    "kernels": Option(default="off", choices=("off", "rlk")),
+    "except": Option(),
     "timeout": Option(float, default=600.0, starts_only=True),
 }
 """What every engine takes. `patch=module:function` is called with the loaded model, and
-`fault=NAME@STRENGTH` plants a fault of `engines.faults` into it; `timeout` is in seconds, after
+`fault=NAME@STRENGTH` plants a fault of `engines.faults` into it; `kernels=rlk` puts our kernels
+under its operators, but for those of `except=OPERATOR+OPERATOR`; `timeout` is in seconds, after
 which an engine that stands still is given up."""
 
 
@@ -115,11 +119,20 @@ class EngineSpec:
             if key in options:
                 raise BadOption(f"engine {name!r}: option {key!r} is given twice")
             options[key] = _convert(name, key, value, known[key])
+        _check_kernels(name, options, info)
         if conflict := info.conflict(options):
             raise BadOption(f"engine {name!r}: {conflict}")
         if "fault" in options:
             check_fault(name, options)
         return cls(name, options)
+
+
+def _check_kernels(name: str, options: dict[str, OptionValue], info: EngineInfo) -> None:
+    wanted = options.get("kernels") == "rlk"
+    if wanted and not info.kernels:
+        raise BadOption(f"engine {name!r}: kernels=rlk is for engines that compute with torch here")
+    if "except" in options and not wanted:
+        raise BadOption(f"engine {name!r}: except={options['except']} needs kernels=rlk beside it")
 
 
 def replay_path(spec: EngineSpec) -> str:
@@ -148,6 +161,12 @@ def _convert(engine: str, key: str, value: str, option: Option) -> OptionValue:
         raise BadOption(f"{where} is unknown", f"choose from {', '.join(option.choices)}")
     if key == "fault":
         return str(choose(engine, value))
+    if key == "except":
+        try:
+            return "+".join(sorted(parse_left(value)))
+        except ValueError as error:
+            known = ", ".join(REPLACEABLE)
+            raise BadOption(f"{where}: no operator: {error}", f"known: {known}") from error
     if key == "dtype":
         if value not in DTYPES:
             raise BadOption(f"{where}: unknown dtype; choose from {', '.join(DTYPES)}")

@@ -12,8 +12,9 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from rlk_align.engines.process.plan import KEEP_LOGPROBS, CapturePlan, plan_capt
 from rlk_align.engines.process.ranks import barrier, check_device, join, leave
 from rlk_align.engines.process.versions import versions
 from rlk_align.engines.registry import load_engine
+from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.tested import tested_range, untested
 from rlk_align.errors import BadOption, ModelError, RlkError
 from rlk_align.model.checkpoint import GIVE_IDS
@@ -41,6 +43,9 @@ from rlk_align.trace.records import writing
 from rlk_align.trace.schema import TRACE_FILES
 from rlk_align.trace.writer import NO_CHECKS, Checks, PassWriter
 
+if TYPE_CHECKING:
+    from rlk_align.engines.patch import Patch
+
 
 def run(job: Job, events: Events) -> None:
     """Carries out a job, or this rank's part of it; raises RlkError for what the user can mend."""
@@ -53,6 +58,7 @@ def run(job: Job, events: Events) -> None:
     production = all(p.endswith(".production") for p in job.passes)
     engine = load_engine(spec.name)(spec, job.model, shape, production)
     engine.heartbeats = job.folder / HEARTBEATS
+    engine.kernels = patch = _kernels(spec)
     new_tokens = 0 if batch.sampled_tokens else job.max_new_tokens
     check_lengths(batch, shape.context - engine.spare_positions, shape.vocab, new_tokens)
     plan = plan_capture(job, model_sites(shape), batch, spec.dtype(shape.dtype))
@@ -64,6 +70,8 @@ def run(job: Job, events: Events) -> None:
         raise BadOption(f"engine {spec.name!r} takes no interventions: its sites cannot be written")
     try:
         engine.open()
+        if patch is not None:
+            engine.replaced = patch.replaced(engine)
         with children_watched(job.engine, job.folder):
             if not production:
                 write_manifest(job, engine, prompt_ids)
@@ -73,7 +81,17 @@ def run(job: Job, events: Events) -> None:
                 _run_following(following, engine, prompts, prompt_ids, events)
     finally:
         engine.close()
+        if patch is not None:
+            patch.take_out()
     leave()
+
+
+def _kernels(spec: EngineSpec) -> "Patch | None":
+    if spec.option("kernels") == "off":
+        return None
+    from rlk_align.engines.patch import patch_of
+
+    return patch_of(spec)
 
 
 def _run_following(
@@ -141,14 +159,16 @@ def _run_pass(
         tap = writer if variant in ("", "repeat") or extra else None
         if kind == "decode":
             sampling = Sampling(job.max_new_tokens, job.seed, forced=bool(extra))
-            sampled = engine.sample(batch, sampling, tap, progress, **extra)
+            with _all_called(engine):
+                sampled = engine.sample(batch, sampling, tap, progress, **extra)
             logprobs = sampled.logprobs
             if not batch.sampled_tokens:
                 batch = batch.with_responses(sampled.responses)
                 with writing(job.folder / "tokens.parquet"):
                     batch.save(job.folder / "tokens.parquet")
         else:
-            logprobs = engine.score(batch, tap, progress, **extra)
+            with _all_called(engine):
+                logprobs = engine.score(batch, tap, progress, **extra)
         _add_logprobs(writer, batch, logprobs)
         if not first:
             writer.close()
@@ -157,6 +177,11 @@ def _run_pass(
             writer.finish(engine.unexposed(kind))
             add_checksums(job.folder, (*TRACE_FILES, f"{name}/pass.json"))
     return batch
+
+
+def _all_called(engine: Engine) -> AbstractContextManager[None]:
+    """An error before the pass is kept, where kernels were put in and do not run."""
+    return nullcontext() if engine.kernels is None else engine.kernels.called(engine)
 
 
 def _stage(job: Job, name: str, done: int, total: int) -> dict[str, Any]:

@@ -127,6 +127,8 @@ class TraceRecord(Record):
     attributes: dict[str, Any]
     code: dict[str, CodePlace] = Field(default_factory=dict)
     """Site -> where it is in the engine's code."""
+    kernels: dict[str, str] = Field(default_factory=dict)
+    """Site -> the implementation of rlk_kernels that computed it, or `own`; empty without them."""
     prompt_ids: dict[str, list[int]]
     """Prompt id -> the ids that this side's own tokenizer gives its text."""
 

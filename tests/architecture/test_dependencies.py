@@ -175,8 +175,6 @@ def test_the_kernels_never_import_the_tool() -> None:
     for path in files:
         text = path.read_text(encoding="utf-8")
         assert "rlk_align" not in text, path
-        third = {name.split(".")[0] for name in imports(path)} - set(sys.stdlib_module_names)
-        assert third <= {"torch", "triton", "rlk_kernels"}, f"{path.name}: {third}"
 
 
 def loaded(*modules: str) -> set[str]:

@@ -14,10 +14,12 @@ BELOW = {
     "matmul": ("numerics",),
     "ops": ("numerics", "matmul"),
     "losses": ("numerics", "matmul", "ops"),
+    "integrations": (),
 }
 ROOT = tuple(f"rlk_kernels.{name}" for name in ("backend", "device", "errors", "launching"))
 """The files that stand in no folder; every folder may import them."""
-ENGINES = ("vllm", "megatron", "transformers")
+ENGINES = {"vllm": {"vllm"}, "megatron": {"megatron"}, "hf": {"transformers"}}
+"""Folder of `integrations`: the engine that it alone imports."""
 
 
 def module_name(path: Path) -> str:
@@ -94,7 +96,9 @@ def test_a_folder_imports_what_lies_below_it(name):
     assert members
     for module in members:
         own = {m for m in IMPORTS[module] if m.split(".")[0] == "rlk_kernels"}
-        wrong = {m for m in own if folder(m) not in (name, *BELOW[name]) and m not in ROOT}
+        # The integrations use the public names, as everybody else does.
+        free = (*ROOT, "rlk_kernels") if name == "integrations" else ROOT
+        wrong = {m for m in own if folder(m) not in (name, *BELOW[name]) and m not in free}
         assert not wrong, f"{module} imports {sorted(wrong)}"
 
 
@@ -103,10 +107,35 @@ def test_every_folder_has_its_arrows():
     assert folders == set(BELOW)
 
 
-def test_only_torch_and_triton_are_imported():
+def integration(module: str) -> str:
+    """The folder of `integrations` that a module lies in."""
+    parts = module.split(".")
+    return parts[2] if parts[1:2] == ["integrations"] and len(parts) > 2 else ""
+
+
+def test_only_torch_and_triton_are_imported_and_by_an_integration_its_own_engine():
+    assert set(ENGINES) <= {integration(m) for m in MODULES}
     for module, found in IMPORTS.items():
         third = {name.split(".")[0] for name in found} - set(sys.stdlib_module_names)
-        assert third <= {"torch", "triton", "rlk_kernels"}, f"{module}: {third}"
+        own = ENGINES.get(integration(module), set())
+        assert third <= {"torch", "triton", "rlk_kernels"} | own, f"{module}: {third}"
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_integration_imports_its_engine_when_it_is_used_and_no_other(name):
+    package = f"rlk_kernels.integrations.{name}"
+    top = imports(at_the_top(TREES[package]), set(MODULES))
+    assert not {m.split(".")[0] for m in top} & {e for names in ENGINES.values() for e in names}
+    for module in MODULES:
+        if integration(module) == name:
+            others = {integration(m) for m in IMPORTS[module]} & (set(ENGINES) - {name})
+            assert not others, f"{module} imports {sorted(others)}"
+
+
+def test_nothing_else_imports_the_integrations():
+    for module, found in IMPORTS.items():
+        if folder(module) != "integrations":
+            assert not {m for m in found if folder(m) == "integrations"}, module
 
 
 def needs_triton() -> set[str]:

@@ -202,3 +202,24 @@ def ulp_in_the_first_norm(model: Any) -> None:
         return torch.nextafter(output, torch.full_like(output, torch.inf))
 
     model.model.layers[0].input_layernorm.register_forward_hook(up)
+
+
+def compute_down_proj_elsewhere(model) -> None:
+    """A kernel of the user's own where ours was put in, which is then never called."""
+    linear = model.model.layers[1].mlp.down_proj
+    linear.forward = lambda x: torch.nn.functional.linear(x, linear.weight)
+
+
+def give_down_proj_back(model) -> None:
+    model.model.layers[1].mlp.down_proj.__class__ = torch.nn.Linear
+
+
+def update_weights(model: Any) -> None:
+    """As a trainer syncs them to a rollout engine: vLLM's own `load_weights` in the live model, of
+    the checkpoint RLK_TEST_NEW, but for the parameters whose names hold RLK_TEST_STALE."""
+    from safetensors.torch import load_file
+
+    new = load_file(os.path.join(os.environ["RLK_TEST_NEW"], "model.safetensors"))
+    stale = os.environ.get("RLK_TEST_STALE") or "nothing"
+    with torch.no_grad():
+        model.load_weights([(name, value) for name, value in new.items() if stale not in name])

@@ -7,37 +7,20 @@ A model has several of them, because a start of vLLM takes longer than all that 
 import ast
 import importlib.util
 import re
-import shutil
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from conftest import Cli, capture_of, require_engine, values
+from random_model import write_random_model
 
-from rlk_align.data import data_path
 from rlk_align.model.prompts import TokenBatch
 
 TESTS = Path(__file__).resolve().parents[1]
 TABLE = TESTS.parent / "reports" / "families.md"
 SCALED = {"rope_theta": 10000.0, "factor": 4.0}
-SMALL: dict[str, Any] = {
-    "vocab_size": 1024,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.05,
-    "tie_word_embeddings": False,
-    "sliding_window": None,
-    "eos_token_id": 0,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
 WINDOW = 8
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -81,24 +64,12 @@ SHORT = ("--max-new-tokens", 6)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Makes a random model, with the embedded tokenizer and its weights in several files."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    """Makes a random model, once for all tests."""
     folder = tmp_path_factory.mktemp("families")
 
     def make(name: str, **settings: Any) -> Path:
         if not (folder / name).exists():
-            settings = SMALL | settings
-            torch.manual_seed(0)
-            config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-            made = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, settings["dtype"]))
-            for key, parameter in made.named_parameters():
-                if "norm" in key or key.endswith("bias"):
-                    torch.nn.init.uniform_(parameter, 0.5, 1.5)
-            made.save_pretrained(folder / name, max_shard_size="400KB")
-            assert len(list((folder / name).glob("*.safetensors"))) > 1
-            for file in ("tokenizer.json", "tokenizer_config.json"):
-                shutil.copy(data_path("model") / file, folder / name / file)
+            write_random_model(folder / name, **settings)
         return folder / name
 
     return make

@@ -67,6 +67,8 @@ class HFEngine(Engine):
             raise ModelError(
                 f"transformers could not load {self.model_path}: {one_line(error)}"
             ) from error
+        if self.kernels is not None:
+            self.kernels.in_model(model, model.config.rope_parameters)
         apply_patch(self.spec, model.eval())
         return model
 
@@ -113,6 +115,10 @@ class HFEngine(Engine):
 
     def logprobs(self, logits: torch.Tensor, target: torch.Tensor) -> np.ndarray:
         """What is reported of rows `[N, V]` of logits, float32 `[N]`."""
+        if self.kernels is not None:
+            found = self.kernels.logprobs(logits, target, self.temperature)
+            if found is not None:
+                return found.cpu().numpy()
         return token_logprobs(logits, target, self.temperature)
 
     @property

@@ -1,6 +1,8 @@
 """HF transformers and FSDP2, as known without importing them."""
 
-from rlk_align.engines.info import EngineInfo, Option
+from collections.abc import Mapping
+
+from rlk_align.engines.info import EngineInfo, Option, OptionValue
 
 HF_OPTIONS = {
     "attn": Option(
@@ -16,12 +18,23 @@ HF_OPTIONS = {
     "temperature": Option(float, default=1.0),
 }
 
+
+def _conflict(options: Mapping[str, OptionValue]) -> str | None:
+    left = str(options.get("except", "")).split("+")
+    if options.get("kernels") == "rlk" and "attn" in options and "attn" not in left:
+        return f"attn={options['attn']} with kernels=rlk, which has its own: add except=attn"
+    return None
+
+
 HF = EngineInfo(
     "rlk_align.engines.hf.engine:HFEngine",
     "transformers",
     "pip install transformers",
     options=HF_OPTIONS,
+    kernels=True,
+    one_kernel=(frozenset({"q_rope", "k_rope"}),),
     tested=("transformers",),
+    conflict=_conflict,
 )
 
 FSDP = EngineInfo(
@@ -37,5 +50,8 @@ FSDP = EngineInfo(
     },
     ranks="dp",
     samples=False,
+    kernels=True,
+    one_kernel=(frozenset({"q_rope", "k_rope"}),),
     tested=("transformers",),
+    conflict=_conflict,
 )

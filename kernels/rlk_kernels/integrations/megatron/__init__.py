@@ -1,0 +1,53 @@
+"""The kernels in Megatron-core: a layer spec, and the parts that GPTModel wires in itself.
+
+    from rlk_kernels.integrations import megatron
+    spec = megatron.layer_spec(config)               # in place of get_gpt_layer_local_spec()
+    model = megatron.use_kernels(GPTModel(config, spec, ...), rope_parameters)
+    logprobs = megatron.token_logprobs(logits_rows, targets)
+
+Against the TransformerEngine spec these are lost: context parallelism, communication that overlaps
+with products, weight gradients added into `main_grad` by the product itself. tp=1 only.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rlk_kernels.integrations.operators import check
+from rlk_kernels.integrations.profile import logp as token_logprobs
+
+__all__ = ["check", "layer_spec", "operators", "token_logprobs", "use_kernels", "with_kernels"]
+
+
+def layer_spec(config: Any, left: Iterable[str] = ()) -> Any:
+    """The block of layers of a dense decoder by its TransformerConfig, for GPTModel, with the
+    kernels under every operator but those that are `left` to Megatron's local spec.
+
+    Raises NotServed for a config that asks for an operator without a kernel.
+    """
+    from rlk_kernels.integrations.megatron.spec import layer_spec
+
+    return layer_spec(config, left)
+
+
+def with_kernels(block: Any, left: Iterable[str] = (), windows: tuple[int | None, ...] = ()) -> Any:
+    """The same of a TransformerBlockSubmodules built from the local spec. `windows`: for each
+    layer, how many keys a query sees; none is all."""
+    from rlk_kernels.integrations.megatron.spec import with_kernels
+
+    return with_kernels(block, left, windows)
+
+
+def use_kernels(model: Any, rope_parameters: Mapping[str, Any], left: Iterable[str] = ()) -> Any:
+    """The GPTModel itself, its embedding, rotary embedding and output layer replaced, which no
+    spec reaches. `rope_parameters`: as in the checkpoint's config.json."""
+    from rlk_kernels.integrations.megatron.spec import use_kernels
+
+    return use_kernels(model, rope_parameters, left)
+
+
+def operators(model: Any) -> dict[str, Any]:
+    """Canonical operator -> what computes it, of a live model; all but the log-prob, which is
+    `token_logprobs`."""
+    from rlk_kernels.integrations.megatron.spec import operators
+
+    return operators(model)

@@ -1,0 +1,76 @@
+"""The attention core of the layer spec: padded on either side, packed, or within a window.
+
+S = length, B = sequences, H = heads, D = size, T = packed tokens.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from torch import Tensor
+
+from rlk_kernels.integrations import profile
+from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.operators import Counted
+
+
+class CoreAttention(Counted, DotProductAttention):
+    """Causal; keys that a mask hides may only be padding in front of a sequence."""
+
+    def __init__(self, *args: Any, windows: tuple[int | None, ...] = (), **kwargs: Any) -> None:
+        """`windows`: for each layer, how many keys a query sees, itself included; None is all."""
+        super().__init__(*args, **kwargs)
+        self.window = windows[self.layer_number - 1] if windows else None
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+        attn_mask_type: Any = None, attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:  # fmt: skip
+        """`[S, B, H, D]` -> `[S, B, H * D]`; packed `[T, H, D]` -> `[T, H * D]`."""
+        if attention_bias is not None:
+            raise NotServed("a bias on attention's scores is not served")
+        self.count()
+        if packed_seq_params is not None:
+            cu = packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_kv
+            return self._attend(query, key, value, *cu).flatten(1)
+        length, batch = query.shape[:2]
+        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+        first = _first_rows(attention_mask, length, batch, query.device)
+        if first is None:
+            cu = torch.arange(0, (batch + 1) * length, length, device=query.device)
+            rows = (x.flatten(0, 1) for x in (q, k, v))
+            out = self._attend(*rows, cu, cu).unflatten(0, (batch, length))
+        else:
+            real = torch.arange(length, device=query.device) >= first[:, None]
+            cu = profile.packed(real.sum(1))
+            out = torch.zeros_like(q)
+            out[real] = self._attend(q[real], k[real], v[real], cu, cu)
+        return out.transpose(0, 1).flatten(2)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:
+        return profile.attention(q, k, v, cu_q, cu_k, self.softmax_scale, self.window)
+
+
+def _first_rows(
+    mask: Tensor | None, length: int, batch: int, device: torch.device
+) -> Tensor | None:
+    """int64 `[B]`: how many rows of padding each sequence has in front; None for none at all.
+
+    Of bool `[B or 1, 1, S, S]`, True where a query may not see a key. Asked once of each mask, by
+    the first layer. Raises NotServed for a mask that hides anything else.
+    """
+    if mask is None:
+        return None
+    if not hasattr(mask, "rlk_first_rows"):
+        hidden = mask[:, 0].expand(batch, length, length)
+        first = hidden[:, -1].sum(1)
+        at = torch.arange(length, device=device)
+        causal = at[None, :] > at[:, None]
+        expected = causal | (at[None, None, :] < first[:, None, None])
+        # What a row of padding sees is nobody's.
+        same = (hidden == expected) | (at[None, :, None] < first[:, None, None])
+        if not bool(same.all()):
+            raise NotServed("an attention mask that is not causal with padding in front or behind")
+        mask.rlk_first_rows = first if bool(first.any()) else None
+    return mask.rlk_first_rows

@@ -1,0 +1,164 @@
+"""The classes of the layer spec. S = length, B = sequences, activations `[S, B, F]`, packed
+`[T, 1, F]`; tp=1, so that a product is whole."""
+
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
+from torch import Tensor
+
+from rlk_kernels.integrations import profile
+from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.operators import Counted
+
+
+class Norm(Counted, torch.nn.RMSNorm):
+    """As megatron-core's wrapper of torch's norm is made."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
+        super().__init__(normalized_shape=hidden_size, eps=eps)
+        check_config(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count()
+        return profile.norm(x, self.weight, self.eps)
+
+
+class Column(Counted, ColumnParallelLinear):
+    """Adds its bias itself, inside the product, also where megatron-core leaves it to what
+    follows."""
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: Any = None
+    ) -> tuple[Tensor, None]:
+        self.count()
+        return profile.linear(input_, self.weight if weight is None else weight, self.bias), None
+
+
+class Row(Counted, RowParallelLinear):
+    """As `Column`."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
+        self.count()
+        return profile.linear(input_, self.weight, self.bias), None
+
+
+class Output(Counted, ColumnParallelLinear):
+    """The output layer: logits in fp32."""
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: Any = None
+    ) -> tuple[Tensor, None]:
+        self.count()
+        return profile.logits(input_, self.weight if weight is None else weight, self.bias), None
+
+
+class Embedding(Counted, VocabParallelEmbedding):
+    def forward(self, input_: Tensor) -> Tensor:
+        self.count()
+        return profile.embed(input_, self.weight)
+
+
+class GatedMLP(Counted, MLP):
+    """Its activation is between the two linears, which count for themselves."""
+
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Any = None, **_unused: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        if per_token_scale is not None:
+            raise NotServed("an MLP scaled by token (an expert's) is not served")
+        self.count()
+        both, bias = self.linear_fc1(hidden_states)
+        if bias is not None:
+            both = both + bias
+        return self.linear_fc2(profile.act(*both.chunk(2, dim=-1)))
+
+
+class Positions(Counted, RotaryEmbedding):
+    """Gives positions, int64 `[S, B or 1]`, in place of angles; `Rope` knows the frequencies."""
+
+    def forward(self, max_seq_len: int, offset: int = 0, *_: Any, **_unused: Any) -> Tensor:
+        self.count()
+        return offset + torch.arange(max_seq_len, device=self.inv_freq.device)[:, None]
+
+    def at(self, positions: Tensor) -> Tensor:
+        """Of given positions, int64 `[B, S]`."""
+        self.count()
+        return positions.t()
+
+
+class Rope(torch.nn.Module):
+    """Rotates the query and the key of one layer: (q, k) of q[S, B, H, D] and k[S, B, Hk, D]."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, positions: Tensor, inv_freq: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        length, batch = q.shape[:2]
+        at = positions.expand(length, batch).reshape(-1)
+        rows = (x.flatten(0, 1) for x in (q, k))
+        turned = profile.rope(*rows, at, inv_freq.to(q.device))
+        return tuple(x.unflatten(0, (length, batch)) for x in turned)
+
+
+class RotatingAttention(SelfAttention):
+    """Rotates by `Rope` what megatron-core would rotate by a function of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rope = Rope()
+        self._given: tuple[Tensor, Any] | None = None
+
+    def forward(self, *args: Any, rotary_pos_emb: Any = None, **kwargs: Any) -> Any:
+        if kwargs.get("inference_context") is not None:
+            raise NotServed("megatron-core's inference is not served; this is for training")
+        self._given = (rotary_pos_emb, kwargs.get("packed_seq_params"))
+        try:
+            return super().forward(*args, rotary_pos_emb=None, **kwargs)
+        finally:
+            self._given = None
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
+        assert self._given is not None
+        positions, packed = self._given
+        if not isinstance(positions, Tensor) or positions.is_floating_point():
+            raise NotServed("the model's rotary embedding has no kernel: call use_kernels(model)")
+        if packed is not None and len(positions) != len(query):
+            positions = _anew(packed.cu_seqlens_q, len(query))
+        query, key = self.rope(query, key, positions, self.rlk_rotary[0].inv_freq)
+        return query, key, value
+
+    rlk_rotary: tuple[Positions]
+    """Set by `use_kernels`: the model's, in a tuple because it is no part of this layer."""
+
+
+def _anew(cu: Tensor, length: int) -> Tensor:
+    """int64 `[T, 1]`: positions that start at 0 with each sequence."""
+    at = torch.arange(length, device=cu.device)
+    begins = cu[torch.searchsorted(cu, at, right=True) - 1]
+    return (at - begins)[:, None]
+
+
+def check_config(config: Any) -> None:
+    """Raises NotServed for what the kernels would compute otherwise than it asks."""
+    refused = {
+        "tensor parallelism": config.tensor_model_parallel_size != 1,
+        "context parallelism": config.context_parallel_size != 1,
+        "no RMSNorm": config.normalization != "RMSNorm",
+        "zero-centred norm weights": config.layernorm_zero_centered_gamma,
+        "an fp32 residual stream": config.fp32_residual_connection,
+        "interleaved rotary pairs": config.rotary_interleaved,
+        "a gate on attention's output": config.attention_output_gate,
+        "dropout of attention": bool(config.attention_dropout),
+        "an activation that is not gated SiLU": not config.gated_linear_unit
+        or config.activation_func is not torch.nn.functional.silu,
+    }
+    if found := [what for what, is_so in refused.items() if is_so]:
+        raise NotServed(f"the TransformerConfig asks for what is not served: {', '.join(found)}")

@@ -1,0 +1,122 @@
+"""A layer spec with the kernels, what GPTModel wires in itself, and where each operator lies."""
+
+import copy
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from rlk_kernels.integrations import profile
+from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.megatron import attention, layers
+from rlk_kernels.integrations.operators import chosen_out, leaves
+
+
+def layer_spec(config: Any, left: Iterable[str]) -> TransformerBlockSubmodules:
+    """See the package."""
+    layers.check_config(config)
+    spec = get_gpt_layer_local_spec(
+        qk_layernorm=config.qk_layernorm, normalization=config.normalization
+    )
+    block = TransformerBlockSubmodules(
+        layer_specs=[spec] * config.num_layers, layer_norm=WrappedTorchNorm
+    )
+    return with_kernels(block, left, ())
+
+
+def with_kernels(
+    block: TransformerBlockSubmodules, left: Iterable[str], windows: tuple[int | None, ...]
+) -> TransformerBlockSubmodules:
+    """See the package."""
+    left = chosen_out(left)
+    # A block repeats one spec: each that differs is changed once.
+    changed = {id(spec): _layer(spec, left, windows) for spec in block.layer_specs or []}
+    return TransformerBlockSubmodules(
+        layer_specs=[changed[id(spec)] for spec in block.layer_specs or []],
+        layer_norm=block.layer_norm if "final_norm" in left else layers.Norm,
+    )
+
+
+def _layer(spec: ModuleSpec, left: frozenset[str], windows: tuple[int | None, ...]) -> ModuleSpec:
+    spec = copy.deepcopy(spec)
+    parts = spec.submodules
+    own, mlp = parts.self_attention.submodules, parts.mlp.submodules
+    if not leaves(left, "attn_norm"):
+        parts.input_layernorm = layers.Norm
+    if not leaves(left, "mlp_norm"):
+        parts.pre_mlp_layernorm = layers.Norm
+    for op in ("q", "k"):
+        name = f"{op}_layernorm"
+        if not leaves(left, f"{op}_norm") and getattr(own, name) is WrappedTorchNorm:
+            setattr(own, name, layers.Norm)
+    if not leaves(left, "q_proj", "k_proj", "v_proj"):
+        own.linear_qkv = _linear(own.linear_qkv, layers.Column)
+    if not leaves(left, "o_proj"):
+        own.linear_proj = _linear(own.linear_proj, layers.Row)
+    if not leaves(left, "gate_proj", "up_proj"):
+        mlp.linear_fc1 = _linear(mlp.linear_fc1, layers.Column)
+    if not leaves(left, "down_proj"):
+        mlp.linear_fc2 = _linear(mlp.linear_fc2, layers.Row)
+    if not leaves(left, "attn"):
+        own.core_attention = functools.partial(attention.CoreAttention, windows=windows)
+    if not leaves(left, "q_rope", "k_rope"):
+        parts.self_attention.module = layers.RotatingAttention
+    if not leaves(left, "act"):
+        parts.mlp.module = layers.GatedMLP
+    return spec
+
+
+def _linear(own: type, ours: type) -> type:
+    """`ours` in place of `own`, or of a subclass that is made otherwise: without a bias, say."""
+    base = ours.__mro__[2]
+    if own is base:
+        return ours
+    if not issubclass(own, base):
+        raise NotServed(f"the spec's {own.__name__} is no {base.__name__} of megatron-core")
+    return type(f"Rlk{own.__name__}", (ours, own), {})
+
+
+def use_kernels(model: Any, rope_parameters: Mapping[str, Any], left: Iterable[str]) -> Any:
+    """See the package."""
+    left = chosen_out(left)
+    layers.check_config(model.config)
+    if "embed" not in left:
+        model.embedding.word_embeddings.__class__ = layers.Embedding
+    if "logits" not in left:
+        model.output_layer.__class__ = layers.Output
+    if not leaves(left, "q_rope", "k_rope"):
+        rotary = model.rotary_pos_emb
+        found = profile.frequencies(rope_parameters, 2 * rotary.inv_freq.numel())
+        # Kept in the live module, so that what changes them later is not passed by.
+        rotary.inv_freq = found.to(rotary.inv_freq.device)
+        rotary.__class__ = layers.Positions
+        for layer in model.decoder.layers:
+            layer.self_attention.rlk_rotary = (rotary,)
+    return model
+
+
+def operators(model: Any) -> dict[str, Any]:
+    """Canonical operator -> the module that computes it."""
+    found = {"embed": model.embedding.word_embeddings}
+    for i, layer in enumerate(model.decoder.layers):
+        own, mlp = layer.self_attention, layer.mlp
+        here = {
+            **{"attn_norm": layer.input_layernorm, "mlp_norm": layer.pre_mlp_layernorm},
+            **{"q_proj": own.linear_qkv, "k_proj": own.linear_qkv, "v_proj": own.linear_qkv},
+            **{"q_norm": _norm(own.q_layernorm), "k_norm": _norm(own.k_layernorm)},
+            **{"q_rope": model.rotary_pos_emb, "k_rope": model.rotary_pos_emb},
+            **{"attn": own.core_attention, "o_proj": own.linear_proj, "act": mlp},
+            **{"gate_proj": mlp.linear_fc1, "up_proj": mlp.linear_fc1, "down_proj": mlp.linear_fc2},
+        }
+        found |= {f"layers.{i}.{op}": module for op, module in here.items() if module is not None}
+    return found | {"final_norm": model.decoder.final_layernorm, "logits": model.output_layer}
+
+
+def _norm(module: Any) -> Any:
+    """None where the model has no such norm."""
+    return module if isinstance(getattr(module, "weight", None), torch.Tensor) else None

@@ -1,0 +1,85 @@
+"""The canonical operators of a decoder, which of them a user leaves to the engine, and a count of
+the calls of what was put in.
+
+An integration's `operators(model)` maps each operator of a live model, as `layers.3.q_proj`, to
+the object that computes it. What the kernels compute is `Counted`; whatever else stands there was
+not replaced.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlk_kernels.integrations.errors import NotServed
+
+LAYER = (
+    *("attn_norm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "q_rope", "k_rope"),
+    *("attn", "o_proj", "mlp_norm", "gate_proj", "up_proj", "act", "down_proj"),
+)
+"""Of each layer, in the order in which they are computed."""
+OPERATORS = ("embed", *LAYER, "final_norm", "logits", "logprob")
+
+
+class Counted:
+    """Something of an engine that the kernels compute now."""
+
+    rlk_calls = 0
+    """Calls outside of compiled code, which counts nothing."""
+
+    def count(self) -> None:
+        if not torch.compiler.is_compiling():
+            self.rlk_calls += 1
+
+
+def chosen_out(left: Iterable[str]) -> frozenset[str]:
+    """The operators that stay the engine's own. Raises NotServed for a name that is none."""
+    left = frozenset(left)
+    if unknown := sorted(left.difference(OPERATORS)):
+        raise NotServed(f"{', '.join(unknown)}: no such operator; known: {', '.join(OPERATORS)}")
+    return left
+
+
+def leaves(left: frozenset[str], *fused: str) -> bool:
+    """Whether a module that computes these operators as one stays the engine's own."""
+    return not left.isdisjoint(fused)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What computes the operators of a live model."""
+
+    replaced: tuple[str, ...]
+    own: tuple[str, ...]
+    """The engine's own still computes them."""
+    uncalled: tuple[str, ...]
+    """Replaced, and never called yet."""
+
+
+def look(operators: Mapping[str, Any]) -> Found:
+    """What an integration's `operators(model)` says, sorted out."""
+    replaced = {name: o for name, o in operators.items() if isinstance(o, Counted)}
+    return Found(
+        replaced=tuple(replaced),
+        own=tuple(name for name in operators if name not in replaced),
+        uncalled=tuple(name for name, o in replaced.items() if not o.rlk_calls),
+    )
+
+
+def check(operators: Mapping[str, Any], left: Iterable[str] = (), called: bool = True) -> Found:
+    """`look`, and NotServed where an operator is the engine's own that was not left to it, or, with
+    `called`, where one was never called."""
+    found = look(operators)
+    left = chosen_out(left)
+    kept = [name for name in found.own if name.rpartition(".")[2] not in left]
+    if kept:
+        raise NotServed(f"the engine's own still computes {_some(kept)}")
+    if called and found.uncalled:
+        raise NotServed(f"the kernels were put in and never called for {_some(found.uncalled)}")
+    return found
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,0 +1,115 @@
+"""The operators of a decoder as every engine calls them: one order and one set of roundings for
+all. PROFILE.md, beside this package's other files, says them in words, and a test holds each line.
+
+Engines differ in how they lay out and batch their rows, and in nothing else: each function here
+gives a row the same bits whatever stands around it.
+T = rows (all leading dimensions)   H = heads   D = head size   R = rotated pairs   V = vocabulary
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import rlk_kernels
+from rlk_kernels.integrations.errors import NotServed
+
+
+def embed(ids: Tensor, weight: Tensor) -> Tensor:
+    """[..., F]: rows of weight[V, F], copied."""
+    return rlk_kernels.embedding(ids, weight)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm over the last dimension; one rounding, from fp32."""
+    return rlk_kernels.rms_norm(x, weight, eps, cast="vllm")
+
+
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(norm of the sum, the sum); the sum is rounded to x's dtype before the norm reads it."""
+    return rlk_kernels.rms_norm(x, weight, eps, residual=residual, cast="vllm")
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight^T + bias, rounded once: the bias is added to the fp32 sum."""
+    return rlk_kernels.linear(x, weight, bias)
+
+
+def logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same in fp32: the accumulator itself, not rounded to the model's dtype."""
+    return rlk_kernels.linear(x, weight, bias, out_dtype=torch.float32)
+
+
+def rope(q: Tensor, k: Tensor, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+    """q[T, H, D] and k[T, Hk, D] rotated by positions[T], halves as pairs: cos and sin rounded to
+    the model's dtype, fp32 arithmetic, one rounding. inv_freq: `frequencies`."""
+    return rlk_kernels.rope(q, k, positions, inv_freq=inv_freq, cos_sin_dtype=q.dtype)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float,
+    window: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Causal attention of packed sequences: q[T, H, D], k and v[S, Hk, D]."""
+    return rlk_kernels.attention(q, k, v, cu_q, cu_k, scale=float32(scale), window=window)
+
+
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lengths: Tensor, cu_q: Tensor,
+    scale: float, window: int | None, out: Tensor,
+) -> Tensor:  # fmt: skip
+    """The same bits over a paged cache[blocks, P, Hk, D], written to `out`."""
+    return rlk_kernels.paged_attention(
+        q, k_cache, v_cache, table, lengths,
+        cu_seqlens_q=cu_q, scale=float32(scale), window=window, out=out,
+    )  # fmt: skip
+
+
+def float32(scale: float) -> float:
+    """Rounded to fp32: engines compute D**-0.5 and 1/sqrt(D), which are two doubles for some D."""
+    return float(torch.tensor(scale, dtype=torch.float32))
+
+
+def act(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, rounded once."""
+    return rlk_kernels.swiglu(gate, up)
+
+
+def logp(logits: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
+    """log softmax(logits / temperature)[target] of each row, fp32 [T]."""
+    return rlk_kernels.logp(logits, target, temperature=temperature)
+
+
+def frequencies(rope: Mapping[str, Any], rotary_dim: int) -> Tensor:
+    """inv_freq[R], fp32 on the CPU, by config.json's `rope_parameters`: what every engine computes
+    there, in their order of operations. GPUs round the powers otherwise.
+
+    Raises NotServed for a kind that does more than scale frequencies.
+    """
+    kind, theta = rope.get("rope_type", "default"), rope["rope_theta"]
+    with torch.device("cpu"):
+        exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+        inv_freq = 1.0 / (theta**exponent)
+        if kind == "default":
+            return inv_freq
+        if kind == "llama3":
+            return _llama3(inv_freq, rope)
+    raise NotServed(f"rope_type={kind} is not served; default and llama3 are")
+
+
+def _llama3(inv_freq: Tensor, rope: Mapping[str, Any]) -> Tensor:
+    """Long wavelengths divided by the factor, short ones kept, a ramp in between."""
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    context, factor = rope["original_max_position_embeddings"], rope["factor"]
+    wavelength = 2 * math.pi / inv_freq
+    ramp = (context / wavelength - low) / (high - low)
+    between = (1 - ramp) * inv_freq / factor + ramp * inv_freq
+    long = torch.where(wavelength > context / low, inv_freq / factor, between)
+    return torch.where(wavelength < context / high, inv_freq, long)
+
+
+def packed(lengths: Tensor) -> Tensor:
+    """int32 [B + 1]: where each of B sequences of these lengths begins, and where the last ends."""
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)

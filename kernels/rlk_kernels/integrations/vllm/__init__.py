@@ -1,0 +1,71 @@
+"""The kernels in vLLM: a general plugin, switched on by the environment variable RLK_KERNELS=1.
+
+    RLK_KERNELS=1 vllm serve MODEL --attention-backend CUSTOM     # on CPUs without the last flag
+
+`RLK_KERNELS_EXCEPT=attn,act` leaves operators to vLLM. What has no kernel is refused where vLLM
+makes it, in words; `check(llm)` says what was replaced, and refuses what was not or never ran.
+Everything goes through vLLM's extension points but the log-prob, which has none: `logprobs.py`
+patches the function that computes it. tp=1 only.
+"""
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+ENVIRONMENT, EXCEPT = "RLK_KERNELS", "RLK_KERNELS_EXCEPT"
+
+__all__ = [
+    "ENVIRONMENT",
+    "EXCEPT",
+    "check",
+    "leave",
+    "operators",
+    "plugin",
+    "register",
+    "unregister",
+]
+
+
+def plugin() -> None:
+    """vLLM calls it in each of its processes, where this package is installed."""
+    if os.environ.get(ENVIRONMENT, "0") not in ("", "0"):
+        register(filter(None, os.environ.get(EXCEPT, "").split(",")))
+
+
+def register(left: Iterable[str] = ()) -> None:
+    """Have every model that this process makes from now on use the kernels, but for the operators
+    that are `left` to vLLM. Done already with the same ones, it does nothing."""
+    from rlk_kernels.integrations.vllm.registry import register
+
+    register(left)
+
+
+def unregister() -> None:
+    """Models that are made from now on are vLLM's own again."""
+    from rlk_kernels.integrations.vllm.registry import unregister
+
+    unregister()
+
+
+def leave(model: Any, left: Iterable[str]) -> None:
+    """Give vLLM its own norms back in a live model that runs eager: they are made of one class, so
+    that `register` leaves all of them or none."""
+    from rlk_kernels.integrations.vllm.registry import leave
+
+    leave(model, left)
+
+
+def operators(model: Any) -> dict[str, Any]:
+    """Canonical operator -> what computes it, of a live model."""
+    from rlk_kernels.integrations.vllm.registry import operators
+
+    return operators(model)
+
+
+def check(llm: Any) -> Any:
+    """What the kernels compute of an LLM whose model is in this process, after it has generated.
+    Raises NotServed where an operator is vLLM's own that was not left to it, or was never called
+    (compiled code counts no calls: see `rlk_kernels.backend_calls()`)."""
+    from rlk_kernels.integrations.vllm.registry import check
+
+    return check(llm)

@@ -1,0 +1,44 @@
+"""What the attention backends of CPUs and GPUs have in common.
+
+The cache is logical [blocks, Hk, P, 2 D], keys before values, and lies as [blocks, P, Hk, 2 D], so
+that the kernels read it as it lies. T = packed tokens, P = tokens of a block.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from rlk_kernels.integrations import profile
+from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.operators import Counted
+
+
+def keys_and_values(cache: Tensor) -> tuple[Tensor, Tensor]:
+    """[blocks, P, Hk, D] each, as they lie, of a cache [blocks, Hk, P, 2 D]."""
+    whole = cache.transpose(1, 2)
+    return whole.split(whole.shape[-1] // 2, dim=-1)
+
+
+def refuse(what: dict[str, bool]) -> None:
+    """Raises NotServed with what is so."""
+    if found := [name for name, is_so in what.items() if is_so]:
+        raise NotServed(f"rlk_kernels in vLLM does not serve {', '.join(found)}")
+
+
+class Attention(Counted):
+    """What the backends of CPUs and GPUs have in common."""
+
+    scale: float
+    rlk_window: int | None
+
+    def attend(self, query: Tensor, cache: Tensor, metadata: Any, output: Tensor) -> None:
+        """Writes [T, H, D] to output; rows from `num_actual_tokens` on are nobody's."""
+        self.count()
+        if metadata.causal is not True:
+            raise NotServed("attention that is not causal is not served")
+        rows = metadata.num_actual_tokens
+        k, v = keys_and_values(cache)
+        profile.paged_attention(
+            query[:rows], k, v, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
+            self.scale, self.rlk_window, output[:rows],
+        )  # fmt: skip

@@ -1,0 +1,77 @@
+"""The attention backend on CPUs, in the place of vLLM's own: the platform there has no choice of
+backends, and honours an override of the one."""
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from rlk_kernels.integrations.vllm.attention import Attention, keys_and_values, refuse
+
+
+class RlkCPUAttentionImpl(Attention, CPUAttentionBackendImpl):
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, *args, **kwargs
+        )
+        self.rlk_window = sliding_window
+        refuse(
+            {
+                "ALiBi": alibi_slopes is not None,
+                "a soft cap on scores": bool(self.logits_soft_cap),
+                "attention sinks": self.sinks is not None,
+                f"attention of type {self.attn_type}": self.attn_type != "decoder",
+                "a quantised KV cache": self.is_fp8_kv_cache,
+                "keys shared between layers": self.kv_sharing_target_layer_name is not None,
+            }
+        )
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        # None while vLLM warms up.
+        if attn_metadata is not None:
+            self.attend(query, kv_cache, attn_metadata, output)
+        return output
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        slots = slot_mapping[: len(key)].long()
+        real = slots >= 0
+        for cache, rows in zip(keys_and_values(kv_cache), (key, value), strict=True):
+            size = cache.shape[1]
+            at = slots[real]
+            cache[at // size, at % size] = rows[: len(slots)][real]
+
+
+class RlkCPUAttentionBackend(CPUAttentionBackend):
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16"]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBNHC,)
+
+    @staticmethod
+    def get_impl_cls() -> type[RlkCPUAttentionImpl]:
+        return RlkCPUAttentionImpl

@@ -1,0 +1,164 @@
+"""The attention backend on GPUs, under the name that vLLM keeps for others' backends, `CUSTOM`.
+
+Written for vLLM 0.26 and 0.32, and run on neither yet. The cache is as `attention.py` says: 0.26
+asks for shape and order of strides, 0.32 for layouts.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm import _custom_ops
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+)
+
+from rlk_kernels.integrations.vllm.attention import Attention, keys_and_values, refuse
+
+
+@dataclass
+class Metadata:
+    """Of one batch, for all layers."""
+
+    num_actual_tokens: int
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    causal: bool
+
+
+class RlkMetadataBuilder(AttentionMetadataBuilder[Metadata]):
+    # Graphs of decode steps are proved to replay; of mixed batches they are not.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = (
+        AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    )
+    reorder_batch_threshold: int | None = 1
+
+    def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Metadata:
+        given = common_attn_metadata
+        return Metadata(
+            num_actual_tokens=given.num_actual_tokens,
+            query_start_loc=given.query_start_loc,
+            seq_lens=given.seq_lens,
+            block_table=given.block_table_tensor,
+            slot_mapping=given.slot_mapping,
+            causal=given.causal is True,
+        )
+
+    def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
+        # A shared prefix taken apart is another order of the sum.
+        return False
+
+
+class RlkAttentionImpl(Attention, AttentionImpl):
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+        **more: Any,
+    ) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype, self.rlk_window = kv_cache_dtype, sliding_window
+        refuse(
+            {
+                "ALiBi": alibi_slopes is not None,
+                "a soft cap on scores": bool(logits_soft_cap),
+                "attention sinks": sinks is not None,
+                f"attention of type {attn_type}": attn_type != AttentionType.DECODER,
+                "a quantised KV cache": kv_cache_dtype not in ("auto", "bfloat16", "float16"),
+                "keys shared between layers": kv_sharing_target_layer_name is not None,
+            }
+        )
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Metadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        # None while vLLM profiles its memory.
+        if attn_metadata is None:
+            return output.zero_()
+        self.attend(query, kv_cache, attn_metadata, output)
+        return output
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        k_cache, v_cache = keys_and_values(kv_cache)
+        _custom_ops.reshape_and_cache_flash(
+            key, value, k_cache, v_cache, slot_mapping, "auto", layer._k_scale, layer._v_scale
+        )
+
+
+class RlkAttentionBackend(AttentionBackend):
+    forward_includes_kv_cache_update: bool = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", "float16"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[RlkAttentionImpl]:
+        return RlkAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[RlkMetadataBuilder]:
+        return RlkMetadataBuilder
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *_: Any, **_more: Any
+    ) -> tuple[int, ...]:
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
+    @staticmethod
+    def get_kv_cache_stride_order(*_: Any, **_more: Any) -> tuple[int, ...]:
+        return 0, 2, 1, 3
+
+    @classmethod
+    def get_required_kv_cache_layout(cls) -> str:
+        return "NHD"
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> Any:
+        from vllm.v1.kv_cache_interface import KVCacheLayout
+
+        return (KVCacheLayout.LBNHC,)

@@ -1,0 +1,72 @@
+"""What a replaced layer asks of the VllmConfig that it is made under, and what it writes there."""
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from vllm.config import get_current_vllm_config
+from vllm.platforms import current_platform
+
+import rlk_kernels
+from rlk_kernels.integrations.errors import NotServed
+
+KEY = "rlk_kernels"
+"""In `additional_config`."""
+
+_left: list[str] = []
+
+
+def leave(left: frozenset[str]) -> None:
+    """Which operators stay vLLM's own: a part of the digest."""
+    _left[:] = sorted(left)
+
+
+def enter_config() -> None:
+    """Refuse a config that asks for what has no kernel, and put a digest into `additional_config`.
+
+    vLLM's compile cache does not see out-of-tree classes: without the digest, a graph compiled
+    with the kernels would be loaded without them, and the other way round. Models are made before
+    anything is compiled. Raises NotServed.
+    """
+    config = get_current_vllm_config()
+    if not isinstance(config.additional_config, dict):
+        raise NotServed("additional_config must be a dict: the kernels put their digest there")
+    if KEY in config.additional_config:
+        return
+    _check(config)
+    config.additional_config[KEY] = digest()
+
+
+def _check(config: Any) -> None:
+    parallel, model = config.parallel_config, config.model_config
+    backend = getattr(config.attention_config, "backend", None)
+    chosen = backend is not None and backend.name == "CUSTOM"
+    refused = {
+        "tensor parallelism": parallel.tensor_parallel_size > 1,
+        "speculative decoding": config.speculative_config is not None,
+        f"logprobs_mode={model.logprobs_mode}": model.logprobs_mode != "raw_logprobs"
+        and "logprob" not in _left,
+        "a quantised model": model.quantization is not None,
+        "LoRA": config.lora_config is not None,
+        "a quantised KV cache": config.cache_config.cache_dtype not in ("auto", "bfloat16"),
+        "an attention backend of vLLM's own; give --attention-backend CUSTOM": "attn" not in _left
+        and not current_platform.is_cpu()
+        and not chosen,
+    }
+    if found := [what for what, is_so in refused.items() if is_so]:
+        raise NotServed(f"rlk_kernels in vLLM does not serve {'; '.join(found)}")
+
+
+def digest() -> str:
+    """Of the sources of the kernels and of what is left to vLLM."""
+    return hashlib.blake2b((_sources() + ",".join(_left)).encode(), digest_size=16).hexdigest()
+
+
+@functools.cache
+def _sources() -> str:
+    folder = Path(rlk_kernels.__file__).parent
+    found = hashlib.blake2b(digest_size=16)
+    for path in sorted(folder.rglob("*.py")):
+        found.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return found.hexdigest()

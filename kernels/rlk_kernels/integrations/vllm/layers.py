@@ -1,0 +1,178 @@
+"""The out-of-tree classes of vLLM's layers. T = packed tokens of all requests.
+
+Their `forward` is overridden itself: `forward_oot` is called on out-of-tree platforms only, and a
+compiled model takes `forward_native`, so that a kernel elsewhere would be skipped in silence.
+"""
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding, RotaryEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+
+from rlk_kernels.integrations import profile
+from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.operators import Counted
+from rlk_kernels.integrations.vllm.config import enter_config
+
+
+class RlkEmbeddingMethod(UnquantizedEmbeddingMethod):
+    """Looks rows up, and leaves the weight as it is."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        return
+
+    def embedding(self, layer: Any, input_: Tensor) -> Tensor:
+        return profile.embed(input_, layer.weight)
+
+
+class RlkVocabParallelEmbedding(Counted, VocabParallelEmbedding):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        enter_config()
+        if type(self.quant_method) is not UnquantizedEmbeddingMethod:
+            raise NotServed(f"an embedding of {type(self.quant_method).__name__} is not served")
+        self.quant_method = RlkEmbeddingMethod()
+
+    def forward(self, input_: Tensor) -> Tensor:
+        self.count()
+        return super().forward(input_)
+
+
+class RlkRMSNorm(Counted, RMSNorm):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        enter_config()
+        if not self.has_weight or self.variance_size_override is not None:
+            raise NotServed("a norm without a weight, or of a part of its row, is not served")
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        self.count()
+        if residual is None:
+            return profile.norm(x, self.weight, self.variance_epsilon)
+        return profile.add_norm(x, residual, self.weight, self.variance_epsilon)
+
+
+class RlkLinearMethod(UnquantizedLinearMethod):
+    """Multiplies by the weight as it was loaded: on CPUs vLLM's own packs it away."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        return
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        layer.count()
+        return profile.linear(x, layer.weight, bias)
+
+
+class Linear(Counted):
+    """What the linears have in common."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        enter_config()
+        if type(self.quant_method) is not UnquantizedLinearMethod:
+            raise NotServed(f"a linear of {type(self.quant_method).__name__} is not served")
+        if self.tp_size > 1:
+            raise NotServed("tensor parallelism is not served yet; take tp=1")
+        self.quant_method = RlkLinearMethod()
+
+
+class RlkMergedColumnParallelLinear(Linear, MergedColumnParallelLinear):
+    pass
+
+
+class RlkQKVParallelLinear(Linear, QKVParallelLinear):
+    pass
+
+
+class RlkRowParallelLinear(Linear, RowParallelLinear):
+    """o_proj and down_proj: either may be left to vLLM."""
+
+    left: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.prefix.rpartition(".")[2] in self.left:
+            self.quant_method = UnquantizedLinearMethod()
+            self.__class__ = RowParallelLinear
+
+
+class Rotary(Counted):
+    """Rotates by positions and frequencies; vLLM's table is left unread."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        enter_config()
+        if not self.is_neox_style:
+            raise NotServed("interleaved rotary pairs are not served")
+        inv_freq = profile.frequencies(self._rope_parameters(), self.rotary_dim)
+        device = self.cos_sin_cache.device
+        self.register_buffer("rlk_inv_freq", inv_freq.to(device), persistent=False)
+
+    def _rope_parameters(self) -> dict[str, Any]:
+        return {"rope_type": "default", "rope_theta": self.base}
+
+    def forward(
+        self, positions: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        self.count()
+        if key is None:
+            raise NotServed("keys shared between layers are not served")
+        rows = [x.view(x.shape[0], -1, self.head_size) for x in (query, key)]
+        q, k = profile.rope(rows[0], rows[1], positions.flatten(), self.rlk_inv_freq)
+        return q.view(query.shape), k.view(key.shape)
+
+
+class RlkRotaryEmbedding(Rotary, RotaryEmbedding):
+    pass
+
+
+class RlkLlama3RotaryEmbedding(Rotary, Llama3RotaryEmbedding):
+    def _rope_parameters(self) -> dict[str, Any]:
+        return {
+            "rope_type": "llama3",
+            "rope_theta": self.base,
+            "factor": self.scaling_factor,
+            "low_freq_factor": self.low_freq_factor,
+            "high_freq_factor": self.high_freq_factor,
+            "original_max_position_embeddings": self.orig_max_position,
+        }
+
+
+class RlkSiluAndMul(Counted, SiluAndMul):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        enter_config()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count()
+        gate, up = x.chunk(2, dim=-1)
+        return profile.act(gate, up)
+
+
+class RlkLogitsProcessor(Counted, LogitsProcessor):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        enter_config()
+        if self.soft_cap is not None or self.scale != 1.0:
+            raise NotServed("scaled or capped logits are not served")
+
+    def _apply_head(
+        self, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None
+    ) -> Tensor:
+        if not isinstance(lm_head.weight, Tensor) or not lm_head.weight.is_floating_point():
+            raise NotServed("a quantised output layer is not served")
+        self.count()
+        return profile.logits(hidden_states, lm_head.weight, embedding_bias)

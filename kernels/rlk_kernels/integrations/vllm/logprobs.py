@@ -1,0 +1,96 @@
+"""The log-prob of given tokens: a patch, because vLLM has no extension point for it.
+
+It stands in for `Sampler.compute_logprobs` and `gather_logprobs` of vLLM's older runner, which CPUs
+take, and for `compute_token_logprobs` of the newer one, which GPUs take. A vLLM whose functions are
+others is refused. N = rows, K = tokens of each, V = vocabulary.
+"""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.integrations import profile
+from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.operators import Counted
+
+NEWER = "vllm.v1.worker.gpu.sample"
+"""The package of the newer runner's sampling."""
+
+
+class TokenLogprobs(Counted):
+    """Counts the calls of what is patched in."""
+
+    def __call__(self, logits: Tensor, token_ids: Tensor) -> Tensor:
+        """fp32 [N, K] of logits[N, V] at ids[N, K]."""
+        self.count()
+        columns = token_ids.long().unbind(1)
+        return torch.stack([profile.logp(logits, ids.contiguous()) for ids in columns], dim=1)
+
+
+COMPUTED = TokenLogprobs()
+
+
+def patches() -> Iterator[tuple[Any, str, Any]]:
+    """(owner, attribute, what stands in for it). Raises NotServed for a vLLM whose functions are
+    not as they are known."""
+    from vllm.v1.sample.sampler import Sampler
+
+    _check(Sampler, "compute_logprobs", ["logits"])
+    _check(Sampler, "gather_logprobs", ["logprobs", "num_logprobs", "token_ids"])
+    yield Sampler, "compute_logprobs", staticmethod(_kept)
+    yield Sampler, "gather_logprobs", staticmethod(_gathering(Sampler.gather_logprobs))
+    yield Sampler, "forward", _refusing(Sampler.forward)
+    yield from _of_newer_runner()
+
+
+def _check(owner: Any, name: str, parameters: list[str]) -> None:
+    function = getattr(owner, name, None)
+    found = None if function is None else list(inspect.signature(function).parameters)
+    if found != parameters:
+        raise NotServed(
+            f"log-probs: this vLLM's {name} takes {found}, and {parameters} is what is known"
+        )
+
+
+def _kept(logits: Tensor) -> Tensor:
+    """In place of the log-probs of all tokens: the logits, as they are before sampling writes into
+    them. Those of the wanted tokens are computed once it is known which."""
+    return logits.to(torch.float32, copy=True)
+
+
+def _gathering(original: Any) -> Any:
+    @functools.wraps(original)
+    def gather(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
+        # Logits are kept in place of log-probs: the largest, and the ranks, are the same.
+        found = original(logprobs, num_logprobs, token_ids)
+        return found._replace(logprobs=COMPUTED(logprobs, found.logprob_token_ids))
+
+    return gather
+
+
+def _refusing(original: Any) -> Any:
+    @functools.wraps(original)
+    def forward(self: Any, logits: Tensor, sampling_metadata: Any, *args: Any, **more: Any) -> Any:
+        if sampling_metadata.max_num_logprobs == -1 or sampling_metadata.logprob_token_ids:
+            raise NotServed("log-probs of all tokens, or of listed ones, are not served")
+        return original(self, logits, sampling_metadata, *args, **more)
+
+    return forward
+
+
+def _of_newer_runner() -> Iterator[tuple[Any, str, Any]]:
+    name = "compute_token_logprobs"
+    try:
+        own = importlib.import_module(f"{NEWER}.logprob")
+    except ImportError:
+        return
+    _check(own, name, ["logits", "token_ids"])
+    yield own, name, COMPUTED
+    prompt = importlib.import_module(f"{NEWER}.prompt_logprob")
+    if hasattr(prompt, name):
+        yield prompt, name, COMPUTED

@@ -1,0 +1,132 @@
+"""Putting the classes into vLLM's registries, taking them out again, and where each operator of a
+live model lies."""
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+from vllm.model_executor import custom_op
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.platforms import current_platform
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.operators import check as check_operators
+from rlk_kernels.integrations.operators import chosen_out, leaves
+from rlk_kernels.integrations.vllm import config, logprobs
+
+_undo = ExitStack()
+_registered: list[frozenset[str]] = []
+NORMS = frozenset({"attn_norm", "q_norm", "k_norm", "mlp_norm", "final_norm"})
+
+
+def register(left: Iterable[str]) -> None:
+    """See the package."""
+    left = chosen_out(left)
+    if _registered == [left]:
+        return
+    unregister()
+    with ExitStack() as undo:
+        config.leave(left)
+        for base, ours in _classes(left).items():
+            _put_in(undo, base, ours)
+        if "attn" not in left:
+            _put_attention_in(undo)
+        if "logprob" not in left:
+            logprobs.COMPUTED.rlk_calls = 0
+            for owner, name, function in list(logprobs.patches()):
+                undo.callback(setattr, owner, name, vars(owner)[name])
+                setattr(owner, name, function)
+        _forget_made()
+        undo.callback(_forget_made)
+        _registered.append(left)
+        undo.callback(_registered.clear)
+        _undo.push(undo.pop_all())
+
+
+def unregister() -> None:
+    """See the package."""
+    _undo.close()
+
+
+def _classes(left: frozenset[str]) -> dict[type, type]:
+    from rlk_kernels.integrations.vllm import layers
+
+    layers.RlkRowParallelLinear.left = left
+    groups = (
+        (("embed",), (layers.RlkVocabParallelEmbedding,)),
+        (("q_proj", "k_proj", "v_proj"), (layers.RlkQKVParallelLinear,)),
+        (("gate_proj", "up_proj"), (layers.RlkMergedColumnParallelLinear,)),
+        ((), (layers.RlkRowParallelLinear,)),
+        (("q_rope", "k_rope"), (layers.RlkRotaryEmbedding, layers.RlkLlama3RotaryEmbedding)),
+        (("act",), (layers.RlkSiluAndMul,)),
+        (("logits",), (layers.RlkLogitsProcessor,)),
+    )
+    found = [ours for fused, classes in groups if not leaves(left, *fused) for ours in classes]
+    if not left >= NORMS:
+        found.append(layers.RlkRMSNorm)
+    return {ours.__bases__[1]: ours for ours in found}
+
+
+def _put_in(undo: ExitStack, base: Any, ours: type) -> None:
+    taken = custom_op.op_registry_oot.get(base.__name__)
+    if taken is not None:
+        raise NotServed(f"vLLM's {base.__name__} is replaced already, by {taken.__qualname__}")
+    base.register_oot(name=base.__name__)(ours)
+    undo.callback(custom_op.op_registry_oot.pop, base.__name__)
+
+
+def _put_attention_in(undo: ExitStack) -> None:
+    backend, name = AttentionBackendEnum.CUSTOM, "attention_gpu.RlkAttentionBackend"
+    if current_platform.is_cpu():
+        backend, name = AttentionBackendEnum.CPU_ATTN, "attention_cpu.RlkCPUAttentionBackend"
+    register_backend(backend, f"{__name__.rpartition('.')[0]}.{name}")
+    undo.callback(backend.clear_override)
+
+
+def _forget_made() -> None:
+    """vLLM keeps rotary embeddings and chosen backends from one model to the next."""
+    from vllm.model_executor.layers import rotary_embedding
+
+    rotary_embedding._ROPE_DICT.clear()
+    selector._cached_get_attn_backend.cache_clear()
+
+
+def leave(model: Any, left: Iterable[str]) -> None:
+    """Norms of a live model, all made of one class, back to vLLM's own; not where it is compiled.
+    The operators that `register` left are vLLM's own already."""
+    wanted = chosen_out(left) & NORMS
+    for name, module in operators(model).items():
+        if name.rpartition(".")[2] in wanted and isinstance(module, RMSNorm):
+            module.__class__ = RMSNorm
+
+
+def operators(model: Any) -> dict[str, Any]:
+    """See the package."""
+    inner = model.model
+    found = {"embed": inner.embed_tokens}
+    for i, layer in enumerate(inner.layers):
+        own, mlp = layer.self_attn, layer.mlp
+        here = {
+            **{"attn_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm},
+            **{"q_proj": own.qkv_proj, "k_proj": own.qkv_proj, "v_proj": own.qkv_proj},
+            **{"q_norm": getattr(own, "q_norm", None), "k_norm": getattr(own, "k_norm", None)},
+            **{"q_rope": own.rotary_emb, "k_rope": own.rotary_emb},
+            **{"attn": own.attn.impl, "o_proj": own.o_proj, "act": mlp.act_fn},
+            **{"gate_proj": mlp.gate_up_proj, "up_proj": mlp.gate_up_proj},
+            "down_proj": mlp.down_proj,
+        }
+        found |= {f"layers.{i}.{op}": module for op, module in here.items() if module is not None}
+    own_logprob = not _registered or "logprob" in _registered[0]
+    return found | {
+        "final_norm": inner.norm,
+        "logits": model.logits_processor,
+        "logprob": None if own_logprob else logprobs.COMPUTED,
+    }
+
+
+def check(llm: Any) -> Any:
+    """See the package."""
+    left = _registered[0] if _registered else frozenset()
+    return check_operators(llm.apply_model(operators)[0], left)

@@ -1,0 +1,23 @@
+"""What the kernels cost in a run: the time of its un-tapped passes, without them and with them."""
+
+from collections.abc import Iterator
+
+from rlk_align.trace.records import load_record
+from rlk_align.trace.run import Role, Run
+from rlk_align.trace.schema import PassRecord
+
+PASSES: tuple[tuple[Role, str], ...] = (
+    ("rollout", "decode.untapped"),
+    ("rollout", "prefill.untapped"),
+    ("train", "prefill.untapped"),
+)
+
+
+def cost_lines(off: Run, on: Run) -> Iterator[str]:
+    """A line for each side and pass that both runs have."""
+    for role, name in PASSES:
+        paths = [run.capture_folder(role) / name / "pass.json" for run in (off, on)]
+        if all(path.is_file() for path in paths):
+            without, with_them = (load_record(PassRecord, path).seconds for path in paths)
+            kind = name.partition(".")[0]
+            yield f"{role} {kind}: {without:.2f} s without, {with_them:.2f} s with the kernels"

@@ -1,0 +1,71 @@
+"""`kernels=rlk`: what an engine asks of the kernels, which only `engines.patch` imports."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rlk_align.errors import ModelError
+from rlk_align.model.rotary import rope_parameters
+
+if TYPE_CHECKING:
+    import torch
+
+LAYER = (
+    *("attn_norm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "q_rope", "k_rope"),
+    *("attn", "o_proj", "mlp_norm", "gate_proj", "up_proj", "act", "down_proj"),
+)
+REPLACEABLE = ("embed", *LAYER, "final_norm", "logits", "logprob")
+"""The operators that the kernels compute, and that `except` may name. The residual additions are
+left out: every engine computes them alike, in fp32 and rounded once."""
+
+
+def parse_left(text: str) -> frozenset[str]:
+    """Of `except=attn+act`. Raises ValueError naming what is no operator."""
+    names = text.split("+")
+    if unknown := [n for n in names if n not in REPLACEABLE]:
+        raise ValueError(", ".join(unknown))
+    return frozenset(names)
+
+
+ROPES = ("default", "llama3")
+"""The kinds whose frequencies alone are scaled."""
+
+
+def check_kernels(engine: str, config: dict[str, Any]) -> None:
+    """Raises ModelError for what config.json asks for and no kernel computes."""
+    rope, activation = rope_parameters(config)["rope_type"], config.get("hidden_act") or "silu"
+    refused = {
+        f"rope_type={rope}": rope not in ROPES,
+        f"hidden_act={activation}": activation != "silu",
+        "quantized weights": config.get("quantization_config") is not None,
+    }
+    for what, is_so in refused.items():
+        if is_so:
+            raise ModelError(
+                f"engine {engine!r}: kernels=rlk does not take {what}, which config.json asks for",
+                "compare with kernels=off",
+            )
+
+
+class Kernels(Protocol):
+    """Of one engine. What cannot be replaced raises BadOption or ModelError."""
+
+    left: frozenset[str]
+    """The operators that stay the engine's own."""
+
+    def before_loading(self) -> None:
+        """Registers with an engine that makes its model from registries."""
+
+    def in_spec(self, block: Any, windows: tuple[int | None, ...]) -> Any:
+        """A layer spec with the kernels; `windows`: the keys that a query of each layer sees."""
+
+    def in_model(self, model: Any, rope: Mapping[str, Any]) -> None:
+        """Puts them into a live model; `rope`: its checkpoint's `rope_parameters`."""
+
+    def logprobs(
+        self, logits: "torch.Tensor", target: "torch.Tensor", temperature: float
+    ) -> "torch.Tensor | None":
+        """float32 `[N]` of rows `[N, V]`; None where they are left to the engine."""
+
+    def called(self, engine: Any) -> AbstractContextManager[None]:
+        """Raises EngineFailed where something that was replaced is not called in between."""

@@ -1,0 +1,199 @@
+"""Puts `rlk_kernels` into an engine, says what was replaced and by which implementation, sees that
+all of it is called, and takes it out again. No other module of the tool imports the kernels.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import rlk_kernels
+import torch
+from rlk_kernels import backend
+from rlk_kernels.integrations import hf, megatron, profile, vllm
+from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.operators import Counted
+
+from rlk_align.engines.base import Engine
+from rlk_align.engines.common.kernels import parse_left
+from rlk_align.engines.spec import EngineSpec
+from rlk_align.errors import EngineFailed, ModelError
+from rlk_align.model.sites import model_sites
+
+RESIDUALS = ("attn_residual", "mlp_residual")
+"""Operators that every engine computes alike."""
+
+
+class Reported(Counted):
+    """The log-probs of an engine whose adapter computes them."""
+
+
+class Patch(ABC):
+    """The kernels in one engine; see `engines.common.kernels` for what its adapter calls."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self.left = parse_left(str(spec.option("except"))) if spec.option("except") else frozenset()
+        self.undo = ExitStack()
+        self.reported = Reported()
+
+    @property
+    def own_logprobs(self) -> bool:
+        return "logprob" in self.left
+
+    def before_loading(self) -> None:
+        return
+
+    def in_spec(self, block: Any, windows: tuple[int | None, ...]) -> Any:
+        raise NotImplementedError
+
+    def in_model(self, model: Any, rope: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+    def logprobs(
+        self, logits: torch.Tensor, target: torch.Tensor, temperature: float
+    ) -> torch.Tensor | None:
+        if self.own_logprobs:
+            return None
+        self.reported.count()
+        return profile.logp(logits.detach().float(), target, temperature)
+
+    @abstractmethod
+    def operators(self, engine: Any) -> dict[str, Any]:
+        """Canonical site -> what computes it in the live model."""
+
+    def found(self, engine: Any) -> dict[str, Any]:
+        logprob = None if self.own_logprobs else self.reported
+        return {"logprob": logprob} | self.operators(engine)
+
+    def replaced(self, engine: Engine) -> dict[str, str]:
+        """Site -> the implementation that computes it now, or `own`.
+
+        Raises EngineFailed where an operator that was not excepted is still the engine's own, or
+        where one that was is not.
+        """
+        live = self.found(engine)
+        implementation = backend.choose("kernels", None, _like(engine))
+        said, wrong = {}, []
+        for site in model_sites(engine.shape):
+            if site.op in RESIDUALS:
+                continue
+            ours = isinstance(live.get(site.name), Counted)
+            said[site.name] = implementation if ours else "own"
+            # Fused with an operator that is left, one is left with it.
+            if not ours and site.op not in self._left_with:
+                wrong.append(f"{site.name} is still the engine's own")
+            if ours and site.op in self.left:
+                wrong.append(f"{site.name} was to be left to the engine")
+        if wrong:
+            more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            raise EngineFailed(f"{self.spec}: {wrong[0]}{more}", "report this; or except=OPERATOR")
+        return said
+
+    @property
+    def _left_with(self) -> frozenset[str]:
+        """What is left, with what the engine computes as one with it."""
+        groups = self.spec.info.one_kernel
+        return self.left.union(*(g for g in groups if not self.left.isdisjoint(g)))
+
+    @contextmanager
+    def called(self, engine: Engine) -> Iterator[None]:
+        """Raises EngineFailed where an operator that was replaced is not called in between: then
+        something else computed it."""
+        before = self._calls(engine)
+        yield
+        after = self._calls(engine)
+        idle = [name for name, count in after.items() if count == before[name]]
+        if idle and not engine.production:
+            more = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
+            raise EngineFailed(
+                f"{self.spec}: the kernels are in place for {idle[0]}{more} and were not called: "
+                "something else computed it",
+                "look at what a patch replaces",
+            )
+
+    def _calls(self, engine: Engine) -> dict[str, int]:
+        if engine.production:
+            # Compiled code counts no modules; the kernels count themselves.
+            ran = {op for op, _ in rlk_kernels.backend_calls()}
+            return dict.fromkeys(ran, 0)
+        live = self.found(engine)
+        return {name: o.rlk_calls for name, o in live.items() if isinstance(o, Counted)}
+
+    def take_out(self) -> None:
+        self.undo.close()
+
+
+class HFPatch(Patch):
+    """HF transformers, and FSDP2 around it."""
+
+    def in_model(self, model: Any, rope: Mapping[str, Any]) -> None:
+        with _refused(self.spec):
+            self.undo.push(hf.use_kernels(model, self.left - {"logprob"}))
+
+    def operators(self, engine: Any) -> dict[str, Any]:
+        return hf.operators(engine.model)
+
+    def take_out(self) -> None:
+        # Sharding gives modules other classes: the process ends with them.
+        if self.spec.name == "hf":
+            super().take_out()
+
+
+class MegatronPatch(Patch):
+    """Megatron-core: through its layer spec, and what GPTModel wires in itself."""
+
+    def in_spec(self, block: Any, windows: tuple[int | None, ...]) -> Any:
+        with _refused(self.spec):
+            return megatron.with_kernels(block, self.left, windows)
+
+    def in_model(self, model: Any, rope: Mapping[str, Any]) -> None:
+        with _refused(self.spec):
+            megatron.use_kernels(model, rope, self.left)
+
+    def operators(self, engine: Any) -> dict[str, Any]:
+        return megatron.operators(engine.model)
+
+
+class VLLMPatch(Patch):
+    """vLLM in this process: registered before it makes its model."""
+
+    def before_loading(self) -> None:
+        with _refused(self.spec):
+            vllm.register(self.left)
+        self.undo.callback(vllm.unregister)
+
+    def in_model(self, model: Any, rope: Mapping[str, Any]) -> None:
+        vllm.leave(model, self.left)
+
+    def operators(self, engine: Any) -> dict[str, Any]:
+        return engine.llm.apply_model(vllm.operators)[0]
+
+
+PATCHES: dict[str, type[Patch]] = {
+    "hf": HFPatch,
+    "fsdp": HFPatch,
+    "megatron": MegatronPatch,
+    "vllm": VLLMPatch,
+}
+"""By engine."""
+
+
+def patch_of(spec: EngineSpec) -> Patch | None:
+    """The kernels for an engine, where its spec asks for them."""
+    return PATCHES[spec.name](spec) if spec.option("kernels") == "rlk" else None
+
+
+@contextmanager
+def _refused(spec: EngineSpec) -> Iterator[None]:
+    """What the kernels do not serve, as the user's own error."""
+    try:
+        yield
+    except NotServed as error:
+        raise ModelError(f"{spec}: {error}", "leave kernels=rlk out, or except=OPERATOR") from error
+
+
+def _like(engine: Engine) -> torch.Tensor:
+    """An empty tensor of what the engine computes in, where it does."""
+    here = engine.spec.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.empty(0, dtype=getattr(torch, engine.dtype()), device=here)

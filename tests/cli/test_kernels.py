@@ -1,0 +1,176 @@
+"""`kernels=rlk` in the real engines, through the command line: no bit differs. The whole matrix is
+in tests/fix_path."""
+
+from pathlib import Path
+
+import pytest
+from conftest import Cli, Outcome, capture_of, command_line, require_engine, write_few_prompts
+
+PATCHES = {"PYTHONPATH": str(Path(__file__).parent)}
+TRAINING = ("hf", "fsdp:dp=2", "megatron")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all of this module's runs lie: what one captured, the next takes."""
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(scope="module")
+def compare(folder: Path) -> Cli:
+    prompts = write_few_prompts(folder / "few.jsonl")
+    inner = command_line(folder)
+
+    def run(*args: object, **more: object) -> Outcome:
+        few = ("--prompts", prompts, "--max-new-tokens", 6, "--run-dir", folder / "run")
+        return inner("compare", *few, *args, "--contract", "bitwise", **more)
+
+    return run
+
+
+def kinds(folder: Path, role: str) -> dict[str, str]:
+    return capture_of(folder / "run", role).record.kernels
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("train", TRAINING)
+def test_no_bit_differs(compare: Cli, folder: Path, train: str, dtype: str) -> None:
+    require_engine("vllm")
+    require_engine(train.partition(":")[0])
+    train = f"{train}{',' if ':' in train else ':'}dtype={dtype},kernels=rlk"
+    done = compare("--rollout", f"vllm:dtype={dtype},kernels=rlk", "--train", train)
+    assert done.code == 0, done.out + done.err
+    assert done.verdict is not None
+    assert done.first is None
+    assert set(done.verdict["edges"]) == {
+        "decode_vs_prefill",
+        "prefill_vs_train",
+        "decode_vs_train",
+    }
+    assert all(e["bit_mismatches"] == 0 for e in done.verdict["edges"].values())
+    assert all(e["ratio_mean"] == e["ratio_max"] == 1.0 for e in done.verdict["edges"].values())
+    assert done.verdict["controls"]["observer"] == "bitwise"
+    coverage = done.verdict["coverage"]
+    assert coverage["paired"] == coverage["expected"] > 10_000
+    assert coverage["unpaired"] == []
+    assert done.verdict["dtype"] == dtype
+    for role in ("rollout", "train"):
+        replaced = kinds(folder, role)
+        assert set(replaced.values()) == {"torch"}
+        # All sites but the residual additions, which are alike everywhere.
+        assert len(replaced) == 4 * 15 + 4
+
+
+@pytest.mark.parametrize("train", TRAINING)
+def test_without_them_the_same_command_shows_drift(compare: Cli, folder: Path, train: str) -> None:
+    require_engine("vllm")
+    require_engine(train.partition(":")[0])
+    done = compare("--rollout", "vllm", "--train", train, "--kernels", "off")
+    assert done.code == 1
+    assert done.first == ("layers.0.attn_norm" if train == "megatron" else "layers.0.q_rope")
+    assert done.verdict["edges"]["prefill_vs_train"]["bit_mismatches"] > 0
+    assert kinds(folder, "rollout") == kinds(folder, "train") == {}
+
+
+@pytest.mark.parametrize(
+    ("train", "left", "first"),
+    [
+        ("hf", "up_proj", "layers.0.up_proj"),
+        ("megatron", "act", "layers.0.act"),
+        ("fsdp", "logits", "logits"),
+        ("hf", "logprob", "logprob"),
+    ],
+)
+def test_what_is_left_to_an_engine_is_named(
+    compare: Cli, folder: Path, train: str, left: str, first: str
+) -> None:
+    require_engine("vllm")
+    require_engine(train)
+    spec = f"{train}:kernels=rlk,except={left}"
+    done = compare("--rollout", "vllm:kernels=rlk", "--train", spec)
+    assert done.code == 1
+    assert done.first == first, done.out
+    own = {site for site, kind in kinds(folder, "train").items() if kind == "own"}
+    assert {site.rpartition(".")[2] for site in own} == {left}
+
+
+def test_vllms_own_attention_is_named_in_it(compare: Cli) -> None:
+    require_engine("vllm")
+    done = compare(
+        *("--rollout", "vllm:kernels=rlk,except=attn", "--train", "hf:kernels=rlk"),
+        *("--edges", "prefill_vs_train"),
+    )
+    assert done.first == "layers.0.attn", done.out
+
+
+@pytest.mark.parametrize(
+    ("patch", "says"),
+    [
+        ("compute_down_proj_elsewhere", "the kernels are in place for layers.1.down_proj and were"),
+        ("give_down_proj_back", "layers.1.down_proj is still the engine's own"),
+    ],
+)
+def test_what_does_not_run_is_an_error_and_no_mixture(compare: Cli, patch: str, says: str) -> None:
+    specs = ("--rollout", f"hf:kernels=rlk,patch=patches:{patch}", "--train", "hf:kernels=rlk")
+    done = compare(*specs, env=PATCHES)
+    assert done.code == 3, done.out
+    assert says in done.err
+    assert done.verdict is None
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+
+
+@pytest.mark.parametrize("engine", ["hf", "megatron", "vllm"])
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"rope_parameters": YARN | {"rope_theta": 1e4}}, "rope_type=yarn"),
+        ({"hidden_act": "gelu"}, "hidden_act=gelu"),
+    ],
+    ids=["rope", "act"],
+)
+def test_what_has_no_kernel_is_refused_before_anything_starts(
+    compare: Cli, model_copy, engine: str, config: dict, says: str
+) -> None:
+    require_engine(engine)
+    model, spec = model_copy(config=config), f"{engine}:kernels=rlk"
+    sides = ("vllm", "hf") if engine == "vllm" else ("hf", engine)
+    specs = [spec if name == engine else name for name in sides]
+    done = compare("--model", model, "--rollout", specs[0], "--train", specs[1])
+    assert done.code == 2, done.out + done.err
+    assert says in done.err
+
+
+def test_captures_with_kernels_lie_beside_those_without(compare: Cli, folder: Path) -> None:
+    for kernels in ("rlk", "off", "rlk"):
+        done = compare(
+            *(part for side in ("--rollout", "--train") for part in (side, f"hf:kernels={kernels}"))
+        )
+        assert done.code in (0, 1), done.err
+        assert bool(kinds(folder, "train")) == (kernels == "rlk")
+        asked = done.verdict["engines"]["train"]["options"]
+        assert asked == ({"kernels": "rlk"} if kernels == "rlk" else {})
+    assert "capture is there already" in done.err
+
+
+def test_drift_is_shown_without_and_with_the_kernels(compare: Cli, folder: Path) -> None:
+    page = folder / "both.html"
+    specs = ("--rollout", "hf:attn=sdpa", "--train", "hf:attn=eager")
+    done = compare(*specs, "--kernels", "rlk")
+    assert done.code == 2, "attn is the engines' own"
+    require_engine("megatron")
+    done = compare("--rollout", "hf", "--train", "megatron", "--kernels", "rlk",
+                   "--output", f"html={page}")  # fmt: skip
+    assert done.code == 0, done.out + done.err
+    assert done.verdict["engines"]["train"]["options"] == {"kernels": "rlk"}
+    shown = [line.split() for line in done.out.splitlines()]
+    after = [line for line in shown if line[1:2] == ["off"] or line[:1] == ["rlk"]]
+    assert len(after) == 6
+    assert [line[-1] for line in after if line[0] == "rlk"] == ["0"] * 3
+    assert int(next(line for line in after if line[0] == "prefill_vs_train")[-1]) > 0
+    text = page.read_text(encoding="utf-8")
+    assert "kernels-off" in text
+    assert "hf:kernels=rlk" in text
+    plain = capture_of(folder / "run" / "kernels-off", "train")
+    assert plain.record.kernels == {}

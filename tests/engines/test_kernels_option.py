@@ -1,0 +1,112 @@
+"""`kernels=rlk[,except=OPERATOR]` and `--kernels`: what is accepted, and how mistakes are named."""
+
+from pathlib import Path
+
+import pytest
+
+from rlk_align.capture.key import adapter_digest, capture_key
+from rlk_align.capture.request import CaptureRequest
+from rlk_align.cli.options import engine_spec
+from rlk_align.data import data_path
+from rlk_align.engines.common.kernels import REPLACEABLE
+from rlk_align.engines.registry import ENGINES, engine_info
+from rlk_align.engines.spec import EngineSpec
+from rlk_align.errors import BadOption
+
+
+def test_the_tool_and_the_kernels_name_the_same_operators() -> None:
+    from rlk_kernels.integrations.operators import OPERATORS
+
+    assert REPLACEABLE == OPERATORS
+
+
+def test_every_engine_with_kernels_has_its_patch() -> None:
+    from rlk_align.engines.patch import PATCHES
+
+    assert set(PATCHES) == {n for n in ENGINES if engine_info(n).kernels}
+
+
+def test_a_spec_says_which_operators_stay_the_engines_own() -> None:
+    spec = EngineSpec.parse("vllm:kernels=rlk,except=logits+act")
+    assert spec.options == {"kernels": "rlk", "except": "act+logits"}
+    assert EngineSpec.parse("hf").option("kernels") == "off"
+    # What is off is not said.
+    assert EngineSpec.parse("hf:kernels=off").canonical("bfloat16") == EngineSpec("hf")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("hf:kernels=on", "choose from off, rlk"),
+        ("hf:except=attn", "needs kernels=rlk"),
+        ("hf:kernels=off,except=attn", "needs kernels=rlk"),
+        ("hf:kernels=rlk,except=attention", "no operator: attention"),
+        ("hf:kernels=rlk,except=attn+", "no operator"),
+        ("hf:kernels=rlk,attn=eager", "add except=attn"),
+        ("fsdp:kernels=rlk,attn=sdpa", "add except=attn"),
+        ("replay:path=x,kernels=rlk", "kernels=rlk is for"),
+        ("megatron:kernels=rlk,tp=2", "leave tp out"),
+        ("megatron:kernels=rlk,spec=te", "leave spec out"),
+        ("vllm:kernels=rlk,tp=2", "leave tp out"),
+        ("vllm:kernels=rlk,logprobs=processed", "leave logprobs out"),
+        ("vllm:kernels=rlk,batch_invariant=1", "leave batch_invariant out"),
+    ],
+)
+def test_what_cannot_be_had_is_named(text: str, says: str) -> None:
+    with pytest.raises(BadOption) as error:
+        EngineSpec.parse(text)
+    assert says in f"{error.value.message} {error.value.fix}"
+
+
+@pytest.mark.parametrize(
+    ("text", "kernels", "found"),
+    [
+        ("hf", None, "hf"),
+        ("hf", "rlk", "hf:kernels=rlk"),
+        ("vllm:dtype=float32", "rlk", "vllm:dtype=float32,kernels=rlk"),
+        ("vllm:kernels=off", "rlk", "vllm:kernels=off"),
+        ("vllm:kernels=rlk,except=act", "rlk", "vllm:kernels=rlk,except=act"),
+        ("replay:path=x", "rlk", "replay:path=x"),
+    ],
+)
+def test_the_flag_is_for_engines_that_do_not_say_themselves(
+    text: str, kernels: str | None, found: str
+) -> None:
+    assert engine_spec(text, kernels) == EngineSpec.parse(found)
+
+
+def test_the_flag_has_two_values() -> None:
+    with pytest.raises(BadOption, match="--kernels 'on'"):
+        engine_spec("hf", "on")
+    with pytest.raises(BadOption, match="leave tp out"):
+        engine_spec("megatron:tp=2", "rlk")
+
+
+def test_a_capture_with_kernels_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    def key(text: str) -> str:
+        spec = EngineSpec.parse(text)
+        request = CaptureRequest(
+            engine=spec, model=str(data_path("model")), prompts=data_path("prompts.jsonl")
+        )
+        return capture_key(request, spec.canonical("bfloat16"), data_path("model"), None)
+
+    texts = ["hf", "hf:kernels=rlk", "hf:kernels=rlk,except=attn", "hf:kernels=rlk,except=act"]
+    assert len({key(text) for text in texts}) == 4
+    assert key("hf:kernels=off") == key("hf")
+    off, on = key("hf"), key("hf:kernels=rlk")
+    monkeypatch.setenv("RLK_BACKEND", "torch")
+    assert key("hf:kernels=rlk") not in (on, off)
+
+
+def test_edited_kernels_make_another_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of captures that have them alone."""
+    on, off = EngineSpec.parse("hf:kernels=rlk"), EngineSpec.parse("hf")
+    before = adapter_digest(on), adapter_digest(off)
+    read = Path.read_bytes
+
+    def edited(path: Path) -> bytes:
+        return read(path) + (b"#" if path.parent.name == "rope" else b"")
+
+    monkeypatch.setattr(Path, "read_bytes", edited)
+    assert adapter_digest(on) != before[0]
+    assert adapter_digest(off) == before[1]

@@ -1,0 +1,99 @@
+"""The examples of docs/fix-path.md run, as far as a CPU can."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import require_engine
+
+from rlk_align.data import data_path
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCKS = dict(
+    re.findall(
+        r"```python\n# example: (\w+)\n(.*?)```",
+        (ROOT / "docs" / "fix-path.md").read_text(encoding="utf-8"),
+        re.DOTALL,
+    )
+)
+BEFORE = f"MODEL = {str(data_path('model'))!r}\n"
+AFTER = {
+    "vllm": "assert len(out[0].outputs[0].token_ids) == 8\n",
+    "hf": "assert all(p.grad is not None for p in model.parameters())\n",
+    "verl": """
+import torch
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+model = AutoModelForCausalLM.from_pretrained(MODEL)
+for layer in model.model.layers:
+    fully_shard(layer)
+fully_shard(model)
+model(torch.arange(2, 12)[None], use_cache=False).logits.sum().backward()
+hf.check(hf.operators(model))
+""",
+    "megatron": """
+from types import SimpleNamespace
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from rlk_align.engines.megatron.cpu import cpu_stand_ins
+
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+parallel_state.initialize_model_parallel()
+args = SimpleNamespace(rotary_base=10000)
+with cpu_stand_ins():
+    config = TransformerConfig(
+        num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2, kv_channels=16,
+        ffn_hidden_size=96, normalization="RMSNorm", gated_linear_unit=True, qk_layernorm=True,
+        activation_func=torch.nn.functional.silu, add_bias_linear=False, attention_dropout=0.0,
+        hidden_dropout=0.0, bf16=True, params_dtype=torch.bfloat16, use_cpu_initialization=True,
+    )
+    model = GPTModel(
+        config, layer_spec(args, config), vocab_size=64, max_sequence_length=32,
+        position_embedding_type="rope", share_embeddings_and_output_weights=True,
+    ).bfloat16()
+    model = finish(args, model)
+    ids, at = torch.arange(20).view(2, 10), torch.arange(10).expand(2, 10)
+    logits = model(ids, at, None)
+    assert logits.dtype == torch.float32
+    megatron.token_logprobs(logits.flatten(0, 1), ids.flatten()).sum().backward()
+assert all(p.grad is not None for p in model.parameters())
+megatron.check(megatron.operators(model))
+""",
+}
+
+
+def test_every_example_is_run() -> None:
+    assert BLOCKS.keys() == AFTER.keys()
+    lines = [[line for line in code.splitlines() if line.strip()] for code in BLOCKS.values()]
+    assert max(map(len, lines)) <= 10
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_an_example_runs(tmp_path: Path, name: str) -> None:
+    if name in ("vllm", "megatron"):
+        require_engine(name)
+    (tmp_path / "example.py").write_text(BEFORE + BLOCKS[name] + AFTER[name], encoding="utf-8")
+    settings = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
+    settings |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+    done = subprocess.run(
+        [sys.executable, "example.py"],
+        cwd=tmp_path,
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    if name == "vllm":
+        assert "64 operators replaced, and every one was called" in done.stdout

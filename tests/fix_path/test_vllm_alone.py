@@ -1,0 +1,133 @@
+"""The real vLLM by itself: its batches, its compiler, its plugin, and off means off."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import require_engine
+
+from rlk_align.data import data_path
+from rlk_align.engines.worker import tokenise
+from rlk_align.model.prompts import load_prompts
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = Path(__file__).with_name("vllm_bits.py")
+DTYPES = ("bfloat16", "float32")
+Found = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def _vllm() -> None:
+    require_engine("vllm")
+
+
+def prompts() -> list[list[int]]:
+    """The ids of the embedded ones."""
+    given = load_prompts(data_path("prompts.jsonl"))
+    return list(tokenise(data_path("model"), given).values())
+
+
+def run(folder: Path, cases: list[dict[str, Any]], few: bool = False, **environment: str) -> Found:
+    """In a process of its own; of a few prompts alone."""
+    ids = sorted(prompts(), key=len)
+    ids = ids[::10] if few else ids
+    common = {"model": str(data_path("model")), "prompts": ids, "new_tokens": 6}
+    (folder / "cases.json").write_text(json.dumps([common | case for case in cases]))
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(folder / "cases.json"), str(folder / "found.json")],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "kernels"), "OMP_NUM_THREADS": "1"}
+        | environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "found.json").read_text())
+
+
+BATCHES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "one at a time": {"max_num_seqs": 1},
+    "two": {"max_num_seqs": 2},
+    "seven": {"max_num_seqs": 7},
+    "all": {"max_num_seqs": 64},
+    "chunks of 40": {"max_num_batched_tokens": 40, "max_num_seqs": 8},
+    "chunks of 64": {"max_num_batched_tokens": 64},
+    "no chunks": {"enable_chunked_prefill": False, "max_num_batched_tokens": 1024},
+    "prefix caching": {"enable_prefix_caching": True},
+    "blocks of 32": {"block_size": 32},
+    "blocks of 128": {"block_size": 128},
+}
+
+
+IN_FP32 = ("default", "one at a time", "seven", "chunks of 40", "prefix caching")
+"""Several times slower."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_do_not_depend_on_the_batch(tmp_path: Path, dtype: str) -> None:
+    cases = [
+        {"name": name, "kernels": "registered", "options": {"dtype": dtype} | options}
+        for name, options in BATCHES.items()
+        if dtype == "bfloat16" or name in IN_FP32
+    ]
+    found = run(tmp_path, cases, TORCHDYNAMO_DISABLE="1")
+    first = found["default"]
+    assert len(first["decode"]) == 64
+    for name, one in found.items():
+        assert one["decode"] == one["prefill"], name
+        for what in ("tokens", "decode", "prefill"):
+            assert one[what] == first[what], name
+        assert bool(one["cached"]) == (name == "prefix caching"), name
+
+
+def test_off_is_off(tmp_path: Path) -> None:
+    """Before the kernels, after them, and with the plugin that nobody switched on."""
+    hows = {"own": "off", "on": "registered", "taken out": "off", "plugin": "plugin"}
+    cases = [{"name": n, "kernels": k} for n, k in hows.items()]
+    found = run(tmp_path, cases, few=True, TORCHDYNAMO_DISABLE="1")
+    assert found["taken out"] == found["own"]
+    assert found["own"]["ran"] == []
+    assert found["plugin"] == found["on"]
+    assert found["on"]["ran"] == [
+        *("embedding", "linear", "logp", "paged_attention", "rms_norm", "rope", "swiglu")
+    ]
+    assert found["on"]["decode"] != found["own"]["decode"]
+    assert found["on"]["decode"] == found["on"]["prefill"]
+    assert found["on"]["hash"] != found["own"]["hash"], "the compile cache tells them apart"
+
+
+def test_the_plugin_is_what_vllm_is_told_of() -> None:
+    import importlib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (target,) = project["entry-points"]["vllm.general_plugins"].values()
+    module, _, name = target.partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_compiled_code_is_loaded_where_it_belongs(tmp_path: Path) -> None:
+    """One compile cache, written without the kernels, then with them, then without again: each has
+    its own bits, and the kernels' are those of eager code."""
+    eager = run(
+        tmp_path, [{"name": "eager", "kernels": "registered"}], few=True, TORCHDYNAMO_DISABLE="1"
+    )
+    cache = {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    compiled = {"options": {"enforce_eager": False}}
+    found = {
+        name: run(tmp_path, [{"name": name, "kernels": how} | compiled], few=True, **cache)[name]
+        for name, how in {"own": "off", "on": "registered", "again": "off"}.items()
+    }
+    assert found["again"] == found["own"]
+    assert found["own"]["ran"] == []
+    for what in ("tokens", "decode", "prefill", "ran"):
+        assert found["on"][what] == eager["eager"][what]
+    warm = run(tmp_path, [{"name": "warm", "kernels": "registered"} | compiled], few=True, **cache)[
+        "warm"
+    ]
+    assert warm == found["on"]

@@ -1,0 +1,95 @@
+"""Runs the real vLLM several times in one process, with the kernels or without, and writes what it
+said, bit for bit.
+
+    python vllm_bits.py CASES.json FOUND.json
+
+CASES.json: a list of {"name", "model", "prompts", "new_tokens", "kernels" (off, registered,
+plugin), "options" (LLM's)}; FOUND.json: by name, greedy tokens, and the bits of the log-probs of
+decoding and of scoring the same sequences. Where prefixes are cached it decodes twice, and says
+what it said with the cache filled.
+"""
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+import rlk_kernels
+import torch
+from rlk_kernels.integrations import vllm as kernels
+from vllm import LLM, SamplingParams, plugins
+from vllm.distributed import cleanup_dist_env_and_memory
+
+
+def bits(values: list[float]) -> str:
+    return torch.tensor(values, dtype=torch.float32).numpy().tobytes().hex()
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    how = case["kernels"]
+    os.environ.pop(kernels.ENVIRONMENT, None)
+    plugins.plugins_loaded = False
+    if how == "registered":
+        kernels.register()
+    else:
+        kernels.unregister()
+        # What vLLM calls by its entry point, whether the variable is set or not.
+        if how == "plugin":
+            os.environ[kernels.ENVIRONMENT] = "1"
+        kernels.plugin()
+    rlk_kernels.reset_backend_calls()
+    options = {"enable_prefix_caching": False, "enforce_eager": True} | case.get("options", {})
+    llm = LLM(model=case["model"], disable_log_stats=True, max_model_len=1024, **options)
+    prompts = [{"prompt_token_ids": ids} for ids in case["prompts"]]
+    greedy = SamplingParams(
+        temperature=0.0, max_tokens=case["new_tokens"], logprobs=0, ignore_eos=True,
+        detokenize=False,
+    )  # fmt: skip
+    outputs = llm.generate(prompts, greedy, use_tqdm=False)
+    if options["enable_prefix_caching"]:
+        outputs = llm.generate(prompts, greedy, use_tqdm=False)
+    decoded = [out.outputs[0] for out in outputs]
+    tokens = [list(out.token_ids) for out in decoded]
+    said = [
+        [step[t].logprob for step, t in zip(out.logprobs, ids, strict=True)]
+        for out, ids in zip(decoded, tokens, strict=True)
+    ]
+    whole = [a + b for a, b in zip(case["prompts"], tokens, strict=True)]
+    score = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    scored = llm.generate([{"prompt_token_ids": ids} for ids in whole], score, use_tqdm=False)
+    again = [
+        [out.prompt_logprobs[p][ids[p]].logprob for p in range(len(prompt), len(ids))]
+        for out, ids, prompt in zip(scored, whole, case["prompts"], strict=True)
+    ]
+    found = {
+        "tokens": tokens,
+        "decode": [bits(x) for x in said],
+        "prefill": [bits(x) for x in again],
+        "cached": sum(out.num_cached_tokens or 0 for out in outputs),
+        "ran": sorted({op for op, _ in rlk_kernels.backend_calls()}),
+        "hash": llm.llm_engine.vllm_config.compute_hash(),
+    }
+    del llm, outputs, decoded, scored
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    return found
+
+
+def main() -> None:
+    cases, found = json.loads(Path(sys.argv[1]).read_text()), {}
+    for case in cases:
+        found[case["name"]] = run(case)
+        Path(sys.argv[2]).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""PROFILE.md, line by line: the roundings that all engines share, against a computation in float64
+that rounds where the page says so, and nowhere else."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_suite import packed, paged_cache
+from rlk_kernels.integrations import profile
+
+PAGE = Path(__file__).resolve().parents[2] / "kernels" / "rlk_kernels" / "PROFILE.md"
+BF16 = torch.bfloat16
+
+
+def rand(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+    return made.to(BF16)
+
+
+def once(exact: torch.Tensor) -> torch.Tensor:
+    """Rounded by way of fp32, as the kernels do."""
+    return exact.float().to(BF16)
+
+
+def twice(exact: torch.Tensor, then: torch.Tensor) -> torch.Tensor:
+    """Rounded before it is multiplied as well: what the page says is not done."""
+    return (once(exact).float() * then.float()).to(BF16)
+
+
+def test_every_line_has_its_test() -> None:
+    named = re.findall(r"`(test_\w+)` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(named) == 13
+    assert set(named) <= set(globals())
+
+
+def test_embed_copies() -> None:
+    table, ids = rand(7, 5), torch.tensor([6, 0, 6])
+    assert torch.equal(profile.embed(ids, table), table[ids])
+
+
+def test_norm_rounds_once() -> None:
+    x, weight = rand(40, 96), rand(96, seed=1) + 1
+    wide = x.double()
+    normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    assert torch.equal(profile.norm(x, weight, 1e-6), once(normed * weight.double()))
+    assert not torch.equal(profile.norm(x, weight, 1e-6), twice(normed, weight))
+
+
+def test_the_norm_reads_the_rounded_residual() -> None:
+    x, stream, weight = rand(40, 96), rand(40, 96, seed=1, scale=30), rand(96, seed=2)
+    y, total = profile.add_norm(x, stream, weight, 1e-6)
+    assert torch.equal(total, x + stream)
+    assert torch.equal(y, profile.norm(x + stream, weight, 1e-6))
+    unrounded = x.double() + stream.double()
+    normed = unrounded * (unrounded.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    assert not torch.equal(y, once(normed * weight.double()))
+
+
+def test_linear_rounds_once() -> None:
+    x, weight = rand(33, 100), rand(21, 100, seed=1)
+    assert torch.equal(profile.linear(x, weight), once(x.double() @ weight.double().T))
+
+
+def test_a_bias_is_added_before_rounding() -> None:
+    x, weight, bias = rand(33, 100), rand(21, 100, seed=1), rand(21, seed=2)
+    exact = x.double() @ weight.double().T
+    found = profile.linear(x, weight, bias)
+    assert torch.equal(found, once(exact + bias.double()))
+    assert not torch.equal(found, once(exact) + bias)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("width", [32, 64, 80, 96, 112, 128])
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "default", "rope_theta": 1e4}, LLAMA3], ids=["default", "llama3"]
+)
+def test_frequencies_are_those_of_transformers(rope: dict, width: int) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = LlamaConfig(head_dim=width, rope_parameters=rope, max_position_embeddings=1024)
+    make = ROPE_INIT_FUNCTIONS.get(rope["rope_type"])
+    theirs, _ = (make or LlamaRotaryEmbedding.compute_default_rope_parameters)(config)
+    assert torch.equal(profile.frequencies(rope, width), theirs)
+
+
+def test_another_rope_is_refused() -> None:
+    with pytest.raises(ValueError, match="rope_type=yarn is not served"):
+        profile.frequencies({"rope_type": "yarn", "rope_theta": 1e4}, 32)
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def test_the_table_is_rounded_and_the_rotation_once() -> None:
+    q, k, at = rand(50, 3, 32), rand(50, 1, 32, seed=1), torch.arange(50) * 19
+    inv_freq = profile.frequencies({"rope_theta": 1e4}, 32)
+    angle = (at.float()[:, None] * inv_freq).double()
+    wide = [t[:, None] for t in (angle.cos(), angle.sin())]
+    cos, sin = (once(t) for t in wide)
+    for x, found in zip((q, k), profile.rope(q, k, at, inv_freq), strict=True):
+        rotated = turned(x.double(), cos.double(), sin.double())
+        # fp32 arithmetic may round to another neighbour where float64 is on the edge of two.
+        assert (found == once(rotated)).float().mean() > 0.999
+        assert (found == once(turned(x.double(), *wide))).float().mean() < 0.99
+        assert (found == turned(x, cos, sin)).float().mean() < 0.99, "each product rounded"
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 80, 96, 112, 128, 160, 192, 224, 256])
+def test_both_ways_to_write_the_scale_are_one(size: int) -> None:
+    assert profile.float32(size**-0.5) == profile.float32(1 / size**0.5)
+
+
+def test_prefill_and_paged_decode_are_one() -> None:
+    q, k, v, cu_q, cu_k = packed([9, 300], [9, 300], 4, 2, 32, BF16, "cpu")
+    whole = profile.attention(q, k, v, cu_q, cu_k, 32**-0.5)
+    k_cache, v_cache, table, lengths = paged_cache(k, v, cu_k, page=16)
+    last = cu_q[1:].long() - 1
+    out = torch.empty(2, 4, 32, dtype=BF16)
+    one = torch.arange(3, dtype=torch.int32)
+    profile.paged_attention(q[last], k_cache, v_cache, table, lengths, one, 32**-0.5, None, out)
+    assert torch.equal(out, whole[last])
+
+
+def test_act_rounds_once() -> None:
+    gate, up = rand(30, 64, scale=3), rand(30, 64, seed=1)
+    silu = gate.double() / (1 + (-gate.double()).exp())
+    assert torch.equal(profile.act(gate, up), once(silu * up.double()))
+    assert not torch.equal(profile.act(gate, up), twice(silu, up))
+
+
+def test_logits_are_the_sum() -> None:
+    x, weight = rand(33, 100), rand(21, 100, seed=1)
+    found = profile.logits(x, weight)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, (x.double() @ weight.double().T).float())
+
+
+def test_logp_is_of_fp32_logits() -> None:
+    logits = torch.randn(20, 300, generator=torch.Generator().manual_seed(1)) * 4
+    target = torch.arange(20)
+    found = profile.logp(logits, target, 0.7)
+    exact = torch.log_softmax((logits * torch.tensor(1 / 0.7)).double(), -1)[range(20), target]
+    assert found.dtype == torch.float32
+    assert (found.double() - exact).abs().max() < 1e-6
+    assert not torch.equal(found, profile.logp(logits.to(BF16), target, 0.7))

@@ -1,0 +1,43 @@
+"""A small random model of any family that transformers knows, as a checkpoint."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlk_align.data import data_path
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.05,
+    "tie_word_embeddings": False,
+    "sliding_window": None,
+    "eos_token_id": 0,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def write_random_model(folder: Path, **settings: Any) -> Path:
+    """With the embedded tokenizer and its weights in several files."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = SMALL | settings
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    made = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, settings["dtype"]))
+    for key, parameter in made.named_parameters():
+        if "norm" in key or key.endswith("bias"):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    made.save_pretrained(folder, max_shard_size="400KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(data_path("model") / file, folder / file)
+    return folder
