@@ -112,6 +112,8 @@ def rows(m: int, h: int = 4096, ff: int = 12288, v: int = 128256) -> None:
     _backward(rk.swiglu(_x(m, ff), _x(m, ff)))
     _backward(rk.embedding(_ids(m), _x(v, h)))
     _backward(rk.logp(_x(m, v), _ids(m)))
+    rk.logp(_x(m, v), _ids(m), token_ids=_ids(m, 4), top_k=20)
+    rk.write_kv_cache(*(_x(m, 8, 128) for _ in range(2)), *_x(2, m, 16, 8, 128), _ids(m))
 
 
 LARGE, SMALL = HEADS.values()

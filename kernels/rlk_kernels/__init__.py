@@ -16,6 +16,7 @@ from rlk_kernels.losses.grpo.operator import group_advantages
 from rlk_kernels.losses.linear_grpo.operator import linear_grpo_loss
 from rlk_kernels.ops.attention.operator import attention, paged_attention
 from rlk_kernels.ops.embedding.operator import embedding
+from rlk_kernels.ops.kv_cache.operator import write_kv_cache
 from rlk_kernels.ops.linear import linear
 from rlk_kernels.ops.linear_logp.operator import linear_logp
 from rlk_kernels.ops.logp.operator import logp
@@ -59,4 +60,5 @@ __all__ = [
     "rope",
     "swiglu",
     "warm_up",
+    "write_kv_cache",
 ]

@@ -93,11 +93,15 @@ def call(op: CustomOpDef, *args):
     does."""
     if torch.compiler.is_compiling():
         return op(*args)
-    tensors = [x for x in args if isinstance(x, Tensor)]
+    grad = torch.is_grad_enabled()
+    for x in args:
+        if type(x) is Tensor or type(x) is torch.nn.Parameter:
+            if grad and x.requires_grad:
+                return op(*args)
+        elif isinstance(x, Tensor):
+            return op(*args)
     if (
-        (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
-        or any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors)
-        or torch._C._len_torch_dispatch_stack() > 0
+        torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
     ):
         return op(*args)

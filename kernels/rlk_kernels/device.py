@@ -81,17 +81,14 @@ PLANNED_PROCESSORS = 132
 """Processors that are planned for where there is no GPU (those of an H200)."""
 
 
-def facts(device: torch.device) -> DeviceFacts:
-    """The facts of `device`, asked once."""
-    return _facts(device, interpreting())
-
-
 class HopperKernelsUnused(RuntimeWarning):
     """A GPU of the Hopper generation runs without the kernels that are written for it."""
 
 
 @functools.cache
-def _facts(device: torch.device, interpreted: bool) -> DeviceFacts:
+def facts(device: torch.device) -> DeviceFacts:
+    """The facts of `device`, asked once."""
+    interpreted = interpreting()
     newer = capability(device) >= (9, 0)
     hopper = capability(device)[0] == 9 and not interpreted
     if hopper and not fits_gluon(triton_version()):
@@ -101,7 +98,7 @@ def _facts(device: torch.device, interpreted: bool) -> DeviceFacts:
             f"< {beyond}, and this is {triton_version()}: others run in their place, with the same "
             "bits at another speed",
             HopperKernelsUnused,
-            stacklevel=3,
+            stacklevel=2,
         )
     count = PLANNED_PROCESSORS
     if device.type == "cuda":

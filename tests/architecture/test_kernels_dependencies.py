@@ -16,7 +16,7 @@ BELOW = {
     "losses": ("numerics", "matmul", "ops"),
     "integrations": (),
 }
-ROOT = ("rlk_kernels.backend", "rlk_kernels.device", "rlk_kernels.errors")
+ROOT = tuple(f"rlk_kernels.{name}" for name in ("backend", "device", "errors", "launching"))
 """The files that stand in no folder; every folder may import them."""
 ENGINES = {"vllm": {"vllm"}, "megatron": {"megatron"}, "hf": {"transformers"}}
 """Folder of `integrations`: the engine that it alone imports."""

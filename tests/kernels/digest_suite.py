@@ -137,6 +137,14 @@ def _paged(at: Inputs, contexts: tuple[int, ...], queries: int, d: int, page: in
     return {"out": out, "lse": lse, "window": near}
 
 
+def _write_kv_cache(at: Inputs, t: int, d: int) -> dict[str, Tensor]:
+    k, v = (at.normal(t, 2, d, grad=False) for _ in range(2))
+    caches = [torch.zeros(t, 4, 2, d, dtype=k.dtype, device=at.device) for _ in range(2)]
+    slots = torch.arange(t).mul(7).remainder(4 * t).sub(1).to(at.device)  # the first is left out
+    rk.write_kv_cache(k, v, *caches, slots)
+    return {"k": caches[0], "v": caches[1]}
+
+
 def _linear_logp(at: Inputs, t: int, v: int, h: int, options: dict) -> dict[str, Tensor]:
     leaves = {"hidden": at.normal(t, h), "weight": at.normal(v, h, scale=3.0 * h**-0.5)}
     leaves["bias"] = at.normal(v)
@@ -197,6 +205,7 @@ def cases(device: str, full: bool) -> Iterator[tuple[str, Case]]:
             yield case("rope", dtype, _rope, 65, 64, chosen)
         yield case("swiglu", dtype, _swiglu, 33, 1001)
         yield case("embedding", dtype, _embedding, 300, 50, 99)
+        yield case("write_kv_cache", dtype, _write_kv_cache, 33, 64)
         for v in (17, 1000, *((151936,) if full else ())):
             yield case("logp", dtype, _logp, 9, v, 0.7)
         sequences = [(5, 0, 33)]

@@ -24,6 +24,7 @@ def test_public_names():
     errors += ["UnsupportedShape"]
     operators = ["attention", "embedding", "linear", "linear_grpo_loss", "linear_logp", "logp"]
     operators += ["group_advantages", "paged_attention", "rms_norm", "rope", "swiglu"]
+    operators += ["write_kv_cache"]
     about = ["backend_calls", "last_backend", "reset_backend_calls", "warm_up"]
     assert sorted(rk.__all__) == sorted(errors + operators + about)
 
@@ -225,14 +226,16 @@ def test_registration_passes_torchs_own_check():
     torch.library.opcheck(ops.swiglu, (X, X.clone(), "torch"))
     torch.library.opcheck(ops.embedding, (torch.tensor([1, 2]), W, "torch"))
     torch.library.opcheck(ops.logp, (X, torch.tensor([1, 2, 3]), 1.0, "torch"))
+    top = torch.tensor([[1], [0], [2]])
+    torch.library.opcheck(ops.logp_and_more, (X, torch.tensor([1, 2, 3]), top, 2, 1.0, "torch"))
     cu = torch.tensor([0, 3], dtype=torch.int32)
     h = X[:, None].clone()
     torch.library.opcheck(
         ops.attention, (h, h + 1, h + 2, cu, cu.clone(), True, 0.5, None, "torch")
     )
     rope = (torch.arange(3), None, 1e4, 8, 1.0, torch.float32, False, "torch")
-    torch.library.opcheck(ops.rope, (h, *rope))
-    torch.library.opcheck(ops.rope, (h, rope[0], torch.ones(4), *rope[2:]))
+    torch.library.opcheck(ops.rope, (h, h.clone(), *rope))
+    torch.library.opcheck(ops.rope, (h, h.clone(), rope[0], torch.ones(4), *rope[2:]))
     torch.library.opcheck(ops.linear_into, (torch.empty(3, W.shape[0]), X, W, None, "torch"))
     cache, lens = h[None].clone(), torch.tensor([3], dtype=torch.int32)
     torch.library.opcheck(
@@ -262,9 +265,9 @@ def hopper(monkeypatch):
     """A GPU of the Hopper generation that is not there, and a Triton whose version can be set."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(device, "capability", lambda of: (9, 0))
-    device._facts.cache_clear()
+    device.facts.cache_clear()
     yield lambda version: monkeypatch.setattr(device, "triton_version", lambda: version)
-    device._facts.cache_clear()
+    device.facts.cache_clear()
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.9.1+git2", "3.10.0", "3.5.1", "4.0.0"])

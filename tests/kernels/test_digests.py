@@ -18,7 +18,7 @@ def test_the_bits_are_the_recorded_ones(monkeypatch):
 
 def test_every_public_operator_is_in_the_set():
     operators = {"attention", "embedding", "linear", "linear_grpo_loss", "linear_logp", "logp"}
-    operators |= {"paged_attention", "rms_norm", "rope", "swiglu"}
+    operators |= {"paged_attention", "rms_norm", "rope", "swiglu", "write_kv_cache"}
     inside = {name.partition("-")[0] for name in digest_suite.recorded("torch")}
     assert operators == inside
     about = {"backend_calls", "last_backend", "reset_backend_calls", "warm_up"}

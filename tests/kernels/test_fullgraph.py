@@ -20,6 +20,14 @@ Q, K = rand(T, 4, 8), rand(T, 2, 8, seed=4)
 IDS, CU, ONE = torch.arange(T) % V, torch.tensor([0, 4, T]), torch.arange(T + 1)
 CACHE, TABLE = rand(8, 2, 2, 8), torch.arange(T)[:, None] % 8
 MASK, OLD = (torch.arange(T) > 1).long(), rand(1, T)
+
+
+def written(x):
+    k_cache, v_cache = CACHE.clone(), CACHE.clone()
+    rk.write_kv_cache(x.detach().view(T, 2, 8), K, k_cache, v_cache, IDS)
+    return k_cache + v_cache
+
+
 OPERATORS = {
     "linear": lambda x: rk.linear(x, W, GAIN),
     "rms_norm": lambda x: rk.rms_norm(x, GAIN, 1e-6),
@@ -31,6 +39,8 @@ OPERATORS = {
     "paged_attention": lambda x: rk.paged_attention(
         x.detach().view(T, 2, 8), CACHE, CACHE, TABLE, torch.ones(T).int(), cu_seqlens_q=ONE
     ),
+    "write_kv_cache": written,
+    "logp, with the largest": lambda x: rk.logp(x, IDS % H, token_ids=IDS[:, None] % H, top_k=2)[1],
     "logp": lambda x: rk.logp(x, IDS % H),
     "linear_logp": lambda x: rk.linear_logp(x, HEAD, IDS),
     "group_advantages": lambda x: rk.group_advantages(x[:, 0], 3),

@@ -3,15 +3,18 @@
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from rlk_kernels import launching
+from rlk_kernels.launching import tensor_map
 from rlk_kernels.matmul import kernels
 from rlk_kernels.matmul.plan import MatmulPlan
 
 
 def launch(
-    plan: MatmulPlan, a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool, trans_b: bool,
+    plan: MatmulPlan, seen: dict, a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool,
+    trans_b: bool,
     out: Tensor,
 ) -> None:  # fmt: skip
-    """Fill out[M, N] with A @ B (+ bias)."""
+    """Fill out[M, N] with A @ B (+ bias); seen: `launching.launches` of these shapes."""
     if plan.kernel == "hopper_split":
         from rlk_kernels.matmul.hopper.epilogue import split_product
 
@@ -19,33 +22,37 @@ def launch(
     elif plan.kernel == "hopper":
         from rlk_kernels.matmul.hopper.product import one_wave
 
-        one_wave(plan, a, b, bias, out)
+        one_wave(plan, seen, a, b, bias, out)
     elif plan.kernel == "tma":
-        _launch_tma(plan, a, b, bias, trans_a, trans_b, out)
+        _launch_tma(plan, seen, a, b, bias, trans_a, trans_b, out)
     else:
-        _launch_pointer(plan, a, b, bias, trans_a, trans_b, out)
+        _launch_pointer(plan, seen, a, b, bias, trans_a, trans_b, out)
+
+
+def _map(x: Tensor, *box: int) -> TensorDescriptor:
+    return tensor_map(TensorDescriptor, x.data_ptr(), x.dtype, x.shape, x.stride(), box)
 
 
 def _launch_tma(
-    plan: MatmulPlan, a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool, trans_b: bool,
+    plan: MatmulPlan, seen: dict, a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool,
+    trans_b: bool,
     out: Tensor,
 ) -> None:  # fmt: skip
     (m, n), tile = out.shape, plan.tile
     k = a.shape[0] if trans_a else a.shape[1]
-    a_desc = TensorDescriptor.from_tensor(a, [tile.k, tile.m] if trans_a else [tile.m, tile.k])
-    b_desc = TensorDescriptor.from_tensor(b, [tile.n, tile.k] if trans_b else [tile.k, tile.n])
-    b2_desc, c_desc, c2_desc = b_desc, out, out
+    a_desc = _map(a, tile.k, tile.m) if trans_a else _map(a, tile.m, tile.k)
+    b_desc = _map(b, tile.n, tile.k) if trans_b else _map(b, tile.k, tile.n)
+    b2_desc, c_desc, c2_desc = b, out, out  # memory where the kernel has no use for a map
     narrow = tile.tail or tile.n2
     if narrow:
-        box = [narrow, tile.k] if trans_b else [tile.k, narrow]
-        b2_desc = TensorDescriptor.from_tensor(b, box)
+        b2_desc = _map(b, narrow, tile.k) if trans_b else _map(b, tile.k, narrow)
     if plan.tma_store:
-        box = [tile.m, tile.n // 2 if tile.subtile else tile.n]
-        c_desc = c2_desc = TensorDescriptor.from_tensor(out, box)
+        c_desc = _map(out, tile.m, tile.n // 2 if tile.subtile else tile.n)
         if narrow:
-            c2_desc = TensorDescriptor.from_tensor(out, [tile.m, narrow])
-    kernels._gemm_tma_kernel[(plan.programs,)](
-        a_desc, b_desc, b2_desc, c_desc, c2_desc, out, bias, m, n, k, plan.last_segment, plan.wide,
+            c2_desc = _map(out, tile.m, narrow)
+    launching.launch(
+        seen, kernels._gemm_tma_kernel, (plan.programs, 1, 1), a_desc, b_desc, b2_desc, c_desc,
+        c2_desc, out, bias, m, n, k, plan.last_segment, plan.wide,
         out.stride(0), trans_a, trans_b, bias is not None, plan.tma_store,
         tile.m, tile.n, tile.n2, tile.k, tile.group, tile.subtile, tile.flatten, tile.swap,
         plan.overlap, tile.tail, plan.segment, num_warps=tile.warps, num_stages=plan.stages,
@@ -54,15 +61,17 @@ def _launch_tma(
 
 
 def _launch_pointer(
-    plan: MatmulPlan, a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool, trans_b: bool,
+    plan: MatmulPlan, seen: dict, a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool,
+    trans_b: bool,
     out: Tensor,
 ) -> None:  # fmt: skip
     (m, n), tile = out.shape, plan.tile
     k = a.shape[0] if trans_a else a.shape[1]
     a_m, a_k = (a.stride(1), a.stride(0)) if trans_a else (a.stride(0), a.stride(1))
     b_k, b_n = (b.stride(1), b.stride(0)) if trans_b else (b.stride(0), b.stride(1))
-    kernels._gemm_pointer_kernel[(plan.programs,)](
-        a, b, out, bias, m, n, k, plan.last_segment, a_m, a_k, b_k, b_n, out.stride(0),
+    launching.launch(
+        seen, kernels._gemm_pointer_kernel, (plan.programs, 1, 1), a, b, out, bias, m, n, k,
+        plan.last_segment, a_m, a_k, b_k, b_n, out.stride(0),
         bias is not None, tile.m, tile.n, tile.k, tile.group, "ieee", plan.segment,
         num_warps=tile.warps, num_stages=plan.stages,
     )  # fmt: skip

@@ -7,6 +7,7 @@ accumulation) on a device.
 from torch import Tensor
 
 from rlk_kernels.device import facts
+from rlk_kernels.launching import launches
 from rlk_kernels.matmul import plan
 from rlk_kernels.matmul.launch import launch
 from rlk_kernels.matmul.plan import MatmulPlan
@@ -28,6 +29,13 @@ def product(
     """Fill out[M, N] with A @ B (+ bias); which implementation ran."""
     if out.numel() == 0:
         return "triton"
-    planned = plan_for(a, b, trans_a, trans_b, out)
-    launch(planned, a, b, bias, trans_a, trans_b, out)
+    seen = launches(
+        a.shape, a.stride(), b.shape, b.stride(), a.dtype, None if bias is None else bias.dtype,
+        trans_a, trans_b, out.dtype, out.stride(), a.device,
+        (a.data_ptr() | b.data_ptr() | out.data_ptr()) & 15 == 0,
+    )  # fmt: skip
+    planned = seen.get("plan")
+    if planned is None:
+        planned = seen["plan"] = plan_for(a, b, trans_a, trans_b, out)
+    launch(planned, seen, a, b, bias, trans_a, trans_b, out)
     return planned.implementation

@@ -65,7 +65,7 @@ def run_tile(
     """Fill out = a @ b^T (+ bias) with `tile` and return it; `pointers`: without tensor maps."""
     here = facts(a.device)
     plan = plan_tile(shape_of(a, b, False, True, out, here), here, tile, pointers)
-    launch(plan, a, b, bias, False, True, out)
+    launch(plan, {}, a, b, bias, False, True, out)
     return out
 
 

@@ -151,9 +151,11 @@ def linear(
     chosen = choose("linear", backend, x, weight, bias, out)
     if out is not None:
         _check_out(out, x, weight, bias, out_dtype)
-    rows = x.reshape(-1 if x.shape[-1] else x.shape[:-1].numel(), x.shape[-1])
+    rows = x
+    if x.dim() != 2:
+        rows = x.reshape(-1 if x.shape[-1] else x.shape[:-1].numel(), x.shape[-1])
     if out is not None:
         call(_linear_into, out.view(-1, weight.shape[0]), rows, weight, bias, chosen)
         return out
     y = call(_gemm, rows, weight, bias, False, True, out_dtype or x.dtype, chosen)
-    return y.reshape(*x.shape[:-1], weight.shape[0])
+    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], weight.shape[0])

@@ -15,6 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from rlk_kernels.launching import tensor_map
+
 ROWS = gl.constexpr(64)
 """Rows of a group of four warps."""
 DEPTH = gl.constexpr(4)
@@ -38,7 +40,16 @@ def shared_layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLay
 
 def described(x: Tensor, box: list[int]) -> TensorDescriptor:
     """A tensor map of x, read or written a `box` at a time."""
-    return TensorDescriptor.from_tensor(x, box, shared_layout(tuple(box), x.dtype))
+    return described_at(x.data_ptr(), x.dtype, x.shape, x.stride(), tuple(box))
+
+
+def described_at(
+    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...],
+    box: tuple[int, ...],
+) -> TensorDescriptor:  # fmt: skip
+    """`described` of what lies at an address."""
+    layout = shared_layout(box, dtype)
+    return tensor_map(TensorDescriptor, address, dtype, shape, strides, box, layout)
 
 
 def lead_steps(k: int, step: int) -> int:

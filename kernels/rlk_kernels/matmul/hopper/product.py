@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from rlk_kernels.launching import launch
 from rlk_kernels.matmul.hopper.pipeline import ROWS, async_load, async_store, barriers, described
 from rlk_kernels.matmul.plan import MatmulPlan
 
@@ -144,11 +145,14 @@ def _gemm_hopper_kernel(
         )  # fmt: skip
 
 
-def one_wave(plan: MatmulPlan, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def one_wave(
+    plan: MatmulPlan, seen: dict, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor
+) -> None:
     """out[M, N] = a[M, K] @ b[N, K]^T (+ bias[N]); a tile of 64 or 128 rows and n + n2 columns."""
     (m, n), tile = out.shape, plan.tile
-    _gemm_hopper_kernel[(plan.programs,)](
-        described(a, [ROWS.value, tile.k]), described(b, [tile.n, tile.k]),
+    launch(
+        seen, _gemm_hopper_kernel, (plan.programs, 1, 1), described(a, [ROWS.value, tile.k]),
+        described(b, [tile.n, tile.k]),
         described(b, [tile.n2, tile.k]), described(out, [ROWS.value, tile.n]),
         described(out, [ROWS.value, tile.n2]), bias, m, n, a.shape[1],
         tile.n, tile.n2, tile.k, tile.m // ROWS.value, tile.group, plan.stages,

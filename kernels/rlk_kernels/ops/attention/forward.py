@@ -9,6 +9,8 @@ so that a decode step reads its keys once.
 T = queries  S = keys  D = head size  BM = packed rows of a program  BN = keys of a block
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlk_kernels.device import facts
+from rlk_kernels.launching import cdiv, launch, launches, power_of_2, tensor_map
 from rlk_kernels.ops.attention.merge import merge_parts
 from rlk_kernels.ops.attention.order import (
     CHUNK,
@@ -253,6 +256,57 @@ def _attention_kernel(
             )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class ForwardPlan:
+    """How keys are walked: time alone, no bit."""
+
+    special: bool
+    """By the kernels written for Hopper."""
+    rows: int
+    """Packed rows of a program."""
+    split: bool
+    """Keys are taken in pieces (`schedule.py`)."""
+    slots: int
+    """Packed rows of one KV head that have room in the scratch."""
+    most: int
+    """Pieces of one KV head that there can be."""
+
+
+def _plan(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, batch: int, rows: int | None,
+    split: bool | None, special: bool | None,
+) -> ForwardPlan:  # fmt: skip
+    (tokens, heads, dim), kv_heads = q.shape, k.shape[-2]
+    group, padded, here = heads // kv_heads, max(16, power_of_2(dim)), facts(q.device)
+    paged = table is not None
+    keys = table.shape[1] * k.shape[1] if table is not None else k.shape[0]
+    chunks = cdiv(keys, CHUNK)
+    few = tokens * group <= 64 * batch
+    room = SCRATCH_BYTES // (kv_heads * (padded + 2) * 4)
+    if special is None:
+        special = rows is None and block_n(dim, q.dtype) == 128 and here.gluon
+    if special:
+        from rlk_kernels.ops.attention.hopper import reads
+
+        special = reads(k, v, table)
+    if rows is None and special:
+        rows = 64 if few else 128
+    if rows is None:
+        rows = 16 if tokens * group <= 16 * batch and q.dtype != torch.float32 else 64
+    blocks = (tokens * group) // rows + batch
+    # four warps have no room for merged chunks beside their copies: theirs lie in slots
+    running = special and rows == 64
+    if split is None:
+        split = chunks > 1 and (few or paged)
+    # ranges of all blocks of rows, and of prefixes that neighbours share
+    most = (blocks + batch // 2) * max(chunks, 1)
+    most = min(most, PIECES[rows] * here.processors // kv_heads + blocks + batch)
+    return ForwardPlan(
+        special, rows, split and (not running or tokens * group <= room),
+        min(room, tokens * group * (chunks + 1)), most,
+    )  # fmt: skip
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lens_k: Tensor, table: Tensor | None,
     causal: bool, scale: float, window: int | None,
@@ -268,96 +322,103 @@ def forward(
     contiguous memory for the result.
     """
     tokens, heads, dim = q.shape
-    paged = table is not None
     kv_heads = k.shape[-2]
-    group = heads // kv_heads
     if out is None:
         out = torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
     batch = cu_q.numel() - 1
     if tokens == 0 or batch == 0:
         return out, lse, "triton"
-    here = facts(q.device)
-    padded = max(16, triton.next_power_of_2(dim))
-    page = k.shape[1] if paged else 1
-    keys = table.shape[1] * page if table is not None else k.shape[0]
-    chunks = triton.cdiv(keys, CHUNK)
-    few = tokens * group <= 64 * batch
-    # of one KV head, rows that have room in the scratch
-    room = SCRATCH_BYTES // (kv_heads * (padded + 2) * 4)
-    bn = block_n(dim, q.dtype)
-    special = warp_specialized
-    if special is None:
-        special = rows is None and bn == 128 and here.gluon
-    if special:
-        from rlk_kernels.ops.attention.hopper import reads
-
-        special = reads(k, v, table)
-    if rows is None and special:
-        rows = 64 if few else 128
-    if rows is None:
-        rows = 16 if tokens * group <= 16 * batch and q.dtype != torch.float32 else 64
-    blocks = (tokens * group) // rows + batch
-    # four warps have no room for merged chunks beside two blocks of keys: theirs lie in slots
-    running = special and rows == 64
-    if split is None:
-        split = chunks > 1 and (few or paged)
-    split = split and (not running or tokens * group <= room)
+    seen = launches(
+        "attention", q.shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype, batch,
+        None if table is None else (table.shape, table.stride(0)), causal, window, rows, split,
+        warp_specialized, q.device, (k.data_ptr() | v.data_ptr()) & 15 == 0,
+    )  # fmt: skip
+    own = seen.get("plan")
+    if own is None:
+        own = seen["plan"] = _plan(q, k, v, table, batch, rows, split, warp_specialized)
+    page = 1 if table is None else k.shape[1]
+    padded = max(16, power_of_2(dim))
     part_acc = part_ml = lse
     plan = pieces = cu_q
-    # ranges of all blocks of rows, and of prefixes that neighbours share
-    most = (blocks + batch // 2) * max(chunks, 1)
-    most = min(most, PIECES[rows] * here.processors // kv_heads + blocks + batch)
-    if split:
-        slots = min(room, tokens * group * (chunks + 1))
-        states = slots * kv_heads
+    if own.split:
+        states = own.slots * kv_heads
         parts = torch.empty(states * (padded + 2), dtype=torch.float32, device=q.device)
-        part_acc, part_ml = parts[: states * padded], parts[states * padded :]
+        part_acc, part_ml = parts.split([states * padded, states * 2])
         plan, pieces = schedule(
-            cu_q, lens_k, table, page, kv_heads, group, rows, CHUNK, causal, window, running, slots,
-            most,
+            seen, cu_q, lens_k, table, page, kv_heads, heads // kv_heads, own.rows, CHUNK, causal,
+            window, own.special and own.rows == 64, own.slots, own.most,
         )  # fmt: skip
-    if special and split:
+    if own.special and own.split:
         from rlk_kernels.ops.attention.hopper_pieces import attend_pieces
 
         attend_pieces(
-            plan, pieces, q, k, v, out, lse, part_acc, part_ml, table, causal, scale, window,
-            rows // 64,
+            seen, plan, pieces, own.most, q, k, v, out, lse, part_acc, part_ml, batch, table,
+            causal,
+            scale, window, own.rows // 64,
         )  # fmt: skip
-    elif special:
+    elif own.special:
         from rlk_kernels.ops.attention.hopper import attend_hopper
 
         attend_hopper(
-            q, k, v, out, lse, cu_q, lens_k, table, causal, scale, window, rows // 64
+            seen, q, k, v, out, lse, cu_q, lens_k, table, causal, scale, window, own.rows // 64
         )  # fmt: skip
     else:
-        tma = (
-            not paged and here.tma and q.dtype != torch.float32
-            and all(x.data_ptr() % 16 == 0 and x.stride(2) == 1 for x in (k, v))
-            and all(x.stride(i) * x.element_size() % 16 == 0 for x in (k, v) for i in (0, 1))
-            and k.shape[0] > 0
+        _attend(
+            seen, own, q, k, v, out, lse, part_acc, part_ml, plan, pieces, cu_q, lens_k, table,
+            causal, scale, window,
         )  # fmt: skip
-        box = [bn, 1, padded]
-        stages = 3 if bn == 64 and padded <= 128 and rows > 16 else 2
-        k_strides = k.stride()[:3] if paged else (0, *k.stride()[:2])
-        v_strides = v.stride()[:3] if paged else (0, *v.stride()[:2])
-        # four programs a processor hide the latency of the gathers of a decode step
-        grid = (min(4 * here.processors, most * kv_heads), 1) if split else (blocks, kv_heads)
-        _attention_kernel[grid](
-            q, k, v, TensorDescriptor.from_tensor(k, box) if tma else k,
-            TensorDescriptor.from_tensor(v, box) if tma else v, out, lse, part_acc, part_ml, plan,
-            pieces, cu_q, lens_k, table if table is not None else cu_q, batch, tokens,
-            scale * LOG2E, window or 0, q.stride(0), q.stride(1), *k_strides, *v_strides,
-            table.stride(0) if table is not None else 0,
-            kv_heads, group, dim, padded, rows, bn, CHUNK, causal, window is not None,
-            paged, page, tma, split, bn.bit_length() - 4, here.overlaps,
-            num_warps=8 if rows == 128 or (rows > 16 and bn == 128) else 4,
-            num_stages=1 if q.dtype == torch.float32 else stages, launch_pdl=here.overlaps,
-            maxnreg=128 if rows == 16 and bn == 64 and padded <= 128 else None,
-        )  # fmt: skip
-    if split:
+    if own.split:
         merge_parts(
-            plan, part_acc, part_ml, out, lse, cu_q, lens_k, kv_heads, padded, CHUNK, causal,
-            window, paged,
+            seen, plan, part_acc, part_ml, out, lse, cu_q, lens_k, kv_heads, padded, CHUNK, causal,
+            window, table is not None,
         )  # fmt: skip
-    return out, lse, "triton/hopper" if special else "triton"
+    return out, lse, "triton/hopper" if own.special else "triton"
+
+
+def _attend(
+    seen: dict, own: ForwardPlan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    part_acc: Tensor, part_ml: Tensor, plan: Tensor, pieces: Tensor,
+    cu_q: Tensor, lens_k: Tensor, table: Tensor | None, causal: bool, scale: float,
+    window: int | None,
+) -> None:  # fmt: skip
+    """Fill out and lse with the kernel of this file."""
+    (tokens, heads, dim), kv_heads, rows = q.shape, k.shape[-2], own.rows
+    here, batch, group = facts(q.device), cu_q.numel() - 1, heads // kv_heads
+    padded, bn, paged = (
+        max(16, power_of_2(dim)),
+        block_n(dim, q.dtype),
+        table is not None,
+    )
+    tma = (
+        not paged and here.tma and q.dtype != torch.float32
+        and all(x.data_ptr() % 16 == 0 and x.stride(2) == 1 for x in (k, v))
+        and all(x.stride(i) * x.element_size() % 16 == 0 for x in (k, v) for i in (0, 1))
+        and k.shape[0] > 0
+    )  # fmt: skip
+    k_desc, v_desc = k, v
+    if tma:
+        k_desc, v_desc = (
+            tensor_map(
+                TensorDescriptor, x.data_ptr(), x.dtype, x.shape, x.stride(), (bn, 1, padded)
+            )
+            for x in (k, v)
+        )
+    stages = 3 if bn == 64 and padded <= 128 and rows > 16 else 2
+    k_strides = k.stride()[:3] if paged else (0, *k.stride()[:2])
+    v_strides = v.stride()[:3] if paged else (0, *v.stride()[:2])
+    grid = ((tokens * group) // rows + batch, kv_heads, 1)
+    if own.split:  # four programs a processor hide the latency of the gathers of a decode step
+        grid = (min(4 * here.processors, own.most * kv_heads), 1, 1)
+    launch(
+        seen, _attention_kernel, grid, q, k, v, k_desc, v_desc, out, lse, part_acc, part_ml, plan,
+        pieces, cu_q, lens_k, table if table is not None else cu_q, batch, tokens,
+        scale * LOG2E, window or 0, q.stride(0), q.stride(1), *k_strides, *v_strides,
+        table.stride(0) if table is not None else 0,
+        kv_heads, group, dim, padded, rows, bn, CHUNK, causal, window is not None,
+        paged, 1 if table is None else k.shape[1], tma, own.split, bn.bit_length() - 4,
+        here.overlaps,
+        num_warps=8 if rows == 128 or (rows > 16 and bn == 128) else 4,
+        num_stages=1 if q.dtype == torch.float32 else stages, launch_pdl=here.overlaps,
+        maxnreg=128 if rows == 16 and bn == 64 and padded <= 128 else None,
+    )  # fmt: skip

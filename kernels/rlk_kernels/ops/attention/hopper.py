@@ -22,11 +22,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from rlk_kernels.launching import launch
 from rlk_kernels.matmul.hopper.pipeline import (
     ROWS,
     async_load,
     barriers,
-    described,
+    described_at,
     thread_barrier,
 )
 from rlk_kernels.ops.attention.order import (
@@ -352,7 +353,7 @@ def _attention_hopper_kernel(
 
 @functools.lru_cache(maxsize=256)
 def _matrix(shape: torch.Size, stride: tuple[int, ...], paged: bool) -> tuple[int, int] | None:
-    """(rows, columns) of the matrix that `_rows_of` reads, or None."""
+    """(rows, columns) of the keys or values as a matrix, heads side by side in a row, or None."""
     *_, heads, dim = shape
     pitch, head = stride[-3], stride[-2]
     rows = shape[0]
@@ -364,14 +365,6 @@ def _matrix(shape: torch.Size, stride: tuple[int, ...], paged: bool) -> tuple[in
     width = (heads - 1) * head + dim
     fits = stride[-1] == 1 and width <= pitch and pitch % 8 == 0 and rows > 0
     return (rows, width) if fits else None
-
-
-def _rows_of(x: Tensor, paged: bool) -> Tensor | None:
-    """The keys or values as a matrix [rows, columns] with heads side by side in a row, or None."""
-    size = _matrix(x.shape, x.stride(), paged)
-    if size is None or x.data_ptr() % 16:
-        return None
-    return torch.as_strided(x, size, (x.stride(-3), 1))
 
 
 def _keys_per_copy(page: int) -> int:
@@ -393,25 +386,31 @@ def reads(k: Tensor, v: Tensor, table: Tensor | None) -> bool:
 
 def descriptors(k: Tensor, v: Tensor, table: Tensor | None) -> list:
     """Tensor maps of what `reads` accepts."""
-    length = _keys_per_copy(k.shape[1]) if table is not None else BLOCK.value
-    rows = (_rows_of(x, table is not None) for x in (k, v))
-    return [described(x, [length, k.shape[-1]]) for x in rows if x is not None]
+    paged = table is not None
+    box = (_keys_per_copy(k.shape[1]) if paged else BLOCK.value, k.shape[-1])
+    return [
+        described_at(x.data_ptr(), x.dtype, size, (x.stride(-3), 1), box)
+        for x in (k, v)
+        if (size := _matrix(x.shape, x.stride(), paged)) is not None
+    ]
 
 
 def attend_hopper(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor, lens_k: Tensor,
-    table: Tensor | None, causal: bool, scale: float, window: int | None, groups: int,
+    seen: dict, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor,
+    lens_k: Tensor, table: Tensor | None, causal: bool, scale: float, window: int | None,
+    groups: int,
 ) -> None:  # fmt: skip
     """Fill out and lse, no keys split; k and v are such that `reads` is true."""
     (tokens, heads, dim), kv_heads = q.shape, k.shape[-2]
     group, batch = heads // kv_heads, cu_q.numel() - 1
     paged = table is not None
     blocks = tokens * group // (groups * ROWS.value) + batch
-    _attention_hopper_kernel[(blocks, kv_heads)](
-        q, *descriptors(k, v, table), out, lse, cu_q, lens_k, table if table is not None else cu_q,
-        batch, tokens, scale * LOG2E, window or 0, q.stride(0), q.stride(1), k.stride(-2),
-        v.stride(-2), k.stride(0) // k.stride(1) if paged else 0,
-        v.stride(0) // v.stride(1) if paged else 0, table.stride(0) if table is not None else 0,
+    launch(
+        seen, _attention_hopper_kernel, (blocks, kv_heads, 1), q, *descriptors(k, v, table), out,
+        lse, cu_q, lens_k, table if table is not None else cu_q, batch, tokens, scale * LOG2E,
+        window or 0, q.stride(0), q.stride(1), k.stride(-2), v.stride(-2),
+        k.stride(0) // k.stride(1) if paged else 0, v.stride(0) // v.stride(1) if paged else 0,
+        table.stride(0) if table is not None else 0,
         kv_heads, group, dim, causal, window is not None, k.shape[1] if paged else 0, groups,
         num_warps=4, maxnreg=168,
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """`hopper.py` where keys are split: programs that take piece after piece of a list (`schedule.py`).
 
 The warp that copies goes on to the next piece while the other warps end this one. Blocks of 64 rows
-keep the sum of their merged chunks in a slot: that leaves room for two programs a processor, whose
-copies are what a decode step waits for. Blocks of 128 keep it in shared memory.
+keep the sum of their merged chunks in a slot: that leaves room for more copies, which are what a
+decode step waits for. Blocks of 128 keep it in shared memory.
 """
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from rlk_kernels.device import facts
+from rlk_kernels.launching import launch
 from rlk_kernels.matmul.hopper.pipeline import ROWS, thread_barrier
 from rlk_kernels.ops.attention.hopper import (
     BLOCK,
@@ -33,9 +34,9 @@ from rlk_kernels.ops.attention.order import (
 )
 from rlk_kernels.ops.attention.schedule import piece, slot_row
 
-RESIDENT, DEPTH = 2, (2, 1)
-"""Of blocks of 64 rows: programs a processor, and blocks of keys and of values that each has room
-for (time only)."""
+DEPTH = {64: (3, 3), 128: (2, 2)}
+"""Rows of a block -> blocks of keys and of values that a program has room for, one program a
+processor (time only)."""
 
 
 @gluon.jit
@@ -250,24 +251,24 @@ def _pieces_hopper_kernel(
 
 
 def attend_pieces(
-    plan: Tensor, pieces: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    part_acc: Tensor, part_ml: Tensor, table: Tensor | None, causal: bool, scale: float,
-    window: int | None, groups: int,
+    seen: dict, plan: Tensor, pieces: Tensor, most: int, q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, lse: Tensor, part_acc: Tensor, part_ml: Tensor, batch: int, table: Tensor | None,
+    causal: bool, scale: float, window: int | None, groups: int,
 ) -> None:  # fmt: skip
-    """Fill out and lse, or the slots."""
+    """Fill out and lse, or the slots; most: pieces of one KV head that there can be."""
     (tokens, heads, dim), kv_heads = q.shape, k.shape[-2]
     paged, here = table is not None, facts(q.device)
     # decode is bound by memory: every program stays; blocks of 128 rows come and go by length
-    programs, depth = pieces.shape[0] * kv_heads, (2, 2)
+    programs = most * kv_heads
     if groups == 1:
-        programs, depth = min(programs, RESIDENT * here.processors), DEPTH
-    _pieces_hopper_kernel[(programs,)](
-        plan, pieces, q, *descriptors(k, v, table), out, lse, part_acc, part_ml,
-        table if table is not None else plan, plan.shape[1] - 2, tokens, scale * LOG2E, window or 0,
+        programs = min(programs, here.processors)
+    launch(
+        seen, _pieces_hopper_kernel, (programs, 1, 1), plan, pieces, q, *descriptors(k, v, table),
+        out, lse, part_acc, part_ml, table if table is not None else plan, 2 * batch, tokens,
+        scale * LOG2E, window or 0,
         q.stride(0), q.stride(1), k.stride(-2), v.stride(-2),
         k.stride(0) // k.stride(1) if paged else 0, v.stride(0) // v.stride(1) if paged else 0,
         table.stride(0) if table is not None else 0, kv_heads, heads // kv_heads, dim, causal,
-        window is not None, k.shape[1] if paged else 0, groups, *depth,
-        here.overlaps, num_warps=4,
-        maxnreg=128 if groups == 1 else 168, launch_pdl=here.overlaps,
+        window is not None, k.shape[1] if paged else 0, groups, *DEPTH[groups * ROWS.value],
+        here.overlaps, num_warps=4, maxnreg=208 if groups == 1 else 168, launch_pdl=here.overlaps,
     )  # fmt: skip

@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import facts
+from rlk_kernels.launching import launch
 from rlk_kernels.ops.attention.order import finish, merge
 from rlk_kernels.ops.attention.schedule import (
     BASE,
@@ -99,16 +100,17 @@ def _merge_kernel(
 
 
 def merge_parts(
-    plan: Tensor, part_acc: Tensor, part_ml: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor,
-    lens_k: Tensor, kv_heads: int, padded: int, chunk: int, causal: bool, window: int | None,
-    paged: bool,
+    seen: dict, plan: Tensor, part_acc: Tensor, part_ml: Tensor, out: Tensor, lse: Tensor,
+    cu_q: Tensor, lens_k: Tensor, kv_heads: int, padded: int, chunk: int, causal: bool,
+    window: int | None, paged: bool,
 ) -> None:  # fmt: skip
     """out and lse of the rows whose keys were split."""
     (tokens, heads, dim), here = out.shape, facts(out.device)
     group = heads // kv_heads
     programs = min(tokens * heads, PROGRAMS * here.processors)
-    _merge_kernel[(programs,)](
-        plan, part_acc, part_ml, out, lse, cu_q, lens_k, cu_q.numel() - 1, tokens, window or 0,
+    launch(
+        seen, _merge_kernel, (programs, 1, 1), plan, part_acc, part_ml, out, lse, cu_q, lens_k,
+        cu_q.numel() - 1, tokens, window or 0,
         kv_heads, group, dim, padded, chunk, causal, window is not None, paged,
         cu_q.numel().bit_length(), here.overlaps, num_warps=1,
         launch_pdl=here.overlaps,

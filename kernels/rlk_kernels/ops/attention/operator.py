@@ -213,6 +213,8 @@ def _index(name: str, x: Tensor, size: int | None = None) -> Tensor:
             f"attention: {name} must hold {'B + 1' if size is None else size} integers, not "
             f"{x.dtype} {tuple(x.shape)}"
         )
+    if x.dtype == torch.int32 and x.is_contiguous():
+        return x
     return x.to(torch.int32).contiguous()
 
 
@@ -291,10 +293,10 @@ def paged_attention(
             f"paged_attention: block_table must hold integers, not {block_table.dtype}, and a "
             f"block at least one key, not {k_cache.shape[1]}"
         )
-    table = block_table.to(torch.int32)
+    table = block_table if block_table.dtype == torch.int32 else block_table.to(torch.int32)
     table = table if table.stride(-1) == 1 else table.contiguous()
     chosen = choose("paged_attention", backend, q, k_cache, v_cache, table, lens, cu_q, out)
-    q, k_cache, v_cache = (_last_dense(x) for x in (q, k_cache, v_cache))
+    q, k_cache, v_cache = _last_dense(q), _last_dense(k_cache), _last_dense(v_cache)
     if out is not None:
         if out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
             raise UnsupportedShape(

@@ -4,7 +4,8 @@ A piece is a block of packed rows and a range of chunks of its keys. The list fo
 that the sequences have, not those that a block table has room for: nothing of it is read by the
 host, and a CUDA graph's replay makes it anew. Neither what a piece is nor who takes it can change a
 bit (`order.py`): a range that begins at the first chunk merges its chunks as it goes, any other
-leaves each chunk for `merge.py`, which goes on from there.
+leaves each chunk for `merge.py`, which goes on from there. (Merged by whoever ends the last piece
+of some rows, it took longer: a program waits for its own stores before it can say that it has.)
 
     pieces    k = max(1, n // tau) ranges of a sequence's n chunks, tau from the whole work: with
               enough sequences none is split, and a long one is where others are short
@@ -22,16 +23,19 @@ most of its time.
 B = sequences   R = sequences that share a block of rows at most
 """
 
+from math import prod
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import facts
+from rlk_kernels.launching import cdiv, launch, power_of_2
 
 SCRATCH_BYTES = 31 << 20
 """Of all states that wait to be merged, whatever the lengths: below 32 MiB with the list."""
-PIECES = {16: 16, 32: 16, 64: 16, 128: 4}
+PIECES = {16: 16, 32: 16, 64: 4, 128: 4}
 """Rows of a block -> pieces of work a processor, where there is enough of it (time only)."""
 
 LISTED = 64
@@ -293,32 +297,32 @@ def slot_row(base, chunk, folded, rows, row, HK, hk):
 
 
 def schedule(
-    cu_q: Tensor, lens_k: Tensor, table: Tensor | None, page: int, kv_heads: int, group: int,
-    block_rows: int, chunk: int, causal: bool, window: int | None, running: bool, capacity: int,
-    most: int,
+    seen: dict, cu_q: Tensor, lens_k: Tensor, table: Tensor | None, page: int, kv_heads: int,
+    group: int, block_rows: int, chunk: int, causal: bool, window: int | None, running: bool,
+    capacity: int, most: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(entries, pieces); capacity: packed rows of one KV head that have room in the slots; most:
-    pieces of one KV head that there can be."""
+    """(entries, pieces), one number after another; capacity: packed rows of one KV head that have
+    room in the slots; most: pieces of one KV head that there can be."""
     here, batch = facts(cu_q.device), cu_q.numel() - 1
-    block = max(16, triton.next_power_of_2(batch))
-    paged = table is not None
+    block = max(16, power_of_2(batch))
     together = block_rows // group  # sequences of one query that fit a block of rows
-    share, shared = False, cu_q
-    if table is not None and window is None and chunk % page == 0 and min(together, batch) > 1:
-        share = True
-        shared = torch.empty(batch, dtype=torch.int32, device=cu_q.device)
-        _shared_kernel[(batch,)](
-            shared, table, cu_q, lens_k, table.stride(0), together, chunk, page,
-            triton.next_power_of_2(chunk // page), here.overlaps, num_warps=1,
-            launch_pdl=here.overlaps,
+    share = table is not None and window is None and chunk % page == 0 and min(together, batch) > 1
+    programs = min(16, cdiv(most, LISTED))
+    sizes = [prod(shape) for shape in ((programs, PLANES, 2 * batch + 2), (most, FIELDS.value))]
+    sizes = [-(-size // 4) * 4 for size in (*sizes, batch if share else 0)]  # of 16 bytes
+    memory = torch.empty(sum(sizes), dtype=torch.int32, device=cu_q.device)
+    plan, pieces, shared = memory.split(sizes)
+    if table is not None and share:
+        launch(
+            seen, _shared_kernel, (batch, 1, 1), shared, table, cu_q, lens_k, table.stride(0),
+            together, chunk, page, power_of_2(chunk // page), here.overlaps,
+            num_warps=1, launch_pdl=here.overlaps,
         )  # fmt: skip
-    programs = min(16, triton.cdiv(most, LISTED))
-    plan = torch.empty(programs, PLANES, 2 * batch + 2, dtype=torch.int32, device=cu_q.device)
-    pieces = torch.empty(most, FIELDS.value, dtype=torch.int32, device=cu_q.device)
-    _schedule_kernel[(programs,)](
-        plan, pieces, cu_q, lens_k, shared, batch, window or 0, capacity,
-        PIECES[block_rows] * here.processors, kv_heads, group, block_rows, chunk, causal,
-        window is not None, paged, share, int(running), block, block.bit_length() + 1, LISTED,
-        here.overlaps, num_warps=max(1, min(8, block // 128)), launch_pdl=here.overlaps,
+    launch(
+        seen, _schedule_kernel, (programs, 1, 1), plan, pieces, cu_q, lens_k, shared, batch,
+        window or 0, capacity, PIECES[block_rows] * here.processors, kv_heads, group, block_rows,
+        chunk, causal, window is not None, table is not None, share, int(running), block,
+        block.bit_length() + 1, LISTED, here.overlaps, num_warps=max(1, min(8, block // 128)),
+        launch_pdl=here.overlaps,
     )  # fmt: skip
-    return plan[0], pieces
+    return plan, pieces

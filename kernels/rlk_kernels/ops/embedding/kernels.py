@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlk_kernels.launching import cdiv, launch, launches
+
 BLOCK = 1024
 
 
@@ -43,9 +45,11 @@ def forward(ids: Tensor, weight: Tensor) -> Tensor:
     t, h = ids.numel(), weight.shape[1]
     y = torch.empty(t, h, dtype=weight.dtype, device=weight.device)
     if t and h:
-        _embedding_fwd_kernel[(t, triton.cdiv(h, BLOCK))](
-            ids, weight, y, weight.stride(0), h, weight.shape[0], BLOCK, num_warps=4
-        )
+        seen = launches(ids.dtype, weight.shape, weight.stride(0), weight.dtype)
+        launch(
+            seen, _embedding_fwd_kernel, (t, cdiv(h, BLOCK), 1), ids, weight, y,
+            weight.stride(0), h, weight.shape[0], BLOCK, num_warps=4,
+        )  # fmt: skip
     return y
 
 
@@ -54,7 +58,7 @@ def backward(ids: Tensor, dy: Tensor, rows: int) -> Tensor:
     grad = torch.zeros(rows, dy.shape[1], dtype=dy.dtype, device=dy.device)
     if ids.numel() and dy.shape[1]:
         key, order = torch.sort(ids, stable=True)
-        _embedding_bwd_kernel[(ids.numel(), triton.cdiv(dy.shape[1], BLOCK))](
+        _embedding_bwd_kernel[(ids.numel(), cdiv(dy.shape[1], BLOCK))](
             key, order, dy, grad, ids.numel(), dy.shape[1], rows, BLOCK, num_warps=4
         )
     return grad

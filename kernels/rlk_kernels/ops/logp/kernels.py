@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import facts, interpreting
+from rlk_kernels.launching import cdiv, launch, launches, power_of_2
 from rlk_kernels.numerics.lse_tree.kernels import (
     LN2,
     NO_COLUMNS,
@@ -16,8 +17,11 @@ from rlk_kernels.numerics.lse_tree.kernels import (
 from rlk_kernels.numerics.lse_tree.tree import LEAF, levels
 from rlk_kernels.ops.logp.portable import inverse_of
 
-COLUMNS, WARPS = 4096, 1
-"""Columns of a program, and its warps: they change no bit."""
+COLUMNS, WARPS, RANKED = 4096, 1, 1024
+"""Columns of a program, its warps, and its columns where the largest are asked for: they change no
+bit."""
+LAST = tl.constexpr(-(1 << 63))
+"""A rank below all others."""
 
 
 def block_columns() -> int:
@@ -26,12 +30,20 @@ def block_columns() -> int:
 
 
 @triton.jit
+def _rank(x, column):
+    """int64: larger for a larger x, and of equal ones for the lower column."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # + 0.0: -0 is 0
+    bits = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+    return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
+
+
+@triton.jit
 def _logp_blocks_kernel(
-    x_ptr, stats_ptr, stride_t, V, nodes, inverse,
+    x_ptr, stats_ptr, ranks_ptr, stride_t, V, nodes, inverse,
     BLOCK: tl.constexpr, LEAVES: tl.constexpr, LEVELS: tl.constexpr, SCALED: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    TOP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """(n, s) of every block of columns."""
+    """(n, s) of every block of columns, and the ranks of its TOP largest."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -42,6 +54,14 @@ def _logp_blocks_kernel(
     at = x_ptr + row * stride_t + cols
     left = tl.load(at, mask=cols < V, other=float("-inf")).to(tl.float32)
     right = tl.load(at + 8, mask=cols + 8 < V, other=float("-inf")).to(tl.float32)
+    if TOP > 0:
+        of_left = _rank(left, cols)
+        of_right = _rank(right, cols + 8)
+        for i in range(TOP):
+            best = tl.max(tl.max(tl.maximum(of_left, of_right), 1), 0)
+            tl.store(ranks_ptr + (row * nodes + block) * TOP + i, best)
+            of_left = tl.where(of_left == best, LAST, of_left)
+            of_right = tl.where(of_right == best, LAST, of_right)
     if SCALED:
         left = left * inverse
         right = right * inverse
@@ -53,10 +73,20 @@ def _logp_blocks_kernel(
 
 
 @triton.jit
+def _store_logp(at, x_ptr, ids, mask, V, n, log_s, inverse):
+    """The log-probability of each id of a row: 0 where it is negative, NaN behind the last."""
+    x = tl.load(x_ptr + ids, mask=mask & (ids >= 0) & (ids < V), other=float("nan"))
+    logp = (scaled(x.to(tl.float32) * inverse, n) - log_s) * LN2
+    tl.store(at, tl.where(ids < 0, 0.0, logp), mask=mask)
+
+
+@triton.jit
 def _logp_row_kernel(
-    x_ptr, target_ptr, stats_ptr, logp_ptr, n_ptr, logs_ptr, stride_t, V, nodes, inverse,
-    LEVELS: tl.constexpr, OVERLAP: tl.constexpr,
+    x_ptr, target_ptr, stats_ptr, logp_ptr, n_ptr, logs_ptr, ids_ptr, given_ptr, ranks_ptr, top_ptr,
+    top_ids_ptr, stride_t, V, nodes, inverse, J, LEVELS: tl.constexpr, JP: tl.constexpr,
+    TOP: tl.constexpr, TOPP: tl.constexpr, RANKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """JP: J given ids, padded. TOP: of RANKS ranks, padded, the largest; TOPP: padded."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -68,14 +98,31 @@ def _logp_row_kernel(
     n, s, _ = merge_neighbours(n, s, s, 1, 1 << LEVELS, LEVELS, False)
     n = tl.reshape(n, (1,))
     log_s = tl.log2(tl.reshape(s, (1,)))
-    target = tl.load(target_ptr + row).to(tl.int64)
-    inside = (target >= 0) & (target < V)
-    x = tl.load(x_ptr + row * stride_t + target, mask=inside, other=float("nan"))
-    logp = (scaled(x.to(tl.float32) * inverse, n) - log_s) * LN2
     here = row + tl.zeros((1,), tl.int64)
-    tl.store(logp_ptr + here, tl.where(target < 0, 0.0, logp))
+    target = tl.load(target_ptr + here).to(tl.int64)
+    _store_logp(logp_ptr + here, x_ptr + row * stride_t, target, here >= 0, V, n, log_s, inverse)
     tl.store(n_ptr + here, n)
     tl.store(logs_ptr + here, log_s)
+    if JP > 0:
+        i = tl.arange(0, JP)
+        ids = tl.load(ids_ptr + row * J + i, mask=i < J, other=0).to(tl.int64)
+        _store_logp(
+            given_ptr + row * J + i, x_ptr + row * stride_t, ids, i < J, V, n, log_s, inverse
+        )
+    if TOP > 0:
+        i = tl.arange(0, RANKS)
+        ranks = tl.load(ranks_ptr + row * nodes * TOP + i, mask=i < nodes * TOP, other=LAST)
+        i = tl.arange(0, TOPP)
+        top = tl.full((TOPP,), 0, tl.int64)
+        for k in range(TOP):
+            best = tl.max(ranks, 0)
+            top = tl.where(i == k, best, top)
+            ranks = tl.where(ranks == best, LAST, ranks)
+        ids = 0x7FFFFFFF - (top & 0xFFFFFFFF)
+        tl.store(top_ids_ptr + row * TOP + i, ids, mask=i < TOP)
+        _store_logp(
+            top_ptr + row * TOP + i, x_ptr + row * stride_t, ids, i < TOP, V, n, log_s, inverse
+        )
 
 
 @triton.jit
@@ -96,25 +143,46 @@ def _logp_bwd_kernel(
     tl.store(dx_ptr + row * V + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < V)
 
 
-def forward(logits: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(logp, n, log2 s)[T] of logits[T, V], whose rows are dense."""
+def forward(
+    logits: Tensor, target: Tensor, token_ids: Tensor | None, top_k: int, temperature: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """(logp, n, log2 s)[T] of logits[T, V], whose rows are dense; logp of token_ids[T, J], and of
+    the top_k, and their ids, None where not asked for."""
     t, v = logits.shape
     inverse = inverse_of(temperature, torch.float32)
     logp, m, log_s = (torch.empty(t, dtype=torch.float32, device=logits.device) for _ in range(3))
-    block = block_columns()
-    nodes = triton.cdiv(v, block)
+    j = 0 if token_ids is None else token_ids.shape[1]
+    given = top = top_ids = ranks = None
+    if token_ids is not None:
+        given = torch.empty(t, j, dtype=torch.float32, device=logits.device)
+    block = block_columns() if top_k == 0 else min(block_columns(), RANKED)
+    nodes = cdiv(v, block)
     overlap = facts(logits.device).overlaps
     stats = torch.empty(t, nodes, 2, dtype=torch.float32, device=logits.device)
+    if top_k:
+        top = torch.empty(t, top_k, dtype=torch.float32, device=logits.device)
+        top_ids = torch.empty(t, top_k, dtype=torch.int64, device=logits.device)
+        ranks = torch.empty(t, nodes, top_k, dtype=torch.int64, device=logits.device)
     if t:
-        _logp_blocks_kernel[(t, nodes)](
-            logits, stats, logits.stride(0), v, nodes, inverse, block, block // LEAF,
-            levels(block // LEAF), inverse != 1.0, overlap, num_warps=WARPS, launch_pdl=overlap,
+        seen = launches(
+            logits.shape, logits.stride(0), logits.dtype, target.dtype, inverse != 1.0, j,
+            token_ids is None or token_ids.dtype, top_k,
         )  # fmt: skip
-        _logp_row_kernel[(t,)](
-            logits, target, stats, logp, m, log_s, logits.stride(0), v, nodes, inverse,
-            levels(nodes), overlap, num_warps=1, launch_pdl=overlap,
+        launch(
+            seen, _logp_blocks_kernel, (t, nodes, 1), logits, stats, ranks, logits.stride(0), v,
+            nodes, inverse, block, block // LEAF,
+            levels(block // LEAF), inverse != 1.0, top_k, overlap,
+            num_warps=4 if top_k else WARPS, launch_pdl=overlap,
         )  # fmt: skip
-    return logp, m, log_s
+        launch(
+            seen, _logp_row_kernel, (t, 1, 1), logits, target, stats, logp, m, log_s, token_ids,
+            given, ranks, top, top_ids,
+            logits.stride(0), v, nodes, inverse, j, levels(nodes),
+            power_of_2(j) if j else 0, top_k, power_of_2(max(top_k, 1)),
+            power_of_2(nodes * max(top_k, 1)), overlap, num_warps=4 if top_k else 1,
+            launch_pdl=overlap,
+        )  # fmt: skip
+    return logp, m, log_s, given, top, top_ids
 
 
 def backward(
@@ -126,7 +194,7 @@ def backward(
     dx = torch.empty(t, v, dtype=logits.dtype, device=logits.device)
     if t:
         block = block_columns()
-        _logp_bwd_kernel[(t, triton.cdiv(v, block))](
+        _logp_bwd_kernel[(t, cdiv(v, block))](
             logits, target, m, log_s, g, dx, logits.stride(0), v, inverse, block, num_warps=4
         )
     return dx

@@ -9,10 +9,12 @@ same tree. With (n, s) of the row, logp = (y - log2 s) log(2), y = z[target] log
 torch backend: the same tree in fp64, in natural units. The bits are those of `linear_logp`.
 
 Gradient: dlogits[v] = round( g / temperature * ([v == target] - p[v]) ), p in fp32.
+The log-probabilities of `token_ids` are those that a target would have, in the same launch. The
+`top_k` are the largest logits, of equal ones the lowest id first. Neither has a gradient.
 A negative target (ignored tokens) gives logp 0 and no gradient; a row whose upstream gradient is 0
 has a gradient of 0, whatever its logits are (NaN too).
 
-T = rows   V = vocabulary
+T = rows   V = vocabulary   J = ids given a row   K = top_k
 """
 
 import torch
@@ -29,16 +31,24 @@ def logp_ref(logits: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor
     return torch.log_softmax(z, -1).gather(-1, target[:, None].long()).squeeze(-1)
 
 
+MAX_TOP = 128
+
+
+def _run(logits, target, token_ids, top_k, temperature, backend):
+    record("logp", backend)
+    if backend == "torch":
+        return portable.forward(logits, target, token_ids, top_k, temperature)
+    from rlk_kernels.ops.logp import kernels
+
+    return kernels.forward(logits, target, token_ids, top_k, temperature)
+
+
 @torch.library.custom_op("rlk::logp", mutates_args=())
 def _logp(
     logits: Tensor, target: Tensor, temperature: float, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    record("logp", backend)
-    if backend == "torch":
-        return portable.forward(logits, target, temperature)
-    from rlk_kernels.ops.logp import kernels
-
-    return kernels.forward(logits, target, temperature)
+    """logp, and two numbers of a row that the gradient needs."""
+    return _run(logits, target, None, 0, temperature, backend)[:3]
 
 
 @_logp.register_fake
@@ -47,6 +57,33 @@ def _(logits, target, temperature, backend):
     stat = torch.float64 if backend == "torch" else torch.float32
     shape = logits.shape[:1]
     return tuple(logits.new_empty(shape, dtype=d) for d in (wide, stat, stat))
+
+
+@torch.library.custom_op("rlk::logp_and_more", mutates_args=())
+def _logp_and_more(
+    logits: Tensor, target: Tensor, token_ids: Tensor | None, top_k: int, temperature: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`_logp`, and logp of token_ids[T, J], of the top_k, and their ids; empty where not asked
+    for."""
+    *row, given, top, ids = _run(logits, target, token_ids, top_k, temperature, backend)
+    t, wide = logits.shape[0], row[0].dtype
+    given = torch.empty(t, 0, dtype=wide, device=logits.device) if given is None else given
+    if top is None:
+        top = torch.empty(t, 0, dtype=wide, device=logits.device)
+        ids = torch.empty(t, 0, dtype=torch.int64, device=logits.device)
+    return *row, given, top, ids
+
+
+@_logp_and_more.register_fake
+def _(logits, target, token_ids, top_k, temperature, backend):
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    stat = torch.float64 if backend == "torch" else torch.float32
+    t = logits.shape[0]
+    row = [logits.new_empty(t, dtype=d) for d in (wide, stat, stat)]
+    given = logits.new_empty(t, 0 if token_ids is None else token_ids.shape[1], dtype=wide)
+    top = logits.new_empty(t, top_k, dtype=wide)
+    return *row, given, top, logits.new_empty(t, top_k, dtype=torch.int64)
 
 
 @torch.library.custom_op("rlk::logp_backward", mutates_args=())
@@ -68,30 +105,44 @@ def _(logits, target, m, log_s, g, temperature, backend):
 
 
 def _setup(ctx, inputs, output):
-    logits, target, ctx.temperature, ctx.backend = inputs
+    logits, target, *_, ctx.temperature, ctx.backend = inputs
+    ctx.inputs = len(inputs)
     ctx.save_for_backward(logits, target, output[1], output[2])
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, g, _m, _log_s):
+def _backward(ctx, g, *_):
     logits, target, m, log_s = ctx.saved_tensors
+    none = (None,) * ctx.inputs
     if g is None:
-        return None, None, None, None
+        return none
     dx = _logp_backward(logits, target, m, log_s, g.contiguous(), ctx.temperature, ctx.backend)
-    return dx, None, None, None
+    return dx, *none[1:]
 
 
 _logp.register_autograd(_backward, setup_context=_setup)
+_logp_and_more.register_autograd(_backward, setup_context=_setup)
 
 
 def logp(
-    logits: Tensor, target: Tensor, *, temperature: float = 1.0, backend: str | None = None
-) -> Tensor:
+    logits: Tensor,
+    target: Tensor,
+    *,
+    token_ids: Tensor | None = None,
+    top_k: int = 0,
+    temperature: float = 1.0,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, ...]:
     """log softmax(logits / temperature)[t, target[t]] -> [T] float32 (float64 for float64).
 
     logits[T, V]: bfloat16, float16, float32 (float64 on the torch backend), V >= 1; target[T]
     int32 or int64 below V, negative to ignore; temperature > 0. A target of V or more raises
-    IndexError on the torch backend and gives NaN on the GPU. Raises UnsupportedShape,
+    IndexError on the torch backend and gives NaN on the GPU; so with token_ids.
+
+    With token_ids[T, J] or top_k = K (at most V and 128; logits must not be NaN) a tuple, of what
+    is asked for: (logp[T], of token_ids[T, J], of the K largest logits[T, K], their ids[T, K]
+    int64); these have no gradient (`linear_logp` has one). Raises UnsupportedShape,
     UnsupportedDtype, ValueError.
     """
     if logits.dim() != 2 or target.shape != logits.shape[:1] or logits.shape[1] == 0:
@@ -103,6 +154,24 @@ def logp(
         raise UnsupportedDtype(f"logp: logits are {logits.dtype}, target is {target.dtype}")
     if not temperature > 0:
         raise ValueError(f"logp: temperature must be above 0, not {temperature}")
-    chosen = choose("logp", backend, logits, target)
+    if token_ids is not None:
+        if token_ids.dim() != 2 or token_ids.shape[0] != logits.shape[0]:
+            raise UnsupportedShape(
+                f"logp: token_ids[{logits.shape[0]}, J] are needed, not {tuple(token_ids.shape)}"
+            )
+        if token_ids.dtype not in (torch.int32, torch.int64):
+            raise UnsupportedDtype(f"logp: token_ids are {token_ids.dtype}; integers are needed")
+        token_ids = token_ids.contiguous()
+    if not 0 <= top_k <= min(MAX_TOP, logits.shape[1]):
+        raise ValueError(
+            f"logp: top_k must be from 0 to {min(MAX_TOP, logits.shape[1])}, not {top_k}"
+        )
+    chosen = choose("logp", backend, logits, target, token_ids)
     rows = logits if logits.stride(1) == 1 else logits.contiguous()
-    return call(_logp, rows, target.contiguous(), float(temperature), chosen)[0]
+    target = target.contiguous()
+    if token_ids is None and not top_k:
+        return call(_logp, rows, target, float(temperature), chosen)[0]
+    found, _, _, given, top, ids = call(
+        _logp_and_more, rows, target, token_ids, top_k, float(temperature), chosen
+    )
+    return (found, *((given,) if token_ids is not None else ()), *((top, ids) if top_k else ()))

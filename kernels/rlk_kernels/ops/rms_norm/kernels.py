@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlk_kernels.launching import cdiv, launch, launches, power_of_2
 from rlk_kernels.numerics.column_sum.operator import column_sum
 
 GRAD_ROWS = 16
@@ -68,10 +69,15 @@ def forward(
     y = torch.empty(m, h, dtype=x.dtype, device=x.device)
     s = torch.empty_like(y) if residual is not None else x.new_empty(0)
     if m:
-        block = triton.next_power_of_2(h)
+        block = power_of_2(h)
         rows = max(1, 1024 // block)
-        _rms_norm_fwd_kernel[(triton.cdiv(m, rows),)](
-            x, residual, weight, y, s, m, x.stride(0),
+        seen = launches(
+            x.shape, x.stride(0), x.dtype, weight.dtype,
+            None if residual is None else residual.stride(0), hf,
+        )  # fmt: skip
+        launch(
+            seen, _rms_norm_fwd_kernel, (cdiv(m, rows), 1, 1), x, residual, weight, y, s,
+            m, x.stride(0),
             residual.stride(0) if residual is not None else 0, eps,
             h, block, rows, residual is not None, hf,
             num_warps=min(16, max(2, block // 1024)),
@@ -85,9 +91,9 @@ def backward(
     """(ds, dweight)."""
     m, h = s.shape
     ds = torch.empty_like(dy)
-    partial = torch.empty(triton.cdiv(m, GRAD_ROWS), h, dtype=torch.float32, device=s.device)
+    partial = torch.empty(cdiv(m, GRAD_ROWS), h, dtype=torch.float32, device=s.device)
     if m:
-        block = triton.next_power_of_2(h)
+        block = power_of_2(h)
         _rms_norm_bwd_kernel[(partial.shape[0],)](
             s, weight, dy, dnew, ds, partial, m, eps, h, block, GRAD_ROWS, dnew is not None,
             num_warps=min(16, max(1, block // 512)),

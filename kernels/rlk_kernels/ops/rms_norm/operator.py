@@ -124,10 +124,11 @@ def rms_norm(
     rows = _rows(x, h)
     res = None if residual is None else _rows(residual, h)
     y, new = call(_rms_norm, rows, res, weight.contiguous(), eps, cast == "hf", chosen)
-    y = y.reshape(x.shape)
-    return y if residual is None else (y, new.reshape(x.shape))
+    if x.dim() != 2:
+        y, new = y.reshape(x.shape), new if residual is None else new.reshape(x.shape)
+    return y if residual is None else (y, new)
 
 
 def _rows(x: Tensor, h: int) -> Tensor:
-    rows = x.reshape(-1, h)
+    rows = x if x.dim() == 2 else x.reshape(-1, h)
     return rows if rows.stride(-1) == 1 else rows.contiguous()

@@ -6,31 +6,24 @@ import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import facts
+from rlk_kernels.launching import cdiv, launch, launches, power_of_2
 
 HEADS_AT_A_TIME = 32
 MANY_TOKENS = 2048
 """From here on a program walks all heads of its token, and computes its angles once."""
 
 
-@triton.jit(do_not_specialize=["STEPS"])
-def _rope_kernel(
-    x_ptr, y_ptr, pos_ptr, freq_ptr, stride_t, stride_h, sign, H, STEPS,
-    D: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, TAIL: tl.constexpr, HEADS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, ROUND: tl.constexpr, OVERLAP: tl.constexpr,
+@triton.jit
+def _rotate_heads(
+    x_ptr, y_ptr, token, stride_t, stride_h, H, group, steps, cos, sin, i,
+    D: tl.constexpr, R: tl.constexpr, TAIL: tl.constexpr, HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    token = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, RP)
-    angle = tl.load(pos_ptr + token).to(tl.float32) * tl.load(freq_ptr + i, mask=i < R, other=0.0)
-    cos = tl.cos(angle).to(ROUND).to(tl.float32)[None, :]
-    sin = (tl.sin(angle).to(ROUND).to(tl.float32) * sign)[None, :]
-    i = i[None, :]
+    """`steps` groups of HEADS heads of a token, from `group` on."""
     first = 2 * i if INTERLEAVED else i
     second = 2 * i + 1 if INTERLEAVED else i + R
-    for step in range(STEPS):
-        heads = (tl.program_id(1) * STEPS + step) * HEADS + tl.arange(0, HEADS)[:, None]
+    for step in range(steps):
+        heads = (group + step) * HEADS + tl.arange(0, HEADS)[:, None]
         mask = (heads < H) & (i < R)
         x_at = x_ptr + token * stride_t + heads * stride_h
         y_at = y_ptr + (token * H + heads) * D
@@ -44,24 +37,61 @@ def _rope_kernel(
             tl.store(y_at + rest, tl.load(x_at + rest, mask=mask), mask=mask)
 
 
-def rotate(
-    x: Tensor, positions: Tensor, frequency: Tensor, sign: float, round_to: torch.dtype,
-    interleaved: bool,
-) -> Tensor:  # fmt: skip
-    """x[T, H, D], whose last dimension is dense, rotated by sign times its angles."""
-    t, h, d = x.shape
-    y = torch.empty(t, h, d, dtype=x.dtype, device=x.device)
-    r = frequency.numel()
-    tail = triton.next_power_of_2(d - 2 * r) if d > 2 * r else 0
-    dtypes = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-    if t and h:
-        heads = min(HEADS_AT_A_TIME, triton.next_power_of_2(h)) if t >= MANY_TOKENS else 8
-        overlap = facts(x.device).overlaps
-        groups = triton.cdiv(h, heads)
-        steps = groups if t >= MANY_TOKENS else 1
-        _rope_kernel[(t, groups // steps)](
-            x, y, positions, frequency, x.stride(0), x.stride(1), sign, h, steps, d, r,
-            triton.next_power_of_2(r), tail, heads, interleaved, dtypes[round_to], overlap,
-            num_warps=2, launch_pdl=overlap,
+@triton.jit(do_not_specialize=["Q_STEPS", "K_STEPS"])
+def _rope_kernel(
+    q_ptr, k_ptr, q_out_ptr, k_out_ptr, pos_ptr, freq_ptr, stride_qt, stride_qh, stride_kt,
+    stride_kh, sign, HQ, HK, Q_STEPS, K_STEPS, WHOLE: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, TAIL: tl.constexpr, HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ROUND: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """WHOLE: a program a token. Else one for HEADS heads of it, those of k behind those of q."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, RP)
+    angle = tl.load(pos_ptr + token).to(tl.float32) * tl.load(freq_ptr + i, mask=i < R, other=0.0)
+    cos = tl.cos(angle).to(ROUND).to(tl.float32)[None, :]
+    sin = (tl.sin(angle).to(ROUND).to(tl.float32) * sign)[None, :]
+    i = i[None, :]
+    group = tl.program_id(1)
+    if WHOLE or group < Q_STEPS:
+        _rotate_heads(
+            q_ptr, q_out_ptr, token, stride_qt, stride_qh, HQ, group, Q_STEPS if WHOLE else 1, cos,
+            sin, i, D, R, TAIL, HEADS, INTERLEAVED,
         )  # fmt: skip
-    return y
+    if WHOLE or group >= Q_STEPS:
+        _rotate_heads(
+            k_ptr, k_out_ptr, token, stride_kt, stride_kh, HK, group if WHOLE else group - Q_STEPS,
+            K_STEPS if WHOLE else 1, cos, sin, i, D, R, TAIL, HEADS, INTERLEAVED,
+        )  # fmt: skip
+
+
+_TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def rotate(
+    q: Tensor, k: Tensor, positions: Tensor, frequency: Tensor, sign: float, round_to: torch.dtype,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q[T, Hq, D] and k[T, Hk, D], last dimensions dense, rotated by sign times their angles."""
+    (t, hq, d), hk, r = q.shape, k.shape[1], frequency.numel()
+    q_out = torch.empty(t, hq, d, dtype=q.dtype, device=q.device)
+    k_out = torch.empty(t, hk, d, dtype=k.dtype, device=k.device)
+    if t and hq + hk:
+        whole = t >= MANY_TOKENS
+        heads = min(HEADS_AT_A_TIME, power_of_2(max(hq, hk))) if whole else 8
+        steps = cdiv(hq, heads), cdiv(hk, heads)
+        overlap = facts(q.device).overlaps
+        seen = launches(
+            hq, hk, d, r, q.stride(), k.stride(), q.dtype, k.dtype, positions.dtype, round_to,
+            interleaved, whole,
+        )  # fmt: skip
+        launch(
+            seen, _rope_kernel, (t, 1 if whole else sum(steps), 1), q, k, q_out, k_out, positions,
+            frequency, q.stride(0), q.stride(1), k.stride(0), k.stride(1), sign, hq, hk, *steps,
+            whole, d, r, power_of_2(r),
+            power_of_2(d - 2 * r) if d > 2 * r else 0, heads, interleaved,
+            _TL[round_to], overlap, num_warps=2, launch_pdl=overlap,
+        )  # fmt: skip
+    return q_out, k_out

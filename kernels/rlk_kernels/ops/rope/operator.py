@@ -41,36 +41,37 @@ def rope_ref(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 @torch.library.custom_op("rlk::rope", mutates_args=())
 def _rope(
-    x: Tensor, positions: Tensor, inv_freq: Tensor | None, theta: float, rotary_dim: int,
+    q: Tensor, k: Tensor, positions: Tensor, inv_freq: Tensor | None, theta: float, rotary_dim: int,
     sign: float, cos_sin_dtype: torch.dtype, interleaved: bool, backend: str,
-) -> Tensor:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     record("rope", backend)
-    frequency = _frequencies(theta, rotary_dim, x.device) if inv_freq is None else inv_freq
+    frequency = _frequencies(theta, rotary_dim, q.device) if inv_freq is None else inv_freq
+    options = (positions, frequency, sign, cos_sin_dtype, interleaved)
     if backend == "torch":
-        return portable.rotate(x, positions, frequency, sign, cos_sin_dtype, interleaved)
+        return portable.rotate(q, *options), portable.rotate(k, *options)
     from rlk_kernels.ops.rope import kernels
 
-    return kernels.rotate(x, positions, frequency, sign, cos_sin_dtype, interleaved)
+    return kernels.rotate(q, k, *options)
 
 
 @_rope.register_fake
-def _(x, positions, inv_freq, theta, rotary_dim, sign, cos_sin_dtype, interleaved, backend):
-    return x.new_empty(x.shape)
+def _(q, k, positions, inv_freq, theta, rotary_dim, sign, cos_sin_dtype, interleaved, backend):
+    return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
 def _setup(ctx, inputs, output):
-    _, positions, inv_freq, *ctx.rest = inputs
+    _, _, positions, inv_freq, *ctx.rest = inputs
     ctx.save_for_backward(positions, inv_freq)
 
 
-def _backward(ctx, dy):
+def _backward(ctx, dq, dk):
     theta, rotary_dim, sign, cos_sin_dtype, interleaved, backend = ctx.rest
     positions, inv_freq = ctx.saved_tensors
-    dx = _rope(
-        dy.contiguous(), positions, inv_freq, theta, rotary_dim, -sign, cos_sin_dtype, interleaved,
-        backend,
+    grads = _rope(
+        dq.contiguous(), dk.contiguous(), positions, inv_freq, theta, rotary_dim, -sign,
+        cos_sin_dtype, interleaved, backend,
     )  # fmt: skip
-    return (dx, *(None,) * 8)
+    return (*grads, *(None,) * 8)
 
 
 _rope.register_autograd(_backward, setup_context=_setup)
@@ -126,10 +127,12 @@ def rope(
             f"rope: cos_sin_dtype {cos_sin_dtype} is not a float of 16 or 32 bit"
         )
     frequency = None if inv_freq is None else inv_freq.detach().contiguous()
-    out = []
-    for x in (q, k):
-        chosen = choose("rope", backend, x, positions, q, inv_freq)
-        x = x if x.stride(-1) == 1 else x.contiguous()
-        options = (float(theta or 0.0), size, 1.0, cos_sin_dtype, interleaved, chosen)
-        out.append(call(_rope, x, positions, frequency, *options))
-    return out[0], out[1]
+    chosen = choose("rope", backend, q, k, positions, inv_freq)
+    if k.dtype != q.dtype:
+        chosen = choose("rope", backend, k, q)
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    return call(
+        _rope, q, k, positions.contiguous(), frequency, float(theta or 0.0), size, 1.0,
+        cos_sin_dtype,
+        interleaved, chosen,
+    )  # fmt: skip

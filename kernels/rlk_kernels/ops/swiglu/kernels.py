@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlk_kernels.launching import cdiv, launch, launches
+
 BLOCK = 2048
 
 
@@ -37,7 +39,7 @@ def _swiglu_bwd_kernel(
 
 def _grids(m: int, f: int) -> list[tuple[int, tuple[int, int]]]:
     """(first row, grid) of each launch: CUDA allows 65535 blocks along the second axis."""
-    columns = triton.cdiv(f, BLOCK)
+    columns = cdiv(f, BLOCK)
     return [(start, (columns, min(65535, m - start))) for start in range(0, m if f else 0, 65535)]
 
 
@@ -45,10 +47,13 @@ def forward(gate: Tensor, up: Tensor) -> Tensor:
     """y of gate[M, F] and up[M, F], whose rows are dense."""
     m, f = gate.shape
     y = torch.empty(m, f, dtype=gate.dtype, device=gate.device)
+    seen = launches(f, gate.stride(0), up.stride(0), gate.dtype)
     for start, grid in _grids(m, f):
-        _swiglu_fwd_kernel[grid](
-            gate[start:], up[start:], y[start:], gate.stride(0), up.stride(0), f, BLOCK, num_warps=4
-        )
+        rows = (gate, up, y) if start == 0 else (gate[start:], up[start:], y[start:])
+        launch(
+            seen, _swiglu_fwd_kernel, (*grid, 1), *rows, gate.stride(0), up.stride(0), f, BLOCK,
+            num_warps=4,
+        )  # fmt: skip
     return y
 
 

@@ -76,6 +76,9 @@ def swiglu(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Tensor:
         raise UnsupportedDtype(f"swiglu: gate is {gate.dtype} and up is {up.dtype}")
     chosen = choose("swiglu", backend, gate, up)
     f = gate.shape[-1]
-    rows = [t.reshape(-1 if f else t.shape[:-1].numel(), f) for t in (gate, up)]
+    rows = [gate, up]
+    if gate.dim() != 2:
+        rows = [t.reshape(-1 if f else t.shape[:-1].numel(), f) for t in rows]
     rows = [t if t.stride(-1) == 1 else t.contiguous() for t in rows]
-    return call(_swiglu, rows[0], rows[1], chosen).reshape(gate.shape)
+    y = call(_swiglu, rows[0], rows[1], chosen)
+    return y if gate.dim() == 2 else y.reshape(gate.shape)

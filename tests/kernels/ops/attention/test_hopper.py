@@ -17,10 +17,16 @@ def beside_values(blocks, page):
     return torch.arange(blocks * 2 * page * HEADS * DIM).view(blocks, 2, page, HEADS, DIM)[:, 0]
 
 
+def rows_of(x, paged):
+    """What a tensor map of x describes, or None."""
+    size = hopper._matrix(x.shape, x.stride(), paged)
+    return None if size is None else torch.as_strided(x, size, (x.stride(-3), 1))
+
+
 @pytest.mark.parametrize("rows", [1, 7])
 def test_rows_of_packed_keys(rows):
     for x in (fused(rows), fused(rows).contiguous()):
-        matrix = hopper._rows_of(x, False)
+        matrix = rows_of(x, False)
         assert matrix is not None
         for head in range(HEADS):
             column = head * x.stride(1)
@@ -31,7 +37,7 @@ def test_rows_of_packed_keys(rows):
 @pytest.mark.parametrize("blocks", [1, 5])
 def test_rows_of_a_cache(blocks, page):
     for x in (beside_values(blocks, page), beside_values(blocks, page).contiguous()):
-        matrix = hopper._rows_of(x, True)
+        matrix = rows_of(x, True)
         assert matrix is not None
         pitch = x.stride(0) // x.stride(1)
         for block in range(blocks):
@@ -41,9 +47,9 @@ def test_rows_of_a_cache(blocks, page):
 
 def test_what_is_no_matrix_of_rows_is_left_to_the_other_kernel():
     heads_first = torch.zeros(5, HEADS, 16, DIM).transpose(1, 2)
-    assert hopper._rows_of(heads_first, True) is None
-    assert hopper._rows_of(torch.zeros(1, HEADS, DIM).expand(7, -1, -1), False) is None
-    assert hopper._rows_of(torch.zeros(0, HEADS, DIM), False) is None
+    assert rows_of(heads_first, True) is None
+    assert rows_of(torch.zeros(1, HEADS, DIM).expand(7, -1, -1), False) is None
+    assert rows_of(torch.zeros(0, HEADS, DIM), False) is None
 
 
 def test_pages_fill_blocks_or_are_left_to_the_other_kernel():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from kernel_suite import packed, paged_cache
 from rlk_kernels import device
+from rlk_kernels.launching import launches
 from rlk_kernels.ops.attention import forward as attention_forward
 from rlk_kernels.ops.attention import merge, schedule
 
@@ -18,6 +19,7 @@ MIXED = ([1, 12, 0, 5], [80, 70, 40, 3])
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(attention_forward, "CHUNK", CHUNK)
+    monkeypatch.setattr(attention_forward, "launches", launches.__wrapped__)
     few_programs(monkeypatch, 12)
 
 
@@ -84,11 +86,17 @@ def planned(monkeypatch):
 
     def spy(*args):
         plan, pieces = make(*args)
-        made.append(plan)
+        made.append(entries(plan, args[1].numel() - 1))
         return plan, pieces
 
     monkeypatch.setattr(attention_forward, "schedule", spy)
     return made
+
+
+def entries(plan, batch):
+    """The first program's, plane by plane."""
+    size = 2 * batch + 2
+    return plan[: schedule.PLANES * size].view(schedule.PLANES, size)
 
 
 def row(plan, plane):
@@ -156,8 +164,9 @@ def test_a_merge_that_goes_wrong_is_noticed(fault, monkeypatch):
     make = attention_forward.schedule
 
     def broken(*args):
-        plan, _ = make(*args)
-        b = args[0].numel() - 1
+        flat, _ = make(*args)
+        b = args[1].numel() - 1
+        plan = entries(flat, b)
         if fault == "order":  # slots that lie elsewhere
             own = row(plan, schedule.BASE)[1 : 2 * b : 2]
             own.copy_(own.flip(0))
@@ -165,12 +174,12 @@ def test_a_merge_that_goes_wrong_is_noticed(fault, monkeypatch):
             row(plan, schedule.FIRST)[3] += 1
         else:  # another prefix than one's own
             row(plan, schedule.LEADER)[b - 1] = 0
-        return plan
+        return flat
 
     launch = merge.merge_parts
 
-    def merge_by(plan, *rest):
-        launch(broken_plan[0], *rest)
+    def merge_by(seen, plan, *rest):
+        launch(seen, broken_plan[0], *rest)
 
     broken_plan = []
 

@@ -1,0 +1,104 @@
+"""Launching a kernel again, past Triton's dispatch.
+
+Triton looks at every argument of every launch to find what it has compiled for such arguments: most
+of the host's time of a launch. Here that is asked once for calls of one shape, and what was
+compiled is kept; tensor maps are kept by address. Nothing of this can change a bit: what runs is
+what Triton would run (`tests/gpu/kernels/test_launching_gpu.py` asks it every time).
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A kernel as it was compiled and loaded for a launch."""
+
+    kernel: Any
+    """`triton.compiler.CompiledKernel`."""
+    device: int
+    tensors: tuple[int, ...]
+    """Which arguments are tensors. All were aligned to 16 bytes, which Triton relies on."""
+
+
+@functools.lru_cache(maxsize=4096)
+def launches(*shape) -> dict:
+    """Kept for calls of one `shape`: all that the kernels' arguments follow from, and with it what
+    Triton compiles, but addresses and numbers in floating point."""
+    return {}
+
+
+def cdiv(a: int, b: int) -> int:
+    """ceil(a / b), in a fraction of the time that `triton.cdiv` takes."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The least power of two that is not below n >= 1; see `cdiv`."""
+    return 1 << (n - 1).bit_length()
+
+
+def launch(seen: dict, kernel, grid: tuple[int, int, int], *arguments, **options) -> None:
+    """`kernel[grid](*arguments, **options)`; `seen`: the `launches` of the call's shape."""
+    found = seen.get(id(kernel))
+    if (
+        found is not None
+        and found.device == torch._C._cuda_getDevice()
+        and _aligned(found.tensors, arguments)
+    ):
+        again(found, kernel, grid, arguments, options)
+        return
+    compiled = kernel[grid](*arguments, **options)
+    tensors = tuple(i for i, x in enumerate(arguments) if isinstance(x, Tensor))
+    if hasattr(compiled, "packed_metadata") and _aligned(tensors, arguments):
+        seen[id(kernel)] = Compiled(compiled, torch.cuda.current_device(), tensors)
+
+
+def _aligned(tensors: tuple[int, ...], arguments: tuple) -> bool:
+    bits = 0
+    for i in tensors:
+        bits |= arguments[i].data_ptr()
+    return bits & 15 == 0
+
+
+@functools.cache
+def _knobs():
+    import triton  # what runs without it may import this file
+
+    return triton.knobs.runtime
+
+
+def again(found: Compiled, kernel, grid: tuple[int, int, int], arguments, options) -> None:
+    """Launch what was compiled; a profiler that wants to know of launches gets an ordinary one."""
+    knobs = _knobs()
+    if knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls:
+        kernel[grid](*arguments, **options)
+        return
+    own = found.kernel
+    stream = torch._C._cuda_getCurrentRawStream(found.device)
+    own.run(*grid, stream, own.function, own.packed_metadata, None, None, None, *arguments)
+
+
+class _Memory:
+    """What a tensor map asks of its tensor, without holding the memory."""
+
+    __slots__ = ("address", "dtype")
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.address, self.dtype = address, dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@functools.lru_cache(maxsize=8192)
+def tensor_map(
+    kind, address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...],
+    box: tuple[int, ...], *layout,
+):  # fmt: skip
+    """A descriptor of class `kind` (Triton's or Gluon's) of what lies at an address."""
+    return kind(_Memory(address, dtype), list(shape), list(strides), list(box), *layout)

@@ -1,0 +1,1 @@
+"""kv_cache: new keys and values into a paged cache."""

@@ -1,0 +1,76 @@
+"""write_kv_cache: k_cache[slot // P, slot % P] = k[t], and so v, for slot = slots[t].
+
+A copy: no arithmetic, every bit kept. Which slot a token has is the engine's affair; a negative one
+(padding) is left out. No two tokens may have one slot.
+
+T = tokens   Hk = KV heads   D = head size   P = block size of the cache
+"""
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.backend import call, choose, record
+from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.ops.kv_cache import portable
+
+
+@torch.library.custom_op("rlk::write_kv_cache", mutates_args=("k_cache", "v_cache"))
+def _write_kv_cache(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, backend: str
+) -> None:
+    record("write_kv_cache", backend)
+    if backend == "torch":
+        portable.write(k_cache, v_cache, k, v, slots)
+        return
+    from rlk_kernels.ops.kv_cache import kernels
+
+    kernels.write(k_cache, v_cache, k, v, slots)
+
+
+@_write_kv_cache.register_fake
+def _(k_cache, v_cache, k, v, slots, backend):
+    return None
+
+
+def write_kv_cache(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Write k[T, Hk, D] and v[T, Hk, D] into k_cache and v_cache[blocks, P, Hk, D] at slots[T].
+
+    A slot is block * P + place in the block (int32 or int64); negative: the token is left out. The
+    caches are what `paged_attention` takes, of any strides with a dense last dimension: two halves
+    of one tensor, or vLLM's [blocks, Hk, P, 2 D] as `cache.transpose(1, 2).split(D, -1)`. A slot
+    behind the cache raises IndexError on the torch backend and is left out on a GPU. No gradients.
+    Raises UnsupportedShape, UnsupportedDtype, and what `backend.choose` raises.
+    """
+    if k.dim() != 3 or k_cache.dim() != 4 or k.shape != v.shape or k_cache.shape != v_cache.shape:
+        raise UnsupportedShape(
+            "write_kv_cache: k and v[T, Hk, D] and caches[blocks, P, Hk, D] are needed, not "
+            f"{tuple(k.shape)}, {tuple(v.shape)}, {tuple(k_cache.shape)}, {tuple(v_cache.shape)}"
+        )
+    if k_cache.shape[2:] != k.shape[1:] or k_cache.shape[1] == 0 or slots.shape != k.shape[:1]:
+        raise UnsupportedShape(
+            f"write_kv_cache: caches {tuple(k_cache.shape)} and slots {tuple(slots.shape)} do not "
+            f"fit k {tuple(k.shape)}"
+        )
+    if any(x.stride(-1) != 1 for x in (k_cache, v_cache)):
+        raise UnsupportedShape(
+            "write_kv_cache: the last dimension of a cache must be dense, not of strides "
+            f"{k_cache.stride()} and {v_cache.stride()}"
+        )
+    if slots.dtype not in (torch.int32, torch.int64):
+        raise UnsupportedDtype(f"write_kv_cache: slots are {slots.dtype}; int32 or int64 is needed")
+    if not k.dtype == v.dtype == k_cache.dtype == v_cache.dtype:
+        raise UnsupportedDtype(
+            f"write_kv_cache: k, v and the caches are {k.dtype}, {v.dtype}, {k_cache.dtype} and "
+            f"{v_cache.dtype}; one dtype is needed"
+        )
+    chosen = choose("write_kv_cache", backend, k, v, k_cache, v_cache, slots)
+    k, v = (x.detach() if x.stride(-1) == 1 else x.detach().contiguous() for x in (k, v))
+    call(_write_kv_cache, k_cache, v_cache, k, v, slots.contiguous(), chosen)

@@ -1,0 +1,134 @@
+"""On a GPU: what engines ask for, launches past Triton's dispatch,
+and NaN that stays where it is."""
+
+import pytest
+import rlk_kernels as rk
+import torch
+from rlk_kernels import launching
+from rlk_kernels.matmul import product, self_check
+from rlk_kernels.ops.attention import forward as attention
+
+HALF = torch.bfloat16
+
+
+def rand(*shape, dtype=HALF):
+    return torch.randn(*shape, device="cuda", dtype=dtype)
+
+
+@pytest.mark.parametrize("layout", ["apart", "vLLM"])
+def test_keys_and_values_lie_in_their_slots(layout):
+    if layout == "apart":
+        k_cache, v_cache = rand(2, 9, 16, 8, 128)
+    else:
+        k_cache, v_cache = rand(9, 8, 16, 256).transpose(1, 2).split(128, -1)
+    expected = [x.clone() for x in (k_cache, v_cache)]
+    qkv = rand(50, 48, 128)
+    k, v = qkv[:, 32:40], qkv[:, 40:]
+    slots = torch.randperm(9 * 16, device="cuda")[:50]
+    slots[7] = -1
+    for cache, x in zip(expected, (k, v), strict=True):
+        at = slots[slots >= 0]
+        cache[at // 16, at % 16] = x[slots >= 0]
+    rk.write_kv_cache(k, v, k_cache, v_cache, slots)
+    assert torch.equal(k_cache, expected[0])
+    assert torch.equal(v_cache, expected[1])
+
+
+@pytest.mark.parametrize("v", [1000, 151936])
+def test_the_largest_logits_and_given_ids_have_the_bits_of_targets(v):
+    x = rand(9, v)  # bf16: many are equal
+    target = torch.arange(9, device="cuda") * 100 - 100
+    given = torch.randint(0, v, (9, 4), device="cuda")
+    found, of_given, top, ids = rk.logp(x, target, token_ids=given, top_k=20, temperature=0.7)
+    assert torch.equal(found, rk.logp(x, target, temperature=0.7))
+    exact = torch.sort(x.cpu().float(), dim=-1, descending=True, stable=True).indices[:, :20]
+    assert torch.equal(ids.cpu(), exact)
+    for column, values in ((given, of_given), (ids, top)):
+        for j in range(column.shape[1]):
+            own = rk.logp(x, column[:, j].contiguous(), temperature=0.7)
+            assert torch.equal(values[:, j], own)
+    lone = rk.logp(x[3:4], target[3:4], token_ids=given[3:4], top_k=20, temperature=0.7)
+    whole = (found, of_given, top, ids)
+    assert all(torch.equal(a, b[3:4]) for a, b in zip(lone, whole, strict=True))
+
+
+def gradients(bad, run, hidden, weight, target):
+    """Of hidden and weight, with `bad` in the rows of ignored targets."""
+    leaves = [hidden.clone(), weight.clone()]
+    leaves[0][target < 0] = bad
+    leaves = [x.requires_grad_() for x in leaves]
+    return torch.autograd.grad(run(*leaves), leaves)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("operator", ["linear_logp", "linear_grpo_loss", "logp"])
+def test_what_an_ignored_token_holds_reaches_no_gradient(operator, bad):
+    hidden, weight = rand(300, 256), rand(4096, 256)
+    target = torch.randint(0, 4096, (300,), device="cuda")
+    target[::7] = -100
+    mask = (target >= 0).float()
+
+    def run(hidden, weight):
+        if operator == "linear_logp":
+            return rk.linear_logp(hidden, weight, target).sum()
+        if operator == "logp":
+            return rk.logp(hidden, target % 256 * mask.long() - 100 * (1 - mask.long())).sum()
+        loss, _ = rk.linear_grpo_loss(
+            hidden[None], weight, target.clamp(min=0)[None], None, mask[:1] + 1, mask[None]
+        )
+        return loss
+
+    if operator == "logp":
+        leaf = hidden.clone()
+        leaf[target < 0] = bad
+        (found,) = torch.autograd.grad(run(leaf.requires_grad_(), None), leaf)
+        assert bool(found.isfinite().all())
+        assert not bool(found[target < 0].any())
+        return
+    clean = gradients(0.0, run, hidden, weight, target)
+    found = gradients(bad, run, hidden, weight, target)
+    assert bool(clean[1].any())
+    assert all(torch.equal(a, b) for a, b in zip(found, clean, strict=True))
+
+
+def calls(m):
+    x, weight, gain = rand(m, 1024), rand(1024, 1024), rand(1024)
+    q, k = rand(m, 8, 128), rand(m, 2, 128)
+    cu, one = torch.tensor([0, m]).cuda().int(), torch.arange(m + 1).cuda().int()
+    cache, lens = rand(64, 16, 2, 128), torch.full((m,), 64).cuda().int()
+    tables = [torch.zeros(m, n, device="cuda").int() for n in (4, 2560)]
+    ids, at = torch.arange(m).cuda() % 1024, torch.arange(m).cuda()
+    return {
+        "linear": lambda: rk.linear(x, weight),
+        "linear, fp32": lambda: rk.linear(x, weight, gain, out_dtype=torch.float32),
+        "rms_norm": lambda: rk.rms_norm(x, gain, 1e-6),
+        "residual": lambda: rk.rms_norm(x, gain, 1e-6, residual=x)[1],
+        "rope": lambda: rk.rope(q, k, at, theta=1e6)[1],
+        "swiglu": lambda: rk.swiglu(x, x),
+        "embedding": lambda: rk.embedding(ids, weight),
+        "attention": lambda: rk.attention(q, k, k, cu, cu),
+        "paged": lambda: rk.paged_attention(q, cache, cache, tables[0], lens, cu_seqlens_q=one),
+        "split": lambda: rk.paged_attention(q, cache, cache, tables[1], lens, cu_seqlens_q=one),
+        "logp": lambda: rk.logp(x, ids),
+        "top": lambda: rk.logp(x, ids, top_k=3)[1],
+    }
+
+
+def test_what_is_launched_again_is_what_triton_would_launch(monkeypatch):
+    for module in (product, attention):
+        monkeypatch.setattr(module, "launches", launching.launches)
+    monkeypatch.setattr(self_check, "holds", lambda *a, **k: True)
+    again, launched = launching.again, []
+
+    def asked(found, kernel, grid, arguments, options):
+        launched.append(kernel.__name__)
+        assert kernel[grid](*arguments, **options) is found.kernel, kernel.__name__
+
+    with torch.no_grad():
+        for m in (1, 7, 16, 33, 2048):
+            for name, call in calls(m).items():
+                monkeypatch.setattr(launching, "again", asked)
+                first, *_ = [call() for _ in range(3)]
+                monkeypatch.setattr(launching, "again", again)
+                assert torch.equal(call(), first), (name, m)
+    assert len(set(launched)) >= 11, set(launched)

@@ -1,0 +1,167 @@
+"""What only engines ask for: keys and values into a paged cache, log-probs of given ids,
+the largest
+logits. Portable and Triton; each claim is broken on purpose too."""
+
+import pytest
+import rlk_kernels as rk
+import torch
+from kernel_suite import rand
+from rlk_kernels.ops.kv_cache import portable as kv_portable
+
+BACKENDS = ["torch", "triton"]
+
+
+def caches(layout, blocks=5, page=4, heads=3, dim=8, dtype=torch.float32):
+    """(k_cache, v_cache, all of their memory) as engines lay them out."""
+    if layout == "apart":
+        both = torch.full((2, blocks, page, heads, dim), 7.0, dtype=dtype)
+        return both[0], both[1], both
+    if layout == "halves of a block":
+        both = torch.full((blocks, 2, page, heads, dim), 7.0, dtype=dtype)
+        return both[:, 0], both[:, 1], both
+    both = torch.full((blocks, heads, page, 2 * dim), 7.0, dtype=dtype)  # vLLM's
+    return *both.transpose(1, 2).split(dim, -1), both
+
+
+LAYOUTS = ["apart", "halves of a block", "vLLM"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_keys_and_values_lie_in_their_slots_and_nowhere_else(backend, layout, dtype):
+    k_cache, v_cache, memory = caches(layout, dtype=dtype)
+    qkv = rand(6, 9, 8, dtype=dtype, device="cpu", seed=1)
+    k, v = qkv[:, 3:6], qkv[:, 6:]  # slices of one projection
+    slots = torch.tensor([19, 0, -1, 7, 6, 12])
+    expected = memory.clone()
+    other_k, other_v, _ = caches(layout, dtype=dtype)
+    for t, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            other_k[slot // 4, slot % 4], other_v[slot // 4, slot % 4] = k[t], v[t]
+    rk.write_kv_cache(k, v, k_cache, v_cache, slots, backend=backend)
+    assert torch.equal(k_cache, other_k)
+    assert torch.equal(v_cache, other_v)
+    assert not torch.equal(memory, expected)
+    again = caches(layout, dtype=dtype)
+    for t in (3, 0, 5, 4, 1, 2):  # one token at a time, in another order
+        part = slice(t, t + 1)
+        rk.write_kv_cache(k[part], v[part], *again[:2], slots[part].int(), backend=backend)
+    assert torch.equal(again[2], memory)
+
+
+def test_a_slot_off_by_one_is_noticed(monkeypatch):
+    write = kv_portable.write
+    monkeypatch.setattr(kv_portable, "write", lambda *x: write(*x[:4], x[4] ^ 1))
+    with pytest.raises(AssertionError):
+        test_keys_and_values_lie_in_their_slots_and_nowhere_else("torch", "apart", torch.float32)
+
+
+def test_what_does_not_fit_a_cache_is_named():
+    k_cache, v_cache, _ = caches("apart")
+    k = torch.zeros(2, 3, 8)
+    slots = torch.tensor([0, 20])
+    with pytest.raises(IndexError, match="slot 20"):
+        rk.write_kv_cache(k, k, k_cache, v_cache, slots)
+    for wrong in (
+        (k[:, :2], k[:, :2], k_cache, v_cache, slots),
+        (k, k, k_cache[0], v_cache[0], slots),
+        (k, k, k_cache, v_cache, slots[:1]),
+        (k, k, k_cache.mT, v_cache.mT, slots),
+        (k, k[:1], k_cache, v_cache, slots),
+    ):
+        with pytest.raises(rk.UnsupportedShape, match="write_kv_cache"):
+            rk.write_kv_cache(*wrong)
+    for wrong in (
+        (k.half(), k.half(), k_cache, v_cache, slots),
+        (k, k, k_cache, v_cache, k[:, 0, 0]),
+    ):
+        with pytest.raises(rk.UnsupportedDtype, match="write_kv_cache"):
+            rk.write_kv_cache(*wrong)
+
+
+def logits_with_ties(t=7, v=1000):
+    x = rand(t, v, dtype=torch.float32, device="cpu", seed=3)
+    x = (x * 4).round() / 4  # many are equal
+    x[0] = 0.0
+    x[0, 5::2] = -0.0
+    x[1, 10:] = -float("inf")
+    return x
+
+
+def largest(x, k):
+    """Ids of the k largest of each row, of equal ones the lowest first, by a loop."""
+    return torch.tensor(
+        [sorted(range(len(row)), key=lambda i, row=row: (-row[i], i))[:k] for row in x.tolist()]
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("k", [1, 5, 20])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_largest_logits_and_given_ids_have_the_bits_of_targets(backend, k, dtype):
+    x = logits_with_ties().to(dtype)
+    options = {"temperature": 0.7, "backend": backend}
+    target = torch.arange(7) * 30 - 30  # one is ignored
+    given = torch.stack([target.clamp(min=0), target, torch.full((7,), 999)], 1)
+    plain = rk.logp(x, target, **options)
+    found, ids_logp, top, ids = rk.logp(x, target, token_ids=given, top_k=k, **options)
+    assert torch.equal(found, plain)
+    assert torch.equal(ids, largest(x.float(), k))
+    assert ids.dtype == torch.int64
+    for column, values in ((given, ids_logp), (ids, top)):
+        for j in range(column.shape[1]):
+            assert torch.equal(values[:, j], rk.logp(x, column[:, j].contiguous(), **options))
+    rows = torch.tensor([4, 1])
+    lone = rk.logp(x[rows], target[rows], token_ids=given[rows], top_k=k, **options)
+    whole = (found, ids_logp, top, ids)
+    assert all(torch.equal(a, b[rows]) for a, b in zip(lone, whole, strict=True))
+    only = rk.logp(x, target, top_k=k, **options)
+    assert len(only) == 3
+    assert torch.equal(only[2], ids)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_gradient_is_that_of_the_target_alone(backend):
+    x = logits_with_ties()[2:].requires_grad_()
+    target = torch.arange(5)
+    plain = torch.autograd.grad(rk.logp(x, target, backend=backend).sum(), x)[0]
+    found, _, top, _ = rk.logp(x, target, token_ids=target[:, None], top_k=3, backend=backend)
+    assert not top.requires_grad
+    assert torch.equal(torch.autograd.grad(found.sum(), x)[0], plain)
+
+
+def test_an_order_of_ties_that_is_not_the_lowest_ids_is_noticed(monkeypatch):
+    sort = torch.sort
+
+    def unstable(x, **more):
+        values, indices = sort(x.flip(-1), **more)
+        return values, x.shape[-1] - 1 - indices
+
+    monkeypatch.setattr(torch, "sort", unstable)
+    with pytest.raises(AssertionError):
+        test_the_largest_logits_and_given_ids_have_the_bits_of_targets("torch", 5, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [({"top_k": 8}, ValueError), ({"top_k": -1}, ValueError),
+     ({"token_ids": torch.zeros(2)}, rk.UnsupportedShape),
+     ({"token_ids": torch.zeros(3, 1).long()}, rk.UnsupportedShape),
+     ({"token_ids": torch.zeros(2, 1)}, rk.UnsupportedDtype),
+     ({"token_ids": torch.full((2, 1), 7)}, IndexError)],
+)  # fmt: skip
+def test_ids_that_cannot_be_looked_up_are_named(options, error):
+    with pytest.raises(error, match="logp"):
+        rk.logp(torch.zeros(2, 7), torch.tensor([0, 1]), **options)
+
+
+def test_rope_turns_queries_and_keys_as_it_turns_each_alone():
+    for t, backend in ((9, "torch"), (9, "triton"), (2100, "torch")):
+        q, k = (rand(t, h, 16, dtype=torch.float32, device="cpu", seed=h) for h in (10, 3))
+        at = torch.arange(2 * t)[::2]  # strided
+        q_out, k_out = rk.rope(q, k, at, theta=1e4, backend=backend)
+        assert torch.equal(rk.rope(k, q, at, theta=1e4, backend=backend)[0], k_out)
+        for h in range(3):
+            lone = rk.rope(q[:, h : h + 1], k[:, :0], at, theta=1e4, backend=backend)
+            assert torch.equal(lone[0], q_out[:, h : h + 1])
