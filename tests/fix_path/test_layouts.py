@@ -1,0 +1,38 @@
+"""A few prompts in every layout: batches, padding and packing of the trainers; batches, chunks,
+blocks and cached prefixes of vLLM."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from bit_equal import assert_equal
+from conftest import Cli, require_engine
+
+LAYOUTS = (
+    *("hf:batch=4,padding=right", "hf:batch=4,padding=left", "hf:batch=1"),
+    *("megatron:batch=4,padding=left", "megatron:batch=6,padding=right", "megatron:batch=1"),
+    *("megatron:input=packed", "fsdp:dp=2"),
+    *("vllm:max_num_seqs=1", "vllm:max_num_seqs=2", "vllm:max_num_seqs=64"),
+    *("vllm:max_num_batched_tokens=64", "vllm:enable_prefix_caching=1", "vllm:block_size=128"),
+)
+IN_FP32 = (
+    *("hf:batch=4,padding=left", "megatron:input=packed", "fsdp:dp=2", "vllm:max_num_seqs=2"),
+    "vllm:max_num_batched_tokens=64",
+)
+"""Several times slower."""
+
+
+@pytest.mark.parametrize(
+    ("engine", "dtype"),
+    [(e, "bfloat16") for e in LAYOUTS] + [(e, "float32") for e in IN_FP32],
+)
+def test_a_layout_moves_no_bit(
+    compare: Cli, folder: Path, sampled: Callable[..., str], engine: str, dtype: str
+) -> None:
+    require_engine(engine.partition(":")[0])
+    done = compare(
+        *("--rollout", sampled(dtype, few=True), "--run-dir", folder / "run"),
+        *("--train", f"{engine},dtype={dtype},kernels=rlk"),
+        *("--edges", "prefill_vs_train,decode_vs_train"),
+    )
+    assert_equal(done, 100, {"prefill_vs_train", "decode_vs_train"})
