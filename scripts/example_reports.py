@@ -1,10 +1,11 @@
-"""The examples in reports/examples: the default pair and a planted fault, as pages and pictures.
+"""The examples in reports/examples: the default pair, a planted fault, and the default pair without
+our kernels and with them, as pages and pictures.
 
     python scripts/example_reports.py [--out reports/examples]
 
-Makes both runs below the current directory, unless they are there, and probes them; then writes
-NAME.html, NAME-light.png and NAME-dark.png. Paths of this machine are on the pages: run it where
-they may be published.
+Makes the runs below the current directory, unless they are there, and probes the first two; then
+writes NAME.html, NAME-light.png and NAME-dark.png. Paths of this machine are on the pages: run it
+where they may be published.
 """
 
 import argparse
@@ -16,9 +17,12 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Browser, sync_playwright
 
+from rlk_align.cli.pair import WITHOUT
+
 RUNS = {
     "healthy": [],
     "fault": ["--train", "megatron:fault=norm-eps"],
+    "kernels": ["--kernels", "rlk"],
 }
 WIDTH = 1400
 COLOURS = 200
@@ -32,13 +36,17 @@ def tool(*words: str) -> None:
         sys.exit(done.returncode)
 
 
-def made(name: str) -> str:
-    """The run of that name, probed."""
+def made(name: str) -> list[str]:
+    """The run of that name, probed; two of one that has another beside it."""
     folder = Path("rlk-runs") / name
-    if not (folder / "probe.json").is_file():
+    if not folder.is_dir():
         tool("compare", *RUNS[name], "--run-dir", str(folder))
+    beside = folder / WITHOUT
+    if beside.is_dir():
+        return [str(beside), str(folder)]
+    if not (folder / "probe.json").is_file():
         tool("probe", str(folder), "--attribute")
-    return str(folder)
+    return [str(folder)]
 
 
 def picture(browser: Browser, page: Path, scheme: str, out: Path) -> None:
@@ -66,7 +74,7 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=chromium, args=arguments)
         for name in RUNS:
             page = out / f"{name}.html"
-            tool("report", "html", made(name), "-o", str(page))
+            tool("report", "html", *made(name), "-o", str(page))
             for scheme in ("light", "dark"):
                 picture(browser, page, scheme, out / f"{name}-{scheme}.png")
         browser.close()
