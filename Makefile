@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: setup demo test test-fix-path test-quick check compile-kernels test-gpu bench-gpu clean
+.PHONY: setup demo test test-fix-path test-fix-path-all test-quick check compile-kernels test-gpu bench-gpu clean
 
 setup: $(STAMP)
 
@@ -34,8 +34,15 @@ TESTS := RLK_REQUIRE_ENGINES=vllm,megatron,fsdp TRITON_INTERPRET=1 OMP_NUM_THREA
 test: setup
 	$(TESTS) $(TEST)
 
-# The whole matrix of engines with the kernels in them, bit for bit: some minutes.
+# Engines with the kernels in them, bit for bit, in every batch and layout: some minutes; and with every operator
+# left to its engine in turn, and in other families' shapes: as long again.
+FIX_PATH := tests/fix_path/test_engines.py tests/fix_path/test_layouts.py tests/fix_path/test_vllm_alone.py \
+  tests/fix_path/test_weight_update.py tests/fix_path/test_examples.py
+
 test-fix-path: setup
+	$(TESTS) $(FIX_PATH)
+
+test-fix-path-all: setup
 	$(TESTS) tests/fix_path
 
 # What starts no engine.
