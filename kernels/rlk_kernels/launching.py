@@ -3,7 +3,7 @@
 Triton looks at every argument of every launch to find what it has compiled for such arguments: most
 of the host's time of a launch. Here that is asked once for calls of one shape, and what was
 compiled is kept; tensor maps are kept by address. Nothing of this can change a bit: what runs is
-what Triton would run (`tests/gpu/kernels/test_launching_gpu.py` asks it every time).
+what Triton would run (`tests/gpu/kernels/test_engine_gpu.py` asks it every time).
 """
 
 import functools
