@@ -133,9 +133,10 @@ WITHOUT = "kernels-off"
 def prepare_without(given: Pair, run: Run) -> tuple["CompareRequest", Run] | None:
     """The same pair without kernels, for a pair that `--kernels rlk` gave them: drift off and on,
     side by side. None where there is nothing to show so."""
+    if given.kernels != "rlk" or given.runs:
+        return None
     texts = (given.rollout or options.default_rollout(), given.train or options.default_train())
-    replayed = any(EngineSpec.parse(text).name == "replay" for text in texts)
-    if given.kernels != "rlk" or given.runs or replayed:
+    if any(EngineSpec.parse(text).name == "replay" for text in texts):
         return None
     rollout, train = map(options.without_kernels, texts)
     folder = run.folder / WITHOUT

@@ -74,10 +74,11 @@ def test_every_dtype_has_a_default_and_bitwise_covers_them_all() -> None:
 
 
 OPERATORS = {
-    "fp32": ((1e-5, 1e-5), (1e-4, 1e-4)),
-    "fp16": ((2.5e-3, 2.5e-3), (1e-3, 1e-3)),
-    "bf16": ((2e-2, 1.6e-2), (5e-2, 2e-2)),
+    "fp32": ((1e-5, 1e-5), (1e-4, 1e-4), (1e-4, 1e-4)),
+    "fp16": ((2.5e-3, 2.5e-3), (1e-3, 1e-3), (8e-3, 8e-3)),
+    "bf16": ((2e-2, 1.6e-2), (5e-2, 2e-2), (8e-2, 3e-2)),
 }
+"""(atol, rtol) of elementwise operators, of sums, and of attention."""
 BY_METRIC = {
     "max_abs_dlogp",
     "mean_abs_dlogp",
@@ -103,7 +104,7 @@ def test_shipped_limits_are_calibrated_and_leave_room(name: str) -> None:
     largest = limits["max_abs_dlogp"]
     assert largest.tail is not None
     assert largest.healthy <= largest.fail_at(2000) < largest.fail_at(100_000) <= largest.fail
-    for op_class, place in (("elementwise", 0), ("reduction", 1), ("matmul", 1), ("attention", 1)):
+    for op_class, place in (("elementwise", 0), ("reduction", 1), ("matmul", 1), ("attention", 2)):
         [limit] = [x for x in contract.limits if op_class in (x.op_classes or ())]
         atol, rtol = OPERATORS[name][place]
         assert limit.atol <= atol
