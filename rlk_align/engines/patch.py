@@ -45,10 +45,10 @@ class Patch(ABC):
         return
 
     def in_spec(self, block: Any, windows: tuple[int | None, ...]) -> Any:
-        raise NotImplementedError
+        raise EngineFailed(f"{self.spec.name} has no layer spec", "report this")
 
-    def in_model(self, model: Any, rope: Mapping[str, Any]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def in_model(self, model: Any, rope: Mapping[str, Any]) -> None: ...
 
     def logprobs(
         self, logits: torch.Tensor, target: torch.Tensor, temperature: float

@@ -261,8 +261,8 @@ def test_two_versions_of_torch_are_noted(cli: Cli, prompts: Path, other_python: 
     words = ("compare", "--prompts", prompts, "--run-dir", "run", "--max-new-tokens", 8)
     done = cli(*words, "--rollout", other, "--train", "hf", "--edges", "prefill_vs_train")
     assert done.code == 0, done.out + done.err
-    said = f"rollout 2.99.0+other, train {torch.__version__}"
-    assert any(said in note for note in done.verdict["notes"])
+    (note,) = [note for note in done.verdict["notes"] if "torch" in note]
+    assert f"rollout 2.99.0+other, train {torch.__version__}" in note
     engines = done.verdict["engines"]
     assert engines["rollout"]["environment"]["torch"] == "2.99.0+other"
     assert engines["rollout"]["options"]["python"] == f"{other_python}/bin/python"

@@ -5,12 +5,8 @@ from pathlib import Path
 
 import pytest
 from conftest import Cli, capture_of, require_engine
+from rlk_kernels.integrations.operators import OPERATORS
 
-LAYER = (
-    *("attn_norm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "q_rope", "k_rope"),
-    *("attn", "o_proj", "mlp_norm", "gate_proj", "up_proj", "act", "down_proj"),
-)
-OPERATORS = ("embed", *LAYER, "final_norm", "logits", "logprob")
 TOGETHER = {
     # Left to an engine with the first of those that it computes by one product or one function.
     "hf": {"k_rope"},
