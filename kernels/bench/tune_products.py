@@ -1,0 +1,213 @@
+"""Times of every tile that `linear` could take, over products drawn at random.
+
+    python kernels/bench/tune_products.py times.jsonl [--seconds 90]
+
+Needs an NVIDIA GPU of the Hopper generation. Compiles the candidates in parallel and drops those
+whose bits are not SAFE's; then a line a product: microseconds of each plausible tile over random
+widths ("random"), and over layers of published models ("published") with cuBLAS's beside.
+`fit_products.py` makes the model of costs out of the first kind.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import astuple, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+from product_shapes import Product, products, widths_at_random
+from rlk_kernels.matmul.tiles import SAFE, Tile, _with_overlap, tile_for
+
+_BIG = {"subtile": True}
+CANDIDATES = [
+    # weights in the 64 rows of wgmma
+    Tile(16, 64, 256, 4, 5, swap=True),
+    Tile(16, 128, 128, 4, 5, swap=True),
+    Tile(32, 64, 256, 4, 4, swap=True),
+    Tile(32, 128, 128, 4, 5, swap=True),
+    # few rows and columns
+    Tile(16, 16, 256, 4, 6),
+    Tile(16, 32, 256, 4, 5),
+    Tile(32, 16, 256, 4, 6),
+    Tile(32, 32, 256, 4, 5),
+    Tile(64, 8, 256, 4, 5),
+    Tile(64, 16, 256, 4, 5),
+    Tile(64, 32, 256, 4, 4),
+    Tile(64, 64, 128, 4, 6),
+    Tile(64, 64, 128, 4, 5, flatten=True),
+    Tile(64, 64, 128, 4, 5, n2=16),
+    Tile(64, 64, 128, 4, 5, n2=32),
+    Tile(64, 128, 64, 4, 8),
+    Tile(64, 128, 64, 4, 7, flatten=True),
+    Tile(64, 128, 128, 4, 4),
+    Tile(64, 128, 64, 4, 7, n2=32),
+    Tile(64, 128, 64, 4, 6, n2=64),
+    Tile(64, 256, 64, 4, 4),
+    Tile(64, 256, 64, 8, 4, flatten=True),
+    Tile(128, 64, 64, 8, 8),
+    Tile(128, 64, 64, 8, 7, flatten=True),
+    Tile(128, 64, 64, 4, 6, n2=32),
+    Tile(128, 128, 64, 8, 5),
+    Tile(128, 128, 64, 4, 5),
+    Tile(128, 128, 64, 8, 4, flatten=True),
+    Tile(128, 128, 64, 8, 4, n2=16),
+    Tile(128, 128, 64, 8, 4, n2=32),
+    Tile(128, 128, 64, 8, 4, n2=64),
+    # many of both
+    Tile(128, 256, 64, 8, 4, **_BIG),
+    Tile(128, 256, 64, 8, 4, group=16, **_BIG),
+    Tile(128, 256, 64, 8, 4, flatten=True, **_BIG),
+    Tile(128, 256, 64, 8, 4, group=16, flatten=True, **_BIG),
+    Tile(128, 256, 64, 8, 4, flatten=True, tail=128, **_BIG),
+    Tile(256, 128, 64, 8, 4, **_BIG),
+    Tile(256, 128, 64, 8, 4, group=4, flatten=True, **_BIG),
+    # copies and products apart
+    Tile(64, 64, 128, 4, 5, n2=32, warp_specialized=True),
+    Tile(64, 64, 128, 4, 4, n2=64, warp_specialized=True),
+    Tile(64, 128, 64, 4, 6, n2=32, warp_specialized=True),
+    Tile(64, 128, 64, 4, 6, n2=64, warp_specialized=True),
+    Tile(64, 128, 64, 4, 4, n2=128, warp_specialized=True),
+    Tile(128, 64, 64, 4, 6, n2=32, warp_specialized=True),
+    Tile(128, 64, 64, 4, 5, n2=64, warp_specialized=True),
+    Tile(128, 128, 64, 4, 4, n2=32, warp_specialized=True),
+    Tile(128, 128, 64, 4, 4, n2=64, warp_specialized=True),
+    Tile(128, 128, 64, 4, 4, n2=64, group=4, warp_specialized=True),
+    Tile(128, 128, 64, 4, 3, n2=128, warp_specialized=True),
+    Tile(128, 128, 64, 4, 3, n2=128, group=4, warp_specialized=True),
+]
+_PROCESSORS = 132
+
+
+def runner(tile: Tile, x, weight, y):
+    """A call that fills y = x @ weight^T with `tile`."""
+    from rlk_kernels.device import facts
+    from rlk_kernels.matmul.launch import launch
+    from rlk_kernels.matmul.plan import plan_tile, shape_of
+
+    here, seen = facts(x.device), {}
+    plan = plan_tile(shape_of(x, weight, False, True, y, here), here, tile)
+    return lambda x=x, weight=weight: launch(plan, seen, x, weight, None, False, True, y)
+
+
+def compiled(index: int) -> tuple[int, str]:
+    """Compile a candidate as products launch it: (its index, what is wrong with it or "")."""
+    import torch
+    from rlk_kernels.matmul.self_check import tile_bits
+
+    tile, gpu = CANDIDATES[index], torch.device("cuda")
+    try:
+        expected = tile_bits(SAFE, torch.bfloat16, gpu)
+        if not torch.equal(tile_bits(tile, torch.bfloat16, gpu), expected):
+            return index, "its bits are not SAFE's"
+        x, weight = (torch.randn(n, 512, device=gpu, dtype=torch.bfloat16) for n in (200, 512))
+        y = torch.full((200, 512), float("nan"), device=gpu, dtype=torch.bfloat16)
+        for overlap in (1, 2):
+            runner(replace(tile, overlap=overlap), x, weight, y)()
+            if not torch.allclose(y.float(), x.float() @ weight.float().T, rtol=0.01, atol=0.1):
+                return index, "its product is wrong"
+            y.fill_(float("nan"))
+    except Exception as error:  # of any kind: it is no candidate then
+        return index, f"{type(error).__name__}: {str(error)[:200]}"
+    return index, ""
+
+
+def usable() -> list[int]:
+    """Indices of the candidates that compile here and have the one set of bits."""
+    found = []
+    with get_context("spawn").Pool(min(16, os.cpu_count() or 1)) as pool:
+        for index, wrong in pool.imap_unordered(compiled, range(len(CANDIDATES))):
+            if wrong:
+                print(f"{CANDIDATES[index]}: {wrong}", flush=True)
+            else:
+                found.append(index)
+    return sorted(found)
+
+
+def _guess(tile: Tile, m: int, n: int, k: int) -> float:
+    """Microseconds, roughly: enough to leave out what cannot win."""
+    columns = tile.n + tile.n2
+    waves = -(-(-(-m // tile.m) * -(-n // columns)) // _PROCESSORS)
+    area = max(tile.m, 16 if tile.swap else 64) * max(columns, 64 if tile.swap else 0)
+    return waves * (2.5 + k * (0.0009 + area * 3.1e-7)) + 2 * (m * k + n * k + m * n) / 3.5e6
+
+
+def plausible(shape: Product, among: list[int], most: int) -> list[int]:
+    """The candidates that are worth a measurement."""
+    m, n, k = shape[:3]
+    fits = [i for i in among if m > 32 or CANDIDATES[i].m <= 64]
+    guessed = {i: _guess(CANDIDATES[i], m, n, k) for i in fits}
+    least = min(guessed.values())
+    return sorted((i for i in fits if guessed[i] <= 1.6 * least), key=guessed.__getitem__)[:most]
+
+
+def gather(out: Path, among: list[int], seconds: float, count: int, most: int) -> None:
+    import torch
+    from timing import copies, graphs_ms
+
+    pool = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
+    written = torch.empty(1 << 30, device="cuda", dtype=torch.bfloat16)
+
+    def views(rows: int, k: int, copy: int, begin: int = 0):
+        size, room = -(-rows * k // 64) * 64, pool.numel() - rows * k
+        return pool[(begin + copy * size) % room // 64 * 64 :][: rows * k].view(rows, k)
+
+    def measure(shape: Product, tiles: dict[str, Tile], cublas: bool) -> dict[str, float]:
+        m, n, k = shape[:3]
+        sets = range(copies((n * k + m * k + m * n) * 2))
+        pairs = [(views(m, k, i), views(n, k, i, len(sets) * m * k)) for i in sets]
+        y = written[: m * n].view(m, n)
+        calls = {}
+        for name, tile in tiles.items():
+            run = runner(tile, *pairs[0], y)
+            calls[name] = [lambda x=x, w=w, run=run: run(x, w) for x, w in pairs]
+        if cublas:
+            calls["cublas"] = [lambda x=x, w=w: torch.mm(x, w.T, out=y) for x, w in pairs]
+        found = graphs_ms(calls, repeat=3, target_ms=1.0)
+        return {name: round(ms * 1e3, 3) for name, ms in found.items()}
+
+    begun, done = time.monotonic(), 0
+    both = zip(widths_at_random(1, count), products(2, count), strict=True)
+    with out.open("a") as lines:
+        for pair in both:
+            for kind, shape in zip(("random", "published"), pair, strict=True):
+                m, n, k = shape[:3]
+                tiles = {
+                    str(i): _with_overlap(CANDIDATES[i], m, n, k)
+                    for i in plausible(shape, among, most)
+                }
+                if kind == "published":
+                    tiles["now"] = tile_for(m, n, k, torch.bfloat16)
+                us = measure(shape, tiles, kind == "published")
+                lines.write(json.dumps([kind, m, n, k, shape.name, us]) + "\n")
+                done += 1
+            lines.flush()
+            if time.monotonic() - begun > seconds:
+                break
+    print(f"{done} products in {time.monotonic() - begun:.0f} s", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seconds", type=float, default=90)
+    parser.add_argument("--count", type=int, default=220, help="products of each kind")
+    parser.add_argument("--most", type=int, default=14, help="tiles timed for a product")
+    arguments = parser.parse_args()
+    begun = time.monotonic()
+    among = usable()
+    print(f"{len(among)} of {len(CANDIDATES)} tiles, {time.monotonic() - begun:.0f} s", flush=True)
+    import torch
+
+    gpu = torch.cuda.get_device_name()
+    head = {"gpu": gpu, "tiles": [astuple(tile) for tile in CANDIDATES], "usable": among}
+    arguments.out.write_text(json.dumps(head) + "\n")
+    gather(arguments.out, among, arguments.seconds, arguments.count, arguments.most)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
