@@ -23,7 +23,7 @@ from product_shapes import Product, products, widths_at_random
 from rlk_kernels.matmul.tiles import SAFE, Tile, _with_overlap, tile_for
 
 _BIG = {"subtile": True}
-CANDIDATES = [
+PLAIN = [
     # weights in the 64 rows of wgmma
     Tile(16, 64, 256, 4, 5, swap=True),
     Tile(16, 128, 128, 4, 5, swap=True),
@@ -32,53 +32,56 @@ CANDIDATES = [
     # few rows and columns
     Tile(16, 16, 256, 4, 6),
     Tile(16, 32, 256, 4, 5),
-    Tile(32, 16, 256, 4, 6),
-    Tile(32, 32, 256, 4, 5),
-    Tile(64, 8, 256, 4, 5),
     Tile(64, 16, 256, 4, 5),
     Tile(64, 32, 256, 4, 4),
     Tile(64, 64, 128, 4, 6),
     Tile(64, 64, 128, 4, 5, flatten=True),
-    Tile(64, 64, 128, 4, 5, n2=16),
-    Tile(64, 64, 128, 4, 5, n2=32),
-    Tile(64, 128, 64, 4, 8),
     Tile(64, 128, 64, 4, 7, flatten=True),
     Tile(64, 128, 128, 4, 4),
-    Tile(64, 128, 64, 4, 7, n2=32),
-    Tile(64, 128, 64, 4, 6, n2=64),
     Tile(64, 256, 64, 4, 4),
     Tile(64, 256, 64, 8, 4, flatten=True),
-    Tile(128, 64, 64, 8, 8),
-    Tile(128, 64, 64, 8, 7, flatten=True),
-    Tile(128, 64, 64, 4, 6, n2=32),
     Tile(128, 128, 64, 8, 5),
     Tile(128, 128, 64, 4, 5),
     Tile(128, 128, 64, 8, 4, flatten=True),
-    Tile(128, 128, 64, 8, 4, n2=16),
-    Tile(128, 128, 64, 8, 4, n2=32),
-    Tile(128, 128, 64, 8, 4, n2=64),
     # many of both
     Tile(128, 256, 64, 8, 4, **_BIG),
-    Tile(128, 256, 64, 8, 4, group=16, **_BIG),
     Tile(128, 256, 64, 8, 4, flatten=True, **_BIG),
     Tile(128, 256, 64, 8, 4, group=16, flatten=True, **_BIG),
     Tile(128, 256, 64, 8, 4, flatten=True, tail=128, **_BIG),
-    Tile(256, 128, 64, 8, 4, **_BIG),
+    Tile(128, 256, 64, 8, 4, flatten=True, tail=64, **_BIG),
+    Tile(128, 256, 64, 8, 4, group=16, flatten=True, tail=64, **_BIG),
     Tile(256, 128, 64, 8, 4, group=4, flatten=True, **_BIG),
-    # copies and products apart
-    Tile(64, 64, 128, 4, 5, n2=32, warp_specialized=True),
-    Tile(64, 64, 128, 4, 4, n2=64, warp_specialized=True),
-    Tile(64, 128, 64, 4, 6, n2=32, warp_specialized=True),
-    Tile(64, 128, 64, 4, 6, n2=64, warp_specialized=True),
-    Tile(64, 128, 64, 4, 4, n2=128, warp_specialized=True),
-    Tile(128, 64, 64, 4, 6, n2=32, warp_specialized=True),
-    Tile(128, 64, 64, 4, 5, n2=64, warp_specialized=True),
-    Tile(128, 128, 64, 4, 4, n2=32, warp_specialized=True),
-    Tile(128, 128, 64, 4, 4, n2=64, warp_specialized=True),
-    Tile(128, 128, 64, 4, 4, n2=64, group=4, warp_specialized=True),
-    Tile(128, 128, 64, 4, 3, n2=128, warp_specialized=True),
-    Tile(128, 128, 64, 4, 3, n2=128, group=4, warp_specialized=True),
 ]
+SHARED = 226 << 10  # bytes of shared memory that the buffers of a tile may take
+
+
+def _apart(groups: int, width: int, more: int = 0, *, swap: bool = False) -> Tile:
+    """Copies and products apart: 64 x groups by width + more, with all the buffers that fit."""
+    tall, small = 64 * groups, 64 * groups + width + more <= 208
+    k = 128 if small else 64
+    stages = min(8, SHARED // ((tall + width + more) * k * 2))
+    m, n = (width, tall) if swap else (tall, width)
+    return Tile(m, n, k, 4, stages, n2=more, swap=swap, warp_specialized=True)
+
+
+APART = [
+    *(_apart(1, *x) for x in ((64, 32), (128,), (128, 32), (128, 64), (256,))),
+    *(_apart(2, *x) for x in ((64,), (64, 32), (128,), (128, 32), (128, 64), (256,))),
+    *(_apart(3, *x) for x in ((64,), (128,), (128, 32), (128, 64))),
+    *(_apart(4, *x) for x in ((64,), (128,), (128, 32))),
+    *(
+        _apart(1, *x, swap=True)
+        for x in ((16,), (16, 8), (32,), (32, 8), (32, 16), (64,), (64, 8), (64, 16), (64, 32),
+                  (128, 16))
+    ),
+    *(
+        _apart(2, *x, swap=True)
+        for x in ((16,), (32,), (32, 16), (64, 8), (64, 16), (64, 32), (128, 16), (128, 32))
+    ),
+    *(_apart(3, *x, swap=True) for x in ((32, 16), (64, 16), (64, 32), (128, 16), (128, 32))),
+    *(_apart(4, *x, swap=True) for x in ((64, 16), (64, 32), (128, 16))),
+]  # fmt: skip
+CANDIDATES = [*PLAIN, *APART]
 _PROCESSORS = 132
 
 
@@ -129,19 +132,28 @@ def usable() -> list[int]:
 
 def _guess(tile: Tile, m: int, n: int, k: int) -> float:
     """Microseconds, roughly: enough to leave out what cannot win."""
-    columns = tile.n + tile.n2
-    waves = -(-(-(-m // tile.m) * -(-n // columns)) // _PROCESSORS)
-    area = max(tile.m, 16 if tile.swap else 64) * max(columns, 64 if tile.swap else 0)
-    return waves * (2.5 + k * (0.0009 + area * 3.1e-7)) + 2 * (m * k + n * k + m * n) / 3.5e6
+    tall, flats = (tile.n, (tile.m, tile.n2)) if tile.swap else (tile.m, (tile.n, tile.n2))
+    products = -(-tall // 64) * sum(max(x / 2, 24) for x in flats if x) / 16 / 1700
+    copied = 2 * (min(tile.rows, m) + min(tile.columns, n)) / 115e3
+    per_k = (products**4 + copied**4) ** 0.25
+    tiles = -(-m // tile.rows) * -(-n // tile.columns)
+    waves, rest = divmod(tiles, _PROCESSORS)
+    if tile.tail:
+        waves += rest * tile.n / tile.tail / _PROCESSORS * 0.7
+    elif rest:
+        waves += 1
+    start = 1.5 if tile.flatten else 3.0
+    return 1 + waves * (start + k * per_k) + 2 * (m * k + n * k + m * n) / 15e6
 
 
 def plausible(shape: Product, among: list[int], most: int) -> list[int]:
     """The candidates that are worth a measurement."""
     m, n, k = shape[:3]
     fits = [i for i in among if m > 32 or CANDIDATES[i].m <= 64]
+    fits = [i for i in fits if not CANDIDATES[i].tail or m * n >= 128 * 256 * _PROCESSORS]
     guessed = {i: _guess(CANDIDATES[i], m, n, k) for i in fits}
     least = min(guessed.values())
-    return sorted((i for i in fits if guessed[i] <= 1.6 * least), key=guessed.__getitem__)[:most]
+    return sorted((i for i in fits if guessed[i] <= 1.5 * least), key=guessed.__getitem__)[:most]
 
 
 def gather(out: Path, among: list[int], seconds: float, count: int, most: int) -> None:
@@ -155,7 +167,7 @@ def gather(out: Path, among: list[int], seconds: float, count: int, most: int) -
         size, room = -(-rows * k // 64) * 64, pool.numel() - rows * k
         return pool[(begin + copy * size) % room // 64 * 64 :][: rows * k].view(rows, k)
 
-    def measure(shape: Product, tiles: dict[str, Tile], cublas: bool) -> dict[str, float]:
+    def measure(shape: Product, tiles: dict[str, Tile]) -> dict[str, float]:
         m, n, k = shape[:3]
         sets = range(copies((n * k + m * k + m * n) * 2))
         pairs = [(views(m, k, i), views(n, k, i, len(sets) * m * k)) for i in sets]
@@ -164,8 +176,7 @@ def gather(out: Path, among: list[int], seconds: float, count: int, most: int) -
         for name, tile in tiles.items():
             run = runner(tile, *pairs[0], y)
             calls[name] = [lambda x=x, w=w, run=run: run(x, w) for x, w in pairs]
-        if cublas:
-            calls["cublas"] = [lambda x=x, w=w: torch.mm(x, w.T, out=y) for x, w in pairs]
+        calls["cublas"] = [lambda x=x, w=w: torch.mm(x, w.T, out=y) for x, w in pairs]
         found = graphs_ms(calls, repeat=3, target_ms=1.0)
         return {name: round(ms * 1e3, 3) for name, ms in found.items()}
 
@@ -181,7 +192,7 @@ def gather(out: Path, among: list[int], seconds: float, count: int, most: int) -
                 }
                 if kind == "published":
                     tiles["now"] = tile_for(m, n, k, torch.bfloat16)
-                us = measure(shape, tiles, kind == "published")
+                us = measure(shape, tiles)
                 lines.write(json.dumps([kind, m, n, k, shape.name, us]) + "\n")
                 done += 1
             lines.flush()

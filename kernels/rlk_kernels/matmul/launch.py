@@ -20,9 +20,9 @@ def launch(
 
         split_product(plan, a, b, bias, out)
     elif plan.kernel == "hopper":
-        from rlk_kernels.matmul.hopper.product import one_wave
+        from rlk_kernels.matmul.hopper.product import specialized_product
 
-        one_wave(plan, seen, a, b, bias, out)
+        specialized_product(plan, seen, a, b, bias, out)
     elif plan.kernel == "tma":
         _launch_tma(plan, seen, a, b, bias, trans_a, trans_b, out)
     else:

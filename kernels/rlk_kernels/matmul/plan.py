@@ -135,16 +135,18 @@ def plan_tile(
             tma_store=False, wide=n,
         )  # fmt: skip
     wide = wide_columns(tile, m, n, facts.processors)
-    tiles = -(-m // tile.m) * -(-wide // (tile.n + tile.n2))
+    tiles = -(-m // tile.rows) * -(-wide // tile.columns)
     if tile.tail:
         tiles += -(-m // tile.m) * -(-(n - wide) // tile.tail)
-    specialized = tile.warp_specialized and writable and trans_b and not trans_a and facts.gluon
+    specialized = tile.warp_specialized and trans_b and not trans_a and facts.gluon
+    narrow_out = out_dtype.itemsize == 2
     return MatmulPlan(
         kernel="hopper" if specialized else "tma", tile=tile, segment=segment, last_segment=last,
         programs=tiles if specialized else min(tiles, facts.processors),
         # an fp32 output tile takes the shared memory of one stage more
-        stages=tile.stages if out_dtype.itemsize == 2 else max(2, tile.stages - 1),
-        overlap=tile.overlap if facts.overlaps else 0, tma_store=writable, wide=wide,
+        stages=tile.stages if specialized or narrow_out else max(2, tile.stages - 1),
+        overlap=tile.overlap if facts.overlaps else 0,
+        tma_store=writable and (narrow_out or not specialized), wide=wide,
     )  # fmt: skip
 
 

@@ -43,7 +43,18 @@ class Tile:
     tail: int = 0
     """Columns of the tiles behind the last full wave: a part of a wave takes a part of its time."""
     warp_specialized: bool = False
-    """On Hopper, copies and products run in warps of their own (`hopper/product.py`)."""
+    """On Hopper, copies and products run in warps of their own (`hopper/product.py`): m is a
+    multiple of 64, or, with `swap`, n is, and n2 are further rows."""
+
+    @property
+    def rows(self) -> int:
+        """Of the output."""
+        return self.m + self.n2 if self.swap else self.m
+
+    @property
+    def columns(self) -> int:
+        """Of the output."""
+        return self.n if self.swap else self.n + self.n2
 
 
 SAFE = Tile(128, 128, 64, 8, 3)
@@ -234,7 +245,7 @@ def tiles_in_use() -> list[Tile]:
 
 
 def _tiles(tile: Tile, m: int, n: int) -> int:
-    return -(-m // tile.m) * -(-n // (tile.n + tile.n2))
+    return -(-m // tile.rows) * -(-n // tile.columns)
 
 
 def _with_overlap(tile: Tile, m: int, n: int, k: int) -> Tile:

@@ -1,9 +1,11 @@
-"""The product of `kernels.py` for one wave of tiles on Hopper: same order and bits, other schedule.
+"""The product of `kernels.py` with copies and products apart, for Hopper: same order and bits.
 
-A warp copies A and B (TMA) as fast as buffers come free; each group of four warps multiplies 64
-rows of the tile and waits for nobody but that warp. K from front to back into one fp32 accumulator:
-not split (`split.py`). Only A @ B^T, as `linear` has it. Written in Gluon, which ships
-with Triton.
+A warp copies A and B (TMA) as fast as buffers come free; each group of four warps multiplies its 64
+rows of the tile and waits for nobody but that warp. One of the operands has the 64 rows of a group,
+the tall one: A, or B where the tile is swapped. The other one, the flat one, is shared by all
+groups and may have two widths side by side, so that a tile's other side need not be a power of two.
+K from front to back into one fp32 accumulator: not split (`split.py`). Only A @ B^T, as `linear`
+has it. Written in Gluon, which ships with Triton.
 """
 
 from torch import Tensor
@@ -18,17 +20,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from rlk_kernels.launching import launch
-from rlk_kernels.matmul.hopper.pipeline import ROWS, async_load, async_store, barriers, described
+from rlk_kernels.matmul.hopper.pipeline import (
+    ROWS,
+    async_load,
+    async_store,
+    barriers,
+    described,
+    reinterpret,
+)
 from rlk_kernels.matmul.plan import MatmulPlan
+
+REGISTERS = {1: None, 2: 168, 3: 128, 4: 96}
+"""Groups -> registers a thread at the launch: with the copying warp's group, all that there are."""
 
 
 @gluon.jit
 def _copy_operands(
-    a_desc, b_desc, b2_desc, a_smem, b_smem, b2_smem, full, empty, row, col, K,
-    BN: gl.constexpr, BK: gl.constexpr, DEPTH: gl.constexpr, GROUPS: gl.constexpr,
+    copied, FLAT: gl.constexpr, FLAT2: gl.constexpr, BK: gl.constexpr, DEPTH: gl.constexpr,
+    GROUPS: gl.constexpr,
 ):  # fmt: skip
+    tall_desc, flat_desc, flat2_desc, tall_smem, flat_smem, flat2_smem = copied[:6]
+    full, empty, tall, flat, K = copied[6:]
     nbytes: gl.constexpr = (
-        GROUPS * a_desc.block_type.nbytes + b_desc.block_type.nbytes + b2_desc.block_type.nbytes
+        GROUPS * tall_desc.block_type.nbytes
+        + flat_desc.block_type.nbytes
+        + (flat2_desc.block_type.nbytes if FLAT2 else 0)
     )
     for step in range(gl.cdiv(K, BK)):
         stage = step % DEPTH
@@ -37,61 +53,113 @@ def _copy_operands(
         mbarrier.expect(ready, nbytes)
         k = step * BK
         for group in gl.static_range(GROUPS):
-            async_load(a_desc, [row + group * ROWS, k], ready, a_smem.index(stage * GROUPS + group))
-        async_load(b_desc, [col, k], ready, b_smem.index(stage))
-        async_load(b2_desc, [col + BN, k], ready, b2_smem.index(stage))
+            where = tall_smem.index(group * DEPTH + stage)
+            async_load(tall_desc, [tall + group * ROWS, k], ready, where)
+        async_load(flat_desc, [flat, k], ready, flat_smem.index(stage))
+        if FLAT2 > 0:
+            async_load(flat2_desc, [flat + FLAT, k], ready, flat2_smem.index(stage))
 
 
 @gluon.jit
-def _store(acc, c_desc, c_smem, bias_ptr, row, col, N, HAS_BIAS: gl.constexpr):
+def _store(
+    acc, c_desc, c_smem, c_ptr, bias_ptr, tall, flat, M, N, stride_cm, HAS_BIAS: gl.constexpr,
+    SWAP: gl.constexpr, STAGED: gl.constexpr,
+):  # fmt: skip
+    talls = tall + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
+    flats = flat + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
     if HAS_BIAS:
-        cols = col + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
-        bias = gl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(gl.float32)
-        acc = acc + gl.expand_dims(bias, 0)
-    c_smem.store(acc.to(c_desc.dtype))
-    fence_async_shared()
-    async_store(c_desc, [row, col], c_smem)
+        if SWAP:
+            bias = gl.load(bias_ptr + talls, mask=talls < N, other=0.0).to(gl.float32)
+            acc = acc + gl.expand_dims(bias, 1)
+        else:
+            bias = gl.load(bias_ptr + flats, mask=flats < N, other=0.0).to(gl.float32)
+            acc = acc + gl.expand_dims(bias, 0)
+    c = acc.to(c_ptr.dtype.element_ty)
+    if STAGED:
+        if SWAP:
+            c_smem.permute((1, 0)).store(c)
+            fence_async_shared()
+            async_store(c_desc, [flat, tall], c_smem)
+        else:
+            c_smem.store(c)
+            fence_async_shared()
+            async_store(c_desc, [tall, flat], c_smem)
+    else:
+        rows = gl.expand_dims(talls, 1)
+        cols = gl.expand_dims(flats, 0)
+        if SWAP:
+            where = c_ptr + cols.to(gl.int64) * stride_cm + rows
+            gl.store(where, c, mask=(cols < M) & (rows < N))
+        else:
+            where = c_ptr + rows.to(gl.int64) * stride_cm + cols
+            gl.store(where, c, mask=(rows < M) & (cols < N))
 
 
 @gluon.jit
 def _multiply(
-    c_desc, c2_desc, a_smem, b_smem, b2_smem, c_smem, c2_smem, full, empty, bias_ptr, row, col,
-    N, K, BN: gl.constexpr, BN2: gl.constexpr, BK: gl.constexpr, DEPTH: gl.constexpr,
-    GROUPS: gl.constexpr, HAS_BIAS: gl.constexpr, GROUP: gl.constexpr,
+    made, FLAT: gl.constexpr, FLAT2: gl.constexpr, BK: gl.constexpr,
+    DEPTH: gl.constexpr, HAS_BIAS: gl.constexpr, SWAP: gl.constexpr, STAGED: gl.constexpr,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: 64 rows of the tile."""
-    acc = gl.zeros([ROWS, BN], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]))
-    acc2 = gl.zeros(
-        [ROWS, BN2], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN2, 16])
+    """Four warps: 64 rows of the tall operand."""
+    c_desc, c2_desc, tall_smem, flat_smem, flat2_smem, full, empty, c_ptr, bias_ptr = made[:9]
+    tall, flat, M, N, K, stride_cm = made[9:]
+    acc = gl.zeros(
+        [ROWS, FLAT], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FLAT, 16])
     )
+    if FLAT2 > 0:
+        acc2 = gl.zeros(
+            [ROWS, FLAT2], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FLAT2, 16])
+        )
     for step in range(gl.cdiv(K, BK)):
         stage = step % DEPTH
         mbarrier.wait(full.index(stage), step // DEPTH & 1)
-        a = a_smem.index(stage * GROUPS + GROUP)
-        first = warpgroup_mma(a, b_smem.index(stage).permute((1, 0)), acc, is_async=True)
-        second = warpgroup_mma(a, b2_smem.index(stage).permute((1, 0)), acc2, is_async=True)
-        acc, acc2 = warpgroup_mma_wait(2, [first, second])
+        a = tall_smem.index(GROUP * DEPTH + stage)
+        first = warpgroup_mma(a, flat_smem.index(stage).permute((1, 0)), acc, is_async=True)
+        if FLAT2 > 0:
+            second = warpgroup_mma(a, flat2_smem.index(stage).permute((1, 0)), acc2, is_async=True)
+            acc, acc2 = warpgroup_mma_wait(2, [first, second])
+        else:
+            acc = warpgroup_mma_wait(1, [first])
         # the step before is through: its buffers are free
         mbarrier.arrive(empty.index((step + DEPTH - 1) % DEPTH), count=1, pred=step > 0)
-    acc, acc2 = warpgroup_mma_wait(0, [acc, acc2])
-    row += GROUP * ROWS
-    _store(acc, c_desc, c_smem.index(GROUP), bias_ptr, row, col, N, HAS_BIAS)
-    _store(acc2, c2_desc, c2_smem.index(GROUP), bias_ptr, row, col + BN, N, HAS_BIAS)
-    tma.store_wait(0)
+    if FLAT2 > 0:
+        acc, acc2 = warpgroup_mma_wait(0, [acc, acc2])
+    else:
+        acc = warpgroup_mma_wait(0, [acc])
+    tall += GROUP * ROWS
+    # this group's rows of the tall operand have been read, all of them: room for its output
+    c_smem = tall_smem.index(GROUP * DEPTH)
+    c2_smem = tall_smem.index(GROUP * DEPTH + (FLAT + BK - 1) // BK)
+    if STAGED:
+        c_smem = reinterpret(c_smem, c_desc.dtype, c_desc.block_type.shape, c_desc.layout)
+        if FLAT2 > 0:
+            c2_smem = reinterpret(c2_smem, c_desc.dtype, c2_desc.block_type.shape, c2_desc.layout)
+    _store(
+        acc, c_desc, c_smem, c_ptr, bias_ptr, tall, flat, M, N, stride_cm, HAS_BIAS, SWAP, STAGED,
+    )  # fmt: skip
+    if FLAT2 > 0:
+        _store(
+            acc2, c2_desc, c2_smem, c_ptr, bias_ptr, tall, flat + FLAT, M, N, stride_cm, HAS_BIAS,
+            SWAP, STAGED,
+        )  # fmt: skip
+    if STAGED:
+        tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["M"])
 def _gemm_hopper_kernel(
-    a_desc, b_desc, b2_desc, c_desc, c2_desc, bias_ptr, M, N, K,
-    BN: gl.constexpr, BN2: gl.constexpr, BK: gl.constexpr, GROUPS: gl.constexpr,
-    ORDER: gl.constexpr, DEPTH: gl.constexpr, HAS_BIAS: gl.constexpr, OVERLAP: gl.constexpr,
+    tall_desc, flat_desc, flat2_desc, c_desc, c2_desc, c_ptr, bias_ptr, M, N, K, stride_cm,
+    FLAT: gl.constexpr, FLAT2: gl.constexpr, BK: gl.constexpr, GROUPS: gl.constexpr,
+    ORDER: gl.constexpr, DEPTH: gl.constexpr, HAS_BIAS: gl.constexpr, SWAP: gl.constexpr,
+    STAGED: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    dtype: gl.constexpr = a_desc.dtype
-    a_smem = gl.allocate_shared_memory(dtype, [DEPTH * GROUPS, ROWS, BK], a_desc.layout)
-    b_smem = gl.allocate_shared_memory(dtype, [DEPTH, BN, BK], b_desc.layout)
-    b2_smem = gl.allocate_shared_memory(dtype, [DEPTH, BN2, BK], b2_desc.layout)
-    c_smem = gl.allocate_shared_memory(c_desc.dtype, [GROUPS, ROWS, BN], c_desc.layout)
-    c2_smem = gl.allocate_shared_memory(c2_desc.dtype, [GROUPS, ROWS, BN2], c2_desc.layout)
+    dtype: gl.constexpr = tall_desc.dtype
+    tall_smem = gl.allocate_shared_memory(dtype, [GROUPS * DEPTH, ROWS, BK], tall_desc.layout)
+    flat_smem = gl.allocate_shared_memory(dtype, [DEPTH, FLAT, BK], flat_desc.layout)
+    flat2_smem = flat_smem
+    if FLAT2 > 0:
+        flat2_smem = gl.allocate_shared_memory(dtype, [DEPTH, FLAT2, BK], flat2_desc.layout)
     full, empty = barriers(DEPTH, GROUPS)
     fence_async_shared()
     if OVERLAP > 0:
@@ -103,59 +171,86 @@ def _gemm_hopper_kernel(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
             pack=1,
         )  # fmt: skip
+    tall_rows: gl.constexpr = GROUPS * ROWS
+    BM: gl.constexpr = FLAT + FLAT2 if SWAP else tall_rows
+    BN: gl.constexpr = tall_rows if SWAP else FLAT + FLAT2
     # ORDER row tiles share a column tile while it is in L2 (see `steps._tile_position`)
-    tiles_m = gl.cdiv(M, GROUPS * ROWS)
-    per_order = ORDER * gl.cdiv(N, BN + BN2)
+    tiles_m = gl.cdiv(M, BM)
+    per_order = ORDER * gl.cdiv(N, BN)
     start = gl.program_id(0) // per_order * ORDER
     size = gl.minimum(tiles_m - start, ORDER)
     within = gl.program_id(0) % per_order
-    row = (start + within % size) * (GROUPS * ROWS)
-    col = within // size * (BN + BN2)
+    row = (start + within % size) * BM
+    col = within // size * BN
+    tall = row
+    flat = col
+    if SWAP:
+        tall = col
+        flat = row
+    copied = (
+        tall_desc, flat_desc, flat2_desc, tall_smem, flat_smem, flat2_smem, full, empty, tall,
+        flat, K,
+    )  # fmt: skip
+    made = (
+        c_desc, c2_desc, tall_smem, flat_smem, flat2_smem, full, empty, c_ptr, bias_ptr, tall,
+        flat, M, N, K, stride_cm,
+    )  # fmt: skip
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_multiply, (
-                    c_desc, c2_desc, a_smem, b_smem, b2_smem, c_smem, c2_smem, full, empty,
-                    bias_ptr, row, col, N, K, BN, BN2, BK, DEPTH, GROUPS, HAS_BIAS, 0,
-                )),
-                (_copy_operands, (
-                    a_desc, b_desc, b2_desc, a_smem, b_smem, b2_smem, full, empty, row, col, K,
-                    BN, BK, DEPTH, GROUPS,
-                )),
+                (_multiply, (made, FLAT, FLAT2, BK, DEPTH, HAS_BIAS, SWAP, STAGED, 0)),
+                (_copy_operands, (copied, FLAT, FLAT2, BK, DEPTH, GROUPS)),
             ],
             [1], [24],
+        )  # fmt: skip
+    elif GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (made, FLAT, FLAT2, BK, DEPTH, HAS_BIAS, SWAP, STAGED, 0)),
+                (_multiply, (made, FLAT, FLAT2, BK, DEPTH, HAS_BIAS, SWAP, STAGED, 1)),
+                (_copy_operands, (copied, FLAT, FLAT2, BK, DEPTH, GROUPS)),
+            ],
+            [4, 1], [232, 24],
+        )  # fmt: skip
+    elif GROUPS == 3:
+        gl.warp_specialize(
+            [
+                (_multiply, (made, FLAT, FLAT2, BK, DEPTH, HAS_BIAS, SWAP, STAGED, 0)),
+                (_multiply, (made, FLAT, FLAT2, BK, DEPTH, HAS_BIAS, SWAP, STAGED, 1)),
+                (_multiply, (made, FLAT, FLAT2, BK, DEPTH, HAS_BIAS, SWAP, STAGED, 2)),
+                (_copy_operands, (copied, FLAT, FLAT2, BK, DEPTH, GROUPS)),
+            ],
+            [4, 4, 1], [160, 160, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_multiply, (
-                    c_desc, c2_desc, a_smem, b_smem, b2_smem, c_smem, c2_smem, full, empty,
-                    bias_ptr, row, col, N, K, BN, BN2, BK, DEPTH, GROUPS, HAS_BIAS, 0,
-                )),
-                (_multiply, (
-                    c_desc, c2_desc, a_smem, b_smem, b2_smem, c_smem, c2_smem, full, empty,
-                    bias_ptr, row, col, N, K, BN, BN2, BK, DEPTH, GROUPS, HAS_BIAS, 1,
-                )),
-                (_copy_operands, (
-                    a_desc, b_desc, b2_desc, a_smem, b_smem, b2_smem, full, empty, row, col, K,
-                    BN, BK, DEPTH, GROUPS,
-                )),
+                (_multiply, (made, FLAT, FLAT2, BK, DEPTH, HAS_BIAS, SWAP, STAGED, 0)),
+                (_multiply, (made, FLAT, FLAT2, BK, DEPTH, HAS_BIAS, SWAP, STAGED, 1)),
+                (_multiply, (made, FLAT, FLAT2, BK, DEPTH, HAS_BIAS, SWAP, STAGED, 2)),
+                (_multiply, (made, FLAT, FLAT2, BK, DEPTH, HAS_BIAS, SWAP, STAGED, 3)),
+                (_copy_operands, (copied, FLAT, FLAT2, BK, DEPTH, GROUPS)),
             ],
-            [4, 1], [232, 24],
+            [4, 4, 4, 1], [112, 112, 112, 24],
         )  # fmt: skip
 
 
-def one_wave(
+def specialized_product(
     plan: MatmulPlan, seen: dict, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor
 ) -> None:
-    """out[M, N] = a[M, K] @ b[N, K]^T (+ bias[N]); a tile of 64 or 128 rows and n + n2 columns."""
+    """out[M, N] = a[M, K] @ b[N, K]^T (+ bias[N]), a program a tile."""
     (m, n), tile = out.shape, plan.tile
+    tall, flat, groups, width = a, b, tile.m // ROWS.value, tile.n
+    if tile.swap:
+        tall, flat, groups, width = b, a, tile.n // ROWS.value, tile.m
+    maps: list[Tensor] = [described(flat, [width, tile.k])]
+    maps.append(described(flat, [tile.n2, tile.k]) if tile.n2 else flat)
+    for columns in (width, tile.n2):
+        box = [columns, ROWS.value] if tile.swap else [ROWS.value, columns]
+        maps.append(described(out, box) if plan.tma_store and columns else out)
     launch(
-        seen, _gemm_hopper_kernel, (plan.programs, 1, 1), described(a, [ROWS.value, tile.k]),
-        described(b, [tile.n, tile.k]),
-        described(b, [tile.n2, tile.k]), described(out, [ROWS.value, tile.n]),
-        described(out, [ROWS.value, tile.n2]), bias, m, n, a.shape[1],
-        tile.n, tile.n2, tile.k, tile.m // ROWS.value, tile.group, plan.stages,
-        bias is not None, plan.overlap, num_warps=4, launch_pdl=plan.overlap > 0,
-        maxnreg=168 if tile.m > ROWS.value else None,
+        seen, _gemm_hopper_kernel, (plan.programs, 1, 1), described(tall, [ROWS.value, tile.k]),
+        *maps, out, bias, m, n, a.shape[1], out.stride(0), width, tile.n2, tile.k, groups,
+        tile.group, plan.stages, bias is not None, tile.swap, plan.tma_store, plan.overlap,
+        num_warps=4, launch_pdl=plan.overlap > 0, maxnreg=REGISTERS[groups],
     )  # fmt: skip
