@@ -102,12 +102,12 @@ def published() -> dict[str, dict[str, tuple[int, int]]]:
     return found | OTHERS
 
 
-def rows_at_random(random_: random.Random) -> int:
-    """1 ... 16384, as many of each size class: odd ones, multiples of 8 and 128, powers of two."""
+def rows_at_random(random_: random.Random, least: float = 0, most: float = 14) -> int:
+    """2**least ... 2**most, as many of each size; odd ones, multiples of 8 or 128, powers of 2."""
     of = random_.choice((1, 1, 1, 8, 128, 0))
-    m = 2 ** random_.uniform(0, 14)
+    m = 2 ** random_.uniform(least, most)
     if of == 0:
-        return 2 ** round(random_.uniform(0, 14))
+        return 2 ** round(random_.uniform(least, most))
     return min(16384, max(1, round(m / of) * of))
 
 
@@ -130,5 +130,7 @@ def widths_at_random(seed: int, count: int) -> list[Product]:
         n = round(2 ** random_.uniform(8, 16) / 64) * 64
         k = round(2 ** random_.uniform(9, 15) / 64) * 64
         if 2**19 <= n * k <= 2**29:  # as weights of layers are
-            found.append(Product(rows_at_random(random_), n, k))
+            narrow = random_.random() < 0.7  # where what tile is taken matters most
+            m = rows_at_random(random_, 5, 12) if narrow else rows_at_random(random_)
+            found.append(Product(m, n, k))
     return found

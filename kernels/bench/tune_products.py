@@ -1,6 +1,6 @@
 """Times of every tile that `linear` could take, over products drawn at random.
 
-    python kernels/bench/tune_products.py times.jsonl [--seconds 90]
+    PYTHONPATH=kernels python kernels/bench/tune_products.py times.jsonl [--seconds 90]
 
 Needs an NVIDIA GPU of the Hopper generation. Compiles the candidates in parallel and drops those
 whose bits are not SAFE's; then a line a product: microseconds of each plausible tile over random
@@ -17,10 +17,9 @@ from dataclasses import astuple, replace
 from multiprocessing import get_context
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-
 from product_shapes import Product, products, widths_at_random
-from rlk_kernels.matmul.tiles import SAFE, Tile, _with_overlap, tile_for
+from rlk_kernels.matmul.tile import Tile
+from rlk_kernels.matmul.tiles import SAFE, tile_for, with_overlap
 
 _BIG = {"subtile": True}
 PLAIN = [
@@ -72,7 +71,7 @@ APART = [
     *(
         _apart(1, *x, swap=True)
         for x in ((16,), (16, 8), (32,), (32, 8), (32, 16), (64,), (64, 8), (64, 16), (64, 32),
-                  (128, 16))
+                  (128,), (128, 16))
     ),
     *(
         _apart(2, *x, swap=True)
@@ -106,7 +105,7 @@ def compiled(index: int) -> tuple[int, str]:
         expected = tile_bits(SAFE, torch.bfloat16, gpu)
         if not torch.equal(tile_bits(tile, torch.bfloat16, gpu), expected):
             return index, "its bits are not SAFE's"
-        x, weight = (torch.randn(n, 512, device=gpu, dtype=torch.bfloat16) for n in (200, 512))
+        x, weight = (torch.randn(n, 2048, device=gpu, dtype=torch.bfloat16) for n in (200, 512))
         y = torch.full((200, 512), float("nan"), device=gpu, dtype=torch.bfloat16)
         for overlap in (1, 2):
             runner(replace(tile, overlap=overlap), x, weight, y)()
@@ -136,8 +135,7 @@ def _guess(tile: Tile, m: int, n: int, k: int) -> float:
     products = -(-tall // 64) * sum(max(x / 2, 24) for x in flats if x) / 16 / 1700
     copied = 2 * (min(tile.rows, m) + min(tile.columns, n)) / 115e3
     per_k = (products**4 + copied**4) ** 0.25
-    tiles = -(-m // tile.rows) * -(-n // tile.columns)
-    waves, rest = divmod(tiles, _PROCESSORS)
+    waves, rest = divmod(tile.count(m, n), _PROCESSORS)
     if tile.tail:
         waves += rest * tile.n / tile.tail / _PROCESSORS * 0.7
     elif rest:
@@ -156,7 +154,7 @@ def plausible(shape: Product, among: list[int], most: int) -> list[int]:
     return sorted((i for i in fits if guessed[i] <= 1.5 * least), key=guessed.__getitem__)[:most]
 
 
-def gather(out: Path, among: list[int], seconds: float, count: int, most: int) -> None:
+def gather(out: Path, among: list[int], seconds: float, count: int, most: int, seed: int) -> None:
     import torch
     from timing import copies, graphs_ms
 
@@ -181,17 +179,17 @@ def gather(out: Path, among: list[int], seconds: float, count: int, most: int) -
         return {name: round(ms * 1e3, 3) for name, ms in found.items()}
 
     begun, done = time.monotonic(), 0
-    both = zip(widths_at_random(1, count), products(2, count), strict=True)
+    both = zip(widths_at_random(seed, count), products(seed, count), strict=True)
     with out.open("a") as lines:
         for pair in both:
             for kind, shape in zip(("random", "published"), pair, strict=True):
                 m, n, k = shape[:3]
                 tiles = {
-                    str(i): _with_overlap(CANDIDATES[i], m, n, k)
+                    str(i): with_overlap(CANDIDATES[i], m, n, k, _PROCESSORS)
                     for i in plausible(shape, among, most)
                 }
                 if kind == "published":
-                    tiles["now"] = tile_for(m, n, k, torch.bfloat16)
+                    tiles["now"] = tile_for(m, n, k, torch.bfloat16, _PROCESSORS)
                 us = measure(shape, tiles)
                 lines.write(json.dumps([kind, m, n, k, shape.name, us]) + "\n")
                 done += 1
@@ -207,6 +205,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=90)
     parser.add_argument("--count", type=int, default=220, help="products of each kind")
     parser.add_argument("--most", type=int, default=14, help="tiles timed for a product")
+    parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     begun = time.monotonic()
     among = usable()
@@ -216,7 +215,7 @@ def main() -> int:
     gpu = torch.cuda.get_device_name()
     head = {"gpu": gpu, "tiles": [astuple(tile) for tile in CANDIDATES], "usable": among}
     arguments.out.write_text(json.dumps(head) + "\n")
-    gather(arguments.out, among, arguments.seconds, arguments.count, arguments.most)
+    gather(arguments.out, among, arguments.seconds, arguments.count, arguments.most, arguments.seed)
     return 0
 
 

@@ -16,6 +16,9 @@ import torch
 GLUON_TRITON = ((3, 6), (3, 10))
 """Versions of Triton that every Gluon kernel compiles with (`scripts/compile_kernels.py`): from the
 first, below the second."""
+MANY_GROUPS = ((3, 6), (3, 7))
+"""Those whose ptxas lets a product of more than two groups of warps run ahead; later ones serialize
+its wgmma."""
 
 
 def interpreting() -> bool:
@@ -53,10 +56,12 @@ def runs_triton(device: torch.device) -> bool:
     return capability(device) >= (8, 0)
 
 
-def fits_gluon(version: str) -> bool:
-    """Whether a Triton of this version is one of GLUON_TRITON."""
+def fits_gluon(
+    version: str, wanted: tuple[tuple[int, int], tuple[int, int]] = GLUON_TRITON
+) -> bool:
+    """Whether a Triton of this version is one of GLUON_TRITON, or of others."""
     numbers = tuple(int(part) for part in version.split(".")[:2])
-    return GLUON_TRITON[0] <= numbers < GLUON_TRITON[1]
+    return wanted[0] <= numbers < wanted[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,15 @@ class DeviceFacts:
     alone: it changes times and no bit."""
     gluon: bool
     """The kernels written for Hopper run: a GPU of that generation, and a Triton that fits."""
+    many_groups: bool = True
+    """More than two groups of warps multiply without waiting for each other: with MANY_GROUPS."""
+
+    @property
+    def groups(self) -> int:
+        """Groups of four warps that `matmul/hopper/product.py` may have; 0 where it does not run."""
+        if not self.gluon:
+            return 0
+        return 4 if self.many_groups else 2
 
 
 PLANNED_PROCESSORS = 132
@@ -109,6 +123,7 @@ def facts(device: torch.device) -> DeviceFacts:
         tma=newer,
         overlaps=newer,
         gluon=hopper and fits_gluon(triton_version()),
+        many_groups=hopper and fits_gluon(triton_version(), MANY_GROUPS),
     )
 
 

@@ -116,7 +116,12 @@ def plan_product(shape: ProductShape, facts: DeviceFacts, trusted: bool) -> Matm
             programs=min(tiles, facts.processors), stages=SPLIT.stages, overlap=0,
             tma_store=False, wide=n,
         )  # fmt: skip
-    tile = INTERPRETED if facts.interpreted else tile_for(m, n, k, dtype, trusted)
+    if facts.interpreted:
+        return plan_tile(shape, facts, INTERPRETED)
+    linear_form = trans_b and not trans_a and shape.tma_reads and not segment
+    tile = tile_for(
+        m, n, k, dtype, facts.processors, trusted=trusted, groups=facts.groups if linear_form else 0
+    )
     return plan_tile(shape, facts, tile)
 
 
@@ -134,16 +139,19 @@ def plan_tile(
             programs=-(-m // tile.m) * -(-n // tile.n), stages=min(tile.stages, 3), overlap=0,
             tma_store=False, wide=n,
         )  # fmt: skip
-    wide = wide_columns(tile, m, n, facts.processors)
-    tiles = -(-m // tile.rows) * -(-wide // tile.columns)
+    specialized = tile.warp_specialized and trans_b and not trans_a and facts.gluon
+    if tile.warp_specialized and not specialized:
+        tile = SAFE
+    wide = tile.wide_columns(m, n, facts.processors)
+    tiles = tile.count(m, wide)
     if tile.tail:
         tiles += -(-m // tile.m) * -(-(n - wide) // tile.tail)
-    specialized = tile.warp_specialized and trans_b and not trans_a and facts.gluon
     narrow_out = out_dtype.itemsize == 2
     return MatmulPlan(
         kernel="hopper" if specialized else "tma", tile=tile, segment=segment, last_segment=last,
         programs=tiles if specialized else min(tiles, facts.processors),
-        # an fp32 output tile takes the shared memory of one stage more
+        # an fp32 output tile takes the shared memory of one stage more; copies and products apart
+        # have room for 16-bit outputs alone, and write others from registers
         stages=tile.stages if specialized or narrow_out else max(2, tile.stages - 1),
         overlap=tile.overlap if facts.overlaps else 0,
         tma_store=writable and (narrow_out or not specialized), wide=wide,
@@ -155,15 +163,6 @@ def _fills(shape: ProductShape, facts: DeviceFacts) -> bool:
     many = 2 * -(-shape.m // 128) * -(-shape.n // 256) >= facts.processors
     plain = shape.out_dtype == torch.float32 and shape.dense
     return shape.m > 64 and many and plain and shape.tma_reads
-
-
-def wide_columns(tile: Tile, m: int, n: int, processors: int) -> int:
-    """The columns that tiles of full width cover: with a tail, those of the full waves."""
-    if not tile.tail:
-        return n
-    rows = -(-m // tile.m)
-    waves = rows * (n // tile.n) // processors
-    return (waves * processors // rows if waves else n // tile.n) * tile.n
 
 
 Epilogue = Literal["statistics", "exponentials", "gradient", "logits"]

@@ -6,12 +6,14 @@ import triton.language as tl
 
 @triton.jit
 def _tile_position(tile, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """Row tile and column tile of the `tile`-th output tile, GROUP row tiles at a time."""
+    """Row tile and column tile of the `tile`-th output tile, some GROUP row tiles at a time: groups
+    of one size, for one row tile alone would read all columns again."""
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
-    per_group = GROUP * tiles_n
-    first = (tile // per_group) * GROUP
-    size = tl.minimum(tiles_m - first, GROUP)
+    group = tl.cdiv(tiles_m, tl.maximum((tiles_m + GROUP // 2) // GROUP, 1))
+    per_group = group * tiles_n
+    first = (tile // per_group) * group
+    size = tl.minimum(tiles_m - first, group)
     within = tile % per_group
     return first + within % size, within // size
 

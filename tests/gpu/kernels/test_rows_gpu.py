@@ -10,6 +10,7 @@ from kernel_suite import ROWS, differing_rows, rand, row_operators, within_budge
 from rlk_kernels.device import facts
 from rlk_kernels.matmul import kernels, product, self_check, split, tiles
 from rlk_kernels.matmul.hopper import product as hopper_product
+from rlk_kernels.matmul.tile_costs import COSTS
 
 DEVICE = "cuda"
 NAMES = list(row_operators(torch.float32, "cpu"))
@@ -158,22 +159,21 @@ def test_kernels_that_start_before_their_predecessor_ends_wait_for_its_memory():
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
-def test_measured_tiles_give_the_bits_of_the_one_safe_tile_with_bias_too(out_dtype, monkeypatch):
-    """The tiles of `_MEASURED` at their own sizes: full waves, tails, several tiles a program.
-    Not split, as their 16-bit outputs have it: fp32 shows the sums before they are rounded."""
+def test_tiles_give_the_bits_of_the_one_safe_tile_at_many_sizes(out_dtype, monkeypatch):
+    """Full waves, tails, several tiles a program, odd rows and columns, and a bias. Not split, as
+    16-bit outputs have it: fp32 shows the sums before they are rounded."""
     monkeypatch.setattr(split, "LONGEST_SEGMENT", 1 << 30)
-    for first, last, n, k, tile in tiles._MEASURED:
-        if not (tile.warp_specialized or tile.tail):
-            continue
+    for n, k in ((1544, 4104), (5003, 1032), (28672, 1024)):
         w = rand(n, k, dtype=torch.bfloat16, device=DEVICE, seed=1)
         bias = rand(n, dtype=torch.bfloat16, device=DEVICE, seed=2)
-        for m in (first, last):
+        for m in (1, 77, 385, 1032):
             x = rand(m, k, dtype=torch.bfloat16, device=DEVICE, seed=m)
-            outs = []
-            for chosen in (tile, tiles.SAFE):
-                out = torch.empty(m, n, dtype=out_dtype, device=DEVICE)
-                outs.append(self_check.run_tile(x, w, bias, out, chosen))
-            assert torch.equal(*outs), (m, n, k, tile)
+            outs = [torch.empty(m, n, dtype=out_dtype, device=DEVICE) for _ in range(2)]
+            self_check.run_tile(x, w, bias, outs[0], tiles.SAFE)
+            for tile in COSTS:
+                outs[1].fill_(float("nan"))
+                self_check.run_tile(x, w, bias, outs[1], tile)
+                assert torch.equal(*outs), (m, n, k, tile)
 
 
 def gradients(name, dtype, size=384, m=257):

@@ -2,7 +2,10 @@
 not there.
 
 A line is [device, kind, what is planned from, what was launched], recorded from the launch code
-before there were plans (8ba9bd7) at the shapes of kernels/bench/shapes.py, odd ones, and gradients.
+before there were plans (8ba9bd7) at the shapes of kernels/bench/shapes.py, odd ones, and gradients;
+those of products again when the model of their tiles' times was made (`tile_costs.py`):
+
+    PYTHONPATH=kernels:tests/kernels python tests/kernels/matmul/test_plan.py
 """
 
 import json
@@ -116,3 +119,16 @@ def test_another_decision_is_noticed(change, monkeypatch):
         lambda *a: replace(make(*a), **{change: getattr(make(*a), change) + 1}),
     )
     assert wrong()
+
+
+def record_products() -> None:
+    """Write plans.jsonl with the products as they are planned now."""
+    for line in RECORDED:
+        if line[1] == "product":
+            line[3] = product(DEVICES[line[0]], *line[2])
+    text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in RECORDED)
+    Path(__file__).with_name("plans.jsonl").write_text(text)
+
+
+if __name__ == "__main__":
+    record_products()

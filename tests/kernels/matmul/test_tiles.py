@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rlk_kernels.matmul import plan, self_check, tiles
+from rlk_kernels.matmul import self_check, tile_time, tiles
+from rlk_kernels.matmul.tile_costs import COSTS
 
 CPU = torch.device("cpu")
 
@@ -28,36 +29,83 @@ def test_every_choice_is_among_the_tiles_that_are_checked(dtype):
     for m in (1, 16, 17, 33, 64, 65, 500, 1000, 8192, 100000):
         for n in (1, 64, 1024, 6144, 28672, 151936):
             for k in (1, 1024, 14336):
-                assert replace(tiles.tile_for(m, n, k, dtype), overlap=1) in known
+                for groups in (0, 2, 4):
+                    tile = tiles.tile_for(m, n, k, dtype, 132, groups=groups)
+                    assert replace(tile, overlap=1) in known
+                    assert tile.groups <= groups
 
 
 def test_untrusted_devices_get_one_tile_for_every_shape():
     shapes = [(m, n, 1024) for m in (1, 64, 8192) for n in (64, 151936)]
-    assert {tiles.tile_for(*s, torch.bfloat16, False) for s in shapes} == {tiles.SAFE}
+    chosen = {tiles.tile_for(*s, torch.bfloat16, 132, trusted=False) for s in shapes}
+    assert chosen == {tiles.SAFE}
 
 
 def test_float32_has_one_tile():
-    assert {tiles.tile_for(m, 64, 64, torch.float32) for m in (1, 100, 9000)} == {tiles.FLOAT32}
+    chosen = {tiles.tile_for(m, 64, 64, torch.float32, 132) for m in (1, 100, 9000)}
+    assert chosen == {tiles.FLOAT32}
 
 
 def test_every_tile_fits_the_shared_memory_of_hopper():
     for t in tiles.tiles_in_use():
         for out_bytes in (2, 4):
-            stages = t.stages if out_bytes == 2 else max(2, t.stages - 1)
+            apart = t.warp_specialized
+            stages = t.stages if out_bytes == 2 or apart else max(2, t.stages - 1)
             operands = stages * (t.m + t.n + t.n2) * t.k * 2
+            if apart:  # 16-bit outputs lie where the tall operand did
+                flat, tall = (t.m, t.n) if t.swap else (t.n, t.m)
+                assert operands < 227 * 1024, t
+                for group in range(tall // 64):
+                    begin = -(-group * stages * t.k // flat) * flat
+                    assert begin + flat + t.n2 <= (group + 1) * stages * t.k, t
+                continue
             output = t.m * (t.n // 2 if t.subtile else t.n) * out_bytes + t.m * t.n2 * out_bytes
             assert operands + output < 227 * 1024, t
 
 
+def test_the_choice_is_the_least_predicted_time():
+    work = [(m, n, k) for m in (1, 33, 129, 2113) for n in (576, 6144) for k in (512, 11008)]
+    for m, n, k in work:
+        times = {
+            tile: tile_time.microseconds(cost, tile_time.work_of(tile, m, n, k, 132))
+            for tile, cost in COSTS.items()
+        }
+        chosen = tiles.tile_for(m, n, k, torch.bfloat16, 132)
+        assert times[replace(chosen, overlap=1)] == min(times.values())
+    assert len({tiles.tile_for(*shape, torch.bfloat16, 132) for shape in work}) > 8
+
+
+def test_predicted_times_are_sound():
+    """More of anything takes no less time, and a wave's last tile as long as the whole wave."""
+    for tile, cost in COSTS.items():
+        assert min(cost) > 0, tile
+
+        def us(m, n, k, tile=tile, cost=cost):
+            return tile_time.microseconds(cost, tile_time.work_of(tile, m, n, k, 132))
+
+        assert us(4096, 4096, 4096) < us(4096, 4096, 8192) < us(16384, 4096, 8192)
+        if not tile.tail:
+            wave = 12 * tile.rows, 11 * tile.columns
+            assert us(wave[0], wave[1] + 1, 4096) > 1.2 * us(*wave, 4096), tile
+
+
+def test_a_tail_is_part_of_the_predicted_time():
+    tile = tiles.Tile(128, 256, 64, 8, 4, flatten=True, tail=64)
+    full = tile_time.work_of(tile, 128, 132 * 256, 4096, 132)
+    assert (full.waves, full.narrow_waves) == (1, 0)
+    more = tile_time.work_of(tile, 128, 132 * 256 + 1, 4096, 132)
+    assert (more.waves, more.narrow_waves) == (1, 1)
+
+
 def test_a_tail_begins_where_the_full_waves_end():
     tile = tiles.Tile(128, 256, 64, 8, 4, tail=128)
-    assert plan.wide_columns(tile, 512, 28672, 132) == 25344  # 3 waves of 132 tiles, 4 row tiles
+    assert tile.wide_columns(512, 28672, 132) == 25344  # 3 waves of 132 tiles, 4 row tiles
     for m in (1, 129, 512, 1000):
         for n in (1, 200, 264, 4096, 28672, 151936):
-            wide = plan.wide_columns(tile, m, n, 132)
+            wide = tile.wide_columns(m, n, 132)
             assert 0 <= wide <= n
             assert wide % tile.n == 0
-    assert plan.wide_columns(tiles.SAFE, 129, 264, 132) == 264
+    assert tiles.SAFE.wide_columns(129, 264, 132) == 264
 
 
 def literals() -> set[tiles.Tile]:
@@ -72,7 +120,7 @@ def literals() -> set[tiles.Tile]:
 
 def test_the_self_check_covers_every_tile_in_the_source():
     found = literals()
-    assert len(found) > 50
+    assert len(found) > len(COSTS)
     known = {*tiles.tiles_in_use(), *tiles.SINGLE}
     assert {tiles.as_product(tile) for tile in found} <= known
     assert not {tiles.as_product(tiles.Tile(16, 16, 64, 4, 3))} <= known
@@ -107,7 +155,7 @@ def test_it_is_checked_once_however_it_is_asked_for(monkeypatch):
 
 
 def test_one_tile_that_differs_is_noticed_and_said(odd):
-    tile = tiles.product_tiles()[3]
+    tile = tiles.product_tiles(0)[3]
     odd.add((tile, torch.float16, True))
     assert self_check.disagreements(CPU, split=True) == [(tile, torch.float16)]
     assert self_check.holds(CPU)
@@ -115,9 +163,20 @@ def test_one_tile_that_differs_is_noticed_and_said(odd):
         assert not self_check.holds(CPU, split=True)
 
 
+def test_tiles_of_the_hopper_kernel_are_checked_where_it_runs(monkeypatch):
+    here = SimpleNamespace(gluon=True, groups=4)
+    monkeypatch.setattr(self_check, "facts", lambda device: here)
+    checked = {what for what, _ in self_check._checks(torch.bfloat16, CPU, False)}
+    assert {tiles.as_product(tile) for tile in COSTS} <= checked
+    here.gluon, here.groups = False, 0
+    checked = {what for what, _ in self_check._checks(torch.bfloat16, CPU, False)}
+    assert not {tile for tile in checked if getattr(tile, "warp_specialized", False)}
+
+
 @pytest.mark.parametrize("split", [False, True])
 def test_each_tile_in_use_is_checked(odd, split):
-    checked = tiles.tiles_in_use() if not split else [*tiles.product_tiles(), tiles.PICK]
+    checked = [*tiles.product_tiles(0), tiles.PICK]
+    checked += [] if split else tiles.partial_tiles()
     for tile in checked:
         odd.clear()
         odd.add((tile, torch.bfloat16, split))

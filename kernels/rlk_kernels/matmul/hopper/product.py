@@ -102,8 +102,8 @@ def _multiply(
     GROUP: gl.constexpr,
 ):  # fmt: skip
     """Four warps: 64 rows of the tall operand."""
-    c_desc, c2_desc, tall_smem, flat_smem, flat2_smem, full, empty, c_ptr, bias_ptr = made[:9]
-    tall, flat, M, N, K, stride_cm = made[9:]
+    c_desc, c2_desc, tall_smem, flat_smem, flat2_smem, c_smem, c2_smem, full, empty = made[:9]
+    c_ptr, bias_ptr, tall, flat, M, N, K, stride_cm = made[9:]
     acc = gl.zeros(
         [ROWS, FLAT], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FLAT, 16])
     )
@@ -129,18 +129,19 @@ def _multiply(
         acc = warpgroup_mma_wait(0, [acc])
     tall += GROUP * ROWS
     # this group's rows of the tall operand have been read, all of them: room for its output
-    c_smem = tall_smem.index(GROUP * DEPTH)
-    c2_smem = tall_smem.index(GROUP * DEPTH + (FLAT + BK - 1) // BK)
+    slot: gl.constexpr = (GROUP * DEPTH * BK + FLAT - 1) // FLAT
+    first_c = c_smem
+    second_c = c2_smem
     if STAGED:
-        c_smem = reinterpret(c_smem, c_desc.dtype, c_desc.block_type.shape, c_desc.layout)
+        first_c = c_smem.index(slot)
         if FLAT2 > 0:
-            c2_smem = reinterpret(c2_smem, c_desc.dtype, c2_desc.block_type.shape, c2_desc.layout)
+            second_c = c2_smem.index((slot + 1) * FLAT // FLAT2)
     _store(
-        acc, c_desc, c_smem, c_ptr, bias_ptr, tall, flat, M, N, stride_cm, HAS_BIAS, SWAP, STAGED,
+        acc, c_desc, first_c, c_ptr, bias_ptr, tall, flat, M, N, stride_cm, HAS_BIAS, SWAP, STAGED,
     )  # fmt: skip
     if FLAT2 > 0:
         _store(
-            acc2, c2_desc, c2_smem, c_ptr, bias_ptr, tall, flat + FLAT, M, N, stride_cm, HAS_BIAS,
+            acc2, c2_desc, second_c, c_ptr, bias_ptr, tall, flat + FLAT, M, N, stride_cm, HAS_BIAS,
             SWAP, STAGED,
         )  # fmt: skip
     if STAGED:
@@ -160,6 +161,19 @@ def _gemm_hopper_kernel(
     flat2_smem = flat_smem
     if FLAT2 > 0:
         flat2_smem = gl.allocate_shared_memory(dtype, [DEPTH, FLAT2, BK], flat2_desc.layout)
+    c_smem = tall_smem
+    c2_smem = tall_smem
+    if STAGED:
+        room: gl.constexpr = GROUPS * DEPTH * BK
+        shape: gl.constexpr = c_desc.block_type.shape
+        c_smem = reinterpret(
+            tall_smem, c_desc.dtype, [room // FLAT, shape[0], shape[1]], c_desc.layout
+        )
+        if FLAT2 > 0:
+            shape2: gl.constexpr = c2_desc.block_type.shape
+            c2_smem = reinterpret(
+                tall_smem, c_desc.dtype, [room // FLAT2, shape2[0], shape2[1]], c2_desc.layout
+            )
     full, empty = barriers(DEPTH, GROUPS)
     fence_async_shared()
     if OVERLAP > 0:
@@ -174,11 +188,12 @@ def _gemm_hopper_kernel(
     tall_rows: gl.constexpr = GROUPS * ROWS
     BM: gl.constexpr = FLAT + FLAT2 if SWAP else tall_rows
     BN: gl.constexpr = tall_rows if SWAP else FLAT + FLAT2
-    # ORDER row tiles share a column tile while it is in L2 (see `steps._tile_position`)
+    # some ORDER row tiles share a column tile while it is in L2 (see `steps._tile_position`)
     tiles_m = gl.cdiv(M, BM)
-    per_order = ORDER * gl.cdiv(N, BN)
-    start = gl.program_id(0) // per_order * ORDER
-    size = gl.minimum(tiles_m - start, ORDER)
+    order = gl.cdiv(tiles_m, gl.maximum((tiles_m + ORDER // 2) // ORDER, 1))
+    per_order = order * gl.cdiv(N, BN)
+    start = gl.program_id(0) // per_order * order
+    size = gl.minimum(tiles_m - start, order)
     within = gl.program_id(0) % per_order
     row = (start + within % size) * BM
     col = within // size * BN
@@ -192,8 +207,8 @@ def _gemm_hopper_kernel(
         flat, K,
     )  # fmt: skip
     made = (
-        c_desc, c2_desc, tall_smem, flat_smem, flat2_smem, full, empty, c_ptr, bias_ptr, tall,
-        flat, M, N, K, stride_cm,
+        c_desc, c2_desc, tall_smem, flat_smem, flat2_smem, c_smem, c2_smem, full, empty, c_ptr,
+        bias_ptr, tall, flat, M, N, K, stride_cm,
     )  # fmt: skip
     if GROUPS == 1:
         gl.warp_specialize(

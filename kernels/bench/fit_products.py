@@ -1,0 +1,205 @@
+"""The model of tiles' times (`rlk_kernels/matmul/tile_costs.py`) out of measured ones.
+
+    PYTHONPATH=kernels python kernels/bench/fit_products.py reports/bench/product_times_*.jsonl
+
+Takes the products of random widths in what `tune_products.py` wrote, on any number of cards, fits
+the seven numbers of each tile (`tile_time.py`), leaves out tiles that the choice does not need, and
+prints what the choice loses: on products that its fit did not see, and on layers of published
+models, which it never sees. Runs on a CPU in a minute.
+"""
+
+import argparse
+import json
+import math
+import random
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from rlk_kernels.matmul.tile import Tile
+from rlk_kernels.matmul.tile_time import TileCost, Work, microseconds, work_of
+
+PROCESSORS = 132
+COPIES = {"NVIDIA H200": 4.2, "NVIDIA H100 80GB HBM3": 3.0}
+"""Terabytes a second that a card copies: costs are those of the first."""
+HEAD = '''"""The measured numbers of each tile, for `tile_time.py`, by `kernels/bench/fit_products.py`.
+
+Of {cards}, {date}.
+"""
+
+from rlk_kernels.matmul.tile import Tile
+from rlk_kernels.matmul.tile_time import TileCost
+
+# fmt: off
+COSTS = {{
+'''
+
+
+class Timed(NamedTuple):
+    """A product and what its tiles took."""
+
+    kind: str
+    m: int
+    n: int
+    k: int
+    slower: float
+    """The card's memory against the first one's."""
+    card: str
+    us: dict[Tile, float]
+    cublas: float
+
+
+def load(path: Path) -> list[Timed]:
+    head, *rows = map(json.loads, path.read_text().splitlines())
+    made = [Tile(*fields) for fields in head["tiles"]]
+    slower = COPIES["NVIDIA H200"] / COPIES[head["gpu"]]
+    return [
+        Timed(kind, m, n, k, slower, head["gpu"],
+              {made[int(i)]: us for i, us in found.items() if i.isdigit()}, found["cublas"])
+        for kind, m, n, k, _, found in rows
+    ]  # fmt: skip
+
+
+def expected(tile: Tile) -> list[float]:
+    """A tile's numbers before any measurement: what wgmma and the copies of a step take."""
+    tall, flats = (tile.n, (tile.m, tile.n2)) if tile.swap else (tile.m, (tile.n, tile.n2))
+    products = -(-tall // 64) * sum(max(x / 2, 24) for x in flats if x) / 16 / 1700
+    step = 1000 * (products**4 + (2 * (tile.rows + tile.columns) / 115e3) ** 4) ** 0.25
+    narrow = step * (tile.tail / tile.n * 1.1 if tile.tail else 0.01)
+    return [1.5, 1.0 if tile.flatten else 2.5, step * 0.85, 0.15, 0.8, 1 / 4.2, narrow]
+
+
+def fit(rows: list[Timed], steps: int = 1000) -> dict[Tile, TileCost]:
+    """Least relative errors (Huber's), each tile's numbers held near those of its kind."""
+    made = sorted({tile for row in rows for tile in row.us}, key=str)
+    index = {tile: i for i, tile in enumerate(made)}
+    which, work, us = [], [], []
+    for row in rows:
+        for tile, measured in row.us.items():
+            asked = work_of(tile, row.m, row.n, row.k, PROCESSORS)
+            which.append(index[tile])
+            work.append([*asked[:-1], asked.megabytes * row.slower])
+            us.append(measured)
+    asked = Work(*torch.tensor(work, dtype=torch.float64).unbind(1))
+    at, measured = torch.tensor(which), torch.tensor(us, dtype=torch.float64)
+    prior = torch.tensor([expected(tile) for tile in made], dtype=torch.float64).log()
+    common = torch.zeros(prior.shape[1], dtype=torch.float64, requires_grad=True)
+    own = torch.zeros_like(prior, requires_grad=True)
+    optimizer = torch.optim.Adam([common, own], lr=0.02)
+    for step in range(steps):
+        optimizer.zero_grad()
+        cost = TileCost(*(prior + common + own).exp()[at].unbind(1))
+        errors = (microseconds(cost, asked) / measured).log()
+        loss = 100 * torch.nn.functional.huber_loss(errors, torch.zeros_like(errors), delta=0.1)
+        (loss + 0.3 * own.square().sum() / len(made)).backward()
+        if step == 2 * steps // 3:
+            optimizer.param_groups[0]["lr"] = 0.005
+        optimizer.step()
+    numbers = (prior + common + own).detach().exp()
+    return {tile: TileCost(*numbers[i].tolist()) for tile, i in index.items()}
+
+
+def predicted(costs: dict[Tile, TileCost], row: Timed) -> dict[Tile, float]:
+    """Of the tiles that were measured."""
+    found = {}
+    for tile in row.us:
+        work = work_of(tile, row.m, row.n, row.k, PROCESSORS)
+        work = work._replace(megabytes=work.megabytes * row.slower)
+        found[tile] = float(microseconds(costs[tile], work))
+    return found
+
+
+def unseen(rows: list[Timed], parts: int = 4) -> list[tuple[Timed, dict[Tile, float]]]:
+    """Each product with the predictions of a fit without it."""
+    mixed = rows[:]
+    random.Random(0).shuffle(mixed)
+    return [
+        (row, predicted(costs, row))
+        for part in range(parts)
+        for costs in [fit([row for i, row in enumerate(mixed) if i % parts != part])]
+        for row in mixed[part::parts]
+    ]
+
+
+def loss(rows: list[tuple[Timed, dict[Tile, float]]], among: set[Tile]) -> float:
+    """What the choice among some tiles loses, with more weight on what loses more than 6 %."""
+    total = 0.0
+    for row, times in rows:
+        there = [tile for tile in times if tile in among]
+        lost = 0.6
+        if there:
+            chosen = min(there, key=times.__getitem__)
+            lost = min(lost, row.us[chosen] / min(row.us.values()) - 1)
+        total += lost + 2 * max(0, lost - 0.06)
+    return total / len(rows)
+
+
+def needed(rows: list[tuple[Timed, dict[Tile, float]]], among: set[Tile]) -> set[Tile]:
+    """Tiles without the least needed ones, one after the other."""
+    kept, now = set(among), loss(rows, among)
+    while len(kept) > 1:
+        least, _, tile = min((loss(rows, kept - {tile}), str(tile), tile) for tile in kept)
+        if least > now + 3e-5:
+            break
+        kept, now = kept - {tile}, least
+    return kept
+
+
+def report(name: str, rows: list[tuple[Timed, dict[Tile, float]]], among: set[Tile]) -> None:
+    lost, ratios = [], []
+    for row, times in rows:
+        chosen = min((tile for tile in times if tile in among), key=times.__getitem__)
+        lost.append(row.us[chosen] / min(row.us.values()))
+        ratios.append((row.cublas / row.us[chosen], row.m, row.n, row.k, chosen))
+    mean = math.exp(sum(map(math.log, lost)) / len(lost))
+    ratio = math.exp(sum(math.log(x[0]) for x in ratios) / len(ratios))
+    under = sum(x[0] < 0.9 for x in ratios)
+    print(f"{name}, {len(rows)} products: the best tile / the chosen one {1 / mean:.4f}; cuBLAS / "
+          f"chosen {ratio:.4f}, {under} under 0.90")  # fmt: skip
+    for found, m, n, k, tile in sorted(ratios, key=lambda x: x[0])[:10]:
+        print(f"  {found:.3f}  M={m} N={n} K={k}  {tile}")
+
+
+def written(costs: dict[Tile, TileCost], among: set[Tile], cards: str, date: str) -> str:
+    lines = [HEAD.format(cards=cards, date=date)]
+    for tile in sorted(among, key=lambda t: (t.warp_specialized, t.swap, t.rows * t.columns, t.n)):
+        fields = {"n2": 0, "group": 8, "subtile": False, "flatten": False, "swap": False,
+                  "tail": 0, "warp_specialized": False}  # fmt: skip
+        more = "".join(
+            f", {name}={value}" for name, off in fields.items()
+            if (value := getattr(tile, name)) != off
+        )  # fmt: skip
+        numbers = ", ".join(f"{x:.3g}" for x in costs[tile])
+        lines.append(
+            f"    Tile({tile.m}, {tile.n}, {tile.k}, {tile.warps}, {tile.stages}{more}):\n"
+            f"        TileCost({numbers}),\n"
+        )
+    return "".join([*lines, "}\n# fmt: on\n"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("times", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, default="kernels/rlk_kernels/matmul/tile_costs.py")
+    parser.add_argument("--date", default="2026-11-22")
+    arguments = parser.parse_args()
+    rows = [row for path in arguments.times for row in load(path)]
+    tuned = [row for row in rows if row.kind == "random"]
+    held = unseen(tuned)
+    every = {tile for row in rows for tile in row.us}
+    plain = {tile for tile in every if not tile.warp_specialized}
+    among = needed(held, every) | needed(held, plain)
+    report("random widths, unseen", held, among)
+    costs = fit(tuned)
+    cards = sorted({row.card for row in rows})
+    for card in cards:
+        seen = [row for row in rows if row.card == card and row.kind == "published"]
+        report(f"published, {card}", [(row, predicted(costs, row)) for row in seen], among)
+    arguments.out.write_text(written(costs, among, " and ".join(cards), arguments.date))
+    print(f"{len(among)} of {len(every)} tiles")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

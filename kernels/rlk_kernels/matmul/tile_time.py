@@ -1,0 +1,71 @@
+"""How long a product takes with a tile: a model with seven measured numbers a tile.
+
+    microseconds = launch + ( arithmetic**4 + (megabyte x MB)**4 ) ** (1/4)
+    arithmetic   = waves x (wave + step x K / 1000) + narrow waves x (wave + narrow x K / 1000)
+
+A wave is a tile on each processor, and ends when the slowest of them does; narrow ones are those of
+`Tile.tail`. MB is what must be read and written once. Two things change the time of a step: how
+many of the processors have a tile in the mean wave (`crowd`: they share the L2 cache), and how much
+of a tile's rows there is where M is less than that (`empty`: rows beyond M are not copied).
+
+The numbers are in `tile_costs.py`; `kernels/bench/fit_products.py` makes them, with these same
+functions on tensors.
+"""
+
+from typing import NamedTuple
+
+from rlk_kernels.matmul.tile import Tile
+
+
+class TileCost(NamedTuple):
+    """Of one tile, in microseconds."""
+
+    launch: float
+    wave: float
+    """To start a wave, and to write its outputs."""
+    step: float
+    """Per 1000 of K."""
+    crowd: float
+    """By what part a step is longer where all processors have a tile."""
+    empty: float
+    """What part of a step is left where a tile has no rows."""
+    megabyte: float
+    narrow: float
+    """`step` of the tiles of the tail."""
+
+
+class Work(NamedTuple):
+    """What a product asks of a tile."""
+
+    waves: float
+    share: float
+    """Of the processors that have a tile, in the mean wave."""
+    narrow_waves: float
+    k: float
+    """In thousands."""
+    filled: float
+    """Rows of the product in a tile, as a part of its rows."""
+    megabytes: float
+
+
+def work_of(tile: Tile, m: int, n: int, k: int, processors: int) -> Work:
+    """The work of an [m, n] output over k, 16-bit numbers."""
+    wide = tile.wide_columns(m, n, processors)
+    tiles = tile.count(m, wide)
+    waves = -(-tiles // processors)
+    narrow_waves = 0
+    if tile.tail:
+        narrow = -(-m // tile.m) * -(-(n - wide) // tile.tail)
+        narrow_waves = -(-max(0, narrow - (waves * processors - tiles)) // processors)
+    return Work(
+        waves, tiles / (processors * waves) if waves else 0, narrow_waves, k / 1000,
+        min(1, m / tile.rows), 2 * (m * k + n * k + m * n) / 1e6,
+    )  # fmt: skip
+
+
+def microseconds(cost: TileCost, work: Work):
+    """Predicted; of numbers, or of tensors elementwise."""
+    shared = (1 + cost.crowd * work.share) * (cost.empty + (1 - cost.empty) * work.filled)
+    arithmetic = work.waves * (cost.wave + cost.step * work.k * shared)
+    arithmetic = arithmetic + work.narrow_waves * (cost.wave + cost.narrow * work.k)
+    return cost.launch + (arithmetic**4 + (cost.megabyte * work.megabytes) ** 4) ** 0.25
