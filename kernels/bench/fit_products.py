@@ -23,7 +23,7 @@ from rlk_kernels.matmul.tile_time import TileCost, Work, microseconds, work_of
 PROCESSORS = 132
 COPIES = {"NVIDIA H200": 4.2, "NVIDIA H100 80GB HBM3": 3.0}
 """Terabytes a second that a card copies: costs are those of the first."""
-HEAD = '''"""The measured numbers of each tile, for `tile_time.py`, by `kernels/bench/fit_products.py`.
+HEAD = '''"""Measured numbers of each tile, for `tile_time.py`: by kernels/bench/fit_products.py.
 
 Of {cards}, {date}.
 """

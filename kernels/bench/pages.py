@@ -5,6 +5,7 @@ import tables_linear_logp
 
 PAGES = {
     "linear": tables.linear,
+    "products": tables.products,
     "attention": tables.attention,
     "decode": tables.decode,
     "host": tables.host,

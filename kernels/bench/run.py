@@ -63,10 +63,12 @@ def measures(part: str) -> dict[str, Callable[[dict], object]]:
     import bench_host
     import bench_linear
     import bench_linear_logp
+    import bench_products
     import bench_rows
 
     return {
         "linear": {"linear": bench_linear.measure},
+        "products": {"products": bench_products.measure},
         "attention": {"prefill": bench_attention.prefill, "decode": bench_attention.decode},
         "decode": {"widths": bench_decode.widths, "batches": bench_decode.batches},
         "host": {"host": bench_host.measure},
@@ -99,7 +101,7 @@ def main() -> int:
     found = ceilings()
     arguments.out.mkdir(parents=True, exist_ok=True)
     for part in parts:
-        with torch.no_grad() if part in ("linear", "rows") else torch.enable_grad():
+        with torch.no_grad() if part in ("linear", "products", "rows") else torch.enable_grad():
             data = {name: measure(found) for name, measure in measures(part).items()}
         record = {"environment": environment(arguments.commit), "ceilings": found, **data}
         (arguments.out / f"{part}.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -54,6 +54,39 @@ def linear(record: dict) -> list[str]:
     return lines
 
 
+def products(record: dict) -> list[str]:
+    data = [r | {"ratio": r["us"]["cublas"] / r["us"]["rlk"]} for r in record["products"]]
+    data.sort(key=lambda r: r["ratio"])
+    ratios = [r["ratio"] for r in data]
+    lines = [
+        f"bf16, CUDA graph replay, layers of published models with rows at random. Ratio = time of "
+        f"cuBLAS / time of `linear`: geometric mean **{geomean(ratios):.3f}** over {len(data)} "
+        f"products, lowest {ratios[0]:.2f}; {sum(x < 0.9 for x in ratios)} under 0.90, "
+        f"{sum(x >= 1 for x in ratios)} at 1.00 or more.",
+        "",
+        "## By rows",
+        "",
+    ]
+    by_rows = []
+    for low, high in ((1, 16), (17, 64), (65, 512), (513, 2048), (2049, 16384)):
+        part = [r["ratio"] for r in data if low <= r["m"] <= high]
+        if part:
+            mean, under = f"{geomean(part):.3f}", str(sum(x < 0.9 for x in part))
+            by_rows.append([f"{low} ... {high}", str(len(part)), mean, f"{min(part):.2f}", under])
+    lines += table(["M", "products", "geometric mean", "lowest", "under 0.90"], by_rows)
+    lines += ["## The ten lowest", ""]
+    lines += table(
+        ["layer", "M", "N", "K", "linear us", "cuBLAS us", "ratio"],
+        [
+            [r["name"], str(r["m"]), str(r["n"]), str(r["k"])]
+            + [f"{r['us'][i]:.1f}" for i in ("rlk", "cublas")]
+            + [f"{r['ratio']:.2f}"]
+            for r in data[:10]
+        ],
+    )
+    return lines
+
+
 def _cell(values: dict, name: str, digits: int = 0) -> str:
     return f"{values[name]:.{digits}f}" if name in values else "not measured"
 

@@ -56,10 +56,8 @@ def runs_triton(device: torch.device) -> bool:
     return capability(device) >= (8, 0)
 
 
-def fits_gluon(
-    version: str, wanted: tuple[tuple[int, int], tuple[int, int]] = GLUON_TRITON
-) -> bool:
-    """Whether a Triton of this version is one of GLUON_TRITON, or of others."""
+def fits_gluon(version: str, wanted=GLUON_TRITON) -> bool:
+    """Whether a Triton of this version is one of GLUON_TRITON, or of another range."""
     numbers = tuple(int(part) for part in version.split(".")[:2])
     return wanted[0] <= numbers < wanted[1]
 
@@ -85,7 +83,7 @@ class DeviceFacts:
 
     @property
     def groups(self) -> int:
-        """Groups of four warps that `matmul/hopper/product.py` may have; 0 where it does not run."""
+        """Groups of four warps in `matmul/hopper/product.py` at most; 0: it does not run."""
         if not self.gluon:
             return 0
         return 4 if self.many_groups else 2

@@ -1,4 +1,4 @@
-"""The measured numbers of each tile, for `tile_time.py`, by `kernels/bench/fit_products.py`.
+"""Measured numbers of each tile, for `tile_time.py`: by kernels/bench/fit_products.py.
 
 Of NVIDIA H100 80GB HBM3 and NVIDIA H200, 2026-11-22.
 """

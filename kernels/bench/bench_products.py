@@ -1,0 +1,27 @@
+"""linear against cuBLAS over layers of published models with rows at random, in one process."""
+
+import rlk_kernels as rk
+import torch
+from product_shapes import products
+from timing import copies, graphs_ms
+
+SEED, COUNT = 4, 220
+"""Of a draw that no tile was tuned on."""
+
+
+def measure(ceilings: dict) -> list[dict]:
+    """One record a product: microseconds of each."""
+    records = []
+    for m, n, k, name in products(SEED, COUNT):
+        sets = copies((n * k + m * k + m * n) * 2)
+        xs = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for _ in range(sets)]
+        ws = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(sets)]
+        y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+        pairs = list(zip(xs, ws, strict=True))
+        calls = {
+            "rlk": [lambda x=x, w=w, y=y: rk.linear(x, w, out=y) for x, w in pairs],
+            "cublas": [lambda x=x, w=w, y=y: torch.mm(x, w.T, out=y) for x, w in pairs],
+        }
+        us = {rival: ms * 1e3 for rival, ms in graphs_ms(calls, target_ms=2.0).items()}
+        records.append({"name": name, "m": m, "n": n, "k": k, "us": us})
+    return records
