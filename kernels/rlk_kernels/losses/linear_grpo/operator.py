@@ -21,8 +21,8 @@ from rlk_kernels.backend import choose, record
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.losses.grpo.operator import LOSS_TYPES, METRICS, Loss, by_sequence
 from rlk_kernels.losses.linear_grpo import portable
-from rlk_kernels.ops.linear_logp.operator import as_rows, check, check_options
-from rlk_kernels.ops.linear_logp.options import LogitOptions
+from rlk_kernels.ops.linear_logp.operator import as_rows, check
+from rlk_kernels.ops.linear_logp.options import LogitOptions, check_options
 
 NUMBERS = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,

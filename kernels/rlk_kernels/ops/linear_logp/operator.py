@@ -29,7 +29,7 @@ from torch import Tensor
 from rlk_kernels.backend import call, choose, record
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.linear_logp import portable
-from rlk_kernels.ops.linear_logp.options import LogitOptions, RowStatistics
+from rlk_kernels.ops.linear_logp.options import LogitOptions, RowStatistics, check_options
 
 
 def linear_logp_ref(
@@ -157,24 +157,6 @@ def check(name: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tenso
         raise UnsupportedDtype(f"{name}: bias is {bias.dtype}; {hidden.dtype} or float32 is needed")
     if target.dtype not in (torch.int32, torch.int64):
         raise UnsupportedDtype(f"{name}: target is {target.dtype}; int32 or int64 is needed")
-
-
-def check_options(
-    name: str, temperature: float, softcap: float | None, logit_scale: float | None,
-    logit_dtype: torch.dtype,
-) -> LogitOptions:  # fmt: skip
-    """The options as the backends take them; ValueError or UnsupportedDtype where they are off."""
-    if not temperature > 0:
-        raise ValueError(f"{name}: temperature must be above 0, not {temperature}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"{name}: softcap must be above 0, not {softcap}; None is no cap")
-    if logit_scale is not None and not logit_scale > 0:
-        raise ValueError(f"{name}: logit_scale must be above 0, not {logit_scale}")
-    if logit_dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise UnsupportedDtype(f"{name}: logit_dtype is {logit_dtype}; a float of 16 or 32 bits")
-    return LogitOptions(
-        logit_dtype, float(softcap or 0.0), float(logit_scale or 1.0), float(temperature)
-    )
 
 
 def as_rows(x: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rlk_kernels.errors import UnsupportedDtype
+
 
 @dataclass(frozen=True, slots=True)
 class LogitOptions:
@@ -53,3 +55,21 @@ class RowStatistics:
     """[T], log2 of the sum."""
     z: Tensor
     """[T, J], the logits of the ids."""
+
+
+def check_options(
+    name: str, temperature: float, softcap: float | None, logit_scale: float | None,
+    logit_dtype: torch.dtype,
+) -> LogitOptions:  # fmt: skip
+    """The options as the backends take them; ValueError or UnsupportedDtype where they are off."""
+    if not temperature > 0:
+        raise ValueError(f"{name}: temperature must be above 0, not {temperature}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{name}: softcap must be above 0, not {softcap}; None is no cap")
+    if logit_scale is not None and not logit_scale > 0:
+        raise ValueError(f"{name}: logit_scale must be above 0, not {logit_scale}")
+    if logit_dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise UnsupportedDtype(f"{name}: logit_dtype is {logit_dtype}; a float of 16 or 32 bits")
+    return LogitOptions(
+        logit_dtype, float(softcap or 0.0), float(logit_scale or 1.0), float(temperature)
+    )

@@ -41,7 +41,8 @@ def final_logits(x: Tensor, spec: LogitOptions) -> Tensor:
     return (z * inverse).double()
 
 
-def _slope(z: Tensor, spec: LogitOptions) -> Tensor | float:
+def softcap_slope(z: Tensor, spec: LogitOptions) -> Tensor | float:
+    """dz/d(logit) of the softcap, from z itself."""
     if not spec.softcap:
         return 1.0
     tanh = z * spec.inverse_top
@@ -128,7 +129,7 @@ def backward(
         at = torch.where(inside, own - first, 0)
         for j in range(own.shape[1]):  # one id at a time: a fixed order where they coincide
             d.scatter_add_(1, at[:, j : j + 1], torch.where(inside, g, 0.0)[:, j : j + 1])
-        d = d * _slope(z, spec) * spec.slope
+        d = d * softcap_slope(z, spec) * spec.slope
         return torch.where(live[:, None], d, 0.0).to(wide).to(h.dtype)
 
     dh = torch.zeros(t, k, dtype=torch.float64, device=h.device) if needs[0] else None

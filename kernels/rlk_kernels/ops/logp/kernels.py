@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rlk_kernels.device import facts, interpreting
 from rlk_kernels.launching import cdiv, launch, launches, power_of_2
+from rlk_kernels.matmul.epilogue import _final_logits, _slope
 from rlk_kernels.numerics.lse_tree.kernels import (
     LN2,
     NO_COLUMNS,
@@ -15,11 +16,12 @@ from rlk_kernels.numerics.lse_tree.kernels import (
     scaled,
 )
 from rlk_kernels.numerics.lse_tree.tree import LEAF, levels
-from rlk_kernels.ops.logp.portable import inverse_of
+from rlk_kernels.ops.linear_logp.options import LogitOptions
 
 COLUMNS, WARPS, RANKED = 4096, 1, 1024
 """Columns of a program, its warps, and its columns where the largest are asked for: they change no
 bit."""
+FP32 = tl.constexpr(tl.float32)
 LAST = tl.constexpr(-(1 << 63))
 """A rank below all others."""
 
@@ -39,9 +41,9 @@ def _rank(x, column):
 
 @triton.jit
 def _logp_blocks_kernel(
-    x_ptr, stats_ptr, ranks_ptr, stride_t, V, nodes, inverse,
-    BLOCK: tl.constexpr, LEAVES: tl.constexpr, LEVELS: tl.constexpr, SCALED: tl.constexpr,
-    TOP: tl.constexpr, OVERLAP: tl.constexpr,
+    x_ptr, stats_ptr, ranks_ptr, stride_t, V, nodes, cap, inverse_cap, scale, inverse,
+    BLOCK: tl.constexpr, LEAVES: tl.constexpr, LEVELS: tl.constexpr, SOFTCAP: tl.constexpr,
+    SCALED: tl.constexpr, TOP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """(n, s) of every block of columns, and the ranks of its TOP largest."""
     if OVERLAP:
@@ -62,9 +64,11 @@ def _logp_blocks_kernel(
             tl.store(ranks_ptr + (row * nodes + block) * TOP + i, best)
             of_left = tl.where(of_left == best, LAST, of_left)
             of_right = tl.where(of_right == best, LAST, of_right)
-    if SCALED:
-        left = left * inverse
-        right = right * inverse
+    left = _final_logits(left, 0, cap, inverse_cap, scale, inverse, False, FP32, SOFTCAP, SCALED)
+    right = _final_logits(right, 0, cap, inverse_cap, scale, inverse, False, FP32, SOFTCAP, SCALED)
+    if SOFTCAP:  # what is behind the last column stays without a weight
+        left = tl.where(cols < V, left, float("-inf"))
+        right = tl.where(cols + 8 < V, right, float("-inf"))
     n, s = leaf_stats_of_halves(left, right, LEAVES)
     n, s, _ = merge_neighbours(n, s, s, 1, LEAVES, LEVELS, False)
     at = stats_ptr + (row * nodes + block) * 2 + tl.zeros((1, 1), tl.int32)
@@ -73,18 +77,24 @@ def _logp_blocks_kernel(
 
 
 @triton.jit
-def _store_logp(at, x_ptr, ids, mask, V, n, log_s, inverse):
+def _store_logp(
+    at, x_ptr, ids, mask, V, n, log_s, cap, inverse_cap, scale, inverse, SOFTCAP: tl.constexpr,
+    SCALED: tl.constexpr,
+):  # fmt: skip
     """The log-probability of each id of a row: 0 where it is negative, NaN behind the last."""
     x = tl.load(x_ptr + ids, mask=mask & (ids >= 0) & (ids < V), other=float("nan"))
-    logp = (scaled(x.to(tl.float32) * inverse, n) - log_s) * LN2
+    x = x.to(tl.float32)
+    z = _final_logits(x, 0, cap, inverse_cap, scale, inverse, False, FP32, SOFTCAP, SCALED)
+    logp = (scaled(z, n) - log_s) * LN2
     tl.store(at, tl.where(ids < 0, 0.0, logp), mask=mask)
 
 
 @triton.jit
 def _logp_row_kernel(
     x_ptr, target_ptr, stats_ptr, logp_ptr, n_ptr, logs_ptr, ids_ptr, given_ptr, ranks_ptr, top_ptr,
-    top_ids_ptr, stride_t, V, nodes, inverse, J, LEVELS: tl.constexpr, JP: tl.constexpr,
-    TOP: tl.constexpr, TOPP: tl.constexpr, RANKS: tl.constexpr, OVERLAP: tl.constexpr,
+    top_ids_ptr, stride_t, V, nodes, cap, inverse_cap, scale, inverse, J, LEVELS: tl.constexpr,
+    JP: tl.constexpr, TOP: tl.constexpr, TOPP: tl.constexpr, RANKS: tl.constexpr,
+    SOFTCAP: tl.constexpr, SCALED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """JP: J given ids, padded. TOP: of RANKS ranks, padded, the largest; TOPP: padded."""
     if OVERLAP:
@@ -100,15 +110,19 @@ def _logp_row_kernel(
     log_s = tl.log2(tl.reshape(s, (1,)))
     here = row + tl.zeros((1,), tl.int64)
     target = tl.load(target_ptr + here).to(tl.int64)
-    _store_logp(logp_ptr + here, x_ptr + row * stride_t, target, here >= 0, V, n, log_s, inverse)
+    _store_logp(
+        logp_ptr + here, x_ptr + row * stride_t, target, here >= 0, V, n, log_s, cap, inverse_cap,
+        scale, inverse, SOFTCAP, SCALED,
+    )  # fmt: skip
     tl.store(n_ptr + here, n)
     tl.store(logs_ptr + here, log_s)
     if JP > 0:
         i = tl.arange(0, JP)
         ids = tl.load(ids_ptr + row * J + i, mask=i < J, other=0).to(tl.int64)
         _store_logp(
-            given_ptr + row * J + i, x_ptr + row * stride_t, ids, i < J, V, n, log_s, inverse
-        )
+            given_ptr + row * J + i, x_ptr + row * stride_t, ids, i < J, V, n, log_s, cap,
+            inverse_cap, scale, inverse, SOFTCAP, SCALED,
+        )  # fmt: skip
     if TOP > 0:
         i = tl.arange(0, RANKS)
         ranks = tl.load(ranks_ptr + row * nodes * TOP + i, mask=i < nodes * TOP, other=LAST)
@@ -121,35 +135,39 @@ def _logp_row_kernel(
         ids = 0x7FFFFFFF - (top & 0xFFFFFFFF)
         tl.store(top_ids_ptr + row * TOP + i, ids, mask=i < TOP)
         _store_logp(
-            top_ptr + row * TOP + i, x_ptr + row * stride_t, ids, i < TOP, V, n, log_s, inverse
-        )
+            top_ptr + row * TOP + i, x_ptr + row * stride_t, ids, i < TOP, V, n, log_s, cap,
+            inverse_cap, scale, inverse, SOFTCAP, SCALED,
+        )  # fmt: skip
 
 
 @triton.jit
 def _logp_bwd_kernel(
-    x_ptr, target_ptr, n_ptr, logs_ptr, g_ptr, dx_ptr, stride_t, V, inverse,
-    BLOCK: tl.constexpr,
+    x_ptr, target_ptr, n_ptr, logs_ptr, g_ptr, dx_ptr, stride_t, V, cap, inverse_cap, scale,
+    inverse, slope, inverse_top, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     target = tl.load(target_ptr + row)
     x = tl.load(x_ptr + row * stride_t + cols, mask=cols < V, other=float("-inf"))
-    z = x.to(tl.float32) * inverse
+    x = x.to(tl.float32)
+    z = _final_logits(x, 0, cap, inverse_cap, scale, inverse, False, FP32, SOFTCAP, SCALED)
     p = tl.exp2(scaled(z, tl.load(n_ptr + row)) - tl.load(logs_ptr + row))
-    g = tl.load(g_ptr + row) * inverse
+    g = tl.load(g_ptr + row) * slope
     dx = g * (tl.where(cols == target, 1.0, 0.0) - p)
+    if SOFTCAP:
+        dx = dx * _slope(z, inverse_top)
     dx = tl.where(dx == dx, dx, tl.where(g == 0.0, 0.0, float("nan")))
     dx = tl.where(target < 0, 0.0, dx)
     tl.store(dx_ptr + row * V + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < V)
 
 
 def forward(
-    logits: Tensor, target: Tensor, token_ids: Tensor | None, top_k: int, temperature: float
+    logits: Tensor, target: Tensor, token_ids: Tensor | None, top_k: int, spec: LogitOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(logp, n, log2 s)[T] of logits[T, V], whose rows are dense; logp of token_ids[T, J], and of
     the top_k, and their ids, None where not asked for."""
     t, v = logits.shape
-    inverse = inverse_of(temperature, torch.float32)
+    softcap, scaled_too = spec.softcap > 0, (spec.scale, spec.inverse) != (1.0, 1.0)
     logp, m, log_s = (torch.empty(t, dtype=torch.float32, device=logits.device) for _ in range(3))
     j = 0 if token_ids is None else token_ids.shape[1]
     given = top = top_ids = ranks = None
@@ -165,36 +183,37 @@ def forward(
         ranks = torch.empty(t, nodes, top_k, dtype=torch.int64, device=logits.device)
     if t:
         seen = launches(
-            logits.shape, logits.stride(0), logits.dtype, target.dtype, inverse != 1.0, j,
+            logits.shape, logits.stride(0), logits.dtype, target.dtype, softcap, scaled_too, j,
             token_ids is None or token_ids.dtype, top_k,
         )  # fmt: skip
         launch(
             seen, _logp_blocks_kernel, (t, nodes, 1), logits, stats, ranks, logits.stride(0), v,
-            nodes, inverse, block, block // LEAF,
-            levels(block // LEAF), inverse != 1.0, top_k, overlap,
+            nodes, *spec.numbers(), block, block // LEAF,
+            levels(block // LEAF), softcap, scaled_too, top_k, overlap,
             num_warps=4 if top_k else WARPS, launch_pdl=overlap,
         )  # fmt: skip
         launch(
             seen, _logp_row_kernel, (t, 1, 1), logits, target, stats, logp, m, log_s, token_ids,
             given, ranks, top, top_ids,
-            logits.stride(0), v, nodes, inverse, j, levels(nodes),
+            logits.stride(0), v, nodes, *spec.numbers(), j, levels(nodes),
             power_of_2(j) if j else 0, top_k, power_of_2(max(top_k, 1)),
-            power_of_2(nodes * max(top_k, 1)), overlap, num_warps=4 if top_k else 1,
+            power_of_2(nodes * max(top_k, 1)), softcap, scaled_too, overlap, num_warps=4 if top_k else 1,
             launch_pdl=overlap,
         )  # fmt: skip
     return logp, m, log_s, given, top, top_ids
 
 
 def backward(
-    logits: Tensor, target: Tensor, m: Tensor, log_s: Tensor, g: Tensor, temperature: float
+    logits: Tensor, target: Tensor, m: Tensor, log_s: Tensor, g: Tensor, spec: LogitOptions
 ) -> Tensor:
     """dlogits[T, V]."""
     t, v = logits.shape
-    inverse = inverse_of(temperature, torch.float32)
     dx = torch.empty(t, v, dtype=logits.dtype, device=logits.device)
     if t:
         block = block_columns()
         _logp_bwd_kernel[(t, cdiv(v, block))](
-            logits, target, m, log_s, g, dx, logits.stride(0), v, inverse, block, num_warps=4
-        )
+            logits, target, m, log_s, g, dx, logits.stride(0), v, *spec.numbers(), spec.slope,
+            spec.inverse_top, block, spec.softcap > 0, (spec.scale, spec.inverse) != (1.0, 1.0),
+            num_warps=4,
+        )  # fmt: skip
     return dx

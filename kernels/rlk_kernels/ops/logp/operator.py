@@ -1,6 +1,7 @@
 """logp: log-probability of one token per row of logits.
 
-    z[v]  = fp32(logits[t, v]) * fp32(1 / temperature)                    fp32, one rounding
+    z[v]  = (softcap tanh(logits[t, v] / softcap)) logit_scale / temperature    fp32, each step
+                                                  rounded; without a softcap logits[t, v] itself
     logp  = log(exp(z[target]) / sum_v exp(z[v]))
 
 Reduction order: the binary tree of `numerics/lse_tree` over the columns, from leaves of 16. A
@@ -8,7 +9,8 @@ program takes a block of columns, a whole subtree, and its node is written; bloc
 same tree. With (n, s) of the row, logp = (y - log2 s) log(2), y = z[target] log2(e) - n.
 torch backend: the same tree in fp64, in natural units. The bits are those of `linear_logp`.
 
-Gradient: dlogits[v] = round( g / temperature * ([v == target] - p[v]) ), p in fp32.
+Gradient: dlogits[v] = round( g logit_scale / temperature ([v == target] - p[v]) ), p in fp32, and
+with a softcap times 1 - tanh(logits[v] / softcap)^2, from z.
 The log-probabilities of `token_ids` are those that a target would have, in the same launch. The
 `top_k` are the largest logits, of equal ones the lowest id first. Neither has a gradient.
 A negative target (ignored tokens) gives logp 0 and no gradient; a row whose upstream gradient is 0
@@ -22,37 +24,45 @@ from torch import Tensor
 
 from rlk_kernels.backend import call, choose, record
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.ops.linear_logp.options import LogitOptions, check_options
 from rlk_kernels.ops.logp import portable
 
 
-def logp_ref(logits: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
+def logp_ref(
+    logits: Tensor, target: Tensor, temperature: float = 1.0, softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> Tensor:  # fmt: skip
     """The formula in float64, for tests."""
-    z = logits.double() / temperature
+    z = logits.double()
+    if softcap:
+        z = softcap * torch.tanh(z / softcap)
+    z = z * logit_scale / temperature
     return torch.log_softmax(z, -1).gather(-1, target[:, None].long()).squeeze(-1)
 
 
 MAX_TOP = 128
 
 
-def _run(logits, target, token_ids, top_k, temperature, backend):
+def _run(logits, target, token_ids, top_k, options, backend):
     record("logp", backend)
+    spec = LogitOptions(torch.float32, *options)
     if backend == "torch":
-        return portable.forward(logits, target, token_ids, top_k, temperature)
+        return portable.forward(logits, target, token_ids, top_k, spec)
     from rlk_kernels.ops.logp import kernels
 
-    return kernels.forward(logits, target, token_ids, top_k, temperature)
+    return kernels.forward(logits, target, token_ids, top_k, spec)
 
 
 @torch.library.custom_op("rlk::logp", mutates_args=())
 def _logp(
-    logits: Tensor, target: Tensor, temperature: float, backend: str
+    logits: Tensor, target: Tensor, softcap: float, scale: float, temperature: float, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """logp, and two numbers of a row that the gradient needs."""
-    return _run(logits, target, None, 0, temperature, backend)[:3]
+    return _run(logits, target, None, 0, (softcap, scale, temperature), backend)[:3]
 
 
 @_logp.register_fake
-def _(logits, target, temperature, backend):
+def _(logits, target, softcap, scale, temperature, backend):
     wide = torch.promote_types(logits.dtype, torch.float32)
     stat = torch.float64 if backend == "torch" else torch.float32
     shape = logits.shape[:1]
@@ -61,12 +71,14 @@ def _(logits, target, temperature, backend):
 
 @torch.library.custom_op("rlk::logp_and_more", mutates_args=())
 def _logp_and_more(
-    logits: Tensor, target: Tensor, token_ids: Tensor | None, top_k: int, temperature: float,
-    backend: str,
+    logits: Tensor, target: Tensor, token_ids: Tensor | None, top_k: int, softcap: float,
+    scale: float, temperature: float, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`_logp`, and logp of token_ids[T, J], of the top_k, and their ids; empty where not asked
     for."""
-    *row, given, top, ids = _run(logits, target, token_ids, top_k, temperature, backend)
+    *row, given, top, ids = _run(
+        logits, target, token_ids, top_k, (softcap, scale, temperature), backend
+    )
     t, wide = logits.shape[0], row[0].dtype
     given = torch.empty(t, 0, dtype=wide, device=logits.device) if given is None else given
     if top is None:
@@ -76,7 +88,7 @@ def _logp_and_more(
 
 
 @_logp_and_more.register_fake
-def _(logits, target, token_ids, top_k, temperature, backend):
+def _(logits, target, token_ids, top_k, softcap, scale, temperature, backend):
     wide = torch.promote_types(logits.dtype, torch.float32)
     stat = torch.float64 if backend == "torch" else torch.float32
     t = logits.shape[0]
@@ -88,24 +100,26 @@ def _(logits, target, token_ids, top_k, temperature, backend):
 
 @torch.library.custom_op("rlk::logp_backward", mutates_args=())
 def _logp_backward(
-    logits: Tensor, target: Tensor, m: Tensor, log_s: Tensor, g: Tensor, temperature: float,
-    backend: str,
+    logits: Tensor, target: Tensor, m: Tensor, log_s: Tensor, g: Tensor, softcap: float,
+    scale: float, temperature: float, backend: str,
 ) -> Tensor:  # fmt: skip
     record("logp_backward", backend)
+    spec = LogitOptions(torch.float32, softcap, scale, temperature)
     if backend == "torch":
-        return portable.backward(logits, target, m, log_s, g, temperature)
+        return portable.backward(logits, target, m, log_s, g, spec)
     from rlk_kernels.ops.logp import kernels
 
-    return kernels.backward(logits, target, m, log_s, g, temperature)
+    return kernels.backward(logits, target, m, log_s, g, spec)
 
 
 @_logp_backward.register_fake
-def _(logits, target, m, log_s, g, temperature, backend):
+def _(logits, target, m, log_s, g, softcap, scale, temperature, backend):
     return logits.new_empty(logits.shape)
 
 
 def _setup(ctx, inputs, output):
-    logits, target, *_, ctx.temperature, ctx.backend = inputs
+    logits, target, *_, softcap, scale, temperature, backend = inputs
+    ctx.options = softcap, scale, temperature, backend
     ctx.inputs = len(inputs)
     ctx.save_for_backward(logits, target, output[1], output[2])
     ctx.mark_non_differentiable(*output[1:])
@@ -117,7 +131,7 @@ def _backward(ctx, g, *_):
     none = (None,) * ctx.inputs
     if g is None:
         return none
-    dx = _logp_backward(logits, target, m, log_s, g.contiguous(), ctx.temperature, ctx.backend)
+    dx = _logp_backward(logits, target, m, log_s, g.contiguous(), *ctx.options)
     return dx, *none[1:]
 
 
@@ -132,12 +146,14 @@ def logp(
     token_ids: Tensor | None = None,
     top_k: int = 0,
     temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """log softmax(logits / temperature)[t, target[t]] -> [T] float32 (float64 for float64).
+    """log softmax(z)[t, target[t]] -> [T] float32 (float64 for float64), z of the logits as above.
 
     logits[T, V]: bfloat16, float16, float32 (float64 on the torch backend), V >= 1; target[T]
-    int32 or int64 below V, negative to ignore; temperature > 0. A target of V or more raises
+    int32 or int64 below V, negative to ignore; temperature, softcap, logit_scale > 0. A target of V or more raises
     IndexError on the torch backend and gives NaN on the GPU; so with token_ids.
 
     With token_ids[T, J] or top_k = K (at most V and 128; logits must not be NaN) a tuple, of what
@@ -152,8 +168,7 @@ def logp(
         )
     if target.dtype not in (torch.int32, torch.int64) or not logits.is_floating_point():
         raise UnsupportedDtype(f"logp: logits are {logits.dtype}, target is {target.dtype}")
-    if not temperature > 0:
-        raise ValueError(f"logp: temperature must be above 0, not {temperature}")
+    spec = check_options("logp", temperature, softcap, logit_scale, torch.float32)
     if token_ids is not None:
         if token_ids.dim() != 2 or token_ids.shape[0] != logits.shape[0]:
             raise UnsupportedShape(
@@ -169,9 +184,10 @@ def logp(
     chosen = choose("logp", backend, logits, target, token_ids)
     rows = logits if logits.stride(1) == 1 else logits.contiguous()
     target = target.contiguous()
+    options = spec.softcap, spec.scale, spec.temperature
     if token_ids is None and not top_k:
-        return call(_logp, rows, target, float(temperature), chosen)[0]
+        return call(_logp, rows, target, *options, chosen)[0]
     found, _, _, given, top, ids = call(
-        _logp_and_more, rows, target, token_ids, top_k, float(temperature), chosen
+        _logp_and_more, rows, target, token_ids, top_k, *options, chosen
     )
     return (found, *((given,) if token_ids is not None else ()), *((top, ids) if top_k else ()))

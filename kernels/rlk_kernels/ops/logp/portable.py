@@ -1,24 +1,18 @@
 """`logp` in PyTorch: the tree of `lse_tree` in float64."""
 
-import functools
-
 import torch
 from torch import Tensor
 
 from rlk_kernels.numerics import elementary
 from rlk_kernels.numerics.lse_tree.portable import block_portable
 from rlk_kernels.numerics.rows import by_rows
+from rlk_kernels.ops.linear_logp.options import LogitOptions
+from rlk_kernels.ops.linear_logp.portable import final_logits, softcap_slope
 
 
-@functools.cache
-def inverse_of(temperature: float, dtype: torch.dtype) -> float:
-    """1 / temperature, rounded to `dtype`."""
-    return float(torch.tensor(1.0 / temperature, dtype=dtype))
-
-
-def _forward(logits, target, ids, top_k, temperature):
+def _forward(logits, target, ids, top_k, spec):
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    z = (logits.to(wide) * inverse_of(temperature, wide)).double()
+    z = final_logits(logits, spec)
     m, s = block_portable(z)
     log_s = elementary.log(s)
 
@@ -34,18 +28,19 @@ def _forward(logits, target, ids, top_k, temperature):
     return of(target[:, None]).squeeze(-1), m, log_s, given, of(top), top
 
 
-def _backward(logits, target, m, log_s, g, temperature):
+def _backward(logits, target, m, log_s, g, spec):
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    z = (logits.to(wide) * inverse_of(temperature, wide)).double()
+    z = final_logits(logits, spec)
     p = elementary.exp((z - m[:, None]) - log_s[:, None])
     one = torch.zeros_like(p).scatter_(1, target.long().clamp(min=0)[:, None], 1.0)
-    dx = (g.double() * inverse_of(temperature, wide))[:, None] * (one - p)
+    slope = spec.scale / spec.temperature if wide == torch.float64 else spec.slope
+    dx = (g.double() * slope)[:, None] * (one - p) * softcap_slope(z, spec)
     quiet = (target < 0)[:, None] | ((g == 0)[:, None] & dx.isnan())
     return torch.where(quiet, 0.0, dx).to(wide).to(logits.dtype)
 
 
 def forward(
-    logits: Tensor, target: Tensor, token_ids: Tensor | None, top_k: int, temperature: float
+    logits: Tensor, target: Tensor, token_ids: Tensor | None, top_k: int, spec: LogitOptions
 ) -> tuple[Tensor, ...]:
     """(logp, m, log s)[T]: m is the maximum of a row, log s natural; logp of token_ids[T, J], and
     of the top_k, and their ids (empty where there are none)."""
@@ -54,15 +49,15 @@ def forward(
         if ids is not None and ids.numel() and int(ids.max()) >= v:
             raise IndexError(f"logp: a target of {int(ids.max())} is not below V = {v}")
     return by_rows(
-        lambda x, own, ids: _forward(x, own, ids, top_k, temperature), logits, target, token_ids
+        lambda x, own, ids: _forward(x, own, ids, top_k, spec), logits, target, token_ids
     )
 
 
 def backward(
-    logits: Tensor, target: Tensor, m: Tensor, log_s: Tensor, g: Tensor, temperature: float
+    logits: Tensor, target: Tensor, m: Tensor, log_s: Tensor, g: Tensor, spec: LogitOptions
 ) -> Tensor:
     """dlogits[T, V]."""
     return by_rows(
-        lambda x, own, m, log_s, g: _backward(x, own, m, log_s, g, temperature),
+        lambda x, own, m, log_s, g: _backward(x, own, m, log_s, g, spec),
         logits, target, m, log_s, g,
     )  # fmt: skip
