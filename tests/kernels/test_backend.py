@@ -225,9 +225,11 @@ def test_registration_passes_torchs_own_check():
     torch.library.opcheck(ops.rms_norm, (X, X.clone(), W[0], 1e-6, True, "torch"))
     torch.library.opcheck(ops.swiglu, (X, X.clone(), "torch"))
     torch.library.opcheck(ops.embedding, (torch.tensor([1, 2]), W, "torch"))
-    torch.library.opcheck(ops.logp, (X, torch.tensor([1, 2, 3]), 1.0, "torch"))
+    torch.library.opcheck(ops.logp, (X, torch.tensor([1, 2, 3]), 5.0, 0.5, 1.0, "torch"))
     top = torch.tensor([[1], [0], [2]])
-    torch.library.opcheck(ops.logp_and_more, (X, torch.tensor([1, 2, 3]), top, 2, 1.0, "torch"))
+    torch.library.opcheck(
+        ops.logp_and_more, (X, torch.tensor([1, 2, 3]), top, 2, 0.0, 1.0, 1.0, "torch")
+    )
     cu = torch.tensor([0, 3], dtype=torch.int32)
     h = X[:, None].clone()
     torch.library.opcheck(
@@ -237,6 +239,8 @@ def test_registration_passes_torchs_own_check():
     torch.library.opcheck(ops.rope, (h, h.clone(), *rope))
     torch.library.opcheck(ops.rope, (h, h.clone(), rope[0], torch.ones(4), *rope[2:]))
     torch.library.opcheck(ops.linear_into, (torch.empty(3, W.shape[0]), X, W, None, "torch"))
+    grad = torch.zeros(W.shape)
+    torch.library.opcheck(ops.add_weight_grad, (grad, X @ W.mT, X, "torch"))
     cache, lens = h[None].clone(), torch.tensor([3], dtype=torch.int32)
     torch.library.opcheck(
         ops.paged_attention_into,

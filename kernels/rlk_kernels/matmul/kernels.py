@@ -30,7 +30,9 @@ from rlk_kernels.matmul.steps import _tile_position, begins_segment, carry_high
 def _store_tile(
     acc, c_ptr, c_desc, bias_ptr, row, col, M, N, stride_cm,
     BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, TMA_STORE: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
+    """ADD: to what is there, in fp32."""
     cols = col + tl.arange(0, BN)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
@@ -40,6 +42,8 @@ def _store_tile(
         rows = row + tl.arange(0, BM)
         where = c_ptr + rows.to(tl.int64)[:, None] * stride_cm + cols[None, :]
         mask = (rows[:, None] < M) & (cols[None, :] < N)
+        if ADD:
+            acc = tl.load(where, mask=mask, other=0.0) + acc
         tl.store(where, acc.to(c_ptr.dtype.element_ty), mask=mask)
 
 
@@ -49,7 +53,7 @@ def _gemm_tma_kernel(
     TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, HAS_BIAS: tl.constexpr, TMA_STORE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BN2: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     SUBTILE: tl.constexpr, FLATTEN: tl.constexpr, SWAP: tl.constexpr, OVERLAP: tl.constexpr,
-    TAIL: tl.constexpr, SEGMENT: tl.constexpr,
+    TAIL: tl.constexpr, SEGMENT: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP > 0:
         tl.extra.cuda.gdc_wait()
@@ -99,21 +103,21 @@ def _gemm_tma_kernel(
             left, right = tl.split(halves)
             _store_tile(
                 left, c_ptr, c_desc, bias_ptr, row, col, M, N, stride_cm,
-                BM, BN // 2, HAS_BIAS, TMA_STORE,
+                BM, BN // 2, HAS_BIAS, TMA_STORE, ADD,
             )  # fmt: skip
             _store_tile(
                 right, c_ptr, c_desc, bias_ptr, row, col + BN // 2, M, N, stride_cm,
-                BM, BN // 2, HAS_BIAS, TMA_STORE,
+                BM, BN // 2, HAS_BIAS, TMA_STORE, ADD,
             )  # fmt: skip
         else:
             _store_tile(
                 acc, c_ptr, c_desc, bias_ptr, row, col, M, N, stride_cm,
-                BM, BN, HAS_BIAS, TMA_STORE,
+                BM, BN, HAS_BIAS, TMA_STORE, ADD,
             )  # fmt: skip
         if BN2 > 0:
             _store_tile(
                 acc2, c_ptr, c2_desc, bias_ptr, row, col + BN, M, N, stride_cm,
-                BM, BN2, HAS_BIAS, TMA_STORE,
+                BM, BN2, HAS_BIAS, TMA_STORE, ADD,
             )  # fmt: skip
     if TAIL > 0:  # the columns from N1 on, in narrower tiles: processors end together
         mine = tl.maximum(tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0)), 0)
@@ -137,7 +141,7 @@ def _gemm_tma_kernel(
                 acc = tl.dot(a, b, acc)
             _store_tile(
                 acc, c_ptr, c2_desc, bias_ptr, row, col, M, N, stride_cm,
-                BM, TAIL, HAS_BIAS, TMA_STORE,
+                BM, TAIL, HAS_BIAS, TMA_STORE, ADD,
             )  # fmt: skip
 
 
@@ -147,7 +151,7 @@ def _gemm_pointer_kernel(
     stride_am, stride_ak, stride_bk, stride_bn, stride_cm,
     HAS_BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    PRECISION: tl.constexpr, SEGMENT: tl.constexpr,
+    PRECISION: tl.constexpr, SEGMENT: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     tile_m, tile_n = _tile_position(tl.program_id(0), M, N, BM, BN, GROUP)
     rows = tile_m * BM + tl.arange(0, BM)
@@ -171,5 +175,5 @@ def _gemm_pointer_kernel(
         acc += high
     _store_tile(
         acc, c_ptr, c_ptr, bias_ptr, tile_m * BM, tile_n * BN, M, N, stride_cm,
-        BM, BN, HAS_BIAS, False,
+        BM, BN, HAS_BIAS, False, ADD,
     )  # fmt: skip

@@ -12,9 +12,12 @@ from rlk_kernels.matmul.plan import MatmulPlan
 def launch(
     plan: MatmulPlan, seen: dict, a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool,
     trans_b: bool,
-    out: Tensor,
+    out: Tensor, add: bool = False,
 ) -> None:  # fmt: skip
-    """Fill out[M, N] with A @ B (+ bias); seen: `launching.launches` of these shapes."""
+    """Fill out[M, N] with A @ B (+ bias), or add to it; seen: `launching.launches` of these shapes.
+
+    `add` is for the kernels "tma" and "pointer" without `tma_store`.
+    """
     if plan.kernel == "hopper_split":
         from rlk_kernels.matmul.hopper.epilogue import split_product
 
@@ -24,9 +27,9 @@ def launch(
 
         specialized_product(plan, seen, a, b, bias, out)
     elif plan.kernel == "tma":
-        _launch_tma(plan, seen, a, b, bias, trans_a, trans_b, out)
+        _launch_tma(plan, seen, a, b, bias, trans_a, trans_b, out, add)
     else:
-        _launch_pointer(plan, seen, a, b, bias, trans_a, trans_b, out)
+        _launch_pointer(plan, seen, a, b, bias, trans_a, trans_b, out, add)
 
 
 def _map(x: Tensor, *box: int) -> TensorDescriptor:
@@ -36,7 +39,7 @@ def _map(x: Tensor, *box: int) -> TensorDescriptor:
 def _launch_tma(
     plan: MatmulPlan, seen: dict, a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool,
     trans_b: bool,
-    out: Tensor,
+    out: Tensor, add: bool,
 ) -> None:  # fmt: skip
     (m, n), tile = out.shape, plan.tile
     k = a.shape[0] if trans_a else a.shape[1]
@@ -55,7 +58,7 @@ def _launch_tma(
         c2_desc, out, bias, m, n, k, plan.last_segment, plan.wide,
         out.stride(0), trans_a, trans_b, bias is not None, plan.tma_store,
         tile.m, tile.n, tile.n2, tile.k, tile.group, tile.subtile, tile.flatten, tile.swap,
-        plan.overlap, tile.tail, plan.segment, num_warps=tile.warps, num_stages=plan.stages,
+        plan.overlap, tile.tail, plan.segment, add, num_warps=tile.warps, num_stages=plan.stages,
         launch_pdl=plan.overlap > 0,
     )  # fmt: skip
 
@@ -63,7 +66,7 @@ def _launch_tma(
 def _launch_pointer(
     plan: MatmulPlan, seen: dict, a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool,
     trans_b: bool,
-    out: Tensor,
+    out: Tensor, add: bool,
 ) -> None:  # fmt: skip
     (m, n), tile = out.shape, plan.tile
     k = a.shape[0] if trans_a else a.shape[1]
@@ -73,5 +76,5 @@ def _launch_pointer(
         seen, kernels._gemm_pointer_kernel, (plan.programs, 1, 1), a, b, out, bias, m, n, k,
         plan.last_segment, a_m, a_k, b_k, b_n, out.stride(0),
         bias is not None, tile.m, tile.n, tile.k, tile.group, "ieee", plan.segment,
-        num_warps=tile.warps, num_stages=plan.stages,
+        add, num_warps=tile.warps, num_stages=plan.stages,
     )  # fmt: skip

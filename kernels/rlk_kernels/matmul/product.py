@@ -4,6 +4,8 @@ The tile-invariance self-check runs before the first product (and the first one 
 accumulation) on a device.
 """
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from rlk_kernels.device import facts
@@ -38,4 +40,20 @@ def product(
     if planned is None:
         planned = seen["plan"] = plan_for(a, b, trans_a, trans_b, out)
     launch(planned, seen, a, b, bias, trans_a, trans_b, out)
+    return planned.implementation
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> str:
+    """total[M, N] += a[K, M]^T @ b[K, N], in fp32; which implementation ran."""
+    if total.numel() == 0 or a.shape[0] == 0:
+        return "triton"
+    seen = launches(
+        "add", a.shape, a.stride(), b.shape, b.stride(), a.dtype, total.dtype, a.device,
+        (a.data_ptr() | b.data_ptr() | total.data_ptr()) & 15 == 0,
+    )  # fmt: skip
+    planned = seen.get("plan")
+    if planned is None:
+        planned = replace(plan_for(a, b, True, False, total), tma_store=False)
+        seen["plan"] = planned
+    launch(planned, seen, a, b, None, True, False, total, add=True)
     return planned.implementation

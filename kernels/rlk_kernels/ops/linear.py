@@ -10,6 +10,8 @@ Gradients, each one product with fp32 accumulation, rounded once to the input's 
     dx[..., k] = sum_n dy[..., n] weight[n, k]     n from front to back: a row depends on its row
     dweight[n, k] = sum_m dy[m, n] x[m, k]         m from front to back, no atomics
     dbias[n] = sum_m dy[m, n]                      the fixed order of `column_sum`
+    main_grad[n, k] = main_grad[n, k] + fp32(sum_m dy[m, n] x[m, k])    where one is given, in the
+        backward: the sum by itself, in the segments of `matmul/split.py`, then one fp32 addition
 dy is rounded to x's dtype first. dweight and dbias depend on the order of the rows (they are sums
 over rows) but neither on rows of zeros behind them nor on the run; on the torch backend dweight
 does not depend on the order of rows either.
@@ -98,6 +100,63 @@ def _backward(ctx, dy):
 _gemm.register_autograd(_backward, setup_context=_setup)
 
 
+@torch.library.custom_op("rlk::add_weight_grad", mutates_args=("main_grad",))
+def _add_weight_grad(main_grad: Tensor, dy: Tensor, x: Tensor, backend: str) -> None:
+    if backend == "torch":
+        record("linear", "torch")
+        main_grad += portable.product(dy, x, None, True, False, torch.float32)
+        return
+    from rlk_kernels.matmul.product import add_product
+
+    record("linear", add_product(main_grad, dy, x))
+
+
+@_add_weight_grad.register_fake
+def _(main_grad, dy, x, backend):
+    return None
+
+
+class _WithMainGrad(torch.autograd.Function):
+    """linear, whose backward adds the weight's gradient to `main_grad` and returns none for it."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, main_grad, out_dtype, backend):
+        ctx.save_for_backward(x, weight)
+        ctx.main_grad = main_grad  # not saved: other backwards may add to it meanwhile
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.backend = backend
+        return _gemm(x, weight, bias, False, True, out_dtype, backend)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        dy = dy.to(x.dtype).contiguous()
+        dx = db = None
+        if ctx.needs_input_grad[0]:
+            dx = _gemm(dy, weight, None, False, False, x.dtype, ctx.backend)
+        if ctx.needs_input_grad[1]:
+            _add_weight_grad(ctx.main_grad, dy, x, ctx.backend)
+        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+            db = column_sum(dy, ctx.backend).to(ctx.bias_dtype)
+        return dx, None, db, None, None, None
+
+
+def _check_main_grad(main_grad: Tensor, weight: Tensor, out: Tensor | None) -> None:
+    """Raise where the weight's gradient cannot be added to `main_grad`."""
+    if main_grad.shape != weight.shape or not main_grad.is_contiguous():
+        raise UnsupportedShape(
+            f"linear: main_grad {tuple(main_grad.shape)} of strides {main_grad.stride()} must be "
+            f"contiguous and like weight {tuple(weight.shape)}"
+        )
+    if main_grad.dtype != torch.float32 or weight.dtype == torch.float64:
+        raise UnsupportedDtype(
+            f"linear: main_grad is {main_grad.dtype} of a weight in {weight.dtype}; float32 of 16 "
+            "or 32 bits is needed"
+        )
+    if out is not None:
+        raise ValueError("linear: out has no gradient; give main_grad or out")
+
+
 def _check_out(
     out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None
 ) -> None:
@@ -122,6 +181,7 @@ def linear(
     *,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    main_grad: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """y[..., N] = x[..., K] @ weight[N, K]^T (+ bias[N]), the bits of a row free of its batch.
@@ -130,6 +190,8 @@ def linear(
     gradcheck; bias may also be float32). out_dtype defaults to x's; the sum is rounded to it once,
     from fp32. Any M >= 0, N, K, strides and alignment. With out[..., N] (contiguous; its dtype is
     that of y) the result is written there and `out` is returned: without gradients.
+    With main_grad[N, K] (float32, contiguous; Megatron's `weight.main_grad`) each backward adds the
+    weight's gradient to it, not rounded to the weight's dtype, and weight.grad stays as it is.
     Raises UnsupportedShape, UnsupportedDtype, ValueError where `out` is to have a gradient, and
     what `backend.choose` raises.
     """
@@ -148,7 +210,9 @@ def linear(
         raise UnsupportedDtype(f"linear: bias is {bias.dtype}; {x.dtype} or float32 is needed")
     if out_dtype is not None and not out_dtype.is_floating_point:
         raise UnsupportedDtype(f"linear: out_dtype is {out_dtype}; a floating dtype is needed")
-    chosen = choose("linear", backend, x, weight, bias, out)
+    chosen = choose("linear", backend, x, weight, bias, out, main_grad)
+    if main_grad is not None:
+        _check_main_grad(main_grad, weight, out)
     if out is not None:
         _check_out(out, x, weight, bias, out_dtype)
     rows = x
@@ -157,5 +221,8 @@ def linear(
     if out is not None:
         call(_linear_into, out.view(-1, weight.shape[0]), rows, weight, bias, chosen)
         return out
-    y = call(_gemm, rows, weight, bias, False, True, out_dtype or x.dtype, chosen)
+    if main_grad is not None and torch.is_grad_enabled():
+        y = _WithMainGrad.apply(rows, weight, bias, main_grad, out_dtype or x.dtype, chosen)
+    else:
+        y = call(_gemm, rows, weight, bias, False, True, out_dtype or x.dtype, chosen)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], weight.shape[0])

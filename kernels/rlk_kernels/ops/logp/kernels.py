@@ -197,8 +197,8 @@ def forward(
             given, ranks, top, top_ids,
             logits.stride(0), v, nodes, *spec.numbers(), j, levels(nodes),
             power_of_2(j) if j else 0, top_k, power_of_2(max(top_k, 1)),
-            power_of_2(nodes * max(top_k, 1)), softcap, scaled_too, overlap, num_warps=4 if top_k else 1,
-            launch_pdl=overlap,
+            power_of_2(nodes * max(top_k, 1)), softcap, scaled_too, overlap,
+            num_warps=4 if top_k else 1, launch_pdl=overlap,
         )  # fmt: skip
     return logp, m, log_s, given, top, top_ids
 

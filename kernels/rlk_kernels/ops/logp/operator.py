@@ -153,8 +153,8 @@ def logp(
     """log softmax(z)[t, target[t]] -> [T] float32 (float64 for float64), z of the logits as above.
 
     logits[T, V]: bfloat16, float16, float32 (float64 on the torch backend), V >= 1; target[T]
-    int32 or int64 below V, negative to ignore; temperature, softcap, logit_scale > 0. A target of V or more raises
-    IndexError on the torch backend and gives NaN on the GPU; so with token_ids.
+    int32 or int64 below V, negative to ignore; temperature, softcap, logit_scale > 0. A target of V
+    or more raises IndexError on the torch backend and gives NaN on the GPU; so with token_ids.
 
     With token_ids[T, J] or top_k = K (at most V and 128; logits must not be NaN) a tuple, of what
     is asked for: (logp[T], of token_ids[T, J], of the K largest logits[T, K], their ids[T, K]
