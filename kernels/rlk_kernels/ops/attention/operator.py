@@ -7,8 +7,9 @@ Reduction order: `order.py` and `portable.py`. Keys in chunks aligned to key 0
 of their sequence, chunks merged front to back; so a row has the same bits in prefill and in paged
 decode, whatever the block of queries, the block table, the chunked prefill, the cached prefix and
 the neighbours. Causal is aligned bottom-right: the last query sees the last key. `window` = w: a
-query sees itself and the w - 1 keys before it. Keys and values must be finite. Sequences without
-keys, and rows that see none, give out = 0 and lse = -inf.
+query sees itself and the w - 1 keys before it. `softcap` = c: s[j] becomes c tanh(s[j] / c), on
+the torch backend alone. `sinks`: a logit a head without a value (`sinks.py`). Keys and values must
+be finite. Sequences without keys, and rows that see none, give out = 0 and lse = -inf.
 
 T = queries of all sequences   S = keys of all sequences   Hq, Hk = heads   D = head size
 B = sequences   P = block size of the cache
@@ -21,8 +22,9 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.backend import call, choose, record
-from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.errors import UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.attention import portable
+from rlk_kernels.ops.attention import sinks as sink_logits
 
 MAX_DIM = 256
 
@@ -34,7 +36,8 @@ def default_scale(dim: int) -> float:
 
 def attention_ref(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *, causal: bool = True,
-    scale: float | None = None, window: int | None = None,
+    scale: float | None = None, window: int | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) by the formula in float64, for tests."""
     scale = default_scale(q.shape[2]) if scale is None else scale
@@ -51,8 +54,11 @@ def attention_ref(
         seen = key <= last
         if window is not None:
             seen = seen & (key > last - window)
+        s = s if softcap is None else softcap * torch.tanh(s / softcap)
         s = s.masked_fill(~seen, float("-inf"))
         lse = torch.logsumexp(s, -1)
+        if sinks is not None:
+            lse = torch.logaddexp(lse, sinks.double()[:, None])
         p = (s - torch.where(lse.isinf(), 0.0, lse)[..., None]).exp()
         outs.append(torch.einsum("hqk,khd->qhd", p, vb))
         lses.append(lse)
@@ -130,6 +136,104 @@ def _backward(ctx, do, _dlse):
 _attention.register_autograd(_backward, setup_context=_setup)
 
 
+@torch.library.custom_op("rlk::attention_with", mutates_args=())
+def _attention_with(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_q: Tensor, cu_k: Tensor, causal: bool,
+    scale: float, window: int | None, softcap: float, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`_attention` with sinks, a softcap (torch alone), or both."""
+    if softcap:
+        record("attention", "torch")
+        start, length = _lengths(cu_k)
+        found = portable.forward(
+            q, k, v, cu_q, start, length, None, 1, causal, scale, window, softcap
+        )
+    else:
+        found = _attention._init_fn(q, k, v, cu_q, cu_k, causal, scale, window, backend)
+    return found if sinks is None else sink_logits.add(*found, sinks, backend)
+
+
+@_attention_with.register_fake
+def _(q, k, v, sinks, cu_q, cu_k, causal, scale, window, softcap, backend):
+    return _empty(q)
+
+
+@torch.library.custom_op("rlk::attention_with_backward", mutates_args=())
+def _attention_with_backward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_q: Tensor, cu_k: Tensor, causal: bool,
+    scale: float, window: int | None, softcap: float, out: Tensor, lse: Tensor, do: Tensor,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv, dsinks), the last one empty without sinks."""
+    if softcap:
+        record("attention_backward", "torch")
+        start, length = _lengths(cu_k)
+        grads = portable.backward(
+            q, k, v, cu_q, start, length, causal, scale, window, out, lse, do, softcap
+        )
+    else:
+        grads = _attention_backward._init_fn(
+            q, k, v, cu_q, cu_k, causal, scale, window, out, lse, do, backend
+        )
+    if sinks is None:
+        return *grads, lse.new_empty(0)
+    return *grads, sink_logits.gradient(out, lse, sinks, do, backend)
+
+
+@_attention_with_backward.register_fake
+def _(q, k, v, sinks, cu_q, cu_k, causal, scale, window, softcap, out, lse, do, backend):
+    heads = 0 if sinks is None else q.shape[1]
+    grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return *grads, lse.new_empty(heads, dtype=torch.float32)
+
+
+def _setup_with(ctx, inputs, output):
+    q, k, v, sinks, cu_q, cu_k, *ctx.rest = inputs
+    ctx.save_for_backward(q, k, v, sinks, cu_q, cu_k, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward_with(ctx, do, _dlse):
+    if do is None:
+        return (None,) * 11
+    q, k, v, sinks, cu_q, cu_k, out, lse = ctx.saved_tensors
+    *options, backend = ctx.rest
+    *grads, dsinks = _attention_with_backward(
+        q, k, v, sinks, cu_q, cu_k, *options, out, lse, do.contiguous(), backend
+    )
+    return (*grads, None if sinks is None else dsinks, *(None,) * 7)
+
+
+_attention_with.register_autograd(_backward_with, setup_context=_setup_with)
+
+
+@torch.library.custom_op("rlk::paged_attention_with", mutates_args=())
+def _paged_attention_with(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, sinks: Tensor | None, block_table: Tensor,
+    context_lens: Tensor, cu_q: Tensor, scale: float, window: int | None, softcap: float,
+    backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if softcap:
+        record("paged_attention", "torch")
+        k, v = (x.reshape(-1, *x.shape[2:]) for x in (k_cache, v_cache))
+        length = context_lens.tolist()
+        found = portable.forward(
+            q, k, v, cu_q, [0] * len(length), length, block_table, k_cache.shape[1], True, scale,
+            window, softcap,
+        )  # fmt: skip
+    else:
+        found = _paged_attention._init_fn(
+            q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, backend
+        )
+    return found if sinks is None else sink_logits.add(*found, sinks, backend)
+
+
+@_paged_attention_with.register_fake
+def _(q, k_cache, v_cache, sinks, block_table, context_lens, cu_q, scale, window, softcap, backend):
+    return _empty(q)
+
+
 @torch.library.custom_op("rlk::paged_attention", mutates_args=())
 def _paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, context_lens: Tensor,
@@ -202,6 +306,22 @@ def _check(op: str, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int |
         raise ValueError(f"{op}: window must be at least 1, not {window}")
 
 
+def _check_with(
+    op: str, heads: int, sinks: Tensor | None, softcap: float | None, backend: str
+) -> None:
+    """Raise where sinks or a softcap cannot be had."""
+    if sinks is not None:
+        sink_logits.check(op, sinks, heads)
+    if softcap is not None:
+        if not softcap > 0:
+            raise ValueError(f"{op}: softcap must be above 0, not {softcap}; None is no cap")
+        if backend != "torch":
+            raise UnsupportedDevice(
+                f"{op}: a softcap runs on the torch backend alone, and the backend here is "
+                f"{backend}; use backend='torch'"
+            )
+
+
 def _last_dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -228,6 +348,8 @@ def attention(
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -236,8 +358,9 @@ def attention(
     cu_seqlens_q, cu_seqlens_k: [B + 1] integers, where each sequence begins. bfloat16, float16,
     float32 (float64 on the torch backend); Hq a multiple of Hk; D <= 256 (tuned for 64 and 128);
     scale defaults to 1 / sqrt(D). The head dimension must be dense; otherwise it is copied.
-    Differentiable in q, k, v; lse is not. Bounds outside of q or k raise on the torch backend and
-    are not looked at on a GPU. Raises UnsupportedShape, UnsupportedDtype, ValueError, and what
+    Differentiable in q, k, v and sinks[Hq] (float32; part of lse too); lse is not. A softcap needs
+    the torch backend. Bounds outside of q or k raise on the torch backend and are not looked at on
+    a GPU. Raises UnsupportedShape, UnsupportedDtype, UnsupportedDevice, ValueError, and what
     `backend.choose` raises.
     """
     if q.dim() != 3 or k.dim() != 3:
@@ -251,7 +374,14 @@ def attention(
     cu_k = _index("cu_seqlens_k", cu_seqlens_k, cu_q.numel())
     chosen = choose("attention", backend, q, k, v, cu_q, cu_k)
     q, k, v = (_last_dense(x) for x in (q, k, v))
-    out, lse = call(_attention, q, k, v, cu_q, cu_k, causal, scale, window, chosen)
+    if sinks is None and softcap is None:
+        out, lse = call(_attention, q, k, v, cu_q, cu_k, causal, scale, window, chosen)
+    else:
+        _check_with("attention", q.shape[1], sinks, softcap, chosen)
+        out, lse = call(
+            _attention_with, q, k, v, None if sinks is None else sinks.contiguous(), cu_q, cu_k,
+            causal, scale, window, float(softcap or 0.0), chosen,
+        )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
@@ -265,6 +395,8 @@ def paged_attention(
     cu_seqlens_q: Tensor,
     scale: float | None = None,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
     backend: str | None = None,
@@ -297,12 +429,23 @@ def paged_attention(
     table = table if table.stride(-1) == 1 else table.contiguous()
     chosen = choose("paged_attention", backend, q, k_cache, v_cache, table, lens, cu_q, out)
     q, k_cache, v_cache = _last_dense(q), _last_dense(k_cache), _last_dense(v_cache)
+    sinks = None if sinks is None else sinks.detach().contiguous()
+    if out is not None and (
+        out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous()
+    ):
+        raise UnsupportedShape(
+            f"paged_attention: out must be contiguous and like q {tuple(q.shape)} {q.dtype}, "
+            f"not {tuple(out.shape)} {out.dtype} of strides {out.stride()}"
+        )
+    if sinks is not None or softcap is not None:
+        _check_with("paged_attention", q.shape[1], sinks, softcap, chosen)
+        found, lse = call(
+            _paged_attention_with, q, k_cache, v_cache, sinks, table, lens, cu_q, scale, window,
+            float(softcap or 0.0), chosen,
+        )  # fmt: skip
+        found = found if out is None else out.copy_(found)
+        return (found, lse) if return_lse else found
     if out is not None:
-        if out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
-            raise UnsupportedShape(
-                f"paged_attention: out must be contiguous and like q {tuple(q.shape)} {q.dtype}, "
-                f"not {tuple(out.shape)} {out.dtype} of strides {out.stride()}"
-            )
         lse = call(
             _paged_attention_into,
             out,

@@ -1,6 +1,7 @@
 """The portable attention: exact products, one row a function of its own keys alone.
 
     score[j] = scale * (q . k[j])                    exact dot, rounded to fp32
+               softcap tanh( scale (q . k[j]) / softcap ) where there is one, rounded again
     p[j]     = exp(score[j] - max score)             float64, on a grid of 2**-P_BITS
     out      = ( sum over chunks, front to back, of sum_{j in chunk} p[j] v[j] ) / sum_j p[j]
     lse      = max score + log( sum_j p[j] )
@@ -69,9 +70,12 @@ def _weighted_chunk(p: Tensor, v: Tensor) -> Tensor:
     return (p_high @ v_high + low * 2.0**-width) * pow2(top - 2 * width)
 
 
-def _scores(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, seen: Tensor, scale: float, softcap: float) -> Tensor:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     score = (matmul_nt(q, k).to(wide) * scale).double()
+    if softcap:
+        t = _exp(score.abs() * (-2.0 / softcap), q.dtype)
+        score = (torch.where(score < 0, -softcap, softcap) * ((1 - t) / (1 + t))).to(wide).double()
     return torch.where(seen, score, -math.inf)
 
 
@@ -79,10 +83,12 @@ def _exp(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.exp(x) if dtype == torch.float64 else elementary.exp(x)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """out[..., R, D], lse[..., R] of q[..., R, D], k and v[..., S, D], seen[..., R, S]."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    score = _scores(q, k, seen, scale)
+    score = _scores(q, k, seen, scale, softcap)
     top = score.amax(-1, keepdim=True)
     top = torch.where(top == -math.inf, 0.0, top)
     p = torch.where(seen, _exp(score - top, q.dtype), 0.0)
@@ -106,13 +112,17 @@ def attend_backward(
     out: Tensor,
     lse: Tensor,
     do: Tensor,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) in float64, shapes like q, k, v."""
     lse = torch.where(lse == -math.inf, 0.0, lse.double())
-    p = torch.where(seen, _exp(_scores(q, k, seen, scale) - lse[..., None], q.dtype), 0.0)
+    score = _scores(q, k, seen, scale, softcap)
+    p = torch.where(seen, _exp(score - lse[..., None], q.dtype), 0.0)
     delta = tree_sum(out.double() * do.double())
     narrow = torch.float64 if q.dtype == torch.float64 else torch.float32
     ds = p * (matmul_nt(do, v) - delta) * scale
+    if softcap:
+        ds = torch.where(seen, ds * (1.0 - (score / softcap).square()), 0.0)
     dq = weighted_sum(ds, k)
     dk = matmul_nt(ds.to(narrow).mT, q.mT)
     dv = matmul_nt(p.to(narrow).mT, do.mT)
@@ -238,6 +248,7 @@ def _check_bounds(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, start_k: list[int], len_k: list[int],
     table: Tensor | None, page: int, causal: bool, scale: float, window: int | None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out[T, Hq, D], lse[Hq, T]); k, v[slots, Hk, D]."""
     _check_bounds(q.shape[0], k.shape[0], cu_q, start_k, len_k, table, page)
@@ -251,7 +262,7 @@ def forward(
     for batch in batches(cu_q, start_k, len_k, table, page, group, kv_heads, causal, window):
         o, part = attend(
             pack_rows(q, batch.rows, kv_heads), pack_keys(k, batch.keys),
-            pack_keys(v, batch.keys), batch.seen, scale,
+            pack_keys(v, batch.keys), batch.seen, scale, softcap,
         )  # fmt: skip
         unpack_rows(o, batch.rows, batch.row_live, out)
         unpack_rows(part[..., None], batch.rows, batch.row_live, lse)
@@ -261,6 +272,7 @@ def forward(
 def backward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, start_k: list[int], len_k: list[int],
     causal: bool, scale: float, window: int | None, out: Tensor, lse: Tensor, do: Tensor,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv) in the inputs' dtypes; batches of queries are added to dk, dv in order."""
     dq = torch.zeros_like(q)
@@ -272,7 +284,7 @@ def backward(
         live = batch.row_live.repeat_interleave(group, dim=1)[:, None, :, None]
         grads = attend_backward(
             packed[0], pack_keys(k, batch.keys), pack_keys(v, batch.keys), batch.seen, scale,
-            packed[1], packed[3].squeeze(-1), torch.where(live, packed[2], 0.0),
+            packed[1], packed[3].squeeze(-1), torch.where(live, packed[2], 0.0), softcap,
         )  # fmt: skip
         unpack_rows(grads[0], batch.rows, batch.row_live, dq)
         for total, part in zip((dk, dv), grads[1:], strict=True):

@@ -1,0 +1,82 @@
+"""The Triton kernels of `sinks`: a program takes ROWS heads of a query."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlk_kernels.launching import cdiv, launch, launches, power_of_2
+
+ROWS = 8
+
+
+@triton.jit
+def _more(lse, sink):
+    """log( exp(lse) + exp(sink) )."""
+    top = tl.maximum(lse, sink)
+    return top + tl.log(1.0 + tl.exp(tl.minimum(lse, sink) - top))
+
+
+@triton.jit(do_not_specialize=["T"])
+def _add_sinks_kernel(
+    out_ptr, lse_ptr, sinks_ptr, new_ptr, more_ptr, T, H, D: tl.constexpr, BD: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    dims = tl.arange(0, BD)[None, :]
+    lse = tl.load(lse_ptr + heads.to(tl.int64) * T + token, mask=heads < H, other=0.0)
+    sink = tl.load(sinks_ptr + heads, mask=heads < H, other=0.0)
+    more = _more(lse, sink)
+    tl.store(more_ptr + heads.to(tl.int64) * T + token, more, mask=heads < H)
+    at = (token * H + heads)[:, None] * D + dims
+    mask = (heads[:, None] < H) & (dims < D)
+    out = tl.load(out_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    out = out * tl.exp(lse - more)[:, None]
+    tl.store(new_ptr + at, out.to(new_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _sink_parts_kernel(
+    out_ptr, lse_ptr, sinks_ptr, do_ptr, parts_ptr, T, H, D: tl.constexpr, BD: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    dims = tl.arange(0, BD)[None, :]
+    lse = tl.load(lse_ptr + heads.to(tl.int64) * T + token, mask=heads < H, other=0.0)
+    sink = tl.load(sinks_ptr + heads, mask=heads < H, other=0.0)
+    at = (token * H + heads)[:, None] * D + dims
+    mask = (heads[:, None] < H) & (dims < D)
+    out = tl.load(out_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    do = tl.load(do_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    parts = -tl.exp(sink - lse) * tl.sum(out * do, 1)
+    tl.store(parts_ptr + token * H + heads, parts, mask=heads < H)
+
+
+def _grid(out: Tensor) -> tuple[int, int, int]:
+    return out.shape[0], cdiv(out.shape[1], ROWS), 1
+
+
+def add(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """`sinks.add`; out is dense."""
+    t, h, d = out.shape
+    new, more = torch.empty_like(out), torch.empty_like(lse)
+    if t:
+        seen = launches("sinks", h, d, out.dtype)
+        launch(
+            seen, _add_sinks_kernel, _grid(out), out, lse, sinks, new, more, t, h, d,
+            power_of_2(d), ROWS, num_warps=4,
+        )  # fmt: skip
+    return new, more
+
+
+def gradient_parts(out: Tensor, lse: Tensor, sinks: Tensor, do: Tensor) -> Tensor:
+    """[T, H], whose sums over T are dsink."""
+    t, h, d = out.shape
+    parts = torch.empty(t, h, dtype=torch.float32, device=out.device)
+    if t:
+        _sink_parts_kernel[_grid(out)](
+            out, lse, sinks, do, parts, t, h, d, power_of_2(d), ROWS, num_warps=4
+        )
+    return parts

@@ -1,0 +1,127 @@
+"""Attention with sinks (both backends) and a softcap (torch): right, and a row's own bits."""
+
+import pytest
+import rlk_kernels as rk
+import torch
+from kernel_suite import rand
+from rlk_kernels.ops.attention import operator, portable, sinks
+from rlk_kernels.ops.attention.operator import attention_ref
+
+CU = torch.tensor([0, 9, 9, 30])
+SINK = torch.tensor([0.5, -1.0, 3.0, 0.0])
+BACKENDS = ["torch", "triton"]
+OPTIONS = [
+    ("torch", {"softcap": 2.0}),
+    ("torch", {"softcap": 1.5, "sinks": SINK, "window": 5}),
+    *((backend, {"sinks": SINK}) for backend in BACKENDS),
+    ("triton", {"sinks": SINK, "window": 4}),
+]
+
+
+def case(dtype=torch.float32, dim=16):
+    q = 2 * rand(30, 4, dim, dtype=dtype, device="cpu", seed=1)
+    k, v = (rand(30, 2, dim, dtype=dtype, device="cpu", seed=s) for s in (2, 3))
+    return q, k, v
+
+
+@pytest.mark.parametrize(("backend", "options"), OPTIONS)
+def test_values_and_gradients_are_those_of_the_formula(backend, options):
+    inputs = [x.requires_grad_() for x in case()]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    options, wide = dict(options), dict(options)
+    if "sinks" in options:
+        options["sinks"] = SINK.clone().requires_grad_()
+        wide["sinks"] = SINK.double().requires_grad_()
+        inputs.append(options["sinks"])
+        exact.append(wide["sinks"])
+    out, lse = rk.attention(*inputs[:3], CU, CU, return_lse=True, backend=backend, **options)
+    truth, lse_truth = attention_ref(*exact[:3], CU, CU, **wide)
+    assert (out - truth).abs().max() < 3e-6
+    assert (lse - lse_truth).abs().max() < 3e-6
+    up = rand(30, 4, 16, dtype=torch.float32, device="cpu", seed=7)
+    grads = torch.autograd.grad(out, inputs, up)
+    for got, want in zip(grads, torch.autograd.grad(truth, exact, up.double()), strict=True):
+        assert (got - want).abs().max() < 3e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("backend", "options"), OPTIONS)
+def test_a_sequence_has_its_bits_alone_and_out_of_a_paged_cache(backend, options, dtype):
+    q, k, v = case(dtype)
+    whole = rk.attention(q, k, v, CU, CU, backend=backend, **options)
+    last = [x[9:] for x in (q, k, v)]
+    own = torch.tensor([0, 21])
+    assert torch.equal(rk.attention(*last, own, own, backend=backend, **options), whole[9:])
+    cache = [torch.cat([x, x[:3]]).view(6, 4, 2, 16) for x in last[1:]]
+    table, lens = torch.arange(6)[None], torch.tensor([21])
+    paged = rk.paged_attention(
+        q[-3:], *cache, table, lens, cu_seqlens_q=torch.tensor([0, 3]), backend=backend, **options
+    )
+    assert torch.equal(paged, whole[-3:])
+    given = torch.full_like(paged, float("nan"))
+    rk.paged_attention(
+        q[-1:], *cache, table, lens, cu_seqlens_q=torch.tensor([0, 1]), out=given[-1:],
+        backend=backend, **options,
+    )  # fmt: skip
+    assert torch.equal(given[-1], whole[-1])
+
+
+@pytest.mark.parametrize("dim", [64, 80, 256])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_head_sizes_with_sinks(backend, dim):
+    q, k, v = case(dim=dim)
+    out = rk.attention(q, k, v, CU, CU, sinks=SINK, backend=backend)
+    truth, _ = attention_ref(q, k, v, CU, CU, sinks=SINK)
+    assert (out - truth).abs().max() < 5e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_without_keys_and_sinks_far_away(backend):
+    q, k, v = case()
+    none = torch.zeros(4, dtype=torch.long)
+    out, lse = rk.attention(q, k[:0], v[:0], CU, none, sinks=SINK, return_lse=True, backend=backend)
+    assert not out.any()
+    assert torch.equal(lse, SINK[:, None].expand(4, 30))
+    far = torch.full((4,), -1e4)
+    plain = rk.attention(q, k, v, CU, CU, backend=backend)
+    assert torch.equal(rk.attention(q, k, v, CU, CU, sinks=far, backend=backend), plain)
+    assert not rk.attention(q, k, v, CU, CU, sinks=-far, backend=backend).any()
+
+
+def test_a_sink_of_another_head_is_noticed(monkeypatch):
+    add = sinks.add
+    monkeypatch.setattr(sinks, "add", lambda out, lse, sink, b: add(out, lse, sink.roll(1), b))
+    with pytest.raises(AssertionError):
+        test_values_and_gradients_are_those_of_the_formula("torch", {"sinks": SINK})
+
+
+def test_a_cap_of_every_second_batch_is_noticed(monkeypatch):
+    attend = portable.attend
+    monkeypatch.setattr(
+        portable, "attend", lambda *x: attend(*x[:5], x[5] if x[0].shape[0] > 1 else 0.0)
+    )
+    with pytest.raises(AssertionError):
+        test_a_sequence_has_its_bits_alone_and_out_of_a_paged_cache(
+            "torch", {"softcap": 2.0}, torch.float32
+        )
+
+
+def test_what_cannot_be_had_is_said():
+    q, k, v = case()
+    with pytest.raises(rk.UnsupportedDevice, match="softcap runs on the torch backend alone"):
+        rk.attention(q, k, v, CU, CU, softcap=30.0, backend="triton")
+    with pytest.raises(rk.UnsupportedShape, match=r"sinks\[4\]"):
+        rk.attention(q, k, v, CU, CU, sinks=SINK[:2])
+    with pytest.raises(rk.UnsupportedDtype, match="float32"):
+        rk.attention(q, k, v, CU, CU, sinks=SINK.double())
+    for value in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="softcap"):
+            rk.attention(q, k, v, CU, CU, softcap=value)
+
+
+def test_the_registrations_pass_torchs_own_check():
+    q, k, v = (x[:4].clone() for x in case())
+    cu = torch.tensor([0, 4], dtype=torch.int32)
+    options = (cu, cu.clone(), True, 0.5, None, 2.0, "torch")
+    torch.library.opcheck(operator._attention_with, (q, k, v, SINK, *options))
+    torch.library.opcheck(operator._attention_with, (q, k, v, None, *options))
