@@ -20,6 +20,7 @@ from rlk_kernels.ops.kv_cache.operator import write_kv_cache
 from rlk_kernels.ops.linear import linear
 from rlk_kernels.ops.linear_logp.operator import linear_logp
 from rlk_kernels.ops.logp.operator import logp
+from rlk_kernels.ops.norm_rope.operator import norm_rope
 from rlk_kernels.ops.rms_norm.operator import rms_norm
 from rlk_kernels.ops.rope.operator import rope
 from rlk_kernels.ops.swiglu.operator import swiglu
@@ -54,6 +55,7 @@ __all__ = [
     "linear_grpo_loss",
     "linear_logp",
     "logp",
+    "norm_rope",
     "paged_attention",
     "reset_backend_calls",
     "rms_norm",

@@ -33,6 +33,9 @@ OPERATORS = {
     "rms_norm": lambda x: rk.rms_norm(x, GAIN, 1e-6),
     "rms_norm, residual": lambda x: torch.cat(rk.rms_norm(x, GAIN, 1e-6, residual=x)),
     "rope": lambda x: torch.cat(rk.rope(x.view(T, 2, 8), K, IDS, theta=1e4), 1),
+    "norm_rope": lambda x: torch.cat(
+        rk.norm_rope(x.view(T, 2, 8), K, GAIN[:8], GAIN[8:], IDS, eps=1e-6, theta=1e4), 1
+    ),
     "swiglu": lambda x: rk.swiglu(x, x * 2),
     "embedding": lambda x: rk.embedding(IDS, HEAD) + x,
     "attention": lambda x: rk.attention(Q, x.view(T, 2, 8), K, CU, CU),

@@ -77,6 +77,42 @@ def _backward(ctx, dq, dk):
 _rope.register_autograd(_backward, setup_context=_setup)
 
 
+def check_rope(
+    op: str, q: Tensor, k: Tensor, positions: Tensor, theta: float | None, inv_freq: Tensor | None,
+    rotary_dim: int | None, cos_sin_dtype: torch.dtype,
+) -> int:  # fmt: skip
+    """The rotary size; raises what `rope` says."""
+    if (theta is None) == (inv_freq is None):
+        raise ValueError(f"{op}: one of theta and inv_freq is needed")
+    if theta is not None and not theta > 0:
+        raise ValueError(f"{op}: theta must be above 0, not {theta}")
+    if q.dim() != 3 or k.dim() != 3 or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
+        raise UnsupportedShape(
+            f"{op}: q[T, Hq, D] and k[T, Hk, D] are needed, not {tuple(q.shape)}, {tuple(k.shape)}"
+        )
+    integers = not positions.is_floating_point() and positions.dtype != torch.bool
+    if positions.shape != q.shape[:1] or not integers:
+        raise UnsupportedShape(
+            f"{op}: positions must be {q.shape[0]} integers, not {positions.dtype} "
+            f"{tuple(positions.shape)}"
+        )
+    given = q.shape[2] if inv_freq is None else 2 * inv_freq.numel()
+    size = given if rotary_dim is None else rotary_dim
+    if size % 2 or not 0 < size <= q.shape[2]:
+        raise UnsupportedShape(f"{op}: rotary_dim {size} must be even and at most {q.shape[2]}")
+    if inv_freq is not None and inv_freq.shape != (size // 2,):
+        raise UnsupportedShape(
+            f"{op}: inv_freq {tuple(inv_freq.shape)} must hold {size // 2} frequencies"
+        )
+    if inv_freq is not None and inv_freq.dtype != torch.float32:
+        raise UnsupportedDtype(f"{op}: inv_freq is {inv_freq.dtype}; float32 is needed")
+    if cos_sin_dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise UnsupportedDtype(
+            f"{op}: cos_sin_dtype {cos_sin_dtype} is not a float of 16 or 32 bit"
+        )
+    return size
+
+
 def rope(
     q: Tensor,
     k: Tensor,
@@ -98,34 +134,7 @@ def rope(
     Raises UnsupportedShape, UnsupportedDtype, ValueError where not one of theta and inv_freq is
     given, or theta is not above 0.
     """
-    if (theta is None) == (inv_freq is None):
-        raise ValueError("rope: one of theta and inv_freq is needed")
-    if theta is not None and not theta > 0:
-        raise ValueError(f"rope: theta must be above 0, not {theta}")
-    if q.dim() != 3 or k.dim() != 3 or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
-        raise UnsupportedShape(
-            f"rope: q[T, Hq, D] and k[T, Hk, D] are needed, not {tuple(q.shape)}, {tuple(k.shape)}"
-        )
-    integers = not positions.is_floating_point() and positions.dtype != torch.bool
-    if positions.shape != q.shape[:1] or not integers:
-        raise UnsupportedShape(
-            f"rope: positions must be {q.shape[0]} integers, not {positions.dtype} "
-            f"{tuple(positions.shape)}"
-        )
-    given = q.shape[2] if inv_freq is None else 2 * inv_freq.numel()
-    size = given if rotary_dim is None else rotary_dim
-    if size % 2 or not 0 < size <= q.shape[2]:
-        raise UnsupportedShape(f"rope: rotary_dim {size} must be even and at most {q.shape[2]}")
-    if inv_freq is not None and inv_freq.shape != (size // 2,):
-        raise UnsupportedShape(
-            f"rope: inv_freq {tuple(inv_freq.shape)} must hold {size // 2} frequencies"
-        )
-    if inv_freq is not None and inv_freq.dtype != torch.float32:
-        raise UnsupportedDtype(f"rope: inv_freq is {inv_freq.dtype}; float32 is needed")
-    if cos_sin_dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise UnsupportedDtype(
-            f"rope: cos_sin_dtype {cos_sin_dtype} is not a float of 16 or 32 bit"
-        )
+    size = check_rope("rope", q, k, positions, theta, inv_freq, rotary_dim, cos_sin_dtype)
     frequency = None if inv_freq is None else inv_freq.detach().contiguous()
     chosen = choose("rope", backend, q, k, positions, inv_freq)
     if k.dtype != q.dtype:

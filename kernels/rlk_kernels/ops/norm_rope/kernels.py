@@ -1,0 +1,121 @@
+"""The Triton kernel of `norm_rope`: a program takes some heads of a token.
+
+The mean of squares is taken of the same tile, by as many warps, as in `rms_norm/kernels.py`: the
+order of its sum follows from these. Halves of a head are read again for the rotation.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlk_kernels.device import facts
+from rlk_kernels.launching import cdiv, launch, launches, power_of_2
+
+_TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def _normed(x, r, weight, dtype: tl.constexpr, HF: tl.constexpr):
+    """A part of a head as `rms_norm` stores it."""
+    n = x.to(tl.float32) * r
+    if HF:
+        n = n.to(dtype).to(tl.float32)
+    return (n * weight).to(dtype)
+
+
+@triton.jit
+def _norm_rotate(
+    x_ptr, weight_ptr, y_ptr, token, group, stride_t, stride_h, H, eps, cos, sin, D: tl.constexpr,
+    BD: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HF: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    heads = group * ROWS + tl.arange(0, ROWS)[:, None]
+    cols = tl.arange(0, BD)[None, :]
+    x_at = x_ptr + token * stride_t + heads * stride_h
+    y_at = y_ptr + (token * H + heads) * D
+    s = tl.load(x_at + cols, mask=(heads < H) & (cols < D), other=0.0).to(tl.float32)
+    r = tl.rsqrt(tl.sum(s * s, 1) / D + eps)[:, None]
+    i = tl.arange(0, RP)[None, :]
+    first = 2 * i if INTERLEAVED else i
+    second = 2 * i + 1 if INTERLEAVED else i + R
+    mask = (heads < H) & (i < R)
+    of_first = tl.load(weight_ptr + first, mask=i < R, other=0.0).to(tl.float32)
+    of_second = tl.load(weight_ptr + second, mask=i < R, other=0.0).to(tl.float32)
+    a = _normed(tl.load(x_at + first, mask=mask, other=0.0), r, of_first, dtype, HF)
+    b = _normed(tl.load(x_at + second, mask=mask, other=0.0), r, of_second, dtype, HF)
+    a = a.to(tl.float32)
+    b = b.to(tl.float32)
+    tl.store(y_at + first, (a * cos - b * sin).to(dtype), mask=mask)
+    tl.store(y_at + second, (b * cos + a * sin).to(dtype), mask=mask)
+    if TAIL > 0:
+        rest = 2 * R + tl.arange(0, TAIL)[None, :]
+        mask = (heads < H) & (rest < D)
+        weight = tl.load(weight_ptr + rest, mask=rest < D, other=0.0).to(tl.float32)
+        x = tl.load(x_at + rest, mask=mask, other=0.0)
+        tl.store(y_at + rest, _normed(x, r, weight, dtype, HF), mask=mask)
+
+
+@triton.jit(do_not_specialize=["Q_STEPS"])
+def _norm_rope_kernel(
+    q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, q_out_ptr, k_out_ptr, pos_ptr, freq_ptr,
+    stride_qt, stride_qh, stride_kt, stride_kh, HQ, HK, Q_STEPS, eps,
+    D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, TAIL: tl.constexpr,
+    ROWS: tl.constexpr, INTERLEAVED: tl.constexpr, HF: tl.constexpr, ROUND: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """ROWS heads of a token, those of k behind those of q."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, RP)
+    angle = tl.load(pos_ptr + token).to(tl.float32) * tl.load(freq_ptr + i, mask=i < R, other=0.0)
+    cos = tl.cos(angle).to(ROUND).to(tl.float32)[None, :]
+    sin = tl.sin(angle).to(ROUND).to(tl.float32)[None, :]
+    group = tl.program_id(1)
+    if group < Q_STEPS:
+        _norm_rotate(
+            q_ptr, q_weight_ptr, q_out_ptr, token, group, stride_qt, stride_qh, HQ, eps, cos, sin,
+            D, BD, R, RP, TAIL, ROWS, INTERLEAVED, HF,
+        )  # fmt: skip
+    else:
+        _norm_rotate(
+            k_ptr, k_weight_ptr, k_out_ptr, token, group - Q_STEPS, stride_kt, stride_kh, HK, eps,
+            cos, sin, D, BD, R, RP, TAIL, ROWS, INTERLEAVED, HF,
+        )  # fmt: skip
+
+
+def _as_wide(x: Tensor) -> Tensor:
+    """x, copied where a load of a head could not be as wide as that of its copy: the layout of the
+    tile, and so the order of its sum, follows from that."""
+    dense = x.stride(2) == 1 and x.stride(1) == x.shape[2]
+    return x if dense and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
+
+
+def norm_rotate(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, positions: Tensor, frequency: Tensor,
+    eps: float, hf: bool, round_to: torch.dtype, interleaved: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q[T, Hq, D] and k[T, Hk, D], normed and rotated."""
+    (t, hq, d), hk, r = q.shape, k.shape[1], frequency.numel()
+    q, k = _as_wide(q), _as_wide(k)
+    q_out, k_out = torch.empty_like(q, memory_format=torch.contiguous_format), k.new_empty(k.shape)
+    if t and hq + hk:
+        block = power_of_2(d)
+        rows = max(1, 1024 // block)
+        steps = cdiv(hq, rows), cdiv(hk, rows)
+        overlap = facts(q.device).overlaps
+        seen = launches(
+            "norm_rope", hq, hk, d, r, q.stride(), k.stride(), q.dtype, q_weight.dtype,
+            positions.dtype, round_to, interleaved, hf,
+        )  # fmt: skip
+        launch(
+            seen, _norm_rope_kernel, (t, sum(steps), 1), q, k, q_weight, k_weight, q_out, k_out,
+            positions, frequency, q.stride(0), q.stride(1), k.stride(0), k.stride(1), hq, hk,
+            steps[0], eps, d, block, r, power_of_2(r), power_of_2(d - 2 * r) if d > 2 * r else 0,
+            rows, interleaved, hf, _TL[round_to], overlap, num_warps=min(16, max(2, block // 1024)),
+            launch_pdl=overlap,
+        )  # fmt: skip
+    return q_out, k_out

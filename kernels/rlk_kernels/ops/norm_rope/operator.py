@@ -1,0 +1,119 @@
+"""norm_rope: RMS norm of each head of queries and keys, then the rotary embedding.
+
+    q', k' = rope( rms_norm(q, q_weight), rms_norm(k, k_weight), positions )
+
+with the bits of the two operators, roundings and all, their gradients too: a head's norm is taken
+over D in the order of `rms_norm`, is rounded as there, and rotated as in `rope`. On triton both are
+one launch; the backward runs the backwards of the two.
+
+T = tokens   H = heads   D = head size   R = rotary_dim / 2
+"""
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.backend import call, choose, record
+from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.ops.rms_norm.operator import CASTS, _rms_norm_backward
+from rlk_kernels.ops.rms_norm.operator import rms_norm as norm
+from rlk_kernels.ops.rope.operator import _frequencies, _rope, check_rope
+
+
+@torch.library.custom_op("rlk::norm_rope", mutates_args=())
+def _norm_rope(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, positions: Tensor,
+    inv_freq: Tensor | None, eps: float, hf: bool, theta: float, rotary_dim: int,
+    cos_sin_dtype: torch.dtype, interleaved: bool, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    record("norm_rope", backend)
+    if backend == "torch":
+        cast = "hf" if hf else "vllm"
+        q, k = (
+            norm(x, weight, eps, cast=cast, backend=backend)
+            for x, weight in ((q, q_weight), (k, k_weight))
+        )
+        return _rope._init_fn(
+            q, k, positions, inv_freq, theta, rotary_dim, 1.0, cos_sin_dtype, interleaved, backend
+        )
+    from rlk_kernels.ops.norm_rope import kernels
+
+    frequency = _frequencies(theta, rotary_dim, q.device) if inv_freq is None else inv_freq
+    return kernels.norm_rotate(
+        q, k, q_weight, k_weight, positions, frequency, eps, hf, cos_sin_dtype, interleaved
+    )
+
+
+@_norm_rope.register_fake
+def _(q, k, q_weight, k_weight, positions, inv_freq, *options):
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+def _setup(ctx, inputs, output):
+    q, k, q_weight, k_weight, positions, inv_freq, ctx.eps, _, *ctx.rotation = inputs
+    ctx.save_for_backward(q, k, q_weight, k_weight, positions, inv_freq)
+
+
+def _backward(ctx, dq, dk):
+    q, k, q_weight, k_weight, positions, inv_freq = ctx.saved_tensors
+    theta, rotary_dim, cos_sin_dtype, interleaved, backend = ctx.rotation
+    rotated = _rope(
+        dq.contiguous(), dk.contiguous(), positions, inv_freq, theta, rotary_dim, -1.0,
+        cos_sin_dtype, interleaved, backend,
+    )  # fmt: skip
+    grads, weights = [], []
+    for x, weight, dy in ((q, q_weight, rotated[0]), (k, k_weight, rotated[1])):
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        dx, dw = _rms_norm_backward(rows, weight, dy.view(rows.shape), None, ctx.eps, backend)
+        grads.append(dx.view(x.shape))
+        weights.append(dw.to(weight.dtype))
+    return (*grads, *weights, *(None,) * 9)
+
+
+_norm_rope.register_autograd(_backward, setup_context=_setup)
+
+
+def norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    positions: Tensor,
+    *,
+    eps: float,
+    cast: str = "hf",
+    theta: float | None = None,
+    inv_freq: Tensor | None = None,
+    rotary_dim: int | None = None,
+    cos_sin_dtype: torch.dtype = torch.float32,
+    interleaved: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Norm and rotate q[T, Hq, D] and k[T, Hk, D]; q_weight[D], k_weight[D] in their dtype or fp32.
+
+    eps and cast are those of `rms_norm`, the other options those of `rope`: the result has the
+    bits of `rope(rms_norm(q), rms_norm(k))`. q and k have one dtype. Inputs are not modified.
+    Raises UnsupportedShape, UnsupportedDtype, ValueError.
+    """
+    size = check_rope("norm_rope", q, k, positions, theta, inv_freq, rotary_dim, cos_sin_dtype)
+    if cast not in CASTS:
+        raise ValueError(f"norm_rope: cast {cast!r} is unknown; choose from {list(CASTS)}")
+    if not eps >= 0:
+        raise ValueError(f"norm_rope: eps must not be negative, not {eps}")
+    for weight in (q_weight, k_weight):
+        if weight.shape != q.shape[2:]:
+            raise UnsupportedShape(
+                f"norm_rope: weights of {q.shape[2]} are needed, not {tuple(weight.shape)}"
+            )
+        if weight.dtype not in (q.dtype, torch.float32):
+            raise UnsupportedDtype(f"norm_rope: a weight is {weight.dtype}; {q.dtype} or float32")
+    if k.dtype != q.dtype or q_weight.dtype != k_weight.dtype:
+        raise UnsupportedDtype(
+            f"norm_rope: q and k are {q.dtype} and {k.dtype}, their weights {q_weight.dtype} and "
+            f"{k_weight.dtype}; one dtype of each is needed"
+        )
+    frequency = None if inv_freq is None else inv_freq.detach().contiguous()
+    chosen = choose("norm_rope", backend, q, k, positions, inv_freq, q_weight, k_weight)
+    return call(
+        _norm_rope, q, k, q_weight.contiguous(), k_weight.contiguous(), positions.contiguous(),
+        frequency, eps, cast == "hf", float(theta or 0.0), size, cos_sin_dtype, interleaved, chosen,
+    )  # fmt: skip

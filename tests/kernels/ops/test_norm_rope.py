@@ -1,0 +1,95 @@
+"""`norm_rope`: the bits of `rms_norm` and `rope`, one after the other, and their gradients."""
+
+import pytest
+import rlk_kernels as rk
+import torch
+from kernel_suite import rand
+from rlk_kernels.ops.norm_rope import operator
+
+BACKENDS = ["torch", "triton"]
+OPTIONS = [
+    {"theta": 1e4},
+    {"theta": 1e6, "cast": "vllm", "cos_sin_dtype": torch.bfloat16},
+    {"theta": 1e4, "rotary_dim": 8, "interleaved": True},
+    {"inv_freq": torch.linspace(1, 0.01, 6)},
+]
+
+
+def case(dtype, t=11, dim=16, seed=1):
+    qkv = rand(t, 9, dim, dtype=dtype, device="cpu", seed=seed)
+    weights = [1 + rand(dim, dtype=dtype, device="cpu", seed=seed + s) for s in (1, 2)]
+    return qkv[:, :5], qkv[:, 5:7], *weights, torch.arange(t) * 7919 % 30000
+
+
+def two(q, k, q_weight, k_weight, positions, *, cast="hf", backend=None, **options):
+    q = rk.rms_norm(q, q_weight, 1e-6, cast=cast, backend=backend)
+    k = rk.rms_norm(k, k_weight, 1e-6, cast=cast, backend=backend)
+    return rk.rope(q, k, positions, backend=backend, **options)
+
+
+def same(dtype, options, backend, dim=16):
+    inputs = case(dtype, dim=dim)
+    leaves = [[x.clone().requires_grad_() for x in inputs[:4]] for _ in range(2)]
+    fused = rk.norm_rope(*leaves[0], inputs[4], eps=1e-6, backend=backend, **options)
+    apart = two(*leaves[1], inputs[4], backend=backend, **options)
+    plain = rk.norm_rope(*inputs, eps=1e-6, backend=backend, **options)  # of slices, no gradient
+    assert all(torch.equal(a, b) for a, b in zip(fused, apart, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(plain, apart, strict=True))
+    up = [rand(*x.shape, dtype=dtype, device="cpu", seed=9) for x in fused]
+    grads = [torch.autograd.grad(y, x, up) for y, x in zip((fused, apart), leaves, strict=True)]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_they_are_the_bits_of_the_two(backend, options, dtype):
+    same(dtype, options, backend)
+
+
+@pytest.mark.parametrize("dim", [8, 64, 80, 256])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_head_sizes(backend, dim):
+    same(torch.bfloat16, {"theta": 1e4}, backend, dim)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_token_has_its_bits_in_every_batch(backend):
+    q, k, *weights, positions = case(torch.bfloat16)
+    run = {"eps": 1e-6, "theta": 1e4, "backend": backend}
+    whole = rk.norm_rope(q, k, *weights, positions, **run)
+    for rows in (slice(0, 1), slice(10, 11), slice(3, 9)):
+        part = rk.norm_rope(q[rows], k[rows], *weights, positions[rows], **run)
+        assert all(torch.equal(a, b[rows]) for a, b in zip(part, whole, strict=True))
+    assert rk.norm_rope(q[:0], k[:0], *weights, positions[:0], **run)[0].shape == (0, 5, 16)
+
+
+def test_a_norm_that_is_rounded_once_less_is_noticed(monkeypatch):
+    norm = operator.norm
+    monkeypatch.setattr(
+        operator, "norm", lambda x, w, eps, *, cast, backend: norm(x, w, eps, cast="vllm",
+                                                                   backend=backend),
+    )  # fmt: skip
+    with pytest.raises(AssertionError):
+        same(torch.bfloat16, OPTIONS[0], "torch")
+
+
+def test_what_does_not_fit_is_named():
+    q, k, *weights, positions = case(torch.bfloat16)
+    run = {"eps": 1e-6, "theta": 1e4}
+    with pytest.raises(rk.UnsupportedShape, match="norm_rope: weights of 16"):
+        rk.norm_rope(q, k, weights[0][:8], weights[1], positions, **run)
+    with pytest.raises(rk.UnsupportedDtype, match="norm_rope: q and k"):
+        rk.norm_rope(q, k, weights[0].float(), weights[1], positions, **run)
+    with pytest.raises(rk.UnsupportedShape, match="norm_rope: positions"):
+        rk.norm_rope(q, k, *weights, positions[:3], **run)
+    with pytest.raises(ValueError, match="norm_rope: cast"):
+        rk.norm_rope(q, k, *weights, positions, cast="none", **run)
+    with pytest.raises(ValueError, match="norm_rope: eps"):
+        rk.norm_rope(q, k, *weights, positions, eps=float("nan"), theta=1e4)
+
+
+def test_the_registration_passes_torchs_own_check():
+    options = (None, 1e-6, True, 1e4, 16, torch.float32, False, "torch")
+    q, k, *rest = case(torch.float32, t=3)
+    torch.library.opcheck(operator._norm_rope, (q.clone(), k.clone(), *rest, *options))
