@@ -109,9 +109,13 @@ def rows(m: int, h: int = 4096, ff: int = 12288, v: int = 128256) -> None:
     _backward(*rk.rms_norm(_x(m, h), _x(h), 1e-6, residual=_x(m, h)))
     _backward(rk.rms_norm(_x(m, 32, 128), _x(128), 1e-6))
     _backward(*rk.rope(_x(m, 32, 128), _x(m, 8, 128), _ids(m), theta=1e6))
+    norms = _x(128), _x(128)
+    rotation = {"eps": 1e-6, "theta": 1e6}
+    _backward(*rk.norm_rope(_x(m, 32, 128), _x(m, 8, 128), *norms, _ids(m), **rotation))
     _backward(rk.swiglu(_x(m, ff), _x(m, ff)))
     _backward(rk.embedding(_ids(m), _x(v, h)))
     _backward(rk.logp(_x(m, v), _ids(m)))
+    _backward(rk.logp(_x(m, v), _ids(m), softcap=30.0, logit_scale=0.5))
     rk.logp(_x(m, v), _ids(m), token_ids=_ids(m, 4), top_k=20)
     rk.write_kv_cache(*(_x(m, 8, 128) for _ in range(2)), *_x(2, m, 16, 8, 128), _ids(m))
 
@@ -126,6 +130,9 @@ CALLS: dict[str, Callable[[], object]] = {
     "linear, fp32 out, few rows": lambda: linear(64, 6144, 4096, out=FP32, backward=False),
     "linear, fp16": lambda: linear(256, 6144, 4096, dtype=FP16),
     "linear, fp32": lambda: linear(256, 4096, 1024, dtype=FP32),
+    "linear, main_grad": lambda: _backward(
+        rk.linear(_x(4096, 4096), _x(6144, 4096), main_grad=_x(6144, 4096, dtype=FP32).detach())
+    ),
     "linear, unaligned": lambda: linear(100, 1023, 999, bias=True),
     **{
         f"linear, {model} {layer}, {m} rows": lambda m=m, n=n, k=k: linear(m, n, k, backward=False)
@@ -136,6 +143,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "prefill": lambda: prefill(LARGE, 1, 4096),
     "prefill, window": lambda: prefill(LARGE, 1, 4096, window=1024, backward=False),
     "prefill, not causal, fp16": lambda: prefill(LARGE, 1, 4096, dtype=FP16, causal=False),
+    "prefill, sinks": lambda: prefill(LARGE, 1, 4096, sinks=_x(32, dtype=FP32)),
     "prefill, head size 64": lambda: prefill((16, 8, 64), 1, 4096),
     "prefill, head size 256": lambda: prefill((16, 8, 256), 1, 4096),
     "prefill, fp32": lambda: prefill(LARGE, 1, 4096, dtype=FP32),

@@ -1,0 +1,90 @@
+"""On a GPU: norm and rotation in one launch, sinks, weight gradients in fp32, capped logits."""
+
+import pytest
+import rlk_kernels as rk
+import torch
+from rlk_kernels.ops.attention.operator import attention_ref
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def rand(*shape, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, device="cuda", dtype=torch.float32, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [64, 72, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("tokens", [1, 333, 5000])
+def test_norm_and_rotation_have_the_bits_of_the_two(tokens, dim, dtype):
+    qkv = rand(tokens, 28, dim, dtype=dtype)
+    q, k = qkv[:, :20], qkv[:, 20:24]
+    weights = [rand(dim, dtype=dtype, seed=s) for s in (1, 2)]
+    positions = torch.arange(tokens, device="cuda") * 7919 % 100000
+    for cast, rotation in (
+        ("hf", {"theta": 1e6}),
+        ("vllm", {"theta": 1e4, "cos_sin_dtype": torch.bfloat16}),
+        ("vllm", {"theta": 1e4, "rotary_dim": dim // 2, "interleaved": True}),
+    ):
+        normed = [rk.rms_norm(x, w, 1e-6, cast=cast) for x, w in zip((q, k), weights, strict=True)]
+        expected = rk.rope(*normed, positions, **rotation)
+        got = rk.norm_rope(q, k, *weights, positions, eps=1e-6, cast=cast, **rotation)
+        assert rk.last_backend("norm_rope") == "triton"
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        few = slice(tokens // 2, tokens // 2 + 1)
+        part = rk.norm_rope(
+            q[few], k[few], *weights, positions[few], eps=1e-6, cast=cast, **rotation
+        )
+        assert all(torch.equal(a, b[few]) for a, b in zip(part, got, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(500, 520, 264), (4096, 2048, 1024), (3, 8, 40), (1001, 33, 77)])
+def test_a_weight_gradient_is_added_once_in_fp32(shape, dtype):
+    m, n, k = shape
+    x, w = rand(m, k, dtype=dtype, seed=1), rand(n, k, dtype=dtype, seed=2).requires_grad_()
+    dy, main_grad = rand(m, n, dtype=dtype, seed=3), rand(n, k, dtype=torch.float32, seed=4)
+    product = rk.linear(dy.mT.contiguous(), x.mT.contiguous(), out_dtype=torch.float32)
+    expected = main_grad + product
+    rk.linear(x, w, main_grad=main_grad).backward(dy)
+    assert torch.equal(main_grad, expected)
+    assert w.grad is None
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("window", [None, 100])
+def test_sinks_in_prefill_decode_and_training(dim, window):
+    cu = torch.tensor([0, 1500, 1501, 2000], device="cuda")
+    q, k = (rand(2000, h, dim, seed=h).requires_grad_() for h in (8, 2))
+    v = rand(2000, 2, dim, seed=5).requires_grad_()
+    sinks = rand(8, dtype=torch.float32, seed=6).requires_grad_()
+    out = rk.attention(q, k, v, cu, cu, sinks=sinks, window=window)
+    truth, _ = attention_ref(
+        *(x.detach() for x in (q, k, v)), cu, cu, sinks=sinks.detach(), window=window
+    )
+    assert (out.double() - truth).norm() / truth.norm() < 4e-3
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v, sinks)]
+    wide, _ = attention_ref(*exact[:3], cu, cu, sinks=exact[3], window=window)
+    up = rand(*out.shape, seed=7)
+    grads = torch.autograd.grad(out, (q, k, v, sinks), up)
+    for got, want in zip(grads, torch.autograd.grad(wide, exact, up.double()), strict=True):
+        assert (got.double() - want).norm() / want.norm() < 1e-2
+    last = [x.detach()[1500:1996] for x in (q, k, v)]
+    own = torch.tensor([0, 496], device="cuda")
+    alone = rk.attention(*last, own, own, sinks=sinks, window=window)
+    cache = [x[:496].reshape(31, 16, 2, dim) for x in last[1:]]
+    paged = rk.paged_attention(
+        last[0][-1:], *cache, torch.arange(31, device="cuda")[None],
+        torch.tensor([496], device="cuda"), cu_seqlens_q=torch.tensor([0, 1], device="cuda"),
+        sinks=sinks, window=window,
+    )  # fmt: skip
+    assert torch.equal(paged, alone[-1:])
+
+
+@pytest.mark.parametrize("options", [{"softcap": 30.0}, {"softcap": 5.0, "logit_scale": 0.25}])
+def test_capped_logits_have_the_bits_of_linear_logp(options):
+    hidden, head = rand(65, 1024), 0.1 * rand(50001, 1024, seed=1)
+    target = torch.arange(65, device="cuda") * 700
+    logits = rk.linear(hidden, head, out_dtype=torch.float32)
+    fused = rk.linear_logp(hidden, head, target, **options)
+    assert torch.equal(rk.logp(logits, target, **options), fused)
