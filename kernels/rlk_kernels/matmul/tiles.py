@@ -102,6 +102,8 @@ def tile_for(
         tile: microseconds(cost, work_of(tile, m, n, k, processors))
         for tile, cost in COSTS.items()
         if tile.groups <= groups
+        # a tail without a full wave before it was not measured
+        and not (tile.tail and m * n < tile.m * tile.n * processors)
     }
     return with_overlap(min(times, key=times.__getitem__), m, n, k, processors)
 

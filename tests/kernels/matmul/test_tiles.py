@@ -69,6 +69,7 @@ def test_the_choice_is_the_least_predicted_time():
         times = {
             tile: tile_time.microseconds(cost, tile_time.work_of(tile, m, n, k, 132))
             for tile, cost in COSTS.items()
+            if not tile.tail or m * n >= tile.m * tile.n * 132
         }
         chosen = tiles.tile_for(m, n, k, torch.bfloat16, 132)
         assert times[replace(chosen, overlap=1)] == min(times.values())
