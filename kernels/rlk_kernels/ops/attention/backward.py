@@ -209,7 +209,8 @@ def backward(
     delta = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
     seen = launches(
         "attention_backward", q.shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype, batch,
-        causal, window, special, q.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0,
+        causal, window, special, q.device,
+        (q.data_ptr() | k.data_ptr() | v.data_ptr() | do.data_ptr()) & 15 == 0,
     )  # fmt: skip
     if special is None:
         special = seen.get("special")

@@ -167,8 +167,8 @@ def _dkv_hopper_kernel(
 ):  # fmt: skip
     """A program a block of keys, all of whose rows it walks."""
     BN: gl.constexpr = GROUPS * ROWS
-    hk = gl.program_id(1)
-    b, k_start, len_k, first_key = find_sequence(cu_k_ptr, gl.program_id(0), B, 1, BN)
+    hk = gl.program_id(0) % HK  # the heads of a block together: the first block is the longest
+    b, k_start, len_k, first_key = find_sequence(cu_k_ptr, gl.program_id(0) // HK, B, 1, BN)
     if first_key >= len_k:
         return
     q_start = gl.load(cu_q_ptr + b)
@@ -213,10 +213,11 @@ def keys_gradients(
 ) -> None:  # fmt: skip
     """Fill dk and dv where sequences are; the inputs are such that `hopper_pairs.reads` is true."""
     (tokens, heads, dim), (slots, kv_heads, _) = q.shape, k.shape
-    blocks = slots // (GROUPS.value * ROWS.value) + cu_k.numel() - 1
+    batch = cu_k.numel() - 1
+    programs = (slots // (GROUPS.value * ROWS.value) + batch) * kv_heads
     launch(
-        seen, _dkv_hopper_kernel, (blocks, kv_heads, 1), *descriptors(q, do, k, v), lse, delta, dk,
-        dv, cu_q, cu_k, cu_k.numel() - 1, tokens, scale * LOG2E, scale, window or 0, q.stride(1),
-        k.stride(1), v.stride(1), kv_heads, heads // kv_heads, dim, causal, window is not None,
-        DEPTH, num_warps=4, maxnreg=168,
+        seen, _dkv_hopper_kernel, (programs, 1, 1), *descriptors(q, do, k, v), lse, delta, dk, dv,
+        cu_q, cu_k, batch, tokens, scale * LOG2E, scale, window or 0, q.stride(1), k.stride(1),
+        v.stride(1), kv_heads, heads // kv_heads, dim, causal, window is not None, DEPTH,
+        num_warps=4, maxnreg=168,
     )  # fmt: skip
