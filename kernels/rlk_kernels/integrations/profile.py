@@ -82,6 +82,12 @@ def logp(logits: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
     return rlk_kernels.logp(logits, target, temperature=temperature)
 
 
+def logp_and_more(logits: Tensor, target: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """`logp` of target[T] as [T, 1], and of ids[T, K] as [T, K], in one reading of the logits."""
+    found, given = rlk_kernels.logp(logits, target, token_ids=ids)
+    return found[:, None], given
+
+
 def frequencies(rope: Mapping[str, Any], rotary_dim: int) -> Tensor:
     """inv_freq[R], fp32 on the CPU, by config.json's `rope_parameters`: what every engine computes
     there, in their order of operations. GPUs round the powers otherwise.

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from vllm import _custom_ops
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -18,7 +17,7 @@ from vllm.v1.attention.backend import (
     AttentionType,
 )
 
-from rlk_kernels.integrations.vllm.attention import Attention, keys_and_values, refuse
+from rlk_kernels.integrations.vllm.attention import Attention, refuse
 
 
 @dataclass
@@ -108,14 +107,6 @@ class RlkAttentionImpl(Attention, AttentionImpl):
             return output.zero_()
         self.attend(query, kv_cache, attn_metadata, output)
         return output
-
-    def do_kv_cache_update(
-        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        k_cache, v_cache = keys_and_values(kv_cache)
-        _custom_ops.reshape_and_cache_flash(
-            key, value, k_cache, v_cache, slot_mapping, "auto", layer._k_scale, layer._v_scale
-        )
 
 
 class RlkAttentionBackend(AttentionBackend):
