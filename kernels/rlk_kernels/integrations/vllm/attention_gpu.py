@@ -46,11 +46,12 @@ class RlkMetadataBuilder(AttentionMetadataBuilder[Metadata]):
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Metadata:
         given = common_attn_metadata
+        requests = given.num_reqs
         return Metadata(
             num_actual_tokens=given.num_actual_tokens,
-            query_start_loc=given.query_start_loc,
-            seq_lens=given.seq_lens,
-            block_table=given.block_table_tensor,
+            query_start_loc=given.query_start_loc[: requests + 1],
+            seq_lens=given.seq_lens[:requests],
+            block_table=given.block_table_tensor[:requests],
             slot_mapping=given.slot_mapping,
             causal=given.causal is True,
         )
