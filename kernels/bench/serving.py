@@ -176,7 +176,7 @@ def main() -> None:
                 llm.start_profile(what)
                 bench.seconds(prompts, tokens)
                 llm.stop_profile()
-            tell(args.out, engine=name, what=f"profile {what}", kernels=kernels_of(args.profile))
+            tell(args.out, engine=name, what=f"profile {what}", times=kernels_of(args.profile))
 
 
 if __name__ == "__main__":

@@ -116,9 +116,9 @@ def main() -> None:
     for tokens in map(int, args.tokens.split(",")):
         size = (tokens // (LENGTH * TOGETHER), TOGETHER, LENGTH)
         ids = torch.randint(2, shape["vocab_size"], size, device="cuda")
-        step(model, run, loss_of, ids)
         rates = []
         with alone(args.lock):
+            step(model, run, loss_of, ids)
             for _ in range(STEPS):
                 torch.cuda.synchronize()
                 started = time.perf_counter()
@@ -139,7 +139,7 @@ def profile(args: Any, who: dict, model: Any, run: Any, loss_of: Any, ids: Tenso
         torch.cuda.synchronize()
     found = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)[:24]
     lines = [(e.key[:90], e.self_device_time_total / 1000, e.count) for e in found]
-    tell(args.out, **who, what="profile step", kernels=lines)
+    tell(args.out, **who, what="profile step", times=lines)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ T = rows (all leading dimensions)   H = heads   D = head size   R = rotated pair
 """
 
 import math
+import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,7 +70,7 @@ def paged_attention(
 
 def float32(scale: float) -> float:
     """Rounded to fp32: engines compute D**-0.5 and 1/sqrt(D), which are two doubles for some D."""
-    return float(torch.tensor(scale, dtype=torch.float32))
+    return struct.unpack("f", struct.pack("f", scale))[0]
 
 
 def act(gate: Tensor, up: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The attention backend on GPUs, under the name that vLLM keeps for others' backends, `CUSTOM`.
 
-Written for vLLM 0.26 and 0.32, and run on neither yet. The cache is as `attention.py` says: 0.26
-asks for shape and order of strides, 0.32 for layouts.
+Run with vLLM 0.26; what 0.32 asks for is written by its source, and was not run. The cache is as
+`attention.py` says: 0.26 asks for shape and order of strides, 0.32 for layouts.
 """
 
 from dataclasses import dataclass
