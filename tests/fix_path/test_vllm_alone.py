@@ -57,7 +57,8 @@ def test_off_is_off(vllm_bits: Bits) -> None:
     assert found["own"]["ran"] == []
     assert found["plugin"] == found["on"]
     assert found["on"]["ran"] == [
-        *("embedding", "linear", "logp", "paged_attention", "rms_norm", "rope", "swiglu")
+        *("embedding", "linear", "logp", "paged_attention", "rms_norm", "rope", "swiglu"),
+        "write_kv_cache",
     ]
     assert found["on"]["decode"] != found["own"]["decode"]
     assert found["on"]["decode"] == found["on"]["prefill"]
