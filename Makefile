@@ -59,10 +59,11 @@ check: setup
 compile-kernels: setup
 	PYTHONPATH=.:kernels $(BIN)/python scripts/compile_kernels.py --every $(COMPILE)
 
-# The kernels on the GPU of this machine, with the Python, torch and Triton that it has.
+# The kernels on the GPU of this machine, with the Python, torch and Triton that it has; and in vLLM, where it is installed.
 test-gpu:
 	PYTHONPATH=.:kernels $(PYTHON) -m pytest -n 8 --import-mode=importlib \
 	  --confcutdir=tests/gpu/kernels tests/gpu/kernels
+	PYTHONPATH=.:kernels $(PYTHON) -m pytest --confcutdir=tests/gpu/fix_path tests/gpu/fix_path
 
 bench-gpu:
 	PYTHONPATH=.:kernels $(PYTHON) kernels/bench/run.py

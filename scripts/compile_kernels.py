@@ -39,6 +39,8 @@ SPILLS = {
     "_sum_hopper_kernel": 512,
     "_tiles_hopper_kernel": 4096,  # split accumulation; none without it
     "_attention_kernel": 1 << 17,  # fp32, here and below
+    "_dkv_hopper_kernel": 256,  # scalars between steps
+    "_dq_hopper_kernel": 512,  # none with Triton 3.6 to 3.8
     "_dq_kernel": 1 << 11,
     "_dkv_kernel": 1 << 16,
     "_gemm_pointer_kernel": 1 << 13,
@@ -141,7 +143,7 @@ CALLS: dict[str, Callable[[], object]] = {
         for m in ROWS
     },
     "prefill": lambda: prefill(LARGE, 1, 4096),
-    "prefill, window": lambda: prefill(LARGE, 1, 4096, window=1024, backward=False),
+    "prefill, window": lambda: prefill(LARGE, 1, 4096, window=1024),
     "prefill, not causal, fp16": lambda: prefill(LARGE, 1, 4096, dtype=FP16, causal=False),
     "prefill, sinks": lambda: prefill(LARGE, 1, 4096, sinks=_x(32, dtype=FP32)),
     "prefill, head size 64": lambda: prefill((16, 8, 64), 1, 4096),

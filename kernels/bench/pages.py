@@ -1,12 +1,14 @@
 """A page of Markdown from the record of a part."""
 
 import tables
+import tables_attention_training
 import tables_linear_logp
 
 PAGES = {
     "linear": tables.linear,
     "products": tables.products,
     "attention": tables.attention,
+    "attention_training": tables_attention_training.training,
     "decode": tables.decode,
     "host": tables.host,
     "rows": tables.rows,

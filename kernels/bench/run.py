@@ -3,7 +3,7 @@
     python kernels/bench/run.py [--out reports/bench] [--only linear,rows,...]
 
 Needs an NVIDIA GPU. Times are medians of CUDA graph replays over inputs that outgrow the L2
-(attention with its backward: of CUDA events around four calls).
+(attention with its backward: of CUDA events around a few calls).
 """
 
 import argparse
@@ -59,6 +59,7 @@ def environment(commit: str | None) -> dict:
 def measures(part: str) -> dict[str, Callable[[dict], object]]:
     """What a part's record holds: name -> its measurement, given the ceilings."""
     import bench_attention
+    import bench_attention_training
     import bench_decode
     import bench_host
     import bench_linear
@@ -70,6 +71,10 @@ def measures(part: str) -> dict[str, Callable[[dict], object]]:
         "linear": {"linear": bench_linear.measure},
         "products": {"products": bench_products.measure},
         "attention": {"prefill": bench_attention.prefill, "decode": bench_attention.decode},
+        "attention_training": {
+            "times": bench_attention_training.times,
+            "errors": bench_attention_training.errors,
+        },
         "decode": {"widths": bench_decode.widths, "batches": bench_decode.batches},
         "host": {"host": bench_host.measure},
         "rows": {"rows": bench_rows.measure},

@@ -110,3 +110,17 @@ def test_edited_kernels_make_another_capture(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Path, "read_bytes", edited)
     assert adapter_digest(on) != before[0]
     assert adapter_digest(off) == before[1]
+
+
+def test_on_a_gpu_vllm_is_given_the_backend_that_the_kernels_register() -> None:
+    """Not on a CPU, where they stand in for the only one; not where attention stays vLLM's own."""
+    from types import SimpleNamespace
+
+    from rlk_align.engines.vllm.engine import VLLMEngine
+
+    def asked(device: str, kernels: SimpleNamespace | None) -> dict[str, str]:
+        return VLLMEngine._attention(SimpleNamespace(kernels=kernels), device)  # type: ignore[arg-type]
+
+    on, but_attention = (SimpleNamespace(left=frozenset(left)) for left in ((), ("attn",)))
+    assert asked("cuda", on) == {"attention_backend": "CUSTOM"}
+    assert asked("cuda", None) == asked("cuda", but_attention) == asked("cpu", on) == {}

@@ -1,13 +1,23 @@
 """The real engines with the kernels in them: vLLM samples once for a file, and all are held against
 it."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Cli, Outcome, command_line, require_engine, write_few_prompts
 
 from rlk_align.data import data_path
+from rlk_align.engines.worker import tokenise
+from rlk_align.model.prompts import load_prompts
+
+ROOT = Path(__file__).resolve().parents[2]
+Bits = Callable[..., dict[str, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -43,3 +53,31 @@ def sampled(folder: Path) -> Callable[..., str]:
         return f"replay:path={run}"
 
     return capture
+
+
+@pytest.fixture(scope="session")
+def vllm_bits(tmp_path_factory: pytest.TempPathFactory) -> Bits:
+    """What `vllm_bits.py` says of cases, in a process of its own; all prompts, or few."""
+    require_engine("vllm")
+    given = load_prompts(data_path("prompts.jsonl"))
+    every = sorted(tokenise(data_path("model"), given).values(), key=len)
+
+    def run(cases: list[dict[str, Any]], few: bool = False, **environment: str) -> Any:
+        folder = tmp_path_factory.mktemp("bits")
+        ids = every[::10] if few else every
+        common = {"model": str(data_path("model")), "prompts": ids, "new_tokens": 6}
+        asked, found = folder / "cases.json", folder / "found.json"
+        asked.write_text(json.dumps([common | case for case in cases]))
+        done = subprocess.run(
+            [sys.executable, Path(__file__).with_name("vllm_bits.py"), asked, found],
+            env=os.environ
+            | {"PYTHONPATH": str(ROOT / "kernels"), "OMP_NUM_THREADS": "1"}
+            | environment,
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(found.read_text())
+
+    return run

@@ -1,53 +1,15 @@
 """The real vLLM by itself: its batches, its compiler, its plugin, and off means off."""
 
-import json
-import os
-import subprocess
-import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import require_engine
-
-from rlk_align.data import data_path
-from rlk_align.engines.worker import tokenise
-from rlk_align.model.prompts import load_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = Path(__file__).with_name("vllm_bits.py")
 DTYPES = ("bfloat16", "float32")
-Found = dict[str, dict[str, Any]]
-
-
-@pytest.fixture(autouse=True)
-def _vllm() -> None:
-    require_engine("vllm")
-
-
-def prompts() -> list[list[int]]:
-    """The ids of the embedded ones."""
-    given = load_prompts(data_path("prompts.jsonl"))
-    return list(tokenise(data_path("model"), given).values())
-
-
-def run(folder: Path, cases: list[dict[str, Any]], few: bool = False, **environment: str) -> Found:
-    """In a process of its own; of a few prompts alone."""
-    ids = sorted(prompts(), key=len)
-    ids = ids[::10] if few else ids
-    common = {"model": str(data_path("model")), "prompts": ids, "new_tokens": 6}
-    (folder / "cases.json").write_text(json.dumps([common | case for case in cases]))
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(folder / "cases.json"), str(folder / "found.json")],
-        env=os.environ | {"PYTHONPATH": str(ROOT / "kernels"), "OMP_NUM_THREADS": "1"}
-        | environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads((folder / "found.json").read_text())
+Bits = Callable[..., dict[str, dict[str, Any]]]
 
 
 BATCHES: dict[str, dict[str, Any]] = {
@@ -70,13 +32,13 @@ IN_FP32 = ("default", "one at a time", "seven", "chunks of 40", "prefix caching"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_do_not_depend_on_the_batch(tmp_path: Path, dtype: str) -> None:
+def test_bits_do_not_depend_on_the_batch(vllm_bits: Bits, dtype: str) -> None:
     cases = [
         {"name": name, "kernels": "registered", "options": {"dtype": dtype} | options}
         for name, options in BATCHES.items()
         if dtype == "bfloat16" or name in IN_FP32
     ]
-    found = run(tmp_path, cases, TORCHDYNAMO_DISABLE="1")
+    found = vllm_bits(cases, TORCHDYNAMO_DISABLE="1")
     first = found["default"]
     assert len(first["decode"]) == 64
     for name, one in found.items():
@@ -86,16 +48,17 @@ def test_bits_do_not_depend_on_the_batch(tmp_path: Path, dtype: str) -> None:
         assert bool(one["cached"]) == (name == "prefix caching"), name
 
 
-def test_off_is_off(tmp_path: Path) -> None:
+def test_off_is_off(vllm_bits: Bits) -> None:
     """Before the kernels, after them, and with the plugin that nobody switched on."""
     hows = {"own": "off", "on": "registered", "taken out": "off", "plugin": "plugin"}
     cases = [{"name": n, "kernels": k} for n, k in hows.items()]
-    found = run(tmp_path, cases, few=True, TORCHDYNAMO_DISABLE="1")
+    found = vllm_bits(cases, few=True, TORCHDYNAMO_DISABLE="1")
     assert found["taken out"] == found["own"]
     assert found["own"]["ran"] == []
     assert found["plugin"] == found["on"]
     assert found["on"]["ran"] == [
-        *("embedding", "linear", "logp", "paged_attention", "rms_norm", "rope", "swiglu")
+        *("embedding", "linear", "logp", "paged_attention", "rms_norm", "rope", "swiglu"),
+        "write_kv_cache",
     ]
     assert found["on"]["decode"] != found["own"]["decode"]
     assert found["on"]["decode"] == found["on"]["prefill"]
@@ -111,23 +74,23 @@ def test_the_plugin_is_what_vllm_is_told_of() -> None:
     assert callable(getattr(importlib.import_module(module), name))
 
 
-def test_compiled_code_is_loaded_where_it_belongs(tmp_path: Path) -> None:
+def test_compiled_code_is_loaded_where_it_belongs(tmp_path: Path, vllm_bits: Bits) -> None:
     """One compile cache, written without the kernels, then with them, then without again: each has
     its own bits, and the kernels' are those of eager code."""
-    eager = run(
-        tmp_path, [{"name": "eager", "kernels": "registered"}], few=True, TORCHDYNAMO_DISABLE="1"
+    eager = vllm_bits(
+        [{"name": "eager", "kernels": "registered"}], few=True, TORCHDYNAMO_DISABLE="1"
     )
     cache = {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
     compiled = {"options": {"enforce_eager": False}}
     found = {
-        name: run(tmp_path, [{"name": name, "kernels": how} | compiled], few=True, **cache)[name]
+        name: vllm_bits([{"name": name, "kernels": how} | compiled], few=True, **cache)[name]
         for name, how in {"own": "off", "on": "registered", "again": "off"}.items()
     }
     assert found["again"] == found["own"]
     assert found["own"]["ran"] == []
     for what in ("tokens", "decode", "prefill", "ran"):
         assert found["on"][what] == eager["eager"][what]
-    warm = run(tmp_path, [{"name": "warm", "kernels": "registered"} | compiled], few=True, **cache)[
+    warm = vllm_bits([{"name": "warm", "kernels": "registered"} | compiled], few=True, **cache)[
         "warm"
     ]
     assert warm == found["on"]

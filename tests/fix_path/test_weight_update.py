@@ -2,7 +2,9 @@
 and a layer that was left stale is named."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,3 +93,20 @@ def test_a_stale_layer_is_named(
     assert across.first == first, across.out
     assert across.verdict is not None
     assert across.verdict["edges"]["prefill_vs_train"]["bit_mismatches"] > 0
+
+
+def test_weights_reloaded_into_the_live_vllm_keep_every_bit(
+    vllm_bits: Callable[..., dict[str, dict[str, Any]]], stepped: Path
+) -> None:
+    """Between two rollouts, by vLLM's `reload_weights`, as its weight transfer loads a layer."""
+    on = {"kernels": "registered", "options": {"enable_prefix_caching": True}}
+    cases = [
+        on | {"name": "before"},
+        on | {"name": "reloaded", "reload": str(stepped)},
+        on | {"name": "fresh", "model": str(stepped)},
+    ]
+    found = vllm_bits(cases, few=True, TORCHDYNAMO_DISABLE="1")
+    for what in ("tokens", "decode", "prefill"):
+        assert found["reloaded"][what] == found["fresh"][what]
+    assert found["reloaded"]["decode"] == found["reloaded"]["prefill"]
+    assert found["reloaded"]["decode"] != found["before"]["decode"]

@@ -4,9 +4,10 @@ said, bit for bit.
     python vllm_bits.py CASES.json FOUND.json
 
 CASES.json: a list of {"name", "model", "prompts", "new_tokens", "kernels" (off, registered,
-plugin), "options" (LLM's)}; FOUND.json: by name, greedy tokens, and the bits of the log-probs of
-decoding and of scoring the same sequences. Where prefixes are cached it decodes twice, and says
-what it said with the cache filled.
+plugin), "options" (LLM's), "reload" (a checkpoint)}; FOUND.json: by name, greedy tokens, and the
+bits of the log-probs of decoding and of scoring the same sequences. Where prefixes are cached it
+decodes twice, and says what it said with the cache filled; where a checkpoint is to be loaded into
+the live engine it decodes before and after, and says what it said after.
 """
 
 import gc
@@ -56,6 +57,10 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     )  # fmt: skip
     outputs = llm.generate(prompts, greedy, use_tqdm=False)
     if options["enable_prefix_caching"]:
+        outputs = llm.generate(prompts, greedy, use_tqdm=False)
+    if "reload" in case:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": case["reload"]})
+        llm.reset_prefix_cache()
         outputs = llm.generate(prompts, greedy, use_tqdm=False)
     decoded = [out.outputs[0] for out in outputs]
     tokens = [list(out.token_ids) for out in decoded]

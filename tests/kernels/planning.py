@@ -5,12 +5,14 @@ from rlk_kernels.losses.linear_grpo import plan as linear_grpo
 from rlk_kernels.matmul import plan as matmul
 from rlk_kernels.matmul import product
 from rlk_kernels.matmul.accumulate import plan as accumulate
+from rlk_kernels.ops.attention import backward as attention_backward
 from rlk_kernels.ops.attention import forward as attention
 from rlk_kernels.ops.linear_logp import plan as linear_logp
 
 H200 = DeviceFacts(interpreted=False, processors=132, tma=True, overlaps=True, gluon=True)
 CACHED = {
     attention: ("launches",),
+    attention_backward: ("launches",),
     product: ("launches",),
     matmul: ("plan_product", "plan_epilogue"),
     accumulate: ("plan_accumulate",),

@@ -18,7 +18,13 @@ from offline_h200 import Compiled, Launches
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "compile_kernels.py"
-CALLS = ("linear, one wave of 64 rows", "decode", "decode, split", "linear_logp, not split", "rows")
+CALLS = (
+    "linear, one wave of 64 rows",
+    "prefill, head size 64",
+    "decode, split",
+    "linear_logp, not split",
+    "rows",
+)
 """What launches every kernel written in Gluon, and the main ones of the others."""
 
 

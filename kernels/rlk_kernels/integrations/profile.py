@@ -7,6 +7,7 @@ T = rows (all leading dimensions)   H = heads   D = head size   R = rotated pair
 """
 
 import math
+import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,7 +70,7 @@ def paged_attention(
 
 def float32(scale: float) -> float:
     """Rounded to fp32: engines compute D**-0.5 and 1/sqrt(D), which are two doubles for some D."""
-    return float(torch.tensor(scale, dtype=torch.float32))
+    return struct.unpack("f", struct.pack("f", scale))[0]
 
 
 def act(gate: Tensor, up: Tensor) -> Tensor:
@@ -80,6 +81,12 @@ def act(gate: Tensor, up: Tensor) -> Tensor:
 def logp(logits: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
     """log softmax(logits / temperature)[target] of each row, fp32 [T]."""
     return rlk_kernels.logp(logits, target, temperature=temperature)
+
+
+def logp_and_more(logits: Tensor, target: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """`logp` of target[T] as [T, 1], and of ids[T, K] as [T, K], in one reading of the logits."""
+    found, given = rlk_kernels.logp(logits, target, token_ids=ids)
+    return found[:, None], given
 
 
 def frequencies(rope: Mapping[str, Any], rotary_dim: int) -> Tensor:

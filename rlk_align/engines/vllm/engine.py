@@ -85,6 +85,7 @@ class VLLMEngine(Engine):
                 logprobs_mode=f"{option('logprobs')}_logprobs",
                 **{k: option(k) for k in passed if option(k) is not None},
                 **self._cache(),
+                **self._attention(here),
             )
         except (ValueError, OSError, SafetensorError) as error:
             raise ModelError(f"vLLM could not load {self.model_path}: {error}") from error
@@ -135,6 +136,12 @@ class VLLMEngine(Engine):
             "kv_cache_memory_bytes": int(float(size) * 1e9),
             "gpu_memory_utilization": _LITTLE,
         }
+
+    def _attention(self, device: str) -> dict[str, Any]:
+        """The backend that the kernels register; on CPUs they stand in for the only one."""
+        if self.kernels is None or "attn" in self.kernels.left or device == "cpu":
+            return {}
+        return {"attention_backend": "CUSTOM"}
 
     @property
     def _ranks(self) -> int:

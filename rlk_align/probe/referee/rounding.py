@@ -5,9 +5,11 @@ ulp / √12, together with whatever else the operator has to round on its way. E
 over rows or features before they are divided, so that an element that cancels to almost nothing
 does not count by its own tiny ulp.
 
-A systematic part (a gain, a shift) is counted as far as it stands out: by what is left of it
-after six of its own standard errors, so that few rows raise no alarm. No row counts for more than
-a few others: the first token of a sequence may be a thousand times as large as the rest.
+A systematic part (a gain, a shift) is that of the distance to the correctly rounded output: where a
+feature hardly varies, rounding alone is off to one side. It is counted as far as it stands out: by
+what is left of it after six of its own standard errors, so that few rows raise no alarm. No row
+counts for more than a few others: the first token of a sequence may be a thousand times as large as
+the rest.
 """
 
 import math
@@ -55,8 +57,9 @@ class ErrorSums:
         """`heads`: in how many heads the features lie, 1 where they are no heads'."""
         self._dtype, self._heads = dtype, heads
         self._rows = 0
-        # By feature: error, error², error⁴, unit², error·exact, exact², (error·exact)².
-        self._sums = torch.zeros(7, features, dtype=torch.float64, device=device)
+        # By feature: apart, error², error⁴, unit², apart·exact, exact², (error·exact)², rounding²;
+        # apart is the distance to the correctly rounded output, and rounding what that is off by.
+        self._sums = torch.zeros(8, features, dtype=torch.float64, device=device)
         # By row: error², unit², error·exact, exact², unit⁴; then, of the gains of its own in each
         # head, what they explain of error², gain² less chance, and chance².
         self._by_row: list[torch.Tensor] = []
@@ -68,12 +71,13 @@ class ErrorSums:
     ) -> None:
         """float64 `[N, F]` each: what the side has, what is exact, and the squared unit; `number`
         `[N]`: which rows they are."""
-        error = got - exact
-        product, square = error * exact, error.square()
-        parts = (error, square, square.square(), variance, product, exact.square(), product**2)
-        for total, part in zip(self._sums, parts, strict=True):
+        error, rounded = got - exact, exact.to(getattr(torch, self._dtype)).double()
+        apart, product = got - rounded, error * exact
+        square, power = error.square(), exact.square()
+        parts = (apart, square, square.square(), variance, apart * exact, power, product.square())
+        for total, part in zip(self._sums, (*parts, (rounded - exact).square()), strict=True):
             total += part.sum(dim=0)
-        of_rows = [t.sum(dim=1) for t in (square, variance, product, parts[5], variance**2)]
+        of_rows = [t.sum(dim=1) for t in (square, variance, product, power, variance**2)]
         of_rows += self._row_gains(error, variance, exact)
         self._by_row.append(torch.stack(of_rows))
         self._numbers.append(number)
@@ -107,15 +111,15 @@ class ErrorSums:
         weight = (LARGEST_ROW * by_row[1].median() / by_row[1]).clamp(max=1)
         row_gain, by_chance = by_row[6].sum() / n, (2 * by_row[7].sum()).sqrt() / n
         weighted = by_row * weight
-        error, square, fourth, variance, product, power, products = self._sums
+        apart, square, fourth, variance, product, power, products, rounding = self._sums
         rms = _number(_rms(weighted[0].sum(), weighted[1].sum(), (by_row[4] * weight**2).sum()))
         # By chance alone a feature's errors are off by these, and never by less than their size.
         floor = rms**2 * variance / n
-        deviation = torch.maximum(square / n - (error / n).square(), floor).div(n).sqrt()
+        deviation = torch.maximum(square / n - (apart / n).square(), floor).div(n).sqrt()
         spread = torch.maximum(fourth / n - (square / n).square(), 2 * floor.square()).div(n).sqrt()
-        own = (variance / n).sqrt()
+        own = (torch.maximum(variance, rounding) / n).sqrt()
         feature_rms = (_beyond(square / n, spread) / own.square()).clamp(min=0).sqrt()
-        shift = _beyond(error / n, deviation) / own
+        shift = _beyond(apart / n, deviation) / own
         gain = _gain(product, power, products)
         by_head = [t.reshape(self._heads, -1).sum(dim=1) for t in (product, power, products)]
         of_feature = [_largest(x) for x in (feature_rms, shift, gain / unit)]
@@ -141,7 +145,7 @@ class ErrorSums:
                 Totals(*(t.cpu().numpy() for t in (square, variance, product, power))),
                 Rows(number, index.token[number], index.position[number]),
                 self._heads,
-                (error / n).cpu().numpy(),
+                (apart / n).cpu().numpy(),
                 float(weighted[5].sum()),
             ),
         )

@@ -6,6 +6,7 @@ import rlk_kernels as rk
 import torch
 from rlk_kernels import launching
 from rlk_kernels.matmul import product, self_check
+from rlk_kernels.ops.attention import backward
 from rlk_kernels.ops.attention import forward as attention
 
 HALF = torch.bfloat16
@@ -107,6 +108,9 @@ def calls(m):
         "swiglu": lambda: rk.swiglu(x, x),
         "embedding": lambda: rk.embedding(ids, weight),
         "attention": lambda: rk.attention(q, k, k, cu, cu),
+        "attention_backward": lambda: backward.backward(
+            q, k, k, cu, cu, True, 0.1, None, q, q[..., 0].T.float().contiguous(), q
+        )[0],
         "paged": lambda: rk.paged_attention(q, cache, cache, tables[0], lens, cu_seqlens_q=one),
         "split": lambda: rk.paged_attention(q, cache, cache, tables[1], lens, cu_seqlens_q=one),
         "logp": lambda: rk.logp(x, ids),
@@ -115,7 +119,7 @@ def calls(m):
 
 
 def test_what_is_launched_again_is_what_triton_would_launch(monkeypatch):
-    for module in (product, attention):
+    for module in (product, attention, backward):
         monkeypatch.setattr(module, "launches", launching.launches)
     monkeypatch.setattr(self_check, "holds", lambda *a, **k: True)
     again, launched = launching.again, []
@@ -131,4 +135,4 @@ def test_what_is_launched_again_is_what_triton_would_launch(monkeypatch):
                 first, *_ = [call() for _ in range(3)]
                 monkeypatch.setattr(launching, "again", again)
                 assert torch.equal(call(), first), (name, m)
-    assert len(set(launched)) >= 11, set(launched)
+    assert len(set(launched)) >= 14, set(launched)

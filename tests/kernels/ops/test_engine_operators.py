@@ -165,3 +165,18 @@ def test_rope_turns_queries_and_keys_as_it_turns_each_alone():
         for h in range(3):
             lone = rk.rope(q[:, h : h + 1], k[:, :0], at, theta=1e4, backend=backend)
             assert torch.equal(lone[0], q_out[:, h : h + 1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_heads_of_a_fused_projection_are_normed_where_they_lie(backend):
+    qkv = rand(5, 9 * 8, dtype=torch.float32, device="cpu", seed=3)
+    weight = rand(8, dtype=torch.float32, device="cpu", seed=4)
+    apart = qkv[:, 24:64].view(5, 5, 8).requires_grad_()  # five heads of nine
+    dense = apart.detach().contiguous().requires_grad_()
+    found, expected = (
+        rk.rms_norm(x, weight, 1e-6, cast="vllm", backend=backend) for x in (apart, dense)
+    )
+    assert torch.equal(found, expected)
+    (found * found).sum().backward()
+    (expected * expected).sum().backward()
+    assert torch.equal(apart.grad, dense.grad)

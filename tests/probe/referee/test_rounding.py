@@ -147,6 +147,17 @@ def test_one_large_feature_in_every_head_is_no_gain_of_a_row() -> None:
         assert over(found) == set(), found
 
 
+@dtypes
+@pytest.mark.parametrize("spread", [0.0, 1e-6, 1e-4])
+def test_rounding_alone_raises_no_alarm_where_rows_hardly_differ(dtype: str, spread: float) -> None:
+    """As behind an activation that is cut off: each feature is then rounded to one side."""
+    for seed in range(4):
+        exact = outputs(1, seed=seed) * (1 + spread * outputs(seed=seed))
+        assert over(errors(rounded(exact, dtype), exact, dtype), dtype=dtype) == set()
+        found = errors(rounded(exact * (1 + 2.0 ** -BITS[dtype][0]), dtype), exact, dtype)
+        assert "gain" in over(found, dtype=dtype), found
+
+
 def scaled(where: Any, by: float) -> Callable[[torch.Tensor], torch.Tensor]:
     def fault(x: torch.Tensor) -> torch.Tensor:
         x = x.clone()

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+import rlk_kernels
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.operators import Counted
@@ -42,3 +43,11 @@ class Attention(Counted):
             query[:rows], k, v, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
             self.scale, self.rlk_window, output[:rows],
         )  # fmt: skip
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Writes what has a slot; rows of padding are behind the last slot, or have slot -1."""
+        rows = min(len(key), len(slot_mapping))
+        k, v = keys_and_values(kv_cache)
+        rlk_kernels.write_kv_cache(key[:rows], value[:rows], k, v, slot_mapping[:rows])

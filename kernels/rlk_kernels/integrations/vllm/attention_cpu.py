@@ -7,7 +7,7 @@ from torch import Tensor
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from rlk_kernels.integrations.vllm.attention import Attention, keys_and_values, refuse
+from rlk_kernels.integrations.vllm.attention import Attention, refuse
 
 
 class RlkCPUAttentionImpl(Attention, CPUAttentionBackendImpl):
@@ -53,16 +53,6 @@ class RlkCPUAttentionImpl(Attention, CPUAttentionBackendImpl):
         if attn_metadata is not None:
             self.attend(query, kv_cache, attn_metadata, output)
         return output
-
-    def do_kv_cache_update(
-        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        slots = slot_mapping[: len(key)].long()
-        real = slots >= 0
-        for cache, rows in zip(keys_and_values(kv_cache), (key, value), strict=True):
-            size = cache.shape[1]
-            at = slots[real]
-            cache[at // size, at % size] = rows[: len(slots)][real]
 
 
 class RlkCPUAttentionBackend(CPUAttentionBackend):

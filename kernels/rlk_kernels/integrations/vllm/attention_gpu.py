@@ -1,7 +1,7 @@
 """The attention backend on GPUs, under the name that vLLM keeps for others' backends, `CUSTOM`.
 
-Written for vLLM 0.26 and 0.32, and run on neither yet. The cache is as `attention.py` says: 0.26
-asks for shape and order of strides, 0.32 for layouts.
+Run with vLLM 0.26; what 0.32 asks for is written by its source, and was not run. The cache is as
+`attention.py` says: 0.26 asks for shape and order of strides, 0.32 for layouts.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from vllm import _custom_ops
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -18,7 +17,7 @@ from vllm.v1.attention.backend import (
     AttentionType,
 )
 
-from rlk_kernels.integrations.vllm.attention import Attention, keys_and_values, refuse
+from rlk_kernels.integrations.vllm.attention import Attention, refuse
 
 
 @dataclass
@@ -47,11 +46,12 @@ class RlkMetadataBuilder(AttentionMetadataBuilder[Metadata]):
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Metadata:
         given = common_attn_metadata
+        requests = given.num_reqs
         return Metadata(
             num_actual_tokens=given.num_actual_tokens,
-            query_start_loc=given.query_start_loc,
-            seq_lens=given.seq_lens,
-            block_table=given.block_table_tensor,
+            query_start_loc=given.query_start_loc[: requests + 1],
+            seq_lens=given.seq_lens[:requests],
+            block_table=given.block_table_tensor[:requests],
             slot_mapping=given.slot_mapping,
             causal=given.causal is True,
         )
@@ -108,14 +108,6 @@ class RlkAttentionImpl(Attention, AttentionImpl):
             return output.zero_()
         self.attend(query, kv_cache, attn_metadata, output)
         return output
-
-    def do_kv_cache_update(
-        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        k_cache, v_cache = keys_and_values(kv_cache)
-        _custom_ops.reshape_and_cache_flash(
-            key, value, k_cache, v_cache, slot_mapping, "auto", layer._k_scale, layer._v_scale
-        )
 
 
 class RlkAttentionBackend(AttentionBackend):

@@ -28,10 +28,16 @@ class TokenLogprobs(Counted):
     def __call__(self, logits: Tensor, token_ids: Tensor) -> Tensor:
         """fp32 [N, K] of logits[N, V] at ids[N, K]."""
         self.count()
-        columns = token_ids.long().unbind(1)
-        return torch.stack([profile.logp(logits, ids.contiguous()) for ids in columns], dim=1)
+        if token_ids.shape[1] > MOST:
+            raise NotServed(f"log-probs of {token_ids.shape[1]} tokens of a row; {MOST} are served")
+        first, others = token_ids[:, 0].contiguous(), token_ids[:, 1:]
+        if not others.shape[1]:
+            return profile.logp(logits, first)[:, None]
+        return torch.cat(profile.logp_and_more(logits, first, others), dim=1)
 
 
+MOST = 1024
+"""Tokens of a row whose log-probs are served."""
 COMPUTED = TokenLogprobs()
 
 

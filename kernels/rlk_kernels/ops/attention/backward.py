@@ -2,13 +2,14 @@
 
     p = exp(scale q.k - lse)     dp = do.v     delta = sum_d out do     ds = p (dp - delta)
     dq = scale sum_keys ds k        one program per block of rows, keys front to back
-    dv = sum_rows p do              one program per block of keys, rows front to back
-    dk = scale sum_rows ds q        (a row is query * G + head: the G heads are part of the sum)
+    dv = sum_rows p do              one program per block of keys: blocks of ROWS queries front to
+    dk = scale sum_rows ds q        back, in each of them the heads of the group one after another
 
 fp32 accumulators; p and ds are rounded to the input's dtype before their products. A row of dq is
 a function of that row and of its keys: blocks of keys are aligned to key 0, and a block it does
 not see adds exact zeros. dk and dv depend on where the queries stand in their sequence and on
-nothing outside the sequence.
+nothing outside the sequence. On Hopper `hopper_dq.py` and `hopper_dkv.py` take the place of the two
+kernels here, in the same order.
 """
 
 import torch
@@ -16,20 +17,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlk_kernels.device import interpreting
-from rlk_kernels.ops.attention.order import LOG2E, find_sequence
+from rlk_kernels.device import facts, interpreting
+from rlk_kernels.launching import cdiv, launch, launches, power_of_2
+from rlk_kernels.ops.attention.order import LOG2E, block_n, find_sequence, seen_rows
 
 
 @triton.jit
-def _delta_kernel(o_ptr, do_ptr, delta_ptr, T, HQ, DIM: tl.constexpr, DP: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
+def _clear_outside(x_ptr, cu_ptr, B, row, at, mask):
+    """Zeros to the rows of no sequence."""
+    outside = (row < tl.load(cu_ptr)) | (row >= tl.load(cu_ptr + B))
+    zero = tl.zeros(at.shape, x_ptr.dtype.element_ty)
+    tl.store(x_ptr + at, zero, mask=mask & outside[:, None])
+
+
+@triton.jit(do_not_specialize=["B", "T", "S"])
+def _prepare_kernel(
+    o_ptr, do_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, B, T, S,
+    HQ: tl.constexpr, HK: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """delta, and zeros where no sequence is."""
+    row = tl.program_id(0) * R + tl.arange(0, R)
     head = tl.program_id(1)
     cols = tl.arange(0, DP)[None, :]
-    at = (token * HQ + head) * DIM + cols
-    o = tl.load(o_ptr + at, mask=cols < DIM, other=0.0).to(tl.float32)
-    do = tl.load(do_ptr + at, mask=cols < DIM, other=0.0).to(tl.float32)
-    here = head.to(tl.int64) * T + token + tl.zeros((1,), tl.int64)
-    tl.store(delta_ptr + here, tl.sum(o * do, 1))
+    at = (row.to(tl.int64) * HQ + head)[:, None] * DIM + cols
+    mask = (row < T)[:, None] & (cols < DIM)
+    o = tl.load(o_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    do = tl.load(do_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(delta_ptr + head.to(tl.int64) * T + row, tl.sum(o * do, 1), mask=row < T)
+    _clear_outside(dq_ptr, cu_q_ptr, B, row, at, mask)
+    if head < HK:
+        at = (row.to(tl.int64) * HK + head)[:, None] * DIM + cols
+        mask = (row < S)[:, None] & (cols < DIM)
+        _clear_outside(dk_ptr, cu_k_ptr, B, row, at, mask)
+        _clear_outside(dv_ptr, cu_k_ptr, B, row, at, mask)
 
 
 @triton.jit
@@ -53,23 +73,19 @@ def _weights(
 
 @triton.jit
 def _load_rows(
-    q_ptr, do_ptr, lse_ptr, delta_ptr, first, q_start, len_q, hk, T, stride_t, stride_h, cols,
-    HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, BM: tl.constexpr,
+    q_ptr, do_ptr, lse_ptr, delta_ptr, token, head, live, T, stride_t, stride_h, cols,
+    HQ: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    row = first + tl.arange(0, BM)
-    query = row // G
-    head = hk * G + row % G
-    live = row < len_q * G
-    token = (q_start + query).to(tl.int64)
+    """(q, do, lse in powers of two, delta) of rows: each a head of a token."""
     mask = live[:, None] & (cols[None, :] < DIM)
     at = token[:, None] * stride_t + head[:, None] * stride_h + cols[None, :]
     q = tl.load(q_ptr + at, mask=mask, other=0.0)
-    at = (token * (HK * G) + head)[:, None] * DIM + cols[None, :]
+    at = (token * HQ + head)[:, None] * DIM + cols[None, :]
     do = tl.load(do_ptr + at, mask=mask, other=0.0)
     lse = tl.load(lse_ptr + head.to(tl.int64) * T + token, mask=live, other=0.0)
     lse = tl.where(lse == float("-inf"), 0.0, lse * 1.4426950408889634)
     delta = tl.load(delta_ptr + head.to(tl.int64) * T + token, mask=live, other=0.0)
-    return q, do, lse, delta, query, head, token, live
+    return q, do, lse, delta
 
 
 @triton.jit(do_not_specialize=["B", "T", "window"])
@@ -88,9 +104,14 @@ def _dq_kernel(
     len_k = tl.load(cu_k_ptr + b + 1) - k_start
     offset = len_k - len_q
     cols = tl.arange(0, DP)
-    q, do, lse, delta, query, head, token, live = _load_rows(
-        q_ptr, do_ptr, lse_ptr, delta_ptr, first_row, q_start, len_q, hk, T, stride_qt, stride_qh,
-        cols, HK, G, DIM, BM,
+    row = first_row + tl.arange(0, BM)
+    query = row // G
+    head = hk * G + row % G
+    live = row < len_q * G
+    token = (q_start + query).to(tl.int64)
+    q, do, lse, delta = _load_rows(
+        q_ptr, do_ptr, lse_ptr, delta_ptr, token, head, live, T, stride_qt, stride_qh, cols,
+        HK * G, DIM,
     )  # fmt: skip
     begin = 0
     end = len_k
@@ -138,18 +159,16 @@ def _dkv_kernel(
     slot = (k_start + key).to(tl.int64)[:, None]
     k = tl.load(k_ptr + slot * stride_ks + hk * stride_kh + cols[None, :], mask=mask, other=0.0)
     v = tl.load(v_ptr + slot * stride_vs + hk * stride_vh + cols[None, :], mask=mask, other=0.0)
-    begin = 0
-    end = len_q * G
-    if CAUSAL:
-        begin = tl.maximum(first_key - offset, 0) * G // BM * BM
-        if WINDOWED:
-            end = tl.minimum(end, tl.maximum(first_key + BN - 1 + window - offset, 0) * G)
+    begin, end, _, _ = seen_rows(first_key, len_q, len_k, window, BN, BM, CAUSAL, WINDOWED)
     dk = tl.zeros((BN, DP), tl.float32)
     dv = tl.zeros((BN, DP), tl.float32)
-    for first in range(begin, end, BM):
-        q, do, lse, delta, query, _, _, live = _load_rows(
-            q_ptr, do_ptr, lse_ptr, delta_ptr, first, q_start, len_q, hk, T, stride_qt, stride_qh,
-            cols, HK, G, DIM, BM,
+    for step in range(begin * G, end * G):
+        query = step // G * BM + tl.arange(0, BM)
+        head = hk * G + step % G + tl.zeros_like(query)
+        live = query < len_q
+        q, do, lse, delta = _load_rows(
+            q_ptr, do_ptr, lse_ptr, delta_ptr, (q_start + query).to(tl.int64), head, live, T,
+            stride_qt, stride_qh, cols, HK * G, DIM,
         )  # fmt: skip
         p, ds = _weights(
             q, k, do, v, lse, delta, query, key, live, len_k, offset, window, scale_log2,
@@ -162,34 +181,67 @@ def _dkv_kernel(
     tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=mask)
 
 
+def _special(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> bool:
+    """Whether the kernels written for Hopper take them."""
+    if block_n(q.shape[2], q.dtype) != 128 or not facts(q.device).gluon:
+        return False
+    from rlk_kernels.ops.attention.hopper_pairs import reads
+
+    return reads(q, k, v, do)
+
+
 def backward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float,
-    window: int | None, out: Tensor, lse: Tensor, do: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv), contiguous, in the inputs' dtypes."""
+    window: int | None, out: Tensor, lse: Tensor, do: Tensor, special: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor, str]:  # fmt: skip
+    """(dq, dk, dv, which implementation ran); gradients are contiguous, in the inputs' dtypes.
+
+    `special` (by the kernels written for Hopper) changes the time and never the bits; None leaves
+    it to the shape.
+    """
     tokens, heads, dim = q.shape
-    kv_heads = k.shape[1]
+    slots, kv_heads = k.shape[:2]
     group = heads // kv_heads
     batch = cu_q.numel() - 1
-    dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    dk = torch.zeros(k.shape, dtype=k.dtype, device=k.device)
-    dv = torch.zeros_like(dk)
-    if tokens == 0 or k.shape[0] == 0 or batch == 0:
-        return dq, dk, dv
-    padded = max(16, triton.next_power_of_2(dim))
-    block = 32 if interpreting() or q.dtype == torch.float32 or padded > 128 else 64
+    if tokens == 0 or slots == 0 or batch == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), "triton"
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
-    _delta_kernel[(tokens, heads)](out, do, delta, tokens, heads, dim, padded, num_warps=1)
+    seen = launches(
+        "attention_backward", q.shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype, batch,
+        causal, window, special, q.device,
+        (q.data_ptr() | k.data_ptr() | v.data_ptr() | do.data_ptr()) & 15 == 0,
+    )  # fmt: skip
+    if special is None:
+        special = seen.get("special")
+    if special is None:
+        special = seen["special"] = _special(q, k, v, do)
+    padded = max(16, power_of_2(dim))
+    rows = 4096 // padded
+    launch(
+        seen, _prepare_kernel, (cdiv(max(tokens, slots), rows), heads, 1), out, do, delta, dq, dk,
+        dv, cu_q, cu_k, batch, tokens, slots, heads, kv_heads, dim, padded, rows, num_warps=4,
+    )  # fmt: skip
+    if special:
+        from rlk_kernels.ops.attention.hopper_dkv import keys_gradients
+        from rlk_kernels.ops.attention.hopper_dq import queries_gradient
+
+        queries_gradient(seen, q, k, v, do, lse, delta, dq, cu_q, cu_k, causal, scale, window)
+        keys_gradients(seen, q, k, v, do, lse, delta, dk, dv, cu_q, cu_k, causal, scale, window)
+        return dq, dk, dv, "triton/hopper"
+    block = 32 if interpreting() or q.dtype == torch.float32 or padded > 128 else 64
     shared = (
         cu_q, cu_k, batch, tokens, scale * LOG2E, scale, window or 0, q.stride(0), q.stride(1),
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), kv_heads, group, dim, padded,
         block, block, causal, window is not None,
     )  # fmt: skip
-    stages = 1 if q.dtype == torch.float32 else 2
-    _dq_kernel[(tokens * group // block + batch, kv_heads)](
-        q, k, v, do, lse, delta, dq, *shared, num_warps=4, num_stages=stages
-    )
-    _dkv_kernel[(k.shape[0] // block + batch, kv_heads)](
-        q, k, v, do, lse, delta, dk, dv, *shared, num_warps=4, num_stages=stages
-    )
-    return dq, dk, dv
+    options = {"num_warps": 4, "num_stages": 1 if q.dtype == torch.float32 else 2}
+    launch(
+        seen, _dq_kernel, (tokens * group // block + batch, kv_heads, 1), q, k, v, do, lse, delta,
+        dq, *shared, **options,
+    )  # fmt: skip
+    launch(
+        seen, _dkv_kernel, (slots // block + batch, kv_heads, 1), q, k, v, do, lse, delta, dk, dv,
+        *shared, **options,
+    )  # fmt: skip
+    return dq, dk, dv, "triton"

@@ -101,13 +101,15 @@ def _attention_backward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float,
     window: int | None, out: Tensor, lse: Tensor, do: Tensor, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    record("attention_backward", backend)
     if backend == "torch":
+        record("attention_backward", "torch")
         start, length = _lengths(cu_k)
         return portable.backward(q, k, v, cu_q, start, length, causal, scale, window, out, lse, do)
     from rlk_kernels.ops.attention import backward
 
-    return backward.backward(q, k, v, cu_q, cu_k, causal, scale, window, out, lse, do)
+    *grads, ran = backward.backward(q, k, v, cu_q, cu_k, causal, scale, window, out, lse, do)
+    record("attention_backward", ran)
+    return tuple(grads)
 
 
 @_attention_backward.register_fake

@@ -71,6 +71,29 @@ def seen_keys(
 
 
 @triton.jit
+def seen_rows(
+    first_key, len_q, len_k, window, BN: tl.constexpr, BM: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Of BN keys: the blocks of BM queries from the first result to the second, outside of which no
+    query sees one; and the queries from the third to the fourth, which see them all."""
+    begin = 0
+    end = len_q
+    plain_begin = 0
+    plain_end = len_q
+    offset = len_k - len_q
+    if CAUSAL:
+        begin = tl.maximum(first_key - offset, 0) // BM
+        plain_begin = tl.minimum(first_key + BN, len_k) - 1 - offset
+    if WINDOWED:
+        plain_end = 0
+        if CAUSAL:
+            end = tl.minimum(len_q, tl.maximum(first_key + BN - 1 + window - offset, 0))
+            plain_end = tl.minimum(len_q, first_key + window - offset)
+    return begin, tl.cdiv(end, BM), plain_begin, plain_end
+
+
+@triton.jit
 def merge(m, den, acc, m_new, den_new, acc_new):
     """(m, den, acc) after the state of one more chunk; an empty chunk changes nothing."""
     top = tl.maximum(m, m_new)

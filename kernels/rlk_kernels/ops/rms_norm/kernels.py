@@ -14,14 +14,15 @@ GRAD_ROWS = 16
 
 @triton.jit(do_not_specialize=["M"])
 def _rms_norm_fwd_kernel(
-    x_ptr, res_ptr, weight_ptr, y_ptr, new_ptr, M, stride_x, stride_r, eps,
-    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr,
+    x_ptr, res_ptr, weight_ptr, y_ptr, new_ptr, M, stride_x, stride_head, stride_r, eps,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, HF: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, BH)[None, :]
     mask = (rows < M) & (cols < H)
-    x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=0.0)
+    at = x_ptr + (rows // HEADS) * stride_x + (rows % HEADS) * stride_head + cols
+    x = tl.load(at, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         res = tl.load(res_ptr + rows * stride_r + cols, mask=mask, other=0.0)
         x = (x.to(tl.float32) + res.to(tl.float32)).to(x.dtype)
@@ -64,22 +65,24 @@ def _rms_norm_bwd_kernel(
 def forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, hf: bool
 ) -> tuple[Tensor, Tensor]:
-    """(y, s) of x[M, H], whose rows are dense; s is x + residual, or empty."""
-    m, h = x.shape
-    y = torch.empty(m, h, dtype=x.dtype, device=x.device)
+    """(y, s) of x[M, H], or x[T, heads, H] without a residual, whose rows are dense; s is
+    x + residual, or empty."""
+    h, heads = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
+    m = x.shape[0] * heads
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     s = torch.empty_like(y) if residual is not None else x.new_empty(0)
     if m:
         block = power_of_2(h)
         rows = max(1, 1024 // block)
         seen = launches(
-            x.shape, x.stride(0), x.dtype, weight.dtype,
+            x.shape, x.stride(), x.dtype, weight.dtype,
             None if residual is None else residual.stride(0), hf,
         )  # fmt: skip
         launch(
             seen, _rms_norm_fwd_kernel, (cdiv(m, rows), 1, 1), x, residual, weight, y, s,
-            m, x.stride(0),
+            m, x.stride(0), x.stride(1) if heads > 1 else 0,
             residual.stride(0) if residual is not None else 0, eps,
-            h, block, rows, residual is not None, hf,
+            h, block, rows, heads, residual is not None, hf,
             num_warps=min(16, max(2, block // 1024)),
         )  # fmt: skip
     return y, s

@@ -40,8 +40,8 @@ def _rms_norm(
     """y and s; s is empty where there is no residual (x itself serves)."""
     record("rms_norm", backend)
     if backend == "torch":
-        y, s = portable.forward(x, residual, weight, eps, hf)
-        return y, (s if residual is not None else x.new_empty(0))
+        y, s = portable.forward(x.reshape(-1, x.shape[-1]), residual, weight, eps, hf)
+        return y.view(x.shape), (s if residual is not None else x.new_empty(0))
     from rlk_kernels.ops.rms_norm import kernels
 
     return kernels.forward(x, residual, weight, eps, hf)
@@ -78,7 +78,9 @@ def _setup(ctx, inputs, output):
 def _backward(ctx, dy, dnew):
     s, weight = ctx.saved_tensors
     dnew = dnew.contiguous() if ctx.fused else None
-    ds, dw = _rms_norm_backward(s.contiguous(), weight, dy.contiguous(), dnew, ctx.eps, ctx.backend)
+    rows, drows = (x.contiguous().view(-1, s.shape[-1]) for x in (s, dy))
+    ds, dw = _rms_norm_backward(rows, weight, drows, dnew, ctx.eps, ctx.backend)
+    ds = ds.view(s.shape)
     return ds, ds.clone() if ctx.fused else None, dw.to(weight.dtype), None, None, None
 
 
@@ -121,12 +123,17 @@ def rms_norm(
     if not eps >= 0:
         raise ValueError(f"rms_norm: eps must not be negative, not {eps}")
     chosen = choose("rms_norm", backend, x, weight, residual)
-    rows = _rows(x, h)
+    rows = x if residual is None and _heads_lie_apart(x) else _rows(x, h)
     res = None if residual is None else _rows(residual, h)
     y, new = call(_rms_norm, rows, res, weight.contiguous(), eps, cast == "hf", chosen)
-    if x.dim() != 2:
+    if x.dim() != rows.dim():
         y, new = y.reshape(x.shape), new if residual is None else new.reshape(x.shape)
     return y if residual is None else (y, new)
+
+
+def _heads_lie_apart(x: Tensor) -> bool:
+    """Whether x[T, heads, H] has dense rows and is no [M, H]: heads of a fused q, k, v."""
+    return x.dim() == 3 and x.stride(2) == 1 and x.stride(0) != x.shape[1] * x.stride(1)
 
 
 def _rows(x: Tensor, h: int) -> Tensor:

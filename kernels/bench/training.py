@@ -1,0 +1,146 @@
+"""What the kernels cost a training step: forward, loss and backward, of HF or Megatron-core.
+
+    python kernels/bench/training.py --shape CONFIG.json --trainer hf|megatron --kernels off|rlk \\
+        --out X.jsonl [--lock F] [--tokens 8192,32768]
+
+Plain HF is as `from_config` makes it (sdpa), plain Megatron its local layer spec. Random weights,
+bf16; sequences of 2048, four in a forward, gradients added up over the forwards of a step. The loss
+is the mean negative log-prob. A line of JSON for each size of a step, as it comes.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from serving import alone, tell
+from torch import Tensor
+
+LENGTH, TOGETHER = 2048, 4
+STEPS = 3
+
+
+def hf_model(shape: dict[str, Any], kernels: bool) -> tuple[Any, Callable[[Tensor], Tensor]]:
+    """(model, ids[B, S] -> logits[B, S, V])."""
+    from rlk_kernels.integrations import hf
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind = {k: v for k, v in shape.items() if k != "model_type"}
+    config = AutoConfig.for_model(shape["model_type"], **kind)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    if kernels:
+        hf.use_kernels(model)
+    return model, lambda ids: model(input_ids=ids, use_cache=False).logits
+
+
+def megatron_model(shape: dict[str, Any], kernels: bool) -> tuple[Any, Callable[[Tensor], Tensor]]:
+    """As `hf_model`."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from rlk_kernels.integrations import megatron
+
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(0)
+    config = TransformerConfig(
+        num_layers=shape["num_hidden_layers"], hidden_size=shape["hidden_size"],
+        num_attention_heads=shape["num_attention_heads"],
+        num_query_groups=shape["num_key_value_heads"], kv_channels=shape["head_dim"],
+        ffn_hidden_size=shape["intermediate_size"], normalization="RMSNorm",
+        layernorm_epsilon=shape["rms_norm_eps"], gated_linear_unit=True, qk_layernorm=True,
+        activation_func=torch.nn.functional.silu, add_bias_linear=False, hidden_dropout=0.0,
+        attention_dropout=0.0, bf16=True, params_dtype=torch.bfloat16,
+    )  # fmt: skip
+    layer = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    plain = TransformerBlockSubmodules([layer] * config.num_layers, WrappedTorchNorm)
+    rope = shape["rope_parameters"]
+    model = GPTModel(
+        config, megatron.layer_spec(config) if kernels else plain, shape["vocab_size"], LENGTH,
+        position_embedding_type="rope", rotary_base=rope["rope_theta"],
+        share_embeddings_and_output_weights=False,
+    )  # fmt: skip
+    if kernels:
+        model = megatron.use_kernels(model, rope)
+    model = model.to(device="cuda", dtype=torch.bfloat16).train()
+    at = torch.arange(LENGTH, device="cuda").expand(TOGETHER, LENGTH)
+    hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device="cuda").triu(1)[None, None]
+    return model, lambda ids: model(ids, at, hidden)
+
+
+def plain_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits.float(), target)
+
+
+def kernel_loss(logits: Tensor, target: Tensor) -> Tensor:
+    from rlk_kernels.integrations.profile import logp
+
+    return -logp(logits, target).mean()
+
+
+def step(model: Any, run: Callable[[Tensor], Tensor], loss_of: Any, ids: Tensor) -> None:
+    """Gradients of ids[N, B, S], N forwards of it."""
+    for p in model.parameters():
+        p.grad = None
+    for some in ids:
+        logits = run(some)[:, :-1].flatten(0, 1)
+        (loss_of(logits, some[:, 1:].flatten()) / len(ids)).backward()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", type=Path, required=True)
+    parser.add_argument("--trainer", choices=("hf", "megatron"), required=True)
+    parser.add_argument("--kernels", choices=("off", "rlk"), required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--lock", type=Path, default=Path("/tmp/serving.lock"))
+    parser.add_argument("--tokens", default="8192,32768")
+    parser.add_argument("--layers", type=int, help="instead of the config's")
+    parser.add_argument("--profile", action="store_true")
+    args = parser.parse_args()
+    shape = json.loads(args.shape.read_text())
+    shape["num_hidden_layers"] = args.layers or shape["num_hidden_layers"]
+    torch.manual_seed(0)
+    make = {"hf": hf_model, "megatron": megatron_model}[args.trainer]
+    model, run = make(shape, args.kernels == "rlk")
+    loss_of = kernel_loss if args.kernels == "rlk" else plain_loss
+    who = {"engine": args.trainer, "kernels": args.kernels}
+    for tokens in map(int, args.tokens.split(",")):
+        size = (tokens // (LENGTH * TOGETHER), TOGETHER, LENGTH)
+        ids = torch.randint(2, shape["vocab_size"], size, device="cuda")
+        rates = []
+        with alone(args.lock):
+            step(model, run, loss_of, ids)
+            for _ in range(STEPS):
+                torch.cuda.synchronize()
+                started = time.perf_counter()
+                step(model, run, loss_of, ids)
+                torch.cuda.synchronize()
+                rates.append(tokens / (time.perf_counter() - started))
+        peak = torch.cuda.max_memory_allocated() / 1e9
+        tell(args.out, **who, what="step", tokens=tokens, rates=rates, peak_gb=peak)
+    if args.profile:
+        profile(args, who, model, run, loss_of, ids[:1])
+
+
+def profile(args: Any, who: dict, model: Any, run: Any, loss_of: Any, ids: Tensor) -> None:
+    """Where the GPU's time of one forward and backward goes."""
+    cuda = torch.profiler.ProfilerActivity.CUDA
+    with alone(args.lock), torch.profiler.profile(activities=[cuda]) as seen:
+        step(model, run, loss_of, ids)
+        torch.cuda.synchronize()
+    found = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)[:24]
+    lines = [(e.key[:90], e.self_device_time_total / 1000, e.count) for e in found]
+    tell(args.out, **who, what="profile step", times=lines)
+
+
+if __name__ == "__main__":
+    main()
