@@ -24,7 +24,7 @@ def test_public_names():
     errors += ["UnsupportedShape"]
     operators = ["attention", "embedding", "linear", "linear_grpo_loss", "linear_logp", "logp"]
     operators += ["group_advantages", "paged_attention", "rms_norm", "rope", "swiglu"]
-    operators += ["write_kv_cache"]
+    operators += ["norm_rope", "write_kv_cache"]
     about = ["backend_calls", "last_backend", "reset_backend_calls", "warm_up"]
     assert sorted(rk.__all__) == sorted(errors + operators + about)
 
