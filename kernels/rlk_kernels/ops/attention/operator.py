@@ -16,15 +16,22 @@ B = sequences   P = block size of the cache
 """
 
 import math
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import call, choose, record
-from rlk_kernels.errors import UnsupportedDevice, UnsupportedDtype, UnsupportedShape
-from rlk_kernels.ops.attention import portable
-from rlk_kernels.ops.attention import sinks as sink_logits
+from rlk_kernels.backend import call, choose
+from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.ops.attention.registered import (
+    _attention,
+    _paged_attention,
+    _paged_attention_into,
+)
+from rlk_kernels.ops.attention.variants import (
+    _attention_with,
+    _paged_attention_with,
+    check_variant,
+)
 
 MAX_DIM = 256
 
@@ -65,231 +72,6 @@ def attention_ref(
     return torch.cat(outs), torch.cat(lses, 1)
 
 
-def _lengths(cu: Tensor) -> tuple[list[int], list[int]]:
-    bounds = cu.tolist()
-    return bounds[:-1], [b - a for a, b in pairwise(bounds)]
-
-
-def _empty(q: Tensor) -> tuple[Tensor, Tensor]:
-    lse = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=lse)
-
-
-@torch.library.custom_op("rlk::attention", mutates_args=())
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float,
-    window: int | None, backend: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if backend == "torch":
-        record("attention", "torch")
-        start, length = _lengths(cu_k)
-        return portable.forward(q, k, v, cu_q, start, length, None, 1, causal, scale, window)
-    from rlk_kernels.ops.attention import forward
-
-    out, lse, ran = forward.forward(q, k, v, cu_q, cu_k, None, causal, scale, window)
-    record("attention", ran)
-    return out, lse
-
-
-@_attention.register_fake
-def _(q, k, v, cu_q, cu_k, causal, scale, window, backend):
-    return _empty(q)
-
-
-@torch.library.custom_op("rlk::attention_backward", mutates_args=())
-def _attention_backward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float,
-    window: int | None, out: Tensor, lse: Tensor, do: Tensor, backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if backend == "torch":
-        record("attention_backward", "torch")
-        start, length = _lengths(cu_k)
-        return portable.backward(q, k, v, cu_q, start, length, causal, scale, window, out, lse, do)
-    from rlk_kernels.ops.attention import backward
-
-    *grads, ran = backward.backward(q, k, v, cu_q, cu_k, causal, scale, window, out, lse, do)
-    record("attention_backward", ran)
-    return tuple(grads)
-
-
-@_attention_backward.register_fake
-def _(q, k, v, cu_q, cu_k, causal, scale, window, out, lse, do, backend):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _setup(ctx, inputs, output):
-    q, k, v, cu_q, cu_k, *ctx.rest = inputs
-    ctx.save_for_backward(q, k, v, cu_q, cu_k, *output)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, do, _dlse):
-    if do is None:
-        return (None,) * 9
-    q, k, v, cu_q, cu_k, out, lse = ctx.saved_tensors
-    causal, scale, window, backend = ctx.rest
-    grads = _attention_backward(
-        q, k, v, cu_q, cu_k, causal, scale, window, out, lse, do.contiguous(), backend
-    )
-    return (*grads, None, None, None, None, None, None)
-
-
-_attention.register_autograd(_backward, setup_context=_setup)
-
-
-@torch.library.custom_op("rlk::attention_with", mutates_args=())
-def _attention_with(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_q: Tensor, cu_k: Tensor, causal: bool,
-    scale: float, window: int | None, softcap: float, backend: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`_attention` with sinks, a softcap (torch alone), or both."""
-    if softcap:
-        record("attention", "torch")
-        start, length = _lengths(cu_k)
-        found = portable.forward(
-            q, k, v, cu_q, start, length, None, 1, causal, scale, window, softcap
-        )
-    else:
-        found = _attention._init_fn(q, k, v, cu_q, cu_k, causal, scale, window, backend)
-    return found if sinks is None else sink_logits.add(*found, sinks, backend)
-
-
-@_attention_with.register_fake
-def _(q, k, v, sinks, cu_q, cu_k, causal, scale, window, softcap, backend):
-    return _empty(q)
-
-
-@torch.library.custom_op("rlk::attention_with_backward", mutates_args=())
-def _attention_with_backward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_q: Tensor, cu_k: Tensor, causal: bool,
-    scale: float, window: int | None, softcap: float, out: Tensor, lse: Tensor, do: Tensor,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv, dsinks), the last one empty without sinks."""
-    if softcap:
-        record("attention_backward", "torch")
-        start, length = _lengths(cu_k)
-        grads = portable.backward(
-            q, k, v, cu_q, start, length, causal, scale, window, out, lse, do, softcap
-        )
-    else:
-        grads = _attention_backward._init_fn(
-            q, k, v, cu_q, cu_k, causal, scale, window, out, lse, do, backend
-        )
-    if sinks is None:
-        return *grads, lse.new_empty(0)
-    return *grads, sink_logits.gradient(out, lse, sinks, do, backend)
-
-
-@_attention_with_backward.register_fake
-def _(q, k, v, sinks, cu_q, cu_k, causal, scale, window, softcap, out, lse, do, backend):
-    heads = 0 if sinks is None else q.shape[1]
-    grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    return *grads, lse.new_empty(heads, dtype=torch.float32)
-
-
-def _setup_with(ctx, inputs, output):
-    q, k, v, sinks, cu_q, cu_k, *ctx.rest = inputs
-    ctx.save_for_backward(q, k, v, sinks, cu_q, cu_k, *output)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _backward_with(ctx, do, _dlse):
-    if do is None:
-        return (None,) * 11
-    q, k, v, sinks, cu_q, cu_k, out, lse = ctx.saved_tensors
-    *options, backend = ctx.rest
-    *grads, dsinks = _attention_with_backward(
-        q, k, v, sinks, cu_q, cu_k, *options, out, lse, do.contiguous(), backend
-    )
-    return (*grads, None if sinks is None else dsinks, *(None,) * 7)
-
-
-_attention_with.register_autograd(_backward_with, setup_context=_setup_with)
-
-
-@torch.library.custom_op("rlk::paged_attention_with", mutates_args=())
-def _paged_attention_with(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, sinks: Tensor | None, block_table: Tensor,
-    context_lens: Tensor, cu_q: Tensor, scale: float, window: int | None, softcap: float,
-    backend: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if softcap:
-        record("paged_attention", "torch")
-        k, v = (x.reshape(-1, *x.shape[2:]) for x in (k_cache, v_cache))
-        length = context_lens.tolist()
-        found = portable.forward(
-            q, k, v, cu_q, [0] * len(length), length, block_table, k_cache.shape[1], True, scale,
-            window, softcap,
-        )  # fmt: skip
-    else:
-        found = _paged_attention._init_fn(
-            q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, backend
-        )
-    return found if sinks is None else sink_logits.add(*found, sinks, backend)
-
-
-@_paged_attention_with.register_fake
-def _(q, k_cache, v_cache, sinks, block_table, context_lens, cu_q, scale, window, softcap, backend):
-    return _empty(q)
-
-
-@torch.library.custom_op("rlk::paged_attention", mutates_args=())
-def _paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, context_lens: Tensor,
-    cu_q: Tensor, scale: float, window: int | None, backend: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if backend == "torch":
-        record("paged_attention", "torch")
-        k, v = (x.reshape(-1, *x.shape[2:]) for x in (k_cache, v_cache))
-        length = context_lens.tolist()
-        start = [0] * len(length)
-        page = k_cache.shape[1]
-        return portable.forward(
-            q, k, v, cu_q, start, length, block_table, page, True, scale, window
-        )
-    from rlk_kernels.ops.attention import forward
-
-    out, lse, ran = forward.forward(
-        q, k_cache, v_cache, cu_q, context_lens, block_table, True, scale, window
-    )
-    record("paged_attention", ran)
-    return out, lse
-
-
-@torch.library.custom_op("rlk::paged_attention_into", mutates_args=("out",))
-def _paged_attention_into(
-    out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor,
-    context_lens: Tensor, cu_q: Tensor, scale: float, window: int | None, backend: str,
-) -> Tensor:  # fmt: skip
-    """lse; the result goes to `out`, where it is written at once on triton."""
-    if backend == "torch":
-        found, lse = _paged_attention._init_fn(
-            q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, backend
-        )
-        out.copy_(found)
-        return lse
-    from rlk_kernels.ops.attention import forward
-
-    _, lse, ran = forward.forward(
-        q, k_cache, v_cache, cu_q, context_lens, block_table, True, scale, window, out=out
-    )
-    record("paged_attention", ran)
-    return lse
-
-
-@_paged_attention_into.register_fake
-def _(out, q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, backend):
-    return _empty(q)[1]
-
-
-@_paged_attention.register_fake
-def _(q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, backend):
-    return _empty(q)
-
-
 def _check(op: str, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> None:
     if q.dim() != 3 or k.shape != v.shape or q.shape[2] != k.shape[-1]:
         raise UnsupportedShape(
@@ -306,22 +88,6 @@ def _check(op: str, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int |
         raise ValueError(f"{op}: scale must be above 0, not {scale}")
     if window is not None and window < 1:
         raise ValueError(f"{op}: window must be at least 1, not {window}")
-
-
-def _check_with(
-    op: str, heads: int, sinks: Tensor | None, softcap: float | None, backend: str
-) -> None:
-    """Raise where sinks or a softcap cannot be had."""
-    if sinks is not None:
-        sink_logits.check(op, sinks, heads)
-    if softcap is not None:
-        if not softcap > 0:
-            raise ValueError(f"{op}: softcap must be above 0, not {softcap}; None is no cap")
-        if backend != "torch":
-            raise UnsupportedDevice(
-                f"{op}: a softcap runs on the torch backend alone, and the backend here is "
-                f"{backend}; use backend='torch'"
-            )
 
 
 def _last_dense(x: Tensor) -> Tensor:
@@ -379,7 +145,7 @@ def attention(
     if sinks is None and softcap is None:
         out, lse = call(_attention, q, k, v, cu_q, cu_k, causal, scale, window, chosen)
     else:
-        _check_with("attention", q.shape[1], sinks, softcap, chosen)
+        check_variant("attention", q.shape[1], sinks, softcap, chosen)
         out, lse = call(
             _attention_with, q, k, v, None if sinks is None else sinks.contiguous(), cu_q, cu_k,
             causal, scale, window, float(softcap or 0.0), chosen,
@@ -440,7 +206,7 @@ def paged_attention(
             f"not {tuple(out.shape)} {out.dtype} of strides {out.stride()}"
         )
     if sinks is not None or softcap is not None:
-        _check_with("paged_attention", q.shape[1], sinks, softcap, chosen)
+        check_variant("paged_attention", q.shape[1], sinks, softcap, chosen)
         found, lse = call(
             _paged_attention_with, q, k_cache, v_cache, sinks, table, lens, cu_q, scale, window,
             float(softcap or 0.0), chosen,

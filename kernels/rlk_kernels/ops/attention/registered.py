@@ -1,0 +1,136 @@
+"""attention and paged_attention as torch knows them: custom operators, and their gradient."""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.backend import record
+from rlk_kernels.ops.attention import portable
+
+
+def lengths_of(cu: Tensor) -> tuple[list[int], list[int]]:
+    bounds = cu.tolist()
+    return bounds[:-1], [b - a for a, b in pairwise(bounds)]
+
+
+def empty_like_results(q: Tensor) -> tuple[Tensor, Tensor]:
+    lse = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=lse)
+
+
+@torch.library.custom_op("rlk::attention", mutates_args=())
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float,
+    window: int | None, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if backend == "torch":
+        record("attention", "torch")
+        start, length = lengths_of(cu_k)
+        return portable.forward(q, k, v, cu_q, start, length, None, 1, causal, scale, window)
+    from rlk_kernels.ops.attention import forward
+
+    out, lse, ran = forward.forward(q, k, v, cu_q, cu_k, None, causal, scale, window)
+    record("attention", ran)
+    return out, lse
+
+
+@_attention.register_fake
+def _(q, k, v, cu_q, cu_k, causal, scale, window, backend):
+    return empty_like_results(q)
+
+
+@torch.library.custom_op("rlk::attention_backward", mutates_args=())
+def _attention_backward(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float,
+    window: int | None, out: Tensor, lse: Tensor, do: Tensor, backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if backend == "torch":
+        record("attention_backward", "torch")
+        start, length = lengths_of(cu_k)
+        return portable.backward(q, k, v, cu_q, start, length, causal, scale, window, out, lse, do)
+    from rlk_kernels.ops.attention import backward
+
+    *grads, ran = backward.backward(q, k, v, cu_q, cu_k, causal, scale, window, out, lse, do)
+    record("attention_backward", ran)
+    return tuple(grads)
+
+
+@_attention_backward.register_fake
+def _(q, k, v, cu_q, cu_k, causal, scale, window, out, lse, do, backend):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup(ctx, inputs, output):
+    q, k, v, cu_q, cu_k, *ctx.rest = inputs
+    ctx.save_for_backward(q, k, v, cu_q, cu_k, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, do, _dlse):
+    if do is None:
+        return (None,) * 9
+    q, k, v, cu_q, cu_k, out, lse = ctx.saved_tensors
+    causal, scale, window, backend = ctx.rest
+    grads = _attention_backward(
+        q, k, v, cu_q, cu_k, causal, scale, window, out, lse, do.contiguous(), backend
+    )
+    return (*grads, None, None, None, None, None, None)
+
+
+_attention.register_autograd(_backward, setup_context=_setup)
+
+
+@torch.library.custom_op("rlk::paged_attention", mutates_args=())
+def _paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, context_lens: Tensor,
+    cu_q: Tensor, scale: float, window: int | None, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if backend == "torch":
+        record("paged_attention", "torch")
+        k, v = (x.reshape(-1, *x.shape[2:]) for x in (k_cache, v_cache))
+        length = context_lens.tolist()
+        start = [0] * len(length)
+        page = k_cache.shape[1]
+        return portable.forward(
+            q, k, v, cu_q, start, length, block_table, page, True, scale, window
+        )
+    from rlk_kernels.ops.attention import forward
+
+    out, lse, ran = forward.forward(
+        q, k_cache, v_cache, cu_q, context_lens, block_table, True, scale, window
+    )
+    record("paged_attention", ran)
+    return out, lse
+
+
+@torch.library.custom_op("rlk::paged_attention_into", mutates_args=("out",))
+def _paged_attention_into(
+    out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor,
+    context_lens: Tensor, cu_q: Tensor, scale: float, window: int | None, backend: str,
+) -> Tensor:  # fmt: skip
+    """lse; the result goes to `out`, where it is written at once on triton."""
+    if backend == "torch":
+        found, lse = _paged_attention._init_fn(
+            q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, backend
+        )
+        out.copy_(found)
+        return lse
+    from rlk_kernels.ops.attention import forward
+
+    _, lse, ran = forward.forward(
+        q, k_cache, v_cache, cu_q, context_lens, block_table, True, scale, window, out=out
+    )
+    record("paged_attention", ran)
+    return lse
+
+
+@_paged_attention_into.register_fake
+def _(out, q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, backend):
+    return empty_like_results(q)[1]
+
+
+@_paged_attention.register_fake
+def _(q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, backend):
+    return empty_like_results(q)
