@@ -1,6 +1,12 @@
 """What a comparison of bit-equal engines says."""
 
+from collections.abc import Callable
+from typing import Any
+
 from conftest import Outcome
+
+Bits = Callable[..., dict[str, dict[str, Any]]]
+"""Cases of `vllm_bits.py` -> what it said of each."""
 
 THREE = {"decode_vs_prefill", "prefill_vs_train", "decode_vs_train"}
 """All edges."""

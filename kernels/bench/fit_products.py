@@ -13,14 +13,15 @@ import json
 import math
 import random
 import sys
+from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from rlk_kernels.device import PLANNED_PROCESSORS as PROCESSORS
 from rlk_kernels.matmul.tile import Tile
 from rlk_kernels.matmul.tile_time import TileCost, Work, microseconds, work_of
 
-PROCESSORS = 132
 COPIES = {"NVIDIA H200": 4.2, "NVIDIA H100 80GB HBM3": 3.0}
 """Terabytes a second that a card copies: costs are those of the first."""
 HEAD = '''"""Measured numbers of each tile, for `tile_time.py`: by kernels/bench/fit_products.py.
@@ -182,7 +183,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("times", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, default="kernels/rlk_kernels/matmul/tile_costs.py")
-    parser.add_argument("--date", default="2026-11-22")
+    parser.add_argument("--date", default=str(date.today()))
     arguments = parser.parse_args()
     rows = [row for path in arguments.times for row in load(path)]
     tuned = [row for row in rows if row.kind == "random"]

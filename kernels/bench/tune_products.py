@@ -17,8 +17,11 @@ from dataclasses import astuple, replace
 from multiprocessing import get_context
 from pathlib import Path
 
+from fit_products import expected
 from product_shapes import Product, products, widths_at_random
+from rlk_kernels.device import PLANNED_PROCESSORS as PROCESSORS
 from rlk_kernels.matmul.tile import Tile
+from rlk_kernels.matmul.tile_time import TileCost, microseconds, work_of
 from rlk_kernels.matmul.tiles import SAFE, tile_for, with_overlap
 
 _BIG = {"subtile": True}
@@ -81,7 +84,6 @@ APART = [
     *(_apart(4, *x, swap=True) for x in ((64, 16), (64, 32), (128, 16))),
 ]  # fmt: skip
 CANDIDATES = [*PLAIN, *APART]
-_PROCESSORS = 132
 
 
 def runner(tile: Tile, x, weight, y):
@@ -102,8 +104,8 @@ def compiled(index: int) -> tuple[int, str]:
 
     tile, gpu = CANDIDATES[index], torch.device("cuda")
     try:
-        expected = tile_bits(SAFE, torch.bfloat16, gpu)
-        if not torch.equal(tile_bits(tile, torch.bfloat16, gpu), expected):
+        safe = tile_bits(SAFE, torch.bfloat16, gpu)
+        if not torch.equal(tile_bits(tile, torch.bfloat16, gpu), safe):
             return index, "its bits are not SAFE's"
         x, weight = (torch.randn(n, 2048, device=gpu, dtype=torch.bfloat16) for n in (200, 512))
         y = torch.full((200, 512), float("nan"), device=gpu, dtype=torch.bfloat16)
@@ -130,25 +132,15 @@ def usable() -> list[int]:
 
 
 def _guess(tile: Tile, m: int, n: int, k: int) -> float:
-    """Microseconds, roughly: enough to leave out what cannot win."""
-    tall, flats = (tile.n, (tile.m, tile.n2)) if tile.swap else (tile.m, (tile.n, tile.n2))
-    products = -(-tall // 64) * sum(max(x / 2, 24) for x in flats if x) / 16 / 1700
-    copied = 2 * (min(tile.rows, m) + min(tile.columns, n)) / 115e3
-    per_k = (products**4 + copied**4) ** 0.25
-    waves, rest = divmod(tile.count(m, n), _PROCESSORS)
-    if tile.tail:
-        waves += rest * tile.n / tile.tail / _PROCESSORS * 0.7
-    elif rest:
-        waves += 1
-    start = 1.5 if tile.flatten else 3.0
-    return 1 + waves * (start + k * per_k) + 2 * (m * k + n * k + m * n) / 15e6
+    """Microseconds by the model before any measurement: enough to leave out what cannot win."""
+    return microseconds(TileCost(*expected(tile)), work_of(tile, m, n, k, PROCESSORS))
 
 
 def plausible(shape: Product, among: list[int], most: int) -> list[int]:
     """The candidates that are worth a measurement."""
     m, n, k = shape[:3]
     fits = [i for i in among if m > 32 or CANDIDATES[i].m <= 64]
-    fits = [i for i in fits if not CANDIDATES[i].tail or m * n >= 128 * 256 * _PROCESSORS]
+    fits = [i for i in fits if not CANDIDATES[i].tail or m * n >= 128 * 256 * PROCESSORS]
     guessed = {i: _guess(CANDIDATES[i], m, n, k) for i in fits}
     least = min(guessed.values())
     return sorted((i for i in fits if guessed[i] <= 1.5 * least), key=guessed.__getitem__)[:most]
@@ -185,11 +177,11 @@ def gather(out: Path, among: list[int], seconds: float, count: int, most: int, s
             for kind, shape in zip(("random", "published"), pair, strict=True):
                 m, n, k = shape[:3]
                 tiles = {
-                    str(i): with_overlap(CANDIDATES[i], m, n, k, _PROCESSORS)
+                    str(i): with_overlap(CANDIDATES[i], m, n, k, PROCESSORS)
                     for i in plausible(shape, among, most)
                 }
                 if kind == "published":
-                    tiles["now"] = tile_for(m, n, k, torch.bfloat16, _PROCESSORS)
+                    tiles["now"] = tile_for(m, n, k, torch.bfloat16, PROCESSORS)
                 us = measure(shape, tiles)
                 lines.write(json.dumps([kind, m, n, k, shape.name, us]) + "\n")
                 done += 1

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bit_equal import Bits
 from conftest import Cli, Outcome, command_line, require_engine, write_few_prompts
 
 from rlk_align.data import data_path
@@ -17,7 +18,6 @@ from rlk_align.engines.worker import tokenise
 from rlk_align.model.prompts import load_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
-Bits = Callable[..., dict[str, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")

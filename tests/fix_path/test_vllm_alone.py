@@ -1,15 +1,14 @@
 """The real vLLM by itself: its batches, its compiler, its plugin, and off means off."""
 
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bit_equal import Bits
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = ("bfloat16", "float32")
-Bits = Callable[..., dict[str, dict[str, Any]]]
 
 
 BATCHES: dict[str, dict[str, Any]] = {

@@ -2,12 +2,11 @@
 and a layer that was left stale is named."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from bit_equal import Bits
 from conftest import Cli, Outcome, command_line, require_engine, write_few_prompts
 
 from rlk_align.data import data_path
@@ -95,9 +94,7 @@ def test_a_stale_layer_is_named(
     assert across.verdict["edges"]["prefill_vs_train"]["bit_mismatches"] > 0
 
 
-def test_weights_reloaded_into_the_live_vllm_keep_every_bit(
-    vllm_bits: Callable[..., dict[str, dict[str, Any]]], stepped: Path
-) -> None:
+def test_weights_reloaded_into_the_live_vllm_keep_every_bit(vllm_bits: Bits, stepped: Path) -> None:
     """Between two rollouts, by vLLM's `reload_weights`, as its weight transfer loads a layer."""
     on = {"kernels": "registered", "options": {"enable_prefix_caching": True}}
     cases = [

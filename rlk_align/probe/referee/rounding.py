@@ -164,7 +164,7 @@ def _rms(square: torch.Tensor, variance: torch.Tensor, squares: torch.Tensor) ->
 
 
 def _gain(product: torch.Tensor, power: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
-    """The error regressed on the exact output, as far as it stands out; 0 where that is 0, and
+    """What is apart regressed on the exact output, as far as it stands out; 0 where that is 0, and
     infinite where it is not finite."""
     gain = _beyond(product / power, products.sqrt() / power)
     return _infinite(gain).where(power != 0, 0.0)

@@ -52,7 +52,9 @@ def add(out: Tensor, lse: Tensor, sinks: Tensor, backend: str) -> tuple[Tensor, 
 def gradient(out: Tensor, lse: Tensor, sinks: Tensor, do: Tensor, backend: str) -> Tensor:
     """dsink[H] of out', lse' and do[T, H, D]."""
     if backend == "torch":
-        share = elementary.exp((sinks.double()[:, None] - lse.double()).clamp(min=-700.0)).T
+        sink, whole = sinks.double()[:, None].expand_as(lse), lse.double()
+        share = elementary.exp((sink - whole).clamp(min=-700.0))
+        share = torch.where(sink == -math.inf, 0.0, share).T
         parts = -share * tree_sum(out.double() * do.double()).squeeze(-1)
         return column_sum(parts.float(), backend)
     from rlk_kernels.ops.attention import sinks_kernels

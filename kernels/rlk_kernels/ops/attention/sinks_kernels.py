@@ -14,7 +14,13 @@ ROWS = 8
 def _more(lse, sink):
     """log( exp(lse) + exp(sink) )."""
     top = tl.maximum(lse, sink)
-    return top + tl.log(1.0 + tl.exp(tl.minimum(lse, sink) - top))
+    return top + tl.log(1.0 + _share(tl.minimum(lse, sink), top))
+
+
+@triton.jit
+def _share(part, whole):
+    """exp(part - whole), 0 of a part of -inf: the whole may be that too."""
+    return tl.where(part == float("-inf"), 0.0, tl.exp(part - whole))
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -32,7 +38,7 @@ def _add_sinks_kernel(
     at = (token * H + heads)[:, None] * D + dims
     mask = (heads[:, None] < H) & (dims < D)
     out = tl.load(out_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    out = out * tl.exp(lse - more)[:, None]
+    out = out * _share(lse, more)[:, None]
     tl.store(new_ptr + at, out.to(new_ptr.dtype.element_ty), mask=mask)
 
 
@@ -50,7 +56,7 @@ def _sink_parts_kernel(
     mask = (heads[:, None] < H) & (dims < D)
     out = tl.load(out_ptr + at, mask=mask, other=0.0).to(tl.float32)
     do = tl.load(do_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    parts = -tl.exp(sink - lse) * tl.sum(out * do, 1)
+    parts = -_share(sink, lse) * tl.sum(out * do, 1)
     tl.store(parts_ptr + token * H + heads, parts, mask=heads < H)
 
 

@@ -88,6 +88,20 @@ def test_rows_without_keys_and_sinks_far_away(backend):
     assert not rk.attention(q, k, v, CU, CU, sinks=-far, backend=backend).any()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sink_of_minus_infinity_is_none(backend):
+    q, k, v = (x.requires_grad_() for x in case())
+    keys = torch.tensor([0, 0, 9, 30])  # the first sequence's rows have no key, nor a sink
+    off = torch.full((4,), -torch.inf).requires_grad_()
+    plain = rk.attention(q, k, v, CU, keys, return_lse=True, backend=backend)
+    found = rk.attention(q, k, v, CU, keys, sinks=off, return_lse=True, backend=backend)
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    *grads, dsinks = torch.autograd.grad(found[0].sum(), (q, k, v, off))
+    assert not dsinks.any()
+    own = torch.autograd.grad(plain[0].sum(), (q, k, v))
+    assert all(torch.equal(a, b) for a, b in zip(grads, own, strict=True))
+
+
 def test_a_sink_of_another_head_is_noticed(monkeypatch):
     add = sinks.add
     monkeypatch.setattr(sinks, "add", lambda out, lse, sink, b: add(out, lse, sink.roll(1), b))
