@@ -34,6 +34,8 @@ from rlk_kernels.ops.attention.order import (
 from rlk_kernels.ops.attention.schedule import (
     PIECES,
     SCRATCH_BYTES,
+    lone_piece,
+    lone_sequence,
     piece,
     schedule,
     slot_row,
@@ -210,27 +212,36 @@ def _end_chunk(
     return m_all, den_all, acc_all
 
 
-@triton.jit(do_not_specialize=["B", "T", "window", "stride_table"])
+@triton.jit(do_not_specialize=["B", "T", "capacity", "target", "window", "stride_table"])
 def _attention_kernel(
     q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, plan_ptr,
-    pieces_ptr, cu_q_ptr, cu_k_ptr, table_ptr, B, T, scale, window,
+    pieces_ptr, cu_q_ptr, cu_k_ptr, table_ptr, B, T, capacity, target, scale, window,
     stride_qt, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
     stride_table,
     HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, TMA: tl.constexpr,
-    SPLIT: tl.constexpr, LEVELS: tl.constexpr, OVERLAP: tl.constexpr,
+    SPLIT: tl.constexpr, LISTED: tl.constexpr, LEVELS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if SPLIT:
-        total = tl.load(plan_ptr + 2 * B) * HK
+        if LISTED:
+            total = tl.load(plan_ptr + 2 * B) * HK
+        else:
+            lone = lone_sequence(
+                cu_q_ptr, cu_k_ptr, window, capacity, target, HK, G, BM, CHUNK, CAUSAL, WINDOWED,
+                PAGED, 0,
+            )  # fmt: skip
+            total = tl.cdiv(lone[1] * G, BM) * lone[6] * HK
         for index in range(tl.program_id(0), total, tl.num_programs(0)):
             hk = index % HK
-            b, q_start, len_q, k_start, len_k, row, begin, end, only, merges, folded, base = piece(
-                pieces_ptr, index // HK
-            )
+            if LISTED:
+                one = piece(pieces_ptr, index // HK)
+            else:
+                one = lone_piece(lone, index // HK, G, BM)
+            b, q_start, len_q, k_start, len_k, row, begin, end, only, merges, folded, base = one
             _attend_rows(
                 q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr,
                 table_ptr, b, q_start, len_q, k_start, len_k, row, hk, T, scale, window, begin, end,
@@ -256,7 +267,7 @@ def _attention_kernel(
             )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardPlan:
     """How keys are walked: time alone, no bit."""
 
@@ -266,10 +277,16 @@ class ForwardPlan:
     """Packed rows of a program."""
     split: bool
     """Keys are taken in pieces (`schedule.py`)."""
+    listed: bool
+    """Pieces come from a list; those of a batch of one sequence need none."""
+    whole: bool
+    """No row has more than one chunk of keys: pieces are blocks of rows, and nothing is merged."""
     slots: int
     """Packed rows of one KV head that have room in the scratch."""
     most: int
     """Pieces of one KV head that there can be."""
+    target: int
+    """Pieces of all KV heads that are wanted, where there is enough work."""
 
 
 def _plan(
@@ -301,9 +318,12 @@ def _plan(
     # ranges of all blocks of rows, and of prefixes that neighbours share
     most = (blocks + batch // 2) * max(chunks, 1)
     most = min(most, PIECES[rows] * here.processors // kv_heads + blocks + batch)
+    split = split and (not running or tokens * group <= room)
     return ForwardPlan(
-        special, rows, split and (not running or tokens * group <= room),
-        min(room, tokens * group * (chunks + 1)), most,
+        special=special, rows=rows, split=split, listed=split and batch > 1,
+        whole=running and not split and chunks <= 1,
+        slots=min(room, tokens * group * (chunks + 1)), most=most,
+        target=PIECES[rows] * here.processors,
     )  # fmt: skip
 
 
@@ -345,17 +365,17 @@ def forward(
         states = own.slots * kv_heads
         parts = torch.empty(states * (padded + 2), dtype=torch.float32, device=q.device)
         part_acc, part_ml = parts.split([states * padded, states * 2])
+    if own.listed:
         plan, pieces = schedule(
             seen, cu_q, lens_k, table, page, kv_heads, heads // kv_heads, own.rows, CHUNK, causal,
             window, own.special and own.rows == 64, own.slots, own.most,
         )  # fmt: skip
-    if own.special and own.split:
+    if own.special and (own.split or own.whole):
         from rlk_kernels.ops.attention.hopper_pieces import attend_pieces
 
         attend_pieces(
-            seen, plan, pieces, own.most, q, k, v, out, lse, part_acc, part_ml, batch, table,
-            causal,
-            scale, window, own.rows // 64,
+            seen, own, plan, pieces, q, k, v, out, lse, part_acc, part_ml, cu_q, lens_k, table,
+            causal, scale, window,
         )  # fmt: skip
     elif own.special:
         from rlk_kernels.ops.attention.hopper import attend_hopper
@@ -370,8 +390,8 @@ def forward(
         )  # fmt: skip
     if own.split:
         merge_parts(
-            seen, plan, part_acc, part_ml, out, lse, cu_q, lens_k, kv_heads, padded, CHUNK, causal,
-            window, table is not None,
+            seen, own, plan, part_acc, part_ml, out, lse, cu_q, lens_k, kv_heads, padded, CHUNK,
+            causal, window, table is not None,
         )  # fmt: skip
     return out, lse, "triton/hopper" if own.special else "triton"
 
@@ -413,10 +433,10 @@ def _attend(
     launch(
         seen, _attention_kernel, grid, q, k, v, k_desc, v_desc, out, lse, part_acc, part_ml, plan,
         pieces, cu_q, lens_k, table if table is not None else cu_q, batch, tokens,
-        scale * LOG2E, window or 0, q.stride(0), q.stride(1), *k_strides, *v_strides,
+        own.slots, own.target, scale * LOG2E, window or 0, q.stride(0), q.stride(1), *k_strides, *v_strides,
         table.stride(0) if table is not None else 0,
         kv_heads, group, dim, padded, rows, bn, CHUNK, causal, window is not None,
-        paged, 1 if table is None else k.shape[1], tma, own.split, bn.bit_length() - 4,
+        paged, 1 if table is None else k.shape[1], tma, own.split, own.listed, bn.bit_length() - 4,
         here.overlaps,
         num_warps=8 if rows == 128 or (rows > 16 and bn == 128) else 4,
         num_stages=1 if q.dtype == torch.float32 else stages, launch_pdl=here.overlaps,

@@ -24,6 +24,7 @@ from rlk_kernels.ops.attention.hopper import (
     buffers,
     descriptors,
 )
+from rlk_kernels.ops.attention.hopper_narrow import attend_chunk, rows_layout
 from rlk_kernels.ops.attention.order import (
     LOG2E,
     block_weights,
@@ -32,11 +33,55 @@ from rlk_kernels.ops.attention.order import (
     one_sum,
     seen_keys,
 )
-from rlk_kernels.ops.attention.schedule import piece, slot_row
+from rlk_kernels.ops.attention.schedule import (
+    lone_piece,
+    lone_sequence,
+    piece,
+    slot_row,
+    whole_piece,
+)
 
+LISTED, LONE, WHOLE = (gl.constexpr(i) for i in range(3))
+"""Where pieces come from: a list, the lengths of the only sequence, or the rows alone, each of
+which has at most one chunk of keys."""
 DEPTH = {64: (3, 3), 128: (2, 2)}
 """Rows of a block -> blocks of keys and of values that a program has room for, one program a
 processor (time only)."""
+
+
+@gluon.jit
+def _all_work(
+    work, window, HOW: gl.constexpr, HK: gl.constexpr, G: gl.constexpr, BM: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PAGED: gl.constexpr,
+):  # fmt: skip
+    """(pieces of all KV heads, what `lone_piece` needs)."""
+    plan_ptr, _, cu_q_ptr, lens_ptr, B, T, capacity, target = work
+    lone = (0, 0, 0, 0, 0, 0, 0, 0)
+    if HOW == LONE:
+        lone = lone_sequence(
+            cu_q_ptr, lens_ptr, window, capacity, target, HK, G, BM, PER_CHUNK * BLOCK, CAUSAL,
+            WINDOWED, PAGED, BM == ROWS,
+        )  # fmt: skip
+        total = gl.cdiv(lone[1] * G, BM) * lone[6]
+    elif HOW == WHOLE:
+        total = T * G // BM + B
+    else:
+        total = gl.load(plan_ptr + 2 * B)
+    return total * HK, lone
+
+
+@gluon.jit
+def _piece(
+    work, lone, item, HOW: gl.constexpr, G: gl.constexpr, BM: gl.constexpr, PAGED: gl.constexpr
+):
+    _, pieces_ptr, cu_q_ptr, lens_ptr, B, _, _, _ = work
+    if HOW == LONE:
+        found = lone_piece(lone, item, G, BM)
+    elif HOW == WHOLE:
+        found = whole_piece(cu_q_ptr, lens_ptr, item, B, G, BM, PER_CHUNK * BLOCK, PAGED)
+    else:
+        found = piece(pieces_ptr, item)
+    return found
 
 
 @gluon.jit
@@ -104,92 +149,148 @@ def _put(part_acc_ptr, part_ml_ptr, place, live, cols, m, den, acc, DIM: gl.cons
 
 
 @gluon.jit
-def _attend_pieces(
-    given, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOWED: gl.constexpr, RUNNING: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr,
+def _operand(like_ptr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """[ROWS, COLUMNS] in shared memory, as the tensor core takes it."""
+    dtype: gl.constexpr = like_ptr.dtype.element_ty
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], dtype)
+    return gl.allocate_shared_memory(dtype, [ROWS, COLUMNS], tile)
+
+
+@gluon.jit
+def _attend_piece(
+    given, one, hk, begin, end, plain_end, turn, q, weights, HK: gl.constexpr, G: gl.constexpr,
+    DIM: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, RUNNING: gl.constexpr,
+    GROUP: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: 64 packed rows of a program's pieces, one after another."""
+    """Four warps: the packed rows of q of a piece, from the blocks `turn` on in the rings."""
     (
-        total, pieces_ptr, q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, q_smem, merged,
-        k_ring, v_ring, k_full, k_empty, v_full, v_empty, scale, window, T, stride_qt, stride_qh,
+        _, q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, _, merged, _, _, k_ring, v_ring,
+        k_full, k_empty, v_full, v_empty, scale, window, T, stride_qt, stride_qh,
     ) = given  # fmt: skip
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    _, q_start, len_q, _, len_k, first_row, _, _, only, merges, folded, base = one
     rings = (k_ring, v_ring, k_full, k_empty, v_full, v_empty)
-    q = q_smem.index(GROUP)
+    R: gl.constexpr = q.type.shape[0]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    OUT: gl.constexpr = rows_layout(DIM) if NARROW else SUMS
+    first_row += GROUP * ROWS
+    thread_barrier()  # the piece before is through with its queries
+    _load_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, HK, G)
+    if NARROW:
+        thread_barrier()
     cols = gl.arange(0, DIM, gl.SliceLayout(0, OUT))
-    turn = 0
-    for i in range(gl.program_id(0), total, gl.num_programs(0)):
-        hk = (total - 1 - i) % HK
-        one = piece(pieces_ptr, (total - 1 - i) // HK)
-        begin, end, plain_end = _blocks(one, window, G, GROUPS * ROWS, CAUSAL, WINDOWED)
-        _, q_start, len_q, _, len_k, first_row, _, _, only, merges, folded, base = one
-        first_row += GROUP * ROWS
-        thread_barrier()  # the piece before is through with its queries
-        _load_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, HK, G)
-        row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
-        last = gl.zeros_like(row) + len_k - 1  # the last key a row sees
-        if CAUSAL:
-            last = gl.minimum(row // G + len_k - len_q, last)
-        row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
-        live = row < len_q * G
-        m_all = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OUT))
-        den_all = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OUT))
-        acc_all = gl.zeros([ROWS, DIM], gl.float32, OUT)
-        for chunk in range(begin // PER_CHUNK, gl.cdiv(end, PER_CHUNK)):
-            first = gl.maximum(begin, chunk * PER_CHUNK)
-            limit = gl.minimum(end, (chunk + 1) * PER_CHUNK)
+    row = first_row + gl.arange(0, R, gl.SliceLayout(1, SCORES))
+    last = gl.zeros_like(row) + len_k - 1  # the last key a row sees
+    if CAUSAL:
+        last = gl.minimum(row // G + len_k - len_q, last)
+    row = first_row + gl.arange(0, R, gl.SliceLayout(1, OUT))
+    live = row < len_q * G
+    m_all = gl.full([R], float("-inf"), gl.float32, gl.SliceLayout(1, OUT))
+    den_all = gl.zeros([R], gl.float32, gl.SliceLayout(1, OUT))
+    acc_all = gl.zeros([R, DIM], gl.float32, OUT)
+    beyond = gl.where(begin < end, gl.cdiv(end, PER_CHUNK), 0)  # rows may see none of these keys
+    for chunk in range(begin // PER_CHUNK, beyond):
+        first = gl.maximum(begin, chunk * PER_CHUNK)
+        limit = gl.minimum(end, (chunk + 1) * PER_CHUNK)
+        if NARROW:
+            m, den, acc = attend_chunk(
+                q, weights, rings, first, limit, plain_end, len_k, first_row, len_q, turn, scale,
+                window, G, CAUSAL, WINDOWED,
+            )  # fmt: skip
+        else:
             m, den, acc = _attend_chunk(
                 q, rings, first, limit, plain_end, len_k, last, turn, scale, window, DIM, WINDOWED
             )
-            turn += limit - first
-            # of a piece that merges, the first slot; asked for here, not held through the chunk
-            slot = slot_row(base, chunk, folded, len_q * G, row, HK, hk)
-            if merges != 0:
-                # every thread finds what it has written itself
-                before = gl.zeros_like(acc)
-                if RUNNING:
-                    if first > begin:
-                        sums = (part_acc_ptr + slot * DIM)[:, None] + cols[None, :]
-                        before = gl.load(sums, mask=live[:, None], other=0.0)
-                else:
-                    if first > begin:
-                        before = merged.index(GROUP).load(OUT)
-                m_all, den_all, acc_all = merge(m_all, den_all, before, m, den, acc)
-                if limit < end:
-                    if RUNNING:
-                        here = (part_acc_ptr + slot * DIM)[:, None] + cols[None, :]
-                        gl.store(here, acc_all, mask=live[:, None])
-                    else:
-                        merged.index(GROUP).store(acc_all)
+        turn += limit - first
+        # of a piece that merges, the first slot; asked for here, not held through the chunk
+        slot = slot_row(base, chunk, folded, len_q * G, row, HK, hk)
+        if merges != 0:
+            # every thread finds what it has written itself
+            before = gl.zeros_like(acc)
+            if RUNNING:
+                if first > begin:
+                    sums = (part_acc_ptr + slot * DIM)[:, None] + cols[None, :]
+                    before = gl.load(sums, mask=live[:, None], other=0.0)
             else:
-                _put(part_acc_ptr, part_ml_ptr, slot, live, cols, m, den, acc, DIM)
-                acc_all = acc
-        if only != 0:
-            finish(
-                m_all, den_all, acc_all, out_ptr, lse_ptr, q_start + row // G, hk * G + row % G,
-                live, cols, HK * G, DIM, T,
+                if first > begin:
+                    before = merged.index(GROUP).load(OUT)
+            m_all, den_all, acc_all = merge(m_all, den_all, before, m, den, acc)
+            if limit < end:
+                if RUNNING:
+                    here = (part_acc_ptr + slot * DIM)[:, None] + cols[None, :]
+                    gl.store(here, acc_all, mask=live[:, None])
+                else:
+                    merged.index(GROUP).store(acc_all)
+        else:
+            _put(part_acc_ptr, part_ml_ptr, slot, live, cols, m, den, acc, DIM)
+            acc_all = acc
+    if only != 0:
+        finish(
+            m_all, den_all, acc_all, out_ptr, lse_ptr, q_start + row // G, hk * G + row % G,
+            live, cols, HK * G, DIM, T,
+        )  # fmt: skip
+    elif (merges != 0) & (begin < end):
+        slot = slot_row(base, folded, folded, len_q * G, row, HK, hk)
+        _put(part_acc_ptr, part_ml_ptr, slot, live, cols, m_all, den_all, acc_all, DIM)
+
+
+@gluon.jit
+def _attend_pieces(
+    given, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr, RUNNING: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr,
+    NARROW: gl.constexpr, HOW: gl.constexpr, PAGE: gl.constexpr,
+):  # fmt: skip
+    """Four warps: 64 packed rows of a program's pieces, one after another; those of which no more
+    than NARROW are a sequence's by `hopper_narrow.py`."""
+    (
+        work, _, _, _, _, _, q_smem, _, q_narrow, weights, _, _, _, _, _, _, _, window, _, _, _,
+    ) = given  # fmt: skip
+    q = q_smem.index(GROUP)
+    turn = 0
+    total, lone = _all_work(work, window, HOW, HK, G, GROUPS * ROWS, CAUSAL, WINDOWED, PAGE > 0)
+    for i in range(gl.program_id(0), total, gl.num_programs(0)):
+        hk = (total - 1 - i) % HK
+        one = _piece(work, lone, (total - 1 - i) // HK, HOW, G, GROUPS * ROWS, PAGE > 0)
+        begin, end, plain_end = _blocks(one, window, G, GROUPS * ROWS, CAUSAL, WINDOWED)
+        _, _, len_q, _, _, first_row, _, _, _, _, _, _ = one
+        if NARROW > 0:
+            if len_q * G - first_row <= NARROW:
+                _attend_piece(
+                    given, one, hk, begin, end, plain_end, turn, q_narrow, weights, HK, G, DIM,
+                    CAUSAL, WINDOWED, RUNNING, GROUP, True,
+                )  # fmt: skip
+            else:
+                _attend_piece(
+                    given, one, hk, begin, end, plain_end, turn, q, weights, HK, G, DIM, CAUSAL,
+                    WINDOWED, RUNNING, GROUP, False,
+                )  # fmt: skip
+        else:
+            _attend_piece(
+                given, one, hk, begin, end, plain_end, turn, q, weights, HK, G, DIM, CAUSAL,
+                WINDOWED, RUNNING, GROUP, False,
             )  # fmt: skip
-        elif (merges != 0) & (begin < end):
-            slot = slot_row(base, folded, folded, len_q * G, row, HK, hk)
-            _put(part_acc_ptr, part_ml_ptr, slot, live, cols, m_all, den_all, acc_all, DIM)
+        turn += gl.maximum(end - begin, 0)
 
 
 @gluon.jit
 def _copy_pieces(
     given, HK: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
-    PAGE: gl.constexpr, LENGTH: gl.constexpr, GROUPS: gl.constexpr,
+    PAGE: gl.constexpr, LENGTH: gl.constexpr, GROUPS: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """`_copy_keys` for a program's pieces, one after another; the next one is asked for early."""
     (
-        total, pieces_ptr, k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+        work, k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
         table_ptr, stride_table, k_head, v_head, k_page, v_page, window,
     ) = given  # fmt: skip
     turn = 0
-    one = piece(pieces_ptr, gl.maximum(total - 1 - gl.program_id(0), 0) // HK)
+    BM: gl.constexpr = GROUPS * ROWS
+    total, lone = _all_work(work, window, HOW, HK, G, BM, CAUSAL, WINDOWED, PAGE > 0)
+    item = gl.maximum(total - 1 - gl.program_id(0), 0) // HK
+    one = _piece(work, lone, item, HOW, G, BM, PAGE > 0)
     for i in range(gl.program_id(0), total, gl.num_programs(0)):
         hk = (total - 1 - i) % HK
-        following = piece(pieces_ptr, gl.maximum(total - 1 - i - gl.num_programs(0), 0) // HK)
+        item = gl.maximum(total - 1 - i - gl.num_programs(0), 0) // HK
+        following = _piece(work, lone, item, HOW, G, BM, PAGE > 0)
         begin, end, _ = _blocks(one, window, G, GROUPS * ROWS, CAUSAL, WINDOWED)
         b, _, _, k_start, len_k, _, _, _, _, _, _, _ = one
         keys = (
@@ -202,17 +303,22 @@ def _copy_pieces(
         one = following
 
 
-@gluon.jit(do_not_specialize=["last_entry", "T", "window", "stride_table"])
+@gluon.jit(do_not_specialize=["B", "T", "capacity", "target", "window", "stride_table"])
 def _pieces_hopper_kernel(
-    plan_ptr, pieces_ptr, q_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr,
-    table_ptr, last_entry, T, scale, window, stride_qt, stride_qh, k_head, v_head, k_page, v_page,
+    plan_ptr, pieces_ptr, cu_q_ptr, lens_ptr, q_ptr, k_desc, v_desc, out_ptr, lse_ptr,
+    part_acc_ptr, part_ml_ptr, table_ptr, B, T, capacity, target, scale, window, stride_qt, stride_qh, k_head, v_head, k_page, v_page,
     stride_table, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, PAGE: gl.constexpr, GROUPS: gl.constexpr, K_DEPTH: gl.constexpr,
-    V_DEPTH: gl.constexpr, OVERLAP: gl.constexpr,
+    V_DEPTH: gl.constexpr, NARROW: gl.constexpr, HOW: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     q_smem, merged, k_ring, k_full, k_empty, v_ring, v_full, v_empty = buffers(
         q_ptr, DIM, GROUPS, K_DEPTH, V_DEPTH, GROUPS == 1
     )
+    q_narrow = q_smem
+    weights = q_smem
+    if NARROW > 0:
+        q_narrow = _operand(q_ptr, NARROW, DIM)
+        weights = _operand(q_ptr, NARROW, BLOCK)
     if OVERLAP:
         gl.inline_asm_elementwise(
             "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -221,54 +327,59 @@ def _pieces_hopper_kernel(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
             pack=1,
         )  # fmt: skip
-    total = gl.load(plan_ptr + last_entry) * HK
+    work = (plan_ptr, pieces_ptr, cu_q_ptr, lens_ptr, B, T, capacity, target)
     LENGTH: gl.constexpr = k_desc.block_type.shape[0]
     given = (
-        total, pieces_ptr, q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, q_smem, merged,
-        k_ring, v_ring, k_full, k_empty, v_full, v_empty, scale, window, T, stride_qt, stride_qh,
+        work, q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, q_smem, merged,
+        q_narrow, weights, k_ring, v_ring, k_full, k_empty, v_full, v_empty, scale, window, T, stride_qt, stride_qh,
     )  # fmt: skip
     keys = (
-        total, pieces_ptr, k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+        work, k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
         table_ptr, stride_table, k_head, v_head, k_page, v_page, window,
     )  # fmt: skip
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_attend_pieces, (given, HK, G, DIM, CAUSAL, WINDOWED, True, GROUPS, 0)),
-                (_copy_pieces, (keys, HK, G, CAUSAL, WINDOWED, PAGE, LENGTH, GROUPS)),
+                (_attend_pieces, (given, HK, G, DIM, CAUSAL, WINDOWED, True, GROUPS, 0, NARROW, HOW, PAGE)),
+                (_copy_pieces, (keys, HK, G, CAUSAL, WINDOWED, PAGE, LENGTH, GROUPS, HOW)),
             ],
             [1], [40],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_attend_pieces, (given, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 0)),
-                (_attend_pieces, (given, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 1)),
-                (_copy_pieces, (keys, HK, G, CAUSAL, WINDOWED, PAGE, LENGTH, GROUPS)),
+                (_attend_pieces, (given, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 0, 0, HOW, PAGE)),
+                (_attend_pieces, (given, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 1, 0, HOW, PAGE)),
+                (_copy_pieces, (keys, HK, G, CAUSAL, WINDOWED, PAGE, LENGTH, GROUPS, HOW)),
             ],
             [4, 1], [232, 40],
         )  # fmt: skip
 
 
 def attend_pieces(
-    seen: dict, plan: Tensor, pieces: Tensor, most: int, q: Tensor, k: Tensor, v: Tensor,
-    out: Tensor, lse: Tensor, part_acc: Tensor, part_ml: Tensor, batch: int, table: Tensor | None,
-    causal: bool, scale: float, window: int | None, groups: int,
+    seen: dict, own, plan: Tensor, pieces: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    lse: Tensor, part_acc: Tensor, part_ml: Tensor, cu_q: Tensor, lens_k: Tensor,
+    table: Tensor | None, causal: bool, scale: float, window: int | None,
 ) -> None:  # fmt: skip
-    """Fill out and lse, or the slots; most: pieces of one KV head that there can be."""
+    """Fill out and lse, or the slots, as `own` (`forward.ForwardPlan`) says."""
     (tokens, heads, dim), kv_heads = q.shape, k.shape[-2]
-    paged, here = table is not None, facts(q.device)
+    paged, here, group = table is not None, facts(q.device), heads // kv_heads
+    groups, batch = own.rows // ROWS.value, cu_q.numel() - 1
     # decode is bound by memory: every program stays; blocks of 128 rows come and go by length
-    programs = most * kv_heads
+    programs = own.most * kv_heads
+    narrow = 0
     if groups == 1:
+        narrow = 8 if group <= 8 else 16
         programs = min(programs, here.processors)
+    how = (LISTED if own.listed else LONE) if own.split else WHOLE
     launch(
-        seen, _pieces_hopper_kernel, (programs, 1, 1), plan, pieces, q, *descriptors(k, v, table),
-        out, lse, part_acc, part_ml, table if table is not None else plan, 2 * batch, tokens,
-        scale * LOG2E, window or 0,
-        q.stride(0), q.stride(1), k.stride(-2), v.stride(-2),
+        seen, _pieces_hopper_kernel, (programs, 1, 1), plan, pieces, cu_q, lens_k, q,
+        *descriptors(k, v, table), out, lse, part_acc, part_ml,
+        table if table is not None else plan, batch, tokens, own.slots,
+        own.target, scale * LOG2E, window or 0, q.stride(0), q.stride(1),
+        k.stride(-2), v.stride(-2),
         k.stride(0) // k.stride(1) if paged else 0, v.stride(0) // v.stride(1) if paged else 0,
-        table.stride(0) if table is not None else 0, kv_heads, heads // kv_heads, dim, causal,
-        window is not None, k.shape[1] if paged else 0, groups, *DEPTH[groups * ROWS.value],
+        table.stride(0) if table is not None else 0, kv_heads, group, dim, causal,
+        window is not None, k.shape[1] if paged else 0, groups, *DEPTH[own.rows], narrow, how.value,
         here.overlaps, num_warps=4, maxnreg=208 if groups == 1 else 168, launch_pdl=here.overlaps,
     )  # fmt: skip

@@ -17,50 +17,76 @@ from rlk_kernels.ops.attention.schedule import (
     TAU,
     _ranges,
     last_before,
+    lone_sequence,
     slot_row,
 )
 
 PROGRAMS = 16
 """Programs a processor at most (time only)."""
+AHEAD = 8
+"""States that are asked for together (time only)."""
 
 
 @triton.jit
 def _merge_slots(
     m, den, acc, part_acc_ptr, part_ml_ptr, base, rows, row, folded, begin, end, hk, cols,
-    HK: tl.constexpr, DP: tl.constexpr,
+    HK: tl.constexpr, DP: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """(m, den, acc) and the chunks begin ... end, those up to `folded` in one state."""
     last = tl.maximum(end, tl.where(end > begin, folded + 1, 0))
-    for chunk in range(tl.maximum(begin, folded), last):
-        place = slot_row(base, chunk, folded, rows, row, HK, hk) + tl.zeros((1,), tl.int64)
-        m_new = tl.load(part_ml_ptr + place * 2)
-        den_new = tl.load(part_ml_ptr + place * 2 + 1)
-        acc_new = tl.load(part_acc_ptr + place[:, None] * DP + cols[None, :])
-        m, den, acc = merge(m, den, acc, m_new, den_new, acc_new)
+    for first in range(tl.maximum(begin, folded), last, AHEAD):
+        states = ()
+        for i in tl.static_range(AHEAD):  # asked for together; behind the last an empty one
+            chunk = first + i + tl.zeros((1,), tl.int32)
+            there = chunk < last
+            place = slot_row(base, chunk, folded, rows, row, HK, hk)
+            states = states + (
+                tl.load(part_ml_ptr + place * 2, mask=there, other=float("-inf")),
+                tl.load(part_ml_ptr + place * 2 + 1, mask=there, other=0.0),
+                tl.load(
+                    part_acc_ptr + place[:, None] * DP + cols[None, :], mask=there[:, None],
+                    other=0.0,
+                ),
+            )  # fmt: skip
+        for i in tl.static_range(AHEAD):
+            m, den, acc = merge(m, den, acc, states[3 * i], states[3 * i + 1], states[3 * i + 2])
     return m, den, acc
 
 
-@triton.jit(do_not_specialize=["B", "T", "window"])
+@triton.jit(do_not_specialize=["B", "T", "window", "capacity", "target"])
 def _merge_kernel(
     plan_ptr, part_acc_ptr, part_ml_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, B, T, window,
-    HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
+    capacity, target,
+    HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
     CHUNK: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PAGED: tl.constexpr,
-    STEPS: tl.constexpr, OVERLAP: tl.constexpr,
+    LISTED: tl.constexpr, RUNNING: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A packed row (query * G + head) of one KV head at a time, of those that have to be merged."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     pitch = 2 * B + 2
-    tau = tl.load(plan_ptr + TAU * pitch)
-    total = tl.load(plan_ptr + ROWS * pitch + B) * HK
+    if LISTED:
+        tau = tl.load(plan_ptr + TAU * pitch)
+        total = tl.load(plan_ptr + ROWS * pitch + B) * HK
+    else:
+        _, lone_queries, _, _, lone_first, _, ranges, lone_length = lone_sequence(
+            cu_q_ptr, cu_k_ptr, window, capacity, target, HK, G, BM, CHUNK, CAUSAL, WINDOWED,
+            PAGED, RUNNING,
+        )  # fmt: skip
+        total = tl.where(ranges > 1, lone_queries * G * HK, 0)
     cols = tl.arange(0, DP)
     live = tl.full((1,), True, tl.int1)
     for index in range(tl.program_id(0), total, tl.num_programs(0)):
         hk = index % HK
         packed = index // HK + tl.zeros((1,), tl.int32)
-        b = tl.sum(last_before(plan_ptr + ROWS * pitch, B, packed, STEPS), 0)
-        row = index // HK - tl.load(plan_ptr + ROWS * pitch + b)
+        if LISTED:
+            b = tl.sum(last_before(plan_ptr + ROWS * pitch, B, packed, STEPS), 0)
+            row = index // HK - tl.load(plan_ptr + ROWS * pitch + b)
+        else:
+            b = index * 0
+            row = index // HK
         q_start = tl.load(cu_q_ptr + b)
         queries = tl.load(cu_q_ptr + b + 1) - q_start
         end = tl.load(cu_k_ptr + b)
@@ -75,24 +101,29 @@ def _merge_kernel(
         m = tl.full((1,), float("-inf"), tl.float32)
         den = tl.zeros((1,), tl.float32)
         acc = tl.zeros((1, DP), tl.float32)
-        own = plan_ptr + 2 * b + 1
-        first = tl.load(own + FIRST * pitch)
-        _, length = _ranges(tl.load(own + COUNT * pitch), tau)
-        folded = first + length - 1
-        leader = tl.load(plan_ptr + LEADER * pitch + b)
-        if leader >= 0:
-            at = plan_ptr + 2 * leader
-            _, length = _ranges(tl.load(at + COUNT * pitch), tau)
-            rows = tl.load(plan_ptr + MEMBERS * pitch + leader) * G
-            m, den, acc = _merge_slots(
-                m, den, acc, part_acc_ptr, part_ml_ptr, tl.load(at + BASE * pitch), rows,
-                (b - leader) * G + row, length - 1, 0, first, hk, cols, HK, DP,
-            )  # fmt: skip
-            folded = first
-            begin = first
+        if LISTED:
+            own = plan_ptr + 2 * b + 1
+            first = tl.load(own + FIRST * pitch)
+            base = tl.load(own + BASE * pitch)
+            _, length = _ranges(tl.load(own + COUNT * pitch), tau)
+            folded = first + length - 1
+            leader = tl.load(plan_ptr + LEADER * pitch + b)
+            if leader >= 0:
+                at = plan_ptr + 2 * leader
+                _, length = _ranges(tl.load(at + COUNT * pitch), tau)
+                rows = tl.load(plan_ptr + MEMBERS * pitch + leader) * G
+                m, den, acc = _merge_slots(
+                    m, den, acc, part_acc_ptr, part_ml_ptr, tl.load(at + BASE * pitch), rows,
+                    (b - leader) * G + row, length - 1, 0, first, hk, cols, HK, DP, AHEAD,
+                )  # fmt: skip
+                folded = first
+                begin = first
+        else:
+            base = b
+            folded = lone_first + lone_length - 1
         m, den, acc = _merge_slots(
-            m, den, acc, part_acc_ptr, part_ml_ptr, tl.load(own + BASE * pitch), queries * G, row,
-            folded, begin, end, hk, cols, HK, DP,
+            m, den, acc, part_acc_ptr, part_ml_ptr, base, queries * G, row, folded, begin, end, hk,
+            cols, HK, DP, AHEAD,
         )  # fmt: skip
         head = hk * G + row % G + tl.zeros((1,), tl.int32)
         token = q_start + row // G + tl.zeros((1,), tl.int32)
@@ -100,18 +131,18 @@ def _merge_kernel(
 
 
 def merge_parts(
-    seen: dict, plan: Tensor, part_acc: Tensor, part_ml: Tensor, out: Tensor, lse: Tensor,
+    seen: dict, own, plan: Tensor, part_acc: Tensor, part_ml: Tensor, out: Tensor, lse: Tensor,
     cu_q: Tensor, lens_k: Tensor, kv_heads: int, padded: int, chunk: int, causal: bool,
     window: int | None, paged: bool,
 ) -> None:  # fmt: skip
-    """out and lse of the rows whose keys were split."""
+    """out and lse of the rows whose keys were split as `own` (`forward.ForwardPlan`) says."""
     (tokens, heads, dim), here = out.shape, facts(out.device)
     group = heads // kv_heads
     programs = min(tokens * heads, PROGRAMS * here.processors)
     launch(
         seen, _merge_kernel, (programs, 1, 1), plan, part_acc, part_ml, out, lse, cu_q, lens_k,
-        cu_q.numel() - 1, tokens, window or 0,
-        kv_heads, group, dim, padded, chunk, causal, window is not None, paged,
-        cu_q.numel().bit_length(), here.overlaps, num_warps=1,
-        launch_pdl=here.overlaps,
+        cu_q.numel() - 1, tokens, window or 0, own.slots, own.target,
+        kv_heads, group, dim, padded, own.rows, chunk, causal, window is not None, paged,
+        own.listed, int(own.special and own.rows == 64), cu_q.numel().bit_length(), AHEAD,
+        here.overlaps, num_warps=1, launch_pdl=here.overlaps,
     )  # fmt: skip

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from rlk_kernels.device import facts
 from rlk_kernels.launching import cdiv, launch, power_of_2
+from rlk_kernels.ops.attention.order import find_sequence
 
 SCRATCH_BYTES = 31 << 20
 """Of all states that wait to be merged, whatever the lengths: below 32 MiB with the list."""
@@ -286,6 +287,66 @@ def piece(pieces_ptr, item):
         tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4),
         tl.load(at + 5), tl.load(at + 6), tl.load(at + 7), tl.load(at + 8), tl.load(at + 9),
         tl.load(at + 10), tl.load(at + 11),
+    )  # fmt: skip
+
+
+@triton.jit
+def lone_sequence(
+    cu_q_ptr, lens_ptr, window, capacity, target, HK: tl.constexpr, G: tl.constexpr,
+    BM: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+    PAGED: tl.constexpr, RUNNING: tl.constexpr,
+):  # fmt: skip
+    """What a list would say of a batch of one sequence: (first token, queries, start of keys, keys,
+    first chunk, chunks, ranges, chunks of a range)."""
+    q_start = tl.load(cu_q_ptr)
+    queries = tl.load(cu_q_ptr + 1) - q_start
+    keys = tl.load(lens_ptr)
+    k_start = keys * 0
+    if not PAGED:
+        k_start = keys
+        keys = tl.load(lens_ptr + 1) - keys
+    first = k_start * 0
+    if WINDOWED:
+        seen = keys - queries + 1 if CAUSAL else keys
+        first = tl.maximum(seen - window, 0) // CHUNK
+    own = tl.maximum(tl.cdiv(keys, CHUNK) - first, 0)
+    tau = tl.maximum(tl.cdiv(tl.cdiv(queries * G, BM) * own * HK, target), 1)
+    _, slots = _rows_of_slots(own * 0, own, own, own * 0, queries, G, tau, RUNNING)
+    while slots > capacity:
+        tau *= 2
+        _, slots = _rows_of_slots(own * 0, own, own, own * 0, queries, G, tau, RUNNING)
+    ranges, length = _ranges(own, tau)
+    return q_start, queries, k_start, keys, first, own, ranges, length
+
+
+@triton.jit
+def lone_piece(lone, item, G: tl.constexpr, BM: tl.constexpr):
+    """The `piece` that a list would have, of a `lone_sequence`."""
+    q_start, queries, k_start, keys, first, own, ranges, length = lone
+    begin = first + item % ranges * length
+    return (
+        keys * 0, q_start, queries, k_start, keys, item // ranges * BM, begin,
+        tl.minimum(begin + length, first + own), (ranges == 1).to(tl.int32),
+        (begin == first).to(tl.int32), first + length - 1, keys * 0,
+    )  # fmt: skip
+
+
+@triton.jit
+def whole_piece(
+    cu_q_ptr, lens_ptr, block, B, G: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr,
+    PAGED: tl.constexpr,
+):  # fmt: skip
+    """A `piece` with all keys, at most one chunk, of row block `block` (`order.find_sequence`)."""
+    b, q_start, queries, row = find_sequence(cu_q_ptr, block, B, G, BM)
+    keys = tl.load(lens_ptr + b)
+    k_start = keys * 0
+    if not PAGED:
+        k_start = keys
+        keys = tl.load(lens_ptr + b + 1) - keys
+    live = (row < queries * G).to(tl.int32)
+    return (
+        b, q_start, queries, k_start, keys, row, keys * 0, live * tl.cdiv(keys, CHUNK), live, live,
+        keys * 0, keys * 0,
     )  # fmt: skip
 
 

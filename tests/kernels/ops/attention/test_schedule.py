@@ -62,6 +62,20 @@ def test_split_keys_have_the_bits_of_one_walk(lens, window, monkeypatch):
     assert same(run(*x, window=window, split=True), one)
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(1, 300), (12, 70), (5, 33), (0, 9), (1, 0)])
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_lone_sequence_needs_no_list(queries, keys, window, monkeypatch):
+    made = planned(monkeypatch)
+    x = batch([queries], [keys], width=40)
+    one = run(*x, window=window, split=False)
+    for programs in (12, 2):
+        few_programs(monkeypatch, programs)
+        assert same(run(*x, window=window, split=True), one)
+    monkeypatch.setattr(attention_forward, "SCRATCH_BYTES", 400)  # longer ranges
+    assert same(run(*x, window=window, split=True), one)
+    assert not made
+
+
 def group(members=2, shared=64, prompts=2, extra=(3, 33)):
     """Sequences that answer `prompts`, `members` each: (inputs of `run`, block tables that share
     their prompts' blocks, and that do not)."""
@@ -178,8 +192,8 @@ def test_a_merge_that_goes_wrong_is_noticed(fault, monkeypatch):
 
     launch = merge.merge_parts
 
-    def merge_by(seen, plan, *rest):
-        launch(seen, broken_plan[0], *rest)
+    def merge_by(seen, own, plan, *rest):
+        launch(seen, own, broken_plan[0], *rest)
 
     broken_plan = []
 

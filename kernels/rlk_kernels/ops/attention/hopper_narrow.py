@@ -1,0 +1,148 @@
+"""The chunks of `hopper_pieces.py` for blocks of few packed rows: the order of `order.py`,
+products transposed.
+
+The tensor core takes 64 rows of a product's first operand at a time, and a decode step has 4. Here
+keys and values are that operand, rows are columns: scores [keys, rows], sums [head size, rows]. So a
+block costs what reading its keys and values from shared memory does, and not 16 times the
+exponentials that it needs. The next block's scores are made beside the weights of this one.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from rlk_kernels.matmul.hopper.pipeline import thread_barrier
+from rlk_kernels.ops.attention.hopper import BLOCK, _block, _clear, _free
+from rlk_kernels.ops.attention.order import _add
+
+
+@triton.jit
+def _weights(s, m, scale):
+    """Of scores s[keys, rows]: the first three of `order.block_weights`."""
+    top = tl.maximum(m, tl.max(s, 0) * scale)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    p = tl.exp2(tl.fma(s, scale, (0.0 - safe)[None, :]))
+    return p, top, tl.exp2(m - safe)
+
+
+@triton.jit
+def _eight_sums(p, LEVELS: tl.constexpr):
+    """`order.eight_sums` of p[8 * 2**LEVELS, rows]."""
+    for level in tl.static_range(LEVELS):
+        p = tl.reduce(tl.reshape(p, (2, 4 << (LEVELS - level), p.shape[1])), 0, _add)
+    return p
+
+
+@triton.jit
+def _one_sum(p):
+    """`order.one_sum` of p[8, rows]."""
+    for level in tl.static_range(3):
+        p = tl.reduce(tl.reshape(p, (2, 4 >> level, p.shape[1])), 0, _add)
+    return tl.reshape(p, (p.shape[1],))
+
+
+@gluon.constexpr_function
+def rows_layout(dim):
+    """Of [rows, dim]: a warp has whole rows."""
+    return gl.BlockedLayout([1, 4], [128 // dim, dim // 4], [4, 1], [1, 0])
+
+
+@gluon.jit
+def _start_scores(q, k_ring, k_full, turn, LAYOUT: gl.constexpr):
+    """The scores of the `turn`-th block [keys, rows], started."""
+    R: gl.constexpr = q.type.shape[0]
+    keys = _block(k_ring, k_full, turn)
+    s = gl.zeros([BLOCK, R], gl.float32, LAYOUT)
+    return warpgroup_mma(keys, q.permute((1, 0)), s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _start_sums(p, acc, weights, fresh, v_ring, v_full, turn, count):
+    """The sums with the `turn`-th block's values, of which the first `count` are the sequence's."""
+    weights.permute((1, 0)).store(p.to(weights.dtype))
+    fence_async_shared()
+    values = _block(v_ring, v_full, turn)
+    if count < BLOCK:
+        _clear(values, count)
+    thread_barrier()
+    return warpgroup_mma(
+        values.permute((1, 0)), weights.permute((1, 0)), acc, use_acc=not fresh, is_async=True
+    )
+
+
+@gluon.jit
+def _masked(s, first, last, window, masked, WINDOWED: gl.constexpr):
+    if masked:
+        key = first + gl.arange(0, BLOCK, gl.SliceLayout(1, s.type.layout))
+        visible = key[:, None] <= last[None, :]
+        if WINDOWED:
+            visible &= key[:, None] > (last - window)[None, :]
+        s = gl.where(visible, s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def _add_sums(p, den, old, SUMS: gl.constexpr):
+    """den[8, rows] and the eight sums of p[keys, rows], a row's keys j mod 8 in one thread."""
+    sums = _eight_sums(gl.convert_layout(p, SUMS), 4)
+    old = gl.convert_layout(old, gl.SliceLayout(0, sums.type.layout))
+    return gl.fma(gl.convert_layout(den, sums.type.layout), old[None, :], sums)
+
+
+@gluon.jit
+def attend_chunk(
+    q, weights, rings, begin, end, plain_end, len_k, first_row, len_q, turn, scale, window,
+    G: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
+):  # fmt: skip
+    """(m, den, acc) of the blocks begin ... end, at least one, all of one chunk; in `rows_layout`.
+
+    q[rows, DIM] and weights[rows, BLOCK]: in shared memory, where all threads have seen the first.
+    """
+    k_ring, v_ring, k_full, k_empty, v_full, v_empty = rings
+    R: gl.constexpr = q.type.shape[0]
+    DIM: gl.constexpr = q.type.shape[1]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
+    SUMS: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, 4], [1, 0])
+    row = first_row + gl.arange(0, R, gl.SliceLayout(0, LAYOUT))
+    last = gl.zeros_like(row) + len_k - 1  # the last key a row sees
+    if CAUSAL:
+        last = gl.minimum(row // G + len_k - len_q, last)
+    acc = gl.zeros([DIM, R], gl.float32, LAYOUT)
+    m = gl.full([R], float("-inf"), gl.float32, gl.SliceLayout(0, LAYOUT))
+    den = gl.zeros([8, R], gl.float32, SUMS)
+    s = _start_scores(q, k_ring, k_full, turn, LAYOUT)
+    s = warpgroup_mma_wait(0, [s])
+    _free(k_ring, k_empty, turn)
+    for j in range(begin, end - 1):
+        scores = _start_scores(q, k_ring, k_full, turn + 1, LAYOUT)
+        s = _masked(s, j * BLOCK, last, window, j >= plain_end, WINDOWED)
+        p, m, old = _weights(s, m, scale)
+        sums = _start_sums(
+            p, acc * old[None, :], weights, j == begin, v_ring, v_full, turn, BLOCK
+        )  # fmt: skip
+        den = gl.convert_layout(_add_sums(p, den, old, SUMS), SUMS)
+        s, acc = warpgroup_mma_wait(0, [scores, sums])
+        _free(k_ring, k_empty, turn + 1)
+        _free(v_ring, v_empty, turn)
+        turn += 1
+    j = end - 1
+    s = _masked(s, j * BLOCK, last, window, j >= plain_end, WINDOWED)
+    p, m, old = _weights(s, m, scale)
+    sums = _start_sums(
+        p, acc * old[None, :], weights, j == begin, v_ring, v_full, turn, len_k - j * BLOCK
+    )  # fmt: skip
+    den = _add_sums(p, den, old, SUMS)
+    acc = warpgroup_mma_wait(0, [sums])
+    _free(v_ring, v_empty, turn)
+    OUT: gl.constexpr = rows_layout(DIM)
+    return (
+        gl.convert_layout(m, gl.SliceLayout(1, OUT)),
+        gl.convert_layout(_one_sum(den), gl.SliceLayout(1, OUT)),
+        gl.convert_layout(gl.permute(acc, (1, 0)), OUT),
+    )
