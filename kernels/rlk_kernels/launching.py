@@ -7,11 +7,15 @@ what Triton would run (`tests/gpu/kernels/test_engine_gpu.py` asks it every time
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+KEPT = 512
+"""Of one name, for calls of one shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,17 @@ def cdiv(a: int, b: int) -> int:
 def power_of_2(n: int) -> int:
     """The least power of two that is not below n >= 1; see `cdiv`."""
     return 1 << (n - 1).bit_length()
+
+
+def kept(seen: dict, name: str, key, make: Callable[[], Any]) -> Any:
+    """`make()`, made once for a `key` (addresses, say) of calls of one shape; seen: `launches`."""
+    by_key = seen.setdefault(name, {})
+    found = by_key.get(key)
+    if found is None:
+        if len(by_key) >= KEPT:
+            by_key.clear()
+        found = by_key[key] = make()
+    return found
 
 
 def launch(seen: dict, kernel, grid: tuple[int, int, int], *arguments, **options) -> None:

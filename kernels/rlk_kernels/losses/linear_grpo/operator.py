@@ -22,7 +22,7 @@ from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.losses.grpo.operator import LOSS_TYPES, METRICS, Loss, by_sequence
 from rlk_kernels.losses.linear_grpo import portable
 from rlk_kernels.ops.linear_logp.operator import as_rows, check
-from rlk_kernels.ops.linear_logp.options import LogitOptions, check_options
+from rlk_kernels.ops.linear_logp.options import check_options, options_of
 
 NUMBERS = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
@@ -109,7 +109,7 @@ def _compiled_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(loss, logp, metrics, dhidden, dweight, dbias): `_LinearGRPO` for a compiler, which wants all
     that goes to the backward among the outputs."""
-    spec = LogitOptions(logit_dtype, softcap, scale, temperature)
+    spec = options_of(logit_dtype, softcap, scale, temperature)
     value, metrics, logp, grads, ran = _implementation(backend).loss_and_gradients(
         hidden, weight, bias, ids, (old, advantages, ref, weights), spec, Loss(beta, low, high),
         needs,

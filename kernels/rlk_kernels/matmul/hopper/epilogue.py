@@ -8,7 +8,8 @@ half runs beside the last products of the right one, what is done with those of 
 beside the first products of the next tile or segment. Written in Gluon, which ships with Triton.
 """
 
-import triton
+import functools
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from rlk_kernels.launching import cdiv, kept, launch, tensor_map
 from rlk_kernels.matmul.epilogue import (
     EXPONENTIALS,
     GRADIENT,
@@ -369,7 +371,10 @@ def _permuted(w: Tensor, box: list[int]) -> TensorDescriptor:
     (v, k), row = w.shape, w.stride(0)
     box = [box[0] // 128, 16, 4, 2, box[1]]
     shape, strides = [v // 128, 16, 4, 2, k], [128 * row, 2 * row, 32 * row, row, 1]
-    return TensorDescriptor(w, shape, strides, box, shared_layout(tuple(box), w.dtype))
+    return tensor_map(
+        TensorDescriptor, w.data_ptr(), w.dtype, tuple(shape), tuple(strides), tuple(box),
+        shared_layout(tuple(box), w.dtype),
+    )  # fmt: skip
 
 
 _MODES = {
@@ -380,26 +385,44 @@ _MODES = {
 def hopper_tiles(
     plan: EpiloguePlan, h: Tensor, w: Tensor, bias: Tensor | None, n: Tensor | None,
     s: Tensor | None, u: Tensor | None, a: Tensor | None, b: Tensor | None, out: Tensor | None,
-    numbers: tuple, flags: tuple,
+    numbers: tuple, flags: tuple, seen: dict | None = None,
 ) -> None:  # fmt: skip
     """`linear_logp.launch.run_tiles`; "logits": into out[T, V], contiguous fp32."""
+    seen = {} if seen is None else seen
+    programs, counts, constants = kept(
+        seen, "tiles", h.shape[0], functools.partial(_fixed, plan, h, w, flags)
+    )
+    maps = kept(seen, "maps", (h.data_ptr(), w.data_ptr()), functools.partial(_maps, plan, h, w))
+    stored = out
+    if plan.epilogue in ("exponentials", "gradient"):
+        stored = described(out, [ROWS.value, plan.tile.n // 2])
+    launch(
+        seen, _tiles_hopper_kernel, (programs, 1, 1), *maps, stored, bias, n, s, u, a, b, *counts,
+        *numbers, *constants, num_warps=4, maxnreg=168,
+    )  # fmt: skip
+
+
+def _maps(plan: EpiloguePlan, h: Tensor, w: Tensor) -> list[TensorDescriptor]:
+    tile = plan.tile
+    of_w = (_permuted if plan.permuted else described)(w, [tile.n, tile.k])
+    return [described(h, [ROWS.value, tile.k]), of_w]
+
+
+def _fixed(plan: EpiloguePlan, h: Tensor, w: Tensor, flags: tuple) -> tuple[int, tuple, tuple]:
+    """What launches of one shape have in common: (programs, numbers, constants)."""
     t, v, k = h.shape[0], w.shape[0], h.shape[1]
     tile, segment = plan.tile, plan.segment
     assert not segment or 4 * tile.k <= SEGMENT_UNIT  # `multiply_halves` of a segment
     leaves = plan.epilogue in ("statistics", "exponentials")
-    stored = out
-    if plan.epilogue in ("exponentials", "gradient"):
-        stored = described(out, [ROWS.value, tile.n // 2])
-    tiles = triton.cdiv(t, tile.m) * triton.cdiv(v, tile.n)
-    _tiles_hopper_kernel[(min(tiles, plan.processors),)](
-        described(h, [ROWS.value, tile.k]),
-        (_permuted if plan.permuted else described)(w, [tile.n, tile.k]),
-        stored, bias, n, s, u, a, b, t, v, k, plan.last_segment // (segment or k) + 1,
-        (segment or k) // tile.k, *numbers, _MODES[plan.epilogue], *flags,
-        leaves and v % tile.n != 0, leaves and v % LEAF != 0,
-        tile.n, tile.k, levels(tile.n // 2 // LEAF), tile.group, plan.permuted,
-        lead_steps(k, tile.k), segment > 0, num_warps=4, maxnreg=168,
+    counts = (
+        t, v, k, plan.last_segment // (segment or k) + 1, (segment or k) // tile.k
     )  # fmt: skip
+    constants = (
+        _MODES[plan.epilogue], *flags, leaves and v % tile.n != 0, leaves and v % LEAF != 0,
+        tile.n, tile.k, levels(tile.n // 2 // LEAF), tile.group, plan.permuted,
+        lead_steps(k, tile.k), segment > 0,
+    )  # fmt: skip
+    return min(cdiv(t, tile.m) * cdiv(v, tile.n), plan.processors), counts, constants
 
 
 def split_product(plan: MatmulPlan, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:

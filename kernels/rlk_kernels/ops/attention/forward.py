@@ -237,7 +237,7 @@ def _attention_kernel(
             total = tl.cdiv(lone[1] * G, BM) * lone[6] * HK
         for index in range(tl.program_id(0), total, tl.num_programs(0)):
             hk = index % HK
-            if LISTED:
+            if LISTED:  # noqa: SIM108 (Triton compiles both sides of an expression)
                 one = piece(pieces_ptr, index // HK)
             else:
                 one = lone_piece(lone, index // HK, G, BM)
@@ -357,14 +357,13 @@ def forward(
     own = seen.get("plan")
     if own is None:
         own = seen["plan"] = _plan(q, k, v, table, batch, rows, split, warp_specialized)
-    page = 1 if table is None else k.shape[1]
-    padded = max(16, power_of_2(dim))
     part_acc = part_ml = lse
     plan = pieces = cu_q
     if own.split:
+        page, padded = 1 if table is None else k.shape[1], max(16, power_of_2(dim))
         states = own.slots * kv_heads
         parts = torch.empty(states * (padded + 2), dtype=torch.float32, device=q.device)
-        part_acc, part_ml = parts.split([states * padded, states * 2])
+        part_acc, part_ml = torch.split_with_sizes(parts, [states * padded, states * 2])
     if own.listed:
         plan, pieces = schedule(
             seen, cu_q, lens_k, table, page, kv_heads, heads // kv_heads, own.rows, CHUNK, causal,
@@ -433,8 +432,8 @@ def _attend(
     launch(
         seen, _attention_kernel, grid, q, k, v, k_desc, v_desc, out, lse, part_acc, part_ml, plan,
         pieces, cu_q, lens_k, table if table is not None else cu_q, batch, tokens,
-        own.slots, own.target, scale * LOG2E, window or 0, q.stride(0), q.stride(1), *k_strides, *v_strides,
-        table.stride(0) if table is not None else 0,
+        own.slots, own.target, scale * LOG2E, window or 0, q.stride(0), q.stride(1), *k_strides,
+        *v_strides, table.stride(0) if table is not None else 0,
         kv_heads, group, dim, padded, rows, bn, CHUNK, causal, window is not None,
         paged, 1 if table is None else k.shape[1], tma, own.split, own.listed, bn.bit_length() - 4,
         here.overlaps,

@@ -2,8 +2,8 @@
 products transposed.
 
 The tensor core takes 64 rows of a product's first operand at a time, and a decode step has 4. Here
-keys and values are that operand, rows are columns: scores [keys, rows], sums [head size, rows]. So a
-block costs what reading its keys and values from shared memory does, and not 16 times the
+keys and values are that operand, rows are columns: scores [keys, rows], sums [head size, rows]. So
+a block costs what reading its keys and values from shared memory does, and not 16 times the
 exponentials that it needs. The next block's scores are made beside the weights of this one.
 """
 

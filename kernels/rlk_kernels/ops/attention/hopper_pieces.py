@@ -5,12 +5,14 @@ keep the sum of their merged chunks in a slot: that leaves room for more copies,
 decode step waits for. Blocks of 128 keep it in shared memory.
 """
 
+import functools
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from rlk_kernels.device import facts
-from rlk_kernels.launching import launch
+from rlk_kernels.launching import kept, launch
 from rlk_kernels.matmul.hopper.pipeline import ROWS, thread_barrier
 from rlk_kernels.ops.attention.hopper import (
     BLOCK,
@@ -306,8 +308,9 @@ def _copy_pieces(
 @gluon.jit(do_not_specialize=["B", "T", "capacity", "target", "window", "stride_table"])
 def _pieces_hopper_kernel(
     plan_ptr, pieces_ptr, cu_q_ptr, lens_ptr, q_ptr, k_desc, v_desc, out_ptr, lse_ptr,
-    part_acc_ptr, part_ml_ptr, table_ptr, B, T, capacity, target, scale, window, stride_qt, stride_qh, k_head, v_head, k_page, v_page,
-    stride_table, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
+    part_acc_ptr, part_ml_ptr, table_ptr, B, T, capacity, target, scale, window, stride_qt,
+    stride_qh, k_head, v_head, k_page, v_page, stride_table,
+    HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, PAGE: gl.constexpr, GROUPS: gl.constexpr, K_DEPTH: gl.constexpr,
     V_DEPTH: gl.constexpr, NARROW: gl.constexpr, HOW: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
@@ -331,7 +334,8 @@ def _pieces_hopper_kernel(
     LENGTH: gl.constexpr = k_desc.block_type.shape[0]
     given = (
         work, q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, q_smem, merged,
-        q_narrow, weights, k_ring, v_ring, k_full, k_empty, v_full, v_empty, scale, window, T, stride_qt, stride_qh,
+        q_narrow, weights, k_ring, v_ring, k_full, k_empty, v_full, v_empty, scale, window, T,
+        stride_qt, stride_qh,
     )  # fmt: skip
     keys = (
         work, k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
@@ -340,7 +344,9 @@ def _pieces_hopper_kernel(
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_attend_pieces, (given, HK, G, DIM, CAUSAL, WINDOWED, True, GROUPS, 0, NARROW, HOW, PAGE)),
+                (_attend_pieces, (
+                    given, HK, G, DIM, CAUSAL, WINDOWED, True, GROUPS, 0, NARROW, HOW, PAGE,
+                )),
                 (_copy_pieces, (keys, HK, G, CAUSAL, WINDOWED, PAGE, LENGTH, GROUPS, HOW)),
             ],
             [1], [40],
@@ -348,8 +354,12 @@ def _pieces_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend_pieces, (given, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 0, 0, HOW, PAGE)),
-                (_attend_pieces, (given, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 1, 0, HOW, PAGE)),
+                (_attend_pieces, (
+                    given, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 0, 0, HOW, PAGE,
+                )),
+                (_attend_pieces, (
+                    given, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 1, 0, HOW, PAGE,
+                )),
                 (_copy_pieces, (keys, HK, G, CAUSAL, WINDOWED, PAGE, LENGTH, GROUPS, HOW)),
             ],
             [4, 1], [232, 40],
@@ -362,9 +372,27 @@ def attend_pieces(
     table: Tensor | None, causal: bool, scale: float, window: int | None,
 ) -> None:  # fmt: skip
     """Fill out and lse, or the slots, as `own` (`forward.ForwardPlan`) says."""
+    programs, counts, strides, constants, options = kept(
+        seen, "pieces", None, functools.partial(_fixed, own, q, k, v, cu_q, table, causal, window)
+    )
+    maps = kept(
+        seen, "maps", (k.data_ptr(), v.data_ptr()), functools.partial(descriptors, k, v, table)
+    )
+    launch(
+        seen, _pieces_hopper_kernel, (programs, 1, 1), plan, pieces, cu_q, lens_k, q, *maps, out,
+        lse, part_acc, part_ml, table if table is not None else plan, *counts, scale * LOG2E,
+        *strides, *constants, **options,
+    )  # fmt: skip
+
+
+def _fixed(
+    own, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, table: Tensor | None, causal: bool,
+    window: int | None,
+) -> tuple:  # fmt: skip
+    """What calls of one shape have in common: (programs, numbers, strides, constants, options)."""
     (tokens, heads, dim), kv_heads = q.shape, k.shape[-2]
     paged, here, group = table is not None, facts(q.device), heads // kv_heads
-    groups, batch = own.rows // ROWS.value, cu_q.numel() - 1
+    groups = own.rows // ROWS.value
     # decode is bound by memory: every program stays; blocks of 128 rows come and go by length
     programs = own.most * kv_heads
     narrow = 0
@@ -372,14 +400,16 @@ def attend_pieces(
         narrow = 8 if group <= 8 else 16
         programs = min(programs, here.processors)
     how = (LISTED if own.listed else LONE) if own.split else WHOLE
-    launch(
-        seen, _pieces_hopper_kernel, (programs, 1, 1), plan, pieces, cu_q, lens_k, q,
-        *descriptors(k, v, table), out, lse, part_acc, part_ml,
-        table if table is not None else plan, batch, tokens, own.slots,
-        own.target, scale * LOG2E, window or 0, q.stride(0), q.stride(1),
-        k.stride(-2), v.stride(-2),
+    strides = (
+        window or 0, q.stride(0), q.stride(1), k.stride(-2), v.stride(-2),
         k.stride(0) // k.stride(1) if paged else 0, v.stride(0) // v.stride(1) if paged else 0,
-        table.stride(0) if table is not None else 0, kv_heads, group, dim, causal,
-        window is not None, k.shape[1] if paged else 0, groups, *DEPTH[own.rows], narrow, how.value,
-        here.overlaps, num_warps=4, maxnreg=208 if groups == 1 else 168, launch_pdl=here.overlaps,
+        table.stride(0) if table is not None else 0,
     )  # fmt: skip
+    constants = (
+        kv_heads, group, dim, causal, window is not None, k.shape[1] if paged else 0, groups,
+        *DEPTH[own.rows], narrow, how.value, here.overlaps,
+    )  # fmt: skip
+    options = {
+        "num_warps": 4, "maxnreg": 208 if groups == 1 else 168, "launch_pdl": here.overlaps
+    }  # fmt: skip
+    return programs, (cu_q.numel() - 1, tokens, own.slots, own.target), strides, constants, options

@@ -1,11 +1,13 @@
 """Merging the chunks that pieces of work left behind (`schedule.py`), front to back."""
 
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import facts
-from rlk_kernels.launching import launch
+from rlk_kernels.launching import kept, launch
 from rlk_kernels.ops.attention.order import finish, merge
 from rlk_kernels.ops.attention.schedule import (
     BASE,
@@ -40,7 +42,7 @@ def _merge_slots(
             chunk = first + i + tl.zeros((1,), tl.int32)
             there = chunk < last
             place = slot_row(base, chunk, folded, rows, row, HK, hk)
-            states = states + (
+            states = states + (  # noqa: RUF005 (Triton has no starred tuples)
                 tl.load(part_ml_ptr + place * 2, mask=there, other=float("-inf")),
                 tl.load(part_ml_ptr + place * 2 + 1, mask=there, other=0.0),
                 tl.load(
@@ -136,13 +138,28 @@ def merge_parts(
     window: int | None, paged: bool,
 ) -> None:  # fmt: skip
     """out and lse of the rows whose keys were split as `own` (`forward.ForwardPlan`) says."""
-    (tokens, heads, dim), here = out.shape, facts(out.device)
-    group = heads // kv_heads
-    programs = min(tokens * heads, PROGRAMS * here.processors)
+    programs, constants, options = kept(
+        seen, "merge", chunk,
+        functools.partial(
+            _fixed, own, out, cu_q.numel() - 1, kv_heads, padded, chunk, causal, window, paged
+        ),
+    )  # fmt: skip
     launch(
         seen, _merge_kernel, (programs, 1, 1), plan, part_acc, part_ml, out, lse, cu_q, lens_k,
-        cu_q.numel() - 1, tokens, window or 0, own.slots, own.target,
-        kv_heads, group, dim, padded, own.rows, chunk, causal, window is not None, paged,
-        own.listed, int(own.special and own.rows == 64), cu_q.numel().bit_length(), AHEAD,
-        here.overlaps, num_warps=1, launch_pdl=here.overlaps,
+        *constants, **options,
     )  # fmt: skip
+
+
+def _fixed(
+    own, out: Tensor, batch: int, kv_heads: int, padded: int, chunk: int, causal: bool,
+    window: int | None, paged: bool,
+) -> tuple[int, tuple, dict]:  # fmt: skip
+    """What calls of one shape have in common: (programs, constants, options)."""
+    (tokens, heads, dim), here = out.shape, facts(out.device)
+    constants = (
+        batch, tokens, window or 0, own.slots, own.target, kv_heads, heads // kv_heads, dim, padded,
+        own.rows, chunk, causal, window is not None, paged, own.listed,
+        int(own.special and own.rows == 64), (batch + 1).bit_length(), AHEAD, here.overlaps,
+    )  # fmt: skip
+    programs = min(tokens * heads, PROGRAMS * here.processors)
+    return programs, constants, {"num_warps": 1, "launch_pdl": here.overlaps}

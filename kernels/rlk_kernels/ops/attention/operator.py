@@ -141,7 +141,7 @@ def attention(
     cu_q = _index("cu_seqlens_q", cu_seqlens_q)
     cu_k = _index("cu_seqlens_k", cu_seqlens_k, cu_q.numel())
     chosen = choose("attention", backend, q, k, v, cu_q, cu_k)
-    q, k, v = (_last_dense(x) for x in (q, k, v))
+    q, k, v = _last_dense(q), _last_dense(k), _last_dense(v)
     if sinks is None and softcap is None:
         out, lse = call(_attention, q, k, v, cu_q, cu_k, causal, scale, window, chosen)
     else:

@@ -1,5 +1,7 @@
 """attention and paged_attention as torch knows them: custom operators, and their gradient."""
 
+import functools
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -12,6 +14,13 @@ from rlk_kernels.ops.attention import portable
 def lengths_of(cu: Tensor) -> tuple[list[int], list[int]]:
     bounds = cu.tolist()
     return bounds[:-1], [b - a for a, b in pairwise(bounds)]
+
+
+@functools.cache
+def _triton_forward() -> Callable:
+    from rlk_kernels.ops.attention import forward  # imports Triton
+
+    return forward.forward
 
 
 def empty_like_results(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -28,9 +37,7 @@ def _attention(
         record("attention", "torch")
         start, length = lengths_of(cu_k)
         return portable.forward(q, k, v, cu_q, start, length, None, 1, causal, scale, window)
-    from rlk_kernels.ops.attention import forward
-
-    out, lse, ran = forward.forward(q, k, v, cu_q, cu_k, None, causal, scale, window)
+    out, lse, ran = _triton_forward()(q, k, v, cu_q, cu_k, None, causal, scale, window)
     record("attention", ran)
     return out, lse
 
@@ -96,9 +103,7 @@ def _paged_attention(
         return portable.forward(
             q, k, v, cu_q, start, length, block_table, page, True, scale, window
         )
-    from rlk_kernels.ops.attention import forward
-
-    out, lse, ran = forward.forward(
+    out, lse, ran = _triton_forward()(
         q, k_cache, v_cache, cu_q, context_lens, block_table, True, scale, window
     )
     record("paged_attention", ran)
@@ -117,9 +122,7 @@ def _paged_attention_into(
         )
         out.copy_(found)
         return lse
-    from rlk_kernels.ops.attention import forward
-
-    _, lse, ran = forward.forward(
+    _, lse, ran = _triton_forward()(
         q, k_cache, v_cache, cu_q, context_lens, block_table, True, scale, window, out=out
     )
     record("paged_attention", ran)

@@ -23,6 +23,7 @@ most of its time.
 B = sequences   R = sequences that share a block of rows at most
 """
 
+import functools
 from math import prod
 
 import torch
@@ -31,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import facts
-from rlk_kernels.launching import cdiv, launch, power_of_2
+from rlk_kernels.launching import cdiv, kept, launch, power_of_2
 from rlk_kernels.ops.attention.order import find_sequence
 
 SCRATCH_BYTES = 31 << 20
@@ -364,6 +365,34 @@ def schedule(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(entries, pieces), one number after another; capacity: packed rows of one KV head that have
     room in the slots; most: pieces of one KV head that there can be."""
+    sizes, of_shared, programs, constants, options = kept(
+        seen, "schedule", chunk,
+        functools.partial(
+            _fixed, cu_q, table, page, kv_heads, group, block_rows, chunk, causal, window, running,
+            capacity, most,
+        ),
+    )  # fmt: skip
+    memory = torch.empty(sum(sizes), dtype=torch.int32, device=cu_q.device)
+    plan, pieces, shared = torch.split_with_sizes(memory, sizes)
+    if table is not None and of_shared is not None:
+        launch(
+            seen, _shared_kernel, (cu_q.numel() - 1, 1, 1), shared, table, cu_q, lens_k,
+            *of_shared, num_warps=1, launch_pdl=options["launch_pdl"],
+        )  # fmt: skip
+    launch(
+        seen, _schedule_kernel, (programs, 1, 1), plan, pieces, cu_q, lens_k, shared, *constants,
+        **options,
+    )  # fmt: skip
+    return plan, pieces
+
+
+def _fixed(
+    cu_q: Tensor, table: Tensor | None, page: int, kv_heads: int, group: int, block_rows: int,
+    chunk: int, causal: bool, window: int | None, running: bool, capacity: int, most: int,
+) -> tuple[list[int], tuple | None, int, tuple, dict]:  # fmt: skip
+    """What calls of one shape have in common: numbers of (entries, pieces, shared chunks), the
+    constants of the kernel that looks for prefixes, if there is one; programs, constants and
+    options of the other."""
     here, batch = facts(cu_q.device), cu_q.numel() - 1
     block = max(16, power_of_2(batch))
     together = block_rows // group  # sequences of one query that fit a block of rows
@@ -371,19 +400,14 @@ def schedule(
     programs = min(16, cdiv(most, LISTED))
     sizes = [prod(shape) for shape in ((programs, PLANES, 2 * batch + 2), (most, FIELDS.value))]
     sizes = [-(-size // 4) * 4 for size in (*sizes, batch if share else 0)]  # of 16 bytes
-    memory = torch.empty(sum(sizes), dtype=torch.int32, device=cu_q.device)
-    plan, pieces, shared = memory.split(sizes)
+    of_shared = None
     if table is not None and share:
-        launch(
-            seen, _shared_kernel, (batch, 1, 1), shared, table, cu_q, lens_k, table.stride(0),
-            together, chunk, page, power_of_2(chunk // page), here.overlaps,
-            num_warps=1, launch_pdl=here.overlaps,
-        )  # fmt: skip
-    launch(
-        seen, _schedule_kernel, (programs, 1, 1), plan, pieces, cu_q, lens_k, shared, batch,
-        window or 0, capacity, PIECES[block_rows] * here.processors, kv_heads, group, block_rows,
-        chunk, causal, window is not None, table is not None, share, int(running), block,
-        block.bit_length() + 1, LISTED, here.overlaps, num_warps=max(1, min(8, block // 128)),
-        launch_pdl=here.overlaps,
+        pages = power_of_2(chunk // page)
+        of_shared = table.stride(0), together, chunk, page, pages, here.overlaps
+    constants = (
+        batch, window or 0, capacity, PIECES[block_rows] * here.processors, kv_heads, group,
+        block_rows, chunk, causal, window is not None, table is not None, share, int(running),
+        block, block.bit_length() + 1, LISTED, here.overlaps,
     )  # fmt: skip
-    return plan, pieces
+    options = {"num_warps": max(1, min(8, block // 128)), "launch_pdl": here.overlaps}
+    return sizes, of_shared, programs, constants, options

@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlk_kernels.device import facts
+from rlk_kernels.launching import cdiv, launch, launches
 from rlk_kernels.matmul import epilogue
 from rlk_kernels.matmul.accumulate.accumulate import accumulate
 from rlk_kernels.matmul.accumulate.partial import PartialProduct, lo_accumulator
@@ -40,7 +41,7 @@ _TL = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl
 
 def flags(spec: LogitOptions) -> tuple[object, bool, bool]:
     """(dtype, whether capped, whether scaled) as the kernels take them."""
-    return _TL[spec.logit_dtype], spec.softcap > 0, (spec.scale, spec.inverse) != (1.0, 1.0)
+    return _TL[spec.logit_dtype], spec.softcap > 0, spec.scaled
 
 
 def is_trusted(h: Tensor, spec: LogitOptions) -> bool:
@@ -65,19 +66,20 @@ _MODES = {
 def run_tiles(
     own: EpiloguePlan, h: Tensor, w: Tensor, bias: Tensor | None, spec: LogitOptions,
     n: Tensor, s: Tensor, u: Tensor | None = None, a: Tensor | None = None,
-    b: Tensor | None = None, out: Tensor | None = None,
+    b: Tensor | None = None, out: Tensor | None = None, seen: dict | None = None,
 ) -> None:  # fmt: skip
-    """One launch over all tiles of h[T, H] @ w[V, H]^T, as `own` says."""
+    """One launch over all tiles of h[T, H] @ w[V, H]^T, as `own` says; seen: `launching.launches`
+    of these shapes, if it is to be launched again."""
     t, v, k = h.shape[0], w.shape[0], h.shape[1]
     if t == 0 or v == 0:
         return
     tile = own.tile
-    numbers = (*spec.numbers(), spec.inverse_top)
+    numbers = (*spec.numbers, spec.inverse_top)
     chosen = (bias is not None, *flags(spec), u is not None or b is not None)
     if own.kernel == "hopper":
         from rlk_kernels.matmul.hopper.epilogue import hopper_tiles
 
-        hopper_tiles(own, h, w, bias, n, s, u, a, b, out, numbers, chosen)
+        hopper_tiles(own, h, w, bias, n, s, u, a, b, out, numbers, chosen, seen)
         return
     mode, partial, ragged = _MODES[own.epilogue], v % tile.n != 0, v % LEAF != 0
     stride = 0 if out is None else out.stride(0)
@@ -104,14 +106,16 @@ def run_tiles(
 
 
 def pick(
-    own: plan.PickPlan, h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions
-) -> Tensor:
-    """z[T, J] of ids[T, J]; NaN where an id is no column."""
+    own: plan.PickPlan, h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions,
+    seen: dict | None = None,
+) -> Tensor:  # fmt: skip
+    """z[T, J] of ids[T, J]; NaN where an id is no column. seen: see `run_tiles`."""
     t, j = ids.shape
     z = torch.empty(t, j, dtype=torch.float32, device=h.device)
-    kernels._pick_kernel[(triton.cdiv(t, own.tile.m), j)](
+    launch(
+        {} if seen is None else seen, kernels._pick_kernel, (cdiv(t, own.tile.m), j, 1),
         h, w, bias, ids, z, t, w.shape[0], h.shape[1], own.last_segment, j, h.stride(0),
-        w.stride(0), *spec.numbers(), bias is not None, *flags(spec), own.tile.m, own.tile.k,
+        w.stride(0), *spec.numbers, bias is not None, *flags(spec), own.tile.m, own.tile.k,
         own.segment, num_warps=own.tile.warps, num_stages=own.tile.stages,
     )  # fmt: skip
     return z
@@ -126,53 +130,75 @@ def new_rows(z: Tensor, entropy: bool) -> RowStatistics:
 
 
 def finish(
-    stats: Tensor, ids: Tensor, rows: RowStatistics, first: int, last: int, entropy: bool
-) -> None:
-    """Rows first ... last from the tiles' stats[2 or 3, nodes, last - first]."""
+    stats: Tensor, ids: Tensor, rows: RowStatistics, first: int, last: int, entropy: bool,
+    seen: dict | None = None,
+) -> None:  # fmt: skip
+    """Rows first ... last from the tiles' stats[2 or 3, nodes, last - first]; seen: `run_tiles`."""
     m = last - first
-    grid = triton.cdiv(m, FINISH_ROWS)
+    grid = cdiv(m, FINISH_ROWS)
     while stats.shape[1] > 32:
         above = torch.empty(
-            stats.shape[0], triton.cdiv(stats.shape[1], 32), m, dtype=stats.dtype,
-            device=stats.device,
-        )  # fmt: skip
-        kernels._collapse_kernel[(grid, above.shape[1])](
-            *_planes(stats), *_planes(above), m, stats.shape[1], entropy, FINISH_ROWS, 5,
-            num_warps=1,
+            stats.shape[0], cdiv(stats.shape[1], 32), m, dtype=stats.dtype, device=stats.device
+        )
+        level = {} if seen is None else seen.setdefault(stats.shape, {})
+        launch(
+            level, kernels._collapse_kernel, (grid, above.shape[1], 1), *_planes(stats),
+            *_planes(above), m, stats.shape[1], entropy, FINISH_ROWS, 5, num_warps=1,
         )  # fmt: skip
         stats = above
-    part = slice(first, last)
-    kernels._finish_kernel[(grid,)](
-        *_planes(stats), ids[part], rows.z[part], rows.logp[part], rows.lse[part],
-        rows.entropy[part] if entropy else None, rows.n[part], rows.log_s[part], m, ids.shape[1],
-        stats.shape[1], entropy, FINISH_ROWS, levels(stats.shape[1]), num_warps=1,
+    tensors = (
+        ids,
+        rows.z,
+        rows.logp,
+        rows.lse,
+        rows.entropy if entropy else None,
+        rows.n,
+        rows.log_s,
+    )
+    if m < ids.shape[0]:
+        tensors = tuple(None if x is None else x[first:last] for x in tensors)
+    launch(
+        {} if seen is None else seen, kernels._finish_kernel, (grid, 1, 1), *_planes(stats),
+        *tensors, m, ids.shape[1], stats.shape[1], entropy, FINISH_ROWS, levels(stats.shape[1]),
+        num_warps=1,
     )  # fmt: skip
 
 
 def _planes(stats: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    return stats[0], stats[1], stats[2] if stats.shape[0] == 3 else None
+    n, s, *u = stats.unbind()
+    return n, s, u[0] if u else None
 
 
 def forward(
     h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions, entropy: bool
 ) -> tuple[RowStatistics, str]:
     """h[T, H], w[V, H], ids[T, J] contiguous -> statistics, and which implementation ran."""
-    here = facts(h.device)
-    shape = plan.shape_of(h, w, spec.logit_dtype, here)
-    own = plan.plan_forward(shape, entropy, here, is_trusted(h, spec))
+    seen = launches(
+        "linear_logp", h.shape, h.stride(), w.shape, w.stride(), h.dtype,
+        None if bias is None else bias.dtype, ids.shape, spec, entropy, h.device,
+        (h.data_ptr() | w.data_ptr()) & 15 == 0,
+    )  # fmt: skip
+    own = seen.get("plan")
+    if own is None:
+        here = facts(h.device)
+        shape = plan.shape_of(h, w, spec.logit_dtype, here)
+        own = seen["plan"] = plan.plan_forward(shape, entropy, here, is_trusted(h, spec))
+    t = h.shape[0]
     rows = new_rows(
-        pick(own.pick, h, w, bias, ids, spec) if shape.tokens else ids.to(torch.float32), entropy
+        pick(own.pick, h, w, bias, ids, spec, seen) if t else ids.to(torch.float32), entropy
     )
     planes, longest = 3 if entropy else 2, own.chunks[0][1] if own.chunks else 0
-    size = planes * own.nodes * longest
-    scratch = torch.empty(size, dtype=torch.float32, device=h.device)  # one for all chunks
+    # one for all chunks
+    scratch = torch.empty(planes, own.nodes, longest, dtype=torch.float32, device=h.device)
     for first, last in own.chunks:
-        stats = scratch[: planes * own.nodes * (last - first)].view(planes, own.nodes, last - first)
+        m = last - first
+        stats = scratch
+        if m < longest:
+            stats = scratch.view(-1)[: planes * own.nodes * m].view(planes, own.nodes, m)
         run_tiles(
-            own.tiles, h[first:last], w, bias, spec, stats[0], stats[1],
-            stats[2] if entropy else None,
-        )  # fmt: skip
-        finish(stats, ids, rows, first, last, entropy)
+            own.tiles, h if m == t else h[first:last], w, bias, spec, *_planes(stats), seen=seen
+        )
+        finish(stats, ids, rows, first, last, entropy, seen)
     return rows, own.tiles.implementation
 
 

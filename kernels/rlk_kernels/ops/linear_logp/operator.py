@@ -29,7 +29,7 @@ from torch import Tensor
 from rlk_kernels.backend import call, choose, record
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.linear_logp import portable
-from rlk_kernels.ops.linear_logp.options import LogitOptions, RowStatistics, check_options
+from rlk_kernels.ops.linear_logp.options import RowStatistics, check_options, options_of
 
 
 def linear_logp_ref(
@@ -54,7 +54,7 @@ def _linear_logp(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, logit_dtype: torch.dtype,
     softcap: float, scale: float, temperature: float, entropy: bool, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    spec = LogitOptions(logit_dtype, softcap, scale, temperature)
+    spec = options_of(logit_dtype, softcap, scale, temperature)
     if backend == "torch":
         rows, ran = portable.forward(hidden, weight, bias, ids, spec, entropy), "torch"
     else:
@@ -82,7 +82,7 @@ def _linear_logp_backward(
     logit_dtype: torch.dtype, softcap: float, scale: float, temperature: float, needs: list[bool],
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    spec = LogitOptions(logit_dtype, softcap, scale, temperature)
+    spec = options_of(logit_dtype, softcap, scale, temperature)
     rows = RowStatistics(z, n, entropy, n, log_s, z)
     arguments = (hidden, weight, bias, ids, rows, g, g_lse, g_entropy, spec, needs)
     if backend == "torch":
@@ -197,8 +197,10 @@ def linear_logp(
     check("linear_logp", hidden, weight, target, bias)
     spec = check_options("linear_logp", temperature, softcap, logit_scale, logit_dtype)
     chosen = choose("linear_logp", backend, hidden, weight, target, bias, token_ids)
-    ids = target.long()
-    ids = torch.where(ids == ignore_index, -1, ids)[:, None]
+    ids = target if target.dtype == torch.int64 else target.long()
+    if ignore_index >= 0:  # a negative one is ignored as all negative ids are
+        ids = torch.where(ids == ignore_index, -1, ids)
+    ids = ids[:, None]
     if token_ids is not None:
         if token_ids.dim() != 2 or token_ids.shape[0] != target.shape[0]:
             raise UnsupportedShape(

@@ -1,5 +1,6 @@
 """What a call of `linear_logp` is asked for, and what its forward hands to its backward."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -8,9 +9,9 @@ from torch import Tensor
 from rlk_kernels.errors import UnsupportedDtype
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LogitOptions:
-    """What turns a sum into a logit z: rounding, softcap, scale, temperature."""
+    """What turns a sum into a logit z: rounding, softcap, scale, temperature. See `options_of`."""
 
     logit_dtype: torch.dtype
     softcap: float
@@ -18,7 +19,7 @@ class LogitOptions:
     scale: float
     temperature: float
 
-    @property
+    @functools.cached_property
     def inverse(self) -> float:
         """fp32(1 / temperature)."""
         return float(torch.tensor(1.0 / self.temperature, dtype=torch.float32))
@@ -33,10 +34,20 @@ class LogitOptions:
         """1 / the largest z that a softcap lets through."""
         return 1.0 / (self.softcap * self.slope) if self.softcap else 0.0
 
+    @functools.cached_property
     def numbers(self) -> tuple[float, float, float, float]:
         """(softcap, 1 / softcap, scale, 1 / temperature) as the kernels take them."""
         cap = self.softcap
         return cap, 1.0 / cap if cap else 0.0, self.scale, self.inverse
+
+    @property
+    def scaled(self) -> bool:
+        """Whether scale or temperature change anything."""
+        return self.scale != 1.0 or self.inverse != 1.0
+
+
+options_of = functools.lru_cache(maxsize=1024)(LogitOptions)
+"""`LogitOptions`, made once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +81,6 @@ def check_options(
         raise ValueError(f"{name}: logit_scale must be above 0, not {logit_scale}")
     if logit_dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise UnsupportedDtype(f"{name}: logit_dtype is {logit_dtype}; a float of 16 or 32 bits")
-    return LogitOptions(
-        logit_dtype, float(softcap or 0.0), float(logit_scale or 1.0), float(temperature)
-    )
+    # a compiler traces no cache
+    make = LogitOptions if torch.compiler.is_compiling() else options_of
+    return make(logit_dtype, float(softcap or 0.0), float(logit_scale or 1.0), float(temperature))

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlk_kernels.device import facts, interpreting
+from rlk_kernels.device import facts
 from rlk_kernels.launching import cdiv, launch, launches, power_of_2
 from rlk_kernels.matmul.epilogue import _final_logits, _slope
 from rlk_kernels.numerics.lse_tree.kernels import (
@@ -26,9 +26,9 @@ LAST = tl.constexpr(-(1 << 63))
 """A rank below all others."""
 
 
-def block_columns() -> int:
+def block_columns(interpreted: bool) -> int:
     """Columns of one program: a power of two, so a whole subtree; changes no bit."""
-    return 256 if interpreting() else COLUMNS
+    return 256 if interpreted else COLUMNS
 
 
 @triton.jit
@@ -167,38 +167,40 @@ def forward(
     """(logp, n, log2 s)[T] of logits[T, V], whose rows are dense; logp of token_ids[T, J], and of
     the top_k, and their ids, None where not asked for."""
     t, v = logits.shape
-    softcap, scaled_too = spec.softcap > 0, (spec.scale, spec.inverse) != (1.0, 1.0)
-    logp, m, log_s = (torch.empty(t, dtype=torch.float32, device=logits.device) for _ in range(3))
+    device = logits.device
+    logp, m, log_s = (torch.empty(t, dtype=torch.float32, device=device) for _ in range(3))
     j = 0 if token_ids is None else token_ids.shape[1]
     given = top = top_ids = ranks = None
     if token_ids is not None:
-        given = torch.empty(t, j, dtype=torch.float32, device=logits.device)
-    block = block_columns() if top_k == 0 else min(block_columns(), RANKED)
+        given = torch.empty(t, j, dtype=torch.float32, device=device)
+    here = facts(device)
+    block = block_columns(here.interpreted)
+    block = block if top_k == 0 else min(block, RANKED)
     nodes = cdiv(v, block)
-    overlap = facts(logits.device).overlaps
-    stats = torch.empty(t, nodes, 2, dtype=torch.float32, device=logits.device)
+    stats = torch.empty(t, nodes, 2, dtype=torch.float32, device=device)
     if top_k:
-        top = torch.empty(t, top_k, dtype=torch.float32, device=logits.device)
-        top_ids = torch.empty(t, top_k, dtype=torch.int64, device=logits.device)
-        ranks = torch.empty(t, nodes, top_k, dtype=torch.int64, device=logits.device)
+        top = torch.empty(t, top_k, dtype=torch.float32, device=device)
+        top_ids = torch.empty(t, top_k, dtype=torch.int64, device=device)
+        ranks = torch.empty(t, nodes, top_k, dtype=torch.int64, device=device)
     if t:
+        softcap, scaled_too = spec.softcap > 0, spec.scaled
         seen = launches(
-            logits.shape, logits.stride(0), logits.dtype, target.dtype, softcap, scaled_too, j,
-            token_ids is None or token_ids.dtype, top_k,
+            "logp", logits.shape, logits.stride(0), logits.dtype, target.dtype, softcap, scaled_too,
+            j, token_ids is None or token_ids.dtype, top_k,
         )  # fmt: skip
+        stride = logits.stride(0)
         launch(
-            seen, _logp_blocks_kernel, (t, nodes, 1), logits, stats, ranks, logits.stride(0), v,
-            nodes, *spec.numbers(), block, block // LEAF,
-            levels(block // LEAF), softcap, scaled_too, top_k, overlap,
-            num_warps=4 if top_k else WARPS, launch_pdl=overlap,
+            seen, _logp_blocks_kernel, (t, nodes, 1), logits, stats, ranks, stride, v,
+            nodes, *spec.numbers, block, block // LEAF,
+            levels(block // LEAF), softcap, scaled_too, top_k, here.overlaps,
+            num_warps=4 if top_k else WARPS, launch_pdl=here.overlaps,
         )  # fmt: skip
         launch(
             seen, _logp_row_kernel, (t, 1, 1), logits, target, stats, logp, m, log_s, token_ids,
-            given, ranks, top, top_ids,
-            logits.stride(0), v, nodes, *spec.numbers(), j, levels(nodes),
+            given, ranks, top, top_ids, stride, v, nodes, *spec.numbers, j, levels(nodes),
             power_of_2(j) if j else 0, top_k, power_of_2(max(top_k, 1)),
-            power_of_2(nodes * max(top_k, 1)), softcap, scaled_too, overlap,
-            num_warps=4 if top_k else 1, launch_pdl=overlap,
+            power_of_2(nodes * max(top_k, 1)), softcap, scaled_too, here.overlaps,
+            num_warps=4 if top_k else 1, launch_pdl=here.overlaps,
         )  # fmt: skip
     return logp, m, log_s, given, top, top_ids
 
@@ -210,10 +212,10 @@ def backward(
     t, v = logits.shape
     dx = torch.empty(t, v, dtype=logits.dtype, device=logits.device)
     if t:
-        block = block_columns()
+        block = block_columns(facts(logits.device).interpreted)
         _logp_bwd_kernel[(t, cdiv(v, block))](
-            logits, target, m, log_s, g, dx, logits.stride(0), v, *spec.numbers(), spec.slope,
-            spec.inverse_top, block, spec.softcap > 0, (spec.scale, spec.inverse) != (1.0, 1.0),
+            logits, target, m, log_s, g, dx, logits.stride(0), v, *spec.numbers, spec.slope,
+            spec.inverse_top, block, spec.softcap > 0, spec.scaled,
             num_warps=4,
         )  # fmt: skip
     return dx

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rlk_kernels.backend import call, choose, record
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
-from rlk_kernels.ops.linear_logp.options import LogitOptions, check_options
+from rlk_kernels.ops.linear_logp.options import check_options, options_of
 from rlk_kernels.ops.logp import portable
 
 
@@ -45,7 +45,7 @@ MAX_TOP = 128
 
 def _run(logits, target, token_ids, top_k, options, backend):
     record("logp", backend)
-    spec = LogitOptions(torch.float32, *options)
+    spec = options_of(torch.float32, *options)
     if backend == "torch":
         return portable.forward(logits, target, token_ids, top_k, spec)
     from rlk_kernels.ops.logp import kernels
@@ -104,7 +104,7 @@ def _logp_backward(
     scale: float, temperature: float, backend: str,
 ) -> Tensor:  # fmt: skip
     record("logp_backward", backend)
-    spec = LogitOptions(torch.float32, softcap, scale, temperature)
+    spec = options_of(torch.float32, softcap, scale, temperature)
     if backend == "torch":
         return portable.backward(logits, target, m, log_s, g, spec)
     from rlk_kernels.ops.logp import kernels
