@@ -229,8 +229,8 @@ def prepare(
     grpo, counted = loss_type == "grpo", loss_type != "dr_grpo"
     share = max(sequences, 1) if grpo else 1
     seen = launches(
-        "grpo", target.dtype, mask.dtype, given.dtype, None if cu_seqlens is None else cu_seqlens.dtype,
-        spread, loss_type, device,
+        "grpo", target.dtype, mask.dtype, given.dtype,
+        None if cu_seqlens is None else cu_seqlens.dtype, spread, loss_type, device,
     )  # fmt: skip
     count = None
     if counted:
