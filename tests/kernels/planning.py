@@ -7,6 +7,7 @@ from rlk_kernels.matmul import product
 from rlk_kernels.matmul.accumulate import plan as accumulate
 from rlk_kernels.ops.attention import backward as attention_backward
 from rlk_kernels.ops.attention import forward as attention
+from rlk_kernels.ops.linear_logp import launch as linear_logp_launch
 from rlk_kernels.ops.linear_logp import plan as linear_logp
 
 H200 = DeviceFacts(interpreted=False, processors=132, tma=True, overlaps=True, gluon=True)
@@ -16,6 +17,7 @@ CACHED = {
     product: ("launches",),
     matmul: ("plan_product", "plan_epilogue"),
     accumulate: ("plan_accumulate",),
+    linear_logp_launch: ("launches",),
     linear_logp: ("plan_forward", "plan_backward", "plan_epilogue"),
     linear_grpo: ("plan_loss",),
 }

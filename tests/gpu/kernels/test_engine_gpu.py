@@ -8,6 +8,7 @@ from rlk_kernels import launching
 from rlk_kernels.matmul import product, self_check
 from rlk_kernels.ops.attention import backward
 from rlk_kernels.ops.attention import forward as attention
+from rlk_kernels.ops.linear_logp import launch as linear_logp
 
 HALF = torch.bfloat16
 
@@ -93,7 +94,7 @@ def test_what_an_ignored_token_holds_reaches_no_gradient(operator, bad):
 
 
 def calls(m):
-    x, weight, gain = rand(m, 1024), rand(1024, 1024), rand(1024)
+    x, weight, gain, head = rand(m, 1024), rand(1024, 1024), rand(1024), rand(16384, 1024)
     q, k = rand(m, 8, 128), rand(m, 2, 128)
     cu, one = torch.tensor([0, m]).cuda().int(), torch.arange(m + 1).cuda().int()
     cache, lens = rand(64, 16, 2, 128), torch.full((m,), 64).cuda().int()
@@ -115,11 +116,21 @@ def calls(m):
         "split": lambda: rk.paged_attention(q, cache, cache, tables[1], lens, cu_seqlens_q=one),
         "logp": lambda: rk.logp(x, ids),
         "top": lambda: rk.logp(x, ids, top_k=3)[1],
+        "lone": lambda: rk.paged_attention(
+            q[:1], cache, cache, tables[1][:1], lens[:1], cu_seqlens_q=cu[:1].new_tensor([0, 1])
+        ),
+        "linear_logp": lambda: rk.linear_logp(x, head, ids),
+        "statistics": lambda: rk.linear_logp(
+            x, head, ids, temperature=0.7, return_lse=True, return_entropy=True
+        )[2],
+        "linear_grpo_loss": lambda: rk.linear_grpo_loss(
+            x[None], head, ids[None], None, one[:1].float() + 1, (one[None, :m] >= 0).float()
+        )[0],
     }
 
 
 def test_what_is_launched_again_is_what_triton_would_launch(monkeypatch):
-    for module in (product, attention, backward):
+    for module in (product, attention, backward, linear_logp):
         monkeypatch.setattr(module, "launches", launching.launches)
     monkeypatch.setattr(self_check, "holds", lambda *a, **k: True)
     again, launched = launching.again, []
@@ -135,4 +146,4 @@ def test_what_is_launched_again_is_what_triton_would_launch(monkeypatch):
                 first, *_ = [call() for _ in range(3)]
                 monkeypatch.setattr(launching, "again", again)
                 assert torch.equal(call(), first), (name, m)
-    assert len(set(launched)) >= 14, set(launched)
+    assert len(set(launched)) >= 21, set(launched)
