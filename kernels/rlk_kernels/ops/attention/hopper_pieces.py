@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from rlk_kernels.device import facts
+from rlk_kernels.device import DeviceFacts, facts
 from rlk_kernels.launching import kept, launch
 from rlk_kernels.matmul.hopper.pipeline import ROWS, thread_barrier
 from rlk_kernels.ops.attention.hopper import (
@@ -240,10 +240,10 @@ def _attend_piece(
 def _attend_pieces(
     given, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, RUNNING: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr,
-    NARROW: gl.constexpr, HOW: gl.constexpr, PAGE: gl.constexpr,
+    NARROW: gl.constexpr, FEW: gl.constexpr, HOW: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: 64 packed rows of a program's pieces, one after another; those of which no more
-    than NARROW are a sequence's by `hopper_narrow.py`."""
+    """Four warps: 64 packed rows of a program's pieces, one after another; of no more than FEW
+    those with NARROW rows or less by `hopper_narrow.py`."""
     (
         work, _, _, _, _, _, q_smem, _, q_narrow, weights, _, _, _, _, _, _, _, window, _, _, _,
     ) = given  # fmt: skip
@@ -256,7 +256,7 @@ def _attend_pieces(
         begin, end, plain_end = _blocks(one, window, G, GROUPS * ROWS, CAUSAL, WINDOWED)
         _, _, len_q, _, _, first_row, _, _, _, _, _, _ = one
         if NARROW > 0:
-            if len_q * G - first_row <= NARROW:
+            if (total <= FEW) & (len_q * G - first_row <= NARROW):
                 _attend_piece(
                     given, one, hk, begin, end, plain_end, turn, q_narrow, weights, HK, G, DIM,
                     CAUSAL, WINDOWED, RUNNING, GROUP, True,
@@ -312,7 +312,8 @@ def _pieces_hopper_kernel(
     stride_qh, k_head, v_head, k_page, v_page, stride_table,
     HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, PAGE: gl.constexpr, GROUPS: gl.constexpr, K_DEPTH: gl.constexpr,
-    V_DEPTH: gl.constexpr, NARROW: gl.constexpr, HOW: gl.constexpr, OVERLAP: gl.constexpr,
+    V_DEPTH: gl.constexpr, NARROW: gl.constexpr, FEW: gl.constexpr, HOW: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
     q_smem, merged, k_ring, k_full, k_empty, v_ring, v_full, v_empty = buffers(
         q_ptr, DIM, GROUPS, K_DEPTH, V_DEPTH, GROUPS == 1
@@ -345,7 +346,7 @@ def _pieces_hopper_kernel(
         gl.warp_specialize(
             [
                 (_attend_pieces, (
-                    given, HK, G, DIM, CAUSAL, WINDOWED, True, GROUPS, 0, NARROW, HOW, PAGE,
+                    given, HK, G, DIM, CAUSAL, WINDOWED, True, GROUPS, 0, NARROW, FEW, HOW, PAGE,
                 )),
                 (_copy_pieces, (keys, HK, G, CAUSAL, WINDOWED, PAGE, LENGTH, GROUPS, HOW)),
             ],
@@ -355,15 +356,21 @@ def _pieces_hopper_kernel(
         gl.warp_specialize(
             [
                 (_attend_pieces, (
-                    given, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 0, 0, HOW, PAGE,
+                    given, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 0, 0, FEW, HOW, PAGE,
                 )),
                 (_attend_pieces, (
-                    given, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 1, 0, HOW, PAGE,
+                    given, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 1, 0, FEW, HOW, PAGE,
                 )),
                 (_copy_pieces, (keys, HK, G, CAUSAL, WINDOWED, PAGE, LENGTH, GROUPS, HOW)),
             ],
             [4, 1], [232, 40],
         )  # fmt: skip
+
+
+def few_pieces(here: DeviceFacts) -> int:
+    """Pieces that leave half of the processors idle. They wait for their own products, more of them
+    for memory; and then narrow ones take longer, by up to 10 % (time only)."""
+    return here.processors // 2
 
 
 def attend_pieces(
@@ -397,8 +404,9 @@ def _fixed(
     programs = own.most * kv_heads
     narrow = 0
     if groups == 1:
-        narrow = 8 if group <= 8 else 16
         programs = min(programs, here.processors)
+        if (cu_q.numel() - 1) * kv_heads <= few_pieces(here):  # there may be as few as that
+            narrow = 8 if group <= 8 else 16
     how = (LISTED if own.listed else LONE) if own.split else WHOLE
     strides = (
         window or 0, q.stride(0), q.stride(1), k.stride(-2), v.stride(-2),
@@ -407,7 +415,7 @@ def _fixed(
     )  # fmt: skip
     constants = (
         kv_heads, group, dim, causal, window is not None, k.shape[1] if paged else 0, groups,
-        *DEPTH[own.rows], narrow, how.value, here.overlaps,
+        *DEPTH[own.rows], narrow, few_pieces(here), how.value, here.overlaps,
     )  # fmt: skip
     options = {
         "num_warps": 4, "maxnreg": 208 if groups == 1 else 168, "launch_pdl": here.overlaps
