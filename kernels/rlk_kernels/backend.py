@@ -31,6 +31,17 @@ _calls: Counter[tuple[str, str]] = Counter()
 _last: dict[str, str] = {}
 
 
+_RAW_ENVIRONMENT = getattr(os.environ, "_data", {})
+
+
+def _asked_for() -> str | None:
+    """RLK_BACKEND. Where a variable is not set, `os.environ` raises and catches, at every call of
+    every operator; what it keeps is asked first, where it can be."""
+    if _RAW_ENVIRONMENT and b"RLK_BACKEND" not in _RAW_ENVIRONMENT and os.name == "posix":
+        return None
+    return os.environ.get("RLK_BACKEND")
+
+
 def choose(op: str, backend: str | None, x: torch.Tensor, *others: torch.Tensor | None) -> str:
     """The backend for `op` on a tensor like `x`; `others` are the operator's further tensors.
 
@@ -47,7 +58,7 @@ def choose(op: str, backend: str | None, x: torch.Tensor, *others: torch.Tensor 
             raise UnsupportedDevice(
                 f"{op}: tensors are on {x.device} and on {other.device}; move them to one device"
             )
-    asked = backend or os.environ.get("RLK_BACKEND") or None
+    asked = backend or _asked_for() or None
     if asked is None:
         if x.dtype not in DTYPES or not runs_triton(x.device):
             return "torch"

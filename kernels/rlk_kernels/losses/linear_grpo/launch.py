@@ -94,7 +94,7 @@ def logp_and_gradients(
                 spec, stats[0, node], stats[1, node], None, rows.z, None, e,
             )  # fmt: skip
             ran.add(tiles.implementation)
-        finish(stats, own, rows, 0, m, False)
+        finish((stats[0], stats[1], None), own, rows, 0, m, False)
         g, a, c = token_gradient(
             rows, own, None if old is None else old[part], advantages[part],
             None if ref is None else ref[part], weights[part], loss, spec.slope,

@@ -36,6 +36,8 @@ from rlk_kernels.ops.linear_logp.workspace import VocabChunk
 
 FINISH_ROWS = 64
 """Rows of a program above the tiles (time only)."""
+Planes = tuple[Tensor, Tensor, Tensor | None]
+"""(n, s, and u where the entropy is wanted)[nodes, T] of the tree."""
 _TL = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -123,50 +125,52 @@ def pick(
 
 def new_rows(z: Tensor, entropy: bool) -> RowStatistics:
     """Rows to be filled by `finish`."""
-    t = z.shape[0]
-    lse, n, log_s = (torch.empty(t, dtype=torch.float32, device=z.device) for _ in range(3))
-    of_rows = torch.empty(t if entropy else 0, dtype=torch.float32, device=z.device)
+    lse = torch.empty(z.shape[0], dtype=torch.float32, device=z.device)
+    of_rows = torch.empty_like(lse) if entropy else torch.empty(0, device=z.device)
+    n, log_s = torch.empty_like(lse), torch.empty_like(lse)
     return RowStatistics(torch.empty_like(z), lse, of_rows, n, log_s, z)
 
 
 def finish(
-    stats: Tensor, ids: Tensor, rows: RowStatistics, first: int, last: int, entropy: bool,
+    planes: Planes, ids: Tensor, rows: RowStatistics, first: int, last: int, entropy: bool,
     seen: dict | None = None,
 ) -> None:  # fmt: skip
-    """Rows first ... last from the tiles' stats[2 or 3, nodes, last - first]; seen: `run_tiles`."""
-    m = last - first
+    """Rows first ... last from the tiles' statistics; seen: see `run_tiles`."""
+    nodes, m = planes[0].shape
     grid = cdiv(m, FINISH_ROWS)
-    while stats.shape[1] > 32:
-        above = torch.empty(
-            stats.shape[0], cdiv(stats.shape[1], 32), m, dtype=stats.dtype, device=stats.device
-        )
-        level = {} if seen is None else seen.setdefault(stats.shape, {})
+    while nodes > 32:
+        above = cdiv(nodes, 32)
+        merged = new_planes(above, m, entropy, ids.device)
+        level = {} if seen is None else seen.setdefault(("level", nodes, m), {})
         launch(
-            level, kernels._collapse_kernel, (grid, above.shape[1], 1), *_planes(stats),
-            *_planes(above), m, stats.shape[1], entropy, FINISH_ROWS, 5, num_warps=1,
+            level, kernels._collapse_kernel, (grid, above, 1), *planes, *merged, m, nodes, entropy,
+            FINISH_ROWS, 5, num_warps=1,
         )  # fmt: skip
-        stats = above
-    tensors = (
-        ids,
-        rows.z,
-        rows.logp,
-        rows.lse,
-        rows.entropy if entropy else None,
-        rows.n,
-        rows.log_s,
-    )
+        planes, nodes = merged, above
+    of_rows = rows.entropy if entropy else None
+    tensors = (ids, rows.z, rows.logp, rows.lse, of_rows, rows.n, rows.log_s)
     if m < ids.shape[0]:
         tensors = tuple(None if x is None else x[first:last] for x in tensors)
     launch(
-        {} if seen is None else seen, kernels._finish_kernel, (grid, 1, 1), *_planes(stats),
-        *tensors, m, ids.shape[1], stats.shape[1], entropy, FINISH_ROWS, levels(stats.shape[1]),
-        num_warps=1,
+        {} if seen is None else seen, kernels._finish_kernel, (grid, 1, 1), *planes, *tensors, m,
+        ids.shape[1], nodes, entropy, FINISH_ROWS, levels(nodes), num_warps=1,
     )  # fmt: skip
 
 
-def _planes(stats: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    n, s, *u = stats.unbind()
+def new_planes(nodes: int, t: int, entropy: bool, device: torch.device) -> Planes:
+    """Planes to be filled, one behind the other."""
+    scratch = torch.empty(3 if entropy else 2, nodes, t, dtype=torch.float32, device=device)
+    n, s, *u = scratch.unbind()
     return n, s, u[0] if u else None
+
+
+def _part(planes: Planes, m: int) -> Planes:
+    """Planes of m rows in the memory of `planes`."""
+    nodes = planes[0].shape[0]
+    n, s, u = (None if x is None else x.view(-1)[: nodes * m].view(nodes, m) for x in planes)
+    assert n is not None
+    assert s is not None
+    return n, s, u
 
 
 def forward(
@@ -187,18 +191,16 @@ def forward(
     rows = new_rows(
         pick(own.pick, h, w, bias, ids, spec, seen) if t else ids.to(torch.float32), entropy
     )
-    planes, longest = 3 if entropy else 2, own.chunks[0][1] if own.chunks else 0
-    # one for all chunks
-    scratch = torch.empty(planes, own.nodes, longest, dtype=torch.float32, device=h.device)
+    if not own.chunks:
+        return rows, own.tiles.implementation
+    longest = own.chunks[0][1]
+    scratch = new_planes(own.nodes, longest, entropy, h.device)  # one for all chunks
     for first, last in own.chunks:
         m = last - first
-        stats = scratch
-        if m < longest:
-            stats = scratch.view(-1)[: planes * own.nodes * m].view(planes, own.nodes, m)
-        run_tiles(
-            own.tiles, h if m == t else h[first:last], w, bias, spec, *_planes(stats), seen=seen
-        )
-        finish(stats, ids, rows, first, last, entropy, seen)
+        planes = scratch if m == longest else _part(scratch, m)
+        some = h if m == t else h[first:last]
+        run_tiles(own.tiles, some, w, bias, spec, *planes, seen=seen)
+        finish(planes, ids, rows, first, last, entropy, seen)
     return rows, own.tiles.implementation
 
 

@@ -200,7 +200,7 @@ def linear_logp(
     ids = target if target.dtype == torch.int64 else target.long()
     if ignore_index >= 0:  # a negative one is ignored as all negative ids are
         ids = torch.where(ids == ignore_index, -1, ids)
-    ids = ids[:, None]
+    ids = ids.unsqueeze(1)
     if token_ids is not None:
         if token_ids.dim() != 2 or token_ids.shape[0] != target.shape[0]:
             raise UnsupportedShape(

@@ -29,7 +29,7 @@ class LogitOptions:
         """dz/d(logit) without the softcap."""
         return self.scale * self.inverse
 
-    @property
+    @functools.cached_property
     def inverse_top(self) -> float:
         """1 / the largest z that a softcap lets through."""
         return 1.0 / (self.softcap * self.slope) if self.softcap else 0.0

@@ -168,7 +168,8 @@ def forward(
     the top_k, and their ids, None where not asked for."""
     t, v = logits.shape
     device = logits.device
-    logp, m, log_s = (torch.empty(t, dtype=torch.float32, device=device) for _ in range(3))
+    logp = torch.empty(t, dtype=torch.float32, device=device)
+    m, log_s = torch.empty_like(logp), torch.empty_like(logp)
     j = 0 if token_ids is None else token_ids.shape[1]
     given = top = top_ids = ranks = None
     if token_ids is not None:

@@ -1,0 +1,39 @@
+"""Kernels launched past Triton's dispatch are the variants that Triton would choose."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(__file__).with_name("launched_again.py")
+KERNELS = (
+    "_attention_kernel", "_collapse_kernel", "_count_kernel", "_finish_kernel",
+    "_logp_blocks_kernel", "_logp_row_kernel", "_merge_kernel", "_metrics_kernel", "_pick_kernel",
+    "_pieces_hopper_kernel", "_prepare_kernel", "_reduce_kernel", "_schedule_kernel",
+    "_shared_kernel", "_tiles_hopper_kernel",
+)  # fmt: skip
+
+
+def run(*arguments: str) -> tuple[int, dict[str, list[str]]]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(str(ROOT / x) for x in ("kernels", "scripts"))
+    done = subprocess.run(
+        [sys.executable, PROGRAM, *arguments], env=environment, capture_output=True, text=True
+    )
+    assert "again:" in done.stdout, done.stderr
+    lines = (line.split() for line in done.stdout.splitlines())
+    return done.returncode, {first: rest for first, *rest in lines}
+
+
+def test_every_kernel_that_is_launched_again_is_triton_s_choice():
+    status, found = run()
+    assert found["other:"] == []
+    assert status == 0
+    assert set(found["again:"]) >= set(KERNELS)
+
+
+def test_what_is_kept_for_another_shape_is_noticed():
+    status, found = run("--fault")
+    assert status == 1
+    assert "_finish_kernel" in found["other:"]
