@@ -46,14 +46,17 @@ def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def kept(seen: dict, name: str, key, make: Callable[[], Any]) -> Any:
-    """`make()`, made once for a `key` (addresses, say) of calls of one shape; seen: `launches`."""
-    by_key = seen.setdefault(name, {})
+def kept(seen: dict, name: str, key, make: Callable, *arguments) -> Any:
+    """`make(*arguments)`, made once for a `key` (addresses, say) of calls of one shape; seen: their
+    `launches`."""
+    by_key = seen.get(name)
+    if by_key is None:
+        by_key = seen[name] = {}
     found = by_key.get(key)
     if found is None:
         if len(by_key) >= KEPT:
             by_key.clear()
-        found = by_key[key] = make()
+        found = by_key[key] = make(*arguments)
     return found
 
 

@@ -8,8 +8,6 @@ half runs beside the last products of the right one, what is done with those of 
 beside the first products of the next tile or segment. Written in Gluon, which ships with Triton.
 """
 
-import functools
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -389,10 +387,8 @@ def hopper_tiles(
 ) -> None:  # fmt: skip
     """`linear_logp.launch.run_tiles`; "logits": into out[T, V], contiguous fp32."""
     seen = {} if seen is None else seen
-    programs, counts, constants = kept(
-        seen, "tiles", h.shape[0], functools.partial(_fixed, plan, h, w, flags)
-    )
-    maps = kept(seen, "maps", (h.data_ptr(), w.data_ptr()), functools.partial(_maps, plan, h, w))
+    programs, counts, constants = kept(seen, "tiles", h.shape[0], _fixed, plan, h, w, flags)
+    maps = kept(seen, "maps", (h.data_ptr(), w.data_ptr()), _maps, plan, h, w)
     stored = out
     if plan.epilogue in ("exponentials", "gradient"):
         stored = described(out, [ROWS.value, plan.tile.n // 2])

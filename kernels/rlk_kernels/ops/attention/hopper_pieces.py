@@ -5,8 +5,6 @@ keep the sum of their merged chunks in a slot: that leaves room for more copies,
 decode step waits for. Blocks of 128 keep it in shared memory.
 """
 
-import functools
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -380,11 +378,9 @@ def attend_pieces(
 ) -> None:  # fmt: skip
     """Fill out and lse, or the slots, as `own` (`forward.ForwardPlan`) says."""
     programs, counts, strides, constants, options = kept(
-        seen, "pieces", None, functools.partial(_fixed, own, q, k, v, cu_q, table, causal, window)
+        seen, "pieces", None, _fixed, own, q, k, v, cu_q, table, causal, window
     )
-    maps = kept(
-        seen, "maps", (k.data_ptr(), v.data_ptr()), functools.partial(descriptors, k, v, table)
-    )
+    maps = kept(seen, "maps", (k.data_ptr(), v.data_ptr()), descriptors, k, v, table)
     launch(
         seen, _pieces_hopper_kernel, (programs, 1, 1), plan, pieces, cu_q, lens_k, q, *maps, out,
         lse, part_acc, part_ml, table if table is not None else plan, *counts, scale * LOG2E,

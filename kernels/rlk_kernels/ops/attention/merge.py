@@ -1,7 +1,5 @@
 """Merging the chunks that pieces of work left behind (`schedule.py`), front to back."""
 
-import functools
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -139,10 +137,8 @@ def merge_parts(
 ) -> None:  # fmt: skip
     """out and lse of the rows whose keys were split as `own` (`forward.ForwardPlan`) says."""
     programs, constants, options = kept(
-        seen, "merge", chunk,
-        functools.partial(
-            _fixed, own, out, cu_q.numel() - 1, kv_heads, padded, chunk, causal, window, paged
-        ),
+        seen, "merge", chunk, _fixed, own, out, cu_q.numel() - 1, kv_heads, padded, chunk, causal,
+        window, paged,
     )  # fmt: skip
     launch(
         seen, _merge_kernel, (programs, 1, 1), plan, part_acc, part_ml, out, lse, cu_q, lens_k,

@@ -23,7 +23,6 @@ most of its time.
 B = sequences   R = sequences that share a block of rows at most
 """
 
-import functools
 from math import prod
 
 import torch
@@ -366,11 +365,8 @@ def schedule(
     """(entries, pieces), one number after another; capacity: packed rows of one KV head that have
     room in the slots; most: pieces of one KV head that there can be."""
     sizes, of_shared, programs, constants, options = kept(
-        seen, "schedule", chunk,
-        functools.partial(
-            _fixed, cu_q, table, page, kv_heads, group, block_rows, chunk, causal, window, running,
-            capacity, most,
-        ),
+        seen, "schedule", chunk, _fixed, cu_q, table, page, kv_heads, group, block_rows, chunk,
+        causal, window, running, capacity, most,
     )  # fmt: skip
     memory = torch.empty(sum(sizes), dtype=torch.int32, device=cu_q.device)
     plan, pieces, shared = torch.split_with_sizes(memory, sizes)
