@@ -152,6 +152,8 @@ CALLS: dict[str, Callable[[], object]] = {
     "prefill, 16 query heads": lambda: prefill(SMALL, 1, 4096),
     "decode": lambda: decode(LARGE, 64, 512),
     "decode, split": lambda: decode(LARGE, 8, 4096),
+    "decode, one sequence": lambda: decode(LARGE, 1, 4096),
+    "decode, one short sequence": lambda: decode(LARGE, 1, 512),
     "decode, split, 16 query heads": lambda: decode(SMALL, 8, 4096),
     "decode, pages of 256": lambda: decode(LARGE, 8, 4096, page=256),
     "linear_logp": lambda: linear_logp(4096, 4096, 128256),

@@ -39,22 +39,26 @@ def _implementation(backend: str) -> ModuleType:
     return launch
 
 
+def _run(
+    hidden, weight, bias, ids, tokens, spec, loss, backend, needs
+) -> tuple[tuple, list[Tensor | None]]:
+    """((loss, logp, names of the metrics, the metrics), gradients)."""
+    given = (hidden, weight, bias, ids, tokens, spec, loss, needs)
+    value, metrics, logp, grads, ran = _implementation(backend).loss_and_gradients(*given)
+    record("linear_grpo_loss", ran)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    return (value.to(wide), logp, list(metrics), *metrics.values()), grads
+
+
 class _LinearGRPO(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, ids, tokens, spec, loss, backend, grad_enabled):
         ctx.backend, ctx.used = backend, False
         needs = [grad_enabled and bool(x) for x in ctx.needs_input_grad[:3]]
-        run = _implementation(backend).loss_and_gradients
-        given = (hidden, weight, bias, ids, tokens, spec, loss, needs)
-        value, metrics, logp, grads, ran = run(*given)
-        record("linear_grpo_loss", ran)
-        ctx.grads = grads
-        ctx.names = list(metrics)
-        found = tuple(metrics.values())
-        ctx.mark_non_differentiable(logp, *found)
+        outputs, ctx.grads = _run(hidden, weight, bias, ids, tokens, spec, loss, backend, needs)
+        ctx.mark_non_differentiable(outputs[1], *outputs[3:])
         ctx.set_materialize_grads(False)
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        return value.to(wide), logp, ctx.names, *found
+        return outputs
 
     @staticmethod
     @once_differentiable
@@ -266,8 +270,10 @@ def linear_grpo_loss(
         found = metrics.unbind()
         names = METRICS[: len(found)]
     else:
-        value, logp, names, *found = _LinearGRPO.apply(
-            *operands, ids[:, None], tokens, spec, Loss(beta, low, high), chosen,
-            torch.is_grad_enabled(),
-        )  # fmt: skip
+        loss, grad = Loss(beta, low, high), torch.is_grad_enabled()
+        given = (*operands, ids.unsqueeze(1), tokens, spec, loss, chosen, grad)
+        if grad and any(x is not None and x.requires_grad for x in operands):
+            value, logp, names, *found = _LinearGRPO.apply(*given)
+        else:
+            value, logp, names, *found = _run(*given[:-1], [False] * 3)[0]
     return value, {"logp": logp, **dict(zip(names, found, strict=True))}

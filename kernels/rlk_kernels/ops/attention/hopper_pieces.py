@@ -1,8 +1,12 @@
-"""`hopper.py` where keys are split: programs that take piece after piece of a list (`schedule.py`).
+"""`hopper.py` in pieces (`schedule.py`): programs that take one after another.
+
+Pieces come from a list where keys are split, from the lengths alone where there is one sequence,
+and are whole blocks of rows where no table has room for two chunks of keys.
 
 The warp that copies goes on to the next piece while the other warps end this one. Blocks of 64 rows
 keep the sum of their merged chunks in a slot: that leaves room for more copies, which are what a
-decode step waits for. Blocks of 128 keep it in shared memory.
+decode step waits for. Blocks of 128 keep it in shared memory. Few pieces of few rows wait for their
+products instead: those are transposed (`hopper_narrow.py`).
 """
 
 from torch import Tensor

@@ -14,6 +14,9 @@ of some rows, it took longer: a program waits for its own stores before it can s
               (a group that answers one prompt): their common chunks are one entry, with the queries
               of all as its rows, and are read once
 
+A batch of one sequence needs no list: its programs and `merge.py` work the same numbers out for
+themselves (`lone_sequence`), and two kernels less run.
+
 An entry 2b is the prefix that sequence b leads (mostly none), 2b + 1 is what b has of its own.
 Every program of the kernel makes all entries, int32[PLANES, 2B + 2], and writes some of the pieces,
 int32[FIELDS] each: one kernel instead of two, and nobody waits for another. It runs for itself
