@@ -103,8 +103,8 @@ def _load_rows(
 @triton.jit(do_not_specialize=["B", "T", "window"])
 def _dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, B, T,
-    scale_log2, scale, bend, window, stride_qt, stride_qh, stride_ks, stride_kh, stride_vs, stride_vh,
-    HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
+    scale_log2, scale, bend, window, stride_qt, stride_qh, stride_ks, stride_kh, stride_vs,
+    stride_vh, HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -154,8 +154,8 @@ def _dq_kernel(
 @triton.jit(do_not_specialize=["B", "T", "window"])
 def _dkv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, B, T,
-    scale_log2, scale, bend, window, stride_qt, stride_qh, stride_ks, stride_kh, stride_vs, stride_vh,
-    HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
+    scale_log2, scale, bend, window, stride_qt, stride_qh, stride_ks, stride_kh, stride_vs,
+    stride_vh, HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
 ):  # fmt: skip

@@ -161,9 +161,7 @@ def _attend_rows(
         visible = (key[None, :] <= last[:, None]) & (key[None, :] < len_k)
         if WINDOWED:
             visible &= key[None, :] > last[:, None] - window
-        m, den, acc = attend_block(
-            q, k, v, m, den, acc, scale, bend, visible, True, CAPPED, LEVELS
-        )
+        m, den, acc = attend_block(q, k, v, m, den, acc, scale, bend, visible, True, CAPPED, LEVELS)
         if (first + BN) % CHUNK == 0:
             m_all, den_all, acc_all = _end_chunk(
                 m_all, den_all, acc_all, m, den, acc, part_acc_ptr, part_ml_ptr, base,

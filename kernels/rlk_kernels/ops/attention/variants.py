@@ -32,10 +32,11 @@ def _attention_with(
     if softcap and backend != "torch":
         from rlk_kernels.ops.attention import forward
 
-        *found, ran = forward.forward(
+        out, lse, ran = forward.forward(
             q, k, v, cu_q, cu_k, None, causal, scale, window, softcap=softcap
         )
         record("attention", ran)
+        found = out, lse
     elif softcap:
         record("attention", "torch")
         start, length = lengths_of(cu_k)
@@ -44,7 +45,7 @@ def _attention_with(
         )
     else:
         found = _attention._init_fn(q, k, v, cu_q, cu_k, causal, scale, window, backend)
-    return tuple(found) if sinks is None else sink_logits.add(*found, sinks, backend)
+    return found if sinks is None else sink_logits.add(*found, sinks, backend)
 
 
 @_attention_with.register_fake
@@ -118,11 +119,12 @@ def _paged_attention_with(
     if softcap and backend != "torch":
         from rlk_kernels.ops.attention import forward
 
-        *found, ran = forward.forward(
+        out, lse, ran = forward.forward(
             q, k_cache, v_cache, cu_q, context_lens, block_table, True, scale, window,
             softcap=softcap,
         )  # fmt: skip
         record("paged_attention", ran)
+        found = out, lse
     elif softcap:
         record("paged_attention", "torch")
         k, v = (x.reshape(-1, *x.shape[2:]) for x in (k_cache, v_cache))
@@ -135,7 +137,7 @@ def _paged_attention_with(
         found = _paged_attention._init_fn(
             q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, backend
         )
-    return tuple(found) if sinks is None else sink_logits.add(*found, sinks, backend)
+    return found if sinks is None else sink_logits.add(*found, sinks, backend)
 
 
 @_paged_attention_with.register_fake
