@@ -22,6 +22,16 @@ IN_FP32 = (
 """Several times slower."""
 
 
+def test_a_rank_without_a_sample_computes_no_logprob(compare: Cli, folder: Path) -> None:
+    """One prompt for two ranks: the second has no call to count, and that is no error."""
+    (one := folder / "one.jsonl").write_text('{"id": "p", "prompt": "Once upon a time"}\n')
+    done = compare(
+        *("--rollout", "hf:kernels=rlk", "--train", "fsdp:dp=2,kernels=rlk"),
+        *("--prompts", one, "--max-new-tokens", 4, "--run-dir", folder / "one"),
+    )
+    assert_equal(done, 1)
+
+
 @pytest.mark.parametrize(
     ("engine", "dtype"),
     [(e, "bfloat16") for e in LAYOUTS] + [(e, "float32") for e in IN_FP32],
