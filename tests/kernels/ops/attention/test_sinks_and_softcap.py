@@ -4,7 +4,7 @@ import pytest
 import rlk_kernels as rk
 import torch
 from kernel_suite import rand
-from rlk_kernels.ops.attention import operator, portable, sinks
+from rlk_kernels.ops.attention import backward, forward, operator, portable, sinks
 from rlk_kernels.ops.attention.operator import attention_ref
 
 CU = torch.tensor([0, 9, 9, 30])
@@ -118,6 +118,14 @@ def test_a_cap_of_every_second_batch_is_noticed(monkeypatch):
         test_a_sequence_has_its_bits_alone_and_out_of_a_paged_cache(
             "torch", {"softcap": 2.0}, torch.float32
         )
+
+
+@pytest.mark.parametrize("half", [forward, backward])
+def test_another_cap_of_a_half_on_triton_is_noticed(monkeypatch, half):
+    scales = half.capped_scales
+    monkeypatch.setattr(half, "capped_scales", lambda scale, cap: scales(scale, 1.01 * cap))
+    with pytest.raises(AssertionError):
+        test_values_and_gradients_are_those_of_the_formula("triton", {"softcap": 2.0})
 
 
 def test_what_cannot_be_had_is_said():
