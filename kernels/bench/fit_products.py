@@ -29,7 +29,7 @@ HEAD = '''"""Measured numbers of each tile, for `tile_time.py`: by kernels/bench
 Of {cards}, {date}.
 """
 
-from rlk_kernels.matmul.tile import Tile, evenly
+from rlk_kernels.matmul.tile import Tile
 from rlk_kernels.matmul.tile_time import TileCost
 
 # fmt: off
@@ -74,9 +74,11 @@ def _was_even(tile: Tile, m: int, n: int) -> bool:
 
 def expected(tile: Tile) -> list[float]:
     """A tile's numbers before any measurement: what wgmma and the copies of a step take. No width
-    of wgmma is faster than one of 32, and a processor gets 130 KB a microsecond out of L2."""
+    of wgmma is faster than one of 32, unless the other operand is in registers, and a processor
+    gets 130 KB a microsecond out of L2."""
     tall, flats = (tile.n, (tile.m, tile.n2)) if tile.swap else (tile.m, (tile.n, tile.n2))
-    cycles = -(-tall // 64) * sum(max(x, 32) / 2 for x in (*flats, tile.n3) if x) / 16
+    least = 8 if tile.registers else 32
+    cycles = -(-tall // 64) * sum(max(x, least) / 2 for x in (*flats, tile.n3) if x) / 16
     copied = 2 * (tile.rows + tile.columns) / 130e3
     step = 580 * ((cycles / 1700) ** 4 + copied**4) ** 0.25
     narrow = step * (tile.tail / tile.n * 2 if tile.tail else 0.01)
@@ -178,7 +180,7 @@ def written(costs: dict[Tile, TileCost], among: set[Tile], cards: str, date: str
     lines = [HEAD.format(cards=cards, date=date)]
     for tile in sorted(among, key=lambda t: (t.warp_specialized, t.swap, t.rows * t.columns, t.n)):
         fields = {"n2": 0, "n3": 0, "group": 8, "subtile": False, "flatten": False, "swap": False,
-                  "tail": 0, "warp_specialized": False}  # fmt: skip
+                  "registers": False, "tail": 0, "warp_specialized": False}  # fmt: skip
         more = "".join(
             f", {name}={value}" for name, off in fields.items()
             if (value := getattr(tile, name)) != off

@@ -58,33 +58,42 @@ PLAIN = [
 SHARED = 226 << 10  # bytes of shared memory that the buffers of a tile may take
 
 
-def _apart(groups: int, flat: int, *, swap: bool = False) -> Tile:
+def _apart(groups: int, flat: int, *, swap: bool = False, registers: bool = False) -> Tile:
     """Copies and products apart: 64 x groups by flat, with all the buffers that fit."""
     tall = 64 * groups
-    k = 128 if tall + flat <= 208 else 64
+    k = 128 if tall + flat <= 208 and not registers else 64
     stages = min(8, SHARED // ((tall + flat) * k * 2))
-    width, n2, n3 = [*(1 << i for i in range(8, 2, -1) if flat & 1 << i), 0, 0][:3]
+    width, n2, n3 = [*_widths(flat), 0, 0][:3]
     m, n = (width, tall) if swap else (tall, width)
-    return Tile(m, n, k, 4, stages, n2=n2, n3=n3, swap=swap, warp_specialized=True)
+    return Tile(
+        m, n, k, 4, stages, n2=n2, n3=n3, swap=swap, registers=registers, warp_specialized=True
+    )
+
+
+def _widths(flat: int) -> list[int]:
+    """Widths of products that make up `flat`."""
+    return [1 << i for i in range(8, 2, -1) if flat & 1 << i]
+
+
+def _worth(groups: int, flat: int, registers: bool) -> bool:
+    """Several narrow widths pay with registers only, and registers with several widths and other
+    groups, and room for them, only."""
+    if registers:
+        return groups in (2, 3) and len(_widths(flat)) > 1
+    return flat in (72, 80, 96, 144, 160, 192, 208, 224) or groups == 1 or len(_widths(flat)) == 1
 
 
 WIDTHS = {1: (96, 256), 2: (64, 256), 3: (64, 208), 4: (64, 160)}
 """Groups -> columns of a tile, from ... to, by 16."""
-HEIGHTS = {1: (16, 144), 2: (16, 224), 3: (48, 208), 4: (64, 144)}
-"""Groups -> rows of a tile whose columns are the groups', from ... to, by 8, from 112 on by 16."""
+HEIGHTS = {1: (16, 112), 2: (16, 224), 3: (48, 208), 4: (64, 144)}
+"""Groups -> rows of a tile whose columns are the groups', from ... to, by 8."""
 APART = [
-    *(
-        _apart(groups, flat)
-        for groups, (least, most) in WIDTHS.items()
-        for flat in range(least, most + 1, 16)
-        if flat != 240  # has four widths
-    ),
-    *(
-        _apart(groups, flat, swap=True)
-        for groups, (least, most) in HEIGHTS.items()
-        for flat in (*range(least, min(most, 112), 8), *range(112, most + 1, 16))
-        if flat != 120
-    ),
+    _apart(groups, flat, swap=swap, registers=registers)
+    for swap, sides in ((False, WIDTHS), (True, HEIGHTS))
+    for groups, (least, most) in sides.items()
+    for flat in range(least, most + 1, 8 if swap else 16)
+    for registers in (False, True)
+    if len(_widths(flat)) <= 3 and _worth(groups, flat, registers)
 ]
 CANDIDATES = [*PLAIN, *APART]
 

@@ -32,6 +32,9 @@ class Tile:
     multiple of 64, or, with `swap`, n is, and n2 and n3 are further rows."""
     n3: int = 0
     """With `warp_specialized`, a third width: tiles of 208."""
+    registers: bool = False
+    """With several widths, and other groups that multiply meanwhile: the rows of a group go through
+    registers."""
 
     @property
     def rows(self) -> int:

@@ -34,7 +34,7 @@ from rlk_kernels.matmul.hopper.pipeline import (
 from rlk_kernels.matmul.plan import MatmulPlan
 from rlk_kernels.matmul.tile import evenly
 
-REGISTERS = {1: None, 2: 168, 3: 128, 4: 96}
+AT_LAUNCH = {1: None, 2: 168, 3: 128, 4: 96}
 """Groups -> registers a thread at the launch: with the copying warp's group, all that there are."""
 
 
@@ -109,20 +109,12 @@ def _zeros(FLAT: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(
-    made, FLAT: gl.constexpr, FLAT2: gl.constexpr, FLAT3: gl.constexpr, BK: gl.constexpr,
-    DEPTH: gl.constexpr, HAS_BIAS: gl.constexpr, SWAP: gl.constexpr, STAGED: gl.constexpr,
+def _sums_from_memory(
+    acc, acc2, acc3, tall_smem, flat_smem, flat2_smem, flat3_smem, full, empty, K,
+    FLAT2: gl.constexpr, FLAT3: gl.constexpr, BK: gl.constexpr, DEPTH: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: 64 rows of the tall operand."""
-    c_desc, c2_desc, c3_desc, tall_smem, flat_smem, flat2_smem, flat3_smem = made[:7]
-    c_smem, c2_smem, c3_smem, full, empty, c_ptr, bias_ptr, tall, flat, M, N, K = made[7:19]
-    stride_cm = made[19]
-    acc = _zeros(FLAT)
-    if FLAT2 > 0:
-        acc2 = _zeros(FLAT2)
-    if FLAT3 > 0:
-        acc3 = _zeros(FLAT3)
+    """The products of a group, both operands out of shared memory; a step runs ahead."""
     for step in range(gl.cdiv(K, BK)):
         stage = step % DEPTH
         mbarrier.wait(full.index(stage), step // DEPTH & 1)
@@ -145,6 +137,78 @@ def _multiply(
         acc, acc2 = warpgroup_mma_wait(0, [acc, acc2])
     else:
         acc = warpgroup_mma_wait(0, [acc])
+    return acc, acc2, acc3
+
+
+@gluon.jit
+def _as_left(a, acc):
+    """`a` as the left operand of another width: the same registers."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    return gl.convert_layout(a, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _sums_from_registers(
+    acc, acc2, acc3, tall_smem, flat_smem, flat2_smem, flat3_smem, full, empty, K,
+    FLAT3: gl.constexpr, BK: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """`_sums_from_memory` of several widths, the tall operand read once a step for all of them: a
+    narrow width takes no longer than its products. Other groups multiply while this one is between
+    two steps."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    steps = gl.cdiv(K, BK)
+    mbarrier.wait(full.index(0), 0)
+    a = tall_smem.index(GROUP * DEPTH).load(layout)
+    for step in range(steps):
+        stage = step % DEPTH
+        first = warpgroup_mma(a, flat_smem.index(stage).permute((1, 0)), acc, is_async=True)
+        second = warpgroup_mma(
+            _as_left(a, acc2), flat2_smem.index(stage).permute((1, 0)), acc2, is_async=True
+        )
+        if FLAT3 > 0:
+            third = warpgroup_mma(
+                _as_left(a, acc3), flat3_smem.index(stage).permute((1, 0)), acc3, is_async=True
+            )
+        after = gl.minimum(step + 1, steps - 1)
+        mbarrier.wait(full.index(after % DEPTH), after // DEPTH & 1)
+        ahead = tall_smem.index(GROUP * DEPTH + after % DEPTH).load(layout)
+        # `a` too: what products read must stay until they are through
+        if FLAT3 > 0:
+            acc, acc2, acc3, a = warpgroup_mma_wait(0, [first, second, third, a])
+        else:
+            acc, acc2, a = warpgroup_mma_wait(0, [first, second, a])
+        mbarrier.arrive(empty.index(stage), count=1)
+        a = ahead
+    return acc, acc2, acc3
+
+
+@gluon.jit
+def _multiply(
+    made, FLAT: gl.constexpr, FLAT2: gl.constexpr, FLAT3: gl.constexpr, BK: gl.constexpr,
+    DEPTH: gl.constexpr, HAS_BIAS: gl.constexpr, SWAP: gl.constexpr, STAGED: gl.constexpr,
+    REGISTERS: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Four warps: 64 rows of the tall operand."""
+    c_desc, c2_desc, c3_desc, tall_smem, flat_smem, flat2_smem, flat3_smem = made[:7]
+    c_smem, c2_smem, c3_smem, full, empty, c_ptr, bias_ptr, tall, flat, M, N, K = made[7:19]
+    stride_cm = made[19]
+    acc = _zeros(FLAT)
+    acc2 = acc
+    acc3 = acc
+    if FLAT2 > 0:
+        acc2 = _zeros(FLAT2)
+    if FLAT3 > 0:
+        acc3 = _zeros(FLAT3)
+    if REGISTERS:
+        acc, acc2, acc3 = _sums_from_registers(
+            acc, acc2, acc3, tall_smem, flat_smem, flat2_smem, flat3_smem, full, empty, K, FLAT3,
+            BK, DEPTH, GROUP,
+        )  # fmt: skip
+    else:
+        acc, acc2, acc3 = _sums_from_memory(
+            acc, acc2, acc3, tall_smem, flat_smem, flat2_smem, flat3_smem, full, empty, K, FLAT2,
+            FLAT3, BK, DEPTH, GROUP,
+        )  # fmt: skip
     tall += GROUP * ROWS
     # this group's rows of the tall operand have been read, all of them: room for its output
     slot: gl.constexpr = (GROUP * DEPTH * BK + FLAT - 1) // FLAT
@@ -180,7 +244,7 @@ def _gemm_hopper_kernel(
     K, rows_apart, columns_apart, stride_cm, FLAT: gl.constexpr, FLAT2: gl.constexpr,
     FLAT3: gl.constexpr, BK: gl.constexpr, GROUPS: gl.constexpr, ORDER: gl.constexpr,
     DEPTH: gl.constexpr, HAS_BIAS: gl.constexpr, SWAP: gl.constexpr, STAGED: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    REGISTERS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = tall_desc.dtype
     tall_smem = gl.allocate_shared_memory(dtype, [GROUPS * DEPTH, ROWS, BK], tall_desc.layout)
@@ -248,7 +312,9 @@ def _gemm_hopper_kernel(
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_multiply, (made, FLAT, FLAT2, FLAT3, BK, DEPTH, HAS_BIAS, SWAP, STAGED, 0)),
+                (_multiply, (
+                    made, FLAT, FLAT2, FLAT3, BK, DEPTH, HAS_BIAS, SWAP, STAGED, REGISTERS, 0,
+                )),
                 (_copy_operands, (copied, FLAT, FLAT2, FLAT3, BK, DEPTH, GROUPS)),
             ],
             [1], [24],
@@ -256,8 +322,12 @@ def _gemm_hopper_kernel(
     elif GROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply, (made, FLAT, FLAT2, FLAT3, BK, DEPTH, HAS_BIAS, SWAP, STAGED, 0)),
-                (_multiply, (made, FLAT, FLAT2, FLAT3, BK, DEPTH, HAS_BIAS, SWAP, STAGED, 1)),
+                (_multiply, (
+                    made, FLAT, FLAT2, FLAT3, BK, DEPTH, HAS_BIAS, SWAP, STAGED, REGISTERS, 0,
+                )),
+                (_multiply, (
+                    made, FLAT, FLAT2, FLAT3, BK, DEPTH, HAS_BIAS, SWAP, STAGED, REGISTERS, 1,
+                )),
                 (_copy_operands, (copied, FLAT, FLAT2, FLAT3, BK, DEPTH, GROUPS)),
             ],
             [4, 1], [232, 24],
@@ -265,9 +335,15 @@ def _gemm_hopper_kernel(
     elif GROUPS == 3:
         gl.warp_specialize(
             [
-                (_multiply, (made, FLAT, FLAT2, FLAT3, BK, DEPTH, HAS_BIAS, SWAP, STAGED, 0)),
-                (_multiply, (made, FLAT, FLAT2, FLAT3, BK, DEPTH, HAS_BIAS, SWAP, STAGED, 1)),
-                (_multiply, (made, FLAT, FLAT2, FLAT3, BK, DEPTH, HAS_BIAS, SWAP, STAGED, 2)),
+                (_multiply, (
+                    made, FLAT, FLAT2, FLAT3, BK, DEPTH, HAS_BIAS, SWAP, STAGED, REGISTERS, 0,
+                )),
+                (_multiply, (
+                    made, FLAT, FLAT2, FLAT3, BK, DEPTH, HAS_BIAS, SWAP, STAGED, REGISTERS, 1,
+                )),
+                (_multiply, (
+                    made, FLAT, FLAT2, FLAT3, BK, DEPTH, HAS_BIAS, SWAP, STAGED, REGISTERS, 2,
+                )),
                 (_copy_operands, (copied, FLAT, FLAT2, FLAT3, BK, DEPTH, GROUPS)),
             ],
             [4, 4, 1], [160, 160, 24],
@@ -275,10 +351,18 @@ def _gemm_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (made, FLAT, FLAT2, FLAT3, BK, DEPTH, HAS_BIAS, SWAP, STAGED, 0)),
-                (_multiply, (made, FLAT, FLAT2, FLAT3, BK, DEPTH, HAS_BIAS, SWAP, STAGED, 1)),
-                (_multiply, (made, FLAT, FLAT2, FLAT3, BK, DEPTH, HAS_BIAS, SWAP, STAGED, 2)),
-                (_multiply, (made, FLAT, FLAT2, FLAT3, BK, DEPTH, HAS_BIAS, SWAP, STAGED, 3)),
+                (_multiply, (
+                    made, FLAT, FLAT2, FLAT3, BK, DEPTH, HAS_BIAS, SWAP, STAGED, REGISTERS, 0,
+                )),
+                (_multiply, (
+                    made, FLAT, FLAT2, FLAT3, BK, DEPTH, HAS_BIAS, SWAP, STAGED, REGISTERS, 1,
+                )),
+                (_multiply, (
+                    made, FLAT, FLAT2, FLAT3, BK, DEPTH, HAS_BIAS, SWAP, STAGED, REGISTERS, 2,
+                )),
+                (_multiply, (
+                    made, FLAT, FLAT2, FLAT3, BK, DEPTH, HAS_BIAS, SWAP, STAGED, REGISTERS, 3,
+                )),
                 (_copy_operands, (copied, FLAT, FLAT2, FLAT3, BK, DEPTH, GROUPS)),
             ],
             [4, 4, 4, 1], [112, 112, 112, 24],
@@ -302,6 +386,6 @@ def specialized_product(
         seen, _gemm_hopper_kernel, (plan.programs, 1, 1), described(tall, [ROWS.value, tile.k]),
         *maps, out, bias, m, n, a.shape[1], evenly(m, tile.rows), evenly(n, tile.columns),
         out.stride(0), *widths, tile.k, groups, tile.group, plan.stages, bias is not None,
-        tile.swap, plan.tma_store, plan.overlap, num_warps=4, launch_pdl=plan.overlap > 0,
-        maxnreg=REGISTERS[groups],
+        tile.swap, plan.tma_store, tile.registers, plan.overlap, num_warps=4,
+        launch_pdl=plan.overlap > 0, maxnreg=AT_LAUNCH[groups],
     )  # fmt: skip
