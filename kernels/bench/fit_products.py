@@ -5,7 +5,7 @@
 Takes the products of random widths in what `tune_products.py` wrote, on any number of cards, fits
 the seven numbers of each tile (`tile_time.py`), leaves out tiles that the choice does not need, and
 prints what the choice loses: on products that its fit did not see, and on layers of published
-models, which it never sees. Runs on a CPU in a minute.
+models, which it never sees. Runs on a CPU in two minutes.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from product_tiles import CANDIDATES
 from rlk_kernels.device import PLANNED_PROCESSORS as PROCESSORS
 from rlk_kernels.matmul.tile import Tile, evenly
 from rlk_kernels.matmul.tile_time import TileCost, Work, microseconds, work_of
@@ -52,13 +53,15 @@ class Timed(NamedTuple):
 
 
 def load(path: Path) -> list[Timed]:
+    """The products in a file of times, with those of the tiles that are candidates now."""
     head, *rows = map(json.loads, path.read_text().splitlines())
     made = [Tile(*fields) for fields in head["tiles"]]
     slower = COPIES["NVIDIA H200"] / COPIES[head["gpu"]]
     return [
         Timed(kind, m, n, k, slower, head["gpu"],
               {made[int(i)]: us for i, us in found.items()
-               if i.isdigit() and ("even" in head or _was_even(made[int(i)], m, n))},
+               if i.isdigit() and made[int(i)] in CANDIDATES
+               and ("even" in head or _was_even(made[int(i)], m, n))},
               found["cublas"])
         for kind, m, n, k, _, found in rows
     ]  # fmt: skip
@@ -68,8 +71,8 @@ def _was_even(tile: Tile, m: int, n: int) -> bool:
     """Whether a time from before `hopper.product.evenly` is still that of the tile."""
     if not tile.warp_specialized:
         return True
-    whole = (evenly(m, tile.rows) * 8, evenly(n, tile.columns) * 8)
-    return whole == (tile.rows, tile.columns)
+    apart = evenly(m, tile.rows, 16), evenly(n, tile.columns, 16)
+    return apart == (tile.rows, tile.columns)
 
 
 def expected(tile: Tile) -> list[float]:
@@ -137,25 +140,32 @@ def unseen(rows: list[Timed], parts: int = 4) -> list[tuple[Timed, dict[Tile, fl
     ]
 
 
-def loss(rows: list[tuple[Timed, dict[Tile, float]]], among: set[Tile]) -> float:
-    """What the choice among some tiles loses, with more weight on what loses more than 6 %."""
-    total = 0.0
-    for row, times in rows:
-        there = [tile for tile in times if tile in among]
-        lost = 0.6
-        if there:
-            chosen = min(there, key=times.__getitem__)
-            lost = min(lost, row.us[chosen] / min(row.us.values()) - 1)
-        total += lost + 2 * max(0, lost - 0.06)
-    return total / len(rows)
+def ranked(row: Timed, times: dict[Tile, float]) -> list[tuple[Tile, float]]:
+    """The tiles by predicted time, and what each loses, more of what is more than 6 %."""
+    least, found = min(row.us.values()), []
+    for tile in sorted(times, key=times.__getitem__):
+        lost = min(NONE_LEFT, row.us[tile] / least - 1)
+        found.append((tile, lost + 2 * max(0, lost - 0.06)))
+    return found
 
 
-def needed(rows: list[tuple[Timed, dict[Tile, float]]], among: set[Tile]) -> set[Tile]:
+NONE_LEFT = 0.6
+"""What a product loses for which there is no tile, and the most that a tile may lose."""
+
+
+def loss(rows: list[list[tuple[Tile, float]]], among: set[Tile]) -> float:
+    """What the choice among some tiles loses."""
+    none = NONE_LEFT + 2 * (NONE_LEFT - 0.06)
+    firsts = (next((lost for tile, lost in row if tile in among), none) for row in rows)
+    return sum(firsts) / len(rows)
+
+
+def needed(rows: list[list[tuple[Tile, float]]], among: set[Tile]) -> set[Tile]:
     """Tiles without the least needed ones, one after the other."""
     kept, now = set(among), loss(rows, among)
     while len(kept) > 1:
         least, _, tile = min((loss(rows, kept - {tile}), str(tile), tile) for tile in kept)
-        if least > now + 3e-5:
+        if least > now + 2e-4:
             break
         kept, now = kept - {tile}, least
     return kept
@@ -173,7 +183,9 @@ def report(name: str, rows: list[tuple[Timed, dict[Tile, float]]], among: set[Ti
     print(f"{name}, {len(rows)} products: the best tile / the chosen one {1 / mean:.4f}; cuBLAS / "
           f"chosen {ratio:.4f}, {under} under 0.90")  # fmt: skip
     for found, m, n, k, tile in sorted(ratios, key=lambda x: x[0])[:10]:
-        print(f"  {found:.3f}  M={m} N={n} K={k}  {tile}")
+        print(
+            f"  {found:.3f}  M={m} N={n} K={k}  {tile.rows} x {tile.columns}, {tile.groups} groups"
+        )
 
 
 def written(costs: dict[Tile, TileCost], among: set[Tile], cards: str, date: str) -> str:
@@ -204,7 +216,8 @@ def main() -> int:
     held = unseen(tuned)
     every = {tile for row in rows for tile in row.us}
     plain = {tile for tile in every if not tile.warp_specialized}
-    among = needed(held, every) | needed(held, plain)
+    ranks = [ranked(*product) for product in held]
+    among = needed(ranks, every) | needed(ranks, plain)
     report("random widths, unseen", held, among)
     costs = fit(tuned)
     cards = sorted({row.card for row in rows})

@@ -64,7 +64,8 @@ class Tile:
         return (waves * processors // rows if waves else n // self.n) * self.n
 
 
-def evenly(length: int, tile: int) -> int:
-    """How far from each other tiles of a side lie, in units of 8: all have about as much of it."""
+def evenly(length: int, tile: int, unit: int = 1) -> int:
+    """How far from each other the tiles of a side lie, a multiple of `unit` if `tile` is: all have
+    about as much of it."""
     count = -(-length // tile)
-    return min(tile, -(-length // (16 * count)) * 16) // 8
+    return min(tile, -(-length // (unit * count)) * unit)

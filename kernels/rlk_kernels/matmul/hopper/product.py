@@ -286,8 +286,7 @@ def _gemm_hopper_kernel(
             pack=1,
         )  # fmt: skip
     # some ORDER row tiles share a column tile while it is in L2 (see `steps._tile_position`)
-    rows_apart *= 8  # so that it is known to be a multiple
-    columns_apart *= 8
+    columns_apart *= 8  # so that it is known to be a multiple
     tiles_m = gl.cdiv(M, rows_apart)
     order = gl.cdiv(tiles_m, gl.maximum((tiles_m + ORDER // 2) // ORDER, 1))
     per_order = order * gl.cdiv(N, columns_apart)
@@ -382,10 +381,10 @@ def specialized_product(
     for some in widths:
         box = [some, ROWS.value] if tile.swap else [ROWS.value, some]
         maps.append(described(out, box) if plan.tma_store and some else out)
+    apart = evenly(m, tile.rows), evenly(n, tile.columns, 16) // 8
     launch(
         seen, _gemm_hopper_kernel, (plan.programs, 1, 1), described(tall, [ROWS.value, tile.k]),
-        *maps, out, bias, m, n, a.shape[1], evenly(m, tile.rows), evenly(n, tile.columns),
-        out.stride(0), *widths, tile.k, groups, tile.group, plan.stages, bias is not None,
-        tile.swap, plan.tma_store, tile.registers, plan.overlap, num_warps=4,
-        launch_pdl=plan.overlap > 0, maxnreg=AT_LAUNCH[groups],
+        *maps, out, bias, m, n, a.shape[1], *apart, out.stride(0), *widths, tile.k, groups,
+        tile.group, plan.stages, bias is not None, tile.swap, plan.tma_store, tile.registers,
+        plan.overlap, num_warps=4, launch_pdl=plan.overlap > 0, maxnreg=AT_LAUNCH[groups],
     )  # fmt: skip
