@@ -165,7 +165,7 @@ def needed(rows: list[list[tuple[Tile, float]]], among: set[Tile]) -> set[Tile]:
     kept, now = set(among), loss(rows, among)
     while len(kept) > 1:
         least, _, tile = min((loss(rows, kept - {tile}), str(tile), tile) for tile in kept)
-        if least > now + 2e-4:
+        if least > now + 3e-5:
             break
         kept, now = kept - {tile}, least
     return kept

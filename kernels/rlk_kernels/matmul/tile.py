@@ -33,8 +33,8 @@ class Tile:
     n3: int = 0
     """With `warp_specialized`, a third width: tiles of 208."""
     registers: bool = False
-    """With several widths, and other groups that multiply meanwhile: the rows of a group go through
-    registers."""
+    """With `warp_specialized` and several widths: a group's rows go through registers, and other
+    groups multiply meanwhile."""
 
     @property
     def rows(self) -> int:
