@@ -42,12 +42,16 @@ COSTS = {
         TileCost(1.34, 1.99, 1.89, 0.486, 1.38, 0.255, 0.0221),
     Tile(64, 64, 128, 4, 5, n2=32, warp_specialized=True):
         TileCost(1.27, 1.95, 1.92, 0.558, 1.54, 0.264, 0.0231),
+    Tile(64, 64, 128, 4, 5, n2=32, n3=16, warp_specialized=True):
+        TileCost(1.34, 2.18, 2.43, 0.484, 1.81, 0.253, 0.0268),
     Tile(64, 128, 128, 4, 4, warp_specialized=True):
         TileCost(1.31, 2.03, 2.28, 0.517, 1.59, 0.269, 0.0284),
     Tile(64, 128, 64, 4, 8, n2=32, warp_specialized=True):
         TileCost(1.35, 2.27, 2.55, 0.582, 1.62, 0.269, 0.0339),
     Tile(64, 128, 64, 4, 7, n2=64, warp_specialized=True):
         TileCost(1.29, 2.37, 2.85, 0.603, 1.63, 0.263, 0.0395),
+    Tile(64, 128, 64, 4, 6, n2=64, n3=16, warp_specialized=True):
+        TileCost(1.35, 2.2, 3.35, 0.512, 1.53, 0.262, 0.0437),
     Tile(64, 128, 64, 4, 6, n2=64, n3=32, warp_specialized=True):
         TileCost(1.36, 2.31, 3.49, 0.515, 1.54, 0.262, 0.0451),
     Tile(64, 256, 64, 4, 5, warp_specialized=True):
@@ -58,10 +62,18 @@ COSTS = {
         TileCost(1.23, 2.57, 5.47, 0.565, 1.4, 0.256, 0.0659),
     Tile(192, 128, 64, 4, 5, warp_specialized=True):
         TileCost(1.24, 2.37, 5.64, 0.55, 1.41, 0.247, 0.0659),
+    Tile(128, 128, 64, 4, 5, n2=64, n3=16, warp_specialized=True):
+        TileCost(1.37, 2.45, 6.35, 0.525, 1.4, 0.264, 0.0755),
+    Tile(192, 128, 64, 4, 5, n2=16, warp_specialized=True):
+        TileCost(1.35, 2.32, 6.92, 0.525, 1.41, 0.265, 0.0803),
     Tile(128, 128, 64, 4, 5, n2=64, n3=32, warp_specialized=True):
         TileCost(1.27, 2.73, 6.81, 0.55, 1.39, 0.254, 0.076),
+    Tile(256, 128, 64, 4, 4, warp_specialized=True):
+        TileCost(1.25, 2.62, 7.33, 0.566, 1.42, 0.255, 0.0863),
     Tile(192, 128, 64, 4, 4, n2=64, warp_specialized=True):
         TileCost(1.3, 2.67, 8.4, 0.547, 1.42, 0.252, 0.0959),
+    Tile(256, 128, 64, 4, 4, n2=16, warp_specialized=True):
+        TileCost(1.35, 2.52, 9.37, 0.53, 1.41, 0.261, 0.106),
     Tile(192, 128, 64, 4, 4, n2=64, n3=16, warp_specialized=True):
         TileCost(1.36, 2.5, 9.82, 0.527, 1.42, 0.273, 0.111),
     Tile(256, 128, 64, 4, 4, n2=32, warp_specialized=True):
@@ -88,10 +100,16 @@ COSTS = {
         TileCost(1.24, 1.99, 1.86, 0.566, 1.48, 0.292, 0.0231),
     Tile(64, 128, 128, 4, 4, n2=8, swap=True, warp_specialized=True):
         TileCost(1.4, 2.39, 2.85, 0.511, 1.6, 0.252, 0.035),
+    Tile(32, 192, 64, 4, 7, n2=16, swap=True, registers=True, warp_specialized=True):
+        TileCost(1.39, 2.37, 3.07, 0.538, 1.33, 0.264, 0.0346),
     Tile(64, 128, 128, 4, 4, n2=16, swap=True, warp_specialized=True):
         TileCost(1.4, 2.44, 2.93, 0.516, 1.47, 0.259, 0.0355),
     Tile(64, 128, 64, 4, 8, n2=32, swap=True, warp_specialized=True):
         TileCost(1.32, 2.36, 3.19, 0.547, 1.38, 0.253, 0.0367),
+    Tile(64, 192, 64, 4, 6, n2=8, swap=True, registers=True, warp_specialized=True):
+        TileCost(1.37, 2.32, 3.7, 0.534, 1.43, 0.257, 0.0423),
+    Tile(64, 192, 64, 4, 6, n2=16, swap=True, warp_specialized=True):
+        TileCost(1.35, 2.26, 4.36, 0.501, 1.43, 0.254, 0.0509),
     Tile(128, 128, 64, 4, 6, n2=16, swap=True, warp_specialized=True):
         TileCost(1.34, 2.34, 4.62, 0.524, 1.41, 0.259, 0.0551),
     Tile(64, 192, 64, 4, 6, n2=32, swap=True, warp_specialized=True):
@@ -106,8 +124,12 @@ COSTS = {
         TileCost(1.32, 2.46, 6.4, 0.522, 1.39, 0.264, 0.0755),
     Tile(128, 192, 64, 4, 5, n2=16, swap=True, warp_specialized=True):
         TileCost(1.34, 2.39, 7.09, 0.521, 1.41, 0.253, 0.0803),
+    Tile(128, 128, 64, 4, 5, n2=64, n3=32, swap=True, warp_specialized=True):
+        TileCost(1.29, 2.57, 6.92, 0.528, 1.42, 0.273, 0.076),
     Tile(128, 192, 64, 4, 5, n2=32, swap=True, warp_specialized=True):
         TileCost(1.27, 2.5, 7.6, 0.541, 1.4, 0.254, 0.0807),
+    Tile(128, 256, 64, 4, 4, n2=16, swap=True, warp_specialized=True):
+        TileCost(1.35, 2.5, 9.38, 0.535, 1.42, 0.263, 0.106),
     Tile(128, 192, 64, 4, 4, n2=64, n3=16, swap=True, warp_specialized=True):
         TileCost(1.33, 2.73, 9.89, 0.531, 1.42, 0.268, 0.111),
 }
