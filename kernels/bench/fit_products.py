@@ -5,7 +5,7 @@
 Takes the products of random widths in what `tune_products.py` wrote, on any number of cards, fits
 the seven numbers of each tile (`tile_time.py`), leaves out tiles that the choice does not need, and
 prints what the choice loses: on products that its fit did not see, and on layers of published
-models, which it never sees. Runs on a CPU in a minute.
+models, which it never sees. Runs on a CPU in two minutes.
 """
 
 import argparse
@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from product_tiles import CANDIDATES
 from rlk_kernels.device import PLANNED_PROCESSORS as PROCESSORS
-from rlk_kernels.matmul.tile import Tile
+from rlk_kernels.matmul.tile import Tile, evenly
 from rlk_kernels.matmul.tile_time import TileCost, Work, microseconds, work_of
 
 COPIES = {"NVIDIA H200": 4.2, "NVIDIA H100 80GB HBM3": 3.0}
@@ -52,23 +53,39 @@ class Timed(NamedTuple):
 
 
 def load(path: Path) -> list[Timed]:
+    """The products in a file of times, with those of the tiles that are candidates now."""
     head, *rows = map(json.loads, path.read_text().splitlines())
     made = [Tile(*fields) for fields in head["tiles"]]
     slower = COPIES["NVIDIA H200"] / COPIES[head["gpu"]]
     return [
         Timed(kind, m, n, k, slower, head["gpu"],
-              {made[int(i)]: us for i, us in found.items() if i.isdigit()}, found["cublas"])
+              {made[int(i)]: us for i, us in found.items()
+               if i.isdigit() and made[int(i)] in CANDIDATES
+               and ("even" in head or _was_even(made[int(i)], m, n))},
+              found["cublas"])
         for kind, m, n, k, _, found in rows
     ]  # fmt: skip
 
 
+def _was_even(tile: Tile, m: int, n: int) -> bool:
+    """Whether a time from before `hopper.product.evenly` is still that of the tile."""
+    if not tile.warp_specialized:
+        return True
+    apart = evenly(m, tile.rows, 16), evenly(n, tile.columns, 16)
+    return apart == (tile.rows, tile.columns)
+
+
 def expected(tile: Tile) -> list[float]:
-    """A tile's numbers before any measurement: what wgmma and the copies of a step take."""
+    """A tile's numbers before any measurement: what wgmma and the copies of a step take. No width
+    of wgmma is faster than one of 32, unless the other operand is in registers, and a processor
+    gets 130 KB a microsecond out of L2."""
     tall, flats = (tile.n, (tile.m, tile.n2)) if tile.swap else (tile.m, (tile.n, tile.n2))
-    products = -(-tall // 64) * sum(max(x / 2, 24) for x in flats if x) / 16 / 1700
-    step = 1000 * (products**4 + (2 * (tile.rows + tile.columns) / 115e3) ** 4) ** 0.25
-    narrow = step * (tile.tail / tile.n * 1.1 if tile.tail else 0.01)
-    return [1.5, 1.0 if tile.flatten else 2.5, step * 0.85, 0.15, 0.8, 1 / 4.2, narrow]
+    least = 8 if tile.registers else 32
+    cycles = -(-tall // 64) * sum(max(x, least) / 2 for x in (*flats, tile.n3) if x) / 16
+    copied = 2 * (tile.rows + tile.columns) / 130e3
+    step = 580 * ((cycles / 1700) ** 4 + copied**4) ** 0.25
+    narrow = step * (tile.tail / tile.n * 2 if tile.tail else 0.01)
+    return [2.0, 0.7 if tile.flatten else 1.65, step, 1.1, 1.5, 0.26, narrow]
 
 
 def fit(rows: list[Timed], steps: int = 1000) -> dict[Tile, TileCost]:
@@ -123,20 +140,27 @@ def unseen(rows: list[Timed], parts: int = 4) -> list[tuple[Timed, dict[Tile, fl
     ]
 
 
-def loss(rows: list[tuple[Timed, dict[Tile, float]]], among: set[Tile]) -> float:
-    """What the choice among some tiles loses, with more weight on what loses more than 6 %."""
-    total = 0.0
-    for row, times in rows:
-        there = [tile for tile in times if tile in among]
-        lost = 0.6
-        if there:
-            chosen = min(there, key=times.__getitem__)
-            lost = min(lost, row.us[chosen] / min(row.us.values()) - 1)
-        total += lost + 2 * max(0, lost - 0.06)
-    return total / len(rows)
+def ranked(row: Timed, times: dict[Tile, float]) -> list[tuple[Tile, float]]:
+    """The tiles by predicted time, and what each loses, more of what is more than 6 %."""
+    least, found = min(row.us.values()), []
+    for tile in sorted(times, key=times.__getitem__):
+        lost = min(NONE_LEFT, row.us[tile] / least - 1)
+        found.append((tile, lost + 2 * max(0, lost - 0.06)))
+    return found
 
 
-def needed(rows: list[tuple[Timed, dict[Tile, float]]], among: set[Tile]) -> set[Tile]:
+NONE_LEFT = 0.6
+"""What a product loses for which there is no tile, and the most that a tile may lose."""
+
+
+def loss(rows: list[list[tuple[Tile, float]]], among: set[Tile]) -> float:
+    """What the choice among some tiles loses."""
+    none = NONE_LEFT + 2 * (NONE_LEFT - 0.06)
+    firsts = (next((lost for tile, lost in row if tile in among), none) for row in rows)
+    return sum(firsts) / len(rows)
+
+
+def needed(rows: list[list[tuple[Tile, float]]], among: set[Tile]) -> set[Tile]:
     """Tiles without the least needed ones, one after the other."""
     kept, now = set(among), loss(rows, among)
     while len(kept) > 1:
@@ -159,14 +183,16 @@ def report(name: str, rows: list[tuple[Timed, dict[Tile, float]]], among: set[Ti
     print(f"{name}, {len(rows)} products: the best tile / the chosen one {1 / mean:.4f}; cuBLAS / "
           f"chosen {ratio:.4f}, {under} under 0.90")  # fmt: skip
     for found, m, n, k, tile in sorted(ratios, key=lambda x: x[0])[:10]:
-        print(f"  {found:.3f}  M={m} N={n} K={k}  {tile}")
+        print(
+            f"  {found:.3f}  M={m} N={n} K={k}  {tile.rows} x {tile.columns}, {tile.groups} groups"
+        )
 
 
 def written(costs: dict[Tile, TileCost], among: set[Tile], cards: str, date: str) -> str:
     lines = [HEAD.format(cards=cards, date=date)]
     for tile in sorted(among, key=lambda t: (t.warp_specialized, t.swap, t.rows * t.columns, t.n)):
-        fields = {"n2": 0, "group": 8, "subtile": False, "flatten": False, "swap": False,
-                  "tail": 0, "warp_specialized": False}  # fmt: skip
+        fields = {"n2": 0, "n3": 0, "group": 8, "subtile": False, "flatten": False, "swap": False,
+                  "registers": False, "tail": 0, "warp_specialized": False}  # fmt: skip
         more = "".join(
             f", {name}={value}" for name, off in fields.items()
             if (value := getattr(tile, name)) != off
@@ -190,7 +216,8 @@ def main() -> int:
     held = unseen(tuned)
     every = {tile for row in rows for tile in row.us}
     plain = {tile for tile in every if not tile.warp_specialized}
-    among = needed(held, every) | needed(held, plain)
+    ranks = [ranked(*product) for product in held]
+    among = needed(ranks, every) | needed(ranks, plain)
     report("random widths, unseen", held, among)
     costs = fit(tuned)
     cards = sorted({row.card for row in rows})

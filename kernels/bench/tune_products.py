@@ -19,71 +19,12 @@ from pathlib import Path
 
 from fit_products import expected
 from product_shapes import Product, products, widths_at_random
+from product_tiles import CANDIDATES
 from rlk_kernels.device import PLANNED_PROCESSORS as PROCESSORS
 from rlk_kernels.matmul.tile import Tile
+from rlk_kernels.matmul.tile_costs import COSTS
 from rlk_kernels.matmul.tile_time import TileCost, microseconds, work_of
 from rlk_kernels.matmul.tiles import SAFE, tile_for, with_overlap
-
-_BIG = {"subtile": True}
-PLAIN = [
-    # weights in the 64 rows of wgmma
-    Tile(16, 64, 256, 4, 5, swap=True),
-    Tile(16, 128, 128, 4, 5, swap=True),
-    Tile(32, 64, 256, 4, 4, swap=True),
-    Tile(32, 128, 128, 4, 5, swap=True),
-    # few rows and columns
-    Tile(16, 16, 256, 4, 6),
-    Tile(16, 32, 256, 4, 5),
-    Tile(64, 16, 256, 4, 5),
-    Tile(64, 32, 256, 4, 4),
-    Tile(64, 64, 128, 4, 6),
-    Tile(64, 64, 128, 4, 5, flatten=True),
-    Tile(64, 128, 64, 4, 7, flatten=True),
-    Tile(64, 128, 128, 4, 4),
-    Tile(64, 256, 64, 4, 4),
-    Tile(64, 256, 64, 8, 4, flatten=True),
-    Tile(128, 128, 64, 8, 5),
-    Tile(128, 128, 64, 4, 5),
-    Tile(128, 128, 64, 8, 4, flatten=True),
-    # many of both
-    Tile(128, 256, 64, 8, 4, **_BIG),
-    Tile(128, 256, 64, 8, 4, flatten=True, **_BIG),
-    Tile(128, 256, 64, 8, 4, group=16, flatten=True, **_BIG),
-    Tile(128, 256, 64, 8, 4, flatten=True, tail=128, **_BIG),
-    Tile(128, 256, 64, 8, 4, flatten=True, tail=64, **_BIG),
-    Tile(128, 256, 64, 8, 4, group=16, flatten=True, tail=64, **_BIG),
-    Tile(256, 128, 64, 8, 4, group=4, flatten=True, **_BIG),
-]
-SHARED = 226 << 10  # bytes of shared memory that the buffers of a tile may take
-
-
-def _apart(groups: int, width: int, more: int = 0, *, swap: bool = False) -> Tile:
-    """Copies and products apart: 64 x groups by width + more, with all the buffers that fit."""
-    tall, small = 64 * groups, 64 * groups + width + more <= 208
-    k = 128 if small else 64
-    stages = min(8, SHARED // ((tall + width + more) * k * 2))
-    m, n = (width, tall) if swap else (tall, width)
-    return Tile(m, n, k, 4, stages, n2=more, swap=swap, warp_specialized=True)
-
-
-APART = [
-    *(_apart(1, *x) for x in ((64, 32), (128,), (128, 32), (128, 64), (256,))),
-    *(_apart(2, *x) for x in ((64,), (64, 32), (128,), (128, 32), (128, 64), (256,))),
-    *(_apart(3, *x) for x in ((64,), (128,), (128, 32), (128, 64))),
-    *(_apart(4, *x) for x in ((64,), (128,), (128, 32))),
-    *(
-        _apart(1, *x, swap=True)
-        for x in ((16,), (16, 8), (32,), (32, 8), (32, 16), (64,), (64, 8), (64, 16), (64, 32),
-                  (128,), (128, 16))
-    ),
-    *(
-        _apart(2, *x, swap=True)
-        for x in ((16,), (32,), (32, 16), (64, 8), (64, 16), (64, 32), (128, 16), (128, 32))
-    ),
-    *(_apart(3, *x, swap=True) for x in ((32, 16), (64, 16), (64, 32), (128, 16), (128, 32))),
-    *(_apart(4, *x, swap=True) for x in ((64, 16), (64, 32), (128, 16))),
-]  # fmt: skip
-CANDIDATES = [*PLAIN, *APART]
 
 
 def runner(tile: Tile, x, weight, y):
@@ -132,8 +73,10 @@ def usable() -> list[int]:
 
 
 def _guess(tile: Tile, m: int, n: int, k: int) -> float:
-    """Microseconds by the model before any measurement: enough to leave out what cannot win."""
-    return microseconds(TileCost(*expected(tile)), work_of(tile, m, n, k, PROCESSORS))
+    """Microseconds by the model, of a new tile before any measurement: enough to leave out what
+    cannot win."""
+    cost = COSTS.get(tile) or TileCost(*expected(tile))
+    return microseconds(cost, work_of(tile, m, n, k, PROCESSORS))
 
 
 def plausible(shape: Product, among: list[int], most: int) -> list[int]:
@@ -146,7 +89,10 @@ def plausible(shape: Product, among: list[int], most: int) -> list[int]:
     return sorted((i for i in fits if guessed[i] <= 1.5 * least), key=guessed.__getitem__)[:most]
 
 
-def gather(out: Path, among: list[int], seconds: float, count: int, most: int, seed: int) -> None:
+def gather(
+    out: Path, among: list[int], kinds: list[str], seconds: float, count: int, most: int,
+    seed: int,
+) -> None:  # fmt: skip
     import torch
     from timing import copies, graphs_ms
 
@@ -171,10 +117,10 @@ def gather(out: Path, among: list[int], seconds: float, count: int, most: int, s
         return {name: round(ms * 1e3, 3) for name, ms in found.items()}
 
     begun, done = time.monotonic(), 0
-    both = zip(widths_at_random(seed, count), products(seed, count), strict=True)
+    drawn = {"random": widths_at_random(seed, count), "published": products(seed, count)}
     with out.open("a") as lines:
-        for pair in both:
-            for kind, shape in zip(("random", "published"), pair, strict=True):
+        for shapes in zip(*(drawn[kind] for kind in kinds), strict=True):
+            for kind, shape in zip(kinds, shapes, strict=True):
                 m, n, k = shape[:3]
                 tiles = {
                     str(i): with_overlap(CANDIDATES[i], m, n, k, PROCESSORS)
@@ -194,6 +140,7 @@ def gather(out: Path, among: list[int], seconds: float, count: int, most: int, s
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
+    parser.add_argument("--kinds", default="random,published")
     parser.add_argument("--seconds", type=float, default=90)
     parser.add_argument("--count", type=int, default=220, help="products of each kind")
     parser.add_argument("--most", type=int, default=14, help="tiles timed for a product")
@@ -204,10 +151,13 @@ def main() -> int:
     print(f"{len(among)} of {len(CANDIDATES)} tiles, {time.monotonic() - begun:.0f} s", flush=True)
     import torch
 
-    gpu = torch.cuda.get_device_name()
-    head = {"gpu": gpu, "tiles": [astuple(tile) for tile in CANDIDATES], "usable": among}
+    tiles = [astuple(tile) for tile in CANDIDATES]
+    head = {"gpu": torch.cuda.get_device_name(), "even": True, "tiles": tiles, "usable": among}
     arguments.out.write_text(json.dumps(head) + "\n")
-    gather(arguments.out, among, arguments.seconds, arguments.count, arguments.most, arguments.seed)
+    gather(
+        arguments.out, among, arguments.kinds.split(","), arguments.seconds, arguments.count,
+        arguments.most, arguments.seed,
+    )  # fmt: skip
     return 0
 
 

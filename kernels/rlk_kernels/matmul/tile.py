@@ -29,17 +29,22 @@ class Tile:
     """Columns of the tiles behind the last full wave: a part of a wave takes a part of its time."""
     warp_specialized: bool = False
     """On Hopper, copies and products run in warps of their own (`hopper/product.py`): m is a
-    multiple of 64, or, with `swap`, n is, and n2 are further rows."""
+    multiple of 64, or, with `swap`, n is, and n2 and n3 are further rows."""
+    n3: int = 0
+    """With `warp_specialized`, a third width: tiles of 208."""
+    registers: bool = False
+    """With `warp_specialized` and several widths: a group's rows go through registers, and other
+    groups multiply meanwhile."""
 
     @property
     def rows(self) -> int:
         """Of the output."""
-        return self.m + self.n2 if self.swap else self.m
+        return self.m + self.n2 + self.n3 if self.swap else self.m
 
     @property
     def columns(self) -> int:
         """Of the output."""
-        return self.n if self.swap else self.n + self.n2
+        return self.n if self.swap else self.n + self.n2 + self.n3
 
     @property
     def groups(self) -> int:
@@ -57,3 +62,10 @@ class Tile:
         rows = -(-m // self.m)
         waves = rows * (n // self.n) // processors
         return (waves * processors // rows if waves else n // self.n) * self.n
+
+
+def evenly(length: int, tile: int, unit: int = 1) -> int:
+    """How far from each other the tiles of a side lie, a multiple of `unit` if `tile` is: all have
+    about as much of it."""
+    count = -(-length // tile)
+    return min(tile, -(-length // (unit * count)) * unit)

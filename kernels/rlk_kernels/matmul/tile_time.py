@@ -12,6 +12,7 @@ The numbers are in `tile_costs.py`; `kernels/bench/fit_products.py` makes them, 
 functions on tensors.
 """
 
+import math
 from typing import NamedTuple
 
 from rlk_kernels.matmul.tile import Tile
@@ -69,3 +70,43 @@ def microseconds(cost: TileCost, work: Work):
     arithmetic = work.waves * (cost.wave + cost.step * work.k * shared)
     arithmetic = arithmetic + work.narrow_waves * (cost.wave + cost.narrow * work.k)
     return cost.launch + (arithmetic**4 + (cost.megabyte * work.megabytes) ** 4) ** 0.25
+
+
+Candidate = tuple[Tile, int, int, TileCost]
+"""A tile, its rows and columns, and its numbers."""
+
+
+def candidates(costs: dict[Tile, TileCost]) -> list[Candidate]:
+    """`costs` as `fastest` reads them, those that win most often (large tiles) first."""
+    tiles = sorted(costs, key=lambda tile: -tile.rows * tile.columns)
+    return [(tile, tile.rows, tile.columns, costs[tile]) for tile in tiles]
+
+
+def fastest(among: list[Candidate], m: int, n: int, k: int, processors: int) -> Tile:
+    """The tile of least `microseconds`, in a fourth of the time that asking for each one takes: an
+    engine meets thousands of shapes, and its first call of each waits for this."""
+    thousands, megabytes = k / 1000, 2 * (m * k + n * k + m * n) / 1e6
+    least, best = math.inf, among[0][0]
+    for tile, rows, columns, cost in among:
+        launch, wave, step, crowd, empty, megabyte, _ = cost
+        memory = megabyte * megabytes
+        if launch + memory >= least:
+            continue
+        if tile.tail:
+            # a tail without a full wave before it was not measured
+            if m * n < rows * columns * processors:
+                continue
+            us = microseconds(cost, work_of(tile, m, n, k, processors))
+        else:
+            tiles = -(-m // rows) * -(-n // columns)
+            waves = -(-tiles // processors)
+            shared = 1 + crowd * tiles / (processors * waves)
+            if m < rows:
+                shared *= empty + (1 - empty) * m / rows
+            arithmetic = waves * (wave + step * thousands * shared)
+            if launch + arithmetic >= least:
+                continue
+            us = launch + (arithmetic**4 + memory**4) ** 0.25
+        if us < least:
+            least, best = us, tile
+    return best

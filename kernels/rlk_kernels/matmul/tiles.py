@@ -12,7 +12,7 @@ import torch
 
 from rlk_kernels.matmul.tile import Tile
 from rlk_kernels.matmul.tile_costs import COSTS
-from rlk_kernels.matmul.tile_time import microseconds, work_of
+from rlk_kernels.matmul.tile_time import Candidate, candidates, fastest
 
 SAFE = Tile(128, 128, 64, 8, 3)
 """The one tile used where the self-check fails."""
@@ -98,14 +98,12 @@ def tile_for(
         return FLOAT32
     if not trusted:
         return SAFE
-    times = {
-        tile: microseconds(cost, work_of(tile, m, n, k, processors))
-        for tile, cost in COSTS.items()
-        if tile.groups <= groups
-        # a tail without a full wave before it was not measured
-        and not (tile.tail and m * n < tile.m * tile.n * processors)
-    }
-    return with_overlap(min(times, key=times.__getitem__), m, n, k, processors)
+    return with_overlap(fastest(_candidates(groups), m, n, k, processors), m, n, k, processors)
+
+
+@functools.cache
+def _candidates(groups: int) -> list[Candidate]:
+    return candidates({tile: cost for tile, cost in COSTS.items() if tile.groups <= groups})
 
 
 def partial_tile_for(m: int, n: int, k: int, processors: int, trusted: bool) -> Tile:

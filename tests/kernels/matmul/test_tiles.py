@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rlk_kernels.matmul import self_check, tile_time, tiles
+from rlk_kernels.matmul.tile import evenly
 from rlk_kernels.matmul.tile_costs import COSTS
 
 CPU = torch.device("cpu")
@@ -51,13 +52,14 @@ def test_every_tile_fits_the_shared_memory_of_hopper():
         for out_bytes in (2, 4):
             apart = t.warp_specialized
             stages = t.stages if out_bytes == 2 or apart else max(2, t.stages - 1)
-            operands = stages * (t.m + t.n + t.n2) * t.k * 2
+            operands = stages * (t.m + t.n + t.n2 + t.n3) * t.k * 2
             if apart:  # 16-bit outputs lie where the tall operand did
                 flat, tall = (t.m, t.n) if t.swap else (t.n, t.m)
                 assert operands < 227 * 1024, t
                 for group in range(tall // 64):
                     begin = -(-group * stages * t.k // flat) * flat
-                    assert begin + flat + t.n2 <= (group + 1) * stages * t.k, t
+                    assert begin + flat + t.n2 + t.n3 <= (group + 1) * stages * t.k, t
+                assert not t.registers or (t.n2 and t.groups > 2), t
                 continue
             output = t.m * (t.n // 2 if t.subtile else t.n) * out_bytes + t.m * t.n2 * out_bytes
             assert operands + output < 227 * 1024, t
@@ -88,6 +90,19 @@ def test_predicted_times_are_sound():
         if not tile.tail:
             wave = 12 * tile.rows, 11 * tile.columns
             assert us(wave[0], wave[1] + 1, 4096) > 1.2 * us(*wave, 4096), tile
+
+
+def test_tiles_that_lie_evenly_cover_a_side_with_as_many_and_have_equal_parts_of_it():
+    for tile, unit in ((64, 1), (72, 1), (208, 1), (192, 16), (256, 16)):
+        for length in (*range(1, 600), 1032, 4096, 14336):
+            apart = evenly(length, tile, unit)
+            count = -(-length // tile)
+            assert 0 < apart <= tile
+            assert apart % unit == 0
+            assert -(-length // apart) == count  # the kernel finds out how many from `apart`
+            if unit == 1:
+                assert apart * count - length < count
+    assert (evenly(135, 64), evenly(65, 64), evenly(576, 192, 16)) == (45, 33, 192)
 
 
 def test_a_tail_is_part_of_the_predicted_time():
