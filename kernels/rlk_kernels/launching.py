@@ -42,6 +42,15 @@ def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+_only_compiling = False
+
+
+def only_compile(wanted: bool) -> None:
+    """Whether launches compile and do not run, for `ahead.py`."""
+    global _only_compiling
+    _only_compiling = wanted
+
+
 def launch(seen: dict, kernel, grid: tuple[int, int, int], *arguments, **options) -> None:
     """`kernel[grid](*arguments, **options)`; `seen`: the `launches` of the call's shape."""
     found = seen.get(id(kernel))
@@ -51,6 +60,9 @@ def launch(seen: dict, kernel, grid: tuple[int, int, int], *arguments, **options
         and _aligned(found.tensors, arguments)
     ):
         again(found, kernel, grid, arguments, options)
+        return
+    if _only_compiling:
+        kernel.warmup(*arguments, grid=grid, **options)
         return
     compiled = kernel[grid](*arguments, **options)
     tensors = tuple(i for i, x in enumerate(arguments) if isinstance(x, Tensor))

@@ -5,10 +5,12 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
 
 import rlk_kernels
+from rlk_kernels.backend import choose
 from rlk_kernels.integrations.errors import NotServed
 
 KEY = "rlk_kernels"
@@ -70,3 +72,27 @@ def _sources() -> str:
     for path in sorted(folder.rglob("*.py")):
         found.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
     return found.hexdigest()
+
+
+def rows_to_come() -> tuple[int, ...]:
+    """Rows of the products that vLLM starts with, and of some that it will meet: the sizes of its
+    CUDA graphs, powers of two, and the most that a step takes."""
+    config = get_current_vllm_config()
+    most = config.scheduler_config.max_num_batched_tokens
+    powers = {2**i for i in range(most.bit_length())}
+    captured = config.compilation_config.cudagraph_capture_sizes or ()
+    return tuple(sorted(powers.union(captured, [most])))
+
+
+_compiled: set[tuple[Any, ...]] = set()
+
+
+def compile_products(weight: Tensor, bias: Tensor | None, rows: tuple[int, ...]) -> None:
+    """Compile the products by a weight on a GPU, several at a time, before vLLM meets them one by
+    one; once for weights of one shape."""
+    from rlk_kernels.matmul.product import compile_ahead
+
+    shape = (weight.shape, weight.dtype, weight.device, None if bias is None else bias.dtype, rows)
+    if shape not in _compiled and choose("linear", None, weight) == "triton":
+        _compiled.add(shape)
+        compile_ahead(weight.detach(), bias, rows)
