@@ -10,7 +10,6 @@ from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
 
 import rlk_kernels
-from rlk_kernels.backend import choose
 from rlk_kernels.integrations.errors import NotServed
 
 KEY = "rlk_kernels"
@@ -90,9 +89,7 @@ _compiled: set[tuple[Any, ...]] = set()
 def compile_products(weight: Tensor, bias: Tensor | None, rows: tuple[int, ...]) -> None:
     """Compile the products by a weight on a GPU, several at a time, before vLLM meets them one by
     one; once for weights of one shape."""
-    from rlk_kernels.matmul.product import compile_ahead
-
     shape = (weight.shape, weight.dtype, weight.device, None if bias is None else bias.dtype, rows)
-    if shape not in _compiled and choose("linear", None, weight) == "triton":
+    if shape not in _compiled:
         _compiled.add(shape)
-        compile_ahead(weight.detach(), bias, rows)
+        rlk_kernels.warm_up(weight.device, linears=[(weight.detach(), bias)], rows=rows)

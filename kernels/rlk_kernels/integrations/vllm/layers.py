@@ -25,11 +25,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.operators import Counted
-from rlk_kernels.integrations.vllm.config import (
-    compile_products,
-    enter_config,
-    rows_to_come,
-)
+from rlk_kernels.integrations.vllm.config import compile_products, enter_config, rows_to_come
 
 
 class RlkEmbeddingMethod(UnquantizedEmbeddingMethod):
