@@ -122,6 +122,20 @@ def rows(m: int, h: int = 4096, ff: int = 12288, v: int = 128256) -> None:
     rk.write_kv_cache(*(_x(m, 8, 128) for _ in range(2)), *_x(2, m, 16, 8, 128), _ids(m))
 
 
+def head_norms(dim: int) -> None:
+    """Norms of heads as engines have them: dense, out of q, k and v in one, and not aligned."""
+    weights = _x(dim).detach(), _x(dim).detach()
+    fused = _x(7, 9, dim).detach()
+    behind = _x(1 + 7 * 5 * dim).detach()[1:].view(7, 5, dim)
+    for q, k in (
+        (fused[:, :5], fused[:, 5:7]),
+        (fused[:, :5].contiguous(), fused[:, 5:7].contiguous()),
+        (behind, behind),
+    ):
+        rk.rms_norm(q, weights[0], 1e-6)
+        rk.norm_rope(q, k, *weights, _ids(7), eps=1e-6, theta=1e6)
+
+
 LARGE, SMALL = HEADS.values()
 CALLS: dict[str, Callable[[], object]] = {
     "tiles": lambda: rk.warm_up("cuda"),  # first: the first product would run it
@@ -170,6 +184,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "linear_logp, unaligned": lambda: linear_logp(100, 999, 1023),
     "linear_grpo_loss": lambda: linear_grpo(4096, 4096, 128256),
     "rows": lambda: rows(1024),
+    **{f"norms of heads of {dim}": lambda dim=dim: head_norms(dim) for dim in (36, 72)},
 }
 """What is run: all that the benchmarks run, and what has kernels of its own besides."""
 

@@ -110,12 +110,21 @@ class Compiled:
     serialized: bool = False
     """Whether ptxas makes each of them wait for the one before it, and says so."""
     ptx: str = field(default="", repr=False)
+    summed: tuple[str, ...] = field(default=(), repr=False)
+    """How threads hold each tile that a reduction takes: shape, type and layout. The order of a sum
+    follows from that."""
 
 
 def _message(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error) else ''}"
+
+
+def _summed(ttgir: str) -> tuple[str, ...]:
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    tiles = re.findall(r'"tt\.reduce"\(.*?\}\) : \(tensor<(\w+), (#\w+)>', ttgir, re.DOTALL)
+    return tuple(f"{tile} {layouts[layout]}" for tile, layout in tiles)
 
 
 @dataclass
@@ -157,6 +166,7 @@ class Launches:
                 wgmma=made.asm["ptx"].count("wgmma.mma_async"),
                 serialized="Potential Performance Loss" in log.getvalue(),
                 ptx=made.asm["ptx"],
+                summed=_summed(made.asm.get("ttgir", "")),
             )
         )
 

@@ -4,7 +4,7 @@ An engine of several ranks runs in as many processes, all of which are called al
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -138,6 +138,10 @@ class Engine(ABC):
             f"engine {self.spec.name!r} does not sample",
             "name it as --train, or give `capture` the --tokens of a run",
         )
+
+    def own_samples(self, batch: TokenBatch) -> Sequence[int]:
+        """Those that this rank scores; none where there are more ranks than samples."""
+        return range(len(batch.samples))
 
     @abstractmethod
     def score(

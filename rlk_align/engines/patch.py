@@ -18,6 +18,7 @@ from rlk_align.engines.base import Engine
 from rlk_align.engines.common.kernels import parse_left
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import EngineFailed, ModelError
+from rlk_align.model.prompts import TokenBatch
 from rlk_align.model.sites import model_sites
 
 RESIDUALS = ("attn_residual", "mlp_residual")
@@ -97,12 +98,14 @@ class Patch(ABC):
         return self.left.union(*(g for g in groups if not self.left.isdisjoint(g)))
 
     @contextmanager
-    def called(self, engine: Engine) -> Iterator[None]:
+    def called(self, engine: Engine, batch: TokenBatch) -> Iterator[None]:
         """Raises EngineFailed where an operator that was replaced is not called in between: then
-        something else computed it."""
+        something else computed it. A rank without a sample of the batch has no log-prob."""
         before = self._calls(engine)
         yield
         after = self._calls(engine)
+        if not engine.own_samples(batch):
+            after.pop("logprob", None)
         idle = [name for name, count in after.items() if count == before[name]]
         if idle and not engine.production:
             more = f" and {len(idle) - 1} more" if len(idle) > 1 else ""

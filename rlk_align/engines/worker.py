@@ -159,7 +159,7 @@ def _run_pass(
         tap = writer if variant in ("", "repeat") or extra else None
         if kind == "decode":
             sampling = Sampling(job.max_new_tokens, job.seed, forced=bool(extra))
-            with _all_called(engine):
+            with _all_called(engine, batch):
                 sampled = engine.sample(batch, sampling, tap, progress, **extra)
             logprobs = sampled.logprobs
             if not batch.sampled_tokens:
@@ -167,7 +167,7 @@ def _run_pass(
                 with writing(job.folder / "tokens.parquet"):
                     batch.save(job.folder / "tokens.parquet")
         else:
-            with _all_called(engine):
+            with _all_called(engine, batch):
                 logprobs = engine.score(batch, tap, progress, **extra)
         _add_logprobs(writer, batch, logprobs)
         if not first:
@@ -179,9 +179,9 @@ def _run_pass(
     return batch
 
 
-def _all_called(engine: Engine) -> AbstractContextManager[None]:
+def _all_called(engine: Engine, batch: TokenBatch) -> AbstractContextManager[None]:
     """An error before the pass is kept, where kernels were put in and do not run."""
-    return nullcontext() if engine.kernels is None else engine.kernels.called(engine)
+    return nullcontext() if engine.kernels is None else engine.kernels.called(engine, batch)
 
 
 def _stage(job: Job, name: str, done: int, total: int) -> dict[str, Any]:

@@ -48,7 +48,6 @@ def test_a_spec_says_which_operators_stay_the_engines_own() -> None:
         ("megatron:kernels=rlk,tp=2", "leave tp out"),
         ("megatron:kernels=rlk,spec=te", "leave spec out"),
         ("vllm:kernels=rlk,tp=2", "leave tp out"),
-        ("vllm:kernels=rlk,logprobs=processed", "leave logprobs out"),
         ("vllm:kernels=rlk,batch_invariant=1", "leave batch_invariant out"),
     ],
 )

@@ -94,6 +94,19 @@ with cpu_stand_ins():
     logits = model(ids, at, None)
     assert logits.dtype == torch.float32
     megatron.token_logprobs(logits.flatten(0, 1), ids.flatten()).sum().backward()
+    # Packed as trainers do: no positions, room for longer sequences, padding behind each.
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from torch.nn.functional import pad
+    cu, padded = torch.tensor([0, 10, 20]).int(), torch.tensor([0, 12, 24]).int()
+    room = {"qkv_format": "thd", "max_seqlen_q": 20, "max_seqlen_kv": 20}
+    ends = PackedSeqParams(cu_seqlens_q=cu, cu_seqlens_kv=cu, **room)
+    gaps = PackedSeqParams(
+        cu_seqlens_q=cu, cu_seqlens_kv=cu, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded,
+        **room,
+    )
+    assert model(ids.view(1, 20), None, None, packed_seq_params=ends)[0].equal(logits.flatten(0, 1))
+    apart = model(pad(ids, (0, 2)).view(1, 24), None, None, packed_seq_params=gaps)[0]
+    assert apart.view(2, 12, -1)[:, :10].equal(logits)
 assert all(p.grad is not None for p in model.parameters())
 megatron.check(megatron.operators(model))
 """,

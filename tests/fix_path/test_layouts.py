@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from bit_equal import assert_equal
-from conftest import Cli, require_engine
+from conftest import Cli, require_engine, write_few_prompts
 
 LAYOUTS = (
     *("hf:batch=4,padding=right", "hf:batch=4,padding=left", "hf:batch=1"),
@@ -20,6 +20,35 @@ IN_FP32 = (
     "vllm:max_num_batched_tokens=64",
 )
 """Several times slower."""
+
+
+@pytest.mark.parametrize("train", ["hf", "megatron"])
+def test_processed_logprobs_are_those_at_the_temperature(
+    compare: Cli, folder: Path, train: str
+) -> None:
+    """As RL frameworks sample: what vLLM says of a token is of the logits that it drew from."""
+    require_engine("vllm")
+    prompts = write_few_prompts(folder / "few.jsonl")
+    done = compare(
+        *("--rollout", "vllm:kernels=rlk,temperature=0.7,logprobs=processed"),
+        *("--train", f"{train}:kernels=rlk,temperature=0.7", "--edges", "decode_vs_train"),
+        *("--prompts", prompts, "--max-new-tokens", 8, "--run-dir", folder / "processed"),
+    )
+    assert done.code == 0, done.out + done.err
+    assert done.verdict is not None
+    edge = done.verdict["edges"]["decode_vs_train"]
+    assert edge["tokens"] == done.verdict["tokens"] > 30
+    assert edge["bit_mismatches"] == 0
+
+
+def test_a_rank_without_a_sample_computes_no_logprob(compare: Cli, folder: Path) -> None:
+    """One prompt for two ranks: the second has no call to count, and that is no error."""
+    (one := folder / "one.jsonl").write_text('{"id": "p", "prompt": "Once upon a time"}\n')
+    done = compare(
+        *("--rollout", "hf:kernels=rlk", "--train", "fsdp:dp=2,kernels=rlk"),
+        *("--prompts", one, "--max-new-tokens", 4, "--run-dir", folder / "one"),
+    )
+    assert_equal(done, 1)
 
 
 @pytest.mark.parametrize(

@@ -32,18 +32,22 @@ GOOD = Compiled(kernel="_sum_hopper_kernel", call="", gluon=True, seconds=1.0, w
 BAD = replace(GOOD, wgmma=0, error="AttributeError: no async_store")
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> list[Compiled]:
-    out = tmp_path_factory.mktemp("compiled") / "kernels.json"
+def compile_in_a_process(out: Path, *options: str) -> list[Compiled]:
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--once", "--only", *CALLS, "--json", str(out)],
+        [sys.executable, str(SCRIPT), *options, "--json", str(out)],
         env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return [Compiled(**x) for x in json.loads(out.read_text())]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> list[Compiled]:
+    out = tmp_path_factory.mktemp("compiled") / "kernels.json"
+    return compile_in_a_process(out, "--once", "--only", *CALLS)
 
 
 def gluon_kernels() -> set[str]:
@@ -73,6 +77,17 @@ def test_kernels_have_the_registers_that_they_need(compiled):
     between two chunks and not in their loop."""
     most = {"_pieces_hopper_kernel": compile_kernels.SPILLS["_pieces_hopper_kernel"]}
     assert all(x.spills <= most.get(x.kernel, 128 if x.gluon else 0) for x in compiled)
+
+
+@pytest.mark.parametrize("dim", [36, 72])
+def test_a_norms_sum_does_not_follow_how_heads_lie(dim, tmp_path):
+    """Loads are as wide as strides and addresses let them be, and who holds what follows from
+    that: nothing of it may reach a sum, nor part `norm_rope` from `rms_norm`."""
+    norms = compile_in_a_process(tmp_path / "n.json", "--only", f"norms of heads of {dim}")
+    assert {x.kernel for x in norms} == {"_rms_norm_fwd_kernel", "_norm_rope_kernel"}
+    assert len(norms) >= 4
+    assert len({tile for x in norms for tile in x.summed}) == 1
+    assert all(len(x.summed) == (2 if "rope" in x.kernel else 1) for x in norms)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def twice(exact: torch.Tensor, then: torch.Tensor) -> torch.Tensor:
 
 def test_every_line_has_its_test() -> None:
     named = re.findall(r"`(test_\w+)` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(named) == 13
+    assert len(named) == 14
     assert set(named) <= set(globals())
 
 
@@ -152,8 +152,17 @@ def test_logits_are_the_sum() -> None:
 def test_logp_is_of_fp32_logits() -> None:
     logits = torch.randn(20, 300, generator=torch.Generator().manual_seed(1)) * 4
     target = torch.arange(20)
-    found = profile.logp(logits, target, 0.7)
-    exact = torch.log_softmax((logits * torch.tensor(1 / 0.7)).double(), -1)[range(20), target]
+    found = profile.logp(logits, target)
+    exact = torch.log_softmax(logits.double(), -1)[range(20), target]
     assert found.dtype == torch.float32
     assert (found.double() - exact).abs().max() < 1e-6
-    assert not torch.equal(found, profile.logp(logits.to(BF16), target, 0.7))
+    assert not torch.equal(found, profile.logp(logits.to(BF16), target))
+
+
+def test_a_temperature_divides_each_logit() -> None:
+    logits = torch.randn(2000, 5, generator=torch.Generator().manual_seed(1))
+    target = torch.arange(2000) % 5
+    divided = (logits.double() / torch.tensor(0.7).double()).float()
+    found = profile.logp(logits, target, 0.7)
+    assert torch.equal(found, profile.logp(divided, target))
+    assert not torch.equal(found, profile.logp(logits * torch.tensor(1 / 0.7), target))

@@ -8,7 +8,7 @@ import torch
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.vllm.attention import Attention, keys_and_values
-from rlk_kernels.integrations.vllm.logprobs import MOST, TokenLogprobs
+from rlk_kernels.integrations.vllm.logprobs import MOST, TokenLogprobs, divide
 
 
 def test_each_given_token_has_the_bits_that_it_has_alone() -> None:
@@ -27,6 +27,18 @@ def test_more_tokens_of_a_row_than_are_served_are_refused() -> None:
     ids = torch.zeros(1, MOST + 1, dtype=torch.int64)
     with pytest.raises(NotServed, match="1025 tokens"):
         TokenLogprobs()(torch.zeros(1, 10), ids)
+
+
+def test_each_row_is_divided_by_its_own_temperature() -> None:
+    """As vLLM's newer runner has them: by request, 0 where it is greedy."""
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
+    own, rows = torch.tensor([0.7, 0.0, 1.0]), torch.tensor([0, 1, 2, 0])
+    divided = logits.clone()
+    divide(divided, rows, own)
+    target = torch.arange(4)
+    for row, temperature in enumerate((0.7, 1.0, 1.0, 0.7)):
+        alone = profile.logp(logits[row : row + 1], target[row : row + 1], temperature)
+        assert torch.equal(profile.logp(divided, target)[row : row + 1], alone)
 
 
 @pytest.mark.parametrize("slots", [[5, 0, -1, -1], [5, 0]], ids=["no slot", "fewer slots"])

@@ -80,7 +80,10 @@ def act(gate: Tensor, up: Tensor) -> Tensor:
 
 def logp(logits: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
     """log softmax(logits / temperature)[target] of each row, fp32 [T]."""
-    return rlk_kernels.logp(logits, target, temperature=temperature)
+    if temperature != 1.0:
+        # By a tensor that lies with them: GPUs multiply by the reciprocal of a number.
+        logits = logits.float() / torch.full((), temperature, device=logits.device)
+    return rlk_kernels.logp(logits, target)
 
 
 def logp_and_more(logits: Tensor, target: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,8 @@ from rlk_align.model.rotary import rope_parameters
 if TYPE_CHECKING:
     import torch
 
+    from rlk_align.model.prompts import TokenBatch
+
 LAYER = (
     *("attn_norm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "q_rope", "k_rope"),
     *("attn", "o_proj", "mlp_norm", "gate_proj", "up_proj", "act", "down_proj"),
@@ -67,5 +69,6 @@ class Kernels(Protocol):
     ) -> "torch.Tensor | None":
         """float32 `[N]` of rows `[N, V]`; None where they are left to the engine."""
 
-    def called(self, engine: Any) -> AbstractContextManager[None]:
-        """Raises EngineFailed where something that was replaced is not called in between."""
+    def called(self, engine: Any, batch: "TokenBatch") -> AbstractContextManager[None]:
+        """Raises EngineFailed where something that was replaced is not called in between, while
+        the batch is scored."""

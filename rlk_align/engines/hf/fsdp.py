@@ -80,6 +80,9 @@ class FSDPEngine(HFEngine):
         # Not as HF: ranks would have to decode in step, each some samples of its own.
         return Engine.sample(self, batch, sampling, tap, done, intervention)
 
+    def own_samples(self, batch: TokenBatch) -> range:
+        return range(self.ranks.rank, len(batch.samples), self.ranks.world)
+
     def score(
         self,
         batch: TokenBatch,
@@ -87,7 +90,7 @@ class FSDPEngine(HFEngine):
         done: SamplesDone,
         intervention: Intervention | None = None,
     ) -> Logprobs:
-        own = range(self.ranks.rank, len(batch.samples), self.ranks.world)
+        own = self.own_samples(batch)
         most = range(0, len(batch.samples), self.ranks.world)
         logprobs: Logprobs = {}
         # Checkpointing does nothing where no gradient is wanted.

@@ -11,7 +11,6 @@ def _conflict(options: Mapping[str, OptionValue]) -> str | None:
         return None
     refused = {
         "tp": (options.get("tp", 1) != 1, "whose sums are whole"),
-        "logprobs": (options.get("logprobs") == "processed", "which computes raw ones"),
         "batch_invariant": (bool(options.get("batch_invariant")), "which is that by itself"),
     }
     for name, (is_so, why) in refused.items():

@@ -82,7 +82,7 @@ def replace(model: Any, left: Iterable[str]) -> ExitStack:
     if frequencies is not None:
         undo.callback(setattr, rotary, "inv_freq", rotary.inv_freq)
         # Kept in the live module, so that what changes them later is not passed by.
-        rotary.inv_freq = frequencies.to(rotary.inv_freq.device)
+        rotary.keep(frequencies, rotary.inv_freq.device)
         # No context manager: one that nobody keeps would end by itself.
         modules.rotate_in(_modeling(model))
         undo.callback(modules.rotate_out, _modeling(model))

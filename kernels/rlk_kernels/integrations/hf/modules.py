@@ -2,7 +2,8 @@
 
 import functools
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -54,6 +55,17 @@ class MLP(Counted):
 class Rotary(Counted):
     """Gives positions and frequencies in place of cos and sin. Both as integers: FSDP2 casts what
     floats between layers to the compute dtype."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # Cast, or made anew without values: no checkpoint has the frequencies.
+        exact = self.inv_freq
+        super()._apply(fn, recurse)
+        self.keep(exact, self.inv_freq.device)
+        return self
+
+    def keep(self, frequencies: Tensor, device: torch.device) -> None:
+        """fp32 frequencies, in the live module; in memory where the module has none yet."""
+        self.inv_freq = frequencies if device.type == "meta" else frequencies.to(device)
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         self.count()

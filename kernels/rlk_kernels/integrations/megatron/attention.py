@@ -32,8 +32,7 @@ class CoreAttention(Counted, DotProductAttention):
             raise NotServed("a bias on attention's scores is not served")
         self.count()
         if packed_seq_params is not None:
-            cu = packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_kv
-            return self._attend(query, key, value, *cu).flatten(1)
+            return self._attend(query, key, value, *boundaries(packed_seq_params)).flatten(1)
         length, batch = query.shape[:2]
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         first = _first_rows(attention_mask, length, batch, query.device)
@@ -50,6 +49,15 @@ class CoreAttention(Counted, DotProductAttention):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:
         return profile.attention(q, k, v, cu_q, cu_k, self.softmax_scale, self.window)
+
+
+def boundaries(packed: Any) -> tuple[Tensor, Tensor]:
+    """cu_seqlens of queries and of keys, of `packed_seq_params`. Where each sequence has padding
+    behind it, that counts as its end: nothing before it sees it."""
+    padded = packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded
+    plain = packed.cu_seqlens_q, packed.cu_seqlens_kv
+    q, k = (a if a is not None else b for a, b in zip(padded, plain, strict=True))
+    return q, k
 
 
 def _first_rows(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.megatron.attention import boundaries
 from rlk_kernels.integrations.operators import Counted
 
 
@@ -82,11 +83,15 @@ class GatedMLP(Counted, MLP):
 
 
 class Positions(Counted, RotaryEmbedding):
-    """Gives positions, int64 `[S, B or 1]`, in place of angles; `Rope` knows the frequencies."""
+    """Gives positions, int64 `[S, B or 1]`, in place of angles; `Rope` knows the frequencies. None
+    of a pack, `[0, 1]`: they follow from where its sequences begin, which the layers are told."""
 
-    def forward(self, max_seq_len: int, offset: int = 0, *_: Any, **_unused: Any) -> Tensor:
+    def forward(
+        self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, **_unused: Any
+    ) -> Tensor:
         self.count()
-        return offset + torch.arange(max_seq_len, device=self.inv_freq.device)[:, None]
+        length = 0 if packed_seq else max_seq_len
+        return offset + torch.arange(length, device=self.inv_freq.device)[:, None]
 
     def at(self, positions: Tensor) -> Tensor:
         """Of given positions, int64 `[B, S]`."""
@@ -130,8 +135,8 @@ class RotatingAttention(SelfAttention):
         positions, packed = self._given
         if not isinstance(positions, Tensor) or positions.is_floating_point():
             raise NotServed("the model's rotary embedding has no kernel: call use_kernels(model)")
-        if packed is not None and len(positions) != len(query):
-            positions = _anew(packed.cu_seqlens_q, len(query))
+        if packed is not None and not len(positions):
+            positions = _anew(boundaries(packed)[0], len(query))
         query, key = self.rope(query, key, positions, self.rlk_rotary[0].inv_freq)
         return query, key, value
 

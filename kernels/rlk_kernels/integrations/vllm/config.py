@@ -46,7 +46,7 @@ def _check(config: Any) -> None:
     refused = {
         "tensor parallelism": parallel.tensor_parallel_size > 1,
         "speculative decoding": config.speculative_config is not None,
-        f"logprobs_mode={model.logprobs_mode}": model.logprobs_mode != "raw_logprobs"
+        f"logprobs_mode={model.logprobs_mode}": "logprobs" not in model.logprobs_mode
         and "logprob" not in _left,
         "a quantised model": model.quantization is not None,
         "LoRA": config.lora_config is not None,

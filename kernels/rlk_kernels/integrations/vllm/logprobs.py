@@ -1,8 +1,10 @@
 """The log-prob of given tokens: a patch, because vLLM has no extension point for it.
 
 It stands in for `Sampler.compute_logprobs` and `gather_logprobs` of vLLM's older runner, which CPUs
-take, and for `compute_token_logprobs` of the newer one, which GPUs take. A vLLM whose functions are
-others is refused. N = rows, K = tokens of each, V = vocabulary.
+take, and for `compute_token_logprobs` of the newer one, which GPUs take. Where log-probs are of
+processed logits, those are kept until it is known which are wanted; and the newer runner, which
+divides by a temperature without rounding to nearest, divides as the profile does. A vLLM whose
+functions are others is refused. N = rows, K = tokens of each, V = vocabulary.
 """
 
 import functools
@@ -44,6 +46,7 @@ COMPUTED = TokenLogprobs()
 def patches() -> Iterator[tuple[Any, str, Any]]:
     """(owner, attribute, what stands in for it). Raises NotServed for a vLLM whose functions are
     not as they are known."""
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
     from vllm.v1.sample.sampler import Sampler
 
     _check(Sampler, "compute_logprobs", ["logits"])
@@ -51,6 +54,8 @@ def patches() -> Iterator[tuple[Any, str, Any]]:
     yield Sampler, "compute_logprobs", staticmethod(_kept)
     yield Sampler, "gather_logprobs", staticmethod(_gathering(Sampler.gather_logprobs))
     yield Sampler, "forward", _refusing(Sampler.forward)
+    _check(TopKTopPSampler, "__init__", ["self", "logprobs_mode", "use_fp64_gumbel"])
+    yield TopKTopPSampler, "__init__", _keeping(TopKTopPSampler.__init__)
     yield from _of_newer_runner()
 
 
@@ -67,6 +72,15 @@ def _kept(logits: Tensor) -> Tensor:
     """In place of the log-probs of all tokens: the logits, as they are before sampling writes into
     them. Those of the wanted tokens are computed once it is known which."""
     return logits.to(torch.float32, copy=True)
+
+
+def _keeping(original: Any) -> Any:
+    @functools.wraps(original)
+    def init(self: Any, logprobs_mode: str = "raw_logprobs", *args: Any, **more: Any) -> None:
+        kept = "processed_logits" if logprobs_mode == "processed_logprobs" else logprobs_mode
+        original(self, kept, *args, **more)
+
+    return init
 
 
 def _gathering(original: Any) -> Any:
@@ -100,3 +114,12 @@ def _of_newer_runner() -> Iterator[tuple[Any, str, Any]]:
     prompt = importlib.import_module(f"{NEWER}.prompt_logprob")
     if hasattr(prompt, name):
         yield prompt, name, COMPUTED
+    states = importlib.import_module(f"{NEWER}.states")
+    _check(states, "apply_temperature", ["logits", "expanded_idx_mapping", "temperature"])
+    yield states, "apply_temperature", divide
+
+
+def divide(logits: Tensor, expanded_idx_mapping: Tensor, temperature: Tensor) -> None:
+    """logits[N, V] in place by the temperature[requests] of each row's; 0 stands for greedy."""
+    by = temperature[expanded_idx_mapping].to(torch.float32)
+    logits.copy_(logits.float() / torch.where(by == 0, 1.0, by)[:, None])

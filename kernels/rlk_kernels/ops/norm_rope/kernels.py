@@ -4,6 +4,8 @@ The mean of squares is taken of the same tile, by as many warps, as in `rms_norm
 order of its sum follows from these. Halves of a head are read again for the rotation.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -26,14 +28,14 @@ def _normed(x, r, weight, dtype: tl.constexpr, HF: tl.constexpr):
 
 @triton.jit
 def _norm_rotate(
-    x_ptr, weight_ptr, y_ptr, token, group, stride_t, stride_h, H, eps, cos, sin, D: tl.constexpr,
+    x_ptr, weight_ptr, y_ptr, token, group, stride_t, H, eps, cos, sin, D: tl.constexpr,
     BD: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, HF: tl.constexpr,
+    WIDE: tl.constexpr, INTERLEAVED: tl.constexpr, HF: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     heads = group * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, BD)[None, :]
-    x_at = x_ptr + token * stride_t + heads * stride_h
+    x_at = x_ptr + tl.multiple_of(token * stride_t, WIDE) + heads * D
     y_at = y_ptr + (token * H + heads) * D
     s = tl.load(x_at + cols, mask=(heads < H) & (cols < D), other=0.0).to(tl.float32)
     r = tl.rsqrt(tl.sum(s * s, 1) / D + eps)[:, None]
@@ -60,10 +62,10 @@ def _norm_rotate(
 @triton.jit(do_not_specialize=["Q_STEPS"])
 def _norm_rope_kernel(
     q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, q_out_ptr, k_out_ptr, pos_ptr, freq_ptr,
-    stride_qt, stride_qh, stride_kt, stride_kh, HQ, HK, Q_STEPS, eps,
+    stride_qt, stride_kt, HQ, HK, Q_STEPS, eps,
     D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, TAIL: tl.constexpr,
-    ROWS: tl.constexpr, INTERLEAVED: tl.constexpr, HF: tl.constexpr, ROUND: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr, HF: tl.constexpr,
+    ROUND: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """ROWS heads of a token, those of k behind those of q."""
     if OVERLAP:
@@ -77,21 +79,23 @@ def _norm_rope_kernel(
     group = tl.program_id(1)
     if group < Q_STEPS:
         _norm_rotate(
-            q_ptr, q_weight_ptr, q_out_ptr, token, group, stride_qt, stride_qh, HQ, eps, cos, sin,
-            D, BD, R, RP, TAIL, ROWS, INTERLEAVED, HF,
+            q_ptr, q_weight_ptr, q_out_ptr, token, group, stride_qt, HQ, eps, cos, sin,
+            D, BD, R, RP, TAIL, ROWS, WIDE, INTERLEAVED, HF,
         )  # fmt: skip
     else:
         _norm_rotate(
-            k_ptr, k_weight_ptr, k_out_ptr, token, group - Q_STEPS, stride_kt, stride_kh, HK, eps,
-            cos, sin, D, BD, R, RP, TAIL, ROWS, INTERLEAVED, HF,
+            k_ptr, k_weight_ptr, k_out_ptr, token, group - Q_STEPS, stride_kt, HK, eps,
+            cos, sin, D, BD, R, RP, TAIL, ROWS, WIDE, INTERLEAVED, HF,
         )  # fmt: skip
 
 
-def _as_wide(x: Tensor) -> Tensor:
-    """x, copied where a load of a head could not be as wide as that of its copy: the layout of the
-    tile, and so the order of its sum, follows from that."""
+def _lying(x: Tensor, wide: int) -> Tensor:
+    """x, copied where a load could not be as wide as the head size allows: the layout of the tile,
+    and so the order of its sum, follows from that."""
     dense = x.stride(2) == 1 and x.stride(1) == x.shape[2]
-    return x if dense and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
+    if dense and x.stride(0) % wide == 0 and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def norm_rotate(
@@ -100,7 +104,8 @@ def norm_rotate(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q[T, Hq, D] and k[T, Hk, D], normed and rotated."""
     (t, hq, d), hk, r = q.shape, k.shape[1], frequency.numel()
-    q, k = _as_wide(q), _as_wide(k)
+    wide = math.gcd(d, 16)
+    q, k = _lying(q, wide), _lying(k, wide)
     q_out, k_out = torch.empty_like(q, memory_format=torch.contiguous_format), k.new_empty(k.shape)
     if t and hq + hk:
         block = power_of_2(d)
@@ -113,9 +118,9 @@ def norm_rotate(
         )  # fmt: skip
         launch(
             seen, _norm_rope_kernel, (t, sum(steps), 1), q, k, q_weight, k_weight, q_out, k_out,
-            positions, frequency, q.stride(0), q.stride(1), k.stride(0), k.stride(1), hq, hk,
+            positions, frequency, q.stride(0), k.stride(0), hq, hk,
             steps[0], eps, d, block, r, power_of_2(r), power_of_2(d - 2 * r) if d > 2 * r else 0,
-            rows, interleaved, hf, _TL[round_to], overlap, num_warps=min(16, max(2, block // 1024)),
-            launch_pdl=overlap,
+            rows, wide, interleaved, hf, _TL[round_to], overlap,
+            num_warps=min(16, max(2, block // 1024)), launch_pdl=overlap,
         )  # fmt: skip
     return q_out, k_out
