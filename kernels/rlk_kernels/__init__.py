@@ -5,7 +5,13 @@ from collections.abc import Collection, Iterable
 
 import torch
 
-from rlk_kernels.backend import backend_calls, choose, last_backend, reset_backend_calls
+from rlk_kernels.backend import (
+    backend_calls,
+    choose,
+    dispatch_straight,
+    last_backend,
+    reset_backend_calls,
+)
 from rlk_kernels.device import HAS_TRITON
 from rlk_kernels.errors import (
     KernelError,
@@ -26,6 +32,8 @@ from rlk_kernels.ops.norm_rope.operator import norm_rope
 from rlk_kernels.ops.rms_norm.operator import rms_norm
 from rlk_kernels.ops.rope.operator import rope
 from rlk_kernels.ops.swiglu.operator import swiglu
+
+dispatch_straight()
 
 
 def warm_up(

@@ -15,9 +15,18 @@ from rlk_kernels.integrations.operators import Counted
 
 
 def keys_and_values(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """[blocks, P, Hk, D] each, as they lie, of a cache [blocks, Hk, P, 2 D]."""
-    whole = cache.transpose(1, 2)
-    return whole.split(whole.shape[-1] // 2, dim=-1)
+    """[blocks, P, Hk, D] each, as they lie, of a cache [blocks, Hk, P, 2 D]. Kept with the cache:
+    a step asks twice for each layer."""
+    found = getattr(cache, "rlk_keys_and_values", None)
+    if found is None:
+        whole = cache.transpose(1, 2)
+        found = cache.rlk_keys_and_values = whole.split(whole.shape[-1] // 2, dim=-1)
+    return found
+
+
+def first(x: Tensor, rows: int) -> Tensor:
+    """x[:rows]; x itself where it has no more."""
+    return x if x.shape[0] == rows else x[:rows]
 
 
 def refuse(what: dict[str, bool]) -> None:
@@ -40,14 +49,16 @@ class Attention(Counted):
         rows = metadata.num_actual_tokens
         k, v = keys_and_values(cache)
         profile.paged_attention(
-            query[:rows], k, v, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
-            self.scale, self.rlk_window, output[:rows],
+            first(query, rows), k, v, metadata.block_table, metadata.seq_lens,
+            metadata.query_start_loc, self.scale, self.rlk_window, first(output, rows),
         )  # fmt: skip
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Writes what has a slot; rows of padding are behind the last slot, or have slot -1."""
-        rows = min(len(key), len(slot_mapping))
+        rows = min(key.shape[0], slot_mapping.shape[0])
         k, v = keys_and_values(kv_cache)
-        rlk_kernels.write_kv_cache(key[:rows], value[:rows], k, v, slot_mapping[:rows])
+        rlk_kernels.write_kv_cache(
+            first(key, rows), first(value, rows), k, v, first(slot_mapping, rows)
+        )

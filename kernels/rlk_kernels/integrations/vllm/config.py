@@ -11,10 +11,13 @@ from vllm.platforms import current_platform
 
 import rlk_kernels
 from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.vllm import fusion
 
 KEY = "rlk_kernels"
 """In `additional_config`."""
 
+NORM_ROPE = frozenset({"q_norm", "k_norm", "q_rope", "k_rope"})
+"""What `fusion.py` puts together; not where one of them is left to vLLM."""
 _left: list[str] = []
 
 
@@ -37,6 +40,8 @@ def enter_config() -> None:
         return
     _check(config)
     config.additional_config[KEY] = digest()
+    if not NORM_ROPE.intersection(_left):
+        fusion.enter(config.compilation_config.inductor_compile_config)
 
 
 def _check(config: Any) -> None:
