@@ -51,33 +51,21 @@ score = trainer._get_per_token_logps_and_entropies
 alone = score(model, ids, torch.ones_like(ids), 4)[0]
 assert score(model, padded, (padded > 0).long(), 4)[0].equal(alone)
 """,
-    "verl": """
-import torch
-from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM
-
-store = torch.distributed.HashStore()
-torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-model = AutoModelForCausalLM.from_pretrained(MODEL)
-for layer in model.model.layers:
-    fully_shard(layer)
-fully_shard(model)
-model(torch.arange(2, 12)[None], use_cache=False).logits.sum().backward()
-hf.check(hf.operators(model))
-""",
     "megatron": """
 from types import SimpleNamespace
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from rlk_align.engines.megatron.cpu import cpu_stand_ins
 
 store = torch.distributed.HashStore()
 torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 parallel_state.initialize_model_parallel()
-args = SimpleNamespace(rotary_base=10000)
+args = SimpleNamespace(
+    rotary_base=10000, padded_vocab_size=64, max_position_embeddings=32,
+    untie_embeddings_and_output_weights=False,
+)
 with cpu_stand_ins():
     config = TransformerConfig(
         num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2, kv_channels=16,
@@ -85,11 +73,7 @@ with cpu_stand_ins():
         activation_func=torch.nn.functional.silu, add_bias_linear=False, attention_dropout=0.0,
         hidden_dropout=0.0, bf16=True, params_dtype=torch.bfloat16, use_cpu_initialization=True,
     )
-    model = GPTModel(
-        config, layer_spec(args, config), vocab_size=64, max_sequence_length=32,
-        position_embedding_type="rope", share_embeddings_and_output_weights=True,
-    ).bfloat16()
-    model = finish(args, model)
+    model = model(args, config)().bfloat16()
     ids, at = torch.arange(20).view(2, 10), torch.arange(10).expand(2, 10)
     logits = model(ids, at, None)
     assert logits.dtype == torch.float32
@@ -112,9 +96,15 @@ megatron.check(megatron.operators(model))
 """,
 }
 
+FRAMEWORKS = {
+    "verl": ("verl", "torch.distributed.run", "--nproc-per-node", "2"),
+    "slime": ("slime",),
+}
+"""What a script beside this file runs with: too large for the tests' own environment."""
+
 
 def test_every_example_is_run() -> None:
-    assert BLOCKS.keys() == AFTER.keys()
+    assert BLOCKS.keys() == AFTER.keys() | FRAMEWORKS.keys()
     lines = [[line for line in code.splitlines() if line.strip()] for code in BLOCKS.values()]
     assert max(map(len, lines)) <= 10
 
@@ -124,17 +114,33 @@ def test_an_example_runs(tmp_path: Path, name: str) -> None:
     if name in ("vllm", "megatron"):
         require_engine(name)
     (tmp_path / "example.py").write_text(BEFORE + BLOCKS[name] + AFTER[name], encoding="utf-8")
-    settings = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
+    said = run(tmp_path, "example.py")
+    if name == "vllm":
+        assert "64 operators replaced, and every one was called" in said
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_an_example_runs_in_its_framework(tmp_path: Path, name: str) -> None:
+    package, *module = FRAMEWORKS[name]
+    pytest.importorskip(package, reason=f"{package} is not installed: see example_{name}.py")
+    also = BLOCKS["megatron"] if name == "slime" else ""
+    (tmp_path / f"rlk_{name}.py").write_text(also + BLOCKS[name], encoding="utf-8")
+    script = Path(__file__).with_name(f"example_{name}.py")
+    run(tmp_path, *(("-m", *module) if module else ()), str(script), str(data_path("model")))
+
+
+def run(folder: Path, *command: str) -> str:
+    path = os.pathsep.join([str(folder), str(ROOT), str(ROOT / "kernels")])
+    settings = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     settings |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+    settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     done = subprocess.run(
-        [sys.executable, "example.py"],
-        cwd=tmp_path,
+        [sys.executable, *command],
+        cwd=folder,
         env=os.environ | settings,
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    if name == "vllm":
-        assert "64 operators replaced, and every one was called" in done.stdout
+    return done.stdout

@@ -1,6 +1,6 @@
 """The kernels in vLLM: a general plugin, switched on by the environment variable RLK_KERNELS=1.
 
-    RLK_KERNELS=1 vllm serve MODEL --attention-backend CUSTOM     # on CPUs without the last flag
+    RLK_KERNELS=1 vllm serve MODEL
 
 `RLK_KERNELS_EXCEPT=attn,act` leaves operators to vLLM. What has no kernel is refused where vLLM
 makes it, in words; `check(llm)` says what was replaced, and refuses what was not or never ran.

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import rlk_kernels
 from rlk_kernels.integrations.errors import NotServed
@@ -27,7 +28,8 @@ def leave(left: frozenset[str]) -> None:
 
 
 def enter_config() -> None:
-    """Refuse a config that asks for what has no kernel, and put a digest into `additional_config`.
+    """Refuse a config that asks for what has no kernel, choose our attention on GPUs where no other
+    is chosen, and put a digest into `additional_config`.
 
     vLLM's compile cache does not see out-of-tree classes: without the digest, a graph compiled
     with the kernels would be loaded without them, and the other way round. Models are made before
@@ -39,6 +41,9 @@ def enter_config() -> None:
     if KEY in config.additional_config:
         return
     _check(config)
+    if "attn" not in _left and not current_platform.is_cpu():
+        # vLLM asks for it when it makes its attention, after the projections before it.
+        config.attention_config.backend = AttentionBackendEnum.CUSTOM
     config.additional_config[KEY] = digest()
     if not NORM_ROPE.intersection(_left):
         fusion.enter(config.compilation_config.inductor_compile_config)
@@ -46,8 +51,8 @@ def enter_config() -> None:
 
 def _check(config: Any) -> None:
     parallel, model = config.parallel_config, config.model_config
-    backend = getattr(config.attention_config, "backend", None)
-    chosen = backend is not None and backend.name == "CUSTOM"
+    backend = config.attention_config.backend
+    others = backend not in (None, AttentionBackendEnum.CUSTOM)
     refused = {
         "tensor parallelism": parallel.tensor_parallel_size > 1,
         "speculative decoding": config.speculative_config is not None,
@@ -56,9 +61,9 @@ def _check(config: Any) -> None:
         "a quantised model": model.quantization is not None,
         "LoRA": config.lora_config is not None,
         "a quantised KV cache": config.cache_config.cache_dtype not in ("auto", "bfloat16"),
-        "an attention backend of vLLM's own; give --attention-backend CUSTOM": "attn" not in _left
+        f"the attention backend {backend}; leave it out": "attn" not in _left
         and not current_platform.is_cpu()
-        and not chosen,
+        and (others or bool(config.attention_config.backend_per_kind)),
     }
     if found := [what for what, is_so in refused.items() if is_so]:
         raise NotServed(f"rlk_kernels in vLLM does not serve {'; '.join(found)}")
