@@ -15,13 +15,9 @@ from rlk_kernels.integrations.operators import Counted
 
 
 def keys_and_values(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """[blocks, P, Hk, D] each, as they lie, of a cache [blocks, Hk, P, 2 D]. Kept with the cache:
-    a step asks twice for each layer."""
-    found = getattr(cache, "rlk_keys_and_values", None)
-    if found is None:
-        whole = cache.transpose(1, 2)
-        found = cache.rlk_keys_and_values = whole.split(whole.shape[-1] // 2, dim=-1)
-    return found
+    """[blocks, P, Hk, D] each, as they lie, of a cache [blocks, Hk, P, 2 D]."""
+    whole = cache.transpose(1, 2)
+    return whole.split(whole.shape[-1] // 2, dim=-1)
 
 
 def first(x: Tensor, rows: int) -> Tensor:
@@ -40,6 +36,15 @@ class Attention(Counted):
 
     scale: float
     rlk_window: int | None
+    rlk_cache: tuple[Any, ...] = (None, 0, None)
+    """The layer's cache, its address, and its keys and values: a step asks for them twice."""
+
+    def keys_and_values(self, cache: Tensor) -> tuple[Tensor, Tensor]:
+        known, address, found = self.rlk_cache
+        if known is not cache or address != cache.data_ptr():
+            found = keys_and_values(cache)
+            self.rlk_cache = cache, cache.data_ptr(), found
+        return found
 
     def attend(self, query: Tensor, cache: Tensor, metadata: Any, output: Tensor) -> None:
         """Writes [T, H, D] to output; rows from `num_actual_tokens` on are nobody's."""
@@ -47,7 +52,7 @@ class Attention(Counted):
         if metadata.causal is not True:
             raise NotServed("attention that is not causal is not served")
         rows = metadata.num_actual_tokens
-        k, v = keys_and_values(cache)
+        k, v = self.keys_and_values(cache)
         profile.paged_attention(
             first(query, rows), k, v, metadata.block_table, metadata.seq_lens,
             metadata.query_start_loc, self.scale, self.rlk_window, first(output, rows),
@@ -58,7 +63,7 @@ class Attention(Counted):
     ) -> None:
         """Writes what has a slot; rows of padding are behind the last slot, or have slot -1."""
         rows = min(key.shape[0], slot_mapping.shape[0])
-        k, v = keys_and_values(kv_cache)
+        k, v = self.keys_and_values(kv_cache)
         rlk_kernels.write_kv_cache(
             first(key, rows), first(value, rows), k, v, first(slot_mapping, rows)
         )
