@@ -17,7 +17,8 @@ BELOW = {
     "integrations": (),
 }
 ROOT = tuple(
-    f"rlk_kernels.{name}" for name in ("ahead", "backend", "device", "errors", "launching")
+    f"rlk_kernels.{name}"
+    for name in ("ahead", "backend", "device", "direct", "errors", "launching")
 )
 """The files that stand in no folder; every folder may import them."""
 ENGINES = {"vllm": {"vllm"}, "megatron": {"megatron"}, "hf": {"transformers"}}

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.backend import call, choose, record
+from rlk_kernels.direct import empty
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
-from rlk_kernels.launching import empty
 from rlk_kernels.matmul import portable
 from rlk_kernels.numerics.column_sum.operator import column_sum
 

@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from rlk_kernels.launching import launch
 from rlk_kernels.matmul.epilogue import (
     EXPONENTIALS,
     GRADIENT,
@@ -392,8 +391,7 @@ def hopper_tiles(
     if plan.epilogue in ("exponentials", "gradient"):
         stored = described(out, [ROWS.value, tile.n // 2])
     tiles = triton.cdiv(t, tile.m) * triton.cdiv(v, tile.n)
-    launch(
-        {}, _tiles_hopper_kernel, (min(tiles, plan.processors), 1, 1),
+    _tiles_hopper_kernel[(min(tiles, plan.processors),)](
         described(h, [ROWS.value, tile.k]),
         (_permuted if plan.permuted else described)(w, [tile.n, tile.k]),
         stored, bias, n, s, u, a, b, t, v, k, plan.last_segment // (segment or k) + 1,

@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import facts
-from rlk_kernels.launching import cdiv, empty, launch, launches, power_of_2
+from rlk_kernels.direct import empty
+from rlk_kernels.launching import cdiv, launch, launches, power_of_2
 
 _TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 

@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlk_kernels.launching import cdiv, empty, launch, launches, power_of_2
+from rlk_kernels.direct import empty
+from rlk_kernels.launching import cdiv, launch, launches, power_of_2
 from rlk_kernels.numerics.column_sum.operator import column_sum
 
 GRAD_ROWS = 16

@@ -6,7 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import facts
-from rlk_kernels.launching import cdiv, empty, launch, launches, power_of_2
+from rlk_kernels.direct import empty
+from rlk_kernels.launching import cdiv, launch, launches, power_of_2
 
 HEADS_AT_A_TIME = 32
 MANY_TOKENS = 2048

@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlk_kernels.launching import cdiv, empty, launch, launches
+from rlk_kernels.direct import empty
+from rlk_kernels.launching import cdiv, launch, launches
 
 BLOCK = 2048
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from rlk_kernels import launching
-from rlk_kernels.launching import Direct, direct_launcher
+from rlk_kernels import direct
+from rlk_kernels.direct import Direct, direct_launcher
 
 HOW = [{"swizzle": 3, "block_size": [8, 8]}, {"swizzle": 1, "block_size": [4, 4]}]
 
@@ -52,7 +52,7 @@ def a_launcher(launch: Any, scratch: int = 0) -> Any:
 
 @pytest.fixture
 def triton_36(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(direct, "triton_version", lambda: "3.6.0")
     encoded.clear()
 
 
@@ -60,14 +60,14 @@ def triton_36(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_arguments_are_those_of_the_wrapper_and_maps_are_encoded_once() -> None:
     got: list[tuple[Any, ...]] = []
     own = wrapped(lambda *args: got.append(args), {0, 2}, HOW)
-    direct = direct_launcher(a_launcher(own))
-    assert direct is not None
+    found = direct_launcher(a_launcher(own))
+    assert found is not None
     given = (Map("a"), 5, Map("b"), None, 7)
     before = tuple(range(13))
     own(*before, *given)
     encoded.clear()
     for _ in range(3):
-        direct.launch(*before, *direct.arguments(given))
+        found.launch(*before, *found.arguments(given))
     assert got[1:] == [got[0]] * 3
     assert sorted(name for name, _ in encoded) == ["a", "b"]
 
@@ -97,20 +97,20 @@ def test_what_is_not_as_it_is_known_is_left_to_triton() -> None:
 
 
 def test_other_versions_are_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "triton_version", lambda: "3.7.0")
+    monkeypatch.setattr(direct, "triton_version", lambda: "3.7.0")
     assert direct_launcher(a_launcher(print)) is None
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (0,), (2, 0, 5)])
 def test_empty_is_torchs(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(launching, "_allocate", lambda *args: asked.append(args))
+    monkeypatch.setattr(direct, "_allocate", lambda *args: asked.append(args))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     like = torch.empty(shape, dtype=torch.bfloat16)
-    found = launching.empty(like.shape, torch.bfloat16, torch.device("cpu"))
+    found = direct.empty(like.shape, torch.bfloat16, torch.device("cpu"))
     assert (found.shape, found.stride(), found.dtype) == (like.shape, like.stride(), like.dtype)
-    launching.empty(like.shape, torch.bfloat16, torch.device("cuda", 0))
+    direct.empty(like.shape, torch.bfloat16, torch.device("cuda", 0))
     assert asked == [(tuple(like.shape), like.stride(), torch.bfloat16)]
 
 
