@@ -4,6 +4,7 @@ Nothing of this can change a bit: the same kernel runs with the same arguments, 
 same allocator.
 """
 
+import functools
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -61,8 +62,10 @@ class Direct:
         return found
 
 
-def direct_launcher(launcher) -> Direct | None:
+@functools.lru_cache(maxsize=4096)
+def direct_launcher(kernel) -> Direct | None:
     """The launcher of a compiled kernel without its wrapper, where it is made as it is known."""
+    launcher = kernel.run
     if not fits_gluon(triton_version(), DIRECT_TRITON):
         return None
     if launcher.global_scratch_size or launcher.profile_scratch_size:

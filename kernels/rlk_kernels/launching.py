@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlk_kernels.direct import Direct, direct_launcher
+from rlk_kernels.direct import direct_launcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,6 @@ class Compiled:
     device: int
     tensors: tuple[int, ...]
     """Which arguments are tensors. All were aligned to 16 bytes, which Triton relies on."""
-    direct: Direct | None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -61,8 +60,7 @@ def launch(seen: dict, kernel, grid: tuple[int, int, int], *arguments, **options
     compiled = kernel[grid](*arguments, **options)
     tensors = tuple(i for i, x in enumerate(arguments) if isinstance(x, Tensor))
     if hasattr(compiled, "packed_metadata") and _aligned(tensors, arguments):
-        direct = direct_launcher(compiled.run)
-        seen[id(kernel)] = Compiled(compiled, torch.cuda.current_device(), tensors, direct)
+        seen[id(kernel)] = Compiled(compiled, torch.cuda.current_device(), tensors)
 
 
 def _aligned(tensors: tuple[int, ...], arguments: tuple) -> bool:
@@ -87,7 +85,7 @@ def again(found: Compiled, kernel, grid: tuple[int, int, int], arguments, option
         return
     own = found.kernel
     stream = torch._C._cuda_getCurrentRawStream(found.device)
-    direct = found.direct
+    direct = direct_launcher(own)
     if direct is None:
         own.run(*grid, stream, own.function, own.packed_metadata, None, None, None, *arguments)
         return

@@ -43,11 +43,14 @@ def wrapped(launcher: Any, tensordesc_indices: set[int], tensordesc_meta: list[A
     return inner
 
 
-def a_launcher(launch: Any, scratch: int = 0) -> Any:
-    return SimpleNamespace(
-        launch=launch, global_scratch_size=scratch, profile_scratch_size=0,
-        launch_cooperative_grid=False, launch_pdl=True,
-    )  # fmt: skip
+def a_kernel(launch: Any, scratch: int = 0) -> Any:
+    class Kernel:
+        run = SimpleNamespace(
+            launch=launch, global_scratch_size=scratch, profile_scratch_size=0,
+            launch_cooperative_grid=False, launch_pdl=True,
+        )  # fmt: skip
+
+    return Kernel()
 
 
 @pytest.fixture
@@ -60,7 +63,7 @@ def triton_36(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_arguments_are_those_of_the_wrapper_and_maps_are_encoded_once() -> None:
     got: list[tuple[Any, ...]] = []
     own = wrapped(lambda *args: got.append(args), {0, 2}, HOW)
-    found = direct_launcher(a_launcher(own))
+    found = direct_launcher(a_kernel(own))
     assert found is not None
     given = (Map("a"), 5, Map("b"), None, 7)
     before = tuple(range(13))
@@ -76,14 +79,14 @@ def test_the_arguments_are_those_of_the_wrapper_and_maps_are_encoded_once() -> N
 def test_one_descriptor_in_two_kernels_is_encoded_as_each_wants_it() -> None:
     shared = Map("a")
     found = [
-        direct_launcher(a_launcher(wrapped(print, {0}, [how]))).arguments((shared,)) for how in HOW
+        direct_launcher(a_kernel(wrapped(print, {0}, [how]))).arguments((shared,)) for how in HOW
     ]
     assert found == [["map of a", 3], ["map of a", 1]]
 
 
 @pytest.mark.usefixtures("triton_36")
-def test_a_launcher_without_descriptors_is_called_as_it_is() -> None:
-    assert direct_launcher(a_launcher(print)) == Direct(print, None, (), False, True)
+def test_a_kernel_without_descriptors_is_called_as_it_is() -> None:
+    assert direct_launcher(a_kernel(print)) == Direct(print, None, (), False, True)
 
 
 @pytest.mark.usefixtures("triton_36")
@@ -91,14 +94,14 @@ def test_what_is_not_as_it_is_known_is_left_to_triton() -> None:
     def another(*args: Any) -> None:
         return
 
-    assert direct_launcher(a_launcher(another)) is None
-    assert direct_launcher(a_launcher(print, scratch=8)) is None
-    assert direct_launcher(a_launcher(wrapped(print, {0}, [None]))) is None
+    assert direct_launcher(a_kernel(another)) is None
+    assert direct_launcher(a_kernel(print, scratch=8)) is None
+    assert direct_launcher(a_kernel(wrapped(print, {0}, [None]))) is None
 
 
 def test_other_versions_are_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct, "triton_version", lambda: "3.7.0")
-    assert direct_launcher(a_launcher(print)) is None
+    assert direct_launcher(a_kernel(print)) is None
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (0,), (2, 0, 5)])
