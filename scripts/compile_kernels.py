@@ -160,6 +160,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "prefill, window": lambda: prefill(LARGE, 1, 4096, window=1024),
     "prefill, not causal, fp16": lambda: prefill(LARGE, 1, 4096, dtype=FP16, causal=False),
     "prefill, sinks": lambda: prefill(LARGE, 1, 4096, sinks=_x(32, dtype=FP32)),
+    "prefill, softcap": lambda: prefill(LARGE, 1, 4096, softcap=30.0),
     "prefill, head size 64": lambda: prefill((16, 8, 64), 1, 4096),
     "prefill, head size 256": lambda: prefill((16, 8, 256), 1, 4096),
     "prefill, fp32": lambda: prefill(LARGE, 1, 4096, dtype=FP32),

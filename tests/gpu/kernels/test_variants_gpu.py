@@ -1,8 +1,10 @@
-"""On a GPU: norm and rotation in one launch, sinks, weight gradients in fp32, capped logits."""
+"""On a GPU: norm and rotation in one launch, sinks and capped scores of attention, weight
+gradients in fp32, capped logits."""
 
 import pytest
 import rlk_kernels as rk
 import torch
+from rlk_kernels.ops.attention.forward import forward
 from rlk_kernels.ops.attention.operator import attention_ref
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -79,6 +81,54 @@ def test_sinks_in_prefill_decode_and_training(dim, window):
         sinks=sinks, window=window,
     )  # fmt: skip
     assert torch.equal(paged, alone[-1:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"window": 100}, {"sinks": True}])
+def test_capped_scores_in_prefill_decode_and_training(options, dim, dtype):
+    cu = torch.tensor([0, 1500, 1501, 2000], device="cuda")
+    q, k = (3 * rand(2000, h, dim, dtype=dtype, seed=h) for h in (8, 2))
+    v = rand(2000, 2, dim, dtype=dtype, seed=5)
+    options = {"softcap": 5.0, **options}
+    if "sinks" in options:
+        options["sinks"] = rand(8, dtype=torch.float32, seed=6)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = rk.attention(*leaves, cu, cu, **options)
+    assert rk.last_backend("attention") == "triton"
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    truth, _ = attention_ref(*exact, cu, cu, **options)
+    up = rand(*out.shape, dtype=dtype, seed=7)
+    grads = torch.autograd.grad(out, leaves, up)
+    room = 1e-5 if dtype == torch.float32 else 1e-2
+    assert (out.double() - truth).norm() / truth.norm() < room
+    for got, want in zip(grads, torch.autograd.grad(truth, exact, up.double()), strict=True):
+        assert (got.double() - want).norm() / want.norm() < 2 * room
+    whole = out.detach()
+    q, k, v = (x.detach() for x in leaves)
+    for rows in (16, 64):  # the schedule changes no bit
+        plain = {"rows": rows, "window": options.get("window"), "softcap": 5.0}
+        if "sinks" not in options:
+            got = forward(q, k, v, cu.int(), cu.int(), None, True, dim**-0.5, **plain)
+            assert torch.equal(got[0], whole)
+    own = torch.tensor([0, 496], device="cuda")
+    alone = rk.attention(*(x[1500:1996] for x in (q, k, v)), own, own, **options)
+    cache = [x[1500:1996].reshape(31, 16, 2, dim) for x in (k, v)]
+    for count in (1, 200):
+        paged = rk.paged_attention(
+            q[1996 - count : 1996], *cache, torch.arange(31, device="cuda")[None],
+            torch.tensor([496], device="cuda"), **options,
+            cu_seqlens_q=torch.tensor([0, count], device="cuda"),
+        )  # fmt: skip
+        assert torch.equal(paged, alone[-count:])
+    long = [x[:1500] for x in (q, k, v)]  # two chunks: decode in pieces
+    cache = [torch.cat([x, x[:4]]).reshape(94, 16, 2, dim) for x in long[1:]]
+    paged = rk.paged_attention(
+        long[0][-1:], *cache, torch.arange(94, device="cuda")[None],
+        torch.tensor([1500], device="cuda"), cu_seqlens_q=torch.tensor([0, 1], device="cuda"),
+        **options,
+    )  # fmt: skip
+    assert torch.equal(paged, whole[1499:1500])
 
 
 @pytest.mark.parametrize("options", [{"softcap": 30.0}, {"softcap": 5.0, "logit_scale": 0.25}])

@@ -5,6 +5,8 @@
     dv = sum_rows p do              one program per block of keys: blocks of ROWS queries front to
     dk = scale sum_rows ds q        back, in each of them the heads of the group one after another
 
+With a softcap c: p = exp(c t - lse), t = tanh(scale q.k / c), and ds times 1 - t^2.
+
 fp32 accumulators; p and ds are rounded to the input's dtype before their products. A row of dq is
 a function of that row and of its keys: blocks of keys are aligned to key 0, and a block it does
 not see adds exact zeros. dk and dv depend on where the queries stand in their sequence and on
@@ -19,7 +21,13 @@ from torch import Tensor
 
 from rlk_kernels.device import facts, interpreting
 from rlk_kernels.launching import cdiv, launch, launches, power_of_2
-from rlk_kernels.ops.attention.order import LOG2E, block_n, find_sequence, seen_rows
+from rlk_kernels.ops.attention.order import (
+    block_n,
+    capped,
+    capped_scales,
+    find_sequence,
+    seen_rows,
+)
 
 
 @triton.jit
@@ -54,8 +62,8 @@ def _prepare_kernel(
 
 @triton.jit
 def _weights(
-    q, k, do, v, lse, delta, query, key, live, len_k, offset, window, scale,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+    q, k, do, v, lse, delta, query, key, live, len_k, offset, window, scale, bend,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """(p, ds) of [rows, keys], zero where a row does not see a key."""
     visible = live[:, None] & (key[None, :] < len_k)
@@ -64,10 +72,14 @@ def _weights(
     if WINDOWED:
         last = query + offset if CAUSAL else len_k - 1 + tl.zeros_like(query)
         visible &= key[None, :] > last[:, None] - window
-    s = tl.dot(q, k.T, input_precision="ieee") * scale
-    p = tl.where(visible, tl.exp2(s - lse[:, None]), 0.0)
+    s = tl.dot(q, k.T, input_precision="ieee")
+    if CAPPED:
+        s = capped(s, bend)
+    p = tl.where(visible, tl.exp2(s * scale - lse[:, None]), 0.0)
     dp = tl.dot(do, v.T, input_precision="ieee")
     ds = tl.where(visible, p * (dp - delta[:, None]), 0.0)
+    if CAPPED:
+        ds *= tl.fma(-s, s, 1.0)
     return p, ds
 
 
@@ -91,9 +103,10 @@ def _load_rows(
 @triton.jit(do_not_specialize=["B", "T", "window"])
 def _dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, B, T,
-    scale_log2, scale, window, stride_qt, stride_qh, stride_ks, stride_kh, stride_vs, stride_vh,
-    HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
+    scale_log2, scale, bend, window, stride_qt, stride_qh, stride_ks, stride_kh, stride_vs,
+    stride_vh, HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):  # fmt: skip
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     hk = tl.program_id(1)
@@ -130,7 +143,7 @@ def _dq_kernel(
         v = tl.load(v_ptr + slot * stride_vs + hk * stride_vh + cols[None, :], mask=mask, other=0.0)
         _, ds = _weights(
             q, k, do, v, lse, delta, query, key, live, len_k, offset, window, scale_log2,
-            CAUSAL, WINDOWED,
+            bend, CAUSAL, WINDOWED, CAPPED,
         )  # fmt: skip
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     at = dq_ptr + (token * (HK * G) + head)[:, None] * DIM + cols[None, :]
@@ -141,9 +154,10 @@ def _dq_kernel(
 @triton.jit(do_not_specialize=["B", "T", "window"])
 def _dkv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, B, T,
-    scale_log2, scale, window, stride_qt, stride_qh, stride_ks, stride_kh, stride_vs, stride_vh,
-    HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
+    scale_log2, scale, bend, window, stride_qt, stride_qh, stride_ks, stride_kh, stride_vs,
+    stride_vh, HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     hk = tl.program_id(1)
@@ -172,7 +186,7 @@ def _dkv_kernel(
         )  # fmt: skip
         p, ds = _weights(
             q, k, do, v, lse, delta, query, key, live, len_k, offset, window, scale_log2,
-            CAUSAL, WINDOWED,
+            bend, CAUSAL, WINDOWED, CAPPED,
         )  # fmt: skip
         dv = tl.dot(p.to(do.dtype).T, do, dv, input_precision="ieee")
         dk = tl.dot(ds.to(q.dtype).T, q, dk, input_precision="ieee")
@@ -193,11 +207,12 @@ def _special(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> bool:
 def backward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float,
     window: int | None, out: Tensor, lse: Tensor, do: Tensor, special: bool | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, str]:  # fmt: skip
     """(dq, dk, dv, which implementation ran); gradients are contiguous, in the inputs' dtypes.
 
     `special` (by the kernels written for Hopper) changes the time and never the bits; None leaves
-    it to the shape.
+    it to the shape. `softcap`: 0 is none; the kernels for Hopper have none.
     """
     tokens, heads, dim = q.shape
     slots, kv_heads = k.shape[:2]
@@ -210,8 +225,10 @@ def backward(
     seen = launches(
         "attention_backward", q.shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype, batch,
         causal, window, special, q.device,
-        (q.data_ptr() | k.data_ptr() | v.data_ptr() | do.data_ptr()) & 15 == 0,
+        (q.data_ptr() | k.data_ptr() | v.data_ptr() | do.data_ptr()) & 15 == 0, softcap > 0,
     )  # fmt: skip
+    if softcap:
+        special = False
     if special is None:
         special = seen.get("special")
     if special is None:
@@ -230,10 +247,11 @@ def backward(
         keys_gradients(seen, q, k, v, do, lse, delta, dk, dv, cu_q, cu_k, causal, scale, window)
         return dq, dk, dv, "triton/hopper"
     block = 32 if interpreting() or q.dtype == torch.float32 or padded > 128 else 64
+    bend, scale_log2 = capped_scales(scale, softcap)
     shared = (
-        cu_q, cu_k, batch, tokens, scale * LOG2E, scale, window or 0, q.stride(0), q.stride(1),
+        cu_q, cu_k, batch, tokens, scale_log2, scale, bend, window or 0, q.stride(0), q.stride(1),
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), kv_heads, group, dim, padded,
-        block, block, causal, window is not None,
+        block, block, causal, window is not None, softcap > 0,
     )  # fmt: skip
     options = {"num_warps": 4, "num_stages": 1 if q.dtype == torch.float32 else 2}
     launch(

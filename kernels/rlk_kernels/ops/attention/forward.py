@@ -22,9 +22,10 @@ from rlk_kernels.launching import cdiv, launch, launches, power_of_2, tensor_map
 from rlk_kernels.ops.attention.merge import merge_parts
 from rlk_kernels.ops.attention.order import (
     CHUNK,
-    LOG2E,
     block_n,
     block_weights,
+    capped,
+    capped_scales,
     find_sequence,
     finish,
     merge,
@@ -68,9 +69,14 @@ def _load_keys(
 
 
 @triton.jit
-def attend_block(q, k, v, m, den, acc, scale, visible, MASKED: tl.constexpr, LEVELS: tl.constexpr):
+def attend_block(
+    q, k, v, m, den, acc, scale, bend, visible, MASKED: tl.constexpr, CAPPED: tl.constexpr,
+    LEVELS: tl.constexpr,
+):  # fmt: skip
     """One block of keys added to a chunk's state."""
     s = tl.dot(q, k.T, input_precision="ieee")
+    if CAPPED:
+        s = capped(s, bend)
     if MASKED:
         s = tl.where(visible, s, float("-inf"))
     p, top, old, sums = block_weights(s, m, scale, LEVELS)
@@ -83,14 +89,14 @@ def attend_block(q, k, v, m, den, acc, scale, visible, MASKED: tl.constexpr, LEV
 @triton.jit
 def _attend_rows(
     q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, table_ptr,
-    b, q_start, len_q, k_start, len_k, first_row, hk, T, scale, window,
+    b, q_start, len_q, k_start, len_k, first_row, hk, T, scale, bend, window,
     first_chunk, chunk_limit, only, merges, folded, base,
     stride_qt, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
     stride_table,
     HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, TMA: tl.constexpr,
-    SPLIT: tl.constexpr, LEVELS: tl.constexpr,
+    SPLIT: tl.constexpr, CAPPED: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """BM packed rows of a sequence over its keys, or (SPLIT) over those of a piece's chunks."""
     table = table_ptr + b.to(tl.int64) * stride_table
@@ -131,7 +137,9 @@ def _attend_rows(
                 v_ptr, v_desc, table, key, first, k_start, len_k, hk,
                 stride_vp, stride_vs, stride_vh, cols, BN, DIM, DP, PAGED, PAGE, TMA, False,
             )  # fmt: skip
-            m, den, acc = attend_block(q, k, v, m, den, acc, scale, True, False, LEVELS)
+            m, den, acc = attend_block(
+                q, k, v, m, den, acc, scale, bend, True, False, CAPPED, LEVELS
+            )
         if plain_end >= chunk_end:
             m_all, den_all, acc_all = _end_chunk(
                 m_all, den_all, acc_all, m, den, acc, part_acc_ptr, part_ml_ptr, base, chunk,
@@ -153,7 +161,7 @@ def _attend_rows(
         visible = (key[None, :] <= last[:, None]) & (key[None, :] < len_k)
         if WINDOWED:
             visible &= key[None, :] > last[:, None] - window
-        m, den, acc = attend_block(q, k, v, m, den, acc, scale, visible, True, LEVELS)
+        m, den, acc = attend_block(q, k, v, m, den, acc, scale, bend, visible, True, CAPPED, LEVELS)
         if (first + BN) % CHUNK == 0:
             m_all, den_all, acc_all = _end_chunk(
                 m_all, den_all, acc_all, m, den, acc, part_acc_ptr, part_ml_ptr, base,
@@ -213,13 +221,13 @@ def _end_chunk(
 @triton.jit(do_not_specialize=["B", "T", "window", "stride_table"])
 def _attention_kernel(
     q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, plan_ptr,
-    pieces_ptr, cu_q_ptr, cu_k_ptr, table_ptr, B, T, scale, window,
+    pieces_ptr, cu_q_ptr, cu_k_ptr, table_ptr, B, T, scale, bend, window,
     stride_qt, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
     stride_table,
     HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, TMA: tl.constexpr,
-    SPLIT: tl.constexpr, LEVELS: tl.constexpr, OVERLAP: tl.constexpr,
+    SPLIT: tl.constexpr, CAPPED: tl.constexpr, LEVELS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -233,10 +241,10 @@ def _attention_kernel(
             )
             _attend_rows(
                 q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr,
-                table_ptr, b, q_start, len_q, k_start, len_k, row, hk, T, scale, window, begin, end,
-                only != 0, merges != 0, folded, base, stride_qt, stride_qh, stride_kp, stride_ks,
-                stride_kh, stride_vp, stride_vs, stride_vh, stride_table, HK, G, DIM, DP, BM, BN,
-                CHUNK, CAUSAL, WINDOWED, PAGED, PAGE, TMA, SPLIT, LEVELS,
+                table_ptr, b, q_start, len_q, k_start, len_k, row, hk, T, scale, bend, window,
+                begin, end, only != 0, merges != 0, folded, base, stride_qt, stride_qh, stride_kp,
+                stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, stride_table, HK, G, DIM, DP,
+                BM, BN, CHUNK, CAUSAL, WINDOWED, PAGED, PAGE, TMA, SPLIT, CAPPED, LEVELS,
             )  # fmt: skip
     else:
         block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
@@ -250,9 +258,9 @@ def _attention_kernel(
             _attend_rows(
                 q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr,
                 table_ptr, b, q_start, len_q, k_start, len_k, row, tl.program_id(1), T, scale,
-                window, 0, 0, True, True, 0, 0, stride_qt, stride_qh, stride_kp, stride_ks,
+                bend, window, 0, 0, True, True, 0, 0, stride_qt, stride_qh, stride_kp, stride_ks,
                 stride_kh, stride_vp, stride_vs, stride_vh, stride_table, HK, G, DIM, DP, BM, BN,
-                CHUNK, CAUSAL, WINDOWED, PAGED, PAGE, TMA, SPLIT, LEVELS,
+                CHUNK, CAUSAL, WINDOWED, PAGED, PAGE, TMA, SPLIT, CAPPED, LEVELS,
             )  # fmt: skip
 
 
@@ -311,7 +319,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lens_k: Tensor, table: Tensor | None,
     causal: bool, scale: float, window: int | None,
     rows: int | None = None, split: bool | None = None, warp_specialized: bool | None = None,
-    out: Tensor | None = None,
+    out: Tensor | None = None, softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, str]:  # fmt: skip
     """(out[T, Hq, D], lse[Hq, T], which implementation ran).
 
@@ -319,7 +327,7 @@ def forward(
 
     `rows` (packed rows of a program), `split` and `warp_specialized` (copies in a warp of their
     own, `hopper.py`) change the time and never the bits; None leaves them to the shape. `out`:
-    contiguous memory for the result.
+    contiguous memory for the result. `softcap`: 0 is none; the kernels for Hopper have none.
     """
     tokens, heads, dim = q.shape
     kv_heads = k.shape[-2]
@@ -332,8 +340,10 @@ def forward(
     seen = launches(
         "attention", q.shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype, batch,
         None if table is None else (table.shape, table.stride(0)), causal, window, rows, split,
-        warp_specialized, q.device, (k.data_ptr() | v.data_ptr()) & 15 == 0,
+        warp_specialized, q.device, (k.data_ptr() | v.data_ptr()) & 15 == 0, softcap > 0,
     )  # fmt: skip
+    if softcap:
+        warp_specialized = False
     own = seen.get("plan")
     if own is None:
         own = seen["plan"] = _plan(q, k, v, table, batch, rows, split, warp_specialized)
@@ -366,7 +376,7 @@ def forward(
     else:
         _attend(
             seen, own, q, k, v, out, lse, part_acc, part_ml, plan, pieces, cu_q, lens_k, table,
-            causal, scale, window,
+            causal, scale, window, softcap,
         )  # fmt: skip
     if own.split:
         merge_parts(
@@ -380,7 +390,7 @@ def _attend(
     seen: dict, own: ForwardPlan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     part_acc: Tensor, part_ml: Tensor, plan: Tensor, pieces: Tensor,
     cu_q: Tensor, lens_k: Tensor, table: Tensor | None, causal: bool, scale: float,
-    window: int | None,
+    window: int | None, softcap: float,
 ) -> None:  # fmt: skip
     """Fill out and lse with the kernel of this file."""
     (tokens, heads, dim), kv_heads, rows = q.shape, k.shape[-2], own.rows
@@ -407,17 +417,18 @@ def _attend(
     stages = 3 if bn == 64 and padded <= 128 and rows > 16 else 2
     k_strides = k.stride()[:3] if paged else (0, *k.stride()[:2])
     v_strides = v.stride()[:3] if paged else (0, *v.stride()[:2])
+    bend, scale = capped_scales(scale, softcap)
     grid = ((tokens * group) // rows + batch, kv_heads, 1)
     if own.split:  # four programs a processor hide the latency of the gathers of a decode step
         grid = (min(4 * here.processors, own.most * kv_heads), 1, 1)
     launch(
         seen, _attention_kernel, grid, q, k, v, k_desc, v_desc, out, lse, part_acc, part_ml, plan,
         pieces, cu_q, lens_k, table if table is not None else cu_q, batch, tokens,
-        scale * LOG2E, window or 0, q.stride(0), q.stride(1), *k_strides, *v_strides,
+        scale, bend, window or 0, q.stride(0), q.stride(1), *k_strides, *v_strides,
         table.stride(0) if table is not None else 0,
         kv_heads, group, dim, padded, rows, bn, CHUNK, causal, window is not None,
-        paged, 1 if table is None else k.shape[1], tma, own.split, bn.bit_length() - 4,
-        here.overlaps,
+        paged, 1 if table is None else k.shape[1], tma, own.split, softcap > 0,
+        bn.bit_length() - 4, here.overlaps,
         num_warps=8 if rows == 128 or (rows > 16 and bn == 128) else 4,
         num_stages=1 if q.dtype == torch.float32 else stages, launch_pdl=here.overlaps,
         maxnreg=128 if rows == 16 and bn == 64 and padded <= 128 else None,

@@ -7,9 +7,9 @@ Reduction order: `order.py` and `portable.py`. Keys in chunks aligned to key 0
 of their sequence, chunks merged front to back; so a row has the same bits in prefill and in paged
 decode, whatever the block of queries, the block table, the chunked prefill, the cached prefix and
 the neighbours. Causal is aligned bottom-right: the last query sees the last key. `window` = w: a
-query sees itself and the w - 1 keys before it. `softcap` = c: s[j] becomes c tanh(s[j] / c), on
-the torch backend alone. `sinks`: a logit a head without a value (`sinks.py`). Keys and values must
-be finite. Sequences without keys, and rows that see none, give out = 0 and lse = -inf.
+query sees itself and the w - 1 keys before it. `softcap` = c: s[j] becomes c tanh(s[j] / c).
+`sinks`: a logit a head without a value (`sinks.py`). Keys and values must be finite. Sequences
+without keys, and rows that see none, give out = 0 and lse = -inf.
 
 T = queries of all sequences   S = keys of all sequences   Hq, Hk = heads   D = head size
 B = sequences   P = block size of the cache
@@ -126,10 +126,9 @@ def attention(
     cu_seqlens_q, cu_seqlens_k: [B + 1] integers, where each sequence begins. bfloat16, float16,
     float32 (float64 on the torch backend); Hq a multiple of Hk; D <= 256 (tuned for 64 and 128);
     scale defaults to 1 / sqrt(D). The head dimension must be dense; otherwise it is copied.
-    Differentiable in q, k, v and sinks[Hq] (float32; part of lse too); lse is not. A softcap needs
-    the torch backend. Bounds outside of q or k raise on the torch backend and are not looked at on
-    a GPU. Raises UnsupportedShape, UnsupportedDtype, UnsupportedDevice, ValueError, and what
-    `backend.choose` raises.
+    Differentiable in q, k, v and sinks[Hq] (float32; part of lse too); lse is not. Bounds outside
+    of q or k raise on the torch backend and are not looked at on a GPU. Raises UnsupportedShape,
+    UnsupportedDtype, UnsupportedDevice, ValueError, and what `backend.choose` raises.
     """
     if q.dim() != 3 or k.dim() != 3:
         raise UnsupportedShape(
@@ -145,7 +144,7 @@ def attention(
     if sinks is None and softcap is None:
         out, lse = call(_attention, q, k, v, cu_q, cu_k, causal, scale, window, chosen)
     else:
-        check_variant("attention", q.shape[1], sinks, softcap, chosen)
+        check_variant("attention", q.shape[1], sinks, softcap)
         out, lse = call(
             _attention_with, q, k, v, None if sinks is None else sinks.contiguous(), cu_q, cu_k,
             causal, scale, window, float(softcap or 0.0), chosen,
@@ -206,7 +205,7 @@ def paged_attention(
             f"not {tuple(out.shape)} {out.dtype} of strides {out.stride()}"
         )
     if sinks is not None or softcap is not None:
-        check_variant("paged_attention", q.shape[1], sinks, softcap, chosen)
+        check_variant("paged_attention", q.shape[1], sinks, softcap)
         found, lse = call(
             _paged_attention_with, q, k_cache, v_cache, sinks, table, lens, cu_q, scale, window,
             float(softcap or 0.0), chosen,

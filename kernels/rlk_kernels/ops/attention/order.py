@@ -23,6 +23,14 @@ CHUNK = 1024
 LOG2E = 1.4426950408889634
 
 
+def capped_scales(scale: float, softcap: float) -> tuple[float, float]:
+    """(bend, scale) that the kernels take: scores are `capped` by the first, then times the second
+    are powers of two; (0, scale log2 e) without a cap (0)."""
+    if softcap:
+        return -2.0 * LOG2E * scale / softcap, softcap * LOG2E
+    return 0.0, scale * LOG2E
+
+
 def block_n(dim: int, dtype: torch.dtype) -> int:
     """Keys of a block: part of the order of the sum, so never a function of the batch."""
     if interpreting() or dtype == torch.float32:
@@ -128,6 +136,14 @@ def one_sum(p):
     for level in tl.static_range(3):
         p = tl.reduce(tl.reshape(p, (p.shape[0], 2, 4 >> level)), 1, _add)
     return tl.reshape(p, (p.shape[0],))
+
+
+@triton.jit
+def capped(s, bend):
+    """tanh(-bend s / (2 log2 e)), by the exponential of what is not above 0."""
+    t = tl.exp2(tl.abs(s) * bend)
+    tanh = (1.0 - t) / (1.0 + t)
+    return tl.where(s < 0.0, -tanh, tanh)
 
 
 @triton.jit

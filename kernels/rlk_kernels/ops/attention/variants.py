@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.backend import record
-from rlk_kernels.errors import UnsupportedDevice
 from rlk_kernels.ops.attention import portable
 from rlk_kernels.ops.attention import sinks as sink_logits
 from rlk_kernels.ops.attention.registered import (
@@ -16,20 +15,12 @@ from rlk_kernels.ops.attention.registered import (
 )
 
 
-def check_variant(
-    op: str, heads: int, sinks: Tensor | None, softcap: float | None, backend: str
-) -> None:
+def check_variant(op: str, heads: int, sinks: Tensor | None, softcap: float | None) -> None:
     """Raise where sinks or a softcap cannot be had."""
     if sinks is not None:
         sink_logits.check(op, sinks, heads)
-    if softcap is not None:
-        if not softcap > 0:
-            raise ValueError(f"{op}: softcap must be above 0, not {softcap}; None is no cap")
-        if backend != "torch":
-            raise UnsupportedDevice(
-                f"{op}: a softcap runs on the torch backend alone, and the backend here is "
-                f"{backend}; use backend='torch'"
-            )
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{op}: softcap must be above 0, not {softcap}; None is no cap")
 
 
 @torch.library.custom_op("rlk::attention_with", mutates_args=())
@@ -37,8 +28,16 @@ def _attention_with(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_q: Tensor, cu_k: Tensor, causal: bool,
     scale: float, window: int | None, softcap: float, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`_attention` with sinks, a softcap (torch alone), or both."""
-    if softcap:
+    """`_attention` with sinks, a softcap, or both."""
+    if softcap and backend != "torch":
+        from rlk_kernels.ops.attention import forward
+
+        out, lse, ran = forward.forward(
+            q, k, v, cu_q, cu_k, None, causal, scale, window, softcap=softcap
+        )
+        record("attention", ran)
+        found = out, lse
+    elif softcap:
         record("attention", "torch")
         start, length = lengths_of(cu_k)
         found = portable.forward(
@@ -61,7 +60,14 @@ def _attention_with_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dsinks), the last one empty without sinks."""
-    if softcap:
+    if softcap and backend != "torch":
+        from rlk_kernels.ops.attention import backward
+
+        *grads, ran = backward.backward(
+            q, k, v, cu_q, cu_k, causal, scale, window, out, lse, do, softcap=softcap
+        )
+        record("attention_backward", ran)
+    elif softcap:
         record("attention_backward", "torch")
         start, length = lengths_of(cu_k)
         grads = portable.backward(
@@ -110,7 +116,16 @@ def _paged_attention_with(
     context_lens: Tensor, cu_q: Tensor, scale: float, window: int | None, softcap: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if softcap:
+    if softcap and backend != "torch":
+        from rlk_kernels.ops.attention import forward
+
+        out, lse, ran = forward.forward(
+            q, k_cache, v_cache, cu_q, context_lens, block_table, True, scale, window,
+            softcap=softcap,
+        )  # fmt: skip
+        record("paged_attention", ran)
+        found = out, lse
+    elif softcap:
         record("paged_attention", "torch")
         k, v = (x.reshape(-1, *x.shape[2:]) for x in (k_cache, v_cache))
         length = context_lens.tolist()

@@ -1,18 +1,18 @@
-"""Attention with sinks (both backends) and a softcap (torch): right, and a row's own bits."""
+"""Attention with sinks and a softcap on both backends: right, and a row's own bits."""
 
 import pytest
 import rlk_kernels as rk
 import torch
 from kernel_suite import rand
-from rlk_kernels.ops.attention import operator, portable, sinks
+from rlk_kernels.ops.attention import backward, forward, operator, portable, sinks
 from rlk_kernels.ops.attention.operator import attention_ref
 
 CU = torch.tensor([0, 9, 9, 30])
 SINK = torch.tensor([0.5, -1.0, 3.0, 0.0])
 BACKENDS = ["torch", "triton"]
 OPTIONS = [
-    ("torch", {"softcap": 2.0}),
-    ("torch", {"softcap": 1.5, "sinks": SINK, "window": 5}),
+    *((backend, {"softcap": 2.0}) for backend in BACKENDS),
+    *((backend, {"softcap": 1.5, "sinks": SINK, "window": 5}) for backend in BACKENDS),
     *((backend, {"sinks": SINK}) for backend in BACKENDS),
     ("triton", {"sinks": SINK, "window": 4}),
 ]
@@ -120,10 +120,16 @@ def test_a_cap_of_every_second_batch_is_noticed(monkeypatch):
         )
 
 
+@pytest.mark.parametrize("half", [forward, backward])
+def test_another_cap_of_a_half_on_triton_is_noticed(monkeypatch, half):
+    scales = half.capped_scales
+    monkeypatch.setattr(half, "capped_scales", lambda scale, cap: scales(scale, 1.01 * cap))
+    with pytest.raises(AssertionError):
+        test_values_and_gradients_are_those_of_the_formula("triton", {"softcap": 2.0})
+
+
 def test_what_cannot_be_had_is_said():
     q, k, v = case()
-    with pytest.raises(rk.UnsupportedDevice, match="softcap runs on the torch backend alone"):
-        rk.attention(q, k, v, CU, CU, softcap=30.0, backend="triton")
     with pytest.raises(rk.UnsupportedShape, match=r"sinks\[4\]"):
         rk.attention(q, k, v, CU, CU, sinks=SINK[:2])
     with pytest.raises(rk.UnsupportedDtype, match="float32"):
