@@ -188,6 +188,11 @@ def h200() -> Iterator[Launches]:
         mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
         mock.patch("torch.cuda.get_device_properties", return_value=properties),
         mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
+        # each launch is to be told of by itself
+        mock.patch(
+            "rlk_kernels.matmul.self_check.compiled_ahead",
+            return_value=contextlib.nullcontext(False),
+        ),
         _Functions(),
         _Operators(),
     ):

@@ -26,9 +26,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-PREFILL = ((1, 2048), (16, 1024), (64, 1024))
-DECODE = ((1, 1024), (16, 1024), (64, 1024), (256, 512))
-"""Prompts, and tokens of each."""
+BATCHES = (
+    "decode:1x1024,decode:16x1024,decode:64x1024,decode:256x512,"
+    "prefill:1x2048,prefill:16x1024,prefill:64x1024,prefill:256x512"
+)
+"""What, prompts, and tokens of each."""
 NEW = 64
 REPEATS = 3
 VOCABULARY = 150_000
@@ -112,18 +114,41 @@ class Bench:
         return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
 
 
-def kernels_of(folder: Path) -> list[tuple[str, float, int]]:
-    """(kernel, milliseconds, launches) of the newest profile, longest first."""
-    newest = max(folder.glob("**/*.json.gz"), key=lambda p: p.stat().st_size)
+def profile_of(folder: Path) -> dict[str, Any]:
+    """What the newest profile says, times in milliseconds: from the first kernel to the end of the
+    last, of that the GPU's own, and [name, in all, how many] of kernels and of what the host did,
+    longest first."""
+    newest = max(folder.glob("**/*.json.gz"), key=lambda path: path.stat().st_mtime)
+    with gzip.open(newest) as file:
+        events = [e for e in json.load(file)["traceEvents"] if "dur" in e]
+    kernels = [e for e in events if e.get("cat") == "kernel"]
+    host = [e for e in events if e.get("cat") in ("cpu_op", "cuda_runtime", "cuda_driver")]
+    end = max(e["ts"] + e["dur"] for e in kernels)
+    return {
+        "span": (end - min(e["ts"] for e in kernels)) / 1000,
+        "busy": sum(e["dur"] for e in kernels) / 1000,
+        "kernels": _longest(kernels),
+        "host": _longest(host),
+    }
+
+
+def _longest(events: list[dict[str, Any]]) -> list[tuple[str, float, int]]:
     times: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    with gzip.open(newest) as file:
-        events = json.load(file)["traceEvents"]
     for event in events:
-        if event.get("cat") == "kernel":
-            times[event["name"][:90]] += event["dur"]
-            counts[event["name"][:90]] += 1
-    return [(name, us / 1000, counts[name]) for name, us in times.most_common(24)]
+        times[event["name"][:70]] += event["dur"]
+        counts[event["name"][:70]] += 1
+    return [(name, round(us / 1000, 3), counts[name]) for name, us in times.most_common(20)]
+
+
+def batches(text: str) -> list[tuple[str, int, int]]:
+    """`decode:16x1024,prefill:1x2048`: what, prompts, tokens of each."""
+    found = []
+    for item in filter(None, text.split(",")):
+        what, _, size = item.partition(":")
+        count, _, length = size.partition("x")
+        found.append((what, int(count), int(length)))
+    return found
 
 
 def main() -> None:
@@ -135,7 +160,10 @@ def main() -> None:
     parser.add_argument("--lock", type=Path, default=Path("/tmp/serving.lock"))
     parser.add_argument("--rivals", type=int, default=1)
     parser.add_argument("--cache-gb", type=float, default=17.0, help="of keys and values")
-    parser.add_argument("--profile", type=Path, help="folder: also profile two batches")
+    parser.add_argument("--batches", default=BATCHES)
+    parser.add_argument("--profile", type=Path, help="folder: also profile --profiled")
+    parser.add_argument("--profiled", default="prefill:1x2048,prefill:16x1024,decode:16x1024")
+    parser.add_argument("--graphs-to", type=int, help="vLLM's max_cudagraph_capture_size")
     args = parser.parse_args()
     name = args.name or args.engine
     own: dict[str, Any] = {}
@@ -150,6 +178,8 @@ def main() -> None:
             "torch_profiler_dir": str(args.profile.resolve()),
             "torch_profiler_with_stack": False,
         }
+    if args.graphs_to:
+        own["max_cudagraph_capture_size"] = args.graphs_to
     from vllm import LLM
 
     started = time.perf_counter()
@@ -163,20 +193,19 @@ def main() -> None:
     wait_for(args.out, args.rivals)
     with alone(args.lock):
         tell(args.out, engine=name, what="bits", digest=bench.bits())
-    for what, batches in (("decode", DECODE), ("prefill", PREFILL)):
-        for count, length in batches:
-            rates = getattr(bench, what)(count, length)
-            tell(args.out, engine=name, what=what, batch=count, length=length, rates=rates)
-    if args.profile:
-        for what, count, length, tokens in (("decode", 16, 1024, 17), ("prefill", 16, 1024, 1)):
-            prompts = bench.prompts(count, length)
-            with alone(args.lock):
-                if what == "decode":
-                    bench.seconds(prompts, 1)
-                llm.start_profile(what)
-                bench.seconds(prompts, tokens)
-                llm.stop_profile()
-            tell(args.out, engine=name, what=f"profile {what}", times=kernels_of(args.profile))
+    for what, count, length in batches(args.batches):
+        rates = getattr(bench, what)(count, length)
+        tell(args.out, engine=name, what=what, batch=count, length=length, rates=rates)
+    for what, count, length in batches(args.profiled) if args.profile else ():
+        prompts, tokens = bench.prompts(count, length), 17 if what == "decode" else 1
+        with alone(args.lock):
+            if what == "decode":
+                bench.seconds(prompts, 1)
+            llm.start_profile()
+            bench.seconds(prompts, tokens)
+            llm.stop_profile()
+        found = profile_of(args.profile)
+        tell(args.out, engine=name, what=f"profile {what}", batch=count, length=length, **found)
 
 
 if __name__ == "__main__":

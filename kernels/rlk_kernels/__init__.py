@@ -1,9 +1,17 @@
 """Deterministic, batch-invariant operators of a transformer: the bits of a row do not depend on
 its batch. `backend` says which implementation runs and which one ran."""
 
+from collections.abc import Collection, Iterable
+
 import torch
 
-from rlk_kernels.backend import backend_calls, last_backend, reset_backend_calls
+from rlk_kernels.backend import (
+    backend_calls,
+    choose,
+    dispatch_straight,
+    last_backend,
+    reset_backend_calls,
+)
 from rlk_kernels.device import HAS_TRITON
 from rlk_kernels.errors import (
     KernelError,
@@ -25,19 +33,33 @@ from rlk_kernels.ops.rms_norm.operator import rms_norm
 from rlk_kernels.ops.rope.operator import rope
 from rlk_kernels.ops.swiglu.operator import swiglu
 
+dispatch_straight()
 
-def warm_up(device: torch.device | str) -> bool:
+
+def warm_up(
+    device: torch.device | str,
+    *,
+    linears: Iterable[tuple[torch.Tensor, torch.Tensor | None]] = (),
+    rows: Collection[int] = (),
+) -> bool:
     """Run the tile-invariance self-check on a GPU, once a process: before capturing CUDA graphs.
+    And compile, several kernels at a time, what `linear` will launch there for x[M, K] with each
+    (weight, bias) of `linears` and each M of `rows`, without gradients.
 
     True where every tile gives the same bits, so that all of them are in use; without Triton there
     are none to check.
     """
+    device = torch.empty(0, device=device).device
     if not HAS_TRITON:
         return True
+    from rlk_kernels.matmul.product import compile_ahead
     from rlk_kernels.matmul.self_check import holds
 
-    device = torch.empty(0, device=device).device
-    return all([holds(device), holds(device, split=True)])
+    sound = all([holds(device), holds(device, split=True)])
+    for weight, bias in linears:
+        if choose("linear", None, weight) == "triton":
+            compile_ahead(weight, bias, rows)
+    return sound
 
 
 __all__ = [

@@ -18,6 +18,7 @@ from collections import Counter
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 from torch.library import CustomOpDef
 
 from rlk_kernels.device import HAS_TRITON, interpreting, runs_triton
@@ -117,6 +118,17 @@ def call(op: CustomOpDef, *args):
     ):
         return op(*args)
     return op._init_fn(*args)
+
+
+_on_gpus = torch.library.Library("rlk", "FRAGMENT")
+
+
+def dispatch_straight() -> None:
+    """Have torch's dispatch call the operators on GPUs as they are, past what `custom_op` wraps
+    around them: a compiled model comes that way, which `call` does not."""
+    for name, op in OPDEFS.items():
+        if name.startswith("rlk::"):
+            _on_gpus.impl(name.removeprefix("rlk::"), op._init_fn, "CUDA")
 
 
 def record(op: str, implementation: str) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlk_kernels.direct import direct_launcher
+
 KEPT = 512
 """Of one name, for calls of one shape."""
 
@@ -70,6 +72,9 @@ def launch(seen: dict, kernel, grid: tuple[int, int, int], *arguments, **options
     ):
         again(found, kernel, grid, arguments, options)
         return
+    if _only_compiling:
+        kernel.warmup(*arguments, grid=grid, **options)
+        return
     compiled = kernel[grid](*arguments, **options)
     tensors = tuple(i for i, x in enumerate(arguments) if isinstance(x, Tensor))
     if hasattr(compiled, "packed_metadata") and _aligned(tensors, arguments):
@@ -98,7 +103,14 @@ def again(found: Compiled, kernel, grid: tuple[int, int, int], arguments, option
         return
     own = found.kernel
     stream = torch._C._cuda_getCurrentRawStream(found.device)
-    own.run(*grid, stream, own.function, own.packed_metadata, None, None, None, *arguments)
+    direct = direct_launcher(own)
+    if direct is None:
+        own.run(*grid, stream, own.function, own.packed_metadata, None, None, None, *arguments)
+        return
+    direct.launch(
+        *grid, stream, own.function, direct.cooperative, direct.overlaps, None, None,
+        own.packed_metadata, None, None, None, *direct.arguments(arguments),
+    )  # fmt: skip
 
 
 class _Memory:
@@ -120,3 +132,12 @@ def tensor_map(
 ):  # fmt: skip
     """A descriptor of class `kind` (Triton's or Gluon's) of what lies at an address."""
     return kind(_Memory(address, dtype), list(shape), list(strides), list(box), *layout)
+
+
+_only_compiling = False
+
+
+def only_compile(wanted: bool) -> None:
+    """Whether launches compile and do not run, for `ahead.py`."""
+    global _only_compiling
+    _only_compiling = wanted

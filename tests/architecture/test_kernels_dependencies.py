@@ -16,7 +16,10 @@ BELOW = {
     "losses": ("numerics", "matmul", "ops"),
     "integrations": (),
 }
-ROOT = tuple(f"rlk_kernels.{name}" for name in ("backend", "device", "errors", "launching"))
+ROOT = tuple(
+    f"rlk_kernels.{name}"
+    for name in ("ahead", "backend", "device", "direct", "errors", "launching")
+)
 """The files that stand in no folder; every folder may import them."""
 ENGINES = {"vllm": {"vllm"}, "megatron": {"megatron"}, "hf": {"transformers"}}
 """Folder of `integrations`: the engine that it alone imports."""

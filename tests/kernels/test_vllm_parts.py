@@ -1,8 +1,6 @@
 """What the integration with vLLM does with tensors alone: log-probs of given tokens, and which rows
 of a padded batch reach the cache. No vLLM is needed."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from rlk_kernels.integrations import profile
@@ -46,10 +44,22 @@ def test_rows_of_padding_reach_no_cache(slots: list[int]) -> None:
     """A batch padded to the size of a CUDA graph: its last rows are nobody's."""
     cache = torch.full((2, 3, 4, 16), 7.0)  # blocks, heads, places, keys beside values
     key, value = torch.randn(4, 3, 8), torch.randn(4, 3, 8)
-    attention = Attention.do_kv_cache_update
-    attention(SimpleNamespace(), None, key, value, cache, torch.tensor(slots))  # type: ignore[arg-type]
+    Attention().do_kv_cache_update(None, key, value, cache, torch.tensor(slots))
     k, v = keys_and_values(cache)
     for row, slot in ((0, 5), (1, 0)):
         assert torch.equal(k[slot // 4, slot % 4], key[row])
         assert torch.equal(v[slot // 4, slot % 4], value[row])
     assert int((cache != 7.0).sum()) == 2 * 3 * 16
+
+
+def test_each_cache_is_written_that_is_given() -> None:
+    """Also one in the place of another, and one object whose memory is another."""
+    attention, slot = Attention(), torch.tensor([1])
+    caches = [torch.zeros(1, 1, 4, 16) for _ in range(2)]
+    for number in (0, 1, 0, 1):
+        key = torch.randn(1, 1, 8)
+        attention.do_kv_cache_update(None, key, key, caches[number], slot)
+        assert torch.equal(caches[number][0, 0, 1], key.flatten().repeat(2))
+    caches[1].set_(torch.zeros(1, 1, 4, 16))
+    attention.do_kv_cache_update(None, key, key, caches[1], slot)
+    assert torch.equal(caches[1][0, 0, 1], key.flatten().repeat(2))

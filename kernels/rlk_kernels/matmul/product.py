@@ -4,10 +4,12 @@ The tile-invariance self-check runs before the first product (and the first one 
 accumulation) on a device.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from torch import Tensor
 
+from rlk_kernels.ahead import compiled_ahead
 from rlk_kernels.device import facts
 from rlk_kernels.launching import launches
 from rlk_kernels.matmul import plan
@@ -41,6 +43,15 @@ def product(
         planned = seen["plan"] = plan_for(a, b, trans_a, trans_b, out)
     launch(planned, seen, a, b, bias, trans_a, trans_b, out)
     return planned.implementation
+
+
+def compile_ahead(weight: Tensor, bias: Tensor | None, rows: Iterable[int]) -> None:
+    """Compile what `product` will launch for x[M, K] @ weight^T (+ bias), each M of `rows`."""
+    trusted(weight.device, weight.dtype)
+    with compiled_ahead(weight.device) as ahead:
+        for m in rows if ahead else ():
+            x, out = (weight.new_empty(m, size) for size in reversed(weight.shape))
+            product(x, weight, bias, False, True, out)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> str:

@@ -24,6 +24,7 @@ import torch
 import triton
 from torch import Tensor
 
+from rlk_kernels.ahead import compiled_ahead
 from rlk_kernels.device import facts, interpreting
 from rlk_kernels.matmul.accumulate import plan as accumulate
 from rlk_kernels.matmul.accumulate.launch import launch_pointer, launch_tma
@@ -147,6 +148,11 @@ def disagreements(
 ) -> list[tuple[Tile | str, torch.dtype]]:
     """The tiles in use, and kernels with a tile of their own, whose bits differ from SAFE's."""
     found = []
+    with compiled_ahead(device) as ahead:
+        for dtype in (torch.bfloat16, torch.float16) if ahead else ():
+            tile_bits(SAFE, dtype, device, split=split)
+            for _, run in _checks(dtype, device, split):
+                run()
     for dtype in (torch.bfloat16, torch.float16):
         expected = tile_bits(SAFE, dtype, device, split=split)
         for what, run in _checks(dtype, device, split):

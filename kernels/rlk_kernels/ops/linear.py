@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.backend import call, choose, record
+from rlk_kernels.direct import empty
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.matmul import portable
 from rlk_kernels.numerics.column_sum.operator import column_sum
@@ -46,7 +47,7 @@ def _gemm(
 
     m = a.shape[1] if trans_a else a.shape[0]
     n = b.shape[0] if trans_b else b.shape[1]
-    out = torch.empty(m, n, dtype=out_dtype, device=a.device)
+    out = empty((m, n), out_dtype, a.device)
     record("linear", product(a, b, bias, trans_a, trans_b, out))
     return out
 

@@ -20,6 +20,11 @@ def keys_and_values(cache: Tensor) -> tuple[Tensor, Tensor]:
     return whole.split(whole.shape[-1] // 2, dim=-1)
 
 
+def first(x: Tensor, rows: int) -> Tensor:
+    """x[:rows]; x itself where it has no more."""
+    return x if x.shape[0] == rows else x[:rows]
+
+
 def refuse(what: dict[str, bool]) -> None:
     """Raises NotServed with what is so."""
     if found := [name for name, is_so in what.items() if is_so]:
@@ -31,6 +36,15 @@ class Attention(Counted):
 
     scale: float
     rlk_window: int | None
+    rlk_cache: tuple[Any, ...] = (None, 0, None)
+    """The layer's cache, its address, and its keys and values: a step asks for them twice."""
+
+    def keys_and_values(self, cache: Tensor) -> tuple[Tensor, Tensor]:
+        known, address, found = self.rlk_cache
+        if known is not cache or address != cache.data_ptr():
+            found = keys_and_values(cache)
+            self.rlk_cache = cache, cache.data_ptr(), found
+        return found
 
     def attend(self, query: Tensor, cache: Tensor, metadata: Any, output: Tensor) -> None:
         """Writes [T, H, D] to output; rows from `num_actual_tokens` on are nobody's."""
@@ -38,16 +52,18 @@ class Attention(Counted):
         if metadata.causal is not True:
             raise NotServed("attention that is not causal is not served")
         rows = metadata.num_actual_tokens
-        k, v = keys_and_values(cache)
+        k, v = self.keys_and_values(cache)
         profile.paged_attention(
-            query[:rows], k, v, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
-            self.scale, self.rlk_window, output[:rows],
+            first(query, rows), k, v, metadata.block_table, metadata.seq_lens,
+            metadata.query_start_loc, self.scale, self.rlk_window, first(output, rows),
         )  # fmt: skip
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Writes what has a slot; rows of padding are behind the last slot, or have slot -1."""
-        rows = min(len(key), len(slot_mapping))
-        k, v = keys_and_values(kv_cache)
-        rlk_kernels.write_kv_cache(key[:rows], value[:rows], k, v, slot_mapping[:rows])
+        rows = min(key.shape[0], slot_mapping.shape[0])
+        k, v = self.keys_and_values(kv_cache)
+        rlk_kernels.write_kv_cache(
+            first(key, rows), first(value, rows), k, v, first(slot_mapping, rows)
+        )

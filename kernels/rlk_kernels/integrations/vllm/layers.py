@@ -25,7 +25,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.operators import Counted
-from rlk_kernels.integrations.vllm.config import enter_config
+from rlk_kernels.integrations.vllm.config import compile_products, enter_config, rows_to_come
 
 
 class RlkEmbeddingMethod(UnquantizedEmbeddingMethod):
@@ -69,7 +69,8 @@ class RlkLinearMethod(UnquantizedLinearMethod):
     """Multiplies by the weight as it was loaded: on CPUs vLLM's own packs it away."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        return
+        if layer.weight.is_cuda:
+            compile_products(layer.weight, layer.bias, layer.rlk_rows)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         layer.count()
@@ -79,9 +80,13 @@ class RlkLinearMethod(UnquantizedLinearMethod):
 class Linear(Counted):
     """What the linears have in common."""
 
+    rlk_rows: tuple[int, ...]
+    """`config.rows_to_come`."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         enter_config()
+        self.rlk_rows = rows_to_come()
         if type(self.quant_method) is not UnquantizedLinearMethod:
             raise NotServed(f"a linear of {type(self.quant_method).__name__} is not served")
         if self.tp_size > 1:

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from rlk_kernels.launching import launch
 from rlk_kernels.matmul.accumulate.partial import PartialProduct
 from rlk_kernels.matmul.accumulate.plan import AccumulatePlan
 from rlk_kernels.matmul.hopper.pipeline import (
@@ -367,9 +368,9 @@ def sum_hopper(plan: AccumulatePlan, partials: tuple[PartialProduct, ...]) -> No
     if len(mine) == 1:
         arguments += [None] * 10
         flags.append((False, False, False, False, 0))
-    _sum_hopper_kernel[(shared.programs,)](
-        *arguments, *flags[0], *flags[1], len(mine) == 2, STORAGE_LAYOUT, num_warps=4,
-        maxnreg=168,
+    launch(
+        {}, _sum_hopper_kernel, (shared.programs, 1, 1), *arguments, *flags[0], *flags[1],
+        len(mine) == 2, STORAGE_LAYOUT, num_warps=4, maxnreg=168,
     )  # fmt: skip
 
 

@@ -72,5 +72,6 @@ def write_kv_cache(
             f"{v_cache.dtype}; one dtype is needed"
         )
     chosen = choose("write_kv_cache", backend, k, v, k_cache, v_cache, slots)
-    k, v = (x.detach() if x.stride(-1) == 1 else x.detach().contiguous() for x in (k, v))
+    k, v = (x.detach() if x.requires_grad else x for x in (k, v))
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     call(_write_kv_cache, k_cache, v_cache, k, v, slots.contiguous(), chosen)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import facts
+from rlk_kernels.direct import empty
 from rlk_kernels.launching import cdiv, launch, launches, power_of_2
 
 _TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -106,7 +107,7 @@ def norm_rotate(
     (t, hq, d), hk, r = q.shape, k.shape[1], frequency.numel()
     wide = math.gcd(d, 16)
     q, k = _lying(q, wide), _lying(k, wide)
-    q_out, k_out = torch.empty_like(q, memory_format=torch.contiguous_format), k.new_empty(k.shape)
+    q_out, k_out = (empty(x.shape, x.dtype, x.device) for x in (q, k))
     if t and hq + hk:
         block = power_of_2(d)
         rows = max(1, 1024 // block)

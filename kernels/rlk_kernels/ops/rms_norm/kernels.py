@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlk_kernels.direct import empty
 from rlk_kernels.launching import cdiv, launch, launches, power_of_2
 from rlk_kernels.numerics.column_sum.operator import column_sum
 
@@ -69,8 +70,8 @@ def forward(
     x + residual, or empty."""
     h, heads = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
     m = x.shape[0] * heads
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    s = torch.empty_like(y) if residual is not None else x.new_empty(0)
+    y = empty(x.shape, x.dtype, x.device)
+    s = empty(x.shape if residual is not None else (0,), x.dtype, x.device)
     if m:
         block = power_of_2(h)
         rows = max(1, 1024 // block)

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import facts
+from rlk_kernels.direct import empty
 from rlk_kernels.launching import cdiv, launch, launches, power_of_2
 
 HEADS_AT_A_TIME = 32
@@ -76,8 +77,8 @@ def rotate(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q[T, Hq, D] and k[T, Hk, D], last dimensions dense, rotated by sign times their angles."""
     (t, hq, d), hk, r = q.shape, k.shape[1], frequency.numel()
-    q_out = torch.empty(t, hq, d, dtype=q.dtype, device=q.device)
-    k_out = torch.empty(t, hk, d, dtype=k.dtype, device=k.device)
+    q_out = empty((t, hq, d), q.dtype, q.device)
+    k_out = empty((t, hk, d), k.dtype, k.device)
     if t and hq + hk:
         whole = t >= MANY_TOKENS
         heads = min(HEADS_AT_A_TIME, power_of_2(max(hq, hk))) if whole else 8

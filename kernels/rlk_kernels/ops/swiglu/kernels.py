@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlk_kernels.direct import empty
 from rlk_kernels.launching import cdiv, launch, launches
 
 BLOCK = 2048
@@ -46,7 +47,7 @@ def _grids(m: int, f: int) -> list[tuple[int, tuple[int, int]]]:
 def forward(gate: Tensor, up: Tensor) -> Tensor:
     """y of gate[M, F] and up[M, F], whose rows are dense."""
     m, f = gate.shape
-    y = torch.empty(m, f, dtype=gate.dtype, device=gate.device)
+    y = empty((m, f), gate.dtype, gate.device)
     seen = launches(f, gate.stride(0), up.stride(0), gate.dtype)
     for start, grid in _grids(m, f):
         rows = (gate, up, y) if start == 0 else (gate[start:], up[start:], y[start:])

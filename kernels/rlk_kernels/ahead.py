@@ -1,0 +1,37 @@
+"""Compiling kernels before they are needed, several at a time.
+
+Triton compiles a kernel at its first launch, one after the other: a minute of a slow host for those
+of an engine. `compiled_ahead` takes the same launches first, runs none of them, and hands what is
+to be compiled to threads: most of the work is the compiler's, outside of the interpreter's lock.
+"""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch
+
+from rlk_kernels import launching
+from rlk_kernels.device import interpreting
+
+MOST_THREADS = 16
+
+
+@contextmanager
+def compiled_ahead(device: torch.device) -> Iterator[bool]:
+    """While it lasts, `launching.launch` compiles and runs nothing: outputs are left as they were.
+    At its end all is compiled. False, and launches as ever, where there is nothing to gain: no GPU,
+    or a graph that is captured."""
+    if device.type != "cuda" or interpreting() or torch.cuda.is_current_stream_capturing():
+        yield False
+        return
+    from triton.runtime._async_compile import AsyncCompileMode
+
+    threads = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1))
+    with threads, AsyncCompileMode(threads):
+        launching.only_compile(True)
+        try:
+            yield True
+        finally:
+            launching.only_compile(False)

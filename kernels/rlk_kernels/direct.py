@@ -1,0 +1,88 @@
+"""What launches and allocates without the layers above it: they cost the host more than the call.
+
+Nothing of this can change a bit: the same kernel runs with the same arguments, in memory from the
+same allocator.
+"""
+
+import functools
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.device import fits_gluon, triton_version
+
+DIRECT_TRITON = ((3, 6), (3, 7))
+"""Versions of Triton whose launcher is called past what wraps it: from the first, below the
+second."""
+_allocate = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`torch.empty`; on the current GPU as Inductor's code allocates, past torch's dispatch."""
+    if (
+        _allocate is None
+        or device.type != "cuda"
+        or not torch.cuda.is_initialized()
+        or device.index != torch._C._cuda_getDevice()
+    ):
+        return torch.empty(shape, dtype=dtype, device=device)
+    strides, dense = [], 1
+    for size in reversed(shape):
+        strides.append(dense)
+        dense *= max(size, 1)
+    return _allocate(tuple(shape), tuple(strides[::-1]), dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """Triton's launcher itself. What wraps it encodes every tensor map at every launch; here that
+    is kept with the descriptor."""
+
+    launch: Any
+    encode: Any
+    """(descriptor, metadata) -> what the launcher takes in its place."""
+    maps: tuple[tuple[int, str, dict], ...]
+    """Of each argument that is a descriptor: which one, how it is encoded, the same as Triton says
+    it."""
+    cooperative: bool
+    overlaps: bool
+
+    def arguments(self, given: tuple) -> list:
+        """The launcher's arguments for those of the kernel."""
+        found = list(given)
+        for index, key, how in reversed(self.maps):
+            descriptor = found[index]
+            encoded = descriptor.__dict__.setdefault("rlk_encoded", {})
+            if key not in encoded:
+                encoded[key] = self.encode(descriptor, how)
+            found[index : index + 1] = encoded[key]
+        return found
+
+
+@functools.lru_cache(maxsize=4096)
+def direct_launcher(kernel) -> Direct | None:
+    """The launcher of a compiled kernel without its wrapper, where it is made as it is known."""
+    launcher = kernel.run
+    if not fits_gluon(triton_version(), DIRECT_TRITON):
+        return None
+    if launcher.global_scratch_size or launcher.profile_scratch_size:
+        return None
+    launch, maps, encode = launcher.launch, (), None
+    if isinstance(launch, FunctionType):
+        names, cells = launch.__code__.co_freevars, launch.__closure__ or ()
+        inside = dict(zip(names, (cell.cell_contents for cell in cells), strict=True))
+        if set(inside) != {"launcher", "tensordesc_indices", "tensordesc_meta"}:
+            return None
+        if None in inside["tensordesc_meta"]:
+            return None
+        encode = launch.__globals__["make_tensordesc_arg"]
+        indices = sorted(inside["tensordesc_indices"])
+        maps = tuple(
+            (index, repr(sorted(how.items())), how)
+            for index, how in zip(indices, inside["tensordesc_meta"], strict=True)
+        )
+        launch = inside["launcher"]
+    return Direct(launch, encode, maps, launcher.launch_cooperative_grid, launcher.launch_pdl)

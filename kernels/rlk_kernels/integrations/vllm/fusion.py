@@ -1,0 +1,88 @@
+"""In a compiled model, queries' and keys' norms and their rotation become one operator.
+
+vLLM's layers call three; where nothing is compiled, three is what a tap sees. A pass over the
+compiler's graph, by vLLM's own extension point, puts `norm_rope` in the place of what computes the
+same bits: fewer launches, of which a step beyond the largest CUDA graph has hundreds.
+"""
+
+import operator
+
+import torch
+from torch import fx
+from vllm.compilation.passes.inductor_pass import InductorPass
+
+from rlk_kernels.integrations.errors import NotServed
+
+KEY = "post_grad_custom_post_pass"
+"""Of `inductor_compile_config`."""
+TRACED = "eager_input_vals"
+"""In a node's meta: its operator's arguments as they were traced."""
+_VIEWS = {
+    torch.ops.aten.view.default,
+    torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default,
+}
+
+
+class NormRopePass(InductorPass):
+    """Finds rope(rms_norm(q), rms_norm(k)) whose norms nobody else reads."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for rope in graph.find_nodes(op="call_function", target=torch.ops.rlk.rope.default):
+            fuse(graph, rope)
+
+
+def fuse(graph: fx.Graph, rope: fx.Node) -> bool:
+    """Whether a rotation could be put together with the norms before it, and was."""
+    q, k, *_, sign, _table, _interleaved, backend = rope.args
+    norms = [norm for x in (q, k) if (norm := _norm_of(x)) is not None]
+    if len(norms) < 2 or sign != 1.0:
+        return False
+    (x_q, _, _, *q_how), (x_k, _, _, *k_how) = (norm.args for norm in norms)
+    if q_how != k_how or q_how[-1] != backend:
+        return False
+    if any(_shape(a) != _shape(b) for a, b in ((x_q, q), (x_k, k))):
+        return False
+    with graph.inserting_before(rope):
+        both = graph.call_function(
+            torch.ops.rlk.norm_rope.default, _arguments(*(n.args for n in (*norms, rope)))
+        )
+    both.meta = dict(rope.meta)
+    # What the operators were traced with: by it the compiler knows the strides they are to get.
+    traced = [n.meta.get(TRACED) for n in (*norms, rope)]
+    if None not in traced:
+        both.meta[TRACED] = (_arguments(*(args for args, _ in traced)), {})
+    rope.replace_all_uses_with(both)
+    graph.erase_node(rope)
+    return True
+
+
+def _arguments(q_norm: tuple, k_norm: tuple, rope: tuple) -> tuple:
+    """Of norm_rope, of those of the norms and the rotation."""
+    _, _, positions, inv_freq, theta, rotary_dim, _sign, *rest = rope
+    q, _, q_weight, eps, hf, _backend = q_norm
+    k, _, k_weight, *_ = k_norm
+    return q, k, q_weight, k_weight, positions, inv_freq, eps, hf, theta, rotary_dim, *rest
+
+
+def _norm_of(x: fx.Node) -> fx.Node | None:
+    """The norm, without a residual, whose result x is, and nobody else's."""
+    while x.target in _VIEWS and len(x.users) == 1:
+        x = x.args[0]
+    if x.target is not operator.getitem or x.args[1] != 0 or len(x.users) != 1:
+        return None
+    norm = x.args[0]
+    return norm if norm.target == torch.ops.rlk.rms_norm.default and norm.args[1] is None else None
+
+
+def _shape(x: fx.Node) -> tuple[str, ...]:
+    return tuple(map(str, x.meta["val"].shape))
+
+
+def enter(inductor_config: dict) -> None:
+    """Have the compiler run the pass. Raises NotServed where the place is taken."""
+    if inductor_config.get(KEY) is not None:
+        raise NotServed(
+            f"inductor_compile_config has a {KEY} already, where the kernels put theirs"
+        )
+    inductor_config[KEY] = NormRopePass()

@@ -1,0 +1,86 @@
+"""Kernels are compiled before they are launched, and only where there is something to compile."""
+
+from typing import Any
+
+import pytest
+import torch
+from rlk_kernels import ahead, launching
+from rlk_kernels.ahead import compiled_ahead
+from rlk_kernels.matmul import product as products
+
+
+class Kernel:
+    """Stands for one of Triton's."""
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[Any, ...]] = []
+        self.ran: list[tuple[Any, ...]] = []
+
+    def warmup(self, *arguments: Any, grid: Any, **options: Any) -> None:
+        self.compiled.append((grid, arguments, options))
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *arguments, **options: self.ran.append((grid, arguments, options))
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A GPU, as far as what is tested here asks for one."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(ahead, "interpreting", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    return torch.device("cuda")
+
+
+def test_launches_compile_and_do_not_run(on_gpu: torch.device) -> None:
+    kernel = Kernel()
+    with compiled_ahead(on_gpu) as is_ahead:
+        assert is_ahead
+        launching.launch({}, kernel, (2, 1, 1), 7, num_warps=4)
+    assert kernel.compiled == [((2, 1, 1), (7,), {"num_warps": 4})]
+    assert kernel.ran == []
+    launching.launch({}, kernel, (2, 1, 1), 7, num_warps=4)
+    assert kernel.ran == kernel.compiled
+
+
+def test_launches_run_again_after_an_error(on_gpu: torch.device) -> None:
+    kernel = Kernel()
+    with pytest.raises(ZeroDivisionError), compiled_ahead(on_gpu):
+        raise ZeroDivisionError
+    launching.launch({}, kernel, (1, 1, 1))
+    assert len(kernel.ran) == 1
+
+
+@pytest.mark.parametrize("why", ["no GPU", "captured"])
+def test_where_nothing_can_be_compiled_launches_run(
+    on_gpu: torch.device, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: why == "captured")
+    kernel = Kernel()
+    with compiled_ahead(torch.device("cpu") if why == "no GPU" else on_gpu) as is_ahead:
+        assert not is_ahead
+        launching.launch({}, kernel, (1, 1, 1))
+    assert len(kernel.ran) == 1
+    assert kernel.compiled == []
+
+
+def test_every_number_of_rows_is_launched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    class Ahead:
+        def __enter__(self) -> bool:
+            return True
+
+        def __exit__(self, *_: Any) -> None:
+            return
+
+    def product(x: Any, weight: Any, bias: Any, trans_a: bool, trans_b: bool, out: Any) -> None:
+        seen.append((tuple(x.shape), tuple(out.shape), trans_a, trans_b))
+
+    pytest.importorskip("triton")
+    monkeypatch.setattr(products, "trusted", lambda *_: True)
+    monkeypatch.setattr(products, "compiled_ahead", lambda _: Ahead())
+    monkeypatch.setattr(products, "product", product)
+    products.compile_ahead(torch.empty(6, 4), None, [1, 3])
+    assert seen == [((1, 4), (1, 6), False, True), ((3, 4), (3, 6), False, True)]

@@ -1,0 +1,125 @@
+"""Triton's launcher is called past its wrapper, with the arguments that the wrapper would give."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rlk_kernels import direct
+from rlk_kernels.direct import Direct, direct_launcher
+
+HOW = [{"swizzle": 3, "block_size": [8, 8]}, {"swizzle": 1, "block_size": [4, 4]}]
+
+
+class Map:
+    """Stands for a tensor's descriptor."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+encoded: list[tuple[str, Any]] = []
+
+
+def make_tensordesc_arg(descriptor: Map, how: dict[str, Any]) -> list[Any]:
+    encoded.append((descriptor.name, how))
+    return [f"map of {descriptor.name}", how["swizzle"]]
+
+
+def wrapped(launcher: Any, tensordesc_indices: set[int], tensordesc_meta: list[Any]) -> Any:
+    """As Triton 3.6 wraps one."""
+
+    def inner(*args: Any) -> Any:
+        final = list(args[:13])
+        number = 0
+        for i, arg in enumerate(args[13:]):
+            if i in tensordesc_indices:
+                final += make_tensordesc_arg(arg, tensordesc_meta[number])
+                number += 1
+            else:
+                final.append(arg)
+        return launcher(*final)
+
+    return inner
+
+
+def a_kernel(launch: Any, scratch: int = 0) -> Any:
+    class Kernel:
+        run = SimpleNamespace(
+            launch=launch, global_scratch_size=scratch, profile_scratch_size=0,
+            launch_cooperative_grid=False, launch_pdl=True,
+        )  # fmt: skip
+
+    return Kernel()
+
+
+@pytest.fixture
+def triton_36(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "triton_version", lambda: "3.6.0")
+    encoded.clear()
+
+
+@pytest.mark.usefixtures("triton_36")
+def test_the_arguments_are_those_of_the_wrapper_and_maps_are_encoded_once() -> None:
+    got: list[tuple[Any, ...]] = []
+    own = wrapped(lambda *args: got.append(args), {0, 2}, HOW)
+    found = direct_launcher(a_kernel(own))
+    assert found is not None
+    given = (Map("a"), 5, Map("b"), None, 7)
+    before = tuple(range(13))
+    own(*before, *given)
+    encoded.clear()
+    for _ in range(3):
+        found.launch(*before, *found.arguments(given))
+    assert got[1:] == [got[0]] * 3
+    assert sorted(name for name, _ in encoded) == ["a", "b"]
+
+
+@pytest.mark.usefixtures("triton_36")
+def test_one_descriptor_in_two_kernels_is_encoded_as_each_wants_it() -> None:
+    shared = Map("a")
+    found = [
+        direct_launcher(a_kernel(wrapped(print, {0}, [how]))).arguments((shared,)) for how in HOW
+    ]
+    assert found == [["map of a", 3], ["map of a", 1]]
+
+
+@pytest.mark.usefixtures("triton_36")
+def test_a_kernel_without_descriptors_is_called_as_it_is() -> None:
+    assert direct_launcher(a_kernel(print)) == Direct(print, None, (), False, True)
+
+
+@pytest.mark.usefixtures("triton_36")
+def test_what_is_not_as_it_is_known_is_left_to_triton() -> None:
+    def another(*args: Any) -> None:
+        return
+
+    assert direct_launcher(a_kernel(another)) is None
+    assert direct_launcher(a_kernel(print, scratch=8)) is None
+    assert direct_launcher(a_kernel(wrapped(print, {0}, [None]))) is None
+
+
+def test_other_versions_are_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "triton_version", lambda: "3.7.0")
+    assert direct_launcher(a_kernel(print)) is None
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (0,), (2, 0, 5)])
+def test_empty_is_torchs(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(direct, "_allocate", lambda *args: asked.append(args))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    like = torch.empty(shape, dtype=torch.bfloat16)
+    found = direct.empty(like.shape, torch.bfloat16, torch.device("cpu"))
+    assert (found.shape, found.stride(), found.dtype) == (like.shape, like.stride(), like.dtype)
+    direct.empty(like.shape, torch.bfloat16, torch.device("cuda", 0))
+    assert asked == [(tuple(like.shape), like.stride(), torch.bfloat16)]
+
+
+def test_every_operator_is_dispatched_straight_on_gpus() -> None:
+    from torch._library.custom_ops import OPDEFS
+
+    names = [name for name in OPDEFS if name.startswith("rlk::")]
+    assert len(names) > 10
+    assert all(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA") for name in names)
