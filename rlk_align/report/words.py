@@ -159,9 +159,18 @@ def _settle(verdict: Verdict) -> str:
     noisy = [s for s, n in (c.controls.noise if c.controls else {}).items() if isinstance(n, Noise)]
     if noisy:
         return f"make {' and '.join(noisy)} repeat itself, or judge by a contract with max_noise"
-    if any(e.metrics.tokens < contract.min_tokens for e in c.edges if e.name in c.judged):
+    short = [e for e in c.edges if e.name in c.judged and e.metrics.tokens < contract.min_tokens]
+    rest = [name for name in c.judged if name not in {e.name for e in short}]
+    if rest and all(_never_shown(e) for e in short):
+        return f"judge what both sides can show: --edges {','.join(rest)}"
+    if short:
         return "capture with more --prompts, or a larger --max-new-tokens"
     return "mend what is named above, then capture and compare again, with --fresh"
+
+
+def _never_shown(edge: EdgeResult) -> bool:
+    """Whether a side cannot give this edge's log-probs, however many tokens are captured."""
+    return any(site == "logprob" and explained for site, _, explained in edge.unpaired)
 
 
 def next_step(verdict: Verdict, folder: Path) -> str:
