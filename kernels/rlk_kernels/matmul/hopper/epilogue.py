@@ -388,7 +388,7 @@ def hopper_tiles(
     """`linear_logp.launch.run_tiles`; "logits": into out[T, V], contiguous fp32."""
     seen = {} if seen is None else seen
     programs, counts, constants = kept(seen, "tiles", h.shape[0], _fixed, plan, h, w, flags)
-    maps = kept(seen, "maps", (h.data_ptr(), w.data_ptr()), _maps, plan, h, w)
+    maps = kept(seen, "maps", (h.data_ptr(), w.data_ptr(), h.shape[0]), _maps, plan, h, w)
     stored = out
     if plan.epilogue in ("exponentials", "gradient"):
         stored = described(out, [ROWS.value, plan.tile.n // 2])
