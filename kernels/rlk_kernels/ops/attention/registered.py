@@ -1,8 +1,8 @@
 """attention and paged_attention as torch knows them: custom operators, and their gradient."""
 
 import functools
-from collections.abc import Callable
 from itertools import pairwise
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -17,10 +17,10 @@ def lengths_of(cu: Tensor) -> tuple[list[int], list[int]]:
 
 
 @functools.cache
-def _triton_forward() -> Callable:
+def _on_triton() -> ModuleType:
     from rlk_kernels.ops.attention import forward  # imports Triton
 
-    return forward.forward
+    return forward
 
 
 def empty_like_results(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,7 +37,7 @@ def _attention(
         record("attention", "torch")
         start, length = lengths_of(cu_k)
         return portable.forward(q, k, v, cu_q, start, length, None, 1, causal, scale, window)
-    out, lse, ran = _triton_forward()(q, k, v, cu_q, cu_k, None, causal, scale, window)
+    out, lse, ran = _on_triton().forward(q, k, v, cu_q, cu_k, None, causal, scale, window)
     record("attention", ran)
     return out, lse
 
@@ -103,7 +103,7 @@ def _paged_attention(
         return portable.forward(
             q, k, v, cu_q, start, length, block_table, page, True, scale, window
         )
-    out, lse, ran = _triton_forward()(
+    out, lse, ran = _on_triton().forward(
         q, k_cache, v_cache, cu_q, context_lens, block_table, True, scale, window
     )
     record("paged_attention", ran)
@@ -122,7 +122,7 @@ def _paged_attention_into(
         )
         out.copy_(found)
         return lse
-    _, lse, ran = _triton_forward()(
+    _, lse, ran = _on_triton().forward(
         q, k_cache, v_cache, cu_q, context_lens, block_table, True, scale, window, out=out
     )
     record("paged_attention", ran)
