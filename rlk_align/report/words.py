@@ -161,7 +161,7 @@ def _settle(verdict: Verdict) -> str:
         return f"make {' and '.join(noisy)} repeat itself, or judge by a contract with max_noise"
     short = [e for e in c.edges if e.name in c.judged and e.metrics.tokens < contract.min_tokens]
     rest = [name for name in c.judged if name not in {e.name for e in short}]
-    if rest and all(_never_shown(e) for e in short):
+    if short and rest and all(_never_shown(e) for e in short):
         return f"judge what both sides can show: --edges {','.join(rest)}"
     if short:
         return "capture with more --prompts, or a larger --max-new-tokens"

@@ -17,5 +17,7 @@ def test_edges_that_a_side_never_shows_are_to_be_left_out(tmp_path: Path) -> Non
     verdict = judge(comparison(*edges), contract())
     assert verdict.status == "inconclusive"
     assert next_step(verdict, tmp_path).endswith("--edges decode_vs_train")
+    blind = comparison(shown, controls=None)
+    assert "mend what is named above" in next_step(judge(blind, contract()), tmp_path)
     few = edge("prefill_vs_train", metrics=metrics(tokens=0))
     assert "--max-new-tokens" in next_step(judge(comparison(few, shown), contract()), tmp_path)

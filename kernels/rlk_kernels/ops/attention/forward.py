@@ -9,8 +9,6 @@ so that a decode step reads its keys once.
 T = queries  S = keys  D = head size  BM = packed rows of a program  BN = keys of a block
 """
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -385,7 +383,9 @@ def forward(
             window, own.special and own.rows == 64, own.slots, own.most,
         )  # fmt: skip
     if own.special and (own.split or own.whole):
-        _attend_pieces()(
+        from rlk_kernels.ops.attention.hopper_pieces import attend_pieces
+
+        attend_pieces(
             seen, own, plan, pieces, q, k, v, out, lse, part_acc, part_ml, cu_q, lens_k, table,
             causal, scale, window,
         )  # fmt: skip
@@ -406,13 +406,6 @@ def forward(
             causal, window, table is not None,
         )  # fmt: skip
     return out, lse, "triton/hopper" if own.special else "triton"
-
-
-@functools.cache
-def _attend_pieces() -> Callable:
-    from rlk_kernels.ops.attention.hopper_pieces import attend_pieces  # needs Gluon
-
-    return attend_pieces
 
 
 def _attend(

@@ -28,18 +28,30 @@ def empty_like_results(q: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=lse)
 
 
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float,
+    window: int | None, backend: str, softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse); softcap: 0 is none."""
+    if backend == "torch":
+        record("attention", "torch")
+        start, length = lengths_of(cu_k)
+        return portable.forward(
+            q, k, v, cu_q, start, length, None, 1, causal, scale, window, softcap
+        )
+    out, lse, ran = _on_triton().forward(
+        q, k, v, cu_q, cu_k, None, causal, scale, window, softcap=softcap
+    )
+    record("attention", ran)
+    return out, lse
+
+
 @torch.library.custom_op("rlk::attention", mutates_args=())
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float,
     window: int | None, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if backend == "torch":
-        record("attention", "torch")
-        start, length = lengths_of(cu_k)
-        return portable.forward(q, k, v, cu_q, start, length, None, 1, causal, scale, window)
-    out, lse, ran = _on_triton().forward(q, k, v, cu_q, cu_k, None, causal, scale, window)
-    record("attention", ran)
-    return out, lse
+    return attend(q, k, v, cu_q, cu_k, causal, scale, window, backend)
 
 
 @_attention.register_fake
@@ -47,20 +59,32 @@ def _(q, k, v, cu_q, cu_k, causal, scale, window, backend):
     return empty_like_results(q)
 
 
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float,
+    window: int | None, out: Tensor, lse: Tensor, do: Tensor, backend: str, softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv) of `attend`."""
+    if backend == "torch":
+        record("attention_backward", "torch")
+        start, length = lengths_of(cu_k)
+        return portable.backward(
+            q, k, v, cu_q, start, length, causal, scale, window, out, lse, do, softcap
+        )
+    from rlk_kernels.ops.attention import backward
+
+    dq, dk, dv, ran = backward.backward(
+        q, k, v, cu_q, cu_k, causal, scale, window, out, lse, do, softcap=softcap
+    )
+    record("attention_backward", ran)
+    return dq, dk, dv
+
+
 @torch.library.custom_op("rlk::attention_backward", mutates_args=())
 def _attention_backward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float,
     window: int | None, out: Tensor, lse: Tensor, do: Tensor, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if backend == "torch":
-        record("attention_backward", "torch")
-        start, length = lengths_of(cu_k)
-        return portable.backward(q, k, v, cu_q, start, length, causal, scale, window, out, lse, do)
-    from rlk_kernels.ops.attention import backward
-
-    *grads, ran = backward.backward(q, k, v, cu_q, cu_k, causal, scale, window, out, lse, do)
-    record("attention_backward", ran)
-    return tuple(grads)
+    return gradients(q, k, v, cu_q, cu_k, causal, scale, window, out, lse, do, backend)
 
 
 @_attention_backward.register_fake
@@ -89,11 +113,11 @@ def _backward(ctx, do, _dlse):
 _attention.register_autograd(_backward, setup_context=_setup)
 
 
-@torch.library.custom_op("rlk::paged_attention", mutates_args=())
-def _paged_attention(
+def attend_paged(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, context_lens: Tensor,
-    cu_q: Tensor, scale: float, window: int | None, backend: str,
+    cu_q: Tensor, scale: float, window: int | None, backend: str, softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse); softcap: 0 is none."""
     if backend == "torch":
         record("paged_attention", "torch")
         k, v = (x.reshape(-1, *x.shape[2:]) for x in (k_cache, v_cache))
@@ -101,13 +125,23 @@ def _paged_attention(
         start = [0] * len(length)
         page = k_cache.shape[1]
         return portable.forward(
-            q, k, v, cu_q, start, length, block_table, page, True, scale, window
+            q, k, v, cu_q, start, length, block_table, page, True, scale, window, softcap
         )
     out, lse, ran = _on_triton().forward(
-        q, k_cache, v_cache, cu_q, context_lens, block_table, True, scale, window
+        q, k_cache, v_cache, cu_q, context_lens, block_table, True, scale, window, softcap=softcap
     )
     record("paged_attention", ran)
     return out, lse
+
+
+@torch.library.custom_op("rlk::paged_attention", mutates_args=())
+def _paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, context_lens: Tensor,
+    cu_q: Tensor, scale: float, window: int | None, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return attend_paged(
+        q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, backend
+    )
 
 
 @torch.library.custom_op("rlk::paged_attention_into", mutates_args=("out",))
@@ -117,7 +151,7 @@ def _paged_attention_into(
 ) -> Tensor:  # fmt: skip
     """lse; the result goes to `out`, where it is written at once on triton."""
     if backend == "torch":
-        found, lse = _paged_attention._init_fn(
+        found, lse = attend_paged(
             q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, backend
         )
         out.copy_(found)

@@ -3,15 +3,12 @@
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import record
-from rlk_kernels.ops.attention import portable
 from rlk_kernels.ops.attention import sinks as sink_logits
 from rlk_kernels.ops.attention.registered import (
-    _attention,
-    _attention_backward,
-    _paged_attention,
+    attend,
+    attend_paged,
     empty_like_results,
-    lengths_of,
+    gradients,
 )
 
 
@@ -29,22 +26,7 @@ def _attention_with(
     scale: float, window: int | None, softcap: float, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`_attention` with sinks, a softcap, or both."""
-    if softcap and backend != "torch":
-        from rlk_kernels.ops.attention import forward
-
-        out, lse, ran = forward.forward(
-            q, k, v, cu_q, cu_k, None, causal, scale, window, softcap=softcap
-        )
-        record("attention", ran)
-        found = out, lse
-    elif softcap:
-        record("attention", "torch")
-        start, length = lengths_of(cu_k)
-        found = portable.forward(
-            q, k, v, cu_q, start, length, None, 1, causal, scale, window, softcap
-        )
-    else:
-        found = _attention._init_fn(q, k, v, cu_q, cu_k, causal, scale, window, backend)
+    found = attend(q, k, v, cu_q, cu_k, causal, scale, window, backend, softcap)
     return found if sinks is None else sink_logits.add(*found, sinks, backend)
 
 
@@ -60,23 +42,7 @@ def _attention_with_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dsinks), the last one empty without sinks."""
-    if softcap and backend != "torch":
-        from rlk_kernels.ops.attention import backward
-
-        *grads, ran = backward.backward(
-            q, k, v, cu_q, cu_k, causal, scale, window, out, lse, do, softcap=softcap
-        )
-        record("attention_backward", ran)
-    elif softcap:
-        record("attention_backward", "torch")
-        start, length = lengths_of(cu_k)
-        grads = portable.backward(
-            q, k, v, cu_q, start, length, causal, scale, window, out, lse, do, softcap
-        )
-    else:
-        grads = _attention_backward._init_fn(
-            q, k, v, cu_q, cu_k, causal, scale, window, out, lse, do, backend
-        )
+    grads = gradients(q, k, v, cu_q, cu_k, causal, scale, window, out, lse, do, backend, softcap)
     if sinks is None:
         return *grads, lse.new_empty(0)
     return *grads, sink_logits.gradient(out, lse, sinks, do, backend)
@@ -116,27 +82,9 @@ def _paged_attention_with(
     context_lens: Tensor, cu_q: Tensor, scale: float, window: int | None, softcap: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if softcap and backend != "torch":
-        from rlk_kernels.ops.attention import forward
-
-        out, lse, ran = forward.forward(
-            q, k_cache, v_cache, cu_q, context_lens, block_table, True, scale, window,
-            softcap=softcap,
-        )  # fmt: skip
-        record("paged_attention", ran)
-        found = out, lse
-    elif softcap:
-        record("paged_attention", "torch")
-        k, v = (x.reshape(-1, *x.shape[2:]) for x in (k_cache, v_cache))
-        length = context_lens.tolist()
-        found = portable.forward(
-            q, k, v, cu_q, [0] * len(length), length, block_table, k_cache.shape[1], True, scale,
-            window, softcap,
-        )  # fmt: skip
-    else:
-        found = _paged_attention._init_fn(
-            q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, backend
-        )
+    found = attend_paged(
+        q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, backend, softcap
+    )
     return found if sinks is None else sink_logits.add(*found, sinks, backend)
 
 
