@@ -133,6 +133,20 @@ def test_the_factor_is_that_of_transformers() -> None:
     assert len(set(scaled.values())) == 4
 
 
+def test_a_rotation_does_not_follow_the_default_dtype() -> None:
+    """vLLM sets it while it makes a model."""
+    before = torch.get_default_dtype()
+    for rope in ROPES.values():
+        expected = rotation(rope, 64)
+        torch.set_default_dtype(BF16)
+        try:
+            found = rotation(rope, 64)
+        finally:
+            torch.set_default_dtype(before)
+        for a, b in zip(found, expected, strict=True):
+            assert (a is b is None) or (a.dtype == torch.float32 and torch.equal(a, b))
+
+
 @pytest.mark.parametrize("kind", [*NOT_FIXED, "proportional"])
 def test_another_rope_is_refused(kind: str) -> None:
     with pytest.raises(ValueError, match=f"rope_type={kind} is not served") as error:

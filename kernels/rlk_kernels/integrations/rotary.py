@@ -32,7 +32,8 @@ def check(rope: Mapping[str, Any]) -> None:
 
 
 def rotation(rope: Mapping[str, Any], rotary_dim: int) -> tuple[Tensor, Tensor | None]:
-    """inv_freq[R], and scaling[1] on cos and sin where it is not 1: what every engine computes.
+    """inv_freq[R], and scaling[1] on cos and sin where it is not 1, for all engines. In fp32: while
+    vLLM makes a model, the default dtype is another.
 
     GPUs round the powers otherwise. Raises NotServed as `check` does.
     """
@@ -43,7 +44,8 @@ def rotation(rope: Mapping[str, Any], rotary_dim: int) -> tuple[Tensor, Tensor |
         powers = theta**exponent
         if kind == "yarn":
             factor = attention_factor(rope)
-            return _yarn(powers, rope), None if factor == 1.0 else torch.tensor([factor])
+            scaling = torch.tensor([factor], dtype=torch.float32)
+            return _yarn(powers, rope), None if factor == 1.0 else scaling
         inv_freq = 1.0 / powers
         if kind == "linear":
             inv_freq = inv_freq / rope["factor"]
