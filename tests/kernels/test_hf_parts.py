@@ -74,5 +74,6 @@ def test_what_stands_in_the_place_of_a_linear_is_refused(where: str) -> None:
 
 
 def test_what_is_no_causal_model_is_refused() -> None:
-    with pytest.raises(NotServed, match="a LlamaModel is not served"):
-        hf.use_kernels(small_model().model)
+    for ask in (hf.use_kernels, hf.operators):
+        with pytest.raises(NotServed, match="a LlamaModel is not served"):
+            ask(small_model().model)

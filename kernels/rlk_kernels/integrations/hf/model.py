@@ -16,7 +16,8 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def operators(model: Any) -> dict[str, Any]:
-    """Canonical operator -> the module that computes it."""
+    """Canonical operator -> the module that computes it. Raises NotServed for another model."""
+    _check_causal(model)
     inner = model.model
     found = {"embed": inner.embed_tokens}
     for i, layer in enumerate(inner.layers):
@@ -69,10 +70,14 @@ def _check_plain(name: str, module: Any) -> None:
         )
 
 
-def _check(model: Any) -> None:
-    config = model.config
+def _check_causal(model: Any) -> None:
     if not hasattr(getattr(model, "model", None), "embed_tokens") or not hasattr(model, "lm_head"):
         raise NotServed(f"a {type(model).__name__} is not served; a causal LM of transformers is")
+
+
+def _check(model: Any) -> None:
+    config = model.config
+    _check_causal(model)
     if config.model_type not in FAMILIES:
         raise NotServed(f"{config.model_type} is not served; {', '.join(FAMILIES)} are")
     if config.hidden_act != "silu":
