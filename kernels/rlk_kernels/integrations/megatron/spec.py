@@ -93,8 +93,9 @@ def use_kernels(model: Any, rope_parameters: Mapping[str, Any], left: Iterable[s
         rotary = model.rotary_pos_emb
         found, scaling = rotation(rope_parameters, 2 * rotary.inv_freq.numel())
         # Kept in the live module, so that what changes them later is not passed by.
-        rotary.inv_freq = found.to(rotary.inv_freq.device)
-        rotary.rlk_scaling = scaling
+        device = rotary.inv_freq.device
+        rotary.inv_freq = found.to(device)
+        rotary.rlk_scaling = None if scaling is None else scaling.to(device)
         yarn = model.position_embedding_type == "yarn"
         rotary.__class__ = layers.ScaledPositions if yarn else layers.Positions
         for layer in model.decoder.layers:
