@@ -51,10 +51,11 @@ def test_an_engine_that_does_not_sample_is_no_rollout(
 
 DEFAULTS = {
     "compare": (
-        *("the embedded model", "the embedded prompts", "vllm, else hf", "megatron, else hf"),
+        *("the embedded model; a replay's own", "the embedded prompts"),
+        *("vllm, else hf", "megatron, else hf"),
         *("by the lower-precision dtype", "below rlk-runs", "all three", "on GPUs"),
     ),
-    "capture": ("the embedded model", "the embedded prompts", "sample"),
+    "capture": ("the embedded model; a replay's own", "the embedded prompts", "sample"),
 }
 
 

@@ -132,6 +132,31 @@ def overflow_at_once(check):
     return look
 
 
+def broadcast_where_shapes_differ(broadcast):
+    """`broadcast_impl_value`, which looks long at two operands of one shape and returns them."""
+
+    def look(self, lhs, rhs):
+        alike = lhs.type.is_block() == rhs.type.is_block()
+        if alike and lhs.handle.data.shape == rhs.handle.data.shape:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    return look
+
+
+def typed_once(computation_type):
+    """`computation_type_impl`, asked once for each pair of types."""
+    known: dict[tuple, Any] = {}
+
+    def find(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod):
+        key = a_ty.name, a_is_scalar, b_ty.name, b_is_scalar, div_or_mod
+        if key not in known:
+            known[key] = computation_type(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod)
+        return known[key]
+
+    return find
+
+
 def install() -> None:
     InterpreterBuilder.create_dot = create_dot
     interpreter.ReduceOps.generic_reduce = of_two_by_add(interpreter.ReduceOps.generic_reduce)
@@ -142,3 +167,5 @@ def install() -> None:
     semantic = type(interpreter.interpreter_semantic)
     check = semantic.binary_op_sanitize_overflow_impl
     semantic.binary_op_sanitize_overflow_impl = overflow_at_once(check)
+    semantic.broadcast_impl_value = broadcast_where_shapes_differ(semantic.broadcast_impl_value)
+    semantic.computation_type_impl = typed_once(semantic.computation_type_impl)
