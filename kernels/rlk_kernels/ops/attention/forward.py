@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlk_kernels.device import facts
+from rlk_kernels.direct import empty
 from rlk_kernels.launching import cdiv, launch, launches, power_of_2, tensor_map
 from rlk_kernels.ops.attention.merge import merge_parts
 from rlk_kernels.ops.attention.order import (
@@ -33,6 +34,7 @@ from rlk_kernels.ops.attention.order import (
     seen_keys,
 )
 from rlk_kernels.ops.attention.schedule import (
+    MOST_FEW,
     PIECES,
     SCRATCH_BYTES,
     lone_piece,
@@ -287,7 +289,9 @@ class ForwardPlan:
     split: bool
     """Keys are taken in pieces (`schedule.py`)."""
     listed: bool
-    """Pieces come from a list; those of a batch of one sequence need none."""
+    """Pieces come from a list; those of few sequences need none."""
+    merged: bool
+    """A kernel behind merges the pieces; else whoever ends last does."""
     whole: bool
     """No row has more than one chunk of keys: pieces are blocks of rows, and nothing is merged."""
     slots: int
@@ -330,8 +334,10 @@ def _plan(
     split = split and (not running or tokens * group <= room)
     # a block a program takes less where it is one wave of them, and not of few
     one_wave = here.processors // 2 < batch * kv_heads <= here.processors
+    few = batch <= (MOST_FEW if running else 1)
     return ForwardPlan(
-        special=special, rows=rows, split=split, listed=split and batch > 1,
+        special=special, rows=rows, split=split, listed=split and not few,
+        merged=split and not (few and running),
         whole=running and not split and chunks <= 1 and not one_wave,
         slots=min(room, tokens * group * (chunks + 1)), most=most,
         target=PIECES[rows] * here.processors,
@@ -355,8 +361,8 @@ def forward(
     tokens, heads, dim = q.shape
     kv_heads = k.shape[-2]
     if out is None:
-        out = torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
-    lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
+        out = empty((tokens, heads, dim), q.dtype, q.device)
+    lse = empty((heads, tokens), torch.float32, q.device)
     batch = cu_q.numel() - 1
     if tokens == 0 or batch == 0:
         return out, lse, "triton"
@@ -370,13 +376,14 @@ def forward(
     own = seen.get("plan")
     if own is None:
         own = seen["plan"] = _plan(q, k, v, table, batch, rows, split, warp_specialized)
-    part_acc = part_ml = lse
+    part_acc = part_ml = flags = lse
     plan = pieces = cu_q
     if own.split:
         page, padded = 1 if table is None else k.shape[1], max(16, power_of_2(dim))
-        states = own.slots * kv_heads
-        parts = torch.empty(states * (padded + 2), dtype=torch.float32, device=q.device)
-        part_acc, part_ml = torch.split_with_sizes(parts, [states * padded, states * 2])
+        states, told = own.slots * kv_heads, 0 if own.merged else cdiv(own.most * kv_heads, 2) * 4
+        sizes = [told, states * padded, states * 2]
+        parts = empty((sum(sizes),), torch.float32, q.device)
+        flags, part_acc, part_ml = torch.split_with_sizes(parts, sizes)
     if own.listed:
         plan, pieces = schedule(
             seen, cu_q, lens_k, table, page, kv_heads, heads // kv_heads, own.rows, CHUNK, causal,
@@ -386,8 +393,8 @@ def forward(
         from rlk_kernels.ops.attention.hopper_pieces import attend_pieces
 
         attend_pieces(
-            seen, own, plan, pieces, q, k, v, out, lse, part_acc, part_ml, cu_q, lens_k, table,
-            causal, scale, window,
+            seen, own, plan, pieces, q, k, v, out, lse, part_acc, part_ml, flags, cu_q, lens_k,
+            table, causal, scale, window,
         )  # fmt: skip
     elif own.special:
         from rlk_kernels.ops.attention.hopper import attend_hopper
@@ -400,7 +407,7 @@ def forward(
             seen, own, q, k, v, out, lse, part_acc, part_ml, plan, pieces, cu_q, lens_k, table,
             causal, scale, window, softcap,
         )  # fmt: skip
-    if own.split:
+    if own.merged:
         merge_parts(
             seen, own, plan, part_acc, part_ml, out, lse, cu_q, lens_k, kv_heads, padded, CHUNK,
             causal, window, table is not None,

@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from rlk_kernels.device import DeviceFacts, facts
-from rlk_kernels.launching import kept, launch
+from rlk_kernels.launching import kept, launch, power_of_2
 from rlk_kernels.matmul.hopper.pipeline import ROWS, thread_barrier
 from rlk_kernels.ops.attention.hopper import (
     BLOCK,
@@ -28,7 +28,8 @@ from rlk_kernels.ops.attention.hopper import (
     buffers,
     descriptors,
 )
-from rlk_kernels.ops.attention.hopper_narrow import attend_chunk, rows_layout
+from rlk_kernels.ops.attention.hopper_few import allocate_planes, end_piece, few_piece, plan_few
+from rlk_kernels.ops.attention.hopper_narrow import attend_chunk, load_queries, rows_layout
 from rlk_kernels.ops.attention.order import (
     LOG2E,
     block_weights,
@@ -45,9 +46,10 @@ from rlk_kernels.ops.attention.schedule import (
     whole_piece,
 )
 
-LISTED, LONE, WHOLE = (gl.constexpr(i) for i in range(3))
-"""Where pieces come from: a list, the lengths of the only sequence, or the rows alone, each of
-which has at most one chunk of keys."""
+LISTED, LONE, WHOLE, FEW = (gl.constexpr(i) for i in range(4))
+"""Where pieces come from: a list, the lengths of the only sequence, the rows alone, each of which
+has at most one chunk of keys, or the lengths of few sequences."""
+EIGHT = True
 DEPTH = {64: (3, 3), 128: (2, 2)}
 """Rows of a block -> blocks of keys and of values that a program has room for, one program a
 processor (time only)."""
@@ -59,7 +61,7 @@ def _all_work(
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
     """(pieces of all KV heads, what `lone_piece` needs)."""
-    plan_ptr, _, cu_q_ptr, lens_ptr, B, T, capacity, target = work
+    plan_ptr, _, cu_q_ptr, lens_ptr, B, T, capacity, target, _, _, few_pieces, _ = work
     lone = (0, 0, 0, 0, 0, 0, 0, 0)
     if HOW == LONE:
         lone = lone_sequence(
@@ -69,6 +71,8 @@ def _all_work(
         total = gl.cdiv(lone[1] * G, BM) * lone[6]
     elif HOW == WHOLE:
         total = T * G // BM + B
+    elif HOW == FEW:
+        total = few_pieces
     else:
         total = gl.load(plan_ptr + 2 * B)
     return total * HK, lone
@@ -76,13 +80,16 @@ def _all_work(
 
 @gluon.jit
 def _piece(
-    work, lone, item, HOW: gl.constexpr, G: gl.constexpr, BM: gl.constexpr, PAGED: gl.constexpr
-):
-    _, pieces_ptr, cu_q_ptr, lens_ptr, B, _, _, _ = work
+    work, lone, item, HOW: gl.constexpr, G: gl.constexpr, BM: gl.constexpr, PAGED: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    _, pieces_ptr, cu_q_ptr, lens_ptr, B, _, _, _, _, planes, _, tau = work
     if HOW == LONE:
         found = lone_piece(lone, item, G, BM)
     elif HOW == WHOLE:
         found = whole_piece(cu_q_ptr, lens_ptr, item, B, G, BM, PER_CHUNK * BLOCK, PAGED)
+    elif HOW == FEW:
+        found = few_piece(planes, tau, item, BM, PER_CHUNK * BLOCK, WARPS)
     else:
         found = piece(pieces_ptr, item)
     return found
@@ -164,9 +171,9 @@ def _operand(like_ptr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 def _attend_piece(
     given, one, hk, begin, end, plain_end, turn, q, weights, HK: gl.constexpr, G: gl.constexpr,
     DIM: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, RUNNING: gl.constexpr,
-    GROUP: gl.constexpr, NARROW: gl.constexpr,
+    GROUP: gl.constexpr, NARROW: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: the packed rows of q of a piece, from the blocks `turn` on in the rings."""
+    """The packed rows of q of a piece, from the blocks `turn` on in the rings."""
     (
         _, q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, _, merged, _, _, k_ring, v_ring,
         k_full, k_empty, v_full, v_empty, scale, window, T, stride_qt, stride_qh,
@@ -176,17 +183,21 @@ def _attend_piece(
     R: gl.constexpr = q.type.shape[0]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    OUT: gl.constexpr = rows_layout(DIM) if NARROW else SUMS
+    OUT: gl.constexpr = rows_layout(DIM, WARPS) if NARROW else SUMS
     first_row += GROUP * ROWS
     thread_barrier()  # the piece before is through with its queries
-    _load_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, HK, G)
     if NARROW:
+        load_queries(
+            q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, HK, G, WARPS
+        )  # fmt: skip
         thread_barrier()
+    else:
+        _load_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, HK, G)
+        row = first_row + gl.arange(0, R, gl.SliceLayout(1, SCORES))
+        last = gl.zeros_like(row) + len_k - 1  # the last key a row sees
+        if CAUSAL:
+            last = gl.minimum(row // G + len_k - len_q, last)
     cols = gl.arange(0, DIM, gl.SliceLayout(0, OUT))
-    row = first_row + gl.arange(0, R, gl.SliceLayout(1, SCORES))
-    last = gl.zeros_like(row) + len_k - 1  # the last key a row sees
-    if CAUSAL:
-        last = gl.minimum(row // G + len_k - len_q, last)
     row = first_row + gl.arange(0, R, gl.SliceLayout(1, OUT))
     live = row < len_q * G
     m_all = gl.full([R], float("-inf"), gl.float32, gl.SliceLayout(1, OUT))
@@ -199,7 +210,7 @@ def _attend_piece(
         if NARROW:
             m, den, acc = attend_chunk(
                 q, weights, rings, first, limit, plain_end, len_k, first_row, len_q, turn, scale,
-                window, G, CAUSAL, WINDOWED,
+                window, G, CAUSAL, WINDOWED, WARPS,
             )  # fmt: skip
         else:
             m, den, acc = _attend_chunk(
@@ -242,37 +253,52 @@ def _attend_piece(
 def _attend_pieces(
     given, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, RUNNING: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr,
-    NARROW: gl.constexpr, FEW: gl.constexpr, HOW: gl.constexpr, PAGE: gl.constexpr,
+    NARROW: gl.constexpr, IDLE: gl.constexpr, HOW: gl.constexpr, PAGE: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: 64 packed rows of a program's pieces, one after another; of no more than FEW
-    those with NARROW rows or less by `hopper_narrow.py`."""
+    """Packed rows of a program's pieces, one after another. By four warps 64, of no more than IDLE
+    pieces those with NARROW or less by `hopper_narrow.py`; by eight, NARROW in each."""
     (
-        work, _, _, _, _, _, q_smem, _, q_narrow, weights, _, _, _, _, _, _, _, window, _, _, _,
+        work, _, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, q_smem, _, q_narrow, weights, _, _, _,
+        _, _, _, _, window, T, _, _,
     ) = given  # fmt: skip
     q = q_smem.index(GROUP)
     turn = 0
     total, lone = _all_work(work, window, HOW, HK, G, GROUPS * ROWS, CAUSAL, WINDOWED, PAGE > 0)
     for i in range(gl.program_id(0), total, gl.num_programs(0)):
         hk = (total - 1 - i) % HK
-        one = _piece(work, lone, (total - 1 - i) // HK, HOW, G, GROUPS * ROWS, PAGE > 0)
+        item = (total - 1 - i) // HK
+        one = _piece(work, lone, item, HOW, G, GROUPS * ROWS, PAGE > 0, WARPS)
         begin, end, plain_end = _blocks(one, window, G, GROUPS * ROWS, CAUSAL, WINDOWED)
-        _, _, len_q, _, _, first_row, _, _, _, _, _, _ = one
-        if NARROW > 0:
-            if (total <= FEW) & (len_q * G - first_row <= NARROW):
+        _, _, len_q, _, _, first_row, _, _, only, _, _, _ = one
+        if WARPS == 8:
+            _attend_piece(
+                given, one, hk, begin, end, plain_end, turn, q_narrow, weights, HK, G, DIM, CAUSAL,
+                WINDOWED, RUNNING, GROUP, True, WARPS,
+            )  # fmt: skip
+        elif NARROW > 0:
+            if (total <= IDLE) & (len_q * G - first_row <= NARROW):
                 _attend_piece(
                     given, one, hk, begin, end, plain_end, turn, q_narrow, weights, HK, G, DIM,
-                    CAUSAL, WINDOWED, RUNNING, GROUP, True,
+                    CAUSAL, WINDOWED, RUNNING, GROUP, True, WARPS,
                 )  # fmt: skip
             else:
                 _attend_piece(
                     given, one, hk, begin, end, plain_end, turn, q, weights, HK, G, DIM, CAUSAL,
-                    WINDOWED, RUNNING, GROUP, False,
+                    WINDOWED, RUNNING, GROUP, False, WARPS,
                 )  # fmt: skip
         else:
             _attend_piece(
                 given, one, hk, begin, end, plain_end, turn, q, weights, HK, G, DIM, CAUSAL,
-                WINDOWED, RUNNING, GROUP, False,
+                WINDOWED, RUNNING, GROUP, False, WARPS,
             )  # fmt: skip
+        if GROUPS == 1 and (HOW == LONE or HOW == FEW):
+            if only == 0:
+                end_piece(
+                    (out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr), work[8], work[9], lone, one,
+                    item, hk, work[11], window, T, HK, G, DIM, PER_CHUNK * BLOCK, CAUSAL, WINDOWED,
+                    HOW == LONE, WARPS,
+                )  # fmt: skip
         turn += gl.maximum(end - begin, 0)
 
 
@@ -290,11 +316,11 @@ def _copy_pieces(
     BM: gl.constexpr = GROUPS * ROWS
     total, lone = _all_work(work, window, HOW, HK, G, BM, CAUSAL, WINDOWED, PAGE > 0)
     item = gl.maximum(total - 1 - gl.program_id(0), 0) // HK
-    one = _piece(work, lone, item, HOW, G, BM, PAGE > 0)
+    one = _piece(work, lone, item, HOW, G, BM, PAGE > 0, 1)
     for i in range(gl.program_id(0), total, gl.num_programs(0)):
         hk = (total - 1 - i) % HK
         item = gl.maximum(total - 1 - i - gl.num_programs(0), 0) // HK
-        following = _piece(work, lone, item, HOW, G, BM, PAGE > 0)
+        following = _piece(work, lone, item, HOW, G, BM, PAGE > 0, 1)
         begin, end, _ = _blocks(one, window, G, GROUPS * ROWS, CAUSAL, WINDOWED)
         b, _, _, k_start, len_k, _, _, _, _, _, _, _ = one
         keys = (
@@ -310,12 +336,12 @@ def _copy_pieces(
 @gluon.jit(do_not_specialize=["B", "T", "capacity", "target", "window", "stride_table"])
 def _pieces_hopper_kernel(
     plan_ptr, pieces_ptr, cu_q_ptr, lens_ptr, q_ptr, k_desc, v_desc, out_ptr, lse_ptr,
-    part_acc_ptr, part_ml_ptr, table_ptr, B, T, capacity, target, scale, window, stride_qt,
+    part_acc_ptr, part_ml_ptr, flags_ptr, table_ptr, B, T, capacity, target, scale, window, stride_qt,
     stride_qh, k_head, v_head, k_page, v_page, stride_table,
     HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, PAGE: gl.constexpr, GROUPS: gl.constexpr, K_DEPTH: gl.constexpr,
-    V_DEPTH: gl.constexpr, NARROW: gl.constexpr, FEW: gl.constexpr, HOW: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    V_DEPTH: gl.constexpr, NARROW: gl.constexpr, IDLE: gl.constexpr, HOW: gl.constexpr,
+    LANES: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     q_smem, merged, k_ring, k_full, k_empty, v_ring, v_full, v_empty = buffers(
         q_ptr, DIM, GROUPS, K_DEPTH, V_DEPTH, GROUPS == 1
@@ -333,7 +359,19 @@ def _pieces_hopper_kernel(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
             pack=1,
         )  # fmt: skip
-    work = (plan_ptr, pieces_ptr, cu_q_ptr, lens_ptr, B, T, capacity, target)
+    planes = q_smem
+    pieces = B
+    tau = B
+    if HOW == FEW:
+        planes = allocate_planes(LANES)
+        pieces, tau = plan_few(
+            planes, cu_q_ptr, lens_ptr, table_ptr, stride_table, B, window, capacity, target, HK, G,
+            ROWS, PER_CHUNK * BLOCK, CAUSAL, WINDOWED, PAGE,
+        )  # fmt: skip
+    work = (
+        plan_ptr, pieces_ptr, cu_q_ptr, lens_ptr, B, T, capacity, target, flags_ptr, planes, pieces,
+        tau,
+    )  # fmt: skip
     LENGTH: gl.constexpr = k_desc.block_type.shape[0]
     given = (
         work, q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, q_smem, merged,
@@ -348,7 +386,8 @@ def _pieces_hopper_kernel(
         gl.warp_specialize(
             [
                 (_attend_pieces, (
-                    given, HK, G, DIM, CAUSAL, WINDOWED, True, GROUPS, 0, NARROW, FEW, HOW, PAGE,
+                    given, HK, G, DIM, CAUSAL, WINDOWED, True, GROUPS, 0, NARROW, IDLE, HOW, PAGE,
+                    gl.num_warps(),
                 )),
                 (_copy_pieces, (keys, HK, G, CAUSAL, WINDOWED, PAGE, LENGTH, GROUPS, HOW)),
             ],
@@ -358,10 +397,10 @@ def _pieces_hopper_kernel(
         gl.warp_specialize(
             [
                 (_attend_pieces, (
-                    given, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 0, 0, FEW, HOW, PAGE,
+                    given, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 0, 0, IDLE, HOW, PAGE, 4,
                 )),
                 (_attend_pieces, (
-                    given, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 1, 0, FEW, HOW, PAGE,
+                    given, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 1, 0, IDLE, HOW, PAGE, 4,
                 )),
                 (_copy_pieces, (keys, HK, G, CAUSAL, WINDOWED, PAGE, LENGTH, GROUPS, HOW)),
             ],
@@ -377,7 +416,7 @@ def few_pieces(here: DeviceFacts) -> int:
 
 def attend_pieces(
     seen: dict, own, plan: Tensor, pieces: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    lse: Tensor, part_acc: Tensor, part_ml: Tensor, cu_q: Tensor, lens_k: Tensor,
+    lse: Tensor, part_acc: Tensor, part_ml: Tensor, flags: Tensor, cu_q: Tensor, lens_k: Tensor,
     table: Tensor | None, causal: bool, scale: float, window: int | None,
 ) -> None:  # fmt: skip
     """Fill out and lse, or the slots, as `own` (`forward.ForwardPlan`) says."""
@@ -387,7 +426,7 @@ def attend_pieces(
     maps = kept(seen, "maps", (k.data_ptr(), v.data_ptr()), descriptors, k, v, table)
     launch(
         seen, _pieces_hopper_kernel, (programs, 1, 1), plan, pieces, cu_q, lens_k, q, *maps, out,
-        lse, part_acc, part_ml, table if table is not None else plan, *counts, scale * LOG2E,
+        lse, part_acc, part_ml, flags, table if table is not None else plan, *counts, scale * LOG2E,
         *strides, *constants, **options,
     )  # fmt: skip
 
@@ -399,15 +438,19 @@ def _fixed(
     """What calls of one shape have in common: (programs, numbers, strides, constants, options)."""
     (tokens, heads, dim), kv_heads = q.shape, k.shape[-2]
     paged, here, group = table is not None, facts(q.device), heads // kv_heads
-    groups = own.rows // ROWS.value
+    groups, batch = own.rows // ROWS.value, cu_q.numel() - 1
     # decode is bound by memory: every program stays; blocks of 128 rows come and go by length
     programs = own.most * kv_heads
     narrow = 0
     if groups == 1:
         programs = min(programs, here.processors)
-        if (cu_q.numel() - 1) * kv_heads <= few_pieces(here):  # there may be as few as that
+        if batch * kv_heads <= few_pieces(here):  # there may be as few as that
             narrow = 8 if group <= 8 else 16
-    how = (LISTED if own.listed else LONE) if own.split else WHOLE
+    # rows of one sequence are known here: where none has more, all warps share its products
+    warps = 8 if EIGHT and batch == 1 and tokens * group <= narrow and dim == 128 else 4
+    how = WHOLE
+    if own.split:
+        how = LISTED if own.listed else LONE if batch == 1 else FEW
     strides = (
         window or 0, q.stride(0), q.stride(1), k.stride(-2), v.stride(-2),
         k.stride(0) // k.stride(1) if paged else 0, v.stride(0) // v.stride(1) if paged else 0,
@@ -415,9 +458,11 @@ def _fixed(
     )  # fmt: skip
     constants = (
         kv_heads, group, dim, causal, window is not None, k.shape[1] if paged else 0, groups,
-        *DEPTH[own.rows], narrow, few_pieces(here), how.value, here.overlaps,
+        *DEPTH[own.rows], narrow, few_pieces(here), how.value, max(32, power_of_2(batch + 1)),
+        here.overlaps,
     )  # fmt: skip
     options = {
-        "num_warps": 4, "maxnreg": 208 if groups == 1 else 168, "launch_pdl": here.overlaps
+        "num_warps": warps, "maxnreg": 168 if groups > 1 or warps == 8 else 208,
+        "launch_pdl": here.overlaps,
     }  # fmt: skip
-    return programs, (cu_q.numel() - 1, tokens, own.slots, own.target), strides, constants, options
+    return programs, (batch, tokens, own.slots, own.target), strides, constants, options

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import facts
+from rlk_kernels.direct import empty
 from rlk_kernels.launching import cdiv, launch, launches, power_of_2
 from rlk_kernels.matmul.epilogue import _final_logits, _slope
 from rlk_kernels.numerics.lse_tree.kernels import (
@@ -168,17 +169,16 @@ def forward(
     the top_k, and their ids, None where not asked for."""
     t, v = logits.shape
     device = logits.device
-    logp = torch.empty(t, dtype=torch.float32, device=device)
-    m, log_s = torch.empty_like(logp), torch.empty_like(logp)
+    logp, m, log_s = (empty((t,), torch.float32, device) for _ in range(3))
     j = 0 if token_ids is None else token_ids.shape[1]
     given = top = top_ids = ranks = None
     if token_ids is not None:
-        given = torch.empty(t, j, dtype=torch.float32, device=device)
+        given = empty((t, j), torch.float32, device)
     here = facts(device)
     block = block_columns(here.interpreted)
     block = block if top_k == 0 else min(block, RANKED)
     nodes = cdiv(v, block)
-    stats = torch.empty(t, nodes, 2, dtype=torch.float32, device=device)
+    stats = empty((t, nodes, 2), torch.float32, device)
     if top_k:
         top = torch.empty(t, top_k, dtype=torch.float32, device=device)
         top_ids = torch.empty(t, top_k, dtype=torch.int64, device=device)
