@@ -5,7 +5,7 @@ import torch
 from kernel_suite import packed, paged_cache
 from rlk_kernels.ops.attention import forward as attention_forward
 
-HEADS = [(32, 8, 128), (16, 8, 64), (16, 16, 128), (40, 2, 128)]
+HEADS = [(32, 8, 128), (16, 8, 64), (40, 2, 128)]
 LENGTHS = [
     [1], [512], [1025], [4096], [40000], [5, 3000, 1024, 1025], [0, 7, 9000, 20], [4096] * 16,
     [30 * i for i in range(64)],

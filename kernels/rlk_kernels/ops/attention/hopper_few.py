@@ -57,7 +57,7 @@ def _at(planes, field, b, WARPS: gl.constexpr):
 @gluon.jit
 def _shared_chunks(most, b, table_ptr, stride_table, PAGES: gl.constexpr):
     """Leading chunks, `most` at most, whose blocks are those of the sequence before."""
-    STEP: gl.constexpr = min(PAGES, 32)
+    STEP: gl.constexpr = min(PAGES, 2048 // b.type.shape[0])
     TILE: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     most = gl.convert_layout(most, gl.SliceLayout(1, TILE))
     at = table_ptr + gl.convert_layout(b, gl.SliceLayout(1, TILE)).to(gl.int64) * stride_table
@@ -287,7 +287,7 @@ def merge_rows(
 
 @gluon.jit
 def end_piece(
-    memory, flags_ptr, planes, lone, one, item, hk, tau, window, T, HK: gl.constexpr,
+    memory, flags_ptr, planes, lone, one, item, items, hk, tau, window, T, HK: gl.constexpr,
     G: gl.constexpr, DIM: gl.constexpr, CHUNK: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, LONE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -296,7 +296,7 @@ def end_piece(
     grouped = b < 0
     if LONE:
         count = lone[6]
-        first = item - item % count
+        first = row // 64 * count
     else:
         leader = _at(planes, LEADER, b, WARPS)
         grouped = leader >= 0
@@ -304,7 +304,10 @@ def end_piece(
             b = leader
             row = row * 0
             first = _at(planes, BEFORE, b, WARPS)
-            count = _at(planes, BEFORE, b + _at(planes, MEMBERS, b, WARPS), WARPS) - first
+            behind = b + _at(planes, MEMBERS, b, WARPS)
+            count = items - first
+            if behind < planes.type.shape[1]:
+                count = _at(planes, BEFORE, behind, WARPS) - first
         else:
             begins = _at(planes, FIRST, b, WARPS)
             count, length = _ranges(_at(planes, OWN, b, WARPS), tau)

@@ -12,10 +12,11 @@ products instead: those are transposed (`hopper_narrow.py`).
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from rlk_kernels.device import DeviceFacts, facts
 from rlk_kernels.launching import kept, launch, power_of_2
-from rlk_kernels.matmul.hopper.pipeline import ROWS, thread_barrier
+from rlk_kernels.matmul.hopper.pipeline import ROWS, barriers, thread_barrier
 from rlk_kernels.ops.attention.hopper import (
     BLOCK,
     PER_CHUNK,
@@ -50,6 +51,8 @@ LISTED, LONE, WHOLE, FEW = (gl.constexpr(i) for i in range(4))
 """Where pieces come from: a list, the lengths of the only sequence, the rows alone, each of which
 has at most one chunk of keys, or the lengths of few sequences."""
 EIGHT = True
+SIGNALS = gl.constexpr(4)
+"""Pieces that may wait to be merged."""
 DEPTH = {64: (3, 3), 128: (2, 2)}
 """Rows of a block -> blocks of keys and of values that a program has room for, one program a
 processor (time only)."""
@@ -61,7 +64,7 @@ def _all_work(
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
     """(pieces of all KV heads, what `lone_piece` needs)."""
-    plan_ptr, _, cu_q_ptr, lens_ptr, B, T, capacity, target, _, _, few_pieces, _ = work
+    plan_ptr, _, cu_q_ptr, lens_ptr, B, T, capacity, target, _, _, few_pieces, _, _, _ = work
     lone = (0, 0, 0, 0, 0, 0, 0, 0)
     if HOW == LONE:
         lone = lone_sequence(
@@ -83,7 +86,7 @@ def _piece(
     work, lone, item, HOW: gl.constexpr, G: gl.constexpr, BM: gl.constexpr, PAGED: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    _, pieces_ptr, cu_q_ptr, lens_ptr, B, _, _, _, _, planes, _, tau = work
+    _, pieces_ptr, cu_q_ptr, lens_ptr, B, _, _, _, _, planes, _, tau, _, _ = work
     if HOW == LONE:
         found = lone_piece(lone, item, G, BM)
     elif HOW == WHOLE:
@@ -263,7 +266,9 @@ def _attend_pieces(
         _, _, _, _, window, T, _, _,
     ) = given  # fmt: skip
     q = q_smem.index(GROUP)
+    told, heard = work[12], work[13]
     turn = 0
+    left = 0  # pieces left to be merged
     total, lone = _all_work(work, window, HOW, HK, G, GROUPS * ROWS, CAUSAL, WINDOWED, PAGE > 0)
     for i in range(gl.program_id(0), total, gl.num_programs(0)):
         hk = (total - 1 - i) % HK
@@ -292,14 +297,43 @@ def _attend_pieces(
                 given, one, hk, begin, end, plain_end, turn, q, weights, HK, G, DIM, CAUSAL,
                 WINDOWED, RUNNING, GROUP, False, WARPS,
             )  # fmt: skip
-        if GROUPS == 1 and (HOW == LONE or HOW == FEW):
+        if GROUPS == 1 and HOW == LONE:
             if only == 0:
                 end_piece(
                     (out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr), work[8], work[9], lone, one,
-                    item, hk, work[11], window, T, HK, G, DIM, PER_CHUNK * BLOCK, CAUSAL, WINDOWED,
-                    HOW == LONE, WARPS,
+                    item, total // HK, hk, work[11], window, T, HK, G, DIM, PER_CHUNK * BLOCK,
+                    CAUSAL, WINDOWED, True, WARPS,
                 )  # fmt: skip
+        if HOW == FEW:
+            if only == 0:
+                mbarrier.wait(heard.index(left % SIGNALS), (left // SIGNALS & 1) ^ 1)
+                thread_barrier()  # all have stored
+                mbarrier.arrive(told.index(left % SIGNALS))
+                left += 1
         turn += gl.maximum(end - begin, 0)
+
+
+@gluon.jit
+def _merge_pieces(
+    given, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr, PAGE: gl.constexpr,
+):  # fmt: skip
+    """Four warps: what is left to do behind pieces, while others attend to the next ones."""
+    work, memory, window = given
+    T, told, heard = work[5], work[12], work[13]
+    left = 0
+    total, lone = _all_work(work, window, FEW, HK, G, ROWS, CAUSAL, WINDOWED, PAGE > 0)
+    for i in range(gl.program_id(0), total, gl.num_programs(0)):
+        item = (total - 1 - i) // HK
+        one = _piece(work, lone, item, FEW, G, ROWS, PAGE > 0, 4)
+        if one[8] == 0:
+            mbarrier.wait(told.index(left % SIGNALS), left // SIGNALS & 1)
+            mbarrier.arrive(heard.index(left % SIGNALS))
+            end_piece(
+                memory, work[8], work[9], lone, one, item, total // HK, (total - 1 - i) % HK,
+                work[11], window, T, HK, G, DIM, PER_CHUNK * BLOCK, CAUSAL, WINDOWED, False, 4,
+            )  # fmt: skip
+            left += 1
 
 
 @gluon.jit
@@ -315,12 +349,15 @@ def _copy_pieces(
     turn = 0
     BM: gl.constexpr = GROUPS * ROWS
     total, lone = _all_work(work, window, HOW, HK, G, BM, CAUSAL, WINDOWED, PAGE > 0)
+    LOADED: gl.constexpr = HOW == LISTED or HOW == WHOLE  # a piece, from global memory
     item = gl.maximum(total - 1 - gl.program_id(0), 0) // HK
     one = _piece(work, lone, item, HOW, G, BM, PAGE > 0, 1)
     for i in range(gl.program_id(0), total, gl.num_programs(0)):
         hk = (total - 1 - i) % HK
         item = gl.maximum(total - 1 - i - gl.num_programs(0), 0) // HK
-        following = _piece(work, lone, item, HOW, G, BM, PAGE > 0, 1)
+        following = one
+        if LOADED:
+            following = _piece(work, lone, item, HOW, G, BM, PAGE > 0, 1)
         begin, end, _ = _blocks(one, window, G, GROUPS * ROWS, CAUSAL, WINDOWED)
         b, _, _, k_start, len_k, _, _, _, _, _, _, _ = one
         keys = (
@@ -330,6 +367,8 @@ def _copy_pieces(
         )  # fmt: skip
         _copy_keys(keys, PAGE, LENGTH)
         turn += gl.maximum(end - begin, 0)
+        if not LOADED:
+            following = _piece(work, lone, item, HOW, G, BM, PAGE > 0, 1)
         one = following
 
 
@@ -360,9 +399,12 @@ def _pieces_hopper_kernel(
             pack=1,
         )  # fmt: skip
     planes = q_smem
+    told, heard = k_full, k_empty
     pieces = B
     tau = B
     if HOW == FEW:
+        told, heard = barriers(SIGNALS, 1)
+        fence_async_shared()
         planes = allocate_planes(LANES)
         pieces, tau = plan_few(
             planes, cu_q_ptr, lens_ptr, table_ptr, stride_table, B, window, capacity, target, HK, G,
@@ -370,7 +412,7 @@ def _pieces_hopper_kernel(
         )  # fmt: skip
     work = (
         plan_ptr, pieces_ptr, cu_q_ptr, lens_ptr, B, T, capacity, target, flags_ptr, planes, pieces,
-        tau,
+        tau, told, heard,
     )  # fmt: skip
     LENGTH: gl.constexpr = k_desc.block_type.shape[0]
     given = (
@@ -382,7 +424,20 @@ def _pieces_hopper_kernel(
         work, k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
         table_ptr, stride_table, k_head, v_head, k_page, v_page, window,
     )  # fmt: skip
-    if GROUPS == 1:
+    if HOW == FEW:
+        memory = (out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr)
+        gl.warp_specialize(
+            [
+                (_attend_pieces, (
+                    given, HK, G, DIM, CAUSAL, WINDOWED, True, GROUPS, 0, NARROW, IDLE, HOW, PAGE,
+                    4,
+                )),
+                (_merge_pieces, ((work, memory, window), HK, G, DIM, CAUSAL, WINDOWED, PAGE)),
+                (_copy_pieces, (keys, HK, G, CAUSAL, WINDOWED, PAGE, LENGTH, GROUPS, HOW)),
+            ],
+            [4, 1], [232, 40],
+        )  # fmt: skip
+    elif GROUPS == 1:
         gl.warp_specialize(
             [
                 (_attend_pieces, (
@@ -458,11 +513,11 @@ def _fixed(
     )  # fmt: skip
     constants = (
         kv_heads, group, dim, causal, window is not None, k.shape[1] if paged else 0, groups,
-        *DEPTH[own.rows], narrow, few_pieces(here), how.value, max(32, power_of_2(batch + 1)),
+        *DEPTH[own.rows], narrow, few_pieces(here), how.value, max(32, power_of_2(batch)),
         here.overlaps,
     )  # fmt: skip
     options = {
-        "num_warps": warps, "maxnreg": 168 if groups > 1 or warps == 8 else 208,
+        "num_warps": warps, "maxnreg": 168 if groups > 1 or warps == 8 or how.value == FEW.value else 208,
         "launch_pdl": here.overlaps,
     }  # fmt: skip
     return programs, (batch, tokens, own.slots, own.target), strides, constants, options

@@ -58,9 +58,12 @@ FIELDS = tl.constexpr(12)
 @triton.jit
 def _ranges(n, tau):
     """(ranges that n chunks are taken in, chunks of a range)."""
-    count = tl.maximum(n // tau, 1)
-    length = tl.maximum(tl.cdiv(n, count), 1)
-    return tl.maximum(tl.cdiv(n, length), 1), length
+    ranges = tl.maximum(n, 1)
+    length = n * 0 + 1
+    if tau > 1:  # divisions take a GPU long
+        length = tl.maximum(tl.cdiv(n, tl.maximum(n // tau, 1)), 1)
+        ranges = tl.maximum(tl.cdiv(n, length), 1)
+    return ranges, length
 
 
 @triton.jit
@@ -170,14 +173,10 @@ def plan_work(
     own = end - first
 
     blocks = tl.cdiv(queries * G, BM)
-    prefixes = (prefix > 0).to(tl.int32)
-    unsplit = tl.where((own > 0) | (shares == 0), blocks, 0)
     work = tl.sum(blocks * own + prefix, 0) * HK
-    tau = tl.maximum(tl.cdiv(work, target), 1)
-    wave = tl.maximum(target // 4, 1)  # those that run at once
-    longest = tl.max(tl.maximum(own, prefix), 0)
-    if (tl.sum(unsplit + prefixes, 0) * HK <= wave) & (longest <= tl.cdiv(work, wave)):
-        tau = tl.maximum(longest, 1)  # nobody would end sooner
+    tau = work * 0 + 1
+    if work > target:
+        tau = tl.cdiv(work, target)
     of_prefix, of_own = _rows_of_slots(prefix, members, own, shares, queries, G, tau, RUNNING)
     while tl.sum(of_prefix + of_own, 0) > capacity:
         tau *= 2
@@ -186,7 +185,8 @@ def plan_work(
     prefix_ranges, _ = _ranges(prefix, tau)
     merged = tl.where((ranges > 1) | (shares > 0), queries * G, 0)
     return (
-        prefix_ranges * prefixes, unsplit * ranges, prefix, first, own, of_prefix, of_own, members,
+        tl.where(prefix > 0, prefix_ranges, 0),
+        tl.where((own > 0) | (shares == 0), blocks * ranges, 0), prefix, first, own, of_prefix, of_own, members,
         leader, merged, tau,
     )  # fmt: skip
 
@@ -348,7 +348,10 @@ def lone_sequence(
         seen = keys - queries + 1 if CAUSAL else keys
         first = tl.maximum(seen - window, 0) // CHUNK
     own = tl.maximum(tl.cdiv(keys, CHUNK) - first, 0)
-    tau = tl.maximum(tl.cdiv(tl.cdiv(queries * G, BM) * own * HK, target), 1)
+    work = tl.cdiv(queries * G, BM) * own * HK
+    tau = work * 0 + 1
+    if work > target:
+        tau = tl.cdiv(work, target)
     _, slots = _rows_of_slots(own * 0, own, own, own * 0, queries, G, tau, RUNNING)
     while slots > capacity:
         tau *= 2
@@ -361,9 +364,12 @@ def lone_sequence(
 def lone_piece(lone, item, G: tl.constexpr, BM: tl.constexpr):
     """The `piece` that a list would have, of a `lone_sequence`."""
     q_start, queries, k_start, keys, first, own, ranges, length = lone
-    begin = first + item % ranges * length
+    row = item * 0
+    if item >= ranges:
+        row = item // ranges * BM
+    begin = first + (item - row // BM * ranges) * length
     return (
-        keys * 0, q_start, queries, k_start, keys, item // ranges * BM, begin,
+        keys * 0, q_start, queries, k_start, keys, row, begin,
         tl.minimum(begin + length, first + own), (ranges == 1).to(tl.int32),
         (begin == first).to(tl.int32), first + length - 1, keys * 0,
     )  # fmt: skip

@@ -170,16 +170,6 @@ def test_work_is_split_where_it_pays(monkeypatch):
     assert row(made[0], schedule.ROWS)[5] == HEADS[0] // HEADS[1]  # of one query
 
 
-@pytest.mark.parametrize(("lens", "pieces"), [([96] * 3, 3), ([96, 96, 300], 7), ([96] * 4, 12)])
-def test_work_is_not_split_where_nobody_would_end_sooner(lens, pieces, monkeypatch):
-    """Three programs run at once: as many equal sequences keep them busy, whole."""
-    made = planned(monkeypatch)
-    x = batch([1] * len(lens), lens)
-    assert same(run(*x, split=True), run(*x, split=False))
-    starts = row(made[0], schedule.ITEMS)
-    assert int(starts[2 * len(lens)]) == pieces
-
-
 @pytest.mark.parametrize("fault", ["order", "first", "leader"])
 def test_a_merge_that_goes_wrong_is_noticed(fault, monkeypatch):
     x, joint, _ = group()
