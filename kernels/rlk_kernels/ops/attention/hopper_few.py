@@ -167,15 +167,16 @@ def sees_all(flags_ptr, item, first, count, hk, HK: gl.constexpr, WARPS: gl.cons
     number = _launch_number() + 0x5EED5EED00000000
     flags = flags_ptr.to(gl.int64)
     thread_barrier()  # all have stored
+    thread = gl.arange(0, 32 * WARPS, _lanes(32, WARPS))
     gl.inline_asm_elementwise(
         """{
-        .reg .pred one; .reg .b32 thread;
-        mov.u32 thread, %tid.x; setp.eq.u32 one, thread, 0;
-        @one st.release.gpu.global.b64 [$1], $2;
+        .reg .pred one; setp.eq.u32 one, $1, 0;
+        @one st.release.gpu.global.b64 [$2], $3;
         @one fence.sc.gpu;
-        mov.u32 $0, thread;
+        mov.u32 $0, $1;
         }""",
-        "=r,l,l", [flags + 8 * (item * HK + hk), number], dtype=gl.int32, is_pure=False, pack=1,
+        "=r,r,l,l", [thread, flags + 8 * (item * HK + hk), number], dtype=gl.int32, is_pure=False,
+        pack=1,
     )  # fmt: skip
     thread_barrier()  # no flag is read before
     missing = count * 0
