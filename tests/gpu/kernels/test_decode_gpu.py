@@ -1,4 +1,4 @@
-"""On a GPU: decode of few sequences, in one kernel that finds its own work and merges it."""
+"""On a GPU: decode of one sequence, which whoever ends last merges, and of few."""
 
 import pytest
 import torch

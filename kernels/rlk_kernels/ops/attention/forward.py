@@ -34,7 +34,6 @@ from rlk_kernels.ops.attention.order import (
     seen_keys,
 )
 from rlk_kernels.ops.attention.schedule import (
-    MOST_FEW,
     PIECES,
     SCRATCH_BYTES,
     lone_piece,
@@ -289,9 +288,10 @@ class ForwardPlan:
     split: bool
     """Keys are taken in pieces (`schedule.py`)."""
     listed: bool
-    """Pieces come from a list; those of few sequences need none."""
-    merged: bool
-    """A kernel behind merges the pieces; else whoever ends last does."""
+    """Pieces come from a list; those of a batch of one sequence need none."""
+    alone: bool
+    """Few rows of one sequence: eight warps take them, and whoever ends last merges
+    (`hopper_merge.py`)."""
     whole: bool
     """No row has more than one chunk of keys: pieces are blocks of rows, and nothing is merged."""
     slots: int
@@ -334,10 +334,9 @@ def _plan(
     split = split and (not running or tokens * group <= room)
     # a block a program takes less where it is one wave of them, and not of few
     one_wave = here.processors // 2 < batch * kv_heads <= here.processors
-    few = batch <= (MOST_FEW if running else 1)
     return ForwardPlan(
-        special=special, rows=rows, split=split, listed=split and not few,
-        merged=split and not (few and running),
+        special=special, rows=rows, split=split, listed=split and batch > 1,
+        alone=running and batch == 1 and tokens * group <= 16 and dim == 128,
         whole=running and not split and chunks <= 1 and not one_wave,
         slots=min(room, tokens * group * (chunks + 1)), most=most,
         target=PIECES[rows] * here.processors,
@@ -380,7 +379,9 @@ def forward(
     plan = pieces = cu_q
     if own.split:
         page, padded = 1 if table is None else k.shape[1], max(16, power_of_2(dim))
-        states, told = own.slots * kv_heads, 0 if own.merged else cdiv(own.most * kv_heads, 2) * 4
+        states = own.slots * kv_heads
+        # flags of 8 bytes; what follows begins at 16
+        told = cdiv(own.most * kv_heads, 2) * 4 if own.alone else 0
         sizes = [told, states * padded, states * 2]
         parts = empty((sum(sizes),), torch.float32, q.device)
         flags, part_acc, part_ml = torch.split_with_sizes(parts, sizes)
@@ -407,7 +408,7 @@ def forward(
             seen, own, q, k, v, out, lse, part_acc, part_ml, plan, pieces, cu_q, lens_k, table,
             causal, scale, window, softcap,
         )  # fmt: skip
-    if own.merged:
+    if own.split and not own.alone:
         merge_parts(
             seen, own, plan, part_acc, part_ml, out, lse, cu_q, lens_k, kv_heads, padded, CHUNK,
             causal, window, table is not None,

@@ -6,17 +6,17 @@ and are whole blocks of rows where no table has room for two chunks of keys.
 The warp that copies goes on to the next piece while the other warps end this one. Blocks of 64 rows
 keep the sum of their merged chunks in a slot: that leaves room for more copies, which are what a
 decode step waits for. Blocks of 128 keep it in shared memory. Few pieces of few rows wait for their
-products instead: those are transposed (`hopper_narrow.py`).
+products instead: those are transposed (`hopper_narrow.py`), by eight warps where a sequence is
+alone; and its pieces are merged here (`hopper_merge.py`).
 """
 
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from rlk_kernels.device import DeviceFacts, facts
-from rlk_kernels.launching import kept, launch, power_of_2
-from rlk_kernels.matmul.hopper.pipeline import ROWS, barriers, thread_barrier
+from rlk_kernels.launching import kept, launch
+from rlk_kernels.matmul.hopper.pipeline import ROWS, thread_barrier
 from rlk_kernels.ops.attention.hopper import (
     BLOCK,
     PER_CHUNK,
@@ -29,7 +29,7 @@ from rlk_kernels.ops.attention.hopper import (
     buffers,
     descriptors,
 )
-from rlk_kernels.ops.attention.hopper_few import allocate_planes, end_piece, few_piece, plan_few
+from rlk_kernels.ops.attention.hopper_merge import end_piece
 from rlk_kernels.ops.attention.hopper_narrow import attend_chunk, load_queries, rows_layout
 from rlk_kernels.ops.attention.order import (
     LOG2E,
@@ -47,12 +47,9 @@ from rlk_kernels.ops.attention.schedule import (
     whole_piece,
 )
 
-LISTED, LONE, WHOLE, FEW = (gl.constexpr(i) for i in range(4))
-"""Where pieces come from: a list, the lengths of the only sequence, the rows alone, each of which
-has at most one chunk of keys, or the lengths of few sequences."""
-EIGHT = True
-SIGNALS = gl.constexpr(4)
-"""Pieces that may wait to be merged."""
+LISTED, LONE, WHOLE = (gl.constexpr(i) for i in range(3))
+"""Where pieces come from: a list, the lengths of the only sequence, or the rows alone, each of
+which has at most one chunk of keys."""
 DEPTH = {64: (3, 3), 128: (2, 2)}
 """Rows of a block -> blocks of keys and of values that a program has room for, one program a
 processor (time only)."""
@@ -64,7 +61,7 @@ def _all_work(
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
     """(pieces of all KV heads, what `lone_piece` needs)."""
-    plan_ptr, _, cu_q_ptr, lens_ptr, B, T, capacity, target, _, _, few_pieces, _, _, _ = work
+    plan_ptr, _, cu_q_ptr, lens_ptr, B, T, capacity, target = work
     lone = (0, 0, 0, 0, 0, 0, 0, 0)
     if HOW == LONE:
         lone = lone_sequence(
@@ -74,8 +71,6 @@ def _all_work(
         total = gl.cdiv(lone[1] * G, BM) * lone[6]
     elif HOW == WHOLE:
         total = T * G // BM + B
-    elif HOW == FEW:
-        total = few_pieces
     else:
         total = gl.load(plan_ptr + 2 * B)
     return total * HK, lone
@@ -83,16 +78,13 @@ def _all_work(
 
 @gluon.jit
 def _piece(
-    work, lone, item, HOW: gl.constexpr, G: gl.constexpr, BM: gl.constexpr, PAGED: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
-    _, pieces_ptr, cu_q_ptr, lens_ptr, B, _, _, _, _, planes, _, tau, _, _ = work
+    work, lone, item, HOW: gl.constexpr, G: gl.constexpr, BM: gl.constexpr, PAGED: gl.constexpr
+):
+    _, pieces_ptr, cu_q_ptr, lens_ptr, B, _, _, _ = work
     if HOW == LONE:
         found = lone_piece(lone, item, G, BM)
     elif HOW == WHOLE:
         found = whole_piece(cu_q_ptr, lens_ptr, item, B, G, BM, PER_CHUNK * BLOCK, PAGED)
-    elif HOW == FEW:
-        found = few_piece(planes, tau, item, BM, PER_CHUNK * BLOCK, WARPS)
     else:
         found = piece(pieces_ptr, item)
     return found
@@ -178,7 +170,7 @@ def _attend_piece(
 ):  # fmt: skip
     """The packed rows of q of a piece, from the blocks `turn` on in the rings."""
     (
-        _, q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, _, merged, _, _, k_ring, v_ring,
+        _, q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, _, _, merged, _, _, k_ring, v_ring,
         k_full, k_empty, v_full, v_empty, scale, window, T, stride_qt, stride_qh,
     ) = given  # fmt: skip
     _, q_start, len_q, _, len_k, first_row, _, _, only, merges, folded, base = one
@@ -189,13 +181,15 @@ def _attend_piece(
     OUT: gl.constexpr = rows_layout(DIM, WARPS) if NARROW else SUMS
     first_row += GROUP * ROWS
     thread_barrier()  # the piece before is through with its queries
-    if NARROW:
+    if WARPS == 8:
         load_queries(
             q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, HK, G, WARPS
         )  # fmt: skip
-        thread_barrier()
     else:
         _load_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, HK, G)
+    if NARROW:
+        thread_barrier()
+    else:
         row = first_row + gl.arange(0, R, gl.SliceLayout(1, SCORES))
         last = gl.zeros_like(row) + len_k - 1  # the last key a row sees
         if CAUSAL:
@@ -262,18 +256,16 @@ def _attend_pieces(
     """Packed rows of a program's pieces, one after another. By four warps 64, of no more than IDLE
     pieces those with NARROW or less by `hopper_narrow.py`; by eight, NARROW in each."""
     (
-        work, _, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, q_smem, _, q_narrow, weights, _, _, _,
-        _, _, _, _, window, T, _, _,
+        work, _, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, flags_ptr, q_smem, _, q_narrow,
+        weights, _, _, _, _, _, _, _, window, T, _, _,
     ) = given  # fmt: skip
     q = q_smem.index(GROUP)
-    told, heard = work[12], work[13]
     turn = 0
-    left = 0  # pieces left to be merged
     total, lone = _all_work(work, window, HOW, HK, G, GROUPS * ROWS, CAUSAL, WINDOWED, PAGE > 0)
     for i in range(gl.program_id(0), total, gl.num_programs(0)):
         hk = (total - 1 - i) % HK
         item = (total - 1 - i) // HK
-        one = _piece(work, lone, item, HOW, G, GROUPS * ROWS, PAGE > 0, WARPS)
+        one = _piece(work, lone, item, HOW, G, GROUPS * ROWS, PAGE > 0)
         begin, end, plain_end = _blocks(one, window, G, GROUPS * ROWS, CAUSAL, WINDOWED)
         _, _, len_q, _, _, first_row, _, _, only, _, _, _ = one
         if WARPS == 8:
@@ -297,43 +289,14 @@ def _attend_pieces(
                 given, one, hk, begin, end, plain_end, turn, q, weights, HK, G, DIM, CAUSAL,
                 WINDOWED, RUNNING, GROUP, False, WARPS,
             )  # fmt: skip
-        if GROUPS == 1 and HOW == LONE:
+        if WARPS == 8 and HOW == LONE:  # noqa: SIM102 (these are constants)
             if only == 0:
+                memory = (out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, flags_ptr)
                 end_piece(
-                    (out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr), work[8], work[9], lone, one,
-                    item, total // HK, hk, work[11], window, T, HK, G, DIM, PER_CHUNK * BLOCK,
-                    CAUSAL, WINDOWED, True, WARPS,
+                    memory, lone, item, first_row, hk, window, T, HK, G, DIM, PER_CHUNK * BLOCK,
+                    CAUSAL, WINDOWED, WARPS,
                 )  # fmt: skip
-        if HOW == FEW:
-            if only == 0:
-                mbarrier.wait(heard.index(left % SIGNALS), (left // SIGNALS & 1) ^ 1)
-                thread_barrier()  # all have stored
-                mbarrier.arrive(told.index(left % SIGNALS))
-                left += 1
         turn += gl.maximum(end - begin, 0)
-
-
-@gluon.jit
-def _merge_pieces(
-    given, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOWED: gl.constexpr, PAGE: gl.constexpr,
-):  # fmt: skip
-    """Four warps: what is left to do behind pieces, while others attend to the next ones."""
-    work, memory, window = given
-    T, told, heard = work[5], work[12], work[13]
-    left = 0
-    total, lone = _all_work(work, window, FEW, HK, G, ROWS, CAUSAL, WINDOWED, PAGE > 0)
-    for i in range(gl.program_id(0), total, gl.num_programs(0)):
-        item = (total - 1 - i) // HK
-        one = _piece(work, lone, item, FEW, G, ROWS, PAGE > 0, 4)
-        if one[8] == 0:
-            mbarrier.wait(told.index(left % SIGNALS), left // SIGNALS & 1)
-            mbarrier.arrive(heard.index(left % SIGNALS))
-            end_piece(
-                memory, work[8], work[9], lone, one, item, total // HK, (total - 1 - i) % HK,
-                work[11], window, T, HK, G, DIM, PER_CHUNK * BLOCK, CAUSAL, WINDOWED, False, 4,
-            )  # fmt: skip
-            left += 1
 
 
 @gluon.jit
@@ -349,15 +312,12 @@ def _copy_pieces(
     turn = 0
     BM: gl.constexpr = GROUPS * ROWS
     total, lone = _all_work(work, window, HOW, HK, G, BM, CAUSAL, WINDOWED, PAGE > 0)
-    LOADED: gl.constexpr = HOW == LISTED or HOW == WHOLE  # a piece, from global memory
     item = gl.maximum(total - 1 - gl.program_id(0), 0) // HK
-    one = _piece(work, lone, item, HOW, G, BM, PAGE > 0, 1)
+    one = _piece(work, lone, item, HOW, G, BM, PAGE > 0)
     for i in range(gl.program_id(0), total, gl.num_programs(0)):
         hk = (total - 1 - i) % HK
         item = gl.maximum(total - 1 - i - gl.num_programs(0), 0) // HK
-        following = one
-        if LOADED:
-            following = _piece(work, lone, item, HOW, G, BM, PAGE > 0, 1)
+        following = _piece(work, lone, item, HOW, G, BM, PAGE > 0)
         begin, end, _ = _blocks(one, window, G, GROUPS * ROWS, CAUSAL, WINDOWED)
         b, _, _, k_start, len_k, _, _, _, _, _, _, _ = one
         keys = (
@@ -367,20 +327,18 @@ def _copy_pieces(
         )  # fmt: skip
         _copy_keys(keys, PAGE, LENGTH)
         turn += gl.maximum(end - begin, 0)
-        if not LOADED:
-            following = _piece(work, lone, item, HOW, G, BM, PAGE > 0, 1)
         one = following
 
 
 @gluon.jit(do_not_specialize=["B", "T", "capacity", "target", "window", "stride_table"])
 def _pieces_hopper_kernel(
     plan_ptr, pieces_ptr, cu_q_ptr, lens_ptr, q_ptr, k_desc, v_desc, out_ptr, lse_ptr,
-    part_acc_ptr, part_ml_ptr, flags_ptr, table_ptr, B, T, capacity, target, scale, window, stride_qt,
-    stride_qh, k_head, v_head, k_page, v_page, stride_table,
+    part_acc_ptr, part_ml_ptr, flags_ptr, table_ptr, B, T, capacity, target, scale, window,
+    stride_qt, stride_qh, k_head, v_head, k_page, v_page, stride_table,
     HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, PAGE: gl.constexpr, GROUPS: gl.constexpr, K_DEPTH: gl.constexpr,
     V_DEPTH: gl.constexpr, NARROW: gl.constexpr, IDLE: gl.constexpr, HOW: gl.constexpr,
-    LANES: gl.constexpr, OVERLAP: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
     q_smem, merged, k_ring, k_full, k_empty, v_ring, v_full, v_empty = buffers(
         q_ptr, DIM, GROUPS, K_DEPTH, V_DEPTH, GROUPS == 1
@@ -398,25 +356,10 @@ def _pieces_hopper_kernel(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
             pack=1,
         )  # fmt: skip
-    planes = q_smem
-    told, heard = k_full, k_empty
-    pieces = B
-    tau = B
-    if HOW == FEW:
-        told, heard = barriers(SIGNALS, 1)
-        fence_async_shared()
-        planes = allocate_planes(LANES)
-        pieces, tau = plan_few(
-            planes, cu_q_ptr, lens_ptr, table_ptr, stride_table, B, window, capacity, target, HK, G,
-            ROWS, PER_CHUNK * BLOCK, CAUSAL, WINDOWED, PAGE,
-        )  # fmt: skip
-    work = (
-        plan_ptr, pieces_ptr, cu_q_ptr, lens_ptr, B, T, capacity, target, flags_ptr, planes, pieces,
-        tau, told, heard,
-    )  # fmt: skip
+    work = (plan_ptr, pieces_ptr, cu_q_ptr, lens_ptr, B, T, capacity, target)
     LENGTH: gl.constexpr = k_desc.block_type.shape[0]
     given = (
-        work, q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, q_smem, merged,
+        work, q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, flags_ptr, q_smem, merged,
         q_narrow, weights, k_ring, v_ring, k_full, k_empty, v_full, v_empty, scale, window, T,
         stride_qt, stride_qh,
     )  # fmt: skip
@@ -424,20 +367,7 @@ def _pieces_hopper_kernel(
         work, k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
         table_ptr, stride_table, k_head, v_head, k_page, v_page, window,
     )  # fmt: skip
-    if HOW == FEW:
-        memory = (out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr)
-        gl.warp_specialize(
-            [
-                (_attend_pieces, (
-                    given, HK, G, DIM, CAUSAL, WINDOWED, True, GROUPS, 0, NARROW, IDLE, HOW, PAGE,
-                    4,
-                )),
-                (_merge_pieces, ((work, memory, window), HK, G, DIM, CAUSAL, WINDOWED, PAGE)),
-                (_copy_pieces, (keys, HK, G, CAUSAL, WINDOWED, PAGE, LENGTH, GROUPS, HOW)),
-            ],
-            [4, 1], [232, 40],
-        )  # fmt: skip
-    elif GROUPS == 1:
+    if GROUPS == 1:
         gl.warp_specialize(
             [
                 (_attend_pieces, (
@@ -499,13 +429,9 @@ def _fixed(
     narrow = 0
     if groups == 1:
         programs = min(programs, here.processors)
-        if batch * kv_heads <= few_pieces(here):  # there may be as few as that
-            narrow = 8 if group <= 8 else 16
-    # rows of one sequence are known here: where none has more, all warps share its products
-    warps = 8 if EIGHT and batch == 1 and tokens * group <= narrow and dim == 128 else 4
-    how = WHOLE
-    if own.split:
-        how = LISTED if own.listed else LONE if batch == 1 else FEW
+        if own.alone or batch * kv_heads <= few_pieces(here):  # there may be as few as that
+            narrow = 8 if (tokens * group if own.alone else group) <= 8 else 16
+    how = (LISTED if own.listed else LONE) if own.split else WHOLE
     strides = (
         window or 0, q.stride(0), q.stride(1), k.stride(-2), v.stride(-2),
         k.stride(0) // k.stride(1) if paged else 0, v.stride(0) // v.stride(1) if paged else 0,
@@ -513,11 +439,10 @@ def _fixed(
     )  # fmt: skip
     constants = (
         kv_heads, group, dim, causal, window is not None, k.shape[1] if paged else 0, groups,
-        *DEPTH[own.rows], narrow, few_pieces(here), how.value, max(32, power_of_2(batch)),
-        here.overlaps,
+        *DEPTH[own.rows], narrow, few_pieces(here), how.value, here.overlaps,
     )  # fmt: skip
     options = {
-        "num_warps": warps, "maxnreg": 168 if groups > 1 or warps == 8 or how.value == FEW.value else 208,
+        "num_warps": 8 if own.alone else 4, "maxnreg": 168 if groups > 1 or own.alone else 208,
         "launch_pdl": here.overlaps,
     }  # fmt: skip
     return programs, (batch, tokens, own.slots, own.target), strides, constants, options

@@ -33,7 +33,7 @@ def merge_slots(
     HK: tl.constexpr, DP: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """(m[R], den[R], acc[R, DP]) and the chunks begin[R] ... end[R], those up to `folded` in one
-    state. base, rows, row, folded: where the states of a row lie (`slot_row`), of each or of all."""
+    state; base, rows and row[R]: where the states lie (`slot_row`)."""
     start = tl.maximum(begin, folded)
     last = tl.maximum(end, tl.where(end > begin, folded + 1, 0))
     lowest = tl.min(tl.where(last > start, start, 1 << 30), 0)

@@ -43,8 +43,6 @@ SCRATCH_BYTES = 31 << 20
 PIECES = {16: 16, 32: 16, 64: 4, 128: 4}
 """Rows of a block -> pieces of work a processor, where there is enough of it (time only)."""
 
-MOST_FEW = 64
-"""Sequences whose pieces are found without a list, by the kernels for Hopper."""
 LISTED = 64
 """Pieces that a program writes at a time (time only)."""
 
@@ -58,12 +56,9 @@ FIELDS = tl.constexpr(12)
 @triton.jit
 def _ranges(n, tau):
     """(ranges that n chunks are taken in, chunks of a range)."""
-    ranges = tl.maximum(n, 1)
-    length = n * 0 + 1
-    if tau > 1:  # divisions take a GPU long
-        length = tl.maximum(tl.cdiv(n, tl.maximum(n // tau, 1)), 1)
-        ranges = tl.maximum(tl.cdiv(n, length), 1)
-    return ranges, length
+    count = tl.maximum(n // tau, 1)
+    length = tl.maximum(tl.cdiv(n, count), 1)
+    return tl.maximum(tl.cdiv(n, length), 1), length
 
 
 @triton.jit
@@ -112,83 +107,31 @@ def _shared_kernel(
 
 
 @triton.jit
-def _groups(shared, b, B, R: tl.constexpr):
-    """By sequence: (chunks of the prefix that it leads, mostly none, and its members; chunks of the
-    prefix that it is a member of, and who leads it, -1: nobody).
+def _group(plan_ptr, pitch, shared_ptr, b, B, R: tl.constexpr):
+    """(chunks of the prefix that b leads, its members); writes members' prefixes and leaders.
 
     A group ends where a sequence shares less with the one before it than with the one behind it.
     """
-    LAST: tl.constexpr = shared.shape[0] - 1
-    following = tl.where(b + 1 < B, tl.gather(shared, tl.minimum(b + 1, LAST), 0), 0)
-    follows = ((shared != 0) & (shared >= following) & (b < B)).to(tl.int32)
-    members = b * 0 + 1
-    prefix = b * 0 + (1 << 30)
-    open = (follows == 0) & (b < B)
+    at = shared_ptr + b
+    shared = tl.load(at, mask=b < B, other=0)
+    following = tl.load(at + 1, mask=b + 1 < B, other=0)
+    leads = (shared == 0) | (shared < following)
+    members = tl.zeros_like(b) + 1
+    prefix = tl.zeros_like(b) + (1 << 30)
+    open = leads & (b < B)
     for i in range(1, R):
-        at = tl.minimum(b + i, LAST)
-        open = open & (b + i < B) & (tl.gather(follows, at, 0) != 0)
+        here = tl.load(at + i, mask=b + i < B, other=0)
+        following = tl.load(at + i + 1, mask=b + i + 1 < B, other=0)
+        open = open & (here != 0) & (here >= following)
         members += open.to(tl.int32)
-        prefix = tl.where(open, tl.minimum(prefix, tl.gather(shared, at, 0)), prefix)
+        prefix = tl.where(open, tl.minimum(prefix, here), prefix)
     prefix = tl.where(members > 1, prefix, 0)
-    leader = b * 0 - 1
-    first = b * 0
     for i in range(R):
-        at = tl.maximum(b - i, 0)
-        led = tl.gather(prefix, at, 0)
-        mine = (led > 0) & (tl.gather(members, at, 0) > i) & (b >= i) & (b < B)
-        leader = tl.where(mine, b - i, leader)
-        first = tl.where(mine, led, first)
-    return prefix, members, first, leader
-
-
-@triton.jit
-def plan_work(
-    b, queries, keys, shared, B, window, capacity, target, HK: tl.constexpr, G: tl.constexpr,
-    BM: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
-    SHARE: tl.constexpr, RUNNING: tl.constexpr,
-):  # fmt: skip
-    """By sequence, one a lane, 0 behind the last: (pieces of its prefix, pieces of its own, its
-    prefix' chunks, its own first chunk, its own chunks, rows of its prefix' slots, of its own
-    slots, members and leader of `_groups`, rows to merge); and tau."""
-    first = b * 0
-    if WINDOWED:
-        seen = keys - queries + 1 if CAUSAL else keys
-        first = tl.maximum(seen - window, 0) // CHUNK
-    end = tl.maximum(tl.cdiv(keys, CHUNK), first)
-    prefix = b * 0
-    members = b * 0 + 1
-    leader = b * 0 - 1
-    shares = b * 0
-    if SHARE:
-        if tl.max(shared, 0) > 0:
-            prefix, members, shares, leader = _groups(shared, b, B, BM // G)
-            of_prefix, of_own = _rows_of_slots(
-                prefix, members, end - shares, shares, queries, G, 1 << 30, RUNNING
-            )
-            if tl.sum(of_prefix + of_own, 0) > capacity:  # they would never fit: nobody shares
-                prefix = b * 0
-                shares = b * 0
-                leader = b * 0 - 1
-        first = shares  # no window
-    own = end - first
-
-    blocks = tl.cdiv(queries * G, BM)
-    work = tl.sum(blocks * own + prefix, 0) * HK
-    tau = work * 0 + 1
-    if work > target:
-        tau = tl.cdiv(work, target)
-    of_prefix, of_own = _rows_of_slots(prefix, members, own, shares, queries, G, tau, RUNNING)
-    while tl.sum(of_prefix + of_own, 0) > capacity:
-        tau *= 2
-        of_prefix, of_own = _rows_of_slots(prefix, members, own, shares, queries, G, tau, RUNNING)
-    ranges, _ = _ranges(own, tau)
-    prefix_ranges, _ = _ranges(prefix, tau)
-    merged = tl.where((ranges > 1) | (shares > 0), queries * G, 0)
-    return (
-        tl.where(prefix > 0, prefix_ranges, 0),
-        tl.where((own > 0) | (shares == 0), blocks * ranges, 0), prefix, first, own, of_prefix, of_own, members,
-        leader, merged, tau,
-    )  # fmt: skip
+        mine = (prefix > 0) & (i < members)
+        tl.store(plan_ptr + LEADER * pitch + b + i, b, mask=mine)
+        tl.store(plan_ptr + FIRST * pitch + 2 * (b + i) + 1, prefix, mask=mine)
+    tl.debug_barrier()
+    return prefix, members
 
 
 @triton.jit(do_not_specialize=["B", "window", "capacity", "target"])
@@ -199,6 +142,7 @@ def _schedule_kernel(
     RUNNING: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
     LISTED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """A sequence a lane."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -214,16 +158,45 @@ def _schedule_kernel(
     else:
         keys = tl.load(lens_ptr + b + 1, mask=live, other=0)
         keys -= tl.load(lens_ptr + b, mask=live, other=0)
-    shared = b * 0
-    if SHARE:
-        shared = tl.load(shared_ptr + b, mask=live, other=0)
-    prefix_items, items, prefix, first, own, of_prefix, of_own, members, leader, merged, tau = (
-        plan_work(
-            b, queries, keys, shared, B, window, capacity, target, HK, G, BM, CHUNK, CAUSAL,
-            WINDOWED, SHARE, RUNNING,
+    first = tl.zeros_like(b)
+    if WINDOWED:
+        seen = keys - queries + 1 if CAUSAL else keys
+        first = tl.maximum(seen - window, 0) // CHUNK
+    end = tl.maximum(tl.cdiv(keys, CHUNK), first)
+    prefix = tl.zeros_like(b)
+    members = prefix
+    tl.store(plan_ptr + FIRST * pitch + 2 * b + 1, first, mask=live)
+    tl.store(plan_ptr + LEADER * pitch + b, -1, mask=live)
+    tl.debug_barrier()
+    if SHARE and tl.max(tl.load(shared_ptr + b, mask=live, other=0), 0) > 0:
+        prefix, members = _group(plan_ptr, pitch, shared_ptr, b, B, BM // G)
+        first = tl.load(plan_ptr + FIRST * pitch + 2 * b + 1, mask=live, other=0)
+        of_prefix, of_own = _rows_of_slots(
+            prefix, members, end - first, first, queries, G, 1 << 30, RUNNING
         )
-    )  # fmt: skip
-    both = tl.where(live, prefix_items + items, 0)
+        if tl.sum(of_prefix + of_own, 0) > capacity:  # they would never fit: nobody shares
+            prefix = tl.zeros_like(b)
+            first = tl.zeros_like(b)
+            tl.store(plan_ptr + LEADER * pitch + b, -1, mask=live)
+    shares = first
+    if WINDOWED:
+        shares = tl.zeros_like(b)
+    own = end - first
+
+    blocks = tl.cdiv(queries * G, BM)
+    work = tl.sum(blocks * own + prefix, 0) * HK
+    tau = tl.maximum(tl.cdiv(work, target), 1)
+    of_prefix, of_own = _rows_of_slots(prefix, members, own, shares, queries, G, tau, RUNNING)
+    while tl.sum(of_prefix + of_own, 0) > capacity:
+        tau *= 2
+        of_prefix, of_own = _rows_of_slots(prefix, members, own, shares, queries, G, tau, RUNNING)
+
+    ranges, _ = _ranges(own, tau)
+    prefix_ranges, _ = _ranges(prefix, tau)
+    prefix_items = tl.where(prefix > 0, prefix_ranges, 0)
+    items = tl.where((own > 0) | (shares == 0), blocks * ranges, 0)
+    merged = tl.where((ranges > 1) | (shares > 0), queries * G, 0)
+    both = prefix_items + items
     before = tl.cumsum(both, 0) - both
     rows = of_prefix + of_own
     base = tl.cumsum(rows, 0) - rows
@@ -237,7 +210,6 @@ def _schedule_kernel(
     tl.store(at + BASE * pitch, base, mask=live)
     tl.store(at + BASE * pitch + 1, base + of_prefix, mask=live)
     tl.store(plan_ptr + MEMBERS * pitch + b, members, mask=live)
-    tl.store(plan_ptr + LEADER * pitch + b, leader, mask=live)
     tl.store(plan_ptr + ROWS * pitch + b, tl.cumsum(merged, 0) - merged, mask=live)
     total = tl.sum(both, 0)
     tl.store(plan_ptr + ITEMS * pitch + 2 * B, total)
@@ -266,53 +238,47 @@ def last_before(ptr, count, x, STEPS: tl.constexpr):
 
 
 @triton.jit
-def piece_of(
-    b, own, within, first, count, members, leader, tau, base, q_start, queries, k_start, keys,
-    BM: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """What `piece` reads, of piece `within` those of a sequence's own keys, or of a prefix.
-
-    A prefix is a sequence of its members' queries, all of which see every key of its chunks.
-    """
-    shared = own & (leader >= 0)
-    ranges, length = _ranges(count, tau)
-    begin = first + within % ranges * length
-    return (
-        b, q_start, tl.where(own, queries, members), k_start,
-        tl.where(own, keys, (first + count) * CHUNK + members), within // ranges * BM, begin,
-        tl.minimum(begin + length, first + count),
-        (own & (ranges == 1) & (shared == 0)).to(tl.int32),
-        ((begin == first) & (shared == 0)).to(tl.int32),
-        tl.where(shared, first, first + length - 1), base,
-    )  # fmt: skip
-
-
-@triton.jit
 def _list_pieces(
     plan_ptr, pieces_ptr, cu_q_ptr, lens_ptr, B, item, total, BM: tl.constexpr, CHUNK: tl.constexpr,
     PAGED: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Write pieces item[N]: what `piece` reads."""
+    """Write pieces item[N]: what `piece` reads.
+
+    A prefix is a sequence of its members' queries, all of which see every key of its chunks.
+    """
     pitch = 2 * B + 2
     entry = last_before(plan_ptr + ITEMS * pitch, 2 * B, item, STEPS)
     listed = item < total
     entry = tl.where(listed, entry, 0)
     b = entry // 2
+    own = entry % 2 == 1
+    within = item - tl.load(plan_ptr + ITEMS * pitch + entry)
+    first = tl.load(plan_ptr + FIRST * pitch + entry)
+    count = tl.load(plan_ptr + COUNT * pitch + entry)
+    members = tl.load(plan_ptr + MEMBERS * pitch + b)
+    shared = own & (tl.load(plan_ptr + LEADER * pitch + b) >= 0)
+    ranges, length = _ranges(count, tl.load(plan_ptr + TAU * pitch))
+    begin = first + within % ranges * length
     q_start = tl.load(cu_q_ptr + b)
-    k_start = b * 0
+    queries = tl.where(own, tl.load(cu_q_ptr + b + 1) - q_start, members)
+    k_start = tl.zeros_like(b)
     keys = tl.load(lens_ptr + b)
     if not PAGED:
         k_start = keys
         keys = tl.load(lens_ptr + b + 1) - keys
-    found = piece_of(
-        b, entry % 2 == 1, item - tl.load(plan_ptr + ITEMS * pitch + entry),
-        tl.load(plan_ptr + FIRST * pitch + entry), tl.load(plan_ptr + COUNT * pitch + entry),
-        tl.load(plan_ptr + MEMBERS * pitch + b), tl.load(plan_ptr + LEADER * pitch + b),
-        tl.load(plan_ptr + TAU * pitch), tl.load(plan_ptr + BASE * pitch + entry), q_start,
-        tl.load(cu_q_ptr + b + 1) - q_start, k_start, keys, BM, CHUNK,
-    )  # fmt: skip
-    for i in tl.static_range(FIELDS):
-        tl.store(pieces_ptr + item * FIELDS + i, found[i], mask=listed)
+    at = pieces_ptr + item * FIELDS
+    tl.store(at, b, mask=listed)
+    tl.store(at + 1, q_start, mask=listed)
+    tl.store(at + 2, queries, mask=listed)
+    tl.store(at + 3, k_start, mask=listed)
+    tl.store(at + 4, tl.where(own, keys, (first + count) * CHUNK + members), mask=listed)
+    tl.store(at + 5, within // ranges * BM, mask=listed)
+    tl.store(at + 6, begin, mask=listed)
+    tl.store(at + 7, tl.minimum(begin + length, first + count), mask=listed)
+    tl.store(at + 8, (own & (ranges == 1) & (shared == 0)).to(tl.int32), mask=listed)
+    tl.store(at + 9, ((begin == first) & (shared == 0)).to(tl.int32), mask=listed)
+    tl.store(at + 10, tl.where(shared, first, first + length - 1), mask=listed)
+    tl.store(at + 11, tl.load(plan_ptr + BASE * pitch + entry), mask=listed)
 
 
 @triton.jit
@@ -348,15 +314,16 @@ def lone_sequence(
         seen = keys - queries + 1 if CAUSAL else keys
         first = tl.maximum(seen - window, 0) // CHUNK
     own = tl.maximum(tl.cdiv(keys, CHUNK) - first, 0)
+    ranges = tl.maximum(own, 1)
+    length = own * 0 + 1
     work = tl.cdiv(queries * G, BM) * own * HK
-    tau = work * 0 + 1
-    if work > target:
-        tau = tl.cdiv(work, target)
-    _, slots = _rows_of_slots(own * 0, own, own, own * 0, queries, G, tau, RUNNING)
-    while slots > capacity:
-        tau *= 2
+    if (work > target) | (own * queries * G > capacity):  # else tau is 1: divisions take long
+        tau = tl.maximum(tl.cdiv(work, target), 1)
         _, slots = _rows_of_slots(own * 0, own, own, own * 0, queries, G, tau, RUNNING)
-    ranges, length = _ranges(own, tau)
+        while slots > capacity:
+            tau *= 2
+            _, slots = _rows_of_slots(own * 0, own, own, own * 0, queries, G, tau, RUNNING)
+        ranges, length = _ranges(own, tau)
     return q_start, queries, k_start, keys, first, own, ranges, length
 
 
@@ -364,12 +331,12 @@ def lone_sequence(
 def lone_piece(lone, item, G: tl.constexpr, BM: tl.constexpr):
     """The `piece` that a list would have, of a `lone_sequence`."""
     q_start, queries, k_start, keys, first, own, ranges, length = lone
-    row = item * 0
+    block = item * 0
     if item >= ranges:
-        row = item // ranges * BM
-    begin = first + (item - row // BM * ranges) * length
+        block = item // ranges
+    begin = first + (item - block * ranges) * length
     return (
-        keys * 0, q_start, queries, k_start, keys, row, begin,
+        keys * 0, q_start, queries, k_start, keys, block * BM, begin,
         tl.minimum(begin + length, first + own), (ranges == 1).to(tl.int32),
         (begin == first).to(tl.int32), first + length - 1, keys * 0,
     )  # fmt: skip

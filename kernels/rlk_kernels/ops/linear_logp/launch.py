@@ -128,7 +128,8 @@ def new_rows(z: Tensor, entropy: bool) -> RowStatistics:
     """Rows to be filled by `finish`."""
     t = z.shape[0]
     sizes = [z.shape, (t,), (t if entropy else 0,), (t,), (t,)]
-    return RowStatistics(*(empty(size, torch.float32, z.device) for size in sizes), z)
+    logp, lse, of_rows, n, log_s = (empty(size, torch.float32, z.device) for size in sizes)
+    return RowStatistics(logp, lse, of_rows, n, log_s, z)
 
 
 def finish(
