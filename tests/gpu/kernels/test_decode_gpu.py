@@ -21,8 +21,9 @@ def paged(lens_q, lens_k, shape, width=8192):
     return [q, k_cache, v_cache, cu_q.int(), context.int(), wide]
 
 
-def forward(x, **schedule):
-    return attention_forward.forward(*x, True, x[0].shape[2] ** -0.5, None, **schedule)[:2]
+def forward(x, window=None, causal=True, **schedule):
+    scale = x[0].shape[2] ** -0.5
+    return attention_forward.forward(*x, causal, scale, window, **schedule)[:2]
 
 
 def same(a, b):
@@ -36,6 +37,20 @@ def test_few_sequences_have_the_bits_of_one_walk(shape):
         one = forward(x, split=False)
         for _ in range(5):
             assert same(forward(x), one), lens
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_rows_of_one_sequence_have_the_bits_of_one_walk(window):
+    """Of several queries; over keys that are not paged, all of which are seen."""
+    for queries, keys in ((1, 5000), (2, 1030), (3, 20000), (4, 2)):
+        x = paged([queries], [keys], HEADS[0])
+        one = forward(x, split=False, window=window)
+        assert same(forward(x, window=window), one), (queries, keys)
+        q, k, v, cu_q, cu_k = packed([queries], [keys], *HEADS[0], torch.bfloat16, "cuda")
+        y = [q, k, v, cu_q.int(), cu_k.int(), None]
+        assert same(forward(y, window=window), one), (queries, keys)
+        one = forward(y, split=False, window=window, causal=False)
+        assert same(forward(y, split=True, window=window, causal=False), one), (queries, keys)
 
 
 @pytest.mark.parametrize("members", [2, 8, 16])
