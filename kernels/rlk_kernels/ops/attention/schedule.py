@@ -5,7 +5,8 @@ that the sequences have, not those that a block table has room for: nothing of i
 host, and a CUDA graph's replay makes it anew. Neither what a piece is nor who takes it can change a
 bit (`order.py`): a range that begins at the first chunk merges its chunks as it goes, any other
 leaves each chunk for `merge.py`, which goes on from there. (Merged by whoever ends the last piece
-of some rows, it took longer: a program waits for its own stores before it can say that it has.)
+of some rows, it took longer: a program waits for its own stores before it can say that it has.
+Few rows of a sequence that is alone are merged so, `hopper_merge.py`: there nobody else waits.)
 
     pieces    k = max(1, n // tau) ranges of a sequence's n chunks, tau from the whole work: with
               enough sequences none is split, and a long one is where others are short
