@@ -8,14 +8,15 @@ clears them: a graph's replay has the number of its first run. So no memory is s
 call or stream, and none is cleared beforehand: what holds anything else holds no flag.
 """
 
+import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from rlk_kernels.matmul.hopper.pipeline import ROWS, thread_barrier
 from rlk_kernels.ops.attention.hopper_narrow import rows_layout
-from rlk_kernels.ops.attention.merge import merge_slots
-from rlk_kernels.ops.attention.order import finish
+from rlk_kernels.ops.attention.order import finish, merge
+from rlk_kernels.ops.attention.schedule import slot_row
 
 TOGETHER = gl.constexpr(16)
 """Rows that are merged together (time only)."""
@@ -79,6 +80,35 @@ def _clear_flags(flags_ptr, first, count, hk, HK: gl.constexpr, WARPS: gl.conste
         gl.store(at + 1, 0.0, mask=one < count)
 
 
+@triton.jit
+def _merge_slots(
+    m, den, acc, part_acc_ptr, part_ml_ptr, base, rows, row, folded, begin, end, hk, cols,
+    HK: tl.constexpr, DP: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """`merge._merge_slots` of several rows: (m[R], den[R], acc[R, DP]) and the chunks begin[R] ...
+    end[R] of each row[R]. The kernel there is shorter for the one row that it takes."""
+    start = tl.maximum(begin, folded)
+    last = tl.maximum(end, tl.where(end > begin, folded + 1, 0))
+    lowest = tl.min(tl.where(last > start, start, 1 << 30), 0)
+    for first in range(lowest, tl.max(last, 0), AHEAD):
+        states = ()
+        for i in tl.static_range(AHEAD):  # asked for together; behind the last an empty one
+            chunk = row * 0 + first + i
+            there = (chunk >= start) & (chunk < last)
+            place = slot_row(base, chunk, folded, rows, row, HK, hk)
+            states = states + (  # noqa: RUF005 (Triton has no starred tuples)
+                tl.load(part_ml_ptr + place * 2, mask=there, other=float("-inf")),
+                tl.load(part_ml_ptr + place * 2 + 1, mask=there, other=0.0),
+                tl.load(
+                    (part_acc_ptr + place * DP)[:, None] + cols[None, :], mask=there[:, None],
+                    other=0.0,
+                ),
+            )  # fmt: skip
+        for i in tl.static_range(AHEAD):
+            m, den, acc = merge(m, den, acc, states[3 * i], states[3 * i + 1], states[3 * i + 2])
+    return m, den, acc
+
+
 @gluon.jit
 def end_piece(
     memory, lone, item, first_row, hk, window, T, HK: gl.constexpr, G: gl.constexpr,
@@ -106,7 +136,7 @@ def end_piece(
             m = gl.full([TOGETHER], float("-inf"), gl.float32, gl.SliceLayout(1, OUT))
             den = gl.zeros([TOGETHER], gl.float32, gl.SliceLayout(1, OUT))
             acc = gl.zeros([TOGETHER, DIM], gl.float32, OUT)
-            m, den, acc = merge_slots(
+            m, den, acc = _merge_slots(
                 m, den, acc, part_acc_ptr, part_ml_ptr, 0, queries * G, row, first + length - 1,
                 begin, end, hk, cols, HK, DIM, AHEAD,
             )  # fmt: skip

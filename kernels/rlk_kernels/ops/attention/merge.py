@@ -28,26 +28,23 @@ AHEAD = 8
 
 
 @triton.jit
-def merge_slots(
+def _merge_slots(
     m, den, acc, part_acc_ptr, part_ml_ptr, base, rows, row, folded, begin, end, hk, cols,
     HK: tl.constexpr, DP: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """(m[R], den[R], acc[R, DP]) and the chunks begin[R] ... end[R], those up to `folded` in one
-    state; base, rows and row[R]: where the states lie (`slot_row`)."""
-    start = tl.maximum(begin, folded)
+    """(m, den, acc) and the chunks begin ... end, those up to `folded` in one state."""
     last = tl.maximum(end, tl.where(end > begin, folded + 1, 0))
-    lowest = tl.min(tl.where(last > start, start, 1 << 30), 0)
-    for first in range(lowest, tl.max(last, 0), AHEAD):
+    for first in range(tl.maximum(begin, folded), last, AHEAD):
         states = ()
         for i in tl.static_range(AHEAD):  # asked for together; behind the last an empty one
-            chunk = row * 0 + first + i
-            there = (chunk >= start) & (chunk < last)
+            chunk = first + i + tl.zeros((1,), tl.int32)
+            there = chunk < last
             place = slot_row(base, chunk, folded, rows, row, HK, hk)
             states = states + (  # noqa: RUF005 (Triton has no starred tuples)
                 tl.load(part_ml_ptr + place * 2, mask=there, other=float("-inf")),
                 tl.load(part_ml_ptr + place * 2 + 1, mask=there, other=0.0),
                 tl.load(
-                    (part_acc_ptr + place * DP)[:, None] + cols[None, :], mask=there[:, None],
+                    part_acc_ptr + place[:, None] * DP + cols[None, :], mask=there[:, None],
                     other=0.0,
                 ),
             )  # fmt: skip
@@ -83,9 +80,8 @@ def _merge_kernel(
     live = tl.full((1,), True, tl.int1)
     for index in range(tl.program_id(0), total, tl.num_programs(0)):
         hk = index % HK
-        zero = tl.zeros((1,), tl.int32)
+        packed = index // HK + tl.zeros((1,), tl.int32)
         if LISTED:
-            packed = zero + index // HK
             b = tl.sum(last_before(plan_ptr + ROWS * pitch, B, packed, STEPS), 0)
             row = index // HK - tl.load(plan_ptr + ROWS * pitch + b)
         else:
@@ -116,24 +112,22 @@ def _merge_kernel(
                 at = plan_ptr + 2 * leader
                 _, length = _ranges(tl.load(at + COUNT * pitch), tau)
                 rows = tl.load(plan_ptr + MEMBERS * pitch + leader) * G
-                m, den, acc = merge_slots(
+                m, den, acc = _merge_slots(
                     m, den, acc, part_acc_ptr, part_ml_ptr, tl.load(at + BASE * pitch), rows,
-                    zero + (b - leader) * G + row, length - 1, zero, zero + first, hk, cols, HK, DP,
-                    AHEAD,
+                    (b - leader) * G + row, length - 1, 0, first, hk, cols, HK, DP, AHEAD,
                 )  # fmt: skip
                 folded = first
                 begin = first
         else:
             base = b
             folded = lone_first + lone_length - 1
-        m, den, acc = merge_slots(
-            m, den, acc, part_acc_ptr, part_ml_ptr, base, queries * G, zero + row, folded,
-            zero + begin, zero + end, hk, cols, HK, DP, AHEAD,
+        m, den, acc = _merge_slots(
+            m, den, acc, part_acc_ptr, part_ml_ptr, base, queries * G, row, folded, begin, end, hk,
+            cols, HK, DP, AHEAD,
         )  # fmt: skip
-        finish(
-            m, den, acc, out_ptr, lse_ptr, zero + q_start + row // G, zero + hk * G + row % G, live,
-            cols, HK * G, DIM, T,
-        )  # fmt: skip
+        head = hk * G + row % G + tl.zeros((1,), tl.int32)
+        token = q_start + row // G + tl.zeros((1,), tl.int32)
+        finish(m, den, acc, out_ptr, lse_ptr, token, head, live, cols, HK * G, DIM, T)
 
 
 def merge_parts(
