@@ -1,5 +1,5 @@
 # ruff: noqa: RUF005 (Gluon has no starred tuples)
-"""`hopper.py` over all keys of a block of rows: programs that stay, and take one block after another.
+"""`hopper.py` over all keys of a block of rows, by programs that stay and take block after block.
 
 The warp that copies also asks for the next block of rows, the longest first, and says where it is;
 it goes on to that block's keys while the other warps end theirs, and those ask for their next
@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from rlk_kernels.device import facts
+from rlk_kernels.direct import empty
 from rlk_kernels.launching import kept, launch
 from rlk_kernels.matmul.hopper.pipeline import ROWS, barriers, thread_barrier
 from rlk_kernels.ops.attention.hopper import (
@@ -301,7 +302,7 @@ def attend_hopper(
     maps = kept(seen, "maps", (k.data_ptr(), v.data_ptr()), descriptors, k, v, table)
     counter = cu_q
     if more:
-        counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+        counter = empty((1,), torch.int32, q.device).zero_()
     launch(
         seen, _attention_hopper_kernel, (programs, 1, 1), counter, q, *maps, out, lse, cu_q, lens_k,
         table if table is not None else cu_q, scale * LOG2E, *numbers, *constants, **options,
