@@ -249,8 +249,10 @@ def _keys_per_copy(page: int) -> int:
     return page if page >= 8 and BLOCK.value % page == 0 else 0
 
 
-def reads(k: Tensor, v: Tensor, table: Tensor | None) -> bool:
-    """Whether these kernels can read k and v."""
+def reads(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None) -> bool:
+    """Whether these kernels can read q, k and v."""
+    if q.data_ptr() % 16 or q.stride(0) % 16 or q.stride(1) % 16:
+        return False
     if table is not None and not (_keys_per_copy(k.shape[1]) and table.numel()):
         return False
     paged = table is not None
