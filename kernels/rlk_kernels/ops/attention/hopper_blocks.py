@@ -17,16 +17,15 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from rlk_kernels.device import facts
 from rlk_kernels.direct import empty
 from rlk_kernels.launching import kept, launch
-from rlk_kernels.matmul.hopper.pipeline import ROWS, barriers, thread_barrier
+from rlk_kernels.matmul.hopper.pipeline import ROWS, barriers, load_elements, thread_barrier
 from rlk_kernels.ops.attention.hopper import (
     BLOCK,
     PER_CHUNK,
     _block,
-    _clear,
-    _copy_block,
     _copy_keys,
     _first_scores,
     _free,
+    _last_block,
     _merge_chunk,
     _next_block,
     _weigh,
@@ -86,46 +85,31 @@ def _close_chunk(m_all, den_all, merged, some, m, den, acc):
 
 
 @gluon.jit
-def _ask_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, G: gl.constexpr):
-    """Started: packed rows into q[rows, DIM]; behind the sequence its last row again."""
-    DIM: gl.constexpr = q.type.shape[1]
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    row = gl.minimum(first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LOAD)), len_q * G - 1)
-    at = (q_start + row // G).to(gl.int64) * stride_qt + (hk * G + row % G) * stride_qh
-    at = at[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, LOAD))[None, :]
-    async_copy.async_copy_global_to_shared(q, q_ptr + at)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _wait_queries():
-    async_copy.wait_group(0)
-    fence_async_shared()
-    thread_barrier()
-
-
-@gluon.jit
-def _attend_chunks(
-    q, s, m_none, den_none, merged, rings, turn, last, begin, end, plain_end, scale, window,
-    DIM: gl.constexpr, WINDOWED: gl.constexpr,
+def _attend_rows(
+    q, merged, rings, turn, last, begin, end, plain_end, len_k, scale, window, DIM: gl.constexpr,
+    WINDOWED: gl.constexpr,
 ):  # fmt: skip
-    """Over the blocks begin ... end - 1 of keys: (scores of the last, m, den, acc of its chunk,
-    m, den of the chunks before, whether there are such, the turn of the last block)."""
+    """(m, den, acc) of 64 rows over the blocks begin ... end of keys, at least one."""
     k_ring, v_ring, k_full, k_empty, v_full, v_empty = rings
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     dtype: gl.constexpr = q.dtype
-    m, den = m_none, den_none
+    s = gl.zeros([ROWS, BLOCK], gl.float32, SCORES)
+    m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    _, _, _, den = block_weights(s, m, 0.0, 4)
     acc = gl.zeros([ROWS, DIM], gl.float32, OUT)
     m_all = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OUT))
     den_all = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OUT))
+    s = _first_scores(q, s, k_ring, k_full, k_empty, turn)
     last_chunk = (end - 1) // PER_CHUNK
     some = False
     for chunk in range(begin // PER_CHUNK, last_chunk + 1):
-        m, den = m_none, den_none
+        m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+        den = gl.zeros_like(den)
         acc = gl.zeros([ROWS, DIM], gl.float32, OUT)
         first = gl.maximum(begin, chunk * PER_CHUNK)
         for j in range(first, gl.minimum(end - 1, (chunk + 1) * PER_CHUNK)):
-            # both are there long since; a wait further down would cut the step in two, and the
+            # both are there long since: a wait further down would cut the step in two, and the
             # exponentials of the first part would hide nothing of the second
             keys = _block(k_ring, k_full, turn + 1)
             values = _block(v_ring, v_full, turn)
@@ -140,18 +124,32 @@ def _attend_chunks(
         if chunk < last_chunk:
             m_all, den_all = _close_chunk(m_all, den_all, merged, some, m, den, acc)
             some = True
-    return s, m, den, acc, m_all, den_all, some, turn
+    j = end - 1
+    p, m, den, old = _weigh(
+        s, m, den, scale, j * BLOCK, last, window, j >= plain_end, dtype, OUT, WINDOWED
+    )
+    acc = acc * old[:, None]
+    acc = _last_block(p, acc, False, v_ring, v_full, v_empty, turn, len_k - j * BLOCK)
+    return _merge_chunk(m_all, den_all, merged, some, m, den, acc)
 
 
 @gluon.jit
-def _in_each_thread(x):
-    """x in a register of each thread: an fma with an operand out of the uniform registers waits for
-    it, and the compiler takes those where it knows that all threads have the same."""
-    nothing: gl.constexpr = "mov.u32 l, %lanemask_lt; mov.u32 g, %lanemask_gt; and.b32 l, l, g;"
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 l, g; " + nothing + " or.b32 $0, $1, l; }", "=f,f", [x], dtype=gl.float32,
-        is_pure=True, pack=1,
-    )  # fmt: skip
+def _ask_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, G: gl.constexpr):
+    """Started: packed rows into q[rows, DIM]; behind the sequence its last row again."""
+    DIM: gl.constexpr = q.type.shape[1]
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    row = gl.minimum(first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LOAD)), len_q * G - 1)
+    at = (q_start + row // G).to(gl.int64) * stride_qt + (hk * G + row % G) * stride_qh
+    at = at[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, LOAD))[None, :]
+    load_elements(q, q_ptr + at)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _wait_queries():
+    async_copy.wait_group(0)
+    fence_async_shared()
+    thread_barrier()
 
 
 @gluon.jit
@@ -159,70 +157,43 @@ def _attend(
     given, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: 64 packed rows of each of a program's blocks.
-
-    The last block of keys of some rows and the first of the next ones are one step.
-    """
+    """Four warps: 64 packed rows of each of a program's blocks."""
     (
         q_ptr, out_ptr, lse_ptr, q_smem, merged, rings, places, said, heard, scale, window, T,
         stride_qt, stride_qh,
     ) = given  # fmt: skip
-    k_ring, v_ring, k_full, k_empty, v_full, v_empty = rings
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    dtype: gl.constexpr = q_ptr.dtype.element_ty
     q = q_smem.index(GROUP)
     merged = merged.index(GROUP)
     first_row, q_start, len_q, len_k, hk, begin, end, plain_end = _hear(places, said, heard, 0)
     first_row += GROUP * ROWS
     _ask_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, G)
-    s = gl.zeros([ROWS, BLOCK], gl.float32, SCORES)
-    m_none = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    _, _, _, den_none = block_weights(s, m_none, 0.0, 4)
-    den_none = gl.zeros_like(den_none)
-    _wait_queries()
-    s = _first_scores(q, s, k_ring, k_full, k_empty, 0)
-    scale = _in_each_thread(scale)
     turn = 0
     done = 0
     while end > 0:
+        _wait_queries()
         row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
         last = gl.zeros_like(row) + len_k - 1  # the last key a row sees
         if CAUSAL:
             last = gl.minimum(row // G + len_k - len_q, last)
-        s, m, den, acc, m_all, den_all, some, turn = _attend_chunks(
-            q, s, m_none, den_none, merged, rings, turn, last, begin, end, plain_end, scale, window,
-            DIM, WINDOWED,
-        )  # fmt: skip
+        m, den, acc = _attend_rows(
+            q, merged, rings, turn, last, begin, end, plain_end, len_k, scale, window, DIM, WINDOWED
+        )
+        turn += end - begin
         row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
         token = q_start + row // G
         head = hk * G + row % G
         live = row < len_q * G
-        j = end - 1
-        count = len_k - j * BLOCK
-        masked = end > plain_end
         done += 1
         first_row, q_start, len_q, len_k, hk, begin, end, plain_end = _hear(
             places, said, heard, done
         )
         first_row += GROUP * ROWS
         _ask_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, G)
-        keys = _block(k_ring, k_full, turn + 1)
-        values = _block(v_ring, v_full, turn)
-        if count < BLOCK:
-            _clear(values, count)
-        p, m, den, old = _weigh(
-            s, m, den, scale, j * BLOCK, last, window, masked, dtype, OUT, WINDOWED
-        )
-        acc = acc * old[:, None]
-        _wait_queries()
-        s, acc = _next_block(q, s, p, acc, False, keys, values)
-        _free(k_ring, k_empty, turn + 1)
-        _free(v_ring, v_empty, turn)
-        turn += 1
-        m_all, den_all, acc = _merge_chunk(m_all, den_all, merged, some, m, den, acc)
         cols = gl.arange(0, DIM, gl.SliceLayout(0, OUT))
-        finish(m_all, den_all, acc, out_ptr, lse_ptr, token, head, live, cols, HK * G, DIM, T)
+        finish(m, den, acc, out_ptr, lse_ptr, token, head, live, cols, HK * G, DIM, T)
+    _wait_queries()
 
 
 @gluon.jit
@@ -276,12 +247,7 @@ def _copy_rows(
             turn += end - begin
             done += 1
         item = following
-    # no rows; a row and a block of keys that there are, for scores that nobody weighs
-    _say(places, said, heard, done, (0, 0, 1, 0, 0, 0, 0, 0))
-    nowhere = ()
-    for _ in gl.static_range(BLOCK // LENGTH):
-        nowhere = nowhere + (0,)
-    _copy_block(k_desc, k_ring, k_full, k_empty, turn, nowhere, 0, LENGTH)
+    _say(places, said, heard, done, (0, 0, 1, 0, 0, 0, 0, 0))  # no keys: the end; a row to ask for
 
 
 @gluon.jit(do_not_specialize=["B", "T", "blocks", "window", "stride_table"])
