@@ -314,11 +314,11 @@ def _plan(
     if special:
         from rlk_kernels.ops.attention.hopper import reads
 
-        special = reads(q, k, v, table)
+        special = reads(k, v, table)
     if rows is None and special:
         rows = 64 if few else 128
         if dim == 64 and here.many_groups and not (paged or split) and tokens > 4096 * batch:
-            rows = 192  # they wait for exponentials: a third group of four warps fills in
+            rows = 192  # a third group of four warps fills in for those that wait for exponentials
     if rows is None:
         rows = 16 if tokens * group <= 16 * batch and q.dtype != torch.float32 else 64
     blocks = (tokens * group) // rows + batch
@@ -365,8 +365,7 @@ def forward(
     seen = launches(
         "attention", q.shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype, batch,
         None if table is None else (table.shape, table.stride(0)), causal, window, rows, split,
-        warp_specialized, q.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0,
-        softcap > 0,
+        warp_specialized, q.device, (k.data_ptr() | v.data_ptr()) & 15 == 0, softcap > 0,
     )  # fmt: skip
     if softcap:
         warp_specialized = False

@@ -140,17 +140,26 @@ def _merge_chunk(m_all, den_all, merged, some, m, den, acc):
 
 
 @gluon.jit
+def _queries(
+    q_ptr, first_row, q_start, len_q, hk, stride_qt, stride_qh, G: gl.constexpr, R: gl.constexpr,
+    DIM: gl.constexpr,
+):  # fmt: skip
+    """[R, DIM]: packed rows; zeros behind the sequence."""
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    row = first_row + gl.arange(0, R, gl.SliceLayout(1, LOAD))
+    at = (q_start + row // G).to(gl.int64) * stride_qt + (hk * G + row % G) * stride_qh
+    at = at[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, LOAD))[None, :]
+    return gl.load(q_ptr + at, mask=(row < len_q * G)[:, None], other=0.0)
+
+
+@gluon.jit
 def _load_queries(
     q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, HK: gl.constexpr, G: gl.constexpr
 ):
     """Packed rows into q[rows, DIM], in shared memory."""
-    DIM: gl.constexpr = q.type.shape[1]
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     R: gl.constexpr = q.type.shape[0]
-    row = first_row + gl.arange(0, R, gl.SliceLayout(1, LOAD))
-    at = (q_start + row // G).to(gl.int64) * stride_qt + (hk * G + row % G) * stride_qh
-    at = at[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, LOAD))[None, :]
-    q.store(gl.load(q_ptr + at, mask=(row < len_q * G)[:, None], other=0.0))
+    DIM: gl.constexpr = q.type.shape[1]
+    q.store(_queries(q_ptr, first_row, q_start, len_q, hk, stride_qt, stride_qh, G, R, DIM))
     fence_async_shared()
 
 
@@ -240,10 +249,8 @@ def _keys_per_copy(page: int) -> int:
     return page if page >= 8 and BLOCK.value % page == 0 else 0
 
 
-def reads(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None) -> bool:
-    """Whether these kernels can read q, k and v."""
-    if q.data_ptr() % 16 or q.stride(0) % 16 or q.stride(1) % 16:
-        return False
+def reads(k: Tensor, v: Tensor, table: Tensor | None) -> bool:
+    """Whether these kernels can read k and v."""
     if table is not None and not (_keys_per_copy(k.shape[1]) and table.numel()):
         return False
     paged = table is not None

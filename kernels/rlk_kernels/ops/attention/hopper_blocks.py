@@ -2,22 +2,20 @@
 """`hopper.py` over all keys of a block of rows, by programs that stay and take block after block.
 
 The warp that copies also asks for the next block of rows, the longest first, and says where it is;
-it goes on to that block's keys while the other warps end theirs, and those ask for their next
-queries before they write their results. The sum of merged chunks lies in shared memory, read and
-written once a chunk.
+it goes on to that block's keys while the other warps end theirs. The sum of merged chunks lies in
+shared memory, read and written once a chunk.
 """
 
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from rlk_kernels.device import facts
 from rlk_kernels.direct import empty
 from rlk_kernels.launching import kept, launch
-from rlk_kernels.matmul.hopper.pipeline import ROWS, barriers, load_elements, thread_barrier
+from rlk_kernels.matmul.hopper.pipeline import ROWS, barriers, thread_barrier
 from rlk_kernels.ops.attention.hopper import (
     BLOCK,
     PER_CHUNK,
@@ -28,6 +26,7 @@ from rlk_kernels.ops.attention.hopper import (
     _last_block,
     _merge_chunk,
     _next_block,
+    _queries,
     _weigh,
     buffers,
     descriptors,
@@ -109,8 +108,8 @@ def _attend_rows(
         acc = gl.zeros([ROWS, DIM], gl.float32, OUT)
         first = gl.maximum(begin, chunk * PER_CHUNK)
         for j in range(first, gl.minimum(end - 1, (chunk + 1) * PER_CHUNK)):
-            # both are there long since: a wait further down would cut the step in two, and the
-            # exponentials of the first part would hide nothing of the second
+            # both are there long since; a wait further down would cut the step in two for the
+            # compiler, which lays sums and roundings between exponentials
             keys = _block(k_ring, k_full, turn + 1)
             values = _block(v_ring, v_full, turn)
             p, m, den, old = _weigh(
@@ -134,25 +133,6 @@ def _attend_rows(
 
 
 @gluon.jit
-def _ask_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, G: gl.constexpr):
-    """Started: packed rows into q[rows, DIM]; behind the sequence its last row again."""
-    DIM: gl.constexpr = q.type.shape[1]
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    row = gl.minimum(first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LOAD)), len_q * G - 1)
-    at = (q_start + row // G).to(gl.int64) * stride_qt + (hk * G + row % G) * stride_qh
-    at = at[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, LOAD))[None, :]
-    load_elements(q, q_ptr + at)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _wait_queries():
-    async_copy.wait_group(0)
-    fence_async_shared()
-    thread_barrier()
-
-
-@gluon.jit
 def _attend(
     given, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, GROUP: gl.constexpr,
@@ -167,12 +147,15 @@ def _attend(
     q = q_smem.index(GROUP)
     merged = merged.index(GROUP)
     first_row, q_start, len_q, len_k, hk, begin, end, plain_end = _hear(places, said, heard, 0)
-    first_row += GROUP * ROWS
-    _ask_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, G)
+    queries = _queries(
+        q_ptr, first_row + GROUP * ROWS, q_start, len_q, hk, stride_qt, stride_qh, G, ROWS, DIM
+    )
     turn = 0
     done = 0
     while end > 0:
-        _wait_queries()
+        q.store(queries)
+        fence_async_shared()
+        first_row += GROUP * ROWS
         row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
         last = gl.zeros_like(row) + len_k - 1  # the last key a row sees
         if CAUSAL:
@@ -189,11 +172,11 @@ def _attend(
         first_row, q_start, len_q, len_k, hk, begin, end, plain_end = _hear(
             places, said, heard, done
         )
-        first_row += GROUP * ROWS
-        _ask_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, G)
+        queries = _queries(
+            q_ptr, first_row + GROUP * ROWS, q_start, len_q, hk, stride_qt, stride_qh, G, ROWS, DIM
+        )
         cols = gl.arange(0, DIM, gl.SliceLayout(0, OUT))
         finish(m, den, acc, out_ptr, lse_ptr, token, head, live, cols, HK * G, DIM, T)
-    _wait_queries()
 
 
 @gluon.jit
@@ -247,7 +230,7 @@ def _copy_rows(
             turn += end - begin
             done += 1
         item = following
-    _say(places, said, heard, done, (0, 0, 1, 0, 0, 0, 0, 0))  # no keys: the end; a row to ask for
+    _say(places, said, heard, done, (0, 0, 0, 0, 0, 0, 0, 0))
 
 
 @gluon.jit(do_not_specialize=["B", "T", "blocks", "window", "stride_table"])
@@ -258,9 +241,8 @@ def _attention_hopper_kernel(
     WINDOWED: gl.constexpr, PAGE: gl.constexpr, GROUPS: gl.constexpr, MORE: gl.constexpr,
 ):  # fmt: skip
     """MORE: there are more blocks of rows than programs."""
-    DEPTH: gl.constexpr = 3 if DIM == 64 else 2  # what there is room for
     q_smem, merged, k_ring, k_full, k_empty, v_ring, v_full, v_empty = buffers(
-        q_ptr, DIM, GROUPS, DEPTH, DEPTH, False
+        q_ptr, DIM, GROUPS, 2, 2, False
     )
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     places = gl.allocate_shared_memory(gl.int32, [PLACES, 8], flat)
