@@ -10,7 +10,9 @@ from rlk_align.cli import options
 from rlk_align.errors import BadOption
 from rlk_align.progress import show_progress
 from rlk_align.text import line
+from rlk_align.trace.records import load_record
 from rlk_align.trace.run import Run, RunRecord
+from rlk_align.trace.schema import TraceRecord
 
 
 def capture(
@@ -39,6 +41,8 @@ def capture(
     plan = options.trace_plan(trace_budget, layers, sites)
     run = options.choose_run(out, "capture")
     source = _source(tokens, run) if tokens else None
+    if source and model is None:
+        model = load_record(TraceRecord, source / "trace.json").model
     request = options.capture_request(
         spec,
         model,

@@ -25,7 +25,7 @@ Model = Annotated[
         "--model",
         metavar="M",
         help="Checkpoint folder or hub id.",
-        show_default="the embedded model",
+        show_default="the embedded model; a replay's own",
     ),
 ]
 Prompts = Annotated[

@@ -90,16 +90,19 @@ def prepare(given: Pair) -> tuple["CompareRequest", Run, list[Output]]:
     )
     run = options.choose_run(given.run_dir, "compare", *settings, str(specs["train"]))
     replays = _check_replays(specs, run)
-    prompts = given.prompts
-    if prompts is None and replays:
-        # The other side's tokenizer is asked the same.
-        prompts = next(iter(replays.values())) / "prompts.jsonl"
+    model, prompts = given.model, given.prompts
+    if replays:
+        # What was captured is what the other side loads, and its tokenizer is asked the same.
+        captured = next(iter(replays.values()))
+        if model is None:
+            model = load_record(TraceRecord, captured / "trace.json").model
+        prompts = prompts or captured / "prompts.jsonl"
     check_outputs(outputs, run)
 
     requests = {
         side: options.capture_request(
             spec,
-            given.model,
+            model,
             prompts,
             given.max_new_tokens,
             given.seed,

@@ -8,7 +8,7 @@ import numpy as np
 from rlk_align.compare.metrics import edge_metrics
 from rlk_align.model.sites import RowIndex, Site
 from rlk_align.results import Controls, Noise, NotMeasured, Observer, SideName
-from rlk_align.trace.numbered import read_rows
+from rlk_align.trace.numbered import read_ahead, read_rows
 from rlk_align.trace.reader import PassReader, Trace
 
 
@@ -74,8 +74,7 @@ def _noise(
     name: str, once: PassReader, again: PassReader, index: RowIndex, sites: list[Site]
 ) -> Noise | None:
     rows, first_site = 0, ""
-    for site in sites:
-        a, b = read_rows(once, site.name, index), read_rows(again, site.name, index)
+    for site, (a, b) in zip(sites, read_ahead((once, again), sites, index), strict=True):
         if a is None and b is None:
             continue
         if a is None or b is None or not np.array_equal(a.number, b.number):

@@ -7,6 +7,7 @@ read from digests; values are read only where digests differ.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from rlk_align.compare.pairing import PairedSite, Unpaired, pair_site
 from rlk_align.compare.rows import UNKNOWN, EdgeRows
 from rlk_align.model.sites import RowIndex, Site
 from rlk_align.results import EdgeMetrics, EdgeName, EdgeResult, Introducer, SiteResult
-from rlk_align.trace.numbered import NumberedRows, read_rows
+from rlk_align.trace.numbered import NumberedRows, read_ahead, rows_that_differ
 from rlk_align.trace.reader import PassReader
 
 BLOCK_ELEMENTS = 1 << 18
@@ -59,34 +60,37 @@ class _EdgeState:
     metrics: EdgeMetrics | None = None
 
 
-class _RowCache:
-    """Rows of the site at hand: edges share passes."""
+class _SiteRows:
+    """What all passes hold of the site at hand: edges share passes."""
 
-    def __init__(self, index: RowIndex) -> None:
-        self._index = index
-        self._rows: dict[tuple[str, str], NumberedRows | None] = {}
+    def __init__(self, edges: list[Edge], sites: list[Site], index: RowIndex) -> None:
+        sides = [side for edge in edges for side in (edge.first, edge.second)]
+        self._sides = {side.name: side for side in sides}
+        passes = [p for side in sides for p in (side.observed, side.repeat) if p is not None]
+        by_folder = {p.folder: p for p in passes}
+        self._folders = list(by_folder)
+        self._ahead = read_ahead(list(by_folder.values()), sites, index)
+        self._rows: dict[Path, NumberedRows | None] = {}
+        self._noisy: dict[str, np.ndarray] = {}
+        self._count = len(index)
 
-    def get(self, reader: PassReader, site: str) -> NumberedRows | None:
-        key = (str(reader.folder), site)
-        if key not in self._rows:
-            if self._rows and next(iter(self._rows))[1] != site:
-                self._rows.clear()
-            self._rows[key] = read_rows(reader, site, self._index)
-        return self._rows[key]
+    def turn_to_next(self) -> None:
+        self._rows = dict(zip(self._folders, next(self._ahead), strict=True))
+        self._noisy = {name: self._not_repeated(side) for name, side in self._sides.items()}
 
-    def noisy(self, side: Side, site: str) -> np.ndarray:
+    def get(self, reader: PassReader) -> NumberedRows | None:
+        return self._rows[reader.folder]
+
+    def noisy(self, side: Side) -> np.ndarray:
         """Rows that the side's repeated pass does not reproduce, as a mask over the batch."""
-        mask = np.zeros(len(self._index), dtype=bool)
-        if side.repeat is None:
-            return mask
-        once, again = self.get(side.observed, site), self.get(side.repeat, site)
-        if once is None or again is None:
-            return mask
-        number, i, j = np.intersect1d(
-            once.number, again.number, assume_unique=True, return_indices=True
-        )
-        differ = once.rows.digest[once.at[i]] != again.rows.digest[again.at[j]]
-        mask[number] = differ.any(axis=1)
+        return self._noisy[side.name]
+
+    def _not_repeated(self, side: Side) -> np.ndarray:
+        mask = np.zeros(self._count, dtype=bool)
+        if side.repeat is not None:
+            once, again = self.get(side.observed), self.get(side.repeat)
+            if once is not None and again is not None:
+                mask[rows_that_differ(once, again)] = True
         return mask
 
 
@@ -100,10 +104,11 @@ def compare_edges(
     done, and at last what was found of the edges, and of their rows."""
     states = {e.name: _EdgeState(EdgeRows.of(e.name, index, len(sites))) for e in edges}
     graph = {s.name: s for s in sites}
-    cache = _RowCache(index)
+    rows = _SiteRows(edges, sites, index)
     for site in sites:
+        rows.turn_to_next()
         for edge in edges:
-            _compare_site(edge, site, index, cache, states[edge.name], graph)
+            _compare_site(edge, site, index, rows, states[edge.name], graph)
         yield site.name
     results = [_edge_result(e, states[e.name]) for e in edges]
     yield results, [states[e.name].rows for e in edges]
@@ -113,7 +118,7 @@ def _compare_site(
     edge: Edge,
     site: Site,
     index: RowIndex,
-    cache: _RowCache,
+    rows: _SiteRows,
     state: _EdgeState,
     graph: dict[str, Site],
 ) -> None:
@@ -121,8 +126,8 @@ def _compare_site(
     a, b = edge.first.observed, edge.second.observed
     paired, unpaired = pair_site(
         site,
-        cache.get(a, site.name),
-        cache.get(b, site.name),
+        rows.get(a),
+        rows.get(b),
         expected,
         (edge.first.name, edge.second.name),
         (a.record.unexposed.get(site.name), b.record.unexposed.get(site.name)),
@@ -137,7 +142,7 @@ def _compare_site(
     equal[paired.number] = same
     inputs_equal = _inputs_equal(site, index, edge, state.equal, graph)
     state.equal[site.name] = equal
-    noisy = cache.noisy(edge.first, site.name) | cache.noisy(edge.second, site.name)
+    noisy = rows.noisy(edge.first) | rows.noisy(edge.second)
     differ = ~same
     introduced = differ & inputs_equal[paired.number] & ~noisy[paired.number]
     values = _compare_values(a, b, site.name, paired, np.flatnonzero(differ), introduced)

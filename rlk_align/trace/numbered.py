@@ -1,10 +1,12 @@
 """Rows of a pass by row number of the batch."""
 
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
-from rlk_align.model.sites import RowIndex
+from rlk_align.model.sites import RowIndex, Site
 from rlk_align.trace.reader import PassReader, SiteRows
 
 
@@ -26,6 +28,9 @@ class NumberedRows:
 def number_rows(rows: SiteRows, index: RowIndex) -> NumberedRows:
     """A row seen twice (preemption, recomputation) must match itself; the first is kept."""
     number = index.rows(rows.sample, rows.position)
+    if len(number) and number[0] >= 0 and (number[1:] > number[:-1]).all():
+        # In order and once each, as most passes write them.
+        return NumberedRows(rows, number, np.arange(len(number)), conflicts=0, strays=0)
     known = np.flatnonzero(number >= 0)
     order = known[np.argsort(number[known], kind="stable")]
     ordered = number[order]
@@ -43,3 +48,33 @@ def read_rows(reader: PassReader, site: str, index: RowIndex) -> NumberedRows | 
     """A site's rows in a pass, or None where the pass has none."""
     rows = reader.rows(site)
     return None if rows is None else number_rows(rows, index)
+
+
+def read_ahead(
+    passes: Sequence[PassReader], sites: Sequence[Site], index: RowIndex
+) -> Iterator[list[NumberedRows | None]]:
+    """`read_rows` of all passes, site by site: each pass is read by a thread of its own, while the
+    site before is worked on."""
+    with ThreadPoolExecutor(max(1, len(passes))) as pool:
+
+        def ask(site: Site) -> list[Future[NumberedRows | None]]:
+            return [pool.submit(read_rows, reader, site.name, index) for reader in passes]
+
+        coming = [ask(site) for site in sites[:1]]
+        for following in range(1, len(sites) + 1):
+            rows = [future.result() for future in coming.pop()]
+            # Not before: one file is not read by two threads.
+            coming += [ask(site) for site in sites[following : following + 1]]
+            yield rows
+
+
+def rows_that_differ(a: NumberedRows, b: NumberedRows) -> np.ndarray:
+    """Row numbers that both have, with other bits, ascending."""
+    if np.array_equal(a.number, b.number):
+        number, i, j = a.number, a.at, b.at
+    else:
+        number, first, second = np.intersect1d(
+            a.number, b.number, assume_unique=True, return_indices=True
+        )
+        i, j = a.at[first], b.at[second]
+    return number[(a.rows.digest[i] != b.rows.digest[j]).any(axis=1)]

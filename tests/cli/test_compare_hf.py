@@ -187,6 +187,25 @@ def test_ten_noisy_runs_have_one_verdict(cli: Cli, few_prompts: Path, tmp_path: 
         assert done.verdict["controls"]["observer"] != "violated"
 
 
+def test_a_replay_is_held_against_its_own_model(
+    cli: Cli, few_prompts: Path, model_copy, tmp_path: Path
+) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.norm.weight"].mul_(1.5)
+
+    own = model_copy(weights=change)
+    rollout, train = tmp_path / "rollout", tmp_path / "train"
+    prompts = ("--prompts", few_prompts, *SHORT)
+    assert cli("capture", "--engine", "hf", "--model", own, *prompts, "-o", rollout).code == 0
+    args = (*EDGE, "--contract", "bitwise")
+    replayed = cli("compare", "--rollout", f"replay:path={rollout}", "--train", "hf", *args)
+    assert replayed.code == 0, replayed.out + replayed.err
+    assert replayed.verdict["model"] == str(own)
+    assert cli("capture", "--engine", "hf", "--tokens", rollout, "-o", train).code == 0
+    both = cli("compare", rollout, train, *args)
+    assert both.code == 0, both.out + both.err
+
+
 def test_a_fault_of_decode_alone_is_named_on_its_edge(compare: Cli) -> None:
     for patch in ("decode_only_slightly", "decode_only"):
         done = compare("--rollout", f"hf:patch=patches:{patch}", "--train", "hf")

@@ -23,7 +23,10 @@ BATCHES: dict[str, dict[str, Any]] = {
     "prefix caching": {"enable_prefix_caching": True},
     "blocks of 32": {"block_size": 32},
     "blocks of 128": {"block_size": 128},
-}
+    "too few blocks": {
+        "block_size": 32, "num_gpu_blocks_override": 34, "disable_log_stats": False,
+    },
+}  # fmt: skip
 
 
 IN_FP32 = ("default", "one at a time", "seven", "chunks of 40", "prefix caching")
@@ -45,6 +48,7 @@ def test_bits_do_not_depend_on_the_batch(vllm_bits: Bits, dtype: str) -> None:
         for what in ("tokens", "decode", "prefill"):
             assert one[what] == first[what], name
         assert bool(one["cached"]) == (name == "prefix caching"), name
+        assert bool(one["preempted"]) == (name == "too few blocks"), name
 
 
 def test_off_is_off(vllm_bits: Bits) -> None:

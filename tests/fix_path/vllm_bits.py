@@ -35,6 +35,12 @@ def bits(values: list[float]) -> str:
     return torch.tensor(values, dtype=torch.float32).numpy().tobytes().hex()
 
 
+def preemptions(llm: LLM) -> int:
+    """How often a request lost its blocks and was computed again."""
+    name = "vllm:num_preemptions"
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
+
+
 def run(case: dict[str, Any]) -> dict[str, Any]:
     how = case["kernels"]
     os.environ.pop(kernels.ENVIRONMENT, None)
@@ -48,8 +54,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             os.environ[kernels.ENVIRONMENT] = "1"
         kernels.plugin()
     rlk_kernels.reset_backend_calls()
-    options = {"enable_prefix_caching": False, "enforce_eager": True} | case.get("options", {})
-    llm = LLM(model=case["model"], disable_log_stats=True, max_model_len=1024, **options)
+    usual = {"enable_prefix_caching": False, "enforce_eager": True, "disable_log_stats": True}
+    options = usual | case.get("options", {})
+    llm = LLM(model=case["model"], max_model_len=1024, **options)
     prompts = [{"prompt_token_ids": ids} for ids in case["prompts"]]
     greedy = SamplingParams(
         temperature=0.0, max_tokens=case["new_tokens"], logprobs=0, ignore_eos=True,
@@ -80,6 +87,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         "decode": [bits(x) for x in said],
         "prefill": [bits(x) for x in again],
         "cached": sum(out.num_cached_tokens or 0 for out in outputs),
+        "preempted": 0 if options["disable_log_stats"] else preemptions(llm),
         "ran": sorted({op for op, _ in rlk_kernels.backend_calls()}),
         "hash": llm.llm_engine.vllm_config.compute_hash(),
     }

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from rlk_kernels.integrations import hf
+from rlk_kernels.integrations.errors import NotServed
 
 transformers = pytest.importorskip("transformers")
 
@@ -39,3 +40,40 @@ def test_frequencies_outlast_a_model_without_memory() -> None:
     whole = small_model()
     hf.use_kernels(whole)
     assert model.model.rotary_emb.inv_freq.equal(whole.model.rotary_emb.inv_freq)
+
+
+def test_autocast_computes_as_a_model_of_its_dtype() -> None:
+    """As HF Trainer and TRL run fp32 weights with `bf16=True`; gradients reach the fp32 weights."""
+    ids = torch.arange(50)[None]
+    master, plain = small_model(), small_model().to(torch.bfloat16)
+    for model in (master, plain):
+        hf.use_kernels(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = master(ids, use_cache=False).logits
+    assert logits.equal(plain(ids, use_cache=False).logits)
+    assert not logits.equal(master(ids, use_cache=False).logits)
+    for model in (master, plain):
+        with torch.autocast("cpu", torch.bfloat16, enabled=model is master):
+            logits = model(ids, use_cache=False).logits[0]
+        hf.token_logprobs(logits, ids[0]).sum().backward()
+    for name, weight in master.named_parameters():
+        assert weight.grad.dtype == torch.float32, name
+        assert weight.grad.equal(plain.get_parameter(name).grad.float()), name
+
+
+@pytest.mark.parametrize("where", ["model.layers.0.self_attn.q_proj", "lm_head"])
+def test_what_stands_in_the_place_of_a_linear_is_refused(where: str) -> None:
+    class Adapter(torch.nn.Linear):
+        pass
+
+    model = small_model()
+    model.get_submodule(where).__class__ = Adapter
+    with pytest.raises(NotServed, match=r"Adapter; a torch\.nn\.Linear is served"):
+        hf.use_kernels(model)
+    assert type(model.model.norm).__name__ == "LlamaRMSNorm"
+
+
+def test_what_is_no_causal_model_is_refused() -> None:
+    for ask in (hf.use_kernels, hf.operators):
+        with pytest.raises(NotServed, match="a LlamaModel is not served"):
+            ask(small_model().model)

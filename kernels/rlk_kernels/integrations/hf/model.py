@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
+from torch import nn
+
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.hf import attention, modules
@@ -14,7 +16,8 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def operators(model: Any) -> dict[str, Any]:
-    """Canonical operator -> the module that computes it."""
+    """Canonical operator -> the module that computes it. Raises NotServed for another model."""
+    _check_causal(model)
     inner = model.model
     found = {"embed": inner.embed_tokens}
     for i, layer in enumerate(inner.layers):
@@ -51,11 +54,30 @@ def _classes(model: Any, left: frozenset[str]) -> Iterator[tuple[Any, type]]:
             kind = {"attn": attention.Marked, "act": modules.MLP, "logits": modules.Head}[op]
         fused = ("q_rope", "k_rope") if op == "q_rope" else (op,)
         if not leaves(left, *fused) and not isinstance(module, kind):
+            _check_plain(name, module)
             yield module, kind
+
+
+def _check_plain(name: str, module: Any) -> None:
+    """What stands in a linear's place (an adapter, quantised weights) would be passed by."""
+    plain = {"embed": nn.Embedding, "logits": nn.Linear}.get(name)
+    if name.endswith("proj"):
+        plain = nn.Linear
+    if plain is not None and type(module) is not plain:
+        found = f"{type(module).__module__}.{type(module).__qualname__}"
+        raise NotServed(
+            f"{name} is a {found}; a torch.nn.{plain.__name__} is served: merge adapters"
+        )
+
+
+def _check_causal(model: Any) -> None:
+    if not hasattr(getattr(model, "model", None), "embed_tokens") or not hasattr(model, "lm_head"):
+        raise NotServed(f"a {type(model).__name__} is not served; a causal LM of transformers is")
 
 
 def _check(model: Any) -> None:
     config = model.config
+    _check_causal(model)
     if config.model_type not in FAMILIES:
         raise NotServed(f"{config.model_type} is not served; {', '.join(FAMILIES)} are")
     if config.hidden_act != "silu":

@@ -18,10 +18,18 @@ def derived(kind: type, base: Any) -> type:
     return type(f"Rlk{base.__name__}", (kind, base), {"__module__": base.__module__})
 
 
+def cast(x: Any) -> Any:
+    """A tensor, or None, in the dtype that autocast computes in, where one is on: fp32 weights
+    compute as a model of that dtype does, whose residual is of it too."""
+    if x is None or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
+
+
 class Embedding(Counted):
     def forward(self, ids: Tensor) -> Tensor:
         self.count()
-        rows = profile.embed(ids, self.weight)
+        rows = cast(profile.embed(ids, self.weight))
         if self.padding_idx is not None and rows.requires_grad:
             # Padding trains nothing.
             rows = torch.where((ids == self.padding_idx)[..., None], rows.detach(), rows)
@@ -31,19 +39,19 @@ class Embedding(Counted):
 class Norm(Counted):
     def forward(self, x: Tensor) -> Tensor:
         self.count()
-        return profile.norm(x, self.weight, self.variance_epsilon)
+        return profile.norm(cast(x), cast(self.weight), self.variance_epsilon)
 
 
 class Linear(Counted):
     def forward(self, x: Tensor) -> Tensor:
         self.count()
-        return profile.linear(x, self.weight, self.bias)
+        return profile.linear(cast(x), cast(self.weight), cast(self.bias))
 
 
 class Head(Counted):
     def forward(self, x: Tensor) -> Tensor:
         self.count()
-        return profile.logits(x, self.weight, self.bias)
+        return profile.logits(cast(x), cast(self.weight), cast(self.bias))
 
 
 class MLP(Counted):
