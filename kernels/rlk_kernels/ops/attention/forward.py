@@ -321,6 +321,8 @@ def _plan(
         special = reads(k, v, table)
     if rows is None and special:
         rows = 64 if few else 128
+        if dim == 64 and here.many_groups and not (paged or split) and tokens > 4096 * batch:
+            rows = 192  # a third group of four warps fills in for those that wait for exponentials
     if rows is None:
         rows = 16 if tokens * group <= 16 * batch and q.dtype != torch.float32 else 64
     blocks = (tokens * group) // rows + batch
@@ -330,7 +332,7 @@ def _plan(
         split = chunks > 1 and (few or paged)
     # ranges of all blocks of rows, and of prefixes that neighbours share
     most = (blocks + batch // 2) * max(chunks, 1)
-    most = min(most, PIECES[rows] * here.processors // kv_heads + blocks + batch)
+    most = min(most, PIECES[min(rows, 128)] * here.processors // kv_heads + blocks + batch)
     split = split and (not running or tokens * group <= room)
     # a block a program takes less where it is one wave of them, and not of few
     one_wave = here.processors // 2 < batch * kv_heads <= here.processors
@@ -339,7 +341,7 @@ def _plan(
         alone=running and batch == 1 and tokens * group <= 16 and dim == 128,
         whole=running and not split and chunks <= 1 and not one_wave,
         slots=min(room, tokens * group * (chunks + 1)), most=most,
-        target=PIECES[rows] * here.processors,
+        target=PIECES[min(rows, 128)] * here.processors,
     )  # fmt: skip
 
 
@@ -398,10 +400,10 @@ def forward(
             table, causal, scale, window,
         )  # fmt: skip
     elif own.special:
-        from rlk_kernels.ops.attention.hopper import attend_hopper
+        from rlk_kernels.ops.attention.hopper_blocks import attend_hopper
 
         attend_hopper(
-            seen, q, k, v, out, lse, cu_q, lens_k, table, causal, scale, window, own.rows // 64
+            seen, own.rows, q, k, v, out, lse, cu_q, lens_k, table, causal, scale, window
         )  # fmt: skip
     else:
         _attend(

@@ -20,8 +20,10 @@ from rlk_kernels.matmul.hopper.pipeline import ROWS, thread_barrier
 from rlk_kernels.ops.attention.hopper import (
     BLOCK,
     PER_CHUNK,
+    _block,
     _copy_keys,
     _first_scores,
+    _free,
     _last_block,
     _load_queries,
     _next_block,
@@ -125,17 +127,17 @@ def _attend_chunk(
     s = _first_scores(q, s, k_ring, k_full, k_empty, turn)
     for j in range(begin, end - 1):
         p, m, den, old = _weigh(
-            s, m, den, scale, j * BLOCK, last, window, j == begin, j >= plain_end, dtype, OUT,
-            WINDOWED,
-        )  # fmt: skip
+            s, m, den, scale, j * BLOCK, last, window, j >= plain_end, dtype, OUT, WINDOWED
+        )
         acc = acc * old[:, None]
-        s, acc = _next_block(
-            q, s, p, acc, j == begin, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
-            turn + j - begin,
-        )  # fmt: skip
+        here = turn + j - begin
+        keys = _block(k_ring, k_full, here + 1)
+        s, acc = _next_block(q, s, p, acc, j == begin, keys, _block(v_ring, v_full, here))
+        _free(k_ring, k_empty, here + 1)
+        _free(v_ring, v_empty, here)
     j = end - 1
     p, m, den, old = _weigh(
-        s, m, den, scale, j * BLOCK, last, window, j == begin, j >= plain_end, dtype, OUT, WINDOWED
+        s, m, den, scale, j * BLOCK, last, window, j >= plain_end, dtype, OUT, WINDOWED
     )
     acc = acc * old[:, None]
     acc = _last_block(
