@@ -113,7 +113,9 @@ def rows(m: int, h: int = 4096, ff: int = 12288, v: int = 128256) -> None:
     _backward(*rk.rope(_x(m, 32, 128), _x(m, 8, 128), _ids(m), theta=1e6))
     norms = _x(128), _x(128)
     rotation = {"eps": 1e-6, "theta": 1e6}
-    _backward(*rk.norm_rope(_x(m, 32, 128), _x(m, 8, 128), *norms, _ids(m), **rotation))
+    for scaling in (None, _x(1, dtype=FP32).detach()):
+        rotation["scaling"] = scaling
+        _backward(*rk.norm_rope(_x(m, 32, 128), _x(m, 8, 128), *norms, _ids(m), **rotation))
     _backward(rk.swiglu(_x(m, ff), _x(m, ff)))
     _backward(rk.embedding(_ids(m), _x(v, h)))
     _backward(rk.logp(_x(m, v), _ids(m)))

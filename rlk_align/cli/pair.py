@@ -1,9 +1,11 @@
 """Two engines, as `compare` and `probe` are given them: from options to a request."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlk_align.capture.request import CaptureRequest
 from rlk_align.cli import options
@@ -22,61 +24,78 @@ if TYPE_CHECKING:
     from rlk_align.pipeline import CompareRequest
 
 
+OF_CAPTURES = (
+    *("model", "rollout", "train", "prompts", "kernels", "production"),
+    *("fresh", "seed", "max_new_tokens"),
+)
+"""Options that say what a capture holds."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
     """The options of a comparison, as they were given."""
 
-    runs: list[str] | None
-    model: str | None
-    rollout: str | None
-    train: str | None
-    prompts: Path | None
-    contract: str | None
-    max_new_tokens: int
-    seed: int
-    run_dir: Path | None
-    output: list[str] | None
-    allow_mismatch: list[str] | None
-    fresh: bool
-    layers: str | None
-    sites: str | None
-    edges: str | None
-    production: bool | None
-    trace_budget: str
-    kernels: str | None = None
+    model: options.Model = None
+    rollout: options.Rollout = None
+    train: options.Train = None
+    prompts: options.Prompts = None
+    contract: options.ContractName = None
+    kernels: options.Kernels = None
+    max_new_tokens: options.MaxNewTokens = 32
+    seed: options.Seed = 0
+    run_dir: options.RunDir = None
+    output: options.Output = None
+    allow_mismatch: options.AllowMismatch = None
+    fresh: options.Fresh = False
+    layers: options.Layers = None
+    sites: options.Sites = None
+    edges: options.Edges = None
+    production: options.Production = None
+    trace_budget: options.TraceBudget = "8GB"
+
+    def gives(self, *names: str) -> bool:
+        """Whether one of these options, or of `OF_CAPTURES`, says something."""
+        defaults = Pair()
+        return any(getattr(self, n) != getattr(defaults, n) for n in (*OF_CAPTURES, *names))
 
 
-def prepare(given: Pair) -> tuple["CompareRequest", Run, list[Output]]:
+def takes_pair(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` as typer is to see it: each option of a `Pair` by itself, where its parameter
+    `given` stands."""
+    parameters: list[Parameter] = []
+    for own in signature(command).parameters.values():
+        if own.name == "given":
+            parameters += [p.replace(kind=own.kind) for p in signature(Pair).parameters.values()]
+        else:
+            parameters.append(own)
+    names = [field.name for field in fields(Pair)]
+
+    @functools.wraps(command)
+    def with_options(**values: Any) -> None:
+        command(given=Pair(**{name: values.pop(name) for name in names}), **values)
+
+    with_options.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {p.name: p.annotation for p in parameters}
+    return with_options
+
+
+def prepare(
+    given: Pair, runs: list[str] | None = None
+) -> tuple["CompareRequest", Run, list[Output]]:
     """What to compare, the run that keeps it, and where the verdict is written to. Whatever would
     fail after minutes of capturing fails here. Raises RlkError."""
     judged = options.parse_edges(given.edges)
     outputs = parse_outputs(given.output)
     plan = options.trace_plan(given.trace_budget, given.layers, given.sites)
     allowed = options.parse_kinds(given.allow_mismatch)
-    if given.runs:
+    if runs:
         # What a capture is asked for: given here, it would be left out of account.
-        named = (
-            given.model,
-            given.rollout,
-            given.train,
-            given.prompts,
-            given.layers,
-            given.sites,
-            given.production,
-            given.kernels,
-        )
-        asked = (
-            any(n is not None for n in named)
-            or given.fresh
-            or given.seed
-            or given.max_new_tokens != 32
-        )
-        if len(given.runs) != 2 or asked:
+        if len(runs) != 2 or given.gives("layers", "sites"):
             raise BadOption(
                 "two runs are compared as they are: RUN_A RUN_B, without engines, model, prompts, "
                 "and whatever else a capture is asked for"
             )
-        pair = [EngineSpec("replay", {"path": run}) for run in given.runs]
+        pair = [EngineSpec("replay", {"path": run}) for run in runs]
     else:
         texts = (given.rollout or options.default_rollout(), given.train or options.default_train())
         pair = [options.engine_spec(text, given.kernels) for text in texts]
@@ -136,7 +155,7 @@ WITHOUT = "kernels-off"
 def prepare_without(given: Pair, run: Run) -> tuple["CompareRequest", Run] | None:
     """The same pair without kernels, for a pair that `--kernels rlk` gave them: drift off and on,
     side by side. None where there is nothing to show so."""
-    if given.kernels != "rlk" or given.runs:
+    if given.kernels != "rlk":
         return None
     texts = (given.rollout or options.default_rollout(), given.train or options.default_train())
     if any(EngineSpec.parse(text).name == "replay" for text in texts):

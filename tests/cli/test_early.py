@@ -115,6 +115,11 @@ UNFIT: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         {"rope_parameters": YARN | {"factor": None}},
         ("yarn without a factor", "--rollout hf"),
     ),
+    "vllm, table too short": (
+        "vllm",
+        {"rope_parameters": YARN | {"factor": 3.5}},
+        ("has 896 positions", "max_position_embeddings=1024", "kernels=rlk"),
+    ),
     "whole factor": (
         "vllm",
         {"rope_scaling": {"type": "linear", "factor": 4}},

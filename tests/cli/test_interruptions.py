@@ -126,17 +126,20 @@ def test_a_full_disk_is_said_and_finished_passes_stay(
 ) -> None:
     """A limit on the size of files stands for the disk: the write itself fails."""
     run = tmp_path / "run"
-    words = command(few_prompts, "--rollout", "hf", "--train", "hf", "--run-dir", run)
-    limited = ["bash", "-c", 'ulimit -f 300; exec "$@"', "_", *words]
-    done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 3, done.stderr
-    assert "could not be written" in done.stderr
-    assert "a rerun goes on from there" in done.stderr
-    assert "Traceback" not in done.stderr
+    words = command(few_prompts, "--rollout", "hf", "--train", "hf", "--run-dir", run)[3:]
+    (tmp_path / "sitecustomize.py").write_text(
+        "import resource\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (300 << 10, resource.RLIM_INFINITY))\n"
+    )
+    done = cli(*words, env={"PYTHONPATH": str(tmp_path)}, shared=False)
+    assert done.code == 3, done.err
+    assert "could not be written" in done.err
+    assert "a rerun goes on from there" in done.err
+    assert "Traceback" not in done.err
     (capture,) = (run / "captures").iterdir()
     assert (capture / "decode.untapped/pass.json").exists()
     assert not (capture / "prefill").exists()
-    whole = cli(*words[3:], shared=False)
+    whole = cli(*words, shared=False)
     assert whole.code == 0, whole.out + whole.err
 
 

@@ -2,6 +2,7 @@
 in tests/fix_path."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Cli, Outcome, capture_of, command_line, require_engine, write_few_prompts
@@ -118,28 +119,47 @@ def test_what_does_not_run_is_an_error_and_no_mixture(compare: Cli, patch: str, 
     assert done.verdict is None
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+ROPE = {"rope_theta": 1e4, "factor": 4.0}
+LISTS = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+WITHOUT: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "dynamic": (
+        "hf",
+        {"rope_parameters": ROPE | {"rope_type": "dynamic"}},
+        ("rope_type=dynamic", "the frequencies follow the longest sequence of a batch"),
+    ),
+    "longrope": (
+        "vllm",
+        {"rope_parameters": ROPE | LISTS | {"rope_type": "longrope"}},
+        ("rope_type=longrope", "their scale follow the longest sequence of a batch"),
+    ),
+    "partial": (
+        "vllm",
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        ("partial_rotary_factor=0.5", "whole heads"),
+    ),
+    "no factor": (
+        "hf",
+        {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn"}},
+        ("rope_type=yarn without a factor",),
+    ),
+    "act": ("megatron", {"hidden_act": "gelu"}, ("hidden_act=gelu",)),
+}
 
 
-@pytest.mark.parametrize("engine", ["hf", "megatron", "vllm"])
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        ({"rope_parameters": YARN | {"rope_theta": 1e4}}, "rope_type=yarn"),
-        ({"hidden_act": "gelu"}, "hidden_act=gelu"),
-    ],
-    ids=["rope", "act"],
-)
+@pytest.mark.parametrize("case", WITHOUT)
 def test_what_has_no_kernel_is_refused_before_anything_starts(
-    compare: Cli, model_copy, engine: str, config: dict, says: str
+    compare: Cli, model_copy, case: str
 ) -> None:
+    engine, config, says = WITHOUT[case]
     require_engine(engine)
     model, spec = model_copy(config=config), f"{engine}:kernels=rlk"
     sides = ("vllm", "hf") if engine == "vllm" else ("hf", engine)
     specs = [spec if name == engine else name for name in sides]
     done = compare("--model", model, "--rollout", specs[0], "--train", specs[1])
     assert done.code == 2, done.out + done.err
-    assert says in done.err
+    said = " ".join(done.err.split())
+    assert f"engine '{engine}': kernels=rlk does not take {says[0]}" in said
+    assert all(words in said for words in says)
 
 
 def test_captures_with_kernels_lie_beside_those_without(compare: Cli, folder: Path) -> None:

@@ -76,6 +76,33 @@ def test_megatron_takes_what_it_computes_itself(rope: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default"},
+        YARN | {"original_max_position_embeddings": 256},
+        YARN | {"original_max_position_embeddings": 1024},
+        YARN,
+    ],
+)
+def test_vllm_takes_a_rope_whose_table_is_long_enough(rope: dict[str, Any]) -> None:
+    check("vllm", rope_parameters=rope)
+    check("vllm", rope_scaling=rope, rope_theta=1e4)
+
+
+@pytest.mark.parametrize("original", [1, 255])
+def test_vllm_would_read_past_the_end_of_a_shorter_one(original: int) -> None:
+    rope = YARN | {"original_max_position_embeddings": original}
+    with pytest.raises(ModelError, match=f"has {4 * original} positions"):
+        check("vllm", rope_parameters=rope)
+    check("vllm:kernels=rlk", rope_parameters=rope)
+
+
+def test_a_malformed_original_context_is_named() -> None:
+    with pytest.raises(ModelError, match="original_max_position_embeddings is '4k'"):
+        check("vllm", rope_parameters=YARN | {"original_max_position_embeddings": "4k"})
+
+
+@pytest.mark.parametrize(
     ("sizes", "tp", "fused_qkv", "word"),
     [
         ({}, 3, False, "8 heads"),

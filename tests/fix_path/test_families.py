@@ -1,22 +1,33 @@
-"""Llama-, Qwen2- and Mistral-shaped models with the kernels in every engine: biases, scaled
-frequencies, windows, tied embeddings, a padded vocabulary, fp16. Qwen3 is the embedded model."""
+"""Llama-, Qwen- and Mistral-shaped models with the kernels in every engine: biases, scaled ropes
+beyond the context that they stretch, windows, tied embeddings, a padded vocabulary, fp16. The
+default rope is the embedded model's."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Cli, command_line, require_engine, write_few_prompts
+from conftest import Cli, capture_of, command_line, require_engine, write_few_prompts
 from random_model import write_random_model
 
+from rlk_align.model.prompts import TokenBatch
+
+ORIGINAL = 16
+"""Positions before the ropes are stretched."""
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
     "factor": 4.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 2.0,
-    "original_max_position_embeddings": 64,
+    "original_max_position_embeddings": ORIGINAL,
 }
-DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": ORIGINAL,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
 WINDOW = 8
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -35,10 +46,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {
         "model_type": "mistral",
         "dtype": "float32",
-        "rope_parameters": DEFAULT,
+        "rope_parameters": LINEAR,
         "sliding_window": WINDOW,
     },
-    "qwen2": {"model_type": "qwen2", "dtype": "float16", "rope_parameters": LLAMA3},
+    "qwen2": {"model_type": "qwen2", "dtype": "float16", "rope_parameters": YARN},
+    "qwen3": {
+        "model_type": "qwen3",
+        "dtype": "bfloat16",
+        "head_dim": 64,
+        "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False},
+    },
+    "llama-yarn": {
+        "model_type": "llama",
+        "dtype": "float32",
+        "rope_parameters": YARN | {"beta_fast": 8.0, "beta_slow": 2.0},
+    },
 }
 TRAINING = ("hf", "fsdp:dp=2", "megatron", "megatron:input=packed")
 
@@ -76,3 +98,5 @@ def test_no_bit_differs(cli: Cli, folder: Path, name: str, train: str) -> None:
     coverage = done.verdict["coverage"]
     assert coverage["paired"] == coverage["expected"] > 5000
     assert coverage["unpaired"] == []
+    sampled = capture_of(folder / f"run-{name}", "rollout").folder / "tokens.parquet"
+    assert max(len(s.ids) for s in TokenBatch.load(sampled).samples) > 3 * ORIGINAL

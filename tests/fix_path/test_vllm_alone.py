@@ -100,3 +100,22 @@ def test_compiled_code_is_loaded_where_it_belongs(tmp_path: Path, vllm_bits: Bit
         "warm"
     ]
     assert warm == found["on"]
+
+
+def test_a_rope_that_an_override_stretches(vllm_bits: Bits) -> None:
+    """Eager and compiled, where its factor goes through the compiler's graph."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    stretched = {"hf_overrides": {"rope_parameters": rope | {"rope_theta": 10000.0}}}
+    cases = [
+        {"name": name, "kernels": "registered", "options": options}
+        for name, options in {"plain": {}, "eager": stretched}.items()
+    ]
+    found = vllm_bits(cases, few=True, TORCHDYNAMO_DISABLE="1")
+    compiled = {"name": "compiled", "kernels": "registered"}
+    compiled["options"] = stretched | {"enforce_eager": False}
+    found |= vllm_bits([compiled], few=True)
+    assert found["eager"]["decode"] != found["plain"]["decode"]
+    assert found["eager"]["decode"] == found["eager"]["prefill"]
+    for what in ("tokens", "decode", "prefill"):
+        assert found["compiled"][what] == found["eager"][what]
+    assert "norm_rope" in found["compiled"]["ran"]

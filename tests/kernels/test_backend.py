@@ -235,9 +235,10 @@ def test_registration_passes_torchs_own_check():
     torch.library.opcheck(
         ops.attention, (h, h + 1, h + 2, cu, cu.clone(), True, 0.5, None, "torch")
     )
-    rope = (torch.arange(3), None, 1e4, 8, 1.0, torch.float32, False, "torch")
+    rope = (torch.arange(3), None, None, 1e4, 8, 1.0, torch.float32, False, "torch")
     torch.library.opcheck(ops.rope, (h, h.clone(), *rope))
-    torch.library.opcheck(ops.rope, (h, h.clone(), rope[0], torch.ones(4), *rope[2:]))
+    given = rope[0], torch.ones(4), torch.full((1,), 1.2)
+    torch.library.opcheck(ops.rope, (h, h.clone(), *given, *rope[3:]))
     torch.library.opcheck(ops.linear_into, (torch.empty(3, W.shape[0]), X, W, None, "torch"))
     grad = torch.zeros(W.shape)
     torch.library.opcheck(ops.add_weight_grad, (grad, X @ W.mT, X, "torch"))

@@ -1,6 +1,7 @@
 """PROFILE.md, line by line: the roundings that all engines share, against a computation in float64
 that rounds where the page says so, and nowhere else."""
 
+import math
 import re
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from kernel_suite import packed, paged_cache
 from rlk_kernels.integrations import profile
+from rlk_kernels.integrations.rotary import NOT_FIXED, rotation
 
 PAGE = Path(__file__).resolve().parents[2] / "kernels" / "rlk_kernels" / "PROFILE.md"
 BF16 = torch.bfloat16
@@ -30,7 +32,7 @@ def twice(exact: torch.Tensor, then: torch.Tensor) -> torch.Tensor:
 
 def test_every_line_has_its_test() -> None:
     named = re.findall(r"`(test_\w+)` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(named) == 14
+    assert len(named) == 15
     assert set(named) <= set(globals())
 
 
@@ -80,24 +82,82 @@ LLAMA3 = {
 }
 
 
-@pytest.mark.parametrize("width", [32, 64, 80, 96, 112, 128])
-@pytest.mark.parametrize(
-    "rope", [{"rope_type": "default", "rope_theta": 1e4}, LLAMA3], ids=["default", "llama3"]
-)
-def test_frequencies_are_those_of_transformers(rope: dict, width: int) -> None:
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32768,
+}
+ROPES: dict[str, dict] = {
+    "default": {"rope_type": "default", "rope_theta": 1e4},
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
+    "llama3": LLAMA3,
+    "yarn": YARN,
+    "yarn, whole numbers": YARN | {"rope_theta": 1000000, "factor": 40},
+    "yarn, short": YARN | {"original_max_position_embeddings": 32},
+    "yarn, another ramp": YARN | {"beta_fast": 16, "beta_slow": 2.0, "truncate": False},
+    "yarn, a step": YARN | {"beta_fast": 1, "truncate": False},
+    "yarn, scaled": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+    "yarn, half scaled": YARN | {"mscale": 0.7},
+    "yarn, given": YARN | {"attention_factor": 1.25, "mscale": 1.0, "mscale_all_dim": 0.7},
+    "yarn, unscaled": YARN | {"factor": 1.0},
+}
+
+
+def of_transformers(rope: dict, width: int) -> tuple[torch.Tensor, float]:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    config = LlamaConfig(head_dim=width, rope_parameters=rope, max_position_embeddings=1024)
+    config = LlamaConfig(head_dim=width, rope_parameters=dict(rope), max_position_embeddings=131072)
     make = ROPE_INIT_FUNCTIONS.get(rope["rope_type"])
-    theirs, _ = (make or LlamaRotaryEmbedding.compute_default_rope_parameters)(config)
-    assert torch.equal(profile.frequencies(rope, width), theirs)
+    return (make or LlamaRotaryEmbedding.compute_default_rope_parameters)(config)
 
 
-def test_another_rope_is_refused() -> None:
-    with pytest.raises(ValueError, match="rope_type=yarn is not served"):
-        profile.frequencies({"rope_type": "yarn", "rope_theta": 1e4}, 32)
+@pytest.mark.parametrize("width", [32, 64, 80, 96, 112, 128])
+@pytest.mark.parametrize("name", ROPES)
+def test_frequencies_are_those_of_transformers(name: str, width: int) -> None:
+    theirs, _ = of_transformers(ROPES[name], width)
+    assert torch.equal(rotation(ROPES[name], width)[0], theirs)
+
+
+def test_the_factor_is_that_of_transformers() -> None:
+    found = {name: rotation(rope, 64)[1] for name, rope in ROPES.items()}
+    for name, scaling in found.items():
+        _, theirs = of_transformers(ROPES[name], 64)
+        # A number beside a tensor is rounded to fp32 before they are multiplied.
+        assert (1.0 if scaling is None else scaling) == torch.tensor([theirs]), name
+    scaled = {name: float(s) for name, s in found.items() if s is not None}
+    assert len(scaled) == 8
+    assert scaled["yarn"] == pytest.approx(0.1 * math.log(4) + 1)
+    assert len(set(scaled.values())) == 4
+
+
+def test_a_rotation_does_not_follow_the_default_dtype() -> None:
+    """vLLM sets it while it makes a model."""
+    before = torch.get_default_dtype()
+    for rope in ROPES.values():
+        expected = rotation(rope, 64)
+        torch.set_default_dtype(BF16)
+        try:
+            found = rotation(rope, 64)
+        finally:
+            torch.set_default_dtype(before)
+        for a, b in zip(found, expected, strict=True):
+            assert (a is b is None) or (a.dtype == torch.float32 and torch.equal(a, b))
+
+
+@pytest.mark.parametrize("kind", [*NOT_FIXED, "proportional"])
+def test_another_rope_is_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match=f"rope_type={kind} is not served") as error:
+        rotation({"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}, 32)
+    assert ("the longest sequence of a batch" in str(error.value)) == (kind in NOT_FIXED)
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+def test_a_scaled_rope_without_a_factor_is_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match="without a factor"):
+        rotation({"rope_type": kind, "rope_theta": 1e4, "factor": None}, 32)
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -105,13 +165,16 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def test_the_table_is_rounded_and_the_rotation_once() -> None:
+@pytest.mark.parametrize("name", ["default", "yarn"])
+def test_the_table_is_rounded_and_the_rotation_once(name: str) -> None:
     q, k, at = rand(50, 3, 32), rand(50, 1, 32, seed=1), torch.arange(50) * 19
-    inv_freq = profile.frequencies({"rope_theta": 1e4}, 32)
+    inv_freq, scaling = rotation(ROPES[name], 32)
     angle = (at.float()[:, None] * inv_freq).double()
     wide = [t[:, None] for t in (angle.cos(), angle.sin())]
+    if scaling is not None:
+        wide = [(t.float() * scaling).double() for t in wide]
     cos, sin = (once(t) for t in wide)
-    for x, found in zip((q, k), profile.rope(q, k, at, inv_freq), strict=True):
+    for x, found in zip((q, k), profile.rope(q, k, at, inv_freq, scaling), strict=True):
         rotated = turned(x.double(), cos.double(), sin.double())
         # fp32 arithmetic may round to another neighbour where float64 is on the edge of two.
         assert (found == once(rotated)).float().mean() > 0.999

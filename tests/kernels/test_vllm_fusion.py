@@ -19,7 +19,7 @@ def graph_of(**change: Any) -> torch.fx.Graph:
     """q and k[3, H, 8] normed, seen as rows and as heads again, and rotated; `change`: what is
     otherwise."""
     graph, rotated, traced = torch.fx.Graph(), [], []
-    positions, inv_freq = graph.placeholder("positions"), graph.placeholder("inv_freq")
+    turns = [graph.placeholder(name) for name in ("positions", "inv_freq", "scaling")]
     for name, heads in HEADS.items():
         x, weight = graph.placeholder(name), graph.placeholder(f"{name}_weight")
         x.meta["val"] = torch.empty(3, heads, 8)
@@ -38,8 +38,8 @@ def graph_of(**change: Any) -> torch.fx.Graph:
         rotated.append(y)
     sign = change.get("sign", 1.0)
     rest = (0.0, 8, sign, torch.float32, False, "torch")
-    rope = graph.call_function(RLK.rope.default, (*rotated, positions, inv_freq, *rest))
-    rope.meta["eager_input_vals"] = (("q'", "k'", "p", "f", *rest), {})
+    rope = graph.call_function(RLK.rope.default, (*rotated, *turns, *rest))
+    rope.meta["eager_input_vals"] = (("q'", "k'", "p", "f", "s", *rest), {})
     graph.output((graph.call_function(operator.getitem, (rope, 0)), *traced))
     return graph
 
@@ -54,11 +54,11 @@ def test_norms_and_rotation_become_one_operator_with_the_arguments_of_all() -> N
     fusion.NormRopePass()(graph)
     assert targets(graph) == {RLK.norm_rope.default, operator.getitem}
     (node,) = graph.find_nodes(op="call_function", target=RLK.norm_rope.default)
-    names = [str(x) for x in node.args[:6]]
-    assert names == ["q", "k", "q_weight", "k_weight", "positions", "inv_freq"]
-    assert node.args[6:] == (1e-6, False, 0.0, 8, torch.float32, False, "torch")
+    names = [str(x) for x in node.args[:7]]
+    assert names == ["q", "k", "q_weight", "k_weight", "positions", "inv_freq", "scaling"]
+    assert node.args[7:] == (1e-6, False, 0.0, 8, torch.float32, False, "torch")
     traced, _ = node.meta["eager_input_vals"]
-    assert traced[:6] == ("traced q", "traced k", "w", "w", "p", "f")
+    assert traced[:7] == ("traced q", "traced k", "w", "w", "p", "f", "s")
     assert len(traced) == len(node.args)
 
 

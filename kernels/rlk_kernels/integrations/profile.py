@@ -6,16 +6,12 @@ gives a row the same bits whatever stands around it.
 T = rows (all leading dimensions)   H = heads   D = head size   R = rotated pairs   V = vocabulary
 """
 
-import math
 import struct
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import rlk_kernels
-from rlk_kernels.integrations.errors import NotServed
 
 
 def embed(ids: Tensor, weight: Tensor) -> Tensor:
@@ -43,10 +39,15 @@ def logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return rlk_kernels.linear(x, weight, bias, out_dtype=torch.float32)
 
 
-def rope(q: Tensor, k: Tensor, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-    """q[T, H, D] and k[T, Hk, D] rotated by positions[T], halves as pairs: cos and sin rounded to
-    the model's dtype, fp32 arithmetic, one rounding. inv_freq: `frequencies`."""
-    return rlk_kernels.rope(q, k, positions, inv_freq=inv_freq, cos_sin_dtype=q.dtype)
+def rope(
+    q: Tensor, k: Tensor, positions: Tensor, inv_freq: Tensor, scaling: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """q[T, H, D] and k[T, Hk, D] rotated by positions[T], halves as pairs: cos and sin times
+    scaling and rounded to the model's dtype, fp32 arithmetic, one rounding. inv_freq, scaling:
+    `rotary.rotation`."""
+    return rlk_kernels.rope(
+        q, k, positions, inv_freq=inv_freq, scaling=scaling, cos_sin_dtype=q.dtype
+    )
 
 
 def attention(
@@ -90,34 +91,6 @@ def logp_and_more(logits: Tensor, target: Tensor, ids: Tensor) -> tuple[Tensor, 
     """`logp` of target[T] as [T, 1], and of ids[T, K] as [T, K], in one reading of the logits."""
     found, given = rlk_kernels.logp(logits, target, token_ids=ids)
     return found[:, None], given
-
-
-def frequencies(rope: Mapping[str, Any], rotary_dim: int) -> Tensor:
-    """inv_freq[R], fp32 on the CPU, by config.json's `rope_parameters`: what every engine computes
-    there, in their order of operations. GPUs round the powers otherwise.
-
-    Raises NotServed for a kind that does more than scale frequencies.
-    """
-    kind, theta = rope.get("rope_type", "default"), rope["rope_theta"]
-    with torch.device("cpu"):
-        exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
-        inv_freq = 1.0 / (theta**exponent)
-        if kind == "default":
-            return inv_freq
-        if kind == "llama3":
-            return _llama3(inv_freq, rope)
-    raise NotServed(f"rope_type={kind} is not served; default and llama3 are")
-
-
-def _llama3(inv_freq: Tensor, rope: Mapping[str, Any]) -> Tensor:
-    """Long wavelengths divided by the factor, short ones kept, a ramp in between."""
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    context, factor = rope["original_max_position_embeddings"], rope["factor"]
-    wavelength = 2 * math.pi / inv_freq
-    ramp = (context / wavelength - low) / (high - low)
-    between = (1 - ramp) * inv_freq / factor + ramp * inv_freq
-    long = torch.where(wavelength > context / low, inv_freq / factor, between)
-    return torch.where(wavelength < context / high, inv_freq, long)
 
 
 def packed(lengths: Tensor) -> Tensor:

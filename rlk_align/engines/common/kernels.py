@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlk_align.errors import ModelError
-from rlk_align.model.rotary import rope_parameters
+from rlk_align.model.rotary import FIXED, lacks_factor, rope_parameters
 
 if TYPE_CHECKING:
     import torch
@@ -29,22 +29,33 @@ def parse_left(text: str) -> frozenset[str]:
     return frozenset(names)
 
 
-ROPES = ("default", "llama3")
-"""The kinds whose frequencies alone are scaled."""
+NOT_FIXED = {
+    "dynamic": ": the frequencies follow the longest sequence of a batch",
+    "longrope": ": the frequencies and their scale follow the longest sequence of a batch",
+}
+"""Kinds of rope that no kernel can make batch-invariant, and why."""
 
 
 def check_kernels(engine: str, config: dict[str, Any]) -> None:
     """Raises ModelError for what config.json asks for and no kernel computes."""
-    rope, activation = rope_parameters(config)["rope_type"], config.get("hidden_act") or "silu"
+    rope, activation = rope_parameters(config), config.get("hidden_act") or "silu"
+    kind = rope["rope_type"]
+    partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     refused = {
-        f"rope_type={rope}": rope not in ROPES,
-        f"hidden_act={activation}": activation != "silu",
-        "quantized weights": config.get("quantization_config") is not None,
+        f"rope_type={kind}": (kind not in FIXED, NOT_FIXED.get(kind, "")),
+        f"rope_type={kind} without a factor": (lacks_factor(rope), ""),
+        f"partial_rotary_factor={partial}": (
+            partial != 1.0,
+            ": transformers rotates whole heads in these families, and vLLM a part",
+        ),
+        f"hidden_act={activation}": (activation != "silu", ""),
+        "quantized weights": (config.get("quantization_config") is not None, ""),
     }
-    for what, is_so in refused.items():
+    for what, (is_so, why) in refused.items():
         if is_so:
             raise ModelError(
-                f"engine {engine!r}: kernels=rlk does not take {what}, which config.json asks for",
+                f"engine {engine!r}: kernels=rlk does not take {what}, which config.json asks for"
+                f"{why}",
                 "compare with kernels=off",
             )
 

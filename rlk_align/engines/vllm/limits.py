@@ -32,12 +32,33 @@ def check_vllm(option: Asked, config: dict[str, Any], shape: ModelShape) -> None
                 f"engine 'vllm' does not take {what}, which config.json asks for",
                 "compare with --rollout hf, or mend config.json",
             )
+    _check_table(option, rope, shape.context)
     # Of another interpreter's packages nothing is known here.
     if option("python") is None and _on_cpu() and shape.head_dim not in CPU_HEAD_SIZES:
         raise ModelError(
             f"engine 'vllm' on a CPU does not take heads of size {shape.head_dim}: its attention "
             f"has {', '.join(map(str, CPU_HEAD_SIZES))}",
             "compare with --rollout hf",
+        )
+
+
+def _check_table(option: Asked, rope: dict[str, Any], context: int) -> None:
+    """vLLM's table of a yarn rope ends where the stretched context does, and is read past its end
+    without a word. The kernels read no table."""
+    if rope["rope_type"] != "yarn" or option("kernels") == "rlk":
+        return
+    original = rope.get("original_max_position_embeddings") or context
+    if not isinstance(original, int | float):
+        raise ModelError(
+            f"config.json: original_max_position_embeddings is {original!r}; a number is wanted"
+        )
+    stretched = float(rope["factor"]) * original
+    if not context <= stretched:
+        raise ModelError(
+            f"engine 'vllm' has {stretched:g} positions for this yarn rope (its factor, "
+            f"{rope['factor']:g}, times original_max_position_embeddings), and config.json says "
+            f"max_position_embeddings={context}: beyond them it rotates by whatever lies there",
+            f"max_position_embeddings={stretched:g} in config.json; or kernels=rlk",
         )
 
 

@@ -27,6 +27,7 @@ def test_norm_and_rotation_have_the_bits_of_the_two(tokens, dim, dtype):
         ("hf", {"theta": 1e6}),
         ("vllm", {"theta": 1e4, "cos_sin_dtype": torch.bfloat16}),
         ("vllm", {"theta": 1e4, "rotary_dim": dim // 2, "interleaved": True}),
+        ("vllm", {"theta": 1e6, "scaling": torch.tensor([1.1386], device="cuda")}),
     ):
         normed = [rk.rms_norm(x, w, 1e-6, cast=cast) for x, w in zip((q, k), weights, strict=True)]
         expected = rk.rope(*normed, positions, **rotation)

@@ -35,10 +35,33 @@ def test_rope_by_frequencies_turns_gradients_back(backend):
     assert float((back - q).abs().max()) < 1e-5
 
 
+@pytest.mark.parametrize("round_to", [torch.float32, torch.float16])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rope_multiplies_cos_and_sin_before_they_are_rounded(backend, interleaved, round_to):
+    """By turning (1, 0) and (0, 1), which gives the table itself."""
+    at, frequency = torch.arange(40) * 7, torch.logspace(0, -3, 8)
+    first, second = (slice(0, 16, 2), slice(1, 16, 2)) if interleaved else (slice(8), slice(8, 16))
+    one = torch.zeros(40, 1, 16)
+    one[..., first] = 1.0
+    options = {"inv_freq": frequency, "interleaved": interleaved, "backend": backend}
+    table = rk.rope(one, one, at, **options)[0]
+    factor = torch.tensor([1.1386])
+    y, _ = rk.rope(one, one, at, scaling=factor, cos_sin_dtype=round_to, **options)
+    for part in (first, second):
+        assert torch.equal(y[..., part], (table[..., part] * factor).to(round_to).float())
+        assert not torch.equal(y[..., part], table[..., part])
+    x = one.clone().requires_grad_()
+    y, _ = rk.rope(x, one, at, scaling=factor, **options)
+    (back,) = torch.autograd.grad(y, x, y.detach())
+    assert float((back - factor.square() * one).abs().max()) < 1e-5
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"theta": 1e4, "inv_freq": torch.ones(4)}, {"inv_freq": torch.ones(4, 1)},
-     {"inv_freq": torch.ones(4).double()}, {"inv_freq": torch.ones(4), "rotary_dim": 6}],
+     {"inv_freq": torch.ones(4).double()}, {"inv_freq": torch.ones(4), "rotary_dim": 6},
+     {"theta": 1e4, "scaling": torch.ones(2)}, {"theta": 1e4, "scaling": torch.ones(1).half()}],
 )  # fmt: skip
 def test_frequencies_that_do_not_fit_are_named(options):
     q = torch.zeros(2, 1, 8)

@@ -12,6 +12,7 @@ OPTIONS = [
     {"theta": 1e6, "cast": "vllm", "cos_sin_dtype": torch.bfloat16},
     {"theta": 1e4, "rotary_dim": 8, "interleaved": True},
     {"inv_freq": torch.linspace(1, 0.01, 6)},
+    {"inv_freq": torch.linspace(1, 0.01, 8), "scaling": torch.tensor([1.1386])},
 ]
 
 
@@ -90,6 +91,6 @@ def test_what_does_not_fit_is_named():
 
 
 def test_the_registration_passes_torchs_own_check():
-    options = (None, 1e-6, True, 1e4, 16, torch.float32, False, "torch")
+    options = (None, None, 1e-6, True, 1e4, 16, torch.float32, False, "torch")
     q, k, *rest = case(torch.float32, t=3)
     torch.library.opcheck(operator._norm_rope, (q.clone(), k.clone(), *rest, *options))

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.hf import attention, modules
 from rlk_kernels.integrations.operators import chosen_out, leaves
+from rlk_kernels.integrations.rotary import rotation
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -94,17 +94,20 @@ def replace(model: Any, left: Iterable[str]) -> ExitStack:
     left = chosen_out(left)
     _check(model)
     rotary = model.model.rotary_emb
-    frequencies = None
+    turns = None
     if not leaves(left, "q_rope", "k_rope"):
-        frequencies = profile.frequencies(model.config.rope_parameters, 2 * rotary.inv_freq.numel())
+        turns = rotation(model.config.rope_parameters, 2 * rotary.inv_freq.numel())
     undo = ExitStack()
     for module, kind in list(_classes(model, left)):
         undo.callback(setattr, module, "__class__", type(module))
         module.__class__ = modules.derived(kind, type(module))  # type: ignore[arg-type]
-    if frequencies is not None:
+    if turns is not None:
+        frequencies, scaling = turns
         undo.callback(setattr, rotary, "inv_freq", rotary.inv_freq)
+        undo.callback(setattr, rotary, "attention_scaling", rotary.attention_scaling)
         # Kept in the live module, so that what changes them later is not passed by.
         rotary.keep(frequencies, rotary.inv_freq.device)
+        rotary.attention_scaling = 1.0 if scaling is None else scaling.item()
         # No context manager: one that nobody keeps would end by itself.
         modules.rotate_in(_modeling(model))
         undo.callback(modules.rotate_out, _modeling(model))

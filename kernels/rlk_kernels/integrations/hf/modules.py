@@ -61,8 +61,9 @@ class MLP(Counted):
 
 
 class Rotary(Counted):
-    """Gives positions and frequencies in place of cos and sin. Both as integers: FSDP2 casts what
-    floats between layers to the compute dtype."""
+    """Gives positions and frequencies in place of cos and sin, and behind the frequencies their
+    scaling where it is not 1. As integers: FSDP2 casts what floats between layers to the compute
+    dtype."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Cast, or made anew without values: no checkpoint has the frequencies.
@@ -77,7 +78,10 @@ class Rotary(Counted):
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         self.count()
-        return position_ids, self.inv_freq.to(x.device).view(torch.int32)
+        turns = self.inv_freq.to(x.device)
+        if self.attention_scaling != 1.0:
+            turns = torch.cat([turns, turns.new_full((1,), self.attention_scaling)])
+        return position_ids, turns.view(torch.int32)
 
 
 _rotating: Counter[Any] = Counter()
@@ -104,17 +108,18 @@ def _wrapped(original: Any) -> Any:
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         if cos.is_floating_point():
             return original(q, k, cos, sin, *args, **kwargs)
-        return _rotate(q, k, positions=cos, inv_freq=sin.view(torch.float32))
+        return _rotate(q, k, positions=cos, turns=sin.view(torch.float32))
 
     return rotate
 
 
-def _rotate(q: Tensor, k: Tensor, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-    """q[B, H, T, D], k[B, Hk, T, D] by positions[B or 1, T]."""
-    batch, _, length, _ = q.shape
+def _rotate(q: Tensor, k: Tensor, positions: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
+    """q[B, H, T, D], k[B, Hk, T, D] by positions[B or 1, T]; turns: what `Rotary` gives."""
+    batch, _, length, width = q.shape
+    inv_freq, scaling = turns[: width // 2], turns[width // 2 :]
     at = positions.expand(batch, length).reshape(-1)
     # Contiguous where it lay so: the heads' norm, or the projection, wrote [B, T, H, D].
     rows = [x.transpose(1, 2).flatten(0, 1) for x in (q, k)]
-    turned = profile.rope(*rows, at, inv_freq)
+    turned = profile.rope(*rows, at, inv_freq, scaling if len(scaling) else None)
     new = (x.unflatten(0, (batch, length)).transpose(1, 2) for x in turned)
     return tuple(new)

@@ -86,29 +86,43 @@ class Positions(Counted, RotaryEmbedding):
     """Gives positions, int64 `[S, B or 1]`, in place of angles; `Rope` knows the frequencies. None
     of a pack, `[0, 1]`: they follow from where its sequences begin, which the layers are told."""
 
+    rlk_scaling: Tensor | None
+    """Of cos and sin, `[1]`; set by `use_kernels`."""
+
     def forward(
         self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, **_unused: Any
-    ) -> Tensor:
+    ) -> Any:
         self.count()
         length = 0 if packed_seq else max_seq_len
         return offset + torch.arange(length, device=self.inv_freq.device)[:, None]
 
-    def at(self, positions: Tensor) -> Tensor:
+    def at(self, positions: Tensor) -> Any:
         """Of given positions, int64 `[B, S]`."""
         self.count()
         return positions.t()
+
+
+class ScaledPositions(Positions):
+    """Where GPTModel expects yarn's pair of angles and attention factor, and drops the second."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs), None
+
+    def at(self, positions: Tensor) -> Any:
+        return super().at(positions), None
 
 
 class Rope(torch.nn.Module):
     """Rotates the query and the key of one layer: (q, k) of q[S, B, H, D] and k[S, B, Hk, D]."""
 
     def forward(
-        self, q: Tensor, k: Tensor, positions: Tensor, inv_freq: Tensor
+        self, q: Tensor, k: Tensor, positions: Tensor, inv_freq: Tensor, scaling: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         length, batch = q.shape[:2]
         at = positions.expand(length, batch).reshape(-1)
         rows = (x.flatten(0, 1) for x in (q, k))
-        turned = profile.rope(*rows, at, inv_freq.to(q.device))
+        turns = inv_freq.to(q.device), None if scaling is None else scaling.to(q.device)
+        turned = profile.rope(*rows, at, *turns)
         return tuple(x.unflatten(0, (length, batch)) for x in turned)
 
 
@@ -137,7 +151,8 @@ class RotatingAttention(SelfAttention):
             raise NotServed("the model's rotary embedding has no kernel: call use_kernels(model)")
         if packed is not None and not len(positions):
             positions = _anew(boundaries(packed)[0], len(query))
-        query, key = self.rope(query, key, positions, self.rlk_rotary[0].inv_freq)
+        (rotary,) = self.rlk_rotary
+        query, key = self.rope(query, key, positions, rotary.inv_freq, rotary.rlk_scaling)
         return query, key, value
 
     rlk_rotary: tuple[Positions]

@@ -11,10 +11,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.megatron import attention, layers
 from rlk_kernels.integrations.operators import chosen_out, leaves
+from rlk_kernels.integrations.rotary import rotation
 
 
 def layer_spec(config: Any, left: Iterable[str]) -> TransformerBlockSubmodules:
@@ -91,10 +91,13 @@ def use_kernels(model: Any, rope_parameters: Mapping[str, Any], left: Iterable[s
         model.output_layer.__class__ = layers.Output
     if not leaves(left, "q_rope", "k_rope"):
         rotary = model.rotary_pos_emb
-        found = profile.frequencies(rope_parameters, 2 * rotary.inv_freq.numel())
+        found, scaling = rotation(rope_parameters, 2 * rotary.inv_freq.numel())
         # Kept in the live module, so that what changes them later is not passed by.
-        rotary.inv_freq = found.to(rotary.inv_freq.device)
-        rotary.__class__ = layers.Positions
+        device = rotary.inv_freq.device
+        rotary.inv_freq = found.to(device)
+        rotary.rlk_scaling = None if scaling is None else scaling.to(device)
+        yarn = model.position_embedding_type == "yarn"
+        rotary.__class__ = layers.ScaledPositions if yarn else layers.Positions
         for layer in model.decoder.layers:
             layer.self_attention.rlk_rotary = (rotary,)
     return model

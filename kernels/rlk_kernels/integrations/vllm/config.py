@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import rlk_kernels
+from rlk_kernels.integrations import rotary
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.vllm import fusion
 
@@ -65,6 +66,8 @@ def _check(config: Any) -> None:
         and not current_platform.is_cpu()
         and (others or bool(config.attention_config.backend_per_kind)),
     }
+    if not {"q_rope", "k_rope"}.intersection(_left):
+        rotary.check(getattr(model.hf_text_config, "rope_parameters", None) or {})
     if found := [what for what, is_so in refused.items() if is_so]:
         raise NotServed(f"rlk_kernels in vLLM does not serve {'; '.join(found)}")
 

@@ -59,10 +59,11 @@ def fuse(graph: fx.Graph, rope: fx.Node) -> bool:
 
 def _arguments(q_norm: tuple, k_norm: tuple, rope: tuple) -> tuple:
     """Of norm_rope, of those of the norms and the rotation."""
-    _, _, positions, inv_freq, theta, rotary_dim, _sign, *rest = rope
+    _, _, positions, inv_freq, scaling, theta, rotary_dim, _sign, *rest = rope
     q, _, q_weight, eps, hf, _backend = q_norm
     k, _, k_weight, *_ = k_norm
-    return q, k, q_weight, k_weight, positions, inv_freq, eps, hf, theta, rotary_dim, *rest
+    turns = positions, inv_freq, scaling
+    return q, k, q_weight, k_weight, *turns, eps, hf, theta, rotary_dim, *rest
 
 
 def _norm_of(x: fx.Node) -> fx.Node | None:

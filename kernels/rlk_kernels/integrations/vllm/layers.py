@@ -16,7 +16,12 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding, RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding import (
+    LinearScalingRotaryEmbedding,
+    Llama3RotaryEmbedding,
+    RotaryEmbedding,
+    YaRNScalingRotaryEmbedding,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
@@ -25,6 +30,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.operators import Counted
+from rlk_kernels.integrations.rotary import rotation
 from rlk_kernels.integrations.vllm.config import compile_products, enter_config, rows_to_come
 
 
@@ -122,9 +128,11 @@ class Rotary(Counted):
         enter_config()
         if not self.is_neox_style:
             raise NotServed("interleaved rotary pairs are not served")
-        inv_freq = profile.frequencies(self._rope_parameters(), self.rotary_dim)
+        inv_freq, scaling = rotation(self._rope_parameters(), self.rotary_dim)
         device = self.cos_sin_cache.device
         self.register_buffer("rlk_inv_freq", inv_freq.to(device), persistent=False)
+        scaling = None if scaling is None else scaling.to(device)
+        self.register_buffer("rlk_scaling", scaling, persistent=False)
 
     def _rope_parameters(self) -> dict[str, Any]:
         return {"rope_type": "default", "rope_theta": self.base}
@@ -136,12 +144,36 @@ class Rotary(Counted):
         if key is None:
             raise NotServed("keys shared between layers are not served")
         rows = [x.view(x.shape[0], -1, self.head_size) for x in (query, key)]
-        q, k = profile.rope(rows[0], rows[1], positions.flatten(), self.rlk_inv_freq)
+        turns = positions.flatten(), self.rlk_inv_freq, self.rlk_scaling
+        q, k = profile.rope(rows[0], rows[1], *turns)
         return q.view(query.shape), k.view(key.shape)
 
 
 class RlkRotaryEmbedding(Rotary, RotaryEmbedding):
     pass
+
+
+class RlkLinearScalingRotaryEmbedding(Rotary, LinearScalingRotaryEmbedding):
+    def _rope_parameters(self) -> dict[str, Any]:
+        if len(self.scaling_factors) != 1:
+            raise NotServed("several factors of one linear rope (LoRA's) are not served")
+        factor = self.scaling_factors[0]
+        return {"rope_type": "linear", "rope_theta": self.base, "factor": factor}
+
+
+class RlkYaRNScalingRotaryEmbedding(Rotary, YaRNScalingRotaryEmbedding):
+    def _rope_parameters(self) -> dict[str, Any]:
+        return {
+            "rope_type": "yarn",
+            "rope_theta": self.base,
+            "factor": self.scaling_factor,
+            # vLLM keeps no trace of what it is computed from.
+            "attention_factor": self.mscale,
+            "beta_fast": self.beta_fast,
+            "beta_slow": self.beta_slow,
+            "truncate": self.truncate,
+            "original_max_position_embeddings": self.max_position_embeddings,
+        }
 
 
 class RlkLlama3RotaryEmbedding(Rotary, Llama3RotaryEmbedding):
@@ -154,6 +186,14 @@ class RlkLlama3RotaryEmbedding(Rotary, Llama3RotaryEmbedding):
             "high_freq_factor": self.high_freq_factor,
             "original_max_position_embeddings": self.orig_max_position,
         }
+
+
+ROTARIES = (
+    RlkRotaryEmbedding,
+    RlkLinearScalingRotaryEmbedding,
+    RlkLlama3RotaryEmbedding,
+    RlkYaRNScalingRotaryEmbedding,
+)
 
 
 class RlkSiluAndMul(Counted, SiluAndMul):

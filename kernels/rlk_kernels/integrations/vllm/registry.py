@@ -59,7 +59,7 @@ def _classes(left: frozenset[str]) -> dict[type, type]:
         (("q_proj", "k_proj", "v_proj"), (layers.RlkQKVParallelLinear,)),
         (("gate_proj", "up_proj"), (layers.RlkMergedColumnParallelLinear,)),
         ((), (layers.RlkRowParallelLinear,)),
-        (("q_rope", "k_rope"), (layers.RlkRotaryEmbedding, layers.RlkLlama3RotaryEmbedding)),
+        (("q_rope", "k_rope"), layers.ROTARIES),
         (("act",), (layers.RlkSiluAndMul,)),
         (("logits",), (layers.RlkLogitsProcessor,)),
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 from rlk_kernels.device import facts
 from rlk_kernels.direct import empty
 from rlk_kernels.launching import cdiv, launch, launches, power_of_2
+from rlk_kernels.ops.rope.kernels import cos_sin
 
 _TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -63,20 +64,17 @@ def _norm_rotate(
 @triton.jit(do_not_specialize=["Q_STEPS"])
 def _norm_rope_kernel(
     q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, q_out_ptr, k_out_ptr, pos_ptr, freq_ptr,
-    stride_qt, stride_kt, HQ, HK, Q_STEPS, eps,
+    scaling_ptr, stride_qt, stride_kt, HQ, HK, Q_STEPS, eps,
     D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, TAIL: tl.constexpr,
     ROWS: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr, HF: tl.constexpr,
-    ROUND: tl.constexpr, OVERLAP: tl.constexpr,
+    SCALED: tl.constexpr, ROUND: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """ROWS heads of a token, those of k behind those of q."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, RP)
-    angle = tl.load(pos_ptr + token).to(tl.float32) * tl.load(freq_ptr + i, mask=i < R, other=0.0)
-    cos = tl.cos(angle).to(ROUND).to(tl.float32)[None, :]
-    sin = tl.sin(angle).to(ROUND).to(tl.float32)[None, :]
+    cos, sin = cos_sin(pos_ptr, freq_ptr, scaling_ptr, token, R, RP, SCALED, ROUND)
     group = tl.program_id(1)
     if group < Q_STEPS:
         _norm_rotate(
@@ -101,7 +99,7 @@ def _lying(x: Tensor, wide: int) -> Tensor:
 
 def norm_rotate(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, positions: Tensor, frequency: Tensor,
-    eps: float, hf: bool, round_to: torch.dtype, interleaved: bool,
+    scaling: Tensor | None, eps: float, hf: bool, round_to: torch.dtype, interleaved: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q[T, Hq, D] and k[T, Hk, D], normed and rotated."""
     (t, hq, d), hk, r = q.shape, k.shape[1], frequency.numel()
@@ -112,16 +110,17 @@ def norm_rotate(
         block = power_of_2(d)
         rows = max(1, 1024 // block)
         steps = cdiv(hq, rows), cdiv(hk, rows)
-        overlap = facts(q.device).overlaps
+        overlap, scaled = facts(q.device).overlaps, scaling is not None
         seen = launches(
             "norm_rope", hq, hk, d, r, q.stride(), k.stride(), q.dtype, q_weight.dtype,
-            positions.dtype, round_to, interleaved, hf,
+            positions.dtype, round_to, interleaved, hf, scaled,
         )  # fmt: skip
         launch(
             seen, _norm_rope_kernel, (t, sum(steps), 1), q, k, q_weight, k_weight, q_out, k_out,
-            positions, frequency, q.stride(0), k.stride(0), hq, hk,
-            steps[0], eps, d, block, r, power_of_2(r), power_of_2(d - 2 * r) if d > 2 * r else 0,
-            rows, wide, interleaved, hf, _TL[round_to], overlap,
+            positions, frequency, scaling if scaled else frequency, q.stride(0), k.stride(0), hq,
+            hk, steps[0], eps, d, block, r, power_of_2(r),
+            power_of_2(d - 2 * r) if d > 2 * r else 0, rows, wide, interleaved, hf, scaled,
+            _TL[round_to], overlap,
             num_warps=min(16, max(2, block // 1024)), launch_pdl=overlap,
         )  # fmt: skip
     return q_out, k_out

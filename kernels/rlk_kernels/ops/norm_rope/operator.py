@@ -22,8 +22,8 @@ from rlk_kernels.ops.rope.operator import _frequencies, _rope, check_rope
 @torch.library.custom_op("rlk::norm_rope", mutates_args=())
 def _norm_rope(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, positions: Tensor,
-    inv_freq: Tensor | None, eps: float, hf: bool, theta: float, rotary_dim: int,
-    cos_sin_dtype: torch.dtype, interleaved: bool, backend: str,
+    inv_freq: Tensor | None, scaling: Tensor | None, eps: float, hf: bool, theta: float,
+    rotary_dim: int, cos_sin_dtype: torch.dtype, interleaved: bool, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     record("norm_rope", backend)
     if backend == "torch":
@@ -33,32 +33,34 @@ def _norm_rope(
             for x, weight in ((q, q_weight), (k, k_weight))
         )
         return _rope._init_fn(
-            q, k, positions, inv_freq, theta, rotary_dim, 1.0, cos_sin_dtype, interleaved, backend
-        )
+            q, k, positions, inv_freq, scaling, theta, rotary_dim, 1.0, cos_sin_dtype, interleaved,
+            backend,
+        )  # fmt: skip
     from rlk_kernels.ops.norm_rope import kernels
 
     frequency = _frequencies(theta, rotary_dim, q.device) if inv_freq is None else inv_freq
     return kernels.norm_rotate(
-        q, k, q_weight, k_weight, positions, frequency, eps, hf, cos_sin_dtype, interleaved
+        q, k, q_weight, k_weight, positions, frequency, scaling, eps, hf, cos_sin_dtype, interleaved
     )
 
 
 @_norm_rope.register_fake
-def _(q, k, q_weight, k_weight, positions, inv_freq, *options):
+def _(q, k, *rest):
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
 def _setup(ctx, inputs, output):
-    q, k, q_weight, k_weight, positions, inv_freq, ctx.eps, _, *ctx.rotation = inputs
-    ctx.save_for_backward(q, k, q_weight, k_weight, positions, inv_freq)
+    *tensors, ctx.eps, _, theta, rotary_dim, cos_sin_dtype, interleaved, backend = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.rotation = theta, rotary_dim, cos_sin_dtype, interleaved, backend
 
 
 def _backward(ctx, dq, dk):
-    q, k, q_weight, k_weight, positions, inv_freq = ctx.saved_tensors
+    q, k, q_weight, k_weight, *how = ctx.saved_tensors
     theta, rotary_dim, cos_sin_dtype, interleaved, backend = ctx.rotation
     rotated = _rope(
-        dq.contiguous(), dk.contiguous(), positions, inv_freq, theta, rotary_dim, -1.0,
-        cos_sin_dtype, interleaved, backend,
+        dq.contiguous(), dk.contiguous(), *how, theta, rotary_dim, -1.0, cos_sin_dtype,
+        interleaved, backend,
     )  # fmt: skip
     grads, weights = [], []
     for x, weight, dy in ((q, q_weight, rotated[0]), (k, k_weight, rotated[1])):
@@ -66,7 +68,7 @@ def _backward(ctx, dq, dk):
         dx, dw = _rms_norm_backward(rows, weight, dy.view(rows.shape), None, ctx.eps, backend)
         grads.append(dx.view(x.shape))
         weights.append(dw.to(weight.dtype))
-    return (*grads, *weights, *(None,) * 9)
+    return (*grads, *weights, *(None,) * 10)
 
 
 _norm_rope.register_autograd(_backward, setup_context=_setup)
@@ -83,6 +85,7 @@ def norm_rope(
     cast: str = "hf",
     theta: float | None = None,
     inv_freq: Tensor | None = None,
+    scaling: Tensor | None = None,
     rotary_dim: int | None = None,
     cos_sin_dtype: torch.dtype = torch.float32,
     interleaved: bool = False,
@@ -94,7 +97,9 @@ def norm_rope(
     bits of `rope(rms_norm(q), rms_norm(k))`. q and k have one dtype. Inputs are not modified.
     Raises UnsupportedShape, UnsupportedDtype, ValueError.
     """
-    size = check_rope("norm_rope", q, k, positions, theta, inv_freq, rotary_dim, cos_sin_dtype)
+    size = check_rope(
+        "norm_rope", q, k, positions, theta, inv_freq, scaling, rotary_dim, cos_sin_dtype
+    )
     if cast not in CASTS:
         raise ValueError(f"norm_rope: cast {cast!r} is unknown; choose from {list(CASTS)}")
     if not eps >= 0:
@@ -112,8 +117,10 @@ def norm_rope(
             f"{k_weight.dtype}; one dtype of each is needed"
         )
     frequency = None if inv_freq is None else inv_freq.detach().contiguous()
-    chosen = choose("norm_rope", backend, q, k, positions, inv_freq, q_weight, k_weight)
+    factor = None if scaling is None else scaling.detach()
+    chosen = choose("norm_rope", backend, q, k, positions, inv_freq, scaling, q_weight, k_weight)
     return call(
         _norm_rope, q, k, q_weight.contiguous(), k_weight.contiguous(), positions.contiguous(),
-        frequency, eps, cast == "hf", float(theta or 0.0), size, cos_sin_dtype, interleaved, chosen,
+        frequency, factor, eps, cast == "hf", float(theta or 0.0), size, cos_sin_dtype,
+        interleaved, chosen,
     )  # fmt: skip

@@ -15,6 +15,23 @@ MANY_TOKENS = 2048
 
 
 @triton.jit
+def cos_sin(
+    pos_ptr, freq_ptr, scaling_ptr, token, R: tl.constexpr, RP: tl.constexpr, SCALED: tl.constexpr,
+    ROUND: tl.constexpr,
+):  # fmt: skip
+    """cos and sin[1, RP] of a token's angles, rounded, in fp32."""
+    i = tl.arange(0, RP)
+    angle = tl.load(pos_ptr + token).to(tl.float32) * tl.load(freq_ptr + i, mask=i < R, other=0.0)
+    cos = tl.cos(angle)
+    sin = tl.sin(angle)
+    if SCALED:
+        scaling = tl.load(scaling_ptr)
+        cos = cos * scaling
+        sin = sin * scaling
+    return cos.to(ROUND).to(tl.float32)[None, :], sin.to(ROUND).to(tl.float32)[None, :]
+
+
+@triton.jit
 def _rotate_heads(
     x_ptr, y_ptr, token, stride_t, stride_h, H, group, steps, cos, sin, i,
     D: tl.constexpr, R: tl.constexpr, TAIL: tl.constexpr, HEADS: tl.constexpr,
@@ -40,21 +57,19 @@ def _rotate_heads(
 
 @triton.jit(do_not_specialize=["Q_STEPS", "K_STEPS"])
 def _rope_kernel(
-    q_ptr, k_ptr, q_out_ptr, k_out_ptr, pos_ptr, freq_ptr, stride_qt, stride_qh, stride_kt,
-    stride_kh, sign, HQ, HK, Q_STEPS, K_STEPS, WHOLE: tl.constexpr,
+    q_ptr, k_ptr, q_out_ptr, k_out_ptr, pos_ptr, freq_ptr, scaling_ptr, stride_qt, stride_qh,
+    stride_kt, stride_kh, sign, HQ, HK, Q_STEPS, K_STEPS, WHOLE: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, TAIL: tl.constexpr, HEADS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, ROUND: tl.constexpr, OVERLAP: tl.constexpr,
+    INTERLEAVED: tl.constexpr, SCALED: tl.constexpr, ROUND: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """WHOLE: a program a token. Else one for HEADS heads of it, those of k behind those of q."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, RP)
-    angle = tl.load(pos_ptr + token).to(tl.float32) * tl.load(freq_ptr + i, mask=i < R, other=0.0)
-    cos = tl.cos(angle).to(ROUND).to(tl.float32)[None, :]
-    sin = (tl.sin(angle).to(ROUND).to(tl.float32) * sign)[None, :]
-    i = i[None, :]
+    cos, sin = cos_sin(pos_ptr, freq_ptr, scaling_ptr, token, R, RP, SCALED, ROUND)
+    sin = sin * sign
+    i = tl.arange(0, RP)[None, :]
     group = tl.program_id(1)
     if WHOLE or group < Q_STEPS:
         _rotate_heads(
@@ -72,8 +87,8 @@ _TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl
 
 
 def rotate(
-    q: Tensor, k: Tensor, positions: Tensor, frequency: Tensor, sign: float, round_to: torch.dtype,
-    interleaved: bool,
+    q: Tensor, k: Tensor, positions: Tensor, frequency: Tensor, scaling: Tensor | None, sign: float,
+    round_to: torch.dtype, interleaved: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q[T, Hq, D] and k[T, Hk, D], last dimensions dense, rotated by sign times their angles."""
     (t, hq, d), hk, r = q.shape, k.shape[1], frequency.numel()
@@ -83,16 +98,16 @@ def rotate(
         whole = t >= MANY_TOKENS
         heads = min(HEADS_AT_A_TIME, power_of_2(max(hq, hk))) if whole else 8
         steps = cdiv(hq, heads), cdiv(hk, heads)
-        overlap = facts(q.device).overlaps
+        overlap, scaled = facts(q.device).overlaps, scaling is not None
         seen = launches(
             hq, hk, d, r, q.stride(), k.stride(), q.dtype, k.dtype, positions.dtype, round_to,
-            interleaved, whole,
+            interleaved, whole, scaled,
         )  # fmt: skip
         launch(
             seen, _rope_kernel, (t, 1 if whole else sum(steps), 1), q, k, q_out, k_out, positions,
-            frequency, q.stride(0), q.stride(1), k.stride(0), k.stride(1), sign, hq, hk, *steps,
-            whole, d, r, power_of_2(r),
-            power_of_2(d - 2 * r) if d > 2 * r else 0, heads, interleaved,
+            frequency, scaling if scaled else frequency, q.stride(0), q.stride(1), k.stride(0),
+            k.stride(1), sign, hq, hk, *steps, whole, d, r, power_of_2(r),
+            power_of_2(d - 2 * r) if d > 2 * r else 0, heads, interleaved, scaled,
             _TL[round_to], overlap, num_warps=2, launch_pdl=overlap,
         )  # fmt: skip
     return q_out, k_out

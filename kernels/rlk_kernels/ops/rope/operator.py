@@ -3,7 +3,8 @@
     angle[t, i] = fp32(position[t]) * frequency[i]                             i < rotary_dim / 2
     frequency[i] = fp32(theta ** (-2 i / rotary_dim)), or inv_freq[i] as given: what a scaled rope
                    (llama3, yarn, linear) or another's rounding of theta ** makes of it
-    c, s = cos(angle), sin(angle)                      fp32, rounded to cos_sin_dtype
+    c, s = cos(angle), sin(angle)                      fp32, times scaling where it is given (yarn's
+                                                       attention factor), rounded to cos_sin_dtype
     y[i]        = round( x[i] * c - x[i'] * s )        fp32 arithmetic, one rounding
     y[i']       = round( x[i'] * c + x[i] * s )        i' = i + rotary_dim / 2; interleaved: the
                                                        pair (i, i') is (2 i, 2 i + 1)
@@ -41,12 +42,13 @@ def rope_ref(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 @torch.library.custom_op("rlk::rope", mutates_args=())
 def _rope(
-    q: Tensor, k: Tensor, positions: Tensor, inv_freq: Tensor | None, theta: float, rotary_dim: int,
-    sign: float, cos_sin_dtype: torch.dtype, interleaved: bool, backend: str,
+    q: Tensor, k: Tensor, positions: Tensor, inv_freq: Tensor | None, scaling: Tensor | None,
+    theta: float, rotary_dim: int, sign: float, cos_sin_dtype: torch.dtype, interleaved: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     record("rope", backend)
     frequency = _frequencies(theta, rotary_dim, q.device) if inv_freq is None else inv_freq
-    options = (positions, frequency, sign, cos_sin_dtype, interleaved)
+    options = (positions, frequency, scaling, sign, cos_sin_dtype, interleaved)
     if backend == "torch":
         return portable.rotate(q, *options), portable.rotate(k, *options)
     from rlk_kernels.ops.rope import kernels
@@ -55,23 +57,22 @@ def _rope(
 
 
 @_rope.register_fake
-def _(q, k, positions, inv_freq, theta, rotary_dim, sign, cos_sin_dtype, interleaved, backend):
+def _(q, k, *rest):
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
 def _setup(ctx, inputs, output):
-    _, _, positions, inv_freq, *ctx.rest = inputs
-    ctx.save_for_backward(positions, inv_freq)
+    _, _, positions, inv_freq, scaling, *ctx.rest = inputs
+    ctx.save_for_backward(positions, inv_freq, scaling)
 
 
 def _backward(ctx, dq, dk):
     theta, rotary_dim, sign, cos_sin_dtype, interleaved, backend = ctx.rest
-    positions, inv_freq = ctx.saved_tensors
     grads = _rope(
-        dq.contiguous(), dk.contiguous(), positions, inv_freq, theta, rotary_dim, -sign,
+        dq.contiguous(), dk.contiguous(), *ctx.saved_tensors, theta, rotary_dim, -sign,
         cos_sin_dtype, interleaved, backend,
     )  # fmt: skip
-    return (*grads, *(None,) * 8)
+    return (*grads, *(None,) * 9)
 
 
 _rope.register_autograd(_backward, setup_context=_setup)
@@ -79,7 +80,7 @@ _rope.register_autograd(_backward, setup_context=_setup)
 
 def check_rope(
     op: str, q: Tensor, k: Tensor, positions: Tensor, theta: float | None, inv_freq: Tensor | None,
-    rotary_dim: int | None, cos_sin_dtype: torch.dtype,
+    scaling: Tensor | None, rotary_dim: int | None, cos_sin_dtype: torch.dtype,
 ) -> int:  # fmt: skip
     """The rotary size; raises what `rope` says."""
     if (theta is None) == (inv_freq is None):
@@ -104,8 +105,11 @@ def check_rope(
         raise UnsupportedShape(
             f"{op}: inv_freq {tuple(inv_freq.shape)} must hold {size // 2} frequencies"
         )
-    if inv_freq is not None and inv_freq.dtype != torch.float32:
-        raise UnsupportedDtype(f"{op}: inv_freq is {inv_freq.dtype}; float32 is needed")
+    if scaling is not None and scaling.shape != (1,):
+        raise UnsupportedShape(f"{op}: scaling {tuple(scaling.shape)} must hold one number")
+    for name, given in (("inv_freq", inv_freq), ("scaling", scaling)):
+        if given is not None and given.dtype != torch.float32:
+            raise UnsupportedDtype(f"{op}: {name} is {given.dtype}; float32 is needed")
     if cos_sin_dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise UnsupportedDtype(
             f"{op}: cos_sin_dtype {cos_sin_dtype} is not a float of 16 or 32 bit"
@@ -120,6 +124,7 @@ def rope(
     *,
     theta: float | None = None,
     inv_freq: Tensor | None = None,
+    scaling: Tensor | None = None,
     rotary_dim: int | None = None,
     cos_sin_dtype: torch.dtype = torch.float32,
     interleaved: bool = False,
@@ -127,21 +132,23 @@ def rope(
 ) -> tuple[Tensor, Tensor]:
     """Rotate q[T, Hq, D] and k[T, Hk, D] by positions[T] (integers, |position| < 2**20).
 
-    Frequencies are those of theta, or inv_freq[R] in float32 (an engine's own, scaled or not).
+    Frequencies are those of theta, or inv_freq[R] in float32 (an engine's own, scaled or not);
+    cos and sin are multiplied by scaling[1], float32 (yarn's attention factor), before they are
+    rounded, and so are gradients.
     bfloat16, float16, float32 (float64 on the torch backend); rotary_dim is even and at most D,
     and defaults to 2 R, or to D; cos_sin_dtype is float32, bfloat16 or float16 (vLLM keeps its
     table in the model's dtype, HF in float32). Inputs are not modified.
     Raises UnsupportedShape, UnsupportedDtype, ValueError where not one of theta and inv_freq is
     given, or theta is not above 0.
     """
-    size = check_rope("rope", q, k, positions, theta, inv_freq, rotary_dim, cos_sin_dtype)
+    size = check_rope("rope", q, k, positions, theta, inv_freq, scaling, rotary_dim, cos_sin_dtype)
     frequency = None if inv_freq is None else inv_freq.detach().contiguous()
-    chosen = choose("rope", backend, q, k, positions, inv_freq)
+    factor = None if scaling is None else scaling.detach()
+    chosen = choose("rope", backend, q, k, positions, inv_freq, scaling)
     if k.dtype != q.dtype:
         chosen = choose("rope", backend, k, q)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     return call(
-        _rope, q, k, positions.contiguous(), frequency, float(theta or 0.0), size, 1.0,
-        cos_sin_dtype,
-        interleaved, chosen,
+        _rope, q, k, positions.contiguous(), frequency, factor, float(theta or 0.0), size, 1.0,
+        cos_sin_dtype, interleaved, chosen,
     )  # fmt: skip

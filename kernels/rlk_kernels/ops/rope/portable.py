@@ -7,14 +7,17 @@ from rlk_kernels.numerics.elementary import sin_cos
 
 
 def rotate(
-    x: Tensor, positions: Tensor, frequency: Tensor, sign: float, round_to: torch.dtype,
-    interleaved: bool,
+    x: Tensor, positions: Tensor, frequency: Tensor, scaling: Tensor | None, sign: float,
+    round_to: torch.dtype, interleaved: bool,
 ) -> Tensor:  # fmt: skip
     """x[T, H, D] rotated by sign times its angles."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     r = frequency.numel()
     angle = positions.to(torch.float32)[:, None] * frequency
-    sin, cos = (v.to(torch.float32).to(round_to).to(wide)[:, None, :] for v in sin_cos(angle))
+    table = [v.to(torch.float32) for v in sin_cos(angle)]
+    if scaling is not None:
+        table = [v * scaling for v in table]
+    sin, cos = (v.to(round_to).to(wide)[:, None, :] for v in table)
     sin = sin * sign
     y = x.clone(memory_format=torch.contiguous_format)
     first = slice(0, 2 * r, 2) if interleaved else slice(0, r)

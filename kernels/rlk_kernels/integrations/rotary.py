@@ -1,0 +1,100 @@
+"""A rotary embedding by config.json's `rope_parameters`: the one place that computes its numbers.
+
+Every engine has formulas of its own for them. These keep to transformers' order of operations, in
+fp32 on the CPU; a test holds them to its bits. R = rotated pairs
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.integrations.errors import NotServed
+
+SERVED = ("default", "linear", "llama3", "yarn")
+NOT_FIXED = {
+    "dynamic": "its frequencies follow the longest sequence of a batch",
+    "longrope": "its frequencies and its scale follow the longest sequence of a batch",
+}
+"""Kinds that are not batch-invariant, and why."""
+
+
+def check(rope: Mapping[str, Any]) -> None:
+    """Raises NotServed for a kind whose rotation the kernels do not compute."""
+    kind = rope.get("rope_type", "default")
+    if kind not in SERVED:
+        why = f": {NOT_FIXED[kind]}" if kind in NOT_FIXED else ""
+        raise NotServed(f"rope_type={kind} is not served{why}; {', '.join(SERVED)} are")
+    if kind != "default" and rope.get("factor") is None:
+        raise NotServed(f"rope_type={kind} without a factor is not served")
+
+
+def rotation(rope: Mapping[str, Any], rotary_dim: int) -> tuple[Tensor, Tensor | None]:
+    """inv_freq[R], and scaling[1] on cos and sin where it is not 1, for all engines. In fp32: while
+    vLLM makes a model, the default dtype is another.
+
+    GPUs round the powers otherwise. Raises NotServed as `check` does.
+    """
+    check(rope)
+    kind, theta = rope.get("rope_type", "default"), rope["rope_theta"]
+    with torch.device("cpu"):
+        exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+        powers = theta**exponent
+        if kind == "yarn":
+            factor = attention_factor(rope)
+            scaling = torch.tensor([factor], dtype=torch.float32)
+            return _yarn(powers, rope), None if factor == 1.0 else scaling
+        inv_freq = 1.0 / powers
+        if kind == "linear":
+            inv_freq = inv_freq / rope["factor"]
+        elif kind == "llama3":
+            inv_freq = _llama3(inv_freq, rope)
+    return inv_freq, None
+
+
+def _llama3(inv_freq: Tensor, rope: Mapping[str, Any]) -> Tensor:
+    """Long wavelengths divided by the factor, short ones kept, a ramp in between."""
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    context, factor = rope["original_max_position_embeddings"], rope["factor"]
+    wavelength = 2 * math.pi / inv_freq
+    ramp = (context / wavelength - low) / (high - low)
+    between = (1 - ramp) * inv_freq / factor + ramp * inv_freq
+    long = torch.where(wavelength > context / low, inv_freq / factor, between)
+    return torch.where(wavelength < context / high, inv_freq, long)
+
+
+def _yarn(powers: Tensor, rope: Mapping[str, Any]) -> Tensor:
+    """Pairs that turn often in the original context kept, those that turn seldom divided by the
+    factor, a ramp over the pairs in between (Peng et al. 2023, section 3.2)."""
+    pairs, context = len(powers), rope["original_max_position_embeddings"]
+
+    def pair_with(turns: float) -> float:
+        wavelength = context / (turns * 2 * math.pi)
+        return (2 * pairs * math.log(wavelength)) / (2 * math.log(rope["rope_theta"]))
+
+    first, last = pair_with(rope.get("beta_fast") or 32), pair_with(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    # A ramp without a width is a step.
+    width = (last if last != first else last + 0.001) - first
+    ramp = ((torch.arange(pairs, dtype=torch.float32) - first) / width).clamp(0, 1)
+    # Not the ramp itself: 1 - (1 - ramp) has lost its last bits.
+    kept = 1 - ramp
+    return 1.0 / (rope["factor"] * powers) * (1 - kept) + 1.0 / powers * kept
+
+
+def attention_factor(rope: Mapping[str, Any]) -> float:
+    """By which yarn multiplies cos and sin: as given, or of the factor that positions grow by."""
+    given, factor = rope.get("attention_factor"), rope["factor"]
+    if given is not None:
+        return float(given)
+
+    def grown(by: float) -> float:
+        return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    by, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
+    # As for transformers, one of the two alone counts for nothing.
+    return grown(by) / grown(of_all) if by and of_all else grown(1)
