@@ -29,11 +29,17 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
         or device.index != torch._C._cuda_getDevice()
     ):
         return torch.empty(shape, dtype=dtype, device=device)
+    return _allocate(*_dense(shape), dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _dense(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape, strides) of dense memory."""
     strides, dense = [], 1
     for size in reversed(shape):
         strides.append(dense)
         dense *= max(size, 1)
-    return _allocate(tuple(shape), tuple(strides[::-1]), dtype)
+    return tuple(shape), tuple(strides[::-1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,6 +138,18 @@ def test_copies_in_a_warp_of_their_own_change_no_bit(dtype, shape, window, causa
             assert same(forward(*paged, window=window), plain), page
 
 
+@pytest.mark.parametrize("window", [None, 1500])
+@pytest.mark.parametrize("shape", [(32, 8, 128), (32, 8, 64), (14, 2, 64), (16, 16, 128)])
+def test_more_blocks_of_rows_than_processors_change_no_bit(shape, window, taken):
+    for lens in ([3000, 1, 5000, 700, 0, 2100], [65] * 300):
+        args = packed(lens, lens, *shape, torch.bfloat16, "cuda")
+        plain = forward(*args, window=window, rows=64, warp_specialized=False)
+        for rows in (None, 64, 128):
+            for _ in range(5):  # who takes which block is never the same
+                got = forward(*args, window=window, rows=rows, split=False, warp_specialized=True)
+                assert same(got, plain), (lens[0], rows)
+
+
 def test_slices_of_one_tensor_are_read_where_they_lie(taken):
     qkv = torch.randn(700, 12, 128, device="cuda", dtype=torch.bfloat16)
     cu = torch.tensor([0, 300, 700], device="cuda")

@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlk_kernels.device import facts
+from rlk_kernels.direct import empty
 from rlk_kernels.launching import cdiv, launch, launches, power_of_2, tensor_map
 from rlk_kernels.ops.attention.merge import merge_parts
 from rlk_kernels.ops.attention.order import (
@@ -288,6 +289,9 @@ class ForwardPlan:
     """Keys are taken in pieces (`schedule.py`)."""
     listed: bool
     """Pieces come from a list; those of a batch of one sequence need none."""
+    alone: bool
+    """Few rows of one sequence: eight warps take them, and whoever ends last merges
+    (`hopper_merge.py`)."""
     whole: bool
     """No row has more than one chunk of keys: pieces are blocks of rows, and nothing is merged."""
     slots: int
@@ -317,6 +321,8 @@ def _plan(
         special = reads(k, v, table)
     if rows is None and special:
         rows = 64 if few else 128
+        if dim == 64 and here.many_groups and not (paged or split) and tokens > 4096 * batch:
+            rows = 192  # a third group of four warps fills in for those that wait for exponentials
     if rows is None:
         rows = 16 if tokens * group <= 16 * batch and q.dtype != torch.float32 else 64
     blocks = (tokens * group) // rows + batch
@@ -326,15 +332,16 @@ def _plan(
         split = chunks > 1 and (few or paged)
     # ranges of all blocks of rows, and of prefixes that neighbours share
     most = (blocks + batch // 2) * max(chunks, 1)
-    most = min(most, PIECES[rows] * here.processors // kv_heads + blocks + batch)
+    most = min(most, PIECES[min(rows, 128)] * here.processors // kv_heads + blocks + batch)
     split = split and (not running or tokens * group <= room)
     # a block a program takes less where it is one wave of them, and not of few
     one_wave = here.processors // 2 < batch * kv_heads <= here.processors
     return ForwardPlan(
         special=special, rows=rows, split=split, listed=split and batch > 1,
+        alone=running and batch == 1 and tokens * group <= 16 and dim == 128,
         whole=running and not split and chunks <= 1 and not one_wave,
         slots=min(room, tokens * group * (chunks + 1)), most=most,
-        target=PIECES[rows] * here.processors,
+        target=PIECES[min(rows, 128)] * here.processors,
     )  # fmt: skip
 
 
@@ -355,8 +362,8 @@ def forward(
     tokens, heads, dim = q.shape
     kv_heads = k.shape[-2]
     if out is None:
-        out = torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
-    lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
+        out = empty((tokens, heads, dim), q.dtype, q.device)
+    lse = empty((heads, tokens), torch.float32, q.device)
     batch = cu_q.numel() - 1
     if tokens == 0 or batch == 0:
         return out, lse, "triton"
@@ -370,13 +377,16 @@ def forward(
     own = seen.get("plan")
     if own is None:
         own = seen["plan"] = _plan(q, k, v, table, batch, rows, split, warp_specialized)
-    part_acc = part_ml = lse
+    part_acc = part_ml = flags = lse
     plan = pieces = cu_q
     if own.split:
         page, padded = 1 if table is None else k.shape[1], max(16, power_of_2(dim))
         states = own.slots * kv_heads
-        parts = torch.empty(states * (padded + 2), dtype=torch.float32, device=q.device)
-        part_acc, part_ml = torch.split_with_sizes(parts, [states * padded, states * 2])
+        # flags of 8 bytes; what follows begins at 16
+        told = cdiv(own.most * kv_heads, 2) * 4 if own.alone else 0
+        sizes = [told, states * padded, states * 2]
+        parts = empty((sum(sizes),), torch.float32, q.device)
+        flags, part_acc, part_ml = torch.split_with_sizes(parts, sizes)
     if own.listed:
         plan, pieces = schedule(
             seen, cu_q, lens_k, table, page, kv_heads, heads // kv_heads, own.rows, CHUNK, causal,
@@ -386,21 +396,21 @@ def forward(
         from rlk_kernels.ops.attention.hopper_pieces import attend_pieces
 
         attend_pieces(
-            seen, own, plan, pieces, q, k, v, out, lse, part_acc, part_ml, cu_q, lens_k, table,
-            causal, scale, window,
+            seen, own, plan, pieces, q, k, v, out, lse, part_acc, part_ml, flags, cu_q, lens_k,
+            table, causal, scale, window,
         )  # fmt: skip
     elif own.special:
-        from rlk_kernels.ops.attention.hopper import attend_hopper
+        from rlk_kernels.ops.attention.hopper_blocks import attend_hopper
 
         attend_hopper(
-            seen, q, k, v, out, lse, cu_q, lens_k, table, causal, scale, window, own.rows // 64
+            seen, own.rows, q, k, v, out, lse, cu_q, lens_k, table, causal, scale, window
         )  # fmt: skip
     else:
         _attend(
             seen, own, q, k, v, out, lse, part_acc, part_ml, plan, pieces, cu_q, lens_k, table,
             causal, scale, window, softcap,
         )  # fmt: skip
-    if own.split:
+    if own.split and not own.alone:
         merge_parts(
             seen, own, plan, part_acc, part_ml, out, lse, cu_q, lens_k, kv_heads, padded, CHUNK,
             causal, window, table is not None,

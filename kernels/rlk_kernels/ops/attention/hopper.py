@@ -3,10 +3,10 @@
 
 A warp copies keys and values (TMA, page by page from a paged cache) into two rings of blocks as
 fast as these come free. Each group of four warps owns 64 packed rows: it weighs the scores of one
-block while the tensor core is busy with the other group's, then starts two products at once, the
-scores of the next block and the values of this one. The merged chunks lie in shared memory, read
-and written once a chunk. Written in Gluon, which ships with Triton; functions without layouts of
-their own are those of `order.py`.
+block while the tensor core is busy with the other groups', then starts two products at once, the
+scores of the next block and the values of this one. Here are the steps of that, for the programs of
+`hopper_blocks.py` and `hopper_pieces.py`. Written in Gluon, which ships with Triton; functions
+without layouts of their own are those of `order.py`.
 """
 
 import functools
@@ -22,7 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from rlk_kernels.launching import launch
 from rlk_kernels.matmul.hopper.pipeline import (
     ROWS,
     async_load,
@@ -32,13 +31,9 @@ from rlk_kernels.matmul.hopper.pipeline import (
 )
 from rlk_kernels.ops.attention.order import (
     CHUNK,
-    LOG2E,
-    block_weights,
-    find_sequence,
-    finish,
     merge,
     one_sum,
-    seen_keys,
+    weights_below,
 )
 
 BLOCK = gl.constexpr(128)
@@ -113,8 +108,8 @@ def _clear(values, count):
 
 @gluon.jit
 def _weigh(
-    s, m, den, scale, first, last, window, fresh, masked, dtype: gl.constexpr,
-    OUT: gl.constexpr, WINDOWED: gl.constexpr,
+    s, m, den, scale, first, last, window, masked, dtype: gl.constexpr, OUT: gl.constexpr,
+    WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """One block of scores into a chunk's state: (weights as an operand, m, den, rescaling)."""
     if masked:
@@ -123,7 +118,10 @@ def _weigh(
         if WINDOWED:
             visible &= key[None, :] > (last - window)[:, None]
         s = gl.where(visible, s, float("-inf"))
-    p, m, old, sums = block_weights(s, gl.where(fresh, float("-inf"), m), scale, 4)
+    # of eight columns first: short chains, which wait less for their own results
+    top = gl.max(gl.max(gl.reshape(s, (ROWS, BLOCK // 8, 8)), 1), 1)
+    top = gl.maximum(m, gl.convert_layout(top, gl.SliceLayout(1, s.type.layout)) * scale)
+    p, m, old, sums = weights_below(s, m, top, scale, 4)
     den = gl.fma(den, gl.convert_layout(old, gl.SliceLayout(1, sums.type.layout))[:, None], sums)
     operand = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, OUT, 2))
     return operand, m, den, gl.convert_layout(old, gl.SliceLayout(1, OUT))
@@ -142,11 +140,16 @@ def _merge_chunk(m_all, den_all, merged, some, m, den, acc):
 
 
 @gluon.jit
-def _close_chunk(m_all, den_all, merged, some, m, den, acc):
-    """`_merge_chunk`, the sum to where the next one finds it."""
-    m_all, den_all, total = _merge_chunk(m_all, den_all, merged, some, m, den, acc)
-    merged.store(total)
-    return m_all, den_all
+def _queries(
+    q_ptr, first_row, q_start, len_q, hk, stride_qt, stride_qh, G: gl.constexpr, R: gl.constexpr,
+    DIM: gl.constexpr,
+):  # fmt: skip
+    """[R, DIM]: packed rows; zeros behind the sequence."""
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    row = first_row + gl.arange(0, R, gl.SliceLayout(1, LOAD))
+    at = (q_start + row // G).to(gl.int64) * stride_qt + (hk * G + row % G) * stride_qh
+    at = at[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, LOAD))[None, :]
+    return gl.load(q_ptr + at, mask=(row < len_q * G)[:, None], other=0.0)
 
 
 @gluon.jit
@@ -154,13 +157,9 @@ def _load_queries(
     q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, HK: gl.constexpr, G: gl.constexpr
 ):
     """Packed rows into q[rows, DIM], in shared memory."""
-    DIM: gl.constexpr = q.type.shape[1]
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     R: gl.constexpr = q.type.shape[0]
-    row = first_row + gl.arange(0, R, gl.SliceLayout(1, LOAD))
-    at = (q_start + row // G).to(gl.int64) * stride_qt + (hk * G + row % G) * stride_qh
-    at = at[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, LOAD))[None, :]
-    q.store(gl.load(q_ptr + at, mask=(row < len_q * G)[:, None], other=0.0))
+    DIM: gl.constexpr = q.type.shape[1]
+    q.store(_queries(q_ptr, first_row, q_start, len_q, hk, stride_qt, stride_qh, G, R, DIM))
     fence_async_shared()
 
 
@@ -175,15 +174,12 @@ def _first_scores(q, s, k_ring, k_full, k_empty, turn):
 
 
 @gluon.jit
-def _next_block(q, s, p, acc, fresh, k_ring, v_ring, k_full, k_empty, v_full, v_empty, turn):
-    """(scores of the block after the `turn`-th, sums with its values)."""
-    keys = _block(k_ring, k_full, turn + 1)
+def _next_block(q, s, p, acc, fresh, keys, values):
+    """(scores of the next block of keys, sums with the values of this one). Both blocks are there:
+    a wait would keep the compiler from what it does meanwhile."""
     scores = warpgroup_mma(q, keys.permute((1, 0)), s, use_acc=False, is_async=True)
-    values = _block(v_ring, v_full, turn)
     sums = warpgroup_mma(p, values, acc, use_acc=not fresh, is_async=True)
     s, acc, p = warpgroup_mma_wait(0, [scores, sums, p])
-    _free(k_ring, k_empty, turn + 1)
-    _free(v_ring, v_empty, turn)
     return s, acc
 
 
@@ -197,70 +193,6 @@ def _last_block(p, acc, fresh, v_ring, v_full, v_empty, turn, count):
     acc, p = warpgroup_mma_wait(0, [sums, p])
     _free(v_ring, v_empty, turn)
     return acc
-
-
-@gluon.jit
-def _attend(
-    given, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOWED: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """Four warps: 64 packed rows over the blocks begin ... end, at least one."""
-    (
-        q_ptr, out_ptr, lse_ptr, q_smem, merged, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
-        first_row, q_start, len_q, len_k, hk, begin, end, plain_end, scale, window, T, stride_qt,
-        stride_qh,
-    ) = given  # fmt: skip
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    dtype: gl.constexpr = q_ptr.dtype.element_ty
-    first_row += GROUP * ROWS
-    q = q_smem.index(GROUP)
-    _load_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, HK, G)
-    merged = merged.index(GROUP)
-
-    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
-    last = gl.zeros_like(row) + len_k - 1  # the last key a row sees
-    if CAUSAL:
-        last = gl.minimum(row // G + len_k - len_q, last)
-    s = gl.zeros([ROWS, BLOCK], gl.float32, SCORES)
-    acc = gl.zeros([ROWS, DIM], gl.float32, OUT)
-    m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    _, _, _, den = block_weights(s, m, 0.0, 4)
-    m_all = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OUT))
-    den_all = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OUT))
-    some = False
-    s = _first_scores(q, s, k_ring, k_full, k_empty, 0)
-    for j in range(begin, end - 1):
-        fresh = (j % PER_CHUNK == 0) | (j == begin)
-        if fresh and j > begin:
-            m_all, den_all = _close_chunk(m_all, den_all, merged, some, m, den, acc)
-            some = True
-        p, m, den, old = _weigh(
-            s, m, den, scale, j * BLOCK, last, window, fresh, j >= plain_end, dtype, OUT, WINDOWED
-        )
-        acc = acc * old[:, None]
-        s, acc = _next_block(
-            q, s, p, acc, fresh, k_ring, v_ring, k_full, k_empty, v_full, v_empty, j - begin
-        )
-    j = end - 1
-    fresh = (j % PER_CHUNK == 0) | (j == begin)
-    if fresh and j > begin:
-        m_all, den_all = _close_chunk(m_all, den_all, merged, some, m, den, acc)
-        some = True
-    p, m, den, old = _weigh(
-        s, m, den, scale, j * BLOCK, last, window, fresh, j >= plain_end, dtype, OUT, WINDOWED
-    )
-    acc = acc * old[:, None]
-    acc = _last_block(p, acc, fresh, v_ring, v_full, v_empty, j - begin, len_k - j * BLOCK)
-
-    m_all, den_all, acc = _merge_chunk(m_all, den_all, merged, some, m, den, acc)
-    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
-    cols = gl.arange(0, DIM, gl.SliceLayout(0, OUT))
-    head = hk * G + row % G
-    finish(
-        m_all, den_all, acc, out_ptr, lse_ptr, q_start + row // G, head, row < len_q * G, cols,
-        HK * G, DIM, T,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -292,64 +224,6 @@ def buffers(
         merged = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS, DIM], swizzled)
     fence_async_shared()
     return q_smem, merged, k_ring, k_full, k_empty, v_ring, v_full, v_empty
-
-
-@gluon.jit(do_not_specialize=["B", "T", "window", "stride_table"])
-def _attention_hopper_kernel(
-    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, table_ptr, B, T, scale, window,
-    stride_qt, stride_qh, k_head, v_head, k_page, v_page, stride_table, HK: gl.constexpr,
-    G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
-    PAGE: gl.constexpr, GROUPS: gl.constexpr,
-):  # fmt: skip
-    """A program a block of rows, all of whose keys it walks."""
-    BM: gl.constexpr = GROUPS * ROWS
-    block = gl.num_programs(0) - 1 - gl.program_id(0)  # the longest rows first
-    hk = gl.program_id(1)
-    b, q_start, len_q, first_row = find_sequence(cu_q_ptr, block, B, G, BM)
-    if first_row >= len_q * G:
-        return
-    k_start = 0
-    len_k = gl.load(cu_k_ptr + b)
-    if PAGE == 0:
-        k_start = len_k
-        len_k = gl.load(cu_k_ptr + b + 1) - k_start
-    seen_begin, shared_end, seen_end = seen_keys(
-        first_row, len_q, len_k, window, G, BM, BLOCK, CAUSAL, WINDOWED
-    )
-    begin = seen_begin // BLOCK
-    end = gl.maximum(gl.cdiv(seen_end, BLOCK), begin + 1)
-    plain_end = gl.minimum(shared_end, seen_end) // BLOCK
-    q_smem, merged, k_ring, k_full, k_empty, v_ring, v_full, v_empty = buffers(
-        q_ptr, DIM, GROUPS, 2, 2, False
-    )
-    LENGTH: gl.constexpr = k_desc.block_type.shape[0]
-    given = (
-        q_ptr, out_ptr, lse_ptr, q_smem, merged, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
-        first_row, q_start, len_q, len_k, hk, begin, end, plain_end, scale, window, T, stride_qt,
-        stride_qh,
-    )  # fmt: skip
-    keys = (
-        k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
-        table_ptr + b.to(gl.int64) * stride_table, k_start, len_k, hk * k_head, hk * v_head,
-        k_page, v_page, begin, end, 0,
-    )  # fmt: skip
-    if GROUPS == 1:
-        gl.warp_specialize(
-            [
-                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, 0)),
-                (_copy_keys, (keys, PAGE, LENGTH)),
-            ],
-            [1], [40],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, 0)),
-                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, 1)),
-                (_copy_keys, (keys, PAGE, LENGTH)),
-            ],
-            [4, 1], [232, 40],
-        )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=256)
@@ -394,24 +268,3 @@ def descriptors(k: Tensor, v: Tensor, table: Tensor | None) -> list:
         for x in (k, v)
         if (size := _matrix(x.shape, x.stride(), paged)) is not None
     ]
-
-
-def attend_hopper(
-    seen: dict, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor,
-    lens_k: Tensor, table: Tensor | None, causal: bool, scale: float, window: int | None,
-    groups: int,
-) -> None:  # fmt: skip
-    """Fill out and lse, no keys split; k and v are such that `reads` is true."""
-    (tokens, heads, dim), kv_heads = q.shape, k.shape[-2]
-    group, batch = heads // kv_heads, cu_q.numel() - 1
-    paged = table is not None
-    blocks = tokens * group // (groups * ROWS.value) + batch
-    launch(
-        seen, _attention_hopper_kernel, (blocks, kv_heads, 1), q, *descriptors(k, v, table), out,
-        lse, cu_q, lens_k, table if table is not None else cu_q, batch, tokens, scale * LOG2E,
-        window or 0, q.stride(0), q.stride(1), k.stride(-2), v.stride(-2),
-        k.stride(0) // k.stride(1) if paged else 0, v.stride(0) // v.stride(1) if paged else 0,
-        table.stride(0) if table is not None else 0,
-        kv_heads, group, dim, causal, window is not None, k.shape[1] if paged else 0, groups,
-        num_warps=4, maxnreg=168,
-    )  # fmt: skip

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from rlk_kernels.matmul.hopper.pipeline import thread_barrier
-from rlk_kernels.ops.attention.hopper import BLOCK, _block, _clear, _free
+from rlk_kernels.ops.attention.hopper import BLOCK, _block, _free
 from rlk_kernels.ops.attention.order import _add
 
 
@@ -48,9 +48,37 @@ def _one_sum(p):
 
 
 @gluon.constexpr_function
-def rows_layout(dim):
+def rows_layout(dim, warps):
     """Of [rows, dim]: a warp has whole rows."""
-    return gl.BlockedLayout([1, 4], [128 // dim, dim // 4], [4, 1], [1, 0])
+    return gl.BlockedLayout([1, 4], [128 // dim, dim // 4], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def load_queries(
+    q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, HK: gl.constexpr,
+    G: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Packed rows into q[rows, DIM], in shared memory."""
+    R: gl.constexpr = q.type.shape[0]
+    LOAD: gl.constexpr = rows_layout(q.type.shape[1], WARPS)
+    row = first_row + gl.arange(0, R, gl.SliceLayout(1, LOAD))
+    at = (q_start + row // G).to(gl.int64) * stride_qt + (hk * G + row % G) * stride_qh
+    at = at[:, None] + gl.arange(0, q.type.shape[1], gl.SliceLayout(0, LOAD))[None, :]
+    q.store(gl.load(q_ptr + at, mask=(row < len_q * G)[:, None], other=0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def _clear(values, count, WARPS: gl.constexpr):
+    """`hopper._clear`, by so many warps."""
+    DIM: gl.constexpr = values.type.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [WARPS, 1], [1, 0])
+    row = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
+    x = values.load(layout)
+    thread_barrier()
+    values.store(gl.where((row < count)[:, None], x, 0.0))
+    fence_async_shared()
+    thread_barrier()
 
 
 @gluon.jit
@@ -63,13 +91,13 @@ def _start_scores(q, k_ring, k_full, turn, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _start_sums(p, acc, weights, fresh, v_ring, v_full, turn, count):
+def _start_sums(p, acc, weights, fresh, v_ring, v_full, turn, count, WARPS: gl.constexpr):
     """The sums with the `turn`-th block's values, of which the first `count` are the sequence's."""
     weights.permute((1, 0)).store(p.to(weights.dtype))
     fence_async_shared()
     values = _block(v_ring, v_full, turn)
     if count < BLOCK:
-        _clear(values, count)
+        _clear(values, count, WARPS)
     thread_barrier()
     return warpgroup_mma(
         values.permute((1, 0)), weights.permute((1, 0)), acc, use_acc=not fresh, is_async=True
@@ -98,7 +126,7 @@ def _add_sums(p, den, old, SUMS: gl.constexpr):
 @gluon.jit
 def attend_chunk(
     q, weights, rings, begin, end, plain_end, len_k, first_row, len_q, turn, scale, window,
-    G: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
+    G: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """(m, den, acc) of the blocks begin ... end, at least one, all of one chunk; in `rows_layout`.
 
@@ -107,8 +135,8 @@ def attend_chunk(
     k_ring, v_ring, k_full, k_empty, v_full, v_empty = rings
     R: gl.constexpr = q.type.shape[0]
     DIM: gl.constexpr = q.type.shape[1]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
-    SUMS: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, 4], [1, 0])
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, R, 16])
+    SUMS: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, WARPS], [1, 0])
     row = first_row + gl.arange(0, R, gl.SliceLayout(0, LAYOUT))
     last = gl.zeros_like(row) + len_k - 1  # the last key a row sees
     if CAUSAL:
@@ -123,24 +151,26 @@ def attend_chunk(
         scores = _start_scores(q, k_ring, k_full, turn + 1, LAYOUT)
         s = _masked(s, j * BLOCK, last, window, j >= plain_end, WINDOWED)
         p, m, old = _weights(s, m, scale)
+        s = warpgroup_mma_wait(0, [scores])
+        _free(k_ring, k_empty, turn + 1)
         sums = _start_sums(
-            p, acc * old[None, :], weights, j == begin, v_ring, v_full, turn, BLOCK
+            p, acc * old[None, :], weights, j == begin, v_ring, v_full, turn, BLOCK, WARPS
         )  # fmt: skip
         den = gl.convert_layout(_add_sums(p, den, old, SUMS), SUMS)
-        s, acc = warpgroup_mma_wait(0, [scores, sums])
-        _free(k_ring, k_empty, turn + 1)
+        acc = warpgroup_mma_wait(0, [sums])
         _free(v_ring, v_empty, turn)
         turn += 1
     j = end - 1
     s = _masked(s, j * BLOCK, last, window, j >= plain_end, WINDOWED)
     p, m, old = _weights(s, m, scale)
     sums = _start_sums(
-        p, acc * old[None, :], weights, j == begin, v_ring, v_full, turn, len_k - j * BLOCK
+        p, acc * old[None, :], weights, j == begin, v_ring, v_full, turn, len_k - j * BLOCK,
+        WARPS,
     )  # fmt: skip
     den = _add_sums(p, den, old, SUMS)
     acc = warpgroup_mma_wait(0, [sums])
     _free(v_ring, v_empty, turn)
-    OUT: gl.constexpr = rows_layout(DIM)
+    OUT: gl.constexpr = rows_layout(DIM, WARPS)
     return (
         gl.convert_layout(m, gl.SliceLayout(1, OUT)),
         gl.convert_layout(_one_sum(den), gl.SliceLayout(1, OUT)),

@@ -6,7 +6,8 @@ and are whole blocks of rows where no table has room for two chunks of keys.
 The warp that copies goes on to the next piece while the other warps end this one. Blocks of 64 rows
 keep the sum of their merged chunks in a slot: that leaves room for more copies, which are what a
 decode step waits for. Blocks of 128 keep it in shared memory. Few pieces of few rows wait for their
-products instead: those are transposed (`hopper_narrow.py`).
+products instead: those are transposed (`hopper_narrow.py`), by eight warps where a sequence is
+alone; and its pieces are merged here (`hopper_merge.py`).
 """
 
 from torch import Tensor
@@ -19,8 +20,10 @@ from rlk_kernels.matmul.hopper.pipeline import ROWS, thread_barrier
 from rlk_kernels.ops.attention.hopper import (
     BLOCK,
     PER_CHUNK,
+    _block,
     _copy_keys,
     _first_scores,
+    _free,
     _last_block,
     _load_queries,
     _next_block,
@@ -28,7 +31,8 @@ from rlk_kernels.ops.attention.hopper import (
     buffers,
     descriptors,
 )
-from rlk_kernels.ops.attention.hopper_narrow import attend_chunk, rows_layout
+from rlk_kernels.ops.attention.hopper_merge import end_piece
+from rlk_kernels.ops.attention.hopper_narrow import attend_chunk, load_queries, rows_layout
 from rlk_kernels.ops.attention.order import (
     LOG2E,
     block_weights,
@@ -123,17 +127,17 @@ def _attend_chunk(
     s = _first_scores(q, s, k_ring, k_full, k_empty, turn)
     for j in range(begin, end - 1):
         p, m, den, old = _weigh(
-            s, m, den, scale, j * BLOCK, last, window, j == begin, j >= plain_end, dtype, OUT,
-            WINDOWED,
-        )  # fmt: skip
+            s, m, den, scale, j * BLOCK, last, window, j >= plain_end, dtype, OUT, WINDOWED
+        )
         acc = acc * old[:, None]
-        s, acc = _next_block(
-            q, s, p, acc, j == begin, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
-            turn + j - begin,
-        )  # fmt: skip
+        here = turn + j - begin
+        keys = _block(k_ring, k_full, here + 1)
+        s, acc = _next_block(q, s, p, acc, j == begin, keys, _block(v_ring, v_full, here))
+        _free(k_ring, k_empty, here + 1)
+        _free(v_ring, v_empty, here)
     j = end - 1
     p, m, den, old = _weigh(
-        s, m, den, scale, j * BLOCK, last, window, j == begin, j >= plain_end, dtype, OUT, WINDOWED
+        s, m, den, scale, j * BLOCK, last, window, j >= plain_end, dtype, OUT, WINDOWED
     )
     acc = acc * old[:, None]
     acc = _last_block(
@@ -164,11 +168,11 @@ def _operand(like_ptr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 def _attend_piece(
     given, one, hk, begin, end, plain_end, turn, q, weights, HK: gl.constexpr, G: gl.constexpr,
     DIM: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, RUNNING: gl.constexpr,
-    GROUP: gl.constexpr, NARROW: gl.constexpr,
+    GROUP: gl.constexpr, NARROW: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: the packed rows of q of a piece, from the blocks `turn` on in the rings."""
+    """The packed rows of q of a piece, from the blocks `turn` on in the rings."""
     (
-        _, q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, _, merged, _, _, k_ring, v_ring,
+        _, q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, _, _, merged, _, _, k_ring, v_ring,
         k_full, k_empty, v_full, v_empty, scale, window, T, stride_qt, stride_qh,
     ) = given  # fmt: skip
     _, q_start, len_q, _, len_k, first_row, _, _, only, merges, folded, base = one
@@ -176,17 +180,23 @@ def _attend_piece(
     R: gl.constexpr = q.type.shape[0]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    OUT: gl.constexpr = rows_layout(DIM) if NARROW else SUMS
+    OUT: gl.constexpr = rows_layout(DIM, WARPS) if NARROW else SUMS
     first_row += GROUP * ROWS
     thread_barrier()  # the piece before is through with its queries
-    _load_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, HK, G)
+    if WARPS == 8:
+        load_queries(
+            q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, HK, G, WARPS
+        )  # fmt: skip
+    else:
+        _load_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, HK, G)
     if NARROW:
         thread_barrier()
+    else:
+        row = first_row + gl.arange(0, R, gl.SliceLayout(1, SCORES))
+        last = gl.zeros_like(row) + len_k - 1  # the last key a row sees
+        if CAUSAL:
+            last = gl.minimum(row // G + len_k - len_q, last)
     cols = gl.arange(0, DIM, gl.SliceLayout(0, OUT))
-    row = first_row + gl.arange(0, R, gl.SliceLayout(1, SCORES))
-    last = gl.zeros_like(row) + len_k - 1  # the last key a row sees
-    if CAUSAL:
-        last = gl.minimum(row // G + len_k - len_q, last)
     row = first_row + gl.arange(0, R, gl.SliceLayout(1, OUT))
     live = row < len_q * G
     m_all = gl.full([R], float("-inf"), gl.float32, gl.SliceLayout(1, OUT))
@@ -199,7 +209,7 @@ def _attend_piece(
         if NARROW:
             m, den, acc = attend_chunk(
                 q, weights, rings, first, limit, plain_end, len_k, first_row, len_q, turn, scale,
-                window, G, CAUSAL, WINDOWED,
+                window, G, CAUSAL, WINDOWED, WARPS,
             )  # fmt: skip
         else:
             m, den, acc = _attend_chunk(
@@ -242,37 +252,52 @@ def _attend_piece(
 def _attend_pieces(
     given, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, RUNNING: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr,
-    NARROW: gl.constexpr, FEW: gl.constexpr, HOW: gl.constexpr, PAGE: gl.constexpr,
+    NARROW: gl.constexpr, IDLE: gl.constexpr, HOW: gl.constexpr, PAGE: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: 64 packed rows of a program's pieces, one after another; of no more than FEW
-    those with NARROW rows or less by `hopper_narrow.py`."""
+    """Packed rows of a program's pieces, one after another. By four warps 64, of no more than IDLE
+    pieces those with NARROW or less by `hopper_narrow.py`; by eight, NARROW in each."""
     (
-        work, _, _, _, _, _, q_smem, _, q_narrow, weights, _, _, _, _, _, _, _, window, _, _, _,
+        work, _, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, flags_ptr, q_smem, _, q_narrow,
+        weights, _, _, _, _, _, _, _, window, T, _, _,
     ) = given  # fmt: skip
     q = q_smem.index(GROUP)
     turn = 0
     total, lone = _all_work(work, window, HOW, HK, G, GROUPS * ROWS, CAUSAL, WINDOWED, PAGE > 0)
     for i in range(gl.program_id(0), total, gl.num_programs(0)):
         hk = (total - 1 - i) % HK
-        one = _piece(work, lone, (total - 1 - i) // HK, HOW, G, GROUPS * ROWS, PAGE > 0)
+        item = (total - 1 - i) // HK
+        one = _piece(work, lone, item, HOW, G, GROUPS * ROWS, PAGE > 0)
         begin, end, plain_end = _blocks(one, window, G, GROUPS * ROWS, CAUSAL, WINDOWED)
-        _, _, len_q, _, _, first_row, _, _, _, _, _, _ = one
-        if NARROW > 0:
-            if (total <= FEW) & (len_q * G - first_row <= NARROW):
+        _, _, len_q, _, _, first_row, _, _, only, _, _, _ = one
+        if WARPS == 8:
+            _attend_piece(
+                given, one, hk, begin, end, plain_end, turn, q_narrow, weights, HK, G, DIM, CAUSAL,
+                WINDOWED, RUNNING, GROUP, True, WARPS,
+            )  # fmt: skip
+        elif NARROW > 0:
+            if (total <= IDLE) & (len_q * G - first_row <= NARROW):
                 _attend_piece(
                     given, one, hk, begin, end, plain_end, turn, q_narrow, weights, HK, G, DIM,
-                    CAUSAL, WINDOWED, RUNNING, GROUP, True,
+                    CAUSAL, WINDOWED, RUNNING, GROUP, True, WARPS,
                 )  # fmt: skip
             else:
                 _attend_piece(
                     given, one, hk, begin, end, plain_end, turn, q, weights, HK, G, DIM, CAUSAL,
-                    WINDOWED, RUNNING, GROUP, False,
+                    WINDOWED, RUNNING, GROUP, False, WARPS,
                 )  # fmt: skip
         else:
             _attend_piece(
                 given, one, hk, begin, end, plain_end, turn, q, weights, HK, G, DIM, CAUSAL,
-                WINDOWED, RUNNING, GROUP, False,
+                WINDOWED, RUNNING, GROUP, False, WARPS,
             )  # fmt: skip
+        if WARPS == 8 and HOW == LONE:  # noqa: SIM102 (these are constants)
+            if only == 0:
+                memory = (out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, flags_ptr)
+                end_piece(
+                    memory, lone, item, first_row, hk, window, T, HK, G, DIM, PER_CHUNK * BLOCK,
+                    CAUSAL, WINDOWED, WARPS,
+                )  # fmt: skip
         turn += gl.maximum(end - begin, 0)
 
 
@@ -310,11 +335,11 @@ def _copy_pieces(
 @gluon.jit(do_not_specialize=["B", "T", "capacity", "target", "window", "stride_table"])
 def _pieces_hopper_kernel(
     plan_ptr, pieces_ptr, cu_q_ptr, lens_ptr, q_ptr, k_desc, v_desc, out_ptr, lse_ptr,
-    part_acc_ptr, part_ml_ptr, table_ptr, B, T, capacity, target, scale, window, stride_qt,
-    stride_qh, k_head, v_head, k_page, v_page, stride_table,
+    part_acc_ptr, part_ml_ptr, flags_ptr, table_ptr, B, T, capacity, target, scale, window,
+    stride_qt, stride_qh, k_head, v_head, k_page, v_page, stride_table,
     HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, PAGE: gl.constexpr, GROUPS: gl.constexpr, K_DEPTH: gl.constexpr,
-    V_DEPTH: gl.constexpr, NARROW: gl.constexpr, FEW: gl.constexpr, HOW: gl.constexpr,
+    V_DEPTH: gl.constexpr, NARROW: gl.constexpr, IDLE: gl.constexpr, HOW: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):  # fmt: skip
     q_smem, merged, k_ring, k_full, k_empty, v_ring, v_full, v_empty = buffers(
@@ -336,7 +361,7 @@ def _pieces_hopper_kernel(
     work = (plan_ptr, pieces_ptr, cu_q_ptr, lens_ptr, B, T, capacity, target)
     LENGTH: gl.constexpr = k_desc.block_type.shape[0]
     given = (
-        work, q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, q_smem, merged,
+        work, q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, flags_ptr, q_smem, merged,
         q_narrow, weights, k_ring, v_ring, k_full, k_empty, v_full, v_empty, scale, window, T,
         stride_qt, stride_qh,
     )  # fmt: skip
@@ -348,7 +373,8 @@ def _pieces_hopper_kernel(
         gl.warp_specialize(
             [
                 (_attend_pieces, (
-                    given, HK, G, DIM, CAUSAL, WINDOWED, True, GROUPS, 0, NARROW, FEW, HOW, PAGE,
+                    given, HK, G, DIM, CAUSAL, WINDOWED, True, GROUPS, 0, NARROW, IDLE, HOW, PAGE,
+                    gl.num_warps(),
                 )),
                 (_copy_pieces, (keys, HK, G, CAUSAL, WINDOWED, PAGE, LENGTH, GROUPS, HOW)),
             ],
@@ -358,10 +384,10 @@ def _pieces_hopper_kernel(
         gl.warp_specialize(
             [
                 (_attend_pieces, (
-                    given, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 0, 0, FEW, HOW, PAGE,
+                    given, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 0, 0, IDLE, HOW, PAGE, 4,
                 )),
                 (_attend_pieces, (
-                    given, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 1, 0, FEW, HOW, PAGE,
+                    given, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 1, 0, IDLE, HOW, PAGE, 4,
                 )),
                 (_copy_pieces, (keys, HK, G, CAUSAL, WINDOWED, PAGE, LENGTH, GROUPS, HOW)),
             ],
@@ -377,7 +403,7 @@ def few_pieces(here: DeviceFacts) -> int:
 
 def attend_pieces(
     seen: dict, own, plan: Tensor, pieces: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    lse: Tensor, part_acc: Tensor, part_ml: Tensor, cu_q: Tensor, lens_k: Tensor,
+    lse: Tensor, part_acc: Tensor, part_ml: Tensor, flags: Tensor, cu_q: Tensor, lens_k: Tensor,
     table: Tensor | None, causal: bool, scale: float, window: int | None,
 ) -> None:  # fmt: skip
     """Fill out and lse, or the slots, as `own` (`forward.ForwardPlan`) says."""
@@ -387,7 +413,7 @@ def attend_pieces(
     maps = kept(seen, "maps", (k.data_ptr(), v.data_ptr()), descriptors, k, v, table)
     launch(
         seen, _pieces_hopper_kernel, (programs, 1, 1), plan, pieces, cu_q, lens_k, q, *maps, out,
-        lse, part_acc, part_ml, table if table is not None else plan, *counts, scale * LOG2E,
+        lse, part_acc, part_ml, flags, table if table is not None else plan, *counts, scale * LOG2E,
         *strides, *constants, **options,
     )  # fmt: skip
 
@@ -399,14 +425,14 @@ def _fixed(
     """What calls of one shape have in common: (programs, numbers, strides, constants, options)."""
     (tokens, heads, dim), kv_heads = q.shape, k.shape[-2]
     paged, here, group = table is not None, facts(q.device), heads // kv_heads
-    groups = own.rows // ROWS.value
+    groups, batch = own.rows // ROWS.value, cu_q.numel() - 1
     # decode is bound by memory: every program stays; blocks of 128 rows come and go by length
     programs = own.most * kv_heads
     narrow = 0
     if groups == 1:
         programs = min(programs, here.processors)
-        if (cu_q.numel() - 1) * kv_heads <= few_pieces(here):  # there may be as few as that
-            narrow = 8 if group <= 8 else 16
+        if own.alone or batch * kv_heads <= few_pieces(here):  # there may be as few as that
+            narrow = 8 if (tokens * group if own.alone else group) <= 8 else 16
     how = (LISTED if own.listed else LONE) if own.split else WHOLE
     strides = (
         window or 0, q.stride(0), q.stride(1), k.stride(-2), v.stride(-2),
@@ -418,6 +444,7 @@ def _fixed(
         *DEPTH[own.rows], narrow, few_pieces(here), how.value, here.overlaps,
     )  # fmt: skip
     options = {
-        "num_warps": 4, "maxnreg": 208 if groups == 1 else 168, "launch_pdl": here.overlaps
+        "num_warps": 8 if own.alone else 4, "maxnreg": 168 if groups > 1 or own.alone else 208,
+        "launch_pdl": here.overlaps,
     }  # fmt: skip
-    return programs, (cu_q.numel() - 1, tokens, own.slots, own.target), strides, constants, options
+    return programs, (batch, tokens, own.slots, own.target), strides, constants, options

@@ -150,7 +150,12 @@ def capped(s, bend):
 def block_weights(s, m, scale, LEVELS: tl.constexpr):
     """Of scores s[R, BN] after a running maximum m[R]: (exp2(scale s - top), top, exp2(m - top),
     eight sums of the first)."""
-    top = tl.maximum(m, tl.max(s, 1) * scale)
+    return weights_below(s, m, tl.maximum(m, tl.max(s, 1) * scale), scale, LEVELS)
+
+
+@triton.jit
+def weights_below(s, m, top, scale, LEVELS: tl.constexpr):
+    """`block_weights`, the maximum after the block known."""
     safe = tl.where(top == float("-inf"), 0.0, top)
     p = tl.exp2(tl.fma(s, scale, (0.0 - safe)[:, None]))
     return p, top, tl.exp2(m - safe), eight_sums(p, LEVELS)

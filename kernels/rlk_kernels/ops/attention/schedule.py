@@ -5,7 +5,8 @@ that the sequences have, not those that a block table has room for: nothing of i
 host, and a CUDA graph's replay makes it anew. Neither what a piece is nor who takes it can change a
 bit (`order.py`): a range that begins at the first chunk merges its chunks as it goes, any other
 leaves each chunk for `merge.py`, which goes on from there. (Merged by whoever ends the last piece
-of some rows, it took longer: a program waits for its own stores before it can say that it has.)
+of some rows, it took longer: a program waits for its own stores before it can say that it has.
+Few rows of a sequence that is alone are merged so, `hopper_merge.py`: there nobody else waits.)
 
     pieces    k = max(1, n // tau) ranges of a sequence's n chunks, tau from the whole work: with
               enough sequences none is split, and a long one is where others are short
@@ -34,6 +35,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import facts
+from rlk_kernels.direct import empty
 from rlk_kernels.launching import cdiv, kept, launch, power_of_2
 from rlk_kernels.ops.attention.order import find_sequence
 
@@ -313,12 +315,16 @@ def lone_sequence(
         seen = keys - queries + 1 if CAUSAL else keys
         first = tl.maximum(seen - window, 0) // CHUNK
     own = tl.maximum(tl.cdiv(keys, CHUNK) - first, 0)
-    tau = tl.maximum(tl.cdiv(tl.cdiv(queries * G, BM) * own * HK, target), 1)
-    _, slots = _rows_of_slots(own * 0, own, own, own * 0, queries, G, tau, RUNNING)
-    while slots > capacity:
-        tau *= 2
+    ranges = tl.maximum(own, 1)
+    length = own * 0 + 1
+    work = tl.cdiv(queries * G, BM) * own * HK
+    if (work > target) | (own * queries * G > capacity):  # else tau is 1: divisions take long
+        tau = tl.maximum(tl.cdiv(work, target), 1)
         _, slots = _rows_of_slots(own * 0, own, own, own * 0, queries, G, tau, RUNNING)
-    ranges, length = _ranges(own, tau)
+        while slots > capacity:
+            tau *= 2
+            _, slots = _rows_of_slots(own * 0, own, own, own * 0, queries, G, tau, RUNNING)
+        ranges, length = _ranges(own, tau)
     return q_start, queries, k_start, keys, first, own, ranges, length
 
 
@@ -326,9 +332,12 @@ def lone_sequence(
 def lone_piece(lone, item, G: tl.constexpr, BM: tl.constexpr):
     """The `piece` that a list would have, of a `lone_sequence`."""
     q_start, queries, k_start, keys, first, own, ranges, length = lone
-    begin = first + item % ranges * length
+    block = item * 0
+    if item >= ranges:
+        block = item // ranges
+    begin = first + (item - block * ranges) * length
     return (
-        keys * 0, q_start, queries, k_start, keys, item // ranges * BM, begin,
+        keys * 0, q_start, queries, k_start, keys, block * BM, begin,
         tl.minimum(begin + length, first + own), (ranges == 1).to(tl.int32),
         (begin == first).to(tl.int32), first + length - 1, keys * 0,
     )  # fmt: skip
@@ -371,7 +380,7 @@ def schedule(
         seen, "schedule", chunk, _fixed, cu_q, table, page, kv_heads, group, block_rows, chunk,
         causal, window, running, capacity, most,
     )  # fmt: skip
-    memory = torch.empty(sum(sizes), dtype=torch.int32, device=cu_q.device)
+    memory = empty((sum(sizes),), torch.int32, cu_q.device)
     plan, pieces, shared = torch.split_with_sizes(memory, sizes)
     if table is not None and of_shared is not None:
         launch(

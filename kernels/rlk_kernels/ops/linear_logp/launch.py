@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlk_kernels.device import facts
+from rlk_kernels.direct import empty
 from rlk_kernels.launching import cdiv, launch, launches
 from rlk_kernels.matmul import epilogue
 from rlk_kernels.matmul.accumulate.accumulate import accumulate
@@ -113,7 +114,7 @@ def pick(
 ) -> Tensor:  # fmt: skip
     """z[T, J] of ids[T, J]; NaN where an id is no column. seen: see `run_tiles`."""
     t, j = ids.shape
-    z = torch.empty(t, j, dtype=torch.float32, device=h.device)
+    z = empty((t, j), torch.float32, h.device)
     launch(
         {} if seen is None else seen, kernels._pick_kernel, (cdiv(t, own.tile.m), j, 1),
         h, w, bias, ids, z, t, w.shape[0], h.shape[1], own.last_segment, j, h.stride(0),
@@ -125,10 +126,10 @@ def pick(
 
 def new_rows(z: Tensor, entropy: bool) -> RowStatistics:
     """Rows to be filled by `finish`."""
-    lse = torch.empty(z.shape[0], dtype=torch.float32, device=z.device)
-    of_rows = torch.empty_like(lse) if entropy else torch.empty(0, device=z.device)
-    n, log_s = torch.empty_like(lse), torch.empty_like(lse)
-    return RowStatistics(torch.empty_like(z), lse, of_rows, n, log_s, z)
+    t = z.shape[0]
+    sizes = [z.shape, (t,), (t if entropy else 0,), (t,), (t,)]
+    logp, lse, of_rows, n, log_s = (empty(size, torch.float32, z.device) for size in sizes)
+    return RowStatistics(logp, lse, of_rows, n, log_s, z)
 
 
 def finish(
@@ -159,7 +160,7 @@ def finish(
 
 def new_planes(nodes: int, t: int, entropy: bool, device: torch.device) -> Planes:
     """Planes to be filled, one behind the other."""
-    scratch = torch.empty(3 if entropy else 2, nodes, t, dtype=torch.float32, device=device)
+    scratch = empty((3 if entropy else 2, nodes, t), torch.float32, device)
     n, s, *u = scratch.unbind()
     return n, s, u[0] if u else None
 

@@ -5,8 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlk_kernels.device import facts
-from rlk_kernels.launching import cdiv, launch, launches, power_of_2
+from rlk_kernels.device import DeviceFacts, facts
+from rlk_kernels.direct import empty
+from rlk_kernels.launching import cdiv, kept, launch, launches, power_of_2
 from rlk_kernels.matmul.epilogue import _final_logits, _slope
 from rlk_kernels.numerics.lse_tree.kernels import (
     LN2,
@@ -166,44 +167,56 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(logp, n, log2 s)[T] of logits[T, V], whose rows are dense; logp of token_ids[T, J], and of
     the top_k, and their ids, None where not asked for."""
-    t, v = logits.shape
-    device = logits.device
-    logp = torch.empty(t, dtype=torch.float32, device=device)
-    m, log_s = torch.empty_like(logp), torch.empty_like(logp)
+    (t, v), device = logits.shape, logits.device
+    logp, m, log_s = (empty((t,), torch.float32, device) for _ in range(3))
     j = 0 if token_ids is None else token_ids.shape[1]
     given = top = top_ids = ranks = None
     if token_ids is not None:
-        given = torch.empty(t, j, dtype=torch.float32, device=device)
-    here = facts(device)
-    block = block_columns(here.interpreted)
-    block = block if top_k == 0 else min(block, RANKED)
-    nodes = cdiv(v, block)
-    stats = torch.empty(t, nodes, 2, dtype=torch.float32, device=device)
+        given = empty((t, j), torch.float32, device)
+    seen = launches(
+        "logp", logits.shape, logits.stride(0), logits.dtype, target.dtype, spec.softcap > 0,
+        spec.scaled, j, token_ids is None or token_ids.dtype, top_k, device,
+    )  # fmt: skip
+    nodes, of_blocks, of_rows, block_options, row_options = kept(
+        seen, "fixed", None, _fixed, v, j, top_k, spec, facts(device)
+    )
+    stats = empty((t, nodes, 2), torch.float32, device)
     if top_k:
         top = torch.empty(t, top_k, dtype=torch.float32, device=device)
         top_ids = torch.empty(t, top_k, dtype=torch.int64, device=device)
         ranks = torch.empty(t, nodes, top_k, dtype=torch.int64, device=device)
     if t:
-        softcap, scaled_too = spec.softcap > 0, spec.scaled
-        seen = launches(
-            "logp", logits.shape, logits.stride(0), logits.dtype, target.dtype, softcap, scaled_too,
-            j, token_ids is None or token_ids.dtype, top_k,
-        )  # fmt: skip
-        stride = logits.stride(0)
+        sizes = logits.stride(0), v, nodes, *spec.numbers
         launch(
-            seen, _logp_blocks_kernel, (t, nodes, 1), logits, stats, ranks, stride, v,
-            nodes, *spec.numbers, block, block // LEAF,
-            levels(block // LEAF), softcap, scaled_too, top_k, here.overlaps,
-            num_warps=4 if top_k else WARPS, launch_pdl=here.overlaps,
+            seen, _logp_blocks_kernel, (t, nodes, 1), logits, stats, ranks, *sizes, *of_blocks,
+            **block_options,
         )  # fmt: skip
         launch(
             seen, _logp_row_kernel, (t, 1, 1), logits, target, stats, logp, m, log_s, token_ids,
-            given, ranks, top, top_ids, stride, v, nodes, *spec.numbers, j, levels(nodes),
-            power_of_2(j) if j else 0, top_k, power_of_2(max(top_k, 1)),
-            power_of_2(nodes * max(top_k, 1)), softcap, scaled_too, here.overlaps,
-            num_warps=4 if top_k else 1, launch_pdl=here.overlaps,
+            given, ranks, top, top_ids, *sizes, *of_rows, **row_options,
         )  # fmt: skip
     return logp, m, log_s, given, top, top_ids
+
+
+def _fixed(
+    v: int, j: int, top_k: int, spec: LogitOptions, here: DeviceFacts
+) -> tuple[int, tuple, tuple, dict, dict]:
+    """What calls of one shape have in common: programs of a row; the constants of both kernels,
+    and their options."""
+    block = block_columns(here.interpreted)
+    block = block if top_k == 0 else min(block, RANKED)
+    nodes = cdiv(v, block)
+    capped, overlaps = spec.softcap > 0, here.overlaps
+    of_blocks = (
+        block, block // LEAF, levels(block // LEAF), capped, spec.scaled, top_k, overlaps
+    )  # fmt: skip
+    of_rows = (
+        j, levels(nodes), power_of_2(j) if j else 0, top_k, power_of_2(max(top_k, 1)),
+        power_of_2(nodes * max(top_k, 1)), capped, spec.scaled, overlaps,
+    )  # fmt: skip
+    block_options = {"num_warps": 4 if top_k else WARPS, "launch_pdl": overlaps}
+    row_options = {"num_warps": 4 if top_k else 1, "launch_pdl": overlaps}
+    return nodes, of_blocks, of_rows, block_options, row_options
 
 
 def backward(

@@ -1,0 +1,331 @@
+# ruff: noqa: RUF005 (Gluon has no starred tuples)
+"""`hopper.py` over all keys of a block of rows, by programs that stay and take block after block.
+
+The warp that copies also asks for the next block of rows, the longest first, and says where it is;
+it goes on to that block's keys while the other warps end theirs. The sum of merged chunks lies in
+shared memory, read and written once a chunk.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from rlk_kernels.device import facts
+from rlk_kernels.direct import empty
+from rlk_kernels.launching import kept, launch
+from rlk_kernels.matmul.hopper.pipeline import ROWS, barriers, thread_barrier
+from rlk_kernels.ops.attention.hopper import (
+    BLOCK,
+    PER_CHUNK,
+    _block,
+    _copy_keys,
+    _first_scores,
+    _free,
+    _last_block,
+    _merge_chunk,
+    _next_block,
+    _queries,
+    _weigh,
+    buffers,
+    descriptors,
+)
+from rlk_kernels.ops.attention.order import (
+    LOG2E,
+    block_weights,
+    find_sequence,
+    finish,
+    seen_keys,
+)
+
+REGISTERS = {1: 168, 2: 168, 3: 128}
+"""Groups of four warps -> registers of a thread that a program begins with, before its groups take
+those of the warp that copies."""
+PLACES = gl.constexpr(2)
+"""Blocks of rows that the copying warp may be ahead with."""
+
+
+@gluon.jit
+def _say(places, said, heard, turn, at):
+    """The `turn`-th block of rows of a program is the one of eight numbers."""
+    mbarrier.wait(heard.index(turn % PLACES), (turn // PLACES & 1) ^ 1)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    index = gl.arange(0, 8, layout)
+    x = gl.zeros_like(index)
+    for i in gl.static_range(8):
+        x = gl.where(index == i, at[i], x)
+    places.index(turn % PLACES).store(x)
+    thread_barrier()
+    mbarrier.arrive(said.index(turn % PLACES))
+
+
+@gluon.jit
+def _hear(places, said, heard, turn):
+    """What was said of the `turn`-th block of rows."""
+    mbarrier.wait(said.index(turn % PLACES), turn // PLACES & 1)
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    index = gl.arange(0, 8, layout)
+    x = places.index(turn % PLACES).load(layout)
+    thread_barrier()
+    mbarrier.arrive(heard.index(turn % PLACES))
+    at = ()
+    for i in gl.static_range(8):
+        at = at + (gl.sum(gl.where(index == i, x, 0), 0),)
+    return at
+
+
+@gluon.jit
+def _close_chunk(m_all, den_all, merged, some, m, den, acc):
+    """`_merge_chunk`, the sum to where the next one finds it."""
+    m_all, den_all, total = _merge_chunk(m_all, den_all, merged, some, m, den, acc)
+    merged.store(total)
+    return m_all, den_all
+
+
+@gluon.jit
+def _attend_rows(
+    q, merged, rings, turn, last, begin, end, plain_end, len_k, scale, window, DIM: gl.constexpr,
+    WINDOWED: gl.constexpr,
+):  # fmt: skip
+    """(m, den, acc) of 64 rows over the blocks begin ... end of keys, at least one."""
+    k_ring, v_ring, k_full, k_empty, v_full, v_empty = rings
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    dtype: gl.constexpr = q.dtype
+    s = gl.zeros([ROWS, BLOCK], gl.float32, SCORES)
+    m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    _, _, _, den = block_weights(s, m, 0.0, 4)
+    acc = gl.zeros([ROWS, DIM], gl.float32, OUT)
+    m_all = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OUT))
+    den_all = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OUT))
+    s = _first_scores(q, s, k_ring, k_full, k_empty, turn)
+    last_chunk = (end - 1) // PER_CHUNK
+    some = False
+    for chunk in range(begin // PER_CHUNK, last_chunk + 1):
+        m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+        den = gl.zeros_like(den)
+        acc = gl.zeros([ROWS, DIM], gl.float32, OUT)
+        first = gl.maximum(begin, chunk * PER_CHUNK)
+        for j in range(first, gl.minimum(end - 1, (chunk + 1) * PER_CHUNK)):
+            # both are there long since; a wait further down would cut the step in two for the
+            # compiler, which lays sums and roundings between exponentials
+            keys = _block(k_ring, k_full, turn + 1)
+            values = _block(v_ring, v_full, turn)
+            p, m, den, old = _weigh(
+                s, m, den, scale, j * BLOCK, last, window, j >= plain_end, dtype, OUT, WINDOWED
+            )
+            acc = acc * old[:, None]
+            s, acc = _next_block(q, s, p, acc, False, keys, values)
+            _free(k_ring, k_empty, turn + 1)
+            _free(v_ring, v_empty, turn)
+            turn += 1
+        if chunk < last_chunk:
+            m_all, den_all = _close_chunk(m_all, den_all, merged, some, m, den, acc)
+            some = True
+    j = end - 1
+    p, m, den, old = _weigh(
+        s, m, den, scale, j * BLOCK, last, window, j >= plain_end, dtype, OUT, WINDOWED
+    )
+    acc = acc * old[:, None]
+    acc = _last_block(p, acc, False, v_ring, v_full, v_empty, turn, len_k - j * BLOCK)
+    return _merge_chunk(m_all, den_all, merged, some, m, den, acc)
+
+
+@gluon.jit
+def _attend(
+    given, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Four warps: 64 packed rows of each of a program's blocks."""
+    (
+        q_ptr, out_ptr, lse_ptr, q_smem, merged, rings, places, said, heard, scale, window, T,
+        stride_qt, stride_qh,
+    ) = given  # fmt: skip
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    q = q_smem.index(GROUP)
+    merged = merged.index(GROUP)
+    first_row, q_start, len_q, len_k, hk, begin, end, plain_end = _hear(places, said, heard, 0)
+    queries = _queries(
+        q_ptr, first_row + GROUP * ROWS, q_start, len_q, hk, stride_qt, stride_qh, G, ROWS, DIM
+    )
+    turn = 0
+    done = 0
+    while end > 0:
+        q.store(queries)
+        fence_async_shared()
+        first_row += GROUP * ROWS
+        row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+        last = gl.zeros_like(row) + len_k - 1  # the last key a row sees
+        if CAUSAL:
+            last = gl.minimum(row // G + len_k - len_q, last)
+        m, den, acc = _attend_rows(
+            q, merged, rings, turn, last, begin, end, plain_end, len_k, scale, window, DIM, WINDOWED
+        )
+        turn += end - begin
+        row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
+        token = q_start + row // G
+        head = hk * G + row % G
+        live = row < len_q * G
+        done += 1
+        first_row, q_start, len_q, len_k, hk, begin, end, plain_end = _hear(
+            places, said, heard, done
+        )
+        queries = _queries(
+            q_ptr, first_row + GROUP * ROWS, q_start, len_q, hk, stride_qt, stride_qh, G, ROWS, DIM
+        )
+        cols = gl.arange(0, DIM, gl.SliceLayout(0, OUT))
+        finish(m, den, acc, out_ptr, lse_ptr, token, head, live, cols, HK * G, DIM, T)
+
+
+@gluon.jit
+def _taken(counter):
+    """How many programs have asked before."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    before = gl.atomic_add(counter + lane * 0, lane * 0 + 1, mask=lane == 0, sem="relaxed")
+    return gl.sum(gl.where(lane == 0, before, 0), 0)
+
+
+@gluon.jit
+def _copy_rows(
+    given, HK: gl.constexpr, G: gl.constexpr, BM: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr, PAGE: gl.constexpr, LENGTH: gl.constexpr, MORE: gl.constexpr,
+):  # fmt: skip
+    """One warp: a program's blocks of rows, and all of their keys."""
+    (
+        k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty, places, said, heard,
+        counter, cu_q_ptr, cu_k_ptr, table_ptr, B, blocks, window, k_head, v_head, k_page, v_page,
+        stride_table,
+    ) = given  # fmt: skip
+    turn = 0
+    done = 0
+    item = gl.program_id(0)
+    while item < blocks * HK:
+        following = blocks * HK
+        if MORE:
+            following = _taken(counter) + gl.num_programs(0)
+        hk = item % HK
+        b, q_start, len_q, first_row = find_sequence(cu_q_ptr, blocks - 1 - item // HK, B, G, BM)
+        if first_row < len_q * G:
+            k_start = 0
+            len_k = gl.load(cu_k_ptr + b)
+            if PAGE == 0:
+                k_start = len_k
+                len_k = gl.load(cu_k_ptr + b + 1) - k_start
+            seen_begin, shared_end, seen_end = seen_keys(
+                first_row, len_q, len_k, window, G, BM, BLOCK, CAUSAL, WINDOWED
+            )
+            begin = seen_begin // BLOCK
+            end = gl.maximum(gl.cdiv(seen_end, BLOCK), begin + 1)
+            plain_end = gl.minimum(shared_end, seen_end) // BLOCK
+            at = (first_row, q_start, len_q, len_k, hk, begin, end, plain_end)
+            _say(places, said, heard, done, at)
+            keys = (
+                k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+                table_ptr + b.to(gl.int64) * stride_table, k_start, len_k, hk * k_head,
+                hk * v_head, k_page, v_page, begin, end, turn,
+            )  # fmt: skip
+            _copy_keys(keys, PAGE, LENGTH)
+            turn += end - begin
+            done += 1
+        item = following
+    _say(places, said, heard, done, (0, 0, 0, 0, 0, 0, 0, 0))
+
+
+@gluon.jit(do_not_specialize=["B", "T", "blocks", "window", "stride_table"])
+def _attention_hopper_kernel(
+    counter, q_ptr, k_desc, v_desc, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, table_ptr, scale, B, T,
+    blocks, window, stride_qt, stride_qh, k_head, v_head, k_page, v_page, stride_table,
+    HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr, PAGE: gl.constexpr, GROUPS: gl.constexpr, MORE: gl.constexpr,
+):  # fmt: skip
+    """MORE: there are more blocks of rows than programs."""
+    q_smem, merged, k_ring, k_full, k_empty, v_ring, v_full, v_empty = buffers(
+        q_ptr, DIM, GROUPS, 2, 2, False
+    )
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    places = gl.allocate_shared_memory(gl.int32, [PLACES, 8], flat)
+    said, heard = barriers(PLACES, GROUPS)
+    fence_async_shared()
+    rings = (k_ring, v_ring, k_full, k_empty, v_full, v_empty)
+    given = (
+        q_ptr, out_ptr, lse_ptr, q_smem, merged, rings, places, said, heard, scale, window, T,
+        stride_qt, stride_qh,
+    )  # fmt: skip
+    keys = (
+        k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty, places, said, heard,
+        counter, cu_q_ptr, cu_k_ptr, table_ptr, B, blocks, window, k_head, v_head, k_page, v_page,
+        stride_table,
+    )  # fmt: skip
+    LENGTH: gl.constexpr = k_desc.block_type.shape[0]
+    BM: gl.constexpr = GROUPS * ROWS
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, 0)),
+                (_copy_rows, (keys, HK, G, BM, CAUSAL, WINDOWED, PAGE, LENGTH, MORE)),
+            ],
+            [1], [40],
+        )  # fmt: skip
+    elif GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, 0)),
+                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, 1)),
+                (_copy_rows, (keys, HK, G, BM, CAUSAL, WINDOWED, PAGE, LENGTH, MORE)),
+            ],
+            [4, 1], [232, 40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, 0)),
+                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, 1)),
+                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, 2)),
+                (_copy_rows, (keys, HK, G, BM, CAUSAL, WINDOWED, PAGE, LENGTH, MORE)),
+            ],
+            [4, 4, 1], [160, 160, 24],
+        )  # fmt: skip
+
+
+def attend_hopper(
+    seen: dict, rows: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor,
+    lens_k: Tensor, table: Tensor | None, causal: bool, scale: float, window: int | None,
+) -> None:  # fmt: skip
+    """Fill out and lse, no keys split, `rows` packed rows at a time; k and v are such that `reads`
+    is true."""
+    programs, more, numbers, constants, options = kept(
+        seen, "blocks", None, _fixed, rows, q, k, v, cu_q, table, causal, window
+    )
+    maps = kept(seen, "maps", (k.data_ptr(), v.data_ptr()), descriptors, k, v, table)
+    counter = cu_q
+    if more:
+        counter = empty((1,), torch.int32, q.device).zero_()
+    launch(
+        seen, _attention_hopper_kernel, (programs, 1, 1), counter, q, *maps, out, lse, cu_q, lens_k,
+        table if table is not None else cu_q, scale * LOG2E, *numbers, *constants, **options,
+    )  # fmt: skip
+
+
+def _fixed(
+    rows: int, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, table: Tensor | None, causal: bool,
+    window: int | None,
+) -> tuple:  # fmt: skip
+    """What calls of one shape have in common: (programs, whether there are more blocks than them,
+    numbers, constants, options)."""
+    (tokens, heads, dim), kv_heads = q.shape, k.shape[-2]
+    group, batch, groups = heads // kv_heads, cu_q.numel() - 1, rows // ROWS.value
+    paged = table is not None
+    blocks = tokens * group // rows + batch
+    programs = min(blocks * kv_heads, facts(q.device).processors)
+    more = blocks * kv_heads > programs
+    numbers = (
+        batch, tokens, blocks, window or 0, q.stride(0), q.stride(1), k.stride(-2), v.stride(-2),
+        k.stride(0) // k.stride(1) if paged else 0, v.stride(0) // v.stride(1) if paged else 0,
+        table.stride(0) if table is not None else 0,
+    )  # fmt: skip
+    constants = (
+        kv_heads, group, dim, causal, window is not None, k.shape[1] if paged else 0, groups, more,
+    )  # fmt: skip
+    return programs, more, numbers, constants, {"num_warps": 4, "maxnreg": REGISTERS[groups]}

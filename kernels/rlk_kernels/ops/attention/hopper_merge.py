@@ -1,0 +1,147 @@
+"""For `hopper_pieces.py`: the pieces of a sequence that is alone are merged by whoever ends last,
+front to back as `merge.py` does: no kernel runs behind the one that attends, and no bit can change.
+
+Who is last: each piece has a flag beside the states, in the call's own scratch. A program writes a
+number of this launch there once its states can be seen by all, and then looks at the flags of all
+pieces of the same rows. Whoever sees them all merges; two may, and write the same. He who merges
+clears them: a graph's replay has the number of its first run. So no memory is shared with another
+call or stream, and none is cleared beforehand: what holds anything else holds no flag.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from rlk_kernels.matmul.hopper.pipeline import ROWS, thread_barrier
+from rlk_kernels.ops.attention.hopper_narrow import rows_layout
+from rlk_kernels.ops.attention.order import finish, merge
+from rlk_kernels.ops.attention.schedule import slot_row
+
+TOGETHER = gl.constexpr(16)
+"""Rows that are merged together (time only)."""
+AHEAD = gl.constexpr(4)
+"""States of each that are asked for together (time only)."""
+MARK = gl.constexpr(0x5EED5EED00000000)
+"""What is added to the number of a launch, which alone is small."""
+
+
+@gluon.constexpr_function
+def _threads(warps):
+    """Of [32 * warps]: a number a thread."""
+    return gl.BlockedLayout([1], [32], [warps], [0])
+
+
+@gluon.jit
+def _launch_number():
+    """Of this launch, or of all replays of a graph's node."""
+    return MARK + gl.inline_asm_elementwise(
+        "mov.u64 $0, %gridid;", "=l", [], dtype=gl.int64, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _sees_all(flags_ptr, item, first, count, hk, HK: gl.constexpr, WARPS: gl.constexpr):
+    """Say that the states of piece `item` are there; whether those of all `count` pieces from
+    `first` on are."""
+    number = _launch_number()
+    flags = flags_ptr.to(gl.int64)
+    thread = gl.arange(0, 32 * WARPS, _threads(WARPS))
+    thread_barrier()  # all have stored
+    # the fence stands between this piece's flag and the others': of two programs, one sees both
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred one; setp.eq.u32 one, $1, 0;
+        @one st.release.gpu.global.b64 [$2], $3;
+        @one fence.sc.gpu;
+        mov.u32 $0, $1;
+        }""",
+        "=r,r,l,l", [thread, flags + 8 * (item * HK + hk), number], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+    thread_barrier()
+    missing = count * 0
+    for start in range(0, count, 32 * WARPS):
+        one = gl.minimum(start + thread, count - 1)
+        found = gl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.b64 $0, [$1];", "=l,l", [flags + 8 * ((first + one) * HK + hk)],
+            dtype=gl.int64, is_pure=False, pack=1,
+        )  # fmt: skip
+        missing += tl.sum((found != number).to(gl.int32), 0)
+    return missing == 0
+
+
+@gluon.jit
+def _clear_flags(flags_ptr, first, count, hk, HK: gl.constexpr, WARPS: gl.constexpr):
+    for start in range(0, count, 32 * WARPS):
+        one = start + gl.arange(0, 32 * WARPS, _threads(WARPS))
+        at = flags_ptr + 2 * ((first + one) * HK + hk)  # of two float32
+        gl.store(at, 0.0, mask=one < count)
+        gl.store(at + 1, 0.0, mask=one < count)
+
+
+@triton.jit
+def _merge_slots(
+    m, den, acc, part_acc_ptr, part_ml_ptr, base, rows, row, folded, begin, end, hk, cols,
+    HK: tl.constexpr, DP: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """`merge._merge_slots` of several rows: (m[R], den[R], acc[R, DP]) and the chunks begin[R] ...
+    end[R] of each row[R]. The kernel there is shorter for the one row that it takes."""
+    start = tl.maximum(begin, folded)
+    last = tl.maximum(end, tl.where(end > begin, folded + 1, 0))
+    lowest = tl.min(tl.where(last > start, start, 1 << 30), 0)
+    for first in range(lowest, tl.max(last, 0), AHEAD):
+        states = ()
+        for i in tl.static_range(AHEAD):  # asked for together; behind the last an empty one
+            chunk = row * 0 + first + i
+            there = (chunk >= start) & (chunk < last)
+            place = slot_row(base, chunk, folded, rows, row, HK, hk)
+            states = states + (  # noqa: RUF005 (Triton has no starred tuples)
+                tl.load(part_ml_ptr + place * 2, mask=there, other=float("-inf")),
+                tl.load(part_ml_ptr + place * 2 + 1, mask=there, other=0.0),
+                tl.load(
+                    (part_acc_ptr + place * DP)[:, None] + cols[None, :], mask=there[:, None],
+                    other=0.0,
+                ),
+            )  # fmt: skip
+        for i in tl.static_range(AHEAD):
+            m, den, acc = merge(m, den, acc, states[3 * i], states[3 * i + 1], states[3 * i + 2])
+    return m, den, acc
+
+
+@gluon.jit
+def end_piece(
+    memory, lone, item, first_row, hk, window, T, HK: gl.constexpr, G: gl.constexpr,
+    DIM: gl.constexpr, CHUNK: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """What is left to do behind piece `item` of a `lone_sequence`, one of several of 64 rows."""
+    out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, flags_ptr = memory
+    q_start, queries, _, keys, first, _, ranges, length = lone
+    OUT: gl.constexpr = rows_layout(DIM, WARPS)
+    cols = gl.arange(0, DIM, gl.SliceLayout(0, OUT))
+    first_item = first_row // ROWS * ranges
+    if _sees_all(flags_ptr, item, first_item, ranges, hk, HK, WARPS):
+        rows = gl.minimum(queries * G, first_row + ROWS)
+        for start in range(first_row, rows, TOGETHER):
+            row = start + gl.arange(0, TOGETHER, gl.SliceLayout(1, OUT))
+            live = row < rows
+            end = keys + row * 0
+            if CAUSAL:
+                end = gl.maximum(row // G + keys - queries + 1, 0)
+            begin = row * 0
+            if WINDOWED:
+                begin = gl.maximum(end - window, 0) // CHUNK
+            end = gl.where(live, gl.cdiv(end, CHUNK), 0)
+            m = gl.full([TOGETHER], float("-inf"), gl.float32, gl.SliceLayout(1, OUT))
+            den = gl.zeros([TOGETHER], gl.float32, gl.SliceLayout(1, OUT))
+            acc = gl.zeros([TOGETHER, DIM], gl.float32, OUT)
+            m, den, acc = _merge_slots(
+                m, den, acc, part_acc_ptr, part_ml_ptr, 0, queries * G, row, first + length - 1,
+                begin, end, hk, cols, HK, DIM, AHEAD,
+            )  # fmt: skip
+            finish(
+                m, den, acc, out_ptr, lse_ptr, q_start + row // G, hk * G + row % G, live, cols,
+                HK * G, DIM, T,
+            )  # fmt: skip
+        _clear_flags(flags_ptr, first_item, ranges, hk, HK, WARPS)

@@ -1,0 +1,112 @@
+"""On a GPU: decode of one sequence, which whoever ends last merges, and of few."""
+
+import pytest
+import torch
+from kernel_suite import packed, paged_cache
+from rlk_kernels.ops.attention import forward as attention_forward
+
+HEADS = [(32, 8, 128), (16, 8, 64), (40, 2, 128)]
+LENGTHS = [
+    [1], [512], [1025], [4096], [40000], [5, 3000, 1024, 1025], [0, 7, 9000, 20], [4096] * 16,
+    [30 * i for i in range(64)],
+]  # fmt: skip
+
+
+def paged(lens_q, lens_k, shape, width=8192):
+    """(inputs of `forward`, the table `width` blocks wide)."""
+    q, k, v, cu_q, cu_k = packed(lens_q, lens_k, *shape, torch.bfloat16, "cuda")
+    k_cache, v_cache, table, context = paged_cache(k, v, cu_k, page=16)
+    wide = torch.full((len(lens_k), width), 1 << 30, dtype=torch.int32, device="cuda")
+    wide[:, : table.shape[1]] = table
+    return [q, k_cache, v_cache, cu_q.int(), context.int(), wide]
+
+
+def forward(x, window=None, causal=True, **schedule):
+    scale = x[0].shape[2] ** -0.5
+    return attention_forward.forward(*x, causal, scale, window, **schedule)[:2]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("shape", HEADS)
+def test_few_sequences_have_the_bits_of_one_walk(shape):
+    for lens in LENGTHS:
+        x = paged([1] * len(lens), lens, shape)
+        one = forward(x, split=False)
+        for _ in range(5):
+            assert same(forward(x), one), lens
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_rows_of_one_sequence_have_the_bits_of_one_walk(window):
+    """Of several queries; over keys that are not paged, all of which are seen."""
+    for queries, keys in ((1, 5000), (2, 1030), (3, 20000), (4, 2)):
+        x = paged([queries], [keys], HEADS[0])
+        one = forward(x, split=False, window=window)
+        assert same(forward(x, window=window), one), (queries, keys)
+        q, k, v, cu_q, cu_k = packed([queries], [keys], *HEADS[0], torch.bfloat16, "cuda")
+        y = [q, k, v, cu_q.int(), cu_k.int(), None]
+        assert same(forward(y, window=window), one), (queries, keys)
+        one = forward(y, split=False, window=window, causal=False)
+        assert same(forward(y, split=True, window=window, causal=False), one), (queries, keys)
+
+
+@pytest.mark.parametrize("members", [2, 8, 16])
+@pytest.mark.parametrize("shape", HEADS[:2])
+def test_a_group_on_one_prompt_has_the_bits_of_sequences_apart(shape, members):
+    for prompt, extra in ((1024, 0), (4096, 500), (3072, 3000)):
+        lens = [prompt + (extra * i) // 16 for i in range(16)]
+        x = paged([1] * 16, lens, shape)
+        for b in range(16):
+            x[5][b, : prompt // 16] = x[5][b // members * members, : prompt // 16]
+        one = forward(x, split=False)
+        for _ in range(5):
+            assert same(forward(x), one), (prompt, extra)
+
+
+def test_calls_on_several_streams_do_not_meet():
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    batches = [paged([1] * len(n), n, HEADS[0]) for n in ([30000], [5000, 9000], [4096] * 8)]
+    expected = [forward(x, split=False) for x in batches]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(30):
+        for stream, x, one in zip(streams, batches, expected, strict=True):
+            with torch.cuda.stream(stream):
+                found.append((forward(x), one))
+    torch.cuda.synchronize()
+    assert all(same(a, b) for a, b in found)
+
+
+@pytest.mark.parametrize("count", [1, 16])
+def test_graphs_replay_with_contexts_that_grow(count):
+    x = paged([1] * count, [9000] * count, HEADS[0], 2500)
+    forward(x)
+    torch.cuda.synchronize()
+    graphs, found = [torch.cuda.CUDAGraph() for _ in range(2)], []
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            found.append(forward(x))
+    for most in (1, 17, 1024, 1025, 5000, 9000, 3, 9000):
+        x[4].copy_(torch.randint(1, most + 1, (count,)))
+        one = forward(x, split=False)
+        streams = [torch.cuda.Stream() for _ in graphs]
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, streams, strict=True):  # at once
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    graph.replay()
+        torch.cuda.synchronize()
+        assert all(same(y, one) for y in found), most
+
+
+def test_scratch_that_holds_anything_is_no_flag():
+    x = paged([1], [20000], HEADS[0])
+    one = forward(x, split=False)
+    for value in (0, -1, 0x5EED5EED, 1, 2, 3):
+        memory = torch.empty(40 << 20, dtype=torch.uint8, device="cuda").view(torch.int32)
+        memory.fill_(value)
+        del memory
+        assert same(forward(x), one)
