@@ -94,10 +94,10 @@ def _free(ring, empty, turn):
 
 
 @gluon.jit
-def _clear(values, count):
+def _clear(values, count, WARPS: gl.constexpr = 4):
     """Zeros behind the first `count` rows: weights of 0 hide no NaN."""
     DIM: gl.constexpr = values.type.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [WARPS, 1], [1, 0])
     row = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
     x = values.load(layout)
     thread_barrier()

@@ -181,7 +181,7 @@ def _attend(
 
 @gluon.jit
 def _taken(counter):
-    """How many programs have asked before."""
+    """How many programs have asked before: it says who takes which rows, which moves no bit."""
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     before = gl.atomic_add(counter + lane * 0, lane * 0 + 1, mask=lane == 0, sem="relaxed")
     return gl.sum(gl.where(lane == 0, before, 0), 0)

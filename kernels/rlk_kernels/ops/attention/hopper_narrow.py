@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from rlk_kernels.matmul.hopper.pipeline import thread_barrier
-from rlk_kernels.ops.attention.hopper import BLOCK, _block, _free
+from rlk_kernels.ops.attention.hopper import BLOCK, _block, _clear, _free
 from rlk_kernels.ops.attention.order import _add
 
 
@@ -66,19 +66,6 @@ def load_queries(
     at = at[:, None] + gl.arange(0, q.type.shape[1], gl.SliceLayout(0, LOAD))[None, :]
     q.store(gl.load(q_ptr + at, mask=(row < len_q * G)[:, None], other=0.0))
     fence_async_shared()
-
-
-@gluon.jit
-def _clear(values, count, WARPS: gl.constexpr):
-    """`hopper._clear`, by so many warps."""
-    DIM: gl.constexpr = values.type.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [WARPS, 1], [1, 0])
-    row = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
-    x = values.load(layout)
-    thread_barrier()
-    values.store(gl.where((row < count)[:, None], x, 0.0))
-    fence_async_shared()
-    thread_barrier()
 
 
 @gluon.jit
