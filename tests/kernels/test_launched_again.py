@@ -7,6 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("launched_again.py")
+SCHEDULES = Path(__file__).with_name("schedule_launches.py")
 KERNELS = (
     "_attention_kernel", "_collapse_kernel", "_count_kernel", "_finish_kernel",
     "_logp_blocks_kernel", "_logp_row_kernel", "_merge_kernel", "_metrics_kernel", "_pick_kernel",
@@ -15,11 +16,11 @@ KERNELS = (
 )  # fmt: skip
 
 
-def run(*arguments: str) -> tuple[int, dict[str, list[str]]]:
+def run(*arguments: str, program: Path = PROGRAM) -> tuple[int, dict[str, list[str]]]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(str(ROOT / x) for x in ("kernels", "scripts"))
     done = subprocess.run(
-        [sys.executable, PROGRAM, *arguments], env=environment, capture_output=True, text=True
+        [sys.executable, program, *arguments], env=environment, capture_output=True, text=True
     )
     assert "again:" in done.stdout, done.stderr
     lines = (line.split() for line in done.stdout.splitlines())
@@ -37,3 +38,16 @@ def test_what_is_kept_for_another_shape_is_noticed():
     status, found = run("--fault")
     assert status == 1
     assert "_finish_kernel" in found["other:"]
+
+
+def test_a_given_schedule_changes_no_launch():
+    status, found = run(program=SCHEDULES)
+    assert found["other:"] == ["0"]
+    assert status == 0
+    assert {"_attention_kernel", "_merge_kernel", "_pieces_hopper_kernel"} <= set(found["again:"])
+
+
+def test_a_launch_that_is_left_out_with_a_schedule_is_noticed():
+    status, found = run("--fault", program=SCHEDULES)
+    assert status == 1
+    assert int(found["other:"][0]) > 100

@@ -60,12 +60,13 @@ def attention(
 
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lengths: Tensor, cu_q: Tensor,
-    scale: float, window: int | None, out: Tensor,
+    scale: float, window: int | None, out: Tensor, schedule: rlk_kernels.Schedule | None = None,
 ) -> Tensor:  # fmt: skip
-    """The same bits over a paged cache[blocks, P, Hk, D], written to `out`."""
+    """The same bits over a paged cache[blocks, P, Hk, D], written to `out`; schedule: what the
+    layers of a pass share."""
     return rlk_kernels.paged_attention(
         q, k_cache, v_cache, table, lengths,
-        cu_seqlens_q=cu_q, scale=float32(scale), window=window, out=out,
+        cu_seqlens_q=cu_q, scale=float32(scale), window=window, out=out, schedule=schedule,
     )  # fmt: skip
 
 

@@ -52,11 +52,16 @@ class Attention(Counted):
         if metadata.causal is not True:
             raise NotServed("attention that is not causal is not served")
         rows = metadata.num_actual_tokens
-        k, v = self.keys_and_values(cache)
+        query, (k, v) = first(query, rows), self.keys_and_values(cache)
+        tables = metadata.block_table, metadata.seq_lens, metadata.query_start_loc
         profile.paged_attention(
-            first(query, rows), k, v, metadata.block_table, metadata.seq_lens,
-            metadata.query_start_loc, self.scale, self.rlk_window, first(output, rows),
+            query, k, v, *tables, self.scale, self.rlk_window, first(output, rows),
+            self.schedule(metadata, query, k, v, *tables),
         )  # fmt: skip
+
+    def schedule(self, metadata: Any, *given: Tensor) -> rlk_kernels.Schedule | None:
+        """What the layers of a pass share, of `paged_schedule`'s tensors; CPUs need none."""
+        return None
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor

@@ -4,7 +4,7 @@ Run with vLLM 0.26; what 0.32 asks for is written by its source, and was not run
 `attention.py` says: 0.26 asks for shape and order of strides, 0.32 for layouts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +17,9 @@ from vllm.v1.attention.backend import (
     AttentionType,
 )
 
+import rlk_kernels
 from rlk_kernels.integrations.vllm.attention import Attention, refuse
+from rlk_kernels.integrations.vllm.passes import Schedules
 
 
 @dataclass
@@ -30,6 +32,7 @@ class Metadata:
     block_table: Tensor
     slot_mapping: Tensor
     causal: bool
+    schedules: Schedules = field(default_factory=Schedules)
 
 
 class RlkMetadataBuilder(AttentionMetadataBuilder[Metadata]):
@@ -108,6 +111,9 @@ class RlkAttentionImpl(Attention, AttentionImpl):
             return output.zero_()
         self.attend(query, kv_cache, attn_metadata, output)
         return output
+
+    def schedule(self, metadata: Metadata, *given: Tensor) -> rlk_kernels.Schedule | None:
+        return metadata.schedules.of(self, self.rlk_window, *given)
 
 
 class RlkAttentionBackend(AttentionBackend):

@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlk_kernels.device import facts
 from rlk_kernels.direct import empty
+from rlk_kernels.errors import UnsupportedShape
 from rlk_kernels.launching import cdiv, launch, launches, power_of_2, tensor_map
 from rlk_kernels.ops.attention.merge import merge_parts
 from rlk_kernels.ops.attention.order import (
@@ -345,11 +346,56 @@ def _plan(
     )  # fmt: skip
 
 
+def _planned(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, batch: int, causal: bool,
+    window: int | None, rows: int | None, split: bool | None, special: bool | None, softcap: float,
+) -> tuple[dict, ForwardPlan]:  # fmt: skip
+    """(what is kept for calls of this shape, how they walk their keys)."""
+    seen = launches(
+        "attention", q.shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype, batch,
+        None if table is None else (table.shape, table.stride(0)), causal, window, rows, split,
+        special, q.device, (k.data_ptr() | v.data_ptr()) & 15 == 0, softcap > 0,
+    )  # fmt: skip
+    own = seen.get("plan")
+    if own is None:
+        special = False if softcap else special
+        own = seen["plan"] = _plan(q, k, v, table, batch, rows, split, special)
+    return seen, own
+
+
+def _listed(
+    seen: dict, own: ForwardPlan, q: Tensor, k: Tensor, cu_q: Tensor, lens_k: Tensor,
+    table: Tensor | None, causal: bool, window: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`schedule` for `own`."""
+    kv_heads = k.shape[-2]
+    return schedule(
+        seen, cu_q, lens_k, table, 1 if table is None else k.shape[1], kv_heads,
+        q.shape[1] // kv_heads, own.rows, CHUNK, causal, window, own.special and own.rows == 64,
+        own.slots, own.most,
+    )  # fmt: skip
+
+
+def paged_pieces(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lens_k: Tensor, table: Tensor,
+    window: int | None, softcap: float,
+) -> tuple[Tensor, Tensor, bool] | None:  # fmt: skip
+    """What `forward` takes as `given` for calls with these tables and lengths; None: no list."""
+    batch = cu_q.numel() - 1
+    if q.shape[0] == 0 or batch == 0:
+        return None
+    seen, own = _planned(q, k, v, table, batch, True, window, None, None, None, softcap)
+    if not own.listed:
+        return None
+    return *_listed(seen, own, q, k, cu_q, lens_k, table, True, window), own.special
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lens_k: Tensor, table: Tensor | None,
     causal: bool, scale: float, window: int | None,
     rows: int | None = None, split: bool | None = None, warp_specialized: bool | None = None,
     out: Tensor | None = None, softcap: float = 0.0,
+    given: tuple[Tensor, Tensor, bool] | None = None,
 ) -> tuple[Tensor, Tensor, str]:  # fmt: skip
     """(out[T, Hq, D], lse[Hq, T], which implementation ran).
 
@@ -358,6 +404,7 @@ def forward(
     `rows` (packed rows of a program), `split` and `warp_specialized` (copies in a warp of their
     own, `hopper.py`) change the time and never the bits; None leaves them to the shape. `out`:
     contiguous memory for the result. `softcap`: 0 is none; the kernels for Hopper have none.
+    `given`: the pieces (`paged_pieces`) that calls with the same tables and lengths share.
     """
     tokens, heads, dim = q.shape
     kv_heads = k.shape[-2]
@@ -367,20 +414,13 @@ def forward(
     batch = cu_q.numel() - 1
     if tokens == 0 or batch == 0:
         return out, lse, "triton"
-    seen = launches(
-        "attention", q.shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype, batch,
-        None if table is None else (table.shape, table.stride(0)), causal, window, rows, split,
-        warp_specialized, q.device, (k.data_ptr() | v.data_ptr()) & 15 == 0, softcap > 0,
-    )  # fmt: skip
-    if softcap:
-        warp_specialized = False
-    own = seen.get("plan")
-    if own is None:
-        own = seen["plan"] = _plan(q, k, v, table, batch, rows, split, warp_specialized)
+    seen, own = _planned(
+        q, k, v, table, batch, causal, window, rows, split, warp_specialized, softcap
+    )
     part_acc = part_ml = flags = lse
     plan = pieces = cu_q
     if own.split:
-        page, padded = 1 if table is None else k.shape[1], max(16, power_of_2(dim))
+        padded = max(16, power_of_2(dim))
         states = own.slots * kv_heads
         # flags of 8 bytes; what follows begins at 16
         told = cdiv(own.most * kv_heads, 2) * 4 if own.alone else 0
@@ -388,10 +428,15 @@ def forward(
         parts = empty((sum(sizes),), torch.float32, q.device)
         flags, part_acc, part_ml = torch.split_with_sizes(parts, sizes)
     if own.listed:
-        plan, pieces = schedule(
-            seen, cu_q, lens_k, table, page, kv_heads, heads // kv_heads, own.rows, CHUNK, causal,
-            window, own.special and own.rows == 64, own.slots, own.most,
-        )  # fmt: skip
+        if given is None:
+            plan, pieces = _listed(seen, own, q, k, cu_q, lens_k, table, causal, window)
+        else:
+            plan, pieces, special = given
+            if special != own.special:
+                raise UnsupportedShape(
+                    "paged_attention: the caches lie otherwise than those that the schedule was "
+                    "made with; make one with paged_schedule from this call's"
+                )
     if own.special and (own.split or own.whole):
         from rlk_kernels.ops.attention.hopper_pieces import attend_pieces
 

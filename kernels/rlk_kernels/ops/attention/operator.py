@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rlk_kernels.backend import call, choose
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.ops.attention.given import Schedule, check, key
 from rlk_kernels.ops.attention.registered import (
     _attention,
     _paged_attention,
@@ -152,6 +153,70 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+def _paged(
+    op: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, context_lens: Tensor,
+    cu_seqlens_q: Tensor, scale: float | None, window: int | None,
+) -> tuple[float, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(scale, table, lengths, cu_seqlens_q) as the kernels take them; raises where they do not fit
+    together."""
+    if q.dim() != 3 or k_cache.dim() != 4 or block_table.dim() != 2:
+        raise UnsupportedShape(
+            f"{op}: q[T, Hq, D], k_cache[blocks, P, Hk, D] and block_table[B, n] are needed, not "
+            f"{tuple(q.shape)}, {tuple(k_cache.shape)} and {tuple(block_table.shape)}"
+        )
+    scale = default_scale(q.shape[-1]) if scale is None else float(scale)
+    _check(op, q, k_cache, v_cache, scale, window)
+    cu_q = _index("cu_seqlens_q", cu_seqlens_q, block_table.shape[0] + 1)
+    lens = _index("context_lens", context_lens, block_table.shape[0])
+    if block_table.dtype not in (torch.int32, torch.int64) or k_cache.shape[1] == 0:
+        raise UnsupportedShape(
+            f"{op}: block_table must hold integers, not {block_table.dtype}, and a block at least "
+            f"one key, not {k_cache.shape[1]}"
+        )
+    table = block_table if block_table.dtype == torch.int32 else block_table.to(torch.int32)
+    return scale, table if table.stride(-1) == 1 else table.contiguous(), lens, cu_q
+
+
+@torch.compiler.disable
+def paged_schedule(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    window: int | None = None,
+    softcap: float | None = None,
+    backend: str | None = None,
+) -> Schedule | None:
+    """What calls of `paged_attention` with these arguments would each make for themselves on the
+    device, made once for all of them: the layers of one pass. They take it as `schedule=`.
+
+    None where they need none: on the torch backend, of one sequence, of tables without room for two
+    chunks of keys. Of q and the caches the shapes, dtypes and strides alone are read. It is made on
+    the current stream, and made anew by a CUDA graph that captures this call; it holds for as long
+    as the values of block_table, context_lens and cu_seqlens_q stay what they are, which nothing
+    checks: with others a call reads and writes what is not its own. torch.compile does not trace
+    it. Raises what `paged_attention` raises of the same arguments.
+    """
+    _, table, lens, cu_q = _paged(
+        "paged_schedule", q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, None, window
+    )
+    check_variant("paged_schedule", q.shape[1], None, softcap)
+    if choose("paged_schedule", backend, q, k_cache, v_cache, table, lens, cu_q) == "torch":
+        return None
+    from rlk_kernels.ops.attention.forward import paged_pieces  # imports Triton
+
+    k_cache, v_cache = _last_dense(k_cache), _last_dense(v_cache)
+    found = paged_pieces(q, k_cache, v_cache, cu_q, lens, table, window, softcap or 0.0)
+    if found is None:
+        return None
+    plan, pieces, special = found
+    made_for = key(q, k_cache, table, window, softcap is not None)
+    return Schedule(plan=plan, pieces=pieces, special=special, made_for=made_for)
+
+
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -166,6 +231,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
+    schedule: Schedule | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of q[T, Hq, D] over a paged cache; the bits of `attention`.
@@ -173,28 +239,23 @@ def paged_attention(
     k_cache, v_cache[blocks, P, Hk, D]; block_table[B, most blocks of a sequence]; context_lens[B]
     counts the keys of a sequence, those of its queries included (they are in the cache already).
     Slots behind a sequence's last key are never read into a result. With out[T, Hq, D] (contiguous,
-    q's dtype) the result is written there, and `out` is returned. Not differentiable. A table
-    with too few blocks, or with one that the cache has not, raises on the torch backend and is not
-    looked at on a GPU. Raises UnsupportedShape, UnsupportedDtype, ValueError, and what
+    q's dtype) the result is written there, and `out` is returned. `schedule`: what `paged_schedule`
+    made of the same tables and lengths; it changes the time and no bit, and the torch backend needs
+    none. Not differentiable. A table with too few blocks, or with one that the cache has not,
+    raises on the torch backend and is not looked at on a GPU. Raises UnsupportedShape (of a
+    schedule for other shapes, window or softcap too), UnsupportedDtype, ValueError, and what
     `backend.choose` raises.
     """
-    if q.dim() != 3 or k_cache.dim() != 4 or block_table.dim() != 2:
-        raise UnsupportedShape(
-            "paged_attention: q[T, Hq, D], k_cache[blocks, P, Hk, D] and block_table[B, n] are "
-            f"needed, not {tuple(q.shape)}, {tuple(k_cache.shape)} and {tuple(block_table.shape)}"
-        )
-    scale = default_scale(q.shape[-1]) if scale is None else float(scale)
-    _check("paged_attention", q, k_cache, v_cache, scale, window)
-    cu_q = _index("cu_seqlens_q", cu_seqlens_q, block_table.shape[0] + 1)
-    lens = _index("context_lens", context_lens, block_table.shape[0])
-    if block_table.dtype not in (torch.int32, torch.int64) or k_cache.shape[1] == 0:
-        raise UnsupportedShape(
-            f"paged_attention: block_table must hold integers, not {block_table.dtype}, and a "
-            f"block at least one key, not {k_cache.shape[1]}"
-        )
-    table = block_table if block_table.dtype == torch.int32 else block_table.to(torch.int32)
-    table = table if table.stride(-1) == 1 else table.contiguous()
-    chosen = choose("paged_attention", backend, q, k_cache, v_cache, table, lens, cu_q, out)
+    scale, table, lens, cu_q = _paged(
+        "paged_attention", q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale,
+        window,
+    )  # fmt: skip
+    plan = pieces = None
+    special = False
+    if schedule is not None:
+        check(schedule, key(q, k_cache, table, window, softcap is not None))
+        plan, pieces, special = schedule.plan, schedule.pieces, schedule.special
+    chosen = choose("paged_attention", backend, q, k_cache, v_cache, table, lens, cu_q, out, plan)
     q, k_cache, v_cache = _last_dense(q), _last_dense(k_cache), _last_dense(v_cache)
     sinks = None if sinks is None else sinks.detach().contiguous()
     if out is not None and (
@@ -208,24 +269,18 @@ def paged_attention(
         check_variant("paged_attention", q.shape[1], sinks, softcap)
         found, lse = call(
             _paged_attention_with, q, k_cache, v_cache, sinks, table, lens, cu_q, scale, window,
-            float(softcap or 0.0), chosen,
+            float(softcap or 0.0), plan, pieces, special, chosen,
         )  # fmt: skip
         found = found if out is None else out.copy_(found)
         return (found, lse) if return_lse else found
     if out is not None:
         lse = call(
-            _paged_attention_into,
-            out,
-            q,
-            k_cache,
-            v_cache,
-            table,
-            lens,
-            cu_q,
-            scale,
-            window,
-            chosen,
-        )
+            _paged_attention_into, out, q, k_cache, v_cache, table, lens, cu_q, scale, window, plan,
+            pieces, special, chosen,
+        )  # fmt: skip
         return (out, lse) if return_lse else out
-    out, lse = call(_paged_attention, q, k_cache, v_cache, table, lens, cu_q, scale, window, chosen)
+    out, lse = call(
+        _paged_attention, q, k_cache, v_cache, table, lens, cu_q, scale, window, plan, pieces,
+        special, chosen,
+    )  # fmt: skip
     return (out, lse) if return_lse else out

@@ -115,9 +115,11 @@ _attention.register_autograd(_backward, setup_context=_setup)
 
 def attend_paged(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, context_lens: Tensor,
-    cu_q: Tensor, scale: float, window: int | None, backend: str, softcap: float = 0.0,
+    cu_q: Tensor, scale: float, window: int | None, plan: Tensor | None, pieces: Tensor | None,
+    special: bool, backend: str, softcap: float = 0.0, out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse); softcap: 0 is none."""
+    """(out, lse); plan, pieces, special: of a `Schedule`, or none; softcap: 0 is none; out: memory
+    for the result, which triton alone takes."""
     if backend == "torch":
         record("paged_attention", "torch")
         k, v = (x.reshape(-1, *x.shape[2:]) for x in (k_cache, v_cache))
@@ -127,9 +129,11 @@ def attend_paged(
         return portable.forward(
             q, k, v, cu_q, start, length, block_table, page, True, scale, window, softcap
         )
+    given = None if plan is None or pieces is None else (plan, pieces, special)
     out, lse, ran = _on_triton().forward(
-        q, k_cache, v_cache, cu_q, context_lens, block_table, True, scale, window, softcap=softcap
-    )
+        q, k_cache, v_cache, cu_q, context_lens, block_table, True, scale, window, out=out,
+        softcap=softcap, given=given,
+    )  # fmt: skip
     record("paged_attention", ran)
     return out, lse
 
@@ -137,37 +141,36 @@ def attend_paged(
 @torch.library.custom_op("rlk::paged_attention", mutates_args=())
 def _paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, context_lens: Tensor,
-    cu_q: Tensor, scale: float, window: int | None, backend: str,
+    cu_q: Tensor, scale: float, window: int | None, plan: Tensor | None, pieces: Tensor | None,
+    special: bool, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return attend_paged(
-        q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, backend
-    )
+        q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, plan, pieces, special,
+        backend,
+    )  # fmt: skip
 
 
 @torch.library.custom_op("rlk::paged_attention_into", mutates_args=("out",))
 def _paged_attention_into(
     out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor,
-    context_lens: Tensor, cu_q: Tensor, scale: float, window: int | None, backend: str,
+    context_lens: Tensor, cu_q: Tensor, scale: float, window: int | None, plan: Tensor | None,
+    pieces: Tensor | None, special: bool, backend: str,
 ) -> Tensor:  # fmt: skip
     """lse; the result goes to `out`, where it is written at once on triton."""
-    if backend == "torch":
-        found, lse = attend_paged(
-            q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, backend
-        )
+    found, lse = attend_paged(
+        q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, plan, pieces, special,
+        backend, out=out,
+    )  # fmt: skip
+    if found is not out:
         out.copy_(found)
-        return lse
-    _, lse, ran = _on_triton().forward(
-        q, k_cache, v_cache, cu_q, context_lens, block_table, True, scale, window, out=out
-    )
-    record("paged_attention", ran)
     return lse
 
 
 @_paged_attention_into.register_fake
-def _(out, q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, backend):
+def _(out, q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, *_):
     return empty_like_results(q)[1]
 
 
 @_paged_attention.register_fake
-def _(q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, backend):
+def _(q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, *_):
     return empty_like_results(q)

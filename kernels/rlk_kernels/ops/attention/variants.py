@@ -80,14 +80,15 @@ _attention_with.register_autograd(_backward_with, setup_context=_setup_with)
 def _paged_attention_with(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, sinks: Tensor | None, block_table: Tensor,
     context_lens: Tensor, cu_q: Tensor, scale: float, window: int | None, softcap: float,
-    backend: str,
+    plan: Tensor | None, pieces: Tensor | None, special: bool, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     found = attend_paged(
-        q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, backend, softcap
-    )
+        q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, plan, pieces, special,
+        backend, softcap,
+    )  # fmt: skip
     return found if sinks is None else sink_logits.add(*found, sinks, backend)
 
 
 @_paged_attention_with.register_fake
-def _(q, k_cache, v_cache, sinks, block_table, context_lens, cu_q, scale, window, softcap, backend):
+def _(q, *_):
     return empty_like_results(q)

@@ -1,0 +1,152 @@
+"""The layers of one pass of vLLM share a schedule, and no other pass takes it."""
+
+import gc
+import weakref
+
+import pytest
+import rlk_kernels as rk
+import torch
+from kernel_suite import packed, paged_cache
+from rlk_kernels.integrations.vllm import passes
+from rlk_kernels.integrations.vllm.passes import Schedules
+from rlk_kernels.launching import launches
+from rlk_kernels.ops.attention import forward as attention_forward
+
+LAYERS = [object() for _ in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def on_triton(monkeypatch):
+    monkeypatch.setenv("RLK_BACKEND", "triton")
+    monkeypatch.setattr(attention_forward, "CHUNK", 32)
+    monkeypatch.setattr(attention_forward, "launches", launches.__wrapped__)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The windows of the schedules that are made, as they are made."""
+    windows, make = [], rk.paged_schedule
+
+    def spy(*args, window, **more):
+        windows.append(window)
+        return make(*args, window=window, **more)
+
+    monkeypatch.setattr(rk, "paged_schedule", spy)
+    return windows
+
+
+def batch(heads=(2, 1, 16)):
+    q, k, v, cu_q, cu_k = packed([1] * 4, [90, 100, 33, 64], *heads, torch.float32, "cpu")
+    k_cache, v_cache, table, lens = paged_cache(k, v, cu_k, page=8)
+    return q, k_cache, v_cache, torch.nn.functional.pad(table, (0, 40)), lens.int(), cu_q.int()
+
+
+def attend(x, schedule, window=None):
+    return rk.paged_attention(*x[:5], cu_seqlens_q=x[5], window=window, schedule=schedule)
+
+
+def test_layers_share_one_for_each_window(made):
+    x, of_pass = batch(), Schedules()
+    for layer in LAYERS:
+        for window in (None, 40):
+            found = of_pass.of((layer, window), window, *x)
+            assert torch.equal(attend(x, found, window), attend(x, None, window))
+    assert made == [None, 40]
+
+
+def test_another_pass_has_its_own(made):
+    x = batch()
+    for lens in ([90, 100, 33, 64], [5, 100, 20, 1]):
+        x[4].copy_(torch.tensor(lens))
+        of_pass = Schedules()
+        for layer in LAYERS:
+            assert torch.equal(attend(x, of_pass.of(layer, None, *x)), attend(x, None))
+    assert made == [None] * 2
+
+
+def test_a_layer_that_asks_again_is_in_another_pass(made):
+    """Metadata that serves a trial run and the capture of a graph, with other lengths."""
+    x, of_pass = batch(), Schedules()
+    for lens in ([90, 100, 33, 64], [5, 100, 20, 1]):
+        x[4].copy_(torch.tensor(lens))
+        for layer in LAYERS:
+            found = of_pass.of(layer, None, *x)
+            assert torch.equal(attend(x, found), attend(x, None)), lens
+    assert made == [None] * 2
+
+
+def test_one_that_is_kept_from_pass_to_pass_is_noticed():
+    x = batch()
+    kept = Schedules().of(LAYERS[0], None, *x)
+    x[4].copy_(torch.tensor([5, 100, 20, 1]))
+    assert not torch.equal(attend(x, kept), attend(x, None))
+
+
+def test_layers_of_other_heads_have_their_own(made):
+    of_pass = Schedules()
+    for layer, heads in zip(LAYERS, ((2, 1, 16), (4, 1, 16), (4, 2, 16)), strict=True):
+        x = batch(heads)
+        assert torch.equal(attend(x, of_pass.of(layer, None, *x)), attend(x, None))
+    assert len(made) == 3
+
+
+def test_other_tables_and_lengths_have_their_own(made):
+    """A copy of the metadata with one of them in another place."""
+    x, of_pass = batch(), Schedules()
+    for layer, moved in zip(range(4), (None, 3, 4, 5), strict=True):
+        given = [y.clone() if i == moved else y for i, y in enumerate(x)]
+        of_pass.of(layer, None, *given)
+    assert len(made) == 4
+
+
+@pytest.mark.parametrize("second", [(1, False), (0, True)], ids=["stream", "capture"])
+def test_another_stream_and_a_capture_have_their_own(second, made, monkeypatch):
+    x, of_pass = batch(), Schedules()
+    first = of_pass.of(LAYERS[0], None, *x)
+    monkeypatch.setattr(passes, "_stream", lambda device: second)
+    assert of_pass.of(LAYERS[1], None, *x) is not first
+    assert of_pass.of(LAYERS[2], None, *x) is not first
+    assert len(made) == 2
+
+
+def test_it_is_kept_no_longer_than_the_pass():
+    x, of_pass = batch(), Schedules()
+    plan = weakref.ref(of_pass.of(LAYERS[0], None, *x).plan)
+    gc.disable()  # no circle holds it
+    try:
+        del of_pass
+        assert plan() is None
+    finally:
+        gc.enable()
+
+
+def test_the_layers_of_vllms_backend_share_one(made):
+    """The real classes, on a CPU: a window's layers beside those without, two steps."""
+    pytest.importorskip("vllm")
+    from rlk_kernels.integrations.vllm import attention_gpu
+
+    q, k, v, table, lens, cu_q = batch()
+    cache = torch.cat([k, v], -1).transpose(1, 2)
+    layers = [
+        attention_gpu.RlkAttentionImpl(2, 16, 0.25, 1, sliding_window=window)
+        for window in (None, 40, None, 40)
+    ]
+    for new in ([90, 100, 33, 64], [5, 100, 20, 1]):
+        lens.copy_(torch.tensor(new))
+        metadata = attention_gpu.Metadata(4, cu_q, lens, table, torch.zeros(4).long(), True)
+        for layer in layers:
+            out = torch.empty(6, 2, 16)  # padded to the size of a graph
+            layer.forward(
+                None,
+                torch.nn.functional.pad(q, (0, 0, 0, 0, 0, 2)),
+                None,
+                None,
+                cache,
+                metadata,
+                out,
+            )
+            alone = rk.paged_attention(
+                q, k, v, table, lens, cu_seqlens_q=cu_q, scale=0.25, window=layer.rlk_window
+            )
+            assert torch.equal(out[:4], alone)
+    assert made == [None, 40] * 2
