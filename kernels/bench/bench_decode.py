@@ -6,7 +6,7 @@ import functools
 
 import rlk_kernels as rk
 import torch
-from timing import copies, graph_ms
+from timing import copies, graphs_ms
 
 HEADS = (32, 8, 128)
 PAGE = 16
@@ -22,7 +22,8 @@ def rand(*shape):
 
 
 def decode(lens: list[int], width: int = 0, queries: list[int] | None = None, share: int = 0):
-    """A call over a cache of its own, and the bytes of keys and values that it has to read.
+    """Over a cache of its own: a call that makes its own list, one that is given it (or None, where
+    there is none), and the bytes of keys and values that either has to read.
 
     queries: of each sequence, 1 where not given. share: tokens of one prompt that all begin with.
     """
@@ -43,15 +44,19 @@ def decode(lens: list[int], width: int = 0, queries: list[int] | None = None, sh
     cu = torch.tensor([0, *queries], device="cuda").cumsum(0).int()
     context = torch.tensor(lens, device="cuda").int()
 
-    def call():
-        return rk.paged_attention(q, k, v, table, context, cu_seqlens_q=cu)
+    schedule = rk.paged_schedule(q, k, v, table, context, cu_seqlens_q=cu)
+    call = functools.partial(rk.paged_attention, q, k, v, table, context, cu_seqlens_q=cu)
+    given = None if schedule is None else functools.partial(call, schedule=schedule)
+    return call, given, 4 * blocks * PAGE * hk * d
 
-    return call, 4 * blocks * PAGE * hk * d
 
-
-def microseconds(make, nbytes: int) -> float:
-    """Of one call, rotating over as many inputs as outgrow the L2."""
-    return 1e3 * graph_ms([make()[0] for _ in range(copies(nbytes, most=8))], target_ms=2.0)
+def microseconds(make, nbytes: int) -> dict[str, float]:
+    """Of one call that makes its own list, and of one that is given it, where there is one;
+    rotating over as many inputs as outgrow the L2."""
+    made = [make() for _ in range(copies(nbytes, most=8))]
+    calls = {"own": [own for own, _, _ in made], "given": [given for _, given, _ in made]}
+    found = graphs_ms({k: x for k, x in calls.items() if None not in x}, target_ms=2.0)
+    return {name: 1e3 * ms for name, ms in found.items()}
 
 
 def scratch_mib(call) -> float:
@@ -67,23 +72,27 @@ def scratch_mib(call) -> float:
 
 
 def widths(ceilings: dict) -> list[dict]:
-    """Every batch, context and width: microseconds, share of the copy bandwidth, scratch."""
+    """Every batch, context and width: microseconds, with a given list too, shares of the copy
+    bandwidth, scratch."""
     records = []
     for batch in BATCHES:
         for context in CONTEXTS:
             nbytes = 4 * batch * context * HEADS[1] * HEADS[2]
-            us, scratch = {}, {}
+            us, given, scratch = {}, {}, {}
             for width in WIDTHS:
                 if 0 < width <= context:
                     continue
                 make = functools.partial(decode, [context] * batch, width)
-                us[width] = microseconds(make, nbytes)
+                found = microseconds(make, nbytes)
+                us[width] = found["own"]
+                if "given" in found:
+                    given[width] = found["given"]
                 scratch[width] = scratch_mib(make()[0])
                 torch.cuda.empty_cache()
             share = nbytes / us[0] / 1e3 / ceilings["copy_gbs"]
             records.append(
-                {"batch": batch, "context": context, "us": us, "scratch_mib": scratch,
-                 "bandwidth_share": share}
+                {"batch": batch, "context": context, "us": us, "given_us": given,
+                 "scratch_mib": scratch, "bandwidth_share": share}
             )  # fmt: skip
     return records
 
@@ -109,8 +118,11 @@ def batches(ceilings: dict) -> list[dict]:
     """CASES, in tables for 131,072 tokens."""
     records = []
     for name, (lens, queries, share) in CASES.items():
-        _, nbytes = decode(lens, 131072, queries, share)
-        us = microseconds(functools.partial(decode, lens, 131072, queries, share), nbytes)
-        records.append({"case": name, "us": us, "gbs": nbytes / us / 1e3})
+        *_, nbytes = decode(lens, 131072, queries, share)
+        found = microseconds(functools.partial(decode, lens, 131072, queries, share), nbytes)
+        us = found["own"]
+        records.append(
+            {"case": name, "us": us, "given_us": found.get("given"), "gbs": nbytes / us / 1e3}
+        )
         torch.cuda.empty_cache()
     return records

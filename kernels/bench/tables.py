@@ -150,26 +150,38 @@ def decode(record: dict) -> list[str]:
     lines = [
         "Heads 32/8 of 128, blocks of 16, bf16, CUDA graph replay over rotated caches,",
         "microseconds; share = of the copy bandwidth, scratch = MiB held beyond the results.",
+        "Given: with a list that was made before (`paged_schedule`), where a call makes one.",
         "",
         "## By the block table's width in tokens",
         "",
     ]
     lines += table(
         ["sequences x context", "its own", "share", "8,192", "40,960", "131,072", "most / own",
-         "scratch, own ... widest"],
+         "given, its own", "given, 131,072", "scratch, own ... widest"],
         [
             [f"{r['batch']} x {r['context']}", f"{us[0]:.1f}", f"{r['bandwidth_share']:.2f}"]
             + [f"{us[w]:.1f}" if w in us else "" for w in widths[1:]]
             + [f"{max(us.values()) / us[0]:.2f}"]
+            + [f"{given[w]:.1f}" if w in given else "" for w in (0, 131072)]
             + [f"{min(r['scratch_mib'].values()):.1f} ... {max(r['scratch_mib'].values()):.1f}"]
             for r in record["widths"]
-            for us in [{int(w): x for w, x in r["us"].items()}]
+            for us, given in [
+                [{int(w): x for w, x in r[name].items()} for name in ("us", "given_us")]
+            ]
         ],
     )  # fmt: skip
     lines += ["## Batches, in tables for 131,072 tokens", ""]
     lines += table(
-        ["batch", "us", "GB/s of distinct keys and values"],
-        [[r["case"], f"{r['us']:.1f}", f"{r['gbs']:.0f}"] for r in record["batches"]],
+        ["batch", "us", "given", "GB/s of distinct keys and values"],
+        [
+            [
+                r["case"],
+                f"{r['us']:.1f}",
+                f"{r['given_us']:.1f}" if r["given_us"] else "",
+                f"{r['gbs']:.0f}",
+            ]
+            for r in record["batches"]
+        ],
     )
     return lines
 

@@ -1,6 +1,7 @@
 """On a GPU: decode of one sequence, which whoever ends last merges, and of few."""
 
 import pytest
+import rlk_kernels as rk
 import torch
 from kernel_suite import packed, paged_cache
 from rlk_kernels.ops.attention import forward as attention_forward
@@ -24,6 +25,24 @@ def paged(lens_q, lens_k, shape, width=8192):
 def forward(x, window=None, causal=True, **schedule):
     scale = x[0].shape[2] ** -0.5
     return attention_forward.forward(*x, causal, scale, window, **schedule)[:2]
+
+
+def scheduled(x, schedule, window=None):
+    q, k_cache, v_cache, cu_q, context, table = x
+    return rk.paged_attention(
+        q, k_cache, v_cache, table, context, cu_seqlens_q=cu_q, scale=q.shape[2] ** -0.5,
+        window=window, return_lse=True, schedule=schedule,
+    )  # fmt: skip
+
+
+def made(x, window=None):
+    q, k_cache, v_cache, cu_q, context, table = x
+    return rk.paged_schedule(q, k_cache, v_cache, table, context, cu_seqlens_q=cu_q, window=window)
+
+
+def layers(x, count=3):
+    """The same tables and lengths over other keys."""
+    return [[x[0], x[1] * 0.5**i, x[2], *x[3:]] for i in range(count)]
 
 
 def same(a, b):
@@ -110,3 +129,48 @@ def test_scratch_that_holds_anything_is_no_flag():
         memory.fill_(value)
         del memory
         assert same(forward(x), one)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("shape", HEADS)
+def test_layers_that_share_a_schedule_have_the_bits_of_one_walk(shape, window):
+    for lens in LENGTHS:
+        x = paged([1] * len(lens), lens, shape)
+        schedule = made(x, window)
+        assert (schedule is None) == (len(lens) == 1)
+        for y in layers(x):
+            one = forward(y, split=False, window=window)
+            assert same(scheduled(y, schedule, window), one), lens
+
+
+@pytest.mark.parametrize("count", [2, 16, 200])
+def test_graphs_make_a_schedule_once_for_all_layers(count):
+    """Replayed with contexts that grow and shrink: lists of another replay are not read again, also
+    where few programs have work."""
+    x = paged([1] * count, [3000] * count, HEADS[0], 2500)
+    ys = layers(x)
+    schedule = made(x)
+    for y in ys:
+        scheduled(y, schedule)
+    torch.cuda.synchronize()
+    graph, found = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        schedule = made(x)
+        for y in ys:
+            found.append(scheduled(y, schedule))
+    del schedule
+    for turn in range(60):
+        most = (1, 300, 1025, 3000)[turn % 4]
+        x[4].copy_(torch.randint(1, most + 1, (count,)))
+        graph.replay()
+        for y, out in zip(ys, found, strict=True):
+            assert same(out, forward(y, split=False)), (turn, most)
+
+
+def test_a_schedule_for_other_lengths_is_noticed():
+    x = paged([1] * 8, [4000] * 8, HEADS[0])
+    schedule = made(x)
+    x[4].copy_(torch.tensor([4000, 3000, 2000, 1500, 1200, 1100, 1000, 900]))
+    one = forward(x, split=False)
+    assert not same(scheduled(x, schedule), one)
+    assert same(scheduled(x, made(x)), one)

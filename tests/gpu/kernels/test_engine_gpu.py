@@ -100,6 +100,7 @@ def calls(m):
     cache, lens = rand(64, 16, 2, 128), torch.full((m,), 64).cuda().int()
     tables = [torch.zeros(m, n, device="cuda").int() for n in (4, 2560)]
     ids, at = torch.arange(m).cuda() % 1024, torch.arange(m).cuda()
+    schedule = rk.paged_schedule(q, cache, cache, tables[1], lens, cu_seqlens_q=one)
     return {
         "linear": lambda: rk.linear(x, weight),
         "linear, fp32": lambda: rk.linear(x, weight, gain, out_dtype=torch.float32),
@@ -114,6 +115,9 @@ def calls(m):
         )[0],
         "paged": lambda: rk.paged_attention(q, cache, cache, tables[0], lens, cu_seqlens_q=one),
         "split": lambda: rk.paged_attention(q, cache, cache, tables[1], lens, cu_seqlens_q=one),
+        "given": lambda: rk.paged_attention(
+            q, cache, cache, tables[1], lens, cu_seqlens_q=one, schedule=schedule
+        ),
         "logp": lambda: rk.logp(x, ids),
         "top": lambda: rk.logp(x, ids, top_k=3)[1],
         "lone": lambda: rk.paged_attention(

@@ -21,8 +21,8 @@ themselves (`lone_sequence`), and two kernels less run.
 An entry 2b is the prefix that sequence b leads (mostly none), 2b + 1 is what b has of its own.
 Every program of the kernel makes all entries, int32[PLANES, 2B + 2], and writes some of the pieces,
 int32[FIELDS] each: one kernel instead of two, and nobody waits for another. It runs for itself
-before every split call and once through its instructions, so it is kept short: fetching them is
-most of its time.
+before every split call, or before those of a pass that share a list (`given.py`), and once through
+its instructions, so it is kept short: fetching them is most of its time.
 
 B = sequences   R = sequences that share a block of rows at most
 """
