@@ -37,7 +37,8 @@ test: setup
 # Engines with the kernels in them, bit for bit, in every batch and layout: some minutes; and with every operator
 # left to its engine in turn, and in other families' shapes: as long again.
 FIX_PATH := tests/fix_path/test_engines.py tests/fix_path/test_layouts.py tests/fix_path/test_vllm_alone.py \
-  tests/fix_path/test_vllm_batches.py tests/fix_path/test_weight_update.py tests/fix_path/test_examples.py
+  tests/fix_path/test_vllm_batches.py tests/fix_path/test_weight_update.py tests/fix_path/test_examples.py \
+  tests/fix_path/test_hf_compiled.py
 
 test-fix-path: setup
 	$(TESTS) $(FIX_PATH)

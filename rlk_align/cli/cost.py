@@ -1,4 +1,5 @@
-"""What the kernels cost in a run: the time of its un-tapped passes, without them and with them."""
+"""What the kernels cost in a run: the time of its un-tapped passes, and of the production mode's,
+without them and with them."""
 
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ PASSES: tuple[tuple[Role, str], ...] = (
     ("rollout", "decode.untapped"),
     ("rollout", "prefill.untapped"),
     ("train", "prefill.untapped"),
+    ("rollout", "prefill.production"),
 )
 
 
@@ -19,5 +21,5 @@ def cost_lines(off: Run, on: Run) -> Iterator[str]:
         paths = [run.capture_folder(role) / name / "pass.json" for run in (off, on)]
         if all(path.is_file() for path in paths):
             without, with_them = (load_record(PassRecord, path).seconds for path in paths)
-            kind = name.partition(".")[0]
+            kind = name.removesuffix(".untapped").replace(".", ", ")
             yield f"{role} {kind}: {without:.2f} s without, {with_them:.2f} s with the kernels"

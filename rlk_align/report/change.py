@@ -8,8 +8,10 @@ from rich.text import Text
 
 from rlk_align.judge.verdict import Verdict
 from rlk_align.report.words import EDGE_FIGURES, edge_figures
+from rlk_align.results import EdgeMetrics
 from rlk_align.text import line
 
+PRODUCTION = "production_vs_observed"
 SHOWN = ("max |Δ|", "mean |Δ|", "k3", "≠ bits")
 """Of the figures of an edge: as many as 80 columns hold."""
 
@@ -31,12 +33,19 @@ def show_change(off: Verdict, on: Verdict, console: Console) -> None:
 
 
 def _rows(off: Verdict, on: Verdict) -> Iterator[list[Text | str]]:
-    without, with_them = (
-        {} if v.comparison.stopped else {e.name: e for e in v.comparison.edges} for v in (off, on)
-    )
+    without, with_them = _edges(off), _edges(on)
     for name in without:
         if name in with_them:
-            for kernels, edge in (("off", without[name]), ("rlk", with_them[name])):
-                figures = dict(zip(EDGE_FIGURES, edge_figures(edge), strict=True))
+            for kernels, metrics in (("off", without[name]), ("rlk", with_them[name])):
+                figures = dict(zip(EDGE_FIGURES, edge_figures(metrics), strict=True))
                 first = line(name) if kernels == "off" else ""
                 yield [first, kernels, *(figures[column] for column in SHOWN)]
+
+
+def _edges(verdict: Verdict) -> dict[str, EdgeMetrics]:
+    """Of the passes that were compared, and of the production mode where it was measured."""
+    c = verdict.comparison
+    if c.stopped:
+        return {}
+    found: dict[str, EdgeMetrics] = {e.name: e.metrics for e in c.edges}
+    return found if c.production is None else found | {PRODUCTION: c.production}

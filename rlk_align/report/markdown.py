@@ -125,7 +125,9 @@ def _sections(source: Source) -> Iterator[Section]:
 
 
 def _figures(edges: list[EdgeResult]) -> str:
-    return table(["edge", *EDGE_FIGURES], [[code(e.name), *edge_figures(e)] for e in edges], True)
+    return table(
+        ["edge", *EDGE_FIGURES], [[code(e.name), *edge_figures(e.metrics)] for e in edges], True
+    )
 
 
 def _bullets(items: Sequence[T], words: Callable[[T], str]) -> str:

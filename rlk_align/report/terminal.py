@@ -113,7 +113,7 @@ def _edge_figures(c: Comparison, console: Console) -> Iterator[Table | Text]:
     table.add_column("edge", no_wrap=True)
     for name in EDGE_FIGURES:
         table.add_column(name, justify="right", no_wrap=True)
-    rows = {e.name: edge_figures(e) for e in c.edges}
+    rows = {e.name: edge_figures(e.metrics) for e in c.edges}
     for edge, row in rows.items():
         table.add_row(line(edge), *row)
     unbounded = console.options.update(max_width=1000)

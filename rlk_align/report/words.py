@@ -8,7 +8,15 @@ from typing import Any
 from rlk_align.judge.checks import LimitCheck
 from rlk_align.judge.verdict import OverBudget, Verdict, headline, over_budget
 from rlk_align.judge.wording import how_off, why_legitimate
-from rlk_align.results import CodePlace, EdgeResult, EngineRecord, Mismatch, Noise, SiteResult
+from rlk_align.results import (
+    CodePlace,
+    EdgeMetrics,
+    EdgeResult,
+    EngineRecord,
+    Mismatch,
+    Noise,
+    SiteResult,
+)
 
 
 def engine_spec(engine: EngineRecord) -> str:
@@ -47,9 +55,8 @@ EDGE_FIGURES = ("max |Δ|", "mean |Δ|", "p99 |Δ|", "k3", "ρ − 1", "clip", "
 """The figures of an edge that are told first."""
 
 
-def edge_figures(edge: EdgeResult) -> list[str]:
+def edge_figures(m: EdgeMetrics) -> list[str]:
     """Those of EDGE_FIGURES, short."""
-    m = edge.metrics
     sizes = (m.max_abs_dlogp, m.mean_abs_dlogp, m.p99_abs_dlogp, m.k3)
     shift, clipped = f"{m.ratio_mean - 1:.1g}", f"{m.clip_fraction:.1%}"
     return [*(f"{x:.2g}" for x in sizes), shift, clipped, str(m.bit_mismatches)]

@@ -1,25 +1,13 @@
 """Parts of the integration into HF transformers."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from hf_models import small_model
 from rlk_kernels.integrations import hf
 from rlk_kernels.integrations.errors import NotServed
-
-transformers = pytest.importorskip("transformers")
-
-
-ROPE = {
-    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8,
-}  # fmt: skip
-
-
-def small_model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, rope_parameters=dict(ROPE),
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
+from rlk_kernels.integrations.hf.held import hold
 
 
 def test_a_model_that_is_cast_later_keeps_exact_frequencies() -> None:
@@ -59,6 +47,22 @@ def test_the_scaling_is_that_of_the_live_module_until_the_kernels_are_out() -> N
         assert model(ids, use_cache=False).logits.equal(before)
     undo.close()
     assert model.model.rotary_emb.attention_scaling == own
+
+
+def test_what_is_changed_for_the_process_is_undone_with_the_last_model() -> None:
+    done: list[str] = []
+
+    def change() -> Callable[[], None]:
+        done.append("changed")
+        return lambda: done.append("undone")
+
+    first, second = hold("it", change), hold("it", change)
+    first()
+    assert done == ["changed"]
+    second()
+    assert done == ["changed", "undone"]
+    hold("it", change)()
+    assert done == ["changed", "undone"] * 2
 
 
 def test_autocast_computes_as_a_model_of_its_dtype() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.hf.sequences import boundaries, check_rows, real_first
 from rlk_kernels.integrations.operators import Counted
 
 NAME = "rlk"
@@ -18,6 +19,10 @@ NAME = "rlk"
 
 class Marked(Counted):
     """An attention module whose core is ours; it reaches it through the interface."""
+
+    def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        kwargs["rlk_cached"] = past_key_values is not None
+        return super().forward(*args, past_key_values=past_key_values, **kwargs)
 
 
 def register() -> None:
@@ -29,17 +34,26 @@ def register() -> None:
 
 
 def mask(
-    batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None,
-    **_unused: Any,
+    batch_size: int, q_length: int, kv_length: int, kv_offset: int = 0,
+    attention_mask: Tensor | None = None, **_unused: Any,
 ) -> Tensor | None:  # fmt: skip
-    """bool [B, S]: which keys are no padding; None where none is."""
-    if attention_mask is None or bool(attention_mask.all()):
+    """bool [B, S]: which keys are no padding; [B, 0] where all are; None where nobody said."""
+    if kv_offset:
+        # The order of a sum is counted from a sequence's first key.
+        raise NotServed(
+            f"the cache has dropped {kv_offset} keys: caches cut to a window are not served; use "
+            "DynamicCache() without the model's config"
+        )
+    if attention_mask is None:
         return None
     if attention_mask.shape[1] != kv_length:
         raise NotServed(
-            f"{kv_length} keys and a mask of {attention_mask.shape[1]}: caches of fixed size and "
-            "caches cut to a window are not served; use DynamicCache()"
+            f"{kv_length} keys and a mask of {attention_mask.shape[1]}: caches of fixed size are "
+            "not served; use DynamicCache()"
         )
+    # A compiler traces without values.
+    if not torch.compiler.is_compiling() and bool(attention_mask.all()):
+        return attention_mask[:, :0]
     return attention_mask
 
 
@@ -53,55 +67,38 @@ def attend(
     if dropout:
         raise NotServed("dropout of attention is not served")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    batch, length, seen = q.shape[0], q.shape[1], k.shape[1]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     positions = kwargs.get("position_ids")
-    _check_whole(positions, attention_mask, seen, sliding_window)
-    if attention_mask is not None:
-        queries = attention_mask[:, seen - length :]
-        cu_q, cu_k = (profile.packed(m.sum(1)) for m in (queries, attention_mask))
-        out = torch.zeros_like(q)
-        rows = (q[queries], k[attention_mask], v[attention_mask])
-        out[queries] = profile.attention(*rows, cu_q, cu_k, scale, sliding_window)
-        return out, None
-    cu_q, cu_k = _boundaries(batch, length, seen, positions, q.device, kwargs)
+    whole = attention_mask is not None or kwargs["rlk_cached"]
+    padded = attention_mask is not None and attention_mask.shape[1] > 0
+    given = kwargs.get("cu_seq_lens_q")
+    if whole and given is None and module.layer_idx == 0:
+        check_rows(positions, attention_mask if padded else None, q.shape[1], sliding_window)
+    if padded:
+        return _padded(q, k, v, attention_mask, scale, sliding_window), None
+    if given is not None:
+        cu_q, cu_k = given, kwargs["cu_seq_lens_k"]
+    else:
+        cu_q, cu_k = boundaries(q, k, None if whole else positions)
     rows = (x.flatten(0, 1) for x in (q, k, v))
     found = profile.attention(*rows, cu_q, cu_k, scale, sliding_window)
-    return found.unflatten(0, (batch, length)), None
+    return found.unflatten(0, q.shape[:2]), None
 
 
-def _boundaries(
-    batch: int, length: int, seen: int, positions: Tensor | None, device: torch.device,
-    given: dict[str, Any],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Where sequences begin, among the queries and among the keys: as the caller says, or where
-    positions start anew."""
-    if given.get("cu_seq_lens_q") is not None:
-        return given["cu_seq_lens_q"], given["cu_seq_lens_k"]
-    if positions is not None and length == seen > 1:
-        first = positions.expand(batch, length).clone()
-        first[:, 1:] -= positions[:, :-1] + 1
-        first[:, 0] = -1
-        starts = first.flatten().nonzero().squeeze(1)
-        cu = torch.nn.functional.pad(starts, (0, 1), value=batch * length).to(torch.int32)
-        return cu, cu
-    cu_q, cu_k = (
-        torch.arange(0, (batch + 1) * n, n, dtype=torch.int32, device=device)
-        for n in (length, seen)
+def _padded(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """[B, T, H, D] of as much, by bool keys[B, S]; zeros for padding.
+
+    Real rows go in front, as sequences side by side, and padding behind, where no sequence is: no
+    shape follows from the values of the mask, so that a compiler can trace it.
+    """
+    queries = keys[:, k.shape[1] - q.shape[1] :]
+    order, order_k = real_first(queries), real_first(keys)
+    rows = (
+        x.flatten(0, 1).index_select(0, at) for x, at in ((q, order), (k, order_k), (v, order_k))
     )
-    return cu_q, cu_k
-
-
-def _check_whole(
-    positions: Tensor | None, attention_mask: Tensor | None, seen: int, window: int | None
-) -> None:
-    """Raises NotServed where a cache has dropped the keys before the window: the order of a sum is
-    counted from a sequence's first key."""
-    if window is None or positions is None or attention_mask is not None:
-        return
-    last = int(positions.max())
-    if last >= seen:
-        raise NotServed(
-            f"the cache holds {seen} keys of {last + 1}: caches cut to a window are not served; "
-            "use DynamicCache() without the model's config"
-        )
+    cu_q, cu_k = (profile.packed(real.sum(1)) for real in (queries, keys))
+    found = profile.attention(*rows, cu_q, cu_k, scale, window)
+    back = found.index_select(0, order.argsort()).unflatten(0, q.shape[:2])
+    return back.masked_fill(~queries[:, :, None, None], 0.0)

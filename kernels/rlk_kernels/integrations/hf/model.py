@@ -9,6 +9,7 @@ from torch import nn
 
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.hf import attention, modules
+from rlk_kernels.integrations.hf.held import hold, round_as_eager
 from rlk_kernels.integrations.operators import chosen_out, leaves
 from rlk_kernels.integrations.rotary import rotation
 
@@ -97,7 +98,9 @@ def replace(model: Any, left: Iterable[str]) -> ExitStack:
     turns = None
     if not leaves(left, "q_rope", "k_rope"):
         turns = rotation(model.config.rope_parameters, 2 * rotary.inv_freq.numel())
+    # No context manager: one that nobody keeps would end by itself.
     undo = ExitStack()
+    undo.callback(hold("rounding", round_as_eager))
     for module, kind in list(_classes(model, left)):
         undo.callback(setattr, module, "__class__", type(module))
         module.__class__ = modules.derived(kind, type(module))  # type: ignore[arg-type]
@@ -108,9 +111,8 @@ def replace(model: Any, left: Iterable[str]) -> ExitStack:
         # Kept in the live module, so that what changes them later is not passed by.
         rotary.keep(frequencies, rotary.inv_freq.device)
         rotary.attention_scaling = 1.0 if scaling is None else scaling.item()
-        # No context manager: one that nobody keeps would end by itself.
-        modules.rotate_in(_modeling(model))
-        undo.callback(modules.rotate_out, _modeling(model))
+        modeling = _modeling(model)
+        undo.callback(hold(modeling, lambda: modules.rotate_in(modeling)))
     if "attn" not in left:
         attention.register()
         undo.callback(

@@ -1,7 +1,6 @@
 """The classes that modules of transformers get: their parameters, our operators."""
 
 import functools
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.integrations import profile
+from rlk_kernels.integrations.hf.held import Undo
 from rlk_kernels.integrations.operators import Counted
 
 
@@ -84,23 +84,12 @@ class Rotary(Counted):
         return position_ids, turns.view(torch.int32)
 
 
-_rotating: Counter[Any] = Counter()
-"""Module of a family -> the models that have the kernels."""
-
-
-def rotate_in(modeling: Any) -> None:
-    """Have the family's `apply_rotary_pos_emb` take what `Rotary` gives beside what it always took,
-    until `rotate_out` has been called as often."""
-    if not _rotating[modeling]:
-        modeling.apply_rotary_pos_emb = _wrapped(modeling.apply_rotary_pos_emb)
-    _rotating[modeling] += 1
-
-
-def rotate_out(modeling: Any) -> None:
-    """Take it back for one model."""
-    _rotating[modeling] -= 1
-    if not _rotating[modeling]:
-        modeling.apply_rotary_pos_emb = modeling.apply_rotary_pos_emb.__wrapped__
+def rotate_in(modeling: Any) -> Undo:
+    """Have the family's `apply_rotary_pos_emb` take what `Rotary` gives beside what it always took;
+    what is returned takes it back."""
+    original = modeling.apply_rotary_pos_emb
+    modeling.apply_rotary_pos_emb = _wrapped(original)
+    return lambda: setattr(modeling, "apply_rotary_pos_emb", original)
 
 
 def _wrapped(original: Any) -> Any:

@@ -1,0 +1,64 @@
+"""Which rows of a batch are sequences, by transformers' own rule: where neither a mask nor a cache
+is given, positions that start anew are sequences packed into one row; otherwise a row is one
+sequence.
+
+B = rows of the batch, T = queries, S = keys, H = heads, D = size.
+"""
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.integrations.errors import NotServed
+
+
+def real_first(real: Tensor) -> Tensor:
+    """int64 [B * T]: the rows of bool real[B, T] in their order, behind them those of padding."""
+    return real.flatten().to(torch.int8).argsort(descending=True, stable=True)
+
+
+def boundaries(q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Where sequences begin, among queries q[B, T, H, D] and among keys k[B, S, H, D]: where
+    positions[B or 1, T] do not go on by one, or with each row."""
+    batch, length, seen = q.shape[0], q.shape[1], k.shape[1]
+    if positions is not None and length == seen > 1:
+        first = positions.expand(batch, length).clone()
+        first[:, 1:] -= positions[:, :-1] + 1
+        first[:, 0] = -1
+        starts = first.flatten().nonzero().squeeze(1)
+        cu = torch.nn.functional.pad(starts, (0, 1), value=batch * length).to(torch.int32)
+        return cu, cu
+    cu_q, cu_k = (
+        torch.arange(0, (batch + 1) * n, n, dtype=torch.int32, device=q.device)
+        for n in (length, seen)
+    )
+    return cu_q, cu_k
+
+
+def check_rows(
+    positions: Tensor | None, real: Tensor | None, length: int, window: int | None
+) -> None:
+    """Raises NotServed where rows of T queries do not hold one sequence each, or, with a window,
+    where the keys that are real by bool real[B, S] have a gap: transformers counts over it."""
+    if positions is not None and length > 1:
+        anew = positions[:, 1:] <= positions[:, :-1]
+        if real is not None:
+            queries = real[:, real.shape[1] - length :]
+            anew = anew & queries[:, 1:] & queries[:, :-1]
+        _require(
+            ~anew.any(),
+            "positions start anew inside a row: sequences packed into one row are served without "
+            "a mask and with use_cache=False",
+        )
+    if window is not None and real is not None:
+        begins = real[:, :1].sum(1) + (real[:, 1:] & ~real[:, :-1]).sum(1)
+        _require(
+            (begins <= 1).all(), "a gap in the attention mask is not served beside a sliding window"
+        )
+
+
+def _require(so: Tensor, otherwise: str) -> None:
+    """NotServed with `otherwise`; compiled, where nothing can be raised, what torch raises."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(so, otherwise)
+    elif not bool(so):
+        raise NotServed(otherwise)

@@ -1,0 +1,23 @@
+"""Small models of transformers."""
+
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+ROPE = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8,
+}  # fmt: skip
+
+
+def small_model(family: str = "Llama", **config: Any) -> Any:
+    """One layer, of random weights that are the same each time."""
+    torch.manual_seed(0)
+    usual = {
+        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": dict(ROPE),
+    }  # fmt: skip
+    settings = getattr(transformers, f"{family}Config")(**usual | config)
+    return getattr(transformers, f"{family}ForCausalLM")(settings)

@@ -1,0 +1,109 @@
+"""torch.compile of a model of transformers that has the kernels: eager bits, gradients included.
+
+The graphs run eagerly here (aot_eager), but for one that goes through Inductor, in
+tests/fix_path/test_hf_compiled.py.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from hf_models import small_model
+from rlk_kernels.integrations import hf
+from rlk_kernels.integrations.errors import NotServed
+
+B, T = 2, 12
+IDS = torch.arange(B * T).view(B, T)
+LEFT = torch.ones(B, T, dtype=torch.int64)
+LEFT[0, :4] = 0
+PACKED = torch.cat([torch.arange(5), torch.arange(7)]).expand(B, T)
+INPUTS: dict[str, dict[str, Any]] = {
+    "plain": {"labels": IDS},
+    "padded left": {"attention_mask": LEFT, "position_ids": (LEFT.cumsum(1) - 1).clamp(min=0)},
+    "a mask of ones": {"attention_mask": torch.ones_like(LEFT), "logits_to_keep": 3},
+    "packed": {"position_ids": PACKED},
+}
+
+
+def run(model: Any, call: Any, given: dict[str, Any]) -> list[torch.Tensor]:
+    """Logits, and the gradients of all parameters."""
+    model.zero_grad()
+    logits = call(IDS, use_cache=False, **given).logits
+    logits.pow(2).sum().backward()
+    return [logits, *(p.grad for p in model.parameters())]
+
+
+def equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(a.equal(b) for a, b in zip(some, others, strict=True))
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_it_is_traced_whole_and_has_eager_bits(name: str) -> None:
+    model = small_model().bfloat16()
+    hf.use_kernels(model)
+    eager = run(model, model, INPUTS[name])
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert equal(run(model, compiled, INPUTS[name]), eager)
+    assert not equal(run(model, model, {"position_ids": PACKED + 1}), eager)
+
+
+def test_a_window_and_a_cache_are_traced() -> None:
+    model = small_model("Mistral", sliding_window=6)
+    hf.use_kernels(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    given = INPUTS["padded left"]
+    assert equal(run(model, compiled, given), run(model, model, given))
+    with torch.no_grad():
+        both = [
+            call(IDS[:, :5], past_key_values=None, use_cache=True).logits
+            for call in (model, compiled)
+        ]
+    assert both[0].equal(both[1])
+
+
+def test_packed_beside_a_mask_or_a_cache_is_refused() -> None:
+    """transformers looks for packed sequences only where neither is given."""
+    model = small_model()
+    hf.use_kernels(model)
+    ones = torch.ones_like(LEFT)
+    for given in ({"use_cache": True}, {"use_cache": False, "attention_mask": ones}):
+        with pytest.raises(NotServed, match="positions start anew inside a row"):
+            model(IDS, position_ids=PACKED, **given)
+    compiled = torch.compile(model, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="positions start anew inside a row"):
+        compiled(IDS, position_ids=PACKED, attention_mask=LEFT, use_cache=False)
+
+
+def test_a_gap_in_a_mask_is_refused_beside_a_window() -> None:
+    gap = torch.ones_like(LEFT)
+    gap[0, 4:6] = 0
+    for family, window in (("Llama", None), ("Mistral", 6)):
+        model = small_model(family, **({"sliding_window": window} if window else {}))
+        hf.use_kernels(model)
+        if window is None:
+            model(IDS, attention_mask=gap, use_cache=False)
+            continue
+        with pytest.raises(NotServed, match="a gap in the attention mask"):
+            model(IDS, attention_mask=gap, use_cache=False)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_row_of_padding_has_no_part_in_anything(
+    monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """Its values, and those of its gradient, are zeros."""
+    monkeypatch.setenv("RLK_BACKEND", backend)
+    from rlk_kernels.integrations.hf.attention import _padded
+
+    made = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, T, n, 16, generator=made).requires_grad_() for n in (4, 2, 2))
+    real = LEFT.bool()
+    out = _padded(q, k, v, real, 0.25, None)
+    out.pow(2).sum().backward()
+    for x in (out, q.grad, k.grad, v.grad):
+        assert bool((x[~real] == 0).all())
+        assert bool((x[real] != 0).any())
+    alone = _padded(*(x[:1, 4:] for x in (q, k, v)), real[:1, 4:], 0.25, None)
+    assert out[:1, 4:].equal(alone)
