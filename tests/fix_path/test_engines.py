@@ -13,7 +13,7 @@ from conftest import Cli, capture_of, require_engine
 
 TRAINING = (
     *(("hf", "bfloat16"), ("fsdp:dp=2", "bfloat16"), ("megatron", "bfloat16")),
-    *(("hf", "float32"), ("megatron", "float32")),
+    *(("hf", "float32"), ("fsdp:dp=2", "float32"), ("megatron", "float32")),
 )
 SCORING = ("max_num_seqs=7", "max_num_batched_tokens=64", "enable_prefix_caching=1")
 TOKENS = 1500
