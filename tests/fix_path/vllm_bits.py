@@ -4,7 +4,8 @@ said, bit for bit.
     python vllm_bits.py CASES.json FOUND.json
 
 CASES.json: a list of {"name", "model", "prompts", "new_tokens", "kernels" (off, registered,
-plugin), "options" (LLM's), "reload" (a checkpoint), "all tokens" (whether to ask for them)}; FOUND.json: by name, greedy tokens, and the
+plugin), "options" (LLM's), "reload" (a checkpoint), "all tokens" (whether to ask for them)};
+FOUND.json: by name, greedy tokens, and the
 bits of the log-probs of decoding and of scoring the same sequences. Where prefixes are cached it
 decodes twice, and says what it said with the cache filled; where a checkpoint is to be loaded into
 the live engine it decodes before and after, and says what it said after.
