@@ -139,3 +139,15 @@ def test_a_patch_takes_effect_or_is_an_error(cli: Cli, few_prompts: Path) -> Non
     else:
         assert done.code == 4, done.out + done.err
         assert [m["name"] for m in done.verdict["precheck"]["mismatches"]] == ["layers.0.down_proj"]
+
+
+def test_a_pass_computes_its_own_prefixes(cli: Cli, tmp_path: Path) -> None:
+    """Prompts of two blocks of the cache, decoded three times: the repeat finds nothing there."""
+    prompts = tmp_path / "long.jsonl"
+    lines = [json.dumps({"id": f"p{n}", "ids": [n, *range(6, 70)]}) for n in (4, 5)]
+    prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    done = cli(
+        *("compare", "--prompts", prompts, "--max-new-tokens", 4, "--edges", "decode_vs_train"),
+        *("--rollout", "vllm:enable_prefix_caching=1,block_size=32", "--train", "hf"),
+    )
+    assert_trustworthy(done)

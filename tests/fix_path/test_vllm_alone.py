@@ -1,7 +1,10 @@
 """The real vLLM by itself: its plugin, its compiler, its overrides, and off means off."""
 
+import math
+import struct
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from bit_equal import Bits
 
@@ -11,8 +14,11 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_off_is_off(vllm_bits: Bits) -> None:
     """Before the kernels, after them, and with the plugin that nobody switched on."""
     hows = {"own": "off", "on": "registered", "taken out": "off", "plugin": "plugin"}
-    cases = [{"name": n, "kernels": k} for n, k in hows.items()]
+    every = {"all tokens": True, "options": {"max_logprobs": -1}}
+    cases = [{"name": n, "kernels": k} | every for n, k in hows.items()]
     found = vllm_bits(cases, few=True, TORCHDYNAMO_DISABLE="1")
+    for how in ("own", "on"):
+        check_all_tokens(found[how])
     assert found["taken out"] == found["own"]
     assert found["own"]["ran"] == []
     assert found["plugin"] == found["on"]
@@ -23,6 +29,32 @@ def test_off_is_off(vllm_bits: Bits) -> None:
     assert found["on"]["decode"] != found["own"]["decode"]
     assert found["on"]["decode"] == found["on"]["prefill"]
     assert found["on"]["hash"] != found["own"]["hash"], "the compile cache tells them apart"
+
+
+def check_all_tokens(found: dict[str, Any]) -> None:
+    """Log-probs of all tokens, of listed ones and of the largest are one another's, sorted, and
+    the sampled one's is that of decoding."""
+    asked = found["all tokens"]
+    every = asked["all"]["sampled"]
+    assert len(every) == len(asked["all"]["prompt"]) == 1024
+    for where in ("sampled", "prompt"):
+        values = [value(bits) for bits, _ in asked["all"][where].values()]
+        assert abs(sum(map(math.exp, values)) - 1) < 1e-5
+        for token, (bits, rank) in asked["three"][where].items():
+            assert asked["all"][where][token] == [bits, rank]
+    (sampled,) = asked["sampled"]["sampled"]
+    assert sampled == str(found["tokens"][1][0])
+    assert every[sampled] == [found["decode"][1][:8], 1]
+    assert set(asked["listed"]["sampled"]) == {sampled, "11", "7", "500"}
+    assert set(asked["fewer listed"]["sampled"]) == {sampled, "7"}
+    for name in ("listed", "fewer listed"):
+        for token, (bits, _) in asked[name]["sampled"].items():
+            assert bits == every[token][0]
+
+
+def value(bits: str) -> float:
+    (number,) = struct.unpack("f", bytes.fromhex(bits))
+    return number
 
 
 def test_the_plugin_is_what_vllm_is_told_of() -> None:

@@ -4,7 +4,8 @@ said, bit for bit.
     python vllm_bits.py CASES.json FOUND.json
 
 CASES.json: a list of {"name", "model", "prompts", "new_tokens", "kernels" (off, registered,
-plugin), "options" (LLM's), "reload" (a checkpoint)}; FOUND.json: by name, greedy tokens, and the
+plugin), "options" (LLM's), "reload" (a checkpoint), "all tokens" (whether to ask for them)};
+FOUND.json: by name, greedy tokens, and the
 bits of the log-probs of decoding and of scoring the same sequences. Where prefixes are cached it
 decodes twice, and says what it said with the cache filled; where a checkpoint is to be loaded into
 the live engine it decodes before and after, and says what it said after.
@@ -33,6 +34,36 @@ from vllm.distributed import cleanup_dist_env_and_memory
 
 def bits(values: list[float]) -> str:
     return torch.tensor(values, dtype=torch.float32).numpy().tobytes().hex()
+
+
+def of_all_tokens(llm: LLM, ids: list[int]) -> dict[str, Any]:
+    """What requests say that ask for log-probs of all tokens, of a few and of the sampled one, and,
+    apart because vLLM mixes them up, of listed ones: token -> bits and rank, at the first sampled
+    position and at the prompt's second."""
+    usual = {"temperature": 0.0, "max_tokens": 2, "ignore_eos": True, "detokenize": False}
+    asked: dict[str, dict[str, Any]] = {
+        "all": {"logprobs": -1, "prompt_logprobs": -1},
+        "listed": {"logprob_token_ids": [11, 7, 500]},
+        "fewer listed": {"logprob_token_ids": [7]},
+        "three": {"logprobs": 3, "prompt_logprobs": 3},
+        "sampled": {"logprobs": 0},
+    }
+    params = {name: SamplingParams(**usual, **more) for name, more in asked.items()}
+    outputs: dict[str, Any] = {}
+    for names in (["all", "three", "sampled"], ["listed", "fewer listed"]):
+        prompts = [{"prompt_token_ids": ids}] * len(names)
+        said = llm.generate(prompts, [params[name] for name in names], use_tqdm=False)
+        outputs |= zip(names, said, strict=True)
+    found: dict[str, Any] = {}
+    for name, out in outputs.items():
+        places = {"sampled": out.outputs[0].logprobs[0]}
+        if out.prompt_logprobs is not None:
+            places["prompt"] = out.prompt_logprobs[1]
+        found[name] = {
+            where: {str(t): [bits([x.logprob]), x.rank] for t, x in place.items()}
+            for where, place in places.items()
+        }
+    return found
 
 
 def preemptions(llm: LLM) -> int:
@@ -89,6 +120,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         "cached": sum(out.num_cached_tokens or 0 for out in outputs),
         "preempted": 0 if options["disable_log_stats"] else preemptions(llm),
         "ran": sorted({op for op, _ in rlk_kernels.backend_calls()}),
+        "all tokens": of_all_tokens(llm, case["prompts"][1]) if case.get("all tokens") else {},
         "hash": llm.llm_engine.vllm_config.compute_hash(),
     }
     del llm, outputs, decoded, scored

@@ -4,7 +4,6 @@ of a padded batch reach the cache. No vLLM is needed."""
 import pytest
 import torch
 from rlk_kernels.integrations import profile
-from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.vllm.attention import Attention, keys_and_values
 from rlk_kernels.integrations.vllm.logprobs import MOST, TokenLogprobs, divide
 
@@ -21,10 +20,16 @@ def test_each_given_token_has_the_bits_that_it_has_alone() -> None:
     assert computed.rlk_calls == 2
 
 
-def test_more_tokens_of_a_row_than_are_served_are_refused() -> None:
-    ids = torch.zeros(1, MOST + 1, dtype=torch.int64)
-    with pytest.raises(NotServed, match="1025 tokens"):
-        TokenLogprobs()(torch.zeros(1, 10), ids)
+def test_all_tokens_of_a_row_have_the_bits_that_each_has_alone() -> None:
+    """More than one reading of the logits serves."""
+    width = 2 * MOST + 5
+    logits = torch.randn(2, width, generator=torch.Generator().manual_seed(0))
+    every = torch.arange(width).expand(2, width).flip(1)
+    found = TokenLogprobs()(logits, torch.cat([every[:, :1], every], dim=1))
+    assert found.shape == (2, width + 1)
+    for column in (0, 1, MOST, MOST + 1, width):
+        token = every[:, max(column - 1, 0)].contiguous()
+        assert torch.equal(found[:, column], profile.logp(logits, token))
 
 
 def test_each_row_is_divided_by_its_own_temperature() -> None:

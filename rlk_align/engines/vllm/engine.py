@@ -238,6 +238,9 @@ class VLLMEngine(Engine):
         forced: bool = False,
     ) -> list[Any]:
         """Outputs in the order of `sequences`."""
+        # What an earlier pass left there would not be computed again, and no tap would see it.
+        if not self.llm.reset_prefix_cache():
+            raise EngineFailed("vLLM did not empty its prefix cache between two passes")
         prompts = [{"prompt_token_ids": list(ids)} for ids in sequences]
         requests = self.llm.enqueue(prompts, params, use_tqdm=False)
         if tap is not None:

@@ -6,7 +6,8 @@
     logprobs = megatron.token_logprobs(logits_rows, targets)
 
 Against the TransformerEngine spec these are lost: context parallelism, communication that overlaps
-with products, weight gradients added into `main_grad` by the product itself. tp=1 only.
+with products, weight gradients added into `main_grad` by the product itself. tp=1 only; each stage
+of a pipeline, and each virtual one, is made so.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,20 +19,22 @@ from rlk_kernels.integrations.profile import logp as token_logprobs
 __all__ = ["check", "layer_spec", "operators", "token_logprobs", "use_kernels", "with_kernels"]
 
 
-def layer_spec(config: Any, left: Iterable[str] = ()) -> Any:
+def layer_spec(config: Any, left: Iterable[str] = (), vp_stage: int | None = None) -> Any:
     """The block of layers of a dense decoder by its TransformerConfig, for GPTModel, with the
-    kernels under every operator but those that are `left` to Megatron's local spec.
+    kernels under every operator but those that are `left` to Megatron's local spec: of a pipeline,
+    those layers that this rank's stage builds, of a virtual one those of `vp_stage`.
 
     Raises NotServed for a config that asks for an operator without a kernel.
     """
     from rlk_kernels.integrations.megatron.spec import layer_spec
 
-    return layer_spec(config, left)
+    return layer_spec(config, left, vp_stage)
 
 
 def with_kernels(block: Any, left: Iterable[str] = (), windows: tuple[int | None, ...] = ()) -> Any:
     """The same of a TransformerBlockSubmodules built from the local spec. `windows`: for each
-    layer, how many keys a query sees; none is all."""
+    layer, how many keys a query sees, None for all; without it, what the config's `window_size`
+    says."""
     from rlk_kernels.integrations.megatron.spec import with_kernels
 
     return with_kernels(block, left, windows)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from rlk_kernels.integrations import profile
@@ -18,9 +19,11 @@ class CoreAttention(Counted, DotProductAttention):
     """Causal; keys that a mask hides may only be padding in front of a sequence."""
 
     def __init__(self, *args: Any, windows: tuple[int | None, ...] = (), **kwargs: Any) -> None:
-        """`windows`: for each layer, how many keys a query sees, itself included; None is all."""
+        """`windows`: for each layer, how many keys a query sees, itself included, None for all;
+        without it, what the config says."""
         super().__init__(*args, **kwargs)
-        self.window = windows[self.layer_number - 1] if windows else None
+        at = self.layer_number
+        self.window = windows[at - 1] if windows else window_of(self.config, at)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
@@ -49,6 +52,18 @@ class CoreAttention(Counted, DotProductAttention):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:
         return profile.attention(q, k, v, cu_q, cu_k, self.softmax_scale, self.window)
+
+
+def window_of(config: Any, layer_number: int) -> int | None:
+    """How many keys a query of a layer (counted from 1) sees by `window_size`, which counts those
+    before it and those behind; None for all. Raises NotServed where some lie behind."""
+    size, frequency = config.window_size, config.window_attn_skip_freq
+    if not is_layer_window_attention(size, frequency, layer_number):
+        return None
+    before, behind = size
+    if before < 0 or behind != 0:
+        raise NotServed(f"window_size={tuple(size)} is not served; (keys before a query, 0) is")
+    return before + 1
 
 
 def boundaries(packed: Any) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,10 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.megatron import attention, layers
@@ -17,15 +20,18 @@ from rlk_kernels.integrations.operators import chosen_out, leaves
 from rlk_kernels.integrations.rotary import rotation
 
 
-def layer_spec(config: Any, left: Iterable[str]) -> TransformerBlockSubmodules:
+def layer_spec(
+    config: Any, left: Iterable[str], vp_stage: int | None
+) -> TransformerBlockSubmodules:
     """See the package."""
     layers.check_config(config)
+    # Without a pipeline megatron-core's parallel state need not stand yet.
+    rank = 0 if config.pipeline_model_parallel_size == 1 else None
+    count = get_num_layers_to_build(config, vp_stage, rank)
     spec = get_gpt_layer_local_spec(
         qk_layernorm=config.qk_layernorm, normalization=config.normalization
     )
-    block = TransformerBlockSubmodules(
-        layer_specs=[spec] * config.num_layers, layer_norm=WrappedTorchNorm
-    )
+    block = TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=WrappedTorchNorm)
     return with_kernels(block, left, ())
 
 
@@ -85,9 +91,9 @@ def use_kernels(model: Any, rope_parameters: Mapping[str, Any], left: Iterable[s
     """See the package."""
     left = chosen_out(left)
     layers.check_config(model.config)
-    if "embed" not in left:
+    if "embed" not in left and model.pre_process:
         model.embedding.word_embeddings.__class__ = layers.Embedding
-    if "logits" not in left:
+    if "logits" not in left and model.post_process:
         model.output_layer.__class__ = layers.Output
     if not leaves(left, "q_rope", "k_rope"):
         rotary = model.rotary_pos_emb
@@ -104,9 +110,11 @@ def use_kernels(model: Any, rope_parameters: Mapping[str, Any], left: Iterable[s
 
 
 def operators(model: Any) -> dict[str, Any]:
-    """Canonical operator -> the module that computes it."""
-    found = {"embed": model.embedding.word_embeddings}
-    for i, layer in enumerate(model.decoder.layers):
+    """Canonical operator -> the module that computes it, of the stage of a pipeline that the model
+    is."""
+    found = {"embed": model.embedding.word_embeddings} if model.pre_process else {}
+    for layer in model.decoder.layers:
+        i = layer.layer_number - 1
         own, mlp = layer.self_attention, layer.mlp
         here = {
             **{"attn_norm": layer.input_layernorm, "mlp_norm": layer.pre_mlp_layernorm},
@@ -117,7 +125,9 @@ def operators(model: Any) -> dict[str, Any]:
             **{"gate_proj": mlp.linear_fc1, "up_proj": mlp.linear_fc1, "down_proj": mlp.linear_fc2},
         }
         found |= {f"layers.{i}.{op}": module for op, module in here.items() if module is not None}
-    return found | {"final_norm": model.decoder.final_layernorm, "logits": model.output_layer}
+    if model.post_process:
+        found |= {"final_norm": model.decoder.final_layernorm, "logits": model.output_layer}
+    return found
 
 
 def _norm(module: Any) -> Any:

@@ -30,16 +30,15 @@ class TokenLogprobs(Counted):
     def __call__(self, logits: Tensor, token_ids: Tensor) -> Tensor:
         """fp32 [N, K] of logits[N, V] at ids[N, K]."""
         self.count()
-        if token_ids.shape[1] > MOST:
-            raise NotServed(f"log-probs of {token_ids.shape[1]} tokens of a row; {MOST} are served")
         first, others = token_ids[:, 0].contiguous(), token_ids[:, 1:]
         if not others.shape[1]:
             return profile.logp(logits, first)[:, None]
-        return torch.cat(profile.logp_and_more(logits, first, others), dim=1)
+        parts = [profile.logp_and_more(logits, first, ids) for ids in others.split(MOST, dim=1)]
+        return torch.cat([parts[0][0], *(given for _, given in parts)], dim=1)
 
 
 MOST = 1024
-"""Tokens of a row whose log-probs are served."""
+"""Tokens of a row that one reading of its logits serves."""
 COMPUTED = TokenLogprobs()
 
 
@@ -53,15 +52,26 @@ def patches() -> Iterator[tuple[Any, str, Any]]:
     _check(Sampler, "gather_logprobs", ["logprobs", "num_logprobs", "token_ids"])
     yield Sampler, "compute_logprobs", staticmethod(_kept)
     yield Sampler, "gather_logprobs", staticmethod(_gathering(Sampler.gather_logprobs))
-    yield Sampler, "forward", _refusing(Sampler.forward)
+    listed = _parameters(Sampler, LISTED) == ["self", "logprobs", "logprob_token_ids", "sampled"]
+    if listed:
+        yield Sampler, LISTED, _listing(getattr(Sampler, LISTED))
+    yield Sampler, "forward", _refusing(Sampler.forward, listed)
     _check(TopKTopPSampler, "__init__", ["self", "logprobs_mode", "use_fp64_gumbel"])
     yield TopKTopPSampler, "__init__", _keeping(TopKTopPSampler.__init__)
     yield from _of_newer_runner()
 
 
-def _check(owner: Any, name: str, parameters: list[str]) -> None:
+LISTED = "gather_specific_token_logprobs"
+"""Of the older runner's sampler: log-probs of `logprob_token_ids`."""
+
+
+def _parameters(owner: Any, name: str) -> list[str] | None:
     function = getattr(owner, name, None)
-    found = None if function is None else list(inspect.signature(function).parameters)
+    return None if function is None else list(inspect.signature(function).parameters)
+
+
+def _check(owner: Any, name: str, parameters: list[str]) -> None:
+    found = _parameters(owner, name)
     if found != parameters:
         raise NotServed(
             f"log-probs: this vLLM's {name} takes {found}, and {parameters} is what is known"
@@ -93,11 +103,26 @@ def _gathering(original: Any) -> Any:
     return gather
 
 
-def _refusing(original: Any) -> Any:
+def _listing(original: Any) -> Any:
+    @functools.wraps(original)
+    def gather(self: Any, logprobs: Tensor, *args: Any) -> Any:
+        found = original(self, logprobs, *args)
+        own = COMPUTED(logprobs, found.logprob_token_ids)
+        # Where a request lists fewer tokens than another, vLLM has -inf.
+        return found._replace(logprobs=own.masked_fill(found.logprobs.isneginf(), -torch.inf))
+
+    return gather
+
+
+def _refusing(original: Any, listed: bool) -> Any:
+    """`listed`: whether log-probs of `logprob_token_ids` are ours."""
+
     @functools.wraps(original)
     def forward(self: Any, logits: Tensor, sampling_metadata: Any, *args: Any, **more: Any) -> Any:
-        if sampling_metadata.max_num_logprobs == -1 or sampling_metadata.logprob_token_ids:
-            raise NotServed("log-probs of all tokens, or of listed ones, are not served")
+        if sampling_metadata.max_num_logprobs == -1:
+            raise NotServed("log-probs of all tokens, unsorted, are not served")
+        if sampling_metadata.logprob_token_ids and not listed:
+            raise NotServed("logprob_token_ids are not served in this vLLM: logprobs=-1 is")
         return original(self, logits, sampling_metadata, *args, **more)
 
     return forward
