@@ -50,6 +50,7 @@ class VLLMEngine(Engine):
 
     def open(self) -> None:
         option = self.spec.option
+        self._passes = 0
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         if not self.production and torch.version.cuda is None:
@@ -238,10 +239,11 @@ class VLLMEngine(Engine):
         forced: bool = False,
     ) -> list[Any]:
         """Outputs in the order of `sequences`."""
-        # What an earlier pass left there would not be computed again, and no tap would see it.
-        if not self.llm.reset_prefix_cache():
-            raise EngineFailed("vLLM did not empty its prefix cache between two passes")
-        prompts = [{"prompt_token_ids": list(ids)} for ids in sequences]
+        # A pass finds no prefix that an earlier one cached: it would not be computed again, and no
+        # tap would see it.
+        self._passes += 1
+        salt = str(self._passes)
+        prompts = [{"prompt_token_ids": list(ids), "cache_salt": salt} for ids in sequences]
         requests = self.llm.enqueue(prompts, params, use_tqdm=False)
         if tap is not None:
             sampled = (
