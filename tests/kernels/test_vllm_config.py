@@ -1,9 +1,11 @@
 """What the kernels refuse by a VllmConfig, also where no tool has looked at config.json before."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
@@ -13,13 +15,20 @@ from rlk_kernels.integrations.vllm import config
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
-def vllm_config(rope: dict[str, Any] | None) -> SimpleNamespace:
+def vllm_config(
+    rope: dict[str, Any] | None = None, text: dict[str, Any] | None = None, **model: Any
+) -> SimpleNamespace:
+    """What is asked of it, as vLLM 0.32 has it for a Llama; `text`: of config.json."""
+    usual = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 2}
+    usual_model = {
+        "logprobs_mode": "raw_logprobs", "quantization": None, "dtype": torch.bfloat16,
+        "architecture": "LlamaForCausalLM", "runner_type": "generate",
+    }  # fmt: skip
     return SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
         model_config=SimpleNamespace(
-            logprobs_mode="raw_logprobs",
-            quantization=None,
-            hf_text_config=SimpleNamespace(rope_parameters=rope),
+            hf_text_config=SimpleNamespace(rope_parameters=rope, **usual | (text or {})),
+            **usual_model | model,
         ),
         attention_config=SimpleNamespace(backend=None, backend_per_kind={}),
         cache_config=SimpleNamespace(cache_dtype="auto"),
@@ -42,3 +51,70 @@ def test_a_rope_that_follows_the_batch_is_refused(
         config._check(asked)
     monkeypatch.setattr(config, "_left", ["q_rope"])
     config._check(asked)
+
+
+def qwen(family: str, **text: Any) -> SimpleNamespace:
+    loaded = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[family]
+    return vllm_config(text={"model_type": family} | text, architecture=loaded)
+
+
+MIXED = {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}
+REFUSED = {
+    "Phi3ForCausalLM of model_type=phi3": vllm_config(
+        text={"model_type": "phi3"}, architecture="Phi3ForCausalLM"
+    ),
+    "GraniteForCausalLM of model_type=granite": vllm_config(
+        text={"model_type": "granite"}, architecture="GraniteForCausalLM"
+    ),
+    "LlamaForCausalLM of model_type=internlm3": vllm_config(text={"model_type": "internlm3"}),
+    "TransformersForCausalLM of model_type=llama": vllm_config(
+        architecture="TransformersForCausalLM"
+    ),
+    "runner=pooling": vllm_config(runner_type="pooling"),
+    "is_causal=False": vllm_config(text={"is_causal": False}),
+    "head_dim=64 of Qwen2": qwen("qwen2", head_dim=64),
+    "attention_bias of Qwen3": qwen("qwen3", attention_bias=True),
+    "a sliding window in some layers": qwen("qwen2", **MIXED),
+    "dual_chunk_attention_config": qwen("qwen2", dual_chunk_attention_config={"chunk_size": 4}),
+    "llama_4_scaling": vllm_config(text={"llama_4_scaling": {"beta": 0.1}}),
+}
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_another_model_than_the_families_is_refused(says: str) -> None:
+    with pytest.raises(NotServed, match=re.escape(says)):
+        config._check(REFUSED[says])
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        qwen("qwen2", head_dim=32),
+        qwen("qwen3", head_dim=64),
+        vllm_config(text={"sliding_window": 8}),
+        qwen("qwen2", sliding_window=8, layer_types=["sliding_attention"]),
+    ],
+)
+def test_the_families_are_served(asked: SimpleNamespace) -> None:
+    config._check(asked)
+
+
+@pytest.mark.parametrize(
+    ("cache", "dtype", "served"),
+    [
+        ("bfloat16", torch.bfloat16, True),
+        ("float16", torch.float16, True),
+        ("bfloat16", torch.float32, False),
+        ("float16", torch.bfloat16, False),
+        ("fp8_e4m3", torch.bfloat16, False),
+    ],
+)
+def test_a_cache_of_another_dtype_is_refused(cache: str, dtype: torch.dtype, served: bool) -> None:
+    """Keys and values would be rounded to it."""
+    asked = vllm_config(dtype=dtype)
+    asked.cache_config.cache_dtype = cache
+    if served:
+        config._check(asked)
+        return
+    with pytest.raises(NotServed, match=f"kv_cache_dtype={cache} of a model in"):
+        config._check(asked)

@@ -22,13 +22,18 @@ NOT_FIXED = {
 
 
 def check(rope: Mapping[str, Any]) -> None:
-    """Raises NotServed for a kind whose rotation the kernels do not compute."""
+    """Raises NotServed for a rotation that the kernels do not compute."""
     kind = rope.get("rope_type", "default")
     if kind not in SERVED:
         why = f": {NOT_FIXED[kind]}" if kind in NOT_FIXED else ""
         raise NotServed(f"rope_type={kind} is not served{why}; {', '.join(SERVED)} are")
     if kind != "default" and rope.get("factor") is None:
         raise NotServed(f"rope_type={kind} without a factor is not served")
+    if (partial := rope.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise NotServed(
+            f"partial_rotary_factor={partial} is not served: transformers rotates whole heads in "
+            "these families, and vLLM a part"
+        )
 
 
 def rotation(rope: Mapping[str, Any], rotary_dim: int) -> tuple[Tensor, Tensor | None]:

@@ -21,8 +21,26 @@ class Marked(Counted):
     """An attention module whose core is ours; it reaches it through the interface."""
 
     def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        if self.config._attn_implementation != NAME:
+            raise NotServed(
+                f"attn_implementation={self.config._attn_implementation} was set after use_kernels"
+            )
+        if past_key_values is not None:
+            check_cache(past_key_values)
         kwargs["rlk_cached"] = past_key_values is not None
         return super().forward(*args, past_key_values=past_key_values, **kwargs)
+
+
+def check_cache(cache: Any) -> None:
+    """Raises NotServed for one that does not give back the keys and values that it was given."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    kinds = {type(layer) for layer in cache.layers} if type(cache) is DynamicCache else {None}
+    if not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
+        raise NotServed(
+            f"a {type(cache).__name__} is not served (fixed sizes, quantised keys): use "
+            "DynamicCache()"
+        )
 
 
 def register() -> None:
@@ -34,10 +52,12 @@ def register() -> None:
 
 
 def mask(
-    batch_size: int, q_length: int, kv_length: int, kv_offset: int = 0,
-    attention_mask: Tensor | None = None, **_unused: Any,
+    batch_size: int, q_length: int, q_offset: int = 0, kv_offset: int = 0,
+    attention_mask: Tensor | None = None, config: Any = None, **_unused: Any,
 ) -> Tensor | None:  # fmt: skip
     """bool [B, S]: which keys are no padding; [B, 0] where all are; None where nobody said."""
+    if not getattr(config, "is_causal", True):
+        raise NotServed("is_causal=False is not served: the kernels' attention is causal")
     if kv_offset:
         # The order of a sum is counted from a sequence's first key.
         raise NotServed(
@@ -46,10 +66,11 @@ def mask(
         )
     if attention_mask is None:
         return None
-    if attention_mask.shape[1] != kv_length:
+    keys = q_offset + q_length
+    if attention_mask.shape != (batch_size, keys):
         raise NotServed(
-            f"{kv_length} keys and a mask of {attention_mask.shape[1]}: caches of fixed size are "
-            "not served; use DynamicCache()"
+            f"an attention mask {list(attention_mask.shape)} is not served for {keys} keys of each "
+            f"of {batch_size} sequences: one of {[batch_size, keys]} and a DynamicCache() are"
         )
     # A compiler traces without values.
     if not torch.compiler.is_compiling() and bool(attention_mask.all()):
@@ -63,11 +84,17 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """out[B, T, H, D] of query[B, H, T, D], key and value[B, Hk, S, D]."""
+    if not isinstance(module, Marked):
+        raise NotServed(
+            f"{type(module).__name__} has no kernels and shares its config with a model that has: "
+            "give each model a config of its own"
+        )
     module.count()
-    if dropout:
-        raise NotServed("dropout of attention is not served")
+    _check(dropout, kwargs.get("is_causal", module.is_causal))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if attention_mask is not None:
+        _check_mask(attention_mask, (q.shape[0], k.shape[1]))
     positions = kwargs.get("position_ids")
     whole = attention_mask is not None or kwargs["rlk_cached"]
     padded = attention_mask is not None and attention_mask.shape[1] > 0
@@ -83,6 +110,24 @@ def attend(
     rows = (x.flatten(0, 1) for x in (q, k, v))
     found = profile.attention(*rows, cu_q, cu_k, scale, sliding_window)
     return found.unflatten(0, q.shape[:2]), None
+
+
+def _check(dropout: float, causal: bool | None) -> None:
+    if dropout:
+        raise NotServed("dropout of attention is not served")
+    if causal is False:
+        raise NotServed("is_causal=False is not served: the kernels' attention is causal")
+
+
+def _check_mask(given: Any, shape: tuple[int, int]) -> None:
+    """Raises NotServed for one that `mask` did not make."""
+    known = isinstance(given, Tensor) and given.dtype == torch.bool and given.dim() == 2
+    if not known or given.shape[0] != shape[0] or given.shape[1] not in (0, shape[1]):
+        found = list(getattr(given, "shape", ())), getattr(given, "dtype", type(given).__name__)
+        raise NotServed(
+            f"an attention mask {found[0]} of {found[1]}, made by the caller, is not served; one "
+            f"of {list(shape)}, that says which keys are padding, is"
+        )
 
 
 def _padded(

@@ -5,11 +5,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from torch import nn
-
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.hf import attention, modules
 from rlk_kernels.integrations.hf.held import hold, round_as_eager
+from rlk_kernels.integrations.hf.known import check_forwards, check_plain
 from rlk_kernels.integrations.operators import chosen_out, leaves
 from rlk_kernels.integrations.rotary import rotation
 
@@ -35,8 +34,8 @@ def operators(model: Any) -> dict[str, Any]:
     return found | {"final_norm": inner.norm, "logits": model.lm_head}
 
 
-def _classes(model: Any, left: frozenset[str]) -> Iterator[tuple[Any, type]]:
-    """Each module to replace, once, and what it becomes."""
+def _classes(model: Any, left: frozenset[str]) -> Iterator[tuple[str, Any, type]]:
+    """Each module to replace, once, with its operator's name, and what it becomes."""
     # One rotary embedding serves all layers.
     first = {id(module): name for name, module in reversed(operators(model).items())}
     for name, module in operators(model).items():
@@ -55,20 +54,8 @@ def _classes(model: Any, left: frozenset[str]) -> Iterator[tuple[Any, type]]:
             kind = {"attn": attention.Marked, "act": modules.MLP, "logits": modules.Head}[op]
         fused = ("q_rope", "k_rope") if op == "q_rope" else (op,)
         if not leaves(left, *fused) and not isinstance(module, kind):
-            _check_plain(name, module)
-            yield module, kind
-
-
-def _check_plain(name: str, module: Any) -> None:
-    """What stands in a linear's place (an adapter, quantised weights) would be passed by."""
-    plain = {"embed": nn.Embedding, "logits": nn.Linear}.get(name)
-    if name.endswith("proj"):
-        plain = nn.Linear
-    if plain is not None and type(module) is not plain:
-        found = f"{type(module).__module__}.{type(module).__qualname__}"
-        raise NotServed(
-            f"{name} is a {found}; a torch.nn.{plain.__name__} is served: merge adapters"
-        )
+            check_plain(name, module)
+            yield name, module, kind
 
 
 def _check_causal(model: Any) -> None:
@@ -85,6 +72,8 @@ def _check(model: Any) -> None:
         raise NotServed(f"hidden_act={config.hidden_act} is not served; silu is")
     if getattr(config, "attention_dropout", 0.0) and model.training:
         raise NotServed("attention_dropout is not served; set it to 0")
+    if not getattr(config, "is_causal", True):
+        raise NotServed("is_causal=False is not served: the kernels' attention is causal")
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor":
             raise NotServed(f"{name} is sharded already; call use_kernels before fully_shard")
@@ -94,6 +83,8 @@ def replace(model: Any, left: Iterable[str]) -> ExitStack:
     """See `use_kernels`."""
     left = chosen_out(left)
     _check(model)
+    classes = list(_classes(model, left))
+    check_forwards(model, {name: module for name, module, _ in classes})
     rotary = model.model.rotary_emb
     turns = None
     if not leaves(left, "q_rope", "k_rope"):
@@ -101,7 +92,7 @@ def replace(model: Any, left: Iterable[str]) -> ExitStack:
     # No context manager: one that nobody keeps would end by itself.
     undo = ExitStack()
     undo.callback(hold("rounding", round_as_eager))
-    for module, kind in list(_classes(model, left)):
+    for _, module, kind in classes:
         undo.callback(setattr, module, "__class__", type(module))
         module.__class__ = modules.derived(kind, type(module))  # type: ignore[arg-type]
     if turns is not None:
@@ -123,4 +114,5 @@ def replace(model: Any, left: Iterable[str]) -> ExitStack:
 
 
 def _modeling(model: Any) -> Any:
-    return sys.modules[type(model.model.layers[0].self_attn).__module__]
+    family = model.config.model_type
+    return sys.modules[f"transformers.models.{family}.modeling_{family}"]

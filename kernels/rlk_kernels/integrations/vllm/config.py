@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 import rlk_kernels
 from rlk_kernels.integrations import rotary
 from rlk_kernels.integrations.errors import NotServed
-from rlk_kernels.integrations.vllm import fusion
+from rlk_kernels.integrations.vllm import families, fusion
 
 KEY = "rlk_kernels"
 """In `additional_config`."""
@@ -53,15 +53,17 @@ def enter_config() -> None:
 def _check(config: Any) -> None:
     parallel, model = config.parallel_config, config.model_config
     backend = config.attention_config.backend
+    cache = config.cache_config.cache_dtype
+    dtype = str(model.dtype).removeprefix("torch.")
     others = backend not in (None, AttentionBackendEnum.CUSTOM)
-    refused = {
+    refused = families.refused(model) | {
         "tensor parallelism": parallel.tensor_parallel_size > 1,
         "speculative decoding": config.speculative_config is not None,
         f"logprobs_mode={model.logprobs_mode}": "logprobs" not in model.logprobs_mode
         and "logprob" not in _left,
         "a quantised model": model.quantization is not None,
         "LoRA": config.lora_config is not None,
-        "a quantised KV cache": config.cache_config.cache_dtype not in ("auto", "bfloat16"),
+        f"kv_cache_dtype={cache} of a model in {dtype}": cache not in ("auto", dtype),
         f"the attention backend {backend}; leave it out": "attn" not in _left
         and not current_platform.is_cpu()
         and (others or bool(config.attention_config.backend_per_kind)),

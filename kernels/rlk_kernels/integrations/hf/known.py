@@ -1,0 +1,64 @@
+"""Whether a model computes by transformers' own code: what another library put in its place may
+compute what the kernels compute, or pass them by."""
+
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rlk_kernels.integrations.errors import NotServed
+
+
+def check_forwards(model: Any, replaced: dict[str, Any]) -> None:
+    """Raises NotServed where the forward of a causal LM, of what holds its operators, or of one
+    that is to be replaced, by name, is not that of its family's module of transformers."""
+    inner = model.model
+    own = {"the model": model, "the model's decoder": inner}
+    for i, layer in enumerate(inner.layers):
+        own |= {f"layers.{i}": layer, f"layers.{i}.self_attn": layer.self_attn}
+    for name, module in (own | replaced).items():
+        if "forward" in vars(module):
+            raise NotServed(
+                f"the forward of {name} was replaced in this one object, by "
+                f"{_where(vars(module)['forward'])}: call use_kernels before"
+            )
+        if not isinstance(module, nn.Linear | nn.Embedding):
+            _check_forward(name, module, model.config.model_type)
+
+
+def _check_forward(name: str, module: Any, family: str) -> None:
+    known = [Path(sys.modules[name].__file__ or "").parent for name in ("transformers", "torch")]
+    modeling = known[0] / "models" / family / f"modeling_{family}.py"
+    function = type(module).forward
+    # Their decorators are no other code.
+    while hasattr(function, "__wrapped__") and set(known) & set(_file(function).parents):
+        function = function.__wrapped__
+    if _file(function) != modeling:
+        raise NotServed(
+            f"{name} is a {type(module).__qualname__} whose forward is {_where(function)}; that of "
+            f"transformers.models.{family} is served"
+        )
+
+
+def _file(function: Any) -> Path:
+    return Path(getattr(getattr(function, "__code__", None), "co_filename", ""))
+
+
+def _where(function: Any) -> str:
+    function = inspect.unwrap(getattr(function, "func", function))
+    module = getattr(function, "__module__", None)
+    return f"{module}.{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+def check_plain(name: str, module: Any) -> None:
+    """Raises NotServed for what stands in a linear's place (an adapter, quantised weights)."""
+    plain = {"embed": nn.Embedding, "logits": nn.Linear}.get(name)
+    if name.endswith("proj"):
+        plain = nn.Linear
+    if plain is not None and type(module) is not plain:
+        found = f"{type(module).__module__}.{type(module).__qualname__}"
+        raise NotServed(
+            f"{name} is a {found}; a torch.nn.{plain.__name__} is served: merge adapters"
+        )

@@ -1,0 +1,40 @@
+"""Which models of vLLM are served, by what vLLM found in config.json: those whose classes compute
+as the families' do in transformers."""
+
+from typing import Any
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""model_type -> the class that vLLM loads. Others load through classes derived from these, and
+compute something else, or by transformers' own."""
+
+
+def refused(model: Any) -> dict[str, bool]:
+    """What of vLLM's ModelConfig is not served -> whether it is so."""
+    text = model.hf_text_config
+    family, loaded = text.model_type, model.architecture
+    heads = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    windowed = getattr(text, "sliding_window", None) is not None
+    qwen = family in ("qwen2", "qwen3")
+    return {
+        f"{loaded} of model_type={family}; {', '.join(ARCHITECTURES.values())} are": (
+            ARCHITECTURES.get(family) != loaded
+        ),
+        f"runner={model.runner_type}; generate is": model.runner_type != "generate",
+        "is_causal=False": not getattr(text, "is_causal", True),
+        # vLLM's class takes hidden_size / num_attention_heads, transformers' takes head_dim.
+        f"head_dim={heads} of Qwen2, which vLLM does not read": family == "qwen2"
+        and heads * text.num_attention_heads != text.hidden_size,
+        "attention_bias of Qwen3, of which vLLM leaves out o_proj's": family == "qwen3"
+        and bool(getattr(text, "attention_bias", False)),
+        "a sliding window in some layers, which vLLM has in all": windowed
+        and "full_attention" in (getattr(text, "layer_types", None) or ()),
+        "dual_chunk_attention_config": qwen
+        and bool(getattr(text, "dual_chunk_attention_config", None)),
+        "llama_4_scaling": getattr(text, "llama_4_scaling", None) is not None,
+        "ada_rms_norm_t_cond": bool(getattr(text, "ada_rms_norm_t_cond", False)),
+    }

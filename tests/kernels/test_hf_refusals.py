@@ -1,0 +1,173 @@
+"""What HF is asked for and the kernels do not serve: a clear error, never another number."""
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hf_models import small_model, transformers
+from rlk_kernels.integrations import hf
+from rlk_kernels.integrations.errors import NotServed
+
+IDS = torch.arange(8)[None]
+CAUSAL = torch.ones(8, 8, dtype=torch.bool).tril()[None, None]
+
+
+def with_kernels(family: str = "Llama", **config: Any) -> Any:
+    model = small_model(family, **config).eval()
+    hf.use_kernels(model)
+    return model
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_what_is_served_passes(family: str) -> None:
+    model = with_kernels(family)
+    cache = transformers.DynamicCache()
+    with torch.no_grad():
+        whole = model(IDS, attention_mask=torch.ones_like(IDS), use_cache=False).logits
+        parts = [model(IDS[:, :5], past_key_values=cache).logits]
+        parts.append(model(IDS[:, 5:], past_key_values=cache).logits)
+    assert torch.cat(parts, 1).equal(whole)
+
+
+def static(model: Any) -> Any:
+    return transformers.StaticCache(config=model.config, max_cache_len=16)
+
+
+def own(model: Any) -> Any:
+    class Kept(transformers.DynamicCache):
+        pass
+
+    return Kept()
+
+
+@pytest.mark.parametrize(("made", "says"), [(static, "a StaticCache"), (own, "a Kept")])
+def test_another_cache_is_refused(made: Callable[[Any], Any], says: str) -> None:
+    model = with_kernels()
+    with pytest.raises(NotServed, match=f"{says} is not served"):
+        model(IDS, past_key_values=made(model))
+
+
+def test_generation_with_a_static_cache_is_refused() -> None:
+    model = with_kernels()
+    given = {"max_new_tokens": 2, "do_sample": False}
+    assert model.generate(IDS, **given).shape == (1, 10)
+    with pytest.raises(NotServed, match="is not served"):
+        model.generate(IDS, cache_implementation="static", disable_compile=True, **given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        CAUSAL,
+        torch.zeros(1, 1, 8, 8),
+        {"full_attention": CAUSAL},
+        {"full_attention": torch.ones(1, 8, dtype=torch.int64)},
+    ],
+    ids=["bool 4D", "float 4D", "in a dict", "of integers, in a dict"],
+)
+def test_a_mask_made_by_the_caller_is_refused(given: Any) -> None:
+    model = with_kernels("Qwen2" if isinstance(given, dict) else "Llama")
+    with pytest.raises(NotServed, match=r"an attention mask .* made by the caller, is not served"):
+        model(IDS, attention_mask=given, use_cache=False)
+
+
+def test_a_mask_of_another_length_is_refused() -> None:
+    with pytest.raises(NotServed, match=r"an attention mask \[1, 11\] is not served for 8 keys"):
+        with_kernels()(IDS, attention_mask=torch.ones(1, 11), use_cache=False)
+
+
+def test_attention_that_is_not_causal_is_refused() -> None:
+    model = small_model()
+    model.config.is_causal = False
+    with pytest.raises(NotServed, match="is_causal=False"):
+        hf.use_kernels(model)
+    later = with_kernels()
+    later.config.is_causal = False
+    with pytest.raises(NotServed, match="is_causal=False"):
+        later(IDS, use_cache=False)
+    for model in (with_kernels(), with_kernels()):
+        model.model.layers[0].self_attn.is_causal = False
+        with pytest.raises(NotServed, match="is_causal=False"):
+            model(IDS, use_cache=False)
+
+
+def test_attention_by_another_name_is_refused() -> None:
+    model = with_kernels()
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(NotServed, match="attn_implementation=sdpa was set after use_kernels"):
+        model(IDS, use_cache=False)
+
+
+def test_a_config_shared_with_a_model_without_kernels_is_refused() -> None:
+    model = small_model()
+    other = type(model)(model.config)
+    hf.use_kernels(model)
+    with pytest.raises(NotServed, match="shares its config"):
+        other(IDS, use_cache=False)
+
+
+def test_a_part_of_a_head_that_rotates_is_refused() -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    with pytest.raises(NotServed, match=r"partial_rotary_factor=0\.5 is not served"):
+        hf.use_kernels(small_model(rope_parameters=rope))
+
+
+PLACES = {
+    "the model": "",
+    "the model's decoder": "model",
+    "layers.0": "model.layers.0",
+    "layers.0.self_attn": "model.layers.0.self_attn",
+    "layers.0.act": "model.layers.0.mlp",
+    "layers.0.mlp_norm": "model.layers.0.post_attention_layernorm",
+    "layers.0.q_rope": "model.rotary_emb",
+}
+
+
+def foreign(self: Any, *args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("of another library")
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_class_of_another_library_is_refused(name: str) -> None:
+    model = small_model()
+    module = model.get_submodule(PLACES[name])
+    own = type(module)
+    module.__class__ = type("Liger", (own,), {"forward": foreign})
+    with pytest.raises(NotServed, match=rf"^{name} is a Liger whose forward is .*\.foreign"):
+        hf.use_kernels(model)
+    # A class that inherits its forward is no other.
+    module.__class__ = type("Mine", (own,), {})
+    hf.use_kernels(model)
+
+
+@pytest.mark.parametrize("name", [*PLACES, "layers.0.q_proj"])
+def test_a_forward_replaced_in_an_object_is_refused(name: str) -> None:
+    """As accelerate's hooks and the kernels of the hub do: it would hide ours."""
+    model = small_model()
+    place = PLACES.get(name, "model.layers.0.self_attn.q_proj")
+    module = model.get_submodule(place)
+    module.forward = types.MethodType(foreign, module)
+    with pytest.raises(NotServed, match=rf"the forward of {name} was replaced in this one object"):
+        hf.use_kernels(model)
+
+
+def test_a_forward_patched_into_a_class_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As libraries do before or after a model is loaded."""
+    model = small_model()
+    monkeypatch.setattr(type(model), "forward", foreign)
+    with pytest.raises(NotServed, match="the model is a LlamaForCausalLM whose forward is"):
+        hf.use_kernels(model)
+
+
+def test_a_model_that_is_compiled_already_is_refused() -> None:
+    with pytest.raises(NotServed, match="replaced in this one object"):
+        hf.use_kernels(torch.compile(small_model()))
+
+
+def test_what_is_left_to_the_engine_may_be_another_librarys() -> None:
+    model = small_model()
+    mlp = model.model.layers[0].mlp
+    mlp.__class__ = type("Liger", (type(mlp),), {"forward": foreign})
+    hf.use_kernels(model, left=["act"])
