@@ -117,6 +117,18 @@ def _after(whole: Any, states: list[torch.Tensor]) -> torch.Tensor:
     return states[2]
 
 
+def test_the_loss_of_labels_is_of_our_log_probs() -> None:
+    model = made(config())
+    ids = torch.arange(24).view(2, 12)
+    loss = model(ids, AT.expand(2, 12), None, labels=ids.flip(1))
+    logits = model(ids, AT.expand(2, 12), None)
+    assert loss.shape == (2, 12)
+    found = megatron.token_logprobs(logits.flatten(0, 1), ids.flip(1).flatten())
+    assert loss.equal(-found.view(2, 12))
+    loss.mean().backward()
+    assert bool(model.output_layer.weight.grad.any())
+
+
 REFUSED: dict[str, Any] = {
     "tensor_model_parallel_size": 2, "context_parallel_size": 2, "normalization": "LayerNorm",
     "gated_linear_unit": False, "activation_func": torch.nn.functional.gelu,

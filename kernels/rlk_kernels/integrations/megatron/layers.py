@@ -62,6 +62,12 @@ class Output(Counted, ColumnParallelLinear):
         return profile.logits(input_, self.weight if weight is None else weight, self.bias), None
 
 
+def language_model_loss(labels: Tensor, logits: Tensor) -> Tensor:
+    """fp32 `[B, S]`: minus the log-probs of logits `[S, B, V]` at labels `[B, S]`."""
+    rows, targets = logits.transpose(0, 1).flatten(0, 1), labels.flatten()
+    return -profile.logp(rows, targets).view(labels.shape)
+
+
 class Embedding(Counted, VocabParallelEmbedding):
     def forward(self, input_: Tensor) -> Tensor:
         self.count()

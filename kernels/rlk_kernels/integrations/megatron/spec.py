@@ -117,6 +117,8 @@ def use_kernels(model: Any, rope_parameters: Mapping[str, Any], left: Iterable[s
         model.embedding.word_embeddings.__class__ = layers.Embedding
     if "logits" not in left and model.post_process:
         model.output_layer.__class__ = layers.Output
+        if "logprob" not in left:
+            model.compute_language_model_loss = layers.language_model_loss
     if rotates:
         rotary = model.rotary_pos_emb
         found, scaling = rotation(rope_parameters, 2 * rotary.inv_freq.numel())
