@@ -132,8 +132,7 @@ def test_an_example_runs_in_its_framework(tmp_path: Path, name: str) -> None:
 def run(folder: Path, *command: str) -> str:
     path = os.pathsep.join([str(folder), str(ROOT), str(ROOT / "kernels")])
     settings = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    settings |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    settings |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,

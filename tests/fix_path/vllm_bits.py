@@ -4,7 +4,8 @@ said, bit for bit.
     python vllm_bits.py CASES.json FOUND.json
 
 CASES.json: a list of {"name", "model", "prompts", "new_tokens", "kernels" (off, registered,
-plugin), "options" (LLM's), "reload" (a checkpoint), "all tokens" (whether to ask for them)};
+plugin), "options" (LLM's), "reload" (a checkpoint), "all tokens" (whether to ask for them),
+"apart" (whether the model is in a process of its own, as vLLM has it by default)};
 FOUND.json: by name, greedy tokens, and the
 bits of the log-probs of decoding and of scoring the same sequences. Where prefixes are cached it
 decodes twice, and says what it said with the cache filled; where a checkpoint is to be loaded into
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -74,7 +74,7 @@ def preemptions(llm: LLM) -> int:
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
     how = case["kernels"]
-    os.environ.pop(kernels.ENVIRONMENT, None)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if case.get("apart") else "0"
     plugins.plugins_loaded = False
     if how == "registered":
         kernels.register()

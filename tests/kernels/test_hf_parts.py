@@ -100,3 +100,36 @@ def test_what_is_no_causal_model_is_refused() -> None:
     for ask in (hf.use_kernels, hf.operators):
         with pytest.raises(NotServed, match="a LlamaModel is not served"):
             ask(small_model().model)
+
+
+def test_the_loss_of_labels_is_of_our_log_probs() -> None:
+    model, plain = small_model(), small_model()
+    own = type(model).loss_function.fget(model)
+    undo = hf.use_kernels(model)
+    ids = torch.arange(24).view(2, 12)
+    one = torch.full_like(ids, -100)
+    one[1, 7] = ids[1, 7]
+    out = model(ids, labels=one, use_cache=False)
+    assert out.loss.equal(-hf.token_logprobs(out.logits[1, 6:7], ids[1, 7:8])[0])
+    some = ids.clone()
+    some[0, :5] = -100
+    gradients = []
+    for count in (None, 7, torch.tensor(7)):
+        model.zero_grad()
+        out = model(ids, labels=some, use_cache=False, num_items_in_batch=count)
+        out.loss.backward()
+        gradients.append(model.lm_head.weight.grad)
+        rows = hf.token_logprobs(out.logits[:, :-1].flatten(0, 1), some[:, 1:].flatten())
+        chosen = rows[some[:, 1:].flatten() >= 0]
+        assert len(chosen) == 18
+        near = -chosen.double().sum() / (len(chosen) if count is None else 7)
+        assert abs(out.loss.item() - near.item()) < 1e-5
+        theirs = plain(ids, labels=some, use_cache=False, num_items_in_batch=count).loss
+        assert abs(out.loss.item() - theirs.item()) < 1e-4
+    assert gradients[1].equal(gradients[2])
+    assert not gradients[0].equal(gradients[1])
+    undo.close()
+    assert model.loss_function is own
+    left = small_model()
+    hf.use_kernels(left, left=["logits"])
+    assert left.loss_function is own

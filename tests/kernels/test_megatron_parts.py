@@ -1,5 +1,7 @@
-"""Parts of the integration into Megatron-core: windows, and the stages of a pipeline."""
+"""Parts of the integration into Megatron-core: windows, the stages of a pipeline, and what is
+refused."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,14 +45,16 @@ def config(**more: Any) -> Any:
     return TransformerConfig(**usual | more)
 
 
-def made(asked: Any, vp_stage: int | None = None, **more: Any) -> Any:
+def made(
+    asked: Any, vp_stage: int | None = None, rope: dict[str, Any] | None = None, **more: Any
+) -> Any:
     from megatron.core.models.gpt import GPTModel
 
     torch.manual_seed(0)
     spec = megatron.layer_spec(asked, vp_stage=vp_stage)
     also = {"position_embedding_type": "rope", "vp_stage": vp_stage}
-    model = GPTModel(asked, spec, 64, 32, **also, **more)
-    return megatron.use_kernels(model, {"rope_theta": 10000})
+    model = GPTModel(asked, spec, 64, 32, **also | more)
+    return megatron.use_kernels(model, rope or {"rope_theta": 10000})
 
 
 def reached(asked: Any) -> list[int]:
@@ -111,3 +115,126 @@ def _after(whole: Any, states: list[torch.Tensor]) -> torch.Tensor:
     """What the third layer gives."""
     whole(IDS, AT, None)
     return states[2]
+
+
+def test_the_loss_of_labels_is_of_our_log_probs() -> None:
+    model = made(config())
+    ids = torch.arange(24).view(2, 12)
+    loss = model(ids, AT.expand(2, 12), None, labels=ids.flip(1))
+    logits = model(ids, AT.expand(2, 12), None)
+    assert loss.shape == (2, 12)
+    found = megatron.token_logprobs(logits.flatten(0, 1), ids.flip(1).flatten())
+    assert loss.equal(-found.view(2, 12))
+    loss.mean().backward()
+    assert bool(model.output_layer.weight.grad.any())
+
+
+REFUSED: dict[str, Any] = {
+    "tensor_model_parallel_size": 2, "context_parallel_size": 2, "normalization": "LayerNorm",
+    "gated_linear_unit": False, "activation_func": torch.nn.functional.gelu,
+    "softmax_type": "learnable", "attention_dropout": 0.1, "hidden_dropout": 0.1,
+    "glu_linear_offset": 1.0, "transformer_impl": "inference_optimized", "fp8": "e4m3",
+    "fp4": "e2m1", "activation_func_clamp_value": 7.0, "num_moe_experts": 8, "mtp_num_layers": 1,
+    "no_rope_freq": [0, 1], "experimental_attention_variant": "dsa", "linear_attention_freq": 2,
+    "mrope_section": [4, 2, 2], "quant_recipe": object(),
+}  # fmt: skip
+"""Option -> a value that is not served; True for the others."""
+
+
+def test_every_option_of_this_megatron_is_named() -> None:
+    from rlk_kernels.integrations.megatron import limits
+
+    names = [option.name for option in dataclasses.fields(config())]
+    assert len(names) > 200
+    assert [name for name in names if not limits.named(name)] == []
+    assert set(limits.ONLY) <= set(names)
+    assert limits.ONLY.keys() >= REFUSED.keys()
+
+
+def test_what_the_config_asks_for_and_is_not_served_is_refused_by_name() -> None:
+    from rlk_kernels.integrations.megatron import limits
+
+    for name in limits.ONLY:
+        asked = config()
+        setattr(asked, name, REFUSED.get(name, True))
+        with pytest.raises(NotServed, match=f"what is not served: {name}="):
+            megatron.layer_spec(asked)
+
+
+def test_an_option_that_is_not_known_is_refused_where_it_is_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from rlk_kernels.integrations.megatron import limits
+
+    monkeypatch.setattr(limits, "MECHANICS", tuple(set(limits.MECHANICS) - {"test_mode"}))
+    megatron.layer_spec(config())
+    with pytest.raises(NotServed, match="test_mode=True, which is not known"):
+        megatron.layer_spec(config(test_mode=True))
+
+
+def test_an_option_of_a_class_of_ones_own_is_its_own_business() -> None:
+    @dataclasses.dataclass
+    class Mine(type(config())):  # type: ignore[misc]
+        rotary_base: int = 10000
+
+    asked = Mine(**{f.name: getattr(config(), f.name) for f in dataclasses.fields(config())})
+    asked.rotary_base = 5
+    megatron.layer_spec(asked)
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"position_embedding_type": "none"}, "position_embedding_type=none"),
+        ({"position_embedding_type": "learned_absolute"}, "position_embedding_type=learned"),
+        ({"rotary_percent": 0.5}, r"rotary_percent=0\.5"),
+        ({"rotary_base": 500000}, "rotary_base=500000"),
+        ({"rope_scaling": True}, "rope_scaling"),
+        ({"seq_len_interpolation_factor": 2.0}, r"seq_len_interpolation_factor=2\.0"),
+        (
+            {"seq_len_interpolation_factor": 2.0, "rope": LLAMA3},
+            r"seq_len_interpolation_factor=2\.0",
+        ),
+    ],
+)
+def test_a_rope_that_the_parameters_do_not_say_is_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(NotServed, match=f"made with {says}"):
+        made(config(), **given)
+
+
+def test_a_rope_that_the_parameters_say_is_served() -> None:
+    linear = {"rope_type": "linear", "rope_theta": 10000, "factor": 2.0}
+    made(config(), rope=linear, seq_len_interpolation_factor=2.0)
+    made(config(), rope=LLAMA3, rope_scaling=True)
+
+
+def test_the_spec_of_another_layer_is_refused() -> None:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    for asked, says in (
+        ({"num_experts": 4}, "mlp is a MoELayer; a MLP is served"),
+        ({"multi_latent_attention": True}, "self_attention is a MLASelfAttention; a SelfAttention"),
+    ):
+        spec = get_gpt_layer_local_spec(normalization="RMSNorm", **asked)
+        block = TransformerBlockSubmodules(layer_specs=[spec], layer_norm=WrappedTorchNorm)
+        with pytest.raises(NotServed, match=says):
+            megatron.with_kernels(block)
+
+
+def test_padding_in_front_is_refused_where_rows_count_it() -> None:
+    model, length = made(config()), IDS.shape[1]
+    hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+    behind = hidden.expand(1, 1, length, length).clone()
+    front = behind.clone()
+    front[..., :3] = True
+    model(IDS, AT, behind)
+    with pytest.raises(NotServed, match="padding in front of a sequence is not served"):
+        model(IDS, AT, front)

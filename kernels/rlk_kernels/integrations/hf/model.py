@@ -9,6 +9,7 @@ from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.hf import attention, modules
 from rlk_kernels.integrations.hf.held import hold, round_as_eager
 from rlk_kernels.integrations.hf.known import check_forwards, check_plain
+from rlk_kernels.integrations.hf.loss import causal_lm_loss
 from rlk_kernels.integrations.operators import chosen_out, leaves
 from rlk_kernels.integrations.rotary import rotation
 
@@ -104,6 +105,9 @@ def replace(model: Any, left: Iterable[str]) -> ExitStack:
         rotary.attention_scaling = 1.0 if scaling is None else scaling.item()
         modeling = _modeling(model)
         undo.callback(hold(modeling, lambda: modules.rotate_in(modeling)))
+    if left.isdisjoint(("logits", "logprob")):
+        undo.callback(setattr, model, "loss_function", model.loss_function)
+        model.loss_function = causal_lm_loss
     if "attn" not in left:
         attention.register()
         undo.callback(

@@ -17,6 +17,7 @@ from torch import Tensor
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.megatron.attention import boundaries
+from rlk_kernels.integrations.megatron.limits import check_config
 from rlk_kernels.integrations.operators import Counted
 
 
@@ -59,6 +60,12 @@ class Output(Counted, ColumnParallelLinear):
     ) -> tuple[Tensor, None]:
         self.count()
         return profile.logits(input_, self.weight if weight is None else weight, self.bias), None
+
+
+def language_model_loss(labels: Tensor, logits: Tensor) -> Tensor:
+    """fp32 `[B, S]`: minus the log-probs of logits `[S, B, V]` at labels `[B, S]`."""
+    rows, targets = logits.transpose(0, 1).flatten(0, 1), labels.flatten()
+    return -profile.logp(rows, targets).view(labels.shape)
 
 
 class Embedding(Counted, VocabParallelEmbedding):
@@ -134,14 +141,22 @@ class RotatingAttention(SelfAttention):
         self.rope = Rope()
         self._given: tuple[Tensor, Any] | None = None
 
-    def forward(self, *args: Any, rotary_pos_emb: Any = None, **kwargs: Any) -> Any:
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, *args: Any,
+        rotary_pos_emb: Any = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         if kwargs.get("inference_context") is not None:
             raise NotServed("megatron-core's inference is not served; this is for training")
         self._given = (rotary_pos_emb, kwargs.get("packed_seq_params"))
         try:
-            return super().forward(*args, rotary_pos_emb=None, **kwargs)
+            out = super().forward(
+                hidden_states, attention_mask, *args, rotary_pos_emb=None, **kwargs
+            )
         finally:
             self._given = None
+        if self.layer_number == 1:
+            _check_begin(rotary_pos_emb, getattr(attention_mask, "rlk_first_rows", None))
+        return out
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
@@ -159,26 +174,21 @@ class RotatingAttention(SelfAttention):
     """Set by `use_kernels`: the model's, in a tuple because it is no part of this layer."""
 
 
+def _check_begin(positions: Tensor, first: Tensor | None) -> None:
+    """Raises NotServed where positions[S, B or 1] do not begin with each sequence, which has
+    first[B] rows of padding in front; None for none."""
+    if first is None:
+        return
+    at = positions.expand(-1, len(first)).gather(0, first[None].clamp(max=len(positions) - 1))
+    if bool((at != 0).any()):
+        raise NotServed(
+            "padding in front of a sequence is not served where a row's index is its position, as "
+            "GPTModel has it: pad behind, or pack"
+        )
+
+
 def _anew(cu: Tensor, length: int) -> Tensor:
     """int64 `[T, 1]`: positions that start at 0 with each sequence."""
     at = torch.arange(length, device=cu.device)
     begins = cu[torch.searchsorted(cu, at, right=True) - 1]
     return (at - begins)[:, None]
-
-
-def check_config(config: Any) -> None:
-    """Raises NotServed for what the kernels would compute otherwise than it asks."""
-    refused = {
-        "tensor parallelism": config.tensor_model_parallel_size != 1,
-        "context parallelism": config.context_parallel_size != 1,
-        "no RMSNorm": config.normalization != "RMSNorm",
-        "zero-centred norm weights": config.layernorm_zero_centered_gamma,
-        "an fp32 residual stream": config.fp32_residual_connection,
-        "interleaved rotary pairs": config.rotary_interleaved,
-        "a gate on attention's output": config.attention_output_gate,
-        "dropout of attention": bool(config.attention_dropout),
-        "an activation that is not gated SiLU": not config.gated_linear_unit
-        or config.activation_func is not torch.nn.functional.silu,
-    }
-    if found := [what for what, is_so in refused.items() if is_so]:
-        raise NotServed(f"the TransformerConfig asks for what is not served: {', '.join(found)}")

@@ -7,15 +7,18 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from rlk_kernels.integrations.errors import NotServed
-from rlk_kernels.integrations.megatron import attention, layers
+from rlk_kernels.integrations.megatron import attention, layers, limits
 from rlk_kernels.integrations.operators import chosen_out, leaves
 from rlk_kernels.integrations.rotary import rotation
 
@@ -24,7 +27,7 @@ def layer_spec(
     config: Any, left: Iterable[str], vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """See the package."""
-    layers.check_config(config)
+    limits.check_config(config)
     # Without a pipeline megatron-core's parallel state need not stand yet.
     rank = 0 if config.pipeline_model_parallel_size == 1 else None
     count = get_num_layers_to_build(config, vp_stage, rank)
@@ -51,6 +54,7 @@ def with_kernels(
 def _layer(spec: ModuleSpec, left: frozenset[str], windows: tuple[int | None, ...]) -> ModuleSpec:
     spec = copy.deepcopy(spec)
     parts = spec.submodules
+    _check_dense(spec)
     own, mlp = parts.self_attention.submodules, parts.mlp.submodules
     if not leaves(left, "attn_norm"):
         parts.input_layernorm = layers.Norm
@@ -77,6 +81,21 @@ def _layer(spec: ModuleSpec, left: frozenset[str], windows: tuple[int | None, ..
     return spec
 
 
+def _check_dense(spec: ModuleSpec) -> None:
+    """Raises NotServed for the spec of another layer than a dense decoder's."""
+    parts = spec.submodules
+    modules = {
+        "layer": (spec.module, TransformerLayer),
+        "self_attention": (parts.self_attention.module, SelfAttention),
+        "mlp": (parts.mlp.module, MLP),
+    }
+    for name, (found, served) in modules.items():
+        if found is not served:
+            raise NotServed(
+                f"the spec's {name} is a {found.__name__}; a {served.__name__} is served"
+            )
+
+
 def _linear(own: type, ours: type) -> type:
     """`ours` in place of `own`, or of a subclass that is made otherwise: without a bias, say."""
     base = ours.__mro__[2]
@@ -90,12 +109,17 @@ def _linear(own: type, ours: type) -> type:
 def use_kernels(model: Any, rope_parameters: Mapping[str, Any], left: Iterable[str]) -> Any:
     """See the package."""
     left = chosen_out(left)
-    layers.check_config(model.config)
+    limits.check_config(model.config)
+    rotates = not leaves(left, "q_rope", "k_rope")
+    if rotates:
+        limits.check_rope(model, rope_parameters)
     if "embed" not in left and model.pre_process:
         model.embedding.word_embeddings.__class__ = layers.Embedding
     if "logits" not in left and model.post_process:
         model.output_layer.__class__ = layers.Output
-    if not leaves(left, "q_rope", "k_rope"):
+        if "logprob" not in left:
+            model.compute_language_model_loss = layers.language_model_loss
+    if rotates:
         rotary = model.rotary_pos_emb
         found, scaling = rotation(rope_parameters, 2 * rotary.inv_freq.numel())
         # Kept in the live module, so that what changes them later is not passed by.

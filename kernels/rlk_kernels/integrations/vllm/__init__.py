@@ -33,11 +33,15 @@ def plugin() -> None:
 
 
 def register(left: Iterable[str] = ()) -> None:
-    """Have every model that this process makes from now on use the kernels, but for the operators
-    that are `left` to vLLM. Done already with the same ones, it does nothing."""
+    """Have every model that this process makes from now on, and those that it starts, use the
+    kernels, but for the operators that are `left` to vLLM. Done already with the same ones, it does
+    nothing."""
     from rlk_kernels.integrations.vllm.registry import register
 
+    left = frozenset(left)
     register(left)
+    # vLLM makes its models in a process of its own, which calls `plugin`.
+    os.environ |= {ENVIRONMENT: "1", EXCEPT: ",".join(sorted(left))}
 
 
 def unregister() -> None:
@@ -45,6 +49,8 @@ def unregister() -> None:
     from rlk_kernels.integrations.vllm.registry import unregister
 
     unregister()
+    for name in (ENVIRONMENT, EXCEPT):
+        os.environ.pop(name, None)
 
 
 def leave(model: Any, left: Iterable[str]) -> None:
@@ -63,8 +69,9 @@ def operators(model: Any) -> dict[str, Any]:
 
 
 def check(llm: Any) -> Any:
-    """What the kernels compute of an LLM whose model is in this process, after it has generated.
-    Raises NotServed where an operator is vLLM's own that was not left to it, or was never called
+    """What the kernels compute of an LLM whose model is in this process
+    (VLLM_ENABLE_V1_MULTIPROCESSING=0), after it has generated. Raises NotServed where it is in
+    another, and where an operator is vLLM's own that was not left to it, or was never called
     (compiled code counts no calls: see `rlk_kernels.backend_calls()`)."""
     from rlk_kernels.integrations.vllm.registry import check
 

@@ -128,5 +128,10 @@ def operators(model: Any) -> dict[str, Any]:
 
 def check(llm: Any) -> Any:
     """See the package."""
+    if not hasattr(llm.llm_engine, "model_executor"):
+        raise NotServed(
+            "the model is in another process, where its operators cannot be looked at: set "
+            "VLLM_ENABLE_V1_MULTIPROCESSING=0 before vllm is imported"
+        )
     left = _registered[0] if _registered else frozenset()
     return check_operators(llm.apply_model(operators)[0], left)

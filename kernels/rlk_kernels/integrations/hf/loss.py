@@ -1,0 +1,28 @@
+"""The loss that a causal LM of transformers returns for `labels`, of the kernels' log-probs."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.integrations import profile
+
+NO_TOKEN = -1
+"""A target whose log-prob is 0, without a gradient."""
+
+
+def causal_lm_loss(
+    logits: Tensor, labels: Tensor | None, vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None, ignore_index: int = -100,
+    shift_labels: Tensor | None = None, **_unused: Any,
+) -> Tensor:  # fmt: skip
+    """fp32: minus the log-probs of logits[B, T, V] at the labels[B, T] that follow (or at
+    shift_labels[B, T]), their sum divided by num_items_in_batch or by their number."""
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    target = shift_labels.flatten().to(logits.device)
+    real = target != ignore_index
+    found = profile.logp(logits.reshape(-1, vocab_size), torch.where(real, target, NO_TOKEN))
+    items = real.sum() if num_items_in_batch is None else num_items_in_batch
+    return -found.sum() / (items.to(found.device) if isinstance(items, Tensor) else items)

@@ -1,0 +1,140 @@
+"""What of a TransformerConfig, and of a GPTModel, the kernels do not serve. Every option of
+megatron-core is named here: one that is not, and is set, is refused."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rlk_kernels.integrations.errors import NotServed
+
+ONLY = {
+    "tensor_model_parallel_size": (1,),
+    "context_parallel_size": (1,),
+    "normalization": ("RMSNorm",),
+    "gated_linear_unit": (True,),
+    "activation_func": (torch.nn.functional.silu,),
+    "softmax_type": ("vanilla",),
+    "attention_dropout": (0.0,),
+    "hidden_dropout": (0.0,),
+    "glu_linear_offset": (0.0,),
+    "transformer_impl": ("local", "transformer_engine"),
+    **dict.fromkeys(
+        (
+            *("fp32_residual_connection", "apply_residual_connection_post_layernorm"),
+            *("layernorm_zero_centered_gamma", "rotary_interleaved", "qk_l2_norm", "qk_clip"),
+            *("log_max_attention_logit", "attention_output_gate", "multi_latent_attention"),
+            *("apply_query_key_layer_scaling", "activation_func_fp8_input_store", "fp8", "fp4"),
+            *("activation_func_clamp_value", "num_moe_experts", "mtp_num_layers", "no_rope_freq"),
+            *("experimental_attention_variant", "linear_attention_freq", "mrope_section"),
+            *("is_hybrid_model", "heterogeneous_block_specs", "quant_recipe", "use_kitchen"),
+            *("use_kitchen_attention", "fused_single_qkv_rope", "use_te_activation_func"),
+            *("enable_autocast", "delay_wgrad_compute", "defer_embedding_wgrad_compute"),
+            *("use_inference_optimized_layers", "inference_fuse_tp_communication"),
+        ),
+        (False, None, 0),
+    ),
+}
+"""Option -> the values that are served."""
+
+SERVED = (
+    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("ffn_hidden_size", "layernorm_epsilon", "add_bias_linear", "add_qkv_bias", "qk_layernorm"),
+    *("softmax_scale", "window_size", "window_attn_skip_freq", "fp16", "bf16", "params_dtype"),
+)
+"""Options of the model that are kept whatever they are."""
+
+MECHANICS = (
+    *("sequence_parallel", "hierarchical_context_parallel_sizes", "max_seqlen_per_dp_cp_rank"),
+    *("perform_initialization", "use_cpu_initialization", "timers", "finalize_model_grads_func"),
+    *("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func", "cp_comm_type"),
+    *("deterministic_mode", "autocast_dtype", "gradient_accumulation_fusion", "attention_backend"),
+    *("num_microbatches_with_partial_activation_checkpoints", "barrier_with_L1_time"),
+    *("async_tensor_model_parallel_allreduce", "use_te_rng_tracker", "cross_entropy_loss_fusion"),
+    *("cross_entropy_fusion_impl", "overlap_moe_expert_parallel_comm", "variable_seq_lengths"),
+    *("ep_overlap_early_attn_memory_release", "use_ring_exchange_p2p", "wgrad_deferral_limit"),
+    *("deallocate_pipeline_outputs", "microbatch_group_size_per_vp_stage", "mtp_standalone"),
+    *("mtp_loss_scaling_factor", "account_for_embedding_in_pipeline_split", "init_method"),
+    *("account_for_loss_in_pipeline_split", "calculate_per_token_loss", "init_method_std"),
+    *("qk_clip_alpha", "qk_clip_threshold", "output_layer_init_method", "embedding_init_method"),
+    *("embedding_init_method_std", "init_model_with_meta_device", "attention_softmax_in_fp32"),
+    *("disable_bf16_reduced_precision_matmul", "bias_activation_fusion", "masked_softmax_fusion"),
+    *("persist_layer_norm", "memory_efficient_layer_norm", "bias_dropout_fusion"),
+    *("apply_rope_fusion", "use_fused_weighted_squared_relu", "distribute_saved_activations"),
+    *("tp_only_amax_red", "first_last_layers_bf16", "kitchen_attention_backend"),
+    *("enable_cuda_graph", "external_cuda_graph", "clone_scatter_output_in_embedding"),
+    *("disable_parameter_transpose_cache", "config_logger_dir", "flash_decode"),
+    *("batch_invariant_mode", "inference_rng_tracker", "inference_sampling_seed"),
+    *("symmetric_ar_type", "use_mamba_mem_eff_path", "mlp_chunks_for_prefill"),
+    *("hetereogenous_dist_checkpoint", "fine_grained_activation_offloading", "offload_modules"),
+    *("min_offloaded_tensor_size", "virtual_pipeline_model_parallel_size", "test_mode"),
+    *("hybrid_context_parallel", "_cpu_offloading_context"),
+)
+"""Options that change no number of what the kernels compute, or none without one of `ONLY`."""
+
+MECHANICS_OF = (
+    *("moe_", "fp8_", "fp4_", "mamba_", "dsa_", "linear_", "cuda_graph_", "tp_comm_", "expert_"),
+    *("cpu_offloading", "num_layers_", "recompute_", "pipeline_", "batch_p2p_", "overlap_p2p_"),
+)
+"""How the names of others of that kind begin."""
+
+
+def named(option: str) -> bool:
+    """Whether an option is of one of the kinds above."""
+    return option in (*ONLY, *SERVED, *MECHANICS) or option.startswith(MECHANICS_OF)
+
+
+def check_config(config: Any) -> None:
+    """Raises NotServed for what the kernels would compute otherwise than a TransformerConfig asks,
+    by the names of its options."""
+    wrong = [
+        f"{name}={_shown(value)}"
+        for name, served in ONLY.items()
+        if (value := getattr(config, name, None)) is not None and value not in served
+    ]
+    wrong += [
+        f"{option.name}={_shown(getattr(config, option.name))}, which is not known"
+        for option in _options(config)
+        if not named(option.name) and getattr(config, option.name) != _default(option)
+    ]
+    if wrong:
+        raise NotServed(f"the TransformerConfig asks for what is not served: {'; '.join(wrong)}")
+
+
+def _options(config: Any) -> list[dataclasses.Field]:
+    """Those of megatron-core's own classes: others add what their own code reads."""
+    own = [c for c in type(config).__mro__ if c.__module__.startswith("megatron.core")]
+    return [f for c in own[:1] if dataclasses.is_dataclass(c) for f in dataclasses.fields(c)]
+
+
+def _default(option: dataclasses.Field) -> Any:
+    if option.default_factory is not dataclasses.MISSING:
+        return option.default_factory()
+    return option.default
+
+
+def _shown(value: Any) -> str:
+    return getattr(value, "__name__", None) or repr(value)
+
+
+def check_rope(model: Any, rope: Mapping[str, Any]) -> None:
+    """Raises NotServed for a rotary embedding of a GPTModel that `rope_parameters` do not say, or
+    that has no kernel."""
+    kind, position = rope.get("rope_type", "default"), model.position_embedding_type
+    rotary = getattr(model, "rotary_pos_emb", None)
+    stretched = getattr(rotary, "seq_len_interpolation_factor", None)
+    wrong = {
+        f"position_embedding_type={position}": position not in ("rope", "yarn"),
+        f"rotary_percent={model.rotary_percent}": model.rotary_percent != 1.0,
+        f"rotary_base={model.rotary_base}": model.rotary_base != rope["rope_theta"],
+        "rope_scaling": getattr(model, "rotary_scaling", False) and kind != "llama3",
+        f"seq_len_interpolation_factor={stretched}": stretched is not None
+        and (kind != "linear" or stretched != rope.get("factor")),
+        "position_embedding_type=yarn": position == "yarn" and kind != "yarn",
+    }
+    if found := [name for name, is_so in wrong.items() if is_so]:
+        raise NotServed(
+            f"the GPTModel was made with {', '.join(found)}, which is not served or not what "
+            f"rope_parameters say: {dict(rope)}"
+        )
