@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.operators import Counted
 
 
 def check_forwards(model: Any, replaced: dict[str, Any]) -> None:
@@ -24,7 +25,8 @@ def check_forwards(model: Any, replaced: dict[str, Any]) -> None:
                 f"the forward of {name} was replaced in this one object, by "
                 f"{_where(vars(module)['forward'])}: call use_kernels before"
             )
-        if not isinstance(module, nn.Linear | nn.Embedding):
+        # Ours already, where a model gets the kernels a second time.
+        if not isinstance(module, nn.Linear | nn.Embedding | Counted):
             _check_forward(name, module, model.config.model_type)
 
 
