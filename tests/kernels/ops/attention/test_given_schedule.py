@@ -70,7 +70,9 @@ def test_calls_that_share_a_schedule_have_the_bits_of_calls_alone(lens, window, 
 
 
 @pytest.mark.parametrize(
-    "options", [{"softcap": 5.0}, {"sinks": torch.ones(2)}, {"out": torch.empty(4, 2, 16)}], ids=str
+    "options",
+    [{"softcap": 5.0}, {"sinks": torch.ones(2)}, {"out": torch.empty(4, 2, 16)}],
+    ids=lambda options: next(iter(options)),
 )
 def test_every_form_of_call_takes_one(options, lists):
     x = batch(*DECODE)
