@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: setup demo test test-mutation test-fix-path test-fix-path-all test-quick check compile-kernels test-gpu bench-gpu clean
+.PHONY: setup demo test test-slow test-fix-path test-fix-path-all test-quick check compile-kernels test-gpu bench-gpu clean
 
 setup: $(STAMP)
 
@@ -46,9 +46,9 @@ test-fix-path: setup
 test-fix-path-all: setup
 	$(TESTS) tests/fix_path
 
-# Every guard of a verdict taken out in turn: does its test notice?
-test-mutation: setup
-	$(TESTS) --dist load tests/mutation
+# Every guard of a verdict taken out in turn: does its test notice? Every kernel in Gluon compiled for an H200.
+test-slow: setup
+	$(TESTS) tests/mutation tests/compiled
 
 # What starts no engine.
 test-quick: setup
