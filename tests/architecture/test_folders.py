@@ -44,6 +44,7 @@ def test_the_tests_mirror_the_packages() -> None:
     assert tests <= package | {
         "architecture",
         "browser",
+        "compiled",
         "fix_path",
         "fixtures",
         "fuzz",
