@@ -6,19 +6,13 @@ from dataclasses import replace
 import pytest
 import rlk_kernels as rk
 import torch
-from kernel_suite import packed, paged_cache
-from rlk_kernels.launching import launches
 from rlk_kernels.ops.attention import forward as attention_forward
-
-CHUNK, PAGE, HEADS = 32, 8, (2, 1, 16)
-DECODE = ([1, 1, 1, 1], [0, 100, 33, 64])
-MIXED = ([1, 12, 0, 5], [80, 70, 40, 3])
+from schedule_suite import CHUNK, DECODE, HEADS, MIXED, PAGE, same, wide_batch
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(attention_forward, "CHUNK", CHUNK)
-    monkeypatch.setattr(attention_forward, "launches", launches.__wrapped__)
 
 
 @pytest.fixture
@@ -35,12 +29,9 @@ def lists(monkeypatch):
 
 
 def batch(lens_q, lens_k, heads=HEADS, page=PAGE, width=40, dtype=torch.float32):
-    """Arguments of `paged_attention`, the table `width` blocks wider than it must be."""
-    q, k, v, cu_q, cu_k = packed(lens_q, lens_k, *heads, dtype, "cpu")
-    k_cache, v_cache, table, lens = paged_cache(k, v, cu_k, page=page)
-    wide = torch.full((table.shape[0], table.shape[1] + width), 1 << 30, dtype=torch.int32)
-    wide[:, : table.shape[1]] = table
-    return (q, k_cache, v_cache, wide, lens.int()), cu_q.int()
+    """Arguments of `paged_attention`, the table wider than it must be."""
+    *given, cu_q = wide_batch(lens_q, lens_k, width, heads, page, dtype)
+    return tuple(given), cu_q
 
 
 def made(x, **more):
@@ -49,10 +40,6 @@ def made(x, **more):
 
 def run(x, backend="triton", **more):
     return rk.paged_attention(*x[0], cu_seqlens_q=x[1], backend=backend, return_lse=True, **more)
-
-
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])

@@ -7,19 +7,14 @@ import pytest
 import torch
 from kernel_suite import packed, paged_cache
 from rlk_kernels import device
-from rlk_kernels.launching import launches
 from rlk_kernels.ops.attention import forward as attention_forward
 from rlk_kernels.ops.attention import merge, schedule
-
-CHUNK, PAGE, HEADS = 32, 8, (2, 1, 16)
-DECODE = ([1, 1, 1, 1], [0, 100, 33, 64])
-MIXED = ([1, 12, 0, 5], [80, 70, 40, 3])
+from schedule_suite import CHUNK, DECODE, HEADS, MIXED, PAGE, same, wide_batch
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(attention_forward, "CHUNK", CHUNK)
-    monkeypatch.setattr(attention_forward, "launches", launches.__wrapped__)
     few_programs(monkeypatch, 12)
 
 
@@ -39,16 +34,9 @@ def run(q, k_cache, v_cache, cu_q, lens, table, window=None, **more):
     )[:2]
 
 
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 def batch(lens_q, lens_k, width=0):
-    """Paged inputs of `run`, the table `width` blocks wider than it must be."""
-    q, k, v, cu_q, cu_k = packed(lens_q, lens_k, *HEADS, torch.float32, "cpu")
-    k_cache, v_cache, table, lens = paged_cache(k, v, cu_k, page=PAGE)
-    wide = torch.full((table.shape[0], table.shape[1] + width), 1 << 30, dtype=torch.int32)
-    wide[:, : table.shape[1]] = table
+    """Paged inputs of `run`, the table wider than it must be."""
+    q, k_cache, v_cache, wide, lens, cu_q = wide_batch(lens_q, lens_k, width)
     return q, k_cache, v_cache, cu_q, lens, wide
 
 
