@@ -62,10 +62,11 @@ def _merge_kernel(
     LISTED: tl.constexpr, RUNNING: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A packed row (query * G + head) of one KV head at a time, of those that have to be merged."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    """A packed row (query * G + head) of one KV head at a time, of those that have to be merged.
+
+    A row is looked up while the kernel that attends still runs: lengths and list were there before
+    that began, which waits for all before it and lets this one begin only then.
+    """
     pitch = 2 * B + 2
     if LISTED:
         tau = tl.load(plan_ptr + TAU * pitch)
@@ -108,6 +109,13 @@ def _merge_kernel(
             _, length = _ranges(tl.load(own + COUNT * pitch), tau)
             folded = first + length - 1
             leader = tl.load(plan_ptr + LEADER * pitch + b)
+        else:
+            base = b
+            folded = lone_first + lone_length - 1
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        if LISTED:  # noqa: SIM102 (these are constants)
             if leader >= 0:
                 at = plan_ptr + 2 * leader
                 _, length = _ranges(tl.load(at + COUNT * pitch), tau)
@@ -118,9 +126,6 @@ def _merge_kernel(
                 )  # fmt: skip
                 folded = first
                 begin = first
-        else:
-            base = b
-            folded = lone_first + lone_length - 1
         m, den, acc = _merge_slots(
             m, den, acc, part_acc_ptr, part_ml_ptr, base, queries * G, row, folded, begin, end, hk,
             cols, HK, DP, AHEAD,
@@ -128,6 +133,9 @@ def _merge_kernel(
         head = hk * G + row % G + tl.zeros((1,), tl.int32)
         token = q_start + row // G + tl.zeros((1,), tl.int32)
         finish(m, den, acc, out_ptr, lse_ptr, token, head, live, cols, HK * G, DIM, T)
+    if OVERLAP:  # whoever has no row waits too: what comes behind waits for this kernel alone
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 def merge_parts(
