@@ -335,12 +335,10 @@ def _plan(
     most = (blocks + batch // 2) * max(chunks, 1)
     most = min(most, PIECES[min(rows, 128)] * here.processors // kv_heads + blocks + batch)
     split = split and (not running or tokens * group <= room)
-    # a block a program takes less where it is one wave of them, and not of few
-    one_wave = here.processors // 2 < batch * kv_heads <= here.processors
     return ForwardPlan(
         special=special, rows=rows, split=split, listed=split and batch > 1,
         alone=running and batch == 1 and tokens * group <= 16 and dim == 128,
-        whole=running and not split and chunks <= 1 and not one_wave,
+        whole=running and not split and chunks <= 1,
         slots=min(room, tokens * group * (chunks + 1)), most=most,
         target=PIECES[min(rows, 128)] * here.processors,
     )  # fmt: skip
