@@ -94,6 +94,14 @@ def prefill(heads, sequences: int, tokens: int, dtype=BF16, backward=True, **opt
         _backward(y)
 
 
+def unaligned_prefill(tokens: int) -> None:
+    """Queries that do not begin at 16 bytes, and queries whose rows do not."""
+    k, v = (_x(tokens, 8, 128).detach() for _ in range(2))
+    cu = _ids(2, dtype=torch.int32)
+    rk.attention(_x(1 + tokens * 4096).detach()[1:].view(tokens, 32, 128), k, v, cu, cu)
+    rk.attention(_x(tokens, 4097).detach()[:, :4096].view(tokens, 32, 128), k, v, cu, cu)
+
+
 def decode(heads, sequences: int, context: int, page: int = 16) -> None:
     hq, hk, dim = heads
     pages = context // page
@@ -159,6 +167,7 @@ CALLS: dict[str, Callable[[], object]] = {
         for m in ROWS
     },
     "prefill": lambda: prefill(LARGE, 1, 4096),
+    "prefill, unaligned queries": lambda: unaligned_prefill(4096),
     "prefill, window": lambda: prefill(LARGE, 1, 4096, window=1024),
     "prefill, not causal, fp16": lambda: prefill(LARGE, 1, 4096, dtype=FP16, causal=False),
     "prefill, sinks": lambda: prefill(LARGE, 1, 4096, sinks=_x(32, dtype=FP32)),

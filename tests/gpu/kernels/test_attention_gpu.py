@@ -158,6 +158,17 @@ def test_slices_of_one_tensor_are_read_where_they_lie(taken):
     assert same(forward(q, k, v, cu, cu), forward(*dense, cu, cu, rows=64, warp_specialized=False))
 
 
+def test_unaligned_queries_change_no_bit(taken):
+    q, k, v, cu, _ = packed([300, 400], [300, 400], 8, 2, 128, torch.bfloat16, "cuda")
+    want = forward(q, k, v, cu, cu)
+    memory = torch.empty(1 + q.numel(), device="cuda", dtype=q.dtype)
+    wide = torch.empty(700, 8 * 128 + 1, device="cuda", dtype=q.dtype)
+    for other in (memory[1:].view(q.shape), wide[:, : 8 * 128].view(q.shape)):
+        other.copy_(q)
+        assert same(forward(other, k, v, cu, cu), want)
+        assert same(forward(q, k, v, cu, cu), want)  # of one shape, and of other strides
+
+
 @pytest.mark.parametrize("page", [4, 24])
 def test_pages_that_do_not_fill_a_block_take_the_other_kernel(page):
     q, k, v, cu, _ = packed([333, 1200], [333, 1200], 8, 2, 128, torch.bfloat16, "cuda")

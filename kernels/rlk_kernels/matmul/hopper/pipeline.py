@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -25,6 +26,7 @@ DEPTH = gl.constexpr(4)
 # names that changed between the versions of Triton that these kernels compile with
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+load_elements = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _MEMORY = gl.shared_memory_descriptor
 reinterpret = getattr(_MEMORY, "reinterpret", None) or _MEMORY._reinterpret

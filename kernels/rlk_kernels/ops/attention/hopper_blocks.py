@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from rlk_kernels.device import facts
 from rlk_kernels.direct import empty
 from rlk_kernels.launching import kept, launch
-from rlk_kernels.matmul.hopper.pipeline import ROWS, barriers, thread_barrier
+from rlk_kernels.matmul.hopper.pipeline import ROWS, barriers, load_elements, thread_barrier
 from rlk_kernels.ops.attention.hopper import (
     BLOCK,
     PER_CHUNK,
@@ -26,7 +27,6 @@ from rlk_kernels.ops.attention.hopper import (
     _last_block,
     _merge_chunk,
     _next_block,
-    _queries,
     _weigh,
     buffers,
     descriptors,
@@ -133,6 +133,28 @@ def _attend_rows(
 
 
 @gluon.jit
+def _ask_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, G: gl.constexpr):
+    """Started: packed rows into q[rows, DIM]; behind the sequence its last row again.
+
+    Past the registers: loaded ones would be waited for ahead of the stores that hide the load.
+    """
+    DIM: gl.constexpr = q.type.shape[1]
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    row = gl.minimum(first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LOAD)), len_q * G - 1)
+    at = (q_start + row // G).to(gl.int64) * stride_qt + (hk * G + row % G) * stride_qh
+    at = at[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, LOAD))[None, :]
+    load_elements(q, q_ptr + at)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _wait_queries():
+    async_copy.wait_group(0)
+    fence_async_shared()
+    thread_barrier()
+
+
+@gluon.jit
 def _attend(
     given, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, GROUP: gl.constexpr,
@@ -147,15 +169,12 @@ def _attend(
     q = q_smem.index(GROUP)
     merged = merged.index(GROUP)
     first_row, q_start, len_q, len_k, hk, begin, end, plain_end = _hear(places, said, heard, 0)
-    queries = _queries(
-        q_ptr, first_row + GROUP * ROWS, q_start, len_q, hk, stride_qt, stride_qh, G, ROWS, DIM
-    )
+    first_row += GROUP * ROWS
+    _ask_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, G)
     turn = 0
     done = 0
     while end > 0:
-        q.store(queries)
-        fence_async_shared()
-        first_row += GROUP * ROWS
+        _wait_queries()
         row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
         last = gl.zeros_like(row) + len_k - 1  # the last key a row sees
         if CAUSAL:
@@ -172,11 +191,11 @@ def _attend(
         first_row, q_start, len_q, len_k, hk, begin, end, plain_end = _hear(
             places, said, heard, done
         )
-        queries = _queries(
-            q_ptr, first_row + GROUP * ROWS, q_start, len_q, hk, stride_qt, stride_qh, G, ROWS, DIM
-        )
+        first_row += GROUP * ROWS
+        _ask_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, G)
         cols = gl.arange(0, DIM, gl.SliceLayout(0, OUT))
         finish(m, den, acc, out_ptr, lse_ptr, token, head, live, cols, HK * G, DIM, T)
+    _wait_queries()
 
 
 @gluon.jit
@@ -230,7 +249,7 @@ def _copy_rows(
             turn += end - begin
             done += 1
         item = following
-    _say(places, said, heard, done, (0, 0, 0, 0, 0, 0, 0, 0))
+    _say(places, said, heard, done, (0, 0, 1, 0, 0, 0, 0, 0))  # no keys: the end; a row to ask for
 
 
 @gluon.jit(do_not_specialize=["B", "T", "blocks", "window", "stride_table"])
@@ -241,8 +260,9 @@ def _attention_hopper_kernel(
     WINDOWED: gl.constexpr, PAGE: gl.constexpr, GROUPS: gl.constexpr, MORE: gl.constexpr,
 ):  # fmt: skip
     """MORE: there are more blocks of rows than programs."""
+    DEPTH: gl.constexpr = 3 if DIM == 64 else 2  # what there is room for (time only)
     q_smem, merged, k_ring, k_full, k_empty, v_ring, v_full, v_empty = buffers(
-        q_ptr, DIM, GROUPS, 2, 2, False
+        q_ptr, DIM, GROUPS, DEPTH, DEPTH, False
     )
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     places = gl.allocate_shared_memory(gl.int32, [PLACES, 8], flat)
@@ -295,8 +315,10 @@ def attend_hopper(
 ) -> None:  # fmt: skip
     """Fill out and lse, no keys split, `rows` packed rows at a time; k and v are such that `reads`
     is true."""
+    if q.data_ptr() % 16 or any(stride % 16 for stride in q.stride()[:2]):
+        q = q.clone(memory_format=torch.contiguous_format)  # copied 16 bytes at a time
     programs, more, numbers, constants, options = kept(
-        seen, "blocks", None, _fixed, rows, q, k, v, cu_q, table, causal, window
+        seen, "blocks", q.stride(), _fixed, rows, q, k, v, cu_q, table, causal, window
     )
     maps = kept(seen, "maps", (k.data_ptr(), v.data_ptr()), descriptors, k, v, table)
     counter = cu_q
