@@ -107,11 +107,8 @@ def _clear(values, count, WARPS: gl.constexpr = 4):
 
 
 @gluon.jit
-def _weigh(
-    s, m, den, scale, first, last, window, masked, dtype: gl.constexpr, OUT: gl.constexpr,
-    WINDOWED: gl.constexpr,
-):  # fmt: skip
-    """One block of scores into a chunk's state: (weights as an operand, m, den, rescaling)."""
+def _seen(s, m, scale, first, last, window, masked, WINDOWED: gl.constexpr):
+    """(Scores of a block, -inf where a row does not see the key; the maximum after them.)"""
     if masked:
         key = first + gl.arange(0, BLOCK, gl.SliceLayout(0, s.type.layout))
         visible = key[None, :] <= last[:, None]
@@ -120,7 +117,16 @@ def _weigh(
         s = gl.where(visible, s, float("-inf"))
     # of eight columns first: short chains, which wait less for their own results
     top = gl.max(gl.max(gl.reshape(s, (ROWS, BLOCK // 8, 8)), 1), 1)
-    top = gl.maximum(m, gl.convert_layout(top, gl.SliceLayout(1, s.type.layout)) * scale)
+    return s, gl.maximum(m, gl.convert_layout(top, gl.SliceLayout(1, s.type.layout)) * scale)
+
+
+@gluon.jit
+def _weigh(
+    s, m, den, scale, first, last, window, masked, dtype: gl.constexpr, OUT: gl.constexpr,
+    WINDOWED: gl.constexpr,
+):  # fmt: skip
+    """One block of scores into a chunk's state: (weights as an operand, m, den, rescaling)."""
+    s, top = _seen(s, m, scale, first, last, window, masked, WINDOWED)
     p, m, old, sums = weights_below(s, m, top, scale, 4)
     den = gl.fma(den, gl.convert_layout(old, gl.SliceLayout(1, sums.type.layout))[:, None], sums)
     operand = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, OUT, 2))

@@ -11,12 +11,23 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from rlk_kernels.device import facts
 from rlk_kernels.direct import empty
 from rlk_kernels.launching import kept, launch
-from rlk_kernels.matmul.hopper.pipeline import ROWS, barriers, load_elements, thread_barrier
+from rlk_kernels.matmul.hopper.pipeline import (
+    ROWS,
+    barriers,
+    load_elements,
+    reinterpret,
+    thread_barrier,
+)
 from rlk_kernels.ops.attention.hopper import (
     BLOCK,
     PER_CHUNK,
@@ -26,7 +37,7 @@ from rlk_kernels.ops.attention.hopper import (
     _free,
     _last_block,
     _merge_chunk,
-    _next_block,
+    _seen,
     _weigh,
     buffers,
     descriptors,
@@ -34,9 +45,11 @@ from rlk_kernels.ops.attention.hopper import (
 from rlk_kernels.ops.attention.order import (
     LOG2E,
     block_weights,
+    eight_sums,
     find_sequence,
-    finish,
+    result,
     seen_keys,
+    weights_below,
 )
 
 REGISTERS = {1: 168, 2: 168, 3: 128}
@@ -84,6 +97,49 @@ def _close_chunk(m_all, den_all, merged, some, m, den, acc):
 
 
 @gluon.jit
+def _quarters(x, LAYOUT: gl.constexpr):
+    """Of columns, from the first to the last; registers alone."""
+    HALF: gl.constexpr = x.shape[1] // 2
+    a, b = gl.split(gl.permute(gl.reshape(x, (ROWS, 2, HALF)), (0, 2, 1)))
+    parts = ()
+    for half in gl.static_range(2):
+        x = (a, b)[half]
+        c, d = gl.split(gl.permute(gl.reshape(x, (ROWS, 2, HALF // 2)), (0, 2, 1)))
+        parts = parts + (gl.convert_layout(c, LAYOUT), gl.convert_layout(d, LAYOUT))
+    return parts
+
+
+@gluon.jit
+def _attend_block(q, s, m, top, den, acc, scale, keys, values):
+    """(scores of the next block, den, acc) after a block of scores, the maximum after it known.
+
+    The values of a quarter are multiplied while the weights of the next are made.
+    """
+    OUT: gl.constexpr = acc.type.layout
+    WIDTH: gl.constexpr = BLOCK // 4
+    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    m = gl.convert_layout(m, gl.SliceLayout(1, PART))
+    top = gl.convert_layout(top, gl.SliceLayout(1, PART))
+    parts = _quarters(s, PART)
+    p = ()
+    weights = ()
+    for i in gl.static_range(4):
+        part, _, old, _ = weights_below(parts[i], m, top, scale, 0)
+        operand = gl.convert_layout(part.to(q.dtype), gl.DotOperandLayout(0, OUT, 2))
+        if i == 0:
+            acc = acc * gl.convert_layout(old, gl.SliceLayout(1, OUT))[:, None]
+        acc = warpgroup_mma(operand, values.slice(i * WIDTH, WIDTH), acc, is_async=True)
+        p = p + (part,)
+        weights = weights + (operand,)
+    s = warpgroup_mma(q, keys.permute((1, 0)), s, use_acc=False, is_async=True)
+    sums = eight_sums((p[0] + p[2]) + (p[1] + p[3]), 2)  # the order of `eight_sums` of all
+    sums = gl.convert_layout(sums, den.type.layout)
+    den = gl.fma(den, gl.convert_layout(old, gl.SliceLayout(1, den.type.layout))[:, None], sums)
+    ended = warpgroup_mma_wait(0, [s, acc, weights[0], weights[1], weights[2], weights[3]])
+    return ended[0], den, ended[1]
+
+
+@gluon.jit
 def _attend_rows(
     q, merged, rings, turn, last, begin, end, plain_end, len_k, scale, window, DIM: gl.constexpr,
     WINDOWED: gl.constexpr,
@@ -108,15 +164,12 @@ def _attend_rows(
         acc = gl.zeros([ROWS, DIM], gl.float32, OUT)
         first = gl.maximum(begin, chunk * PER_CHUNK)
         for j in range(first, gl.minimum(end - 1, (chunk + 1) * PER_CHUNK)):
-            # both are there long since; a wait further down would cut the step in two for the
-            # compiler, which lays sums and roundings between exponentials
+            # both are there long since; a wait further down would cut the step in two
             keys = _block(k_ring, k_full, turn + 1)
             values = _block(v_ring, v_full, turn)
-            p, m, den, old = _weigh(
-                s, m, den, scale, j * BLOCK, last, window, j >= plain_end, dtype, OUT, WINDOWED
-            )
-            acc = acc * old[:, None]
-            s, acc = _next_block(q, s, p, acc, False, keys, values)
+            s, top = _seen(s, m, scale, j * BLOCK, last, window, j >= plain_end, WINDOWED)
+            s, den, acc = _attend_block(q, s, m, top, den, acc, scale, keys, values)
+            m = top
             _free(k_ring, k_empty, turn + 1)
             _free(v_ring, v_empty, turn)
             turn += 1
@@ -155,6 +208,25 @@ def _wait_queries():
 
 
 @gluon.jit
+def _write(
+    out, lse, staging, out_ptr, lse_ptr, first_row, q_start, len_q, hk, G: gl.constexpr,
+    HQ: gl.constexpr, T,
+):  # fmt: skip
+    """The output by way of shared memory, so that a thread writes 16 bytes of a row and not 4."""
+    DIM: gl.constexpr = out.shape[1]
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, out.type.layout))
+    at = (hk * G + row % G).to(gl.int64) * T + q_start + row // G
+    gl.store(lse_ptr + at, lse, mask=row < len_q * G)
+    staging.store(out.to(staging.dtype))
+    thread_barrier()
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
+    at = ((q_start + row // G).to(gl.int64) * HQ + hk * G + row % G) * DIM
+    at = at[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, WIDE))[None, :]
+    gl.store(out_ptr + at, staging.load(WIDE), mask=(row < len_q * G)[:, None])
+
+
+@gluon.jit
 def _attend(
     given, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, GROUP: gl.constexpr,
@@ -165,9 +237,10 @@ def _attend(
         stride_qt, stride_qh,
     ) = given  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     q = q_smem.index(GROUP)
     merged = merged.index(GROUP)
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], q.dtype)
+    staging = reinterpret(merged, q.dtype, [2 * ROWS, DIM], tile).slice(0, ROWS)
     first_row, q_start, len_q, len_k, hk, begin, end, plain_end = _hear(places, said, heard, 0)
     first_row += GROUP * ROWS
     _ask_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, G)
@@ -183,18 +256,15 @@ def _attend(
             q, merged, rings, turn, last, begin, end, plain_end, len_k, scale, window, DIM, WINDOWED
         )
         turn += end - begin
-        row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
-        token = q_start + row // G
-        head = hk * G + row % G
-        live = row < len_q * G
+        out, lse = result(m, den, acc)
+        rows = (first_row, q_start, len_q, hk)
         done += 1
         first_row, q_start, len_q, len_k, hk, begin, end, plain_end = _hear(
             places, said, heard, done
         )
         first_row += GROUP * ROWS
         _ask_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, G)
-        cols = gl.arange(0, DIM, gl.SliceLayout(0, OUT))
-        finish(m, den, acc, out_ptr, lse_ptr, token, head, live, cols, HK * G, DIM, T)
+        _write(out, lse, staging, out_ptr, lse_ptr, *rows, G, HK * G, T)
     _wait_queries()
 
 

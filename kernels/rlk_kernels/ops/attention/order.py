@@ -162,14 +162,21 @@ def weights_below(s, m, top, scale, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def finish(m, den, acc, out_ptr, lse_ptr, token, head, live, cols, HQ, DIM: tl.constexpr, T):
-    """Divide, and write output and log-sum-exp (natural log); rows that see no key give 0, -inf."""
+def result(m, den, acc):
+    """(output, log-sum-exp with the natural log); rows that see no key give 0, -inf."""
     empty = den == 0.0
     inverse = 1.0 / tl.where(empty, 1.0, den)
     out = acc * inverse[:, None] + 0.0  # + 0.0: an underflowed -0 becomes the +0 of a lone chunk
     lse = tl.where(
         empty, float("-inf"), (m + tl.log2(tl.where(empty, 1.0, den))) * 0.6931471805599453
     )
+    return out, lse
+
+
+@triton.jit
+def finish(m, den, acc, out_ptr, lse_ptr, token, head, live, cols, HQ, DIM: tl.constexpr, T):
+    """Write the `result`."""
+    out, lse = result(m, den, acc)
     place = token.to(tl.int64) * HQ + head
     mask = live[:, None] & (cols[None, :] < DIM)
     at = out_ptr + place[:, None] * DIM + cols[None, :]
