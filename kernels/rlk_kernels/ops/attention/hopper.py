@@ -159,6 +159,24 @@ def _queries(
 
 
 @gluon.jit
+def write_rows(
+    x, staging, out_ptr, first_row, start, length, hk, G: gl.constexpr, HEADS: gl.constexpr
+):
+    """64 packed rows of a sequence of `length` tokens, from x into out[tokens, HEADS, DIM].
+
+    By way of shared memory, staging[64, DIM]: a thread then writes 16 bytes of a row, and not 4.
+    """
+    DIM: gl.constexpr = x.shape[1]
+    staging.store(x.to(staging.dtype))
+    thread_barrier()
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
+    at = ((start + row // G).to(gl.int64) * HEADS + hk * G + row % G) * DIM
+    at = at[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, WIDE))[None, :]
+    gl.store(out_ptr + at, staging.load(WIDE), mask=(row < length * G)[:, None])
+
+
+@gluon.jit
 def _load_queries(
     q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, HK: gl.constexpr, G: gl.constexpr
 ):

@@ -41,6 +41,7 @@ from rlk_kernels.ops.attention.hopper import (
     _weigh,
     buffers,
     descriptors,
+    write_rows,
 )
 from rlk_kernels.ops.attention.order import (
     LOG2E,
@@ -208,25 +209,6 @@ def _wait_queries():
 
 
 @gluon.jit
-def _write(
-    out, lse, staging, out_ptr, lse_ptr, first_row, q_start, len_q, hk, G: gl.constexpr,
-    HQ: gl.constexpr, T,
-):  # fmt: skip
-    """The output by way of shared memory, so that a thread writes 16 bytes of a row and not 4."""
-    DIM: gl.constexpr = out.shape[1]
-    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, out.type.layout))
-    at = (hk * G + row % G).to(gl.int64) * T + q_start + row // G
-    gl.store(lse_ptr + at, lse, mask=row < len_q * G)
-    staging.store(out.to(staging.dtype))
-    thread_barrier()
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
-    at = ((q_start + row // G).to(gl.int64) * HQ + hk * G + row % G) * DIM
-    at = at[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, WIDE))[None, :]
-    gl.store(out_ptr + at, staging.load(WIDE), mask=(row < len_q * G)[:, None])
-
-
-@gluon.jit
 def _attend(
     given, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, GROUP: gl.constexpr,
@@ -237,6 +219,7 @@ def _attend(
         stride_qt, stride_qh,
     ) = given  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     q = q_smem.index(GROUP)
     merged = merged.index(GROUP)
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], q.dtype)
@@ -257,6 +240,9 @@ def _attend(
         )
         turn += end - begin
         out, lse = result(m, den, acc)
+        row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
+        at = (hk * G + row % G).to(gl.int64) * T + q_start + row // G
+        gl.store(lse_ptr + at, lse, mask=row < len_q * G)
         rows = (first_row, q_start, len_q, hk)
         done += 1
         first_row, q_start, len_q, len_k, hk, begin, end, plain_end = _hear(
@@ -264,7 +250,7 @@ def _attend(
         )
         first_row += GROUP * ROWS
         _ask_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, G)
-        _write(out, lse, staging, out_ptr, lse_ptr, *rows, G, HK * G, T)
+        write_rows(out, staging, out_ptr, *rows, G, HK * G)
     _wait_queries()
 
 

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from rlk_kernels.launching import launch
 from rlk_kernels.matmul.hopper.pipeline import ROWS, async_load, thread_barrier
-from rlk_kernels.ops.attention.hopper import _load_queries
+from rlk_kernels.ops.attention.hopper import _load_queries, write_rows
 from rlk_kernels.ops.attention.hopper_pairs import (
     BLOCK,
     GROUPS,
@@ -143,11 +143,7 @@ def _queries_gradients(
         pair(ring, step)
         free(ring, step)
 
-    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
-    cols = gl.arange(0, DIM, gl.SliceLayout(0, OUT))
-    place = (q_start + row // G).to(gl.int64) * (HK * G) + hk * G + row % G
-    at = dq_ptr + place[:, None] * DIM + cols[None, :]
-    gl.store(at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=(row < len_q * G)[:, None])
+    write_rows(dq * scale, q_smem, dq_ptr, first_row, q_start, len_q, hk, G, HK * G)
 
 
 @gluon.jit(do_not_specialize=["B", "T", "window"])
