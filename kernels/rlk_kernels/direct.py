@@ -51,29 +51,27 @@ class Direct:
     encode: Any
     """(descriptor, metadata) -> what the launcher takes in its place."""
     maps: tuple[tuple[int, str, dict], ...]
-    """Of each argument that is a descriptor: which one, how it is encoded, the same as Triton says
-    it."""
+    """Of each argument that is a descriptor, from the last: which one, how it is encoded, the same
+    as Triton says it."""
     cooperative: bool
     overlaps: bool
 
-    def arguments(self, given: tuple) -> list:
-        """The launcher's arguments for those of the kernel."""
-        found = list(given)
-        for index, key, how in reversed(self.maps):
-            descriptor = found[index]
+    def arguments(self, given: list) -> list:
+        """The launcher's arguments for those of the kernel, in the same list."""
+        for index, key, how in self.maps:
+            descriptor = given[index]
             encoded = descriptor.__dict__.setdefault("rlk_encoded", {})
             if key not in encoded:
                 encoded[key] = self.encode(descriptor, how)
-            found[index : index + 1] = encoded[key]
-        return found
+            given[index : index + 1] = encoded[key]
+        return given
 
 
-@functools.lru_cache(maxsize=4096)
 def direct_launcher(kernel) -> Direct | None:
     """The launcher of a compiled kernel without its wrapper, where it is made as it is known."""
-    launcher = kernel.run
     if not fits_gluon(triton_version(), DIRECT_TRITON):
         return None
+    launcher = kernel.run
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         return None
     launch, maps, encode = launcher.launch, (), None
@@ -88,7 +86,7 @@ def direct_launcher(kernel) -> Direct | None:
         indices = sorted(inside["tensordesc_indices"])
         maps = tuple(
             (index, repr(sorted(how.items())), how)
-            for index, how in zip(indices, inside["tensordesc_meta"], strict=True)
+            for index, how in reversed(list(zip(indices, inside["tensordesc_meta"], strict=True)))
         )
         launch = inside["launcher"]
     return Direct(launch, encode, maps, launcher.launch_cooperative_grid, launcher.launch_pdl)

@@ -1,11 +1,12 @@
 """Triton's launcher is called past its wrapper, with the arguments that the wrapper would give."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from rlk_kernels import direct
+from rlk_kernels import direct, launching
 from rlk_kernels.direct import Direct, direct_launcher
 
 HOW = [{"swizzle": 3, "block_size": [8, 8]}, {"swizzle": 1, "block_size": [4, 4]}]
@@ -70,7 +71,7 @@ def test_the_arguments_are_those_of_the_wrapper_and_maps_are_encoded_once() -> N
     own(*before, *given)
     encoded.clear()
     for _ in range(3):
-        found.launch(*before, *found.arguments(given))
+        found.launch(*before, *found.arguments(list(given)))
     assert got[1:] == [got[0]] * 3
     assert sorted(name for name, _ in encoded) == ["a", "b"]
 
@@ -79,7 +80,7 @@ def test_the_arguments_are_those_of_the_wrapper_and_maps_are_encoded_once() -> N
 def test_one_descriptor_in_two_kernels_is_encoded_as_each_wants_it() -> None:
     shared = Map("a")
     found = [
-        direct_launcher(a_kernel(wrapped(print, {0}, [how]))).arguments((shared,)) for how in HOW
+        direct_launcher(a_kernel(wrapped(print, {0}, [how]))).arguments([shared]) for how in HOW
     ]
     assert found == [["map of a", 3], ["map of a", 1]]
 
@@ -97,6 +98,45 @@ def test_what_is_not_as_it_is_known_is_left_to_triton() -> None:
     assert direct_launcher(a_kernel(another)) is None
     assert direct_launcher(a_kernel(print, scratch=8)) is None
     assert direct_launcher(a_kernel(wrapped(print, {0}, [None]))) is None
+
+
+class Kernel:
+    """Stands for a kernel that Triton has compiled, and for what launches it."""
+
+    def __init__(self) -> None:
+        self.triton: list[tuple[Any, ...]] = []
+        self.again: list[tuple[Any, ...]] = []
+        launcher = a_kernel(partial(self.launch)).run
+        self.compiled = SimpleNamespace(packed_metadata=(), function=0, run=launcher)
+
+    def launch(self, *arguments: Any) -> None:
+        self.again.append(arguments[13:])
+
+    def __getitem__(self, grid: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            self.triton.append(arguments)
+            return self.compiled
+
+        return run
+
+
+@pytest.mark.usefixtures("triton_36")
+def test_launched_again_are_addresses_of_tensors_aligned_as_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    kernel = Kernel()
+    seen: dict[int, Any] = {}
+    x, y = torch.zeros(8), torch.zeros(8)
+    for given in ((x, None, 3), (y, None, 4), (y[1:], None, 5), (x, None, 6)):
+        launching.launch(seen, kernel, (1, 1, 1), *given)
+    assert kernel.again == [(y.data_ptr(), None, 4), (x.data_ptr(), None, 6)]
+    assert [arguments[2] for arguments in kernel.triton] == [3, 5]
+    assert kernel.triton[1][0].data_ptr() == y.data_ptr() + 4
+    assert kernel.triton[0][0] is x
 
 
 def test_other_versions_are_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
