@@ -24,12 +24,17 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     """`torch.empty`; on the current GPU as Inductor's code allocates, past torch's dispatch."""
     if (
         _allocate is None
-        or device.type != "cuda"
+        or not _of_gpu(device)
         or not torch.cuda.is_initialized()
         or device.index != torch._C._cuda_getDevice()
     ):
         return torch.empty(shape, dtype=dtype, device=device)
     return _allocate(*_dense(shape), dtype)
+
+
+@functools.cache
+def _of_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"  # a string that torch makes anew each time
 
 
 @functools.lru_cache(maxsize=4096)
