@@ -56,8 +56,8 @@ class Direct:
     encode: Any
     """(descriptor, metadata) -> what the launcher takes in its place."""
     maps: tuple[tuple[int, str, dict], ...]
-    """Of each argument that is a descriptor, from the last: which one, how it is encoded, the same
-    as Triton says it."""
+    """Of each argument that is a descriptor, from the last: which one, where it keeps itself
+    encoded, how it is encoded."""
     cooperative: bool
     overlaps: bool
 
@@ -65,10 +65,10 @@ class Direct:
         """The launcher's arguments for those of the kernel, in the same list."""
         for index, key, how in self.maps:
             descriptor = given[index]
-            encoded = descriptor.__dict__.setdefault("rlk_encoded", {})
-            if key not in encoded:
-                encoded[key] = self.encode(descriptor, how)
-            given[index : index + 1] = encoded[key]
+            encoded = descriptor.__dict__.get(key)
+            if encoded is None:
+                encoded = descriptor.__dict__[key] = self.encode(descriptor, how)
+            given[index : index + 1] = encoded
         return given
 
 
@@ -90,7 +90,7 @@ def direct_launcher(kernel) -> Direct | None:
         encode = launch.__globals__["make_tensordesc_arg"]
         indices = sorted(inside["tensordesc_indices"])
         maps = tuple(
-            (index, repr(sorted(how.items())), how)
+            (index, f"as {sorted(how.items())}", how)
             for index, how in reversed(list(zip(indices, inside["tensordesc_meta"], strict=True)))
         )
         launch = inside["launcher"]

@@ -1,5 +1,8 @@
 """Launching a product as its plan says: one function a kernel, and no decision left."""
 
+import functools
+from types import ModuleType
+
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -7,6 +10,20 @@ from rlk_kernels import launching
 from rlk_kernels.launching import tensor_map
 from rlk_kernels.matmul import kernels
 from rlk_kernels.matmul.plan import MatmulPlan
+
+
+@functools.cache
+def _split() -> ModuleType:
+    from rlk_kernels.matmul.hopper import epilogue
+
+    return epilogue
+
+
+@functools.cache
+def _specialized() -> ModuleType:
+    from rlk_kernels.matmul.hopper import product
+
+    return product
 
 
 def launch(
@@ -19,13 +36,9 @@ def launch(
     `add` is for the kernels "tma" and "pointer" without `tma_store`.
     """
     if plan.kernel == "hopper_split":
-        from rlk_kernels.matmul.hopper.epilogue import split_product
-
-        split_product(plan, a, b, bias, out)
+        _split().split_product(plan, a, b, bias, out)
     elif plan.kernel == "hopper":
-        from rlk_kernels.matmul.hopper.product import specialized_product
-
-        specialized_product(plan, seen, a, b, bias, out)
+        _specialized().specialized_product(plan, seen, a, b, bias, out)
     elif plan.kernel == "tma":
         _launch_tma(plan, seen, a, b, bias, trans_a, trans_b, out, add)
     else:

@@ -11,6 +11,7 @@ by the upstream one in place, once: calling it a second time raises. Compiled, i
 T = tokens   V = vocabulary   H = hidden size   B = sequences
 """
 
+import functools
 from types import ModuleType
 
 import torch
@@ -31,6 +32,7 @@ NUMBERS = (
 """Dtypes of what comes a number a token."""
 
 
+@functools.cache
 def _implementation(backend: str) -> ModuleType:
     if backend == "torch":
         return portable

@@ -9,7 +9,9 @@ so that a decode step reads its keys once.
 T = queries  S = keys  D = head size  BM = packed rows of a program  BN = keys of a block
 """
 
+import functools
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 import triton
@@ -344,6 +346,20 @@ def _plan(
     )  # fmt: skip
 
 
+@functools.cache
+def _pieces() -> ModuleType:
+    from rlk_kernels.ops.attention import hopper_pieces
+
+    return hopper_pieces
+
+
+@functools.cache
+def _blocks() -> ModuleType:
+    from rlk_kernels.ops.attention import hopper_blocks
+
+    return hopper_blocks
+
+
 def _planned(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, batch: int, causal: bool,
     window: int | None, rows: int | None, split: bool | None, special: bool | None, softcap: float,
@@ -436,16 +452,12 @@ def forward(
                     "made with; make one with paged_schedule from this call's"
                 )
     if own.special and (own.split or own.whole):
-        from rlk_kernels.ops.attention.hopper_pieces import attend_pieces
-
-        attend_pieces(
+        _pieces().attend_pieces(
             seen, own, plan, pieces, q, k, v, out, lse, part_acc, part_ml, flags, cu_q, lens_k,
             table, causal, scale, window,
         )  # fmt: skip
     elif own.special:
-        from rlk_kernels.ops.attention.hopper_blocks import attend_hopper
-
-        attend_hopper(
+        _blocks().attend_hopper(
             seen, own.rows, q, k, v, out, lse, cu_q, lens_k, table, causal, scale, window
         )  # fmt: skip
     else:

@@ -27,6 +27,7 @@ from rlk_kernels.ops.attention.registered import (
     _attention,
     _paged_attention,
     _paged_attention_into,
+    on_triton,
 )
 from rlk_kernels.ops.attention.variants import (
     _attention_with,
@@ -206,10 +207,8 @@ def paged_schedule(
     check_variant("paged_schedule", q.shape[1], None, softcap)
     if choose("paged_schedule", backend, q, k_cache, v_cache, table, lens, cu_q) == "torch":
         return None
-    from rlk_kernels.ops.attention.forward import paged_pieces  # imports Triton
-
     k_cache, v_cache = _last_dense(k_cache), _last_dense(v_cache)
-    found = paged_pieces(q, k_cache, v_cache, cu_q, lens, table, window, softcap or 0.0)
+    found = on_triton().paged_pieces(q, k_cache, v_cache, cu_q, lens, table, window, softcap or 0.0)
     if found is None:
         return None
     plan, pieces, special = found

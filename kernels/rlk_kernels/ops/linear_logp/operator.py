@@ -23,6 +23,9 @@ upstream gradients are 0 (an ignored one's is) adds nothing to any gradient, wha
 T = tokens   V = vocabulary   H = hidden size   K = further ids a token
 """
 
+import functools
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -49,6 +52,13 @@ def linear_logp_ref(
     return torch.where(target < 0, 0.0, logp), torch.logsumexp(z, -1), entropy
 
 
+@functools.cache
+def _on_triton() -> ModuleType:
+    from rlk_kernels.ops.linear_logp import launch
+
+    return launch
+
+
 @torch.library.custom_op("rlk::linear_logp", mutates_args=())
 def _linear_logp(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, logit_dtype: torch.dtype,
@@ -58,9 +68,7 @@ def _linear_logp(
     if backend == "torch":
         rows, ran = portable.forward(hidden, weight, bias, ids, spec, entropy), "torch"
     else:
-        from rlk_kernels.ops.linear_logp import launch
-
-        rows, ran = launch.forward(hidden, weight, bias, ids, spec, entropy)
+        rows, ran = _on_triton().forward(hidden, weight, bias, ids, spec, entropy)
     record("linear_logp", ran)
     return rows.logp, rows.lse, rows.entropy, rows.n, rows.log_s, rows.z
 
@@ -88,9 +96,7 @@ def _linear_logp_backward(
     if backend == "torch":
         grads, ran = portable.backward(*arguments), "torch"
     else:
-        from rlk_kernels.ops.linear_logp import launch
-
-        grads, ran = launch.backward(*arguments)
+        grads, ran = _on_triton().backward(*arguments)
     record("linear_logp_backward", ran)
     dh, dw, db = (hidden.new_empty(0) if x is None else x for x in grads)
     return dh, dw, db if bias is None or not needs[2] else db.to(bias.dtype)

@@ -19,6 +19,9 @@ has a gradient of 0, whatever its logits are (NaN too).
 T = rows   V = vocabulary   J = ids given a row   K = top_k
 """
 
+import functools
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -43,14 +46,19 @@ def logp_ref(
 MAX_TOP = 128
 
 
+@functools.cache
+def _on_triton() -> ModuleType:
+    from rlk_kernels.ops.logp import kernels
+
+    return kernels
+
+
 def _run(logits, target, token_ids, top_k, options, backend):
     record("logp", backend)
     spec = options_of(torch.float32, *options)
     if backend == "torch":
         return portable.forward(logits, target, token_ids, top_k, spec)
-    from rlk_kernels.ops.logp import kernels
-
-    return kernels.forward(logits, target, token_ids, top_k, spec)
+    return _on_triton().forward(logits, target, token_ids, top_k, spec)
 
 
 @torch.library.custom_op("rlk::logp", mutates_args=())
@@ -107,9 +115,7 @@ def _logp_backward(
     spec = options_of(torch.float32, softcap, scale, temperature)
     if backend == "torch":
         return portable.backward(logits, target, root, g, spec)
-    from rlk_kernels.ops.logp import kernels
-
-    return kernels.backward(logits, target, root, g, spec)
+    return _on_triton().backward(logits, target, root, g, spec)
 
 
 @_logp_backward.register_fake
