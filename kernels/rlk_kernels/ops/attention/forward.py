@@ -299,6 +299,8 @@ class ForwardPlan:
     """No row has more than one chunk of keys: pieces are blocks of rows, and nothing is merged."""
     slots: int
     """Packed rows of one KV head that have room in the scratch."""
+    scratch: tuple[int, ...]
+    """Its numbers, where keys are split: flags where `alone`, accumulators, (maximum, sum)."""
     most: int
     """Pieces of one KV head that there can be."""
     target: int
@@ -337,11 +339,14 @@ def _plan(
     most = (blocks + batch // 2) * max(chunks, 1)
     most = min(most, PIECES[min(rows, 128)] * here.processors // kv_heads + blocks + batch)
     split = split and (not running or tokens * group <= room)
+    alone = running and batch == 1 and tokens * group <= 16 and dim == 128
+    slots = min(room, tokens * group * (chunks + 1))
+    # flags of 8 bytes; what follows begins at 16
+    flags = (cdiv(most * kv_heads, 2) * 4,) if alone else ()
     return ForwardPlan(
         special=special, rows=rows, split=split, listed=split and batch > 1,
-        alone=running and batch == 1 and tokens * group <= 16 and dim == 128,
-        whole=running and not split and chunks <= 1,
-        slots=min(room, tokens * group * (chunks + 1)), most=most,
+        alone=alone, whole=running and not split and chunks <= 1, slots=slots,
+        scratch=(*flags, slots * kv_heads * padded, slots * kv_heads * 2), most=most,
         target=PIECES[min(rows, 128)] * here.processors,
     )  # fmt: skip
 
@@ -434,13 +439,9 @@ def forward(
     part_acc = part_ml = flags = lse
     plan = pieces = cu_q
     if own.split:
-        padded = max(16, power_of_2(dim))
-        states = own.slots * kv_heads
-        # flags of 8 bytes; what follows begins at 16
-        told = cdiv(own.most * kv_heads, 2) * 4 if own.alone else 0
-        sizes = [told, states * padded, states * 2]
-        parts = empty((sum(sizes),), torch.float32, q.device)
-        flags, part_acc, part_ml = torch.split_with_sizes(parts, sizes)
+        scratch = empty((sum(own.scratch),), torch.float32, q.device)
+        *told, part_acc, part_ml = torch.split_with_sizes(scratch, own.scratch)
+        flags = told[0] if told else lse
     if own.listed:
         if given is None:
             plan, pieces = _listed(seen, own, q, k, cu_q, lens_k, table, causal, window)
@@ -467,8 +468,8 @@ def forward(
         )  # fmt: skip
     if own.split and not own.alone:
         merge_parts(
-            seen, own, plan, part_acc, part_ml, out, lse, cu_q, lens_k, kv_heads, padded, CHUNK,
-            causal, window, table is not None,
+            seen, own, plan, part_acc, part_ml, out, lse, cu_q, lens_k, kv_heads, CHUNK, causal,
+            window, table is not None,
         )  # fmt: skip
     return out, lse, "triton/hopper" if own.special else "triton"
 

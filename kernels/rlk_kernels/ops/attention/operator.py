@@ -75,15 +75,16 @@ def attention_ref(
 
 
 def _check(op: str, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> None:
-    if q.dim() != 3 or k.shape != v.shape or q.shape[2] != k.shape[-1]:
+    _, heads, dim = q.shape
+    *_, kv_heads, dim_k = k.shape
+    if k.shape != v.shape or dim != dim_k:
         raise UnsupportedShape(
             f"{op}: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit together"
         )
-    heads, kv_heads = q.shape[1], k.shape[-2]
     if kv_heads == 0 or heads % kv_heads:
         raise UnsupportedShape(f"{op}: {heads} query heads are no multiple of {kv_heads} KV heads")
-    if not 0 < q.shape[2] <= MAX_DIM:
-        raise UnsupportedShape(f"{op}: head size {q.shape[2]} is not in 1..{MAX_DIM}")
+    if not 0 < dim <= MAX_DIM:
+        raise UnsupportedShape(f"{op}: head size {dim} is not in 1..{MAX_DIM}")
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise UnsupportedDtype(f"{op}: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}")
     if not scale > 0:
@@ -97,13 +98,14 @@ def _last_dense(x: Tensor) -> Tensor:
 
 
 def _index(name: str, x: Tensor, size: int | None = None) -> Tensor:
+    dtype = x.dtype
     fits = x.dim() == 1 and x.numel() > 0 if size is None else x.shape == (size,)
-    if x.dtype not in (torch.int32, torch.int64) or not fits:
+    if dtype not in (torch.int32, torch.int64) or not fits:
         raise UnsupportedShape(
             f"attention: {name} must hold {'B + 1' if size is None else size} integers, not "
-            f"{x.dtype} {tuple(x.shape)}"
+            f"{dtype} {tuple(x.shape)}"
         )
-    if x.dtype == torch.int32 and x.is_contiguous():
+    if dtype == torch.int32 and x.is_contiguous():
         return x
     return x.to(torch.int32).contiguous()
 
