@@ -5,6 +5,7 @@ same allocator.
 """
 
 import functools
+import math
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -17,19 +18,37 @@ from rlk_kernels.device import fits_gluon, triton_version
 DIRECT_TRITON = ((3, 6), (3, 7))
 """Versions of Triton whose launcher is called past what wraps it: from the first, below the
 second."""
-_allocate = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+_allocate: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+_reinterpret: Any = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", None)
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """`torch.empty`; on the current GPU as Inductor's code allocates, past torch's dispatch."""
-    if (
-        _allocate is None
-        or not _of_gpu(device)
-        or not torch.cuda.is_initialized()
-        or device.index != torch._C._cuda_getDevice()
-    ):
+    if not _allocates(device):
         return torch.empty(shape, dtype=dtype, device=device)
     return _allocate(*_dense(shape), dtype)
+
+
+def empties(
+    shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """`empty` of each shape; on the current GPU all in one piece of memory, which is there for as
+    long as one of them is. Each begins at a multiple of 16 bytes."""
+    if not _allocates(device):
+        return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+    total, places = _together(shapes, 16 // dtype.itemsize)
+    memory = _allocate((total,), (1,), dtype)
+    return [_reinterpret(memory, *place) for place in places]
+
+
+def _allocates(device: torch.device) -> bool:
+    return (
+        _allocate is not None
+        and _reinterpret is not None
+        and _of_gpu(device)
+        and torch.cuda.is_initialized()
+        and device.index == torch._C._cuda_getDevice()
+    )
 
 
 @functools.cache
@@ -45,6 +64,18 @@ def _dense(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         strides.append(dense)
         dense *= max(size, 1)
     return tuple(shape), tuple(strides[::-1])
+
+
+@functools.lru_cache(maxsize=4096)
+def _together(
+    shapes: tuple[tuple[int, ...], ...], unit: int
+) -> tuple[int, list[tuple[tuple[int, ...], tuple[int, ...], int]]]:
+    """(elements of all, (shape, strides, first element) of each), `unit` elements in 16 bytes."""
+    places, total = [], 0
+    for shape in shapes:
+        places.append((*_dense(shape), total))
+        total += -(-math.prod(shape) // unit) * unit
+    return total, places
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlk_kernels.device import facts
-from rlk_kernels.direct import empty
+from rlk_kernels.direct import empties, empty
 from rlk_kernels.errors import UnsupportedShape
 from rlk_kernels.launching import cdiv, launch, launches, power_of_2, tensor_map
 from rlk_kernels.ops.attention.merge import merge_parts
@@ -299,8 +299,8 @@ class ForwardPlan:
     """No row has more than one chunk of keys: pieces are blocks of rows, and nothing is merged."""
     slots: int
     """Packed rows of one KV head that have room in the scratch."""
-    scratch: tuple[int, ...]
-    """Its numbers, where keys are split: flags where `alone`, accumulators, (maximum, sum)."""
+    scratch: tuple[tuple[int, ...], ...]
+    """What lies there, where keys are split: flags where `alone`, accumulators, (maximum, sum)."""
     most: int
     """Pieces of one KV head that there can be."""
     target: int
@@ -341,12 +341,11 @@ def _plan(
     split = split and (not running or tokens * group <= room)
     alone = running and batch == 1 and tokens * group <= 16 and dim == 128
     slots = min(room, tokens * group * (chunks + 1))
-    # flags of 8 bytes; what follows begins at 16
-    flags = (cdiv(most * kv_heads, 2) * 4,) if alone else ()
+    flags = ((most * kv_heads, 2),) if alone else ()  # of 8 bytes
     return ForwardPlan(
         special=special, rows=rows, split=split, listed=split and batch > 1,
         alone=alone, whole=running and not split and chunks <= 1, slots=slots,
-        scratch=(*flags, slots * kv_heads * padded, slots * kv_heads * 2), most=most,
+        scratch=(*flags, (slots * kv_heads, padded), (slots * kv_heads, 2)), most=most,
         target=PIECES[min(rows, 128)] * here.processors,
     )  # fmt: skip
 
@@ -439,8 +438,7 @@ def forward(
     part_acc = part_ml = flags = lse
     plan = pieces = cu_q
     if own.split:
-        scratch = empty((sum(own.scratch),), torch.float32, q.device)
-        *told, part_acc, part_ml = torch.split_with_sizes(scratch, own.scratch)
+        *told, part_acc, part_ml = empties(own.scratch, torch.float32, q.device)
         flags = told[0] if told else lse
     if own.listed:
         if given is None:

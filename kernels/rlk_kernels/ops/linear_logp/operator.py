@@ -91,6 +91,8 @@ def _linear_logp_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     spec = options_of(logit_dtype, softcap, scale, temperature)
+    if ids.dim() == 1:
+        ids, z, g = ids[:, None], z[:, None], g[:, None]
     rows = RowStatistics(z, n, entropy, n, log_s, z)
     arguments = (hidden, weight, bias, ids, rows, g, g_lse, g_entropy, spec, needs)
     if backend == "torch":
@@ -206,7 +208,6 @@ def linear_logp(
     ids = target if target.dtype == torch.int64 else target.long()
     if ignore_index >= 0:  # a negative one is ignored as all negative ids are
         ids = torch.where(ids == ignore_index, -1, ids)
-    ids = ids.unsqueeze(1)
     if token_ids is not None:
         if token_ids.dim() != 2 or token_ids.shape[0] != target.shape[0]:
             raise UnsupportedShape(
@@ -214,14 +215,14 @@ def linear_logp(
             )
         if token_ids.dtype not in (torch.int32, torch.int64):
             raise UnsupportedDtype(f"linear_logp: token_ids are {token_ids.dtype}")
-        ids = torch.cat([ids, token_ids.long()], 1)
+        ids = torch.cat([ids.unsqueeze(1), token_ids.long()], 1)
     logps, lse, entropy, *_ = call(
         _linear_logp,
         as_rows(hidden), as_rows(weight), None if bias is None else bias.contiguous(),
         ids.contiguous(), spec.logit_dtype, spec.softcap, spec.scale, spec.temperature,
         return_entropy, chosen,
     )  # fmt: skip
-    found = [logps[:, 0]]
+    found = [logps if token_ids is None else logps[:, 0]]
     found += [lse] if return_lse else []
     found += [entropy] if return_entropy else []
     found += [logps[:, 1:]] if token_ids is not None else []

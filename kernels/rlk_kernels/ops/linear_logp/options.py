@@ -55,7 +55,7 @@ class RowStatistics:
     """What the forward knows of each row."""
 
     logp: Tensor
-    """[T, J]."""
+    """[T, J], or [T] of ids[T]."""
     lse: Tensor
     """[T]."""
     entropy: Tensor
@@ -65,7 +65,7 @@ class RowStatistics:
     log_s: Tensor
     """[T], log2 of the sum."""
     z: Tensor
-    """[T, J], the logits of the ids."""
+    """The logits of the ids, like logp."""
 
 
 def check_options(
