@@ -64,7 +64,7 @@ def kept(seen: dict, name: str, key, make: Callable, *arguments) -> Any:
     return found
 
 
-def launch(seen: dict, kernel, grid: tuple[int, int, int], *arguments, **options) -> None:
+def launch(seen: dict, kernel, grid: tuple[int, int, int], arguments: tuple, options: dict) -> None:
     """`kernel[grid](*arguments, **options)`; `seen`: the `launches` of the call's shape."""
     found = seen.get(id(kernel))
     if found is not None and found.device == torch._C._cuda_getDevice():

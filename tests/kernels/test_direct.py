@@ -132,7 +132,7 @@ def test_launched_again_are_addresses_of_tensors_aligned_as_the_first(
     seen: dict[int, Any] = {}
     x, y = torch.zeros(8), torch.zeros(8)
     for given in ((x, None, 3), (y, None, 4), (y[1:], None, 5), (x, None, 6)):
-        launching.launch(seen, kernel, (1, 1, 1), *given)
+        launching.launch(seen, kernel, (1, 1, 1), given, {})
     assert kernel.again == [(y.data_ptr(), None, 4), (x.data_ptr(), None, 6)]
     assert [arguments[2] for arguments in kernel.triton] == [3, 5]
     assert kernel.triton[1][0].data_ptr() == y.data_ptr() + 4

@@ -67,12 +67,12 @@ def _launch_tma(
         if narrow:
             c2_desc = _map(out, tile.m, narrow)
     launching.launch(
-        seen, kernels._gemm_tma_kernel, (plan.programs, 1, 1), a_desc, b_desc, b2_desc, c_desc,
-        c2_desc, out, bias, m, n, k, plan.last_segment, plan.wide,
-        out.stride(0), trans_a, trans_b, bias is not None, plan.tma_store,
-        tile.m, tile.n, tile.n2, tile.k, tile.group, tile.subtile, tile.flatten, tile.swap,
-        plan.overlap, tile.tail, plan.segment, add, num_warps=tile.warps, num_stages=plan.stages,
-        launch_pdl=plan.overlap > 0,
+        seen, kernels._gemm_tma_kernel, (plan.programs, 1, 1),
+        (a_desc, b_desc, b2_desc, c_desc, c2_desc, out, bias, m, n, k, plan.last_segment,
+         plan.wide, out.stride(0), trans_a, trans_b, bias is not None, plan.tma_store, tile.m,
+         tile.n, tile.n2, tile.k, tile.group, tile.subtile, tile.flatten, tile.swap, plan.overlap,
+         tile.tail, plan.segment, add),
+        {"num_warps": tile.warps, "num_stages": plan.stages, "launch_pdl": plan.overlap > 0},
     )  # fmt: skip
 
 
@@ -86,8 +86,8 @@ def _launch_pointer(
     a_m, a_k = (a.stride(1), a.stride(0)) if trans_a else (a.stride(0), a.stride(1))
     b_k, b_n = (b.stride(1), b.stride(0)) if trans_b else (b.stride(0), b.stride(1))
     launching.launch(
-        seen, kernels._gemm_pointer_kernel, (plan.programs, 1, 1), a, b, out, bias, m, n, k,
-        plan.last_segment, a_m, a_k, b_k, b_n, out.stride(0),
-        bias is not None, tile.m, tile.n, tile.k, tile.group, "ieee", plan.segment,
-        add, num_warps=tile.warps, num_stages=plan.stages,
+        seen, kernels._gemm_pointer_kernel, (plan.programs, 1, 1),
+        (a, b, out, bias, m, n, k, plan.last_segment, a_m, a_k, b_k, b_n, out.stride(0),
+         bias is not None, tile.m, tile.n, tile.k, tile.group, "ieee", plan.segment, add),
+        {"num_warps": tile.warps, "num_stages": plan.stages},
     )  # fmt: skip

@@ -508,14 +508,16 @@ def _attend(
     if own.split:  # four programs a processor hide the latency of the gathers of a decode step
         grid = (min(4 * here.processors, own.most * kv_heads), 1, 1)
     launch(
-        seen, _attention_kernel, grid, q, k, v, k_desc, v_desc, out, lse, part_acc, part_ml, plan,
-        pieces, cu_q, lens_k, table if table is not None else cu_q, batch, tokens,
-        own.slots, own.target, scale, bend, window or 0, q.stride(0), q.stride(1), *k_strides,
-        *v_strides, table.stride(0) if table is not None else 0,
-        kv_heads, group, dim, padded, rows, bn, CHUNK, causal, window is not None,
-        paged, 1 if table is None else k.shape[1], tma, own.split, own.listed, softcap > 0,
-        bn.bit_length() - 4, here.overlaps,
-        num_warps=8 if rows == 128 or (rows > 16 and bn == 128) else 4,
-        num_stages=1 if q.dtype == torch.float32 else stages, launch_pdl=here.overlaps,
-        maxnreg=128 if rows == 16 and bn == 64 and padded <= 128 else None,
+        seen, _attention_kernel, grid,
+        (q, k, v, k_desc, v_desc, out, lse, part_acc, part_ml, plan, pieces, cu_q, lens_k,
+         table if table is not None else cu_q, batch, tokens, own.slots, own.target, scale, bend,
+         window or 0, q.stride(0), q.stride(1), *k_strides, *v_strides,
+         table.stride(0) if table is not None else 0, kv_heads, group, dim, padded, rows, bn,
+         CHUNK, causal, window is not None, paged, 1 if table is None else k.shape[1], tma,
+         own.split, own.listed, softcap > 0, bn.bit_length() - 4, here.overlaps),
+        {
+            "num_warps": 8 if rows == 128 or (rows > 16 and bn == 128) else 4,
+            "num_stages": 1 if q.dtype == torch.float32 else stages, "launch_pdl": here.overlaps,
+            "maxnreg": 128 if rows == 16 and bn == 64 and padded <= 128 else None,
+        },
     )  # fmt: skip

@@ -149,8 +149,9 @@ def merge_parts(
         window, paged,
     )  # fmt: skip
     launch(
-        seen, _merge_kernel, (programs, 1, 1), plan, part_acc, part_ml, out, lse, cu_q, lens_k,
-        *constants, **options,
+        seen, _merge_kernel, (programs, 1, 1),
+        (plan, part_acc, part_ml, out, lse, cu_q, lens_k, *constants),
+        options,
     )  # fmt: skip
 
 

@@ -381,12 +381,14 @@ def schedule(
     plan, pieces, shared = empties(sizes, torch.int32, cu_q.device)
     if table is not None and of_shared is not None:
         launch(
-            seen, _shared_kernel, (cu_q.numel() - 1, 1, 1), shared, table, cu_q, lens_k,
-            *of_shared, num_warps=1, launch_pdl=options["launch_pdl"],
+            seen, _shared_kernel, (cu_q.numel() - 1, 1, 1),
+            (shared, table, cu_q, lens_k, *of_shared),
+            {"num_warps": 1, "launch_pdl": options["launch_pdl"]},
         )  # fmt: skip
     launch(
-        seen, _schedule_kernel, (programs, 1, 1), plan, pieces, cu_q, lens_k, shared, *constants,
-        **options,
+        seen, _schedule_kernel, (programs, 1, 1),
+        (plan, pieces, cu_q, lens_k, shared, *constants),
+        options,
     )  # fmt: skip
     return plan, pieces
 

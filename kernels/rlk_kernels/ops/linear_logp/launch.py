@@ -130,8 +130,9 @@ def pick(
         {} if seen is None else seen, "pick", None, _pick_fixed, own, h, w, bias, ids, spec
     )
     launch(
-        {} if seen is None else seen, kernels._pick_kernel, grid, h, w, bias, ids, z, *constants,
-        **options,
+        {} if seen is None else seen, kernels._pick_kernel, grid,
+        (h, w, bias, ids, z, *constants),
+        options,
     )  # fmt: skip
 
 
@@ -167,8 +168,9 @@ def finish(
         merged = new_planes(above, m, entropy, ids.device)
         level = {} if seen is None else seen.setdefault(("level", nodes, m), {})
         launch(
-            level, kernels._collapse_kernel, (grid, above, 1), *planes, *merged, m, nodes, entropy,
-            FINISH_ROWS, 5, num_warps=1,
+            level, kernels._collapse_kernel, (grid, above, 1),
+            (*planes, *merged, m, nodes, entropy, FINISH_ROWS, 5),
+            {"num_warps": 1},
         )  # fmt: skip
         planes, nodes = merged, above
     of_rows = rows.entropy if entropy else None
@@ -176,8 +178,9 @@ def finish(
     if m < ids.shape[0]:
         tensors = tuple(None if x is None else x[first:last] for x in tensors)
     launch(
-        {} if seen is None else seen, kernels._finish_kernel, (grid, 1, 1), *planes, *tensors, m,
-        _per_row(ids), nodes, entropy, FINISH_ROWS, levels(nodes), num_warps=1,
+        {} if seen is None else seen, kernels._finish_kernel, (grid, 1, 1),
+        (*planes, *tensors, m, _per_row(ids), nodes, entropy, FINISH_ROWS, levels(nodes)),
+        {"num_warps": 1},
     )  # fmt: skip
 
 

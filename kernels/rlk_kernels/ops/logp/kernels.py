@@ -188,12 +188,15 @@ def forward(
     if t:
         sizes = logits.stride(0), v, nodes, *spec.numbers
         launch(
-            seen, _logp_blocks_kernel, (t, nodes, 1), logits, stats, ranks, *sizes, *of_blocks,
-            **block_options,
+            seen, _logp_blocks_kernel, (t, nodes, 1),
+            (logits, stats, ranks, *sizes, *of_blocks),
+            block_options,
         )  # fmt: skip
         launch(
-            seen, _logp_row_kernel, (t, 1, 1), logits, target, stats, logp, root, token_ids, given,
-            ranks, top, top_ids, *sizes, *of_rows, **row_options,
+            seen, _logp_row_kernel, (t, 1, 1),
+            (logits, target, stats, logp, root, token_ids, given, ranks, top, top_ids, *sizes,
+             *of_rows),
+            row_options,
         )  # fmt: skip
     return logp, root, given, top, top_ids
 
