@@ -18,8 +18,6 @@ the next, so neither has a bit from these cuts.
 T = tokens   V = vocabulary   H = hidden size
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -87,7 +85,7 @@ def logp_and_gradients(
         stored = [vocab.view(buffers, m)[:, : vocab.last - vocab.first] for vocab in chunk.vocab]
         nodes = chunk.nodes(chunk.vocab[-1]).stop
         stats = torch.empty(2, nodes, m, dtype=torch.float32, device=h.device)
-        rows = replace(new_rows(own, False), logp=logps[part], z=targets[part])
+        rows = new_rows(own, False)._replace(logp=logps[part], z=targets[part])
         for vocab, tiles, e in zip(chunk.vocab, chunk.tiles, stored, strict=True):
             node = chunk.nodes(vocab)
             run_tiles(

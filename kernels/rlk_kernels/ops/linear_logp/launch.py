@@ -12,7 +12,7 @@ T = tokens   V = vocabulary   H = hidden size   J = ids a token (the target, the
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -273,7 +273,7 @@ def _quiet(
         num_warps=4,
     )  # fmt: skip
     n, log_s, z = new
-    return _Part(out, ids, replace(rows, n=n, log_s=log_s, z=z), g, a, b)
+    return _Part(out, ids, rows._replace(n=n, log_s=log_s, z=z), g, a, b)
 
 
 def mark(

@@ -70,7 +70,7 @@ def _linear_logp(
     else:
         rows, ran = _on_triton().forward(hidden, weight, bias, ids, spec, entropy)
     record("linear_logp", ran)
-    return rows.logp, rows.lse, rows.entropy, rows.n, rows.log_s, rows.z
+    return tuple(rows)
 
 
 @_linear_logp.register_fake
@@ -147,13 +147,14 @@ _linear_logp.register_autograd(_backward, setup_context=_setup)
 
 def check(name: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
     """Raise UnsupportedShape or UnsupportedDtype where the operands do not fit."""
-    fits = hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1:] == weight.shape[1:]
-    if not fits or target.shape != hidden.shape[:1] or weight.shape[0] == 0:
+    of_hidden, of_weight = hidden.shape, weight.shape
+    fits = len(of_hidden) == len(of_weight) == 2 and of_hidden[1] == of_weight[1]
+    if not fits or target.shape != (of_hidden[0],) or of_weight[0] == 0:
         raise UnsupportedShape(
             f"{name}: hidden[T, H], weight[V, H] and target[T] are needed, not "
             f"{tuple(hidden.shape)}, {tuple(weight.shape)} and {tuple(target.shape)}"
         )
-    if bias is not None and bias.shape != weight.shape[:1]:
+    if bias is not None and bias.shape != (of_weight[0],):
         raise UnsupportedShape(
             f"{name}: bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}"
         )

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,8 +51,7 @@ options_of = functools.lru_cache(maxsize=1024)(LogitOptions)
 """`LogitOptions`, made once."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowStatistics:
+class RowStatistics(NamedTuple):
     """What the forward knows of each row."""
 
     logp: Tensor

@@ -167,7 +167,8 @@ def logp(
     int64); these have no gradient (`linear_logp` has one). Raises UnsupportedShape,
     UnsupportedDtype, ValueError.
     """
-    if logits.dim() != 2 or target.shape != logits.shape[:1] or logits.shape[1] == 0:
+    shape = logits.shape
+    if len(shape) != 2 or target.shape != (shape[0],) or shape[1] == 0:
         raise UnsupportedShape(
             f"logp: logits[T, V] and target[T] are needed, not {tuple(logits.shape)} and "
             f"{tuple(target.shape)}"
@@ -183,10 +184,8 @@ def logp(
         if token_ids.dtype not in (torch.int32, torch.int64):
             raise UnsupportedDtype(f"logp: token_ids are {token_ids.dtype}; integers are needed")
         token_ids = token_ids.contiguous()
-    if not 0 <= top_k <= min(MAX_TOP, logits.shape[1]):
-        raise ValueError(
-            f"logp: top_k must be from 0 to {min(MAX_TOP, logits.shape[1])}, not {top_k}"
-        )
+    if not 0 <= top_k <= min(MAX_TOP, shape[1]):
+        raise ValueError(f"logp: top_k must be from 0 to {min(MAX_TOP, shape[1])}, not {top_k}")
     chosen = choose("logp", backend, logits, target, token_ids)
     rows = logits if logits.stride(1) == 1 else logits.contiguous()
     target = target.contiguous()
