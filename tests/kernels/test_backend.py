@@ -253,7 +253,7 @@ def test_registration_passes_torchs_own_check():
     prepare = (ids, ones, torch.ones(1), True, cu, 1, "grpo", None, -100, "torch")
     torch.library.opcheck(ops.grpo_prepare, prepare)
     options = (torch.float32, 0.0, 1.0, 1.0, 0.1, 0.2, 0.2, [True, True, False], "torch")
-    given = (X.clone(), W.clone(), None, ids[:, None], None, ones, -ones, ones.double())
+    given = (X.clone(), W.clone(), None, ids, None, ones, -ones, ones.double())
     torch.library.opcheck(ops.linear_grpo_loss, (*given, *options))
 
 

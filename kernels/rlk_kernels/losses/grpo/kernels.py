@@ -215,7 +215,9 @@ def prepare(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`grpo.prepare`; advantages of the tokens in fp32, or float64 for float64."""
     t, device = target.shape[0], target.device
-    ids = empty((t,), torch.int64, device)
+    grpo, counted = loss_type == "grpo", loss_type != "dr_grpo"
+    share = max(sequences, 1) if grpo else 1
+    ids, count = empties(((t,), (share if counted else 0,)), torch.int64, device)
     weights = empty((t,), torch.float64, device)
     packed = cu_seqlens is not None
     out = given = advantages.contiguous()
@@ -227,15 +229,11 @@ def prepare(
     target, mask = target.contiguous(), mask.contiguous()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     length = t // max(sequences, 1)
-    grpo, counted = loss_type == "grpo", loss_type != "dr_grpo"
-    share = max(sequences, 1) if grpo else 1
     seen = launches(
         "grpo", target.dtype, mask.dtype, given.dtype,
         None if cu_seqlens is None else cu_seqlens.dtype, spread, loss_type, device,
     )  # fmt: skip
-    count = None
     if counted:
-        count = empty((share,), torch.int32, device)
         launch(
             seen, _count_kernel, (share, 1, 1),
             (target, mask, cu_seqlens, count, t, length if grpo else t, ignore_index,
