@@ -83,9 +83,9 @@ def launch(seen: dict, kernel, grid: tuple[int, int, int], arguments: tuple, opt
 
 
 def _addressed(tensors: tuple[int, ...], arguments: tuple) -> list | None:
-    """The arguments with addresses in place of the tensors; None where one is not aligned. Of a
-    tensor Triton's launcher asks the driver whether it lies on the GPU: each time, at half a
-    microsecond."""
+    """The arguments with addresses in place of the tensors; None where one is not aligned. Of each
+    tensor Triton's launcher would ask the driver whether it lies on the GPU; here operators have
+    looked at that (`backend.choose`)."""
     found, bits = list(arguments), 0
     for i in tensors:
         address = found[i] = arguments[i].data_ptr()

@@ -143,7 +143,7 @@ def attention(
     _check("attention", q, k, v, scale, window)
     cu_q = _index("cu_seqlens_q", cu_seqlens_q)
     cu_k = _index("cu_seqlens_k", cu_seqlens_k, cu_q.numel())
-    chosen = choose("attention", backend, q, k, v, cu_q, cu_k)
+    chosen = choose("attention", backend, q, k, v, cu_q, cu_k, sinks)
     q, k, v = _last_dense(q), _last_dense(k), _last_dense(v)
     if sinks is None and softcap is None:
         out, lse = call(_attention, q, k, v, cu_q, cu_k, causal, scale, window, chosen)
@@ -256,7 +256,9 @@ def paged_attention(
     if schedule is not None:
         check(schedule, key(q, k_cache, table, window, softcap is not None))
         plan, pieces, special = schedule.plan, schedule.pieces, schedule.special
-    chosen = choose("paged_attention", backend, q, k_cache, v_cache, table, lens, cu_q, out, plan)
+    chosen = choose(
+        "paged_attention", backend, q, k_cache, v_cache, table, lens, cu_q, out, plan, sinks
+    )
     q, k_cache, v_cache = _last_dense(q), _last_dense(k_cache), _last_dense(v_cache)
     sinks = None if sinks is None else sinks.detach().contiguous()
     if out is not None and (
