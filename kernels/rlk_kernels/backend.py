@@ -50,18 +50,20 @@ def choose(op: str, backend: str | None, x: torch.Tensor, *others: torch.Tensor 
     are on several devices, and UnknownBackend, UnsupportedDevice or UnsupportedDtype when an
     explicit choice (argument or RLK_BACKEND) cannot run.
     """
-    if x.dtype not in DTYPES and x.dtype != torch.float64:
+    dtype, device = x.dtype, x.device
+    narrow = dtype in DTYPES
+    if not narrow and dtype != torch.float64:
         raise UnsupportedDtype(
-            f"{op}: bfloat16, float16, float32 and float64 are supported, not {x.dtype}"
+            f"{op}: bfloat16, float16, float32 and float64 are supported, not {dtype}"
         )
     for other in others:
-        if other is not None and other.device != x.device:
+        if other is not None and other.device != device:
             raise UnsupportedDevice(
-                f"{op}: tensors are on {x.device} and on {other.device}; move them to one device"
+                f"{op}: tensors are on {device} and on {other.device}; move them to one device"
             )
-    asked = backend or _asked_for() or None
-    if asked is None:
-        if x.dtype not in DTYPES or not runs_triton(x.device):
+    asked = backend or _asked_for()
+    if not asked:
+        if not narrow or not runs_triton(device):
             return "torch"
         if not HAS_TRITON:
             _warn_of_no_triton()
@@ -70,9 +72,9 @@ def choose(op: str, backend: str | None, x: torch.Tensor, *others: torch.Tensor 
     if asked not in BACKENDS:
         raise UnknownBackend(f"{op}: backend {asked!r} is unknown; choose from {list(BACKENDS)}")
     if asked == "triton":
-        if x.dtype not in DTYPES:
+        if not narrow:
             raise UnsupportedDtype(
-                f"{op}: the triton backend takes bfloat16, float16 and float32, not {x.dtype}; "
+                f"{op}: the triton backend takes bfloat16, float16 and float32, not {dtype}; "
                 "backend='torch' also takes float64"
             )
         if not HAS_TRITON:
@@ -80,10 +82,10 @@ def choose(op: str, backend: str | None, x: torch.Tensor, *others: torch.Tensor 
                 f"{op}: the triton backend needs Triton, and it is not installed: "
                 f"{INSTALL_TRITON}; or use backend='torch'"
             )
-        if not (interpreting() or runs_triton(x.device)):
+        if not (interpreting() or runs_triton(device)):
             raise UnsupportedDevice(
                 f"{op}: the triton backend needs an NVIDIA GPU of compute capability 8.0 or newer "
-                f"(or TRITON_INTERPRET=1), and the tensor is on {x.device}; use backend='torch'"
+                f"(or TRITON_INTERPRET=1), and the tensor is on {device}; use backend='torch'"
             )
     return asked
 
@@ -99,6 +101,10 @@ def _warn_of_no_triton() -> None:
     )
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+"""Tensors that behave as torch's own."""
+
+
 def call(op: CustomOpDef, *args):
     """`op(*args)`, past torch's dispatch where nothing there has work to do: no gradient, compiler,
     mode, transform or kind of tensor of its own. Dispatching costs several times what a launch
@@ -107,7 +113,7 @@ def call(op: CustomOpDef, *args):
         return op(*args)
     grad = torch.is_grad_enabled()
     for x in args:
-        if type(x) is Tensor or type(x) is torch.nn.Parameter:
+        if type(x) in _PLAIN:
             if grad and x.requires_grad:
                 return op(*args)
         elif isinstance(x, Tensor):

@@ -39,16 +39,18 @@ HAS_TRITON = _finds_triton()
 
 def capability(device: torch.device) -> tuple[int, int]:
     """The compute capability of an NVIDIA GPU; (0, 0) for any other device."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return 0, 0
     if torch.compiler.is_compiling():  # a cache would be looked into, and warned of
-        return torch.cuda.get_device_capability(device)
+        return _ask_capability(device)
     return _asked_capability(device)
 
 
-@functools.cache
-def _asked_capability(device: torch.device) -> tuple[int, int]:
+def _ask_capability(device: torch.device) -> tuple[int, int]:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0, 0
     return torch.cuda.get_device_capability(device)
+
+
+_asked_capability = functools.cache(_ask_capability)
 
 
 def runs_triton(device: torch.device) -> bool:

@@ -5,6 +5,7 @@ same allocator.
 """
 
 import functools
+import math
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -17,19 +18,42 @@ from rlk_kernels.device import fits_gluon, triton_version
 DIRECT_TRITON = ((3, 6), (3, 7))
 """Versions of Triton whose launcher is called past what wraps it: from the first, below the
 second."""
-_allocate = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+_allocate: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+_reinterpret: Any = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", None)
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """`torch.empty`; on the current GPU as Inductor's code allocates, past torch's dispatch."""
-    if (
-        _allocate is None
-        or device.type != "cuda"
-        or not torch.cuda.is_initialized()
-        or device.index != torch._C._cuda_getDevice()
-    ):
+    if not _allocates(device):
         return torch.empty(shape, dtype=dtype, device=device)
     return _allocate(*_dense(shape), dtype)
+
+
+def empties(
+    shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """`empty` of each shape; on the current GPU all in one piece of memory, which is there for as
+    long as one of them is. Each begins at a multiple of 16 bytes."""
+    if not _allocates(device):
+        return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+    total, places = _together(shapes, 16 // dtype.itemsize)
+    memory = _allocate((total,), (1,), dtype)
+    return [_reinterpret(memory, *place) for place in places]
+
+
+def _allocates(device: torch.device) -> bool:
+    return (
+        _allocate is not None
+        and _reinterpret is not None
+        and _of_gpu(device)
+        and torch.cuda.is_initialized()
+        and device.index == torch._C._cuda_getDevice()
+    )
+
+
+@functools.cache
+def _of_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"  # a string that torch makes anew each time
 
 
 @functools.lru_cache(maxsize=4096)
@@ -42,6 +66,18 @@ def _dense(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(shape), tuple(strides[::-1])
 
 
+@functools.lru_cache(maxsize=4096)
+def _together(
+    shapes: tuple[tuple[int, ...], ...], unit: int
+) -> tuple[int, list[tuple[tuple[int, ...], tuple[int, ...], int]]]:
+    """(elements of all, (shape, strides, first element) of each), `unit` elements in 16 bytes."""
+    places, total = [], 0
+    for shape in shapes:
+        places.append((*_dense(shape), total))
+        total += -(-math.prod(shape) // unit) * unit
+    return total, places
+
+
 @dataclass(frozen=True, slots=True)
 class Direct:
     """Triton's launcher itself. What wraps it encodes every tensor map at every launch; here that
@@ -51,29 +87,27 @@ class Direct:
     encode: Any
     """(descriptor, metadata) -> what the launcher takes in its place."""
     maps: tuple[tuple[int, str, dict], ...]
-    """Of each argument that is a descriptor: which one, how it is encoded, the same as Triton says
-    it."""
+    """Of each argument that is a descriptor, from the last: which one, where it keeps itself
+    encoded, how it is encoded."""
     cooperative: bool
     overlaps: bool
 
-    def arguments(self, given: tuple) -> list:
-        """The launcher's arguments for those of the kernel."""
-        found = list(given)
-        for index, key, how in reversed(self.maps):
-            descriptor = found[index]
-            encoded = descriptor.__dict__.setdefault("rlk_encoded", {})
-            if key not in encoded:
-                encoded[key] = self.encode(descriptor, how)
-            found[index : index + 1] = encoded[key]
-        return found
+    def arguments(self, given: list) -> list:
+        """The launcher's arguments for those of the kernel, in the same list."""
+        for index, key, how in self.maps:
+            descriptor = given[index]
+            encoded = descriptor.__dict__.get(key)
+            if encoded is None:
+                encoded = descriptor.__dict__[key] = self.encode(descriptor, how)
+            given[index : index + 1] = encoded
+        return given
 
 
-@functools.lru_cache(maxsize=4096)
 def direct_launcher(kernel) -> Direct | None:
     """The launcher of a compiled kernel without its wrapper, where it is made as it is known."""
-    launcher = kernel.run
     if not fits_gluon(triton_version(), DIRECT_TRITON):
         return None
+    launcher = kernel.run
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         return None
     launch, maps, encode = launcher.launch, (), None
@@ -87,8 +121,8 @@ def direct_launcher(kernel) -> Direct | None:
         encode = launch.__globals__["make_tensordesc_arg"]
         indices = sorted(inside["tensordesc_indices"])
         maps = tuple(
-            (index, repr(sorted(how.items())), how)
-            for index, how in zip(indices, inside["tensordesc_meta"], strict=True)
+            (index, f"as {sorted(how.items())}", how)
+            for index, how in reversed(list(zip(indices, inside["tensordesc_meta"], strict=True)))
         )
         launch = inside["launcher"]
     return Direct(launch, encode, maps, launcher.launch_cooperative_grid, launcher.launch_pdl)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlk_kernels.direct import direct_launcher
+from rlk_kernels.direct import Direct, direct_launcher
 
 KEPT = 512
 """Of one name, for calls of one shape."""
@@ -26,6 +26,8 @@ class Compiled:
 
     kernel: Any
     """`triton.compiler.CompiledKernel`."""
+    direct: Direct | None
+    """Its launcher without what wraps it, where that is known."""
     device: int
     tensors: tuple[int, ...]
     """Which arguments are tensors. All were aligned to 16 bytes, which Triton relies on."""
@@ -62,30 +64,33 @@ def kept(seen: dict, name: str, key, make: Callable, *arguments) -> Any:
     return found
 
 
-def launch(seen: dict, kernel, grid: tuple[int, int, int], *arguments, **options) -> None:
+def launch(seen: dict, kernel, grid: tuple[int, int, int], arguments: tuple, options: dict) -> None:
     """`kernel[grid](*arguments, **options)`; `seen`: the `launches` of the call's shape."""
     found = seen.get(id(kernel))
-    if (
-        found is not None
-        and found.device == torch._C._cuda_getDevice()
-        and _aligned(found.tensors, arguments)
-    ):
-        again(found, kernel, grid, arguments, options)
-        return
+    if found is not None and found.device == torch._C._cuda_getDevice():
+        addressed = _addressed(found.tensors, arguments)
+        if addressed is not None:
+            again(found, kernel, grid, arguments, options, addressed)
+            return
     if _only_compiling:
         kernel.warmup(*arguments, grid=grid, **options)
         return
     compiled = kernel[grid](*arguments, **options)
     tensors = tuple(i for i, x in enumerate(arguments) if isinstance(x, Tensor))
-    if hasattr(compiled, "packed_metadata") and _aligned(tensors, arguments):
-        seen[id(kernel)] = Compiled(compiled, torch.cuda.current_device(), tensors)
+    if hasattr(compiled, "packed_metadata") and _addressed(tensors, arguments) is not None:
+        device = torch.cuda.current_device()
+        seen[id(kernel)] = Compiled(compiled, direct_launcher(compiled), device, tensors)
 
 
-def _aligned(tensors: tuple[int, ...], arguments: tuple) -> bool:
-    bits = 0
+def _addressed(tensors: tuple[int, ...], arguments: tuple) -> list | None:
+    """The arguments with addresses in place of the tensors; None where one is not aligned. Of each
+    tensor Triton's launcher would ask the driver whether it lies on the GPU; here operators have
+    looked at that (`backend.choose`)."""
+    found, bits = list(arguments), 0
     for i in tensors:
-        bits |= arguments[i].data_ptr()
-    return bits & 15 == 0
+        address = found[i] = arguments[i].data_ptr()
+        bits |= address
+    return None if bits & 15 else found
 
 
 @functools.cache
@@ -95,21 +100,24 @@ def _knobs():
     return triton.knobs.runtime
 
 
-def again(found: Compiled, kernel, grid: tuple[int, int, int], arguments, options) -> None:
-    """Launch what was compiled; a profiler that wants to know of launches gets an ordinary one."""
+def again(
+    found: Compiled, kernel, grid: tuple[int, int, int], arguments: tuple, options: dict,
+    addressed: list,
+) -> None:  # fmt: skip
+    """Launch what was compiled with what is `addressed`, the arguments; a profiler that wants to
+    know of launches gets an ordinary one."""
     knobs = _knobs()
     if knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls:
         kernel[grid](*arguments, **options)
         return
-    own = found.kernel
+    own, direct = found.kernel, found.direct
     stream = torch._C._cuda_getCurrentRawStream(found.device)
-    direct = direct_launcher(own)
     if direct is None:
-        own.run(*grid, stream, own.function, own.packed_metadata, None, None, None, *arguments)
+        own.run(*grid, stream, own.function, own.packed_metadata, None, None, None, *addressed)
         return
     direct.launch(
         *grid, stream, own.function, direct.cooperative, direct.overlaps, None, None,
-        own.packed_metadata, None, None, None, *direct.arguments(arguments),
+        own.packed_metadata, None, None, None, *direct.arguments(addressed),
     )  # fmt: skip
 
 

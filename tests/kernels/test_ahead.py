@@ -37,10 +37,10 @@ def test_launches_compile_and_do_not_run(on_gpu: torch.device) -> None:
     kernel = Kernel()
     with compiled_ahead(on_gpu) as is_ahead:
         assert is_ahead
-        launching.launch({}, kernel, (2, 1, 1), 7, num_warps=4)
+        launching.launch({}, kernel, (2, 1, 1), (7,), {"num_warps": 4})
     assert kernel.compiled == [((2, 1, 1), (7,), {"num_warps": 4})]
     assert kernel.ran == []
-    launching.launch({}, kernel, (2, 1, 1), 7, num_warps=4)
+    launching.launch({}, kernel, (2, 1, 1), (7,), {"num_warps": 4})
     assert kernel.ran == kernel.compiled
 
 
@@ -48,7 +48,7 @@ def test_launches_run_again_after_an_error(on_gpu: torch.device) -> None:
     kernel = Kernel()
     with pytest.raises(ZeroDivisionError), compiled_ahead(on_gpu):
         raise ZeroDivisionError
-    launching.launch({}, kernel, (1, 1, 1))
+    launching.launch({}, kernel, (1, 1, 1), (), {})
     assert len(kernel.ran) == 1
 
 
@@ -60,7 +60,7 @@ def test_where_nothing_can_be_compiled_launches_run(
     kernel = Kernel()
     with compiled_ahead(torch.device("cpu") if why == "no GPU" else on_gpu) as is_ahead:
         assert not is_ahead
-        launching.launch({}, kernel, (1, 1, 1))
+        launching.launch({}, kernel, (1, 1, 1), (), {})
     assert len(kernel.ran) == 1
     assert kernel.compiled == []
 

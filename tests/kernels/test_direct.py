@@ -1,11 +1,12 @@
 """Triton's launcher is called past its wrapper, with the arguments that the wrapper would give."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from rlk_kernels import direct
+from rlk_kernels import direct, launching
 from rlk_kernels.direct import Direct, direct_launcher
 
 HOW = [{"swizzle": 3, "block_size": [8, 8]}, {"swizzle": 1, "block_size": [4, 4]}]
@@ -70,7 +71,7 @@ def test_the_arguments_are_those_of_the_wrapper_and_maps_are_encoded_once() -> N
     own(*before, *given)
     encoded.clear()
     for _ in range(3):
-        found.launch(*before, *found.arguments(given))
+        found.launch(*before, *found.arguments(list(given)))
     assert got[1:] == [got[0]] * 3
     assert sorted(name for name, _ in encoded) == ["a", "b"]
 
@@ -79,7 +80,7 @@ def test_the_arguments_are_those_of_the_wrapper_and_maps_are_encoded_once() -> N
 def test_one_descriptor_in_two_kernels_is_encoded_as_each_wants_it() -> None:
     shared = Map("a")
     found = [
-        direct_launcher(a_kernel(wrapped(print, {0}, [how]))).arguments((shared,)) for how in HOW
+        direct_launcher(a_kernel(wrapped(print, {0}, [how]))).arguments([shared]) for how in HOW
     ]
     assert found == [["map of a", 3], ["map of a", 1]]
 
@@ -99,6 +100,45 @@ def test_what_is_not_as_it_is_known_is_left_to_triton() -> None:
     assert direct_launcher(a_kernel(wrapped(print, {0}, [None]))) is None
 
 
+class Kernel:
+    """Stands for a kernel that Triton has compiled, and for what launches it."""
+
+    def __init__(self) -> None:
+        self.triton: list[tuple[Any, ...]] = []
+        self.again: list[tuple[Any, ...]] = []
+        launcher = a_kernel(partial(self.launch)).run
+        self.compiled = SimpleNamespace(packed_metadata=(), function=0, run=launcher)
+
+    def launch(self, *arguments: Any) -> None:
+        self.again.append(arguments[13:])
+
+    def __getitem__(self, grid: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            self.triton.append(arguments)
+            return self.compiled
+
+        return run
+
+
+@pytest.mark.usefixtures("triton_36")
+def test_launched_again_are_addresses_of_tensors_aligned_as_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    kernel = Kernel()
+    seen: dict[int, Any] = {}
+    x, y = torch.zeros(8), torch.zeros(8)
+    for given in ((x, None, 3), (y, None, 4), (y[1:], None, 5), (x, None, 6)):
+        launching.launch(seen, kernel, (1, 1, 1), given, {})
+    assert kernel.again == [(y.data_ptr(), None, 4), (x.data_ptr(), None, 6)]
+    assert [arguments[2] for arguments in kernel.triton] == [3, 5]
+    assert kernel.triton[1][0].data_ptr() == y.data_ptr() + 4
+    assert kernel.triton[0][0] is x
+
+
 def test_other_versions_are_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct, "triton_version", lambda: "3.7.0")
     assert direct_launcher(a_kernel(print)) is None
@@ -115,6 +155,68 @@ def test_empty_is_torchs(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
     assert (found.shape, found.stride(), found.dtype) == (like.shape, like.stride(), like.dtype)
     direct.empty(like.shape, torch.bfloat16, torch.device("cuda", 0))
     assert asked == [(tuple(like.shape), like.stride(), torch.bfloat16)]
+
+
+@pytest.fixture
+def gpu_memory(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """What is allocated past torch's dispatch, in memory of the CPU."""
+    made: list[torch.Tensor] = []
+
+    def allocate(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+        made.append(torch.empty_strided(shape, strides, dtype=dtype))
+        return made[-1]
+
+    monkeypatch.setattr(direct, "_allocate", allocate)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.float64])
+def test_several_lie_apart_in_one_piece_of_memory(
+    dtype: torch.dtype, gpu_memory: list[torch.Tensor]
+) -> None:
+    shapes = (3, 5), (0,), (7,), (), (2, 2, 1), (0, 4)
+    found = direct.empties(shapes, dtype, torch.device("cuda", 0))
+    assert [(x.shape, x.stride(), x.dtype) for x in found] == [
+        (x.shape, x.stride(), x.dtype) for x in (torch.empty(s, dtype=dtype) for s in shapes)
+    ]
+    (memory,) = gpu_memory
+    first = memory.data_ptr()
+    assert all((x.data_ptr() - first) % 16 == 0 for x in found)
+    for i, x in enumerate(found):
+        x.fill_(i)
+    assert all(bool((x == i).all()) for i, x in enumerate(found))
+    assert memory.numel() * memory.element_size() <= sum(
+        x.numel() * x.element_size() + 15 for x in found
+    )
+
+
+def test_several_are_changed_in_place_as_any_tensor(gpu_memory: list[torch.Tensor]) -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> Any:
+            y, z = direct.empties((x.shape, x.shape), x.dtype, torch.device("cuda", 0))
+            return torch.mul(x, 2, out=y), torch.mul(x, 3, out=z)
+
+        @staticmethod
+        def backward(ctx: Any, *g: torch.Tensor) -> Any:
+            return 2 * g[0] + 3 * g[1]
+
+    x = torch.ones(4, requires_grad=True)
+    y, z = Double.apply(x)
+    assert not y._is_view()
+    y *= 5
+    (y + z).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [13.0] * 4
+    assert len(gpu_memory) == 1
+
+
+def test_several_are_torchs_where_torch_does_not_stand_for_a_gpu() -> None:
+    x, y = direct.empties(((3,), (2, 2)), torch.float32, torch.device("cpu"))
+    assert (x.shape, y.shape) == ((3,), (2, 2))
+    assert x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr()
 
 
 def test_every_operator_is_dispatched_straight_on_gpus() -> None:

@@ -1,5 +1,8 @@
 """Launching a product as its plan says: one function a kernel, and no decision left."""
 
+import functools
+from types import ModuleType
+
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -7,6 +10,20 @@ from rlk_kernels import launching
 from rlk_kernels.launching import tensor_map
 from rlk_kernels.matmul import kernels
 from rlk_kernels.matmul.plan import MatmulPlan
+
+
+@functools.cache
+def _split() -> ModuleType:
+    from rlk_kernels.matmul.hopper import epilogue
+
+    return epilogue
+
+
+@functools.cache
+def _specialized() -> ModuleType:
+    from rlk_kernels.matmul.hopper import product
+
+    return product
 
 
 def launch(
@@ -19,13 +36,9 @@ def launch(
     `add` is for the kernels "tma" and "pointer" without `tma_store`.
     """
     if plan.kernel == "hopper_split":
-        from rlk_kernels.matmul.hopper.epilogue import split_product
-
-        split_product(plan, a, b, bias, out)
+        _split().split_product(plan, a, b, bias, out)
     elif plan.kernel == "hopper":
-        from rlk_kernels.matmul.hopper.product import specialized_product
-
-        specialized_product(plan, seen, a, b, bias, out)
+        _specialized().specialized_product(plan, seen, a, b, bias, out)
     elif plan.kernel == "tma":
         _launch_tma(plan, seen, a, b, bias, trans_a, trans_b, out, add)
     else:
@@ -54,12 +67,12 @@ def _launch_tma(
         if narrow:
             c2_desc = _map(out, tile.m, narrow)
     launching.launch(
-        seen, kernels._gemm_tma_kernel, (plan.programs, 1, 1), a_desc, b_desc, b2_desc, c_desc,
-        c2_desc, out, bias, m, n, k, plan.last_segment, plan.wide,
-        out.stride(0), trans_a, trans_b, bias is not None, plan.tma_store,
-        tile.m, tile.n, tile.n2, tile.k, tile.group, tile.subtile, tile.flatten, tile.swap,
-        plan.overlap, tile.tail, plan.segment, add, num_warps=tile.warps, num_stages=plan.stages,
-        launch_pdl=plan.overlap > 0,
+        seen, kernels._gemm_tma_kernel, (plan.programs, 1, 1),
+        (a_desc, b_desc, b2_desc, c_desc, c2_desc, out, bias, m, n, k, plan.last_segment,
+         plan.wide, out.stride(0), trans_a, trans_b, bias is not None, plan.tma_store, tile.m,
+         tile.n, tile.n2, tile.k, tile.group, tile.subtile, tile.flatten, tile.swap, plan.overlap,
+         tile.tail, plan.segment, add),
+        {"num_warps": tile.warps, "num_stages": plan.stages, "launch_pdl": plan.overlap > 0},
     )  # fmt: skip
 
 
@@ -73,8 +86,8 @@ def _launch_pointer(
     a_m, a_k = (a.stride(1), a.stride(0)) if trans_a else (a.stride(0), a.stride(1))
     b_k, b_n = (b.stride(1), b.stride(0)) if trans_b else (b.stride(0), b.stride(1))
     launching.launch(
-        seen, kernels._gemm_pointer_kernel, (plan.programs, 1, 1), a, b, out, bias, m, n, k,
-        plan.last_segment, a_m, a_k, b_k, b_n, out.stride(0),
-        bias is not None, tile.m, tile.n, tile.k, tile.group, "ieee", plan.segment,
-        add, num_warps=tile.warps, num_stages=plan.stages,
+        seen, kernels._gemm_pointer_kernel, (plan.programs, 1, 1),
+        (a, b, out, bias, m, n, k, plan.last_segment, a_m, a_k, b_k, b_n, out.stride(0),
+         bias is not None, tile.m, tile.n, tile.k, tile.group, "ieee", plan.segment, add),
+        {"num_warps": tile.warps, "num_stages": plan.stages},
     )  # fmt: skip

@@ -19,6 +19,9 @@ does not depend on the order of rows either.
 M = rows of x (all leading dimensions)   K = in features   N = out features
 """
 
+import functools
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -35,6 +38,13 @@ def linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y if bias is None else y + bias.double()
 
 
+@functools.cache
+def _on_triton() -> ModuleType:
+    from rlk_kernels.matmul import product
+
+    return product
+
+
 @torch.library.custom_op("rlk::gemm", mutates_args=())
 def _gemm(
     a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool, trans_b: bool,
@@ -43,12 +53,10 @@ def _gemm(
     if backend == "torch":
         record("linear", "torch")
         return portable.product(a, b, bias, trans_a, trans_b, out_dtype)
-    from rlk_kernels.matmul.product import product
-
     m = a.shape[1] if trans_a else a.shape[0]
     n = b.shape[0] if trans_b else b.shape[1]
     out = empty((m, n), out_dtype, a.device)
-    record("linear", product(a, b, bias, trans_a, trans_b, out))
+    record("linear", _on_triton().product(a, b, bias, trans_a, trans_b, out))
     return out
 
 
@@ -65,9 +73,7 @@ def _linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, ba
         record("linear", "torch")
         out.copy_(portable.product(x, weight, bias, False, True, out.dtype))
         return
-    from rlk_kernels.matmul.product import product
-
-    record("linear", product(x, weight, bias, False, True, out))
+    record("linear", _on_triton().product(x, weight, bias, False, True, out))
 
 
 @_linear_into.register_fake
@@ -107,9 +113,7 @@ def _add_weight_grad(main_grad: Tensor, dy: Tensor, x: Tensor, backend: str) -> 
         record("linear", "torch")
         main_grad += portable.product(dy, x, None, True, False, torch.float32)
         return
-    from rlk_kernels.matmul.product import add_product
-
-    record("linear", add_product(main_grad, dy, x))
+    record("linear", _on_triton().add_product(main_grad, dy, x))
 
 
 @_add_weight_grad.register_fake

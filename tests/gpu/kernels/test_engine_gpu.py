@@ -139,7 +139,7 @@ def test_what_is_launched_again_is_what_triton_would_launch(monkeypatch):
     monkeypatch.setattr(self_check, "holds", lambda *a, **k: True)
     again, launched = launching.again, []
 
-    def asked(found, kernel, grid, arguments, options):
+    def asked(found, kernel, grid, arguments, options, addressed):
         launched.append(kernel.__name__)
         assert kernel[grid](*arguments, **options) is found.kernel, kernel.__name__
 

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlk_kernels.direct import empties, empty
 from rlk_kernels.launching import cdiv, launch, launches
 from rlk_kernels.losses.grpo.operator import METRICS, Loss
 
@@ -214,38 +215,39 @@ def prepare(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`grpo.prepare`; advantages of the tokens in fp32, or float64 for float64."""
     t, device = target.shape[0], target.device
-    ids = torch.empty(t, dtype=torch.int64, device=device)
-    weights = torch.empty(t, dtype=torch.float64, device=device)
+    grpo, counted = loss_type == "grpo", loss_type != "dr_grpo"
+    share = max(sequences, 1) if grpo else 1
+    ids, count = empties(((t,), (share if counted else 0,)), torch.int64, device)
+    weights = empty((t,), torch.float64, device)
     packed = cu_seqlens is not None
     out = given = advantages.contiguous()
     if spread:
         wide = torch.promote_types(advantages.dtype, torch.float32)
-        out = torch.empty(t, dtype=wide, device=device)
+        out = empty((t,), wide, device)
     if t == 0:
         return ids, out, weights
     target, mask = target.contiguous(), mask.contiguous()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     length = t // max(sequences, 1)
-    grpo, counted = loss_type == "grpo", loss_type != "dr_grpo"
-    share = max(sequences, 1) if grpo else 1
     seen = launches(
         "grpo", target.dtype, mask.dtype, given.dtype,
         None if cu_seqlens is None else cu_seqlens.dtype, spread, loss_type, device,
     )  # fmt: skip
-    count = None
     if counted:
-        count = torch.empty(share, dtype=torch.int32, device=device)
         launch(
-            seen, _count_kernel, (share, 1, 1), target, mask, cu_seqlens, count, t,
-            length if grpo else t, ignore_index, packed and grpo, COUNT_BLOCK, num_warps=8,
+            seen, _count_kernel, (share, 1, 1),
+            (target, mask, cu_seqlens, count, t, length if grpo else t, ignore_index,
+             packed and grpo, COUNT_BLOCK),
+            {"num_warps": 8},
         )  # fmt: skip
     else:
         assert max_tokens is not None
         share = max(sequences, 1) * max_tokens
     launch(
-        seen, _prepare_kernel, (cdiv(t, BLOCK), 1, 1), target, mask, cu_seqlens, count, given, ids,
-        out, weights, t, sequences, length, sequences.bit_length(), share, ignore_index, packed,
-        counted, grpo, spread, BLOCK, num_warps=4,
+        seen, _prepare_kernel, (cdiv(t, BLOCK), 1, 1),
+        (target, mask, cu_seqlens, count, given, ids, out, weights, t, sequences, length,
+         sequences.bit_length(), share, ignore_index, packed, counted, grpo, spread, BLOCK),
+        {"num_warps": 4},
     )  # fmt: skip
     return ids, out, weights
 
@@ -255,23 +257,26 @@ def reduce_loss(
     ref_logp: Tensor | None, loss: Loss,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """`grpo.reduce_loss` of [T] contiguous tensors; the loss in float32, old_logp None: logp."""
-    t = logp.shape[0]
+    t, device = logp.shape[0], logp.device
     blocks, has_ref = cdiv(t, BLOCK), ref_logp is not None
-    part = torch.empty(PLANES.value, blocks, dtype=torch.float64, device=logp.device)
-    value = torch.empty((), dtype=torch.float32, device=logp.device)
     names = METRICS if has_ref else METRICS[:-1]
-    metrics = torch.empty(len(names), dtype=torch.float32, device=logp.device)
+    part = empty((PLANES.value, blocks), torch.float64, device)
+    value, metrics = empties(((), (len(names),)), torch.float32, device)
     seen = launches(
         "grpo loss", logp.dtype, None if old_logp is None else old_logp.dtype, advantages.dtype,
-        None if ref_logp is None else ref_logp.dtype, loss.beta > 0, logp.device,
+        None if ref_logp is None else ref_logp.dtype, loss.beta > 0, device,
     )  # fmt: skip
     if t:
         launch(
-            seen, _reduce_kernel, (blocks, 1, 1), logp, logp if old_logp is None else old_logp,
-            advantages, ref_logp, weights, part, t, blocks, 1.0 - loss.low, 1.0 + loss.high,
-            loss.beta, has_ref, has_ref and loss.beta > 0, BLOCK, num_warps=4,
+            seen, _reduce_kernel, (blocks, 1, 1),
+            (logp, logp if old_logp is None else old_logp, advantages, ref_logp, weights, part, t,
+             blocks, 1.0 - loss.low, 1.0 + loss.high, loss.beta, has_ref,
+             has_ref and loss.beta > 0, BLOCK),
+            {"num_warps": 4},
         )  # fmt: skip
     launch(
-        seen, _metrics_kernel, (1, 1, 1), part, value, metrics, blocks, has_ref, LANES, num_warps=4
-    )
+        seen, _metrics_kernel, (1, 1, 1),
+        (part, value, metrics, blocks, has_ref, LANES),
+        {"num_warps": 4},
+    )  # fmt: skip
     return value, dict(zip(names, metrics.unbind(), strict=True))

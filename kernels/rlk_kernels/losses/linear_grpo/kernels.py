@@ -136,7 +136,7 @@ def token_gradient(
     ref_logp: Tensor | None, weights: Tensor, loss: Loss, slope: float, half: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(g, a, c)[T] fp32 of `_token_gradient_kernel`; half: E is in fp16."""
-    logp = rows.logp.view(-1)
+    logp = rows.logp
     g, a, c = (torch.empty_like(logp) for _ in range(3))
     penalty = ref_logp is not None and loss.beta > 0
     _token_gradient_kernel[(triton.cdiv(logp.shape[0], 256),)](

@@ -18,8 +18,6 @@ the next, so neither has a bit from these cuts.
 T = tokens   V = vocabulary   H = hidden size
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -79,14 +77,15 @@ def logp_and_gradients(
         lo = lo_accumulator(dw, 2 if planned.lends_lo else len(planned.chunks))
         buffers += [dw.view(-1), lo.view(h.dtype).view(-1)]
     sums, ran = [], set()
-    targets = pick(planned.pick, h, w, bias, ids, spec)
+    targets = torch.empty(t, dtype=torch.float32, device=h.device)
+    pick(planned.pick, h, w, bias, ids, spec, targets)
     for chunk in planned.chunks:
         part, m = chunk.tokens, chunk.last - chunk.first
         own = ids[part]
         stored = [vocab.view(buffers, m)[:, : vocab.last - vocab.first] for vocab in chunk.vocab]
         nodes = chunk.nodes(chunk.vocab[-1]).stop
         stats = torch.empty(2, nodes, m, dtype=torch.float32, device=h.device)
-        rows = replace(new_rows(targets[part], False), logp=logps[part, None])
+        rows = new_rows(own, False)._replace(logp=logps[part], z=targets[part])
         for vocab, tiles, e in zip(chunk.vocab, chunk.tiles, stored, strict=True):
             node = chunk.nodes(vocab)
             run_tiles(
@@ -106,7 +105,7 @@ def logp_and_gradients(
             last = vocab.last == v
             rebase(e, stats[0, chunk.nodes(vocab)], rows, tiles.node_columns)
             quiet(e, g, rows)
-            mark(e, own, rows, g[:, None], a, None, spec, vocab.first, e.shape[1], c)
+            mark(e, own, rows, g, a, None, spec, vocab.first, e.shape[1], c)
             products = []
             if dh is not None:
                 products.append(
@@ -143,6 +142,6 @@ def loss_and_gradients(
         logp, grads, ran = logp_and_gradients(h, w, bias, ids, tokens, spec, loss, needs)
     else:
         rows, ran = forward(h, w, bias, ids, spec, False)
-        logp = rows.logp.squeeze(1)
+        logp = rows.logp
     value, metrics = reduce_loss(logp, old, advantages, weights, ref, loss)
     return value, metrics, logp, grads, ran

@@ -11,6 +11,7 @@ by the upstream one in place, once: calling it a second time raises. Compiled, i
 T = tokens   V = vocabulary   H = hidden size   B = sequences
 """
 
+import functools
 from types import ModuleType
 
 import torch
@@ -31,6 +32,7 @@ NUMBERS = (
 """Dtypes of what comes a number a token."""
 
 
+@functools.cache
 def _implementation(backend: str) -> ModuleType:
     if backend == "torch":
         return portable
@@ -264,14 +266,14 @@ def linear_grpo_loss(
     if compiling:
         needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in operands]
         value, logp, metrics, *_ = _compiled_loss(
-            *operands, ids[:, None], *tokens, spec.logit_dtype, spec.softcap, spec.scale,
+            *operands, ids, *tokens, spec.logit_dtype, spec.softcap, spec.scale,
             spec.temperature, beta, low, high, needs, chosen,
         )  # fmt: skip
         found = metrics.unbind()
         names = METRICS[: len(found)]
     else:
         loss, grad = Loss(beta, low, high), torch.is_grad_enabled()
-        given = (*operands, ids.unsqueeze(1), tokens, spec, loss, chosen, grad)
+        given = (*operands, ids, tokens, spec, loss, chosen, grad)
         if grad and any(x is not None and x.requires_grad for x in operands):
             value, logp, names, *found = _LinearGRPO.apply(*given)
         else:

@@ -19,6 +19,7 @@ def loss_and_gradients(
     """(loss, metrics, logp[T], [dh, dw, db], what ran); tokens: old_logp, advantages, ref_logp,
     weights."""
     old, advantages, ref, weights = tokens
+    ids = ids[:, None]
     rows = linear_logp.forward(h, w, bias, ids, spec, False)
     logp = rows.logp.squeeze(1)
     old = logp if old is None else old

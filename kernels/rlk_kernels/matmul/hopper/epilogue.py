@@ -393,8 +393,9 @@ def hopper_tiles(
     if plan.epilogue in ("exponentials", "gradient"):
         stored = described(out, [ROWS.value, plan.tile.n // 2])
     launch(
-        seen, _tiles_hopper_kernel, (programs, 1, 1), *maps, stored, bias, n, s, u, a, b, *counts,
-        *numbers, *constants, num_warps=4, maxnreg=168,
+        seen, _tiles_hopper_kernel, (programs, 1, 1),
+        (*maps, stored, bias, n, s, u, a, b, *counts, *numbers, *constants),
+        {"num_warps": 4, "maxnreg": 168},
     )  # fmt: skip
 
 

@@ -383,8 +383,9 @@ def specialized_product(
         maps.append(described(out, box) if plan.tma_store and some else out)
     apart = evenly(m, tile.rows), evenly(n, tile.columns, 16) // 8
     launch(
-        seen, _gemm_hopper_kernel, (plan.programs, 1, 1), described(tall, [ROWS.value, tile.k]),
-        *maps, out, bias, m, n, a.shape[1], *apart, out.stride(0), *widths, tile.k, groups,
-        tile.group, plan.stages, bias is not None, tile.swap, plan.tma_store, tile.registers,
-        plan.overlap, num_warps=4, launch_pdl=plan.overlap > 0, maxnreg=AT_LAUNCH[groups],
+        seen, _gemm_hopper_kernel, (plan.programs, 1, 1),
+        (described(tall, [ROWS.value, tile.k]), *maps, out, bias, m, n, a.shape[1], *apart,
+         out.stride(0), *widths, tile.k, groups, tile.group, plan.stages, bias is not None,
+         tile.swap, plan.tma_store, tile.registers, plan.overlap),
+        {"num_warps": 4, "launch_pdl": plan.overlap > 0, "maxnreg": AT_LAUNCH[groups]},
     )  # fmt: skip

@@ -236,8 +236,10 @@ def backward(
     padded = max(16, power_of_2(dim))
     rows = 4096 // padded
     launch(
-        seen, _prepare_kernel, (cdiv(max(tokens, slots), rows), heads, 1), out, do, delta, dq, dk,
-        dv, cu_q, cu_k, batch, tokens, slots, heads, kv_heads, dim, padded, rows, num_warps=4,
+        seen, _prepare_kernel, (cdiv(max(tokens, slots), rows), heads, 1),
+        (out, do, delta, dq, dk, dv, cu_q, cu_k, batch, tokens, slots, heads, kv_heads, dim,
+         padded, rows),
+        {"num_warps": 4},
     )  # fmt: skip
     if special:
         from rlk_kernels.ops.attention.hopper_dkv import keys_gradients
@@ -255,11 +257,13 @@ def backward(
     )  # fmt: skip
     options = {"num_warps": 4, "num_stages": 1 if q.dtype == torch.float32 else 2}
     launch(
-        seen, _dq_kernel, (tokens * group // block + batch, kv_heads, 1), q, k, v, do, lse, delta,
-        dq, *shared, **options,
+        seen, _dq_kernel, (tokens * group // block + batch, kv_heads, 1),
+        (q, k, v, do, lse, delta, dq, *shared),
+        options,
     )  # fmt: skip
     launch(
-        seen, _dkv_kernel, (slots // block + batch, kv_heads, 1), q, k, v, do, lse, delta, dk, dv,
-        *shared, **options,
+        seen, _dkv_kernel, (slots // block + batch, kv_heads, 1),
+        (q, k, v, do, lse, delta, dk, dv, *shared),
+        options,
     )  # fmt: skip
     return dq, dk, dv, "triton"

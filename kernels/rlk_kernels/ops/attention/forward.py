@@ -9,7 +9,9 @@ so that a decode step reads its keys once.
 T = queries  S = keys  D = head size  BM = packed rows of a program  BN = keys of a block
 """
 
+import functools
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 import triton
@@ -18,7 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlk_kernels.device import facts
-from rlk_kernels.direct import empty
+from rlk_kernels.direct import empties, empty
 from rlk_kernels.errors import UnsupportedShape
 from rlk_kernels.launching import cdiv, launch, launches, power_of_2, tensor_map
 from rlk_kernels.ops.attention.merge import merge_parts
@@ -297,6 +299,8 @@ class ForwardPlan:
     """No row has more than one chunk of keys: pieces are blocks of rows, and nothing is merged."""
     slots: int
     """Packed rows of one KV head that have room in the scratch."""
+    scratch: tuple[tuple[int, ...], ...]
+    """What lies there, where keys are split: flags where `alone`, accumulators, (maximum, sum)."""
     most: int
     """Pieces of one KV head that there can be."""
     target: int
@@ -335,13 +339,29 @@ def _plan(
     most = (blocks + batch // 2) * max(chunks, 1)
     most = min(most, PIECES[min(rows, 128)] * here.processors // kv_heads + blocks + batch)
     split = split and (not running or tokens * group <= room)
+    alone = running and batch == 1 and tokens * group <= 16 and dim == 128
+    slots = min(room, tokens * group * (chunks + 1))
+    flags = ((most * kv_heads, 2),) if alone else ()  # of 8 bytes
     return ForwardPlan(
         special=special, rows=rows, split=split, listed=split and batch > 1,
-        alone=running and batch == 1 and tokens * group <= 16 and dim == 128,
-        whole=running and not split and chunks <= 1,
-        slots=min(room, tokens * group * (chunks + 1)), most=most,
+        alone=alone, whole=running and not split and chunks <= 1, slots=slots,
+        scratch=(*flags, (slots * kv_heads, padded), (slots * kv_heads, 2)), most=most,
         target=PIECES[min(rows, 128)] * here.processors,
     )  # fmt: skip
+
+
+@functools.cache
+def _pieces() -> ModuleType:
+    from rlk_kernels.ops.attention import hopper_pieces
+
+    return hopper_pieces
+
+
+@functools.cache
+def _blocks() -> ModuleType:
+    from rlk_kernels.ops.attention import hopper_blocks
+
+    return hopper_blocks
 
 
 def _planned(
@@ -418,13 +438,8 @@ def forward(
     part_acc = part_ml = flags = lse
     plan = pieces = cu_q
     if own.split:
-        padded = max(16, power_of_2(dim))
-        states = own.slots * kv_heads
-        # flags of 8 bytes; what follows begins at 16
-        told = cdiv(own.most * kv_heads, 2) * 4 if own.alone else 0
-        sizes = [told, states * padded, states * 2]
-        parts = empty((sum(sizes),), torch.float32, q.device)
-        flags, part_acc, part_ml = torch.split_with_sizes(parts, sizes)
+        *told, part_acc, part_ml = empties(own.scratch, torch.float32, q.device)
+        flags = told[0] if told else lse
     if own.listed:
         if given is None:
             plan, pieces = _listed(seen, own, q, k, cu_q, lens_k, table, causal, window)
@@ -436,16 +451,12 @@ def forward(
                     "made with; make one with paged_schedule from this call's"
                 )
     if own.special and (own.split or own.whole):
-        from rlk_kernels.ops.attention.hopper_pieces import attend_pieces
-
-        attend_pieces(
+        _pieces().attend_pieces(
             seen, own, plan, pieces, q, k, v, out, lse, part_acc, part_ml, flags, cu_q, lens_k,
             table, causal, scale, window,
         )  # fmt: skip
     elif own.special:
-        from rlk_kernels.ops.attention.hopper_blocks import attend_hopper
-
-        attend_hopper(
+        _blocks().attend_hopper(
             seen, own.rows, q, k, v, out, lse, cu_q, lens_k, table, causal, scale, window
         )  # fmt: skip
     else:
@@ -455,8 +466,8 @@ def forward(
         )  # fmt: skip
     if own.split and not own.alone:
         merge_parts(
-            seen, own, plan, part_acc, part_ml, out, lse, cu_q, lens_k, kv_heads, padded, CHUNK,
-            causal, window, table is not None,
+            seen, own, plan, part_acc, part_ml, out, lse, cu_q, lens_k, kv_heads, CHUNK, causal,
+            window, table is not None,
         )  # fmt: skip
     return out, lse, "triton/hopper" if own.special else "triton"
 
@@ -497,14 +508,16 @@ def _attend(
     if own.split:  # four programs a processor hide the latency of the gathers of a decode step
         grid = (min(4 * here.processors, own.most * kv_heads), 1, 1)
     launch(
-        seen, _attention_kernel, grid, q, k, v, k_desc, v_desc, out, lse, part_acc, part_ml, plan,
-        pieces, cu_q, lens_k, table if table is not None else cu_q, batch, tokens,
-        own.slots, own.target, scale, bend, window or 0, q.stride(0), q.stride(1), *k_strides,
-        *v_strides, table.stride(0) if table is not None else 0,
-        kv_heads, group, dim, padded, rows, bn, CHUNK, causal, window is not None,
-        paged, 1 if table is None else k.shape[1], tma, own.split, own.listed, softcap > 0,
-        bn.bit_length() - 4, here.overlaps,
-        num_warps=8 if rows == 128 or (rows > 16 and bn == 128) else 4,
-        num_stages=1 if q.dtype == torch.float32 else stages, launch_pdl=here.overlaps,
-        maxnreg=128 if rows == 16 and bn == 64 and padded <= 128 else None,
+        seen, _attention_kernel, grid,
+        (q, k, v, k_desc, v_desc, out, lse, part_acc, part_ml, plan, pieces, cu_q, lens_k,
+         table if table is not None else cu_q, batch, tokens, own.slots, own.target, scale, bend,
+         window or 0, q.stride(0), q.stride(1), *k_strides, *v_strides,
+         table.stride(0) if table is not None else 0, kv_heads, group, dim, padded, rows, bn,
+         CHUNK, causal, window is not None, paged, 1 if table is None else k.shape[1], tma,
+         own.split, own.listed, softcap > 0, bn.bit_length() - 4, here.overlaps),
+        {
+            "num_warps": 8 if rows == 128 or (rows > 16 and bn == 128) else 4,
+            "num_stages": 1 if q.dtype == torch.float32 else stages, "launch_pdl": here.overlaps,
+            "maxnreg": 128 if rows == 16 and bn == 64 and padded <= 128 else None,
+        },
     )  # fmt: skip

@@ -381,8 +381,10 @@ def attend_hopper(
     if more:
         counter = empty((1,), torch.int32, q.device).zero_()
     launch(
-        seen, _attention_hopper_kernel, (programs, 1, 1), counter, q, *maps, out, lse, cu_q, lens_k,
-        table if table is not None else cu_q, scale * LOG2E, *numbers, *constants, **options,
+        seen, _attention_hopper_kernel, (programs, 1, 1),
+        (counter, q, *maps, out, lse, cu_q, lens_k, table if table is not None else cu_q,
+         scale * LOG2E, *numbers, *constants),
+        options,
     )  # fmt: skip
 
 

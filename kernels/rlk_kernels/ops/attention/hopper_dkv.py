@@ -216,8 +216,9 @@ def keys_gradients(
     batch = cu_k.numel() - 1
     programs = (slots // (GROUPS.value * ROWS.value) + batch) * kv_heads
     launch(
-        seen, _dkv_hopper_kernel, (programs, 1, 1), *descriptors(q, do, k, v), lse, delta, dk, dv,
-        cu_q, cu_k, batch, tokens, scale * LOG2E, scale, window or 0, q.stride(1), k.stride(1),
-        v.stride(1), kv_heads, heads // kv_heads, dim, causal, window is not None, DEPTH,
-        num_warps=4, maxnreg=168,
+        seen, _dkv_hopper_kernel, (programs, 1, 1),
+        (*descriptors(q, do, k, v), lse, delta, dk, dv, cu_q, cu_k, batch, tokens, scale * LOG2E,
+         scale, window or 0, q.stride(1), k.stride(1), v.stride(1), kv_heads, heads // kv_heads,
+         dim, causal, window is not None, DEPTH),
+        {"num_warps": 4, "maxnreg": 168},
     )  # fmt: skip

@@ -198,8 +198,9 @@ def queries_gradient(
     group, batch = heads // kv_heads, cu_q.numel() - 1
     blocks = tokens * group // (GROUPS.value * ROWS.value) + batch
     launch(
-        seen, _dq_hopper_kernel, (blocks, kv_heads, 1), q, do, *descriptors(k, v), lse, delta, dq,
-        cu_q, cu_k, batch, tokens, scale * LOG2E, scale, window or 0, q.stride(0), q.stride(1),
-        k.stride(1), v.stride(1), kv_heads, group, dim, causal, window is not None, DEPTH,
-        num_warps=4, maxnreg=168,
+        seen, _dq_hopper_kernel, (blocks, kv_heads, 1),
+        (q, do, *descriptors(k, v), lse, delta, dq, cu_q, cu_k, batch, tokens, scale * LOG2E,
+         scale, window or 0, q.stride(0), q.stride(1), k.stride(1), v.stride(1), kv_heads, group,
+         dim, causal, window is not None, DEPTH),
+        {"num_warps": 4, "maxnreg": 168},
     )  # fmt: skip

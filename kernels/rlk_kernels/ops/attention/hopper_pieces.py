@@ -412,9 +412,10 @@ def attend_pieces(
     )
     maps = kept(seen, "maps", (k.data_ptr(), v.data_ptr()), descriptors, k, v, table)
     launch(
-        seen, _pieces_hopper_kernel, (programs, 1, 1), plan, pieces, cu_q, lens_k, q, *maps, out,
-        lse, part_acc, part_ml, flags, table if table is not None else plan, *counts, scale * LOG2E,
-        *strides, *constants, **options,
+        seen, _pieces_hopper_kernel, (programs, 1, 1),
+        (plan, pieces, cu_q, lens_k, q, *maps, out, lse, part_acc, part_ml, flags,
+         table if table is not None else plan, *counts, scale * LOG2E, *strides, *constants),
+        options,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import facts
-from rlk_kernels.launching import kept, launch
+from rlk_kernels.launching import kept, launch, power_of_2
 from rlk_kernels.ops.attention.order import finish, merge
 from rlk_kernels.ops.attention.schedule import (
     BASE,
@@ -140,26 +140,28 @@ def _merge_kernel(
 
 def merge_parts(
     seen: dict, own, plan: Tensor, part_acc: Tensor, part_ml: Tensor, out: Tensor, lse: Tensor,
-    cu_q: Tensor, lens_k: Tensor, kv_heads: int, padded: int, chunk: int, causal: bool,
+    cu_q: Tensor, lens_k: Tensor, kv_heads: int, chunk: int, causal: bool,
     window: int | None, paged: bool,
 ) -> None:  # fmt: skip
     """out and lse of the rows whose keys were split as `own` (`forward.ForwardPlan`) says."""
     programs, constants, options = kept(
-        seen, "merge", chunk, _fixed, own, out, cu_q.numel() - 1, kv_heads, padded, chunk, causal,
+        seen, "merge", chunk, _fixed, own, out, cu_q.numel() - 1, kv_heads, chunk, causal,
         window, paged,
     )  # fmt: skip
     launch(
-        seen, _merge_kernel, (programs, 1, 1), plan, part_acc, part_ml, out, lse, cu_q, lens_k,
-        *constants, **options,
+        seen, _merge_kernel, (programs, 1, 1),
+        (plan, part_acc, part_ml, out, lse, cu_q, lens_k, *constants),
+        options,
     )  # fmt: skip
 
 
 def _fixed(
-    own, out: Tensor, batch: int, kv_heads: int, padded: int, chunk: int, causal: bool,
-    window: int | None, paged: bool,
+    own, out: Tensor, batch: int, kv_heads: int, chunk: int, causal: bool, window: int | None,
+    paged: bool,
 ) -> tuple[int, tuple, dict]:  # fmt: skip
     """What calls of one shape have in common: (programs, constants, options)."""
     (tokens, heads, dim), here = out.shape, facts(out.device)
+    padded = max(16, power_of_2(dim))
     constants = (
         batch, tokens, window or 0, own.slots, own.target, kv_heads, heads // kv_heads, dim, padded,
         own.rows, chunk, causal, window is not None, paged, own.listed,

@@ -27,6 +27,7 @@ from rlk_kernels.ops.attention.registered import (
     _attention,
     _paged_attention,
     _paged_attention_into,
+    on_triton,
 )
 from rlk_kernels.ops.attention.variants import (
     _attention_with,
@@ -74,15 +75,16 @@ def attention_ref(
 
 
 def _check(op: str, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> None:
-    if q.dim() != 3 or k.shape != v.shape or q.shape[2] != k.shape[-1]:
+    _, heads, dim = q.shape
+    *_, kv_heads, dim_k = k.shape
+    if k.shape != v.shape or dim != dim_k:
         raise UnsupportedShape(
             f"{op}: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit together"
         )
-    heads, kv_heads = q.shape[1], k.shape[-2]
     if kv_heads == 0 or heads % kv_heads:
         raise UnsupportedShape(f"{op}: {heads} query heads are no multiple of {kv_heads} KV heads")
-    if not 0 < q.shape[2] <= MAX_DIM:
-        raise UnsupportedShape(f"{op}: head size {q.shape[2]} is not in 1..{MAX_DIM}")
+    if not 0 < dim <= MAX_DIM:
+        raise UnsupportedShape(f"{op}: head size {dim} is not in 1..{MAX_DIM}")
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise UnsupportedDtype(f"{op}: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}")
     if not scale > 0:
@@ -96,13 +98,14 @@ def _last_dense(x: Tensor) -> Tensor:
 
 
 def _index(name: str, x: Tensor, size: int | None = None) -> Tensor:
+    dtype = x.dtype
     fits = x.dim() == 1 and x.numel() > 0 if size is None else x.shape == (size,)
-    if x.dtype not in (torch.int32, torch.int64) or not fits:
+    if dtype not in (torch.int32, torch.int64) or not fits:
         raise UnsupportedShape(
             f"attention: {name} must hold {'B + 1' if size is None else size} integers, not "
-            f"{x.dtype} {tuple(x.shape)}"
+            f"{dtype} {tuple(x.shape)}"
         )
-    if x.dtype == torch.int32 and x.is_contiguous():
+    if dtype == torch.int32 and x.is_contiguous():
         return x
     return x.to(torch.int32).contiguous()
 
@@ -140,7 +143,7 @@ def attention(
     _check("attention", q, k, v, scale, window)
     cu_q = _index("cu_seqlens_q", cu_seqlens_q)
     cu_k = _index("cu_seqlens_k", cu_seqlens_k, cu_q.numel())
-    chosen = choose("attention", backend, q, k, v, cu_q, cu_k)
+    chosen = choose("attention", backend, q, k, v, cu_q, cu_k, sinks)
     q, k, v = _last_dense(q), _last_dense(k), _last_dense(v)
     if sinks is None and softcap is None:
         out, lse = call(_attention, q, k, v, cu_q, cu_k, causal, scale, window, chosen)
@@ -206,10 +209,8 @@ def paged_schedule(
     check_variant("paged_schedule", q.shape[1], None, softcap)
     if choose("paged_schedule", backend, q, k_cache, v_cache, table, lens, cu_q) == "torch":
         return None
-    from rlk_kernels.ops.attention.forward import paged_pieces  # imports Triton
-
     k_cache, v_cache = _last_dense(k_cache), _last_dense(v_cache)
-    found = paged_pieces(q, k_cache, v_cache, cu_q, lens, table, window, softcap or 0.0)
+    found = on_triton().paged_pieces(q, k_cache, v_cache, cu_q, lens, table, window, softcap or 0.0)
     if found is None:
         return None
     plan, pieces, special = found
@@ -255,7 +256,9 @@ def paged_attention(
     if schedule is not None:
         check(schedule, key(q, k_cache, table, window, softcap is not None))
         plan, pieces, special = schedule.plan, schedule.pieces, schedule.special
-    chosen = choose("paged_attention", backend, q, k_cache, v_cache, table, lens, cu_q, out, plan)
+    chosen = choose(
+        "paged_attention", backend, q, k_cache, v_cache, table, lens, cu_q, out, plan, sinks
+    )
     q, k_cache, v_cache = _last_dense(q), _last_dense(k_cache), _last_dense(v_cache)
     sinks = None if sinks is None else sinks.detach().contiguous()
     if out is not None and (

@@ -17,7 +17,7 @@ def lengths_of(cu: Tensor) -> tuple[list[int], list[int]]:
 
 
 @functools.cache
-def _on_triton() -> ModuleType:
+def on_triton() -> ModuleType:
     from rlk_kernels.ops.attention import forward  # imports Triton
 
     return forward
@@ -39,7 +39,7 @@ def attend(
         return portable.forward(
             q, k, v, cu_q, start, length, None, 1, causal, scale, window, softcap
         )
-    out, lse, ran = _on_triton().forward(
+    out, lse, ran = on_triton().forward(
         q, k, v, cu_q, cu_k, None, causal, scale, window, softcap=softcap
     )
     record("attention", ran)
@@ -130,7 +130,7 @@ def attend_paged(
             q, k, v, cu_q, start, length, block_table, page, True, scale, window, softcap
         )
     given = None if plan is None or pieces is None else (plan, pieces, special)
-    out, lse, ran = _on_triton().forward(
+    out, lse, ran = on_triton().forward(
         q, k_cache, v_cache, cu_q, context_lens, block_table, True, scale, window, out=out,
         softcap=softcap, given=given,
     )  # fmt: skip

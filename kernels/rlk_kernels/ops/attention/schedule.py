@@ -27,15 +27,13 @@ its instructions, so it is kept short: fetching them is most of its time.
 B = sequences   R = sequences that share a block of rows at most
 """
 
-from math import prod
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import facts
-from rlk_kernels.direct import empty
+from rlk_kernels.direct import empties
 from rlk_kernels.launching import cdiv, kept, launch, power_of_2
 from rlk_kernels.ops.attention.order import find_sequence
 
@@ -380,16 +378,17 @@ def schedule(
         seen, "schedule", chunk, _fixed, cu_q, table, page, kv_heads, group, block_rows, chunk,
         causal, window, running, capacity, most,
     )  # fmt: skip
-    memory = empty((sum(sizes),), torch.int32, cu_q.device)
-    plan, pieces, shared = torch.split_with_sizes(memory, sizes)
+    plan, pieces, shared = empties(sizes, torch.int32, cu_q.device)
     if table is not None and of_shared is not None:
         launch(
-            seen, _shared_kernel, (cu_q.numel() - 1, 1, 1), shared, table, cu_q, lens_k,
-            *of_shared, num_warps=1, launch_pdl=options["launch_pdl"],
+            seen, _shared_kernel, (cu_q.numel() - 1, 1, 1),
+            (shared, table, cu_q, lens_k, *of_shared),
+            {"num_warps": 1, "launch_pdl": options["launch_pdl"]},
         )  # fmt: skip
     launch(
-        seen, _schedule_kernel, (programs, 1, 1), plan, pieces, cu_q, lens_k, shared, *constants,
-        **options,
+        seen, _schedule_kernel, (programs, 1, 1),
+        (plan, pieces, cu_q, lens_k, shared, *constants),
+        options,
     )  # fmt: skip
     return plan, pieces
 
@@ -397,8 +396,8 @@ def schedule(
 def _fixed(
     cu_q: Tensor, table: Tensor | None, page: int, kv_heads: int, group: int, block_rows: int,
     chunk: int, causal: bool, window: int | None, running: bool, capacity: int, most: int,
-) -> tuple[list[int], tuple | None, int, tuple, dict]:  # fmt: skip
-    """What calls of one shape have in common: numbers of (entries, pieces, shared chunks), the
+) -> tuple[tuple[tuple[int], ...], tuple | None, int, tuple, dict]:  # fmt: skip
+    """What calls of one shape have in common: sizes of (entries, pieces, shared chunks), the
     constants of the kernel that looks for prefixes, if there is one; programs, constants and
     options of the other."""
     here, batch = facts(cu_q.device), cu_q.numel() - 1
@@ -406,8 +405,7 @@ def _fixed(
     together = block_rows // group  # sequences of one query that fit a block of rows
     share = table is not None and window is None and chunk % page == 0 and min(together, batch) > 1
     programs = min(16, cdiv(most, LISTED))
-    sizes = [prod(shape) for shape in ((programs, PLANES, 2 * batch + 2), (most, FIELDS.value))]
-    sizes = [-(-size // 4) * 4 for size in (*sizes, batch if share else 0)]  # of 16 bytes
+    sizes = programs * PLANES * (2 * batch + 2), most * FIELDS.value, batch if share else 0
     of_shared = None
     if table is not None and share:
         pages = power_of_2(chunk // page)
@@ -418,4 +416,4 @@ def _fixed(
         block, block.bit_length() + 1, LISTED, here.overlaps,
     )  # fmt: skip
     options = {"num_warps": max(1, min(8, block // 128)), "launch_pdl": here.overlaps}
-    return sizes, of_shared, programs, constants, options
+    return tuple((size,) for size in sizes), of_shared, programs, constants, options

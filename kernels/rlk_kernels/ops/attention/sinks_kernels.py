@@ -71,8 +71,9 @@ def add(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     if t:
         seen = launches("sinks", h, d, out.dtype)
         launch(
-            seen, _add_sinks_kernel, _grid(out), out, lse, sinks, new, more, t, h, d,
-            power_of_2(d), ROWS, num_warps=4,
+            seen, _add_sinks_kernel, _grid(out),
+            (out, lse, sinks, new, more, t, h, d, power_of_2(d), ROWS),
+            {"num_warps": 4},
         )  # fmt: skip
     return new, more
 

@@ -47,8 +47,9 @@ def forward(ids: Tensor, weight: Tensor) -> Tensor:
     if t and h:
         seen = launches(ids.dtype, weight.shape, weight.stride(0), weight.dtype)
         launch(
-            seen, _embedding_fwd_kernel, (t, cdiv(h, BLOCK), 1), ids, weight, y,
-            weight.stride(0), h, weight.shape[0], BLOCK, num_warps=4,
+            seen, _embedding_fwd_kernel, (t, cdiv(h, BLOCK), 1),
+            (ids, weight, y, weight.stride(0), h, weight.shape[0], BLOCK),
+            {"num_warps": 4},
         )  # fmt: skip
     return y
 

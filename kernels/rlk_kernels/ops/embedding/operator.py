@@ -7,6 +7,9 @@ pairs of neighbours, pairs of pairs, and so on.
 T = tokens (all dimensions of ids)   V = vocabulary   H = features
 """
 
+import functools
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -20,14 +23,19 @@ def embedding_ref(ids: Tensor, weight: Tensor) -> Tensor:
     return weight[ids]
 
 
+@functools.cache
+def _on_triton() -> ModuleType:
+    from rlk_kernels.ops.embedding import kernels
+
+    return kernels
+
+
 @torch.library.custom_op("rlk::embedding", mutates_args=())
 def _embedding(ids: Tensor, weight: Tensor, backend: str) -> Tensor:
     record("embedding", backend)
     if backend == "torch":
         return portable.forward(ids, weight)
-    from rlk_kernels.ops.embedding import kernels
-
-    return kernels.forward(ids, weight)
+    return _on_triton().forward(ids, weight)
 
 
 @_embedding.register_fake
@@ -40,9 +48,7 @@ def _embedding_backward(ids: Tensor, dy: Tensor, rows: int, backend: str) -> Ten
     record("embedding_backward", backend)
     if backend == "torch":
         return portable.backward(ids, dy, rows)
-    from rlk_kernels.ops.embedding import kernels
-
-    return kernels.backward(ids, dy, rows)
+    return _on_triton().backward(ids, dy, rows)
 
 
 @_embedding_backward.register_fake

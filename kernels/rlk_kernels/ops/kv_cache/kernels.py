@@ -47,7 +47,8 @@ def write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor)
     strides = (*k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3])
     seen = launches("kv_cache", heads, dim, k_cache.shape, strides, k.dtype, slots.dtype)
     launch(
-        seen, _write_kernel, (t, cdiv(heads * dim, block), 1), k, v, k_cache, v_cache, slots,
-        *strides, heads * dim, page, blocks * page, dim, block, overlap, num_warps=4,
-        launch_pdl=overlap,
+        seen, _write_kernel, (t, cdiv(heads * dim, block), 1),
+        (k, v, k_cache, v_cache, slots, *strides, heads * dim, page, blocks * page, dim, block,
+         overlap),
+        {"num_warps": 4, "launch_pdl": overlap},
     )  # fmt: skip

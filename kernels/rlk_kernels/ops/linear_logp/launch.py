@@ -11,7 +11,9 @@ passes (five products instead of four), so that nothing held grows with the numb
 T = tokens   V = vocabulary   H = hidden size   J = ids a token (the target, then `token_ids`)
 """
 
-from dataclasses import dataclass, replace
+import functools
+from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 import triton
@@ -20,8 +22,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlk_kernels.device import facts
-from rlk_kernels.direct import empty
-from rlk_kernels.launching import cdiv, launch, launches
+from rlk_kernels.direct import empties
+from rlk_kernels.launching import cdiv, kept, launch, launches
 from rlk_kernels.matmul import epilogue
 from rlk_kernels.matmul.accumulate.accumulate import accumulate
 from rlk_kernels.matmul.accumulate.partial import PartialProduct, lo_accumulator
@@ -60,6 +62,13 @@ def _permuted(w: Tensor, tile_n: int, tile_k: int) -> TensorDescriptor:
     return TensorDescriptor(w, shape, strides, [tile_n // 128, 16, 4, 2, tile_k])
 
 
+@functools.cache
+def _on_hopper() -> ModuleType:
+    from rlk_kernels.matmul.hopper import epilogue
+
+    return epilogue
+
+
 _MODES = {
     "statistics": epilogue.STATS, "exponentials": epilogue.EXPONENTIALS,
     "gradient": epilogue.GRADIENT,
@@ -80,9 +89,7 @@ def run_tiles(
     numbers = (*spec.numbers, spec.inverse_top)
     chosen = (bias is not None, *flags(spec), u is not None or b is not None)
     if own.kernel == "hopper":
-        from rlk_kernels.matmul.hopper.epilogue import hopper_tiles
-
-        hopper_tiles(own, h, w, bias, n, s, u, a, b, out, numbers, chosen, seen)
+        _on_hopper().hopper_tiles(own, h, w, bias, n, s, u, a, b, out, numbers, chosen, seen)
         return
     mode, partial, ragged = _MODES[own.epilogue], v % tile.n != 0, v % LEAF != 0
     stride = 0 if out is None else out.stride(0)
@@ -108,28 +115,45 @@ def run_tiles(
     )  # fmt: skip
 
 
+def _per_row(ids: Tensor) -> int:
+    """J of ids[T, J], or 1 of ids[T]."""
+    return 1 if ids.dim() == 1 else ids.shape[1]
+
+
 def pick(
     own: plan.PickPlan, h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions,
-    seen: dict | None = None,
-) -> Tensor:  # fmt: skip
-    """z[T, J] of ids[T, J]; NaN where an id is no column. seen: see `run_tiles`."""
-    t, j = ids.shape
-    z = empty((t, j), torch.float32, h.device)
+    z: Tensor, seen: dict | None = None,
+) -> None:  # fmt: skip
+    """Fill z[T, J] of ids[T, J], or [T] both; NaN where an id is no column. seen: see
+    `run_tiles`."""
+    grid, constants, options = kept(
+        {} if seen is None else seen, "pick", None, _pick_fixed, own, h, w, bias, ids, spec
+    )
     launch(
-        {} if seen is None else seen, kernels._pick_kernel, (cdiv(t, own.tile.m), j, 1),
-        h, w, bias, ids, z, t, w.shape[0], h.shape[1], own.last_segment, j, h.stride(0),
-        w.stride(0), *spec.numbers, bias is not None, *flags(spec), own.tile.m, own.tile.k,
-        own.segment, num_warps=own.tile.warps, num_stages=own.tile.stages,
+        {} if seen is None else seen, kernels._pick_kernel, grid,
+        (h, w, bias, ids, z, *constants),
+        options,
     )  # fmt: skip
-    return z
 
 
-def new_rows(z: Tensor, entropy: bool) -> RowStatistics:
-    """Rows to be filled by `finish`."""
-    t = z.shape[0]
-    sizes = [z.shape, (t,), (t if entropy else 0,), (t,), (t,)]
-    logp, lse, of_rows, n, log_s = (empty(size, torch.float32, z.device) for size in sizes)
-    return RowStatistics(logp, lse, of_rows, n, log_s, z)
+def _pick_fixed(
+    own: plan.PickPlan, h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions
+) -> tuple[tuple[int, int, int], tuple, dict]:
+    """What calls of one shape have in common: (grid, constants, options)."""
+    t, j, tile = ids.shape[0], _per_row(ids), own.tile
+    constants = (
+        t, w.shape[0], h.shape[1], own.last_segment, j, h.stride(0), w.stride(0), *spec.numbers,
+        bias is not None, *flags(spec), tile.m, tile.k, own.segment,
+    )  # fmt: skip
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    return (cdiv(t, tile.m), j, 1), constants, options
+
+
+def new_rows(ids: Tensor, entropy: bool) -> RowStatistics:
+    """Rows of ids[T, J], or [T], to be filled by `pick` and `finish`."""
+    t = ids.shape[0]
+    shapes = ids.shape, (t,), (t if entropy else 0,), (t,), (t,), ids.shape
+    return RowStatistics(*empties(shapes, torch.float32, ids.device))
 
 
 def finish(
@@ -144,8 +168,9 @@ def finish(
         merged = new_planes(above, m, entropy, ids.device)
         level = {} if seen is None else seen.setdefault(("level", nodes, m), {})
         launch(
-            level, kernels._collapse_kernel, (grid, above, 1), *planes, *merged, m, nodes, entropy,
-            FINISH_ROWS, 5, num_warps=1,
+            level, kernels._collapse_kernel, (grid, above, 1),
+            (*planes, *merged, m, nodes, entropy, FINISH_ROWS, 5),
+            {"num_warps": 1},
         )  # fmt: skip
         planes, nodes = merged, above
     of_rows = rows.entropy if entropy else None
@@ -153,15 +178,15 @@ def finish(
     if m < ids.shape[0]:
         tensors = tuple(None if x is None else x[first:last] for x in tensors)
     launch(
-        {} if seen is None else seen, kernels._finish_kernel, (grid, 1, 1), *planes, *tensors, m,
-        ids.shape[1], nodes, entropy, FINISH_ROWS, levels(nodes), num_warps=1,
+        {} if seen is None else seen, kernels._finish_kernel, (grid, 1, 1),
+        (*planes, *tensors, m, _per_row(ids), nodes, entropy, FINISH_ROWS, levels(nodes)),
+        {"num_warps": 1},
     )  # fmt: skip
 
 
 def new_planes(nodes: int, t: int, entropy: bool, device: torch.device) -> Planes:
-    """Planes to be filled, one behind the other."""
-    scratch = empty((3 if entropy else 2, nodes, t), torch.float32, device)
-    n, s, *u = scratch.unbind()
+    """Planes to be filled."""
+    n, s, *u = empties(((nodes, t),) * (3 if entropy else 2), torch.float32, device)
     return n, s, u[0] if u else None
 
 
@@ -177,7 +202,7 @@ def _part(planes: Planes, m: int) -> Planes:
 def forward(
     h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions, entropy: bool
 ) -> tuple[RowStatistics, str]:
-    """h[T, H], w[V, H], ids[T, J] contiguous -> statistics, and which implementation ran."""
+    """h[T, H], w[V, H], ids[T, J] or [T] contiguous -> statistics, and which implementation ran."""
     seen = launches(
         "linear_logp", h.shape, h.stride(), w.shape, w.stride(), h.dtype,
         None if bias is None else bias.dtype, ids.shape, spec, entropy, h.device,
@@ -189,11 +214,10 @@ def forward(
         shape = plan.shape_of(h, w, spec.logit_dtype, here)
         own = seen["plan"] = plan.plan_forward(shape, entropy, here, is_trusted(h, spec))
     t = h.shape[0]
-    rows = new_rows(
-        pick(own.pick, h, w, bias, ids, spec, seen) if t else ids.to(torch.float32), entropy
-    )
+    rows = new_rows(ids, entropy)
     if not own.chunks:
         return rows, own.tiles.implementation
+    pick(own.pick, h, w, bias, ids, spec, rows.z, seen)
     longest = own.chunks[0][1]
     scratch = new_planes(own.nodes, longest, entropy, h.device)  # one for all chunks
     for first, last in own.chunks:
@@ -249,7 +273,7 @@ def _quiet(
         num_warps=4,
     )  # fmt: skip
     n, log_s, z = new
-    return _Part(out, ids, replace(rows, n=n, log_s=log_s, z=z), g, a, b)
+    return _Part(out, ids, rows._replace(n=n, log_s=log_s, z=z), g, a, b)
 
 
 def mark(
@@ -257,7 +281,7 @@ def mark(
     spec: LogitOptions, first: int, v: int, unit: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write dlogits (over unit[T]) of the ids among columns first ... first + v."""
-    t, j = ids.shape
+    t, j = ids.shape[0], _per_row(ids)
     kernels._mark_kernel[(triton.cdiv(t, 128), j)](
         out, ids, rows.z, g, rows.n, rows.log_s, a, b, unit, t, j, first, v, out.stride(0),
         spec.inverse_top, spec.softcap > 0, b is not None, unit is not None, 128, num_warps=4,

@@ -23,6 +23,9 @@ upstream gradients are 0 (an ignored one's is) adds nothing to any gradient, wha
 T = tokens   V = vocabulary   H = hidden size   K = further ids a token
 """
 
+import functools
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -49,6 +52,13 @@ def linear_logp_ref(
     return torch.where(target < 0, 0.0, logp), torch.logsumexp(z, -1), entropy
 
 
+@functools.cache
+def _on_triton() -> ModuleType:
+    from rlk_kernels.ops.linear_logp import launch
+
+    return launch
+
+
 @torch.library.custom_op("rlk::linear_logp", mutates_args=())
 def _linear_logp(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, logit_dtype: torch.dtype,
@@ -58,11 +68,9 @@ def _linear_logp(
     if backend == "torch":
         rows, ran = portable.forward(hidden, weight, bias, ids, spec, entropy), "torch"
     else:
-        from rlk_kernels.ops.linear_logp import launch
-
-        rows, ran = launch.forward(hidden, weight, bias, ids, spec, entropy)
+        rows, ran = _on_triton().forward(hidden, weight, bias, ids, spec, entropy)
     record("linear_logp", ran)
-    return rows.logp, rows.lse, rows.entropy, rows.n, rows.log_s, rows.z
+    return tuple(rows)
 
 
 @_linear_logp.register_fake
@@ -83,14 +91,14 @@ def _linear_logp_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     spec = options_of(logit_dtype, softcap, scale, temperature)
+    if ids.dim() == 1:
+        ids, z, g = ids[:, None], z[:, None], g[:, None]
     rows = RowStatistics(z, n, entropy, n, log_s, z)
     arguments = (hidden, weight, bias, ids, rows, g, g_lse, g_entropy, spec, needs)
     if backend == "torch":
         grads, ran = portable.backward(*arguments), "torch"
     else:
-        from rlk_kernels.ops.linear_logp import launch
-
-        grads, ran = launch.backward(*arguments)
+        grads, ran = _on_triton().backward(*arguments)
     record("linear_logp_backward", ran)
     dh, dw, db = (hidden.new_empty(0) if x is None else x for x in grads)
     return dh, dw, db if bias is None or not needs[2] else db.to(bias.dtype)
@@ -139,13 +147,14 @@ _linear_logp.register_autograd(_backward, setup_context=_setup)
 
 def check(name: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
     """Raise UnsupportedShape or UnsupportedDtype where the operands do not fit."""
-    fits = hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1:] == weight.shape[1:]
-    if not fits or target.shape != hidden.shape[:1] or weight.shape[0] == 0:
+    of_hidden, of_weight = hidden.shape, weight.shape
+    fits = len(of_hidden) == len(of_weight) == 2 and of_hidden[1] == of_weight[1]
+    if not fits or target.shape != (of_hidden[0],) or of_weight[0] == 0:
         raise UnsupportedShape(
             f"{name}: hidden[T, H], weight[V, H] and target[T] are needed, not "
             f"{tuple(hidden.shape)}, {tuple(weight.shape)} and {tuple(target.shape)}"
         )
-    if bias is not None and bias.shape != weight.shape[:1]:
+    if bias is not None and bias.shape != (of_weight[0],):
         raise UnsupportedShape(
             f"{name}: bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}"
         )
@@ -200,7 +209,6 @@ def linear_logp(
     ids = target if target.dtype == torch.int64 else target.long()
     if ignore_index >= 0:  # a negative one is ignored as all negative ids are
         ids = torch.where(ids == ignore_index, -1, ids)
-    ids = ids.unsqueeze(1)
     if token_ids is not None:
         if token_ids.dim() != 2 or token_ids.shape[0] != target.shape[0]:
             raise UnsupportedShape(
@@ -208,14 +216,14 @@ def linear_logp(
             )
         if token_ids.dtype not in (torch.int32, torch.int64):
             raise UnsupportedDtype(f"linear_logp: token_ids are {token_ids.dtype}")
-        ids = torch.cat([ids, token_ids.long()], 1)
+        ids = torch.cat([ids.unsqueeze(1), token_ids.long()], 1)
     logps, lse, entropy, *_ = call(
         _linear_logp,
         as_rows(hidden), as_rows(weight), None if bias is None else bias.contiguous(),
         ids.contiguous(), spec.logit_dtype, spec.softcap, spec.scale, spec.temperature,
         return_entropy, chosen,
     )  # fmt: skip
-    found = [logps[:, 0]]
+    found = [logps if token_ids is None else logps[:, 0]]
     found += [lse] if return_lse else []
     found += [entropy] if return_entropy else []
     found += [logps[:, 1:]] if token_ids is not None else []

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,12 +51,11 @@ options_of = functools.lru_cache(maxsize=1024)(LogitOptions)
 """`LogitOptions`, made once."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowStatistics:
+class RowStatistics(NamedTuple):
     """What the forward knows of each row."""
 
     logp: Tensor
-    """[T, J]."""
+    """[T, J], or [T] of ids[T]."""
     lse: Tensor
     """[T]."""
     entropy: Tensor
@@ -65,7 +65,7 @@ class RowStatistics:
     log_s: Tensor
     """[T], log2 of the sum."""
     z: Tensor
-    """[T, J], the logits of the ids."""
+    """The logits of the ids, like logp."""
 
 
 def check_options(

@@ -72,7 +72,8 @@ def _cat(parts: list[Tensor], like: Tensor) -> Tensor:
 def forward(
     h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions, entropy: bool
 ) -> RowStatistics:
-    """h[T, H], w[V, H], ids[T, J] -> Rows; n holds the maximum and log_s is natural."""
+    """h[T, H], w[V, H], ids[T, J] or [T] -> Rows; n holds the maximum and log_s is natural."""
+    shape, ids = ids.shape, ids[:, None] if ids.dim() == 1 else ids
     wide = torch.promote_types(h.dtype, torch.float32)
     t, v = h.shape[0], w.shape[0]
     bad = (ids >= v).any()
@@ -98,7 +99,8 @@ def forward(
     logp = (z_ids - m[:, None]) - log_s[:, None]
     logp = torch.where(ids < 0, 0.0, logp)
     of_rows = (log_s - rest[0] / s) if entropy else m.new_empty(0)
-    return RowStatistics(logp.to(wide), (m + log_s).to(wide), of_rows.to(wide), m, log_s, z_ids)
+    logp, z_ids = logp.to(wide).view(shape), z_ids.view(shape)
+    return RowStatistics(logp, (m + log_s).to(wide), of_rows.to(wide), m, log_s, z_ids)
 
 
 def backward(

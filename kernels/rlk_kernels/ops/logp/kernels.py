@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import DeviceFacts, facts
-from rlk_kernels.direct import empty
+from rlk_kernels.direct import empties, empty
 from rlk_kernels.launching import cdiv, kept, launch, launches, power_of_2
 from rlk_kernels.matmul.epilogue import _final_logits, _slope
 from rlk_kernels.numerics.lse_tree.kernels import (
@@ -92,7 +92,7 @@ def _store_logp(
 
 @triton.jit
 def _logp_row_kernel(
-    x_ptr, target_ptr, stats_ptr, logp_ptr, n_ptr, logs_ptr, ids_ptr, given_ptr, ranks_ptr, top_ptr,
+    x_ptr, target_ptr, stats_ptr, logp_ptr, root_ptr, ids_ptr, given_ptr, ranks_ptr, top_ptr,
     top_ids_ptr, stride_t, V, nodes, cap, inverse_cap, scale, inverse, J, LEVELS: tl.constexpr,
     JP: tl.constexpr, TOP: tl.constexpr, TOPP: tl.constexpr, RANKS: tl.constexpr,
     SOFTCAP: tl.constexpr, SCALED: tl.constexpr, OVERLAP: tl.constexpr,
@@ -115,8 +115,8 @@ def _logp_row_kernel(
         logp_ptr + here, x_ptr + row * stride_t, target, here >= 0, V, n, log_s, cap, inverse_cap,
         scale, inverse, SOFTCAP, SCALED,
     )  # fmt: skip
-    tl.store(n_ptr + here, n)
-    tl.store(logs_ptr + here, log_s)
+    tl.store(root_ptr + here * 2, n)
+    tl.store(root_ptr + here * 2 + 1, log_s)
     if JP > 0:
         i = tl.arange(0, JP)
         ids = tl.load(ids_ptr + row * J + i, mask=i < J, other=0).to(tl.int64)
@@ -143,7 +143,7 @@ def _logp_row_kernel(
 
 @triton.jit
 def _logp_bwd_kernel(
-    x_ptr, target_ptr, n_ptr, logs_ptr, g_ptr, dx_ptr, stride_t, V, cap, inverse_cap, scale,
+    x_ptr, target_ptr, root_ptr, g_ptr, dx_ptr, stride_t, V, cap, inverse_cap, scale,
     inverse, slope, inverse_top, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -152,7 +152,7 @@ def _logp_bwd_kernel(
     x = tl.load(x_ptr + row * stride_t + cols, mask=cols < V, other=float("-inf"))
     x = x.to(tl.float32)
     z = _final_logits(x, 0, cap, inverse_cap, scale, inverse, False, FP32, SOFTCAP, SCALED)
-    p = tl.exp2(scaled(z, tl.load(n_ptr + row)) - tl.load(logs_ptr + row))
+    p = tl.exp2(scaled(z, tl.load(root_ptr + row * 2)) - tl.load(root_ptr + row * 2 + 1))
     g = tl.load(g_ptr + row) * slope
     dx = g * (tl.where(cols == target, 1.0, 0.0) - p)
     if SOFTCAP:
@@ -164,11 +164,11 @@ def _logp_bwd_kernel(
 
 def forward(
     logits: Tensor, target: Tensor, token_ids: Tensor | None, top_k: int, spec: LogitOptions
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """(logp, n, log2 s)[T] of logits[T, V], whose rows are dense; logp of token_ids[T, J], and of
-    the top_k, and their ids, None where not asked for."""
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """logp[T] of logits[T, V], whose rows are dense; (n, log2 s)[T, 2]; logp of token_ids[T, J],
+    and of the top_k, and their ids, None where not asked for."""
     (t, v), device = logits.shape, logits.device
-    logp, m, log_s = (empty((t,), torch.float32, device) for _ in range(3))
+    logp, root = empties(((t,), (t, 2)), torch.float32, device)
     j = 0 if token_ids is None else token_ids.shape[1]
     given = top = top_ids = ranks = None
     if token_ids is not None:
@@ -188,14 +188,17 @@ def forward(
     if t:
         sizes = logits.stride(0), v, nodes, *spec.numbers
         launch(
-            seen, _logp_blocks_kernel, (t, nodes, 1), logits, stats, ranks, *sizes, *of_blocks,
-            **block_options,
+            seen, _logp_blocks_kernel, (t, nodes, 1),
+            (logits, stats, ranks, *sizes, *of_blocks),
+            block_options,
         )  # fmt: skip
         launch(
-            seen, _logp_row_kernel, (t, 1, 1), logits, target, stats, logp, m, log_s, token_ids,
-            given, ranks, top, top_ids, *sizes, *of_rows, **row_options,
+            seen, _logp_row_kernel, (t, 1, 1),
+            (logits, target, stats, logp, root, token_ids, given, ranks, top, top_ids, *sizes,
+             *of_rows),
+            row_options,
         )  # fmt: skip
-    return logp, m, log_s, given, top, top_ids
+    return logp, root, given, top, top_ids
 
 
 def _fixed(
@@ -219,16 +222,14 @@ def _fixed(
     return nodes, of_blocks, of_rows, block_options, row_options
 
 
-def backward(
-    logits: Tensor, target: Tensor, m: Tensor, log_s: Tensor, g: Tensor, spec: LogitOptions
-) -> Tensor:
+def backward(logits: Tensor, target: Tensor, root: Tensor, g: Tensor, spec: LogitOptions) -> Tensor:
     """dlogits[T, V]."""
     t, v = logits.shape
     dx = torch.empty(t, v, dtype=logits.dtype, device=logits.device)
     if t:
         block = block_columns(facts(logits.device).interpreted)
         _logp_bwd_kernel[(t, cdiv(v, block))](
-            logits, target, m, log_s, g, dx, logits.stride(0), v, *spec.numbers, spec.slope,
+            logits, target, root, g, dx, logits.stride(0), v, *spec.numbers, spec.slope,
             spec.inverse_top, block, spec.softcap > 0, spec.scaled,
             num_warps=4,
         )  # fmt: skip

@@ -19,6 +19,9 @@ has a gradient of 0, whatever its logits are (NaN too).
 T = rows   V = vocabulary   J = ids given a row   K = top_k
 """
 
+import functools
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -43,37 +46,42 @@ def logp_ref(
 MAX_TOP = 128
 
 
+@functools.cache
+def _on_triton() -> ModuleType:
+    from rlk_kernels.ops.logp import kernels
+
+    return kernels
+
+
 def _run(logits, target, token_ids, top_k, options, backend):
     record("logp", backend)
     spec = options_of(torch.float32, *options)
     if backend == "torch":
         return portable.forward(logits, target, token_ids, top_k, spec)
-    from rlk_kernels.ops.logp import kernels
-
-    return kernels.forward(logits, target, token_ids, top_k, spec)
+    return _on_triton().forward(logits, target, token_ids, top_k, spec)
 
 
 @torch.library.custom_op("rlk::logp", mutates_args=())
 def _logp(
     logits: Tensor, target: Tensor, softcap: float, scale: float, temperature: float, backend: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """logp, and two numbers of a row that the gradient needs."""
-    return _run(logits, target, None, 0, (softcap, scale, temperature), backend)[:3]
+) -> tuple[Tensor, Tensor]:
+    """logp[T], and two numbers a row that the gradient needs."""
+    return _run(logits, target, None, 0, (softcap, scale, temperature), backend)[:2]
 
 
 @_logp.register_fake
 def _(logits, target, softcap, scale, temperature, backend):
     wide = torch.promote_types(logits.dtype, torch.float32)
-    stat = torch.float64 if backend == "torch" else torch.float32
-    shape = logits.shape[:1]
-    return tuple(logits.new_empty(shape, dtype=d) for d in (wide, stat, stat))
+    inner = torch.float64 if backend == "torch" else torch.float32
+    t = logits.shape[0]
+    return logits.new_empty(t, dtype=wide), logits.new_empty(t, 2, dtype=inner)
 
 
 @torch.library.custom_op("rlk::logp_and_more", mutates_args=())
 def _logp_and_more(
     logits: Tensor, target: Tensor, token_ids: Tensor | None, top_k: int, softcap: float,
     scale: float, temperature: float, backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`_logp`, and logp of token_ids[T, J], of the top_k, and their ids; empty where not asked
     for."""
     *row, given, top, ids = _run(
@@ -90,9 +98,9 @@ def _logp_and_more(
 @_logp_and_more.register_fake
 def _(logits, target, token_ids, top_k, softcap, scale, temperature, backend):
     wide = torch.promote_types(logits.dtype, torch.float32)
-    stat = torch.float64 if backend == "torch" else torch.float32
+    inner = torch.float64 if backend == "torch" else torch.float32
     t = logits.shape[0]
-    row = [logits.new_empty(t, dtype=d) for d in (wide, stat, stat)]
+    row = logits.new_empty(t, dtype=wide), logits.new_empty(t, 2, dtype=inner)
     given = logits.new_empty(t, 0 if token_ids is None else token_ids.shape[1], dtype=wide)
     top = logits.new_empty(t, top_k, dtype=wide)
     return *row, given, top, logits.new_empty(t, top_k, dtype=torch.int64)
@@ -100,20 +108,18 @@ def _(logits, target, token_ids, top_k, softcap, scale, temperature, backend):
 
 @torch.library.custom_op("rlk::logp_backward", mutates_args=())
 def _logp_backward(
-    logits: Tensor, target: Tensor, m: Tensor, log_s: Tensor, g: Tensor, softcap: float,
-    scale: float, temperature: float, backend: str,
+    logits: Tensor, target: Tensor, root: Tensor, g: Tensor, softcap: float, scale: float,
+    temperature: float, backend: str,
 ) -> Tensor:  # fmt: skip
     record("logp_backward", backend)
     spec = options_of(torch.float32, softcap, scale, temperature)
     if backend == "torch":
-        return portable.backward(logits, target, m, log_s, g, spec)
-    from rlk_kernels.ops.logp import kernels
-
-    return kernels.backward(logits, target, m, log_s, g, spec)
+        return portable.backward(logits, target, root, g, spec)
+    return _on_triton().backward(logits, target, root, g, spec)
 
 
 @_logp_backward.register_fake
-def _(logits, target, m, log_s, g, softcap, scale, temperature, backend):
+def _(logits, target, root, g, softcap, scale, temperature, backend):
     return logits.new_empty(logits.shape)
 
 
@@ -121,17 +127,17 @@ def _setup(ctx, inputs, output):
     logits, target, *_, softcap, scale, temperature, backend = inputs
     ctx.options = softcap, scale, temperature, backend
     ctx.inputs = len(inputs)
-    ctx.save_for_backward(logits, target, output[1], output[2])
+    ctx.save_for_backward(logits, target, output[1])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, g, *_):
-    logits, target, m, log_s = ctx.saved_tensors
+    logits, target, root = ctx.saved_tensors
     none = (None,) * ctx.inputs
     if g is None:
         return none
-    dx = _logp_backward(logits, target, m, log_s, g.contiguous(), *ctx.options)
+    dx = _logp_backward(logits, target, root, g.contiguous(), *ctx.options)
     return dx, *none[1:]
 
 
@@ -161,7 +167,8 @@ def logp(
     int64); these have no gradient (`linear_logp` has one). Raises UnsupportedShape,
     UnsupportedDtype, ValueError.
     """
-    if logits.dim() != 2 or target.shape != logits.shape[:1] or logits.shape[1] == 0:
+    shape = logits.shape
+    if len(shape) != 2 or target.shape != (shape[0],) or shape[1] == 0:
         raise UnsupportedShape(
             f"logp: logits[T, V] and target[T] are needed, not {tuple(logits.shape)} and "
             f"{tuple(target.shape)}"
@@ -177,17 +184,15 @@ def logp(
         if token_ids.dtype not in (torch.int32, torch.int64):
             raise UnsupportedDtype(f"logp: token_ids are {token_ids.dtype}; integers are needed")
         token_ids = token_ids.contiguous()
-    if not 0 <= top_k <= min(MAX_TOP, logits.shape[1]):
-        raise ValueError(
-            f"logp: top_k must be from 0 to {min(MAX_TOP, logits.shape[1])}, not {top_k}"
-        )
+    if not 0 <= top_k <= min(MAX_TOP, shape[1]):
+        raise ValueError(f"logp: top_k must be from 0 to {min(MAX_TOP, shape[1])}, not {top_k}")
     chosen = choose("logp", backend, logits, target, token_ids)
     rows = logits if logits.stride(1) == 1 else logits.contiguous()
     target = target.contiguous()
     options = spec.softcap, spec.scale, spec.temperature
     if token_ids is None and not top_k:
         return call(_logp, rows, target, *options, chosen)[0]
-    found, _, _, given, top, ids = call(
+    found, _, given, top, ids = call(
         _logp_and_more, rows, target, token_ids, top_k, *options, chosen
     )
     return (found, *((given,) if token_ids is not None else ()), *((top, ids) if top_k else ()))

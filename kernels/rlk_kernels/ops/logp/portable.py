@@ -25,13 +25,14 @@ def _forward(logits, target, ids, top_k, spec):
     if top_k:
         _, order = torch.sort(logits, dim=-1, descending=True, stable=True)
         top = order[:, :top_k].contiguous()
-    return of(target[:, None]).squeeze(-1), m, log_s, given, of(top), top
+    return of(target[:, None]).squeeze(-1), torch.stack([m, log_s], 1), given, of(top), top
 
 
-def _backward(logits, target, m, log_s, g, spec):
+def _backward(logits, target, root, g, spec):
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     z = final_logits(logits, spec)
-    p = elementary.exp((z - m[:, None]) - log_s[:, None])
+    m, log_s = root.split(1, 1)
+    p = elementary.exp((z - m) - log_s)
     one = torch.zeros_like(p).scatter_(1, target.long().clamp(min=0)[:, None], 1.0)
     slope = spec.scale / spec.temperature if wide == torch.float64 else spec.slope
     dx = (g.double() * slope)[:, None] * (one - p) * softcap_slope(z, spec)
@@ -42,8 +43,8 @@ def _backward(logits, target, m, log_s, g, spec):
 def forward(
     logits: Tensor, target: Tensor, token_ids: Tensor | None, top_k: int, spec: LogitOptions
 ) -> tuple[Tensor, ...]:
-    """(logp, m, log s)[T]: m is the maximum of a row, log s natural; logp of token_ids[T, J], and
-    of the top_k, and their ids (empty where there are none)."""
+    """logp[T]; (m, log s)[T, 2], m the maximum of a row, log s natural; logp of token_ids[T, J],
+    and of the top_k, and their ids (empty where there are none)."""
     v = logits.shape[1]
     for ids in (target, token_ids):
         if ids is not None and ids.numel() and int(ids.max()) >= v:
@@ -53,11 +54,8 @@ def forward(
     )
 
 
-def backward(
-    logits: Tensor, target: Tensor, m: Tensor, log_s: Tensor, g: Tensor, spec: LogitOptions
-) -> Tensor:
+def backward(logits: Tensor, target: Tensor, root: Tensor, g: Tensor, spec: LogitOptions) -> Tensor:
     """dlogits[T, V]."""
     return by_rows(
-        lambda x, own, m, log_s, g: _backward(x, own, m, log_s, g, spec),
-        logits, target, m, log_s, g,
-    )  # fmt: skip
+        lambda x, own, root, g: _backward(x, own, root, g, spec), logits, target, root, g
+    )

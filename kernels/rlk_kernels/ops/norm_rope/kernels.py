@@ -116,11 +116,11 @@ def norm_rotate(
             positions.dtype, round_to, interleaved, hf, scaled,
         )  # fmt: skip
         launch(
-            seen, _norm_rope_kernel, (t, sum(steps), 1), q, k, q_weight, k_weight, q_out, k_out,
-            positions, frequency, scaling if scaled else frequency, q.stride(0), k.stride(0), hq,
-            hk, steps[0], eps, d, block, r, power_of_2(r),
-            power_of_2(d - 2 * r) if d > 2 * r else 0, rows, wide, interleaved, hf, scaled,
-            _TL[round_to], overlap,
-            num_warps=min(16, max(2, block // 1024)), launch_pdl=overlap,
+            seen, _norm_rope_kernel, (t, sum(steps), 1),
+            (q, k, q_weight, k_weight, q_out, k_out, positions, frequency,
+             scaling if scaled else frequency, q.stride(0), k.stride(0), hq, hk, steps[0], eps, d,
+             block, r, power_of_2(r), power_of_2(d - 2 * r) if d > 2 * r else 0, rows, wide,
+             interleaved, hf, scaled, _TL[round_to], overlap),
+            {"num_warps": min(16, max(2, block // 1024)), "launch_pdl": overlap},
         )  # fmt: skip
     return q_out, k_out

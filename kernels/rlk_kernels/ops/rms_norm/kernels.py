@@ -80,11 +80,11 @@ def forward(
             None if residual is None else residual.stride(0), hf,
         )  # fmt: skip
         launch(
-            seen, _rms_norm_fwd_kernel, (cdiv(m, rows), 1, 1), x, residual, weight, y, s,
-            m, x.stride(0), x.stride(1) if heads > 1 else 0,
-            residual.stride(0) if residual is not None else 0, eps,
-            h, block, rows, heads, residual is not None, hf,
-            num_warps=min(16, max(2, block // 1024)),
+            seen, _rms_norm_fwd_kernel, (cdiv(m, rows), 1, 1),
+            (x, residual, weight, y, s, m, x.stride(0), x.stride(1) if heads > 1 else 0,
+             residual.stride(0) if residual is not None else 0, eps, h, block, rows, heads,
+             residual is not None, hf),
+            {"num_warps": min(16, max(2, block // 1024))},
         )  # fmt: skip
     return y, s
 

@@ -16,6 +16,9 @@ the roundings count as the identity. x and residual get the same gradient.
 M = rows (all leading dimensions)   H = the normalised dimension
 """
 
+import functools
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -33,6 +36,13 @@ def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
 
 
+@functools.cache
+def _on_triton() -> ModuleType:
+    from rlk_kernels.ops.rms_norm import kernels
+
+    return kernels
+
+
 @torch.library.custom_op("rlk::rms_norm", mutates_args=())
 def _rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, hf: bool, backend: str
@@ -42,9 +52,7 @@ def _rms_norm(
     if backend == "torch":
         y, s = portable.forward(x.reshape(-1, x.shape[-1]), residual, weight, eps, hf)
         return y.view(x.shape), (s if residual is not None else x.new_empty(0))
-    from rlk_kernels.ops.rms_norm import kernels
-
-    return kernels.forward(x, residual, weight, eps, hf)
+    return _on_triton().forward(x, residual, weight, eps, hf)
 
 
 @_rms_norm.register_fake
@@ -59,9 +67,7 @@ def _rms_norm_backward(
     record("rms_norm_backward", backend)
     if backend == "torch":
         return portable.backward(s, weight, dy, dnew, eps)
-    from rlk_kernels.ops.rms_norm import kernels
-
-    return kernels.backward(s, weight, dy, dnew, eps)
+    return _on_triton().backward(s, weight, dy, dnew, eps)
 
 
 @_rms_norm_backward.register_fake

@@ -104,10 +104,11 @@ def rotate(
             interleaved, whole, scaled,
         )  # fmt: skip
         launch(
-            seen, _rope_kernel, (t, 1 if whole else sum(steps), 1), q, k, q_out, k_out, positions,
-            frequency, scaling if scaled else frequency, q.stride(0), q.stride(1), k.stride(0),
-            k.stride(1), sign, hq, hk, *steps, whole, d, r, power_of_2(r),
-            power_of_2(d - 2 * r) if d > 2 * r else 0, heads, interleaved, scaled,
-            _TL[round_to], overlap, num_warps=2, launch_pdl=overlap,
+            seen, _rope_kernel, (t, 1 if whole else sum(steps), 1),
+            (q, k, q_out, k_out, positions, frequency, scaling if scaled else frequency,
+             q.stride(0), q.stride(1), k.stride(0), k.stride(1), sign, hq, hk, *steps, whole, d,
+             r, power_of_2(r), power_of_2(d - 2 * r) if d > 2 * r else 0, heads, interleaved,
+             scaled, _TL[round_to], overlap),
+            {"num_warps": 2, "launch_pdl": overlap},
         )  # fmt: skip
     return q_out, k_out

@@ -16,6 +16,7 @@ T = tokens   H = heads   D = head size   R = rotary_dim / 2
 """
 
 import functools
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -40,6 +41,13 @@ def rope_ref(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
 
 
+@functools.cache
+def _on_triton() -> ModuleType:
+    from rlk_kernels.ops.rope import kernels
+
+    return kernels
+
+
 @torch.library.custom_op("rlk::rope", mutates_args=())
 def _rope(
     q: Tensor, k: Tensor, positions: Tensor, inv_freq: Tensor | None, scaling: Tensor | None,
@@ -51,9 +59,7 @@ def _rope(
     options = (positions, frequency, scaling, sign, cos_sin_dtype, interleaved)
     if backend == "torch":
         return portable.rotate(q, *options), portable.rotate(k, *options)
-    from rlk_kernels.ops.rope import kernels
-
-    return kernels.rotate(q, k, *options)
+    return _on_triton().rotate(q, k, *options)
 
 
 @_rope.register_fake

@@ -52,8 +52,9 @@ def forward(gate: Tensor, up: Tensor) -> Tensor:
     for start, grid in _grids(m, f):
         rows = (gate, up, y) if start == 0 else (gate[start:], up[start:], y[start:])
         launch(
-            seen, _swiglu_fwd_kernel, (*grid, 1), *rows, gate.stride(0), up.stride(0), f, BLOCK,
-            num_warps=4,
+            seen, _swiglu_fwd_kernel, (*grid, 1),
+            (*rows, gate.stride(0), up.stride(0), f, BLOCK),
+            {"num_warps": 4},
         )  # fmt: skip
     return y
 

@@ -8,6 +8,9 @@ No reduction: an output is a function of its own two inputs. Gradients, with s =
 M = rows (all leading dimensions)   F = features
 """
 
+import functools
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -21,14 +24,19 @@ def swiglu_ref(gate: Tensor, up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate.double()) * up.double()
 
 
+@functools.cache
+def _on_triton() -> ModuleType:
+    from rlk_kernels.ops.swiglu import kernels
+
+    return kernels
+
+
 @torch.library.custom_op("rlk::swiglu", mutates_args=())
 def _swiglu(gate: Tensor, up: Tensor, backend: str) -> Tensor:
     record("swiglu", backend)
     if backend == "torch":
         return portable.forward(gate, up)
-    from rlk_kernels.ops.swiglu import kernels
-
-    return kernels.forward(gate, up)
+    return _on_triton().forward(gate, up)
 
 
 @_swiglu.register_fake
@@ -41,9 +49,7 @@ def _swiglu_backward(gate: Tensor, up: Tensor, dy: Tensor, backend: str) -> tupl
     record("swiglu_backward", backend)
     if backend == "torch":
         return portable.backward(gate, up, dy)
-    from rlk_kernels.ops.swiglu import kernels
-
-    return kernels.backward(gate, up, dy)
+    return _on_triton().backward(gate, up, dy)
 
 
 @_swiglu_backward.register_fake
