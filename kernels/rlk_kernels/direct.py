@@ -19,7 +19,7 @@ DIRECT_TRITON = ((3, 6), (3, 7))
 """Versions of Triton whose launcher is called past what wraps it: from the first, below the
 second."""
 _allocate: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-_reinterpret: Any = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", None)
+_reinterpret: Any = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", torch.as_strided)
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -32,19 +32,19 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 def empties(
     shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
-    """`empty` of each shape; on the current GPU all in one piece of memory, which is there for as
-    long as one of them is. Each begins at a multiple of 16 bytes."""
-    if not _allocates(device):
-        return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+    """`empty` of each shape, all in one piece of memory, which is there for as long as one of them
+    is; each begins at a multiple of 16 bytes. Nothing for a custom operator to return: torch wants
+    no two of its outputs in the same memory."""
     total, places = _together(shapes, 16 // dtype.itemsize)
-    memory = _allocate((total,), (1,), dtype)
-    return [_reinterpret(memory, *place) for place in places]
+    memory = empty(total, dtype, device)
+    # as in Inductor's code: no views, for autograd
+    lay = _reinterpret if type(memory) is Tensor else torch.as_strided
+    return [lay(memory, *place) for place in places]
 
 
 def _allocates(device: torch.device) -> bool:
     return (
         _allocate is not None
-        and _reinterpret is not None
         and _of_gpu(device)
         and torch.cuda.is_initialized()
         and device.index == torch._C._cuda_getDevice()
@@ -69,13 +69,13 @@ def _dense(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
 @functools.lru_cache(maxsize=4096)
 def _together(
     shapes: tuple[tuple[int, ...], ...], unit: int
-) -> tuple[int, list[tuple[tuple[int, ...], tuple[int, ...], int]]]:
-    """(elements of all, (shape, strides, first element) of each), `unit` elements in 16 bytes."""
+) -> tuple[tuple[int], list[tuple[tuple[int, ...], tuple[int, ...], int]]]:
+    """(shape of all, (shape, strides, first element) of each), `unit` elements in 16 bytes."""
     places, total = [], 0
     for shape in shapes:
         places.append((*_dense(shape), total))
         total += -(-math.prod(shape) // unit) * unit
-    return total, places
+    return (total,), places
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,10 +213,14 @@ def test_several_are_changed_in_place_as_any_tensor(gpu_memory: list[torch.Tenso
     assert len(gpu_memory) == 1
 
 
-def test_several_are_torchs_where_torch_does_not_stand_for_a_gpu() -> None:
-    x, y = direct.empties(((3,), (2, 2)), torch.float32, torch.device("cpu"))
-    assert (x.shape, y.shape) == ((3,), (2, 2))
-    assert x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr()
+def test_no_operator_of_torch_may_return_several() -> None:
+    @torch.library.custom_op("rlk_test::several", mutates_args=())
+    def several(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, z = direct.empties((x.shape, x.shape), x.dtype, x.device)
+        return y, z
+
+    with pytest.raises(RuntimeError, match="may not alias"):
+        several(torch.ones(3))
 
 
 def test_every_operator_is_dispatched_straight_on_gpus() -> None:

@@ -4,7 +4,7 @@ and NaN that stays where it is."""
 import pytest
 import rlk_kernels as rk
 import torch
-from rlk_kernels import launching
+from rlk_kernels import direct, launching
 from rlk_kernels.matmul import product, self_check
 from rlk_kernels.ops.attention import backward
 from rlk_kernels.ops.attention import forward as attention
@@ -91,6 +91,56 @@ def test_what_an_ignored_token_holds_reaches_no_gradient(operator, bad):
     found = gradients(bad, run, hidden, weight, target)
     assert bool(clean[1].any())
     assert all(torch.equal(a, b) for a, b in zip(found, clean, strict=True))
+
+
+def test_what_is_allocated_together_lies_apart():
+    here = torch.device("cuda", torch.cuda.current_device())
+    found = direct.empties(((3, 5), (0,), (7,), ()), torch.float32, here)
+    assert len({x.untyped_storage().data_ptr() for x in found}) == 1
+    assert all(x.data_ptr() % 16 == 0 for x in found if x.numel())
+    for i, x in enumerate(found):
+        x.fill_(i)
+    assert all(bool((x == i).all()) for i, x in enumerate(found))
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_statistics_of_logits_are_compiled_and_kept_in_graphs(mode):
+    hidden, weight = rand(300, 256), rand(4096, 256)
+    target = torch.randint(0, 4096, (300,), device="cuda")
+
+    def run(hidden):
+        logp, lse, entropy = rk.linear_logp(
+            hidden, weight, target, return_lse=True, return_entropy=True
+        )
+        return logp * 2, lse + entropy
+
+    with torch.no_grad():
+        expected = run(hidden)
+        compiled = torch.compile(run, mode=mode, fullgraph=True)
+        for _ in range(4):
+            assert all(torch.equal(a, b) for a, b in zip(compiled(hidden), expected, strict=True))
+
+
+def test_no_two_outputs_of_an_operator_share_memory():
+    hidden, weight = rand(300, 256), rand(4096, 256)
+    ids = torch.randint(0, 4096, (300,), device="cuda")
+    options = torch.float32, 0.0, 1.0, 1.0, True, "triton"
+    found = torch.ops.rlk.linear_logp(hidden, weight, None, ids, *options)
+    found += torch.ops.rlk.logp(weight, ids.new_zeros(4096), 0.0, 1.0, 1.0, "triton")
+    assert len({x.untyped_storage().data_ptr() for x in found}) == len(found)
+
+
+def test_a_loss_is_changed_in_place_like_any_tensor():
+    hidden, weight = rand(1, 300, 256).requires_grad_(), rand(4096, 256)
+    ids, ones = torch.randint(0, 4096, (1, 300), device="cuda"), torch.ones(1, 300, device="cuda")
+
+    def run():
+        return rk.linear_grpo_loss(hidden, weight, ids, None, ones[:, 0], ones)[0]
+
+    expected = torch.autograd.grad(run() * 0.5, hidden)
+    loss = run()
+    loss *= 0.5
+    assert torch.equal(torch.autograd.grad(loss, hidden)[0], expected[0])
 
 
 def calls(m):

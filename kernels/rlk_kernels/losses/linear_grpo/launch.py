@@ -85,7 +85,7 @@ def logp_and_gradients(
         stored = [vocab.view(buffers, m)[:, : vocab.last - vocab.first] for vocab in chunk.vocab]
         nodes = chunk.nodes(chunk.vocab[-1]).stop
         stats = torch.empty(2, nodes, m, dtype=torch.float32, device=h.device)
-        rows = new_rows(own, False)._replace(logp=logps[part], z=targets[part])
+        rows = new_rows(own, False, True)._replace(logp=logps[part], z=targets[part])
         for vocab, tiles, e in zip(chunk.vocab, chunk.tiles, stored, strict=True):
             node = chunk.nodes(vocab)
             run_tiles(
@@ -141,7 +141,7 @@ def loss_and_gradients(
     if any(needs):
         logp, grads, ran = logp_and_gradients(h, w, bias, ids, tokens, spec, loss, needs)
     else:
-        rows, ran = forward(h, w, bias, ids, spec, False)
+        rows, ran = forward(h, w, bias, ids, spec, False, together=True)
         logp = rows.logp
     value, metrics = reduce_loss(logp, old, advantages, weights, ref, loss)
     return value, metrics, logp, grads, ran

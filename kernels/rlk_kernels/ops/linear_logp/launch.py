@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlk_kernels.device import facts
-from rlk_kernels.direct import empties
+from rlk_kernels.direct import empties, empty
 from rlk_kernels.launching import cdiv, kept, launch, launches
 from rlk_kernels.matmul import epilogue
 from rlk_kernels.matmul.accumulate.accumulate import accumulate
@@ -149,11 +149,14 @@ def _pick_fixed(
     return (cdiv(t, tile.m), j, 1), constants, options
 
 
-def new_rows(ids: Tensor, entropy: bool) -> RowStatistics:
-    """Rows of ids[T, J], or [T], to be filled by `pick` and `finish`."""
+def new_rows(ids: Tensor, entropy: bool, together: bool) -> RowStatistics:
+    """Rows of ids[T, J], or [T], to be filled by `pick` and `finish`; together: they share memory,
+    so no custom operator may return them."""
     t = ids.shape[0]
     shapes = ids.shape, (t,), (t if entropy else 0,), (t,), (t,), ids.shape
-    return RowStatistics(*empties(shapes, torch.float32, ids.device))
+    if together:
+        return RowStatistics(*empties(shapes, torch.float32, ids.device))
+    return RowStatistics(*[empty(shape, torch.float32, ids.device) for shape in shapes])
 
 
 def finish(
@@ -200,8 +203,9 @@ def _part(planes: Planes, m: int) -> Planes:
 
 
 def forward(
-    h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions, entropy: bool
-) -> tuple[RowStatistics, str]:
+    h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions, entropy: bool,
+    together: bool = False,
+) -> tuple[RowStatistics, str]:  # fmt: skip
     """h[T, H], w[V, H], ids[T, J] or [T] contiguous -> statistics, and which implementation ran."""
     seen = launches(
         "linear_logp", h.shape, h.stride(), w.shape, w.stride(), h.dtype,
@@ -214,7 +218,7 @@ def forward(
         shape = plan.shape_of(h, w, spec.logit_dtype, here)
         own = seen["plan"] = plan.plan_forward(shape, entropy, here, is_trusted(h, spec))
     t = h.shape[0]
-    rows = new_rows(ids, entropy)
+    rows = new_rows(ids, entropy, together)
     if not own.chunks:
         return rows, own.tiles.implementation
     pick(own.pick, h, w, bias, ids, spec, rows.z, seen)

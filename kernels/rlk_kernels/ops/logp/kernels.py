@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import DeviceFacts, facts
-from rlk_kernels.direct import empties, empty
+from rlk_kernels.direct import empty
 from rlk_kernels.launching import cdiv, kept, launch, launches, power_of_2
 from rlk_kernels.matmul.epilogue import _final_logits, _slope
 from rlk_kernels.numerics.lse_tree.kernels import (
@@ -168,7 +168,7 @@ def forward(
     """logp[T] of logits[T, V], whose rows are dense; (n, log2 s)[T, 2]; logp of token_ids[T, J],
     and of the top_k, and their ids, None where not asked for."""
     (t, v), device = logits.shape, logits.device
-    logp, root = empties(((t,), (t, 2)), torch.float32, device)
+    logp, root = empty((t,), torch.float32, device), empty((t, 2), torch.float32, device)
     j = 0 if token_ids is None else token_ids.shape[1]
     given = top = top_ids = ranks = None
     if token_ids is not None:
