@@ -24,6 +24,7 @@ from rlk_kernels.backend import call, choose
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.attention.given import Schedule, check, key
 from rlk_kernels.ops.attention.registered import (
+    NO_GRADIENT,
     _attention,
     _paged_attention,
     _paged_attention_into,
@@ -95,11 +96,11 @@ def _last_dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _index(name: str, x: Tensor, size: int | None = None) -> Tensor:
+def _index(op: str, name: str, x: Tensor, size: int | None = None) -> Tensor:
     fits = x.dim() == 1 and x.numel() > 0 if size is None else x.shape == (size,)
     if x.dtype not in (torch.int32, torch.int64) or not fits:
         raise UnsupportedShape(
-            f"attention: {name} must hold {'B + 1' if size is None else size} integers, not "
+            f"{op}: {name} must hold {'B + 1' if size is None else size} integers, not "
             f"{x.dtype} {tuple(x.shape)}"
         )
     if x.dtype == torch.int32 and x.is_contiguous():
@@ -138,8 +139,8 @@ def attention(
         )
     scale = default_scale(q.shape[-1]) if scale is None else float(scale)
     _check("attention", q, k, v, scale, window)
-    cu_q = _index("cu_seqlens_q", cu_seqlens_q)
-    cu_k = _index("cu_seqlens_k", cu_seqlens_k, cu_q.numel())
+    cu_q = _index("attention", "cu_seqlens_q", cu_seqlens_q)
+    cu_k = _index("attention", "cu_seqlens_k", cu_seqlens_k, cu_q.numel())
     chosen = choose("attention", backend, q, k, v, cu_q, cu_k)
     q, k, v = _last_dense(q), _last_dense(k), _last_dense(v)
     if sinks is None and softcap is None:
@@ -166,8 +167,8 @@ def _paged(
         )
     scale = default_scale(q.shape[-1]) if scale is None else float(scale)
     _check(op, q, k_cache, v_cache, scale, window)
-    cu_q = _index("cu_seqlens_q", cu_seqlens_q, block_table.shape[0] + 1)
-    lens = _index("context_lens", context_lens, block_table.shape[0])
+    cu_q = _index(op, "cu_seqlens_q", cu_seqlens_q, block_table.shape[0] + 1)
+    lens = _index(op, "context_lens", context_lens, block_table.shape[0])
     if block_table.dtype not in (torch.int32, torch.int64) or k_cache.shape[1] == 0:
         raise UnsupportedShape(
             f"{op}: block_table must hold integers, not {block_table.dtype}, and a block at least "
@@ -243,8 +244,8 @@ def paged_attention(
     made of the same tables and lengths; it changes the time and no bit, and the torch backend needs
     none. Not differentiable. A table with too few blocks, or with one that the cache has not,
     raises on the torch backend and is not looked at on a GPU. Raises UnsupportedShape (of a
-    schedule for other shapes, window or softcap too), UnsupportedDtype, ValueError, and what
-    `backend.choose` raises.
+    schedule for other shapes, window or softcap too), UnsupportedDtype, ValueError (of an `out` that
+    is to have a gradient too), and what `backend.choose` raises.
     """
     scale, table, lens, cu_q = _paged(
         "paged_attention", q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale,
@@ -265,6 +266,8 @@ def paged_attention(
             f"paged_attention: out must be contiguous and like q {tuple(q.shape)} {q.dtype}, "
             f"not {tuple(out.shape)} {out.dtype} of strides {out.stride()}"
         )
+    if out is not None and torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad):
+        raise ValueError(f"paged_attention: {NO_GRADIENT}; use torch.no_grad()")
     if sinks is not None or softcap is not None:
         check_variant("paged_attention", q.shape[1], sinks, softcap)
         found, lse = call(

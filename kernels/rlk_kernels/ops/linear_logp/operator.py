@@ -26,7 +26,7 @@ T = tokens   V = vocabulary   H = hidden size   K = further ids a token
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import call, choose, record
+from rlk_kernels.backend import call, choose, record, refuse_gradient
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.linear_logp import portable
 from rlk_kernels.ops.linear_logp.options import RowStatistics, check_options, options_of
@@ -106,6 +106,9 @@ def _(
         x.new_empty(x.shape) if need and x is not None else hidden.new_empty(0)
         for x, need in zip(inputs, needs, strict=True)
     )
+
+
+refuse_gradient(_linear_logp_backward, "linear_logp")
 
 
 def _setup(ctx, inputs, output):
