@@ -129,8 +129,10 @@ def attention(
     float32 (float64 on the torch backend); Hq a multiple of Hk; D <= 256 (tuned for 64 and 128);
     scale defaults to 1 / sqrt(D). The head dimension must be dense; otherwise it is copied.
     Differentiable in q, k, v and sinks[Hq] (float32; part of lse too); lse is not. Bounds outside
-    of q or k raise on the torch backend and are not looked at on a GPU. Raises UnsupportedShape,
-    UnsupportedDtype, UnsupportedDevice, ValueError, and what `backend.choose` raises.
+    of q or k raise on the torch backend and are not looked at on a GPU. Rows of q that no sequence
+    holds give anything there, 0 on the torch backend, and have gradients of 0. Raises
+    UnsupportedShape, UnsupportedDtype, UnsupportedDevice, ValueError, and what `backend.choose`
+    raises.
     """
     if q.dim() != 3 or k.dim() != 3:
         raise UnsupportedShape(
@@ -243,9 +245,10 @@ def paged_attention(
     q's dtype) the result is written there, and `out` is returned. `schedule`: what `paged_schedule`
     made of the same tables and lengths; it changes the time and no bit, and the torch backend needs
     none. Not differentiable. A table with too few blocks, or with one that the cache has not,
-    raises on the torch backend and is not looked at on a GPU. Raises UnsupportedShape (of a
-    schedule for other shapes, window or softcap too), UnsupportedDtype, ValueError (of an `out` that
-    is to have a gradient too), and what `backend.choose` raises.
+    raises on the torch backend and is not looked at on a GPU. Rows of q that no sequence holds
+    (the padding of a CUDA graph) give anything there, and 0 on the torch backend. Raises
+    UnsupportedShape (of a schedule for other shapes, window or softcap too), UnsupportedDtype,
+    ValueError (of an `out` that is to have a gradient too), and what `backend.choose` raises.
     """
     scale, table, lens, cu_q = _paged(
         "paged_attention", q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale,
