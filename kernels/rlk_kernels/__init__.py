@@ -1,5 +1,8 @@
 """Deterministic, batch-invariant operators of a transformer: the bits of a row do not depend on
-its batch. `backend` says which implementation runs and which one ran."""
+its batch. `backend` says which implementation runs and which one ran.
+
+Gradients are torch.autograd's, of the first order. What else torch would differentiate by
+(torch.func.grad and jvp, forward mode, a gradient of a gradient) raises NotImplementedError."""
 
 from collections.abc import Collection, Iterable
 

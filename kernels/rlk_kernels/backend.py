@@ -18,7 +18,9 @@ from collections import Counter
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
 from torch._library.custom_ops import OPDEFS
+from torch.autograd import forward_ad
 from torch.library import CustomOpDef
 
 from rlk_kernels.device import HAS_TRITON, interpreting, runs_triton
@@ -101,6 +103,30 @@ def _warn_of_no_triton() -> None:
     )
 
 
+def refuse_transforms(op: str, *, vmap: bool = True) -> None:
+    """Raise NotImplementedError where torch would differentiate `op` otherwise than by a backward:
+    in torch.func.grad, jvp and what is made of them, and in forward mode, where tangents would be
+    zeros. `vmap`: whether torch.vmap may take it row by row."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    grad = any(x.key() == TransformType.Grad for x in stack)
+    if grad or forward_ad._current_level >= 0 or (stack and not vmap):
+        raise NotImplementedError(
+            f"{op}: transforms of torch.func and forward mode are not supported; take gradients "
+            "with torch.autograd (backward, torch.autograd.grad)"
+        )
+
+
+def refuse_gradient(
+    op: CustomOpDef, name: str, why: str = "gradients of its gradients are not implemented"
+) -> None:
+    """Have every backward through `op` raise NotImplementedError: `why`, of the operator `name`."""
+
+    def backward(ctx, *grads):
+        raise NotImplementedError(f"{name}: {why}")
+
+    op.register_autograd(backward)
+
+
 _PLAIN = (Tensor, torch.nn.Parameter)
 """Tensors that behave as torch's own."""
 
@@ -111,6 +137,9 @@ def call(op: CustomOpDef, *args):
     does."""
     if torch.compiler.is_compiling():
         return op(*args)
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        refuse_transforms(op._qualname)
+        return op(*args)
     grad = torch.is_grad_enabled()
     for x in args:
         if type(x) in _PLAIN:
@@ -118,10 +147,7 @@ def call(op: CustomOpDef, *args):
                 return op(*args)
         elif isinstance(x, Tensor):
             return op(*args)
-    if (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    ):
+    if torch._C._len_torch_dispatch_stack() > 0:
         return op(*args)
     return op._init_fn(*args)
 

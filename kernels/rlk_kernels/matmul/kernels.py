@@ -169,8 +169,8 @@ def _gemm_pointer_kernel(
         a = tl.load(a_at, mask=(rows[:, None] < M) & (ks[None, :] < left), other=0.0)
         b = tl.load(b_at, mask=(ks[:, None] < left) & (cols[None, :] < N), other=0.0)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
-        a_at += BK * stride_ak
-        b_at += BK * stride_bk
+        a_at += tl.cast(BK, tl.int64) * stride_ak
+        b_at += tl.cast(BK, tl.int64) * stride_bk
     if SEGMENT > 0:
         acc += high
     _store_tile(

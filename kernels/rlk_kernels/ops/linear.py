@@ -167,10 +167,9 @@ def _check_out(
 ) -> None:
     """Raise where the result cannot be written to `out`."""
     shape = (*x.shape[:-1], weight.shape[0])
-    if out.shape != shape or not out.is_contiguous() or out.numel() == 0:
+    if out.shape != shape or not out.is_contiguous():
         raise UnsupportedShape(
-            f"linear: out {tuple(out.shape)} of strides {out.stride()} must be contiguous, {shape} "
-            "and not empty"
+            f"linear: out {tuple(out.shape)} of strides {out.stride()} must be contiguous, {shape}"
         )
     if not out.is_floating_point() or dtype not in (None, out.dtype):
         raise UnsupportedDtype(f"linear: out is {out.dtype} and out_dtype is {dtype}")
@@ -220,11 +219,12 @@ def linear(
         _check_main_grad(main_grad, weight, out)
     if out is not None:
         _check_out(out, x, weight, bias, out_dtype)
+    bias = None if bias is None else bias.contiguous()
     rows = x
     if x.dim() != 2:
         rows = x.reshape(-1 if x.shape[-1] else x.shape[:-1].numel(), x.shape[-1])
     if out is not None:
-        call(_linear_into, out.view(-1, weight.shape[0]), rows, weight, bias, chosen)
+        call(_linear_into, out.view(rows.shape[0], weight.shape[0]), rows, weight, bias, chosen)
         return out
     if main_grad is not None and torch.is_grad_enabled():
         y = _WithMainGrad.apply(rows, weight, bias, main_grad, out_dtype or x.dtype, chosen)

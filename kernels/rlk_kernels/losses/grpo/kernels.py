@@ -90,7 +90,7 @@ def _sequence_of(token, inside, cu_ptr, B, length, steps, PACKED: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "B", "length", "steps", "share", "ignore_index"])
 def _prepare_kernel(
     target_ptr, mask_ptr, cu_ptr, count_ptr, given_ptr, id_ptr, advantage_ptr, w_ptr,
-    T, B, length, steps, share, ignore_index,
+    T, B, length, steps, share: tl.int64, ignore_index,
     PACKED: tl.constexpr, COUNTED: tl.constexpr, GRPO: tl.constexpr, SPREAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlk_kernels.backend import choose, record
+from rlk_kernels.backend import choose, record, refuse_transforms
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.losses.grpo.operator import LOSS_TYPES, METRICS, Loss, by_sequence
 from rlk_kernels.losses.linear_grpo import portable
@@ -163,10 +163,23 @@ def _partition(cu_seqlens: Tensor, t: int) -> bool:
     code cannot: not asked."""
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 + (t > 0):
         return False
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        return False
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
         return True
     bounds = cu_seqlens.tolist()
     return bounds[0] == 0 and bounds[-1] == t and sorted(bounds) == bounds
+
+
+def _check_tables(name: str, sequences: int, length: int, *given: Tensor | None) -> None:
+    """Raise where target, mask, advantages, old_logp or ref_logp is a table of another shape than
+    [B, L]: read row by row, each number would be another token's."""
+    names = ("target", "mask", "advantages", "old_logp", "ref_logp")
+    for what, x in zip(names, given, strict=True):
+        if x is not None and x.dim() > 1 and x.shape != (sequences, length):
+            raise UnsupportedShape(
+                f"{name}: {what} {tuple(x.shape)} does not fit hidden[{sequences}, {length}, H]"
+            )
 
 
 def linear_grpo_loss(
@@ -210,6 +223,7 @@ def linear_grpo_loss(
         raise ValueError(f"{name}: loss_type {loss_type!r} is unknown; choose from {LOSS_TYPES}")
     if hidden.dim() == 3:
         sequences, length, _ = hidden.shape
+        _check_tables(name, sequences, length, target, mask, advantages, old_logp, ref_logp)
         cu_seqlens = None
         max_tokens = length if max_tokens is None else max_tokens
         hidden = hidden.flatten(0, 1)
@@ -217,7 +231,8 @@ def linear_grpo_loss(
         raise UnsupportedShape(f"{name}: packed hidden[T, H] needs cu_seqlens[B + 1]")
     elif not _partition(cu_seqlens, target.numel()):
         raise UnsupportedShape(
-            f"{name}: cu_seqlens must rise from 0 to the {target.numel()} tokens, not {cu_seqlens}"
+            f"{name}: cu_seqlens must be integers (int32, int64) that rise from 0 to the "
+            f"{target.numel()} tokens, not {cu_seqlens}"
         )
     else:
         sequences = cu_seqlens.shape[0] - 1
@@ -253,6 +268,8 @@ def linear_grpo_loss(
         name, backend, hidden, weight, bias, target, cu_seqlens, advantages, *per_token.values()
     )
     compiling = torch.compiler.is_compiling()
+    if not compiling:
+        refuse_transforms(name, vmap=False)
     arguments = (
         target, mask, advantages.detach(), spread, cu_seqlens, sequences, loss_type, max_tokens,
         int(ignore_index),

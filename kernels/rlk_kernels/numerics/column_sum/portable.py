@@ -10,9 +10,8 @@ def sum_blocks(x: Tensor) -> Tensor:
     """[M, H] -> [ceil(M / BLOCK_ROWS), H] in fp32 (float64 for float64)."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     m, h = x.shape
-    blocks = x.new_zeros((-m) % BLOCK_ROWS + m, h, dtype=wide)
-    blocks[:m] = x
-    blocks = blocks.view(-1, BLOCK_ROWS, h)
+    blocks = x.new_zeros(-(-m // BLOCK_ROWS), BLOCK_ROWS, h, dtype=wide)
+    blocks.view(len(blocks) * BLOCK_ROWS, h)[:m] = x
     total = x.new_zeros(blocks.shape[0], h, dtype=wide)
     for i in range(BLOCK_ROWS):
         total += blocks[:, i]

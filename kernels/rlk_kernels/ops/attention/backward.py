@@ -90,7 +90,7 @@ def _load_rows(
 ):  # fmt: skip
     """(q, do, lse in powers of two, delta) of rows: each a head of a token."""
     mask = live[:, None] & (cols[None, :] < DIM)
-    at = token[:, None] * stride_t + head[:, None] * stride_h + cols[None, :]
+    at = (token * stride_t + head.to(tl.int64) * stride_h)[:, None] + cols[None, :]
     q = tl.load(q_ptr + at, mask=mask, other=0.0)
     at = (token * HQ + head)[:, None] * DIM + cols[None, :]
     do = tl.load(do_ptr + at, mask=mask, other=0.0)
@@ -139,8 +139,10 @@ def _dq_kernel(
         key = first + tl.arange(0, BN)
         mask = (key[:, None] < len_k) & (cols[None, :] < DIM)
         slot = (k_start + key).to(tl.int64)[:, None]
-        k = tl.load(k_ptr + slot * stride_ks + hk * stride_kh + cols[None, :], mask=mask, other=0.0)
-        v = tl.load(v_ptr + slot * stride_vs + hk * stride_vh + cols[None, :], mask=mask, other=0.0)
+        k_at = slot * stride_ks + hk.to(tl.int64) * stride_kh + cols[None, :]
+        k = tl.load(k_ptr + k_at, mask=mask, other=0.0)
+        v_at = slot * stride_vs + hk.to(tl.int64) * stride_vh + cols[None, :]
+        v = tl.load(v_ptr + v_at, mask=mask, other=0.0)
         _, ds = _weights(
             q, k, do, v, lse, delta, query, key, live, len_k, offset, window, scale_log2,
             bend, CAUSAL, WINDOWED, CAPPED,
@@ -171,8 +173,10 @@ def _dkv_kernel(
     key = first_key + tl.arange(0, BN)
     mask = (key[:, None] < len_k) & (cols[None, :] < DIM)
     slot = (k_start + key).to(tl.int64)[:, None]
-    k = tl.load(k_ptr + slot * stride_ks + hk * stride_kh + cols[None, :], mask=mask, other=0.0)
-    v = tl.load(v_ptr + slot * stride_vs + hk * stride_vh + cols[None, :], mask=mask, other=0.0)
+    k_at = slot * stride_ks + hk.to(tl.int64) * stride_kh + cols[None, :]
+    k = tl.load(k_ptr + k_at, mask=mask, other=0.0)
+    v_at = slot * stride_vs + hk.to(tl.int64) * stride_vh + cols[None, :]
+    v = tl.load(v_ptr + v_at, mask=mask, other=0.0)
     begin, end, _, _ = seen_rows(first_key, len_q, len_k, window, BN, BM, CAUSAL, WINDOWED)
     dk = tl.zeros((BN, DP), tl.float32)
     dv = tl.zeros((BN, DP), tl.float32)

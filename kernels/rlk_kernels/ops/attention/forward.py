@@ -61,10 +61,10 @@ def _load_keys(
     else:
         if PAGED:
             page = tl.load(table_ptr + key // PAGE, mask=key < len_k, other=0).to(tl.int64)
-            at = page * stride_page + (key % PAGE) * stride_s
+            at = page * stride_page + (key % PAGE).to(tl.int64) * stride_s
         else:
             at = (k_start + key).to(tl.int64) * stride_s
-        at = ptr + at[:, None] + hk * stride_h + cols[None, :]
+        at = ptr + at[:, None] + hk.to(tl.int64) * stride_h + cols[None, :]
         if CHECK:
             x = tl.load(at, mask=(key[:, None] < len_k) & (cols[None, :] < DIM), other=0.0)
         elif DIM == DP:
@@ -111,8 +111,9 @@ def _attend_rows(
     head = hk * G + row % G
     live = row < len_q * G
     cols = tl.arange(0, DP)
-    at = (q_start + query).to(tl.int64)[:, None] * stride_qt + head[:, None] * stride_qh
-    q = tl.load(q_ptr + at + cols[None, :], mask=live[:, None] & (cols[None, :] < DIM), other=0.0)
+    at = (q_start + query).to(tl.int64) * stride_qt + head.to(tl.int64) * stride_qh
+    at = q_ptr + at[:, None] + cols[None, :]
+    q = tl.load(at, mask=live[:, None] & (cols[None, :] < DIM), other=0.0)
 
     last = len_k - 1 + tl.zeros_like(row)  # the last key a row sees
     if CAUSAL:
@@ -323,7 +324,8 @@ def _plan(
     if special:
         from rlk_kernels.ops.attention.hopper import reads
 
-        special = reads(k, v, table)
+        # their offsets of heads have 32 bits
+        special = reads(k, v, table) and heads * q.stride(1) < 1 << 31
     if rows is None and special:
         rows = 64 if few else 128
         if dim == 64 and here.many_groups and not (paged or split) and tokens > 4096 * batch:
@@ -339,6 +341,8 @@ def _plan(
     most = (blocks + batch // 2) * max(chunks, 1)
     most = min(most, PIECES[min(rows, 128)] * here.processors // kv_heads + blocks + batch)
     split = split and (not running or tokens * group <= room)
+    # the list counts in 32 bits, and so much work needs no splitting
+    split = split and blocks * chunks * kv_heads < 1 << 31
     alone = running and batch == 1 and tokens * group <= 16 and dim == 128
     slots = min(room, tokens * group * (chunks + 1))
     flags = ((most * kv_heads, 2),) if alone else ()  # of 8 bytes

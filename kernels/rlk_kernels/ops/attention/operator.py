@@ -24,6 +24,7 @@ from rlk_kernels.backend import call, choose
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.attention.given import Schedule, check, key
 from rlk_kernels.ops.attention.registered import (
+    NO_GRADIENT,
     _attention,
     _paged_attention,
     _paged_attention_into,
@@ -97,12 +98,12 @@ def _last_dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _index(name: str, x: Tensor, size: int | None = None) -> Tensor:
+def _index(op: str, name: str, x: Tensor, size: int | None = None) -> Tensor:
     dtype = x.dtype
     fits = x.dim() == 1 and x.numel() > 0 if size is None else x.shape == (size,)
     if dtype not in (torch.int32, torch.int64) or not fits:
         raise UnsupportedShape(
-            f"attention: {name} must hold {'B + 1' if size is None else size} integers, not "
+            f"{op}: {name} must hold {'B + 1' if size is None else size} integers, not "
             f"{dtype} {tuple(x.shape)}"
         )
     if dtype == torch.int32 and x.is_contiguous():
@@ -131,8 +132,10 @@ def attention(
     float32 (float64 on the torch backend); Hq a multiple of Hk; D <= 256 (tuned for 64 and 128);
     scale defaults to 1 / sqrt(D). The head dimension must be dense; otherwise it is copied.
     Differentiable in q, k, v and sinks[Hq] (float32; part of lse too); lse is not. Bounds outside
-    of q or k raise on the torch backend and are not looked at on a GPU. Raises UnsupportedShape,
-    UnsupportedDtype, UnsupportedDevice, ValueError, and what `backend.choose` raises.
+    of q or k raise on the torch backend and are not looked at on a GPU. Rows of q that no sequence
+    holds give anything there, 0 on the torch backend, and have gradients of 0. Raises
+    UnsupportedShape, UnsupportedDtype, UnsupportedDevice, ValueError, and what `backend.choose`
+    raises.
     """
     if q.dim() != 3 or k.dim() != 3:
         raise UnsupportedShape(
@@ -141,8 +144,8 @@ def attention(
         )
     scale = default_scale(q.shape[-1]) if scale is None else float(scale)
     _check("attention", q, k, v, scale, window)
-    cu_q = _index("cu_seqlens_q", cu_seqlens_q)
-    cu_k = _index("cu_seqlens_k", cu_seqlens_k, cu_q.numel())
+    cu_q = _index("attention", "cu_seqlens_q", cu_seqlens_q)
+    cu_k = _index("attention", "cu_seqlens_k", cu_seqlens_k, cu_q.numel())
     chosen = choose("attention", backend, q, k, v, cu_q, cu_k, sinks)
     q, k, v = _last_dense(q), _last_dense(k), _last_dense(v)
     if sinks is None and softcap is None:
@@ -169,8 +172,8 @@ def _paged(
         )
     scale = default_scale(q.shape[-1]) if scale is None else float(scale)
     _check(op, q, k_cache, v_cache, scale, window)
-    cu_q = _index("cu_seqlens_q", cu_seqlens_q, block_table.shape[0] + 1)
-    lens = _index("context_lens", context_lens, block_table.shape[0])
+    cu_q = _index(op, "cu_seqlens_q", cu_seqlens_q, block_table.shape[0] + 1)
+    lens = _index(op, "context_lens", context_lens, block_table.shape[0])
     if block_table.dtype not in (torch.int32, torch.int64) or k_cache.shape[1] == 0:
         raise UnsupportedShape(
             f"{op}: block_table must hold integers, not {block_table.dtype}, and a block at least "
@@ -243,9 +246,10 @@ def paged_attention(
     q's dtype) the result is written there, and `out` is returned. `schedule`: what `paged_schedule`
     made of the same tables and lengths; it changes the time and no bit, and the torch backend needs
     none. Not differentiable. A table with too few blocks, or with one that the cache has not,
-    raises on the torch backend and is not looked at on a GPU. Raises UnsupportedShape (of a
-    schedule for other shapes, window or softcap too), UnsupportedDtype, ValueError, and what
-    `backend.choose` raises.
+    raises on the torch backend and is not looked at on a GPU. Rows of q that no sequence holds
+    (the padding of a CUDA graph) give anything there, and 0 on the torch backend. Raises
+    UnsupportedShape (of a schedule for other shapes, window or softcap too), UnsupportedDtype,
+    ValueError (of an `out` that is to have a gradient too), and what `backend.choose` raises.
     """
     scale, table, lens, cu_q = _paged(
         "paged_attention", q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale,
@@ -268,6 +272,8 @@ def paged_attention(
             f"paged_attention: out must be contiguous and like q {tuple(q.shape)} {q.dtype}, "
             f"not {tuple(out.shape)} {out.dtype} of strides {out.stride()}"
         )
+    if out is not None and torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad):
+        raise ValueError(f"paged_attention: {NO_GRADIENT}; use torch.no_grad()")
     if sinks is not None or softcap is not None:
         check_variant("paged_attention", q.shape[1], sinks, softcap)
         found, lse = call(

@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import record
+from rlk_kernels.backend import record, refuse_gradient
 from rlk_kernels.ops.attention import portable
 
 
@@ -92,6 +92,9 @@ def _(q, k, v, cu_q, cu_k, causal, scale, window, out, lse, do, backend):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+refuse_gradient(_attention_backward, "attention")
+
+
 def _setup(ctx, inputs, output):
     q, k, v, cu_q, cu_k, *ctx.rest = inputs
     ctx.save_for_backward(q, k, v, cu_q, cu_k, *output)
@@ -174,3 +177,7 @@ def _(out, q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, 
 @_paged_attention.register_fake
 def _(q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, *_):
     return empty_like_results(q)
+
+
+NO_GRADIENT = "it has no gradient; attention has one"
+refuse_gradient(_paged_attention, "paged_attention", NO_GRADIENT)

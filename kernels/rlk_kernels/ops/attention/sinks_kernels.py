@@ -56,7 +56,11 @@ def _sink_parts_kernel(
     mask = (heads[:, None] < H) & (dims < D)
     out = tl.load(out_ptr + at, mask=mask, other=0.0).to(tl.float32)
     do = tl.load(do_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    parts = -_share(sink, lse) * tl.sum(out * do, 1)
+    # a row of no sequence has no gradient, and memory as it was for out and lse: NaN, perhaps
+    products = out * do
+    total = tl.sum(tl.where((do == 0.0) & (products != products), 0.0, products), 1)
+    parts = -_share(sink, lse) * total
+    parts = tl.where((total == 0.0) & (parts != parts), 0.0, parts)
     tl.store(parts_ptr + token * H + heads, parts, mask=heads < H)
 
 

@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
+from rlk_kernels.backend import refuse_gradient
 from rlk_kernels.ops.attention import sinks as sink_logits
 from rlk_kernels.ops.attention.registered import (
+    NO_GRADIENT,
     attend,
     attend_paged,
     empty_like_results,
@@ -55,6 +57,9 @@ def _(q, k, v, sinks, cu_q, cu_k, causal, scale, window, softcap, out, lse, do, 
     return *grads, lse.new_empty(heads, dtype=torch.float32)
 
 
+refuse_gradient(_attention_with_backward, "attention")
+
+
 def _setup_with(ctx, inputs, output):
     q, k, v, sinks, cu_q, cu_k, *ctx.rest = inputs
     ctx.save_for_backward(q, k, v, sinks, cu_q, cu_k, *output)
@@ -92,3 +97,6 @@ def _paged_attention_with(
 @_paged_attention_with.register_fake
 def _(q, *_):
     return empty_like_results(q)
+
+
+refuse_gradient(_paged_attention_with, "paged_attention", NO_GRADIENT)

@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import call, choose, record
+from rlk_kernels.backend import call, choose, record, refuse_gradient
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.embedding import portable
 
@@ -54,6 +54,9 @@ def _embedding_backward(ids: Tensor, dy: Tensor, rows: int, backend: str) -> Ten
 @_embedding_backward.register_fake
 def _(ids, dy, rows, backend):
     return dy.new_empty(rows, dy.shape[1])
+
+
+refuse_gradient(_embedding_backward, "embedding")
 
 
 def _setup(ctx, inputs, output):

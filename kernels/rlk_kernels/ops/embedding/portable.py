@@ -5,7 +5,12 @@ from torch import Tensor
 
 
 def forward(ids: Tensor, weight: Tensor) -> Tensor:
-    """weight[V, H] at ids[T]."""
+    """weight[V, H] at ids[T]; raises IndexError."""
+    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= weight.shape[0]):
+        raise IndexError(
+            f"embedding: ids from {int(ids.min())} to {int(ids.max())} are not all in "
+            f"0..{weight.shape[0] - 1}, the rows of weight"
+        )
     return weight.index_select(0, ids)
 
 

@@ -15,7 +15,7 @@ def _copy(
     x_ptr, cache_ptr, token, slot, feature, stride_t, stride_h, stride_p, stride_s, stride_ch,
     HD, P, D: tl.constexpr,
 ):  # fmt: skip
-    head = feature // D
+    head = (feature // D).to(tl.int64)
     x = tl.load(x_ptr + token * stride_t + head * stride_h + feature % D, mask=feature < HD)
     at = slot // P * stride_p + slot % P * stride_s + head * stride_ch + feature % D
     tl.store(cache_ptr + at, x, mask=feature < HD)

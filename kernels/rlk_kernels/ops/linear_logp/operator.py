@@ -29,7 +29,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import call, choose, record
+from rlk_kernels.backend import call, choose, record, refuse_gradient
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.linear_logp import portable
 from rlk_kernels.ops.linear_logp.options import RowStatistics, check_options, options_of
@@ -114,6 +114,9 @@ def _(
         x.new_empty(x.shape) if need and x is not None else hidden.new_empty(0)
         for x, need in zip(inputs, needs, strict=True)
     )
+
+
+refuse_gradient(_linear_logp_backward, "linear_logp")
 
 
 def _setup(ctx, inputs, output):

@@ -25,7 +25,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import call, choose, record
+from rlk_kernels.backend import call, choose, record, refuse_gradient
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.linear_logp.options import check_options, options_of
 from rlk_kernels.ops.logp import portable
@@ -121,6 +121,9 @@ def _logp_backward(
 @_logp_backward.register_fake
 def _(logits, target, root, g, softcap, scale, temperature, backend):
     return logits.new_empty(logits.shape)
+
+
+refuse_gradient(_logp_backward, "logp")
 
 
 def _setup(ctx, inputs, output):

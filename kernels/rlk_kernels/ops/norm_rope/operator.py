@@ -121,6 +121,6 @@ def norm_rope(
     chosen = choose("norm_rope", backend, q, k, positions, inv_freq, scaling, q_weight, k_weight)
     return call(
         _norm_rope, q, k, q_weight.contiguous(), k_weight.contiguous(), positions.contiguous(),
-        frequency, factor, eps, cast == "hf", float(theta or 0.0), size, cos_sin_dtype,
+        frequency, factor, float(eps), cast == "hf", float(theta or 0.0), size, cos_sin_dtype,
         interleaved, chosen,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import call, choose, record
+from rlk_kernels.backend import call, choose, record, refuse_gradient
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.rms_norm import portable
 
@@ -73,6 +73,9 @@ def _rms_norm_backward(
 @_rms_norm_backward.register_fake
 def _(s, weight, dy, dnew, eps, backend):
     return dy.new_empty(dy.shape), weight.new_empty(weight.shape, dtype=portable.wide_dtype(s))
+
+
+refuse_gradient(_rms_norm_backward, "rms_norm")
 
 
 def _setup(ctx, inputs, output):
@@ -131,7 +134,7 @@ def rms_norm(
     chosen = choose("rms_norm", backend, x, weight, residual)
     rows = x if residual is None and _heads_lie_apart(x) else _rows(x, h)
     res = None if residual is None else _rows(residual, h)
-    y, new = call(_rms_norm, rows, res, weight.contiguous(), eps, cast == "hf", chosen)
+    y, new = call(_rms_norm, rows, res, weight.contiguous(), float(eps), cast == "hf", chosen)
     if x.dim() != rows.dim():
         y, new = y.reshape(x.shape), new if residual is None else new.reshape(x.shape)
     return y if residual is None else (y, new)

@@ -43,7 +43,7 @@ def _rotate_heads(
     for step in range(steps):
         heads = (group + step) * HEADS + tl.arange(0, HEADS)[:, None]
         mask = (heads < H) & (i < R)
-        x_at = x_ptr + token * stride_t + heads * stride_h
+        x_at = x_ptr + token * stride_t + heads.to(tl.int64) * stride_h
         y_at = y_ptr + (token * H + heads) * D
         a = tl.load(x_at + first, mask=mask, other=0.0).to(tl.float32)
         b = tl.load(x_at + second, mask=mask, other=0.0).to(tl.float32)

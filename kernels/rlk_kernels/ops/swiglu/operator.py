@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import call, choose, record
+from rlk_kernels.backend import call, choose, record, refuse_gradient
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.swiglu import portable
 
@@ -55,6 +55,9 @@ def _swiglu_backward(gate: Tensor, up: Tensor, dy: Tensor, backend: str) -> tupl
 @_swiglu_backward.register_fake
 def _(gate, up, dy, backend):
     return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
+
+
+refuse_gradient(_swiglu_backward, "swiglu")
 
 
 def _setup(ctx, inputs, output):

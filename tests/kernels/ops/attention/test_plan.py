@@ -29,3 +29,21 @@ def test_few_rows_of_one_sequence_are_taken_alone(
     assert own.alone == alone
     assert own.split == (width > 1024)
     assert own.listed == (own.split and batch > 1)
+
+
+@pytest.mark.parametrize(("apart", "special"), [((1 << 26) - 1, True), (1 << 26, False)])
+def test_heads_beyond_32_bits_are_not_for_the_kernels_of_hopper(apart, special, monkeypatch):
+    monkeypatch.setattr(attention_forward, "facts", lambda device: H200)
+    q = torch.empty_strided((4, 32, 128), (128, apart, 1), dtype=torch.bfloat16, device="meta")
+    k = torch.empty(4, 8, 128, dtype=torch.bfloat16, device="meta")
+    assert attention_forward._plan(q, k, k, None, 1, None, None, True).special == special
+
+
+@pytest.mark.parametrize(("tokens", "split"), [(1 << 20, True), (1 << 21, False)])
+def test_more_work_than_a_list_counts_is_not_split(tokens, split, monkeypatch):
+    monkeypatch.setattr(attention_forward, "facts", lambda device: H200)
+    q = torch.empty(tokens, 128, 128, dtype=torch.bfloat16, device="meta")
+    cache = torch.empty(tokens // 16, 16, 8, 128, dtype=torch.bfloat16, device="meta")
+    table = torch.empty(1, tokens // 16, dtype=torch.int32, device="meta")
+    own = attention_forward._plan(q, cache, cache, table, 1, None, None, True)
+    assert own.split == split

@@ -145,3 +145,25 @@ def test_the_registrations_pass_torchs_own_check():
     options = (cu, cu.clone(), True, 0.5, None, 2.0, "torch")
     torch.library.opcheck(operator._attention_with, (q, k, v, SINK, *options))
     torch.library.opcheck(operator._attention_with, (q, k, v, None, *options))
+
+
+@pytest.mark.parametrize(("backend", "options"), OPTIONS)
+def test_rows_of_no_sequence_reach_no_gradient(backend, options):
+    """What lies in their memory, NaN here, met a gradient of zero in that of the sinks."""
+    options = dict(options)
+    inputs = [x.requires_grad_() for x in case()]
+    if "sinks" in options:
+        inputs.append(options.setdefault("sinks", SINK).clone().requires_grad_())
+        options["sinks"] = inputs[-1]
+    up = rand(30, 4, 16, dtype=torch.float32, device="cpu", seed=7)
+    up[9:] = 0
+    found = []
+    for bounds in (CU, CU[:2]):
+        torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+        try:
+            out = rk.attention(*inputs[:3], bounds, bounds, backend=backend, **options)
+            found.append(torch.autograd.grad(out, inputs, up))
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert bool(out[9:].isnan().all()) == (backend == "triton")
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
