@@ -97,7 +97,8 @@ def rotate_in(modeling: Any) -> Undo:
 
 
 def _check_rotates(modeling: str) -> None:
-    """Raises NotServed where the family's function does not take what `Rotary` gives."""
+    """Raises NotServed where the family's function does not take what `Rotary` gives. One around
+    ours does, by `functools.wraps`."""
     rotate = sys.modules[modeling].apply_rotary_pos_emb
     if not hasattr(rotate, _TAKES_POSITIONS):
         raise NotServed(
