@@ -171,12 +171,15 @@ class VLLMPatch(Patch):
     """vLLM in this process: registered before it makes its model."""
 
     def before_loading(self) -> None:
+        # Some of the norms are left in the live model.
+        every = self.left >= vllm.NORMS
         with _refused(self.spec):
-            vllm.register(self.left)
+            vllm.register(self.left if every else self.left - vllm.NORMS)
         self.undo.callback(vllm.unregister)
 
     def in_model(self, model: Any, rope: Mapping[str, Any]) -> None:
-        vllm.leave(model, self.left)
+        with _refused(self.spec):
+            vllm.leave(model, self.left)
 
     def operators(self, engine: Any) -> dict[str, Any]:
         return engine.llm.apply_model(vllm.operators)[0]

@@ -179,3 +179,25 @@ def test_a_list_of_plugins_without_ours_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("VLLM_PLUGINS", "others")
     with pytest.raises(NotServed, match="VLLM_PLUGINS=others leaves out rlk_kernels"):
         vllm.register()
+
+
+def test_norms_are_left_all_or_none() -> None:
+    with pytest.raises(NotServed, match="attn_norm, q_norm cannot be left: vLLM makes all norms"):
+        vllm.register(["q_norm", "attn_norm", "act"])
+
+
+def test_compiled_norms_cannot_be_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code has them in it."""
+    from rlk_kernels.integrations.vllm import layers, registry
+
+    first, second = (object.__new__(layers.RlkRMSNorm) for _ in range(2))
+    live = {"layers.0.attn_norm": first, "layers.0.mlp_norm": second}
+    monkeypatch.setattr(registry, "operators", lambda _: live)
+    model = SimpleNamespace(model=SimpleNamespace(do_not_compile=False))
+    registry.leave(model, ["act"])
+    with pytest.raises(NotServed, match="attn_norm: compiled code keeps the norms"):
+        registry.leave(model, ["attn_norm"])
+    model.model.do_not_compile = True
+    registry.leave(model, ["attn_norm"])
+    assert type(first) is layers.RMSNorm
+    assert type(second) is layers.RlkRMSNorm

@@ -18,9 +18,13 @@ ENVIRONMENT, EXCEPT = "RLK_KERNELS", "RLK_KERNELS_EXCEPT"
 PLUGIN = "rlk_kernels"
 """The name of the entry point."""
 
+NORMS = frozenset({"attn_norm", "q_norm", "k_norm", "mlp_norm", "final_norm"})
+"""Operators that vLLM makes of one class."""
+
 __all__ = [
     "ENVIRONMENT",
     "EXCEPT",
+    "NORMS",
     "check",
     "leave",
     "operators",
@@ -42,10 +46,16 @@ def plugin() -> None:
 def register(left: Iterable[str] = ()) -> None:
     """Have every model that this process makes from now on, and those that it starts, use the
     kernels, but for the operators that are `left` to vLLM. Done already with the same ones, it does
-    nothing. Raises NotServed where VLLM_PLUGINS keeps them from the processes that it starts."""
+    nothing. Raises NotServed where some of the norms are left and some are not (see `leave`), and
+    where VLLM_PLUGINS keeps the kernels from the processes that it starts."""
     from rlk_kernels.integrations.vllm.registry import register
 
     left = frozenset(left)
+    if (some := left & NORMS) and some != NORMS:
+        raise NotServed(
+            f"{', '.join(sorted(some))} cannot be left: vLLM makes all norms of one class; leave "
+            f"{', '.join(sorted(NORMS))}, or none"
+        )
     _check_plugins()
     register(left)
     # vLLM makes its models in a process of its own, which calls `plugin`.
@@ -72,8 +82,8 @@ def unregister() -> None:
 
 
 def leave(model: Any, left: Iterable[str]) -> None:
-    """Give vLLM its own norms back in a live model that runs eager: they are made of one class, so
-    that `register` leaves all of them or none."""
+    """Give vLLM some of its own norms back in a live model: they are made of one class, so that
+    `register` leaves all of them or none. Raises NotServed where the model is compiled."""
     from rlk_kernels.integrations.vllm.registry import leave
 
     leave(model, left)
