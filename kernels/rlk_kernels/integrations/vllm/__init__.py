@@ -13,18 +13,15 @@ from collections.abc import Iterable
 from typing import Any
 
 from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.operators import NORMS
 
 ENVIRONMENT, EXCEPT = "RLK_KERNELS", "RLK_KERNELS_EXCEPT"
 PLUGIN = "rlk_kernels"
 """The name of the entry point."""
 
-NORMS = frozenset({"attn_norm", "q_norm", "k_norm", "mlp_norm", "final_norm"})
-"""Operators that vLLM makes of one class."""
-
 __all__ = [
     "ENVIRONMENT",
     "EXCEPT",
-    "NORMS",
     "check",
     "leave",
     "operators",

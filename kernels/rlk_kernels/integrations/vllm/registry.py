@@ -12,9 +12,9 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from rlk_kernels.integrations.errors import NotServed
-from rlk_kernels.integrations.operators import Counted, chosen_out, leaves
+from rlk_kernels.integrations.operators import NORMS, Counted, chosen_out, leaves
 from rlk_kernels.integrations.operators import check as check_operators
-from rlk_kernels.integrations.vllm import NORMS, config, logprobs
+from rlk_kernels.integrations.vllm import config, logprobs
 
 _undo = ExitStack()
 _registered: list[frozenset[str]] = []
