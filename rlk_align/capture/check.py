@@ -2,7 +2,7 @@
 
 from rlk_align.capture.key import engine_versions
 from rlk_align.capture.request import CaptureRequest
-from rlk_align.engines.common.kernels import check_kernels
+from rlk_align.engines.common.kernels import check_kernels, check_left
 from rlk_align.engines.registry import require_installed
 from rlk_align.engines.tested import untested
 from rlk_align.errors import BadOption
@@ -37,6 +37,8 @@ def check_request(request: CaptureRequest, sampling: bool) -> tuple[ModelShape, 
     spec.info.check(spec.option, read_config(model), shape)
     if spec.option("kernels") != "off":
         check_kernels(spec.name, read_config(model))
+    if left := spec.option("except"):
+        check_left(spec.name, str(left), {site.op for site in model_sites(shape)})
     check_tensors(model, shape)
     if any(p.text is not None for p in load_prompts(request.prompts)):
         check_tokenizer(model)

@@ -173,7 +173,10 @@ def engine_spec(text: str, kernels: str | None) -> EngineSpec:
     """An engine's spec; `kernels` for one that does not say itself. Raises UnknownEngine or
     BadOption."""
     if kernels not in (None, "rlk", "off"):
-        raise BadOption(f"--kernels {kernels!r} is unknown", "choose rlk or off")
+        raise BadOption(
+            f"--kernels {kernels!r} is unknown",
+            "choose rlk or off; operators are left in a spec, as in vllm:kernels=rlk,except=attn",
+        )
     spec = EngineSpec.parse(text)
     if kernels is None or "kernels" in spec.options or spec.name == "replay":
         return spec

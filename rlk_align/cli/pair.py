@@ -109,6 +109,7 @@ def prepare(
     )
     run = options.choose_run(given.run_dir, "compare", *settings, str(specs["train"]))
     replays = _check_replays(specs, run)
+    _check_replayed_kernels(replays, given.kernels)
     model, prompts = given.model, given.prompts
     if replays:
         # What was captured is what the other side loads, and its tokenizer is asked the same.
@@ -192,6 +193,18 @@ def _check_replays(specs: Mapping[SideName, EngineSpec], run: Run) -> dict[SideN
                 )
             found[side] = source.capture_folder(side)
     return found
+
+
+def _check_replayed_kernels(replays: Mapping[SideName, Path], wanted: str | None) -> None:
+    """Raises BadOption where `--kernels` says otherwise than a replay was captured."""
+    for folder in replays.values():
+        held = "rlk" if load_record(TraceRecord, folder / "trace.json").kernels else "off"
+        if wanted not in (None, held):
+            raise BadOption(
+                f"--kernels {wanted}: {folder} was captured with kernels={held}",
+                "capture it anew; or leave --kernels out, and say kernels= in the other engine's "
+                "spec",
+            )
 
 
 def _check_early(

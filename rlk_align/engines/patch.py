@@ -12,7 +12,7 @@ import torch
 from rlk_kernels import backend
 from rlk_kernels.integrations import hf, megatron, profile, vllm
 from rlk_kernels.integrations.errors import NotServed
-from rlk_kernels.integrations.operators import Counted
+from rlk_kernels.integrations.operators import NORMS, Counted
 
 from rlk_align.engines.base import Engine
 from rlk_align.engines.common.kernels import parse_left
@@ -171,12 +171,15 @@ class VLLMPatch(Patch):
     """vLLM in this process: registered before it makes its model."""
 
     def before_loading(self) -> None:
+        # Some of the norms are left in the live model.
+        every = self.left >= NORMS
         with _refused(self.spec):
-            vllm.register(self.left)
+            vllm.register(self.left if every else self.left - NORMS)
         self.undo.callback(vllm.unregister)
 
     def in_model(self, model: Any, rope: Mapping[str, Any]) -> None:
-        vllm.leave(model, self.left)
+        with _refused(self.spec):
+            vllm.leave(model, self.left)
 
     def operators(self, engine: Any) -> dict[str, Any]:
         return engine.llm.apply_model(vllm.operators)[0]

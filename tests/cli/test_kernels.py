@@ -172,6 +172,18 @@ def test_captures_with_kernels_lie_beside_those_without(compare: Cli, folder: Pa
         asked = done.verdict["engines"]["train"]["options"]
         assert asked == ({"kernels": "rlk"} if kernels == "rlk" else {})
     assert "capture is there already" in done.err
+    again = ("--rollout", f"replay:path={folder / 'run'}", "--train", "hf")
+    done = compare(*again, "--kernels", "off", "--run-dir", folder / "mixed")
+    assert done.code == 2
+    assert "was captured with kernels=rlk" in " ".join(done.err.split())
+
+
+def test_an_operator_that_the_model_has_not_cannot_be_left(compare: Cli, model_copy) -> None:
+    model = model_copy(config={"model_type": "llama"})
+    spec = "hf:kernels=rlk,except=attn+q_norm"
+    done = compare("--model", model, "--rollout", spec, "--train", "hf:kernels=rlk")
+    assert done.code == 2, done.out + done.err
+    assert "this model has no q_norm" in done.err
 
 
 def test_drift_is_shown_without_and_with_the_kernels(compare: Cli, folder: Path) -> None:

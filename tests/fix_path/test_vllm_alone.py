@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bit_equal import Bits
+from rlk_kernels.integrations.vllm import PLUGIN
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,7 +70,8 @@ def test_the_plugin_is_what_vllm_is_told_of() -> None:
     import importlib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    (target,) = project["entry-points"]["vllm.general_plugins"].values()
+    ((plugin, target),) = project["entry-points"]["vllm.general_plugins"].items()
+    assert plugin == PLUGIN
     module, _, name = target.partition(":")
     assert callable(getattr(importlib.import_module(module), name))
 

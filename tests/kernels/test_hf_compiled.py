@@ -79,12 +79,11 @@ def test_packed_beside_a_mask_or_a_cache_is_refused() -> None:
 def test_a_gap_in_a_mask_is_refused_beside_a_window() -> None:
     gap = torch.ones_like(LEFT)
     gap[0, 4:6] = 0
-    for family, window in (("Llama", None), ("Mistral", 6)):
-        model = small_model(family, **({"sliding_window": window} if window else {}))
-        hf.use_kernels(model)
-        if window is None:
-            model(IDS, attention_mask=gap, use_cache=False)
-            continue
+    second_layer = {"use_sliding_window": True, "max_window_layers": 1, "num_hidden_layers": 2}
+    hf.use_kernels(model := small_model())
+    model(IDS, attention_mask=gap, use_cache=False)
+    for family, more in (("Mistral", {}), ("Qwen2", second_layer)):
+        hf.use_kernels(model := small_model(family, sliding_window=6, **more))
         with pytest.raises(NotServed, match="a gap in the attention mask"):
             model(IDS, attention_mask=gap, use_cache=False)
 

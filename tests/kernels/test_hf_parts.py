@@ -143,6 +143,10 @@ def test_the_loss_of_labels_is_of_our_log_probs() -> None:
         assert abs(out.loss.item() - theirs.item()) < 1e-4
     assert gradients[1].equal(gradients[2])
     assert not gradients[0].equal(gradients[1])
+    for label in (-1, 64):
+        one[1, 7] = label
+        with pytest.raises(IndexError):
+            model(ids, labels=one, use_cache=False)
     undo.close()
     assert model.loss_function is own
     left = small_model()

@@ -161,6 +161,21 @@ def test_a_forward_patched_into_a_class_is_refused(monkeypatch: pytest.MonkeyPat
         hf.use_kernels(model)
 
 
+def test_a_rotation_patched_in_later_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take positions for cosines."""
+    model = with_kernels()
+    modeling = transformers.models.llama.modeling_llama
+    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", lambda q, k, *_args: (q, k))
+    with pytest.raises(NotServed, match=r"apply_rotary_pos_emb of .*llama is .*lambda"):
+        model(IDS, use_cache=False)
+
+
+def test_a_wrapped_model_is_refused() -> None:
+    """DistributedDataParallel, say."""
+    with pytest.raises(NotServed, match="a DataParallel is not served"):
+        hf.use_kernels(torch.nn.DataParallel(small_model()))
+
+
 def test_a_model_that_is_compiled_already_is_refused() -> None:
     with pytest.raises(NotServed, match="replaced in this one object"):
         hf.use_kernels(torch.compile(small_model()))

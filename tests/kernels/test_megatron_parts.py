@@ -195,6 +195,7 @@ LLAMA3 = {
         ({"position_embedding_type": "learned_absolute"}, "position_embedding_type=learned"),
         ({"rotary_percent": 0.5}, r"rotary_percent=0\.5"),
         ({"rotary_base": 500000}, "rotary_base=500000"),
+        ({"rope": {"rope_type": "default"}}, "rotary_base=10000"),
         ({"rope_scaling": True}, "rope_scaling"),
         ({"seq_len_interpolation_factor": 2.0}, r"seq_len_interpolation_factor=2\.0"),
         (
@@ -236,5 +237,42 @@ def test_padding_in_front_is_refused_where_rows_count_it() -> None:
     front = behind.clone()
     front[..., :3] = True
     model(IDS, AT, behind)
-    with pytest.raises(NotServed, match="padding in front of a sequence is not served"):
+    refused = pytest.raises(NotServed, match="padding in front of a sequence is not served")
+    with refused:
         model(IDS, AT, front)
+    # Known by now, and written to.
+    behind[..., :3] = True
+    with refused:
+        model(IDS, AT, behind)
+    with torch.inference_mode():
+        made_there = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+        model(IDS, AT, made_there)
+        made_there[..., :3] = True
+        with refused:
+            model(IDS, AT, made_there)
+
+
+def test_attention_that_is_not_causal_is_refused() -> None:
+    from megatron.core.transformer.enums import AttnMaskType
+
+    model = made(config())
+    model.decoder.layers[0].self_attention.attn_mask_type = AttnMaskType.padding
+    with pytest.raises(NotServed, match=r"attn_mask_type=AttnMaskType\.padding is not served"):
+        model(IDS, AT, None)
+
+
+def test_a_model_of_another_spec_is_refused() -> None:
+    """Its layers would take positions for angles."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    local = get_gpt_layer_local_spec(normalization="RMSNorm")
+    for spec in (local, megatron.layer_spec(config(), left=["q_rope"])):
+        model = GPTModel(config(), spec, 64, 32, position_embedding_type="rope")
+        with pytest.raises(NotServed, match="layer 1 rotates by its own SelfAttention"):
+            megatron.use_kernels(model, {"rope_theta": 10000})
+
+
+def test_what_is_no_gpt_model_is_refused() -> None:
+    with pytest.raises(NotServed, match="a Linear is not served; a GPTModel is"):
+        megatron.use_kernels(torch.nn.Linear(1, 1), {"rope_theta": 10000})

@@ -9,7 +9,7 @@ import pytest
 import torch
 from kernel_suite import packed, paged_cache
 from rlk_kernels.integrations import profile
-from rlk_kernels.integrations.rotary import NOT_FIXED, rotation
+from rlk_kernels.integrations.rotary import NEEDED, NOT_FIXED, rotation
 
 PAGE = Path(__file__).resolve().parents[2] / "kernels" / "rlk_kernels" / "PROFILE.md"
 BF16 = torch.bfloat16
@@ -154,10 +154,12 @@ def test_another_rope_is_refused(kind: str) -> None:
     assert ("the longest sequence of a batch" in str(error.value)) == (kind in NOT_FIXED)
 
 
-@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
-def test_a_scaled_rope_without_a_factor_is_refused(kind: str) -> None:
-    with pytest.raises(ValueError, match="without a factor"):
-        rotation({"rope_type": kind, "rope_theta": 1e4, "factor": None}, 32)
+@pytest.mark.parametrize("kind", NEEDED)
+def test_a_scaled_rope_without_what_it_needs_is_refused(kind: str) -> None:
+    for name in NEEDED[kind]:
+        given = dict.fromkeys(NEEDED[kind], 2.0) | {"rope_type": kind, "rope_theta": 1e4}
+        with pytest.raises(ValueError, match=f"without a {name}"):
+            rotation(given | {name: None}, 32)
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,15 @@ import torch
 
 pytest.importorskip("vllm")
 
+from rlk_kernels.integrations import vllm
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.vllm import config
 
+PARALLEL = {
+    "tensor_parallel_size": "tensor parallelism",
+    "pipeline_parallel_size": "pipeline parallelism",
+    "prefill_context_parallel_size": "context parallelism",
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -25,7 +31,7 @@ def vllm_config(
         "architecture": "LlamaForCausalLM", "runner_type": "generate",
     }  # fmt: skip
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        parallel_config=SimpleNamespace(**dict.fromkeys(PARALLEL, 1)),
         model_config=SimpleNamespace(
             hf_text_config=SimpleNamespace(rope_parameters=rope, **usual | (text or {})),
             **usual_model | model,
@@ -58,6 +64,11 @@ def qwen(family: str, **text: Any) -> SimpleNamespace:
     return vllm_config(text={"model_type": family} | text, architecture=loaded)
 
 
+def mistral(**text: Any) -> SimpleNamespace:
+    text = {"model_type": "mistral"} | text
+    return vllm_config(text=text, architecture="MistralForCausalLM")
+
+
 MIXED = {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}
 REFUSED = {
     "Phi3ForCausalLM of model_type=phi3": vllm_config(
@@ -77,6 +88,12 @@ REFUSED = {
     "a sliding window in some layers": qwen("qwen2", **MIXED),
     "dual_chunk_attention_config": qwen("qwen2", dual_chunk_attention_config={"chunk_size": 4}),
     "llama_4_scaling": vllm_config(text={"llama_4_scaling": {"beta": 0.1}}),
+    "sliding_window of model_type=llama": vllm_config(text={"sliding_window": 8}),
+    "qkv_bias of model_type=llama": vllm_config(text={"qkv_bias": True}),
+    "attention_bias of model_type=mistral": mistral(attention_bias=True),
+    "qk_norm of model_type=qwen2": qwen("qwen2", qk_norm=True),
+    "mrope_section in rope_parameters": vllm_config({"mrope_section": [4, 6, 6]}),
+    "rope_dim in rope_parameters": vllm_config({"rope_dim": 16}),
 }
 
 
@@ -91,7 +108,8 @@ def test_another_model_than_the_families_is_refused(says: str) -> None:
     [
         qwen("qwen2", head_dim=32),
         qwen("qwen3", head_dim=64),
-        vllm_config(text={"sliding_window": 8}),
+        vllm_config(text={"attention_bias": True, "mlp_bias": True, "sliding_window": 0}),
+        mistral(sliding_window=8, attention_bias=False),
         qwen("qwen2", sliding_window=8, layer_types=["sliding_attention"]),
     ],
 )
@@ -118,3 +136,68 @@ def test_a_cache_of_another_dtype_is_refused(cache: str, dtype: torch.dtype, ser
         return
     with pytest.raises(NotServed, match=f"kv_cache_dtype={cache} of a model in"):
         config._check(asked)
+
+
+@pytest.mark.parametrize("option", PARALLEL)
+def test_a_model_in_parts_is_refused(option: str) -> None:
+    asked = vllm_config()
+    setattr(asked.parallel_config, option, 2)
+    with pytest.raises(NotServed, match=PARALLEL[option]):
+        config._check(asked)
+
+
+def test_vllms_own_batch_invariance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(NotServed, match="VLLM_BATCH_INVARIANT=1"):
+        config._check(vllm_config())
+
+
+def test_a_config_is_checked_that_has_another_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that a user keeps from another engine, or wrote."""
+    asked = vllm_config()
+    asked.parallel_config.tensor_parallel_size = 2
+    monkeypatch.setattr(config, "get_current_vllm_config", lambda: asked)
+    asked.additional_config = {config.KEY: config.digest()}
+    config.enter_config()
+    asked.additional_config = {config.KEY: "another"}
+    with pytest.raises(NotServed, match="tensor parallelism"):
+        config.enter_config()
+
+
+def test_the_switch_is_0_or_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    for off in ("", "0"):
+        monkeypatch.setenv(vllm.ENVIRONMENT, off)
+        vllm.plugin()
+    monkeypatch.setenv(vllm.ENVIRONMENT, "false")
+    with pytest.raises(NotServed, match="RLK_KERNELS=false: 1 switches the kernels on, and 0 off"):
+        vllm.plugin()
+
+
+def test_a_list_of_plugins_without_ours_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that makes the model would have none."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_PLUGINS", "others")
+    with pytest.raises(NotServed, match="VLLM_PLUGINS=others leaves out rlk_kernels"):
+        vllm.register()
+
+
+def test_norms_are_left_all_or_none() -> None:
+    with pytest.raises(NotServed, match="attn_norm, q_norm cannot be left: vLLM makes all norms"):
+        vllm.register(["q_norm", "attn_norm", "act"])
+
+
+def test_compiled_norms_cannot_be_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code has them in it."""
+    from rlk_kernels.integrations.vllm import layers, registry
+
+    first, second = (object.__new__(layers.RlkRMSNorm) for _ in range(2))
+    live = {"layers.0.attn_norm": first, "layers.0.mlp_norm": second}
+    monkeypatch.setattr(registry, "operators", lambda _: live)
+    model = SimpleNamespace(model=SimpleNamespace(do_not_compile=False))
+    registry.leave(model, ["act"])
+    with pytest.raises(NotServed, match="attn_norm: compiled code keeps the norms"):
+        registry.leave(model, ["attn_norm"])
+    model.model.do_not_compile = True
+    registry.leave(model, ["attn_norm"])
+    assert type(first) is layers.RMSNorm
+    assert type(second) is layers.RlkRMSNorm

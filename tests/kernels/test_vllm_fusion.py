@@ -83,5 +83,7 @@ def test_what_another_reads_or_computes_otherwise_stays(change: dict[str, Any]) 
 def test_a_pass_of_the_users_own_is_not_put_aside() -> None:
     config: dict[str, Any] = {}
     fusion.enter(config)
+    fusion.enter(config)
+    config[fusion.KEY] = print
     with pytest.raises(NotServed, match="post_grad_custom_post_pass"):
         fusion.enter(config)

@@ -20,6 +20,7 @@ LAYER = (
 )
 """Of each layer, in the order in which they are computed."""
 OPERATORS = ("embed", *LAYER, "final_norm", "logits", "logprob")
+NORMS = frozenset(name for name in OPERATORS if name.endswith("norm"))
 
 
 class Counted:

@@ -14,6 +14,14 @@ from torch import Tensor
 from rlk_kernels.integrations.errors import NotServed
 
 SERVED = ("default", "linear", "llama3", "yarn")
+NEEDED = {
+    "linear": ("factor",),
+    "llama3": (
+        *("factor", "low_freq_factor", "high_freq_factor"),
+        "original_max_position_embeddings",
+    ),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
 NOT_FIXED = {
     "dynamic": "its frequencies follow the longest sequence of a batch",
     "longrope": "its frequencies and its scale follow the longest sequence of a batch",
@@ -27,8 +35,9 @@ def check(rope: Mapping[str, Any]) -> None:
     if kind not in SERVED:
         why = f": {NOT_FIXED[kind]}" if kind in NOT_FIXED else ""
         raise NotServed(f"rope_type={kind} is not served{why}; {', '.join(SERVED)} are")
-    if kind != "default" and rope.get("factor") is None:
-        raise NotServed(f"rope_type={kind} without a factor is not served")
+    for name in NEEDED.get(kind, ()):
+        if rope.get(name) is None:
+            raise NotServed(f"rope_type={kind} without a {name} is not served")
     if (partial := rope.get("partial_rotary_factor") or 1.0) != 1.0:
         raise NotServed(
             f"partial_rotary_factor={partial} is not served: transformers rotates whole heads in "

@@ -1,10 +1,10 @@
 """`kernels=rlk`: what an engine asks of the kernels, which only `engines.patch` imports."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlk_align.errors import ModelError
+from rlk_align.errors import BadOption, ModelError
 from rlk_align.model.rotary import FIXED, lacks_factor, rope_parameters
 
 if TYPE_CHECKING:
@@ -58,6 +58,16 @@ def check_kernels(engine: str, config: dict[str, Any]) -> None:
                 f"{why}",
                 "compare with kernels=off",
             )
+
+
+def check_left(engine: str, left: str, operators: Set[str]) -> None:
+    """Raises BadOption where `except=LEFT` names an operator that the model has not, by those that
+    it has: nothing would be left."""
+    if missing := sorted(parse_left(left) - operators):
+        raise BadOption(
+            f"engine {engine!r}: except={left}: this model has no {', '.join(missing)}",
+            f"it has {', '.join(op for op in REPLACEABLE if op in operators)}",
+        )
 
 
 class Kernels(Protocol):

@@ -3,6 +3,7 @@
 B = sequences, T = tokens of each in this forward, H = heads, D = features of a head.
 """
 
+import functools
 import sys
 from typing import Any
 
@@ -91,6 +92,7 @@ class HFOperators(Operators):
         self.before(attention, enter)
         self.after(attention, leave)
 
+        @functools.wraps(original)
         def rotate(*args: Any, **kwargs: Any) -> Any:
             out = list(original(*args, **kwargs))
             if self._layer == layer:

@@ -1,5 +1,6 @@
 """Where the canonical sites lie in an HF decoder, and the hooks on them."""
 
+import functools
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -70,6 +71,7 @@ class Tapped(SiteHooks):
         wrapped for as long as the taps are in."""
         original = modeling.apply_rotary_pos_emb
 
+        @functools.wraps(original)
         def observed(*args: Any, **kwargs: Any) -> Any:
             query, key = original(*args, **kwargs)
             # [B, heads, S, head_dim] -> [B, S, heads, head_dim]

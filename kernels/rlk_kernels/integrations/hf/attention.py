@@ -100,7 +100,9 @@ def attend(
     padded = attention_mask is not None and attention_mask.shape[1] > 0
     given = kwargs.get("cu_seq_lens_q")
     if whole and given is None and module.layer_idx == 0:
-        check_rows(positions, attention_mask if padded else None, q.shape[1], sliding_window)
+        # Of all layers: the first may see all keys where others have a window.
+        window = getattr(module.config, "sliding_window", None)
+        check_rows(positions, attention_mask if padded else None, q.shape[1], window)
     if padded:
         return _padded(q, k, v, attention_mask, scale, sliding_window), None
     if given is not None:

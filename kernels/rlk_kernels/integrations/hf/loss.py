@@ -17,12 +17,15 @@ def causal_lm_loss(
     shift_labels: Tensor | None = None, **_unused: Any,
 ) -> Tensor:  # fmt: skip
     """fp32: minus the log-probs of logits[B, T, V] at the labels[B, T] that follow (or at
-    shift_labels[B, T]), their sum divided by num_items_in_batch or by their number."""
+    shift_labels[B, T]), their sum divided by num_items_in_batch or by their number. A label
+    that is neither in the vocabulary nor ignore_index is what `logp` makes of one beyond it."""
     if shift_labels is None:
         assert labels is not None
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     target = shift_labels.flatten().to(logits.device)
     real = target != ignore_index
-    found = profile.logp(logits.reshape(-1, vocab_size), torch.where(real, target, NO_TOKEN))
+    # A label below 0 is none of the vocabulary, as one beyond it is none.
+    target = torch.where(real, torch.where(target < 0, vocab_size, target), NO_TOKEN)
+    found = profile.logp(logits.reshape(-1, vocab_size), target)
     items = real.sum() if num_items_in_batch is None else num_items_in_batch
     return -found.sum() / (items.to(found.device) if isinstance(items, Tensor) else items)

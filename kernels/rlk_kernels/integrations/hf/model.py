@@ -65,8 +65,8 @@ def _check_causal(model: Any) -> None:
 
 
 def _check(model: Any) -> None:
-    config = model.config
     _check_causal(model)
+    config = model.config
     if config.model_type not in FAMILIES:
         raise NotServed(f"{config.model_type} is not served; {', '.join(FAMILIES)} are")
     if config.hidden_act != "silu":

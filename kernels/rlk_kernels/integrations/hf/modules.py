@@ -1,6 +1,7 @@
 """The classes that modules of transformers get: their parameters, our operators."""
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.integrations import profile
+from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.hf.held import Undo
 from rlk_kernels.integrations.operators import Counted
 
@@ -78,6 +80,8 @@ class Rotary(Counted):
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         self.count()
+        if not torch.compiler.is_compiling():
+            _check_rotates(type(self).__module__)
         turns = self.inv_freq.to(x.device)
         if self.attention_scaling != 1.0:
             turns = torch.cat([turns, turns.new_full((1,), self.attention_scaling)])
@@ -92,6 +96,21 @@ def rotate_in(modeling: Any) -> Undo:
     return lambda: setattr(modeling, "apply_rotary_pos_emb", original)
 
 
+def _check_rotates(modeling: str) -> None:
+    """Raises NotServed where the family's function does not take what `Rotary` gives. One around
+    ours does, by `functools.wraps`."""
+    rotate = sys.modules[modeling].apply_rotary_pos_emb
+    if not hasattr(rotate, _TAKES_POSITIONS):
+        raise NotServed(
+            f"apply_rotary_pos_emb of {modeling} is {rotate.__module__}.{rotate.__qualname__}: it "
+            "was replaced after use_kernels, or the model is a copy of one whose kernels were "
+            "taken out"
+        )
+
+
+_TAKES_POSITIONS = "rlk_takes_positions"
+
+
 def _wrapped(original: Any) -> Any:
     @functools.wraps(original)
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -99,6 +118,7 @@ def _wrapped(original: Any) -> Any:
             return original(q, k, cos, sin, *args, **kwargs)
         return _rotate(q, k, positions=cos, turns=sin.view(torch.float32))
 
+    setattr(rotate, _TAKES_POSITIONS, True)
     return rotate
 
 

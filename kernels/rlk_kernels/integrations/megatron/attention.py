@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.operators import Counted
+
+CAUSAL = (None, AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 class CoreAttention(Counted, DotProductAttention):
@@ -33,6 +36,10 @@ class CoreAttention(Counted, DotProductAttention):
         """`[S, B, H, D]` -> `[S, B, H * D]`; packed `[T, H, D]` -> `[T, H * D]`."""
         if attention_bias is not None:
             raise NotServed("a bias on attention's scores is not served")
+        if attn_mask_type not in CAUSAL:
+            raise NotServed(
+                f"attn_mask_type={attn_mask_type} is not served: the kernels' is causal"
+            )
         self.count()
         if packed_seq_params is not None:
             return self._attend(query, key, value, *boundaries(packed_seq_params)).flatten(1)
@@ -75,17 +82,25 @@ def boundaries(packed: Any) -> tuple[Tensor, Tensor]:
     return q, k
 
 
+KNOWN = "rlk_first_rows"
+"""Of a mask: `_first_rows` and the version of the mask that it is of."""
+
+
 def _first_rows(
     mask: Tensor | None, length: int, batch: int, device: torch.device
 ) -> Tensor | None:
     """int64 `[B]`: how many rows of padding each sequence has in front; None for none at all.
 
     Of bool `[B or 1, 1, S, S]`, True where a query may not see a key. Asked once of each mask, by
-    the first layer. Raises NotServed for a mask that hides anything else.
+    the first layer, and again where it was written to. Raises NotServed for a mask that hides
+    anything else.
     """
     if mask is None:
         return None
-    if not hasattr(mask, "rlk_first_rows"):
+    # Nobody counts what is written to a tensor of inference mode.
+    version = None if mask.is_inference() else mask._version
+    known, asked = getattr(mask, KNOWN, (None, None))
+    if asked is None or asked != version:
         hidden = mask[:, 0].expand(batch, length, length)
         first = hidden[:, -1].sum(1)
         at = torch.arange(length, device=device)
@@ -95,5 +110,6 @@ def _first_rows(
         same = (hidden == expected) | (at[None, :, None] < first[:, None, None])
         if not bool(same.all()):
             raise NotServed("an attention mask that is not causal with padding in front or behind")
-        mask.rlk_first_rows = first if bool(first.any()) else None
-    return mask.rlk_first_rows
+        known = first if bool(first.any()) else None
+        setattr(mask, KNOWN, (known, version))
+    return known

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotServed
-from rlk_kernels.integrations.megatron.attention import boundaries
+from rlk_kernels.integrations.megatron.attention import KNOWN, boundaries
 from rlk_kernels.integrations.megatron.limits import check_config
 from rlk_kernels.integrations.operators import Counted
 
@@ -155,7 +155,7 @@ class RotatingAttention(SelfAttention):
         finally:
             self._given = None
         if self.layer_number == 1:
-            _check_begin(rotary_pos_emb, getattr(attention_mask, "rlk_first_rows", None))
+            _check_begin(rotary_pos_emb, getattr(attention_mask, KNOWN, (None,))[0])
         return out
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:

@@ -127,7 +127,7 @@ def check_rope(model: Any, rope: Mapping[str, Any]) -> None:
     wrong = {
         f"position_embedding_type={position}": position not in ("rope", "yarn"),
         f"rotary_percent={model.rotary_percent}": model.rotary_percent != 1.0,
-        f"rotary_base={model.rotary_base}": model.rotary_base != rope["rope_theta"],
+        f"rotary_base={model.rotary_base}": model.rotary_base != rope.get("rope_theta"),
         "rope_scaling": getattr(model, "rotary_scaling", False) and kind != "llama3",
         f"seq_len_interpolation_factor={stretched}": stretched is not None
         and (kind != "linear" or stretched != rope.get("factor")),

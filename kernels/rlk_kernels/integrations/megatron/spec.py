@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
@@ -109,10 +110,15 @@ def _linear(own: type, ours: type) -> type:
 def use_kernels(model: Any, rope_parameters: Mapping[str, Any], left: Iterable[str]) -> Any:
     """See the package."""
     left = chosen_out(left)
+    if not isinstance(model, GPTModel):
+        raise NotServed(
+            f"a {type(model).__name__} is not served; a GPTModel is, before anything wraps it"
+        )
     limits.check_config(model.config)
     rotates = not leaves(left, "q_rope", "k_rope")
     if rotates:
         limits.check_rope(model, rope_parameters)
+        _check_rotating(model)
     if "embed" not in left and model.pre_process:
         model.embedding.word_embeddings.__class__ = layers.Embedding
     if "logits" not in left and model.post_process:
@@ -131,6 +137,17 @@ def use_kernels(model: Any, rope_parameters: Mapping[str, Any], left: Iterable[s
         for layer in model.decoder.layers:
             layer.self_attention.rlk_rotary = (rotary,)
     return model
+
+
+def _check_rotating(model: Any) -> None:
+    """Raises NotServed where a layer would take the positions that it is given for angles."""
+    for layer in model.decoder.layers:
+        own = layer.self_attention
+        if not isinstance(own, layers.RotatingAttention):
+            raise NotServed(
+                f"layer {layer.layer_number} rotates by its own {type(own).__name__}: make the "
+                "GPTModel with layer_spec(config), and leave the same operators to both"
+            )
 
 
 def operators(model: Any) -> dict[str, Any]:

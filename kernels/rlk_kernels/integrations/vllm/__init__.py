@@ -5,14 +5,19 @@
 `RLK_KERNELS_EXCEPT=attn,act` leaves operators to vLLM. What has no kernel is refused where vLLM
 makes it, in words; `check(llm)` says what was replaced, and refuses what was not or never ran.
 Everything goes through vLLM's extension points but the log-prob, which has none: `logprobs.py`
-patches the function that computes it. tp=1 only.
+patches the function that computes it. Each replica of a model is on one device.
 """
 
 import os
 from collections.abc import Iterable
 from typing import Any
 
+from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.operators import NORMS
+
 ENVIRONMENT, EXCEPT = "RLK_KERNELS", "RLK_KERNELS_EXCEPT"
+PLUGIN = "rlk_kernels"
+"""The name of the entry point."""
 
 __all__ = [
     "ENVIRONMENT",
@@ -28,20 +33,40 @@ __all__ = [
 
 def plugin() -> None:
     """vLLM calls it in each of its processes, where this package is installed."""
-    if os.environ.get(ENVIRONMENT, "0") not in ("", "0"):
+    asked = os.environ.get(ENVIRONMENT, "")
+    if asked not in ("", "0", "1"):
+        raise NotServed(f"{ENVIRONMENT}={asked}: 1 switches the kernels on, and 0 off")
+    if asked == "1":
         register(filter(None, os.environ.get(EXCEPT, "").split(",")))
 
 
 def register(left: Iterable[str] = ()) -> None:
     """Have every model that this process makes from now on, and those that it starts, use the
     kernels, but for the operators that are `left` to vLLM. Done already with the same ones, it does
-    nothing."""
+    nothing. Raises NotServed where some of the norms are left and some are not (see `leave`), and
+    where VLLM_PLUGINS keeps the kernels from the processes that it starts."""
     from rlk_kernels.integrations.vllm.registry import register
 
     left = frozenset(left)
+    if (some := left & NORMS) and some != NORMS:
+        raise NotServed(
+            f"{', '.join(sorted(some))} cannot be left: vLLM makes all norms of one class; leave "
+            f"{', '.join(sorted(NORMS))}, or none"
+        )
+    _check_plugins()
     register(left)
     # vLLM makes its models in a process of its own, which calls `plugin`.
     os.environ |= {ENVIRONMENT: "1", EXCEPT: ",".join(sorted(left))}
+
+
+def _check_plugins() -> None:
+    allowed = os.environ.get("VLLM_PLUGINS")
+    apart = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "0"
+    if apart and allowed is not None and PLUGIN not in allowed.split(","):
+        raise NotServed(
+            f"VLLM_PLUGINS={allowed} leaves out {PLUGIN}, by which vLLM's other processes get the "
+            "kernels: name it there too"
+        )
 
 
 def unregister() -> None:
@@ -54,8 +79,8 @@ def unregister() -> None:
 
 
 def leave(model: Any, left: Iterable[str]) -> None:
-    """Give vLLM its own norms back in a live model that runs eager: they are made of one class, so
-    that `register` leaves all of them or none."""
+    """Give vLLM some of its own norms back in a live model: they are made of one class, so that
+    `register` leaves all of them or none. Raises NotServed where the model is compiled."""
     from rlk_kernels.integrations.vllm.registry import leave
 
     leave(model, left)

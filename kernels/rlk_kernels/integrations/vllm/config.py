@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def enter_config() -> None:
     config = get_current_vllm_config()
     if not isinstance(config.additional_config, dict):
         raise NotServed("additional_config must be a dict: the kernels put their digest there")
-    if KEY in config.additional_config:
+    if config.additional_config.get(KEY) == digest():
         return
     _check(config)
     if "attn" not in _left and not current_platform.is_cpu():
@@ -58,6 +59,11 @@ def _check(config: Any) -> None:
     others = backend not in (None, AttentionBackendEnum.CUSTOM)
     refused = families.refused(model) | {
         "tensor parallelism": parallel.tensor_parallel_size > 1,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "context parallelism": parallel.prefill_context_parallel_size > 1,
+        "VLLM_BATCH_INVARIANT=1, by which vLLM replaces torch's own operators": (
+            os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
+        ),
         "speculative decoding": config.speculative_config is not None,
         f"logprobs_mode={model.logprobs_mode}": "logprobs" not in model.logprobs_mode
         and "logprob" not in _left,

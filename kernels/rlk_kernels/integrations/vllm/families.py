@@ -12,6 +12,15 @@ ARCHITECTURES = {
 """model_type -> the class that vLLM loads. Others load through classes derived from these, and
 compute something else, or by transformers' own."""
 
+READ_ALONE = {
+    "llama": ("sliding_window", "bias", "qkv_bias"),
+    "mistral": ("attention_bias", "mlp_bias", "bias", "qkv_bias"),
+    "qwen2": ("qk_norm",),
+}
+"""Options of config.json that vLLM's class of a family reads and transformers' does not."""
+ROPE_READ_ALONE = ("rope_dim", "mrope_section", "use_fope")
+"""The same of `rope_parameters`."""
+
 
 def refused(model: Any) -> dict[str, bool]:
     """What of vLLM's ModelConfig is not served -> whether it is so."""
@@ -20,6 +29,11 @@ def refused(model: Any) -> dict[str, bool]:
     heads = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     windowed = getattr(text, "sliding_window", None) is not None
     qwen = family in ("qwen2", "qwen3")
+    rope = getattr(text, "rope_parameters", None) or {}
+    alone = {
+        f"{name} of model_type={family}": bool(getattr(text, name, None))
+        for name in READ_ALONE.get(family, ())
+    } | {f"{name} in rope_parameters": bool(rope.get(name)) for name in ROPE_READ_ALONE}
     return {
         f"{loaded} of model_type={family}; {', '.join(ARCHITECTURES.values())} are": (
             ARCHITECTURES.get(family) != loaded
@@ -37,4 +51,5 @@ def refused(model: Any) -> dict[str, bool]:
         and bool(getattr(text, "dual_chunk_attention_config", None)),
         "llama_4_scaling": getattr(text, "llama_4_scaling", None) is not None,
         "ada_rms_norm_t_cond": bool(getattr(text, "ada_rms_norm_t_cond", False)),
+        **{f"{what}, which transformers does not read": is_so for what, is_so in alone.items()},
     }

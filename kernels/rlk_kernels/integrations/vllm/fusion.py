@@ -82,7 +82,7 @@ def _shape(x: fx.Node) -> tuple[str, ...]:
 
 def enter(inductor_config: dict) -> None:
     """Have the compiler run the pass. Raises NotServed where the place is taken."""
-    if inductor_config.get(KEY) is not None:
+    if not isinstance(inductor_config.get(KEY), NormRopePass | None):
         raise NotServed(
             f"inductor_compile_config has a {KEY} already, where the kernels put theirs"
         )

@@ -12,13 +12,12 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.operators import NORMS, Counted, chosen_out, leaves
 from rlk_kernels.integrations.operators import check as check_operators
-from rlk_kernels.integrations.operators import chosen_out, leaves
 from rlk_kernels.integrations.vllm import config, logprobs
 
 _undo = ExitStack()
 _registered: list[frozenset[str]] = []
-NORMS = frozenset({"attn_norm", "q_norm", "k_norm", "mlp_norm", "final_norm"})
 
 
 def register(left: Iterable[str]) -> None:
@@ -94,12 +93,20 @@ def _forget_made() -> None:
 
 
 def leave(model: Any, left: Iterable[str]) -> None:
-    """Norms of a live model, all made of one class, back to vLLM's own; not where it is compiled.
-    The operators that `register` left are vLLM's own already."""
+    """See the package. The operators that `register` left are vLLM's own already."""
     wanted = chosen_out(left) & NORMS
-    for name, module in operators(model).items():
-        if name.rpartition(".")[2] in wanted and isinstance(module, RMSNorm):
-            module.__class__ = RMSNorm
+    ours = [
+        module
+        for name, module in operators(model).items()
+        if name.rpartition(".")[2] in wanted and isinstance(module, Counted)
+    ]
+    if ours and not model.model.do_not_compile:
+        raise NotServed(
+            f"{', '.join(sorted(wanted))}: compiled code keeps the norms that it was made of; "
+            "leave all of them, or have vLLM run eager"
+        )
+    for module in ours:
+        module.__class__ = RMSNorm
 
 
 def operators(model: Any) -> dict[str, Any]:
