@@ -170,6 +170,19 @@ def test_a_rotation_patched_in_later_is_refused(monkeypatch: pytest.MonkeyPatch)
         model(IDS, use_cache=False)
 
 
+def test_a_weight_of_another_kind_is_refused() -> None:
+    """As libraries quantise: the linear around it is torch's own."""
+
+    class Quantised(torch.Tensor):
+        pass
+
+    model = small_model()
+    own = model.model.layers[0].mlp.up_proj
+    own.weight = torch.nn.Parameter(own.weight.detach().as_subclass(Quantised))
+    with pytest.raises(NotServed, match=r"up_proj\.weight is a .*Quantised; a plain"):
+        hf.use_kernels(model)
+
+
 def test_a_wrapped_model_is_refused() -> None:
     """DistributedDataParallel, say."""
     with pytest.raises(NotServed, match="a DataParallel is not served"):

@@ -47,6 +47,10 @@ def test_norm_rounds_once() -> None:
     normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     assert torch.equal(profile.norm(x, weight, 1e-6), once(normed * weight.double()))
     assert not torch.equal(profile.norm(x, weight, 1e-6), twice(normed, weight))
+    # No rollout has one: vLLM's norms are of the model's dtype.
+    for norm in (profile.norm, lambda *given: profile.add_norm(x, *given)):
+        with pytest.raises(ValueError, match=r"a norm's weight in torch\.float32 is not served"):
+            norm(x, weight.float(), 1e-6)
 
 
 def test_the_norm_reads_the_rounded_residual() -> None:

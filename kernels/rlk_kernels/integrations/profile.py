@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import rlk_kernels
+from rlk_kernels.integrations.errors import NotServed
 
 
 def embed(ids: Tensor, weight: Tensor) -> Tensor:
@@ -21,12 +22,20 @@ def embed(ids: Tensor, weight: Tensor) -> Tensor:
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm over the last dimension; one rounding, from fp32."""
+    _check_norm(x, weight)
     return rlk_kernels.rms_norm(x, weight, eps, cast="vllm")
 
 
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(norm of the sum, the sum); the sum is rounded to x's dtype before the norm reads it."""
+    _check_norm(x, weight)
     return rlk_kernels.rms_norm(x, weight, eps, residual=residual, cast="vllm")
+
+
+def _check_norm(x: Tensor, weight: Tensor) -> None:
+    """Raises NotServed for a weight of another dtype, which no other engine would have."""
+    if x.dtype != weight.dtype:
+        raise NotServed(f"a norm's weight in {weight.dtype} is not served for rows in {x.dtype}")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
+from torch import nn
+
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.hf import attention, modules
 from rlk_kernels.integrations.hf.held import hold, round_as_eager
@@ -78,6 +80,10 @@ def _check(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor":
             raise NotServed(f"{name} is sharded already; call use_kernels before fully_shard")
+        if type(parameter) is not nn.Parameter:
+            # Quantised, for one: a linear that holds it is still torch's.
+            found = f"{type(parameter).__module__}.{type(parameter).__qualname__}"
+            raise NotServed(f"{name} is a {found}; a plain torch.nn.Parameter is served")
 
 
 def replace(model: Any, left: Iterable[str]) -> ExitStack:
