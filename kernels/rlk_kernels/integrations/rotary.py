@@ -16,10 +16,7 @@ from rlk_kernels.integrations.errors import NotServed
 SERVED = ("default", "linear", "llama3", "yarn")
 NEEDED = {
     "linear": ("factor",),
-    "llama3": (
-        *("factor", "low_freq_factor", "high_freq_factor"),
-        "original_max_position_embeddings",
-    ),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
 NOT_FIXED = {

@@ -13,14 +13,14 @@ from rlk_kernels.matmul.plan import MatmulPlan
 
 
 @functools.cache
-def _split() -> ModuleType:
+def hopper_epilogue() -> ModuleType:
     from rlk_kernels.matmul.hopper import epilogue
 
     return epilogue
 
 
 @functools.cache
-def _specialized() -> ModuleType:
+def _hopper_product() -> ModuleType:
     from rlk_kernels.matmul.hopper import product
 
     return product
@@ -36,9 +36,9 @@ def launch(
     `add` is for the kernels "tma" and "pointer" without `tma_store`.
     """
     if plan.kernel == "hopper_split":
-        _split().split_product(plan, a, b, bias, out)
+        hopper_epilogue().split_product(plan, a, b, bias, out)
     elif plan.kernel == "hopper":
-        _specialized().specialized_product(plan, seen, a, b, bias, out)
+        _hopper_product().specialized_product(plan, seen, a, b, bias, out)
     elif plan.kernel == "tma":
         _launch_tma(plan, seen, a, b, bias, trans_a, trans_b, out, add)
     else:

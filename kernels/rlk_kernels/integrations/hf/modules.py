@@ -13,6 +13,9 @@ from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.hf.held import Undo
 from rlk_kernels.integrations.operators import Counted
 
+_TAKES_POSITIONS = "rlk_takes_positions"
+"""Of an `apply_rotary_pos_emb` that is given positions where cosines would be."""
+
 
 @functools.cache
 def derived(kind: type, base: Any) -> type:
@@ -106,9 +109,6 @@ def _check_rotates(modeling: str) -> None:
             "was replaced after use_kernels, or the model is a copy of one whose kernels were "
             "taken out"
         )
-
-
-_TAKES_POSITIONS = "rlk_takes_positions"
 
 
 def _wrapped(original: Any) -> Any:

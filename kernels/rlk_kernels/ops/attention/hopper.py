@@ -146,19 +146,6 @@ def _merge_chunk(m_all, den_all, merged, some, m, den, acc):
 
 
 @gluon.jit
-def _queries(
-    q_ptr, first_row, q_start, len_q, hk, stride_qt, stride_qh, G: gl.constexpr, R: gl.constexpr,
-    DIM: gl.constexpr,
-):  # fmt: skip
-    """[R, DIM]: packed rows; zeros behind the sequence."""
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    row = first_row + gl.arange(0, R, gl.SliceLayout(1, LOAD))
-    at = (q_start + row // G).to(gl.int64) * stride_qt + (hk * G + row % G) * stride_qh
-    at = at[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, LOAD))[None, :]
-    return gl.load(q_ptr + at, mask=(row < len_q * G)[:, None], other=0.0)
-
-
-@gluon.jit
 def write_rows(
     x, staging, out_ptr, first_row, start, length, hk, G: gl.constexpr, HEADS: gl.constexpr
 ):
@@ -180,10 +167,14 @@ def write_rows(
 def _load_queries(
     q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, HK: gl.constexpr, G: gl.constexpr
 ):
-    """Packed rows into q[rows, DIM], in shared memory."""
+    """Packed rows into q[rows, DIM], in shared memory; zeros behind the sequence."""
     R: gl.constexpr = q.type.shape[0]
     DIM: gl.constexpr = q.type.shape[1]
-    q.store(_queries(q_ptr, first_row, q_start, len_q, hk, stride_qt, stride_qh, G, R, DIM))
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    row = first_row + gl.arange(0, R, gl.SliceLayout(1, LOAD))
+    at = (q_start + row // G).to(gl.int64) * stride_qt + (hk * G + row % G) * stride_qh
+    at = at[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, LOAD))[None, :]
+    q.store(gl.load(q_ptr + at, mask=(row < len_q * G)[:, None], other=0.0))
     fence_async_shared()
 
 

@@ -11,9 +11,7 @@ passes (five products instead of four), so that nothing held grows with the numb
 T = tokens   V = vocabulary   H = hidden size   J = ids a token (the target, then `token_ids`)
 """
 
-import functools
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 import triton
@@ -27,6 +25,7 @@ from rlk_kernels.launching import cdiv, kept, launch, launches
 from rlk_kernels.matmul import epilogue
 from rlk_kernels.matmul.accumulate.accumulate import accumulate
 from rlk_kernels.matmul.accumulate.partial import PartialProduct, lo_accumulator
+from rlk_kernels.matmul.launch import hopper_epilogue
 from rlk_kernels.matmul.plan import EpiloguePlan, most_special
 from rlk_kernels.matmul.self_check import trusted
 from rlk_kernels.matmul.split import segments
@@ -62,13 +61,6 @@ def _permuted(w: Tensor, tile_n: int, tile_k: int) -> TensorDescriptor:
     return TensorDescriptor(w, shape, strides, [tile_n // 128, 16, 4, 2, tile_k])
 
 
-@functools.cache
-def _on_hopper() -> ModuleType:
-    from rlk_kernels.matmul.hopper import epilogue
-
-    return epilogue
-
-
 _MODES = {
     "statistics": epilogue.STATS, "exponentials": epilogue.EXPONENTIALS,
     "gradient": epilogue.GRADIENT,
@@ -89,7 +81,7 @@ def run_tiles(
     numbers = (*spec.numbers, spec.inverse_top)
     chosen = (bias is not None, *flags(spec), u is not None or b is not None)
     if own.kernel == "hopper":
-        _on_hopper().hopper_tiles(own, h, w, bias, n, s, u, a, b, out, numbers, chosen, seen)
+        hopper_epilogue().hopper_tiles(own, h, w, bias, n, s, u, a, b, out, numbers, chosen, seen)
         return
     mode, partial, ragged = _MODES[own.epilogue], v % tile.n != 0, v % LEAF != 0
     stride = 0 if out is None else out.stride(0)
