@@ -32,7 +32,9 @@ BATCHES = (
 )
 """What, prompts, and tokens of each."""
 NEW = 64
-REPEATS = 3
+REPEATS = 5
+TOKENS = 16384
+"""Of prompts that one repetition of a prefill asks for at least, batch after batch."""
 VOCABULARY = 150_000
 
 
@@ -82,11 +84,12 @@ class Bench:
 
     def prefill(self, count: int, length: int) -> list[float]:
         """Tokens a second of each repetition; the first, which warms up, is left out."""
-        rates = []
+        rates, asked = [], -(-TOKENS // (count * length))
         for _ in range(REPEATS + 1):
-            prompts = self.prompts(count, length)
+            batches = [self.prompts(count, length) for _ in range(asked)]
             with alone(self.lock):
-                rates.append(count * length / self.seconds(prompts, 1))
+                seconds = sum(self.seconds(prompts, 1) for prompts in batches)
+            rates.append(asked * count * length / seconds)
         return rates[1:]
 
     def decode(self, count: int, length: int) -> list[float]:
