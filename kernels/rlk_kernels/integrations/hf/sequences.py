@@ -37,8 +37,9 @@ def boundaries(q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, 
 def check_rows(
     positions: Tensor | None, real: Tensor | None, length: int, window: int | None
 ) -> None:
-    """Raises NotServed where rows of T queries do not hold one sequence each, or, with a window,
-    where the keys that are real by bool real[B, S] have a gap: transformers counts over it."""
+    """Raises NotServed where rows of T queries do not hold one sequence each, where positions count
+    padding in front, by bool real[B, S], or, with a window, where the keys that are real have a
+    gap: transformers counts over it."""
     if positions is not None and length > 1:
         anew = positions[:, 1:] <= positions[:, :-1]
         if real is not None:
@@ -48,6 +49,14 @@ def check_rows(
             ~anew.any(),
             "positions start anew inside a row: sequences packed into one row are served without "
             "a mask and with use_cache=False",
+        )
+    if positions is not None and real is not None:
+        index = torch.arange(real.shape[1], device=real.device)[-length:]
+        counted = (positions == index) & real[:, -length:] & ~real[:, :1]
+        _require(
+            ~counted.any(),
+            "positions that count the padding in front of a sequence are not served: it has other "
+            "bits alone, and in a rollout; give position_ids=(mask.cumsum(-1) - 1).clamp(min=0)",
         )
     if window is not None and real is not None:
         begins = real[:, :1].sum(1) + (real[:, 1:] & ~real[:, :-1]).sum(1)
