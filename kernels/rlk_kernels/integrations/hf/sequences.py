@@ -34,6 +34,22 @@ def boundaries(q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, 
     return cu_q, cu_k
 
 
+def check_starts(positions: Tensor | None, cu: Tensor, batch: int) -> None:
+    """Raises NotServed where positions[B or 1, T] of B rows and cu_seq_lens_q begin sequences at
+    other rows; those behind the last are of none."""
+    if positions is None:
+        return
+    first = positions[:, 1:] != positions[:, :-1] + 1
+    first = torch.nn.functional.pad(first, (1, 0), value=True).expand(batch, -1).flatten()
+    begins = torch.zeros(len(first) + 1, dtype=torch.bool, device=first.device)
+    begins = begins.scatter(0, cu.to(torch.int64), True)[:-1]
+    behind = torch.arange(len(first), device=first.device) >= cu[-1]
+    _require(
+        ((first == begins) | behind).all(),
+        "cu_seq_lens_q begins sequences elsewhere than position_ids, which start anew with each",
+    )
+
+
 def check_rows(
     positions: Tensor | None, real: Tensor | None, length: int, window: int | None
 ) -> None:
