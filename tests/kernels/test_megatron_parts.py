@@ -356,6 +356,18 @@ def test_an_adapter_is_refused() -> None:
         megatron.use_kernels(early, {"rope_theta": 10000})
 
 
+@pytest.mark.parametrize("op", ["act", "final_norm", "k_proj"])
+def test_the_same_operators_are_left_to_spec_and_model(op: str) -> None:
+    from megatron.core.models.gpt import GPTModel
+
+    for in_spec, in_model in (([op], []), ([], [op])):
+        spec = megatron.layer_spec(config(), left=in_spec)
+        model = GPTModel(config(), spec, 64, 32, position_embedding_type="rope")
+        with pytest.raises(NotServed, match=r"leave the same operators to both"):
+            megatron.use_kernels(model, {"rope_theta": 10000}, left=in_model)
+        megatron.use_kernels(model, {"rope_theta": 10000}, left=in_spec)
+
+
 def test_an_option_that_is_set_later_is_refused() -> None:
     """megatron-core's own layers would follow it at once."""
     model = made(config())

@@ -155,14 +155,17 @@ def _check_rotating(model: Any) -> None:
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_rope", "k_rope"))
 """What one module computes."""
+WIRED = ("embed", "q_rope", "k_rope", "logits")
+"""What GPTModel makes by itself."""
 
 
 def _check_layers(model: Any, left: frozenset[str]) -> None:
-    """Raises NotServed where a layer computes an operator otherwise, that is not left to it."""
+    """Raises NotServed where what the layers' spec made is the kernels' and is to be left to
+    megatron-core, or the other way round."""
     left = left.union(*(group for group in FUSED if leaves(left, *group)))
     for name, o in operators(model).items():
-        _, layer, op = name.rpartition(".")
-        if layer and op not in left and not isinstance(o, Counted) and not op.endswith("rope"):
+        op = name.rpartition(".")[2]
+        if op not in WIRED and isinstance(o, Counted) == (op in left):
             raise NotServed(
                 f"{name} is a {type(o).__module__}.{type(o).__qualname__}: make the GPTModel with "
                 "layer_spec(config), leave the same operators to both, and merge adapters"
