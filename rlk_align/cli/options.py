@@ -172,15 +172,20 @@ def capture_request(
 def engine_spec(text: str, kernels: str | None) -> EngineSpec:
     """An engine's spec; `kernels` for one that does not say itself. Raises UnknownEngine or
     BadOption."""
-    if kernels not in (None, "rlk", "off"):
-        raise BadOption(
-            f"--kernels {kernels!r} is unknown",
-            "choose rlk or off; operators are left in a spec, as in vllm:kernels=rlk,except=attn",
-        )
+    check_kernels(kernels)
     spec = EngineSpec.parse(text)
     if kernels is None or "kernels" in spec.options or spec.name == "replay":
         return spec
     return EngineSpec.parse(f"{text}{',' if spec.options else ':'}kernels={kernels}")
+
+
+def check_kernels(wanted: str | None) -> None:
+    """Raises BadOption for what `--kernels` cannot be: another option, say, whose name it took."""
+    if wanted not in (None, "rlk", "off"):
+        raise BadOption(
+            f"--kernels {wanted!r} is unknown",
+            "choose rlk or off; operators are left in a spec, as in vllm:kernels=rlk,except=attn",
+        )
 
 
 def without_kernels(text: str) -> str:

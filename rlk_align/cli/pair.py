@@ -84,6 +84,7 @@ def prepare(
 ) -> tuple["CompareRequest", Run, list[Output]]:
     """What to compare, the run that keeps it, and where the verdict is written to. Whatever would
     fail after minutes of capturing fails here. Raises RlkError."""
+    options.check_kernels(given.kernels)
     judged = options.parse_edges(given.edges)
     outputs = parse_outputs(given.output)
     plan = options.trace_plan(given.trace_budget, given.layers, given.sites)

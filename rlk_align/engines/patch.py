@@ -109,10 +109,12 @@ class Patch(ABC):
     @contextmanager
     def called(self, engine: Engine, batch: TokenBatch) -> Iterator[None]:
         """Raises EngineFailed where an operator that was replaced is not called in between: then
-        something else computed it. A rank without a sample of the batch has no log-prob."""
+        something else computed it. A rank without a sample of the batch has no log-prob. ModelError
+        for what the kernels refuse there."""
         # In production graphs are replayed, of which no kernel tells: one call is enough.
         before = {} if engine.production else self._calls(engine)
-        yield
+        with _refused(self.spec):
+            yield
         after = self._calls(engine)
         if not engine.own_samples(batch):
             after.pop("logprob", None)

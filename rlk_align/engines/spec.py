@@ -111,9 +111,10 @@ class EngineSpec:
         for item in filter(None, rest.split(",")):
             key, equals, value = item.partition("=")
             if key not in known:
-                raise BadOption(
-                    f"engine {name!r} has no option {key!r}", f"known: {', '.join(sorted(known))}"
-                )
+                fix = f"known: {', '.join(sorted(known))}"
+                if "except" in options and key in REPLACEABLE:
+                    fix = f"operators are joined by +: except={options['except']}+{key}"
+                raise BadOption(f"engine {name!r} has no option {key!r}", fix)
             if not equals or not value:
                 raise BadOption(f"engine {name!r}: option {key!r} needs a value: {key}=VALUE")
             if key in options:

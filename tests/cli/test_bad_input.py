@@ -50,6 +50,7 @@ def assert_error(done: Outcome, code: int, *words: str) -> None:
         (("--rollout", "replay"), ("path=RUN",)),
         (("run_a",), ("RUN_A RUN_B",)),
         (("run_a", "run_b"), ("run_a is no run",)),
+        (("--kernels", "--rollout", "hf"), ("--kernels '--rollout' is unknown", "choose rlk or")),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else None,
 )

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import rlk_kernels
+import torch
 from random_model import write_random_model
 
 from rlk_align.engines.base import Engine
 from rlk_align.engines.hf.engine import HFEngine
 from rlk_align.engines.patch import patch_of
 from rlk_align.engines.spec import EngineSpec
-from rlk_align.errors import EngineFailed
+from rlk_align.errors import EngineFailed, ModelError
 from rlk_align.model.families import read_shape
 from rlk_align.model.prompts import Sample, TokenBatch
 
@@ -47,4 +48,10 @@ def test_in_production_an_operator_without_its_kernel_is_an_error(engine: Any) -
     for layer in engine.model.model.layers:
         layer.mlp.forward = type(mlp).__bases__[1].forward.__get__(layer.mlp)
     with pytest.raises(EngineFailed, match=r"in place for layers\.0\.act and 1 more and were not"):
+        score(engine)
+
+
+def test_what_the_kernels_refuse_of_a_live_engine_is_the_users_own_error(engine: Any) -> None:
+    engine.model.model.layers[1].mlp.act_fn = torch.nn.GELU()
+    with pytest.raises(ModelError, match=r"^hf:kernels=rlk: act_fn is a GELU"):
         score(engine)

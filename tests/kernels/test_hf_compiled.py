@@ -63,6 +63,18 @@ def test_a_window_and_a_cache_are_traced() -> None:
     assert both[0].equal(both[1])
 
 
+def test_what_lost_the_kernels_is_refused_compiled_too() -> None:
+    model = small_model()
+    hf.use_kernels(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        compiled(IDS, use_cache=False)
+        model.lm_head = torch.nn.Linear(64, 64, bias=False)
+        with pytest.raises(RuntimeError, match=r"logits is a .* by now, without the kernels"):
+            compiled(IDS, use_cache=False)
+
+
 def test_packed_beside_a_mask_or_a_cache_is_refused() -> None:
     """transformers looks for packed sequences only where neither is given."""
     model = small_model()

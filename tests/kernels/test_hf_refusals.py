@@ -78,6 +78,30 @@ def test_a_mask_of_another_length_is_refused() -> None:
         with_kernels()(IDS, attention_mask=torch.ones(1, 11), use_cache=False)
 
 
+def test_bounds_of_sequences_are_held_to_positions_and_mask() -> None:
+    """Of packed rows: where positions run on, or padding is hidden, they would be another pack."""
+    model = with_kernels()
+    anew, bounds = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]]), torch.tensor([0, 5, 8]).int()
+    with torch.no_grad():
+        alone = [model(part, use_cache=False).logits for part in (IDS[:, :5], IDS[:, 5:])]
+        for also in ({}, {"cu_seq_lens_k": bounds}, {"attention_mask": torch.ones_like(IDS)}):
+            packed = {"position_ids": anew, "cu_seq_lens_q": bounds, "use_cache": False}
+            assert model(IDS, **packed | also).logits.equal(torch.cat(alone, 1))
+        # What lies behind the last sequence is of none.
+        packed["cu_seq_lens_q"] = bounds[:2]
+        assert model(IDS, **packed).logits[:, :5].equal(alone[0])
+    padded = torch.ones_like(IDS)
+    padded[0, 7] = 0
+    elsewhere = torch.tensor([0, 4, 8]).int()
+    for change, says in (
+        ({"position_ids": None}, "begins sequences elsewhere than position_ids"),
+        ({"cu_seq_lens_q": elsewhere}, "begins sequences elsewhere than position_ids"),
+        ({"attention_mask": padded}, "cu_seq_lens_q beside an attention mask with padding"),
+    ):
+        with pytest.raises(NotServed, match=says):
+            model(IDS, **packed | {"cu_seq_lens_q": bounds} | change)
+
+
 def test_attention_that_is_not_causal_is_refused() -> None:
     model = small_model()
     model.config.is_causal = False

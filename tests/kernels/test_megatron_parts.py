@@ -252,6 +252,137 @@ def test_padding_in_front_is_refused_where_rows_count_it() -> None:
             model(IDS, AT, made_there)
 
 
+def test_padding_behind_may_be_hidden() -> None:
+    """From all queries, or wholly, as masks of a batch do it."""
+    model, length = made(config()), IDS.shape[1]
+    alone = model(IDS[:, :8], AT[:, :8], None)
+    whole = model(IDS, AT, None)
+    causal = torch.ones(length, length, dtype=torch.bool).triu(1).expand(2, 1, length, length)
+    hidden = causal.clone()
+    hidden[0, :, :, 8:] = True
+    for mask in (hidden, hidden.clone()):
+        found = model(IDS.expand(2, length), AT.expand(2, length), mask)
+        assert found[0, :8].equal(alone[0])
+        assert found[1].equal(whole[0])
+        hidden[0, :, 8:] = True
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda mask: mask[0, 0], r"an attention mask \[12, 12\] is not served; one of \[1, 1, 12"),
+        (
+            lambda mask: mask.expand(1, 2, 12, 12),
+            r"an attention mask \[1, 2, 12, 12\] is not served",
+        ),
+        (lambda mask: ~mask, "True, in megatron-core, is what a query may not see"),
+        (lambda mask: torch.ones_like(mask), "hides every token of a sequence from itself"),
+    ],
+    ids=["of no heads", "of each head", "the other way round", "of nothing"],
+)
+def test_a_mask_of_another_kind_is_refused(change: Any, says: str) -> None:
+    model = made(config())
+    with pytest.raises(NotServed, match=says):
+        model(IDS, AT, change(torch.ones(1, 1, 12, 12, dtype=torch.bool).triu(1)))
+
+
+def pack(ends: list[int], **more: Any) -> Any:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    cu = torch.tensor(ends, dtype=torch.int32)
+    usual = {"qkv_format": "thd", "cu_seqlens_q": cu, "cu_seqlens_kv": cu}
+    return PackedSeqParams(**usual | {"max_seqlen_q": 12, "max_seqlen_kv": 12} | more)
+
+
+def test_a_pack_is_known_by_its_queries_or_by_its_keys() -> None:
+    """Of padding behind each sequence, one may say nothing."""
+    model = made(config())
+    alone = [model(IDS[:, :n], AT[:, :n], None)[0] for n in (5, 1)]
+    padded = torch.tensor([0, 8, 12], dtype=torch.int32)
+    ids = IDS.clone()
+    ids[0, 8] = ids[0, 0]
+    for more in (
+        {"cu_seqlens_q_padded": padded},
+        {"cu_seqlens_kv_padded": padded.clone()},
+        {"cu_seqlens_q_padded": padded, "cu_seqlens_kv_padded": padded.clone()},
+    ):
+        found = model(ids, None, None, packed_seq_params=pack([0, 5, 6], **more))[0]
+        assert found[:5].equal(alone[0])
+        assert found[8:9].equal(alone[1])
+    found = model(IDS, None, None, packed_seq_params=pack([0, 5, 12], cu_seqlens_kv=None))[0]
+    assert found[:5].equal(alone[0])
+
+
+def test_a_pack_that_does_not_say_where_sequences_lie_is_refused() -> None:
+    model, two = made(config()), IDS.expand(2, 12)
+    others = torch.tensor([0, 4, 12], dtype=torch.int32)
+    for ids, given, says in (
+        (IDS, {"cu_seqlens_kv": others}, "of queries and of keys differ"),
+        (IDS, {"qkv_format": "sbhd"}, "qkv_format=sbhd; 'thd' is served"),
+        (IDS, {"qkv_format": None}, "qkv_format=None; 'thd' is served"),
+        (two, {}, "with one row of ids, not with 2"),
+    ):
+        with pytest.raises(NotServed, match=says):
+            model(ids, None, None, packed_seq_params=pack([0, 5, 12], **given))
+
+
+class Adapter(torch.nn.Module):
+    """As libraries put one around a linear."""
+
+    def __init__(self, to_wrap: Any) -> None:
+        super().__init__()
+        self.to_wrap = to_wrap
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.to_wrap(*args, **kwargs)
+
+
+def test_an_adapter_is_refused() -> None:
+    from megatron.core.models.gpt import GPTModel
+
+    late = made(config())
+    late(IDS, AT, None)
+    early = GPTModel(
+        config(), megatron.layer_spec(config()), 64, 32, position_embedding_type="rope"
+    )
+    for model in (late, early):
+        own = model.decoder.layers[0].self_attention
+        own.linear_qkv = Adapter(own.linear_qkv)
+    with pytest.raises(NotServed, match=r"layers\.0\.q_proj is a .*Adapter by now"):
+        late(IDS, AT, None)
+    with pytest.raises(
+        NotServed, match=r"layers\.0\.q_proj is a .*Adapter: make the GPTModel with"
+    ):
+        megatron.use_kernels(early, {"rope_theta": 10000})
+
+
+@pytest.mark.parametrize("op", ["act", "final_norm", "k_proj"])
+def test_the_same_operators_are_left_to_spec_and_model(op: str) -> None:
+    from megatron.core.models.gpt import GPTModel
+
+    for in_spec, in_model in (([op], []), ([], [op])):
+        spec = megatron.layer_spec(config(), left=in_spec)
+        model = GPTModel(config(), spec, 64, 32, position_embedding_type="rope")
+        with pytest.raises(NotServed, match=r"leave the same operators to both"):
+            megatron.use_kernels(model, {"rope_theta": 10000}, left=in_model)
+        megatron.use_kernels(model, {"rope_theta": 10000}, left=in_spec)
+
+
+def test_an_option_that_is_set_later_is_refused() -> None:
+    """megatron-core's own layers would follow it at once."""
+    model = made(config())
+    before = model(IDS, AT, None)
+    model.config.no_sync_func = dict
+    assert model(IDS, AT, None).equal(before)
+    for name, value in (("glu_linear_offset", 1.0), ("rotary_interleaved", True)):
+        own = getattr(model.config, name)
+        setattr(model.config, name, value)
+        with pytest.raises(NotServed, match=f"what is not served: {name}="):
+            model(IDS, AT, None)
+        setattr(model.config, name, own)
+    assert model(IDS, AT, None).equal(before)
+
+
 def test_attention_that_is_not_causal_is_refused() -> None:
     from megatron.core.transformer.enums import AttnMaskType
 

@@ -6,9 +6,11 @@ the object that computes it. What the kernels compute is `Counted`; whatever els
 not replaced.
 """
 
-from collections.abc import Iterable, Mapping
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -79,6 +81,40 @@ def check(operators: Mapping[str, Any], left: Iterable[str] = (), called: bool =
     if called and found.uncalled:
         raise NotServed(f"the kernels were put in and never called for {_some(found.uncalled)}")
     return found
+
+
+class Watch:
+    """A hook before each forward: raises NotServed where an operator of a live model that had the
+    kernels has them no longer (an adapter around it, a new module in its place)."""
+
+    def __init__(self, model: Any, operators: Callable[[Any], Mapping[str, Any]]) -> None:
+        """`operators`: as `check` takes them, of the model, which the hook does not keep alive."""
+        self._model, self._operators = weakref.ref(model), operators
+        found = operators(model).items()
+        self._ours = {name.rpartition(".")[2] for name, o in found if isinstance(o, Counted)}
+
+    def __call__(self, *_given: Any) -> None:
+        model = self._model()
+        if model is None:
+            return
+        for name, o in self._operators(model).items():
+            if not isinstance(o, Counted) and name.rpartition(".")[2] in self._ours:
+                raise NotServed(
+                    f"{name} is a {type(o).__module__}.{type(o).__qualname__} by now, without the "
+                    "kernels that were put in: merge adapters; after another change call "
+                    "use_kernels again"
+                )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Of the copy of the model."""
+        copied, model = type(self).__new__(type(self)), self._model()
+        vars(copied).update(vars(self))
+        if model is not None:
+            copied._model = weakref.ref(copy.deepcopy(model, memo))
+        return copied
+
+    def __getstate__(self) -> Any:
+        raise NotServed("a model that has the kernels cannot be pickled: save its state_dict()")
 
 
 def _some(names: Iterable[str]) -> str:

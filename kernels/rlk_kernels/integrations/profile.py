@@ -90,7 +90,10 @@ def act(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def logp(logits: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
-    """log softmax(logits / temperature)[target] of each row, fp32 [T]."""
+    """log softmax(logits / temperature)[target] of each row, fp32 [T]. Raises NotServed for a
+    temperature that is not above 0."""
+    if not temperature > 0:
+        raise NotServed(f"a log-prob at temperature={temperature} is not served; above 0 it is")
     if temperature != 1.0:
         # By a tensor that lies with them: GPUs multiply by the reciprocal of a number.
         logits = logits.float() / torch.full((), temperature, device=logits.device)

@@ -11,7 +11,12 @@ from torch import Tensor
 
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotServed
-from rlk_kernels.integrations.hf.sequences import boundaries, check_rows, real_first
+from rlk_kernels.integrations.hf.sequences import (
+    boundaries,
+    check_rows,
+    check_starts,
+    real_first,
+)
 from rlk_kernels.integrations.operators import Counted
 
 NAME = "rlk"
@@ -99,14 +104,18 @@ def attend(
     whole = attention_mask is not None or kwargs["rlk_cached"]
     padded = attention_mask is not None and attention_mask.shape[1] > 0
     given = kwargs.get("cu_seq_lens_q")
-    if whole and given is None and module.layer_idx == 0:
+    if given is not None and padded:
+        raise NotServed("cu_seq_lens_q beside an attention mask with padding: give one of them")
+    if module.layer_idx == 0 and given is not None:
+        check_starts(positions, given, q.shape[0])
+    elif module.layer_idx == 0 and whole:
         # Of all layers: the first may see all keys where others have a window.
         window = getattr(module.config, "sliding_window", None)
         check_rows(positions, attention_mask if padded else None, q.shape[1], window)
     if padded:
         return _padded(q, k, v, attention_mask, scale, sliding_window), None
     if given is not None:
-        cu_q, cu_k = given, kwargs["cu_seq_lens_k"]
+        cu_q, cu_k = given, kwargs.get("cu_seq_lens_k", given)
     else:
         cu_q, cu_k = boundaries(q, k, None if whole else positions)
     rows = (x.flatten(0, 1) for x in (q, k, v))

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers.activations import ACT2FN
 
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.operators import Counted
+
+SILU = type(ACT2FN["silu"])
 
 
 def check_forwards(model: Any, replaced: dict[str, Any]) -> None:
@@ -18,6 +21,10 @@ def check_forwards(model: Any, replaced: dict[str, Any]) -> None:
     inner = model.model
     own = {"the model": model, "the model's decoder": inner}
     for i, layer in enumerate(inner.layers):
+        if layer.self_attn.layer_idx != i:
+            raise NotServed(
+                f"layers.{i} has layer_idx={layer.self_attn.layer_idx}: number them anew"
+            )
         own |= {f"layers.{i}": layer, f"layers.{i}.self_attn": layer.self_attn}
     for name, module in (own | replaced).items():
         if "forward" in vars(module):
@@ -55,7 +62,8 @@ def _where(function: Any) -> str:
 
 
 def check_plain(name: str, module: Any) -> None:
-    """Raises NotServed for what stands in a linear's place (an adapter, quantised weights)."""
+    """Raises NotServed for what stands in a linear's place (an adapter, quantised weights), and for
+    what an embedding or an MLP was changed to compute."""
     plain = {"embed": nn.Embedding, "logits": nn.Linear}.get(name)
     if name.endswith("proj"):
         plain = nn.Linear
@@ -64,3 +72,17 @@ def check_plain(name: str, module: Any) -> None:
         raise NotServed(
             f"{name} is a {found}; a torch.nn.{plain.__name__} is served: merge adapters"
         )
+    if name == "embed":
+        asked = [a for a in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, a)]
+        if asked:
+            raise NotServed(f"{name} with {', '.join(asked)} is not served: rows are copied")
+    if name.endswith(".act"):
+        check_silu(module.act_fn)
+
+
+def check_silu(act: Any) -> None:
+    """Raises NotServed for another activation than config.json's, or one with hooks: the kernels
+    never call it."""
+    if type(act) is not SILU or act._forward_hooks or act._forward_pre_hooks:
+        found = type(act).__name__ + (" with hooks" if type(act) is SILU else "")
+        raise NotServed(f"act_fn is a {found}; a plain {SILU.__name__} is served")

@@ -12,7 +12,7 @@ from rlk_kernels.integrations.hf import attention, modules
 from rlk_kernels.integrations.hf.held import hold, round_as_eager
 from rlk_kernels.integrations.hf.known import check_forwards, check_plain
 from rlk_kernels.integrations.hf.loss import causal_lm_loss
-from rlk_kernels.integrations.operators import chosen_out, leaves
+from rlk_kernels.integrations.operators import Watch, chosen_out, leaves
 from rlk_kernels.integrations.rotary import rotation
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -24,17 +24,24 @@ def operators(model: Any) -> dict[str, Any]:
     inner = model.model
     found = {"embed": inner.embed_tokens}
     for i, layer in enumerate(inner.layers):
-        own, mlp = layer.self_attn, layer.mlp
-        here = {
-            **{"attn_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm},
-            **{"q_proj": own.q_proj, "k_proj": own.k_proj, "v_proj": own.v_proj},
-            **{"q_norm": getattr(own, "q_norm", None), "k_norm": getattr(own, "k_norm", None)},
-            **{"q_rope": inner.rotary_emb, "k_rope": inner.rotary_emb},
-            **{"attn": own, "o_proj": own.o_proj, "act": mlp},
-            **{"gate_proj": mlp.gate_proj, "up_proj": mlp.up_proj, "down_proj": mlp.down_proj},
-        }
+        try:
+            here = _of_layer(layer, inner.rotary_emb)
+        except AttributeError as error:
+            raise NotServed(f"layers.{i} is not as transformers makes it: {error}") from error
         found |= {f"layers.{i}.{op}": module for op, module in here.items() if module is not None}
     return found | {"final_norm": inner.norm, "logits": model.lm_head}
+
+
+def _of_layer(layer: Any, rotary: Any) -> dict[str, Any]:
+    """Operator -> module, None for a norm that the layer has not."""
+    own, mlp = layer.self_attn, layer.mlp
+    return {
+        **{"attn_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm},
+        **{"q_proj": own.q_proj, "k_proj": own.k_proj, "v_proj": own.v_proj},
+        **{"q_norm": getattr(own, "q_norm", None), "k_norm": getattr(own, "k_norm", None)},
+        **{"q_rope": rotary, "k_rope": rotary, "attn": own, "o_proj": own.o_proj, "act": mlp},
+        **{"gate_proj": mlp.gate_proj, "up_proj": mlp.up_proj, "down_proj": mlp.down_proj},
+    }
 
 
 def _classes(model: Any, left: frozenset[str]) -> Iterator[tuple[str, Any, type]]:
@@ -120,6 +127,8 @@ def replace(model: Any, left: Iterable[str]) -> ExitStack:
             setattr, model.config, "_attn_implementation", model.config._attn_implementation
         )
         model.config._attn_implementation = attention.NAME
+    # Of the decoder: adapters call the forward of the model itself past its hooks.
+    undo.callback(model.model.register_forward_pre_hook(Watch(model, operators)).remove)
     return undo
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.hf.held import Undo
+from rlk_kernels.integrations.hf.known import check_silu
 from rlk_kernels.integrations.operators import Counted
 
 _TAKES_POSITIONS = "rlk_takes_positions"
@@ -62,6 +63,7 @@ class Head(Counted):
 class MLP(Counted):
     def forward(self, x: Tensor) -> Tensor:
         self.count()
+        check_silu(self.act_fn)
         return self.down_proj(profile.act(self.gate_proj(x), self.up_proj(x)))
 
 

@@ -34,11 +34,28 @@ def boundaries(q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, 
     return cu_q, cu_k
 
 
+def check_starts(positions: Tensor | None, cu: Tensor, batch: int) -> None:
+    """Raises NotServed where positions[B or 1, T] of B rows and cu_seq_lens_q begin sequences at
+    other rows; those behind the last are of none."""
+    if positions is None:
+        return
+    first = positions[:, 1:] != positions[:, :-1] + 1
+    first = torch.nn.functional.pad(first, (1, 0), value=True).expand(batch, -1).flatten()
+    begins = torch.zeros(len(first) + 1, dtype=torch.bool, device=first.device)
+    begins = begins.scatter(0, cu.to(torch.int64), True)[:-1]
+    behind = torch.arange(len(first), device=first.device) >= cu[-1]
+    _require(
+        ((first == begins) | behind).all(),
+        "cu_seq_lens_q begins sequences elsewhere than position_ids, which start anew with each",
+    )
+
+
 def check_rows(
     positions: Tensor | None, real: Tensor | None, length: int, window: int | None
 ) -> None:
-    """Raises NotServed where rows of T queries do not hold one sequence each, or, with a window,
-    where the keys that are real by bool real[B, S] have a gap: transformers counts over it."""
+    """Raises NotServed where rows of T queries do not hold one sequence each, where positions count
+    padding in front, by bool real[B, S], or, with a window, where the keys that are real have a
+    gap: transformers counts over it."""
     if positions is not None and length > 1:
         anew = positions[:, 1:] <= positions[:, :-1]
         if real is not None:
@@ -48,6 +65,14 @@ def check_rows(
             ~anew.any(),
             "positions start anew inside a row: sequences packed into one row are served without "
             "a mask and with use_cache=False",
+        )
+    if positions is not None and real is not None:
+        index = torch.arange(real.shape[1], device=real.device)[-length:]
+        counted = (positions == index) & real[:, -length:] & ~real[:, :1]
+        _require(
+            ~counted.any(),
+            "positions that count the padding in front of a sequence are not served: it has other "
+            "bits alone, and in a rollout; give position_ids=(mask.cumsum(-1) - 1).clamp(min=0)",
         )
     if window is not None and real is not None:
         begins = real[:, :1].sum(1) + (real[:, 1:] & ~real[:, :-1]).sum(1)

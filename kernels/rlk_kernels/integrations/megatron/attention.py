@@ -19,7 +19,7 @@ CAUSAL = (None, AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 class CoreAttention(Counted, DotProductAttention):
-    """Causal; keys that a mask hides may only be padding in front of a sequence."""
+    """Causal; keys that a mask hides may only be padding in front of a sequence or behind it."""
 
     def __init__(self, *args: Any, windows: tuple[int | None, ...] = (), **kwargs: Any) -> None:
         """`windows`: for each layer, how many keys a query sees, itself included, None for all;
@@ -42,7 +42,10 @@ class CoreAttention(Counted, DotProductAttention):
             )
         self.count()
         if packed_seq_params is not None:
-            return self._attend(query, key, value, *boundaries(packed_seq_params)).flatten(1)
+            cu = boundaries(packed_seq_params)
+            if self.layer_number == 1:
+                _check_pack(packed_seq_params, query)
+            return self._attend(query, key, value, cu, cu).flatten(1)
         length, batch = query.shape[:2]
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         first = _first_rows(attention_mask, length, batch, query.device)
@@ -73,13 +76,33 @@ def window_of(config: Any, layer_number: int) -> int | None:
     return before + 1
 
 
-def boundaries(packed: Any) -> tuple[Tensor, Tensor]:
-    """cu_seqlens of queries and of keys, of `packed_seq_params`. Where each sequence has padding
-    behind it, that counts as its end: nothing before it sees it."""
+def boundaries(packed: Any) -> Tensor:
+    """cu_seqlens of `packed_seq_params`, of queries and of keys, which are the same rows. Where
+    each sequence has padding behind it, that counts as its end: nothing before it sees it.
+
+    Raises NotServed for another format than `thd`.
+    """
+    if packed.qkv_format != "thd":
+        raise NotServed(f"packed_seq_params with qkv_format={packed.qkv_format}; 'thd' is served")
+    return _given(packed)[0]
+
+
+def _given(packed: Any) -> list[Tensor]:
     padded = packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded
     plain = packed.cu_seqlens_q, packed.cu_seqlens_kv
-    q, k = (a if a is not None else b for a, b in zip(padded, plain, strict=True))
-    return q, k
+    return [x for x in padded if x is not None] or [x for x in plain if x is not None]
+
+
+def _check_pack(packed: Any, query: Tensor) -> None:
+    """Raises NotServed where `packed_seq_params` do not say where the sequences of one row of
+    tokens lie."""
+    if query.dim() != 3:
+        raise NotServed(
+            f"packed_seq_params are served with one row of ids, not with {query.shape[1]}"
+        )
+    q, k = (_given(packed) * 2)[:2]
+    if q is not k and (q.shape != k.shape or not bool((q == k).all())):
+        raise NotServed("packed_seq_params whose cu_seqlens of queries and of keys differ")
 
 
 KNOWN = "rlk_first_rows"
@@ -91,9 +114,9 @@ def _first_rows(
 ) -> Tensor | None:
     """int64 `[B]`: how many rows of padding each sequence has in front; None for none at all.
 
-    Of bool `[B or 1, 1, S, S]`, True where a query may not see a key. Asked once of each mask, by
-    the first layer, and again where it was written to. Raises NotServed for a mask that hides
-    anything else.
+    Of bool `[B or 1, 1, S, S]`, True where a query may not see a key. Rows of padding, behind the
+    sequence too, are those that do not see themselves. Asked once of each mask, by the first layer,
+    and again where it was written to. Raises NotServed for a mask that hides anything else.
     """
     if mask is None:
         return None
@@ -101,14 +124,27 @@ def _first_rows(
     version = None if mask.is_inference() else mask._version
     known, asked = getattr(mask, KNOWN, (None, None))
     if asked is None or asked != version:
+        if mask.shape not in {(n, 1, length, length) for n in (1, batch)}:
+            raise NotServed(
+                f"an attention mask {list(mask.shape)} is not served; one of "
+                f"{[batch, 1, length, length]} is, of all heads"
+            )
         hidden = mask[:, 0].expand(batch, length, length)
-        first = hidden[:, -1].sum(1)
         at = torch.arange(length, device=device)
+        end = (at + 1).where(hidden.diagonal(dim1=1, dim2=2) == 0, 0).amax(1)
+        if not bool(end.all()):
+            raise NotServed(
+                "an attention mask that hides every token of a sequence from itself: True, in "
+                "megatron-core, is what a query may not see"
+            )
+        last = hidden[torch.arange(batch, device=device), end - 1]
+        first = ((last != 0) & (at < end[:, None])).sum(1)
         causal = at[None, :] > at[:, None]
         expected = causal | (at[None, None, :] < first[:, None, None])
         # What a row of padding sees is nobody's.
-        same = (hidden == expected) | (at[None, :, None] < first[:, None, None])
-        if not bool(same.all()):
+        row = at[None, :, None]
+        padding = (row < first[:, None, None]) | (row >= end[:, None, None])
+        if not bool(((hidden == expected) | padding).all()):
             raise NotServed("an attention mask that is not causal with padding in front or behind")
         known = first if bool(first.any()) else None
         setattr(mask, KNOWN, (known, version))

@@ -164,8 +164,10 @@ class RotatingAttention(SelfAttention):
         positions, packed = self._given
         if not isinstance(positions, Tensor) or positions.is_floating_point():
             raise NotServed("the model's rotary embedding has no kernel: call use_kernels(model)")
-        if packed is not None and not len(positions):
-            positions = _anew(boundaries(packed)[0], len(query))
+        if packed is not None:
+            begins = boundaries(packed)
+            if not len(positions):
+                positions = _anew(begins, len(query))
         (rotary,) = self.rlk_rotary
         query, key = self.rope(query, key, positions, rotary.inv_freq, rotary.rlk_scaling)
         return query, key, value

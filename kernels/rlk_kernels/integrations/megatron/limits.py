@@ -88,16 +88,28 @@ def named(option: str) -> bool:
 def check_config(config: Any) -> None:
     """Raises NotServed for what the kernels would compute otherwise than a TransformerConfig asks,
     by the names of its options."""
-    wrong = [
-        f"{name}={_shown(value)}"
-        for name, served in ONLY.items()
-        if (value := getattr(config, name, None)) is not None and value not in served
-    ]
-    wrong += [
+    unknown = [
         f"{option.name}={_shown(getattr(config, option.name))}, which is not known"
         for option in _options(config)
         if not named(option.name) and getattr(config, option.name) != _default(option)
     ]
+    _refuse(_unserved(config) + unknown)
+
+
+def check_kept(config: Any) -> None:
+    """Raises NotServed where it asks for that by now, which a live model follows in part."""
+    _refuse(_unserved(config))
+
+
+def _unserved(config: Any) -> list[str]:
+    return [
+        f"{name}={_shown(value)}"
+        for name, served in ONLY.items()
+        if (value := getattr(config, name, None)) is not None and value not in served
+    ]
+
+
+def _refuse(wrong: list[str]) -> None:
     if wrong:
         raise NotServed(f"the TransformerConfig asks for what is not served: {'; '.join(wrong)}")
 

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.megatron import attention, layers, limits
-from rlk_kernels.integrations.operators import chosen_out, leaves
+from rlk_kernels.integrations.operators import Counted, Watch, chosen_out, leaves
 from rlk_kernels.integrations.rotary import rotation
 
 
@@ -119,6 +119,7 @@ def use_kernels(model: Any, rope_parameters: Mapping[str, Any], left: Iterable[s
     if rotates:
         limits.check_rope(model, rope_parameters)
         _check_rotating(model)
+    _check_layers(model, left)
     if "embed" not in left and model.pre_process:
         model.embedding.word_embeddings.__class__ = layers.Embedding
     if "logits" not in left and model.post_process:
@@ -136,6 +137,8 @@ def use_kernels(model: Any, rope_parameters: Mapping[str, Any], left: Iterable[s
         rotary.__class__ = layers.ScaledPositions if yarn else layers.Positions
         for layer in model.decoder.layers:
             layer.self_attention.rlk_rotary = (rotary,)
+    model.register_forward_pre_hook(Watch(model, operators))
+    model.register_forward_pre_hook(lambda live, _given: limits.check_kept(live.config))
     return model
 
 
@@ -147,6 +150,25 @@ def _check_rotating(model: Any) -> None:
             raise NotServed(
                 f"layer {layer.layer_number} rotates by its own {type(own).__name__}: make the "
                 "GPTModel with layer_spec(config), and leave the same operators to both"
+            )
+
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_rope", "k_rope"))
+"""What one module computes."""
+WIRED = ("embed", "q_rope", "k_rope", "logits")
+"""What GPTModel makes by itself."""
+
+
+def _check_layers(model: Any, left: frozenset[str]) -> None:
+    """Raises NotServed where what the layers' spec made is the kernels' and is to be left to
+    megatron-core, or the other way round."""
+    left = left.union(*(group for group in FUSED if leaves(left, *group)))
+    for name, o in operators(model).items():
+        op = name.rpartition(".")[2]
+        if op not in WIRED and isinstance(o, Counted) == (op in left):
+            raise NotServed(
+                f"{name} is a {type(o).__module__}.{type(o).__qualname__}: make the GPTModel with "
+                "layer_spec(config), leave the same operators to both, and merge adapters"
             )
 
 
