@@ -46,7 +46,7 @@ test-fix-path: setup
 test-fix-path-all: setup
 	$(TESTS) tests/fix_path
 
-# Every guard of a verdict taken out in turn: does its test notice? Every kernel in Gluon compiled for an H200.
+# Every guard of a verdict taken out in turn: does its test notice? Every kernel for Hopper compiled for an H200.
 test-slow: setup
 	$(TESTS) tests/mutation tests/compiled
 

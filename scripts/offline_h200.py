@@ -17,6 +17,8 @@ from unittest import mock
 
 import torch
 import triton
+from rlk_kernels import cuda, nvrtc
+from rlk_kernels.errors import KernelFailed
 from torch._library.custom_ops import OPDEFS
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -104,9 +106,9 @@ class Compiled:
     spills: int = 0
     """Bytes that ptxas stores to local memory and loads, for want of registers."""
     shared: int = 0
-    """Bytes of shared memory."""
+    """Bytes of shared memory that Triton takes."""
     wgmma: int = 0
-    """wgmma.mma_async instructions in the PTX."""
+    """wgmma.mma_async instructions in the PTX, or in the source of a kernel in CUDA C++."""
     serialized: bool = False
     """Whether ptxas makes each of them wait for the one before it, and says so."""
     ptx: str = field(default="", repr=False)
@@ -119,6 +121,15 @@ def _message(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error) else ''}"
+
+
+def _said(log: str) -> dict[str, int | bool]:
+    """By ptxas."""
+    return {
+        "registers": int(re.findall(r"Used (\d+) registers", log)[0]),
+        "spills": sum(map(int, re.findall(r"(\d+) bytes spill", log))),
+        "serialized": "Potential Performance Loss" in log,
+    }
 
 
 def _summed(ttgir: str) -> tuple[str, ...]:
@@ -140,6 +151,34 @@ class Launches:
     """True: so does a launch of a kernel that there was, also of another variant."""
     kernels: set[str] = field(default_factory=set)
     """Those that there were."""
+    sources: set[nvrtc.Source] = field(default_factory=set)
+    """Those of kernels in CUDA C++ that there were."""
+
+    def launch_cuda(self, seen: dict, source: nvrtc.Source, *_) -> None:
+        """In the place of `cuda.launch`."""
+        name = f"{source.entry}.cu"
+        if not self.compiling or source in self.sources or (self.once and name in self.kernels):
+            return
+        self.kernels.add(name)
+        self.sources.add(source)
+        start = time.process_time()
+        told = source._replace(options=(*source.options, "--ptxas-options=-v"))
+        record = {"kernel": name, "call": self.call, "gluon": False}
+        try:
+            _, log = nvrtc.compile_source(told)
+        except KernelFailed as error:
+            failed = Compiled(**record, seconds=time.process_time() - start, error=_message(error))
+            self.compiled.append(failed)
+            return
+        self.compiled.append(
+            Compiled(
+                **record,
+                **_said(log),
+                seconds=time.process_time() - start,
+                wgmma=source.text.count("wgmma.mma_async"),
+                ptx=source.text,
+            )
+        )
 
     def launch(self, run, kernel: JITFunction, arguments: tuple, options: dict) -> None:
         if not self.compiling or (self.once and kernel.__name__ in self.kernels):
@@ -159,12 +198,10 @@ class Launches:
         self.compiled.append(
             Compiled(
                 **record,
+                **_said(log.getvalue()),
                 seconds=time.process_time() - start,
-                registers=int(re.findall(r"Used (\d+) registers", log.getvalue())[0]),
-                spills=sum(map(int, re.findall(r"(\d+) bytes spill", log.getvalue()))),
                 shared=made.metadata.shared,
                 wgmma=made.asm["ptx"].count("wgmma.mma_async"),
-                serialized="Potential Performance Loss" in log.getvalue(),
                 ptx=made.asm["ptx"],
                 summed=_summed(made.asm.get("ttgir", "")),
             )
@@ -183,6 +220,7 @@ def h200() -> Iterator[Launches]:
     driver.set_active(_Driver())
     with (
         mock.patch.object(JITFunction, "run", launch),
+        mock.patch.object(cuda, "launch", launches.launch_cuda),
         mock.patch.object(triton.knobs.nvidia, "dump_ptxas_log", True),
         mock.patch.object(triton.knobs.compilation, "always_compile", True),
         mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),

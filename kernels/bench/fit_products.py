@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from product_tiles import CANDIDATES
 from rlk_kernels.device import PLANNED_PROCESSORS as PROCESSORS
-from rlk_kernels.matmul.tile import Tile, evenly
+from rlk_kernels.matmul.tile import Tile
 from rlk_kernels.matmul.tile_time import TileCost, Work, microseconds, work_of
 
 COPIES = {"NVIDIA H200": 4.2, "NVIDIA H100 80GB HBM3": 3.0}
@@ -60,32 +60,29 @@ def load(path: Path) -> list[Timed]:
     return [
         Timed(kind, m, n, k, slower, head["gpu"],
               {made[int(i)]: us for i, us in found.items()
-               if i.isdigit() and made[int(i)] in CANDIDATES
-               and ("even" in head or _was_even(made[int(i)], m, n))},
+               if i.isdigit() and made[int(i)] in CANDIDATES},
               found["cublas"])
         for kind, m, n, k, _, found in rows
     ]  # fmt: skip
 
 
-def _was_even(tile: Tile, m: int, n: int) -> bool:
-    """Whether a time from before `hopper.product.evenly` is still that of the tile."""
-    if not tile.warp_specialized:
-        return True
-    apart = evenly(m, tile.rows, 16), evenly(n, tile.columns, 16)
-    return apart == (tile.rows, tile.columns)
-
-
 def expected(tile: Tile) -> list[float]:
     """A tile's numbers before any measurement: what wgmma and the copies of a step take. No width
-    of wgmma is faster than one of 32, unless the other operand is in registers, and a processor
-    gets 130 KB a microsecond out of L2."""
-    tall, flats = (tile.n, (tile.m, tile.n2)) if tile.swap else (tile.m, (tile.n, tile.n2))
-    least = 8 if tile.registers else 32
-    cycles = -(-tall // 64) * sum(max(x, least) / 2 for x in (*flats, tile.n3) if x) / 16
-    copied = 2 * (tile.rows + tile.columns) / 130e3
+    of wgmma is faster than one of 32, and a processor gets 130 KB a microsecond out of L2."""
+    tall, flat = (tile.n, tile.m) if tile.swap else (tile.m, tile.n)
+    cycles = -(-tall // 64) * max(flat, 32) / 2 / 16
+    copied = 2 * (tile.m + tile.n) / 130e3
     step = 580 * ((cycles / 1700) ** 4 + copied**4) ** 0.25
     narrow = step * (tile.tail / tile.n * 2 if tile.tail else 0.01)
-    return [2.0, 0.7 if tile.flatten else 1.65, step, 1.1, 1.5, 0.26, narrow]
+    return [
+        2.0,
+        0.7 if tile.flatten or tile.warp_specialized else 1.65,
+        step,
+        1.1,
+        1.5,
+        0.26,
+        narrow,
+    ]
 
 
 def fit(rows: list[Timed], steps: int = 1000) -> dict[Tile, TileCost]:
@@ -110,7 +107,7 @@ def fit(rows: list[Timed], steps: int = 1000) -> dict[Tile, TileCost]:
         cost = TileCost(*(prior + common + own).exp()[at].unbind(1))
         errors = (microseconds(cost, asked) / measured).log()
         loss = 100 * torch.nn.functional.huber_loss(errors, torch.zeros_like(errors), delta=0.1)
-        (loss + 0.3 * own.square().sum() / len(made)).backward()
+        (loss + 2 * own.square().sum() / len(made)).backward()
         if step == 2 * steps // 3:
             optimizer.param_groups[0]["lr"] = 0.005
         optimizer.step()
@@ -119,9 +116,9 @@ def fit(rows: list[Timed], steps: int = 1000) -> dict[Tile, TileCost]:
 
 
 def predicted(costs: dict[Tile, TileCost], row: Timed) -> dict[Tile, float]:
-    """Of the tiles that were measured."""
+    """Of the tiles that were measured, and that a fit has seen."""
     found = {}
-    for tile in row.us:
+    for tile in costs.keys() & row.us.keys():
         work = work_of(tile, row.m, row.n, row.k, PROCESSORS)
         work = work._replace(megabytes=work.megabytes * row.slower)
         found[tile] = float(microseconds(costs[tile], work))
@@ -183,16 +180,14 @@ def report(name: str, rows: list[tuple[Timed, dict[Tile, float]]], among: set[Ti
     print(f"{name}, {len(rows)} products: the best tile / the chosen one {1 / mean:.4f}; cuBLAS / "
           f"chosen {ratio:.4f}, {under} under 0.90")  # fmt: skip
     for found, m, n, k, tile in sorted(ratios, key=lambda x: x[0])[:10]:
-        print(
-            f"  {found:.3f}  M={m} N={n} K={k}  {tile.rows} x {tile.columns}, {tile.groups} groups"
-        )
+        print(f"  {found:.3f}  M={m} N={n} K={k}  {tile.m} x {tile.n}, {tile.groups} groups")
 
 
 def written(costs: dict[Tile, TileCost], among: set[Tile], cards: str, date: str) -> str:
     lines = [HEAD.format(cards=cards, date=date)]
-    for tile in sorted(among, key=lambda t: (t.warp_specialized, t.swap, t.rows * t.columns, t.n)):
-        fields = {"n2": 0, "n3": 0, "group": 8, "subtile": False, "flatten": False, "swap": False,
-                  "registers": False, "tail": 0, "warp_specialized": False}  # fmt: skip
+    for tile in sorted(among, key=lambda t: (t.warp_specialized, t.swap, t.m * t.n, t.n)):
+        fields = {"group": 8, "subtile": False, "flatten": False, "swap": False, "tail": 0,
+                  "warp_specialized": False}  # fmt: skip
         more = "".join(
             f", {name}={value}" for name, off in fields.items()
             if (value := getattr(tile, name)) != off

@@ -152,7 +152,7 @@ def main() -> int:
     import torch
 
     tiles = [astuple(tile) for tile in CANDIDATES]
-    head = {"gpu": torch.cuda.get_device_name(), "even": True, "tiles": tiles, "usable": among}
+    head = {"gpu": torch.cuda.get_device_name(), "tiles": tiles, "usable": among}
     arguments.out.write_text(json.dumps(head) + "\n")
     gather(
         arguments.out, among, arguments.kinds.split(","), arguments.seconds, arguments.count,

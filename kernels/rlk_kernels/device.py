@@ -1,8 +1,9 @@
 """What the device at hand can do. Every question about it is asked here, and asked once.
 
-The kernels written for Hopper are in Gluon, which changes with every Triton: they run with a Triton
-of GLUON_TRITON, from 3.6 on and below 3.10. Elsewhere the kernels in plain Triton take their place,
-with the same bits at another speed, and a warning says so once.
+Most kernels written for Hopper are in Gluon, which changes with every Triton: they run with a
+Triton of GLUON_TRITON, from 3.6 on and below 3.10. One is in CUDA C++ and wants NVRTC. Elsewhere
+the kernels in plain Triton take their place, with the same bits at another speed, and a warning
+says so once.
 """
 
 import functools
@@ -12,6 +13,8 @@ import warnings
 from dataclasses import dataclass
 
 import torch
+
+from rlk_kernels import nvrtc
 
 GLUON_TRITON = ((3, 6), (3, 10))
 """Versions of Triton that every Gluon kernel compiles with (`scripts/compile_kernels.py`): from the
@@ -82,13 +85,8 @@ class DeviceFacts:
     """The kernels written for Hopper run: a GPU of that generation, and a Triton that fits."""
     many_groups: bool = True
     """More than two groups of warps multiply without waiting for each other: with MANY_GROUPS."""
-
-    @property
-    def groups(self) -> int:
-        """Groups of four warps in `matmul/hopper/product.py` at most; 0: it does not run."""
-        if not self.gluon:
-            return 0
-        return 4 if self.many_groups else 2
+    cuda: bool = False
+    """The kernels in CUDA C++ run: a GPU of the Hopper generation, and NVRTC (`nvrtc.py`)."""
 
 
 PLANNED_PROCESSORS = 132
@@ -99,6 +97,15 @@ class HopperKernelsUnused(RuntimeWarning):
     """A GPU of the Hopper generation runs without the kernels that are written for it."""
 
 
+def _warn(what: str) -> None:
+    warnings.warn(
+        f"kernels of rlk_kernels that are written for Hopper {what}: others run in their place, "
+        "with the same bits at another speed",
+        HopperKernelsUnused,
+        stacklevel=3,
+    )
+
+
 @functools.cache
 def facts(device: torch.device) -> DeviceFacts:
     """The facts of `device`, asked once."""
@@ -107,13 +114,9 @@ def facts(device: torch.device) -> DeviceFacts:
     hopper = capability(device)[0] == 9 and not interpreted
     if hopper and not fits_gluon(triton_version()):
         first, beyond = (".".join(map(str, version)) for version in GLUON_TRITON)
-        warnings.warn(
-            f"the kernels of rlk_kernels that are written for Hopper need Triton >= {first} and "
-            f"< {beyond}, and this is {triton_version()}: others run in their place, with the same "
-            "bits at another speed",
-            HopperKernelsUnused,
-            stacklevel=2,
-        )
+        _warn(f"need Triton >= {first} and < {beyond}, and this is {triton_version()}")
+    if hopper and not nvrtc.found():
+        _warn("need NVRTC, which torch's builds for CUDA bring, and it was not found")
     count = PLANNED_PROCESSORS
     if device.type == "cuda":
         count = torch.cuda.get_device_properties(device).multi_processor_count
@@ -124,6 +127,7 @@ def facts(device: torch.device) -> DeviceFacts:
         overlaps=newer,
         gluon=hopper and fits_gluon(triton_version()),
         many_groups=hopper and fits_gluon(triton_version(), MANY_GROUPS),
+        cuda=hopper and nvrtc.found(),
     )
 
 

@@ -4,6 +4,7 @@ caller would expect, so `except ValueError` keeps working.
 KernelError
 ├── UnknownBackend      (ValueError)    a backend name that does not exist
 ├── UnsupportedDevice   (RuntimeError)  the backend asked for cannot run here, or several devices
+├── KernelFailed        (RuntimeError)  a kernel cannot be compiled or launched
 ├── UnsupportedDtype    (TypeError)     a dtype, or a mix of dtypes, that the operator does not take
 └── UnsupportedShape    (ValueError)    shapes that do not fit together, or out of range
 
@@ -21,6 +22,11 @@ class UnknownBackend(KernelError, ValueError):
 
 class UnsupportedDevice(KernelError, RuntimeError):
     """The backend that was asked for cannot run on the tensors' device, or they are on several."""
+
+
+class KernelFailed(KernelError, RuntimeError):
+    """A kernel in CUDA C++ cannot be compiled or launched: a fault of this package, of its
+    installation, or of an earlier kernel."""
 
 
 class UnsupportedDtype(KernelError, TypeError):

@@ -50,15 +50,15 @@ def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def kept(seen: dict, name: str, key, make: Callable, *arguments) -> Any:
+def kept(seen: dict, name: str, key, make: Callable, *arguments, most: int = KEPT) -> Any:
     """`make(*arguments)`, made once for a `key` (addresses, say) of calls of one shape; seen: their
-    `launches`."""
+    `launches`. All are forgotten where there are `most`."""
     by_key = seen.get(name)
     if by_key is None:
         by_key = seen[name] = {}
     found = by_key.get(key)
     if found is None:
-        if len(by_key) >= KEPT:
+        if len(by_key) >= most:
             by_key.clear()
         found = by_key[key] = make(*arguments)
     return found
@@ -149,3 +149,8 @@ def only_compile(wanted: bool) -> None:
     """Whether launches compile and do not run, for `ahead.py`."""
     global _only_compiling
     _only_compiling = wanted
+
+
+def compiles_only() -> bool:
+    """Whether launches do."""
+    return _only_compiling

@@ -18,7 +18,7 @@ BELOW = {
 }
 ROOT = tuple(
     f"rlk_kernels.{name}"
-    for name in ("ahead", "backend", "device", "direct", "errors", "launching")
+    for name in ("ahead", "backend", "cuda", "device", "direct", "errors", "launching", "nvrtc")
 )
 """The files that stand in no folder; every folder may import them."""
 ENGINES = {"vllm": {"vllm"}, "megatron": {"megatron"}, "hf": {"transformers"}}

@@ -68,7 +68,7 @@ def test_nothing_else_is_inside(names: set[str]) -> None:
     data = {n for n in rest if n.startswith("rlk_align/data/")}
     assert {n.split("/")[2] for n in data} == {"contracts", "model", "prompts.jsonl"}
     kinds = {Path(n).suffix or Path(n).name for n in rest - data}
-    assert kinds <= {".py", ".typed", ".html", ".css", ".js", ".json", ".md"}
+    assert kinds <= {".py", ".cu", ".typed", ".html", ".css", ".js", ".json", ".md"}
     assert {n for n in rest if n.endswith(".md")} == {"rlk_kernels/PROFILE.md"}
     assert not [n for n in data if n.endswith(".py")]
     scripts = {p.name for p in (ROOT / "fixtures").glob("*.py")} | {"conftest.py"}

@@ -117,11 +117,11 @@ def test_faults_are_named(changed, fault):
 
 LOG = """
 ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized
-ptxas info    : Compiling entry function '_gemm_hopper_kernel' for 'sm_90a'
+ptxas info    : Compiling entry function '_sum_hopper_kernel' for 'sm_90a'
     136 bytes stack frame, 152 bytes spill stores, 236 bytes spill loads
 ptxas info    : Used 168 registers, used 3 barriers, 136 bytes cumulative stack size
 """
-KERNEL = SimpleNamespace(__name__="_gemm_hopper_kernel", is_gluon=lambda: True)
+KERNEL = SimpleNamespace(__name__="_sum_hopper_kernel", is_gluon=lambda: True)
 
 
 def test_what_ptxas_says_is_recorded():
@@ -134,7 +134,7 @@ def test_what_ptxas_says_is_recorded():
     launches = Launches(call="linear")
     launches.launch(compile_it, KERNEL, (), {"warmup": False})
     (x,) = launches.compiled
-    assert (x.kernel, x.call, x.gluon) == ("_gemm_hopper_kernel", "linear", True)
+    assert (x.kernel, x.call, x.gluon) == ("_sum_hopper_kernel", "linear", True)
     assert (x.registers, x.spills, x.shared, x.wgmma) == (168, 388, 1024, 8)
     assert x.serialized
 
@@ -146,7 +146,7 @@ def test_a_kernel_that_does_not_compile_is_recorded():
     launches = Launches(call="linear")
     launches.launch(compile_it, KERNEL, (), {"warmup": False})
     (failed,) = launches.compiled
-    assert (failed.kernel, failed.call) == ("_gemm_hopper_kernel", "linear")
+    assert (failed.kernel, failed.call) == ("_sum_hopper_kernel", "linear")
     assert failed.error == "AttributeError: no async_store"
 
 

@@ -10,7 +10,9 @@ from rlk_kernels.ops.attention import forward as attention
 from rlk_kernels.ops.linear_logp import launch as linear_logp_launch
 from rlk_kernels.ops.linear_logp import plan as linear_logp
 
-H200 = DeviceFacts(interpreted=False, processors=132, tma=True, overlaps=True, gluon=True)
+H200 = DeviceFacts(
+    interpreted=False, processors=132, tma=True, overlaps=True, gluon=True, cuda=True
+)
 CACHED = {
     attention: ("launches",),
     attention_backward: ("launches",),

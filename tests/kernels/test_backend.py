@@ -277,8 +277,8 @@ HALF = torch.bfloat16
 
 @pytest.mark.parametrize(("gluon", "expected"), [(True, "triton/hopper"), (False, "triton")])
 def test_plans_say_which_implementation_is_recorded(gluon, expected):
-    here = replace(H200, gluon=gluon)
-    linear = matmul.ProductShape(256, 6144, 4096, HALF, HALF, False, True, True, True, True)
+    here = replace(H200, gluon=gluon, cuda=gluon)
+    linear = matmul.ProductShape(300, 4096, 4096, HALF, HALF, False, True, True, True, True)
     wide = matmul.ProductShape(4096, 8192, 4096, HALF, torch.float32, False, True, True, True, True)
     assert matmul.plan_product(linear, here, True).implementation == expected
     assert matmul.plan_product(wide, here, True).implementation == expected
@@ -292,7 +292,7 @@ def test_what_the_plan_says_is_recorded(monkeypatch):
     monkeypatch.setattr(product, "facts", lambda of: H200)
     monkeypatch.setattr(product, "trusted", lambda *_: True)
     monkeypatch.setattr(product, "launch", lambda *_: None)
-    x, w = torch.zeros(256, 4096, dtype=HALF), torch.zeros(6144, 4096, dtype=HALF)
+    x, w = torch.zeros(300, 4096, dtype=HALF), torch.zeros(4096, 4096, dtype=HALF)
     rk.linear(x, w, backend="triton")
     assert rk.last_backend("linear") == "triton/hopper"
     rk.linear(x[:, 1:], w[:, 1:], backend="triton")  # no tensor map describes it

@@ -51,7 +51,7 @@ def _store_tile(
 def _gemm_tma_kernel(
     a_desc, b_desc, b2_desc, c_desc, c2_desc, c_ptr, bias_ptr, M, N, K, last, N1, stride_cm,
     TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, HAS_BIAS: tl.constexpr, TMA_STORE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BN2: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     SUBTILE: tl.constexpr, FLATTEN: tl.constexpr, SWAP: tl.constexpr, OVERLAP: tl.constexpr,
     TAIL: tl.constexpr, SEGMENT: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
@@ -59,17 +59,15 @@ def _gemm_tma_kernel(
         tl.extra.cuda.gdc_wait()
     if OVERLAP == 1:
         tl.extra.cuda.gdc_launch_dependents()
-    tiles = tl.cdiv(M, BM) * tl.cdiv(N1, BN + BN2)
+    tiles = tl.cdiv(M, BM) * tl.cdiv(N1, BN)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
-        tile_m, tile_n = _tile_position(tile, M, N1, BM, BN + BN2, GROUP)
+        tile_m, tile_n = _tile_position(tile, M, N1, BM, BN, GROUP)
         row = tile_m * BM
-        col = tile_n * (BN + BN2)
+        col = tile_n * BN
         if SWAP:
             acc = tl.zeros((BN, BM), tl.float32)
         else:
             acc = tl.zeros((BM, BN), tl.float32)
-        if BN2 > 0:
-            acc2 = tl.zeros((BM, BN2), tl.float32)
         if SEGMENT > 0:
             high = tl.zeros_like(acc)
         for step in range(tl.cdiv(K, BK)):
@@ -88,12 +86,6 @@ def _gemm_tma_kernel(
                 acc = tl.dot(b.T, a.T, acc)
             else:
                 acc = tl.dot(a, b, acc)
-            if BN2 > 0:
-                if TRANS_B:
-                    b2 = b2_desc.load([col + BN, k]).T
-                else:
-                    b2 = b2_desc.load([k, col + BN])
-                acc2 = tl.dot(a, b2, acc2)
         if SEGMENT > 0:
             acc += high
         if SWAP:
@@ -113,11 +105,6 @@ def _gemm_tma_kernel(
             _store_tile(
                 acc, c_ptr, c_desc, bias_ptr, row, col, M, N, stride_cm,
                 BM, BN, HAS_BIAS, TMA_STORE, ADD,
-            )  # fmt: skip
-        if BN2 > 0:
-            _store_tile(
-                acc2, c_ptr, c2_desc, bias_ptr, row, col + BN, M, N, stride_cm,
-                BM, BN2, HAS_BIAS, TMA_STORE, ADD,
             )  # fmt: skip
     if TAIL > 0:  # the columns from N1 on, in narrower tiles: processors end together
         mine = tl.maximum(tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0)), 0)

@@ -59,18 +59,17 @@ def _launch_tma(
     a_desc = _map(a, tile.k, tile.m) if trans_a else _map(a, tile.m, tile.k)
     b_desc = _map(b, tile.n, tile.k) if trans_b else _map(b, tile.k, tile.n)
     b2_desc, c_desc, c2_desc = b, out, out  # memory where the kernel has no use for a map
-    narrow = tile.tail or tile.n2
-    if narrow:
-        b2_desc = _map(b, narrow, tile.k) if trans_b else _map(b, tile.k, narrow)
+    if tile.tail:
+        b2_desc = _map(b, tile.tail, tile.k) if trans_b else _map(b, tile.k, tile.tail)
     if plan.tma_store:
         c_desc = _map(out, tile.m, tile.n // 2 if tile.subtile else tile.n)
-        if narrow:
-            c2_desc = _map(out, tile.m, narrow)
+        if tile.tail:
+            c2_desc = _map(out, tile.m, tile.tail)
     launching.launch(
         seen, kernels._gemm_tma_kernel, (plan.programs, 1, 1),
         (a_desc, b_desc, b2_desc, c_desc, c2_desc, out, bias, m, n, k, plan.last_segment,
          plan.wide, out.stride(0), trans_a, trans_b, bias is not None, plan.tma_store, tile.m,
-         tile.n, tile.n2, tile.k, tile.group, tile.subtile, tile.flatten, tile.swap, plan.overlap,
+         tile.n, tile.k, tile.group, tile.subtile, tile.flatten, tile.swap, plan.overlap,
          tile.tail, plan.segment, add),
         {"num_warps": tile.warps, "num_stages": plan.stages, "launch_pdl": plan.overlap > 0},
     )  # fmt: skip

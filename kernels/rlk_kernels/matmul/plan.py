@@ -120,7 +120,7 @@ def plan_product(shape: ProductShape, facts: DeviceFacts, trusted: bool) -> Matm
         return plan_tile(shape, facts, INTERPRETED)
     linear_form = trans_b and not trans_a and shape.tma_reads and not segment
     tile = tile_for(
-        m, n, k, dtype, facts.processors, trusted=trusted, groups=facts.groups if linear_form else 0
+        m, n, k, dtype, facts.processors, trusted=trusted, specialized=linear_form and facts.cuda
     )
     return plan_tile(shape, facts, tile)
 
@@ -139,7 +139,7 @@ def plan_tile(
             programs=-(-m // tile.m) * -(-n // tile.n), stages=min(tile.stages, 3), overlap=0,
             tma_store=False, wide=n,
         )  # fmt: skip
-    specialized = tile.warp_specialized and trans_b and not trans_a and facts.gluon
+    specialized = tile.warp_specialized and trans_b and not trans_a and facts.cuda
     if tile.warp_specialized and not specialized:
         tile = SAFE
     wide = tile.wide_columns(m, n, facts.processors)
@@ -149,12 +149,12 @@ def plan_tile(
     narrow_out = out_dtype.itemsize == 2
     return MatmulPlan(
         kernel="hopper" if specialized else "tma", tile=tile, segment=segment, last_segment=last,
-        programs=tiles if specialized else min(tiles, facts.processors),
+        programs=min(tiles, facts.processors),
         # an fp32 output tile takes the shared memory of one stage more; copies and products apart
-        # have room for 16-bit outputs alone, and write others from registers
+        # write from registers
         stages=tile.stages if specialized or narrow_out else max(2, tile.stages - 1),
         overlap=tile.overlap if facts.overlaps else 0,
-        tma_store=writable and (narrow_out or not specialized), wide=wide,
+        tma_store=writable, wide=wide,
     )  # fmt: skip
 
 

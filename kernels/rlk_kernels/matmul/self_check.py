@@ -130,7 +130,7 @@ def _checks(
     """What must have the bits of SAFE, by tile or name; some have its first columns alone."""
     bits = functools.partial(tile_bits, dtype=dtype, device=device, split=split)
     found: list[tuple[Tile | str, Callable[[], Tensor]]]
-    found = [(tile, functools.partial(bits, tile)) for tile in product_tiles(facts(device).groups)]
+    found = [(tile, functools.partial(bits, tile)) for tile in product_tiles(facts(device).cuda)]
     found.append((PICK, functools.partial(bits, PICK, pointers=True)))
     if not split:  # `accumulate` never splits
         found += [(x, functools.partial(partial_bits, x, dtype, device)) for x in partial_tiles()]

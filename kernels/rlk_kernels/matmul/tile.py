@@ -12,8 +12,6 @@ class Tile:
     k: int
     warps: int
     stages: int
-    n2: int = 0
-    """Further columns with an accumulator of their own: tiles of 192 columns."""
     group: int = 8
     """Row tiles that share a column tile while it is in L2."""
     subtile: bool = False
@@ -29,31 +27,21 @@ class Tile:
     """Columns of the tiles behind the last full wave: a part of a wave takes a part of its time."""
     warp_specialized: bool = False
     """On Hopper, copies and products run in warps of their own (`hopper/product.py`): m is a
-    multiple of 64, or, with `swap`, n is, and n2 and n3 are further rows."""
-    n3: int = 0
-    """With `warp_specialized`, a third width: tiles of 208."""
-    registers: bool = False
-    """With `warp_specialized` and several widths: a group's rows go through registers, and other
-    groups multiply meanwhile."""
-
-    @property
-    def rows(self) -> int:
-        """Of the output."""
-        return self.m + self.n2 + self.n3 if self.swap else self.m
-
-    @property
-    def columns(self) -> int:
-        """Of the output."""
-        return self.n if self.swap else self.n + self.n2 + self.n3
+    multiple of 64 and n one of 8, or, with `swap`, n and m are."""
 
     @property
     def groups(self) -> int:
         """Of four warps that multiply, in `hopper/product.py`; 0: it is not that kernel's."""
         return (self.n if self.swap else self.m) // 64 if self.warp_specialized else 0
 
+    @property
+    def flat(self) -> int:
+        """Rows of the operand that all groups read."""
+        return self.m if self.swap else self.n
+
     def count(self, m: int, n: int) -> int:
         """Tiles of an [m, n] output."""
-        return -(-m // self.rows) * -(-n // self.columns)
+        return -(-m // self.m) * -(-n // self.n)
 
     def wide_columns(self, m: int, n: int, processors: int) -> int:
         """The columns that tiles of full width cover: with a tail, those of the full waves."""

@@ -60,7 +60,7 @@ def work_of(tile: Tile, m: int, n: int, k: int, processors: int) -> Work:
         narrow_waves = -(-max(0, narrow - (waves * processors - tiles)) // processors)
     return Work(
         waves, tiles / (processors * waves) if waves else 0, narrow_waves, k / 1000,
-        min(1, m / tile.rows), 2 * (m * k + n * k + m * n) / 1e6,
+        min(1, m / tile.m), 2 * (m * k + n * k + m * n) / 1e6,
     )  # fmt: skip
 
 
@@ -78,8 +78,8 @@ Candidate = tuple[Tile, int, int, TileCost]
 
 def candidates(costs: dict[Tile, TileCost]) -> list[Candidate]:
     """`costs` as `fastest` reads them, those that win most often (large tiles) first."""
-    tiles = sorted(costs, key=lambda tile: -tile.rows * tile.columns)
-    return [(tile, tile.rows, tile.columns, costs[tile]) for tile in tiles]
+    tiles = sorted(costs, key=lambda tile: -tile.m * tile.n)
+    return [(tile, tile.m, tile.n, costs[tile]) for tile in tiles]
 
 
 def fastest(among: list[Candidate], m: int, n: int, k: int, processors: int) -> Tile:

@@ -52,10 +52,10 @@ def as_product(tile: Tile) -> Tile:
     return replace(tile, overlap=1)
 
 
-def product_tiles(groups: int = 4) -> list[Tile]:
+def product_tiles(specialized: bool = True) -> list[Tile]:
     """Every distinct tile that products of 16-bit operands can be launched with, and those of the
-    kernels with an epilogue, as the product kernel can run them; groups: as in `tile_for`."""
-    chosen = [tile for tile in COSTS if tile.groups <= groups]
+    kernels with an epilogue, as the product kernel can run them; as in `tile_for`."""
+    chosen = [tile for tile in COSTS if specialized or not tile.warp_specialized]
     found = [*chosen, SAFE, SAFE_SPLIT, STATISTICS, STORE, SPLIT]
     return list(dict.fromkeys(as_product(tile) for tile in found))
 
@@ -82,15 +82,15 @@ def for_split(tile: Tile) -> Tile:
     """`tile` as split products take it: one accumulator, and registers for its high part."""
     if tile.warp_specialized or tile.m * tile.n > 64 * 32 * tile.warps:
         return SAFE_SPLIT
-    return replace(tile, n2=0, tail=0, flatten=False)
+    return replace(tile, tail=0, flatten=False)
 
 
 @functools.lru_cache(maxsize=4096)
 def tile_for(
     m: int, n: int, k: int, dtype: torch.dtype, processors: int, *, trusted: bool = True,
-    groups: int = 4,
+    specialized: bool = True,
 ) -> Tile:  # fmt: skip
-    """The tile for an [m, n] output over k; groups: `Tile.groups` at most.
+    """The tile for an [m, n] output over k; specialized: `Tile.warp_specialized` ones too.
 
     The choice changes the time and never the bits.
     """
@@ -98,12 +98,14 @@ def tile_for(
         return FLOAT32
     if not trusted:
         return SAFE
-    return with_overlap(fastest(_candidates(groups), m, n, k, processors), m, n, k, processors)
+    return with_overlap(fastest(_candidates(specialized), m, n, k, processors), m, n, k, processors)
 
 
 @functools.cache
-def _candidates(groups: int) -> list[Candidate]:
-    return candidates({tile: cost for tile, cost in COSTS.items() if tile.groups <= groups})
+def _candidates(specialized: bool) -> list[Candidate]:
+    return candidates(
+        {tile: cost for tile, cost in COSTS.items() if specialized or not tile.warp_specialized}
+    )
 
 
 def partial_tile_for(m: int, n: int, k: int, processors: int, trusted: bool) -> Tile:

@@ -21,8 +21,8 @@ from rlk_kernels.matmul.accumulate import plan as accumulate
 
 DEVICES = {
     "h200": H200,
-    "h200 without gluon": replace(H200, gluon=False),
-    "ampere": replace(H200, gluon=False, tma=False, overlaps=False),
+    "h200 without gluon": replace(H200, gluon=False, cuda=False),
+    "ampere": replace(H200, gluon=False, cuda=False, tma=False, overlaps=False),
 }
 RECORDED = [
     json.loads(line) for line in Path(__file__).with_name("plans.jsonl").read_text().splitlines()
@@ -40,7 +40,7 @@ def product(device, m, n, k, dtype, out_dtype, *layout):
     shape = plan.ProductShape(m, n, k, dtype, out_dtype, *layout)
     x = plan.plan_product(shape, device, True)
     t = x.tile
-    found = [x.kernel, x.programs, t.m, t.n, 0 if x.kernel == "pointer" else t.n2, t.k, t.group]
+    found = [x.kernel, x.programs, t.m, t.n, t.k, t.group]
     if x.kernel == "hopper_split":
         return found + segments_of(x, k)
     found += [x.stages, x.overlap]

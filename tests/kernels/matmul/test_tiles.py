@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rlk_kernels.matmul import self_check, tile_time, tiles
+from rlk_kernels.matmul.hopper import product as hopper
 from rlk_kernels.matmul.tile import evenly
 from rlk_kernels.matmul.tile_costs import COSTS
 
@@ -30,10 +31,10 @@ def test_every_choice_is_among_the_tiles_that_are_checked(dtype):
     for m in (1, 16, 17, 33, 64, 65, 500, 1000, 8192, 100000):
         for n in (1, 64, 1024, 6144, 28672, 151936):
             for k in (1, 1024, 14336):
-                for groups in (0, 2, 4):
-                    tile = tiles.tile_for(m, n, k, dtype, 132, groups=groups)
+                for specialized in (False, True):
+                    tile = tiles.tile_for(m, n, k, dtype, 132, specialized=specialized)
                     assert replace(tile, overlap=1) in known
-                    assert tile.groups <= groups
+                    assert specialized or not tile.warp_specialized
 
 
 def test_untrusted_devices_get_one_tile_for_every_shape():
@@ -50,18 +51,13 @@ def test_float32_has_one_tile():
 def test_every_tile_fits_the_shared_memory_of_hopper():
     for t in tiles.tiles_in_use():
         for out_bytes in (2, 4):
-            apart = t.warp_specialized
-            stages = t.stages if out_bytes == 2 or apart else max(2, t.stages - 1)
-            operands = stages * (t.m + t.n + t.n2 + t.n3) * t.k * 2
-            if apart:  # 16-bit outputs lie where the tall operand did
-                flat, tall = (t.m, t.n) if t.swap else (t.n, t.m)
-                assert operands < 227 * 1024, t
-                for group in range(tall // 64):
-                    begin = -(-group * stages * t.k // flat) * flat
-                    assert begin + flat + t.n2 + t.n3 <= (group + 1) * stages * t.k, t
-                assert not t.registers or (t.n2 and t.groups > 2), t
+            stages = t.stages if out_bytes == 2 else max(2, t.stages - 1)
+            operands = stages * (t.m + t.n) * t.k * 2
+            if t.warp_specialized:
+                assert hopper.shared_bytes(t) <= 227 * 1024, t
+                assert (t.flat % 8, t.k % 64) == (0, 0), t
                 continue
-            output = t.m * (t.n // 2 if t.subtile else t.n) * out_bytes + t.m * t.n2 * out_bytes
+            output = t.m * (t.n // 2 if t.subtile else t.n) * out_bytes
             assert operands + output < 227 * 1024, t
 
 
@@ -88,7 +84,7 @@ def test_predicted_times_are_sound():
 
         assert us(4096, 4096, 4096) < us(4096, 4096, 8192) < us(16384, 4096, 8192)
         if not tile.tail:
-            wave = 12 * tile.rows, 11 * tile.columns
+            wave = 12 * tile.m, 11 * tile.n
             assert us(wave[0], wave[1] + 1, 4096) > 1.2 * us(*wave, 4096), tile
 
 
@@ -171,7 +167,7 @@ def test_it_is_checked_once_however_it_is_asked_for(monkeypatch):
 
 
 def test_one_tile_that_differs_is_noticed_and_said(odd):
-    tile = tiles.product_tiles(0)[3]
+    tile = tiles.product_tiles(False)[3]
     odd.add((tile, torch.float16, True))
     assert self_check.disagreements(CPU, split=True) == [(tile, torch.float16)]
     assert self_check.holds(CPU)
@@ -180,18 +176,18 @@ def test_one_tile_that_differs_is_noticed_and_said(odd):
 
 
 def test_tiles_of_the_hopper_kernel_are_checked_where_it_runs(monkeypatch):
-    here = SimpleNamespace(gluon=True, groups=4)
+    here = SimpleNamespace(gluon=True, cuda=True)
     monkeypatch.setattr(self_check, "facts", lambda device: here)
     checked = {what for what, _ in self_check._checks(torch.bfloat16, CPU, False)}
     assert {tiles.as_product(tile) for tile in COSTS} <= checked
-    here.gluon, here.groups = False, 0
+    here.gluon, here.cuda = False, False
     checked = {what for what, _ in self_check._checks(torch.bfloat16, CPU, False)}
     assert not {tile for tile in checked if getattr(tile, "warp_specialized", False)}
 
 
 @pytest.mark.parametrize("split", [False, True])
 def test_each_tile_in_use_is_checked(odd, split):
-    checked = [*tiles.product_tiles(0), tiles.PICK]
+    checked = [*tiles.product_tiles(False), tiles.PICK]
     checked += [] if split else tiles.partial_tiles()
     for tile in checked:
         odd.clear()

@@ -1,0 +1,94 @@
+"""CUDA's runtime compiler, which comes with torch's builds for CUDA: kernels in CUDA C++ become
+binaries, in a fraction of a second, several at a time.
+
+Called through ctypes, so that there is nothing to install beside torch.
+"""
+
+import ctypes
+import functools
+import importlib.util
+from collections.abc import Iterator
+from ctypes import c_char_p, c_int, c_void_p
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from rlk_kernels.errors import KernelFailed
+
+
+class Source(NamedTuple):
+    """A kernel before it is compiled."""
+
+    entry: str
+    """Its name, of an `extern "C"` function."""
+    text: str
+    options: tuple[str, ...]
+    """Of NVRTC."""
+
+
+def _places() -> Iterator[tuple[str, ...]]:
+    """Where NVRTC may lie, with what it needs before it: in a wheel of NVIDIA's, behind a library
+    of torch's that links it, and where the loader looks."""
+    wheels = importlib.util.find_spec("nvidia")
+    for folder in wheels.submodule_search_locations or () if wheels else ():
+        for found in sorted(Path(folder).glob("*/lib/libnvrtc.so.[0-9]*")):
+            yield *map(str, found.parent.glob("libnvrtc-builtins.so.*[0-9]")), str(found)
+    yield (str(Path(torch.__file__).parent / "lib" / "libcaffe2_nvrtc.so"),)
+    yield ("libnvrtc.so",)
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The compiler's library. Raises KernelFailed where there is none."""
+    for place in _places():
+        try:
+            *_, found = map(ctypes.CDLL, place)
+            found.nvrtcGetErrorString.restype = c_char_p
+            return found
+        except (OSError, AttributeError):
+            continue
+    raise KernelFailed("NVRTC was not found; torch's builds for CUDA bring it")
+
+
+def found() -> bool:
+    """Whether there is one."""
+    try:
+        library()
+    except KernelFailed:
+        return False
+    return True
+
+
+def version() -> tuple[int, int]:
+    major, minor = c_int(), c_int()
+    library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return major.value, minor.value
+
+
+def compile_source(source: Source) -> tuple[bytes, str]:
+    """(the binary, what the compiler said). Raises KernelFailed."""
+    nvrtc, program, size = library(), c_void_p(), ctypes.c_size_t()
+
+    def told(what: str) -> bytes:
+        getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+        buffer = ctypes.create_string_buffer(size.value)
+        getattr(nvrtc, f"nvrtcGet{what}")(program, buffer)
+        return buffer.raw
+
+    def log() -> str:
+        return told("ProgramLog").decode(errors="replace").strip("\0\n")
+
+    def done(error: int) -> None:
+        if error:
+            name = nvrtc.nvrtcGetErrorString(error).decode()
+            raise KernelFailed(f"{source.entry}: {name}\n{log() if program else ''}")
+
+    text, name = source.text.encode(), f"{source.entry}.cu".encode()
+    options = (c_char_p * len(source.options))(*(option.encode() for option in source.options))
+    done(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, name, 0, None, None))
+    try:
+        done(nvrtc.nvrtcCompileProgram(program, len(options), options))
+        return told("CUBIN"), log()
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
