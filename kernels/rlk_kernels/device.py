@@ -20,8 +20,8 @@ GLUON_TRITON = ((3, 6), (3, 10))
 """Versions of Triton that every Gluon kernel compiles with (`scripts/compile_kernels.py`): from the
 first, below the second."""
 MANY_GROUPS = ((3, 6), (3, 7))
-"""Those whose ptxas lets a product of more than two groups of warps run ahead; later ones serialize
-its wgmma."""
+"""Those whose ptxas lets the products of more than two groups of warps run ahead in a Gluon kernel;
+later ones serialize its wgmma."""
 
 
 def interpreting() -> bool:
@@ -82,9 +82,10 @@ class DeviceFacts:
     of its predecessor's memory before it reads or writes anything, so what overlaps is the start
     alone: it changes times and no bit."""
     gluon: bool
-    """The kernels written for Hopper run: a GPU of that generation, and a Triton that fits."""
+    """The kernels in Gluon run: a GPU of the Hopper generation, and a Triton that fits."""
     many_groups: bool = True
-    """More than two groups of warps multiply without waiting for each other: with MANY_GROUPS."""
+    """More than two groups of warps of such a kernel multiply without waiting for each other: with
+    MANY_GROUPS."""
     cuda: bool = False
     """The kernels in CUDA C++ run: a GPU of the Hopper generation, and NVRTC (`nvrtc.py`)."""
 
