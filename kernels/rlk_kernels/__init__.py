@@ -18,6 +18,7 @@ from rlk_kernels.backend import (
 from rlk_kernels.device import HAS_TRITON
 from rlk_kernels.errors import (
     KernelError,
+    KernelFailed,
     UnknownBackend,
     UnsupportedDevice,
     UnsupportedDtype,
@@ -68,6 +69,7 @@ def warm_up(
 
 __all__ = [
     "KernelError",
+    "KernelFailed",
     "Schedule",
     "UnknownBackend",
     "UnsupportedDevice",

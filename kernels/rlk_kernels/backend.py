@@ -7,14 +7,15 @@ so once. An explicit choice that cannot run raises; it is never replaced.
 
 Every operator call is recorded when it executes, also below `torch.compile`; the replay of a CUDA
 graph is not a call and leaves no record. What is recorded is the implementation that ran:
-"triton/hopper" where any kernel of the call was one written for Hopper (in Gluon), "triton", or
-"torch".
+"triton/hopper" where any kernel of the call was one written for Hopper (in Gluon or CUDA C++),
+"triton", or "torch".
 """
 
 import functools
 import os
 import warnings
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -131,12 +132,28 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 """Tensors that behave as torch's own."""
 
 
+_current_device = getattr(torch._C, "_cuda_getDevice", None)
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager:
+    """Where x lies on a GPU that is not the current one (a model over several), it is made that, as
+    torch's own operators do: kernels are launched on the current one."""
+    index = x.get_device()
+    if index < 0 or _current_device is None or index == _current_device():
+        return nullcontext()
+    return torch.cuda.device(index)
+
+
 def call(op: CustomOpDef, *args):
     """`op(*args)`, past torch's dispatch where nothing there has work to do: no gradient, compiler,
     mode, transform or kind of tensor of its own. Dispatching costs several times what a launch
-    does."""
+    does. The first argument says on which GPU (`on_device_of`)."""
     if torch.compiler.is_compiling():
         return op(*args)
+    index = args[0].get_device()
+    if index >= 0 and _current_device is not None and index != _current_device():
+        with on_device_of(args[0]):
+            return call(op, *args)
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         refuse_transforms(op._qualname)
         return op(*args)

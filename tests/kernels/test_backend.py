@@ -1,12 +1,13 @@
 """Which backend runs, that it can be asked, and the errors when it cannot."""
 
+import contextlib
 from dataclasses import replace
 
 import planning
 import pytest
 import rlk_kernels as rk
 import torch
-from rlk_kernels import device
+from rlk_kernels import backend, device
 from rlk_kernels.matmul import plan as matmul
 from rlk_kernels.matmul import product
 
@@ -21,7 +22,7 @@ def clean(monkeypatch):
 
 def test_public_names():
     errors = ["KernelError", "UnknownBackend", "UnsupportedDevice", "UnsupportedDtype"]
-    errors += ["UnsupportedShape"]
+    errors += ["UnsupportedShape", "KernelFailed"]
     operators = ["attention", "embedding", "linear", "linear_grpo_loss", "linear_logp", "logp"]
     operators += ["group_advantages", "paged_attention", "rms_norm", "rope", "swiglu"]
     operators += ["norm_rope", "write_kv_cache"]
@@ -238,10 +239,10 @@ def test_registration_passes_torchs_own_check():
 def test_inputs_are_not_modified():
     x = torch.randn(4, 8)
     before = x.clone()
-    for backend in ("torch", "triton"):
-        rk.rms_norm(x, W[0], 1e-6, residual=x, backend=backend)
-        rk.rope(x[:, None], x[:, None], torch.arange(4), theta=1e4, backend=backend)
-        rk.swiglu(x, x, backend=backend)
+    for name in ("torch", "triton"):
+        rk.rms_norm(x, W[0], 1e-6, residual=x, backend=name)
+        rk.rope(x[:, None], x[:, None], torch.arange(4), theta=1e4, backend=name)
+        rk.swiglu(x, x, backend=name)
     assert torch.equal(x, before)
 
 
@@ -298,6 +299,49 @@ def test_what_the_plan_says_is_recorded(monkeypatch):
     rk.linear(x[:, 1:], w[:, 1:], backend="triton")  # no tensor map describes it
     assert rk.last_backend("linear") == "triton"
     assert rk.backend_calls() == {("linear", "triton/hopper"): 1, ("linear", "triton"): 1}
+
+
+class OnGPU:
+    """Stands for a tensor on a GPU."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def get_device(self) -> int:
+        return self.index
+
+
+class Operator:
+    """Stands for an operator: notes which GPU is the current one."""
+
+    def __init__(self, current: list[int]) -> None:
+        self.current, self.ran = current, []
+
+    def _init_fn(self, *args) -> None:
+        self.ran.append(self.current[-1])
+
+
+def test_an_operator_runs_on_the_gpu_of_its_tensors(monkeypatch):
+    """A model over several GPUs does not make each of them the current one."""
+    current = [0]
+
+    @contextlib.contextmanager
+    def device(index):
+        current.append(index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(backend, "_current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    op = Operator(current)
+    for index in (0, 1, 3, -1):  # the last: on no GPU
+        backend.call(op, OnGPU(index))
+    assert op.ran == [0, 1, 3, 0]
+    with backend.on_device_of(OnGPU(2)):
+        assert current[-1] == 2
+        backend.call(op, OnGPU(2))
+    assert op.ran[-1] == 2
+    assert current == [0]
 
 
 def test_any_kernel_for_hopper_makes_the_call_one():

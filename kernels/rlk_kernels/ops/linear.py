@@ -25,7 +25,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import call, choose, record
+from rlk_kernels.backend import call, choose, on_device_of, record
 from rlk_kernels.direct import empty
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.matmul import portable
@@ -227,7 +227,8 @@ def linear(
         call(_linear_into, out.view(rows.shape[0], weight.shape[0]), rows, weight, bias, chosen)
         return out
     if main_grad is not None and torch.is_grad_enabled():
-        y = _WithMainGrad.apply(rows, weight, bias, main_grad, out_dtype or x.dtype, chosen)
+        with on_device_of(x):
+            y = _WithMainGrad.apply(rows, weight, bias, main_grad, out_dtype or x.dtype, chosen)
     else:
         y = call(_gemm, rows, weight, bias, False, True, out_dtype or x.dtype, chosen)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], weight.shape[0])

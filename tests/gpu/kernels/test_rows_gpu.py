@@ -174,6 +174,18 @@ def test_a_row_does_not_depend_on_its_batch(name, size, dtype):
     assert differing_rows(op, "triton", rows, torch.randperm(1000, device=DEVICE)) == 0
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+@pytest.mark.parametrize("name", NAMES)
+def test_an_operator_runs_on_the_gpu_of_its_tensors(name):
+    assert torch.cuda.current_device() == 0
+    found = []
+    for gpu in ("cuda:0", "cuda:1"):
+        op = row_operators(torch.bfloat16, gpu, size=256)[name]
+        found.append(op.run(*op.make(300), backend="triton"))
+        assert found[-1].device == torch.device(gpu)
+    assert torch.equal(found[0].cpu(), found[1].cpu())
+
+
 @pytest.mark.parametrize("n", [1024, 4096, 6144, 12288])
 def test_linear_at_aligned_sizes_uses_tma_and_stays_invariant(n):
     x = rand(8200, 2048, dtype=torch.bfloat16, device=DEVICE, seed=1)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlk_kernels.backend import choose, record, refuse_transforms
+from rlk_kernels.backend import choose, on_device_of, record, refuse_transforms
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.losses.grpo.operator import LOSS_TYPES, METRICS, Loss, by_sequence
 from rlk_kernels.losses.linear_grpo import portable
@@ -277,7 +277,8 @@ def linear_grpo_loss(
     if compiling:
         ids, advantages, weights = _prepare(*arguments, chosen)
     else:
-        ids, advantages, weights = _implementation(chosen).prepare(*arguments)
+        with on_device_of(hidden):
+            ids, advantages, weights = _implementation(chosen).prepare(*arguments)
     operands = (as_rows(hidden), as_rows(weight), None if bias is None else bias.contiguous())
     tokens = (per_token.get("old_logp"), advantages, per_token.get("ref_logp"), weights)
     if compiling:
@@ -291,8 +292,9 @@ def linear_grpo_loss(
     else:
         loss, grad = Loss(beta, low, high), torch.is_grad_enabled()
         given = (*operands, ids, tokens, spec, loss, chosen, grad)
-        if grad and any(x is not None and x.requires_grad for x in operands):
-            value, logp, names, *found = _LinearGRPO.apply(*given)
-        else:
-            value, logp, names, *found = _run(*given[:-1], [False] * 3)[0]
+        with on_device_of(hidden):
+            if grad and any(x is not None and x.requires_grad for x in operands):
+                value, logp, names, *found = _LinearGRPO.apply(*given)
+            else:
+                value, logp, names, *found = _run(*given[:-1], [False] * 3)[0]
     return value, {"logp": logp, **dict(zip(names, found, strict=True))}

@@ -20,7 +20,7 @@ import math
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import call, choose
+from rlk_kernels.backend import call, choose, on_device_of
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.attention.given import Schedule, check, key
 from rlk_kernels.ops.attention.registered import (
@@ -213,7 +213,10 @@ def paged_schedule(
     if choose("paged_schedule", backend, q, k_cache, v_cache, table, lens, cu_q) == "torch":
         return None
     k_cache, v_cache = _last_dense(k_cache), _last_dense(v_cache)
-    found = on_triton().paged_pieces(q, k_cache, v_cache, cu_q, lens, table, window, softcap or 0.0)
+    with on_device_of(q):
+        found = on_triton().paged_pieces(
+            q, k_cache, v_cache, cu_q, lens, table, window, softcap or 0.0
+        )
     if found is None:
         return None
     plan, pieces, special = found
