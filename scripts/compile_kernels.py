@@ -31,7 +31,7 @@ from rlk_kernels.device import GLUON_TRITON, interpreting
 from shapes import HEADS, LINEAR, ROWS
 
 ROOT = Path(__file__).resolve().parents[1]
-PRODUCTS = ("product.cu", "_gemm_tma_kernel", "_sum_tma_kernel", "_tiles_tma_kernel")
+PRODUCTS = ("_gemm_tma_kernel", "_sum_tma_kernel", "_tiles_tma_kernel")
 """Of the kernels that are not written in Gluon, those whose products are wgmma on Hopper."""
 SPILLS = {
     "_attention_hopper_kernel": 2048,  # 24 and 368 with Triton 3.6, none in a step; 1076 with 3.9

@@ -108,7 +108,7 @@ class Compiled:
     shared: int = 0
     """Bytes of shared memory that Triton takes."""
     wgmma: int = 0
-    """wgmma.mma_async instructions in the PTX, or in the source of a kernel in CUDA C++."""
+    """wgmma.mma_async instructions in the PTX of Triton's."""
     serialized: bool = False
     """Whether ptxas makes each of them wait for the one before it, and says so."""
     ptx: str = field(default="", repr=False)
@@ -175,7 +175,6 @@ class Launches:
                 **record,
                 **_said(log),
                 seconds=time.process_time() - start,
-                wgmma=source.text.count("wgmma.mma_async"),
                 ptx=source.text,
             )
         )

@@ -13,6 +13,7 @@ from rlk_kernels.backend import (
     choose,
     dispatch_straight,
     last_backend,
+    on_device_of,
     reset_backend_calls,
 )
 from rlk_kernels.device import HAS_TRITON
@@ -54,16 +55,17 @@ def warm_up(
     True where every tile gives the same bits, so that all of them are in use; without Triton there
     are none to check.
     """
-    device = torch.empty(0, device=device).device
+    there = torch.empty(0, device=device)
     if not HAS_TRITON:
         return True
     from rlk_kernels.matmul.product import compile_ahead
     from rlk_kernels.matmul.self_check import holds
 
-    sound = all([holds(device), holds(device, split=True)])
-    for weight, bias in linears:
-        if choose("linear", None, weight) == "triton":
-            compile_ahead(weight, bias, rows)
+    with on_device_of(there):
+        sound = all([holds(there.device), holds(there.device, split=True)])
+        for weight, bias in linears:
+            if choose("linear", None, weight) == "triton":
+                compile_ahead(weight, bias, rows)
     return sound
 
 

@@ -6,6 +6,7 @@ to be compiled to threads: most of the work is the compiler's, outside of the in
 """
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,14 +18,15 @@ from rlk_kernels import launching
 from rlk_kernels.device import interpreting
 
 MOST_THREADS = 16
-_threads: ThreadPoolExecutor | None = None
-"""While `compiled_ahead` lasts."""
+_own = threading.local()
+"""`pool`: the threads that compile for this one while `compiled_ahead` lasts."""
 
 
 def soon(make: Callable, *arguments) -> "Future[Any]":
     """`make(*arguments)`: by a thread of `compiled_ahead` while that lasts, else at once."""
-    if _threads is not None:
-        return _threads.submit(make, *arguments)
+    pool = getattr(_own, "pool", None)
+    if pool is not None:
+        return pool.submit(make, *arguments)
     found: Future[Any] = Future()
     found.set_result(make(*arguments))
     return found
@@ -40,13 +42,12 @@ def compiled_ahead(device: torch.device) -> Iterator[bool]:
         return
     from triton.runtime._async_compile import AsyncCompileMode
 
-    global _threads
     threads = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1))
     with threads, AsyncCompileMode(threads):
-        _threads = threads
+        _own.pool = threads
         launching.only_compile(True)
         try:
             yield True
         finally:
             launching.only_compile(False)
-            _threads = None
+            _own.pool = None

@@ -130,18 +130,20 @@ def refuse_gradient(
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 """Tensors that behave as torch's own."""
-
-
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager:
     """Where x lies on a GPU that is not the current one (a model over several), it is made that, as
     torch's own operators do: kernels are launched on the current one."""
-    index = x.get_device()
-    if index < 0 or _current_device is None or index == _current_device():
+    if torch.compiler.is_compiling() or not _lies_elsewhere(x):
         return nullcontext()
-    return torch.cuda.device(index)
+    return torch.cuda.device(x.get_device())
+
+
+def _lies_elsewhere(x: Tensor) -> bool:
+    index = x.get_device() if type(x) in _PLAIN else -1
+    return index >= 0 and _current_device is not None and index != _current_device()
 
 
 def call(op: CustomOpDef, *args):
@@ -150,8 +152,7 @@ def call(op: CustomOpDef, *args):
     does. The first argument says on which GPU (`on_device_of`)."""
     if torch.compiler.is_compiling():
         return op(*args)
-    index = args[0].get_device()
-    if index >= 0 and _current_device is not None and index != _current_device():
+    if _lies_elsewhere(args[0]):
         with on_device_of(args[0]):
             return call(op, *args)
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:

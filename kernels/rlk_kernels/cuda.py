@@ -5,6 +5,7 @@ For what Triton cannot say: a matrix product whose width is any multiple of 8. T
 through ctypes, as NVRTC is; names and numbers are those of CUDA's headers.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -71,18 +72,26 @@ def _compiled(source: Source) -> bytes:
 
     key = repr((source, nvrtc.version())).encode()
     manager, name = get_cache_manager(hashlib.sha256(key).hexdigest()), f"{source.entry}.cubin"
-    path = manager.get_file(name)
-    if path is not None:
-        return Path(path).read_bytes()
+    with contextlib.suppress(OSError):  # removed meanwhile
+        path = manager.get_file(name)
+        if path is not None:
+            return Path(path).read_bytes()
     found, _ = nvrtc.compile_source(source)
-    manager.put(found, name, binary=True)
+    with contextlib.suppress(OSError):  # a full disk: the next process compiles again
+        manager.put(found, name, binary=True)
     return found
 
 
-@functools.cache
+_binaries: dict[Source, "Future[bytes]"] = {}
+
+
 def binary(source: Source) -> "Future[bytes]":
-    """Compiled once a process; while `ahead.compiled_ahead` lasts, by one of its threads."""
-    return ahead.soon(_compiled, source)
+    """Compiled once a process; while `ahead.compiled_ahead` lasts, by one of its threads. What
+    failed is tried again."""
+    found = _binaries.get(source)
+    if found is None or (found.done() and found.exception() is not None):
+        found = _binaries[source] = ahead.soon(_compiled, source)
+    return found
 
 
 def _done(error: int) -> None:

@@ -7,6 +7,7 @@ what Triton would run (`tests/gpu/kernels/test_engine_gpu.py` asks it every time
 """
 
 import functools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,7 @@ def launch(seen: dict, kernel, grid: tuple[int, int, int], arguments: tuple, opt
         if addressed is not None:
             again(found, kernel, grid, arguments, options, addressed)
             return
-    if _only_compiling:
+    if compiles_only():
         kernel.warmup(*arguments, grid=grid, **options)
         return
     compiled = kernel[grid](*arguments, **options)
@@ -142,15 +143,14 @@ def tensor_map(
     return kind(_Memory(address, dtype), list(shape), list(strides), list(box), *layout)
 
 
-_only_compiling = False
+_thread = threading.local()
 
 
 def only_compile(wanted: bool) -> None:
-    """Whether launches compile and do not run, for `ahead.py`."""
-    global _only_compiling
-    _only_compiling = wanted
+    """Whether this thread's launches compile and do not run, for `ahead.py`: others go on."""
+    _thread.only_compiles = wanted
 
 
 def compiles_only() -> bool:
-    """Whether launches do."""
-    return _only_compiling
+    """Whether this thread's do."""
+    return getattr(_thread, "only_compiles", False)

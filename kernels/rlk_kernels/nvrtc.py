@@ -28,14 +28,16 @@ class Source(NamedTuple):
 
 
 def _places() -> Iterator[tuple[str, ...]]:
-    """Where NVRTC may lie, with what it needs before it: in a wheel of NVIDIA's, behind a library
-    of torch's that links it, and where the loader looks."""
+    """Where NVRTC may lie, of the CUDA that torch was built for (or any, without one), with what it
+    needs before it: in a wheel of NVIDIA's, behind a library of torch's that links it, and where
+    the loader looks. The driver may refuse what a newer one compiles."""
+    major = (torch.version.cuda or "[0-9]*").partition(".")[0]
     wheels = importlib.util.find_spec("nvidia")
     for folder in wheels.submodule_search_locations or () if wheels else ():
-        for found in sorted(Path(folder).glob("*/lib/libnvrtc.so.[0-9]*")):
+        for found in sorted(Path(folder).glob(f"*/lib/libnvrtc.so.{major}")):
             yield *map(str, found.parent.glob("libnvrtc-builtins.so.*[0-9]")), str(found)
     yield (str(Path(torch.__file__).parent / "lib" / "libcaffe2_nvrtc.so"),)
-    yield ("libnvrtc.so",)
+    yield (f"libnvrtc.so.{major}",)
 
 
 @functools.cache

@@ -89,7 +89,9 @@ def _kernel_sources() -> Iterator[Path]:
     found = importlib.util.find_spec("rlk_kernels")
     assert found is not None
     assert found.origin is not None
-    yield from Path(found.origin).parent.rglob("*.py")
+    folder = Path(found.origin).parent
+    yield from folder.rglob("*.py")
+    yield from folder.rglob("*.cu")
 
 
 def engine_versions(spec: EngineSpec) -> dict[str, str]:

@@ -41,13 +41,15 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_both_packages_are_whole(names: set[str]) -> None:
     for folder, package in ((ROOT, "rlk_align"), (ROOT / "kernels", "rlk_kernels")):
-        sources = {p.relative_to(folder).as_posix() for p in (folder / package).rglob("*.py")}
+        found = [p for kind in ("py", "cu") for p in (folder / package).rglob(f"*.{kind}")]
+        sources = {p.relative_to(folder).as_posix() for p in found}
         assert sources
         assert sources <= names
     parts = (ROOT / "rlk_align" / "report" / "html" / "templates").iterdir()
     pages = {p.relative_to(ROOT).as_posix() for p in parts}
     assert {Path(p).suffix for p in pages} == {".html", ".css", ".js"}
     assert pages <= names
+    assert "rlk_kernels/matmul/hopper/product.cu" in names
 
 
 def test_the_data_is_inside(names: set[str]) -> None:

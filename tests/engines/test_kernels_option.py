@@ -99,14 +99,15 @@ def test_a_capture_with_kernels_is_another(monkeypatch: pytest.MonkeyPatch) -> N
     assert key("hf:kernels=rlk") not in (on, off)
 
 
-def test_edited_kernels_make_another_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("source", ["rope/operator.py", "hopper/product.cu"])
+def test_edited_kernels_make_another_capture(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of captures that have them alone."""
     on, off = EngineSpec.parse("hf:kernels=rlk"), EngineSpec.parse("hf")
     before = adapter_digest(on), adapter_digest(off)
     read = Path.read_bytes
 
     def edited(path: Path) -> bytes:
-        return read(path) + (b"#" if path.parent.name == "rope" else b"")
+        return read(path) + (b"#" if path.as_posix().endswith(source) else b"")
 
     monkeypatch.setattr(Path, "read_bytes", edited)
     assert adapter_digest(on) != before[0]

@@ -1,5 +1,6 @@
 """Kernels are compiled before they are launched, and only where there is something to compile."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -42,6 +43,21 @@ def test_launches_compile_and_do_not_run(on_gpu: torch.device) -> None:
     assert kernel.ran == []
     launching.launch({}, kernel, (2, 1, 1), (7,), {"num_warps": 4})
     assert kernel.ran == kernel.compiled
+
+
+def test_other_threads_go_on_launching(on_gpu: torch.device) -> None:
+    kernel, other = Kernel(), Kernel()
+
+    def launched() -> None:
+        launching.launch({}, other, (1, 1, 1), (), {})
+
+    with compiled_ahead(on_gpu):
+        launching.launch({}, kernel, (1, 1, 1), (), {})
+        thread = threading.Thread(target=launched)
+        thread.start()
+        thread.join()
+    assert (len(kernel.compiled), len(kernel.ran)) == (1, 0)
+    assert (len(other.compiled), len(other.ran)) == (0, 1)
 
 
 def test_launches_run_again_after_an_error(on_gpu: torch.device) -> None:

@@ -10,6 +10,7 @@ import torch
 from rlk_kernels import backend, device
 from rlk_kernels.matmul import plan as matmul
 from rlk_kernels.matmul import product
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 X, W = torch.randn(3, 8), torch.randn(5, 8)
 
@@ -304,6 +305,8 @@ def test_what_the_plan_says_is_recorded(monkeypatch):
 class OnGPU:
     """Stands for a tensor on a GPU."""
 
+    requires_grad = False
+
     def __init__(self, index: int) -> None:
         self.index = index
 
@@ -320,6 +323,8 @@ class Operator:
     def _init_fn(self, *args) -> None:
         self.ran.append(self.current[-1])
 
+    __call__ = _init_fn
+
 
 def test_an_operator_runs_on_the_gpu_of_its_tensors(monkeypatch):
     """A model over several GPUs does not make each of them the current one."""
@@ -331,6 +336,7 @@ def test_an_operator_runs_on_the_gpu_of_its_tensors(monkeypatch):
         yield
         current.pop()
 
+    monkeypatch.setattr(backend, "_PLAIN", (OnGPU,))
     monkeypatch.setattr(backend, "_current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", device)
     op = Operator(current)
@@ -342,6 +348,47 @@ def test_an_operator_runs_on_the_gpu_of_its_tensors(monkeypatch):
         backend.call(op, OnGPU(2))
     assert op.ran[-1] == 2
     assert current == [0]
+
+
+def test_which_gpu_is_not_asked_of_fake_tensors_nor_while_a_graph_is_traced(monkeypatch):
+    asked = []
+    monkeypatch.setattr(backend, "_current_device", lambda: asked.append(1) or 5)
+    op = Operator([0])
+    with FakeTensorMode():
+        backend.call(op, torch.empty(2, device="meta"))
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def traced(x):
+        with backend.on_device_of(x):
+            return x + 1
+
+    assert traced(torch.zeros(1)) == 1
+    assert not asked
+
+
+def test_a_plan_follows_what_is_aligned(monkeypatch):
+    """Also where an earlier call had as many addresses that are not."""
+    monkeypatch.setattr(product, "facts", lambda of: H200)
+    monkeypatch.setattr(product, "trusted", lambda *_: True)
+    planned = []
+    monkeypatch.setattr(product, "launch", lambda plan, *_: planned.append(plan.kernel))
+    room = torch.zeros(300 * 4096 + 8, dtype=HALF)
+    w = torch.zeros(4096, 4096, dtype=HALF)
+    for x_at, out_at in ((0, 1), (1, 0), (0, 0)):
+        x, out = (room[at : at + 300 * 4096].view(300, 4096) for at in (x_at, out_at))
+        product.product(x, w, None, False, True, out)
+    assert planned == ["hopper", "pointer", "hopper"]
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float16, torch.float64, torch.float8_e4m3fn])
+@pytest.mark.parametrize("k", [512, 4096])
+def test_results_of_other_dtypes_are_not_those_of_the_kernel_for_hopper(out_dtype, k):
+    shape = matmul.ProductShape(300, 4096, k, HALF, HALF, False, True, True, True, True)
+    assert matmul.plan_product(shape, H200, True).kernel == "hopper"
+    other = shape._replace(out_dtype=out_dtype)
+    assert matmul.plan_product(other, H200, True).kernel != "hopper"
+    wide = matmul.plan_product(shape._replace(k=512, out_dtype=torch.float32), H200, True)
+    assert wide.kernel == "hopper"
 
 
 def test_any_kernel_for_hopper_makes_the_call_one():

@@ -3,6 +3,7 @@
 import ctypes
 import threading
 from ctypes import c_int, c_void_p
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,9 +18,7 @@ GOOD = Source("nothing", 'extern "C" __global__ void nothing() {}', ("--gpu-arch
 def anew(monkeypatch, tmp_path):
     """Nothing was compiled before, in this process or another."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    cuda.binary.cache_clear()
-    yield
-    cuda.binary.cache_clear()
+    monkeypatch.setattr(cuda, "_binaries", {})
 
 
 def test_a_source_becomes_a_binary():
@@ -50,14 +49,14 @@ def test_it_is_compiled_once_and_then_read(monkeypatch):
     monkeypatch.setattr(nvrtc, "compile_source", counted)
     first = cuda.binary(GOOD).result()
     assert cuda.binary(GOOD).result() == first
-    cuda.binary.cache_clear()  # as in another process
+    cuda._binaries.clear()  # as in another process
     assert cuda.binary(GOOD).result() == first
     assert compiled == [GOOD]
     other = GOOD._replace(options=(*GOOD.options, "-DX=1"))
     cuda.binary(other)
     assert compiled == [GOOD, other]
     monkeypatch.setattr(nvrtc, "version", lambda: (99, 0))
-    cuda.binary.cache_clear()
+    cuda._binaries.clear()
     cuda.binary(GOOD)
     assert compiled == [GOOD, other, GOOD]
 
@@ -87,6 +86,33 @@ def test_a_failure_ahead_is_raised_where_the_kernel_is_needed(monkeypatch):
         cuda.binary(bad)
     with pytest.raises(KernelFailed):
         cuda.binary(bad).result()
+
+
+def test_what_failed_is_tried_again_and_a_full_disk_is_no_failure(monkeypatch):
+    def refused(*_, **__):
+        raise OSError("No space left on device")
+
+    compile_source = nvrtc.compile_source
+    monkeypatch.setattr(nvrtc, "compile_source", refused)
+    with pytest.raises(OSError, match="No space"):
+        cuda.binary(GOOD)
+    monkeypatch.setattr(nvrtc, "compile_source", compile_source)
+    cache = pytest.importorskip("triton.runtime.cache")
+    monkeypatch.setattr(cache.FileCacheManager, "put", refused)
+    assert cuda.binary(GOOD).result().startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize(("built_for", "major"), [("13.0", "13"), ("12.8", "12"), (None, "13")])
+def test_the_compiler_is_that_of_torchs_cuda(built_for, major, monkeypatch, tmp_path):
+    """A driver may refuse what a newer one compiles."""
+    for wheel, number in (("cu13", 13), ("cuda_nvrtc", 12)):
+        (tmp_path / wheel / "lib").mkdir(parents=True)
+        (tmp_path / wheel / "lib" / f"libnvrtc.so.{number}").touch()
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(nvrtc.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    first, *_ = nvrtc._places()
+    assert first[-1].endswith(f"libnvrtc.so.{major}")
 
 
 def test_structures_are_those_of_the_headers():

@@ -1,6 +1,7 @@
 """What the kernels refuse by a VllmConfig, also where no tool has looked at config.json before."""
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -162,6 +163,19 @@ def test_a_config_is_checked_that_has_another_digest(monkeypatch: pytest.MonkeyP
     asked.additional_config = {config.KEY: "another"}
     with pytest.raises(NotServed, match="tensor parallelism"):
         config.enter_config()
+
+
+@pytest.mark.parametrize("name", ["kernel.py", "hopper/kernel.cu"])
+def test_an_edited_source_is_another_digest(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(config.rlk_kernels, "__file__", str(tmp_path / "__init__.py"))
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    found = []
+    for text in ("one", "two", "two"):
+        (tmp_path / name).write_text(text)
+        found.append(config._sources.__wrapped__())
+    assert found[0] != found[1] == found[2]
 
 
 def test_the_switch_is_0_or_1(monkeypatch: pytest.MonkeyPatch) -> None:

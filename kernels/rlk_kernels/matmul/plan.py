@@ -118,10 +118,8 @@ def plan_product(shape: ProductShape, facts: DeviceFacts, trusted: bool) -> Matm
         )  # fmt: skip
     if facts.interpreted:
         return plan_tile(shape, facts, INTERPRETED)
-    linear_form = trans_b and not trans_a and shape.tma_reads and not segment
-    tile = tile_for(
-        m, n, k, dtype, facts.processors, trusted=trusted, specialized=linear_form and facts.cuda
-    )
+    specialized = _specializes(shape, facts) and shape.tma_reads and not segment
+    tile = tile_for(m, n, k, dtype, facts.processors, trusted=trusted, specialized=specialized)
     return plan_tile(shape, facts, tile)
 
 
@@ -129,7 +127,7 @@ def plan_tile(
     shape: ProductShape, facts: DeviceFacts, tile: Tile, pointers: bool = False
 ) -> MatmulPlan:
     """The plan with a given tile; `pointers`: without tensor maps."""
-    m, n, k, dtype, out_dtype, trans_a, trans_b, readable, writable, _ = shape
+    m, n, k, dtype, out_dtype, _, _, readable, writable, _ = shape
     segment, last = segments(k, dtype, out_dtype)
     if segment:
         tile = for_split(tile)
@@ -139,7 +137,7 @@ def plan_tile(
             programs=-(-m // tile.m) * -(-n // tile.n), stages=min(tile.stages, 3), overlap=0,
             tma_store=False, wide=n,
         )  # fmt: skip
-    specialized = tile.warp_specialized and trans_b and not trans_a and facts.cuda
+    specialized = tile.warp_specialized and _specializes(shape, facts)
     if tile.warp_specialized and not specialized:
         tile = SAFE
     wide = tile.wide_columns(m, n, facts.processors)
@@ -156,6 +154,12 @@ def plan_tile(
         overlap=tile.overlap if facts.overlaps else 0,
         tma_store=writable, wide=wide,
     )  # fmt: skip
+
+
+def _specializes(shape: ProductShape, facts: DeviceFacts) -> bool:
+    """Whether `hopper/product.py` has the form and the dtypes of a product."""
+    linear_form = shape.trans_b and not shape.trans_a
+    return facts.cuda and linear_form and shape.out_dtype in (shape.dtype, torch.float32)
 
 
 def _fills(shape: ProductShape, facts: DeviceFacts) -> bool:

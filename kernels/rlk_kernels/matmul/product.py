@@ -36,7 +36,7 @@ def product(
     seen = launches(
         a.shape, a.stride(), b.shape, b.stride(), a.dtype, None if bias is None else bias.dtype,
         trans_a, trans_b, out.dtype, out.stride(), a.device,
-        (a.data_ptr() | b.data_ptr() | out.data_ptr()) & 15 == 0,
+        (a.data_ptr() | b.data_ptr()) & 15 == 0, out.data_ptr() & 15 == 0,
     )  # fmt: skip
     planned = seen.get("plan")
     if planned is None:
@@ -60,7 +60,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> str:
         return "triton"
     seen = launches(
         "add", a.shape, a.stride(), b.shape, b.stride(), a.dtype, total.dtype, a.device,
-        (a.data_ptr() | b.data_ptr() | total.data_ptr()) & 15 == 0,
+        (a.data_ptr() | b.data_ptr()) & 15 == 0, total.data_ptr() & 15 == 0,
     )  # fmt: skip
     planned = seen.get("plan")
     if planned is None:

@@ -89,7 +89,7 @@ def digest() -> str:
 def _sources() -> str:
     folder = Path(rlk_kernels.__file__).parent
     found = hashlib.blake2b(digest_size=16)
-    for path in sorted(folder.rglob("*.py")):
+    for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.cu")]):
         found.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
     return found.hexdigest()
 
