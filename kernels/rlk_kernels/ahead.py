@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from rlk_kernels import launching
 from rlk_kernels.device import interpreting
+from rlk_kernels.direct import thread
 
 MOST_THREADS = 16
 _own = threading.local()
@@ -45,9 +45,9 @@ def compiled_ahead(device: torch.device) -> Iterator[bool]:
     threads = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1))
     with threads, AsyncCompileMode(threads):
         _own.pool = threads
-        launching.only_compile(True)
+        thread.only_compiles = True
         try:
             yield True
         finally:
-            launching.only_compile(False)
+            thread.only_compiles = False
             _own.pool = None

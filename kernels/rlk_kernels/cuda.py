@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rlk_kernels import ahead, launching, nvrtc
+from rlk_kernels.direct import thread
 from rlk_kernels.errors import KernelFailed
 from rlk_kernels.nvrtc import Source
 
@@ -169,7 +170,8 @@ def launch(
     """Run a kernel on the current device and stream; seen: the `launching.launches` of its shapes.
     `make(*made_from)` is asked once for each `addresses`. While `ahead.compiled_ahead` lasts the
     kernel is compiled and does not run."""
-    if launching.compiles_only():
+    launching.spoil()
+    if thread.only_compiles:
         binary(source)
         return
     device = torch._C._cuda_getDevice()

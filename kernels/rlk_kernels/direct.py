@@ -6,6 +6,7 @@ same allocator.
 
 import functools
 import math
+import threading
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -22,8 +23,23 @@ _allocate: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 _reinterpret: Any = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", torch.as_strided)
 
 
+class _Thread(threading.local):
+    """What launches ask of their thread; by attribute, as a function costs more than the answer."""
+
+    only_compiles = False
+    """Launches compile and do not run (`ahead.py`)."""
+    steps: list | None = None
+    """What was launched since `launching.repeat` began to record; None among them is what cannot be
+    launched again so."""
+
+
+thread = _Thread()
+
+
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """`torch.empty`; on the current GPU as Inductor's code allocates, past torch's dispatch."""
+    if thread.steps is not None:  # launched again, kernels would write to what is others' by then
+        thread.steps.append(None)
     if not _allocates(device):
         return torch.empty(shape, dtype=dtype, device=device)
     return _allocate(*_dense(shape), dtype)
@@ -35,8 +51,19 @@ def empties(
     """`empty` of each shape, all in one piece of memory, which is there for as long as one of them
     is; each begins at a multiple of 16 bytes. Nothing for a custom operator to return: torch wants
     no two of its outputs in the same memory."""
-    total, places = _together(shapes, 16 // dtype.itemsize)
-    memory = empty(total, dtype, device)
+    return apart(together(shapes, dtype, device), shapes)
+
+
+def together(
+    shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Memory for `apart`."""
+    return empty(_places(shapes, 16 // dtype.itemsize)[0], dtype, device)
+
+
+def apart(memory: Tensor, shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
+    """The tensors of these shapes in memory from `together`; of the first shapes, the first."""
+    _, places = _places(shapes, 16 // memory.dtype.itemsize)
     # as in Inductor's code: no views, for autograd
     lay = _reinterpret if type(memory) is Tensor else torch.as_strided
     return [lay(memory, *place) for place in places]
@@ -67,7 +94,7 @@ def _dense(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _together(
+def _places(
     shapes: tuple[tuple[int, ...], ...], unit: int
 ) -> tuple[tuple[int], list[tuple[tuple[int, ...], tuple[int, ...], int]]]:
     """(shape of all, (shape, strides, first element) of each), `unit` elements in 16 bytes."""

@@ -7,7 +7,6 @@ what Triton would run (`tests/gpu/kernels/test_engine_gpu.py` asks it every time
 """
 
 import functools
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlk_kernels.direct import Direct, direct_launcher
+from rlk_kernels.direct import Direct, direct_launcher, thread
 
 KEPT = 512
 """Of one name, for calls of one shape."""
+SEQUENCES = 4096
+"""Of all shapes (`repeat`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +68,18 @@ def kept(seen: dict, name: str, key, make: Callable, *arguments, most: int = KEP
 
 def launch(seen: dict, kernel, grid: tuple[int, int, int], arguments: tuple, options: dict) -> None:
     """`kernel[grid](*arguments, **options)`; `seen`: the `launches` of the call's shape."""
+    if thread.only_compiles:
+        kernel.warmup(*arguments, grid=grid, **options)
+        return
     found = seen.get(id(kernel))
     if found is not None and found.device == torch._C._cuda_getDevice():
         addressed = _addressed(found.tensors, arguments)
         if addressed is not None:
-            again(found, kernel, grid, arguments, options, addressed)
+            step = again(found, kernel, grid, arguments, options, addressed)
+            if thread.steps is not None:
+                thread.steps.append(step)
             return
-    if compiles_only():
-        kernel.warmup(*arguments, grid=grid, **options)
-        return
+    spoil()
     compiled = kernel[grid](*arguments, **options)
     tensors = tuple(i for i, x in enumerate(arguments) if isinstance(x, Tensor))
     if hasattr(compiled, "packed_metadata") and _addressed(tensors, arguments) is not None:
@@ -94,6 +98,52 @@ def _addressed(tensors: tuple[int, ...], arguments: tuple) -> list | None:
     return None if bits & 15 else found
 
 
+_sequences: dict[tuple, list[tuple]] = {}
+
+
+def repeat(seen: dict, key: tuple, run: Callable[..., None], *arguments) -> None:
+    """`run(*arguments)`, which launches kernels with `launch` and does nothing else. Where it was
+    run before for this `key`, its kernels are launched again without it: most of the host's time of
+    a call that launches several.
+
+    seen: the `launches` of the call's shape; key: all else that arguments of the kernels follow
+    from, as addresses and numbers, those of the memory that `run` is given for its own use too.
+    """
+    spoil()
+    place = seen.get("sequences")
+    if place is not None and not thread.only_compiles:
+        steps = _sequences.get((place, *_here(), key))
+        if steps is not None and not _watched():
+            for start, given, _ in steps:
+                start(*given)
+            return
+    before, thread.steps = thread.steps, []
+    try:
+        run(*arguments)
+        steps = thread.steps
+    finally:
+        thread.steps = before
+    if not steps or None in steps:
+        return
+    if len(_sequences) >= SEQUENCES:
+        _sequences.clear()
+    place = seen.setdefault("sequences", object())
+    _sequences[(place, *_here(), key)] = steps
+
+
+def spoil() -> None:
+    """What is recorded, if anything, is not to be launched again: something runs that leaves no
+    step."""
+    if thread.steps is not None:
+        thread.steps.append(None)
+
+
+def _here() -> tuple[int, int]:
+    """(current device, its current stream)."""
+    device = torch._C._cuda_getDevice()
+    return device, torch._C._cuda_getCurrentRawStream(device)
+
+
 @functools.cache
 def _knobs():
     import triton  # what runs without it may import this file
@@ -101,25 +151,34 @@ def _knobs():
     return triton.knobs.runtime
 
 
+def _watched() -> bool:
+    """Whether a profiler wants to know of launches."""
+    knobs = _knobs()
+    return bool(knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls)
+
+
 def again(
     found: Compiled, kernel, grid: tuple[int, int, int], arguments: tuple, options: dict,
     addressed: list,
-) -> None:  # fmt: skip
+) -> tuple | None:  # fmt: skip
     """Launch what was compiled with what is `addressed`, the arguments; a profiler that wants to
-    know of launches gets an ordinary one."""
-    knobs = _knobs()
-    if knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls:
+    know of launches gets an ordinary one. (what was called, what it was given, what must live for
+    that), None of an ordinary one."""
+    if _watched():
         kernel[grid](*arguments, **options)
-        return
+        return None
     own, direct = found.kernel, found.direct
     stream = torch._C._cuda_getCurrentRawStream(found.device)
     if direct is None:
-        own.run(*grid, stream, own.function, own.packed_metadata, None, None, None, *addressed)
-        return
-    direct.launch(
+        given = (*grid, stream, own.function, own.packed_metadata, None, None, None, *addressed)
+        own.run(*given)
+        return own.run, given, own
+    given = (
         *grid, stream, own.function, direct.cooperative, direct.overlaps, None, None,
         own.packed_metadata, None, None, None, *direct.arguments(addressed),
     )  # fmt: skip
+    direct.launch(*given)
+    return direct.launch, given, own
 
 
 class _Memory:
@@ -141,16 +200,3 @@ def tensor_map(
 ):  # fmt: skip
     """A descriptor of class `kind` (Triton's or Gluon's) of what lies at an address."""
     return kind(_Memory(address, dtype), list(shape), list(strides), list(box), *layout)
-
-
-_thread = threading.local()
-
-
-def only_compile(wanted: bool) -> None:
-    """Whether this thread's launches compile and do not run, for `ahead.py`: others go on."""
-    _thread.only_compiles = wanted
-
-
-def compiles_only() -> bool:
-    """Whether this thread's do."""
-    return getattr(_thread, "only_compiles", False)

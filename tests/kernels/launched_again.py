@@ -2,7 +2,9 @@
 
 Every operator is called thrice at shapes that differ in what Triton looks at. Triton chooses the
 variant of a kernel as it always does, but compiles none. Prints the kernels that were launched
-again, and those of which another variant was. With `--fault`, what is kept is shared by all shapes.
+again, and those of which another variant was; then those that `launching.repeat` would launch, and
+those that it would launch with other arguments than the call's own code. With `--fault`, what is
+kept is shared by all shapes; with `--short-keys`, sequences are kept without the numbers.
 Not under TRITON_INTERPRET, so in a process of its own, with kernels/ and scripts/ on its path
 (`test_launched_again.py`).
 """
@@ -33,7 +35,11 @@ def integers(*shape: int) -> torch.Tensor:
 def paged(sequences: int, pages: int, heads: int, kv_heads: int, dim: int) -> None:
     cache, bounds = empty(64, 16, kv_heads, dim), integers(sequences + 1)
     tables = integers(sequences, pages), integers(sequences)
-    rk.paged_attention(empty(sequences, heads, dim), cache, cache, *tables, cu_seqlens_q=bounds)
+    given = empty(sequences, heads, dim), cache, cache, *tables
+    for more in ({}, {"scale": 0.3}, {"softcap": 20.0}, {"softcap": 30.0}, {"window": 40}):
+        rk.paged_attention(*given, cu_seqlens_q=bounds, **more)
+    schedule = rk.paged_schedule(*given, cu_seqlens_q=bounds)
+    rk.paged_attention(*given, cu_seqlens_q=bounds, schedule=schedule)
 
 
 def calls(m: int, h: int, v: int) -> Iterator[Callable[[], object]]:
@@ -48,6 +54,7 @@ def calls(m: int, h: int, v: int) -> Iterator[Callable[[], object]]:
     yield lambda: rk.linear_logp(x, head, ids)
     yield lambda: rk.linear_logp(x, head, ids, return_lse=True, return_entropy=True)
     yield lambda: rk.linear_logp(x, head, ids, softcap=30.0, logit_scale=0.5, bias=bias)
+    yield lambda: rk.linear_logp(x, head, ids, temperature=0.7)
     yield lambda: rk.linear_logp(x, head, ids, token_ids=empty(m, 5, dtype=LONG))
     yield lambda: rk.linear_grpo_loss(x[None], head, ids[None], None, ones, mask)
     for sequences in {1, m}:
@@ -56,8 +63,38 @@ def calls(m: int, h: int, v: int) -> Iterator[Callable[[], object]]:
             yield lambda b=sequences, n=pages: paged(b, n, 6, 6, 80)
 
 
-def main(fault: bool) -> int:
-    asked, other, run = set(), set(), JITFunction.run
+def said(x: object) -> object:
+    """An argument but for its address, which is nowhere."""
+    if isinstance(x, torch.Tensor):
+        return tuple(x.shape), x.stride(), x.dtype
+    return (x.shape, x.strides, x.block_shape) if hasattr(x, "block_shape") else x
+
+
+class Sequences:
+    """In place of `launching.repeat`: every call is asked, and held to those of its key."""
+
+    def __init__(self, short_keys: bool) -> None:
+        self.short_keys = short_keys
+        self.launched: list[tuple] = []
+        self.kept: dict[tuple, list[tuple]] = {}
+        self.again: set[str] = set()
+        self.differ: set[str] = set()
+
+    def repeat(self, seen: dict, key: tuple, run: Callable[..., None], *arguments) -> None:
+        if self.short_keys:
+            key = tuple(x for x in key if not isinstance(x, float))
+        self.launched = []
+        run(*arguments)
+        before = self.kept.setdefault((id(seen), key), self.launched)
+        if len(before) < len(self.launched):  # those before were not all launched again
+            self.kept[id(seen), key] = self.launched
+        elif before is not self.launched and len(before) == len(self.launched):
+            self.again |= {name for name, *_ in before}
+            self.differ |= {a[0] for a, b in zip(before, self.launched, strict=True) if a != b}
+
+
+def main(fault: bool, short_keys: bool) -> int:
+    asked, other, run, sequences = set(), set(), JITFunction.run, Sequences(short_keys)
 
     def choose(kernel, *arguments, **options):
         return run(kernel, *arguments, **{**options, "warmup": True})
@@ -70,6 +107,7 @@ def main(fault: bool) -> int:
 
     def again(found, kernel, grid, arguments, options, addressed):
         asked.add(kernel.__name__)
+        sequences.launched.append((kernel.__name__, grid, *map(said, arguments), repr(options)))
         if kernel[grid](*arguments, **options) is not found.kernel:
             other.add(kernel.__name__)
 
@@ -83,9 +121,12 @@ def main(fault: bool) -> int:
         mock.patch("torch.cuda.current_device", return_value=0),
         torch.no_grad(),
     ):
-        if fault:
-            from rlk_kernels.ops.linear_logp import launch
+        from rlk_kernels.ops.attention import forward
+        from rlk_kernels.ops.linear_logp import launch
 
+        for module in (forward, launch):
+            mock.patch.object(module, "repeat", sequences.repeat).start()
+        if fault:
             mock.patch.object(launch, "launches", return_value={}).start()
         for m, h, v in ((1, 256, 5000), (16, 1024, 16384), (33, 1024, 16384), (300, 1000, 1023)):
             for call in calls(m, h, v):
@@ -93,8 +134,10 @@ def main(fault: bool) -> int:
                     call()
     print("again:", *sorted(asked))
     print("other:", *sorted(other))
-    return int(bool(other) or not asked)
+    print("sequences:", *sorted(sequences.again))
+    print("differ:", *sorted(sequences.differ))
+    return int(bool(other or sequences.differ) or not asked)
 
 
 if __name__ == "__main__":
-    sys.exit(main("--fault" in sys.argv))
+    sys.exit(main("--fault" in sys.argv, "--short-keys" in sys.argv))

@@ -32,7 +32,8 @@ CASES = [
 def said(x: object) -> object:
     """An argument as far as it is known before anything runs."""
     if isinstance(x, torch.Tensor):
-        return tuple(x.shape), x.stride(), x.dtype, x.storage_offset()
+        aligned = x.storage_offset() * x.element_size() % 16 == 0
+        return tuple(x.shape), x.stride(), x.dtype, aligned
     return x
 
 

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rlk_kernels import ahead, cuda, device, launching, nvrtc
+from rlk_kernels import ahead, cuda, device, nvrtc
+from rlk_kernels.direct import thread
 from rlk_kernels.errors import KernelFailed
 from rlk_kernels.nvrtc import Source
 
@@ -73,7 +74,7 @@ def test_ahead_of_a_launch_it_is_compiled_by_a_thread_and_does_not_run(monkeypat
     assert future.done()
     assert future.result().startswith(b"\x7fELF")
     assert not asked
-    assert not launching.compiles_only()
+    assert not thread.only_compiles
     assert ahead.soon(len, "at once").result() == 7
 
 

@@ -16,6 +16,12 @@ KERNELS = (
 )  # fmt: skip
 
 
+SEQUENCES = (
+    "_attention_kernel", "_collapse_kernel", "_finish_kernel", "_merge_kernel", "_pick_kernel",
+    "_pieces_hopper_kernel", "_schedule_kernel", "_shared_kernel", "_tiles_hopper_kernel",
+)  # fmt: skip
+
+
 def run(*arguments: str, program: Path = PROGRAM) -> tuple[int, dict[str, list[str]]]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(str(ROOT / x) for x in ("kernels", "scripts"))
@@ -32,12 +38,20 @@ def test_every_kernel_that_is_launched_again_is_triton_s_choice():
     assert found["other:"] == []
     assert status == 0
     assert set(found["again:"]) >= set(KERNELS)
+    assert found["differ:"] == []
+    assert set(found["sequences:"]) >= set(SEQUENCES)
 
 
 def test_what_is_kept_for_another_shape_is_noticed():
     status, found = run("--fault")
     assert status == 1
     assert "_finish_kernel" in found["other:"]
+
+
+def test_a_sequence_that_is_kept_for_other_numbers_is_noticed():
+    status, found = run("--short-keys")
+    assert status == 1
+    assert {"_attention_kernel", "_pieces_hopper_kernel"} <= set(found["differ:"])
 
 
 def test_a_given_schedule_changes_no_launch():

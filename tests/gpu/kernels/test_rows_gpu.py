@@ -64,6 +64,7 @@ def test_every_tile_of_triton_runs_on_wgmma():
         kernel.asm["ptx"]
         for variants, *_ in kernels._gemm_tma_kernel.device_caches.values()
         for kernel in variants.values()
+        if "tensordesc<bf16" in str(kernel.src.signature)  # other tests' fp32 has no wgmma
     ]
     assert len(programs) >= len(plain)
     assert all("wgmma.mma_async" in ptx for ptx in programs)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.device import facts
+from rlk_kernels.direct import empties, together
 from rlk_kernels.losses.grpo.kernels import prepare, reduce_loss
 from rlk_kernels.losses.grpo.operator import Loss
 from rlk_kernels.losses.linear_grpo import plan
@@ -38,14 +39,16 @@ from rlk_kernels.matmul.plan import most_special
 from rlk_kernels.numerics.column_sum.operator import column_sum
 from rlk_kernels.ops.linear_logp.launch import (
     finish,
-    forward,
+    forward_alone,
     is_trusted,
     mark,
-    new_rows,
     pick,
+    plane_shapes,
+    planes_in,
+    row_shapes,
     run_tiles,
 )
-from rlk_kernels.ops.linear_logp.options import LogitOptions
+from rlk_kernels.ops.linear_logp.options import LogitOptions, RowStatistics
 from rlk_kernels.ops.linear_logp.plan import shape_of
 
 __all__ = ["loss_and_gradients", "prepare", "scale"]
@@ -84,16 +87,19 @@ def logp_and_gradients(
         own = ids[part]
         stored = [vocab.view(buffers, m)[:, : vocab.last - vocab.first] for vocab in chunk.vocab]
         nodes = chunk.nodes(chunk.vocab[-1]).stop
-        stats = torch.empty(2, nodes, m, dtype=torch.float32, device=h.device)
-        rows = new_rows(own, False, True)._replace(logp=logps[part], z=targets[part])
+        memory = together(plane_shapes(nodes, m, False), torch.float32, h.device)
+        planes = planes_in(memory, nodes, m, False)
+        n, s, _ = planes[0]
+        rows = RowStatistics(*empties(row_shapes(own, False), torch.float32, h.device))
+        rows = rows._replace(logp=logps[part], z=targets[part])
         for vocab, tiles, e in zip(chunk.vocab, chunk.tiles, stored, strict=True):
             node = chunk.nodes(vocab)
             run_tiles(
                 tiles, h[part], w[vocab.columns], None if bias is None else bias[vocab.columns],
-                spec, stats[0, node], stats[1, node], None, rows.z, None, e,
+                spec, n[node], s[node], None, rows.z, None, e,
             )  # fmt: skip
             ran.add(tiles.implementation)
-        finish((stats[0], stats[1], None), own, rows, 0, m, False)
+        finish(planes, own, rows, 0, m, False)
         g, a, c = token_gradient(
             rows, own, None if old is None else old[part], advantages[part],
             None if ref is None else ref[part], weights[part], loss, spec.slope,
@@ -103,7 +109,7 @@ def logp_and_gradients(
         of_columns = []
         for vocab, tiles, e in zip(chunk.vocab, chunk.tiles, stored, strict=True):
             last = vocab.last == v
-            rebase(e, stats[0, chunk.nodes(vocab)], rows, tiles.node_columns)
+            rebase(e, n[chunk.nodes(vocab)], rows, tiles.node_columns)
             quiet(e, g, rows)
             mark(e, own, rows, g, a, None, spec, vocab.first, e.shape[1], c)
             products = []
@@ -141,7 +147,6 @@ def loss_and_gradients(
     if any(needs):
         logp, grads, ran = logp_and_gradients(h, w, bias, ids, tokens, spec, loss, needs)
     else:
-        rows, ran = forward(h, w, bias, ids, spec, False, together=True)
-        logp = rows.logp
+        logp, _, _, ran = forward_alone(h, w, bias, ids, spec, False)
     value, metrics = reduce_loss(logp, old, advantages, weights, ref, loss)
     return value, metrics, logp, grads, ran

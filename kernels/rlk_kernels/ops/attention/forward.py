@@ -20,9 +20,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlk_kernels.device import facts
-from rlk_kernels.direct import empties, empty
+from rlk_kernels.direct import apart, empty, together
 from rlk_kernels.errors import UnsupportedShape
-from rlk_kernels.launching import cdiv, launch, launches, power_of_2, tensor_map
+from rlk_kernels.launching import cdiv, launch, launches, power_of_2, repeat, tensor_map
 from rlk_kernels.ops.attention.merge import merge_parts
 from rlk_kernels.ops.attention.order import (
     CHUNK,
@@ -39,6 +39,8 @@ from rlk_kernels.ops.attention.order import (
 from rlk_kernels.ops.attention.schedule import (
     PIECES,
     SCRATCH_BYTES,
+    ListPlan,
+    list_plan,
     lone_piece,
     lone_sequence,
     piece,
@@ -385,16 +387,15 @@ def _planned(
     return seen, own
 
 
-def _listed(
-    seen: dict, own: ForwardPlan, q: Tensor, k: Tensor, cu_q: Tensor, lens_k: Tensor,
-    table: Tensor | None, causal: bool, window: int | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`schedule` for `own`."""
+def _list_plan(
+    seen: dict, own: ForwardPlan, q: Tensor, k: Tensor, cu_q: Tensor, table: Tensor | None,
+    causal: bool, window: int | None,
+) -> ListPlan:  # fmt: skip
+    """How the list for `own` is made."""
     kv_heads = k.shape[-2]
-    return schedule(
-        seen, cu_q, lens_k, table, 1 if table is None else k.shape[1], kv_heads,
-        q.shape[1] // kv_heads, own.rows, CHUNK, causal, window, own.special and own.rows == 64,
-        own.slots, own.most,
+    return list_plan(
+        seen, cu_q, table, 1 if table is None else k.shape[1], kv_heads, q.shape[1] // kv_heads,
+        own.rows, CHUNK, causal, window, own.special and own.rows == 64, own.slots, own.most,
     )  # fmt: skip
 
 
@@ -409,7 +410,12 @@ def paged_pieces(
     seen, own = _planned(q, k, v, table, batch, True, window, None, None, None, softcap)
     if not own.listed:
         return None
-    return *_listed(seen, own, q, k, cu_q, lens_k, table, True, window), own.special
+    made = _list_plan(seen, own, q, k, cu_q, table, True, window)
+    memory = together(made.sizes, torch.int32, q.device)
+    lists = apart(memory, made.sizes)
+    key = tuple(x.data_ptr() for x in (memory, cu_q, lens_k, table))
+    repeat(seen, ("list", *key), schedule, seen, made, lists, cu_q, lens_k, table)
+    return lists[0], lists[1], own.special
 
 
 def forward(
@@ -429,7 +435,6 @@ def forward(
     `given`: the pieces (`paged_pieces`) that calls with the same tables and lengths share.
     """
     tokens, heads, dim = q.shape
-    kv_heads = k.shape[-2]
     if out is None:
         out = empty((tokens, heads, dim), q.dtype, q.device)
     lse = empty((heads, tokens), torch.float32, q.device)
@@ -439,29 +444,62 @@ def forward(
     seen, own = _planned(
         q, k, v, table, batch, causal, window, rows, split, warp_specialized, softcap
     )
+    implementation = "triton/hopper" if own.special else "triton"
+    if own.special and not (own.split or own.whole):
+        _blocks().attend_hopper(
+            seen, own.rows, q, k, v, out, lse, cu_q, lens_k, table, causal, scale, window
+        )  # fmt: skip
+        return out, lse, implementation
+    if own.listed and given is not None and given[2] != own.special:
+        raise UnsupportedShape(
+            "paged_attention: the caches lie otherwise than those that the schedule was made with; "
+            "make one with paged_schedule from this call's"
+        )
+    lists = made = None
+    shapes = own.scratch if own.split else ()
+    if own.listed:
+        if given is None:
+            made = _list_plan(seen, own, q, k, cu_q, table, causal, window)
+            shapes = (*shapes, *made.sizes)
+        else:
+            lists = given[:2]
+    memory = together(shapes, torch.float32, q.device) if shapes else lse
+    of_lists = (0, 0) if lists is None else (lists[0].data_ptr(), lists[1].data_ptr())
+    key = (
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(),
+        memory.data_ptr(), cu_q.data_ptr(), lens_k.data_ptr(),
+        0 if table is None else table.data_ptr(), *of_lists, scale, softcap,
+    )  # fmt: skip
+    repeat(
+        seen, key, _launch, seen, own, made, lists, memory, shapes, q, k, v, out, lse, cu_q, lens_k,
+        table, causal, scale, window, softcap,
+    )  # fmt: skip
+    return out, lse, implementation
+
+
+def _launch(
+    seen: dict, own: ForwardPlan, made: ListPlan | None, lists: tuple[Tensor, Tensor] | None,
+    memory: Tensor, shapes: tuple[tuple[int, ...], ...], q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, lse: Tensor, cu_q: Tensor, lens_k: Tensor, table: Tensor | None, causal: bool,
+    scale: float, window: int | None, softcap: float,
+) -> None:  # fmt: skip
+    """Fill out and lse; memory: `together` of shapes, own.scratch and what `made` asks for."""
     part_acc = part_ml = flags = lse
     plan = pieces = cu_q
     if own.split:
-        *told, part_acc, part_ml = empties(own.scratch, torch.float32, q.device)
+        parts = apart(memory, shapes)
+        *told, part_acc, part_ml = parts[: len(own.scratch)]
         flags = told[0] if told else lse
-    if own.listed:
-        if given is None:
-            plan, pieces = _listed(seen, own, q, k, cu_q, lens_k, table, causal, window)
-        else:
-            plan, pieces, special = given
-            if special != own.special:
-                raise UnsupportedShape(
-                    "paged_attention: the caches lie otherwise than those that the schedule was "
-                    "made with; make one with paged_schedule from this call's"
-                )
-    if own.special and (own.split or own.whole):
+        if made is not None:
+            lists_made = [x.view(torch.int32) for x in parts[len(own.scratch) :]]
+            plan, pieces, _ = lists_made
+            schedule(seen, made, lists_made, cu_q, lens_k, table)
+    if lists is not None:
+        plan, pieces = lists
+    if own.special:
         _pieces().attend_pieces(
             seen, own, plan, pieces, q, k, v, out, lse, part_acc, part_ml, flags, cu_q, lens_k,
             table, causal, scale, window,
-        )  # fmt: skip
-    elif own.special:
-        _blocks().attend_hopper(
-            seen, own.rows, q, k, v, out, lse, cu_q, lens_k, table, causal, scale, window
         )  # fmt: skip
     else:
         _attend(
@@ -470,10 +508,9 @@ def forward(
         )  # fmt: skip
     if own.split and not own.alone:
         merge_parts(
-            seen, own, plan, part_acc, part_ml, out, lse, cu_q, lens_k, kv_heads, CHUNK, causal,
+            seen, own, plan, part_acc, part_ml, out, lse, cu_q, lens_k, k.shape[-2], CHUNK, causal,
             window, table is not None,
         )  # fmt: skip
-    return out, lse, "triton/hopper" if own.special else "triton"
 
 
 def _attend(

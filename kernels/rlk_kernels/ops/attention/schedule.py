@@ -27,13 +27,14 @@ its instructions, so it is kept short: fetching them is most of its time.
 B = sequences   R = sequences that share a block of rows at most
 """
 
-import torch
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import facts
-from rlk_kernels.direct import empties
 from rlk_kernels.launching import cdiv, kept, launch, power_of_2
 from rlk_kernels.ops.attention.order import find_sequence
 
@@ -367,39 +368,56 @@ def slot_row(base, chunk, folded, rows, row, HK, hk):
     return ((base + slot * rows).to(tl.int64) + row) * HK + hk
 
 
-def schedule(
-    seen: dict, cu_q: Tensor, lens_k: Tensor, table: Tensor | None, page: int, kv_heads: int,
-    group: int, block_rows: int, chunk: int, causal: bool, window: int | None, running: bool,
-    capacity: int, most: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(entries, pieces), one number after another; capacity: packed rows of one KV head that have
-    room in the slots; most: pieces of one KV head that there can be."""
-    sizes, of_shared, programs, constants, options = kept(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListPlan:
+    """How a list is made."""
+
+    sizes: tuple[tuple[int], ...]
+    """Of entries, pieces and shared chunks, int32."""
+    of_shared: tuple | None
+    """Constants of the kernel that looks for prefixes, if there is one."""
+    programs: int
+    constants: tuple
+    options: dict
+    """Of the kernel that makes the list."""
+
+
+def list_plan(
+    seen: dict, cu_q: Tensor, table: Tensor | None, page: int, kv_heads: int, group: int,
+    block_rows: int, chunk: int, causal: bool, window: int | None, running: bool, capacity: int,
+    most: int,
+) -> ListPlan:  # fmt: skip
+    """capacity: packed rows of one KV head that have room in the slots; most: pieces of one KV head
+    that there can be."""
+    return kept(
         seen, "schedule", chunk, _fixed, cu_q, table, page, kv_heads, group, block_rows, chunk,
         causal, window, running, capacity, most,
     )  # fmt: skip
-    plan, pieces, shared = empties(sizes, torch.int32, cu_q.device)
-    if table is not None and of_shared is not None:
+
+
+def schedule(
+    seen: dict, own: ListPlan, lists: Sequence[Tensor], cu_q: Tensor, lens_k: Tensor,
+    table: Tensor | None,
+) -> None:  # fmt: skip
+    """Fill lists: (entries, pieces, shared chunks), one number after another."""
+    plan, pieces, shared = lists
+    if table is not None and own.of_shared is not None:
         launch(
             seen, _shared_kernel, (cu_q.numel() - 1, 1, 1),
-            (shared, table, cu_q, lens_k, *of_shared),
-            {"num_warps": 1, "launch_pdl": options["launch_pdl"]},
+            (shared, table, cu_q, lens_k, *own.of_shared),
+            {"num_warps": 1, "launch_pdl": own.options["launch_pdl"]},
         )  # fmt: skip
     launch(
-        seen, _schedule_kernel, (programs, 1, 1),
-        (plan, pieces, cu_q, lens_k, shared, *constants),
-        options,
+        seen, _schedule_kernel, (own.programs, 1, 1),
+        (plan, pieces, cu_q, lens_k, shared, *own.constants),
+        own.options,
     )  # fmt: skip
-    return plan, pieces
 
 
 def _fixed(
     cu_q: Tensor, table: Tensor | None, page: int, kv_heads: int, group: int, block_rows: int,
     chunk: int, causal: bool, window: int | None, running: bool, capacity: int, most: int,
-) -> tuple[tuple[tuple[int], ...], tuple | None, int, tuple, dict]:  # fmt: skip
-    """What calls of one shape have in common: sizes of (entries, pieces, shared chunks), the
-    constants of the kernel that looks for prefixes, if there is one; programs, constants and
-    options of the other."""
+) -> ListPlan:  # fmt: skip
     here, batch = facts(cu_q.device), cu_q.numel() - 1
     block = max(16, power_of_2(batch))
     together = block_rows // group  # sequences of one query that fit a block of rows
@@ -416,4 +434,7 @@ def _fixed(
         block, block.bit_length() + 1, LISTED, here.overlaps,
     )  # fmt: skip
     options = {"num_warps": max(1, min(8, block // 128)), "launch_pdl": here.overlaps}
-    return tuple((size,) for size in sizes), of_shared, programs, constants, options
+    return ListPlan(
+        sizes=tuple((size,) for size in sizes), of_shared=of_shared, programs=programs,
+        constants=constants, options=options,
+    )  # fmt: skip

@@ -11,7 +11,9 @@ passes (five products instead of four), so that nothing held grows with the numb
 T = tokens   V = vocabulary   H = hidden size   J = ids a token (the target, then `token_ids`)
 """
 
+import functools
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import triton
@@ -20,8 +22,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlk_kernels.device import facts
-from rlk_kernels.direct import empties, empty
-from rlk_kernels.launching import cdiv, kept, launch, launches
+from rlk_kernels.direct import apart, empty, together
+from rlk_kernels.launching import cdiv, kept, launch, launches, repeat
 from rlk_kernels.matmul import epilogue
 from rlk_kernels.matmul.accumulate.accumulate import accumulate
 from rlk_kernels.matmul.accumulate.partial import PartialProduct, lo_accumulator
@@ -141,64 +143,84 @@ def _pick_fixed(
     return (cdiv(t, tile.m), j, 1), constants, options
 
 
-def new_rows(ids: Tensor, entropy: bool, together: bool) -> RowStatistics:
-    """Rows of ids[T, J], or [T], to be filled by `pick` and `finish`; together: they share memory,
-    so no custom operator may return them."""
+def row_shapes(ids: Tensor, entropy: bool) -> tuple[tuple[int, ...], ...]:
+    """Of `RowStatistics` of ids[T, J], or [T]."""
     t = ids.shape[0]
-    shapes = ids.shape, (t,), (t if entropy else 0,), (t,), (t,), ids.shape
-    if together:
-        return RowStatistics(*empties(shapes, torch.float32, ids.device))
-    return RowStatistics(*[empty(shape, torch.float32, ids.device) for shape in shapes])
+    return ids.shape, (t,), (t if entropy else 0,), (t,), (t,), ids.shape
 
 
 def finish(
-    planes: Planes, ids: Tensor, rows: RowStatistics, first: int, last: int, entropy: bool,
+    planes: list[Planes], ids: Tensor, rows: RowStatistics, first: int, last: int, entropy: bool,
     seen: dict | None = None,
 ) -> None:  # fmt: skip
-    """Rows first ... last from the tiles' statistics; seen: see `run_tiles`."""
-    nodes, m = planes[0].shape
+    """Rows first ... last from the tiles' statistics; planes: `planes_in`, the first of them
+    filled; seen: see `run_tiles`."""
+    m = last - first
     grid = cdiv(m, FINISH_ROWS)
-    while nodes > 32:
-        above = cdiv(nodes, 32)
-        merged = new_planes(above, m, entropy, ids.device)
+    for below, above in pairwise(planes):
+        nodes = below[0].shape[0]
         level = {} if seen is None else seen.setdefault(("level", nodes, m), {})
         launch(
-            level, kernels._collapse_kernel, (grid, above, 1),
-            (*planes, *merged, m, nodes, entropy, FINISH_ROWS, 5),
+            level, kernels._collapse_kernel, (grid, above[0].shape[0], 1),
+            (*below, *above, m, nodes, entropy, FINISH_ROWS, 5),
             {"num_warps": 1},
         )  # fmt: skip
-        planes, nodes = merged, above
+    nodes = planes[-1][0].shape[0]
     of_rows = rows.entropy if entropy else None
     tensors = (ids, rows.z, rows.logp, rows.lse, of_rows, rows.n, rows.log_s)
     if m < ids.shape[0]:
         tensors = tuple(None if x is None else x[first:last] for x in tensors)
     launch(
         {} if seen is None else seen, kernels._finish_kernel, (grid, 1, 1),
-        (*planes, *tensors, m, _per_row(ids), nodes, entropy, FINISH_ROWS, levels(nodes)),
+        (*planes[-1], *tensors, m, _per_row(ids), nodes, entropy, FINISH_ROWS, levels(nodes)),
         {"num_warps": 1},
     )  # fmt: skip
 
 
-def new_planes(nodes: int, t: int, entropy: bool, device: torch.device) -> Planes:
-    """Planes to be filled."""
-    n, s, *u = empties(((nodes, t),) * (3 if entropy else 2), torch.float32, device)
-    return n, s, u[0] if u else None
+@functools.lru_cache(maxsize=1024)
+def plane_shapes(nodes: int, t: int, entropy: bool) -> tuple[tuple[int, int], ...]:
+    """Of the planes of t rows: the tiles' nodes, then those above them, 32 to 1, down to 32."""
+    kept = 3 if entropy else 2
+    return ((nodes, t),) * kept + (() if nodes <= 32 else plane_shapes(cdiv(nodes, 32), t, entropy))
 
 
-def _part(planes: Planes, m: int) -> Planes:
-    """Planes of m rows in the memory of `planes`."""
-    nodes = planes[0].shape[0]
-    n, s, u = (None if x is None else x.view(-1)[: nodes * m].view(nodes, m) for x in planes)
-    assert n is not None
-    assert s is not None
-    return n, s, u
+def planes_in(
+    memory: Tensor, nodes: int, t: int, entropy: bool, before: tuple[tuple[int, ...], ...] = ()
+) -> list[Planes]:
+    """`plane_shapes` in memory from `together`, behind what has the shapes `before`."""
+    shapes = (*before, *plane_shapes(nodes, t, entropy))
+    flat, kept = apart(memory, shapes)[len(before) :], 3 if entropy else 2
+    return [
+        (flat[i], flat[i + 1], flat[i + 2] if entropy else None) for i in range(0, len(flat), kept)
+    ]
 
 
 def forward(
-    h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions, entropy: bool,
-    together: bool = False,
-) -> tuple[RowStatistics, str]:  # fmt: skip
+    h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions, entropy: bool
+) -> tuple[RowStatistics, str]:
     """h[T, H], w[V, H], ids[T, J] or [T] contiguous -> statistics, and which implementation ran."""
+    shapes = row_shapes(ids, entropy)
+    rows = RowStatistics(*[empty(shape, torch.float32, ids.device) for shape in shapes])
+    return rows, _forward(h, w, bias, ids, spec, entropy, rows)
+
+
+def forward_alone(
+    h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor, str]:
+    """(logp, lse, entropy, which implementation ran) of a call that no backward follows. They share
+    memory, so no custom operator may return them."""
+    shapes = row_shapes(ids, entropy)[:3]
+    results = together(shapes, torch.float32, ids.device)
+    ran = _forward(h, w, bias, ids, spec, entropy, (results,))
+    logp, lse, of_rows = apart(results, shapes)
+    return logp, lse, of_rows, ran
+
+
+def _forward(
+    h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions, entropy: bool,
+    rows: tuple[Tensor, ...],
+) -> str:  # fmt: skip
+    """Fill rows, `RowStatistics` or (memory of the first three,); which implementation ran."""
     seen = launches(
         "linear_logp", h.shape, h.stride(), w.shape, w.stride(), h.dtype,
         None if bias is None else bias.dtype, ids.shape, spec, entropy, h.device,
@@ -209,20 +231,37 @@ def forward(
         here = facts(h.device)
         shape = plan.shape_of(h, w, spec.logit_dtype, here)
         own = seen["plan"] = plan.plan_forward(shape, entropy, here, is_trusted(h, spec))
-    t = h.shape[0]
-    rows = new_rows(ids, entropy, together)
     if not own.chunks:
-        return rows, own.tiles.implementation
-    pick(own.pick, h, w, bias, ids, spec, rows.z, seen)
-    longest = own.chunks[0][1]
-    scratch = new_planes(own.nodes, longest, entropy, h.device)  # one for all chunks
+        return own.tiles.implementation
+    inner = row_shapes(ids, entropy)[3:] if len(rows) == 1 else ()
+    shapes = (*inner, *plane_shapes(own.nodes, own.chunks[0][1], entropy))
+    scratch = together(shapes, torch.float32, h.device)
+    key = tuple(0 if x is None else x.data_ptr() for x in (h, w, bias, ids, scratch, *rows))
+    given = (seen, own, h, w, bias, ids, spec, entropy, rows, scratch, inner)
+    if own.tiles.kernel == "hopper":
+        repeat(seen, key, _launch_forward, *given)
+    else:
+        _launch_forward(*given)
+    return own.tiles.implementation
+
+
+def _launch_forward(
+    seen: dict, own: plan.ForwardPlan, h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor,
+    spec: LogitOptions, entropy: bool, rows: tuple[Tensor, ...], scratch: Tensor,
+    inner: tuple[tuple[int, ...], ...],
+) -> None:  # fmt: skip
+    """inner: the shapes of what lies in scratch before the planes, for want of other memory."""
+    if inner:
+        outer = apart(rows[0], row_shapes(ids, entropy)[:3])
+        rows = (*outer, *apart(scratch, inner))
+    statistics = RowStatistics(*rows)
+    pick(own.pick, h, w, bias, ids, spec, statistics.z, seen)
     for first, last in own.chunks:
         m = last - first
-        planes = scratch if m == longest else _part(scratch, m)
-        some = h if m == t else h[first:last]
-        run_tiles(own.tiles, some, w, bias, spec, *planes, seen=seen)
-        finish(planes, ids, rows, first, last, entropy, seen)
-    return rows, own.tiles.implementation
+        planes = planes_in(scratch, own.nodes, m, entropy, inner)  # one memory for all chunks
+        some = h if m == h.shape[0] else h[first:last]
+        run_tiles(own.tiles, some, w, bias, spec, *planes[0], seen=seen)
+        finish(planes, ids, statistics, first, last, entropy, seen)
 
 
 def coefficients(

@@ -73,6 +73,21 @@ def _linear_logp(
     return tuple(rows)
 
 
+def _alone(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, logit_dtype: torch.dtype,
+    softcap: float, scale: float, temperature: float, entropy: bool, backend: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """`_linear_logp` where nothing follows: (logp, lse, entropy)."""
+    if backend == "torch":
+        return _linear_logp._init_fn(
+            hidden, weight, bias, ids, logit_dtype, softcap, scale, temperature, entropy, backend
+        )
+    spec = options_of(logit_dtype, softcap, scale, temperature)
+    *found, ran = _on_triton().forward_alone(hidden, weight, bias, ids, spec, entropy)
+    record("linear_logp", ran)
+    return tuple(found)
+
+
 @_linear_logp.register_fake
 def _(hidden, weight, bias, ids, logit_dtype, softcap, scale, temperature, entropy, backend):
     wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -224,7 +239,7 @@ def linear_logp(
         _linear_logp,
         as_rows(hidden), as_rows(weight), None if bias is None else bias.contiguous(),
         ids.contiguous(), spec.logit_dtype, spec.softcap, spec.scale, spec.temperature,
-        return_entropy, chosen,
+        return_entropy, chosen, alone=_alone,
     )  # fmt: skip
     found = [logps if token_ids is None else logps[:, 0]]
     found += [lse] if return_lse else []

@@ -1,6 +1,7 @@
 """Paged attention whose keys are split by a list made on the device: the bits of one walk,
 whatever the lengths, the table's width, the room there is, and the prefixes that are shared."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -86,10 +87,9 @@ def planned(monkeypatch):
     """The lists that are made, as they are made."""
     made, make = [], attention_forward.schedule
 
-    def spy(*args):
-        plan, pieces = make(*args)
-        made.append(entries(plan, args[1].numel() - 1))
-        return plan, pieces
+    def spy(seen, own, lists, cu_q, *rest):
+        make(seen, own, lists, cu_q, *rest)
+        made.append(entries(lists[0], cu_q.numel() - 1))
 
     monkeypatch.setattr(attention_forward, "schedule", spy)
     return made
@@ -134,17 +134,16 @@ def test_scratch_is_bounded_and_little_of_it_changes_no_bit(monkeypatch):
     x = *group()[0], group()[1]
     one = run(*x, split=False)
     monkeypatch.setattr(attention_forward, "SCRATCH_BYTES", 64)
-    sizes, empty = [], torch.empty
+    sizes, plan = [], attention_forward._plan
 
-    def spy(*args, **more):
-        out = empty(*args, **more)
-        sizes.append(out.nbytes if out.dtype == torch.float32 else 0)
-        return out
+    def spy(*args):
+        own = plan(*args)
+        sizes.append(4 * sum(map(math.prod, own.scratch)))
+        return own
 
-    monkeypatch.setattr(torch, "empty", spy)
-    found = run(*x, split=True)
-    assert sum(sizes) - sum(y.nbytes for y in found) <= 64
-    assert same(found, one)
+    monkeypatch.setattr(attention_forward, "_plan", spy)
+    assert same(run(*x, split=True), one)
+    assert sizes[0] <= 64
 
 
 def test_work_is_split_where_it_pays(monkeypatch):
@@ -165,17 +164,16 @@ def test_a_merge_that_goes_wrong_is_noticed(fault, monkeypatch):
     assert same(run(*x, joint, split=True), one)
     make = attention_forward.schedule
 
-    def broken(*args):
-        flat, _ = make(*args)
-        b = args[1].numel() - 1
+    def broken(made, cu_q):
+        flat, b = made.clone(), cu_q.numel() - 1
         plan = entries(flat, b)
         if fault == "order":  # slots that lie elsewhere
             own = row(plan, schedule.BASE)[1 : 2 * b : 2]
             own.copy_(own.flip(0))
         elif fault == "first":  # a chunk left out
             row(plan, schedule.FIRST)[3] += 1
-        else:  # another prefix than one's own
-            row(plan, schedule.LEADER)[b - 1] = 0
+        else:  # a prefix left out
+            row(plan, schedule.LEADER)[b - 1] = -1
         return flat
 
     launch = merge.merge_parts
@@ -185,9 +183,9 @@ def test_a_merge_that_goes_wrong_is_noticed(fault, monkeypatch):
 
     broken_plan = []
 
-    def both(*args):
-        broken_plan[:] = [broken(*args)]
-        return make(*args)
+    def both(seen, own, lists, cu_q, *rest):
+        make(seen, own, lists, cu_q, *rest)
+        broken_plan[:] = [broken(lists[0], cu_q)]
 
     monkeypatch.setattr(attention_forward, "schedule", both)
     monkeypatch.setattr(attention_forward, "merge_parts", merge_by)
