@@ -27,6 +27,7 @@ from rlk_kernels.errors import (
 )
 from rlk_kernels.losses.grpo.operator import group_advantages
 from rlk_kernels.losses.linear_grpo.operator import linear_grpo_loss
+from rlk_kernels.ops.attention.ahead import warm_up_paged_attention
 from rlk_kernels.ops.attention.given import Schedule
 from rlk_kernels.ops.attention.operator import attention, paged_attention, paged_schedule
 from rlk_kernels.ops.embedding.operator import embedding
@@ -47,10 +48,11 @@ def warm_up(
     *,
     linears: Iterable[tuple[torch.Tensor, torch.Tensor | None]] = (),
     rows: Collection[int] = (),
+    out_dtype: torch.dtype | None = None,
 ) -> bool:
     """Run the tile-invariance self-check on a GPU, once a process: before capturing CUDA graphs.
     And compile, several kernels at a time, what `linear` will launch there for x[M, K] with each
-    (weight, bias) of `linears` and each M of `rows`, without gradients.
+    (weight, bias) of `linears`, each M of `rows` and this `out_dtype`, without gradients.
 
     True where every tile gives the same bits, so that all of them are in use; without Triton there
     are none to check.
@@ -65,7 +67,7 @@ def warm_up(
         sound = all([holds(there.device), holds(there.device, split=True)])
         for weight, bias in linears:
             if choose("linear", None, weight) == "triton":
-                compile_ahead(weight, bias, rows)
+                compile_ahead(weight, bias, rows, out_dtype)
     return sound
 
 
@@ -94,5 +96,6 @@ __all__ = [
     "rope",
     "swiglu",
     "warm_up",
+    "warm_up_paged_attention",
     "write_kv_cache",
 ]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from offline import run
 from rlk_kernels import ahead, launching
 from rlk_kernels.ahead import compiled_ahead
 from rlk_kernels.matmul import product as products
@@ -100,3 +101,16 @@ def test_every_number_of_rows_is_launched_once(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(products, "product", product)
     products.compile_ahead(torch.empty(6, 4), None, [1, 3])
     assert seen == [((1, 4), (1, 6), False, True), ((3, 4), (3, 6), False, True)]
+
+
+def test_an_engine_compiles_what_it_serves_with_while_it_starts() -> None:
+    status, found = run("served_ahead.py")
+    assert found["late:"] == []
+    assert status == 0
+    assert int(found["compiled:"][0]) > 60
+
+
+def test_what_was_not_compiled_while_it_started_is_noticed() -> None:
+    status, found = run("served_ahead.py", "--fault")
+    assert status == 1
+    assert {"_merge_kernel", "_pieces_hopper_kernel"} <= set(found["late:"])

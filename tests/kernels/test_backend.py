@@ -28,7 +28,7 @@ def test_public_names():
     operators += ["group_advantages", "paged_attention", "rms_norm", "rope", "swiglu"]
     operators += ["norm_rope", "write_kv_cache"]
     about = ["backend_calls", "last_backend", "reset_backend_calls", "warm_up"]
-    about += ["Schedule", "paged_schedule"]
+    about += ["Schedule", "paged_schedule", "warm_up_paged_attention"]
     assert sorted(rk.__all__) == sorted(errors + operators + about)
 
 

@@ -1,13 +1,8 @@
 """Kernels launched past Triton's dispatch are the variants that Triton would choose."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from offline import run
 
-ROOT = Path(__file__).parents[2]
-PROGRAM = Path(__file__).with_name("launched_again.py")
-SCHEDULES = Path(__file__).with_name("schedule_launches.py")
+PROGRAM, SCHEDULES = "launched_again.py", "schedule_launches.py"
 KERNELS = (
     "_attention_kernel", "_collapse_kernel", "_count_kernel", "_finish_kernel",
     "_logp_blocks_kernel", "_logp_row_kernel", "_merge_kernel", "_metrics_kernel", "_pick_kernel",
@@ -22,19 +17,8 @@ SEQUENCES = (
 )  # fmt: skip
 
 
-def run(*arguments: str, program: Path = PROGRAM) -> tuple[int, dict[str, list[str]]]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(str(ROOT / x) for x in ("kernels", "scripts"))
-    done = subprocess.run(
-        [sys.executable, program, *arguments], env=environment, capture_output=True, text=True
-    )
-    assert "again:" in done.stdout, done.stderr
-    lines = (line.split() for line in done.stdout.splitlines())
-    return done.returncode, {first: rest for first, *rest in lines}
-
-
 def test_every_kernel_that_is_launched_again_is_triton_s_choice():
-    status, found = run()
+    status, found = run(PROGRAM)
     assert found["other:"] == []
     assert status == 0
     assert set(found["again:"]) >= set(KERNELS)
@@ -43,25 +27,25 @@ def test_every_kernel_that_is_launched_again_is_triton_s_choice():
 
 
 def test_what_is_kept_for_another_shape_is_noticed():
-    status, found = run("--fault")
+    status, found = run(PROGRAM, "--fault")
     assert status == 1
     assert "_finish_kernel" in found["other:"]
 
 
 def test_a_sequence_that_is_kept_for_other_numbers_is_noticed():
-    status, found = run("--short-keys")
+    status, found = run(PROGRAM, "--short-keys")
     assert status == 1
     assert {"_attention_kernel", "_pieces_hopper_kernel"} <= set(found["differ:"])
 
 
 def test_a_given_schedule_changes_no_launch():
-    status, found = run(program=SCHEDULES)
+    status, found = run(SCHEDULES)
     assert found["other:"] == ["0"]
     assert status == 0
     assert {"_attention_kernel", "_merge_kernel", "_pieces_hopper_kernel"} <= set(found["again:"])
 
 
 def test_a_launch_that_is_left_out_with_a_schedule_is_noticed():
-    status, found = run("--fault", program=SCHEDULES)
+    status, found = run(SCHEDULES, "--fault")
     assert status == 1
     assert int(found["other:"][0]) > 100

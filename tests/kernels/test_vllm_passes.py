@@ -124,6 +124,7 @@ def test_the_layers_of_vllms_backend_share_one(made):
     """The real classes, on a CPU: a window's layers beside those without, two steps."""
     pytest.importorskip("vllm")
     from rlk_kernels.integrations.vllm import attention_gpu
+    from rlk_kernels.integrations.vllm.ahead import Sizes
 
     q, k, v, table, lens, cu_q = batch()
     cache = torch.cat([k, v], -1).transpose(1, 2)
@@ -133,7 +134,8 @@ def test_the_layers_of_vllms_backend_share_one(made):
     ]
     for new in ([90, 100, 33, 64], [5, 100, 20, 1]):
         lens.copy_(torch.tensor(new))
-        metadata = attention_gpu.Metadata(4, cu_q, lens, table, torch.zeros(4).long(), True)
+        slots, sizes = torch.zeros(4).long(), Sizes((4,), 4, 4)
+        metadata = attention_gpu.Metadata(4, cu_q, lens, table, slots, True, sizes)
         for layer in layers:
             out = torch.empty(6, 2, 16)  # padded to the size of a graph
             layer.forward(

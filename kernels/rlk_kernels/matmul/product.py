@@ -4,9 +4,10 @@ The tile-invariance self-check runs before the first product (and the first one 
 accumulation) on a device.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from rlk_kernels.ahead import compiled_ahead
@@ -45,13 +46,18 @@ def product(
     return planned.implementation
 
 
-def compile_ahead(weight: Tensor, bias: Tensor | None, rows: Iterable[int]) -> None:
+def compile_ahead(
+    weight: Tensor, bias: Tensor | None, rows: Collection[int], out_dtype: torch.dtype | None = None
+) -> None:
     """Compile what `product` will launch for x[M, K] @ weight^T (+ bias), each M of `rows`."""
-    trusted(weight.device, weight.dtype)
+    out_dtype = out_dtype or weight.dtype
+    n, k = weight.shape
+    trusted(weight.device, weight.dtype, segments(k, weight.dtype, out_dtype)[0] > 0)
     with compiled_ahead(weight.device) as ahead:
+        most = max(rows, default=0)
+        x, out = weight.new_empty(most, k), weight.new_empty(most, n, dtype=out_dtype)
         for m in rows if ahead else ():
-            x, out = (weight.new_empty(m, size) for size in reversed(weight.shape))
-            product(x, weight, bias, False, True, out)
+            product(x[:m], weight, bias, False, True, out[:m])
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> str:

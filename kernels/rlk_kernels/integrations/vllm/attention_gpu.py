@@ -18,6 +18,7 @@ from vllm.v1.attention.backend import (
 )
 
 import rlk_kernels
+from rlk_kernels.integrations.vllm.ahead import Sizes, compile_attention, sizes_of
 from rlk_kernels.integrations.vllm.attention import Attention, refuse
 from rlk_kernels.integrations.vllm.passes import Schedules
 
@@ -32,6 +33,7 @@ class Metadata:
     block_table: Tensor
     slot_mapping: Tensor
     causal: bool
+    sizes: Sizes
     schedules: Schedules = field(default_factory=Schedules)
 
 
@@ -44,6 +46,7 @@ class RlkMetadataBuilder(AttentionMetadataBuilder[Metadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.sizes = sizes_of(vllm_config)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -57,6 +60,7 @@ class RlkMetadataBuilder(AttentionMetadataBuilder[Metadata]):
             block_table=given.block_table_tensor[:requests],
             slot_mapping=given.slot_mapping,
             causal=given.causal is True,
+            sizes=self.sizes,
         )
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
@@ -83,6 +87,7 @@ class RlkAttentionImpl(Attention, AttentionImpl):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype, self.rlk_window = kv_cache_dtype, sliding_window
+        self.rlk_compiled = False
         refuse(
             {
                 "ALiBi": alibi_slopes is not None,
@@ -109,6 +114,11 @@ class RlkAttentionImpl(Attention, AttentionImpl):
         # None while vLLM profiles its memory.
         if attn_metadata is None:
             return output.zero_()
+        if not self.rlk_compiled:
+            self.rlk_compiled = compile_attention(
+                query, *self.keys_and_values(kv_cache), attn_metadata.block_table, self.rlk_window,
+                attn_metadata.sizes,
+            )  # fmt: skip
         self.attend(query, kv_cache, attn_metadata, output)
         return output
 

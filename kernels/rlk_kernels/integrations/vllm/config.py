@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -92,25 +91,3 @@ def _sources() -> str:
     for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.cu")]):
         found.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
     return found.hexdigest()
-
-
-def rows_to_come() -> tuple[int, ...]:
-    """Rows of the products that vLLM starts with, and of some that it will meet: the sizes of its
-    CUDA graphs, powers of two, and the most that a step takes."""
-    config = get_current_vllm_config()
-    most = config.scheduler_config.max_num_batched_tokens
-    powers = {2**i for i in range(most.bit_length())}
-    captured = config.compilation_config.cudagraph_capture_sizes or ()
-    return tuple(sorted(powers.union(captured, [most])))
-
-
-_compiled: set[tuple[Any, ...]] = set()
-
-
-def compile_products(weight: Tensor, bias: Tensor | None, rows: tuple[int, ...]) -> None:
-    """Compile the products by a weight on a GPU, several at a time, before vLLM meets them one by
-    one; once for weights of one shape."""
-    shape = (weight.shape, weight.dtype, weight.device, None if bias is None else bias.dtype, rows)
-    if shape not in _compiled:
-        _compiled.add(shape)
-        rlk_kernels.warm_up(weight.device, linears=[(weight.detach(), bias)], rows=rows)

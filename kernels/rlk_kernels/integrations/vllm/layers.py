@@ -6,7 +6,9 @@ compiled model takes `forward_native`, so that a kernel elsewhere would be skipp
 
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
@@ -31,7 +33,8 @@ from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.operators import Counted
 from rlk_kernels.integrations.rotary import rotation
-from rlk_kernels.integrations.vllm.config import compile_products, enter_config, rows_to_come
+from rlk_kernels.integrations.vllm.ahead import compile_products, sizes_of
+from rlk_kernels.integrations.vllm.config import enter_config
 
 
 class RlkEmbeddingMethod(UnquantizedEmbeddingMethod):
@@ -87,12 +90,12 @@ class Linear(Counted):
     """What the linears have in common."""
 
     rlk_rows: tuple[int, ...]
-    """`config.rows_to_come`."""
+    """`ahead.Sizes.rows`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         enter_config()
-        self.rlk_rows = rows_to_come()
+        self.rlk_rows = sizes_of(get_current_vllm_config()).rows
         if type(self.quant_method) is not UnquantizedLinearMethod:
             raise NotServed(f"a linear of {type(self.quant_method).__name__} is not served")
         if self.tp_size > 1:
@@ -213,6 +216,7 @@ class RlkLogitsProcessor(Counted, LogitsProcessor):
         enter_config()
         if self.soft_cap is not None or self.scale != 1.0:
             raise NotServed("scaled or capped logits are not served")
+        self.rlk_rows = sizes_of(get_current_vllm_config()).sampled
 
     def _apply_head(
         self, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None
@@ -220,4 +224,6 @@ class RlkLogitsProcessor(Counted, LogitsProcessor):
         if not isinstance(lm_head.weight, Tensor) or not lm_head.weight.is_floating_point():
             raise NotServed("a quantised output layer is not served")
         self.count()
+        if lm_head.weight.is_cuda:
+            compile_products(lm_head.weight, embedding_bias, self.rlk_rows, torch.float32)
         return profile.logits(hidden_states, lm_head.weight, embedding_bias)

@@ -1,0 +1,73 @@
+"""What an engine is going to launch on a GPU, compiled while it starts, several kernels at a time:
+else the first request that needs a kernel waits for its compiler."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import rlk_kernels
+
+APART = 31
+"""Rows between two products that are planned. A prime, so that all sizes of a last tile come up:
+which kernel runs follows the rows that are left for it, too."""
+_compiled: set[tuple[Any, ...]] = set()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of an engine's steps."""
+
+    rows: tuple[int, ...]
+    """Of products: those of its CUDA graphs, powers of two, every `APART`, and the most."""
+    sequences: int
+    """At most."""
+    tokens: int
+    """At most."""
+
+    @property
+    def sampled(self) -> tuple[int, ...]:
+        """Rows of the logits."""
+        return *(x for x in self.rows if x < self.sequences), self.sequences
+
+
+def sizes_of(config: Any) -> Sizes:
+    """Of a VllmConfig."""
+    scheduler = config.scheduler_config
+    most = scheduler.max_num_batched_tokens
+    powers = {2**i for i in range(most.bit_length())}
+    captured = config.compilation_config.cudagraph_capture_sizes or ()
+    rows = powers.union(captured, range(APART, most, APART), [most])
+    return Sizes(tuple(sorted(rows)), scheduler.max_num_seqs, most)
+
+
+def compile_products(
+    weight: Tensor, bias: Tensor | None, rows: tuple[int, ...], out_dtype: torch.dtype | None = None
+) -> None:
+    """Compile the products by a weight; once for weights of one shape."""
+    of_bias = None if bias is None else bias.dtype
+    form = weight.shape, weight.dtype, weight.device, of_bias, rows, out_dtype
+    if form not in _compiled:
+        _compiled.add(form)
+        linears = [(weight.detach(), bias)]
+        rlk_kernels.warm_up(weight.device, linears=linears, rows=rows, out_dtype=out_dtype)
+
+
+def compile_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, window: int | None, sizes: Sizes
+) -> bool:
+    """Compile what attention launches; once for layers of one form. False: not while a graph is
+    captured."""
+    form = (
+        q.shape[1:], q.dtype, q.device, k_cache.shape[1:], k_cache.stride(), table.shape[1],
+        table.stride(), window,
+    )  # fmt: skip
+    if form not in _compiled:
+        if not rlk_kernels.warm_up_paged_attention(
+            q, k_cache, v_cache, table, window=window, sequences=sizes.sequences,
+            tokens=sizes.tokens,
+        ):  # fmt: skip
+            return False
+        _compiled.add(form)
+    return True
