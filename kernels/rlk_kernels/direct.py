@@ -51,22 +51,35 @@ def empties(
     """`empty` of each shape, all in one piece of memory, which is there for as long as one of them
     is; each begins at a multiple of 16 bytes. Nothing for a custom operator to return: torch wants
     no two of its outputs in the same memory."""
-    return apart(together(shapes, dtype, device), shapes)
+    own = layout(shapes, dtype)
+    return apart(empty(own.total, dtype, device), own)
 
 
-def together(
-    shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Memory for `apart`."""
-    return empty(_places(shapes, 16 // dtype.itemsize)[0], dtype, device)
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where tensors lie that share a piece of memory."""
+
+    total: tuple[int]
+    """Elements of all."""
+    places: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
+    """(shape, strides, first element) of each."""
 
 
-def apart(memory: Tensor, shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
-    """The tensors of these shapes in memory from `together`; of the first shapes, the first."""
-    _, places = _places(shapes, 16 // memory.dtype.itemsize)
+@functools.lru_cache(maxsize=4096)
+def layout(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> Layout:
+    """Of dense tensors, each at a multiple of 16 bytes."""
+    places, total, unit = [], 0, 16 // dtype.itemsize
+    for shape in shapes:
+        places.append((*_dense(shape), total))
+        total += -(-math.prod(shape) // unit) * unit
+    return Layout((total,), tuple(places))
+
+
+def apart(memory: Tensor, own: Layout, count: int | None = None) -> list[Tensor]:
+    """The tensors in memory[own.total], or the first `count`."""
     # as in Inductor's code: no views, for autograd
     lay = _reinterpret if type(memory) is Tensor else torch.as_strided
-    return [lay(memory, *place) for place in places]
+    return [lay(memory, *place) for place in own.places[:count]]
 
 
 def _allocates(device: torch.device) -> bool:
@@ -91,18 +104,6 @@ def _dense(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         strides.append(dense)
         dense *= max(size, 1)
     return tuple(shape), tuple(strides[::-1])
-
-
-@functools.lru_cache(maxsize=4096)
-def _places(
-    shapes: tuple[tuple[int, ...], ...], unit: int
-) -> tuple[tuple[int], list[tuple[tuple[int, ...], tuple[int, ...], int]]]:
-    """(shape of all, (shape, strides, first element) of each), `unit` elements in 16 bytes."""
-    places, total = [], 0
-    for shape in shapes:
-        places.append((*_dense(shape), total))
-        total += -(-math.prod(shape) // unit) * unit
-    return (total,), places
 
 
 @dataclass(frozen=True, slots=True)

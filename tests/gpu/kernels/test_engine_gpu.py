@@ -1,6 +1,8 @@
 """On a GPU: what engines ask for, launches past Triton's dispatch,
 and NaN that stays where it is."""
 
+import functools
+
 import pytest
 import rlk_kernels as rk
 import torch
@@ -228,12 +230,14 @@ def test_a_sequence_that_is_launched_again_reads_what_is_there_by_then(m, monkey
         for module in (attention, linear_logp):
             monkeypatch.setattr(module, "repeat", function)
 
+    for module in (attention, linear_logp):  # results lie where those before them lay
+        monkeypatch.setattr(module, "empty", functools.cache(direct.empty))
     cases, inputs = _cases(m)
     others = _cases(m)[1]
     with torch.no_grad():
         for name, call in cases.items():
-            for _ in range(4):
-                call()  # results are let go: the next lie where they lay
+            for _ in range(3):  # compiled, recorded, launched again
+                call()
             for x, other in zip(inputs, others, strict=True):
                 x.add_(1) if x.dtype == torch.int32 and x.dim() == 1 else x.copy_(other)
             repeat_by(_only_again)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.device import facts
-from rlk_kernels.direct import empties, together
+from rlk_kernels.direct import empties, empty, layout
 from rlk_kernels.losses.grpo.kernels import prepare, reduce_loss
 from rlk_kernels.losses.grpo.operator import Loss
 from rlk_kernels.losses.linear_grpo import plan
@@ -87,7 +87,8 @@ def logp_and_gradients(
         own = ids[part]
         stored = [vocab.view(buffers, m)[:, : vocab.last - vocab.first] for vocab in chunk.vocab]
         nodes = chunk.nodes(chunk.vocab[-1]).stop
-        memory = together(plane_shapes(nodes, m, False), torch.float32, h.device)
+        room = layout(plane_shapes(nodes, m, False), torch.float32).total
+        memory = empty(room, torch.float32, h.device)
         planes = planes_in(memory, nodes, m, False)
         n, s, _ = planes[0]
         rows = RowStatistics(*empties(row_shapes(own, False), torch.float32, h.device))
@@ -147,6 +148,6 @@ def loss_and_gradients(
     if any(needs):
         logp, grads, ran = logp_and_gradients(h, w, bias, ids, tokens, spec, loss, needs)
     else:
-        logp, _, _, ran = forward_alone(h, w, bias, ids, spec, False)
+        (logp,), ran = forward_alone(h, w, bias, ids, spec, False, 1)
     value, metrics = reduce_loss(logp, old, advantages, weights, ref, loss)
     return value, metrics, logp, grads, ran

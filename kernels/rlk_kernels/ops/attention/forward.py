@@ -20,9 +20,17 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlk_kernels.device import facts
-from rlk_kernels.direct import apart, empty, together
+from rlk_kernels.direct import Layout, apart, empty, layout
 from rlk_kernels.errors import UnsupportedShape
-from rlk_kernels.launching import cdiv, launch, launches, power_of_2, repeat, tensor_map
+from rlk_kernels.launching import (
+    cdiv,
+    kept,
+    launch,
+    launches,
+    power_of_2,
+    repeat,
+    tensor_map,
+)
 from rlk_kernels.ops.attention.merge import merge_parts
 from rlk_kernels.ops.attention.order import (
     CHUNK,
@@ -411,8 +419,8 @@ def paged_pieces(
     if not own.listed:
         return None
     made = _list_plan(seen, own, q, k, cu_q, table, True, window)
-    memory = together(made.sizes, torch.int32, q.device)
-    lists = apart(memory, made.sizes)
+    memory = empty(made.layout.total, torch.int32, q.device)
+    lists = apart(memory, made.layout)
     key = tuple(x.data_ptr() for x in (memory, cu_q, lens_k, table))
     repeat(seen, ("list", *key), schedule, seen, made, lists, cu_q, lens_k, table)
     return lists[0], lists[1], own.special
@@ -456,38 +464,43 @@ def forward(
             "make one with paged_schedule from this call's"
         )
     lists = made = None
-    shapes = own.scratch if own.split else ()
+    of_lists = (0, 0)
     if own.listed:
         if given is None:
             made = _list_plan(seen, own, q, k, cu_q, table, causal, window)
-            shapes = (*shapes, *made.sizes)
         else:
             lists = given[:2]
-    memory = together(shapes, torch.float32, q.device) if shapes else lse
-    of_lists = (0, 0) if lists is None else (lists[0].data_ptr(), lists[1].data_ptr())
+            of_lists = lists[0].data_ptr(), lists[1].data_ptr()
+    places = kept(seen, "places", made is None, _places, own, made)
+    memory = empty(places.total, torch.float32, q.device) if own.split else lse
     key = (
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(),
         memory.data_ptr(), cu_q.data_ptr(), lens_k.data_ptr(),
         0 if table is None else table.data_ptr(), *of_lists, scale, softcap,
     )  # fmt: skip
     repeat(
-        seen, key, _launch, seen, own, made, lists, memory, shapes, q, k, v, out, lse, cu_q, lens_k,
+        seen, key, _launch, seen, own, made, lists, memory, places, q, k, v, out, lse, cu_q, lens_k,
         table, causal, scale, window, softcap,
     )  # fmt: skip
     return out, lse, implementation
 
 
+def _places(own: ForwardPlan, made: ListPlan | None) -> Layout:
+    """Of what lies in a call's scratch: own.scratch, and the list that it makes for itself."""
+    return layout((*own.scratch, *(() if made is None else made.sizes)), torch.float32)
+
+
 def _launch(
     seen: dict, own: ForwardPlan, made: ListPlan | None, lists: tuple[Tensor, Tensor] | None,
-    memory: Tensor, shapes: tuple[tuple[int, ...], ...], q: Tensor, k: Tensor, v: Tensor,
+    memory: Tensor, places: Layout, q: Tensor, k: Tensor, v: Tensor,
     out: Tensor, lse: Tensor, cu_q: Tensor, lens_k: Tensor, table: Tensor | None, causal: bool,
     scale: float, window: int | None, softcap: float,
 ) -> None:  # fmt: skip
-    """Fill out and lse; memory: `together` of shapes, own.scratch and what `made` asks for."""
+    """Fill out and lse."""
     part_acc = part_ml = flags = lse
     plan = pieces = cu_q
     if own.split:
-        parts = apart(memory, shapes)
+        parts = apart(memory, places)
         *told, part_acc, part_ml = parts[: len(own.scratch)]
         flags = told[0] if told else lse
         if made is not None:

@@ -30,11 +30,13 @@ B = sequences   R = sequences that share a block of rows at most
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import facts
+from rlk_kernels.direct import Layout, layout
 from rlk_kernels.launching import cdiv, kept, launch, power_of_2
 from rlk_kernels.ops.attention.order import find_sequence
 
@@ -374,6 +376,8 @@ class ListPlan:
 
     sizes: tuple[tuple[int], ...]
     """Of entries, pieces and shared chunks, int32."""
+    layout: Layout
+    """Of these."""
     of_shared: tuple | None
     """Constants of the kernel that looks for prefixes, if there is one."""
     programs: int
@@ -434,7 +438,8 @@ def _fixed(
         block, block.bit_length() + 1, LISTED, here.overlaps,
     )  # fmt: skip
     options = {"num_warps": max(1, min(8, block // 128)), "launch_pdl": here.overlaps}
+    shapes = tuple((size,) for size in sizes)
     return ListPlan(
-        sizes=tuple((size,) for size in sizes), of_shared=of_shared, programs=programs,
+        sizes=shapes, layout=layout(shapes, torch.int32), of_shared=of_shared, programs=programs,
         constants=constants, options=options,
     )  # fmt: skip

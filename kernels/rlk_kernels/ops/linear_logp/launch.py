@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlk_kernels.device import facts
-from rlk_kernels.direct import apart, empty, together
+from rlk_kernels.direct import Layout, apart, empty, layout
 from rlk_kernels.launching import cdiv, kept, launch, launches, repeat
 from rlk_kernels.matmul import epilogue
 from rlk_kernels.matmul.accumulate.accumulate import accumulate
@@ -187,9 +187,9 @@ def plane_shapes(nodes: int, t: int, entropy: bool) -> tuple[tuple[int, int], ..
 def planes_in(
     memory: Tensor, nodes: int, t: int, entropy: bool, before: tuple[tuple[int, ...], ...] = ()
 ) -> list[Planes]:
-    """`plane_shapes` in memory from `together`, behind what has the shapes `before`."""
-    shapes = (*before, *plane_shapes(nodes, t, entropy))
-    flat, kept = apart(memory, shapes)[len(before) :], 3 if entropy else 2
+    """`plane_shapes` in memory that has room for them, behind what has the shapes `before`."""
+    own = layout((*before, *plane_shapes(nodes, t, entropy)), memory.dtype)
+    flat, kept = apart(memory, own)[len(before) :], 3 if entropy else 2
     return [
         (flat[i], flat[i + 1], flat[i + 2] if entropy else None) for i in range(0, len(flat), kept)
     ]
@@ -199,68 +199,97 @@ def forward(
     h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions, entropy: bool
 ) -> tuple[RowStatistics, str]:
     """h[T, H], w[V, H], ids[T, J] or [T] contiguous -> statistics, and which implementation ran."""
+    seen, own = _planned(h, w, bias, ids, spec, entropy)
     shapes = row_shapes(ids, entropy)
     rows = RowStatistics(*[empty(shape, torch.float32, ids.device) for shape in shapes])
-    return rows, _forward(h, w, bias, ids, spec, entropy, rows)
+    _fill(seen, own, h, w, bias, ids, spec, entropy, rows)
+    return rows, own.plan.tiles.implementation
 
 
 def forward_alone(
-    h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions, entropy: bool
-) -> tuple[Tensor, Tensor, Tensor, str]:
-    """(logp, lse, entropy, which implementation ran) of a call that no backward follows. They share
-    memory, so no custom operator may return them."""
-    shapes = row_shapes(ids, entropy)[:3]
-    results = together(shapes, torch.float32, ids.device)
-    ran = _forward(h, w, bias, ids, spec, entropy, (results,))
-    logp, lse, of_rows = apart(results, shapes)
-    return logp, lse, of_rows, ran
-
-
-def _forward(
     h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions, entropy: bool,
-    rows: tuple[Tensor, ...],
-) -> str:  # fmt: skip
-    """Fill rows, `RowStatistics` or (memory of the first three,); which implementation ran."""
+    count: int,
+) -> tuple[list[Tensor], str]:  # fmt: skip
+    """(the first `count` of logp, lse and entropy, which implementation ran) of a call that no
+    backward follows. They share memory, so no custom operator may return them."""
+    seen, own = _planned(h, w, bias, ids, spec, entropy)
+    results = empty(own.results.total, torch.float32, ids.device)
+    _fill(seen, own, h, w, bias, ids, spec, entropy, (results,))
+    return apart(results, own.results, count), own.plan.tiles.implementation
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """What calls of one shape have in common."""
+
+    plan: plan.ForwardPlan
+    results: Layout
+    """Of logp, lse and entropy."""
+    inner: tuple[tuple[int, ...], ...]
+    """Shapes of the other `RowStatistics`, which a call that no backward follows has in its
+    scratch, before the planes."""
+    scratch: tuple[Layout, Layout]
+    """Without and with `inner`."""
+
+
+def _planned(
+    h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions, entropy: bool
+) -> tuple[dict, _Planned]:
+    """(what is kept for calls of this shape, how they run)."""
     seen = launches(
         "linear_logp", h.shape, h.stride(), w.shape, w.stride(), h.dtype,
         None if bias is None else bias.dtype, ids.shape, spec, entropy, h.device,
         (h.data_ptr() | w.data_ptr()) & 15 == 0,
     )  # fmt: skip
-    own = seen.get("plan")
+    own = seen.get("planned")
     if own is None:
         here = facts(h.device)
         shape = plan.shape_of(h, w, spec.logit_dtype, here)
-        own = seen["plan"] = plan.plan_forward(shape, entropy, here, is_trusted(h, spec))
-    if not own.chunks:
-        return own.tiles.implementation
-    inner = row_shapes(ids, entropy)[3:] if len(rows) == 1 else ()
-    shapes = (*inner, *plane_shapes(own.nodes, own.chunks[0][1], entropy))
-    scratch = together(shapes, torch.float32, h.device)
-    key = tuple(0 if x is None else x.data_ptr() for x in (h, w, bias, ids, scratch, *rows))
-    given = (seen, own, h, w, bias, ids, spec, entropy, rows, scratch, inner)
-    if own.tiles.kernel == "hopper":
+        chosen = plan.plan_forward(shape, entropy, here, is_trusted(h, spec))
+        rows = row_shapes(ids, entropy)
+        longest = chosen.chunks[0][1] if chosen.chunks else 0
+        planes = plane_shapes(chosen.nodes, longest, entropy)
+        own = seen["planned"] = _Planned(
+            chosen, layout(rows[:3], torch.float32), rows[3:],
+            (layout(planes, torch.float32), layout((*rows[3:], *planes), torch.float32)),
+        )  # fmt: skip
+    return seen, own
+
+
+def _fill(
+    seen: dict, own: _Planned, h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor,
+    spec: LogitOptions, entropy: bool, rows: tuple[Tensor, ...],
+) -> None:  # fmt: skip
+    """rows: `RowStatistics`, or memory of the first three."""
+    if not own.plan.chunks:
+        return
+    scratch = empty(own.scratch[len(rows) == 1].total, torch.float32, h.device)
+    key = (
+        h.data_ptr(), w.data_ptr(), 0 if bias is None else bias.data_ptr(), ids.data_ptr(),
+        scratch.data_ptr(), *[x.data_ptr() for x in rows],
+    )  # fmt: skip
+    given = (seen, own, h, w, bias, ids, spec, entropy, rows, scratch)
+    if own.plan.tiles.kernel == "hopper":
         repeat(seen, key, _launch_forward, *given)
     else:
         _launch_forward(*given)
-    return own.tiles.implementation
 
 
 def _launch_forward(
-    seen: dict, own: plan.ForwardPlan, h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor,
+    seen: dict, own: _Planned, h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor,
     spec: LogitOptions, entropy: bool, rows: tuple[Tensor, ...], scratch: Tensor,
-    inner: tuple[tuple[int, ...], ...],
 ) -> None:  # fmt: skip
-    """inner: the shapes of what lies in scratch before the planes, for want of other memory."""
-    if inner:
-        outer = apart(rows[0], row_shapes(ids, entropy)[:3])
-        rows = (*outer, *apart(scratch, inner))
+    inner = ()
+    if len(rows) == 1:
+        inner = own.inner
+        rows = (*apart(rows[0], own.results), *apart(scratch, own.scratch[True], len(inner)))
     statistics = RowStatistics(*rows)
-    pick(own.pick, h, w, bias, ids, spec, statistics.z, seen)
-    for first, last in own.chunks:
+    pick(own.plan.pick, h, w, bias, ids, spec, statistics.z, seen)
+    for first, last in own.plan.chunks:
         m = last - first
-        planes = planes_in(scratch, own.nodes, m, entropy, inner)  # one memory for all chunks
+        planes = planes_in(scratch, own.plan.nodes, m, entropy, inner)  # one memory for all chunks
         some = h if m == h.shape[0] else h[first:last]
-        run_tiles(own.tiles, some, w, bias, spec, *planes[0], seen=seen)
+        run_tiles(own.plan.tiles, some, w, bias, spec, *planes[0], seen=seen)
         finish(planes, ids, statistics, first, last, entropy, seen)
 
 

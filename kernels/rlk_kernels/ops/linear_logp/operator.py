@@ -24,6 +24,7 @@ T = tokens   V = vocabulary   H = hidden size   K = further ids a token
 """
 
 import functools
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -74,18 +75,19 @@ def _linear_logp(
 
 
 def _alone(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, logit_dtype: torch.dtype,
-    softcap: float, scale: float, temperature: float, entropy: bool, backend: str,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """`_linear_logp` where nothing follows: (logp, lse, entropy)."""
+    count: int, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor,
+    logit_dtype: torch.dtype, softcap: float, scale: float, temperature: float, entropy: bool,
+    backend: str,
+) -> Sequence[Tensor | None]:  # fmt: skip
+    """`_linear_logp` where nothing follows: logp, lse and entropy, the first `count` of them."""
     if backend == "torch":
         return _linear_logp._init_fn(
             hidden, weight, bias, ids, logit_dtype, softcap, scale, temperature, entropy, backend
         )
     spec = options_of(logit_dtype, softcap, scale, temperature)
-    *found, ran = _on_triton().forward_alone(hidden, weight, bias, ids, spec, entropy)
+    found, ran = _on_triton().forward_alone(hidden, weight, bias, ids, spec, entropy, count)
     record("linear_logp", ran)
-    return tuple(found)
+    return *found, None, None
 
 
 @_linear_logp.register_fake
@@ -235,11 +237,12 @@ def linear_logp(
         if token_ids.dtype not in (torch.int32, torch.int64):
             raise UnsupportedDtype(f"linear_logp: token_ids are {token_ids.dtype}")
         ids = torch.cat([ids.unsqueeze(1), token_ids.long()], 1)
+    count = 3 if return_entropy else 2 if return_lse else 1
     logps, lse, entropy, *_ = call(
         _linear_logp,
         as_rows(hidden), as_rows(weight), None if bias is None else bias.contiguous(),
         ids.contiguous(), spec.logit_dtype, spec.softcap, spec.scale, spec.temperature,
-        return_entropy, chosen, alone=_alone,
+        return_entropy, chosen, alone=functools.partial(_alone, count),
     )  # fmt: skip
     found = [logps if token_ids is None else logps[:, 0]]
     found += [lse] if return_lse else []
