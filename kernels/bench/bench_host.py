@@ -1,7 +1,8 @@
 """Host time of one eager call of every operator, beside F.linear: small inputs, the GPU waits.
 
-What is measured ends when the call returns; the GPU is empty before each round and never behind.
-All kernels are compiled first, several at a time.
+What is measured ends when the call returns; the GPU is empty before each turn and never behind.
+Operators take turns, and each is held to F.linear of the same round: a host that others use changes
+its speed from second to second. All kernels are compiled first, several at a time.
 """
 
 import statistics
@@ -13,25 +14,22 @@ import torch.nn.functional as F
 from rlk_kernels.ahead import compiled_ahead
 
 CALLS = 20
-"""Calls of a round: their kernels fit the queue, and none is waited for."""
+"""Calls of a turn: their kernels fit the queue, and none is waited for."""
+ROUNDS = 40
 
 
 def rand(*shape, dtype=torch.bfloat16):
     return torch.randn(*shape, device="cuda", dtype=dtype)
 
 
-def host_us(call, rounds: int = 20) -> float:
-    """Median microseconds of host time of one call."""
-    for _ in range(5):
+def turn_us(call) -> float:
+    """Microseconds of host time of one call."""
+    call()  # what was cold in the caches by now
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(CALLS):
         call()
-    times = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        times.append((time.perf_counter() - start) / CALLS * 1e6)
-    return statistics.median(times)
+    return (time.perf_counter() - start) / CALLS * 1e6
 
 
 def calls(m: int = 16) -> dict:
@@ -51,6 +49,7 @@ def calls(m: int = 16) -> dict:
     logits = rand(m, v)
     advantages, mask = torch.ones(1, device="cuda"), torch.ones(1, m, device="cuda")
     positions = torch.arange(m, device="cuda")
+    batch, batch_ids = x[None], ids[None]
     return {
         "F.linear": lambda: F.linear(x, weight),
         "linear": lambda: rk.linear(x, weight),
@@ -72,19 +71,25 @@ def calls(m: int = 16) -> dict:
         "logp": lambda: rk.logp(logits, ids),
         "linear_logp": lambda: rk.linear_logp(x, head, ids),
         "linear_grpo_loss": lambda: rk.linear_grpo_loss(
-            x[None], head, ids[None], None, advantages, mask
+            batch, head, batch_ids, None, advantages, mask
         )[0],
     }
 
 
 def measure(ceilings: dict) -> list[dict]:
-    """Microseconds of each, F.linear before and after."""
+    """Of each: microseconds, and the ratio to F.linear of the same round; medians."""
     rk.warm_up("cuda")
     with torch.no_grad():
         every = calls()
         with compiled_ahead(torch.device("cuda")):
             for call in every.values():
                 call()
-        found = {name: host_us(call) for name, call in every.items()}
-        again = host_us(every["F.linear"])
-    return [{"linear_again": again, "us": found}]
+        rounds = [{name: turn_us(call) for name, call in every.items()} for _ in range(ROUNDS)]
+    return [
+        {
+            "operator": name,
+            "us": statistics.median(x[name] for x in rounds),
+            "ratio": statistics.median(x[name] / x["F.linear"] for x in rounds),
+        }
+        for name in every
+    ]
