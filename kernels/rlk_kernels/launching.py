@@ -20,6 +20,8 @@ KEPT = 512
 """Of one name, for calls of one shape."""
 SEQUENCES = 4096
 """Of all shapes (`repeat`)."""
+STEPS = 16
+"""Launches of a sequence that is kept: with more of them the GPU is behind in any case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ def repeat(seen: dict, key: tuple, run: Callable[..., None], *arguments) -> None
         steps = thread.steps
     finally:
         thread.steps = before
-    if not steps or None in steps:
+    if not steps or None in steps or len(steps) > STEPS:
         return
     if len(_sequences) >= SEQUENCES:
         _sequences.clear()

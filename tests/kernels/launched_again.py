@@ -3,22 +3,30 @@
 Every operator is called thrice at shapes that differ in what Triton looks at. Triton chooses the
 variant of a kernel as it always does, but compiles none. Prints the kernels that were launched
 again, and those of which another variant was; then those that `launching.repeat` would launch, and
-those that it would launch with other arguments than the call's own code. With `--fault`, what is
-kept is shared by all shapes; with `--short-keys`, sequences are kept without the numbers.
+those that it would launch with other arguments than the call's own code; then the places of its
+keys (its function, position) without which nothing would have differed. Memory lies at one of two
+addresses. With `--fault`, what is kept is shared by all shapes; with `--short-keys`, sequences are
+kept without the numbers.
 Not under TRITON_INTERPRET, so in a process of its own, with kernels/ and scripts/ on its path
 (`test_launched_again.py`).
 """
 
+import random
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
+import offline_h200
 import rlk_kernels as rk
 import torch
 from offline_h200 import h200
 from rlk_kernels import launching
 from rlk_kernels.matmul import self_check
+from rlk_kernels.ops.attention import forward as attention_forward
+from rlk_kernels.ops.linear_logp import launch as logp_launch
+from rlk_kernels.ops.linear_logp.options import options_of
 from triton.runtime.jit import JITFunction
 
 HALF, FULL, LONG = torch.bfloat16, torch.float32, torch.int64
@@ -33,12 +41,14 @@ def integers(*shape: int) -> torch.Tensor:
 
 
 def paged(sequences: int, pages: int, heads: int, kv_heads: int, dim: int) -> None:
-    cache, bounds = empty(64, 16, kv_heads, dim), integers(sequences + 1)
-    tables = integers(sequences, pages), integers(sequences)
-    given = empty(sequences, heads, dim), cache, cache, *tables
+    caches = [empty(64, 16, kv_heads, dim) for _ in range(2)]
+    tables, bounds = (integers(sequences, pages), integers(sequences)), integers(sequences + 1)
+    given, pieces = (empty(sequences, heads, dim), *caches, *tables), integers(1)
     for more in ({}, {"scale": 0.3}, {"softcap": 20.0}, {"softcap": 30.0}, {"window": 40}):
         rk.paged_attention(*given, cu_seqlens_q=bounds, **more)
     schedule = rk.paged_schedule(*given, cu_seqlens_q=bounds)
+    if schedule is not None:  # in memory of its own, so that each address counts
+        schedule = replace(schedule, pieces=pieces)
     rk.paged_attention(*given, cu_seqlens_q=bounds, schedule=schedule)
 
 
@@ -63,15 +73,44 @@ def calls(m: int, h: int, v: int) -> Iterator[Callable[[], object]]:
             yield lambda b=sequences, n=pages: paged(b, n, 6, 6, 80)
 
 
+def moved(memory: "Memory") -> None:
+    """Calls whose tensors lie elsewhere each time."""
+    for _ in range(150):
+        memory.addresses.clear()
+        given = empty(16, 256), empty(16384, 256), empty(16384), empty(16, dtype=LONG)
+        for run, *more in ((logp_launch.forward,), (logp_launch.forward_alone, 3)):
+            run(*given, options_of(FULL, 0.0, 1.0, 1.0), True, *more)
+        paged(4, 2560, 32, 8, 128)
+
+
+class Memory:
+    """Where tensors lie: each storage at one of two addresses."""
+
+    def __init__(self) -> None:
+        self.addresses: dict[int, int] = {}
+        self.random = random.Random(0)
+
+    def data_ptr(self, x: torch.Tensor) -> int:
+        if x.numel() == 0:
+            return 0
+        storage = x.untyped_storage()._cdata
+        if storage not in self.addresses:
+            self.addresses[storage] = self.random.randint(1, 2) << 32
+        return self.addresses[storage] + x.storage_offset() * x.element_size()
+
+
 def said(x: object) -> object:
-    """An argument but for its address, which is nowhere."""
+    """An argument as a launch takes it."""
     if isinstance(x, torch.Tensor):
-        return tuple(x.shape), x.stride(), x.dtype
-    return (x.shape, x.strides, x.block_shape) if hasattr(x, "block_shape") else x
+        return x.data_ptr(), x.dtype
+    if hasattr(x, "block_shape"):
+        return x.base.data_ptr(), tuple(x.shape), tuple(x.strides), tuple(x.block_shape)
+    return x
 
 
 class Sequences:
-    """In place of `launching.repeat`: every call is asked, and held to those of its key."""
+    """In place of `launching.repeat`: every call is asked, and held to those of its key, and of its
+    key without each of its places."""
 
     def __init__(self, short_keys: bool) -> None:
         self.short_keys = short_keys
@@ -79,22 +118,36 @@ class Sequences:
         self.kept: dict[tuple, list[tuple]] = {}
         self.again: set[str] = set()
         self.differ: set[str] = set()
+        self.places: dict[tuple[str, int], bool] = {}
 
     def repeat(self, seen: dict, key: tuple, run: Callable[..., None], *arguments) -> None:
         if self.short_keys:
             key = tuple(x for x in key if not isinstance(x, float))
         self.launched = []
         run(*arguments)
-        before = self.kept.setdefault((id(seen), key), self.launched)
-        if len(before) < len(self.launched):  # those before were not all launched again
-            self.kept[id(seen), key] = self.launched
-        elif before is not self.launched and len(before) == len(self.launched):
-            self.again |= {name for name, *_ in before}
-            self.differ |= {a[0] for a, b in zip(before, self.launched, strict=True) if a != b}
+        names = {name for name, *_ in self.launched}
+        other = self.differing(id(seen), key)
+        if other is not None:
+            self.again |= names
+            self.differ |= other
+        for i in range(len(key)):
+            place = run.__name__, i
+            other = self.differing(id(seen), i, key[:i], key[i + 1 :])
+            self.places[place] = self.places.get(place, False) or bool(other)
+
+    def differing(self, *key) -> set[str] | None:
+        """Kernels launched otherwise than before with this key; None where there is no before."""
+        before = self.kept.get(key)
+        if before is None or len(before) < len(self.launched):
+            self.kept[key] = self.launched  # those before were not all launched again
+        elif len(before) == len(self.launched):
+            return {a[0] for a, b in zip(before, self.launched, strict=True) if a != b}
+        return None
 
 
 def main(fault: bool, short_keys: bool) -> int:
     asked, other, run, sequences = set(), set(), JITFunction.run, Sequences(short_keys)
+    memory = Memory()
 
     def choose(kernel, *arguments, **options):
         return run(kernel, *arguments, **{**options, "warmup": True})
@@ -117,25 +170,28 @@ def main(fault: bool, short_keys: bool) -> int:
         mock.patch.object(JITFunction, "_do_compile", choice),
         mock.patch.object(launching, "again", again),
         mock.patch.object(self_check, "holds", return_value=True),
+        mock.patch.object(offline_h200._OnGPU, "data_ptr", lambda x: memory.data_ptr(x)),
         mock.patch("torch._C._cuda_getDevice", return_value=0, create=True),
         mock.patch("torch.cuda.current_device", return_value=0),
         torch.no_grad(),
     ):
-        from rlk_kernels.ops.attention import forward
-        from rlk_kernels.ops.linear_logp import launch
-
-        for module in (forward, launch):
+        for module in (attention_forward, logp_launch):
             mock.patch.object(module, "repeat", sequences.repeat).start()
         if fault:
-            mock.patch.object(launch, "launches", return_value={}).start()
+            mock.patch.object(logp_launch, "launches", return_value={}).start()
         for m, h, v in ((1, 256, 5000), (16, 1024, 16384), (33, 1024, 16384), (300, 1000, 1023)):
             for call in calls(m, h, v):
                 for _ in range(3):
                     call()
+        moved(memory)
     print("again:", *sorted(asked))
     print("other:", *sorted(other))
     print("sequences:", *sorted(sequences.again))
     print("differ:", *sorted(sequences.differ))
+    print(
+        "unneeded:",
+        *(f"{name}.{i}" for (name, i), needed in sequences.places.items() if not needed),
+    )
     return int(bool(other or sequences.differ) or not asked)
 
 

@@ -23,6 +23,7 @@ def test_every_kernel_that_is_launched_again_is_triton_s_choice():
     assert status == 0
     assert set(found["again:"]) >= set(KERNELS)
     assert found["differ:"] == []
+    assert found["unneeded:"] == ["schedule.0"]  # which says that it is one
     assert set(found["sequences:"]) >= set(SEQUENCES)
 
 

@@ -3,10 +3,13 @@
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from rlk_kernels import direct, launching
+from rlk_kernels import cuda, direct, launching
+from rlk_kernels.cuda import Arguments
+from rlk_kernels.nvrtc import Source
 
 pytest.importorskip("triton")
 
@@ -134,8 +137,15 @@ def _runs_otherwise(call: Call) -> None:
     launching.launch({}, Kernel(), (1, 1, 1), (X,), {})
 
 
+def _launches_in_cuda(call: Call) -> None:
+    direct.thread.only_compiles = True
+    with mock.patch.object(cuda, "binary"):
+        cuda.launch({}, Source("entry", "", ()), 1, 128, 0, (), lambda: Arguments())
+    direct.thread.only_compiles = False
+
+
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("inside", [_allocates, _repeats, _runs_otherwise])
+@pytest.mark.parametrize("inside", [_allocates, _repeats, _runs_otherwise, _launches_in_cuda])
 def test_what_does_more_than_launch_is_never_repeated(inside: Any) -> None:
     class More(Call):
         def run(self, *given: Any) -> None:
@@ -161,10 +171,15 @@ def test_unaligned_memory_is_left_to_triton() -> None:
 @pytest.mark.usefixtures("here")
 def test_a_profiler_sees_ordinary_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     call = recorded()
-    monkeypatch.setattr(launching, "_watched", lambda: True)
-    call(X, Y)
-    assert call.runs == 3
-    assert len(call.first.ordinary) == 2
+    with monkeypatch.context() as watched:
+        watched.setattr(launching, "_watched", lambda: True)
+        call(X, Y)
+        call(X, Z)
+    assert call.runs == 4
+    assert len(call.first.ordinary) == 3
+    call(X, Z)  # no step was kept of what a profiler saw
+    assert call.runs == 5
+    assert call.first.again[-1] == (5, X.data_ptr(), Z.data_ptr())
 
 
 @pytest.mark.usefixtures("here")
@@ -189,6 +204,14 @@ def test_a_failure_leaves_no_half_of_a_sequence() -> None:
     with pytest.raises(RuntimeError):
         call(X, Y)
     assert direct.thread.steps is None
+    call(X, Y)
+    assert call.runs == 3
+
+
+@pytest.mark.usefixtures("here")
+def test_long_sequences_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "STEPS", 1)
+    call = recorded()
     call(X, Y)
     assert call.runs == 3
 

@@ -54,7 +54,7 @@ def compile_ahead(
     n, k = weight.shape
     trusted(weight.device, weight.dtype, segments(k, weight.dtype, out_dtype)[0] > 0)
     with compiled_ahead(weight.device) as ahead:
-        most = max(rows, default=0)
+        most = max(rows, default=0) if ahead else 0
         x, out = weight.new_empty(most, k), weight.new_empty(most, n, dtype=out_dtype)
         for m in rows if ahead else ():
             product(x[:m], weight, bias, False, True, out[:m])

@@ -1,5 +1,6 @@
 """What an engine is going to launch on a GPU, compiled while it starts, several kernels at a time:
-else the first request that needs a kernel waits for its compiler."""
+else the first request that needs a kernel waits for its compiler. (Without CUDA graphs vLLM may not
+call attention while it starts: its kernels are compiled at the first request then.)"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,9 @@ from torch import Tensor
 import rlk_kernels
 
 APART = 31
-"""Rows between two products that are planned. A prime, so that all sizes of a last tile come up:
-which kernel runs follows the rows that are left for it, too."""
+"""Rows between two products that are planned. A prime, so that most sizes of a last tile come up:
+which kernel runs follows the rows that are left for it, too. What is left out is compiled when it
+is needed."""
 _compiled: set[tuple[Any, ...]] = set()
 
 
@@ -47,11 +49,11 @@ def compile_products(
 ) -> None:
     """Compile the products by a weight; once for weights of one shape."""
     of_bias = None if bias is None else bias.dtype
-    form = weight.shape, weight.dtype, weight.device, of_bias, rows, out_dtype
+    form = weight.shape, weight.stride(), weight.dtype, weight.device, of_bias, rows, out_dtype
     if form not in _compiled:
-        _compiled.add(form)
         linears = [(weight.detach(), bias)]
         rlk_kernels.warm_up(weight.device, linears=linears, rows=rows, out_dtype=out_dtype)
+        _compiled.add(form)
 
 
 def compile_attention(
@@ -61,7 +63,7 @@ def compile_attention(
     captured."""
     form = (
         q.shape[1:], q.dtype, q.device, k_cache.shape[1:], k_cache.stride(), table.shape[1],
-        table.stride(), window,
+        table.stride(), window, sizes,
     )  # fmt: skip
     if form not in _compiled:
         if not rlk_kernels.warm_up_paged_attention(

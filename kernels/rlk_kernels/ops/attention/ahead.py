@@ -6,16 +6,14 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.ahead import compiled_ahead
-from rlk_kernels.backend import choose
-
-FEW = 64
-"""Packed rows of a sequence up to which a batch is one of short queries (`forward._plan`)."""
+from rlk_kernels.backend import choose, on_device_of
 
 
-def batches(sequences: int, tokens: int, group: int) -> Iterator[tuple[int, int]]:
+def batches(sequences: int, tokens: int, group: int, few: int) -> Iterator[tuple[int, int]]:
     """(sequences, queries) of batches that launch every variant which any batch of up to so many
-    does. Variants follow the next power of two of the sequences, and how many queries each has."""
-    few = max(1, FEW // group)
+    does. Variants follow the next power of two of the sequences, and how many queries each has.
+    few: packed rows of a sequence up to which its queries are few."""
+    few = max(1, few // group)
     yield from ((1, queries) for queries in range(1, min(few + 1, tokens) + 1))
     powers = (2**i for i in range(1, sequences.bit_length()))
     counts = {count for power in powers for count in (power - 1, power, power + 1)}
@@ -36,14 +34,15 @@ def warm_up_paged_attention(
     """
     if choose("warm_up_paged_attention", None, q, k_cache, v_cache, block_table) == "torch":
         return True
-    from rlk_kernels.ops.attention.forward import forward
+    from rlk_kernels.ops.attention.forward import FEW, forward
 
     heads, width = q.shape[1:], block_table.shape[1]
-    with compiled_ahead(q.device) as ahead:
+    pitch = max(block_table.stride(0), width)
+    with on_device_of(q), compiled_ahead(q.device) as ahead:
         group = q.shape[1] // k_cache.shape[-2]
-        for batch, queries in batches(sequences, tokens, group) if ahead else ():
+        for batch, queries in batches(sequences, tokens, group, FEW) if ahead else ():
             integers = block_table.new_empty(batch + 1, dtype=torch.int32)
-            table = block_table.new_empty(batch, block_table.stride(0), dtype=torch.int32)
+            table = block_table.new_empty(batch, pitch, dtype=torch.int32)
             forward(
                 q.new_empty(queries, *heads), k_cache, v_cache, integers, integers[:batch],
                 table[:, :width], True, 1.0, window,

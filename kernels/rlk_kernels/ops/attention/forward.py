@@ -56,6 +56,9 @@ from rlk_kernels.ops.attention.schedule import (
     slot_row,
 )
 
+FEW = 64
+"""Packed rows of a sequence, in the mean, up to which queries are few."""
+
 
 @triton.jit
 def _load_keys(
@@ -327,7 +330,7 @@ def _plan(
     paged = table is not None
     keys = table.shape[1] * k.shape[1] if table is not None else k.shape[0]
     chunks = cdiv(keys, CHUNK)
-    few = tokens * group <= 64 * batch
+    few = tokens * group <= FEW * batch
     room = SCRATCH_BYTES // (kv_heads * (padded + 2) * 4)
     if special is None:
         special = rows is None and block_n(dim, q.dtype) == 128 and here.gluon

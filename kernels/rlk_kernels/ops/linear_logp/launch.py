@@ -180,8 +180,8 @@ def finish(
 @functools.lru_cache(maxsize=1024)
 def plane_shapes(nodes: int, t: int, entropy: bool) -> tuple[tuple[int, int], ...]:
     """Of the planes of t rows: the tiles' nodes, then those above them, 32 to 1, down to 32."""
-    kept = 3 if entropy else 2
-    return ((nodes, t),) * kept + (() if nodes <= 32 else plane_shapes(cdiv(nodes, 32), t, entropy))
+    each = 3 if entropy else 2
+    return ((nodes, t),) * each + (() if nodes <= 32 else plane_shapes(cdiv(nodes, 32), t, entropy))
 
 
 def planes_in(
@@ -189,9 +189,9 @@ def planes_in(
 ) -> list[Planes]:
     """`plane_shapes` in memory that has room for them, behind what has the shapes `before`."""
     own = layout((*before, *plane_shapes(nodes, t, entropy)), memory.dtype)
-    flat, kept = apart(memory, own)[len(before) :], 3 if entropy else 2
+    flat, each = apart(memory, own)[len(before) :], 3 if entropy else 2
     return [
-        (flat[i], flat[i + 1], flat[i + 2] if entropy else None) for i in range(0, len(flat), kept)
+        (flat[i], flat[i + 1], flat[i + 2] if entropy else None) for i in range(0, len(flat), each)
     ]
 
 

@@ -218,7 +218,7 @@ def linear_logp(
 
     With return_lse, return_entropy or token_ids the result is a tuple: logp[T], then lse[T],
     entropy[T] and the given ids' log-probabilities [T, K], those asked for, in this order. All are
-    float32 and differentiable in hidden, weight and bias.
+    float32 and differentiable in hidden, weight and bias; without gradients they share memory.
 
     An id of V or more raises IndexError on the torch backend and gives NaN on the GPU.
     Raises UnsupportedShape, UnsupportedDtype, ValueError, and what `backend.choose` raises.
