@@ -147,16 +147,16 @@ def _lies_elsewhere(x: Tensor) -> bool:
     return index >= 0 and _current_device is not None and index != _current_device()
 
 
-def call(op: CustomOpDef, *args, alone: Callable | None = None):
+def call(op: CustomOpDef, *args, inference: Callable | None = None):
     """`op(*args)`, past torch's dispatch where nothing there has work to do: no gradient, compiler,
     mode, transform or kind of tensor of its own. Dispatching costs several times what a launch
-    does. The first argument says on which GPU (`on_device_of`); `alone`: what runs then in place of
+    does. The first argument says on which GPU (`on_device_of`); `inference`: what runs then for
     op's own function."""
     if torch.compiler.is_compiling():
         return op(*args)
     if _lies_elsewhere(args[0]):
         with on_device_of(args[0]):
-            return call(op, *args, alone=alone)
+            return call(op, *args, inference=inference)
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         refuse_transforms(op._qualname)
         return op(*args)
@@ -169,7 +169,7 @@ def call(op: CustomOpDef, *args, alone: Callable | None = None):
             return op(*args)
     if torch._C._len_torch_dispatch_stack() > 0:
         return op(*args)
-    return (alone or op._init_fn)(*args)
+    return (inference or op._init_fn)(*args)
 
 
 _on_gpus = torch.library.Library("rlk", "FRAGMENT")

@@ -78,7 +78,7 @@ def moved(memory: "Memory") -> None:
     for _ in range(150):
         memory.addresses.clear()
         given = empty(16, 256), empty(16384, 256), empty(16384), empty(16, dtype=LONG)
-        for run, *more in ((logp_launch.forward,), (logp_launch.forward_alone, 3)):
+        for run, *more in ((logp_launch.forward,), (logp_launch.forward_inference, 3)):
             run(*given, options_of(FULL, 0.0, 1.0, 1.0), True, *more)
         paged(4, 2560, 32, 8, 128)
 

@@ -39,7 +39,7 @@ from rlk_kernels.matmul.plan import most_special
 from rlk_kernels.numerics.column_sum.operator import column_sum
 from rlk_kernels.ops.linear_logp.launch import (
     finish,
-    forward_alone,
+    forward_inference,
     is_trusted,
     mark,
     pick,
@@ -148,6 +148,6 @@ def loss_and_gradients(
     if any(needs):
         logp, grads, ran = logp_and_gradients(h, w, bias, ids, tokens, spec, loss, needs)
     else:
-        (logp,), ran = forward_alone(h, w, bias, ids, spec, False, 1)
+        (logp,), ran = forward_inference(h, w, bias, ids, spec, False, 1)
     value, metrics = reduce_loss(logp, old, advantages, weights, ref, loss)
     return value, metrics, logp, grads, ran

@@ -206,7 +206,7 @@ def forward(
     return rows, own.plan.tiles.implementation
 
 
-def forward_alone(
+def forward_inference(
     h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions, entropy: bool,
     count: int,
 ) -> tuple[list[Tensor], str]:  # fmt: skip
@@ -214,7 +214,7 @@ def forward_alone(
     backward follows. They share memory, so no custom operator may return them."""
     seen, own = _planned(h, w, bias, ids, spec, entropy)
     results = empty(own.results.total, torch.float32, ids.device)
-    _fill(seen, own, h, w, bias, ids, spec, entropy, (results,))
+    _fill(seen, own, h, w, bias, ids, spec, entropy, results)
     return apart(results, own.results, count), own.plan.tiles.implementation
 
 
@@ -258,15 +258,16 @@ def _planned(
 
 def _fill(
     seen: dict, own: _Planned, h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor,
-    spec: LogitOptions, entropy: bool, rows: tuple[Tensor, ...],
+    spec: LogitOptions, entropy: bool, rows: RowStatistics | Tensor,
 ) -> None:  # fmt: skip
-    """rows: `RowStatistics`, or memory of the first three."""
+    """Fill rows, or memory of the first three of such."""
     if not own.plan.chunks:
         return
-    scratch = empty(own.scratch[len(rows) == 1].total, torch.float32, h.device)
+    scratch = empty(own.scratch[isinstance(rows, Tensor)].total, torch.float32, h.device)
+    filled = (rows,) if isinstance(rows, Tensor) else rows
     key = (
         h.data_ptr(), w.data_ptr(), 0 if bias is None else bias.data_ptr(), ids.data_ptr(),
-        scratch.data_ptr(), *[x.data_ptr() for x in rows],
+        scratch.data_ptr(), *[x.data_ptr() for x in filled],
     )  # fmt: skip
     given = (seen, own, h, w, bias, ids, spec, entropy, rows, scratch)
     if own.plan.tiles.kernel == "hopper":
@@ -277,20 +278,20 @@ def _fill(
 
 def _launch_forward(
     seen: dict, own: _Planned, h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor,
-    spec: LogitOptions, entropy: bool, rows: tuple[Tensor, ...], scratch: Tensor,
+    spec: LogitOptions, entropy: bool, rows: RowStatistics | Tensor, scratch: Tensor,
 ) -> None:  # fmt: skip
     inner = ()
-    if len(rows) == 1:
+    if isinstance(rows, Tensor):
         inner = own.inner
-        rows = (*apart(rows[0], own.results), *apart(scratch, own.scratch[True], len(inner)))
-    statistics = RowStatistics(*rows)
-    pick(own.plan.pick, h, w, bias, ids, spec, statistics.z, seen)
+        inside = apart(scratch, own.scratch[True], len(inner))
+        rows = RowStatistics(*apart(rows, own.results), *inside)
+    pick(own.plan.pick, h, w, bias, ids, spec, rows.z, seen)
     for first, last in own.plan.chunks:
         m = last - first
         planes = planes_in(scratch, own.plan.nodes, m, entropy, inner)  # one memory for all chunks
         some = h if m == h.shape[0] else h[first:last]
         run_tiles(own.plan.tiles, some, w, bias, spec, *planes[0], seen=seen)
-        finish(planes, ids, statistics, first, last, entropy, seen)
+        finish(planes, ids, rows, first, last, entropy, seen)
 
 
 def coefficients(

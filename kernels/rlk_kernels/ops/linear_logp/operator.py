@@ -74,7 +74,7 @@ def _linear_logp(
     return tuple(rows)
 
 
-def _alone(
+def _inference(
     count: int, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor,
     logit_dtype: torch.dtype, softcap: float, scale: float, temperature: float, entropy: bool,
     backend: str,
@@ -85,7 +85,7 @@ def _alone(
             hidden, weight, bias, ids, logit_dtype, softcap, scale, temperature, entropy, backend
         )
     spec = options_of(logit_dtype, softcap, scale, temperature)
-    found, ran = _on_triton().forward_alone(hidden, weight, bias, ids, spec, entropy, count)
+    found, ran = _on_triton().forward_inference(hidden, weight, bias, ids, spec, entropy, count)
     record("linear_logp", ran)
     return *found, None, None
 
@@ -242,7 +242,7 @@ def linear_logp(
         _linear_logp,
         as_rows(hidden), as_rows(weight), None if bias is None else bias.contiguous(),
         ids.contiguous(), spec.logit_dtype, spec.softcap, spec.scale, spec.temperature,
-        return_entropy, chosen, alone=functools.partial(_alone, count),
+        return_entropy, chosen, inference=functools.partial(_inference, count),
     )  # fmt: skip
     found = [logps if token_ids is None else logps[:, 0]]
     found += [lse] if return_lse else []
