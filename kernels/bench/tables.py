@@ -190,7 +190,7 @@ def host(record: dict) -> list[str]:
     """Host time of an eager call."""
     lines = [
         "Microseconds of host time of one eager call without gradients, 16 rows; ratio = to "
-        "F.linear of the same round. Operators take turns; medians of 40 rounds of 20 calls.",
+        "F.linear of the same round. Operators take turns; medians.",
         "",
     ]
     return lines + table(

@@ -41,7 +41,7 @@ class Kernel:
 
 
 class Call:
-    """An operator that launches two kernels, with memory for the first in between."""
+    """An operator that launches two kernels."""
 
     def __init__(self) -> None:
         self.first, self.second = Kernel(), Kernel()
@@ -68,8 +68,9 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     found = SimpleNamespace(device=0, stream=5)
     monkeypatch.setattr(direct, "triton_version", lambda: "3.6.0")
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: found.device, raising=False)
-    stream = lambda device: found.stream  # noqa: E731
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", stream, raising=False)
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda device: found.stream, raising=False
+    )
     monkeypatch.setattr(torch.cuda, "current_device", lambda: found.device)
     monkeypatch.setattr(launching, "_sequences", {})
     yield found
