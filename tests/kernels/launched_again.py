@@ -80,7 +80,8 @@ def moved(memory: "Memory") -> None:
         given = empty(16, 256), empty(16384, 256), empty(16384), empty(16, dtype=LONG)
         for run, *more in ((logp_launch.forward,), (logp_launch.forward_inference, 3)):
             run(*given, options_of(FULL, 0.0, 1.0, 1.0), True, *more)
-        paged(4, 2560, 32, 8, 128)
+        for sequences in (4, 80):
+            paged(sequences, 2560, 32, 8, 128)
 
 
 class Memory:

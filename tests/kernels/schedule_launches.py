@@ -20,7 +20,7 @@ MODULES = (forward, hopper_blocks, hopper_pieces, merge, schedule)
 LISTS = ("_shared_kernel", "_schedule_kernel")
 CASES = [
     (sequences, queries, pages, heads, window, dtype)
-    for sequences in (1, 2, 16, 33)
+    for sequences in (1, 2, 16, 80)
     for queries in (1, 5, 300)
     for pages in (32, 64, 2560)
     for heads in ((32, 8, 128), (6, 6, 80))

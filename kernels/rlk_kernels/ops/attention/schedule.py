@@ -20,9 +20,10 @@ themselves (`lone_sequence`), and two kernels less run.
 
 An entry 2b is the prefix that sequence b leads (mostly none), 2b + 1 is what b has of its own.
 Every program of the kernel makes all entries, int32[PLANES, 2B + 2], and writes some of the pieces,
-int32[FIELDS] each: one kernel instead of two, and nobody waits for another. It runs for itself
-before every split call, or before those of a pass that share a list (`given.py`), and once through
-its instructions, so it is kept short: fetching them is most of its time.
+int32[FIELDS] each: one kernel instead of two, and nobody waits for another. Of a small batch it
+compares the tables, too; of another, the kernel before it does. It runs for itself before every
+split call, or before those of a pass that share a list (`given.py`), and once through its
+instructions, so it is kept short: fetching them is most of its time.
 
 B = sequences   R = sequences that share a block of rows at most
 """
@@ -47,6 +48,8 @@ PIECES = {16: 16, 32: 16, 64: 4, 128: 4}
 
 LISTED = 64
 """Pieces that a program writes at a time (time only)."""
+COMPARED = 4096
+"""Blocks of tables that a program compares at a time (time only)."""
 
 PLANES = 8
 ITEMS, FIRST, COUNT, BASE, MEMBERS, LEADER, ROWS, TAU = (tl.constexpr(i) for i in range(PLANES))
@@ -77,34 +80,48 @@ def _rows_of_slots(prefix, members, own, shares, queries, G, tau, RUNNING: tl.co
     return of_prefix, tl.where(shares > 0, own, slots) * queries * G
 
 
+@triton.jit
+def _shared_chunks(
+    table_ptr, cu_q_ptr, lens_ptr, stride_table, R, b, live, CHUNK: tl.constexpr,
+    PAGE: tl.constexpr,
+):  # fmt: skip
+    """Leading chunks of sequences b[N] whose blocks are those of the sequence before, both of one
+    query and in one block of rows."""
+    asked = live & (b % R != 0)
+    start = tl.load(cu_q_ptr + b, mask=asked, other=0)
+    lone = (start - tl.load(cu_q_ptr + b - 1, mask=asked, other=0) == 1) & (
+        tl.load(cu_q_ptr + b + 1, mask=asked, other=0) - start == 1
+    )
+    keys = tl.load(lens_ptr + b, mask=asked, other=0)
+    keys = tl.minimum(keys, tl.load(lens_ptr + b - 1, mask=asked, other=0))
+    most = tl.where(asked & lone, keys // CHUNK, 0)
+    at = table_ptr + b.to(tl.int64) * stride_table
+    open = most > 0
+    mine = tl.load(at, mask=open, other=0)
+    open = open & (mine == tl.load(at - stride_table, mask=open, other=0))
+    shared = tl.zeros_like(b)
+    at = at[:, None] + tl.arange(0, CHUNK // PAGE)[None, :]
+    while tl.max(open.to(tl.int32), 0) > 0:
+        mine = tl.load(at, mask=open[:, None], other=0)
+        theirs = tl.load(at - stride_table, mask=open[:, None], other=0)
+        open = open & (tl.min((mine == theirs).to(tl.int32), 1) > 0)
+        shared += open.to(tl.int32)
+        open = open & (shared < most)
+        at += CHUNK // PAGE
+    return shared
+
+
 @triton.jit(do_not_specialize=["R", "stride_table"])
 def _shared_kernel(
     shared_ptr, table_ptr, cu_q_ptr, lens_ptr, stride_table, R, CHUNK: tl.constexpr,
-    PAGE: tl.constexpr, PAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    PAGE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Leading chunks of a sequence whose blocks are those of the sequence before, both of one
-    query and in one block of rows; a program a sequence."""
+    """`_shared_chunks` of a sequence a program."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    b = tl.program_id(0)
-    shared = 0
-    if b % R != 0:
-        start = tl.load(cu_q_ptr + b)
-        lone = (start - tl.load(cu_q_ptr + b - 1) == 1) & (tl.load(cu_q_ptr + b + 1) - start == 1)
-        keys = tl.minimum(tl.load(lens_ptr + b), tl.load(lens_ptr + b - 1))
-        most = tl.where(lone, keys // CHUNK, 0)
-        i = tl.arange(0, PAGES)
-        at = table_ptr + b.to(tl.int64) * stride_table + i
-        open = most > 0
-        while open:
-            inside = i < CHUNK // PAGE
-            mine = tl.load(at, mask=inside, other=0)
-            theirs = tl.load(at - stride_table, mask=inside, other=0)
-            open = tl.min((mine == theirs).to(tl.int32), 0) > 0
-            shared += open.to(tl.int32)
-            open = open & (shared < most)
-            at += CHUNK // PAGE
+    b = tl.program_id(0) + tl.arange(0, 1)
+    shared = _shared_chunks(table_ptr, cu_q_ptr, lens_ptr, stride_table, R, b, b >= 0, CHUNK, PAGE)
     tl.store(shared_ptr + b, shared)
 
 
@@ -136,15 +153,17 @@ def _group(plan_ptr, pitch, shared_ptr, b, B, R: tl.constexpr):
     return prefix, members
 
 
-@triton.jit(do_not_specialize=["B", "window", "capacity", "target"])
+@triton.jit(do_not_specialize=["stride_table", "B", "window", "capacity", "target"])
 def _schedule_kernel(
-    plan_ptr, pieces_ptr, cu_q_ptr, lens_ptr, shared_ptr, B, window, capacity, target,
+    plan_ptr, pieces_ptr, table_ptr, cu_q_ptr, lens_ptr, shared_ptr, stride_table, B, window,
+    capacity, target,
     HK: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr, PAGED: tl.constexpr, SHARE: tl.constexpr,
-    RUNNING: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
+    WINDOWED: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, SHARE: tl.constexpr,
+    COMPARES: tl.constexpr, RUNNING: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
     LISTED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A sequence a lane."""
+    """A sequence a lane. COMPARES: it compares the tables, and all programs write what they find to
+    the same place."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -170,7 +189,17 @@ def _schedule_kernel(
     tl.store(plan_ptr + FIRST * pitch + 2 * b + 1, first, mask=live)
     tl.store(plan_ptr + LEADER * pitch + b, -1, mask=live)
     tl.debug_barrier()
-    if SHARE and tl.max(tl.load(shared_ptr + b, mask=live, other=0), 0) > 0:
+    shared = tl.zeros_like(b)
+    if COMPARES:
+        shared = _shared_chunks(
+            table_ptr, cu_q_ptr, lens_ptr, stride_table, BM // G, b, live, CHUNK, PAGE
+        )
+    elif SHARE:
+        shared = tl.load(shared_ptr + b, mask=live, other=0)
+    if SHARE and tl.max(shared, 0) > 0:
+        if COMPARES:
+            tl.store(shared_ptr + b, shared, mask=live)
+            tl.debug_barrier()
         prefix, members = _group(plan_ptr, pitch, shared_ptr, b, B, BM // G)
         first = tl.load(plan_ptr + FIRST * pitch + 2 * b + 1, mask=live, other=0)
         of_prefix, of_own = _rows_of_slots(
@@ -379,7 +408,7 @@ class ListPlan:
     layout: Layout
     """Of these."""
     of_shared: tuple | None
-    """Constants of the kernel that looks for prefixes, if there is one."""
+    """Constants of the kernel that compares tables, if there is one."""
     programs: int
     constants: tuple
     options: dict
@@ -413,7 +442,7 @@ def schedule(
         )  # fmt: skip
     launch(
         seen, _schedule_kernel, (own.programs, 1, 1),
-        (plan, pieces, cu_q, lens_k, shared, *own.constants),
+        (plan, pieces, cu_q if table is None else table, cu_q, lens_k, shared, *own.constants),
         own.options,
     )  # fmt: skip
 
@@ -428,16 +457,19 @@ def _fixed(
     share = table is not None and window is None and chunk % page == 0 and min(together, batch) > 1
     programs = min(16, cdiv(most, LISTED))
     sizes = programs * PLANES * (2 * batch + 2), most * FIELDS.value, batch if share else 0
-    of_shared = None
-    if table is not None and share:
-        pages = power_of_2(chunk // page)
-        of_shared = table.stride(0), together, chunk, page, pages, here.overlaps
+    compared = block * (chunk // page) if share else 0
+    compares = 0 < compared <= COMPARED
+    stride, of_shared = 0 if table is None else table.stride(0), None
+    if share and not compares:
+        of_shared = stride, together, chunk, page, here.overlaps
     constants = (
-        batch, window or 0, capacity, PIECES[block_rows] * here.processors, kv_heads, group,
-        block_rows, chunk, causal, window is not None, table is not None, share, int(running),
-        block, block.bit_length() + 1, LISTED, here.overlaps,
+        stride, batch, window or 0, capacity, PIECES[block_rows] * here.processors, kv_heads, group,
+        block_rows, chunk, causal, window is not None, table is not None, page, share, compares,
+        int(running), block, block.bit_length() + 1, LISTED, here.overlaps,
     )  # fmt: skip
-    options = {"num_warps": max(1, min(8, block // 128)), "launch_pdl": here.overlaps}
+    # 32 of the blocks that are compared a thread
+    warps = compared // 1024 if compares else block // 128
+    options = {"num_warps": max(1, min(8, warps)), "launch_pdl": here.overlaps}
     shapes = tuple((size,) for size in sizes)
     return ListPlan(
         sizes=shapes, layout=layout(shapes, torch.int32), of_shared=of_shared, programs=programs,

@@ -65,6 +65,12 @@ def test_a_lone_sequence_needs_no_list(queries, keys, window, monkeypatch):
     assert not made
 
 
+@pytest.fixture(params=["the list's kernel", "the kernel before"])
+def who_compares(request, monkeypatch):
+    if request.param == "the kernel before":
+        monkeypatch.setattr(schedule, "COMPARED", 0)
+
+
 def group(members=2, shared=64, prompts=2, extra=(3, 33)):
     """Sequences that answer `prompts`, `members` each: (inputs of `run`, block tables that share
     their prompts' blocks, and that do not)."""
@@ -105,6 +111,7 @@ def row(plan, plane):
     return plan[plane.value]
 
 
+@pytest.mark.usefixtures("who_compares")
 def test_a_shared_prefix_is_read_once_and_changes_no_bit(monkeypatch):
     x, joint, apart = group()
     made = planned(monkeypatch)
@@ -120,6 +127,7 @@ def test_a_shared_prefix_is_read_once_and_changes_no_bit(monkeypatch):
     assert chunks[1] - chunks[0] == (b - 2) * 64 // CHUNK
 
 
+@pytest.mark.usefixtures("who_compares")
 def test_prefixes_within_prefixes_are_taken_apart_where_less_is_shared(monkeypatch):
     """All share a chunk; two groups share more. And one that shares all of its keys."""
     x, joint, _ = group(members=2, shared=64, prompts=2, extra=(0, 33))
@@ -155,6 +163,20 @@ def test_work_is_split_where_it_pays(monkeypatch):
     assert starts[1:9:2] == [0, 1, 2, 3]  # one piece each
     assert starts[10] - starts[9] > 3
     assert row(made[0], schedule.ROWS)[5] == HEADS[0] // HEADS[1]  # of one query
+
+
+@pytest.mark.usefixtures("who_compares")
+def test_the_first_blocks_alone_share_nothing(monkeypatch):
+    """Tables that begin with the same block and go on with others, and a sequence that is shorter
+    than a chunk."""
+    x, joint, apart = group(members=2, shared=64, prompts=2, extra=(3, 33))
+    apart[:, 0] = joint[:, 0]
+    x[4][1] = CHUNK - 1
+    made = planned(monkeypatch)
+    assert same(run(*x, apart, split=True), run(*x, apart, split=False))
+    assert same(run(*x, joint, split=True), run(*x, joint, split=False))
+    assert row(made[0], schedule.LEADER)[:4].tolist() == [-1] * 4
+    assert row(made[1], schedule.LEADER)[:4].tolist() == [-1, -1, 2, 2]
 
 
 @pytest.mark.parametrize("fault", ["order", "first", "leader"])
