@@ -97,8 +97,8 @@ def _shared_chunks(
     most = tl.where(asked & lone, keys // CHUNK, 0)
     at = table_ptr + b.to(tl.int64) * stride_table
     open = most > 0
-    mine = tl.load(at, mask=open, other=0)
-    open = open & (mine == tl.load(at - stride_table, mask=open, other=0))
+    first = tl.load(at, mask=open, other=0)
+    open = open & (first == tl.load(at - stride_table, mask=open, other=0))
     shared = tl.zeros_like(b)
     at = at[:, None] + tl.arange(0, CHUNK // PAGE)[None, :]
     while tl.max(open.to(tl.int32), 0) > 0:
