@@ -56,6 +56,7 @@ def test_few_sequences_have_the_bits_of_one_walk(shape):
         one = forward(x, split=False)
         for _ in range(5):
             assert same(forward(x), one), lens
+        assert torch.equal(forward(x, keeps_lse=False)[0], one[0]), lens
 
 
 @pytest.mark.parametrize("window", [None, 300])

@@ -220,6 +220,7 @@ def _cases(m):
     return {
         "its own list": lambda: rk.paged_attention(*wide, cu_seqlens_q=one, return_lse=True),
         "a given list": given,
+        "no lse": lambda: (rk.paged_attention(*wide, cu_seqlens_q=one),),
         "linear_logp": lambda: rk.linear_logp(x, head, ids, return_lse=True, return_entropy=True),
     }, (q, cache, x, head, table, lens)
 

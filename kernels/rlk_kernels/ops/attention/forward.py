@@ -434,7 +434,7 @@ def forward(
     causal: bool, scale: float, window: int | None,
     rows: int | None = None, split: bool | None = None, warp_specialized: bool | None = None,
     out: Tensor | None = None, softcap: float = 0.0,
-    given: tuple[Tensor, Tensor, bool] | None = None,
+    given: tuple[Tensor, Tensor, bool] | None = None, keeps_lse: bool = True,
 ) -> tuple[Tensor, Tensor, str]:  # fmt: skip
     """(out[T, Hq, D], lse[Hq, T], which implementation ran).
 
@@ -444,19 +444,21 @@ def forward(
     own, `hopper.py`) change the time and never the bits; None leaves them to the shape. `out`:
     contiguous memory for the result. `softcap`: 0 is none; the kernels for Hopper have none.
     `given`: the pieces (`paged_pieces`) that calls with the same tables and lengths share.
+    `keeps_lse`: False where nobody asks for lse: it lies in the call's scratch then, which may be
+    what is returned in its place.
     """
     tokens, heads, dim = q.shape
     if out is None:
         out = empty((tokens, heads, dim), q.dtype, q.device)
-    lse = empty((heads, tokens), torch.float32, q.device)
     batch = cu_q.numel() - 1
     if tokens == 0 or batch == 0:
-        return out, lse, "triton"
+        return out, empty((heads, tokens), torch.float32, q.device), "triton"
     seen, own = _planned(
         q, k, v, table, batch, causal, window, rows, split, warp_specialized, softcap
     )
     implementation = "triton/hopper" if own.special else "triton"
     if own.special and not (own.split or own.whole):
+        lse = empty((heads, tokens), torch.float32, q.device)
         _blocks().attend_hopper(
             seen, own.rows, q, k, v, out, lse, cu_q, lens_k, table, causal, scale, window
         )  # fmt: skip
@@ -474,8 +476,12 @@ def forward(
         else:
             lists = given[:2]
             of_lists = lists[0].data_ptr(), lists[1].data_ptr()
-    places = kept(seen, "places", made is None, _places, own, made)
-    memory = empty(places.total, torch.float32, q.device) if own.split else lse
+    inside = own.split and not keeps_lse
+    of_lse = (heads, tokens) if inside else (0,)
+    places = kept(seen, "places", (made is None, inside), _places, own, made, of_lse)
+    lse = memory = empty(places.total if inside else (heads, tokens), torch.float32, q.device)
+    if own.split and not inside:
+        memory = empty(places.total, torch.float32, q.device)
     key = (
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(),
         memory.data_ptr(), cu_q.data_ptr(), lens_k.data_ptr(),
@@ -488,9 +494,10 @@ def forward(
     return out, lse, implementation
 
 
-def _places(own: ForwardPlan, made: ListPlan | None) -> Layout:
-    """Of what lies in a call's scratch: own.scratch, and the list that it makes for itself."""
-    return layout((*own.scratch, *(() if made is None else made.sizes)), torch.float32)
+def _places(own: ForwardPlan, made: ListPlan | None, of_lse: tuple[int, ...]) -> Layout:
+    """Of what lies in a call's scratch: lse, own.scratch, and the list that it makes for itself."""
+    lists = () if made is None else made.sizes
+    return layout((of_lse, *own.scratch, *lists), torch.float32)
 
 
 def _launch(
@@ -503,7 +510,8 @@ def _launch(
     part_acc = part_ml = flags = lse
     plan = pieces = cu_q
     if own.split:
-        parts = apart(memory, places)
+        inside, *parts = apart(memory, places)
+        lse = inside if inside.numel() else lse
         *told, part_acc, part_ml = parts[: len(own.scratch)]
         flags = told[0] if told else lse
         if made is not None:

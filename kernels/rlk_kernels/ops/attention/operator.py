@@ -28,6 +28,8 @@ from rlk_kernels.ops.attention.registered import (
     _attention,
     _paged_attention,
     _paged_attention_into,
+    attend_into_alone,
+    attend_paged_alone,
     on_triton,
 )
 from rlk_kernels.ops.attention.variants import (
@@ -288,11 +290,11 @@ def paged_attention(
     if out is not None:
         lse = call(
             _paged_attention_into, out, q, k_cache, v_cache, table, lens, cu_q, scale, window, plan,
-            pieces, special, chosen,
+            pieces, special, chosen, inference=None if return_lse else attend_into_alone,
         )  # fmt: skip
         return (out, lse) if return_lse else out
     out, lse = call(
         _paged_attention, q, k_cache, v_cache, table, lens, cu_q, scale, window, plan, pieces,
-        special, chosen,
+        special, chosen, inference=None if return_lse else attend_paged_alone,
     )  # fmt: skip
     return (out, lse) if return_lse else out

@@ -120,9 +120,10 @@ def attend_paged(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, context_lens: Tensor,
     cu_q: Tensor, scale: float, window: int | None, plan: Tensor | None, pieces: Tensor | None,
     special: bool, backend: str, softcap: float = 0.0, out: Tensor | None = None,
+    keeps_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse); plan, pieces, special: of a `Schedule`, or none; softcap: 0 is none; out: memory
-    for the result, which triton alone takes."""
+    for the result, which triton alone takes; keeps_lse: see `forward.forward`."""
     if backend == "torch":
         record("paged_attention", "torch")
         k, v = (x.reshape(-1, *x.shape[2:]) for x in (k_cache, v_cache))
@@ -135,10 +136,14 @@ def attend_paged(
     given = None if plan is None or pieces is None else (plan, pieces, special)
     out, lse, ran = on_triton().forward(
         q, k_cache, v_cache, cu_q, context_lens, block_table, True, scale, window, out=out,
-        softcap=softcap, given=given,
+        softcap=softcap, given=given, keeps_lse=keeps_lse,
     )  # fmt: skip
     record("paged_attention", ran)
     return out, lse
+
+
+attend_paged_alone = functools.partial(attend_paged, keeps_lse=False)
+"""For a caller that takes no lse."""
 
 
 @torch.library.custom_op("rlk::paged_attention", mutates_args=())
@@ -153,6 +158,24 @@ def _paged_attention(
     )  # fmt: skip
 
 
+def _attend_into(
+    out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor,
+    context_lens: Tensor, cu_q: Tensor, scale: float, window: int | None, plan: Tensor | None,
+    pieces: Tensor | None, special: bool, backend: str, keeps_lse: bool = True,
+) -> Tensor:  # fmt: skip
+    found, lse = attend_paged(
+        q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, plan, pieces, special,
+        backend, out=out, keeps_lse=keeps_lse,
+    )  # fmt: skip
+    if found is not out:
+        out.copy_(found)
+    return lse
+
+
+attend_into_alone = functools.partial(_attend_into, keeps_lse=False)
+"""For a caller that takes no lse."""
+
+
 @torch.library.custom_op("rlk::paged_attention_into", mutates_args=("out",))
 def _paged_attention_into(
     out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor,
@@ -160,13 +183,10 @@ def _paged_attention_into(
     pieces: Tensor | None, special: bool, backend: str,
 ) -> Tensor:  # fmt: skip
     """lse; the result goes to `out`, where it is written at once on triton."""
-    found, lse = attend_paged(
-        q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, plan, pieces, special,
-        backend, out=out,
+    return _attend_into(
+        out, q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, plan, pieces,
+        special, backend,
     )  # fmt: skip
-    if found is not out:
-        out.copy_(found)
-    return lse
 
 
 @_paged_attention_into.register_fake

@@ -48,7 +48,7 @@ PIECES = {16: 16, 32: 16, 64: 4, 128: 4}
 
 LISTED = 64
 """Pieces that a program writes at a time (time only)."""
-COMPARED = 4096
+COMPARED = 1024
 """Blocks of tables that a program compares at a time (time only)."""
 
 PLANES = 8
@@ -467,8 +467,7 @@ def _fixed(
         block_rows, chunk, causal, window is not None, table is not None, page, share, compares,
         int(running), block, block.bit_length() + 1, LISTED, here.overlaps,
     )  # fmt: skip
-    # 32 of the blocks that are compared a thread
-    warps = compared // 1024 if compares else block // 128
+    warps = compared // 256 if compares else block // 128
     options = {"num_warps": max(1, min(8, warps)), "launch_pdl": here.overlaps}
     shapes = tuple((size,) for size in sizes)
     return ListPlan(

@@ -70,6 +70,19 @@ def test_every_form_of_call_takes_one(options, lists):
     assert len(lists) == 1
 
 
+@pytest.mark.parametrize("lens", [DECODE, MIXED, ([2], [300])], ids=["decode", "mixed", "one"])
+def test_a_call_that_is_asked_for_no_lse_has_the_same_bits(lens):
+    x = batch(*lens)
+    expected, _ = run(x)
+    for schedule in (None, made(x)):
+        for out in (None, torch.empty_like(expected)):
+            found = rk.paged_attention(
+                *x[0], cu_seqlens_q=x[1], backend="triton", schedule=schedule, out=out
+            )
+            assert torch.equal(found, expected)
+            assert out is None or found is out
+
+
 def test_what_a_given_list_says_is_done():
     x = batch(*DECODE)
     schedule = made(x)
