@@ -1,12 +1,8 @@
-"""The Triton forward of `attention` and `paged_attention`: one kernel body for both.
+"""The forward of `attention` and `paged_attention` on a GPU: how keys are walked, and by what.
 
-The order of a row's sums is in `order.py`; on Hopper `hopper.py` does the same
-with another schedule, where it can read the keys and values.
+The kernels are in `kernels.py`, on Hopper in `hopper_blocks.py` and `hopper_pieces.py`.
 
-Rows are packed: the G query heads that share a KV head lie side by side, row = query * G + head,
-so that a decode step reads its keys once.
-
-T = queries  S = keys  D = head size  BM = packed rows of a program  BN = keys of a block
+T = queries  S = keys  D = head size
 """
 
 import functools
@@ -14,8 +10,6 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -31,267 +25,19 @@ from rlk_kernels.launching import (
     repeat,
     tensor_map,
 )
+from rlk_kernels.ops.attention import kernels
 from rlk_kernels.ops.attention.merge import merge_parts
-from rlk_kernels.ops.attention.order import (
-    CHUNK,
-    block_n,
-    block_weights,
-    capped,
-    capped_scales,
-    find_sequence,
-    finish,
-    merge,
-    one_sum,
-    seen_keys,
-)
+from rlk_kernels.ops.attention.order import CHUNK, block_n, capped_scales
 from rlk_kernels.ops.attention.schedule import (
     PIECES,
     SCRATCH_BYTES,
     ListPlan,
     list_plan,
-    lone_piece,
-    lone_sequence,
-    piece,
     schedule,
-    slot_row,
 )
 
 FEW = 64
 """Packed rows of a sequence, in the mean, up to which queries are few."""
-
-
-@triton.jit
-def _load_keys(
-    ptr, desc, table_ptr, key, first, k_start, len_k, hk, stride_page, stride_s, stride_h, cols,
-    BN: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, PAGED: tl.constexpr,
-    PAGE: tl.constexpr, TMA: tl.constexpr, CHECK: tl.constexpr,
-):  # fmt: skip
-    """[BN, DP] of keys or values from key `first` on; zeros behind the sequence where CHECK."""
-    if TMA:
-        x = tl.reshape(desc.load([k_start + first, hk, 0]), (BN, DP))
-        if CHECK:
-            x = tl.where(key[:, None] < len_k, x, 0.0).to(x.dtype)
-    else:
-        if PAGED:
-            page = tl.load(table_ptr + key // PAGE, mask=key < len_k, other=0).to(tl.int64)
-            at = page * stride_page + (key % PAGE).to(tl.int64) * stride_s
-        else:
-            at = (k_start + key).to(tl.int64) * stride_s
-        at = ptr + at[:, None] + hk.to(tl.int64) * stride_h + cols[None, :]
-        if CHECK:
-            x = tl.load(at, mask=(key[:, None] < len_k) & (cols[None, :] < DIM), other=0.0)
-        elif DIM == DP:
-            x = tl.load(at)
-        else:
-            x = tl.load(at, mask=cols[None, :] < DIM, other=0.0)
-    return x
-
-
-@triton.jit
-def attend_block(
-    q, k, v, m, den, acc, scale, bend, visible, MASKED: tl.constexpr, CAPPED: tl.constexpr,
-    LEVELS: tl.constexpr,
-):  # fmt: skip
-    """One block of keys added to a chunk's state."""
-    s = tl.dot(q, k.T, input_precision="ieee")
-    if CAPPED:
-        s = capped(s, bend)
-    if MASKED:
-        s = tl.where(visible, s, float("-inf"))
-    p, top, old, sums = block_weights(s, m, scale, LEVELS)
-    den = tl.fma(den, old[:, None], sums)
-    acc = acc * old[:, None]
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-    return top, den, acc
-
-
-@triton.jit
-def _attend_rows(
-    q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, table_ptr,
-    b, q_start, len_q, k_start, len_k, first_row, hk, T, scale, bend, window,
-    first_chunk, chunk_limit, only, merges, folded, base,
-    stride_qt, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
-    stride_table,
-    HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, TMA: tl.constexpr,
-    SPLIT: tl.constexpr, CAPPED: tl.constexpr, LEVELS: tl.constexpr,
-):  # fmt: skip
-    """BM packed rows of a sequence over its keys, or (SPLIT) over those of a piece's chunks."""
-    table = table_ptr + b.to(tl.int64) * stride_table
-    row = first_row + tl.arange(0, BM)
-    query = row // G
-    head = hk * G + row % G
-    live = row < len_q * G
-    cols = tl.arange(0, DP)
-    at = (q_start + query).to(tl.int64) * stride_qt + head.to(tl.int64) * stride_qh
-    at = q_ptr + at[:, None] + cols[None, :]
-    q = tl.load(at, mask=live[:, None] & (cols[None, :] < DIM), other=0.0)
-
-    last = len_k - 1 + tl.zeros_like(row)  # the last key a row sees
-    if CAUSAL:
-        last = query + len_k - len_q
-    begin, shared_end, seen_end = seen_keys(
-        first_row, len_q, len_k, window, G, BM, BN, CAUSAL, WINDOWED
-    )
-    if SPLIT:
-        begin = tl.maximum(begin, first_chunk * CHUNK)
-        seen_end = tl.minimum(seen_end, chunk_limit * CHUNK)
-    plain_end = tl.maximum(tl.minimum(shared_end, seen_end) // BN * BN, begin)
-
-    m = tl.full((BM,), float("-inf"), tl.float32)
-    den = tl.zeros((BM, 8), tl.float32)
-    acc = tl.zeros((BM, DP), tl.float32)
-    m_all = m
-    den_all = tl.zeros((BM,), tl.float32)
-    acc_all = acc
-    for chunk in range(begin // CHUNK, tl.cdiv(plain_end, CHUNK)):
-        chunk_end = chunk * CHUNK + CHUNK
-        for first in range(tl.maximum(begin, chunk * CHUNK), tl.minimum(plain_end, chunk_end), BN):
-            key = first + tl.arange(0, BN)
-            k = _load_keys(
-                k_ptr, k_desc, table, key, first, k_start, len_k, hk,
-                stride_kp, stride_ks, stride_kh, cols, BN, DIM, DP, PAGED, PAGE, TMA, False,
-            )  # fmt: skip
-            v = _load_keys(
-                v_ptr, v_desc, table, key, first, k_start, len_k, hk,
-                stride_vp, stride_vs, stride_vh, cols, BN, DIM, DP, PAGED, PAGE, TMA, False,
-            )  # fmt: skip
-            m, den, acc = attend_block(
-                q, k, v, m, den, acc, scale, bend, True, False, CAPPED, LEVELS
-            )
-        if plain_end >= chunk_end:
-            m_all, den_all, acc_all = _end_chunk(
-                m_all, den_all, acc_all, m, den, acc, part_acc_ptr, part_ml_ptr, base, chunk,
-                folded, merges, row, len_q * G, hk, live, cols, HK, DP, SPLIT,
-            )  # fmt: skip
-            m = tl.full((BM,), float("-inf"), tl.float32)
-            den = tl.zeros((BM, 8), tl.float32)
-            acc = tl.zeros((BM, DP), tl.float32)
-    for first in range(plain_end, seen_end, BN):
-        key = first + tl.arange(0, BN)
-        k = _load_keys(
-            k_ptr, k_desc, table, key, first, k_start, len_k, hk, stride_kp, stride_ks, stride_kh,
-            cols, BN, DIM, DP, PAGED, PAGE, TMA, True,
-        )  # fmt: skip
-        v = _load_keys(
-            v_ptr, v_desc, table, key, first, k_start, len_k, hk, stride_vp, stride_vs, stride_vh,
-            cols, BN, DIM, DP, PAGED, PAGE, TMA, True,
-        )  # fmt: skip
-        visible = (key[None, :] <= last[:, None]) & (key[None, :] < len_k)
-        if WINDOWED:
-            visible &= key[None, :] > last[:, None] - window
-        m, den, acc = attend_block(q, k, v, m, den, acc, scale, bend, visible, True, CAPPED, LEVELS)
-        if (first + BN) % CHUNK == 0:
-            m_all, den_all, acc_all = _end_chunk(
-                m_all, den_all, acc_all, m, den, acc, part_acc_ptr, part_ml_ptr, base,
-                first // CHUNK, folded, merges, row, len_q * G, hk, live, cols, HK, DP, SPLIT,
-            )  # fmt: skip
-            m = tl.full((BM,), float("-inf"), tl.float32)
-            den = tl.zeros((BM, 8), tl.float32)
-            acc = tl.zeros((BM, DP), tl.float32)
-
-    if SPLIT:
-        if tl.cdiv(seen_end, BN) * BN % CHUNK > 0 and begin < seen_end:  # a chunk is still open
-            m_all, den_all, acc_all = _end_chunk(
-                m_all, den_all, acc_all, m, den, acc, part_acc_ptr, part_ml_ptr, base,
-                seen_end // CHUNK, folded, merges, row, len_q * G, hk, live, cols, HK, DP, SPLIT,
-            )  # fmt: skip
-        if merges and not only:
-            _put_state(
-                m_all, den_all, acc_all, part_acc_ptr, part_ml_ptr, base, folded, folded, row,
-                len_q * G, hk, live, cols, HK, DP,
-            )  # fmt: skip
-    else:
-        m_all, den_all, acc_all = merge(m_all, den_all, acc_all, m, one_sum(den), acc)
-    if only:
-        finish(
-            m_all, den_all, acc_all, out_ptr, lse_ptr, q_start + query, head, live, cols,
-            HK * G, DIM, T,
-        )  # fmt: skip
-
-
-@triton.jit
-def _put_state(
-    m, den, acc, part_acc_ptr, part_ml_ptr, base, chunk, folded, row, rows, hk, live, cols,
-    HK: tl.constexpr, DP: tl.constexpr,
-):  # fmt: skip
-    place = slot_row(base, chunk, folded, rows, row, HK, hk)
-    tl.store(part_ml_ptr + place * 2, m, mask=live)
-    tl.store(part_ml_ptr + place * 2 + 1, den, mask=live)
-    tl.store(part_acc_ptr + place[:, None] * DP + cols[None, :], acc, mask=live[:, None])
-
-
-@triton.jit
-def _end_chunk(
-    m_all, den_all, acc_all, m, den, acc, part_acc_ptr, part_ml_ptr, base, chunk, folded, merges,
-    row, rows, hk, live, cols, HK: tl.constexpr, DP: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """A chunk's state merged with those before it, or left for `merge.py`."""
-    if not SPLIT or merges:
-        m_all, den_all, acc_all = merge(m_all, den_all, acc_all, m, one_sum(den), acc)
-    else:
-        _put_state(
-            m, one_sum(den), acc, part_acc_ptr, part_ml_ptr, base, chunk, folded, row, rows, hk,
-            live, cols, HK, DP,
-        )  # fmt: skip
-    return m_all, den_all, acc_all
-
-
-@triton.jit(do_not_specialize=["B", "T", "capacity", "target", "window", "stride_table"])
-def _attention_kernel(
-    q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, plan_ptr,
-    pieces_ptr, cu_q_ptr, cu_k_ptr, table_ptr, B, T, capacity, target, scale, bend, window,
-    stride_qt, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
-    stride_table,
-    HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, TMA: tl.constexpr,
-    SPLIT: tl.constexpr, LISTED: tl.constexpr, CAPPED: tl.constexpr, LEVELS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    if SPLIT:
-        if LISTED:
-            total = tl.load(plan_ptr + 2 * B) * HK
-        else:
-            lone = lone_sequence(
-                cu_q_ptr, cu_k_ptr, window, capacity, target, HK, G, BM, CHUNK, CAUSAL, WINDOWED,
-                PAGED, 0,
-            )  # fmt: skip
-            total = tl.cdiv(lone[1] * G, BM) * lone[6] * HK
-        for index in range(tl.program_id(0), total, tl.num_programs(0)):
-            hk = index % HK
-            if LISTED:  # noqa: SIM108 (Triton compiles both sides of an expression)
-                one = piece(pieces_ptr, index // HK)
-            else:
-                one = lone_piece(lone, index // HK, G, BM)
-            b, q_start, len_q, k_start, len_k, row, begin, end, only, merges, folded, base = one
-            _attend_rows(
-                q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr,
-                table_ptr, b, q_start, len_q, k_start, len_k, row, hk, T, scale, bend, window,
-                begin, end, only != 0, merges != 0, folded, base, stride_qt, stride_qh, stride_kp,
-                stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, stride_table, HK, G, DIM, DP,
-                BM, BN, CHUNK, CAUSAL, WINDOWED, PAGED, PAGE, TMA, SPLIT, CAPPED, LEVELS,
-            )  # fmt: skip
-    else:
-        block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
-        b, q_start, len_q, row = find_sequence(cu_q_ptr, block, B, G, BM)
-        if row < len_q * G:
-            k_start = 0
-            len_k = tl.load(cu_k_ptr + b)
-            if not PAGED:
-                k_start = len_k
-                len_k = tl.load(cu_k_ptr + b + 1) - k_start
-            _attend_rows(
-                q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr,
-                table_ptr, b, q_start, len_q, k_start, len_k, row, tl.program_id(1), T, scale,
-                bend, window, 0, 0, True, True, 0, 0, stride_qt, stride_qh, stride_kp, stride_ks,
-                stride_kh, stride_vp, stride_vs, stride_vh, stride_table, HK, G, DIM, DP, BM, BN,
-                CHUNK, CAUSAL, WINDOWED, PAGED, PAGE, TMA, SPLIT, CAPPED, LEVELS,
-            )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -543,7 +289,7 @@ def _attend(
     cu_q: Tensor, lens_k: Tensor, table: Tensor | None, causal: bool, scale: float,
     window: int | None, softcap: float,
 ) -> None:  # fmt: skip
-    """Fill out and lse with the kernel of this file."""
+    """Fill out and lse with the kernel in plain Triton."""
     (tokens, heads, dim), kv_heads, rows = q.shape, k.shape[-2], own.rows
     here, batch, group = facts(q.device), cu_q.numel() - 1, heads // kv_heads
     padded, bn, paged = (
@@ -573,7 +319,7 @@ def _attend(
     if own.split:  # four programs a processor hide the latency of the gathers of a decode step
         grid = (min(4 * here.processors, own.most * kv_heads), 1, 1)
     launch(
-        seen, _attention_kernel, grid,
+        seen, kernels._attention_kernel, grid,
         (q, k, v, k_desc, v_desc, out, lse, part_acc, part_ml, plan, pieces, cu_q, lens_k,
          table if table is not None else cu_q, batch, tokens, own.slots, own.target, scale, bend,
          window or 0, q.stride(0), q.stride(1), *k_strides, *v_strides,

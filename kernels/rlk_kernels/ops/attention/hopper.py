@@ -1,5 +1,5 @@
 # ruff: noqa: RUF005 (Gluon has no starred tuples)
-"""The forward of `forward.py` on Hopper: its order and bits, another schedule.
+"""The forward of `kernels.py` on Hopper: its order and bits, another schedule.
 
 A warp copies keys and values (TMA, page by page from a paged cache) into two rings of blocks as
 fast as these come free. Each group of four warps owns 64 packed rows: it weighs the scores of one
