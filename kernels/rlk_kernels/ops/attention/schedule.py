@@ -184,11 +184,6 @@ def _schedule_kernel(
         seen = keys - queries + 1 if CAUSAL else keys
         first = tl.maximum(seen - window, 0) // CHUNK
     end = tl.maximum(tl.cdiv(keys, CHUNK), first)
-    prefix = tl.zeros_like(b)
-    members = prefix
-    tl.store(plan_ptr + FIRST * pitch + 2 * b + 1, first, mask=live)
-    tl.store(plan_ptr + LEADER * pitch + b, -1, mask=live)
-    tl.debug_barrier()
     shared = tl.zeros_like(b)
     if COMPARES:
         shared = _shared_chunks(
@@ -196,6 +191,11 @@ def _schedule_kernel(
         )
     elif SHARE:
         shared = tl.load(shared_ptr + b, mask=live, other=0)
+    prefix = tl.zeros_like(b)
+    members = prefix
+    tl.store(plan_ptr + FIRST * pitch + 2 * b + 1, first, mask=live)
+    tl.store(plan_ptr + LEADER * pitch + b, -1, mask=live)
+    tl.debug_barrier()
     if SHARE and tl.max(shared, 0) > 0:
         if COMPARES:
             tl.store(shared_ptr + b, shared, mask=live)
