@@ -109,6 +109,8 @@ class Compiled:
     """Bytes of shared memory that Triton takes."""
     wgmma: int = 0
     """wgmma.mma_async instructions in the PTX of Triton's."""
+    narrow: bool = False
+    """Whether it has a product of fewer than the 64 rows that wgmma takes."""
     serialized: bool = False
     """Whether ptxas makes each of them wait for the one before it, and says so."""
     ptx: str = field(default="", repr=False)
@@ -130,6 +132,10 @@ def _said(log: str) -> dict[str, int | bool]:
         "spills": sum(map(int, re.findall(r"(\d+) bytes spill", log))),
         "serialized": "Potential Performance Loss" in log,
     }
+
+
+def _narrow(ttgir: str) -> bool:
+    return any(int(rows) < 64 for rows in re.findall(r"tt\.dot .*? : tensor<(\d+)x", ttgir))
 
 
 def _summed(ttgir: str) -> tuple[str, ...]:
@@ -201,6 +207,7 @@ class Launches:
                 seconds=time.process_time() - start,
                 shared=made.metadata.shared,
                 wgmma=made.asm["ptx"].count("wgmma.mma_async"),
+                narrow=_narrow(made.asm.get("ttgir", "")),
                 ptx=made.asm["ptx"],
                 summed=_summed(made.asm.get("ttgir", "")),
             )

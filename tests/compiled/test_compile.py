@@ -105,6 +105,7 @@ def test_a_norms_sum_does_not_follow_how_heads_lie(dim, norms_of_heads):
         ({}, ""),
         ({"error": "AttributeError: async_load"}, "AttributeError: async_load"),
         ({"wgmma": 0}, "no wgmma"),
+        ({"wgmma": 0, "narrow": True}, ""),
         ({"serialized": True}, "wgmma waits for wgmma"),
         ({"spills": 4096}, "spills 4096 bytes"),
         ({"gluon": False, "kernel": "_gemm_tma_kernel", "wgmma": 0}, "no wgmma"),
@@ -124,19 +125,22 @@ ptxas info    : Used 168 registers, used 3 barriers, 136 bytes cumulative stack 
 KERNEL = SimpleNamespace(__name__="_sum_hopper_kernel", is_gluon=lambda: True)
 
 
-def test_what_ptxas_says_is_recorded():
+@pytest.mark.parametrize(("rows", "narrow"), [(32, True), (64, False)])
+def test_what_ptxas_says_is_recorded(rows, narrow):
     def compile_it(*_, **options):
         assert options["warmup"]
         print(LOG)
         ptx = "wgmma.mma_async.sync;\n" * 8
-        return SimpleNamespace(metadata=SimpleNamespace(shared=1024), asm={"ptx": ptx})
+        ttgir = f"%d = tt.dot %a, %b, %c : tensor<{rows}x256xbf16, #a> * tensor<256x32xbf16, #b>"
+        asm = {"ptx": ptx, "ttgir": ttgir}
+        return SimpleNamespace(metadata=SimpleNamespace(shared=1024), asm=asm)
 
     launches = Launches(call="linear")
     launches.launch(compile_it, KERNEL, (), {"warmup": False})
     (x,) = launches.compiled
     assert (x.kernel, x.call, x.gluon) == ("_sum_hopper_kernel", "linear", True)
     assert (x.registers, x.spills, x.shared, x.wgmma) == (168, 388, 1024, 8)
-    assert x.serialized
+    assert (x.serialized, x.narrow) == (True, narrow)
 
 
 def test_a_kernel_that_does_not_compile_is_recorded():
