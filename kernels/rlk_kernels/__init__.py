@@ -28,8 +28,8 @@ from rlk_kernels.errors import (
 from rlk_kernels.losses.grpo.operator import group_advantages
 from rlk_kernels.losses.linear_grpo.operator import linear_grpo_loss
 from rlk_kernels.ops.attention.ahead import warm_up_paged_attention
-from rlk_kernels.ops.attention.given import Schedule
 from rlk_kernels.ops.attention.operator import attention, paged_attention, paged_schedule
+from rlk_kernels.ops.attention.shared_schedule import Schedule
 from rlk_kernels.ops.embedding.operator import embedding
 from rlk_kernels.ops.kv_cache.operator import write_kv_cache
 from rlk_kernels.ops.linear import linear

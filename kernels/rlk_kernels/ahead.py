@@ -15,21 +15,22 @@ from typing import Any
 import torch
 
 from rlk_kernels.device import interpreting
-from rlk_kernels.direct import thread
+from rlk_kernels.launching import only_compiling
+from rlk_kernels.private_api import compiling_in
 
 MOST_THREADS = 16
-_own = threading.local()
+_thread = threading.local()
 """`pool`: the threads that compile for this one while `compiled_ahead` lasts."""
 
 
-def soon(make: Callable, *arguments) -> "Future[Any]":
+def submit(make: Callable, *arguments) -> "Future[Any]":
     """`make(*arguments)`: by a thread of `compiled_ahead` while that lasts, else at once."""
-    pool = getattr(_own, "pool", None)
+    pool = getattr(_thread, "pool", None)
     if pool is not None:
         return pool.submit(make, *arguments)
-    found: Future[Any] = Future()
-    found.set_result(make(*arguments))
-    return found
+    result: Future[Any] = Future()
+    result.set_result(make(*arguments))
+    return result
 
 
 @contextmanager
@@ -40,14 +41,11 @@ def compiled_ahead(device: torch.device) -> Iterator[bool]:
     if device.type != "cuda" or interpreting() or torch.cuda.is_current_stream_capturing():
         yield False
         return
-    from triton.runtime._async_compile import AsyncCompileMode
-
     threads = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1))
-    with threads, AsyncCompileMode(threads):
-        _own.pool = threads
-        thread.only_compiles = True
+    with threads, compiling_in(threads):
+        _thread.pool = threads
         try:
-            yield True
+            with only_compiling():
+                yield True
         finally:
-            thread.only_compiles = False
-            _own.pool = None
+            _thread.pool = None

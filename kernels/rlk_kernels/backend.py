@@ -20,11 +20,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType
-from torch._library.custom_ops import OPDEFS
-from torch.autograd import forward_ad
 from torch.library import CustomOpDef
 
+from rlk_kernels import private_api
 from rlk_kernels.device import HAS_TRITON, interpreting, runs_triton
 from rlk_kernels.errors import UnknownBackend, UnsupportedDevice, UnsupportedDtype
 
@@ -34,17 +32,6 @@ INSTALL_TRITON = "pip install 'triton>=3.6' (Linux)"
 
 _calls: Counter[tuple[str, str]] = Counter()
 _last: dict[str, str] = {}
-
-
-_RAW_ENVIRONMENT = getattr(os.environ, "_data", {})
-
-
-def _asked_for() -> str | None:
-    """RLK_BACKEND. Where a variable is not set, `os.environ` raises and catches, at every call of
-    every operator; what it keeps is asked first, where it can be."""
-    if _RAW_ENVIRONMENT and b"RLK_BACKEND" not in _RAW_ENVIRONMENT and os.name == "posix":
-        return None
-    return os.environ.get("RLK_BACKEND")
 
 
 def choose(op: str, backend: str | None, x: torch.Tensor, *others: torch.Tensor | None) -> str:
@@ -65,7 +52,7 @@ def choose(op: str, backend: str | None, x: torch.Tensor, *others: torch.Tensor 
             raise UnsupportedDevice(
                 f"{op}: tensors are on {device} and on {other.device}; move them to one device"
             )
-    asked = backend or _asked_for()
+    asked = backend or os.environ.get("RLK_BACKEND")
     if not asked:
         if not narrow or not runs_triton(device):
             return "torch"
@@ -109,9 +96,9 @@ def refuse_transforms(op: str, *, vmap: bool = True) -> None:
     """Raise NotImplementedError where torch would differentiate `op` otherwise than by a backward:
     in torch.func.grad, jvp and what is made of them, and in forward mode, where tangents would be
     zeros. `vmap`: whether torch.vmap may take it row by row."""
-    stack = torch._C._functorch.get_interpreter_stack() or ()
-    grad = any(x.key() == TransformType.Grad for x in stack)
-    if grad or forward_ad._current_level >= 0 or (stack and not vmap):
+    stack = private_api.transforms() or ()
+    grad = any(x.key() == private_api.gradient_transform for x in stack)
+    if grad or private_api.in_forward_mode() or (stack and not vmap):
         raise NotImplementedError(
             f"{op}: transforms of torch.func and forward mode are not supported; take gradients "
             "with torch.autograd (backward, torch.autograd.grad)"
@@ -131,7 +118,8 @@ def refuse_gradient(
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 """Tensors that behave as torch's own."""
-_current_device = getattr(torch._C, "_cuda_getDevice", None)
+_NO_TENSORS = frozenset({bool, int, float, str, type(None), torch.dtype})
+"""Types that `isinstance(x, Tensor)` need not be asked of: it takes several times as long."""
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager:
@@ -144,7 +132,7 @@ def on_device_of(x: Tensor) -> AbstractContextManager:
 
 def _lies_elsewhere(x: Tensor) -> bool:
     index = x.get_device() if type(x) in _PLAIN else -1
-    return index >= 0 and _current_device is not None and index != _current_device()
+    return index >= 0 and index != private_api.current_device() >= 0
 
 
 def call(op: CustomOpDef, *args, inference: Callable | None = None):
@@ -157,19 +145,22 @@ def call(op: CustomOpDef, *args, inference: Callable | None = None):
     if _lies_elsewhere(args[0]):
         with on_device_of(args[0]):
             return call(op, *args, inference=inference)
-    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
-        refuse_transforms(op._qualname)
+    if private_api.innermost_transform() is not None or private_api.in_forward_mode():
+        refuse_transforms(private_api.qualified_name(op))
         return op(*args)
     grad = torch.is_grad_enabled()
     for x in args:
-        if type(x) in _PLAIN:
+        kind = type(x)
+        if kind in _NO_TENSORS:
+            continue
+        if kind in _PLAIN:
             if grad and x.requires_grad:
                 return op(*args)
         elif isinstance(x, Tensor):
             return op(*args)
-    if torch._C._len_torch_dispatch_stack() > 0:
+    if private_api.dispatch_modes() > 0:
         return op(*args)
-    return (inference or op._init_fn)(*args)
+    return (inference or private_api.implementation(op))(*args)
 
 
 _on_gpus = torch.library.Library("rlk", "FRAGMENT")
@@ -178,9 +169,8 @@ _on_gpus = torch.library.Library("rlk", "FRAGMENT")
 def dispatch_straight() -> None:
     """Have torch's dispatch call the operators on GPUs as they are, past what `custom_op` wraps
     around them: a compiled model comes that way, which `call` does not."""
-    for name, op in OPDEFS.items():
-        if name.startswith("rlk::"):
-            _on_gpus.impl(name.removeprefix("rlk::"), op._init_fn, "CUDA")
+    for name, op in private_api.custom_operators("rlk").items():
+        _on_gpus.impl(name, private_api.implementation(op), "CUDA")
 
 
 def record(op: str, implementation: str) -> None:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlk_kernels import ahead, launching, nvrtc
-from rlk_kernels.direct import thread
+from rlk_kernels import ahead, nvrtc, private_api
 from rlk_kernels.errors import KernelFailed
+from rlk_kernels.launching import ShapeCache, count_launch
 from rlk_kernels.nvrtc import Source
 
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
@@ -33,8 +33,8 @@ _TENSOR_MAP_L2_PROMOTION_128B = 2
 
 
 _thread = threading.local()
-_given: dict = {}
-"""`Arguments` of all kernels."""
+_arguments = ShapeCache()
+"""`Arguments` of all kernels, so that there are at most so many of all shapes."""
 
 
 class TensorMap(ctypes.Structure):
@@ -69,18 +69,16 @@ def _driver() -> ctypes.CDLL:
 
 def _compiled(source: Source) -> bytes:
     """From disk, where it was compiled before."""
-    from triton.runtime.cache import get_cache_manager
-
     key = repr((source, nvrtc.version())).encode()
-    manager, name = get_cache_manager(hashlib.sha256(key).hexdigest()), f"{source.entry}.cubin"
+    cache, name = private_api.disk_cache(hashlib.sha256(key).hexdigest()), f"{source.entry}.cubin"
     with contextlib.suppress(OSError):  # removed meanwhile
-        path = manager.get_file(name)
+        path = cache.get_file(name)
         if path is not None:
             return Path(path).read_bytes()
-    found, _ = nvrtc.compile_source(source)
+    image, _ = nvrtc.compile_source(source)
     with contextlib.suppress(OSError):  # a full disk: the next process compiles again
-        manager.put(found, name, binary=True)
-    return found
+        cache.put(image, name, binary=True)
+    return image
 
 
 _binaries: dict[Source, "Future[bytes]"] = {}
@@ -89,10 +87,10 @@ _binaries: dict[Source, "Future[bytes]"] = {}
 def binary(source: Source) -> "Future[bytes]":
     """Compiled once a process; while `ahead.compiled_ahead` lasts, by one of its threads. What
     failed is tried again."""
-    found = _binaries.get(source)
-    if found is None or (found.done() and found.exception() is not None):
-        found = _binaries[source] = ahead.soon(_compiled, source)
-    return found
+    compiled = _binaries.get(source)
+    if compiled is None or (compiled.done() and compiled.exception() is not None):
+        compiled = _binaries[source] = ahead.submit(_compiled, source)
+    return compiled
 
 
 def _done(error: int) -> None:
@@ -117,14 +115,14 @@ def _enter(device: int) -> None:
 def _function(source: Source, device: int, shared: int) -> c_void_p:
     """The kernel, loaded on the current device, which is `device`; shared: bytes of dynamic shared
     memory of a program. Allowed while a graph is captured."""
-    image, module, found = binary(source).result(), c_void_p(), c_void_p()
+    image, module, function = binary(source).result(), c_void_p(), c_void_p()
     mode = c_int(_STREAM_CAPTURE_MODE_RELAXED)
     _done(_driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
     try:
         _done(_driver().cuModuleLoadData(ctypes.byref(module), image))
-        _done(_driver().cuModuleGetFunction(ctypes.byref(found), module, source.entry.encode()))
-        _done(_driver().cuFuncSetAttribute(found, _MAX_DYNAMIC_SHARED_SIZE_BYTES, c_int(shared)))
-        return found
+        _done(_driver().cuModuleGetFunction(ctypes.byref(function), module, source.entry.encode()))
+        _done(_driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, c_int(shared)))
+        return function
     finally:
         _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
@@ -143,43 +141,42 @@ def tensor_map(x: Tensor, box_rows: int) -> TensorMap:
     (rows, columns), stride = x.shape, x.stride(0) * x.element_size()
     room = (c_uint64 * 24)()
     # the driver wants it at a multiple of 64 bytes
-    found = TensorMap.from_buffer(room, -ctypes.addressof(room) % 64)
+    made = TensorMap.from_buffer(room, -ctypes.addressof(room) % 64)
     _done(_driver().cuTensorMapEncodeTiled(
-        ctypes.byref(found), _TENSOR_MAP_DATA_TYPE[x.dtype], 2, c_void_p(x.data_ptr()),
+        ctypes.byref(made), _TENSOR_MAP_DATA_TYPE[x.dtype], 2, c_void_p(x.data_ptr()),
         (c_uint64 * 2)(columns, rows), (c_uint64 * 1)(stride), (c_uint32 * 2)(64, box_rows),
         (c_uint32 * 2)(1, 1), 0, _TENSOR_MAP_SWIZZLE_128B, _TENSOR_MAP_L2_PROMOTION_128B, 0,
     ))  # fmt: skip
-    return found
+    return made
 
 
 class Arguments:
-    """What a kernel is given, as the driver reads it."""
+    """A kernel's arguments, as the driver reads them."""
 
-    __slots__ = ("addresses", "given")
+    __slots__ = ("addresses", "values")
 
-    def __init__(self, *given: Any) -> None:
+    def __init__(self, *values: Any) -> None:
         """Tensor maps, and numbers of ctypes."""
-        self.given = given
-        self.addresses = (c_void_p * len(given))(*map(ctypes.addressof, given))
+        self.values = values
+        self.addresses = (c_void_p * len(values))(*map(ctypes.addressof, values))
 
 
 def launch(
-    seen: dict, source: Source, programs: int, threads: int, shared: int, addresses: tuple,
+    cache: ShapeCache, source: Source, programs: int, threads: int, shared: int, addresses: tuple,
     make: Callable[..., Arguments], *made_from: Any,
 ) -> None:  # fmt: skip
-    """Run a kernel on the current device and stream; seen: the `launching.launches` of its shapes.
-    `make(*made_from)` is asked once for each `addresses`. While `ahead.compiled_ahead` lasts the
-    kernel is compiled and does not run."""
-    launching.spoil()
-    if thread.only_compiles:
+    """Run a kernel on the current device and stream; cache: of the call's shape. `make(*made_from)`
+    is asked once for each `addresses`. While `ahead.compiled_ahead` lasts the kernel is compiled
+    and does not run."""
+    if not count_launch():
         binary(source)
         return
-    device = torch._C._cuda_getDevice()
+    device = private_api.current_device()
     if not hasattr(_thread, "entered"):
         _enter(device)
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    function = launching.kept(seen, "function", device, _function, source, device, shared)
-    config = launching.kept(seen, "config", stream, _config, programs, threads, shared, stream)
-    shapes = seen.setdefault("shapes", object())
-    given = launching.kept(_given, "arguments", (shapes, addresses), make, *made_from, most=8192)
-    _done(_driver().cuLaunchKernelEx(config, function, given.addresses, None))
+    stream = private_api.current_stream(device)
+    function = cache.get_or_create("function", device, _function, source, device, shared)
+    config = cache.get_or_create("config", stream, _config, programs, threads, shared, stream)
+    key = cache, addresses
+    arguments = _arguments.get_or_create("arguments", key, make, *made_from, most=8192)
+    _done(_driver().cuLaunchKernelEx(config, function, arguments.addresses, None))

@@ -1,27 +1,64 @@
-"""Launching a kernel again, past Triton's dispatch.
+"""Launching kernels past Triton's dispatch, and replaying the launches of a repeated call.
 
 Triton looks at every argument of every launch to find what it has compiled for such arguments: most
-of the host's time of a launch. Here that is asked once for calls of one shape, and what was
-compiled is kept; tensor maps are kept by address. Nothing of this can change a bit: what runs is
-what Triton would run (`tests/gpu/kernels/test_engine_gpu.py` asks it every time).
+of the host's time of a launch. Here that is asked once for calls of one shape, whose `ShapeCache`
+holds what was compiled; tensor maps are cached by address. Nothing of this can change a bit: what
+runs is what Triton would run (`tests/gpu/kernels/test_engine_gpu.py` asks it every time).
+
+A call of several kernels goes further (`replay_or_run`): where its memory and numbers are those of
+an earlier call, the launches that this one recorded are made again, without the call's own code.
+RLK_REPLAY=0 in the environment turns that off.
 """
 
 import functools
-from collections.abc import Callable
+import operator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlk_kernels.direct import Direct, direct_launcher, thread
+from rlk_kernels import private_api
+from rlk_kernels.private_api import DirectLauncher, direct_launcher
 
-KEPT = 512
-"""Of one name, for calls of one shape."""
-SEQUENCES = 4096
-"""Of all shapes (`repeat`)."""
-STEPS = 16
-"""Launches of a sequence that is kept: with more of them the GPU is behind in any case."""
+MOST_VALUES = 512
+"""Values of one name that a `ShapeCache` holds."""
+MOST_REPLAYS = 4096
+"""Recorded calls of all shapes."""
+MOST_LAUNCHES = 16
+"""Launches of a call that is replayed: with more of them the GPU is behind in any case."""
+
+
+class _Thread(threading.local):
+    only_compiles = False
+    """Launches compile and do not run (`only_compiling`)."""
+    launches = 0
+    """Launches so far. A recording that has fewer than were made is refused."""
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def only_compiling() -> Iterator[None]:
+    """While it lasts, launches of this thread compile their kernels and run nothing."""
+    _thread.only_compiles = True
+    try:
+        yield
+    finally:
+        _thread.only_compiles = False
+
+
+def count_launch() -> bool:
+    """Count a launch that no recording sees; False, and no launch, while this thread only
+    compiles."""
+    if _thread.only_compiles:
+        return False
+    _thread.launches += 1
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +67,55 @@ class Compiled:
 
     kernel: Any
     """`triton.compiler.CompiledKernel`."""
-    direct: Direct | None
-    """Its launcher without what wraps it, where that is known."""
+    direct: DirectLauncher | None
+    """Its launcher without the wrapper, where that is known."""
     device: int
     tensors: tuple[int, ...]
     """Which arguments are tensors. All were aligned to 16 bytes, which Triton relies on."""
+    maps: tuple[int, ...]
+    """Which arguments are tensor maps."""
+    addresses: Callable[[list], tuple[int, ...]]
+    """Of what `_addressed` returned: the tensors' (the last one twice, so that there are two)."""
+
+
+class ShapeCache:
+    """What calls of one shape have in common, made by the first of them."""
+
+    __slots__ = ("compiled", "plan", "values")
+
+    def __init__(self) -> None:
+        self.plan: Any = None
+        """How the calls run."""
+        self.compiled: dict[int, Compiled] = {}
+        """By id of the kernel."""
+        self.values: dict[str, dict] = {}
+        """What else was made, by name and key."""
+
+    def get_or_create(
+        self, name: str, key, make: Callable, *arguments, most: int = MOST_VALUES
+    ) -> Any:
+        """The value cached for `key` (addresses, say), or `make(*arguments)`; at `most` entries the
+        values of that name are cleared."""
+        by_key = self.values.get(name)
+        if by_key is None:
+            by_key = self.values[name] = {}
+        value = by_key.get(key)
+        if value is None:
+            if len(by_key) >= most:
+                by_key.clear()
+            value = by_key[key] = make(*arguments)
+        return value
+
+    def part(self, *key) -> "ShapeCache":
+        """The cache of those launches that `key` tells from others of the same kernels."""
+        return self.get_or_create("parts", key, ShapeCache)
 
 
 @functools.lru_cache(maxsize=4096)
-def launches(*shape) -> dict:
-    """Kept for calls of one `shape`: all that the kernels' arguments follow from, and with it what
-    Triton compiles, but addresses and numbers in floating point."""
-    return {}
+def shape_cache(*shape) -> ShapeCache:
+    """The cache of calls of one `shape`: all that the kernels' arguments follow from, and with it
+    what Triton compiles, but addresses and numbers in floating point."""
+    return ShapeCache()
 
 
 def cdiv(a: int, b: int) -> int:
@@ -54,133 +128,151 @@ def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def kept(seen: dict, name: str, key, make: Callable, *arguments, most: int = KEPT) -> Any:
-    """`make(*arguments)`, made once for a `key` (addresses, say) of calls of one shape; seen: their
-    `launches`. All are forgotten where there are `most`."""
-    by_key = seen.get(name)
-    if by_key is None:
-        by_key = seen[name] = {}
-    found = by_key.get(key)
-    if found is None:
-        if len(by_key) >= most:
-            by_key.clear()
-        found = by_key[key] = make(*arguments)
-    return found
-
-
-def launch(seen: dict, kernel, grid: tuple[int, int, int], arguments: tuple, options: dict) -> None:
-    """`kernel[grid](*arguments, **options)`; `seen`: the `launches` of the call's shape."""
-    if thread.only_compiles:
+def launch(
+    cache: ShapeCache | None, kernel, grid: tuple[int, int, int], arguments: tuple, options: dict
+) -> None:
+    """`kernel[grid](*arguments, **options)`; cache: of the call's shape, None for a launch that is
+    always Triton's own."""
+    if _thread.only_compiles:
         kernel.warmup(*arguments, grid=grid, **options)
         return
-    found = seen.get(id(kernel))
-    if found is not None and found.device == torch._C._cuda_getDevice():
-        addressed = _addressed(found.tensors, arguments)
-        if addressed is not None:
-            step = again(found, kernel, grid, arguments, options, addressed)
-            if thread.steps is not None:
-                thread.steps.append(step)
-            return
-    spoil()
-    compiled = kernel[grid](*arguments, **options)
+    _thread.launches += 1
+    if cache is not None:
+        compiled = cache.compiled.get(id(kernel))
+        if compiled is not None and compiled.device == private_api.current_device():
+            addressed = _addressed(compiled.tensors, arguments)
+            if addressed is not None:
+                recording = cache if type(cache) is Recording else None
+                if recording is not None:
+                    recording.note_memory(compiled, arguments, addressed)
+                step = launch_compiled(compiled, kernel, grid, arguments, options, addressed)
+                if recording is not None and step is not None:
+                    recording.steps.append(step)
+                return
+    made = kernel[grid](*arguments, **options)
+    if cache is None or not hasattr(made, "packed_metadata"):
+        return
     tensors = tuple(i for i, x in enumerate(arguments) if isinstance(x, Tensor))
-    if hasattr(compiled, "packed_metadata") and _addressed(tensors, arguments) is not None:
-        device = torch.cuda.current_device()
-        seen[id(kernel)] = Compiled(compiled, direct_launcher(compiled), device, tensors)
+    if _addressed(tensors, arguments) is not None:
+        maps = tuple(i for i, x in enumerate(arguments) if hasattr(x, "block_shape"))
+        cache.compiled[id(kernel)] = Compiled(
+            made, direct_launcher(made), torch.cuda.current_device(), tensors, maps,
+            operator.itemgetter(*tensors, *tensors[-1:]) if tensors else lambda _: (),
+        )  # fmt: skip
 
 
 def _addressed(tensors: tuple[int, ...], arguments: tuple) -> list | None:
-    """The arguments with addresses in place of the tensors; None where one is not aligned. Of each
-    tensor Triton's launcher would ask the driver whether it lies on the GPU; here operators have
+    """The arguments with addresses in place of the tensors; None where one is not aligned. Triton's
+    launcher would ask the driver of each tensor whether it lies on the GPU; here operators have
     looked at that (`backend.choose`)."""
-    found, bits = list(arguments), 0
+    addressed, bits = list(arguments), 0
     for i in tensors:
-        address = found[i] = arguments[i].data_ptr()
+        address = addressed[i] = arguments[i].data_ptr()
         bits |= address
-    return None if bits & 15 else found
+    return None if bits & 15 else addressed
 
 
-_sequences: dict[tuple, list[tuple]] = {}
-
-
-def repeat(seen: dict, key: tuple, run: Callable[..., None], *arguments) -> None:
-    """`run(*arguments)`, which launches kernels with `launch` and does nothing else. Where it was
-    run before for this `key`, its kernels are launched again without it: most of the host's time of
-    a call that launches several.
-
-    seen: the `launches` of the call's shape; key: all else that arguments of the kernels follow
-    from, as addresses and numbers, those of the memory that `run` is given for its own use too.
-    """
-    spoil()
-    place = seen.get("sequences")
-    if place is not None and not thread.only_compiles:
-        steps = _sequences.get((place, *_here(), key))
-        if steps is not None and not _watched():
-            for start, given, _ in steps:
-                start(*given)
-            return
-    before, thread.steps = thread.steps, []
-    try:
-        run(*arguments)
-        steps = thread.steps
-    finally:
-        thread.steps = before
-    if not steps or None in steps or len(steps) > STEPS:
-        return
-    if len(_sequences) >= SEQUENCES:
-        _sequences.clear()
-    place = seen.setdefault("sequences", object())
-    _sequences[(place, *_here(), key)] = steps
-
-
-def spoil() -> None:
-    """What is recorded, if anything, is not to be launched again: something runs that leaves no
-    step."""
-    if thread.steps is not None:
-        thread.steps.append(None)
-
-
-def _here() -> tuple[int, int]:
-    """(current device, its current stream)."""
-    device = torch._C._cuda_getDevice()
-    return device, torch._C._cuda_getCurrentRawStream(device)
-
-
-@functools.cache
-def _knobs():
-    import triton  # what runs without it may import this file
-
-    return triton.knobs.runtime
-
-
-def _watched() -> bool:
-    """Whether a profiler wants to know of launches."""
-    knobs = _knobs()
-    return bool(knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls)
-
-
-def again(
-    found: Compiled, kernel, grid: tuple[int, int, int], arguments: tuple, options: dict,
+def launch_compiled(
+    compiled: Compiled, kernel, grid: tuple[int, int, int], arguments: tuple, options: dict,
     addressed: list,
 ) -> tuple | None:  # fmt: skip
-    """Launch what was compiled with what is `addressed`, the arguments; a profiler that wants to
-    know of launches gets an ordinary one. (what was called, what it was given, what must live for
-    that), None of an ordinary one."""
-    if _watched():
+    """Launch what was compiled with the `addressed` arguments; a profiler that wants to know of
+    launches gets an ordinary one. Returns (launching function, its arguments, what must live for
+    it), or None for an ordinary one."""
+    if private_api.profiled():
         kernel[grid](*arguments, **options)
         return None
-    own, direct = found.kernel, found.direct
-    stream = torch._C._cuda_getCurrentRawStream(found.device)
+    own, direct = compiled.kernel, compiled.direct
+    stream = private_api.current_stream(compiled.device)
     if direct is None:
-        given = (*grid, stream, own.function, own.packed_metadata, None, None, None, *addressed)
-        own.run(*given)
-        return own.run, given, own
-    given = (
+        launched = (
+            *grid, stream, own.function, own.packed_metadata, None, None, None, *addressed
+        )  # fmt: skip
+        own.run(*launched)
+        return own.run, launched, own
+    launched = (
         *grid, stream, own.function, direct.cooperative, direct.overlaps, None, None,
         own.packed_metadata, None, None, None, *direct.arguments(addressed),
     )  # fmt: skip
-    direct.launch(*given)
-    return direct.launch, given, own
+    direct.launch(*launched)
+    return direct.launch, launched, own
+
+
+class Recording(ShapeCache):
+    """A shape's cache in the hands of one call, which fills it with the launches that it makes."""
+
+    __slots__ = ("addresses", "steps")
+
+    def __init__(self, cache: ShapeCache, whole: "Recording | None" = None) -> None:
+        """whole: what this is a part of."""
+        self.plan, self.compiled, self.values = cache.plan, cache.compiled, cache.values
+        self.steps: list[tuple] = [] if whole is None else whole.steps
+        """What `launch_compiled` returned, of each launch."""
+        self.addresses: set[int] = set() if whole is None else whole.addresses
+        """What the kernels were given."""
+
+    def part(self, *key) -> ShapeCache:
+        return Recording(super().part(*key), self)
+
+    def note_memory(self, compiled: Compiled, arguments: tuple, addressed: list) -> None:
+        """Note what a launch is given; `addressed` is as `_addressed` returned it."""
+        self.addresses.update(compiled.addresses(addressed))
+        for i in compiled.maps:
+            self.addresses.add(arguments[i].base.data_ptr())
+
+    def replayable(
+        self, launched: int, memory: tuple[Tensor | None, ...], addresses: list[int]
+    ) -> bool:
+        """Whether it has all that was launched, on no memory but the call's. What a call allocates
+        for itself may be another's by the time of a replay."""
+        if len(self.steps) != launched or not 0 < launched <= MOST_LAUNCHES:
+            return False
+        foreign = self.addresses.difference(addresses)
+        for x in memory:
+            if not foreign:
+                break
+            if x is not None:
+                storage = x.untyped_storage()
+                first = storage.data_ptr()
+                end = first + storage.nbytes()
+                foreign = {address for address in foreign if not first <= address < end}
+        return not foreign
+
+
+_replays: dict[tuple, list[tuple]] = {}
+
+
+def replay_or_run(
+    cache: ShapeCache, memory: tuple[Tensor | None, ...], numbers: tuple,
+    run: Callable[..., None], *arguments,
+) -> None:  # fmt: skip
+    """`run(cache, *arguments)`, which launches kernels through the cache that it is given and does
+    nothing else; or the launches that it recorded for the same memory and numbers before, without
+    it: most of the host's time of a call of several kernels.
+
+    memory: all that the kernels read and write, and first what `run` uses for itself; numbers: what
+    else their arguments follow from, beside the shape. A recording is refused where it lacks a
+    launch (one made without the cache, the first of a kernel, one that a profiler saw) and where a
+    kernel was given memory that is not in `memory`.
+    """
+    if not private_api.REPLAY or _thread.only_compiles:
+        run(cache, *arguments)
+        return
+    addresses = [0 if x is None else x.data_ptr() for x in memory]
+    device = private_api.current_device()
+    key = (cache, run, device, private_api.current_stream(device), *addresses, *numbers)
+    steps = _replays.get(key)
+    if steps is not None and not private_api.profiled():
+        _thread.launches += len(steps)
+        for start, launched, _ in steps:
+            start(*launched)
+        return
+    recording, before = Recording(cache), _thread.launches
+    run(recording, *arguments)
+    if recording.replayable(_thread.launches - before, memory, addresses):
+        if len(_replays) >= MOST_REPLAYS:
+            _replays.clear()
+        _replays[key] = recording.steps
 
 
 class _Memory:

@@ -32,6 +32,8 @@ def doctor() -> None:
 def _machine() -> dict[str, str]:
     import torch
 
+    from rlk_align.engines.patch import fast_paths
+
     cuda = torch.cuda.is_available()
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
@@ -39,6 +41,8 @@ def _machine() -> dict[str, str]:
         "torch": str(torch.__version__),
         "device": f"CUDA {torch.version.cuda}: {', '.join(names)}" if cuda else "CPU only",
         "cpu": f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
+        "kernels": "fast paths on a GPU: "
+        + ", ".join(f"{name} {state}" for name, state in fast_paths().items()),
         "disk": f"{shutil.disk_usage('.').free / 1e9:.0f} GB free here",
     }
 

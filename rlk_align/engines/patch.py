@@ -9,7 +9,7 @@ from typing import Any
 
 import rlk_kernels
 import torch
-from rlk_kernels import backend
+from rlk_kernels import backend, private_api
 from rlk_kernels.integrations import hf, megatron, profile, vllm
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.operators import NORMS, Counted
@@ -199,6 +199,11 @@ PATCHES: dict[str, type[Patch]] = {
 def patch_of(spec: EngineSpec) -> Patch | None:
     """The kernels for an engine, where its spec asks for them."""
     return PATCHES[spec.name](spec) if spec.option("kernels") == "rlk" else None
+
+
+def fast_paths() -> dict[str, str]:
+    """Fast path of the kernels' host code -> `on`, or `off` and why."""
+    return private_api.fast_paths()
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Who imports whom in rlk_kernels, read from the source: the arrows between its folders."""
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -18,7 +19,10 @@ BELOW = {
 }
 ROOT = tuple(
     f"rlk_kernels.{name}"
-    for name in ("ahead", "backend", "cuda", "device", "direct", "errors", "launching", "nvrtc")
+    for name in (
+        *("ahead", "backend", "cuda", "device", "errors", "launching", "memory", "nvrtc"),
+        "private_api",
+    )
 )
 """The files that stand in no folder; every folder may import them."""
 ENGINES = {"vllm": {"vllm"}, "megatron": {"megatron"}, "hf": {"transformers"}}
@@ -139,6 +143,54 @@ def test_nothing_else_imports_the_integrations():
     for module, found in IMPORTS.items():
         if folder(module) != "integrations":
             assert not {m for m in found if folder(m) == "integrations"}, module
+
+
+def private_parts(tree: ast.AST) -> set[str]:
+    """What is reached into of torch and Triton: names with an underscore, and Triton's runtime."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        else:
+            continue
+        for name in names:
+            first, *rest = name.split(".")
+            if first in ("torch", "forward_ad") and any(re.match("_[^_]", x) for x in rest):
+                found.add(name)
+            if first == "triton" and rest[:1] in (["runtime"], ["knobs"], ["backends"]):
+                found.add(name)
+            if rest[-1:] and rest[-1] in ("_init_fn", "_qualname", "_data"):
+                found.add(name)
+    return found
+
+
+def test_one_module_reaches_into_private_parts_of_torch_and_triton():
+    assert private_parts(TREES["rlk_kernels.private_api"])
+    for module, tree in TREES.items():
+        if module != "rlk_kernels.private_api" and folder(module) != "integrations":
+            assert not private_parts(tree), module
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch._C",
+        "from torch._library.custom_ops import OPDEFS",
+        "x = torch._C._cuda_getDevice()",
+        "forward_ad._current_level",
+        "from triton.runtime.cache import get_cache_manager",
+        "triton.knobs.runtime",
+        "op._init_fn(x)",
+        "os.environ._data",
+    ],
+)
+def test_a_private_part_is_noticed(code):
+    assert private_parts(ast.parse(code))
+    assert not private_parts(ast.parse("import torch.library\ntriton.language.dot(self._own)"))
 
 
 def needs_triton() -> set[str]:

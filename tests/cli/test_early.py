@@ -77,6 +77,19 @@ def test_doctor_says_what_each_engine_can_do(cli: Cli) -> None:
         assert said[name].endswith("ready: samples and scores")
 
 
+@pytest.mark.parametrize(
+    ("value", "replay"), [("1", "replay on"), ("0", "replay off (RLK_REPLAY=0)")]
+)
+def test_doctor_says_which_fast_paths_of_the_kernels_are_on(
+    cli: Cli, value: str, replay: str
+) -> None:
+    lines = cli("doctor", env={"COLUMNS": "200", "RLK_REPLAY": value}).out.splitlines()
+    [said] = [line for line in lines if line.startswith("kernels ")]
+    assert "direct launch o" in said
+    assert "direct allocation o" in said
+    assert said.endswith(replay)
+
+
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
 YARN = {
     "rope_type": "yarn",

@@ -14,12 +14,12 @@ H200 = DeviceFacts(
     interpreted=False, processors=132, tma=True, overlaps=True, gluon=True, cuda=True
 )
 CACHED = {
-    attention: ("launches",),
-    attention_backward: ("launches",),
-    product: ("launches",),
+    attention: ("shape_cache",),
+    attention_backward: ("shape_cache",),
+    product: ("shape_cache",),
     matmul: ("plan_product", "plan_epilogue"),
     accumulate: ("plan_accumulate",),
-    linear_logp_launch: ("launches",),
+    linear_logp_launch: ("shape_cache",),
     linear_logp: ("plan_forward", "plan_backward", "plan_epilogue"),
     linear_grpo: ("plan_loss",),
 }

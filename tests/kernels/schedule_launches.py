@@ -3,7 +3,7 @@ launches alone, in the same order with the same arguments, on an H200 that is no
 
 Prints the kernels of calls with lists, and in how many cases anything differs. With `--fault`, a
 call that is given a schedule leaves out a launch. Not under TRITON_INTERPRET, so in a process of
-its own, with kernels/ and scripts/ on its path (`test_launched_again.py`).
+its own, with kernels/ and scripts/ on its path (`test_replayed_launches.py`).
 """
 
 import sys
@@ -12,8 +12,8 @@ from unittest import mock
 
 import rlk_kernels as rk
 import torch
-from launched_again import empty, integers
 from offline_h200 import h200
+from replayed_launches import empty, integers
 from rlk_kernels.ops.attention import forward, hopper_blocks, hopper_pieces, merge, schedule
 
 MODULES = (forward, hopper_blocks, hopper_pieces, merge, schedule)

@@ -13,8 +13,8 @@ from unittest import mock
 
 import rlk_kernels as rk
 import torch
-from launched_again import empty, integers
 from offline_h200 import h200
+from replayed_launches import empty, integers
 from rlk_kernels import cuda
 from rlk_kernels.integrations.vllm import ahead
 from rlk_kernels.matmul import self_check

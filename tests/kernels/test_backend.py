@@ -7,7 +7,7 @@ import planning
 import pytest
 import rlk_kernels as rk
 import torch
-from rlk_kernels import backend, device
+from rlk_kernels import backend, device, private_api
 from rlk_kernels.matmul import plan as matmul
 from rlk_kernels.matmul import product
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -337,7 +337,7 @@ def test_an_operator_runs_on_the_gpu_of_its_tensors(monkeypatch):
         current.pop()
 
     monkeypatch.setattr(backend, "_PLAIN", (OnGPU,))
-    monkeypatch.setattr(backend, "_current_device", lambda: current[-1])
+    monkeypatch.setattr(private_api, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", device)
     op = Operator(current)
     for index in (0, 1, 3, -1):  # the last: on no GPU
@@ -352,7 +352,7 @@ def test_an_operator_runs_on_the_gpu_of_its_tensors(monkeypatch):
 
 def test_which_gpu_is_not_asked_of_fake_tensors_nor_while_a_graph_is_traced(monkeypatch):
     asked = []
-    monkeypatch.setattr(backend, "_current_device", lambda: asked.append(1) or 5)
+    monkeypatch.setattr(private_api, "current_device", lambda: asked.append(1) or 5)
     op = Operator([0])
     with FakeTensorMode():
         backend.call(op, torch.empty(2, device="meta"))

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rlk_kernels import ahead, cuda, device, nvrtc
-from rlk_kernels.direct import thread
+from rlk_kernels import ahead, cuda, device, nvrtc, private_api
 from rlk_kernels.errors import KernelFailed
+from rlk_kernels.launching import ShapeCache, count_launch
 from rlk_kernels.nvrtc import Source
 
 GOOD = Source("nothing", 'extern "C" __global__ void nothing() {}', ("--gpu-architecture=sm_90a",))
@@ -69,13 +69,13 @@ def test_ahead_of_a_launch_it_is_compiled_by_a_thread_and_does_not_run(monkeypat
     asked = []
     with ahead.compiled_ahead(torch.device("cuda")) as is_ahead:
         assert is_ahead
-        cuda.launch({}, GOOD, 1, 128, 0, (), asked.append)
+        cuda.launch(ShapeCache(), GOOD, 1, 128, 0, (), asked.append)
         future = cuda.binary(GOOD)
     assert future.done()
     assert future.result().startswith(b"\x7fELF")
     assert not asked
-    assert not thread.only_compiles
-    assert ahead.soon(len, "at once").result() == 7
+    assert count_launch()
+    assert ahead.submit(len, "at once").result() == 7
 
 
 def test_a_failure_ahead_is_raised_where_the_kernel_is_needed(monkeypatch):
@@ -192,21 +192,21 @@ def test_a_launch_is_what_was_asked_for(monkeypatch):
     driver, made = Launching(), []
     monkeypatch.setattr(cuda, "_driver", lambda: driver)
     monkeypatch.setattr(cuda, "_thread", threading.local())
-    monkeypatch.setattr(cuda, "_given", {})
+    monkeypatch.setattr(cuda, "_arguments", ShapeCache())
     monkeypatch.setattr(cuda, "_function", lambda *of: c_void_p(1))
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda of: 77, raising=False)
+    monkeypatch.setattr(private_api, "current_device", lambda: 3)
+    monkeypatch.setattr(private_api, "current_stream", lambda of: 77)
 
     def arguments(*numbers):
         made.append(numbers)
         return cuda.Arguments(*map(c_int, numbers))
 
-    seen, others = {}, {}
+    first, second = ShapeCache(), ShapeCache()
     for shapes, addresses, numbers in (
-        (seen, (16, 32), (1, 2)),
-        (seen, (16, 32), (1, 2)),
-        (seen, (16, 48), (3, 4)),
-        (others, (16, 32), (5, 6)),
+        (first, (16, 32), (1, 2)),
+        (first, (16, 32), (1, 2)),
+        (first, (16, 48), (3, 4)),
+        (second, (16, 32), (5, 6)),
     ):
         cuda.launch(shapes, GOOD, 7, 384, 1000, addresses, arguments, *numbers)
     how = [7, 1, 1, 384, 1, 1, 1000, 77, 1]

@@ -18,6 +18,7 @@ from rlk_kernels.matmul.accumulate.partial import PartialProduct, lo_accumulator
 from rlk_kernels.matmul.product import product
 from rlk_kernels.numerics.column_sum import kernels as column_sum
 from rlk_kernels.ops.attention import backward, forward, sinks_kernels
+from rlk_kernels.ops.attention.call import AttentionCall
 from rlk_kernels.ops.embedding import kernels as embedding
 from rlk_kernels.ops.kv_cache import kernels as kv_cache
 from rlk_kernels.ops.linear_logp import launch as linear_logp
@@ -77,16 +78,17 @@ def attend(q, k, v, table=None, **options):
     """Forward, and the backward where there is no table."""
     cu_q = torch.tensor([0, q.shape[0]], dtype=torch.int32)
     cu_k = cu_q if table is None else cu_q[1:]
-    out, lse, _ = forward.forward(q, k, v, cu_q, cu_k, table, True, 0.1, None, **options)
+    call = AttentionCall(q, k, v, cu_q, cu_k, table, True, 0.1, None)
+    out, lse, _ = forward.forward(call, **options)
     if table is None:
-        backward.backward(q, k, v, cu_q, cu_k, True, 0.1, None, out, lse, out)
+        backward.backward(call, lse, out)
 
 
 def attend_many(tokens, heads, dim):
     """The first block of rows of a long sequence, and a sequence of one token behind it."""
     q, k = vast(tokens, heads, dim), vast(tokens, 1, dim)
     cu = torch.tensor([0, tokens - 1, tokens], dtype=torch.int32)
-    forward.forward(q, k, k, cu, cu, None, True, 0.1, None, split=False)
+    forward.forward(AttentionCall(q, k, k, cu, cu, None, True, 0.1, None), split=False)
 
 
 def paged(k):

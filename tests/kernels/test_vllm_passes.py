@@ -9,7 +9,7 @@ import torch
 from kernel_suite import packed, paged_cache
 from rlk_kernels.integrations.vllm import passes
 from rlk_kernels.integrations.vllm.passes import Schedules
-from rlk_kernels.launching import launches
+from rlk_kernels.launching import shape_cache
 from rlk_kernels.ops.attention import forward as attention_forward
 
 LAYERS = [object() for _ in range(3)]
@@ -19,7 +19,7 @@ LAYERS = [object() for _ in range(3)]
 def on_triton(monkeypatch):
     monkeypatch.setenv("RLK_BACKEND", "triton")
     monkeypatch.setattr(attention_forward, "CHUNK", 32)
-    monkeypatch.setattr(attention_forward, "launches", launches.__wrapped__)
+    monkeypatch.setattr(attention_forward, "shape_cache", shape_cache.__wrapped__)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlk_kernels import launching
-from rlk_kernels.launching import tensor_map
+from rlk_kernels.launching import ShapeCache, tensor_map
 from rlk_kernels.matmul import kernels
 from rlk_kernels.matmul.plan import MatmulPlan
 
@@ -27,22 +27,22 @@ def _hopper_product() -> ModuleType:
 
 
 def launch(
-    plan: MatmulPlan, seen: dict, a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool,
+    plan: MatmulPlan, cache: ShapeCache, a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool,
     trans_b: bool,
     out: Tensor, add: bool = False,
 ) -> None:  # fmt: skip
-    """Fill out[M, N] with A @ B (+ bias), or add to it; seen: `launching.launches` of these shapes.
+    """Fill out[M, N] with A @ B (+ bias), or add to it; cache: of calls of these shapes.
 
     `add` is for the kernels "tma" and "pointer" without `tma_store`.
     """
     if plan.kernel == "hopper_split":
         hopper_epilogue().split_product(plan, a, b, bias, out)
     elif plan.kernel == "hopper":
-        _hopper_product().specialized_product(plan, seen, a, b, bias, out)
+        _hopper_product().specialized_product(plan, cache, a, b, bias, out)
     elif plan.kernel == "tma":
-        _launch_tma(plan, seen, a, b, bias, trans_a, trans_b, out, add)
+        _launch_tma(plan, cache, a, b, bias, trans_a, trans_b, out, add)
     else:
-        _launch_pointer(plan, seen, a, b, bias, trans_a, trans_b, out, add)
+        _launch_pointer(plan, cache, a, b, bias, trans_a, trans_b, out, add)
 
 
 def _map(x: Tensor, *box: int) -> TensorDescriptor:
@@ -50,7 +50,7 @@ def _map(x: Tensor, *box: int) -> TensorDescriptor:
 
 
 def _launch_tma(
-    plan: MatmulPlan, seen: dict, a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool,
+    plan: MatmulPlan, cache: ShapeCache, a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool,
     trans_b: bool,
     out: Tensor, add: bool,
 ) -> None:  # fmt: skip
@@ -66,7 +66,7 @@ def _launch_tma(
         if tile.tail:
             c2_desc = _map(out, tile.m, tile.tail)
     launching.launch(
-        seen, kernels._gemm_tma_kernel, (plan.programs, 1, 1),
+        cache, kernels._gemm_tma_kernel, (plan.programs, 1, 1),
         (a_desc, b_desc, b2_desc, c_desc, c2_desc, out, bias, m, n, k, plan.last_segment,
          plan.wide, out.stride(0), trans_a, trans_b, bias is not None, plan.tma_store, tile.m,
          tile.n, tile.k, tile.group, tile.subtile, tile.flatten, tile.swap, plan.overlap,
@@ -76,7 +76,7 @@ def _launch_tma(
 
 
 def _launch_pointer(
-    plan: MatmulPlan, seen: dict, a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool,
+    plan: MatmulPlan, cache: ShapeCache, a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool,
     trans_b: bool,
     out: Tensor, add: bool,
 ) -> None:  # fmt: skip
@@ -85,7 +85,7 @@ def _launch_pointer(
     a_m, a_k = (a.stride(1), a.stride(0)) if trans_a else (a.stride(0), a.stride(1))
     b_k, b_n = (b.stride(1), b.stride(0)) if trans_b else (b.stride(0), b.stride(1))
     launching.launch(
-        seen, kernels._gemm_pointer_kernel, (plan.programs, 1, 1),
+        cache, kernels._gemm_pointer_kernel, (plan.programs, 1, 1),
         (a, b, out, bias, m, n, k, plan.last_segment, a_m, a_k, b_k, b_n, out.stride(0),
          bias is not None, tile.m, tile.n, tile.k, tile.group, "ieee", plan.segment, add),
         {"num_warps": tile.warps, "num_stages": plan.stages},

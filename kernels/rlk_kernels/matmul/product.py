@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlk_kernels.ahead import compiled_ahead
 from rlk_kernels.device import facts
-from rlk_kernels.launching import launches
+from rlk_kernels.launching import shape_cache
 from rlk_kernels.matmul import plan
 from rlk_kernels.matmul.launch import launch
 from rlk_kernels.matmul.plan import MatmulPlan
@@ -34,15 +34,15 @@ def product(
     """Fill out[M, N] with A @ B (+ bias); which implementation ran."""
     if out.numel() == 0:
         return "triton"
-    seen = launches(
+    cache = shape_cache(
         a.shape, a.stride(), b.shape, b.stride(), a.dtype, None if bias is None else bias.dtype,
         trans_a, trans_b, out.dtype, out.stride(), a.device,
         (a.data_ptr() | b.data_ptr()) & 15 == 0, out.data_ptr() & 15 == 0,
     )  # fmt: skip
-    planned = seen.get("plan")
+    planned = cache.plan
     if planned is None:
-        planned = seen["plan"] = plan_for(a, b, trans_a, trans_b, out)
-    launch(planned, seen, a, b, bias, trans_a, trans_b, out)
+        planned = cache.plan = plan_for(a, b, trans_a, trans_b, out)
+    launch(planned, cache, a, b, bias, trans_a, trans_b, out)
     return planned.implementation
 
 
@@ -64,13 +64,13 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> str:
     """total[M, N] += a[K, M]^T @ b[K, N], in fp32; which implementation ran."""
     if total.numel() == 0 or a.shape[0] == 0:
         return "triton"
-    seen = launches(
+    cache = shape_cache(
         "add", a.shape, a.stride(), b.shape, b.stride(), a.dtype, total.dtype, a.device,
         (a.data_ptr() | b.data_ptr()) & 15 == 0, total.data_ptr() & 15 == 0,
     )  # fmt: skip
-    planned = seen.get("plan")
+    planned = cache.plan
     if planned is None:
         planned = replace(plan_for(a, b, True, False, total), tma_store=False)
-        seen["plan"] = planned
-    launch(planned, seen, a, b, None, True, False, total, add=True)
+        cache.plan = planned
+    launch(planned, cache, a, b, None, True, False, total, add=True)
     return planned.implementation

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from rlk_kernels.ahead import compiled_ahead
 from rlk_kernels.device import facts, interpreting
+from rlk_kernels.launching import ShapeCache
 from rlk_kernels.matmul.accumulate import plan as accumulate
 from rlk_kernels.matmul.accumulate.launch import launch_pointer, launch_tma
 from rlk_kernels.matmul.accumulate.partial import PartialProduct, lo_accumulator
@@ -66,7 +67,7 @@ def run_tile(
     """Fill out = a @ b^T (+ bias) with `tile` and return it; `pointers`: without tensor maps."""
     here = facts(a.device)
     plan = plan_tile(shape_of(a, b, False, True, out, here), here, tile, pointers)
-    launch(plan, {}, a, b, bias, False, True, out)
+    launch(plan, ShapeCache(), a, b, bias, False, True, out)
     return out
 
 

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.backend import call, choose, on_device_of, record
-from rlk_kernels.direct import empty
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.matmul import portable
+from rlk_kernels.memory import empty
 from rlk_kernels.numerics.column_sum.operator import column_sum
 
 

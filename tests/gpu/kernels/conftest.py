@@ -25,7 +25,7 @@ def nan_filled_outputs(monkeypatch):
             x.fill_(float("nan") if x.is_floating_point() else -1)
         return x
 
-    monkeypatch.setattr("rlk_kernels.direct._allocate", None)  # past torch.empty
+    monkeypatch.setattr("rlk_kernels.private_api.allocate", None)  # past torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: fill(empty(*a, **k)))
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: fill(empty_like(*a, **k)))
 

@@ -7,6 +7,7 @@ from kernel_suite import attention_truth, packed, torch_attention, within_budget
 from rlk_kernels.device import facts
 from rlk_kernels.ops.attention import backward as attention_backward
 from rlk_kernels.ops.attention import forward as attention_forward
+from rlk_kernels.ops.attention.call import AttentionCall
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -55,10 +56,10 @@ def backward(lens_q, lens_k, shape, dtype, causal, window, behind=7):
     rows = [torch.cat([x, x.new_full((behind, *x.shape[1:]), float("nan"))]) for x in (q, k, v)]
     scale = shape[2] ** -0.5
     sizes = (cu_q.int(), cu_k.int())
-    out, lse, _ = attention_forward.forward(*rows, *sizes, None, causal, scale, window)
+    call = AttentionCall(*rows, *sizes, None, causal, scale, window)
+    _, lse, _ = attention_forward.forward(call)
     do = torch.cat([torch.randn_like(q), q.new_full((behind, *q.shape[1:]), float("nan"))])
-    given = (*rows, *sizes, causal, scale, window, out, lse, do)
-    return [attention_backward.backward(*given, special=special) for special in (True, False)]
+    return [attention_backward.backward(call, lse, do, special) for special in (True, False)]
 
 
 @pytest.mark.parametrize("causal", [True, False])

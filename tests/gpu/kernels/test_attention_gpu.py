@@ -7,6 +7,7 @@ from kernel_suite import attention_truth, packed, paged_cache, torch_attention, 
 from rlk_kernels.device import facts
 from rlk_kernels.ops.attention import forward as attention_forward
 from rlk_kernels.ops.attention import hopper
+from rlk_kernels.ops.attention.call import AttentionCall
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(32, 8, 128), (16, 8, 128), (8, 1, 64), (14, 2, 64), (6, 6, 80), (4, 2, 256)]
@@ -78,9 +79,10 @@ LENGTHS = [
 
 
 def forward(q, k, v, cu_q, lens_k, table=None, causal=True, window=None, **schedule):
-    return attention_forward.forward(
-        q, k, v, cu_q.int(), lens_k.int(), table, causal, q.shape[2] ** -0.5, window, **schedule
-    )[:2]
+    call = AttentionCall(
+        q, k, v, cu_q.int(), lens_k.int(), table, causal, q.shape[2] ** -0.5, window
+    )
+    return attention_forward.forward(call, **schedule)[:2]
 
 
 def same(a, b):

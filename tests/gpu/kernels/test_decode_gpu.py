@@ -5,6 +5,7 @@ import rlk_kernels as rk
 import torch
 from kernel_suite import packed, paged_cache
 from rlk_kernels.ops.attention import forward as attention_forward
+from rlk_kernels.ops.attention.call import AttentionCall
 
 HEADS = [(32, 8, 128), (16, 8, 64), (40, 2, 128)]
 LENGTHS = [
@@ -24,7 +25,9 @@ def paged(lens_q, lens_k, shape, width=8192):
 
 def forward(x, window=None, causal=True, **schedule):
     scale = x[0].shape[2] ** -0.5
-    return attention_forward.forward(*x, causal, scale, window, **schedule)[:2]
+    keeps_lse = schedule.pop("keeps_lse", True)
+    call = AttentionCall(*x, causal, scale, window, keeps_lse=keeps_lse)
+    return attention_forward.forward(call, **schedule)[:2]
 
 
 def scheduled(x, schedule, window=None):

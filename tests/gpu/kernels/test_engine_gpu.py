@@ -6,10 +6,11 @@ import functools
 import pytest
 import rlk_kernels as rk
 import torch
-from rlk_kernels import direct, launching
+from rlk_kernels import launching, memory, private_api
 from rlk_kernels.matmul import product, self_check
 from rlk_kernels.ops.attention import backward
 from rlk_kernels.ops.attention import forward as attention
+from rlk_kernels.ops.attention.call import AttentionCall
 from rlk_kernels.ops.linear_logp import launch as linear_logp
 
 HALF = torch.bfloat16
@@ -97,7 +98,7 @@ def test_what_an_ignored_token_holds_reaches_no_gradient(operator, bad):
 
 def test_what_is_allocated_together_lies_apart():
     here = torch.device("cuda", torch.cuda.current_device())
-    found = direct.empties(((3, 5), (0,), (7,), ()), torch.float32, here)
+    found = memory.empties(((3, 5), (0,), (7,), ()), torch.float32, here)
     assert len({x.untyped_storage().data_ptr() for x in found}) == 1
     assert all(x.data_ptr() % 16 == 0 for x in found if x.numel())
     for i, x in enumerate(found):
@@ -163,7 +164,9 @@ def calls(m):
         "embedding": lambda: rk.embedding(ids, weight),
         "attention": lambda: rk.attention(q, k, k, cu, cu),
         "attention_backward": lambda: backward.backward(
-            q, k, k, cu, cu, True, 0.1, None, q, q[..., 0].T.float().contiguous(), q
+            AttentionCall(q, k, k, cu, cu, None, True, 0.1, None, out=q),
+            q[..., 0].T.float().contiguous(),
+            q,
         )[0],
         "paged": lambda: rk.paged_attention(q, cache, cache, tables[0], lens, cu_seqlens_q=one),
         "split": lambda: rk.paged_attention(q, cache, cache, tables[1], lens, cu_seqlens_q=one),
@@ -187,20 +190,20 @@ def calls(m):
 
 def test_what_is_launched_again_is_what_triton_would_launch(monkeypatch):
     for module in (product, attention, backward, linear_logp):
-        monkeypatch.setattr(module, "launches", launching.launches)
+        monkeypatch.setattr(module, "shape_cache", launching.shape_cache)
     monkeypatch.setattr(self_check, "holds", lambda *a, **k: True)
-    again, launched = launching.again, []
+    launch_compiled, launched = launching.launch_compiled, []
 
-    def asked(found, kernel, grid, arguments, options, addressed):
+    def ask_triton(compiled, kernel, grid, arguments, options, addressed):
         launched.append(kernel.__name__)
-        assert kernel[grid](*arguments, **options) is found.kernel, kernel.__name__
+        assert kernel[grid](*arguments, **options) is compiled.kernel, kernel.__name__
 
     with torch.no_grad():
         for m in (1, 7, 16, 33, 2048):
             for name, call in calls(m).items():
-                monkeypatch.setattr(launching, "again", asked)
+                monkeypatch.setattr(launching, "launch_compiled", ask_triton)
                 first, *_ = [call() for _ in range(3)]
-                monkeypatch.setattr(launching, "again", again)
+                monkeypatch.setattr(launching, "launch_compiled", launch_compiled)
                 assert torch.equal(call(), first), (name, m)
     assert len(set(launched)) >= 21, set(launched)
 
@@ -227,14 +230,10 @@ def _cases(m):
 
 @pytest.mark.parametrize("m", [1, 2, 33, 300])
 def test_a_sequence_that_is_launched_again_reads_what_is_there_by_then(m, monkeypatch):
-    def repeat_by(function):
-        for module in (attention, linear_logp):
-            monkeypatch.setattr(module, "repeat", function)
-
     for module in (attention, linear_logp):
-        monkeypatch.setattr(module, "launches", launching.launches)
+        monkeypatch.setattr(module, "shape_cache", launching.shape_cache)
         # results lie where those before them lay
-        monkeypatch.setattr(module, "empty", functools.cache(direct.empty))
+        monkeypatch.setattr(module, "empty", functools.cache(memory.empty))
     cases, inputs = _cases(m)
     others = _cases(m)[1]
     with torch.no_grad():
@@ -243,18 +242,13 @@ def test_a_sequence_that_is_launched_again_reads_what_is_there_by_then(m, monkey
                 call()
             for x, other in zip(inputs, others, strict=True):
                 x.add_(1) if x.dtype == torch.int32 and x.dim() == 1 else x.copy_(other)
-            repeat_by(_only_again)
-            found = [x.clone() for x in call()]
-            repeat_by(lambda _seen, _key, run, *given: run(*given))
-            assert all(torch.equal(a, b) for a, b in zip(found, call(), strict=True)), name
-            repeat_by(REPEAT)
+            with monkeypatch.context() as replaying:
+                replaying.setattr(launching, "Recording", _never)
+                found = [x.clone() for x in call()]
+            with monkeypatch.context() as running:
+                running.setattr(private_api, "REPLAY", False)
+                assert all(torch.equal(a, b) for a, b in zip(found, call(), strict=True)), name
 
 
-REPEAT = launching.repeat
-
-
-def _only_again(seen, key, run, *arguments):
-    def never(*_):
-        raise AssertionError(f"{run.__name__} was run again")
-
-    REPEAT(seen, key, never)
+def _never(*_):
+    raise AssertionError("the call's own code ran")

@@ -4,6 +4,7 @@ gradients in fp32, capped logits."""
 import pytest
 import rlk_kernels as rk
 import torch
+from rlk_kernels.ops.attention.call import AttentionCall
 from rlk_kernels.ops.attention.forward import forward
 from rlk_kernels.ops.attention.operator import attention_ref
 
@@ -108,10 +109,11 @@ def test_capped_scores_in_prefill_decode_and_training(options, dim, dtype):
     whole = out.detach()
     q, k, v = (x.detach() for x in leaves)
     for rows in (16, 64):  # the schedule changes no bit
-        plain = {"rows": rows, "window": options.get("window"), "softcap": 5.0}
         if "sinks" not in options:
-            got = forward(q, k, v, cu.int(), cu.int(), None, True, dim**-0.5, **plain)
-            assert torch.equal(got[0], whole)
+            call = AttentionCall(
+                q, k, v, cu.int(), cu.int(), None, True, dim**-0.5, options.get("window"), 5.0
+            )
+            assert torch.equal(forward(call, rows=rows)[0], whole)
     own = torch.tensor([0, 496], device="cuda")
     alone = rk.attention(*(x[1500:1996] for x in (q, k, v)), own, own, **options)
     cache = [x[1500:1996].reshape(31, 16, 2, dim) for x in (k, v)]

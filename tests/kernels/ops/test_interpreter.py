@@ -17,6 +17,7 @@ from kernel_suite import (
 )
 from rlk_kernels.device import interpreting
 from rlk_kernels.ops.attention import forward
+from rlk_kernels.ops.attention.call import AttentionCall
 from rlk_kernels.ops.embedding import kernels as embedding
 
 DTYPES = [torch.float16, torch.float32]
@@ -79,7 +80,8 @@ def test_prefill_equals_paged_decode_chunked_prefill_and_any_schedule(dtype, mon
         )  # fmt: skip
         assert torch.equal(rest, whole[cut:])
     for rows, split in ((16, True), (64, True)):
-        got = forward.forward(q, k, v, cu_q, cu_k, None, True, 0.25, None, rows=rows, split=split)
+        call = AttentionCall(q, k, v, cu_q, cu_k, None, True, 0.25, None)
+        got = forward.forward(call, rows=rows, split=split)
         assert torch.equal(got[0], whole)
 
 

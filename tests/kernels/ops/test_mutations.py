@@ -100,9 +100,9 @@ def test_a_chunk_size_that_depends_on_the_batch_is_noticed(monkeypatch):
     """Flash-decoding as usual: the split of the keys follows the number of queries."""
     forward = attention_forward.forward
 
-    def by_batch(q, *rest, **options):
-        monkeypatch.setattr(attention_forward, "CHUNK", 32 if q.shape[0] == 1 else 1024)
-        return forward(q, *rest, **options)
+    def by_batch(call):
+        monkeypatch.setattr(attention_forward, "CHUNK", 32 if call.q.shape[0] == 1 else 1024)
+        return forward(call)
 
     monkeypatch.setattr(attention_forward, "forward", by_batch)
     assert not prefill_equals_decode("triton")

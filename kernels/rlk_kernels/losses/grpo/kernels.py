@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlk_kernels.direct import empties, empty
-from rlk_kernels.launching import cdiv, launch, launches
+from rlk_kernels.launching import cdiv, launch, shape_cache
 from rlk_kernels.losses.grpo.operator import METRICS, Loss
+from rlk_kernels.memory import empties, empty
 
 BLOCK, LANES = 512, 64
 """Tokens of a program, blocks that `_metrics_kernel` takes at a time: the order of the sums."""
@@ -229,7 +229,7 @@ def prepare(
     target, mask = target.contiguous(), mask.contiguous()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     length = t // max(sequences, 1)
-    seen = launches(
+    seen = shape_cache(
         "grpo", target.dtype, mask.dtype, given.dtype,
         None if cu_seqlens is None else cu_seqlens.dtype, spread, loss_type, device,
     )  # fmt: skip
@@ -262,7 +262,7 @@ def reduce_loss(
     names = METRICS if has_ref else METRICS[:-1]
     part = empty((PLANES.value, blocks), torch.float64, device)
     value, metrics = empties(((), (len(names),)), torch.float32, device)
-    seen = launches(
+    seen = shape_cache(
         "grpo loss", logp.dtype, None if old_logp is None else old_logp.dtype, advantages.dtype,
         None if ref_logp is None else ref_logp.dtype, loss.beta > 0, device,
     )  # fmt: skip

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.device import facts
-from rlk_kernels.direct import empties, empty, layout
 from rlk_kernels.losses.grpo.kernels import prepare, reduce_loss
 from rlk_kernels.losses.grpo.operator import Loss
 from rlk_kernels.losses.linear_grpo import plan
@@ -36,6 +35,7 @@ from rlk_kernels.losses.linear_grpo.kernels import (
 from rlk_kernels.matmul.accumulate.accumulate import accumulate
 from rlk_kernels.matmul.accumulate.partial import PartialProduct, lo_accumulator
 from rlk_kernels.matmul.plan import most_special
+from rlk_kernels.memory import empties, empty, layout
 from rlk_kernels.numerics.column_sum.operator import column_sum
 from rlk_kernels.ops.linear_logp.launch import (
     finish,

@@ -22,7 +22,7 @@ def launch_tma(plan: SlicePlan, x: PartialProduct) -> None:
         lo_desc = TensorDescriptor.from_tensor(x.lo, [tile.m, tile.n])
     a_box = [tile.k, tile.m] if x.trans_a else [tile.m, tile.k]
     launch(
-        {}, kernels._sum_tma_kernel, (plan.programs, 1, 1),
+        None, kernels._sum_tma_kernel, (plan.programs, 1, 1),
         (TensorDescriptor.from_tensor(x.a, a_box),
          TensorDescriptor.from_tensor(x.b, [tile.k, tile.n]), hi_desc, lo_desc, x.scale, m, n, k,
          x.trans_a, x.first, x.last, _TL[x.out.dtype], x.scale is not None, tile.m, tile.n,
@@ -37,7 +37,7 @@ def launch_pointer(plan: SlicePlan, x: PartialProduct) -> None:
     (m, n), k = x.out.shape, x.b.shape[0]
     strides = (a.stride(1), a.stride(0)) if x.trans_a else (a.stride(0), a.stride(1))
     launch(
-        {}, kernels._sum_pointer_kernel, (plan.programs, 1, 1),
+        None, kernels._sum_pointer_kernel, (plan.programs, 1, 1),
         (a, x.b, x.out if wide else x.out.view(torch.int16), x.lo, x.scale, m, n, k, *strides,
          x.b.stride(0), x.first, x.last, wide, _TL[x.out.dtype], x.scale is not None, tile.m,
          tile.n, tile.k, tile.group),

@@ -369,7 +369,7 @@ def sum_hopper(plan: AccumulatePlan, partials: tuple[PartialProduct, ...]) -> No
         arguments += [None] * 10
         flags.append((False, False, False, False, 0))
     launch(
-        {}, _sum_hopper_kernel, (shared.programs, 1, 1),
+        None, _sum_hopper_kernel, (shared.programs, 1, 1),
         (*arguments, *flags[0], *flags[1], len(mine) == 2, STORAGE_LAYOUT),
         {"num_warps": 4, "maxnreg": 168},
     )  # fmt: skip

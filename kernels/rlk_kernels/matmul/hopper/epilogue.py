@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from rlk_kernels.launching import cdiv, kept, launch, tensor_map
+from rlk_kernels.launching import ShapeCache, cdiv, launch, tensor_map
 from rlk_kernels.matmul.epilogue import (
     EXPONENTIALS,
     GRADIENT,
@@ -383,17 +383,19 @@ _MODES = {
 def hopper_tiles(
     plan: EpiloguePlan, h: Tensor, w: Tensor, bias: Tensor | None, n: Tensor | None,
     s: Tensor | None, u: Tensor | None, a: Tensor | None, b: Tensor | None, out: Tensor | None,
-    numbers: tuple, flags: tuple, seen: dict | None = None,
+    numbers: tuple, flags: tuple, cache: ShapeCache | None = None,
 ) -> None:  # fmt: skip
     """`linear_logp.launch.run_tiles`; "logits": into out[T, V], contiguous fp32."""
-    seen = {} if seen is None else seen
-    programs, counts, constants = kept(seen, "tiles", h.shape[0], _fixed, plan, h, w, flags)
-    maps = kept(seen, "maps", (h.data_ptr(), w.data_ptr(), h.shape[0]), _maps, plan, h, w)
+    cache = ShapeCache() if cache is None else cache
+    programs, counts, constants = cache.get_or_create(
+        "tiles", h.shape[0], _fixed, plan, h, w, flags
+    )
+    maps = cache.get_or_create("maps", (h.data_ptr(), w.data_ptr(), h.shape[0]), _maps, plan, h, w)
     stored = out
     if plan.epilogue in ("exponentials", "gradient"):
         stored = described(out, [ROWS.value, plan.tile.n // 2])
     launch(
-        seen, _tiles_hopper_kernel, (programs, 1, 1),
+        cache, _tiles_hopper_kernel, (programs, 1, 1),
         (*maps, stored, bias, n, s, u, a, b, *counts, *numbers, *constants),
         {"num_warps": 4, "maxnreg": 168},
     )  # fmt: skip

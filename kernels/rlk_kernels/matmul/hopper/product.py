@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlk_kernels import cuda
 from rlk_kernels.cuda import Arguments
+from rlk_kernels.launching import ShapeCache
 from rlk_kernels.matmul.plan import MatmulPlan
 from rlk_kernels.matmul.tile import Tile, evenly
 from rlk_kernels.nvrtc import Source
@@ -46,7 +47,7 @@ def source(
 ) -> Source:
     """The kernel of a tile; aligned: rows of the output begin at multiples of 16 bytes."""
     half = _HALF[dtype]
-    given = {
+    macros = {
         "GROUPS": tile.groups,
         "WIDTH": tile.flat,
         "BLOCKS": tile.k // 64,
@@ -58,7 +59,7 @@ def source(
         "ALIGNED": int(aligned),
     }
     options = ("--gpu-architecture=sm_90a", "--std=c++17")
-    options += tuple(f"-D{name}={value}" for name, value in given.items())
+    options += tuple(f"-D{name}={value}" for name, value in macros.items())
     return Source("product", _multiply(tile.flat, half) + _text(), options)
 
 
@@ -68,28 +69,32 @@ def shared_bytes(tile: Tile) -> int:
 
 
 def specialized_product(
-    plan: MatmulPlan, seen: dict, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor
+    plan: MatmulPlan, cache: ShapeCache, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor
 ) -> None:
     """out[M, N] = a[M, K] @ b[N, K]^T (+ bias[N]), a program a processor."""
-    tile, kernel = plan.tile, seen.get("source")
-    if kernel is None:
-        of_bias = None if bias is None else bias.dtype
-        kernel = seen["source"] = source(tile, a.dtype, out.dtype, of_bias, plan.tma_store)
+    kernel, threads, shared = cache.get_or_create("kernel", None, _kernel, plan, a, bias, out)
     addresses = a.data_ptr(), b.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr()
     cuda.launch(
-        seen, kernel, plan.programs, 128 * (tile.groups + 1), shared_bytes(tile), addresses,
-        _arguments, tile, a, b, bias, out,
+        cache, kernel, plan.programs, threads, shared, addresses, _arguments, plan.tile, a, b, bias,
+        out,
     )  # fmt: skip
+
+
+def _kernel(plan: MatmulPlan, a: Tensor, bias: Tensor | None, out: Tensor) -> tuple:
+    """What calls of one shape have in common: (source, threads, bytes of shared memory)."""
+    tile, bias_dtype = plan.tile, None if bias is None else bias.dtype
+    kernel = source(tile, a.dtype, out.dtype, bias_dtype, plan.tma_store)
+    return kernel, 128 * (tile.groups + 1), shared_bytes(tile)
 
 
 def _arguments(tile: Tile, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> Arguments:
     (m, n), k = out.shape, a.shape[1]
-    tall, flat, apart = a, b, (evenly(m, tile.m), evenly(n, tile.n, 16))
+    tall, flat, distances = a, b, (evenly(m, tile.m), evenly(n, tile.n, 16))
     if tile.swap:
-        tall, flat, apart = b, a, apart[::-1]
+        tall, flat, distances = b, a, distances[::-1]
     maps = [cuda.tensor_map(x, rows) for x, rows in ((tall, 64 * tile.groups), (flat, tile.flat))]
     addresses = out.data_ptr(), None if bias is None else bias.data_ptr()
-    sizes = tall.shape[0], flat.shape[0], k, out.stride(0), *apart, tile.group
+    sizes = tall.shape[0], flat.shape[0], k, out.stride(0), *distances, tile.group
     return Arguments(
         *maps, *map(ctypes.c_void_p, addresses), *map(ctypes.c_int, sizes)
     )  # fmt: skip

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rlk_kernels.ahead import compiled_ahead
 from rlk_kernels.backend import choose, on_device_of
+from rlk_kernels.ops.attention.call import AttentionCall
 
 
 def batches(sequences: int, tokens: int, group: int, few: int) -> Iterator[tuple[int, int]]:
@@ -44,7 +45,9 @@ def warm_up_paged_attention(
             integers = block_table.new_empty(batch + 1, dtype=torch.int32)
             table = block_table.new_empty(batch, pitch, dtype=torch.int32)
             forward(
-                q.new_empty(queries, *heads), k_cache, v_cache, integers, integers[:batch],
-                table[:, :width], True, 1.0, window,
+                AttentionCall(
+                    q.new_empty(queries, *heads), k_cache, v_cache, integers, integers[:batch],
+                    table[:, :width], True, 1.0, window,
+                )
             )  # fmt: skip
     return ahead

@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import facts, interpreting
-from rlk_kernels.launching import cdiv, launch, launches, power_of_2
+from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
+from rlk_kernels.ops.attention.call import AttentionCall
 from rlk_kernels.ops.attention.order import (
     block_n,
     capped,
@@ -209,24 +210,24 @@ def _special(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> bool:
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float,
-    window: int | None, out: Tensor, lse: Tensor, do: Tensor, special: bool | None = None,
-    softcap: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor, str]:  # fmt: skip
-    """(dq, dk, dv, which implementation ran); gradients are contiguous, in the inputs' dtypes.
+    call: AttentionCall, lse: Tensor, do: Tensor, special: bool | None = None
+) -> tuple[Tensor, Tensor, Tensor, str]:
+    """(dq, dk, dv, which implementation ran) of a call without a table, with its `out`; gradients
+    are contiguous, in the inputs' dtypes.
 
     `special` (by the kernels written for Hopper) changes the time and never the bits; None leaves
-    it to the shape. `softcap`: 0 is none; the kernels for Hopper have none.
+    it to the shape.
     """
-    tokens, heads, dim = q.shape
-    slots, kv_heads = k.shape[:2]
-    group = heads // kv_heads
-    batch = cu_q.numel() - 1
+    q, k, v, causal, window, softcap = (
+        call.q, call.k, call.v, call.causal, call.window, call.softcap
+    )  # fmt: skip
+    (tokens, heads, dim), (slots, kv_heads, _), group = q.shape, k.shape, call.group
+    batch = call.batch
     if tokens == 0 or slots == 0 or batch == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), "triton"
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
-    seen = launches(
+    cache = shape_cache(
         "attention_backward", q.shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype, batch,
         causal, window, special, q.device,
         (q.data_ptr() | k.data_ptr() | v.data_ptr() | do.data_ptr()) & 15 == 0, softcap > 0,
@@ -234,39 +235,39 @@ def backward(
     if softcap:
         special = False
     if special is None:
-        special = seen.get("special")
+        special = cache.plan
     if special is None:
-        special = seen["special"] = _special(q, k, v, do)
+        special = cache.plan = _special(q, k, v, do)
     padded = max(16, power_of_2(dim))
     rows = 4096 // padded
     launch(
-        seen, _prepare_kernel, (cdiv(max(tokens, slots), rows), heads, 1),
-        (out, do, delta, dq, dk, dv, cu_q, cu_k, batch, tokens, slots, heads, kv_heads, dim,
-         padded, rows),
+        cache, _prepare_kernel, (cdiv(max(tokens, slots), rows), heads, 1),
+        (call.out, do, delta, dq, dk, dv, call.cu_q, call.lens_k, batch, tokens, slots, heads,
+         kv_heads, dim, padded, rows),
         {"num_warps": 4},
     )  # fmt: skip
     if special:
         from rlk_kernels.ops.attention.hopper_dkv import keys_gradients
         from rlk_kernels.ops.attention.hopper_dq import queries_gradient
 
-        queries_gradient(seen, q, k, v, do, lse, delta, dq, cu_q, cu_k, causal, scale, window)
-        keys_gradients(seen, q, k, v, do, lse, delta, dk, dv, cu_q, cu_k, causal, scale, window)
+        queries_gradient(cache, call, do, lse, delta, dq)
+        keys_gradients(cache, call, do, lse, delta, dk, dv)
         return dq, dk, dv, "triton/hopper"
     block = 32 if interpreting() or q.dtype == torch.float32 or padded > 128 else 64
-    bend, scale_log2 = capped_scales(scale, softcap)
+    bend, scale_log2 = capped_scales(call.scale, softcap)
     shared = (
-        cu_q, cu_k, batch, tokens, scale_log2, scale, bend, window or 0, q.stride(0), q.stride(1),
-        k.stride(0), k.stride(1), v.stride(0), v.stride(1), kv_heads, group, dim, padded,
-        block, block, causal, window is not None, softcap > 0,
+        call.cu_q, call.lens_k, batch, tokens, scale_log2, call.scale, bend, window or 0,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), kv_heads,
+        group, dim, padded, block, block, causal, window is not None, softcap > 0,
     )  # fmt: skip
     options = {"num_warps": 4, "num_stages": 1 if q.dtype == torch.float32 else 2}
     launch(
-        seen, _dq_kernel, (tokens * group // block + batch, kv_heads, 1),
+        cache, _dq_kernel, (tokens * group // block + batch, kv_heads, 1),
         (q, k, v, do, lse, delta, dq, *shared),
         options,
     )  # fmt: skip
     launch(
-        seen, _dkv_kernel, (slots // block + batch, kv_heads, 1),
+        cache, _dkv_kernel, (slots // block + batch, kv_heads, 1),
         (q, k, v, do, lse, delta, dk, dv, *shared),
         options,
     )  # fmt: skip

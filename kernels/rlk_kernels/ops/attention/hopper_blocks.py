@@ -19,8 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from rlk_kernels.device import facts
-from rlk_kernels.direct import empty
-from rlk_kernels.launching import kept, launch
+from rlk_kernels.launching import ShapeCache, launch
 from rlk_kernels.matmul.hopper.pipeline import (
     ROWS,
     barriers,
@@ -28,6 +27,8 @@ from rlk_kernels.matmul.hopper.pipeline import (
     reinterpret,
     thread_barrier,
 )
+from rlk_kernels.memory import empty
+from rlk_kernels.ops.attention.call import AttentionCall
 from rlk_kernels.ops.attention.hopper import (
     BLOCK,
     PER_CHUNK,
@@ -365,47 +366,44 @@ def _attention_hopper_kernel(
         )  # fmt: skip
 
 
-def attend_hopper(
-    seen: dict, rows: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor,
-    lens_k: Tensor, table: Tensor | None, causal: bool, scale: float, window: int | None,
-) -> None:  # fmt: skip
-    """Fill out and lse, no keys split, `rows` packed rows at a time; k and v are such that `reads`
-    is true."""
+def attend_hopper(cache: ShapeCache, rows: int, call: AttentionCall, lse: Tensor) -> None:
+    """Fill call.out and lse, no keys split, `rows` packed rows at a time; k and v are such that
+    `reads` is true."""
+    q, k, v, table = call.q, call.k, call.v, call.table
     if q.data_ptr() % 16 or any(stride % 16 for stride in q.stride()[:2]):
         q = q.clone(memory_format=torch.contiguous_format)  # copied 16 bytes at a time
-    programs, more, numbers, constants, options = kept(
-        seen, "blocks", q.stride(), _fixed, rows, q, k, v, cu_q, table, causal, window
+    programs, more, numbers, constants, options = cache.get_or_create(
+        "blocks", q.stride(), _fixed, rows, q, call
     )
-    maps = kept(seen, "maps", (k.data_ptr(), v.data_ptr()), descriptors, k, v, table)
-    counter = cu_q
+    maps = cache.get_or_create("maps", (k.data_ptr(), v.data_ptr()), descriptors, k, v, table)
+    counter = call.cu_q
     if more:
         counter = empty((1,), torch.int32, q.device).zero_()
     launch(
-        seen, _attention_hopper_kernel, (programs, 1, 1),
-        (counter, q, *maps, out, lse, cu_q, lens_k, table if table is not None else cu_q,
-         scale * LOG2E, *numbers, *constants),
+        cache, _attention_hopper_kernel, (programs, 1, 1),
+        (counter, q, *maps, call.out, lse, call.cu_q, call.lens_k,
+         table if table is not None else call.cu_q, call.scale * LOG2E, *numbers, *constants),
         options,
     )  # fmt: skip
 
 
-def _fixed(
-    rows: int, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, table: Tensor | None, causal: bool,
-    window: int | None,
-) -> tuple:  # fmt: skip
+def _fixed(rows: int, q: Tensor, call: AttentionCall) -> tuple:
     """What calls of one shape have in common: (programs, whether there are more blocks than them,
     numbers, constants, options)."""
-    (tokens, heads, dim), kv_heads = q.shape, k.shape[-2]
-    group, batch, groups = heads // kv_heads, cu_q.numel() - 1, rows // ROWS.value
-    paged = table is not None
+    k, v, table, kv_heads, group, batch = (
+        call.k, call.v, call.table, call.kv_heads, call.group, call.batch
+    )  # fmt: skip
+    (tokens, _, dim), groups, paged = q.shape, rows // ROWS.value, table is not None
     blocks = tokens * group // rows + batch
     programs = min(blocks * kv_heads, facts(q.device).processors)
     more = blocks * kv_heads > programs
     numbers = (
-        batch, tokens, blocks, window or 0, q.stride(0), q.stride(1), k.stride(-2), v.stride(-2),
-        k.stride(0) // k.stride(1) if paged else 0, v.stride(0) // v.stride(1) if paged else 0,
-        table.stride(0) if table is not None else 0,
+        batch, tokens, blocks, call.window or 0, q.stride(0), q.stride(1), k.stride(-2),
+        v.stride(-2), k.stride(0) // k.stride(1) if paged else 0,
+        v.stride(0) // v.stride(1) if paged else 0, table.stride(0) if table is not None else 0,
     )  # fmt: skip
     constants = (
-        kv_heads, group, dim, causal, window is not None, k.shape[1] if paged else 0, groups, more,
+        kv_heads, group, dim, call.causal, call.window is not None, k.shape[1] if paged else 0,
+        groups, more,
     )  # fmt: skip
     return programs, more, numbers, constants, {"num_warps": 4, "maxnreg": REGISTERS[groups]}

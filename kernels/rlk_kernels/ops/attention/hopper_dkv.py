@@ -16,8 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from rlk_kernels.launching import launch
+from rlk_kernels.launching import ShapeCache, launch
 from rlk_kernels.matmul.hopper.pipeline import ROWS, async_load, barriers, thread_barrier
+from rlk_kernels.ops.attention.call import AttentionCall
 from rlk_kernels.ops.attention.hopper_pairs import (
     BLOCK,
     GROUPS,
@@ -207,18 +208,19 @@ def _dkv_hopper_kernel(
 
 
 def keys_gradients(
-    seen: dict, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor,
-    dk: Tensor, dv: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float,
-    window: int | None,
+    cache: ShapeCache, call: AttentionCall, do: Tensor, lse: Tensor, delta: Tensor, dk: Tensor,
+    dv: Tensor,
 ) -> None:  # fmt: skip
     """Fill dk and dv where sequences are; the inputs are such that `hopper_pairs.reads` is true."""
-    (tokens, heads, dim), (slots, kv_heads, _) = q.shape, k.shape
-    batch = cu_k.numel() - 1
-    programs = (slots // (GROUPS.value * ROWS.value) + batch) * kv_heads
+    q, k, v, batch, kv_heads, window = (
+        call.q, call.k, call.v, call.batch, call.kv_heads, call.window
+    )  # fmt: skip
+    (tokens, _, dim), scale = q.shape, call.scale
+    programs = (k.shape[0] // (GROUPS.value * ROWS.value) + batch) * kv_heads
     launch(
-        seen, _dkv_hopper_kernel, (programs, 1, 1),
-        (*descriptors(q, do, k, v), lse, delta, dk, dv, cu_q, cu_k, batch, tokens, scale * LOG2E,
-         scale, window or 0, q.stride(1), k.stride(1), v.stride(1), kv_heads, heads // kv_heads,
-         dim, causal, window is not None, DEPTH),
+        cache, _dkv_hopper_kernel, (programs, 1, 1),
+        (*descriptors(q, do, k, v), lse, delta, dk, dv, call.cu_q, call.lens_k, batch, tokens,
+         scale * LOG2E, scale, window or 0, q.stride(1), k.stride(1), v.stride(1), kv_heads,
+         call.group, dim, call.causal, window is not None, DEPTH),
         {"num_warps": 4, "maxnreg": 168},
     )  # fmt: skip

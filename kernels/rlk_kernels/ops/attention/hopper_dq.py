@@ -15,8 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from rlk_kernels.launching import launch
+from rlk_kernels.launching import ShapeCache, launch
 from rlk_kernels.matmul.hopper.pipeline import ROWS, async_load, thread_barrier
+from rlk_kernels.ops.attention.call import AttentionCall
 from rlk_kernels.ops.attention.hopper import _load_queries, write_rows
 from rlk_kernels.ops.attention.hopper_pairs import (
     BLOCK,
@@ -190,17 +191,18 @@ def _dq_hopper_kernel(
 
 
 def queries_gradient(
-    seen: dict, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor,
-    dq: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float, window: int | None,
-) -> None:  # fmt: skip
+    cache: ShapeCache, call: AttentionCall, do: Tensor, lse: Tensor, delta: Tensor, dq: Tensor
+) -> None:
     """Fill dq where sequences are; the inputs are such that `hopper_pairs.reads` is true."""
-    (tokens, heads, dim), kv_heads = q.shape, k.shape[1]
-    group, batch = heads // kv_heads, cu_q.numel() - 1
+    q, k, v, batch, kv_heads, group, window = (
+        call.q, call.k, call.v, call.batch, call.kv_heads, call.group, call.window
+    )  # fmt: skip
+    (tokens, _, dim), scale = q.shape, call.scale
     blocks = tokens * group // (GROUPS.value * ROWS.value) + batch
     launch(
-        seen, _dq_hopper_kernel, (blocks, kv_heads, 1),
-        (q, do, *descriptors(k, v), lse, delta, dq, cu_q, cu_k, batch, tokens, scale * LOG2E,
-         scale, window or 0, q.stride(0), q.stride(1), k.stride(1), v.stride(1), kv_heads, group,
-         dim, causal, window is not None, DEPTH),
+        cache, _dq_hopper_kernel, (blocks, kv_heads, 1),
+        (q, do, *descriptors(k, v), lse, delta, dq, call.cu_q, call.lens_k, batch, tokens,
+         scale * LOG2E, scale, window or 0, q.stride(0), q.stride(1), k.stride(1), v.stride(1),
+         kv_heads, group, dim, call.causal, window is not None, DEPTH),
         {"num_warps": 4, "maxnreg": 168},
     )  # fmt: skip

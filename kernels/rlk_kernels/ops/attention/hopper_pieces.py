@@ -10,13 +10,13 @@ products instead: those are transposed (`hopper_narrow.py`), by eight warps wher
 alone; and its pieces are merged here (`hopper_merge.py`).
 """
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from rlk_kernels.device import DeviceFacts, facts
-from rlk_kernels.launching import kept, launch
+from rlk_kernels.launching import ShapeCache, launch
 from rlk_kernels.matmul.hopper.pipeline import ROWS, thread_barrier
+from rlk_kernels.ops.attention.call import AttentionCall, ForwardPlan, Scratch
 from rlk_kernels.ops.attention.hopper import (
     BLOCK,
     PER_CHUNK,
@@ -402,50 +402,49 @@ def few_pieces(here: DeviceFacts) -> int:
 
 
 def attend_pieces(
-    seen: dict, own, plan: Tensor, pieces: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    lse: Tensor, part_acc: Tensor, part_ml: Tensor, flags: Tensor, cu_q: Tensor, lens_k: Tensor,
-    table: Tensor | None, causal: bool, scale: float, window: int | None,
-) -> None:  # fmt: skip
-    """Fill out and lse, or the slots, as `own` (`forward.ForwardPlan`) says."""
-    programs, counts, strides, constants, options = kept(
-        seen, "pieces", None, _fixed, own, q, k, v, cu_q, table, causal, window
+    cache: ShapeCache, plan: ForwardPlan, call: AttentionCall, scratch: Scratch
+) -> None:
+    """Fill call.out and lse, or the slots."""
+    k, v, table = call.k, call.v, call.table
+    programs, counts, strides, constants, options = cache.get_or_create(
+        "pieces", None, _fixed, plan, call
     )
-    maps = kept(seen, "maps", (k.data_ptr(), v.data_ptr()), descriptors, k, v, table)
+    maps = cache.get_or_create("maps", (k.data_ptr(), v.data_ptr()), descriptors, k, v, table)
     launch(
-        seen, _pieces_hopper_kernel, (programs, 1, 1),
-        (plan, pieces, cu_q, lens_k, q, *maps, out, lse, part_acc, part_ml, flags,
-         table if table is not None else plan, *counts, scale * LOG2E, *strides, *constants),
+        cache, _pieces_hopper_kernel, (programs, 1, 1),
+        (scratch.entries, scratch.pieces, call.cu_q, call.lens_k, call.q, *maps, call.out,
+         scratch.lse, scratch.acc, scratch.max_sum, scratch.flags,
+         table if table is not None else scratch.entries, *counts, call.scale * LOG2E, *strides,
+         *constants),
         options,
     )  # fmt: skip
 
 
-def _fixed(
-    own, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, table: Tensor | None, causal: bool,
-    window: int | None,
-) -> tuple:  # fmt: skip
+def _fixed(plan: ForwardPlan, call: AttentionCall) -> tuple:
     """What calls of one shape have in common: (programs, numbers, strides, constants, options)."""
-    (tokens, heads, dim), kv_heads = q.shape, k.shape[-2]
-    paged, here, group = table is not None, facts(q.device), heads // kv_heads
-    groups, batch = own.rows // ROWS.value, cu_q.numel() - 1
+    q, k, v, table, batch, kv_heads = call.q, call.k, call.v, call.table, call.batch, call.kv_heads
+    tokens, _, dim = q.shape
+    paged, here, group = table is not None, facts(q.device), call.group
+    groups = plan.rows // ROWS.value
     # decode is bound by memory: every program stays; blocks of 128 rows come and go by length
-    programs = own.most * kv_heads
+    programs = plan.most * kv_heads
     narrow = 0
     if groups == 1:
         programs = min(programs, here.processors)
-        if own.alone or batch * kv_heads <= few_pieces(here):  # there may be as few as that
-            narrow = 8 if (tokens * group if own.alone else group) <= 8 else 16
-    how = (LISTED if own.listed else LONE) if own.split else WHOLE
+        if plan.alone or batch * kv_heads <= few_pieces(here):  # there may be as few as that
+            narrow = 8 if (tokens * group if plan.alone else group) <= 8 else 16
+    how = (LISTED if plan.listed else LONE) if plan.split else WHOLE
     strides = (
-        window or 0, q.stride(0), q.stride(1), k.stride(-2), v.stride(-2),
+        call.window or 0, q.stride(0), q.stride(1), k.stride(-2), v.stride(-2),
         k.stride(0) // k.stride(1) if paged else 0, v.stride(0) // v.stride(1) if paged else 0,
         table.stride(0) if table is not None else 0,
     )  # fmt: skip
     constants = (
-        kv_heads, group, dim, causal, window is not None, k.shape[1] if paged else 0, groups,
-        *DEPTH[own.rows], narrow, few_pieces(here), how.value, here.overlaps,
+        kv_heads, group, dim, call.causal, call.window is not None, k.shape[1] if paged else 0,
+        groups, *DEPTH[plan.rows], narrow, few_pieces(here), how.value, here.overlaps,
     )  # fmt: skip
     options = {
-        "num_warps": 8 if own.alone else 4, "maxnreg": 168 if groups > 1 or own.alone else 208,
+        "num_warps": 8 if plan.alone else 4, "maxnreg": 168 if groups > 1 or plan.alone else 208,
         "launch_pdl": here.overlaps,
     }  # fmt: skip
-    return programs, (batch, tokens, own.slots, own.target), strides, constants, options
+    return programs, (batch, tokens, plan.slots, plan.target), strides, constants, options

@@ -2,10 +2,10 @@
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from rlk_kernels.device import facts
-from rlk_kernels.launching import kept, launch, power_of_2
+from rlk_kernels.launching import ShapeCache, launch, power_of_2
+from rlk_kernels.ops.attention.call import AttentionCall, ForwardPlan, Scratch
 from rlk_kernels.ops.attention.order import finish, merge
 from rlk_kernels.ops.attention.schedule import (
     BASE,
@@ -139,33 +139,26 @@ def _merge_kernel(
 
 
 def merge_parts(
-    seen: dict, own, plan: Tensor, part_acc: Tensor, part_ml: Tensor, out: Tensor, lse: Tensor,
-    cu_q: Tensor, lens_k: Tensor, kv_heads: int, chunk: int, causal: bool,
-    window: int | None, paged: bool,
-) -> None:  # fmt: skip
-    """out and lse of the rows whose keys were split as `own` (`forward.ForwardPlan`) says."""
-    programs, constants, options = kept(
-        seen, "merge", chunk, _fixed, own, out, cu_q.numel() - 1, kv_heads, chunk, causal,
-        window, paged,
-    )  # fmt: skip
+    cache: ShapeCache, plan: ForwardPlan, call: AttentionCall, scratch: Scratch, chunk: int
+) -> None:
+    """call.out and lse of the rows whose keys were split."""
+    programs, constants, options = cache.get_or_create("merge", chunk, _fixed, plan, call, chunk)
     launch(
-        seen, _merge_kernel, (programs, 1, 1),
-        (plan, part_acc, part_ml, out, lse, cu_q, lens_k, *constants),
+        cache, _merge_kernel, (programs, 1, 1),
+        (scratch.entries, scratch.acc, scratch.max_sum, call.out, scratch.lse, call.cu_q,
+         call.lens_k, *constants),
         options,
     )  # fmt: skip
 
 
-def _fixed(
-    own, out: Tensor, batch: int, kv_heads: int, chunk: int, causal: bool, window: int | None,
-    paged: bool,
-) -> tuple[int, tuple, dict]:  # fmt: skip
+def _fixed(plan: ForwardPlan, call: AttentionCall, chunk: int) -> tuple[int, tuple, dict]:
     """What calls of one shape have in common: (programs, constants, options)."""
-    (tokens, heads, dim), here = out.shape, facts(out.device)
+    (tokens, heads, dim), here, batch = call.q.shape, facts(call.q.device), call.batch
     padded = max(16, power_of_2(dim))
     constants = (
-        batch, tokens, window or 0, own.slots, own.target, kv_heads, heads // kv_heads, dim, padded,
-        own.rows, chunk, causal, window is not None, paged, own.listed,
-        int(own.special and own.rows == 64), (batch + 1).bit_length(), AHEAD, here.overlaps,
+        batch, tokens, call.window or 0, plan.slots, plan.target, call.kv_heads, call.group, dim,
+        padded, plan.rows, chunk, call.causal, call.window is not None, call.table is not None,
+        plan.listed, int(plan.running), (batch + 1).bit_length(), AHEAD, here.overlaps,
     )  # fmt: skip
     programs = min(tokens * heads, PROGRAMS * here.processors)
     return programs, constants, {"num_warps": 1, "launch_pdl": here.overlaps}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rlk_kernels.backend import call, choose, on_device_of
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
-from rlk_kernels.ops.attention.given import Schedule, check, key
+from rlk_kernels.ops.attention.call import AttentionCall
 from rlk_kernels.ops.attention.registered import (
     NO_GRADIENT,
     _attention,
@@ -32,6 +32,7 @@ from rlk_kernels.ops.attention.registered import (
     attend_paged_alone,
     on_triton,
 )
+from rlk_kernels.ops.attention.shared_schedule import Schedule, check_schedule, shape_key
 from rlk_kernels.ops.attention.variants import (
     _attention_with,
     _paged_attention_with,
@@ -216,14 +217,17 @@ def paged_schedule(
         return None
     k_cache, v_cache = _last_dense(k_cache), _last_dense(v_cache)
     with on_device_of(q):
-        found = on_triton().paged_pieces(
-            q, k_cache, v_cache, cu_q, lens, table, window, softcap or 0.0
-        )
-    if found is None:
+        shared = on_triton().paged_pieces(
+            AttentionCall(
+                q, k_cache, v_cache, cu_q, lens, table, True, 1.0, window, softcap or 0.0
+            )
+        )  # fmt: skip
+    if shared is None:
         return None
-    plan, pieces, special = found
-    made_for = key(q, k_cache, table, window, softcap is not None)
-    return Schedule(plan=plan, pieces=pieces, special=special, made_for=made_for)
+    made_for = shape_key(q, k_cache, table, window, softcap is not None)
+    return Schedule(
+        plan=shared.entries, pieces=shared.pieces, special=shared.special, made_for=made_for
+    )
 
 
 def paged_attention(
@@ -263,7 +267,7 @@ def paged_attention(
     plan = pieces = None
     special = False
     if schedule is not None:
-        check(schedule, key(q, k_cache, table, window, softcap is not None))
+        check_schedule(schedule, shape_key(q, k_cache, table, window, softcap is not None))
         plan, pieces, special = schedule.plan, schedule.pieces, schedule.special
     chosen = choose(
         "paged_attention", backend, q, k_cache, v_cache, table, lens, cu_q, out, plan, sinks
@@ -281,12 +285,12 @@ def paged_attention(
         raise ValueError(f"paged_attention: {NO_GRADIENT}; use torch.no_grad()")
     if sinks is not None or softcap is not None:
         check_variant("paged_attention", q.shape[1], sinks, softcap)
-        found, lse = call(
+        result, lse = call(
             _paged_attention_with, q, k_cache, v_cache, sinks, table, lens, cu_q, scale, window,
             float(softcap or 0.0), plan, pieces, special, chosen,
         )  # fmt: skip
-        found = found if out is None else out.copy_(found)
-        return (found, lse) if return_lse else found
+        result = result if out is None else out.copy_(result)
+        return (result, lse) if return_lse else result
     if out is not None:
         lse = call(
             _paged_attention_into, out, q, k_cache, v_cache, table, lens, cu_q, scale, window, plan,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rlk_kernels.backend import record, refuse_gradient
 from rlk_kernels.ops.attention import portable
+from rlk_kernels.ops.attention.call import AttentionCall, PieceList
 
 
 def lengths_of(cu: Tensor) -> tuple[list[int], list[int]]:
@@ -40,7 +41,7 @@ def attend(
             q, k, v, cu_q, start, length, None, 1, causal, scale, window, softcap
         )
     out, lse, ran = on_triton().forward(
-        q, k, v, cu_q, cu_k, None, causal, scale, window, softcap=softcap
+        AttentionCall(q, k, v, cu_q, cu_k, None, causal, scale, window, softcap)
     )
     record("attention", ran)
     return out, lse
@@ -72,9 +73,8 @@ def gradients(
         )
     from rlk_kernels.ops.attention import backward
 
-    dq, dk, dv, ran = backward.backward(
-        q, k, v, cu_q, cu_k, causal, scale, window, out, lse, do, softcap=softcap
-    )
+    call = AttentionCall(q, k, v, cu_q, cu_k, None, causal, scale, window, softcap, out)
+    dq, dk, dv, ran = backward.backward(call, lse, do)
     record("attention_backward", ran)
     return dq, dk, dv
 
@@ -123,7 +123,7 @@ def attend_paged(
     keeps_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse); plan, pieces, special: of a `Schedule`, or none; softcap: 0 is none; out: memory
-    for the result, which triton alone takes; keeps_lse: see `forward.forward`."""
+    for the result, which triton alone takes; keeps_lse: see `AttentionCall`."""
     if backend == "torch":
         record("paged_attention", "torch")
         k, v = (x.reshape(-1, *x.shape[2:]) for x in (k_cache, v_cache))
@@ -133,10 +133,12 @@ def attend_paged(
         return portable.forward(
             q, k, v, cu_q, start, length, block_table, page, True, scale, window, softcap
         )
-    given = None if plan is None or pieces is None else (plan, pieces, special)
+    shared = None if plan is None or pieces is None else PieceList(plan, pieces, special)
     out, lse, ran = on_triton().forward(
-        q, k_cache, v_cache, cu_q, context_lens, block_table, True, scale, window, out=out,
-        softcap=softcap, given=given, keeps_lse=keeps_lse,
+        AttentionCall(
+            q, k_cache, v_cache, cu_q, context_lens, block_table, True, scale, window, softcap, out,
+            shared, keeps_lse,
+        )
     )  # fmt: skip
     record("paged_attention", ran)
     return out, lse
@@ -163,12 +165,12 @@ def _attend_into(
     context_lens: Tensor, cu_q: Tensor, scale: float, window: int | None, plan: Tensor | None,
     pieces: Tensor | None, special: bool, backend: str, keeps_lse: bool = True,
 ) -> Tensor:  # fmt: skip
-    found, lse = attend_paged(
+    result, lse = attend_paged(
         q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, plan, pieces, special,
         backend, out=out, keeps_lse=keeps_lse,
     )  # fmt: skip
-    if found is not out:
-        out.copy_(found)
+    if result is not out:
+        out.copy_(result)
     return lse
 
 

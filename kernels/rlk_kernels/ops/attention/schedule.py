@@ -22,7 +22,7 @@ An entry 2b is the prefix that sequence b leads (mostly none), 2b + 1 is what b 
 Every program of the kernel makes all entries, int32[PLANES, 2B + 2], and writes some of the pieces,
 int32[FIELDS] each: one kernel instead of two, and nobody waits for another. Of a small batch it
 compares the tables, too; of another, the kernel before it does. It runs for itself before every
-split call, or before those of a pass that share a list (`given.py`), and once through its
+split call, or before those of a pass that share a list (`shared_schedule.py`), and once through its
 instructions, so it is kept short: fetching them is most of its time.
 
 B = sequences   R = sequences that share a block of rows at most
@@ -37,8 +37,9 @@ import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import facts
-from rlk_kernels.direct import Layout, layout
-from rlk_kernels.launching import cdiv, kept, launch, power_of_2
+from rlk_kernels.launching import ShapeCache, cdiv, launch, power_of_2
+from rlk_kernels.memory import Layout, layout
+from rlk_kernels.ops.attention.call import AttentionCall, ForwardPlan
 from rlk_kernels.ops.attention.order import find_sequence
 
 SCRATCH_BYTES = 31 << 20
@@ -415,57 +416,47 @@ class ListPlan:
     """Of the kernel that makes the list."""
 
 
-def list_plan(
-    seen: dict, cu_q: Tensor, table: Tensor | None, page: int, kv_heads: int, group: int,
-    block_rows: int, chunk: int, causal: bool, window: int | None, running: bool, capacity: int,
-    most: int,
-) -> ListPlan:  # fmt: skip
-    """capacity: packed rows of one KV head that have room in the slots; most: pieces of one KV head
-    that there can be."""
-    return kept(
-        seen, "schedule", chunk, _fixed, cu_q, table, page, kv_heads, group, block_rows, chunk,
-        causal, window, running, capacity, most,
-    )  # fmt: skip
+def list_plan(cache: ShapeCache, plan: ForwardPlan, call: AttentionCall, chunk: int) -> ListPlan:
+    """How the list of a call is made; chunk: keys of a chunk."""
+    return cache.get_or_create("schedule", chunk, _list_plan, plan, call, chunk)
 
 
 def schedule(
-    seen: dict, own: ListPlan, lists: Sequence[Tensor], cu_q: Tensor, lens_k: Tensor,
-    table: Tensor | None,
-) -> None:  # fmt: skip
+    cache: ShapeCache, made: ListPlan, lists: Sequence[Tensor], call: AttentionCall
+) -> None:
     """Fill lists: (entries, pieces, shared chunks), one number after another."""
-    plan, pieces, shared = lists
-    if table is not None and own.of_shared is not None:
+    (entries, pieces, shared), table = lists, call.table
+    if table is not None and made.of_shared is not None:
         launch(
-            seen, _shared_kernel, (cu_q.numel() - 1, 1, 1),
-            (shared, table, cu_q, lens_k, *own.of_shared),
-            {"num_warps": 1, "launch_pdl": own.options["launch_pdl"]},
+            cache, _shared_kernel, (call.batch, 1, 1),
+            (shared, table, call.cu_q, call.lens_k, *made.of_shared),
+            {"num_warps": 1, "launch_pdl": made.options["launch_pdl"]},
         )  # fmt: skip
     launch(
-        seen, _schedule_kernel, (own.programs, 1, 1),
-        (plan, pieces, cu_q if table is None else table, cu_q, lens_k, shared, *own.constants),
-        own.options,
+        cache, _schedule_kernel, (made.programs, 1, 1),
+        (entries, pieces, call.cu_q if table is None else table, call.cu_q, call.lens_k, shared,
+         *made.constants),
+        made.options,
     )  # fmt: skip
 
 
-def _fixed(
-    cu_q: Tensor, table: Tensor | None, page: int, kv_heads: int, group: int, block_rows: int,
-    chunk: int, causal: bool, window: int | None, running: bool, capacity: int, most: int,
-) -> ListPlan:  # fmt: skip
-    here, batch = facts(cu_q.device), cu_q.numel() - 1
+def _list_plan(plan: ForwardPlan, call: AttentionCall, chunk: int) -> ListPlan:
+    table, window, page = call.table, call.window, call.page
+    here, batch = facts(call.cu_q.device), call.batch
     block = max(16, power_of_2(batch))
-    together = block_rows // group  # sequences of one query that fit a block of rows
+    together = plan.rows // call.group  # sequences of one query that fit a block of rows
     share = table is not None and window is None and chunk % page == 0 and min(together, batch) > 1
-    programs = min(16, cdiv(most, LISTED))
-    sizes = programs * PLANES * (2 * batch + 2), most * FIELDS.value, batch if share else 0
+    programs = min(16, cdiv(plan.most, LISTED))
+    sizes = programs * PLANES * (2 * batch + 2), plan.most * FIELDS.value, batch if share else 0
     compared = block * (chunk // page) if share else 0
     compares = 0 < compared <= COMPARED
     stride, of_shared = 0 if table is None else table.stride(0), None
     if share and not compares:
         of_shared = stride, together, chunk, page, here.overlaps
     constants = (
-        stride, batch, window or 0, capacity, PIECES[block_rows] * here.processors, kv_heads, group,
-        block_rows, chunk, causal, window is not None, table is not None, page, share, compares,
-        int(running), block, block.bit_length() + 1, LISTED, here.overlaps,
+        stride, batch, window or 0, plan.slots, PIECES[plan.rows] * here.processors, call.kv_heads,
+        call.group, plan.rows, chunk, call.causal, window is not None, table is not None, page,
+        share, compares, int(plan.running), block, block.bit_length() + 1, LISTED, here.overlaps,
     )  # fmt: skip
     warps = compared // 256 if compares else block // 128
     options = {"num_warps": max(1, min(8, warps)), "launch_pdl": here.overlaps}

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlk_kernels.launching import cdiv, launch, launches, power_of_2
+from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
 
 ROWS = 8
 
@@ -73,9 +73,9 @@ def add(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     t, h, d = out.shape
     new, more = torch.empty_like(out), torch.empty_like(lse)
     if t:
-        seen = launches("sinks", h, d, out.dtype)
+        cache = shape_cache("sinks", h, d, out.dtype)
         launch(
-            seen, _add_sinks_kernel, _grid(out),
+            cache, _add_sinks_kernel, _grid(out),
             (out, lse, sinks, new, more, t, h, d, power_of_2(d), ROWS),
             {"num_warps": 4},
         )  # fmt: skip

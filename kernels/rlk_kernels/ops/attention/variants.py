@@ -28,8 +28,8 @@ def _attention_with(
     scale: float, window: int | None, softcap: float, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`_attention` with sinks, a softcap, or both."""
-    found = attend(q, k, v, cu_q, cu_k, causal, scale, window, backend, softcap)
-    return found if sinks is None else sink_logits.add(*found, sinks, backend)
+    result = attend(q, k, v, cu_q, cu_k, causal, scale, window, backend, softcap)
+    return result if sinks is None else sink_logits.add(*result, sinks, backend)
 
 
 @_attention_with.register_fake
@@ -87,11 +87,11 @@ def _paged_attention_with(
     context_lens: Tensor, cu_q: Tensor, scale: float, window: int | None, softcap: float,
     plan: Tensor | None, pieces: Tensor | None, special: bool, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    found = attend_paged(
+    result = attend_paged(
         q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, plan, pieces, special,
         backend, softcap,
     )  # fmt: skip
-    return found if sinks is None else sink_logits.add(*found, sinks, backend)
+    return result if sinks is None else sink_logits.add(*result, sinks, backend)
 
 
 @_paged_attention_with.register_fake

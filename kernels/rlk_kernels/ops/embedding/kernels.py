@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlk_kernels.launching import cdiv, launch, launches
+from rlk_kernels.launching import cdiv, launch, shape_cache
 
 BLOCK = 1024
 
@@ -45,9 +45,9 @@ def forward(ids: Tensor, weight: Tensor) -> Tensor:
     t, h = ids.numel(), weight.shape[1]
     y = torch.empty(t, h, dtype=weight.dtype, device=weight.device)
     if t and h:
-        seen = launches(ids.dtype, weight.shape, weight.stride(0), weight.dtype)
+        cache = shape_cache(ids.dtype, weight.shape, weight.stride(0), weight.dtype)
         launch(
-            seen, _embedding_fwd_kernel, (t, cdiv(h, BLOCK), 1),
+            cache, _embedding_fwd_kernel, (t, cdiv(h, BLOCK), 1),
             (ids, weight, y, weight.stride(0), h, weight.shape[0], BLOCK),
             {"num_warps": 4},
         )  # fmt: skip

@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import facts
-from rlk_kernels.launching import cdiv, launch, launches, power_of_2
+from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
 
 BLOCK = 1024
 
@@ -45,9 +45,9 @@ def write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor)
     block = min(BLOCK, power_of_2(heads * dim))
     overlap = facts(k.device).overlaps
     strides = (*k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3])
-    seen = launches("kv_cache", heads, dim, k_cache.shape, strides, k.dtype, slots.dtype)
+    cache = shape_cache("kv_cache", heads, dim, k_cache.shape, strides, k.dtype, slots.dtype)
     launch(
-        seen, _write_kernel, (t, cdiv(heads * dim, block), 1),
+        cache, _write_kernel, (t, cdiv(heads * dim, block), 1),
         (k, v, k_cache, v_cache, slots, *strides, heads * dim, page, blocks * page, dim, block,
          overlap),
         {"num_warps": 4, "launch_pdl": overlap},

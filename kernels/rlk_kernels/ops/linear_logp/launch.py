@@ -22,8 +22,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlk_kernels.device import facts
-from rlk_kernels.direct import Layout, apart, empty, layout
-from rlk_kernels.launching import cdiv, kept, launch, launches, repeat
+from rlk_kernels.launching import ShapeCache, cdiv, launch, replay_or_run, shape_cache
 from rlk_kernels.matmul import epilogue
 from rlk_kernels.matmul.accumulate.accumulate import accumulate
 from rlk_kernels.matmul.accumulate.partial import PartialProduct, lo_accumulator
@@ -31,6 +30,7 @@ from rlk_kernels.matmul.launch import hopper_epilogue
 from rlk_kernels.matmul.plan import EpiloguePlan, most_special
 from rlk_kernels.matmul.self_check import trusted
 from rlk_kernels.matmul.split import segments
+from rlk_kernels.memory import Layout, empty, layout, views
 from rlk_kernels.numerics.column_sum.operator import column_sum
 from rlk_kernels.numerics.lse_tree.tree import LEAF, levels
 from rlk_kernels.numerics.rows import tree_sum
@@ -72,9 +72,9 @@ _MODES = {
 def run_tiles(
     own: EpiloguePlan, h: Tensor, w: Tensor, bias: Tensor | None, spec: LogitOptions,
     n: Tensor, s: Tensor, u: Tensor | None = None, a: Tensor | None = None,
-    b: Tensor | None = None, out: Tensor | None = None, seen: dict | None = None,
+    b: Tensor | None = None, out: Tensor | None = None, seen: ShapeCache | None = None,
 ) -> None:  # fmt: skip
-    """One launch over all tiles of h[T, H] @ w[V, H]^T, as `own` says; seen: `launching.launches`
+    """One launch over all tiles of h[T, H] @ w[V, H]^T, as `own` says; seen: `launching.ShapeCache`
     of these shapes, if it is to be launched again."""
     t, v, k = h.shape[0], w.shape[0], h.shape[1]
     if t == 0 or v == 0:
@@ -116,15 +116,16 @@ def _per_row(ids: Tensor) -> int:
 
 def pick(
     own: plan.PickPlan, h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions,
-    z: Tensor, seen: dict | None = None,
+    z: Tensor, seen: ShapeCache | None = None,
 ) -> None:  # fmt: skip
     """Fill z[T, J] of ids[T, J], or [T] both; NaN where an id is no column. seen: see
     `run_tiles`."""
-    grid, constants, options = kept(
-        {} if seen is None else seen, "pick", None, _pick_fixed, own, h, w, bias, ids, spec
+    cache = ShapeCache() if seen is None else seen
+    grid, constants, options = cache.get_or_create(
+        "pick", None, _pick_fixed, own, h, w, bias, ids, spec
     )
     launch(
-        {} if seen is None else seen, kernels._pick_kernel, grid,
+        cache, kernels._pick_kernel, grid,
         (h, w, bias, ids, z, *constants),
         options,
     )  # fmt: skip
@@ -151,7 +152,7 @@ def row_shapes(ids: Tensor, entropy: bool) -> tuple[tuple[int, ...], ...]:
 
 def finish(
     planes: list[Planes], ids: Tensor, rows: RowStatistics, first: int, last: int, entropy: bool,
-    seen: dict | None = None,
+    seen: ShapeCache | None = None,
 ) -> None:  # fmt: skip
     """Rows first ... last from the tiles' statistics; planes: `planes_in`, the first of them
     filled; seen: see `run_tiles`."""
@@ -159,7 +160,7 @@ def finish(
     grid = cdiv(m, FINISH_ROWS)
     for below, above in pairwise(planes):
         nodes = below[0].shape[0]
-        level = {} if seen is None else seen.setdefault(("level", nodes, m), {})
+        level = None if seen is None else seen.part(nodes, m)
         launch(
             level, kernels._collapse_kernel, (grid, above[0].shape[0], 1),
             (*below, *above, m, nodes, entropy, FINISH_ROWS, 5),
@@ -171,7 +172,7 @@ def finish(
     if m < ids.shape[0]:
         tensors = tuple(None if x is None else x[first:last] for x in tensors)
     launch(
-        {} if seen is None else seen, kernels._finish_kernel, (grid, 1, 1),
+        seen, kernels._finish_kernel, (grid, 1, 1),
         (*planes[-1], *tensors, m, _per_row(ids), nodes, entropy, FINISH_ROWS, levels(nodes)),
         {"num_warps": 1},
     )  # fmt: skip
@@ -189,7 +190,7 @@ def planes_in(
 ) -> list[Planes]:
     """`plane_shapes` in memory that has room for them, behind what has the shapes `before`."""
     own = layout((*before, *plane_shapes(nodes, t, entropy)), memory.dtype)
-    flat, each = apart(memory, own)[len(before) :], 3 if entropy else 2
+    flat, each = views(memory, own)[len(before) :], 3 if entropy else 2
     return [
         (flat[i], flat[i + 1], flat[i + 2] if entropy else None) for i in range(0, len(flat), each)
     ]
@@ -215,7 +216,7 @@ def forward_inference(
     seen, own = _planned(h, w, bias, ids, spec, entropy)
     results = empty(own.results.total, torch.float32, ids.device)
     _fill(seen, own, h, w, bias, ids, spec, entropy, results)
-    return apart(results, own.results, count), own.plan.tiles.implementation
+    return views(results, own.results, count), own.plan.tiles.implementation
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,14 +235,14 @@ class _Planned:
 
 def _planned(
     h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions, entropy: bool
-) -> tuple[dict, _Planned]:
+) -> tuple[ShapeCache, _Planned]:
     """(what is kept for calls of this shape, how they run)."""
-    seen = launches(
+    seen = shape_cache(
         "linear_logp", h.shape, h.stride(), w.shape, w.stride(), h.dtype,
         None if bias is None else bias.dtype, ids.shape, spec, entropy, h.device,
         (h.data_ptr() | w.data_ptr()) & 15 == 0,
     )  # fmt: skip
-    own = seen.get("planned")
+    own = seen.plan
     if own is None:
         here = facts(h.device)
         shape = plan.shape_of(h, w, spec.logit_dtype, here)
@@ -249,7 +250,7 @@ def _planned(
         rows = row_shapes(ids, entropy)
         longest = chosen.chunks[0][1] if chosen.chunks else 0
         planes = plane_shapes(chosen.nodes, longest, entropy)
-        own = seen["planned"] = _Planned(
+        own = seen.plan = _Planned(
             chosen, layout(rows[:3], torch.float32), rows[3:],
             (layout(planes, torch.float32), layout((*rows[3:], *planes), torch.float32)),
         )  # fmt: skip
@@ -257,34 +258,31 @@ def _planned(
 
 
 def _fill(
-    seen: dict, own: _Planned, h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor,
+    seen: ShapeCache, own: _Planned, h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor,
     spec: LogitOptions, entropy: bool, rows: RowStatistics | Tensor,
 ) -> None:  # fmt: skip
     """Fill rows, or memory of the first three of such."""
     if not own.plan.chunks:
         return
     scratch = empty(own.scratch[isinstance(rows, Tensor)].total, torch.float32, h.device)
-    filled = (rows,) if isinstance(rows, Tensor) else rows
-    key = (
-        h.data_ptr(), w.data_ptr(), 0 if bias is None else bias.data_ptr(), ids.data_ptr(),
-        scratch.data_ptr(), *[x.data_ptr() for x in filled],
-    )  # fmt: skip
-    given = (seen, own, h, w, bias, ids, spec, entropy, rows, scratch)
+    arguments = (own, h, w, bias, ids, spec, entropy, rows, scratch)
     if own.plan.tiles.kernel == "hopper":
-        repeat(seen, key, _launch_forward, *given)
+        filled = (rows,) if isinstance(rows, Tensor) else rows
+        memory = (scratch, h, w, bias, ids, *filled)
+        replay_or_run(seen, memory, (), _launch_forward, *arguments)
     else:
-        _launch_forward(*given)
+        _launch_forward(seen, *arguments)
 
 
 def _launch_forward(
-    seen: dict, own: _Planned, h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor,
+    seen: ShapeCache, own: _Planned, h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor,
     spec: LogitOptions, entropy: bool, rows: RowStatistics | Tensor, scratch: Tensor,
 ) -> None:  # fmt: skip
     inner = ()
     if isinstance(rows, Tensor):
         inner = own.inner
-        inside = apart(scratch, own.scratch[True], len(inner))
-        rows = RowStatistics(*apart(rows, own.results), *inside)
+        inside = views(scratch, own.scratch[True], len(inner))
+        rows = RowStatistics(*views(rows, own.results), *inside)
     pick(own.plan.pick, h, w, bias, ids, spec, rows.z, seen)
     for first, last in own.plan.chunks:
         m = last - first

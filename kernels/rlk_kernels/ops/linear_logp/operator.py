@@ -30,6 +30,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from rlk_kernels import private_api
 from rlk_kernels.backend import call, choose, record, refuse_gradient
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.linear_logp import portable
@@ -81,7 +82,7 @@ def _inference(
 ) -> Sequence[Tensor | None]:  # fmt: skip
     """`_linear_logp` where nothing follows: logp, lse and entropy, the first `count` of them."""
     if backend == "torch":
-        return _linear_logp._init_fn(
+        return private_api.implementation(_linear_logp)(
             hidden, weight, bias, ids, logit_dtype, softcap, scale, temperature, entropy, backend
         )
     spec = options_of(logit_dtype, softcap, scale, temperature)

@@ -6,9 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import DeviceFacts, facts
-from rlk_kernels.direct import empty
-from rlk_kernels.launching import cdiv, kept, launch, launches, power_of_2
+from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
 from rlk_kernels.matmul.epilogue import _final_logits, _slope
+from rlk_kernels.memory import empty
 from rlk_kernels.numerics.lse_tree.kernels import (
     LN2,
     NO_COLUMNS,
@@ -173,12 +173,12 @@ def forward(
     given = top = top_ids = ranks = None
     if token_ids is not None:
         given = empty((t, j), torch.float32, device)
-    seen = launches(
+    cache = shape_cache(
         "logp", logits.shape, logits.stride(0), logits.dtype, target.dtype, spec.softcap > 0,
         spec.scaled, j, token_ids is None or token_ids.dtype, top_k, device,
     )  # fmt: skip
-    nodes, of_blocks, of_rows, block_options, row_options = kept(
-        seen, "fixed", None, _fixed, v, j, top_k, spec, facts(device)
+    nodes, of_blocks, of_rows, block_options, row_options = cache.get_or_create(
+        "fixed", None, _fixed, v, j, top_k, spec, facts(device)
     )
     stats = empty((t, nodes, 2), torch.float32, device)
     if top_k:
@@ -188,12 +188,12 @@ def forward(
     if t:
         sizes = logits.stride(0), v, nodes, *spec.numbers
         launch(
-            seen, _logp_blocks_kernel, (t, nodes, 1),
+            cache, _logp_blocks_kernel, (t, nodes, 1),
             (logits, stats, ranks, *sizes, *of_blocks),
             block_options,
         )  # fmt: skip
         launch(
-            seen, _logp_row_kernel, (t, 1, 1),
+            cache, _logp_row_kernel, (t, 1, 1),
             (logits, target, stats, logp, root, token_ids, given, ranks, top, top_ids, *sizes,
              *of_rows),
             row_options,

@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import facts
-from rlk_kernels.direct import empty
-from rlk_kernels.launching import cdiv, launch, launches, power_of_2
+from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
+from rlk_kernels.memory import empty
 from rlk_kernels.ops.rope.kernels import cos_sin
 
 _TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -111,12 +111,12 @@ def norm_rotate(
         rows = max(1, 1024 // block)
         steps = cdiv(hq, rows), cdiv(hk, rows)
         overlap, scaled = facts(q.device).overlaps, scaling is not None
-        seen = launches(
+        cache = shape_cache(
             "norm_rope", hq, hk, d, r, q.stride(), k.stride(), q.dtype, q_weight.dtype,
             positions.dtype, round_to, interleaved, hf, scaled,
         )  # fmt: skip
         launch(
-            seen, _norm_rope_kernel, (t, sum(steps), 1),
+            cache, _norm_rope_kernel, (t, sum(steps), 1),
             (q, k, q_weight, k_weight, q_out, k_out, positions, frequency,
              scaling if scaled else frequency, q.stride(0), k.stride(0), hq, hk, steps[0], eps, d,
              block, r, power_of_2(r), power_of_2(d - 2 * r) if d > 2 * r else 0, rows, wide,

@@ -12,6 +12,7 @@ T = tokens   H = heads   D = head size   R = rotary_dim / 2
 import torch
 from torch import Tensor
 
+from rlk_kernels import private_api
 from rlk_kernels.backend import call, choose, record
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.rms_norm.operator import CASTS, _rms_norm_backward
@@ -32,7 +33,7 @@ def _norm_rope(
             norm(x, weight, eps, cast=cast, backend=backend)
             for x, weight in ((q, q_weight), (k, k_weight))
         )
-        return _rope._init_fn(
+        return private_api.implementation(_rope)(
             q, k, positions, inv_freq, scaling, theta, rotary_dim, 1.0, cos_sin_dtype, interleaved,
             backend,
         )  # fmt: skip

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlk_kernels.direct import empty
-from rlk_kernels.launching import cdiv, launch, launches, power_of_2
+from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
+from rlk_kernels.memory import empty
 from rlk_kernels.numerics.column_sum.operator import column_sum
 
 GRAD_ROWS = 16
@@ -75,12 +75,12 @@ def forward(
     if m:
         block = power_of_2(h)
         rows = max(1, 1024 // block)
-        seen = launches(
+        cache = shape_cache(
             x.shape, x.stride(), x.dtype, weight.dtype,
             None if residual is None else residual.stride(0), hf,
         )  # fmt: skip
         launch(
-            seen, _rms_norm_fwd_kernel, (cdiv(m, rows), 1, 1),
+            cache, _rms_norm_fwd_kernel, (cdiv(m, rows), 1, 1),
             (x, residual, weight, y, s, m, x.stride(0), x.stride(1) if heads > 1 else 0,
              residual.stride(0) if residual is not None else 0, eps, h, block, rows, heads,
              residual is not None, hf),

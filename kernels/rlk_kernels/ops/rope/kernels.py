@@ -6,8 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import facts
-from rlk_kernels.direct import empty
-from rlk_kernels.launching import cdiv, launch, launches, power_of_2
+from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
+from rlk_kernels.memory import empty
 
 HEADS_AT_A_TIME = 32
 MANY_TOKENS = 2048
@@ -99,12 +99,12 @@ def rotate(
         heads = min(HEADS_AT_A_TIME, power_of_2(max(hq, hk))) if whole else 8
         steps = cdiv(hq, heads), cdiv(hk, heads)
         overlap, scaled = facts(q.device).overlaps, scaling is not None
-        seen = launches(
+        cache = shape_cache(
             hq, hk, d, r, q.stride(), k.stride(), q.dtype, k.dtype, positions.dtype, round_to,
             interleaved, whole, scaled,
         )  # fmt: skip
         launch(
-            seen, _rope_kernel, (t, 1 if whole else sum(steps), 1),
+            cache, _rope_kernel, (t, 1 if whole else sum(steps), 1),
             (q, k, q_out, k_out, positions, frequency, scaling if scaled else frequency,
              q.stride(0), q.stride(1), k.stride(0), k.stride(1), sign, hq, hk, *steps, whole, d,
              r, power_of_2(r), power_of_2(d - 2 * r) if d > 2 * r else 0, heads, interleaved,

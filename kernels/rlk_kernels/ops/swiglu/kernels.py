@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlk_kernels.direct import empty
-from rlk_kernels.launching import cdiv, launch, launches
+from rlk_kernels.launching import cdiv, launch, shape_cache
+from rlk_kernels.memory import empty
 
 BLOCK = 2048
 
@@ -48,11 +48,11 @@ def forward(gate: Tensor, up: Tensor) -> Tensor:
     """y of gate[M, F] and up[M, F], whose rows are dense."""
     m, f = gate.shape
     y = empty((m, f), gate.dtype, gate.device)
-    seen = launches(f, gate.stride(0), up.stride(0), gate.dtype)
+    cache = shape_cache(f, gate.stride(0), up.stride(0), gate.dtype)
     for start, grid in _grids(m, f):
         rows = (gate, up, y) if start == 0 else (gate[start:], up[start:], y[start:])
         launch(
-            seen, _swiglu_fwd_kernel, (*grid, 1),
+            cache, _swiglu_fwd_kernel, (*grid, 1),
             (*rows, gate.stride(0), up.stride(0), f, BLOCK),
             {"num_warps": 4},
         )  # fmt: skip

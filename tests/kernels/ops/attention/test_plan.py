@@ -4,6 +4,15 @@ import pytest
 import torch
 from planning import H200
 from rlk_kernels.ops.attention import forward as attention_forward
+from rlk_kernels.ops.attention.call import AttentionCall, ForwardPlan
+
+
+def planned(
+    q: torch.Tensor, k: torch.Tensor, table: torch.Tensor | None, batch: int
+) -> ForwardPlan:
+    bounds = torch.zeros(batch + 1, dtype=torch.int32)
+    call = AttentionCall(q, k, k, bounds, bounds[1:], table, True, 0.1, None)
+    return attention_forward._plan(call, None, None, True)
 
 
 @pytest.mark.parametrize(
@@ -25,10 +34,10 @@ def test_few_rows_of_one_sequence_are_taken_alone(
     q = torch.empty(tokens, heads[0], dim, dtype=torch.bfloat16)
     cache = torch.empty(4, 16, heads[1], dim, dtype=torch.bfloat16)
     table = torch.empty(batch, width // 16, dtype=torch.int32)
-    own = attention_forward._plan(q, cache, cache, table, batch, None, None, True)
-    assert own.alone == alone
-    assert own.split == (width > 1024)
-    assert own.listed == (own.split and batch > 1)
+    plan = planned(q, cache, table, batch)
+    assert plan.alone == alone
+    assert plan.split == (width > 1024)
+    assert plan.listed == (plan.split and batch > 1)
 
 
 @pytest.mark.parametrize(("apart", "special"), [((1 << 26) - 1, True), (1 << 26, False)])
@@ -36,7 +45,7 @@ def test_heads_beyond_32_bits_are_not_for_the_kernels_of_hopper(apart, special, 
     monkeypatch.setattr(attention_forward, "facts", lambda device: H200)
     q = torch.empty_strided((4, 32, 128), (128, apart, 1), dtype=torch.bfloat16, device="meta")
     k = torch.empty(4, 8, 128, dtype=torch.bfloat16, device="meta")
-    assert attention_forward._plan(q, k, k, None, 1, None, None, True).special == special
+    assert planned(q, k, None, 1).special == special
 
 
 @pytest.mark.parametrize(("tokens", "split"), [(1 << 20, True), (1 << 21, False)])
@@ -45,5 +54,4 @@ def test_more_work_than_a_list_counts_is_not_split(tokens, split, monkeypatch):
     q = torch.empty(tokens, 128, 128, dtype=torch.bfloat16, device="meta")
     cache = torch.empty(tokens // 16, 16, 8, 128, dtype=torch.bfloat16, device="meta")
     table = torch.empty(1, tokens // 16, dtype=torch.int32, device="meta")
-    own = attention_forward._plan(q, cache, cache, table, 1, None, None, True)
-    assert own.split == split
+    assert planned(q, cache, table, 1).split == split

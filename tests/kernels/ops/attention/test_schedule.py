@@ -10,6 +10,7 @@ from kernel_suite import packed, paged_cache
 from rlk_kernels import device
 from rlk_kernels.ops.attention import forward as attention_forward
 from rlk_kernels.ops.attention import merge, schedule
+from rlk_kernels.ops.attention.call import AttentionCall
 from schedule_suite import CHUNK, DECODE, HEADS, MIXED, PAGE, same, wide_batch
 
 
@@ -30,9 +31,8 @@ def few_programs(monkeypatch, count):
 
 
 def run(q, k_cache, v_cache, cu_q, lens, table, window=None, **more):
-    return attention_forward.forward(
-        q, k_cache, v_cache, cu_q.int(), lens.int(), table, True, 0.25, window, **more
-    )[:2]
+    call = AttentionCall(q, k_cache, v_cache, cu_q.int(), lens.int(), table, True, 0.25, window)
+    return attention_forward.forward(call, **more)[:2]
 
 
 def batch(lens_q, lens_k, width=0):
@@ -93,9 +93,9 @@ def planned(monkeypatch):
     """The lists that are made, as they are made."""
     made, make = [], attention_forward.schedule
 
-    def spy(seen, own, lists, cu_q, *rest):
-        make(seen, own, lists, cu_q, *rest)
-        made.append(entries(lists[0], cu_q.numel() - 1))
+    def spy(cache, of_list, lists, call):
+        make(cache, of_list, lists, call)
+        made.append(entries(lists[0], call.batch))
 
     monkeypatch.setattr(attention_forward, "schedule", spy)
     return made
@@ -186,8 +186,8 @@ def test_a_merge_that_goes_wrong_is_noticed(fault, monkeypatch):
     assert same(run(*x, joint, split=True), one)
     make = attention_forward.schedule
 
-    def broken(made, cu_q):
-        flat, b = made.clone(), cu_q.numel() - 1
+    def broken(made, b):
+        flat = made.clone()
         plan = entries(flat, b)
         if fault == "order":  # slots that lie elsewhere
             own = row(plan, schedule.BASE)[1 : 2 * b : 2]
@@ -200,14 +200,14 @@ def test_a_merge_that_goes_wrong_is_noticed(fault, monkeypatch):
 
     launch = merge.merge_parts
 
-    def merge_by(seen, own, plan, *rest):
-        launch(seen, own, broken_plan[0], *rest)
+    def merge_by(cache, plan, call, scratch, chunk):
+        launch(cache, plan, call, replace(scratch, entries=broken_entries[0]), chunk)
 
-    broken_plan = []
+    broken_entries = []
 
-    def both(seen, own, lists, cu_q, *rest):
-        make(seen, own, lists, cu_q, *rest)
-        broken_plan[:] = [broken(lists[0], cu_q)]
+    def both(cache, of_list, lists, call):
+        make(cache, of_list, lists, call)
+        broken_entries[:] = [broken(lists[0], call.batch)]
 
     monkeypatch.setattr(attention_forward, "schedule", both)
     monkeypatch.setattr(attention_forward, "merge_parts", merge_by)

@@ -2,13 +2,13 @@
 
 Every operator is called thrice at shapes that differ in what Triton looks at. Triton chooses the
 variant of a kernel as it always does, but compiles none. Prints the kernels that were launched
-again, and those of which another variant was; then those that `launching.repeat` would launch, and
-those that it would launch with other arguments than the call's own code; then the places of its
-keys (its function, position) without which nothing would have differed. Memory lies at one of two
-addresses. With `--fault`, what is kept is shared by all shapes; with `--short-keys`, sequences are
-kept without the numbers.
+again, and those of which another variant was; then those that `launching.replay_or_run` would
+launch, and those that it would launch with other arguments than the call's own code; then the
+places of its keys (its function, position) without which nothing would have differed. Memory lies
+at one of two addresses. With `--fault`, all shapes share a cache; with `--short-keys`, calls are
+recorded without their numbers.
 Not under TRITON_INTERPRET, so in a process of its own, with kernels/ and scripts/ on its path
-(`test_launched_again.py`).
+(`test_replayed_launches.py`).
 """
 
 import random
@@ -22,7 +22,8 @@ import offline_h200
 import rlk_kernels as rk
 import torch
 from offline_h200 import h200
-from rlk_kernels import launching
+from rlk_kernels import launching, private_api
+from rlk_kernels.launching import ShapeCache
 from rlk_kernels.matmul import self_check
 from rlk_kernels.ops.attention import forward as attention_forward
 from rlk_kernels.ops.linear_logp import launch as logp_launch
@@ -110,37 +111,40 @@ def said(x: object) -> object:
 
 
 class Sequences:
-    """In place of `launching.repeat`: every call is asked, and held to those of its key, and of its
-    key without each of its places."""
+    """In place of `launching.replay_or_run`: every call runs, and its launches are held to those
+    of its key before, and of its key without each of its places."""
 
     def __init__(self, short_keys: bool) -> None:
         self.short_keys = short_keys
         self.launched: list[tuple] = []
-        self.kept: dict[tuple, list[tuple]] = {}
+        self.recorded: dict[tuple, list[tuple]] = {}
         self.again: set[str] = set()
         self.differ: set[str] = set()
         self.places: dict[tuple[str, int], bool] = {}
 
-    def repeat(self, seen: dict, key: tuple, run: Callable[..., None], *arguments) -> None:
-        if self.short_keys:
-            key = tuple(x for x in key if not isinstance(x, float))
+    def replay_or_run(
+        self, cache: ShapeCache, memory: tuple, numbers: tuple, run: Callable[..., None], *arguments
+    ) -> None:
+        key = tuple(0 if x is None else x.data_ptr() for x in memory)
+        if not self.short_keys:
+            key += numbers
         self.launched = []
-        run(*arguments)
+        run(cache, *arguments)
         names = {name for name, *_ in self.launched}
-        other = self.differing(id(seen), key)
+        other = self.differing(id(cache), key)
         if other is not None:
             self.again |= names
             self.differ |= other
         for i in range(len(key)):
             place = run.__name__, i
-            other = self.differing(id(seen), i, key[:i], key[i + 1 :])
+            other = self.differing(id(cache), i, key[:i], key[i + 1 :])
             self.places[place] = self.places.get(place, False) or bool(other)
 
     def differing(self, *key) -> set[str] | None:
         """Kernels launched otherwise than before with this key; None where there is no before."""
-        before = self.kept.get(key)
+        before = self.recorded.get(key)
         if before is None or len(before) < len(self.launched):
-            self.kept[key] = self.launched  # those before were not all launched again
+            self.recorded[key] = self.launched  # those before were not all launched again
         elif len(before) == len(self.launched):
             return {a[0] for a, b in zip(before, self.launched, strict=True) if a != b}
         return None
@@ -159,27 +163,27 @@ def main(fault: bool, short_keys: bool) -> int:
         kernel.device_caches[device][0][key] = made
         return made
 
-    def again(found, kernel, grid, arguments, options, addressed):
+    def launch_compiled(compiled, kernel, grid, arguments, options, addressed):
         asked.add(kernel.__name__)
         sequences.launched.append((kernel.__name__, grid, *map(said, arguments), repr(options)))
-        if kernel[grid](*arguments, **options) is not found.kernel:
+        if kernel[grid](*arguments, **options) is not compiled.kernel:
             other.add(kernel.__name__)
 
     with (
         h200(),
         mock.patch.object(JITFunction, "run", choose),
         mock.patch.object(JITFunction, "_do_compile", choice),
-        mock.patch.object(launching, "again", again),
+        mock.patch.object(launching, "launch_compiled", launch_compiled),
         mock.patch.object(self_check, "holds", return_value=True),
         mock.patch.object(offline_h200._OnGPU, "data_ptr", lambda x: memory.data_ptr(x)),
-        mock.patch("torch._C._cuda_getDevice", return_value=0, create=True),
+        mock.patch.object(private_api, "current_device", return_value=0),
         mock.patch("torch.cuda.current_device", return_value=0),
         torch.no_grad(),
     ):
         for module in (attention_forward, logp_launch):
-            mock.patch.object(module, "repeat", sequences.repeat).start()
+            mock.patch.object(module, "replay_or_run", sequences.replay_or_run).start()
         if fault:
-            mock.patch.object(logp_launch, "launches", return_value={}).start()
+            mock.patch.object(logp_launch, "shape_cache", return_value=ShapeCache()).start()
         for m, h, v in ((1, 256, 5000), (16, 1024, 16384), (33, 1024, 16384), (300, 1000, 1023)):
             for call in calls(m, h, v):
                 for _ in range(3):

@@ -22,16 +22,16 @@ class Schedule:
     special: bool
     """For the kernels written for Hopper."""
     made_for: tuple
-    """What a call must have in common with the one that it was made for: `key`."""
+    """What a call must have in common with the one that it was made for: `shape_key`."""
 
 
-def key(q: Tensor, k_cache: Tensor, table: Tensor, window: int | None, capped: bool) -> tuple:
+def shape_key(q: Tensor, k_cache: Tensor, table: Tensor, window: int | None, capped: bool) -> tuple:
     """What the size and the form of a list follow from, but for the device and how caches lie."""
     return q.shape, q.dtype, k_cache.shape[1:], table.shape, window, capped
 
 
-def check(schedule: Schedule, wanted: tuple) -> None:
-    """Raise UnsupportedShape where a schedule was made for other calls than one of this `key`."""
+def check_schedule(schedule: Schedule, wanted: tuple) -> None:
+    """Raise UnsupportedShape where a schedule was made for calls of another `shape_key`."""
     if schedule.made_for != wanted:
         differ = ", ".join(
             f"{name} {_said(theirs)} and not {_said(ours)}"

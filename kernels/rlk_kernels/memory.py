@@ -1,0 +1,78 @@
+"""Memory for results and scratch, allocated and laid out past torch's dispatch, which takes the
+host longer than a launch."""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlk_kernels import private_api
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`torch.empty`; on the current GPU from the same allocator, past torch's dispatch."""
+    if not _allocates(device):
+        return torch.empty(shape, dtype=dtype, device=device)
+    return private_api.allocate(*_dense(shape), dtype)
+
+
+def empties(
+    shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """`empty` of each shape, all in one piece of memory, which lives as long as one of them does;
+    each begins at a multiple of 16 bytes. A custom operator may not return two of them: torch wants
+    no two outputs in the same memory."""
+    together = layout(shapes, dtype)
+    return views(empty(together.total, dtype, device), together)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where tensors lie that share a piece of memory."""
+
+    total: tuple[int]
+    """Elements of all."""
+    places: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
+    """(shape, strides, first element) of each."""
+
+
+@functools.lru_cache(maxsize=4096)
+def layout(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> Layout:
+    """The layout of dense tensors, each at a multiple of 16 bytes."""
+    places, total, unit = [], 0, 16 // dtype.itemsize
+    for shape in shapes:
+        places.append((*_dense(shape), total))
+        total += -(-math.prod(shape) // unit) * unit
+    return Layout((total,), tuple(places))
+
+
+def views(memory: Tensor, layout: Layout, count: int | None = None) -> list[Tensor]:
+    """The tensors that lie in memory[layout.total], or the first `count` of them."""
+    view = private_api.reinterpret if type(memory) is Tensor else torch.as_strided
+    return [view(memory, *place) for place in layout.places[:count]]
+
+
+def _allocates(device: torch.device) -> bool:
+    return (
+        private_api.allocate is not None
+        and _is_gpu(device)
+        and torch.cuda.is_initialized()
+        and device.index == private_api.current_device()
+    )
+
+
+@functools.cache
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"  # a string that torch makes anew each time
+
+
+@functools.lru_cache(maxsize=4096)
+def _dense(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape, strides) of dense memory."""
+    strides, dense = [], 1
+    for size in reversed(shape):
+        strides.append(dense)
+        dense *= max(size, 1)
+    return tuple(shape), tuple(strides[::-1])

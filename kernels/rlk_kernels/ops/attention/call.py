@@ -1,0 +1,120 @@
+"""One call of attention on a GPU: what it is given, how it runs, and its memory."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class PieceList:
+    """Who attends to what where keys are split (`schedule.py`), on the device."""
+
+    entries: Tensor
+    """int32, flat: by sequence."""
+    pieces: Tensor
+    """int32, flat: the pieces of work."""
+    special: bool
+    """For the kernels written for Hopper."""
+
+
+@dataclass(slots=True)
+class AttentionCall:
+    """What a call is given. Nobody changes it, but `forward`, which allocates `out`; frozen, it
+    would take the host six times as long to make."""
+
+    q: Tensor
+    """[T, Hq, D]."""
+    k: Tensor
+    """[S, Hk, D], or with a table [blocks, P, Hk, D]."""
+    v: Tensor
+    """Like k."""
+    cu_q: Tensor
+    """[B + 1]: where the queries of each sequence begin."""
+    lens_k: Tensor
+    """[B + 1]: where the keys of each sequence begin; with a table [B]: how many there are."""
+    table: Tensor | None
+    """[B, blocks of a sequence]."""
+    causal: bool
+    scale: float
+    window: int | None
+    softcap: float = 0.0
+    """0 is none; the kernels for Hopper have none."""
+    out: Tensor | None = None
+    """[T, Hq, D], contiguous; None until there is memory for it."""
+    shared: PieceList | None = None
+    """Made for all calls with the same tables and lengths (`forward.paged_pieces`)."""
+    keeps_lse: bool = True
+    """False where nobody asks for lse: it lies in the call's scratch then, which may be what is
+    returned in its place."""
+
+    @property
+    def batch(self) -> int:
+        return self.cu_q.numel() - 1
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k.shape[-2]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.q.shape[1] // self.k.shape[-2]
+
+    @property
+    def page(self) -> int:
+        """Keys of a block of the cache; 1 without a table."""
+        return 1 if self.table is None else self.k.shape[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardPlan:
+    """How keys are walked: time alone, no bit."""
+
+    special: bool
+    """By the kernels written for Hopper."""
+    rows: int
+    """Packed rows of a program."""
+    split: bool
+    """Keys are taken in pieces (`schedule.py`)."""
+    listed: bool
+    """Pieces come from a list; those of a batch of one sequence need none."""
+    alone: bool
+    """Few rows of one sequence: eight warps take them, and whoever ends last merges
+    (`hopper_merge.py`)."""
+    whole: bool
+    """No row has more than one chunk of keys: pieces are blocks of rows, and nothing is merged."""
+    slots: int
+    """Packed rows of one KV head that have room in the scratch."""
+    scratch: tuple[tuple[int, ...], ...]
+    """What lies there, where keys are split: flags where `alone`, accumulators, (maximum, sum)."""
+    most: int
+    """Pieces of one KV head that there can be."""
+    target: int
+    """Pieces of all KV heads that are wanted, where there is enough work."""
+
+    @property
+    def running(self) -> bool:
+        """Blocks keep the sum of their merged chunks in a slot."""
+        return self.special and self.rows == 64
+
+
+@dataclass(slots=True)
+class Scratch:
+    """Memory of a call beside its result."""
+
+    lse: Tensor
+    """[Hq, T]: a result too, where the call keeps it."""
+    acc: Tensor
+    """Accumulators that wait to be merged."""
+    max_sum: Tensor
+    """(maximum, sum) of each."""
+    flags: Tensor
+    """Which pieces have ended (`hopper_merge.py`)."""
+    entries: Tensor
+    """Of the list of pieces, like `pieces`."""
+    pieces: Tensor
+
+    @classmethod
+    def unused(cls, lse: Tensor, cu_q: Tensor) -> "Scratch":
+        """lse alone. A kernel wants a pointer where it reads none: lse or cu_q stands there."""
+        return cls(lse, lse, lse, lse, cu_q, cu_q)
