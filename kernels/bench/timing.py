@@ -48,13 +48,6 @@ def graphs_ms(
     return {name: statistics.median(of) for name, of in times.items()}
 
 
-def graph_ms(
-    calls: list[Callable[[], object]], *, repeat: int = 5, target_ms: float = 4.0
-) -> float:
-    """Median milliseconds of one call; `calls` are the same work on different inputs."""
-    return graphs_ms({"": calls}, repeat=repeat, target_ms=target_ms)[""]
-
-
 def event_ms(call: Callable[[], object], *, repeat: int = 7, inner: int = 4) -> float:
     """Median milliseconds of a call that a graph cannot hold, `inner` of them between events."""
     call()

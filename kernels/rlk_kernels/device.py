@@ -7,10 +7,13 @@ says so once.
 """
 
 import functools
+import importlib
 import importlib.util
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
@@ -38,6 +41,11 @@ def _finds_triton() -> bool:
 
 HAS_TRITON = _finds_triton()
 """Whether Triton is installed. It is imported only where a kernel of its is launched."""
+
+
+def lazy_module(name: str) -> Callable[[], ModuleType]:
+    """() -> a module that needs Triton, imported at the first call."""
+    return functools.cache(functools.partial(importlib.import_module, name))
 
 
 def capability(device: torch.device) -> tuple[int, int]:

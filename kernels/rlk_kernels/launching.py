@@ -11,7 +11,6 @@ RLK_REPLAY=0 in the environment turns that off.
 """
 
 import functools
-import operator
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,12 +52,10 @@ def only_compiling() -> Iterator[None]:
 
 
 def count_launch() -> bool:
-    """Count a launch that no recording sees; False, and no launch, while this thread only
-    compiles."""
-    if _thread.only_compiles:
-        return False
-    _thread.launches += 1
-    return True
+    """Count a launch that no recording sees; False, and none, while this thread only compiles."""
+    if not _thread.only_compiles:
+        _thread.launches += 1
+    return not _thread.only_compiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +71,6 @@ class Compiled:
     """Which arguments are tensors. All were aligned to 16 bytes, which Triton relies on."""
     maps: tuple[int, ...]
     """Which arguments are tensor maps."""
-    addresses: Callable[[list], tuple[int, ...]]
-    """Of what `_addressed` returned: the tensors' (the last one twice, so that there are two)."""
 
 
 class ShapeCache:
@@ -86,8 +81,8 @@ class ShapeCache:
     def __init__(self) -> None:
         self.plan: Any = None
         """How the calls run."""
-        self.compiled: dict[int, Compiled] = {}
-        """By id of the kernel."""
+        self.compiled: dict[Any, Compiled] = {}
+        """By id of the kernel, and what else tells its launches apart."""
         self.values: dict[str, dict] = {}
         """What else was made, by name and key."""
 
@@ -105,10 +100,6 @@ class ShapeCache:
                 by_key.clear()
             value = by_key[key] = make(*arguments)
         return value
-
-    def part(self, *key) -> "ShapeCache":
-        """The cache of those launches that `key` tells from others of the same kernels."""
-        return self.get_or_create("parts", key, ShapeCache)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -129,16 +120,18 @@ def power_of_2(n: int) -> int:
 
 
 def launch(
-    cache: ShapeCache | None, kernel, grid: tuple[int, int, int], arguments: tuple, options: dict
-) -> None:
+    cache: ShapeCache | None, kernel, grid: tuple[int, int, int], arguments: tuple, options: dict,
+    part: tuple | None = None,
+) -> None:  # fmt: skip
     """`kernel[grid](*arguments, **options)`; cache: of the call's shape, None for a launch that is
-    always Triton's own."""
+    always Triton's own; part: what tells launches of the kernel with other sizes apart."""
     if _thread.only_compiles:
         kernel.warmup(*arguments, grid=grid, **options)
         return
     _thread.launches += 1
     if cache is not None:
-        compiled = cache.compiled.get(id(kernel))
+        key = id(kernel) if part is None else (id(kernel), part)
+        compiled = cache.compiled.get(key)
         if compiled is not None and compiled.device == private_api.current_device():
             addressed = _addressed(compiled.tensors, arguments)
             if addressed is not None:
@@ -155,10 +148,8 @@ def launch(
     tensors = tuple(i for i, x in enumerate(arguments) if isinstance(x, Tensor))
     if _addressed(tensors, arguments) is not None:
         maps = tuple(i for i, x in enumerate(arguments) if hasattr(x, "block_shape"))
-        cache.compiled[id(kernel)] = Compiled(
-            made, direct_launcher(made), torch.cuda.current_device(), tensors, maps,
-            operator.itemgetter(*tensors, *tensors[-1:]) if tensors else lambda _: (),
-        )  # fmt: skip
+        device, direct = torch.cuda.current_device(), direct_launcher(made)
+        cache.compiled[key] = Compiled(made, direct, device, tensors, maps)
 
 
 def _addressed(tensors: tuple[int, ...], arguments: tuple) -> list | None:
@@ -203,22 +194,17 @@ class Recording(ShapeCache):
 
     __slots__ = ("addresses", "steps")
 
-    def __init__(self, cache: ShapeCache, whole: "Recording | None" = None) -> None:
-        """whole: what this is a part of."""
+    def __init__(self, cache: ShapeCache) -> None:
         self.plan, self.compiled, self.values = cache.plan, cache.compiled, cache.values
-        self.steps: list[tuple] = [] if whole is None else whole.steps
+        self.steps: list[tuple] = []
         """What `launch_compiled` returned, of each launch."""
-        self.addresses: set[int] = set() if whole is None else whole.addresses
+        self.addresses: set[int] = set()
         """What the kernels were given."""
-
-    def part(self, *key) -> ShapeCache:
-        return Recording(super().part(*key), self)
 
     def note_memory(self, compiled: Compiled, arguments: tuple, addressed: list) -> None:
         """Note what a launch is given; `addressed` is as `_addressed` returned it."""
-        self.addresses.update(compiled.addresses(addressed))
-        for i in compiled.maps:
-            self.addresses.add(arguments[i].base.data_ptr())
+        self.addresses.update(map(addressed.__getitem__, compiled.tensors))
+        self.addresses.update(arguments[i].base.data_ptr() for i in compiled.maps)
 
     def replayable(
         self, launched: int, memory: tuple[Tensor | None, ...], addresses: list[int]

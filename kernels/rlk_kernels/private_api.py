@@ -32,31 +32,22 @@ REPLAY = os.environ.get("RLK_REPLAY", "1") != "0"
 """Whether repeated calls are replayed (`launching.replay_or_run`). RLK_REPLAY=0 turns that off; it
 is read when this module is imported."""
 
-
-def _no_gpu(*_: Any) -> int:
-    return -1
-
-
-current_device = getattr(torch._C, "_cuda_getDevice", _no_gpu)
-"""() -> the current GPU; -1 where torch is built without CUDA."""
-current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _no_gpu)
-"""(GPU) -> its current stream."""
+# () -> the current GPU, (GPU) -> its current stream; -1 where torch is built without CUDA.
+current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: -1)
+# As Inductor's code allocates, past torch's dispatch: (shape, strides, dtype) -> a tensor on the
+# current GPU; (tensor, shape, strides, first element) -> the same memory, and no view for autograd.
 allocate: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-"""(shape, strides, dtype) -> a tensor on the current GPU, past torch's dispatch, as Inductor's code
-allocates. None where torch does not have it."""
 reinterpret: Any = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", torch.as_strided)
-"""(tensor, shape, strides, first element) -> the same memory; no view for autograd."""
+# () -> the transforms of torch.func that run now and the innermost of them, or None.
 transforms = torch._C._functorch.get_interpreter_stack
-"""() -> the transforms of torch.func that run now, or None."""
 innermost_transform = torch._C._functorch.peek_interpreter_stack
-"""() -> the last of `transforms`, or None."""
 gradient_transform = torch._C._functorch.TransformType.Grad
+# () -> how many dispatch modes are active.
 dispatch_modes = torch._C._len_torch_dispatch_stack
-"""() -> how many dispatch modes are active."""
+# Of a custom operator: the function that was registered, and its name.
 implementation = operator.attrgetter("_init_fn")
-"""Of a custom operator: the function that was registered."""
 qualified_name = operator.attrgetter("_qualname")
-"""Of a custom operator, e.g. `rlk::gemm`."""
 
 
 def in_forward_mode() -> bool:
@@ -77,11 +68,11 @@ def compiling_in(threads: Executor) -> AbstractContextManager:
     return AsyncCompileMode(threads)
 
 
-def disk_cache(key: str) -> Any:
-    """Triton's folder for what was compiled from `key`, a hexadecimal digest: get_file, put."""
+def disk_cache(digest: str) -> Any:
+    """Triton's folder for what was compiled from the content of a digest: get_file, put."""
     from triton.runtime.cache import get_cache_manager
 
-    return get_cache_manager(key)
+    return get_cache_manager(digest)
 
 
 @functools.cache
@@ -140,27 +131,21 @@ def direct_launcher(kernel: Any) -> DirectLauncher | None:
         if None in inside["tensordesc_meta"]:
             return None
         encode = launch.__globals__["make_tensordesc_arg"]
-        indices = sorted(inside["tensordesc_indices"])
-        maps = tuple(
-            (index, f"as {sorted(metadata.items())}", metadata)
-            for index, metadata in reversed(
-                list(zip(indices, inside["tensordesc_meta"], strict=True))
-            )
+        described = list(
+            zip(sorted(inside["tensordesc_indices"]), inside["tensordesc_meta"], strict=True)
         )
+        maps = tuple((i, f"as {sorted(meta.items())}", meta) for i, meta in reversed(described))
         launch = inside["launcher"]
-    return DirectLauncher(
-        launch, encode, maps, launcher.launch_cooperative_grid, launcher.launch_pdl
-    )
+    options = launcher.launch_cooperative_grid, launcher.launch_pdl
+    return DirectLauncher(launch, encode, maps, *options)
 
 
 def fast_paths() -> dict[str, str]:
     """Fast path -> `on`, or `off` and why."""
-    triton, wanted = "not installed", ".".join(map(str, DIRECT_TRITON[0]))
-    if HAS_TRITON:
-        triton = triton_version()
-    direct = HAS_TRITON and fits_gluon(triton, DIRECT_TRITON)
+    triton, wanted = triton_version() if HAS_TRITON else "0.0", DIRECT_TRITON[0]
+    off = "off (seen working on Triton {}.{} alone)".format(*wanted)
     return {
-        "direct launch": "on" if direct else f"off (Triton {wanted} has it; Triton {triton} here)",
+        "direct launch": "on" if fits_gluon(triton, DIRECT_TRITON) else off,
         "direct allocation": "on" if allocate else f"off (torch {torch.__version__} has none)",
         "replay": "on" if REPLAY else "off (RLK_REPLAY=0)",
     }

@@ -40,7 +40,7 @@ def said(x: object) -> object:
 def main(fault: bool) -> int:
     launched, kernels, other = [], set(), 0
 
-    def record(seen, kernel, grid, arguments, options):
+    def record(cache, kernel, grid, arguments, options):
         named = kernel.__name__, grid, [said(x) for x in arguments], options
         launched.append(named)
 

@@ -214,7 +214,7 @@ def test_registration_passes_torchs_own_check():
     cu = torch.tensor([0, 3], dtype=torch.int32)
     h = X[:, None].clone()
     torch.library.opcheck(
-        ops.attention, (h, h + 1, h + 2, cu, cu.clone(), True, 0.5, None, "torch")
+        ops.attention, (h, h + 1, h + 2, None, cu, cu.clone(), True, 0.5, None, 0.0, "torch")
     )
     rope = (torch.arange(3), None, None, 1e4, 8, 1.0, torch.float32, False, "torch")
     torch.library.opcheck(ops.rope, (h, h.clone(), *rope))

@@ -201,7 +201,7 @@ def test_parts_of_a_call_are_recorded() -> None:
         def run(self, cache: ShapeCache, x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
             self.runs += 1
             for level in (1, 2):
-                launching.launch(cache.part(level), self.first, (level, 1, 1), (x, level), {})
+                launching.launch(cache, self.first, (level, 1, 1), (x, level), {}, (level,))
 
     call = Parts()
     for _ in range(4):

@@ -1,35 +1,23 @@
 """Launching a product as its plan says: one function a kernel, and no decision left."""
 
-import functools
-from types import ModuleType
-
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlk_kernels import launching
+from rlk_kernels.device import lazy_module
 from rlk_kernels.launching import ShapeCache, tensor_map
 from rlk_kernels.matmul import kernels
 from rlk_kernels.matmul.plan import MatmulPlan
 
-
-@functools.cache
-def hopper_epilogue() -> ModuleType:
-    from rlk_kernels.matmul.hopper import epilogue
-
-    return epilogue
+hopper_epilogue = lazy_module("rlk_kernels.matmul.hopper.epilogue")
 
 
-@functools.cache
-def _hopper_product() -> ModuleType:
-    from rlk_kernels.matmul.hopper import product
-
-    return product
+_hopper_product = lazy_module("rlk_kernels.matmul.hopper.product")
 
 
 def launch(
     plan: MatmulPlan, cache: ShapeCache, a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool,
-    trans_b: bool,
-    out: Tensor, add: bool = False,
+    trans_b: bool, out: Tensor, add: bool = False,
 ) -> None:  # fmt: skip
     """Fill out[M, N] with A @ B (+ bias), or add to it; cache: of calls of these shapes.
 
@@ -51,8 +39,7 @@ def _map(x: Tensor, *box: int) -> TensorDescriptor:
 
 def _launch_tma(
     plan: MatmulPlan, cache: ShapeCache, a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool,
-    trans_b: bool,
-    out: Tensor, add: bool,
+    trans_b: bool, out: Tensor, add: bool,
 ) -> None:  # fmt: skip
     (m, n), tile = out.shape, plan.tile
     k = a.shape[0] if trans_a else a.shape[1]
@@ -77,8 +64,7 @@ def _launch_tma(
 
 def _launch_pointer(
     plan: MatmulPlan, cache: ShapeCache, a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool,
-    trans_b: bool,
-    out: Tensor, add: bool,
+    trans_b: bool, out: Tensor, add: bool,
 ) -> None:  # fmt: skip
     (m, n), tile = out.shape, plan.tile
     k = a.shape[0] if trans_a else a.shape[1]

@@ -19,13 +19,11 @@ does not depend on the order of rows either.
 M = rows of x (all leading dimensions)   K = in features   N = out features
 """
 
-import functools
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
 from rlk_kernels.backend import call, choose, on_device_of, record
+from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.matmul import portable
 from rlk_kernels.memory import empty
@@ -38,11 +36,7 @@ def linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y if bias is None else y + bias.double()
 
 
-@functools.cache
-def _on_triton() -> ModuleType:
-    from rlk_kernels.matmul import product
-
-    return product
+_on_triton = lazy_module("rlk_kernels.matmul.product")
 
 
 @torch.library.custom_op("rlk::gemm", mutates_args=())

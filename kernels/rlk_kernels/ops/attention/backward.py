@@ -218,11 +218,9 @@ def backward(
     `special` (by the kernels written for Hopper) changes the time and never the bits; None leaves
     it to the shape.
     """
-    q, k, v, causal, window, softcap = (
-        call.q, call.k, call.v, call.causal, call.window, call.softcap
-    )  # fmt: skip
-    (tokens, heads, dim), (slots, kv_heads, _), group = q.shape, k.shape, call.group
-    batch = call.batch
+    q, k, v, batch, group = call.q, call.k, call.v, call.batch, call.group
+    causal, window, softcap = call.causal, call.window, call.softcap
+    (tokens, heads, dim), (slots, kv_heads, _) = q.shape, k.shape
     if tokens == 0 or slots == 0 or batch == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), "triton"
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))

@@ -7,12 +7,10 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class PieceList:
-    """Who attends to what where keys are split (`schedule.py`), on the device."""
+    """Who attends to what where keys are split (`schedule.py`): int32 on the device."""
 
     entries: Tensor
-    """int32, flat: by sequence."""
     pieces: Tensor
-    """int32, flat: the pieces of work."""
     special: bool
     """For the kernels written for Hopper."""
 
@@ -25,9 +23,8 @@ class AttentionCall:
     q: Tensor
     """[T, Hq, D]."""
     k: Tensor
-    """[S, Hk, D], or with a table [blocks, P, Hk, D]."""
+    """[S, Hk, D], or with a table [blocks, P, Hk, D]; v too."""
     v: Tensor
-    """Like k."""
     cu_q: Tensor
     """[B + 1]: where the queries of each sequence begin."""
     lens_k: Tensor
@@ -62,8 +59,17 @@ class AttentionCall:
 
     @property
     def page(self) -> int:
-        """Keys of a block of the cache; 1 without a table."""
-        return 1 if self.table is None else self.k.shape[1]
+        """Keys of a block of the cache; 0 without a table."""
+        return 0 if self.table is None else self.k.shape[1]
+
+    def hopper_strides(self, q: Tensor) -> tuple[int, ...]:
+        """The window, strides of q and of heads, pages in rows, and the table's stride."""
+        k, v, table = self.k, self.v, self.table
+        pages = (0, 0) if table is None else (x.stride(0) // x.stride(1) for x in (k, v))
+        return (
+            self.window or 0, q.stride(0), q.stride(1), k.stride(-2), v.stride(-2), *pages,
+            0 if table is None else table.stride(0),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,13 +111,12 @@ class Scratch:
     lse: Tensor
     """[Hq, T]: a result too, where the call keeps it."""
     acc: Tensor
-    """Accumulators that wait to be merged."""
+    """Accumulators that wait to be merged, and `max_sum`: (maximum, sum) of each."""
     max_sum: Tensor
-    """(maximum, sum) of each."""
     flags: Tensor
     """Which pieces have ended (`hopper_merge.py`)."""
     entries: Tensor
-    """Of the list of pieces, like `pieces`."""
+    """Of a `PieceList`, as `pieces` are."""
     pieces: Tensor
 
     @classmethod

@@ -5,14 +5,11 @@ The kernels are in `kernels.py`, on Hopper in `hopper_blocks.py` and `hopper_pie
 T = queries  S = keys  D = head size
 """
 
-import functools
-from types import ModuleType
-
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rlk_kernels.device import facts
+from rlk_kernels.device import facts, lazy_module
 from rlk_kernels.errors import UnsupportedShape
 from rlk_kernels.launching import (
     ShapeCache,
@@ -86,18 +83,8 @@ def _plan(
     )  # fmt: skip
 
 
-@functools.cache
-def _pieces() -> ModuleType:
-    from rlk_kernels.ops.attention import hopper_pieces
-
-    return hopper_pieces
-
-
-@functools.cache
-def _blocks() -> ModuleType:
-    from rlk_kernels.ops.attention import hopper_blocks
-
-    return hopper_blocks
+_hopper_blocks = lazy_module("rlk_kernels.ops.attention.hopper_blocks")
+_hopper_pieces = lazy_module("rlk_kernels.ops.attention.hopper_pieces")
 
 
 def _planned(
@@ -152,7 +139,7 @@ def forward(
     implementation = "triton/hopper" if plan.special else "triton"
     if plan.special and not (plan.split or plan.whole):
         lse = empty((heads, tokens), torch.float32, device)
-        _blocks().attend_hopper(cache, plan.rows, call, lse)
+        _hopper_blocks().attend_hopper(cache, plan.rows, call, lse)
         return out, lse, implementation
     made = entries = pieces = None
     if plan.listed:
@@ -210,7 +197,7 @@ def _launch(
     if plan.listed and call.shared is not None:
         scratch.entries, scratch.pieces = call.shared.entries, call.shared.pieces
     if plan.special:
-        _pieces().attend_pieces(cache, plan, call, scratch)
+        _hopper_pieces().attend_pieces(cache, plan, call, scratch)
     else:
         _attend(cache, plan, call, scratch)
     if plan.split and not plan.alone:
@@ -252,7 +239,7 @@ def _attend(cache: ShapeCache, plan: ForwardPlan, call: AttentionCall, scratch: 
          table if table is not None else call.cu_q, batch, tokens, plan.slots, plan.target, scale,
          bend, window or 0, q.stride(0), q.stride(1), *k_strides, *v_strides,
          table.stride(0) if table is not None else 0, kv_heads, group, dim, padded, rows, bn,
-         CHUNK, call.causal, window is not None, paged, call.page, tma,
+         CHUNK, call.causal, window is not None, paged, call.page or 1, tma,
          plan.split, plan.listed, call.softcap > 0, bn.bit_length() - 4, here.overlaps),
         {
             "num_warps": 8 if rows == 128 or (rows > 16 and bn == 128) else 4,

@@ -390,20 +390,13 @@ def attend_hopper(cache: ShapeCache, rows: int, call: AttentionCall, lse: Tensor
 def _fixed(rows: int, q: Tensor, call: AttentionCall) -> tuple:
     """What calls of one shape have in common: (programs, whether there are more blocks than them,
     numbers, constants, options)."""
-    k, v, table, kv_heads, group, batch = (
-        call.k, call.v, call.table, call.kv_heads, call.group, call.batch
-    )  # fmt: skip
-    (tokens, _, dim), groups, paged = q.shape, rows // ROWS.value, table is not None
+    (tokens, _, dim), batch, kv_heads, group = q.shape, call.batch, call.kv_heads, call.group
+    groups = rows // ROWS.value
     blocks = tokens * group // rows + batch
     programs = min(blocks * kv_heads, facts(q.device).processors)
     more = blocks * kv_heads > programs
-    numbers = (
-        batch, tokens, blocks, call.window or 0, q.stride(0), q.stride(1), k.stride(-2),
-        v.stride(-2), k.stride(0) // k.stride(1) if paged else 0,
-        v.stride(0) // v.stride(1) if paged else 0, table.stride(0) if table is not None else 0,
-    )  # fmt: skip
+    numbers = batch, tokens, blocks, *call.hopper_strides(q)
     constants = (
-        kv_heads, group, dim, call.causal, call.window is not None, k.shape[1] if paged else 0,
-        groups, more,
+        kv_heads, group, dim, call.causal, call.window is not None, call.page, groups, more
     )  # fmt: skip
     return programs, more, numbers, constants, {"num_warps": 4, "maxnreg": REGISTERS[groups]}

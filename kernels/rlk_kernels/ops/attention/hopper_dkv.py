@@ -212,10 +212,8 @@ def keys_gradients(
     dv: Tensor,
 ) -> None:  # fmt: skip
     """Fill dk and dv where sequences are; the inputs are such that `hopper_pairs.reads` is true."""
-    q, k, v, batch, kv_heads, window = (
-        call.q, call.k, call.v, call.batch, call.kv_heads, call.window
-    )  # fmt: skip
-    (tokens, _, dim), scale = q.shape, call.scale
+    q, k, v, batch, kv_heads = call.q, call.k, call.v, call.batch, call.kv_heads
+    (tokens, _, dim), scale, window = q.shape, call.scale, call.window
     programs = (k.shape[0] // (GROUPS.value * ROWS.value) + batch) * kv_heads
     launch(
         cache, _dkv_hopper_kernel, (programs, 1, 1),

@@ -194,10 +194,8 @@ def queries_gradient(
     cache: ShapeCache, call: AttentionCall, do: Tensor, lse: Tensor, delta: Tensor, dq: Tensor
 ) -> None:
     """Fill dq where sequences are; the inputs are such that `hopper_pairs.reads` is true."""
-    q, k, v, batch, kv_heads, group, window = (
-        call.q, call.k, call.v, call.batch, call.kv_heads, call.group, call.window
-    )  # fmt: skip
-    (tokens, _, dim), scale = q.shape, call.scale
+    q, k, v, batch, kv_heads, group = call.q, call.k, call.v, call.batch, call.kv_heads, call.group
+    (tokens, _, dim), scale, window = q.shape, call.scale, call.window
     blocks = tokens * group // (GROUPS.value * ROWS.value) + batch
     launch(
         cache, _dq_hopper_kernel, (blocks, kv_heads, 1),

@@ -422,10 +422,8 @@ def attend_pieces(
 
 def _fixed(plan: ForwardPlan, call: AttentionCall) -> tuple:
     """What calls of one shape have in common: (programs, numbers, strides, constants, options)."""
-    q, k, v, table, batch, kv_heads = call.q, call.k, call.v, call.table, call.batch, call.kv_heads
-    tokens, _, dim = q.shape
-    paged, here, group = table is not None, facts(q.device), call.group
-    groups = plan.rows // ROWS.value
+    (tokens, _, dim), batch, kv_heads, group = call.q.shape, call.batch, call.kv_heads, call.group
+    here, groups = facts(call.q.device), plan.rows // ROWS.value
     # decode is bound by memory: every program stays; blocks of 128 rows come and go by length
     programs = plan.most * kv_heads
     narrow = 0
@@ -434,17 +432,13 @@ def _fixed(plan: ForwardPlan, call: AttentionCall) -> tuple:
         if plan.alone or batch * kv_heads <= few_pieces(here):  # there may be as few as that
             narrow = 8 if (tokens * group if plan.alone else group) <= 8 else 16
     how = (LISTED if plan.listed else LONE) if plan.split else WHOLE
-    strides = (
-        call.window or 0, q.stride(0), q.stride(1), k.stride(-2), v.stride(-2),
-        k.stride(0) // k.stride(1) if paged else 0, v.stride(0) // v.stride(1) if paged else 0,
-        table.stride(0) if table is not None else 0,
-    )  # fmt: skip
     constants = (
-        kv_heads, group, dim, call.causal, call.window is not None, k.shape[1] if paged else 0,
-        groups, *DEPTH[plan.rows], narrow, few_pieces(here), how.value, here.overlaps,
+        kv_heads, group, dim, call.causal, call.window is not None, call.page, groups,
+        *DEPTH[plan.rows], narrow, few_pieces(here), how.value, here.overlaps,
     )  # fmt: skip
     options = {
         "num_warps": 8 if plan.alone else 4, "maxnreg": 168 if groups > 1 or plan.alone else 208,
         "launch_pdl": here.overlaps,
     }  # fmt: skip
-    return programs, (batch, tokens, plan.slots, plan.target), strides, constants, options
+    counts = batch, tokens, plan.slots, plan.target
+    return programs, counts, call.hopper_strides(call.q), constants, options

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rlk_kernels.backend import call, choose, on_device_of
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.ops.attention import sinks as sink_logits
 from rlk_kernels.ops.attention.call import AttentionCall
 from rlk_kernels.ops.attention.registered import (
     NO_GRADIENT,
@@ -33,11 +34,6 @@ from rlk_kernels.ops.attention.registered import (
     on_triton,
 )
 from rlk_kernels.ops.attention.shared_schedule import Schedule, check_schedule, shape_key
-from rlk_kernels.ops.attention.variants import (
-    _attention_with,
-    _paged_attention_with,
-    check_variant,
-)
 
 MAX_DIM = 256
 
@@ -97,6 +93,21 @@ def _check(op: str, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int |
         raise ValueError(f"{op}: window must be at least 1, not {window}")
 
 
+def _variant(
+    op: str, heads: int, sinks: Tensor | None, softcap: float | None
+) -> tuple[Tensor | None, float]:
+    """(sinks, softcap) as the custom operators take them, 0 for no cap; raises where they cannot be
+    had."""
+    if sinks is not None:
+        sink_logits.check(op, sinks, heads)
+        sinks = sinks.contiguous()
+    if softcap is None:
+        return sinks, 0.0
+    if not softcap > 0:
+        raise ValueError(f"{op}: softcap must be above 0, not {softcap}; None is no cap")
+    return sinks, float(softcap)
+
+
 def _last_dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -151,14 +162,8 @@ def attention(
     cu_k = _index("attention", "cu_seqlens_k", cu_seqlens_k, cu_q.numel())
     chosen = choose("attention", backend, q, k, v, cu_q, cu_k, sinks)
     q, k, v = _last_dense(q), _last_dense(k), _last_dense(v)
-    if sinks is None and softcap is None:
-        out, lse = call(_attention, q, k, v, cu_q, cu_k, causal, scale, window, chosen)
-    else:
-        check_variant("attention", q.shape[1], sinks, softcap)
-        out, lse = call(
-            _attention_with, q, k, v, None if sinks is None else sinks.contiguous(), cu_q, cu_k,
-            causal, scale, window, float(softcap or 0.0), chosen,
-        )  # fmt: skip
+    sinks, cap = _variant("attention", q.shape[1], sinks, softcap)
+    out, lse = call(_attention, q, k, v, sinks, cu_q, cu_k, causal, scale, window, cap, chosen)
     return (out, lse) if return_lse else out
 
 
@@ -212,16 +217,14 @@ def paged_schedule(
     _, table, lens, cu_q = _paged(
         "paged_schedule", q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, None, window
     )
-    check_variant("paged_schedule", q.shape[1], None, softcap)
+    _, cap = _variant("paged_schedule", q.shape[1], None, softcap)
     if choose("paged_schedule", backend, q, k_cache, v_cache, table, lens, cu_q) == "torch":
         return None
     k_cache, v_cache = _last_dense(k_cache), _last_dense(v_cache)
     with on_device_of(q):
         shared = on_triton().paged_pieces(
-            AttentionCall(
-                q, k_cache, v_cache, cu_q, lens, table, True, 1.0, window, softcap or 0.0
-            )
-        )  # fmt: skip
+            AttentionCall(q, k_cache, v_cache, cu_q, lens, table, True, 1.0, window, cap)
+        )
     if shared is None:
         return None
     made_for = shape_key(q, k_cache, table, window, softcap is not None)
@@ -273,7 +276,6 @@ def paged_attention(
         "paged_attention", backend, q, k_cache, v_cache, table, lens, cu_q, out, plan, sinks
     )
     q, k_cache, v_cache = _last_dense(q), _last_dense(k_cache), _last_dense(v_cache)
-    sinks = None if sinks is None else sinks.detach().contiguous()
     if out is not None and (
         out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous()
     ):
@@ -283,22 +285,18 @@ def paged_attention(
         )
     if out is not None and torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad):
         raise ValueError(f"paged_attention: {NO_GRADIENT}; use torch.no_grad()")
-    if sinks is not None or softcap is not None:
-        check_variant("paged_attention", q.shape[1], sinks, softcap)
-        result, lse = call(
-            _paged_attention_with, q, k_cache, v_cache, sinks, table, lens, cu_q, scale, window,
-            float(softcap or 0.0), plan, pieces, special, chosen,
-        )  # fmt: skip
-        result = result if out is None else out.copy_(result)
-        return (result, lse) if return_lse else result
-    if out is not None:
+    sinks, cap = _variant("paged_attention", q.shape[1], sinks, softcap)
+    if out is not None and sinks is None and not cap:
         lse = call(
             _paged_attention_into, out, q, k_cache, v_cache, table, lens, cu_q, scale, window, plan,
             pieces, special, chosen, inference=None if return_lse else attend_into_alone,
         )  # fmt: skip
         return (out, lse) if return_lse else out
-    out, lse = call(
-        _paged_attention, q, k_cache, v_cache, table, lens, cu_q, scale, window, plan, pieces,
-        special, chosen, inference=None if return_lse else attend_paged_alone,
+    needs_lse = return_lse or sinks is not None or cap > 0
+    result, lse = call(
+        _paged_attention, q, k_cache, v_cache, None if sinks is None else sinks.detach(), table,
+        lens, cu_q, scale, window, cap, plan, pieces, special, chosen,
+        inference=None if needs_lse else attend_paged_alone,
     )  # fmt: skip
-    return (out, lse) if return_lse else out
+    result = result if out is None else out.copy_(result)
+    return (result, lse) if return_lse else result

@@ -2,13 +2,14 @@
 
 import functools
 from itertools import pairwise
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from rlk_kernels.backend import record, refuse_gradient
+from rlk_kernels.device import lazy_module
 from rlk_kernels.ops.attention import portable
+from rlk_kernels.ops.attention import sinks as sink_logits
 from rlk_kernels.ops.attention.call import AttentionCall, PieceList
 
 
@@ -17,11 +18,7 @@ def lengths_of(cu: Tensor) -> tuple[list[int], list[int]]:
     return bounds[:-1], [b - a for a, b in pairwise(bounds)]
 
 
-@functools.cache
-def on_triton() -> ModuleType:
-    from rlk_kernels.ops.attention import forward  # imports Triton
-
-    return forward
+on_triton = lazy_module("rlk_kernels.ops.attention.forward")
 
 
 def empty_like_results(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,119 +26,111 @@ def empty_like_results(q: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=lse)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float,
-    window: int | None, backend: str, softcap: float = 0.0,
+@torch.library.custom_op("rlk::attention", mutates_args=())
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_q: Tensor, cu_k: Tensor, causal: bool,
+    scale: float, window: int | None, softcap: float, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse); softcap: 0 is none."""
     if backend == "torch":
-        record("attention", "torch")
         start, length = lengths_of(cu_k)
-        return portable.forward(
+        out, lse = portable.forward(
             q, k, v, cu_q, start, length, None, 1, causal, scale, window, softcap
         )
-    out, lse, ran = on_triton().forward(
-        AttentionCall(q, k, v, cu_q, cu_k, None, causal, scale, window, softcap)
-    )
+        ran = "torch"
+    else:
+        out, lse, ran = on_triton().forward(
+            AttentionCall(q, k, v, cu_q, cu_k, None, causal, scale, window, softcap)
+        )
     record("attention", ran)
-    return out, lse
-
-
-@torch.library.custom_op("rlk::attention", mutates_args=())
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float,
-    window: int | None, backend: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return attend(q, k, v, cu_q, cu_k, causal, scale, window, backend)
+    return (out, lse) if sinks is None else sink_logits.add(out, lse, sinks, backend)
 
 
 @_attention.register_fake
-def _(q, k, v, cu_q, cu_k, causal, scale, window, backend):
+def _(q, *_):
     return empty_like_results(q)
-
-
-def gradients(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float,
-    window: int | None, out: Tensor, lse: Tensor, do: Tensor, backend: str, softcap: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv) of `attend`."""
-    if backend == "torch":
-        record("attention_backward", "torch")
-        start, length = lengths_of(cu_k)
-        return portable.backward(
-            q, k, v, cu_q, start, length, causal, scale, window, out, lse, do, softcap
-        )
-    from rlk_kernels.ops.attention import backward
-
-    call = AttentionCall(q, k, v, cu_q, cu_k, None, causal, scale, window, softcap, out)
-    dq, dk, dv, ran = backward.backward(call, lse, do)
-    record("attention_backward", ran)
-    return dq, dk, dv
 
 
 @torch.library.custom_op("rlk::attention_backward", mutates_args=())
 def _attention_backward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float,
-    window: int | None, out: Tensor, lse: Tensor, do: Tensor, backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return gradients(q, k, v, cu_q, cu_k, causal, scale, window, out, lse, do, backend)
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_q: Tensor, cu_k: Tensor, causal: bool,
+    scale: float, window: int | None, softcap: float, out: Tensor, lse: Tensor, do: Tensor,
+    backend: str,
+) -> list[Tensor]:  # fmt: skip
+    """dq, dk, dv, and with sinks dsinks."""
+    if backend == "torch":
+        start, length = lengths_of(cu_k)
+        grads = portable.backward(
+            q, k, v, cu_q, start, length, causal, scale, window, out, lse, do, softcap
+        )
+        ran = "torch"
+    else:
+        from rlk_kernels.ops.attention import backward
+
+        call = AttentionCall(q, k, v, cu_q, cu_k, None, causal, scale, window, softcap, out)
+        *grads, ran = backward.backward(call, lse, do)
+    record("attention_backward", ran)
+    if sinks is not None:
+        grads = [*grads, sink_logits.gradient(out, lse, sinks, do, backend)]
+    return list(grads)
 
 
 @_attention_backward.register_fake
-def _(q, k, v, cu_q, cu_k, causal, scale, window, out, lse, do, backend):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _(q, k, v, sinks, *_):
+    tensors = (q, k, v) if sinks is None else (q, k, v, sinks)
+    return [x.new_empty(x.shape) for x in tensors]
 
 
 refuse_gradient(_attention_backward, "attention")
 
 
 def _setup(ctx, inputs, output):
-    q, k, v, cu_q, cu_k, *ctx.rest = inputs
-    ctx.save_for_backward(q, k, v, cu_q, cu_k, *output)
+    *tensors, ctx.causal, ctx.scale, ctx.window, ctx.softcap, ctx.backend = inputs
+    ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, do, _dlse):
     if do is None:
-        return (None,) * 9
-    q, k, v, cu_q, cu_k, out, lse = ctx.saved_tensors
-    causal, scale, window, backend = ctx.rest
-    grads = _attention_backward(
-        q, k, v, cu_q, cu_k, causal, scale, window, out, lse, do.contiguous(), backend
-    )
-    return (*grads, None, None, None, None, None, None)
+        return (None,) * 11
+    *tensors, out, lse = ctx.saved_tensors
+    dq, dk, dv, *dsinks = _attention_backward(
+        *tensors, ctx.causal, ctx.scale, ctx.window, ctx.softcap, out, lse, do.contiguous(),
+        ctx.backend,
+    )  # fmt: skip
+    return (dq, dk, dv, *(dsinks or [None]), *(None,) * 7)
 
 
 _attention.register_autograd(_backward, setup_context=_setup)
 
 
 def attend_paged(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, context_lens: Tensor,
-    cu_q: Tensor, scale: float, window: int | None, plan: Tensor | None, pieces: Tensor | None,
-    special: bool, backend: str, softcap: float = 0.0, out: Tensor | None = None,
-    keeps_lse: bool = True,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, sinks: Tensor | None, block_table: Tensor,
+    context_lens: Tensor, cu_q: Tensor, scale: float, window: int | None, softcap: float,
+    plan: Tensor | None, pieces: Tensor | None, special: bool, backend: str,
+    out: Tensor | None = None, keeps_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse); plan, pieces, special: of a `Schedule`, or none; softcap: 0 is none; out: memory
     for the result, which triton alone takes; keeps_lse: see `AttentionCall`."""
     if backend == "torch":
-        record("paged_attention", "torch")
         k, v = (x.reshape(-1, *x.shape[2:]) for x in (k_cache, v_cache))
         length = context_lens.tolist()
         start = [0] * len(length)
-        page = k_cache.shape[1]
-        return portable.forward(
+        page, ran = k_cache.shape[1], "torch"
+        out, lse = portable.forward(
             q, k, v, cu_q, start, length, block_table, page, True, scale, window, softcap
         )
-    shared = None if plan is None or pieces is None else PieceList(plan, pieces, special)
-    out, lse, ran = on_triton().forward(
-        AttentionCall(
-            q, k_cache, v_cache, cu_q, context_lens, block_table, True, scale, window, softcap, out,
-            shared, keeps_lse,
-        )
-    )  # fmt: skip
+    else:
+        shared = None if plan is None or pieces is None else PieceList(plan, pieces, special)
+        out, lse, ran = on_triton().forward(
+            AttentionCall(
+                q, k_cache, v_cache, cu_q, context_lens, block_table, True, scale, window, softcap,
+                out, shared, keeps_lse,
+            )
+        )  # fmt: skip
     record("paged_attention", ran)
-    return out, lse
+    return (out, lse) if sinks is None else sink_logits.add(out, lse, sinks, backend)
 
 
 attend_paged_alone = functools.partial(attend_paged, keeps_lse=False)
@@ -150,13 +139,13 @@ attend_paged_alone = functools.partial(attend_paged, keeps_lse=False)
 
 @torch.library.custom_op("rlk::paged_attention", mutates_args=())
 def _paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, context_lens: Tensor,
-    cu_q: Tensor, scale: float, window: int | None, plan: Tensor | None, pieces: Tensor | None,
-    special: bool, backend: str,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, sinks: Tensor | None, block_table: Tensor,
+    context_lens: Tensor, cu_q: Tensor, scale: float, window: int | None, softcap: float,
+    plan: Tensor | None, pieces: Tensor | None, special: bool, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return attend_paged(
-        q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, plan, pieces, special,
-        backend,
+        q, k_cache, v_cache, sinks, block_table, context_lens, cu_q, scale, window, softcap, plan,
+        pieces, special, backend,
     )  # fmt: skip
 
 
@@ -166,8 +155,8 @@ def _attend_into(
     pieces: Tensor | None, special: bool, backend: str, keeps_lse: bool = True,
 ) -> Tensor:  # fmt: skip
     result, lse = attend_paged(
-        q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, plan, pieces, special,
-        backend, out=out, keeps_lse=keeps_lse,
+        q, k_cache, v_cache, None, block_table, context_lens, cu_q, scale, window, 0.0, plan,
+        pieces, special, backend, out, keeps_lse,
     )  # fmt: skip
     if result is not out:
         out.copy_(result)
@@ -192,12 +181,12 @@ def _paged_attention_into(
 
 
 @_paged_attention_into.register_fake
-def _(out, q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, *_):
+def _(out, q, *_):
     return empty_like_results(q)[1]
 
 
 @_paged_attention.register_fake
-def _(q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, *_):
+def _(q, *_):
     return empty_like_results(q)
 
 

@@ -441,7 +441,7 @@ def schedule(
 
 
 def _list_plan(plan: ForwardPlan, call: AttentionCall, chunk: int) -> ListPlan:
-    table, window, page = call.table, call.window, call.page
+    table, window, page = call.table, call.window, call.page or 1
     here, batch = facts(call.cu_q.device), call.batch
     block = max(16, power_of_2(batch))
     together = plan.rows // call.group  # sequences of one query that fit a block of rows

@@ -7,27 +7,15 @@ pairs of neighbours, pairs of pairs, and so on.
 T = tokens (all dimensions of ids)   V = vocabulary   H = features
 """
 
-import functools
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
 from rlk_kernels.backend import call, choose, record, refuse_gradient
+from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.embedding import portable
 
-
-def embedding_ref(ids: Tensor, weight: Tensor) -> Tensor:
-    """Advanced indexing, for tests."""
-    return weight[ids]
-
-
-@functools.cache
-def _on_triton() -> ModuleType:
-    from rlk_kernels.ops.embedding import kernels
-
-    return kernels
+_on_triton = lazy_module("rlk_kernels.ops.embedding.kernels")
 
 
 @torch.library.custom_op("rlk::embedding", mutates_args=())

@@ -6,22 +6,15 @@ A copy: no arithmetic, every bit kept. Which slot a token has is the engine's af
 T = tokens   Hk = KV heads   D = head size   P = block size of the cache
 """
 
-import functools
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
 from rlk_kernels.backend import call, choose, record
+from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.kv_cache import portable
 
-
-@functools.cache
-def _on_triton() -> ModuleType:
-    from rlk_kernels.ops.kv_cache import kernels
-
-    return kernels
+_on_triton = lazy_module("rlk_kernels.ops.kv_cache.kernels")
 
 
 @torch.library.custom_op("rlk::write_kv_cache", mutates_args=("k_cache", "v_cache"))

@@ -160,11 +160,10 @@ def finish(
     grid = cdiv(m, FINISH_ROWS)
     for below, above in pairwise(planes):
         nodes = below[0].shape[0]
-        level = None if seen is None else seen.part(nodes, m)
         launch(
-            level, kernels._collapse_kernel, (grid, above[0].shape[0], 1),
+            seen, kernels._collapse_kernel, (grid, above[0].shape[0], 1),
             (*below, *above, m, nodes, entropy, FINISH_ROWS, 5),
-            {"num_warps": 1},
+            {"num_warps": 1}, (nodes, m),
         )  # fmt: skip
     nodes = planes[-1][0].shape[0]
     of_rows = rows.entropy if entropy else None

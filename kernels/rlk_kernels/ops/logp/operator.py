@@ -19,13 +19,11 @@ has a gradient of 0, whatever its logits are (NaN too).
 T = rows   V = vocabulary   J = ids given a row   K = top_k
 """
 
-import functools
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
 from rlk_kernels.backend import call, choose, record, refuse_gradient
+from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.linear_logp.options import check_options, options_of
 from rlk_kernels.ops.logp import portable
@@ -46,11 +44,7 @@ def logp_ref(
 MAX_TOP = 128
 
 
-@functools.cache
-def _on_triton() -> ModuleType:
-    from rlk_kernels.ops.logp import kernels
-
-    return kernels
+_on_triton = lazy_module("rlk_kernels.ops.logp.kernels")
 
 
 def _run(logits, target, token_ids, top_k, options, backend):

@@ -16,13 +16,11 @@ the roundings count as the identity. x and residual get the same gradient.
 M = rows (all leading dimensions)   H = the normalised dimension
 """
 
-import functools
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
 from rlk_kernels.backend import call, choose, record, refuse_gradient
+from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.rms_norm import portable
 
@@ -36,11 +34,7 @@ def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
 
 
-@functools.cache
-def _on_triton() -> ModuleType:
-    from rlk_kernels.ops.rms_norm import kernels
-
-    return kernels
+_on_triton = lazy_module("rlk_kernels.ops.rms_norm.kernels")
 
 
 @torch.library.custom_op("rlk::rms_norm", mutates_args=())

@@ -16,12 +16,12 @@ T = tokens   H = heads   D = head size   R = rotary_dim / 2
 """
 
 import functools
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from rlk_kernels.backend import call, choose, record
+from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.rope import portable
 
@@ -41,11 +41,7 @@ def rope_ref(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
 
 
-@functools.cache
-def _on_triton() -> ModuleType:
-    from rlk_kernels.ops.rope import kernels
-
-    return kernels
+_on_triton = lazy_module("rlk_kernels.ops.rope.kernels")
 
 
 @torch.library.custom_op("rlk::rope", mutates_args=())

@@ -8,13 +8,11 @@ No reduction: an output is a function of its own two inputs. Gradients, with s =
 M = rows (all leading dimensions)   F = features
 """
 
-import functools
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
 from rlk_kernels.backend import call, choose, record, refuse_gradient
+from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.swiglu import portable
 
@@ -24,11 +22,7 @@ def swiglu_ref(gate: Tensor, up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate.double()) * up.double()
 
 
-@functools.cache
-def _on_triton() -> ModuleType:
-    from rlk_kernels.ops.swiglu import kernels
-
-    return kernels
+_on_triton = lazy_module("rlk_kernels.ops.swiglu.kernels")
 
 
 @torch.library.custom_op("rlk::swiglu", mutates_args=())

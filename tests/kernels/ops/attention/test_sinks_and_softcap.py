@@ -143,8 +143,8 @@ def test_the_registrations_pass_torchs_own_check():
     q, k, v = (x[:4].clone() for x in case())
     cu = torch.tensor([0, 4], dtype=torch.int32)
     options = (cu, cu.clone(), True, 0.5, None, 2.0, "torch")
-    torch.library.opcheck(operator._attention_with, (q, k, v, SINK, *options))
-    torch.library.opcheck(operator._attention_with, (q, k, v, None, *options))
+    torch.library.opcheck(operator._attention, (q, k, v, SINK, *options))
+    torch.library.opcheck(operator._attention, (q, k, v, None, *options))
 
 
 @pytest.mark.parametrize(("backend", "options"), OPTIONS)
