@@ -124,7 +124,7 @@ def facts(device: torch.device) -> DeviceFacts:
     if hopper and not fits_gluon(triton_version()):
         first, beyond = (".".join(map(str, version)) for version in GLUON_TRITON)
         _warn(f"need Triton >= {first} and < {beyond}, and this is {triton_version()}")
-    if hopper and not nvrtc.found():
+    if hopper and not nvrtc.is_available():
         _warn("need NVRTC, which torch's builds for CUDA bring, and it was not found")
     count = PLANNED_PROCESSORS
     if device.type == "cuda":
@@ -136,7 +136,7 @@ def facts(device: torch.device) -> DeviceFacts:
         overlaps=newer,
         gluon=hopper and fits_gluon(triton_version()),
         many_groups=hopper and fits_gluon(triton_version(), MANY_GROUPS),
-        cuda=hopper and nvrtc.found(),
+        cuda=hopper and nvrtc.is_available(),
     )
 
 

@@ -11,6 +11,7 @@ RLK_REPLAY=0 in the environment turns that off.
 """
 
 import functools
+import operator
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -76,11 +77,13 @@ class Compiled:
 class ShapeCache:
     """What calls of one shape have in common, made by the first of them."""
 
-    __slots__ = ("compiled", "plan", "values")
+    __slots__ = ("compiled", "plan", "proven", "values")
 
     def __init__(self) -> None:
         self.plan: Any = None
         """How the calls run."""
+        self.proven: set[Callable] = set()
+        """What launches on no memory but the call's (`replay_or_run`)."""
         self.compiled: dict[Any, Compiled] = {}
         """By id of the kernel, and what else tells its launches apart."""
         self.values: dict[str, dict] = {}
@@ -136,8 +139,8 @@ def launch(
             addressed = _addressed(compiled.tensors, arguments)
             if addressed is not None:
                 recording = cache if type(cache) is Recording else None
-                if recording is not None:
-                    recording.note_memory(compiled, arguments, addressed)
+                if recording is not None and recording.memory:
+                    recording.look_at(compiled, arguments, addressed)
                 step = launch_compiled(compiled, kernel, grid, arguments, options, addressed)
                 if recording is not None and step is not None:
                     recording.steps.append(step)
@@ -173,56 +176,50 @@ def launch_compiled(
     if private_api.profiled():
         kernel[grid](*arguments, **options)
         return None
-    own, direct = compiled.kernel, compiled.direct
+    loaded, direct = compiled.kernel, compiled.direct
     stream = private_api.current_stream(compiled.device)
     if direct is None:
         launched = (
-            *grid, stream, own.function, own.packed_metadata, None, None, None, *addressed
+            *grid, stream, loaded.function, loaded.packed_metadata, None, None, None, *addressed
         )  # fmt: skip
-        own.run(*launched)
-        return own.run, launched, own
+        loaded.run(*launched)
+        return loaded.run, launched, loaded
     launched = (
-        *grid, stream, own.function, direct.cooperative, direct.overlaps, None, None,
-        own.packed_metadata, None, None, None, *direct.arguments(addressed),
+        *grid, stream, loaded.function, direct.cooperative, direct.overlaps, None, None,
+        loaded.packed_metadata, None, None, None, *direct.arguments(addressed),
     )  # fmt: skip
     direct.launch(*launched)
-    return direct.launch, launched, own
+    return direct.launch, launched, loaded
 
 
 class Recording(ShapeCache):
     """A shape's cache in the hands of one call, which fills it with the launches that it makes."""
 
-    __slots__ = ("addresses", "steps")
+    __slots__ = ("foreign", "known", "memory", "steps")
 
-    def __init__(self, cache: ShapeCache) -> None:
+    def __init__(
+        self, cache: ShapeCache, memory: tuple[Tensor | None, ...], addresses: list[int]
+    ) -> None:
+        """memory, at these addresses: all that the call was given; () where nobody looks at it."""
         self.plan, self.compiled, self.values = cache.plan, cache.compiled, cache.values
+        self.memory, self.known = memory, addresses
         self.steps: list[tuple] = []
         """What `launch_compiled` returned, of each launch."""
-        self.addresses: set[int] = set()
-        """What the kernels were given."""
+        self.foreign = False
+        """Whether a kernel was given other memory: what a call allocates for itself may be
+        another's by the time of a replay."""
 
-    def note_memory(self, compiled: Compiled, arguments: tuple, addressed: list) -> None:
-        """Note what a launch is given; `addressed` is as `_addressed` returned it."""
-        self.addresses.update(map(addressed.__getitem__, compiled.tensors))
-        self.addresses.update(arguments[i].base.data_ptr() for i in compiled.maps)
+    def look_at(self, compiled: Compiled, arguments: tuple, addressed: list) -> None:
+        """Look for foreign memory in a launch; `addressed` is as `_addressed` returned it."""
+        addresses = [addressed[i] for i in compiled.tensors]
+        addresses += [arguments[i].base.data_ptr() for i in compiled.maps]
+        self.foreign = self.foreign or not all(map(self._holds, addresses))
 
-    def replayable(
-        self, launched: int, memory: tuple[Tensor | None, ...], addresses: list[int]
-    ) -> bool:
-        """Whether it has all that was launched, on no memory but the call's. What a call allocates
-        for itself may be another's by the time of a replay."""
-        if len(self.steps) != launched or not 0 < launched <= MOST_LAUNCHES:
-            return False
-        foreign = self.addresses.difference(addresses)
-        for x in memory:
-            if not foreign:
-                break
-            if x is not None:
-                storage = x.untyped_storage()
-                first = storage.data_ptr()
-                end = first + storage.nbytes()
-                foreign = {address for address in foreign if not first <= address < end}
-        return not foreign
+    def _holds(self, address: int) -> bool:
+        if address in self.known:
+            return True
+        storages = (x.untyped_storage() for x in self.memory if x is not None)
+        return any(0 <= address - s.data_ptr() < s.nbytes() for s in storages)
 
 
 _replays: dict[tuple, list[tuple]] = {}
@@ -236,10 +233,11 @@ def replay_or_run(
     nothing else; or the launches that it recorded for the same memory and numbers before, without
     it: most of the host's time of a call of several kernels.
 
-    memory: all that the kernels read and write, and first what `run` uses for itself; numbers: what
-    else their arguments follow from, beside the shape. A recording is refused where it lacks a
-    launch (one made without the cache, the first of a kernel, one that a profiler saw) and where a
-    kernel was given memory that is not in `memory`.
+    memory: all that the kernels read and write, what `run` uses for itself too; numbers: what else
+    their arguments follow from, beside the shape. A recording is refused where it lacks a launch
+    (one made without the cache, the first of a kernel, one that a profiler saw) and where a kernel
+    was given memory that is not in `memory`. The latter follows from the shape and from what is
+    aligned: it is looked at once for a shape whose memory is aligned, and else each time.
     """
     if not private_api.REPLAY or _thread.only_compiles:
         run(cache, *arguments)
@@ -253,12 +251,17 @@ def replay_or_run(
         for start, launched, _ in steps:
             start(*launched)
         return
-    recording, before = Recording(cache), _thread.launches
+    aligned = functools.reduce(operator.or_, addresses) & 15 == 0
+    proven = aligned and run in cache.proven
+    recording, before = Recording(cache, () if proven else memory, addresses), _thread.launches
     run(recording, *arguments)
-    if recording.replayable(_thread.launches - before, memory, addresses):
+    count = _thread.launches - before
+    if len(recording.steps) == count and 0 < count <= MOST_LAUNCHES and not recording.foreign:
         if len(_replays) >= MOST_REPLAYS:
             _replays.clear()
         _replays[key] = recording.steps
+        if aligned:
+            cache.proven.add(run)
 
 
 class _Memory:

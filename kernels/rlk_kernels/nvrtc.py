@@ -34,8 +34,8 @@ def _places() -> Iterator[tuple[str, ...]]:
     major = (torch.version.cuda or "[0-9]*").partition(".")[0]
     wheels = importlib.util.find_spec("nvidia")
     for folder in wheels.submodule_search_locations or () if wheels else ():
-        for found in sorted(Path(folder).glob(f"*/lib/libnvrtc.so.{major}")):
-            yield *map(str, found.parent.glob("libnvrtc-builtins.so.*[0-9]")), str(found)
+        for path in sorted(Path(folder).glob(f"*/lib/libnvrtc.so.{major}")):
+            yield *map(str, path.parent.glob("libnvrtc-builtins.so.*[0-9]")), str(path)
     yield (str(Path(torch.__file__).parent / "lib" / "libcaffe2_nvrtc.so"),)
     yield (f"libnvrtc.so.{major}",)
 
@@ -45,16 +45,16 @@ def library() -> ctypes.CDLL:
     """The compiler's library. Raises KernelFailed where there is none."""
     for place in _places():
         try:
-            *_, found = map(ctypes.CDLL, place)
-            found.nvrtcGetErrorString.restype = c_char_p
-            return found
+            *_, compiler = map(ctypes.CDLL, place)
+            compiler.nvrtcGetErrorString.restype = c_char_p
+            return compiler
         except (OSError, AttributeError):
             continue
     raise KernelFailed("NVRTC was not found; torch's builds for CUDA bring it")
 
 
-def found() -> bool:
-    """Whether there is one."""
+def is_available() -> bool:
+    """Whether NVRTC can be loaded."""
     try:
         library()
     except KernelFailed:
@@ -72,14 +72,14 @@ def compile_source(source: Source) -> tuple[bytes, str]:
     """(the binary, what the compiler said). Raises KernelFailed."""
     nvrtc, program, size = library(), c_void_p(), ctypes.c_size_t()
 
-    def told(what: str) -> bytes:
+    def output(what: str) -> bytes:
         getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
         buffer = ctypes.create_string_buffer(size.value)
         getattr(nvrtc, f"nvrtcGet{what}")(program, buffer)
         return buffer.raw
 
     def log() -> str:
-        return told("ProgramLog").decode(errors="replace").strip("\0\n")
+        return output("ProgramLog").decode(errors="replace").strip("\0\n")
 
     def done(error: int) -> None:
         if error:
@@ -91,6 +91,6 @@ def compile_source(source: Source) -> tuple[bytes, str]:
     done(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, name, 0, None, None))
     try:
         done(nvrtc.nvrtcCompileProgram(program, len(options), options))
-        return told("CUBIN"), log()
+        return output("CUBIN"), log()
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))

@@ -142,8 +142,8 @@ def direct_launcher(kernel: Any) -> DirectLauncher | None:
 
 def fast_paths() -> dict[str, str]:
     """Fast path -> `on`, or `off` and why."""
-    triton, wanted = triton_version() if HAS_TRITON else "0.0", DIRECT_TRITON[0]
-    off = "off (seen working on Triton {}.{} alone)".format(*wanted)
+    triton = triton_version() if HAS_TRITON else "0.0"
+    off = "off (seen working on Triton {}.{} alone)".format(*DIRECT_TRITON[0])
     return {
         "direct launch": "on" if fits_gluon(triton, DIRECT_TRITON) else off,
         "direct allocation": "on" if allocate else f"off (torch {torch.__version__} has none)",

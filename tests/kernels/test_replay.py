@@ -184,6 +184,21 @@ def test_what_was_not_recorded_makes_a_call_run_each_time(inside: Any) -> None:
 
 
 @pytest.mark.usefixtures("here")
+def test_a_copy_of_what_is_not_aligned_is_foreign_in_a_shape_that_is_proven_too() -> None:
+    class Copies(Call):
+        def run(self, cache: ShapeCache, x: torch.Tensor, *rest: Any) -> None:
+            super().run(cache, x.clone() if x.data_ptr() % 16 else x, *rest)
+
+    call = Copies()
+    for _ in range(3):
+        call(X, Y)
+    assert call.runs == 2
+    for _ in range(3):
+        call(X[1:], Y)
+    assert call.runs == 5
+
+
+@pytest.mark.usefixtures("here")
 def test_memory_inside_of_what_the_call_was_given_is_its_own() -> None:
     class Inside(Call):
         def run(self, cache: ShapeCache, x: torch.Tensor, *rest: Any) -> None:

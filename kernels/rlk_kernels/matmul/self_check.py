@@ -130,25 +130,25 @@ def _checks(
 ) -> list[tuple[Tile | str, Callable[[], Tensor]]]:
     """What must have the bits of SAFE, by tile or name; some have its first columns alone."""
     bits = functools.partial(tile_bits, dtype=dtype, device=device, split=split)
-    found: list[tuple[Tile | str, Callable[[], Tensor]]]
-    found = [(tile, functools.partial(bits, tile)) for tile in product_tiles(facts(device).cuda)]
-    found.append((PICK, functools.partial(bits, PICK, pointers=True)))
+    checks: list[tuple[Tile | str, Callable[[], Tensor]]]
+    checks = [(tile, functools.partial(bits, tile)) for tile in product_tiles(facts(device).cuda)]
+    checks.append((PICK, functools.partial(bits, PICK, pointers=True)))
     if not split:  # `accumulate` never splits
-        found += [(x, functools.partial(partial_bits, x, dtype, device)) for x in partial_tiles()]
+        checks += [(x, functools.partial(partial_bits, x, dtype, device)) for x in partial_tiles()]
     if facts(device).gluon:
         logits = functools.partial(hopper_logits_bits, dtype, device, split)
-        found.append(("hopper/epilogue.py", logits))
+        checks.append(("hopper/epilogue.py", logits))
         if not split:
             partials = functools.partial(hopper_partial_bits, dtype, device)
-            found.append(("hopper/accumulate.py", partials))
-    return found
+            checks.append(("hopper/accumulate.py", partials))
+    return checks
 
 
 def disagreements(
     device: torch.device, split: bool = False
 ) -> list[tuple[Tile | str, torch.dtype]]:
     """The tiles in use, and kernels with a tile of their own, whose bits differ from SAFE's."""
-    found = []
+    differing = []
     with compiled_ahead(device) as ahead:
         for dtype in (torch.bfloat16, torch.float16) if ahead else ():
             tile_bits(SAFE, dtype, device, split=split)
@@ -159,8 +159,8 @@ def disagreements(
         for what, run in _checks(dtype, device, split):
             bits = run()
             if not torch.equal(bits, expected[:, : bits.shape[1]]):
-                found.append((what, dtype))
-    return found
+                differing.append((what, dtype))
+    return differing
 
 
 def holds(device: torch.device, split: bool = False) -> bool:
@@ -176,16 +176,16 @@ def _checked(device: torch.device, split: bool) -> bool:
             "rlk_kernels checks its tiles at the first product on a device, and that was inside a "
             "CUDA graph capture; call rlk_kernels.warm_up(device) before capturing"
         )
-    found = disagreements(device, split)
-    if found:
+    differing = disagreements(device, split)
+    if differing:
         name = torch.cuda.get_device_name(device) if on_gpu else device.type
         warnings.warn(
             f"tiles give different bits on {name} with Triton {triton.__version__} "
-            f"({len(found)} of them, first {found[0]}); using {SAFE} for every M",
+            f"({len(differing)} of them, first {differing[0]}); using {SAFE} for every M",
             TilesDiffer,
             stacklevel=2,
         )
-    return not found
+    return not differing
 
 
 def trusted(device: torch.device, dtype: torch.dtype, split: bool = False) -> bool:

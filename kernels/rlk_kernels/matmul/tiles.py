@@ -56,8 +56,8 @@ def product_tiles(specialized: bool = True) -> list[Tile]:
     """Every distinct tile that products of 16-bit operands can be launched with, and those of the
     kernels with an epilogue, as the product kernel can run them; as in `tile_for`."""
     chosen = [tile for tile in COSTS if specialized or not tile.warp_specialized]
-    found = [*chosen, SAFE, SAFE_SPLIT, STATISTICS, STORE, SPLIT]
-    return list(dict.fromkeys(as_product(tile) for tile in found))
+    used = [*chosen, SAFE, SAFE_SPLIT, STATISTICS, STORE, SPLIT]
+    return list(dict.fromkeys(as_product(tile) for tile in used))
 
 
 def partial_tiles() -> list[Tile]:

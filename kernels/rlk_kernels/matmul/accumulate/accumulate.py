@@ -37,11 +37,11 @@ def accumulate(*partials: PartialProduct) -> str:
 
         sum_hopper(planned, partials)
         ran.append("triton/hopper")
-    for x, own in zip(partials, planned.slices, strict=True):
-        if own.kernel == "product":
+    for x, slice_plan in zip(partials, planned.slices, strict=True):
+        if slice_plan.kernel == "product":
             ran.append(product(x.a, x.b, None, x.trans_a, False, x.out))
-        elif own.kernel == "tma":
-            launch_tma(own, x)
-        elif own.kernel == "pointer":
-            launch_pointer(own, x)
+        elif slice_plan.kernel == "tma":
+            launch_tma(slice_plan, x)
+        elif slice_plan.kernel == "pointer":
+            launch_pointer(slice_plan, x)
     return most_special(ran)

@@ -60,11 +60,11 @@ def attention_ref(
         key = torch.arange(kb.shape[0], device=q.device)[None, :]
         last = torch.arange(qb.shape[0], device=q.device)[:, None] + kb.shape[0] - qb.shape[0]
         last = last if causal else torch.full_like(last, kb.shape[0] - 1)
-        seen = key <= last
+        visible = key <= last
         if window is not None:
-            seen = seen & (key > last - window)
+            visible = visible & (key > last - window)
         s = s if softcap is None else softcap * torch.tanh(s / softcap)
-        s = s.masked_fill(~seen, float("-inf"))
+        s = s.masked_fill(~visible, float("-inf"))
         lse = torch.logsumexp(s, -1)
         if sinks is not None:
             lse = torch.logaddexp(lse, sinks.double()[:, None])
@@ -162,7 +162,9 @@ def attention(
     cu_k = _index("attention", "cu_seqlens_k", cu_seqlens_k, cu_q.numel())
     chosen = choose("attention", backend, q, k, v, cu_q, cu_k, sinks)
     q, k, v = _last_dense(q), _last_dense(k), _last_dense(v)
-    sinks, cap = _variant("attention", q.shape[1], sinks, softcap)
+    cap = 0.0
+    if sinks is not None or softcap is not None:
+        sinks, cap = _variant("attention", q.shape[1], sinks, softcap)
     out, lse = call(_attention, q, k, v, sinks, cu_q, cu_k, causal, scale, window, cap, chosen)
     return (out, lse) if return_lse else out
 
@@ -285,7 +287,9 @@ def paged_attention(
         )
     if out is not None and torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad):
         raise ValueError(f"paged_attention: {NO_GRADIENT}; use torch.no_grad()")
-    sinks, cap = _variant("paged_attention", q.shape[1], sinks, softcap)
+    cap = 0.0
+    if sinks is not None or softcap is not None:
+        sinks, cap = _variant("paged_attention", q.shape[1], sinks, softcap)
     if out is not None and sinks is None and not cap:
         lse = call(
             _paged_attention_into, out, q, k_cache, v_cache, table, lens, cu_q, scale, window, plan,

@@ -36,8 +36,8 @@ def _portable(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     less = torch.where(torch.minimum(sink, keys) == -math.inf, 0.0, less)
     more = top + elementary.log(1.0 + less)
     weight = torch.where(keys == -math.inf, 0.0, elementary.exp((keys - more).clamp(min=-700.0)))
-    found = (out.double() * weight.T[..., None]).to(lse.dtype).to(out.dtype)
-    return found, more.to(lse.dtype)
+    scaled = (out.double() * weight.T[..., None]).to(lse.dtype).to(out.dtype)
+    return scaled, more.to(lse.dtype)
 
 
 def add(out: Tensor, lse: Tensor, sinks: Tensor, backend: str) -> tuple[Tensor, Tensor]:
