@@ -30,12 +30,13 @@ from rlk_kernels.matmul.tiles import SAFE, tile_for, with_overlap
 def runner(tile: Tile, x, weight, y):
     """A call that fills y = x @ weight^T with `tile`."""
     from rlk_kernels.device import facts
+    from rlk_kernels.launching import ShapeCache
     from rlk_kernels.matmul.launch import launch
     from rlk_kernels.matmul.plan import plan_tile, shape_of
 
-    here, seen = facts(x.device), {}
+    here, cache = facts(x.device), ShapeCache()
     plan = plan_tile(shape_of(x, weight, False, True, y, here), here, tile)
-    return lambda x=x, weight=weight: launch(plan, seen, x, weight, None, False, True, y)
+    return lambda x=x, weight=weight: launch(plan, cache, x, weight, None, False, True, y)
 
 
 def compiled(index: int) -> tuple[int, str]:
