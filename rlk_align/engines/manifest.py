@@ -59,6 +59,7 @@ def _environment(engine: Engine) -> dict[str, str]:
         "torch": torch.__version__,
         "transformers": importlib.metadata.version("transformers"),
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
+        "device_type": torch.device(engine.spec.device or ("cuda" if cuda else "cpu")).type,
         "ranks": str(engine.ranks.world),
         "threads": str(torch.get_num_threads()),
         "capability": torch.backends.cpu.get_cpu_capability(),

@@ -206,7 +206,7 @@ def _open_part(job: Job, engine: Engine, name: str, plan: CapturePlan) -> PassWr
     rank = engine.ranks.rank
     if rank:
         barrier(engine.ranks)
-    writer = PassWriter(job.folder / name, keep, valued, checks, part=rank)
+    writer = PassWriter(job.folder / name, keep, valued, checks, shape.vocab, part=rank)
     if not rank:
         barrier(engine.ranks)
     return writer
