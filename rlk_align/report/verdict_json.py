@@ -56,7 +56,7 @@ def verdict_json(verdict: Verdict, probe: Probe | None = None) -> dict[str, Any]
         },
         "precheck": {
             **{k: parity(c, k) for k in PARITY_KINDS},
-            "mismatches": [m.model_dump() for m in c.mismatches],
+            "mismatches": [m.model_dump(exclude={"stops"}) for m in c.mismatches],
         },
         "controls": _controls_json(c),
         "coverage": {} if stopped else _coverage_json(c),

@@ -244,4 +244,4 @@ def next_step(verdict: Verdict, folder: Path) -> str:
     if over[0].unchecked:
         unchecked = over[0].unchecked[0].side
         return f"give {unchecked} the checkpoint's own {first.site}, and compare again"
-    return f"rlk-align report html {where} -o report.html    what differs at {first.site}, and how"
+    return f"rlk-align report html {where} -o report.html    shows {first.site}"

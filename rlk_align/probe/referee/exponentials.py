@@ -6,18 +6,19 @@ loses is known of each term, and has one sign where terms are alike. A confident
 exponential is 1, and the thousands of small ones that follow it in its lane fall below half an ulp.
 
 On a CPU torch adds the columns of a row in as many lanes as a register has
-(`ATen/native/cpu/LogSoftmaxKernelImpl.h`): 16 with AVX-512, 8 with AVX2, 4 at least elsewhere. On a
-GPU blocks of 1,024 columns are added up as a tree, and each block's sum to the total of those
-before it; threads that add columns with a stride of 1,024 lose less.
+(`ATen/native/cpu/LogSoftmaxKernelImpl.h`): 16 with AVX-512, 8 with AVX2 and where it is built for no
+instruction set of x86, 4 on other processors. On a GPU blocks of 1,024 columns are added up as a
+tree, and each block's sum to the total of those before it; threads that add columns with a stride
+of 1,024 lose less.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-_CPU_LANES = {"AVX512": 16, "AVX2": 8}
-_FEWEST_LANES = 4
+_CPU_LANES = {"AVX512": (16,), "AVX2": (8,)}
+_OTHER_LANES = (4, 8)
 _GPU_BLOCK = 1024
 
 
@@ -30,21 +31,22 @@ class SumOrder:
     block: int = 1
     """Neighbouring columns that are added up as a tree first."""
 
-    @classmethod
-    def of(cls, environment: Mapping[str, str]) -> "SumOrder":
-        """That of a side, by the environment that its capture recorded."""
-        if environment.get("device_type", "cpu") != "cpu":
-            return cls(block=_GPU_BLOCK)
-        return cls(lanes=_CPU_LANES.get(environment.get("capability", ""), _FEWEST_LANES))
+
+def sum_orders(environment: Mapping[str, str]) -> tuple[SumOrder, ...]:
+    """The orders in which a side may add, by the environment that its capture recorded."""
+    if environment.get("device_type", "cpu") != "cpu":
+        return (SumOrder(block=_GPU_BLOCK),)
+    lanes = _CPU_LANES.get(environment.get("capability", ""), _OTHER_LANES)
+    return tuple(SumOrder(lanes=n) for n in lanes)
 
 
-ONE_LANE = SumOrder()
-"""One total: no engine loses more."""
+def lost_share(exponentials: torch.Tensor, orders: Sequence[SumOrder]) -> torch.Tensor:
+    """The square of what a float32 sum is expected to lose, as a share of the sum, in that of the
+    orders that loses most: float64 `[N, V]` -> `[N, 1]`."""
+    return torch.stack([_lost(exponentials, order) for order in orders]).amax(dim=0)
 
 
-def lost_share(exponentials: torch.Tensor, order: SumOrder) -> torch.Tensor:
-    """The square of what a float32 sum is expected to lose, as a share of the sum: float64 `[N, V]`
-    -> `[N, 1]`."""
+def _lost(exponentials: torch.Tensor, order: SumOrder) -> torch.Tensor:
     whole = order.lanes * order.block
     padded = torch.nn.functional.pad(exponentials, (0, -exponentials.shape[1] % whole))
     if order.block > 1:

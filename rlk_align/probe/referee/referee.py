@@ -18,7 +18,7 @@ from rlk_align.model.edges import EDGE_ENDS
 from rlk_align.model.families import ModelShape
 from rlk_align.model.sites import MATMUL, RowIndex, Site, model_sites
 from rlk_align.probe.graph import partners
-from rlk_align.probe.referee.exponentials import SumOrder
+from rlk_align.probe.referee.exponentials import sum_orders
 from rlk_align.probe.referee.recorded import RecordedPass
 from rlk_align.probe.referee.reference import Reference, Rows
 from rlk_align.probe.referee.rounding import ErrorSums
@@ -126,10 +126,10 @@ def _reference(
     """`other`: the other side's."""
     r, tp = trace.record, int(trace.record.options.get("tp") or 1)
     like = None if isinstance(other, str) else other
-    order = SumOrder.of(r.environment)
+    orders = sum_orders(r.environment)
     try:
         return Reference(
-            Path(r.model), r.shape, r.dtype, tp, r.attributes, trace.weights, device, like, order
+            Path(r.model), r.shape, r.dtype, tp, r.attributes, trace.weights, device, like, orders
         )
     except ModelError as error:
         return f"the checkpoint cannot be read: {error.message}"

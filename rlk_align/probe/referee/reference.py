@@ -14,7 +14,7 @@ from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.model.sites import Site
 from rlk_align.model.tensors import biased_operators
 from rlk_align.probe.referee import formulas
-from rlk_align.probe.referee.exponentials import ONE_LANE, SumOrder, lost_share
+from rlk_align.probe.referee.exponentials import SumOrder, lost_share, sum_orders
 from rlk_align.probe.referee.rounding import rounding_variance
 from rlk_align.probe.referee.weights import Checkpoint, CheckpointWeights, NotRefereed
 from rlk_align.trace.reader import Weight
@@ -57,14 +57,15 @@ class Reference:
         live: Mapping[str, Weight],
         device: torch.device,
         like: "Reference | None" = None,
-        order: SumOrder = ONE_LANE,
+        orders: Sequence[SumOrder] = (),
     ) -> None:
         """`dtype`: what the side computes in; `tp`: its tensor-parallel ranks; `attributes`: what
         it says of its log-probs; `live`: the weights that its engine held; `like`: another side's,
-        whose checkpoint is shared if it is the same; `order`: in which it adds exponentials up.
-        Raises ModelError."""
+        whose checkpoint is shared if it is the same; `orders`: in which it may add
+        exponentials up, by default those of an unknown processor. Raises ModelError."""
         self.shape, self.dtype, self.device, self._model = shape, dtype, device, model
-        self._tp, self._attributes, self._order = tp, attributes, order
+        self._tp, self._attributes = tp, attributes
+        self._orders = orders or sum_orders({})
         self._config = read_config(model)
         if self._config.get("quantization_config"):
             raise ModelError(f"{model} is quantized")
@@ -179,7 +180,7 @@ class Reference:
         chosen = scaled.gather(1, rows.target[:, None])
         rounded = [rounding_variance(x, "float32") for x in (chosen, chosen - out)]
         exponentials = (scaled - scaled.amax(dim=1, keepdim=True)).exp()
-        lost = (SUM_ULPS * FLOAT32_UNIT) ** 2 + lost_share(exponentials, self._order)
+        lost = (SUM_ULPS * FLOAT32_UNIT) ** 2 + lost_share(exponentials, self._orders)
         return out, sum(rounded) + lost
 
     @property
