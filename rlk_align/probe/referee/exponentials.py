@@ -6,10 +6,9 @@ loses is known of each term, and has one sign where terms are alike. A confident
 exponential is 1, and the thousands of small ones that follow it in its lane fall below half an ulp.
 
 On a CPU torch adds the columns of a row in as many lanes as a register has
-(`ATen/native/cpu/LogSoftmaxKernelImpl.h`): 16 with AVX-512, 8 with AVX2 and where it is built for no
-instruction set of x86, 4 on other processors. On a GPU blocks of 1,024 columns are added up as a
-tree, and each block's sum to the total of those before it; threads that add columns with a stride
-of 1,024 lose less.
+(`ATen/native/cpu/LogSoftmaxKernelImpl.h`): 16 with AVX-512, 8 with AVX2 or any other x86, 4 on
+other processors. On a GPU blocks of 1,024 columns are added up as a tree, and each block's sum to
+the total of those before it; threads that add columns with a stride of 1,024 lose less.
 """
 
 from collections.abc import Mapping, Sequence
