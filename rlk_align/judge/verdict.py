@@ -170,6 +170,8 @@ def _notes(c: Comparison, contract: Contract) -> list[str]:
         for role, e in c.engines.items()
         if "untested" in e.environment
     ]
+    chats = {e.environment.get("chat_template") for e in c.engines.values()} - {None}
+    notes += [f"{count} rendered by the model's chat template" for count in sorted(map(str, chats))]
     if c.same_capture:
         notes.append("both sides are one and the same capture: that they agree says nothing")
     versions = [e.environment.get("torch", "") for e in c.engines.values()]

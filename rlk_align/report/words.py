@@ -185,6 +185,10 @@ def side_off(verdict: Verdict) -> str:
     return "not known: no operator was held against float64"
 
 
+MORE_TOKENS = "capture with more --prompts, or a larger --max-new-tokens"
+"""What settles a comparison of too few tokens."""
+
+
 def _settle(verdict: Verdict) -> str:
     """What makes the next run conclusive."""
     c, contract = verdict.comparison, verdict.contract
@@ -196,7 +200,7 @@ def _settle(verdict: Verdict) -> str:
     if short and rest and all(_never_shown(e) for e in short):
         return f"judge what both sides can show: --edges {','.join(rest)}"
     if short:
-        return "capture with more --prompts, or a larger --max-new-tokens"
+        return MORE_TOKENS
     return "mend what is named above, then capture and compare again, with --fresh"
 
 
