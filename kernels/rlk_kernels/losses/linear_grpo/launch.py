@@ -93,7 +93,7 @@ def logp_and_gradients(
         n = empty(shapes[0], torch.float32, h.device)
         s, *above = empties(shapes[1:], torch.float32, h.device)
         inner = empties(row_shapes(own, False)[1:-1], torch.float32, h.device)
-        rows = RowStatistics(logps[part], *inner, targets[part])
+        rows = RowStatistics(*[logps[part], *inner, targets[part]])
         for vocab, tiles, e in zip(chunk.vocab, chunk.tiles, stored, strict=True):
             node = chunk.nodes(vocab)
             run_tiles(
