@@ -135,9 +135,9 @@ def prepare(
         )
         for side, spec in specs.items()
     }
-    contract = _check_early(requests, replays, given.contract)
+    contract, dtype = _check_early(requests, replays, given.contract)
     if "rollout" not in replays:
-        _check_enough(requests["rollout"], contract, outputs)
+        _check_enough(requests["rollout"], contract, dtype, outputs)
 
     from rlk_align.pipeline import CompareRequest
 
@@ -215,8 +215,9 @@ def _check_early(
     requests: Mapping[SideName, CaptureRequest],
     replays: Mapping[SideName, Path],
     contract: str | None,
-) -> Contract:
-    """What would fail after minutes of capturing fails now; the contract that will judge."""
+) -> tuple[Contract, str]:
+    """What would fail after minutes of capturing fails now. The contract that will judge, and the
+    lower-precision dtype of the two sides."""
     from rlk_align.capture.check import check_request
 
     dtypes = []
@@ -228,10 +229,12 @@ def _check_early(
         options.warn(warnings)
         dtypes.append(request.engine.dtype(shape.dtype))
     dtype = lower_precision(*dtypes)
-    return load_contract(contract or default_contract(dtype), dtype)
+    return load_contract(contract or default_contract(dtype), dtype), dtype
 
 
-def _check_enough(rollout: CaptureRequest, contract: Contract, outputs: list[Output]) -> None:
+def _check_enough(
+    rollout: CaptureRequest, contract: Contract, dtype: str, outputs: list[Output]
+) -> None:
     """Exits as inconclusive where even responses of full length have too few tokens."""
     from rlk_align.model.prompts import load_prompts
 
@@ -239,4 +242,4 @@ def _check_enough(rollout: CaptureRequest, contract: Contract, outputs: list[Out
     if most < contract.min_tokens:
         from rlk_align.cli.output import finish_too_few
 
-        finish_too_few(contract, most, outputs)
+        finish_too_few(contract, most, rollout.model, dtype, outputs)

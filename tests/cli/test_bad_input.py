@@ -145,10 +145,18 @@ def test_too_few_tokens_are_inconclusive(cli: Cli, tmp_path: Path, command: str)
     assert "at most 30 sampled tokens, 32 are needed" in done.out
     assert "capture with more --prompts, or a larger --max-new-tokens" in done.out
     assert not (tmp_path / "run").exists(), "nothing was begun"
-    assert done.verdict is None
     told = cli(command, *HF, "--prompts", prompts, "--output", "json=-")
-    assert (told.code, told.out) == (4, ""), "stdout is for the JSON that is not there"
+    assert told.code == 4
     assert "at most 30 sampled tokens" in told.err
+    record = json.loads(told.out)
+    assert (record["status"], record["exit_code"], record["dtype"]) == (
+        "inconclusive",
+        4,
+        "bfloat16",
+    )
+    assert (record["edges"], record["divergence"]) == ({}, None)
+    assert record["precheck"]["weights"] == "not checked", "nothing is claimed"
+    assert "at most 30 sampled tokens" in record["doubts"][0]
 
 
 def test_responses_that_end_early_leave_too_few_tokens(
