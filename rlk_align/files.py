@@ -1,5 +1,6 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and text files as people save them."""
 
+import codecs
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,3 +13,20 @@ def whole_file(path: Path) -> Iterator[Path]:
     partial = path.with_name(path.name + ".partial")
     yield partial
     os.replace(partial, path)
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file, without a byte-order mark, each line end as `\\n`.
+
+    Raises OSError, or ValueError where the file is not UTF-8.
+    """
+    data = path.read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        found = "it begins as UTF-16 does" if utf16 else str(error)
+        raise ValueError(f"not UTF-8: {found}; save it as UTF-8") from error
+    if "\0" in text:
+        raise ValueError("it holds NUL characters, as UTF-16 does; save it as UTF-8")
+    return text.replace("\r\n", "\n").replace("\r", "\n")

@@ -263,6 +263,11 @@ class RefereedUnit(Result):
     """None where none could be."""
     reason: str = ""
     """Why not."""
+    dtype: str = ""
+    """What the side computes in; empty in a run of an older version."""
+    other_weight: bool = False
+    """Whether it could not be recomputed because its engine holds another weight than the
+    checkpoint."""
     explanation: str = ""
     """What the side computes instead, where that is known to fit."""
     fused_with: str = ""
@@ -308,6 +313,8 @@ class Mismatch(Result):
     """For weights of a sharded side: the ranks that hold what differs."""
     detail: str = ""
     """What is known of it beyond the two values."""
+    stops: bool = True
+    """Whether nothing is compared across it unless the user allows it."""
 
 
 class EngineRecord(Result):
@@ -353,7 +360,12 @@ class Comparison(Result):
     @property
     def stopped(self) -> bool:
         """Whether a mismatch that was not allowed ended it before any number."""
-        return any(m.kind not in self.allowed for m in self.mismatches)
+        return bool(self.stopping)
+
+    @property
+    def stopping(self) -> list[Mismatch]:
+        """Mismatches across which nothing is compared."""
+        return [m for m in self.mismatches if m.stops and m.kind not in self.allowed]
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

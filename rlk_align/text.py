@@ -23,8 +23,12 @@ def line(text: object = "", style: str = "") -> Text:
 
 
 def complaint(error: ValidationError) -> str:
-    """The first thing that is wrong, as `where: what`."""
-    first = error.errors(include_url=False)[0]
+    """The first thing that is wrong, as `where: what`; of fields that are missing, all of them."""
+    errors = error.errors(include_url=False)
+    missing = [".".join(map(str, e["loc"])) for e in errors if e["type"] == "missing"]
+    if len(missing) > 1:
+        return f"{len(missing)} required fields are missing: {', '.join(missing)}"
+    first = errors[0]
     where = ".".join(map(str, first["loc"]))
     said = first["msg"].removeprefix("Value error, ")
     return f"{where}: {said}" if where else said

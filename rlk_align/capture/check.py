@@ -1,22 +1,25 @@
 """What can be refused before any engine starts: everything that config and flags decide."""
 
+from pathlib import Path
+
 from rlk_align.capture.key import engine_versions
 from rlk_align.capture.request import CaptureRequest
 from rlk_align.engines.common.kernels import check_kernels, check_left
 from rlk_align.engines.registry import require_installed
 from rlk_align.engines.tested import untested
-from rlk_align.errors import BadOption
+from rlk_align.errors import BadOption, ModelError
 from rlk_align.model.checkpoint import check_tokenizer, read_config, resolve_model
 from rlk_align.model.families import ModelShape, read_shape
-from rlk_align.model.prompts import load_prompts
+from rlk_align.model.prompts import Prompt, Sample, TokenBatch, check_lengths, load_prompts
 from rlk_align.model.sites import check_selection, model_sites
 from rlk_align.model.tensors import check_tensors
+from rlk_align.model.tokenise import fast_tokenizer, rendered, tokenise
 
 
 def check_request(request: CaptureRequest, sampling: bool) -> tuple[ModelShape, list[str]]:
     """The model's shape, and what the user should be warned of.
 
-    Raises BadOption, MissingDependency or ModelError.
+    Raises BadOption, MissingDependency, ModelError or PromptError.
     """
     spec = request.engine
     if sampling and not spec.info.samples:
@@ -40,6 +43,37 @@ def check_request(request: CaptureRequest, sampling: bool) -> tuple[ModelShape, 
     if left := spec.option("except"):
         check_left(spec.name, str(left), {site.op for site in model_sites(shape)})
     check_tensors(model, shape)
-    if any(p.text is not None for p in load_prompts(request.prompts)):
-        check_tokenizer(model)
+    _check_prompts(request, sampling, model, shape)
     return shape, untested(engine_versions(spec))
+
+
+def _check_prompts(request: CaptureRequest, sampling: bool, model: Path, shape: ModelShape) -> None:
+    """Raises ModelError where the model has no tokenizer or chat template and one is needed, and
+    PromptError for a prompt that does not fit."""
+    prompts = load_prompts(request.prompts)
+    if any(p.ids is None for p in prompts):
+        check_tokenizer(model)
+    context = shape.context - request.engine.info.spare_positions
+    new_tokens = request.max_new_tokens if sampling else 0
+    # To import transformers takes seconds: only where a prompt seems to be too long, which it alone
+    # can tell. What only seems to fit is refused by the engine's own process.
+    suspects = _suspects(rendered(model, prompts), model, context - new_tokens)
+    ids = tokenise(model, suspects)
+    batch = TokenBatch(tuple(Sample(p.id, tuple(ids[p.id])) for p in suspects))
+    check_lengths(batch, context, shape.vocab, new_tokens)
+
+
+def _suspects(prompts: list[Prompt], model: Path, longest: int) -> list[Prompt]:
+    """Those that may have more than `longest` tokens, and all that came as token ids."""
+    # Hardly any text has more tokens than bytes.
+    large = [p for p in prompts if len((p.text or "").encode()) > longest]
+    given = [p for p in prompts if p.ids]
+    if not large:
+        return given
+    try:
+        tokenizer = fast_tokenizer(model)
+    except ModelError:
+        # transformers reads tokenizers of other kinds, too.
+        return [*given, *large]
+    long = [p for p in large if len(tokenizer.encode(p.text or "").ids) > longest]
+    return [*given, *long]

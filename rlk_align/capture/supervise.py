@@ -17,6 +17,7 @@ from rlk_align.engines.process.job import Events, Job, error_of, failed
 from rlk_align.engines.process.launch import death
 from rlk_align.errors import BadOption, RlkError
 from rlk_align.model.prompts import load_prompts, save_prompts
+from rlk_align.model.tokenise import rendered
 from rlk_align.progress import Progress
 from rlk_align.trace.records import writing
 from rlk_align.trace.schema import passes_in
@@ -32,7 +33,7 @@ def run_worker(job: Job, progress: Progress) -> None:
     Raises what the worker raised, EngineFailed where it died. Ctrl-C ends it too.
     """
     log = job.folder / "worker.log"
-    worker = _start(job, log)
+    worker = _start(_with_recorded_prompts(job, progress), log)
     try:
         told = _follow(worker, job, progress)
     finally:
@@ -48,16 +49,28 @@ def run_worker(job: Job, progress: Progress) -> None:
             raise failed(what, log, "does the engine, or its patch, end the process?")
 
 
+def _with_recorded_prompts(job: Job, progress: Progress) -> Job:
+    """The job on its prompts as its folder keeps them: messages are rendered here, once, so that
+    all of its processes tokenise the same text."""
+    recorded = job.folder / "prompts.jsonl"
+    if job.prompts == recorded:
+        return job
+    prompts = rendered(job.model, load_prompts(job.prompts))
+    count = sum(p.rendered for p in prompts)
+    if count:
+        progress(f"{count} of {len(prompts)} prompts rendered by the model's chat template", 0, 0)
+    for each in (job, *job.then):
+        with writing(each.folder):
+            save_prompts(prompts, each.folder / "prompts.jsonl")
+    return job.model_copy(update={"prompts": recorded})
+
+
 def _start(job: Job, log: Path) -> subprocess.Popen:
     package = Path(rlk_align.__file__).resolve().parent
     python = job.engine.option("python")
     with writing(job.folder):
         (job.folder / "events.jsonl").unlink(missing_ok=True)
         shutil.rmtree(job.folder / HEARTBEATS, ignore_errors=True)
-        for each in (job, *job.then):
-            kept = each.folder / "prompts.jsonl"
-            if each.prompts != kept:
-                save_prompts(load_prompts(each.prompts), kept)
         (job.folder / "job.json").write_text(job.model_dump_json(indent=1), encoding="utf-8")
         for old in job.folder.glob("rank*.log"):
             old.unlink()

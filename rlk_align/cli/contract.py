@@ -34,8 +34,8 @@ def show(contract: Given) -> None:
 
 @app.command()
 def check(contract: Given) -> None:
-    """Whether it is coherent: exit code 1 where a limit can never fire, contradicts another, or
-    lies below what healthy engines were measured to do."""
+    """Whether it is coherent: exit code 1 where a limit can never fire, contradicts another,
+    lies below what healthy engines were measured to do, or names sites that no model has."""
     found = open_contract(contract)
     findings = lint(found)
     for finding in findings:

@@ -14,14 +14,19 @@ from rlk_align.cli.outputs import (
     takes_stdout,
     write_regression,
     write_run,
+    write_text,
 )
+from rlk_align.errors import EXIT_INCONCLUSIVE
+from rlk_align.judge.contract import Contract
 from rlk_align.judge.regression import RegressionVerdict
 from rlk_align.judge.verdict import Verdict
 from rlk_align.probe.record import Probe
 from rlk_align.report.change import show_change
 from rlk_align.report.regression_terminal import show_regression
 from rlk_align.report.source import Source
-from rlk_align.report.terminal import show
+from rlk_align.report.terminal import STYLES, show
+from rlk_align.report.verdict_json import record_text, too_few_json
+from rlk_align.report.words import MORE_TOKENS
 from rlk_align.text import line
 from rlk_align.trace.run import Run
 
@@ -64,6 +69,29 @@ def finish(
 def _source(verdict: Verdict, run: Run, probe: Probe | None) -> Source:
     finished = run.again()
     return Source(run=finished, record=finished.record, verdict=verdict, probe=probe)
+
+
+def finish_too_few(
+    contract: Contract, most: int, model: str, dtype: str, outputs: list[Output]
+) -> NoReturn:
+    """Says that a run cannot be conclusive, before anything is captured: it samples `most` tokens
+    at most. Of the outputs only JSON is written, for there is no run that the others could show."""
+    needed = f"{contract.min_tokens:,} are needed"
+    doubt = f"at most {most:,} sampled tokens, {needed}: nothing was captured"
+
+    def everything(console: Console) -> None:
+        head = line(" INCONCLUSIVE ", style=STYLES["inconclusive"] + " reverse")
+        console.print(head, line(f"contract {contract.id} {contract.version}"))
+        console.print(line(doubt))
+        console.print()
+        console.print(line(f"next     {MORE_TOKENS}"))
+
+    _print(everything, takes_stdout(outputs))
+    record = record_text(too_few_json(contract, model, dtype, doubt))
+    for output in outputs:
+        if output.format == "json":
+            write_text(output.path, record)
+    sys.exit(EXIT_INCONCLUSIVE)
 
 
 def finish_regression(

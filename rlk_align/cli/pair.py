@@ -12,6 +12,7 @@ from rlk_align.cli import options
 from rlk_align.cli.outputs import Output, check_outputs, parse_outputs
 from rlk_align.engines.spec import EngineSpec, replay_path
 from rlk_align.errors import BadOption
+from rlk_align.judge.contract import Contract
 from rlk_align.judge.load import default_contract, load_contract
 from rlk_align.model.dtypes import lower_precision
 from rlk_align.model.edges import passes_for
@@ -134,7 +135,9 @@ def prepare(
         )
         for side, spec in specs.items()
     }
-    _check_early(requests, replays, given.contract)
+    contract, dtype = _check_early(requests, replays, given.contract)
+    if "rollout" not in replays:
+        _check_enough(requests["rollout"], contract, dtype, outputs)
 
     from rlk_align.pipeline import CompareRequest
 
@@ -212,8 +215,9 @@ def _check_early(
     requests: Mapping[SideName, CaptureRequest],
     replays: Mapping[SideName, Path],
     contract: str | None,
-) -> None:
-    """What would fail after minutes of capturing fails now."""
+) -> tuple[Contract, str]:
+    """What would fail after minutes of capturing fails now. The contract that will judge, and the
+    lower-precision dtype of the two sides."""
     from rlk_align.capture.check import check_request
 
     dtypes = []
@@ -225,4 +229,17 @@ def _check_early(
         options.warn(warnings)
         dtypes.append(request.engine.dtype(shape.dtype))
     dtype = lower_precision(*dtypes)
-    load_contract(contract or default_contract(dtype), dtype)
+    return load_contract(contract or default_contract(dtype), dtype), dtype
+
+
+def _check_enough(
+    rollout: CaptureRequest, contract: Contract, dtype: str, outputs: list[Output]
+) -> None:
+    """Exits as inconclusive where even responses of full length have too few tokens."""
+    from rlk_align.model.prompts import load_prompts
+
+    most = len(load_prompts(rollout.prompts)) * rollout.max_new_tokens
+    if most < contract.min_tokens:
+        from rlk_align.cli.output import finish_too_few
+
+        finish_too_few(contract, most, rollout.model, dtype, outputs)

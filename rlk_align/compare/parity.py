@@ -28,6 +28,7 @@ def check_parity(rollout: Trace, train: Trace) -> list[Mismatch]:
         *attributes,
         *(_positions(rollout, train) if same_rotary else ()),
         *_boundaries(rollout, train),
+        *_padding(rollout, train),
     ]
 
 
@@ -101,6 +102,26 @@ def _boundaries(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
             position=first.position,
             detail=f"{side} {name}: {record.boundaries.wrong} rows attend across the "
             "boundaries of their sequences",
+        )
+
+
+def _padding(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
+    """Logits with more columns than the vocabulary has tokens, on one side alone or on both: the
+    rows are compared over the vocabulary."""
+    columns, vocab = {}, rollout.record.shape.vocab
+    for side, trace in (("rollout", rollout), ("train", train)):
+        records = (trace.read_pass(n).record for n in ("decode", "prefill") if trace.has_pass(n))
+        logits = [r.sites["logits"] for r in records if "logits" in r.sites]
+        columns[side] = max((s.features + s.padding for s in logits), default=vocab)
+    if max(columns.values()) > vocab:
+        yield Mismatch(
+            kind="attributes",
+            name="logits_columns",
+            rollout=columns["rollout"],
+            train=columns["train"],
+            detail=f"the vocabulary has {vocab:,} tokens; logits are compared over their columns, "
+            "and the columns beyond them are padding",
+            stops=False,
         )
 
 

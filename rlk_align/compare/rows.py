@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from tokenizers import Tokenizer
 
 from rlk_align.errors import ModelError
 from rlk_align.model.sites import RowIndex
+from rlk_align.model.tokenise import fast_tokenizer
 from rlk_align.rows import HEAD
 
 MAX_ERRORS = 8_000_000
@@ -96,18 +96,10 @@ def _errors(edge: EdgeRows, site: str) -> pa.Array:
 def _texts(token: np.ndarray, model: Path) -> pa.Array:
     """What each id says; nulls where the checkpoint has no tokenizer file that can be read."""
     try:
-        tokenizer = _tokenizer(model / "tokenizer.json")
+        tokenizer = fast_tokenizer(model)
     except ModelError:
         return pa.nulls(len(token), pa.string())
     words = {
         int(i): tokenizer.decode([int(i)], skip_special_tokens=False) for i in np.unique(token)
     }
     return pa.array([words[int(i)] for i in token], pa.string())
-
-
-def _tokenizer(path: Path) -> Tokenizer:
-    """Raises ModelError."""
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing narrower, where a file is missing too
-        raise ModelError(f"{path} cannot be read: {error}") from error

@@ -61,8 +61,6 @@ class Engine(ABC):
 
     intervenes = False
     """Whether its passes take an intervention."""
-    spare_positions = 0
-    """Positions of the model's context that the engine needs for itself."""
     ranks: Ranks = ALONE
     """This process among the engine's; set before `open`, torch.distributed being up."""
     heartbeats: Path | None = None

@@ -45,6 +45,8 @@ class EngineInfo:
     """Whether it can sample, or only scores what another engine sampled."""
     compiles: bool = False
     """Whether users run it compiled: its un-tapped production mode is then measured on GPUs."""
+    spare_positions: int = 0
+    """Positions of the model's context that the engine needs for itself."""
     fused: tuple[tuple[str, str], ...] = ()
     """Pairs of operators that it computes as one, the second reading the first's output: which of
     the two a difference comes from cannot be told."""

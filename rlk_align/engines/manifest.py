@@ -15,6 +15,7 @@ from rlk_align.engines.process.job import Job
 from rlk_align.engines.process.versions import versions
 from rlk_align.engines.tested import untested
 from rlk_align.files import whole_file
+from rlk_align.model.prompts import RENDERED, load_prompts
 from rlk_align.trace.records import save_record, writing
 from rlk_align.trace.schema import TraceRecord
 from rlk_align.trace.tables import WEIGHTS_SCHEMA
@@ -35,7 +36,7 @@ def write_manifest(job: Job, engine: Engine, prompt_ids: dict[str, list[int]]) -
         model=str(job.model),
         shape=engine.shape,
         dtype=engine.dtype(),
-        environment=_environment(engine),
+        environment=_environment(engine) | _prompts_rendered(job.folder / "prompts.jsonl"),
         attributes=attributes,
         code=code,
         kernels=dict(engine.replaced),
@@ -50,6 +51,13 @@ def _write_weights(path: Path, parameters: list[ParameterRecord]) -> None:
         pq.write_table(pa.table(columns, schema=WEIGHTS_SCHEMA), partial, write_page_checksum=True)
 
 
+def _prompts_rendered(path: Path) -> dict[str, str]:
+    """How many of the recorded prompts a chat template rendered; nothing where it is none."""
+    prompts = load_prompts(path)
+    count = sum(p.rendered for p in prompts)
+    return {RENDERED: f"{count} of {len(prompts)} prompts"} if count else {}
+
+
 def _environment(engine: Engine) -> dict[str, str]:
     cuda = torch.cuda.is_available()
     unknown = untested(versions(engine.spec.info.tested))
@@ -59,6 +67,7 @@ def _environment(engine: Engine) -> dict[str, str]:
         "torch": torch.__version__,
         "transformers": importlib.metadata.version("transformers"),
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
+        "device_type": torch.device(engine.spec.device or ("cuda" if cuda else "cpu")).type,
         "ranks": str(engine.ranks.world),
         "threads": str(torch.get_num_threads()),
         "capability": torch.backends.cpu.get_cpu_capability(),

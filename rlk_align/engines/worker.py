@@ -31,13 +31,12 @@ from rlk_align.engines.process.versions import versions
 from rlk_align.engines.registry import load_engine
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.tested import tested_range, untested
-from rlk_align.errors import BadOption, ModelError, RlkError
-from rlk_align.model.checkpoint import GIVE_IDS
+from rlk_align.errors import BadOption, RlkError
 from rlk_align.model.families import read_shape
 from rlk_align.model.prompts import Prompt, Sample, TokenBatch, check_lengths, load_prompts
 from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.model.sites import model_sites
-from rlk_align.text import one_line
+from rlk_align.model.tokenise import tokenise
 from rlk_align.trace.checksums import add_checksums
 from rlk_align.trace.records import writing
 from rlk_align.trace.schema import TRACE_FILES
@@ -60,7 +59,7 @@ def run(job: Job, events: Events) -> None:
     engine.heartbeats = job.folder / HEARTBEATS
     engine.kernels = patch = _kernels(spec)
     new_tokens = 0 if batch.sampled_tokens else job.max_new_tokens
-    check_lengths(batch, shape.context - engine.spare_positions, shape.vocab, new_tokens)
+    check_lengths(batch, shape.context - spec.info.spare_positions, shape.vocab, new_tokens)
     plan = plan_capture(job, model_sites(shape), batch, spec.dtype(shape.dtype))
     events.send(stage=str(plan))
     if spec.info.ranks:
@@ -109,22 +108,6 @@ def _run_following(
     write_manifest(job, engine, prompt_ids)
     for name in job.passes:
         batch = _run_pass(job, engine, batch, name, plan, events)
-
-
-def tokenise(model: Path, prompts: list[Prompt]) -> dict[str, list[int]]:
-    """Each prompt's ids by the checkpoint's own tokenizer, special tokens included as it does
-    by default; prompts that came as ids stay as they are."""
-    if all(p.text is None for p in prompts):
-        return {p.id: list(p.ids or ()) for p in prompts}
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    except Exception as error:
-        # Whatever a tokenizer's own code raises of files that it cannot read.
-        said = f"{model}: transformers cannot load its tokenizer: {one_line(error)}"
-        raise ModelError(said, GIVE_IDS) from error
-    return {p.id: list(p.ids) if p.ids else tokenizer(p.text)["input_ids"] for p in prompts}
 
 
 def _initial_batch(job: Job, prompts: list[Prompt], prompt_ids: dict[str, list[int]]) -> TokenBatch:
@@ -206,7 +189,7 @@ def _open_part(job: Job, engine: Engine, name: str, plan: CapturePlan) -> PassWr
     rank = engine.ranks.rank
     if rank:
         barrier(engine.ranks)
-    writer = PassWriter(job.folder / name, keep, valued, checks, part=rank)
+    writer = PassWriter(job.folder / name, keep, valued, checks, shape.vocab, part=rank)
     if not rank:
         barrier(engine.ranks)
     return writer

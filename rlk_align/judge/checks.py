@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from rlk_align.errors import ContractError
+from rlk_align.judge.budgets import budget_of
 from rlk_align.judge.contract import STATISTICS, Contract, Limit, Waiver
 from rlk_align.results import Comparison, EdgeResult, Result, SideName, SiteResult
 
@@ -128,7 +129,7 @@ def _of_operators(edge: EdgeResult, c: Comparison, contract: Contract) -> Iterat
     budget."""
     differing = {s.site for s in edge.sites if s.differ}
     for unit in c.referee:
-        budget = contract.budget(unit.op)
+        budget = budget_of(contract, unit)
         if budget is None or unit.errors is None or edge.name not in unit.edges:
             continue
         if unit.site in differing:

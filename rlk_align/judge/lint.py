@@ -1,14 +1,17 @@
 """What is wrong with a contract as such: limits that can never fire, that contradict each other, or
-that lie below what healthy engines were measured to do."""
+that lie below what healthy engines were measured to do; and sites that no model has."""
 
 import math
 from collections.abc import Iterator
 from datetime import date
+from fnmatch import fnmatchcase
+from typing import get_args
 
-from rlk_align.judge.contract import Contract, Limit
+from rlk_align.judge.contract import Contract, Limit, Op
 from rlk_align.judge.waivers import today
 from rlk_align.results import Result
 
+OPS = get_args(Op)
 CLIP_LOW, CLIP_HIGH = 0.8, 1.2
 """The ratios between which a token is not clipped, as `compare.metrics` counts them."""
 _MANY = 10_000_000
@@ -31,7 +34,7 @@ def lint(contract: Contract, day: date | None = None) -> list[Finding]:
         for finding in (*_never(limits), *_too_few_tokens(limits, contract)):
             if finding not in found:
                 found.append(finding)
-    found += [*_below_noise(contract), *_sequences(contract)]
+    found += [*_below_noise(contract), *_sequences(contract), *_no_such_sites(contract)]
     for waiver in contract.waivers:
         if waiver.expires < (day or today()):
             text = f"the waiver of {waiver.owner} expired on {waiver.expires}"
@@ -147,6 +150,25 @@ def _sequences(contract: Contract) -> Iterator[Finding]:
             f"effective sample size of {left:.2g}, not {contract.sequences.ess:g}"
         )
         yield Finding(entry="", text=text)
+
+
+_WHOLE = ("embed", "final_norm", "logits", "logprob")
+"""Operators that a model has once, and not in each layer."""
+_LAYERS = 1000
+"""More layers than a model has."""
+
+
+def _no_such_sites(contract: Contract) -> Iterator[Finding]:
+    """Patterns of sites that no model has."""
+    sites = [*_WHOLE]
+    sites += [f"layers.{i}.{op}" for i in range(_LAYERS) for op in OPS if op not in _WHOLE]
+    named = [(x.id, x.sites) for x in contract.limits]
+    named += [(w.limit, w.sites) for w in contract.waivers]
+    for entry, patterns in named:
+        for pattern in patterns or ():
+            if not any(fnmatchcase(site, pattern) for site in sites):
+                text = f"{pattern} is no site of any model; operators are {', '.join(OPS)}"
+                yield Finding(entry=entry, text=text)
 
 
 def sequence_ess(contract: Contract, tokens: int) -> float:

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from rlk_align.data import data_path
 from rlk_align.errors import ContractError
+from rlk_align.files import read_text
 from rlk_align.judge.changes import changes
 from rlk_align.judge.contract import Contract, Extends
 from rlk_align.text import complaint
@@ -148,8 +149,8 @@ def _check_reasons(parent: Contract, contract: Contract, path: Path) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return tomllib.loads(read_text(path))
+    except ValueError as error:
         raise ContractError(f"{path} is not TOML: {error}") from error
     except OSError as error:
         raise ContractError(f"{path} cannot be read: {error.strerror}") from error
@@ -159,4 +160,5 @@ def _validated(given: dict[str, Any], path: Path) -> Contract:
     try:
         return Contract.model_validate(given)
     except ValidationError as error:
-        raise ContractError(f"{path}: {complaint(error)}") from error
+        known = "`rlk-align contract schema` says what a contract holds"
+        raise ContractError(f"{path}: {complaint(error)}", known) from error

@@ -5,6 +5,7 @@ from datetime import date
 from typing import Literal, TypeVar
 
 from rlk_align.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS
+from rlk_align.judge.budgets import budget_of
 from rlk_align.judge.checks import LimitCheck, check_edge
 from rlk_align.judge.contract import Contract
 from rlk_align.judge.load import default_contract, load_contract
@@ -100,7 +101,7 @@ def judge_by(comparison: Comparison, name: str | None) -> Verdict:
 
 def parity(comparison: Comparison, kind: str) -> str:
     """`equal`, `mismatch`, or `mismatch allowed`."""
-    if not any(m.kind == kind for m in comparison.mismatches):
+    if not any(m.kind == kind and m.stops for m in comparison.mismatches):
         return "equal"
     return "mismatch allowed" if kind in comparison.allowed else "mismatch"
 
@@ -114,7 +115,7 @@ def coverage(comparison: Comparison) -> tuple[int, int]:
 def doubts_of(c: Comparison, contract: Contract) -> list[str]:
     """Reasons for which a contract can conclude nothing from a comparison."""
     if c.stopped:
-        kinds = dict.fromkeys(m.kind for m in c.mismatches if m.kind not in c.allowed)
+        kinds = dict.fromkeys(m.kind for m in c.stopping)
         return [f"precheck: {', '.join(kinds)} differ between the sides"]
     doubts = list(_noise(c, contract))
     doubts += [f"{name} was not compared: {why}" for name, why in c.missing_edges.items()]
@@ -169,6 +170,8 @@ def _notes(c: Comparison, contract: Contract) -> list[str]:
         for role, e in c.engines.items()
         if "untested" in e.environment
     ]
+    chats = {e.environment.get("chat_template") for e in c.engines.values()} - {None}
+    notes += [f"{count} rendered by the model's chat template" for count in sorted(map(str, chats))]
     if c.same_capture:
         notes.append("both sides are one and the same capture: that they agree says nothing")
     versions = [e.environment.get("torch", "") for e in c.engines.values()]
@@ -266,6 +269,8 @@ class OverBudget(Result):
     each other; None where they could not be recomputed."""
     units: list[RefereedUnit]
     """What the recomputation found, of the sides that are off."""
+    unchecked: list[RefereedUnit]
+    """Of a side that could not be recomputed, with the reason."""
 
 
 def over_budget(verdict: Verdict, edge: EdgeResult) -> list[OverBudget]:
@@ -284,14 +289,19 @@ def over_budget(verdict: Verdict, edge: EdgeResult) -> list[OverBudget]:
         if not off and not (cell and any(b.metric in _INTRODUCED for b in here)):
             continue
         side: Off | None = "both" if len(sides) > 1 else next(iter(sides), None)
-        judged = units and verdict.contract.budget(units[0].op) and all(u.errors for u in units)
+        judged = units and all(u.errors and budget_of(verdict.contract, u) for u in units)
         if side is None and judged:
             side = "neither"
+        everywhere = (u for u in verdict.comparison.referee if u.site == site.site)
+        unchecked = [u for u in everywhere if u.errors is None and u.side not in sides]
+        if any(u.other_weight for u in unchecked):
+            # The checkpoint does not say what the two weights should give.
+            side = None
         worst = next((u.errors.row for u in off if u.errors is not None), None)
         cell = cell or worst
         assert cell is not None
         unit = Introducer.among(edge.sites, at, cell)
-        found.append(OverBudget(unit=unit, side=side, units=off))
+        found.append(OverBudget(unit=unit, side=side, units=off, unchecked=unchecked))
     return found
 
 

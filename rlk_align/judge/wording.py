@@ -1,5 +1,6 @@
 """How an operator is off, in words: by what its error looks like, and what its budget allows."""
 
+from rlk_align.judge.budgets import budget_of
 from rlk_align.judge.contract import STATISTICS, Contract
 from rlk_align.judge.verdict import Verdict
 from rlk_align.results import EdgeResult, ErrorPattern, RefereedUnit
@@ -8,7 +9,7 @@ from rlk_align.results import EdgeResult, ErrorPattern, RefereedUnit
 def how_off(unit: RefereedUnit, contract: Contract) -> str:
     """E.g. `scaled by 1.02; errors of 12.3 roundings, 1.3 allowed`; empty for an operator within
     its budget."""
-    errors, budget = unit.errors, contract.budget(unit.op)
+    errors, budget = unit.errors, budget_of(contract, unit)
     if errors is None or budget is None:
         return ""
     # `not <=`: a NaN is over any budget.
@@ -20,7 +21,7 @@ def how_off(unit: RefereedUnit, contract: Contract) -> str:
     figure = f"{_FIGURES[name]} {abs(value):.3g} roundings, {allowed:g} allowed"
     looks = unit.explanation or _looks(errors.pattern)
     if not looks and name == "row_gain":
-        looks = f"rows scaled by ±{errors.row_gain * errors.unit:.2%}"
+        looks = f"rows scaled by ±{share(errors.row_gain * errors.unit)}"
     if looks.startswith("rows scaled") and errors.row_gain < LOW_PRECISION:
         looks += ", as by statistics in low precision"
     return "; ".join(filter(None, [looks, figure]))
@@ -30,14 +31,18 @@ def why_legitimate(verdict: Verdict, edge: EdgeResult, site: str) -> str:
     """One sentence on a difference that both sides' own rounding explains; empty where it does not,
     or where that is not known."""
     units = [u for u in verdict.comparison.referee if u.site == site and edge.name in u.edges]
-    budget = verdict.contract.budget(units[0].op) if units else None
-    if budget is None or any(u.errors is None or how_off(u, verdict.contract) for u in units):
+    budgets = {u.side: budget_of(verdict.contract, u) for u in units}
+    if any(u.errors is None or how_off(u, verdict.contract) for u in units):
         return ""
     rms = {u.side: u.errors.rms for u in units if u.errors is not None}
     if len(rms) < 2 and edge.name != "decode_vs_prefill":
         return ""
+    allowed = [f"{b.rms:g}" for b in budgets.values() if b is not None]
+    if not allowed or len(allowed) < len(budgets):
+        return ""
     figures = " and ".join(f"{side} by {value:.2g}" for side, value in rms.items())
-    return f"legitimate rounding: from float64 {figures} roundings off, {budget.rms:g} allowed"
+    most = " and ".join(allowed if len(set(allowed)) > 1 else allowed[:1])
+    return f"legitimate rounding: from float64 {figures} roundings off, {most} allowed"
 
 
 LOW_PRECISION = 2.0
@@ -57,8 +62,13 @@ _FIGURES = {
 
 def _share(unit: RefereedUnit, contract: Contract, name: str) -> float:
     """How much of a budget is used up."""
-    value, allowed = (getattr(of, name) for of in (unit.errors, contract.budget(unit.op)))
+    value, allowed = (getattr(of, name) for of in (unit.errors, budget_of(contract, unit)))
     return abs(value) / allowed if allowed else float("inf")
+
+
+def share(value: float) -> str:
+    """As a percentage, or where that would be 0.00 % as a power of ten."""
+    return f"{value:.2%}" if value >= 5e-5 else f"{value:.1e}"
 
 
 def _looks(pattern: ErrorPattern) -> str:
@@ -74,7 +84,7 @@ def _looks(pattern: ErrorPattern) -> str:
     manners = {
         "scaled": f"scaled by {1 + pattern.amount:.4g}",
         "shifted": f"shifted by {pattern.amount:+.3g}",
-        "rows scaled": f"rows scaled by ±{pattern.amount:.2%}",
+        "rows scaled": f"rows scaled by ±{share(pattern.amount)}",
         "scattered": "",
     }
     return f"{places[pattern.place]}{manners[pattern.manner]}".rstrip(": ")

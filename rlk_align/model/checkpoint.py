@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from rlk_align.data import data_path
 from rlk_align.errors import ModelError
@@ -54,7 +55,7 @@ def resolve_model(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        wanted = ["*.json", "*.safetensors", "*.model", "*.txt"]
+        wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
         return Path(snapshot_download(name, allow_patterns=wanted))
     except (OSError, ValueError) as error:
         raise ModelError(
@@ -73,7 +74,7 @@ def read_config(model: Path) -> dict:
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ModelError(f"{path} does not hold a JSON object")
@@ -130,15 +131,36 @@ def stored_dtype(model: Path) -> str | None:
     cannot be read, or where it is none that models are computed in."""
     entries: Counter[str] = Counter()
     try:
-        for path in weight_files(model):
-            with path.open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            for name, tensor in header.items():
-                if name != "__metadata__":
-                    entries[tensor["dtype"]] += math.prod(tensor["shape"])
-    except (ModelError, OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError):
+        for tensor in _headers(model).values():
+            entries[tensor["dtype"]] += math.prod(tensor["shape"])
+    except _UNREADABLE:
         return None  # `check_tensors` says what is wrong with them.
     return STORED_DTYPES.get(entries.most_common(1)[0][0]) if entries else None
+
+
+def stored_layers(model: Path) -> int:
+    """How many layers a checkpoint's tensors belong to, by its files' headers; 0 where they cannot
+    be read, or are called otherwise."""
+    try:
+        found = (re.match(r"model\.layers\.(\d+)\.", name) for name in _headers(model))
+        return len({match[1] for match in found if match})
+    except _UNREADABLE:
+        return 0  # `check_tensors` says what is wrong with them.
+
+
+_UNREADABLE = (ModelError, OSError, ValueError, KeyError, TypeError, AttributeError)
+"""What `_headers`, and a look into them, raises for damaged files."""
+
+
+def _headers(model: Path) -> dict[str, Any]:
+    """What the headers of a checkpoint's files say of each tensor, as they say it."""
+    tensors: dict[str, Any] = {}
+    for path in weight_files(model):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            tensors |= json.loads(file.read(min(length, path.stat().st_size)))
+    tensors.pop("__metadata__", None)
+    return tensors
 
 
 SETTLED = 2.0
@@ -148,7 +170,7 @@ SETTLED = 2.0
 def fingerprint_files(folder: Path) -> str:
     """A short name for the contents of the model's files in `folder`; files that have not changed
     since they were last asked for are not read again, which takes seconds for a large model."""
-    kept = (".json", ".safetensors", ".model", ".txt")
+    kept = (".json", ".safetensors", ".model", ".txt", ".jinja")
     paths = [p for p in sorted(folder.iterdir()) if p.suffix in kept and p.is_file()]
     known = [p.stat() for p in paths]
     files = tuple(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlk_align.errors import ModelError
-from rlk_align.model.checkpoint import read_config, stored_dtype
+from rlk_align.model.checkpoint import read_config, stored_dtype, stored_layers
 from rlk_align.model.dtypes import DTYPES
 
 
@@ -53,6 +53,21 @@ class ModelShape:
         return FAMILIES[self.model_type]
 
 
+_LARGEST = 1 << 28
+"""What a size of a model can be at most."""
+
+
+def _check_layers(model: Path, wanted: object) -> None:
+    """Raises ModelError where the checkpoint has the tensors of more or fewer layers."""
+    stored = stored_layers(model)
+    if type(wanted) is int and wanted > 0 and stored not in (0, wanted):
+        raise ModelError(
+            f"{model}/config.json says num_hidden_layers={wanted}, and the checkpoint has tensors "
+            f"of {stored} layers",
+            "it is incomplete, or its config.json belongs to another model",
+        )
+
+
 def read_shape(model: Path) -> ModelShape:
     """The shape of the checkpoint in folder `model`, from its config.json; a dtype that this leaves
     out is that of the stored weights.
@@ -68,16 +83,19 @@ def read_shape(model: Path) -> ModelShape:
             f"known: {', '.join(sorted(FAMILIES))}; a dense decoder is one line in families.py",
         )
 
-    def size(name: str, default: int | None = None, largest: int = 1 << 28) -> int:
+    def size(name: str, default: int | None = None, largest: int = _LARGEST) -> int:
         value = config.get(name)
         if value is None and default is not None:
             return default
-        if type(value) is not int or not 0 < value <= largest:
+        if type(value) is not int or value <= 0:
             raise ModelError(
                 f"{model}/config.json: {name} is {value!r}; a positive whole number is wanted"
             )
+        if value > largest:
+            raise ModelError(f"{model}/config.json: {name} is {value}; {largest} is the most")
         return value
 
+    _check_layers(model, config.get("num_hidden_layers"))
     dtype = config.get("dtype") or config.get("torch_dtype") or stored_dtype(model) or "float32"
     if not isinstance(dtype, str) or dtype not in DTYPES:
         known = ", ".join(DTYPES)

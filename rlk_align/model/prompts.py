@@ -5,21 +5,26 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlk_align.errors import CorruptTrace, PromptError
-from rlk_align.files import whole_file
+from rlk_align.files import read_text, whole_file
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt, as text or, where the user fixed them, as token ids."""
+    """One prompt, as text, as messages of a chat or, where the user fixed them, as token ids."""
 
     id: str
     text: str | None
     ids: tuple[int, ...] | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    """Of a chat, for the model's chat template; none once it has rendered them as `text`."""
+    rendered: bool = False
+    """Whether a chat template gave `text`, special tokens and all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,9 @@ class Sample:
         """Positions whose next token was sampled: there a log-prob is wanted."""
         return range(len(self.prompt_ids) - 1, len(self.ids) - 1)
 
+
+RENDERED = "chat_template"
+"""The key that marks a recorded prompt as the text that a chat template gave."""
 
 _DIGEST = b"blake2b"
 _SCHEMA = pa.schema(
@@ -118,19 +126,19 @@ class TokenBatch:
 
 
 def load_prompts(path: Path) -> list[Prompt]:
-    """Prompts from JSON Lines (`{"prompt": text}` or `{"ids": [...]}`, and an optional `id`)
-    or from any other text file, one prompt a line.
+    """Prompts from JSON Lines (`{"prompt": text}`, `{"messages": [...]}` or `{"ids": [...]}`, and
+    an optional `id`) or from any other text file, one prompt a line.
 
     Raises PromptError, naming the line, where the file is missing, empty or malformed.
     """
     if path.exists() and not path.is_file():
         raise PromptError(f"prompts are read more than once: {path} is no regular file", "save it")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except OSError as error:
         raise PromptError(f"prompts cannot be read: {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise PromptError(f"prompts are not UTF-8: {path}: {error}") from error
+    except ValueError as error:
+        raise PromptError(f"prompts cannot be read: {path}: {error}") from error
     lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise PromptError(f"no prompts in {path}", "give at least one prompt")
@@ -147,13 +155,19 @@ def load_prompts(path: Path) -> list[Prompt]:
 
 def save_prompts(prompts: list[Prompt], path: Path) -> None:
     """Writes prompts as JSON Lines, all of them or nothing."""
-    records = [
-        {"id": p.id, "ids": list(p.ids)} if p.ids else {"id": p.id, "prompt": p.text}
-        for p in prompts
-    ]
-    lines = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records)
+    lines = "".join(json.dumps(_record(p), ensure_ascii=False) + "\n" for p in prompts)
     with whole_file(path) as partial:
         partial.write_text(lines, encoding="utf-8")
+
+
+def _record(prompt: Prompt) -> dict[str, Any]:
+    """What `_parse_line` reads as this prompt."""
+    if prompt.ids:
+        return {"id": prompt.id, "ids": prompt.ids}
+    if prompt.messages:
+        return {"id": prompt.id, "messages": prompt.messages}
+    marked = {RENDERED: True} if prompt.rendered else {}
+    return {"id": prompt.id, "prompt": prompt.text} | marked
 
 
 def _parse_line(path: Path, number: int, line: str) -> Prompt:
@@ -173,15 +187,36 @@ def _parse_line(path: Path, number: int, line: str) -> Prompt:
         if not isinstance(ids, list) or not ids or not all(type(t) is int and t >= 0 for t in ids):
             raise PromptError(f"{where}: 'ids' must be a non-empty list of token ids")
         return Prompt(name, None, tuple(ids))
+    if "messages" in record:
+        return Prompt(name, None, messages=_parse_messages(where, record))
     if text is not None and not isinstance(text, str):
         raise PromptError(f"{where}: 'prompt' is {text!r}; text is wanted")
     if not text:
         raise PromptError(f"{where}: 'prompt' is missing or empty")
+    _check_text(where, name + text)
+    return Prompt(name, text, rendered=record.get(RENDERED) is True)
+
+
+def _parse_messages(where: str, record: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    messages = record["messages"]
+    if "prompt" in record:
+        raise PromptError(f"{where}: 'prompt' and 'messages' are both given", "leave one out")
+    if not isinstance(messages, list) or not messages:
+        raise PromptError(f"{where}: 'messages' must be a non-empty list of messages")
+    for message in messages:
+        if not isinstance(message, dict) or not all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        ):
+            raise PromptError(f"{where}: each message needs a 'role' and a 'content', both text")
+    _check_text(where, json.dumps(record, ensure_ascii=False))
+    return tuple(messages)
+
+
+def _check_text(where: str, text: str) -> None:
     try:
-        (name + text).encode()
+        text.encode()
     except UnicodeEncodeError as error:
         raise PromptError(f"{where}: not text: {error}") from error
-    return Prompt(name, text)
 
 
 def check_lengths(batch: TokenBatch, context: int, vocab: int, max_new_tokens: int) -> None:

@@ -10,7 +10,7 @@ from rlk_align.probe.record import ProbedEdge
 from rlk_align.probe.units import Split, Unit
 from rlk_align.report.probe_units import contributions
 from rlk_align.report.source import Source
-from rlk_align.report.words import WHOSE_OFF, how_words
+from rlk_align.report.words import how_words, whose_off
 from rlk_align.results import EdgeResult, RefereedUnit, SiteResult
 
 STATES = {
@@ -93,7 +93,7 @@ class Operator:
 
     @property
     def side(self) -> str:
-        return WHOSE_OFF[self.over.side] if self.over else ""
+        return whose_off(self.over) if self.over else ""
 
     @property
     def summary(self) -> str:

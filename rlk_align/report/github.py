@@ -14,13 +14,13 @@ from typing import Literal, get_args
 from rlk_align.judge.verdict import Verdict, headline, over_budget
 from rlk_align.report.source import Source
 from rlk_align.report.words import (
-    WHOSE_OFF,
     check_words,
     code_places,
     finding,
     how_words,
     next_step,
     side_off,
+    whose_off,
 )
 from rlk_align.results import CodePlace, EdgeResult
 from rlk_align.text import short_printable
@@ -119,7 +119,7 @@ def _breaches(source: Source, edge: EdgeResult) -> Iterator[Annotation]:
         yield Annotation(
             level="error",
             title=f"{found.unit.site} is beyond its budget",
-            message=": ".join(filter(None, [WHOSE_OFF[found.side], how])),
+            message=": ".join(filter(None, [whose_off(found), how])),
             place=_place(verdict, edge, found.unit.site, found.side),
         )
     told = {found.unit.site for found in over}

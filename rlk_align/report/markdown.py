@@ -23,7 +23,6 @@ from rlk_align.report.probe_units import summary
 from rlk_align.report.source import Source
 from rlk_align.report.words import (
     EDGE_FIGURES,
-    WHOSE_OFF,
     check_words,
     code_places,
     edge_figures,
@@ -34,6 +33,7 @@ from rlk_align.report.words import (
     next_step,
     noise_words,
     side_off,
+    whose_off,
 )
 from rlk_align.results import EdgeResult
 from rlk_align.text import printable
@@ -140,7 +140,7 @@ def _operator(verdict: Verdict, edge: EdgeResult, found: OverBudget) -> str:
     """Whose it is, how it is off, and where it is in the code."""
     unit = found.unit
     lines = [
-        f"**{code(unit.site)}**: {WHOSE_OFF[found.side]} "
+        f"**{code(unit.site)}**: {whose_off(found)} "
         f"(sample {unit.sample}, position {unit.position})"
     ]
     for u, (where, how) in zip(found.units, how_words(verdict, found), strict=True):

@@ -24,7 +24,6 @@ from rlk_align.probe.record import Probe
 from rlk_align.report.probe_units import probe_lines
 from rlk_align.report.words import (
     EDGE_FIGURES,
-    WHOSE_OFF,
     code_places,
     edge_figures,
     engine_spec,
@@ -32,7 +31,9 @@ from rlk_align.report.words import (
     mismatch_words,
     next_step,
     noise_words,
+    parting_words,
     site_figures,
+    whose_off,
 )
 from rlk_align.results import Comparison, EdgeResult, Introducer
 from rlk_align.text import line
@@ -71,8 +72,9 @@ def show(verdict: Verdict, folder: Path, console: Console, probe: Probe | None =
             console.print(text)
     console.print()
     console.print(line(f"run      {folder}", style="dim"))
-    console.print(line(f"next     {next_step(verdict, folder)}"))
-    if probe is None and not c.stopped and _differs(verdict):
+    step = next_step(verdict, folder)
+    console.print(line(f"next     {step}"))
+    if probe is None and not c.stopped and _differs(verdict) and "rlk-align probe" not in step:
         where = shlex.quote(str(folder))
         console.print(
             line(f"         rlk-align probe {where}    who introduced what, and what it does")
@@ -133,12 +135,15 @@ def _divergence(verdict: Verdict) -> Iterator[Text]:
     yield line()
     first, over = edge.first_bitwise, over_budget(verdict, edge)
     if over:
+        yield from _fitting(f"{edge.name}: ", parting_words(verdict, edge, over).split("; "), "; ")
         yield line(f"over budget ({edge.name})", style="bold")
         for found in over[:_SHOWN]:
             yield from _over_budget(found, edge, verdict)
         yield from _rest(len(over))
     elif verdict.comparison.referee:
         yield _within_budgets(verdict, edge)
+    if first is None and over:
+        return
     if first is None:
         equal = sum(not s.differ for s in edge.sites)
         yield line(
@@ -159,7 +164,9 @@ def _divergence(verdict: Verdict) -> Iterator[Text]:
 
 def _over_budget(found: OverBudget, edge: EdgeResult, verdict: Verdict) -> Iterator[Text]:
     unit = found.unit
-    yield line("  ") + line(unit.site, "bold") + line(f"  {WHOSE_OFF[found.side]}")
+    off, *unchecked = whose_off(found).split("; ")
+    yield line("  ") + line(unit.site, "bold") + line(f"  {off}")
+    yield from (line(f"    {text}") for text in unchecked)
     yield line(f"    at sample {unit.sample}, position {unit.position}")
     for u, (where, how) in zip(found.units, how_words(verdict, found), strict=True):
         yield from _fitting(f"    {where}: ", how.split("; "), "; ")

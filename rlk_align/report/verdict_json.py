@@ -4,7 +4,9 @@ import json
 import math
 from typing import Any, Literal
 
+from rlk_align.errors import EXIT_INCONCLUSIVE
 from rlk_align.judge.checks import LimitCheck
+from rlk_align.judge.contract import Contract
 from rlk_align.judge.verdict import (
     PARITY_KINDS,
     OverBudget,
@@ -56,7 +58,7 @@ def verdict_json(verdict: Verdict, probe: Probe | None = None) -> dict[str, Any]
         },
         "precheck": {
             **{k: parity(c, k) for k in PARITY_KINDS},
-            "mismatches": [m.model_dump() for m in c.mismatches],
+            "mismatches": [m.model_dump(exclude={"stops"}) for m in c.mismatches],
         },
         "controls": _controls_json(c),
         "coverage": {} if stopped else _coverage_json(c),
@@ -72,6 +74,29 @@ def verdict_json(verdict: Verdict, probe: Probe | None = None) -> dict[str, Any]
         "notes": verdict.notes,
     }
     return finite(record)
+
+
+def too_few_json(contract: Contract, model: str, dtype: str, doubt: str) -> dict[str, Any]:
+    """The same record of a comparison that was not begun: nothing in it was checked."""
+    return {
+        "schema": "rlk-align/verdict/1",
+        "status": "inconclusive",
+        "exit_code": EXIT_INCONCLUSIVE,
+        "contract": contract.model_dump(include={"id", "version"}) | {"sha256": contract.sha256},
+        "model": model,
+        "dtype": dtype,
+        "tokens": 0,
+        "engines": {},
+        "precheck": {**dict.fromkeys(PARITY_KINDS, "not checked"), "mismatches": []},
+        "controls": {},
+        "coverage": {},
+        "edges": {},
+        "divergence": None,
+        "divergences": {},
+        **{name: [] for name in ("breaches", "warnings", "waived", "waivers")},
+        "doubts": [doubt],
+        "notes": [],
+    }
 
 
 def _check_json(check: LimitCheck) -> dict[str, Any]:

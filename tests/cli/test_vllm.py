@@ -147,7 +147,7 @@ def test_a_pass_computes_its_own_prefixes(cli: Cli, tmp_path: Path) -> None:
     lines = [json.dumps({"id": f"p{n}", "ids": [n, *range(6, 70)]}) for n in (4, 5)]
     prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
     done = cli(
-        *("compare", "--prompts", prompts, "--max-new-tokens", 4, "--edges", "decode_vs_train"),
+        *("compare", "--prompts", prompts, "--max-new-tokens", 16, "--edges", "decode_vs_train"),
         *("--rollout", "vllm:enable_prefix_caching=1,block_size=32", "--train", "hf"),
     )
     assert_trustworthy(done)

@@ -14,8 +14,8 @@ from bit_equal import Bits
 from conftest import Cli, Outcome, command_line, require_engine, write_few_prompts
 
 from rlk_align.data import data_path
-from rlk_align.engines.worker import tokenise
 from rlk_align.model.prompts import load_prompts
+from rlk_align.model.tokenise import tokenise
 
 ROOT = Path(__file__).resolve().parents[2]
 

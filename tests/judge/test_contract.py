@@ -8,7 +8,7 @@ import pytest
 from rlk_align.data import data_path
 from rlk_align.errors import ContractError
 from rlk_align.judge.contract import Contract
-from rlk_align.judge.load import BY_DTYPE, default_contract, load_contract
+from rlk_align.judge.load import BY_DTYPE, default_contract, load_contract, open_contract
 from rlk_align.model.dtypes import lower_precision
 
 LIMIT = {"id": "x", "metric": "k3", "fail": 0.1, "why": "w", "source": "derived: s"}
@@ -160,6 +160,29 @@ def test_what_is_no_contract_is_refused(
     with pytest.raises(ContractError) as error:
         load_contract(name, "bfloat16")
     assert "bf16, bitwise, fp16, fp32" in error.value.fix
+
+
+def test_every_missing_field_is_named_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('id = "x"\ndtypes = ["bfloat16"]\n[[limits]]\nid = "a"\nmetric = "k3"\n')
+    with pytest.raises(ContractError) as error:
+        open_contract(str(path))
+    assert error.value.message == (
+        f"{path}: 7 required fields are missing: version, description, min_coverage, min_tokens, "
+        "limits.0.fail, limits.0.why, limits.0.source"
+    )
+    assert "contract schema" in error.value.fix
+
+
+def test_a_byte_order_mark_and_other_line_ends_change_nothing(write) -> None:
+    path = Path(write())
+    plain = open_contract(str(path)).sha256
+    text = path.read_bytes()
+    path.write_bytes(b"\xef\xbb\xbf" + text.replace(b"\n", b"\r\n"))
+    assert open_contract(str(path)).sha256 == plain
+    path.write_bytes(text.decode().encode("utf-16"))
+    with pytest.raises(ContractError, match=r"UTF-16.*save it as UTF-8"):
+        open_contract(str(path))
 
 
 @pytest.mark.parametrize("data", [b"id = ", b"\xff\xfe", b"[[limits]\n", b"id = 1\nid = 2"])

@@ -8,8 +8,11 @@ import pytest
 from comparisons import contract
 
 from rlk_align.compare.metrics import edge_metrics
-from rlk_align.judge.lint import _largest, lint, sequence_ess
+from rlk_align.data import data_path
+from rlk_align.judge.lint import _WHOLE, OPS, _largest, lint, sequence_ess
 from rlk_align.judge.load import built_in, open_contract
+from rlk_align.model.families import read_shape
+from rlk_align.model.sites import model_sites
 
 MAX = {"metric": "max_abs_dlogp", "fail": 0.06}
 DAY = date(2026, 5, 1)
@@ -131,3 +134,25 @@ def test_built_in_contracts_are_coherent(name: str) -> None:
 def test_the_kl_gate_of_ws1_is_vacuous() -> None:
     found = {f.entry for f in lint(open_contract("ws1"), DAY)}
     assert {"kl-bf16", "kl-fp32", "kl-fp16"} <= found
+
+
+@pytest.mark.parametrize("pattern", ["layers.*.q_prj", "q_proj", "layers.0.logits", "layers.attn"])
+def test_a_waiver_of_sites_that_no_model_has(pattern: str) -> None:
+    waiver = {"limit": "l0", "owner": "ada", "reason": "r", "expires": DAY}
+    (found,) = said(MAX, waivers=[waiver | {"sites": ["layers.*.q_proj", pattern]}])
+    assert found.startswith(f"l0: {pattern} is no site of any model; operators are embed, ")
+    for known in ("layers.*.q_proj", "layers.1?.attn", "logits", "*_norm", "layers.0.*"):
+        assert said(MAX, waivers=[waiver | {"sites": [known]}]) == []
+
+
+def test_a_limit_of_sites_that_no_model_has() -> None:
+    differ = {"metric": "rows_differ", "fail": 0, "sites": ["layers.*.mpl_norm"]}
+    assert "layers.*.mpl_norm is no site" in said(MAX, differ)[0]
+    assert said(MAX, differ | {"sites": ["layers.*.mlp_norm"]}) == []
+
+
+def test_sites_are_those_of_the_model() -> None:
+    shape = read_shape(data_path("model"))
+    sites = model_sites(shape)
+    assert {s.op for s in sites} == set(OPS)
+    assert {s.op for s in sites if s.layer is None} == set(_WHOLE)

@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hf_models import small_model
+from hf_models import small_model, transformers
 from rlk_kernels.integrations import hf
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.hf.held import hold
+from rlk_kernels.integrations.hf.model import FAMILIES
 
 
 def test_a_model_that_is_cast_later_keeps_exact_frequencies() -> None:
@@ -115,6 +116,17 @@ def test_what_is_no_causal_model_is_refused() -> None:
     for ask in (hf.use_kernels, hf.operators):
         with pytest.raises(NotServed, match="a LlamaModel is not served"):
             ask(small_model().model)
+
+
+def test_a_model_of_another_family_is_refused_by_those_that_are_served() -> None:
+    gpt2 = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2)
+    )
+    gemma = small_model("Gemma", head_dim=32)
+    for model, named in ((gpt2, "GPT2LMHeadModel"), (gemma, r"GemmaForCausalLM \(gemma\)")):
+        served = rf"^a {named} is not served; .* of model_type {', '.join(FAMILIES)}$"
+        with pytest.raises(NotServed, match=served):
+            hf.use_kernels(model)
 
 
 def test_the_loss_of_labels_is_of_our_log_probs() -> None:

@@ -62,6 +62,13 @@ def test_text_is_a_prompt_a_line(tmp_path: Path) -> None:
         ('{"prompt": ""}', "prompt"),
         ('{"prompt": 3}', "prompt"),
         ('{"prompt": null}', "prompt"),
+        ('{"messages": []}', "messages"),
+        ('{"messages": "Hi"}', "messages"),
+        ('{"messages": ["Hi"]}', "'role' and a 'content'"),
+        ('{"messages": [{"role": "user"}]}', "'role' and a 'content'"),
+        ('{"messages": [{"role": 1, "content": "Hi"}]}', "'role' and a 'content'"),
+        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "not text"),
+        ('{"messages": [{"role": "user", "content": "Hi"}], "prompt": "Hi"}', "both given"),
         ('{"ids": []}', "ids"),
         ('{"ids": [true]}', "ids"),
         ('{"ids": [1, false]}', "ids"),
@@ -114,6 +121,34 @@ def test_what_is_not_utf8_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, '{"prompt": "é"}'.encode("latin-1"))
     with pytest.raises(PromptError, match="UTF-8"):
         load_prompts(path)
+
+
+@pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])
+def test_a_byte_order_mark_and_other_line_ends_change_no_prompt(tmp_path: Path, name: str) -> None:
+    text = '{"prompt": "a"}\n{"prompt": "b"}\n'
+    plain = load_prompts(written(tmp_path, text, name))
+    saved = b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode()
+    assert load_prompts(written(tmp_path, saved, name)) == plain
+    assert len(plain) == 2
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])
+def test_utf16_is_named(tmp_path: Path, name: str, encoding: str) -> None:
+    path = written(tmp_path, '{"prompt": "hello"}\n'.encode(encoding), name)
+    with pytest.raises(PromptError, match=r"UTF-16.*save it as UTF-8"):
+        load_prompts(path)
+
+
+CHAT = '{"messages": [{"role": "user", "content": "Hi"}], "id": "c"}'
+
+
+def test_messages_of_a_chat_are_kept_for_the_template(tmp_path: Path) -> None:
+    [prompt] = load_prompts(written(tmp_path, CHAT))
+    assert prompt == Prompt("c", None, messages=({"role": "user", "content": "Hi"},))
+    answered = Prompt("d", "<s>Hi", rendered=True)
+    save_prompts([prompt, answered], tmp_path / "saved.jsonl")
+    assert load_prompts(tmp_path / "saved.jsonl") == [prompt, answered]
 
 
 def test_text_that_utf8_cannot_hold_is_refused_where_it_is_read(tmp_path: Path) -> None:

@@ -273,7 +273,12 @@ def test_a_shape_is_read_from_the_config(tmp_path: Path) -> None:
         ({"num_hidden_layers": "two"}, "two"),
         ({"vocab_size": None}, "config.json"),
         ({"max_position_embeddings": "absent"}, "max_position_embeddings"),
-        ({"num_attention_heads": 0}, "config.json"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0; a positive whole number"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1; a positive whole number"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; 10000 is the most"),
+        ({"hidden_size": 10**9}, "hidden_size is 1000000000; "),
+        ({"hidden_size": 64.0}, "hidden_size is 64.0; a positive whole number"),
+        ({"vocab_size": True}, "vocab_size is True; a positive whole number"),
         ({"model_type": ["llama"]}, "llama"),
     ],
 )
@@ -284,7 +289,7 @@ def test_a_config_that_is_not_understood_is_refused(
         read_shape(config_folder(tmp_path, **changes))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "9" * 5000, "[" * 100_000])
 def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelError, match=r"config\.json"):

@@ -101,6 +101,25 @@ def test_a_tied_head_is_the_embedding_or_is_refused(embedded: Path) -> None:
         check(embedded)
 
 
+@pytest.mark.parametrize("layers", [3, 5, 10**9, 10**30])
+def test_other_layers_than_the_checkpoint_has_are_named(
+    model_copy: Callable[..., Path], layers: int
+) -> None:
+    model = model_copy(config={"num_hidden_layers": layers})
+    says = f"config.json says num_hidden_layers={layers}, and the checkpoint has tensors of 4 layer"
+    with pytest.raises(ModelError, match=says):
+        read_shape(model)
+
+
+def test_a_damaged_header_leaves_the_layers_to_the_check_of_tensors(embedded: Path) -> None:
+    path = embedded / "model.safetensors"
+    for header in (b"\xff" * 8, b"\x02" + b"\0" * 7 + b"[]", b""):
+        path.write_bytes(header)
+        assert read_shape(embedded).layers == 4
+        with pytest.raises(ModelError, match="could not load"):
+            check(embedded)
+
+
 def test_frequencies_may_be_stored(embedded: Path) -> None:
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     change(embedded, lambda tensors: tensors.update({name: torch.ones(16)}))

@@ -168,7 +168,8 @@ class SiteHooks(Hooks):
                 continue
             live = local[:, at : at + size]
             new, chosen = self._editor(site, live, rows.sample, rows.position, start)
-            live[torch.from_numpy(chosen).to(live.device)] = new
+            # What was recorded of logits ends with the vocabulary; padding behind it stays.
+            live[torch.from_numpy(chosen).to(live.device), : new.shape[1]] = new
             if self._tap is not None and start == 0 and self.speaks_for(place, site):
                 self._tap.overwritten(site, int(chosen.sum()))
         if target is not value:

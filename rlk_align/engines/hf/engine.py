@@ -214,7 +214,15 @@ class HFEngine(Engine):
                 f"position {position} are NaN or infinite",
                 "look at the weights, the config, and what a patch does",
             )
-        return int(torch.multinomial(probs, 1, generator=generator))
+        token = int(torch.multinomial(probs, 1, generator=generator))
+        if token >= self.shape.vocab:
+            raise EngineFailed(
+                f"engine {self.spec.name!r} sampled token {token} for sample {sample} at position "
+                f"{position}: the logits have {len(probs):,} columns, and the vocabulary has "
+                f"{self.shape.vocab:,} tokens",
+                "set the logits of the padding to -inf",
+            )
+        return token
 
 
 def _eos_ids(model: Any) -> set[int]:

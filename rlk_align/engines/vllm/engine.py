@@ -46,7 +46,6 @@ class VLLMEngine(Engine):
     """
 
     intervenes = True
-    spare_positions = 1
 
     def open(self) -> None:
         option = self.spec.option

@@ -37,6 +37,7 @@ VLLM = EngineInfo(
     },
     own_ranks="tp",
     compiles=True,
+    spare_positions=1,
     fused=(
         ("attn_residual", "mlp_norm"),
         ("mlp_residual", "attn_norm"),

@@ -18,11 +18,12 @@ from rlk_align.model.edges import EDGE_ENDS
 from rlk_align.model.families import ModelShape
 from rlk_align.model.sites import MATMUL, RowIndex, Site, model_sites
 from rlk_align.probe.graph import partners
+from rlk_align.probe.referee.exponentials import sum_orders
 from rlk_align.probe.referee.recorded import RecordedPass
 from rlk_align.probe.referee.reference import Reference, Rows
 from rlk_align.probe.referee.rounding import ErrorSums
 from rlk_align.probe.referee.rows import choose_rows
-from rlk_align.probe.referee.weights import NotRefereed
+from rlk_align.probe.referee.weights import NotRefereed, OtherWeight
 from rlk_align.probe.sampling import explain_pass
 from rlk_align.progress import Progress
 from rlk_align.results import Comparison, EdgeName, RefereedUnit, RoundingErrors, SideName
@@ -125,9 +126,10 @@ def _reference(
     """`other`: the other side's."""
     r, tp = trace.record, int(trace.record.options.get("tp") or 1)
     like = None if isinstance(other, str) else other
+    orders = sum_orders(r.environment)
     try:
         return Reference(
-            Path(r.model), r.shape, r.dtype, tp, r.attributes, trace.weights, device, like
+            Path(r.model), r.shape, r.dtype, tp, r.attributes, trace.weights, device, like, orders
         )
     except ModelError as error:
         return f"the checkpoint cannot be read: {error.message}"
@@ -178,11 +180,11 @@ class Walk:
         found: dict[SideName, tuple[Pass, RefereedUnit]] = {}
         units = []
         for p in passes:
-            errors, rows, reason = None, 0, ""
+            errors, rows, reason, other_weight = None, 0, "", False
             try:
                 errors, rows = self._errors(site, p, found.get(p.side))
             except NotRefereed as error:
-                reason = str(error)
+                reason, other_weight = str(error), isinstance(error, OtherWeight)
             unit = RefereedUnit(
                 side=p.side,
                 passname=p.name,
@@ -194,6 +196,8 @@ class Walk:
                 rows=rows,
                 errors=errors,
                 reason=reason,
+                dtype=p.trace.record.dtype,
+                other_weight=other_weight,
                 explanation=_explanation(site, p, errors),
                 fused_with=p.fused.get(site.name, ""),
                 code=p.trace.record.code.get(site.name),

@@ -14,6 +14,7 @@ from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.model.sites import Site
 from rlk_align.model.tensors import biased_operators
 from rlk_align.probe.referee import formulas
+from rlk_align.probe.referee.exponentials import SumOrder, lost_share, sum_orders
 from rlk_align.probe.referee.rounding import rounding_variance
 from rlk_align.probe.referee.weights import Checkpoint, CheckpointWeights, NotRefereed
 from rlk_align.trace.reader import Weight
@@ -21,10 +22,8 @@ from rlk_align.trace.reader import Weight
 FLOAT32_UNIT = 2.0**-24
 """Half an ulp of 1: engines add, and turn, in float32."""
 SUM_ULPS = 2.0
-"""By which a float32 sum of exponentials is off, in the mean, where all are added as a tree."""
-SUM_BLOCK = 1024
-"""Exponentials that engines add as a tree. Each block's sum is added to the one before it, which
-rounds the total: to the same side, where blocks are alike as those of unseen tokens are."""
+"""By which a float32 sum of exponentials is off, in the mean, where all are added as a tree:
+exponentials, their sum and its logarithm are within an ulp each."""
 WEIGHT_ELEMENTS = 1 << 25
 """Of a weight that are float64 at a time."""
 ROW_PARALLEL = ("o_proj", "down_proj")
@@ -58,12 +57,15 @@ class Reference:
         live: Mapping[str, Weight],
         device: torch.device,
         like: "Reference | None" = None,
+        orders: Sequence[SumOrder] = (),
     ) -> None:
         """`dtype`: what the side computes in; `tp`: its tensor-parallel ranks; `attributes`: what
         it says of its log-probs; `live`: the weights that its engine held; `like`: another side's,
-        whose checkpoint is shared if it is the same. Raises ModelError."""
+        whose checkpoint is shared if it is the same; `orders`: in which it may add
+        exponentials up, by default those of an unknown processor. Raises ModelError."""
         self.shape, self.dtype, self.device, self._model = shape, dtype, device, model
         self._tp, self._attributes = tp, attributes
+        self._orders = orders or sum_orders({})
         self._config = read_config(model)
         if self._config.get("quantization_config"):
             raise ModelError(f"{model} is quantized")
@@ -173,13 +175,13 @@ class Reference:
             raise NotRefereed("its log-probs are of the tokens within top_p")
         temperature = float(self._attributes.get("temperature", 1.0))
         out = formulas.log_prob(logits, rows.target, temperature)
+        scaled = logits / temperature
         # A difference of two numbers: both are rounded before they are subtracted.
-        chosen = logits.gather(1, rows.target[:, None]) / temperature
+        chosen = scaled.gather(1, rows.target[:, None])
         rounded = [rounding_variance(x, "float32") for x in (chosen, chosen - out)]
-        # The sum of exponentials, 1 and more of its largest, loses some ulps before its logarithm.
-        added = (logits.shape[1] - 1) // SUM_BLOCK
-        lost = SUM_ULPS**2 + added**2 / 3
-        return out, sum(rounded) + lost * FLOAT32_UNIT**2
+        exponentials = (scaled - scaled.amax(dim=1, keepdim=True)).exp()
+        lost = (SUM_ULPS * FLOAT32_UNIT) ** 2 + lost_share(exponentials, self._orders)
+        return out, sum(rounded) + lost
 
     @property
     def _eps(self) -> float:

@@ -18,6 +18,10 @@ class NotRefereed(Exception):
     """Why an operator cannot be recomputed."""
 
 
+class OtherWeight(NotRefereed):
+    """An engine computed with another weight than the checkpoint holds."""
+
+
 class Checkpoint:
     """What lies on disk now, rounded to what a side computes in. Sides that compute alike share it:
     they ask for the same parameters, one after the other."""
@@ -83,9 +87,9 @@ class CheckpointWeights:
         live = used_as if used_as in self._live else parameter
         value = self._checkpoint.read(parameter)
         if live not in self._live:
-            raise NotRefereed(f"its engine showed no {live}")
+            raise OtherWeight(f"its engine showed no {live}")
         if not self._checkpoint.holds(parameter, self._live[live].digest):
-            raise NotRefereed(
+            raise OtherWeight(
                 f"its engine held another {live} than the checkpoint has now: a patch changed it, "
                 "or the checkpoint was replaced since"
             )

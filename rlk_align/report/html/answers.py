@@ -2,7 +2,7 @@
 
 from rlk_align.judge.verdict import over_budget
 from rlk_align.report.source import Source
-from rlk_align.report.words import WHOSE_OFF, site_figures
+from rlk_align.report.words import site_figures, whose_off
 from rlk_align.results import EdgeResult
 
 _NO_PROBE = "not known: rlk-align probe RUN tells"
@@ -32,7 +32,7 @@ def _first(edge: EdgeResult) -> str:
 def _over(source: Source, edge: EdgeResult) -> str:
     found = over_budget(source.verdict, edge)
     if found:
-        return f"{found[0].unit.site}: {WHOSE_OFF[found[0].side]}"
+        return f"{found[0].unit.site}: {whose_off(found[0])}"
     if not source.verdict.contract.budgets:
         return f"not known: contract {source.verdict.contract.id} has no budgets"
     units = [u for u in source.verdict.comparison.referee if edge.name in u.edges]

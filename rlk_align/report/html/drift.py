@@ -7,6 +7,7 @@ from itertools import groupby
 
 from markupsafe import Markup
 
+from rlk_align.judge.budgets import budget_of
 from rlk_align.judge.contract import Contract
 from rlk_align.report.facts import Operator
 from rlk_align.report.html.figure import Figure
@@ -37,9 +38,12 @@ class Series:
     def allowed(self, operator: Operator) -> float | None:
         """What the contract lets the operator introduce, as relative L2: the rms budgets of both
         sides, in units of rounding, added up; None where it was not held against one."""
-        budget = self.contract.budget(operator.site.op)
-        units = {u.side: u.errors.unit for u in operator.refereed if u.errors is not None}
-        return budget.rms * sum(units.values()) if budget and units else None
+        allowed = {}
+        for unit in operator.refereed:
+            budget = budget_of(self.contract, unit)
+            if unit.errors is not None and budget is not None:
+                allowed[unit.side] = budget.rms * unit.errors.unit
+        return sum(allowed.values()) if allowed else None
 
     @property
     def rounding(self) -> float | None:

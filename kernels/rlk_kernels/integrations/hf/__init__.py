@@ -10,20 +10,26 @@ from such a model to the original.
 """
 
 from collections.abc import Iterable
-from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlk_kernels.integrations.operators import check
 from rlk_kernels.integrations.profile import logp as token_logprobs
 
+if TYPE_CHECKING:
+    from rlk_kernels.integrations.hf.handle import Handle
+
 __all__ = ["check", "operators", "token_logprobs", "use_kernels"]
 
 
-def use_kernels(model: Any, left: Iterable[str] = ()) -> ExitStack:
+def use_kernels(model: Any, left: Iterable[str] = ()) -> "Handle":
     """Put the kernels under every operator of a causal LM, but those that are `left` to it.
 
-    Closing what is returned puts everything back; that works until the model is sharded. Raises
-    NotServed for a model that has an operator without a kernel, before anything is changed.
+    Closing what is returned (a context manager, too) takes the kernels out, until the model is
+    sharded; where nobody keeps it, they stay. A call for a model that has the kernels adds them
+    where they are missing, and `left` takes none out. Calls may be closed in any order: what one of
+    them put in stays as long as a later one is open, and with the last the model is as it was. A
+    later call of which nobody keeps the handle ends with the one before it.
+    Raises NotServed for a model that has an operator without a kernel, before anything is changed.
     """
     from rlk_kernels.integrations.hf.model import replace
 

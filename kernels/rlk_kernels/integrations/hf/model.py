@@ -9,6 +9,7 @@ from torch import nn
 
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.hf import attention, modules
+from rlk_kernels.integrations.hf.handle import Handle
 from rlk_kernels.integrations.hf.held import hold, round_as_eager
 from rlk_kernels.integrations.hf.known import check_forwards, check_plain
 from rlk_kernels.integrations.hf.loss import causal_lm_loss
@@ -16,6 +17,7 @@ from rlk_kernels.integrations.operators import Watch, chosen_out, leaves
 from rlk_kernels.integrations.rotary import rotation
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+SERVED = f"served are causal LMs of transformers of model_type {', '.join(FAMILIES)}"
 
 
 def operators(model: Any) -> dict[str, Any]:
@@ -70,14 +72,14 @@ def _classes(model: Any, left: frozenset[str]) -> Iterator[tuple[str, Any, type]
 
 def _check_causal(model: Any) -> None:
     if not hasattr(getattr(model, "model", None), "embed_tokens") or not hasattr(model, "lm_head"):
-        raise NotServed(f"a {type(model).__name__} is not served; a causal LM of transformers is")
+        raise NotServed(f"a {type(model).__name__} is not served; {SERVED}")
 
 
 def _check(model: Any) -> None:
     _check_causal(model)
     config = model.config
     if config.model_type not in FAMILIES:
-        raise NotServed(f"{config.model_type} is not served; {', '.join(FAMILIES)} are")
+        raise NotServed(f"a {type(model).__name__} ({config.model_type}) is not served; {SERVED}")
     if config.hidden_act != "silu":
         raise NotServed(f"hidden_act={config.hidden_act} is not served; silu is")
     if getattr(config, "attention_dropout", 0.0) and model.training:
@@ -93,7 +95,7 @@ def _check(model: Any) -> None:
             raise NotServed(f"{name} is a {found}; a plain torch.nn.Parameter is served")
 
 
-def replace(model: Any, left: Iterable[str]) -> ExitStack:
+def replace(model: Any, left: Iterable[str]) -> Handle:
     """See `use_kernels`."""
     left = chosen_out(left)
     _check(model)
@@ -103,10 +105,10 @@ def replace(model: Any, left: Iterable[str]) -> ExitStack:
     turns = None
     if not leaves(left, "q_rope", "k_rope"):
         turns = rotation(model.config.rope_parameters, 2 * rotary.inv_freq.numel())
-    # No context manager: one that nobody keeps would end by itself.
     undo = ExitStack()
     undo.callback(hold("rounding", round_as_eager))
     for _, module, kind in classes:
+        undo.callback(vars(module).pop, "rlk_calls", None)
         undo.callback(setattr, module, "__class__", type(module))
         module.__class__ = modules.derived(kind, type(module))  # type: ignore[arg-type]
     if turns is not None:
@@ -119,7 +121,10 @@ def replace(model: Any, left: Iterable[str]) -> ExitStack:
         modeling = _modeling(model)
         undo.callback(hold(modeling, lambda: modules.rotate_in(modeling)))
     if left.isdisjoint(("logits", "logprob")):
-        undo.callback(setattr, model, "loss_function", model.loss_function)
+        if "_loss_function" in vars(model):
+            undo.callback(setattr, model, "loss_function", model.loss_function)
+        else:  # the config says which
+            undo.callback(vars(model).pop, "_loss_function")
         model.loss_function = causal_lm_loss
     if "attn" not in left:
         attention.register()
@@ -129,7 +134,7 @@ def replace(model: Any, left: Iterable[str]) -> ExitStack:
         model.config._attn_implementation = attention.NAME
     # Of the decoder: adapters call the forward of the model itself past its hooks.
     undo.callback(model.model.register_forward_pre_hook(Watch(model, operators)).remove)
-    return undo
+    return Handle(model, undo)
 
 
 def _modeling(model: Any) -> Any:

@@ -35,7 +35,7 @@ from rlk_kernels.losses.linear_grpo.kernels import (
 from rlk_kernels.matmul.accumulate.accumulate import accumulate
 from rlk_kernels.matmul.accumulate.partial import PartialProduct, lo_accumulator
 from rlk_kernels.matmul.plan import most_special
-from rlk_kernels.memory import empties, empty, layout
+from rlk_kernels.memory import empties, empty
 from rlk_kernels.numerics.column_sum.operator import column_sum
 from rlk_kernels.ops.linear_logp.launch import (
     finish,
@@ -44,7 +44,7 @@ from rlk_kernels.ops.linear_logp.launch import (
     mark,
     pick,
     plane_shapes,
-    planes_in,
+    planes_of,
     row_shapes,
     run_tiles,
 )
@@ -82,17 +82,18 @@ def logp_and_gradients(
     sums, ran = [], set()
     targets = torch.empty(t, dtype=torch.float32, device=h.device)
     pick(planned.pick, h, w, bias, ids, spec, targets)
-    for chunk in planned.chunks:
+
+    def run(chunk: plan.TokenChunk) -> None:
+        """A chunk's part of all results. What it holds beside them ends with it."""
         part, m = chunk.tokens, chunk.last - chunk.first
         own = ids[part]
         stored = [vocab.view(buffers, m)[:, : vocab.last - vocab.first] for vocab in chunk.vocab]
         nodes = chunk.nodes(chunk.vocab[-1]).stop
-        room = layout(plane_shapes(nodes, m, False), torch.float32).total
-        memory = empty(room, torch.float32, h.device)
-        planes = planes_in(memory, nodes, m, False)
-        n, s, _ = planes[0]
-        rows = RowStatistics(*empties(row_shapes(own, False), torch.float32, h.device))
-        rows = rows._replace(logp=logps[part], z=targets[part])
+        shapes = plane_shapes(nodes, m, False)
+        n = empty(shapes[0], torch.float32, h.device)
+        s, *above = empties(shapes[1:], torch.float32, h.device)
+        inner = empties(row_shapes(own, False)[1:-1], torch.float32, h.device)
+        rows = RowStatistics(*[logps[part], *inner, targets[part]])
         for vocab, tiles, e in zip(chunk.vocab, chunk.tiles, stored, strict=True):
             node = chunk.nodes(vocab)
             run_tiles(
@@ -100,7 +101,8 @@ def logp_and_gradients(
                 spec, n[node], s[node], None, rows.z, None, e,
             )  # fmt: skip
             ran.add(tiles.implementation)
-        finish(planes, own, rows, 0, m, False)
+        finish(planes_of([n, s, *above], False), own, rows, 0, m, False)
+        del s, above  # before c hidden is made: of the tiles' statistics only n is read again
         g, a, c = token_gradient(
             rows, own, None if old is None else old[part], advantages[part],
             None if ref is None else ref[part], weights[part], loss, spec.slope,
@@ -131,6 +133,9 @@ def logp_and_gradients(
                 of_columns.append(column_sum(whole, "triton")[: e.shape[1]])
         if needs[2]:
             sums.append(torch.cat(of_columns))
+
+    for chunk in planned.chunks:
+        run(chunk)
     db = column_sum(torch.stack(sums), "triton") if needs[2] else None
     db = db if bias is None or db is None else db.to(bias.dtype)
     return logps, [dh, dw, db], most_special(ran)

@@ -189,7 +189,12 @@ def planes_in(
 ) -> list[Planes]:
     """`plane_shapes` in memory that has room for them, behind what has the shapes `before`."""
     own = layout((*before, *plane_shapes(nodes, t, entropy)), memory.dtype)
-    flat, each = views(memory, own)[len(before) :], 3 if entropy else 2
+    return planes_of(views(memory, own)[len(before) :], entropy)
+
+
+def planes_of(flat: list[Tensor], entropy: bool) -> list[Planes]:
+    """Tensors of `plane_shapes`, by level of the tree."""
+    each = 3 if entropy else 2
     return [
         (flat[i], flat[i + 1], flat[i + 2] if entropy else None) for i in range(0, len(flat), each)
     ]

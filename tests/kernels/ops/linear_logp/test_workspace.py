@@ -1,6 +1,7 @@
 """Where chunks of the logits lie: never where something is yet to be read, nor beyond a buffer."""
 
 import functools
+import gc
 import weakref
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_logp_suite import case, gradients, run_ours, upstreams
 from planning import H200
+from rlk_kernels import direct
 from rlk_kernels.losses.linear_grpo import launch as linear_grpo
 from rlk_kernels.losses.linear_grpo import plan as linear_grpo_plan
 from rlk_kernels.matmul import plan as matmul
@@ -24,6 +26,7 @@ from rlk_kernels.ops.linear_logp.workspace import (
     block_elements,
     one_at_a_time,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 
 T, H, V = 320, 128, 1100
 SMALL = 550 << 10
@@ -203,6 +206,64 @@ def test_the_second_pass_holds_nothing_of_the_first(monkeypatch):
     monkeypatch.setattr(plan, "ONE_PASS_ELEMENTS", 128 * H)
     logp_gradients(c)
     assert len(made) == 2
+
+
+def statistics_held(monkeypatch):
+    """Bytes of statistics that chunks of tokens hold: for each chunk as it begins, and as its
+    hidden states are scaled."""
+    asked, held = [], []
+
+    def note():
+        gc.collect()  # the interpreter leaves cycles
+        held.append(sum(size for memory, size in asked if not memory.expired()))
+
+    def seen(make):
+        def asks(*given):
+            if make is direct.empty:  # the first of a chunk
+                note()
+            found = make(*given)
+            one = found if isinstance(found, torch.Tensor) else found[0]
+            memory = one.untyped_storage()
+            asked.append((StorageWeakRef(memory), memory.nbytes()))
+            return found
+
+        return asks
+
+    def scaled(x, c, out):
+        note()
+        return out
+
+    monkeypatch.setattr(linear_grpo_plan, "CHUNK_BYTES", SMALL)
+    for make in (direct.empty, direct.empties):
+        monkeypatch.setattr(linear_grpo, make.__name__, seen(make))
+    monkeypatch.setattr(linear_grpo, "scale_rows", scaled)
+    c = case(T, H, V, torch.float16, "cpu")
+    rk.linear_grpo_loss(
+        c.hidden[None], c.weight.requires_grad_(), c.target[None], None, torch.ones(1),
+        torch.ones(1, T), backend="triton",
+    )  # fmt: skip
+    return held
+
+
+@pytest.mark.usefixtures("large_tiles")
+def test_of_the_tiles_statistics_only_what_is_read_again_is_held(monkeypatch):
+    """n of the tiles, and three numbers a row; nothing of the chunk before."""
+    nodes = -(-V // 256)
+    assert statistics_held(monkeypatch) == [0, 4 * 256 * (nodes + 3), 0, 4 * 64 * (nodes + 3)]
+
+
+@pytest.mark.usefixtures("large_tiles")
+def test_statistics_that_stay_are_noticed(monkeypatch):
+    kept, planes_of = [], linear_grpo.planes_of
+
+    def keeping(*given):
+        kept.append(planes_of(*given))
+        return kept[-1]
+
+    monkeypatch.setattr(linear_grpo, "planes_of", keeping)
+    nodes = -(-V // 256)
+    first, both = 8 * 256 * nodes, 8 * T * nodes
+    assert statistics_held(monkeypatch) == [0, first + 12 * 256, first, both + 12 * 64]
 
 
 @pytest.mark.usefixtures("large_tiles")

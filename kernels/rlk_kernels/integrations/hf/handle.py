@@ -1,0 +1,50 @@
+"""What a call of `use_kernels` returns, and in which order several calls for a model are undone."""
+
+import weakref
+from contextlib import ExitStack
+from typing import Any, Self
+
+_open: weakref.WeakKeyDictionary[Any, list[weakref.ref["Handle"]]] = weakref.WeakKeyDictionary()
+"""Model -> the handles that somebody keeps and that were not closed, in the order of their calls.
+None of them is kept alive here: they hold the model."""
+
+
+class Handle:
+    """What one call put into a model. `close()`, or the end of a `with`, takes it out; where a
+    later call is still open, with that one. A second `close()` does nothing."""
+
+    def __init__(self, model: Any, undo: ExitStack) -> None:
+        self._undo = undo
+        self._all = _open.setdefault(model, [])
+        self._self = weakref.ref(self)
+        self._all.append(self._self)
+
+    def close(self) -> None:
+        if self._self not in self._all:
+            return
+        place = self._all.index(self._self)
+        del self._all[place]
+        earlier = self._undo.pop_all()
+        later = self._all[place]() if place < len(self._all) else None
+        if later is None:
+            earlier.close()
+            return
+        own = later._undo.pop_all()
+        later._undo.callback(earlier.close)
+        later._undo.callback(own.close)
+
+    def __del__(self) -> None:
+        """Nobody kept it: it ends with the call before it, and stays where there is none."""
+        if self._self not in self._all:
+            return
+        place = self._all.index(self._self)
+        del self._all[place]
+        before = self._all[place - 1]() if place else None
+        if before is not None:
+            before._undo.callback(self._undo.pop_all().close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        self.close()

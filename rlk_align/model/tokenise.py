@@ -1,0 +1,86 @@
+"""Prompts -> token ids, by the checkpoint's own tokenizer and its chat template."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from rlk_align.errors import ModelError, PromptError
+from rlk_align.model.checkpoint import GIVE_IDS
+from rlk_align.model.prompts import Prompt
+from rlk_align.text import one_line
+
+
+def tokenise(model: Path, prompts: Sequence[Prompt]) -> dict[str, list[int]]:
+    """Each prompt's ids, special tokens included as the tokenizer does it by default, except in
+    text that a chat template gave, which has its own. Prompts that came as ids stay as they are.
+
+    Raises ModelError where the tokenizer cannot be loaded.
+    """
+    return {p.id: list(p.ids) if p.ids else _tokens_of(model, p) for p in prompts}
+
+
+def _tokens_of(model: Path, prompt: Prompt) -> list[int]:
+    tokenizer = _tokenizer(model)
+    special = not prompt.rendered
+    return tokenizer(prompt.text, add_special_tokens=special, verbose=False)["input_ids"]
+
+
+def rendered(model: Path, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts, with messages as the text that the model's chat template makes of them, up to
+    where the answer begins.
+
+    Raises ModelError where the model has no chat template, PromptError where it takes a prompt's
+    messages for wrong.
+    """
+    return [_rendered(model, p) if p.messages else p for p in prompts]
+
+
+def _rendered(model: Path, prompt: Prompt) -> Prompt:
+    tokenizer = _tokenizer(model)
+    if not tokenizer.chat_template:
+        raise ModelError(
+            f"{model} has no chat template, and prompt {prompt.id!r} is given as messages",
+            'give the text that the model is to continue: {"prompt": "..."}',
+        )
+    messages = [*(prompt.messages or ())]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:
+        # Whatever a template's own code raises of messages that it does not take.
+        said = f"the chat template of {model} does not take prompt {prompt.id!r}"
+        raise PromptError(f"{said}: {one_line(error)}") from error
+    if not text:
+        raise PromptError(f"the chat template of {model} makes no text of prompt {prompt.id!r}")
+    return replace(prompt, text=text, messages=None, rendered=True)
+
+
+def fast_tokenizer(model: Path) -> Tokenizer:
+    """That of tokenizer.json, without transformers and what it changes: at hand in no time.
+
+    Raises ModelError where there is none.
+    """
+    path = model / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing narrower, where a file is missing too
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+@lru_cache(maxsize=2)
+def _tokenizer(model: Path) -> Any:
+    """As transformers loads it, once for each model of a process."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model, local_files_only=True)
+    except Exception as error:
+        # Whatever a tokenizer's own code raises of files that it cannot read.
+        said = f"{model}: transformers cannot load its tokenizer: {one_line(error)}"
+        raise ModelError(said, GIVE_IDS) from error
