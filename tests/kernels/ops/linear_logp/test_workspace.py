@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_logp_suite import case, gradients, run_ours, upstreams
 from planning import H200
-from rlk_kernels import direct
+from rlk_kernels import memory
 from rlk_kernels.losses.linear_grpo import launch as linear_grpo
 from rlk_kernels.losses.linear_grpo import plan as linear_grpo_plan
 from rlk_kernels.matmul import plan as matmul
@@ -215,16 +215,16 @@ def statistics_held(monkeypatch):
 
     def note():
         gc.collect()  # the interpreter leaves cycles
-        held.append(sum(size for memory, size in asked if not memory.expired()))
+        held.append(sum(size for storage, size in asked if not storage.expired()))
 
     def seen(make):
         def asks(*given):
-            if make is direct.empty:  # the first of a chunk
+            if make is memory.empty:  # the first of a chunk
                 note()
             found = make(*given)
             one = found if isinstance(found, torch.Tensor) else found[0]
-            memory = one.untyped_storage()
-            asked.append((StorageWeakRef(memory), memory.nbytes()))
+            storage = one.untyped_storage()
+            asked.append((StorageWeakRef(storage), storage.nbytes()))
             return found
 
         return asks
@@ -234,7 +234,7 @@ def statistics_held(monkeypatch):
         return out
 
     monkeypatch.setattr(linear_grpo_plan, "CHUNK_BYTES", SMALL)
-    for make in (direct.empty, direct.empties):
+    for make in (memory.empty, memory.empties):
         monkeypatch.setattr(linear_grpo, make.__name__, seen(make))
     monkeypatch.setattr(linear_grpo, "scale_rows", scaled)
     c = case(T, H, V, torch.float16, "cpu")
