@@ -223,3 +223,41 @@ def update_weights(model: Any) -> None:
     stale = os.environ.get("RLK_TEST_STALE") or "nothing"
     with torch.no_grad():
         model.load_weights([(name, value) for name, value in new.items() if stale not in name])
+
+
+def _delta(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two factors of an adapter of rank 4."""
+    random = torch.Generator().manual_seed(0)
+    down = 0.05 * torch.randn(4, weight.shape[1], generator=random)
+    up = 0.05 * torch.randn(weight.shape[0], 4, generator=random)
+    return down.to(weight.dtype), up.to(weight.dtype)
+
+
+def adapter_added(model):
+    """LoRA as training has it: beside the weight."""
+    for layer in model.model.layers:
+        projection = layer.self_attn.q_proj
+        down, up = _delta(projection.weight)
+        projection.register_forward_hook(
+            lambda _m, args, out, down=down, up=up: out + (args[0] @ down.T) @ up.T
+        )
+
+
+def adapter_merged(model):
+    """The same adapter as a rollout engine gets it: in the weight."""
+    for layer in model.model.layers:
+        weight = layer.self_attn.q_proj.weight
+        down, up = _delta(weight)
+        weight.data = (weight.data.float() + up.float() @ down.float()).to(weight.dtype)
+
+
+def logits_padded_with_zeros(model):
+    model.lm_head.register_forward_hook(
+        lambda _m, _args, out: torch.nn.functional.pad(out, (0, 64))
+    )
+
+
+def logits_padded_with_infinities(model):
+    model.lm_head.register_forward_hook(
+        lambda _m, _args, out: torch.nn.functional.pad(out, (0, 64), value=float("-inf"))
+    )

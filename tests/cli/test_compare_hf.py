@@ -262,3 +262,44 @@ def test_a_side_in_another_dtype_is_compared_by_value(compare: Cli) -> None:
     assert done.verdict["precheck"]["weights"] == "equal", "the same checkpoint, widened"
     assert done.verdict["contract"]["id"] == "bf16"
     assert done.first == "layers.0.attn_norm", "the embedding has the same values in both"
+
+
+@pytest.mark.parametrize(("rollout", "train"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_each_side_is_held_to_its_own_dtype(compare: Cli, rollout: str, train: str) -> None:
+    """The more exact side is not blamed for what the other's dtype makes of it."""
+    sides = ("--rollout", f"hf:dtype={rollout}", "--train", f"hf:dtype={train}")
+    done = compare(*sides, *EDGE, "--max-new-tokens", 16)
+    assert done.code == 0, done.out
+    assert done.verdict["divergence"]["first_over_budget"] is None
+
+
+def test_an_adapter_that_is_merged_on_one_side_blames_neither(compare: Cli) -> None:
+    sides = ("--rollout", "hf:patch=patches:adapter_added")
+    sides += ("--train", "hf:patch=patches:adapter_merged", "--allow-mismatch", "weights")
+    done = compare(*sides, *EDGE)
+    over = done.verdict["divergence"]["first_over_budget"]
+    assert (done.code, over["site"], over["side"]) == (1, "layers.0.q_proj", None)
+    assert "which side is off is not known" in done.out
+    assert "train was not checked here: its engine held another layers.0.q_proj" in done.out
+
+
+@pytest.mark.parametrize(
+    ("patch", "code"), [("logits_padded_with_infinities", 0), ("logits_padded_with_zeros", 1)]
+)
+def test_a_padded_vocabulary_is_named_and_compared_over_its_tokens(
+    compare: Cli, patch: str, code: int
+) -> None:
+    done = compare("--rollout", "hf", "--train", f"hf:patch=patches:{patch}", *EDGE)
+    (mismatch,) = done.verdict["precheck"]["mismatches"]
+    named = ("logits_columns", 1024, 1088)
+    assert (mismatch["name"], mismatch["rollout"], mismatch["train"]) == named
+    assert done.verdict["precheck"]["attributes"] == "equal"
+    assert done.code == code, done.out
+    over = done.verdict["divergence"]["first_over_budget"]
+    assert (over and (over["site"], over["side"])) == (("logprob", "train") if code else None)
+
+
+def test_sampling_beyond_the_vocabulary_says_so(compare: Cli) -> None:
+    done = compare("--rollout", "hf:patch=patches:logits_padded_with_zeros", "--train", "hf")
+    assert done.code == 3
+    assert "the logits have 1,088 columns, and the vocabulary has 1,024 tokens" in done.err

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comparisons import comparison, edge, site
+from comparisons import comparison, edge, metrics, site
 from rich.console import Console
 
 from rlk_align.errors import ContractError
@@ -17,7 +17,7 @@ from rlk_align.judge.verdict import Verdict, judge, over_budget
 from rlk_align.judge.wording import how_off
 from rlk_align.report.terminal import show
 from rlk_align.report.verdict_json import verdict_json
-from rlk_align.results import EdgeResult, ErrorPattern, RefereedUnit, RoundingErrors
+from rlk_align.results import EdgeResult, ErrorPattern, Introducer, RefereedUnit, RoundingErrors
 
 BF16 = load_contract("bf16", "bfloat16")
 NAME = "layers.0.act"
@@ -37,7 +37,8 @@ def errors(**changes: Any) -> RoundingErrors:
 
 
 def unit(side: str = "train", name: str = NAME, reason: str = "", **changes: Any) -> RefereedUnit:
-    more = {k: changes.pop(k) for k in ("passname", "edges", "explanation") if k in changes}
+    names = ("passname", "edges", "explanation", "dtype", "other_weight")
+    more = {k: changes.pop(k) for k in names if k in changes}
     fields: dict[str, Any] = {
         "side": side,
         "passname": "prefill",
@@ -145,6 +146,74 @@ def test_within_rounding_and_too_far_apart() -> None:
         unit("rollout", reason="gone", **of),
     ]
     assert found(judged(*known, of=decode)) == [(NAME, None)]
+
+
+def test_a_side_of_another_dtype_is_held_to_the_budgets_of_that_dtype() -> None:
+    """Between the two contracts' bounds: off for the one, healthy for the other."""
+    fp32 = load_contract("fp32", "float32").budget("attn_norm")
+    bf16 = BF16.budget("attn_norm")
+    assert fp32 is not None
+    assert bf16 is not None
+    assert bf16.row_gain < 1.4 < fp32.row_gain
+    name = "layers.0.attn_norm"
+    of = edge(sites=[differing(name)])
+    between = unit("train", name, row_gain=1.4, dtype="float32")
+    assert found(judged(unit("rollout", name), between, of=of)) == []
+    # The same in the contract's own dtype, or of a run that does not say, is off.
+    for dtype in ("bfloat16", ""):
+        narrow = unit("train", name, row_gain=1.4, dtype=dtype)
+        assert found(judged(unit("rollout", name), narrow, of=of)) == [(name, "train")]
+    beyond = unit("train", name, row_gain=1.1 * fp32.row_gain, dtype="float32")
+    assert found(judged(unit("rollout", name), beyond, of=of)) == [(name, "train")]
+    none = BF16.model_copy(update={"budgets": []})
+    assert found(judged(unit("rollout", name), beyond, of=of, by=none)) == []
+
+
+def test_nobody_is_called_off_where_the_other_side_has_another_weight() -> None:
+    bad = unit("rollout", rms=9.0)
+    gone = unit("train", reason="a patch changed it", other_weight=True)
+    verdict = judged(bad, gone)
+    assert found(verdict) == [(NAME, None)]
+    shown = " ".join(lines(verdict))
+    assert "which side is off is not known" in shown
+    assert "train was not checked here: a patch changed it" in shown
+    assert f"give train the checkpoint's own {NAME}" in shown
+    # Not recorded is another thing: what is off is off.
+    verdict = judged(bad, unit("train", reason="it was not recorded"))
+    assert found(verdict) == [(NAME, "rollout")]
+    assert "train was not checked here: it was not recorded" in " ".join(lines(verdict))
+
+
+def test_one_sentence_says_where_the_sides_part() -> None:
+    early, late = "layers.0.act", "layers.1.act"
+    first = Introducer(site=early, layer=0, op="act", sample=0, position=1, last_equal=None)
+    of = edge(sites=[differing(early), differing(late)], first_bitwise=first)
+    both = [unit("rollout", early), unit("train", early), unit("rollout", late)]
+    shown = lines(judged(*both, unit("train", late, rms=9.0), of=of))
+    told = f"{late} is the first operator over its budget"
+    assert f"prefill_vs_train: {told}" in shown
+    assert f"  the sides first differ at {early}, by legitimate rounding" in " ".join(shown)
+    of = edge(sites=[site(early, differ=1), differing(late)])
+    shown = lines(judged(unit("train", late, rms=9.0), of=of))
+    assert "none of them in a row whose inputs are bit-equal" in " ".join(shown)
+    assert not [text for text in shown if text.startswith("first divergence")]
+
+
+def test_the_next_step_is_no_dead_end() -> None:
+    first = Introducer(
+        site="logprob", layer=None, op="logprob", sample=0, position=1, last_equal=None
+    )
+    metrics_over = edge(
+        sites=[differing(), differing("logprob", op="logprob", op_class="logprob", layer=None)],
+        first_bitwise=first,
+        metrics=metrics(max_abs_dlogp=9.0),
+    )
+    shown = " ".join(lines(judged(of=metrics_over)))
+    assert "compare how both sides make them" in shown
+    other = first.model_copy(update={"site": NAME, "op": "act", "layer": 0})
+    shown = lines(judged(of=metrics_over.model_copy(update={"first_bitwise": other})))
+    assert any("rlk-align probe runs/1 --attribute" in text for text in shown)
+    assert sum("rlk-align probe" in text for text in shown) == 1
 
 
 def test_a_worst_row_is_shown_where_none_introduced_a_difference() -> None:
