@@ -4,8 +4,8 @@
     python scripts/calibration_report.py --runs bf16=runs/bf16 fp16=runs/fp16 fp32=runs/fp32 \\
         --selftest selftest.json --out reports/calibration.md
 
-The runs are those of scripts/calibration_runs.py (RUNS/PAIR/SEED); the faults of `rlk-align
-selftest --output json=selftest.json`.
+The runs are those of scripts/calibration_runs.py: RUNS/PAIR/SEED, or RUNS/PROCESSOR/PAIR/SEED. The
+faults are those of `rlk-align selftest --output json=selftest.json`.
 """
 
 import argparse
@@ -23,10 +23,11 @@ from rlk_align.results import EdgeMetrics
 
 
 def runs_in(folder: Path) -> dict[str, list[HealthyRun]]:
-    """By pair of engines, each seed's run."""
+    """By processor, if the folder has several, and pair of engines: each seed's run."""
     found = defaultdict(list)
-    for sums in sorted(folder.glob("*/*/checksums.json")):
-        found[sums.parent.parent.name].append(healthy_run(str(sums.parent)))
+    for sums in sorted(folder.rglob("checksums.json")):
+        name = ", ".join(sums.parent.parent.relative_to(folder).parts)
+        found[name].append(healthy_run(str(sums.parent)))
     return dict(found)
 
 

@@ -51,7 +51,8 @@ HEALTHY = (
     "--rollout vllm:enable_prefix_caching=1 --train hf",
     "--rollout vllm:max_num_batched_tokens=32 --train megatron:input=packed",
     "--rollout vllm --train megatron:tp=2",
-    "--rollout vllm:temperature=0.7 --train hf:temperature=0.7",
+    "--rollout vllm:temperature=0.7,logprobs=processed --train hf:temperature=0.7 "
+    "--edges decode_vs_train",
     "--rollout hf --train hf:attn=eager --prompts LONG --max-new-tokens 40",
     "--rollout vllm --train megatron --prompts ONE --max-new-tokens 40",
 )
