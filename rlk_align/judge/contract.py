@@ -40,10 +40,11 @@ from collections.abc import Iterator, Sequence
 from datetime import date
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, StringConstraints, model_validator
 
+from rlk_align.model.operators import OPERATORS, OpClass
 from rlk_align.results import EdgeName
 
 EdgeMetric = Literal[
@@ -58,31 +59,10 @@ EdgeMetric = Literal[
     "bit_mismatches",
 ]
 SiteMetric = Literal["op_error", "rows_differ"]
-OpClass = Literal["elementwise", "reduction", "matmul", "attention", "logprob"]
-
-Op = Literal[
-    "embed",
-    "attn_norm",
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "q_norm",
-    "k_norm",
-    "q_rope",
-    "k_rope",
-    "attn",
-    "o_proj",
-    "attn_residual",
-    "mlp_norm",
-    "gate_proj",
-    "up_proj",
-    "act",
-    "down_proj",
-    "mlp_residual",
-    "final_norm",
-    "logits",
-    "logprob",
-]
+if TYPE_CHECKING:
+    Op = str
+else:
+    Op = Literal[tuple(OPERATORS)]
 Dtype = Literal["float64", "float32", "float16", "bfloat16"]
 Words = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -342,7 +322,7 @@ class Contract(BaseModel):
         """Whoever limits some operators says something of each; of the log-prob the limits of
         tokens do."""
         ops = [op for budget in self.budgets for op in budget.ops]
-        missing = [op for op in get_args(Op) if op not in ops]
+        missing = [op for op in OPERATORS if op not in ops]
         if ops and missing:
             yield f"there are budgets, and none for {', '.join(missing)}"
         limits = [x for x in self.limits if x.metric == "op_error"]

@@ -5,13 +5,12 @@ import math
 from collections.abc import Iterator
 from datetime import date
 from fnmatch import fnmatchcase
-from typing import get_args
 
-from rlk_align.judge.contract import Contract, Limit, Op
+from rlk_align.judge.contract import Contract, Limit
 from rlk_align.judge.waivers import today
+from rlk_align.model.operators import OPERATORS
 from rlk_align.results import Result
 
-OPS = get_args(Op)
 CLIP_LOW, CLIP_HIGH = 0.8, 1.2
 """The ratios between which a token is not clipped, as `compare.metrics` counts them."""
 _MANY = 10_000_000
@@ -152,22 +151,22 @@ def _sequences(contract: Contract) -> Iterator[Finding]:
         yield Finding(entry="", text=text)
 
 
-_WHOLE = ("embed", "final_norm", "logits", "logprob")
-"""Operators that a model has once, and not in each layer."""
 _LAYERS = 1000
 """More layers than a model has."""
 
 
 def _no_such_sites(contract: Contract) -> Iterator[Finding]:
     """Patterns of sites that no model has."""
-    sites = [*_WHOLE]
-    sites += [f"layers.{i}.{op}" for i in range(_LAYERS) for op in OPS if op not in _WHOLE]
+    whole = [name for name, operator in OPERATORS.items() if operator.part is None]
+    sites = whole + [
+        f"layers.{i}.{name}" for i in range(_LAYERS) for name in OPERATORS if name not in whole
+    ]
     named = [(x.id, x.sites) for x in contract.limits]
     named += [(w.limit, w.sites) for w in contract.waivers]
     for entry, patterns in named:
         for pattern in patterns or ():
             if not any(fnmatchcase(site, pattern) for site in sites):
-                text = f"{pattern} is no site of any model; operators are {', '.join(OPS)}"
+                text = f"{pattern} is no site of any model; operators are {', '.join(OPERATORS)}"
                 yield Finding(entry=entry, text=text)
 
 

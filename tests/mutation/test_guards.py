@@ -187,7 +187,7 @@ GUARDS = {
     ),
     "an embedding that is another's": Guard(
         "probe/referee/recorded.py",
-        'read = {"embed": token,',
+        'read = {"embedding": token,',
         "read = {",
         f"{_REFEREE}::test_a_planted_fault_is_named_on_its_side[a token's embedding is another's"
         "-rollout]",

@@ -17,9 +17,7 @@ from rlk_align.engines.faults.unit import Formula, Rows, Unit, in_place_of
 from rlk_align.errors import BadOption
 from rlk_align.model.families import ModelShape
 from rlk_align.model.rotary import Rotary
-
-NORMS = ("attn_norm", "q_norm", "k_norm", "mlp_norm", "final_norm")
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+from rlk_align.model.sites import model_sites
 
 
 class Operators(Hooks, ABC):
@@ -31,6 +29,7 @@ class Operators(Hooks, ABC):
     def __init__(self, shape: ModelShape, rotary: Rotary | None) -> None:
         super().__init__()
         self.shape, self._rotary = shape, rotary
+        self.sites = {s.name: s for s in model_sites(shape)}
 
     def on_input(self, module: Any, see: Callable[[Any], object]) -> None:
         """`see(first input)` before each forward."""
@@ -42,24 +41,31 @@ class Operators(Hooks, ABC):
 
     def replace_operator(self, site: str, formula: Formula) -> None:
         """From here on the operator gives what the formula says."""
-        layer, op = (int(site.split(".")[1]), site.split(".")[2]) if "." in site else (-1, site)
-        if op in NORMS:
-            self._norm(layer, op, formula)
-        elif op in PROJECTIONS:
-            self._projection(layer, op, formula)
-        elif op in ("q_rope", "k_rope"):
-            self._rope(layer, op, formula)
-        elif op in ("attn_residual", "mlp_residual"):
-            self._residual(layer, op, formula)
-        else:
-            other = {
-                "embed": lambda: self._embed(formula),
-                "attn": lambda: self._attention(layer, formula),
-                "act": lambda: self._act(layer, formula),
-                "logits": lambda: self._logits(formula),
-                "logprob": lambda: self._logprob(formula),
-            }
-            other[op]()
+        layer, op = self.place(site)
+        match self.sites[site].operator.formula:
+            case "embedding":
+                self._embed(formula)
+            case "rms_norm":
+                self._norm(layer, op, formula)
+            case "linear" if layer < 0:
+                self._logits(formula)
+            case "linear":
+                self._projection(layer, op, formula)
+            case "rotary":
+                self._rope(layer, op, formula)
+            case "attention":
+                self._attention(layer, formula)
+            case "residual":
+                self._residual(layer, op, formula)
+            case "activation":
+                self._act(layer, formula)
+            case "log_softmax":
+                self._logprob(formula)
+
+    def place(self, site: str) -> tuple[int, str]:
+        """Its layer, -1 outside of the layers, and its operator."""
+        at = self.sites[site]
+        return -1 if at.layer is None else at.layer, at.op
 
     def computed(
         self,
@@ -163,12 +169,10 @@ def plant(chosen: Chosen, operators: Operators) -> None:
         importlib.import_module(f"rlk_align.engines.faults.formulas.{module}"), name
     )
     for site in fault.sites:
-        if "." in site and int(site.split(".")[1]) >= shape.layers:
+        if site not in operators.sites:
             raise BadOption(
-                f"fault={chosen}: it sits in {site}, and there are {shape.layers} layers"
+                f"fault={chosen}: a {shape.model_type} model of {shape.layers} layers has no {site}"
             )
-        if site.endswith(("q_norm", "k_norm")) and not shape.family.qk_norm:
-            raise BadOption(f"fault={chosen}: a {shape.model_type} model has no {site}")
         if fault.needs_bias and not operators.biased(site):
             raise BadOption(f"fault={chosen}: {site} has no bias in this model")
     formula = make(chosen.strength)

@@ -12,8 +12,8 @@ import torch
 from rlk_align.engines.common.places import first
 from rlk_align.engines.faults.operators import Operators
 from rlk_align.engines.faults.unit import Attention, Formula, Report, Rows, in_place_of
-from rlk_align.model.checkpoint import LAYER_MODULES
 from rlk_align.model.families import ModelShape
+from rlk_align.model.operators import layer_modules
 from rlk_align.model.rotary import Rotary
 
 
@@ -40,7 +40,7 @@ class HFOperators(Operators):
         if layer < 0:
             inner = self._model.model
             return {"final_norm": inner.norm, "embed": inner.embed_tokens}[op]
-        return self._model.model.layers[layer].get_submodule(LAYER_MODULES[op])
+        return self._model.model.layers[layer].get_submodule(layer_modules()[op])
 
     def _replace(
         self, module: Any, formula: Formula, bias: bool = False, weight: bool = True, **more: Any
@@ -203,11 +203,10 @@ class HFOperators(Operators):
         self.replace(self._engine, "logprobs", report)
 
     def biased(self, site: str) -> bool:
-        return self._module(int(site.split(".")[1]), site.split(".")[2]).bias is not None
+        return self._module(*self.place(site)).bias is not None
 
     def change_weight(self, site: str, change: Formula) -> None:
-        layer, op = int(site.split(".")[1]), site.split(".")[2]
-        weight = self._module(layer, op).weight
+        weight = self._module(*self.place(site)).weight
         self.write_weight(weight, change(weight.detach()))
 
     def change_positions(self, change: Formula) -> None:

@@ -246,16 +246,15 @@ class MegatronOperators(Operators):
         self.replace(self._engine, "_logprobs", report)
 
     def biased(self, site: str) -> bool:
-        module, _ = self._linear(int(site.split(".")[1]), site.split(".")[2])
+        module, _ = self._linear(*self.place(site))
         return module.bias is not None and not module.skip_bias_add
 
     def change_weight(self, site: str, change: Formula) -> None:
-        layer, op = int(site.split(".")[1]), site.split(".")[2]
-        if op.endswith("norm"):
-            module = self._norm_module(layer, op)
+        if self.sites[site].operator.formula == "rms_norm":
+            module = self._norm_module(*self.place(site))
             self.write_weight(module.weight, change(module.weight.detach()))
             return
-        module, index = self._linear(layer, op)
+        module, index = self._linear(*self.place(site))
         changed = module.weight.detach().clone()
         changed[index] = change(changed[index])
         self.write_weight(module.weight, changed)

@@ -52,7 +52,7 @@ def _layer_places(layer: Any, i: int, shape: ModelShape, tp: int) -> Iterator[Pl
     qkv = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
     grouped = grouped_qkv(shape, tp, qkv)
     yield Place(sites=qkv, module=f"{attention}.linear_qkv", layout=grouped)
-    if shape.family.qk_norm:
+    if shape.has("q_norm"):
         for op, layout in (("q", queries("q_norm")), ("k", keys("k_norm"))):
             module = f"{attention}.{op}_layernorm"
             yield Place(sites=(f"{name}.{op}_norm",), module=module, layout=layout)

@@ -262,12 +262,11 @@ class VLLMOperators(Operators):
                 self.replace(module, name, _reporting(getattr(module, name), formula))
 
     def biased(self, site: str) -> bool:
-        module, _ = self._linear(int(site.split(".")[1]), site.split(".")[2])
+        module, _ = self._linear(*self.place(site))
         return module.bias is not None
 
     def change_weight(self, site: str, change: Formula) -> None:
-        layer, op = int(site.split(".")[1]), site.split(".")[2]
-        weight = self._norm_module(layer, op).weight
+        weight = self._norm_module(*self.place(site)).weight
         self.write_weight(weight, change(weight.detach()))
 
 
