@@ -159,3 +159,13 @@ def test_sites_are_those_of_the_model() -> None:
     assert {s.op for s in sites if s.layer is None} == {
         name for name, operator in OPERATORS.items() if operator.part is None
     }
+
+
+def test_operators_of_which_nothing_is_said() -> None:
+    bf16 = open_contract("bf16")
+    some = [b for b in bf16.budgets if b.id != "rounding-attention"]
+    assert lint(bf16, DAY) == []
+    assert [f.text for f in lint(bf16.model_copy(update={"budgets": some}), DAY)] == [
+        "it limits operators in bfloat16, and says nothing of attn: add a budget of the class "
+        "attention"
+    ]
