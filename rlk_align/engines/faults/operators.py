@@ -6,12 +6,13 @@ formulas see canonical ones, `[N, F]`, N rows in whatever order the engine has t
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from rlk_align.engines.common.hooks import Hooks
+from rlk_align.engines.common.places import Place
 from rlk_align.engines.faults.catalogue import Chosen
 from rlk_align.engines.faults.unit import Formula, Rows, Unit, in_place_of
 from rlk_align.errors import BadOption
@@ -26,9 +27,13 @@ class Operators(Hooks, ABC):
     rows: Rows
     """Of the forward that runs; an engine's hooks keep it."""
 
-    def __init__(self, shape: ModelShape, rotary: Rotary | None) -> None:
+    def __init__(
+        self, model: Any, places: Iterable[Place], shape: ModelShape, rotary: Rotary | None
+    ) -> None:
+        """`places`: where each site lies in the model, of which one rank holds all."""
         super().__init__()
-        self.shape, self._rotary = shape, rotary
+        self._model, self.shape, self._rotary = model, shape, rotary
+        self._places = {site: place for place in places for site in place.sites}
         self.sites = {s.name: s for s in model_sites(shape)}
 
     def on_input(self, module: Any, see: Callable[[Any], object]) -> None:
@@ -41,16 +46,17 @@ class Operators(Hooks, ABC):
 
     def replace_operator(self, site: str, formula: Formula) -> None:
         """From here on the operator gives what the formula says."""
-        layer, op = self.place(site)
-        match self.sites[site].operator.formula:
+        at = self.sites[site]
+        layer, op = -1 if at.layer is None else at.layer, at.op
+        match at.operator.formula:
             case "embedding":
                 self._embed(formula)
             case "rms_norm":
-                self._norm(layer, op, formula)
+                self._norm(site, formula)
             case "linear" if layer < 0:
                 self._logits(formula)
             case "linear":
-                self._projection(layer, op, formula)
+                self._projection(site, formula)
             case "rotary":
                 self._rope(layer, op, formula)
             case "attention":
@@ -62,10 +68,16 @@ class Operators(Hooks, ABC):
             case "log_softmax":
                 self._logprob(formula)
 
-    def place(self, site: str) -> tuple[int, str]:
-        """Its layer, -1 outside of the layers, and its operator."""
-        at = self.sites[site]
-        return -1 if at.layer is None else at.layer, at.op
+    def module(self, site: str) -> Any:
+        """What gives it."""
+        return self._model.get_submodule(self._places[site].module)
+
+    def outputs(self, site: str) -> Any:
+        """Which of its module's outputs are the site's."""
+        layout = self._places[site].layout
+        if layout is None:
+            return slice(None)
+        return torch.cat([torch.arange(at, at + p.size) for _, at, p in layout.holders(site)])
 
     def computed(
         self,
@@ -101,10 +113,10 @@ class Operators(Hooks, ABC):
     def _embed(self, formula: Formula) -> None: ...
 
     @abstractmethod
-    def _norm(self, layer: int, op: str, formula: Formula) -> None: ...
+    def _norm(self, site: str, formula: Formula) -> None: ...
 
     @abstractmethod
-    def _projection(self, layer: int, op: str, formula: Formula) -> None: ...
+    def _projection(self, site: str, formula: Formula) -> None: ...
 
     @abstractmethod
     def _rope(self, layer: int, op: str, formula: Formula) -> None: ...
