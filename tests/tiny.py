@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from synthetic import Values
 
-from rlk_align.model.checkpoint import LAYER_MODULES, tensor_name
+from rlk_align.model.checkpoint import tensor_name
 from rlk_align.model.families import read_shape
+from rlk_align.model.operators import layer_modules
 from rlk_align.model.prompts import Sample, TokenBatch
 from rlk_align.model.sites import model_sites
 from rlk_align.model.tensors import expected_tensors
@@ -79,7 +80,7 @@ def live_weights(model: Path) -> dict[str, torch.Tensor]:
     stored = load_file(model / "model.safetensors")
     names = ["embed", "final_norm", "lm_head"]
     for i in range(shape.layers):
-        names += [f"layers.{i}.{op}{kind}" for op in LAYER_MODULES for kind in ("", ".bias")]
+        names += [f"layers.{i}.{op}{kind}" for op in layer_modules() for kind in ("", ".bias")]
     found = {n: stored[tensor_name(n)] for n in names if tensor_name(n) in stored}
     return {"lm_head": found["embed"]} | found
 

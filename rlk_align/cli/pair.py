@@ -12,10 +12,12 @@ from rlk_align.cli import options
 from rlk_align.cli.outputs import Output, check_outputs, parse_outputs
 from rlk_align.engines.spec import EngineSpec, replay_path
 from rlk_align.errors import BadOption
+from rlk_align.judge.checks import check_operators
 from rlk_align.judge.contract import Contract
 from rlk_align.judge.load import default_contract, load_contract
 from rlk_align.model.dtypes import lower_precision
 from rlk_align.model.edges import passes_for
+from rlk_align.model.sites import Site, model_sites
 from rlk_align.results import SideName
 from rlk_align.trace.records import load_record
 from rlk_align.trace.run import Run
@@ -220,16 +222,22 @@ def _check_early(
     lower-precision dtype of the two sides."""
     from rlk_align.capture.check import check_request
 
-    dtypes = []
+    dtypes: list[str] = []
+    sites: list[Site] = []
     for side, request in requests.items():
         if side in replays:
-            dtypes.append(load_record(TraceRecord, replays[side] / "trace.json").dtype)
+            record = load_record(TraceRecord, replays[side] / "trace.json")
+            dtypes.append(record.dtype)
+            sites += model_sites(record.shape)
             continue
         shape, warnings = check_request(request, sampling=side == "rollout")
         options.warn(warnings)
         dtypes.append(request.engine.dtype(shape.dtype))
+        sites += model_sites(shape)
     dtype = lower_precision(*dtypes)
-    return load_contract(contract or default_contract(dtype), dtype), dtype
+    found = load_contract(contract or default_contract(dtype), dtype)
+    check_operators(found, found.limits_for(dtype), ((s.name, s.op, s.op_class) for s in sites))
+    return found, dtype
 
 
 def _check_enough(

@@ -236,9 +236,9 @@ def _inputs_equal(
         )
 
     good = np.ones(len(index), dtype=bool)
-    if site.op == "embed":
+    if site.operator.formula == "embedding":
         good &= edge.same_token
-    if site.op == "logprob":
+    if site.operator.formula == "log_softmax":
         # Row p speaks of token p + 1.
         good &= np.roll(edge.same_token, -1)
     for name in site.inputs:

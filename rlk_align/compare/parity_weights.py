@@ -9,6 +9,7 @@ from itertools import groupby
 import numpy as np
 
 from rlk_align.model.families import ModelShape
+from rlk_align.model.operators import OPERATORS
 from rlk_align.results import Mismatch
 from rlk_align.trace.reader import Trace, Weight
 
@@ -100,9 +101,9 @@ def _holding(weight: Weight, dim: int, at: np.ndarray) -> list[int]:
 
 def _head_size(name: str, dim: int, shape: ModelShape) -> int:
     """Slices of one attention head, where the parameter has heads along `dim`."""
-    heads = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}
-    op = name.removesuffix(".bias").rpartition(".")[2]
-    return shape.head_dim if heads.get(op) == dim else 0
+    operator = OPERATORS.get(name.removesuffix(".bias").rpartition(".")[2])
+    counted = operator.weight[dim : dim + 1] if operator else ()
+    return shape.head_dim if counted in (("query_heads",), ("kv_heads",)) else 0
 
 
 def _moves(mine: np.ndarray, theirs: np.ndarray, what: str, head: int) -> str:

@@ -15,23 +15,12 @@ from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.operators import NORMS, Counted
 
 from rlk_align.engines.base import Engine
-from rlk_align.engines.common.kernels import parse_left
+from rlk_align.engines.common.kernels import KERNELS, REPLACEABLE, parse_left
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import EngineFailed, ModelError
+from rlk_align.model.operators import OPERATORS
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.model.sites import model_sites
-
-RESIDUALS = ("attn_residual", "mlp_residual")
-"""Operators that every engine computes alike."""
-KERNELS = {
-    "embed": ("embedding",),
-    "norm": ("rms_norm", "norm_rope"),
-    "rope": ("rope", "norm_rope"),
-    "attn": ("attention", "paged_attention"),
-    "act": ("swiglu",),
-    "logprob": ("logp",),
-}
-"""Operator, or the end of its name -> the kernels that may compute it; `linear` all others."""
 
 
 class Reported(Counted):
@@ -86,7 +75,7 @@ class Patch(ABC):
         implementation = backend.choose("kernels", None, _like(engine))
         said, wrong = {}, []
         for site in model_sites(engine.shape):
-            if site.op in RESIDUALS:
+            if site.op not in REPLACEABLE:
                 continue
             ours = isinstance(live.get(site.name), Counted)
             said[site.name] = implementation if ours else "own"
@@ -217,7 +206,7 @@ def _refused(spec: EngineSpec) -> Iterator[None]:
 
 def _runs(op: str) -> int:
     """How often one of the kernels that may compute an operator ran in this process."""
-    kernels = KERNELS.get(op) or KERNELS.get(op.rpartition("_")[2]) or ("linear",)
+    kernels = KERNELS[OPERATORS[op].formula]
     return sum(count for (name, _), count in rlk_kernels.backend_calls().items() if name in kernels)
 
 

@@ -12,8 +12,10 @@ def budget_of(contract: Contract, unit: RefereedUnit) -> Budget | None:
     does not speak is held to the built-in contract of that dtype. None where the contract has no
     budgets, or where no contract has one for that dtype."""
     if not contract.budgets or unit.dtype in ("", *contract.dtypes):
-        return contract.budget(unit.op)
-    return _built_in(BY_DTYPE[unit.dtype]).budget(unit.op) if unit.dtype in BY_DTYPE else None
+        return contract.budget(unit.op, unit.op_class)
+    if unit.dtype not in BY_DTYPE:
+        return None
+    return _built_in(BY_DTYPE[unit.dtype]).budget(unit.op, unit.op_class)
 
 
 @cache

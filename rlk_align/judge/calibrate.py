@@ -74,7 +74,7 @@ def calibrated(runs: Sequence[HealthyRun], base: Contract) -> Proposal:
     source = _source(runs)
     proposal = Proposal([], source)
     limits = [_limit(x, runs, base, source, proposal.figures) for x in base.limits]
-    budgets = [_budget(b, runs, source, proposal.figures) for b in base.budgets]
+    budgets = [_budget(b, runs, base, source, proposal.figures) for b in base.budgets]
     head = base.model_dump(exclude_defaults=True, exclude={"limits", "budgets", "extends"})
     named = {"id": f"{base.id}-calibrated", "version": "1.0.0"}
     entries = {
@@ -180,13 +180,13 @@ def fitted_tail(runs: Sequence[HealthyRun]) -> Tail:
 
 
 def _budget(
-    budget: Budget, runs: Sequence[HealthyRun], source: str, told: list[Proposed]
+    budget: Budget, runs: Sequence[HealthyRun], base: Contract, source: str, told: list[Proposed]
 ) -> Budget:
     units = [
         u.errors
         for r in runs
         for u in r.comparison.referee
-        if u.op in budget.ops and u.errors is not None
+        if u.errors is not None and base.budget(u.op, u.op_class) is budget
     ]
     if not units:
         return budget

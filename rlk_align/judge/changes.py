@@ -105,7 +105,8 @@ def _budget(a: Budget, b: Budget) -> Iterator[Change]:
     for name in STATISTICS:
         yield from _higher_is_looser(a.id, name, getattr(a, name), getattr(b, name))
     yield from _higher_is_looser(a.id, "warn", a.warn, b.warn)
-    yield from _narrower_is_looser(a.id, "ops", a.ops, b.ops)
+    for name in ("ops", "op_classes"):
+        yield from _narrower_is_looser(a.id, name, getattr(a, name), getattr(b, name))
 
 
 def _regression(a: Regression, b: Regression) -> Iterator[Change]:

@@ -1,7 +1,7 @@
 """Every limit of a contract, held against every value that it speaks of."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -67,16 +67,18 @@ def _check_covered(edge: EdgeResult, limits: list[Limit], contract: Contract) ->
                     "has no such site",
                     "mend the pattern, or leave it out",
                 )
-    of_operators = [x for x in limits if x.metric == "op_error"]
-    for site in edge.sites if of_operators or contract.budgets else ():
-        if site.op == "logprob":
-            continue
-        limited = any(x.covers(site.site, site.op_class) for x in of_operators)
-        if not limited and contract.budget(site.op) is None:
-            raise ContractError(
-                f"contract {contract.id} limits operators, and says nothing of {site.site}",
-                f"add a limit of op_error that covers the class {site.op_class}",
-            )
+    check_operators(contract, limits, [(s.site, s.op, s.op_class) for s in edge.sites])
+
+
+def check_operators(
+    contract: Contract, limits: Iterable[Limit], operators: Iterable[tuple[str, str, str]]
+) -> None:
+    """Raises ContractError where some operators are limited, and one of these is not: (site,
+    operator, class) each."""
+    for site, missing in contract.uncovered(limits, operators):
+        raise ContractError(
+            f"contract {contract.id} limits operators, and says nothing of {site}", f"add {missing}"
+        )
 
 
 def _of_edge(edge: EdgeResult, limits: list[Limit]) -> Iterator[LimitCheck]:

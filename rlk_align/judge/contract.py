@@ -21,7 +21,7 @@
 
     [[budgets]]                 of operators, in units of their own rounding
     id = "rounding-norms"
-    ops = ["attn_norm", "mlp_norm"]
+    ops = ["attn_norm", "mlp_norm"]     or op_classes, of all others of these classes
     rms = 2.4                   any statistic of `results.RoundingErrors`
     why = "..."
     source = "measured: ..."
@@ -36,14 +36,15 @@ Tolerances live in these files only.
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, StringConstraints, model_validator
 
+from rlk_align.model.operators import OPERATORS, OpClass
 from rlk_align.results import EdgeName
 
 EdgeMetric = Literal[
@@ -58,31 +59,10 @@ EdgeMetric = Literal[
     "bit_mismatches",
 ]
 SiteMetric = Literal["op_error", "rows_differ"]
-OpClass = Literal["elementwise", "reduction", "matmul", "attention", "logprob"]
-
-Op = Literal[
-    "embed",
-    "attn_norm",
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "q_norm",
-    "k_norm",
-    "q_rope",
-    "k_rope",
-    "attn",
-    "o_proj",
-    "attn_residual",
-    "mlp_norm",
-    "gate_proj",
-    "up_proj",
-    "act",
-    "down_proj",
-    "mlp_residual",
-    "final_norm",
-    "logits",
-    "logprob",
-]
+if TYPE_CHECKING:
+    Op = str
+else:
+    Op = Literal[tuple(OPERATORS)]
 Dtype = Literal["float64", "float32", "float16", "bfloat16"]
 Words = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -186,7 +166,9 @@ class Budget(BaseModel):
     model_config = _STRICT
 
     id: Name
-    ops: Annotated[list[Op], Field(min_length=1)]
+    ops: Annotated[list[Op], Field(min_length=1)] = []
+    op_classes: Annotated[list[OpClass], Field(min_length=1)] = []
+    """The classes whose operators it holds for, those aside that a budget names."""
     rms: Bound
     gain: Bound
     row_gain: Bound
@@ -202,6 +184,12 @@ class Budget(BaseModel):
     source: Words
     reason: Words | None = None
     """Why it is looser than the budget of the contract that is extended."""
+
+    @model_validator(mode="after")
+    def _of_something(self) -> "Budget":
+        if not self.ops and not self.op_classes:
+            raise ValueError(f"budget {self.id!r}: give it ops, or op_classes")
+        return self
 
 
 STATISTICS = tuple(
@@ -291,7 +279,7 @@ class Contract(BaseModel):
     sequences: Sequences | None = None
     limits: Annotated[list[Limit], Field(min_length=1)]
     budgets: list[Budget] = []
-    """None, or one for every operator."""
+    """None, or for every operator of the model that is judged."""
     regressions: list[Regression] = []
     waivers: list[Waiver] = []
     _given: str = PrivateAttr(default="")
@@ -306,9 +294,33 @@ class Contract(BaseModel):
         """Of what it says, comments and layout aside."""
         return hashlib.sha256(self.model_dump_json(exclude_defaults=True).encode()).hexdigest()
 
-    def budget(self, op: str) -> Budget | None:
-        """What an operator may be off by; None where nothing is said."""
-        return next((b for b in self.budgets if op in b.ops), None)
+    def budget(self, op: str, op_class: str = "") -> Budget | None:
+        """What an operator may be off by: the budget that names it, or else that of its class, or
+        else the widest of those that name operators of its class. None where there is none."""
+        for budget in self.budgets:
+            if op in budget.ops:
+                return budget
+        for budget in self.budgets:
+            if op_class in budget.op_classes:
+                return budget
+        alike = [b for b in self.budgets if any(OPERATORS[n].op_class == op_class for n in b.ops)]
+        return max(alike, key=lambda b: b.rms, default=None)
+
+    def uncovered(
+        self, limits: Iterable[Limit], operators: Iterable[tuple[str, str, str]]
+    ) -> Iterator[tuple[str, str]]:
+        """Whoever limits some operators says something of each: what of (site, operator, class) has
+        neither budget nor one of the limits, as (site, what is missing). Of the log-prob the limits
+        of tokens speak."""
+        of_operators = [x for x in limits if x.metric == "op_error"]
+        for site, op, op_class in operators:
+            if self.budgets:
+                if self.budget(op, op_class) is None:
+                    yield site, f"a budget of the class {op_class}"
+                continue
+            limited = any(x.covers(site, op_class) for x in of_operators)
+            if of_operators and op_class != "logprob" and not limited:
+                yield site, f"a limit of op_error that covers the class {op_class}"
 
     def limits_for(self, dtype: str) -> list[Limit]:
         """Those that hold for a comparison in that dtype."""
@@ -316,7 +328,7 @@ class Contract(BaseModel):
 
     @model_validator(mode="after")
     def _whole(self) -> "Contract":
-        for problem in (*self._repeated(), *self._missing_operators(), *self._missing_dtypes()):
+        for problem in (*self._repeated(), *self._missing_dtypes()):
             raise ValueError(problem)
         known = {*(x.id for x in self.limits), *(b.id for b in self.budgets), "finite"}
         for waiver in self.waivers:
@@ -333,24 +345,10 @@ class Contract(BaseModel):
         ids = [x.id for x in named]
         if len(set(ids)) != len(ids):
             yield "limit ids are not unique"
-        ops = [op for budget in self.budgets for op in budget.ops]
-        twice = [op for op in ops if ops.count(op) > 1]
+        named_by_budgets = [n for b in self.budgets for n in (*b.ops, *b.op_classes)]
+        twice = [n for n in named_by_budgets if named_by_budgets.count(n) > 1]
         if twice:
             yield f"{twice[0]} has two budgets"
-
-    def _missing_operators(self) -> Iterator[str]:
-        """Whoever limits some operators says something of each; of the log-prob the limits of
-        tokens do."""
-        ops = [op for budget in self.budgets for op in budget.ops]
-        missing = [op for op in get_args(Op) if op not in ops]
-        if ops and missing:
-            yield f"there are budgets, and none for {', '.join(missing)}"
-        limits = [x for x in self.limits if x.metric == "op_error"]
-        whole = [x for x in limits if x.sites is None]
-        if limits and not ops:
-            for op_class in (c for c in get_args(OpClass) if c != "logprob"):
-                if not any(x.covers("", op_class) for x in whole):
-                    yield f"there are limits of operators, and none for {op_class}"
 
     def _missing_dtypes(self) -> Iterator[str]:
         """A limit that is given by dtype is given for each."""

@@ -5,13 +5,12 @@ import math
 from collections.abc import Iterator
 from datetime import date
 from fnmatch import fnmatchcase
-from typing import get_args
 
-from rlk_align.judge.contract import Contract, Limit, Op
+from rlk_align.judge.contract import Contract, Limit
 from rlk_align.judge.waivers import today
+from rlk_align.model.operators import OPERATORS
 from rlk_align.results import Result
 
-OPS = get_args(Op)
 CLIP_LOW, CLIP_HIGH = 0.8, 1.2
 """The ratios between which a token is not clipped, as `compare.metrics` counts them."""
 _MANY = 10_000_000
@@ -35,6 +34,7 @@ def lint(contract: Contract, day: date | None = None) -> list[Finding]:
             if finding not in found:
                 found.append(finding)
     found += [*_below_noise(contract), *_sequences(contract), *_no_such_sites(contract)]
+    found += _says_nothing(contract)
     for waiver in contract.waivers:
         if waiver.expires < (day or today()):
             text = f"the waiver of {waiver.owner} expired on {waiver.expires}"
@@ -132,7 +132,8 @@ def _below_noise(contract: Contract) -> Iterator[Finding]:
             yield Finding(entry=limit.id, text=text)
     for budget in contract.budgets:
         # A copy is exact; whatever is computed is rounded once at least.
-        if budget.ops != ["embed"] and budget.rms < 1:
+        exact = all(OPERATORS[op].formula == "embedding" for op in budget.ops)
+        if not (exact and not budget.op_classes) and budget.rms < 1:
             text = f"rms {budget.rms:g}: an exact result, rounded once, has 1"
             yield Finding(entry=budget.id, text=text)
         if budget.row_rms < budget.rms:
@@ -152,23 +153,35 @@ def _sequences(contract: Contract) -> Iterator[Finding]:
         yield Finding(entry="", text=text)
 
 
-_WHOLE = ("embed", "final_norm", "logits", "logprob")
-"""Operators that a model has once, and not in each layer."""
 _LAYERS = 1000
 """More layers than a model has."""
 
 
 def _no_such_sites(contract: Contract) -> Iterator[Finding]:
     """Patterns of sites that no model has."""
-    sites = [*_WHOLE]
-    sites += [f"layers.{i}.{op}" for i in range(_LAYERS) for op in OPS if op not in _WHOLE]
+    whole = [name for name, operator in OPERATORS.items() if operator.part is None]
+    sites = whole + [
+        f"layers.{i}.{name}" for i in range(_LAYERS) for name in OPERATORS if name not in whole
+    ]
     named = [(x.id, x.sites) for x in contract.limits]
     named += [(w.limit, w.sites) for w in contract.waivers]
     for entry, patterns in named:
         for pattern in patterns or ():
             if not any(fnmatchcase(site, pattern) for site in sites):
-                text = f"{pattern} is no site of any model; operators are {', '.join(OPS)}"
+                text = f"{pattern} is no site of any model; operators are {', '.join(OPERATORS)}"
                 yield Finding(entry=entry, text=text)
+
+
+def _says_nothing(contract: Contract) -> Iterator[Finding]:
+    """Operators that a model may have, and that no budget or limit speaks of."""
+    operators = [
+        (f"layers.0.{o.name}" if o.part else o.name, o.name, o.op_class) for o in OPERATORS.values()
+    ]
+    for dtype in contract.dtypes:
+        for site, missing in contract.uncovered(contract.limits_for(dtype), operators):
+            op = site.rpartition(".")[2]
+            text = f"it limits operators in {dtype}, and says nothing of {op}: add {missing}"
+            yield Finding(entry="", text=text)
 
 
 def sequence_ess(contract: Contract, tokens: int) -> float:

@@ -13,22 +13,7 @@ from typing import Any
 
 from rlk_align.data import data_path
 from rlk_align.errors import ModelError
-
-LAYER_MODULES = {
-    "attn_norm": "input_layernorm",
-    "q_proj": "self_attn.q_proj",
-    "k_proj": "self_attn.k_proj",
-    "v_proj": "self_attn.v_proj",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "o_proj": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "gate_proj": "mlp.gate_proj",
-    "up_proj": "mlp.up_proj",
-    "down_proj": "mlp.down_proj",
-}
-"""Operator -> the module of a decoder layer that holds its parameters, in an HF checkpoint."""
-
+from rlk_align.model.operators import OPERATORS
 
 STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 """As safetensors names them, and as torch does."""
@@ -94,12 +79,11 @@ def check_tokenizer(model: Path) -> None:
 def tensor_name(parameter: str) -> str:
     """The tensor of a canonical parameter: `layers.3.k_proj.bias` ->
     `model.layers.3.self_attn.k_proj.bias`."""
-    whole = {"embed": "model.embed_tokens", "final_norm": "model.norm", "lm_head": "lm_head"}
-    if parameter in whole:
-        return f"{whole[parameter]}.weight"
-    _, layer, rest = parameter.split(".", 2)
-    module, _, bias = rest.partition(".")
-    return f"model.layers.{layer}.{LAYER_MODULES[module]}.{bias or 'weight'}"
+    path = parameter.removesuffix(".bias")
+    layer, _, name = path.rpartition(".")
+    module = next(o.module for o in OPERATORS.values() if name == (o.parameter or o.name))
+    inside = f"model.{layer}." if layer else ""
+    return f"{inside}{module}.{'weight' if path == parameter else 'bias'}"
 
 
 def weight_files(model: Path) -> list[Path]:

@@ -1,22 +1,42 @@
-"""Model families as tables: what a checkpoint's config says of its operators."""
+"""Model families as tables: which operators a layer has, and what a checkpoint's config says of
+them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config, stored_dtype, stored_layers
 from rlk_align.model.dtypes import DTYPES
+from rlk_align.model.operators import OPERATORS, Operator, Size
+
+LayerOperators = Callable[["ModelShape", int], tuple[str, ...]]
+"""(shape, index of a layer) -> that layer's operators, in execution order."""
+
+
+def dense(qk_norm: bool = False) -> LayerOperators:
+    """Every layer alike; `qk_norm`: an RMSNorm on each head of q and k before they are rotated."""
+    operators = (
+        *("attn_norm", "q_proj", "k_proj", "v_proj", *(("q_norm", "k_norm") if qk_norm else ())),
+        *("q_rope", "k_rope", "attn", "o_proj", "attn_residual"),
+        *("mlp_norm", "gate_proj", "up_proj", "act", "down_proj", "mlp_residual"),
+    )
+    return lambda _shape, _layer: operators
+
+
+DENSE = dense()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """What sets one decoder family apart from the others."""
 
-    qk_norm: bool = False
-    """RMSNorm on each head of q and k before the rotary embedding."""
-    qkv_bias: bool = False
-    """Biases on q, k and v even where the config does not say so."""
+    layer: LayerOperators = DENSE
+    before: tuple[str, ...] = ("embed",)
+    after: tuple[str, ...] = ("final_norm", "logits", "logprob")
+    """The operators around the layers."""
+    biases: Mapping[str, bool] = field(default_factory=dict)
+    """Operator -> whether it has a bias, whatever the config says of it."""
     window: Mapping[str, int | bool] = field(default_factory=dict)
     """What it takes for keys of a sliding window that the config leaves out; none has no window."""
 
@@ -25,10 +45,13 @@ _QWEN_WINDOW = {"sliding_window": 4096, "use_sliding_window": False, "max_window
 FAMILIES = {
     "llama": Family(),
     "mistral": Family(window={"sliding_window": 4096, "use_sliding_window": True}),
-    "qwen2": Family(qkv_bias=True, window=_QWEN_WINDOW),
-    "qwen3": Family(qk_norm=True, window=_QWEN_WINDOW),
+    "qwen2": Family(
+        biases={"q_proj": True, "k_proj": True, "v_proj": True, "o_proj": False},
+        window=_QWEN_WINDOW,
+    ),
+    "qwen3": Family(layer=dense(qk_norm=True), window=_QWEN_WINDOW),
 }
-"""By the config's `model_type`. To add a dense decoder family, add its line here."""
+"""By the config's `model_type`. A new family is an entry here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +74,32 @@ class ModelShape:
     @property
     def family(self) -> Family:
         return FAMILIES[self.model_type]
+
+    def operators(self) -> Iterator[tuple[int | None, Operator]]:
+        """(layer, operator) in execution order; the layer is None outside of the layers."""
+        for name in self.family.before:
+            yield None, OPERATORS[name]
+        for layer in range(self.layers):
+            for name in self.family.layer(self, layer):
+                yield layer, OPERATORS[name]
+        for name in self.family.after:
+            yield None, OPERATORS[name]
+
+    def has(self, op: str) -> bool:
+        """Whether any layer has that operator."""
+        return any(op in self.family.layer(self, layer) for layer in range(self.layers))
+
+    def heads_of(self, size: Size) -> int:
+        """In how many heads that many features lie; 1 where they are no heads'."""
+        return {"query_heads": self.heads, "kv_heads": self.kv_heads}.get(size, 1)
+
+    def size(self, size: Size) -> int:
+        """What a dimension measures in this model."""
+        if size == "one":
+            return 1
+        if size in ("query_heads", "kv_heads"):
+            return self.heads_of(size) * self.head_dim
+        return getattr(self, size)
 
 
 _LARGEST = 1 << 28

@@ -7,6 +7,7 @@ from typing import Any
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config
 from rlk_align.model.families import ModelShape
+from rlk_align.model.sites import model_sites
 
 FIXED = ("default", "linear", "llama3", "yarn")
 """Kinds whose frequencies do not depend on the sequence."""
@@ -58,12 +59,13 @@ def checkpoint_rotary(model: Path, shape: ModelShape) -> Rotary | None:
         return None
     partial = float(config.get("partial_rotary_factor", 1.0))
     inv_freq, scaling = _frequencies(model, shape, rope, partial)
+    [source] = next(s.inputs for s in model_sites(shape) if s.name == "layers.0.q_rope")
     return Rotary(
         inv_freq=inv_freq,
         scaling=scaling,
         heads=shape.heads,
         context=shape.context,
-        source="layers.0.q_norm" if shape.family.qk_norm else "layers.0.q_proj",
+        source=source,
     )
 
 

@@ -1,8 +1,8 @@
 """The canonical operators of a decoder transformer, in execution order.
 
 A site is the output of one operator, `[tokens, features]`. A unit is an operator with its
-inputs, which are sites too: the table below is the graph by which a difference is told to be
-introduced (inputs equal, outputs differ) or inherited.
+inputs, which are sites too: by their graph a difference is told to be introduced (inputs equal,
+outputs differ) or inherited. The graph is made of the catalogue's records, as a family lists them.
 """
 
 from dataclasses import dataclass
@@ -11,15 +11,8 @@ import numpy as np
 
 from rlk_align.errors import BadOption
 from rlk_align.model.families import ModelShape
+from rlk_align.model.operators import OpClass, Operator
 from rlk_align.model.prompts import TokenBatch
-
-ELEMENTWISE, REDUCTION, MATMUL, ATTENTION, LOGPROB = (
-    "elementwise",
-    "reduction",
-    "matmul",
-    "attention",
-    "logprob",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +22,7 @@ class Site:
     name: str
     """E.g. `layers.3.down_proj`."""
     layer: int | None
-    op: str
-    """The name without its layer, e.g. `down_proj`."""
-    op_class: str
-    """elementwise, reduction, matmul, attention or logprob: what contracts speak of."""
+    operator: Operator
     inputs: tuple[str, ...]
     """Sites whose row p the operator reads for its own row p."""
     prefix_inputs: tuple[str, ...]
@@ -40,51 +30,39 @@ class Site:
     features: int
 
     @property
+    def op(self) -> str:
+        """The name without its layer, e.g. `down_proj`."""
+        return self.operator.name
+
+    @property
+    def op_class(self) -> OpClass:
+        return self.operator.op_class
+
+    @property
+    def parameter(self) -> str:
+        """The canonical name of its weight, where it has one."""
+        return self.operator.parameter or self.name
+
+    @property
     def sampled_rows_only(self) -> bool:
         """Whether its rows exist only where the next token was sampled."""
-        return self.op in ("logits", "logprob")
+        return self.operator.row == "sampled token"
 
 
 def model_sites(shape: ModelShape) -> list[Site]:
     """Every site of a model of that shape, in execution order."""
     sites: list[Site] = []
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-
-    def add(
-        op: str,
-        op_class: str,
-        inputs: tuple[str, ...],
-        features: int,
-        layer: int | None = None,
-        prefix_inputs: tuple[str, ...] = (),
-    ) -> str:
-        name = op if layer is None else f"layers.{layer}.{op}"
-        sites.append(Site(name, layer, op, op_class, inputs, prefix_inputs, features))
-        return name
-
-    stream = add("embed", ELEMENTWISE, (), shape.hidden)
-    for i in range(shape.layers):
-        normed = add("attn_norm", REDUCTION, (stream,), shape.hidden, i)
-        query = add("q_proj", MATMUL, (normed,), q, i)
-        key = add("k_proj", MATMUL, (normed,), kv, i)
-        value = add("v_proj", MATMUL, (normed,), kv, i)
-        if shape.family.qk_norm:
-            query = add("q_norm", REDUCTION, (query,), q, i)
-            key = add("k_norm", REDUCTION, (key,), kv, i)
-        query = add("q_rope", ELEMENTWISE, (query,), q, i)
-        key = add("k_rope", ELEMENTWISE, (key,), kv, i)
-        attended = add("attn", ATTENTION, (query,), q, i, prefix_inputs=(key, value))
-        out = add("o_proj", MATMUL, (attended,), shape.hidden, i)
-        stream = add("attn_residual", ELEMENTWISE, (stream, out), shape.hidden, i)
-        normed = add("mlp_norm", REDUCTION, (stream,), shape.hidden, i)
-        gate = add("gate_proj", MATMUL, (normed,), shape.intermediate, i)
-        up = add("up_proj", MATMUL, (normed,), shape.intermediate, i)
-        act = add("act", ELEMENTWISE, (gate, up), shape.intermediate, i)
-        down = add("down_proj", MATMUL, (act,), shape.hidden, i)
-        stream = add("mlp_residual", ELEMENTWISE, (stream, down), shape.hidden, i)
-    normed = add("final_norm", REDUCTION, (stream,), shape.hidden)
-    logits = add("logits", MATMUL, (normed,), shape.vocab)
-    add("logprob", LOGPROB, (logits,), 1)
+    given: dict[str, str] = {}
+    """Value -> the site that gave it last."""
+    for layer, operator in shape.operators():
+        name = operator.name if layer is None else f"layers.{layer}.{operator.name}"
+        inputs, prefixes = (
+            tuple(given[value] for value in values)
+            for values in (operator.inputs, operator.prefix_inputs)
+        )
+        features = shape.size(operator.features)
+        sites.append(Site(name, layer, operator, inputs, prefixes, features))
+        given[operator.output] = name
     return sites
 
 

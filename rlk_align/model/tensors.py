@@ -16,8 +16,9 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from rlk_align.errors import ModelError
-from rlk_align.model.checkpoint import LAYER_MODULES, read_config, tensor_name, weight_files
+from rlk_align.model.checkpoint import read_config, tensor_name, weight_files
 from rlk_align.model.families import ModelShape
+from rlk_align.model.sites import model_sites
 
 _NAMED = 4
 """Tensors of a kind that an error names; the rest is counted."""
@@ -33,37 +34,22 @@ class StoredTensor:
 
 def expected_tensors(config: dict, shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor that the config asks for; the head also where it is tied."""
-    h, query, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    weights = {
-        **{"attn_norm": (h,), "mlp_norm": (h,), "o_proj": (h, query)},
-        **{"q_proj": (query, h), "k_proj": (kv, h), "v_proj": (kv, h)},
-        **{"gate_proj": (shape.intermediate, h), "up_proj": (shape.intermediate, h)},
-        "down_proj": (h, shape.intermediate),
-    }
-    if shape.family.qk_norm:
-        weights |= {"q_norm": (shape.head_dim,), "k_norm": (shape.head_dim,)}
-    found = {tensor_name("embed"): (shape.vocab, h), tensor_name("final_norm"): (h,)}
-    found[tensor_name("lm_head")] = (shape.vocab, h)
+    found: dict[str, tuple[int, ...]] = {}
     biased = biased_operators(config, shape)
-    for i in range(shape.layers):
-        for op in LAYER_MODULES:
-            if op in weights:
-                found[tensor_name(f"layers.{i}.{op}")] = weights[op]
-            if op in biased:
-                found[tensor_name(f"layers.{i}.{op}.bias")] = weights[op][:1]
+    for site in sorted(model_sites(shape), key=lambda s: s.layer is not None):
+        dimensions = tuple(shape.size(d) for d in site.operator.weight)
+        if dimensions:
+            found[tensor_name(site.parameter)] = dimensions
+        if site.op in biased:
+            found[tensor_name(f"{site.parameter}.bias")] = dimensions[:1]
     return found
 
 
 def biased_operators(config: dict, shape: ModelShape) -> frozenset[str]:
-    """The operators of a layer that have a bias, e.g. `q_proj`."""
-    found: set[str] = set()
-    if shape.family.qkv_bias or config.get("attention_bias"):
-        found |= {"q_proj", "k_proj", "v_proj"}
-    if config.get("attention_bias") and not shape.family.qkv_bias:
-        found.add("o_proj")
-    if config.get("mlp_bias"):
-        found |= {"gate_proj", "up_proj", "down_proj"}
-    return frozenset(found)
+    """The operators that have a bias, e.g. `q_proj`."""
+    always = shape.family.biases
+    operators = {o.name: o.bias for _, o in shape.operators() if o.bias}
+    return frozenset(n for n, bias in operators.items() if always.get(n, bool(config.get(bias))))
 
 
 def stored_tensors(model: Path) -> dict[str, StoredTensor]:

@@ -67,7 +67,10 @@ def _bound(limit: Limit) -> str:
 
 
 def _print_budget(console: Console, budget: Budget) -> None:
-    console.print(line(budget.id, "bold"), line(", ".join(budget.ops)))
+    console.print(
+        line(budget.id, "bold"),
+        line(", ".join([*budget.ops, *(f"class {c}" for c in budget.op_classes)])),
+    )
     figures = budget.model_dump(include=set(STATISTICS))
     said = [f"{name} {figures[name]:g}" for name in STATISTICS if figures[name] is not None]
     half = (len(said) + 1) // 2

@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 from rlk_align.errors import BadOption
 from rlk_align.judge.verdict import headline
+from rlk_align.model.operators import OPERATORS
 from rlk_align.report.facts import STATES, Operator, operators
 from rlk_align.report.source import Source
 from rlk_align.results import SideName
@@ -22,10 +23,6 @@ from rlk_align.text import printable
 Inputs = Mapping[str, Sequence[str]]
 """Site -> the sites that it reads."""
 
-_ATTENTION = {
-    *("attn_norm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "q_rope", "k_rope"),
-    *("attn", "o_proj", "attn_residual"),
-}
 _GRADIENT = [
     {"stop": 0, "bgColor": "#f3efc6"},
     {"stop": 0.5, "bgColor": "#6cac74"},
@@ -119,7 +116,8 @@ def _namespace(o: Operator, graph: str) -> str:
         return "/".join(filter(None, module.split(".")))
     if o.site.layer is None:
         return ""
-    return f"layers/{o.site.layer}/{'attn' if o.site.op in _ATTENTION else 'mlp'}"
+    record = OPERATORS.get(o.site.op)
+    return f"layers/{o.site.layer}/{(record and record.part) or 'mlp'}"
 
 
 def _nodes(

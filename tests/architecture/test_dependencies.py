@@ -99,10 +99,10 @@ RULES = {
         *("probe", "capture", "engines", "compare", "judge", "trace", "model"),
         *("results", "progress", "errors"),
     ),
-    "judge": ("judge", "data", "results", "files", "text", "errors"),
+    "judge": ("judge", "model.operators", "data", "results", "files", "text", "errors"),
     "report": (
         *("report", "judge", "probe.record", "probe.units", "probe.effects"),
-        *("trace.run", "results", "rows", "text", "errors"),
+        *("trace.run", "model.operators", "results", "rows", "text", "errors"),
     ),
     "pipeline": (
         *("capture", "compare", "probe", "judge", "report", "trace", "model"),
@@ -197,7 +197,7 @@ HEAVY = {"torch", "transformers", "vllm", "triton", "rlk_kernels", "safetensors.
         *("report.source", "report.html.page", "report.html.several", "report.model_explorer"),
         *("trace.run", "trace.schema", "engines.registry", "engines.spec", "engines.tested"),
         *("capture.request", "model.checkpoint", "model.edges", "model.families", "model.prompts"),
-        *("model.sites", "progress", "text", "errors", "data", "cli.main"),
+        *("model.sites", "model.operators", "progress", "text", "errors", "data", "cli.main"),
     ],
 )
 def test_judging_and_parsing_need_no_torch(module: str) -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from conftest import Cli, Outcome, require_engine
 
+from rlk_align.data import data_path
+
 HF = ("--rollout", "hf", "--train", "hf", "--max-new-tokens", 6)
 PATCHES = {"PYTHONPATH": str(Path(__file__).parent)}
 
@@ -88,6 +90,23 @@ def test_a_prompt_too_long_is_refused_before_any_engine_starts(
         tokens = ("prompt 'line7' is too long: 2000 tokens and 6 new ones", "1024 positions")
         assert_error(done, 2, *tokens)
         assert not (tmp_path / "x").exists(), "nothing was begun"
+
+
+def test_a_contract_that_lacks_an_operator_is_refused_before_any_engine_starts(
+    cli: Cli, tmp_path: Path, few_prompts: Path
+) -> None:
+    text = (data_path("contracts") / "bf16.toml").read_text().replace('id = "bf16"', 'id = "mine"')
+    head, *entries = text.split("[[budgets]]")
+    some = [e for e in entries if 'id = "rounding-attention"' not in e]
+    assert len(some) == len(entries) - 1
+    mine = tmp_path / "mine.toml"
+    mine.write_text("[[budgets]]".join([head, *some]))
+    sides = ("--rollout", "hf", "--train", "hf", "--prompts", few_prompts)
+    done = cli("compare", *sides, "--contract", mine, "--run-dir", "x")
+    assert_error(done, 2, "mine limits operators", "nothing of layers.0.attn", "class attention")
+    assert not (tmp_path / "x").exists(), "nothing was begun"
+    checked = cli("contract", "check", mine)
+    assert (checked.code, "says nothing of attn" in checked.out) == (1, True)
 
 
 def test_a_position_that_the_engine_needs_is_counted_early(cli: Cli, tmp_path: Path) -> None:

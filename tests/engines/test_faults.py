@@ -221,7 +221,7 @@ def test_a_model_without_the_place_is_refused(model_copy: Callable[..., Path]) -
 
     config = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
     small = model_copy(config=config, weights=drop)
-    with pytest.raises(BadOption, match="there are 2 layers"):
+    with pytest.raises(BadOption, match=r"model of 2 layers has no layers\."):
         Watched("fault=attn-window", small)
 
 

@@ -12,12 +12,24 @@ from rlk_align.engines.common.kernels import REPLACEABLE
 from rlk_align.engines.registry import ENGINES, engine_info
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
+from rlk_align.model.families import FAMILIES
+from rlk_align.model.operators import OPERATORS
 
 
 def test_the_tool_and_the_kernels_name_the_same_operators() -> None:
-    from rlk_kernels.integrations.operators import OPERATORS
+    """The kernels' package keeps a copy, since it must not import the tool."""
+    from rlk_kernels.integrations import operators as kernels
 
-    assert REPLACEABLE == OPERATORS
+    assert kernels.OPERATORS == REPLACEABLE
+    assert tuple(n for n in REPLACEABLE if OPERATORS[n].part) == kernels.LAYER
+    assert {n for n, o in OPERATORS.items() if o.formula == "rms_norm"} == kernels.NORMS
+
+
+def test_the_tool_and_the_kernels_name_the_same_families() -> None:
+    from rlk_kernels.integrations.hf.model import FAMILIES as HF
+    from rlk_kernels.integrations.vllm.families import ARCHITECTURES
+
+    assert tuple(FAMILIES) == HF == tuple(ARCHITECTURES)
 
 
 def test_every_engine_with_kernels_has_its_patch() -> None:

@@ -37,8 +37,8 @@ def errors(**changes: Any) -> RoundingErrors:
 
 
 def unit(side: str = "train", name: str = NAME, reason: str = "", **changes: Any) -> RefereedUnit:
-    names = ("passname", "edges", "explanation", "dtype", "other_weight")
-    more = {k: changes.pop(k) for k in names if k in changes}
+    named = ("passname", "edges", "explanation", "op_class", "dtype", "other_weight")
+    more = {k: changes.pop(k) for k in named if k in changes}
     fields: dict[str, Any] = {
         "side": side,
         "passname": "prefill",
@@ -331,10 +331,10 @@ def contract(tmp_path: Path, budgets: str) -> Contract:
     return load_contract(str(path), "bfloat16")
 
 
-def budget(ops: str, name: str = "b", **changes: Any) -> str:
-    values = dict.fromkeys(STATISTICS, 1.0) | changes
+def budget(ops: str | None, name: str = "b", **changes: Any) -> str:
+    values = {"ops": ops} | dict.fromkeys(STATISTICS, 1.0) | changes
     figures = "\n".join(f"{k} = {v}" for k, v in values.items() if v is not None)
-    return f'[[budgets]]\nid = "{name}"\nops = {ops}\nwhy = "w"\nsource = "s"\n{figures}\n'
+    return f'[[budgets]]\nid = "{name}"\nwhy = "w"\nsource = "s"\n{figures}\n'
 
 
 EVERY = json.dumps([op for b in BF16.budgets for op in b.ops])
@@ -349,7 +349,10 @@ def test_budgets_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("budgets", "said"),
     [
-        (budget(EVERY.replace('"attn", ', "")), "there are budgets, and none for attn"),
+        (budget(EVERY, op_classes='["matmuls"]'), "op_classes"),
+        (budget(EVERY, op_classes="[]"), "op_classes"),
+        (budget(EVERY, op_classes='["matmul", "matmul"]'), "matmul has two budgets"),
+        (budget(None), "give it ops, or op_classes"),
         (budget(EVERY) + budget('["act"]', "c"), "act has two budgets"),
         (budget(EVERY.replace('"attn"', '"attn", "attn"')), "attn has two budgets"),
         (budget(EVERY, rms=-1.0), "rms"),
@@ -367,6 +370,50 @@ def test_budgets_that_say_nothing_clear(tmp_path: Path, budgets: str, said: str)
     with pytest.raises(ContractError, match=r"c\.toml") as error:
         contract(tmp_path, budgets)
     assert said in error.value.message
+
+
+CLASSES = json.dumps(["elementwise", "reduction", "matmul", "attention", "logprob"])
+
+
+def test_a_budget_holds_for_a_class_but_for_those_that_another_names(tmp_path: Path) -> None:
+    whole = contract(tmp_path, budget(None, op_classes=CLASSES) + budget('["act"]', "c", rms=9.0))
+    assert whole.budget("act", "elementwise").id == "c"
+    assert {
+        whole.budget(op, kind).id for op, kind in (("q_rope", "elementwise"), ("o", "matmul"))
+    } == {"b"}
+    # The order in the file says nothing.
+    turned = contract(tmp_path, budget('["act"]', "c") + budget(None, op_classes=CLASSES))
+    assert (turned.budget("act", "elementwise").id, turned.budget("o", "matmul").id) == ("c", "b")
+
+
+def test_a_new_operator_is_held_to_the_budget_of_its_class(tmp_path: Path) -> None:
+    """By the widest that names operators of the class, where none is of the class itself."""
+    for op_class, name in (
+        ("elementwise", "rounding-rope"),
+        ("reduction", "rounding-norms"),
+        ("matmul", "rounding-products"),
+        ("attention", "rounding-attention"),
+    ):
+        assert BF16.budget("new", op_class).id == name
+    assert BF16.budget("new", "routing") is None
+    mine = contract(
+        tmp_path, budget(EVERY) + budget(None, "c", op_classes='["reduction"]', rms=0.5)
+    )
+    assert (mine.budget("new", "reduction").id, mine.budget("q_norm", "reduction").id) == ("c", "b")
+    new = {"name": "layers.0.new", "op_class": "reduction"}
+    for rms, breaches in ((0.4, []), (0.6, [("c", "layers.0.new")])):
+        held = unit(**new, rms=rms, feature_rms=0.0, row_rms=0.0, peak=0.0)
+        one = edge(sites=[differing("layers.0.new", op_class="reduction")])
+        verdict = judge(comparison(one, referee=[held]), mine)
+        assert [(b.limit, b.site) for b in verdict.breaches] == breaches
+
+
+def test_a_model_with_an_operator_of_no_budget_is_not_judged(tmp_path: Path) -> None:
+    few = contract(tmp_path, budget('["act"]'))
+    judge(comparison(edge(sites=[site("layers.0.q_rope")])), few)
+    with pytest.raises(ContractError, match=r"says nothing of layers\.0\.q_norm") as error:
+        judge(comparison(edge(sites=[site("layers.0.q_norm", op_class="reduction")])), few)
+    assert error.value.fix == "add a budget of the class reduction"
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "fp32"])

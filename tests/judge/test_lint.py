@@ -9,9 +9,10 @@ from comparisons import contract
 
 from rlk_align.compare.metrics import edge_metrics
 from rlk_align.data import data_path
-from rlk_align.judge.lint import _WHOLE, OPS, _largest, lint, sequence_ess
+from rlk_align.judge.lint import _largest, lint, sequence_ess
 from rlk_align.judge.load import built_in, open_contract
 from rlk_align.model.families import read_shape
+from rlk_align.model.operators import OPERATORS
 from rlk_align.model.sites import model_sites
 
 MAX = {"metric": "max_abs_dlogp", "fail": 0.06}
@@ -154,5 +155,17 @@ def test_a_limit_of_sites_that_no_model_has() -> None:
 def test_sites_are_those_of_the_model() -> None:
     shape = read_shape(data_path("model"))
     sites = model_sites(shape)
-    assert {s.op for s in sites} == set(OPS)
-    assert {s.op for s in sites if s.layer is None} == set(_WHOLE)
+    assert {s.op for s in sites} == set(OPERATORS)
+    assert {s.op for s in sites if s.layer is None} == {
+        name for name, operator in OPERATORS.items() if operator.part is None
+    }
+
+
+def test_operators_of_which_nothing_is_said() -> None:
+    bf16 = open_contract("bf16")
+    some = [b for b in bf16.budgets if b.id != "rounding-attention"]
+    assert lint(bf16, DAY) == []
+    assert [f.text for f in lint(bf16.model_copy(update={"budgets": some}), DAY)] == [
+        "it limits operators in bfloat16, and says nothing of attn: add a budget of the class "
+        "attention"
+    ]

@@ -127,9 +127,21 @@ GUARDS = {
     ),
     "an operator without a limit": Guard(
         "judge/checks.py",
-        "if not limited and contract.budget(site.op) is None:",
-        "if False:",
+        "for site, missing in contract.uncovered(limits, operators):",
+        "for site, missing in ():",
         "judge/test_limits.py::test_an_operator_that_no_limit_speaks_of_is_an_error",
+    ),
+    "an operator without a budget": Guard(
+        "judge/contract.py",
+        "if self.budget(op, op_class) is None:",
+        "if False:",
+        "judge/test_budgets.py::test_a_model_with_an_operator_of_no_budget_is_not_judged",
+    ),
+    "the budget of a class": Guard(
+        "judge/contract.py",
+        "if op_class in budget.op_classes:",
+        "if False:",
+        "judge/test_budgets.py::test_a_new_operator_is_held_to_the_budget_of_its_class",
     ),
     "a looser limit without a reason": Guard(
         "judge/load.py",
@@ -187,7 +199,7 @@ GUARDS = {
     ),
     "an embedding that is another's": Guard(
         "probe/referee/recorded.py",
-        'read = {"embed": token,',
+        'read = {"embedding": token,',
         "read = {",
         f"{_REFEREE}::test_a_planted_fault_is_named_on_its_side[a token's embedding is another's"
         "-rollout]",

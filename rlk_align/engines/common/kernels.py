@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlk_align.errors import BadOption, ModelError
+from rlk_align.model.operators import OPERATORS, Formula
 from rlk_align.model.rotary import FIXED, lacks_factor, rope_parameters
 
 if TYPE_CHECKING:
@@ -12,13 +13,19 @@ if TYPE_CHECKING:
 
     from rlk_align.model.prompts import TokenBatch
 
-LAYER = (
-    *("attn_norm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "q_rope", "k_rope"),
-    *("attn", "o_proj", "mlp_norm", "gate_proj", "up_proj", "act", "down_proj"),
-)
-REPLACEABLE = ("embed", *LAYER, "final_norm", "logits", "logprob")
-"""The operators that the kernels compute, and that `except` may name. The residual additions are
-left out: every engine computes them alike, in fp32 and rounded once."""
+KERNELS: dict[Formula, tuple[str, ...]] = {
+    "embedding": ("embedding",),
+    "rms_norm": ("rms_norm", "norm_rope"),
+    "linear": ("linear",),
+    "rotary": ("rope", "norm_rope"),
+    "attention": ("attention", "paged_attention"),
+    "activation": ("swiglu",),
+    "log_softmax": ("logp",),
+}
+"""Formula -> the kernels that may compute it. Residual additions are left out: every engine
+computes them alike, in fp32 and rounded once."""
+REPLACEABLE = tuple(name for name, o in OPERATORS.items() if o.formula in KERNELS)
+"""The operators that the kernels compute, and that `except` may name."""
 
 
 def parse_left(text: str) -> frozenset[str]:

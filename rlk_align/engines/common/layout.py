@@ -11,6 +11,7 @@ import torch
 
 from rlk_align.engines.common.parameters import Shard
 from rlk_align.model.families import ModelShape
+from rlk_align.model.operators import OPERATORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +106,19 @@ def fused(*layouts: Layout) -> Layout:
 def side_by_side(ops: Sequence[str], size: int, tp: int) -> Layout:
     """Several operators of one size: each rank holds its slice of each (gate, then up)."""
     return fused(*(even(op, size, tp) for op in ops))
+
+
+def of_outputs(sites: Sequence[str], shape: ModelShape, tp: int) -> Layout | None:
+    """What each rank holds of these sites' values, which one tensor has where they are several, by
+    the catalogue; None where each rank holds them whole."""
+    operators = {site: OPERATORS[site.rpartition(".")[2]] for site in sites}
+    if any(o.sharding.join != "concatenate" for o in operators.values()):
+        return None
+    return fused(
+        *(
+            kv_heads(site, shape, tp)
+            if o.features == "kv_heads"
+            else even(site, shape.size(o.features), tp)
+            for site, o in operators.items()
+        )
+    )

@@ -47,6 +47,9 @@ WITH_BIAS = Access(with_bias, first, _without_bias)
 """A tensor and a bias that whatever follows adds: what is overwritten has it added already."""
 
 
+End = Literal["input", "output", "rope"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Where one site lies, or several that are fused."""
@@ -54,7 +57,7 @@ class Place:
     sites: tuple[str, ...]
     module: str
     """Its path below the model."""
-    end: Literal["input", "output", "rope"] = "output"
+    end: End = "output"
     """The module's first input, its output, or what the rotary embedding gives while that module,
     an attention, runs: first the query, then the key."""
     access: Access = FIRST

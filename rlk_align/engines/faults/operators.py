@@ -6,20 +6,19 @@ formulas see canonical ones, `[N, F]`, N rows in whatever order the engine has t
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from rlk_align.engines.common.hooks import Hooks
+from rlk_align.engines.common.places import Place
 from rlk_align.engines.faults.catalogue import Chosen
 from rlk_align.engines.faults.unit import Formula, Rows, Unit, in_place_of
 from rlk_align.errors import BadOption
 from rlk_align.model.families import ModelShape
 from rlk_align.model.rotary import Rotary
-
-NORMS = ("attn_norm", "q_norm", "k_norm", "mlp_norm", "final_norm")
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+from rlk_align.model.sites import model_sites
 
 
 class Operators(Hooks, ABC):
@@ -28,9 +27,14 @@ class Operators(Hooks, ABC):
     rows: Rows
     """Of the forward that runs; an engine's hooks keep it."""
 
-    def __init__(self, shape: ModelShape, rotary: Rotary | None) -> None:
+    def __init__(
+        self, model: Any, places: Iterable[Place], shape: ModelShape, rotary: Rotary | None
+    ) -> None:
+        """`places`: where each site lies in the model, of which one rank holds all."""
         super().__init__()
-        self.shape, self._rotary = shape, rotary
+        self._model, self.shape, self._rotary = model, shape, rotary
+        self._places = {site: place for place in places for site in place.sites}
+        self.sites = {s.name: s for s in model_sites(shape)}
 
     def on_input(self, module: Any, see: Callable[[Any], object]) -> None:
         """`see(first input)` before each forward."""
@@ -42,24 +46,38 @@ class Operators(Hooks, ABC):
 
     def replace_operator(self, site: str, formula: Formula) -> None:
         """From here on the operator gives what the formula says."""
-        layer, op = (int(site.split(".")[1]), site.split(".")[2]) if "." in site else (-1, site)
-        if op in NORMS:
-            self._norm(layer, op, formula)
-        elif op in PROJECTIONS:
-            self._projection(layer, op, formula)
-        elif op in ("q_rope", "k_rope"):
-            self._rope(layer, op, formula)
-        elif op in ("attn_residual", "mlp_residual"):
-            self._residual(layer, op, formula)
-        else:
-            other = {
-                "embed": lambda: self._embed(formula),
-                "attn": lambda: self._attention(layer, formula),
-                "act": lambda: self._act(layer, formula),
-                "logits": lambda: self._logits(formula),
-                "logprob": lambda: self._logprob(formula),
-            }
-            other[op]()
+        at = self.sites[site]
+        layer, op = -1 if at.layer is None else at.layer, at.op
+        match at.operator.formula:
+            case "embedding":
+                self._embed(formula)
+            case "rms_norm":
+                self._norm(site, formula)
+            case "linear" if layer < 0:
+                self._logits(formula)
+            case "linear":
+                self._projection(site, formula)
+            case "rotary":
+                self._rope(layer, op, formula)
+            case "attention":
+                self._attention(layer, formula)
+            case "residual":
+                self._residual(layer, op, formula)
+            case "activation":
+                self._act(layer, formula)
+            case "log_softmax":
+                self._logprob(formula)
+
+    def module(self, site: str) -> Any:
+        """What gives it."""
+        return self._model.get_submodule(self._places[site].module)
+
+    def outputs(self, site: str) -> Any:
+        """Which of its module's outputs are the site's."""
+        layout = self._places[site].layout
+        if layout is None:
+            return slice(None)
+        return torch.cat([torch.arange(at, at + p.size) for _, at, p in layout.holders(site)])
 
     def computed(
         self,
@@ -95,10 +113,10 @@ class Operators(Hooks, ABC):
     def _embed(self, formula: Formula) -> None: ...
 
     @abstractmethod
-    def _norm(self, layer: int, op: str, formula: Formula) -> None: ...
+    def _norm(self, site: str, formula: Formula) -> None: ...
 
     @abstractmethod
-    def _projection(self, layer: int, op: str, formula: Formula) -> None: ...
+    def _projection(self, site: str, formula: Formula) -> None: ...
 
     @abstractmethod
     def _rope(self, layer: int, op: str, formula: Formula) -> None: ...
@@ -163,12 +181,10 @@ def plant(chosen: Chosen, operators: Operators) -> None:
         importlib.import_module(f"rlk_align.engines.faults.formulas.{module}"), name
     )
     for site in fault.sites:
-        if "." in site and int(site.split(".")[1]) >= shape.layers:
+        if site not in operators.sites:
             raise BadOption(
-                f"fault={chosen}: it sits in {site}, and there are {shape.layers} layers"
+                f"fault={chosen}: a {shape.model_type} model of {shape.layers} layers has no {site}"
             )
-        if site.endswith(("q_norm", "k_norm")) and not shape.family.qk_norm:
-            raise BadOption(f"fault={chosen}: a {shape.model_type} model has no {site}")
         if fault.needs_bias and not operators.biased(site):
             raise BadOption(f"fault={chosen}: {site} has no bias in this model")
     formula = make(chosen.strength)

@@ -24,7 +24,7 @@ from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.hf.operators import HFOperators
 from rlk_align.engines.hf.taps import Tapped, hf_places
 from rlk_align.errors import EngineFailed, ModelError
-from rlk_align.model.checkpoint import LAYER_MODULES
+from rlk_align.model.operators import layer_modules
 from rlk_align.model.prompts import Sample, TokenBatch
 from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.results import CodePlace
@@ -244,7 +244,7 @@ def hf_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
     yield from module_weights("embed", model.model.embed_tokens)
     for i, layer in enumerate(model.model.layers):
-        for op, path in LAYER_MODULES.items():
+        for op, path in layer_modules().items():
             module = _submodule(layer, path)
             if module is not None:
                 yield from module_weights(f"layers.{i}.{op}", module)

@@ -12,7 +12,7 @@ import torch
 from rlk_align.engines.common.places import first
 from rlk_align.engines.faults.operators import Operators
 from rlk_align.engines.faults.unit import Attention, Formula, Report, Rows, in_place_of
-from rlk_align.model.checkpoint import LAYER_MODULES
+from rlk_align.engines.hf.taps import hf_places
 from rlk_align.model.families import ModelShape
 from rlk_align.model.rotary import Rotary
 
@@ -21,8 +21,8 @@ class HFOperators(Operators):
     """Of a model of transformers; every tensor but attention's is `[B, T, F]`."""
 
     def __init__(self, engine: Any, shape: ModelShape, rotary: Rotary | None) -> None:
-        super().__init__(shape, rotary)
-        self._engine, self._model, self._layer = engine, engine.model, -1
+        super().__init__(engine.model, hf_places(engine.model), shape, rotary)
+        self._engine, self._layer = engine, -1
         self._modeling = sys.modules[type(self._model.model.layers[0].self_attn).__module__]
         self.before(self._model, self._note_rows, with_kwargs=True)
 
@@ -35,12 +35,6 @@ class HFOperators(Operators):
         positions = positions.expand_as(ids).flatten()
         decoding = (positions > 0) & (ids.shape[1] == 1)
         self.rows = Rows(ids.flatten(), positions, decoding)
-
-    def _module(self, layer: int, op: str) -> Any:
-        if layer < 0:
-            inner = self._model.model
-            return {"final_norm": inner.norm, "embed": inner.embed_tokens}[op]
-        return self._model.model.layers[layer].get_submodule(LAYER_MODULES[op])
 
     def _replace(
         self, module: Any, formula: Formula, bias: bool = False, weight: bool = True, **more: Any
@@ -65,14 +59,14 @@ class HFOperators(Operators):
         self.after(module, see)
 
     def _embed(self, formula: Formula) -> None:
-        self._replace(self._module(-1, "embed"), formula, weight=False)
+        self._replace(self.module("embed"), formula, weight=False)
 
-    def _norm(self, layer: int, op: str, formula: Formula) -> None:
-        module = self._module(layer, op)
+    def _norm(self, site: str, formula: Formula) -> None:
+        module = self.module(site)
         self._replace(module, formula, eps=module.variance_epsilon)
 
-    def _projection(self, layer: int, op: str, formula: Formula) -> None:
-        self._replace(self._module(layer, op), formula, bias=True)
+    def _projection(self, site: str, formula: Formula) -> None:
+        self._replace(self.module(site), formula, bias=True)
 
     def _logits(self, formula: Formula) -> None:
         self._replace(self._model.lm_head, formula, bias=True)
@@ -203,11 +197,10 @@ class HFOperators(Operators):
         self.replace(self._engine, "logprobs", report)
 
     def biased(self, site: str) -> bool:
-        return self._module(int(site.split(".")[1]), site.split(".")[2]).bias is not None
+        return self.module(site).bias is not None
 
     def change_weight(self, site: str, change: Formula) -> None:
-        layer, op = int(site.split(".")[1]), site.split(".")[2]
-        weight = self._module(layer, op).weight
+        weight = self.module(site).weight
         self.write_weight(weight, change(weight.detach()))
 
     def change_positions(self, change: Formula) -> None:

@@ -12,7 +12,7 @@ from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.rows import ForwardRows
 from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
 from rlk_align.engines.common.tap import Tap
-from rlk_align.model.checkpoint import LAYER_MODULES
+from rlk_align.model.operators import layer_modules
 
 INPUT_SITES = {
     "attn": "self_attn.o_proj",
@@ -28,7 +28,7 @@ def hf_places(model: Any) -> Iterator[Place]:
     for i, layer in enumerate(model.model.layers):
         here, attention = f"model.layers.{i}", f"model.layers.{i}.self_attn"
         modules = dict(layer.named_modules())
-        for op, path in LAYER_MODULES.items():
+        for op, path in layer_modules().items():
             if path in modules:
                 yield Place(sites=(f"layers.{i}.{op}",), module=f"{here}.{path}")
         for op in ("q_rope", "k_rope"):

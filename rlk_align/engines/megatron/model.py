@@ -105,7 +105,7 @@ def transformer_config(shape: ModelShape, checkpoint: Checkpoint, settings: Sett
         activation_func=ACTIVATIONS[checkpoint.activation],
         add_bias_linear=not checkpoint.biased.isdisjoint({"o_proj", "down_proj"}),
         add_qkv_bias="q_proj" in checkpoint.biased,
-        qk_layernorm=shape.family.qk_norm,
+        qk_layernorm=shape.has("q_norm"),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=settings.tp,
@@ -133,14 +133,14 @@ def layer_spec(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) ->
 
     if settings.spec == "te":
         return _te_spec(shape, checkpoint)
-    spec = get_gpt_layer_local_spec(qk_layernorm=shape.family.qk_norm, normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(qk_layernorm=shape.has("q_norm"), normalization="RMSNorm")
     choose_biases(spec, checkpoint.biased)
     norm: Any = WrappedTorchNorm
     attention = spec.submodules.self_attention.submodules
     if settings.sequence_parallel:
         norm = SequenceParallelRMSNorm
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
-        if shape.family.qk_norm:
+        if shape.has("q_norm"):
             attention.q_layernorm = attention.k_layernorm = norm
     if settings.packed or any(checkpoint.windows):
         attention.core_attention = functools.partial(SequencesAttention, windows=checkpoint.windows)
@@ -156,7 +156,7 @@ def _te_spec(shape: ModelShape, checkpoint: Checkpoint) -> Any:
 
     from rlk_align.engines.megatron.linear import choose_biases
 
-    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.family.qk_norm)
+    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.has("q_norm"))
     choose_biases(spec, checkpoint.biased)
     return TransformerBlockSubmodules(layer_specs=[spec] * shape.layers, layer_norm=TENorm)
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from rlk_align.engines.common.layout import Layout, even, side_by_side
 from rlk_align.engines.common.places import first, with_bias
 from rlk_align.engines.faults.operators import Operators
 from rlk_align.engines.faults.unit import Attention, Formula, Report, Rows, in_place_of
 from rlk_align.engines.megatron.input import ModelInput
-from rlk_align.engines.megatron.layout import grouped_qkv
+from rlk_align.engines.megatron.taps import megatron_places
 from rlk_align.model.families import ModelShape
 from rlk_align.model.rotary import Rotary
 
@@ -22,8 +21,8 @@ class MegatronOperators(Operators):
     """Of one rank that holds all of the model, built from the local spec."""
 
     def __init__(self, engine: Any, shape: ModelShape, rotary: Rotary | None) -> None:
-        super().__init__(shape, rotary)
-        self._engine, self._model = engine, engine.model
+        super().__init__(engine.model, megatron_places(engine.model, shape, 1), shape, rotary)
+        self._engine = engine
         self._rope_site = ""
         self.before(self._model, self._note_rows)
 
@@ -44,8 +43,8 @@ class MegatronOperators(Operators):
 
         self.after(self._model.embedding, see)
 
-    def _norm(self, layer: int, op: str, formula: Formula) -> None:
-        module = self._norm_module(layer, op)
+    def _norm(self, site: str, formula: Formula) -> None:
+        module = self.module(site)
 
         def see(_module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
             new = self.computed(
@@ -60,39 +59,9 @@ class MegatronOperators(Operators):
 
         self.after(module, see)
 
-    def _norm_module(self, layer: int, op: str) -> Any:
-        if op == "final_norm":
-            return self._model.decoder.final_layernorm
-        owner = self._layer(layer)
-        modules = {
-            "attn_norm": lambda: owner.input_layernorm,
-            "mlp_norm": lambda: owner.pre_mlp_layernorm,
-            "q_norm": lambda: owner.self_attention.q_layernorm,
-            "k_norm": lambda: owner.self_attention.k_layernorm,
-        }
-        return modules[op]()
-
-    def _linear(self, layer: int, op: str) -> tuple[Any, torch.Tensor]:
-        """The linear that holds a projection, and which of its outputs are the projection's."""
-        shape, owner = self.shape, self._layer(layer)
-        module: Any
-        layout: Layout
-        if op in ("q_proj", "k_proj", "v_proj"):
-            module = owner.self_attention.linear_qkv
-            layout = grouped_qkv(shape, 1, ("q_proj", "k_proj", "v_proj"))
-        elif op in ("gate_proj", "up_proj"):
-            module = owner.mlp.linear_fc1
-            layout = side_by_side(("gate_proj", "up_proj"), shape.intermediate, 1)
-        else:
-            module = owner.self_attention.linear_proj if op == "o_proj" else owner.mlp.linear_fc2
-            layout = even(op, shape.hidden, 1)
-        device = module.weight.device
-        held = [torch.arange(at, at + p.size, device=device) for _, at, p in layout.holders(op)]
-        return module, torch.cat(held)
-
-    def _projection(self, layer: int, op: str, formula: Formula) -> None:
-        module, index = self._linear(layer, op)
-        biased = self.biased(f"layers.{layer}.{op}")
+    def _projection(self, site: str, formula: Formula) -> None:
+        module, index = self.module(site), self.outputs(site)
+        biased = self.biased(site)
         weight = module.weight.detach()[index]
 
         def see(_module: Any, inputs: Any, out: Any) -> Any:
@@ -246,16 +215,11 @@ class MegatronOperators(Operators):
         self.replace(self._engine, "_logprobs", report)
 
     def biased(self, site: str) -> bool:
-        module, _ = self._linear(int(site.split(".")[1]), site.split(".")[2])
+        module = self.module(site)
         return module.bias is not None and not module.skip_bias_add
 
     def change_weight(self, site: str, change: Formula) -> None:
-        layer, op = int(site.split(".")[1]), site.split(".")[2]
-        if op.endswith("norm"):
-            module = self._norm_module(layer, op)
-            self.write_weight(module.weight, change(module.weight.detach()))
-            return
-        module, index = self._linear(layer, op)
+        module, index = self.module(site), self.outputs(site)
         changed = module.weight.detach().clone()
         changed[index] = change(changed[index])
         self.write_weight(module.weight, changed)

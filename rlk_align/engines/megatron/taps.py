@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from rlk_align.engines.common.edits import Editor
-from rlk_align.engines.common.layout import Layout, even, kv_heads, side_by_side
-from rlk_align.engines.common.places import WITH_BIAS, Place
+from rlk_align.engines.common.layout import of_outputs
+from rlk_align.engines.common.places import FIRST, WITH_BIAS, Access, End, Place
 from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
 from rlk_align.engines.common.tap import Tap
 from rlk_align.engines.megatron.input import ModelInput
@@ -38,37 +38,30 @@ def megatron_places(model: Any, shape: ModelShape, tp: int) -> Iterator[Place]:
 def _layer_places(layer: Any, i: int, shape: ModelShape, tp: int) -> Iterator[Place]:
     name, here = f"layers.{i}", f"decoder.layers.{i}"
     attention, mlp = f"{here}.self_attention", f"{here}.mlp"
-    width = shape.heads * shape.head_dim
 
-    def queries(op: str) -> Layout:
-        return even(f"{name}.{op}", width, tp)
-
-    def keys(op: str) -> Layout:
-        return kv_heads(f"{name}.{op}", shape, tp)
+    def place(module: str, *ops: str, end: End = "output", access: Access = FIRST) -> Place:
+        sites = tuple(f"{name}.{op}" for op in ops)
+        layout = of_outputs(sites, shape, tp)
+        return Place(sites=sites, module=module, end=end, access=access, layout=layout)
 
     if not hasattr(layer.self_attention.linear_qkv, "layer_norm_weight"):
-        yield Place(sites=(f"{name}.attn_norm",), module=f"{here}.input_layernorm")
-        yield Place(sites=(f"{name}.mlp_norm",), module=f"{here}.pre_mlp_layernorm")
+        yield place(f"{here}.input_layernorm", "attn_norm")
+        yield place(f"{here}.pre_mlp_layernorm", "mlp_norm")
     qkv = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
     grouped = grouped_qkv(shape, tp, qkv)
     yield Place(sites=qkv, module=f"{attention}.linear_qkv", layout=grouped)
-    if shape.family.qk_norm:
-        for op, layout in (("q", queries("q_norm")), ("k", keys("k_norm"))):
-            module = f"{attention}.{op}_layernorm"
-            yield Place(sites=(f"{name}.{op}_norm",), module=module, layout=layout)
-    for op, layout in (("q_rope", queries("q_rope")), ("k_rope", keys("k_rope"))):
-        yield Place(sites=(f"{name}.{op}",), module=attention, end="rope", layout=layout)
-    projection = f"{attention}.linear_proj"
-    yield Place(sites=(f"{name}.attn",), module=projection, end="input", layout=queries("attn"))
-    yield Place(sites=(f"{name}.o_proj",), module=projection, access=WITH_BIAS)
-    yield Place(sites=(f"{name}.attn_residual",), module=f"{here}.pre_mlp_layernorm", end="input")
-    gate_up = (f"{name}.gate_proj", f"{name}.up_proj")
-    halves = side_by_side(gate_up, shape.intermediate, tp)
-    yield Place(sites=gate_up, module=f"{mlp}.linear_fc1", access=WITH_BIAS, layout=halves)
-    act = even(f"{name}.act", shape.intermediate, tp)
-    yield Place(sites=(f"{name}.act",), module=f"{mlp}.linear_fc2", end="input", layout=act)
-    yield Place(sites=(f"{name}.down_proj",), module=f"{mlp}.linear_fc2", access=WITH_BIAS)
-    yield Place(sites=(f"{name}.mlp_residual",), module=here)
+    if shape.has("q_norm"):
+        yield place(f"{attention}.q_layernorm", "q_norm")
+        yield place(f"{attention}.k_layernorm", "k_norm")
+    yield place(attention, "q_rope", end="rope")
+    yield place(attention, "k_rope", end="rope")
+    yield place(f"{attention}.linear_proj", "attn", end="input")
+    yield place(f"{attention}.linear_proj", "o_proj", access=WITH_BIAS)
+    yield place(f"{here}.pre_mlp_layernorm", "attn_residual", end="input")
+    yield place(f"{mlp}.linear_fc1", "gate_proj", "up_proj", access=WITH_BIAS)
+    yield place(f"{mlp}.linear_fc2", "act", end="input")
+    yield place(f"{mlp}.linear_fc2", "down_proj", access=WITH_BIAS)
+    yield place(here, "mlp_residual")
 
 
 class Tapped(SiteHooks):

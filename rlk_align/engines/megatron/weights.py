@@ -62,7 +62,7 @@ def _layer_plan(
     for suffix, name in _kinds("q_proj" in biased):
         names = (f"{op}.q_proj{suffix}", f"{op}.k_proj{suffix}", f"{op}.v_proj{suffix}")
         yield Parameter(f"{attention}.linear_qkv.{name}", grouped_qkv(shape, tp, names), 0)
-    if shape.family.qk_norm:
+    if shape.has("q_norm"):
         for norm in ("q", "k"):
             target = f"{attention}.{norm}_layernorm.weight"
             yield _replicated(target, f"{op}.{norm}_norm", shape.head_dim, tp)

@@ -10,6 +10,7 @@ import torch
 from rlk_align.engines.common.places import first
 from rlk_align.engines.faults.operators import Operators
 from rlk_align.engines.faults.unit import Attention, Formula, Report, Rows, in_place_of
+from rlk_align.engines.vllm.taps import vllm_places
 from rlk_align.model.families import ModelShape
 from rlk_align.model.rotary import Rotary
 
@@ -21,8 +22,9 @@ class VLLMOperators(Operators):
         self, runner: Any, shape: ModelShape, rotary: Rotary | None, weight_of: Any
     ) -> None:
         """`weight_of`: gives the weight `[out, in]` of a linear, wherever vLLM packed it."""
-        super().__init__(shape, rotary)
-        self._runner, self._model, self._weight_of = runner, runner.get_model(), weight_of
+        model = runner.get_model()
+        super().__init__(model, vllm_places(model, shape, 1), shape, rotary)
+        self._runner, self._weight_of = runner, weight_of
         self._at = -1
         self.before(self._model, self._note_rows, with_kwargs=True)
 
@@ -54,22 +56,8 @@ class VLLMOperators(Operators):
             lambda _module, _inputs, out: self.computed(formula, out, rows=self.rows),
         )
 
-    def _linear(self, layer: int, op: str) -> tuple[Any, slice]:
-        """The linear that holds a projection, and which of its outputs are the projection's."""
-        attention, mlp = self._layer(layer).self_attn, self._layer(layer).mlp
-        q, kv, half = attention.q_size, attention.kv_size, self.shape.intermediate
-        return {
-            "q_proj": (attention.qkv_proj, slice(0, q)),
-            "k_proj": (attention.qkv_proj, slice(q, q + kv)),
-            "v_proj": (attention.qkv_proj, slice(q + kv, q + 2 * kv)),
-            "o_proj": (attention.o_proj, slice(None)),
-            "gate_proj": (mlp.gate_up_proj, slice(0, half)),
-            "up_proj": (mlp.gate_up_proj, slice(half, 2 * half)),
-            "down_proj": (mlp.down_proj, slice(None)),
-        }[op]
-
-    def _projection(self, layer: int, op: str, formula: Formula) -> None:
-        module, held = self._linear(layer, op)
+    def _projection(self, site: str, formula: Formula) -> None:
+        module, held = self.module(site), self.outputs(site)
         weight = self._weight_of(module)[held].detach()
         bias = None if module.bias is None else module.bias[held]
 
@@ -90,20 +78,8 @@ class VLLMOperators(Operators):
 
         self.after(self._model.logits_processor, see)
 
-    def _norm_module(self, layer: int, op: str) -> Any:
-        if op == "final_norm":
-            return self._model.model.norm
-        owner = self._layer(layer)
-        modules = {
-            "attn_norm": lambda: owner.input_layernorm,
-            "mlp_norm": lambda: owner.post_attention_layernorm,
-            "q_norm": lambda: owner.self_attn.q_norm,
-            "k_norm": lambda: owner.self_attn.k_norm,
-        }
-        return modules[op]()
-
-    def _norm(self, layer: int, op: str, formula: Formula) -> None:
-        module = self._norm_module(layer, op)
+    def _norm(self, site: str, formula: Formula) -> None:
+        module = self.module(site)
         original = module.forward
 
         def forward(x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
@@ -129,12 +105,7 @@ class VLLMOperators(Operators):
 
     def _residual(self, layer: int, op: str, formula: Formula) -> None:
         """The norm after it adds the branch to the stream."""
-        if op == "attn_residual":
-            module = self._norm_module(layer, "mlp_norm")
-        elif layer + 1 < self.shape.layers:
-            module = self._norm_module(layer + 1, "attn_norm")
-        else:
-            module = self._norm_module(-1, "final_norm")
+        module = self.module(f"layers.{layer}.{op}")
         original = module.forward
 
         def forward(branch: torch.Tensor, stream: torch.Tensor) -> Any:
@@ -262,12 +233,10 @@ class VLLMOperators(Operators):
                 self.replace(module, name, _reporting(getattr(module, name), formula))
 
     def biased(self, site: str) -> bool:
-        module, _ = self._linear(int(site.split(".")[1]), site.split(".")[2])
-        return module.bias is not None
+        return self.module(site).bias is not None
 
     def change_weight(self, site: str, change: Formula) -> None:
-        layer, op = int(site.split(".")[1]), site.split(".")[2]
-        weight = self._norm_module(layer, op).weight
+        weight = self.module(site).weight
         self.write_weight(weight, change(weight.detach()))
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from rlk_align.engines.common.edits import Editor
-from rlk_align.engines.common.layout import even, fused, kv_heads, side_by_side
-from rlk_align.engines.common.places import SECOND, Place
+from rlk_align.engines.common.layout import of_outputs
+from rlk_align.engines.common.places import SECOND, End, Place
 from rlk_align.engines.common.rows import packed_rows
 from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
 from rlk_align.engines.vllm.parallel import TensorParallel
@@ -34,37 +34,27 @@ def vllm_places(model: Any, shape: ModelShape, tp: int) -> Iterator[Place]:
 
 def _layer_places(layer: Any, name: str, i: int, shape: ModelShape, tp: int) -> Iterator[Place]:
     here, attention, mlp = f"model.{name}", f"model.{name}.self_attn", f"model.{name}.mlp"
-    width = shape.heads * shape.head_dim
 
-    def queries(op: str) -> Any:
-        return even(f"{name}.{op}", width, tp)
-
-    def keys(op: str) -> Any:
-        return kv_heads(f"{name}.{op}", shape, tp)
+    def place(module: str, *ops: str, end: End = "output") -> Place:
+        sites = tuple(f"{name}.{op}" for op in ops)
+        return Place(sites=sites, module=module, end=end, layout=of_outputs(sites, shape, tp))
 
     stream = f"layers.{i - 1}.mlp_residual" if i else ""
     yield from _norm(stream, f"{name}.attn_norm", f"{here}.input_layernorm")
-    yield Place(
-        sites=(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"),
-        module=f"{attention}.qkv_proj",
-        layout=fused(queries("q_proj"), keys("k_proj"), keys("v_proj")),
-    )
-    for op, layout in (("q_norm", queries), ("k_norm", keys)):
+    yield place(f"{attention}.qkv_proj", "q_proj", "k_proj", "v_proj")
+    for op in ("q_norm", "k_norm"):
         if hasattr(layer.self_attn, op):
-            yield Place(sites=(f"{name}.{op}",), module=f"{attention}.{op}", layout=layout(op))
-    for op, layout in (("q_rope", queries), ("k_rope", keys)):
-        yield Place(sites=(f"{name}.{op}",), module=attention, end="rope", layout=layout(op))
-    yield Place(sites=(f"{name}.attn",), module=f"{attention}.attn", layout=queries("attn"))
-    yield Place(sites=(f"{name}.o_proj",), module=f"{attention}.o_proj")
+            yield place(f"{attention}.{op}", op)
+    yield place(attention, "q_rope", end="rope")
+    yield place(attention, "k_rope", end="rope")
+    yield place(f"{attention}.attn", "attn")
+    yield place(f"{attention}.o_proj", "o_proj")
     yield from _norm(
         f"{name}.attn_residual", f"{name}.mlp_norm", f"{here}.post_attention_layernorm"
     )
-    both = (f"{name}.gate_proj", f"{name}.up_proj")
-    halves = side_by_side(both, shape.intermediate, tp)
-    yield Place(sites=both, module=f"{mlp}.gate_up_proj", layout=halves)
-    act = even(f"{name}.act", shape.intermediate, tp)
-    yield Place(sites=(f"{name}.act",), module=f"{mlp}.act_fn", layout=act)
-    yield Place(sites=(f"{name}.down_proj",), module=f"{mlp}.down_proj")
+    yield place(f"{mlp}.gate_up_proj", "gate_proj", "up_proj")
+    yield place(f"{mlp}.act_fn", "act")
+    yield place(f"{mlp}.down_proj", "down_proj")
 
 
 def _norm(stream: str, site: str, module: str) -> Iterator[Place]:

@@ -54,10 +54,10 @@ class RecordedPass:
         another row, for other inputs, is no repetition."""
         columns = [self._rows.digests(name)[number] for name in (site.name, *site.inputs)]
         token, position = self._index.token, self._index.position
-        read = {"embed": token, "logprob": np.roll(token, -1)}
-        read |= dict.fromkeys(("q_rope", "k_rope", "attn"), position)
-        if site.op in read:
-            columns.append(read[site.op][number, None])
+        read = {"embedding": token, "log_softmax": np.roll(token, -1)}
+        read |= dict.fromkeys(("rotary", "attention"), position)
+        if site.operator.formula in read:
+            columns.append(read[site.operator.formula][number, None])
         for name in site.prefix_inputs:
             up_to, total = self._up_to(number), np.zeros((len(self._index) + 1, 2), dtype=np.int64)
             # Sums of digests, from each sequence's first row; they wrap around, and may.

@@ -16,7 +16,7 @@ from rlk_align.engines.registry import engine_info
 from rlk_align.errors import ModelError, UnknownEngine
 from rlk_align.model.edges import EDGE_ENDS
 from rlk_align.model.families import ModelShape
-from rlk_align.model.sites import MATMUL, RowIndex, Site, model_sites
+from rlk_align.model.sites import RowIndex, Site, model_sites
 from rlk_align.probe.graph import partners
 from rlk_align.probe.referee.exponentials import sum_orders
 from rlk_align.probe.referee.recorded import RecordedPass
@@ -241,10 +241,10 @@ class Walk:
         entries, width = self._block, max(site.features, shape.intermediate)
         position = self._index.position
         cuts = np.zeros(0, dtype=np.int64)
-        if site.op_class == MATMUL:
+        if site.operator.formula == "linear":
             # As many as fit: each block widens the weight anew.
             entries = PRODUCT_ELEMENTS
-        elif site.op == "logprob":
+        elif site.operator.formula == "log_softmax":
             width = shape.vocab
         elif site.prefix_inputs:
             cuts = np.flatnonzero(np.diff(number - position[number])) + 1

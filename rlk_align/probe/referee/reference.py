@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 
@@ -26,10 +26,6 @@ SUM_ULPS = 2.0
 exponentials, their sum and its logarithm are within an ulp each."""
 WEIGHT_ELEMENTS = 1 << 25
 """Of a weight that are float64 at a time."""
-ROW_PARALLEL = ("o_proj", "down_proj")
-"""Operators of which tensor-parallel ranks hold inputs, and so partial sums."""
-BY_HEAD = ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "q_rope", "k_rope", "attn")
-"""Operators whose features are those of heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +75,7 @@ class Reference:
 
     def heads(self, site: Site) -> int:
         """In how many heads its features lie; 1 where they are no heads'."""
-        if site.op not in BY_HEAD:
-            return 1
-        return self.shape.kv_heads if site.op[0] in "kv" else self.shape.heads
+        return self.shape.heads_of(site.operator.features)
 
     def exact(
         self, site: Site, given: Sequence[torch.Tensor], rows: Rows
@@ -92,39 +86,42 @@ class Reference:
         sequence, from its first position to the last of the rows. Raises NotRefereed.
         """
         extra: torch.Tensor | float = 0.0
-        op = site.op
-        if op == "embed":
-            out = self._weights.read("embed")[rows.token].double()
-        elif op.endswith("norm"):
-            out = formulas.rms_norm(given[0], self._weights.read(site.name).double(), self._eps)
-        elif op.endswith("_rope"):
+        formula = site.operator.formula
+        if formula == "embedding":
+            out = self._weights.read(site.parameter)[rows.token].double()
+        elif formula == "rms_norm":
+            weight = self._weights.read(site.parameter).double()
+            out = formulas.rms_norm(given[0], weight, self._eps)
+        elif formula == "rotary":
             out, extra = self._rotated(given[0], rows, self.heads(site))
-        elif op.endswith("_residual"):
+        elif formula == "residual":
             out = given[0] + given[1]
-        elif op == "act":
+        elif formula == "activation":
             out = self._activation(given[0]) * given[1]
-        elif op == "attn":
+        elif formula == "attention":
             assert site.layer is not None
             heads, window = (self.shape.heads, self.shape.kv_heads), self._window(site.layer)
             q, k, v = given
             out = formulas.attention(q, k, v, rows.position, heads, window)
-        elif op == "logprob":
+        elif formula == "log_softmax":
             out, extra = self._log_prob(given[0], rows)
-        else:
+        elif formula == "linear":
             out, extra = self._product(site, given[0])
+        else:
+            assert_never(formula)
         return out, rounding_variance(out, self.rounded_to(site)) + extra
 
     def rounded_to(self, site: Site) -> str:
-        """The dtype of its outputs: engines compute log-probs in float32, whatever the model's."""
-        return "float32" if site.op == "logprob" else self.dtype
+        """The dtype of its outputs."""
+        return site.operator.rounded_to or self.dtype
 
     def _product(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A linear layer, some features at a time."""
-        tied = bool(self._config.get("tie_word_embeddings"))
+        own = site.parameter
         biased = site.op in self._biased
-        bias = self._weights.read(f"{site.name}.bias").double() if biased else None
-        name = site.name if site.op != "logits" else "embed" if tied else "lm_head"
-        weight = self._weights.read(name, used_as="lm_head" if site.op == "logits" else "")
+        bias = self._weights.read(f"{own}.bias").double() if biased else None
+        tied_to = site.operator.tied_to if self._config.get("tie_word_embeddings") else ""
+        weight = self._weights.read(tied_to or own, used_as=own)
         out, extra = (x.new_empty(len(x), len(weight)) for _ in range(2))
         step = max(1, WEIGHT_ELEMENTS // weight.shape[1])
         for start in range(0, len(weight), step):
@@ -144,7 +141,7 @@ class Reference:
         if bias is not None:
             # Some round the product before they add the bias.
             extra = extra + rounding_variance(out - bias, self.dtype)
-        if self._tp > 1 and site.op in ROW_PARALLEL:
+        if self._tp > 1 and site.operator.sharding.join == "sum":
             total = torch.zeros_like(out)
             for of_rank, columns in zip(
                 x.chunk(self._tp, dim=1), weight.chunk(self._tp, dim=1), strict=True

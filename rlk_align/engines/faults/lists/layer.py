@@ -1,9 +1,10 @@
 """Faults of norms, projections, activations and residual adds."""
 
 from rlk_align.engines.faults.fault import Fault, Strength
+from rlk_align.model.operators import OPERATORS
 
 _SHARES = (1e-4, 5e-4, 1e-3, 5e-3, 0.02)
-_SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_PROJECTIONS = [n for n, o in OPERATORS.items() if o.part and o.formula == "linear"]
 
 NORMS = {
     "norm-eps": Fault(
@@ -120,7 +121,7 @@ PROJECTIONS = {
     ),
     "proj-stale-layer": Fault(
         "projection",
-        tuple(f"layers.2.{op}" for op in _SEVEN),
+        tuple(f"layers.2.{op}" for op in _PROJECTIONS),
         "all projections of a layer compute with weights of before the last update",
         "linear:stale",
         Strength("change of the update, as a share of the weights", 0.02, _SHARES),

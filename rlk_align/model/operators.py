@@ -1,0 +1,126 @@
+"""The catalogue of operators: one record each, as data. Nothing about an operator is told from its
+name.
+
+Operators are wired by the values that they read and give: an operator reads each of its `inputs`
+from the operator before it that gave it last. So a family (`model.families`) only lists operators,
+and the graph of a model (`model.sites`) follows.
+"""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal, NamedTuple
+
+OpClass = Literal["elementwise", "reduction", "matmul", "attention", "logprob"]
+"""What contracts speak of."""
+Formula = Literal[
+    "embedding",
+    "rms_norm",
+    "linear",
+    "rotary",
+    "attention",
+    "residual",
+    "activation",
+    "log_softmax",
+]
+"""What an operator computes; `probe.referee.reference` has each in float64."""
+Size = Literal["one", "hidden", "head_dim", "query_heads", "kv_heads", "intermediate", "vocab"]
+"""What a dimension counts; of heads, their features one after the other."""
+
+
+class Sharding(NamedTuple):
+    """What tensor-parallel ranks hold of an operator."""
+
+    axis: Literal["none", "column", "row", "head", "vocabulary"]
+    """Along which its weight, or its output, is cut: `row` is that of its inputs."""
+    join: Literal["replicate", "concatenate", "sum"]
+    """How the ranks' outputs make up the whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One canonical operator."""
+
+    name: str
+    op_class: OpClass
+    formula: Formula
+    part: Literal["attn", "mlp"] | None
+    """Of a layer; None where a model has it once."""
+    inputs: tuple[str, ...]
+    """The values whose row p it reads for its own row p."""
+    output: str
+    """The value that it gives: `query` is what q_proj gives, then q_norm, then q_rope."""
+    features: Size
+    sharding: Sharding
+    _: KW_ONLY
+    prefix_inputs: tuple[str, ...] = ()
+    """The values of which it reads every row up to and including p."""
+    weight: tuple[Size, ...] = ()
+    """The dimensions of its weight; none where it has none."""
+    module: str = ""
+    """What holds its parameters in an HF checkpoint: within its layer, where it is of one."""
+    bias: str = ""
+    """The setting of config.json that gives it a bias."""
+    parameter: str = ""
+    """The canonical name of its weight, where that is not its site's."""
+    tied_to: str = ""
+    """The parameter in place of its weight under `tie_word_embeddings`."""
+    row: Literal["token", "sampled token"] = "token"
+    """What a row is: every token, or those after which one was sampled."""
+    rounded_to: str = ""
+    """The dtype of its outputs, in whose roundings its errors are counted; empty: the model's."""
+
+
+WHOLE, ROWS = Sharding("none", "replicate"), Sharding("row", "sum")
+HEADS, COLUMNS = Sharding("head", "concatenate"), Sharding("column", "concatenate")
+VOCABULARY = Sharding("vocabulary", "concatenate")
+# fmt: off
+_RECORDS = (
+    Operator("embed", "elementwise", "embedding", None, (), "stream", "hidden",
+        Sharding("vocabulary", "sum"), weight=("vocab", "hidden"), module="model.embed_tokens"),
+    Operator("attn_norm", "reduction", "rms_norm", "attn", ("stream",), "normed", "hidden", WHOLE,
+        weight=("hidden",), module="input_layernorm"),
+    Operator("q_proj", "matmul", "linear", "attn", ("normed",), "query", "query_heads", HEADS,
+        weight=("query_heads", "hidden"), module="self_attn.q_proj", bias="attention_bias"),
+    Operator("k_proj", "matmul", "linear", "attn", ("normed",), "key", "kv_heads", HEADS,
+        weight=("kv_heads", "hidden"), module="self_attn.k_proj", bias="attention_bias"),
+    Operator("v_proj", "matmul", "linear", "attn", ("normed",), "value", "kv_heads", HEADS,
+        weight=("kv_heads", "hidden"), module="self_attn.v_proj", bias="attention_bias"),
+    Operator("q_norm", "reduction", "rms_norm", "attn", ("query",), "query", "query_heads", HEADS,
+        weight=("head_dim",), module="self_attn.q_norm"),
+    Operator("k_norm", "reduction", "rms_norm", "attn", ("key",), "key", "kv_heads", HEADS,
+        weight=("head_dim",), module="self_attn.k_norm"),
+    Operator("q_rope", "elementwise", "rotary", "attn", ("query",), "query", "query_heads", HEADS),
+    Operator("k_rope", "elementwise", "rotary", "attn", ("key",), "key", "kv_heads", HEADS),
+    Operator("attn", "attention", "attention", "attn", ("query",), "attended", "query_heads", HEADS,
+        prefix_inputs=("key", "value")),
+    Operator("o_proj", "matmul", "linear", "attn", ("attended",), "branch", "hidden", ROWS,
+        weight=("hidden", "query_heads"), module="self_attn.o_proj", bias="attention_bias"),
+    Operator("attn_residual", "elementwise", "residual", "attn", ("stream", "branch"), "stream",
+        "hidden", WHOLE),
+    Operator("mlp_norm", "reduction", "rms_norm", "mlp", ("stream",), "normed", "hidden", WHOLE,
+        weight=("hidden",), module="post_attention_layernorm"),
+    Operator("gate_proj", "matmul", "linear", "mlp", ("normed",), "gate", "intermediate", COLUMNS,
+        weight=("intermediate", "hidden"), module="mlp.gate_proj", bias="mlp_bias"),
+    Operator("up_proj", "matmul", "linear", "mlp", ("normed",), "up", "intermediate", COLUMNS,
+        weight=("intermediate", "hidden"), module="mlp.up_proj", bias="mlp_bias"),
+    Operator("act", "elementwise", "activation", "mlp", ("gate", "up"), "activated", "intermediate",
+        COLUMNS),
+    Operator("down_proj", "matmul", "linear", "mlp", ("activated",), "branch", "hidden", ROWS,
+        weight=("hidden", "intermediate"), module="mlp.down_proj", bias="mlp_bias"),
+    Operator("mlp_residual", "elementwise", "residual", "mlp", ("stream", "branch"), "stream",
+        "hidden", WHOLE),
+    Operator("final_norm", "reduction", "rms_norm", None, ("stream",), "normed", "hidden", WHOLE,
+        weight=("hidden",), module="model.norm"),
+    Operator("logits", "matmul", "linear", None, ("normed",), "logits", "vocab", VOCABULARY,
+        weight=("vocab", "hidden"), module="lm_head", parameter="lm_head", tied_to="embed",
+        row="sampled token"),
+    Operator("logprob", "logprob", "log_softmax", None, ("logits",), "logprob", "one", WHOLE,
+        row="sampled token", rounded_to="float32"),
+)
+# fmt: on
+OPERATORS = {operator.name: operator for operator in _RECORDS}
+"""By name, in the order in which a layer computes them. A new operator is a record above."""
+
+
+def layer_modules() -> dict[str, str]:
+    """Operator -> the module of a decoder layer that holds its parameters, in an HF checkpoint."""
+    return {o.name: o.module for o in OPERATORS.values() if o.part and o.module}
