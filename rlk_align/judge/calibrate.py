@@ -14,6 +14,7 @@ import numpy as np
 import tomli_w
 
 from rlk_align.errors import BadOption
+from rlk_align.judge.budgets import budget_of
 from rlk_align.judge.contract import STATISTICS, Budget, Contract, Limit, Tail
 from rlk_align.judge.verdict import doubts_of
 from rlk_align.results import Comparison, EdgeName
@@ -186,7 +187,7 @@ def _budget(
         u.errors
         for r in runs
         for u in r.comparison.referee
-        if u.errors is not None and base.budget(u.op, u.op_class) is budget
+        if u.errors is not None and budget_of(base, u) is budget
     ]
     if not units:
         return budget

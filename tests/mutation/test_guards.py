@@ -31,13 +31,13 @@ _REFEREE = "probe/referee/test_referee.py"
 GUARDS = {
     "precheck stops": Guard(
         "compare/measure.py",
-        "if all(m.kind in allowed for m in mismatches):",
+        "if all(m.kind in allowed or not m.stops for m in mismatches):",
         "if True:",
         "compare/test_measure.py::test_a_mismatch_stops_it_before_any_number",
     ),
     "precheck is inconclusive": Guard(
         "results.py",
-        "return any(m.kind not in self.allowed for m in self.mismatches)",
+        "return bool(self.stopping)",
         "return False",
         "judge/test_verdict.py::test_a_failed_precheck_stops_everything",
     ),
@@ -254,9 +254,21 @@ GUARDS = {
     ),
     "a side that was not recomputed": Guard(
         "judge/verdict.py",
-        " and all(u.errors for u in units)",
-        "",
+        "all(u.errors and budget_of(verdict.contract, u) for u in units)",
+        "all(budget_of(verdict.contract, u) for u in units)",
         "judge/test_budgets.py::test_within_rounding_and_too_far_apart",
+    ),
+    "a side that computed with another weight": Guard(
+        "judge/verdict.py",
+        "if any(u.other_weight for u in unchecked):",
+        "if False:",
+        "judge/test_budgets.py::test_nobody_is_called_off_where_the_other_side_has_another_weight",
+    ),
+    "each side by its own dtype": Guard(
+        "judge/budgets.py",
+        'if not contract.budgets or unit.dtype in ("", *contract.dtypes):',
+        "if True:",
+        "judge/test_budgets.py::test_a_side_of_another_dtype_is_held_to_the_budgets_of_that_dtype",
     ),
     "operators that were left out": Guard(
         "judge/verdict.py",
