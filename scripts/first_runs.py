@@ -76,7 +76,7 @@ FAULTS = {
     "log_softmax_bf16": "logprob",
     "embedding_row": "embed",
     "norm_in_bf16": "layers.1.mlp_norm",
-    "gelu_for_silu": "attributes activation",
+    "gelu_for_silu": "attributes layers.1.activation",
     "output_scaled": "layers.1.o_proj",
     "down_projection_in_fp8": "layers.1.act",
     "key_norm_left_out": "layers.1.k_norm",
