@@ -19,6 +19,8 @@ import torch
 _CPU_LANES = {"AVX512": (16,), "AVX2": (8,)}
 _OTHER_LANES = (4, 8)
 _GPU_BLOCK = 1024
+_LEAST_EXPONENT = -125
+"""Of float32, as `frexp` counts: below 2^-126 numbers lie 2^-149 apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,8 @@ def _lost(exponentials: torch.Tensor, order: SumOrder) -> torch.Tensor:
         padded = padded.reshape(len(padded), -1, order.block).sum(dim=2)
     terms = padded.reshape(len(padded), -1, order.lanes)
     added, total = terms[:, 1:], terms.cumsum(dim=1)
-    ulp = torch.ldexp(torch.ones_like(added), torch.frexp(total[:, 1:]).exponent - 24)
+    exponent = torch.frexp(total[:, 1:]).exponent.clamp(min=_LEAST_EXPONENT)
+    ulp = torch.ldexp(torch.ones_like(added), exponent - 24)
     systematic = (torch.round(added / ulp) * ulp - added).sum(dim=(1, 2))
     by_chance = (ulp.square() / 12).where(added > 0, 0.0).sum(dim=(1, 2))
     return ((systematic.square() + by_chance) / total[:, -1].sum(dim=1).square())[:, None]

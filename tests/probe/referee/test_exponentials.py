@@ -103,3 +103,12 @@ def test_one_exponential_loses_nothing() -> None:
     row[0, 3] = 1
     assert float(lost_share(row, sum_orders({}))) == 0
     assert math.isnan(float(lost_share(row * math.nan, sum_orders({}))))
+
+
+@pytest.mark.parametrize("orders", [sum_orders({}), (SumOrder(block=1024),)])
+def test_exponentials_too_small_for_float32_lose_nothing_that_counts(
+    orders: tuple[SumOrder, ...],
+) -> None:
+    """As where a norm is left out: logits hundreds apart, down to the smallest of float64."""
+    row = torch.linspace(-800, 0, 4096, dtype=torch.float64).flip(0)[None].exp()
+    assert 0 < float(lost_share(row, orders)) < 2.0**-40
