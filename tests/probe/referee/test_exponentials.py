@@ -110,5 +110,5 @@ def test_exponentials_too_small_for_float32_lose_nothing_that_counts(
     orders: tuple[SumOrder, ...],
 ) -> None:
     """As where a norm is left out: logits hundreds apart, down to the smallest of float64."""
-    row = torch.linspace(-800, 0, 4096, dtype=torch.float64).flip(0)[None].exp()
+    row = torch.linspace(-800, 0, 4096, dtype=torch.float64)[None].exp()
     assert 0 < float(lost_share(row, orders)) < 2.0**-40
