@@ -1,6 +1,7 @@
 """`rlk-align doctor`: what is installed, what each engine can do here, what to install."""
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
@@ -10,6 +11,7 @@ from rich.console import Console
 from rlk_align.engines.process.versions import holders, versions
 from rlk_align.engines.registry import ENGINES, engine_info
 from rlk_align.engines.tested import TESTED, untested
+from rlk_align.errors import INSTALL_ENGINES
 from rlk_align.model.families import FAMILIES
 
 
@@ -30,17 +32,32 @@ def doctor() -> None:
 
 
 def _machine() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        **_torch(),
+        "disk": f"{shutil.disk_usage('.').free / 1e9:.0f} GB free here",
+    }
+
+
+def _torch() -> dict[str, str]:
+    """What it is, and what it can compute on."""
+    cores = f"{os.cpu_count()} cores"
+    if not _has_torch():
+        said = f"not installed; engines, captures and gate --recompute need it: {INSTALL_ENGINES}"
+        return {"torch": said, "cpu": cores}
     import torch
 
     cuda = torch.cuda.is_available()
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
-        "python": platform.python_version(),
         "torch": str(torch.__version__),
         "device": f"CUDA {torch.version.cuda}: {', '.join(names)}" if cuda else "CPU only",
-        "cpu": f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
-        "disk": f"{shutil.disk_usage('.').free / 1e9:.0f} GB free here",
+        "cpu": f"{cores}, {torch.backends.cpu.get_cpu_capability()}",
     }
+
+
+def _has_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
 
 
 def _engine(name: str) -> tuple[str, str]:
@@ -60,11 +77,9 @@ def _version(package: str) -> str:
 
 
 def _warnings() -> list[str]:
-    import torch
-
     warnings = untested(versions(TESTED))
     beside = []
-    if "+cpu" in torch.__version__:
+    if _has_torch() and "+cpu" in importlib.metadata.version("torch"):
         for name in ("torchvision", "torchaudio", "torchcodec"):
             try:
                 version = importlib.metadata.version(name)
