@@ -13,22 +13,23 @@ from rlk_align.engines.registry import ENGINES, engine_info
 from rlk_align.engines.tested import TESTED, untested
 from rlk_align.errors import INSTALL_ENGINES
 from rlk_align.model.families import FAMILIES
+from rlk_align.text import line
 
 
 def doctor() -> None:
     """Show what each engine can do on this machine."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     for name, value in _machine().items():
-        console.print(f"{name:<12}{value}", soft_wrap=True)
-    console.print(f"{'families':<12}{', '.join(FAMILIES)}")
+        console.print(line(f"{name:<12}{value}"))
+    console.print(line(f"{'families':<12}{', '.join(FAMILIES)}"))
     console.print()
     for name in ENGINES:
         here, todo = _engine(name)
-        console.print(f"{name:<12}{here}", soft_wrap=True)
+        console.print(line(f"{name:<12}{here}"))
         if todo:
-            console.print(f"{'':<12}to do: {todo}", soft_wrap=True)
+            console.print(line(f"{'':<12}to do: {todo}"))
     for warning in _warnings():
-        console.print(f"[yellow]warning[/yellow] {warning}", soft_wrap=True)
+        console.print(line("warning ", "yellow") + line(warning))
 
 
 def _machine() -> dict[str, str]:

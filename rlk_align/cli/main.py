@@ -22,7 +22,13 @@ from rlk_align.cli.outputs import silence_stdout
 from rlk_align.cli.probe import probe
 from rlk_align.cli.report import report
 from rlk_align.cli.selftest import selftest
-from rlk_align.errors import EXIT_INTERRUPTED, EXIT_TOOL, INSTALL_ENGINES, MissingDependency, RlkError
+from rlk_align.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_TOOL,
+    INSTALL_ENGINES,
+    MissingDependency,
+    RlkError,
+)
 from rlk_align.text import printable
 
 app = typer.Typer(
