@@ -14,6 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import rlk_align
+from rlk_align.engines.tested import TESTED
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {"rlk_align": ROOT, "rlk_kernels": ROOT / "kernels"}
@@ -155,6 +156,18 @@ def test_what_each_wheel_and_extra_brings(wheels: dict[str, Path]) -> None:
         assert set(requires(wheels["rlk_align"], extra)) == BASE | wanted
     of_kernels = requires(wheels["rlk_kernels"])["torch"]
     assert requires(wheels["rlk_align"], "engines")["torch"] == of_kernels
+
+
+def test_the_lower_bounds_are_the_first_versions_that_were_tested(
+    wheels: dict[str, Path],
+) -> None:
+    asked = requires(wheels["rlk_kernels"])
+    for extra in EXTRAS:
+        asked |= requires(wheels["rlk_align"], extra)
+    for name, (first, _) in TESTED.items():
+        bound = re.search(r"[>=]=(\d+\.\d+)", asked[name])
+        assert bound is not None
+        assert bound[1] == first, name
 
 
 def run(installed: Path, cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
