@@ -14,7 +14,7 @@ GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml requirements/cpu.txt requirements/gpu.txt scripts/setup.sh
+$(STAMP): pyproject.toml kernels/pyproject.toml requirements/cpu.txt requirements/gpu.txt scripts/setup.sh
 	PYTHON="$(PYTHON)" VENV="$(VENV)" GPU="$(GPU)" bash scripts/setup.sh
 	@touch $@
 

@@ -17,6 +17,9 @@ RlkError
 A verdict that is not a pass is no error: see `rlk_align.judge.verdict`.
 """
 
+INSTALL_ENGINES = "pip install 'rlk-align[engines]'"
+"""What brings torch, transformers and the kernels to an rlk-align that has only its base."""
+
 EXIT_PASS = 0
 EXIT_FAIL = 1
 EXIT_USAGE = 2

@@ -17,7 +17,7 @@ else
     pip install --no-deps "torch==2.13.0+cpu" --index-url https://download.pytorch.org/whl/cpu
   pip install --no-deps -r requirements/cpu.txt
 fi
-pip install --no-deps --no-build-isolation --editable .
+pip install --no-deps --no-build-isolation --editable . --editable kernels
 
 # The tests of the HTML report need a browser; where it cannot be installed from here, they say so.
 browser() { command -v chromium || command -v chromium-browser || command -v google-chrome; }

@@ -5,7 +5,7 @@ from pathlib import Path
 from rlk_align.capture.key import engine_versions
 from rlk_align.capture.request import CaptureRequest
 from rlk_align.engines.common.kernels import check_kernels, check_left
-from rlk_align.engines.registry import require_installed
+from rlk_align.engines.registry import require_installed, require_kernels
 from rlk_align.engines.tested import untested
 from rlk_align.errors import BadOption, ModelError
 from rlk_align.model.checkpoint import check_tokenizer, read_config, resolve_model
@@ -39,6 +39,7 @@ def check_request(request: CaptureRequest, sampling: bool) -> tuple[ModelShape, 
         )
     spec.info.check(spec.option, read_config(model), shape)
     if spec.option("kernels") != "off":
+        require_kernels(spec.name)
         check_kernels(spec.name, read_config(model))
     if left := spec.option("except"):
         check_left(spec.name, str(left), {site.op for site in model_sites(shape)})

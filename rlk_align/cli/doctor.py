@@ -1,6 +1,7 @@
 """`rlk-align doctor`: what is installed, what each engine can do here, what to install."""
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
@@ -10,41 +11,65 @@ from rich.console import Console
 from rlk_align.engines.process.versions import holders, versions
 from rlk_align.engines.registry import ENGINES, engine_info
 from rlk_align.engines.tested import TESTED, untested
+from rlk_align.errors import INSTALL_ENGINES
 from rlk_align.model.families import FAMILIES
+from rlk_align.text import line
 
 
 def doctor() -> None:
     """Show what each engine can do on this machine."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     for name, value in _machine().items():
-        console.print(f"{name:<12}{value}", soft_wrap=True)
-    console.print(f"{'families':<12}{', '.join(FAMILIES)}")
+        console.print(line(f"{name:<12}{value}"))
+    console.print(line(f"{'families':<12}{', '.join(FAMILIES)}"))
     console.print()
     for name in ENGINES:
         here, todo = _engine(name)
-        console.print(f"{name:<12}{here}", soft_wrap=True)
+        console.print(line(f"{name:<12}{here}"))
         if todo:
-            console.print(f"{'':<12}to do: {todo}", soft_wrap=True)
+            console.print(line(f"{'':<12}to do: {todo}"))
     for warning in _warnings():
-        console.print(f"[yellow]warning[/yellow] {warning}", soft_wrap=True)
+        console.print(line("warning ", "yellow") + line(warning))
 
 
 def _machine() -> dict[str, str]:
-    import torch
+    return {
+        "python": platform.python_version(),
+        **_torch(),
+        "disk": f"{shutil.disk_usage('.').free / 1e9:.0f} GB free here",
+    }
 
-    from rlk_align.engines.patch import fast_paths
+
+def _torch() -> dict[str, str]:
+    """What it is, and what it can compute on."""
+    cores = f"{os.cpu_count()} cores"
+    if not _has_torch():
+        said = f"not installed; engines, captures and gate --recompute need it: {INSTALL_ENGINES}"
+        return {"torch": said, "cpu": cores}
+    import torch
 
     cuda = torch.cuda.is_available()
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
-        "python": platform.python_version(),
         "torch": str(torch.__version__),
         "device": f"CUDA {torch.version.cuda}: {', '.join(names)}" if cuda else "CPU only",
-        "cpu": f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
-        "kernels": "fast paths on a GPU: "
-        + ", ".join(f"{name} {state}" for name, state in fast_paths().items()),
-        "disk": f"{shutil.disk_usage('.').free / 1e9:.0f} GB free here",
+        "cpu": f"{cores}, {torch.backends.cpu.get_cpu_capability()}",
+        **_kernels(),
     }
+
+
+def _kernels() -> dict[str, str]:
+    """Which fast paths of the kernels' host code are on."""
+    if importlib.util.find_spec("rlk_kernels") is None:
+        return {}
+    from rlk_align.engines.patch import fast_paths
+
+    states = (f"{name} {state}" for name, state in fast_paths().items())
+    return {"kernels": f"fast paths on a GPU: {', '.join(states)}"}
+
+
+def _has_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
 
 
 def _engine(name: str) -> tuple[str, str]:
@@ -64,11 +89,9 @@ def _version(package: str) -> str:
 
 
 def _warnings() -> list[str]:
-    import torch
-
     warnings = untested(versions(TESTED))
     beside = []
-    if "+cpu" in torch.__version__:
+    if _has_torch() and "+cpu" in importlib.metadata.version("torch"):
         for name in ("torchvision", "torchaudio", "torchcodec"):
             try:
                 version = importlib.metadata.version(name)

@@ -22,7 +22,13 @@ from rlk_align.cli.outputs import silence_stdout
 from rlk_align.cli.probe import probe
 from rlk_align.cli.report import report
 from rlk_align.cli.selftest import selftest
-from rlk_align.errors import EXIT_INTERRUPTED, EXIT_TOOL, MissingDependency, RlkError
+from rlk_align.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_TOOL,
+    INSTALL_ENGINES,
+    MissingDependency,
+    RlkError,
+)
 from rlk_align.text import printable
 
 app = typer.Typer(
@@ -65,15 +71,15 @@ def _interrupt(_number: int, _frame: object) -> None:
 
 @contextmanager
 def _missing_packages() -> Iterator[None]:
-    """Where rlk-align was installed without its dependencies, as for a gate, says so."""
+    """What needs torch says so where rlk-align is installed without engines."""
     try:
         yield
     except ModuleNotFoundError as error:
-        if (error.name or "rlk_align").startswith("rlk_"):
+        if (error.name or "rlk_align").startswith("rlk_align"):
             raise
         raise MissingDependency(
             f"this command needs {error.name}, which is not installed",
-            "install rlk-align with what it needs: pip install rlk-align",
+            INSTALL_ENGINES,
         ) from error
 
 

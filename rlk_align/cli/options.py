@@ -10,7 +10,7 @@ from rich.console import Console
 
 from rlk_align.capture.request import CaptureRequest, TracePlan
 from rlk_align.data import data_path
-from rlk_align.engines.registry import engine_info
+from rlk_align.engines.registry import engine_info, require_installed
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
 from rlk_align.model.checkpoint import default_model
@@ -170,10 +170,12 @@ def capture_request(
 
 
 def engine_spec(text: str, kernels: str | None) -> EngineSpec:
-    """An engine's spec; `kernels` for one that does not say itself. Raises UnknownEngine or
-    BadOption."""
+    """An engine's spec; `kernels` for one that does not say itself. Raises UnknownEngine,
+    BadOption, or MissingDependency for an engine that is not installed."""
     check_kernels(kernels)
     spec = EngineSpec.parse(text)
+    if spec.option("python") is None:
+        require_installed(spec.name)
     if kernels is None or "kernels" in spec.options or spec.name == "replay":
         return spec
     return EngineSpec.parse(f"{text}{',' if spec.options else ':'}kernels={kernels}")

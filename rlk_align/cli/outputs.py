@@ -38,7 +38,7 @@ def parse_outputs(
     items: list[str] | None, formats: Collection[str] = tuple(FORMATS)
 ) -> list[Output]:
     """Raises BadOption for a format that is none of `formats`, or a path at which nothing can be
-    written, and MissingDependency for a format that needs what is not installed."""
+    written."""
     outputs = []
     for item in items or []:
         kind, equals, path = item.partition("=")
@@ -54,7 +54,6 @@ def parse_outputs(
 
 def make_output(kind: str, path: str) -> Output:
     """Raises as `parse_outputs` does."""
-    renderer(kind)
     output = Output(kind, None if path == "-" else Path(path))
     target = output_file(output)
     if target is not None:
@@ -122,8 +121,8 @@ def write_outputs(
 
 
 def write_run(outputs: Sequence[Output], source: Source, beside: Source | None = None) -> None:
-    """What a run found; a page lays it over the run `beside`. Raises TraceNotWritten,
-    MissingDependency."""
+    """What a run found; a page lays it over the run `beside`. Raises
+    TraceNotWritten."""
     from rlk_align.report.github import workflow_commands
 
     def render(name: str) -> str:

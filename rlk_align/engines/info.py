@@ -64,12 +64,22 @@ class EngineInfo:
     """Raises an RlkError where options or config.json ask for what it cannot run."""
 
     @property
+    def missing(self) -> str:
+        """The first package that it needs and that is not installed; empty where all are."""
+        needed = (self.package, "torch") if self.package else ()
+        return next((name for name in needed if not _installed(name)), "")
+
+    @property
     def installed(self) -> bool:
-        try:
-            return not self.package or importlib.util.find_spec(self.package) is not None
-        except ModuleNotFoundError:
-            # The package's parent is not there either.
-            return False
+        return not self.missing
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        # The package's parent is not there either.
+        return False
 
 
 REPLAY = EngineInfo("", options={"path": Option()})

@@ -6,10 +6,11 @@ names an EngineInfo.
 
 import importlib
 import importlib.metadata
+import importlib.util
 from typing import Any
 
 from rlk_align.engines.info import EngineInfo
-from rlk_align.errors import MissingDependency, UnknownEngine
+from rlk_align.errors import INSTALL_ENGINES, MissingDependency, UnknownEngine
 
 ENGINES = {
     "hf": "rlk_align.engines.hf.info:HF",
@@ -35,10 +36,19 @@ def engine_info(name: str) -> EngineInfo:
 def require_installed(name: str) -> None:
     """Raises MissingDependency, with the command that installs what is missing."""
     info = engine_info(name)
-    if not info.installed:
+    if info.missing:
         raise MissingDependency(
-            f"engine {name!r} needs the package {info.package!r}, which is not installed",
+            f"engine {name!r} needs the package {info.missing!r}, which is not installed",
             info.install,
+        )
+
+
+def require_kernels(name: str) -> None:
+    """Raises MissingDependency where an engine is asked for `kernels=rlk` and they are not here."""
+    if importlib.util.find_spec("rlk_kernels") is None:
+        raise MissingDependency(
+            f"engine {name!r}: kernels=rlk needs the package 'rlk_kernels', which is not installed",
+            INSTALL_ENGINES,
         )
 
 

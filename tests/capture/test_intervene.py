@@ -105,7 +105,7 @@ def test_a_capture_from_elsewhere_without_its_model_or_engine(
     with pytest.raises(ModelError, match="synthetic"):
         graft_passes(run, ["prefill_vs_train"], silent)
     monkeypatch.setattr(module, "resolve_model", lambda _name: data_path("model"))
-    monkeypatch.setattr(EngineInfo, "installed", False)
+    monkeypatch.setattr(EngineInfo, "missing", "transformers")
     with pytest.raises(MissingDependency, match="'hf' needs the package 'transformers'"):
         graft_passes(run, ["prefill_vs_train"], silent)
 

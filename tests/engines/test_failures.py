@@ -183,7 +183,8 @@ def test_another_interpreter_sees_rlk_align_and_nothing_beside_it(tmp_path: Path
 def test_what_a_worker_needs_is_what_the_project_declares() -> None:
     names = {r.name for r in interpreter.requirements()}
     assert {"torch", "transformers", "numpy", "pyarrow", "pydantic", "safetensors"} <= names
-    assert not names & {"typer", "rich", "vllm", "megatron-core", "pytest"}
+    assert not names & {"typer", "rich", "jinja2", "vllm", "megatron-core", "pytest"}
+    assert not names & {"rlk-kernels"}, "which a spec asks for"
 
 
 def test_a_python_that_is_too_old_and_one_that_never_answers(

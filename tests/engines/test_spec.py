@@ -1,6 +1,9 @@
 """Engine specs: what is accepted, and how each mistake is named."""
 
+import importlib.util
 import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlk_align.engines.info import EngineInfo
-from rlk_align.engines.registry import ENGINES, require_installed
+from rlk_align.engines.registry import ENGINES, require_installed, require_kernels
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption, MissingDependency, UnknownEngine
 
@@ -152,3 +155,36 @@ def test_a_missing_package_is_named_with_its_install_command(
         require_installed("absent")
     assert error.value.fix == "pip install it"
     require_installed("replay")
+
+
+@pytest.fixture
+def hidden(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Hides a package from those that ask whether it is there."""
+    find = importlib.util.find_spec
+
+    def hide(package: str) -> None:
+        def found(name: str, *more: str) -> ModuleSpec | None:
+            return None if name == package else find(name, *more)
+
+        monkeypatch.setattr(importlib.util, "find_spec", found)
+
+    return hide
+
+
+@pytest.mark.parametrize("name", ["hf", "fsdp"])
+def test_transformers_without_torch_is_no_engine(name: str, hidden: Callable[[str], None]) -> None:
+    require_installed(name)
+    hidden("torch")
+    with pytest.raises(MissingDependency, match="needs the package 'torch'") as error:
+        require_installed(name)
+    assert error.value.fix == "pip install 'rlk-align[engines]'"
+
+
+def test_missing_kernels_are_named_with_their_install_command(
+    hidden: Callable[[str], None],
+) -> None:
+    require_kernels("hf")
+    hidden("rlk_kernels")
+    with pytest.raises(MissingDependency, match="'hf': kernels=rlk needs the package") as error:
+        require_kernels("hf")
+    assert error.value.fix == "pip install 'rlk-align[engines]'"

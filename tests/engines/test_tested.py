@@ -10,17 +10,17 @@ from rlk_align.engines.process.job import Job
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.tested import untested
 
-FAKE = "transformers: tested 5.17–5.19; this is 5.40.0: taps may miss"
+FAKE = "transformers: tested 5.16–5.19; this is 5.40.0: taps may miss"
 
 
 @pytest.mark.parametrize(
     ("version", "said"),
     [
-        ("5.16.9", "5.17–5.19; this is 5.16.9"),
-        ("5.17.0", None),
+        ("5.15.9", "5.16–5.19; this is 5.15.9"),
+        ("5.16.0", None),
         ("5.19.3.dev1", None),
-        ("5.20.0", "5.17–5.19; this is 5.20.0"),
-        ("6.18.0", "5.17–5.19; this is 6.18.0"),
+        ("5.20.0", "5.16–5.19; this is 5.20.0"),
+        ("6.18.0", "5.16–5.19; this is 6.18.0"),
         ("unknown", "this is unknown"),
         (None, None),
     ],
@@ -61,6 +61,6 @@ def test_a_private_api_that_moved_is_named_for_what_it_is(
         monkeypatch.setattr(worker, "versions", lambda names, v=version: {"transformers": v})
         said = str(worker._failure(error("no q_norm"), job, None))
         assert ("met an API that is not as it was tested" in said) == moved
-        assert ("transformers 5.40.0, tested 5.17–5.19" in said) == moved
+        assert ("transformers 5.40.0, tested 5.16–5.19" in said) == moved
     monkeypatch.setattr(worker, "versions", lambda names: {"transformers": "5.40.0"})
     assert "as it was tested" not in str(worker._failure(ValueError("x"), job, None))

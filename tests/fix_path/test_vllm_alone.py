@@ -69,7 +69,8 @@ def value(bits: str) -> float:
 def test_the_plugin_is_what_vllm_is_told_of() -> None:
     import importlib
 
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    text = (ROOT / "kernels" / "pyproject.toml").read_text(encoding="utf-8")
+    project = tomllib.loads(text)["project"]
     ((plugin, target),) = project["entry-points"]["vllm.general_plugins"].items()
     assert plugin == PLUGIN
     module, _, name = target.partition(":")

