@@ -17,7 +17,6 @@ from rlk_align.judge.contract import Contract
 from rlk_align.judge.load import default_contract, load_contract
 from rlk_align.model.dtypes import lower_precision
 from rlk_align.model.edges import passes_for
-from rlk_align.model.sites import Site, model_sites
 from rlk_align.results import SideName
 from rlk_align.trace.records import load_record
 from rlk_align.trace.run import Run
@@ -221,6 +220,7 @@ def _check_early(
     """What would fail after minutes of capturing fails now. The contract that will judge, and the
     lower-precision dtype of the two sides."""
     from rlk_align.capture.check import check_request
+    from rlk_align.model.sites import Site, model_sites
 
     dtypes: list[str] = []
     sites: list[Site] = []

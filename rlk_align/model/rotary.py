@@ -7,7 +7,6 @@ from typing import Any
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config
 from rlk_align.model.families import ModelShape
-from rlk_align.model.sites import model_sites
 
 FIXED = ("default", "linear", "llama3", "yarn")
 """Kinds whose frequencies do not depend on the sequence."""
@@ -53,6 +52,9 @@ def lacks_factor(rope: dict[str, Any]) -> bool:
 def checkpoint_rotary(model: Path, shape: ModelShape) -> Rotary | None:
     """None where positions cannot be measured: the frequencies change with the sequence, or a
     head is too small."""
+    # With its tables, which what only names kinds of rope does not need.
+    from rlk_align.model.sites import model_sites
+
     config = read_config(model)
     rope = rope_parameters(config)
     if rope["rope_type"] not in FIXED or shape.head_dim < 2 * _LEAST_PAIRS:
