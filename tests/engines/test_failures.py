@@ -72,7 +72,7 @@ def test_of_ranks_that_were_killed_the_first_is_to_blame(tmp_path: Path, first: 
             for rank in (ranks[first], ranks[1 - first]):
                 assert rank.pid
                 os.kill(rank.pid, signal.SIGKILL)
-                time.sleep(0.05)
+                time.sleep(0.5)
             raise RuntimeError("lost a rank")
 
     with pytest.raises(EngineFailed, match=f"Worker-{first} of 2 of vllm:tp=2 was ended by SIGKIL"):
