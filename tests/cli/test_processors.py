@@ -5,16 +5,8 @@ from pathlib import Path
 
 import pytest
 from conftest import Cli, require_engine
+from first_runs import PROMPTS
 
-ORDINARY = """The capital of France is
-def fibonacci(n):
-Once upon a time there was a
-The quick brown fox jumps over the lazy dog. The quick brown fox
-In 1905 Albert Einstein
-To be, or not to be, that is
-import numpy as np
-Dear Sir or Madam,
-"""
 PROCESSORS = {
     "scalar": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
@@ -27,7 +19,7 @@ def test_eight_ordinary_prompts_pass(cli: Cli, tmp_path: Path, processor: str) -
     require_engine("vllm")
     require_engine("megatron")
     prompts = tmp_path / "p.txt"
-    prompts.write_text(ORDINARY)
+    prompts.write_text(PROMPTS)
     done = cli("compare", "--prompts", prompts, env=PROCESSORS[processor], real=True)
     assert done.code == 0, done.out + done.err
     assert done.verdict is not None
