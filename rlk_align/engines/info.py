@@ -70,7 +70,3 @@ class EngineInfo:
         except ModuleNotFoundError:
             # The package's parent is not there either.
             return False
-
-
-REPLAY = EngineInfo("", options={"path": Option()})
-"""No process: a trace made earlier stands for the engine."""
