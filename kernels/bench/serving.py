@@ -35,7 +35,6 @@ NEW = 64
 REPEATS = 5
 TOKENS = 16384
 """Of prompts that one repetition of a prefill asks for at least, batch after batch."""
-VOCABULARY = 150_000
 
 
 def tell(out: Path, **line: Any) -> None:
@@ -65,10 +64,11 @@ def alone(lock: Path) -> Iterator[None]:
 class Bench:
     def __init__(self, llm: Any, lock: Path) -> None:
         self.llm, self.lock, self.random = llm, lock, random.Random(0)
+        self.vocabulary = llm.llm_engine.model_config.get_vocab_size()
 
     def prompts(self, count: int, length: int) -> list[dict[str, list[int]]]:
         return [
-            {"prompt_token_ids": [self.random.randrange(2, VOCABULARY) for _ in range(length)]}
+            {"prompt_token_ids": [self.random.randrange(2, self.vocabulary) for _ in range(length)]}
             for _ in range(count)
         ]
 
