@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from rlk_align.capture.capture import capture
+from rlk_align.capture.recording import Recording
 from rlk_align.capture.request import CaptureRequest, TracePlan
 from rlk_align.compare.measure import measure
 from rlk_align.errors import BadOption, MissingDependency, ModelError
@@ -22,10 +23,10 @@ from rlk_align.trace.run import Run, RunRecord
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompareRequest:
-    """Two engines, and how they are held against each other."""
+    """Two sides, and how they are held against each other."""
 
-    rollout: CaptureRequest
-    train: CaptureRequest
+    rollout: CaptureRequest | Recording
+    train: CaptureRequest | Recording
     judged: tuple[EdgeName, ...] = EDGES
     contract: str | None = None
     """A built-in id or a TOML file; None is the one of the lower-precision dtype."""

@@ -13,6 +13,10 @@ Progress = Callable[[str, int, int], None]
 """How long work tells how far it is: (stage, done, total); total 0 where nothing is counted."""
 
 
+def silent(_stage: str, _done: int, _total: int) -> None:
+    """For who does not want to be told."""
+
+
 @contextmanager
 def show_progress(name: str) -> Iterator[Progress]:
     """Shows what is told for as long as the context is entered."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Browser, sync_playwright
 
-from rlk_align.cli.pair import WITHOUT
+from rlk_align.cli.compare import WITHOUT
 
 RUNS = {
     "healthy": [],

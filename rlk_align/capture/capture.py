@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlk_align.capture.key import capture_key
+from rlk_align.capture.recording import Recording
 from rlk_align.capture.request import CaptureRequest
 from rlk_align.capture.supervise import run_worker
 from rlk_align.engines.process.job import Job
 from rlk_align.engines.registry import require_installed
-from rlk_align.engines.spec import EngineSpec, replay_path
+from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import CorruptTrace
 from rlk_align.model.checkpoint import resolve_model
 from rlk_align.model.families import read_shape
@@ -23,21 +24,21 @@ CONTROL_VARIANTS = ("untapped", "repeat")
 
 
 def capture(
-    request: CaptureRequest,
+    request: CaptureRequest | Recording,
     role: Role,
     run: Run,
     tokens: Path | None,
     fresh: bool,
     progress: Progress,
 ) -> Trace:
-    """The trace of one engine, captured now or, where it is there already, taken as it is.
+    """The trace of one side: recorded earlier, or captured now, where it is not there already.
 
     `tokens`: the sequences to score; None lets the engine sample them. What an interrupted
     capture had finished is kept, and this call goes on from there, unless `fresh`.
     Raises what the worker raised, EngineFailed where it died.
     """
-    if request.engine.name == "replay":
-        return _replay(request, role)
+    if isinstance(request, Recording):
+        return Trace(request.folder(role))
     job = _planned(request, role, run, tokens)
     folder = job.folder
     if fresh and folder.is_symlink():
@@ -99,10 +100,6 @@ def _opened(job: Job) -> Trace:
     if trace.record.key != job.key:
         raise CorruptTrace(f"{job.folder} holds another capture, {trace.record.key}", REPAIR)
     return trace
-
-
-def _replay(request: CaptureRequest, role: Role) -> Trace:
-    return Trace(Run.open(replay_path(request.engine)).capture_folder(role))
 
 
 def _passes(request: CaptureRequest, sampling: bool) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-import rlk_align
 from rlk_align.capture.request import CaptureRequest
 from rlk_align.engines.process.interpreter import examine
 from rlk_align.engines.process.versions import versions
@@ -21,6 +20,10 @@ from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import ToolError
 from rlk_align.model.checkpoint import fingerprint_files
 from rlk_align.trace.run import fingerprint
+from rlk_align.version import __version__
+
+PACKAGE = Path(__file__).parents[1]
+"""Where our own sources lie."""
 
 SHARED_SOURCES = ("engines/*.py", "engines/common", "engines/process", "trace", "model")
 """What every adapter builds on, below the package."""
@@ -37,7 +40,7 @@ def capture_key(request: CaptureRequest, spec: EngineSpec, model: Path, tokens: 
     """`spec`: the request's engine in canonical form; `tokens`: the sequences to score."""
     patch = spec.option("patch")
     return fingerprint(
-        rlk_align.__version__,
+        __version__,
         str(spec.computed),
         surroundings(spec),
         fingerprint_files(model),
@@ -70,19 +73,18 @@ def adapter_digest(spec: EngineSpec) -> str:
 
 
 def _adapter_sources(spec: EngineSpec) -> Iterator[Path]:
-    package = Path(rlk_align.__file__).parent
     for pattern in SHARED_SOURCES:
-        yield from package.glob(pattern if pattern.endswith(".py") else f"{pattern}/*.py")
+        yield from PACKAGE.glob(pattern if pattern.endswith(".py") else f"{pattern}/*.py")
     if spec.option("kernels") != "off":
         yield from _kernel_sources()
     if spec.option("fault") is not None:
-        yield from package.glob("engines/faults/**/*.py")
+        yield from PACKAGE.glob("engines/faults/**/*.py")
     found = importlib.util.find_spec(spec.info.target.partition(":")[0])
     if found is None or found.origin is None:
         raise ToolError(f"engine {spec.name!r}: {spec.info.target} has no source")
     own = Path(found.origin)
     # An engine from elsewhere may be one file among others that are not its own.
-    yield from own.parent.glob("*.py") if package in own.parents else [own]
+    yield from own.parent.glob("*.py") if PACKAGE in own.parents else [own]
 
 
 def _kernel_sources() -> Iterator[Path]:

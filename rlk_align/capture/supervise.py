@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-import rlk_align
 from rlk_align.engines.process.heartbeat import HEARTBEATS, Heartbeat, heartbeats, stuck
 from rlk_align.engines.process.interpreter import package_path
 from rlk_align.engines.process.job import Events, Job, error_of, failed
@@ -66,7 +65,7 @@ def _with_recorded_prompts(job: Job, progress: Progress) -> Job:
 
 
 def _start(job: Job, log: Path) -> subprocess.Popen:
-    package = Path(rlk_align.__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     python = job.engine.option("python")
     with writing(job.folder):
         (job.folder / "events.jsonl").unlink(missing_ok=True)

@@ -4,39 +4,81 @@ from typing import Annotated
 
 import typer
 
+from rlk_align.api.options import trace_plan
+from rlk_align.api.pair import Pair, prepare, without_kernels
 from rlk_align.cli import options
-from rlk_align.cli.pair import Pair, prepare, prepare_without, takes_pair
+from rlk_align.cli.outputs import check_outputs, parse_outputs
 from rlk_align.progress import show_progress
 
+WITHOUT = "kernels-off"
+"""The folder, in a run with the kernels, of the run of the same pair without them."""
 
-@takes_pair
+
 def compare(
     runs: Annotated[
         list[str] | None,
         typer.Argument(metavar="[RUN_A RUN_B]", help="Two captures made earlier, to compare."),
     ] = None,
     *,
-    given: Pair,
+    model: options.Model = None,
+    rollout: options.Rollout = None,
+    train: options.Train = None,
+    prompts: options.Prompts = None,
+    contract: options.ContractName = None,
+    kernels: options.Kernels = None,
+    max_new_tokens: options.MaxNewTokens = 32,
+    seed: options.Seed = 0,
+    run_dir: options.RunDir = None,
+    output: options.Output = None,
+    allow_mismatch: options.AllowMismatch = None,
+    fresh: options.Fresh = False,
+    layers: options.Layers = None,
+    sites: options.Sites = None,
+    edges: options.Edges = None,
+    production: options.Production = None,
+    trace_budget: options.TraceBudget = "8GB",
     probe: Annotated[
         bool, typer.Option("--probe", help="Also run each engine on the other's inputs.")
     ] = False,
     attribute: options.Attribute = False,
 ) -> None:
     """Load one model into both engines, score the same tokens, compare every operator."""
-    request, run, outputs = prepare(given, runs)
-    without = prepare_without(given, run)
+    given = Pair(
+        model=model,
+        rollout=rollout,
+        train=train,
+        prompts=prompts,
+        contract=contract,
+        kernels=kernels,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        run_dir=run_dir,
+        allow_mismatch=allow_mismatch,
+        fresh=fresh,
+        layers=layers,
+        sites=sites,
+        edges=edges,
+        production=production,
+        trace_budget=trace_budget,
+    )
+    outputs, command = parse_outputs(output), options.command_line()
+    prepared = prepare(given, runs or [], options.warn, command)
+    check_outputs(outputs, prepared.run)
 
     from rlk_align import pipeline
-    from rlk_align.cli.output import finish
+    from rlk_align.cli.output import finish, finish_too_few
 
-    found = None
+    if prepared.too_few_tokens:
+        finish_too_few(prepared, outputs)
+    plain = without_kernels(given, prepared.run.folder / WITHOUT)
+    without = prepare(plain, [], options.warn, command) if plain else None
+    found = beside = None
     with show_progress("compare") as progress:
-        beside = None
         if without is not None:
-            beside = pipeline.compare(*without, progress), without[1]
-        verdict = pipeline.compare(request, run, progress)
+            beside = without.start(progress), without.run
+        verdict = prepared.start(progress)
         if (probe or attribute) and not verdict.comparison.stopped:
-            kept = options.trace_plan(given.trace_budget, given.layers, given.sites)
-            asked = pipeline.ProbeRequest(attribute=attribute, contract=given.contract, plan=kept)
-            verdict, found = pipeline.probe(asked, run.again(), progress)
-    finish(verdict, run, outputs, found, beside)
+            kept = trace_plan(trace_budget, layers, sites)
+            asked = pipeline.ProbeRequest(attribute=attribute, contract=contract, plan=kept)
+            verdict, found = pipeline.probe(asked, prepared.run.again(), progress)
+    finish(verdict, prepared.run, outputs, found, beside)

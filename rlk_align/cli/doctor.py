@@ -76,8 +76,6 @@ def _engine(name: str) -> tuple[str, str]:
     info = engine_info(name)
     if not info.installed:
         return "not installed", info.install
-    if not info.package:
-        return "ready: a trace stands for the engine", ""
     can = "samples and scores" if info.samples else "scores"
     return f"{_version(info.package)}, ready: {can}", ""
 

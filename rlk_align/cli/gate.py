@@ -1,21 +1,17 @@
 """`rlk-align gate`: judge a run again; needs neither an engine nor a GPU."""
 
-from typing import Annotated, NoReturn
+from contextlib import nullcontext
+from typing import Annotated
 
 import typer
 
+from rlk_align.api.judging import judge_again, judge_later, open_runs
 from rlk_align.cli import options
 from rlk_align.cli.output import finish, finish_regression
-from rlk_align.cli.outputs import Output, check_outputs, parse_outputs
-from rlk_align.errors import BadOption, CorruptTrace
-from rlk_align.judge.load import default_contract, load_contract
-from rlk_align.judge.regression import judge_regression
-from rlk_align.judge.verdict import judge_by
+from rlk_align.cli.outputs import check_outputs, parse_outputs
 from rlk_align.probe.record import Probe
-from rlk_align.progress import show_progress
+from rlk_align.progress import show_progress, silent
 from rlk_align.report.formats import FORMATS, REGRESSION_FORMATS
-from rlk_align.results import Comparison
-from rlk_align.trace.run import Run
 
 
 def gate(
@@ -41,37 +37,11 @@ def gate(
     may be than the first.
     """
     outputs = parse_outputs(output, FORMATS if later is None else REGRESSION_FORMATS)
-    opened = Run.open(run)
-    if later is not None:
-        if recompute:
-            raise BadOption("--recompute is for one run", "gate each of them with it first")
-        _compare_runs(opened, Run.open(later), contract, outputs)
-    check_outputs(outputs, opened)
-    comparison = _recomputed(opened) if recompute else opened.comparison
-    if not recompute:
-        opened.check()
-    finish(judge_by(comparison, contract), opened, outputs, opened.load_probe(Probe))
-
-
-def _compare_runs(first: Run, second: Run, name: str | None, outputs: list[Output]) -> NoReturn:
-    """Says what became worse, and exits with the code for it."""
-    runs = (first, second)
-    for run in runs:
-        run.check()
-        check_outputs(outputs, run)
-    before, after = (run.comparison for run in runs)
-    contract = load_contract(name or default_contract(after.dtype), after.dtype)
-    finish_regression(judge_regression(before, after, contract), runs, outputs)
-
-
-def _recomputed(run: Run) -> Comparison:
-    from rlk_align.pipeline import recompute
-
-    with show_progress("gate") as progress:
-        found = recompute(run, progress)
-    try:
-        if run.comparison.model_dump_json() != found.model_dump_json():
-            options.warn(["comparison.json says otherwise than its captures; they are judged"])
-    except CorruptTrace as error:
-        options.warn([f"{error.message}; the captures are judged"])
-    return found
+    first, second = open_runs(run, later, recompute)
+    check_outputs(outputs, first)
+    if second is not None:
+        check_outputs(outputs, second)
+        finish_regression(judge_later(first, second, contract), (first, second), outputs)
+    with show_progress("gate") if recompute else nullcontext(silent) as progress:
+        verdict = judge_again(first, contract, recompute, progress, options.warn)
+    finish(verdict, first, outputs, first.load_probe(Probe))

@@ -12,7 +12,6 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from rlk_align import __version__
 from rlk_align.cli.capture import capture
 from rlk_align.cli.compare import compare
 from rlk_align.cli.contract import app as contract
@@ -30,6 +29,7 @@ from rlk_align.errors import (
     RlkError,
 )
 from rlk_align.text import printable
+from rlk_align.version import __version__
 
 app = typer.Typer(
     name="rlk-align",

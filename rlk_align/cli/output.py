@@ -6,6 +6,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
+from rlk_align.api.pair import PreparedPair
 from rlk_align.cli.cost import cost_lines
 from rlk_align.cli.options import warn
 from rlk_align.cli.outputs import (
@@ -17,7 +18,6 @@ from rlk_align.cli.outputs import (
     write_text,
 )
 from rlk_align.errors import EXIT_INCONCLUSIVE
-from rlk_align.judge.contract import Contract
 from rlk_align.judge.regression import RegressionVerdict
 from rlk_align.judge.verdict import Verdict
 from rlk_align.probe.record import Probe
@@ -71,13 +71,12 @@ def _source(verdict: Verdict, run: Run, probe: Probe | None) -> Source:
     return Source(run=finished, record=finished.record, verdict=verdict, probe=probe)
 
 
-def finish_too_few(
-    contract: Contract, most: int, model: str, dtype: str, outputs: list[Output]
-) -> NoReturn:
-    """Says that a run cannot be conclusive, before anything is captured: it samples `most` tokens
-    at most. Of the outputs only JSON is written, for there is no run that the others could show."""
+def finish_too_few(pair: PreparedPair, outputs: list[Output]) -> NoReturn:
+    """Says that a run cannot be conclusive, before anything is captured: it samples too few tokens.
+    Of the outputs only JSON is written, for there is no run that the others could show."""
+    contract = pair.contract
     needed = f"{contract.min_tokens:,} are needed"
-    doubt = f"at most {most:,} sampled tokens, {needed}: nothing was captured"
+    doubt = f"at most {pair.most_tokens:,} sampled tokens, {needed}: nothing was captured"
 
     def everything(console: Console) -> None:
         head = line(" INCONCLUSIVE ", style=STYLES["inconclusive"] + " reverse")
@@ -87,7 +86,7 @@ def finish_too_few(
         console.print(line(f"next     {MORE_TOKENS}"))
 
     _print(everything, takes_stdout(outputs))
-    record = record_text(too_few_json(contract, model, dtype, doubt))
+    record = record_text(too_few_json(contract, pair.model, pair.dtype, doubt))
     for output in outputs:
         if output.format == "json":
             write_text(output.path, record)
@@ -112,5 +111,5 @@ def _print(show_on: Callable[[Console], None], to_stderr: bool) -> None:
     except BrokenPipeError:
         silence_stdout()
     except OSError as error:
-        warn([f"the verdict could not be printed: {error.strerror}"])
+        warn(f"the verdict could not be printed: {error.strerror}")
         silence_stdout()

@@ -4,24 +4,41 @@ from typing import Annotated
 
 import typer
 
+from rlk_align.api.options import parse_edges, trace_plan
+from rlk_align.api.pair import Pair, prepare
 from rlk_align.cli import options
 from rlk_align.cli.outputs import check_outputs, parse_outputs
-from rlk_align.cli.pair import Pair, prepare, takes_pair
 from rlk_align.errors import BadOption
 from rlk_align.progress import show_progress
 from rlk_align.trace.run import Run
 
 
-@takes_pair
 def probe(
     of: Annotated[
         str | None, typer.Argument(metavar="[RUN]", help="A compared run's folder, or @last.")
     ] = None,
     *,
     layerwise: Annotated[
-        bool, typer.Option("--layerwise", help="Operator by operator, which is the only way.")
+        bool,
+        typer.Option("--layerwise", help="Operator by operator: always so; accepted, no effect."),
     ] = True,
-    given: Pair,
+    model: options.Model = None,
+    rollout: options.Rollout = None,
+    train: options.Train = None,
+    prompts: options.Prompts = None,
+    contract: options.ContractName = None,
+    kernels: options.Kernels = None,
+    max_new_tokens: options.MaxNewTokens = 32,
+    seed: options.Seed = 0,
+    run_dir: options.RunDir = None,
+    output: options.Output = None,
+    allow_mismatch: options.AllowMismatch = None,
+    fresh: options.Fresh = False,
+    layers: options.Layers = None,
+    sites: options.Sites = None,
+    edges: options.Edges = None,
+    production: options.Production = None,
+    trace_budget: options.TraceBudget = "8GB",
     attribute: options.Attribute = False,
 ) -> None:
     """Run each engine on the other's recorded inputs: who introduced an error, who passed it on.
@@ -29,8 +46,27 @@ def probe(
     A RUN goes on from its captures; engine flags compare first. With --layers only those are
     split; with --edges those, else the one that the verdict speaks of first.
     """
-    kept = options.trace_plan(given.trace_budget, given.layers, given.sites)
-    edges_asked = options.parse_edges(given.edges) if given.edges else ()
+    given = Pair(
+        model=model,
+        rollout=rollout,
+        train=train,
+        prompts=prompts,
+        contract=contract,
+        kernels=kernels,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        run_dir=run_dir,
+        allow_mismatch=allow_mismatch,
+        fresh=fresh,
+        layers=layers,
+        sites=sites,
+        edges=edges,
+        production=production,
+        trace_budget=trace_budget,
+    )
+    kept = trace_plan(trace_budget, layers, sites)
+    edges_asked = parse_edges(edges) if edges else ()
+    outputs, prepared = parse_outputs(output), None
     if of is not None:
         # What a capture is asked for: given here, it would be left out of account.
         if given.gives("run_dir", "allow_mismatch"):
@@ -38,23 +74,25 @@ def probe(
                 "a run is probed as it is: RUN, without engines, model, prompts, and whatever else "
                 "a comparison is asked for"
             )
-        run, request = Run.open(of), None
-        outputs = parse_outputs(given.output)
-        check_outputs(outputs, run)
+        run = Run.open(of)
     else:
-        request, run, outputs = prepare(given)
+        prepared = prepare(given, [], options.warn, options.command_line())
+        run = prepared.run
+    check_outputs(outputs, run)
 
     from rlk_align import pipeline
-    from rlk_align.cli.output import finish
+    from rlk_align.cli.output import finish, finish_too_few
 
+    if prepared is not None and prepared.too_few_tokens:
+        finish_too_few(prepared, outputs)
     with show_progress("probe") as progress:
-        if request is not None:
-            verdict = pipeline.compare(request, run, progress)
+        if prepared is not None:
+            verdict = prepared.start(progress)
             if verdict.comparison.stopped:
                 finish(verdict, run, outputs)
             run = run.again()
         asked = pipeline.ProbeRequest(
-            edges=edges_asked, attribute=attribute, contract=given.contract, plan=kept
+            edges=edges_asked, attribute=attribute, contract=contract, plan=kept
         )
         verdict, found = pipeline.probe(asked, run, progress)
     finish(verdict, run, outputs, found)

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from rlk_align.api.options import choose_run, names
 from rlk_align.cli import options
 from rlk_align.cli.outputs import check_outputs, parse_outputs, takes_stdout, write_text
 from rlk_align.errors import EXIT_FAIL
@@ -41,10 +42,10 @@ def selftest(
     """Plant known faults into the engines, and say which of them the comparison names."""
     from rlk_align.probe.selftest.plan import check_engines, check_faults
 
-    chosen = check_engines(options.names(engines))
-    planted = check_faults(options.names(faults))
+    chosen = check_engines(names(engines))
+    planted = check_faults(names(faults))
     outputs = parse_outputs(output, ["json"])
-    run = options.choose_run(run_dir, "selftest", chosen, planted, seeds, curves, model, prompts)
+    run = choose_run(run_dir, "selftest", chosen, planted, seeds, curves, model, prompts)
     check_outputs(outputs, run)
 
     from rlk_align.data import data_path

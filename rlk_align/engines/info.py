@@ -80,7 +80,3 @@ def _installed(package: str) -> bool:
     except ModuleNotFoundError:
         # The package's parent is not there either.
         return False
-
-
-REPLAY = EngineInfo("", options={"path": Option()})
-"""No process: a trace made earlier stands for the engine."""

@@ -17,7 +17,6 @@ ENGINES = {
     "fsdp": "rlk_align.engines.hf.info:FSDP",
     "megatron": "rlk_align.engines.megatron.info:MEGATRON",
     "vllm": "rlk_align.engines.vllm.info:VLLM",
-    "replay": "rlk_align.engines.info:REPLAY",
 }
 """Name -> where its EngineInfo stands."""
 

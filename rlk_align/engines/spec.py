@@ -1,6 +1,7 @@
 """An engine spec, `NAME[:key=value,...]`: parsed once, checked before anything starts."""
 
 import re
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from rlk_align.engines.common.kernels import REPLACEABLE, parse_left
@@ -107,19 +108,10 @@ class EngineSpec:
         name, _, rest = text.partition(":")
         info = engine_info(name)
         known = COMMON_OPTIONS | dict(info.options)
-        options: dict[str, OptionValue] = {}
-        for item in filter(None, rest.split(",")):
-            key, equals, value = item.partition("=")
-            if key not in known:
-                fix = f"known: {', '.join(sorted(known))}"
-                if "except" in options and key in REPLACEABLE:
-                    fix = f"operators are joined by +: except={options['except']}+{key}"
-                raise BadOption(f"engine {name!r} has no option {key!r}", fix)
-            if not equals or not value:
-                raise BadOption(f"engine {name!r}: option {key!r} needs a value: {key}=VALUE")
-            if key in options:
-                raise BadOption(f"engine {name!r}: option {key!r} is given twice")
-            options[key] = _convert(name, key, value, known[key])
+        options = {
+            key: _convert(name, key, value, known[key])
+            for key, value in given_options(f"engine {name!r}", rest, known)
+        }
         _check_kernels(name, options, info)
         if conflict := info.conflict(options):
             raise BadOption(f"engine {name!r}: {conflict}")
@@ -128,20 +120,30 @@ class EngineSpec:
         return cls(name, options)
 
 
+def given_options(who: str, text: str, known: Collection[str]) -> Iterator[tuple[str, str]]:
+    """The options of `key=value,...`, each once. Raises BadOption, naming what is known."""
+    seen: dict[str, str] = {}
+    for item in filter(None, text.split(",")):
+        key, equals, value = item.partition("=")
+        if key not in known:
+            fix = f"known: {', '.join(sorted(known))}"
+            if "except" in seen and key in REPLACEABLE:
+                fix = f"operators are joined by +: except={seen['except']}+{key}"
+            raise BadOption(f"{who} has no option {key!r}", fix)
+        if not equals or not value:
+            raise BadOption(f"{who}: option {key!r} needs a value: {key}=VALUE")
+        if key in seen:
+            raise BadOption(f"{who}: option {key!r} is given twice")
+        seen[key] = value
+        yield key, value
+
+
 def _check_kernels(name: str, options: dict[str, OptionValue], info: EngineInfo) -> None:
     wanted = options.get("kernels") == "rlk"
     if wanted and not info.kernels:
         raise BadOption(f"engine {name!r}: kernels=rlk is for engines that compute with torch here")
     if "except" in options and not wanted:
         raise BadOption(f"engine {name!r}: except={options['except']} needs kernels=rlk beside it")
-
-
-def replay_path(spec: EngineSpec) -> str:
-    """The run that a replay stands for. Raises BadOption where none is named."""
-    path = spec.option("path")
-    if path is None:
-        raise BadOption("engine 'replay' needs path=RUN", "replay:path=RUN")
-    return str(path)
 
 
 def _convert(engine: str, key: str, value: str, option: Option) -> OptionValue:

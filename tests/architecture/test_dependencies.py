@@ -56,7 +56,7 @@ def own_imports(module: str, running: bool = False) -> set[str]:
 
 def test_the_reader_of_imports_sees_them() -> None:
     found = imports(MODULES["rlk_align.cli.gate"])
-    assert {"rlk_align.cli.options", "rlk_align.judge.verdict", "typer"} <= found
+    assert {"rlk_align.cli.options", "rlk_align.api.judging", "typer"} <= found
     assert "rlk_align.pipeline" in imports(MODULES["rlk_align.cli.compare"])
     assert "huggingface_hub" in imports(MODULES["rlk_align.model.checkpoint"])
 
@@ -88,12 +88,13 @@ RULES = {
     "files": (),
     "text": (),
     "progress": ("text",),
+    "version": (),
     "results": (),
     "rows": ("files", "text", "errors"),
     "model": ("model", "results", "data", "files", "text", "errors"),
     "trace": ("trace", "model", "results", "rows", "files", "text", "errors"),
     "engines": ("engines", "trace", "model", "results", "files", "text", "errors"),
-    "capture": ("capture", "engines", "trace", "model", "progress", "errors"),
+    "capture": ("capture", "engines", "trace", "model", "progress", "version", "errors"),
     "compare": ("compare", "trace", "model", "results", "rows", "progress", "errors"),
     "probe": (
         *("probe", "capture", "engines", "compare", "judge", "trace", "model"),
@@ -102,13 +103,19 @@ RULES = {
     "judge": ("judge", "model.operators", "data", "results", "files", "text", "errors"),
     "report": (
         *("report", "judge", "probe.record", "probe.units", "probe.effects"),
-        *("trace.run", "model.operators", "results", "rows", "text", "errors"),
+        *("trace.run", "model.operators", "results", "rows", "version", "text", "errors"),
     ),
     "pipeline": (
         *("capture", "compare", "probe", "judge", "report", "trace", "model"),
         *("results", "progress", "errors"),
     ),
+    "api": (
+        *("api", "pipeline", "capture", "compare", "probe.record", "judge", "report", "engines"),
+        *("trace", "model", "data", "results", "rows", "progress", "text", "errors"),
+    ),
 }
+PUBLIC = ("api.public", "api.loaded", "errors", "judge.regression", "judge.verdict")
+"""Where the names of `rlk_align` itself are from."""
 ENGINE_FOLDERS = {
     # Of the engines' folders: which others it may import.
     "common": ("common", "spec"),
@@ -126,17 +133,14 @@ def test_a_module_imports_only_what_lies_below_it(who: str) -> None:
     members = [m for m in MODULES if inside(m, who)]
     assert members
     for module in members:
-        wrong = {
-            m
-            for m in own_imports(module)
-            if m not in ("rlk_align", module) and not inside(m, *allowed)
-        }
+        wrong = {m for m in own_imports(module) if m != module and not inside(m, *allowed)}
         assert not wrong, f"{module} imports {sorted(wrong)}"
 
 
 def test_every_part_of_the_package_has_a_rule() -> None:
     parts = {m.split(".")[1] for m in MODULES if m != "rlk_align"}
     assert parts == {*RULES, "cli", "__main__"}
+    assert own_imports("rlk_align") == {f"rlk_align.{m}" for m in (*PUBLIC, "version")}
 
 
 @pytest.mark.parametrize("folder", ENGINE_FOLDERS)
@@ -155,11 +159,12 @@ def test_every_folder_of_the_engines_has_a_rule() -> None:
     }
 
 
-def test_only_the_command_line_stands_above_the_pipeline() -> None:
+def test_only_the_api_and_the_command_line_stand_above_the_pipeline() -> None:
+    above = ("pipeline", "api", "cli", "__main__")
     for module in MODULES:
-        if inside(module, "cli", "__main__"):
+        if module == "rlk_align" or inside(module, "cli", "api", "__main__"):
             continue
-        wrong = {m for m in own_imports(module) if inside(m, "cli", "pipeline", "__main__")}
+        wrong = {m for m in own_imports(module) if inside(m, *above)}
         assert not wrong, f"{module} imports {sorted(wrong)}"
 
 
@@ -198,10 +203,17 @@ HEAVY = {"torch", "transformers", "vllm", "triton", "rlk_kernels", "safetensors.
         *("trace.run", "trace.schema", "engines.registry", "engines.spec", "engines.tested"),
         *("capture.request", "model.checkpoint", "model.edges", "model.families", "model.prompts"),
         *("model.sites", "model.operators", "progress", "text", "errors", "data", "cli.main"),
+        *("api.public", "api.loaded", "api.judging", "api.pair", "api.single"),
     ],
 )
 def test_judging_and_parsing_need_no_torch(module: str) -> None:
     assert not loaded(f"rlk_align.{module}") & HEAVY
+
+
+def test_the_package_itself_loads_next_to_nothing() -> None:
+    found = loaded("rlk_align")
+    assert not found & {*HEAVY, "pydantic", "pyarrow", "numpy", "rich", "typer"}
+    assert "rlk_align.api.public" in found
 
 
 def test_an_engines_module_does_not_load_the_engine() -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-import rlk_align
 from rlk_align.capture import key
 from rlk_align.capture.request import CaptureRequest
 from rlk_align.data import data_path
@@ -67,8 +66,8 @@ def test_an_edited_adapter_makes_another_capture(
 ) -> None:
     package = tmp_path / "rlk_align"
     ignored = shutil.ignore_patterns("__pycache__", "data")
-    shutil.copytree(Path(rlk_align.__file__).parent, package, ignore=ignored)
-    monkeypatch.setattr(rlk_align, "__file__", str(package / "__init__.py"))
+    shutil.copytree(key.PACKAGE, package, ignore=ignored)
+    monkeypatch.setattr(key, "PACKAGE", package)
 
     def find(module: str) -> object:
         path = tmp_path / Path(*module.split(".")).with_suffix(".py")

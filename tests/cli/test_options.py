@@ -13,8 +13,7 @@ import pytest
 import warm
 from synthetic import compared_run, draw, spoil
 
-from rlk_align.capture.request import TracePlan
-from rlk_align.cli.options import (
+from rlk_align.api.options import (
     choose_run,
     parse_edges,
     parse_kinds,
@@ -22,6 +21,7 @@ from rlk_align.cli.options import (
     parse_size,
     trace_plan,
 )
+from rlk_align.capture.request import TracePlan
 from rlk_align.errors import BadOption
 from rlk_align.model.edges import EDGES
 from rlk_align.trace.run import RUNS, Run

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from rlk_align.api.options import side
 from rlk_align.capture.key import adapter_digest, capture_key
 from rlk_align.capture.request import CaptureRequest
-from rlk_align.cli.options import engine_spec
 from rlk_align.data import data_path
 from rlk_align.engines.common.kernels import REPLACEABLE
 from rlk_align.engines.registry import ENGINES, engine_info
@@ -58,7 +58,6 @@ def test_a_spec_says_which_operators_stay_the_engines_own() -> None:
         ("hf:act,kernels=rlk", "known: attn, "),
         ("hf:kernels=rlk,attn=eager", "add except=attn"),
         ("fsdp:kernels=rlk,attn=sdpa", "add except=attn"),
-        ("replay:path=x,kernels=rlk", "kernels=rlk is for"),
         ("megatron:kernels=rlk,tp=2", "leave tp out"),
         ("megatron:kernels=rlk,spec=te", "leave spec out"),
         ("vllm:kernels=rlk,tp=2", "leave tp out"),
@@ -79,20 +78,19 @@ def test_what_cannot_be_had_is_named(text: str, says: str) -> None:
         ("vllm:dtype=float32", "rlk", "vllm:dtype=float32,kernels=rlk"),
         ("vllm:kernels=off", "rlk", "vllm:kernels=off"),
         ("vllm:kernels=rlk,except=act", "rlk", "vllm:kernels=rlk,except=act"),
-        ("replay:path=x", "rlk", "replay:path=x"),
     ],
 )
 def test_the_flag_is_for_engines_that_do_not_say_themselves(
     text: str, kernels: str | None, found: str
 ) -> None:
-    assert engine_spec(text, kernels) == EngineSpec.parse(found)
+    assert side(text, kernels) == EngineSpec.parse(found)
 
 
 def test_the_flag_has_two_values() -> None:
     with pytest.raises(BadOption, match="--kernels 'on'"):
-        engine_spec("hf", "on")
+        side("hf", "on")
     with pytest.raises(BadOption, match="leave tp out"):
-        engine_spec("megatron:tp=2", "rlk")
+        side("megatron:tp=2", "rlk")
 
 
 def test_a_capture_with_kernels_is_another(monkeypatch: pytest.MonkeyPatch) -> None:

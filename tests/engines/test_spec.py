@@ -32,7 +32,6 @@ from rlk_align.errors import BadOption, MissingDependency, UnknownEngine
         ("hf:fault=norm-eps@0.5e-4", "hf", {"fault": "norm-eps@5e-05"}),
         # Its usual strength.
         ("hf:fault=norm-eps@1e-3", "hf", {"fault": "norm-eps"}),
-        ("replay:path=runs/x", "replay", {"path": "runs/x"}),
     ],
 )
 def test_a_spec_is_parsed(text: str, name: str, options: dict) -> None:
@@ -60,7 +59,7 @@ def test_dtypes_have_aliases(written: str, meant: str) -> None:
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        ("nope", ["nope", "hf", "vllm", "replay"]),
+        ("nope", ["nope", "hf", "vllm"]),
         ("", ["hf", "vllm"]),
         ("HF", ["HF"]),
         (" hf", ["hf"]),
@@ -154,7 +153,7 @@ def test_a_missing_package_is_named_with_its_install_command(
     with pytest.raises(MissingDependency, match="no_such_package_anywhere") as error:
         require_installed("absent")
     assert error.value.fix == "pip install it"
-    require_installed("replay")
+    require_installed("hf")
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from importlib.resources import files
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from rlk_align import __version__
 from rlk_align.judge.verdict import Verdict, headline
 from rlk_align.report.facts import operators
 from rlk_align.report.html.answers import answers
@@ -27,6 +26,7 @@ from rlk_align.report.source import Source
 from rlk_align.report.words import check_words, mismatch_words
 from rlk_align.results import EdgeResult
 from rlk_align.text import printable
+from rlk_align.version import __version__
 
 _TEMPLATES = "templates"
 NO_ROWS = "This run keeps no rows (comparison.parquet), so nothing can be shown token by token."

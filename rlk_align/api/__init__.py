@@ -1,0 +1,1 @@
+"""The tool for Python: the public functions, and what they and the command line share."""

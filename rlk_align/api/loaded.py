@@ -1,0 +1,114 @@
+"""A compared run and its figures, for notebooks; needs neither an engine nor torch."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlk_align.errors import BadOption
+from rlk_align.judge.verdict import Verdict
+from rlk_align.probe.record import Probe
+from rlk_align.report.source import Source
+from rlk_align.report.verdict_json import verdict_json
+from rlk_align.results import EdgeMetrics, RefereedUnit, RoundingErrors, SiteResult
+
+Columns = dict[str, list[Any]]
+"""A table by its columns, all of one length: `pandas.DataFrame(columns)`, `polars.DataFrame(...)`
+and `pyarrow.table(...)` take it."""
+
+METRICS = tuple(EdgeMetrics.model_fields)
+FIGURES_OF_SITES = tuple(
+    name
+    for name in SiteResult.model_fields
+    if name not in ("frontier", "first_introduced", "first_nonfinite")
+)
+OF_OPERATORS = ("side", "passname", "site", "layer", "op", "op_class", "dtype", "rows", "reason")
+ROUNDINGS = tuple(name for name in RoundingErrors.model_fields if name not in ("row", "pattern"))
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A run, judged."""
+
+    source: Source
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies."""
+        return self.source.folder
+
+    @property
+    def verdict(self) -> Verdict:
+        """By the contract that it was loaded with."""
+        return self.source.verdict
+
+    @property
+    def probe(self) -> Probe | None:
+        """What `rlk-align probe` found; None where the run was not probed."""
+        return self.source.probe
+
+    def json(self) -> dict[str, Any]:
+        """The verdict for programs, `rlk-align/verdict/1`."""
+        return verdict_json(self.verdict, self.probe)
+
+    def edges(self) -> Columns:
+        """A row for each edge: its metrics over the sampled tokens, and whether it is judged."""
+        compared = self.verdict.comparison
+        found = (
+            {"edge": e.name, "judged": e.name in compared.judged, **_values(e.metrics, METRICS)}
+            for e in compared.edges
+        )
+        return _columns(("edge", "judged", *METRICS), found)
+
+    def sites(self) -> Columns:
+        """A row for each site of each edge, in execution order: how many rows differ, how many
+        differ for the first time there, and by how much."""
+        found = (
+            {"edge": e.name, **_values(site, FIGURES_OF_SITES)}
+            for e in self.verdict.comparison.edges
+            for site in e.sites
+        )
+        return _columns(("edge", *FIGURES_OF_SITES), found)
+
+    def operators(self) -> Columns:
+        """A row for each operator of each pass, in execution order: its error against float64 in
+        roundings, null where it could not be recomputed, for the reason beside it."""
+        found = (
+            {**_values(unit, OF_OPERATORS), **_errors(unit)}
+            for unit in self.verdict.comparison.referee
+        )
+        return _columns((*OF_OPERATORS, *ROUNDINGS), found)
+
+    def tokens(self) -> Columns:
+        """A row for each token of each edge: its id and text, and the log-prob of the *next* one by
+        the edge's two passes, with their difference `dlogp`; null where that was not sampled."""
+        import pyarrow.compute as pc
+
+        from rlk_align.rows import HEAD
+
+        if not self.source.run.has_rows:
+            raise BadOption(
+                f"{self.folder} holds no comparison.parquet: it was compared by an older version",
+                "compare it again",
+            )
+        table = self.source.run.rows(list(HEAD))
+        dlogp = pc.subtract(table["second_logprob"], table["first_logprob"])
+        return table.append_column("dlogp", dlogp).to_pydict()
+
+
+def _values(record: object, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in names}
+
+
+def _errors(unit: RefereedUnit) -> dict[str, Any]:
+    if unit.errors is None:
+        return dict.fromkeys(ROUNDINGS)
+    return _values(unit.errors, ROUNDINGS)
+
+
+def _columns(names: Sequence[str], rows: Iterable[dict[str, Any]]) -> Columns:
+    columns: Columns = {name: [] for name in names}
+    for row in rows:
+        for name in names:
+            columns[name].append(row[name])
+    return columns

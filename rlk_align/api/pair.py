@@ -1,0 +1,251 @@
+"""Two sides that are to be compared: from words to a request that may start."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlk_align.api import options
+from rlk_align.capture.recording import Recording, Side, parse_side
+from rlk_align.capture.request import CaptureRequest
+from rlk_align.engines.spec import EngineSpec
+from rlk_align.errors import BadOption
+from rlk_align.judge.checks import check_operators
+from rlk_align.judge.contract import Contract
+from rlk_align.judge.load import default_contract, load_contract
+from rlk_align.model.checkpoint import default_model
+from rlk_align.model.dtypes import lower_precision
+from rlk_align.model.edges import passes_for
+from rlk_align.model.prompts import load_prompts
+from rlk_align.progress import Progress
+from rlk_align.results import SideName
+from rlk_align.trace.records import load_record
+from rlk_align.trace.run import Run
+from rlk_align.trace.schema import TraceRecord
+
+if TYPE_CHECKING:
+    from rlk_align.judge.verdict import Verdict
+    from rlk_align.pipeline import CompareRequest
+
+
+OF_CAPTURES = (
+    *("model", "rollout", "train", "prompts", "kernels", "production"),
+    *("fresh", "seed", "max_new_tokens"),
+)
+"""Fields that say what a capture holds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """What a comparison is asked for, as it was given."""
+
+    model: str | None = None
+    rollout: str | None = None
+    train: str | None = None
+    prompts: Path | None = None
+    contract: str | None = None
+    kernels: str | None = None
+    max_new_tokens: int = 32
+    seed: int = 0
+    run_dir: Path | None = None
+    allow_mismatch: Sequence[str] | None = None
+    fresh: bool = False
+    layers: str | None = None
+    sites: str | None = None
+    edges: str | None = None
+    production: bool | None = None
+    trace_budget: str = "8GB"
+
+    def gives(self, *names: str) -> bool:
+        """Whether one of these fields, or of `OF_CAPTURES`, says something."""
+        defaults = Pair()
+        return any(getattr(self, n) != getattr(defaults, n) for n in (*OF_CAPTURES, *names))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedPair:
+    """A comparison that may start: what can be refused before it has been looked for."""
+
+    request: "CompareRequest"
+    run: Run
+    """Which keeps it."""
+    contract: Contract
+    """Which will judge it."""
+    model: str
+    dtype: str
+    """The lower-precision dtype of the two sides."""
+    most_tokens: int | None
+    """Sampled tokens at most; None where they are recorded already."""
+
+    @property
+    def too_few_tokens(self) -> bool:
+        """Whether even responses of full length have too few tokens for a conclusion."""
+        return self.most_tokens is not None and self.most_tokens < self.contract.min_tokens
+
+    def start(self, progress: Progress) -> "Verdict":
+        """Runs it."""
+        from rlk_align.pipeline import compare
+
+        return compare(self.request, self.run, progress)
+
+
+def prepare(
+    given: Pair, runs: Sequence[str], warn: options.Warn, command: Sequence[str] | None = None
+) -> PreparedPair:
+    """Whatever would fail after minutes of capturing fails here. Raises RlkError.
+
+    `runs`: none, or two captures made earlier; `command`: the command line, if it was one.
+    """
+    options.check_kernels(given.kernels)
+    options.check_sampling(given.max_new_tokens, given.seed)
+    judged = options.parse_edges(given.edges)
+    plan = options.trace_plan(given.trace_budget, given.layers, given.sites)
+    allowed = options.parse_kinds(given.allow_mismatch)
+    if runs:
+        # What a capture is asked for: given here, it would be left out of account.
+        if len(runs) != 2 or given.gives("layers", "sites"):
+            raise BadOption(
+                "two runs are compared as they are: RUN_A RUN_B, without engines, model, prompts, "
+                "and whatever else a capture is asked for"
+            )
+        pair: list[Side] = [Recording(run) for run in runs]
+    else:
+        pair = [options.side(text, given.kernels) for text in _engines(given)]
+    sides: dict[SideName, Side] = {"rollout": pair[0], "train": pair[1]}
+    settings = (given.model, str(given.prompts), given.max_new_tokens, given.seed)
+    run = options.choose_run(given.run_dir, "compare", *settings, *map(str, pair))
+    recorded = _recorded(sides, run)
+    _check_recorded_kernels(recorded, given.kernels)
+    model, prompts = given.model, given.prompts
+    if recorded:
+        # What was captured is what the other side loads, and its tokenizer is asked the same.
+        captured = next(iter(recorded.values()))
+        if model is None:
+            model = load_record(TraceRecord, captured / "trace.json").model
+        prompts = prompts or captured / "prompts.jsonl"
+
+    requests = {
+        side: asked
+        if isinstance(asked, Recording)
+        else options.capture_request(
+            asked,
+            model,
+            prompts,
+            given.max_new_tokens,
+            given.seed,
+            plan,
+            # A side that no edge needs is scored too: its weights and tokens are the precheck's.
+            passes_for(judged, side) or ("prefill",),
+            side == "rollout" and _measure_production(given.production, asked),
+        )
+        for side, asked in sides.items()
+    }
+    contract, dtype = _check_contract(given.contract, requests, recorded, warn)
+
+    from rlk_align.pipeline import CompareRequest
+
+    return PreparedPair(
+        request=CompareRequest(
+            rollout=requests["rollout"],
+            train=requests["train"],
+            judged=judged,
+            contract=given.contract,
+            allowed=allowed,
+            fresh=given.fresh,
+            command=tuple(command or options.command("compare", runs, given)),
+        ),
+        run=run,
+        contract=contract,
+        model=model or default_model(),
+        dtype=dtype,
+        most_tokens=_most_tokens(requests["rollout"]),
+    )
+
+
+def _engines(given: Pair) -> tuple[str, str]:
+    """The rollout and the training side, as text."""
+    return (given.rollout or options.default_rollout(), given.train or options.default_train())
+
+
+def without_kernels(given: Pair, folder: Path) -> Pair | None:
+    """The same pair without kernels, for one that `--kernels rlk` gave them: drift off and on, side
+    by side. None where there is nothing to show so."""
+    if given.kernels != "rlk":
+        return None
+    specs = [side for side in map(parse_side, _engines(given)) if isinstance(side, EngineSpec)]
+    if len(specs) != 2:
+        return None
+    rollout, train = map(options.without_kernels, specs)
+    return replace(given, rollout=rollout, train=train, run_dir=folder, kernels=None)
+
+
+def _measure_production(wanted: bool | None, spec: EngineSpec) -> bool:
+    if wanted is not None:
+        return wanted
+    import torch
+
+    return spec.info.compiles and torch.cuda.is_available()
+
+
+def _recorded(sides: Mapping[SideName, Side], run: Run) -> dict[SideName, Path]:
+    """The traces that stand for engines. Raises BadOption where one lies in the run to be made."""
+    found: dict[SideName, Path] = {}
+    for side, recording in sides.items():
+        if isinstance(recording, Recording):
+            source = recording.open()
+            if source.folder.resolve() == run.folder.resolve():
+                raise BadOption(
+                    f"{run.folder} is one of the runs to be compared, and would be written over",
+                    "name another --run-dir",
+                )
+            found[side] = source.capture_folder(side)
+    return found
+
+
+def _check_recorded_kernels(recorded: Mapping[SideName, Path], wanted: str | None) -> None:
+    """Raises BadOption where `--kernels` says otherwise than a recording was captured."""
+    for folder in recorded.values():
+        held = "rlk" if load_record(TraceRecord, folder / "trace.json").kernels else "off"
+        if wanted not in (None, held):
+            raise BadOption(
+                f"--kernels {wanted}: {folder} was captured with kernels={held}",
+                "capture it anew; or leave --kernels out, and say kernels= in the other engine's "
+                "spec",
+            )
+
+
+def _check_contract(
+    name: str | None,
+    requests: Mapping[SideName, CaptureRequest | Recording],
+    recorded: Mapping[SideName, Path],
+    warn: options.Warn,
+) -> tuple[Contract, str]:
+    """The contract that will judge, and the lower-precision dtype of the two sides. Raises what
+    `check_request` raises, and ContractError for a contract that lacks an operator's limit."""
+    from rlk_align.capture.check import check_request
+    from rlk_align.model.sites import Site, model_sites
+
+    dtypes: list[str] = []
+    sites: list[Site] = []
+    for side, request in requests.items():
+        if isinstance(request, Recording):
+            record = load_record(TraceRecord, recorded[side] / "trace.json")
+            dtypes.append(record.dtype)
+            sites += model_sites(record.shape)
+            continue
+        shape, warnings = check_request(request, sampling=side == "rollout")
+        for warning in warnings:
+            warn(warning)
+        dtypes.append(request.engine.dtype(shape.dtype))
+        sites += model_sites(shape)
+    dtype = lower_precision(*dtypes)
+    contract = load_contract(name or default_contract(dtype), dtype)
+    operators = ((s.name, s.op, s.op_class) for s in sites)
+    check_operators(contract, contract.limits_for(dtype), operators)
+    return contract, dtype
+
+
+def _most_tokens(rollout: CaptureRequest | Recording) -> int | None:
+    if isinstance(rollout, Recording):
+        return None
+    return len(load_prompts(rollout.prompts)) * rollout.max_new_tokens

@@ -1,0 +1,179 @@
+"""The public functions. To import them loads nothing; each loads what it needs when it is called.
+
+Their arguments are the command line's flags, with the same meaning and the same defaults.
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, overload
+
+# Loaded before the functions of these names are: an import of a package's module for the first time
+# would put the package in the function's place.
+import rlk_align.capture
+import rlk_align.compare  # noqa: F401
+
+if TYPE_CHECKING:
+    from rlk_align.api.loaded import LoadedRun
+    from rlk_align.judge.regression import RegressionVerdict
+    from rlk_align.judge.verdict import Verdict
+
+AnyPath = str | os.PathLike[str]
+Tell = Callable[[str, int, int], None]
+"""Is told how far long work is: (stage, done, total); total 0 where nothing is counted."""
+
+
+def compare(
+    *runs: AnyPath,
+    rollout: str | None = None,
+    train: str | None = None,
+    model: AnyPath | None = None,
+    prompts: AnyPath | None = None,
+    contract: AnyPath | None = None,
+    kernels: str | None = None,
+    max_new_tokens: int = 32,
+    seed: int = 0,
+    run_dir: AnyPath | None = None,
+    allow_mismatch: Sequence[str] = (),
+    fresh: bool = False,
+    layers: str | None = None,
+    sites: str | None = None,
+    edges: str | None = None,
+    production: bool | None = None,
+    trace_budget: str = "8GB",
+    progress: Tell | None = None,
+) -> "Verdict":
+    """Loads one model into both engines, scores the same tokens and compares every operator; or
+    compares two `runs` that were captured earlier. Everything is kept in `run_dir`.
+
+    Raises what `rlk_align.errors` lists; a verdict that is not a pass is no error.
+    """
+    from rlk_align.api.pair import Pair, prepare
+    from rlk_align.progress import silent
+
+    given = Pair(
+        rollout=rollout,
+        train=train,
+        model=_text(model),
+        prompts=_path(prompts),
+        contract=_text(contract),
+        kernels=kernels,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        run_dir=_path(run_dir),
+        allow_mismatch=[allow_mismatch] if isinstance(allow_mismatch, str) else allow_mismatch,
+        fresh=fresh,
+        layers=layers,
+        sites=sites,
+        edges=edges,
+        production=production,
+        trace_budget=trace_budget,
+    )
+    return prepare(given, [os.fspath(run) for run in runs], _warn).start(progress or silent)
+
+
+def capture(
+    engine: str,
+    out: AnyPath,
+    *,
+    tokens: AnyPath | None = None,
+    model: AnyPath | None = None,
+    kernels: str | None = None,
+    prompts: AnyPath | None = None,
+    max_new_tokens: int = 32,
+    seed: int = 0,
+    fresh: bool = False,
+    layers: str | None = None,
+    sites: str | None = None,
+    trace_budget: str = "8GB",
+    progress: Tell | None = None,
+) -> Path:
+    """Captures one engine into the run `out`: samples and scores, or scores the `tokens` of another
+    run. Gives the run's folder, which `compare` and `tokens` take.
+
+    Raises what `rlk_align.errors` lists.
+    """
+    from rlk_align.api.single import Single, prepare
+    from rlk_align.progress import silent
+
+    given = Single(
+        engine=engine,
+        out=Path(out),
+        tokens=_text(tokens),
+        model=_text(model),
+        kernels=kernels,
+        prompts=_path(prompts),
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        fresh=fresh,
+        layers=layers,
+        sites=sites,
+        trace_budget=trace_budget,
+    )
+    prepared = prepare(given, _warn)
+    prepared.start(progress or silent)
+    return prepared.run.folder
+
+
+@overload
+def gate(
+    run: AnyPath,
+    *,
+    contract: AnyPath | None = None,
+    recompute: bool = False,
+    progress: Tell | None = None,
+) -> "Verdict": ...
+
+
+@overload
+def gate(
+    run: AnyPath, later: AnyPath, *, contract: AnyPath | None = None
+) -> "RegressionVerdict": ...
+
+
+def gate(
+    run: AnyPath,
+    later: AnyPath | None = None,
+    *,
+    contract: AnyPath | None = None,
+    recompute: bool = False,
+    progress: Tell | None = None,
+) -> "Verdict | RegressionVerdict":
+    """Holds a compared run, a folder or `@last`, against a contract, by default that of its dtype;
+    or says what became worse from one run to a `later` one. Needs neither an engine nor a GPU.
+
+    `recompute` derives the comparison again from the captures, which needs torch. Raises what
+    `rlk_align.errors` lists; a verdict that is not a pass is no error.
+    """
+    from rlk_align.api.judging import judge_again, judge_later, open_runs
+    from rlk_align.progress import silent
+
+    first, second = open_runs(os.fspath(run), _text(later), recompute)
+    if second is not None:
+        return judge_later(first, second, _text(contract))
+    return judge_again(first, _text(contract), recompute, progress or silent, _warn)
+
+
+def load_run(run: AnyPath, contract: AnyPath | None = None) -> "LoadedRun":
+    """A compared run, a folder or `@last`: its verdict by a contract, by default that of its dtype,
+    and its figures as tables.
+
+    Raises BadOption where there is none, CorruptTrace for a damaged one, and ContractError.
+    """
+    from rlk_align.api.loaded import LoadedRun
+    from rlk_align.report.source import load_source
+
+    return LoadedRun(load_source(os.fspath(run), _text(contract)))
+
+
+def _text(path: AnyPath | None) -> str | None:
+    return None if path is None else os.fspath(path)
+
+
+def _path(path: AnyPath | None) -> Path | None:
+    return None if path is None else Path(path)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=4)

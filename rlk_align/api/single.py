@@ -1,0 +1,112 @@
+"""One engine that is to be captured: from words to a request that may start."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlk_align.api import options
+from rlk_align.capture.recording import Recording
+from rlk_align.capture.request import CaptureRequest
+from rlk_align.errors import BadOption
+from rlk_align.progress import Progress
+from rlk_align.trace.records import load_record
+from rlk_align.trace.run import Run
+from rlk_align.trace.schema import TraceRecord
+
+if TYPE_CHECKING:
+    from rlk_align.trace.reader import Trace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Single:
+    """What a capture is asked for, as it was given."""
+
+    engine: str
+    out: Path
+    tokens: str | None = None
+    model: str | None = None
+    kernels: str | None = None
+    prompts: Path | None = None
+    max_new_tokens: int = 32
+    seed: int = 0
+    fresh: bool = False
+    layers: str | None = None
+    sites: str | None = None
+    trace_budget: str = "8GB"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedSingle:
+    """A capture that may start: what can be refused before it has been looked for."""
+
+    request: CaptureRequest
+    run: Run
+    """Which keeps it."""
+    tokens: Path | None
+    """The ids to score; None lets the engine sample them."""
+    fresh: bool
+    command: tuple[str, ...]
+
+    def start(self, progress: Progress) -> "Trace":
+        """Runs it."""
+        from rlk_align.capture.alone import capture_alone
+
+        return capture_alone(
+            self.request, self.run, self.tokens, self.fresh, self.command, progress
+        )
+
+
+def prepare(
+    given: Single, warn: options.Warn, command: Sequence[str] | None = None
+) -> PreparedSingle:
+    """Whatever would fail once an engine runs fails here. Raises RlkError.
+
+    `command`: the command line, if it was one.
+    """
+    engine = options.side(given.engine, given.kernels)
+    if isinstance(engine, Recording):
+        raise BadOption("a replay is a capture already")
+    if given.tokens and given.prompts:
+        raise BadOption("--tokens scores that run's own prompts", "leave --prompts out")
+    options.check_sampling(given.max_new_tokens, given.seed)
+    plan = options.trace_plan(given.trace_budget, given.layers, given.sites)
+    run = options.choose_run(given.out, "capture")
+    source = _source(given.tokens, run) if given.tokens else None
+    model, prompts = given.model, given.prompts
+    if source:
+        # The other run's prompts, so that both sides' tokenizers are asked the same.
+        prompts = source / "prompts.jsonl"
+        if model is None:
+            model = load_record(TraceRecord, source / "trace.json").model
+    request = options.capture_request(
+        engine,
+        model,
+        prompts,
+        given.max_new_tokens,
+        given.seed,
+        plan,
+        ("prefill",) if source else ("decode", "prefill"),
+        False,
+    )
+
+    from rlk_align.capture.check import check_request
+
+    _, warnings = check_request(request, sampling=source is None)
+    for warning in warnings:
+        warn(warning)
+    return PreparedSingle(
+        request=request,
+        run=run,
+        tokens=source / "tokens.parquet" if source else None,
+        fresh=given.fresh,
+        command=tuple(command or options.command("capture", (), given)),
+    )
+
+
+def _source(tokens: str, run: Run) -> Path:
+    """The trace whose tokens are scored. Raises BadOption where it lies in the run to be made."""
+    source = Run.open(tokens)
+    if source.folder.resolve() == run.folder.resolve():
+        raise BadOption(f"--tokens and --out name one run, {run.folder}", "name another folder")
+    return source.capture_folder("rollout")

@@ -1,0 +1,51 @@
+"""A side of a comparison: an engine that is run now, or a run that was captured earlier."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlk_align.engines.spec import EngineSpec, given_options
+from rlk_align.errors import BadOption, UnknownEngine
+from rlk_align.trace.run import Role, Run
+
+NAME = "replay"
+"""What stands in the place of an engine's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """`replay:path=RUN`: what was captured stands for the engine."""
+
+    path: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Recording":
+        """Raises BadOption for what is no `replay:path=RUN`."""
+        _, _, rest = text.partition(":")
+        given = dict(given_options(repr(NAME), rest, ("path",)))
+        if "path" not in given:
+            raise BadOption(f"{NAME!r} needs path=RUN", f"{NAME}:path=RUN")
+        return cls(given["path"])
+
+    def open(self) -> Run:
+        """Raises what `Run.open` raises."""
+        return Run.open(self.path)
+
+    def folder(self, role: Role) -> Path:
+        """The trace of that role, or the only one that the run has."""
+        return self.open().capture_folder(role)
+
+    def __str__(self) -> str:
+        return f"{NAME}:path={self.path}"
+
+
+Side = EngineSpec | Recording
+
+
+def parse_side(text: str) -> Side:
+    """Raises UnknownEngine or BadOption, naming what is known."""
+    if text.partition(":")[0] == NAME:
+        return Recording.parse(text)
+    try:
+        return EngineSpec.parse(text)
+    except UnknownEngine as error:
+        raise UnknownEngine(error.message, f"or a run made earlier: {NAME}:path=RUN") from error
