@@ -176,4 +176,4 @@ def _path(path: AnyPath | None) -> Path | None:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=4)
+    warnings.warn(text, stacklevel=2)
