@@ -16,7 +16,6 @@ from rlk_align.judge.load import default_contract, load_contract
 from rlk_align.model.checkpoint import default_model
 from rlk_align.model.dtypes import lower_precision
 from rlk_align.model.edges import passes_for
-from rlk_align.model.prompts import load_prompts
 from rlk_align.progress import Progress
 from rlk_align.results import SideName
 from rlk_align.trace.records import load_record
@@ -248,4 +247,6 @@ def _check_contract(
 def _most_tokens(rollout: CaptureRequest | Recording) -> int | None:
     if isinstance(rollout, Recording):
         return None
+    from rlk_align.model.prompts import load_prompts
+
     return len(load_prompts(rollout.prompts)) * rollout.max_new_tokens
