@@ -71,6 +71,7 @@ class PreparedPair:
     contract: Contract
     """Which will judge it."""
     model: str
+    """By default for both sides."""
     dtype: str
     """The lower-precision dtype of the two sides."""
     most_tokens: int | None
@@ -100,19 +101,9 @@ def prepare(
     judged = options.parse_edges(given.edges)
     plan = options.trace_plan(given.trace_budget, given.layers, given.sites)
     allowed = options.parse_kinds(given.allow_mismatch)
-    if runs:
-        # What a capture is asked for: given here, it would be left out of account.
-        if len(runs) != 2 or given.gives("layers", "sites"):
-            raise BadOption(
-                "two runs are compared as they are: RUN_A RUN_B, without engines, model, prompts, "
-                "and whatever else a capture is asked for"
-            )
-        pair: list[Side] = [Recording(run) for run in runs]
-    else:
-        pair = [options.side(text, given.kernels) for text in _engines(given)]
-    sides: dict[SideName, Side] = {"rollout": pair[0], "train": pair[1]}
+    sides = _sides(given, runs)
     settings = (given.model, str(given.prompts), given.max_new_tokens, given.seed)
-    run = options.choose_run(given.run_dir, "compare", *settings, *map(str, pair))
+    run = options.choose_run(given.run_dir, "compare", *settings, *map(str, sides.values()))
     recorded = _recorded(sides, run)
     _check_recorded_kernels(recorded, given.kernels)
     model, prompts = given.model, given.prompts
@@ -159,6 +150,20 @@ def prepare(
         dtype=dtype,
         most_tokens=_most_tokens(requests["rollout"]),
     )
+
+
+def _sides(given: Pair, runs: Sequence[str]) -> dict[SideName, Side]:
+    """Raises UnknownEngine or BadOption."""
+    if not runs:
+        rollout, train = (options.side(text, given.kernels) for text in _engines(given))
+        return {"rollout": rollout, "train": train}
+    # What a capture is asked for: given here, it would be left out of account.
+    if len(runs) != 2 or given.gives("layers", "sites"):
+        raise BadOption(
+            "two runs are compared as they are: RUN_A RUN_B, without engines, model, prompts, "
+            "and whatever else a capture is asked for"
+        )
+    return {"rollout": Recording(runs[0]), "train": Recording(runs[1])}
 
 
 def _engines(given: Pair) -> tuple[str, str]:

@@ -125,12 +125,12 @@ WITHOUT: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "dynamic": (
         "hf",
         {"rope_parameters": ROPE | {"rope_type": "dynamic"}},
-        ("rope_type=dynamic", "the frequencies follow the longest sequence of a batch"),
+        ("rope_type=dynamic", "its frequencies follow the longest sequence of a batch"),
     ),
     "longrope": (
         "vllm",
         {"rope_parameters": ROPE | LISTS | {"rope_type": "longrope"}},
-        ("rope_type=longrope", "their scale follow the longest sequence of a batch"),
+        ("rope_type=longrope", "its scale follow the longest sequence of a batch"),
     ),
     "partial": (
         "vllm",

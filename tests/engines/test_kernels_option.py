@@ -8,12 +8,13 @@ from rlk_align.api.options import side
 from rlk_align.capture.key import adapter_digest, capture_key
 from rlk_align.capture.request import CaptureRequest
 from rlk_align.data import data_path
-from rlk_align.engines.common.kernels import REPLACEABLE
+from rlk_align.engines.common.kernels import NOT_FIXED, REPLACEABLE
 from rlk_align.engines.registry import ENGINES, engine_info
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
 from rlk_align.model.families import FAMILIES
 from rlk_align.model.operators import OPERATORS
+from rlk_align.model.rotary import FIXED
 
 
 def test_the_tool_and_the_kernels_name_the_same_operators() -> None:
@@ -30,6 +31,12 @@ def test_the_tool_and_the_kernels_name_the_same_families() -> None:
     from rlk_kernels.integrations.vllm.families import ARCHITECTURES
 
     assert tuple(FAMILIES) == HF == tuple(ARCHITECTURES)
+
+
+def test_the_tool_and_the_kernels_refuse_the_same_ropes_for_the_same_reasons() -> None:
+    from rlk_kernels.integrations import rotary
+
+    assert (set(FIXED), NOT_FIXED) == (set(rotary.SERVED), rotary.NOT_FIXED)
 
 
 def test_every_engine_with_kernels_has_its_patch() -> None:

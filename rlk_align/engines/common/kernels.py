@@ -37,10 +37,11 @@ def parse_left(text: str) -> frozenset[str]:
 
 
 NOT_FIXED = {
-    "dynamic": ": the frequencies follow the longest sequence of a batch",
-    "longrope": ": the frequencies and their scale follow the longest sequence of a batch",
+    "dynamic": "its frequencies follow the longest sequence of a batch",
+    "longrope": "its frequencies and its scale follow the longest sequence of a batch",
 }
-"""Kinds of rope that no kernel can make batch-invariant, and why."""
+"""Kinds of rope that no kernel can make batch-invariant, and why: as the kernels say it themselves,
+which are not imported here."""
 
 
 def check_kernels(engine: str, config: dict[str, Any]) -> None:
@@ -53,7 +54,7 @@ def check_kernels(engine: str, config: dict[str, Any]) -> None:
         f"rope_type={kind} without a factor": (lacks_factor(rope), ""),
         f"partial_rotary_factor={partial}": (
             partial != 1.0,
-            ": transformers rotates whole heads in these families, and vLLM a part",
+            "transformers rotates whole heads in these families, and vLLM a part",
         ),
         f"hidden_act={activation}": (activation != "silu", ""),
         "quantized weights": (config.get("quantization_config") is not None, ""),
@@ -62,7 +63,7 @@ def check_kernels(engine: str, config: dict[str, Any]) -> None:
         if is_so:
             raise ModelError(
                 f"engine {engine!r}: kernels=rlk does not take {what}, which config.json asks for"
-                f"{why}",
+                + (f": {why}" if why else ""),
                 "compare with kernels=off",
             )
 
