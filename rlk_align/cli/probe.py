@@ -20,7 +20,9 @@ def probe(
     *,
     layerwise: Annotated[
         bool,
-        typer.Option("--layerwise", help="Operator by operator: always so; accepted, no effect."),
+        typer.Option(
+            "--layerwise", help="Operator by operator: always so. Accepted, and changes nothing."
+        ),
     ] = True,
     model: options.Model = None,
     rollout: options.Rollout = None,

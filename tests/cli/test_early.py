@@ -66,6 +66,12 @@ def test_help_shows_the_defaults(light: Cli, command: str) -> None:
         assert f"[default: ({default})]" in said or f"[default: {default}]" in said, said
 
 
+def test_help_says_that_layerwise_changes_nothing(light: Cli) -> None:
+    said = light("probe", "--help", env={"COLUMNS": "200"}).out
+    (row,) = (line for line in said.splitlines() if "--layerwise" in line)
+    assert "Accepted, and changes nothing." in row
+
+
 def test_doctor_says_what_each_engine_can_do(cli: Cli) -> None:
     for name in ("vllm", "megatron"):
         require_engine(name)
@@ -75,6 +81,7 @@ def test_doctor_says_what_each_engine_can_do(cli: Cli) -> None:
         assert said[name].endswith("ready: scores")
     for name in ("hf", "vllm"):
         assert said[name].endswith("ready: samples and scores")
+    assert "replay" not in said
 
 
 @pytest.mark.parametrize(
