@@ -36,6 +36,11 @@ def activation_name(activation: Callable[[torch.Tensor], torch.Tensor], dtype: t
     return name if distance < 1e-2 else "unknown"
 
 
+def norm_epsilon(norm: Any) -> float | None:
+    """A norm's epsilon, by the name that transformers and vLLM give it, or by torch's."""
+    return getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
+
+
 def norm_eps(layer: Any) -> Any:
     """The epsilon of a decoder layer's norms: one number, or one for each where they differ."""
     norms = {

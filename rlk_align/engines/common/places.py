@@ -65,3 +65,10 @@ class Place:
     """Which features each rank holds; None where each holds them all."""
     rows: Literal["all", "sampled"] = "all"
     """Whether it has a row for each token, or for those alone whose next one was sampled."""
+    parameters_in: str = ""
+    """The path of what holds its parameters, where that is another module."""
+
+    @property
+    def holder(self) -> str:
+        """The path of the module that holds its parameters, where it has any."""
+        return self.parameters_in or self.module

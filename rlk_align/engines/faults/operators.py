@@ -4,6 +4,7 @@ A subclass for each engine says where an operator lies there, and how its tensor
 formulas see canonical ones, `[N, F]`, N rows in whatever order the engine has them.
 """
 
+import functools
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -11,8 +12,9 @@ from typing import Any
 
 import torch
 
+from rlk_align.engines.common.attributes import norm_epsilon
 from rlk_align.engines.common.hooks import Hooks
-from rlk_align.engines.common.places import Place
+from rlk_align.engines.common.places import Place, first
 from rlk_align.engines.faults.catalogue import Chosen
 from rlk_align.engines.faults.unit import Formula, Rows, Unit, in_place_of
 from rlk_align.errors import BadOption
@@ -36,37 +38,21 @@ class Operators(Hooks, ABC):
         self._places = {site: place for place in places for site in place.sites}
         self.sites = {s.name: s for s in model_sites(shape)}
 
-    def on_input(self, module: Any, see: Callable[[Any], object]) -> None:
-        """`see(first input)` before each forward."""
-        self.before(module, lambda _module, inputs: _seen(see, inputs[0]))
-
-    def on_output(self, module: Any, see: Callable[[Any], object]) -> None:
-        """`see(output)` after each forward."""
-        self.after(module, lambda _module, _inputs, out: _seen(see, out))
-
     def replace_operator(self, site: str, formula: Formula) -> None:
         """From here on the operator gives what the formula says."""
         at = self.sites[site]
-        layer, op = -1 if at.layer is None else at.layer, at.op
+        layer = -1 if at.layer is None else at.layer
         match at.operator.formula:
-            case "embedding":
-                self._embed(formula)
-            case "rms_norm":
-                self._norm(site, formula)
-            case "linear" if layer < 0:
-                self._logits(formula)
-            case "linear":
-                self._projection(site, formula)
             case "rotary":
-                self._rope(layer, op, formula)
+                self._rope(layer, at.op, formula)
             case "attention":
                 self._attention(layer, formula)
-            case "residual":
-                self._residual(layer, op, formula)
-            case "activation":
-                self._act(layer, formula)
+            case "residual" | "activation":
+                self._combination(site, formula)
             case "log_softmax":
                 self._logprob(formula)
+            case _:
+                self._module_output(site, formula)
 
     def module(self, site: str) -> Any:
         """What gives it."""
@@ -78,6 +64,23 @@ class Operators(Hooks, ABC):
         if layout is None:
             return slice(None)
         return torch.cat([torch.arange(at, at + p.size) for _, at, p in layout.holders(site)])
+
+    def rows_of(self, value: torch.Tensor) -> torch.Tensor:
+        """`[N, F]` of an activation, whatever dimensions its rows and its heads have."""
+        return value.reshape(len(self.rows.ids), -1)
+
+    def weight(self, site: str) -> torch.Tensor:
+        """`[F, ...]`, what the site's operator computes with; a norm's is shared by all heads."""
+        whole = self._whole_weight(site)
+        return whole if whole.dim() == 1 else whole[self.outputs(site)]
+
+    def _whole_weight(self, site: str) -> torch.Tensor:
+        """With that of the operators that are fused with it."""
+        return self._model.get_submodule(self._places[site].holder).weight.detach()
+
+    def biased(self, site: str) -> bool:
+        """Whether the operator's own module adds a bias."""
+        return getattr(self.module(site), "bias", None) is not None
 
     def computed(
         self,
@@ -109,14 +112,56 @@ class Operators(Hooks, ABC):
             raise BadOption("the rotary embedding's frequencies change: no fault is planted there")
         return torch.tensor(self._rotary.inv_freq, dtype=torch.float64, device=device)
 
-    @abstractmethod
-    def _embed(self, formula: Formula) -> None: ...
+    def _module_output(self, site: str, formula: Formula) -> None:
+        """Of what has a module of its own: embeddings, norms, projections and the logits."""
+        module, index, op = self.module(site), self.outputs(site), self.sites[site].operator
+        embedding, every_row = op.formula == "embedding", op.row == "token"
+        weight = None if embedding else self.weight(site)
+        bias = module.bias.detach()[index] if self.biased(site) else None
+        eps = norm_epsilon(module) or 0.0
 
-    @abstractmethod
-    def _norm(self, site: str, formula: Formula) -> None: ...
+        def flat(x: torch.Tensor) -> torch.Tensor:
+            return self.rows_of(x) if every_row else x.flatten(0, -2)
 
-    @abstractmethod
-    def _projection(self, site: str, formula: Formula) -> None: ...
+        def see(_module: Any, inputs: Any, out: Any) -> None:
+            value = first(out)
+            given = () if embedding else (flat(inputs[-1]),)
+            if op.formula == "rms_norm" and out is not value:
+                # A fused norm also gives the sum that it norms.
+                given = (flat(out[1]),)
+            new, rows = flat(value).clone(), self.rows if every_row else None
+            new[:, index] = self.computed(
+                formula, new[:, index], given, weight, bias, eps, rows=rows
+            )
+            value.copy_(new.reshape(value.shape))
+
+        self.after(module, see)
+
+    def _combination(self, site: str, formula: Formula) -> None:
+        """Of what has no module: it is computed from the outputs of other operators."""
+        place, inputs = self._places[site], self.sites[site].inputs
+        live: dict[str, torch.Tensor] = {}
+
+        def note(name: str, given: Any) -> None:
+            value = self._places[name].access.read(given)
+            live[name] = self.rows_of(value)[:, self.outputs(name)].clone()
+
+        def overwrite(given: Any) -> None:
+            # Not where somebody asks an activation what it is.
+            if len(live) == len(inputs):
+                own = place.access.target(given)
+                values = tuple(live.pop(name) for name in inputs)
+                new = self.computed(formula, self.rows_of(own), values, rows=self.rows)
+                own.copy_(new.reshape(own.shape))
+
+        for name in inputs:
+            self._watch(name, functools.partial(note, name))
+        self._watch(site, overwrite)
+
+    def _watch(self, site: str, see: Callable[[Any], None]) -> None:
+        """`see(what the site's module takes or gives)` in each forward."""
+        watch = self.on_input if self._places[site].end == "input" else self.on_output
+        watch(self.module(site), see)
 
     @abstractmethod
     def _rope(self, layer: int, op: str, formula: Formula) -> None: ...
@@ -126,26 +171,17 @@ class Operators(Hooks, ABC):
         """The formula is given an `Attention` for each sequence."""
 
     @abstractmethod
-    def _act(self, layer: int, formula: Formula) -> None: ...
-
-    @abstractmethod
-    def _residual(self, layer: int, op: str, formula: Formula) -> None:
-        """Inputs: the stream, then the branch."""
-
-    @abstractmethod
-    def _logits(self, formula: Formula) -> None: ...
-
-    @abstractmethod
     def _logprob(self, formula: Formula) -> None:
         """The formula is given a `Report`."""
 
-    @abstractmethod
-    def biased(self, site: str) -> bool:
-        """Whether a projection adds a bias of its own."""
-
-    @abstractmethod
     def change_weight(self, site: str, change: Formula) -> None:
-        """Writes `change(weight)` over the live weight of a site."""
+        """Writes `change(weight)` over the live weight of a site, until this is closed."""
+        whole = self._whole_weight(site)
+        before, changed = whole.clone(), whole.clone()
+        index = slice(None) if whole.dim() == 1 else self.outputs(site)
+        changed[index] = change(changed[index])
+        whole.copy_(changed)
+        self.callback(whole.copy_, before)
 
     def change_positions(self, change: Formula) -> None:
         """`change(positions)` is what the model is given."""
@@ -154,23 +190,6 @@ class Operators(Hooks, ABC):
     def change_boundaries(self, change: Formula) -> None:
         """`change(ends)` is what the model is given of packed sequences."""
         raise NotImplementedError
-
-    def write_weight(self, weight: torch.Tensor, changed: torch.Tensor) -> None:
-        """Over a live weight, until this is closed."""
-        before = weight.detach().clone()
-        with torch.no_grad():
-            weight.copy_(changed)
-
-        def restore() -> None:
-            with torch.no_grad():
-                weight.copy_(before)
-
-        self.callback(restore)
-
-
-def _seen(see: Callable[[Any], object], value: Any) -> None:
-    """A hook that returns nothing changes nothing."""
-    see(value)
 
 
 def plant(chosen: Chosen, operators: Operators) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from rlk_align.engines.common.places import first
 from rlk_align.engines.faults.operators import Operators
 from rlk_align.engines.faults.unit import Attention, Formula, Report, Rows, in_place_of
 from rlk_align.engines.hf.taps import hf_places
@@ -35,41 +34,6 @@ class HFOperators(Operators):
         positions = positions.expand_as(ids).flatten()
         decoding = (positions > 0) & (ids.shape[1] == 1)
         self.rows = Rows(ids.flatten(), positions, decoding)
-
-    def _replace(
-        self, module: Any, formula: Formula, bias: bool = False, weight: bool = True, **more: Any
-    ) -> None:
-        """The output of a module that has one input."""
-        parameter = module.weight.detach() if weight else None
-
-        def see(_module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
-            rows = self.rows if out.shape[:2].numel() == len(self.rows.ids) else None
-            new = self.computed(
-                formula,
-                # A norm of heads has one dimension more.
-                out.reshape(out.shape[:2].numel(), -1),
-                (inputs[0].reshape(out.shape[:2].numel(), -1),),
-                parameter,
-                module.bias if bias else None,
-                rows=rows,
-                **more,
-            )
-            return new.reshape(out.shape)
-
-        self.after(module, see)
-
-    def _embed(self, formula: Formula) -> None:
-        self._replace(self.module("embed"), formula, weight=False)
-
-    def _norm(self, site: str, formula: Formula) -> None:
-        module = self.module(site)
-        self._replace(module, formula, eps=module.variance_epsilon)
-
-    def _projection(self, site: str, formula: Formula) -> None:
-        self._replace(self.module(site), formula, bias=True)
-
-    def _logits(self, formula: Formula) -> None:
-        self._replace(self._model.lm_head, formula, bias=True)
 
     def _rope(self, layer: int, op: str, formula: Formula) -> None:
         original = self._modeling.apply_rotary_pos_emb
@@ -149,39 +113,6 @@ class HFOperators(Operators):
             found.append(in_place_of(formula, unit).reshape(out[b].shape))
         return torch.stack(found)
 
-    def _act(self, layer: int, formula: Formula) -> None:
-        mlp = self._model.model.layers[layer].mlp
-        seen: dict[str, torch.Tensor] = {}
-        self.on_output(mlp.gate_proj, lambda out: seen.update(gate=out))
-        self.on_output(mlp.up_proj, lambda out: seen.update(up=out))
-
-        def replace(_module: Any, inputs: Any) -> Any:
-            (own,) = inputs
-            gate, up = (seen[n].flatten(0, 1) for n in ("gate", "up"))
-            new = self.computed(formula, own.flatten(0, 1), (gate, up), rows=self.rows)
-            return (new.reshape(own.shape),)
-
-        self.before(mlp.down_proj, replace)
-
-    def _residual(self, layer: int, op: str, formula: Formula) -> None:
-        module = self._model.model.layers[layer]
-        seen: dict[str, torch.Tensor] = {}
-
-        def add(own: torch.Tensor) -> torch.Tensor:
-            stream, branch = (seen[n].flatten(0, 1) for n in ("stream", "branch"))
-            new = self.computed(formula, own.flatten(0, 1), (stream, branch), rows=self.rows)
-            return new.reshape(own.shape)
-
-        if op == "attn_residual":
-            self.on_input(module, lambda x: seen.update(stream=x.clone()))
-            self.on_output(module.self_attn, lambda out: seen.update(branch=first(out)))
-            # The sum is a variable of the layer's own: what reads it later reads what is here.
-            self.on_input(module.post_attention_layernorm, lambda x: x.copy_(add(x)))
-        else:
-            self.on_input(module.post_attention_layernorm, lambda x: seen.update(stream=x.clone()))
-            self.on_output(module.mlp, lambda out: seen.update(branch=out))
-            self.after(module, lambda _module, _inputs, out: add(out))
-
     def _logprob(self, formula: Formula) -> None:
         original = self._engine.logprobs
 
@@ -195,13 +126,6 @@ class HFOperators(Operators):
             return formula(given).float().cpu().numpy()
 
         self.replace(self._engine, "logprobs", report)
-
-    def biased(self, site: str) -> bool:
-        return self.module(site).bias is not None
-
-    def change_weight(self, site: str, change: Formula) -> None:
-        weight = self.module(site).weight
-        self.write_weight(weight, change(weight.detach()))
 
     def change_positions(self, change: Formula) -> None:
         def shift(_module: Any, args: Any, given: dict[str, Any]) -> Any:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from rlk_align.engines.common.places import first, with_bias
 from rlk_align.engines.faults.operators import Operators
 from rlk_align.engines.faults.unit import Attention, Formula, Report, Rows, in_place_of
 from rlk_align.engines.megatron.input import ModelInput
@@ -33,65 +32,6 @@ class MegatronOperators(Operators):
     def _layer(self, layer: int) -> Any:
         return self._model.decoder.layers[layer]
 
-    def _rows_of(self, value: torch.Tensor) -> torch.Tensor:
-        return value.reshape(len(self.rows.ids), -1)
-
-    def _embed(self, formula: Formula) -> None:
-        def see(_module: Any, _inputs: Any, out: torch.Tensor) -> torch.Tensor:
-            new = self.computed(formula, self._rows_of(out), rows=self.rows)
-            return new.reshape(out.shape)
-
-        self.after(self._model.embedding, see)
-
-    def _norm(self, site: str, formula: Formula) -> None:
-        module = self.module(site)
-
-        def see(_module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
-            new = self.computed(
-                formula,
-                self._rows_of(out),
-                (self._rows_of(inputs[0]),),
-                module.weight.detach(),
-                eps=module.eps,
-                rows=self.rows,
-            )
-            return new.reshape(out.shape)
-
-        self.after(module, see)
-
-    def _projection(self, site: str, formula: Formula) -> None:
-        module, index = self.module(site), self.outputs(site)
-        biased = self.biased(site)
-        weight = module.weight.detach()[index]
-
-        def see(_module: Any, inputs: Any, out: Any) -> Any:
-            value = first(out)
-            rows = self._rows_of(value).clone()
-            rows[:, index] = self.computed(
-                formula,
-                rows[:, index],
-                (self._rows_of(inputs[0]),),
-                weight,
-                module.bias.detach()[index] if biased else None,
-                rows=self.rows,
-            )
-            return (rows.reshape(value.shape), *out[1:])
-
-        self.after(module, see)
-
-    def _logits(self, formula: Formula) -> None:
-        model = self._model
-        tied = model.share_embeddings_and_output_weights
-        head = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
-        weight = head.detach()
-
-        def see(_module: Any, inputs: Any, out: Any) -> Any:
-            value, given = first(out), inputs[0]
-            new = self.computed(formula, value.flatten(0, 1), (given.flatten(0, 1),), weight)
-            return (new.reshape(value.shape), *out[1:])
-
-        self.after(model.output_layer, see)
-
     def _rope(self, layer: int, op: str, formula: Formula) -> None:
         """megatron-core's attention calls one function for the query, then for the key."""
         from megatron.core.transformer import attention
@@ -109,8 +49,8 @@ class MegatronOperators(Operators):
                 return out
             new = self.computed(
                 formula,
-                self._rows_of(out),
-                (self._rows_of(given),),
+                self.rows_of(out),
+                (self.rows_of(given),),
                 rows=self.rows,
                 frequencies=frequencies,
             )
@@ -156,45 +96,6 @@ class MegatronOperators(Operators):
         )
         return in_place_of(formula, unit)
 
-    def _act(self, layer: int, formula: Formula) -> None:
-        mlp = self._layer(layer).mlp
-        seen: list[torch.Tensor] = []
-
-        def note(out: Any) -> None:
-            seen[:] = self._rows_of(with_bias(out)).chunk(2, -1)
-
-        def replace(_module: Any, inputs: Any) -> Any:
-            own, *rest = inputs
-            new = self.computed(formula, self._rows_of(own), (seen[0], seen[1]), rows=self.rows)
-            return (new.reshape(own.shape), *rest)
-
-        self.on_output(mlp.linear_fc1, note)
-        self.before(mlp.linear_fc2, replace)
-
-    def _residual(self, layer: int, op: str, formula: Formula) -> None:
-        """Bias, dropout and add are a function that a function of the layer makes."""
-        owner, name = self._layer(layer), f"{op.partition('_')[0]}_bda"
-        name = {"attn_bda": "self_attn_bda", "mlp_bda": "mlp_bda"}[name]
-        original = getattr(owner, name)
-
-        def make(*settings: Any) -> Any:
-            add = original(*settings)
-
-            def added(branch: Any, stream: torch.Tensor, dropout: float) -> torch.Tensor:
-                given = (stream.clone(), with_bias(branch).clone())
-                own = add(branch, stream, dropout)
-                new = self.computed(
-                    formula,
-                    self._rows_of(own),
-                    (self._rows_of(given[0]), self._rows_of(given[1])),
-                    rows=self.rows,
-                )
-                return new.reshape(own.shape)
-
-            return added
-
-        self.replace(owner, name, make)
-
     def _logprob(self, formula: Formula) -> None:
         original = self._engine._logprobs
 
@@ -215,14 +116,8 @@ class MegatronOperators(Operators):
         self.replace(self._engine, "_logprobs", report)
 
     def biased(self, site: str) -> bool:
-        module = self.module(site)
-        return module.bias is not None and not module.skip_bias_add
-
-    def change_weight(self, site: str, change: Formula) -> None:
-        module, index = self.module(site), self.outputs(site)
-        changed = module.weight.detach().clone()
-        changed[index] = change(changed[index])
-        self.write_weight(module.weight, changed)
+        # Whatever follows adds the bias of the others.
+        return super().biased(site) and not self.module(site).skip_bias_add
 
     def change_positions(self, change: Formula) -> None:
         def shift(_module: Any, args: Any) -> Any:

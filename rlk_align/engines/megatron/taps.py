@@ -27,12 +27,19 @@ FUSED_NORMS = ("attn_norm", "mlp_norm")
 
 def megatron_places(model: Any, shape: ModelShape, tp: int) -> Iterator[Place]:
     """Where each site lies in a live model of `tp` ranks."""
-    yield Place(sites=("embed",), module="embedding")
+    table = "embedding.word_embeddings"
+    yield Place(sites=("embed",), module="embedding", parameters_in=table)
     for i, layer in enumerate(model.decoder.layers):
         yield from _layer_places(layer, i, shape, tp)
     yield Place(sites=("final_norm",), module="decoder.final_layernorm")
     logits = vocabulary("logits", shape, tp)
-    yield Place(sites=("logits",), module="output_layer", layout=logits, rows="sampled")
+    yield Place(
+        sites=("logits",),
+        module="output_layer",
+        layout=logits,
+        rows="sampled",
+        parameters_in=table if model.share_embeddings_and_output_weights else "",
+    )
 
 
 def _layer_places(layer: Any, i: int, shape: ModelShape, tp: int) -> Iterator[Place]:

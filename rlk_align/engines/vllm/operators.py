@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from rlk_align.engines.common.places import first
 from rlk_align.engines.faults.operators import Operators
 from rlk_align.engines.faults.unit import Attention, Formula, Report, Rows, in_place_of
 from rlk_align.engines.vllm.taps import vllm_places
+from rlk_align.engines.vllm.weights import live_weight
 from rlk_align.model.families import ModelShape
 from rlk_align.model.rotary import Rotary
 
@@ -18,13 +18,10 @@ from rlk_align.model.rotary import Rotary
 class VLLMOperators(Operators):
     """Of a model that one worker holds alone."""
 
-    def __init__(
-        self, runner: Any, shape: ModelShape, rotary: Rotary | None, weight_of: Any
-    ) -> None:
-        """`weight_of`: gives the weight `[out, in]` of a linear, wherever vLLM packed it."""
+    def __init__(self, runner: Any, shape: ModelShape, rotary: Rotary | None) -> None:
         model = runner.get_model()
         super().__init__(model, vllm_places(model, shape, 1), shape, rotary)
-        self._runner, self._weight_of = runner, weight_of
+        self._runner = runner
         self._at = -1
         self.before(self._model, self._note_rows, with_kwargs=True)
 
@@ -50,62 +47,16 @@ class VLLMOperators(Operators):
     def _layer(self, layer: int) -> Any:
         return self._model.model.layers[layer]
 
-    def _embed(self, formula: Formula) -> None:
-        self.after(
-            self._model.model.embed_tokens,
-            lambda _module, _inputs, out: self.computed(formula, out, rows=self.rows),
-        )
+    def _whole_weight(self, site: str) -> torch.Tensor:
+        weight = live_weight(self._model.get_submodule(self._places[site].holder))
+        return weight[: self.shape.vocab] if site == "logits" else weight
 
-    def _projection(self, site: str, formula: Formula) -> None:
-        module, held = self.module(site), self.outputs(site)
-        weight = self._weight_of(module)[held].detach()
-        bias = None if module.bias is None else module.bias[held]
-
-        def see(_module: Any, inputs: Any, out: Any) -> Any:
-            value = first(out).clone()
-            value[:, held] = self.computed(
-                formula, value[:, held], (inputs[0],), weight, bias, rows=self.rows
-            )
-            return (value, *out[1:])
-
-        self.after(module, see)
-
-    def _logits(self, formula: Formula) -> None:
-        weight = self._model.lm_head.weight.detach()[: self.shape.vocab]
-
-        def see(_module: Any, inputs: Any, logits: torch.Tensor) -> torch.Tensor:
-            return self.computed(formula, logits, (inputs[1],), weight)
-
-        self.after(self._model.logits_processor, see)
-
-    def _norm(self, site: str, formula: Formula) -> None:
+    def _combination(self, site: str, formula: Formula) -> None:
+        """The norm after a residual adds the branch to the stream, and norms what it adds."""
+        if self.sites[site].operator.formula != "residual":
+            super()._combination(site, formula)
+            return
         module = self.module(site)
-        original = module.forward
-
-        def forward(x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-            given = x.clone()
-            if residual is None:
-                own, stream = original(x), None
-            else:
-                # It norms the sum, which it gives back.
-                own, stream = original(x, residual)
-                given = stream
-            rows = len(self.rows.ids)
-            new = self.computed(
-                formula,
-                own.reshape(rows, -1),
-                (given.reshape(rows, -1),),
-                module.weight.detach(),
-                eps=module.variance_epsilon,
-                rows=self.rows,
-            ).reshape(own.shape)
-            return new if stream is None else (new, stream)
-
-        self.replace(module, "forward", forward)
-
-    def _residual(self, layer: int, op: str, formula: Formula) -> None:
-        """The norm after it adds the branch to the stream."""
-        module = self.module(f"layers.{layer}.{op}")
         original = module.forward
 
         def forward(branch: torch.Tensor, stream: torch.Tensor) -> Any:
@@ -181,21 +132,6 @@ class VLLMOperators(Operators):
     def _block_size(self) -> int:
         return int(self._runner.cache_config.block_size)
 
-    def _act(self, layer: int, formula: Formula) -> None:
-        mlp = self._layer(layer).mlp
-        inside: list[bool] = []
-        self.before(mlp, lambda *_: inside.append(True))
-        self.after(mlp, lambda *_: inside.clear())
-
-        def see(_module: Any, inputs: Any, own: torch.Tensor) -> Any:
-            # Not where somebody asks what the activation is.
-            if inside:
-                gate, up = inputs[0].chunk(2, -1)
-                own = self.computed(formula, own, (gate, up), rows=self.rows)
-            return own
-
-        self.after(mlp.act_fn, see)
-
     def _logprob(self, formula: Formula) -> None:
         """vLLM makes log-probs of logits, and gathers those of given tokens, for prompts and for
         samples alike."""
@@ -231,13 +167,6 @@ class VLLMOperators(Operators):
             ]
             for name in names:
                 self.replace(module, name, _reporting(getattr(module, name), formula))
-
-    def biased(self, site: str) -> bool:
-        return self.module(site).bias is not None
-
-    def change_weight(self, site: str, change: Formula) -> None:
-        weight = self.module(site).weight
-        self.write_weight(weight, change(weight.detach()))
 
 
 def _reporting(original: Any, formula: Formula) -> Any:

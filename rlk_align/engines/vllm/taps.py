@@ -29,7 +29,9 @@ def vllm_places(model: Any, shape: ModelShape, tp: int) -> Iterator[Place]:
     yield from _norm(
         f"layers.{len(model.model.layers) - 1}.mlp_residual", "final_norm", "model.norm"
     )
-    yield Place(sites=("logits",), module="logits_processor", rows="sampled")
+    yield Place(
+        sites=("logits",), module="logits_processor", rows="sampled", parameters_in="lm_head"
+    )
 
 
 def _layer_places(layer: Any, name: str, i: int, shape: ModelShape, tp: int) -> Iterator[Place]:
