@@ -58,7 +58,7 @@ def saw(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     engine.ranks = ranks
     try:
         engine.open()
-        live = live_parameters(engine.model, engine.plan, engine.tied, ranks)
+        live = live_parameters(engine.model, engine.plan, ranks)
         return {
             "weights": {p.name: (p.value.clone(), p.shards, p.replicas) for p in live},
             "attributes": engine.attributes(),

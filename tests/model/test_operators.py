@@ -2,6 +2,7 @@
 
 import pytest
 
+from rlk_align.engines.megatron.places import megatron_places
 from rlk_align.engines.megatron.weights import parameter_plan
 from rlk_align.model.families import ModelShape
 from rlk_align.model.operators import OPERATORS, Size
@@ -18,8 +19,12 @@ SHAPE = ModelShape(
     context=64,
     dtype="bfloat16",
 )
-CUT = {"none": None, "row": 1, "column": 0, "head": 0, "vocabulary": 0}
-"""Axis -> the dimension of a weight along which it is cut."""
+CUT = {
+    **dict.fromkeys(("embed", "lm_head", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0),
+    **dict.fromkeys(("o_proj", "down_proj"), 1),
+    **dict.fromkeys(("attn_norm", "q_norm", "k_norm", "mlp_norm", "final_norm"), None),
+}
+"""Weight -> the dimension along which Megatron cuts it; None where each rank holds it whole."""
 
 
 def test_names_are_those_of_the_records() -> None:
@@ -29,18 +34,13 @@ def test_names_are_those_of_the_records() -> None:
 
 def test_weights_are_cut_as_megatron_cuts_them() -> None:
     biased = frozenset(name for name, o in OPERATORS.items() if o.bias)
-    plan = parameter_plan(SHAPE, 2, False, biased, "local")
-    cut = {op: p.dim for p in plan for op in p.layout.ops}
-    records = {o.parameter or name: o for name, o in OPERATORS.items() if o.weight}
-    seen = {path.removesuffix(".bias").rpartition(".")[2] for path in cut}
-    assert seen == records.keys()
-    for path, dim in cut.items():
-        record = records[path.removesuffix(".bias").rpartition(".")[2]]
-        if path.endswith(".bias"):
-            # Where partial sums are added up, each rank holds the bias whole.
-            assert dim == (None if record.sharding.join == "sum" else 0), path
-        elif record.weight != ("head_dim",):
-            assert dim == CUT[record.sharding.axis], path
+    places = list(megatron_places(SHAPE, 2, te=False, tied=False))
+    plan = parameter_plan(places, SHAPE, 2, biased)
+    cut = {op.removeprefix("layers.0."): p.dim for p in plan for op in p.layout.ops}
+    # Where partial sums are added up, each rank holds the bias whole.
+    biases = {f"{op}.bias": None if CUT[op] else 0 for op in biased}
+    assert cut == CUT | biases
+    assert CUT.keys() == {o.parameter or name for name, o in OPERATORS.items() if o.weight}
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ def code_places(model: Any, places: Iterable[Place]) -> dict[str, CodePlace]:
     computed by the one around it: an attention, an MLP, a layer."""
     found: dict[str, CodePlace] = {}
     for place in places:
+        if place.unexposed:
+            continue
         path = place.module.rpartition(".")[0] if place.end == "input" else place.module
         module = model.get_submodule(path)
         kind = type(module)

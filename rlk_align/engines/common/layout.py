@@ -5,7 +5,8 @@ weights and for activations alike: nothing is told from shapes.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
@@ -71,6 +72,12 @@ class Layout:
                 found.append(Shard(rank, dim, start, p.stop))
         return tuple(found)
 
+    def named(self, suffix: str) -> "Layout":
+        """The same of what is called so, with `suffix` behind each operator's name."""
+        return Layout(
+            tuple(tuple(replace(p, op=p.op + suffix) for p in pieces) for pieces in self.ranks)
+        )
+
     def local(self, rank: int) -> Iterator[tuple[int, FeatureSlice]]:
         """(offset, piece) of one rank."""
         offset = 0
@@ -93,6 +100,17 @@ def kv_heads(op: str, shape: ModelShape, tp: int) -> Layout:
     return Layout(
         tuple((FeatureSlice(op, h * shape.head_dim, (h + 1) * shape.head_dim),) for h in heads)
     )
+
+
+def padded(op: str, size: int, step: int, tp: int) -> Layout:
+    """One operator in slices of `step`, as far as `size` goes: the last ranks hold padding."""
+    ends = [min(r * step, size) for r in range(tp + 1)]
+    return Layout(tuple((FeatureSlice(op, a, b),) for a, b in pairwise(ends)))
+
+
+def whole(op: str, size: int, tp: int) -> Layout:
+    """All of one operator on each rank."""
+    return Layout(((FeatureSlice(op, 0, size),),) * tp)
 
 
 def fused(*layouts: Layout) -> Layout:

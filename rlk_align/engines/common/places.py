@@ -1,6 +1,7 @@
-"""Where the canonical sites lie in a live model: one table for each engine.
+"""Where the canonical operators lie in a live model: one table for each engine.
 
-Whoever observes a site or overwrites it goes by its line in that table.
+Whoever observes or overwrites a site, reads live parameters or an attribute, plants a fault or asks
+what can be covered goes by the operator's line in that table.
 """
 
 from collections.abc import Callable
@@ -52,7 +53,7 @@ End = Literal["input", "output", "rope"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where one site lies, or several that are fused."""
+    """Where one operator lies, or several that are fused."""
 
     sites: tuple[str, ...]
     module: str
@@ -67,6 +68,10 @@ class Place:
     """Whether it has a row for each token, or for those alone whose next one was sampled."""
     parameters_in: str = ""
     """The path of what holds its parameters, where that is another module."""
+    weight: str = "weight"
+    """The name of its weight there."""
+    unexposed: str = ""
+    """Why its value can neither be read nor written; empty where it can."""
 
     @property
     def holder(self) -> str:

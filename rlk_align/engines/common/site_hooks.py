@@ -92,6 +92,8 @@ class SiteHooks(Hooks):
 
     def install(self) -> None:
         for place in self._places:
+            if place.unexposed:
+                continue
             self._hook(self._model.get_submodule(place.module), place)
 
     def live_rows(self, place: Place, value: torch.Tensor) -> LiveRows | None:

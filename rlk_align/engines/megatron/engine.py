@@ -25,7 +25,8 @@ from rlk_align.engines.megatron.model import (
     read_checkpoint,
 )
 from rlk_align.engines.megatron.operators import MegatronOperators
-from rlk_align.engines.megatron.taps import FUSED_NORMS, Tapped, megatron_places
+from rlk_align.engines.megatron.places import megatron_places
+from rlk_align.engines.megatron.taps import Tapped
 from rlk_align.engines.megatron.weights import live_parameters, load, parameter_plan
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.model.rotary import checkpoint_rotary
@@ -50,13 +51,11 @@ class MegatronEngine(Engine):
         self._start(settings)
         self.settings = settings
         self.model = build(self.shape, checkpoint, settings, self.kernels)
-        self.tied, self.rope = checkpoint.tied, checkpoint.rope
+        self.rope = checkpoint.rope
         self.rotation = rotation(self.model)
-        self.plan = list(
-            parameter_plan(
-                self.shape, settings.tp, checkpoint.tied, checkpoint.biased, settings.spec
-            )
-        )
+        te, tied = settings.spec == "te", checkpoint.tied
+        self.places = list(megatron_places(self.shape, settings.tp, te, tied))
+        self.plan = parameter_plan(self.places, self.shape, settings.tp, checkpoint.biased)
         load(self.model, self.model_path, self.plan, self.ranks.rank)
         apply_patch(self.spec, self.model)
         self.plant()
@@ -120,18 +119,14 @@ class MegatronEngine(Engine):
         }
 
     def code(self) -> dict[str, CodePlace]:
-        return code_places(self.model, megatron_places(self.model, self.shape, self.ranks.world))
+        return code_places(self.model, self.places)
 
     def weights(self) -> Iterator[ParameterRecord]:
-        for parameter in live_parameters(self.model, self.plan, self.tied, self.ranks):
+        for parameter in live_parameters(self.model, self.plan, self.ranks):
             yield record_parameter(parameter)
 
     def unexposed(self, kind: str) -> dict[str, str]:
-        if self.settings.spec != "te":
-            return {}
-        reason = "TransformerEngine computes it inside the linear that follows"
-        layers = range(self.shape.layers)
-        return {f"layers.{i}.{op}": reason for i in layers for op in FUSED_NORMS}
+        return {site: p.unexposed for p in self.places if p.unexposed for site in p.sites}
 
     @torch.no_grad()
     def score(
@@ -145,7 +140,7 @@ class MegatronEngine(Engine):
         samples = list(enumerate(batch.samples))
         sharded_rows = self.settings.sequence_parallel
         editor = Editor.of(intervention, batch)
-        with Tapped(self.model, self.shape, tap, editor, self.ranks, sharded_rows) as taps:
+        with Tapped(self.model, self.places, tap, editor, self.ranks, sharded_rows) as taps:
             for first in range(0, len(samples), self.batch):
                 some = samples[first : first + self.batch]
                 given = self._input(some)

@@ -6,7 +6,7 @@ one slice a rank; it pads the vocabulary so that all ranks hold as many rows.
 
 from collections.abc import Iterator
 
-from rlk_align.engines.common.layout import FeatureSlice, Layout
+from rlk_align.engines.common.layout import FeatureSlice, Layout, padded
 from rlk_align.model.families import ModelShape
 
 
@@ -23,9 +23,7 @@ def grouped_qkv(shape: ModelShape, tp: int, names: tuple[str, str, str]) -> Layo
 
 def vocabulary(op: str, shape: ModelShape, tp: int) -> Layout:
     """Rows of the embedding or the head; the last ranks hold the padding."""
-    step = padded_vocab(shape.vocab, tp) // tp
-    ends = [min(r * step, shape.vocab) for r in range(tp + 1)]
-    return Layout(tuple((FeatureSlice(op, ends[r], ends[r + 1]),) for r in range(tp)))
+    return padded(op, shape.vocab, padded_vocab(shape.vocab, tp) // tp, tp)
 
 
 def padded_vocab(vocab: int, tp: int) -> int:

@@ -1,0 +1,77 @@
+"""Which parameters an engine's model has, by its table of places and the catalogue, and what of the
+canonical ones each rank holds in them."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from rlk_align.engines.common.layout import Layout, even, whole
+from rlk_align.engines.common.parameters import LiveParameter
+from rlk_align.engines.common.places import Place
+from rlk_align.model.families import ModelShape
+from rlk_align.model.operators import OPERATORS
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of an engine's model, and what canonical parameters it is made of."""
+
+    name: str
+    """In the model, e.g. `decoder.layers.0.self_attention.linear_qkv.weight`."""
+    layout: Layout
+    dim: int | None
+    """The dimension along which the layout lies; None where every rank holds a whole copy."""
+
+
+def parameters(
+    places: Iterable[Place], shape: ModelShape, tp: int, vocabulary: Callable[[str], Layout]
+) -> Iterator[Parameter]:
+    """Every parameter of a model, its biases among them wherever a checkpoint may have one.
+
+    `vocabulary`: the layout of the embedding or the head, by its canonical name.
+    """
+    for place in places:
+        operator = OPERATORS[place.sites[0].rpartition(".")[2]]
+        if not operator.weight or place.end != "output":
+            continue
+        site, name = place.sites[0], operator.parameter or place.sites[0]
+        weight, bias = f"{place.holder}.{place.weight}", f"{place.holder}.bias"
+        match operator.sharding.axis:
+            case "vocabulary":
+                yield Parameter(weight, vocabulary(name), 0)
+            case "row":
+                yield Parameter(weight, even(site, shape.size(operator.weight[1]), tp), 1)
+                # The ranks' partial sums are added up before the bias is: each holds all of it.
+                whole_bias = whole(f"{site}.bias", shape.size(operator.features), tp)
+                yield Parameter(bias, whole_bias, None)
+            case "column" | "head" if operator.formula == "linear":
+                assert place.layout is not None, place.sites
+                yield Parameter(weight, place.layout, 0)
+                yield Parameter(bias, place.layout.named(".bias"), 0)
+            case _:
+                yield Parameter(weight, whole(site, shape.size(operator.weight[0]), tp), None)
+
+
+def canonical(
+    plan: Iterable[Parameter],
+    live: Callable[[str], torch.Tensor | None],
+    gather: Callable[[torch.Tensor], list[torch.Tensor] | None],
+) -> Iterator[LiveParameter]:
+    """Canonical parameters as the live model has them; called on every rank.
+
+    `live`: this rank's, by its name in the model; None where a patch has put something without that
+    parameter there, which is then missed by name. `gather`: the tensors of all ranks, on a rank
+    that records.
+    """
+    for entry in plan:
+        local = live(entry.name)
+        parts = None if local is None else gather(local)
+        if parts is None:
+            continue
+        for op in entry.layout.ops:
+            if entry.dim is None:
+                yield LiveParameter(op, parts[0], replicas=tuple(parts[1:]))
+            else:
+                assembled = entry.layout.assemble(op, parts, entry.dim)
+                yield LiveParameter(op, assembled, entry.layout.shards(op, entry.dim))
