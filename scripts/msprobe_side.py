@@ -16,7 +16,7 @@ import torch
 from rlk_align.engines.faults.catalogue import choose
 from rlk_align.engines.faults.operators import plant
 from rlk_align.engines.hf.engine import HFEngine
-from rlk_align.engines.hf.taps import hf_places
+from rlk_align.engines.hf.places import hf_places
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.model.checkpoint import default_model, resolve_model
 from rlk_align.model.families import read_shape

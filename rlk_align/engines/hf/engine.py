@@ -22,9 +22,10 @@ from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, 
 from rlk_align.engines.common.rows import ForwardRows, padded_grid
 from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.hf.operators import HFOperators
-from rlk_align.engines.hf.taps import Tapped, hf_places
+from rlk_align.engines.hf.places import hf_places
+from rlk_align.engines.hf.taps import Tapped
 from rlk_align.errors import EngineFailed, ModelError
-from rlk_align.model.operators import layer_modules
+from rlk_align.model.operators import OPERATORS
 from rlk_align.model.prompts import Sample, TokenBatch
 from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.results import CodePlace
@@ -235,21 +236,17 @@ def _eos_ids(model: Any) -> set[int]:
 def hf_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Canonical parameters of a live HF model; biases as `layers.i.op.bias`."""
 
-    def module_weights(name: str, module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for place in hf_places(model):
+        (site,) = place.sites
+        operator, module = OPERATORS[site.rpartition(".")[2]], model.get_submodule(place.module)
+        name = operator.parameter or site
+        if not operator.weight:
+            continue
         # A patch may have put something without a plain weight there: it is then missed by name.
         if isinstance(getattr(module, "weight", None), torch.Tensor):
             yield name, module.weight.detach()
         if getattr(module, "bias", None) is not None:
             yield f"{name}.bias", module.bias.detach()
-
-    yield from module_weights("embed", model.model.embed_tokens)
-    for i, layer in enumerate(model.model.layers):
-        for op, path in layer_modules().items():
-            module = _submodule(layer, path)
-            if module is not None:
-                yield from module_weights(f"layers.{i}.{op}", module)
-    yield from module_weights("final_norm", model.model.norm)
-    yield from module_weights("lm_head", model.lm_head)
 
 
 def hf_attributes(model: Any) -> dict[str, Any]:
@@ -294,9 +291,3 @@ def _heads(projection: Any, head_dim: int) -> int | None:
 def _activation(mlp: Any, dtype: torch.dtype) -> str:
     device = next(mlp.parameters()).device
     return activation_name(lambda x: mlp.act_fn(x.to(device)).cpu(), dtype)
-
-
-def _submodule(layer: Any, path: str) -> Any:
-    for name in path.split("."):
-        layer = getattr(layer, name, None)
-    return layer

@@ -11,7 +11,7 @@ import torch
 
 from rlk_align.engines.faults.operators import Operators
 from rlk_align.engines.faults.unit import Attention, Formula, Report, Rows, in_place_of
-from rlk_align.engines.hf.taps import hf_places
+from rlk_align.engines.hf.places import hf_places
 from rlk_align.model.families import ModelShape
 from rlk_align.model.rotary import Rotary
 

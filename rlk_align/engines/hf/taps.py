@@ -1,8 +1,7 @@
-"""Where the canonical sites lie in an HF decoder, and the hooks on them."""
+"""The hooks on the canonical sites of an HF decoder."""
 
 import functools
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,32 +11,7 @@ from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.rows import ForwardRows
 from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
 from rlk_align.engines.common.tap import Tap
-from rlk_align.model.operators import layer_modules
-
-INPUT_SITES = {
-    "attn": "self_attn.o_proj",
-    "attn_residual": "post_attention_layernorm",
-    "act": "mlp.down_proj",
-}
-"""Operators without a module of their own -> the module whose input is that site."""
-
-
-def hf_places(model: Any) -> Iterator[Place]:
-    """Where each site lies in a live model."""
-    yield Place(sites=("embed",), module="model.embed_tokens")
-    for i, layer in enumerate(model.model.layers):
-        here, attention = f"model.layers.{i}", f"model.layers.{i}.self_attn"
-        modules = dict(layer.named_modules())
-        for op, path in layer_modules().items():
-            if path in modules:
-                yield Place(sites=(f"layers.{i}.{op}",), module=f"{here}.{path}")
-        for op in ("q_rope", "k_rope"):
-            yield Place(sites=(f"layers.{i}.{op}",), module=attention, end="rope")
-        for op, path in INPUT_SITES.items():
-            yield Place(sites=(f"layers.{i}.{op}",), module=f"{here}.{path}", end="input")
-        yield Place(sites=(f"layers.{i}.mlp_residual",), module=here)
-    yield Place(sites=("final_norm",), module="model.norm")
-    yield Place(sites=("logits",), module="lm_head", rows="sampled")
+from rlk_align.engines.hf.places import hf_places
 
 
 class Tapped(SiteHooks):

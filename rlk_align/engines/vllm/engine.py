@@ -156,7 +156,7 @@ class VLLMEngine(Engine):
         return float(self.spec.option("top_p") or 1.0)
 
     def weights(self) -> Iterator[ParameterRecord]:
-        yield from self._rpc("rlk_weights")
+        yield from self._rpc("rlk_weights", self.shape)
 
     def sample(
         self,

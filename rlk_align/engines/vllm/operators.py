@@ -9,7 +9,7 @@ import torch
 
 from rlk_align.engines.faults.operators import Operators
 from rlk_align.engines.faults.unit import Attention, Formula, Report, Rows, in_place_of
-from rlk_align.engines.vllm.taps import vllm_places
+from rlk_align.engines.vllm.places import vllm_places
 from rlk_align.engines.vllm.weights import live_weight
 from rlk_align.model.families import ModelShape
 from rlk_align.model.rotary import Rotary

@@ -1,69 +1,22 @@
-"""Where the canonical sites lie in a vLLM decoder, and the hooks on them.
+"""The hooks on the canonical sites of a vLLM decoder.
 
-vLLM fuses q, k, v and gate, up; adds the residual inside the next norm, which returns
-(normed, residual stream); and packs the tokens of all requests into one `[tokens, features]`.
+vLLM packs the tokens of all requests into one `[tokens, features]`.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
 from rlk_align.engines.common.edits import Editor
-from rlk_align.engines.common.layout import of_outputs
-from rlk_align.engines.common.places import SECOND, End, Place
+from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.rows import packed_rows
 from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
 from rlk_align.engines.vllm.parallel import TensorParallel
+from rlk_align.engines.vllm.places import vllm_places
 from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.trace.writer import PassWriter
-
-
-def vllm_places(model: Any, shape: ModelShape, tp: int) -> Iterator[Place]:
-    """Where each site lies in a live model of `tp` ranks."""
-    yield Place(sites=("embed",), module="model.embed_tokens")
-    for i, layer in enumerate(model.model.layers):
-        yield from _layer_places(layer, f"layers.{i}", i, shape, tp)
-    yield from _norm(
-        f"layers.{len(model.model.layers) - 1}.mlp_residual", "final_norm", "model.norm"
-    )
-    yield Place(
-        sites=("logits",), module="logits_processor", rows="sampled", parameters_in="lm_head"
-    )
-
-
-def _layer_places(layer: Any, name: str, i: int, shape: ModelShape, tp: int) -> Iterator[Place]:
-    here, attention, mlp = f"model.{name}", f"model.{name}.self_attn", f"model.{name}.mlp"
-
-    def place(module: str, *ops: str, end: End = "output") -> Place:
-        sites = tuple(f"{name}.{op}" for op in ops)
-        return Place(sites=sites, module=module, end=end, layout=of_outputs(sites, shape, tp))
-
-    stream = f"layers.{i - 1}.mlp_residual" if i else ""
-    yield from _norm(stream, f"{name}.attn_norm", f"{here}.input_layernorm")
-    yield place(f"{attention}.qkv_proj", "q_proj", "k_proj", "v_proj")
-    for op in ("q_norm", "k_norm"):
-        if hasattr(layer.self_attn, op):
-            yield place(f"{attention}.{op}", op)
-    yield place(attention, "q_rope", end="rope")
-    yield place(attention, "k_rope", end="rope")
-    yield place(f"{attention}.attn", "attn")
-    yield place(f"{attention}.o_proj", "o_proj")
-    yield from _norm(
-        f"{name}.attn_residual", f"{name}.mlp_norm", f"{here}.post_attention_layernorm"
-    )
-    yield place(f"{mlp}.gate_up_proj", "gate_proj", "up_proj")
-    yield place(f"{mlp}.act_fn", "act")
-    yield place(f"{mlp}.down_proj", "down_proj")
-
-
-def _norm(stream: str, site: str, module: str) -> Iterator[Place]:
-    """A norm, and the residual stream that it returns where it adds one."""
-    if stream:
-        yield Place(sites=(stream,), module=module, access=SECOND)
-    yield Place(sites=(site,), module=module)
 
 
 class VLLMTaps(SiteHooks):

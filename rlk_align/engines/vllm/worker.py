@@ -23,7 +23,8 @@ from rlk_align.engines.process import heartbeat
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.vllm.operators import VLLMOperators
 from rlk_align.engines.vllm.parallel import TensorParallel
-from rlk_align.engines.vllm.taps import VLLMTaps, vllm_places
+from rlk_align.engines.vllm.places import vllm_places
+from rlk_align.engines.vllm.taps import VLLMTaps
 from rlk_align.engines.vllm.weights import vllm_weights
 from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import TokenBatch
@@ -84,10 +85,10 @@ class WorkerExtension:
         model = self.model_runner.get_model()
         return code_places(model, vllm_places(model, shape, TensorParallel().world))
 
-    def rlk_weights(self) -> list[ParameterRecord]:
+    def rlk_weights(self, shape: ModelShape) -> list[ParameterRecord]:
         parallel = TensorParallel()
         with torch.inference_mode():
-            live = vllm_weights(self.model_runner.get_model(), parallel)
+            live = vllm_weights(self.model_runner.get_model(), shape, parallel)
             # Every rank gathers; only what rank 0 says is used.
             return [record_parameter(p) for p in live if parallel.rank == 0]
 
