@@ -16,6 +16,7 @@ import torch
 from rlk_align.engines.faults.catalogue import choose
 from rlk_align.engines.faults.operators import plant
 from rlk_align.engines.hf.engine import HFEngine
+from rlk_align.engines.hf.operators import HFOperators
 from rlk_align.engines.hf.places import hf_places
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.model.checkpoint import default_model, resolve_model
@@ -46,7 +47,7 @@ def planted(engine: HFEngine, side: Side) -> None:
     the formula's own calls are hidden, and its result leaves through one visible call."""
     from msprobe.core.common.runtime import Runtime
 
-    operators = engine.operators()
+    operators = HFOperators(engine)
     replace = operators.replace_operator
 
     def visibly(site: str, formula: Callable[..., torch.Tensor]) -> None:

@@ -16,8 +16,6 @@ from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.kernels import Kernels
 from rlk_align.engines.common.parameters import ParameterRecord
 from rlk_align.engines.common.tap import Tap
-from rlk_align.engines.faults.catalogue import choose
-from rlk_align.engines.faults.operators import Operators, plant
 from rlk_align.engines.process.ranks import ALONE, Ranks
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
@@ -69,7 +67,6 @@ class Engine(ABC):
     """What is put under its operators; set before `open`."""
     replaced: Mapping[str, str] = MappingProxyType({})
     """Site -> the implementation of ours that computes it, or `own`; empty without `kernels`."""
-    _faulty: Operators | None = None
 
     def __init__(
         self, spec: EngineSpec, model: Path, shape: ModelShape, production: bool = False
@@ -82,7 +79,7 @@ class Engine(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Loads the model, applies the user's patch and plants the spec's fault."""
+        """Loads the model and applies the user's patch."""
 
     @abstractmethod
     def version(self) -> str:
@@ -100,20 +97,6 @@ class Engine(ABC):
     def weights(self) -> Iterator[ParameterRecord]:
         """Every canonical parameter, from the live model, in the checkpoint's layout; what rank
         0 yields counts."""
-
-    def operators(self) -> Operators:
-        """The live model's operators, for a fault to stand in for one."""
-        raise BadOption(f"engine {self.spec.name!r} takes no planted fault")
-
-    def plant(self) -> None:
-        """Puts the spec's fault into the live model, in place of the one that it may have."""
-        if self._faulty is not None:
-            self._faulty.close()
-            self._faulty = None
-        fault = self.spec.option("fault")
-        if fault is not None:
-            self._faulty = self.operators()
-            plant(choose(self.spec.name, str(fault)), self._faulty)
 
     def code(self) -> dict[str, CodePlace]:
         """Site -> where it is in the engine's code."""

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from rlk_align.engines.base import Engine, Logprobs, Sampling
+from rlk_align.engines.faults.planted import PlantedFault
 from rlk_align.engines.manifest import write_manifest
 from rlk_align.engines.process import heartbeat
 from rlk_align.engines.process.heartbeat import HEARTBEATS
@@ -69,6 +70,8 @@ def run(job: Job, events: Events) -> None:
         raise BadOption(f"engine {spec.name!r} takes no interventions: its sites cannot be written")
     try:
         engine.open()
+        planted = PlantedFault(engine)
+        planted.plant()
         if patch is not None:
             engine.replaced = patch.replaced(engine)
         with children_watched(job.engine, job.folder):
@@ -77,7 +80,7 @@ def run(job: Job, events: Events) -> None:
             for name in job.passes:
                 batch = _run_pass(job, engine, batch, name, plan, events)
             for following in job.then:
-                _run_following(following, engine, prompts, prompt_ids, events)
+                _run_following(following, engine, planted, prompts, prompt_ids, events)
     finally:
         engine.close()
         if patch is not None:
@@ -96,13 +99,14 @@ def _kernels(spec: EngineSpec) -> "Patch | None":
 def _run_following(
     job: Job,
     engine: Engine,
+    planted: PlantedFault,
     prompts: list[Prompt],
     prompt_ids: dict[str, list[int]],
     events: Events,
 ) -> None:
     """A job with another fault, seed or tokens, in the engine that is loaded."""
     engine.spec = job.engine
-    engine.plant()
+    planted.plant()
     batch = _initial_batch(job, prompts, prompt_ids)
     plan = plan_capture(job, model_sites(engine.shape), batch, engine.dtype())
     write_manifest(job, engine, prompt_ids)

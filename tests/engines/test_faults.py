@@ -11,6 +11,7 @@ import torch
 from rlk_align.data import data_path
 from rlk_align.engines.base import Sampling
 from rlk_align.engines.faults.catalogue import FAULTS, choose, faults_of
+from rlk_align.engines.faults.planted import PlantedFault
 from rlk_align.engines.hf.engine import HFEngine
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
@@ -51,6 +52,8 @@ class Watched:
         self.options = options
         self.engine = HFEngine(self._spec(""), model, read_shape(model))
         self.engine.open()
+        self.planted = PlantedFault(self.engine)
+        self.planted.plant()
         tap = _Tap()
         sampled = self.engine.sample(PROMPTS, Sampling(NEW, 0), tap, lambda _: None)
         self.batch = PROMPTS.with_responses(sampled.responses)
@@ -63,7 +66,7 @@ class Watched:
 
     def plant(self, fault: str) -> None:
         self.engine.spec = self._spec(fault)
-        self.engine.plant()
+        self.planted.plant()
 
     def scored(self) -> Rows:
         tap = _Tap()

@@ -2,10 +2,13 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+
+from rlk_align.engines.common.places import Place
+from rlk_align.model.operators import OPERATORS
 
 
 def per_layer(name: str, values: list[Any]) -> dict[str, Any]:
@@ -38,19 +41,20 @@ def activation_name(activation: Callable[[torch.Tensor], torch.Tensor], dtype: t
 
 def norm_epsilon(norm: Any) -> float | None:
     """A norm's epsilon, by the name that transformers and vLLM give it, or by torch's."""
-    return getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
-def norm_eps(layer: Any) -> Any:
-    """The epsilon of a decoder layer's norms: one number, or one for each where they differ."""
-    norms = {
-        "attn_norm": layer.input_layernorm,
-        "mlp_norm": layer.post_attention_layernorm,
-        "q_norm": getattr(layer.self_attn, "q_norm", None),
-        "k_norm": getattr(layer.self_attn, "k_norm", None),
-    }
-    eps = {n: getattr(m, "variance_epsilon", None) for n, m in norms.items() if m is not None}
-    return next(iter(eps.values())) if len(set(eps.values())) == 1 else eps
+def norm_attributes(model: Any, places: Iterable[Place]) -> dict[str, Any]:
+    """The epsilons of a model's norms: of a layer one number, or one for each norm where they
+    differ."""
+    layers: dict[str, dict[str, Any]] = {}
+    for place in places:
+        layer, _, op = place.sites[0].rpartition(".")
+        if OPERATORS[op].formula == "rms_norm":
+            layers.setdefault(layer, {})[op] = norm_epsilon(model.get_submodule(place.module))
+    final = layers.pop("")
+    each = [next(iter(e.values())) if len(set(e.values())) == 1 else e for e in layers.values()]
+    return {**per_layer("norm_eps", each), "final_norm_eps": final["final_norm"]}
 
 
 def rope_theta(inv_freq: torch.Tensor) -> float:

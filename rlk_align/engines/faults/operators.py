@@ -18,8 +18,7 @@ from rlk_align.engines.common.places import Place, first
 from rlk_align.engines.faults.catalogue import Chosen
 from rlk_align.engines.faults.unit import Formula, Rows, Unit, in_place_of
 from rlk_align.errors import BadOption
-from rlk_align.model.families import ModelShape
-from rlk_align.model.rotary import Rotary
+from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.model.sites import model_sites
 
 
@@ -29,14 +28,13 @@ class Operators(Hooks, ABC):
     rows: Rows
     """Of the forward that runs; an engine's hooks keep it."""
 
-    def __init__(
-        self, model: Any, places: Iterable[Place], shape: ModelShape, rotary: Rotary | None
-    ) -> None:
-        """`places`: where each site lies in the model, of which one rank holds all."""
+    def __init__(self, engine: Any, model: Any, places: Iterable[Place]) -> None:
+        """`places`: where each site lies in the engine's model, of which one rank holds all."""
         super().__init__()
-        self._model, self.shape, self._rotary = model, shape, rotary
+        self._engine, self._model, self.shape = engine, model, engine.shape
+        self._rotary = checkpoint_rotary(engine.model_path, engine.shape)
         self._places = {site: place for place in places for site in place.sites}
-        self.sites = {s.name: s for s in model_sites(shape)}
+        self.sites = {s.name: s for s in model_sites(engine.shape)}
 
     def replace_operator(self, site: str, formula: Formula) -> None:
         """From here on the operator gives what the formula says."""

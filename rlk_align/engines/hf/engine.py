@@ -9,7 +9,7 @@ import torch
 from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampling, Tap
 from rlk_align.engines.common.attributes import (
     activation_name,
-    norm_eps,
+    norm_attributes,
     per_layer,
     processing,
     rope_theta,
@@ -21,13 +21,11 @@ from rlk_align.engines.common.logprobs import token_logprobs
 from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, record_parameter
 from rlk_align.engines.common.rows import ForwardRows, padded_grid
 from rlk_align.engines.common.user_patch import apply_patch
-from rlk_align.engines.hf.operators import HFOperators
 from rlk_align.engines.hf.places import hf_places
 from rlk_align.engines.hf.taps import Tapped
 from rlk_align.errors import EngineFailed, ModelError
 from rlk_align.model.operators import OPERATORS
 from rlk_align.model.prompts import Sample, TokenBatch
-from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.results import CodePlace
 from rlk_align.text import one_line
 
@@ -45,7 +43,6 @@ class HFEngine(Engine):
         here = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(self.spec.device or here)
         self.model = self.load(self.compute_dtype).to(self.device)
-        self.plant()
 
     @property
     def compute_dtype(self) -> str:
@@ -72,10 +69,6 @@ class HFEngine(Engine):
             self.kernels.in_model(model, model.config.rope_parameters)
         apply_patch(self.spec, model.eval())
         return model
-
-    def operators(self) -> HFOperators:
-        rotary = checkpoint_rotary(self.model_path, self.shape)
-        return HFOperators(self, self.shape, rotary)
 
     def version(self) -> str:
         import transformers
@@ -269,8 +262,7 @@ def hf_attributes(model: Any) -> dict[str, Any]:
         "rope_type": rope["rope_type"],
         "rope_theta": rope_theta(rotary.inv_freq) if unscaled else float(rope["rope_theta"]),
         "rope_dim": 2 * rotary.inv_freq.numel(),
-        **per_layer("norm_eps", [norm_eps(layer) for layer in layers]),
-        "final_norm_eps": model.model.norm.variance_epsilon,
+        **norm_attributes(model, hf_places(model)),
         **per_layer("activation", [_activation(layer.mlp, dtype) for layer in layers]),
         "tie_word_embeddings": (model.lm_head.weight is model.model.embed_tokens.weight),
     }

@@ -12,16 +12,14 @@ import torch
 from rlk_align.engines.faults.operators import Operators
 from rlk_align.engines.faults.unit import Attention, Formula, Report, Rows, in_place_of
 from rlk_align.engines.hf.places import hf_places
-from rlk_align.model.families import ModelShape
-from rlk_align.model.rotary import Rotary
 
 
 class HFOperators(Operators):
     """Of a model of transformers; every tensor but attention's is `[B, T, F]`."""
 
-    def __init__(self, engine: Any, shape: ModelShape, rotary: Rotary | None) -> None:
-        super().__init__(engine.model, hf_places(engine.model), shape, rotary)
-        self._engine, self._layer = engine, -1
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine, engine.model, hf_places(engine.model))
+        self._layer = -1
         self._modeling = sys.modules[type(self._model.model.layers[0].self_attn).__module__]
         self.before(self._model, self._note_rows, with_kwargs=True)
 

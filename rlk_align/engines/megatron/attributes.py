@@ -1,17 +1,29 @@
 """What decides a live GPTModel's numbers beside its weights, by the names of `hf_attributes`."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from rlk_align.engines.common.attributes import activation_name, per_layer, rope_theta
+from rlk_align.engines.common.attributes import (
+    activation_name,
+    norm_attributes,
+    per_layer,
+    rope_theta,
+)
+from rlk_align.engines.common.places import Place
 from rlk_align.engines.megatron.layout import padded_vocab
 from rlk_align.model.families import ModelShape
 
 
 def megatron_attributes(
-    model: Any, shape: ModelShape, tp: int, rope: dict[str, Any], built: torch.Tensor
+    model: Any,
+    places: Iterable[Place],
+    shape: ModelShape,
+    tp: int,
+    rope: dict[str, Any],
+    built: torch.Tensor,
 ) -> dict[str, Any]:
     """Read from the live modules: what a patch changed shows up.
 
@@ -36,8 +48,7 @@ def megatron_attributes(
         "rope_type": _rope_type(model),
         "rope_theta": _theta(model, rope, built),
         "rope_dim": 2 * model.rotary_pos_emb.inv_freq.numel(),
-        **per_layer("norm_eps", [_norm_eps(layer) for layer in layers]),
-        "final_norm_eps": model.decoder.final_layernorm.eps,
+        **norm_attributes(model, places),
         **per_layer("activation", [_activation(layer.mlp, embedding.dtype) for layer in layers]),
         "tie_word_embeddings": model.output_layer.weight is None,
     }
@@ -96,23 +107,6 @@ def _theta(model: Any, rope: dict[str, Any], built: torch.Tensor) -> float:
     if _rope_type(model) == "default":
         return rope_theta(live[:-1])
     return float(rope["rope_theta"]) if torch.equal(live, built) else math.nan
-
-
-def _norm_eps(layer: Any) -> Any:
-    attention = layer.self_attention
-    norms = {
-        "attn_norm": _norm(layer.input_layernorm, attention.linear_qkv),
-        "mlp_norm": _norm(layer.pre_mlp_layernorm, layer.mlp.linear_fc1),
-        "q_norm": getattr(attention.q_layernorm, "eps", None),
-        "k_norm": getattr(attention.k_layernorm, "eps", None),
-    }
-    eps = {name: e for name, e in norms.items() if e is not None}
-    return next(iter(eps.values())) if len(set(eps.values())) == 1 else eps
-
-
-def _norm(norm: Any, linear: Any) -> Any:
-    """The epsilon of a norm, or of the one that TransformerEngine put into the linear after it."""
-    return getattr(norm, "eps", None) or getattr(linear, "eps", None)
 
 
 def _activation(mlp: Any, dtype: torch.dtype) -> str:

@@ -24,12 +24,10 @@ from rlk_align.engines.megatron.model import (
     build,
     read_checkpoint,
 )
-from rlk_align.engines.megatron.operators import MegatronOperators
 from rlk_align.engines.megatron.places import megatron_places
 from rlk_align.engines.megatron.taps import Tapped
 from rlk_align.engines.megatron.weights import live_parameters, load, parameter_plan
 from rlk_align.model.prompts import TokenBatch
-from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.results import CodePlace
 
 CHUNK = 1024
@@ -58,10 +56,6 @@ class MegatronEngine(Engine):
         self.plan = parameter_plan(self.places, self.shape, settings.tp, checkpoint.biased)
         load(self.model, self.model_path, self.plan, self.ranks.rank)
         apply_patch(self.spec, self.model)
-        self.plant()
-
-    def operators(self) -> MegatronOperators:
-        return MegatronOperators(self, self.shape, checkpoint_rotary(self.model_path, self.shape))
 
     def _here(self, name: str) -> OptionValue | None:
         """An option, as it turned out in this process."""
@@ -112,7 +106,7 @@ class MegatronEngine(Engine):
         padded = not self.settings.packed and self.batch > 1
         return {
             **megatron_attributes(
-                self.model, self.shape, self.ranks.world, self.rope, self.rotation
+                self.model, self.places, self.shape, self.ranks.world, self.rope, self.rotation
             ),
             **processing(self.temperature),
             "padding_side": self.settings.padding if padded else None,

@@ -11,17 +11,13 @@ import torch
 from rlk_align.engines.faults.operators import Operators
 from rlk_align.engines.faults.unit import Attention, Formula, Report, Rows, in_place_of
 from rlk_align.engines.megatron.input import ModelInput
-from rlk_align.model.families import ModelShape
-from rlk_align.model.rotary import Rotary
 
 
 class MegatronOperators(Operators):
     """Of one rank that holds all of the model, built from the local spec."""
 
-    def __init__(self, engine: Any, shape: ModelShape, rotary: Rotary | None) -> None:
-        super().__init__(engine.model, engine.places, shape, rotary)
-        self._engine = engine
-        self._rope_site = ""
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine, engine.model, engine.places)
         self.before(self._model, self._note_rows)
 
     def _note_rows(self, _module: Any, args: Any) -> None:

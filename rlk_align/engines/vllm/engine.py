@@ -19,7 +19,6 @@ from rlk_align.engines.common.parameters import ParameterRecord
 from rlk_align.engines.vllm.worker import TapPlan
 from rlk_align.errors import BadOption, EngineFailed, ModelError
 from rlk_align.model.prompts import TokenBatch
-from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.results import CodePlace
 
 _ENVIRONMENT = {
@@ -94,14 +93,6 @@ class VLLMEngine(Engine):
         if self.kernels is not None:
             self.llm.apply_model(lambda model: self.kernels.in_model(model, {}))
         self._rpc("rlk_patch", self.spec)
-        self.plant()
-
-    def plant(self) -> None:
-        if self.production and self.spec.option("fault"):
-            raise BadOption("a fault cannot be planted in compiled code", "--no-production")
-        self._rpc(
-            "rlk_plant", self.spec, self.shape, checkpoint_rotary(self.model_path, self.shape)
-        )
 
     def version(self) -> str:
         import vllm
@@ -113,7 +104,7 @@ class VLLMEngine(Engine):
 
     def attributes(self) -> dict[str, Any]:
         raw = self.llm.llm_engine.model_config.logprobs_mode == "raw_logprobs"
-        return self._rpc("rlk_attributes") | (
+        return self._rpc("rlk_attributes", self.shape) | (
             processing(1.0) if raw else processing(self._temperature, self._top_p)
         )
 

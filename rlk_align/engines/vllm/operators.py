@@ -11,17 +11,19 @@ from rlk_align.engines.faults.operators import Operators
 from rlk_align.engines.faults.unit import Attention, Formula, Report, Rows, in_place_of
 from rlk_align.engines.vllm.places import vllm_places
 from rlk_align.engines.vllm.weights import live_weight
-from rlk_align.model.families import ModelShape
-from rlk_align.model.rotary import Rotary
+from rlk_align.errors import BadOption
 
 
 class VLLMOperators(Operators):
     """Of a model that one worker holds alone."""
 
-    def __init__(self, runner: Any, shape: ModelShape, rotary: Rotary | None) -> None:
-        model = runner.get_model()
-        super().__init__(model, vllm_places(model, shape, 1), shape, rotary)
-        self._runner = runner
+    def __init__(self, engine: Any) -> None:
+        if engine.production:
+            raise BadOption("a fault cannot be planted in compiled code", "--no-production")
+        # The one worker is in this process.
+        (self._runner,) = engine.llm.collective_rpc(_runner)
+        model = self._runner.get_model()
+        super().__init__(engine, model, vllm_places(model, engine.shape, 1))
         self._at = -1
         self.before(self._model, self._note_rows, with_kwargs=True)
 
@@ -167,6 +169,10 @@ class VLLMOperators(Operators):
             ]
             for name in names:
                 self.replace(module, name, _reporting(getattr(module, name), formula))
+
+
+def _runner(worker: Any) -> Any:
+    return worker.model_runner
 
 
 def _reporting(original: Any, formula: Formula) -> Any:

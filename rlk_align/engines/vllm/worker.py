@@ -11,24 +11,20 @@ from typing import Any
 
 import torch
 
-from rlk_align.engines.common.attributes import activation_name, norm_eps, per_layer
+from rlk_align.engines.common.attributes import activation_name, norm_attributes, per_layer
 from rlk_align.engines.common.code import code_places
 from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import ParameterRecord, record_parameter
 from rlk_align.engines.common.user_patch import apply_patch
-from rlk_align.engines.faults.catalogue import choose
-from rlk_align.engines.faults.operators import plant
 from rlk_align.engines.process import heartbeat
 from rlk_align.engines.spec import EngineSpec
-from rlk_align.engines.vllm.operators import VLLMOperators
 from rlk_align.engines.vllm.parallel import TensorParallel
 from rlk_align.engines.vllm.places import vllm_places
 from rlk_align.engines.vllm.taps import VLLMTaps
 from rlk_align.engines.vllm.weights import vllm_weights
 from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import TokenBatch
-from rlk_align.model.rotary import Rotary
 from rlk_align.results import CodePlace
 from rlk_align.trace.writer import PassWriter
 
@@ -56,7 +52,6 @@ class WorkerExtension:
     """Methods that vLLM's `collective_rpc` can call by name."""
 
     model_runner: Any
-    _rlk_faulty: VLLMOperators | None
 
     def rlk_start_heartbeat(self, folder: Path, waits: tuple[str, ...]) -> None:
         """Notes the heartbeat of a worker process that vLLM started."""
@@ -68,18 +63,8 @@ class WorkerExtension:
     def rlk_patch(self, spec: EngineSpec) -> None:
         apply_patch(spec, self.model_runner.get_model())
 
-    def rlk_plant(self, spec: EngineSpec, shape: ModelShape, rotary: Rotary | None) -> None:
-        """The spec's fault, in place of the one before."""
-        before, self._rlk_faulty = getattr(self, "_rlk_faulty", None), None
-        if before is not None:
-            before.close()
-        fault = spec.option("fault")
-        if fault is not None:
-            self._rlk_faulty = VLLMOperators(self.model_runner, shape, rotary)
-            plant(choose(spec.name, str(fault)), self._rlk_faulty)
-
-    def rlk_attributes(self) -> dict[str, Any]:
-        return vllm_attributes(self.model_runner.get_model())
+    def rlk_attributes(self, shape: ModelShape) -> dict[str, Any]:
+        return vllm_attributes(self.model_runner.get_model(), shape)
 
     def rlk_code(self, shape: ModelShape) -> dict[str, CodePlace]:
         model = self.model_runner.get_model()
@@ -115,7 +100,7 @@ class WorkerExtension:
             self._rlk_writer.close()
 
 
-def vllm_attributes(model: Any) -> dict[str, Any]:
+def vllm_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
     """What decides a live vLLM model's numbers beside its weights; names as `hf_attributes`."""
     layers, config = list(model.model.layers), model.config
     attention = [layer.self_attn for layer in layers]
@@ -133,8 +118,7 @@ def vllm_attributes(model: Any) -> dict[str, Any]:
         "rope_type": config.rope_parameters["rope_type"],
         "rope_theta": float(f"{rotary.base:.5g}"),
         "rope_dim": rotary.rotary_dim,
-        **per_layer("norm_eps", [norm_eps(layer) for layer in layers]),
-        "final_norm_eps": model.model.norm.variance_epsilon,
+        **norm_attributes(model, vllm_places(model, shape, 1)),
         **per_layer("activation", [_activation(layer.mlp, dtype) for layer in layers]),
         "tie_word_embeddings": bool(config.tie_word_embeddings),
         "padding_side": None,
