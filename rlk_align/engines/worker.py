@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from rlk_align.engines.base import Engine, Logprobs, Sampling
-from rlk_align.engines.faults.planted import PlantedFault
 from rlk_align.engines.manifest import write_manifest
+from rlk_align.engines.planted import PlantedFault
 from rlk_align.engines.process import heartbeat
 from rlk_align.engines.process.heartbeat import HEARTBEATS
 from rlk_align.engines.process.job import Events, Job, failed

@@ -11,8 +11,8 @@ import torch
 from rlk_align.data import data_path
 from rlk_align.engines.base import Sampling
 from rlk_align.engines.faults.catalogue import FAULTS, choose, faults_of
-from rlk_align.engines.faults.planted import PlantedFault
 from rlk_align.engines.hf.engine import HFEngine
+from rlk_align.engines.planted import PlantedFault
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
 from rlk_align.model.families import read_shape

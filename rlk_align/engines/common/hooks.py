@@ -35,6 +35,15 @@ class Hooks(ExitStack):
 
         self.after(module, hook)
 
+    def on_outputs(self, module: torch.nn.Module, see: Callable[[Any], None]) -> None:
+        """`see` each of several outputs, one after another, after each forward."""
+
+        def hook(outputs: Any) -> None:
+            for output in outputs:
+                see(output)
+
+        self.on_output(module, hook)
+
     def replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         """`function` as attribute `name` of a module, or of one object over its class's."""
         if name in vars(owner):

@@ -16,7 +16,7 @@ from rlk_align.engines.common.attributes import norm_epsilon
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import Place, first
 from rlk_align.engines.faults.catalogue import Chosen
-from rlk_align.engines.faults.unit import Formula, Rows, Unit, in_place_of
+from rlk_align.engines.faults.unit import Attention, Formula, Rows, Unit, in_place_of
 from rlk_align.errors import BadOption
 from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.model.sites import model_sites
@@ -41,11 +41,9 @@ class Operators(Hooks, ABC):
         at = self.sites[site]
         layer = -1 if at.layer is None else at.layer
         match at.operator.formula:
-            case "rotary":
-                self._rope(layer, at.op, formula)
             case "attention":
                 self._attention(layer, formula)
-            case "residual" | "activation":
+            case "residual" | "activation" | "rotary":
                 self._combination(site, formula)
             case "log_softmax":
                 self._logprob(formula)
@@ -104,10 +102,33 @@ class Operators(Hooks, ABC):
         )
         return in_place_of(formula, unit)
 
-    def frequencies(self, device: torch.device) -> torch.Tensor:
+    def attended(
+        self,
+        formula: Formula,
+        own: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        visible: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """In place of what attention gives for one sequence; tensors as `Attention` has them."""
+        unit = Attention(
+            own=own,
+            query=query,
+            key=key,
+            value=value,
+            visible=visible,
+            scale=scale,
+            head_dim=self.shape.head_dim,
+        )
+        return in_place_of(formula, unit)
+
+    def frequencies(self) -> torch.Tensor:
         """Of the checkpoint's rotary embedding, float64. Raises BadOption where they change."""
         if self._rotary is None:
             raise BadOption("the rotary embedding's frequencies change: no fault is planted there")
+        device = next(self._model.parameters()).device
         return torch.tensor(self._rotary.inv_freq, dtype=torch.float64, device=device)
 
     def _module_output(self, site: str, formula: Formula) -> None:
@@ -138,6 +159,7 @@ class Operators(Hooks, ABC):
     def _combination(self, site: str, formula: Formula) -> None:
         """Of what has no module: it is computed from the outputs of other operators."""
         place, inputs = self._places[site], self.sites[site].inputs
+        frequencies = self.frequencies() if place.end == "rope" else None
         live: dict[str, torch.Tensor] = {}
 
         def note(name: str, given: Any) -> None:
@@ -149,7 +171,9 @@ class Operators(Hooks, ABC):
             if len(live) == len(inputs):
                 own = place.access.target(given)
                 values = tuple(live.pop(name) for name in inputs)
-                new = self.computed(formula, self.rows_of(own), values, rows=self.rows)
+                new = self.computed(
+                    formula, self.rows_of(own), values, rows=self.rows, frequencies=frequencies
+                )
                 own.copy_(new.reshape(own.shape))
 
         for name in inputs:
@@ -158,11 +182,21 @@ class Operators(Hooks, ABC):
 
     def _watch(self, site: str, see: Callable[[Any], None]) -> None:
         """`see(what the site's module takes or gives)` in each forward."""
-        watch = self.on_input if self._places[site].end == "input" else self.on_output
-        watch(self.module(site), see)
+        module = self.module(site)
+        match self._places[site].end:
+            case "input":
+                self.on_input(module, see)
+            case "output":
+                self.on_output(module, see)
+            case "rope":
+                turns: list[bool] = []
+                query_first = [self.sites[site].op == op for op in ("q_rope", "k_rope")]
+                self.before(module, lambda *_: turns.extend(query_first))
+                self.on_rotation(lambda x: see(x) if turns and turns.pop(0) else None)
 
     @abstractmethod
-    def _rope(self, layer: int, op: str, formula: Formula) -> None: ...
+    def on_rotation(self, see: Callable[[torch.Tensor], None]) -> None:
+        """`see(what the rotary embedding gives)`: in each attention the query, then the key."""
 
     @abstractmethod
     def _attention(self, layer: int, formula: Formula) -> None:

@@ -3,15 +3,16 @@
 B = sequences, T = tokens of each in this forward, H = heads, D = features of a head.
 """
 
-import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from rlk_align.engines.faults.operators import Operators
-from rlk_align.engines.faults.unit import Attention, Formula, Report, Rows, in_place_of
+from rlk_align.engines.faults.unit import Formula, Report, Rows
 from rlk_align.engines.hf.places import hf_places
+from rlk_align.engines.hf.taps import on_rotation
 
 
 class HFOperators(Operators):
@@ -19,7 +20,6 @@ class HFOperators(Operators):
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine, engine.model, hf_places(engine.model))
-        self._layer = -1
         self._modeling = sys.modules[type(self._model.model.layers[0].self_attn).__module__]
         self.before(self._model, self._note_rows, with_kwargs=True)
 
@@ -33,35 +33,8 @@ class HFOperators(Operators):
         decoding = (positions > 0) & (ids.shape[1] == 1)
         self.rows = Rows(ids.flatten(), positions, decoding)
 
-    def _rope(self, layer: int, op: str, formula: Formula) -> None:
-        original = self._modeling.apply_rotary_pos_emb
-        frequencies = self.frequencies(self._model.device)
-        at = ("q_rope", "k_rope").index(op)
-
-        def enter(*_: Any) -> None:
-            self._layer = layer
-
-        def leave(*_: Any) -> None:
-            self._layer = -1
-
-        attention = self._model.model.layers[layer].self_attn
-        self.before(attention, enter)
-        self.after(attention, leave)
-
-        @functools.wraps(original)
-        def rotate(*args: Any, **kwargs: Any) -> Any:
-            out = list(original(*args, **kwargs))
-            if self._layer == layer:
-                # [B, H, T, D] -> [B * T, H * D]
-                own, given = (
-                    x.transpose(1, 2).flatten(2).flatten(0, 1) for x in (out[at], args[at])
-                )
-                new = self.computed(formula, own, (given,), rows=self.rows, frequencies=frequencies)
-                batch, heads, length, width = out[at].shape
-                out[at] = new.reshape(batch, length, heads, width).transpose(1, 2)
-            return tuple(out)
-
-        self.replace(self._modeling, "apply_rotary_pos_emb", rotate)
+    def on_rotation(self, see: Callable[[torch.Tensor], None]) -> None:
+        on_rotation(self, self._model, see)
 
     def _attention(self, layer: int, formula: Formula) -> None:
         interface = self._modeling.ALL_ATTENTION_FUNCTIONS
@@ -93,23 +66,15 @@ class HFOperators(Operators):
         length, seen = query.shape[2], key.shape[2]
         places = torch.arange(seen, device=query.device)
         causal = places <= places[seen - length :, None]
-        found = []
+        new = []
         for b in range(len(query)):
             visible = causal
             if mask is not None:
                 row = mask[b, 0, :, :seen] if mask.shape[0] > 1 else mask[0, 0, :, :seen]
                 visible = row if row.dtype == torch.bool else row == 0
-            unit = Attention(
-                own=out[b].flatten(1),
-                query=query[b].transpose(0, 1),
-                key=key[b].transpose(0, 1),
-                value=value[b].transpose(0, 1),
-                visible=visible,
-                scale=scale,
-                head_dim=self.shape.head_dim,
-            )
-            found.append(in_place_of(formula, unit).reshape(out[b].shape))
-        return torch.stack(found)
+            q, k, v = (x[b].transpose(0, 1) for x in (query, key, value))
+            new.append(self.attended(formula, out[b].flatten(1), q, k, v, visible, scale))
+        return torch.stack(new).reshape(out.shape)
 
     def _logprob(self, formula: Formula) -> None:
         original = self._engine.logprobs

@@ -2,11 +2,13 @@
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from rlk_align.engines.common.edits import Editor
+from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.rows import ForwardRows
 from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
@@ -36,21 +38,23 @@ class Tapped(SiteHooks):
 
     def install(self) -> None:
         super().install()
-        # FSDP gives the model and its layers classes of its own; the attention keeps its own.
-        attention = self._model.model.layers[0].self_attn
-        self._wrap_rope(sys.modules[type(attention).__module__])
+        on_rotation(self, self._model, self.rope)
 
-    def _wrap_rope(self, modeling: Any) -> None:
-        """Rotary embedding is a function of the modeling module, not a torch module: it is
-        wrapped for as long as the taps are in."""
-        original = modeling.apply_rotary_pos_emb
 
-        @functools.wraps(original)
-        def observed(*args: Any, **kwargs: Any) -> Any:
-            query, key = original(*args, **kwargs)
-            # [B, heads, S, head_dim] -> [B, S, heads, head_dim]
-            self.rope(query.transpose(1, 2))
-            self.rope(key.transpose(1, 2))
-            return query, key
+def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -> None:
+    """`see(rotated)` of what the rotary embedding gives, `[B, S, heads, head_dim]`: in each
+    attention the query, then the key. It is a function of the modeling module, not a torch module,
+    and wrapped for as long as the hooks are in."""
+    # FSDP gives the model and its layers classes of its own; the attention keeps its own.
+    modeling = sys.modules[type(model.model.layers[0].self_attn).__module__]
+    original = modeling.apply_rotary_pos_emb
 
-        self.replace(modeling, "apply_rotary_pos_emb", observed)
+    @functools.wraps(original)
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        query, key = original(*args, **kwargs)
+        # [B, heads, S, head_dim] -> [B, S, heads, head_dim]
+        see(query.transpose(1, 2))
+        see(key.transpose(1, 2))
+        return query, key
+
+    hooks.replace(modeling, "apply_rotary_pos_emb", observed)

@@ -3,14 +3,16 @@
 S = length, B = sequences, F = features; activations are `[S, B, F]`, packed ones `[T, 1, F]`.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from rlk_align.engines.faults.operators import Operators
-from rlk_align.engines.faults.unit import Attention, Formula, Report, Rows, in_place_of
+from rlk_align.engines.faults.unit import Formula, Report, Rows
 from rlk_align.engines.megatron.input import ModelInput
+from rlk_align.engines.megatron.taps import on_rotation
 
 
 class MegatronOperators(Operators):
@@ -24,38 +26,12 @@ class MegatronOperators(Operators):
         ids, positions = (x.t().flatten() for x in args[:2])
         self.rows = Rows(ids, positions, torch.zeros_like(ids, dtype=torch.bool))
 
-    def _layer(self, layer: int) -> Any:
-        return self._model.decoder.layers[layer]
-
-    def _rope(self, layer: int, op: str, formula: Formula) -> None:
-        """megatron-core's attention calls one function for the query, then for the key."""
-        from megatron.core.transformer import attention
-
-        original = attention.apply_rotary_pos_emb
-        frequencies = self.frequencies(next(self._model.parameters()).device)
-        coming: list[str] = []
-        self.before(
-            self._layer(layer).self_attention, lambda *_: coming.extend(["q_rope", "k_rope"])
-        )
-
-        def rotate(given: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            out = original(given, *args, **kwargs)
-            if not coming or coming.pop(0) != op:
-                return out
-            new = self.computed(
-                formula,
-                self.rows_of(out),
-                (self.rows_of(given),),
-                rows=self.rows,
-                frequencies=frequencies,
-            )
-            return new.reshape(out.shape)
-
-        self.replace(attention, "apply_rotary_pos_emb", rotate)
+    def on_rotation(self, see: Callable[[torch.Tensor], None]) -> None:
+        on_rotation(self, self._model, see)
 
     def _attention(self, layer: int, formula: Formula) -> None:
-        core = self._layer(layer).self_attention.core_attention
-        original = core.forward
+        core = self._model.decoder.layers[layer].self_attention.core_attention
+        original, scale = core.forward, core.softmax_scale
 
         def forward(query: Any, key: Any, value: Any, mask: Any, *args: Any, **more: Any) -> Any:
             out = original(query, key, value, mask, *args, **more)
@@ -65,31 +41,17 @@ class MegatronOperators(Operators):
                 for b in range(query.shape[1]):
                     hidden = mask[b if mask.shape[0] > 1 else 0, 0]
                     here = (query[:, b], key[:, b], value[:, b])
-                    new[:, b] = self._attended(formula, core, out[:, b], *here, ~hidden)
+                    new[:, b] = self.attended(formula, out[:, b], *here, ~hidden, scale)
                 return new
             for start, stop in pairwise(packed.cu_seqlens_q.tolist()):
                 visible = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
                 here = (query[start:stop], key[start:stop], value[start:stop])
-                new[start:stop] = self._attended(
-                    formula, core, out[start:stop], *here, visible.to(out.device)
+                new[start:stop] = self.attended(
+                    formula, out[start:stop], *here, visible.to(out.device), scale
                 )
             return new
 
         self.replace(core, "forward", forward)
-
-    def _attended(
-        self, formula: Formula, core: Any, own: Any, query: Any, key: Any, value: Any, visible: Any
-    ) -> torch.Tensor:
-        unit = Attention(
-            own=own,
-            query=query,
-            key=key,
-            value=value,
-            visible=visible,
-            scale=core.softmax_scale,
-            head_dim=self.shape.head_dim,
-        )
-        return in_place_of(formula, unit)
 
     def _logprob(self, formula: Formula) -> None:
         original = self._engine._logprobs

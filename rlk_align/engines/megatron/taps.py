@@ -5,11 +5,13 @@ the residual stream holds every feature, of every row or, under sequence paralle
 rank's hooks take part; rank 0 taps.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from rlk_align.engines.common.edits import Editor
+from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
 from rlk_align.engines.common.tap import Tap
@@ -67,24 +69,25 @@ class Tapped(SiteHooks):
         return self._shares_rows(place) or super().speaks_for(place, site)
 
     def install(self) -> None:
-        """Rotary embedding is a function of megatron-core's attention module: it is wrapped for as
-        long as the taps are in. Attention calls it for the query, then for the key."""
-        from megatron.core.transformer import attention
-
         super().install()
-        original = attention.apply_rotary_pos_emb
+        on_rotation(self, self._model, self.rope)
 
-        def observed(*args: Any, **kwargs: Any) -> Any:
-            out = original(*args, **kwargs)
-            self.rope(out)
-            return out
 
-        self.replace(attention, "apply_rotary_pos_emb", observed)
-        # The kernels' attention rotates both by a module of its own.
-        for layer in self._model.decoder.layers:
-            if hasattr(layer.self_attention, "rope"):
-                self.after(layer.self_attention.rope, self._rotated)
+def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -> None:
+    """`see(rotated)` of what the rotary embedding gives: in each attention the query, then the key.
+    It is a function of megatron-core's attention module, wrapped for as long as the hooks are
+    in."""
+    from megatron.core.transformer import attention
 
-    def _rotated(self, _module: Any, _inputs: Any, out: Any) -> None:
-        for part in out:
-            self.rope(part)
+    original = attention.apply_rotary_pos_emb
+
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        out = original(*args, **kwargs)
+        see(out)
+        return out
+
+    hooks.replace(attention, "apply_rotary_pos_emb", observed)
+    # The kernels' attention rotates both by a module of its own.
+    for layer in model.decoder.layers:
+        if hasattr(layer.self_attention, "rope"):
+            hooks.on_outputs(layer.self_attention.rope, see)

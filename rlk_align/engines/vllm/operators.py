@@ -3,13 +3,15 @@
 T = packed tokens of all requests, padding included; activations are `[T, F]`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from rlk_align.engines.faults.operators import Operators
-from rlk_align.engines.faults.unit import Attention, Formula, Report, Rows, in_place_of
+from rlk_align.engines.faults.unit import Formula, Report, Rows
 from rlk_align.engines.vllm.places import vllm_places
+from rlk_align.engines.vllm.taps import on_rotation
 from rlk_align.engines.vllm.weights import live_weight
 from rlk_align.errors import BadOption
 
@@ -24,7 +26,6 @@ class VLLMOperators(Operators):
         (self._runner,) = engine.llm.collective_rpc(_runner)
         model = self._runner.get_model()
         super().__init__(engine, model, vllm_places(model, engine.shape, 1))
-        self._at = -1
         self.before(self._model, self._note_rows, with_kwargs=True)
 
     def _note_rows(self, _module: Any, args: Any, given: dict[str, Any]) -> None:
@@ -69,32 +70,8 @@ class VLLMOperators(Operators):
 
         self.replace(module, "forward", forward)
 
-    def _rope(self, layer: int, op: str, formula: Formula) -> None:
-        """One module serves all layers."""
-        attention = self._layer(layer).self_attn
-        rotary = attention.rotary_emb
-        original, which = rotary.forward, ("q_rope", "k_rope").index(op)
-        frequencies = self.frequencies(next(self._model.parameters()).device)
-
-        def enter(*_: Any) -> None:
-            self._at = layer
-
-        def leave(*_: Any) -> None:
-            self._at = -1
-
-        self.before(attention, enter)
-        self.after(attention, leave)
-
-        def forward(positions: torch.Tensor, query: Any, key: Any, *args: Any) -> Any:
-            given = (query.clone(), key.clone())[which] if self._at == layer else None
-            out = list(original(positions, query, key, *args))
-            if given is not None:
-                out[which] = self.computed(
-                    formula, out[which], (given,), rows=self.rows, frequencies=frequencies
-                )
-            return tuple(out)
-
-        self.replace(rotary, "forward", forward)
+    def on_rotation(self, see: Callable[[torch.Tensor], None]) -> None:
+        on_rotation(self, self._model, see)
 
     def _attention(self, layer: int, formula: Formula) -> None:
         module = self._layer(layer).self_attn.attn
@@ -116,16 +93,10 @@ class VLLMOperators(Operators):
                 keys, values = cache.read(metadata.block_table[r], length, self._block_size)
                 places = torch.arange(length, device=out.device)
                 own_place = places[length - (rows.stop - rows.start) :]
-                unit = Attention(
-                    own=out[rows],
-                    query=q[rows],
-                    key=keys,
-                    value=values,
-                    visible=places <= own_place[:, None],
-                    scale=module.impl.scale,
-                    head_dim=width,
+                visible = places <= own_place[:, None]
+                new[rows] = self.attended(
+                    formula, out[rows], q[rows], keys, values, visible, module.impl.scale
                 )
-                new[rows] = in_place_of(formula, unit)
             return new
 
         self.replace(module, "forward", forward)

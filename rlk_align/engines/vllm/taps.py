@@ -3,12 +3,14 @@
 vLLM packs the tokens of all requests into one `[tokens, features]`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from rlk_align.engines.common.edits import Editor
+from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.rows import packed_rows
 from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
@@ -48,9 +50,7 @@ class VLLMTaps(SiteHooks):
         self.after(self._model, self._keep_hidden)
         self.before(self._model.logits_processor, self._place_logits)
         super().install()
-        # One module serves all layers, unless a patch has changed that.
-        for rotary in {layer.self_attn.rotary_emb for layer in self._model.model.layers}:
-            self.after(rotary, self._rotated)
+        on_rotation(self, self._model, self.rope)
 
     def gather(self, local: torch.Tensor) -> list[torch.Tensor] | None:
         return self._parallel.parts(local)
@@ -60,10 +60,6 @@ class VLLMTaps(SiteHooks):
             return self._all
         # Some ranks are given no logits.
         return None if value is None else self._logits
-
-    def _rotated(self, _module: Any, _inputs: Any, out: Any) -> None:
-        for part in out:
-            self.rope(part)
 
     def _watch_batches(self) -> None:
         """vLLM's newer runner returns the batch's layout from prepare_inputs; the older one
@@ -142,3 +138,11 @@ class VLLMTaps(SiteHooks):
             self._rows.position[chosen],
             len(rows),
         )
+
+
+def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -> None:
+    """`see(rotated)` of what the rotary embedding gives: in each attention the query, then the
+    key."""
+    # One module serves all layers, unless a patch has changed that.
+    for rotary in {layer.self_attn.rotary_emb for layer in model.model.layers}:
+        hooks.on_outputs(rotary, see)
