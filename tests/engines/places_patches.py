@@ -1,0 +1,62 @@
+"""Compares an engine's table of places with what the kernels' integration says it replaces, in a
+live model: `patch=places_patches:ENGINE`, which raises where the two disagree."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from rlk_align.data import data_path
+from rlk_align.engines.common.kernels import REPLACEABLE
+from rlk_align.engines.common.places import Place
+from rlk_align.model.families import read_shape
+from rlk_align.model.operators import OPERATORS
+
+SHAPE = read_shape(data_path("model"))
+
+
+def hf(model: Any) -> None:
+    from rlk_kernels.integrations import hf as kernels
+
+    from rlk_align.engines.hf.places import hf_places
+
+    compare(model, kernels.operators(model), hf_places(model))
+
+
+def megatron(model: Any) -> None:
+    from rlk_kernels.integrations import megatron as kernels
+
+    from rlk_align.engines.megatron.places import megatron_places
+
+    tied = model.share_embeddings_and_output_weights
+    compare(model, kernels.operators(model), megatron_places(SHAPE, 1, te=False, tied=tied))
+
+
+def vllm(model: Any) -> None:
+    from rlk_kernels.integrations import vllm as kernels
+
+    from rlk_align.engines.vllm.places import vllm_places
+
+    compare(model, kernels.operators(model), vllm_places(model, SHAPE, 1))
+
+
+def compare(model: Any, replaced: dict[str, Any], places: Iterable[Place]) -> None:
+    table = {site: place for place in places for site in place.sites}
+    wanted = {site for site in table if site.rpartition(".")[2] in REPLACEABLE}
+    # No module computes log-probs.
+    named = replaced.keys() - {"logprob"}
+    assert named == wanted, f"one names {sorted(named ^ wanted)[:4]} alone"
+    for site in sorted(wanted):
+        place, formula = table[site], OPERATORS[site.rpartition(".")[2]].formula
+        # What has no module of its own is computed by the one around it.
+        path = place.module.rpartition(".")[0] if place.end == "input" else place.module
+        modules = [model.get_submodule(path)]
+        if formula == "embedding":
+            modules = [model.get_submodule(place.holder)]
+        elif formula in ("attention", "rotary"):
+            # An attention may leave either to a part of it, or to what serves all layers.
+            inside = modules[0]
+            parts = ("core_attention", "impl", "rotary_emb", "rope")
+            modules += [getattr(inside, part) for part in parts if hasattr(inside, part)]
+            modules += [
+                m for n, m in model.named_modules() if n.endswith(("rotary_emb", "pos_emb"))
+            ]
+        assert any(replaced[site] is m for m in modules), f"{site} is not {path}"

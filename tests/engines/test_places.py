@@ -1,0 +1,26 @@
+"""Each engine's table of places against what the kernels' integration says it replaces: the
+kernels' package cannot import the tool, so the live model is asked for both."""
+
+import os
+from pathlib import Path
+
+import pytest
+from conftest import Cli, require_engine
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("engine", ["hf", "megatron", "vllm"])
+def test_the_table_names_what_the_kernels_replace(
+    cli: Cli, few_prompts: Path, tmp_path: Path, engine: str
+) -> None:
+    require_engine(engine)
+    found = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    words = ("capture", "--prompts", few_prompts, "--max-new-tokens", 1)
+    sampled = tmp_path / "sampled"
+    if engine == "megatron":
+        assert cli(*words, "--engine", "hf", "-o", sampled).code == 0
+        words = ("capture", "--tokens", sampled)
+    patch = f"{engine}:patch=places_patches:{engine}"
+    done = cli(*words, "--engine", patch, "-o", tmp_path / "run", env={"PYTHONPATH": found})
+    assert done.code == 0, done.err
