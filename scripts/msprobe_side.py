@@ -53,7 +53,7 @@ def planted(engine: HFEngine, side: Side) -> None:
     def visibly(site: str, formula: Callable[..., torch.Tensor]) -> None:
         def planted_result(unit: Any) -> torch.Tensor:
             was, Runtime.is_running = Runtime.is_running, False
-            value = formula(unit).to(unit.own.dtype) if side.faulty else unit.own
+            value = formula(unit).to(unit.result.dtype) if side.faulty else unit.result
             Runtime.is_running = was
             return value * 1
 

@@ -83,8 +83,10 @@ class EngineSpec:
     def canonical(self, checkpoint: str) -> "EngineSpec":
         """The spec that says the same and nothing more, options sorted: for a bf16 checkpoint
         `vllm:tp=1,dtype=bf16` is `vllm`."""
-        kept = {k: v for k, v in sorted(self.options.items()) if v != self._default(k, checkpoint)}
-        return EngineSpec(self.name, kept)
+        chosen = {
+            k: v for k, v in sorted(self.options.items()) if v != self._default(k, checkpoint)
+        }
+        return EngineSpec(self.name, chosen)
 
     def _default(self, key: str, checkpoint: str) -> OptionValue | None:
         if key == "dtype":
@@ -95,8 +97,8 @@ class EngineSpec:
     def computed(self) -> "EngineSpec":
         """Without what only says how it is started."""
         known = COMMON_OPTIONS | dict(self.info.options)
-        kept = {k: v for k, v in self.options.items() if not known[k].starts_only}
-        return EngineSpec(self.name, kept)
+        chosen = {k: v for k, v in self.options.items() if not known[k].starts_only}
+        return EngineSpec(self.name, chosen)
 
     def __str__(self) -> str:
         options = ",".join(f"{k}={v}" for k, v in self.options.items())
@@ -122,19 +124,19 @@ class EngineSpec:
 
 def given_options(who: str, text: str, known: Collection[str]) -> Iterator[tuple[str, str]]:
     """The options of `key=value,...`, each once. Raises BadOption, naming what is known."""
-    seen: dict[str, str] = {}
+    parsed: dict[str, str] = {}
     for item in filter(None, text.split(",")):
         key, equals, value = item.partition("=")
         if key not in known:
             fix = f"known: {', '.join(sorted(known))}"
-            if "except" in seen and key in REPLACEABLE:
-                fix = f"operators are joined by +: except={seen['except']}+{key}"
+            if "except" in parsed and key in REPLACEABLE:
+                fix = f"operators are joined by +: except={parsed['except']}+{key}"
             raise BadOption(f"{who} has no option {key!r}", fix)
         if not equals or not value:
             raise BadOption(f"{who}: option {key!r} needs a value: {key}=VALUE")
-        if key in seen:
+        if key in parsed:
             raise BadOption(f"{who}: option {key!r} is given twice")
-        seen[key] = value
+        parsed[key] = value
         yield key, value
 
 

@@ -24,13 +24,13 @@ def tested_range(name: str) -> str:
     return first if first == last else f"{first}–{last}"
 
 
-def untested(found: Mapping[str, str | None]) -> list[str]:
+def untested(installed: Mapping[str, str | None]) -> list[str]:
     """What to say of each distribution whose version is outside the tested range.
 
     `found`: distribution -> version, None where it is not installed.
     """
     said = []
-    for name, version in found.items():
+    for name, version in installed.items():
         if version is None or name not in TESTED:
             continue
         first, last = TESTED[name]

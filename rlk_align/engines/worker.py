@@ -115,15 +115,15 @@ def _run_following(
 
 
 def _initial_batch(job: Job, prompts: list[Prompt], prompt_ids: dict[str, list[int]]) -> TokenBatch:
-    own = job.folder / "tokens.parquet"
+    tokens = job.folder / "tokens.parquet"
     if job.tokens is not None:
         batch = TokenBatch.load(job.tokens)
-        if job.tokens != own and os.environ.get("RANK", "0") == "0":
-            with writing(own):
-                batch.save(own)
+        if job.tokens != tokens and os.environ.get("RANK", "0") == "0":
+            with writing(tokens):
+                batch.save(tokens)
         return batch
-    if own.is_file():
-        return TokenBatch.load(own)
+    if tokens.is_file():
+        return TokenBatch.load(tokens)
     return TokenBatch(tuple(Sample(p.id, tuple(prompt_ids[p.id])) for p in prompts))
 
 
@@ -275,9 +275,9 @@ def _failure(raised: BaseException, job: Job, rank: str | None) -> RlkError:
     who = "the worker" if rank is None else f"rank {rank} of {os.environ['WORLD_SIZE']}"
     log = job.folder / "worker.log" if rank is None else rank_log(job.folder, int(rank))
     said = (str(raised).splitlines() or [""])[0]
-    found = versions(job.engine.info.tested)
-    if _reached_in_vain(raised, bool(untested(found))):
-        here = [f"{n} {v}, tested {tested_range(n)}" for n, v in found.items() if v]
+    installed = versions(job.engine.info.tested)
+    if _reached_in_vain(raised, bool(untested(installed))):
+        here = [f"{n} {v}, tested {tested_range(n)}" for n, v in installed.items() if v]
         what = f"{who} of {job.engine} met an API that is not as it was tested ({'; '.join(here)})"
         return failed(f"{what}: {said}", log, "install a tested version")
     if not _out_of_memory(raised):

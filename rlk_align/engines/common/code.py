@@ -15,7 +15,7 @@ SETTINGS = 24
 def code_places(model: Any, places: Iterable[Place]) -> dict[str, CodePlace]:
     """Site -> the module of the live model that computes it. What has no module of its own is
     computed by the one around it: an attention, an MLP, a layer."""
-    found: dict[str, CodePlace] = {}
+    code: dict[str, CodePlace] = {}
     for place in places:
         if place.unexposed:
             continue
@@ -24,14 +24,14 @@ def code_places(model: Any, places: Iterable[Place]) -> dict[str, CodePlace]:
         kind = type(module)
         file, line = _source(kind)
         for site in place.sites:
-            found[site] = CodePlace(
+            code[site] = CodePlace(
                 module=path,
                 kind=kind.__qualname__,
                 file=file,
                 line=line,
                 settings=_scalars(module),
             )
-    return found
+    return code
 
 
 def _source(kind: type) -> tuple[str, int]:

@@ -53,17 +53,17 @@ class Editor:
             signs = _signs(self._plan.seed, site, sample, position, start, stop).to(live.device)
             return _moved(live, signs * self._plan.ulps), np.ones(len(sample), dtype=bool)
         assert self._source is not None
-        value, found = self._source.find(site, sample, position)
+        value, recorded = self._source.find(site, sample, position)
         if value is None:
-            return live[:0], found
+            return live[:0], recorded
         if self._plan.kind == "graft":
-            return value[:, start:stop].to(live.device, live.dtype), found
+            return value[:, start:stop].to(live.device, live.dtype), recorded
         assert self._base is not None
         base, in_base = self._base.find(site, sample, position)
-        both = found & in_base
+        both = recorded & in_base
         if base is None or not both.any():
             return live[:0], both
-        change = _widened(value[both[found]], start, stop) - _widened(
+        change = _widened(value[both[recorded]], start, stop) - _widened(
             base[both[in_base]], start, stop
         )
         here = live[torch.from_numpy(np.flatnonzero(both)).to(live.device)].double()

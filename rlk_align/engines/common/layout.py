@@ -41,14 +41,14 @@ class Layout:
     def holders(self, op: str) -> list[tuple[int, int, FeatureSlice]]:
         """(rank, offset in that rank's slice, piece) of `op`, in canonical order, each feature
         once: where ranks hold copies, the lowest rank's."""
-        found: dict[int, tuple[int, int, FeatureSlice]] = {}
+        lowest: dict[int, tuple[int, int, FeatureSlice]] = {}
         for rank, pieces in enumerate(self.ranks):
             offset = 0
             for p in pieces:
                 if p.op == op and p.size:
-                    found.setdefault(p.start, (rank, offset, p))
+                    lowest.setdefault(p.start, (rank, offset, p))
                 offset += p.size
-        return [found[start] for start in sorted(found)]
+        return [lowest[start] for start in sorted(lowest)]
 
     def assemble(self, op: str, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         """The whole of `op` along `dim`, from the local tensors of all ranks in rank order.
@@ -60,17 +60,17 @@ class Layout:
         """Who holds what of `op`; none where one rank holds it all."""
         if len(self.ranks) == 1:
             return ()
-        found: list[Shard] = []
+        shards: list[Shard] = []
         for rank, pieces in enumerate(self.ranks):
             for p in pieces:
                 if p.op != op or not p.size:
                     continue
                 start = p.start
                 # Groups of one rank follow each other in the canonical parameter.
-                if found and found[-1].rank == rank and found[-1].stop == start:
-                    start = found.pop().start
-                found.append(Shard(rank, dim, start, p.stop))
-        return tuple(found)
+                if shards and shards[-1].rank == rank and shards[-1].stop == start:
+                    start = shards.pop().start
+                shards.append(Shard(rank, dim, start, p.stop))
+        return tuple(shards)
 
     def named(self, suffix: str) -> "Layout":
         """The same of what is called so, with `suffix` behind each operator's name."""

@@ -13,9 +13,9 @@ import torch
 from rlk_align.engines.common.layout import Layout
 
 
-def first(given: Any) -> torch.Tensor:
+def first(value: Any) -> torch.Tensor:
     """The tensor of a module that returns one, alone or ahead of others."""
-    return given[0] if isinstance(given, tuple) else given
+    return value[0] if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,23 +26,23 @@ class Access:
     """The site's value."""
     target: Callable[[Any], torch.Tensor]
     """The tensor to overwrite, so that all that follows reads the new value."""
-    left: Callable[[Any], Any]
+    after_write: Callable[[Any], Any]
     """What the module gives once that is overwritten."""
 
 
-def with_bias(given: Any) -> torch.Tensor:
+def with_bias(value: Any) -> torch.Tensor:
     """A tensor, with the bias that comes beside it for whatever follows to add."""
-    bias = given[1] if isinstance(given, tuple) else None
-    return first(given) if bias is None else first(given) + bias
+    bias = value[1] if isinstance(value, tuple) else None
+    return first(value) if bias is None else first(value) + bias
 
 
-def _without_bias(given: Any) -> Any:
-    return (given[0], None) if isinstance(given, tuple) else given
+def _without_bias(value: Any) -> Any:
+    return (value[0], None) if isinstance(value, tuple) else value
 
 
-FIRST = Access(first, first, lambda given: given)
+FIRST = Access(first, first, lambda value: value)
 """The tensor itself, or the first of several."""
-SECOND = Access(lambda given: given[1], lambda given: given[1], lambda given: given)
+SECOND = Access(lambda value: value[1], lambda value: value[1], lambda value: value)
 """The second of several: the residual stream that a fused norm returns."""
 WITH_BIAS = Access(with_bias, first, _without_bias)
 """A tensor and a bias that whatever follows adds: what is overwritten has it added already."""

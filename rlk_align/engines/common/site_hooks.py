@@ -133,24 +133,24 @@ class SiteHooks(Hooks):
         """What the rotary embedding gave next, within the attention that runs."""
         self.visit(self._turn.pop(0), rotated)
 
-    def visit(self, place: Place, given: Any) -> Any:
+    def visit(self, place: Place, passed: Any) -> Any:
         """Observes what a module takes or gives, and overwrites it; returns what it gives now."""
-        value = place.access.read(given)
+        value = place.access.read(passed)
         rows = self.live_rows(place, value)
         if rows is None:
-            return given
+            return passed
         if self._observing:
             self.observe(place, value, rows)
         late, self._late = self._late, []
         if self._editor is not None and any(map(self._editor.wants, place.sites)):
             if self._editor.late.isdisjoint(place.sites):
-                given = self._overwrite(place, given, value, rows)
+                passed = self._overwrite(place, passed, value, rows)
             else:
-                assert place.access.target(given) is value, place.sites
-                self._late = [(place, given, value, rows)]
+                assert place.access.target(passed) is value, place.sites
+                self._late = [(place, passed, value, rows)]
         for earlier in late:
             self._overwrite(*earlier)
-        return given
+        return passed
 
     def observe(self, place: Place, value: torch.Tensor, rows: LiveRows) -> None:
         """Gives the rows of a place to the tap, put together from all ranks."""
@@ -162,9 +162,9 @@ class SiteHooks(Hooks):
             whole = parts[0] if place.layout is None else place.layout.assemble(site, parts, 1)
             self._tap(site, whole, rows.sample, rows.position)
 
-    def _overwrite(self, place: Place, given: Any, value: torch.Tensor, rows: LiveRows) -> Any:
+    def _overwrite(self, place: Place, passed: Any, value: torch.Tensor, rows: LiveRows) -> Any:
         assert self._editor is not None
-        target, local = place.access.target(given), rows.read(value).clone()
+        target, local = place.access.target(passed), rows.read(value).clone()
         for site, at, start, size in self._pieces(place, local.shape[1]):
             if not self._editor.wants(site):
                 continue
@@ -177,7 +177,7 @@ class SiteHooks(Hooks):
         if target is not value:
             target.detach().copy_(value)
         rows.write(target, local)
-        return place.access.left(given)
+        return place.access.after_write(passed)
 
     def _pieces(self, place: Place, features: int) -> list[tuple[str, int, int, int]]:
         """(site, offset in this rank's tensor, first feature, how many) of what it holds."""

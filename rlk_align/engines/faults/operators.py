@@ -16,7 +16,7 @@ from rlk_align.engines.common.attributes import norm_epsilon
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import Place, first
 from rlk_align.engines.faults.catalogue import Chosen
-from rlk_align.engines.faults.unit import Attention, Formula, Rows, Unit, in_place_of
+from rlk_align.engines.faults.unit import Attention, Formula, ForwardTokens, Unit, in_place_of
 from rlk_align.errors import BadOption
 from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.model.sites import model_sites
@@ -25,7 +25,7 @@ from rlk_align.model.sites import model_sites
 class Operators(Hooks, ABC):
     """Closing it undoes every replacement."""
 
-    rows: Rows
+    rows: ForwardTokens
     """Of the forward that runs; an engine's hooks keep it."""
 
     def __init__(self, engine: Any, model: Any, places: Iterable[Place]) -> None:
@@ -81,17 +81,17 @@ class Operators(Hooks, ABC):
     def computed(
         self,
         formula: Formula,
-        own: torch.Tensor,
+        result: torch.Tensor,
         inputs: tuple[torch.Tensor, ...] = (),
         weight: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         eps: float = 0.0,
-        rows: Rows | None = None,
+        rows: ForwardTokens | None = None,
         frequencies: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """In place of an operator's own result, `[N, F]`."""
         unit = Unit(
-            own=own,
+            result=result,
             inputs=inputs,
             head_dim=self.shape.head_dim,
             rows=rows,
@@ -105,7 +105,7 @@ class Operators(Hooks, ABC):
     def attended(
         self,
         formula: Formula,
-        own: torch.Tensor,
+        result: torch.Tensor,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -114,7 +114,7 @@ class Operators(Hooks, ABC):
     ) -> torch.Tensor:
         """In place of what attention gives for one sequence; tensors as `Attention` has them."""
         unit = Attention(
-            own=own,
+            result=result,
             query=query,
             key=key,
             value=value,
@@ -144,13 +144,13 @@ class Operators(Hooks, ABC):
 
         def see(_module: Any, inputs: Any, out: Any) -> None:
             value = first(out)
-            given = () if embedding else (flat(inputs[-1]),)
+            operands = () if embedding else (flat(inputs[-1]),)
             if op.formula == "rms_norm" and out is not value:
                 # A fused norm also gives the sum that it norms.
-                given = (flat(out[1]),)
+                operands = (flat(out[1]),)
             new, rows = flat(value).clone(), self.rows if every_row else None
             new[:, index] = self.computed(
-                formula, new[:, index], given, weight, bias, eps, rows=rows
+                formula, new[:, index], operands, weight, bias, eps, rows=rows
             )
             value.copy_(new.reshape(value.shape))
 
@@ -162,19 +162,19 @@ class Operators(Hooks, ABC):
         frequencies = self.frequencies() if place.end == "rope" else None
         live: dict[str, torch.Tensor] = {}
 
-        def note(name: str, given: Any) -> None:
-            value = self._places[name].access.read(given)
+        def note(name: str, passed: Any) -> None:
+            value = self._places[name].access.read(passed)
             live[name] = self.rows_of(value)[:, self.outputs(name)].clone()
 
-        def overwrite(given: Any) -> None:
+        def overwrite(passed: Any) -> None:
             # Not where somebody asks an activation what it is.
             if len(live) == len(inputs):
-                own = place.access.target(given)
+                result = place.access.target(passed)
                 values = tuple(live.pop(name) for name in inputs)
                 new = self.computed(
-                    formula, self.rows_of(own), values, rows=self.rows, frequencies=frequencies
+                    formula, self.rows_of(result), values, rows=self.rows, frequencies=frequencies
                 )
-                own.copy_(new.reshape(own.shape))
+                result.copy_(new.reshape(result.shape))
 
         for name in inputs:
             self._watch(name, functools.partial(note, name))

@@ -10,7 +10,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ForwardTokens:
     """Which rows a forward computes; tensors `[N]`, padding included."""
 
     ids: torch.Tensor
@@ -23,12 +23,12 @@ class Rows:
 class Unit:
     """One operator in one forward; `inputs` in the order of the canonical site's."""
 
-    own: torch.Tensor
+    result: torch.Tensor
     """What the engine itself computes, `[N, F]`."""
     inputs: tuple[torch.Tensor, ...] = ()
     """`[N, F]` each."""
     head_dim: int
-    rows: Rows | None = None
+    rows: ForwardTokens | None = None
     """None where the operator sees some rows only."""
     weight: torch.Tensor | None = None
     """Of a norm `[D]` or `[F]`, of a projection `[F, F_in]`."""
@@ -42,7 +42,7 @@ class Unit:
 class Attention:
     """The attention core over one sequence."""
 
-    own: torch.Tensor
+    result: torch.Tensor
     """`[T, H * D]`."""
     query: torch.Tensor
     """`[T, H, D]`."""
@@ -64,7 +64,7 @@ class Attention:
 class Report:
     """Log-probs of some rows, as an engine reports them."""
 
-    own: torch.Tensor
+    result: torch.Tensor
     """What the engine itself reports, float32 `[N]`."""
     logits: torch.Tensor
     """`[N, V]`."""
@@ -74,9 +74,9 @@ class Report:
 
 
 Formula = Callable[..., torch.Tensor]
-"""A Unit, an Attention or a Report -> what stands in place of the own result."""
+"""A Unit, an Attention or a Report -> what stands in place of the result."""
 
 
 def in_place_of(formula: Formula, unit: Unit | Attention) -> torch.Tensor:
-    """The formula's result, in the shape and the dtype of the own one."""
-    return formula(unit).to(unit.own.dtype).reshape(unit.own.shape)
+    """The formula's result, in the shape and the dtype of the engine's."""
+    return formula(unit).to(unit.result.dtype).reshape(unit.result.shape)

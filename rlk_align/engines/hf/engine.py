@@ -110,9 +110,9 @@ class HFEngine(Engine):
     def logprobs(self, logits: torch.Tensor, target: torch.Tensor) -> np.ndarray:
         """What is reported of rows `[N, V]` of logits, float32 `[N]`."""
         if self.kernels is not None:
-            found = self.kernels.logprobs(logits, target, self.temperature)
-            if found is not None:
-                return found.cpu().numpy()
+            logprobs = self.kernels.logprobs(logits, target, self.temperature)
+            if logprobs is not None:
+                return logprobs.cpu().numpy()
         return token_logprobs(logits, target, self.temperature)
 
     @property

@@ -64,8 +64,8 @@ class FSDPEngine(HFEngine):
             whole = weight.full_tensor().to(compute)
             # DTensor's Shard(0) gives every rank ceil(n / world) slices while they last.
             share = -(-weight.shape[0] // self.ranks.world)
-            left = [max(0, weight.shape[0] - r * share) for r in range(self.ranks.world)]
-            shards = even_shards(0, [min(share, n) for n in left])
+            remaining = [max(0, weight.shape[0] - r * share) for r in range(self.ranks.world)]
+            shards = even_shards(0, [min(share, n) for n in remaining])
             if self.ranks.rank == 0:
                 yield record_parameter(LiveParameter(name, whole, shards))
 
@@ -90,18 +90,18 @@ class FSDPEngine(HFEngine):
         done: SamplesDone,
         intervention: Intervention | None = None,
     ) -> Logprobs:
-        own = self.own_samples(batch)
+        samples = self.own_samples(batch)
         most = range(0, len(batch.samples), self.ranks.world)
         logprobs: Logprobs = {}
         # Checkpointing does nothing where no gradient is wanted.
         wanted = bool(self.spec.option("checkpointing"))
         editor = Editor.of(intervention, batch)
         with torch.set_grad_enabled(wanted), Tapped(self.model, tap, editor) as taps:
-            for members in self.forwards(own):
+            for members in self.forwards(samples):
                 logprobs |= self.forward(batch, members, taps)
                 done(min(len(batch.samples), len(logprobs) * self.ranks.world))
         # Every forward gathers weights from all ranks: one with less to do keeps up with them.
-        steps = len(list(self.forwards(most))) - len(list(self.forwards(own)))
+        steps = len(list(self.forwards(most))) - len(list(self.forwards(samples)))
         with torch.no_grad():
             for _ in range(steps):
                 self.model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.device))

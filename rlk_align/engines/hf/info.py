@@ -21,8 +21,8 @@ HF_OPTIONS = {
 
 
 def _conflict(options: Mapping[str, OptionValue]) -> str | None:
-    left = str(options.get("except", "")).split("+")
-    if options.get("kernels") == "rlk" and "attn" in options and "attn" not in left:
+    excepted = str(options.get("except", "")).split("+")
+    if options.get("kernels") == "rlk" and "attn" in options and "attn" not in excepted:
         return f"attn={options['attn']} with kernels=rlk, which has its own: add except=attn"
     return None
 

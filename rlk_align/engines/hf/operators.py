@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rlk_align.engines.faults.operators import Operators
-from rlk_align.engines.faults.unit import Formula, Report, Rows
+from rlk_align.engines.faults.unit import Formula, ForwardTokens, Report
 from rlk_align.engines.hf.places import hf_places
 from rlk_align.engines.hf.taps import on_rotation
 
@@ -23,15 +23,15 @@ class HFOperators(Operators):
         self._modeling = sys.modules[type(self._model.model.layers[0].self_attn).__module__]
         self.before(self._model, self._note_rows, with_kwargs=True)
 
-    def _note_rows(self, _module: Any, _args: Any, given: dict[str, Any]) -> None:
-        ids = given["input_ids"]
-        positions, cache = given.get("position_ids"), given.get("past_key_values")
+    def _note_rows(self, _module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        ids = kwargs["input_ids"]
+        positions, cache = kwargs.get("position_ids"), kwargs.get("past_key_values")
         if positions is None:
             past = cache.get_seq_length() if cache is not None else 0
             positions = torch.arange(ids.shape[1], device=ids.device)[None] + past
         positions = positions.expand_as(ids).flatten()
         decoding = (positions > 0) & (ids.shape[1] == 1)
-        self.rows = Rows(ids.flatten(), positions, decoding)
+        self.rows = ForwardTokens(ids.flatten(), positions, decoding)
 
     def on_rotation(self, see: Callable[[torch.Tensor], None]) -> None:
         on_rotation(self, self._model, see)
@@ -63,14 +63,14 @@ class HFOperators(Operators):
         self, formula: Formula, out: Any, query: Any, key: Any, value: Any, mask: Any, scale: float
     ) -> torch.Tensor:
         """`[B, T, H, D]`; query, key and value are `[B, H, T, D]`."""
-        length, seen = query.shape[2], key.shape[2]
-        places = torch.arange(seen, device=query.device)
-        causal = places <= places[seen - length :, None]
+        length, context = query.shape[2], key.shape[2]
+        places = torch.arange(context, device=query.device)
+        causal = places <= places[context - length :, None]
         new = []
         for b in range(len(query)):
             visible = causal
             if mask is not None:
-                row = mask[b, 0, :, :seen] if mask.shape[0] > 1 else mask[0, 0, :, :seen]
+                row = mask[b, 0, :, :context] if mask.shape[0] > 1 else mask[0, 0, :, :context]
                 visible = row if row.dtype == torch.bool else row == 0
             q, k, v = (x[b].transpose(0, 1) for x in (query, key, value))
             new.append(self.attended(formula, out[b].flatten(1), q, k, v, visible, scale))
@@ -80,20 +80,20 @@ class HFOperators(Operators):
         original = self._engine.logprobs
 
         def report(logits: torch.Tensor, target: torch.Tensor) -> Any:
-            given = Report(
-                own=torch.from_numpy(original(logits, target)).to(logits.device),
+            unit = Report(
+                result=torch.from_numpy(original(logits, target)).to(logits.device),
                 logits=logits,
                 targets=target,
                 temperature=self._engine.temperature,
             )
-            return formula(given).float().cpu().numpy()
+            return formula(unit).float().cpu().numpy()
 
         self.replace(self._engine, "logprobs", report)
 
     def change_positions(self, change: Formula) -> None:
-        def shift(_module: Any, args: Any, given: dict[str, Any]) -> Any:
-            if "position_ids" in given:
-                given = given | {"position_ids": change(given["position_ids"])}
-            return args, given
+        def shift(_module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+            if "position_ids" in kwargs:
+                kwargs = kwargs | {"position_ids": change(kwargs["position_ids"])}
+            return args, kwargs
 
         self.before(self._model, shift, with_kwargs=True)

@@ -87,9 +87,9 @@ def rotation(model: Any) -> torch.Tensor:
     angles = (every[0] if isinstance(every, tuple) else every)[:, 0, 0].cpu()
     step = (angles[1] - angles[0])[: angles.shape[1] // 2]
     # The kernels keep it with the frequencies, megatron-core's attention asks the config.
-    own = yarn._yarn_get_concentration_factor_from_config(model.config)
-    kept = getattr(model.rotary_pos_emb, "rlk_scaling", own)
-    return torch.cat([step, torch.tensor([1.0 if kept is None else float(kept)])])
+    from_config = yarn._yarn_get_concentration_factor_from_config(model.config)
+    factor = getattr(model.rotary_pos_emb, "rlk_scaling", from_config)
+    return torch.cat([step, torch.tensor([1.0 if factor is None else float(factor)])])
 
 
 def _rope_type(model: Any) -> str:

@@ -130,23 +130,23 @@ class MegatronEngine(Engine):
         done: SamplesDone,
         intervention: Intervention | None = None,
     ) -> Logprobs:
-        found: Logprobs = {}
+        scored: Logprobs = {}
         samples = list(enumerate(batch.samples))
         sharded_rows = self.settings.sequence_parallel
         editor = Editor.of(intervention, batch)
         with Tapped(self.model, self.places, tap, editor, self.ranks, sharded_rows) as taps:
             for first in range(0, len(samples), self.batch):
                 some = samples[first : first + self.batch]
-                given = self._input(some)
-                taps.at(given)
+                inputs = self._input(some)
+                taps.at(inputs)
                 logits = self.model(
-                    given.ids, given.positions, given.mask, packed_seq_params=given.packed
+                    inputs.ids, inputs.positions, inputs.mask, packed_seq_params=inputs.packed
                 )
-                logprobs = self._logprobs(logits, given)
+                logprobs = self._logprobs(logits, inputs)
                 ends = np.cumsum([len(s.response_ids) for _, s in some])[:-1]
-                found |= zip([i for i, _ in some], np.split(logprobs, ends), strict=True)
+                scored |= zip([i for i, _ in some], np.split(logprobs, ends), strict=True)
                 done(first + len(some))
-        return found if self.ranks.rank == 0 else {}
+        return scored if self.ranks.rank == 0 else {}
 
     def _input(self, samples: list[tuple[int, Any]]) -> ModelInput:
         # Sequence parallelism cuts the sequence in as many parts as there are ranks.
@@ -155,27 +155,27 @@ class MegatronEngine(Engine):
             return packed_input(samples, multiple, self.ranks.device)
         return padded_input(samples, self.settings.padding, multiple, self.ranks.device)
 
-    def _logprobs(self, logits: torch.Tensor, given: ModelInput) -> np.ndarray:
+    def _logprobs(self, logits: torch.Tensor, inputs: ModelInput) -> np.ndarray:
         """float32 log-probs of the sampled ids, from this rank's `[B, S, vocabulary / tp]`, by
         megatron-core's own cross entropy over vocabulary shards."""
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
         step = padded_vocab(self.shape.vocab, self.ranks.world) // self.ranks.world
         real = min(max(self.shape.vocab - self.ranks.rank * step, 0), step)
-        rows, batch = given.sampled, len(given.ids)
+        rows, batch = inputs.sampled, len(inputs.ids)
         out = []
-        for chunk, target in zip(rows.split(CHUNK), given.targets.split(CHUNK), strict=True):
+        for chunk, target in zip(rows.split(CHUNK), inputs.targets.split(CHUNK), strict=True):
             local = logits[chunk % batch, chunk // batch].float()
             # Padding of the vocabulary is no token: it takes no probability.
             local[:, real:] = -torch.inf
-            own = None
+            logprob = None
             if self.kernels is not None:
-                own = self.kernels.logprobs(local[:, :real], target, self.temperature)
-            if own is None:
+                logprob = self.kernels.logprobs(local[:, :real], target, self.temperature)
+            if logprob is None:
                 if self.temperature != 1.0:
                     local /= self.temperature
-                own = -vocab_parallel_cross_entropy(local, target)
-            out.append(own)
+                logprob = -vocab_parallel_cross_entropy(local, target)
+            out.append(logprob)
         return torch.cat(out).cpu().numpy()
 
     def close(self) -> None:

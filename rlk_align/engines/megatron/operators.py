@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rlk_align.engines.faults.operators import Operators
-from rlk_align.engines.faults.unit import Formula, Report, Rows
+from rlk_align.engines.faults.unit import Formula, ForwardTokens, Report
 from rlk_align.engines.megatron.input import ModelInput
 from rlk_align.engines.megatron.taps import on_rotation
 
@@ -24,7 +24,7 @@ class MegatronOperators(Operators):
 
     def _note_rows(self, _module: Any, args: Any) -> None:
         ids, positions = (x.t().flatten() for x in args[:2])
-        self.rows = Rows(ids, positions, torch.zeros_like(ids, dtype=torch.bool))
+        self.rows = ForwardTokens(ids, positions, torch.zeros_like(ids, dtype=torch.bool))
 
     def on_rotation(self, see: Callable[[torch.Tensor], None]) -> None:
         on_rotation(self, self._model, see)
@@ -56,19 +56,22 @@ class MegatronOperators(Operators):
     def _logprob(self, formula: Formula) -> None:
         original = self._engine._logprobs
 
-        def report(logits: torch.Tensor, given: ModelInput) -> Any:
-            own = torch.from_numpy(original(logits, given)).to(logits.device)
-            rows = logits[given.sampled % len(given.ids), given.sampled // len(given.ids)]
+        def report(logits: torch.Tensor, inputs: ModelInput) -> Any:
+            result = torch.from_numpy(original(logits, inputs)).to(logits.device)
+            rows = logits[
+                inputs.sampled % len(inputs.ids),
+                inputs.sampled // len(inputs.ids),
+            ]
             rows = rows[:, : self.shape.vocab].float()
-            found = formula(
+            faulty = formula(
                 Report(
-                    own=own,
+                    result=result,
                     logits=rows,
-                    targets=given.targets,
+                    targets=inputs.targets,
                     temperature=self._engine.temperature,
                 )
             )
-            return found.float().cpu().numpy()
+            return faulty.float().cpu().numpy()
 
         self.replace(self._engine, "_logprobs", report)
 
@@ -84,10 +87,10 @@ class MegatronOperators(Operators):
         self.before(self._model, shift)
 
     def change_boundaries(self, change: Formula) -> None:
-        def shift(_module: Any, args: Any, given: dict[str, Any]) -> Any:
-            packed = given["packed_seq_params"]
+        def shift(_module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+            packed = kwargs["packed_seq_params"]
             if len(packed.cu_seqlens_q) > 2:
                 packed.cu_seqlens_q = packed.cu_seqlens_kv = change(packed.cu_seqlens_q)
-            return args, given
+            return args, kwargs
 
         self.before(self._model, shift, with_kwargs=True)

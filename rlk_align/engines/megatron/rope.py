@@ -49,8 +49,8 @@ def yarn_settings(rope: dict[str, Any]) -> dict[str, Any]:
 
 def another_attention_factor(rope: dict[str, Any]) -> bool:
     """Whether yarn's `attention_factor` is given, and is not what megatron-core computes."""
-    given = rope.get("attention_factor")
-    if rope["rope_type"] != "yarn" or given is None or lacks_factor(rope):
+    stated = rope.get("attention_factor")
+    if rope["rope_type"] != "yarn" or stated is None or lacks_factor(rope):
         return False
     settings = yarn_settings({"original_max_position_embeddings": None} | rope)
     factor = settings["yarn_rotary_scaling_factor"]
@@ -61,4 +61,4 @@ def another_attention_factor(rope: dict[str, Any]) -> bool:
     both = settings["yarn_mscale"], settings["yarn_mscale_all_dim"]
     computed = scale(1.0) if None in both else scale(both[0]) / scale(both[1])
     # cos and sin are multiplied by it in float32.
-    return struct.pack("f", given) != struct.pack("f", computed)
+    return struct.pack("f", stated) != struct.pack("f", computed)

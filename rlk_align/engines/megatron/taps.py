@@ -36,20 +36,22 @@ class Tapped(SiteHooks):
         super().__init__(model, places, tap, editor, ranks.rank)
         self._ranks, self._sharded_rows = ranks, sharded_rows
 
-    def at(self, given: ModelInput) -> None:
+    def at(self, inputs: ModelInput) -> None:
         """What the next forward computes."""
-        rows, device, kept = given.rows, given.index.device, given.rows.sampled
+        rows, device, sampled = inputs.rows, inputs.index.device, inputs.rows.sampled
         self._all = LiveRows.of(rows, rows.index, device)
-        self._sampled = LiveRows(given.sampled, rows.sample[kept], rows.position[kept], rows.cells)
+        self._sampled = LiveRows(
+            inputs.sampled, rows.sample[sampled], rows.position[sampled], rows.cells
+        )
         share = rows.cells // self._ranks.world
-        own = rows.index // share == self._ranks.rank
-        index = torch.from_numpy(rows.index[own] % share).to(device)
-        self._own = LiveRows(index, rows.sample[own], rows.position[own], share)
+        local = rows.index // share == self._ranks.rank
+        index = torch.from_numpy(rows.index[local] % share).to(device)
+        self._local = LiveRows(index, rows.sample[local], rows.position[local], share)
 
     def live_rows(self, place: Place, value: torch.Tensor) -> LiveRows:
         if place.rows == "sampled":
             return self._sampled
-        return self._own if self._shares_rows(place) else self._all
+        return self._local if self._shares_rows(place) else self._all
 
     def _shares_rows(self, place: Place) -> bool:
         """Whether each rank holds some rows only."""

@@ -130,20 +130,20 @@ def _place(stack: list) -> str:
 
 def heartbeats(folder: Path) -> list[Heartbeat]:
     """Of every process that has noted one."""
-    found = []
+    beats = []
     for path in sorted(folder.glob("*.json")):
         try:
-            found.append(Heartbeat(**json.loads(path.read_text(encoding="utf-8"))))
+            beats.append(Heartbeat(**json.loads(path.read_text(encoding="utf-8"))))
         except (OSError, ValueError, TypeError):
             continue
-    return found
+    return beats
 
 
-def stuck(found: list[Heartbeat], timeout: float) -> list[Heartbeat]:
+def stuck(beats: list[Heartbeat], timeout: float) -> list[Heartbeat]:
     """The processes that hold the others up: none while all have moved within `timeout`
     seconds; those that wait for others are to blame only where nobody else is."""
-    found = [p for p in found if not p.ended]
-    if all(p.stood_still <= timeout for p in found):
+    beats = [p for p in beats if not p.ended]
+    if all(p.stood_still <= timeout for p in beats):
         return []
-    awaited = [p for p in found if not p.waiting or p.stopped]
-    return [p for p in awaited if p.stood_still > timeout] or awaited or found
+    awaited = [p for p in beats if not p.waiting or p.stopped]
+    return [p for p in awaited if p.stood_still > timeout] or awaited or beats

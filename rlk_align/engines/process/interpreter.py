@@ -41,11 +41,11 @@ def examine(python: str, module: str) -> dict[str, str]:
             f"python={python} is Python {report['python']}; rlk-align needs {wanted}",
             "make an environment for the engine with such a Python",
         )
-    found = report["versions"]
+    installed = report["versions"]
     wrong = [
-        f"{_bare(r)} (has {found[r.name]})" if found[r.name] else _bare(r)
+        f"{_bare(r)} (has {installed[r.name]})" if installed[r.name] else _bare(r)
         for r in needed
-        if not found[r.name] or not r.specifier.contains(found[r.name], prereleases=True)
+        if not installed[r.name] or not r.specifier.contains(installed[r.name], prereleases=True)
     ]
     if wrong:
         install = " ".join(
@@ -55,7 +55,7 @@ def examine(python: str, module: str) -> dict[str, str]:
             f"python={python} lacks what rlk-align needs of it: {', '.join(wrong)}",
             f"{python} -m pip install {install}",
         )
-    return {name: version for name, version in found.items() if version}
+    return {name: version for name, version in installed.items() if version}
 
 
 def _bare(requirement: Requirement) -> str:

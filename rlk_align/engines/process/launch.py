@@ -42,8 +42,8 @@ def launch(job_path: Path, spec: EngineSpec, events: Events) -> None:
         run(get_args_parser().parse_args(arguments))
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        told = [e for e in events.unread() if "error" in e]
-        raise first_failure(codes, told, spec, job_path.parent) from error
+        errors = [e for e in events.unread() if "error" in e]
+        raise first_failure(codes, errors, spec, job_path.parent) from error
 
 
 def _check_free(port: int) -> None:
@@ -62,7 +62,7 @@ def _check_free(port: int) -> None:
 
 
 def first_failure(
-    codes: Mapping[int, int], told: list[dict], spec: EngineSpec, folder: Path
+    codes: Mapping[int, int], errors: list[dict], spec: EngineSpec, folder: Path
 ) -> RlkError:
     """The error of the rank to blame; the others then lost it.
 
@@ -70,10 +70,10 @@ def first_failure(
     A rank that ended without a word was killed, before those that told of losing it; torchrun
     itself ends with SIGTERM the ranks that are left.
     """
-    spoke = {e["rank"] for e in told}
+    spoke = {e["rank"] for e in errors}
     silent = [r for r, code in codes.items() if r not in spoke and code != -signal.SIGTERM]
-    if told and not silent:
-        return error_of(told[0])
+    if errors and not silent:
+        return error_of(errors[0])
     rank = (silent or list(codes))[0]
     return failed(
         f"rank {rank} of {spec.ranks} of {spec} {death(codes[rank])}", rank_log(folder, rank)
@@ -114,13 +114,14 @@ def children_watched(spec: EngineSpec, folder: Path) -> Iterator[None]:
 @contextmanager
 def _ends_noted(children: Sequence[BaseProcess], ended: list[BaseProcess]) -> Iterator[None]:
     """Adds each child that ends to `ended`, in the order in which they do."""
-    left, (leaving, leave) = {c.sentinel: c for c in children}, multiprocessing.Pipe(duplex=False)
+    running = {c.sentinel: c for c in children}
+    leaving, leave = multiprocessing.Pipe(duplex=False)
 
     def note() -> None:
         ready: Collection[object] = ()
-        while left and leaving not in ready:
-            ready = wait([*left, leaving])
-            ended.extend(left.pop(s) for s in ready if isinstance(s, int))
+        while running and leaving not in ready:
+            ready = wait([*running, leaving])
+            ended.extend(running.pop(s) for s in ready if isinstance(s, int))
 
     noting = threading.Thread(target=note, daemon=True)
     noting.start()

@@ -41,10 +41,10 @@ class KeepRule:
             return np.zeros(len(sample), dtype=bool)
         if self.share >= 1.0:
             return np.ones(len(sample), dtype=bool)
-        kept = _uniform(sample, position) < self.share
+        chosen = _uniform(sample, position) < self.share
         if site in self.prefix_sites:
-            kept |= position < np.array(self.prefixes, dtype=np.int64)[sample]
-        return kept
+            chosen |= position < np.array(self.prefixes, dtype=np.int64)[sample]
+        return chosen
 
 
 KEEP_LOGPROBS = KeepRule()
@@ -112,9 +112,9 @@ def _prefixes(index: RowIndex, share: float) -> tuple[int, ...]:
     lengths = np.diff(index.offsets)
     order = np.argsort(_uniform(np.arange(len(lengths)), np.full(len(lengths), _NO_POSITION)))
     before = np.cumsum(lengths[order]) - lengths[order]
-    found = np.zeros(len(lengths), dtype=np.int64)
-    found[order] = np.clip(int(share * len(index)) - before, 0, lengths[order])
-    return tuple(found.tolist())
+    counts = np.zeros(len(lengths), dtype=np.int64)
+    counts[order] = np.clip(int(share * len(index)) - before, 0, lengths[order])
+    return tuple(counts.tolist())
 
 
 def _size(count: int) -> str:

@@ -15,13 +15,13 @@ def versions(distributions, modules=()):  # type: ignore[no-untyped-def]
     names = set(distributions)
     if modules:
         names.update(d for m in modules for d in holders().get(m, ()))
-    found: dict = {}
+    installed: dict = {}
     for name in sorted(names):
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            installed[name] = None
+    return installed
 
 
 @functools.lru_cache(maxsize=None)  # noqa: UP033 - a Python too old must be able to say so

@@ -213,8 +213,8 @@ class VLLMEngine(Engine):
         if self.unexposed("prefill"):
             return logprobs
         for i, (s, output) in enumerate(zip(batch.samples, outputs, strict=True)):
-            given = output.prompt_logprobs
-            chosen = [given[p + 1][s.ids[p + 1]].logprob for p in s.sampled_positions]
+            by_position = output.prompt_logprobs
+            chosen = [by_position[p + 1][s.ids[p + 1]].logprob for p in s.sampled_positions]
             logprobs[i] = np.array(chosen, dtype=np.float32)
         return logprobs
 

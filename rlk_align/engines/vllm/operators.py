@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rlk_align.engines.faults.operators import Operators
-from rlk_align.engines.faults.unit import Formula, Report, Rows
+from rlk_align.engines.faults.unit import Formula, ForwardTokens, Report
 from rlk_align.engines.vllm.places import vllm_places
 from rlk_align.engines.vllm.taps import on_rotation
 from rlk_align.engines.vllm.weights import live_weight
@@ -28,24 +28,24 @@ class VLLMOperators(Operators):
         super().__init__(engine, model, vllm_places(model, engine.shape, 1))
         self.before(self._model, self._note_rows, with_kwargs=True)
 
-    def _note_rows(self, _module: Any, args: Any, given: dict[str, Any]) -> None:
-        ids = given["input_ids"] if "input_ids" in given else args[0]
-        positions = given["positions"] if "positions" in given else args[1]
+    def _note_rows(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        positions = kwargs["positions"] if "positions" in kwargs else args[1]
         decoding = torch.zeros_like(positions, dtype=torch.bool)
         metadata = self._metadata(self._layer(0).self_attn.attn)
         if metadata is not None:
             starts = metadata.query_start_loc.long()
             alone = starts[:-1][starts.diff() == 1]
             decoding[alone] = positions[alone] > 0
-        self.rows = Rows(ids, positions, decoding)
+        self.rows = ForwardTokens(ids, positions, decoding)
 
     @staticmethod
     def _metadata(attention: Any) -> Any:
         """Of the forward that runs; None in vLLM's own warm-up."""
         from vllm.forward_context import get_forward_context
 
-        found = get_forward_context().attn_metadata
-        return found[attention.layer_name] if isinstance(found, dict) else None
+        metadata = get_forward_context().attn_metadata
+        return metadata[attention.layer_name] if isinstance(metadata, dict) else None
 
     def _layer(self, layer: int) -> Any:
         return self._model.model.layers[layer]
@@ -63,9 +63,9 @@ class VLLMOperators(Operators):
         original = module.forward
 
         def forward(branch: torch.Tensor, stream: torch.Tensor) -> Any:
-            given = (stream.clone(), branch.clone())
-            _, own = original(branch, stream)
-            new = self.computed(formula, own, given, rows=self.rows)
+            operands = (stream.clone(), branch.clone())
+            _, result = original(branch, stream)
+            new = self.computed(formula, result, operands, rows=self.rows)
             return original(new.clone()), new
 
         self.replace(module, "forward", forward)
@@ -113,18 +113,18 @@ class VLLMOperators(Operators):
             self._logprob_of_newer_runner(formula)
             return
         compute, gather = sampler.compute_logprobs, sampler.gather_logprobs
-        seen: list[torch.Tensor] = []
+        latest: list[torch.Tensor] = []
 
         def note(logits: torch.Tensor) -> torch.Tensor:
-            seen[:] = [logits]
+            latest[:] = [logits]
             return compute(logits)
 
         def report(logprobs: torch.Tensor, count: int, token_ids: torch.Tensor) -> Any:
-            found = gather(logprobs, count, token_ids)
-            own = found.logprobs[:, 0].clone()
-            given = Report(own=own, logits=seen[0], targets=token_ids, temperature=1.0)
-            found.logprobs[:, 0] = formula(given)
-            return found
+            tensors = gather(logprobs, count, token_ids)
+            result = tensors.logprobs[:, 0].clone()
+            unit = Report(result=result, logits=latest[0], targets=token_ids, temperature=1.0)
+            tensors.logprobs[:, 0] = formula(unit)
+            return tensors
 
         self.replace(sampler, "compute_logprobs", note)
         self.replace(sampler, "gather_logprobs", report)
@@ -153,11 +153,11 @@ def _reporting(original: Any, formula: Formula) -> Any:
     def report(
         logits: torch.Tensor, count: int, token_ids: torch.Tensor, *args: Any, **more: Any
     ) -> Any:
-        found = original(logits, count, token_ids, *args, **more)
-        own = found.logprobs[:, 0].clone()
-        given = Report(own=own, logits=logits, targets=token_ids.long(), temperature=1.0)
-        found.logprobs[:, 0] = formula(given)
-        return found
+        tensors = original(logits, count, token_ids, *args, **more)
+        result = tensors.logprobs[:, 0].clone()
+        unit = Report(result=result, logits=logits, targets=token_ids.long(), temperature=1.0)
+        tensors.logprobs[:, 0] = formula(unit)
+        return tensors
 
     return report
 
@@ -166,20 +166,20 @@ class _Cache:
     """Keys and values by the slot of vLLM's own cache, whose layout is each backend's own."""
 
     def __init__(self) -> None:
-        self._kept: list[torch.Tensor] = []
+        self._stored: list[torch.Tensor] = []
 
     def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """`slots` `[T]`, -1 for padding; key and value `[T, KV, D]`."""
         slots = slots[: len(key)]
-        kept = slots >= 0
+        real = slots >= 0
         size = int(slots.max()) + 1
-        if not self._kept or len(self._kept[0]) < size:
+        if not self._stored or len(self._stored[0]) < size:
             grown = [key.new_zeros(2 * size, *key.shape[1:]) for _ in range(2)]
-            for new, old in zip(grown, self._kept, strict=False):
+            for new, old in zip(grown, self._stored, strict=False):
                 new[: len(old)] = old
-            self._kept = grown
-        for target, source in zip(self._kept, (key, value), strict=True):
-            target[slots[kept]] = source[: len(slots)][kept]
+            self._stored = grown
+        for target, source in zip(self._stored, (key, value), strict=True):
+            target[slots[real]] = source[: len(slots)][real]
 
     def read(
         self, blocks: torch.Tensor, length: int, block_size: int
@@ -187,4 +187,4 @@ class _Cache:
         """Of the first `length` tokens of a request, `[length, KV, D]` each."""
         places = torch.arange(length, device=blocks.device)
         slots = blocks[places // block_size].long() * block_size + places % block_size
-        return self._kept[0][slots], self._kept[1][slots]
+        return self._stored[0][slots], self._stored[1][slots]

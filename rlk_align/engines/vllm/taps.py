@@ -130,10 +130,10 @@ class VLLMTaps(SiteHooks):
             rows = rows[rows < self._rows.cells]
         else:
             rows = self._last
-        kept = np.flatnonzero(self._rows.sampled[rows])
-        chosen = rows[kept]
+        sampled = np.flatnonzero(self._rows.sampled[rows])
+        chosen = rows[sampled]
         self._logits = LiveRows(
-            torch.from_numpy(kept).to(hidden.device),
+            torch.from_numpy(sampled).to(hidden.device),
             self._rows.sample[chosen],
             self._rows.position[chosen],
             len(rows),

@@ -165,7 +165,7 @@ def stale_by_one(_: float) -> Formula:
 
     def formula(a: Attention) -> torch.Tensor:
         if not a.decoding:
-            return a.own
+            return a.result
         key, value = (torch.cat([t[:-1], t[-2:-1]]) for t in (a.key, a.value))
         return _attend(dataclasses.replace(a, key=key, value=value))
 

@@ -11,16 +11,16 @@ CHANNEL = 11
 
 def scaled_up(strength: float) -> Formula:
     """y (1 + strength)."""
-    return lambda unit: unit.own.float() * (1.0 + strength)
+    return lambda unit: unit.result.float() * (1.0 + strength)
 
 
 def scaled_down(strength: float) -> Formula:
     """y (1 - strength)."""
-    return lambda unit: unit.own.float() * (1.0 - strength)
+    return lambda unit: unit.result.float() * (1.0 - strength)
 
 
 def _where(chosen: torch.Tensor, unit: Unit, strength: float) -> torch.Tensor:
-    return torch.where(chosen, unit.own.float() * (1.0 + strength), unit.own.float())
+    return torch.where(chosen, unit.result.float() * (1.0 + strength), unit.result.float())
 
 
 def one_position(strength: float) -> Formula:
@@ -58,7 +58,7 @@ def one_token(strength: float) -> Formula:
 
 def _channel(unit: Unit) -> torch.Tensor:
     """bool `[F]`: the same channel of every head."""
-    return torch.arange(unit.own.shape[-1], device=unit.own.device) % unit.head_dim == CHANNEL
+    return torch.arange(unit.result.shape[-1], device=unit.result.device) % unit.head_dim == CHANNEL
 
 
 def one_channel_scaled(strength: float) -> Formula:
@@ -70,7 +70,7 @@ def one_channel_shifted(strength: float) -> Formula:
     """One feature plus a constant."""
 
     def formula(unit: Unit) -> torch.Tensor:
-        y = unit.own.float().clone()
+        y = unit.result.float().clone()
         y[..., CHANNEL] += strength
         return y
 
@@ -81,7 +81,7 @@ def one_head_scaled(strength: float) -> Formula:
     """The features of head 1."""
 
     def formula(unit: Unit) -> torch.Tensor:
-        heads = torch.arange(unit.own.shape[-1], device=unit.own.device) // unit.head_dim
+        heads = torch.arange(unit.result.shape[-1], device=unit.result.device) // unit.head_dim
         return _where(heads == 1, unit, strength)
 
     return formula
@@ -92,34 +92,36 @@ def heads_swapped(_: float) -> Formula:
 
     def formula(unit: Unit) -> torch.Tensor:
         d = unit.head_dim
-        return torch.cat([unit.own[..., d : 2 * d], unit.own[..., :d], unit.own[..., 2 * d :]], -1)
+        return torch.cat(
+            [unit.result[..., d : 2 * d], unit.result[..., :d], unit.result[..., 2 * d :]], -1
+        )
 
     return formula
 
 
 def through_fp8(_: float) -> Formula:
     """Rows rounded to fp8."""
-    return lambda unit: _through_fp8(unit.own)
+    return lambda unit: _through_fp8(unit.result)
 
 
 def through_bf16(_: float) -> Formula:
     """Rounded to bf16."""
-    return lambda unit: unit.own.bfloat16()
+    return lambda unit: unit.result.bfloat16()
 
 
 def softcap(strength: float) -> Formula:
     """c tanh(y / c), c = 1 / strength."""
-    return lambda unit: torch.tanh(unit.own.float() * strength) / strength
+    return lambda unit: torch.tanh(unit.result.float() * strength) / strength
 
 
 def ulps(strength: float) -> Formula:
     """Away from zero by whole units in the last place."""
 
     def formula(unit: Unit) -> torch.Tensor:
-        own = unit.own.contiguous()
-        bits = own.view({2: torch.int16, 4: torch.int32}[own.element_size()])
+        result = unit.result.contiguous()
+        bits = result.view({2: torch.int16, 4: torch.int32}[result.element_size()])
         # The bits of a float, its sign aside, count upwards with its magnitude.
-        return (bits + round(strength)).view(own.dtype)
+        return (bits + round(strength)).view(result.dtype)
 
     return formula
 
@@ -129,8 +131,8 @@ def noise(strength: float) -> Formula:
 
     def formula(unit: Unit) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
-        n = torch.randn(unit.own.shape, generator=generator).to(unit.own.device)
-        return unit.own.float() * (1.0 + strength * n)
+        n = torch.randn(unit.result.shape, generator=generator).to(unit.result.device)
+        return unit.result.float() * (1.0 + strength * n)
 
     return formula
 

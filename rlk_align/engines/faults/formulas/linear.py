@@ -73,7 +73,7 @@ def bf16_accumulation(strength: float) -> Formula:
 
     def formula(unit: Unit) -> torch.Tensor:
         columns = round(1 / strength)
-        total = torch.zeros_like(unit.own, dtype=torch.bfloat16)
+        total = torch.zeros_like(unit.result, dtype=torch.bfloat16)
         x, weight = unit.inputs[0].split(columns, -1), _weight(unit).split(columns, -1)
         for part, w in zip(x, weight, strict=True):
             total = (total.float() + part.float() @ w.float().T).bfloat16()

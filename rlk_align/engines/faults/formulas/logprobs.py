@@ -27,11 +27,11 @@ def temperature_twice(_: float) -> Formula:
     return lambda r: _chosen(_all(r, r.temperature**2), r.targets)
 
 
-def _renormalised(report: Report, kept: torch.Tensor) -> torch.Tensor:
+def _renormalised(report: Report, allowed: torch.Tensor) -> torch.Tensor:
     """Over the kept tokens `[N, V]` and the target, which sampling would not have left out."""
-    kept = kept.scatter(-1, report.targets[:, None], True)
+    allowed = allowed.scatter(-1, report.targets[:, None], True)
     scaled = report.logits.float() / report.temperature
-    return _chosen(scaled.masked_fill(~kept, -torch.inf).log_softmax(-1), report.targets)
+    return _chosen(scaled.masked_fill(~allowed, -torch.inf).log_softmax(-1), report.targets)
 
 
 def top_p(_: float) -> Formula:
@@ -39,8 +39,8 @@ def top_p(_: float) -> Formula:
 
     def formula(r: Report) -> torch.Tensor:
         p, order = _all(r).exp().sort(-1, descending=True)
-        kept = p.cumsum(-1) - p < 0.9
-        return _renormalised(r, torch.zeros_like(kept).scatter(-1, order, kept))
+        allowed = p.cumsum(-1) - p < 0.9
+        return _renormalised(r, torch.zeros_like(allowed).scatter(-1, order, allowed))
 
     return formula
 
@@ -76,14 +76,14 @@ def another_at_the_edge(_: float) -> Formula:
 
     def formula(r: Report) -> torch.Tensor:
         others = _all(r).scatter(-1, r.targets[:, None], -torch.inf)
-        return torch.where(_edge(r), others.amax(-1), r.own)
+        return torch.where(_edge(r), others.amax(-1), r.result)
 
     return formula
 
 
 def zero(_: float) -> Formula:
     """0 in the rows at an edge."""
-    return lambda r: torch.where(_edge(r), 0.0, r.own)
+    return lambda r: torch.where(_edge(r), 0.0, r.result)
 
 
 def base_2(_: float) -> Formula:

@@ -36,11 +36,11 @@ def other_cast_order(_: float) -> Formula:
     def formula(unit: Unit) -> torch.Tensor:
         x = _grouped(unit)
         normed = x * _inverse(x, unit.eps)
-        dtype = unit.own.dtype
+        dtype = unit.result.dtype
         before = (normed.to(dtype) * _weight(unit).to(dtype)).to(dtype)
         after = (normed * _weight(unit)).to(dtype)
-        own = unit.own.reshape(before.shape)
-        return max((before, after), key=lambda y: int((y != own).sum()))
+        result = unit.result.reshape(before.shape)
+        return max((before, after), key=lambda y: int((y != result).sum()))
 
     return formula
 

@@ -35,7 +35,7 @@ def other_base(strength: float) -> Formula:
 
     def formula(unit: Unit) -> torch.Tensor:
         pairs = _angles(unit).shape[-1]
-        exponent = torch.arange(pairs, device=unit.own.device).double() / pairs
+        exponent = torch.arange(pairs, device=unit.result.device).double() / pairs
         return _by(unit, _angles(unit) * (1.0 + strength) ** -exponent)
 
     return formula
@@ -81,8 +81,8 @@ def later_position_in_decode(strength: float) -> Formula:
 
     def formula(unit: Unit) -> torch.Tensor:
         assert unit.rows is not None
-        turned = _by(unit, _angles(unit, strength)).flatten(1).to(unit.own.dtype)
-        return torch.where(unit.rows.decoding[:, None], turned, unit.own)
+        turned = _by(unit, _angles(unit, strength)).flatten(1).to(unit.result.dtype)
+        return torch.where(unit.rows.decoding[:, None], turned, unit.result)
 
     return formula
 
