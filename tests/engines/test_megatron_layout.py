@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlk_align.engines.common.layout import Layout, even, kv_heads, side_by_side
+from rlk_align.engines.common.layout import Layout, even, fused, kv_heads
 from rlk_align.engines.megatron.layout import grouped_qkv, padded_vocab, vocabulary
 from rlk_align.model.families import ModelShape
 
@@ -73,7 +73,7 @@ def test_vocabulary_with_padding(tp: int, vocab: int) -> None:
 def test_gate_and_up_lie_side_by_side_on_each_rank() -> None:
     gate, up = torch.arange(8), torch.arange(100, 108)
     local = [torch.cat([g, u]) for g, u in zip(gate.chunk(2), up.chunk(2), strict=True)]
-    layout = side_by_side(("gate", "up"), 8, 2)
+    layout = fused(even("gate", 8, 2), even("up", 8, 2))
     assert torch.equal(layout.assemble("gate", local, 0), gate)
     assert torch.equal(layout.assemble("up", local, 0), up)
 

@@ -121,11 +121,6 @@ def fused(*layouts: Layout) -> Layout:
     )
 
 
-def side_by_side(ops: Sequence[str], size: int, tp: int) -> Layout:
-    """Several operators of one size: each rank holds its slice of each (gate, then up)."""
-    return fused(*(even(op, size, tp) for op in ops))
-
-
 def of_outputs(sites: Sequence[str], shape: ModelShape, tp: int) -> Layout | None:
     """What each rank holds of these sites' values, which one tensor has where they are several, by
     the catalogue; None where each rank holds them whole."""

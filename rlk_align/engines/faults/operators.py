@@ -78,30 +78,6 @@ class Operators(Hooks, ABC):
         """Whether the operator's own module adds a bias."""
         return getattr(self.module(site), "bias", None) is not None
 
-    def computed(
-        self,
-        formula: Formula,
-        result: torch.Tensor,
-        inputs: tuple[torch.Tensor, ...] = (),
-        weight: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        eps: float = 0.0,
-        rows: ForwardTokens | None = None,
-        frequencies: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """In place of an operator's own result, `[N, F]`."""
-        unit = Unit(
-            result=result,
-            inputs=inputs,
-            head_dim=self.shape.head_dim,
-            rows=rows,
-            weight=weight,
-            bias=bias,
-            eps=eps,
-            frequencies=frequencies,
-        )
-        return in_place_of(formula, unit)
-
     def attended(
         self,
         formula: Formula,
@@ -149,9 +125,16 @@ class Operators(Hooks, ABC):
                 # A fused norm also gives the sum that it norms.
                 operands = (flat(out[1]),)
             new, rows = flat(value).clone(), self.rows if every_row else None
-            new[:, index] = self.computed(
-                formula, new[:, index], operands, weight, bias, eps, rows=rows
+            unit = Unit(
+                result=new[:, index],
+                inputs=operands,
+                head_dim=self.shape.head_dim,
+                rows=rows,
+                weight=weight,
+                bias=bias,
+                eps=eps,
             )
+            new[:, index] = in_place_of(formula, unit)
             value.copy_(new.reshape(value.shape))
 
         self.after(module, see)
@@ -171,9 +154,14 @@ class Operators(Hooks, ABC):
             if len(live) == len(inputs):
                 result = place.access.target(passed)
                 values = tuple(live.pop(name) for name in inputs)
-                new = self.computed(
-                    formula, self.rows_of(result), values, rows=self.rows, frequencies=frequencies
+                unit = Unit(
+                    result=self.rows_of(result),
+                    inputs=values,
+                    head_dim=self.shape.head_dim,
+                    rows=self.rows,
+                    frequencies=frequencies,
                 )
+                new = in_place_of(formula, unit)
                 result.copy_(new.reshape(result.shape))
 
         for name in inputs:

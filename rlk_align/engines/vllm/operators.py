@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rlk_align.engines.faults.operators import Operators
-from rlk_align.engines.faults.unit import Formula, ForwardTokens, Report
+from rlk_align.engines.faults.unit import Formula, ForwardTokens, Report, Unit, in_place_of
 from rlk_align.engines.vllm.places import vllm_places
 from rlk_align.engines.vllm.taps import on_rotation
 from rlk_align.engines.vllm.weights import live_weight
@@ -65,7 +65,9 @@ class VLLMOperators(Operators):
         def forward(branch: torch.Tensor, stream: torch.Tensor) -> Any:
             operands = (stream.clone(), branch.clone())
             _, result = original(branch, stream)
-            new = self.computed(formula, result, operands, rows=self.rows)
+            width, rows = self.shape.head_dim, self.rows
+            unit = Unit(result=result, inputs=operands, head_dim=width, rows=rows)
+            new = in_place_of(formula, unit)
             return original(new.clone()), new
 
         self.replace(module, "forward", forward)

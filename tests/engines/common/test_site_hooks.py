@@ -12,7 +12,7 @@ from torch import nn
 
 from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.intervention import Intervention, Source
-from rlk_align.engines.common.layout import Layout, even, fused, kv_heads, side_by_side
+from rlk_align.engines.common.layout import Layout, even, fused, kv_heads
 from rlk_align.engines.common.places import FIRST, SECOND, WITH_BIAS, Place
 from rlk_align.engines.common.rows import ForwardRows
 from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
@@ -265,7 +265,7 @@ def test_every_rank_writes_its_own_slices(layout_of: Any, heads: int, tp: int) -
 
 
 def test_gate_and_up_lie_side_by_side() -> None:
-    layout = side_by_side(("gate", "up"), 8, 2)
+    layout = fused(even("gate", 8, 2), even("up", 8, 2))
     assert [[(p.op, p.start, p.stop) for p in rank] for rank in layout.ranks] == [
         [("gate", 0, 4), ("up", 0, 4)],
         [("gate", 4, 8), ("up", 4, 8)],
