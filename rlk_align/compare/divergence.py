@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rlk_align.compare.edge_rows import UNKNOWN, EdgeRows
 from rlk_align.compare.metrics import ValueMetrics, edge_metrics, error_frontier
 from rlk_align.compare.pairing import PairedSite, Unpaired, pair_site
-from rlk_align.compare.rows import UNKNOWN, EdgeRows
 from rlk_align.model.sites import RowIndex, Site
 from rlk_align.results import EdgeMetrics, EdgeName, EdgeResult, Introducer, SiteResult
 from rlk_align.trace.numbered import NumberedRows, read_ahead, rows_that_differ

@@ -8,9 +8,9 @@ import pyarrow as pa
 
 from rlk_align.compare.controls import check_controls, paired_logprobs
 from rlk_align.compare.divergence import Compared, Edge, Side, compare_edges
+from rlk_align.compare.edge_rows import NO_ROWS, rows_table
 from rlk_align.compare.metrics import edge_metrics
 from rlk_align.compare.parity import check_parity
-from rlk_align.compare.rows import NO_ROWS, rows_table
 from rlk_align.model.dtypes import lower_precision
 from rlk_align.model.edges import EDGE_ENDS, passes_for
 from rlk_align.model.prompts import TokenBatch
@@ -40,7 +40,7 @@ def measure(
     progress: Progress,
 ) -> tuple[Comparison, pa.Table]:
     """Everything that a contract can be held against, and the same row by row (see
-    `rlk_align.rows`).
+    `rlk_align.comparison_table`).
 
     A mismatch of a kind that is not allowed ends it before any number. Raises CorruptTrace
     where a trace is damaged.

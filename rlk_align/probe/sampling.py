@@ -13,8 +13,8 @@ import torch
 from rlk_align.probe.transformations import (
     AS_STATED,
     Logits,
-    Rows,
     Stated,
+    TokenContext,
     Transformation,
     resolution,
     transformations,
@@ -46,7 +46,7 @@ class Explanation:
 
 
 def explain(
-    logits: torch.Tensor, reported: torch.Tensor, rows: Rows, stated: Stated
+    logits: torch.Tensor, reported: torch.Tensor, rows: TokenContext, stated: Stated
 ) -> Explanation:
     """Of logits `[N, V]` and reported log-probs `[N]`, the latter in whatever dtype it came.
 
@@ -193,7 +193,7 @@ def explain_pass(trace: Trace, passname: str) -> Explanation:
     def label(offset: int) -> torch.Tensor:
         return torch.tensor([int(ids[s][p + offset]) for s, p, _ in cells])
 
-    rows = Rows(targets=label(1), before=label(0), after=label(2))
+    rows = TokenContext(targets=label(1), before=label(0), after=label(2))
     return explain(
         reader.values("logits", logits, at),
         reader.values("logprob", logprob, own).squeeze(-1),

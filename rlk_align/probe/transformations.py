@@ -17,7 +17,7 @@ TOP_K = (1, 5, 10, 20, 40, 50, 64, 100, 200)
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TokenContext:
     """The ids around each row; int64 `[N]`, -1 where there is none."""
 
     targets: torch.Tensor
@@ -27,8 +27,8 @@ class Rows:
     after: torch.Tensor
     """The token after the target."""
 
-    def __getitem__(self, part: slice) -> "Rows":
-        return Rows(self.targets[part], self.before[part], self.after[part])
+    def __getitem__(self, part: slice) -> "TokenContext":
+        return TokenContext(self.targets[part], self.before[part], self.after[part])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,11 +73,11 @@ class Transformation:
 
     name: str
     words: str
-    compute: Callable[[Logits, Rows], torch.Tensor]
+    compute: Callable[[Logits, TokenContext], torch.Tensor]
     bf16: bool = False
     """Whether its result is a bf16 number, and so known to half a unit in bf16's last place."""
 
-    def __call__(self, logits: Logits, rows: Rows) -> torch.Tensor:
+    def __call__(self, logits: Logits, rows: TokenContext) -> torch.Tensor:
         return self.compute(logits, rows)
 
 
@@ -90,7 +90,7 @@ def resolution(logits: torch.Tensor) -> torch.Tensor:
 
 
 def transformations(
-    logits: torch.Tensor, reported: torch.Tensor, rows: Rows, stated: Stated
+    logits: torch.Tensor, reported: torch.Tensor, rows: TokenContext, stated: Stated
 ) -> list[Transformation]:
     """The stated one first. Those that would be the same as another are left out; the numbers of
     those that have one to be found are taken from the rows given here."""
@@ -190,7 +190,7 @@ def _log_softmax(logits: Logits, ids: torch.Tensor, stated: Stated) -> torch.Ten
     return whole - torch.where(rank < kept, mass, mass + whole.exp()).log()
 
 
-def _fitted_temperature(logits: torch.Tensor, reported: torch.Tensor, rows: Rows) -> float:
+def _fitted_temperature(logits: torch.Tensor, reported: torch.Tensor, rows: TokenContext) -> float:
     """The temperature at which most rows come nearest to what is reported: the median residual of
     at most 256 rows, of fewer where the vocabulary is large, is least."""
     few = slice(0, max(16, min(256, FITTED_ELEMENTS // logits.shape[-1])))

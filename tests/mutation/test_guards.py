@@ -235,10 +235,10 @@ GUARDS = {
         f"{_REFEREE}::test_a_decode_that_differs_in_one_row_is_recomputed",
     ),
     "the worst row": Guard(
-        "probe/referee/rows.py",
+        "probe/referee/row_choice.py",
         "first = max(0, position + 1 - ROWS)",
         "first = 0",
-        "probe/referee/test_rows.py::test_of_a_long_sample_the_rows_up_to_the_worst",
+        "probe/referee/test_row_choice.py::test_of_a_long_sample_the_rows_up_to_the_worst",
     ),
     "the worst statistic": Guard(
         "judge/checks.py",

@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from rlk_align.probe.sampling import Explanation, explain, explain_pass
-from rlk_align.probe.transformations import Rows, Stated
+from rlk_align.probe.transformations import Stated, TokenContext
 
 N, V = 64, 97
 
 
-def _case(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, Rows]:
+def _case(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, TokenContext]:
     """Logits as peaked as a trained model's; row p scores the id of row p + 1."""
     generator = torch.Generator().manual_seed(0)
     logits = 3.0 * torch.randn(N, V, generator=generator)
     ids = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
     before = torch.cat([torch.tensor([1]), ids[:-1]])
     after = torch.cat([ids[1:], torch.tensor([-1])])
-    return logits.to(dtype), Rows(targets=ids, before=before, after=after)
+    return logits.to(dtype), TokenContext(targets=ids, before=before, after=after)
 
 
 def _scored(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ def _likeliest(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 
 LOGITS, ROWS = _case()
-KEPT = Rows(LOGITS.argmax(-1), ROWS.before, ROWS.after)
+KEPT = TokenContext(LOGITS.argmax(-1), ROWS.before, ROWS.after)
 """Targets that no truncation drops."""
 T07 = Stated(temperature=0.7)
 CASES = {
@@ -124,7 +124,7 @@ def test_what_cannot_be_told_apart_is_said() -> None:
     """All of the mass lies in ten tokens: more of them change nothing."""
     logits = torch.full((N, V), -60.0)
     logits[:, :10] = LOGITS[:, :10]
-    rows = Rows(logits.argmax(-1), ROWS.before, ROWS.after)
+    rows = TokenContext(logits.argmax(-1), ROWS.before, ROWS.after)
     reported = _scored(_likeliest(logits, 5), rows.targets)
     exact = explain(logits, reported, rows, Stated())
     assert (exact.name, exact.also) == ("top-k 5", ())
@@ -152,7 +152,7 @@ def test_one_row_that_is_not_finite_fits_nothing(value: float) -> None:
 
 
 def test_no_row_is_no_explanation() -> None:
-    none = Rows(*(torch.zeros(0, dtype=torch.long) for _ in range(3)))
+    none = TokenContext(*(torch.zeros(0, dtype=torch.long) for _ in range(3)))
     found: Explanation = explain(LOGITS[:0], torch.zeros(0), none, Stated())
     assert (found.name, found.rows, found.words) == (None, 0, "there are no rows")
 

@@ -54,7 +54,7 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowLabels:
     """Which rows they are, int `[N]` each."""
 
     number: np.ndarray
@@ -65,7 +65,7 @@ class Rows:
 def pattern(
     rows: Totals,
     features: Totals,
-    which: Rows,
+    which: RowLabels,
     heads: int,
     shift: np.ndarray,
     scaled_by_row: float,
@@ -94,7 +94,7 @@ def pattern(
 
 
 def _candidates(
-    rows: Totals, features: Totals, which: Rows, heads: int
+    rows: Totals, features: Totals, which: RowLabels, heads: int
 ) -> Iterator[tuple[Place, Totals, np.ndarray]]:
     """Smallest places first."""
     yield "row", rows, which.number

@@ -20,9 +20,9 @@ from rlk_align.model.sites import RowIndex, Site, model_sites
 from rlk_align.probe.graph import partners
 from rlk_align.probe.referee.exponentials import sum_orders
 from rlk_align.probe.referee.recorded import RecordedPass
-from rlk_align.probe.referee.reference import Reference, Rows
+from rlk_align.probe.referee.reference import Reference, RowTokens
 from rlk_align.probe.referee.rounding import ErrorSums
-from rlk_align.probe.referee.rows import choose_rows
+from rlk_align.probe.referee.row_choice import choose_rows
 from rlk_align.probe.referee.weights import NotRefereed, OtherWeight
 from rlk_align.probe.sampling import explain_pass
 from rlk_align.progress import Progress
@@ -253,8 +253,8 @@ class Walk:
         for group in np.split(number, cuts):
             yield from (group[at : at + step] for at in range(0, len(group), step))
 
-    def _rows(self, number: np.ndarray) -> Rows:
+    def _rows(self, number: np.ndarray) -> RowTokens:
         index = self._index
         # The target of a sequence's last row is never asked for.
         columns = (index.position, index.token, np.roll(index.token, -1))
-        return Rows(*(torch.from_numpy(c[number]).to(self._device) for c in columns))
+        return RowTokens(*(torch.from_numpy(c[number]).to(self._device) for c in columns))

@@ -29,7 +29,7 @@ WEIGHT_ELEMENTS = 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowTokens:
     """Rows of one sequence or of several; N = rows."""
 
     position: torch.Tensor
@@ -78,7 +78,7 @@ class Reference:
         return self.shape.heads_of(site.operator.features)
 
     def exact(
-        self, site: Site, given: Sequence[torch.Tensor], rows: Rows
+        self, site: Site, given: Sequence[torch.Tensor], rows: RowTokens
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What `site` should be, and the variance of its rounding: float64 `[N, F]` both.
 
@@ -154,7 +154,7 @@ class Reference:
         return out, extra
 
     def _rotated(
-        self, x: torch.Tensor, rows: Rows, heads: int
+        self, x: torch.Tensor, rows: RowTokens, heads: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._rotary is None:
             raise NotRefereed("its heads are small, or its rotary embedding changes")
@@ -167,7 +167,7 @@ class Reference:
         off = torch.cat([off, off.new_zeros(len(off), width)], dim=1)
         return out, (slope * off.repeat(1, heads)).square()
 
-    def _log_prob(self, logits: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    def _log_prob(self, logits: torch.Tensor, rows: RowTokens) -> tuple[torch.Tensor, torch.Tensor]:
         if self._attributes.get("top_p", 1.0) != 1.0:
             raise NotRefereed("its log-probs are of the tokens within top_p")
         temperature = float(self._attributes.get("temperature", 1.0))

@@ -19,7 +19,7 @@ import torch
 
 from rlk_align.model.dtypes import DTYPES
 from rlk_align.model.sites import RowIndex
-from rlk_align.probe.referee.pattern import Rows, Totals, pattern
+from rlk_align.probe.referee.pattern import RowLabels, Totals, pattern
 from rlk_align.results import RoundingErrors
 
 STANDARD_ERRORS = 6.0
@@ -143,7 +143,7 @@ class ErrorSums:
             pattern=pattern(
                 Totals(*weighted[:4].cpu().numpy()),
                 Totals(*(t.cpu().numpy() for t in (square, variance, product, power))),
-                Rows(number, index.token[number], index.position[number]),
+                RowLabels(number, index.token[number], index.position[number]),
                 self._heads,
                 (apart / n).cpu().numpy(),
                 float(weighted[5].sum()),

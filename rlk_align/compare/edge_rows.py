@@ -1,4 +1,5 @@
-"""Every token of every edge: its log-probs, and its error at every site (see `rlk_align.rows`)."""
+"""Collects every token of every edge, its log-probs and its error at every site, for the table of
+`rlk_align.comparison_table`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from rlk_align.comparison_table import HEAD
 from rlk_align.errors import ModelError
 from rlk_align.model.sites import RowIndex
 from rlk_align.model.tokenise import fast_tokenizer
-from rlk_align.rows import HEAD
 
 MAX_ERRORS = 8_000_000
 """Errors kept of an edge, 32 MB: of a larger run, those of a seeded choice of its rows."""
@@ -62,7 +63,7 @@ NO_ROWS = pa.schema(list(HEAD.items())).empty_table()
 
 
 def rows_table(edges: Sequence[EdgeRows], index: RowIndex, model: Path) -> pa.Table:
-    """The table that `rlk_align.rows` describes; the checkpoint tells what the tokens say."""
+    """The table of `rlk_align.comparison_table`; the checkpoint's tokenizer decodes the tokens."""
     sites = list(dict.fromkeys(site for e in edges for site in e.errors))
     lengths = np.diff(index.offsets)
     sample = np.repeat(np.arange(len(lengths)), lengths)

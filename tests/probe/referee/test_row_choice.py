@@ -8,7 +8,7 @@ from synthetic import BATCH
 from rlk_align.model.prompts import Sample, TokenBatch
 from rlk_align.model.sites import RowIndex
 from rlk_align.probe.referee import rows
-from rlk_align.probe.referee.rows import ROWS, choose_rows
+from rlk_align.probe.referee.row_choice import ROWS, choose_rows
 
 
 def index(*lengths: int, prompt: int = 1) -> RowIndex:

@@ -10,11 +10,11 @@ import pytest
 from synthetic import BATCH, all_cells, compared_run, draw, keep_logprobs, spoil, write_trace
 
 from rlk_align.compare import rows as rows_module
+from rlk_align.compare.edge_rows import EdgeRows, rows_table
 from rlk_align.compare.measure import measure
-from rlk_align.compare.rows import EdgeRows, rows_table
+from rlk_align.comparison_table import HEAD, load_rows, save_rows, sites_of
 from rlk_align.errors import CorruptTrace
 from rlk_align.model.sites import RowIndex
-from rlk_align.rows import HEAD, load_rows, save_rows, sites_of
 
 VALUES = draw()
 CELL = (1, 4)
