@@ -66,13 +66,13 @@ def source_of(trace: Trace, passname: str) -> Source:
 
 def _content(intervention: Intervention) -> str:
     """A name for what an intervention does: its sources count by what they hold."""
-    told = intervention.model_dump(mode="json", exclude={"source", "base"})
+    content = intervention.model_dump(mode="json", exclude={"source", "base"})
     held = [
         Trace(s.folder).checksums.files[f"{s.passname}/pass.json"].blake2b
         for s in (intervention.source, intervention.base)
         if s is not None
     ]
-    return f"{intervention.kind}-{fingerprint(told, held)}"
+    return f"{intervention.kind}-{fingerprint(content, held)}"
 
 
 def _job(
@@ -102,10 +102,10 @@ def _job(
     )
 
 
-def _check_same_model(capture: Trace, again: Trace, role: Role) -> None:
+def _check_same_model(capture: Trace, reloaded: Trace, role: Role) -> None:
     """Raises BadOption where the engine, loaded again, does not have the weights that it had."""
     before = {n: w.digest for n, w in capture.weights.items()}
-    now = {n: w.digest for n, w in again.weights.items()}
+    now = {n: w.digest for n, w in reloaded.weights.items()}
     changed = sorted(n for n in before.keys() | now.keys() if before.get(n) != now.get(n))
     if changed:
         raise BadOption(

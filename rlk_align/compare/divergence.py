@@ -88,9 +88,9 @@ class _SiteRows:
     def _not_repeated(self, side: Side) -> np.ndarray:
         mask = np.zeros(self._count, dtype=bool)
         if side.repeat is not None:
-            once, again = self.get(side.observed), self.get(side.repeat)
-            if once is not None and again is not None:
-                mask[rows_that_differ(once, again)] = True
+            observed, repeat = self.get(side.observed), self.get(side.repeat)
+            if observed is not None and repeat is not None:
+                mask[rows_that_differ(observed, repeat)] = True
         return mask
 
 
@@ -213,8 +213,8 @@ def _least_errors(paired: PairedSite, rows: np.ndarray) -> np.ndarray:
 
 def _valued(paired: PairedSite, rows: np.ndarray) -> np.ndarray:
     """Of those rows, the ones whose values both sides keep."""
-    kept = (paired.a.shard[paired.a_at[rows]] >= 0) & (paired.b.shard[paired.b_at[rows]] >= 0)
-    return rows[kept]
+    valued = (paired.a.shard[paired.a_at[rows]] >= 0) & (paired.b.shard[paired.b_at[rows]] >= 0)
+    return rows[valued]
 
 
 def _inputs_equal(

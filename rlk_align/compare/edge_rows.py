@@ -23,7 +23,7 @@ class EdgeRows:
     """One edge, row by row of the batch; arrays `[N]`."""
 
     edge: str
-    kept: np.ndarray
+    selected: np.ndarray
     """bool: rows whose errors are kept."""
     first: np.ndarray
     second: np.ndarray
@@ -36,19 +36,19 @@ class EdgeRows:
     @classmethod
     def of(cls, edge: str, index: RowIndex, sites: int) -> "EdgeRows":
         """Empty, for a batch and so many sites."""
-        kept = np.ones(len(index), dtype=bool)
+        selected = np.ones(len(index), dtype=bool)
         most = MAX_ERRORS // max(1, sites)
         if len(index) > most:
-            kept[:] = False
-            kept[np.random.default_rng(_SEED).permutation(len(index))[:most]] = True
+            selected[:] = False
+            selected[np.random.default_rng(_SEED).permutation(len(index))[:most]] = True
         nothing = np.full(len(index), np.nan)
-        return cls(edge, kept, nothing, nothing.copy(), np.zeros(len(index), dtype=bool))
+        return cls(edge, selected, nothing, nothing.copy(), np.zeros(len(index), dtype=bool))
 
     def add(self, site: str, number: np.ndarray, error: np.ndarray) -> None:
         """The errors of a site, float `[M]`, of these rows of the batch."""
-        full = np.full(len(self.kept), UNKNOWN, dtype=np.float32)
+        full = np.full(len(self.selected), UNKNOWN, dtype=np.float32)
         full[number] = error
-        self.errors[site] = full[self.kept]
+        self.errors[site] = full[self.selected]
 
     def add_logprobs(self, number: np.ndarray, first: np.ndarray, second: np.ndarray) -> None:
         """Of both passes, `[M]`, of these rows of the batch."""
@@ -88,9 +88,9 @@ def rows_table(edges: Sequence[EdgeRows], index: RowIndex, model: Path) -> pa.Ta
 
 
 def _errors(edge: EdgeRows, site: str) -> pa.Array:
-    full = np.full(len(edge.kept), UNKNOWN, dtype=np.float32)
+    full = np.full(len(edge.selected), UNKNOWN, dtype=np.float32)
     if site in edge.errors:
-        full[edge.kept] = edge.errors[site]
+        full[edge.selected] = edge.errors[site]
     return pa.array(full, pa.float32(), mask=full == UNKNOWN)
 
 

@@ -38,21 +38,21 @@ def changes(before: Contract, after: Contract) -> list[Change]:
     ]
 
 
-def needed_version(before: Contract, found: list[Change]) -> str:
+def needed_version(before: Contract, changed: list[Change]) -> str:
     """The least version that a contract with these changes may have."""
     major, minor, patch = (int(x) for x in before.version.split("."))
-    kinds = {c.kind for c in found}
+    kinds = {c.kind for c in changed}
     if "loosened" in kinds:
         return f"{major + 1}.0.0"
     if "tightened" in kinds:
         return f"{major}.{minor + 1}.0"
-    return f"{major}.{minor}.{patch + 1}" if found else before.version
+    return f"{major}.{minor}.{patch + 1}" if changed else before.version
 
 
-def version_is_enough(before: Contract, after: Contract, found: list[Change]) -> bool:
+def version_is_enough(before: Contract, after: Contract, changed: list[Change]) -> bool:
     """Whether the later version says what kind of change it is."""
     have, need = (
-        [int(x) for x in v.split(".")] for v in (after.version, needed_version(before, found))
+        [int(x) for x in v.split(".")] for v in (after.version, needed_version(before, changed))
     )
     return have >= need
 

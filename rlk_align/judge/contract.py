@@ -282,12 +282,12 @@ class Contract(BaseModel):
     """None, or for every operator of the model that is judged."""
     regressions: list[Regression] = []
     waivers: list[Waiver] = []
-    _given: str = PrivateAttr(default="")
+    _reference: str = PrivateAttr(default="")
 
     @property
-    def given(self) -> str:
+    def reference(self) -> str:
         """What names it on the command line: the built-in id, or the path of its file."""
-        return self._given or self.id
+        return self._reference or self.id
 
     @cached_property
     def sha256(self) -> str:

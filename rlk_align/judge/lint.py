@@ -27,19 +27,19 @@ class Finding(Result):
 
 def lint(contract: Contract, day: date | None = None) -> list[Finding]:
     """All that is found; `day` is today if None."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for dtype in contract.dtypes:
         limits = contract.limits_for(dtype)
         for finding in (*_never(limits), *_too_few_tokens(limits, contract)):
-            if finding not in found:
-                found.append(finding)
-    found += [*_below_noise(contract), *_sequences(contract), *_no_such_sites(contract)]
-    found += _says_nothing(contract)
+            if finding not in findings:
+                findings.append(finding)
+    findings += [*_below_noise(contract), *_sequences(contract), *_no_such_sites(contract)]
+    findings += _says_nothing(contract)
     for waiver in contract.waivers:
         if waiver.expires < (day or today()):
             text = f"the waiver of {waiver.owner} expired on {waiver.expires}"
-            found.append(Finding(entry=waiver.limit, text=text))
-    return found
+            findings.append(Finding(entry=waiver.limit, text=text))
+    return findings
 
 
 def _largest(metric: str, most: float) -> float:
@@ -144,11 +144,11 @@ def _below_noise(contract: Contract) -> Iterator[Finding]:
 def _sequences(contract: Contract) -> Iterator[Finding]:
     if contract.sequences is None:
         return
-    left = sequence_ess(contract, contract.sequences.tokens)
-    if not left >= contract.sequences.ess:
+    ess = sequence_ess(contract, contract.sequences.tokens)
+    if not ess >= contract.sequences.ess:
         text = (
             f"at its limit of k3, sequences of {contract.sequences.tokens:,} tokens keep an "
-            f"effective sample size of {left:.2g}, not {contract.sequences.ess:g}"
+            f"effective sample size of {ess:.2g}, not {contract.sequences.ess:g}"
         )
         yield Finding(entry="", text=text)
 

@@ -81,12 +81,12 @@ def judge_regression(
 
 
 def _check_comparable(before: Comparison, after: Comparison) -> None:
-    told = {
+    compared = {
         "dtype": (before.dtype, after.dtype),
         "engines": tuple(" and ".join(e.name for e in c.engines.values()) for c in (before, after)),
         "judged edges": tuple(", ".join(sorted(c.judged)) for c in (before, after)),
     }
-    for what, (old, new) in told.items():
+    for what, (old, new) in compared.items():
         if old != new:
             raise _other(what, old, new)
 

@@ -198,13 +198,13 @@ def _notes(c: Comparison, contract: Contract) -> list[str]:
     for edge in c.edges:
         if edge.name not in c.judged:
             continue
-        kept, rows = (
+        valued, rows = (
             sum(getattr(s, n) for s in edge.sites) for n in ("introduced_valued", "introduced")
         )
-        if kept < rows:
+        if valued < rows:
             sites = [s.site for s in edge.sites if s.introduced_valued < s.introduced]
             notes.append(
-                f"{edge.name}: operator limits were held against the values of {kept:,} of "
+                f"{edge.name}: operator limits were held against the values of {valued:,} of "
                 f"{rows:,} rows, and of the others against their largest entries alone, from "
                 f"{sites[0]} on: a larger --trace-budget keeps more"
             )
@@ -278,7 +278,7 @@ def over_budget(verdict: Verdict, edge: EdgeResult) -> list[OverBudget]:
     allows, or introduced more than its limit does, or a NaN or an infinity."""
     breaches = _by_site(b for b in verdict.breaches if b.edge == edge.name)
     refereed = _by_site(u for u in verdict.comparison.referee if edge.name in u.edges)
-    found: list[OverBudget] = []
+    over: list[OverBudget] = []
     for at, site in enumerate(edge.sites):
         here = breaches.get(site.site, [])
         passes = {(b.side, b.passname) for b in here if b.side is not None}
@@ -301,18 +301,18 @@ def over_budget(verdict: Verdict, edge: EdgeResult) -> list[OverBudget]:
         cell = cell or worst
         assert cell is not None
         unit = Introducer.among(edge.sites, at, cell)
-        found.append(OverBudget(unit=unit, side=side, units=off, unchecked=unchecked))
-    return found
+        over.append(OverBudget(unit=unit, side=side, units=off, unchecked=unchecked))
+    return over
 
 
 OfSite = TypeVar("OfSite", LimitCheck, RefereedUnit)
 
 
 def _by_site(items: Iterable[OfSite]) -> dict[str | None, list[OfSite]]:
-    found: dict[str | None, list[OfSite]] = {}
+    by_site: dict[str | None, list[OfSite]] = {}
     for item in items:
-        found.setdefault(item.site, []).append(item)
-    return found
+        by_site.setdefault(item.site, []).append(item)
+    return by_site
 
 
 _INTRODUCED = ("op_error", "nonfinite")

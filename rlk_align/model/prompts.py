@@ -145,11 +145,11 @@ def load_prompts(path: Path) -> list[Prompt]:
     if path.suffix not in (".jsonl", ".json"):
         return [Prompt(f"line{n}", line) for n, line in lines]
     prompts = [_parse_line(path, n, line) for n, line in lines]
-    seen: set[str] = set()
+    ids: set[str] = set()
     for (number, _), prompt in zip(lines, prompts, strict=True):
-        if prompt.id in seen:
+        if prompt.id in ids:
             raise PromptError(f"{path}:{number}: id {prompt.id!r} is there already")
-        seen.add(prompt.id)
+        ids.add(prompt.id)
     return prompts
 
 

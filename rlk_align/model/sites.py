@@ -52,17 +52,17 @@ class Site:
 def model_sites(shape: ModelShape) -> list[Site]:
     """Every site of a model of that shape, in execution order."""
     sites: list[Site] = []
-    given: dict[str, str] = {}
+    producer: dict[str, str] = {}
     """Value -> the site that gave it last."""
     for layer, operator in shape.operators():
         name = operator.name if layer is None else f"layers.{layer}.{operator.name}"
         inputs, prefixes = (
-            tuple(given[value] for value in values)
+            tuple(producer[value] for value in values)
             for values in (operator.inputs, operator.prefix_inputs)
         )
         features = shape.size(operator.features)
         sites.append(Site(name, layer, operator, inputs, prefixes, features))
-        given[operator.output] = name
+        producer[operator.output] = name
     return sites
 
 

@@ -58,7 +58,7 @@ def explain(
         return _none("there are no rows", 0, 0)
     reported = reported.double()
     step = max(1, BLOCK_ELEMENTS // logits.shape[-1])
-    found: dict[Transformation, list[torch.Tensor]] = {}
+    computed: dict[Transformation, list[torch.Tensor]] = {}
     limits, other = [], []
     # A transformation that has a number to be found takes it from the first rows.
     tried = transformations(logits[:step], reported[:step], rows[:step], stated)
@@ -69,9 +69,9 @@ def explain(
         other.append(_other_token(block, reported[part], stated, limits[-1]))
         sorted_once = Logits(block)
         for one in tried:
-            found.setdefault(one, []).append(one(sorted_once, rows[part]))
+            computed.setdefault(one, []).append(one(sorted_once, rows[part]))
     limit, another = torch.cat(limits), torch.cat(other)
-    fits = [_Fit(t, torch.cat(values), reported, limit, another) for t, values in found.items()]
+    fits = [_Fit(t, torch.cat(values), reported, limit, another) for t, values in computed.items()]
     whole = [f for f in fits if f.whole]
     if not whole:
         nearest = max(fits, key=lambda f: f.explained)
@@ -83,7 +83,7 @@ def explain(
     also = () if chosen.name == AS_STATED else tuple(f.name for f in best[1:])
     return Explanation(
         name=chosen.name,
-        words=_told(chosen, also, count),
+        words=_description(chosen, also, count),
         rows=count,
         explained=chosen.explained,
         largest_residual=chosen.largest_residual,
@@ -135,16 +135,16 @@ def _other_token(
     return ((likeliest - reported[:, None]).abs() <= limit[:, None]).any(-1)
 
 
-def _told(fit: _Fit, also: Sequence[str], count: int) -> str:
+def _description(fit: _Fit, also: Sequence[str], count: int) -> str:
     text = f"the log-probs are {fit.words}: {fit.explained} of {count} rows, "
     text += f"within {fit.largest_residual:.2g}"
-    told = {
+    phrases = {
         "zero": "report 0, as for a missing one",
         "another token": "are scored against another token, one of the two likeliest",
         "no label": "have no such label",
     }
     for name, number in fit.exceptions.items():
-        text += f"; {number} {told[name]}"
+        text += f"; {number} {phrases[name]}"
     if also:
         text += f"; {', '.join(also)} explains these rows as well"
     return text
@@ -170,22 +170,22 @@ def explain_pass(trace: Trace, passname: str) -> Explanation:
         return _none(f"{passname} has no {lacking}", 0, 0)
     places = {
         (int(s), int(p)): i
-        for i, (s, p, kept) in enumerate(
+        for i, (s, p, shard) in enumerate(
             zip(logits.sample, logits.position, logits.shard, strict=True)
         )
-        if kept >= 0
+        if shard >= 0
     }
     cells = sorted(
         (int(s), int(p), i)
-        for i, (s, p, kept) in enumerate(
+        for i, (s, p, shard) in enumerate(
             zip(logprob.sample, logprob.position, logprob.shard, strict=True)
         )
-        if kept >= 0 and (int(s), int(p)) in places
+        if shard >= 0 and (int(s), int(p)) in places
     )
     if not cells:
         return _none(f"no row of {passname} keeps both its logits and its log-prob", 0, 0)
     at = np.array([places[s, p] for s, p, _ in cells])
-    own = np.array([i for _, _, i in cells])
+    logprob_at = np.array([i for _, _, i in cells])
     ids = {
         s: np.array([*trace.tokens.samples[s].ids, -1]) for s in dict.fromkeys(c[0] for c in cells)
     }
@@ -196,7 +196,7 @@ def explain_pass(trace: Trace, passname: str) -> Explanation:
     rows = TokenContext(targets=label(1), before=label(0), after=label(2))
     return explain(
         reader.values("logits", logits, at),
-        reader.values("logprob", logprob, own).squeeze(-1),
+        reader.values("logprob", logprob, logprob_at).squeeze(-1),
         rows,
         Stated.of(trace.record.attributes),
     )

@@ -72,8 +72,8 @@ def check_sizes(folder: Path, files: Mapping[str, FileRecord]) -> None:
         path = folder / name
         actual = path.stat().st_size if path.is_file() else None
         if actual != file.size:
-            found = "is missing" if actual is None else f"has {actual} bytes, not {file.size}"
-            raise CorruptTrace(f"{path} {found}", REPAIR)
+            problem = "is missing" if actual is None else f"has {actual} bytes, not {file.size}"
+            raise CorruptTrace(f"{path} {problem}", REPAIR)
 
 
 def check_files(folder: Path, files: Mapping[str, FileRecord]) -> None:

@@ -39,8 +39,8 @@ def number_rows(rows: SiteRows, index: RowIndex) -> NumberedRows:
     first = order[~repeated]
     digest_of = np.zeros((len(index), 2), dtype=np.int64)
     digest_of[number[first]] = rows.digest[first]
-    again = order[repeated]
-    conflicts = (rows.digest[again] != digest_of[number[again]]).any(axis=1)
+    repeats = order[repeated]
+    conflicts = (rows.digest[repeats] != digest_of[number[repeats]]).any(axis=1)
     return NumberedRows(rows, number[first], first, int(conflicts.sum()), int((number < 0).sum()))
 
 

@@ -98,7 +98,7 @@ class Run:
         run._checksums.check(folder, ["run.json"])
         return run
 
-    def again(self) -> "Run":
+    def reopened(self) -> "Run":
         """The same run as it is now, finished meanwhile."""
         return Run(self.folder)
 

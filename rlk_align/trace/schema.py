@@ -38,13 +38,13 @@ class WrongPosition(WrongRow):
     effective: int
 
 
-Seen = Literal["other tokens", "itself alone"]
+Attended = Literal["other tokens", "itself alone"]
 
 
 class WrongBoundary(WrongRow):
     """A row whose attention sees other tokens than its sequence lets it."""
 
-    sees: Seen
+    sees: Attended
 
 
 WRONG_ROWS = 8
@@ -63,16 +63,16 @@ class Measured(Record, Generic[W]):
     """The first wrong ones, by sample and position."""
 
     @classmethod
-    def of(cls, checked: int, wrong: int, found: Iterable[W]) -> Self:
+    def of(cls, checked: int, wrong: int, wrong_rows: Iterable[W]) -> Self:
         """Keeps the first of those that were found."""
-        first = sorted(found, key=lambda w: (w.sample, w.position))
+        first = sorted(wrong_rows, key=lambda w: (w.sample, w.position))
         return cls(checked=checked, wrong=wrong, first=first[:WRONG_ROWS])
 
     @classmethod
     def together(cls, parts: Sequence[Self]) -> Self:
         """Of several parts of a pass."""
-        found = (w for p in parts for w in p.first)
-        return cls.of(sum(p.checked for p in parts), sum(p.wrong for p in parts), found)
+        wrong_rows = (w for p in parts for w in p.first)
+        return cls.of(sum(p.checked for p in parts), sum(p.wrong for p in parts), wrong_rows)
 
 
 PositionRecord = Measured[WrongPosition]

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from synthetic import BATCH, all_cells, compared_run, draw, keep_logprobs, spoil, write_trace
 
-from rlk_align.compare import rows as rows_module
+from rlk_align.compare import edge_rows
 from rlk_align.compare.edge_rows import EdgeRows, rows_table
 from rlk_align.compare.measure import measure
 from rlk_align.comparison_table import HEAD, load_rows, save_rows, sites_of
@@ -84,7 +84,7 @@ def test_a_large_run_keeps_the_errors_of_a_seeded_choice_of_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sites = len(sites_of(rows_of(tmp_path / "whole")))
-    monkeypatch.setattr(rows_module, "MAX_ERRORS", 5 * sites)
+    monkeypatch.setattr(edge_rows, "MAX_ERRORS", 5 * sites)
     table, again = rows_of(tmp_path / "part"), rows_of(tmp_path / "again")
     assert table.equals(again)
     assert table.num_rows == sum(len(s.ids) for s in BATCH.samples)
@@ -99,7 +99,7 @@ def test_a_run_keeps_its_rows_and_notices_when_they_change(tmp_path: Path) -> No
     whole = path.read_bytes()
     path.write_bytes(whole[:-9])
     with pytest.raises(CorruptTrace):
-        run.again().rows()
+        run.reopened().rows()
     with pytest.raises(CorruptTrace, match="cannot be read"):
         load_rows(path)
     save_rows(pa.table({"a": [1]}), path)

@@ -1,5 +1,6 @@
 """Units of simulated engines, whose every output on every input is known."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -52,7 +53,12 @@ def test_random_units_and_inputs(
     assert all(u.label != "undetermined" and not u.orders[0].left_out for u in found.values())
     values = [
         RecordedRows(p, INDEX)
-        for p in (edge.first.own, edge.second.other, edge.second.own, edge.first.other)
+        for p in (
+            edge.first.captured,
+            edge.second.cross_grafted,
+            edge.second.captured,
+            edge.first.cross_grafted,
+        )
     ]
     for name, site in SITES.items():
         rows = np.flatnonzero(INDEX.expected(site, decode=False))
@@ -153,14 +159,7 @@ def test_an_engine_that_does_not_reproduce_itself_proves_nothing(tmp_path: Path)
     edge = healthy(tmp_path)
     noisy = run(7, torch.bfloat16, {"layers.0.up_proj": scaled(1.01)})
     again = write(tmp_path / "noisy", noisy, None, noisy)
-    edge = GraftedEdge(
-        edge.name,
-        edge.first,
-        type(edge.second)("train", "prefill", edge.second.own, again, edge.second.other),
-        edge.tokens,
-        edge.shape,
-        edge.fused,
-    )
+    edge = replace(edge, second=replace(edge.second, self_grafted=again))
     found = units(edge)
     unit = found["layers.0.up_proj"]
     # The other order is still good.
@@ -171,9 +170,9 @@ def test_an_engine_that_does_not_reproduce_itself_proves_nothing(tmp_path: Path)
 
 def test_rows_that_the_engine_did_not_overwrite_are_missed(tmp_path: Path) -> None:
     edge = healthy(tmp_path)
-    record = edge.second.other.record
+    record = edge.second.cross_grafted.record
     written = record.overwritten | {"layers.0.attn_norm": 3}
-    edge.second.other.record = record.model_copy(update={"overwritten": written})
+    edge.second.cross_grafted.record = record.model_copy(update={"overwritten": written})
     unit = units(edge)["layers.0.q_proj"]
     assert unit.orders[0].rows == 0
     assert "overwrote 3 of 21 rows of layers.0.attn_norm" in unit.orders[0].reason

@@ -270,7 +270,7 @@ def test_what_is_over_budget_is_held_against_what_was_planted(
     monkeypatch.setattr(detect, "over_budget", lambda *_: _over(*over))
     comparison = SimpleNamespace(mismatches=[], edges=["an edge"])
     verdict = SimpleNamespace(comparison=comparison, contract=None)
-    found = detect._found(verdict, FAULTS[fault], "train")
+    found = detect._finding(verdict, FAULTS[fault], "train")
     assert (found.seen, len(found.others)) == (seen, others)
 
 
@@ -286,5 +286,5 @@ def test_a_precheck_must_name_what_was_planted(names: list[str], seen: str, othe
     pairs = [name.split() for name in names]
     mismatches = [SimpleNamespace(kind=kind, name=name, detail="") for kind, name in pairs]
     verdict = SimpleNamespace(comparison=SimpleNamespace(mismatches=mismatches, edges=[]))
-    found = detect._found(verdict, FAULTS["weight-element"], "train")
+    found = detect._finding(verdict, FAULTS["weight-element"], "train")
     assert (found.seen, len(found.others)) == (seen, others)

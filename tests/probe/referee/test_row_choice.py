@@ -7,7 +7,7 @@ from synthetic import BATCH
 
 from rlk_align.model.prompts import Sample, TokenBatch
 from rlk_align.model.sites import RowIndex
-from rlk_align.probe.referee import rows
+from rlk_align.probe.referee import row_choice
 from rlk_align.probe.referee.row_choice import ROWS, choose_rows
 
 
@@ -50,7 +50,7 @@ def test_the_same_rows_each_time_and_no_more_than_are_drawn() -> None:
     of = index(*[60] * 100, prompt=20)
     found = chosen(of)
     assert found.tolist() == chosen(of).tolist()
-    assert ROWS * 0.9 < len(found) <= ROWS + rows.SAMPLED_ROWS
+    assert ROWS * 0.9 < len(found) <= ROWS + row_choice.SAMPLED_ROWS
     assert len(set(of.position[found])) == 59, "every position, but the last"
     assert len(np.unique(found // 60)) == 100, "every sample"
 
@@ -60,7 +60,7 @@ def test_rows_at_which_a_token_was_sampled_are_among_them(prompt: int) -> None:
     of = index(*[60] * 100, prompt=prompt)
     found = chosen(of)
     sampled = of.position[found] >= prompt - 1
-    assert sampled.sum() >= min(rows.SAMPLED_ROWS * 0.8, (60 - prompt) * 100)
+    assert sampled.sum() >= min(row_choice.SAMPLED_ROWS * 0.8, (60 - prompt) * 100)
 
 
 def test_what_a_comparison_points_at_is_among_them() -> None:
@@ -79,14 +79,14 @@ def test_of_a_long_sample_the_rows_up_to_the_worst(row: int) -> None:
     assert 10 + row in found
     about = found[(found >= 10 + max(0, row + 1 - ROWS)) & (found <= 10 + row)]
     assert len(about) == min(ROWS, row + 1)
-    assert len(found) <= 2 * ROWS + rows.SAMPLED_ROWS
+    assert len(found) <= 2 * ROWS + row_choice.SAMPLED_ROWS
 
 
 def test_long_samples_bound_what_attention_reads() -> None:
     lengths = [3000] * 20
     found = chosen(index(*lengths))
-    assert len(np.unique(found // 3000)) == rows.KEYS // 3000
-    assert len(chosen(index(*[rows.KEYS + 5] * 3))) <= ROWS + rows.SAMPLED_ROWS
+    assert len(np.unique(found // 3000)) == row_choice.KEYS // 3000
+    assert len(chosen(index(*[row_choice.KEYS + 5] * 3))) <= ROWS + row_choice.SAMPLED_ROWS
 
 
 def test_rows_are_drawn_of_those_that_were_kept() -> None:
