@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from synthetic import BATCH, all_cells, compared_run, draw, keep_logprobs, spoil, write_trace
+from synthetic import BATCH, all_cells, compared_run, corrupt, draw, keep_logprobs, write_trace
 
 from rlk_align.compare import edge_rows
 from rlk_align.compare.edge_rows import EdgeRows, rows_table
@@ -62,7 +62,7 @@ def test_without_a_tokenizer_that_can_be_read_the_texts_are_null(
 
 
 def test_errors_are_of_their_row_and_site(tmp_path: Path) -> None:
-    table = rows_of(tmp_path, spoil(VALUES, SITE, [CELL], change=lambda row: row * 1.5))
+    table = rows_of(tmp_path, corrupt(VALUES, SITE, [CELL], change=lambda row: row * 1.5))
     assert at(table, SITE) == pytest.approx(1 / 3, rel=1e-2)
     errors = np.array(table[SITE].to_pylist())
     assert (errors != 0).sum() == 1
@@ -72,9 +72,9 @@ def test_errors_are_of_their_row_and_site(tmp_path: Path) -> None:
 
 
 def test_what_is_not_finite_is_nan_and_what_was_not_kept_is_null(tmp_path: Path) -> None:
-    bad = spoil(VALUES, SITE, [CELL], change=lambda row: row * float("nan"))
+    bad = corrupt(VALUES, SITE, [CELL], change=lambda row: row * float("nan"))
     assert math.isnan(at(rows_of(tmp_path / "nan", bad), SITE))
-    other = spoil(VALUES, SITE, [CELL], change=lambda row: row * 2)
+    other = corrupt(VALUES, SITE, [CELL], change=lambda row: row * 2)
     unkept = rows_of(tmp_path / "unkept", other, keep=keep_logprobs)
     assert at(unkept, SITE) is None
     assert at(unkept, SITE, (0, 0)) == 0.0
