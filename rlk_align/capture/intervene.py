@@ -1,7 +1,6 @@
 """Runs an engine's captured passes once more, with interventions, beside its capture."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from rlk_align.capture.capture import run_worker
 from rlk_align.capture.key import surroundings
@@ -51,7 +50,22 @@ def intervene(
     if missing:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        run_worker(_job(capture, spec, model, folder, key, plan, missing, interventions), progress)
+        job = Job(
+            engine=spec,
+            model=model,
+            folder=folder.resolve(),
+            key=key,
+            prompts=(capture.folder / "prompts.jsonl").resolve(),
+            tokens=(capture.folder / "tokens.parquet").resolve(),
+            passes=missing,
+            interventions={p: interventions[p] for p in missing},
+            max_new_tokens=max(len(s.response_ids) for s in capture.tokens.samples),
+            seed=0,
+            budget=plan.budget,
+            layers=plan.layers,
+            sites=plan.sites,
+        )
+        run_worker(job, progress)
     trace = Trace(folder)
     if trace.record.key != key:
         raise CorruptTrace(f"{folder} holds another capture, {trace.record.key}", REPAIR)
@@ -59,9 +73,9 @@ def intervene(
     return {name: trace.read_pass(passname) for name, passname in named.items()}
 
 
-def source_of(trace: Trace, passname: str) -> Source:
+def source_of(recorded: PassReader) -> Source:
     """A recorded pass, for an engine to read."""
-    return Source(folder=trace.folder.resolve(), passname=passname)
+    return Source(folder=recorded.folder.parent.resolve(), passname=recorded.folder.name)
 
 
 def _content(intervention: Intervention) -> str:
@@ -73,33 +87,6 @@ def _content(intervention: Intervention) -> str:
         if s is not None
     ]
     return f"{intervention.kind}-{fingerprint(content, held)}"
-
-
-def _job(
-    capture: Trace,
-    spec: EngineSpec,
-    model: Path,
-    folder: Path,
-    key: str,
-    plan: TracePlan,
-    passes: tuple[str, ...],
-    interventions: Mapping[str, Intervention],
-) -> Job:
-    return Job(
-        engine=spec,
-        model=model,
-        folder=folder.resolve(),
-        key=key,
-        prompts=(capture.folder / "prompts.jsonl").resolve(),
-        tokens=(capture.folder / "tokens.parquet").resolve(),
-        passes=passes,
-        interventions={p: interventions[p] for p in passes},
-        max_new_tokens=max(len(s.response_ids) for s in capture.tokens.samples),
-        seed=0,
-        budget=plan.budget,
-        layers=plan.layers,
-        sites=plan.sites,
-    )
 
 
 def _check_same_model(capture: Trace, reloaded: Trace, role: Role) -> None:

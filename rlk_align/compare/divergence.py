@@ -5,7 +5,6 @@ without a threshold. One whose inputs differ already may only have passed it on.
 read from digests; values are read only where digests differ.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from rlk_align.compare.edge_rows import UNKNOWN, EdgeRows
 from rlk_align.compare.metrics import ValueMetrics, edge_metrics, error_frontier
 from rlk_align.compare.pairing import PairedSite, Unpaired, pair_site
 from rlk_align.model.sites import RowIndex, Site
+from rlk_align.progress import Progress
 from rlk_align.results import EdgeMetrics, EdgeName, EdgeResult, Introducer, SiteResult
 from rlk_align.trace.numbered import NumberedRows, read_ahead, rows_that_differ
 from rlk_align.trace.reader import PassReader
@@ -94,24 +94,21 @@ class _SiteRows:
         return mask
 
 
-Compared = tuple[list[EdgeResult], list[EdgeRows]]
-
-
 def compare_edges(
-    edges: list[Edge], sites: list[Site], index: RowIndex
-) -> Iterator[str | Compared]:
-    """Walks the sites in execution order, all edges at each; yields each site's name as it is
-    done, and at last what was found of the edges, and of their rows."""
+    edges: list[Edge], sites: list[Site], index: RowIndex, progress: Progress
+) -> tuple[list[EdgeResult], list[EdgeRows]]:
+    """Walks the sites in execution order, all edges at each, and returns the results of the edges,
+    and of their rows."""
     states = {e.name: _EdgeState(EdgeRows.of(e.name, index, len(sites))) for e in edges}
     graph = {s.name: s for s in sites}
     rows = _SiteRows(edges, sites, index)
-    for site in sites:
+    for done, site in enumerate(sites, 1):
         rows.turn_to_next()
         for edge in edges:
             _compare_site(edge, site, index, rows, states[edge.name], graph)
-        yield site.name
+        progress("comparing", done, len(sites))
     results = [_edge_result(e, states[e.name]) for e in edges]
-    yield results, [states[e.name].rows for e in edges]
+    return results, [states[e.name].rows for e in edges]
 
 
 def _compare_site(
@@ -231,9 +228,9 @@ def _inputs_equal(
     """
 
     def rows(name: str) -> np.ndarray:
-        return (
-            equal[name] if name in equal else _inputs_equal(graph[name], index, edge, equal, graph)
-        )
+        if name in equal:
+            return equal[name]
+        return _inputs_equal(graph[name], index, edge, equal, graph)
 
     good = np.ones(len(index), dtype=bool)
     if site.operator.formula == "embedding":

@@ -57,13 +57,9 @@ def _largest(metric: str, most: float) -> float:
         "k3": grown - most,
         "ratio_mean_error": grown,
         "token_mult_prob_error": grown + 1,
-        "clip_fraction": 0.0 if _not_clipped(most) else 1.0,
+        "clip_fraction": 0.0 if most <= min(math.log(CLIP_HIGH), -math.log(CLIP_LOW)) else 1.0,
         "bit_mismatches": math.inf if most else 0.0,
     }[metric]
-
-
-def _not_clipped(most: float) -> bool:
-    return most <= min(math.log(CLIP_HIGH), -math.log(CLIP_LOW))
 
 
 def _never(limits: list[Limit]) -> Iterator[Finding]:

@@ -137,15 +137,10 @@ def _figures(
 ) -> Iterator[Figure]:
     """Counts as shares: the runs may have sampled other numbers of tokens."""
     if limit.metric == "rows_differ":
-        earlier_sites = {s.site: s for s in old.sites}
+        earlier = {s.site: s for s in old.sites}
         for site in new.sites:
-            earlier = earlier_sites[site.site]
-            yield (
-                site.site,
-                None,
-                _share(earlier.differ, earlier.rows),
-                _share(site.differ, site.rows),
-            )
+            was, is_now = (_share(s.differ, s.rows) for s in (earlier[site.site], site))
+            yield site.site, None, was, is_now
     elif limit.metric == "rounding_rms":
         known = {(u.side, u.passname, u.site): u.errors for u in before.referee}
         for unit in after.referee:
@@ -153,11 +148,11 @@ def _figures(
             if unit.errors is not None and errors is not None and new.name in unit.edges:
                 yield unit.site, unit.side, errors.rms, unit.errors.rms
     elif limit.metric == "bit_mismatches":
-        was_share, share = (_share(m.bit_mismatches, m.tokens) for m in (old.metrics, new.metrics))
-        yield None, None, was_share, share
+        was, is_now = (_share(m.bit_mismatches, m.tokens) for m in (old.metrics, new.metrics))
+        yield None, None, was, is_now
     else:
-        was_figure, figure = (float(getattr(m, limit.metric)) for m in (old.metrics, new.metrics))
-        yield None, None, was_figure, figure
+        was, is_now = (float(getattr(m, limit.metric)) for m in (old.metrics, new.metrics))
+        yield None, None, was, is_now
 
 
 def _share(part: int, whole: int) -> float:

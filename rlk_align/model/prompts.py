@@ -87,11 +87,8 @@ class TokenBatch:
             for i, s in enumerate(self.samples)
             for p, token in enumerate(s.ids)
         ]
-        columns = [list(c) for c in zip(*rows, strict=True)]
-        table = pa.Table.from_arrays(
-            [pa.array(c, f.type) for c, f in zip(columns, _SCHEMA, strict=True)], schema=_SCHEMA
-        )
-        table = table.replace_schema_metadata({_DIGEST: self._digest()})
+        named = [dict(zip(_SCHEMA.names, row, strict=True)) for row in rows]
+        table = pa.Table.from_pylist(named, _SCHEMA.with_metadata({_DIGEST: self._digest()}))
         with whole_file(path) as partial:
             pq.write_table(table, partial, write_page_checksum=True)
 
@@ -178,11 +175,8 @@ def _parse_line(path: Path, number: int, line: str) -> Prompt:
         raise PromptError(f"{where}: not JSON: {error}") from error
     if not isinstance(record, dict):
         raise PromptError(f"{where}: not a JSON object")
-    name, text, ids = (
-        str(record.get("id", f"line{number}")),
-        record.get("prompt"),
-        record.get("ids"),
-    )
+    name = str(record.get("id", f"line{number}"))
+    text, ids = record.get("prompt"), record.get("ids")
     if ids is not None:
         if not isinstance(ids, list) or not ids or not all(type(t) is int and t >= 0 for t in ids):
             raise PromptError(f"{where}: 'ids' must be a non-empty list of token ids")

@@ -116,6 +116,14 @@ class RowIndex:
             mask[start + first : start + last] = True
         return mask
 
+    def same_tokens(self, other: TokenBatch) -> np.ndarray:
+        """At which rows another batch has the same token id, as a mask over all rows."""
+        same = np.zeros(len(self), dtype=bool)
+        for start, x, y in zip(self.offsets, self.batch.samples, other.samples, strict=False):
+            length = min(len(x.ids), len(y.ids))
+            same[start : start + length] = np.array(x.ids[:length]) == np.array(y.ids[:length])
+        return same
+
     def prefix_all(self, good: np.ndarray) -> np.ndarray:
         """For each row, whether `good` holds at it and at every earlier row of its sample."""
         bad = np.concatenate([[0], np.cumsum(~good)])

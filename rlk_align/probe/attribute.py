@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rlk_align.capture.intervene import intervene
+from rlk_align.capture.intervene import intervene, source_of
 from rlk_align.capture.request import TracePlan
 from rlk_align.engines.common.intervention import Intervention, Source
 from rlk_align.model.sites import RowIndex, model_sites
@@ -115,7 +115,8 @@ class _Forwards:
     def contributions(self, groups: Groups) -> list[Contribution]:
         """Of each group alone."""
         self._announce(len(groups))
-        a_on_a, b_on_a = _source(self.edge.first.captured), _source(self.edge.second.cross_grafted)
+        recorded = (self.edge.first.captured, self.edge.second.cross_grafted)
+        a_on_a, b_on_a = map(source_of, recorded)
         first = {("first", n): self._shift(u, a_on_a, b_on_a) for n, u in groups.items()}
         last = {("last", n): self._shift(u, b_on_a, a_on_a) for n, u in groups.items()}
         passes = self._run([(self.edge.second, first), (self.edge.first, last)])
@@ -158,7 +159,3 @@ class _Forwards:
         seconds = forwards * sum(end.self_grafted.record.seconds for end in ends)
         message = f"attribution: {forwards} forwards of each engine, about {seconds:.0f} s"
         self.progress(f"{message} and the time to load them", 0, 0)
-
-
-def _source(reader: PassReader) -> Source:
-    return Source(folder=reader.folder.parent.resolve(), passname=reader.folder.name)

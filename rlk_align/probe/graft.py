@@ -114,7 +114,7 @@ def graft_passes(
         wanted = {
             str(number): (
                 here[1],
-                Intervention(kind="graft", source=source_of(traces[s], p), late=late),
+                Intervention(kind="graft", source=source_of(traces[s].read_pass(p)), late=late),
             )
             for number, (here, (s, p)) in enumerate(pairs)
         }

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from rlk_align.model.sites import RowIndex
 from rlk_align.probe.transformations import (
     AS_STATED,
     Logits,
@@ -20,6 +21,7 @@ from rlk_align.probe.transformations import (
     transformations,
 )
 from rlk_align.trace.reader import Trace
+from rlk_align.trace.values import RecordedRows
 
 BLOCK_ELEMENTS = 1 << 24
 """Logits looked at a time."""
@@ -164,39 +166,25 @@ def _none(words: str, rows: int, explained: int) -> Explanation:
 def explain_pass(trace: Trace, passname: str) -> Explanation:
     """Of the rows of a pass of which both the logits and the log-prob are kept."""
     reader = trace.read_pass(passname)
-    logits, logprob = reader.rows("logits"), reader.rows("logprob")
-    if logits is None or logprob is None:
-        lacking = "logits" if logits is None else "log-probs"
-        return _none(f"{passname} has no {lacking}", 0, 0)
-    places = {
-        (int(s), int(p)): i
-        for i, (s, p, shard) in enumerate(
-            zip(logits.sample, logits.position, logits.shard, strict=True)
-        )
-        if shard >= 0
-    }
-    cells = sorted(
-        (int(s), int(p), i)
-        for i, (s, p, shard) in enumerate(
-            zip(logprob.sample, logprob.position, logprob.shard, strict=True)
-        )
-        if shard >= 0 and (int(s), int(p)) in places
-    )
-    if not cells:
+    for site, name in (("logits", "logits"), ("logprob", "log-probs")):
+        if site not in reader.record.sites:
+            return _none(f"{passname} has no {name}", 0, 0)
+    index = RowIndex(trace.tokens)
+    recorded = RecordedRows(reader, index)
+    number = np.flatnonzero(recorded.has_value("logits") & recorded.has_value("logprob"))
+    if not len(number):
         return _none(f"no row of {passname} keeps both its logits and its log-prob", 0, 0)
-    at = np.array([places[s, p] for s, p, _ in cells])
-    logprob_at = np.array([i for _, _, i in cells])
-    ids = {
-        s: np.array([*trace.tokens.samples[s].ids, -1]) for s in dict.fromkeys(c[0] for c in cells)
-    }
+    ends = np.repeat(index.offsets[1:], np.diff(index.offsets))[number]
 
     def label(offset: int) -> torch.Tensor:
-        return torch.tensor([int(ids[s][p + offset]) for s, p, _ in cells])
+        at = number + offset
+        ids = index.token[np.minimum(at, len(index) - 1)]
+        return torch.from_numpy(np.where(at < ends, ids, -1))
 
     rows = TokenContext(targets=label(1), before=label(0), after=label(2))
     return explain(
-        reader.values("logits", logits, at),
-        reader.values("logprob", logprob, logprob_at).squeeze(-1),
+        recorded.values("logits", number),
+        recorded.values("logprob", number).squeeze(-1),
         rows,
         Stated.of(trace.record.attributes),
     )

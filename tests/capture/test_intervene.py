@@ -61,7 +61,7 @@ def ask(run: Run, *sources: str, **plan: Any) -> dict[str, Any]:
     """Grafts the rollout with a pass of each of these sides."""
     traces = {s: Trace(run.capture_folder(s)) for s in ("rollout", "train")}
     wanted = {
-        s: ("prefill", Intervention(kind="graft", source=source_of(traces[s], "prefill")))
+        s: ("prefill", Intervention(kind="graft", source=source_of(traces[s].read_pass("prefill"))))
         for s in sources
     }
     return intervene(traces["rollout"], "rollout", run, wanted, TracePlan(**plan), silent)

@@ -76,7 +76,7 @@ GUARDS = {
     ),
     "NaN in a row": Guard(
         "judge/checks.py",
-        '_of_site("finite", "nonfinite", float(site.nonfinite), 0.0, None, edge, site)',
+        'yield _of_site(site, edge, limit="finite", metric="nonfinite", value=value, fail=0.0)',
         "None",
         "judge/test_verdict.py::test_a_nonfinite_entry_fails_any_contract",
     ),

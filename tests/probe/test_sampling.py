@@ -1,15 +1,18 @@
 """What log-probs are of: each way to get them wrong is named, and what cannot be told is said."""
 
 import math
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from synthetic import BATCH, draw, keep_logprobs, write_trace
 
+from rlk_align.model.sites import RowIndex
 from rlk_align.probe.sampling import Explanation, explain, explain_pass
 from rlk_align.probe.transformations import Stated, TokenContext
+from rlk_align.trace.reader import Trace
 
 N, V = 64, 97
 
@@ -164,50 +167,33 @@ def test_a_large_vocabulary_goes_in_blocks(monkeypatch: pytest.MonkeyPatch) -> N
     assert (found.name, found.explained) == ("temperature twice", N)
 
 
-def _pass(kept: dict[str, int]) -> SimpleNamespace:
-    """A trace of one sequence of four ids, two of them sampled; `kept`: by site, the shard that its
-    rows' values are in, -1 for none."""
-    logits = LOGITS[:2]
-    values = {"logits": logits, "logprob": _scored(logits, torch.tensor([7, 9]))[:, None]}
-
-    def rows(site: str) -> SimpleNamespace | None:
-        if site not in kept:
-            return None
-        # Log-probs come in another order than logits.
-        order = [0, 1] if site == "logits" else [1, 0]
-        return SimpleNamespace(
-            sample=np.zeros(2, dtype=np.int64),
-            position=np.array([1, 2])[order],
-            shard=np.full(2, kept[site]),
-            order=order,
-        )
-
-    def read(site: str, found: SimpleNamespace, at: np.ndarray) -> torch.Tensor:
-        return values[site][found.order][torch.from_numpy(at)]
-
-    reader = SimpleNamespace(rows=rows, values=read)
-    return SimpleNamespace(
-        read_pass=lambda _: reader,
-        tokens=SimpleNamespace(samples=[SimpleNamespace(ids=(5, 6, 7, 9))]),
-        record=SimpleNamespace(attributes={"logprobs": "raw", "temperature": 0.7}),
-    )
+def _recorded(folder: Path, **options: Any) -> Trace:
+    """A trace whose log-probs are those of its logits; `options`: of `write_trace`."""
+    values = draw()
+    targets = torch.from_numpy(np.roll(RowIndex(BATCH).token, -1))
+    values["logprob"] = _scored(values["logits"], targets)[:, None]
+    return write_trace(folder / "trace", values, controls=(), **options)
 
 
-def test_a_pass_is_explained_row_by_row() -> None:
-    found = explain_pass(_pass({"logits": 0, "logprob": 0}), "prefill")
-    assert (found.name, found.rows, found.explained) == ("as stated", 2, 2)
+@pytest.mark.parametrize("passname", ["decode", "prefill"])
+def test_a_pass_is_explained_row_by_row(tmp_path: Path, passname: str) -> None:
+    found = explain_pass(_recorded(tmp_path, passes=(passname,)), passname)
+    tokens = BATCH.sampled_tokens
+    assert (found.name, found.rows, found.explained) == ("as stated", tokens, tokens)
 
 
 @pytest.mark.parametrize(
-    ("kept", "says"),
+    ("options", "says"),
     [
-        ({"logprob": 0}, "prefill has no logits"),
-        ({"logits": 0}, "prefill has no log-probs"),
-        ({"logits": -1, "logprob": 0}, "no row of prefill keeps both"),
+        ({"without": {"logits": None}}, "prefill has no logits"),
+        ({"without": {"logprob": None}}, "prefill has no log-probs"),
+        ({"keep": keep_logprobs}, "no row of prefill keeps both"),
     ],
 )
-def test_a_pass_without_both_says_what_it_lacks(kept: dict[str, int], says: str) -> None:
-    found = explain_pass(_pass(kept), "prefill")
+def test_a_pass_without_both_says_what_it_lacks(
+    tmp_path: Path, options: dict[str, Any], says: str
+) -> None:
+    found = explain_pass(_recorded(tmp_path, **options), "prefill")
     assert (found.name, found.rows) == (None, 0)
     assert says in found.words
 

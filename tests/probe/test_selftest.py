@@ -271,7 +271,7 @@ def test_what_is_over_budget_is_held_against_what_was_planted(
     comparison = SimpleNamespace(mismatches=[], edges=["an edge"])
     verdict = SimpleNamespace(comparison=comparison, contract=None)
     found = detect._finding(verdict, FAULTS[fault], "train")
-    assert (found.seen, len(found.others)) == (seen, others)
+    assert (found.outcome, len(found.others)) == (seen, others)
 
 
 @pytest.mark.parametrize(
@@ -287,4 +287,4 @@ def test_a_precheck_must_name_what_was_planted(names: list[str], seen: str, othe
     mismatches = [SimpleNamespace(kind=kind, name=name, detail="") for kind, name in pairs]
     verdict = SimpleNamespace(comparison=SimpleNamespace(mismatches=mismatches, edges=[]))
     found = detect._finding(verdict, FAULTS["weight-element"], "train")
-    assert (found.seen, len(found.others)) == (seen, others)
+    assert (found.outcome, len(found.others)) == (seen, others)

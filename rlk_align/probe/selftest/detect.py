@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from rlk_align.compare.divergence import Edge, Side, compare_edges
 from rlk_align.compare.measure import measure
 from rlk_align.engines.faults.fault import Fault
@@ -15,7 +13,7 @@ from rlk_align.probe.sampling import explain_pass
 from rlk_align.probe.selftest.plan import Case
 from rlk_align.probe.selftest.record import Detection, Outcome
 from rlk_align.progress import Progress
-from rlk_align.results import EdgeName, EdgeResult, SideName
+from rlk_align.results import EdgeName, SideName
 from rlk_align.trace.reader import Trace
 
 
@@ -111,17 +109,9 @@ def first_parting(clean: Trace, faulty: Trace, passname: str) -> str | None:
     engine without it, among rows with equal inputs; None where it never does."""
     index = RowIndex(clean.tokens)
     a, b = (Side(t.record.engine, t.read_pass(passname), None) for t in (clean, faulty))
-    same = np.zeros(len(index), dtype=bool)
-    for start, x, y in zip(
-        index.offsets, clean.tokens.samples, faulty.tokens.samples, strict=False
-    ):
-        length = min(len(x.ids), len(y.ids))
-        same[start : start + length] = np.array(x.ids[:length]) == np.array(y.ids[:length])
     # What a sequence is given after it sampled another token is another sequence.
-    same = index.prefix_all(same)
+    same = index.prefix_all(index.same_tokens(faulty.tokens))
     edge = Edge("prefill_vs_train", a, b, passname == "decode", same)
-    result: EdgeResult
-    for item in compare_edges([edge], model_sites(clean.record.shape), index):
-        if not isinstance(item, str):
-            (result,), _ = item
+    sites = model_sites(clean.record.shape)
+    (result,), _ = compare_edges([edge], sites, index, lambda *_: None)
     return None if result.first_bitwise is None else result.first_bitwise.site

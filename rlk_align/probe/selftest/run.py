@@ -106,12 +106,7 @@ class _SelfTest:
         rows = sum(len(s.ids) for s in self._base.tokens.samples)
         clean = [self._reported(c) for c in self._clean_pairs()]
         versions = {t.record.engine: t.record.version for t in self._clean.values()}
-        return SelfTest(
-            engines=versions,
-            rows=rows,
-            detections=detections,
-            clean=clean,
-        )
+        return SelfTest(engines=versions, rows=rows, detections=detections, clean=clean)
 
     def _reported(self, result: Reported) -> Reported:
         self.tell(result)
