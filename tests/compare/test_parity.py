@@ -173,49 +173,44 @@ def test_the_same_values_in_a_wider_dtype_are_the_same_weights(make: Make) -> No
     assert check_parity(make("a", weights=low), make("b", weights=high)) == []
 
 
-def attribute_names(make: Make, a: dict[str, Any], b: dict[str, Any]) -> list[tuple]:
-    found = check_parity(make("a", attributes=a), make("b", attributes=b))
-    assert all(m.kind == "attributes" for m in found)
-    return [(m.name, m.rollout, m.train) for m in found]
+WINDOWS = per_layer("sliding_window", [None, 8, None])
+ROPE_NAN = {"rope_theta": float("nan")}
 
 
-def test_a_global_attribute_is_named(make: Make) -> None:
-    found = attribute_names(make, {"rope_theta": 1e4, "x": 1}, {"rope_theta": 1e6, "x": 1})
-    assert found == [("rope_theta", 1e4, 1e6)]
-
-
-def test_an_attribute_of_one_layer_is_named_by_layer(make: Make) -> None:
-    a = per_layer("activation", ["silu"] * 4)
-    b = per_layer("activation", ["silu", "gelu", "silu", "silu"])
-    assert attribute_names(make, a, b) == [("layers.1.activation", "silu", "gelu")]
-
-
-def test_an_exception_on_the_rollout_side_is_named_by_layer(make: Make) -> None:
-    a = per_layer("head_dim", [4, 4, 8])
-    b = per_layer("head_dim", [4, 4, 4])
-    assert attribute_names(make, a, b) == [("layers.2.head_dim", 8, 4)]
-
-
-def test_the_same_exceptions_are_no_mismatch(make: Make) -> None:
-    layers = per_layer("sliding_window", [None, 8, None])
-    assert attribute_names(make, layers, dict(reversed(layers.items()))) == []
-
-
-def test_only_layers_that_differ_are_named(make: Make) -> None:
-    """The commonest value is a summary; another one on each side is no difference by itself."""
-    a = per_layer("norm_eps", [1e-5, 1e-5, 1e-6])
-    b = per_layer("norm_eps", [1e-5, 1e-6, 1e-6])
-    assert attribute_names(make, a, b) == [("layers.1.norm_eps", 1e-5, 1e-6)]
-
-
-def test_an_attribute_that_one_side_lacks_is_named(make: Make) -> None:
-    assert attribute_names(make, {"temperature": 1.0}, {}) == [("temperature", 1.0, None)]
-
-
-def test_an_unknown_number_on_both_sides_is_no_mismatch(make: Make) -> None:
-    # The base of a rotary embedding with one pair cannot be told from its frequencies.
-    nan = float("nan")
-    assert attribute_names(make, {"rope_theta": nan}, {"rope_theta": nan}) == []
+@pytest.mark.parametrize(
+    ("a", "b", "named"),
+    [
+        ({"rope_theta": 1e4, "x": 1}, {"rope_theta": 1e6, "x": 1}, [("rope_theta", 1e4, 1e6)]),
+        (
+            per_layer("activation", ["silu"] * 4),
+            per_layer("activation", ["silu", "gelu", "silu", "silu"]),
+            [("layers.1.activation", "silu", "gelu")],
+        ),
+        # An exception on the rollout side.
+        (
+            per_layer("head_dim", [4, 4, 8]),
+            per_layer("head_dim", [4, 4, 4]),
+            [("layers.2.head_dim", 8, 4)],
+        ),
+        # The commonest value is a summary: another one on each side is no difference by itself.
+        (
+            per_layer("norm_eps", [1e-5, 1e-5, 1e-6]),
+            per_layer("norm_eps", [1e-5, 1e-6, 1e-6]),
+            [("layers.1.norm_eps", 1e-5, 1e-6)],
+        ),
+        (WINDOWS, dict(reversed(WINDOWS.items())), []),
+        ({"temperature": 1.0}, {}, [("temperature", 1.0, None)]),
+        # The base of a rotary embedding with one pair cannot be told from its frequencies.
+        (ROPE_NAN, ROPE_NAN, []),
+    ],
+    ids=["global", "one layer", "exception", "only layers", "same exceptions", "lacking", "NaN"],
+)
+def test_attributes_that_differ_are_named(
+    make: Make, a: dict[str, Any], b: dict[str, Any], named: list[tuple]
+) -> None:
+    mismatches = check_parity(make("a", attributes=a), make("b", attributes=b))
+    assert all(m.kind == "attributes" for m in mismatches)
+    assert [(m.name, m.rollout, m.train) for m in mismatches] == named
 
 
 def test_tokens_come_first_then_weights_then_attributes(make: Make) -> None:
