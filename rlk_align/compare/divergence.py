@@ -17,7 +17,7 @@ from rlk_align.compare.pairing import PairedSite, Unpaired, pair_site
 from rlk_align.model.sites import RowIndex, Site
 from rlk_align.progress import Progress
 from rlk_align.results import EdgeMetrics, EdgeName, EdgeResult, Introducer, SiteResult
-from rlk_align.trace.numbered import NumberedRows, read_ahead, rows_that_differ
+from rlk_align.trace.numbered import NumberedRows, blocks, read_ahead, rows_that_differ
 from rlk_align.trace.reader import PassReader
 
 BLOCK_ELEMENTS = 1 << 18
@@ -192,9 +192,7 @@ def _equal_rows(a: PassReader, b: PassReader, paired: PairedSite) -> np.ndarray:
         return paired.equal
     equal = np.zeros(len(paired.number), dtype=bool)
     rows = _valued(paired, np.arange(len(equal)))
-    step = max(1, BLOCK_ELEMENTS // records[0].features)
-    for start in range(0, len(rows), step):
-        part = rows[start : start + step]
+    for part in blocks(rows, records[0].features, BLOCK_ELEMENTS):
         x = a.values(name, paired.a, paired.a_at[part]).double()
         y = b.values(name, paired.b, paired.b_at[part]).double()
         equal[part] = (x == y).all(dim=1).numpy()
@@ -262,10 +260,8 @@ def _compare_values(
     if b.record.sites[site].features != features:
         metrics.max_abs = metrics.max_rel_l2 = metrics.sum_rel_l2 = float("nan")
         return metrics
-    read = max(1, (1 << 24) // features)
     step = max(1, BLOCK_ELEMENTS // features)
-    for start in range(0, len(rows), read):
-        part = rows[start : start + read]
+    for part in blocks(rows, features, 1 << 24):
         value_a = a.values(site, paired.a, paired.a_at[part])
         value_b = b.values(site, paired.b, paired.b_at[part])
         norm_a = torch.from_numpy(paired.a.norm[paired.a_at[part]])

@@ -65,16 +65,14 @@ NO_ROWS = pa.schema(list(HEAD.items())).empty_table()
 def rows_table(edges: Sequence[EdgeRows], index: RowIndex, model: Path) -> pa.Table:
     """The table of `rlk_align.comparison_table`; the checkpoint's tokenizer decodes the tokens."""
     sites = list(dict.fromkeys(site for e in edges for site in e.errors))
-    lengths = np.diff(index.offsets)
-    sample = np.repeat(np.arange(len(lengths)), lengths)
     prompts = np.array([len(s.prompt_ids) for s in index.batch.samples])
-    response = index.position >= np.repeat(prompts, lengths)
+    response = index.position >= prompts[index.sample]
     text = _texts(index.token, model)
     parts = []
     for e in edges:
         head = [
             pa.array([e.edge] * len(index)).dictionary_encode(),
-            pa.array(sample, pa.int32()),
+            pa.array(index.sample, pa.int32()),
             pa.array(index.position, pa.int32()),
             pa.array(index.token, pa.int32()),
             text.dictionary_encode(),

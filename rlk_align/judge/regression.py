@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from rlk_align.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS, BadOption
+from rlk_align.errors import BadOption
 from rlk_align.judge.contract import Contract, Regression
-from rlk_align.judge.verdict import Status, doubts_of
+from rlk_align.judge.verdict import EXIT_CODES, Status, doubts_of
 from rlk_align.results import Comparison, EdgeResult, Result, SideName
 
 
@@ -43,8 +43,7 @@ class RegressionVerdict(Result):
 
     @property
     def exit_code(self) -> int:
-        codes = {"pass": EXIT_PASS, "fail": EXIT_FAIL, "inconclusive": EXIT_INCONCLUSIVE}
-        return codes[self.status]
+        return EXIT_CODES[self.status]
 
     @property
     def worse(self) -> list[RegressionCheck]:

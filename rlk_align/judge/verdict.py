@@ -22,6 +22,7 @@ from rlk_align.results import (
 PARITY_KINDS = ("tokens", "weights", "attributes")
 
 Status = Literal["pass", "fail", "inconclusive"]
+EXIT_CODES = {"pass": EXIT_PASS, "fail": EXIT_FAIL, "inconclusive": EXIT_INCONCLUSIVE}
 
 
 class Verdict(Result):
@@ -71,16 +72,14 @@ def judge(comparison: Comparison, contract: Contract, day: date | None = None) -
             if edge.name in comparison.judged:
                 checks += check_edge(edge, comparison, contract)
     checks, uses = waive(checks, contract.waivers, day or today())
-    status: Status
+    status: Status = "pass"
     if doubts:
-        status, code = "inconclusive", EXIT_INCONCLUSIVE
+        status = "inconclusive"
     elif any(c.outcome == "fail" for c in checks) or any(u.state == "expired" for u in uses):
-        status, code = "fail", EXIT_FAIL
-    else:
-        status, code = "pass", EXIT_PASS
+        status = "fail"
     return Verdict(
         status=status,
-        exit_code=code,
+        exit_code=EXIT_CODES[status],
         contract=contract,
         comparison=comparison,
         checks=checks,

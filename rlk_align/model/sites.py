@@ -84,7 +84,8 @@ class RowIndex:
         self.offsets = np.concatenate([[0], np.cumsum(lengths)])
         self.token = np.concatenate([np.array(s.ids, dtype=np.int64) for s in batch.samples])
         """The id at each row."""
-        self.position = np.arange(len(self)) - np.repeat(self.offsets[:-1], lengths)
+        self.sample = np.repeat(np.arange(len(lengths)), lengths)
+        self.position = np.arange(len(self)) - self.offsets[self.sample]
 
     def __len__(self) -> int:
         return int(self.offsets[-1])
@@ -99,8 +100,7 @@ class RowIndex:
 
     def locate(self, row: int) -> tuple[int, int]:
         """The (sample, position) of a row number."""
-        sample = int(np.searchsorted(self.offsets, row, side="right")) - 1
-        return sample, row - int(self.offsets[sample])
+        return int(self.sample[row]), int(self.position[row])
 
     def expected(self, site: Site, decode: bool) -> np.ndarray:
         """Which rows a complete pass holds for that site, as a mask over all rows.
@@ -127,5 +127,4 @@ class RowIndex:
     def prefix_all(self, good: np.ndarray) -> np.ndarray:
         """For each row, whether `good` holds at it and at every earlier row of its sample."""
         bad = np.concatenate([[0], np.cumsum(~good)])
-        starts = np.repeat(self.offsets[:-1], np.diff(self.offsets))
-        return (bad[1:] - bad[starts]) == 0
+        return (bad[1:] - bad[self.offsets[self.sample]]) == 0

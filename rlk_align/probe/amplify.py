@@ -71,9 +71,8 @@ def _response(
             continue
         value = before.values(site, number)
         if site == name:
-            cells = np.array([index.locate(int(n)) for n in number])
             # It was recorded before it was moved.
-            now, _ = editor(site, value, cells[:, 0], cells[:, 1], 0)
+            now, _ = editor(site, value, index.sample[number], index.position[number], 0)
         else:
             now = after.values(site, number)
         far = (now.double() - value.double()).square().sum()

@@ -3,7 +3,6 @@
 n = rows of a block, F = features. Per-row arrays are by row number of the batch.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +15,7 @@ from rlk_align.probe.graft import GraftedEdge
 from rlk_align.probe.graph import UnitGraph, unit_graphs
 from rlk_align.probe.units import Difference, Label, Order, Split, Unit
 from rlk_align.progress import Progress
+from rlk_align.trace.numbered import blocks
 
 BLOCK_ELEMENTS = 1 << 20
 """Values of one site that are compared at a time."""
@@ -166,7 +166,7 @@ def _split(
 ) -> Split:
     """One output; also marks the rows in which anything was introduced, and how much."""
     introduced_sums, inherited_sums, rounding, norm = _Sums(), _Sums(), 0.0, 0.0
-    for some in _blocks(numbers, site.features):
+    for some in blocks(numbers, site.features, BLOCK_ELEMENTS):
         from_source = source.captured.values(site.name, some)
         on_source = grafted.cross_grafted.values(site.name, some)
         captured = grafted.captured.values(site.name, some)
@@ -195,7 +195,7 @@ def _interaction(walk: _Walk, graph: UnitGraph, rows: np.ndarray) -> list[Differ
     differences = []
     for site in graph.sites if len(numbers) else ():
         sums, norm = _Sums(), 0.0
-        for some in _blocks(numbers, site.features):
+        for some in blocks(numbers, site.features, BLOCK_ELEMENTS):
             forward, _ = difference(
                 walk.first.captured.values(site.name, some),
                 walk.second.cross_grafted.values(site.name, some),
@@ -214,7 +214,7 @@ def _distances(walk: _Walk, site: str) -> tuple[np.ndarray, np.ndarray]:
     numbers = np.flatnonzero(
         walk.first.captured.has_value(site) & walk.second.captured.has_value(site)
     )
-    for some in _blocks(numbers, walk.sites[site].features):
+    for some in blocks(numbers, walk.sites[site].features, BLOCK_ELEMENTS):
         a, b = walk.first.captured.values(site, some), walk.second.captured.values(site, some)
         far[some] = difference(a, b)[0].square().sum(1).numpy()
         norm[some] = b.double().square().sum(1).numpy()
@@ -230,9 +230,3 @@ def _inputs_distance(
     far = sum(float(walk.distances[n][0][numbers].sum()) for n in names)
     norm = sum(float(walk.distances[n][1][numbers].sum()) for n in names)
     return (far / norm) ** 0.5 if norm else float(far > 0)
-
-
-def _blocks(numbers: np.ndarray, features: int) -> Iterator[np.ndarray]:
-    step = max(1, BLOCK_ELEMENTS // features)
-    for start in range(0, len(numbers), step):
-        yield numbers[start : start + step]

@@ -174,7 +174,7 @@ def explain_pass(trace: Trace, passname: str) -> Explanation:
     number = np.flatnonzero(recorded.has_value("logits") & recorded.has_value("logprob"))
     if not len(number):
         return _none(f"no row of {passname} keeps both its logits and its log-prob", 0, 0)
-    ends = np.repeat(index.offsets[1:], np.diff(index.offsets))[number]
+    ends = index.offsets[index.sample[number] + 1]
 
     def label(offset: int) -> torch.Tensor:
         at = number + offset

@@ -68,6 +68,13 @@ def read_ahead(
             yield rows
 
 
+def blocks(rows: np.ndarray, features: int, elements: int) -> Iterator[np.ndarray]:
+    """Splits row numbers into blocks of about so many elements, of one row at least."""
+    step = max(1, elements // features)
+    for start in range(0, len(rows), step):
+        yield rows[start : start + step]
+
+
 def rows_that_differ(a: NumberedRows, b: NumberedRows) -> np.ndarray:
     """Row numbers that both have, with other bits, ascending."""
     if np.array_equal(a.number, b.number):

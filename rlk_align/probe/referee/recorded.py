@@ -80,7 +80,7 @@ class RecordedPass:
 
     def _up_to(self, number: np.ndarray) -> np.ndarray:
         """Each sequence's rows, from its first to the last of these."""
-        sample = np.searchsorted(self._index.offsets, number, side="right") - 1
+        sample = self._index.sample[number]
         last = np.append(np.flatnonzero(np.diff(sample)), len(number) - 1)
         starts = self._index.offsets[sample[last]]
         ranges = zip(starts, number[last] + 1, strict=True)
