@@ -83,7 +83,7 @@ def capture_each(
 
 
 def _planned(request: CaptureRequest, role: Role, run: Run, tokens: Path | None) -> Job:
-    """All passes of a capture, whether they are there already or not."""
+    """Returns the job of a whole capture, whether its passes are there already or not."""
     model = resolve_model(request.model_path)
     if request.engine.option("python") is None:
         require_installed(request.engine.name)

@@ -117,7 +117,7 @@ def _device(spec: EngineSpec) -> list[str]:
 
 
 def _processor() -> str:
-    """Its name; Linux alone tells it."""
+    """Returns the processor's name, which Linux alone tells."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(errors="replace").splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -125,7 +125,7 @@ def _processor() -> str:
 
 
 def _gpus() -> list[str]:
-    """Asked of the driver's own tool: this process must not start CUDA beside the engine's."""
+    """Asks the driver's own tool: this process must not start CUDA beside the engine's."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]

@@ -207,7 +207,7 @@ def _least_errors(paired: PairedSite, rows: np.ndarray) -> np.ndarray:
 
 
 def _valued(paired: PairedSite, rows: np.ndarray) -> np.ndarray:
-    """Of those rows, the ones whose values both sides keep."""
+    """Returns those of the rows whose values both sides keep."""
     valued = (paired.a.shard[paired.a_at[rows]] >= 0) & (paired.b.shard[paired.b_at[rows]] >= 0)
     return rows[valued]
 

@@ -24,7 +24,7 @@ class EdgeRows:
 
     edge: str
     selected: np.ndarray
-    """bool: rows whose errors are kept."""
+    """bool: the rows whose errors the table holds."""
     first: np.ndarray
     second: np.ndarray
     """float64: the passes' log-probs, NaN where there is none."""
@@ -35,7 +35,7 @@ class EdgeRows:
 
     @classmethod
     def of(cls, edge: str, index: RowIndex, sites: int) -> "EdgeRows":
-        """Empty, for a batch and so many sites."""
+        """Returns an edge without errors, for a batch and so many sites."""
         selected = np.ones(len(index), dtype=bool)
         most = MAX_ERRORS // max(1, sites)
         if len(index) > most:
@@ -45,13 +45,13 @@ class EdgeRows:
         return cls(edge, selected, nothing, nothing.copy(), np.zeros(len(index), dtype=bool))
 
     def add(self, site: str, number: np.ndarray, error: np.ndarray) -> None:
-        """The errors of a site, float `[M]`, of these rows of the batch."""
+        """Adds the errors of a site, float `[M]`, at these rows of the batch."""
         full = np.full(len(self.selected), UNKNOWN, dtype=np.float32)
         full[number] = error
         self.errors[site] = full[self.selected]
 
     def add_logprobs(self, number: np.ndarray, first: np.ndarray, second: np.ndarray) -> None:
-        """Of both passes, `[M]`, of these rows of the batch."""
+        """Adds the log-probs of both passes, `[M]`, at these rows of the batch."""
         self.first[number], self.second[number], self.paired[number] = first, second, True
 
 

@@ -138,7 +138,7 @@ def _first_wrong(
 
 
 def _attributes(a: dict[str, Any], b: dict[str, Any]) -> list[Mismatch]:
-    """By name; where a side has `layers.i.NAME` beside NAME, by the layers that differ."""
+    """Names each attribute that differs, by layer where a side has `layers.i.NAME` beside NAME."""
     mismatches = []
     by_layer = {name.split(".", 2)[2] for name in [*a, *b] if name.startswith("layers.")}
     for name in dict.fromkeys(n for n in [*a, *b] if not n.startswith("layers.")):

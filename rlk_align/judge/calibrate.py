@@ -36,7 +36,7 @@ class HealthyRun:
 
     @property
     def pair(self) -> str:
-        """Its two engines, with their options."""
+        """Names its two engines, with their options."""
         return " against ".join(
             ":".join(filter(None, [e.name, ",".join(f"{k}={v}" for k, v in e.options.items())]))
             for e in self.comparison.engines.values()

@@ -252,7 +252,7 @@ class Extends(BaseModel):
     model_config = _STRICT
 
     id: Name
-    """Of a built-in contract; or of the one in `file`."""
+    """The id of a built-in contract, or of the one in `file`."""
     version: Version
     sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
     file: str | None = None
@@ -291,7 +291,7 @@ class Contract(BaseModel):
 
     @cached_property
     def sha256(self) -> str:
-        """Of what it says, comments and layout aside."""
+        """A digest of what it says, comments and layout aside."""
         return hashlib.sha256(self.model_dump_json(exclude_defaults=True).encode()).hexdigest()
 
     def budget(self, op: str, op_class: str = "") -> Budget | None:

@@ -26,7 +26,7 @@ class Finding(Result):
 
 
 def lint(contract: Contract, day: date | None = None) -> list[Finding]:
-    """All that is found; `day` is today if None."""
+    """Returns all findings; `day` is today if None."""
     findings: list[Finding] = []
     for dtype in contract.dtypes:
         limits = contract.limits_for(dtype)

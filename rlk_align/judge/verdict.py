@@ -269,7 +269,7 @@ class OverBudget(Result):
     units: list[RefereedUnit]
     """What the recomputation found, of the sides that are off."""
     unchecked: list[RefereedUnit]
-    """Of a side that could not be recomputed, with the reason."""
+    """The unit of each side that could not be recomputed, with the reason."""
 
 
 def over_budget(verdict: Verdict, edge: EdgeResult) -> list[OverBudget]:

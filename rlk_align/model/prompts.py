@@ -22,7 +22,7 @@ class Prompt:
     text: str | None
     ids: tuple[int, ...] | None = None
     messages: tuple[dict[str, Any], ...] | None = None
-    """Of a chat, for the model's chat template; none once it has rendered them as `text`."""
+    """The messages of a chat; None once the model's chat template has rendered them as `text`."""
     rendered: bool = False
     """Whether a chat template gave `text`, special tokens and all."""
 
@@ -71,7 +71,7 @@ class TokenBatch:
         return sum(len(s.response_ids) for s in self.samples)
 
     def with_responses(self, responses: Sequence[Sequence[int]]) -> "TokenBatch":
-        """The same prompts, followed by these sampled ids."""
+        """Returns the same prompts, followed by these sampled ids."""
         assert len(responses) == len(self.samples)
         return TokenBatch(
             tuple(
@@ -93,7 +93,7 @@ class TokenBatch:
             pq.write_table(table, partial, write_page_checksum=True)
 
     def _digest(self) -> bytes:
-        """Of everything that the table says; the file's names and types have no checksum."""
+        """Digests everything that the table says; the file's names and types have no checksum."""
         text = repr([(s.prompt_id, s.prompt_ids, s.response_ids) for s in self.samples])
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest().encode()
 

@@ -21,13 +21,13 @@ class Rotary:
     inv_freq: tuple[float, ...]
     """w_j, radians for each position; the rotated width is twice their number."""
     heads: int
-    """Of the queries."""
+    """How many heads the queries have."""
     context: int
     """Positions are below it."""
     source: str
     """The site that layer 0's `q_rope` rotates."""
     scaling: float = 1.0
-    """By which a rotated vector is multiplied: yarn's attention factor."""
+    """The factor that a rotated vector is multiplied by: yarn's attention factor."""
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def _list(names: list[str]) -> str:
 
 
 def _digest(stored: dict[str, StoredTensor], name: str = "model.embed_tokens.weight") -> bytes:
-    """Of a tensor's bytes, read from its file as they lie there."""
+    """Digests the bytes of a tensor as they lie in its file."""
     path = stored[name].file
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")

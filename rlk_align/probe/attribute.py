@@ -67,7 +67,7 @@ def attribute(
 
 
 def _by_layer(units: Sequence[Unit]) -> dict[str, list[Unit]]:
-    """By layer; what is in none stands for itself."""
+    """Groups units by layer; a unit outside the layers stands for itself."""
     groups: dict[str, list[Unit]] = {}
     for unit in units:
         groups.setdefault(unit.name if unit.layer is None else f"layers.{unit.layer}", []).append(
@@ -77,7 +77,7 @@ def _by_layer(units: Sequence[Unit]) -> dict[str, list[Unit]]:
 
 
 def _largest(layers: Sequence[Contribution]) -> list[Contribution]:
-    """Those that hold most of the contributions."""
+    """Returns the layers that hold most of the contributions."""
     total = sum(c.mean_abs for c in layers)
     chosen: list[Contribution] = []
     for c in sorted(layers, key=lambda c: -c.mean_abs):
@@ -88,7 +88,7 @@ def _largest(layers: Sequence[Contribution]) -> list[Contribution]:
 
 
 def _logprob_contribution(forwards: "_Forwards", introducers: Sequence[Unit]) -> list[Contribution]:
-    """Of the log-prob itself, which is the last unit: what it introduced is its contribution."""
+    """The log-prob is the last unit: what it introduced is its contribution."""
     if not any(u.sites == ["logprob"] for u in introducers):
         return []
     b_on_a = forwards.logprob(forwards.edge.second.cross_grafted)
@@ -108,12 +108,12 @@ class _Forwards:
         self.logp_a, self.logp_b = (self.logprob(p) for p in both[:2])
 
     def logprob(self, reader: PassReader) -> np.ndarray:
-        """Of every token of the edge, float64."""
+        """Returns the log-prob of every token of the edge, float64."""
         values = RecordedRows(reader, self.index).values("logprob", self.number)
         return values[:, 0].double().numpy()
 
     def contributions(self, groups: Groups) -> list[Contribution]:
-        """Of each group alone."""
+        """Measures what each group contributes alone."""
         self._announce(len(groups))
         recorded = (self.edge.first.captured, self.edge.second.cross_grafted)
         a_on_a, b_on_a = map(source_of, recorded)
@@ -143,7 +143,7 @@ class _Forwards:
     def _run(
         self, asked: list[tuple[GraftedEnd, dict[tuple[str, str], Intervention]]]
     ) -> dict[tuple[str, str], PassReader]:
-        """Each engine once, though it be at both ends."""
+        """Runs each engine once, also where it is at both ends."""
         sides: dict[SideName, dict[str, tuple[str, Intervention]]] = {}
         for end, interventions in asked:
             wanted = {"/".join(key): (end.passname, i) for key, i in interventions.items()}

@@ -23,7 +23,7 @@ BLOCK_ELEMENTS = 1 << 20
 
 @dataclass(slots=True)
 class _Sums:
-    """Of one difference."""
+    """Sums over one difference, block by block."""
 
     squares: float = 0.0
     largest: float = 0.0

@@ -18,7 +18,7 @@ class Response(Result):
     """How far its output is from the engine's own: the L2 norm of the difference over that of the
     output, the largest of its outputs'."""
     inputs_rel_l2: Size
-    """The same of its inputs."""
+    """How far its inputs are from the engine's own, likewise."""
 
     @property
     def gain(self) -> float | None:
@@ -38,7 +38,7 @@ class Amplification(Result):
     rel_l2: Size
     """The perturbation, relative to the site's value."""
     responses: list[Response]
-    """Of the units that read it, directly or not, in execution order."""
+    """The responses of the units that read it, directly or not, in execution order."""
     mean_abs_dlogp: Size
     max_abs_dlogp: Size
 

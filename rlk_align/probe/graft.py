@@ -133,7 +133,7 @@ def graft_passes(
 
 
 def _pairs(edges: Sequence[EdgeName], side: SideName) -> list[tuple[End, End]]:
-    """Of one engine: which of its passes is run on the recorded inputs of which."""
+    """Lists which pass of one engine is run on the recorded inputs of which."""
     pairs: dict[tuple[End, End], None] = {}
     for edge in edges:
         one, two = EDGE_ENDS[edge]

@@ -40,7 +40,7 @@ class Explanation:
     explained: int
     """Rows that it gives back, exceptions not counted."""
     largest_residual: float
-    """Of those rows, |reported - computed|."""
+    """The largest |reported - computed| of those rows."""
     exceptions: dict[str, int]
     """What the remaining rows are, e.g. `zero`, with their number."""
     also: tuple[str, ...] = ()
@@ -164,7 +164,7 @@ def _none(words: str, rows: int, explained: int) -> Explanation:
 
 
 def explain_pass(trace: Trace, passname: str) -> Explanation:
-    """Of the rows of a pass of which both the logits and the log-prob are kept."""
+    """Explains the rows of a pass of which both the logits and the log-prob are recorded."""
     reader = trace.read_pass(passname)
     for site, name in (("logits", "logits"), ("logprob", "log-probs")):
         if site not in reader.record.sites:

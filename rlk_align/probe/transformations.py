@@ -42,7 +42,7 @@ class Stated:
 
     @classmethod
     def of(cls, attributes: Mapping[str, Any]) -> "Stated":
-        """From a trace's attributes; raw log-probs know no processing."""
+        """Reads a trace's attributes; raw log-probs know no processing."""
         if attributes.get("logprobs", "raw") == "raw":
             return cls()
         return cls(

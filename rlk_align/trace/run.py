@@ -99,7 +99,7 @@ class Run:
         return run
 
     def reopened(self) -> "Run":
-        """The same run as it is now, finished meanwhile."""
+        """Returns the same run as it is now: another command may have finished it meanwhile."""
         return Run(self.folder)
 
     @cached_property

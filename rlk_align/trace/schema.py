@@ -70,13 +70,13 @@ class Measured(Record, Generic[W]):
 
     @classmethod
     def together(cls, parts: Sequence[Self]) -> Self:
-        """Of several parts of a pass."""
+        """Adds up what several parts of a pass measured."""
         wrong_rows = (w for p in parts for w in p.first)
         return cls.of(sum(p.checked for p in parts), sum(p.wrong for p in parts), wrong_rows)
 
 
 PositionRecord = Measured[WrongPosition]
-"""By which positions the engine's rotary embedding rotated."""
+"""Measures by which positions the engine's rotary embedding rotated."""
 BoundaryRecord = Measured[WrongBoundary]
 """Whether sequences begin where they should for the attention."""
 
@@ -100,7 +100,7 @@ class PassRecord(Record):
     unexposed: dict[str, str] = Field(default_factory=dict)
     """Sites that the engine cannot show, each with its reason."""
     overwritten: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
-    """Of a pass with an intervention: how many live rows of each site were overwritten."""
+    """How many live rows of each site an intervention overwrote."""
     files: dict[str, FileRecord]
     """Every other file of the pass."""
     seconds: float
@@ -117,7 +117,7 @@ class TraceRecord(Record):
 
     schema_id: Literal["rlk-align/trace/2"] = "rlk-align/trace/2"
     key: str
-    """Of everything that decides what the capture holds."""
+    """A digest of everything that decides what the capture holds."""
     engine: str
     version: str
     options: dict[str, Any]

@@ -22,7 +22,7 @@ class _BatchRows:
 
     present: np.ndarray
     finite: np.ndarray
-    """Of which there is a value, and it is finite."""
+    """Whether the row has a value, all of whose entries are finite."""
     digest: np.ndarray
     shard: np.ndarray
     """-1 where no value is kept."""

@@ -67,9 +67,9 @@ class Checks:
     """What a pass measures of its rows beside keeping them."""
 
     rotary: Rotary | None = None
-    """By which the position of each row's rotation is told."""
+    """The rotary embedding that tells the position by which each row was rotated."""
     heads: tuple[int, int] | None = None
-    """Of queries and of keys and values: by which the first row of each sequence is told."""
+    """The number of query heads and of key-value heads, which tell where each sequence begins."""
 
 
 NO_CHECKS = Checks()

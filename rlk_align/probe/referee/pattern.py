@@ -24,13 +24,13 @@ class Totals:
     """Sums over the entries of each row, `[N]`, or of each feature, `[F]`."""
 
     square: np.ndarray
-    """Of the error."""
+    """The squared error."""
     variance: np.ndarray
-    """Of a rounding."""
+    """The variance of a rounding."""
     product: np.ndarray
-    """Of error · exact."""
+    """The error times the exact output."""
     power: np.ndarray
-    """Of exact²."""
+    """The squared exact output."""
 
     @property
     def excess(self) -> np.ndarray:

@@ -156,7 +156,7 @@ def _explanation(site: Site, p: Pass, errors: RoundingErrors | None) -> str:
 def _worst_rows(
     comparison: Comparison, sides: Mapping[SideName, Trace], index: RowIndex
 ) -> list[int]:
-    """Of each edge, the row with the largest |Δ| of a log-prob."""
+    """Returns the row of each edge at which the |Δ| of the log-prob is largest."""
     worst: dict[int, None] = {}
     for edge in comparison.edges:
         first, second = (sides[side].read_pass(name) for side, name in EDGE_ENDS[edge.name])

@@ -25,7 +25,7 @@ SUM_ULPS = 2.0
 """By which a float32 sum of exponentials is off, in the mean, where all are added as a tree:
 exponentials, their sum and its logarithm are within an ulp each."""
 WEIGHT_ELEMENTS = 1 << 25
-"""Of a weight that are float64 at a time."""
+"""Entries of a weight that are float64 at a time."""
 
 
 @dataclass(frozen=True, slots=True)

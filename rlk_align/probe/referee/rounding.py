@@ -29,7 +29,7 @@ LARGEST_ROW = 4.0
 FEATURE_ROWS = 16
 """Rows without which nothing is said of single features: what entries are, `peak` says."""
 SQUARE_VARIANCE = 0.8
-"""Of the square of a rounding error that is uniform, its mean being 1."""
+"""The variance of the square of a uniform rounding error whose mean square is 1."""
 _LEAST_EXPONENT = {"float16": -14, "bfloat16": -126, "float32": -126}
 
 
@@ -177,7 +177,7 @@ def _largest(values: torch.Tensor) -> tuple[float, int]:
 
 
 def _infinite(values: torch.Tensor) -> torch.Tensor:
-    """With infinities in place of what is not finite: over any budget."""
+    """Puts infinities, which are over any budget, in place of what is not finite."""
     return values.where(values.isfinite(), math.inf)
 
 

@@ -56,7 +56,7 @@ def check_engines(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_faults(names: Sequence[str]) -> tuple[str, ...]:
-    """All where none is named. Raises BadOption for one that is unknown."""
+    """Returns the named faults, or all where none is named. Raises BadOption for an unknown one."""
     unknown = [name for name in names if name not in FAULTS]
     if unknown:
         raise BadOption(f"--faults {_list(unknown)}: unknown", f"choose from {_list(FAULTS)}")

@@ -14,7 +14,7 @@ class Detection(Result):
     op_class: str
     strength: float
     unit: str
-    """Of the strength; empty where it has none."""
+    """The unit of the strength; empty where the fault has none."""
     expected: str
     """named, rounding or precheck: see `engines.faults.fault`."""
     curve: bool
@@ -36,7 +36,7 @@ class Detection(Result):
     others: list[str]
     """Operators over budget where no fault is."""
     metrics: EdgeMetrics | None
-    """Of the log-probs; None where the precheck stopped the comparison."""
+    """The metrics of the log-probs; None where the precheck stopped the comparison."""
 
     @property
     def as_expected(self) -> bool:

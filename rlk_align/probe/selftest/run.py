@@ -149,7 +149,7 @@ class _SelfTest:
         return self._clean[key]
 
     def _detections(self, some: Sequence[Case], done: int, total: int) -> Iterator[Detection]:
-        """Of faults that one process can have one after another."""
+        """Detects faults that one process can have one after another."""
         decode = some[0].chosen.fault.decode
         requests = [self._request(c.spec, c.chosen.fault, decode=decode) for c in some]
         tokens = None if decode else self._base.folder / "tokens.parquet"
