@@ -60,8 +60,8 @@ def is_noise(shift: np.ndarray, noise: np.ndarray | None) -> bool:
         return False
     if not shift.max() <= _MAX_OVER_NOISE * noise.max():
         return False
-    told_apart = shift != noise
-    tokens = int(told_apart.sum())
+    unequal = shift != noise
+    tokens = int(unequal.sum())
     larger = int((shift > noise).sum())
     return larger <= max(_SHARE * tokens, tokens / 2 + _DEVIATIONS * math.sqrt(tokens) / 2)
 

@@ -183,13 +183,13 @@ def _notes(c: Comparison, contract: Contract) -> list[str]:
             f"{contract.sequences.tokens:,}, and drift adds up along a sequence"
         )
     notes += _not_held(c, contract)
-    left_out = [u for u in c.referee if u.errors is None]
+    unrefereed = [u for u in c.referee if u.errors is None]
     if contract.budgets and c.edges and not c.referee:
         notes.append("no operator was held against float64")
-    if left_out and contract.budgets:
-        first = left_out[0]
+    if unrefereed and contract.budgets:
+        first = unrefereed[0]
         notes.append(
-            f"{len(left_out)} of {len(c.referee)} operators were not held against float64, from "
+            f"{len(unrefereed)} of {len(c.referee)} operators were not held against float64, from "
             f"{first.side} {first.passname} {first.site} on: {first.reason}"
         )
     if not any(limit.metric == "op_error" for limit in contract.limits):

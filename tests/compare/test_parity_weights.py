@@ -33,10 +33,10 @@ def trace(folder: Path, *parameters: LiveParameter) -> Trace:
 
 
 def only(tmp_path: Path, mine: LiveParameter, theirs: LiveParameter) -> Mismatch:
-    found = check_weights(trace(tmp_path / "a", mine), trace(tmp_path / "b", theirs))
-    assert len(found) == 1
-    assert (found[0].kind, found[0].name) == ("weights", mine.name)
-    return found[0]
+    mismatches = check_weights(trace(tmp_path / "a", mine), trace(tmp_path / "b", theirs))
+    assert len(mismatches) == 1
+    assert (mismatches[0].kind, mismatches[0].name) == ("weights", mine.name)
+    return mismatches[0]
 
 
 def test_entries_that_are_not_finite_are_counted_in_all_blocks(
@@ -64,11 +64,11 @@ def test_exchanged_heads_are_named(tmp_path: Path) -> None:
     w = weight()
     swapped = torch.cat([w[HEAD : 2 * HEAD], w[:HEAD], w[2 * HEAD :]])
     name = "layers.0.q_proj"
-    found = only(tmp_path, LiveParameter(name, w), LiveParameter(name, swapped))
-    assert found.detail == (
+    mismatch = only(tmp_path, LiveParameter(name, w), LiveParameter(name, swapped))
+    assert mismatch.detail == (
         "heads in another order: train's 0 hold the rollout's 1, 1 hold the rollout's 0"
     )
-    assert found.ranks == []
+    assert mismatch.ranks == []
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_exchanged_shards_are_heads_or_rows(
     w = weight(rows, columns)
     swapped = w.roll(8, dim)
     shards = even_shards(dim, [8, 8])
-    found = only(tmp_path, LiveParameter(name, w), LiveParameter(name, swapped, shards))
-    assert found.detail.startswith(f"train ranks 0, 1: {says}")
-    assert found.ranks == [0, 1]
+    mismatch = only(tmp_path, LiveParameter(name, w), LiveParameter(name, swapped, shards))
+    assert mismatch.detail.startswith(f"train ranks 0, 1: {says}")
+    assert mismatch.ranks == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -107,9 +107,9 @@ def test_a_stale_shard_names_its_rank(
     stale.narrow(dim, rank * half, half).add_(1)
     sides = {"rollout": LiveParameter(name, w), "train": LiveParameter(name, stale)}
     sides[side] = LiveParameter(name, sides[side].value, shards)
-    found = only(tmp_path, sides["rollout"], sides["train"])
-    assert found.ranks == [rank]
-    assert found.detail == f"{side} rank {rank}: {says} differ"
+    mismatch = only(tmp_path, sides["rollout"], sides["train"])
+    assert mismatch.ranks == [rank]
+    assert mismatch.detail == f"{side} rank {rank}: {says} differ"
 
 
 def test_several_shards_of_a_rank(tmp_path: Path) -> None:
@@ -119,9 +119,9 @@ def test_several_shards_of_a_rank(tmp_path: Path) -> None:
     stale[5] += 1
     stale[13] += 1
     name = "layers.0.v_proj"
-    found = only(tmp_path, LiveParameter(name, w), LiveParameter(name, stale, shards))
-    assert found.ranks == [1]
-    assert found.detail == "train rank 1: rows 5, 13 differ"
+    mismatch = only(tmp_path, LiveParameter(name, w), LiveParameter(name, stale, shards))
+    assert mismatch.ranks == [1]
+    assert mismatch.detail == "train rank 1: rows 5, 13 differ"
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ def test_a_stale_copy_names_its_rank(
     w = weight(16)[:, 0].contiguous()
     first, *others = (w + shift for shift in copies)
     held = LiveParameter("final_norm", first, replicas=tuple(others))
-    found = only(tmp_path, LiveParameter("final_norm", w), held)
-    assert (found.ranks, found.detail) == (ranks, f"train: {says}")
+    mismatch = only(tmp_path, LiveParameter("final_norm", w), held)
+    assert (mismatch.ranks, mismatch.detail) == (ranks, f"train: {says}")
 
 
 def test_another_layers_weights_are_recognised(tmp_path: Path) -> None:
@@ -147,9 +147,9 @@ def test_another_layers_weights_are_recognised(tmp_path: Path) -> None:
     names = ("layers.0.up_proj", "layers.1.up_proj")
     a = trace(tmp_path / "a", *map(LiveParameter, names, (zero, one)))
     b = trace(tmp_path / "b", *map(LiveParameter, names, (zero, zero)))
-    found = check_weights(a, b)
-    assert [m.name for m in found] == ["layers.1.up_proj"]
-    assert found[0].detail == "train holds what the rollout has as layers.0.up_proj"
+    mismatches = check_weights(a, b)
+    assert [m.name for m in mismatches] == ["layers.1.up_proj"]
+    assert mismatches[0].detail == "train holds what the rollout has as layers.0.up_proj"
 
 
 def test_absent_and_differently_shaped_parameters(tmp_path: Path) -> None:
@@ -166,5 +166,5 @@ def test_a_vector_is_placed_by_element(tmp_path: Path) -> None:
     stale = w.clone()
     stale[3:6] = 0.5
     name = "layers.0.q_proj.bias"
-    found = only(tmp_path, LiveParameter(name, w), LiveParameter(name, stale))
-    assert found.detail == "rows 3-5 differ"
+    mismatch = only(tmp_path, LiveParameter(name, w), LiveParameter(name, stale))
+    assert mismatch.detail == "rows 3-5 differ"

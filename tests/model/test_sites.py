@@ -203,11 +203,11 @@ def test_prefix_all_looks_at_every_earlier_row_of_the_sample(
 ) -> None:
     index = RowIndex(batch_of(sizes))
     good = data.draw(st.lists(st.booleans(), min_size=len(index), max_size=len(index)))
-    found = index.prefix_all(np.array(good, dtype=bool)).tolist()
+    holds = index.prefix_all(np.array(good, dtype=bool)).tolist()
     row = 0
     for a, b in sizes:
         for p in range(a + b):
-            assert found[row + p] == all(good[row : row + p + 1])
+            assert holds[row + p] == all(good[row : row + p + 1])
         row += a + b
 
 
@@ -227,13 +227,13 @@ def config_folder(tmp_path: Path, **changes: object) -> Path:
 
 
 def test_a_shape_is_read_from_the_config(tmp_path: Path) -> None:
-    found = read_shape(config_folder(tmp_path))
-    assert (found.heads, found.kv_heads, found.head_dim) == (4, 4, 16)
-    assert found.dtype == "float32"
-    found = read_shape(
+    shape = read_shape(config_folder(tmp_path))
+    assert (shape.heads, shape.kv_heads, shape.head_dim) == (4, 4, 16)
+    assert shape.dtype == "float32"
+    shape = read_shape(
         config_folder(tmp_path, num_key_value_heads=2, head_dim=32, torch_dtype="bfloat16")
     )
-    assert (found.kv_heads, found.head_dim, found.dtype) == (2, 32, "bfloat16")
+    assert (shape.kv_heads, shape.head_dim, shape.dtype) == (2, 32, "bfloat16")
     assert read_shape(config_folder(tmp_path, dtype="float16")).dtype == "float16"
     assert read_shape(config_folder(tmp_path, head_dim=None)).head_dim == 16
 

@@ -83,19 +83,19 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_transformation_is_named(name: str) -> None:
     stated, rows, reported = CASES[name]
-    found = explain(LOGITS, reported, rows, stated)
-    assert found.name == name, found
-    assert found.also == ()
+    explanation = explain(LOGITS, reported, rows, stated)
+    assert explanation.name == name, explanation
+    assert explanation.also == ()
     unlabelled = 1 if name == "next label" else 0
-    assert found.explained == N - unlabelled
-    assert sum(found.exceptions.values()) == unlabelled
-    assert found.largest_residual <= (0.1 if "softmax" in name else 1e-4)
-    assert f"{found.explained} of {N} rows" in found.words
+    assert explanation.explained == N - unlabelled
+    assert sum(explanation.exceptions.values()) == unlabelled
+    assert explanation.largest_residual <= (0.1 if "softmax" in name else 1e-4)
+    assert f"{explanation.explained} of {N} rows" in explanation.words
 
 
 def test_a_stated_temperature_is_no_finding() -> None:
-    found = explain(LOGITS, _scored(LOGITS / 0.7, ROWS.targets), ROWS, T07)
-    assert (found.name, found.explained) == ("as stated", N)
+    explanation = explain(LOGITS, _scored(LOGITS / 0.7, ROWS.targets), ROWS, T07)
+    assert (explanation.name, explanation.explained) == ("as stated", N)
 
 
 @pytest.mark.parametrize("largest", [2.0, 30.0, 400.0])
@@ -109,18 +109,18 @@ def test_rounding_is_no_finding(largest: float) -> None:
 def test_missing_ones_are_exceptions() -> None:
     reported = _scored(LOGITS, ROWS.targets)
     reported[[3, 40]] = 0.0
-    found = explain(LOGITS, reported, ROWS, Stated())
-    assert (found.name, found.explained) == ("as stated", N - 2)
-    assert found.exceptions == {"zero": 2}
-    assert "2 report 0" in found.words
+    explanation = explain(LOGITS, reported, ROWS, Stated())
+    assert (explanation.name, explanation.explained) == ("as stated", N - 2)
+    assert explanation.exceptions == {"zero": 2}
+    assert "2 report 0" in explanation.words
 
 
 def test_another_token_at_edges_is_an_exception() -> None:
     reported, edge = _scored(LOGITS, ROWS.targets), torch.arange(N) % 16 == 15
     others = LOGITS.log_softmax(-1).scatter(-1, ROWS.targets[:, None], -torch.inf).amax(-1)
-    found = explain(LOGITS, torch.where(edge, others, reported), ROWS, Stated())
-    assert (found.name, found.explained) == ("as stated", N - 4)
-    assert found.exceptions == {"another token": 4}
+    explanation = explain(LOGITS, torch.where(edge, others, reported), ROWS, Stated())
+    assert (explanation.name, explanation.explained) == ("as stated", N - 4)
+    assert explanation.exceptions == {"another token": 4}
 
 
 def test_what_cannot_be_told_apart_is_said() -> None:
@@ -141,10 +141,10 @@ def test_what_cannot_be_told_apart_is_said() -> None:
 
 def test_what_fits_nothing_is_said() -> None:
     reported = _scored(LOGITS, ROWS.targets) + 0.01 * torch.arange(N)
-    found = explain(LOGITS, reported, ROWS, Stated())
-    assert found.name is None
-    assert "no transformation that is known" in found.words
-    assert math.isnan(found.largest_residual)
+    explanation = explain(LOGITS, reported, ROWS, Stated())
+    assert explanation.name is None
+    assert "no transformation that is known" in explanation.words
+    assert math.isnan(explanation.largest_residual)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -156,15 +156,15 @@ def test_one_row_that_is_not_finite_fits_nothing(value: float) -> None:
 
 def test_no_row_is_no_explanation() -> None:
     none = TokenContext(*(torch.zeros(0, dtype=torch.long) for _ in range(3)))
-    found: Explanation = explain(LOGITS[:0], torch.zeros(0), none, Stated())
-    assert (found.name, found.rows, found.words) == (None, 0, "there are no rows")
+    explanation: Explanation = explain(LOGITS[:0], torch.zeros(0), none, Stated())
+    assert (explanation.name, explanation.rows, explanation.words) == (None, 0, "there are no rows")
 
 
 def test_a_large_vocabulary_goes_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlk_align.probe.sampling.BLOCK_ELEMENTS", 5 * V)
     stated, rows, reported = CASES["temperature twice"]
-    found = explain(LOGITS, reported, rows, stated)
-    assert (found.name, found.explained) == ("temperature twice", N)
+    explanation = explain(LOGITS, reported, rows, stated)
+    assert (explanation.name, explanation.explained) == ("temperature twice", N)
 
 
 def _recorded(folder: Path, **options: Any) -> Trace:
@@ -177,9 +177,10 @@ def _recorded(folder: Path, **options: Any) -> Trace:
 
 @pytest.mark.parametrize("passname", ["decode", "prefill"])
 def test_a_pass_is_explained_row_by_row(tmp_path: Path, passname: str) -> None:
-    found = explain_pass(_recorded(tmp_path, passes=(passname,)), passname)
+    explanation = explain_pass(_recorded(tmp_path, passes=(passname,)), passname)
     tokens = BATCH.sampled_tokens
-    assert (found.name, found.rows, found.explained) == ("as stated", tokens, tokens)
+    assert explanation.name == "as stated"
+    assert (explanation.rows, explanation.explained) == (tokens, tokens)
 
 
 @pytest.mark.parametrize(
@@ -193,9 +194,9 @@ def test_a_pass_is_explained_row_by_row(tmp_path: Path, passname: str) -> None:
 def test_a_pass_without_both_says_what_it_lacks(
     tmp_path: Path, options: dict[str, Any], says: str
 ) -> None:
-    found = explain_pass(_recorded(tmp_path, **options), "prefill")
-    assert (found.name, found.rows) == (None, 0)
-    assert says in found.words
+    explanation = explain_pass(_recorded(tmp_path, **options), "prefill")
+    assert (explanation.name, explanation.rows) == (None, 0)
+    assert says in explanation.words
 
 
 def test_a_block_is_sorted_once_for_all_truncations(monkeypatch: pytest.MonkeyPatch) -> None:

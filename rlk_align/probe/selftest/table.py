@@ -17,7 +17,7 @@ def lines(result: SelfTest) -> Iterator[str]:
     if unexpected:
         yield ""
         yield f"not as expected: {len(unexpected)}"
-        yield from (f"  {_told(d)}" for d in unexpected)
+        yield from (f"  {_sentence(d)}" for d in unexpected)
     curves = [*smallest(result.detections)]
     if curves:
         yield ""
@@ -44,7 +44,7 @@ def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
 
 
-def _told(d: Detection) -> str:
+def _sentence(d: Detection) -> str:
     strength = f"@{d.strength:g}" if d.unit else ""
     where = f"{d.rollout} against {d.train}, {d.side}"
     said: str = d.seen
