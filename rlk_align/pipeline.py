@@ -75,7 +75,7 @@ def measured(
     progress: Progress,
 ) -> tuple[Comparison, pa.Table]:
     """Both sides against each other, and each side's operators against float64. Beside it what was
-    compared, row by row (see `rlk_align.rows`)."""
+    compared, row by row (see `rlk_align.comparison_table`)."""
     comparison, rows = measure(rollout, train, judged, allowed, progress)
     units = referee(comparison, rollout, train, progress)
     return comparison.model_copy(update={"referee": units}), rows

@@ -20,13 +20,13 @@ from pathlib import Path
 
 from rlk_align.capture.capture import capture_each
 from rlk_align.capture.request import CaptureRequest, TracePlan
+from rlk_align.comparison_table import HEAD
 from rlk_align.data import data_path
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.model.checkpoint import default_model, resolve_model
 from rlk_align.model.edges import EDGES
 from rlk_align.pipeline import measured
 from rlk_align.progress import Progress, show_progress
-from rlk_align.rows import HEAD
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.run import Run, RunRecord
 

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 from synthetic import SHAPE, compared_run
 
+from rlk_align.comparison_table import HEAD
 from rlk_align.model.sites import Site, model_sites
 from rlk_align.probe.effects import Amplification, Response
 from rlk_align.probe.record import Probe, ProbedEdge
@@ -31,7 +32,6 @@ from rlk_align.results import (
     RoundingErrors,
     SiteResult,
 )
-from rlk_align.rows import HEAD
 from rlk_align.trace.run import Run
 
 HOSTILE = "<script>alert(1)</script></style>\"'&{{7*7}}\x1b[31m\u202egpj.exe\x00 🦊 مرحبا"
@@ -177,7 +177,7 @@ def _refereed(site: Site, side: Any, over: bool) -> RefereedUnit:
 def made_rows(
     sites: list[Site], samples: int, length: int, text: str, worst: int | None, nan: Sequence[str]
 ) -> pa.Table:
-    """As `rlk_align.rows` describes; the first half of each sequence is prompt."""
+    """As `rlk_align.comparison_table` describes; the first half of each sequence is prompt."""
     drawn = np.random.default_rng(0)
     count, half = samples * length, length // 2
     sample, position = np.repeat(np.arange(samples), length), np.tile(np.arange(length), samples)

@@ -100,7 +100,7 @@ def changed(row: torch.Tensor) -> torch.Tensor:
     return (row.double() * 1.0625 + 0.125).to(row.dtype)
 
 
-def spoil(
+def corrupt(
     values: Values,
     site: str,
     cells: Cells,
@@ -110,7 +110,7 @@ def spoil(
 ) -> Values:
     """The values after a fault at `site` in these rows, with everything downstream changed."""
     order = all_cells(batch)
-    spoiled = {name: value.clone() for name, value in values.items()}
+    corrupted = {name: value.clone() for name, value in values.items()}
     dirty: dict[str, set[tuple[int, int]]] = {}
     for s in sites:
         here = set(cells) if s.name == site else set()
@@ -121,10 +121,10 @@ def spoil(
             here |= {(i, p) for i, p in order if any(j == i and q <= p for j, q in reach)}
         dirty[s.name] = here
         for cell in here:
-            row = spoiled[s.name][order.index(cell)]
+            row = corrupted[s.name][order.index(cell)]
             new = change(row) if s.name == site else changed(row)
-            spoiled[s.name][order.index(cell)] = new
-    return spoiled
+            corrupted[s.name][order.index(cell)] = new
+    return corrupted
 
 
 def keep_all(_site: str, sample: np.ndarray, _position: np.ndarray) -> np.ndarray:

@@ -84,7 +84,7 @@ class LoadedRun:
         the edge's two passes, with their difference `dlogp`; null where that was not sampled."""
         import pyarrow.compute as pc
 
-        from rlk_align.rows import HEAD
+        from rlk_align.comparison_table import HEAD
 
         if not self.source.run.has_rows:
             raise BadOption(

@@ -10,7 +10,6 @@ from rlk_align.capture.request import CaptureRequest
 from rlk_align.capture.supervise import run_worker
 from rlk_align.engines.process.job import Job
 from rlk_align.engines.registry import require_installed
-from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import CorruptTrace
 from rlk_align.model.checkpoint import resolve_model
 from rlk_align.model.families import read_shape
@@ -84,15 +83,27 @@ def capture_each(
 
 
 def _planned(request: CaptureRequest, role: Role, run: Run, tokens: Path | None) -> Job:
-    """All passes of a capture, whether they are there already or not."""
+    """Returns the job of a whole capture, whether its passes are there already or not."""
     model = resolve_model(request.model_path)
     if request.engine.option("python") is None:
         require_installed(request.engine.name)
     spec = request.engine.canonical(read_shape(model).dtype)
     key = capture_key(request, spec, model, tokens)
     folder = run.folder / "captures" / f"{role}-{key}"
-    passes = _passes(request, sampling=tokens is None)
-    return _job(request, spec, model, folder, key, tokens, passes)
+    return Job(
+        engine=spec,
+        model=model,
+        folder=folder.resolve(),
+        key=key,
+        prompts=request.prompts.resolve(),
+        tokens=tokens.resolve() if tokens else None,
+        passes=_passes(request, sampling=tokens is None),
+        max_new_tokens=request.max_new_tokens,
+        seed=request.seed,
+        budget=request.trace.budget,
+        layers=request.trace.layers,
+        sites=request.trace.sites,
+    )
 
 
 def _opened(job: Job) -> Trace:
@@ -113,28 +124,3 @@ def _passes(request: CaptureRequest, sampling: bool) -> tuple[str, ...]:
     if request.production:
         passes.append("prefill.production")
     return tuple(passes)
-
-
-def _job(
-    request: CaptureRequest,
-    spec: EngineSpec,
-    model: Path,
-    folder: Path,
-    key: str,
-    tokens: Path | None,
-    passes: tuple[str, ...],
-) -> Job:
-    return Job(
-        engine=spec,
-        model=model,
-        folder=folder.resolve(),
-        key=key,
-        prompts=request.prompts.resolve(),
-        tokens=tokens.resolve() if tokens else None,
-        passes=passes,
-        max_new_tokens=request.max_new_tokens,
-        seed=request.seed,
-        budget=request.trace.budget,
-        layers=request.trace.layers,
-        sites=request.trace.sites,
-    )

@@ -41,8 +41,8 @@ def check_request(request: CaptureRequest, sampling: bool) -> tuple[ModelShape, 
     if spec.option("kernels") != "off":
         require_kernels(spec.name)
         check_kernels(spec.name, read_config(model))
-    if left := spec.option("except"):
-        check_left(spec.name, str(left), {site.op for site in model_sites(shape)})
+    if excluded := spec.option("except"):
+        check_left(spec.name, str(excluded), {site.op for site in model_sites(shape)})
     check_tensors(model, shape)
     _check_prompts(request, sampling, model, shape)
     return shape, untested(engine_versions(spec))
@@ -68,13 +68,13 @@ def _suspects(prompts: list[Prompt], model: Path, longest: int) -> list[Prompt]:
     """Those that may have more than `longest` tokens, and all that came as token ids."""
     # Hardly any text has more tokens than bytes.
     large = [p for p in prompts if len((p.text or "").encode()) > longest]
-    given = [p for p in prompts if p.ids]
+    with_ids = [p for p in prompts if p.ids]
     if not large:
-        return given
+        return with_ids
     try:
         tokenizer = fast_tokenizer(model)
     except ModelError:
         # transformers reads tokenizers of other kinds, too.
-        return [*given, *large]
+        return [*with_ids, *large]
     long = [p for p in large if len(tokenizer.encode(p.text or "").ids) > longest]
-    return [*given, *long]
+    return [*with_ids, *long]

@@ -1,7 +1,6 @@
 """Runs an engine's captured passes once more, with interventions, beside its capture."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from rlk_align.capture.capture import run_worker
 from rlk_align.capture.key import surroundings
@@ -51,7 +50,22 @@ def intervene(
     if missing:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        run_worker(_job(capture, spec, model, folder, key, plan, missing, interventions), progress)
+        job = Job(
+            engine=spec,
+            model=model,
+            folder=folder.resolve(),
+            key=key,
+            prompts=(capture.folder / "prompts.jsonl").resolve(),
+            tokens=(capture.folder / "tokens.parquet").resolve(),
+            passes=missing,
+            interventions={p: interventions[p] for p in missing},
+            max_new_tokens=max(len(s.response_ids) for s in capture.tokens.samples),
+            seed=0,
+            budget=plan.budget,
+            layers=plan.layers,
+            sites=plan.sites,
+        )
+        run_worker(job, progress)
     trace = Trace(folder)
     if trace.record.key != key:
         raise CorruptTrace(f"{folder} holds another capture, {trace.record.key}", REPAIR)
@@ -59,53 +73,26 @@ def intervene(
     return {name: trace.read_pass(passname) for name, passname in named.items()}
 
 
-def source_of(trace: Trace, passname: str) -> Source:
+def source_of(recorded: PassReader) -> Source:
     """A recorded pass, for an engine to read."""
-    return Source(folder=trace.folder.resolve(), passname=passname)
+    return Source(folder=recorded.folder.parent.resolve(), passname=recorded.folder.name)
 
 
 def _content(intervention: Intervention) -> str:
     """A name for what an intervention does: its sources count by what they hold."""
-    told = intervention.model_dump(mode="json", exclude={"source", "base"})
+    content = intervention.model_dump(mode="json", exclude={"source", "base"})
     held = [
         Trace(s.folder).checksums.files[f"{s.passname}/pass.json"].blake2b
         for s in (intervention.source, intervention.base)
         if s is not None
     ]
-    return f"{intervention.kind}-{fingerprint(told, held)}"
+    return f"{intervention.kind}-{fingerprint(content, held)}"
 
 
-def _job(
-    capture: Trace,
-    spec: EngineSpec,
-    model: Path,
-    folder: Path,
-    key: str,
-    plan: TracePlan,
-    passes: tuple[str, ...],
-    interventions: Mapping[str, Intervention],
-) -> Job:
-    return Job(
-        engine=spec,
-        model=model,
-        folder=folder.resolve(),
-        key=key,
-        prompts=(capture.folder / "prompts.jsonl").resolve(),
-        tokens=(capture.folder / "tokens.parquet").resolve(),
-        passes=passes,
-        interventions={p: interventions[p] for p in passes},
-        max_new_tokens=max(len(s.response_ids) for s in capture.tokens.samples),
-        seed=0,
-        budget=plan.budget,
-        layers=plan.layers,
-        sites=plan.sites,
-    )
-
-
-def _check_same_model(capture: Trace, again: Trace, role: Role) -> None:
+def _check_same_model(capture: Trace, reloaded: Trace, role: Role) -> None:
     """Raises BadOption where the engine, loaded again, does not have the weights that it had."""
     before = {n: w.digest for n, w in capture.weights.items()}
-    now = {n: w.digest for n, w in again.weights.items()}
+    now = {n: w.digest for n, w in reloaded.weights.items()}
     changed = sorted(n for n in before.keys() | now.keys() if before.get(n) != now.get(n))
     if changed:
         raise BadOption(

@@ -79,19 +79,19 @@ def _adapter_sources(spec: EngineSpec) -> Iterator[Path]:
         yield from _kernel_sources()
     if spec.option("fault") is not None:
         yield from PACKAGE.glob("engines/faults/**/*.py")
-    found = importlib.util.find_spec(spec.info.target.partition(":")[0])
-    if found is None or found.origin is None:
+    module = importlib.util.find_spec(spec.info.target.partition(":")[0])
+    if module is None or module.origin is None:
         raise ToolError(f"engine {spec.name!r}: {spec.info.target} has no source")
-    own = Path(found.origin)
+    source = Path(module.origin)
     # An engine from elsewhere may be one file among others that are not its own.
-    yield from own.parent.glob("*.py") if PACKAGE in own.parents else [own]
+    yield from source.parent.glob("*.py") if PACKAGE in source.parents else [source]
 
 
 def _kernel_sources() -> Iterator[Path]:
-    found = importlib.util.find_spec("rlk_kernels")
-    assert found is not None
-    assert found.origin is not None
-    folder = Path(found.origin).parent
+    module = importlib.util.find_spec("rlk_kernels")
+    assert module is not None
+    assert module.origin is not None
+    folder = Path(module.origin).parent
     yield from folder.rglob("*.py")
     yield from folder.rglob("*.cu")
 
@@ -117,7 +117,7 @@ def _device(spec: EngineSpec) -> list[str]:
 
 
 def _processor() -> str:
-    """Its name; Linux alone tells it."""
+    """Returns the processor's name, which Linux alone tells."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(errors="replace").splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -125,7 +125,7 @@ def _processor() -> str:
 
 
 def _gpus() -> list[str]:
-    """Asked of the driver's own tool: this process must not start CUDA beside the engine's."""
+    """Asks the driver's own tool: this process must not start CUDA beside the engine's."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]

@@ -21,10 +21,10 @@ class Recording:
     def parse(cls, text: str) -> "Recording":
         """Raises BadOption for what is no `replay:path=RUN`."""
         _, _, rest = text.partition(":")
-        given = dict(given_options(repr(NAME), rest, ("path",)))
-        if "path" not in given:
+        options = dict(given_options(repr(NAME), rest, ("path",)))
+        if "path" not in options:
             raise BadOption(f"{NAME!r} needs path=RUN", f"{NAME}:path=RUN")
-        return cls(given["path"])
+        return cls(options["path"])
 
     def open(self) -> Run:
         """Raises what `Run.open` raises."""

@@ -34,12 +34,12 @@ def run_worker(job: Job, progress: Progress) -> None:
     log = job.folder / "worker.log"
     worker = _start(_with_recorded_prompts(job, progress), log)
     try:
-        told = _follow(worker, job, progress)
+        error = _follow(worker, job, progress)
     finally:
         _end_group(worker)
         shutil.rmtree(job.folder / HEARTBEATS, ignore_errors=True)
-    if told is not None:
-        raise told
+    if error is not None:
+        raise error
     if worker.returncode:
         raise failed(f"the worker of {job.engine} {death(worker.returncode)}", log)
     for done in (job, *job.then):
@@ -126,8 +126,8 @@ def _follow(worker: subprocess.Popen, job: Job, progress: Progress) -> RlkError 
 
 def _check_moving(job: Job, seconds: float) -> None:
     """`seconds`: since the worker was started."""
-    found = heartbeats(job.folder / HEARTBEATS)
-    present, patience = {h.name for h in found}, max(job.timeout, STARTING)
+    beats = heartbeats(job.folder / HEARTBEATS)
+    present, patience = {h.name for h in beats}, max(job.timeout, STARTING)
     missing = [p for p in job.engine.processes if p not in present]
     longer = "timeout=SECONDS in the engine spec gives it longer"
     if missing:
@@ -135,7 +135,7 @@ def _check_moving(job: Job, seconds: float) -> None:
             what = f"{job.engine} has not started in {patience:g} s: {', '.join(missing)} missing"
             raise failed(what, _log_of(job.folder, missing[0]), longer)
         return
-    held_up = stuck(found, job.timeout)
+    held_up = stuck(beats, job.timeout)
     if held_up:
         what = "; ".join(map(_standing, held_up))
         raise failed(

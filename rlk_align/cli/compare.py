@@ -80,5 +80,5 @@ def compare(
         if (probe or attribute) and not verdict.comparison.stopped:
             kept = trace_plan(trace_budget, layers, sites)
             asked = pipeline.ProbeRequest(attribute=attribute, contract=contract, plan=kept)
-            verdict, found = pipeline.probe(asked, prepared.run.again(), progress)
+            verdict, found = pipeline.probe(asked, prepared.run.reopened(), progress)
     finish(verdict, prepared.run, outputs, found, beside)

@@ -56,7 +56,7 @@ def finish(
         show(verdict, run.folder, console, probe)
         if beside is not None:
             show_change(beside[0], verdict, console)
-            for text in cost_lines(beside[1].again(), run.again()):
+            for text in cost_lines(beside[1].reopened(), run.reopened()):
                 console.print(line(text, style="dim"))
 
     _print(everything, takes_stdout(outputs))
@@ -67,7 +67,7 @@ def finish(
 
 
 def _source(verdict: Verdict, run: Run, probe: Probe | None) -> Source:
-    finished = run.again()
+    finished = run.reopened()
     return Source(run=finished, record=finished.record, verdict=verdict, probe=probe)
 
 

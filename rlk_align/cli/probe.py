@@ -92,7 +92,7 @@ def probe(
             verdict = prepared.start(progress)
             if verdict.comparison.stopped:
                 finish(verdict, run, outputs)
-            run = run.again()
+            run = run.reopened()
         asked = pipeline.ProbeRequest(
             edges=edges_asked, attribute=attribute, contract=contract, plan=kept
         )

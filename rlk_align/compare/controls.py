@@ -22,12 +22,16 @@ def check_controls(
     for side, (trace, passes) in sides.items():
         floor: Noise | None = None
         for name in passes:
-            observed, found = trace.read_pass(name), None
+            observed, repeat_noise = trace.read_pass(name), None
             if trace.has_pass(f"{name}.repeat"):
-                found = _noise(name, observed, trace.read_pass(f"{name}.repeat"), index, sites)
+                repeat_noise = _noise(
+                    name, observed, trace.read_pass(f"{name}.repeat"), index, sites
+                )
                 # `not <=`: a NaN is the worst noise of all.
-                if found and (floor is None or not found.max_abs_dlogp <= floor.max_abs_dlogp):
-                    floor = found
+                if repeat_noise and (
+                    floor is None or not repeat_noise.max_abs_dlogp <= floor.max_abs_dlogp
+                ):
+                    floor = repeat_noise
             if not trace.has_pass(f"{name}.untapped"):
                 details.append(f"{side} {name}: no pass without taps to compare with")
                 violated = True
@@ -38,9 +42,9 @@ def check_controls(
                     f"{side} {name}: with and without taps log-probs differ by up to "
                     f"{np.max(shift):.3g}"
                 )
-                again = f"{name}.repeat"
-                violated |= found is None or not is_noise(
-                    shift, _logprob_shift(observed, trace.read_pass(again), index)
+                repeat = f"{name}.repeat"
+                violated |= repeat_noise is None or not is_noise(
+                    shift, _logprob_shift(observed, trace.read_pass(repeat), index)
                 )
         repeated = all(trace.has_pass(f"{name}.repeat") for name in passes)
         noise[side] = floor if floor or repeated else "not measured"
@@ -56,8 +60,8 @@ def is_noise(shift: np.ndarray, noise: np.ndarray | None) -> bool:
         return False
     if not shift.max() <= _MAX_OVER_NOISE * noise.max():
         return False
-    told_apart = shift != noise
-    tokens = int(told_apart.sum())
+    unequal = shift != noise
+    tokens = int(unequal.sum())
     larger = int((shift > noise).sum())
     return larger <= max(_SHARE * tokens, tokens / 2 + _DEVIATIONS * math.sqrt(tokens) / 2)
 
@@ -71,10 +75,10 @@ move together, as much again."""
 
 
 def _noise(
-    name: str, once: PassReader, again: PassReader, index: RowIndex, sites: list[Site]
+    name: str, first: PassReader, repeat: PassReader, index: RowIndex, sites: list[Site]
 ) -> Noise | None:
     rows, first_site = 0, ""
-    for site, (a, b) in zip(sites, read_ahead((once, again), sites, index), strict=True):
+    for site, (a, b) in zip(sites, read_ahead((first, repeat), sites, index), strict=True):
         if a is None and b is None:
             continue
         if a is None or b is None or not np.array_equal(a.number, b.number):
@@ -85,7 +89,7 @@ def _noise(
         first_site = first_site or (site.name if differ else "")
     if not rows:
         return None
-    metrics = edge_metrics(*paired_logprobs(once, again, index)[1:])
+    metrics = edge_metrics(*paired_logprobs(first, repeat, index)[1:])
     return Noise(
         passname=name,
         rows=rows,
@@ -96,17 +100,17 @@ def _noise(
 
 
 def paired_logprobs(
-    once: PassReader, again: PassReader, index: RowIndex
+    first: PassReader, repeat: PassReader, index: RowIndex
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The rows of the batch that both passes have log-probs of, and both passes' log-probs."""
-    a, b = read_rows(once, "logprob", index), read_rows(again, "logprob", index)
+    a, b = read_rows(first, "logprob", index), read_rows(repeat, "logprob", index)
     if a is None or b is None:
         return np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0)
     number, i, j = np.intersect1d(a.number, b.number, assume_unique=True, return_indices=True)
     return (
         number,
-        once.values("logprob", a.rows, a.at[i])[:, 0].numpy(),
-        again.values("logprob", b.rows, b.at[j])[:, 0].numpy(),
+        first.values("logprob", a.rows, a.at[i])[:, 0].numpy(),
+        repeat.values("logprob", b.rows, b.at[j])[:, 0].numpy(),
     )
 
 

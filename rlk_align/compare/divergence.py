@@ -5,19 +5,19 @@ without a threshold. One whose inputs differ already may only have passed it on.
 read from digests; values are read only where digests differ.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from rlk_align.compare.edge_rows import UNKNOWN, EdgeRows
 from rlk_align.compare.metrics import ValueMetrics, edge_metrics, error_frontier
 from rlk_align.compare.pairing import PairedSite, Unpaired, pair_site
-from rlk_align.compare.rows import UNKNOWN, EdgeRows
 from rlk_align.model.sites import RowIndex, Site
+from rlk_align.progress import Progress
 from rlk_align.results import EdgeMetrics, EdgeName, EdgeResult, Introducer, SiteResult
-from rlk_align.trace.numbered import NumberedRows, read_ahead, rows_that_differ
+from rlk_align.trace.numbered import NumberedRows, blocks, read_ahead, rows_that_differ
 from rlk_align.trace.reader import PassReader
 
 BLOCK_ELEMENTS = 1 << 18
@@ -88,30 +88,27 @@ class _SiteRows:
     def _not_repeated(self, side: Side) -> np.ndarray:
         mask = np.zeros(self._count, dtype=bool)
         if side.repeat is not None:
-            once, again = self.get(side.observed), self.get(side.repeat)
-            if once is not None and again is not None:
-                mask[rows_that_differ(once, again)] = True
+            observed, repeat = self.get(side.observed), self.get(side.repeat)
+            if observed is not None and repeat is not None:
+                mask[rows_that_differ(observed, repeat)] = True
         return mask
 
 
-Compared = tuple[list[EdgeResult], list[EdgeRows]]
-
-
 def compare_edges(
-    edges: list[Edge], sites: list[Site], index: RowIndex
-) -> Iterator[str | Compared]:
-    """Walks the sites in execution order, all edges at each; yields each site's name as it is
-    done, and at last what was found of the edges, and of their rows."""
+    edges: list[Edge], sites: list[Site], index: RowIndex, progress: Progress
+) -> tuple[list[EdgeResult], list[EdgeRows]]:
+    """Walks the sites in execution order, all edges at each, and returns the results of the edges,
+    and of their rows."""
     states = {e.name: _EdgeState(EdgeRows.of(e.name, index, len(sites))) for e in edges}
     graph = {s.name: s for s in sites}
     rows = _SiteRows(edges, sites, index)
-    for site in sites:
+    for done, site in enumerate(sites, 1):
         rows.turn_to_next()
         for edge in edges:
             _compare_site(edge, site, index, rows, states[edge.name], graph)
-        yield site.name
+        progress("comparing", done, len(sites))
     results = [_edge_result(e, states[e.name]) for e in edges]
-    yield results, [states[e.name].rows for e in edges]
+    return results, [states[e.name].rows for e in edges]
 
 
 def _compare_site(
@@ -195,9 +192,7 @@ def _equal_rows(a: PassReader, b: PassReader, paired: PairedSite) -> np.ndarray:
         return paired.equal
     equal = np.zeros(len(paired.number), dtype=bool)
     rows = _valued(paired, np.arange(len(equal)))
-    step = max(1, BLOCK_ELEMENTS // records[0].features)
-    for start in range(0, len(rows), step):
-        part = rows[start : start + step]
+    for part in blocks(rows, records[0].features, BLOCK_ELEMENTS):
         x = a.values(name, paired.a, paired.a_at[part]).double()
         y = b.values(name, paired.b, paired.b_at[part]).double()
         equal[part] = (x == y).all(dim=1).numpy()
@@ -212,9 +207,9 @@ def _least_errors(paired: PairedSite, rows: np.ndarray) -> np.ndarray:
 
 
 def _valued(paired: PairedSite, rows: np.ndarray) -> np.ndarray:
-    """Of those rows, the ones whose values both sides keep."""
-    kept = (paired.a.shard[paired.a_at[rows]] >= 0) & (paired.b.shard[paired.b_at[rows]] >= 0)
-    return rows[kept]
+    """Returns those of the rows whose values both sides keep."""
+    valued = (paired.a.shard[paired.a_at[rows]] >= 0) & (paired.b.shard[paired.b_at[rows]] >= 0)
+    return rows[valued]
 
 
 def _inputs_equal(
@@ -231,9 +226,9 @@ def _inputs_equal(
     """
 
     def rows(name: str) -> np.ndarray:
-        return (
-            equal[name] if name in equal else _inputs_equal(graph[name], index, edge, equal, graph)
-        )
+        if name in equal:
+            return equal[name]
+        return _inputs_equal(graph[name], index, edge, equal, graph)
 
     good = np.ones(len(index), dtype=bool)
     if site.operator.formula == "embedding":
@@ -265,10 +260,8 @@ def _compare_values(
     if b.record.sites[site].features != features:
         metrics.max_abs = metrics.max_rel_l2 = metrics.sum_rel_l2 = float("nan")
         return metrics
-    read = max(1, (1 << 24) // features)
     step = max(1, BLOCK_ELEMENTS // features)
-    for start in range(0, len(rows), read):
-        part = rows[start : start + read]
+    for part in blocks(rows, features, 1 << 24):
         value_a = a.values(site, paired.a, paired.a_at[part])
         value_b = b.values(site, paired.b, paired.b_at[part])
         norm_a = torch.from_numpy(paired.a.norm[paired.a_at[part]])

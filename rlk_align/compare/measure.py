@@ -3,18 +3,16 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 
 from rlk_align.compare.controls import check_controls, paired_logprobs
-from rlk_align.compare.divergence import Compared, Edge, Side, compare_edges
+from rlk_align.compare.divergence import Edge, Side, compare_edges
+from rlk_align.compare.edge_rows import NO_ROWS, rows_table
 from rlk_align.compare.metrics import edge_metrics
 from rlk_align.compare.parity import check_parity
-from rlk_align.compare.rows import NO_ROWS, rows_table
 from rlk_align.model.dtypes import lower_precision
 from rlk_align.model.edges import EDGE_ENDS, passes_for
-from rlk_align.model.prompts import TokenBatch
-from rlk_align.model.sites import RowIndex, Site, model_sites
+from rlk_align.model.sites import RowIndex, model_sites
 from rlk_align.progress import Progress
 from rlk_align.results import (
     Comparison,
@@ -40,7 +38,7 @@ def measure(
     progress: Progress,
 ) -> tuple[Comparison, pa.Table]:
     """Everything that a contract can be held against, and the same row by row (see
-    `rlk_align.rows`).
+    `rlk_align.comparison_table`).
 
     A mismatch of a kind that is not allowed ends it before any number. Raises CorruptTrace
     where a trace is damaged.
@@ -64,7 +62,7 @@ def measure(
         needed = {s: (t, list(passes_for(present, s))) for s, t in sides.items()}
         controls = check_controls(needed, index, sites)
         wanted = [_edge(name, sides, index) for name in present]
-        edges, by_row = _walk(wanted, sites, index, progress)
+        edges, by_row = compare_edges(wanted, sites, index, progress)
         rows = rows_table(by_row, index, Path(rollout.record.model))
         production = _production(rollout, index)
     comparison = Comparison(
@@ -104,7 +102,7 @@ def _edge(name: EdgeName, sides: Mapping[SideName, Trace], index: RowIndex) -> E
         _side(sides[first[0]], *first),
         _side(sides[second[0]], *second),
         decode="decode" in name,
-        same_token=_same_token(sides[first[0]].tokens, sides[second[0]].tokens, index),
+        same_token=index.same_tokens(sides[second[0]].tokens),
     )
 
 
@@ -115,25 +113,6 @@ def _side(trace: Trace, side: str, passname: str) -> Side:
         trace.read_pass(passname),
         trace.read_pass(repeat) if trace.has_pass(repeat) else None,
     )
-
-
-def _same_token(a: TokenBatch, b: TokenBatch, index: RowIndex) -> np.ndarray:
-    """Rows of the batch at which both have the same id."""
-    same = np.zeros(len(index), dtype=bool)
-    for start, x, y in zip(index.offsets, a.samples, b.samples, strict=False):
-        length = min(len(x.ids), len(y.ids))
-        same[start : start + length] = np.array(x.ids[:length]) == np.array(y.ids[:length])
-    return same
-
-
-def _walk(edges: list[Edge], sites: list[Site], index: RowIndex, progress: Progress) -> Compared:
-    results: Compared = [], []
-    for done, item in enumerate(compare_edges(edges, sites, index), 1):
-        if isinstance(item, str):
-            progress("comparing", done, len(sites))
-        else:
-            results = item
-    return results
 
 
 def _production(rollout: Trace, index: RowIndex) -> EdgeMetrics | None:

@@ -65,7 +65,7 @@ class ValueMetrics:
     """Per row, ‖b − a‖ / max(‖a‖, ‖b‖)."""
     sum_rel_l2: float = 0.0
     rel_l2: list[np.ndarray] = field(default_factory=list)
-    """Of every row that was fed, in that order, block by block."""
+    """The relative L2 of every row that was fed, in that order, block by block."""
     min_cosine: float = 1.0
     frontier: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
     """Of the introduced rows: (magnitude, error) points, see `error_frontier`."""

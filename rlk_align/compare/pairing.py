@@ -82,17 +82,17 @@ def pair_site(
 def _missing(
     site: Site, side: NumberedRows | None, expected: np.ndarray, name: str
 ) -> list[Unpaired]:
-    found = np.zeros(len(expected), dtype=bool)
+    present = np.zeros(len(expected), dtype=bool)
     out = []
     if side is not None:
-        found[side.number] = True
+        present[side.number] = True
         if side.conflicts:
             reason = f"{name} computed rows twice with different bits"
             out.append(Unpaired(site.name, side.conflicts, reason, False))
         if side.strays:
             reason = f"{name} has rows that the batch has not"
             out.append(Unpaired(site.name, side.strays, reason, False))
-    absent = int((expected & ~found).sum())
+    absent = int((expected & ~present).sum())
     if absent:
         share = "every row" if absent == int(expected.sum()) else f"{absent} rows"
         out.append(Unpaired(site.name, absent, f"{name} lacks {share}", False))

@@ -34,23 +34,23 @@ def check_parity(rollout: Trace, train: Trace) -> list[Mismatch]:
 
 def _tokens(rollout: Trace, train: Trace) -> list[Mismatch]:
     """The scored ids of both sides, and what each side's own tokenizer makes of the prompts."""
-    found = []
+    mismatches = []
     a, b = rollout.tokens.samples, train.tokens.samples
     for i in range(max(len(a), len(b))):
         if i >= len(a) or i >= len(b):
             name = (a[i] if i < len(a) else b[i]).prompt_id
             lengths = (f"{len(a)} samples", f"{len(b)} samples")
-            found.append(_mismatch("tokens", name, *lengths, sample=i, position=0))
+            mismatches.append(_mismatch("tokens", name, *lengths, sample=i, position=0))
             break
         if a[i].prompt_ids != b[i].prompt_ids or a[i].response_ids != b[i].response_ids:
-            found.append(_span(a[i].prompt_id, i, list(a[i].ids), list(b[i].ids)))
-    if found:
-        return found
+            mismatches.append(_span(a[i].prompt_id, i, list(a[i].ids), list(b[i].ids)))
+    if mismatches:
+        return mismatches
     for i, s in enumerate(a):
         ids = [side.record.prompt_ids.get(s.prompt_id, []) for side in (rollout, train)]
         if ids[0] != ids[1]:
-            found.append(_span(s.prompt_id, i, *ids))
-    return found
+            mismatches.append(_span(s.prompt_id, i, *ids))
+    return mismatches
 
 
 def _span(name: str, sample: int, a: list[int], b: list[int]) -> Mismatch:
@@ -92,12 +92,12 @@ def _boundaries(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
     """Rows whose attention sees another sequence, or not their own, by side the first."""
     for side, name, record in _first_wrong(rollout, train, lambda r: r.boundaries.first):
         first = record.boundaries.first[0]
-        own = "itself alone" if first.position == 0 else "other tokens"
+        expected = "itself alone" if first.position == 0 else "other tokens"
         yield Mismatch(
             kind="attributes",
             name="sequence_boundary",
-            rollout=f"sees {first.sees if side == 'rollout' else own}",
-            train=f"sees {first.sees if side == 'train' else own}",
+            rollout=f"sees {first.sees if side == 'rollout' else expected}",
+            train=f"sees {first.sees if side == 'train' else expected}",
             sample=first.sample,
             position=first.position,
             detail=f"{side} {name}: {record.boundaries.wrong} rows attend across the "
@@ -138,20 +138,20 @@ def _first_wrong(
 
 
 def _attributes(a: dict[str, Any], b: dict[str, Any]) -> list[Mismatch]:
-    """By name; where a side has `layers.i.NAME` beside NAME, by the layers that differ."""
-    found = []
+    """Names each attribute that differs, by layer where a side has `layers.i.NAME` beside NAME."""
+    mismatches = []
     by_layer = {name.split(".", 2)[2] for name in [*a, *b] if name.startswith("layers.")}
     for name in dict.fromkeys(n for n in [*a, *b] if not n.startswith("layers.")):
         names = [name]
         if name in by_layer:
             layers = range(max(_layers(a), _layers(b)))
             names = [f"layers.{i}.{name}" for i in layers]
-        found += [
+        mismatches += [
             _mismatch("attributes", n, a.get(n, a.get(name)), b.get(n, b.get(name)))
             for n in names
             if _differ(name, a.get(n, a.get(name)), b.get(n, b.get(name)))
         ]
-    return found
+    return mismatches
 
 
 def _differ(name: str, a: Any, b: Any) -> bool:

@@ -24,22 +24,22 @@ def check_weights(rollout: Trace, train: Trace) -> list[Mismatch]:
     """Every canonical parameter that differs, in the order of the model."""
     a, b = rollout.weights, train.weights
     named = {w.digest: name for name, w in a.items()}
-    found = []
+    mismatches = []
     for name in dict.fromkeys([*a, *b]):
         if name not in a or name not in b:
             here = ["present" if name in side else "absent" for side in (a, b)]
-            found.append(Mismatch(kind="weights", name=name, rollout=here[0], train=here[1]))
+            mismatches.append(Mismatch(kind="weights", name=name, rollout=here[0], train=here[1]))
         elif a[name].shape != b[name].shape:
-            found.append(_mismatch(a[name], b[name], [], ""))
+            mismatches.append(_mismatch(a[name], b[name], [], ""))
         elif stale := _stale_copies(a[name], b[name]):
-            found.append(_mismatch(a[name], b[name], *stale))
+            mismatches.append(_mismatch(a[name], b[name], *stale))
         elif a[name].digest != b[name].digest:
             ranks, detail = _placed(name, rollout, train)
             other = named.get(b[name].digest)
             if other is not None:
                 detail = f"train holds what the rollout has as {other}"
-            found.append(_mismatch(a[name], b[name], ranks, detail))
-    return found
+            mismatches.append(_mismatch(a[name], b[name], ranks, detail))
+    return mismatches
 
 
 def _mismatch(a: Weight, b: Weight, ranks: list[int], detail: str) -> Mismatch:
@@ -119,16 +119,16 @@ def _moves(mine: np.ndarray, theirs: np.ndarray, what: str, head: int) -> str:
     if head and all(x % head == 0 for run in runs for x in run):
         runs = [(a // head, b // head, c // head) for a, b, c in runs]
         what = "heads"
-    told = [f"{_span(a, b)} hold the rollout's {_span(c, c + b - a)}" for a, b, c in runs[:_SHOWN]]
+    shown = [f"{_span(a, b)} hold the rollout's {_span(c, c + b - a)}" for a, b, c in runs[:_SHOWN]]
     more = f" and {len(runs) - _SHOWN} more runs" if len(runs) > _SHOWN else ""
-    return f"{what} in another order: train's {', '.join(told)}{more}"
+    return f"{what} in another order: train's {', '.join(shown)}{more}"
 
 
 def _ranges(at: np.ndarray) -> str:
     runs = np.split(at, np.flatnonzero(np.diff(at) != 1) + 1)
-    told = [_span(int(r[0]), int(r[-1]) + 1) for r in runs[:_SHOWN]]
+    shown = [_span(int(r[0]), int(r[-1]) + 1) for r in runs[:_SHOWN]]
     more = f" and {len(runs) - _SHOWN} more runs" if len(runs) > _SHOWN else ""
-    return ", ".join(told) + more
+    return ", ".join(shown) + more
 
 
 def _span(start: int, stop: int) -> str:

@@ -36,7 +36,7 @@ class HealthyRun:
 
     @property
     def pair(self) -> str:
-        """Its two engines, with their options."""
+        """Names its two engines, with their options."""
         return " against ".join(
             ":".join(filter(None, [e.name, ",".join(f"{k}={v}" for k, v in e.options.items())]))
             for e in self.comparison.engines.values()
@@ -122,7 +122,7 @@ def _source(runs: Sequence[HealthyRun]) -> str:
 
 
 def _limit(
-    limit: Limit, runs: Sequence[HealthyRun], base: Contract, source: str, told: list[Proposed]
+    limit: Limit, runs: Sequence[HealthyRun], base: Contract, source: str, proposals: list[Proposed]
 ) -> Limit:
     if limit.of_site:
         return limit
@@ -144,12 +144,12 @@ def _limit(
         most = max(MARGIN * largest, tail.bound(1_000_000))
         changes |= {"tail": tail, "fail": max(limit.fail, rounded_up(most))}
         proposed = min(changes["fail"], tail.bound(tokens))
-        told.append(
+        proposals.append(
             Proposed(limit.id, f"of {tokens:,} tokens", limit.fail_at(tokens), largest, proposed)
         )
     else:
         changes["fail"] = rounded_up(MARGIN * largest)
-        told.append(Proposed(limit.id, limit.metric, limit.fail, largest, changes["fail"]))
+        proposals.append(Proposed(limit.id, limit.metric, limit.fail, largest, changes["fail"]))
     changes["warn"] = min(changes["healthy"], changes["fail"])
     return limit.model_copy(update=changes)
 
@@ -181,7 +181,11 @@ def fitted_tail(runs: Sequence[HealthyRun]) -> Tail:
 
 
 def _budget(
-    budget: Budget, runs: Sequence[HealthyRun], base: Contract, source: str, told: list[Proposed]
+    budget: Budget,
+    runs: Sequence[HealthyRun],
+    base: Contract,
+    source: str,
+    proposals: list[Proposed],
 ) -> Budget:
     units = [
         u.errors
@@ -195,7 +199,7 @@ def _budget(
     for name in STATISTICS:
         largest = max(abs(getattr(u, name)) for u in units)
         changes[name] = rounded_up(MARGIN * largest)
-        told.append(Proposed(budget.id, name, getattr(budget, name), largest, changes[name]))
+        proposals.append(Proposed(budget.id, name, getattr(budget, name), largest, changes[name]))
     return budget.model_copy(update=changes)
 
 

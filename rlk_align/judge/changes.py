@@ -38,21 +38,21 @@ def changes(before: Contract, after: Contract) -> list[Change]:
     ]
 
 
-def needed_version(before: Contract, found: list[Change]) -> str:
+def needed_version(before: Contract, changed: list[Change]) -> str:
     """The least version that a contract with these changes may have."""
     major, minor, patch = (int(x) for x in before.version.split("."))
-    kinds = {c.kind for c in found}
+    kinds = {c.kind for c in changed}
     if "loosened" in kinds:
         return f"{major + 1}.0.0"
     if "tightened" in kinds:
         return f"{major}.{minor + 1}.0"
-    return f"{major}.{minor}.{patch + 1}" if found else before.version
+    return f"{major}.{minor}.{patch + 1}" if changed else before.version
 
 
-def version_is_enough(before: Contract, after: Contract, found: list[Change]) -> bool:
+def version_is_enough(before: Contract, after: Contract, changed: list[Change]) -> bool:
     """Whether the later version says what kind of change it is."""
     have, need = (
-        [int(x) for x in v.split(".")] for v in (after.version, needed_version(before, found))
+        [int(x) for x in v.split(".")] for v in (after.version, needed_version(before, changed))
     )
     return have >= need
 
@@ -64,25 +64,24 @@ def _head(before: Contract, after: Contract) -> Iterator[Change]:
     yield from _higher_is_looser("", "max_noise", *noise)
     for dtype in before.dtypes:
         if dtype not in after.dtypes:
-            yield Change(kind="tightened", entry="", what="dtypes", before=dtype, after="none")
+            yield _differs("tightened", "", "dtypes", dtype, None)
     for dtype in after.dtypes:
         if dtype not in before.dtypes:
-            yield Change(kind="tightened", entry="", what="dtypes", before="none", after=dtype)
+            yield _differs("tightened", "", "dtypes", None, dtype)
     if before.sequences != after.sequences:
-        texts = ["none" if c.sequences is None else str(c.sequences) for c in (before, after)]
-        yield Change(kind="reworded", entry="", what="sequences", before=texts[0], after=texts[1])
+        yield _differs("reworded", "", "sequences", before.sequences, after.sequences)
 
 
 def _entries(before: list[Any], after: list[Any], compare: Any) -> Iterator[Change]:
     old, new = ({x.id: x for x in entries} for entries in (before, after))
     for name, entry in old.items():
         if name not in new:
-            yield Change(kind="loosened", entry=name, what=name, before="there", after="gone")
+            yield _differs("loosened", name, name, "there", "gone")
         else:
             yield from compare(entry, new[name])
             yield from _words(entry, new[name])
     for name in (n for n in new if n not in old):
-        yield Change(kind="tightened", entry=name, what=name, before="none", after="there")
+        yield _differs("tightened", name, name, None, "there")
 
 
 def _limit(a: Limit, b: Limit) -> Iterator[Change]:

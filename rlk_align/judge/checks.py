@@ -3,12 +3,12 @@
 import math
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 from rlk_align.errors import ContractError
 from rlk_align.judge.budgets import budget_of
 from rlk_align.judge.contract import STATISTICS, Contract, Limit, Waiver
-from rlk_align.results import Comparison, EdgeResult, Result, SideName, SiteResult
+from rlk_align.results import Comparison, EdgeResult, RefereedUnit, Result, SideName, SiteResult
 
 Outcome = Literal["pass", "warn", "waived", "fail"]
 
@@ -83,47 +83,28 @@ def check_operators(
 
 def _of_edge(edge: EdgeResult, limits: list[Limit]) -> Iterator[LimitCheck]:
     for site in edge.sites:
-        yield _of_site("finite", "nonfinite", float(site.nonfinite), 0.0, None, edge, site)
+        value = float(site.nonfinite)
+        yield _of_site(site, edge, limit="finite", metric="nonfinite", value=value, fail=0.0)
     for limit in limits:
+        fail = limit.fail if limit.of_site else limit.fail_at(edge.metrics.tokens)
+        warn = None if limit.warn is None else min(limit.warn, fail)
+        bounds: dict[str, Any] = {
+            "limit": limit.id,
+            "metric": limit.metric,
+            "warn": warn,
+            "fail": fail,
+        }
         if limit.of_site:
             for site in edge.sites:
                 if limit.covers(site.site, site.op_class):
-                    value = _site_value(limit, site)
-                    yield _of_site(
-                        limit.id, limit.metric, value, limit.fail, limit.warn, edge, site
-                    )
-            continue
-        fail = limit.fail_at(edge.metrics.tokens)
-        yield LimitCheck(
-            limit=limit.id,
-            metric=limit.metric,
-            value=float(getattr(edge.metrics, limit.metric)),
-            warn=None if limit.warn is None else min(limit.warn, fail),
-            fail=fail,
-            site=None,
-            edge=edge.name,
-        )
+                    yield _of_site(site, edge, value=_site_value(limit, site), **bounds)
+        else:
+            value = float(getattr(edge.metrics, limit.metric))
+            yield LimitCheck(value=value, site=None, edge=edge.name, **bounds)
 
 
-def _of_site(
-    limit: str,
-    metric: str,
-    value: float,
-    fail: float,
-    warn: float | None,
-    edge: EdgeResult,
-    site: SiteResult,
-) -> LimitCheck:
-    return LimitCheck(
-        limit=limit,
-        metric=metric,
-        value=value,
-        warn=warn,
-        fail=fail,
-        site=site.site,
-        op_class=site.op_class,
-        edge=edge.name,
-    )
+def _of_site(site: SiteResult | RefereedUnit, edge: EdgeResult, **check: Any) -> LimitCheck:
+    return LimitCheck(site=site.site, op_class=site.op_class, edge=edge.name, **check)
 
 
 def _of_operators(edge: EdgeResult, c: Comparison, contract: Contract) -> Iterator[LimitCheck]:
@@ -136,15 +117,14 @@ def _of_operators(edge: EdgeResult, c: Comparison, contract: Contract) -> Iterat
             continue
         if unit.site in differing:
             checks = [
-                LimitCheck(
+                _of_site(
+                    unit,
+                    edge,
                     limit=budget.id,
                     metric=f"rounding_{name}",
                     value=getattr(unit.errors, name),
                     warn=None if budget.warn is None else budget.warn * getattr(budget, name),
                     fail=getattr(budget, name),
-                    site=unit.site,
-                    op_class=unit.op_class,
-                    edge=edge.name,
                     side=unit.side,
                     passname=unit.passname,
                 )

@@ -252,7 +252,7 @@ class Extends(BaseModel):
     model_config = _STRICT
 
     id: Name
-    """Of a built-in contract; or of the one in `file`."""
+    """The id of a built-in contract, or of the one in `file`."""
     version: Version
     sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
     file: str | None = None
@@ -282,16 +282,16 @@ class Contract(BaseModel):
     """None, or for every operator of the model that is judged."""
     regressions: list[Regression] = []
     waivers: list[Waiver] = []
-    _given: str = PrivateAttr(default="")
+    _reference: str = PrivateAttr(default="")
 
     @property
-    def given(self) -> str:
+    def reference(self) -> str:
         """What names it on the command line: the built-in id, or the path of its file."""
-        return self._given or self.id
+        return self._reference or self.id
 
     @cached_property
     def sha256(self) -> str:
-        """Of what it says, comments and layout aside."""
+        """A digest of what it says, comments and layout aside."""
         return hashlib.sha256(self.model_dump_json(exclude_defaults=True).encode()).hexdigest()
 
     def budget(self, op: str, op_class: str = "") -> Budget | None:

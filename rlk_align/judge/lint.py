@@ -26,20 +26,20 @@ class Finding(Result):
 
 
 def lint(contract: Contract, day: date | None = None) -> list[Finding]:
-    """All that is found; `day` is today if None."""
-    found: list[Finding] = []
+    """Returns all findings; `day` is today if None."""
+    findings: list[Finding] = []
     for dtype in contract.dtypes:
         limits = contract.limits_for(dtype)
         for finding in (*_never(limits), *_too_few_tokens(limits, contract)):
-            if finding not in found:
-                found.append(finding)
-    found += [*_below_noise(contract), *_sequences(contract), *_no_such_sites(contract)]
-    found += _says_nothing(contract)
+            if finding not in findings:
+                findings.append(finding)
+    findings += [*_below_noise(contract), *_sequences(contract), *_no_such_sites(contract)]
+    findings += _says_nothing(contract)
     for waiver in contract.waivers:
         if waiver.expires < (day or today()):
             text = f"the waiver of {waiver.owner} expired on {waiver.expires}"
-            found.append(Finding(entry=waiver.limit, text=text))
-    return found
+            findings.append(Finding(entry=waiver.limit, text=text))
+    return findings
 
 
 def _largest(metric: str, most: float) -> float:
@@ -57,13 +57,9 @@ def _largest(metric: str, most: float) -> float:
         "k3": grown - most,
         "ratio_mean_error": grown,
         "token_mult_prob_error": grown + 1,
-        "clip_fraction": 0.0 if _not_clipped(most) else 1.0,
+        "clip_fraction": 0.0 if most <= min(math.log(CLIP_HIGH), -math.log(CLIP_LOW)) else 1.0,
         "bit_mismatches": math.inf if most else 0.0,
     }[metric]
-
-
-def _not_clipped(most: float) -> bool:
-    return most <= min(math.log(CLIP_HIGH), -math.log(CLIP_LOW))
 
 
 def _never(limits: list[Limit]) -> Iterator[Finding]:
@@ -144,11 +140,11 @@ def _below_noise(contract: Contract) -> Iterator[Finding]:
 def _sequences(contract: Contract) -> Iterator[Finding]:
     if contract.sequences is None:
         return
-    left = sequence_ess(contract, contract.sequences.tokens)
-    if not left >= contract.sequences.ess:
+    ess = sequence_ess(contract, contract.sequences.tokens)
+    if not ess >= contract.sequences.ess:
         text = (
             f"at its limit of k3, sequences of {contract.sequences.tokens:,} tokens keep an "
-            f"effective sample size of {left:.2g}, not {contract.sequences.ess:g}"
+            f"effective sample size of {ess:.2g}, not {contract.sequences.ess:g}"
         )
         yield Finding(entry="", text=text)
 

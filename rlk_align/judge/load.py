@@ -66,7 +66,7 @@ def open_contract(name: str) -> Contract:
         known = ", ".join(shipped)
         raise ContractError(f"no contract {name!r}", f"built in: {known}; or a path to a .toml")
     contract = _resolved(path, ())
-    contract._given = name
+    contract._reference = name
     shadowed = shipped.get(contract.id)
     if name.endswith(".toml") and shadowed and _resolved(shadowed, ()).sha256 != contract.sha256:
         raise ContractError(
@@ -78,11 +78,11 @@ def open_contract(name: str) -> Contract:
 
 def _resolved(path: Path, below: tuple[Path, ...]) -> Contract:
     """The contract of a file, with all that it extends."""
-    given = _read(path)
-    if "extends" not in given:
-        return _validated(given, path)
+    document = _read(path)
+    if "extends" not in document:
+        return _validated(document, path)
     try:
-        pinned = Extends.model_validate(given["extends"])
+        pinned = Extends.model_validate(document["extends"])
     except ValidationError as error:
         raise ContractError(f"{path}: extends: {complaint(error)}") from error
     file = path.parent / pinned.file if pinned.file else built_in().get(pinned.id)
@@ -92,7 +92,7 @@ def _resolved(path: Path, below: tuple[Path, ...]) -> Contract:
         raise ContractError(f"{path} extends itself, by way of {file}")
     parent = _resolved(file, (*below, path.resolve()))
     _check_pin(pinned, parent, path)
-    contract = _validated(_merged(parent, given), path)
+    contract = _validated(_merged(parent, document), path)
     _check_reasons(parent, contract, path)
     return contract
 
@@ -110,24 +110,24 @@ def _check_pin(pinned: Extends, parent: Contract, path: Path) -> None:
 _LISTS = ("limits", "budgets", "regressions")
 
 
-def _merged(parent: Contract, given: dict[str, Any]) -> dict[str, Any]:
+def _merged(parent: Contract, document: dict[str, Any]) -> dict[str, Any]:
     """What the file says over what the parent says; in lists entry by entry, by id."""
     base = parent.model_dump(exclude_defaults=True)
     for entry in (e for name in ("limits", "budgets") for e in base.get(name, ())):
         entry.pop("reason", None)
-    whole = base | given
+    whole = base | document
     for name in _LISTS:
-        own = given.get(name, [])
-        if not isinstance(own, list) or not all(isinstance(e, dict) for e in own):
+        entries = document.get(name, [])
+        if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
             continue
         by_id = {e["id"]: e for e in base.get(name, ())}
-        for entry in own:
+        for entry in entries:
             key = str(entry.get("id"))
             by_id[key] = by_id.get(key, {}) | entry
         if by_id:
             whole[name] = [*by_id.values()]
     if "waivers" in base:
-        whole["waivers"] = [*base["waivers"], *given.get("waivers", [])]
+        whole["waivers"] = [*base["waivers"], *document.get("waivers", [])]
     return whole
 
 
@@ -156,9 +156,9 @@ def _read(path: Path) -> dict[str, Any]:
         raise ContractError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _validated(given: dict[str, Any], path: Path) -> Contract:
+def _validated(document: dict[str, Any], path: Path) -> Contract:
     try:
-        return Contract.model_validate(given)
+        return Contract.model_validate(document)
     except ValidationError as error:
         known = "`rlk-align contract schema` says what a contract holds"
         raise ContractError(f"{path}: {complaint(error)}", known) from error

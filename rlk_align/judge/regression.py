@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from rlk_align.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS, BadOption
+from rlk_align.errors import BadOption
 from rlk_align.judge.contract import Contract, Regression
-from rlk_align.judge.verdict import Status, doubts_of
+from rlk_align.judge.verdict import EXIT_CODES, Status, doubts_of
 from rlk_align.results import Comparison, EdgeResult, Result, SideName
 
 
@@ -43,8 +43,7 @@ class RegressionVerdict(Result):
 
     @property
     def exit_code(self) -> int:
-        codes = {"pass": EXIT_PASS, "fail": EXIT_FAIL, "inconclusive": EXIT_INCONCLUSIVE}
-        return codes[self.status]
+        return EXIT_CODES[self.status]
 
     @property
     def worse(self) -> list[RegressionCheck]:
@@ -81,12 +80,12 @@ def judge_regression(
 
 
 def _check_comparable(before: Comparison, after: Comparison) -> None:
-    told = {
+    compared = {
         "dtype": (before.dtype, after.dtype),
         "engines": tuple(" and ".join(e.name for e in c.engines.values()) for c in (before, after)),
         "judged edges": tuple(", ".join(sorted(c.judged)) for c in (before, after)),
     }
-    for what, (old, new) in told.items():
+    for what, (old, new) in compared.items():
         if old != new:
             raise _other(what, old, new)
 
@@ -137,15 +136,10 @@ def _figures(
 ) -> Iterator[Figure]:
     """Counts as shares: the runs may have sampled other numbers of tokens."""
     if limit.metric == "rows_differ":
-        earlier_sites = {s.site: s for s in old.sites}
+        earlier = {s.site: s for s in old.sites}
         for site in new.sites:
-            earlier = earlier_sites[site.site]
-            yield (
-                site.site,
-                None,
-                _share(earlier.differ, earlier.rows),
-                _share(site.differ, site.rows),
-            )
+            was, is_now = (_share(s.differ, s.rows) for s in (earlier[site.site], site))
+            yield site.site, None, was, is_now
     elif limit.metric == "rounding_rms":
         known = {(u.side, u.passname, u.site): u.errors for u in before.referee}
         for unit in after.referee:
@@ -153,11 +147,11 @@ def _figures(
             if unit.errors is not None and errors is not None and new.name in unit.edges:
                 yield unit.site, unit.side, errors.rms, unit.errors.rms
     elif limit.metric == "bit_mismatches":
-        was_share, share = (_share(m.bit_mismatches, m.tokens) for m in (old.metrics, new.metrics))
-        yield None, None, was_share, share
+        was, is_now = (_share(m.bit_mismatches, m.tokens) for m in (old.metrics, new.metrics))
+        yield None, None, was, is_now
     else:
-        was_figure, figure = (float(getattr(m, limit.metric)) for m in (old.metrics, new.metrics))
-        yield None, None, was_figure, figure
+        was, is_now = (float(getattr(m, limit.metric)) for m in (old.metrics, new.metrics))
+        yield None, None, was, is_now
 
 
 def _share(part: int, whole: int) -> float:

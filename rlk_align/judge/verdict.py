@@ -22,6 +22,7 @@ from rlk_align.results import (
 PARITY_KINDS = ("tokens", "weights", "attributes")
 
 Status = Literal["pass", "fail", "inconclusive"]
+EXIT_CODES = {"pass": EXIT_PASS, "fail": EXIT_FAIL, "inconclusive": EXIT_INCONCLUSIVE}
 
 
 class Verdict(Result):
@@ -71,16 +72,14 @@ def judge(comparison: Comparison, contract: Contract, day: date | None = None) -
             if edge.name in comparison.judged:
                 checks += check_edge(edge, comparison, contract)
     checks, uses = waive(checks, contract.waivers, day or today())
-    status: Status
+    status: Status = "pass"
     if doubts:
-        status, code = "inconclusive", EXIT_INCONCLUSIVE
+        status = "inconclusive"
     elif any(c.outcome == "fail" for c in checks) or any(u.state == "expired" for u in uses):
-        status, code = "fail", EXIT_FAIL
-    else:
-        status, code = "pass", EXIT_PASS
+        status = "fail"
     return Verdict(
         status=status,
-        exit_code=code,
+        exit_code=EXIT_CODES[status],
         contract=contract,
         comparison=comparison,
         checks=checks,
@@ -184,13 +183,13 @@ def _notes(c: Comparison, contract: Contract) -> list[str]:
             f"{contract.sequences.tokens:,}, and drift adds up along a sequence"
         )
     notes += _not_held(c, contract)
-    left_out = [u for u in c.referee if u.errors is None]
+    unrefereed = [u for u in c.referee if u.errors is None]
     if contract.budgets and c.edges and not c.referee:
         notes.append("no operator was held against float64")
-    if left_out and contract.budgets:
-        first = left_out[0]
+    if unrefereed and contract.budgets:
+        first = unrefereed[0]
         notes.append(
-            f"{len(left_out)} of {len(c.referee)} operators were not held against float64, from "
+            f"{len(unrefereed)} of {len(c.referee)} operators were not held against float64, from "
             f"{first.side} {first.passname} {first.site} on: {first.reason}"
         )
     if not any(limit.metric == "op_error" for limit in contract.limits):
@@ -198,13 +197,13 @@ def _notes(c: Comparison, contract: Contract) -> list[str]:
     for edge in c.edges:
         if edge.name not in c.judged:
             continue
-        kept, rows = (
+        valued, rows = (
             sum(getattr(s, n) for s in edge.sites) for n in ("introduced_valued", "introduced")
         )
-        if kept < rows:
+        if valued < rows:
             sites = [s.site for s in edge.sites if s.introduced_valued < s.introduced]
             notes.append(
-                f"{edge.name}: operator limits were held against the values of {kept:,} of "
+                f"{edge.name}: operator limits were held against the values of {valued:,} of "
                 f"{rows:,} rows, and of the others against their largest entries alone, from "
                 f"{sites[0]} on: a larger --trace-budget keeps more"
             )
@@ -270,7 +269,7 @@ class OverBudget(Result):
     units: list[RefereedUnit]
     """What the recomputation found, of the sides that are off."""
     unchecked: list[RefereedUnit]
-    """Of a side that could not be recomputed, with the reason."""
+    """The unit of each side that could not be recomputed, with the reason."""
 
 
 def over_budget(verdict: Verdict, edge: EdgeResult) -> list[OverBudget]:
@@ -278,7 +277,7 @@ def over_budget(verdict: Verdict, edge: EdgeResult) -> list[OverBudget]:
     allows, or introduced more than its limit does, or a NaN or an infinity."""
     breaches = _by_site(b for b in verdict.breaches if b.edge == edge.name)
     refereed = _by_site(u for u in verdict.comparison.referee if edge.name in u.edges)
-    found: list[OverBudget] = []
+    over: list[OverBudget] = []
     for at, site in enumerate(edge.sites):
         here = breaches.get(site.site, [])
         passes = {(b.side, b.passname) for b in here if b.side is not None}
@@ -301,18 +300,18 @@ def over_budget(verdict: Verdict, edge: EdgeResult) -> list[OverBudget]:
         cell = cell or worst
         assert cell is not None
         unit = Introducer.among(edge.sites, at, cell)
-        found.append(OverBudget(unit=unit, side=side, units=off, unchecked=unchecked))
-    return found
+        over.append(OverBudget(unit=unit, side=side, units=off, unchecked=unchecked))
+    return over
 
 
 OfSite = TypeVar("OfSite", LimitCheck, RefereedUnit)
 
 
 def _by_site(items: Iterable[OfSite]) -> dict[str | None, list[OfSite]]:
-    found: dict[str | None, list[OfSite]] = {}
+    by_site: dict[str | None, list[OfSite]] = {}
     for item in items:
-        found.setdefault(item.site, []).append(item)
-    return found
+        by_site.setdefault(item.site, []).append(item)
+    return by_site
 
 
 _INTRODUCED = ("op_error", "nonfinite")

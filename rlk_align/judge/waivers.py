@@ -44,15 +44,15 @@ def waive(
     expired one excuses nothing, and neither does any a NaN or an infinity."""
     done, uses = list(checks), []
     for waiver in waivers:
-        left = (waiver.expires - day).days
+        days_left = (waiver.expires - day).days
         used = 0
         for at, check in enumerate(done):
             excused = not check.holds and check.waiver is None and check.metric != "nonfinite"
-            if left >= 0 and excused and waiver.covers(check.limit, check.site, check.edge):
+            if days_left >= 0 and excused and waiver.covers(check.limit, check.site, check.edge):
                 done[at] = check.model_copy(update={"waiver": waiver})
                 used += 1
         state: Literal["used", "unused", "expired"] = "used" if used else "unused"
-        if left < 0:
+        if days_left < 0:
             state = "expired"
-        uses.append(WaiverUse(waiver=waiver, state=state, days_left=left, breaches=used))
+        uses.append(WaiverUse(waiver=waiver, state=state, days_left=days_left, breaches=used))
     return done, uses

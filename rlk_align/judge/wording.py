@@ -67,7 +67,7 @@ def _share(unit: RefereedUnit, contract: Contract, name: str) -> float:
 
 
 def share(value: float) -> str:
-    """As a percentage, or where that would be 0.00 % as a power of ten."""
+    """Writes a share as a percentage, or as a power of ten where that would be 0.00 %."""
     return f"{value:.2%}" if value >= 5e-5 else f"{value:.1e}"
 
 

@@ -126,8 +126,8 @@ def stored_layers(model: Path) -> int:
     """How many layers a checkpoint's tensors belong to, by its files' headers; 0 where they cannot
     be read, or are called otherwise."""
     try:
-        found = (re.match(r"model\.layers\.(\d+)\.", name) for name in _headers(model))
-        return len({match[1] for match in found if match})
+        matches = (re.match(r"model\.layers\.(\d+)\.", name) for name in _headers(model))
+        return len({match[1] for match in matches if match})
     except _UNREADABLE:
         return 0  # `check_tensors` says what is wrong with them.
 
@@ -154,15 +154,15 @@ SETTLED = 2.0
 def fingerprint_files(folder: Path) -> str:
     """A short name for the contents of the model's files in `folder`; files that have not changed
     since they were last asked for are not read again, which takes seconds for a large model."""
-    kept = (".json", ".safetensors", ".model", ".txt", ".jinja")
-    paths = [p for p in sorted(folder.iterdir()) if p.suffix in kept and p.is_file()]
-    known = [p.stat() for p in paths]
+    suffixes = (".json", ".safetensors", ".model", ".txt", ".jinja")
+    paths = [p for p in sorted(folder.iterdir()) if p.suffix in suffixes and p.is_file()]
+    states = [p.stat() for p in paths]
     files = tuple(
         (p.resolve(), p.name, k.st_dev, k.st_ino, k.st_size, k.st_mtime_ns, k.st_ctime_ns)
-        for p, k in zip(paths, known, strict=True)
+        for p, k in zip(paths, states, strict=True)
     )
     # Two changes within a tick of the file system's clock look like one.
-    settled = all(max(k.st_mtime, k.st_ctime) < time.time() - SETTLED for k in known)
+    settled = all(max(k.st_mtime, k.st_ctime) < time.time() - SETTLED for k in states)
     return (_fingerprint if settled else _fingerprint.__wrapped__)(files)
 
 

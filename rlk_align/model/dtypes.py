@@ -5,5 +5,5 @@ DTYPES = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 
 
 def lower_precision(a: str, b: str) -> str:
-    """Of two dtypes, the one with fewer significant bits."""
+    """Returns the dtype that has fewer significant bits."""
     return min(a, b, key=lambda dtype: DTYPES.get(dtype, 0))

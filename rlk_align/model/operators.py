@@ -43,7 +43,7 @@ class Operator:
     op_class: OpClass
     formula: Formula
     part: Literal["attn", "mlp"] | None
-    """Of a layer; None where a model has it once."""
+    """The part of a layer that it belongs to; None where a model has it once."""
     inputs: tuple[str, ...]
     """The values whose row p it reads for its own row p."""
     output: str

@@ -22,7 +22,7 @@ class Prompt:
     text: str | None
     ids: tuple[int, ...] | None = None
     messages: tuple[dict[str, Any], ...] | None = None
-    """Of a chat, for the model's chat template; none once it has rendered them as `text`."""
+    """The messages of a chat; None once the model's chat template has rendered them as `text`."""
     rendered: bool = False
     """Whether a chat template gave `text`, special tokens and all."""
 
@@ -71,7 +71,7 @@ class TokenBatch:
         return sum(len(s.response_ids) for s in self.samples)
 
     def with_responses(self, responses: Sequence[Sequence[int]]) -> "TokenBatch":
-        """The same prompts, followed by these sampled ids."""
+        """Returns the same prompts, followed by these sampled ids."""
         assert len(responses) == len(self.samples)
         return TokenBatch(
             tuple(
@@ -87,16 +87,13 @@ class TokenBatch:
             for i, s in enumerate(self.samples)
             for p, token in enumerate(s.ids)
         ]
-        columns = [list(c) for c in zip(*rows, strict=True)]
-        table = pa.Table.from_arrays(
-            [pa.array(c, f.type) for c, f in zip(columns, _SCHEMA, strict=True)], schema=_SCHEMA
-        )
-        table = table.replace_schema_metadata({_DIGEST: self._digest()})
+        named = [dict(zip(_SCHEMA.names, row, strict=True)) for row in rows]
+        table = pa.Table.from_pylist(named, _SCHEMA.with_metadata({_DIGEST: self._digest()}))
         with whole_file(path) as partial:
             pq.write_table(table, partial, write_page_checksum=True)
 
     def _digest(self) -> bytes:
-        """Of everything that the table says; the file's names and types have no checksum."""
+        """Digests everything that the table says; the file's names and types have no checksum."""
         text = repr([(s.prompt_id, s.prompt_ids, s.response_ids) for s in self.samples])
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest().encode()
 
@@ -145,11 +142,11 @@ def load_prompts(path: Path) -> list[Prompt]:
     if path.suffix not in (".jsonl", ".json"):
         return [Prompt(f"line{n}", line) for n, line in lines]
     prompts = [_parse_line(path, n, line) for n, line in lines]
-    seen: set[str] = set()
+    ids: set[str] = set()
     for (number, _), prompt in zip(lines, prompts, strict=True):
-        if prompt.id in seen:
+        if prompt.id in ids:
             raise PromptError(f"{path}:{number}: id {prompt.id!r} is there already")
-        seen.add(prompt.id)
+        ids.add(prompt.id)
     return prompts
 
 
@@ -178,11 +175,8 @@ def _parse_line(path: Path, number: int, line: str) -> Prompt:
         raise PromptError(f"{where}: not JSON: {error}") from error
     if not isinstance(record, dict):
         raise PromptError(f"{where}: not a JSON object")
-    name, text, ids = (
-        str(record.get("id", f"line{number}")),
-        record.get("prompt"),
-        record.get("ids"),
-    )
+    name = str(record.get("id", f"line{number}"))
+    text, ids = record.get("prompt"), record.get("ids")
     if ids is not None:
         if not isinstance(ids, list) or not ids or not all(type(t) is int and t >= 0 for t in ids):
             raise PromptError(f"{where}: 'ids' must be a non-empty list of token ids")

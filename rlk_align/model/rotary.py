@@ -21,32 +21,32 @@ class Rotary:
     inv_freq: tuple[float, ...]
     """w_j, radians for each position; the rotated width is twice their number."""
     heads: int
-    """Of the queries."""
+    """How many heads the queries have."""
     context: int
     """Positions are below it."""
     source: str
     """The site that layer 0's `q_rope` rotates."""
     scaling: float = 1.0
-    """By which a rotated vector is multiplied: yarn's attention factor."""
+    """The factor that a rotated vector is multiplied by: yarn's attention factor."""
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     """`rope_type`, `rope_theta` and what the kind needs, from either form of config.json; where it
     has both, the older one counts, as it does for transformers. Raises ModelError."""
-    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     try:
-        kind = given.get("rope_type") or given.get("type") or "default"
-        theta = float(given.get("rope_theta") or config.get("rope_theta") or 10000.0)
+        kind = scaling.get("rope_type") or scaling.get("type") or "default"
+        theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
     except (AttributeError, TypeError, ValueError) as error:
         raise ModelError(f"config.json: its rope is malformed: {error}") from error
-    return {**given, "rope_type": kind, "rope_theta": theta}
+    return {**scaling, "rope_type": kind, "rope_theta": theta}
 
 
 def lacks_factor(rope: dict[str, Any]) -> bool:
     """Whether `rope_parameters` are of a kind that needs a factor, and have none. HF's yarn makes
     one up then, from the lengths of the context."""
-    given = isinstance(rope.get("factor"), int | float)
-    return rope["rope_type"] in ("linear", "llama3", "yarn") and not given
+    has_factor = isinstance(rope.get("factor"), int | float)
+    return rope["rope_type"] in ("linear", "llama3", "yarn") and not has_factor
 
 
 def checkpoint_rotary(model: Path, shape: ModelShape) -> Rotary | None:

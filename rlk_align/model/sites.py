@@ -52,17 +52,17 @@ class Site:
 def model_sites(shape: ModelShape) -> list[Site]:
     """Every site of a model of that shape, in execution order."""
     sites: list[Site] = []
-    given: dict[str, str] = {}
+    producer: dict[str, str] = {}
     """Value -> the site that gave it last."""
     for layer, operator in shape.operators():
         name = operator.name if layer is None else f"layers.{layer}.{operator.name}"
         inputs, prefixes = (
-            tuple(given[value] for value in values)
+            tuple(producer[value] for value in values)
             for values in (operator.inputs, operator.prefix_inputs)
         )
         features = shape.size(operator.features)
         sites.append(Site(name, layer, operator, inputs, prefixes, features))
-        given[operator.output] = name
+        producer[operator.output] = name
     return sites
 
 
@@ -84,7 +84,8 @@ class RowIndex:
         self.offsets = np.concatenate([[0], np.cumsum(lengths)])
         self.token = np.concatenate([np.array(s.ids, dtype=np.int64) for s in batch.samples])
         """The id at each row."""
-        self.position = np.arange(len(self)) - np.repeat(self.offsets[:-1], lengths)
+        self.sample = np.repeat(np.arange(len(lengths)), lengths)
+        self.position = np.arange(len(self)) - self.offsets[self.sample]
 
     def __len__(self) -> int:
         return int(self.offsets[-1])
@@ -99,8 +100,7 @@ class RowIndex:
 
     def locate(self, row: int) -> tuple[int, int]:
         """The (sample, position) of a row number."""
-        sample = int(np.searchsorted(self.offsets, row, side="right")) - 1
-        return sample, row - int(self.offsets[sample])
+        return int(self.sample[row]), int(self.position[row])
 
     def expected(self, site: Site, decode: bool) -> np.ndarray:
         """Which rows a complete pass holds for that site, as a mask over all rows.
@@ -116,8 +116,15 @@ class RowIndex:
             mask[start + first : start + last] = True
         return mask
 
+    def same_tokens(self, other: TokenBatch) -> np.ndarray:
+        """At which rows another batch has the same token id, as a mask over all rows."""
+        same = np.zeros(len(self), dtype=bool)
+        for start, x, y in zip(self.offsets, self.batch.samples, other.samples, strict=False):
+            length = min(len(x.ids), len(y.ids))
+            same[start : start + length] = np.array(x.ids[:length]) == np.array(y.ids[:length])
+        return same
+
     def prefix_all(self, good: np.ndarray) -> np.ndarray:
         """For each row, whether `good` holds at it and at every earlier row of its sample."""
         bad = np.concatenate([[0], np.cumsum(~good)])
-        starts = np.repeat(self.offsets[:-1], np.diff(self.offsets))
-        return (bad[1:] - bad[starts]) == 0
+        return (bad[1:] - bad[self.offsets[self.sample]]) == 0

@@ -34,15 +34,15 @@ class StoredTensor:
 
 def expected_tensors(config: dict, shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor that the config asks for; the head also where it is tied."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     biased = biased_operators(config, shape)
     for site in sorted(model_sites(shape), key=lambda s: s.layer is not None):
         dimensions = tuple(shape.size(d) for d in site.operator.weight)
         if dimensions:
-            found[tensor_name(site.parameter)] = dimensions
+            shapes[tensor_name(site.parameter)] = dimensions
         if site.op in biased:
-            found[tensor_name(f"{site.parameter}.bias")] = dimensions[:1]
-    return found
+            shapes[tensor_name(f"{site.parameter}.bias")] = dimensions[:1]
+    return shapes
 
 
 def biased_operators(config: dict, shape: ModelShape) -> frozenset[str]:
@@ -54,16 +54,16 @@ def biased_operators(config: dict, shape: ModelShape) -> frozenset[str]:
 
 def stored_tensors(model: Path) -> dict[str, StoredTensor]:
     """What the files of a checkpoint hold, by their headers alone. Raises ModelError."""
-    found: dict[str, StoredTensor] = {}
+    shapes: dict[str, StoredTensor] = {}
     for path in weight_files(model):
         try:
             with safe_open(path, framework="np") as file:
                 for name in file.keys():  # noqa: SIM118 - it is no dict
                     shape = tuple(file.get_slice(name).get_shape())
-                    found[name] = StoredTensor(path, shape)
+                    shapes[name] = StoredTensor(path, shape)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"could not load {path}: {error}") from error
-    return found
+    return shapes
 
 
 def check_tensors(model: Path, shape: ModelShape) -> None:
@@ -99,14 +99,14 @@ def _list(names: list[str]) -> str:
 
 
 def _digest(stored: dict[str, StoredTensor], name: str = "model.embed_tokens.weight") -> bytes:
-    """Of a tensor's bytes, read from its file as they lie there."""
+    """Digests the bytes of a tensor as they lie in its file."""
     path = stored[name].file
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         first, last = json.loads(file.read(size))[name]["data_offsets"]
         file.seek(8 + size + first)
-        digest, left = hashlib.blake2b(), last - first
-        while left > 0 and (chunk := file.read(min(left, 1 << 24))):
+        digest, remaining = hashlib.blake2b(), last - first
+        while remaining > 0 and (chunk := file.read(min(remaining, 1 << 24))):
             digest.update(chunk)
-            left -= len(chunk)
+            remaining -= len(chunk)
     return digest.digest()

@@ -75,7 +75,7 @@ def fast_tokenizer(model: Path) -> Tokenizer:
 
 @lru_cache(maxsize=2)
 def _tokenizer(model: Path) -> Any:
-    """As transformers loads it, once for each model of a process."""
+    """Loads the tokenizer through transformers, once for each model of a process."""
     from transformers import AutoTokenizer
 
     try:

@@ -48,32 +48,31 @@ def amplification(
     plans = {n: Intervention(kind="perturb", sites=(n,), ulps=ulps, seed=seed) for n in perturbed}
     wanted = {name: (passname, intervention) for name, intervention in plans.items()}
     passes = intervene(trace, side, run, wanted, plan or TracePlan(), progress)
-    own = trace.read_pass(passname)
-    return [_response(trace, side, own, passes[n], n, plans[n], sites) for n in perturbed]
+    captured = trace.read_pass(passname)
+    return [_response(trace, side, captured, passes[n], n, plans[n], sites) for n in perturbed]
 
 
 def _response(
     trace: Trace,
     side: SideName,
-    own: PassReader,
+    captured: PassReader,
     moved: PassReader,
     name: str,
     intervention: Intervention,
     sites: dict[str, Site],
 ) -> Amplification:
     index = RowIndex(trace.tokens)
-    before, after = RecordedRows(own, index), RecordedRows(moved, index)
+    before, after = RecordedRows(captured, index), RecordedRows(moved, index)
     editor = Editor(intervention, trace.tokens)
     distance: Distance = {}
     for site in sites:
-        number = np.flatnonzero(before.kept(site) & after.kept(site))
+        number = np.flatnonzero(before.has_value(site) & after.has_value(site))
         if not len(number):
             continue
         value = before.values(site, number)
         if site == name:
-            cells = np.array([index.locate(int(n)) for n in number])
             # It was recorded before it was moved.
-            now, _ = editor(site, value, cells[:, 0], cells[:, 1], 0)
+            now, _ = editor(site, value, index.sample[number], index.position[number], 0)
         else:
             now = after.values(site, number)
         far = (now.double() - value.double()).square().sum()
@@ -83,7 +82,7 @@ def _response(
     dlogp = _dlogp(before, after)
     return Amplification(
         side=side,
-        passname=own.folder.name,
+        passname=captured.folder.name,
         perturbed=name,
         ulps=intervention.ulps,
         seed=intervention.seed,
@@ -110,6 +109,6 @@ def _relative(distance: Distance, sites: list[str]) -> float:
 
 
 def _dlogp(before: RecordedRows, after: RecordedRows) -> np.ndarray:
-    number = np.flatnonzero(before.kept("logprob") & after.kept("logprob"))
+    number = np.flatnonzero(before.has_value("logprob") & after.has_value("logprob"))
     values: list[torch.Tensor] = [r.values("logprob", number) for r in (before, after)]
     return (values[1].double() - values[0].double()).abs()[:, 0].numpy()

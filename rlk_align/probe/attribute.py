@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rlk_align.capture.intervene import intervene
+from rlk_align.capture.intervene import intervene, source_of
 from rlk_align.capture.request import TracePlan
 from rlk_align.engines.common.intervention import Intervention, Source
 from rlk_align.model.sites import RowIndex, model_sites
@@ -49,9 +49,9 @@ def attribute(
     groups = _by_layer(engines)
     layers = forwards.contributions({**groups, EVERYTHING: engines})
     together = layers.pop()
-    own = _own_logprob(forwards, introducers)
+    logprob = _logprob_contribution(forwards, introducers)
     whole = forwards.logp_b - forwards.logp_a
-    explained = np.array(together.first) + (np.array(own[0].first) if own else 0.0)
+    explained = np.array(together.first) + (np.array(logprob[0].first) if logprob else 0.0)
     opened = [c.name for c in _largest(layers) if len(c.units) > 1]
     inside = [u for name in opened for u in groups[name]]
     by_unit = {c.name: c for c in forwards.contributions({u.name: [u] for u in inside})}
@@ -59,7 +59,7 @@ def attribute(
         edge=edge.name,
         tokens=[forwards.index.locate(int(n)) for n in forwards.number],
         whole=whole.tolist(),
-        layers=[*layers, *own],
+        layers=[*layers, *logprob],
         operators={name: [by_unit[u.name] for u in groups[name]] for name in opened},
         left_out=[u.name for u in units if u.label == "undetermined"],
         unexplained=float(np.abs(whole - explained).max()) if len(whole) else float("nan"),
@@ -67,7 +67,7 @@ def attribute(
 
 
 def _by_layer(units: Sequence[Unit]) -> dict[str, list[Unit]]:
-    """By layer; what is in none stands for itself."""
+    """Groups units by layer; a unit outside the layers stands for itself."""
     groups: dict[str, list[Unit]] = {}
     for unit in units:
         groups.setdefault(unit.name if unit.layer is None else f"layers.{unit.layer}", []).append(
@@ -77,21 +77,21 @@ def _by_layer(units: Sequence[Unit]) -> dict[str, list[Unit]]:
 
 
 def _largest(layers: Sequence[Contribution]) -> list[Contribution]:
-    """Those that hold most of the contributions."""
+    """Returns the layers that hold most of the contributions."""
     total = sum(c.mean_abs for c in layers)
-    found: list[Contribution] = []
+    chosen: list[Contribution] = []
     for c in sorted(layers, key=lambda c: -c.mean_abs):
-        if sum(f.mean_abs for f in found) >= OPENED * total:
+        if sum(f.mean_abs for f in chosen) >= OPENED * total:
             break
-        found.append(c)
-    return found
+        chosen.append(c)
+    return chosen
 
 
-def _own_logprob(forwards: "_Forwards", introducers: Sequence[Unit]) -> list[Contribution]:
-    """Of the log-prob itself, which is the last unit: what it introduced is its contribution."""
+def _logprob_contribution(forwards: "_Forwards", introducers: Sequence[Unit]) -> list[Contribution]:
+    """The log-prob is the last unit: what it introduced is its contribution."""
     if not any(u.sites == ["logprob"] for u in introducers):
         return []
-    b_on_a = forwards.logprob(forwards.edge.second.other)
+    b_on_a = forwards.logprob(forwards.edge.second.cross_grafted)
     part = (b_on_a - forwards.logp_a).tolist()
     return [Contribution(name="logprob", units=["logprob"], first=part, last=part)]
 
@@ -102,20 +102,21 @@ class _Forwards:
     def __init__(self, run: Run, edge: GraftedEdge, plan: TracePlan, progress: Progress) -> None:
         self.run, self.edge, self.plan, self.progress = run, edge, plan, progress
         self.index = RowIndex(self.edge.tokens)
-        both = (self.edge.first.own, self.edge.second.own, self.edge.second.other)
-        kept = [RecordedRows(p, self.index).kept("logprob") for p in both]
-        self.number = np.flatnonzero(np.logical_and.reduce(kept))
+        both = (self.edge.first.captured, self.edge.second.captured, self.edge.second.cross_grafted)
+        valued = [RecordedRows(p, self.index).has_value("logprob") for p in both]
+        self.number = np.flatnonzero(np.logical_and.reduce(valued))
         self.logp_a, self.logp_b = (self.logprob(p) for p in both[:2])
 
     def logprob(self, reader: PassReader) -> np.ndarray:
-        """Of every token of the edge, float64."""
+        """Returns the log-prob of every token of the edge, float64."""
         values = RecordedRows(reader, self.index).values("logprob", self.number)
         return values[:, 0].double().numpy()
 
     def contributions(self, groups: Groups) -> list[Contribution]:
-        """Of each group alone."""
-        self._tell(len(groups))
-        a_on_a, b_on_a = _source(self.edge.first.own), _source(self.edge.second.other)
+        """Measures what each group contributes alone."""
+        self._announce(len(groups))
+        recorded = (self.edge.first.captured, self.edge.second.cross_grafted)
+        a_on_a, b_on_a = map(source_of, recorded)
         first = {("first", n): self._shift(u, a_on_a, b_on_a) for n, u in groups.items()}
         last = {("last", n): self._shift(u, b_on_a, a_on_a) for n, u in groups.items()}
         passes = self._run([(self.edge.second, first), (self.edge.first, last)])
@@ -142,23 +143,19 @@ class _Forwards:
     def _run(
         self, asked: list[tuple[GraftedEnd, dict[tuple[str, str], Intervention]]]
     ) -> dict[tuple[str, str], PassReader]:
-        """Each engine once, though it be at both ends."""
+        """Runs each engine once, also where it is at both ends."""
         sides: dict[SideName, dict[str, tuple[str, Intervention]]] = {}
         for end, interventions in asked:
             wanted = {"/".join(key): (end.passname, i) for key, i in interventions.items()}
             sides.setdefault(end.side, {}).update(wanted)
-        found: dict[str, PassReader] = {}
+        passes: dict[str, PassReader] = {}
         for side, named in sides.items():
             trace = traces_of(self.run)[side]
-            found |= intervene(trace, side, self.run, named, self.plan, self.progress)
-        return {key: found["/".join(key)] for _, each in asked for key in each}
+            passes |= intervene(trace, side, self.run, named, self.plan, self.progress)
+        return {key: passes["/".join(key)] for _, each in asked for key in each}
 
-    def _tell(self, forwards: int) -> None:
+    def _announce(self, forwards: int) -> None:
         ends = (self.edge.first, self.edge.second)
-        seconds = forwards * sum(end.again.record.seconds for end in ends)
-        told = f"attribution: {forwards} forwards of each engine, about {seconds:.0f} s"
-        self.progress(f"{told} and the time to load them", 0, 0)
-
-
-def _source(reader: PassReader) -> Source:
-    return Source(folder=reader.folder.parent.resolve(), passname=reader.folder.name)
+        seconds = forwards * sum(end.self_grafted.record.seconds for end in ends)
+        message = f"attribution: {forwards} forwards of each engine, about {seconds:.0f} s"
+        self.progress(f"{message} and the time to load them", 0, 0)

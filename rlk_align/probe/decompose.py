@@ -3,7 +3,6 @@
 n = rows of a block, F = features. Per-row arrays are by row number of the batch.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +15,7 @@ from rlk_align.probe.graft import GraftedEdge
 from rlk_align.probe.graph import UnitGraph, unit_graphs
 from rlk_align.probe.units import Difference, Label, Order, Split, Unit
 from rlk_align.progress import Progress
+from rlk_align.trace.numbered import blocks
 
 BLOCK_ELEMENTS = 1 << 20
 """Values of one site that are compared at a time."""
@@ -23,7 +23,7 @@ BLOCK_ELEMENTS = 1 << 20
 
 @dataclass(slots=True)
 class _Sums:
-    """Of one difference."""
+    """Sums over one difference, block by block."""
 
     squares: float = 0.0
     largest: float = 0.0
@@ -53,7 +53,7 @@ class _Walk:
     sites: dict[str, Site]
     first: RecordedEnd
     second: RecordedEnd
-    apart: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    distances: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     """Site -> per row, the square of A(xA) - B(xB) and that of B(xB); NaN where not recorded."""
 
 
@@ -67,7 +67,7 @@ def decompose(edge: GraftedEdge, progress: Progress) -> list[Unit]:
     hidden = {
         s: f"{end.name} cannot show it: {reason}"
         for end in (walk.first, walk.second)
-        for s, reason in end.end.own.record.unexposed.items()
+        for s, reason in end.end.captured.record.unexposed.items()
     }
     graphs = unit_graphs(sites.values(), edge.fused, hidden)
     units = {}
@@ -97,7 +97,7 @@ def _hidden(edge: GraftedEdge, site: Site, reason: str) -> Unit:
 
 def _unit(walk: _Walk, graph: UnitGraph) -> Unit:
     for site in graph.sites:
-        walk.apart[site.name] = _apart(walk, site.name)
+        walk.distances[site.name] = _distances(walk, site.name)
     forward, there = _order(walk, graph, walk.second, walk.first)
     backward, here = _order(walk, graph, walk.first, walk.second)
     label, reason = _label(forward, backward)
@@ -139,18 +139,18 @@ def _order(
     splits = []
     if len(numbers):
         splits = [_split(walk, s, grafted, source, numbers, introduced, size) for s in graph.sites]
-    found = np.flatnonzero(introduced)
+    introducing = np.flatnonzero(introduced)
     order = Order(
         grafted=grafted.end.side,
         passname=grafted.end.passname,
         rows=len(numbers),
         left_out=int(expected.sum()) - len(numbers),
         reason=reason,
-        introduced_rows=len(found),
-        first=walk.index.locate(int(found[0])) if len(found) else None,
-        largest=walk.index.locate(int(np.argmax(size))) if len(found) else None,
+        introduced_rows=len(introducing),
+        first=walk.index.locate(int(introducing[0])) if len(introducing) else None,
+        largest=walk.index.locate(int(np.argmax(size))) if len(introducing) else None,
         splits=splits,
-        inputs_rel_l2=_inputs_apart(walk, graph, grafted, numbers),
+        inputs_rel_l2=_inputs_distance(walk, graph, grafted, numbers),
     )
     return order, rows
 
@@ -166,19 +166,21 @@ def _split(
 ) -> Split:
     """One output; also marks the rows in which anything was introduced, and how much."""
     introduced_sums, inherited_sums, rounding, norm = _Sums(), _Sums(), 0.0, 0.0
-    for some in _blocks(numbers, site.features):
-        from_source = source.own.values(site.name, some)
-        on_source = grafted.other.values(site.name, some)
-        on_own = grafted.own.values(site.name, some)
-        introduced, inherited, errors = split(from_source, on_source, on_own)
+    for some in blocks(numbers, site.features, BLOCK_ELEMENTS):
+        from_source = source.captured.values(site.name, some)
+        on_source = grafted.cross_grafted.values(site.name, some)
+        captured = grafted.captured.values(site.name, some)
+        introduced, inherited, errors = split(from_source, on_source, captured)
         introduced_sums.add(introduced)
         inherited_sums.add(inherited)
         rounding = max(rounding, float(errors.abs().amax()))
-        own = on_own.double().square().sum(1)
-        norm += float(own.sum())
+        squares = captured.double().square().sum(1)
+        norm += float(squares.sum())
         # NaN counts as introduced.
         introduced_in[some] |= (~(introduced == 0)).any(1).numpy()
-        relative = (introduced.square().sum(1) / own.clamp_min(torch.finfo(own.dtype).tiny)).sqrt()
+        relative = (
+            introduced.square().sum(1) / squares.clamp_min(torch.finfo(squares.dtype).tiny)
+        ).sqrt()
         size[some] = np.maximum(size[some], relative.nan_to_num(torch.inf).numpy())
     return Split(
         site=site.name,
@@ -190,44 +192,41 @@ def _split(
 
 def _interaction(walk: _Walk, graph: UnitGraph, rows: np.ndarray) -> list[Difference]:
     numbers = np.flatnonzero(rows)
-    found = []
+    differences = []
     for site in graph.sites if len(numbers) else ():
         sums, norm = _Sums(), 0.0
-        for some in _blocks(numbers, site.features):
+        for some in blocks(numbers, site.features, BLOCK_ELEMENTS):
             forward, _ = difference(
-                walk.first.own.values(site.name, some), walk.second.other.values(site.name, some)
+                walk.first.captured.values(site.name, some),
+                walk.second.cross_grafted.values(site.name, some),
             )
-            on_second = walk.second.own.values(site.name, some)
-            backward, _ = difference(walk.first.other.values(site.name, some), on_second)
+            on_second = walk.second.captured.values(site.name, some)
+            backward, _ = difference(walk.first.cross_grafted.values(site.name, some), on_second)
             sums.add(forward - backward)
             norm += float(on_second.double().square().sum())
-        found.append(sums.over(norm))
-    return found
+        differences.append(sums.over(norm))
+    return differences
 
 
-def _apart(walk: _Walk, site: str) -> tuple[np.ndarray, np.ndarray]:
+def _distances(walk: _Walk, site: str) -> tuple[np.ndarray, np.ndarray]:
     """Per row, the squares of A(xA) - B(xB) and of B(xB); NaN where not recorded."""
     far, norm = np.full((2, len(walk.index)), np.nan)
-    numbers = np.flatnonzero(walk.first.own.kept(site) & walk.second.own.kept(site))
-    for some in _blocks(numbers, walk.sites[site].features):
-        a, b = walk.first.own.values(site, some), walk.second.own.values(site, some)
+    numbers = np.flatnonzero(
+        walk.first.captured.has_value(site) & walk.second.captured.has_value(site)
+    )
+    for some in blocks(numbers, walk.sites[site].features, BLOCK_ELEMENTS):
+        a, b = walk.first.captured.values(site, some), walk.second.captured.values(site, some)
         far[some] = difference(a, b)[0].square().sum(1).numpy()
         norm[some] = b.double().square().sum(1).numpy()
     return far, norm
 
 
-def _inputs_apart(
+def _inputs_distance(
     walk: _Walk, graph: UnitGraph, grafted: RecordedEnd, numbers: np.ndarray
 ) -> float | None:
     names = dict.fromkeys(graph.inputs + graph.prefix_inputs)
     if not len(numbers) or not names:
         return None
-    far = sum(float(walk.apart[n][0][numbers].sum()) for n in names)
-    norm = sum(float(walk.apart[n][1][numbers].sum()) for n in names)
+    far = sum(float(walk.distances[n][0][numbers].sum()) for n in names)
+    norm = sum(float(walk.distances[n][1][numbers].sum()) for n in names)
     return (far / norm) ** 0.5 if norm else float(far > 0)
-
-
-def _blocks(numbers: np.ndarray, features: int) -> Iterator[np.ndarray]:
-    step = max(1, BLOCK_ELEMENTS // features)
-    for start in range(0, len(numbers), step):
-        yield numbers[start : start + step]

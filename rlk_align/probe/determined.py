@@ -15,18 +15,18 @@ class RecordedEnd:
     def __init__(self, end: GraftedEnd, index: RowIndex) -> None:
         self.end = end
         self.name = f"{end.side} {end.passname}"
-        self.own, self.again, self.other = (
-            RecordedRows(p, index) for p in (end.own, end.again, end.other)
+        self.captured, self.self_grafted, self.cross_grafted = (
+            RecordedRows(p, index) for p in (end.captured, end.self_grafted, end.cross_grafted)
         )
 
     def dtype(self, site: str) -> torch.dtype:
-        return getattr(torch, self.end.own.record.sites[site].dtype)
+        return getattr(torch, self.end.captured.record.sites[site].dtype)
 
     def not_reproduced(self, site: str) -> int:
         """Rows that it does not reproduce when grafted with its own inputs."""
-        there = self.own.present(site)
-        same = (self.own.digests(site) == self.again.digests(site)).all(axis=1)
-        return int((there & ~(same & self.again.present(site))).sum())
+        there = self.captured.present(site)
+        same = (self.captured.digests(site) == self.self_grafted.digests(site)).all(axis=1)
+        return int((there & ~(same & self.self_grafted.present(site))).sum())
 
 
 def determined(
@@ -49,32 +49,32 @@ def determined(
     rows = expected.copy()
     reasons = {}
     for name in graph.inputs + graph.prefix_inputs:
-        kept, live = source.own.kept(name), grafted.other.present(name)
+        valued, live = source.captured.has_value(name), grafted.cross_grafted.present(name)
         if not live.any():
             return none, f"{grafted.name} shows no {name}"
-        to_write = int((kept & live).sum())
-        written = grafted.end.other.record.overwritten.get(name, 0)
+        to_write = int((valued & live).sum())
+        written = grafted.end.cross_grafted.record.overwritten.get(name, 0)
         if written < to_write:
             return none, f"{grafted.name} overwrote {written} of {to_write} rows of {name}"
-        if kept.any() and not _exact(source.dtype(name), grafted.dtype(name)):
+        if valued.any() and not _exact(source.dtype(name), grafted.dtype(name)):
             return none, (
                 f"{name} of {source.name} is {source.dtype(name)}, which {grafted.name} rounds to "
                 f"{grafted.dtype(name)}"
             )
-        good = index.prefix_all(kept) if name in graph.prefix_inputs else kept
+        good = index.prefix_all(valued) if name in graph.prefix_inputs else valued
         reasons[f"{source.name} keeps no value of {name}"] = rows & ~good
         rows &= good
     for site in graph.sites:
-        outputs = {source.name: source.own, grafted.name: grafted.own}
-        outputs[f"the graft pass of {grafted.name}"] = grafted.other
+        outputs = {source.name: source.captured, grafted.name: grafted.captured}
+        outputs[f"the graft pass of {grafted.name}"] = grafted.cross_grafted
         for who, recorded in outputs.items():
-            good = recorded.kept(site.name)
+            good = recorded.has_value(site.name)
             reasons[f"{who} keeps no value of {site.name}"] = rows & ~good
             rows &= good
     why_not = [f"{int(m.sum())} rows: {why}" for why, m in reasons.items() if m.any()]
     return rows, "; ".join(why_not)
 
 
-def _exact(given: torch.dtype, taken: torch.dtype) -> bool:
+def _exact(source_dtype: torch.dtype, live_dtype: torch.dtype) -> bool:
     """Whether every value of the one is a value of the other."""
-    return torch.promote_types(given, taken) == taken
+    return torch.promote_types(source_dtype, live_dtype) == live_dtype

@@ -18,7 +18,7 @@ class Response(Result):
     """How far its output is from the engine's own: the L2 norm of the difference over that of the
     output, the largest of its outputs'."""
     inputs_rel_l2: Size
-    """The same of its inputs."""
+    """How far its inputs are from the engine's own, likewise."""
 
     @property
     def gain(self) -> float | None:
@@ -38,7 +38,7 @@ class Amplification(Result):
     rel_l2: Size
     """The perturbation, relative to the site's value."""
     responses: list[Response]
-    """Of the units that read it, directly or not, in execution order."""
+    """The responses of the units that read it, directly or not, in execution order."""
     mean_abs_dlogp: Size
     max_abs_dlogp: Size
 
@@ -46,8 +46,8 @@ class Amplification(Result):
     def largest(self) -> Response | None:
         """The largest amplifier: the operator with the largest gain of its own. Log-probs, small
         where tokens are likely, are what is measured and no amplifier."""
-        found = [r for r in self.responses if r.gain is not None and r.name != "logprob"]
-        return max(found, key=lambda r: r.gain or 0.0, default=None)
+        amplifying = [r for r in self.responses if r.gain is not None and r.name != "logprob"]
+        return max(amplifying, key=lambda r: r.gain or 0.0, default=None)
 
     @property
     def gain(self) -> float:
@@ -117,7 +117,7 @@ class Attribution(Result):
 
     @model_validator(mode="after")
     def _one_number_a_token(self) -> Self:
-        parts = [*self.layers, *(c for found in self.operators.values() for c in found)]
+        parts = [*self.layers, *(c for parts in self.operators.values() for c in parts)]
         lengths = {len(self.whole), *(len(o) for c in parts for o in (c.first, c.last))}
         if lengths != {len(self.tokens)}:
             raise ValueError("a contribution has another number of tokens than the edge")

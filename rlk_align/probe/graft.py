@@ -32,11 +32,11 @@ class GraftedEnd:
 
     side: SideName
     passname: str
-    own: PassReader
+    captured: PassReader
     """X(xX), as captured."""
-    again: PassReader
+    self_grafted: PassReader
     """X(xX) by a graft pass: valid where it reproduces the capture bit for bit."""
-    other: PassReader
+    cross_grafted: PassReader
     """X(xY)."""
 
 
@@ -113,27 +113,27 @@ def graft_passes(
             continue
         wanted = {
             str(number): (
-                own[1],
-                Intervention(kind="graft", source=source_of(traces[s], p), late=late),
+                here[1],
+                Intervention(kind="graft", source=source_of(traces[s].read_pass(p)), late=late),
             )
-            for number, (own, (s, p)) in enumerate(pairs)
+            for number, (here, (s, p)) in enumerate(pairs)
         }
         passes = intervene(trace, side, run, wanted, plan or TracePlan(), progress)
         grafted |= {pair: passes[str(number)] for number, pair in enumerate(pairs)}
 
     def end(here: End, there: End) -> GraftedEnd:
-        own = traces[here[0]].read_pass(here[1])
-        return GraftedEnd(*here, own, grafted[here, here], grafted[here, there])
+        captured = traces[here[0]].read_pass(here[1])
+        return GraftedEnd(*here, captured, grafted[here, here], grafted[here, there])
 
-    found = []
+    grafted_edges = []
     for name in edges:
         one, two = EDGE_ENDS[name]
-        found.append(GraftedEdge(name, end(one, two), end(two, one), tokens, shape, fused))
-    return found
+        grafted_edges.append(GraftedEdge(name, end(one, two), end(two, one), tokens, shape, fused))
+    return grafted_edges
 
 
 def _pairs(edges: Sequence[EdgeName], side: SideName) -> list[tuple[End, End]]:
-    """Of one engine: which of its passes is run on the recorded inputs of which."""
+    """Lists which pass of one engine is run on the recorded inputs of which."""
     pairs: dict[tuple[End, End], None] = {}
     for edge in edges:
         one, two = EDGE_ENDS[edge]

@@ -55,8 +55,8 @@ def unit_graphs(
             UnitGraph(
                 _name(shown),
                 shown,
-                _seen(reads, graph, partner, hidden),
-                _seen(prefixes, graph, partner, hidden),
+                _visible(reads, graph, partner, hidden),
+                _visible(prefixes, graph, partner, hidden),
             )
         )
     return units
@@ -77,19 +77,19 @@ def partners(graph: dict[str, Site], fused: Collection[tuple[str, str]]) -> dict
     }
 
 
-def _seen(
+def _visible(
     reads: Iterable[str], graph: dict[str, Site], partner: dict[str, str], hidden: Collection[str]
 ) -> tuple[str, ...]:
     """What is read, each hidden site replaced by what that reads."""
     owner = {second: first for first, second in partner.items()}
-    found: list[str] = []
+    visible: list[str] = []
     for name in reads:
         if name not in hidden:
-            found.append(name)
+            visible.append(name)
             continue
         whole = graph[owner[name]] if name in owner else graph[name]
-        found += _seen([*whole.inputs, *whole.prefix_inputs], graph, partner, hidden)
-    return tuple(dict.fromkeys(found))
+        visible += _visible([*whole.inputs, *whole.prefix_inputs], graph, partner, hidden)
+    return tuple(dict.fromkeys(visible))
 
 
 def _name(shown: tuple[Site, ...]) -> str:

@@ -22,12 +22,12 @@ def probe_run(
 ) -> Probe:
     """The graft passes of these edges and what follows from them; `attributed`: also what each
     introducer contributes to the log-probs. Raises what `graft_passes` raises."""
-    found = []
+    probed = []
     for grafted in graft_passes(run, edges, progress, plan):
         units = decompose(grafted, progress)
         side, passname = EDGE_ENDS[grafted.name][1]
         moved = amplification(run, side, (PERTURBED,), progress, passname, plan=plan)
-        found.append(
+        probed.append(
             ProbedEdge(
                 name=grafted.name,
                 units=units,
@@ -35,4 +35,4 @@ def probe_run(
                 attribution=attribute(run, grafted, units, progress, plan) if attributed else None,
             )
         )
-    return Probe(edges=found)
+    return Probe(edges=probed)

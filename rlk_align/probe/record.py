@@ -14,7 +14,7 @@ class ProbedEdge(Result):
     units: list[Unit]
     """In execution order."""
     amplification: Amplification | None
-    """Of the edge's second engine; None where it was not perturbed."""
+    """The response of the edge's second engine; None where it was not perturbed."""
     attribution: Attribution | None
     """None where it was not asked for."""
 
@@ -24,7 +24,7 @@ class ProbedEdge(Result):
 
 
 class Probe(Result):
-    """Of a run."""
+    """What a probe found of a run."""
 
     schema_id: Literal["rlk-align/probe/1"] = "rlk-align/probe/1"
     edges: list[ProbedEdge]

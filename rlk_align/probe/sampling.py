@@ -10,16 +10,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from rlk_align.model.sites import RowIndex
 from rlk_align.probe.transformations import (
     AS_STATED,
     Logits,
-    Rows,
     Stated,
+    TokenContext,
     Transformation,
     resolution,
     transformations,
 )
 from rlk_align.trace.reader import Trace
+from rlk_align.trace.values import RecordedRows
 
 BLOCK_ELEMENTS = 1 << 24
 """Logits looked at a time."""
@@ -38,7 +40,7 @@ class Explanation:
     explained: int
     """Rows that it gives back, exceptions not counted."""
     largest_residual: float
-    """Of those rows, |reported - computed|."""
+    """The largest |reported - computed| of those rows."""
     exceptions: dict[str, int]
     """What the remaining rows are, e.g. `zero`, with their number."""
     also: tuple[str, ...] = ()
@@ -46,7 +48,7 @@ class Explanation:
 
 
 def explain(
-    logits: torch.Tensor, reported: torch.Tensor, rows: Rows, stated: Stated
+    logits: torch.Tensor, reported: torch.Tensor, rows: TokenContext, stated: Stated
 ) -> Explanation:
     """Of logits `[N, V]` and reported log-probs `[N]`, the latter in whatever dtype it came.
 
@@ -58,7 +60,7 @@ def explain(
         return _none("there are no rows", 0, 0)
     reported = reported.double()
     step = max(1, BLOCK_ELEMENTS // logits.shape[-1])
-    found: dict[Transformation, list[torch.Tensor]] = {}
+    computed: dict[Transformation, list[torch.Tensor]] = {}
     limits, other = [], []
     # A transformation that has a number to be found takes it from the first rows.
     tried = transformations(logits[:step], reported[:step], rows[:step], stated)
@@ -69,9 +71,9 @@ def explain(
         other.append(_other_token(block, reported[part], stated, limits[-1]))
         sorted_once = Logits(block)
         for one in tried:
-            found.setdefault(one, []).append(one(sorted_once, rows[part]))
+            computed.setdefault(one, []).append(one(sorted_once, rows[part]))
     limit, another = torch.cat(limits), torch.cat(other)
-    fits = [_Fit(t, torch.cat(values), reported, limit, another) for t, values in found.items()]
+    fits = [_Fit(t, torch.cat(values), reported, limit, another) for t, values in computed.items()]
     whole = [f for f in fits if f.whole]
     if not whole:
         nearest = max(fits, key=lambda f: f.explained)
@@ -83,7 +85,7 @@ def explain(
     also = () if chosen.name == AS_STATED else tuple(f.name for f in best[1:])
     return Explanation(
         name=chosen.name,
-        words=_told(chosen, also, count),
+        words=_description(chosen, also, count),
         rows=count,
         explained=chosen.explained,
         largest_residual=chosen.largest_residual,
@@ -135,16 +137,16 @@ def _other_token(
     return ((likeliest - reported[:, None]).abs() <= limit[:, None]).any(-1)
 
 
-def _told(fit: _Fit, also: Sequence[str], count: int) -> str:
+def _description(fit: _Fit, also: Sequence[str], count: int) -> str:
     text = f"the log-probs are {fit.words}: {fit.explained} of {count} rows, "
     text += f"within {fit.largest_residual:.2g}"
-    told = {
+    phrases = {
         "zero": "report 0, as for a missing one",
         "another token": "are scored against another token, one of the two likeliest",
         "no label": "have no such label",
     }
     for name, number in fit.exceptions.items():
-        text += f"; {number} {told[name]}"
+        text += f"; {number} {phrases[name]}"
     if also:
         text += f"; {', '.join(also)} explains these rows as well"
     return text
@@ -162,41 +164,27 @@ def _none(words: str, rows: int, explained: int) -> Explanation:
 
 
 def explain_pass(trace: Trace, passname: str) -> Explanation:
-    """Of the rows of a pass of which both the logits and the log-prob are kept."""
+    """Explains the rows of a pass of which both the logits and the log-prob are recorded."""
     reader = trace.read_pass(passname)
-    logits, logprob = reader.rows("logits"), reader.rows("logprob")
-    if logits is None or logprob is None:
-        lacking = "logits" if logits is None else "log-probs"
-        return _none(f"{passname} has no {lacking}", 0, 0)
-    places = {
-        (int(s), int(p)): i
-        for i, (s, p, kept) in enumerate(
-            zip(logits.sample, logits.position, logits.shard, strict=True)
-        )
-        if kept >= 0
-    }
-    cells = sorted(
-        (int(s), int(p), i)
-        for i, (s, p, kept) in enumerate(
-            zip(logprob.sample, logprob.position, logprob.shard, strict=True)
-        )
-        if kept >= 0 and (int(s), int(p)) in places
-    )
-    if not cells:
+    for site, name in (("logits", "logits"), ("logprob", "log-probs")):
+        if site not in reader.record.sites:
+            return _none(f"{passname} has no {name}", 0, 0)
+    index = RowIndex(trace.tokens)
+    recorded = RecordedRows(reader, index)
+    number = np.flatnonzero(recorded.has_value("logits") & recorded.has_value("logprob"))
+    if not len(number):
         return _none(f"no row of {passname} keeps both its logits and its log-prob", 0, 0)
-    at = np.array([places[s, p] for s, p, _ in cells])
-    own = np.array([i for _, _, i in cells])
-    ids = {
-        s: np.array([*trace.tokens.samples[s].ids, -1]) for s in dict.fromkeys(c[0] for c in cells)
-    }
+    ends = index.offsets[index.sample[number] + 1]
 
     def label(offset: int) -> torch.Tensor:
-        return torch.tensor([int(ids[s][p + offset]) for s, p, _ in cells])
+        at = number + offset
+        ids = index.token[np.minimum(at, len(index) - 1)]
+        return torch.from_numpy(np.where(at < ends, ids, -1))
 
-    rows = Rows(targets=label(1), before=label(0), after=label(2))
+    rows = TokenContext(targets=label(1), before=label(0), after=label(2))
     return explain(
-        reader.values("logits", logits, at),
-        reader.values("logprob", logprob, own).squeeze(-1),
+        recorded.values("logits", number),
+        recorded.values("logprob", number).squeeze(-1),
         rows,
         Stated.of(trace.record.attributes),
     )

@@ -17,7 +17,7 @@ TOP_K = (1, 5, 10, 20, 40, 50, 64, 100, 200)
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TokenContext:
     """The ids around each row; int64 `[N]`, -1 where there is none."""
 
     targets: torch.Tensor
@@ -27,8 +27,8 @@ class Rows:
     after: torch.Tensor
     """The token after the target."""
 
-    def __getitem__(self, part: slice) -> "Rows":
-        return Rows(self.targets[part], self.before[part], self.after[part])
+    def __getitem__(self, part: slice) -> "TokenContext":
+        return TokenContext(self.targets[part], self.before[part], self.after[part])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +42,7 @@ class Stated:
 
     @classmethod
     def of(cls, attributes: Mapping[str, Any]) -> "Stated":
-        """From a trace's attributes; raw log-probs know no processing."""
+        """Reads a trace's attributes; raw log-probs know no processing."""
         if attributes.get("logprobs", "raw") == "raw":
             return cls()
         return cls(
@@ -73,11 +73,11 @@ class Transformation:
 
     name: str
     words: str
-    compute: Callable[[Logits, Rows], torch.Tensor]
+    compute: Callable[[Logits, TokenContext], torch.Tensor]
     bf16: bool = False
     """Whether its result is a bf16 number, and so known to half a unit in bf16's last place."""
 
-    def __call__(self, logits: Logits, rows: Rows) -> torch.Tensor:
+    def __call__(self, logits: Logits, rows: TokenContext) -> torch.Tensor:
         return self.compute(logits, rows)
 
 
@@ -90,32 +90,34 @@ def resolution(logits: torch.Tensor) -> torch.Tensor:
 
 
 def transformations(
-    logits: torch.Tensor, reported: torch.Tensor, rows: Rows, stated: Stated
+    logits: torch.Tensor, reported: torch.Tensor, rows: TokenContext, stated: Stated
 ) -> list[Transformation]:
     """The stated one first. Those that would be the same as another are left out; the numbers of
     those that have one to be found are taken from the rows given here."""
     t = stated.temperature
-    found = [_scored(AS_STATED, "what the side says that they are", stated)]
+    candidates = [_scored(AS_STATED, "what the side says that they are", stated)]
     if stated != Stated():
-        found.append(_scored("raw", "raw: neither temperature nor truncation applied", Stated()))
+        candidates.append(
+            _scored("raw", "raw: neither temperature nor truncation applied", Stated())
+        )
     if t != 1.0:
         once = f"temperature {t:g}"
         twice = Stated(temperature=t * t, top_p=stated.top_p, top_k=stated.top_k)
-        found.append(_scored("temperature twice", f"of {once} applied twice", twice))
+        candidates.append(_scored("temperature twice", f"of {once} applied twice", twice))
         unscaled = Stated(top_p=stated.top_p, top_k=stated.top_k)
         if stated != Stated(temperature=t):
-            found.append(_scored("no temperature", f"of {once} not applied", unscaled))
-            found.append(_scored("no truncation", "not truncated", Stated(temperature=t)))
-    found += _truncated(stated, logits.shape[-1])
+            candidates.append(_scored("no temperature", f"of {once} not applied", unscaled))
+            candidates.append(_scored("no truncation", "not truncated", Stated(temperature=t)))
+    candidates += _truncated(stated, logits.shape[-1])
     if logits.dtype != torch.bfloat16:
-        found.append(
+        candidates.append(
             Transformation(
                 "bf16 logits",
                 "of logits rounded to bf16",
                 lambda x, r: _log_softmax(Logits(x.values.bfloat16().double()), r.targets, stated),
             )
         )
-    found += [
+    candidates += [
         Transformation(
             "bf16 log-softmax",
             "of a log-softmax that is rounded to bf16",
@@ -137,19 +139,19 @@ def transformations(
     fitted = _fitted_temperature(logits, reported, rows)
     if all(abs(fitted - known) > 1e-5 * known for known in (t, t * t, 1.0)):
         other = Stated(temperature=fitted, top_p=stated.top_p, top_k=stated.top_k)
-        found.append(_scored("another temperature", f"of temperature {fitted:.6g}", other))
-    return found
+        candidates.append(_scored("another temperature", f"of temperature {fitted:.6g}", other))
+    return candidates
 
 
 def _truncated(stated: Stated, vocabulary: int) -> list[Transformation]:
     """Renormalised over fewer tokens than is stated."""
     t = stated.temperature
-    found = [
+    candidates = [
         _scored(f"top-p {p:g}", f"renormalised over top-p {p:g}", Stated(temperature=t, top_p=p))
         for p in TOP_P
         if p != stated.top_p
     ]
-    return found + [
+    return candidates + [
         _scored(f"top-k {k}", f"renormalised over top-k {k}", Stated(temperature=t, top_k=k))
         for k in TOP_K
         if k != stated.top_k and k < vocabulary
@@ -182,15 +184,15 @@ def _log_softmax(logits: Logits, ids: torch.Tensor, stated: Stated) -> torch.Ten
         return whole
     order, up_to = logits.ordered(stated.temperature)
     # Each token is kept of which those before it have less than top-p.
-    kept = 1 + (up_to[:, :-1] < stated.top_p).sum(-1)
+    count = 1 + (up_to[:, :-1] < stated.top_p).sum(-1)
     if stated.top_k:
-        kept = kept.clamp(max=stated.top_k)
+        count = count.clamp(max=stated.top_k)
     rank = (order == ids[:, None]).byte().argmax(-1)
-    mass = up_to.gather(-1, kept[:, None] - 1)[:, 0]
-    return whole - torch.where(rank < kept, mass, mass + whole.exp()).log()
+    mass = up_to.gather(-1, count[:, None] - 1)[:, 0]
+    return whole - torch.where(rank < count, mass, mass + whole.exp()).log()
 
 
-def _fitted_temperature(logits: torch.Tensor, reported: torch.Tensor, rows: Rows) -> float:
+def _fitted_temperature(logits: torch.Tensor, reported: torch.Tensor, rows: TokenContext) -> float:
     """The temperature at which most rows come nearest to what is reported: the median residual of
     at most 256 rows, of fewer where the vocabulary is large, is least."""
     few = slice(0, max(16, min(256, FITTED_ELEMENTS // logits.shape[-1])))

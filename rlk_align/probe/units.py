@@ -74,7 +74,7 @@ class Unit(Result):
     region: bool
     layer: Count | None
     op_class: str
-    """Of the last operator in it."""
+    """The class of the last operator in it."""
     inputs: list[str]
     """Recorded sites that it reads."""
     label: Label

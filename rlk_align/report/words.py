@@ -220,7 +220,7 @@ def next_step(verdict: Verdict, folder: Path) -> str:
         return _settle(verdict)
     edge = headline(verdict)
     if verdict.status == "pass":
-        given = shlex.quote(verdict.contract.given)
+        given = shlex.quote(verdict.contract.reference)
         return f"in CI: rlk-align gate {shlex.quote(str(folder))} --contract {given}"
     if edge is None:
         return "see the breaches above"

@@ -9,7 +9,7 @@ repeats the one before it averages equal values, and so tells nothing of how man
 import numpy as np
 import torch
 
-from rlk_align.trace.schema import WRONG_ROWS, BoundaryRecord, Seen, WrongBoundary
+from rlk_align.trace.schema import WRONG_ROWS, Attended, BoundaryRecord, WrongBoundary
 
 ALIKE = 2.0**-5
 """Relative distance up to which an output is the value itself: one rounding in bf16 is 2^-8."""
@@ -42,23 +42,23 @@ class BoundaryCheck:
         self, value: torch.Tensor, out: torch.Tensor, sample: np.ndarray, position: np.ndarray
     ) -> None:
         group = self._heads // self._kv_heads
-        own = value.reshape(len(value), self._kv_heads, 1, -1).expand(-1, -1, group, -1)
-        own = own.reshape(len(value), -1)
-        if own.shape != out.shape:
+        repeated = value.reshape(len(value), self._kv_heads, 1, -1).expand(-1, -1, group, -1)
+        repeated = repeated.reshape(len(value), -1)
+        if repeated.shape != out.shape:
             return
         self._checked += len(out)
         first = position == 0
         # Equal to the bit, where a token has other values to see: no average with them gives that.
-        alone = (own == out).all(dim=1).cpu().numpy() & self._news(value, sample, position)
+        alone = (repeated == out).all(dim=1).cpu().numpy() & self._news(value, sample, position)
         among = np.zeros(len(out), dtype=bool)
         if first.any():
             at = torch.from_numpy(np.flatnonzero(first)).to(out.device)
-            a, b = out[at].double(), own[at].double()
+            a, b = out[at].double(), repeated[at].double()
             distance = (a - b).norm(dim=1) / b.norm(dim=1)
             among[first] = (distance > ALIKE).cpu().numpy()
-        found: tuple[tuple[np.ndarray, Seen], ...]
-        found = ((among, "other tokens"), (alone, "itself alone"))
-        for wrong, sees in found:
+        suspects: tuple[tuple[np.ndarray, Attended], ...]
+        suspects = ((among, "other tokens"), (alone, "itself alone"))
+        for wrong, sees in suspects:
             self._wrong += int(wrong.sum())
             for row in np.flatnonzero(wrong)[:WRONG_ROWS].tolist():
                 self._first.append(

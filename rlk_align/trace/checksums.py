@@ -30,7 +30,7 @@ class FileRecord(Record):
 
     @classmethod
     def of_files(cls, folder: Path, names: Iterable[str]) -> "dict[str, FileRecord]":
-        """Of these files, as they are now."""
+        """Records these files as they are now."""
         return {
             name: cls(size=(folder / name).stat().st_size, blake2b=digest)
             for name, digest in _digests(folder, list(names)).items()
@@ -42,7 +42,7 @@ class Checksums(Record):
 
     schema_id: Literal["rlk-align/checksums/1"] = "rlk-align/checksums/1"
     files: dict[str, FileRecord]
-    """By path below the folder."""
+    """Path below the folder -> the file."""
 
     def check(self, folder: Path, names: Iterable[str]) -> None:
         """Raises CorruptTrace where one of these files is not named here, is missing, or is not
@@ -72,8 +72,8 @@ def check_sizes(folder: Path, files: Mapping[str, FileRecord]) -> None:
         path = folder / name
         actual = path.stat().st_size if path.is_file() else None
         if actual != file.size:
-            found = "is missing" if actual is None else f"has {actual} bytes, not {file.size}"
-            raise CorruptTrace(f"{path} {found}", REPAIR)
+            problem = "is missing" if actual is None else f"has {actual} bytes, not {file.size}"
+            raise CorruptTrace(f"{path} {problem}", REPAIR)
 
 
 def check_files(folder: Path, files: Mapping[str, FileRecord]) -> None:
@@ -85,7 +85,7 @@ def check_files(folder: Path, files: Mapping[str, FileRecord]) -> None:
 
 
 def _digests(folder: Path, names: list[str]) -> dict[str, str]:
-    """Of several files at once: hashing leaves the interpreter to other threads."""
+    """Hashes several files at once: hashing leaves the interpreter to other threads."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return dict(zip(names, pool.map(lambda n: _digest(folder / n), names), strict=True))
 

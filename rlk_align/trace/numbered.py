@@ -39,8 +39,8 @@ def number_rows(rows: SiteRows, index: RowIndex) -> NumberedRows:
     first = order[~repeated]
     digest_of = np.zeros((len(index), 2), dtype=np.int64)
     digest_of[number[first]] = rows.digest[first]
-    again = order[repeated]
-    conflicts = (rows.digest[again] != digest_of[number[again]]).any(axis=1)
+    repeats = order[repeated]
+    conflicts = (rows.digest[repeats] != digest_of[number[repeats]]).any(axis=1)
     return NumberedRows(rows, number[first], first, int(conflicts.sum()), int((number < 0).sum()))
 
 
@@ -66,6 +66,13 @@ def read_ahead(
             # Not before: one file is not read by two threads.
             coming += [ask(site) for site in sites[following : following + 1]]
             yield rows
+
+
+def blocks(rows: np.ndarray, features: int, elements: int) -> Iterator[np.ndarray]:
+    """Splits row numbers into blocks of about so many elements, of one row at least."""
+    step = max(1, elements // features)
+    for start in range(0, len(rows), step):
+        yield rows[start : start + step]
 
 
 def rows_that_differ(a: NumberedRows, b: NumberedRows) -> np.ndarray:

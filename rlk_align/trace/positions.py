@@ -55,8 +55,8 @@ class PositionCheck:
         if not len(turned):
             return
         self._checked += len(turned)
-        own = torch.from_numpy(position).double()[:, None] * self._frequency
-        off = torch.remainder(turned - own + np.pi, 2 * np.pi) - np.pi
+        expected = torch.from_numpy(position).double()[:, None] * self._frequency
+        off = torch.remainder(turned - expected + np.pi, 2 * np.pi) - np.pi
         # Where a value is not finite there is no angle, and the comparison itself will say so.
         for row in torch.nonzero((off.abs() > RESOLUTION).any(dim=1)).flatten().tolist():
             if len(self._first) >= 4 * WRONG_ROWS:

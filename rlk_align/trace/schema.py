@@ -38,13 +38,13 @@ class WrongPosition(WrongRow):
     effective: int
 
 
-Seen = Literal["other tokens", "itself alone"]
+Attended = Literal["other tokens", "itself alone"]
 
 
 class WrongBoundary(WrongRow):
     """A row whose attention sees other tokens than its sequence lets it."""
 
-    sees: Seen
+    sees: Attended
 
 
 WRONG_ROWS = 8
@@ -63,20 +63,20 @@ class Measured(Record, Generic[W]):
     """The first wrong ones, by sample and position."""
 
     @classmethod
-    def of(cls, checked: int, wrong: int, found: Iterable[W]) -> Self:
+    def of(cls, checked: int, wrong: int, wrong_rows: Iterable[W]) -> Self:
         """Keeps the first of those that were found."""
-        first = sorted(found, key=lambda w: (w.sample, w.position))
+        first = sorted(wrong_rows, key=lambda w: (w.sample, w.position))
         return cls(checked=checked, wrong=wrong, first=first[:WRONG_ROWS])
 
     @classmethod
     def together(cls, parts: Sequence[Self]) -> Self:
-        """Of several parts of a pass."""
-        found = (w for p in parts for w in p.first)
-        return cls.of(sum(p.checked for p in parts), sum(p.wrong for p in parts), found)
+        """Adds up what several parts of a pass measured."""
+        wrong_rows = (w for p in parts for w in p.first)
+        return cls.of(sum(p.checked for p in parts), sum(p.wrong for p in parts), wrong_rows)
 
 
 PositionRecord = Measured[WrongPosition]
-"""By which positions the engine's rotary embedding rotated."""
+"""Measures by which positions the engine's rotary embedding rotated."""
 BoundaryRecord = Measured[WrongBoundary]
 """Whether sequences begin where they should for the attention."""
 
@@ -100,7 +100,7 @@ class PassRecord(Record):
     unexposed: dict[str, str] = Field(default_factory=dict)
     """Sites that the engine cannot show, each with its reason."""
     overwritten: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
-    """Of a pass with an intervention: how many live rows of each site were overwritten."""
+    """How many live rows of each site an intervention overwrote."""
     files: dict[str, FileRecord]
     """Every other file of the pass."""
     seconds: float
@@ -117,7 +117,7 @@ class TraceRecord(Record):
 
     schema_id: Literal["rlk-align/trace/2"] = "rlk-align/trace/2"
     key: str
-    """Of everything that decides what the capture holds."""
+    """A digest of everything that decides what the capture holds."""
     engine: str
     version: str
     options: dict[str, Any]

@@ -16,13 +16,13 @@ anew when they are asked for again; an engine that decodes asks for each site at
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _BatchRows:
     """What a pass holds of one site: arrays by row number of the batch. Of a row that it saw twice,
     the first."""
 
     present: np.ndarray
     finite: np.ndarray
-    """Of which there is a value, and it is finite."""
+    """Whether the row has a value, all of whose entries are finite."""
     digest: np.ndarray
     shard: np.ndarray
     """-1 where no value is kept."""
@@ -40,7 +40,7 @@ class RecordedRows:
     def __init__(self, reader: PassReader, index: RowIndex) -> None:
         self.reader = reader
         self.index = index
-        self._rows: OrderedDict[str, _Rows] = OrderedDict()
+        self._rows: OrderedDict[str, _BatchRows] = OrderedDict()
 
     def present(self, site: str) -> np.ndarray:
         """Which rows of the batch the pass has, a mask."""
@@ -50,7 +50,7 @@ class RecordedRows:
         """int64 `[rows of the batch, 2]`; 0 where there is none."""
         return self._of(site).digest
 
-    def kept(self, site: str) -> np.ndarray:
+    def has_value(self, site: str) -> np.ndarray:
         """Which rows of the batch have a value, a mask."""
         return self._of(site).shard >= 0
 
@@ -64,15 +64,15 @@ class RecordedRows:
         """The values `[n, F]` of the rows at (sample, position) that have one, None where none
         has, and which ones these are, bool `[N]`."""
         number = self.index.rows(sample, position)
-        found = np.where(number >= 0, self.kept(site)[number], False)
-        return (self.values(site, number[found]) if found.any() else None), found
+        valued = np.where(number >= 0, self.has_value(site)[number], False)
+        return (self.values(site, number[valued]) if valued.any() else None), valued
 
     def values(self, site: str, number: np.ndarray) -> torch.Tensor:
         """Values `[n, F]` of rows that have one, in the engine's dtype."""
         rows = self._of(site)
         return self.reader.values_at(site, rows.shard[number], rows.index[number])
 
-    def _of(self, site: str) -> _Rows:
+    def _of(self, site: str) -> _BatchRows:
         if site not in self._rows:
             self._rows[site] = self._read(site)
             while len(self._rows) > 1 and sum(r.nbytes for r in self._rows.values()) > HELD_BYTES:
@@ -80,9 +80,9 @@ class RecordedRows:
         self._rows.move_to_end(site)
         return self._rows[site]
 
-    def _read(self, site: str) -> _Rows:
+    def _read(self, site: str) -> _BatchRows:
         size = len(self.index)
-        found = _Rows(
+        columns = _BatchRows(
             present=np.zeros(size, dtype=bool),
             finite=np.zeros(size, dtype=bool),
             digest=np.zeros((size, 2), dtype=np.int64),
@@ -92,8 +92,8 @@ class RecordedRows:
         numbered = read_rows(self.reader, site, self.index)
         if numbered is not None:
             number, rows, at = numbered.number, numbered.rows, numbered.at
-            found.present[number] = True
-            found.finite[number] = (rows.shard[at] >= 0) & (rows.nonfinite[at] == 0)
-            found.digest[number] = rows.digest[at]
-            found.shard[number], found.index[number] = rows.shard[at], rows.index[at]
-        return found
+            columns.present[number] = True
+            columns.finite[number] = (rows.shard[at] >= 0) & (rows.nonfinite[at] == 0)
+            columns.digest[number] = rows.digest[at]
+            columns.shard[number], columns.index[number] = rows.shard[at], rows.index[at]
+        return columns

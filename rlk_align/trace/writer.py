@@ -67,9 +67,9 @@ class Checks:
     """What a pass measures of its rows beside keeping them."""
 
     rotary: Rotary | None = None
-    """By which the position of each row's rotation is told."""
+    """The rotary embedding that tells the position by which each row was rotated."""
     heads: tuple[int, int] | None = None
-    """Of queries and of keys and values: by which the first row of each sequence is told."""
+    """The number of query heads and of key-value heads, which tell where each sequence begins."""
 
 
 NO_CHECKS = Checks()
@@ -255,10 +255,10 @@ class PassWriter:
         if self._statistics:
             norm, absmax, nonfinite = row_statistics(rows).cpu().numpy().T
             statistics = [pa.array(norm), pa.array(absmax), pa.array(nonfinite.astype(np.int64))]
-        kept = self._keep(site, sample, position)
-        if kept.any():
-            values[site] = rows[torch.from_numpy(kept)].cpu().contiguous()
-        index = np.cumsum(kept) - 1
+        selected = self._keep(site, sample, position)
+        if selected.any():
+            values[site] = rows[torch.from_numpy(selected)].cpu().contiguous()
+        index = np.cumsum(selected) - 1
         columns = [
             pa.array([site]).take(pa.array(np.zeros(count, dtype=np.int64))),
             pa.array(sample.astype(np.int32)),
@@ -266,8 +266,8 @@ class PassWriter:
             pa.array(digest[:, 0]),
             pa.array(digest[:, 1]),
             *[s.cast(f.type) for s, f in zip(statistics, list(ROWS_SCHEMA)[5:8], strict=True)],
-            pa.array(np.full(count, self._shards, dtype=np.int32), mask=~kept),
-            pa.array(index, mask=~kept),
+            pa.array(np.full(count, self._shards, dtype=np.int32), mask=~selected),
+            pa.array(index, mask=~selected),
         ]
         self._table.write_table(pa.Table.from_arrays(columns, schema=ROWS_SCHEMA))
         before = self._sites[site].rows if site in self._sites else 0

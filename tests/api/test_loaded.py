@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from report_runs import report_run
-from synthetic import BATCH, NAMES, compared_run, draw, spoil
+from synthetic import BATCH, NAMES, compared_run, corrupt, draw
 
 import rlk_align
 from rlk_align.api.loaded import Columns
@@ -22,7 +22,7 @@ FAULT = (1, 4)
 def run(tmp_path_factory: pytest.TempPathFactory) -> rlk_align.LoadedRun:
     """A run with a fault in layers.1.act of one token."""
     folder = tmp_path_factory.mktemp("made") / "run"
-    compared_run(folder, spoil(draw(), "layers.1.act", [FAULT]))
+    compared_run(folder, corrupt(draw(), "layers.1.act", [FAULT]))
     return rlk_align.load_run(folder, CONTRACT)
 
 

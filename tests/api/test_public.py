@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from inprocess import command
-from synthetic import compared_run, draw, spoil
+from synthetic import compared_run, corrupt, draw
 from typer.main import get_command
 
 import rlk_align
@@ -29,7 +29,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     monkeypatch.chdir(tmp_path)
     equal, faulty = tmp_path / "equal", tmp_path / "faulty"
     compared_run(equal)
-    compared_run(faulty, spoil(draw(), "layers.1.act", [(1, 4)]))
+    compared_run(faulty, corrupt(draw(), "layers.1.act", [(1, 4)]))
     return equal, faulty
 
 

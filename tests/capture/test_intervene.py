@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from synthetic import BATCH, compared_run, draw, seal, spoil, write_pass, write_weights
+from synthetic import BATCH, compared_run, corrupt, draw, seal, write_pass, write_weights
 
 from rlk_align.capture import intervene as module
 from rlk_align.capture.intervene import intervene, source_of
@@ -61,14 +61,14 @@ def ask(run: Run, *sources: str, **plan: Any) -> dict[str, Any]:
     """Grafts the rollout with a pass of each of these sides."""
     traces = {s: Trace(run.capture_folder(s)) for s in ("rollout", "train")}
     wanted = {
-        s: ("prefill", Intervention(kind="graft", source=source_of(traces[s], "prefill")))
+        s: ("prefill", Intervention(kind="graft", source=source_of(traces[s].read_pass("prefill"))))
         for s in sources
     }
     return intervene(traces["rollout"], "rollout", run, wanted, TracePlan(**plan), silent)
 
 
 def test_what_is_there_is_taken_and_what_is_missing_is_run(worker: Worker, tmp_path: Path) -> None:
-    run = compared_run(tmp_path / "run", spoil(draw(), "layers.1.attn", [(0, 2)]))
+    run = compared_run(tmp_path / "run", corrupt(draw(), "layers.1.attn", [(0, 2)]))
     first = ask(run, "rollout")
     assert ask(run, "rollout")["rollout"].folder == first["rollout"].folder
     assert len(worker.jobs) == 1
@@ -83,9 +83,9 @@ def test_what_is_there_is_taken_and_what_is_missing_is_run(worker: Worker, tmp_p
 
 
 def test_other_contents_of_a_source_make_another_pass(worker: Worker, tmp_path: Path) -> None:
-    run = compared_run(tmp_path / "run", spoil(draw(), "layers.1.attn", [(0, 2)]))
+    run = compared_run(tmp_path / "run", corrupt(draw(), "layers.1.attn", [(0, 2)]))
     one = ask(run, "train")["train"].folder
-    other = compared_run(tmp_path / "other", spoil(draw(), "layers.1.attn", [(0, 3)]))
+    other = compared_run(tmp_path / "other", corrupt(draw(), "layers.1.attn", [(0, 3)]))
     two = ask(other, "train")["train"].folder
     assert one.parent.name == two.parent.name
     assert one.name != two.name

@@ -233,10 +233,10 @@ def test_a_model_without_a_tokenizer(cli: Cli, model_copy, tmp_path: Path) -> No
 
 
 def test_weights_that_are_no_numbers(cli: Cli, model_copy) -> None:
-    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+    def corrupt(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.1.mlp.up_proj.weight"][0, :3] = float("nan")
 
-    done = cli("compare", *HF, "--model", model_copy(weights=spoil))
+    done = cli("compare", *HF, "--model", model_copy(weights=corrupt))
     assert_error(done, 2, "weight layers.1.up_proj: 3 of", "NaN or infinite")
     assert done.err.count("\n") < 12
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Cli
-from synthetic import FIRST_EDGE, compared_run, draw, spoil
+from synthetic import FIRST_EDGE, compared_run, corrupt, draw
 
 CONTRACTS = ("bf16", "fp16", "fp32", "bitwise", "bf16-statistical", "ws1")
 
@@ -106,7 +106,7 @@ def test_gate_of_two_runs_names_the_operator_that_became_worse(
 ) -> None:
     values = draw()
     compared_run(tmp_path / "before")
-    compared_run(tmp_path / "after", spoil(values, "layers.1.act", [(0, 2)]), FIRST_EDGE, values)
+    compared_run(tmp_path / "after", corrupt(values, "layers.1.act", [(0, 2)]), FIRST_EDGE, values)
     contract = own("ours", 100, more=REGRESSION)
     out = tmp_path / "r.json"
     args = ("--contract", contract, "--output", f"json={out}")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import warm
-from synthetic import compared_run, draw, spoil
+from synthetic import compared_run, corrupt, draw
 
 from rlk_align.api.options import (
     choose_run,
@@ -181,7 +181,7 @@ def test_help_is_light_quick_and_names_the_published_flags(command: str, tmp_pat
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A compared run with a fault in layers.1.act."""
-    faulty = spoil(draw(), "layers.1.act", [(1, 4)])
+    faulty = corrupt(draw(), "layers.1.act", [(1, 4)])
     return compared_run(tmp_path_factory.mktemp("made") / "run", faulty).folder
 
 

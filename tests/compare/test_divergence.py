@@ -14,8 +14,8 @@ from synthetic import (
     Values,
     all_cells,
     compared,
+    corrupt,
     draw,
-    spoil,
     wanted_cells,
     write_trace,
 )
@@ -66,7 +66,7 @@ def test_equal_sides_have_no_introducer(edge_of) -> None:
 
 @pytest.mark.parametrize("site", NAMES)
 def test_a_fault_is_named_at_its_site_and_nowhere_else(edge_of, site: str) -> None:
-    values = spoil(VALUES, site, [SAMPLED])
+    values = corrupt(VALUES, site, [SAMPLED])
     edge = edge_of(values)
     first = edge.first_bitwise
     assert (first.site, first.sample, first.position) == (site, *SAMPLED)
@@ -85,7 +85,7 @@ def test_a_fault_is_named_at_its_site_and_nowhere_else(edge_of, site: str) -> No
 
 
 def test_figures_are_those_of_the_differing_rows(edge_of) -> None:
-    values = spoil(VALUES, "layers.1.o_proj", [(0, 2), (2, 5)])
+    values = corrupt(VALUES, "layers.1.o_proj", [(0, 2), (2, 5)])
     result = by_site(edge_of(values))["layers.1.o_proj"]
     order = all_cells()
     rows = [order.index(c) for c in ((0, 2), (2, 5))]
@@ -107,7 +107,7 @@ def test_figures_are_those_of_the_differing_rows(edge_of) -> None:
 
 
 def test_log_prob_metrics_are_of_the_pass_pair(edge_of) -> None:
-    values = spoil(VALUES, "logprob", [SAMPLED, (2, 0)])
+    values = corrupt(VALUES, "logprob", [SAMPLED, (2, 0)])
     metrics = edge_of(values).metrics
     rows = [all_cells().index(c) for c in wanted_cells(GRAPH["logprob"], False)]
     delta = (values["logprob"][rows].double() - VALUES["logprob"][rows].double()).abs()
@@ -118,7 +118,7 @@ def test_log_prob_metrics_are_of_the_pass_pair(edge_of) -> None:
 
 @pytest.mark.parametrize("source", ["layers.0.k_rope", "layers.0.v_proj"])
 def test_attention_reads_earlier_keys_and_values(edge_of, source: str) -> None:
-    edge = edge_of(spoil(VALUES, source, [(1, 2)]))
+    edge = edge_of(corrupt(VALUES, source, [(1, 2)]))
     sites = by_site(edge)
     assert edge.first_bitwise.site == source
     later = len(BATCH.samples[1].ids) - 2
@@ -132,8 +132,8 @@ def test_a_later_key_or_another_sample_explains_nothing(
     edge_of, source: str, victim: tuple[int, int]
 ) -> None:
     """A leak past the causal mask, or across packed sequences, is the attention's own fault."""
-    values = spoil(VALUES, source, [(1, 2)])
-    values = spoil(values, "layers.0.attn", [victim])
+    values = corrupt(VALUES, source, [(1, 2)])
+    values = corrupt(values, "layers.0.attn", [victim])
     sites = by_site(edge_of(values))
     assert sites["layers.0.attn"].introduced == 1
     assert sites["layers.0.attn"].first_introduced == victim
@@ -141,7 +141,7 @@ def test_a_later_key_or_another_sample_explains_nothing(
 
 
 def test_a_query_of_another_row_explains_nothing(edge_of) -> None:
-    values = spoil(spoil(VALUES, "layers.1.q_rope", [(0, 3)]), "layers.1.attn", [(0, 4)])
+    values = corrupt(corrupt(VALUES, "layers.1.q_rope", [(0, 3)]), "layers.1.attn", [(0, 4)])
     sites = by_site(edge_of(values))
     assert sites["layers.1.attn"].differ == 2
     assert sites["layers.1.attn"].introduced == 1
@@ -149,7 +149,7 @@ def test_a_query_of_another_row_explains_nothing(edge_of) -> None:
 
 
 def test_two_faults_are_both_introducers_and_the_earlier_is_first(edge_of) -> None:
-    values = spoil(spoil(VALUES, "layers.1.act", [(0, 0)]), "layers.0.up_proj", [(2, 6)])
+    values = corrupt(corrupt(VALUES, "layers.1.act", [(0, 0)]), "layers.0.up_proj", [(2, 6)])
     edge = edge_of(values)
     assert edge.first_bitwise.site == "layers.0.up_proj"
     introduced = {s.site: s.introduced for s in edge.sites if s.introduced}
@@ -158,7 +158,7 @@ def test_two_faults_are_both_introducers_and_the_earlier_is_first(edge_of) -> No
 
 def test_a_residual_inherits_from_either_input(edge_of) -> None:
     # The stream of layer 0 reaches layer 1 around attention, too.
-    values = spoil(VALUES, "layers.0.mlp_residual", [(0, 6)])
+    values = corrupt(VALUES, "layers.0.mlp_residual", [(0, 6)])
     edge = edge_of(values)
     assert {s.site for s in edge.sites if s.introduced} == {"layers.0.mlp_residual"}
 
@@ -166,7 +166,7 @@ def test_a_residual_inherits_from_either_input(edge_of) -> None:
 @pytest.mark.parametrize("missing", [n for n in NAMES if n not in ("logprob", "embed")])
 def test_a_missing_site_is_looked_through(edge_of, missing: str) -> None:
     """Its own inputs stand for it: what reads it does not inherit from nowhere."""
-    values = spoil(VALUES, missing, [SAMPLED])
+    values = corrupt(VALUES, missing, [SAMPLED])
     changed = {n for n in NAMES if not torch.equal(values[n], VALUES[n])} - {missing}
     readers = {
         s.name
@@ -199,12 +199,12 @@ def test_a_missing_site_is_looked_through(edge_of, missing: str) -> None:
 def test_a_difference_before_a_missing_site_is_inherited_through_it(
     edge_of, source: str, missing: list[str]
 ) -> None:
-    edge = edge_of(spoil(VALUES, source, [SAMPLED]), without=dict.fromkeys(missing))
+    edge = edge_of(corrupt(VALUES, source, [SAMPLED]), without=dict.fromkeys(missing))
     assert {s.site for s in edge.sites if s.introduced} == {source}
 
 
 def test_rows_missing_of_an_input_are_not_taken_for_equal(edge_of) -> None:
-    values = spoil(VALUES, "layers.0.gate_proj", [(0, 1)])
+    values = corrupt(VALUES, "layers.0.gate_proj", [(0, 1)])
     edge = edge_of(values, without={"layers.0.gate_proj": [(0, 1)]})
     assert by_site(edge)["layers.0.act"].introduced == 0
     assert by_site(edge)["layers.0.gate_proj"].rows == len(all_cells()) - 1
@@ -212,8 +212,8 @@ def test_rows_missing_of_an_input_are_not_taken_for_equal(edge_of) -> None:
 
 
 def test_a_row_that_its_engine_does_not_repeat_is_no_introducer(edge_of) -> None:
-    values = spoil(spoil(VALUES, "layers.0.act", [(0, 1)]), "layers.1.act", [(2, 2)])
-    repeat = spoil(values, "layers.0.act", [(0, 1)])
+    values = corrupt(corrupt(VALUES, "layers.0.act", [(0, 1)]), "layers.1.act", [(2, 2)])
+    repeat = corrupt(values, "layers.0.act", [(0, 1)])
     edge = edge_of(values, repeat=repeat)
     sites = by_site(edge)
     assert (sites["layers.0.act"].introduced, sites["layers.0.act"].noisy) == (0, 1)
@@ -221,8 +221,8 @@ def test_a_row_that_its_engine_does_not_repeat_is_no_introducer(edge_of) -> None
 
 
 def test_noise_of_the_first_side_counts_too(tmp_path: Path) -> None:
-    values = spoil(VALUES, "layers.0.act", [(0, 1)])
-    rollout = write_trace(tmp_path / "a", VALUES, repeat=spoil(VALUES, "layers.0.act", [(0, 1)]))
+    values = corrupt(VALUES, "layers.0.act", [(0, 1)])
+    rollout = write_trace(tmp_path / "a", VALUES, repeat=corrupt(VALUES, "layers.0.act", [(0, 1)]))
     [edge] = compared(rollout, write_trace(tmp_path / "b", values)).edges
     assert by_site(edge)["layers.0.act"].noisy == 1
     assert edge.first_bitwise is None
@@ -238,7 +238,7 @@ def test_nan_and_inf_are_counted_even_where_both_sides_agree(
         row[:2] = bad
         return row
 
-    values = spoil(VALUES, "layers.1.down_proj", [(2, 3)], change=poison)
+    values = corrupt(VALUES, "layers.1.down_proj", [(2, 3)], change=poison)
     first = write_trace(tmp_path / "a", values) if both else rollout
     [edge] = compared(first, write_trace(tmp_path / "b", values)).edges
     result = by_site(edge)["layers.1.down_proj"]
@@ -254,7 +254,7 @@ def test_values_that_were_not_kept_leave_the_proof(edge_of) -> None:
     def keep(site: str, sample: np.ndarray, position: np.ndarray) -> np.ndarray:
         return (sample != 1) | (site == "logprob")
 
-    values = spoil(VALUES, "layers.0.up_proj", [SAMPLED, (2, 2)])
+    values = corrupt(VALUES, "layers.0.up_proj", [SAMPLED, (2, 2)])
     edge = edge_of(values, keep=keep)
     result = by_site(edge)["layers.0.up_proj"]
     assert (result.differ, result.introduced, result.valued_rows) == (2, 2, 1)
@@ -300,7 +300,7 @@ def test_decode_and_prefill_are_compared_without_the_last_token(tmp_path: Path) 
     rollout = write_trace(tmp_path / "a", VALUES, passes=("decode", "prefill"))
     # The last sampled token never enters a decode: a fault there is nobody's.
     last = (1, len(BATCH.samples[1].ids) - 1)
-    train = write_trace(tmp_path / "b", spoil(VALUES, "layers.0.act", [last]))
+    train = write_trace(tmp_path / "b", corrupt(VALUES, "layers.0.act", [last]))
     edges = compared(
         rollout, train, ("decode_vs_prefill", "prefill_vs_train", "decode_vs_train")
     ).edges
@@ -329,7 +329,7 @@ def across_tokens(tmp_path: Path, values: Values) -> Comparison:
 
 def test_other_tokens_are_the_cause_where_they_are_allowed(tmp_path: Path) -> None:
     """Sample 1 has another id at position 4: embed differs there and log-prob before it."""
-    values = spoil(VALUES, "embed", [(1, 4)])
+    values = corrupt(VALUES, "embed", [(1, 4)])
     row = all_cells().index((1, 3))
     values["logprob"][row] -= 0.5
     comparison = across_tokens(tmp_path, values)
@@ -342,14 +342,14 @@ def test_other_tokens_are_the_cause_where_they_are_allowed(tmp_path: Path) -> No
 
 
 def test_a_fault_beside_other_tokens_is_still_named(tmp_path: Path) -> None:
-    values = spoil(spoil(VALUES, "embed", [(1, 4)]), "layers.0.q_proj", [(1, 3)])
+    values = corrupt(corrupt(VALUES, "embed", [(1, 4)]), "layers.0.q_proj", [(1, 3)])
     [edge] = across_tokens(tmp_path, values).edges
     first = edge.first_bitwise
     assert (first.site, first.sample, first.position) == ("layers.0.q_proj", 1, 3)
 
 
 def test_an_embedding_that_differs_for_the_same_token_is_an_introducer(tmp_path: Path) -> None:
-    values = spoil(VALUES, "embed", [(1, 4), (1, 5)])
+    values = corrupt(VALUES, "embed", [(1, 4), (1, 5)])
     [edge] = across_tokens(tmp_path, values).edges
     first = edge.first_bitwise
     assert (first.site, first.sample, first.position) == ("embed", 1, 5)

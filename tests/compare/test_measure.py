@@ -12,10 +12,10 @@ from synthetic import (
     SITES,
     all_cells,
     compared,
+    corrupt,
     draw,
     keep_logprobs,
     seal,
-    spoil,
     wanted_cells,
     write_pass,
     write_trace,
@@ -145,7 +145,7 @@ def test_a_nan_is_no_small_shift(tmp_path: Path) -> None:
 def test_a_fault_in_a_row_without_values_is_seen_by_its_largest_entry(tmp_path: Path) -> None:
     """Statistics are of every row: an entry larger by so much is off by as much at least."""
     site = "layers.0.o_proj"
-    faulty = spoil(VALUES, site, [CELL], change=lambda row: row * 8)
+    faulty = corrupt(VALUES, site, [CELL], change=lambda row: row * 8)
 
     def few(name: str, sample, position):
         return keep_logprobs(name, sample, position) | (sample != CELL[0])
@@ -164,7 +164,7 @@ def test_a_fault_in_a_row_without_values_is_seen_by_its_largest_entry(tmp_path: 
 
 
 def test_noise_names_its_first_site(tmp_path: Path) -> None:
-    repeat = spoil(VALUES, "layers.0.up_proj", [CELL])
+    repeat = corrupt(VALUES, "layers.0.up_proj", [CELL])
     noise = pair_of(tmp_path, repeat=repeat).controls.noise["rollout"]
     assert noise.first_site == "layers.0.up_proj"
     rows = 0
@@ -234,7 +234,7 @@ def test_production_is_measured_against_the_observed_prefill(tmp_path: Path) -> 
 
 def test_a_damaged_pass_is_no_result(tmp_path: Path) -> None:
     first = write_trace(tmp_path / "a", VALUES)
-    second = write_trace(tmp_path / "b", spoil(VALUES, "layers.0.act", [CELL]))
+    second = write_trace(tmp_path / "b", corrupt(VALUES, "layers.0.act", [CELL]))
     path = tmp_path / "b" / "prefill" / "values-00000.safetensors"
     data = bytearray(path.read_bytes())
     start = 8 + int.from_bytes(data[:8], "little")

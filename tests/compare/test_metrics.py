@@ -39,62 +39,62 @@ def float32_bits(x: float) -> bytes:
 @given(logprobs)
 def test_edge_metrics_are_their_formulas(pairs: list[tuple[float, float]]) -> None:
     a, b = (np.array(side, dtype=np.float32) for side in zip(*pairs, strict=True))
-    found = edge_metrics(a, b)
+    metrics = edge_metrics(a, b)
     delta = [float(y) - float(x) for x, y in zip(a, b, strict=True)]
     ratio = [math.exp(d) for d in delta]
     n = len(delta)
     near = {"rel": 1e-12, "abs": 1e-15}
-    assert found.tokens == n
-    assert found.bit_mismatches == sum(float32_bits(x) != float32_bits(y) for x, y in pairs)
-    assert found.max_abs_dlogp == max(map(abs, delta))
-    assert found.mean_abs_dlogp == pytest.approx(math.fsum(map(abs, delta)) / n, **near)
+    assert metrics.tokens == n
+    assert metrics.bit_mismatches == sum(float32_bits(x) != float32_bits(y) for x, y in pairs)
+    assert metrics.max_abs_dlogp == max(map(abs, delta))
+    assert metrics.mean_abs_dlogp == pytest.approx(math.fsum(map(abs, delta)) / n, **near)
     sizes = [abs(d) for d in delta]
-    assert found.p99_abs_dlogp == pytest.approx(quantile(sizes, 0.99), **near)
-    assert found.p999_abs_dlogp == pytest.approx(quantile(sizes, 0.999), **near)
-    assert found.k1 == pytest.approx(-math.fsum(delta) / n, **near)
+    assert metrics.p99_abs_dlogp == pytest.approx(quantile(sizes, 0.99), **near)
+    assert metrics.p999_abs_dlogp == pytest.approx(quantile(sizes, 0.999), **near)
+    assert metrics.k1 == pytest.approx(-math.fsum(delta) / n, **near)
     k3 = math.fsum(math.expm1(d) - d for d in delta) / n
-    assert found.k3 == pytest.approx(k3, **near)
-    assert found.ratio_mean == pytest.approx(math.fsum(ratio) / n, **near)
-    assert found.ratio_max == pytest.approx(max(ratio), **near)
+    assert metrics.k3 == pytest.approx(k3, **near)
+    assert metrics.ratio_mean == pytest.approx(math.fsum(ratio) / n, **near)
+    assert metrics.ratio_max == pytest.approx(max(ratio), **near)
     outside = sum(not 0.8 <= r <= 1.2 for r in ratio)
-    assert found.clip_fraction == pytest.approx(outside / n, **near)
+    assert metrics.clip_fraction == pytest.approx(outside / n, **near)
     squares = math.fsum(r * r for r in ratio)
-    assert found.ess_fraction == pytest.approx(math.fsum(ratio) ** 2 / (n * squares), **near)
+    assert metrics.ess_fraction == pytest.approx(math.fsum(ratio) ** 2 / (n * squares), **near)
     multiplied = math.fsum(math.exp(s) for s in sizes) / n
-    assert found.token_mult_prob_error == pytest.approx(multiplied, **near)
-    assert found.ratio_mean_error == abs(found.ratio_mean - 1)
+    assert metrics.token_mult_prob_error == pytest.approx(multiplied, **near)
+    assert metrics.ratio_mean_error == abs(metrics.ratio_mean - 1)
 
 
 def test_edge_metrics_of_a_known_pair() -> None:
     a = np.log(np.array([0.5, 0.5, 0.2, 0.8], dtype=np.float64))
     b = np.log(np.array([0.5, 0.25, 0.4, 0.8], dtype=np.float64))
-    found = edge_metrics(a, b)
+    metrics = edge_metrics(a, b)
     # rho = 1, 1/2, 2, 1
-    assert found.max_abs_dlogp == pytest.approx(math.log(2))
-    assert found.mean_abs_dlogp == pytest.approx(math.log(2) / 2)
-    assert found.k1 == pytest.approx(0, abs=1e-15)
-    assert found.ratio_mean == pytest.approx(1.125)
-    assert found.k3 == pytest.approx(0.125)
-    assert found.ratio_max == pytest.approx(2)
-    assert found.clip_fraction == 0.5
-    assert found.ess_fraction == pytest.approx(4.5**2 / (4 * 6.25))
-    assert found.token_mult_prob_error == pytest.approx(1.5)
+    assert metrics.max_abs_dlogp == pytest.approx(math.log(2))
+    assert metrics.mean_abs_dlogp == pytest.approx(math.log(2) / 2)
+    assert metrics.k1 == pytest.approx(0, abs=1e-15)
+    assert metrics.ratio_mean == pytest.approx(1.125)
+    assert metrics.k3 == pytest.approx(0.125)
+    assert metrics.ratio_max == pytest.approx(2)
+    assert metrics.clip_fraction == 0.5
+    assert metrics.ess_fraction == pytest.approx(4.5**2 / (4 * 6.25))
+    assert metrics.token_mult_prob_error == pytest.approx(1.5)
 
 
 def test_delta_is_second_minus_first_and_widened_first() -> None:
     a, b = np.float32([-1.0]), np.float32([-1.0000001])
-    found = edge_metrics(a, b)
-    assert found.max_abs_dlogp == 2.0**-23
-    assert found.k1 == 2.0**-23
+    metrics = edge_metrics(a, b)
+    assert metrics.max_abs_dlogp == 2.0**-23
+    assert metrics.k1 == 2.0**-23
     # In float32, exp rounds to 1; the ratio is wanted in float64.
-    assert 0 < 1 - found.ratio_mean < 2e-7
-    assert found.k3 == pytest.approx(2.0**-47, rel=1e-6, abs=0)
+    assert 0 < 1 - metrics.ratio_mean < 2e-7
+    assert metrics.k3 == pytest.approx(2.0**-47, rel=1e-6, abs=0)
 
 
 def test_k3_of_a_tiny_difference_keeps_its_digits() -> None:
     # exp(d) - 1 - d loses all of them; float64 log-probs stand for a long mean.
-    found = edge_metrics(np.array([-1e-9]), np.array([0.0]))
-    assert found.k3 == pytest.approx(0.5e-18, rel=1e-5, abs=0)
+    metrics = edge_metrics(np.array([-1e-9]), np.array([0.0]))
+    assert metrics.k3 == pytest.approx(0.5e-18, rel=1e-5, abs=0)
 
 
 @given(logprobs)
@@ -115,24 +115,24 @@ def test_ratios_outside_a_fifth_are_clipped(ratio: float, clipped: bool) -> None
 
 def test_equal_sides_are_exactly_zero() -> None:
     a = -np.abs(np.random.default_rng(0).normal(size=101)).astype(np.float32)
-    found = edge_metrics(a, a.copy())
-    zero = {n for n in FLOATS if getattr(found, n) == 0}
+    metrics = edge_metrics(a, a.copy())
+    zero = {n for n in FLOATS if getattr(metrics, n) == 0}
     assert zero == {*FLOATS} - {
         "ratio_mean",
         "ratio_max",
         "ess_fraction",
         "token_mult_prob_error",
     }
-    assert (found.ratio_mean, found.ratio_max) == (1.0, 1.0)
-    assert (found.ess_fraction, found.token_mult_prob_error) == (1.0, 1.0)
-    assert found.ratio_mean_error == 0.0
+    assert (metrics.ratio_mean, metrics.ratio_max) == (1.0, 1.0)
+    assert (metrics.ess_fraction, metrics.token_mult_prob_error) == (1.0, 1.0)
+    assert metrics.ratio_mean_error == 0.0
 
 
 def test_nothing_is_nan_everywhere() -> None:
-    found = edge_metrics(np.zeros(0), np.zeros(0))
-    assert found.tokens == 0
-    assert all(math.isnan(getattr(found, n)) for n in FLOATS)
-    assert math.isnan(found.ratio_mean_error)
+    metrics = edge_metrics(np.zeros(0), np.zeros(0))
+    assert metrics.tokens == 0
+    assert all(math.isnan(getattr(metrics, n)) for n in FLOATS)
+    assert math.isnan(metrics.ratio_mean_error)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -140,13 +140,13 @@ def test_nothing_is_nan_everywhere() -> None:
 def test_nan_and_inf_are_not_averaged_away(bad: float, side: int) -> None:
     pair = [np.full(1000, -1.0, dtype=np.float32), np.full(1000, -1.0, dtype=np.float32)]
     pair[side][500] = bad
-    found = edge_metrics(*pair)
+    metrics = edge_metrics(*pair)
     for name in ("max_abs_dlogp", "mean_abs_dlogp", "k1", "k3", "token_mult_prob_error"):
-        assert not math.isfinite(getattr(found, name)), name
-    assert found.clip_fraction == 1e-3
+        assert not math.isfinite(getattr(metrics, name)), name
+    assert metrics.clip_fraction == 1e-3
     if math.isnan(bad):
         for name in ("p99_abs_dlogp", "p999_abs_dlogp", "ratio_mean", "ratio_max", "ess_fraction"):
-            assert math.isnan(getattr(found, name)), name
+            assert math.isnan(getattr(metrics, name)), name
 
 
 def test_two_infinities_are_not_equal_log_probs() -> None:
@@ -154,9 +154,9 @@ def test_two_infinities_are_not_equal_log_probs() -> None:
     with warnings.catch_warnings():
         # It is a result, so no warning from below belongs on the user's terminal.
         warnings.simplefilter("error")
-        found = edge_metrics(a, a)
-    assert math.isnan(found.max_abs_dlogp)
-    assert math.isnan(found.mean_abs_dlogp)
+        metrics = edge_metrics(a, a)
+    assert math.isnan(metrics.max_abs_dlogp)
+    assert math.isnan(metrics.mean_abs_dlogp)
 
 
 def metrics_of(
@@ -190,8 +190,8 @@ def test_ulp_distances_count_representable_numbers(dtype: torch.dtype) -> None:
     points = torch.tensor([-2.0, -1.0, -tiny, -0.0, 0.0, tiny, 0.5, 1.0, 1.0078125, 3.0]).to(dtype)
     for x in points:
         for y in points:
-            found = metrics_of(x.reshape(1, 1), y.reshape(1, 1)).max_ulp
-            assert found == abs(place(float(x), dtype) - place(float(y), dtype)), (x, y)
+            ulps = metrics_of(x.reshape(1, 1), y.reshape(1, 1)).max_ulp
+            assert ulps == abs(place(float(x), dtype) - place(float(y), dtype)), (x, y)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -226,23 +226,23 @@ def test_value_metrics_are_those_of_float64(dtype: torch.dtype, width: int) -> N
     a = torch.randn(5, width, generator=generator).to(dtype)
     b = (a.float() * 1.01 + 1e-3).to(dtype)
     b[4] = a[4]
-    found = metrics_of(a, b)
+    metrics = metrics_of(a, b)
     x, y = a.double().numpy(), b.double().numpy()
-    assert found.rows == 5
-    assert found.elements == int((x != y).sum())
-    assert found.max_abs == np.abs(y - x).max()
+    assert metrics.rows == 5
+    assert metrics.elements == int((x != y).sum())
+    assert metrics.max_abs == np.abs(y - x).max()
     relative = [
         math.sqrt(math.fsum((q - p) ** 2))
         / max(math.sqrt(math.fsum(p**2)), math.sqrt(math.fsum(q**2)))
         for p, q in zip(x, y, strict=True)
     ]
-    assert found.max_rel_l2 == pytest.approx(max(relative), rel=1e-12)
-    assert found.sum_rel_l2 == pytest.approx(math.fsum(relative), rel=1e-12)
+    assert metrics.max_rel_l2 == pytest.approx(max(relative), rel=1e-12)
+    assert metrics.sum_rel_l2 == pytest.approx(math.fsum(relative), rel=1e-12)
     cosine = [
         math.fsum(p * q) / math.sqrt(math.fsum(p**2) * math.fsum(q**2))
         for p, q in zip(x, y, strict=True)
     ]
-    assert found.min_cosine == pytest.approx(min(cosine), rel=1e-12)
+    assert metrics.min_cosine == pytest.approx(min(cosine), rel=1e-12)
 
 
 def test_opposite_and_orthogonal_rows_have_their_cosine() -> None:
@@ -252,15 +252,15 @@ def test_opposite_and_orthogonal_rows_have_their_cosine() -> None:
 
 
 def test_a_row_against_zeros_is_wholly_different() -> None:
-    found = metrics_of(torch.ones(1, 4), torch.zeros(1, 4))
-    assert found.max_rel_l2 == 1.0
+    metrics = metrics_of(torch.ones(1, 4), torch.zeros(1, 4))
+    assert metrics.max_rel_l2 == 1.0
     # Zeros have no direction, and certainly not the same one.
-    assert not found.min_cosine >= 1.0
+    assert not metrics.min_cosine >= 1.0
 
 
 def test_zeros_of_unlike_sign_are_no_distance_apart() -> None:
-    found = metrics_of(torch.zeros(1, 3), -torch.zeros(1, 3))
-    assert (found.max_abs, found.max_rel_l2, found.elements) == (0.0, 0.0, 3)
+    metrics = metrics_of(torch.zeros(1, 3), -torch.zeros(1, 3))
+    assert (metrics.max_abs, metrics.max_rel_l2, metrics.elements) == (0.0, 0.0, 3)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -281,8 +281,8 @@ def test_a_nan_row_stays_nan(bad: float) -> None:
 def test_bits_of_different_dtypes_are_compared_by_value() -> None:
     a = torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.bfloat16)
     b = torch.tensor([[1.0, 2.0, 3.5]], dtype=torch.float32)
-    found = metrics_of(a, b)
-    assert (found.elements, found.max_ulp, found.max_abs) == (1, 0, 0.5)
+    metrics = metrics_of(a, b)
+    assert (metrics.elements, metrics.max_ulp, metrics.max_abs) == (1, 0, 0.5)
 
 
 @given(st.integers(1, 12), st.integers(1, 12))
@@ -324,13 +324,13 @@ def test_the_frontier_decides_as_all_points_do(
 ) -> None:
     atol, rtol = tolerance
     frontier = error_frontier(np.array(points).reshape(-1, 2))
-    found = tolerance_ratio([(float(m), float(e)) for m, e in frontier], atol, rtol)
+    ratio = tolerance_ratio([(float(m), float(e)) for m, e in frontier], atol, rtol)
     largest = 0.0
     for magnitude, error in points:
         bound = atol + rtol * magnitude
         if error:
             largest = max(largest, error / bound if bound else math.inf)
-    assert found == largest
+    assert ratio == largest
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=30))

@@ -46,24 +46,24 @@ def numbered(cells: list[tuple[int, int]], digests: list[int] | None = None) -> 
 def test_rows_are_numbered_in_the_order_of_the_batch(
     cells: list[tuple[int, int]], count: int
 ) -> None:
-    found = numbered(cells[:count])
-    assert found.number.tolist() == sorted(CELLS.index(c) for c in cells[:count])
-    assert found.rows.digest[found.at, 0].tolist() == found.number.tolist()
-    assert (found.conflicts, found.strays) == (0, 0)
+    rows = numbered(cells[:count])
+    assert rows.number.tolist() == sorted(CELLS.index(c) for c in cells[:count])
+    assert rows.rows.digest[rows.at, 0].tolist() == rows.number.tolist()
+    assert (rows.conflicts, rows.strays) == (0, 0)
 
 
 def test_a_row_seen_twice_with_the_same_bits_is_one_row() -> None:
-    found = numbered([(0, 0), (1, 2), (0, 0), (0, 0)])
-    assert found.number.tolist() == [0, CELLS.index((1, 2))]
-    assert found.at.tolist() == [0, 1]
-    assert found.conflicts == 0
+    rows = numbered([(0, 0), (1, 2), (0, 0), (0, 0)])
+    assert rows.number.tolist() == [0, CELLS.index((1, 2))]
+    assert rows.at.tolist() == [0, 1]
+    assert rows.conflicts == 0
 
 
 def test_a_row_seen_twice_with_other_bits_is_a_conflict() -> None:
-    found = numbered([(0, 0), (0, 1), (0, 0), (0, 0), (0, 1)], [5, 6, 5, 7, 6])
-    assert found.conflicts == 1
+    rows = numbered([(0, 0), (0, 1), (0, 0), (0, 0), (0, 1)], [5, 6, 5, 7, 6])
+    assert rows.conflicts == 1
     # The first is kept: it is the one that the engine went on from.
-    assert found.rows.digest[found.at, 0].tolist() == [5, 6]
+    assert rows.rows.digest[rows.at, 0].tolist() == [5, 6]
 
 
 def test_either_half_of_a_digest_makes_a_conflict() -> None:
@@ -74,9 +74,9 @@ def test_either_half_of_a_digest_makes_a_conflict() -> None:
 
 def test_rows_that_the_batch_does_not_have_are_strays() -> None:
     length = len(BATCH.samples[0].ids)
-    found = numbered([(0, length), (0, 0), (3, 0), (-1, 0), (0, -1)])
-    assert found.strays == 4
-    assert found.number.tolist() == [0]
+    rows = numbered([(0, length), (0, 0), (3, 0), (-1, 0), (0, -1)])
+    assert rows.strays == 4
+    assert rows.number.tolist() == [0]
 
 
 def everything() -> np.ndarray:

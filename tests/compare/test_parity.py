@@ -96,8 +96,8 @@ def with_ids(sample: int, prompt: tuple[int, ...], response: tuple[int, ...]) ->
 def test_the_first_span_of_other_ids_is_named(
     make: Make, other: TokenBatch, a: list, b: list, sample: int, position: int
 ) -> None:
-    [found] = check_parity(make("a"), make("b", batch=other))
-    assert found == Mismatch(
+    [mismatch] = check_parity(make("a"), make("b", batch=other))
+    assert mismatch == Mismatch(
         kind="tokens",
         name=BATCH.samples[sample].prompt_id,
         rollout=a,
@@ -109,62 +109,63 @@ def test_the_first_span_of_other_ids_is_named(
 
 def test_every_sample_with_other_ids_is_named(make: Make) -> None:
     other = TokenBatch(tuple(Sample(s.prompt_id, (9,), s.response_ids) for s in BATCH.samples))
-    found = check_parity(make("a"), make("b", batch=other))
-    assert [m.sample for m in found] == [0, 1, 2]
+    mismatches = check_parity(make("a"), make("b", batch=other))
+    assert [m.sample for m in mismatches] == [0, 1, 2]
 
 
 def test_another_number_of_samples_is_named(make: Make) -> None:
     fewer = TokenBatch(BATCH.samples[:2])
     for n, sides in enumerate(((BATCH, fewer), (fewer, BATCH))):
         a, b = (make(f"{n}{i}", batch=side) for i, side in enumerate(sides))
-        [found] = check_parity(a, b)
-        assert (found.kind, found.name, found.sample) == ("tokens", "c", 2)
-        assert {found.rollout, found.train} == {"2 samples", "3 samples"}
+        [mismatch] = check_parity(a, b)
+        assert (mismatch.kind, mismatch.name, mismatch.sample) == ("tokens", "c", 2)
+        assert {mismatch.rollout, mismatch.train} == {"2 samples", "3 samples"}
 
 
 def test_the_same_ids_split_otherwise_are_a_mismatch(make: Make) -> None:
-    [found] = check_parity(make("a"), make("b", batch=with_ids(0, (1, 2), (3, 4, 5, 6, 7))))
-    assert (found.kind, found.sample) == ("tokens", 0)
-    assert "split" in found.rollout
+    [mismatch] = check_parity(make("a"), make("b", batch=with_ids(0, (1, 2), (3, 4, 5, 6, 7))))
+    assert (mismatch.kind, mismatch.sample) == ("tokens", 0)
+    assert "split" in mismatch.rollout
 
 
 def test_tokenizers_that_disagree_are_a_mismatch(make: Make) -> None:
     """Both scored the same ids, but the train side's own tokenizer would give others."""
     ids = {"a": [1, 2, 3], "b": [1, 7, 3], "c": [5]}
-    [found] = check_parity(make("a"), make("b", prompt_ids=ids))
-    assert (found.kind, found.name, found.sample, found.position) == ("tokens", "b", 1, 1)
-    assert (found.rollout, found.train) == ([], [7])
+    [mismatch] = check_parity(make("a"), make("b", prompt_ids=ids))
+    assert (mismatch.kind, mismatch.name) == ("tokens", "b")
+    assert (mismatch.sample, mismatch.position) == (1, 1)
+    assert (mismatch.rollout, mismatch.train) == ([], [7])
 
 
 def test_a_prompt_that_only_one_side_knows_is_a_mismatch(make: Make) -> None:
-    [found] = check_parity(make("a"), make("b", prompt_ids={"a": [1, 2, 3], "c": [5]}))
-    assert (found.name, found.rollout, found.train) == ("b", [1, 3], [])
+    [mismatch] = check_parity(make("a"), make("b", prompt_ids={"a": [1, 2, 3], "c": [5]}))
+    assert (mismatch.name, mismatch.rollout, mismatch.train) == ("b", [1, 3], [])
 
 
 def test_a_missing_parameter_is_named(make: Make) -> None:
     fewer = {"embed": WEIGHTS["embed"]}
-    found = check_parity(make("a"), make("b", weights=fewer))
-    assert [(m.kind, m.name, m.rollout, m.train) for m in found] == [
+    mismatches = check_parity(make("a"), make("b", weights=fewer))
+    assert [(m.kind, m.name, m.rollout, m.train) for m in mismatches] == [
         ("weights", "final_norm", "present", "absent")
     ]
-    found = check_parity(make("c", weights=fewer), make("d"))
-    assert [(m.name, m.rollout, m.train) for m in found] == [("final_norm", "absent", "present")]
+    [mismatch] = check_parity(make("c", weights=fewer), make("d"))
+    assert (mismatch.name, mismatch.rollout, mismatch.train) == ("final_norm", "absent", "present")
 
 
 def test_one_changed_element_is_a_mismatch(make: Make) -> None:
     changed = {n: w.clone() for n, w in WEIGHTS.items()}
     changed["embed"][2, 3] += 1e-6
-    [found] = check_parity(make("a"), make("b", weights=changed))
-    assert (found.kind, found.name) == ("weights", "embed")
-    assert found.rollout != found.train
-    assert "[3, 4]" in found.rollout
+    [mismatch] = check_parity(make("a"), make("b", weights=changed))
+    assert (mismatch.kind, mismatch.name) == ("weights", "embed")
+    assert mismatch.rollout != mismatch.train
+    assert "[3, 4]" in mismatch.rollout
 
 
 def test_another_shape_of_the_same_values_is_a_mismatch(make: Make) -> None:
     flat = WEIGHTS | {"embed": WEIGHTS["embed"].reshape(4, 3)}
-    [found] = check_parity(make("a"), make("b", weights=flat))
-    assert found.name == "embed"
-    assert "[4, 3]" in found.train
+    [mismatch] = check_parity(make("a"), make("b", weights=flat))
+    assert mismatch.name == "embed"
+    assert "[4, 3]" in mismatch.train
 
 
 def test_the_same_values_in_a_wider_dtype_are_the_same_weights(make: Make) -> None:
@@ -173,58 +174,53 @@ def test_the_same_values_in_a_wider_dtype_are_the_same_weights(make: Make) -> No
     assert check_parity(make("a", weights=low), make("b", weights=high)) == []
 
 
-def attribute_names(make: Make, a: dict[str, Any], b: dict[str, Any]) -> list[tuple]:
-    found = check_parity(make("a", attributes=a), make("b", attributes=b))
-    assert all(m.kind == "attributes" for m in found)
-    return [(m.name, m.rollout, m.train) for m in found]
+WINDOWS = per_layer("sliding_window", [None, 8, None])
+ROPE_NAN = {"rope_theta": float("nan")}
 
 
-def test_a_global_attribute_is_named(make: Make) -> None:
-    found = attribute_names(make, {"rope_theta": 1e4, "x": 1}, {"rope_theta": 1e6, "x": 1})
-    assert found == [("rope_theta", 1e4, 1e6)]
-
-
-def test_an_attribute_of_one_layer_is_named_by_layer(make: Make) -> None:
-    a = per_layer("activation", ["silu"] * 4)
-    b = per_layer("activation", ["silu", "gelu", "silu", "silu"])
-    assert attribute_names(make, a, b) == [("layers.1.activation", "silu", "gelu")]
-
-
-def test_an_exception_on_the_rollout_side_is_named_by_layer(make: Make) -> None:
-    a = per_layer("head_dim", [4, 4, 8])
-    b = per_layer("head_dim", [4, 4, 4])
-    assert attribute_names(make, a, b) == [("layers.2.head_dim", 8, 4)]
-
-
-def test_the_same_exceptions_are_no_mismatch(make: Make) -> None:
-    layers = per_layer("sliding_window", [None, 8, None])
-    assert attribute_names(make, layers, dict(reversed(layers.items()))) == []
-
-
-def test_only_layers_that_differ_are_named(make: Make) -> None:
-    """The commonest value is a summary; another one on each side is no difference by itself."""
-    a = per_layer("norm_eps", [1e-5, 1e-5, 1e-6])
-    b = per_layer("norm_eps", [1e-5, 1e-6, 1e-6])
-    assert attribute_names(make, a, b) == [("layers.1.norm_eps", 1e-5, 1e-6)]
-
-
-def test_an_attribute_that_one_side_lacks_is_named(make: Make) -> None:
-    assert attribute_names(make, {"temperature": 1.0}, {}) == [("temperature", 1.0, None)]
-
-
-def test_an_unknown_number_on_both_sides_is_no_mismatch(make: Make) -> None:
-    # The base of a rotary embedding with one pair cannot be told from its frequencies.
-    nan = float("nan")
-    assert attribute_names(make, {"rope_theta": nan}, {"rope_theta": nan}) == []
+@pytest.mark.parametrize(
+    ("a", "b", "named"),
+    [
+        ({"rope_theta": 1e4, "x": 1}, {"rope_theta": 1e6, "x": 1}, [("rope_theta", 1e4, 1e6)]),
+        (
+            per_layer("activation", ["silu"] * 4),
+            per_layer("activation", ["silu", "gelu", "silu", "silu"]),
+            [("layers.1.activation", "silu", "gelu")],
+        ),
+        # An exception on the rollout side.
+        (
+            per_layer("head_dim", [4, 4, 8]),
+            per_layer("head_dim", [4, 4, 4]),
+            [("layers.2.head_dim", 8, 4)],
+        ),
+        # The commonest value is a summary: another one on each side is no difference by itself.
+        (
+            per_layer("norm_eps", [1e-5, 1e-5, 1e-6]),
+            per_layer("norm_eps", [1e-5, 1e-6, 1e-6]),
+            [("layers.1.norm_eps", 1e-5, 1e-6)],
+        ),
+        (WINDOWS, dict(reversed(WINDOWS.items())), []),
+        ({"temperature": 1.0}, {}, [("temperature", 1.0, None)]),
+        # The base of a rotary embedding with one pair cannot be told from its frequencies.
+        (ROPE_NAN, ROPE_NAN, []),
+    ],
+    ids=["global", "one layer", "exception", "only layers", "same exceptions", "lacking", "NaN"],
+)
+def test_attributes_that_differ_are_named(
+    make: Make, a: dict[str, Any], b: dict[str, Any], named: list[tuple]
+) -> None:
+    mismatches = check_parity(make("a", attributes=a), make("b", attributes=b))
+    assert all(m.kind == "attributes" for m in mismatches)
+    assert [(m.name, m.rollout, m.train) for m in mismatches] == named
 
 
 def test_tokens_come_first_then_weights_then_attributes(make: Make) -> None:
     other = with_ids(1, (1, 3), (2, 9, 15, 7, 6))
-    found = check_parity(
+    mismatches = check_parity(
         make("a", attributes={"x": 1}),
         make("b", batch=other, weights={}, attributes={"x": 2}),
     )
-    assert [m.kind for m in found] == ["tokens", "weights", "weights", "attributes"]
+    assert [m.kind for m in mismatches] == ["tokens", "weights", "weights", "attributes"]
 
 
 def with_pass(trace: Trace, name: str, position: int | None, boundary: int | None) -> Trace:

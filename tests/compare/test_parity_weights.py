@@ -33,10 +33,10 @@ def trace(folder: Path, *parameters: LiveParameter) -> Trace:
 
 
 def only(tmp_path: Path, mine: LiveParameter, theirs: LiveParameter) -> Mismatch:
-    found = check_weights(trace(tmp_path / "a", mine), trace(tmp_path / "b", theirs))
-    assert len(found) == 1
-    assert (found[0].kind, found[0].name) == ("weights", mine.name)
-    return found[0]
+    mismatches = check_weights(trace(tmp_path / "a", mine), trace(tmp_path / "b", theirs))
+    assert len(mismatches) == 1
+    assert (mismatches[0].kind, mismatches[0].name) == ("weights", mine.name)
+    return mismatches[0]
 
 
 def test_entries_that_are_not_finite_are_counted_in_all_blocks(
@@ -64,52 +64,52 @@ def test_exchanged_heads_are_named(tmp_path: Path) -> None:
     w = weight()
     swapped = torch.cat([w[HEAD : 2 * HEAD], w[:HEAD], w[2 * HEAD :]])
     name = "layers.0.q_proj"
-    found = only(tmp_path, LiveParameter(name, w), LiveParameter(name, swapped))
-    assert found.detail == (
+    mismatch = only(tmp_path, LiveParameter(name, w), LiveParameter(name, swapped))
+    assert mismatch.detail == (
         "heads in another order: train's 0 hold the rollout's 1, 1 hold the rollout's 0"
     )
-    assert found.ranks == []
+    assert mismatch.ranks == []
 
 
-def test_exchanged_columns_of_o_proj_are_heads(tmp_path: Path) -> None:
-    w = weight(6, 16)
-    swapped = torch.cat([w[:, 8:], w[:, :8]], dim=1)
-    name = "layers.1.o_proj"
-    shards = even_shards(1, [8, 8])
-    found = only(tmp_path, LiveParameter(name, w), LiveParameter(name, swapped, shards))
-    assert "heads in another order: train's 0-1 hold the rollout's 2-3" in found.detail
-    assert found.ranks == [0, 1]
-    assert found.detail.startswith("train ranks 0, 1: ")
+@pytest.mark.parametrize(
+    ("name", "rows", "columns", "dim", "says"),
+    [
+        ("layers.1.o_proj", 6, 16, 1, "heads in another order: train's 0-1 hold the rollout's 2-3"),
+        ("layers.0.gate_proj", 16, 8, 0, "rows in another order: train's 0-7 hold the rollout's 8"),
+    ],
+)
+def test_exchanged_shards_are_heads_or_rows(
+    tmp_path: Path, name: str, rows: int, columns: int, dim: int, says: str
+) -> None:
+    w = weight(rows, columns)
+    swapped = w.roll(8, dim)
+    shards = even_shards(dim, [8, 8])
+    mismatch = only(tmp_path, LiveParameter(name, w), LiveParameter(name, swapped, shards))
+    assert mismatch.detail.startswith(f"train ranks 0, 1: {says}")
+    assert mismatch.ranks == [0, 1]
 
 
-def test_exchanged_shards_of_rows_are_rows(tmp_path: Path) -> None:
-    w = weight()
-    name = "layers.0.gate_proj"
-    swapped = LiveParameter(name, torch.cat([w[8:], w[:8]]), even_shards(0, [8, 8]))
-    found = only(tmp_path, LiveParameter(name, w), swapped)
-    assert "rows in another order: train's 0-7 hold the rollout's 8-15" in found.detail
-    assert found.ranks == [0, 1]
-
-
-@pytest.mark.parametrize(("rank", "rows"), [(0, "0-7"), (1, "8-15")])
-def test_a_stale_shard_names_its_rank(tmp_path: Path, rank: int, rows: str) -> None:
-    w, stale = weight(), weight()
-    stale[8 * rank : 8 * rank + 8] += 1
-    name = "layers.3.k_proj"
-    shards = even_shards(0, [8, 8])
-    found = only(tmp_path, LiveParameter(name, w), LiveParameter(name, stale, shards))
-    assert found.ranks == [rank]
-    assert found.detail == f"train rank {rank}: rows {rows} differ"
-
-
-def test_a_stale_shard_of_columns_names_its_rank(tmp_path: Path) -> None:
-    w, stale = weight(), weight()
-    stale[:, 4:] += 1
-    name = "layers.3.down_proj"
-    shards = even_shards(1, [4, 4])
-    found = only(tmp_path, LiveParameter(name, w, shards), LiveParameter(name, stale))
-    assert found.ranks == [1]
-    assert found.detail == "rollout rank 1: columns 4-7 differ"
+@pytest.mark.parametrize(
+    ("side", "rank", "dim", "says"),
+    [
+        ("train", 0, 0, "rows 0-7"),
+        ("train", 1, 0, "rows 8-15"),
+        ("rollout", 1, 1, "columns 4-7"),
+    ],
+)
+def test_a_stale_shard_names_its_rank(
+    tmp_path: Path, side: str, rank: int, dim: int, says: str
+) -> None:
+    w, name = weight(), "layers.3.down_proj"
+    half = w.shape[dim] // 2
+    shards = even_shards(dim, [half, half])
+    stale = w.clone()
+    stale.narrow(dim, rank * half, half).add_(1)
+    sides = {"rollout": LiveParameter(name, w), "train": LiveParameter(name, stale)}
+    sides[side] = LiveParameter(name, sides[side].value, shards)
+    mismatch = only(tmp_path, sides["rollout"], sides["train"])
+    assert mismatch.ranks == [rank]
+    assert mismatch.detail == f"{side} rank {rank}: {says} differ"
 
 
 def test_several_shards_of_a_rank(tmp_path: Path) -> None:
@@ -119,25 +119,27 @@ def test_several_shards_of_a_rank(tmp_path: Path) -> None:
     stale[5] += 1
     stale[13] += 1
     name = "layers.0.v_proj"
-    found = only(tmp_path, LiveParameter(name, w), LiveParameter(name, stale, shards))
-    assert found.ranks == [1]
-    assert found.detail == "train rank 1: rows 5, 13 differ"
+    mismatch = only(tmp_path, LiveParameter(name, w), LiveParameter(name, stale, shards))
+    assert mismatch.ranks == [1]
+    assert mismatch.detail == "train rank 1: rows 5, 13 differ"
 
 
-def test_a_stale_copy_names_its_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("copies", "ranks", "says"),
+    [
+        ((0, 0, 1, 0), [2], "rank 2 has another copy than rank 0"),
+        ((1, 0, -1, 0), [0, 2], "ranks 0, 2 have another copy than rank 1"),
+    ],
+)
+def test_a_stale_copy_names_its_rank(
+    tmp_path: Path, copies: tuple[int, ...], ranks: list[int], says: str
+) -> None:
+    """Rank 0 can be the one that is stale."""
     w = weight(16)[:, 0].contiguous()
-    copies = LiveParameter("final_norm", w, replicas=(w.clone(), w + 1, w.clone()))
-    found = only(tmp_path, LiveParameter("final_norm", w), copies)
-    assert found.ranks == [2]
-    assert found.detail == "train: rank 2 has another copy than rank 0"
-
-
-def test_rank_0_can_be_the_one_that_is_stale(tmp_path: Path) -> None:
-    w = weight(16)[:, 0].contiguous()
-    copies = LiveParameter("final_norm", w + 1, replicas=(w.clone(), w - 1, w.clone()))
-    found = only(tmp_path, LiveParameter("final_norm", w), copies)
-    assert found.ranks == [0, 2]
-    assert found.detail == "train: ranks 0, 2 have another copy than rank 1"
+    first, *others = (w + shift for shift in copies)
+    held = LiveParameter("final_norm", first, replicas=tuple(others))
+    mismatch = only(tmp_path, LiveParameter("final_norm", w), held)
+    assert (mismatch.ranks, mismatch.detail) == (ranks, f"train: {says}")
 
 
 def test_another_layers_weights_are_recognised(tmp_path: Path) -> None:
@@ -145,9 +147,9 @@ def test_another_layers_weights_are_recognised(tmp_path: Path) -> None:
     names = ("layers.0.up_proj", "layers.1.up_proj")
     a = trace(tmp_path / "a", *map(LiveParameter, names, (zero, one)))
     b = trace(tmp_path / "b", *map(LiveParameter, names, (zero, zero)))
-    found = check_weights(a, b)
-    assert [m.name for m in found] == ["layers.1.up_proj"]
-    assert found[0].detail == "train holds what the rollout has as layers.0.up_proj"
+    mismatches = check_weights(a, b)
+    assert [m.name for m in mismatches] == ["layers.1.up_proj"]
+    assert mismatches[0].detail == "train holds what the rollout has as layers.0.up_proj"
 
 
 def test_absent_and_differently_shaped_parameters(tmp_path: Path) -> None:
@@ -164,5 +166,5 @@ def test_a_vector_is_placed_by_element(tmp_path: Path) -> None:
     stale = w.clone()
     stale[3:6] = 0.5
     name = "layers.0.q_proj.bias"
-    found = only(tmp_path, LiveParameter(name, w), LiveParameter(name, stale))
-    assert found.detail == "rows 3-5 differ"
+    mismatch = only(tmp_path, LiveParameter(name, w), LiveParameter(name, stale))
+    assert mismatch.detail == "rows 3-5 differ"

@@ -15,7 +15,7 @@ from fuzz.mutate import MUTATIONS, files
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inprocess import command
-from synthetic import compared_run, draw, spoil
+from synthetic import compared_run, corrupt, draw
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "500"))
 CONTRACT = str(Path(__file__).parents[1] / "synthetic.toml")
@@ -27,7 +27,7 @@ LOGS = ("worker.log", "events.jsonl", "job.json", "rank0.log")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """By the exit code of their gate: a run whose sides are equal, and one with a fault."""
     folder = tmp_path_factory.mktemp("runs")
-    made = {0: draw(), 1: spoil(draw(), "layers.1.act", [(1, 4)])}
+    made = {0: draw(), 1: corrupt(draw(), "layers.1.act", [(1, 4)])}
     for code, train in made.items():
         run = compared_run(folder / str(code), train, EDGES).folder
         for capture in (run / "captures").iterdir():

@@ -135,9 +135,9 @@ def child(tmp_path: Path):
 
 
 def test_a_child_says_what_it_changes_and_keeps_the_rest(child) -> None:
-    found = open_contract(child('[[limits]]\nid = "max"\nfail = 0.05'))
-    assert (found.id, found.version, found.min_tokens) == ("child", "1.0.0", 10)
-    limits = [(x.id, x.fail, x.why) for x in found.limits]
+    contract = open_contract(child('[[limits]]\nid = "max"\nfail = 0.05'))
+    assert (contract.id, contract.version, contract.min_tokens) == ("child", "1.0.0", 10)
+    limits = [(x.id, x.fail, x.why) for x in contract.limits]
     assert limits == [("max", 0.05, "w"), ("k3", 0.001, "w")]
     more = (
         '[[limits]]\nid = "mean"\nmetric = "mean_abs_dlogp"\nfail = 0.01\nwhy = "w"\nsource = "s"'
@@ -189,9 +189,9 @@ def test_a_built_in_contract_can_be_extended(tmp_path: Path) -> None:
         f'id = "ours"\nversion = "1.0.0"\n[extends]\nid = "bf16"\nversion = "{bf16.version}"\n'
         f'sha256 = "{bf16.sha256}"\n[[limits]]\nid = "mean-dlogp"\nfail = 0.001\nwarn = 0.001\n'
     )
-    found = open_contract(str(path))
-    assert found.budgets == bf16.budgets
-    assert next(x for x in found.limits if x.id == "mean-dlogp").fail == 0.001
+    contract = open_contract(str(path))
+    assert contract.budgets == bf16.budgets
+    assert next(x for x in contract.limits if x.id == "mean-dlogp").fail == 0.001
 
 
 def test_the_contract_that_the_page_shows_is_one(tmp_path: Path) -> None:
@@ -200,6 +200,6 @@ def test_the_contract_that_the_page_shows_is_one(tmp_path: Path) -> None:
     (shown,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     path = tmp_path / "ours.toml"
     path.write_text(shown.replace("…", open_contract("bf16").sha256))
-    found = open_contract(str(path))
-    assert [w.owner for w in found.waivers] == ["ada"]
-    assert next(x for x in found.limits if x.id == "mean-dlogp").fail == 0.004
+    contract = open_contract(str(path))
+    assert [w.owner for w in contract.waivers] == ["ada"]
+    assert next(x for x in contract.limits if x.id == "mean-dlogp").fail == 0.004

@@ -64,9 +64,9 @@ def test_no_metric_is_above_what_the_largest_shift_allows() -> None:
         delta = draw.uniform(-most, most, 500)
         delta[:2] = most, -most
         for shift in (delta, np.full(50, most), np.full(50, -most)):
-            found = edge_metrics(np.zeros(len(shift)), shift)
+            metrics = edge_metrics(np.zeros(len(shift)), shift)
             for metric in ("k3", "ratio_mean_error", "token_mult_prob_error", "clip_fraction"):
-                assert getattr(found, metric) <= _largest(metric, most) * (1 + 1e-12)
+                assert getattr(metrics, metric) <= _largest(metric, most) * (1 + 1e-12)
 
 
 def test_a_quantile_of_few_tokens() -> None:
@@ -95,8 +95,8 @@ def test_budgets_that_no_engine_can_keep() -> None:
         budgets = [
             b.model_copy(update=changes) if b.id == "rounding-norms" else b for b in bf16.budgets
         ]
-        found = lint(bf16.model_copy(update={"budgets": budgets}), DAY)
-        return [f.text for f in found if f.entry == "rounding-norms"]
+        findings = lint(bf16.model_copy(update={"budgets": budgets}), DAY)
+        return [f.text for f in findings if f.entry == "rounding-norms"]
 
     assert with_norms() == []
     assert "rounded once, has 1" in with_norms(rms=0.9)[0]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from synthetic import compared_run, draw, spoil
+from synthetic import compared_run, corrupt, draw
 
 from rlk_align.results import Comparison
 from rlk_align.trace.run import RunRecord
@@ -15,7 +15,7 @@ from rlk_align.trace.run import RunRecord
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A comparison.json with a difference in it."""
-    faulty = spoil(draw(), "layers.1.act", [(1, 4)])
+    faulty = corrupt(draw(), "layers.1.act", [(1, 4)])
     folder = compared_run(tmp_path_factory.mktemp("record") / "run", faulty).folder
     return (folder / "comparison.json").read_text()
 

@@ -34,9 +34,9 @@ def written(tmp_path: Path, text: str) -> str:
 def test_the_whole_one_is_taken_and_known_by_its_path(tmp_path: Path) -> None:
     name = written(tmp_path, WHOLE)
     contract = load_contract(name, "bfloat16")
-    assert (contract.id, contract.given) == ("mine", name)
+    assert (contract.id, contract.reference) == ("mine", name)
     assert load_contract(written(tmp_path, WHOLE.replace("0.06", "1")), "bfloat16").limits
-    assert load_contract("bf16", "bfloat16").given == "bf16"
+    assert load_contract("bf16", "bfloat16").reference == "bf16"
 
 
 @pytest.mark.parametrize(

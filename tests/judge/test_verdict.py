@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from comparisons import QUIET, comparison, contract, edge, metrics, site
-from synthetic import compared, draw, spoil, write_trace
+from synthetic import compared, corrupt, draw, write_trace
 
 from rlk_align.compare.metrics import edge_metrics
 from rlk_align.judge.load import load_contract
@@ -346,7 +346,7 @@ EDGE_FIELDS = {"max_abs_dlogp", "mean_abs_dlogp", "p99_abs_dlogp", "k1", "k3", "
 def test_the_record_has_the_published_fields(tmp_path) -> None:
     values = draw()
     rollout = write_trace(tmp_path / "a", values, passes=("decode", "prefill"))
-    train = write_trace(tmp_path / "b", spoil(values, "layers.1.act", [(1, 4)]))
+    train = write_trace(tmp_path / "b", corrupt(values, "layers.1.act", [(1, 4)]))
     shown = compared(rollout, train, ("decode_vs_prefill", "prefill_vs_train"))
     verdict = judge(shown, load_contract("bitwise", "bfloat16"))
     record = json.loads(json.dumps(verdict_json(verdict), allow_nan=False))

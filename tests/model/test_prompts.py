@@ -44,8 +44,8 @@ def test_json_lines_are_parsed(tmp_path: Path) -> None:
 
 def test_text_is_a_prompt_a_line(tmp_path: Path) -> None:
     path = written(tmp_path, "one\n\n  two \r\n{not json\n", "p.txt")
-    found = load_prompts(path)
-    assert [(p.id, p.text) for p in found] == [
+    prompts = load_prompts(path)
+    assert [(p.id, p.text) for p in prompts] == [
         ("line1", "one"),
         ("line3", "  two "),
         ("line4", "{not json"),

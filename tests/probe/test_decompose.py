@@ -1,5 +1,6 @@
 """Units of simulated engines, whose every output on every input is known."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -47,12 +48,17 @@ def test_random_units_and_inputs(
     ]
     first, second = (lambda given, f=f: run(seed, dtype, f, given) for f in faults)
     edge = graft(tmp_path_factory.mktemp("edge"), first, second)
-    found = units(edge)
-    assert introducers(found) == set(wrong)
-    assert all(u.label != "undetermined" and not u.orders[0].left_out for u in found.values())
+    by_site = units(edge)
+    assert introducers(by_site) == set(wrong)
+    assert all(u.label != "undetermined" and not u.orders[0].left_out for u in by_site.values())
     values = [
         RecordedRows(p, INDEX)
-        for p in (edge.first.own, edge.second.other, edge.second.own, edge.first.other)
+        for p in (
+            edge.first.captured,
+            edge.second.cross_grafted,
+            edge.second.captured,
+            edge.first.cross_grafted,
+        )
     ]
     for name, site in SITES.items():
         rows = np.flatnonzero(INDEX.expected(site, decode=False))
@@ -61,7 +67,7 @@ def test_random_units_and_inputs(
             introduced, inherited, errors = split(one, two, three)
             assert (errors == 0).all()
             assert torch.equal(introduced + inherited, sign * (a_a.double() - b_b.double()))
-        forward, backward = found[name].orders
+        forward, backward = by_site[name].orders
         assert forward.splits[0].introduced.max_abs == float((a_a.double() - b_a).abs().max())
         assert backward.splits[0].inherited.max_abs == float((a_a.double() - a_b).abs().max())
 
@@ -77,8 +83,8 @@ def test_a_fault_that_only_some_inputs_show_is_found_in_the_other_order(tmp_path
     def second(given: Values | None) -> Values:
         return run(1, torch.float32, None, given)
 
-    found = units(graft(tmp_path, first, second))
-    assert introducers(found) == {"layers.0.gate_proj", "layers.0.act"}
+    by_site = units(graft(tmp_path, first, second))
+    assert introducers(by_site) == {"layers.0.gate_proj", "layers.0.act"}
 
 
 def test_an_early_ulp_that_grows_late(tmp_path: Path) -> None:
@@ -91,25 +97,25 @@ def test_an_early_ulp_that_grows_late(tmp_path: Path) -> None:
         return torch.tanh(50 * torch.atanh(x.clamp(-0.999, 0.999)))
 
     late = {"layers.1.up_proj": steep}
-    found = units(
+    by_site = units(
         graft(
             tmp_path,
             lambda given: run(3, torch.float32, late | {"layers.0.attn_norm": ulp}, given),
             lambda given: run(3, torch.float32, late, given),
         )
     )
-    assert introducers(found) == {"layers.0.attn_norm"}
-    largest = max(found.values(), key=lambda u: u.orders[0].splits[0].inherited.rel_l2)
+    assert introducers(by_site) == {"layers.0.attn_norm"}
+    largest = max(by_site.values(), key=lambda u: u.orders[0].splits[0].inherited.rel_l2)
     assert largest.name == "layers.1.up_proj"
     assert largest.label == "amplifier"
     assert largest.gain > 5
-    assert found["embed"].label == "clean"
+    assert by_site["embed"].label == "clean"
 
 
 def test_a_fault_in_a_region_names_the_region(tmp_path: Path) -> None:
     """B computes add and norm as one; the fault is in the norm, or in the add."""
     for number, site in enumerate(("layers.0.mlp_norm", "layers.0.attn_residual")):
-        found = units(
+        by_site = units(
             graft(
                 tmp_path / str(number),
                 lambda given: run(5, torch.bfloat16, None, given, FUSED),
@@ -117,8 +123,8 @@ def test_a_fault_in_a_region_names_the_region(tmp_path: Path) -> None:
                 FUSED,
             )
         )
-        assert introducers(found) == {"layers.0.attn_residual+mlp_norm"}
-        assert found["layers.0.attn_residual+mlp_norm"].sites == [
+        assert introducers(by_site) == {"layers.0.attn_residual+mlp_norm"}
+        assert by_site["layers.0.attn_residual+mlp_norm"].sites == [
             "layers.0.attn_residual",
             "layers.0.mlp_norm",
         ]
@@ -137,43 +143,36 @@ def test_rows_without_values_are_left_out_and_counted(tmp_path: Path) -> None:
             site != "layers.1.act"
         )
 
-    found = units(healthy(tmp_path, keep=keep))
-    order = found["layers.0.k_rope"].orders[0]
+    by_site = units(healthy(tmp_path, keep=keep))
+    order = by_site["layers.0.k_rope"].orders[0]
     assert (order.left_out, order.reason.count("keeps no value of layers.0.k_rope")) == (1, 1)
     # Attention reads every row up to its own: rows 2 to 6 of sample 1.
-    assert found["layers.0.attn"].orders[0].left_out == 5
-    assert found["layers.0.attn"].label == "clean"
+    assert by_site["layers.0.attn"].orders[0].left_out == 5
+    assert by_site["layers.0.attn"].label == "clean"
     for name in ("layers.1.act", "layers.1.down_proj"):
-        assert found[name].label == "undetermined"
-        assert "keeps no value of layers.1.act" in found[name].reason
-    assert found["layers.1.up_proj"].label == "clean"
+        assert by_site[name].label == "undetermined"
+        assert "keeps no value of layers.1.act" in by_site[name].reason
+    assert by_site["layers.1.up_proj"].label == "clean"
 
 
 def test_an_engine_that_does_not_reproduce_itself_proves_nothing(tmp_path: Path) -> None:
     edge = healthy(tmp_path)
     noisy = run(7, torch.bfloat16, {"layers.0.up_proj": scaled(1.01)})
     again = write(tmp_path / "noisy", noisy, None, noisy)
-    edge = GraftedEdge(
-        edge.name,
-        edge.first,
-        type(edge.second)("train", "prefill", edge.second.own, again, edge.second.other),
-        edge.tokens,
-        edge.shape,
-        edge.fused,
-    )
-    found = units(edge)
-    unit = found["layers.0.up_proj"]
+    edge = replace(edge, second=replace(edge.second, self_grafted=again))
+    by_site = units(edge)
+    unit = by_site["layers.0.up_proj"]
     # The other order is still good.
     assert [o.rows > 0 for o in unit.orders] == [False, True]
     assert "train prefill, grafted with its own inputs, does not reproduce" in unit.orders[0].reason
-    assert found["layers.0.gate_proj"].orders[0].rows > 0
+    assert by_site["layers.0.gate_proj"].orders[0].rows > 0
 
 
 def test_rows_that_the_engine_did_not_overwrite_are_missed(tmp_path: Path) -> None:
     edge = healthy(tmp_path)
-    record = edge.second.other.record
+    record = edge.second.cross_grafted.record
     written = record.overwritten | {"layers.0.attn_norm": 3}
-    edge.second.other.record = record.model_copy(update={"overwritten": written})
+    edge.second.cross_grafted.record = record.model_copy(update={"overwritten": written})
     unit = units(edge)["layers.0.q_proj"]
     assert unit.orders[0].rows == 0
     assert "overwrote 3 of 21 rows of layers.0.attn_norm" in unit.orders[0].reason
@@ -184,13 +183,13 @@ def test_inputs_that_would_be_rounded_determine_nothing(tmp_path: Path, wider: i
     dtypes = [torch.bfloat16, torch.bfloat16]
     dtypes[wider] = torch.float32
     first, second = (lambda given, d=d: run(9, d, None, given) for d in dtypes)
-    found = units(graft(tmp_path, first, second))
+    by_site = units(graft(tmp_path, first, second))
     # The wider side takes the other's inputs as they are, and not the other way round.
-    orders = found["layers.0.act"].orders
+    orders = by_site["layers.0.act"].orders
     assert [o.rows > 0 for o in orders] == ([False, True] if wider == 0 else [True, False])
     assert "which" in orders[wider].reason
     assert "rounds to torch.bfloat16" in orders[wider].reason
-    assert found["embed"].label == "introducer"
+    assert by_site["embed"].label == "introducer"
 
 
 def test_nan_is_introduced(tmp_path: Path) -> None:
@@ -199,12 +198,12 @@ def test_nan_is_introduced(tmp_path: Path) -> None:
         x[4, 0] = torch.nan
         return x
 
-    found = units(
+    by_site = units(
         graft(
             tmp_path,
             lambda given: run(2, torch.float32, None, given),
             lambda given: run(2, torch.float32, {"layers.1.o_proj": poison}, given),
         )
     )
-    assert "layers.1.o_proj" in introducers(found)
-    assert np.isnan(found["layers.1.o_proj"].part("introduced").rms)
+    assert "layers.1.o_proj" in introducers(by_site)
+    assert np.isnan(by_site["layers.1.o_proj"].part("introduced").rms)

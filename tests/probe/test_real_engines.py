@@ -79,13 +79,13 @@ def test_hf_and_fsdp(tmp_path: Path) -> None:
     forwards = {role: len(list(p.glob("*/pass.json"))) for role, p in folders.items()}
     assert forwards == {"rollout": 6, "train": 3}
     # The only introducer is the whole of the difference, first or last.
-    found = attribute(run, edges[0], list(units(edges[0]).values()), lambda *_: None)
-    assert found.unexplained == 0
-    assert max(map(abs, found.whole)) > 1e-4
-    assert found.largest is not None
-    assert found.largest.units == ["layers.1.o_proj"]
-    if len(found.layers) == 1:
-        assert found.layers[0].first == found.layers[0].last == found.whole
+    attribution = attribute(run, edges[0], list(units(edges[0]).values()), lambda *_: None)
+    assert attribution.unexplained == 0
+    assert max(map(abs, attribution.whole)) > 1e-4
+    assert attribution.largest is not None
+    assert attribution.largest.units == ["layers.1.o_proj"]
+    if len(attribution.layers) == 1:
+        assert attribution.layers[0].first == attribution.layers[0].last == attribution.whole
 
     # Once more: what is there is taken as it is, and no engine starts.
     again: list[str] = []
@@ -100,12 +100,12 @@ def test_an_early_ulp_that_becomes_the_largest_difference_late(tmp_path: Path) -
         tmp_path, "hf:dtype=float32", "hf:dtype=float32,patch=patches:ulp_in_the_first_norm"
     )
     (edge,) = graft_passes(run, EDGES[1:2], lambda *_: None)
-    found = units(edge)
+    by_site = units(edge)
     assert introducers(edge) == {"layers.0.attn_norm"}
-    planted = found["layers.0.attn_norm"].part("introduced")
+    planted = by_site["layers.0.attn_norm"].part("introduced")
     assert planted is not None
     assert 2e-8 < planted.rel_l2 < 1.2e-7
-    largest = max(found.values(), key=lambda u: _inherited(u))
+    largest = max(by_site.values(), key=lambda u: _inherited(u))
     assert largest.label == "amplifier"
     assert largest.layer is None or largest.layer >= 2
     assert _inherited(largest) > 2 * planted.rel_l2
@@ -154,8 +154,8 @@ def test_megatron_and_its_ranks(tmp_path: Path) -> None:
         "megatron:tp=2,sp=1,dtype=float32,patch=patches:scale_up_projection_in_megatron",
     )
     (edge,) = graft_passes(run, EDGES[1:2], lambda *_: None)
-    found = units(edge)
-    large = {n for n, u in found.items() if u.part("introduced").rel_l2 > 1e-4}
+    by_site = units(edge)
+    large = {n for n, u in by_site.items() if u.part("introduced").rel_l2 > 1e-4}
     assert large == {"layers.1.gate_proj", "layers.1.up_proj"}
-    assert found["embed"].label == "clean"
-    assert found["layers.0.k_proj"].part("introduced").rel_l2 < 1e-6
+    assert by_site["embed"].label == "clean"
+    assert by_site["layers.0.k_proj"].part("introduced").rel_l2 < 1e-6

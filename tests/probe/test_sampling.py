@@ -1,27 +1,30 @@
 """What log-probs are of: each way to get them wrong is named, and what cannot be told is said."""
 
 import math
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from synthetic import BATCH, draw, keep_logprobs, write_trace
 
+from rlk_align.model.sites import RowIndex
 from rlk_align.probe.sampling import Explanation, explain, explain_pass
-from rlk_align.probe.transformations import Rows, Stated
+from rlk_align.probe.transformations import Stated, TokenContext
+from rlk_align.trace.reader import Trace
 
 N, V = 64, 97
 
 
-def _case(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, Rows]:
+def _case(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, TokenContext]:
     """Logits as peaked as a trained model's; row p scores the id of row p + 1."""
     generator = torch.Generator().manual_seed(0)
     logits = 3.0 * torch.randn(N, V, generator=generator)
     ids = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
     before = torch.cat([torch.tensor([1]), ids[:-1]])
     after = torch.cat([ids[1:], torch.tensor([-1])])
-    return logits.to(dtype), Rows(targets=ids, before=before, after=after)
+    return logits.to(dtype), TokenContext(targets=ids, before=before, after=after)
 
 
 def _scored(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -43,7 +46,7 @@ def _likeliest(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 
 LOGITS, ROWS = _case()
-KEPT = Rows(LOGITS.argmax(-1), ROWS.before, ROWS.after)
+KEPT = TokenContext(LOGITS.argmax(-1), ROWS.before, ROWS.after)
 """Targets that no truncation drops."""
 T07 = Stated(temperature=0.7)
 CASES = {
@@ -80,19 +83,19 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_transformation_is_named(name: str) -> None:
     stated, rows, reported = CASES[name]
-    found = explain(LOGITS, reported, rows, stated)
-    assert found.name == name, found
-    assert found.also == ()
+    explanation = explain(LOGITS, reported, rows, stated)
+    assert explanation.name == name, explanation
+    assert explanation.also == ()
     unlabelled = 1 if name == "next label" else 0
-    assert found.explained == N - unlabelled
-    assert sum(found.exceptions.values()) == unlabelled
-    assert found.largest_residual <= (0.1 if "softmax" in name else 1e-4)
-    assert f"{found.explained} of {N} rows" in found.words
+    assert explanation.explained == N - unlabelled
+    assert sum(explanation.exceptions.values()) == unlabelled
+    assert explanation.largest_residual <= (0.1 if "softmax" in name else 1e-4)
+    assert f"{explanation.explained} of {N} rows" in explanation.words
 
 
 def test_a_stated_temperature_is_no_finding() -> None:
-    found = explain(LOGITS, _scored(LOGITS / 0.7, ROWS.targets), ROWS, T07)
-    assert (found.name, found.explained) == ("as stated", N)
+    explanation = explain(LOGITS, _scored(LOGITS / 0.7, ROWS.targets), ROWS, T07)
+    assert (explanation.name, explanation.explained) == ("as stated", N)
 
 
 @pytest.mark.parametrize("largest", [2.0, 30.0, 400.0])
@@ -106,25 +109,25 @@ def test_rounding_is_no_finding(largest: float) -> None:
 def test_missing_ones_are_exceptions() -> None:
     reported = _scored(LOGITS, ROWS.targets)
     reported[[3, 40]] = 0.0
-    found = explain(LOGITS, reported, ROWS, Stated())
-    assert (found.name, found.explained) == ("as stated", N - 2)
-    assert found.exceptions == {"zero": 2}
-    assert "2 report 0" in found.words
+    explanation = explain(LOGITS, reported, ROWS, Stated())
+    assert (explanation.name, explanation.explained) == ("as stated", N - 2)
+    assert explanation.exceptions == {"zero": 2}
+    assert "2 report 0" in explanation.words
 
 
 def test_another_token_at_edges_is_an_exception() -> None:
     reported, edge = _scored(LOGITS, ROWS.targets), torch.arange(N) % 16 == 15
     others = LOGITS.log_softmax(-1).scatter(-1, ROWS.targets[:, None], -torch.inf).amax(-1)
-    found = explain(LOGITS, torch.where(edge, others, reported), ROWS, Stated())
-    assert (found.name, found.explained) == ("as stated", N - 4)
-    assert found.exceptions == {"another token": 4}
+    explanation = explain(LOGITS, torch.where(edge, others, reported), ROWS, Stated())
+    assert (explanation.name, explanation.explained) == ("as stated", N - 4)
+    assert explanation.exceptions == {"another token": 4}
 
 
 def test_what_cannot_be_told_apart_is_said() -> None:
     """All of the mass lies in ten tokens: more of them change nothing."""
     logits = torch.full((N, V), -60.0)
     logits[:, :10] = LOGITS[:, :10]
-    rows = Rows(logits.argmax(-1), ROWS.before, ROWS.after)
+    rows = TokenContext(logits.argmax(-1), ROWS.before, ROWS.after)
     reported = _scored(_likeliest(logits, 5), rows.targets)
     exact = explain(logits, reported, rows, Stated())
     assert (exact.name, exact.also) == ("top-k 5", ())
@@ -138,10 +141,10 @@ def test_what_cannot_be_told_apart_is_said() -> None:
 
 def test_what_fits_nothing_is_said() -> None:
     reported = _scored(LOGITS, ROWS.targets) + 0.01 * torch.arange(N)
-    found = explain(LOGITS, reported, ROWS, Stated())
-    assert found.name is None
-    assert "no transformation that is known" in found.words
-    assert math.isnan(found.largest_residual)
+    explanation = explain(LOGITS, reported, ROWS, Stated())
+    assert explanation.name is None
+    assert "no transformation that is known" in explanation.words
+    assert math.isnan(explanation.largest_residual)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -152,64 +155,48 @@ def test_one_row_that_is_not_finite_fits_nothing(value: float) -> None:
 
 
 def test_no_row_is_no_explanation() -> None:
-    none = Rows(*(torch.zeros(0, dtype=torch.long) for _ in range(3)))
-    found: Explanation = explain(LOGITS[:0], torch.zeros(0), none, Stated())
-    assert (found.name, found.rows, found.words) == (None, 0, "there are no rows")
+    none = TokenContext(*(torch.zeros(0, dtype=torch.long) for _ in range(3)))
+    explanation: Explanation = explain(LOGITS[:0], torch.zeros(0), none, Stated())
+    assert (explanation.name, explanation.rows, explanation.words) == (None, 0, "there are no rows")
 
 
 def test_a_large_vocabulary_goes_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlk_align.probe.sampling.BLOCK_ELEMENTS", 5 * V)
     stated, rows, reported = CASES["temperature twice"]
-    found = explain(LOGITS, reported, rows, stated)
-    assert (found.name, found.explained) == ("temperature twice", N)
+    explanation = explain(LOGITS, reported, rows, stated)
+    assert (explanation.name, explanation.explained) == ("temperature twice", N)
 
 
-def _pass(kept: dict[str, int]) -> SimpleNamespace:
-    """A trace of one sequence of four ids, two of them sampled; `kept`: by site, the shard that its
-    rows' values are in, -1 for none."""
-    logits = LOGITS[:2]
-    values = {"logits": logits, "logprob": _scored(logits, torch.tensor([7, 9]))[:, None]}
-
-    def rows(site: str) -> SimpleNamespace | None:
-        if site not in kept:
-            return None
-        # Log-probs come in another order than logits.
-        order = [0, 1] if site == "logits" else [1, 0]
-        return SimpleNamespace(
-            sample=np.zeros(2, dtype=np.int64),
-            position=np.array([1, 2])[order],
-            shard=np.full(2, kept[site]),
-            order=order,
-        )
-
-    def read(site: str, found: SimpleNamespace, at: np.ndarray) -> torch.Tensor:
-        return values[site][found.order][torch.from_numpy(at)]
-
-    reader = SimpleNamespace(rows=rows, values=read)
-    return SimpleNamespace(
-        read_pass=lambda _: reader,
-        tokens=SimpleNamespace(samples=[SimpleNamespace(ids=(5, 6, 7, 9))]),
-        record=SimpleNamespace(attributes={"logprobs": "raw", "temperature": 0.7}),
-    )
+def _recorded(folder: Path, **options: Any) -> Trace:
+    """A trace whose log-probs are those of its logits; `options`: of `write_trace`."""
+    values = draw()
+    targets = torch.from_numpy(np.roll(RowIndex(BATCH).token, -1))
+    values["logprob"] = _scored(values["logits"], targets)[:, None]
+    return write_trace(folder / "trace", values, controls=(), **options)
 
 
-def test_a_pass_is_explained_row_by_row() -> None:
-    found = explain_pass(_pass({"logits": 0, "logprob": 0}), "prefill")
-    assert (found.name, found.rows, found.explained) == ("as stated", 2, 2)
+@pytest.mark.parametrize("passname", ["decode", "prefill"])
+def test_a_pass_is_explained_row_by_row(tmp_path: Path, passname: str) -> None:
+    explanation = explain_pass(_recorded(tmp_path, passes=(passname,)), passname)
+    tokens = BATCH.sampled_tokens
+    assert explanation.name == "as stated"
+    assert (explanation.rows, explanation.explained) == (tokens, tokens)
 
 
 @pytest.mark.parametrize(
-    ("kept", "says"),
+    ("options", "says"),
     [
-        ({"logprob": 0}, "prefill has no logits"),
-        ({"logits": 0}, "prefill has no log-probs"),
-        ({"logits": -1, "logprob": 0}, "no row of prefill keeps both"),
+        ({"without": {"logits": None}}, "prefill has no logits"),
+        ({"without": {"logprob": None}}, "prefill has no log-probs"),
+        ({"keep": keep_logprobs}, "no row of prefill keeps both"),
     ],
 )
-def test_a_pass_without_both_says_what_it_lacks(kept: dict[str, int], says: str) -> None:
-    found = explain_pass(_pass(kept), "prefill")
-    assert (found.name, found.rows) == (None, 0)
-    assert says in found.words
+def test_a_pass_without_both_says_what_it_lacks(
+    tmp_path: Path, options: dict[str, Any], says: str
+) -> None:
+    explanation = explain_pass(_recorded(tmp_path, **options), "prefill")
+    assert (explanation.name, explanation.rows) == (None, 0)
+    assert says in explanation.words
 
 
 def test_a_block_is_sorted_once_for_all_truncations(monkeypatch: pytest.MonkeyPatch) -> None:

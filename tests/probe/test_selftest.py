@@ -147,15 +147,15 @@ def _selftest(*detections: Detection, clean: CleanPair | None = None) -> SelfTes
     ],
 )
 def test_what_counts_as_seen(changes: dict[str, Any], good: bool) -> None:
-    found = _selftest(_detection(**changes))
-    assert found.passed == good
-    assert ("not as expected: 1" in "\n".join(lines(found))) != good
+    result = _selftest(_detection(**changes))
+    assert result.passed == good
+    assert ("not as expected: 1" in "\n".join(lines(result))) != good
 
 
 def test_a_false_alarm_fails() -> None:
-    found = _selftest(_detection(), clean=_clean("layers.1.attn of train"))
-    assert not found.passed
-    assert "seed 3, vllm against hf: layers.1.attn of train" in "\n".join(lines(found))
+    result = _selftest(_detection(), clean=_clean("layers.1.attn of train"))
+    assert not result.passed
+    assert "seed 3, vllm against hf: layers.1.attn of train" in "\n".join(lines(result))
 
 
 def test_nothing_tested_is_no_pass() -> None:
@@ -230,13 +230,13 @@ def test_what_is_unknown_is_refused() -> None:
 def test_the_exit_code_says_whether_all_is_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: str, code: int
 ) -> None:
-    found = _selftest(_detection(seen=seen))
-    monkeypatch.setattr("rlk_align.probe.selftest.run.selftest", lambda *_: found)
+    result = _selftest(_detection(seen=seen))
+    monkeypatch.setattr("rlk_align.probe.selftest.run.selftest", lambda *_: result)
     out = tmp_path / "out.json"
     words = ("selftest", "--engines", "hf", "--run-dir", tmp_path / "run")
     ended, said = command(*words, "--output", f"json={out}")
     assert ended == code, said
-    assert SelfTest.model_validate_json(out.read_text()) == found
+    assert SelfTest.model_validate_json(out.read_text()) == result
     assert "norm   1" in said
 
 
@@ -270,8 +270,8 @@ def test_what_is_over_budget_is_held_against_what_was_planted(
     monkeypatch.setattr(detect, "over_budget", lambda *_: _over(*over))
     comparison = SimpleNamespace(mismatches=[], edges=["an edge"])
     verdict = SimpleNamespace(comparison=comparison, contract=None)
-    found = detect._found(verdict, FAULTS[fault], "train")
-    assert (found.seen, len(found.others)) == (seen, others)
+    finding = detect._finding(verdict, FAULTS[fault], "train")
+    assert (finding.outcome, len(finding.others)) == (seen, others)
 
 
 @pytest.mark.parametrize(
@@ -286,5 +286,5 @@ def test_a_precheck_must_name_what_was_planted(names: list[str], seen: str, othe
     pairs = [name.split() for name in names]
     mismatches = [SimpleNamespace(kind=kind, name=name, detail="") for kind, name in pairs]
     verdict = SimpleNamespace(comparison=SimpleNamespace(mismatches=mismatches, edges=[]))
-    found = detect._found(verdict, FAULTS["weight-element"], "train")
-    assert (found.seen, len(found.others)) == (seen, others)
+    finding = detect._finding(verdict, FAULTS["weight-element"], "train")
+    assert (finding.outcome, len(finding.others)) == (seen, others)

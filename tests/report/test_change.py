@@ -4,7 +4,7 @@ import io
 from pathlib import Path
 
 from rich.console import Console
-from synthetic import compared_run, draw, spoil
+from synthetic import compared_run, corrupt, draw
 
 from rlk_align.judge.verdict import judge_by
 from rlk_align.report.change import show_change
@@ -15,7 +15,7 @@ CONTRACT = str(Path(__file__).parents[1] / "synthetic.toml")
 def test_production_is_shown_without_and_with_the_kernels(tmp_path: Path) -> None:
     values = draw()
     runs = {
-        "off": compared_run(tmp_path / "off", production=spoil(values, "logprob", [(1, 4)])),
+        "off": compared_run(tmp_path / "off", production=corrupt(values, "logprob", [(1, 4)])),
         "on": compared_run(tmp_path / "on", production=values),
         "not": compared_run(tmp_path / "not"),
     }

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from synthetic import changed, compared_run, draw, spoil
+from synthetic import changed, compared_run, corrupt, draw
 
 from rlk_align.judge.verdict import judge_by
 from rlk_align.report.terminal import show
@@ -32,7 +32,7 @@ def test_a_pass_says_what_it_rests_on(tmp_path: Path) -> None:
     assert "rows are bit-equal" in equal
     assert "rows differ" not in equal
     values = draw()
-    other = spoil(values, "layers.1.act", [(1, 4)])
+    other = corrupt(values, "layers.1.act", [(1, 4)])
     other["logprob"] = values["logprob"]
     differing = printed(compared_run(tmp_path / "differing", other))
     assert " PASS " in differing
@@ -46,7 +46,7 @@ def test_a_pass_says_what_it_rests_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [20, 40, 60, 100])
 def test_no_figure_is_cut(tmp_path: Path, width: int) -> None:
-    run = compared_run(tmp_path / "run", spoil(draw(), "layers.1.act", [(1, 4)]))
+    run = compared_run(tmp_path / "run", corrupt(draw(), "layers.1.act", [(1, 4)]))
     text = printed(run, width)
     assert "…" not in text
     assert f"{run.comparison.edges[0].metrics.mean_abs_dlogp:.2g}" in text

@@ -51,9 +51,9 @@ def random_rows(rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> tor
 def test_a_digest_is_the_formula(dtype: torch.dtype, width: int) -> None:
     rows = random_rows(5, width, dtype)
     rows[1, 0], rows[2, -1], rows[3, 0], rows[4] = math.nan, math.inf, -0.0, 0.0
-    found = digest_rows(rows)
-    assert found.dtype == torch.int64
-    assert unsigned(found) == [digest_in_words(raw(row)) for row in rows]
+    digests = digest_rows(rows)
+    assert digests.dtype == torch.int64
+    assert unsigned(digests) == [digest_in_words(raw(row)) for row in rows]
 
 
 @given(st.binary(min_size=1, max_size=70))
@@ -173,8 +173,8 @@ def test_statistics_are_those_of_float64(dtype: torch.dtype, width: int) -> None
     rows[2, 0], rows[2, -1] = math.inf, -math.inf
     rows[3] = math.nan
     rows[4] = -0.0
-    found = row_statistics(rows).numpy()
-    for row, (norm, absmax, nonfinite) in zip(rows.double().numpy(), found, strict=True):
+    statistics = row_statistics(rows).numpy()
+    for row, (norm, absmax, nonfinite) in zip(rows.double().numpy(), statistics, strict=True):
         finite = row[np.isfinite(row)]
         assert nonfinite == width - len(finite)
         assert absmax == (np.abs(finite).max() if len(finite) else 0.0)

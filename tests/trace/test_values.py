@@ -21,7 +21,7 @@ def written(folder: Path, values: dict[str, torch.Tensor]) -> PassReader:
 
 
 def everything(recorded: RecordedRows, site: str) -> list[np.ndarray]:
-    found = recorded.values(site, np.flatnonzero(recorded.kept(site)))
+    found = recorded.values(site, np.flatnonzero(recorded.has_value(site)))
     masks = [recorded.present(site), recorded.finite(site), recorded.digests(site)]
     return [found.contiguous().view(torch.uint8).numpy(), *masks]
 
@@ -49,5 +49,5 @@ def test_a_value_that_is_not_finite_is_kept_and_known(tmp_path: Path) -> None:
     values["embed"][1, 0] = torch.nan
     values["embed"][2, 0] = torch.inf
     recorded = RecordedRows(written(tmp_path, values), INDEX)
-    assert (recorded.kept("embed") & ~recorded.finite("embed")).nonzero()[0].tolist() == [1, 2]
+    assert (recorded.has_value("embed") & ~recorded.finite("embed")).nonzero()[0].tolist() == [1, 2]
     assert not recorded.present("no_site").any()

@@ -64,10 +64,10 @@ def attention(
     key, value = (x.reshape(len(x), groups, -1) for x in (k, v))
     scores = torch.einsum("nghd,lgd->nghl", query, key) / math.sqrt(query.shape[-1])
     at = torch.arange(len(k), device=k.device)
-    seen = at <= position[:, None]
+    visible = at <= position[:, None]
     if window is not None:
-        seen &= at > position[:, None] - window
-    scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+        visible &= at > position[:, None] - window
+    scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
     return torch.einsum("nghl,lgd->nghd", scores.softmax(dim=-1), value).reshape(len(q), -1)
 
 

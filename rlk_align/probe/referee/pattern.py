@@ -24,13 +24,13 @@ class Totals:
     """Sums over the entries of each row, `[N]`, or of each feature, `[F]`."""
 
     square: np.ndarray
-    """Of the error."""
+    """The squared error."""
     variance: np.ndarray
-    """Of a rounding."""
+    """The variance of a rounding."""
     product: np.ndarray
-    """Of error · exact."""
+    """The error times the exact output."""
     power: np.ndarray
-    """Of exact²."""
+    """The squared exact output."""
 
     @property
     def excess(self) -> np.ndarray:
@@ -54,7 +54,7 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowLabels:
     """Which rows they are, int `[N]` each."""
 
     number: np.ndarray
@@ -65,7 +65,7 @@ class Rows:
 def pattern(
     rows: Totals,
     features: Totals,
-    which: Rows,
+    which: RowLabels,
     heads: int,
     shift: np.ndarray,
     scaled_by_row: float,
@@ -94,7 +94,7 @@ def pattern(
 
 
 def _candidates(
-    rows: Totals, features: Totals, which: Rows, heads: int
+    rows: Totals, features: Totals, which: RowLabels, heads: int
 ) -> Iterator[tuple[Place, Totals, np.ndarray]]:
     """Smallest places first."""
     yield "row", rows, which.number

@@ -32,16 +32,16 @@ class RecordedPass:
         NotRefereed."""
         for name in (site.name, *site.inputs, *site.prefix_inputs):
             self._check_recorded(name)
-        good = self._rows.kept(site.name).copy()
+        good = self._rows.has_value(site.name).copy()
         for name in site.inputs:
             good &= self._rows.finite(name)
         for name in site.prefix_inputs:
             good &= self._index.prefix_all(self._rows.finite(name))
-        kept = self._chosen[good[self._chosen]]
-        if not len(kept):
+        valued = self._chosen[good[self._chosen]]
+        if not len(valued):
             raise NotRefereed("no row has finite inputs, all of which were kept")
-        _, once = np.unique(self._contents(site, kept), axis=0, return_index=True)
-        return kept[np.sort(once)]
+        _, once = np.unique(self._contents(site, valued), axis=0, return_index=True)
+        return valued[np.sort(once)]
 
     def _check_recorded(self, site: str) -> None:
         if site in self._record.unexposed:
@@ -80,7 +80,7 @@ class RecordedPass:
 
     def _up_to(self, number: np.ndarray) -> np.ndarray:
         """Each sequence's rows, from its first to the last of these."""
-        sample = np.searchsorted(self._index.offsets, number, side="right") - 1
+        sample = self._index.sample[number]
         last = np.append(np.flatnonzero(np.diff(sample)), len(number) - 1)
         starts = self._index.offsets[sample[last]]
         ranges = zip(starts, number[last] + 1, strict=True)
@@ -89,15 +89,15 @@ class RecordedPass:
     def values(self, site: str, number: np.ndarray) -> torch.Tensor:
         """float64 `[N, F]` of these rows, which are chosen ones."""
         if site not in self._values:
-            kept = self._chosen[self._rows.kept(site)[self._chosen]]
-            if len(kept) * self._record.sites[site].features > _HELD:
+            valued = self._chosen[self._rows.has_value(site)[self._chosen]]
+            if len(valued) * self._record.sites[site].features > _HELD:
                 return self.sequence(site, number).double()
-            self._values[site] = (kept, self.sequence(site, kept))
+            self._values[site] = (valued, self.sequence(site, valued))
             if len(self._values) > _SITES:
                 self._values.popitem(last=False)
         self._values.move_to_end(site)
-        kept, values = self._values[site]
-        return values[torch.from_numpy(np.searchsorted(kept, number))].double()
+        valued, values = self._values[site]
+        return values[torch.from_numpy(np.searchsorted(valued, number))].double()
 
     def sequence(self, site: str, number: np.ndarray) -> torch.Tensor:
         """`[N, F]` of any rows, in the dtype that they were recorded in."""

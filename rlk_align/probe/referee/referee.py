@@ -20,9 +20,9 @@ from rlk_align.model.sites import RowIndex, Site, model_sites
 from rlk_align.probe.graph import partners
 from rlk_align.probe.referee.exponentials import sum_orders
 from rlk_align.probe.referee.recorded import RecordedPass
-from rlk_align.probe.referee.reference import Reference, Rows
+from rlk_align.probe.referee.reference import Reference, RowTokens
 from rlk_align.probe.referee.rounding import ErrorSums
-from rlk_align.probe.referee.rows import choose_rows
+from rlk_align.probe.referee.row_choice import choose_rows
 from rlk_align.probe.referee.weights import NotRefereed, OtherWeight
 from rlk_align.probe.sampling import explain_pass
 from rlk_align.progress import Progress
@@ -73,8 +73,8 @@ def referee(
         for end in EDGE_ENDS[edge.name]:
             edges.setdefault(end, []).append(edge.name)
     recorded = {end: RecordedRows(sides[end[0]].read_pass(end[1]), index) for end in edges}
-    kept = np.logical_or.reduce([_kept(rows, sites) for rows in recorded.values()])
-    chosen = choose_rows(comparison, _worst_rows(comparison, sides, index), kept, index)
+    valued = np.logical_or.reduce([_valued(rows, sites) for rows in recorded.values()])
+    chosen = choose_rows(comparison, _worst_rows(comparison, sides, index), valued, index)
     passes = [
         Pass(
             side=side,
@@ -98,12 +98,12 @@ def referee(
     return units
 
 
-def _kept(rows: RecordedRows, sites: Sequence[Site]) -> np.ndarray:
+def _valued(rows: RecordedRows, sites: Sequence[Site]) -> np.ndarray:
     """Rows of the batch that have values, a mask: of the first site of which any are kept. Those of
     keys and values tell little, of which more rows are, nor log-probs, of which all are."""
     more = {name for s in sites for name in s.prefix_inputs} | {"logprob"}
     few = sorted(sites, key=lambda s: s.name in more)
-    masks = (rows.kept(s.name) for s in few)
+    masks = (rows.has_value(s.name) for s in few)
     return next((mask for mask in masks if mask.any()), np.zeros(len(rows.index), dtype=bool))
 
 
@@ -142,8 +142,8 @@ def _fused(trace: Trace) -> dict[str, str]:
     except UnknownEngine:
         # A capture from elsewhere, of an engine that is not known here.
         return {}
-    found = partners({s.name: s for s in model_sites(trace.record.shape)}, pairs)
-    return found | {second: first for first, second in found.items()}
+    partner = partners({s.name: s for s in model_sites(trace.record.shape)}, pairs)
+    return partner | {second: first for first, second in partner.items()}
 
 
 def _explanation(site: Site, p: Pass, errors: RoundingErrors | None) -> str:
@@ -156,7 +156,7 @@ def _explanation(site: Site, p: Pass, errors: RoundingErrors | None) -> str:
 def _worst_rows(
     comparison: Comparison, sides: Mapping[SideName, Trace], index: RowIndex
 ) -> list[int]:
-    """Of each edge, the row with the largest |Δ| of a log-prob."""
+    """Returns the row of each edge at which the |Δ| of the log-prob is largest."""
     worst: dict[int, None] = {}
     for edge in comparison.edges:
         first, second = (sides[side].read_pass(name) for side, name in EDGE_ENDS[edge.name])
@@ -177,12 +177,12 @@ class Walk:
     def units(self, site: Site, passes: Sequence[Pass]) -> list[RefereedUnit]:
         """One operator of every pass; what a side computed twice with the same bits is recomputed
         once."""
-        found: dict[SideName, tuple[Pass, RefereedUnit]] = {}
+        latest: dict[SideName, tuple[Pass, RefereedUnit]] = {}
         units = []
         for p in passes:
             errors, rows, reason, other_weight = None, 0, "", False
             try:
-                errors, rows = self._errors(site, p, found.get(p.side))
+                errors, rows = self._errors(site, p, latest.get(p.side))
             except NotRefereed as error:
                 reason, other_weight = str(error), isinstance(error, OtherWeight)
             unit = RefereedUnit(
@@ -202,7 +202,7 @@ class Walk:
                 fused_with=p.fused.get(site.name, ""),
                 code=p.trace.record.code.get(site.name),
             )
-            found[p.side] = (p, unit)
+            latest[p.side] = (p, unit)
             units.append(unit)
         return units
 
@@ -224,13 +224,15 @@ class Walk:
         compared = max(1, self._block // site.features)
         for part in self._blocks(number, site, reference.shape):
             got = of.recorded.values(site.name, part)
-            given = [of.recorded.values(name, part) for name in site.inputs]
+            inputs = [of.recorded.values(name, part) for name in site.inputs]
             rows = self._rows(part)
             if site.prefix_inputs:
                 first = int(part[0] - self._index.position[part[0]])
                 whole = np.arange(first, part[-1] + 1)
-                given += [of.recorded.sequence(name, whole).double() for name in site.prefix_inputs]
-            exact, variance = reference.exact(site, given, rows)
+                inputs += [
+                    of.recorded.sequence(name, whole).double() for name in site.prefix_inputs
+                ]
+            exact, variance = reference.exact(site, inputs, rows)
             for start in range(0, len(part), compared):
                 at = slice(start, start + compared)
                 sums.add(got[at], exact[at], variance[at], part[at])
@@ -253,8 +255,8 @@ class Walk:
         for group in np.split(number, cuts):
             yield from (group[at : at + step] for at in range(0, len(group), step))
 
-    def _rows(self, number: np.ndarray) -> Rows:
+    def _rows(self, number: np.ndarray) -> RowTokens:
         index = self._index
         # The target of a sequence's last row is never asked for.
         columns = (index.position, index.token, np.roll(index.token, -1))
-        return Rows(*(torch.from_numpy(c[number]).to(self._device) for c in columns))
+        return RowTokens(*(torch.from_numpy(c[number]).to(self._device) for c in columns))

@@ -25,11 +25,11 @@ SUM_ULPS = 2.0
 """By which a float32 sum of exponentials is off, in the mean, where all are added as a tree:
 exponentials, their sum and its logarithm are within an ulp each."""
 WEIGHT_ELEMENTS = 1 << 25
-"""Of a weight that are float64 at a time."""
+"""Entries of a weight that are float64 at a time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowTokens:
     """Rows of one sequence or of several; N = rows."""
 
     position: torch.Tensor
@@ -78,7 +78,7 @@ class Reference:
         return self.shape.heads_of(site.operator.features)
 
     def exact(
-        self, site: Site, given: Sequence[torch.Tensor], rows: Rows
+        self, site: Site, inputs: Sequence[torch.Tensor], rows: RowTokens
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What `site` should be, and the variance of its rounding: float64 `[N, F]` both.
 
@@ -91,22 +91,22 @@ class Reference:
             out = self._weights.read(site.parameter)[rows.token].double()
         elif formula == "rms_norm":
             weight = self._weights.read(site.parameter).double()
-            out = formulas.rms_norm(given[0], weight, self._eps)
+            out = formulas.rms_norm(inputs[0], weight, self._eps)
         elif formula == "rotary":
-            out, extra = self._rotated(given[0], rows, self.heads(site))
+            out, extra = self._rotated(inputs[0], rows, self.heads(site))
         elif formula == "residual":
-            out = given[0] + given[1]
+            out = inputs[0] + inputs[1]
         elif formula == "activation":
-            out = self._activation(given[0]) * given[1]
+            out = self._activation(inputs[0]) * inputs[1]
         elif formula == "attention":
             assert site.layer is not None
             heads, window = (self.shape.heads, self.shape.kv_heads), self._window(site.layer)
-            q, k, v = given
+            q, k, v = inputs
             out = formulas.attention(q, k, v, rows.position, heads, window)
         elif formula == "log_softmax":
-            out, extra = self._log_prob(given[0], rows)
+            out, extra = self._log_prob(inputs[0], rows)
         elif formula == "linear":
-            out, extra = self._product(site, given[0])
+            out, extra = self._product(site, inputs[0])
         else:
             assert_never(formula)
         return out, rounding_variance(out, self.rounded_to(site)) + extra
@@ -117,11 +117,11 @@ class Reference:
 
     def _product(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A linear layer, some features at a time."""
-        own = site.parameter
+        parameter = site.parameter
         biased = site.op in self._biased
-        bias = self._weights.read(f"{own}.bias").double() if biased else None
+        bias = self._weights.read(f"{parameter}.bias").double() if biased else None
         tied_to = site.operator.tied_to if self._config.get("tie_word_embeddings") else ""
-        weight = self._weights.read(tied_to or own, used_as=own)
+        weight = self._weights.read(tied_to or parameter, used_as=parameter)
         out, extra = (x.new_empty(len(x), len(weight)) for _ in range(2))
         step = max(1, WEIGHT_ELEMENTS // weight.shape[1])
         for start in range(0, len(weight), step):
@@ -154,7 +154,7 @@ class Reference:
         return out, extra
 
     def _rotated(
-        self, x: torch.Tensor, rows: Rows, heads: int
+        self, x: torch.Tensor, rows: RowTokens, heads: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._rotary is None:
             raise NotRefereed("its heads are small, or its rotary embedding changes")
@@ -167,7 +167,7 @@ class Reference:
         off = torch.cat([off, off.new_zeros(len(off), width)], dim=1)
         return out, (slope * off.repeat(1, heads)).square()
 
-    def _log_prob(self, logits: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    def _log_prob(self, logits: torch.Tensor, rows: RowTokens) -> tuple[torch.Tensor, torch.Tensor]:
         if self._attributes.get("top_p", 1.0) != 1.0:
             raise NotRefereed("its log-probs are of the tokens within top_p")
         temperature = float(self._attributes.get("temperature", 1.0))

@@ -19,7 +19,7 @@ import torch
 
 from rlk_align.model.dtypes import DTYPES
 from rlk_align.model.sites import RowIndex
-from rlk_align.probe.referee.pattern import Rows, Totals, pattern
+from rlk_align.probe.referee.pattern import RowLabels, Totals, pattern
 from rlk_align.results import RoundingErrors
 
 STANDARD_ERRORS = 6.0
@@ -29,7 +29,7 @@ LARGEST_ROW = 4.0
 FEATURE_ROWS = 16
 """Rows without which nothing is said of single features: what entries are, `peak` says."""
 SQUARE_VARIANCE = 0.8
-"""Of the square of a rounding error that is uniform, its mean being 1."""
+"""The variance of the square of a uniform rounding error whose mean square is 1."""
 _LEAST_EXPONENT = {"float16": -14, "bfloat16": -126, "float32": -126}
 
 
@@ -57,8 +57,8 @@ class ErrorSums:
         """`heads`: in how many heads the features lie, 1 where they are no heads'."""
         self._dtype, self._heads = dtype, heads
         self._rows = 0
-        # By feature: apart, error², error⁴, unit², apart·exact, exact², (error·exact)², rounding²;
-        # apart is the distance to the correctly rounded output, and rounding what that is off by.
+        # By feature: gap, error², error⁴, unit², gap·exact, exact², (error·exact)², rounding²;
+        # gap is the distance to the correctly rounded output, and rounding what that is off by.
         self._sums = torch.zeros(8, features, dtype=torch.float64, device=device)
         # By row: error², unit², error·exact, exact², unit⁴; then, of the gains of its own in each
         # head, what they explain of error², gain² less chance, and chance².
@@ -72,9 +72,9 @@ class ErrorSums:
         """float64 `[N, F]` each: what the side has, what is exact, and the squared unit; `number`
         `[N]`: which rows they are."""
         error, rounded = got - exact, exact.to(getattr(torch, self._dtype)).double()
-        apart, product = got - rounded, error * exact
+        gap, product = got - rounded, error * exact
         square, power = error.square(), exact.square()
-        parts = (apart, square, square.square(), variance, apart * exact, power, product.square())
+        parts = (gap, square, square.square(), variance, gap * exact, power, product.square())
         for total, part in zip(self._sums, (*parts, (rounded - exact).square()), strict=True):
             total += part.sum(dim=0)
         of_rows = [t.sum(dim=1) for t in (square, variance, product, power, variance**2)]
@@ -96,11 +96,11 @@ class ErrorSums:
         e, v, y = (t.reshape(by_head) for t in (error, variance, exact))
         power, width = y.square().sum(dim=-1), y.shape[-1]
         gain = (e * y).sum(dim=-1) / power
-        left = (e - gain[..., None] * y).square() * (width / (width - 1))
-        by_chance = [(t * y.square()).sum(dim=-1) for t in (left, v)]
+        residual = (e - gain[..., None] * y).square() * (width / (width - 1))
+        by_chance = [(t * y.square()).sum(dim=-1) for t in (residual, v)]
         chance = torch.maximum(*by_chance) / power.square()
-        found = (gain**2 * power, (gain**2 - chance) / self._heads, (chance / self._heads).square())
-        return [t.where(power > 0, 0.0).sum(dim=1) for t in found]
+        terms = (gain**2 * power, (gain**2 - chance) / self._heads, (chance / self._heads).square())
+        return [t.where(power > 0, 0.0).sum(dim=1) for t in terms]
 
     def errors(self, index: RowIndex) -> RoundingErrors:
         """What was collected, in units of rounding; infinite where a NaN was."""
@@ -111,15 +111,15 @@ class ErrorSums:
         weight = (LARGEST_ROW * by_row[1].median() / by_row[1]).clamp(max=1)
         row_gain, by_chance = by_row[6].sum() / n, (2 * by_row[7].sum()).sqrt() / n
         weighted = by_row * weight
-        apart, square, fourth, variance, product, power, products, rounding = self._sums
+        gap, square, fourth, variance, product, power, products, rounding = self._sums
         rms = _number(_rms(weighted[0].sum(), weighted[1].sum(), (by_row[4] * weight**2).sum()))
         # By chance alone a feature's errors are off by these, and never by less than their size.
         floor = rms**2 * variance / n
-        deviation = torch.maximum(square / n - (apart / n).square(), floor).div(n).sqrt()
+        deviation = torch.maximum(square / n - (gap / n).square(), floor).div(n).sqrt()
         spread = torch.maximum(fourth / n - (square / n).square(), 2 * floor.square()).div(n).sqrt()
-        own = (torch.maximum(variance, rounding) / n).sqrt()
-        feature_rms = (_beyond(square / n, spread) / own.square()).clamp(min=0).sqrt()
-        shift = _beyond(apart / n, deviation) / own
+        scale = (torch.maximum(variance, rounding) / n).sqrt()
+        feature_rms = (_beyond(square / n, spread) / scale.square()).clamp(min=0).sqrt()
+        shift = _beyond(gap / n, deviation) / scale
         gain = _gain(product, power, products)
         by_head = [t.reshape(self._heads, -1).sum(dim=1) for t in (product, power, products)]
         of_feature = [_largest(x) for x in (feature_rms, shift, gain / unit)]
@@ -135,7 +135,7 @@ class ErrorSums:
             feature_rms=of_feature[0][0],
             feature_shift=of_feature[1][0],
             feature_gain=of_feature[2][0],
-            feature=max(of_feature, key=lambda found: abs(found[0]))[1],
+            feature=max(of_feature, key=lambda statistic: abs(statistic[0]))[1],
             row_rms=highest,
             row=index.locate(int(number[row])),
             peak=self._peak,
@@ -143,9 +143,9 @@ class ErrorSums:
             pattern=pattern(
                 Totals(*weighted[:4].cpu().numpy()),
                 Totals(*(t.cpu().numpy() for t in (square, variance, product, power))),
-                Rows(number, index.token[number], index.position[number]),
+                RowLabels(number, index.token[number], index.position[number]),
                 self._heads,
-                (apart / n).cpu().numpy(),
+                (gap / n).cpu().numpy(),
                 float(weighted[5].sum()),
             ),
         )
@@ -164,7 +164,7 @@ def _rms(square: torch.Tensor, variance: torch.Tensor, squares: torch.Tensor) ->
 
 
 def _gain(product: torch.Tensor, power: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
-    """What is apart regressed on the exact output, as far as it stands out; 0 where that is 0, and
+    """The error regressed on the exact output, as far as it stands out; 0 where that is 0, and
     infinite where it is not finite."""
     gain = _beyond(product / power, products.sqrt() / power)
     return _infinite(gain).where(power != 0, 0.0)
@@ -177,7 +177,7 @@ def _largest(values: torch.Tensor) -> tuple[float, int]:
 
 
 def _infinite(values: torch.Tensor) -> torch.Tensor:
-    """With infinities in place of what is not finite: over any budget."""
+    """Puts infinities, which are over any budget, in place of what is not finite."""
     return values.where(values.isfinite(), math.inf)
 
 

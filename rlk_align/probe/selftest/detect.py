@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from rlk_align.compare.divergence import Edge, Side, compare_edges
 from rlk_align.compare.measure import measure
 from rlk_align.engines.faults.fault import Fault
@@ -13,9 +11,9 @@ from rlk_align.model.sites import RowIndex, model_sites
 from rlk_align.probe.referee.referee import referee
 from rlk_align.probe.sampling import explain_pass
 from rlk_align.probe.selftest.plan import Case
-from rlk_align.probe.selftest.record import Detection, Seen
+from rlk_align.probe.selftest.record import Detection, Outcome
 from rlk_align.progress import Progress
-from rlk_align.results import EdgeName, EdgeResult, SideName
+from rlk_align.results import EdgeName, SideName
 from rlk_align.trace.reader import Trace
 
 
@@ -48,8 +46,8 @@ def detection(
     traces = (faulty, clean) if side == "rollout" else (clean, faulty)
     edge: EdgeName = "decode_vs_train" if fault.decode else "prefill_vs_train"
     verdict = verdict_of(*traces, edge, progress)
-    found = _found(verdict, fault, side)
-    words = found.words
+    finding = _finding(verdict, fault, side)
+    words = finding.words
     if fault.op_class == "logprob":
         words = explain_pass(faulty, "prefill").words
     return Detection(
@@ -64,46 +62,46 @@ def detection(
         side=side,
         site=fault.site,
         planted=planted,
-        seen=found.seen,
-        found_site=found.site,
-        found_side=found.side,
+        seen=finding.outcome,
+        found_site=finding.site,
+        found_side=finding.side,
         words=words,
-        others=found.others,
+        others=finding.others,
         metrics=next((e.metrics for e in verdict.comparison.edges), None),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    seen: Seen
+class _Finding:
+    outcome: Outcome
     site: str | None
     side: str | None
     words: str
     others: list[str]
 
 
-def _found(verdict: Verdict, fault: Fault, side: SideName) -> _Found:
+def _finding(verdict: Verdict, fault: Fault, side: SideName) -> _Finding:
     mismatches = verdict.comparison.mismatches
     if mismatches:
         named = [m for m in mismatches if m.name == fault.mismatch]
         others = [m.name for m in mismatches if m.kind != mismatches[0].kind]
         said = (named or mismatches)[0]
-        return _Found("precheck" if named else "misnamed", said.name, None, said.detail, others)
+        return _Finding("precheck" if named else "misnamed", said.name, None, said.detail, others)
     if not verdict.comparison.edges:
-        return _Found("missed", None, None, "", [])
+        return _Finding("missed", None, None, "", [])
     over = over_budget(verdict, verdict.comparison.edges[0])
     others = [f"{o.unit.site} of {o.side}" for o in over if o.unit.site not in fault.sites]
     if not over:
-        seen: Seen = "within budget" if fault.expected == "rounding" else "missed"
-        return _Found(seen, None, None, "", [])
+        outcome: Outcome = "within budget" if fault.expected == "rounding" else "missed"
+        return _Finding(outcome, None, None, "", [])
     first = over[0]
     words = "; ".join(how_off(u, verdict.contract) for u in first.units)
     if first.unit.site != fault.site:
         # A later operator that has the fault too is no wrong name: the first was missed.
-        seen = "missed" if first.unit.site in fault.sites else "misnamed"
+        outcome = "missed" if first.unit.site in fault.sites else "misnamed"
     else:
-        seen = "named" if first.side == side else "wrong side"
-    return _Found(seen, first.unit.site, first.side, words, others)
+        outcome = "named" if first.side == side else "wrong side"
+    return _Finding(outcome, first.unit.site, first.side, words, others)
 
 
 def first_parting(clean: Trace, faulty: Trace, passname: str) -> str | None:
@@ -111,17 +109,9 @@ def first_parting(clean: Trace, faulty: Trace, passname: str) -> str | None:
     engine without it, among rows with equal inputs; None where it never does."""
     index = RowIndex(clean.tokens)
     a, b = (Side(t.record.engine, t.read_pass(passname), None) for t in (clean, faulty))
-    same = np.zeros(len(index), dtype=bool)
-    for start, x, y in zip(
-        index.offsets, clean.tokens.samples, faulty.tokens.samples, strict=False
-    ):
-        length = min(len(x.ids), len(y.ids))
-        same[start : start + length] = np.array(x.ids[:length]) == np.array(y.ids[:length])
     # What a sequence is given after it sampled another token is another sequence.
-    same = index.prefix_all(same)
+    same = index.prefix_all(index.same_tokens(faulty.tokens))
     edge = Edge("prefill_vs_train", a, b, passname == "decode", same)
-    result: EdgeResult
-    for item in compare_edges([edge], model_sites(clean.record.shape), index):
-        if not isinstance(item, str):
-            (result,), _ = item
+    sites = model_sites(clean.record.shape)
+    (result,), _ = compare_edges([edge], sites, index, lambda *_: None)
     return None if result.first_bitwise is None else result.first_bitwise.site

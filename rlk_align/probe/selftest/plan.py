@@ -56,7 +56,7 @@ def check_engines(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_faults(names: Sequence[str]) -> tuple[str, ...]:
-    """All where none is named. Raises BadOption for one that is unknown."""
+    """Returns the named faults, or all where none is named. Raises BadOption for an unknown one."""
     unknown = [name for name in names if name not in FAULTS]
     if unknown:
         raise BadOption(f"--faults {_list(unknown)}: unknown", f"choose from {_list(FAULTS)}")
@@ -79,19 +79,19 @@ def pairs(engines: Sequence[str]) -> list[tuple[str, str]]:
 def pairs_of(case: Case, engines: Sequence[str]) -> Iterator[tuple[str, str]]:
     """The pairs that a case is seen in; a point of a curve in the first of them alone."""
     fault = case.chosen.fault
-    found = [p for p in pairs(engines) if case.engine in p]
+    chosen = [p for p in pairs(engines) if case.engine in p]
     if fault.decode:
-        found = [p for p in found if p[0] == case.engine]
+        chosen = [p for p in chosen if p[0] == case.engine]
     if fault.both:
         # An engine that cannot have the fault may not mean the same by these options.
         having = {written.partition(":")[0] for written in fault.engines}
-        found = [p for p in found if having.issuperset(p)]
-    yield from found[:1] if case.curve else found
+        chosen = [p for p in chosen if having.issuperset(p)]
+    yield from chosen[:1] if case.curve else chosen
 
 
 def cases(engines: Sequence[str], faults: Sequence[str], curves: bool) -> list[Case]:
     """Every fault in every engine that can have it, in that order, and the points of its curve."""
-    found = []
+    planned = []
     for engine in engines:
         known = faults_of(engine)
         for name in faults:
@@ -102,11 +102,11 @@ def cases(engines: Sequence[str], faults: Sequence[str], curves: bool) -> list[C
             case = Case(Chosen(name, fault, usual), engine)
             if not list(pairs_of(case, engines)):
                 continue
-            found.append(case)
+            planned.append(case)
             if curves and fault.strength and fault.expected == "named" and not fault.decode:
-                found += [
+                planned += [
                     Case(Chosen(name, fault, strength), engine, curve=True)
                     for strength in fault.strength.curve
                     if strength != usual
                 ]
-    return found
+    return planned

@@ -4,7 +4,7 @@ from typing import Literal
 
 from rlk_align.results import EdgeMetrics, Result, SideName
 
-Seen = Literal["named", "within budget", "precheck", "missed", "misnamed", "wrong side"]
+Outcome = Literal["named", "within budget", "precheck", "missed", "misnamed", "wrong side"]
 
 
 class Detection(Result):
@@ -14,7 +14,7 @@ class Detection(Result):
     op_class: str
     strength: float
     unit: str
-    """Of the strength; empty where it has none."""
+    """The unit of the strength; empty where the fault has none."""
     expected: str
     """named, rounding or precheck: see `engines.faults.fault`."""
     curve: bool
@@ -28,7 +28,7 @@ class Detection(Result):
     planted: str | None
     """Where the faulty engine first parts from the same engine without the fault; None where it
     never does, or where that was not looked at."""
-    seen: Seen
+    seen: Outcome
     found_site: str | None
     found_side: str | None
     words: str
@@ -36,12 +36,12 @@ class Detection(Result):
     others: list[str]
     """Operators over budget where no fault is."""
     metrics: EdgeMetrics | None
-    """Of the log-probs; None where the precheck stopped the comparison."""
+    """The metrics of the log-probs; None where the precheck stopped the comparison."""
 
     @property
     def as_expected(self) -> bool:
         """A point of a curve may be missed, and may not be called something else."""
-        wanted: dict[str, tuple[Seen, ...]] = {
+        wanted: dict[str, tuple[Outcome, ...]] = {
             "named": ("named",),
             "rounding": ("named", "within budget"),
             "precheck": ("precheck",),

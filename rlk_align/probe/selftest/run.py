@@ -22,7 +22,7 @@ from rlk_align.results import EdgeName, SideName
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.run import Run
 
-Found = TypeVar("Found", Detection, CleanPair)
+Reported = TypeVar("Reported", Detection, CleanPair)
 TOGETHER, SEEDS_TOGETHER = 16, 5
 """Faults, and seeds, whose captures are on disk at a time."""
 PROMPTS, NEW_TOKENS = 8, 16
@@ -57,8 +57,9 @@ def _together(case: Case) -> tuple[str, str, bool, bool]:
     return case.engine, case.options, case.chosen.fault.decode, case.chosen.fault.needs_bias
 
 
-def _name(found: Detection) -> tuple[str, str, float]:
-    return found.fault, found.rollout if found.side == "rollout" else found.train, found.strength
+def _name(detection: Detection) -> tuple[str, str, float]:
+    engine = detection.rollout if detection.side == "rollout" else detection.train
+    return detection.fault, engine, detection.strength
 
 
 def selftest(
@@ -95,26 +96,21 @@ class _SelfTest:
         todo = sorted(
             (c for c in every_case if c.engine in (r.planted or r.engines)), key=_together
         )
-        found: list[Detection] = []
+        detections: list[Detection] = []
         for _, some in groupby(todo, key=_together):
             group = [*some]
             for start in range(0, len(group), r.together):
                 part = group[start : start + r.together]
-                done = len({*map(_name, found)})
-                found += map(self._told, self._detections(part, done, len(todo)))
+                done = len({*map(_name, detections)})
+                detections += map(self._reported, self._detections(part, done, len(todo)))
         rows = sum(len(s.ids) for s in self._base.tokens.samples)
-        clean = [self._told(c) for c in self._clean_pairs()]
+        clean = [self._reported(c) for c in self._clean_pairs()]
         versions = {t.record.engine: t.record.version for t in self._clean.values()}
-        return SelfTest(
-            engines=versions,
-            rows=rows,
-            detections=found,
-            clean=clean,
-        )
+        return SelfTest(engines=versions, rows=rows, detections=detections, clean=clean)
 
-    def _told(self, found: Found) -> Found:
-        self.tell(found)
-        return found
+    def _reported(self, result: Reported) -> Reported:
+        self.tell(result)
+        return result
 
     def _request(
         self, engine: str, fault: Fault | None, seed: int = 0, decode: bool = False
@@ -132,8 +128,8 @@ class _SelfTest:
 
     def _spec(self, text: str) -> EngineSpec:
         name, _, options = text.partition(":")
-        given = ",".join(filter(None, (self.request.settings.get(name, ""), options)))
-        return EngineSpec.parse(spec(name, given))
+        merged = ",".join(filter(None, (self.request.settings.get(name, ""), options)))
+        return EngineSpec.parse(spec(name, merged))
 
     @property
     def _biased(self) -> Path:
@@ -153,7 +149,7 @@ class _SelfTest:
         return self._clean[key]
 
     def _detections(self, some: Sequence[Case], done: int, total: int) -> Iterator[Detection]:
-        """Of faults that one process can have one after another."""
+        """Detects faults that one process can have one after another."""
         decode = some[0].chosen.fault.decode
         requests = [self._request(c.spec, c.chosen.fault, decode=decode) for c in some]
         tokens = None if decode else self._base.folder / "tokens.parquet"
@@ -226,5 +222,5 @@ class _SelfTest:
 def _blamed(rollout: Trace, train: Trace) -> list[str]:
     """What the comparison of two engines without a fault blames."""
     edges: tuple[EdgeName, ...] = ("prefill_vs_train", "decode_vs_train")
-    found = [a for edge in edges for a in alarms(verdict_of(rollout, train, edge, _quiet))]
-    return list(dict.fromkeys(found))
+    blamed = [a for edge in edges for a in alarms(verdict_of(rollout, train, edge, _quiet))]
+    return list(dict.fromkeys(blamed))

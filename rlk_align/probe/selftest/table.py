@@ -5,36 +5,36 @@ from collections.abc import Iterator, Sequence
 from rlk_align.probe.selftest.record import Detection, SelfTest
 
 
-def lines(found: SelfTest) -> Iterator[str]:
+def lines(result: SelfTest) -> Iterator[str]:
     """By operator class what was named, then all that is not as it should be, the smallest faults
     that were seen, and the pairs without a fault."""
-    engines = ", ".join(f"{name} {version}" for name, version in found.engines.items())
+    engines = ", ".join(f"{name} {version}" for name, version in result.engines.items())
     yield f"engines  {engines}"
-    yield f"faults   on {found.rows:,} rows, by either side of each pair"
+    yield f"faults   on {result.rows:,} rows, by either side of each pair"
     yield ""
-    yield from _classes([d for d in found.detections if not d.curve])
-    unexpected = found.unexpected
+    yield from _classes([d for d in result.detections if not d.curve])
+    unexpected = result.unexpected
     if unexpected:
         yield ""
         yield f"not as expected: {len(unexpected)}"
-        yield from (f"  {_told(d)}" for d in unexpected)
-    curves = [*smallest(found.detections)]
+        yield from (f"  {_sentence(d)}" for d in unexpected)
+    curves = [*smallest(result.detections)]
     if curves:
         yield ""
         yield "smallest strength that is named, and all larger ones with it"
         yield from curves
     yield ""
-    yield from _clean(found)
+    yield from _clean(result)
 
 
 def _classes(detections: Sequence[Detection]) -> Iterator[str]:
     rows = [("class", "faults", "seen as they should", "planted as they say")]
     for op_class in dict.fromkeys(d.op_class for d in detections):
         of = [d for d in detections if d.op_class == op_class]
-        seen = sum(d.as_expected or not d.well_planted for d in of)
+        expected = sum(d.as_expected or not d.well_planted for d in of)
         planted = sum(d.well_planted for d in of)
         faults = len({d.fault for d in of})
-        rows.append((op_class, str(faults), f"{seen} of {len(of)}", f"{planted} of {len(of)}"))
+        rows.append((op_class, str(faults), f"{expected} of {len(of)}", f"{planted} of {len(of)}"))
     yield from _columns(rows)
 
 
@@ -44,7 +44,7 @@ def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
 
 
-def _told(d: Detection) -> str:
+def _sentence(d: Detection) -> str:
     strength = f"@{d.strength:g}" if d.unit else ""
     where = f"{d.rollout} against {d.train}, {d.side}"
     said: str = d.seen
@@ -86,16 +86,16 @@ def _engine(d: Detection) -> str:
     return d.rollout if d.side == "rollout" else d.train
 
 
-def _clean(found: SelfTest) -> Iterator[str]:
-    if not found.clean:
+def _clean(result: SelfTest) -> Iterator[str]:
+    if not result.clean:
         yield "no pair without a fault was looked at"
         return
-    pairs = len({(c.rollout, c.train) for c in found.clean})
-    seeds = len({c.seed for c in found.clean})
-    tokens = sum(c.tokens for c in found.clean)
+    pairs = len({(c.rollout, c.train) for c in result.clean})
+    seeds = len({c.seed for c in result.clean})
+    tokens = sum(c.tokens for c in result.clean)
     yield (
-        f"false alarms: in {len(found.alarms)} of {len(found.clean)} pairs without a fault "
+        f"false alarms: in {len(result.alarms)} of {len(result.clean)} pairs without a fault "
         f"({pairs} pairs of engines, {seeds} seeds, {tokens:,} sampled tokens)"
     )
-    for c in found.alarms:
+    for c in result.alarms:
         yield f"  seed {c.seed}, {c.rollout} against {c.train}: {', '.join(c.alarms)}"

@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rlk_align.comparison_table import HEAD
 from rlk_align.report.source import Source
 from rlk_align.results import EdgeResult
-from rlk_align.rows import HEAD
 
 SHOWN = 4
 """Sequences that are drawn."""

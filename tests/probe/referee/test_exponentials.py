@@ -12,7 +12,7 @@ from tiny import checkpoint
 
 from rlk_align.model.families import read_shape
 from rlk_align.probe.referee.exponentials import SumOrder, lost_share, sum_orders
-from rlk_align.probe.referee.reference import Reference, Rows
+from rlk_align.probe.referee.reference import Reference, RowTokens
 from rlk_align.probe.referee.rounding import rounding_variance
 
 VOCAB = 151_936
@@ -37,7 +37,7 @@ def errors(
     shape = read_shape(made)
     reference = Reference(made, shape, "bfloat16", 1, {}, {}, torch.device("cpu"), orders=orders)
     target = torch.arange(len(logits))
-    exact, lost = reference._log_prob(logits.double(), Rows(target, target, target))
+    exact, lost = reference._log_prob(logits.double(), RowTokens(target, target, target))
     square = (got.double()[:, None] - exact).square()
     unit = rounding_variance(exact, "float32") + lost
     return float((square.sum() / unit.sum()).sqrt()), float((square / unit).max().sqrt())

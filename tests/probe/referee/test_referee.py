@@ -99,9 +99,9 @@ def test_a_healthy_pair_is_within_its_budgets(tmp_path: Path, family: str) -> No
     rollout, train = healthy(family), healthy(family, norm_twice=True)
     verdict = verdict_of(tmp_path, rollout, train, family)
     assert named(verdict) == []
-    found = units(verdict)
-    assert len(found) == 2 * len(Engine(model(family)).sites)
-    for (side, site), unit in found.items():
+    by_site = units(verdict)
+    assert len(by_site) == 2 * len(Engine(model(family)).sites)
+    for (side, site), unit in by_site.items():
         assert unit.errors is not None, (side, site, unit.reason)
         most = 2.0 if site.endswith("norm") and side == "train" else 1.2
         # Half of a llama's head is not turned here, and not rounded; a bias has room for a rounding
@@ -110,7 +110,7 @@ def test_a_healthy_pair_is_within_its_budgets(tmp_path: Path, family: str) -> No
         assert least <= unit.errors.rms <= most, (side, site, unit.errors)
     differing = {s.site for s in verdict.comparison.edges[0].sites if s.differ}
     checked = {c.site for c in verdict.checks if c.side}
-    assert len(differing) > 0.9 * len(found) / 2
+    assert len(differing) > 0.9 * len(by_site) / 2
     assert checked == differing, "what is equal on both sides is not judged"
 
 
@@ -315,9 +315,9 @@ def pair(tmp_path: Path, family: str = "qwen3", **train: Any) -> Verdict:
 
 
 def every(verdict: Verdict, text: str) -> None:
-    found = reasons(verdict)
-    assert len(found) == len(verdict.comparison.referee) / 2
-    assert all(text in reason for reason in found.values()), found
+    why = reasons(verdict)
+    assert len(why) == len(verdict.comparison.referee) / 2
+    assert all(text in reason for reason in why.values()), why
     assert not [c for c in verdict.checks if c.side == "train"]
     assert [c for c in verdict.checks if c.side == "rollout"]
     (note,) = [n for n in verdict.notes if "float64" in n]
@@ -351,10 +351,10 @@ def test_tensors_that_are_missing_or_of_another_shape(tmp_path: Path) -> None:
         del tensors["model.layers.0.self_attn.q_proj.weight"]
         tensors["model.norm.weight"] = torch.ones(20)
 
-    found = reasons(pair(tmp_path, of=stored(tmp_path / "model", harm)))
-    assert found.keys() == {"layers.0.q_proj", "final_norm"}
-    assert "has no model.layers.0.self_attn.q_proj.weight" in found["layers.0.q_proj"]
-    assert "[20] instead of [40]" in found["final_norm"]
+    why = reasons(pair(tmp_path, of=stored(tmp_path / "model", harm)))
+    assert why.keys() == {"layers.0.q_proj", "final_norm"}
+    assert "has no model.layers.0.self_attn.q_proj.weight" in why["layers.0.q_proj"]
+    assert "[20] instead of [40]" in why["final_norm"]
 
 
 def stored(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
@@ -375,9 +375,9 @@ def test_a_checkpoint_that_was_replaced_since(tmp_path: Path) -> None:
 
     verdict = pair(tmp_path, of=stored(tmp_path / "model", step))
     assert named(verdict) == []
-    found = reasons(verdict)
-    assert found.keys() == {"layers.1.o_proj", "layers.0.mlp_norm"}
-    assert "another layers.1.o_proj than the checkpoint has now" in found["layers.1.o_proj"]
+    why = reasons(verdict)
+    assert why.keys() == {"layers.1.o_proj", "layers.0.mlp_norm"}
+    assert "another layers.1.o_proj than the checkpoint has now" in why["layers.1.o_proj"]
     (note,) = [n for n in verdict.notes if "float64" in n]
     assert "another layers.0.mlp_norm than the checkpoint has now" in note
 
@@ -438,9 +438,9 @@ def rounded_copy(folder: Path, of: Path) -> Path:
 def test_what_no_formula_covers(
     tmp_path: Path, changes: dict[str, Any], sites: set[str], text: str
 ) -> None:
-    found = reasons(pair(tmp_path, of=checkpoint(tmp_path / "model", "qwen3", **changes)))
-    assert {name.rpartition(".")[2] for name in found} == sites
-    assert all(text in reason for reason in found.values())
+    why = reasons(pair(tmp_path, of=checkpoint(tmp_path / "model", "qwen3", **changes)))
+    assert {name.rpartition(".")[2] for name in why} == sites
+    assert all(text in reason for reason in why.values())
 
 
 def test_log_probs_within_top_p_are_not_refereed(tmp_path: Path) -> None:
@@ -460,8 +460,8 @@ def test_a_temperature_is_the_sides_own(tmp_path: Path) -> None:
 def test_sites_that_an_engine_does_not_show(tmp_path: Path) -> None:
     hidden = {"layers.0.attn": None, "layers.1.gate_proj": None}
     said = dict.fromkeys(hidden, "fused")
-    found = reasons(pair(tmp_path, without=hidden, unexposed=said))
-    assert found == {
+    why = reasons(pair(tmp_path, without=hidden, unexposed=said))
+    assert why == {
         **{name: f"{name}: fused" for name in hidden},
         "layers.0.o_proj": "layers.0.attn: fused",
         "layers.1.act": "layers.1.gate_proj: fused",
@@ -479,18 +479,18 @@ def test_rows_whose_values_were_not_kept(tmp_path: Path) -> None:
 
     verdict = pair(tmp_path, keep=lambda *a: keep(*a) | (a[0] == "logprob"))
     assert named(verdict) == []
-    found = units(verdict)
+    by_site = units(verdict)
     nothing = "no row has finite inputs, all of which were kept"
     assert reasons(verdict) == dict.fromkeys(
         ("layers.1.down_proj", "layers.1.mlp_residual"), nothing
     )
     lengths = [len(s.ids) - 1 for s in BATCH.samples]
     kept = sum(lengths) - lengths[1]
-    assert found["train", "layers.1.q_norm"].rows == kept
-    assert found["train", "layers.1.k_rope"].rows == kept - 1
+    assert by_site["train", "layers.1.q_norm"].rows == kept
+    assert by_site["train", "layers.1.k_rope"].rows == kept - 1
     # Attention needs every key up to its row: of sample 0 there are three.
-    assert found["train", "layers.1.attn"].rows == kept - lengths[0] + 3
-    assert found["rollout", "layers.1.attn"].rows == sum(lengths)
+    assert by_site["train", "layers.1.attn"].rows == kept - lengths[0] + 3
+    assert by_site["rollout", "layers.1.attn"].rows == sum(lengths)
 
 
 def test_a_fault_is_named_by_the_rows_that_a_small_budget_keeps(tmp_path: Path) -> None:
@@ -509,9 +509,9 @@ def test_a_fault_is_named_by_the_rows_that_a_small_budget_keeps(tmp_path: Path) 
         folder = tmp_path / str(number)
         verdict = verdict_of(folder, healthy("qwen3"), values, keep=keep)
         assert named(verdict) == named_here
-        found = units(verdict)
-        assert found["train", "layers.1.attn"].rows == 5
-        assert found["train", "layers.1.q_norm"].rows == 7
+        by_site = units(verdict)
+        assert by_site["train", "layers.1.attn"].rows == 5
+        assert by_site["train", "layers.1.q_norm"].rows == 7
 
 
 def test_no_values_at_all(tmp_path: Path) -> None:

@@ -39,8 +39,8 @@ NUMBERS = st.floats(-1e38, 1e38, allow_nan=False)
 @dtypes
 @given(st.lists(NUMBERS, min_size=1))
 def test_the_unit_is_an_ulp(dtype: str, numbers: list[float]) -> None:
-    found = rounding_variance(torch.tensor(numbers, dtype=torch.float64), dtype)
-    assert found.tolist() == [(ulp(x, dtype) / 2) ** 2 / 3 for x in numbers]
+    variance = rounding_variance(torch.tensor(numbers, dtype=torch.float64), dtype)
+    assert variance.tolist() == [(ulp(x, dtype) / 2) ** 2 / 3 for x in numbers]
 
 
 @dtypes
@@ -48,8 +48,8 @@ def test_the_unit_at_its_edges(dtype: str) -> None:
     bits, least = BITS[dtype]
     powers = [2.0**e for e in range(least - bits - 3, 16)]
     edges = [0.0, -0.0, *powers, *(math.nextafter(p, 0) for p in powers), *(-p for p in powers)]
-    found = rounding_variance(torch.tensor(edges, dtype=torch.float64), dtype)
-    assert found.tolist() == [(ulp(x, dtype) / 2) ** 2 / 3 for x in edges]
+    variance = rounding_variance(torch.tensor(edges, dtype=torch.float64), dtype)
+    assert variance.tolist() == [(ulp(x, dtype) / 2) ** 2 / 3 for x in edges]
     # As torch has it: numbers half an ulp apart, and no closer, are told apart.
     for x in (1.0, 1.5, 2.0**least, 2.0**least / 2):
         step = math.sqrt(3 * float(rounding_variance(torch.tensor(x).double(), dtype))) * 2
@@ -107,21 +107,21 @@ def over(found: RoundingErrors, op: str = "q_proj", dtype: str = "bfloat16") -> 
 def test_rounding_alone_is_one_unit_and_raises_no_alarm(dtype: str, rows: int) -> None:
     for seed in range(8 if rows < 100 else 2):
         exact = outputs(rows, seed=seed)
-        found = errors(rounded(exact, dtype), exact, dtype)
-        assert over(found, dtype=dtype) == set(), found
-        assert 1 - (0.05 if rows > 100 else 0.5) < found.rms <= 1
-        assert (found.gain, found.head_gain, found.feature_gain) == (0, 0, 0)
-        assert found.feature_shift == 0
-        assert found.row_gain < 0.2
-        assert found.row_rms < 1.5
-        assert found.peak < 2.5
+        measured = errors(rounded(exact, dtype), exact, dtype)
+        assert over(measured, dtype=dtype) == set(), measured
+        assert 1 - (0.05 if rows > 100 else 0.5) < measured.rms <= 1
+        assert (measured.gain, measured.head_gain, measured.feature_gain) == (0, 0, 0)
+        assert measured.feature_shift == 0
+        assert measured.row_gain < 0.2
+        assert measured.row_rms < 1.5
+        assert measured.peak < 2.5
 
 
 @dtypes
 def test_exact_outputs_are_exact(dtype: str) -> None:
     exact = rounded(outputs(), dtype)
-    found = errors(exact, exact, dtype)
-    assert [getattr(found, n) for n in STATISTICS] == [0.0] * len(STATISTICS)
+    measured = errors(exact, exact, dtype)
+    assert [getattr(measured, n) for n in STATISTICS] == [0.0] * len(STATISTICS)
 
 
 @dtypes
@@ -134,8 +134,8 @@ def test_large_and_small_rows_features_and_entries_raise_no_alarm(dtype: str) ->
         exact[:, 20] = 0
         exact[3] = 0
         exact[7, 9] = 400
-        found = errors(rounded(exact, dtype), exact, dtype)
-        assert over(found, dtype=dtype) == set(), found
+        measured = errors(rounded(exact, dtype), exact, dtype)
+        assert over(measured, dtype=dtype) == set(), measured
 
 
 def test_one_large_feature_in_every_head_is_no_gain_of_a_row() -> None:
@@ -143,8 +143,8 @@ def test_one_large_feature_in_every_head_is_no_gain_of_a_row() -> None:
     for seed in range(4):
         exact = outputs(seed=seed)
         exact[:, ::WIDTH] = 200 + exact[:, ::WIDTH] * 20
-        found = errors(rounded(exact), exact)
-        assert over(found) == set(), found
+        measured = errors(rounded(exact), exact)
+        assert over(measured) == set(), measured
 
 
 @dtypes
@@ -154,8 +154,8 @@ def test_rounding_alone_raises_no_alarm_where_rows_hardly_differ(dtype: str, spr
     for seed in range(4):
         exact = outputs(1, seed=seed) * (1 + spread * outputs(seed=seed))
         assert over(errors(rounded(exact, dtype), exact, dtype), dtype=dtype) == set()
-        found = errors(rounded(exact * (1 + 2.0 ** -BITS[dtype][0]), dtype), exact, dtype)
-        assert "gain" in over(found, dtype=dtype), found
+        measured = errors(rounded(exact * (1 + 2.0 ** -BITS[dtype][0]), dtype), exact, dtype)
+        assert "gain" in over(measured, dtype=dtype), measured
 
 
 def scaled(where: Any, by: float) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -246,9 +246,9 @@ FAULTS = {
 def test_a_fault_is_seen_and_told(name: str) -> None:
     fault, statistic, place, at, manner, amount = FAULTS[name]
     exact = outputs()
-    found = errors(rounded(fault(exact)), exact)
-    assert statistic in over(found), found
-    looks = found.pattern
+    measured = errors(rounded(fault(exact)), exact)
+    assert statistic in over(measured), measured
+    looks = measured.pattern
     assert (looks.place, looks.at, looks.manner) == (place, at, manner), looks
     assert looks.amount == pytest.approx(amount, rel=0.15, abs=1e-9)
 
@@ -274,8 +274,8 @@ def test_where_the_worst_of_each_is() -> None:
 @pytest.mark.parametrize("rows", [1, 2, ROWS])
 def test_what_is_not_finite_is_infinitely_off(bad: float, rows: int) -> None:
     exact = outputs(rows)
-    found = errors(placed((rows - 1, 11), bad)(rounded(exact)), exact)
-    sizes = {n: abs(getattr(found, n)) for n in STATISTICS}
+    measured = errors(placed((rows - 1, 11), bad)(rounded(exact)), exact)
+    sizes = {n: abs(getattr(measured, n)) for n in STATISTICS}
     assert sizes == dict.fromkeys(STATISTICS, math.inf)
 
 

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from synthetic import BATCH, all_cells, compared_run, draw, keep_logprobs, spoil, write_trace
+from synthetic import BATCH, all_cells, compared_run, corrupt, draw, keep_logprobs, write_trace
 
-from rlk_align.compare import rows as rows_module
+from rlk_align.compare import edge_rows
+from rlk_align.compare.edge_rows import EdgeRows, rows_table
 from rlk_align.compare.measure import measure
-from rlk_align.compare.rows import EdgeRows, rows_table
+from rlk_align.comparison_table import HEAD, load_rows, save_rows, sites_of
 from rlk_align.errors import CorruptTrace
 from rlk_align.model.sites import RowIndex
-from rlk_align.rows import HEAD, load_rows, save_rows, sites_of
 
 VALUES = draw()
 CELL = (1, 4)
@@ -62,7 +62,7 @@ def test_without_a_tokenizer_that_can_be_read_the_texts_are_null(
 
 
 def test_errors_are_of_their_row_and_site(tmp_path: Path) -> None:
-    table = rows_of(tmp_path, spoil(VALUES, SITE, [CELL], change=lambda row: row * 1.5))
+    table = rows_of(tmp_path, corrupt(VALUES, SITE, [CELL], change=lambda row: row * 1.5))
     assert at(table, SITE) == pytest.approx(1 / 3, rel=1e-2)
     errors = np.array(table[SITE].to_pylist())
     assert (errors != 0).sum() == 1
@@ -72,9 +72,9 @@ def test_errors_are_of_their_row_and_site(tmp_path: Path) -> None:
 
 
 def test_what_is_not_finite_is_nan_and_what_was_not_kept_is_null(tmp_path: Path) -> None:
-    bad = spoil(VALUES, SITE, [CELL], change=lambda row: row * float("nan"))
+    bad = corrupt(VALUES, SITE, [CELL], change=lambda row: row * float("nan"))
     assert math.isnan(at(rows_of(tmp_path / "nan", bad), SITE))
-    other = spoil(VALUES, SITE, [CELL], change=lambda row: row * 2)
+    other = corrupt(VALUES, SITE, [CELL], change=lambda row: row * 2)
     unkept = rows_of(tmp_path / "unkept", other, keep=keep_logprobs)
     assert at(unkept, SITE) is None
     assert at(unkept, SITE, (0, 0)) == 0.0
@@ -84,7 +84,7 @@ def test_a_large_run_keeps_the_errors_of_a_seeded_choice_of_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sites = len(sites_of(rows_of(tmp_path / "whole")))
-    monkeypatch.setattr(rows_module, "MAX_ERRORS", 5 * sites)
+    monkeypatch.setattr(edge_rows, "MAX_ERRORS", 5 * sites)
     table, again = rows_of(tmp_path / "part"), rows_of(tmp_path / "again")
     assert table.equals(again)
     assert table.num_rows == sum(len(s.ids) for s in BATCH.samples)
@@ -99,7 +99,7 @@ def test_a_run_keeps_its_rows_and_notices_when_they_change(tmp_path: Path) -> No
     whole = path.read_bytes()
     path.write_bytes(whole[:-9])
     with pytest.raises(CorruptTrace):
-        run.again().rows()
+        run.reopened().rows()
     with pytest.raises(CorruptTrace, match="cannot be read"):
         load_rows(path)
     save_rows(pa.table({"a": [1]}), path)

@@ -7,8 +7,8 @@ from synthetic import BATCH
 
 from rlk_align.model.prompts import Sample, TokenBatch
 from rlk_align.model.sites import RowIndex
-from rlk_align.probe.referee import rows
-from rlk_align.probe.referee.rows import ROWS, choose_rows
+from rlk_align.probe.referee import row_choice
+from rlk_align.probe.referee.row_choice import ROWS, choose_rows
 
 
 def index(*lengths: int, prompt: int = 1) -> RowIndex:
@@ -26,13 +26,13 @@ def chosen(
 ) -> np.ndarray:
     kept = np.ones(len(of), dtype=bool) if kept is None else kept
     shown = comparison(edge(sites=[site(introduced=1, differ=1, first_introduced=first)]))
-    found = choose_rows(shown if first else comparison(), list(worst), kept, of)
+    rows = choose_rows(shown if first else comparison(), list(worst), kept, of)
     last = of.offsets[1:] - 1
-    assert not np.isin(last, found).any()
-    assert (np.diff(found) > 0).all()
-    assert found.dtype == np.int64
-    assert ((found >= 0) & (found < len(of))).all()
-    return found
+    assert not np.isin(last, rows).any()
+    assert (np.diff(rows) > 0).all()
+    assert rows.dtype == np.int64
+    assert ((rows >= 0) & (rows < len(of))).all()
+    return rows
 
 
 def test_a_small_batch_is_chosen_whole_but_for_last_rows() -> None:
@@ -48,19 +48,19 @@ def test_nothing_is_left_of_one_token() -> None:
 
 def test_the_same_rows_each_time_and_no_more_than_are_drawn() -> None:
     of = index(*[60] * 100, prompt=20)
-    found = chosen(of)
-    assert found.tolist() == chosen(of).tolist()
-    assert ROWS * 0.9 < len(found) <= ROWS + rows.SAMPLED_ROWS
-    assert len(set(of.position[found])) == 59, "every position, but the last"
-    assert len(np.unique(found // 60)) == 100, "every sample"
+    rows = chosen(of)
+    assert rows.tolist() == chosen(of).tolist()
+    assert ROWS * 0.9 < len(rows) <= ROWS + row_choice.SAMPLED_ROWS
+    assert len(set(of.position[rows])) == 59, "every position, but the last"
+    assert len(np.unique(rows // 60)) == 100, "every sample"
 
 
 @pytest.mark.parametrize("prompt", [1, 59, 60])
 def test_rows_at_which_a_token_was_sampled_are_among_them(prompt: int) -> None:
     of = index(*[60] * 100, prompt=prompt)
-    found = chosen(of)
-    sampled = of.position[found] >= prompt - 1
-    assert sampled.sum() >= min(rows.SAMPLED_ROWS * 0.8, (60 - prompt) * 100)
+    rows = chosen(of)
+    sampled = of.position[rows] >= prompt - 1
+    assert sampled.sum() >= min(row_choice.SAMPLED_ROWS * 0.8, (60 - prompt) * 100)
 
 
 def test_what_a_comparison_points_at_is_among_them() -> None:
@@ -75,26 +75,26 @@ def test_what_a_comparison_points_at_is_among_them() -> None:
 @pytest.mark.parametrize("row", [0, 5, ROWS - 1, ROWS, 7000, 40_000 - 2])
 def test_of_a_long_sample_the_rows_up_to_the_worst(row: int) -> None:
     of = index(10, 40_000, 10)
-    found = chosen(of, 10 + row)
-    assert 10 + row in found
-    about = found[(found >= 10 + max(0, row + 1 - ROWS)) & (found <= 10 + row)]
+    rows = chosen(of, 10 + row)
+    assert 10 + row in rows
+    about = rows[(rows >= 10 + max(0, row + 1 - ROWS)) & (rows <= 10 + row)]
     assert len(about) == min(ROWS, row + 1)
-    assert len(found) <= 2 * ROWS + rows.SAMPLED_ROWS
+    assert len(rows) <= 2 * ROWS + row_choice.SAMPLED_ROWS
 
 
 def test_long_samples_bound_what_attention_reads() -> None:
     lengths = [3000] * 20
-    found = chosen(index(*lengths))
-    assert len(np.unique(found // 3000)) == rows.KEYS // 3000
-    assert len(chosen(index(*[rows.KEYS + 5] * 3))) <= ROWS + rows.SAMPLED_ROWS
+    rows = chosen(index(*lengths))
+    assert len(np.unique(rows // 3000)) == row_choice.KEYS // 3000
+    assert len(chosen(index(*[row_choice.KEYS + 5] * 3))) <= ROWS + row_choice.SAMPLED_ROWS
 
 
 def test_rows_are_drawn_of_those_that_were_kept() -> None:
     of = index(*[60] * 400, prompt=20)
     kept = np.zeros(len(of), dtype=bool)
     kept[::40] = True
-    found = chosen(of, kept=kept)
-    assert set(found) == set(np.flatnonzero(kept)) - set(of.offsets[1:] - 1)
-    pointed = set(chosen(of, 130, first=(3, 7), kept=kept)) - set(found)
-    assert pointed == {187, *range(120, 179)} - set(found)
+    rows = chosen(of, kept=kept)
+    assert set(rows) == set(np.flatnonzero(kept)) - set(of.offsets[1:] - 1)
+    pointed = set(chosen(of, 130, first=(3, 7), kept=kept)) - set(rows)
+    assert pointed == {187, *range(120, 179)} - set(rows)
     assert chosen(of, kept=np.zeros(len(of), dtype=bool)).tolist() == []

@@ -1,4 +1,5 @@
-"""Every token of every edge: its log-probs, and its error at every site (see `rlk_align.rows`)."""
+"""Collects every token of every edge, its log-probs and its error at every site, for the table of
+`rlk_align.comparison_table`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from rlk_align.comparison_table import HEAD
 from rlk_align.errors import ModelError
 from rlk_align.model.sites import RowIndex
 from rlk_align.model.tokenise import fast_tokenizer
-from rlk_align.rows import HEAD
 
 MAX_ERRORS = 8_000_000
 """Errors kept of an edge, 32 MB: of a larger run, those of a seeded choice of its rows."""
@@ -22,8 +23,8 @@ class EdgeRows:
     """One edge, row by row of the batch; arrays `[N]`."""
 
     edge: str
-    kept: np.ndarray
-    """bool: rows whose errors are kept."""
+    selected: np.ndarray
+    """bool: the rows whose errors the table holds."""
     first: np.ndarray
     second: np.ndarray
     """float64: the passes' log-probs, NaN where there is none."""
@@ -34,23 +35,23 @@ class EdgeRows:
 
     @classmethod
     def of(cls, edge: str, index: RowIndex, sites: int) -> "EdgeRows":
-        """Empty, for a batch and so many sites."""
-        kept = np.ones(len(index), dtype=bool)
+        """Returns an edge without errors, for a batch and so many sites."""
+        selected = np.ones(len(index), dtype=bool)
         most = MAX_ERRORS // max(1, sites)
         if len(index) > most:
-            kept[:] = False
-            kept[np.random.default_rng(_SEED).permutation(len(index))[:most]] = True
+            selected[:] = False
+            selected[np.random.default_rng(_SEED).permutation(len(index))[:most]] = True
         nothing = np.full(len(index), np.nan)
-        return cls(edge, kept, nothing, nothing.copy(), np.zeros(len(index), dtype=bool))
+        return cls(edge, selected, nothing, nothing.copy(), np.zeros(len(index), dtype=bool))
 
     def add(self, site: str, number: np.ndarray, error: np.ndarray) -> None:
-        """The errors of a site, float `[M]`, of these rows of the batch."""
-        full = np.full(len(self.kept), UNKNOWN, dtype=np.float32)
+        """Adds the errors of a site, float `[M]`, at these rows of the batch."""
+        full = np.full(len(self.selected), UNKNOWN, dtype=np.float32)
         full[number] = error
-        self.errors[site] = full[self.kept]
+        self.errors[site] = full[self.selected]
 
     def add_logprobs(self, number: np.ndarray, first: np.ndarray, second: np.ndarray) -> None:
-        """Of both passes, `[M]`, of these rows of the batch."""
+        """Adds the log-probs of both passes, `[M]`, at these rows of the batch."""
         self.first[number], self.second[number], self.paired[number] = first, second, True
 
 
@@ -62,18 +63,16 @@ NO_ROWS = pa.schema(list(HEAD.items())).empty_table()
 
 
 def rows_table(edges: Sequence[EdgeRows], index: RowIndex, model: Path) -> pa.Table:
-    """The table that `rlk_align.rows` describes; the checkpoint tells what the tokens say."""
+    """The table of `rlk_align.comparison_table`; the checkpoint's tokenizer decodes the tokens."""
     sites = list(dict.fromkeys(site for e in edges for site in e.errors))
-    lengths = np.diff(index.offsets)
-    sample = np.repeat(np.arange(len(lengths)), lengths)
     prompts = np.array([len(s.prompt_ids) for s in index.batch.samples])
-    response = index.position >= np.repeat(prompts, lengths)
+    response = index.position >= prompts[index.sample]
     text = _texts(index.token, model)
     parts = []
     for e in edges:
         head = [
             pa.array([e.edge] * len(index)).dictionary_encode(),
-            pa.array(sample, pa.int32()),
+            pa.array(index.sample, pa.int32()),
             pa.array(index.position, pa.int32()),
             pa.array(index.token, pa.int32()),
             text.dictionary_encode(),
@@ -87,9 +86,9 @@ def rows_table(edges: Sequence[EdgeRows], index: RowIndex, model: Path) -> pa.Ta
 
 
 def _errors(edge: EdgeRows, site: str) -> pa.Array:
-    full = np.full(len(edge.kept), UNKNOWN, dtype=np.float32)
+    full = np.full(len(edge.selected), UNKNOWN, dtype=np.float32)
     if site in edge.errors:
-        full[edge.kept] = edge.errors[site]
+        full[edge.selected] = edge.errors[site]
     return pa.array(full, pa.float32(), mask=full == UNKNOWN)
 
 

@@ -15,23 +15,23 @@ SEED = 20261122
 
 
 def choose_rows(
-    comparison: Comparison, worst: list[int], kept: np.ndarray, index: RowIndex
+    comparison: Comparison, worst: list[int], valued: np.ndarray, index: RowIndex
 ) -> np.ndarray:
     """Row numbers of the batch, ascending: rows drawn of the `kept` ones, a mask, the row at which
     each site first introduced a difference, and about each of the rows `worst` those of its sample,
     up to as many as are drawn. No sample's last row, which no log-prob comes from, and no decode
     has."""
     random = np.random.default_rng(SEED)
-    counts = np.diff(np.concatenate([[0], np.cumsum(kept)])[index.offsets])
+    counts = np.diff(np.concatenate([[0], np.cumsum(valued)])[index.offsets])
     order = random.permutation(len(counts))
     fit = np.cumsum(counts[order]) <= KEYS
     fit[0] = True
     inside = np.concatenate([_rows_of(index, s) for s in order[fit]])
     sampled = np.concatenate([_sampled_rows(index, s) for s in order[fit]])
     drawn = ((inside, ROWS), (sampled, SAMPLED_ROWS))
-    chosen = [_draw(random, rows[kept[rows]], count) for rows, count in drawn]
-    found = [s.first_introduced for e in comparison.edges for s in e.sites]
-    first = [index.offsets[c[0]] + c[1] for c in dict.fromkeys(found) if c is not None]
+    chosen = [_draw(random, rows[valued[rows]], count) for rows, count in drawn]
+    introduced = [s.first_introduced for e in comparison.edges for s in e.sites]
+    first = [index.offsets[c[0]] + c[1] for c in dict.fromkeys(introduced) if c is not None]
     chosen.append(np.array(first, dtype=np.int64))
     chosen += [_rows_about(index, row) for row in worst]
     return np.setdiff1d(np.concatenate(chosen), index.offsets[1:] - 1)
