@@ -92,21 +92,8 @@ class Interrupted(RlkError):
 
 
 ERRORS: dict[str, type[RlkError]] = {
-    cls.__name__: cls
-    for cls in (
-        RlkError,
-        UsageError,
-        BadOption,
-        UnknownEngine,
-        MissingDependency,
-        ModelError,
-        PromptError,
-        ContractError,
-        ToolError,
-        EngineFailed,
-        CorruptTrace,
-        TraceNotWritten,
-        Interrupted,
-    )
+    name: value
+    for name, value in globals().items()
+    if isinstance(value, type) and issubclass(value, RlkError)
 }
 """By name, so that a worker process can hand its error to the parent."""

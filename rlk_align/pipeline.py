@@ -75,7 +75,7 @@ def measured(
     progress: Progress,
 ) -> tuple[Comparison, pa.Table]:
     """Both sides against each other, and each side's operators against float64. Beside it what was
-    compared, row by row (see `rlk_align.rows`)."""
+    compared, row by row (see `rlk_align.token_table`)."""
     comparison, rows = measure(rollout, train, judged, allowed, progress)
     units = referee(comparison, rollout, train, progress)
     return comparison.model_copy(update={"referee": units}), rows
@@ -106,11 +106,11 @@ def probe(request: ProbeRequest, run: Run, progress: Progress) -> tuple[Verdict,
         first = headline(verdict)
         edges = request.edges or ((first.name,) if first else ())
         try:
-            found = probe_run(run, edges, request.attribute, request.plan, progress)
+            record = probe_run(run, edges, request.attribute, request.plan, progress)
         except (MissingDependency, ModelError) as error:
             # What the captures alone tell needs no engine: the operators, recomputed.
-            found = Probe(edges=[], left_out=error.message)
-        run.save_probe(found)
-        run.save_verdict(verdict_json(verdict, found))
+            record = Probe(edges=[], left_out=error.message)
+        run.save_probe(record)
+        run.save_verdict(verdict_json(verdict, record))
         run.finish()
-        return verdict, found
+        return verdict, record

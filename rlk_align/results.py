@@ -372,8 +372,7 @@ class Comparison(Result):
         _check(len(self.engines) == len(get_args(SideName)), "a side is missing")
         compared = [e.name for e in self.edges]
         _check(len(set(compared)) == len(compared), "an edge is there twice")
-        found = [] if self.stopped else self.judged
-        for name in found:
+        for name in [] if self.stopped else self.judged:
             _check((name in compared) != (name in self.missing_edges), f"{name}: compared, or not?")
         if self.controls is not None:
             _check(self.controls.noise.keys() == self.engines.keys(), "noise: a side is missing")

@@ -10,9 +10,9 @@ def printable(text: object, lines: bool = False) -> str:
     Control characters, bidirectional overrides, zero-width characters and lone surrogates become
     `\\x1b`, `\\u202e` ...; `lines` keeps line breaks and tabs.
     """
-    kept = "\n\t" if lines else ""
+    allowed = "\n\t" if lines else ""
     return "".join(
-        c if c.isprintable() or c in kept else c.encode("unicode_escape").decode("ascii")
+        c if c.isprintable() or c in allowed else c.encode("unicode_escape").decode("ascii")
         for c in str(text)
     )
 

@@ -26,7 +26,7 @@ from rlk_align.model.checkpoint import default_model, resolve_model
 from rlk_align.model.edges import EDGES
 from rlk_align.pipeline import measured
 from rlk_align.progress import Progress, show_progress
-from rlk_align.rows import HEAD
+from rlk_align.token_table import HEAD
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.run import Run, RunRecord
 

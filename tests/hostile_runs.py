@@ -13,7 +13,7 @@ from rlk_align.judge.load import load_contract
 from rlk_align.judge.verdict import judge
 from rlk_align.model.sites import model_sites
 from rlk_align.probe.record import Probe
-from rlk_align.report.source import Source
+from rlk_align.report.source import ReportSource
 from rlk_align.results import CodePlace, Comparison, RefereedUnit
 
 PAYLOADS = (
@@ -36,12 +36,12 @@ def hostile_text() -> str:
     return " ".join(PAYLOADS)
 
 
-def made_source(folder: Path, comparison: Comparison, contract: Contract) -> Source:
+def made_source(folder: Path, comparison: Comparison, contract: Contract) -> ReportSource:
     """Of a comparison made by hand, judged on TODAY."""
     run = compared_run(folder)
     verdict = judge(comparison, contract, TODAY)
     record = run.record.model_copy(update={"command": ["rlk-align", "compare", hostile_text()]})
-    return Source(run=run, record=record, verdict=verdict, probe=None)
+    return ReportSource(run=run, record=record, verdict=verdict, probe=None)
 
 
 def hostile_contract() -> Contract:
@@ -57,7 +57,7 @@ def hostile_contract() -> Contract:
     return Contract.model_validate(given)
 
 
-def hostile_source(folder: Path) -> Source:
+def hostile_source(folder: Path) -> ReportSource:
     """Every text in it is hostile, and the train side is off in one operator."""
     sites = model_sites(SHAPE)
     found = made_comparison(sites, over=[sites[3].name])
@@ -90,7 +90,7 @@ def _spoilt(unit: RefereedUnit, code: CodePlace) -> RefereedUnit:
     return unit.model_copy(update={"code": code, "explanation": said, "fused_with": said})
 
 
-def doubtful_source(folder: Path) -> Source:
+def doubtful_source(folder: Path) -> ReportSource:
     """Nothing can be concluded of it, for reasons that it words itself."""
     edge = comparisons.edge(unpaired=[("embed", hostile_text(), False)])
     comparison = comparisons.comparison(
@@ -99,7 +99,7 @@ def doubtful_source(folder: Path) -> Source:
     return made_source(folder, comparison, comparisons.contract())
 
 
-def huge_source(folder: Path) -> Source:
+def huge_source(folder: Path) -> ReportSource:
     """60 layers, every operator of which is off, with the longest names there are."""
     sites = model_sites(dataclasses.replace(SHAPE, layers=60))
     found = made_comparison(sites, over=[s.name for s in sites[1:]])

@@ -31,7 +31,7 @@ from rlk_align.results import (
     RoundingErrors,
     SiteResult,
 )
-from rlk_align.rows import HEAD
+from rlk_align.token_table import HEAD
 from rlk_align.trace.run import Run
 
 HOSTILE = "<script>alert(1)</script></style>\"'&{{7*7}}\x1b[31m\u202egpj.exe\x00 🦊 مرحبا"
@@ -177,7 +177,7 @@ def _refereed(site: Site, side: Any, over: bool) -> RefereedUnit:
 def made_rows(
     sites: list[Site], samples: int, length: int, text: str, worst: int | None, nan: Sequence[str]
 ) -> pa.Table:
-    """As `rlk_align.rows` describes; the first half of each sequence is prompt."""
+    """As `rlk_align.token_table` describes; the first half of each sequence is prompt."""
     drawn = np.random.default_rng(0)
     count, half = samples * length, length // 2
     sample, position = np.repeat(np.arange(samples), length), np.tile(np.arange(length), samples)

@@ -8,7 +8,7 @@ from typing import Any
 from rlk_align.errors import BadOption
 from rlk_align.judge.verdict import Verdict
 from rlk_align.probe.record import Probe
-from rlk_align.report.source import Source
+from rlk_align.report.source import ReportSource
 from rlk_align.report.verdict_json import verdict_json
 from rlk_align.results import EdgeMetrics, RefereedUnit, RoundingErrors, SiteResult
 
@@ -30,7 +30,7 @@ ROUNDINGS = tuple(name for name in RoundingErrors.model_fields if name not in ("
 class LoadedRun:
     """A run, judged."""
 
-    source: Source
+    source: ReportSource
 
     @property
     def folder(self) -> Path:
@@ -54,37 +54,37 @@ class LoadedRun:
     def edges(self) -> Columns:
         """A row for each edge: its metrics over the sampled tokens, and whether it is judged."""
         compared = self.verdict.comparison
-        found = (
+        rows = (
             {"edge": e.name, "judged": e.name in compared.judged, **_values(e.metrics, METRICS)}
             for e in compared.edges
         )
-        return _columns(("edge", "judged", *METRICS), found)
+        return _columns(("edge", "judged", *METRICS), rows)
 
     def sites(self) -> Columns:
         """A row for each site of each edge, in execution order: how many rows differ, how many
         differ for the first time there, and by how much."""
-        found = (
+        rows = (
             {"edge": e.name, **_values(site, FIGURES_OF_SITES)}
             for e in self.verdict.comparison.edges
             for site in e.sites
         )
-        return _columns(("edge", *FIGURES_OF_SITES), found)
+        return _columns(("edge", *FIGURES_OF_SITES), rows)
 
     def operators(self) -> Columns:
         """A row for each operator of each pass, in execution order: its error against float64 in
         roundings, null where it could not be recomputed, for the reason beside it."""
-        found = (
+        rows = (
             {**_values(unit, OF_OPERATORS), **_errors(unit)}
             for unit in self.verdict.comparison.referee
         )
-        return _columns((*OF_OPERATORS, *ROUNDINGS), found)
+        return _columns((*OF_OPERATORS, *ROUNDINGS), rows)
 
     def tokens(self) -> Columns:
         """A row for each token of each edge: its id and text, and the log-prob of the *next* one by
         the edge's two passes, with their difference `dlogp`; null where that was not sampled."""
         import pyarrow.compute as pc
 
-        from rlk_align.rows import HEAD
+        from rlk_align.token_table import HEAD
 
         if not self.source.run.has_rows:
             raise BadOption(

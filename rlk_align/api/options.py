@@ -1,10 +1,10 @@
 """What the words of a request mean: text into values, and the defaults."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from rlk_align.capture.recording import Recording, Side, parse_side
 from rlk_align.capture.request import CaptureRequest, TracePlan
@@ -18,15 +18,16 @@ from rlk_align.results import EdgeName, Kind
 from rlk_align.text import printable
 from rlk_align.trace.run import RUNS, Run, fingerprint
 
+T = TypeVar("T")
 Warn = Callable[[str], None]
 """How the caller is told what it should know before an engine starts."""
 
 
-def command(name: str, runs: Sequence[str], given: Any) -> tuple[str, ...]:
+def command(name: str, runs: Sequence[str], request: Any) -> tuple[str, ...]:
     """The command line that asks for the same as a dataclass whose fields are flags."""
     words = ["rlk-align", name, *runs]
-    for field in fields(given):
-        value, flag = getattr(given, field.name), f"--{field.name.replace('_', '-')}"
+    for field in fields(request):
+        value, flag = getattr(request, field.name), f"--{field.name.replace('_', '-')}"
         if value is True:
             words.append(flag)
         elif value is False and field.default is None:
@@ -35,6 +36,12 @@ def command(name: str, runs: Sequence[str], given: Any) -> tuple[str, ...]:
             for item in value if isinstance(value, list | tuple) else [value]:
                 words += [flag, str(item)]
     return tuple(map(printable, words))
+
+
+def from_arguments(cls: type[T], arguments: Mapping[str, Any]) -> T:
+    """An instance of a dataclass whose fields are a function's arguments of the same names."""
+    names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    return cls(**{name: arguments[name] for name in names})
 
 
 def capture_request(
@@ -69,14 +76,14 @@ def side(text: str, kernels: str | None) -> Side:
     """An engine or a recording; `kernels` for an engine that does not say itself. Raises
     UnknownEngine, BadOption, or MissingDependency for an engine that is not installed."""
     check_kernels(kernels)
-    found = parse_side(text)
-    if isinstance(found, Recording):
-        return found
-    if found.option("python") is None:
-        require_installed(found.name)
-    if kernels is None or "kernels" in found.options:
-        return found
-    return EngineSpec.parse(f"{text}{',' if found.options else ':'}kernels={kernels}")
+    parsed = parse_side(text)
+    if isinstance(parsed, Recording):
+        return parsed
+    if parsed.option("python") is None:
+        require_installed(parsed.name)
+    if kernels is None or "kernels" in parsed.options:
+        return parsed
+    return EngineSpec.parse(f"{text}{',' if parsed.options else ':'}kernels={kernels}")
 
 
 def check_sampling(max_new_tokens: int, seed: int) -> None:
@@ -98,8 +105,8 @@ def check_kernels(wanted: str | None) -> None:
 
 def without_kernels(spec: EngineSpec) -> str:
     """The same engine without them, as a spec."""
-    kept = {k: v for k, v in spec.options.items() if k not in ("kernels", "except")}
-    return str(EngineSpec(spec.name, kept))
+    options = {k: v for k, v in spec.options.items() if k not in ("kernels", "except")}
+    return str(EngineSpec(spec.name, options))
 
 
 def default_rollout() -> str:
@@ -165,7 +172,7 @@ def names(text: str | None) -> list[str]:
 
 
 def choose_run(run_dir: Path | None, kind: str, *settings: object) -> Run:
-    """The given folder, or one named after the settings, so that a rerun finds it again.
+    """The folder `run_dir`, or one named after the settings, so that a rerun finds it again.
 
     Raises BadOption for a name of nothing.
     """

@@ -90,23 +90,23 @@ class PreparedPair:
 
 
 def prepare(
-    given: Pair, runs: Sequence[str], warn: options.Warn, command: Sequence[str] | None = None
+    pair: Pair, runs: Sequence[str], warn: options.Warn, command: Sequence[str] | None = None
 ) -> PreparedPair:
     """Whatever would fail after minutes of capturing fails here. Raises RlkError.
 
     `runs`: none, or two captures made earlier; `command`: the command line, if it was one.
     """
-    options.check_kernels(given.kernels)
-    options.check_sampling(given.max_new_tokens, given.seed)
-    judged = options.parse_edges(given.edges)
-    plan = options.trace_plan(given.trace_budget, given.layers, given.sites)
-    allowed = options.parse_kinds(given.allow_mismatch)
-    sides = _sides(given, runs)
-    settings = (given.model, str(given.prompts), given.max_new_tokens, given.seed)
-    run = options.choose_run(given.run_dir, "compare", *settings, *map(str, sides.values()))
+    options.check_kernels(pair.kernels)
+    options.check_sampling(pair.max_new_tokens, pair.seed)
+    judged = options.parse_edges(pair.edges)
+    plan = options.trace_plan(pair.trace_budget, pair.layers, pair.sites)
+    allowed = options.parse_kinds(pair.allow_mismatch)
+    sides = _sides(pair, runs)
+    settings = (pair.model, str(pair.prompts), pair.max_new_tokens, pair.seed)
+    run = options.choose_run(pair.run_dir, "compare", *settings, *map(str, sides.values()))
     recorded = _recorded(sides, run)
-    _check_recorded_kernels(recorded, given.kernels)
-    model, prompts = given.model, given.prompts
+    _check_recorded_kernels(recorded, pair.kernels)
+    model, prompts = pair.model, pair.prompts
     if recorded:
         # What was captured is what the other side loads, and its tokenizer is asked the same.
         captured = next(iter(recorded.values()))
@@ -115,22 +115,22 @@ def prepare(
         prompts = prompts or captured / "prompts.jsonl"
 
     requests = {
-        side: asked
-        if isinstance(asked, Recording)
+        side: spec
+        if isinstance(spec, Recording)
         else options.capture_request(
-            asked,
+            spec,
             model,
             prompts,
-            given.max_new_tokens,
-            given.seed,
+            pair.max_new_tokens,
+            pair.seed,
             plan,
             # A side that no edge needs is scored too: its weights and tokens are the precheck's.
             passes_for(judged, side) or ("prefill",),
-            side == "rollout" and _measure_production(given.production, asked),
+            side == "rollout" and _measure_production(pair.production, spec),
         )
-        for side, asked in sides.items()
+        for side, spec in sides.items()
     }
-    contract, dtype = _check_contract(given.contract, requests, recorded, warn)
+    contract, dtype = _check_contract(pair.contract, requests, recorded, warn)
 
     from rlk_align.pipeline import CompareRequest
 
@@ -139,10 +139,10 @@ def prepare(
             rollout=requests["rollout"],
             train=requests["train"],
             judged=judged,
-            contract=given.contract,
+            contract=pair.contract,
             allowed=allowed,
-            fresh=given.fresh,
-            command=tuple(command or options.command("compare", runs, given)),
+            fresh=pair.fresh,
+            command=tuple(command or options.command("compare", runs, pair)),
         ),
         run=run,
         contract=contract,
@@ -152,13 +152,13 @@ def prepare(
     )
 
 
-def _sides(given: Pair, runs: Sequence[str]) -> dict[SideName, Side]:
+def _sides(pair: Pair, runs: Sequence[str]) -> dict[SideName, Side]:
     """Raises UnknownEngine or BadOption."""
     if not runs:
-        rollout, train = (options.side(text, given.kernels) for text in _engines(given))
+        rollout, train = (options.side(text, pair.kernels) for text in _engines(pair))
         return {"rollout": rollout, "train": train}
     # What a capture is asked for: given here, it would be left out of account.
-    if len(runs) != 2 or given.gives("layers", "sites"):
+    if len(runs) != 2 or pair.gives("layers", "sites"):
         raise BadOption(
             "two runs are compared as they are: RUN_A RUN_B, without engines, model, prompts, "
             "and whatever else a capture is asked for"
@@ -166,21 +166,21 @@ def _sides(given: Pair, runs: Sequence[str]) -> dict[SideName, Side]:
     return {"rollout": Recording(runs[0]), "train": Recording(runs[1])}
 
 
-def _engines(given: Pair) -> tuple[str, str]:
+def _engines(pair: Pair) -> tuple[str, str]:
     """The rollout and the training side, as text."""
-    return (given.rollout or options.default_rollout(), given.train or options.default_train())
+    return (pair.rollout or options.default_rollout(), pair.train or options.default_train())
 
 
-def without_kernels(given: Pair, folder: Path) -> Pair | None:
+def without_kernels(pair: Pair, folder: Path) -> Pair | None:
     """The same pair without kernels, for one that `--kernels rlk` gave them: drift off and on, side
     by side. None where there is nothing to show so."""
-    if given.kernels != "rlk":
+    if pair.kernels != "rlk":
         return None
-    specs = [side for side in map(parse_side, _engines(given)) if isinstance(side, EngineSpec)]
+    specs = [side for side in map(parse_side, _engines(pair)) if isinstance(side, EngineSpec)]
     if len(specs) != 2:
         return None
     rollout, train = map(options.without_kernels, specs)
-    return replace(given, rollout=rollout, train=train, run_dir=folder, kernels=None)
+    return replace(pair, rollout=rollout, train=train, run_dir=folder, kernels=None)
 
 
 def _measure_production(wanted: bool | None, spec: EngineSpec) -> bool:
@@ -193,7 +193,7 @@ def _measure_production(wanted: bool | None, spec: EngineSpec) -> bool:
 
 def _recorded(sides: Mapping[SideName, Side], run: Run) -> dict[SideName, Path]:
     """The traces that stand for engines. Raises BadOption where one lies in the run to be made."""
-    found: dict[SideName, Path] = {}
+    traces: dict[SideName, Path] = {}
     for side, recording in sides.items():
         if isinstance(recording, Recording):
             source = recording.open()
@@ -202,8 +202,8 @@ def _recorded(sides: Mapping[SideName, Side], run: Run) -> dict[SideName, Path]:
                     f"{run.folder} is one of the runs to be compared, and would be written over",
                     "name another --run-dir",
                 )
-            found[side] = source.capture_folder(side)
-    return found
+            traces[side] = source.capture_folder(side)
+    return traces
 
 
 def _check_recorded_kernels(recorded: Mapping[SideName, Path], wanted: str | None) -> None:

@@ -58,22 +58,22 @@ class PreparedSingle:
 
 
 def prepare(
-    given: Single, warn: options.Warn, command: Sequence[str] | None = None
+    single: Single, warn: options.Warn, command: Sequence[str] | None = None
 ) -> PreparedSingle:
     """Whatever would fail once an engine runs fails here. Raises RlkError.
 
     `command`: the command line, if it was one.
     """
-    engine = options.side(given.engine, given.kernels)
+    engine = options.side(single.engine, single.kernels)
     if isinstance(engine, Recording):
         raise BadOption("a replay is a capture already")
-    if given.tokens and given.prompts:
+    if single.tokens and single.prompts:
         raise BadOption("--tokens scores that run's own prompts", "leave --prompts out")
-    options.check_sampling(given.max_new_tokens, given.seed)
-    plan = options.trace_plan(given.trace_budget, given.layers, given.sites)
-    run = options.choose_run(given.out, "capture")
-    source = _source(given.tokens, run) if given.tokens else None
-    model, prompts = given.model, given.prompts
+    options.check_sampling(single.max_new_tokens, single.seed)
+    plan = options.trace_plan(single.trace_budget, single.layers, single.sites)
+    run = options.choose_run(single.out, "capture")
+    source = _source(single.tokens, run) if single.tokens else None
+    model, prompts = single.model, single.prompts
     if source:
         # The other run's prompts, so that both sides' tokenizers are asked the same.
         prompts = source / "prompts.jsonl"
@@ -83,8 +83,8 @@ def prepare(
         engine,
         model,
         prompts,
-        given.max_new_tokens,
-        given.seed,
+        single.max_new_tokens,
+        single.seed,
         plan,
         ("prefill",) if source else ("decode", "prefill"),
         False,
@@ -99,8 +99,8 @@ def prepare(
         request=request,
         run=run,
         tokens=source / "tokens.parquet" if source else None,
-        fresh=given.fresh,
-        command=tuple(command or options.command("capture", (), given)),
+        fresh=single.fresh,
+        command=tuple(command or options.command("capture", (), single)),
     )
 
 

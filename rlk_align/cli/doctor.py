@@ -44,8 +44,10 @@ def _torch() -> dict[str, str]:
     """What it is, and what it can compute on."""
     cores = f"{os.cpu_count()} cores"
     if not _has_torch():
-        said = f"not installed; engines, captures and gate --recompute need it: {INSTALL_ENGINES}"
-        return {"torch": said, "cpu": cores}
+        missing = (
+            f"not installed; engines, captures and gate --recompute need it: {INSTALL_ENGINES}"
+        )
+        return {"torch": missing, "cpu": cores}
     import torch
 
     cuda = torch.cuda.is_available()

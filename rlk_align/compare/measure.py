@@ -40,7 +40,7 @@ def measure(
     progress: Progress,
 ) -> tuple[Comparison, pa.Table]:
     """Everything that a contract can be held against, and the same row by row (see
-    `rlk_align.rows`).
+    `rlk_align.token_table`).
 
     A mismatch of a kind that is not allowed ends it before any number. Raises CorruptTrace
     where a trace is damaged.

@@ -1,4 +1,7 @@
-"""Every token of every edge: its log-probs, and its error at every site (see `rlk_align.rows`)."""
+"""Every token of every edge: its log-probs, and its error at every site.
+
+`rlk_align.token_table` describes the table.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +13,7 @@ import pyarrow as pa
 from rlk_align.errors import ModelError
 from rlk_align.model.sites import RowIndex
 from rlk_align.model.tokenise import fast_tokenizer
-from rlk_align.rows import HEAD
+from rlk_align.token_table import HEAD
 
 MAX_ERRORS = 8_000_000
 """Errors kept of an edge, 32 MB: of a larger run, those of a seeded choice of its rows."""
@@ -62,7 +65,7 @@ NO_ROWS = pa.schema(list(HEAD.items())).empty_table()
 
 
 def rows_table(edges: Sequence[EdgeRows], index: RowIndex, model: Path) -> pa.Table:
-    """The table that `rlk_align.rows` describes; the checkpoint tells what the tokens say."""
+    """The table of `rlk_align.token_table`; the checkpoint tells what the tokens say."""
     sites = list(dict.fromkeys(site for e in edges for site in e.errors))
     lengths = np.diff(index.offsets)
     sample = np.repeat(np.arange(len(lengths)), lengths)

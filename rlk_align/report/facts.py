@@ -9,7 +9,7 @@ from rlk_align.probe.effects import Contribution
 from rlk_align.probe.record import ProbedEdge
 from rlk_align.probe.units import Split, Unit
 from rlk_align.report.probe_units import contributions
-from rlk_align.report.source import Source
+from rlk_align.report.source import ReportSource
 from rlk_align.report.words import how_words, whose_off
 from rlk_align.results import EdgeResult, RefereedUnit, SiteResult
 
@@ -26,7 +26,7 @@ STATES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operator:
+class OperatorFacts:
     """One site of an edge."""
 
     order: int
@@ -108,7 +108,7 @@ class Operator:
         return "; ".join(filter(None, [*parts, self.side]))
 
 
-def operators(source: Source, edge: EdgeResult) -> list[Operator]:
+def operators(source: ReportSource, edge: EdgeResult) -> list[OperatorFacts]:
     """Of an edge, in execution order."""
     verdict, probed = source.verdict, probed_edge(source, edge)
     over = {o.unit.site: o for o in over_budget(verdict, edge)}
@@ -123,7 +123,7 @@ def operators(source: Source, edge: EdgeResult) -> list[Operator]:
         if edge.name in unit.edges:
             refereed[unit.site].append(unit)
     return [
-        Operator(
+        OperatorFacts(
             order=order,
             site=site,
             unit=units.get(site.site),
@@ -150,6 +150,6 @@ def _split(unit: Unit | None, site: str) -> Split | None:
     return splits[0] if splits else None
 
 
-def probed_edge(source: Source, edge: EdgeResult) -> ProbedEdge | None:
+def probed_edge(source: ReportSource, edge: EdgeResult) -> ProbedEdge | None:
     """What the probe says of an edge."""
     return source.probe.edge(edge.name) if source.probe else None

@@ -11,7 +11,7 @@ FORMATS = {
     "github": "rlk_align.report.markdown:markdown",
     "html": "rlk_align.report.html.page:run_page",
 }
-"""By name, `module:function`: from a Source to the text of the file."""
+"""By name, `module:function`: from a ReportSource to the text of the file."""
 
 REGRESSION_FORMATS = {
     "json": "rlk_align.report.regression_formats:regression_json",

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Literal, get_args
 
 from rlk_align.judge.verdict import Verdict, headline, over_budget
-from rlk_align.report.source import Source
+from rlk_align.report.source import ReportSource
 from rlk_align.report.words import (
     check_words,
     code_places,
@@ -67,7 +67,7 @@ def summary_file() -> str:
     return os.environ.get(SUMMARY, "")
 
 
-def workflow_commands(source: Source) -> str:
+def workflow_commands(source: ReportSource) -> str:
     """What is to be said of a run's verdict."""
     verdict = source.verdict
     return commands([*_errors(source), *_warnings(verdict), *_notices(verdict)])
@@ -79,7 +79,7 @@ def commands(annotations: Sequence[Annotation]) -> str:
     return "".join(f"{annotation}\n" for annotation in chain.from_iterable(of_level))
 
 
-def _errors(source: Source) -> Iterator[Annotation]:
+def _errors(source: ReportSource) -> Iterator[Annotation]:
     verdict = source.verdict
     if verdict.status == "pass":
         return
@@ -100,7 +100,7 @@ def _errors(source: Source) -> Iterator[Annotation]:
     yield from filter(None, (first, *expired, *rest))
 
 
-def _breaches(source: Source, edge: EdgeResult) -> Iterator[Annotation]:
+def _breaches(source: ReportSource, edge: EdgeResult) -> Iterator[Annotation]:
     """The first divergence; then every further operator that is off; then limits of tokens."""
     verdict = source.verdict
     over = over_budget(verdict, edge)

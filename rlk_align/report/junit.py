@@ -14,7 +14,7 @@ from rlk_align.judge.checks import LimitCheck
 from rlk_align.judge.verdict import PARITY_KINDS, Verdict, parity
 from rlk_align.judge.waivers import WaiverUse
 from rlk_align.judge.wording import how_off
-from rlk_align.report.source import Source
+from rlk_align.report.source import ReportSource
 from rlk_align.report.words import (
     check_words,
     engine_spec,
@@ -33,7 +33,7 @@ Properties = dict[str, object]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class JUnitCase:
     """One test case."""
 
     name: str
@@ -45,18 +45,18 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Suite:
+class JUnitSuite:
     """Test cases that belong together."""
 
     name: str
-    cases: list[Case]
+    cases: list[JUnitCase]
     properties: Properties = field(default_factory=dict)
 
     def count(self, outcome: str) -> int:
         return sum(case.outcome == outcome for case in self.cases)
 
 
-def junit(source: Source) -> str:
+def junit(source: ReportSource) -> str:
     """The XML of a run's verdict."""
     verdict = source.verdict
     suites = [_evidence(source)]
@@ -64,11 +64,13 @@ def junit(source: Source) -> str:
         judged = verdict.comparison.judged
         suites += [_of_edge(verdict, e) for e in verdict.comparison.edges if e.name in judged]
     if verdict.waivers:
-        suites.append(Suite(name="waivers", cases=[_of_waiver(use) for use in verdict.waivers]))
+        suites.append(
+            JUnitSuite(name="waivers", cases=[_of_waiver(use) for use in verdict.waivers])
+        )
     return junit_text(suites)
 
 
-def junit_text(suites: Sequence[Suite]) -> str:
+def junit_text(suites: Sequence[JUnitSuite]) -> str:
     """The XML of suites."""
     root = ElementTree.Element("testsuites", {"name": "rlk-align"} | _counts(suites))
     for suite in suites:
@@ -77,7 +79,7 @@ def junit_text(suites: Sequence[Suite]) -> str:
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{ElementTree.tostring(root, "unicode")}\n'
 
 
-def _counts(suites: Sequence[Suite]) -> dict[str, str]:
+def _counts(suites: Sequence[JUnitSuite]) -> dict[str, str]:
     counts = {
         "tests": sum(len(s.cases) for s in suites),
         "failures": sum(s.count("failure") for s in suites),
@@ -86,7 +88,7 @@ def _counts(suites: Sequence[Suite]) -> dict[str, str]:
     return {name: str(count) for name, count in counts.items()}
 
 
-def _suite_element(suite: Suite) -> ElementTree.Element:
+def _suite_element(suite: JUnitSuite) -> ElementTree.Element:
     counts = _counts([suite]) | {"skipped": str(suite.count("skipped"))}
     element = ElementTree.Element("testsuite", {"name": suite.name} | counts)
     if suite.properties:
@@ -99,7 +101,7 @@ def _suite_element(suite: Suite) -> ElementTree.Element:
     return element
 
 
-def _case_element(suite: Suite, case: Case) -> ElementTree.Element:
+def _case_element(suite: JUnitSuite, case: JUnitCase) -> ElementTree.Element:
     named = {"name": _said(case.name), "classname": f"rlk-align.{suite.name}"}
     element = ElementTree.Element("testcase", named)
     text = "\n".join(map(_said, case.lines))
@@ -116,7 +118,7 @@ def _said(text: object) -> str:
     return short_printable(text, _LONGEST)
 
 
-def _evidence(source: Source) -> Suite:
+def _evidence(source: ReportSource) -> JUnitSuite:
     """What must hold before anything can be judged."""
     verdict, c = source.verdict, source.verdict.comparison
     contract = verdict.contract
@@ -134,7 +136,7 @@ def _evidence(source: Source) -> Suite:
     step = next_step(verdict, source.place)
     lines = [finding(verdict), f"side: {side_off(verdict)}", f"next: {step}"]
     doubts = verdict.doubts
-    conclusive = Case(
+    conclusive = JUnitCase(
         name="conclusive",
         outcome="error" if doubts else None,
         kind="inconclusive",
@@ -142,15 +144,15 @@ def _evidence(source: Source) -> Suite:
         lines=_bounded([*doubts, *lines] if doubts else lines),
     )
     cases = [*(_of_parity(verdict, kind) for kind in PARITY_KINDS), conclusive]
-    return Suite(name="evidence", cases=cases, properties=properties)
+    return JUnitSuite(name="evidence", cases=cases, properties=properties)
 
 
-def _of_parity(verdict: Verdict, kind: str) -> Case:
+def _of_parity(verdict: Verdict, kind: str) -> JUnitCase:
     c, state = verdict.comparison, parity(verdict.comparison, kind)
     if state == "equal":
-        return Case(name=kind)
+        return JUnitCase(name=kind)
     found = [mismatch_words(m) for m in c.mismatches if m.kind == kind]
-    return Case(
+    return JUnitCase(
         name=kind,
         outcome="error" if state == "mismatch" else "skipped",
         kind=state,
@@ -159,7 +161,7 @@ def _of_parity(verdict: Verdict, kind: str) -> Case:
     )
 
 
-def _of_edge(verdict: Verdict, edge: EdgeResult) -> Suite:
+def _of_edge(verdict: Verdict, edge: EdgeResult) -> JUnitSuite:
     """Its limits by op class, in the order in which the contract holds them against it."""
     groups: dict[str, list[LimitCheck]] = {}
     for check in verdict.checks:
@@ -171,10 +173,10 @@ def _of_edge(verdict: Verdict, edge: EdgeResult) -> Suite:
         worst = max(checks, key=_badness)
         properties |= {f"{name} value": repr(worst.value), f"{name} limit": repr(worst.fail)}
     cases = [_of_limit(verdict, name, checks) for name, checks in groups.items()]
-    return Suite(name=edge.name, cases=cases, properties=properties)
+    return JUnitSuite(name=edge.name, cases=cases, properties=properties)
 
 
-def _of_limit(verdict: Verdict, name: str, checks: list[LimitCheck]) -> Case:
+def _of_limit(verdict: Verdict, name: str, checks: list[LimitCheck]) -> JUnitCase:
     """One limit held against the operators of one class, or against the tokens of an edge."""
     by_outcome = {
         outcome: sorted((c for c in checks if c.outcome == outcome), key=_badness, reverse=True)
@@ -186,7 +188,7 @@ def _of_limit(verdict: Verdict, name: str, checks: list[LimitCheck]) -> Case:
     lines = [*(_told(c, verdict) for c in told[:_SHOWN]), *more]
     lines += [f"{len(checks)} checked"] if told else []
     if failed:
-        return Case(
+        return JUnitCase(
             name=name,
             outcome="failure",
             kind=failed[0].metric,
@@ -196,8 +198,8 @@ def _of_limit(verdict: Verdict, name: str, checks: list[LimitCheck]) -> Case:
     if waived:
         w = waived[0].waiver
         said = f"waived by {w.owner} until {w.expires}: {w.reason}" if w else ""
-        return Case(name=name, outcome="skipped", kind="waived", message=said, lines=lines)
-    return Case(name=name, lines=lines)
+        return JUnitCase(name=name, outcome="skipped", kind="waived", message=said, lines=lines)
+    return JUnitCase(name=name, lines=lines)
 
 
 def _message(failed: list[LimitCheck]) -> str:
@@ -220,13 +222,13 @@ def _badness(check: LimitCheck) -> tuple[bool, float]:
     return not check.holds, check.excess
 
 
-def _of_waiver(use: WaiverUse) -> Case:
+def _of_waiver(use: WaiverUse) -> JUnitCase:
     w = use.waiver
     where = ", ".join([*(w.edges or ()), *(w.sites or ())])
     name = f"{w.limit} until {w.expires}, {w.owner}" + (f": {where}" if where else "")
     if use.state == "expired":
-        return Case(name=name, outcome="failure", kind="expired", message=str(use))
-    return Case(name=name, lines=[str(use)])
+        return JUnitCase(name=name, outcome="failure", kind="expired", message=str(use))
+    return JUnitCase(name=name, lines=[str(use)])
 
 
 def _bounded(lines: Sequence[str]) -> list[str]:

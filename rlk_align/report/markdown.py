@@ -20,7 +20,7 @@ from rlk_align.judge.verdict import (
 )
 from rlk_align.report.markup import block, code, prose, table
 from rlk_align.report.probe_units import summary
-from rlk_align.report.source import Source
+from rlk_align.report.source import ReportSource
 from rlk_align.report.words import (
     EDGE_FIGURES,
     check_words,
@@ -48,7 +48,7 @@ Section = tuple[str, str]
 """(heading, Markdown below it)."""
 
 
-def markdown(source: Source) -> str:
+def markdown(source: ReportSource) -> str:
     """The comment."""
     text = _head(source)
     left_out = []
@@ -64,7 +64,7 @@ def markdown(source: Source) -> str:
     return text
 
 
-def _head(source: Source) -> str:
+def _head(source: ReportSource) -> str:
     verdict, c = source.verdict, source.verdict.comparison
     contract = f"contract {code(verdict.contract.id)} {verdict.contract.version}"
     lines = [
@@ -86,13 +86,13 @@ def _head(source: Source) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _next(source: Source) -> str:
+def _next(source: ReportSource) -> str:
     step = next_step(source.verdict, source.place)
     words, colon, command = step.partition(": rlk-align ")
     return f"{prose(words)}: {code(f'rlk-align {command}')}" if colon else prose(step)
 
 
-def _sections(source: Source) -> Iterator[Section]:
+def _sections(source: ReportSource) -> Iterator[Section]:
     """In the order of a reader's questions, those that have something to say."""
     verdict, c = source.verdict, source.verdict.comparison
     if not c.stopped and c.edges:
@@ -152,7 +152,7 @@ def _operator(verdict: Verdict, edge: EdgeResult, found: OverBudget) -> str:
     return "\n".join(lines)
 
 
-def _probed(source: Source) -> Iterator[str]:
+def _probed(source: ReportSource) -> Iterator[str]:
     if source.probe is not None:
         if source.probe.left_out:
             yield f"graft passes were left out: {source.probe.left_out}"

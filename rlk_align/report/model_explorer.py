@@ -15,8 +15,8 @@ from typing import Any, get_args
 from rlk_align.errors import BadOption
 from rlk_align.judge.verdict import headline
 from rlk_align.model.operators import OPERATORS
-from rlk_align.report.facts import STATES, Operator, operators
-from rlk_align.report.source import Source
+from rlk_align.report.facts import STATES, OperatorFacts, operators
+from rlk_align.report.source import ReportSource
 from rlk_align.results import SideName
 from rlk_align.text import printable
 
@@ -31,7 +31,7 @@ _GRADIENT = [
 _SIDES = {"rollout": "#e3a335", "train": "#6db6f5", "both": "#d0453a", "neither": "#b9a7d6"}
 
 
-def model_explorer_files(source: Source, inputs: Inputs) -> dict[str, str]:
+def model_explorer_files(source: ReportSource, inputs: Inputs) -> dict[str, str]:
     """File name -> its text, of the edge that the verdict speaks of first.
 
     Raises BadOption where the run compared nothing.
@@ -43,7 +43,7 @@ def model_explorer_files(source: Source, inputs: Inputs) -> dict[str, str]:
             "mend what stopped the comparison, and compare again",
         )
     found = operators(source, edge)
-    names: dict[str, Callable[[Operator], str]] = {"canonical": lambda o: o.site.site}
+    names: dict[str, Callable[[OperatorFacts], str]] = {"canonical": lambda o: o.site.site}
     names |= {side: _namer(side) for side in get_args(SideName)}
     graphs = {
         graph: {"id": graph, "nodes": list(_nodes(found, inputs, graph, name))}
@@ -94,22 +94,22 @@ def _labelled(label: str, *graphs: dict[str, Any]) -> dict[str, Any]:
     return {"label": printable(label), "graphs": list(graphs)}
 
 
-def _namer(side: SideName) -> Callable[[Operator], str]:
+def _namer(side: SideName) -> Callable[[OperatorFacts], str]:
     """A node's id in an engine's graph: its module, and the site that it computes there."""
 
-    def name(o: Operator) -> str:
+    def name(o: OperatorFacts) -> str:
         module = _module(o, side)
         return f"{module}:{o.site.site}" if module else o.site.site
 
     return name
 
 
-def _module(o: Operator, side: str) -> str:
+def _module(o: OperatorFacts, side: str) -> str:
     """Where a side computes it; empty where that is not known."""
     return next((u.code.module for u in o.refereed if u.side == side and u.code), "")
 
 
-def _namespace(o: Operator, graph: str) -> str:
+def _namespace(o: OperatorFacts, graph: str) -> str:
     """`layers/0/attn`, or the module's own path."""
     module = _module(o, graph)
     if module:
@@ -121,7 +121,7 @@ def _namespace(o: Operator, graph: str) -> str:
 
 
 def _nodes(
-    found: list[Operator], inputs: Inputs, graph: str, name: Callable[[Operator], str]
+    found: list[OperatorFacts], inputs: Inputs, graph: str, name: Callable[[OperatorFacts], str]
 ) -> Iterator[dict[str, Any]]:
     known = {o.site.site: name(o) for o in found}
     for o in found:
@@ -141,7 +141,7 @@ def _nodes(
         }
 
 
-def _attributes(o: Operator) -> Iterator[tuple[str, str]]:
+def _attributes(o: OperatorFacts) -> Iterator[tuple[str, str]]:
     yield "state", STATES[o.state][1]
     yield "op class", o.site.op_class
     yield "rows that differ", f"{o.site.differ:,} of {o.site.rows:,}"
@@ -177,7 +177,7 @@ def _logarithms(sizes: list[float | None]) -> list[float | None]:
 
 
 def _sides(
-    found: list[Operator], name: Callable[[Operator], str]
+    found: list[OperatorFacts], name: Callable[[OperatorFacts], str]
 ) -> Iterator[tuple[str, dict[str, str]]]:
     for o in found:
         if o.over:

@@ -3,7 +3,7 @@ commands."""
 
 from rlk_align.judge.regression import RegressionCheck, RegressionVerdict
 from rlk_align.report.github import Annotation, commands
-from rlk_align.report.junit import Case, Suite, junit_text
+from rlk_align.report.junit import JUnitCase, JUnitSuite, junit_text
 from rlk_align.report.markup import code, prose, table
 from rlk_align.report.verdict_json import finite, record_text
 
@@ -73,27 +73,27 @@ def _finding(verdict: RegressionVerdict) -> str:
 def regression_junit(verdict: RegressionVerdict) -> str:
     """A test case for each limit, in a suite for each edge."""
     message = _finding(verdict)
-    conclusive = Case(
+    conclusive = JUnitCase(
         name="conclusive",
         outcome="error" if verdict.doubts else None,
         kind="inconclusive",
         message=message,
         lines=[*verdict.doubts[:_SHOWN], message],
     )
-    suites = [Suite(name="evidence", cases=[conclusive])]
+    suites = [JUnitSuite(name="evidence", cases=[conclusive])]
     for edge in dict.fromkeys(c.edge for c in verdict.checks):
         checks = [c for c in verdict.checks if c.edge == edge]
         limits = dict.fromkeys(c.limit for c in checks)
         cases = [_case(limit, [c for c in checks if c.limit == limit]) for limit in limits]
-        suites.append(Suite(name=edge, cases=cases))
+        suites.append(JUnitSuite(name=edge, cases=cases))
     return junit_text(suites)
 
 
-def _case(limit: str, checks: list[RegressionCheck]) -> Case:
+def _case(limit: str, checks: list[RegressionCheck]) -> JUnitCase:
     worse = [c for c in checks if not c.holds]
     if not worse:
-        return Case(name=limit, lines=[f"{len(checks)} checked"])
-    return Case(
+        return JUnitCase(name=limit, lines=[f"{len(checks)} checked"])
+    return JUnitCase(
         name=limit,
         outcome="failure",
         kind=worse[0].metric,

@@ -9,7 +9,7 @@ from rlk_align.trace.run import Run, RunRecord
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class ReportSource:
     """One run."""
 
     run: Run
@@ -33,7 +33,7 @@ class Source:
         return Path(self.name)
 
 
-def load_source(name: str, contract: str | None) -> Source:
+def load_source(name: str, contract: str | None) -> ReportSource:
     """A compared run by folder or as `@last`, held against a contract by id or file, or against
     that of its dtype.
 
@@ -43,7 +43,7 @@ def load_source(name: str, contract: str | None) -> Source:
     run = Run.open(name)
     comparison = run.comparison
     run.check()
-    return Source(
+    return ReportSource(
         run=run,
         record=run.record,
         verdict=judge_by(comparison, contract),

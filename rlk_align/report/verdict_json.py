@@ -22,11 +22,11 @@ from rlk_align.probe.effects import Contribution
 from rlk_align.probe.record import Probe, ProbedEdge
 from rlk_align.probe.units import Unit
 from rlk_align.report.probe_units import probed_units
-from rlk_align.report.source import Source
+from rlk_align.report.source import ReportSource
 from rlk_align.results import Comparison, EdgeResult, Noise
 
 
-def json_text(source: Source) -> str:
+def json_text(source: ReportSource) -> str:
     """The file of it."""
     return record_text(verdict_json(source.verdict, source.probe))
 

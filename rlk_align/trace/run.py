@@ -214,7 +214,7 @@ class Run:
                 (self.folder / name).unlink(missing_ok=True)
 
     def save_comparison(self, comparison: Comparison, rows: "pa.Table") -> None:
-        from rlk_align.rows import save_rows
+        from rlk_align.token_table import save_rows
 
         save_record(comparison, self.folder / "comparison.json")
         with writing(self.folder / ROWS):
@@ -226,9 +226,9 @@ class Run:
         return ROWS in self._checksums.files
 
     def rows(self, columns: Sequence[str] | None = None) -> "pa.Table":
-        """The comparison row by row (see `rlk_align.rows`), or these columns of it. Raises
+        """The comparison row by row (see `rlk_align.token_table`), or these columns of it. Raises
         CorruptTrace for a damaged one."""
-        from rlk_align.rows import load_rows
+        from rlk_align.token_table import load_rows
 
         self._checksums.check(self.folder, [ROWS])
         return load_rows(self.folder / ROWS, columns)

@@ -15,7 +15,7 @@ from inprocess import command
 from report_runs import report_run
 from synthetic import compared_run
 
-from rlk_align.cli.outputs import Output, parse_outputs, takes_stdout
+from rlk_align.cli.outputs import OutputTarget, parse_outputs, takes_stdout
 from rlk_align.errors import BadOption
 from rlk_align.report.formats import FORMATS, renderer
 from rlk_align.report.github import SUMMARY
@@ -48,10 +48,10 @@ def test_outputs_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert parse_outputs(None) == []
     found = parse_outputs(["json=a.json", f"junit={tmp_path}/b=c.xml", "github=-", "markdown=-"])
     assert found == [
-        Output("json", Path("a.json")),
-        Output("junit", tmp_path / "b=c.xml"),
-        Output("github", None),
-        Output("markdown", None),
+        OutputTarget("json", Path("a.json")),
+        OutputTarget("junit", tmp_path / "b=c.xml"),
+        OutputTarget("github", None),
+        OutputTarget("markdown", None),
     ]
     assert takes_stdout(found)
     assert not takes_stdout(found[:3])

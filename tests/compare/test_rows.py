@@ -14,7 +14,7 @@ from rlk_align.compare.measure import measure
 from rlk_align.compare.rows import EdgeRows, rows_table
 from rlk_align.errors import CorruptTrace
 from rlk_align.model.sites import RowIndex
-from rlk_align.rows import HEAD, load_rows, save_rows, sites_of
+from rlk_align.token_table import HEAD, load_rows, save_rows, sites_of
 
 VALUES = draw()
 CELL = (1, 4)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rlk_align.judge.checks import LimitCheck
 from rlk_align.judge.verdict import PARITY_KINDS, closest_limit, coverage, parity
-from rlk_align.report.source import Source
+from rlk_align.report.source import ReportSource
 from rlk_align.report.words import check_words, finding, next_step, noise_words, side_off
 
 SIGNS = {"pass": "✓", "fail": "✕", "inconclusive": "?"}
@@ -27,7 +27,7 @@ class Card:
     command: str
 
 
-def card(source: Source) -> Card:
+def card(source: ReportSource) -> Card:
     """Of one run."""
     verdict = source.verdict
     beyond = verdict.breaches or verdict.waived
@@ -55,7 +55,7 @@ def _badness(check: LimitCheck) -> tuple[bool, bool, float]:
     return math.isnan(check.value), check.fail > 0, check.excess
 
 
-def _facts(source: Source) -> list[tuple[str, str]]:
+def _facts(source: ReportSource) -> list[tuple[str, str]]:
     verdict, c = source.verdict, source.verdict.comparison
     contract = f"{verdict.contract.id} {verdict.contract.version}"
     facts = [

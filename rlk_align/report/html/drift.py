@@ -9,10 +9,10 @@ from markupsafe import Markup
 
 from rlk_align.judge.budgets import budget_of
 from rlk_align.judge.contract import Contract
-from rlk_align.report.facts import Operator
+from rlk_align.report.facts import OperatorFacts
 from rlk_align.report.html.figure import Figure
 from rlk_align.report.html.svg import LogScale, chart, el, figure, text
-from rlk_align.report.source import Source
+from rlk_align.report.source import ReportSource
 
 WIDTH, LEFT, RIGHT, TOP, HEIGHT = 1120.0, 58.0, 10.0, 60.0, 300.0
 LABELLED = 100
@@ -24,18 +24,18 @@ class Series:
     """One run's operators on one edge."""
 
     label: str
-    operators: list[Operator]
+    operators: list[OperatorFacts]
     """Without the log-probs, whose errors are no relative L2 of a state: see `of`."""
     contract: Contract
 
     @classmethod
-    def of(cls, source: Source, found: list[Operator], label: str = "") -> "Series":
+    def of(cls, source: ReportSource, found: list[OperatorFacts], label: str = "") -> "Series":
         """A run's operators on one edge."""
         kept = [o for o in found if o.site.op != "logprob"]
         label = label or source.name
         return cls(label=label, operators=kept, contract=source.verdict.contract)
 
-    def allowed(self, operator: Operator) -> float | None:
+    def allowed(self, operator: OperatorFacts) -> float | None:
         """What the contract lets the operator introduce, as relative L2: the rms budgets of both
         sides, in units of rounding, added up; None where it was not held against one."""
         allowed = {}
@@ -66,7 +66,7 @@ def drift_figure(
     name: str, title: str, series: Sequence[Series], *, linked: bool, scale: LogScale | None = None
 ) -> Figure:
     """`linked`: each site leads to its row in the table of operators."""
-    plot = _Plot(series, scale or drift_scale(series), linked)
+    plot = _DriftPlot(series, scale or drift_scale(series), linked)
     probed = any(o.introduced is not None for s in series for o in s.operators)
     legend = []
     for n, s in plot.numbered:
@@ -123,13 +123,13 @@ def _caption(probed: bool, budgets: bool, series: Sequence[Series]) -> Iterator[
 _COLUMNS = ["site", "rows", "differ", "mean", "largest", "introduced", "inherited", "allowed"]
 
 
-def _row(series: Series, o: Operator, named: bool) -> list[str]:
+def _row(series: Series, o: OperatorFacts, named: bool) -> list[str]:
     sizes = (o.mean, o.largest, o.introduced, o.inherited, series.allowed(o))
     cells = [o.site.site, f"{o.site.rows:,}", f"{o.site.differ:,}", *map(figure, sizes)]
     return [series.label, *cells] if named else cells
 
 
-class _Plot:
+class _DriftPlot:
     """The drawing: sites along x, the scale along y."""
 
     def __init__(self, series: Sequence[Series], scale: LogScale, linked: bool) -> None:

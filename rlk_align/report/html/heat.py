@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from markupsafe import Markup
 
-from rlk_align.report.facts import STATES, Operator
+from rlk_align.report.facts import STATES, OperatorFacts
 from rlk_align.report.html.figure import Figure
 from rlk_align.report.html.svg import Ramp, chart, el, figure, text
 
@@ -15,7 +15,7 @@ _OUTER = 150.0
 """Width of a cell that belongs to no layer; its name stands in it."""
 
 
-def operator_heat(found: list[Operator]) -> Figure:
+def operator_heat(found: list[OperatorFacts]) -> Figure:
     """Mean relative L2 error of every operator; a cell leads to its row in the table."""
     ramp = Ramp(o.mean for o in found)
     ops = list(dict.fromkeys(o.site.op for o in found if o.site.layer is not None))
@@ -59,7 +59,9 @@ def _names(ops: list[str], layers: list[int]) -> Iterator[Markup]:
         yield text(_LEFT - 6, _TOP + (n + 0.7) * _CELL, f"layer {layer}", class_="label end")
 
 
-def _grid(found: list[Operator], ops: list[str], layers: list[int], ramp: Ramp) -> Iterator[Markup]:
+def _grid(
+    found: list[OperatorFacts], ops: list[str], layers: list[int], ramp: Ramp
+) -> Iterator[Markup]:
     width = (_WIDTH - _LEFT - _RIGHT) / max(1, len(ops))
     columns, rows = ({name: n for n, name in enumerate(names)} for names in (ops, layers))
     for o in found:
@@ -69,14 +71,14 @@ def _grid(found: list[Operator], ops: list[str], layers: list[int], ramp: Ramp) 
             yield _cell(o, place, width, ramp, "", (row, column))
 
 
-def _outer(outer: list[Operator], row: int, ramp: Ramp) -> Iterator[Markup]:
+def _outer(outer: list[OperatorFacts], row: int, ramp: Ramp) -> Iterator[Markup]:
     for n, o in enumerate(outer):
         place = (_LEFT + n * _OUTER, _TOP + row * _CELL + 6)
         yield _cell(o, place, _OUTER, ramp, o.site.site, (row, n))
 
 
 def _cell(
-    o: Operator,
+    o: OperatorFacts,
     place: tuple[float, float],
     width: float,
     ramp: Ramp,

@@ -84,7 +84,7 @@ def histogram(delta: np.ndarray, bound: float | None, noise: float, edge: str) -
     finite = delta[np.isfinite(delta)]
     span = max(float(np.abs(finite).max(initial=0.0)), bound or 0.0) * 1.05 or 1e-3
     counts, bounds = np.histogram(finite, bins=_BINS, range=(-span, span))
-    plot = _Plot(counts, span)
+    plot = _HistogramPlot(counts, span)
     lost = len(delta) - len(finite)
     caption = [
         f"Δ = log-prob of the second pass − log-prob of the first, {len(delta):,} sampled tokens. "
@@ -126,7 +126,7 @@ def histogram(delta: np.ndarray, bound: float | None, noise: float, edge: str) -
     )
 
 
-class _Plot:
+class _HistogramPlot:
     def __init__(self, counts: np.ndarray, span: float) -> None:
         self.counts, self.span = counts, span
         self.top = max(1.0, math.log10(max(1, int(counts.max(initial=1)))) * 1.05)

@@ -22,7 +22,7 @@ from rlk_align.report.html.samples import deltas, worst_samples
 from rlk_align.report.html.table import operator_table
 from rlk_align.report.html.tokens import delta_ramp, error_ramp, sample_view
 from rlk_align.report.probe_units import summary
-from rlk_align.report.source import Source
+from rlk_align.report.source import ReportSource
 from rlk_align.report.words import check_words, mismatch_words
 from rlk_align.results import EdgeResult
 from rlk_align.text import printable
@@ -78,7 +78,7 @@ def _number(cell: str) -> Markup:
     return Markup(' class="num" data-v="{}"').format(size)
 
 
-def run_page(source: Source) -> str:
+def run_page(source: ReportSource) -> str:
     """The whole page of one run."""
     verdict, edge = source.verdict, headline(source.verdict)
     context: dict[str, object] = {
@@ -161,7 +161,7 @@ _OUTCOMES = {"pass": "", "warn": "near-limit", "waived": "near-limit", "fail": "
 """How a figure stands to its limit: a sign, and a class."""
 
 
-def _charts(source: Source, edge: EdgeResult) -> dict[str, object]:
+def _charts(source: ReportSource, edge: EdgeResult) -> dict[str, object]:
     """What is drawn of the edge to speak of first."""
     verdict, found = source.verdict, operators(source, edge)
     series = [Series.of(source, found)]
@@ -186,7 +186,7 @@ def _charts(source: Source, edge: EdgeResult) -> dict[str, object]:
     }
 
 
-def _other(source: Source, edge: EdgeResult) -> dict[str, object]:
+def _other(source: ReportSource, edge: EdgeResult) -> dict[str, object]:
     """The drift of another edge, folded away."""
     found = operators(source, edge)
     differ = sum(bool(o.site.differ) for o in found)
@@ -199,7 +199,7 @@ def _other(source: Source, edge: EdgeResult) -> dict[str, object]:
     }
 
 
-def _rows(source: Source, edge: EdgeResult) -> dict[str, object]:
+def _rows(source: ReportSource, edge: EdgeResult) -> dict[str, object]:
     """What is drawn token by token."""
     if not source.run.has_rows:
         return {"samples": [], "histogram": None}

@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rlk_align.report.source import Source
+from rlk_align.report.source import ReportSource
 from rlk_align.results import EdgeResult
-from rlk_align.rows import HEAD
+from rlk_align.token_table import HEAD
 
 SHOWN = 4
 """Sequences that are drawn."""
@@ -49,14 +49,14 @@ def _size(delta: float) -> float:
     return math.inf if math.isnan(delta) else abs(delta)
 
 
-def deltas(source: Source, edge: EdgeResult) -> np.ndarray:
+def deltas(source: ReportSource, edge: EdgeResult) -> np.ndarray:
     """Δlogp of every sampled token of an edge, in nats."""
     table = _head(source, edge)
     found = pc.subtract(table["second_logprob"], table["first_logprob"]).drop_null()
     return found.to_numpy()
 
 
-def _head(source: Source, edge: EdgeResult, columns: Sequence[str] = ()) -> pa.Table:
+def _head(source: ReportSource, edge: EdgeResult, columns: Sequence[str] = ()) -> pa.Table:
     table = source.run.rows([*HEAD, *columns])
     return table.filter(pc.equal(table["edge"].cast(pa.string()), edge.name))
 
@@ -70,7 +70,7 @@ def layer_ends(edge: EdgeResult) -> list[str]:
     return list(ends.values())
 
 
-def worst_samples(source: Source, edge: EdgeResult) -> list[Stretch]:
+def worst_samples(source: ReportSource, edge: EdgeResult) -> list[Stretch]:
     """Those with the largest |Δlogp| first, at most SHOWN."""
     sites = layer_ends(edge)
     table = _head(source, edge)

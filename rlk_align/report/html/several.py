@@ -16,7 +16,7 @@ from rlk_align.report.html.logprobs import WORDS, largest_bound, metric_value
 from rlk_align.report.html.page import render
 from rlk_align.report.html.provenance import said
 from rlk_align.report.html.svg import LogScale, chart, el, figure, text
-from rlk_align.report.source import Source
+from rlk_align.report.source import ReportSource
 from rlk_align.report.words import engine_spec
 from rlk_align.results import EdgeName, EdgeResult
 
@@ -25,12 +25,12 @@ _SMALL = 150.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunView:
     """One run among others."""
 
     label: str
     """A letter and its folder's name."""
-    source: Source
+    source: ReportSource
     card: Card
     cells: list[str]
     """Of the table of verdicts, from the engines on."""
@@ -47,7 +47,7 @@ class EdgeView:
     rows: list[list[str]]
 
 
-def several_page(sources: list[Source]) -> str:
+def several_page(sources: list[ReportSource]) -> str:
     """The whole page."""
     names = Counter(s.name for s in sources)
     runs = [
@@ -75,7 +75,7 @@ _COLUMNS = [
 ]
 
 
-def _run(label: str, source: Source) -> Run:
+def _run(label: str, source: ReportSource) -> RunView:
     verdict, c = source.verdict, source.verdict.comparison
     engines = [engine_spec(c.engines[side]) for side in ("rollout", "train")]
     contract = f"{verdict.contract.id} {verdict.contract.version}"
@@ -86,12 +86,12 @@ def _run(label: str, source: Source) -> Run:
         sizes = map(figure, (m.max_abs_dlogp, m.mean_abs_dlogp, m.k3))
         off = f"{over[0].unit.site} ({over[0].side or 'side not known'})" if over else "none"
         found = [edge.name, *sizes, first.site if first else "none", off]
-    return Run(
+    return RunView(
         label=label, source=source, card=card(source), cells=[*engines, c.dtype, contract, *found]
     )
 
 
-def _view(name: EdgeName, runs: list[Run]) -> EdgeView | None:
+def _view(name: EdgeName, runs: list[RunView]) -> EdgeView | None:
     """None where no run has it; runs that lack it are left out."""
     found = [(run, edge) for run in runs if (edge := _edge(run, name)) is not None]
     if not found:
@@ -121,7 +121,7 @@ def _view(name: EdgeName, runs: list[Run]) -> EdgeView | None:
     )
 
 
-def _edge(run: Run, name: EdgeName) -> EdgeResult | None:
+def _edge(run: RunView, name: EdgeName) -> EdgeResult | None:
     c = run.source.verdict.comparison
     return None if c.stopped else next((e for e in c.edges if e.name == name), None)
 
@@ -134,7 +134,7 @@ _SIZES = (
 )
 
 
-def _sizes(name: EdgeName, found: list[tuple[Run, EdgeResult]]) -> Figure:
+def _sizes(name: EdgeName, found: list[tuple[RunView, EdgeResult]]) -> Figure:
     """Mean, p99 and largest |Δlogp| of each run, on one scale."""
     bounds = [largest_bound(run.source.verdict, edge) for run, edge in found]
     values = [getattr(edge.metrics, metric) for _, edge in found for metric, _, _ in _SIZES]
@@ -181,7 +181,7 @@ def _axis(scale: LogScale, bottom: float) -> Iterator[Markup]:
 
 
 def _row(
-    run: Run, edge: EdgeResult, bound: float | None, scale: LogScale, y: float
+    run: RunView, edge: EdgeResult, bound: float | None, scale: LogScale, y: float
 ) -> Iterator[Markup]:
     yield text(_LEFT - 8, y + 4, run.label[:28], class_="label end")
     if bound:
@@ -197,7 +197,7 @@ def _row(
             yield el("circle", title, cx=x, cy=y, r=4, class_=f"{kind} s0")
 
 
-def _provenance(runs: list[Run]) -> list[tuple[bool, str, list[str]]]:
+def _provenance(runs: list[RunView]) -> list[tuple[bool, str, list[str]]]:
     """(whether runs differ in it, what, by run), differences first."""
     facts = [
         {
