@@ -90,12 +90,12 @@ RULES = {
     "progress": ("text",),
     "version": (),
     "results": (),
-    "rows": ("files", "text", "errors"),
+    "token_table": ("files", "text", "errors"),
     "model": ("model", "results", "data", "files", "text", "errors"),
-    "trace": ("trace", "model", "results", "rows", "files", "text", "errors"),
+    "trace": ("trace", "model", "results", "token_table", "files", "text", "errors"),
     "engines": ("engines", "trace", "model", "results", "files", "text", "errors"),
     "capture": ("capture", "engines", "trace", "model", "progress", "version", "errors"),
-    "compare": ("compare", "trace", "model", "results", "rows", "progress", "errors"),
+    "compare": ("compare", "trace", "model", "results", "token_table", "progress", "errors"),
     "probe": (
         *("probe", "capture", "engines", "compare", "judge", "trace", "model"),
         *("results", "progress", "errors"),
@@ -103,7 +103,7 @@ RULES = {
     "judge": ("judge", "model.operators", "data", "results", "files", "text", "errors"),
     "report": (
         *("report", "judge", "probe.record", "probe.units", "probe.effects"),
-        *("trace.run", "model.operators", "results", "rows", "version", "text", "errors"),
+        *("trace.run", "model.operators", "results", "token_table", "version", "text", "errors"),
     ),
     "pipeline": (
         *("capture", "compare", "probe", "judge", "report", "trace", "model"),
@@ -111,7 +111,7 @@ RULES = {
     ),
     "api": (
         *("api", "pipeline", "capture", "compare", "probe.record", "judge", "report", "engines"),
-        *("trace", "model", "data", "results", "rows", "progress", "text", "errors"),
+        *("trace", "model", "data", "results", "token_table", "progress", "text", "errors"),
     ),
 }
 PUBLIC = ("api.public", "api.loaded", "errors", "judge.regression", "judge.verdict")
