@@ -108,8 +108,8 @@ class OperatorFacts:
         return "; ".join(filter(None, [*parts, self.side]))
 
 
-def operators(source: ReportSource, edge: EdgeResult) -> list[OperatorFacts]:
-    """Of an edge, in execution order."""
+def operator_facts(source: ReportSource, edge: EdgeResult) -> list[OperatorFacts]:
+    """All that is known of each operator of an edge, in execution order."""
     verdict, probed = source.verdict, probed_edge(source, edge)
     over = {o.unit.site: o for o in over_budget(verdict, edge)}
     units = {site: u for u in (probed.units if probed else []) for site in u.sites}

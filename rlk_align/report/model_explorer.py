@@ -15,7 +15,7 @@ from typing import Any, get_args
 from rlk_align.errors import BadOption
 from rlk_align.judge.verdict import headline
 from rlk_align.model.operators import OPERATORS
-from rlk_align.report.facts import STATES, OperatorFacts, operators
+from rlk_align.report.facts import STATES, OperatorFacts, operator_facts
 from rlk_align.report.source import ReportSource
 from rlk_align.results import SideName
 from rlk_align.text import printable
@@ -42,14 +42,14 @@ def model_explorer_files(source: ReportSource, inputs: Inputs) -> dict[str, str]
             f"{source.folder} compared no operators: there is no graph to draw",
             "mend what stopped the comparison, and compare again",
         )
-    found = operators(source, edge)
+    operators = operator_facts(source, edge)
     names: dict[str, Callable[[OperatorFacts], str]] = {"canonical": lambda o: o.site.site}
     names |= {side: _namer(side) for side in get_args(SideName)}
     graphs = {
-        graph: {"id": graph, "nodes": list(_nodes(found, inputs, graph, name))}
+        graph: {"id": graph, "nodes": list(_nodes(operators, inputs, graph, name))}
         for graph, name in names.items()
     }
-    mapping = {names["rollout"](o): names["train"](o) for o in found}
+    mapping = {names["rollout"](o): names["train"](o) for o in operators}
     files: dict[str, Any] = {
         "canonical.json": _labelled(f"{source.name}: {edge.name}", graphs["canonical"]),
         "engines.json": _labelled(f"{source.name}: engines", graphs["rollout"], graphs["train"]),
@@ -60,9 +60,9 @@ def model_explorer_files(source: ReportSource, inputs: Inputs) -> dict[str, str]
         },
     }
     for file, label, sizes in (
-        ("relative-l2.json", "mean relative L2 error", [o.mean for o in found]),
-        ("introduced.json", "introduced, relative L2", [o.introduced for o in found]),
-        ("inherited.json", "inherited, relative L2", [o.inherited for o in found]),
+        ("relative-l2.json", "mean relative L2 error", [o.mean for o in operators]),
+        ("introduced.json", "introduced, relative L2", [o.introduced for o in operators]),
+        ("inherited.json", "inherited, relative L2", [o.inherited for o in operators]),
     ):
         values = _logarithms(sizes)
         files[file] = {
@@ -70,7 +70,7 @@ def model_explorer_files(source: ReportSource, inputs: Inputs) -> dict[str, str]
                 "name": f"{label}, log10 (lowest: exactly 0)",
                 "results": {
                     name(o): {"value": v}
-                    for o, v in zip(found, values, strict=True)
+                    for o, v in zip(operators, values, strict=True)
                     if v is not None
                 },
                 "gradient": _GRADIENT,
@@ -78,7 +78,7 @@ def model_explorer_files(source: ReportSource, inputs: Inputs) -> dict[str, str]
             for graph, name in names.items()
         }
     files["side.json"] = {
-        graph: {"name": "which side is off", "results": dict(_sides(found, name))}
+        graph: {"name": "which side is off", "results": dict(_sides(operators, name))}
         for graph, name in names.items()
     }
     return {
@@ -121,10 +121,10 @@ def _namespace(o: OperatorFacts, graph: str) -> str:
 
 
 def _nodes(
-    found: list[OperatorFacts], inputs: Inputs, graph: str, name: Callable[[OperatorFacts], str]
+    operators: list[OperatorFacts], inputs: Inputs, graph: str, name: Callable[[OperatorFacts], str]
 ) -> Iterator[dict[str, Any]]:
-    known = {o.site.site: name(o) for o in found}
-    for o in found:
+    known = {o.site.site: name(o) for o in operators}
+    for o in operators:
         read = [known[site] for site in inputs.get(o.site.site, ()) if site in known]
         yield {
             "id": name(o),
@@ -163,8 +163,8 @@ def _attributes(o: OperatorFacts) -> Iterator[tuple[str, str]]:
 
 def _logarithms(sizes: list[float | None]) -> list[float | None]:
     """log10; an exact 0 lies one below all others, a NaN or an infinity one above."""
-    found = [math.log10(s) for s in sizes if s is not None and s > 0 and math.isfinite(s)]
-    low, high = min(found, default=0.0) - 1, max(found, default=0.0) + 1
+    positive = [math.log10(s) for s in sizes if s is not None and s > 0 and math.isfinite(s)]
+    low, high = min(positive, default=0.0) - 1, max(positive, default=0.0) + 1
 
     def value(size: float | None) -> float | None:
         if size is None:
@@ -177,9 +177,9 @@ def _logarithms(sizes: list[float | None]) -> list[float | None]:
 
 
 def _sides(
-    found: list[OperatorFacts], name: Callable[[OperatorFacts], str]
+    operators: list[OperatorFacts], name: Callable[[OperatorFacts], str]
 ) -> Iterator[tuple[str, dict[str, str]]]:
-    for o in found:
+    for o in operators:
         if o.over:
             side = o.over.side
             colour = {"bgColor": _SIDES[side]} if side else {}

@@ -30,9 +30,9 @@ def _first(edge: EdgeResult) -> str:
 
 
 def _over(source: ReportSource, edge: EdgeResult) -> str:
-    found = over_budget(source.verdict, edge)
-    if found:
-        return f"{found[0].unit.site}: {whose_off(found[0])}"
+    over = over_budget(source.verdict, edge)
+    if over:
+        return f"{over[0].unit.site}: {whose_off(over[0])}"
     if not source.verdict.contract.budgets:
         return f"not known: contract {source.verdict.contract.id} has no budgets"
     units = [u for u in source.verdict.comparison.referee if edge.name in u.edges]

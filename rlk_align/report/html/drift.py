@@ -29,11 +29,13 @@ class Series:
     contract: Contract
 
     @classmethod
-    def of(cls, source: ReportSource, found: list[OperatorFacts], label: str = "") -> "Series":
+    def of(cls, source: ReportSource, operators: list[OperatorFacts], label: str = "") -> "Series":
         """A run's operators on one edge."""
-        kept = [o for o in found if o.site.op != "logprob"]
-        label = label or source.name
-        return cls(label=label, operators=kept, contract=source.verdict.contract)
+        return cls(
+            label=label or source.name,
+            operators=[o for o in operators if o.site.op != "logprob"],
+            contract=source.verdict.contract,
+        )
 
     def allowed(self, operator: OperatorFacts) -> float | None:
         """What the contract lets the operator introduce, as relative L2: the rms budgets of both
@@ -169,8 +171,8 @@ class _DriftPlot:
         for layer, group in groupby(self.sites, key=lambda s: s.layer):
             if layer is None:
                 continue
-            found = list(group)
-            x, width = self.x(found[0].site) - self.step / 2, self.step * len(found)
+            sites = list(group)
+            x, width = self.x(sites[0].site) - self.step / 2, self.step * len(sites)
             if layer % 2 == 0:
                 yield el("rect", x=x, y=TOP, width=width, height=bottom - TOP, class_="layer")
             if x - last >= 46:
@@ -238,12 +240,12 @@ class _DriftPlot:
     def _marks(self) -> Iterator[Markup]:
         """Where drift starts, and the first operator beyond its budget; of several runs, in the
         first that has it."""
-        found = [(s.label, o) for _, s in self.numbered for o in s.operators]
+        operators = [(s.label, o) for _, s in self.numbered for o in s.operators]
         marks = (
-            ("first", "▼ drift starts: ", next((f for f in found if f[1].introduces), None)),
-            ("over", "✕ off: ", next((f for f in found if f[1].over), None)),
+            ("first", "▼ drift starts: ", next((f for f in operators if f[1].introduces), None)),
+            ("over", "✕ off: ", next((f for f in operators if f[1].over), None)),
         )
-        for n, (kind, said, mark) in enumerate(marks):
+        for n, (kind, prefix, mark) in enumerate(marks):
             if mark is None:
                 continue
             label, o = mark
@@ -251,29 +253,29 @@ class _DriftPlot:
             x, y = self.x(o.site.site), 26.0 + 14 * n
             yield el("line", x1=x, x2=x, y1=y + 3, y2=self.scale.bottom, class_=f"mark {kind}")
             side, shift = ("end", -4) if x > WIDTH * 0.6 else ("start", 4)
-            words = f"{said}{o.site.site}{whose}"
+            words = f"{prefix}{o.site.site}{whose}"
             yield text(x + shift, y, words, class_=f"label {kind} {side}")
 
     def _hits(self) -> Iterator[Markup]:
         """A column for each site, to point at and to step through."""
         bottom = self.scale.bottom + LogScale.LANE
-        found = {s: {o.site.site: o for o in series.operators} for s, series in self.numbered}
+        by_site = {s: {o.site.site: o for o in series.operators} for s, series in self.numbered}
         for n, site in enumerate(self.sites):
-            operators = [(series, found[s].get(site.site)) for s, series in self.numbered]
+            operators = [(series, by_site[s].get(site.site)) for s, series in self.numbered]
             several = len(operators) > 1
-            said = " | ".join(
+            summary = " | ".join(
                 f"{series.label}: {o.summary}" if several else o.summary
                 for series, o in operators
                 if o is not None
             )
             x = LEFT + n * self.step
             area = el("rect", x=x, y=TOP, width=self.step, height=bottom - TOP)
-            title = el("title", said)
+            title = el("title", summary)
             if self.linked:
                 link = {"href": f"#op-{n + 1}", "data_op": n + 1}
-                yield el("a", title, area, class_="hit", aria_label=said, **link)
+                yield el("a", title, area, class_="hit", aria_label=summary, **link)
             else:
-                yield el("g", title, area, class_="hit", role="img", aria_label=said)
+                yield el("g", title, area, class_="hit", role="img", aria_label=summary)
 
 
 def _strokes(points: list[tuple[float, float | None]], scale: LogScale) -> Iterator[str]:

@@ -15,19 +15,19 @@ _OUTER = 150.0
 """Width of a cell that belongs to no layer; its name stands in it."""
 
 
-def operator_heat(found: list[OperatorFacts]) -> Figure:
+def operator_heat(operators: list[OperatorFacts]) -> Figure:
     """Mean relative L2 error of every operator; a cell leads to its row in the table."""
-    ramp = Ramp(o.mean for o in found)
-    ops = list(dict.fromkeys(o.site.op for o in found if o.site.layer is not None))
-    layers = sorted({o.site.layer for o in found if o.site.layer is not None})
-    outer = [o for o in found if o.site.layer is None]
+    ramp = Ramp(o.mean for o in operators)
+    ops = list(dict.fromkeys(o.site.op for o in operators if o.site.layer is not None))
+    layers = sorted({o.site.layer for o in operators if o.site.layer is not None})
+    outer = [o for o in operators if o.site.layer is None]
     height = _TOP + _CELL * (len(layers) + 1) + 8
     desc = (
         "A row for each layer, a column for each operator in execution order, a row below for what "
         "belongs to no layer. Colour: mean relative L2 error, by logarithm. A cross marks "
         "an operator beyond its budget, a diamond one that introduces a difference."
     )
-    cells = [*_grid(found, ops, layers, ramp), *_outer(outer, len(layers), ramp)]
+    cells = [*_grid(operators, ops, layers, ramp), *_outer(outer, len(layers), ramp)]
     title = "Layer × operator"
     names = list(_names(ops, layers))
     return Figure(
@@ -45,7 +45,7 @@ def operator_heat(found: list[OperatorFacts]) -> Figure:
             *((f"sign {state}", f"{STATES[state][0]} {STATES[state][1]}") for state in _SIGNED),
         ],
         columns=["site", "state", "mean relative L2"],
-        rows=[[o.site.site, STATES[o.state][1], figure(o.mean)] for o in found],
+        rows=[[o.site.site, STATES[o.state][1], figure(o.mean)] for o in operators],
     )
 
 
@@ -60,11 +60,11 @@ def _names(ops: list[str], layers: list[int]) -> Iterator[Markup]:
 
 
 def _grid(
-    found: list[OperatorFacts], ops: list[str], layers: list[int], ramp: Ramp
+    operators: list[OperatorFacts], ops: list[str], layers: list[int], ramp: Ramp
 ) -> Iterator[Markup]:
     width = (_WIDTH - _LEFT - _RIGHT) / max(1, len(ops))
     columns, rows = ({name: n for n, name in enumerate(names)} for names in (ops, layers))
-    for o in found:
+    for o in operators:
         if o.site.layer is not None:
             column, row = columns[o.site.op], rows[o.site.layer]
             place = (_LEFT + column * width, _TOP + row * _CELL)

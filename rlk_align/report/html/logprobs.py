@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from markupsafe import Markup
@@ -38,23 +37,13 @@ WORDS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class MetricRow:
-    """One figure, on each edge."""
-
-    name: str
-    values: list[tuple[str, LimitCheck | None]]
-    """By edge: the value, and the limit that was held against it."""
-
-
-def metric_rows(verdict: Verdict, edges: list[EdgeResult]) -> list[MetricRow]:
-    """Every metric of every edge, with its limit."""
+def metric_rows(
+    verdict: Verdict, edges: list[EdgeResult]
+) -> list[tuple[str, list[tuple[str, LimitCheck | None]]]]:
+    """Each metric in words, with its value on each edge and the limit that applies to the value."""
     checks = {(c.edge, c.metric): c for c in verdict.checks if c.site is None}
     return [
-        MetricRow(
-            name=words,
-            values=[(metric_value(e.metrics, name), checks.get((e.name, name))) for e in edges],
-        )
+        (words, [(metric_value(e.metrics, name), checks.get((e.name, name))) for e in edges])
         for name, words in WORDS.items()
     ]
 
@@ -68,9 +57,9 @@ def metric_value(metrics: EdgeMetrics, name: str) -> str:
 
 
 def largest_bound(verdict: Verdict, edge: EdgeResult) -> float | None:
-    """The contract's on max |Δ| of an edge; None where it has none."""
-    found = [c.fail for c in verdict.checks if c.edge == edge.name and c.metric == "max_abs_dlogp"]
-    return min(found, default=None)
+    """The contract's bound on max |Δ| of an edge; None where it has none."""
+    bounds = [c.fail for c in verdict.checks if c.edge == edge.name and c.metric == "max_abs_dlogp"]
+    return min(bounds, default=None)
 
 
 def noise_floor(comparison: Comparison) -> float:

@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from rlk_align.judge.verdict import Verdict, headline
-from rlk_align.report.facts import operators
+from rlk_align.report.facts import operator_facts
 from rlk_align.report.html.answers import answers
 from rlk_align.report.html.card import card
 from rlk_align.report.html.drift import Series, drift_figure
@@ -121,7 +121,7 @@ def _is_there(context: dict[str, object], section: str) -> bool:
 
 
 def _problems(verdict: Verdict) -> list[tuple[str, list[str]]]:
-    found = [
+    problems = [
         ("Mismatches before anything was computed", _mismatches(verdict)),
         ("Limits that do not hold", [check_words(b) for b in verdict.breaches]),
         ("Waivers that have expired", [str(use) for use in verdict.expired]),
@@ -129,12 +129,14 @@ def _problems(verdict: Verdict) -> list[tuple[str, list[str]]]:
         ("Near a limit", [check_words(w) for w in verdict.warnings]),
         ("Why nothing can be concluded", verdict.doubts),
     ]
-    return [(heading, items) for heading, items in found if items]
+    return [(heading, items) for heading, items in problems if items]
 
 
 def _mismatches(verdict: Verdict) -> list[str]:
-    found = verdict.comparison.mismatches
-    return [f"{mismatch_words(m)}{f': {m.detail}' if m.detail else ''}" for m in found]
+    return [
+        f"{mismatch_words(m)}{f': {m.detail}' if m.detail else ''}"
+        for m in verdict.comparison.mismatches
+    ]
 
 
 def _unpaired(verdict: Verdict) -> list[list[str]]:
@@ -163,8 +165,9 @@ _OUTCOMES = {"pass": "", "warn": "near-limit", "waived": "near-limit", "fail": "
 
 def _charts(source: ReportSource, edge: EdgeResult) -> dict[str, object]:
     """What is drawn of the edge to speak of first."""
-    verdict, found = source.verdict, operators(source, edge)
-    series = [Series.of(source, found)]
+    verdict, operators = source.verdict, operator_facts(source, edge)
+    series = [Series.of(source, operators)]
+    columns, rows = operator_table(operators)
     probed = source.probe.edge(edge.name) if source.probe else None
     words = f"probe: {summary(verdict, probed)}" if probed else "Not probed."
     if source.probe and source.probe.left_out:
@@ -176,8 +179,9 @@ def _charts(source: ReportSource, edge: EdgeResult) -> dict[str, object]:
         "metrics": metric_rows(verdict, verdict.comparison.edges),
         "drift": drift_figure("drift-chart", f"Drift of {edge.name}", series, linked=True),
         "other_drifts": [_other(source, e) for e in verdict.comparison.edges if e is not edge],
-        "heat": operator_heat(found),
-        "operators": operator_table(found),
+        "heat": operator_heat(operators),
+        "columns": columns,
+        "operators": rows,
         "probe_words": words,
         "signs": _SIGNS,
         "outcomes": _OUTCOMES,
@@ -188,13 +192,15 @@ def _charts(source: ReportSource, edge: EdgeResult) -> dict[str, object]:
 
 def _other(source: ReportSource, edge: EdgeResult) -> dict[str, object]:
     """The drift of another edge, folded away."""
-    found = operators(source, edge)
-    differ = sum(bool(o.site.differ) for o in found)
+    operators = operator_facts(source, edge)
+    differ = sum(bool(o.site.differ) for o in operators)
     title = f"Drift of {edge.name}"
-    series = [Series.of(source, found)]
+    series = [Series.of(source, operators)]
     return {
         "title": title,
-        "summary": f"{differ} of {len(found)} sites differ" if differ else "all sites bit-equal",
+        "summary": f"{differ} of {len(operators)} sites differ"
+        if differ
+        else "all sites bit-equal",
         "figure": drift_figure(f"drift-{edge.name}", title, series, linked=False),
     }
 

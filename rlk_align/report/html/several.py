@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from markupsafe import Markup
 
 from rlk_align.judge.verdict import headline, over_budget
-from rlk_align.report.facts import operators
+from rlk_align.report.facts import operator_facts
 from rlk_align.report.html.card import Card, card
 from rlk_align.report.html.drift import Series, drift_figure, drift_scale
 from rlk_align.report.html.figure import Figure
 from rlk_align.report.html.logprobs import WORDS, largest_bound, metric_value
 from rlk_align.report.html.page import render
-from rlk_align.report.html.provenance import said
+from rlk_align.report.html.provenance import engine_facts
 from rlk_align.report.html.svg import LogScale, chart, el, figure, text
 from rlk_align.report.source import ReportSource
 from rlk_align.report.words import engine_spec
@@ -80,23 +80,23 @@ def _run(label: str, source: ReportSource) -> RunView:
     engines = [engine_spec(c.engines[side]) for side in ("rollout", "train")]
     contract = f"{verdict.contract.id} {verdict.contract.version}"
     edge = None if c.stopped else headline(verdict)
-    found = ["–"] * 6
+    figures = ["–"] * 6
     if edge is not None:
         m, first, over = edge.metrics, edge.first_bitwise, over_budget(verdict, edge)
         sizes = map(figure, (m.max_abs_dlogp, m.mean_abs_dlogp, m.k3))
         off = f"{over[0].unit.site} ({over[0].side or 'side not known'})" if over else "none"
-        found = [edge.name, *sizes, first.site if first else "none", off]
+        figures = [edge.name, *sizes, first.site if first else "none", off]
     return RunView(
-        label=label, source=source, card=card(source), cells=[*engines, c.dtype, contract, *found]
+        label=label, source=source, card=card(source), cells=[*engines, c.dtype, contract, *figures]
     )
 
 
 def _view(name: EdgeName, runs: list[RunView]) -> EdgeView | None:
     """None where no run has it; runs that lack it are left out."""
-    found = [(run, edge) for run in runs if (edge := _edge(run, name)) is not None]
-    if not found:
+    measured = [(run, edge) for run in runs if (edge := _edge(run, name)) is not None]
+    if not measured:
         return None
-    series = [Series.of(r.source, operators(r.source, e), r.label) for r, e in found]
+    series = [Series.of(r.source, operator_facts(r.source, e), r.label) for r, e in measured]
     title = f"Drift of {name}"
     if len(series) <= 2:
         drift = [drift_figure(f"drift-{name}", title, series, linked=False)]
@@ -109,14 +109,14 @@ def _view(name: EdgeName, runs: list[RunView]) -> EdgeView | None:
         # What is said of the first holds for all.
         drift = [drift[0], *(replace(f, caption=[], legend=[]) for f in drift[1:])]
     rows = [
-        [words, *(metric_value(edge.metrics, metric) for _, edge in found)]
+        [words, *(metric_value(edge.metrics, metric) for _, edge in measured)]
         for metric, words in WORDS.items()
     ]
     return EdgeView(
         name=name,
         drift=drift,
-        logprobs=_sizes(name, found),
-        columns=["figure", *(run.label for run, _ in found)],
+        logprobs=_sizes(name, measured),
+        columns=["figure", *(run.label for run, _ in measured)],
         rows=rows,
     )
 
@@ -134,16 +134,16 @@ _SIZES = (
 )
 
 
-def _sizes(name: EdgeName, found: list[tuple[RunView, EdgeResult]]) -> Figure:
+def _sizes(name: EdgeName, measured: list[tuple[RunView, EdgeResult]]) -> Figure:
     """Mean, p99 and largest |Δlogp| of each run, on one scale."""
-    bounds = [largest_bound(run.source.verdict, edge) for run, edge in found]
-    values = [getattr(edge.metrics, metric) for _, edge in found for metric, _, _ in _SIZES]
+    bounds = [largest_bound(run.source.verdict, edge) for run, edge in measured]
+    values = [getattr(edge.metrics, metric) for _, edge in measured for metric, _, _ in _SIZES]
     scale = LogScale([*values, *(b for b in bounds if b)], _LEFT + 60, _WIDTH - 10)
-    bottom = _TOP + _ROW * len(found)
+    bottom = _TOP + _ROW * len(measured)
     title = f"|Δlogp| of {name}"
     desc = "A row for each run; mean, p99 and largest |Δlogp| to the right, by logarithm."
     drawn = [*_axis(scale, bottom)]
-    for n, ((run, edge), bound) in enumerate(zip(found, bounds, strict=True)):
+    for n, ((run, edge), bound) in enumerate(zip(measured, bounds, strict=True)):
         drawn += _row(run, edge, bound, scale, _TOP + (n + 0.5) * _ROW)
     return Figure(
         name=f"sizes-{name}",
@@ -157,7 +157,7 @@ def _sizes(name: EdgeName, found: list[tuple[RunView, EdgeResult]]) -> Figure:
         columns=["run", *(words for _, words, _ in _SIZES)],
         rows=[
             [run.label, *(figure(getattr(edge.metrics, metric)) for metric, _, _ in _SIZES)]
-            for run, edge in found
+            for run, edge in measured
         ],
     )
 
@@ -203,7 +203,7 @@ def _provenance(runs: list[RunView]) -> list[tuple[bool, str, list[str]]]:
         {
             f"{side} {name}": value
             for side, engine in run.source.verdict.comparison.engines.items()
-            for name, value in said(engine).items()
+            for name, value in engine_facts(engine).items()
         }
         for run in runs
     ]
