@@ -47,5 +47,5 @@ def _edges(verdict: Verdict) -> dict[str, EdgeMetrics]:
     c = verdict.comparison
     if c.stopped:
         return {}
-    found: dict[str, EdgeMetrics] = {e.name: e.metrics for e in c.edges}
-    return found if c.production is None else found | {PRODUCTION: c.production}
+    edges: dict[str, EdgeMetrics] = {e.name: e.metrics for e in c.edges}
+    return edges if c.production is None else edges | {PRODUCTION: c.production}

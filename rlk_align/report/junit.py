@@ -16,6 +16,7 @@ from rlk_align.judge.waivers import WaiverUse
 from rlk_align.judge.wording import how_off
 from rlk_align.report.source import ReportSource
 from rlk_align.report.words import (
+    bounded,
     check_words,
     engine_spec,
     finding,
@@ -27,7 +28,7 @@ from rlk_align.results import EdgeResult
 from rlk_align.text import short_printable
 
 _SHOWN = 20
-"""Checks of one test case that are told; the rest is counted."""
+"""Checks of one test case that are shown; the rest is counted."""
 _LONGEST = 1000
 Properties = dict[str, object]
 
@@ -41,7 +42,7 @@ class JUnitCase:
     kind: str = ""
     message: str = ""
     lines: Sequence[str] = ()
-    """What is to be known of it beyond its message."""
+    """Its text below the message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,26 +95,26 @@ def _suite_element(suite: JUnitSuite) -> ElementTree.Element:
     if suite.properties:
         properties = ElementTree.SubElement(element, "properties")
         for name, value in suite.properties.items():
-            said = {"name": _said(name), "value": _said(value)}
-            ElementTree.SubElement(properties, "property", said)
+            pair = {"name": _text(name), "value": _text(value)}
+            ElementTree.SubElement(properties, "property", pair)
     for case in suite.cases:
         element.append(_case_element(suite, case))
     return element
 
 
 def _case_element(suite: JUnitSuite, case: JUnitCase) -> ElementTree.Element:
-    named = {"name": _said(case.name), "classname": f"rlk-align.{suite.name}"}
+    named = {"name": _text(case.name), "classname": f"rlk-align.{suite.name}"}
     element = ElementTree.Element("testcase", named)
-    text = "\n".join(map(_said, case.lines))
+    text = "\n".join(map(_text, case.lines))
     if case.outcome:
-        said = {"type": _said(case.kind), "message": _said(case.message)}
-        ElementTree.SubElement(element, case.outcome, said).text = text or None
+        result = {"type": _text(case.kind), "message": _text(case.message)}
+        ElementTree.SubElement(element, case.outcome, result).text = text or None
     elif text:
         ElementTree.SubElement(element, "system-out").text = text
     return element
 
 
-def _said(text: object) -> str:
+def _text(text: object) -> str:
     """What XML can hold, which is not every character, and a reader takes in."""
     return short_printable(text, _LONGEST)
 
@@ -141,7 +142,7 @@ def _evidence(source: ReportSource) -> JUnitSuite:
         outcome="error" if doubts else None,
         kind="inconclusive",
         message=f"nothing can be concluded: {doubts[0]}" if doubts else "",
-        lines=_bounded([*doubts, *lines] if doubts else lines),
+        lines=bounded([*doubts, *lines], _SHOWN),
     )
     cases = [*(_of_parity(verdict, kind) for kind in PARITY_KINDS), conclusive]
     return JUnitSuite(name="evidence", cases=cases, properties=properties)
@@ -151,13 +152,13 @@ def _of_parity(verdict: Verdict, kind: str) -> JUnitCase:
     c, state = verdict.comparison, parity(verdict.comparison, kind)
     if state == "equal":
         return JUnitCase(name=kind)
-    found = [mismatch_words(m) for m in c.mismatches if m.kind == kind]
+    mismatches = [mismatch_words(m) for m in c.mismatches if m.kind == kind]
     return JUnitCase(
         name=kind,
         outcome="error" if state == "mismatch" else "skipped",
         kind=state,
-        message=f"{state}: {found[0]}",
-        lines=_bounded(found),
+        message=f"{state}: {mismatches[0]}",
+        lines=bounded(mismatches, _SHOWN),
     )
 
 
@@ -178,37 +179,27 @@ def _of_edge(verdict: Verdict, edge: EdgeResult) -> JUnitSuite:
 
 def _of_limit(verdict: Verdict, name: str, checks: list[LimitCheck]) -> JUnitCase:
     """One limit held against the operators of one class, or against the tokens of an edge."""
-    by_outcome = {
-        outcome: sorted((c for c in checks if c.outcome == outcome), key=_badness, reverse=True)
+    failed, waived, near = (
+        sorted((c for c in checks if c.outcome == outcome), key=_badness, reverse=True)
         for outcome in ("fail", "waived", "warn")
-    }
-    failed, waived, near = by_outcome.values()
-    told = [*failed, *waived, *near]
-    more = [f"and {len(told) - _SHOWN} more"] if len(told) > _SHOWN else []
-    lines = [*(_told(c, verdict) for c in told[:_SHOWN]), *more]
-    lines += [f"{len(checks)} checked"] if told else []
+    )
+    notable = [*failed, *waived, *near]
+    lines = bounded([_check_line(c, verdict) for c in notable], _SHOWN)
+    lines += [f"{len(checks)} checked"] if notable else []
     if failed:
-        return JUnitCase(
-            name=name,
-            outcome="failure",
-            kind=failed[0].metric,
-            message=_message(failed),
-            lines=lines,
-        )
+        more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
+        message = f"{check_words(failed[0])}{more}"
+        kind = failed[0].metric
+        return JUnitCase(name=name, outcome="failure", kind=kind, message=message, lines=lines)
     if waived:
         w = waived[0].waiver
-        said = f"waived by {w.owner} until {w.expires}: {w.reason}" if w else ""
-        return JUnitCase(name=name, outcome="skipped", kind="waived", message=said, lines=lines)
+        message = f"waived by {w.owner} until {w.expires}: {w.reason}" if w else ""
+        return JUnitCase(name=name, outcome="skipped", kind="waived", message=message, lines=lines)
     return JUnitCase(name=name, lines=lines)
 
 
-def _message(failed: list[LimitCheck]) -> str:
-    more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
-    return f"{check_words(failed[0])}{more}"
-
-
-def _told(check: LimitCheck, verdict: Verdict) -> str:
-    """The figure; of an operator how it is off, and where it is in the code."""
+def _check_line(check: LimitCheck, verdict: Verdict) -> str:
+    """The figure; for an operator also how it is off, and its place in the code."""
     state = {"waived": "waived: ", "warn": "near its limit: "}.get(check.outcome, "")
     parts = [f"{state}{check_words(check)}"]
     for u in verdict.comparison.referee:
@@ -229,8 +220,3 @@ def _of_waiver(use: WaiverUse) -> JUnitCase:
     if use.state == "expired":
         return JUnitCase(name=name, outcome="failure", kind="expired", message=str(use))
     return JUnitCase(name=name, lines=[str(use)])
-
-
-def _bounded(lines: Sequence[str]) -> list[str]:
-    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    return [*lines[:_SHOWN], *more]

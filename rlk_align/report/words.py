@@ -1,7 +1,7 @@
-"""What several reports say in the same words."""
+"""Sentences and figures that several reports share."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,11 @@ _WHOSE_OFF = {
 }
 
 
-def whose_off(found: OverBudget) -> str:
+def whose_off(over: OverBudget) -> str:
     """E.g. `the training side is off`, and which side was not checked, and why."""
-    unchecked = {u.side: u.reason for u in found.unchecked}
+    unchecked = {u.side: u.reason for u in over.unchecked}
     parts = [f"{side} was not checked here: {why}" for side, why in unchecked.items()]
-    return "; ".join([_WHOSE_OFF[found.side], *parts])
+    return "; ".join([_WHOSE_OFF[over.side], *parts])
 
 
 def parting_words(verdict: Verdict, edge: EdgeResult, over: list[OverBudget]) -> str:
@@ -76,19 +76,25 @@ def site_figures(s: SiteResult) -> str:
 
 
 EDGE_FIGURES = ("max |Δ|", "mean |Δ|", "p99 |Δ|", "k3", "ρ − 1", "clip", "≠ bits")
-"""The figures of an edge that are told first."""
+"""The figures of an edge that are shown first."""
 
 
 def edge_figures(m: EdgeMetrics) -> list[str]:
-    """Those of EDGE_FIGURES, short."""
+    """The figures that EDGE_FIGURES names, short."""
     sizes = (m.max_abs_dlogp, m.mean_abs_dlogp, m.p99_abs_dlogp, m.k3)
     shift, clipped = f"{m.ratio_mean - 1:.1g}", f"{m.clip_fraction:.1%}"
     return [*(f"{x:.2g}" for x in sizes), shift, clipped, str(m.bit_mismatches)]
 
 
-def how_words(verdict: Verdict, found: OverBudget) -> list[tuple[str, str]]:
-    """(side and pass, how it is off there)."""
-    return [(f"{u.side} {u.passname}", how_off(u, verdict.contract)) for u in found.units]
+def how_words(verdict: Verdict, over: OverBudget) -> list[tuple[str, str]]:
+    """(side and pass, how the operator is off there)."""
+    return [(f"{u.side} {u.passname}", how_off(u, verdict.contract)) for u in over.units]
+
+
+def bounded(lines: Sequence[str], most: int) -> list[str]:
+    """The first `most` lines, and how many more there are."""
+    more = [f"and {len(lines) - most} more"] if len(lines) > most else []
+    return [*lines[:most], *more]
 
 
 def code_places(
@@ -159,11 +165,11 @@ def finding(verdict: Verdict) -> str:
 
 
 def _over_words(verdict: Verdict, edge: EdgeResult, over: list[OverBudget]) -> str:
-    found = over[0]
-    text = f"{found.unit.site} computes something else than its budget allows"
-    how = [how_off(u, verdict.contract) for u in found.units]
+    first = over[0]
+    text = f"{first.unit.site} computes something else than its budget allows"
+    how = how_words(verdict, first)
     if how:
-        text = f"{found.unit.site} is further from exact than rounding explains: {how[0]}"
+        text = f"{first.unit.site} is further from exact than rounding explains: {how[0][1]}"
     later = len(over) - 1
     more = f" {later} later operator{'s are' if later > 1 else ' is'} off too." if later else ""
     parting = parting_words(verdict, edge, over)
@@ -171,7 +177,7 @@ def _over_words(verdict: Verdict, edge: EdgeResult, over: list[OverBudget]) -> s
 
 
 def side_off(verdict: Verdict) -> str:
-    """On which side it is."""
+    """Which side is off."""
     c, edge = verdict.comparison, headline(verdict)
     if c.stopped or edge is None or verdict.status == "inconclusive":
         return "not known: nothing was judged"
