@@ -202,13 +202,17 @@ def test_a_file_of_the_run_is_no_output(run: Path) -> None:
 @pytest.mark.parametrize("name", ["comparison.json", "comparison.parquet", "checksums.json"])
 def test_a_damaged_run_is_a_failure_of_the_tool(run: Path, name: str) -> None:
     (run / name).write_bytes((run / name).read_bytes()[:-30])
-    for words in (("gate", run, "--output=junit=out.xml"), ("report", "markdown", run)):
+    for words in (
+        ("gate", run, "--output=junit=out.xml"),
+        ("report", "markdown", run),
+        ("report", "html", run, "-o", "out.html"),
+    ):
         code, said = command(*words)
         assert code == 3, said
         assert said.count("error: ") == 1
         assert name in said
         assert "Traceback" not in said
-    assert not Path("out.xml").exists()
+    assert not list(Path().glob("out.*"))
 
 
 def test_a_full_disk_is_said(run: Path) -> None:
