@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Self, TypeVar, get_args
 
 from rlk_align.capture.recording import Recording, Side, parse_side
 from rlk_align.capture.request import CaptureRequest, TracePlan
@@ -16,7 +16,9 @@ from rlk_align.model.checkpoint import default_model
 from rlk_align.model.edges import EDGES
 from rlk_align.results import EdgeName, Kind
 from rlk_align.text import printable
+from rlk_align.trace.records import load_record
 from rlk_align.trace.run import RUNS, Run, fingerprint
+from rlk_align.trace.schema import TraceRecord
 
 T = TypeVar("T")
 Warn = Callable[[str], None]
@@ -44,32 +46,60 @@ def from_arguments(cls: type[T], arguments: Mapping[str, Any]) -> T:
     return cls(**{name: arguments[name] for name in names})
 
 
-def capture_request(
-    engine: EngineSpec,
-    model: str | None,
-    prompts: Path | None,
-    max_new_tokens: int,
-    seed: int,
-    trace: TracePlan,
-    passes: tuple[str, ...],
-    production: bool,
-) -> CaptureRequest:
-    """What one engine is asked to do, with the embedded model and prompts by default.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaptureOptions:
+    """The flags that say how engines are captured."""
 
-    Raises BadOption for a name of nothing.
-    """
-    if model == "":
-        raise BadOption("--model is empty", "leave it out for the embedded model")
-    return CaptureRequest(
-        engine=engine,
-        model=model or default_model(),
-        prompts=prompts or data_path("prompts.jsonl"),
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        trace=trace,
-        passes=passes,
-        production=production,
-    )
+    model: str | None = None
+    kernels: str | None = None
+    prompts: Path | None = None
+    max_new_tokens: int = 32
+    seed: int = 0
+    fresh: bool = False
+    layers: str | None = None
+    sites: str | None = None
+    trace_budget: str = "8GB"
+
+    @property
+    def plan(self) -> TracePlan:
+        """Which values are kept. Raises BadOption for a flag that cannot be read."""
+        return TracePlan(
+            budget=parse_size(self.trace_budget),
+            layers=parse_layers(self.layers),
+            sites=tuple(names(self.sites)),
+        )
+
+    def request(
+        self,
+        engine: EngineSpec,
+        plan: TracePlan,
+        passes: tuple[str, ...],
+        production: bool = False,
+    ) -> CaptureRequest:
+        """What one engine is asked to do, with the embedded model and prompts by default.
+
+        Raises BadOption for an empty name.
+        """
+        if self.model == "":
+            raise BadOption("--model is empty", "leave it out for the embedded model")
+        return CaptureRequest(
+            engine=engine,
+            model=self.model or default_model(),
+            prompts=self.prompts or data_path("prompts.jsonl"),
+            max_new_tokens=self.max_new_tokens,
+            seed=self.seed,
+            trace=plan,
+            passes=passes,
+            production=production,
+        )
+
+    def recorded_by(self, trace: Path) -> Self:
+        """The same with the model and the prompts of a trace, so that both sides load and tokenize
+        what was captured; those that are set already stay."""
+        model, prompts = self.model, self.prompts or trace / "prompts.jsonl"
+        if model is None:
+            model = load_record(TraceRecord, trace / "trace.json").model
+        return replace(self, model=model, prompts=prompts)
 
 
 def side(text: str, kernels: str | None) -> Side:
@@ -117,13 +147,6 @@ def default_rollout() -> str:
 def default_train() -> str:
     """Megatron-core where it is installed, else HF."""
     return "megatron" if engine_info("megatron").installed else "hf"
-
-
-def trace_plan(budget: str, layers: str | None, sites: str | None) -> TracePlan:
-    """Raises BadOption for a flag that cannot be read."""
-    return TracePlan(
-        budget=parse_size(budget), layers=parse_layers(layers), sites=tuple(names(sites))
-    )
 
 
 def parse_size(text: str) -> int:

@@ -35,25 +35,16 @@ OF_CAPTURES = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pair:
-    """What a comparison is asked for, as it was given."""
+class Pair(options.CaptureOptions):
+    """The flags of a comparison."""
 
-    model: str | None = None
     rollout: str | None = None
     train: str | None = None
-    prompts: Path | None = None
     contract: str | None = None
-    kernels: str | None = None
-    max_new_tokens: int = 32
-    seed: int = 0
     run_dir: Path | None = None
     allow_mismatch: Sequence[str] | None = None
-    fresh: bool = False
-    layers: str | None = None
-    sites: str | None = None
     edges: str | None = None
     production: bool | None = None
-    trace_budget: str = "8GB"
 
     def gives(self, *names: str) -> bool:
         """Whether one of these fields, or of `OF_CAPTURES`, says something."""
@@ -98,31 +89,19 @@ def prepare(
     """
     options.check_kernels(pair.kernels)
     options.check_sampling(pair.max_new_tokens, pair.seed)
-    judged = options.parse_edges(pair.edges)
-    plan = options.trace_plan(pair.trace_budget, pair.layers, pair.sites)
+    judged, plan = options.parse_edges(pair.edges), pair.plan
     allowed = options.parse_kinds(pair.allow_mismatch)
     sides = _sides(pair, runs)
     settings = (pair.model, str(pair.prompts), pair.max_new_tokens, pair.seed)
     run = options.choose_run(pair.run_dir, "compare", *settings, *map(str, sides.values()))
     recorded = _recorded(sides, run)
     _check_recorded_kernels(recorded, pair.kernels)
-    model, prompts = pair.model, pair.prompts
-    if recorded:
-        # What was captured is what the other side loads, and its tokenizer is asked the same.
-        captured = next(iter(recorded.values()))
-        if model is None:
-            model = load_record(TraceRecord, captured / "trace.json").model
-        prompts = prompts or captured / "prompts.jsonl"
-
+    captured = pair.recorded_by(next(iter(recorded.values()))) if recorded else pair
     requests = {
         side: spec
         if isinstance(spec, Recording)
-        else options.capture_request(
+        else captured.request(
             spec,
-            model,
-            prompts,
-            pair.max_new_tokens,
-            pair.seed,
             plan,
             # A side that no edge needs is scored too: its weights and tokens are the precheck's.
             passes_for(judged, side) or ("prefill",),
@@ -146,7 +125,7 @@ def prepare(
         ),
         run=run,
         contract=contract,
-        model=model or default_model(),
+        model=captured.model or default_model(),
         dtype=dtype,
         most_tokens=_most_tokens(requests["rollout"]),
     )

@@ -10,30 +10,19 @@ from rlk_align.capture.recording import Recording
 from rlk_align.capture.request import CaptureRequest
 from rlk_align.errors import BadOption
 from rlk_align.progress import Progress
-from rlk_align.trace.records import load_record
 from rlk_align.trace.run import Run
-from rlk_align.trace.schema import TraceRecord
 
 if TYPE_CHECKING:
     from rlk_align.trace.reader import Trace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Single:
-    """What a capture is asked for, as it was given."""
+class Single(options.CaptureOptions):
+    """The flags of a capture."""
 
     engine: str
     out: Path
     tokens: str | None = None
-    model: str | None = None
-    kernels: str | None = None
-    prompts: Path | None = None
-    max_new_tokens: int = 32
-    seed: int = 0
-    fresh: bool = False
-    layers: str | None = None
-    sites: str | None = None
-    trace_budget: str = "8GB"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,25 +59,11 @@ def prepare(
     if single.tokens and single.prompts:
         raise BadOption("--tokens scores that run's own prompts", "leave --prompts out")
     options.check_sampling(single.max_new_tokens, single.seed)
-    plan = options.trace_plan(single.trace_budget, single.layers, single.sites)
+    plan = single.plan
     run = options.choose_run(single.out, "capture")
     source = _source(single.tokens, run) if single.tokens else None
-    model, prompts = single.model, single.prompts
-    if source:
-        # The other run's prompts, so that both sides' tokenizers are asked the same.
-        prompts = source / "prompts.jsonl"
-        if model is None:
-            model = load_record(TraceRecord, source / "trace.json").model
-    request = options.capture_request(
-        engine,
-        model,
-        prompts,
-        single.max_new_tokens,
-        single.seed,
-        plan,
-        ("prefill",) if source else ("decode", "prefill"),
-        False,
-    )
+    captured = single.recorded_by(source) if source else single
+    request = captured.request(engine, plan, ("prefill",) if source else ("decode", "prefill"))
 
     from rlk_align.capture.check import check_request
 

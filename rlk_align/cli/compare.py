@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from rlk_align.api.options import from_arguments, trace_plan
+from rlk_align.api.options import from_arguments
 from rlk_align.api.pair import Pair, prepare, without_kernels
 from rlk_align.cli import options
 from rlk_align.cli.outputs import check_outputs, parse_outputs
@@ -61,7 +61,6 @@ def compare(
             beside = without.start(progress), without.run
         verdict = prepared.start(progress)
         if (probe or attribute) and not verdict.comparison.stopped:
-            plan = trace_plan(trace_budget, layers, sites)
-            request = pipeline.ProbeRequest(attribute=attribute, contract=contract, plan=plan)
+            request = pipeline.ProbeRequest(attribute=attribute, contract=contract, plan=pair.plan)
             verdict, probed = pipeline.probe(request, prepared.run.again(), progress)
     finish(verdict, prepared.run, outputs, probed, beside)

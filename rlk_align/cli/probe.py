@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from rlk_align.api.options import from_arguments, parse_edges, trace_plan
+from rlk_align.api.options import from_arguments, parse_edges
 from rlk_align.api.pair import Pair, prepare
 from rlk_align.cli import options
 from rlk_align.cli.outputs import check_outputs, parse_outputs
@@ -49,7 +49,7 @@ def probe(
     split; with --edges those, else the one that the verdict speaks of first.
     """
     pair = from_arguments(Pair, locals())
-    plan = trace_plan(trace_budget, layers, sites)
+    plan = pair.plan
     requested_edges = parse_edges(edges) if edges else ()
     outputs, prepared = parse_outputs(output), None
     if of is not None:

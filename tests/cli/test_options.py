@@ -14,12 +14,12 @@ import warm
 from synthetic import compared_run, draw, spoil
 
 from rlk_align.api.options import (
+    CaptureOptions,
     choose_run,
     parse_edges,
     parse_kinds,
     parse_layers,
     parse_size,
-    trace_plan,
 )
 from rlk_align.capture.request import TracePlan
 from rlk_align.errors import BadOption
@@ -97,9 +97,9 @@ def test_kinds() -> None:
 
 
 def test_a_plan_holds_what_was_asked_for() -> None:
-    assert trace_plan("8GB", None, None) == TracePlan()
-    found = trace_plan("1MB", "1-2", "attn, layers.0.act,")
-    assert found == TracePlan(budget=10**6, layers=(1, 2), sites=("attn", "layers.0.act"))
+    assert CaptureOptions().plan == TracePlan()
+    narrow = CaptureOptions(trace_budget="1MB", layers="1-2", sites="attn, layers.0.act,")
+    assert narrow.plan == TracePlan(budget=10**6, layers=(1, 2), sites=("attn", "layers.0.act"))
 
 
 def test_runs_are_named_after_their_settings() -> None:

@@ -21,7 +21,6 @@ class Card:
     what: str
     side: str
     todo: str
-    worst: LimitCheck | None
     worst_words: str
     facts: list[tuple[str, str]]
     command: str
@@ -38,7 +37,6 @@ def card(source: ReportSource) -> Card:
         what=finding(verdict),
         side=side_off(verdict),
         todo=next_step(verdict, source.folder),
-        worst=worst,
         worst_words=_used(worst) if worst else "no limit was held against a value",
         facts=list(_facts(source)),
         command=shlex.join(source.record.command),
