@@ -18,7 +18,7 @@ A verdict that is not a pass is no error: see `rlk_align.judge.verdict`.
 """
 
 INSTALL_ENGINES = "pip install 'rlk-align[engines]'"
-"""What brings torch, transformers and the kernels to an rlk-align that has only its base."""
+"""The command that adds torch, transformers and the kernels to a base installation."""
 
 EXIT_PASS = 0
 EXIT_FAIL = 1

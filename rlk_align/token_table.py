@@ -59,7 +59,7 @@ def save_rows(table: pa.Table, path: Path) -> None:
 
 
 def load_rows(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """What `save_rows` wrote, or these columns of it. Raises CorruptTrace where it is not that."""
+    """Reads what `save_rows` wrote, or these columns. Raises CorruptTrace for anything else."""
     try:
         with path.open("rb") as opened:
             file = pq.ParquetFile(opened, page_checksum_verification=True)

@@ -31,7 +31,7 @@ def judge_again(
 
 
 def judge_later(first: Run, second: Run, name: str | None) -> RegressionVerdict:
-    """What became worse from one run to another. Raises RlkError."""
+    """Judges what became worse from one run to another. Raises RlkError."""
     for run in (first, second):
         run.check()
     before, after = first.comparison, second.comparison

@@ -28,13 +28,13 @@ ROUNDINGS = tuple(name for name in RoundingErrors.model_fields if name not in ("
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run, judged."""
+    """A run with its verdict and its figures."""
 
     source: ReportSource
 
     @property
     def folder(self) -> Path:
-        """Where it lies."""
+        """The run's folder."""
         return self.source.folder
 
     @property

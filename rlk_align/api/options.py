@@ -1,4 +1,4 @@
-"""What the words of a request mean: text into values, and the defaults."""
+"""Parses the text of flags into values, and supplies the defaults."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from rlk_align.trace.schema import TraceRecord
 
 T = TypeVar("T")
 Warn = Callable[[str], None]
-"""How the caller is told what it should know before an engine starts."""
+"""Receives what the caller should know before an engine starts."""
 
 
 def command(name: str, runs: Sequence[str], request: Any) -> tuple[str, ...]:
@@ -134,7 +134,7 @@ def check_kernels(wanted: str | None) -> None:
 
 
 def without_kernels(spec: EngineSpec) -> str:
-    """The same engine without them, as a spec."""
+    """The spec of the same engine without the kernels."""
     options = {k: v for k, v in spec.options.items() if k not in ("kernels", "except")}
     return str(EngineSpec(spec.name, options))
 
@@ -160,7 +160,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_layers(text: str | None) -> tuple[int, int] | None:
-    """`0-3` or `2`. Raises BadOption."""
+    """Parses `0-3` or `2`. Raises BadOption."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
@@ -190,7 +190,7 @@ def parse_kinds(items: Sequence[str] | None) -> tuple[Kind, ...]:
 
 
 def names(text: str | None) -> list[str]:
-    """Of a comma-separated list."""
+    """Splits a comma-separated list."""
     return [item.strip() for item in (text or "").split(",") if item.strip()]
 
 

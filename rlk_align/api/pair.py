@@ -47,7 +47,7 @@ class Pair(options.CaptureOptions):
     production: bool | None = None
 
     def gives(self, *names: str) -> bool:
-        """Whether one of these fields, or of `OF_CAPTURES`, says something."""
+        """Whether one of these fields, or of `OF_CAPTURES`, differs from its default."""
         defaults = Pair()
         return any(getattr(self, n) != getattr(defaults, n) for n in (*OF_CAPTURES, *names))
 
@@ -58,11 +58,11 @@ class PreparedPair:
 
     request: "CompareRequest"
     run: Run
-    """Which keeps it."""
+    """The run that keeps the comparison."""
     contract: Contract
-    """Which will judge it."""
+    """The contract that will judge the comparison."""
     model: str
-    """By default for both sides."""
+    """The model of each side whose spec names none."""
     dtype: str
     """The lower-precision dtype of the two sides."""
     most_tokens: int | None
@@ -74,7 +74,7 @@ class PreparedPair:
         return self.most_tokens is not None and self.most_tokens < self.contract.min_tokens
 
     def start(self, progress: Progress) -> "Verdict":
-        """Runs it."""
+        """Compares, and returns the verdict."""
         from rlk_align.pipeline import compare
 
         return compare(self.request, self.run, progress)
@@ -132,7 +132,7 @@ def prepare(
 
 
 def _sides(pair: Pair, runs: Sequence[str]) -> dict[SideName, Side]:
-    """Raises UnknownEngine or BadOption."""
+    """The engines or recordings that are compared. Raises UnknownEngine or BadOption."""
     if not runs:
         rollout, train = (options.side(text, pair.kernels) for text in _engines(pair))
         return {"rollout": rollout, "train": train}

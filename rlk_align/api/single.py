@@ -31,14 +31,14 @@ class PreparedSingle:
 
     request: CaptureRequest
     run: Run
-    """Which keeps it."""
+    """The run that keeps the capture."""
     tokens: Path | None
     """The ids to score; None lets the engine sample them."""
     fresh: bool
     command: tuple[str, ...]
 
     def start(self, progress: Progress) -> "Trace":
-        """Runs it."""
+        """Captures, and returns the trace."""
         from rlk_align.capture.alone import capture_alone
 
         return capture_alone(

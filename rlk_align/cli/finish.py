@@ -96,7 +96,7 @@ def finish_too_few(pair: PreparedPair, outputs: list[OutputTarget]) -> NoReturn:
 def finish_regression(
     verdict: RegressionVerdict, runs: tuple[Run, Run], outputs: list[OutputTarget]
 ) -> NoReturn:
-    """The same for what became worse from one run to another."""
+    """Prints what became worse from one run to another, writes each output, and exits."""
     folders = (runs[0].folder, runs[1].folder)
     _print(lambda console: show_regression(verdict, folders, console), takes_stdout(outputs))
     write_regression(outputs, verdict)

@@ -17,7 +17,7 @@ from rlk_align.trace.run import Run
 
 @dataclass(frozen=True, slots=True)
 class OutputTarget:
-    """One file."""
+    """A file or stream that a format is written to."""
 
     format: str
     """A key of FORMATS."""
@@ -53,7 +53,7 @@ def parse_outputs(
 
 
 def make_output(kind: str, path: str) -> OutputTarget:
-    """Raises as `parse_outputs` does."""
+    """Checks a single output. Raises as `parse_outputs` does."""
     output = OutputTarget(kind, None if path == "-" else Path(path))
     target = output_file(output)
     if target is not None:
@@ -138,7 +138,7 @@ def write_run(
 
 
 def write_regression(outputs: Sequence[OutputTarget], verdict: RegressionVerdict) -> None:
-    """What became worse from one run to another. Raises TraceNotWritten."""
+    """Writes what became worse from one run to another. Raises TraceNotWritten."""
     from rlk_align.report.regression_formats import regression_commands
 
     write_outputs(
@@ -170,7 +170,7 @@ def write_text(path: Path | None, text: str) -> None:
 
 
 def _write_stream(to_stderr: bool, text: str) -> None:
-    """As UTF-8, whatever the terminal knows: a program reads it."""
+    """Writes UTF-8 whatever the terminal's encoding is: a program reads it."""
     stream = sys.stderr if to_stderr else sys.stdout
     try:
         stream.flush()

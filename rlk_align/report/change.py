@@ -13,7 +13,7 @@ from rlk_align.text import line
 
 PRODUCTION = "production_vs_observed"
 SHOWN = ("max |Δ|", "mean |Δ|", "k3", "≠ bits")
-"""Of the figures of an edge: as many as 80 columns hold."""
+"""The figures of an edge that fit into 80 columns."""
 
 
 def show_change(off: Verdict, on: Verdict, console: Console) -> None:
@@ -43,7 +43,7 @@ def _rows(off: Verdict, on: Verdict) -> Iterator[list[Text | str]]:
 
 
 def _edges(verdict: Verdict) -> dict[str, EdgeMetrics]:
-    """Of the passes that were compared, and of the production mode where it was measured."""
+    """The metrics of each compared edge, and of the production mode where it was measured."""
     c = verdict.comparison
     if c.stopped:
         return {}

@@ -30,7 +30,7 @@ class OperatorFacts:
     """One site of an edge."""
 
     order: int
-    """In execution, from 1."""
+    """Its position in execution order, from 1."""
     site: SiteResult
     unit: Unit | None
     """What the probe says of it; None where it has not run."""
@@ -77,7 +77,7 @@ class OperatorFacts:
 
     @property
     def state(self) -> str:
-        """A key of STATES."""
+        """The operator's state, a key of STATES."""
         if not self.site.rows:
             return "missing"
         outcome = self.worst.outcome if self.worst else "pass"
@@ -145,11 +145,11 @@ def _severity(check: LimitCheck) -> tuple[int, float]:
 
 
 def _split(unit: Unit | None, site: str) -> Split | None:
-    """Of the first order that was determined."""
+    """The split of a site in the first graft order that determined one."""
     splits = [s for o in (unit.orders if unit else []) for s in o.splits if s.site == site]
     return splits[0] if splits else None
 
 
 def probed_edge(source: ReportSource, edge: EdgeResult) -> ProbedEdge | None:
-    """What the probe says of an edge."""
+    """The probe's record of an edge; None where there is none."""
     return source.probe.edge(edge.name) if source.probe else None

@@ -63,7 +63,7 @@ def _property(text: str) -> str:
 
 
 def summary_file() -> str:
-    """Where GitHub wants the summary of the step; empty elsewhere."""
+    """The file in which GitHub wants the summary of the step; empty elsewhere."""
     return os.environ.get(SUMMARY, "")
 
 
@@ -128,7 +128,7 @@ def _breaches(source: ReportSource, edge: EdgeResult) -> Iterator[Annotation]:
 
 
 def _place(verdict: Verdict, edge: EdgeResult, site: str, side: str | None) -> CodePlace | None:
-    """In the code of the side that is off, or else of the training engine, or else of any."""
+    """The code of the side that is off, or of the training engine, or of either."""
     places = {s: place for s, place, _ in code_places(verdict, edge, site) if place.file}
     return places.get(side or "", places.get("train", next(iter(places.values()), None)))
 

@@ -58,7 +58,7 @@ class JUnitSuite:
 
 
 def junit(source: ReportSource) -> str:
-    """The XML of a run's verdict."""
+    """Renders a run's verdict as XML."""
     verdict = source.verdict
     suites = [_evidence(source)]
     if not verdict.comparison.stopped:
@@ -72,7 +72,7 @@ def junit(source: ReportSource) -> str:
 
 
 def junit_text(suites: Sequence[JUnitSuite]) -> str:
-    """The XML of suites."""
+    """Renders suites as XML."""
     root = ElementTree.Element("testsuites", {"name": "rlk-align"} | _counts(suites))
     for suite in suites:
         root.append(_suite_element(suite))
@@ -115,12 +115,12 @@ def _case_element(suite: JUnitSuite, case: JUnitCase) -> ElementTree.Element:
 
 
 def _text(text: object) -> str:
-    """What XML can hold, which is not every character, and a reader takes in."""
+    """Short text without the characters that XML forbids."""
     return short_printable(text, _LONGEST)
 
 
 def _evidence(source: ReportSource) -> JUnitSuite:
-    """What must hold before anything can be judged."""
+    """The suite of what must hold before anything can be judged."""
     verdict, c = source.verdict, source.verdict.comparison
     contract = verdict.contract
     properties: Properties = {
@@ -163,7 +163,7 @@ def _of_parity(verdict: Verdict, kind: str) -> JUnitCase:
 
 
 def _of_edge(verdict: Verdict, edge: EdgeResult) -> JUnitSuite:
-    """Its limits by op class, in the order in which the contract holds them against it."""
+    """The suite of an edge: its limits by op class, in the contract's order."""
     groups: dict[str, list[LimitCheck]] = {}
     for check in verdict.checks:
         if check.edge == edge.name:

@@ -92,7 +92,7 @@ def _next(source: ReportSource) -> str:
 
 
 def _sections(source: ReportSource) -> Iterator[Section]:
-    """In the order of a reader's questions, those that have something to say."""
+    """Yields the sections that have content, in the order of a reader's questions."""
     verdict, c = source.verdict, source.verdict.comparison
     if not c.stopped and c.edges:
         rows = [[code(e.name), *edge_figures(e.metrics)] for e in c.edges]

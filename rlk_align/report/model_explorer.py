@@ -105,7 +105,7 @@ def _namer(side: SideName) -> Callable[[OperatorFacts], str]:
 
 
 def _module(o: OperatorFacts, side: str) -> str:
-    """Where a side computes it; empty where that is not known."""
+    """The module in which a side computes the operator; empty where it is unknown."""
     return next((u.code.module for u in o.refereed if u.side == side and u.code), "")
 
 

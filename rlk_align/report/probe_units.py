@@ -49,7 +49,7 @@ def _urgency(probed: ProbedUnit) -> tuple[bool, bool, float]:
 
 
 def contributions(attribution: Attribution | None) -> dict[str, Contribution]:
-    """By unit, of those that were looked at one by one."""
+    """Unit -> its contribution, where the unit was attributed by itself."""
     if attribution is None:
         return {}
     alone = [c for c in attribution.layers if len(c.units) == 1]

@@ -100,7 +100,7 @@ def _words(check: RegressionCheck) -> str:
 
 
 def regression_commands(verdict: RegressionVerdict) -> str:
-    """Annotations, ten at most."""
+    """Renders the verdict as annotations, ten at most."""
     title = "nothing can be concluded" if verdict.doubts else "worse than before"
     messages = verdict.doubts or map(_words, verdict.worse)
     return commands([Annotation(level="error", title=title, message=text) for text in messages])

@@ -1,4 +1,4 @@
-"""What a report speaks of: a finished run, judged anew."""
+"""The input of every report: a finished run with a fresh verdict."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from rlk_align.trace.run import Run, RunRecord
 
 @dataclass(frozen=True, kw_only=True)
 class ReportSource:
-    """One run."""
+    """A run, its verdict and its probe."""
 
     run: Run
     record: RunRecord
@@ -24,7 +24,7 @@ class ReportSource:
 
     @property
     def name(self) -> str:
-        """What a reader calls it: the folder's own name."""
+        """The folder's own name, which readers know the run by."""
         return self.folder.name or str(self.folder)
 
     @property

@@ -60,7 +60,7 @@ def show(verdict: Verdict, folder: Path, console: Console, probe: Probe | None =
 def _parts(
     verdict: Verdict, folder: Path, console: Console, probe: Probe | None
 ) -> Iterator[Table | Text]:
-    """What stands below the head, from top to bottom."""
+    """Yields what stands below the head, from top to bottom."""
     c, edge = verdict.comparison, headline(verdict)
     yield from _sides(c)
     yield line()
@@ -176,7 +176,7 @@ def _over_budget(over: OverBudget, edge: EdgeResult, verdict: Verdict) -> Iterat
 
 
 def _code(site: str, edge: EdgeResult, verdict: Verdict) -> Iterator[Text]:
-    """Where the operator is on both sides, and the settings that only one of them has."""
+    """Yields the operator's place on both sides, and settings that only one side has."""
     for side, place, unlike in code_places(verdict, edge, site):
         yield line(f"    {side:<8} {place}", style="dim")
         if unlike:
@@ -265,7 +265,7 @@ def _rest(count: int) -> Iterator[Text]:
 
 
 def _rests_on(verdict: Verdict) -> Iterator[Text]:
-    """What a pass says, and what it does not."""
+    """Yields what a pass rests on: how much is equal, and what is closest to its limit."""
     edges = [e for e in verdict.comparison.edges if e.name in verdict.comparison.judged]
     differ = sum(s.differ for e in edges for s in e.sites)
     rows = sum(s.rows for e in edges for s in e.sites)

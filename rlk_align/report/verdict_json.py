@@ -25,7 +25,7 @@ from rlk_align.results import Comparison, EdgeResult, Noise
 
 
 def json_text(source: ReportSource) -> str:
-    """The file of it."""
+    """Renders the verdict of a run as a JSON file."""
     return record_text(verdict_json(source.verdict, source.probe))
 
 
@@ -78,12 +78,12 @@ def verdict_json(verdict: Verdict, probe: Probe | None = None) -> dict[str, Any]
 
 
 def contract_json(contract: Contract) -> dict[str, str]:
-    """Which contract judged."""
+    """Identifies the contract that judged."""
     return {"id": contract.id, "version": contract.version, "sha256": contract.sha256}
 
 
 def too_few_json(contract: Contract, model: str, dtype: str, doubt: str) -> dict[str, Any]:
-    """The same record of a comparison that was not begun: nothing in it was checked."""
+    """The record of a comparison that was not started; nothing in it was checked."""
     return {
         "schema": "rlk-align/verdict/1",
         "status": "inconclusive",
@@ -163,7 +163,7 @@ def _contributor_json(probed: ProbedEdge) -> dict[str, Any] | None:
 
 
 def _contribution_json(part: Contribution) -> dict[str, Any]:
-    """In nats, over the tokens; `mean` in both orders, put in first and taken out last."""
+    """Effects in nats over the tokens; the mean averages patching in first and removing last."""
     return {"mean_abs_dlogp": part.mean_abs, "mean_dlogp": part.mean}
 
 

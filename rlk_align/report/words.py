@@ -26,7 +26,7 @@ def engine_spec(engine: EngineRecord) -> str:
 
 
 def noise_words(noise: Noise | str | None) -> str:
-    """How a side repeats itself."""
+    """Says whether a side repeats itself bit for bit."""
     if isinstance(noise, Noise):
         return f"differs from itself by up to {noise.max_abs_dlogp:.2g}"
     return "noise not measured" if noise else "repeats bitwise"
@@ -66,7 +66,7 @@ def parting_words(verdict: Verdict, edge: EdgeResult, over: list[OverBudget]) ->
 
 
 def site_figures(s: SiteResult) -> str:
-    """What a site introduced, and by how much it differs."""
+    """Says how many rows a site introduced, and how large its error is."""
     text = f"{s.introduced:,} of {s.rows:,} rows introduced here"
     if s.nonfinite:
         return f"{text}; {s.nonfinite:,} entries are NaN or infinite"
@@ -110,7 +110,7 @@ def code_places(
 
 
 def mismatch_words(m: Mismatch) -> str:
-    """What differs between the sides, in one line."""
+    """Says in one line what differs between the sides."""
     where = f" (sample {m.sample}, position {m.position})" if m.sample is not None else ""
     return f"{m.kind} {m.name}{where}: rollout {_short(m.rollout)}, train {_short(m.train)}"
 
@@ -130,7 +130,7 @@ def check_words(check: LimitCheck) -> str:
 
 
 def finding(verdict: Verdict) -> str:
-    """What is wrong, or what a pass rests on, in plain words."""
+    """Says in plain words what is wrong, or what a pass rests on."""
     c, edge = verdict.comparison, headline(verdict)
     if c.stopped:
         first = c.stopping[0]
@@ -177,7 +177,7 @@ def _over_words(verdict: Verdict, edge: EdgeResult, over: list[OverBudget]) -> s
 
 
 def side_off(verdict: Verdict) -> str:
-    """Which side is off."""
+    """Says which side is off."""
     c, edge = verdict.comparison, headline(verdict)
     if c.stopped or edge is None or verdict.status == "inconclusive":
         return "not known: nothing was judged"
@@ -192,11 +192,11 @@ def side_off(verdict: Verdict) -> str:
 
 
 MORE_TOKENS = "capture with more --prompts, or a larger --max-new-tokens"
-"""What settles a comparison of too few tokens."""
+"""The advice where a comparison has too few tokens."""
 
 
 def _settle(verdict: Verdict) -> str:
-    """What makes the next run conclusive."""
+    """Says what would make the next run conclusive."""
     c, contract = verdict.comparison, verdict.contract
     noisy = [s for s, n in (c.controls.noise if c.controls else {}).items() if isinstance(n, Noise)]
     if noisy:
@@ -216,7 +216,7 @@ def _never_shown(edge: EdgeResult) -> bool:
 
 
 def next_step(verdict: Verdict, folder: Path) -> str:
-    """What to do now."""
+    """Says what the user should do next."""
     c = verdict.comparison
     if c.stopped:
         kinds = dict.fromkeys(m.kind for m in c.stopping)
@@ -226,8 +226,8 @@ def next_step(verdict: Verdict, folder: Path) -> str:
         return _settle(verdict)
     edge = headline(verdict)
     if verdict.status == "pass":
-        given = shlex.quote(verdict.contract.given)
-        return f"in CI: rlk-align gate {shlex.quote(str(folder))} --contract {given}"
+        contract = shlex.quote(verdict.contract.given)
+        return f"in CI: rlk-align gate {shlex.quote(str(folder))} --contract {contract}"
     if edge is None:
         return "see the breaches above"
     if verdict.expired and not verdict.breaches:

@@ -10,7 +10,7 @@ _NO_ATTRIBUTION = "not known: rlk-align probe RUN --attribute tells"
 
 
 def answers(source: ReportSource, edge: EdgeResult) -> list[tuple[str, str]]:
-    """(question, answer)."""
+    """The questions with their answers, as a page shows them."""
     return [
         ("where drift starts", _first(edge)),
         ("first beyond its budget", _over(source, edge)),

@@ -14,7 +14,7 @@ SIGNS = {"pass": "✓", "fail": "✕", "inconclusive": "?"}
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """What the top of a page says."""
+    """The contents of the card at the top of a page."""
 
     status: str
     sign: str
@@ -27,7 +27,7 @@ class Card:
 
 
 def card(source: ReportSource) -> Card:
-    """Of one run."""
+    """Builds the verdict card of a run."""
     verdict = source.verdict
     beyond = verdict.breaches or verdict.waived
     worst = max(beyond, key=_badness, default=closest_limit(verdict))

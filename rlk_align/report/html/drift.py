@@ -154,7 +154,7 @@ class _DriftPlot:
         return LEFT + (self.at[site] + 0.5) * self.step
 
     def draw(self) -> Iterator[Markup]:
-        """From the back to the front."""
+        """Draws the layers of the chart from back to front."""
         yield from self._layers()
         yield from self._axis()
         yield from self._bands()
@@ -223,7 +223,7 @@ class _DriftPlot:
                     yield el("circle", cx=self.x(o.site.site), cy=y, r=2, class_=f"dot s{number}")
 
     def _parts(self, number: int, series: Series) -> Iterator[Markup]:
-        """What was introduced, and with one run alone also what was inherited."""
+        """Marks introduced errors; in a chart of one run, inherited errors too."""
         size = min(5.0, max(2.0, self.step / 2))
         for o in series.operators:
             x = self.x(o.site.site)

@@ -82,14 +82,14 @@ def _cell(
     place: tuple[float, float],
     width: float,
     ramp: Ramp,
-    said: str,
+    label: str,
     at: tuple[int, int],
 ) -> Markup:
     """A link whose colour is the error and whose sign is the state."""
     x, y = place
     sign = STATES[o.state][0] if o.state in _SIGNED else ""
     level = ramp.level(o.mean)
-    words = " ".join(filter(None, [sign, said]))
+    words = " ".join(filter(None, [sign, label]))
     return el(
         "a",
         el("title", o.summary),

@@ -16,7 +16,7 @@ _WIDTH, _LEFT, _RIGHT, _TOP, _HEIGHT = 1120.0, 58.0, 10.0, 40.0, 170.0
 _BINS = 61
 _QUANTILES = (0.5, 0.9, 0.99, 0.999)
 _CLIP = (0.8, 1.2)
-"""Where ρ is clipped, as `clip_fraction` counts it."""
+"""The bounds of ρ outside of which `clip_fraction` counts a token."""
 
 _NEAR_ONE = ("ratio_mean", "ratio_max", "ess_fraction", "token_mult_prob_error")
 WORDS = {
@@ -49,7 +49,7 @@ def metric_rows(
 
 
 def metric_value(metrics: EdgeMetrics, name: str) -> str:
-    """A figure of WORDS, short."""
+    """A metric of WORDS with few digits."""
     value = getattr(metrics, name)
     if isinstance(value, int):
         return f"{value:,}"
@@ -63,7 +63,7 @@ def largest_bound(verdict: Verdict, edge: EdgeResult) -> float | None:
 
 
 def noise_floor(comparison: Comparison) -> float:
-    """By how much a side's log-probs differ from its own, run again; 0 where both repeat."""
+    """The largest difference between two runs of one side; 0 where both sides repeat bitwise."""
     noise = comparison.controls.noise.values() if comparison.controls else ()
     return max((n.max_abs_dlogp for n in noise if isinstance(n, Noise)), default=0.0)
 

@@ -63,13 +63,13 @@ def _asset(name: str) -> Markup:
 
 
 def _hash(text: str) -> str:
-    """As a content security policy names an inline part."""
+    """The hash by which a content security policy allows an inline part."""
     digest = hashlib.sha256(text.encode()).digest()
     return f"sha256-{base64.b64encode(digest).decode()}"
 
 
 def _number(cell: str) -> Markup:
-    """What a cell of figures is sorted by, as attributes."""
+    """The attributes by which a numeric cell is aligned and sorted."""
     try:
         value = float(cell.replace(",", "").removesuffix("%"))
     except ValueError:
@@ -160,11 +160,11 @@ def _waivers(verdict: Verdict) -> list[list[str]]:
 
 _SIGNS = {"pass": "≤", "warn": "! >", "waived": "○ >", "fail": "✕ >"}
 _OUTCOMES = {"pass": "", "warn": "near-limit", "waived": "near-limit", "fail": "breach"}
-"""How a figure stands to its limit: a sign, and a class."""
+"""The sign and the CSS class of each outcome of a limit."""
 
 
 def _charts(source: ReportSource, edge: EdgeResult) -> dict[str, object]:
-    """What is drawn of the edge to speak of first."""
+    """The template's variables for the charts of the headline edge."""
     verdict, operators = source.verdict, operator_facts(source, edge)
     series = [Series.of(source, operators)]
     columns, rows = operator_table(operators)
@@ -206,7 +206,7 @@ def _other(source: ReportSource, edge: EdgeResult) -> dict[str, object]:
 
 
 def _rows(source: ReportSource, edge: EdgeResult) -> dict[str, object]:
-    """What is drawn token by token."""
+    """The template's variables for what is drawn token by token."""
     if not source.run.has_rows:
         return {"samples": [], "histogram": None}
     bound = largest_bound(source.verdict, edge)

@@ -19,7 +19,7 @@ class Fact:
 
 
 def provenance(comparison: Comparison) -> list[Fact]:
-    """What differs first, each half in the order in which the engines say it."""
+    """Facts that differ come first; each half keeps the order of the engines' records."""
     rollout, train = (engine_facts(comparison.engines[side]) for side in ("rollout", "train"))
     names = dict.fromkeys([*rollout, *train])
     facts = [Fact(name, rollout.get(name, "–"), train.get(name, "–")) for name in names]

@@ -19,7 +19,7 @@ def ranks_of(engine: EngineRecord) -> int:
 
 
 def rank_map(c: Comparison) -> Figure | None:
-    """None where both sides ran in one process."""
+    """Draws the rank map; None where both sides ran in one process."""
     sides = {side: ranks_of(e) for side, e in c.engines.items()}
     most = max(sides.values())
     if most == 1:

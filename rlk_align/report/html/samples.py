@@ -36,7 +36,7 @@ class Stretch:
     before: int
     """Tokens that are left out before the first that is drawn."""
     after: int
-    """And after the last."""
+    """Tokens that are left out after the last that is drawn."""
 
     @property
     def worst(self) -> tuple[float, int]:
@@ -71,7 +71,7 @@ def layer_ends(edge: EdgeResult) -> list[str]:
 
 
 def worst_samples(source: ReportSource, edge: EdgeResult) -> list[Stretch]:
-    """Those with the largest |Δlogp| first, at most SHOWN."""
+    """The SHOWN samples with the largest |Δlogp|, the largest first."""
     sites = layer_ends(edge)
     table = _head(source, edge)
     size = pc.abs(pc.subtract(table["second_logprob"], table["first_logprob"]))

@@ -26,14 +26,14 @@ _SMALL = 150.0
 
 @dataclass(frozen=True, kw_only=True)
 class RunView:
-    """One run among others."""
+    """One of the runs that a page compares."""
 
     label: str
     """A letter and its folder's name."""
     source: ReportSource
     card: Card
     cells: list[str]
-    """Of the table of verdicts, from the engines on."""
+    """The run's cells in the table of verdicts, from the engines on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class EdgeView:
 
 
 def several_page(sources: list[ReportSource]) -> str:
-    """The whole page."""
+    """Returns the page that compares the runs."""
     names = Counter(s.name for s in sources)
     runs = [
         _run(f"{_letter(n)} {s.name if names[s.name] == 1 else s.folder}", s)
@@ -92,7 +92,7 @@ def _run(label: str, source: ReportSource) -> RunView:
 
 
 def _view(name: EdgeName, runs: list[RunView]) -> EdgeView | None:
-    """None where no run has it; runs that lack it are left out."""
+    """The edge in all runs that have it; None where no run does."""
     measured = [(run, edge) for run in runs if (edge := _edge(run, name)) is not None]
     if not measured:
         return None

@@ -53,9 +53,9 @@ def chart(name: str, size: tuple[float, float], title: str, desc: str, *content:
     )
 
 
-def text(x: float, y: float, said: object, **attributes: object) -> Markup:
-    """A word at a place."""
-    return el("text", _text(said), x=x, y=y, **attributes)
+def text(x: float, y: float, words: object, **attributes: object) -> Markup:
+    """A text element at (x, y)."""
+    return el("text", _text(words), x=x, y=y, **attributes)
 
 
 def figure(value: float | None) -> str:
@@ -104,7 +104,7 @@ LEVELS = 10
 
 
 _DECADES = 3.0
-"""Of a ramp, at most: what is smaller is of no interest beside what is larger."""
+"""A ramp spans at most so many: the largest values are what a reader looks for."""
 
 
 class Ramp:
@@ -116,7 +116,7 @@ class Ramp:
         self.low = max(math.log10(min(positive, default=1e-3)), self.high - _DECADES)
 
     def level(self, value: float | None) -> str:
-        """Its class: `l0` to `l10`, `none` for what is missing, `bad` for a NaN or an infinity."""
+        """The CSS class of a value: `l0` to `l10`, `none` if missing, `bad` if NaN or infinite."""
         if value is None:
             return "none"
         if not math.isfinite(value):
@@ -127,7 +127,7 @@ class Ramp:
         return f"l{min(LEVELS, 1 + max(0, int(share * LEVELS)))}"
 
     def legend(self) -> list[tuple[str, str]]:
-        """(class, words) of its steps."""
+        """The steps of the ramp, as (class, words)."""
         ends = f"{10**self.low:.2g} or less, to {10**self.high:.2g}, by logarithm"
         return [
             ("ramp", ends),

@@ -81,7 +81,7 @@ def _number(value: float | None, text: str | None = None) -> TableCell:
 
 
 def _roundings(o: OperatorFacts, side: SideName) -> float | None:
-    """How far a side's outputs are from exact ones, in roundings; of several passes the worst."""
+    """A side's error against float64 in roundings; the largest of its passes."""
     sizes = [u.errors.rms for u in o.refereed if u.side == side and u.errors is not None]
     return max(sizes, key=lambda rms: math.inf if math.isnan(rms) else rms, default=None)
 

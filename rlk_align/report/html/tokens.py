@@ -55,17 +55,17 @@ def sample_view(stretch: Stretch, bound: float | None, delta: Ramp, errors: Ramp
 
 
 def delta_ramp(stretches: list[Stretch]) -> Ramp:
-    """Of |Δlogp|."""
+    """The colour scale of |Δlogp| on the whole page."""
     return Ramp(None if d is None else abs(d) for s in stretches for d in s.delta)
 
 
 def error_ramp(stretches: list[Stretch]) -> Ramp:
-    """Of relative L2 errors."""
+    """The colour scale of relative L2 errors on the whole page."""
     return Ramp(v for s in stretches for row in s.errors.values() for v in row)
 
 
 def word(stretch: Stretch, at: int) -> str:
-    """What a token says, or its id."""
+    """The text of a token, or its id where the text is empty or unknown."""
     words = stretch.texts[at]
     return words if words else f"⟨{stretch.ids[at]}⟩"
 
