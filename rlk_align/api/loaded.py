@@ -10,7 +10,7 @@ from rlk_align.judge.verdict import Verdict
 from rlk_align.probe.record import Probe
 from rlk_align.report.source import ReportSource
 from rlk_align.report.verdict_json import verdict_json
-from rlk_align.results import EdgeMetrics, RefereedUnit, RoundingErrors, SiteResult
+from rlk_align.results import EdgeMetrics, RoundingErrors, SiteResult
 
 Columns = dict[str, list[Any]]
 """A table by its columns, all of one length: `pandas.DataFrame(columns)`, `polars.DataFrame(...)`
@@ -74,7 +74,10 @@ class LoadedRun:
         """A row for each operator of each pass, in execution order: its error against float64 in
         roundings, null where it could not be recomputed, for the reason beside it."""
         rows = (
-            {**_values(unit, OF_OPERATORS), **_errors(unit)}
+            {
+                **_values(unit, OF_OPERATORS),
+                **(_values(unit.errors, ROUNDINGS) if unit.errors else dict.fromkeys(ROUNDINGS)),
+            }
             for unit in self.verdict.comparison.referee
         )
         return _columns((*OF_OPERATORS, *ROUNDINGS), rows)
@@ -100,15 +103,6 @@ def _values(record: object, names: Sequence[str]) -> dict[str, Any]:
     return {name: getattr(record, name) for name in names}
 
 
-def _errors(unit: RefereedUnit) -> dict[str, Any]:
-    if unit.errors is None:
-        return dict.fromkeys(ROUNDINGS)
-    return _values(unit.errors, ROUNDINGS)
-
-
 def _columns(names: Sequence[str], rows: Iterable[dict[str, Any]]) -> Columns:
-    columns: Columns = {name: [] for name in names}
-    for row in rows:
-        for name in names:
-            columns[name].append(row[name])
-    return columns
+    table = list(rows)
+    return {name: [row[name] for row in table] for name in names}

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from rlk_align.judge.verdict import Verdict
+from rlk_align.report.columns import columns
 from rlk_align.report.words import EDGE_FIGURES, edge_figures
 from rlk_align.results import EdgeMetrics
 from rlk_align.text import line
@@ -21,11 +21,7 @@ def show_change(off: Verdict, on: Verdict, console: Console) -> None:
     rows = list(_rows(off, on))
     if not rows:
         return
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for column in ("edge", "kernels"):
-        table.add_column(column, no_wrap=True)
-    for name in SHOWN:
-        table.add_column(name, justify="right", no_wrap=True)
+    table = columns(("edge", "kernels"), SHOWN)
     for row in rows:
         table.add_row(*row)
     console.print()

@@ -55,7 +55,7 @@ class OperatorFacts:
 
     def _known(self, value: float) -> float | None:
         s = self.site
-        return None if not s.rows or (s.differ and not s.valued_rows) else value
+        return value if s.valued_rows or (s.rows and not s.differ) else None
 
     @property
     def introduced(self) -> float | None:

@@ -10,6 +10,7 @@ from rlk_align.judge.verdict import OverBudget, Verdict, over_budget
 from rlk_align.probe.effects import Attribution, Contribution
 from rlk_align.probe.record import ProbedEdge
 from rlk_align.probe.units import Unit
+from rlk_align.report.columns import columns
 from rlk_align.report.words import how_words
 from rlk_align.text import line
 
@@ -89,11 +90,8 @@ def probe_lines(verdict: Verdict, probed: ProbedEdge) -> Iterator[Table | Text]:
 
 
 def _table(units: list[ProbedUnit], attributed: bool) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("  unit", no_wrap=True)
-    table.add_column("off", no_wrap=True)
-    for name in ("introduced", "inherited", "gain", *(["|Δlogp|"] if attributed else [])):
-        table.add_column(name, justify="right", no_wrap=True)
+    effect = ["|Δlogp|"] if attributed else []
+    table = columns(("  unit", "off"), ("introduced", "inherited", "gain", *effect))
     for probed in units:
         unit = probed.unit
         sizes = [unit.part("introduced"), unit.part("inherited")]

@@ -22,6 +22,7 @@ from rlk_align.judge.verdict import (
 )
 from rlk_align.judge.wording import why_legitimate
 from rlk_align.probe.record import Probe
+from rlk_align.report.columns import columns
 from rlk_align.report.probe_units import probe_lines
 from rlk_align.report.words import (
     EDGE_FIGURES,
@@ -108,10 +109,7 @@ def _sides(c: Comparison) -> Iterator[Text]:
 def _edge_figures(c: Comparison, console: Console) -> Iterator[Table | Text]:
     """A row for each edge; where that does not fit, a line for each figure: none is ever cut."""
     # 80 columns, so that a CI log does not break it.
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("edge", no_wrap=True)
-    for name in EDGE_FIGURES:
-        table.add_column(name, justify="right", no_wrap=True)
+    table = columns(["edge"], EDGE_FIGURES)
     rows = {e.name: edge_figures(e.metrics) for e in c.edges}
     for edge, row in rows.items():
         table.add_row(line(edge), *row)

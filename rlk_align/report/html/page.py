@@ -95,34 +95,35 @@ def run_page(source: ReportSource) -> str:
     }
     if edge is not None and not verdict.comparison.stopped:
         context |= _charts(source, edge)
-    context["sections"] = [(id_, words) for id_, words in _SECTIONS if _is_there(context, id_)]
+    context["sections"] = [(id_, words) for id_, words, needed in _SECTIONS if context[needed]]
     return render("run.html", **context)
 
 
 _SECTIONS = [
-    ("problems", "Breaches, warnings and doubts"),
-    ("provenance", "Provenance"),
-    ("drift", "Where drift starts"),
-    ("heatmap", "Layers and operators"),
-    ("tokens", "Tokens"),
-    ("logprobs", "Log-probs"),
-    ("rankmap", "Ranks"),
-    ("operators", "Operators"),
-    ("unpaired", "Unpaired sites"),
-    ("waivers", "Waivers"),
-    ("notes", "Notes"),
+    ("problems", "Breaches, warnings and doubts", "problems"),
+    ("provenance", "Provenance", "card"),
+    ("drift", "Where drift starts", "drift"),
+    ("heatmap", "Layers and operators", "drift"),
+    ("tokens", "Tokens", "drift"),
+    ("logprobs", "Log-probs", "drift"),
+    ("rankmap", "Ranks", "ranks"),
+    ("operators", "Operators", "drift"),
+    ("unpaired", "Unpaired sites", "card"),
+    ("waivers", "Waivers", "card"),
+    ("notes", "Notes", "notes"),
 ]
-
-
-def _is_there(context: dict[str, object], section: str) -> bool:
-    needs = {"rankmap": "ranks", "problems": "problems", "notes": "notes"}
-    charts = ("drift", "heatmap", "tokens", "logprobs", "operators")
-    return bool(context["drift"] if section in charts else context[needs.get(section, "card")])
+"""Each section's id and heading, and the variable without which the page lacks the section."""
 
 
 def _problems(verdict: Verdict) -> list[tuple[str, list[str]]]:
     problems = [
-        ("Mismatches before anything was computed", _mismatches(verdict)),
+        (
+            "Mismatches before anything was computed",
+            [
+                f"{mismatch_words(m)}{f': {m.detail}' if m.detail else ''}"
+                for m in verdict.comparison.mismatches
+            ],
+        ),
         ("Limits that do not hold", [check_words(b) for b in verdict.breaches]),
         ("Waivers that have expired", [str(use) for use in verdict.expired]),
         ("Breaches that are waived", [check_words(w) for w in verdict.waived]),
@@ -130,13 +131,6 @@ def _problems(verdict: Verdict) -> list[tuple[str, list[str]]]:
         ("Why nothing can be concluded", verdict.doubts),
     ]
     return [(heading, items) for heading, items in problems if items]
-
-
-def _mismatches(verdict: Verdict) -> list[str]:
-    return [
-        f"{mismatch_words(m)}{f': {m.detail}' if m.detail else ''}"
-        for m in verdict.comparison.mismatches
-    ]
 
 
 def _unpaired(verdict: Verdict) -> list[list[str]]:
