@@ -189,14 +189,14 @@ def test_a_replay_is_held_against_its_own_model(
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.norm.weight"].mul_(1.5)
 
-    own = model_copy(weights=change)
+    scaled = model_copy(weights=change)
     rollout, train = tmp_path / "rollout", tmp_path / "train"
     prompts = ("--prompts", few_prompts, *SHORT)
-    assert cli("capture", "--engine", "hf", "--model", own, *prompts, "-o", rollout).code == 0
+    assert cli("capture", "--engine", "hf", "--model", scaled, *prompts, "-o", rollout).code == 0
     args = (*EDGE, "--contract", "bitwise")
     replayed = cli("compare", "--rollout", f"replay:path={rollout}", "--train", "hf", *args)
     assert replayed.code == 0, replayed.out + replayed.err
-    assert replayed.verdict["model"] == str(own)
+    assert replayed.verdict["model"] == str(scaled)
     assert cli("capture", "--engine", "hf", "--tokens", rollout, "-o", train).code == 0
     both = cli("compare", rollout, train, *args)
     assert both.code == 0, both.out + both.err

@@ -46,15 +46,15 @@ def run(made: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_outputs_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert parse_outputs(None) == []
-    found = parse_outputs(["json=a.json", f"junit={tmp_path}/b=c.xml", "github=-", "markdown=-"])
-    assert found == [
+    outputs = parse_outputs(["json=a.json", f"junit={tmp_path}/b=c.xml", "github=-", "markdown=-"])
+    assert outputs == [
         OutputTarget("json", Path("a.json")),
         OutputTarget("junit", tmp_path / "b=c.xml"),
         OutputTarget("github", None),
         OutputTarget("markdown", None),
     ]
-    assert takes_stdout(found)
-    assert not takes_stdout(found[:3])
+    assert takes_stdout(outputs)
+    assert not takes_stdout(outputs[:3])
 
 
 @pytest.mark.parametrize(
@@ -144,14 +144,14 @@ def many_tokens(folder: Path) -> Path:
 
 
 def test_the_same_run_gives_the_same_bytes(run: Path) -> None:
-    found = []
+    written = []
     for seed in ("1", "2"):
         outputs = [f"--output={name}={seed}.{name}" for name in FORMATS]
         words = [sys.executable, "-m", "rlk_align", "gate", str(run), *outputs]
         done = subprocess.run(words, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True)
         assert done.returncode == 1, done.stderr
-        found.append([Path(f"{seed}.{name}").read_bytes() for name in FORMATS])
-    assert found[0] == found[1]
+        written.append([Path(f"{seed}.{name}").read_bytes() for name in FORMATS])
+    assert written[0] == written[1]
 
 
 @pytest.mark.parametrize("name", ["json", "markdown", "junit"])

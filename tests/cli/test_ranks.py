@@ -63,19 +63,22 @@ class Running:
     ) -> None:
         self.folder = folder
         folder.mkdir(exist_ok=True)
-        told, arguments = os.environ | {"COLUMNS": "100"} | PATCHES | environment, map(str, words)
+        variables, arguments = (
+            os.environ | {"COLUMNS": "100"} | PATCHES | environment,
+            map(str, words),
+        )
         self.out, self.err = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115
         self.process = (
             subprocess.Popen(
                 [sys.executable, "-m", "rlk_align", *arguments],
                 cwd=folder,
-                env=told,
+                env=variables,
                 stdout=self.out,
                 stderr=self.err,
             )
             if real
             else warm.start(
-                "command", ["-m", warm.COMMAND, *arguments], told, self.out, self.err, folder
+                "command", ["-m", warm.COMMAND, *arguments], variables, self.out, self.err, folder
             )
         )
 
@@ -88,15 +91,15 @@ class Running:
             _, alive = psutil.wait_procs(running_in(self.folder), timeout=5)
             for p in alive:
                 p.kill()
-        said = []
+        streams = []
         for file in (self.out, self.err):
             file.seek(0)
-            said.append(file.read())
+            streams.append(file.read())
             file.close()
-        assert not alive, f"{alive} outlived the command\n{said[1]}"
-        found = self.folder.glob("run/captures/[!r]*/*/pass.json")
-        passes = {p.parent.name: p.stat().st_mtime_ns for p in found}
-        return Ended(self.process.returncode, *said, passes)
+        assert not alive, f"{alive} outlived the command\n{streams[1]}"
+        records = self.folder.glob("run/captures/[!r]*/*/pass.json")
+        passes = {p.parent.name: p.stat().st_mtime_ns for p in records}
+        return Ended(self.process.returncode, *streams, passes)
 
 
 @dataclass(frozen=True)
@@ -155,9 +158,9 @@ def scored(rollout: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 def place(text: str, function: str) -> str:
     """The line of this folder's patches at which `text` says that a rank stands."""
-    found = re.search(rf"rank_patches\.py:(\d+) in {function}", text)
-    assert found, text
-    return (HERE / "rank_patches.py").read_text().splitlines()[int(found[1]) - 1].strip()
+    match = re.search(rf"rank_patches\.py:(\d+) in {function}", text)
+    assert match, text
+    return (HERE / "rank_patches.py").read_text().splitlines()[int(match[1]) - 1].strip()
 
 
 def assert_error(done: Ended, code: int, *words: str) -> None:
@@ -236,8 +239,8 @@ def other_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An interpreter of its own that finds this one's packages."""
     folder = tmp_path_factory.mktemp("other")
     venv.create(folder, symlinks=True)
-    own = [p for p in sys.path if p.endswith("site-packages")]
-    (site_packages(folder) / "other.pth").write_text("\n".join(own) + "\n")
+    packages = [p for p in sys.path if p.endswith("site-packages")]
+    (site_packages(folder) / "other.pth").write_text("\n".join(packages) + "\n")
     return folder
 
 

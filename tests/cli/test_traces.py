@@ -142,7 +142,6 @@ def change_a_value(path: Path) -> None:
     ("name", "damage"),
     [
         ("prefill/values-00000.safetensors", change_a_value),
-        ("prefill/pass.json", Path.unlink),
         ("prefill/values-00000.safetensors", truncate),
         ("prefill/values-00000.safetensors", flip_a_bit),
         ("prefill/values-00000.safetensors", Path.unlink),
@@ -240,3 +239,10 @@ def test_an_edge_whose_pass_was_never_captured_is_inconclusive(cli: Cli, pair) -
     every = cli("compare", pair[1], pair[1])
     assert every.code == 4
     assert "no decode pass" in every.out
+
+
+def test_a_pass_that_was_removed_is_noticed(cli: Cli, pair) -> None:
+    shutil.rmtree(traces(pair[0]) / "decode")
+    done = cli("compare", *pair, *EDGE)
+    assert done.code == 3
+    assert "decode/pass.json is missing" in done.err
