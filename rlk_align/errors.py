@@ -18,7 +18,7 @@ A verdict that is not a pass is no error: see `rlk_align.judge.verdict`.
 """
 
 INSTALL_ENGINES = "pip install 'rlk-align[engines]'"
-"""What brings torch, transformers and the kernels to an rlk-align that has only its base."""
+"""The command that adds torch, transformers and the kernels to a base installation."""
 
 EXIT_PASS = 0
 EXIT_FAIL = 1
@@ -92,21 +92,8 @@ class Interrupted(RlkError):
 
 
 ERRORS: dict[str, type[RlkError]] = {
-    cls.__name__: cls
-    for cls in (
-        RlkError,
-        UsageError,
-        BadOption,
-        UnknownEngine,
-        MissingDependency,
-        ModelError,
-        PromptError,
-        ContractError,
-        ToolError,
-        EngineFailed,
-        CorruptTrace,
-        TraceNotWritten,
-        Interrupted,
-    )
+    name: value
+    for name, value in globals().items()
+    if isinstance(value, type) and issubclass(value, RlkError)
 }
 """By name, so that a worker process can hand its error to the parent."""

@@ -106,11 +106,11 @@ def probe(request: ProbeRequest, run: Run, progress: Progress) -> tuple[Verdict,
         first = headline(verdict)
         edges = request.edges or ((first.name,) if first else ())
         try:
-            found = probe_run(run, edges, request.attribute, request.plan, progress)
+            record = probe_run(run, edges, request.attribute, request.plan, progress)
         except (MissingDependency, ModelError) as error:
             # What the captures alone tell needs no engine: the operators, recomputed.
-            found = Probe(edges=[], left_out=error.message)
-        run.save_probe(found)
-        run.save_verdict(verdict_json(verdict, found))
+            record = Probe(edges=[], left_out=error.message)
+        run.save_probe(record)
+        run.save_verdict(verdict_json(verdict, record))
         run.finish()
-        return verdict, found
+        return verdict, record

@@ -10,11 +10,11 @@ from rich.markup import escape
 from rlk_align.text import printable
 
 Progress = Callable[[str, int, int], None]
-"""How long work tells how far it is: (stage, done, total); total 0 where nothing is counted."""
+"""Receives the progress of long work: (stage, done, total); total is 0 if nothing is counted."""
 
 
 def silent(_stage: str, _done: int, _total: int) -> None:
-    """For who does not want to be told."""
+    """Discards the progress."""
 
 
 @contextmanager
@@ -26,8 +26,8 @@ def show_progress(name: str) -> Iterator[Progress]:
 
     def line(stage: str, done: int, total: int) -> str:
         count = f" {done}/{total}" if total else ""
-        said = escape(f"{name}: {printable(stage)}{count}")
-        return f"[dim]{time.monotonic() - started:6.1f}s[/dim] {said}"
+        words = escape(f"{name}: {printable(stage)}{count}")
+        return f"[dim]{time.monotonic() - started:6.1f}s[/dim] {words}"
 
     if console.is_terminal:
         with console.status("") as status:

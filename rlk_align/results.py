@@ -20,7 +20,7 @@ def _not_below(lowest: float, x: float) -> float:
 
 
 _ROUNDING = 1e-9
-"""By which a mean of float64 numbers may miss its bounds."""
+"""The tolerance by which a mean of float64 numbers may miss its bounds."""
 
 Size = Annotated[float, AfterValidator(lambda x: _not_below(0.0, x))]
 """Never negative; a NaN is kept, and fails every limit."""
@@ -194,7 +194,7 @@ class CodePlace(Result):
         return f"{self.module} ({self.kind}{where})"
 
     def settings_unlike(self, other: "CodePlace") -> dict[str, bool | int | float | str]:
-        """Those whose value the other has under no name."""
+        """The settings whose value the other place has under no name."""
         known = {(type(v), v) for v in other.settings.values()}
         return {n: v for n, v in self.settings.items() if (type(v), v) not in known}
 
@@ -260,11 +260,11 @@ class RefereedUnit(Result):
     rows: Count
     """Rows that were recomputed."""
     errors: RoundingErrors | None
-    """None where none could be."""
+    """None where no row could be recomputed."""
     reason: str = ""
-    """Why not."""
+    """The reason why no row could be recomputed."""
     dtype: str = ""
-    """What the side computes in; empty in a run of an older version."""
+    """The dtype the side computes in; empty in a run of an older version."""
     other_weight: bool = False
     """Whether it could not be recomputed because its engine holds another weight than the
     checkpoint."""
@@ -372,8 +372,7 @@ class Comparison(Result):
         _check(len(self.engines) == len(get_args(SideName)), "a side is missing")
         compared = [e.name for e in self.edges]
         _check(len(set(compared)) == len(compared), "an edge is there twice")
-        found = [] if self.stopped else self.judged
-        for name in found:
+        for name in [] if self.stopped else self.judged:
             _check((name in compared) != (name in self.missing_edges), f"{name}: compared, or not?")
         if self.controls is not None:
             _check(self.controls.noise.keys() == self.engines.keys(), "noise: a side is missing")

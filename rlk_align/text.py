@@ -10,9 +10,9 @@ def printable(text: object, lines: bool = False) -> str:
     Control characters, bidirectional overrides, zero-width characters and lone surrogates become
     `\\x1b`, `\\u202e` ...; `lines` keeps line breaks and tabs.
     """
-    kept = "\n\t" if lines else ""
+    allowed = "\n\t" if lines else ""
     return "".join(
-        c if c.isprintable() or c in kept else c.encode("unicode_escape").decode("ascii")
+        c if c.isprintable() or c in allowed else c.encode("unicode_escape").decode("ascii")
         for c in str(text)
     )
 
@@ -30,8 +30,8 @@ def complaint(error: ValidationError) -> str:
         return f"{len(missing)} required fields are missing: {', '.join(missing)}"
     first = errors[0]
     where = ".".join(map(str, first["loc"]))
-    said = first["msg"].removeprefix("Value error, ")
-    return f"{where}: {said}" if where else said
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{where}: {message}" if where else message
 
 
 _LONGEST = 300
@@ -39,11 +39,11 @@ _LONGEST = 300
 
 def one_line(error: BaseException) -> str:
     """What another package's error says, in a line of at most 300 characters."""
-    said = " ".join(str(error).split()) or type(error).__name__
-    return said if len(said) <= _LONGEST else f"{said[:_LONGEST]} ..."
+    message = " ".join(str(error).split()) or type(error).__name__
+    return message if len(message) <= _LONGEST else f"{message[:_LONGEST]} ..."
 
 
 def short_printable(text: object, longest: int = _LONGEST, lines: bool = False) -> str:
     """`printable`, as far as it fits in so many characters."""
-    said = printable(str(text)[: longest + 1], lines)
-    return said if len(said) <= longest else f"{said[: longest - 4]} ..."
+    shown = printable(str(text)[: longest + 1], lines)
+    return shown if len(shown) <= longest else f"{shown[: longest - 4]} ..."

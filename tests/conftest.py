@@ -1,5 +1,6 @@
 """What the tests of the tool share: the embedded model, changed copies of it, and the CLI."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 
 import captures
 import numpy as np
+import psutil
 import pytest
 import torch
 import warm
@@ -193,3 +195,13 @@ def model_copy(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return copy
+
+
+def running_in(folder: Path) -> list[psutil.Process]:
+    """The processes whose working directory is `folder`."""
+    processes = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if Path(process.cwd()) == folder:
+                processes.append(process)
+    return processes

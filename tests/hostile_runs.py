@@ -13,7 +13,7 @@ from rlk_align.judge.load import load_contract
 from rlk_align.judge.verdict import judge
 from rlk_align.model.sites import model_sites
 from rlk_align.probe.record import Probe
-from rlk_align.report.source import Source
+from rlk_align.report.source import ReportSource
 from rlk_align.results import CodePlace, Comparison, RefereedUnit
 
 PAYLOADS = (
@@ -36,31 +36,31 @@ def hostile_text() -> str:
     return " ".join(PAYLOADS)
 
 
-def made_source(folder: Path, comparison: Comparison, contract: Contract) -> Source:
+def made_source(folder: Path, comparison: Comparison, contract: Contract) -> ReportSource:
     """Of a comparison made by hand, judged on TODAY."""
     run = compared_run(folder)
     verdict = judge(comparison, contract, TODAY)
     record = run.record.model_copy(update={"command": ["rlk-align", "compare", hostile_text()]})
-    return Source(run=run, record=record, verdict=verdict, probe=None)
+    return ReportSource(run=run, record=record, verdict=verdict, probe=None)
 
 
 def hostile_contract() -> Contract:
     """bf16's, with waivers by people who write what they like."""
-    given = load_contract("bf16", "bfloat16").model_dump(exclude_defaults=True)
-    limit = given["limits"][0]["id"]
+    contract = load_contract("bf16", "bfloat16").model_dump(exclude_defaults=True)
+    limit = contract["limits"][0]["id"]
     said = hostile_text()
     dates = {"expired": date(2030, 1, 1), "used": date(2030, 1, 20), "later": date(2031, 1, 1)}
-    given["waivers"] = [
+    contract["waivers"] = [
         {"limit": limit, "owner": said, "reason": said, "expires": dates[name]}
         for name in ("expired", "used", "later")
     ]
-    return Contract.model_validate(given)
+    return Contract.model_validate(contract)
 
 
-def hostile_source(folder: Path) -> Source:
+def hostile_source(folder: Path) -> ReportSource:
     """Every text in it is hostile, and the train side is off in one operator."""
     sites = model_sites(SHAPE)
-    found = made_comparison(sites, over=[sites[3].name])
+    made = made_comparison(sites, over=[sites[3].name])
     code = CodePlace(
         module=hostile_text(),
         kind=hostile_text(),
@@ -68,9 +68,9 @@ def hostile_source(folder: Path) -> Source:
         line=1,
         settings={hostile_text(): hostile_text()},
     )
-    referee = [_spoilt(u, code) for u in found.referee]
-    edge = found.edges[0].model_copy(update={"unpaired": [("embed", hostile_text(), True)]})
-    comparison = found.model_copy(
+    referee = [_with_hostile_words(u, code) for u in made.referee]
+    edge = made.edges[0].model_copy(update={"unpaired": [("embed", hostile_text(), True)]})
+    comparison = made.model_copy(
         update={
             "model": hostile_text(),
             "engines": hostile_engines(),
@@ -81,16 +81,16 @@ def hostile_source(folder: Path) -> Source:
         }
     )
     probe = Probe(edges=[], left_out=hostile_text())
-    made = made_source(folder, comparison, hostile_contract())
-    return dataclasses.replace(made, probe=probe)
+    source = made_source(folder, comparison, hostile_contract())
+    return dataclasses.replace(source, probe=probe)
 
 
-def _spoilt(unit: RefereedUnit, code: CodePlace) -> RefereedUnit:
+def _with_hostile_words(unit: RefereedUnit, code: CodePlace) -> RefereedUnit:
     said = hostile_text()
     return unit.model_copy(update={"code": code, "explanation": said, "fused_with": said})
 
 
-def doubtful_source(folder: Path) -> Source:
+def doubtful_source(folder: Path) -> ReportSource:
     """Nothing can be concluded of it, for reasons that it words itself."""
     edge = comparisons.edge(unpaired=[("embed", hostile_text(), False)])
     comparison = comparisons.comparison(
@@ -99,20 +99,20 @@ def doubtful_source(folder: Path) -> Source:
     return made_source(folder, comparison, comparisons.contract())
 
 
-def huge_source(folder: Path) -> Source:
+def huge_source(folder: Path) -> ReportSource:
     """60 layers, every operator of which is off, with the longest names there are."""
     sites = model_sites(dataclasses.replace(SHAPE, layers=60))
-    found = made_comparison(sites, over=[s.name for s in sites[1:]])
+    made = made_comparison(sites, over=[s.name for s in sites[1:]])
     said = hostile_text() * 20
     code = CodePlace(module=said, kind=said, file=said, line=1, settings={said: said})
-    comparison = found.model_copy(
+    comparison = made.model_copy(
         update={
             "model": said,
             "mismatches": [hostile_mismatch().model_copy(update={"name": said})] * 500,
             "allowed": ["weights"],
-            "referee": [_spoilt(u, code) for u in found.referee],
+            "referee": [_with_hostile_words(u, code) for u in made.referee],
         }
     )
-    made = made_source(folder, comparison, hostile_contract())
-    record = made.record.model_copy(update={"command": ["rlk-align", said * 100]})
-    return dataclasses.replace(made, record=record)
+    source = made_source(folder, comparison, hostile_contract())
+    record = source.record.model_copy(update={"command": ["rlk-align", said * 100]})
+    return dataclasses.replace(source, record=record)

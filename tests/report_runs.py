@@ -94,7 +94,7 @@ def made_comparison(
         bit_mismatches=ROWS,
         k3=1e-5,
     )
-    found = [
+    site_results = [
         _site(n, s, s.name in over).model_copy(
             update=(_NOT_FINITE if s.name in nan else {})
             | ({"noisy": ROWS} if s.name in noisy else {})
@@ -104,15 +104,15 @@ def made_comparison(
     edge = EdgeResult(
         name="prefill_vs_train",
         metrics=metrics,
-        sites=found,
+        sites=site_results,
         first_bitwise=first,
         expected_rows=ROWS * len(sites),
         paired_rows=ROWS * len(sites),
         unpaired=[("layers.0.attn", "the engine keeps it to itself", True)],
     )
     referee = [_refereed(s, side, s.name in over) for s in sites for side in ("rollout", "train")]
-    given = {"referee": referee, "tokens": ROWS, "judged": ["prefill_vs_train"]}
-    return comparisons.comparison(edge, **given | changes)
+    defaults = {"referee": referee, "tokens": ROWS, "judged": ["prefill_vs_train"]}
+    return comparisons.comparison(edge, **defaults | changes)
 
 
 _NOT_FINITE = {"nonfinite": ROWS, "first_nonfinite": (0, 0), "mean_rel_l2": math.nan} | {

@@ -48,7 +48,7 @@ KINDS = {
     "light": (COMMAND,),
     # without rlk_align itself
     "tests": ("pytest", "torch", "pydantic", "packaging.version", *_FILES),
-    "command": (COMMAND, "rlk_align.cli.output", "rlk_align.pipeline", *_FILES),
+    "command": (COMMAND, "rlk_align.cli.finish", "rlk_align.pipeline", *_FILES),
     "hf": (WORKER, *_HF, *_TOKENIZER, *_FILES),
     "megatron": (
         WORKER,

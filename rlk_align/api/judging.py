@@ -31,7 +31,7 @@ def judge_again(
 
 
 def judge_later(first: Run, second: Run, name: str | None) -> RegressionVerdict:
-    """What became worse from one run to another. Raises RlkError."""
+    """Judges what became worse from one run to another. Raises RlkError."""
     for run in (first, second):
         run.check()
     before, after = first.comparison, second.comparison
@@ -42,10 +42,10 @@ def judge_later(first: Run, second: Run, name: str | None) -> RegressionVerdict:
 def _recomputed(run: Run, progress: Progress, warn: Warn) -> Comparison:
     from rlk_align.pipeline import recompute
 
-    found = recompute(run, progress)
+    comparison = recompute(run, progress)
     try:
-        if run.comparison.model_dump_json() != found.model_dump_json():
+        if run.comparison.model_dump_json() != comparison.model_dump_json():
             warn("comparison.json says otherwise than its captures; they are judged")
     except CorruptTrace as error:
         warn(f"{error.message}; the captures are judged")
-    return found
+    return comparison

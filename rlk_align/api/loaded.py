@@ -8,9 +8,9 @@ from typing import Any
 from rlk_align.errors import BadOption
 from rlk_align.judge.verdict import Verdict
 from rlk_align.probe.record import Probe
-from rlk_align.report.source import Source
+from rlk_align.report.source import ReportSource
 from rlk_align.report.verdict_json import verdict_json
-from rlk_align.results import EdgeMetrics, RefereedUnit, RoundingErrors, SiteResult
+from rlk_align.results import EdgeMetrics, RoundingErrors, SiteResult
 
 Columns = dict[str, list[Any]]
 """A table by its columns, all of one length: `pandas.DataFrame(columns)`, `polars.DataFrame(...)`
@@ -28,13 +28,13 @@ ROUNDINGS = tuple(name for name in RoundingErrors.model_fields if name not in ("
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run, judged."""
+    """A run with its verdict and its figures."""
 
-    source: Source
+    source: ReportSource
 
     @property
     def folder(self) -> Path:
-        """Where it lies."""
+        """The run's folder."""
         return self.source.folder
 
     @property
@@ -54,30 +54,33 @@ class LoadedRun:
     def edges(self) -> Columns:
         """A row for each edge: its metrics over the sampled tokens, and whether it is judged."""
         compared = self.verdict.comparison
-        found = (
+        rows = (
             {"edge": e.name, "judged": e.name in compared.judged, **_values(e.metrics, METRICS)}
             for e in compared.edges
         )
-        return _columns(("edge", "judged", *METRICS), found)
+        return _columns(("edge", "judged", *METRICS), rows)
 
     def sites(self) -> Columns:
         """A row for each site of each edge, in execution order: how many rows differ, how many
         differ for the first time there, and by how much."""
-        found = (
+        rows = (
             {"edge": e.name, **_values(site, FIGURES_OF_SITES)}
             for e in self.verdict.comparison.edges
             for site in e.sites
         )
-        return _columns(("edge", *FIGURES_OF_SITES), found)
+        return _columns(("edge", *FIGURES_OF_SITES), rows)
 
     def operators(self) -> Columns:
         """A row for each operator of each pass, in execution order: its error against float64 in
         roundings, null where it could not be recomputed, for the reason beside it."""
-        found = (
-            {**_values(unit, OF_OPERATORS), **_errors(unit)}
+        rows = (
+            {
+                **_values(unit, OF_OPERATORS),
+                **(_values(unit.errors, ROUNDINGS) if unit.errors else dict.fromkeys(ROUNDINGS)),
+            }
             for unit in self.verdict.comparison.referee
         )
-        return _columns((*OF_OPERATORS, *ROUNDINGS), found)
+        return _columns((*OF_OPERATORS, *ROUNDINGS), rows)
 
     def tokens(self) -> Columns:
         """A row for each token of each edge: its id and text, and the log-prob of the *next* one by
@@ -100,15 +103,6 @@ def _values(record: object, names: Sequence[str]) -> dict[str, Any]:
     return {name: getattr(record, name) for name in names}
 
 
-def _errors(unit: RefereedUnit) -> dict[str, Any]:
-    if unit.errors is None:
-        return dict.fromkeys(ROUNDINGS)
-    return _values(unit.errors, ROUNDINGS)
-
-
 def _columns(names: Sequence[str], rows: Iterable[dict[str, Any]]) -> Columns:
-    columns: Columns = {name: [] for name in names}
-    for row in rows:
-        for name in names:
-            columns[name].append(row[name])
-    return columns
+    table = list(rows)
+    return {name: [row[name] for row in table] for name in names}

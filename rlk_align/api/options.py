@@ -1,10 +1,10 @@
-"""What the words of a request mean: text into values, and the defaults."""
+"""Parses the text of flags into values, and supplies the defaults."""
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Self, TypeVar, get_args
 
 from rlk_align.capture.recording import Recording, Side, parse_side
 from rlk_align.capture.request import CaptureRequest, TracePlan
@@ -16,17 +16,20 @@ from rlk_align.model.checkpoint import default_model
 from rlk_align.model.edges import EDGES
 from rlk_align.results import EdgeName, Kind
 from rlk_align.text import printable
+from rlk_align.trace.records import load_record
 from rlk_align.trace.run import RUNS, Run, fingerprint
+from rlk_align.trace.schema import TraceRecord
 
+T = TypeVar("T")
 Warn = Callable[[str], None]
-"""How the caller is told what it should know before an engine starts."""
+"""Receives what the caller should know before an engine starts."""
 
 
-def command(name: str, runs: Sequence[str], given: Any) -> tuple[str, ...]:
+def command(name: str, runs: Sequence[str], request: Any) -> tuple[str, ...]:
     """The command line that asks for the same as a dataclass whose fields are flags."""
     words = ["rlk-align", name, *runs]
-    for field in fields(given):
-        value, flag = getattr(given, field.name), f"--{field.name.replace('_', '-')}"
+    for field in fields(request):
+        value, flag = getattr(request, field.name), f"--{field.name.replace('_', '-')}"
         if value is True:
             words.append(flag)
         elif value is False and field.default is None:
@@ -37,46 +40,80 @@ def command(name: str, runs: Sequence[str], given: Any) -> tuple[str, ...]:
     return tuple(map(printable, words))
 
 
-def capture_request(
-    engine: EngineSpec,
-    model: str | None,
-    prompts: Path | None,
-    max_new_tokens: int,
-    seed: int,
-    trace: TracePlan,
-    passes: tuple[str, ...],
-    production: bool,
-) -> CaptureRequest:
-    """What one engine is asked to do, with the embedded model and prompts by default.
+def from_arguments(cls: type[T], arguments: Mapping[str, Any]) -> T:
+    """An instance of a dataclass whose fields are a function's arguments of the same names."""
+    names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    return cls(**{name: arguments[name] for name in names})
 
-    Raises BadOption for a name of nothing.
-    """
-    if model == "":
-        raise BadOption("--model is empty", "leave it out for the embedded model")
-    return CaptureRequest(
-        engine=engine,
-        model=model or default_model(),
-        prompts=prompts or data_path("prompts.jsonl"),
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        trace=trace,
-        passes=passes,
-        production=production,
-    )
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaptureOptions:
+    """The flags that say how engines are captured."""
+
+    model: str | None = None
+    kernels: str | None = None
+    prompts: Path | None = None
+    max_new_tokens: int = 32
+    seed: int = 0
+    fresh: bool = False
+    layers: str | None = None
+    sites: str | None = None
+    trace_budget: str = "8GB"
+
+    @property
+    def plan(self) -> TracePlan:
+        """Which values are kept. Raises BadOption for a flag that cannot be read."""
+        return TracePlan(
+            budget=parse_size(self.trace_budget),
+            layers=parse_layers(self.layers),
+            sites=tuple(names(self.sites)),
+        )
+
+    def request(
+        self,
+        engine: EngineSpec,
+        plan: TracePlan,
+        passes: tuple[str, ...],
+        production: bool = False,
+    ) -> CaptureRequest:
+        """What one engine is asked to do, with the embedded model and prompts by default.
+
+        Raises BadOption for an empty name.
+        """
+        if self.model == "":
+            raise BadOption("--model is empty", "leave it out for the embedded model")
+        return CaptureRequest(
+            engine=engine,
+            model=self.model or default_model(),
+            prompts=self.prompts or data_path("prompts.jsonl"),
+            max_new_tokens=self.max_new_tokens,
+            seed=self.seed,
+            trace=plan,
+            passes=passes,
+            production=production,
+        )
+
+    def recorded_by(self, trace: Path) -> Self:
+        """The same with the model and the prompts of a trace, so that both sides load and tokenize
+        what was captured; those that are set already stay."""
+        model, prompts = self.model, self.prompts or trace / "prompts.jsonl"
+        if model is None:
+            model = load_record(TraceRecord, trace / "trace.json").model
+        return replace(self, model=model, prompts=prompts)
 
 
 def side(text: str, kernels: str | None) -> Side:
     """An engine or a recording; `kernels` for an engine that does not say itself. Raises
     UnknownEngine, BadOption, or MissingDependency for an engine that is not installed."""
     check_kernels(kernels)
-    found = parse_side(text)
-    if isinstance(found, Recording):
-        return found
-    if found.option("python") is None:
-        require_installed(found.name)
-    if kernels is None or "kernels" in found.options:
-        return found
-    return EngineSpec.parse(f"{text}{',' if found.options else ':'}kernels={kernels}")
+    parsed = parse_side(text)
+    if isinstance(parsed, Recording):
+        return parsed
+    if parsed.option("python") is None:
+        require_installed(parsed.name)
+    if kernels is None or "kernels" in parsed.options:
+        return parsed
+    return EngineSpec.parse(f"{text}{',' if parsed.options else ':'}kernels={kernels}")
 
 
 def check_sampling(max_new_tokens: int, seed: int) -> None:
@@ -97,9 +134,9 @@ def check_kernels(wanted: str | None) -> None:
 
 
 def without_kernels(spec: EngineSpec) -> str:
-    """The same engine without them, as a spec."""
-    kept = {k: v for k, v in spec.options.items() if k not in ("kernels", "except")}
-    return str(EngineSpec(spec.name, kept))
+    """The spec of the same engine without the kernels."""
+    options = {k: v for k, v in spec.options.items() if k not in ("kernels", "except")}
+    return str(EngineSpec(spec.name, options))
 
 
 def default_rollout() -> str:
@@ -110,13 +147,6 @@ def default_rollout() -> str:
 def default_train() -> str:
     """Megatron-core where it is installed, else HF."""
     return "megatron" if engine_info("megatron").installed else "hf"
-
-
-def trace_plan(budget: str, layers: str | None, sites: str | None) -> TracePlan:
-    """Raises BadOption for a flag that cannot be read."""
-    return TracePlan(
-        budget=parse_size(budget), layers=parse_layers(layers), sites=tuple(names(sites))
-    )
 
 
 def parse_size(text: str) -> int:
@@ -130,7 +160,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_layers(text: str | None) -> tuple[int, int] | None:
-    """`0-3` or `2`. Raises BadOption."""
+    """Parses `0-3` or `2`. Raises BadOption."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
@@ -160,12 +190,12 @@ def parse_kinds(items: Sequence[str] | None) -> tuple[Kind, ...]:
 
 
 def names(text: str | None) -> list[str]:
-    """Of a comma-separated list."""
+    """Splits a comma-separated list."""
     return [item.strip() for item in (text or "").split(",") if item.strip()]
 
 
 def choose_run(run_dir: Path | None, kind: str, *settings: object) -> Run:
-    """The given folder, or one named after the settings, so that a rerun finds it again.
+    """The folder `run_dir`, or one named after the settings, so that a rerun finds it again.
 
     Raises BadOption for a name of nothing.
     """

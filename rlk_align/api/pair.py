@@ -35,28 +35,19 @@ OF_CAPTURES = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pair:
-    """What a comparison is asked for, as it was given."""
+class Pair(options.CaptureOptions):
+    """The flags of a comparison."""
 
-    model: str | None = None
     rollout: str | None = None
     train: str | None = None
-    prompts: Path | None = None
     contract: str | None = None
-    kernels: str | None = None
-    max_new_tokens: int = 32
-    seed: int = 0
     run_dir: Path | None = None
     allow_mismatch: Sequence[str] | None = None
-    fresh: bool = False
-    layers: str | None = None
-    sites: str | None = None
     edges: str | None = None
     production: bool | None = None
-    trace_budget: str = "8GB"
 
     def gives(self, *names: str) -> bool:
-        """Whether one of these fields, or of `OF_CAPTURES`, says something."""
+        """Whether one of these fields, or of `OF_CAPTURES`, differs from its default."""
         defaults = Pair()
         return any(getattr(self, n) != getattr(defaults, n) for n in (*OF_CAPTURES, *names))
 
@@ -67,11 +58,11 @@ class PreparedPair:
 
     request: "CompareRequest"
     run: Run
-    """Which keeps it."""
+    """The run that keeps the comparison."""
     contract: Contract
-    """Which will judge it."""
+    """The contract that will judge the comparison."""
     model: str
-    """By default for both sides."""
+    """The model of each side whose spec names none."""
     dtype: str
     """The lower-precision dtype of the two sides."""
     most_tokens: int | None
@@ -83,54 +74,42 @@ class PreparedPair:
         return self.most_tokens is not None and self.most_tokens < self.contract.min_tokens
 
     def start(self, progress: Progress) -> "Verdict":
-        """Runs it."""
+        """Compares, and returns the verdict."""
         from rlk_align.pipeline import compare
 
         return compare(self.request, self.run, progress)
 
 
 def prepare(
-    given: Pair, runs: Sequence[str], warn: options.Warn, command: Sequence[str] | None = None
+    pair: Pair, runs: Sequence[str], warn: options.Warn, command: Sequence[str] | None = None
 ) -> PreparedPair:
     """Whatever would fail after minutes of capturing fails here. Raises RlkError.
 
     `runs`: none, or two captures made earlier; `command`: the command line, if it was one.
     """
-    options.check_kernels(given.kernels)
-    options.check_sampling(given.max_new_tokens, given.seed)
-    judged = options.parse_edges(given.edges)
-    plan = options.trace_plan(given.trace_budget, given.layers, given.sites)
-    allowed = options.parse_kinds(given.allow_mismatch)
-    sides = _sides(given, runs)
-    settings = (given.model, str(given.prompts), given.max_new_tokens, given.seed)
-    run = options.choose_run(given.run_dir, "compare", *settings, *map(str, sides.values()))
+    options.check_kernels(pair.kernels)
+    options.check_sampling(pair.max_new_tokens, pair.seed)
+    judged, plan = options.parse_edges(pair.edges), pair.plan
+    allowed = options.parse_kinds(pair.allow_mismatch)
+    sides = _sides(pair, runs)
+    settings = (pair.model, str(pair.prompts), pair.max_new_tokens, pair.seed)
+    run = options.choose_run(pair.run_dir, "compare", *settings, *map(str, sides.values()))
     recorded = _recorded(sides, run)
-    _check_recorded_kernels(recorded, given.kernels)
-    model, prompts = given.model, given.prompts
-    if recorded:
-        # What was captured is what the other side loads, and its tokenizer is asked the same.
-        captured = next(iter(recorded.values()))
-        if model is None:
-            model = load_record(TraceRecord, captured / "trace.json").model
-        prompts = prompts or captured / "prompts.jsonl"
-
+    _check_recorded_kernels(recorded, pair.kernels)
+    captured = pair.recorded_by(next(iter(recorded.values()))) if recorded else pair
     requests = {
-        side: asked
-        if isinstance(asked, Recording)
-        else options.capture_request(
-            asked,
-            model,
-            prompts,
-            given.max_new_tokens,
-            given.seed,
+        side: spec
+        if isinstance(spec, Recording)
+        else captured.request(
+            spec,
             plan,
             # A side that no edge needs is scored too: its weights and tokens are the precheck's.
             passes_for(judged, side) or ("prefill",),
-            side == "rollout" and _measure_production(given.production, asked),
+            side == "rollout" and _measure_production(pair.production, spec),
         )
-        for side, asked in sides.items()
+        for side, spec in sides.items()
     }
-    contract, dtype = _check_contract(given.contract, requests, recorded, warn)
+    contract, dtype = _check_contract(pair.contract, requests, recorded, warn)
 
     from rlk_align.pipeline import CompareRequest
 
@@ -139,26 +118,26 @@ def prepare(
             rollout=requests["rollout"],
             train=requests["train"],
             judged=judged,
-            contract=given.contract,
+            contract=pair.contract,
             allowed=allowed,
-            fresh=given.fresh,
-            command=tuple(command or options.command("compare", runs, given)),
+            fresh=pair.fresh,
+            command=tuple(command or options.command("compare", runs, pair)),
         ),
         run=run,
         contract=contract,
-        model=model or default_model(),
+        model=captured.model or default_model(),
         dtype=dtype,
         most_tokens=_most_tokens(requests["rollout"]),
     )
 
 
-def _sides(given: Pair, runs: Sequence[str]) -> dict[SideName, Side]:
-    """Raises UnknownEngine or BadOption."""
+def _sides(pair: Pair, runs: Sequence[str]) -> dict[SideName, Side]:
+    """The engines or recordings that are compared. Raises UnknownEngine or BadOption."""
     if not runs:
-        rollout, train = (options.side(text, given.kernels) for text in _engines(given))
+        rollout, train = (options.side(text, pair.kernels) for text in _engines(pair))
         return {"rollout": rollout, "train": train}
     # What a capture is asked for: given here, it would be left out of account.
-    if len(runs) != 2 or given.gives("layers", "sites"):
+    if len(runs) != 2 or pair.gives("layers", "sites"):
         raise BadOption(
             "two runs are compared as they are: RUN_A RUN_B, without engines, model, prompts, "
             "and whatever else a capture is asked for"
@@ -166,21 +145,21 @@ def _sides(given: Pair, runs: Sequence[str]) -> dict[SideName, Side]:
     return {"rollout": Recording(runs[0]), "train": Recording(runs[1])}
 
 
-def _engines(given: Pair) -> tuple[str, str]:
+def _engines(pair: Pair) -> tuple[str, str]:
     """The rollout and the training side, as text."""
-    return (given.rollout or options.default_rollout(), given.train or options.default_train())
+    return (pair.rollout or options.default_rollout(), pair.train or options.default_train())
 
 
-def without_kernels(given: Pair, folder: Path) -> Pair | None:
+def without_kernels(pair: Pair, folder: Path) -> Pair | None:
     """The same pair without kernels, for one that `--kernels rlk` gave them: drift off and on, side
     by side. None where there is nothing to show so."""
-    if given.kernels != "rlk":
+    if pair.kernels != "rlk":
         return None
-    specs = [side for side in map(parse_side, _engines(given)) if isinstance(side, EngineSpec)]
+    specs = [side for side in map(parse_side, _engines(pair)) if isinstance(side, EngineSpec)]
     if len(specs) != 2:
         return None
     rollout, train = map(options.without_kernels, specs)
-    return replace(given, rollout=rollout, train=train, run_dir=folder, kernels=None)
+    return replace(pair, rollout=rollout, train=train, run_dir=folder, kernels=None)
 
 
 def _measure_production(wanted: bool | None, spec: EngineSpec) -> bool:
@@ -193,7 +172,7 @@ def _measure_production(wanted: bool | None, spec: EngineSpec) -> bool:
 
 def _recorded(sides: Mapping[SideName, Side], run: Run) -> dict[SideName, Path]:
     """The traces that stand for engines. Raises BadOption where one lies in the run to be made."""
-    found: dict[SideName, Path] = {}
+    traces: dict[SideName, Path] = {}
     for side, recording in sides.items():
         if isinstance(recording, Recording):
             source = recording.open()
@@ -202,8 +181,8 @@ def _recorded(sides: Mapping[SideName, Side], run: Run) -> dict[SideName, Path]:
                     f"{run.folder} is one of the runs to be compared, and would be written over",
                     "name another --run-dir",
                 )
-            found[side] = source.capture_folder(side)
-    return found
+            traces[side] = source.capture_folder(side)
+    return traces
 
 
 def _check_recorded_kernels(recorded: Mapping[SideName, Path], wanted: str | None) -> None:

@@ -49,28 +49,19 @@ def compare(
 
     Raises what `rlk_align.errors` lists; a verdict that is not a pass is no error.
     """
+    from rlk_align.api.options import from_arguments
     from rlk_align.api.pair import Pair, prepare
     from rlk_align.progress import silent
 
-    given = Pair(
-        rollout=rollout,
-        train=train,
-        model=_text(model),
-        prompts=_path(prompts),
-        contract=_text(contract),
-        kernels=kernels,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        run_dir=_path(run_dir),
-        allow_mismatch=[allow_mismatch] if isinstance(allow_mismatch, str) else allow_mismatch,
-        fresh=fresh,
-        layers=layers,
-        sites=sites,
-        edges=edges,
-        production=production,
-        trace_budget=trace_budget,
-    )
-    return prepare(given, [os.fspath(run) for run in runs], _warn).start(progress or silent)
+    converted = {
+        "model": _text(model),
+        "prompts": _path(prompts),
+        "contract": _text(contract),
+        "run_dir": _path(run_dir),
+        "allow_mismatch": [allow_mismatch] if isinstance(allow_mismatch, str) else allow_mismatch,
+    }
+    pair = from_arguments(Pair, locals() | converted)
+    return prepare(pair, [os.fspath(run) for run in runs], _warn).start(progress or silent)
 
 
 def capture(
@@ -94,24 +85,14 @@ def capture(
 
     Raises what `rlk_align.errors` lists.
     """
+    from rlk_align.api.options import from_arguments
     from rlk_align.api.single import Single, prepare
     from rlk_align.progress import silent
 
-    given = Single(
-        engine=engine,
-        out=Path(out),
-        tokens=_text(tokens),
-        model=_text(model),
-        kernels=kernels,
-        prompts=_path(prompts),
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        fresh=fresh,
-        layers=layers,
-        sites=sites,
-        trace_budget=trace_budget,
-    )
-    prepared = prepare(given, _warn)
+    converted = {"model": _text(model), "prompts": _path(prompts)}
+    converted |= {"out": Path(out), "tokens": _text(tokens)}
+    single = from_arguments(Single, locals() | converted)
+    prepared = prepare(single, _warn)
     prepared.start(progress or silent)
     return prepared.run.folder
 

@@ -10,30 +10,19 @@ from rlk_align.capture.recording import Recording
 from rlk_align.capture.request import CaptureRequest
 from rlk_align.errors import BadOption
 from rlk_align.progress import Progress
-from rlk_align.trace.records import load_record
 from rlk_align.trace.run import Run
-from rlk_align.trace.schema import TraceRecord
 
 if TYPE_CHECKING:
     from rlk_align.trace.reader import Trace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Single:
-    """What a capture is asked for, as it was given."""
+class Single(options.CaptureOptions):
+    """The flags of a capture."""
 
     engine: str
     out: Path
     tokens: str | None = None
-    model: str | None = None
-    kernels: str | None = None
-    prompts: Path | None = None
-    max_new_tokens: int = 32
-    seed: int = 0
-    fresh: bool = False
-    layers: str | None = None
-    sites: str | None = None
-    trace_budget: str = "8GB"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,14 +31,14 @@ class PreparedSingle:
 
     request: CaptureRequest
     run: Run
-    """Which keeps it."""
+    """The run that keeps the capture."""
     tokens: Path | None
     """The ids to score; None lets the engine sample them."""
     fresh: bool
     command: tuple[str, ...]
 
     def start(self, progress: Progress) -> "Trace":
-        """Runs it."""
+        """Captures, and returns the trace."""
         from rlk_align.capture.alone import capture_alone
 
         return capture_alone(
@@ -58,37 +47,23 @@ class PreparedSingle:
 
 
 def prepare(
-    given: Single, warn: options.Warn, command: Sequence[str] | None = None
+    single: Single, warn: options.Warn, command: Sequence[str] | None = None
 ) -> PreparedSingle:
     """Whatever would fail once an engine runs fails here. Raises RlkError.
 
     `command`: the command line, if it was one.
     """
-    engine = options.side(given.engine, given.kernels)
+    engine = options.side(single.engine, single.kernels)
     if isinstance(engine, Recording):
         raise BadOption("a replay is a capture already")
-    if given.tokens and given.prompts:
+    if single.tokens and single.prompts:
         raise BadOption("--tokens scores that run's own prompts", "leave --prompts out")
-    options.check_sampling(given.max_new_tokens, given.seed)
-    plan = options.trace_plan(given.trace_budget, given.layers, given.sites)
-    run = options.choose_run(given.out, "capture")
-    source = _source(given.tokens, run) if given.tokens else None
-    model, prompts = given.model, given.prompts
-    if source:
-        # The other run's prompts, so that both sides' tokenizers are asked the same.
-        prompts = source / "prompts.jsonl"
-        if model is None:
-            model = load_record(TraceRecord, source / "trace.json").model
-    request = options.capture_request(
-        engine,
-        model,
-        prompts,
-        given.max_new_tokens,
-        given.seed,
-        plan,
-        ("prefill",) if source else ("decode", "prefill"),
-        False,
-    )
+    options.check_sampling(single.max_new_tokens, single.seed)
+    plan = single.plan
+    run = options.choose_run(single.out, "capture")
+    source = _source(single.tokens, run) if single.tokens else None
+    captured = single.recorded_by(source) if source else single
+    request = captured.request(engine, plan, ("prefill",) if source else ("decode", "prefill"))
 
     from rlk_align.capture.check import check_request
 
@@ -99,8 +74,8 @@ def prepare(
         request=request,
         run=run,
         tokens=source / "tokens.parquet" if source else None,
-        fresh=given.fresh,
-        command=tuple(command or options.command("capture", (), given)),
+        fresh=single.fresh,
+        command=tuple(command or options.command("capture", (), single)),
     )
 
 

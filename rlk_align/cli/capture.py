@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from rlk_align.api.options import from_arguments
 from rlk_align.api.single import Single, prepare
 from rlk_align.cli import options
 from rlk_align.progress import show_progress
@@ -30,21 +31,8 @@ def capture(
     trace_budget: options.TraceBudget = "8GB",
 ) -> None:
     """Capture one engine: sample and re-score, or score another run's tokens."""
-    given = Single(
-        engine=engine,
-        out=out,
-        tokens=tokens,
-        model=model,
-        kernels=kernels,
-        prompts=prompts,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        fresh=fresh,
-        layers=layers,
-        sites=sites,
-        trace_budget=trace_budget,
-    )
-    prepared = prepare(given, options.warn, options.command_line())
+    single = from_arguments(Single, locals())
+    prepared = prepare(single, options.warn, options.command_line())
     with show_progress("capture") as progress:
         batch = prepared.start(progress).tokens
     Console(highlight=False, soft_wrap=True).print(

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from rlk_align.api.options import trace_plan
+from rlk_align.api.options import from_arguments
 from rlk_align.api.pair import Pair, prepare, without_kernels
 from rlk_align.cli import options
 from rlk_align.cli.outputs import check_outputs, parse_outputs
@@ -43,42 +43,24 @@ def compare(
     attribute: options.Attribute = False,
 ) -> None:
     """Load one model into both engines, score the same tokens, compare every operator."""
-    given = Pair(
-        model=model,
-        rollout=rollout,
-        train=train,
-        prompts=prompts,
-        contract=contract,
-        kernels=kernels,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        run_dir=run_dir,
-        allow_mismatch=allow_mismatch,
-        fresh=fresh,
-        layers=layers,
-        sites=sites,
-        edges=edges,
-        production=production,
-        trace_budget=trace_budget,
-    )
+    pair = from_arguments(Pair, locals())
     outputs, command = parse_outputs(output), options.command_line()
-    prepared = prepare(given, runs or [], options.warn, command)
+    prepared = prepare(pair, runs or [], options.warn, command)
     check_outputs(outputs, prepared.run)
 
     from rlk_align import pipeline
-    from rlk_align.cli.output import finish, finish_too_few
+    from rlk_align.cli.finish import finish, finish_too_few
 
     if prepared.too_few_tokens:
         finish_too_few(prepared, outputs)
-    plain = without_kernels(given, prepared.run.folder / WITHOUT)
+    plain = without_kernels(pair, prepared.run.folder / WITHOUT)
     without = prepare(plain, [], options.warn, command) if plain else None
-    found = beside = None
+    probed = beside = None
     with show_progress("compare") as progress:
         if without is not None:
             beside = without.start(progress), without.run
         verdict = prepared.start(progress)
         if (probe or attribute) and not verdict.comparison.stopped:
-            kept = trace_plan(trace_budget, layers, sites)
-            asked = pipeline.ProbeRequest(attribute=attribute, contract=contract, plan=kept)
-            verdict, found = pipeline.probe(asked, prepared.run.reopened(), progress)
-    finish(verdict, prepared.run, outputs, found, beside)
+            request = pipeline.ProbeRequest(attribute=attribute, contract=contract, plan=pair.plan)
+            verdict, probed = pipeline.probe(request, prepared.run.reopened(), progress)
+    finish(verdict, prepared.run, outputs, probed, beside)

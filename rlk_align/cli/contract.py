@@ -23,47 +23,49 @@ if TYPE_CHECKING:
     from rlk_align.judge.calibrate import HealthyRun
 
 app = typer.Typer(no_args_is_help=True, help="Show, check, compare and calibrate contracts.")
-Given = Annotated[str, typer.Argument(metavar="CONTRACT", help="A built-in id, or a TOML file.")]
+ContractArgument = Annotated[
+    str, typer.Argument(metavar="CONTRACT", help="A built-in id, or a TOML file.")
+]
 
 
 @app.command()
-def show(contract: Given) -> None:
+def show(contract: ContractArgument) -> None:
     """Its limits and budgets, where each comes from, and its hash."""
     show_contract(open_contract(contract), Console(highlight=False, soft_wrap=True))
 
 
 @app.command()
-def check(contract: Given) -> None:
+def check(contract: ContractArgument) -> None:
     """Whether it is coherent: exit code 1 where a limit can never fire, contradicts another,
     lies below what healthy engines were measured to do, or names sites that no model has."""
-    found = open_contract(contract)
-    findings = lint(found)
+    opened = open_contract(contract)
+    findings = lint(opened)
     for finding in findings:
-        print(printable(f"{finding.entry or found.id}: {finding.text}"))
+        print(printable(f"{finding.entry or opened.id}: {finding.text}"))
     if findings:
         sys.exit(EXIT_FAIL)
-    count = f"{len(found.limits)} limits, {len(found.budgets)} budgets"
-    print(printable(f"{found.id} {found.version}: {count}, nothing to say against them"))
+    count = f"{len(opened.limits)} limits, {len(opened.budgets)} budgets"
+    print(printable(f"{opened.id} {opened.version}: {count}, nothing to say against them"))
 
 
 @app.command()
-def diff(before: Given, after: Given) -> None:
+def diff(before: ContractArgument, after: ContractArgument) -> None:
     """What the second allows that the first does not: exit code 1 on any loosening, and where the
     version does not tell of it."""
     old, new = open_contract(before), open_contract(after)
-    found = changes(old, new)
+    all_changes = changes(old, new)
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    for change in found:
+    for change in all_changes:
         style = {"loosened": "bold red", "tightened": "green", "reworded": "dim"}[change.kind]
         # Of words it is enough to know whose they are.
-        said = change.what if change.kind == "reworded" else str(change)
-        table.add_row(line(change.kind, style), line(change.entry or "head"), line(said))
-    Console(highlight=False, soft_wrap=True).print(table if found else line("no difference"))
-    if not version_is_enough(old, new, found):
-        need = needed_version(old, found)
+        words = change.what if change.kind == "reworded" else str(change)
+        table.add_row(line(change.kind, style), line(change.entry or "head"), line(words))
+    Console(highlight=False, soft_wrap=True).print(table if all_changes else line("no difference"))
+    if not version_is_enough(old, new, all_changes):
+        need = needed_version(old, all_changes)
         print(printable(f"version {new.version}: such changes to {old.version} need {need}"))
         sys.exit(EXIT_FAIL)
-    if any(change.kind == "loosened" for change in found):
+    if any(change.kind == "loosened" for change in all_changes):
         sys.exit(EXIT_FAIL)
 
 
@@ -92,12 +94,12 @@ def calibrate(
             "calibrate writes nothing under CI: limits change by review",
             "run it by hand, and propose what it writes in a pull request",
         )
-    found = calibrated([healthy_run(name) for name in runs], open_contract(base))
-    for text in proposal_lines(found):
+    proposal = calibrated([healthy_run(name) for name in runs], open_contract(base))
+    for text in proposal_lines(proposal):
         print(printable(text))
     if output is not None:
         try:
-            output.write_text(found.toml, encoding="utf-8")
+            output.write_text(proposal.toml, encoding="utf-8")
         except OSError as error:
             raise TraceNotWritten(f"{output} could not be written: {error}") from error
 

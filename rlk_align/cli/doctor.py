@@ -41,11 +41,13 @@ def _machine() -> dict[str, str]:
 
 
 def _torch() -> dict[str, str]:
-    """What it is, and what it can compute on."""
+    """The versions of torch and CUDA, and the devices torch can compute on."""
     cores = f"{os.cpu_count()} cores"
     if not _has_torch():
-        said = f"not installed; engines, captures and gate --recompute need it: {INSTALL_ENGINES}"
-        return {"torch": said, "cpu": cores}
+        missing = (
+            f"not installed; engines, captures and gate --recompute need it: {INSTALL_ENGINES}"
+        )
+        return {"torch": missing, "cpu": cores}
     import torch
 
     cuda = torch.cuda.is_available()
@@ -59,7 +61,7 @@ def _torch() -> dict[str, str]:
 
 
 def _kernels() -> dict[str, str]:
-    """Which fast paths of the kernels' host code are on."""
+    """Lists the fast paths of the kernels' host code, and whether each is on."""
     if importlib.util.find_spec("rlk_kernels") is None:
         return {}
     from rlk_align.engines.patch import fast_paths

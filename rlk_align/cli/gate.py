@@ -7,7 +7,7 @@ import typer
 
 from rlk_align.api.judging import judge_again, judge_later, open_runs
 from rlk_align.cli import options
-from rlk_align.cli.output import finish, finish_regression
+from rlk_align.cli.finish import finish, finish_regression
 from rlk_align.cli.outputs import check_outputs, parse_outputs
 from rlk_align.probe.record import Probe
 from rlk_align.progress import show_progress, silent

@@ -97,8 +97,8 @@ def main() -> None:
         with _missing_packages():
             app()
     except RlkError as error:
-        said = Text(printable(error.message, lines=True))
-        console.print(Text("error: ", style="bold red") + said, soft_wrap=True)
+        message = Text(printable(error.message, lines=True))
+        console.print(Text("error: ", style="bold red") + message, soft_wrap=True)
         if error.fix:
             console.print(Text(f"       {printable(error.fix, lines=True)}"), soft_wrap=True)
         sys.exit(error.exit_code)

@@ -1,4 +1,4 @@
-"""Flags that several commands share."""
+"""Flags that several commands share, each named after its parameter."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,6 @@ from rlk_align.text import line, printable
 Model = Annotated[
     str | None,
     typer.Option(
-        "--model",
         metavar="M",
         help="Checkpoint folder or hub id.",
         show_default="the embedded model; a replay's own",
@@ -21,52 +20,38 @@ Model = Annotated[
 Prompts = Annotated[
     Path | None,
     typer.Option(
-        "--prompts",
         metavar="F",
         help="JSON Lines or text, one prompt a line.",
         show_default="the embedded prompts",
     ),
 ]
 MaxNewTokens = Annotated[
-    int,
-    typer.Option(
-        "--max-new-tokens", metavar="N", min=1, help="Tokens to sample after each prompt."
-    ),
+    int, typer.Option(metavar="N", min=1, help="Tokens to sample after each prompt.")
 ]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Seed of the sampling.")]
+Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the sampling.")]
 RunDir = Annotated[
-    Path | None,
-    typer.Option("--run-dir", metavar="D", help="The run's folder.", show_default="below rlk-runs"),
+    Path | None, typer.Option(metavar="D", help="The run's folder.", show_default="below rlk-runs")
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Capture again what is already captured.")]
 Layers = Annotated[
-    str | None, typer.Option("--layers", metavar="A-B", help="Keep values of these layers only.")
+    str | None, typer.Option(metavar="A-B", help="Keep values of these layers only.")
 ]
 Sites = Annotated[
-    str | None,
-    typer.Option("--sites", metavar="S,...", help="Keep values of these sites or operators only."),
+    str | None, typer.Option(metavar="S,...", help="Keep values of these sites or operators only.")
 ]
-TraceBudget = Annotated[
-    str,
-    typer.Option("--trace-budget", metavar="SIZE", help="Values that one capture may hold."),
-]
+TraceBudget = Annotated[str, typer.Option(metavar="SIZE", help="Values that one capture may hold.")]
 ContractName = Annotated[
     str | None,
     typer.Option(
-        "--contract",
-        metavar="C",
-        help="Built-in id or TOML file.",
-        show_default="by the lower-precision dtype",
+        metavar="C", help="Built-in id or TOML file.", show_default="by the lower-precision dtype"
     ),
 ]
 JsonOutput = Annotated[
-    list[str] | None,
-    typer.Option("--output", metavar="FMT=PATH", help="Also write the findings: json=PATH."),
+    list[str] | None, typer.Option(metavar="FMT=PATH", help="Also write the findings: json=PATH.")
 ]
 Output = Annotated[
     list[str] | None,
     typer.Option(
-        "--output",
         metavar="FMT=PATH",
         help="Also write the verdict, as json, markdown, junit, github or html; PATH - is stdout.",
     ),
@@ -76,16 +61,12 @@ Output = Annotated[
 Rollout = Annotated[
     str | None,
     typer.Option(
-        "--rollout",
-        metavar="SPEC",
-        help="Rollout engine, NAME[:key=value,...].",
-        show_default="vllm, else hf",
+        metavar="SPEC", help="Rollout engine, NAME[:key=value,...].", show_default="vllm, else hf"
     ),
 ]
 Train = Annotated[
     str | None,
     typer.Option(
-        "--train",
         metavar="SPEC",
         help="Training engine, NAME[:key=value,...].",
         show_default="megatron, else hf",
@@ -94,7 +75,6 @@ Train = Annotated[
 Kernels = Annotated[
     str | None,
     typer.Option(
-        "--kernels",
         metavar="rlk|off",
         help="Put rlk_kernels under every operator of the engines.",
         show_default="off",
@@ -102,15 +82,10 @@ Kernels = Annotated[
 ]
 AllowMismatch = Annotated[
     list[str] | None,
-    typer.Option(
-        "--allow-mismatch",
-        metavar="KIND",
-        help="Measure across: tokens, weights or attributes.",
-    ),
+    typer.Option(metavar="KIND", help="Measure across: tokens, weights or attributes."),
 ]
 Edges = Annotated[
-    str | None,
-    typer.Option("--edges", metavar="E,...", help="Edges to judge.", show_default="all three"),
+    str | None, typer.Option(metavar="E,...", help="Edges to judge.", show_default="all three")
 ]
 Production = Annotated[
     bool | None,

@@ -11,13 +11,13 @@ from rlk_align.errors import BadOption, TraceNotWritten
 from rlk_align.files import whole_file
 from rlk_align.judge.regression import RegressionVerdict
 from rlk_align.report.formats import FORMATS, REGRESSION_FORMATS, renderer
-from rlk_align.report.source import Source
+from rlk_align.report.source import ReportSource
 from rlk_align.trace.run import Run
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
-    """One file."""
+class OutputTarget:
+    """A file or stream that a format is written to."""
 
     format: str
     """A key of FORMATS."""
@@ -36,7 +36,7 @@ def silence_stdout() -> None:
 
 def parse_outputs(
     items: list[str] | None, formats: Collection[str] = tuple(FORMATS)
-) -> list[Output]:
+) -> list[OutputTarget]:
     """Raises BadOption for a format that is none of `formats`, or a path at which nothing can be
     written."""
     outputs = []
@@ -48,20 +48,20 @@ def parse_outputs(
         if not path:
             raise BadOption(f"--output {item!r} names no file", "is a variable empty? - is stdout")
         outputs.append(make_output(kind, path))
-    _check_apart(outputs)
+    _check_distinct(outputs)
     return outputs
 
 
-def make_output(kind: str, path: str) -> Output:
-    """Raises as `parse_outputs` does."""
-    output = Output(kind, None if path == "-" else Path(path))
+def make_output(kind: str, path: str) -> OutputTarget:
+    """Checks a single output. Raises as `parse_outputs` does."""
+    output = OutputTarget(kind, None if path == "-" else Path(path))
     target = output_file(output)
     if target is not None:
         _check_writable(output, target)
     return output
 
 
-def output_file(output: Output) -> Path | None:
+def output_file(output: OutputTarget) -> Path | None:
     """The file that is written; None where there is none."""
     if output.path is None and output.format == "github":
         from rlk_align.report.github import summary_file
@@ -70,7 +70,7 @@ def output_file(output: Output) -> Path | None:
     return output.path
 
 
-def _check_writable(output: Output, path: Path) -> None:
+def _check_writable(output: OutputTarget, path: Path) -> None:
     try:
         free = not path.is_dir() and path.absolute().parent.is_dir()
         free = free and os.access(path if path.exists() else path.absolute().parent, os.W_OK)
@@ -80,33 +80,33 @@ def _check_writable(output: Output, path: Path) -> None:
         raise BadOption(f"--output {str(output)!r}: no file can be written at {path}")
 
 
-def _check_apart(outputs: Sequence[Output]) -> None:
+def _check_distinct(outputs: Sequence[OutputTarget]) -> None:
     """Raises BadOption where one output would take another's place."""
-    seen: set[Path | None] = set()
+    taken: set[Path | None] = set()
     for output in outputs:
         if output.path is None and output.format == "github":
             continue
         place = output.path and output.path.resolve()
         # What is no file, such as /dev/null, takes any number.
-        if place in seen and (place is None or place.is_file() or not place.exists()):
+        if place in taken and (place is None or place.is_file() or not place.exists()):
             raise BadOption(f"--output {str(output)!r}: another output goes there already")
-        seen.add(place)
+        taken.add(place)
 
 
-def check_outputs(outputs: Sequence[Output], run: Run) -> None:
+def check_outputs(outputs: Sequence[OutputTarget], run: Run) -> None:
     """Raises BadOption where an output would be written over a file of the run."""
     for output in outputs:
         if output.path is not None:
             run.check_output(output.path)
 
 
-def takes_stdout(outputs: Sequence[Output]) -> bool:
+def takes_stdout(outputs: Sequence[OutputTarget]) -> bool:
     """Whether a program reads stdout, so that what is for people goes to stderr."""
     return any(o.path is None and o.format != "github" for o in outputs)
 
 
 def write_outputs(
-    outputs: Sequence[Output], render: Callable[[str], str], commands: Callable[[], str]
+    outputs: Sequence[OutputTarget], render: Callable[[str], str], commands: Callable[[], str]
 ) -> None:
     """Each format as `render` makes it; for GitHub its workflow commands too. Raises
     TraceNotWritten."""
@@ -120,7 +120,9 @@ def write_outputs(
             write_text(path, text)
 
 
-def write_run(outputs: Sequence[Output], source: Source, beside: Source | None = None) -> None:
+def write_run(
+    outputs: Sequence[OutputTarget], source: ReportSource, beside: ReportSource | None = None
+) -> None:
     """What a run found; a page lays it over the run `beside`. Raises
     TraceNotWritten."""
     from rlk_align.report.github import workflow_commands
@@ -135,8 +137,8 @@ def write_run(outputs: Sequence[Output], source: Source, beside: Source | None =
     write_outputs(outputs, render, lambda: workflow_commands(source))
 
 
-def write_regression(outputs: Sequence[Output], verdict: RegressionVerdict) -> None:
-    """What became worse from one run to another. Raises TraceNotWritten."""
+def write_regression(outputs: Sequence[OutputTarget], verdict: RegressionVerdict) -> None:
+    """Writes what became worse from one run to another. Raises TraceNotWritten."""
     from rlk_align.report.regression_formats import regression_commands
 
     write_outputs(
@@ -168,7 +170,7 @@ def write_text(path: Path | None, text: str) -> None:
 
 
 def _write_stream(to_stderr: bool, text: str) -> None:
-    """As UTF-8, whatever the terminal knows: a program reads it."""
+    """Writes UTF-8 whatever the terminal's encoding is: a program reads it."""
     stream = sys.stderr if to_stderr else sys.stdout
     try:
         stream.flush()

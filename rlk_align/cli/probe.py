@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from rlk_align.api.options import parse_edges, trace_plan
+from rlk_align.api.options import from_arguments, parse_edges
 from rlk_align.api.pair import Pair, prepare
 from rlk_align.cli import options
 from rlk_align.cli.outputs import check_outputs, parse_outputs
@@ -48,42 +48,25 @@ def probe(
     A RUN goes on from its captures; engine flags compare first. With --layers only those are
     split; with --edges those, else the one that the verdict speaks of first.
     """
-    given = Pair(
-        model=model,
-        rollout=rollout,
-        train=train,
-        prompts=prompts,
-        contract=contract,
-        kernels=kernels,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        run_dir=run_dir,
-        allow_mismatch=allow_mismatch,
-        fresh=fresh,
-        layers=layers,
-        sites=sites,
-        edges=edges,
-        production=production,
-        trace_budget=trace_budget,
-    )
-    kept = trace_plan(trace_budget, layers, sites)
-    edges_asked = parse_edges(edges) if edges else ()
+    pair = from_arguments(Pair, locals())
+    plan = pair.plan
+    requested_edges = parse_edges(edges) if edges else ()
     outputs, prepared = parse_outputs(output), None
     if of is not None:
         # What a capture is asked for: given here, it would be left out of account.
-        if given.gives("run_dir", "allow_mismatch"):
+        if pair.gives("run_dir", "allow_mismatch"):
             raise BadOption(
                 "a run is probed as it is: RUN, without engines, model, prompts, and whatever else "
                 "a comparison is asked for"
             )
         run = Run.open(of)
     else:
-        prepared = prepare(given, [], options.warn, options.command_line())
+        prepared = prepare(pair, [], options.warn, options.command_line())
         run = prepared.run
     check_outputs(outputs, run)
 
     from rlk_align import pipeline
-    from rlk_align.cli.output import finish, finish_too_few
+    from rlk_align.cli.finish import finish, finish_too_few
 
     if prepared is not None and prepared.too_few_tokens:
         finish_too_few(prepared, outputs)
@@ -93,8 +76,8 @@ def probe(
             if verdict.comparison.stopped:
                 finish(verdict, run, outputs)
             run = run.reopened()
-        asked = pipeline.ProbeRequest(
-            edges=edges_asked, attribute=attribute, contract=contract, plan=kept
+        request = pipeline.ProbeRequest(
+            edges=requested_edges, attribute=attribute, contract=contract, plan=plan
         )
-        verdict, found = pipeline.probe(asked, run, progress)
-    finish(verdict, run, outputs, found)
+        verdict, probed = pipeline.probe(request, run, progress)
+    finish(verdict, run, outputs, probed)

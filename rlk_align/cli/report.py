@@ -9,7 +9,7 @@ from rich.console import Console
 from rlk_align.cli import options
 from rlk_align.cli.outputs import check_outputs, make_output, write_run, write_text
 from rlk_align.errors import BadOption
-from rlk_align.report.source import Source, load_source
+from rlk_align.report.source import ReportSource, load_source
 from rlk_align.text import line
 
 report = typer.Typer(no_args_is_help=True, help="Write what a run found, for people.")
@@ -112,21 +112,21 @@ def model_explorer(
     write_report([source], {out / name: text for name, text in texts.items()})
 
 
-def _inputs(source: Source) -> dict[str, tuple[str, ...]]:
+def _inputs(source: ReportSource) -> dict[str, tuple[str, ...]]:
     """Site -> the sites that it reads, by the shapes of both sides' models."""
     from rlk_align.model.sites import model_sites
     from rlk_align.trace.records import load_record
     from rlk_align.trace.schema import TraceRecord
 
-    found: dict[str, tuple[str, ...]] = {}
+    inputs: dict[str, tuple[str, ...]] = {}
     for role in source.record.captures:
         path = source.run.capture_folder(role) / "trace.json"
         for site in model_sites(load_record(TraceRecord, path).shape):
-            found.setdefault(site.name, (*site.inputs, *site.prefix_inputs))
-    return found
+            inputs.setdefault(site.name, (*site.inputs, *site.prefix_inputs))
+    return inputs
 
 
-def write_report(sources: list[Source], texts: dict[Path, str]) -> None:
+def write_report(sources: list[ReportSource], texts: dict[Path, str]) -> None:
     """Writes each file whole or not at all, and names it. Raises BadOption for a path of the runs
     themselves, TraceNotWritten where nothing can be written."""
     for path in texts:

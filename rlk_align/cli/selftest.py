@@ -12,8 +12,8 @@ from rlk_align.errors import EXIT_FAIL
 from rlk_align.progress import show_progress
 from rlk_align.text import printable
 
-FOUND = "selftest.jsonl"
-"""In the run's folder: what is found, a line each, as it comes, should it end early."""
+RESULTS = "selftest.jsonl"
+"""In the run's folder: each result in a line, written as it comes, should the test end early."""
 
 
 def selftest(
@@ -62,17 +62,17 @@ def selftest(
         model=str(resolve_model(model or default_model())),
         prompts=prompts or data_path("prompts.jsonl"),
     )
-    kept = run.folder / FOUND
-    kept.unlink(missing_ok=True)
+    results = run.folder / RESULTS
+    results.unlink(missing_ok=True)
 
-    def keep(one: Detection | CleanPair) -> None:
-        with kept.open("a", encoding="utf-8") as file:
+    def record(one: Detection | CleanPair) -> None:
+        with results.open("a", encoding="utf-8") as file:
             file.write(one.model_dump_json() + "\n")
 
     with show_progress("selftest") as progress:
-        found = selftest(request, run, progress, keep)
-    for text in lines(found):
+        report = selftest(request, run, progress, record)
+    for text in lines(report):
         print(printable(text), file=sys.stderr if takes_stdout(outputs) else sys.stdout)
     for output_ in outputs:
-        write_text(output_.path, found.model_dump_json(indent=1) + "\n")
-    sys.exit(0 if found.passed else EXIT_FAIL)
+        write_text(output_.path, report.model_dump_json(indent=1) + "\n")
+    sys.exit(0 if report.passed else EXIT_FAIL)

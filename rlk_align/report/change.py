@@ -3,17 +3,17 @@
 from collections.abc import Iterator
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from rlk_align.judge.verdict import Verdict
+from rlk_align.report.columns import columns
 from rlk_align.report.words import EDGE_FIGURES, edge_figures
 from rlk_align.results import EdgeMetrics
 from rlk_align.text import line
 
 PRODUCTION = "production_vs_observed"
 SHOWN = ("max |Δ|", "mean |Δ|", "k3", "≠ bits")
-"""Of the figures of an edge: as many as 80 columns hold."""
+"""The figures of an edge that fit into 80 columns."""
 
 
 def show_change(off: Verdict, on: Verdict, console: Console) -> None:
@@ -21,11 +21,7 @@ def show_change(off: Verdict, on: Verdict, console: Console) -> None:
     rows = list(_rows(off, on))
     if not rows:
         return
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for column in ("edge", "kernels"):
-        table.add_column(column, no_wrap=True)
-    for name in SHOWN:
-        table.add_column(name, justify="right", no_wrap=True)
+    table = columns(("edge", "kernels"), SHOWN)
     for row in rows:
         table.add_row(*row)
     console.print()
@@ -43,9 +39,9 @@ def _rows(off: Verdict, on: Verdict) -> Iterator[list[Text | str]]:
 
 
 def _edges(verdict: Verdict) -> dict[str, EdgeMetrics]:
-    """Of the passes that were compared, and of the production mode where it was measured."""
+    """The metrics of each compared edge, and of the production mode where it was measured."""
     c = verdict.comparison
     if c.stopped:
         return {}
-    found: dict[str, EdgeMetrics] = {e.name: e.metrics for e in c.edges}
-    return found if c.production is None else found | {PRODUCTION: c.production}
+    edges: dict[str, EdgeMetrics] = {e.name: e.metrics for e in c.edges}
+    return edges if c.production is None else edges | {PRODUCTION: c.production}

@@ -8,10 +8,10 @@ from rlk_align.text import line
 
 
 def show_contract(contract: Contract, console: Console) -> None:
-    """Prints all that it says."""
+    """Prints all that the contract says."""
     console.print(line(f"{contract.id} {contract.version}", "bold"), line(contract.description))
-    for name, said in _head(contract).items():
-        console.print(line(f"{name:<10}{said}"))
+    for name, words in _head(contract).items():
+        console.print(line(f"{name:<10}{words}"))
     for limit in contract.limits:
         console.print()
         console.print(line(limit.id, "bold"), line(f"{limit.metric}  {_bound(limit)}"))
@@ -37,23 +37,23 @@ def show_contract(contract: Contract, console: Console) -> None:
 
 
 def _head(contract: Contract) -> dict[str, str]:
-    said = {"sha256": contract.sha256}
+    facts = {"sha256": contract.sha256}
     if contract.extends:
-        said["extends"] = f"{contract.extends.id} {contract.extends.version}"
+        facts["extends"] = f"{contract.extends.id} {contract.extends.version}"
     noise = "repeats bitwise"
     if contract.max_noise is not None:
         noise = f"noise up to {contract.max_noise:g}"
-    said["needs"] = (
+    facts["needs"] = (
         f"{contract.min_coverage:.0%} of the rows, {contract.min_tokens} tokens; each side {noise}"
     )
-    said["dtypes"] = ", ".join(contract.dtypes)
+    facts["dtypes"] = ", ".join(contract.dtypes)
     if contract.sequences:
         tokens = contract.sequences.tokens
-        left = sequence_ess(contract, tokens)
-        said["sequences"] = (
-            f"up to {tokens:,} tokens: at the limits an effective sample size of {left:.2g} is left"
+        ess = sequence_ess(contract, tokens)
+        facts["sequences"] = (
+            f"up to {tokens:,} tokens: at the limits an effective sample size of {ess:.2g} is left"
         )
-    return said
+    return facts
 
 
 def _bound(limit: Limit) -> str:
@@ -71,11 +71,13 @@ def _print_budget(console: Console, budget: Budget) -> None:
         line(budget.id, "bold"),
         line(", ".join([*budget.ops, *(f"class {c}" for c in budget.op_classes)])),
     )
-    figures = budget.model_dump(include=set(STATISTICS))
-    said = [f"{name} {figures[name]:g}" for name in STATISTICS if figures[name] is not None]
-    half = (len(said) + 1) // 2
-    console.print(line(f"  rounds  {', '.join(said[:half])},"))
-    console.print(line(f"          {', '.join(said[half:])}"))
+    statistics = budget.model_dump(include=set(STATISTICS))
+    figures = [
+        f"{name} {statistics[name]:g}" for name in STATISTICS if statistics[name] is not None
+    ]
+    half = (len(figures) + 1) // 2
+    console.print(line(f"  rounds  {', '.join(figures[:half])},"))
+    console.print(line(f"          {', '.join(figures[half:])}"))
     _print_reasons(console, budget.why, budget.source, budget.reason)
 
 

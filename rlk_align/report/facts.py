@@ -9,7 +9,7 @@ from rlk_align.probe.effects import Contribution
 from rlk_align.probe.record import ProbedEdge
 from rlk_align.probe.units import Split, Unit
 from rlk_align.report.probe_units import contributions
-from rlk_align.report.source import Source
+from rlk_align.report.source import ReportSource
 from rlk_align.report.words import how_words, whose_off
 from rlk_align.results import EdgeResult, RefereedUnit, SiteResult
 
@@ -26,11 +26,11 @@ STATES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operator:
+class OperatorFacts:
     """One site of an edge."""
 
     order: int
-    """In execution, from 1."""
+    """Its position in execution order, from 1."""
     site: SiteResult
     unit: Unit | None
     """What the probe says of it; None where it has not run."""
@@ -55,7 +55,7 @@ class Operator:
 
     def _known(self, value: float) -> float | None:
         s = self.site
-        return None if not s.rows or (s.differ and not s.valued_rows) else value
+        return value if s.valued_rows or (s.rows and not s.differ) else None
 
     @property
     def introduced(self) -> float | None:
@@ -77,7 +77,7 @@ class Operator:
 
     @property
     def state(self) -> str:
-        """A key of STATES."""
+        """The operator's state, a key of STATES."""
         if not self.site.rows:
             return "missing"
         outcome = self.worst.outcome if self.worst else "pass"
@@ -108,8 +108,8 @@ class Operator:
         return "; ".join(filter(None, [*parts, self.side]))
 
 
-def operators(source: Source, edge: EdgeResult) -> list[Operator]:
-    """Of an edge, in execution order."""
+def operator_facts(source: ReportSource, edge: EdgeResult) -> list[OperatorFacts]:
+    """All that is known of each operator of an edge, in execution order."""
     verdict, probed = source.verdict, probed_edge(source, edge)
     over = {o.unit.site: o for o in over_budget(verdict, edge)}
     units = {site: u for u in (probed.units if probed else []) for site in u.sites}
@@ -123,7 +123,7 @@ def operators(source: Source, edge: EdgeResult) -> list[Operator]:
         if edge.name in unit.edges:
             refereed[unit.site].append(unit)
     return [
-        Operator(
+        OperatorFacts(
             order=order,
             site=site,
             unit=units.get(site.site),
@@ -145,11 +145,11 @@ def _severity(check: LimitCheck) -> tuple[int, float]:
 
 
 def _split(unit: Unit | None, site: str) -> Split | None:
-    """Of the first order that was determined."""
+    """The split of a site in the first graft order that determined one."""
     splits = [s for o in (unit.orders if unit else []) for s in o.splits if s.site == site]
     return splits[0] if splits else None
 
 
-def probed_edge(source: Source, edge: EdgeResult) -> ProbedEdge | None:
-    """What the probe says of an edge."""
+def probed_edge(source: ReportSource, edge: EdgeResult) -> ProbedEdge | None:
+    """The probe's record of an edge; None where there is none."""
     return source.probe.edge(edge.name) if source.probe else None

@@ -11,7 +11,7 @@ FORMATS = {
     "github": "rlk_align.report.markdown:markdown",
     "html": "rlk_align.report.html.page:run_page",
 }
-"""By name, `module:function`: from a Source to the text of the file."""
+"""Format -> `module:function`, which renders a ReportSource as the text of a file."""
 
 REGRESSION_FORMATS = {
     "json": "rlk_align.report.regression_formats:regression_json",
@@ -19,10 +19,10 @@ REGRESSION_FORMATS = {
     "junit": "rlk_align.report.regression_formats:regression_junit",
     "github": "rlk_align.report.regression_formats:regression_markdown",
 }
-"""The same from a RegressionVerdict: what became worse from one run to another."""
+"""Format -> `module:function`, which renders a RegressionVerdict."""
 
 
 def renderer(name: str, formats: Mapping[str, str] = FORMATS) -> Callable[[Any], str]:
-    """What writes that format, a key of `formats`."""
+    """Imports the function that renders a format, a key of `formats`."""
     module, function = formats[name].split(":")
     return getattr(import_module(module), function)

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Literal, get_args
 
 from rlk_align.judge.verdict import Verdict, headline, over_budget
-from rlk_align.report.source import Source
+from rlk_align.report.source import ReportSource
 from rlk_align.report.words import (
     check_words,
     code_places,
@@ -28,8 +28,8 @@ from rlk_align.text import short_printable
 SUMMARY = "GITHUB_STEP_SUMMARY"
 """The variable by which GitHub names the file of a step's summary."""
 _SHOWN = 10
-_SOON = 14
-"""Days before a waiver's end from which on it is told of."""
+_NOTICE_DAYS = 14
+"""A waiver that ends within so many days is announced."""
 _LONGEST = 1000
 Level = Literal["error", "warning", "notice"]
 
@@ -44,31 +44,31 @@ class Annotation:
     place: CodePlace | None = None
 
     def __str__(self) -> str:
-        given = {"title": f"rlk-align: {self.title}"}
+        properties = {"title": f"rlk-align: {self.title}"}
         if self.place is not None and self.place.file:
-            given = {"file": self.place.file, "line": str(self.place.line or 1)} | given
-        properties = ",".join(f"{name}={_property(value)}" for name, value in given.items())
-        return f"::{self.level} {properties}::{_data(self.message)}"
+            properties = {"file": self.place.file, "line": str(self.place.line or 1)} | properties
+        written = ",".join(f"{name}={_property(value)}" for name, value in properties.items())
+        return f"::{self.level} {written}::{_data(self.message)}"
 
 
 def _data(text: str) -> str:
-    """As a workflow command spells a message."""
-    said = short_printable(text, _LONGEST, lines=True)
-    return said.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    """A message, escaped as workflow commands want it."""
+    message = short_printable(text, _LONGEST, lines=True)
+    return message.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def _property(text: str) -> str:
-    """The same for a property's value."""
+    """A property's value, escaped likewise."""
     return _data(short_printable(text, _LONGEST)).replace(":", "%3A").replace(",", "%2C")
 
 
 def summary_file() -> str:
-    """Where GitHub wants the summary of the step; empty elsewhere."""
+    """The file in which GitHub wants the summary of the step; empty elsewhere."""
     return os.environ.get(SUMMARY, "")
 
 
-def workflow_commands(source: Source) -> str:
-    """What is to be said of a run's verdict."""
+def workflow_commands(source: ReportSource) -> str:
+    """The annotations of a run's verdict."""
     verdict = source.verdict
     return commands([*_errors(source), *_warnings(verdict), *_notices(verdict)])
 
@@ -79,28 +79,25 @@ def commands(annotations: Sequence[Annotation]) -> str:
     return "".join(f"{annotation}\n" for annotation in chain.from_iterable(of_level))
 
 
-def _errors(source: Source) -> Iterator[Annotation]:
+def _errors(source: ReportSource) -> Iterator[Annotation]:
     verdict = source.verdict
     if verdict.status == "pass":
         return
     edge = headline(verdict)
     if verdict.status == "inconclusive" or edge is None:
-        step = next_step(verdict, source.place)
-        message = f"{finding(verdict)}\nNext: {step}"
-        yield Annotation(level="error", title="nothing can be concluded", message=message)
-        for doubt in verdict.doubts[1:]:
-            yield Annotation(level="error", title="nothing can be concluded", message=doubt)
+        first = f"{finding(verdict)}\nNext: {next_step(verdict, source.place)}"
+        for message in (first, *verdict.doubts[1:]):
+            yield Annotation(level="error", title="nothing can be concluded", message=message)
         return
-    # An expired waiver is told before the breaches that would crowd it out.
-    first, *rest = _breaches(source, edge) if verdict.breaches else [None]
-    expired = (
-        Annotation(level="error", title="a waiver has expired", message=str(use))
-        for use in verdict.expired
-    )
-    yield from filter(None, (first, *expired, *rest))
+    # An expired waiver is shown before the breaches that would crowd it out.
+    breaches = list(_breaches(source, edge)) if verdict.breaches else []
+    yield from breaches[:1]
+    for use in verdict.expired:
+        yield Annotation(level="error", title="a waiver has expired", message=str(use))
+    yield from breaches[1:]
 
 
-def _breaches(source: Source, edge: EdgeResult) -> Iterator[Annotation]:
+def _breaches(source: ReportSource, edge: EdgeResult) -> Iterator[Annotation]:
     """The first divergence; then every further operator that is off; then limits of tokens."""
     verdict = source.verdict
     over = over_budget(verdict, edge)
@@ -114,24 +111,24 @@ def _breaches(source: Source, edge: EdgeResult) -> Iterator[Annotation]:
         f"Next: {next_step(verdict, source.place)}.\n{count} {limits} not hold.",
         place=_place(verdict, edge, first.site, over[0].side if over else None) if first else None,
     )
-    for found in over[1:]:
-        how = "; ".join(f"{where}: {how}" for where, how in how_words(verdict, found))
+    for operator in over[1:]:
+        how = "; ".join(f"{where}: {how}" for where, how in how_words(verdict, operator))
         yield Annotation(
             level="error",
-            title=f"{found.unit.site} is beyond its budget",
-            message=": ".join(filter(None, [whose_off(found), how])),
-            place=_place(verdict, edge, found.unit.site, found.side),
+            title=f"{operator.unit.site} is beyond its budget",
+            message=": ".join(filter(None, [whose_off(operator), how])),
+            place=_place(verdict, edge, operator.unit.site, operator.side),
         )
-    told = {found.unit.site for found in over}
+    annotated = {operator.unit.site for operator in over}
     for check in verdict.breaches:
-        if check.edge != edge.name or check.site not in told:
+        if check.edge != edge.name or check.site not in annotated:
             yield Annotation(
                 level="error", title=f"{check.limit} does not hold", message=check_words(check)
             )
 
 
 def _place(verdict: Verdict, edge: EdgeResult, site: str, side: str | None) -> CodePlace | None:
-    """In the code of the side that is off, or else of the training engine, or else of any."""
+    """The code of the side that is off, or of the training engine, or of either."""
     places = {s: place for s, place, _ in code_places(verdict, edge, site) if place.file}
     return places.get(side or "", places.get("train", next(iter(places.values()), None)))
 
@@ -148,5 +145,5 @@ def _warnings(verdict: Verdict) -> Iterator[Annotation]:
 
 def _notices(verdict: Verdict) -> Iterator[Annotation]:
     for use in verdict.waivers:
-        if 0 <= use.days_left <= _SOON:
+        if 0 <= use.days_left <= _NOTICE_DAYS:
             yield Annotation(level="notice", title="a waiver ends soon", message=str(use))

@@ -14,8 +14,9 @@ from rlk_align.judge.checks import LimitCheck
 from rlk_align.judge.verdict import PARITY_KINDS, Verdict, parity
 from rlk_align.judge.waivers import WaiverUse
 from rlk_align.judge.wording import how_off
-from rlk_align.report.source import Source
+from rlk_align.report.source import ReportSource
 from rlk_align.report.words import (
+    bounded,
     check_words,
     engine_spec,
     finding,
@@ -27,13 +28,13 @@ from rlk_align.results import EdgeResult
 from rlk_align.text import short_printable
 
 _SHOWN = 20
-"""Checks of one test case that are told; the rest is counted."""
+"""Checks of one test case that are shown; the rest is counted."""
 _LONGEST = 1000
 Properties = dict[str, object]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class JUnitCase:
     """One test case."""
 
     name: str
@@ -41,35 +42,37 @@ class Case:
     kind: str = ""
     message: str = ""
     lines: Sequence[str] = ()
-    """What is to be known of it beyond its message."""
+    """Its text below the message."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Suite:
+class JUnitSuite:
     """Test cases that belong together."""
 
     name: str
-    cases: list[Case]
+    cases: list[JUnitCase]
     properties: Properties = field(default_factory=dict)
 
     def count(self, outcome: str) -> int:
         return sum(case.outcome == outcome for case in self.cases)
 
 
-def junit(source: Source) -> str:
-    """The XML of a run's verdict."""
+def junit(source: ReportSource) -> str:
+    """Renders a run's verdict as XML."""
     verdict = source.verdict
     suites = [_evidence(source)]
     if not verdict.comparison.stopped:
         judged = verdict.comparison.judged
         suites += [_of_edge(verdict, e) for e in verdict.comparison.edges if e.name in judged]
     if verdict.waivers:
-        suites.append(Suite(name="waivers", cases=[_of_waiver(use) for use in verdict.waivers]))
+        suites.append(
+            JUnitSuite(name="waivers", cases=[_of_waiver(use) for use in verdict.waivers])
+        )
     return junit_text(suites)
 
 
-def junit_text(suites: Sequence[Suite]) -> str:
-    """The XML of suites."""
+def junit_text(suites: Sequence[JUnitSuite]) -> str:
+    """Renders suites as XML."""
     root = ElementTree.Element("testsuites", {"name": "rlk-align"} | _counts(suites))
     for suite in suites:
         root.append(_suite_element(suite))
@@ -77,7 +80,7 @@ def junit_text(suites: Sequence[Suite]) -> str:
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{ElementTree.tostring(root, "unicode")}\n'
 
 
-def _counts(suites: Sequence[Suite]) -> dict[str, str]:
+def _counts(suites: Sequence[JUnitSuite]) -> dict[str, str]:
     counts = {
         "tests": sum(len(s.cases) for s in suites),
         "failures": sum(s.count("failure") for s in suites),
@@ -86,38 +89,38 @@ def _counts(suites: Sequence[Suite]) -> dict[str, str]:
     return {name: str(count) for name, count in counts.items()}
 
 
-def _suite_element(suite: Suite) -> ElementTree.Element:
+def _suite_element(suite: JUnitSuite) -> ElementTree.Element:
     counts = _counts([suite]) | {"skipped": str(suite.count("skipped"))}
     element = ElementTree.Element("testsuite", {"name": suite.name} | counts)
     if suite.properties:
         properties = ElementTree.SubElement(element, "properties")
         for name, value in suite.properties.items():
-            said = {"name": _said(name), "value": _said(value)}
-            ElementTree.SubElement(properties, "property", said)
+            pair = {"name": _text(name), "value": _text(value)}
+            ElementTree.SubElement(properties, "property", pair)
     for case in suite.cases:
         element.append(_case_element(suite, case))
     return element
 
 
-def _case_element(suite: Suite, case: Case) -> ElementTree.Element:
-    named = {"name": _said(case.name), "classname": f"rlk-align.{suite.name}"}
+def _case_element(suite: JUnitSuite, case: JUnitCase) -> ElementTree.Element:
+    named = {"name": _text(case.name), "classname": f"rlk-align.{suite.name}"}
     element = ElementTree.Element("testcase", named)
-    text = "\n".join(map(_said, case.lines))
+    text = "\n".join(map(_text, case.lines))
     if case.outcome:
-        said = {"type": _said(case.kind), "message": _said(case.message)}
-        ElementTree.SubElement(element, case.outcome, said).text = text or None
+        result = {"type": _text(case.kind), "message": _text(case.message)}
+        ElementTree.SubElement(element, case.outcome, result).text = text or None
     elif text:
         ElementTree.SubElement(element, "system-out").text = text
     return element
 
 
-def _said(text: object) -> str:
-    """What XML can hold, which is not every character, and a reader takes in."""
+def _text(text: object) -> str:
+    """Short text without the characters that XML forbids."""
     return short_printable(text, _LONGEST)
 
 
-def _evidence(source: Source) -> Suite:
-    """What must hold before anything can be judged."""
+def _evidence(source: ReportSource) -> JUnitSuite:
+    """The suite of what must hold before anything can be judged."""
     verdict, c = source.verdict, source.verdict.comparison
     contract = verdict.contract
     properties: Properties = {
@@ -134,33 +137,33 @@ def _evidence(source: Source) -> Suite:
     step = next_step(verdict, source.place)
     lines = [finding(verdict), f"side: {side_off(verdict)}", f"next: {step}"]
     doubts = verdict.doubts
-    conclusive = Case(
+    conclusive = JUnitCase(
         name="conclusive",
         outcome="error" if doubts else None,
         kind="inconclusive",
         message=f"nothing can be concluded: {doubts[0]}" if doubts else "",
-        lines=_bounded([*doubts, *lines] if doubts else lines),
+        lines=bounded([*doubts, *lines], _SHOWN),
     )
     cases = [*(_of_parity(verdict, kind) for kind in PARITY_KINDS), conclusive]
-    return Suite(name="evidence", cases=cases, properties=properties)
+    return JUnitSuite(name="evidence", cases=cases, properties=properties)
 
 
-def _of_parity(verdict: Verdict, kind: str) -> Case:
+def _of_parity(verdict: Verdict, kind: str) -> JUnitCase:
     c, state = verdict.comparison, parity(verdict.comparison, kind)
     if state == "equal":
-        return Case(name=kind)
-    found = [mismatch_words(m) for m in c.mismatches if m.kind == kind]
-    return Case(
+        return JUnitCase(name=kind)
+    mismatches = [mismatch_words(m) for m in c.mismatches if m.kind == kind]
+    return JUnitCase(
         name=kind,
         outcome="error" if state == "mismatch" else "skipped",
         kind=state,
-        message=f"{state}: {found[0]}",
-        lines=_bounded(found),
+        message=f"{state}: {mismatches[0]}",
+        lines=bounded(mismatches, _SHOWN),
     )
 
 
-def _of_edge(verdict: Verdict, edge: EdgeResult) -> Suite:
-    """Its limits by op class, in the order in which the contract holds them against it."""
+def _of_edge(verdict: Verdict, edge: EdgeResult) -> JUnitSuite:
+    """The suite of an edge: its limits by op class, in the contract's order."""
     groups: dict[str, list[LimitCheck]] = {}
     for check in verdict.checks:
         if check.edge == edge.name:
@@ -171,42 +174,32 @@ def _of_edge(verdict: Verdict, edge: EdgeResult) -> Suite:
         worst = max(checks, key=_badness)
         properties |= {f"{name} value": repr(worst.value), f"{name} limit": repr(worst.fail)}
     cases = [_of_limit(verdict, name, checks) for name, checks in groups.items()]
-    return Suite(name=edge.name, cases=cases, properties=properties)
+    return JUnitSuite(name=edge.name, cases=cases, properties=properties)
 
 
-def _of_limit(verdict: Verdict, name: str, checks: list[LimitCheck]) -> Case:
+def _of_limit(verdict: Verdict, name: str, checks: list[LimitCheck]) -> JUnitCase:
     """One limit held against the operators of one class, or against the tokens of an edge."""
-    by_outcome = {
-        outcome: sorted((c for c in checks if c.outcome == outcome), key=_badness, reverse=True)
+    failed, waived, near = (
+        sorted((c for c in checks if c.outcome == outcome), key=_badness, reverse=True)
         for outcome in ("fail", "waived", "warn")
-    }
-    failed, waived, near = by_outcome.values()
-    told = [*failed, *waived, *near]
-    more = [f"and {len(told) - _SHOWN} more"] if len(told) > _SHOWN else []
-    lines = [*(_told(c, verdict) for c in told[:_SHOWN]), *more]
-    lines += [f"{len(checks)} checked"] if told else []
+    )
+    notable = [*failed, *waived, *near]
+    lines = bounded([_check_line(c, verdict) for c in notable], _SHOWN)
+    lines += [f"{len(checks)} checked"] if notable else []
     if failed:
-        return Case(
-            name=name,
-            outcome="failure",
-            kind=failed[0].metric,
-            message=_message(failed),
-            lines=lines,
-        )
+        more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
+        message = f"{check_words(failed[0])}{more}"
+        kind = failed[0].metric
+        return JUnitCase(name=name, outcome="failure", kind=kind, message=message, lines=lines)
     if waived:
         w = waived[0].waiver
-        said = f"waived by {w.owner} until {w.expires}: {w.reason}" if w else ""
-        return Case(name=name, outcome="skipped", kind="waived", message=said, lines=lines)
-    return Case(name=name, lines=lines)
+        message = f"waived by {w.owner} until {w.expires}: {w.reason}" if w else ""
+        return JUnitCase(name=name, outcome="skipped", kind="waived", message=message, lines=lines)
+    return JUnitCase(name=name, lines=lines)
 
 
-def _message(failed: list[LimitCheck]) -> str:
-    more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
-    return f"{check_words(failed[0])}{more}"
-
-
-def _told(check: LimitCheck, verdict: Verdict) -> str:
-    """The figure; of an operator how it is off, and where it is in the code."""
+def _check_line(check: LimitCheck, verdict: Verdict) -> str:
+    """The figure; for an operator also how it is off, and its place in the code."""
     state = {"waived": "waived: ", "warn": "near its limit: "}.get(check.outcome, "")
     parts = [f"{state}{check_words(check)}"]
     for u in verdict.comparison.referee:
@@ -220,15 +213,10 @@ def _badness(check: LimitCheck) -> tuple[bool, float]:
     return not check.holds, check.excess
 
 
-def _of_waiver(use: WaiverUse) -> Case:
+def _of_waiver(use: WaiverUse) -> JUnitCase:
     w = use.waiver
     where = ", ".join([*(w.edges or ()), *(w.sites or ())])
     name = f"{w.limit} until {w.expires}, {w.owner}" + (f": {where}" if where else "")
     if use.state == "expired":
-        return Case(name=name, outcome="failure", kind="expired", message=str(use))
-    return Case(name=name, lines=[str(use)])
-
-
-def _bounded(lines: Sequence[str]) -> list[str]:
-    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    return [*lines[:_SHOWN], *more]
+        return JUnitCase(name=name, outcome="failure", kind="expired", message=str(use))
+    return JUnitCase(name=name, lines=[str(use)])

@@ -5,8 +5,7 @@ counted, and parts that do not fit are left out by name.
 """
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Sequence
 
 from rlk_align.judge.verdict import (
     PARITY_KINDS,
@@ -20,9 +19,10 @@ from rlk_align.judge.verdict import (
 )
 from rlk_align.report.markup import block, code, prose, table
 from rlk_align.report.probe_units import summary
-from rlk_align.report.source import Source
+from rlk_align.report.source import ReportSource
 from rlk_align.report.words import (
     EDGE_FIGURES,
+    bounded,
     check_words,
     code_places,
     edge_figures,
@@ -43,28 +43,27 @@ LARGEST = 64_000
 _SHOWN = 10
 """Entries of a list that are shown; the rest is counted."""
 _LONGEST_COMMAND = 2000
-T = TypeVar("T")
 Section = tuple[str, str]
 """(heading, Markdown below it)."""
 
 
-def markdown(source: Source) -> str:
-    """The comment."""
+def markdown(source: ReportSource) -> str:
+    """The comment on a pull request."""
     text = _head(source)
-    left_out = []
+    omitted = []
     for heading, body in _sections(source):
         section = f"\n### {heading}\n\n{body}\n"
         # Room for the names of what is left out.
         if len((text + section).encode()) <= LARGEST - 1000:
             text += section
         else:
-            left_out.append(heading)
-    if left_out:
-        text += f"\nLeft out, for they are too long: {', '.join(left_out)}.\n"
+            omitted.append(heading)
+    if omitted:
+        text += f"\nLeft out, for they are too long: {', '.join(omitted)}.\n"
     return text
 
 
-def _head(source: Source) -> str:
+def _head(source: ReportSource) -> str:
     verdict, c = source.verdict, source.verdict.comparison
     contract = f"contract {code(verdict.contract.id)} {verdict.contract.version}"
     lines = [
@@ -86,23 +85,24 @@ def _head(source: Source) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _next(source: Source) -> str:
+def _next(source: ReportSource) -> str:
     step = next_step(source.verdict, source.place)
     words, colon, command = step.partition(": rlk-align ")
     return f"{prose(words)}: {code(f'rlk-align {command}')}" if colon else prose(step)
 
 
-def _sections(source: Source) -> Iterator[Section]:
-    """In the order of a reader's questions, those that have something to say."""
+def _sections(source: ReportSource) -> Iterator[Section]:
+    """Yields the sections that have content, in the order of a reader's questions."""
     verdict, c = source.verdict, source.verdict.comparison
     if not c.stopped and c.edges:
-        yield "Edges", _figures(c.edges)
+        rows = [[code(e.name), *edge_figures(e.metrics)] for e in c.edges]
+        yield "Edges", table(["edge", *EDGE_FIGURES], rows, True)
     if edge := headline(verdict):
-        found = over_budget(verdict, edge)
-        if found and not c.stopped:
+        over = over_budget(verdict, edge)
+        if over and not c.stopped:
             yield (
                 f"Operators beyond their budgets ({edge.name})",
-                _bullets(found, lambda o: _operator(verdict, edge, o)),
+                _bullets([_operator(verdict, edge, o) for o in over]),
             )
     mismatches = (f"{mismatch_words(m)}{f'; {m.detail}' if m.detail else ''}" for m in c.mismatches)
     lists: dict[str, Iterable[object]] = {
@@ -115,7 +115,7 @@ def _sections(source: Source) -> Iterator[Section]:
         "Notes": verdict.notes,
     }
     for heading, items in lists.items():
-        if body := _bullets(list(items), prose):
+        if body := _bullets(list(map(prose, items))):
             yield heading, body
     yield "The two sides", _sides(verdict)
     command = printable(shlex.join(source.record.command))
@@ -124,26 +124,18 @@ def _sections(source: Source) -> Iterator[Section]:
     yield "To make the run again", block(command)
 
 
-def _figures(edges: list[EdgeResult]) -> str:
-    return table(
-        ["edge", *EDGE_FIGURES], [[code(e.name), *edge_figures(e.metrics)] for e in edges], True
-    )
+def _bullets(items: Sequence[str]) -> str:
+    """A list of bounded length; empty without an entry."""
+    return "\n".join(f"- {item}" for item in bounded(items, _SHOWN))
 
 
-def _bullets(items: Sequence[T], words: Callable[[T], str]) -> str:
-    """A list, bounded; empty without an entry."""
-    more = [f"and {len(items) - _SHOWN} more"] if len(items) > _SHOWN else []
-    return "\n".join(f"- {item}" for item in [*map(words, items[:_SHOWN]), *more])
-
-
-def _operator(verdict: Verdict, edge: EdgeResult, found: OverBudget) -> str:
-    """Whose it is, how it is off, and where it is in the code."""
-    unit = found.unit
+def _operator(verdict: Verdict, edge: EdgeResult, over: OverBudget) -> str:
+    """Which side is off, how, and where the operator is in the code."""
+    unit = over.unit
     lines = [
-        f"**{code(unit.site)}**: {whose_off(found)} "
-        f"(sample {unit.sample}, position {unit.position})"
+        f"**{code(unit.site)}**: {whose_off(over)} (sample {unit.sample}, position {unit.position})"
     ]
-    for u, (where, how) in zip(found.units, how_words(verdict, found), strict=True):
+    for u, (where, how) in zip(over.units, how_words(verdict, over), strict=True):
         fused = f"; computed together with {u.fused_with}" if u.fused_with else ""
         lines.append(f"  - {prose(where)}: {prose(how + fused)}")
     for side, place, unlike in code_places(verdict, edge, unit.site):
@@ -152,7 +144,7 @@ def _operator(verdict: Verdict, edge: EdgeResult, found: OverBudget) -> str:
     return "\n".join(lines)
 
 
-def _probed(source: Source) -> Iterator[str]:
+def _probed(source: ReportSource) -> Iterator[str]:
     if source.probe is not None:
         if source.probe.left_out:
             yield f"graft passes were left out: {source.probe.left_out}"
@@ -162,11 +154,15 @@ def _probed(source: Source) -> Iterator[str]:
 
 def _sides(verdict: Verdict) -> str:
     c = verdict.comparison
-    told = [
-        [side, engine_spec(e), e.version, e.dtype, e.environment.get("torch", "not told")]
+    rows = [
+        [
+            *map(
+                code,
+                (side, engine_spec(e), e.version, e.dtype, e.environment.get("torch", "not told")),
+            )
+        ]
         for side, e in c.engines.items()
     ]
-    rows = [[code(cell) for cell in cells] for cells in told]
     precheck = ", ".join(f"{kind} {parity(c, kind)}" for kind in PARITY_KINDS)
-    said = f"Model {code(c.model)}. Precheck: {precheck}."
-    return f"{table(['side', 'engine', 'version', 'dtype', 'torch'], rows, False)}\n\n{said}"
+    model = f"Model {code(c.model)}. Precheck: {precheck}."
+    return f"{table(['side', 'engine', 'version', 'dtype', 'torch'], rows, False)}\n\n{model}"

@@ -19,11 +19,11 @@ _STARTS_A_BLOCK = re.compile(r"[-+=.]|\d+[.)]$")
 
 def code(text: object) -> str:
     """`text` as code, in one line, also inside a table."""
-    said = short_printable(text, _LONGEST)
-    if said and said == said.strip() and not re.search(r"[`|\\]", said):
-        return f"`{said}`"
+    shown = short_printable(text, _LONGEST)
+    if shown and shown == shown.strip() and not re.search(r"[`|\\]", shown):
+        return f"`{shown}`"
     # An entity is never read as syntax, not even as the end of a table's cell.
-    spelled = re.sub(r"[^\w. -]|_", lambda c: f"&#{ord(c[0])};", said)
+    spelled = re.sub(r"[^\w. -]|_", lambda c: f"&#{ord(c[0])};", shown)
     return f"<code>{spelled}</code>"
 
 
@@ -34,7 +34,7 @@ def prose(text: object, longest: int = 600) -> str:
 
 
 def _word(word: str, first: bool) -> str:
-    """As it is, or as code without the punctuation around it."""
+    """Returns the word as it is, or as code with the punctuation left outside."""
     bare = word.rstrip(".,;:)").lstrip("(")
     if not _ACTIVE.search(bare) and not (first and _STARTS_A_BLOCK.match(word)):
         return word

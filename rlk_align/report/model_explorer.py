@@ -15,8 +15,8 @@ from typing import Any, get_args
 from rlk_align.errors import BadOption
 from rlk_align.judge.verdict import headline
 from rlk_align.model.operators import OPERATORS
-from rlk_align.report.facts import STATES, Operator, operators
-from rlk_align.report.source import Source
+from rlk_align.report.facts import STATES, OperatorFacts, operator_facts
+from rlk_align.report.source import ReportSource
 from rlk_align.results import SideName
 from rlk_align.text import printable
 
@@ -31,7 +31,7 @@ _GRADIENT = [
 _SIDES = {"rollout": "#e3a335", "train": "#6db6f5", "both": "#d0453a", "neither": "#b9a7d6"}
 
 
-def model_explorer_files(source: Source, inputs: Inputs) -> dict[str, str]:
+def model_explorer_files(source: ReportSource, inputs: Inputs) -> dict[str, str]:
     """File name -> its text, of the edge that the verdict speaks of first.
 
     Raises BadOption where the run compared nothing.
@@ -42,14 +42,14 @@ def model_explorer_files(source: Source, inputs: Inputs) -> dict[str, str]:
             f"{source.folder} compared no operators: there is no graph to draw",
             "mend what stopped the comparison, and compare again",
         )
-    found = operators(source, edge)
-    names: dict[str, Callable[[Operator], str]] = {"canonical": lambda o: o.site.site}
+    operators = operator_facts(source, edge)
+    names: dict[str, Callable[[OperatorFacts], str]] = {"canonical": lambda o: o.site.site}
     names |= {side: _namer(side) for side in get_args(SideName)}
     graphs = {
-        graph: {"id": graph, "nodes": list(_nodes(found, inputs, graph, name))}
+        graph: {"id": graph, "nodes": list(_nodes(operators, inputs, graph, name))}
         for graph, name in names.items()
     }
-    mapping = {names["rollout"](o): names["train"](o) for o in found}
+    mapping = {names["rollout"](o): names["train"](o) for o in operators}
     files: dict[str, Any] = {
         "canonical.json": _labelled(f"{source.name}: {edge.name}", graphs["canonical"]),
         "engines.json": _labelled(f"{source.name}: engines", graphs["rollout"], graphs["train"]),
@@ -60,9 +60,9 @@ def model_explorer_files(source: Source, inputs: Inputs) -> dict[str, str]:
         },
     }
     for file, label, sizes in (
-        ("relative-l2.json", "mean relative L2 error", [o.mean for o in found]),
-        ("introduced.json", "introduced, relative L2", [o.introduced for o in found]),
-        ("inherited.json", "inherited, relative L2", [o.inherited for o in found]),
+        ("relative-l2.json", "mean relative L2 error", [o.mean for o in operators]),
+        ("introduced.json", "introduced, relative L2", [o.introduced for o in operators]),
+        ("inherited.json", "inherited, relative L2", [o.inherited for o in operators]),
     ):
         values = _logarithms(sizes)
         files[file] = {
@@ -70,7 +70,7 @@ def model_explorer_files(source: Source, inputs: Inputs) -> dict[str, str]:
                 "name": f"{label}, log10 (lowest: exactly 0)",
                 "results": {
                     name(o): {"value": v}
-                    for o, v in zip(found, values, strict=True)
+                    for o, v in zip(operators, values, strict=True)
                     if v is not None
                 },
                 "gradient": _GRADIENT,
@@ -78,7 +78,7 @@ def model_explorer_files(source: Source, inputs: Inputs) -> dict[str, str]:
             for graph, name in names.items()
         }
     files["side.json"] = {
-        graph: {"name": "which side is off", "results": dict(_sides(found, name))}
+        graph: {"name": "which side is off", "results": dict(_sides(operators, name))}
         for graph, name in names.items()
     }
     return {
@@ -94,22 +94,22 @@ def _labelled(label: str, *graphs: dict[str, Any]) -> dict[str, Any]:
     return {"label": printable(label), "graphs": list(graphs)}
 
 
-def _namer(side: SideName) -> Callable[[Operator], str]:
+def _namer(side: SideName) -> Callable[[OperatorFacts], str]:
     """A node's id in an engine's graph: its module, and the site that it computes there."""
 
-    def name(o: Operator) -> str:
+    def name(o: OperatorFacts) -> str:
         module = _module(o, side)
         return f"{module}:{o.site.site}" if module else o.site.site
 
     return name
 
 
-def _module(o: Operator, side: str) -> str:
-    """Where a side computes it; empty where that is not known."""
+def _module(o: OperatorFacts, side: str) -> str:
+    """The module in which a side computes the operator; empty where it is unknown."""
     return next((u.code.module for u in o.refereed if u.side == side and u.code), "")
 
 
-def _namespace(o: Operator, graph: str) -> str:
+def _namespace(o: OperatorFacts, graph: str) -> str:
     """`layers/0/attn`, or the module's own path."""
     module = _module(o, graph)
     if module:
@@ -121,10 +121,10 @@ def _namespace(o: Operator, graph: str) -> str:
 
 
 def _nodes(
-    found: list[Operator], inputs: Inputs, graph: str, name: Callable[[Operator], str]
+    operators: list[OperatorFacts], inputs: Inputs, graph: str, name: Callable[[OperatorFacts], str]
 ) -> Iterator[dict[str, Any]]:
-    known = {o.site.site: name(o) for o in found}
-    for o in found:
+    known = {o.site.site: name(o) for o in operators}
+    for o in operators:
         read = [known[site] for site in inputs.get(o.site.site, ()) if site in known]
         yield {
             "id": name(o),
@@ -141,7 +141,7 @@ def _nodes(
         }
 
 
-def _attributes(o: Operator) -> Iterator[tuple[str, str]]:
+def _attributes(o: OperatorFacts) -> Iterator[tuple[str, str]]:
     yield "state", STATES[o.state][1]
     yield "op class", o.site.op_class
     yield "rows that differ", f"{o.site.differ:,} of {o.site.rows:,}"
@@ -163,8 +163,8 @@ def _attributes(o: Operator) -> Iterator[tuple[str, str]]:
 
 def _logarithms(sizes: list[float | None]) -> list[float | None]:
     """log10; an exact 0 lies one below all others, a NaN or an infinity one above."""
-    found = [math.log10(s) for s in sizes if s is not None and s > 0 and math.isfinite(s)]
-    low, high = min(found, default=0.0) - 1, max(found, default=0.0) + 1
+    positive = [math.log10(s) for s in sizes if s is not None and s > 0 and math.isfinite(s)]
+    low, high = min(positive, default=0.0) - 1, max(positive, default=0.0) + 1
 
     def value(size: float | None) -> float | None:
         if size is None:
@@ -177,9 +177,9 @@ def _logarithms(sizes: list[float | None]) -> list[float | None]:
 
 
 def _sides(
-    found: list[Operator], name: Callable[[Operator], str]
+    operators: list[OperatorFacts], name: Callable[[OperatorFacts], str]
 ) -> Iterator[tuple[str, dict[str, str]]]:
-    for o in found:
+    for o in operators:
         if o.over:
             side = o.over.side
             colour = {"bgColor": _SIDES[side]} if side else {}

@@ -1,4 +1,4 @@
-"""What a probe found, joined with the verdict: a record for each unit, and lines for a terminal."""
+"""The units that a probe measured, joined with the verdict; as records and as lines of text."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,10 +7,11 @@ from rich.table import Table
 from rich.text import Text
 
 from rlk_align.judge.verdict import OverBudget, Verdict, over_budget
-from rlk_align.judge.wording import how_off
 from rlk_align.probe.effects import Attribution, Contribution
 from rlk_align.probe.record import ProbedEdge
 from rlk_align.probe.units import Unit
+from rlk_align.report.columns import columns
+from rlk_align.report.words import how_words
 from rlk_align.text import line
 
 SHOWN = 16
@@ -40,16 +41,16 @@ def probed_units(verdict: Verdict, probed: ProbedEdge) -> list[ProbedUnit]:
     return sorted(units, key=_urgency)
 
 
-def _urgency(found: ProbedUnit) -> tuple[bool, bool, float]:
-    introduced = found.unit.part("introduced")
-    is_introducer = found.unit.label == "introducer"
+def _urgency(probed: ProbedUnit) -> tuple[bool, bool, float]:
+    introduced = probed.unit.part("introduced")
+    is_introducer = probed.unit.label == "introducer"
     size = introduced.rel_l2 if introduced and is_introducer else 0.0
     # Those over budget keep the order of execution: an earlier one may be the cause.
-    return found.over is None, not is_introducer, 0.0 if found.over else -size
+    return probed.over is None, not is_introducer, 0.0 if probed.over else -size
 
 
 def contributions(attribution: Attribution | None) -> dict[str, Contribution]:
-    """By unit, of those that were looked at one by one."""
+    """Unit -> its contribution, where the unit was attributed by itself."""
     if attribution is None:
         return {}
     alone = [c for c in attribution.layers if len(c.units) == 1]
@@ -80,32 +81,27 @@ def probe_lines(verdict: Verdict, probed: ProbedEdge) -> Iterator[Table | Text]:
         yield line(f"  and {len(units) - SHOWN} more")
     if any(u.unit.region for u in units[:SHOWN]):
         yield line("  * computed as one with the operator before it", style="dim")
-    for found in units[:SHOWN]:
-        if found.over:
-            for u in found.over.units:
-                how = how_off(u, verdict.contract)
-                yield line(f"  {found.unit.name}: {u.side} {u.passname}: {how}")
+    for u in units[:SHOWN]:
+        for where, how in how_words(verdict, u.over) if u.over else ():
+            yield line(f"  {u.unit.name}: {where}: {how}")
     for unit in [u for u in probed.units if u.label == "undetermined"][:1]:
         yield line(f"  undetermined, from {unit.name} on: {unit.reason}", style="dim")
     yield from _effects(probed)
 
 
 def _table(units: list[ProbedUnit], attributed: bool) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("  unit", no_wrap=True)
-    table.add_column("off", no_wrap=True)
-    for name in ("introduced", "inherited", "gain", *(["|Δlogp|"] if attributed else [])):
-        table.add_column(name, justify="right", no_wrap=True)
-    for found in units:
-        unit = found.unit
+    effect = ["|Δlogp|"] if attributed else []
+    table = columns(("  unit", "off"), ("introduced", "inherited", "gain", *effect))
+    for probed in units:
+        unit = probed.unit
         sizes = [unit.part("introduced"), unit.part("inherited")]
         cells = [f"{d.rel_l2:.2g}" if d else "" for d in sizes]
         cells.append(f"{unit.gain:.2g}" if unit.gain is not None else "")
         if attributed:
-            part = found.contribution
+            part = probed.contribution
             cells.append(f"{part.mean_abs:.2g}" if part else "")
-        side = found.over.side or "?" if found.over else "–"
-        style = "bold red" if found.over else ""
+        side = probed.over.side or "?" if probed.over else "–"
+        style = "bold red" if probed.over else ""
         name = f"{unit.sites[-1]}*" if unit.region else unit.name
         table.add_row(line(f"  {name}", style), side, *cells)
     return table

@@ -3,9 +3,9 @@ commands."""
 
 from rlk_align.judge.regression import RegressionCheck, RegressionVerdict
 from rlk_align.report.github import Annotation, commands
-from rlk_align.report.junit import Case, Suite, junit_text
+from rlk_align.report.junit import JUnitCase, JUnitSuite, junit_text
 from rlk_align.report.markup import code, prose, table
-from rlk_align.report.verdict_json import finite, record_text
+from rlk_align.report.verdict_json import contract_json, finite, record_text
 
 _SHOWN = 50
 """Figures of a list that are shown; the rest is counted."""
@@ -13,23 +13,15 @@ _SHOWN = 50
 
 def regression_json(verdict: RegressionVerdict) -> str:
     """The published record; a NaN is null there."""
-    contract = verdict.contract
-    return record_text(
-        finite(
-            {
-                "schema": "rlk-align/regression/1",
-                "status": verdict.status,
-                "exit_code": verdict.exit_code,
-                "contract": {
-                    "id": contract.id,
-                    "version": contract.version,
-                    "sha256": contract.sha256,
-                },
-                "doubts": verdict.doubts,
-                "checks": [c.model_dump() | {"holds": c.holds} for c in verdict.checks],
-            }
-        )
-    )
+    record = {
+        "schema": "rlk-align/regression/1",
+        "status": verdict.status,
+        "exit_code": verdict.exit_code,
+        "contract": contract_json(verdict.contract),
+        "doubts": verdict.doubts,
+        "checks": [c.model_dump() | {"holds": c.holds} for c in verdict.checks],
+    }
+    return record_text(finite(record))
 
 
 def regression_markdown(verdict: RegressionVerdict) -> str:
@@ -54,46 +46,43 @@ def regression_markdown(verdict: RegressionVerdict) -> str:
 def _row(check: RegressionCheck) -> list[str]:
     figures = (f"{x:.3g}" for x in (check.before, check.after, check.allowed))
     mark = "" if check.holds else "**worse**"
-    return [code(check.edge), _where(check), code(check.metric), *figures, mark]
-
-
-def _where(check: RegressionCheck) -> str:
-    return " ".join(filter(None, [check.side, check.site and code(check.site)]))
+    where = " ".join(filter(None, [check.side, check.site and code(check.site)]))
+    return [code(check.edge), where, code(check.metric), *figures, mark]
 
 
 def _finding(verdict: RegressionVerdict) -> str:
     if verdict.doubts:
         return f"nothing can be concluded: {verdict.doubts[0]}"
-    held = len(verdict.checks)
+    count = len(verdict.checks)
     if verdict.worse:
-        return f"{len(verdict.worse)} of {held} figures are worse than allowed"
-    return f"none of {held} figures is worse than allowed"
+        return f"{len(verdict.worse)} of {count} figures are worse than allowed"
+    return f"none of {count} figures is worse than allowed"
 
 
 def regression_junit(verdict: RegressionVerdict) -> str:
     """A test case for each limit, in a suite for each edge."""
     message = _finding(verdict)
-    conclusive = Case(
+    conclusive = JUnitCase(
         name="conclusive",
         outcome="error" if verdict.doubts else None,
         kind="inconclusive",
         message=message,
         lines=[*verdict.doubts[:_SHOWN], message],
     )
-    suites = [Suite(name="evidence", cases=[conclusive])]
+    suites = [JUnitSuite(name="evidence", cases=[conclusive])]
     for edge in dict.fromkeys(c.edge for c in verdict.checks):
         checks = [c for c in verdict.checks if c.edge == edge]
         limits = dict.fromkeys(c.limit for c in checks)
         cases = [_case(limit, [c for c in checks if c.limit == limit]) for limit in limits]
-        suites.append(Suite(name=edge, cases=cases))
+        suites.append(JUnitSuite(name=edge, cases=cases))
     return junit_text(suites)
 
 
-def _case(limit: str, checks: list[RegressionCheck]) -> Case:
+def _case(limit: str, checks: list[RegressionCheck]) -> JUnitCase:
     worse = [c for c in checks if not c.holds]
     if not worse:
-        return Case(name=limit, lines=[f"{len(checks)} checked"])
-    return Case(
+        return JUnitCase(name=limit, lines=[f"{len(checks)} checked"])
+    return JUnitCase(
         name=limit,
         outcome="failure",
         kind=worse[0].metric,
@@ -111,7 +100,7 @@ def _words(check: RegressionCheck) -> str:
 
 
 def regression_commands(verdict: RegressionVerdict) -> str:
-    """Annotations, ten at most."""
+    """Renders the verdict as annotations, ten at most."""
     title = "nothing can be concluded" if verdict.doubts else "worse than before"
-    told = verdict.doubts or map(_words, verdict.worse)
-    return commands([Annotation(level="error", title=title, message=said) for said in told])
+    messages = verdict.doubts or map(_words, verdict.worse)
+    return commands([Annotation(level="error", title=title, message=text) for text in messages])

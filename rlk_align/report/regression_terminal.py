@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from rlk_align.judge.regression import RegressionVerdict
+from rlk_align.report.columns import columns
 from rlk_align.report.terminal import STYLES
 from rlk_align.text import line
 
@@ -22,16 +22,12 @@ def show_regression(
     console.print(line(f"before   {folders[0]}"))
     console.print(line(f"after    {folders[1]}"))
     console.print()
+    for doubt in verdict.doubts[:_SHOWN]:
+        console.print(line(f"doubt    {doubt}"))
     if verdict.doubts:
-        for doubt in verdict.doubts[:_SHOWN]:
-            console.print(line(f"doubt    {doubt}"))
         return
     shown = [c for c in checks if c.site is None or not c.holds]
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for name in ("", "edge", "where", "metric"):
-        table.add_column(name, no_wrap=True)
-    for name in ("before", "after", "allowed"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = columns(("", "edge", "where", "metric"), ("before", "after", "allowed"))
     for c in shown[:_SHOWN]:
         where = " ".join(filter(None, [c.side, c.site]))
         mark = line("" if c.holds else "worse", "bold red")

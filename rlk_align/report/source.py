@@ -1,4 +1,4 @@
-"""What a report speaks of: a finished run, judged anew."""
+"""The input of every report: a finished run with a fresh verdict."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +9,8 @@ from rlk_align.trace.run import Run, RunRecord
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
-    """One run."""
+class ReportSource:
+    """A run, its verdict and its probe."""
 
     run: Run
     record: RunRecord
@@ -24,7 +24,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        """What a reader calls it: the folder's own name."""
+        """The folder's own name, which readers know the run by."""
         return self.folder.name or str(self.folder)
 
     @property
@@ -33,7 +33,7 @@ class Source:
         return Path(self.name)
 
 
-def load_source(name: str, contract: str | None) -> Source:
+def load_source(name: str, contract: str | None) -> ReportSource:
     """A compared run by folder or as `@last`, held against a contract by id or file, or against
     that of its dtype.
 
@@ -43,7 +43,7 @@ def load_source(name: str, contract: str | None) -> Source:
     run = Run.open(name)
     comparison = run.comparison
     run.check()
-    return Source(
+    return ReportSource(
         run=run,
         record=run.record,
         verdict=judge_by(comparison, contract),

@@ -1,7 +1,7 @@
 """The verdict on a terminal or in a CI log: what a tired engineer reads in five seconds."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -9,6 +9,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from rlk_align.judge.checks import LimitCheck
 from rlk_align.judge.verdict import (
     PARITY_KINDS,
     OverBudget,
@@ -21,6 +22,7 @@ from rlk_align.judge.verdict import (
 )
 from rlk_align.judge.wording import why_legitimate
 from rlk_align.probe.record import Probe
+from rlk_align.report.columns import columns
 from rlk_align.report.probe_units import probe_lines
 from rlk_align.report.words import (
     EDGE_FIGURES,
@@ -52,39 +54,35 @@ def show(verdict: Verdict, folder: Path, console: Console, probe: Probe | None =
     head = line(f" {verdict.status.upper()} ", style=STYLES[verdict.status] + " reverse")
     contract = f"contract {verdict.contract.id} {verdict.contract.version}"
     console.print(head, line(f"{contract}, {c.dtype}, {c.tokens:,} sampled tokens"))
-    for text in _sides(c):
-        console.print(text)
-    console.print()
+    for part in _parts(verdict, folder, console, probe):
+        console.print(part)
+
+
+def _parts(
+    verdict: Verdict, folder: Path, console: Console, probe: Probe | None
+) -> Iterator[Table | Text]:
+    """Yields what stands below the head, from top to bottom."""
+    c, edge = verdict.comparison, headline(verdict)
+    yield from _sides(c)
+    yield line()
     if not c.stopped:
-        for part in _edge_figures(c, console):
-            console.print(part)
-        for text in _divergence(verdict):
-            console.print(text)
+        yield from _edge_figures(c, console)
+        yield from _divergence(verdict)
     if probe is not None and probe.left_out:
-        console.print(line(f"graft passes left out: {probe.left_out}", style="yellow"))
+        yield line(f"graft passes left out: {probe.left_out}", style="yellow")
     for probed in probe.edges if probe else ():
-        for part in probe_lines(verdict, probed):
-            console.print(part)
-    for text in _problems(verdict):
-        console.print(text)
+        yield from probe_lines(verdict, probed)
+    yield from _problems(verdict)
     if verdict.status == "pass":
-        for text in _rests_on(verdict):
-            console.print(text)
-    console.print()
-    console.print(line(f"run      {folder}", style="dim"))
+        yield from _rests_on(verdict)
+    yield line()
+    yield line(f"run      {folder}", style="dim")
     step = next_step(verdict, folder)
-    console.print(line(f"next     {step}"))
-    if probe is None and not c.stopped and _differs(verdict) and "rlk-align probe" not in step:
+    yield line(f"next     {step}")
+    differs = not c.stopped and edge is not None and edge.first_bitwise is not None
+    if probe is None and differs and "rlk-align probe" not in step:
         where = shlex.quote(str(folder))
-        console.print(
-            line(f"         rlk-align probe {where}    who introduced what, and what it does")
-        )
-
-
-def _differs(verdict: Verdict) -> bool:
-    """Whether there is a difference to look into."""
-    edge = headline(verdict)
-    return edge is not None and edge.first_bitwise is not None
+        yield line(f"         rlk-align probe {where}    who introduced what, and what it does")
 
 
 def _sides(c: Comparison) -> Iterator[Text]:
@@ -111,10 +109,7 @@ def _sides(c: Comparison) -> Iterator[Text]:
 def _edge_figures(c: Comparison, console: Console) -> Iterator[Table | Text]:
     """A row for each edge; where that does not fit, a line for each figure: none is ever cut."""
     # 80 columns, so that a CI log does not break it.
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("edge", no_wrap=True)
-    for name in EDGE_FIGURES:
-        table.add_column(name, justify="right", no_wrap=True)
+    table = columns(["edge"], EDGE_FIGURES)
     rows = {e.name: edge_figures(e.metrics) for e in c.edges}
     for edge, row in rows.items():
         table.add_row(line(edge), *row)
@@ -137,8 +132,8 @@ def _divergence(verdict: Verdict) -> Iterator[Text]:
     if over:
         yield from _fitting(f"{edge.name}: ", parting_words(verdict, edge, over).split("; "), "; ")
         yield line(f"over budget ({edge.name})", style="bold")
-        for found in over[:_SHOWN]:
-            yield from _over_budget(found, edge, verdict)
+        for operator in over[:_SHOWN]:
+            yield from _over_budget(operator, edge, verdict)
         yield from _rest(len(over))
     elif verdict.comparison.referee:
         yield _within_budgets(verdict, edge)
@@ -162,24 +157,24 @@ def _divergence(verdict: Verdict) -> Iterator[Text]:
         yield line("  decode differs from prefill in the rollout engine itself")
 
 
-def _over_budget(found: OverBudget, edge: EdgeResult, verdict: Verdict) -> Iterator[Text]:
-    unit = found.unit
-    off, *unchecked = whose_off(found).split("; ")
+def _over_budget(over: OverBudget, edge: EdgeResult, verdict: Verdict) -> Iterator[Text]:
+    unit = over.unit
+    off, *unchecked = whose_off(over).split("; ")
     yield line("  ") + line(unit.site, "bold") + line(f"  {off}")
     yield from (line(f"    {text}") for text in unchecked)
     yield line(f"    at sample {unit.sample}, position {unit.position}")
-    for u, (where, how) in zip(found.units, how_words(verdict, found), strict=True):
+    for u, (where, how) in zip(over.units, how_words(verdict, over), strict=True):
         yield from _fitting(f"    {where}: ", how.split("; "), "; ")
         if u.fused_with:
             yield line(f"    computed together with {u.fused_with}: it may be either's")
     yield from _code(unit.site, edge, verdict)
-    if not found.units:
+    if not over.units:
         site = next(s for s in edge.sites if s.site == unit.site)
         yield line(f"    {site_figures(site)}")
 
 
 def _code(site: str, edge: EdgeResult, verdict: Verdict) -> Iterator[Text]:
-    """Where the operator is on both sides, and the settings that only one of them has."""
+    """Yields the operator's place on both sides, and settings that only one side has."""
     for side, place, unlike in code_places(verdict, edge, site):
         yield line(f"    {side:<8} {place}", style="dim")
         if unlike:
@@ -217,41 +212,28 @@ def _introducer(edge: EdgeResult, unit: Introducer) -> Iterator[Text]:
 
 def _problems(verdict: Verdict) -> Iterator[Text]:
     c = verdict.comparison
-    if c.mismatches:
-        yield line()
-        yield line("mismatches before anything was computed", style="bold")
-        for m in c.mismatches[:_SHOWN]:
-            yield line(f"  {mismatch_words(m)}")
-            if m.detail:
-                yield line(f"    {m.detail}", style="dim")
-        yield from _rest(len(c.mismatches))
-    if verdict.breaches:
-        yield line()
-        yield line("breaches", style="bold red")
-        for b in verdict.breaches[:_SHOWN]:
-            where = " ".join(filter(None, [b.edge, b.side, b.site]))
-            figure = f"{b.metric} {b.value:.4g} > {b.fail:g}"
-            yield from _fitting(f"  {where}: ", [figure, f"({b.limit})"], "  ")
-        yield from _rest(len(verdict.breaches))
-    if verdict.warnings:
-        yield line()
-        yield line("near a limit", style="bold yellow")
-        for w in verdict.warnings[:_SHOWN]:
-            where = " ".join(filter(None, [w.edge, w.side, w.site]))
-            figure = f"{w.metric} {w.value:.4g} > {w.warn:g}, {w.fail:g} allowed"
-            yield from _fitting(f"  {where}: ", [figure, f"({w.limit})"], "  ")
-        yield from _rest(len(verdict.warnings))
+    yield from _section(
+        "mismatches before anything was computed",
+        "bold",
+        [
+            [
+                line(f"  {mismatch_words(m)}"),
+                *([line(f"    {m.detail}", "dim")] if m.detail else []),
+            ]
+            for m in c.mismatches
+        ],
+    )
+    breaches = ((b, f"{b.value:.4g} > {b.fail:g}") for b in verdict.breaches)
+    yield from _section("breaches", "bold red", [_check(*b) for b in breaches])
+    warnings = ((w, f"{w.value:.4g} > {w.warn:g}, {w.fail:g} allowed") for w in verdict.warnings)
+    yield from _section("near a limit", "bold yellow", [_check(*w) for w in warnings])
     if verdict.waivers:
         yield line()
         yield line("waivers", style="bold")
         for use in verdict.waivers:
             yield line(f"  {use}", style="red" if use.state == "expired" else "")
-    if verdict.doubts:
-        yield line()
-        yield line("nothing can be concluded", style="bold yellow")
-        for doubt in verdict.doubts[:_SHOWN]:
-            yield line(f"  {doubt}")
-        yield from _rest(len(verdict.doubts))
+    doubts = [[line(f"  {doubt}")] for doubt in verdict.doubts]
+    yield from _section("nothing can be concluded", "bold yellow", doubts)
     for note in verdict.notes:
         yield line(f"note: {note}", style="dim")
     explained = [u for e in c.edges for u in e.unpaired if u[2]]
@@ -260,13 +242,28 @@ def _problems(verdict: Verdict) -> Iterator[Text]:
     yield from _rest(len(explained))
 
 
+def _section(heading: str, style: str, entries: Sequence[Iterable[Text]]) -> Iterator[Text]:
+    """A heading and its first entries; nothing where there is none."""
+    if entries:
+        yield line()
+        yield line(heading, style=style)
+        for lines in entries[:_SHOWN]:
+            yield from lines
+        yield from _rest(len(entries))
+
+
+def _check(check: LimitCheck, figure: str) -> Iterator[Text]:
+    where = " ".join(filter(None, [check.edge, check.side, check.site]))
+    return _fitting(f"  {where}: ", [f"{check.metric} {figure}", f"({check.limit})"], "  ")
+
+
 def _rest(count: int) -> Iterator[Text]:
     if count > _SHOWN:
         yield line(f"  and {count - _SHOWN} more")
 
 
 def _rests_on(verdict: Verdict) -> Iterator[Text]:
-    """What a pass says, and what it does not."""
+    """Yields what a pass rests on: how much is equal, and what is closest to its limit."""
     edges = [e for e in verdict.comparison.edges if e.name in verdict.comparison.judged]
     differ = sum(s.differ for e in edges for s in e.sites)
     rows = sum(s.rows for e in edges for s in e.sites)

@@ -5,7 +5,6 @@ import math
 from typing import Any, Literal
 
 from rlk_align.errors import EXIT_INCONCLUSIVE
-from rlk_align.judge.checks import LimitCheck
 from rlk_align.judge.contract import Contract
 from rlk_align.judge.verdict import (
     PARITY_KINDS,
@@ -16,18 +15,17 @@ from rlk_align.judge.verdict import (
     over_budget,
     parity,
 )
-from rlk_align.judge.waivers import WaiverUse
 from rlk_align.judge.wording import how_off
 from rlk_align.probe.effects import Contribution
 from rlk_align.probe.record import Probe, ProbedEdge
 from rlk_align.probe.units import Unit
 from rlk_align.report.probe_units import probed_units
-from rlk_align.report.source import Source
+from rlk_align.report.source import ReportSource
 from rlk_align.results import Comparison, EdgeResult, Noise
 
 
-def json_text(source: Source) -> str:
-    """The file of it."""
+def json_text(source: ReportSource) -> str:
+    """Renders the verdict of a run as a JSON file."""
     return record_text(verdict_json(source.verdict, source.probe))
 
 
@@ -38,17 +36,13 @@ def record_text(record: dict[str, Any]) -> str:
 
 def verdict_json(verdict: Verdict, probe: Probe | None = None) -> dict[str, Any]:
     """The published record, with the units where a probe has run; a NaN is null there."""
-    c = verdict.comparison
+    c, edge = verdict.comparison, headline(verdict)
     stopped = c.stopped
     record = {
         "schema": "rlk-align/verdict/1",
         "status": verdict.status,
         "exit_code": verdict.exit_code,
-        "contract": {
-            "id": verdict.contract.id,
-            "version": verdict.contract.version,
-            "sha256": verdict.contract.sha256,
-        },
+        "contract": contract_json(verdict.contract),
         "model": c.model,
         "dtype": c.dtype,
         "tokens": c.tokens,
@@ -63,26 +57,38 @@ def verdict_json(verdict: Verdict, probe: Probe | None = None) -> dict[str, Any]
         "controls": _controls_json(c),
         "coverage": {} if stopped else _coverage_json(c),
         "edges": {} if stopped else _edges_json(c),
-        "divergence": None if stopped else _headline_json(verdict, probe),
-        "divergences": {} if stopped else _divergences_json(verdict, probe),
+        "divergence": (None if stopped or edge is None else _divergence_json(verdict, edge, probe)),
+        "divergences": {
+            e.name: _divergence_json(verdict, e, probe)
+            for e in ([] if stopped else c.edges)
+            if e.name in c.judged
+        },
         **({"units": _units_json(verdict, probe)} if probe else {}),
-        "breaches": [_check_json(b) for b in verdict.breaches],
-        "warnings": [_check_json(w) for w in verdict.warnings],
-        "waived": [_check_json(w) for w in verdict.waived],
-        "waivers": [_waiver_json(use) for use in verdict.waivers],
+        "breaches": [b.model_dump(exclude={"waiver"}) for b in verdict.breaches],
+        "warnings": [w.model_dump(exclude={"waiver"}) for w in verdict.warnings],
+        "waived": [w.model_dump(exclude={"waiver"}) for w in verdict.waived],
+        "waivers": [
+            use.waiver.model_dump(mode="json") | use.model_dump(exclude={"waiver"})
+            for use in verdict.waivers
+        ],
         "doubts": verdict.doubts,
         "notes": verdict.notes,
     }
     return finite(record)
 
 
+def contract_json(contract: Contract) -> dict[str, str]:
+    """Identifies the contract that judged."""
+    return {"id": contract.id, "version": contract.version, "sha256": contract.sha256}
+
+
 def too_few_json(contract: Contract, model: str, dtype: str, doubt: str) -> dict[str, Any]:
-    """The same record of a comparison that was not begun: nothing in it was checked."""
+    """The record of a comparison that was not started; nothing in it was checked."""
     return {
         "schema": "rlk-align/verdict/1",
         "status": "inconclusive",
         "exit_code": EXIT_INCONCLUSIVE,
-        "contract": contract.model_dump(include={"id", "version"}) | {"sha256": contract.sha256},
+        "contract": contract_json(contract),
         "model": model,
         "dtype": dtype,
         "tokens": 0,
@@ -97,14 +103,6 @@ def too_few_json(contract: Contract, model: str, dtype: str, doubt: str) -> dict
         "doubts": [doubt],
         "notes": [],
     }
-
-
-def _check_json(check: LimitCheck) -> dict[str, Any]:
-    return check.model_dump(exclude={"waiver"})
-
-
-def _waiver_json(use: WaiverUse) -> dict[str, Any]:
-    return use.waiver.model_dump(mode="json") | use.model_dump(exclude={"waiver"})
 
 
 def _controls_json(c: Comparison) -> dict[str, Any]:
@@ -146,18 +144,8 @@ def _edges_json(c: Comparison) -> dict[str, Any]:
     return edges
 
 
-def _headline_json(verdict: Verdict, probe: Probe | None) -> dict[str, Any] | None:
-    edge = headline(verdict)
-    return None if edge is None else _divergence_json(verdict, edge, probe)
-
-
-def _divergences_json(verdict: Verdict, probe: Probe | None) -> dict[str, Any]:
-    c = verdict.comparison
-    return {e.name: _divergence_json(verdict, e, probe) for e in c.edges if e.name in c.judged}
-
-
 def _divergence_json(verdict: Verdict, edge: EdgeResult, probe: Probe | None) -> dict[str, Any]:
-    over = [_over_budget_json(verdict, found) for found in over_budget(verdict, edge)]
+    over = [_over_budget_json(verdict, operator) for operator in over_budget(verdict, edge)]
     probed = probe.edge(edge.name) if probe else None
     return {
         "edge": edge.name,
@@ -175,7 +163,7 @@ def _contributor_json(probed: ProbedEdge) -> dict[str, Any] | None:
 
 
 def _contribution_json(part: Contribution) -> dict[str, Any]:
-    """In nats, over the tokens; `mean` in both orders, put in first and taken out last."""
+    """Effects in nats over the tokens; the mean averages patching in first and removing last."""
     return {"mean_abs_dlogp": part.mean_abs, "mean_dlogp": part.mean}
 
 
@@ -196,39 +184,37 @@ def _units_json(verdict: Verdict, probe: Probe) -> list[dict[str, Any]]:
     return [
         {
             "edge": probed.name,
-            **found.unit.model_dump(exclude={"edge"}),
-            "gain": found.unit.gain,
-            "introduced": _part(found.unit, "introduced"),
-            "inherited": _part(found.unit, "inherited"),
-            "over_budget": _over_budget_json(verdict, found.over) if found.over else None,
-            "contribution": (
-                _contribution_json(found.contribution) if found.contribution else None
-            ),
+            **p.unit.model_dump(exclude={"edge"}),
+            "gain": p.unit.gain,
+            "introduced": _part(p.unit, "introduced"),
+            "inherited": _part(p.unit, "inherited"),
+            "over_budget": _over_budget_json(verdict, p.over) if p.over else None,
+            "contribution": _contribution_json(p.contribution) if p.contribution else None,
         }
         for probed in probe.edges
-        for found in probed_units(verdict, probed)
+        for p in probed_units(verdict, probed)
     ]
 
 
 def _part(unit: Unit, which: Literal["introduced", "inherited"]) -> dict[str, Any] | None:
-    found = unit.part(which)
-    return found.model_dump() if found else None
+    part = unit.part(which)
+    return part.model_dump() if part else None
 
 
-def _over_budget_json(verdict: Verdict, found: OverBudget) -> dict[str, Any]:
+def _over_budget_json(verdict: Verdict, over: OverBudget) -> dict[str, Any]:
     how: dict[str, str] = {}
-    for u in found.units:
+    for u in over.units:
         words = how_off(u, verdict.contract)
         # Decode and prefill of one side may both be off.
         how[u.side] = f"{how[u.side]}; {u.passname}: {words}" if u.side in how else words
-    region = sorted({u.fused_with for u in found.units if u.fused_with})
+    region = sorted({u.fused_with for u in over.units if u.fused_with})
     code = {
         u.side: u.code.model_dump()
         for u in verdict.comparison.referee
-        if u.site == found.unit.site and u.code is not None
+        if u.site == over.unit.site and u.code is not None
     }
-    known = {"side": found.side, "how": how, "computed_with": region, "code": code}
-    return found.unit.model_dump() | known
+    details = {"side": over.side, "how": how, "computed_with": region, "code": code}
+    return over.unit.model_dump() | details
 
 
 def finite(value: Any) -> Any:

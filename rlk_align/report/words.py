@@ -1,7 +1,7 @@
-"""What several reports say in the same words."""
+"""Sentences and figures that several reports share."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ def engine_spec(engine: EngineRecord) -> str:
 
 
 def noise_words(noise: Noise | str | None) -> str:
-    """How a side repeats itself."""
+    """Says whether a side repeats itself bit for bit."""
     if isinstance(noise, Noise):
         return f"differs from itself by up to {noise.max_abs_dlogp:.2g}"
     return "noise not measured" if noise else "repeats bitwise"
@@ -41,11 +41,11 @@ _WHOSE_OFF = {
 }
 
 
-def whose_off(found: OverBudget) -> str:
+def whose_off(over: OverBudget) -> str:
     """E.g. `the training side is off`, and which side was not checked, and why."""
-    unchecked = {u.side: u.reason for u in found.unchecked}
+    unchecked = {u.side: u.reason for u in over.unchecked}
     parts = [f"{side} was not checked here: {why}" for side, why in unchecked.items()]
-    return "; ".join([_WHOSE_OFF[found.side], *parts])
+    return "; ".join([_WHOSE_OFF[over.side], *parts])
 
 
 def parting_words(verdict: Verdict, edge: EdgeResult, over: list[OverBudget]) -> str:
@@ -66,7 +66,7 @@ def parting_words(verdict: Verdict, edge: EdgeResult, over: list[OverBudget]) ->
 
 
 def site_figures(s: SiteResult) -> str:
-    """What a site introduced, and by how much it differs."""
+    """Says how many rows a site introduced, and how large its error is."""
     text = f"{s.introduced:,} of {s.rows:,} rows introduced here"
     if s.nonfinite:
         return f"{text}; {s.nonfinite:,} entries are NaN or infinite"
@@ -76,19 +76,25 @@ def site_figures(s: SiteResult) -> str:
 
 
 EDGE_FIGURES = ("max |Δ|", "mean |Δ|", "p99 |Δ|", "k3", "ρ − 1", "clip", "≠ bits")
-"""The figures of an edge that are told first."""
+"""The figures of an edge that are shown first."""
 
 
 def edge_figures(m: EdgeMetrics) -> list[str]:
-    """Those of EDGE_FIGURES, short."""
+    """The figures that EDGE_FIGURES names, short."""
     sizes = (m.max_abs_dlogp, m.mean_abs_dlogp, m.p99_abs_dlogp, m.k3)
     shift, clipped = f"{m.ratio_mean - 1:.1g}", f"{m.clip_fraction:.1%}"
     return [*(f"{x:.2g}" for x in sizes), shift, clipped, str(m.bit_mismatches)]
 
 
-def how_words(verdict: Verdict, found: OverBudget) -> list[tuple[str, str]]:
-    """(side and pass, how it is off there)."""
-    return [(f"{u.side} {u.passname}", how_off(u, verdict.contract)) for u in found.units]
+def how_words(verdict: Verdict, over: OverBudget) -> list[tuple[str, str]]:
+    """(side and pass, how the operator is off there)."""
+    return [(f"{u.side} {u.passname}", how_off(u, verdict.contract)) for u in over.units]
+
+
+def bounded(lines: Sequence[str], most: int) -> list[str]:
+    """The first `most` lines, and how many more there are."""
+    more = [f"and {len(lines) - most} more"] if len(lines) > most else []
+    return [*lines[:most], *more]
 
 
 def code_places(
@@ -104,7 +110,7 @@ def code_places(
 
 
 def mismatch_words(m: Mismatch) -> str:
-    """What differs between the sides, in one line."""
+    """Says in one line what differs between the sides."""
     where = f" (sample {m.sample}, position {m.position})" if m.sample is not None else ""
     return f"{m.kind} {m.name}{where}: rollout {_short(m.rollout)}, train {_short(m.train)}"
 
@@ -124,7 +130,7 @@ def check_words(check: LimitCheck) -> str:
 
 
 def finding(verdict: Verdict) -> str:
-    """What is wrong, or what a pass rests on, in plain words."""
+    """Says in plain words what is wrong, or what a pass rests on."""
     c, edge = verdict.comparison, headline(verdict)
     if c.stopped:
         first = c.stopping[0]
@@ -159,11 +165,11 @@ def finding(verdict: Verdict) -> str:
 
 
 def _over_words(verdict: Verdict, edge: EdgeResult, over: list[OverBudget]) -> str:
-    found = over[0]
-    text = f"{found.unit.site} computes something else than its budget allows"
-    how = [how_off(u, verdict.contract) for u in found.units]
+    first = over[0]
+    text = f"{first.unit.site} computes something else than its budget allows"
+    how = how_words(verdict, first)
     if how:
-        text = f"{found.unit.site} is further from exact than rounding explains: {how[0]}"
+        text = f"{first.unit.site} is further from exact than rounding explains: {how[0][1]}"
     later = len(over) - 1
     more = f" {later} later operator{'s are' if later > 1 else ' is'} off too." if later else ""
     parting = parting_words(verdict, edge, over)
@@ -171,7 +177,7 @@ def _over_words(verdict: Verdict, edge: EdgeResult, over: list[OverBudget]) -> s
 
 
 def side_off(verdict: Verdict) -> str:
-    """On which side it is."""
+    """Says which side is off."""
     c, edge = verdict.comparison, headline(verdict)
     if c.stopped or edge is None or verdict.status == "inconclusive":
         return "not known: nothing was judged"
@@ -186,11 +192,11 @@ def side_off(verdict: Verdict) -> str:
 
 
 MORE_TOKENS = "capture with more --prompts, or a larger --max-new-tokens"
-"""What settles a comparison of too few tokens."""
+"""The advice where a comparison has too few tokens."""
 
 
 def _settle(verdict: Verdict) -> str:
-    """What makes the next run conclusive."""
+    """Says what would make the next run conclusive."""
     c, contract = verdict.comparison, verdict.contract
     noisy = [s for s, n in (c.controls.noise if c.controls else {}).items() if isinstance(n, Noise)]
     if noisy:
@@ -210,7 +216,7 @@ def _never_shown(edge: EdgeResult) -> bool:
 
 
 def next_step(verdict: Verdict, folder: Path) -> str:
-    """What to do now."""
+    """Says what the user should do next."""
     c = verdict.comparison
     if c.stopped:
         kinds = dict.fromkeys(m.kind for m in c.stopping)
@@ -220,8 +226,8 @@ def next_step(verdict: Verdict, folder: Path) -> str:
         return _settle(verdict)
     edge = headline(verdict)
     if verdict.status == "pass":
-        given = shlex.quote(verdict.contract.reference)
-        return f"in CI: rlk-align gate {shlex.quote(str(folder))} --contract {given}"
+        contract = shlex.quote(verdict.contract.reference)
+        return f"in CI: rlk-align gate {shlex.quote(str(folder))} --contract {contract}"
     if edge is None:
         return "see the breaches above"
     if verdict.expired and not verdict.breaches:

@@ -39,11 +39,11 @@ def test_a_row_for_each_edge(run: rlk_align.LoadedRun) -> None:
 
 
 def test_a_row_for_each_site(run: rlk_align.LoadedRun) -> None:
-    found = rows(run.sites())
-    assert [row["site"] for row in found] == NAMES
-    introduced = {row["site"]: row["introduced"] for row in found if row["introduced"]}
+    table = rows(run.sites())
+    assert [row["site"] for row in table] == NAMES
+    introduced = {row["site"]: row["introduced"] for row in table if row["introduced"]}
     assert introduced == {"layers.1.act": 1}
-    (act,) = (row for row in found if row["site"] == "layers.1.act")
+    (act,) = (row for row in table if row["site"] == "layers.1.act")
     assert (act["edge"], act["layer"], act["op"], act["differ"]) == (
         *("prefill_vs_train", 1, "act"),
         1,
@@ -52,30 +52,30 @@ def test_a_row_for_each_site(run: rlk_align.LoadedRun) -> None:
 
 
 def test_a_row_for_each_token(run: rlk_align.LoadedRun) -> None:
-    found = rows(run.tokens())
-    assert len(found) == sum(len(s.prompt_ids) + len(s.response_ids) for s in BATCH.samples)
-    a = [row for row in found if row["sample"] == 0]
+    table = rows(run.tokens())
+    assert len(table) == sum(len(s.prompt_ids) + len(s.response_ids) for s in BATCH.samples)
+    a = [row for row in table if row["sample"] == 0]
     assert [row["token"] for row in a] == [1, 2, 3, 4, 5, 6, 7]
     assert [row["response"] for row in a] == [False] * 3 + [True] * 4
-    for row in found:
+    for row in table:
         if row["first_logprob"] is None:
             assert row["dlogp"] is None
         else:
             assert row["dlogp"] == row["second_logprob"] - row["first_logprob"]
-    differ = {(row["sample"], row["position"]) for row in found if row["dlogp"]}
+    differ = {(row["sample"], row["position"]) for row in table if row["dlogp"]}
     assert FAULT in differ
     assert all(sample == FAULT[0] and at >= FAULT[1] for sample, at in differ)
-    worst = max(abs(row["dlogp"]) for row in found if row["dlogp"] is not None)
+    worst = max(abs(row["dlogp"]) for row in table if row["dlogp"] is not None)
     assert worst == run.verdict.comparison.edges[0].metrics.max_abs_dlogp
 
 
 def test_a_row_for_each_operator(run: rlk_align.LoadedRun, tmp_path: Path) -> None:
     # Values made by hand have no checkpoint: most operators say why they were not recomputed.
     units = run.verdict.comparison.referee
-    found = rows(run.operators())
-    assert [(r["side"], r["site"]) for r in found] == [(u.side, u.site) for u in units]
-    assert all((row["rms"] is None) == bool(row["reason"]) for row in found)
-    assert any(row["reason"] for row in found)
+    table = rows(run.operators())
+    assert [(r["side"], r["site"]) for r in table] == [(u.side, u.site) for u in units]
+    assert all((row["rms"] is None) == bool(row["reason"]) for row in table)
+    assert any(row["reason"] for row in table)
     report_run(tmp_path / "run", over=["layers.1.act"])
     made = rlk_align.load_run(tmp_path / "run")
     off = [r for r in rows(made.operators()) if r["site"] == "layers.1.act"]

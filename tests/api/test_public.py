@@ -83,13 +83,13 @@ def test_two_runs_are_compared_and_judged_as_the_command_line_does(
     options = {"edges": EDGE, "contract": CONTRACT}
     passed = rlk_align.compare(equal, str(equal), run_dir=tmp_path / "one", **options)
     assert (passed.status, passed.exit_code, passed.breaches) == ("pass", 0, [])
-    told: list[str] = []
+    stages: list[str] = []
     failed = rlk_align.compare(
-        equal, faulty, run_dir="two", **options, progress=lambda stage, *_: told.append(stage)
+        equal, faulty, run_dir="two", **options, progress=lambda stage, *_: stages.append(stage)
     )
     assert (failed.status, failed.exit_code) == ("fail", 1)
     assert {b.metric for b in failed.breaches} == {"max_abs_dlogp"}
-    assert told
+    assert stages
     words = ("--edges", EDGE, "--contract", CONTRACT, "--run-dir", "two")
     assert Run(Path("two")).record.command == [
         *("rlk-align", "compare", str(equal), str(faulty), "--contract", str(CONTRACT)),
@@ -109,9 +109,9 @@ def test_nothing_is_printed(runs: tuple[Path, Path], capfd: pytest.CaptureFixtur
 def test_a_run_is_judged_again(runs: tuple[Path, Path]) -> None:
     equal, faulty = runs
     assert rlk_align.gate(equal, contract=CONTRACT).status == "pass"
-    found = rlk_align.gate(str(faulty), contract="bitwise")
-    assert (found.status, found.exit_code) == ("fail", 1)
-    assert "layers.1.act" in {b.site for b in found.breaches}
+    verdict = rlk_align.gate(str(faulty), contract="bitwise")
+    assert (verdict.status, verdict.exit_code) == ("fail", 1)
+    assert "layers.1.act" in {b.site for b in verdict.breaches}
     assert rlk_align.gate(faulty, contract=CONTRACT, recompute=True).status == "fail"
     # 15 sampled tokens are too few for bf16's contract.
     assert rlk_align.gate(equal).exit_code == 4
@@ -123,8 +123,8 @@ def test_a_record_that_its_captures_gainsay_is_warned_of(runs: tuple[Path, Path]
     path.write_text(path.read_text().replace('"tokens": 15', '"tokens": 14', 1))
     Run(equal).finish()
     with pytest.warns(UserWarning, match="says otherwise than its captures"):
-        found = rlk_align.gate(equal, contract=CONTRACT, recompute=True)
-    assert found.comparison.tokens == 15
+        verdict = rlk_align.gate(equal, contract=CONTRACT, recompute=True)
+    assert verdict.comparison.tokens == 15
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert rlk_align.gate(equal, contract=CONTRACT).comparison.tokens == 14
@@ -137,9 +137,9 @@ def test_what_became_worse(runs: tuple[Path, Path], tmp_path: Path) -> None:
         CONTRACT.read_text() + '\n[[regressions]]\nid = "mean"\nmetric = "mean_abs_dlogp"\n'
         'why = "a test"\nsource = "derived: a test"\n'
     )
-    found = rlk_align.gate(equal, faulty, contract=contract)
-    assert (found.status, found.exit_code) == ("fail", 1)
-    assert [c.metric for c in found.worse] == ["mean_abs_dlogp"]
+    verdict = rlk_align.gate(equal, faulty, contract=contract)
+    assert (verdict.status, verdict.exit_code) == ("fail", 1)
+    assert [c.metric for c in verdict.worse] == ["mean_abs_dlogp"]
     assert rlk_align.gate(faulty, equal, contract=contract).status == "pass"
     with pytest.raises(BadOption, match="--recompute is for one run"):
         rlk_align.gate(equal, faulty, recompute=True)  # type: ignore[call-overload]

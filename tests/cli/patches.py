@@ -40,33 +40,28 @@ def assign_packed_weight(model: Any) -> None:
 
 def scale_attention_output(model: Any) -> None:
     """A fault inside vLLM: layer 2's attention core is 1 % too large."""
+    _scale_output(model.model.layers[2].self_attn.attn, 1.01)
 
-    def scale(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        return output * 1.01
 
-    model.model.layers[2].self_attn.attn.register_forward_hook(scale)
+def _add_noise(module: Any, size: float) -> None:
+    """Noise that is another in each run."""
+    generator = torch.Generator()
+    generator.seed()
+
+    def add(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + size * torch.randn(output.shape, generator=generator).to(output.dtype)
+
+    module.register_forward_hook(add)
 
 
 def noisy(model: Any) -> None:
     """An engine that does not repeat itself: fresh noise in layer 1's up_proj."""
-    generator = torch.Generator()
-    generator.seed()
-
-    def add(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        return output + 1e-3 * torch.randn(output.shape, generator=generator).to(output.dtype)
-
-    model.model.layers[1].mlp.up_proj.register_forward_hook(add)
+    _add_noise(model.model.layers[1].mlp.up_proj, 1e-3)
 
 
 def loud_noise(model: Any) -> None:
     """As `noisy`, ten times as loud and from the first layer on."""
-    generator = torch.Generator()
-    generator.seed()
-
-    def add(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        return output + 1e-2 * torch.randn(output.shape, generator=generator).to(output.dtype)
-
-    model.model.layers[0].mlp.up_proj.register_forward_hook(add)
+    _add_noise(model.model.layers[0].mlp.up_proj, 1e-2)
 
 
 def _scale_where_a_token_is_alone(model: Any, factor: float) -> None:

@@ -1,10 +1,7 @@
 """`rlk-align contract`, and `gate` with two runs, as users call them."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -32,7 +29,7 @@ def test_check_passes_ours_and_finds_the_vacuous_gate_of_ws1(cli: Cli) -> None:
 
 
 @pytest.fixture
-def own(tmp_path: Path):
+def write_contract(tmp_path: Path):
     def write(name: str, fail: float, version: str = "1.0.0", more: str = "") -> Path:
         path = tmp_path / f"{name}.toml"
         path.write_text(
@@ -45,14 +42,16 @@ def own(tmp_path: Path):
     return write
 
 
-def test_diff_stops_a_loosened_limit_and_a_version_that_hides_a_change(cli: Cli, own) -> None:
-    base, loose = own("base", 0.1), own("loose", 0.2, "2.0.0")
+def test_diff_stops_a_loosened_limit_and_a_version_that_hides_a_change(
+    cli: Cli, write_contract
+) -> None:
+    base, loose = write_contract("base", 0.1), write_contract("loose", 0.2, "2.0.0")
     done = cli("contract", "diff", base, loose)
     assert done.code == 1
     assert "loosened" in done.out
     assert "fail: 0.1 → 0.2" in done.out
-    assert cli("contract", "diff", base, own("tight", 0.05, "1.1.0")).code == 0
-    hidden = cli("contract", "diff", base, own("hidden", 0.05))
+    assert cli("contract", "diff", base, write_contract("tight", 0.05, "1.1.0")).code == 0
+    hidden = cli("contract", "diff", base, write_contract("hidden", 0.05))
     assert hidden.code == 1
     assert "need 1.1.0" in hidden.out
     same = cli("contract", "diff", base, base)
@@ -73,10 +72,10 @@ def test_a_contract_that_is_not_there_is_a_usage_error(cli: Cli) -> None:
 
 
 def test_calibrate_refuses_too_few_runs_and_writes_nothing_under_ci(
-    cli: Cli, own, tmp_path: Path
+    cli: Cli, write_contract, tmp_path: Path
 ) -> None:
     compared_run(tmp_path / "run")
-    few = cli("contract", "calibrate", tmp_path / "run", "--base", own("ours", 100))
+    few = cli("contract", "calibrate", tmp_path / "run", "--base", write_contract("ours", 100))
     assert few.code == 2
     assert "too few" in few.err
     short = cli("contract", "calibrate", tmp_path / "run", "--base", "bf16")
@@ -102,12 +101,12 @@ source = "s"
 
 
 def test_gate_of_two_runs_names_the_operator_that_became_worse(
-    cli: Cli, own, tmp_path: Path
+    cli: Cli, write_contract, tmp_path: Path
 ) -> None:
     values = draw()
     compared_run(tmp_path / "before")
     compared_run(tmp_path / "after", corrupt(values, "layers.1.act", [(0, 2)]), FIRST_EDGE, values)
-    contract = own("ours", 100, more=REGRESSION)
+    contract = write_contract("ours", 100, more=REGRESSION)
     out = tmp_path / "r.json"
     args = ("--contract", contract, "--output", f"json={out}")
     worse = cli("gate", tmp_path / "before", tmp_path / "after", *args)
@@ -127,14 +126,3 @@ def test_gate_of_two_runs_names_the_operator_that_became_worse(
     shutil.rmtree(tmp_path / "after" / "captures")
     gone = cli("gate", tmp_path / "before", tmp_path / "after", *args)
     assert gone.code == 3
-
-
-def test_contract_commands_import_no_torch() -> None:
-    code = (
-        "import sys; from rlk_align.cli.main import app\n"
-        "try: app(['contract', 'check', 'bf16'], standalone_mode=False)\n"
-        "except SystemExit: pass\n"
-        "assert 'torch' not in sys.modules"
-    )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", code], check=True, env=env)

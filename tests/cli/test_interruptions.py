@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import warm
-from conftest import Cli
+from conftest import Cli, running_in
 
 ARGS = ("--max-new-tokens", "12", "--edges", "prefill_vs_train")
 PATCHES = {"PYTHONPATH": str(Path(__file__).parent)}
@@ -58,17 +58,6 @@ def waiting(few_prompts: Path, tmp_path: Path, request: pytest.FixtureRequest):
                 p.kill()
         process.kill()
         process.wait()
-
-
-def running_in(folder: Path) -> list[psutil.Process]:
-    found = []
-    for p in psutil.process_iter():
-        try:
-            if Path(p.cwd()) == folder:
-                found.append(p)
-        except psutil.Error:
-            continue
-    return found
 
 
 @pytest.mark.parametrize(

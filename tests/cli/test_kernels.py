@@ -74,7 +74,7 @@ def test_without_them_the_same_command_shows_drift(compare: Cli, folder: Path, t
 
 
 @pytest.mark.parametrize(
-    ("train", "left", "first"),
+    ("train", "excluded", "first"),
     [
         ("hf", "up_proj", "layers.0.up_proj"),
         ("megatron", "act", "layers.0.act"),
@@ -82,17 +82,17 @@ def test_without_them_the_same_command_shows_drift(compare: Cli, folder: Path, t
         ("hf", "logprob", "logprob"),
     ],
 )
-def test_what_is_left_to_an_engine_is_named(
-    compare: Cli, folder: Path, train: str, left: str, first: str
+def test_an_excluded_operator_is_named(
+    compare: Cli, folder: Path, train: str, excluded: str, first: str
 ) -> None:
     require_engine("vllm")
     require_engine(train)
-    spec = f"{train}:kernels=rlk,except={left}"
+    spec = f"{train}:kernels=rlk,except={excluded}"
     done = compare("--rollout", "vllm:kernels=rlk", "--train", spec)
     assert done.code == 1
     assert done.first == first, done.out
-    own = {site for site, kind in kinds(folder, "train").items() if kind == "own"}
-    assert {site.rpartition(".")[2] for site in own} == {left}
+    stock = {site for site, kind in kinds(folder, "train").items() if kind == "own"}
+    assert {site.rpartition(".")[2] for site in stock} == {excluded}
 
 
 def test_vllms_own_attention_is_named_in_it(compare: Cli) -> None:

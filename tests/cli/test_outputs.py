@@ -15,7 +15,7 @@ from inprocess import command
 from report_runs import report_run
 from synthetic import compared_run
 
-from rlk_align.cli.outputs import Output, parse_outputs, takes_stdout
+from rlk_align.cli.outputs import OutputTarget, parse_outputs, takes_stdout
 from rlk_align.errors import BadOption
 from rlk_align.report.formats import FORMATS, renderer
 from rlk_align.report.github import SUMMARY
@@ -46,15 +46,15 @@ def run(made: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_outputs_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert parse_outputs(None) == []
-    found = parse_outputs(["json=a.json", f"junit={tmp_path}/b=c.xml", "github=-", "markdown=-"])
-    assert found == [
-        Output("json", Path("a.json")),
-        Output("junit", tmp_path / "b=c.xml"),
-        Output("github", None),
-        Output("markdown", None),
+    outputs = parse_outputs(["json=a.json", f"junit={tmp_path}/b=c.xml", "github=-", "markdown=-"])
+    assert outputs == [
+        OutputTarget("json", Path("a.json")),
+        OutputTarget("junit", tmp_path / "b=c.xml"),
+        OutputTarget("github", None),
+        OutputTarget("markdown", None),
     ]
-    assert takes_stdout(found)
-    assert not takes_stdout(found[:3])
+    assert takes_stdout(outputs)
+    assert not takes_stdout(outputs[:3])
 
 
 @pytest.mark.parametrize(
@@ -144,14 +144,14 @@ def many_tokens(folder: Path) -> Path:
 
 
 def test_the_same_run_gives_the_same_bytes(run: Path) -> None:
-    found = []
+    written = []
     for seed in ("1", "2"):
         outputs = [f"--output={name}={seed}.{name}" for name in FORMATS]
         words = [sys.executable, "-m", "rlk_align", "gate", str(run), *outputs]
         done = subprocess.run(words, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True)
         assert done.returncode == 1, done.stderr
-        found.append([Path(f"{seed}.{name}").read_bytes() for name in FORMATS])
-    assert found[0] == found[1]
+        written.append([Path(f"{seed}.{name}").read_bytes() for name in FORMATS])
+    assert written[0] == written[1]
 
 
 @pytest.mark.parametrize("name", ["json", "markdown", "junit"])
@@ -202,13 +202,17 @@ def test_a_file_of_the_run_is_no_output(run: Path) -> None:
 @pytest.mark.parametrize("name", ["comparison.json", "comparison.parquet", "checksums.json"])
 def test_a_damaged_run_is_a_failure_of_the_tool(run: Path, name: str) -> None:
     (run / name).write_bytes((run / name).read_bytes()[:-30])
-    for words in (("gate", run, "--output=junit=out.xml"), ("report", "markdown", run)):
+    for words in (
+        ("gate", run, "--output=junit=out.xml"),
+        ("report", "markdown", run),
+        ("report", "html", run, "-o", "out.html"),
+    ):
         code, said = command(*words)
         assert code == 3, said
         assert said.count("error: ") == 1
         assert name in said
         assert "Traceback" not in said
-    assert not Path("out.xml").exists()
+    assert not list(Path().glob("out.*"))
 
 
 def test_a_full_disk_is_said(run: Path) -> None:

@@ -63,10 +63,10 @@ def test_nothing_is_named_where_nothing_is_wrong(against, engine: str) -> None:
 
 
 def test_swapped_heads_are_named(against) -> None:
-    found = mismatches(against("megatron:tp=2,patch=megatron_patches:swap_two_heads"))
-    assert list(found) == ["layers.1.q_proj"]
+    named = mismatches(against("megatron:tp=2,patch=megatron_patches:swap_two_heads"))
+    assert list(named) == ["layers.1.q_proj"]
     # Both ranks' first two heads: 0, 1 of rank 0 and 4, 5 of rank 1.
-    detail = found["layers.1.q_proj"]["detail"]
+    detail = named["layers.1.q_proj"]["detail"]
     assert "heads in another order: train's 0 hold the rollout's 1, 1 hold" in detail
     assert "4 hold the rollout's 5, 5 hold the rollout's 4" in detail
 
@@ -79,19 +79,19 @@ def test_swapped_heads_are_named(against) -> None:
     ],
 )
 def test_a_stale_layer_names_the_rank(against, engine: str, patch: str) -> None:
-    found = mismatches(against(f"{engine},patch={patch}"))
+    named = mismatches(against(f"{engine},patch={patch}"))
     ops = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj attn_norm mlp_norm q_norm k_norm"
-    assert set(found) == {f"layers.2.{op}" for op in ops.split()}
-    assert {tuple(m["ranks"]) for m in found.values()} == {(1,)}
-    assert "rank 1" in found["layers.2.k_proj"]["detail"]
+    assert set(named) == {f"layers.2.{op}" for op in ops.split()}
+    assert {tuple(m["ranks"]) for m in named.values()} == {(1,)}
+    assert "rank 1" in named["layers.2.k_proj"]["detail"]
 
 
 def test_shards_in_the_wrong_order_are_named(against) -> None:
     done = against("megatron:tp=2,patch=megatron_patches:shards_in_wrong_order")
-    found = mismatches(done)
-    assert list(found) == ["layers.1.o_proj"]
-    assert found["layers.1.o_proj"]["ranks"] == [0, 1]
-    assert "train's 0-3 hold the rollout's 4-7" in found["layers.1.o_proj"]["detail"]
+    named = mismatches(done)
+    assert list(named) == ["layers.1.o_proj"]
+    assert named["layers.1.o_proj"]["ranks"] == [0, 1]
+    assert "train's 0-3 hold the rollout's 4-7" in named["layers.1.o_proj"]["detail"]
     assert "train's 0-3 hold the rollout's 4-7" in " ".join(done.out.split())
 
 
@@ -103,9 +103,9 @@ def test_shards_in_the_wrong_order_are_named(against) -> None:
     ],
 )
 def test_positions_off_by_one_are_named(against, train: str) -> None:
-    found = mismatches(against(train))
-    assert list(found) == ["position"]
-    where = found["position"]
+    named = mismatches(against(train))
+    assert list(named) == ["position"]
+    where = named["position"]
     assert (where["sample"], where["position"], where["rollout"], where["train"]) == (0, 0, 0, 1)
 
 
@@ -114,9 +114,9 @@ def test_padding_on_the_other_side_is_named(run_cli: Cli, few: Path) -> None:
         *("compare", "--rollout", "hf:batch=4,padding=left", "--prompts", few, *FLAGS),
         *("--train", "fsdp:batch=4,padding=right"),
     )
-    found = mismatches(done)
-    assert list(found) == ["padding_side"]
-    assert (found["padding_side"]["rollout"], found["padding_side"]["train"]) == ("left", "right")
+    named = mismatches(done)
+    assert list(named) == ["padding_side"]
+    assert (named["padding_side"]["rollout"], named["padding_side"]["train"]) == ("left", "right")
 
 
 @pytest.mark.parametrize(
@@ -139,17 +139,17 @@ def test_left_padding_done_right_is_no_fault(against) -> None:
 
 
 def test_a_wrong_boundary_is_named(against) -> None:
-    found = mismatches(against("megatron:input=packed,patch=megatron_patches:wrong_boundary"))
-    assert list(found) == ["sequence_boundary"]
-    where = found["sequence_boundary"]
+    named = mismatches(against("megatron:input=packed,patch=megatron_patches:wrong_boundary"))
+    assert list(named) == ["sequence_boundary"]
+    where = named["sequence_boundary"]
     assert (where["sample"], where["position"]) == (1, 0)
     assert (where["rollout"], where["train"]) == ("sees itself alone", "sees other tokens")
 
 
 def test_processed_log_probs_against_raw_ones_are_named(against, run_cli: Cli, few: Path) -> None:
-    found = mismatches(against("fsdp:temperature=0.7"))
-    assert set(found) == {"temperature", "logprobs"}
-    assert (found["logprobs"]["rollout"], found["logprobs"]["train"]) == ("raw", "processed")
+    named = mismatches(against("fsdp:temperature=0.7"))
+    assert set(named) == {"temperature", "logprobs"}
+    assert (named["logprobs"]["rollout"], named["logprobs"]["train"]) == ("raw", "processed")
     done = run_cli(
         *("compare", "--rollout", "hf:temperature=0.7", "--train", "fsdp:temperature=0.7"),
         *("--prompts", few, *FLAGS),

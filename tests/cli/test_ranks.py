@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 import warm
-from conftest import Cli, require_engine
+from conftest import Cli, require_engine, running_in
 
 from rlk_align.data import data_path
 
@@ -63,19 +63,22 @@ class Running:
     ) -> None:
         self.folder = folder
         folder.mkdir(exist_ok=True)
-        told, arguments = os.environ | {"COLUMNS": "100"} | PATCHES | environment, map(str, words)
+        variables, arguments = (
+            os.environ | {"COLUMNS": "100"} | PATCHES | environment,
+            map(str, words),
+        )
         self.out, self.err = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115
         self.process = (
             subprocess.Popen(
                 [sys.executable, "-m", "rlk_align", *arguments],
                 cwd=folder,
-                env=told,
+                env=variables,
                 stdout=self.out,
                 stderr=self.err,
             )
             if real
             else warm.start(
-                "command", ["-m", warm.COMMAND, *arguments], told, self.out, self.err, folder
+                "command", ["-m", warm.COMMAND, *arguments], variables, self.out, self.err, folder
             )
         )
 
@@ -85,29 +88,18 @@ class Running:
             self.process.wait(timeout=240)
         finally:
             self.process.kill()
-            _, alive = psutil.wait_procs(self.processes(), timeout=5)
+            _, alive = psutil.wait_procs(running_in(self.folder), timeout=5)
             for p in alive:
                 p.kill()
-        said = []
+        streams = []
         for file in (self.out, self.err):
             file.seek(0)
-            said.append(file.read())
+            streams.append(file.read())
             file.close()
-        assert not alive, f"{alive} outlived the command\n{said[1]}"
-        found = self.folder.glob("run/captures/[!r]*/*/pass.json")
-        passes = {p.parent.name: p.stat().st_mtime_ns for p in found}
-        return Ended(self.process.returncode, *said, passes)
-
-    def processes(self) -> list[psutil.Process]:
-        """What runs in its folder: whatever it started."""
-        found = []
-        for p in psutil.process_iter():
-            try:
-                if Path(p.cwd()) == self.folder:
-                    found.append(p)
-            except psutil.Error:
-                continue
-        return found
+        assert not alive, f"{alive} outlived the command\n{streams[1]}"
+        records = self.folder.glob("run/captures/[!r]*/*/pass.json")
+        passes = {p.parent.name: p.stat().st_mtime_ns for p in records}
+        return Ended(self.process.returncode, *streams, passes)
 
 
 @dataclass(frozen=True)
@@ -166,9 +158,9 @@ def scored(rollout: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 def place(text: str, function: str) -> str:
     """The line of this folder's patches at which `text` says that a rank stands."""
-    found = re.search(rf"rank_patches\.py:(\d+) in {function}", text)
-    assert found, text
-    return (HERE / "rank_patches.py").read_text().splitlines()[int(found[1]) - 1].strip()
+    match = re.search(rf"rank_patches\.py:(\d+) in {function}", text)
+    assert match, text
+    return (HERE / "rank_patches.py").read_text().splitlines()[int(match[1]) - 1].strip()
 
 
 def assert_error(done: Ended, code: int, *words: str) -> None:
@@ -180,9 +172,15 @@ def assert_error(done: Ended, code: int, *words: str) -> None:
         assert word in done.err, done.err
 
 
-def test_the_killed_rank_is_named_and_not_the_one_that_lost_it(scored: Scored) -> None:
-    done = scored("megatron:tp=2,patch=rank_patches:killed")
-    assert_error(done, 3, "rank 1 of 2 of megatron:patch", "was ended by SIGKILL", "rank1.log")
+@pytest.mark.parametrize(
+    ("engine", "log"), [("megatron", "rank1.log"), ("vllm", "(Worker_TP1 pid=")]
+)
+def test_the_killed_rank_is_named_and_not_the_one_that_lost_it(
+    scored: Scored, engine: str, log: str
+) -> None:
+    done = scored(f"{engine}:tp=2,patch=rank_patches:killed")
+    named = f"rank 1 of 2 of {engine}:patch=rank_patches:killed,tp=2 was ended by SIGKILL"
+    assert_error(done, 3, named, log, "a rerun goes on")
     assert "rank 0" not in done.err
     assert set(done.passes) == {"prefill"}
 
@@ -210,7 +208,7 @@ def test_ctrl_c_ends_all_ranks_and_keeps_what_is_finished(rollout: Path, tmp_pat
         assert run.process.poll() is None, run.wait().err
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert len(run.processes()) == 4, "the command, the launcher and two ranks"
+    assert len(running_in(tmp_path)) == 4, "the command, the launcher and two ranks"
     run.process.send_signal(signal.SIGINT)
     done = run.wait()
     assert_error(done, 130, "interrupted", "the same command goes on from there")
@@ -241,8 +239,8 @@ def other_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An interpreter of its own that finds this one's packages."""
     folder = tmp_path_factory.mktemp("other")
     venv.create(folder, symlinks=True)
-    own = [p for p in sys.path if p.endswith("site-packages")]
-    (site_packages(folder) / "other.pth").write_text("\n".join(own) + "\n")
+    packages = [p for p in sys.path if p.endswith("site-packages")]
+    (site_packages(folder) / "other.pth").write_text("\n".join(packages) + "\n")
     return folder
 
 
@@ -286,9 +284,16 @@ def test_an_interpreter_without_what_is_needed(rollout: Path, tmp_path: Path) ->
     assert_error(done, 2, "lacks", "torch>=2.11", "pyarrow", "bare/bin/python -m pip install")
 
 
-def test_a_rank_that_sleeps_is_named_and_not_the_one_that_waits(scored: Scored) -> None:
-    done = scored("fsdp:dp=2,timeout=6,patch=rank_patches:asleep")
-    assert_error(done, 3, "has stood still for 6 s: rank 1 (process", "timeout=SECONDS")
+@pytest.mark.parametrize(
+    ("engine", "seconds", "log"),
+    [("fsdp:dp=2", 6, "rank1.log"), ("vllm:tp=2", 8, "(Worker_TP1 pid=")],
+)
+def test_a_rank_that_sleeps_is_named_and_not_the_one_that_waits(
+    scored: Scored, engine: str, seconds: int, log: str
+) -> None:
+    done = scored(f"{engine},timeout={seconds},patch=rank_patches:asleep")
+    named = f"has stood still for {seconds} s: rank 1 (process"
+    assert_error(done, 3, named, log, "timeout=SECONDS")
     assert place(done.err, "nap") == "time.sleep(1000)"
     assert "rank 0" not in done.err
     assert set(done.passes) == {"prefill"}
@@ -305,20 +310,6 @@ def test_ranks_that_wait_for_each_other_are_both_named(scored: Scored) -> None:
     assert_error(done, 3, "rank 0 (process", "; rank 1 (process", "waits for others")
     assert place(done.err, "receive") == "dist.recv(torch.zeros(4), src=1)"
     assert place(done.err, "meet") == "dist.barrier()"
-
-
-def test_a_killed_rank_of_vllm_is_named(scored: Scored) -> None:
-    done = scored("vllm:tp=2,patch=rank_patches:killed")
-    named = "rank 1 of 2 of vllm:patch=rank_patches:killed,tp=2 was ended by SIGKILL"
-    assert_error(done, 3, named, "(Worker_TP1 pid=", "a rerun goes on")
-    assert set(done.passes) == {"prefill"}
-
-
-def test_a_sleeping_rank_of_vllm_is_named(scored: Scored) -> None:
-    done = scored("vllm:tp=2,timeout=8,patch=rank_patches:asleep")
-    assert_error(done, 3, "has stood still for 8 s: rank 1 (process", "(Worker_TP1 pid=")
-    assert place(done.err, "nap") == "time.sleep(1000)"
-    assert "rank 0" not in done.err
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ def passes(*words: object) -> None:
 
 
 def refused(code: int, *words: object) -> str:
-    found, said = command(*words)
-    assert found == code, said
+    exit_code, said = command(*words)
+    assert exit_code == code, said
     assert said.count("error: ") == 1, said
     return said
 

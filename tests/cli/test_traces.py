@@ -103,16 +103,6 @@ def test_a_capture_against_itself_says_so(cli: Cli, pair, tmp_path: Path) -> Non
     assert "one and the same" not in cli("compare", *pair, *EDGE).out
 
 
-@pytest.mark.parametrize("columns", ["40", "60", "80", "200"])
-def test_no_number_is_cut_on_a_narrow_terminal(cli: Cli, pair, columns: str) -> None:
-    done = cli("compare", *pair, *EDGE, env={"COLUMNS": columns})
-    metrics = done.verdict["edges"]["prefill_vs_train"]
-    assert "…" not in done.out
-    for name in ("max_abs_dlogp", "mean_abs_dlogp", "p99_abs_dlogp", "k3"):
-        assert f"{metrics[name]:.2g}" in done.out
-    assert ("edge " in done.out) == (columns in ("80", "200")), "a table where there is room"
-
-
 def test_gate_refuses_what_it_cannot_judge(cli: Cli, pair, tmp_path: Path) -> None:
     single = cli("gate", pair[0])
     assert single.code == 2
@@ -142,9 +132,16 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
+def change_a_value(path: Path) -> None:
+    tensors = load_file(path)
+    tensors["layers.3.act"][0, 0] += 1
+    save_file(tensors, path)
+
+
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
+        ("prefill/values-00000.safetensors", change_a_value),
         ("prefill/values-00000.safetensors", truncate),
         ("prefill/values-00000.safetensors", flip_a_bit),
         ("prefill/values-00000.safetensors", Path.unlink),
@@ -224,16 +221,6 @@ def test_a_nan_that_was_captured_fails(cli: Cli, few_prompts: Path, pair, tmp_pa
     assert done.code == 1, done.out
     assert done.verdict["breaches"][0]["metric"] == "nonfinite"
     assert done.verdict["breaches"][0]["site"] == "layers.2.o_proj"
-
-
-def test_a_value_changed_after_the_capture_is_corrupt(cli: Cli, pair) -> None:
-    path = traces(pair[1]) / "prefill/values-00000.safetensors"
-    tensors = load_file(path)
-    tensors["layers.3.act"][0, 0] += 1
-    save_file(tensors, path)
-    done = cli("compare", *pair, *EDGE)
-    assert done.code == 3
-    assert "values-00000.safetensors was changed" in done.err
 
 
 def test_values_for_a_few_sites_only(cli: Cli, pair, few_prompts: Path, tmp_path: Path) -> None:

@@ -84,6 +84,8 @@ def test_vllm_against(
     )
     verdict = done.verdict
     assert verdict is not None
+    assert verdict["dtype"] == dtype
+    assert verdict["contract"]["id"] == {"bfloat16": "bf16", "float32": "fp32"}[dtype]
     assert verdict["precheck"]["mismatches"] == []
     assert verdict["controls"]["observer"] == "bitwise"
     assert verdict["controls"]["noise_floor"] == {"rollout": "bitwise", "train": "bitwise"}

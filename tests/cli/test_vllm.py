@@ -71,20 +71,6 @@ def test_vllm_against_hf_in_bf16(cli: Cli, tmp_path: Path) -> None:
     assert (ours == hf).float().mean() < 0.95
 
 
-def test_vllm_against_hf_in_fp32(cli: Cli, few_prompts: Path) -> None:
-    """Started as users do."""
-    done = cli(
-        *("compare", "--prompts", few_prompts, "--max-new-tokens", 6),
-        *("--rollout", "vllm:dtype=float32", "--train", "hf:dtype=float32"),
-        real=True,
-    )
-    assert_trustworthy(done)
-    assert done.code == 0, done.out
-    assert done.verdict["dtype"] == "float32"
-    assert done.verdict["contract"]["id"] == "fp32"
-    assert done.first is not None
-
-
 def test_a_fault_inside_vllm_is_named(cli: Cli, few_prompts: Path, tmp_path: Path) -> None:
     healthy = tmp_path / "healthy"
     args = ("--prompts", few_prompts, "--max-new-tokens", 6)

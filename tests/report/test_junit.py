@@ -150,7 +150,6 @@ def test_hostile_text_is_text(tmp_path: Path, made) -> None:
     assert len(text) < 2**20
 
 
-def test_the_same_run_gives_the_same_bytes(tmp_path: Path) -> None:
+def test_it_is_the_same_wherever_the_run_lies(tmp_path: Path) -> None:
     run = report_run(tmp_path / "run", over=[OVER])
-    assert len({junit(load_source(str(run.folder), None)) for _ in range(2)}) == 1
     assert str(tmp_path) not in junit(load_source(str(run.folder), None))

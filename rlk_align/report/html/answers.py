@@ -1,7 +1,7 @@
 """Four answers to "which operator", for an edge: they are rarely one and the same."""
 
 from rlk_align.judge.verdict import over_budget
-from rlk_align.report.source import Source
+from rlk_align.report.source import ReportSource
 from rlk_align.report.words import site_figures, whose_off
 from rlk_align.results import EdgeResult
 
@@ -9,8 +9,8 @@ _NO_PROBE = "not known: rlk-align probe RUN tells"
 _NO_ATTRIBUTION = "not known: rlk-align probe RUN --attribute tells"
 
 
-def answers(source: Source, edge: EdgeResult) -> list[tuple[str, str]]:
-    """(question, answer)."""
+def answers(source: ReportSource, edge: EdgeResult) -> list[tuple[str, str]]:
+    """The questions with their answers, as a page shows them."""
     return [
         ("where drift starts", _first(edge)),
         ("first beyond its budget", _over(source, edge)),
@@ -29,10 +29,10 @@ def _first(edge: EdgeResult) -> str:
     return f"{first.site}, first at {where}; {site_figures(site)}{since}"
 
 
-def _over(source: Source, edge: EdgeResult) -> str:
-    found = over_budget(source.verdict, edge)
-    if found:
-        return f"{found[0].unit.site}: {whose_off(found[0])}"
+def _over(source: ReportSource, edge: EdgeResult) -> str:
+    over = over_budget(source.verdict, edge)
+    if over:
+        return f"{over[0].unit.site}: {whose_off(over[0])}"
     if not source.verdict.contract.budgets:
         return f"not known: contract {source.verdict.contract.id} has no budgets"
     units = [u for u in source.verdict.comparison.referee if edge.name in u.edges]
@@ -40,7 +40,7 @@ def _over(source: Source, edge: EdgeResult) -> str:
     return f"none: {done} of {len(units)} operators of both sides were recomputed in float64"
 
 
-def _contributor(source: Source, edge: EdgeResult) -> str:
+def _contributor(source: ReportSource, edge: EdgeResult) -> str:
     probed = source.probe.edge(edge.name) if source.probe else None
     attribution = probed.attribution if probed else None
     if attribution is None:
@@ -52,7 +52,7 @@ def _contributor(source: Source, edge: EdgeResult) -> str:
     return f"{top.units[0]}: mean |Δlogp| {top.mean_abs:.2g} by itself, of {whole:.2g} in all"
 
 
-def _amplifier(source: Source, edge: EdgeResult) -> str:
+def _amplifier(source: ReportSource, edge: EdgeResult) -> str:
     probed = source.probe.edge(edge.name) if source.probe else None
     moved = probed.amplification if probed else None
     if moved is None or moved.largest is None or moved.largest.gain is None:

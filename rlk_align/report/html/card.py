@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rlk_align.judge.checks import LimitCheck
 from rlk_align.judge.verdict import PARITY_KINDS, closest_limit, coverage, parity
-from rlk_align.report.source import Source
+from rlk_align.report.source import ReportSource
 from rlk_align.report.words import check_words, finding, next_step, noise_words, side_off
 
 SIGNS = {"pass": "✓", "fail": "✕", "inconclusive": "?"}
@@ -14,21 +14,20 @@ SIGNS = {"pass": "✓", "fail": "✕", "inconclusive": "?"}
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """What the top of a page says."""
+    """The contents of the card at the top of a page."""
 
     status: str
     sign: str
     what: str
     side: str
     todo: str
-    worst: LimitCheck | None
     worst_words: str
     facts: list[tuple[str, str]]
     command: str
 
 
-def card(source: Source) -> Card:
-    """Of one run."""
+def card(source: ReportSource) -> Card:
+    """Builds the verdict card of a run."""
     verdict = source.verdict
     beyond = verdict.breaches or verdict.waived
     worst = max(beyond, key=_badness, default=closest_limit(verdict))
@@ -38,7 +37,6 @@ def card(source: Source) -> Card:
         what=finding(verdict),
         side=side_off(verdict),
         todo=next_step(verdict, source.folder),
-        worst=worst,
         worst_words=_used(worst) if worst else "no limit was held against a value",
         facts=list(_facts(source)),
         command=shlex.join(source.record.command),
@@ -55,7 +53,7 @@ def _badness(check: LimitCheck) -> tuple[bool, bool, float]:
     return math.isnan(check.value), check.fail > 0, check.excess
 
 
-def _facts(source: Source) -> list[tuple[str, str]]:
+def _facts(source: ReportSource) -> list[tuple[str, str]]:
     verdict, c = source.verdict, source.verdict.comparison
     contract = f"{verdict.contract.id} {verdict.contract.version}"
     facts = [

@@ -9,10 +9,10 @@ from markupsafe import Markup
 
 from rlk_align.judge.budgets import budget_of
 from rlk_align.judge.contract import Contract
-from rlk_align.report.facts import Operator
+from rlk_align.report.facts import OperatorFacts
 from rlk_align.report.html.figure import Figure
 from rlk_align.report.html.svg import LogScale, chart, el, figure, text
-from rlk_align.report.source import Source
+from rlk_align.report.source import ReportSource
 
 WIDTH, LEFT, RIGHT, TOP, HEIGHT = 1120.0, 58.0, 10.0, 60.0, 300.0
 LABELLED = 100
@@ -24,18 +24,20 @@ class Series:
     """One run's operators on one edge."""
 
     label: str
-    operators: list[Operator]
+    operators: list[OperatorFacts]
     """Without the log-probs, whose errors are no relative L2 of a state: see `of`."""
     contract: Contract
 
     @classmethod
-    def of(cls, source: Source, found: list[Operator], label: str = "") -> "Series":
+    def of(cls, source: ReportSource, operators: list[OperatorFacts], label: str = "") -> "Series":
         """A run's operators on one edge."""
-        kept = [o for o in found if o.site.op != "logprob"]
-        label = label or source.name
-        return cls(label=label, operators=kept, contract=source.verdict.contract)
+        return cls(
+            label=label or source.name,
+            operators=[o for o in operators if o.site.op != "logprob"],
+            contract=source.verdict.contract,
+        )
 
-    def allowed(self, operator: Operator) -> float | None:
+    def allowed(self, operator: OperatorFacts) -> float | None:
         """What the contract lets the operator introduce, as relative L2: the rms budgets of both
         sides, in units of rounding, added up; None where it was not held against one."""
         allowed = {}
@@ -66,7 +68,7 @@ def drift_figure(
     name: str, title: str, series: Sequence[Series], *, linked: bool, scale: LogScale | None = None
 ) -> Figure:
     """`linked`: each site leads to its row in the table of operators."""
-    plot = _Plot(series, scale or drift_scale(series), linked)
+    plot = _DriftPlot(series, scale or drift_scale(series), linked)
     probed = any(o.introduced is not None for s in series for o in s.operators)
     legend = []
     for n, s in plot.numbered:
@@ -123,13 +125,13 @@ def _caption(probed: bool, budgets: bool, series: Sequence[Series]) -> Iterator[
 _COLUMNS = ["site", "rows", "differ", "mean", "largest", "introduced", "inherited", "allowed"]
 
 
-def _row(series: Series, o: Operator, named: bool) -> list[str]:
+def _row(series: Series, o: OperatorFacts, named: bool) -> list[str]:
     sizes = (o.mean, o.largest, o.introduced, o.inherited, series.allowed(o))
     cells = [o.site.site, f"{o.site.rows:,}", f"{o.site.differ:,}", *map(figure, sizes)]
     return [series.label, *cells] if named else cells
 
 
-class _Plot:
+class _DriftPlot:
     """The drawing: sites along x, the scale along y."""
 
     def __init__(self, series: Sequence[Series], scale: LogScale, linked: bool) -> None:
@@ -152,7 +154,7 @@ class _Plot:
         return LEFT + (self.at[site] + 0.5) * self.step
 
     def draw(self) -> Iterator[Markup]:
-        """From the back to the front."""
+        """Draws the layers of the chart from back to front."""
         yield from self._layers()
         yield from self._axis()
         yield from self._bands()
@@ -169,8 +171,8 @@ class _Plot:
         for layer, group in groupby(self.sites, key=lambda s: s.layer):
             if layer is None:
                 continue
-            found = list(group)
-            x, width = self.x(found[0].site) - self.step / 2, self.step * len(found)
+            sites = list(group)
+            x, width = self.x(sites[0].site) - self.step / 2, self.step * len(sites)
             if layer % 2 == 0:
                 yield el("rect", x=x, y=TOP, width=width, height=bottom - TOP, class_="layer")
             if x - last >= 46:
@@ -221,7 +223,7 @@ class _Plot:
                     yield el("circle", cx=self.x(o.site.site), cy=y, r=2, class_=f"dot s{number}")
 
     def _parts(self, number: int, series: Series) -> Iterator[Markup]:
-        """What was introduced, and with one run alone also what was inherited."""
+        """Marks introduced errors; in a chart of one run, inherited errors too."""
         size = min(5.0, max(2.0, self.step / 2))
         for o in series.operators:
             x = self.x(o.site.site)
@@ -238,12 +240,12 @@ class _Plot:
     def _marks(self) -> Iterator[Markup]:
         """Where drift starts, and the first operator beyond its budget; of several runs, in the
         first that has it."""
-        found = [(s.label, o) for _, s in self.numbered for o in s.operators]
+        operators = [(s.label, o) for _, s in self.numbered for o in s.operators]
         marks = (
-            ("first", "▼ drift starts: ", next((f for f in found if f[1].introduces), None)),
-            ("over", "✕ off: ", next((f for f in found if f[1].over), None)),
+            ("first", "▼ drift starts: ", next((f for f in operators if f[1].introduces), None)),
+            ("over", "✕ off: ", next((f for f in operators if f[1].over), None)),
         )
-        for n, (kind, said, mark) in enumerate(marks):
+        for n, (kind, prefix, mark) in enumerate(marks):
             if mark is None:
                 continue
             label, o = mark
@@ -251,29 +253,29 @@ class _Plot:
             x, y = self.x(o.site.site), 26.0 + 14 * n
             yield el("line", x1=x, x2=x, y1=y + 3, y2=self.scale.bottom, class_=f"mark {kind}")
             side, shift = ("end", -4) if x > WIDTH * 0.6 else ("start", 4)
-            words = f"{said}{o.site.site}{whose}"
+            words = f"{prefix}{o.site.site}{whose}"
             yield text(x + shift, y, words, class_=f"label {kind} {side}")
 
     def _hits(self) -> Iterator[Markup]:
         """A column for each site, to point at and to step through."""
         bottom = self.scale.bottom + LogScale.LANE
-        found = {s: {o.site.site: o for o in series.operators} for s, series in self.numbered}
+        by_site = {s: {o.site.site: o for o in series.operators} for s, series in self.numbered}
         for n, site in enumerate(self.sites):
-            operators = [(series, found[s].get(site.site)) for s, series in self.numbered]
+            operators = [(series, by_site[s].get(site.site)) for s, series in self.numbered]
             several = len(operators) > 1
-            said = " | ".join(
+            summary = " | ".join(
                 f"{series.label}: {o.summary}" if several else o.summary
                 for series, o in operators
                 if o is not None
             )
             x = LEFT + n * self.step
             area = el("rect", x=x, y=TOP, width=self.step, height=bottom - TOP)
-            title = el("title", said)
+            title = el("title", summary)
             if self.linked:
                 link = {"href": f"#op-{n + 1}", "data_op": n + 1}
-                yield el("a", title, area, class_="hit", aria_label=said, **link)
+                yield el("a", title, area, class_="hit", aria_label=summary, **link)
             else:
-                yield el("g", title, area, class_="hit", role="img", aria_label=said)
+                yield el("g", title, area, class_="hit", role="img", aria_label=summary)
 
 
 def _strokes(points: list[tuple[float, float | None]], scale: LogScale) -> Iterator[str]:

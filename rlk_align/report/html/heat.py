@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from markupsafe import Markup
 
-from rlk_align.report.facts import STATES, Operator
+from rlk_align.report.facts import STATES, OperatorFacts
 from rlk_align.report.html.figure import Figure
 from rlk_align.report.html.svg import Ramp, chart, el, figure, text
 
@@ -15,19 +15,19 @@ _OUTER = 150.0
 """Width of a cell that belongs to no layer; its name stands in it."""
 
 
-def operator_heat(found: list[Operator]) -> Figure:
+def operator_heat(operators: list[OperatorFacts]) -> Figure:
     """Mean relative L2 error of every operator; a cell leads to its row in the table."""
-    ramp = Ramp(o.mean for o in found)
-    ops = list(dict.fromkeys(o.site.op for o in found if o.site.layer is not None))
-    layers = sorted({o.site.layer for o in found if o.site.layer is not None})
-    outer = [o for o in found if o.site.layer is None]
+    ramp = Ramp(o.mean for o in operators)
+    ops = list(dict.fromkeys(o.site.op for o in operators if o.site.layer is not None))
+    layers = sorted({o.site.layer for o in operators if o.site.layer is not None})
+    outer = [o for o in operators if o.site.layer is None]
     height = _TOP + _CELL * (len(layers) + 1) + 8
     desc = (
         "A row for each layer, a column for each operator in execution order, a row below for what "
         "belongs to no layer. Colour: mean relative L2 error, by logarithm. A cross marks "
         "an operator beyond its budget, a diamond one that introduces a difference."
     )
-    cells = [*_grid(found, ops, layers, ramp), *_outer(outer, len(layers), ramp)]
+    cells = [*_grid(operators, ops, layers, ramp), *_outer(outer, len(layers), ramp)]
     title = "Layer × operator"
     names = list(_names(ops, layers))
     return Figure(
@@ -45,7 +45,7 @@ def operator_heat(found: list[Operator]) -> Figure:
             *((f"sign {state}", f"{STATES[state][0]} {STATES[state][1]}") for state in _SIGNED),
         ],
         columns=["site", "state", "mean relative L2"],
-        rows=[[o.site.site, STATES[o.state][1], figure(o.mean)] for o in found],
+        rows=[[o.site.site, STATES[o.state][1], figure(o.mean)] for o in operators],
     )
 
 
@@ -59,35 +59,37 @@ def _names(ops: list[str], layers: list[int]) -> Iterator[Markup]:
         yield text(_LEFT - 6, _TOP + (n + 0.7) * _CELL, f"layer {layer}", class_="label end")
 
 
-def _grid(found: list[Operator], ops: list[str], layers: list[int], ramp: Ramp) -> Iterator[Markup]:
+def _grid(
+    operators: list[OperatorFacts], ops: list[str], layers: list[int], ramp: Ramp
+) -> Iterator[Markup]:
     width = (_WIDTH - _LEFT - _RIGHT) / max(1, len(ops))
     columns, rows = ({name: n for n, name in enumerate(names)} for names in (ops, layers))
-    for o in found:
+    for o in operators:
         if o.site.layer is not None:
             column, row = columns[o.site.op], rows[o.site.layer]
             place = (_LEFT + column * width, _TOP + row * _CELL)
             yield _cell(o, place, width, ramp, "", (row, column))
 
 
-def _outer(outer: list[Operator], row: int, ramp: Ramp) -> Iterator[Markup]:
+def _outer(outer: list[OperatorFacts], row: int, ramp: Ramp) -> Iterator[Markup]:
     for n, o in enumerate(outer):
         place = (_LEFT + n * _OUTER, _TOP + row * _CELL + 6)
         yield _cell(o, place, _OUTER, ramp, o.site.site, (row, n))
 
 
 def _cell(
-    o: Operator,
+    o: OperatorFacts,
     place: tuple[float, float],
     width: float,
     ramp: Ramp,
-    said: str,
+    label: str,
     at: tuple[int, int],
 ) -> Markup:
     """A link whose colour is the error and whose sign is the state."""
     x, y = place
     sign = STATES[o.state][0] if o.state in _SIGNED else ""
     level = ramp.level(o.mean)
-    words = " ".join(filter(None, [sign, said]))
+    words = " ".join(filter(None, [sign, label]))
     return el(
         "a",
         el("title", o.summary),

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from markupsafe import Markup
@@ -17,7 +16,7 @@ _WIDTH, _LEFT, _RIGHT, _TOP, _HEIGHT = 1120.0, 58.0, 10.0, 40.0, 170.0
 _BINS = 61
 _QUANTILES = (0.5, 0.9, 0.99, 0.999)
 _CLIP = (0.8, 1.2)
-"""Where ρ is clipped, as `clip_fraction` counts it."""
+"""The bounds of ρ outside of which `clip_fraction` counts a token."""
 
 _NEAR_ONE = ("ratio_mean", "ratio_max", "ess_fraction", "token_mult_prob_error")
 WORDS = {
@@ -38,29 +37,19 @@ WORDS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class MetricRow:
-    """One figure, on each edge."""
-
-    name: str
-    values: list[tuple[str, LimitCheck | None]]
-    """By edge: the value, and the limit that was held against it."""
-
-
-def metric_rows(verdict: Verdict, edges: list[EdgeResult]) -> list[MetricRow]:
-    """Every metric of every edge, with its limit."""
+def metric_rows(
+    verdict: Verdict, edges: list[EdgeResult]
+) -> list[tuple[str, list[tuple[str, LimitCheck | None]]]]:
+    """Each metric in words, with its value on each edge and the limit that applies to the value."""
     checks = {(c.edge, c.metric): c for c in verdict.checks if c.site is None}
     return [
-        MetricRow(
-            name=words,
-            values=[(metric_value(e.metrics, name), checks.get((e.name, name))) for e in edges],
-        )
+        (words, [(metric_value(e.metrics, name), checks.get((e.name, name))) for e in edges])
         for name, words in WORDS.items()
     ]
 
 
 def metric_value(metrics: EdgeMetrics, name: str) -> str:
-    """A figure of WORDS, short."""
+    """A metric of WORDS with few digits."""
     value = getattr(metrics, name)
     if isinstance(value, int):
         return f"{value:,}"
@@ -68,13 +57,13 @@ def metric_value(metrics: EdgeMetrics, name: str) -> str:
 
 
 def largest_bound(verdict: Verdict, edge: EdgeResult) -> float | None:
-    """The contract's on max |Δ| of an edge; None where it has none."""
-    found = [c.fail for c in verdict.checks if c.edge == edge.name and c.metric == "max_abs_dlogp"]
-    return min(found, default=None)
+    """The contract's bound on max |Δ| of an edge; None where it has none."""
+    bounds = [c.fail for c in verdict.checks if c.edge == edge.name and c.metric == "max_abs_dlogp"]
+    return min(bounds, default=None)
 
 
 def noise_floor(comparison: Comparison) -> float:
-    """By how much a side's log-probs differ from its own, run again; 0 where both repeat."""
+    """The largest difference between two runs of one side; 0 where both sides repeat bitwise."""
     noise = comparison.controls.noise.values() if comparison.controls else ()
     return max((n.max_abs_dlogp for n in noise if isinstance(n, Noise)), default=0.0)
 
@@ -84,7 +73,7 @@ def histogram(delta: np.ndarray, bound: float | None, noise: float, edge: str) -
     finite = delta[np.isfinite(delta)]
     span = max(float(np.abs(finite).max(initial=0.0)), bound or 0.0) * 1.05 or 1e-3
     counts, bounds = np.histogram(finite, bins=_BINS, range=(-span, span))
-    plot = _Plot(counts, span)
+    plot = _HistogramPlot(counts, span)
     lost = len(delta) - len(finite)
     caption = [
         f"Δ = log-prob of the second pass − log-prob of the first, {len(delta):,} sampled tokens. "
@@ -126,7 +115,7 @@ def histogram(delta: np.ndarray, bound: float | None, noise: float, edge: str) -
     )
 
 
-class _Plot:
+class _HistogramPlot:
     def __init__(self, counts: np.ndarray, span: float) -> None:
         self.counts, self.span = counts, span
         self.top = max(1.0, math.log10(max(1, int(counts.max(initial=1)))) * 1.05)

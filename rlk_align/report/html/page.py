@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from rlk_align.judge.verdict import Verdict, headline
-from rlk_align.report.facts import operators
+from rlk_align.report.facts import operator_facts
 from rlk_align.report.html.answers import answers
 from rlk_align.report.html.card import card
 from rlk_align.report.html.drift import Series, drift_figure
@@ -22,7 +22,7 @@ from rlk_align.report.html.samples import deltas, worst_samples
 from rlk_align.report.html.table import operator_table
 from rlk_align.report.html.tokens import delta_ramp, error_ramp, sample_view
 from rlk_align.report.probe_units import summary
-from rlk_align.report.source import Source
+from rlk_align.report.source import ReportSource
 from rlk_align.report.words import check_words, mismatch_words
 from rlk_align.results import EdgeResult
 from rlk_align.text import printable
@@ -63,13 +63,13 @@ def _asset(name: str) -> Markup:
 
 
 def _hash(text: str) -> str:
-    """As a content security policy names an inline part."""
+    """The hash by which a content security policy allows an inline part."""
     digest = hashlib.sha256(text.encode()).digest()
     return f"sha256-{base64.b64encode(digest).decode()}"
 
 
 def _number(cell: str) -> Markup:
-    """What a cell of figures is sorted by, as attributes."""
+    """The attributes by which a numeric cell is aligned and sorted."""
     try:
         value = float(cell.replace(",", "").removesuffix("%"))
     except ValueError:
@@ -78,7 +78,7 @@ def _number(cell: str) -> Markup:
     return Markup(' class="num" data-v="{}"').format(size)
 
 
-def run_page(source: Source) -> str:
+def run_page(source: ReportSource) -> str:
     """The whole page of one run."""
     verdict, edge = source.verdict, headline(source.verdict)
     context: dict[str, object] = {
@@ -95,46 +95,42 @@ def run_page(source: Source) -> str:
     }
     if edge is not None and not verdict.comparison.stopped:
         context |= _charts(source, edge)
-    context["sections"] = [(id_, words) for id_, words in _SECTIONS if _is_there(context, id_)]
+    context["sections"] = [(id_, words) for id_, words, needed in _SECTIONS if context[needed]]
     return render("run.html", **context)
 
 
 _SECTIONS = [
-    ("problems", "Breaches, warnings and doubts"),
-    ("provenance", "Provenance"),
-    ("drift", "Where drift starts"),
-    ("heatmap", "Layers and operators"),
-    ("tokens", "Tokens"),
-    ("logprobs", "Log-probs"),
-    ("rankmap", "Ranks"),
-    ("operators", "Operators"),
-    ("unpaired", "Unpaired sites"),
-    ("waivers", "Waivers"),
-    ("notes", "Notes"),
+    ("problems", "Breaches, warnings and doubts", "problems"),
+    ("provenance", "Provenance", "card"),
+    ("drift", "Where drift starts", "drift"),
+    ("heatmap", "Layers and operators", "drift"),
+    ("tokens", "Tokens", "drift"),
+    ("logprobs", "Log-probs", "drift"),
+    ("rankmap", "Ranks", "ranks"),
+    ("operators", "Operators", "drift"),
+    ("unpaired", "Unpaired sites", "card"),
+    ("waivers", "Waivers", "card"),
+    ("notes", "Notes", "notes"),
 ]
-
-
-def _is_there(context: dict[str, object], section: str) -> bool:
-    needs = {"rankmap": "ranks", "problems": "problems", "notes": "notes"}
-    charts = ("drift", "heatmap", "tokens", "logprobs", "operators")
-    return bool(context["drift"] if section in charts else context[needs.get(section, "card")])
+"""Each section's id and heading, and the variable without which the page lacks the section."""
 
 
 def _problems(verdict: Verdict) -> list[tuple[str, list[str]]]:
-    found = [
-        ("Mismatches before anything was computed", _mismatches(verdict)),
+    problems = [
+        (
+            "Mismatches before anything was computed",
+            [
+                f"{mismatch_words(m)}{f': {m.detail}' if m.detail else ''}"
+                for m in verdict.comparison.mismatches
+            ],
+        ),
         ("Limits that do not hold", [check_words(b) for b in verdict.breaches]),
         ("Waivers that have expired", [str(use) for use in verdict.expired]),
         ("Breaches that are waived", [check_words(w) for w in verdict.waived]),
         ("Near a limit", [check_words(w) for w in verdict.warnings]),
         ("Why nothing can be concluded", verdict.doubts),
     ]
-    return [(heading, items) for heading, items in found if items]
-
-
-def _mismatches(verdict: Verdict) -> list[str]:
-    found = verdict.comparison.mismatches
-    return [f"{mismatch_words(m)}{f': {m.detail}' if m.detail else ''}" for m in found]
+    return [(heading, items) for heading, items in problems if items]
 
 
 def _unpaired(verdict: Verdict) -> list[list[str]]:
@@ -158,13 +154,14 @@ def _waivers(verdict: Verdict) -> list[list[str]]:
 
 _SIGNS = {"pass": "≤", "warn": "! >", "waived": "○ >", "fail": "✕ >"}
 _OUTCOMES = {"pass": "", "warn": "near-limit", "waived": "near-limit", "fail": "breach"}
-"""How a figure stands to its limit: a sign, and a class."""
+"""The sign and the CSS class of each outcome of a limit."""
 
 
-def _charts(source: Source, edge: EdgeResult) -> dict[str, object]:
-    """What is drawn of the edge to speak of first."""
-    verdict, found = source.verdict, operators(source, edge)
-    series = [Series.of(source, found)]
+def _charts(source: ReportSource, edge: EdgeResult) -> dict[str, object]:
+    """The template's variables for the charts of the headline edge."""
+    verdict, operators = source.verdict, operator_facts(source, edge)
+    series = [Series.of(source, operators)]
+    columns, rows = operator_table(operators)
     probed = source.probe.edge(edge.name) if source.probe else None
     words = f"probe: {summary(verdict, probed)}" if probed else "Not probed."
     if source.probe and source.probe.left_out:
@@ -176,8 +173,9 @@ def _charts(source: Source, edge: EdgeResult) -> dict[str, object]:
         "metrics": metric_rows(verdict, verdict.comparison.edges),
         "drift": drift_figure("drift-chart", f"Drift of {edge.name}", series, linked=True),
         "other_drifts": [_other(source, e) for e in verdict.comparison.edges if e is not edge],
-        "heat": operator_heat(found),
-        "operators": operator_table(found),
+        "heat": operator_heat(operators),
+        "columns": columns,
+        "operators": rows,
         "probe_words": words,
         "signs": _SIGNS,
         "outcomes": _OUTCOMES,
@@ -186,21 +184,23 @@ def _charts(source: Source, edge: EdgeResult) -> dict[str, object]:
     }
 
 
-def _other(source: Source, edge: EdgeResult) -> dict[str, object]:
+def _other(source: ReportSource, edge: EdgeResult) -> dict[str, object]:
     """The drift of another edge, folded away."""
-    found = operators(source, edge)
-    differ = sum(bool(o.site.differ) for o in found)
+    operators = operator_facts(source, edge)
+    differ = sum(bool(o.site.differ) for o in operators)
     title = f"Drift of {edge.name}"
-    series = [Series.of(source, found)]
+    series = [Series.of(source, operators)]
     return {
         "title": title,
-        "summary": f"{differ} of {len(found)} sites differ" if differ else "all sites bit-equal",
+        "summary": f"{differ} of {len(operators)} sites differ"
+        if differ
+        else "all sites bit-equal",
         "figure": drift_figure(f"drift-{edge.name}", title, series, linked=False),
     }
 
 
-def _rows(source: Source, edge: EdgeResult) -> dict[str, object]:
-    """What is drawn token by token."""
+def _rows(source: ReportSource, edge: EdgeResult) -> dict[str, object]:
+    """The template's variables for what is drawn token by token."""
     if not source.run.has_rows:
         return {"samples": [], "histogram": None}
     bound = largest_bound(source.verdict, edge)

@@ -19,14 +19,14 @@ class Fact:
 
 
 def provenance(comparison: Comparison) -> list[Fact]:
-    """What differs first, each half in the order in which the engines say it."""
-    rollout, train = (said(comparison.engines[side]) for side in ("rollout", "train"))
+    """Facts that differ come first; each half keeps the order of the engines' records."""
+    rollout, train = (engine_facts(comparison.engines[side]) for side in ("rollout", "train"))
     names = dict.fromkeys([*rollout, *train])
     facts = [Fact(name, rollout.get(name, "–"), train.get(name, "–")) for name in names]
     return sorted(facts, key=lambda fact: not fact.differs)
 
 
-def said(engine: EngineRecord) -> dict[str, str]:
+def engine_facts(engine: EngineRecord) -> dict[str, str]:
     """All that an engine says of itself, by name."""
     facts = {
         "engine": engine.name,

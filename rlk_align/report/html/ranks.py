@@ -14,12 +14,12 @@ _CELL, _LEFT = 96.0, 210.0
 
 def ranks_of(engine: EngineRecord) -> int:
     """Processes that the engine ran in."""
-    said = engine.environment.get("ranks", "1")
-    return int(said) if said.isdecimal() else 1
+    ranks = engine.environment.get("ranks", "1")
+    return int(ranks) if ranks.isdecimal() else 1
 
 
 def rank_map(c: Comparison) -> Figure | None:
-    """None where both sides ran in one process."""
+    """Draws the rank map; None where both sides ran in one process."""
     sides = {side: ranks_of(e) for side, e in c.engines.items()}
     most = max(sides.values())
     if most == 1:

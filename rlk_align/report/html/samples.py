@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rlk_align.comparison_table import HEAD
-from rlk_align.report.source import Source
+from rlk_align.report.source import ReportSource
 from rlk_align.results import EdgeResult
 
 SHOWN = 4
@@ -36,7 +36,7 @@ class Stretch:
     before: int
     """Tokens that are left out before the first that is drawn."""
     after: int
-    """And after the last."""
+    """Tokens that are left out after the last that is drawn."""
 
     @property
     def worst(self) -> tuple[float, int]:
@@ -49,14 +49,14 @@ def _size(delta: float) -> float:
     return math.inf if math.isnan(delta) else abs(delta)
 
 
-def deltas(source: Source, edge: EdgeResult) -> np.ndarray:
+def deltas(source: ReportSource, edge: EdgeResult) -> np.ndarray:
     """Δlogp of every sampled token of an edge, in nats."""
     table = _head(source, edge)
-    found = pc.subtract(table["second_logprob"], table["first_logprob"]).drop_null()
-    return found.to_numpy()
+    dlogp = pc.subtract(table["second_logprob"], table["first_logprob"]).drop_null()
+    return dlogp.to_numpy()
 
 
-def _head(source: Source, edge: EdgeResult, columns: Sequence[str] = ()) -> pa.Table:
+def _head(source: ReportSource, edge: EdgeResult, columns: Sequence[str] = ()) -> pa.Table:
     table = source.run.rows([*HEAD, *columns])
     return table.filter(pc.equal(table["edge"].cast(pa.string()), edge.name))
 
@@ -70,8 +70,8 @@ def layer_ends(edge: EdgeResult) -> list[str]:
     return list(ends.values())
 
 
-def worst_samples(source: Source, edge: EdgeResult) -> list[Stretch]:
-    """Those with the largest |Δlogp| first, at most SHOWN."""
+def worst_samples(source: ReportSource, edge: EdgeResult) -> list[Stretch]:
+    """The SHOWN samples with the largest |Δlogp|, the largest first."""
     sites = layer_ends(edge)
     table = _head(source, edge)
     size = pc.abs(pc.subtract(table["second_logprob"], table["first_logprob"]))
@@ -84,9 +84,9 @@ def worst_samples(source: Source, edge: EdgeResult) -> list[Stretch]:
         .sort_by([("size_max", "descending"), ("sample", "ascending")])
     )
     chosen = worst["sample"].to_pylist()[:SHOWN]
-    kept = _head(source, edge, sites)
+    rows = _head(source, edge, sites)
     length = max(32, min(LONGEST, _CELLS // (max(1, len(chosen)) * max(1, len(sites)))))
-    return [_stretch(kept, sample, sites, length) for sample in chosen]
+    return [_stretch(rows, sample, sites, length) for sample in chosen]
 
 
 def _stretch(table: pa.Table, sample: int, sites: list[str], length: int) -> Stretch:
@@ -100,10 +100,10 @@ def _stretch(table: pa.Table, sample: int, sites: list[str], length: int) -> Str
     start = max(0, prompt - before)
     whole = pc.subtract(rows["second_logprob"], rows["first_logprob"]).to_pylist()
     # A row speaks of the next token: the token itself is spoken of by the row before it.
-    own = [None, *whole[:-1]]
-    worst = max(range(len(own)), key=lambda n: -1.0 if own[n] is None else _size(own[n]))
+    dlogp = [None, *whole[:-1]]
+    worst = max(range(len(dlogp)), key=lambda n: -1.0 if dlogp[n] is None else _size(dlogp[n]))
     if worst >= start + length:
-        start = min(worst - length // 2, len(own) - length)
+        start = min(worst - length // 2, len(dlogp) - length)
     part = rows.slice(start, length)
     return Stretch(
         sample=sample,
@@ -111,8 +111,8 @@ def _stretch(table: pa.Table, sample: int, sites: list[str], length: int) -> Str
         ids=part["token"].to_pylist(),
         texts=part["text"].to_pylist(),
         sampled=sampled[start : start + length],
-        delta=own[start : start + length],
+        delta=dlogp[start : start + length],
         errors={s: part[s].to_pylist() for s in sites if s in part.column_names},
         before=start,
-        after=max(0, len(own) - start - length),
+        after=max(0, len(dlogp) - start - length),
     )

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from markupsafe import Markup
 
 from rlk_align.judge.verdict import headline, over_budget
-from rlk_align.report.facts import operators
+from rlk_align.report.facts import operator_facts
 from rlk_align.report.html.card import Card, card
 from rlk_align.report.html.drift import Series, drift_figure, drift_scale
 from rlk_align.report.html.figure import Figure
 from rlk_align.report.html.logprobs import WORDS, largest_bound, metric_value
 from rlk_align.report.html.page import render
-from rlk_align.report.html.provenance import said
+from rlk_align.report.html.provenance import engine_facts
 from rlk_align.report.html.svg import LogScale, chart, el, figure, text
-from rlk_align.report.source import Source
+from rlk_align.report.source import ReportSource
 from rlk_align.report.words import engine_spec
 from rlk_align.results import EdgeName, EdgeResult
 
@@ -25,15 +25,15 @@ _SMALL = 150.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """One run among others."""
+class RunView:
+    """One of the runs that a page compares."""
 
     label: str
     """A letter and its folder's name."""
-    source: Source
+    source: ReportSource
     card: Card
     cells: list[str]
-    """Of the table of verdicts, from the engines on."""
+    """The run's cells in the table of verdicts, from the engines on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +47,8 @@ class EdgeView:
     rows: list[list[str]]
 
 
-def several_page(sources: list[Source]) -> str:
-    """The whole page."""
+def several_page(sources: list[ReportSource]) -> str:
+    """Returns the page that compares the runs."""
     names = Counter(s.name for s in sources)
     runs = [
         _run(f"{_letter(n)} {s.name if names[s.name] == 1 else s.folder}", s)
@@ -75,28 +75,28 @@ _COLUMNS = [
 ]
 
 
-def _run(label: str, source: Source) -> Run:
+def _run(label: str, source: ReportSource) -> RunView:
     verdict, c = source.verdict, source.verdict.comparison
     engines = [engine_spec(c.engines[side]) for side in ("rollout", "train")]
     contract = f"{verdict.contract.id} {verdict.contract.version}"
     edge = None if c.stopped else headline(verdict)
-    found = ["–"] * 6
+    figures = ["–"] * 6
     if edge is not None:
         m, first, over = edge.metrics, edge.first_bitwise, over_budget(verdict, edge)
         sizes = map(figure, (m.max_abs_dlogp, m.mean_abs_dlogp, m.k3))
         off = f"{over[0].unit.site} ({over[0].side or 'side not known'})" if over else "none"
-        found = [edge.name, *sizes, first.site if first else "none", off]
-    return Run(
-        label=label, source=source, card=card(source), cells=[*engines, c.dtype, contract, *found]
+        figures = [edge.name, *sizes, first.site if first else "none", off]
+    return RunView(
+        label=label, source=source, card=card(source), cells=[*engines, c.dtype, contract, *figures]
     )
 
 
-def _view(name: EdgeName, runs: list[Run]) -> EdgeView | None:
-    """None where no run has it; runs that lack it are left out."""
-    found = [(run, edge) for run in runs if (edge := _edge(run, name)) is not None]
-    if not found:
+def _view(name: EdgeName, runs: list[RunView]) -> EdgeView | None:
+    """The edge in all runs that have it; None where no run does."""
+    measured = [(run, edge) for run in runs if (edge := _edge(run, name)) is not None]
+    if not measured:
         return None
-    series = [Series.of(r.source, operators(r.source, e), r.label) for r, e in found]
+    series = [Series.of(r.source, operator_facts(r.source, e), r.label) for r, e in measured]
     title = f"Drift of {name}"
     if len(series) <= 2:
         drift = [drift_figure(f"drift-{name}", title, series, linked=False)]
@@ -109,19 +109,19 @@ def _view(name: EdgeName, runs: list[Run]) -> EdgeView | None:
         # What is said of the first holds for all.
         drift = [drift[0], *(replace(f, caption=[], legend=[]) for f in drift[1:])]
     rows = [
-        [words, *(metric_value(edge.metrics, metric) for _, edge in found)]
+        [words, *(metric_value(edge.metrics, metric) for _, edge in measured)]
         for metric, words in WORDS.items()
     ]
     return EdgeView(
         name=name,
         drift=drift,
-        logprobs=_sizes(name, found),
-        columns=["figure", *(run.label for run, _ in found)],
+        logprobs=_sizes(name, measured),
+        columns=["figure", *(run.label for run, _ in measured)],
         rows=rows,
     )
 
 
-def _edge(run: Run, name: EdgeName) -> EdgeResult | None:
+def _edge(run: RunView, name: EdgeName) -> EdgeResult | None:
     c = run.source.verdict.comparison
     return None if c.stopped else next((e for e in c.edges if e.name == name), None)
 
@@ -134,16 +134,16 @@ _SIZES = (
 )
 
 
-def _sizes(name: EdgeName, found: list[tuple[Run, EdgeResult]]) -> Figure:
+def _sizes(name: EdgeName, measured: list[tuple[RunView, EdgeResult]]) -> Figure:
     """Mean, p99 and largest |Δlogp| of each run, on one scale."""
-    bounds = [largest_bound(run.source.verdict, edge) for run, edge in found]
-    values = [getattr(edge.metrics, metric) for _, edge in found for metric, _, _ in _SIZES]
+    bounds = [largest_bound(run.source.verdict, edge) for run, edge in measured]
+    values = [getattr(edge.metrics, metric) for _, edge in measured for metric, _, _ in _SIZES]
     scale = LogScale([*values, *(b for b in bounds if b)], _LEFT + 60, _WIDTH - 10)
-    bottom = _TOP + _ROW * len(found)
+    bottom = _TOP + _ROW * len(measured)
     title = f"|Δlogp| of {name}"
     desc = "A row for each run; mean, p99 and largest |Δlogp| to the right, by logarithm."
     drawn = [*_axis(scale, bottom)]
-    for n, ((run, edge), bound) in enumerate(zip(found, bounds, strict=True)):
+    for n, ((run, edge), bound) in enumerate(zip(measured, bounds, strict=True)):
         drawn += _row(run, edge, bound, scale, _TOP + (n + 0.5) * _ROW)
     return Figure(
         name=f"sizes-{name}",
@@ -157,7 +157,7 @@ def _sizes(name: EdgeName, found: list[tuple[Run, EdgeResult]]) -> Figure:
         columns=["run", *(words for _, words, _ in _SIZES)],
         rows=[
             [run.label, *(figure(getattr(edge.metrics, metric)) for metric, _, _ in _SIZES)]
-            for run, edge in found
+            for run, edge in measured
         ],
     )
 
@@ -181,7 +181,7 @@ def _axis(scale: LogScale, bottom: float) -> Iterator[Markup]:
 
 
 def _row(
-    run: Run, edge: EdgeResult, bound: float | None, scale: LogScale, y: float
+    run: RunView, edge: EdgeResult, bound: float | None, scale: LogScale, y: float
 ) -> Iterator[Markup]:
     yield text(_LEFT - 8, y + 4, run.label[:28], class_="label end")
     if bound:
@@ -197,13 +197,13 @@ def _row(
             yield el("circle", title, cx=x, cy=y, r=4, class_=f"{kind} s0")
 
 
-def _provenance(runs: list[Run]) -> list[tuple[bool, str, list[str]]]:
+def _provenance(runs: list[RunView]) -> list[tuple[bool, str, list[str]]]:
     """(whether runs differ in it, what, by run), differences first."""
     facts = [
         {
             f"{side} {name}": value
             for side, engine in run.source.verdict.comparison.engines.items()
-            for name, value in said(engine).items()
+            for name, value in engine_facts(engine).items()
         }
         for run in runs
     ]

@@ -12,13 +12,13 @@ Content = Markup | str | Iterable["Content"]
 
 def el(tag: str, *content: Content, **attributes: object) -> Markup:
     """An element; `class_` and `font_size` become `class` and `font-size`, None is left out."""
-    given = "".join(
+    written = "".join(
         f' {name.strip("_").replace("_", "-")}="{_text(value)}"'
         for name, value in attributes.items()
         if value is not None
     )
     inside = "".join(map(_inner, content))
-    return Markup(f"<{tag}{given}>{inside}</{tag}>" if inside else f"<{tag}{given}/>")
+    return Markup(f"<{tag}{written}>{inside}</{tag}>" if inside else f"<{tag}{written}/>")
 
 
 def _inner(content: Content) -> str:
@@ -53,9 +53,9 @@ def chart(name: str, size: tuple[float, float], title: str, desc: str, *content:
     )
 
 
-def text(x: float, y: float, said: object, **attributes: object) -> Markup:
-    """A word at a place."""
-    return el("text", _text(said), x=x, y=y, **attributes)
+def text(x: float, y: float, words: object, **attributes: object) -> Markup:
+    """A text element at (x, y)."""
+    return el("text", _text(words), x=x, y=y, **attributes)
 
 
 def figure(value: float | None) -> str:
@@ -74,9 +74,9 @@ class LogScale:
     LANE = 26.0
 
     def __init__(self, values: Iterable[float], top: float, bottom: float) -> None:
-        found = [v for v in values if v > 0 and math.isfinite(v)]
-        self.low = math.floor(math.log10(min(found, default=1e-3)))
-        self.high = max(math.ceil(math.log10(max(found, default=1.0))), self.low + 1)
+        positive = [v for v in values if v > 0 and math.isfinite(v)]
+        self.low = math.floor(math.log10(min(positive, default=1e-3)))
+        self.high = max(math.ceil(math.log10(max(positive, default=1.0))), self.low + 1)
         self.top, self.bottom = top, bottom
 
     @property
@@ -104,19 +104,19 @@ LEVELS = 10
 
 
 _DECADES = 3.0
-"""Of a ramp, at most: what is smaller is of no interest beside what is larger."""
+"""A ramp spans at most so many: the largest values are what a reader looks for."""
 
 
 class Ramp:
     """Magnitudes as levels of a heat map: 0 for an exact zero, 1 to LEVELS by logarithm."""
 
     def __init__(self, values: Iterable[float | None]) -> None:
-        found = [v for v in values if v is not None and v > 0 and math.isfinite(v)]
-        self.high = math.log10(max(found, default=1.0))
-        self.low = max(math.log10(min(found, default=1e-3)), self.high - _DECADES)
+        positive = [v for v in values if v is not None and v > 0 and math.isfinite(v)]
+        self.high = math.log10(max(positive, default=1.0))
+        self.low = max(math.log10(min(positive, default=1e-3)), self.high - _DECADES)
 
     def level(self, value: float | None) -> str:
-        """Its class: `l0` to `l10`, `none` for what is missing, `bad` for a NaN or an infinity."""
+        """The CSS class of a value: `l0` to `l10`, `none` if missing, `bad` if NaN or infinite."""
         if value is None:
             return "none"
         if not math.isfinite(value):
@@ -127,7 +127,7 @@ class Ramp:
         return f"l{min(LEVELS, 1 + max(0, int(share * LEVELS)))}"
 
     def legend(self) -> list[tuple[str, str]]:
-        """(class, words) of its steps."""
+        """The steps of the ramp, as (class, words)."""
         ends = f"{10**self.low:.2g} or less, to {10**self.high:.2g}, by logarithm"
         return [
             ("ramp", ends),

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rlk_align.report.facts import STATES, Operator
+from rlk_align.report.facts import STATES, OperatorFacts
 from rlk_align.report.html.svg import figure
 from rlk_align.results import CodePlace, SideName
 
@@ -19,23 +19,6 @@ class TableCell:
     value: str | None = None
     folded: bool = False
     """Whether its lines are shown only when they are asked for."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OperatorRow:
-    """One operator."""
-
-    order: int
-    state: str
-    cells: list[TableCell]
-
-
-@dataclass(frozen=True, kw_only=True)
-class OperatorTable:
-    """Columns, each with its class, and rows."""
-
-    columns: list[tuple[str, str]]
-    rows: list[OperatorRow]
 
 
 _COLUMNS = [
@@ -56,24 +39,21 @@ _COLUMNS = [
 ]
 
 
-def operator_table(found: list[Operator]) -> OperatorTable:
-    """Columns that say nothing of any operator are left out."""
-    rows = [(o, list(_cells(o))) for o in found]
-    kept = [n for n in range(len(_COLUMNS)) if any(_said(cells[n]) for _, cells in rows)]
-    return OperatorTable(
-        columns=[_COLUMNS[n] for n in kept],
-        rows=[
-            OperatorRow(order=o.order, state=o.state, cells=[cells[n] for n in kept])
-            for o, cells in rows
-        ],
-    )
+def operator_table(
+    operators: list[OperatorFacts],
+) -> tuple[list[tuple[str, str]], list[tuple[OperatorFacts, list[TableCell]]]]:
+    """The columns, each with its class, and the cells of each operator. Columns that say nothing of
+    any operator are omitted."""
+    rows = [(o, list(_cells(o))) for o in operators]
+    used = [n for n in range(len(_COLUMNS)) if any(_says_something(cells[n]) for _, cells in rows)]
+    return [_COLUMNS[n] for n in used], [(o, [cells[n] for n in used]) for o, cells in rows]
 
 
-def _said(cell: TableCell) -> bool:
+def _says_something(cell: TableCell) -> bool:
     return bool(cell.lines) or cell.text not in ("", "–")
 
 
-def _cells(o: Operator) -> Iterator[TableCell]:
+def _cells(o: OperatorFacts) -> Iterator[TableCell]:
     sign, words = STATES[o.state]
     yield TableCell(text=str(o.order), classes="num", value=str(o.order))
     yield TableCell(text=o.site.site, classes="site mono")
@@ -100,13 +80,13 @@ def _number(value: float | None, text: str | None = None) -> TableCell:
     return TableCell(text=text or figure(value), classes="num", value=size)
 
 
-def _roundings(o: Operator, side: SideName) -> float | None:
-    """How far a side's outputs are from exact ones, in roundings; of several passes the worst."""
-    found = [u.errors.rms for u in o.refereed if u.side == side and u.errors is not None]
-    return max(found, key=lambda rms: math.inf if math.isnan(rms) else rms, default=None)
+def _roundings(o: OperatorFacts, side: SideName) -> float | None:
+    """A side's error against float64 in roundings; the largest of its passes."""
+    sizes = [u.errors.rms for u in o.refereed if u.side == side and u.errors is not None]
+    return max(sizes, key=lambda rms: math.inf if math.isnan(rms) else rms, default=None)
 
 
-def _code(o: Operator) -> Iterator[str]:
+def _code(o: OperatorFacts) -> Iterator[str]:
     """Where each side computes it, the settings that one side alone has, and what was not
     recomputed."""
     places: dict[str, CodePlace] = {u.side: u.code for u in o.refereed if u.code is not None}

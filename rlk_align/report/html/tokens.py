@@ -55,19 +55,19 @@ def sample_view(stretch: Stretch, bound: float | None, delta: Ramp, errors: Ramp
 
 
 def delta_ramp(stretches: list[Stretch]) -> Ramp:
-    """Of |Δlogp|."""
+    """The colour scale of |Δlogp| on the whole page."""
     return Ramp(None if d is None else abs(d) for s in stretches for d in s.delta)
 
 
 def error_ramp(stretches: list[Stretch]) -> Ramp:
-    """Of relative L2 errors."""
+    """The colour scale of relative L2 errors on the whole page."""
     return Ramp(v for s in stretches for row in s.errors.values() for v in row)
 
 
 def word(stretch: Stretch, at: int) -> str:
-    """What a token says, or its id."""
-    said = stretch.texts[at]
-    return said if said else f"⟨{stretch.ids[at]}⟩"
+    """The text of a token, or its id where the text is empty or unknown."""
+    words = stretch.texts[at]
+    return words if words else f"⟨{stretch.ids[at]}⟩"
 
 
 def _tokens(stretch: Stretch, bound: float | None, ramp: Ramp) -> Iterator[Token]:
@@ -147,13 +147,13 @@ def _paths(stretch: Stretch, sites: list[str], width: float, ramp: Ramp) -> Iter
 
 
 def _column(stretch: Stretch, n: int, width: float, bottom: float) -> Markup:
-    found = [(s, v[n]) for s, v in stretch.errors.items() if v[n] is not None]
-    known = [(s, math.inf if math.isnan(v) else v) for s, v in found if v is not None]
+    errors = [(s, v[n]) for s, v in stretch.errors.items() if v[n] is not None]
+    known = [(s, math.inf if math.isnan(v) else v) for s, v in errors if v is not None]
     worst = max(known, key=lambda item: item[1], default=None)
     delta = stretch.delta[n]
-    said = f"position {stretch.positions[n]}, {'sampled' if stretch.sampled[n] else 'prompt'}: "
-    said += f"“{word(stretch, n)}”"
-    said += "" if delta is None else f", Δlogp {delta:+.2g}"
-    said += f"; largest error {figure(worst[1])} at {worst[0]}" if worst else "; no error kept"
+    words = f"position {stretch.positions[n]}, {'sampled' if stretch.sampled[n] else 'prompt'}: "
+    words += f"“{word(stretch, n)}”"
+    words += "" if delta is None else f", Δlogp {delta:+.2g}"
+    words += f"; largest error {figure(worst[1])} at {worst[0]}" if worst else "; no error kept"
     area = el("rect", x=_LEFT + n * width, y=_TOP, width=width, height=bottom - _TOP)
-    return el("g", el("title", said), area, class_="hit", role="img", aria_label=said)
+    return el("g", el("title", words), area, class_="hit", role="img", aria_label=words)

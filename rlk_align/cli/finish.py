@@ -10,7 +10,7 @@ from rlk_align.api.pair import PreparedPair
 from rlk_align.cli.cost import cost_lines
 from rlk_align.cli.options import warn
 from rlk_align.cli.outputs import (
-    Output,
+    OutputTarget,
     silence_stdout,
     takes_stdout,
     write_regression,
@@ -23,7 +23,7 @@ from rlk_align.judge.verdict import Verdict
 from rlk_align.probe.record import Probe
 from rlk_align.report.change import show_change
 from rlk_align.report.regression_terminal import show_regression
-from rlk_align.report.source import Source
+from rlk_align.report.source import ReportSource
 from rlk_align.report.terminal import STYLES, show
 from rlk_align.report.verdict_json import record_text, too_few_json
 from rlk_align.report.words import MORE_TOKENS
@@ -39,7 +39,7 @@ class _Stdout(Console):
 def finish(
     verdict: Verdict,
     run: Run,
-    outputs: list[Output],
+    outputs: list[OutputTarget],
     probe: Probe | None = None,
     beside: tuple[Verdict, Run] | None = None,
 ) -> NoReturn:
@@ -66,12 +66,12 @@ def finish(
     sys.exit(verdict.exit_code)
 
 
-def _source(verdict: Verdict, run: Run, probe: Probe | None) -> Source:
+def _source(verdict: Verdict, run: Run, probe: Probe | None) -> ReportSource:
     finished = run.reopened()
-    return Source(run=finished, record=finished.record, verdict=verdict, probe=probe)
+    return ReportSource(run=finished, record=finished.record, verdict=verdict, probe=probe)
 
 
-def finish_too_few(pair: PreparedPair, outputs: list[Output]) -> NoReturn:
+def finish_too_few(pair: PreparedPair, outputs: list[OutputTarget]) -> NoReturn:
     """Says that a run cannot be conclusive, before anything is captured: it samples too few tokens.
     Of the outputs only JSON is written, for there is no run that the others could show."""
     contract = pair.contract
@@ -94,9 +94,9 @@ def finish_too_few(pair: PreparedPair, outputs: list[Output]) -> NoReturn:
 
 
 def finish_regression(
-    verdict: RegressionVerdict, runs: tuple[Run, Run], outputs: list[Output]
+    verdict: RegressionVerdict, runs: tuple[Run, Run], outputs: list[OutputTarget]
 ) -> NoReturn:
-    """The same for what became worse from one run to another."""
+    """Prints what became worse from one run to another, writes each output, and exits."""
     folders = (runs[0].folder, runs[1].folder)
     _print(lambda console: show_regression(verdict, folders, console), takes_stdout(outputs))
     write_regression(outputs, verdict)
