@@ -4,6 +4,7 @@ import pytest
 import rlk_kernels as rk
 import torch
 from kernel_suite import attention_truth, packed, torch_attention, within_budget
+from pairwise import pairwise
 from rlk_kernels.device import facts
 from rlk_kernels.ops.attention import backward as attention_backward
 from rlk_kernels.ops.attention import forward as attention_forward
@@ -27,12 +28,12 @@ def test_gradients_are_right_the_same_in_20_runs_and_free_of_neighbours(dtype, s
     runs = [torch.autograd.grad(out, leaves, do, retain_graph=True) for _ in range(20)]
     for grads in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(grads, runs[0], strict=True))
-    wide = [x.detach().cpu().double().requires_grad_() for x in leaves]
-    exact = torch.autograd.grad(attention_truth(*wide, cu_q, cu_k)[0], wide, do.cpu().double())
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    exact = torch.autograd.grad(attention_truth(*wide, cu_q, cu_k)[0], wide, do.double())
     own_leaves = [x.detach().requires_grad_() for x in leaves]
     own = torch.autograd.grad(torch_attention(*own_leaves, cu_q, cu_k), own_leaves, do)
     for value, truth, torch_value in zip(runs[0], exact, own, strict=True):
-        assert within_budget(value.cpu(), truth, torch_value.cpu(), dtype)
+        assert within_budget(value, truth, torch_value, dtype)
     # dq of the last sequence alone, and of its last 57 queries alone
     for count in (257, 57):
         part = slice(358 - count, 358)
@@ -62,10 +63,12 @@ def backward(lens_q, lens_k, shape, dtype, causal, window, behind=7):
     return [attention_backward.backward(call, lse, do, special) for special in (True, False)]
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [None, 200])
-@pytest.mark.parametrize("shape", [(4, 1, 128), (2, 2, 64), (7, 1, 64), (8, 1, 128)])
-@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize(
+    ("dtype", "shape", "window", "causal"),
+    pairwise(
+        DTYPES[:2], [(4, 1, 128), (2, 2, 64), (7, 1, 64), (8, 1, 128)], [None, 200], [True, False]
+    ),
+)
 def test_the_backward_for_hopper_has_the_bits_of_the_other(dtype, shape, window, causal):
     if not facts(torch.device("cuda:0")).gluon:
         pytest.skip("hopper_dq.py is for Hopper and the Triton of device.GLUON_TRITON")

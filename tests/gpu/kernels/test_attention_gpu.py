@@ -4,6 +4,7 @@ import pytest
 import rlk_kernels as rk
 import torch
 from kernel_suite import attention_truth, packed, paged_cache, torch_attention, within_budget
+from pairwise import pairwise
 from rlk_kernels.device import facts
 from rlk_kernels.ops.attention import forward as attention_forward
 from rlk_kernels.ops.attention import hopper
@@ -13,21 +14,17 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(32, 8, 128), (16, 8, 128), (8, 1, 64), (14, 2, 64), (6, 6, 80), (4, 2, 256)]
 
 
-@pytest.mark.parametrize("window", [None, 200])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "shape", "window"), pairwise(DTYPES, SHAPES, [None, 200]))
 def test_error_is_no_larger_than_torchs(dtype, shape, window):
     args = packed([100, 1, 333, 257], [100, 1100, 1500, 257], *shape, dtype, "cuda")
     out, lse = rk.attention(*args, window=window, return_lse=True)
-    truth, lse_truth = attention_truth(*[x.cpu() for x in args], window=window)
+    truth, lse_truth = attention_truth(*args, window=window)
     own = torch_attention(*args, window=window)
-    assert within_budget(out.cpu(), truth, own.cpu(), dtype)
-    assert float((lse.cpu() - lse_truth).abs().max()) < (2e-5 if dtype == torch.float32 else 1e-3)
+    assert within_budget(out, truth, own, dtype)
+    assert float((lse - lse_truth).abs().max()) < (2e-5 if dtype == torch.float32 else 1e-3)
 
 
-@pytest.mark.parametrize("window", [None, 300])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "shape", "window"), pairwise(DTYPES, SHAPES, [None, 300]))
 def test_prefill_equals_paged_decode_and_every_chunking(dtype, shape, window):
     n = 2300
     q, k, v, cu_q, cu_k = packed([n], [n], *shape, dtype, "cuda")
@@ -119,10 +116,10 @@ def taken(monkeypatch):
     assert all(seen)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [None, 200])
-@pytest.mark.parametrize("shape", [(8, 2, 128), (14, 2, 64), (6, 2, 128)])
-@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize(
+    ("dtype", "shape", "window", "causal"),
+    pairwise(DTYPES[:2], [(8, 2, 128), (14, 2, 64), (6, 2, 128)], [None, 200], [True, False]),
+)
 def test_copies_in_a_warp_of_their_own_change_no_bit(dtype, shape, window, causal, taken):
     for lens in LENGTHS:
         q, k, v, cu_q, cu_k = packed(*lens, *shape, dtype, "cuda")

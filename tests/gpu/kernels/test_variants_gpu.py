@@ -4,6 +4,7 @@ gradients in fp32, capped logits."""
 import pytest
 import rlk_kernels as rk
 import torch
+from pairwise import pairwise
 from rlk_kernels.ops.attention.call import AttentionCall
 from rlk_kernels.ops.attention.forward import forward
 from rlk_kernels.ops.attention.operator import attention_ref
@@ -85,9 +86,10 @@ def test_sinks_in_prefill_decode_and_training(dim, window):
     assert torch.equal(paged, alone[-1:])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("options", [{}, {"window": 100}, {"sinks": True}])
+@pytest.mark.parametrize(
+    ("options", "dim", "dtype"),
+    pairwise([{}, {"window": 100}, {"sinks": True}], [64, 128, 256], DTYPES),
+)
 def test_capped_scores_in_prefill_decode_and_training(options, dim, dtype):
     cu = torch.tensor([0, 1500, 1501, 2000], device="cuda")
     q, k = (3 * rand(2000, h, dim, dtype=dtype, seed=h) for h in (8, 2))
