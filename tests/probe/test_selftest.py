@@ -9,7 +9,7 @@ import pytest
 from conftest import command_line, require_engine, write_few_prompts
 from inprocess import command
 
-from rlk_align.cli.selftest import FOUND
+from rlk_align.cli.selftest import RESULTS
 from rlk_align.engines.faults.catalogue import FAULTS, Chosen
 from rlk_align.engines.faults.fault import ALL
 from rlk_align.errors import BadOption
@@ -51,7 +51,7 @@ def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     )
     assert done.code in (0, 1), done.err
     found = json.loads((folder / "out.json").read_text())
-    kept = (folder / "run" / FOUND).read_text().splitlines()
+    kept = (folder / "run" / RESULTS).read_text().splitlines()
     assert [json.loads(text) for text in kept] == [*found["detections"], *found["clean"]]
     return engines, done.code, done.out, found
 
