@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rlk_align.capture.key import engine_versions
 from rlk_align.capture.request import CaptureRequest
-from rlk_align.engines.common.kernels import check_kernels, check_left
+from rlk_align.engines.common.kernels import check_excluded, check_kernels
 from rlk_align.engines.registry import require_installed, require_kernels
 from rlk_align.engines.tested import untested
 from rlk_align.errors import BadOption, ModelError
@@ -42,7 +42,7 @@ def check_request(request: CaptureRequest, sampling: bool) -> tuple[ModelShape, 
         require_kernels(spec.name)
         check_kernels(spec.name, read_config(model))
     if excluded := spec.option("except"):
-        check_left(spec.name, str(excluded), {site.op for site in model_sites(shape)})
+        check_excluded(spec.name, str(excluded), {site.op for site in model_sites(shape)})
     check_tensors(model, shape)
     _check_prompts(request, sampling, model, shape)
     return shape, untested(engine_versions(spec))

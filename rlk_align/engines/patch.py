@@ -15,7 +15,7 @@ from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.operators import NORMS, Counted
 
 from rlk_align.engines.base import Engine
-from rlk_align.engines.common.kernels import KERNELS, REPLACEABLE, parse_left
+from rlk_align.engines.common.kernels import KERNELS, REPLACEABLE, parse_excluded
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import EngineFailed, ModelError
 from rlk_align.model.operators import OPERATORS
@@ -32,13 +32,14 @@ class Patch(ABC):
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
-        self.left = parse_left(str(spec.option("except"))) if spec.option("except") else frozenset()
+        excluded = spec.option("except")
+        self.excluded = parse_excluded(str(excluded)) if excluded else frozenset()
         self.undo = ExitStack()
         self.reported = Reported()
 
     @property
     def own_logprobs(self) -> bool:
-        return "logprob" in self.left
+        return "logprob" in self.excluded
 
     def before_loading(self) -> None:
         return
@@ -79,10 +80,10 @@ class Patch(ABC):
                 continue
             ours = isinstance(live.get(site.name), Counted)
             said[site.name] = implementation if ours else "own"
-            # Fused with an operator that is left, one is left with it.
-            if not ours and site.op not in self._left_with:
+            # An operator fused with an excluded one is excluded with it.
+            if not ours and site.op not in self._excluded_with:
                 wrong.append(f"{site.name} is still the engine's own")
-            if ours and site.op in self.left:
+            if ours and site.op in self.excluded:
                 wrong.append(f"{site.name} was to be left to the engine")
         if wrong:
             more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
@@ -90,10 +91,10 @@ class Patch(ABC):
         return said
 
     @property
-    def _left_with(self) -> frozenset[str]:
-        """What is left, with what the engine computes as one with it."""
+    def _excluded_with(self) -> frozenset[str]:
+        """The excluded operators, with what the engine computes as one with them."""
         groups = self.spec.info.one_kernel
-        return self.left.union(*(g for g in groups if not self.left.isdisjoint(g)))
+        return self.excluded.union(*(g for g in groups if not self.excluded.isdisjoint(g)))
 
     @contextmanager
     def called(self, engine: Engine, batch: TokenBatch) -> Iterator[None]:
@@ -132,7 +133,7 @@ class HFPatch(Patch):
 
     def in_model(self, model: Any, rope: Mapping[str, Any]) -> None:
         with _refused(self.spec):
-            self.undo.push(hf.use_kernels(model, self.left - {"logprob"}))
+            self.undo.push(hf.use_kernels(model, self.excluded - {"logprob"}))
 
     def operators(self, engine: Any) -> dict[str, Any]:
         return hf.operators(engine.model)
@@ -148,11 +149,11 @@ class MegatronPatch(Patch):
 
     def in_spec(self, block: Any, windows: tuple[int | None, ...]) -> Any:
         with _refused(self.spec):
-            return megatron.with_kernels(block, self.left, windows)
+            return megatron.with_kernels(block, self.excluded, windows)
 
     def in_model(self, model: Any, rope: Mapping[str, Any]) -> None:
         with _refused(self.spec):
-            megatron.use_kernels(model, rope, self.left)
+            megatron.use_kernels(model, rope, self.excluded)
 
     def operators(self, engine: Any) -> dict[str, Any]:
         return megatron.operators(engine.model)
@@ -162,15 +163,15 @@ class VLLMPatch(Patch):
     """vLLM in this process: registered before it makes its model."""
 
     def before_loading(self) -> None:
-        # Some of the norms are left in the live model.
-        every = self.left >= NORMS
+        # Where only some norms are excluded, `in_model` gives the live model those back.
+        every = self.excluded >= NORMS
         with _refused(self.spec):
-            vllm.register(self.left if every else self.left - NORMS)
+            vllm.register(self.excluded if every else self.excluded - NORMS)
         self.undo.callback(vllm.unregister)
 
     def in_model(self, model: Any, rope: Mapping[str, Any]) -> None:
         with _refused(self.spec):
-            vllm.leave(model, self.left)
+            vllm.leave(model, self.excluded)
 
     def operators(self, engine: Any) -> dict[str, Any]:
         return engine.llm.apply_model(vllm.operators)[0]

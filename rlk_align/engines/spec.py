@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from rlk_align.engines.common.kernels import REPLACEABLE, parse_left
+from rlk_align.engines.common.kernels import REPLACEABLE, parse_excluded
 from rlk_align.engines.faults.catalogue import check_fault, choose
 from rlk_align.engines.info import EngineInfo, Option, OptionValue
 from rlk_align.engines.registry import engine_info
@@ -168,7 +168,7 @@ def _convert(engine: str, key: str, value: str, option: Option) -> OptionValue:
         return str(choose(engine, value))
     if key == "except":
         try:
-            return "+".join(sorted(parse_left(value)))
+            return "+".join(sorted(parse_excluded(value)))
         except ValueError as error:
             known = ", ".join(REPLACEABLE)
             raise BadOption(f"{where}: no operator: {error}", f"known: {known}") from error

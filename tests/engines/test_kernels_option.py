@@ -140,6 +140,6 @@ def test_on_a_gpu_vllm_is_given_the_backend_that_the_kernels_register() -> None:
     def asked(device: str, kernels: SimpleNamespace | None) -> dict[str, str]:
         return VLLMEngine._attention(SimpleNamespace(kernels=kernels), device)  # type: ignore[arg-type]
 
-    on, but_attention = (SimpleNamespace(left=frozenset(left)) for left in ((), ("attn",)))
+    on, but_attention = (SimpleNamespace(excluded=frozenset(ops)) for ops in ((), ("attn",)))
     assert asked("cuda", on) == {"attention_backend": "CUSTOM"}
     assert asked("cuda", None) == asked("cuda", but_attention) == asked("cpu", on) == {}

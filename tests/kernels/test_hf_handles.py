@@ -56,15 +56,15 @@ def ours() -> torch.Tensor:
     return logits(model)
 
 
-LEFT = [((), ()), (("attn",), ()), ((), ("attn",)), (("attn", "logits"), ("q_rope", "k_rope"))]
+EXCLUDED = [((), ()), (("attn",), ()), ((), ("attn",)), (("attn", "logits"), ("q_rope", "k_rope"))]
 
 
-@pytest.mark.parametrize("left", LEFT, ids=str)
+@pytest.mark.parametrize("left", EXCLUDED, ids=str)
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_two_calls_are_closed_in_any_order(model: Any, left: Any, order: Any) -> None:
-    handles = [hf.use_kernels(model, left=left[0])]
+def test_two_calls_are_closed_in_any_order(model: Any, excluded: Any, order: Any) -> None:
+    handles = [hf.use_kernels(model, excluded=excluded[0])]
     alone = logits(model)
-    handles.append(hf.use_kernels(model, left=left[1]))
+    handles.append(hf.use_kernels(model, excluded=excluded[1]))
     both = logits(model)
     handles[order[0]].close()
     # What the first put in stays below the second; what the second added goes out with it.
@@ -76,9 +76,9 @@ def test_two_calls_are_closed_in_any_order(model: Any, left: Any, order: Any) ->
 
 def test_what_the_calls_leave_to_the_engine_shows(ours: torch.Tensor) -> None:
     """Or the orders above would compare one and the same."""
-    for left in (["attn"], ["attn", "logits"]):
+    for excluded in (["attn"], ["attn", "logits"]):
         model = small_model().eval()
-        hf.use_kernels(model, left)
+        hf.use_kernels(model, excluded)
         assert not logits(model).equal(ours)
         hf.use_kernels(model)
         assert logits(model).equal(ours)
@@ -95,7 +95,7 @@ def test_three_calls_are_closed_in_any_order(model: Any, order: Any, ours: torch
 
 def test_calls_are_nested_as_context_managers(model: Any, ours: torch.Tensor) -> None:
     own = logits(model)
-    with hf.use_kernels(model, left=["attn"]):
+    with hf.use_kernels(model, excluded=["attn"]):
         outer = logits(model)
         with hf.use_kernels(model):
             assert logits(model).equal(ours)
@@ -115,7 +115,7 @@ def test_a_closed_handle_closes_nothing_of_a_later_call(model: Any, ours: torch.
 
 
 def test_a_later_call_that_nobody_keeps_ends_with_the_first(model: Any, ours: torch.Tensor) -> None:
-    first = hf.use_kernels(model, left=["attn"])
+    first = hf.use_kernels(model, excluded=["attn"])
     hf.use_kernels(model)
     assert logits(model).equal(ours)
     first.close()

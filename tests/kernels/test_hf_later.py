@@ -167,7 +167,7 @@ def test_an_activation_that_the_kernels_would_pass_by_is_refused() -> None:
             hf.use_kernels(early)
         with pytest.raises(NotServed, match=says):
             logits(late)
-        hf.use_kernels(early, left=["act"])
+        hf.use_kernels(early, excluded=["act"])
 
 
 @pytest.mark.parametrize("option", ["max_norm", "scale_grad_by_freq", "sparse"])

@@ -161,6 +161,6 @@ def test_the_loss_of_labels_is_of_our_log_probs() -> None:
             model(ids, labels=one, use_cache=False)
     undo.close()
     assert model.loss_function is own
-    left = small_model()
-    hf.use_kernels(left, left=["logits"])
-    assert left.loss_function is own
+    without_logits = small_model()
+    hf.use_kernels(without_logits, excluded=["logits"])
+    assert without_logits.loss_function is own

@@ -222,4 +222,4 @@ def test_what_is_left_to_the_engine_may_be_another_librarys() -> None:
     model = small_model()
     mlp = model.model.layers[0].mlp
     mlp.__class__ = type("Liger", (type(mlp),), {"forward": foreign})
-    hf.use_kernels(model, left=["act"])
+    hf.use_kernels(model, excluded=["act"])

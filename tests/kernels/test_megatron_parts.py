@@ -361,11 +361,11 @@ def test_the_same_operators_are_left_to_spec_and_model(op: str) -> None:
     from megatron.core.models.gpt import GPTModel
 
     for in_spec, in_model in (([op], []), ([], [op])):
-        spec = megatron.layer_spec(config(), left=in_spec)
+        spec = megatron.layer_spec(config(), excluded=in_spec)
         model = GPTModel(config(), spec, 64, 32, position_embedding_type="rope")
         with pytest.raises(NotServed, match=r"leave the same operators to both"):
-            megatron.use_kernels(model, {"rope_theta": 10000}, left=in_model)
-        megatron.use_kernels(model, {"rope_theta": 10000}, left=in_spec)
+            megatron.use_kernels(model, {"rope_theta": 10000}, excluded=in_model)
+        megatron.use_kernels(model, {"rope_theta": 10000}, excluded=in_spec)
 
 
 def test_an_option_that_is_set_later_is_refused() -> None:
@@ -398,7 +398,7 @@ def test_a_model_of_another_spec_is_refused() -> None:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     local = get_gpt_layer_local_spec(normalization="RMSNorm")
-    for spec in (local, megatron.layer_spec(config(), left=["q_rope"])):
+    for spec in (local, megatron.layer_spec(config(), excluded=["q_rope"])):
         model = GPTModel(config(), spec, 64, 32, position_embedding_type="rope")
         with pytest.raises(NotServed, match="layer 1 rotates by its own SelfAttention"):
             megatron.use_kernels(model, {"rope_theta": 10000})

@@ -56,7 +56,7 @@ def test_a_rope_that_follows_the_batch_is_refused(
     asked = vllm_config({"rope_type": kind, "factor": 4.0})
     with pytest.raises(NotServed, match=f"rope_type={kind} is not served: its frequencies"):
         config._check(asked)
-    monkeypatch.setattr(config, "_left", ["q_rope"])
+    monkeypatch.setattr(config, "_excluded", ["q_rope"])
     config._check(asked)
 
 

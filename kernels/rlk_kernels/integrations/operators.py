@@ -1,5 +1,5 @@
-"""The canonical operators of a decoder, which of them a user leaves to the engine, and a count of
-the calls of what was put in.
+"""The canonical operators of a decoder, which of them a user excludes from replacement, and a
+count of the calls of what was put in.
 
 An integration's `operators(model)` maps each operator of a live model, as `layers.3.q_proj`, to
 the object that computes it. What the kernels compute is `Counted`; whatever else stands there was
@@ -36,17 +36,18 @@ class Counted:
             self.rlk_calls += 1
 
 
-def chosen_out(left: Iterable[str]) -> frozenset[str]:
-    """The operators that stay the engine's own. Raises NotServed for a name that is none."""
-    left = frozenset(left)
-    if unknown := sorted(left.difference(OPERATORS)):
+def excluded_operators(excluded: Iterable[str]) -> frozenset[str]:
+    """Returns the operators that the engine keeps computing, as a set; raises NotServed for a name
+    that is no operator."""
+    excluded = frozenset(excluded)
+    if unknown := sorted(excluded.difference(OPERATORS)):
         raise NotServed(f"{', '.join(unknown)}: no such operator; known: {', '.join(OPERATORS)}")
-    return left
+    return excluded
 
 
-def leaves(left: frozenset[str], *fused: str) -> bool:
+def excludes(excluded: frozenset[str], *fused: str) -> bool:
     """Whether a module that computes these operators as one stays the engine's own."""
-    return not left.isdisjoint(fused)
+    return not excluded.isdisjoint(fused)
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,12 @@ def look(operators: Mapping[str, Any]) -> Found:
     )
 
 
-def check(operators: Mapping[str, Any], left: Iterable[str] = (), called: bool = True) -> Found:
-    """`look`, and NotServed where an operator is the engine's own that was not left to it, or, with
+def check(operators: Mapping[str, Any], excluded: Iterable[str] = (), called: bool = True) -> Found:
+    """`look`, and NotServed where an operator is the engine's own that was not excluded, or, with
     `called`, where one was never called."""
     found = look(operators)
-    left = chosen_out(left)
-    kept = [name for name in found.own if name.rpartition(".")[2] not in left]
+    excluded = excluded_operators(excluded)
+    kept = [name for name in found.own if name.rpartition(".")[2] not in excluded]
     if kept:
         raise NotServed(f"the engine's own still computes {_some(kept)}")
     if called and found.uncalled:

@@ -28,7 +28,7 @@ REPLACEABLE = tuple(name for name, o in OPERATORS.items() if o.formula in KERNEL
 """The operators that the kernels compute, and that `except` may name."""
 
 
-def parse_left(text: str) -> frozenset[str]:
+def parse_excluded(text: str) -> frozenset[str]:
     """Of `except=attn+act`. Raises ValueError naming what is no operator."""
     names = text.split("+")
     if unknown := [n for n in names if n not in REPLACEABLE]:
@@ -68,12 +68,12 @@ def check_kernels(engine: str, config: dict[str, Any]) -> None:
             )
 
 
-def check_left(engine: str, left: str, operators: Set[str]) -> None:
-    """Raises BadOption where `except=LEFT` names an operator that the model has not, by those that
-    it has: nothing would be left."""
-    if missing := sorted(parse_left(left) - operators):
+def check_excluded(engine: str, excluded: str, operators: Set[str]) -> None:
+    """Raises BadOption where `except=` names an operator that is not among the model's `operators`:
+    nothing would be excluded."""
+    if missing := sorted(parse_excluded(excluded) - operators):
         raise BadOption(
-            f"engine {engine!r}: except={left}: this model has no {', '.join(missing)}",
+            f"engine {engine!r}: except={excluded}: this model has no {', '.join(missing)}",
             f"it has {', '.join(op for op in REPLACEABLE if op in operators)}",
         )
 
@@ -81,7 +81,7 @@ def check_left(engine: str, left: str, operators: Set[str]) -> None:
 class Kernels(Protocol):
     """Of one engine. What cannot be replaced raises BadOption or ModelError."""
 
-    left: frozenset[str]
+    excluded: frozenset[str]
     """The operators that stay the engine's own."""
 
     def before_loading(self) -> None:

@@ -130,7 +130,7 @@ class VLLMEngine(Engine):
 
     def _attention(self, device: str) -> dict[str, Any]:
         """The backend that the kernels register; on CPUs they stand in for the only one."""
-        if self.kernels is None or "attn" in self.kernels.left or device == "cpu":
+        if self.kernels is None or "attn" in self.kernels.excluded or device == "cpu":
             return {}
         return {"attention_backend": "CUSTOM"}
 

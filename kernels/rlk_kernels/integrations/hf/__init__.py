@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 __all__ = ["check", "operators", "token_logprobs", "use_kernels"]
 
 
-def use_kernels(model: Any, left: Iterable[str] = ()) -> "Handle":
-    """Put the kernels under every operator of a causal LM, but those that are `left` to it.
+def use_kernels(model: Any, excluded: Iterable[str] = ()) -> "Handle":
+    """Put the kernels under every operator of a causal LM, but the `excluded` ones.
 
     Closing what is returned (a context manager, too) takes the kernels out, until the model is
     sharded; where nobody keeps it, they stay. A call for a model that has the kernels adds them
-    where they are missing, and `left` takes none out. Calls may be closed in any order: what one of
-    them put in stays as long as a later one is open, and with the last the model is as it was. A
-    later call of which nobody keeps the handle ends with the one before it.
+    where they are missing, and `excluded` takes none out. Calls may be closed in any order: what
+    one of them put in stays as long as a later one is open, and with the last the model is as it
+    was. A later call of which nobody keeps the handle ends with the one before it.
     Raises NotServed for a model that has an operator without a kernel, before anything is changed.
     """
     from rlk_kernels.integrations.hf.model import replace
 
-    return replace(model, left)
+    return replace(model, excluded)
 
 
 def operators(model: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from rlk_kernels.integrations.hf.handle import Handle
 from rlk_kernels.integrations.hf.held import hold, round_as_eager
 from rlk_kernels.integrations.hf.known import check_forwards, check_plain
 from rlk_kernels.integrations.hf.loss import causal_lm_loss
-from rlk_kernels.integrations.operators import Watch, chosen_out, leaves
+from rlk_kernels.integrations.operators import Watch, excluded_operators, excludes
 from rlk_kernels.integrations.rotary import rotation
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -46,7 +46,7 @@ def _of_layer(layer: Any, rotary: Any) -> dict[str, Any]:
     }
 
 
-def _classes(model: Any, left: frozenset[str]) -> Iterator[tuple[str, Any, type]]:
+def _classes(model: Any, excluded: frozenset[str]) -> Iterator[tuple[str, Any, type]]:
     """Each module to replace, once, with its operator's name, and what it becomes."""
     # One rotary embedding serves all layers.
     first = {id(module): name for name, module in reversed(operators(model).items())}
@@ -65,7 +65,7 @@ def _classes(model: Any, left: frozenset[str]) -> Iterator[tuple[str, Any, type]
         else:
             kind = {"attn": attention.Marked, "act": modules.MLP, "logits": modules.Head}[op]
         fused = ("q_rope", "k_rope") if op == "q_rope" else (op,)
-        if not leaves(left, *fused) and not isinstance(module, kind):
+        if not excludes(excluded, *fused) and not isinstance(module, kind):
             check_plain(name, module)
             yield name, module, kind
 
@@ -95,15 +95,15 @@ def _check(model: Any) -> None:
             raise NotServed(f"{name} is a {found}; a plain torch.nn.Parameter is served")
 
 
-def replace(model: Any, left: Iterable[str]) -> Handle:
+def replace(model: Any, excluded: Iterable[str]) -> Handle:
     """See `use_kernels`."""
-    left = chosen_out(left)
+    excluded = excluded_operators(excluded)
     _check(model)
-    classes = list(_classes(model, left))
+    classes = list(_classes(model, excluded))
     check_forwards(model, {name: module for name, module, _ in classes})
     rotary = model.model.rotary_emb
     turns = None
-    if not leaves(left, "q_rope", "k_rope"):
+    if not excludes(excluded, "q_rope", "k_rope"):
         turns = rotation(model.config.rope_parameters, 2 * rotary.inv_freq.numel())
     undo = ExitStack()
     undo.callback(hold("rounding", round_as_eager))
@@ -120,13 +120,13 @@ def replace(model: Any, left: Iterable[str]) -> Handle:
         rotary.attention_scaling = 1.0 if scaling is None else scaling.item()
         modeling = _modeling(model)
         undo.callback(hold(modeling, lambda: modules.rotate_in(modeling)))
-    if left.isdisjoint(("logits", "logprob")):
+    if excluded.isdisjoint(("logits", "logprob")):
         if "_loss_function" in vars(model):
             undo.callback(setattr, model, "loss_function", model.loss_function)
         else:  # the config says which
             undo.callback(vars(model).pop, "_loss_function")
         model.loss_function = causal_lm_loss
-    if "attn" not in left:
+    if "attn" not in excluded:
         attention.register()
         undo.callback(
             setattr, model.config, "_attn_implementation", model.config._attn_implementation

@@ -19,33 +19,37 @@ from rlk_kernels.integrations.profile import logp as token_logprobs
 __all__ = ["check", "layer_spec", "operators", "token_logprobs", "use_kernels", "with_kernels"]
 
 
-def layer_spec(config: Any, left: Iterable[str] = (), vp_stage: int | None = None) -> Any:
+def layer_spec(config: Any, excluded: Iterable[str] = (), vp_stage: int | None = None) -> Any:
     """The block of layers of a dense decoder by its TransformerConfig, for GPTModel, with the
-    kernels under every operator but those that are `left` to Megatron's local spec: of a pipeline,
-    those layers that this rank's stage builds, of a virtual one those of `vp_stage`.
+    kernels under every operator but the `excluded` ones, which stay as in Megatron's local spec. It
+    holds the layers that this rank's pipeline stage builds; of a virtual one, those of `vp_stage`.
 
     Raises NotServed for a config that asks for an operator without a kernel.
     """
     from rlk_kernels.integrations.megatron.spec import layer_spec
 
-    return layer_spec(config, left, vp_stage)
+    return layer_spec(config, excluded, vp_stage)
 
 
-def with_kernels(block: Any, left: Iterable[str] = (), windows: tuple[int | None, ...] = ()) -> Any:
+def with_kernels(
+    block: Any, excluded: Iterable[str] = (), windows: tuple[int | None, ...] = ()
+) -> Any:
     """The same of a TransformerBlockSubmodules built from the local spec. `windows`: for each
     layer, how many keys a query sees, None for all; without it, what the config's `window_size`
     says."""
     from rlk_kernels.integrations.megatron.spec import with_kernels
 
-    return with_kernels(block, left, windows)
+    return with_kernels(block, excluded, windows)
 
 
-def use_kernels(model: Any, rope_parameters: Mapping[str, Any], left: Iterable[str] = ()) -> Any:
+def use_kernels(
+    model: Any, rope_parameters: Mapping[str, Any], excluded: Iterable[str] = ()
+) -> Any:
     """The GPTModel itself, its embedding, rotary embedding and output layer replaced, which no
     spec reaches. `rope_parameters`: as in the checkpoint's config.json."""
     from rlk_kernels.integrations.megatron.spec import use_kernels
 
-    return use_kernels(model, rope_parameters, left)
+    return use_kernels(model, rope_parameters, excluded)
 
 
 def operators(model: Any) -> dict[str, Any]:

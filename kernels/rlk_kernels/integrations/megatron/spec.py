@@ -20,12 +20,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.megatron import attention, layers, limits
-from rlk_kernels.integrations.operators import Counted, Watch, chosen_out, leaves
+from rlk_kernels.integrations.operators import Counted, Watch, excluded_operators, excludes
 from rlk_kernels.integrations.rotary import rotation
 
 
 def layer_spec(
-    config: Any, left: Iterable[str], vp_stage: int | None
+    config: Any, excluded: Iterable[str], vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """See the package."""
     limits.check_config(config)
@@ -36,48 +36,50 @@ def layer_spec(
         qk_layernorm=config.qk_layernorm, normalization=config.normalization
     )
     block = TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=WrappedTorchNorm)
-    return with_kernels(block, left, ())
+    return with_kernels(block, excluded, ())
 
 
 def with_kernels(
-    block: TransformerBlockSubmodules, left: Iterable[str], windows: tuple[int | None, ...]
+    block: TransformerBlockSubmodules, excluded: Iterable[str], windows: tuple[int | None, ...]
 ) -> TransformerBlockSubmodules:
     """See the package."""
-    left = chosen_out(left)
+    excluded = excluded_operators(excluded)
     # A block repeats one spec: each that differs is changed once.
-    changed = {id(spec): _layer(spec, left, windows) for spec in block.layer_specs or []}
+    changed = {id(spec): _layer(spec, excluded, windows) for spec in block.layer_specs or []}
     return TransformerBlockSubmodules(
         layer_specs=[changed[id(spec)] for spec in block.layer_specs or []],
-        layer_norm=block.layer_norm if "final_norm" in left else layers.Norm,
+        layer_norm=block.layer_norm if "final_norm" in excluded else layers.Norm,
     )
 
 
-def _layer(spec: ModuleSpec, left: frozenset[str], windows: tuple[int | None, ...]) -> ModuleSpec:
+def _layer(
+    spec: ModuleSpec, excluded: frozenset[str], windows: tuple[int | None, ...]
+) -> ModuleSpec:
     spec = copy.deepcopy(spec)
     parts = spec.submodules
     _check_dense(spec)
     own, mlp = parts.self_attention.submodules, parts.mlp.submodules
-    if not leaves(left, "attn_norm"):
+    if not excludes(excluded, "attn_norm"):
         parts.input_layernorm = layers.Norm
-    if not leaves(left, "mlp_norm"):
+    if not excludes(excluded, "mlp_norm"):
         parts.pre_mlp_layernorm = layers.Norm
     for op in ("q", "k"):
         name = f"{op}_layernorm"
-        if not leaves(left, f"{op}_norm") and getattr(own, name) is WrappedTorchNorm:
+        if not excludes(excluded, f"{op}_norm") and getattr(own, name) is WrappedTorchNorm:
             setattr(own, name, layers.Norm)
-    if not leaves(left, "q_proj", "k_proj", "v_proj"):
+    if not excludes(excluded, "q_proj", "k_proj", "v_proj"):
         own.linear_qkv = _linear(own.linear_qkv, layers.Column)
-    if not leaves(left, "o_proj"):
+    if not excludes(excluded, "o_proj"):
         own.linear_proj = _linear(own.linear_proj, layers.Row)
-    if not leaves(left, "gate_proj", "up_proj"):
+    if not excludes(excluded, "gate_proj", "up_proj"):
         mlp.linear_fc1 = _linear(mlp.linear_fc1, layers.Column)
-    if not leaves(left, "down_proj"):
+    if not excludes(excluded, "down_proj"):
         mlp.linear_fc2 = _linear(mlp.linear_fc2, layers.Row)
-    if not leaves(left, "attn"):
+    if not excludes(excluded, "attn"):
         own.core_attention = functools.partial(attention.CoreAttention, windows=windows)
-    if not leaves(left, "q_rope", "k_rope"):
+    if not excludes(excluded, "q_rope", "k_rope"):
         parts.self_attention.module = layers.RotatingAttention
-    if not leaves(left, "act"):
+    if not excludes(excluded, "act"):
         parts.mlp.module = layers.GatedMLP
     return spec
 
@@ -107,24 +109,24 @@ def _linear(own: type, ours: type) -> type:
     return type(f"Rlk{own.__name__}", (ours, own), {})
 
 
-def use_kernels(model: Any, rope_parameters: Mapping[str, Any], left: Iterable[str]) -> Any:
+def use_kernels(model: Any, rope_parameters: Mapping[str, Any], excluded: Iterable[str]) -> Any:
     """See the package."""
-    left = chosen_out(left)
+    excluded = excluded_operators(excluded)
     if not isinstance(model, GPTModel):
         raise NotServed(
             f"a {type(model).__name__} is not served; a GPTModel is, before anything wraps it"
         )
     limits.check_config(model.config)
-    rotates = not leaves(left, "q_rope", "k_rope")
+    rotates = not excludes(excluded, "q_rope", "k_rope")
     if rotates:
         limits.check_rope(model, rope_parameters)
         _check_rotating(model)
-    _check_layers(model, left)
-    if "embed" not in left and model.pre_process:
+    _check_layers(model, excluded)
+    if "embed" not in excluded and model.pre_process:
         model.embedding.word_embeddings.__class__ = layers.Embedding
-    if "logits" not in left and model.post_process:
+    if "logits" not in excluded and model.post_process:
         model.output_layer.__class__ = layers.Output
-        if "logprob" not in left:
+        if "logprob" not in excluded:
             model.compute_language_model_loss = layers.language_model_loss
     if rotates:
         rotary = model.rotary_pos_emb
@@ -159,13 +161,13 @@ WIRED = ("embed", "q_rope", "k_rope", "logits")
 """What GPTModel makes by itself."""
 
 
-def _check_layers(model: Any, left: frozenset[str]) -> None:
+def _check_layers(model: Any, excluded: frozenset[str]) -> None:
     """Raises NotServed where what the layers' spec made is the kernels' and is to be left to
     megatron-core, or the other way round."""
-    left = left.union(*(group for group in FUSED if leaves(left, *group)))
+    excluded = excluded.union(*(group for group in FUSED if excludes(excluded, *group)))
     for name, o in operators(model).items():
         op = name.rpartition(".")[2]
-        if op not in WIRED and isinstance(o, Counted) == (op in left):
+        if op not in WIRED and isinstance(o, Counted) == (op in excluded):
             raise NotServed(
                 f"{name} is a {type(o).__module__}.{type(o).__qualname__}: make the GPTModel with "
                 "layer_spec(config), leave the same operators to both, and merge adapters"

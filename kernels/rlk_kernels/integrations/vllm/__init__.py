@@ -40,23 +40,23 @@ def plugin() -> None:
         register(filter(None, os.environ.get(EXCEPT, "").split(",")))
 
 
-def register(left: Iterable[str] = ()) -> None:
+def register(excluded: Iterable[str] = ()) -> None:
     """Have every model that this process makes from now on, and those that it starts, use the
-    kernels, but for the operators that are `left` to vLLM. Done already with the same ones, it does
-    nothing. Raises NotServed where some of the norms are left and some are not (see `leave`), and
+    kernels, but for the `excluded` operators. Done already with the same ones, it does nothing.
+    Raises NotServed where some of the norms are excluded and some are not (see `leave`), and
     where VLLM_PLUGINS keeps the kernels from the processes that it starts."""
     from rlk_kernels.integrations.vllm.registry import register
 
-    left = frozenset(left)
-    if (some := left & NORMS) and some != NORMS:
+    excluded = frozenset(excluded)
+    if (some := excluded & NORMS) and some != NORMS:
         raise NotServed(
             f"{', '.join(sorted(some))} cannot be left: vLLM makes all norms of one class; leave "
             f"{', '.join(sorted(NORMS))}, or none"
         )
     _check_plugins()
-    register(left)
+    register(excluded)
     # vLLM makes its models in a process of its own, which calls `plugin`.
-    os.environ |= {ENVIRONMENT: "1", EXCEPT: ",".join(sorted(left))}
+    os.environ |= {ENVIRONMENT: "1", EXCEPT: ",".join(sorted(excluded))}
 
 
 def _check_plugins() -> None:
@@ -78,12 +78,12 @@ def unregister() -> None:
         os.environ.pop(name, None)
 
 
-def leave(model: Any, left: Iterable[str]) -> None:
+def leave(model: Any, excluded: Iterable[str]) -> None:
     """Give vLLM some of its own norms back in a live model: they are made of one class, so that
     `register` leaves all of them or none. Raises NotServed where the model is compiled."""
     from rlk_kernels.integrations.vllm.registry import leave
 
-    leave(model, left)
+    leave(model, excluded)
 
 
 def operators(model: Any) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def operators(model: Any) -> dict[str, Any]:
 def check(llm: Any) -> Any:
     """What the kernels compute of an LLM whose model is in this process
     (VLLM_ENABLE_V1_MULTIPROCESSING=0), after it has generated. Raises NotServed where it is in
-    another, and where an operator is vLLM's own that was not left to it, or was never called
+    another, and where an operator is vLLM's own that was not excluded, or was never called
     (compiled code counts no calls: see `rlk_kernels.backend_calls()`)."""
     from rlk_kernels.integrations.vllm.registry import check
 

@@ -19,13 +19,13 @@ KEY = "rlk_kernels"
 """In `additional_config`."""
 
 NORM_ROPE = frozenset({"q_norm", "k_norm", "q_rope", "k_rope"})
-"""What `fusion.py` puts together; not where one of them is left to vLLM."""
-_left: list[str] = []
+"""What `fusion.py` puts together; not where one of them is excluded."""
+_excluded: list[str] = []
 
 
-def leave(left: frozenset[str]) -> None:
+def leave(excluded: frozenset[str]) -> None:
     """Which operators stay vLLM's own: a part of the digest."""
-    _left[:] = sorted(left)
+    _excluded[:] = sorted(excluded)
 
 
 def enter_config() -> None:
@@ -42,11 +42,11 @@ def enter_config() -> None:
     if config.additional_config.get(KEY) == digest():
         return
     _check(config)
-    if "attn" not in _left and not current_platform.is_cpu():
+    if "attn" not in _excluded and not current_platform.is_cpu():
         # vLLM asks for it when it makes its attention, after the projections before it.
         config.attention_config.backend = AttentionBackendEnum.CUSTOM
     config.additional_config[KEY] = digest()
-    if not NORM_ROPE.intersection(_left):
+    if not NORM_ROPE.intersection(_excluded):
         fusion.enter(config.compilation_config.inductor_compile_config)
 
 
@@ -65,23 +65,23 @@ def _check(config: Any) -> None:
         ),
         "speculative decoding": config.speculative_config is not None,
         f"logprobs_mode={model.logprobs_mode}": "logprobs" not in model.logprobs_mode
-        and "logprob" not in _left,
+        and "logprob" not in _excluded,
         "a quantised model": model.quantization is not None,
         "LoRA": config.lora_config is not None,
         f"kv_cache_dtype={cache} of a model in {dtype}": cache not in ("auto", dtype),
-        f"the attention backend {backend}; leave it out": "attn" not in _left
+        f"the attention backend {backend}; leave it out": "attn" not in _excluded
         and not current_platform.is_cpu()
         and (others or bool(config.attention_config.backend_per_kind)),
     }
-    if not {"q_rope", "k_rope"}.intersection(_left):
+    if not {"q_rope", "k_rope"}.intersection(_excluded):
         rotary.check(getattr(model.hf_text_config, "rope_parameters", None) or {})
     if found := [what for what, is_so in refused.items() if is_so]:
         raise NotServed(f"rlk_kernels in vLLM does not serve {'; '.join(found)}")
 
 
 def digest() -> str:
-    """Of the sources of the kernels and of what is left to vLLM."""
-    return hashlib.blake2b((_sources() + ",".join(_left)).encode(), digest_size=16).hexdigest()
+    """Of the sources of the kernels and of what is excluded."""
+    return hashlib.blake2b((_sources() + ",".join(_excluded)).encode(), digest_size=16).hexdigest()
 
 
 @functools.cache

@@ -112,13 +112,13 @@ class RlkQKVParallelLinear(Linear, QKVParallelLinear):
 
 
 class RlkRowParallelLinear(Linear, RowParallelLinear):
-    """o_proj and down_proj: either may be left to vLLM."""
+    """o_proj and down_proj: either may be excluded."""
 
-    left: ClassVar[frozenset[str]] = frozenset()
+    excluded: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.prefix.rpartition(".")[2] in self.left:
+        if self.prefix.rpartition(".")[2] in self.excluded:
             self.quant_method = UnquantizedLinearMethod()
             self.__class__ = RowParallelLinear
 

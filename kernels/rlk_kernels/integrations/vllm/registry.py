@@ -12,7 +12,7 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from rlk_kernels.integrations.errors import NotServed
-from rlk_kernels.integrations.operators import NORMS, Counted, chosen_out, leaves
+from rlk_kernels.integrations.operators import NORMS, Counted, excluded_operators, excludes
 from rlk_kernels.integrations.operators import check as check_operators
 from rlk_kernels.integrations.vllm import config, logprobs
 
@@ -20,26 +20,26 @@ _undo = ExitStack()
 _registered: list[frozenset[str]] = []
 
 
-def register(left: Iterable[str]) -> None:
+def register(excluded: Iterable[str]) -> None:
     """See the package."""
-    left = chosen_out(left)
-    if _registered == [left]:
+    excluded = excluded_operators(excluded)
+    if _registered == [excluded]:
         return
     unregister()
     with ExitStack() as undo:
-        config.leave(left)
-        for base, ours in _classes(left).items():
+        config.leave(excluded)
+        for base, ours in _classes(excluded).items():
             _put_in(undo, base, ours)
-        if "attn" not in left:
+        if "attn" not in excluded:
             _put_attention_in(undo)
-        if "logprob" not in left:
+        if "logprob" not in excluded:
             logprobs.COMPUTED.rlk_calls = 0
             for owner, name, function in list(logprobs.patches()):
                 undo.callback(setattr, owner, name, vars(owner)[name])
                 setattr(owner, name, function)
         _forget_made()
         undo.callback(_forget_made)
-        _registered.append(left)
+        _registered.append(excluded)
         undo.callback(_registered.clear)
         _undo.push(undo.pop_all())
 
@@ -49,10 +49,10 @@ def unregister() -> None:
     _undo.close()
 
 
-def _classes(left: frozenset[str]) -> dict[type, type]:
+def _classes(excluded: frozenset[str]) -> dict[type, type]:
     from rlk_kernels.integrations.vllm import layers
 
-    layers.RlkRowParallelLinear.left = left
+    layers.RlkRowParallelLinear.excluded = excluded
     groups = (
         (("embed",), (layers.RlkVocabParallelEmbedding,)),
         (("q_proj", "k_proj", "v_proj"), (layers.RlkQKVParallelLinear,)),
@@ -62,8 +62,10 @@ def _classes(left: frozenset[str]) -> dict[type, type]:
         (("act",), (layers.RlkSiluAndMul,)),
         (("logits",), (layers.RlkLogitsProcessor,)),
     )
-    found = [ours for fused, classes in groups if not leaves(left, *fused) for ours in classes]
-    if not left >= NORMS:
+    found = [
+        ours for fused, classes in groups if not excludes(excluded, *fused) for ours in classes
+    ]
+    if not excluded >= NORMS:
         found.append(layers.RlkRMSNorm)
     return {ours.__bases__[1]: ours for ours in found}
 
@@ -92,9 +94,9 @@ def _forget_made() -> None:
     selector._cached_get_attn_backend.cache_clear()
 
 
-def leave(model: Any, left: Iterable[str]) -> None:
+def leave(model: Any, excluded: Iterable[str]) -> None:
     """See the package. The operators that `register` left are vLLM's own already."""
-    wanted = chosen_out(left) & NORMS
+    wanted = excluded_operators(excluded) & NORMS
     ours = [
         module
         for name, module in operators(model).items()
@@ -140,5 +142,5 @@ def check(llm: Any) -> Any:
             "the model is in another process, where its operators cannot be looked at: set "
             "VLLM_ENABLE_V1_MULTIPROCESSING=0 before vllm is imported"
         )
-    left = _registered[0] if _registered else frozenset()
-    return check_operators(llm.apply_model(operators)[0], left)
+    excluded = _registered[0] if _registered else frozenset()
+    return check_operators(llm.apply_model(operators)[0], excluded)

@@ -1,4 +1,4 @@
-"""Every operator left on an engine's own kernel, each in turn: it is the one that is named."""
+"""Every operator excluded, and so on an engine's own kernel, each in turn: it is the one that is named."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +27,7 @@ RARE = {("megatron", op) for op in ("q_norm", "k_norm", "final_norm")}
     ("engine", "op"),
     [(e, op) for e in TOGETHER for op in OPERATORS if op not in TOGETHER[e]],
 )
-def test_the_operator_that_is_left_is_named(
+def test_the_excluded_operator_is_named(
     compare: Cli, folder: Path, sampled: Callable[..., str], engine: str, op: str
 ) -> None:
     require_engine(engine)
