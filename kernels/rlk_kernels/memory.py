@@ -29,7 +29,7 @@ def empties(
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MemoryLayout:
     """Where tensors lie that share a piece of memory."""
 
     total: tuple[int]
@@ -39,16 +39,16 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=4096)
-def layout(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> Layout:
+def layout(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> MemoryLayout:
     """The layout of dense tensors, each at a multiple of 16 bytes."""
     places, total, unit = [], 0, 16 // dtype.itemsize
     for shape in shapes:
         places.append((*_dense(shape), total))
         total += -(-math.prod(shape) // unit) * unit
-    return Layout((total,), tuple(places))
+    return MemoryLayout((total,), tuple(places))
 
 
-def views(memory: Tensor, layout: Layout, count: int | None = None) -> list[Tensor]:
+def views(memory: Tensor, layout: MemoryLayout, count: int | None = None) -> list[Tensor]:
     """The tensors that lie in memory[layout.total], or the first `count` of them."""
     view = private_api.reinterpret if type(memory) is Tensor else torch.as_strided
     return [view(memory, *place) for place in layout.places[:count]]

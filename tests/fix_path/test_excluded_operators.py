@@ -1,4 +1,4 @@
-"""Every operator excluded, and so on an engine's own kernel, each in turn: it is the one that is named."""
+"""Each operator in turn is excluded, so that the engine's own kernel computes it: it is named."""
 
 from collections.abc import Callable
 from pathlib import Path

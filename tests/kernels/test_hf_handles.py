@@ -59,7 +59,7 @@ def ours() -> torch.Tensor:
 EXCLUDED = [((), ()), (("attn",), ()), ((), ("attn",)), (("attn", "logits"), ("q_rope", "k_rope"))]
 
 
-@pytest.mark.parametrize("left", EXCLUDED, ids=str)
+@pytest.mark.parametrize("excluded", EXCLUDED, ids=str)
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_two_calls_are_closed_in_any_order(model: Any, excluded: Any, order: Any) -> None:
     handles = [hf.use_kernels(model, excluded=excluded[0])]

@@ -55,13 +55,13 @@ def _classes(model: Any, excluded: frozenset[str]) -> Iterator[tuple[str, Any, t
             continue
         op = name.rpartition(".")[2]
         if op == "embed":
-            kind: type = modules.Embedding
+            kind: type = modules.HFEmbedding
         elif op.endswith("norm"):
-            kind = modules.Norm
+            kind = modules.HFNorm
         elif op.endswith("proj"):
-            kind = modules.Linear
+            kind = modules.HFLinear
         elif op == "q_rope":
-            kind = modules.Rotary
+            kind = modules.HFRotary
         else:
             kind = {"attn": attention.Marked, "act": modules.MLP, "logits": modules.Head}[op]
         fused = ("q_rope", "k_rope") if op == "q_rope" else (op,)

@@ -32,7 +32,7 @@ def cast(x: Any) -> Any:
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
-class Embedding(Counted):
+class HFEmbedding(Counted):
     def forward(self, ids: Tensor) -> Tensor:
         self.count()
         rows = cast(profile.embed(ids, self.weight))
@@ -42,13 +42,13 @@ class Embedding(Counted):
         return rows
 
 
-class Norm(Counted):
+class HFNorm(Counted):
     def forward(self, x: Tensor) -> Tensor:
         self.count()
         return profile.norm(cast(x), cast(self.weight), self.variance_epsilon)
 
 
-class Linear(Counted):
+class HFLinear(Counted):
     def forward(self, x: Tensor) -> Tensor:
         self.count()
         return profile.linear(cast(x), cast(self.weight), cast(self.bias))
@@ -67,7 +67,7 @@ class MLP(Counted):
         return self.down_proj(profile.act(self.gate_proj(x), self.up_proj(x)))
 
 
-class Rotary(Counted):
+class HFRotary(Counted):
     """Gives positions and frequencies in place of cos and sin, and behind the frequencies their
     scaling where it is not 1. As integers: FSDP2 casts what floats between layers to the compute
     dtype."""
@@ -94,15 +94,15 @@ class Rotary(Counted):
 
 
 def rotate_in(modeling: Any) -> Undo:
-    """Have the family's `apply_rotary_pos_emb` take what `Rotary` gives beside what it always took;
-    what is returned takes it back."""
+    """Have the family's `apply_rotary_pos_emb` take what `HFRotary` gives beside what it always
+    took; what is returned takes it back."""
     original = modeling.apply_rotary_pos_emb
     modeling.apply_rotary_pos_emb = _wrapped(original)
     return lambda: setattr(modeling, "apply_rotary_pos_emb", original)
 
 
 def _check_rotates(modeling: str) -> None:
-    """Raises NotServed where the family's function does not take what `Rotary` gives. One around
+    """Raises NotServed where the family's function does not take what `HFRotary` gives. One around
     ours does, by `functools.wraps`."""
     rotate = sys.modules[modeling].apply_rotary_pos_emb
     if not hasattr(rotate, _TAKES_POSITIONS):
@@ -125,7 +125,7 @@ def _wrapped(original: Any) -> Any:
 
 
 def _rotate(q: Tensor, k: Tensor, positions: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
-    """q[B, H, T, D], k[B, Hk, T, D] by positions[B or 1, T]; turns: what `Rotary` gives."""
+    """q[B, H, T, D], k[B, Hk, T, D] by positions[B or 1, T]; turns: what `HFRotary` gives."""
     batch, _, length, width = q.shape
     inv_freq, scaling = turns[: width // 2], turns[width // 2 :]
     at = positions.expand(batch, length).reshape(-1)

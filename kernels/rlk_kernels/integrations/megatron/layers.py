@@ -21,7 +21,7 @@ from rlk_kernels.integrations.megatron.limits import check_config
 from rlk_kernels.integrations.operators import Counted
 
 
-class Norm(Counted, torch.nn.RMSNorm):
+class MegatronNorm(Counted, torch.nn.RMSNorm):
     """As megatron-core's wrapper of torch's norm is made."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
@@ -52,7 +52,7 @@ class Row(Counted, RowParallelLinear):
         return profile.linear(input_, self.weight, self.bias), None
 
 
-class Output(Counted, ColumnParallelLinear):
+class OutputLayer(Counted, ColumnParallelLinear):
     """The output layer: logits in fp32."""
 
     def forward(
@@ -68,7 +68,7 @@ def language_model_loss(labels: Tensor, logits: Tensor) -> Tensor:
     return -profile.logp(rows, targets).view(labels.shape)
 
 
-class Embedding(Counted, VocabParallelEmbedding):
+class MegatronEmbedding(Counted, VocabParallelEmbedding):
     def forward(self, input_: Tensor) -> Tensor:
         self.count()
         return profile.embed(input_, self.weight)

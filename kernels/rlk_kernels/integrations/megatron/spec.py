@@ -48,7 +48,7 @@ def with_kernels(
     changed = {id(spec): _layer(spec, excluded, windows) for spec in block.layer_specs or []}
     return TransformerBlockSubmodules(
         layer_specs=[changed[id(spec)] for spec in block.layer_specs or []],
-        layer_norm=block.layer_norm if "final_norm" in excluded else layers.Norm,
+        layer_norm=block.layer_norm if "final_norm" in excluded else layers.MegatronNorm,
     )
 
 
@@ -60,13 +60,13 @@ def _layer(
     _check_dense(spec)
     own, mlp = parts.self_attention.submodules, parts.mlp.submodules
     if not excludes(excluded, "attn_norm"):
-        parts.input_layernorm = layers.Norm
+        parts.input_layernorm = layers.MegatronNorm
     if not excludes(excluded, "mlp_norm"):
-        parts.pre_mlp_layernorm = layers.Norm
+        parts.pre_mlp_layernorm = layers.MegatronNorm
     for op in ("q", "k"):
         name = f"{op}_layernorm"
         if not excludes(excluded, f"{op}_norm") and getattr(own, name) is WrappedTorchNorm:
-            setattr(own, name, layers.Norm)
+            setattr(own, name, layers.MegatronNorm)
     if not excludes(excluded, "q_proj", "k_proj", "v_proj"):
         own.linear_qkv = _linear(own.linear_qkv, layers.Column)
     if not excludes(excluded, "o_proj"):
@@ -123,9 +123,9 @@ def use_kernels(model: Any, rope_parameters: Mapping[str, Any], excluded: Iterab
         _check_rotating(model)
     _check_layers(model, excluded)
     if "embed" not in excluded and model.pre_process:
-        model.embedding.word_embeddings.__class__ = layers.Embedding
+        model.embedding.word_embeddings.__class__ = layers.MegatronEmbedding
     if "logits" not in excluded and model.post_process:
-        model.output_layer.__class__ = layers.Output
+        model.output_layer.__class__ = layers.OutputLayer
         if "logprob" not in excluded:
             model.compute_language_model_loss = layers.language_model_loss
     if rotates:

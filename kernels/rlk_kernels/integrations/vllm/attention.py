@@ -31,7 +31,7 @@ def refuse(what: dict[str, bool]) -> None:
         raise NotServed(f"rlk_kernels in vLLM does not serve {', '.join(found)}")
 
 
-class Attention(Counted):
+class VllmAttention(Counted):
     """What the backends of CPUs and GPUs have in common."""
 
     scale: float

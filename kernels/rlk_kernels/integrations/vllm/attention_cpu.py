@@ -7,10 +7,10 @@ from torch import Tensor
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from rlk_kernels.integrations.vllm.attention import Attention, refuse
+from rlk_kernels.integrations.vllm.attention import VllmAttention, refuse
 
 
-class RlkCPUAttentionImpl(Attention, CPUAttentionBackendImpl):
+class RlkCPUAttentionImpl(VllmAttention, CPUAttentionBackendImpl):
     def __init__(
         self,
         num_heads: int,

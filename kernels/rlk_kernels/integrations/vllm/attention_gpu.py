@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import (
 
 import rlk_kernels
 from rlk_kernels.integrations.vllm.ahead import Sizes, compile_attention, sizes_of
-from rlk_kernels.integrations.vllm.attention import Attention, refuse
+from rlk_kernels.integrations.vllm.attention import VllmAttention, refuse
 from rlk_kernels.integrations.vllm.passes import Schedules
 
 
@@ -68,7 +68,7 @@ class RlkMetadataBuilder(AttentionMetadataBuilder[Metadata]):
         return False
 
 
-class RlkAttentionImpl(Attention, AttentionImpl):
+class RlkAttentionImpl(VllmAttention, AttentionImpl):
     def __init__(
         self,
         num_heads: int,

@@ -86,7 +86,7 @@ class RlkLinearMethod(UnquantizedLinearMethod):
         return profile.linear(x, layer.weight, bias)
 
 
-class Linear(Counted):
+class VllmLinear(Counted):
     """What the linears have in common."""
 
     rlk_rows: tuple[int, ...]
@@ -103,15 +103,15 @@ class Linear(Counted):
         self.quant_method = RlkLinearMethod()
 
 
-class RlkMergedColumnParallelLinear(Linear, MergedColumnParallelLinear):
+class RlkMergedColumnParallelLinear(VllmLinear, MergedColumnParallelLinear):
     pass
 
 
-class RlkQKVParallelLinear(Linear, QKVParallelLinear):
+class RlkQKVParallelLinear(VllmLinear, QKVParallelLinear):
     pass
 
 
-class RlkRowParallelLinear(Linear, RowParallelLinear):
+class RlkRowParallelLinear(VllmLinear, RowParallelLinear):
     """o_proj and down_proj: either may be excluded."""
 
     excluded: ClassVar[frozenset[str]] = frozenset()
@@ -123,7 +123,7 @@ class RlkRowParallelLinear(Linear, RowParallelLinear):
             self.__class__ = RowParallelLinear
 
 
-class Rotary(Counted):
+class VllmRotary(Counted):
     """Rotates by positions and frequencies; vLLM's table is left unread."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -152,11 +152,11 @@ class Rotary(Counted):
         return q.view(query.shape), k.view(key.shape)
 
 
-class RlkRotaryEmbedding(Rotary, RotaryEmbedding):
+class RlkRotaryEmbedding(VllmRotary, RotaryEmbedding):
     pass
 
 
-class RlkLinearScalingRotaryEmbedding(Rotary, LinearScalingRotaryEmbedding):
+class RlkLinearScalingRotaryEmbedding(VllmRotary, LinearScalingRotaryEmbedding):
     def _rope_parameters(self) -> dict[str, Any]:
         if len(self.scaling_factors) != 1:
             raise NotServed("several factors of one linear rope (LoRA's) are not served")
@@ -164,7 +164,7 @@ class RlkLinearScalingRotaryEmbedding(Rotary, LinearScalingRotaryEmbedding):
         return {"rope_type": "linear", "rope_theta": self.base, "factor": factor}
 
 
-class RlkYaRNScalingRotaryEmbedding(Rotary, YaRNScalingRotaryEmbedding):
+class RlkYaRNScalingRotaryEmbedding(VllmRotary, YaRNScalingRotaryEmbedding):
     def _rope_parameters(self) -> dict[str, Any]:
         return {
             "rope_type": "yarn",
@@ -179,7 +179,7 @@ class RlkYaRNScalingRotaryEmbedding(Rotary, YaRNScalingRotaryEmbedding):
         }
 
 
-class RlkLlama3RotaryEmbedding(Rotary, Llama3RotaryEmbedding):
+class RlkLlama3RotaryEmbedding(VllmRotary, Llama3RotaryEmbedding):
     def _rope_parameters(self) -> dict[str, Any]:
         return {
             "rope_type": "llama3",

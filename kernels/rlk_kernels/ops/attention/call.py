@@ -73,7 +73,7 @@ class AttentionCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardPlan:
+class AttentionPlan:
     """How keys are walked: time alone, no bit."""
 
     special: bool

@@ -20,9 +20,9 @@ from rlk_kernels.launching import (
     shape_cache,
     tensor_map,
 )
-from rlk_kernels.memory import Layout, empty, layout, views
+from rlk_kernels.memory import MemoryLayout, empty, layout, views
 from rlk_kernels.ops.attention import kernels
-from rlk_kernels.ops.attention.call import AttentionCall, ForwardPlan, PieceList, Scratch
+from rlk_kernels.ops.attention.call import AttentionCall, AttentionPlan, PieceList, Scratch
 from rlk_kernels.ops.attention.merge import merge_parts
 from rlk_kernels.ops.attention.order import CHUNK, block_n, capped_scales
 from rlk_kernels.ops.attention.schedule import (
@@ -39,7 +39,7 @@ FEW = 64
 
 def _plan(
     call: AttentionCall, rows: int | None, split: bool | None, special: bool | None
-) -> ForwardPlan:
+) -> AttentionPlan:
     q, k, table, batch, kv_heads = call.q, call.k, call.table, call.batch, call.kv_heads
     tokens, heads, dim = q.shape
     group, padded, here = call.group, max(16, power_of_2(dim)), facts(q.device)
@@ -75,7 +75,7 @@ def _plan(
     alone = running and batch == 1 and tokens * group <= 16 and dim == 128
     slots = min(room, tokens * group * (chunks + 1))
     flags = ((most * kv_heads, 2),) if alone else ()  # of 8 bytes
-    return ForwardPlan(
+    return AttentionPlan(
         special=special, rows=rows, split=split, listed=split and batch > 1,
         alone=alone, whole=running and not split and chunks <= 1, slots=slots,
         scratch=(*flags, (slots * kv_heads, padded), (slots * kv_heads, 2)), most=most,
@@ -89,7 +89,7 @@ _hopper_pieces = lazy_module("rlk_kernels.ops.attention.hopper_pieces")
 
 def _planned(
     call: AttentionCall, rows: int | None, split: bool | None, special: bool | None
-) -> tuple[ShapeCache, ForwardPlan]:
+) -> tuple[ShapeCache, AttentionPlan]:
     """(the cache of calls of this shape, how they walk their keys)."""
     q, k, v, table = call.q, call.k, call.v, call.table
     cache = shape_cache(
@@ -171,15 +171,15 @@ def forward(
     return out, lse, implementation
 
 
-def _places(plan: ForwardPlan, made: ListPlan | None, lse: tuple[int, ...]) -> Layout:
+def _places(plan: AttentionPlan, made: ListPlan | None, lse: tuple[int, ...]) -> MemoryLayout:
     """The layout of a call's scratch: lse, plan.scratch, and the list that it makes for itself."""
     lists = () if made is None else made.sizes
     return layout((lse, *plan.scratch, *lists), torch.float32)
 
 
 def _launch(
-    cache: ShapeCache, plan: ForwardPlan, made: ListPlan | None, call: AttentionCall, lse: Tensor,
-    memory: Tensor, places: Layout | None,
+    cache: ShapeCache, plan: AttentionPlan, made: ListPlan | None, call: AttentionCall, lse: Tensor,
+    memory: Tensor, places: MemoryLayout | None,
 ) -> None:  # fmt: skip
     """Fill call.out and lse; made: of the list that the call makes for itself; places: in memory,
     where keys are split."""
@@ -204,7 +204,7 @@ def _launch(
         merge_parts(cache, plan, call, scratch, CHUNK)
 
 
-def _attend(cache: ShapeCache, plan: ForwardPlan, call: AttentionCall, scratch: Scratch) -> None:
+def _attend(cache: ShapeCache, plan: AttentionPlan, call: AttentionCall, scratch: Scratch) -> None:
     """Fill call.out and lse, or the slots, with the kernel in plain Triton."""
     q, k, v, table, rows, window = call.q, call.k, call.v, call.table, plan.rows, call.window
     (tokens, _, dim), kv_heads, group, batch = q.shape, call.kv_heads, call.group, call.batch

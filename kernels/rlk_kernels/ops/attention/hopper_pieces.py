@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from rlk_kernels.device import DeviceFacts, facts
 from rlk_kernels.launching import ShapeCache, launch
 from rlk_kernels.matmul.hopper.pipeline import ROWS, thread_barrier
-from rlk_kernels.ops.attention.call import AttentionCall, ForwardPlan, Scratch
+from rlk_kernels.ops.attention.call import AttentionCall, AttentionPlan, Scratch
 from rlk_kernels.ops.attention.hopper import (
     BLOCK,
     PER_CHUNK,
@@ -402,7 +402,7 @@ def few_pieces(here: DeviceFacts) -> int:
 
 
 def attend_pieces(
-    cache: ShapeCache, plan: ForwardPlan, call: AttentionCall, scratch: Scratch
+    cache: ShapeCache, plan: AttentionPlan, call: AttentionCall, scratch: Scratch
 ) -> None:
     """Fill call.out and lse, or the slots."""
     k, v, table = call.k, call.v, call.table
@@ -420,7 +420,7 @@ def attend_pieces(
     )  # fmt: skip
 
 
-def _fixed(plan: ForwardPlan, call: AttentionCall) -> tuple:
+def _fixed(plan: AttentionPlan, call: AttentionCall) -> tuple:
     """What calls of one shape have in common: (programs, numbers, strides, constants, options)."""
     (tokens, _, dim), batch, kv_heads, group = call.q.shape, call.batch, call.kv_heads, call.group
     here, groups = facts(call.q.device), plan.rows // ROWS.value

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from rlk_kernels.device import facts
 from rlk_kernels.launching import ShapeCache, launch, power_of_2
-from rlk_kernels.ops.attention.call import AttentionCall, ForwardPlan, Scratch
+from rlk_kernels.ops.attention.call import AttentionCall, AttentionPlan, Scratch
 from rlk_kernels.ops.attention.order import finish, merge
 from rlk_kernels.ops.attention.schedule import (
     BASE,
@@ -139,7 +139,7 @@ def _merge_kernel(
 
 
 def merge_parts(
-    cache: ShapeCache, plan: ForwardPlan, call: AttentionCall, scratch: Scratch, chunk: int
+    cache: ShapeCache, plan: AttentionPlan, call: AttentionCall, scratch: Scratch, chunk: int
 ) -> None:
     """call.out and lse of the rows whose keys were split."""
     programs, constants, options = cache.get_or_create("merge", chunk, _fixed, plan, call, chunk)
@@ -151,7 +151,7 @@ def merge_parts(
     )  # fmt: skip
 
 
-def _fixed(plan: ForwardPlan, call: AttentionCall, chunk: int) -> tuple[int, tuple, dict]:
+def _fixed(plan: AttentionPlan, call: AttentionCall, chunk: int) -> tuple[int, tuple, dict]:
     """What calls of one shape have in common: (programs, constants, options)."""
     (tokens, heads, dim), here, batch = call.q.shape, facts(call.q.device), call.batch
     padded = max(16, power_of_2(dim))

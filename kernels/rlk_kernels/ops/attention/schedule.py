@@ -38,8 +38,8 @@ from torch import Tensor
 
 from rlk_kernels.device import facts
 from rlk_kernels.launching import ShapeCache, cdiv, launch, power_of_2
-from rlk_kernels.memory import Layout, layout
-from rlk_kernels.ops.attention.call import AttentionCall, ForwardPlan
+from rlk_kernels.memory import MemoryLayout, layout
+from rlk_kernels.ops.attention.call import AttentionCall, AttentionPlan
 from rlk_kernels.ops.attention.order import find_sequence
 
 SCRATCH_BYTES = 31 << 20
@@ -406,7 +406,7 @@ class ListPlan:
 
     sizes: tuple[tuple[int], ...]
     """Of entries, pieces and shared chunks, int32."""
-    layout: Layout
+    layout: MemoryLayout
     """Of these."""
     of_shared: tuple | None
     """Constants of the kernel that compares tables, if there is one."""
@@ -416,7 +416,7 @@ class ListPlan:
     """Of the kernel that makes the list."""
 
 
-def list_plan(cache: ShapeCache, plan: ForwardPlan, call: AttentionCall, chunk: int) -> ListPlan:
+def list_plan(cache: ShapeCache, plan: AttentionPlan, call: AttentionCall, chunk: int) -> ListPlan:
     """How the list of a call is made; chunk: keys of a chunk."""
     return cache.get_or_create("schedule", chunk, _list_plan, plan, call, chunk)
 
@@ -440,7 +440,7 @@ def schedule(
     )  # fmt: skip
 
 
-def _list_plan(plan: ForwardPlan, call: AttentionCall, chunk: int) -> ListPlan:
+def _list_plan(plan: AttentionPlan, call: AttentionCall, chunk: int) -> ListPlan:
     table, window, page = call.table, call.window, call.page or 1
     here, batch = facts(call.cu_q.device), call.batch
     block = max(16, power_of_2(batch))

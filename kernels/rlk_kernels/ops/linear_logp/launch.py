@@ -30,7 +30,7 @@ from rlk_kernels.matmul.launch import hopper_epilogue
 from rlk_kernels.matmul.plan import EpiloguePlan, most_special
 from rlk_kernels.matmul.self_check import trusted
 from rlk_kernels.matmul.split import segments
-from rlk_kernels.memory import Layout, empty, layout, views
+from rlk_kernels.memory import MemoryLayout, empty, layout, views
 from rlk_kernels.numerics.column_sum.operator import column_sum
 from rlk_kernels.numerics.lse_tree.tree import LEAF, levels
 from rlk_kernels.numerics.rows import tree_sum
@@ -228,12 +228,12 @@ class _Planned:
     """What calls of one shape have in common."""
 
     plan: plan.ForwardPlan
-    results: Layout
+    results: MemoryLayout
     """Of logp, lse and entropy."""
     inner: tuple[tuple[int, ...], ...]
     """Shapes of the other `RowStatistics`, which a call that no backward follows has in its
     scratch, before the planes."""
-    scratch: tuple[Layout, Layout]
+    scratch: tuple[MemoryLayout, MemoryLayout]
     """Without and with `inner`."""
 
 

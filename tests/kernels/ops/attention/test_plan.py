@@ -4,12 +4,12 @@ import pytest
 import torch
 from planning import H200
 from rlk_kernels.ops.attention import forward as attention_forward
-from rlk_kernels.ops.attention.call import AttentionCall, ForwardPlan
+from rlk_kernels.ops.attention.call import AttentionCall, AttentionPlan
 
 
 def planned(
     q: torch.Tensor, k: torch.Tensor, table: torch.Tensor | None, batch: int
-) -> ForwardPlan:
+) -> AttentionPlan:
     bounds = torch.zeros(batch + 1, dtype=torch.int32)
     call = AttentionCall(q, k, k, bounds, bounds[1:], table, True, 0.1, None)
     return attention_forward._plan(call, None, None, True)
