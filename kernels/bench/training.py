@@ -134,11 +134,11 @@ def main() -> None:
 def profile(args: Any, who: dict, model: Any, run: Any, loss_of: Any, ids: Tensor) -> None:
     """Where the GPU's time of one forward and backward goes."""
     cuda = torch.profiler.ProfilerActivity.CUDA
-    with alone(args.lock), torch.profiler.profile(activities=[cuda]) as seen:
+    with alone(args.lock), torch.profiler.profiled(activities=[cuda]) as profiled:
         step(model, run, loss_of, ids)
         torch.cuda.synchronize()
-    found = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)[:24]
-    lines = [(e.key[:90], e.self_device_time_total / 1000, e.count) for e in found]
+    events = sorted(profiled.key_averages(), key=lambda e: -e.self_device_time_total)[:24]
+    lines = [(e.key[:90], e.self_device_time_total / 1000, e.count) for e in events]
     tell(args.out, **who, what="profile step", times=lines)
 
 

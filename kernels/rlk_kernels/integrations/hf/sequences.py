@@ -19,8 +19,8 @@ def real_first(real: Tensor) -> Tensor:
 def boundaries(q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
     """Where sequences begin, among queries q[B, T, H, D] and among keys k[B, S, H, D]: where
     positions[B or 1, T] do not go on by one, or with each row."""
-    batch, length, seen = q.shape[0], q.shape[1], k.shape[1]
-    if positions is not None and length == seen > 1:
+    batch, length, keys = q.shape[0], q.shape[1], k.shape[1]
+    if positions is not None and length == keys > 1:
         first = positions.expand(batch, length).clone()
         first[:, 1:] -= positions[:, :-1] + 1
         first[:, 0] = -1
@@ -29,7 +29,7 @@ def boundaries(q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, 
         return cu, cu
     cu_q, cu_k = (
         torch.arange(0, (batch + 1) * n, n, dtype=torch.int32, device=q.device)
-        for n in (length, seen)
+        for n in (length, keys)
     )
     return cu_q, cu_k
 

@@ -229,13 +229,13 @@ def prepare(
     target, mask = target.contiguous(), mask.contiguous()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     length = t // max(sequences, 1)
-    seen = shape_cache(
+    cache = shape_cache(
         "grpo", target.dtype, mask.dtype, given.dtype,
         None if cu_seqlens is None else cu_seqlens.dtype, spread, loss_type, device,
     )  # fmt: skip
     if counted:
         launch(
-            seen, _count_kernel, (share, 1, 1),
+            cache, _count_kernel, (share, 1, 1),
             (target, mask, cu_seqlens, count, t, length if grpo else t, ignore_index,
              packed and grpo, COUNT_BLOCK),
             {"num_warps": 8},
@@ -244,7 +244,7 @@ def prepare(
         assert max_tokens is not None
         share = max(sequences, 1) * max_tokens
     launch(
-        seen, _prepare_kernel, (cdiv(t, BLOCK), 1, 1),
+        cache, _prepare_kernel, (cdiv(t, BLOCK), 1, 1),
         (target, mask, cu_seqlens, count, given, ids, out, weights, t, sequences, length,
          sequences.bit_length(), share, ignore_index, packed, counted, grpo, spread, BLOCK),
         {"num_warps": 4},
@@ -262,20 +262,20 @@ def reduce_loss(
     names = METRICS if has_ref else METRICS[:-1]
     part = empty((PLANES.value, blocks), torch.float64, device)
     value, metrics = empties(((), (len(names),)), torch.float32, device)
-    seen = shape_cache(
+    cache = shape_cache(
         "grpo loss", logp.dtype, None if old_logp is None else old_logp.dtype, advantages.dtype,
         None if ref_logp is None else ref_logp.dtype, loss.beta > 0, device,
     )  # fmt: skip
     if t:
         launch(
-            seen, _reduce_kernel, (blocks, 1, 1),
+            cache, _reduce_kernel, (blocks, 1, 1),
             (logp, logp if old_logp is None else old_logp, advantages, ref_logp, weights, part, t,
              blocks, 1.0 - loss.low, 1.0 + loss.high, loss.beta, has_ref,
              has_ref and loss.beta > 0, BLOCK),
             {"num_warps": 4},
         )  # fmt: skip
     launch(
-        seen, _metrics_kernel, (1, 1, 1),
+        cache, _metrics_kernel, (1, 1, 1),
         (part, value, metrics, blocks, has_ref, LANES),
         {"num_warps": 4},
     )  # fmt: skip

@@ -23,11 +23,11 @@ from rlk_kernels.device import facts, interpreting
 from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
 from rlk_kernels.ops.attention.call import AttentionCall
 from rlk_kernels.ops.attention.order import (
+    attending_rows,
     block_n,
     capped,
     capped_scales,
     find_sequence,
-    seen_rows,
 )
 
 
@@ -178,7 +178,7 @@ def _dkv_kernel(
     k = tl.load(k_ptr + k_at, mask=mask, other=0.0)
     v_at = slot * stride_vs + hk.to(tl.int64) * stride_vh + cols[None, :]
     v = tl.load(v_ptr + v_at, mask=mask, other=0.0)
-    begin, end, _, _ = seen_rows(first_key, len_q, len_k, window, BN, BM, CAUSAL, WINDOWED)
+    begin, end, _, _ = attending_rows(first_key, len_q, len_k, window, BN, BM, CAUSAL, WINDOWED)
     dk = tl.zeros((BN, DP), tl.float32)
     dv = tl.zeros((BN, DP), tl.float32)
     for step in range(begin * G, end * G):

@@ -107,7 +107,7 @@ def _clear(values, count, WARPS: gl.constexpr = 4):
 
 
 @gluon.jit
-def _seen(s, m, scale, first, last, window, masked, WINDOWED: gl.constexpr):
+def _mask_scores(s, m, scale, first, last, window, masked, WINDOWED: gl.constexpr):
     """(Scores of a block, -inf where a row does not see the key; the maximum after them.)"""
     if masked:
         key = first + gl.arange(0, BLOCK, gl.SliceLayout(0, s.type.layout))
@@ -126,7 +126,7 @@ def _weigh(
     WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """One block of scores into a chunk's state: (weights as an operand, m, den, rescaling)."""
-    s, top = _seen(s, m, scale, first, last, window, masked, WINDOWED)
+    s, top = _mask_scores(s, m, scale, first, last, window, masked, WINDOWED)
     p, m, old, sums = weights_below(s, m, top, scale, 4)
     den = gl.fma(den, gl.convert_layout(old, gl.SliceLayout(1, sums.type.layout))[:, None], sums)
     operand = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, OUT, 2))

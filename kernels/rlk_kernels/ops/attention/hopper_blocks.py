@@ -37,8 +37,8 @@ from rlk_kernels.ops.attention.hopper import (
     _first_scores,
     _free,
     _last_block,
+    _mask_scores,
     _merge_chunk,
-    _seen,
     _weigh,
     buffers,
     descriptors,
@@ -50,7 +50,7 @@ from rlk_kernels.ops.attention.order import (
     eight_sums,
     find_sequence,
     result,
-    seen_keys,
+    visible_keys,
     weights_below,
 )
 
@@ -169,7 +169,7 @@ def _attend_rows(
             # both are there long since; a wait further down would cut the step in two
             keys = _block(k_ring, k_full, turn + 1)
             values = _block(v_ring, v_full, turn)
-            s, top = _seen(s, m, scale, j * BLOCK, last, window, j >= plain_end, WINDOWED)
+            s, top = _mask_scores(s, m, scale, j * BLOCK, last, window, j >= plain_end, WINDOWED)
             s, den, acc = _attend_block(q, s, m, top, den, acc, scale, keys, values)
             m = top
             _free(k_ring, k_empty, turn + 1)
@@ -289,12 +289,12 @@ def _copy_rows(
             if PAGE == 0:
                 k_start = len_k
                 len_k = gl.load(cu_k_ptr + b + 1) - k_start
-            seen_begin, shared_end, seen_end = seen_keys(
+            visible_begin, shared_end, visible_end = visible_keys(
                 first_row, len_q, len_k, window, G, BM, BLOCK, CAUSAL, WINDOWED
             )
-            begin = seen_begin // BLOCK
-            end = gl.maximum(gl.cdiv(seen_end, BLOCK), begin + 1)
-            plain_end = gl.minimum(shared_end, seen_end) // BLOCK
+            begin = visible_begin // BLOCK
+            end = gl.maximum(gl.cdiv(visible_end, BLOCK), begin + 1)
+            plain_end = gl.minimum(shared_end, visible_end) // BLOCK
             at = (first_row, q_start, len_q, len_k, hk, begin, end, plain_end)
             _say(places, said, heard, done, at)
             keys = (

@@ -30,7 +30,7 @@ from rlk_kernels.ops.attention.hopper_pairs import (
     pair,
     start_scores,
 )
-from rlk_kernels.ops.attention.order import LOG2E, find_sequence, seen_rows
+from rlk_kernels.ops.attention.order import LOG2E, attending_rows, find_sequence
 
 DEPTH = 4
 """Pairs of blocks that copies may be ahead of the products."""
@@ -88,8 +88,8 @@ def _visible(
     if CAUSAL:
         visible &= key[:, None] <= (query + offset)[None, :]
     if WINDOWED:
-        seen = query + offset if CAUSAL else gl.zeros_like(query) + last_key
-        visible &= key[:, None] > (seen - window)[None, :]
+        last = query + offset if CAUSAL else gl.zeros_like(query) + last_key
+        visible &= key[:, None] > (last - window)[None, :]
     return visible
 
 
@@ -133,8 +133,8 @@ def _keys_gradients(
         lse = lse_ring.index(step % DEPTH).load(COLUMN)
         s = warpgroup_mma_wait(1, [scores])
         if masked:
-            seen = _visible(s, first, key, len_q, offset, window, len_k - 1, CAUSAL, WINDOWED)
-            s = gl.where(seen, s, float("-inf"))
+            visible = _visible(s, first, key, len_q, offset, window, len_k - 1, CAUSAL, WINDOWED)
+            s = gl.where(visible, s, float("-inf"))
         p = exp2(gl.fma(s, scale_log2, (0.0 - lse)[None, :]))
         weights = gl.convert_layout(p.to(dtype), OPERAND)
         if len_q - first < BLOCK:
@@ -143,8 +143,8 @@ def _keys_gradients(
         sums = warpgroup_mma(weights, gradients, dv, is_async=True)
         dp = warpgroup_mma_wait(1, [products])
         if masked:
-            seen = _visible(s, first, key, len_q, offset, window, len_k - 1, CAUSAL, WINDOWED)
-            dp = gl.where(seen, dp, 0.0)
+            visible = _visible(s, first, key, len_q, offset, window, len_k - 1, CAUSAL, WINDOWED)
+            dp = gl.where(visible, dp, 0.0)
         delta = delta_ring.index(step % DEPTH).load(COLUMN)
         ds = p * (dp - delta[None, :])
         ds = gl.convert_layout(ds.to(dtype), OPERAND)
@@ -174,7 +174,7 @@ def _dkv_hopper_kernel(
         return
     q_start = gl.load(cu_q_ptr + b)
     len_q = gl.load(cu_q_ptr + b + 1) - q_start
-    begin, end, plain_begin, plain_end = seen_rows(
+    begin, end, plain_begin, plain_end = attending_rows(
         first_key, len_q, len_k, window, BN, BLOCK, CAUSAL, WINDOWED
     )
     steps = gl.maximum(end - begin, 0) * G

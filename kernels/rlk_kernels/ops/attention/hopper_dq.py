@@ -30,7 +30,7 @@ from rlk_kernels.ops.attention.hopper_pairs import (
     pair,
     start_scores,
 )
-from rlk_kernels.ops.attention.order import LOG2E, find_sequence, seen_keys
+from rlk_kernels.ops.attention.order import LOG2E, find_sequence, visible_keys
 
 DEPTH = 4
 """Pairs of blocks that copies may be ahead of the products."""
@@ -115,8 +115,8 @@ def _queries_gradients(
     s, dp = _first_scores(q, do, ring)
     own = steps
     if CAUSAL:  # the other group may see more
-        seen_end = gl.minimum(first_row + ROWS - 1, len_q * G - 1) // G + len_k - len_q + 1
-        own = gl.minimum(gl.maximum(gl.cdiv(seen_end, BLOCK) - begin, 1), steps)
+        visible_end = gl.minimum(first_row + ROWS - 1, len_q * G - 1) // G + len_k - len_q + 1
+        own = gl.minimum(gl.maximum(gl.cdiv(visible_end, BLOCK) - begin, 1), steps)
     for step in range(own - 1):
         j = begin + step
         ds = _row_weights(
@@ -163,12 +163,12 @@ def _dq_hopper_kernel(
         return
     k_start = gl.load(cu_k_ptr + b)
     len_k = gl.load(cu_k_ptr + b + 1) - k_start
-    seen_begin, shared_end, seen_end = seen_keys(
+    visible_begin, shared_end, visible_end = visible_keys(
         first_row, len_q, len_k, window, G, BM, BLOCK, CAUSAL, WINDOWED
     )
-    begin = seen_begin // BLOCK
-    steps = gl.maximum(gl.cdiv(seen_end, BLOCK) - begin, 1)
-    plain_end = gl.minimum(shared_end, seen_end) // BLOCK
+    begin = visible_begin // BLOCK
+    steps = gl.maximum(gl.cdiv(visible_end, BLOCK) - begin, 1)
+    plain_end = gl.minimum(shared_end, visible_end) // BLOCK
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], dtype)
     q_smem = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, DIM], tile)

@@ -39,7 +39,7 @@ from rlk_kernels.ops.attention.order import (
     finish,
     merge,
     one_sum,
-    seen_keys,
+    visible_keys,
 )
 from rlk_kernels.ops.attention.schedule import (
     lone_piece,
@@ -98,13 +98,13 @@ def _blocks(
 ):  # fmt: skip
     """Of a piece, the blocks of its keys begin ... end, and the end of those that all rows see."""
     _, _, len_q, _, len_k, row, first, limit, only, _, _, _ = one
-    seen_begin, shared_end, seen_end = seen_keys(
+    visible_begin, shared_end, visible_end = visible_keys(
         row, len_q, len_k, window, G, BM, BLOCK, CAUSAL, WINDOWED
     )
-    begin = gl.maximum(seen_begin // BLOCK, first * PER_CHUNK)
-    end = gl.minimum(gl.cdiv(seen_end, BLOCK), limit * PER_CHUNK)
+    begin = gl.maximum(visible_begin // BLOCK, first * PER_CHUNK)
+    end = gl.minimum(gl.cdiv(visible_end, BLOCK), limit * PER_CHUNK)
     # rows without any key are written too: over one block of which they see nothing
-    return begin, gl.maximum(end, begin + only), gl.minimum(shared_end, seen_end) // BLOCK
+    return begin, gl.maximum(end, begin + only), gl.minimum(shared_end, visible_end) // BLOCK
 
 
 @gluon.jit

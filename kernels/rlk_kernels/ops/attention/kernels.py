@@ -19,7 +19,7 @@ from rlk_kernels.ops.attention.order import (
     finish,
     merge,
     one_sum,
-    seen_keys,
+    visible_keys,
 )
 from rlk_kernels.ops.attention.schedule import lone_piece, lone_sequence, piece, slot_row
 
@@ -95,13 +95,13 @@ def _attend_rows(
     last = len_k - 1 + tl.zeros_like(row)  # the last key a row sees
     if CAUSAL:
         last = query + len_k - len_q
-    begin, shared_end, seen_end = seen_keys(
+    begin, shared_end, visible_end = visible_keys(
         first_row, len_q, len_k, window, G, BM, BN, CAUSAL, WINDOWED
     )
     if SPLIT:
         begin = tl.maximum(begin, first_chunk * CHUNK)
-        seen_end = tl.minimum(seen_end, chunk_limit * CHUNK)
-    plain_end = tl.maximum(tl.minimum(shared_end, seen_end) // BN * BN, begin)
+        visible_end = tl.minimum(visible_end, chunk_limit * CHUNK)
+    plain_end = tl.maximum(tl.minimum(shared_end, visible_end) // BN * BN, begin)
 
     m = tl.full((BM,), float("-inf"), tl.float32)
     den = tl.zeros((BM, 8), tl.float32)
@@ -130,7 +130,7 @@ def _attend_rows(
             m = tl.full((BM,), float("-inf"), tl.float32)
             den = tl.zeros((BM, 8), tl.float32)
             acc = tl.zeros((BM, DP), tl.float32)
-    for first in range(plain_end, seen_end, BN):
+    for first in range(plain_end, visible_end, BN):
         key = first + tl.arange(0, BN)
         k = _load_keys(
             k_ptr, k_desc, table, key, first, k_start, len_k, hk, stride_kp, stride_ks, stride_kh,
@@ -154,10 +154,10 @@ def _attend_rows(
             acc = tl.zeros((BM, DP), tl.float32)
 
     if SPLIT:
-        if tl.cdiv(seen_end, BN) * BN % CHUNK > 0 and begin < seen_end:  # a chunk is still open
+        if tl.cdiv(visible_end, BN) * BN % CHUNK > 0 and begin < visible_end:  # an open chunk
             m_all, den_all, acc_all = _end_chunk(
                 m_all, den_all, acc_all, m, den, acc, part_acc_ptr, part_ml_ptr, base,
-                seen_end // CHUNK, folded, merges, row, len_q * G, hk, live, cols, HK, DP, SPLIT,
+                visible_end // CHUNK, folded, merges, row, len_q * G, hk, live, cols, HK, DP, SPLIT,
             )  # fmt: skip
         if merges and not only:
             _put_state(

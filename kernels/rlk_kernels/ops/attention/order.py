@@ -59,7 +59,7 @@ def find_sequence(cu_ptr, block, B, G: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
-def seen_keys(
+def visible_keys(
     first_row, len_q, len_k, window, G: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
@@ -79,7 +79,7 @@ def seen_keys(
 
 
 @triton.jit
-def seen_rows(
+def attending_rows(
     first_key, len_q, len_k, window, BN: tl.constexpr, BM: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):  # fmt: skip

@@ -70,13 +70,13 @@ def _weighted_chunk(p: Tensor, v: Tensor) -> Tensor:
     return (p_high @ v_high + low * 2.0**-width) * pow2(top - 2 * width)
 
 
-def _scores(q: Tensor, k: Tensor, seen: Tensor, scale: float, softcap: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, visible: Tensor, scale: float, softcap: float) -> Tensor:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     score = (matmul_nt(q, k).to(wide) * scale).double()
     if softcap:
         t = _exp(score.abs() * (-2.0 / softcap), q.dtype)
         score = (torch.where(score < 0, -softcap, softcap) * ((1 - t) / (1 + t))).to(wide).double()
-    return torch.where(seen, score, -math.inf)
+    return torch.where(visible, score, -math.inf)
 
 
 def _exp(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -84,14 +84,14 @@ def _exp(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """out[..., R, D], lse[..., R] of q[..., R, D], k and v[..., S, D], seen[..., R, S]."""
+    """out[..., R, D], lse[..., R] of q[..., R, D], k and v[..., S, D], visible[..., R, S]."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    score = _scores(q, k, seen, scale, softcap)
+    score = _scores(q, k, visible, scale, softcap)
     top = score.amax(-1, keepdim=True)
     top = torch.where(top == -math.inf, 0.0, top)
-    p = torch.where(seen, _exp(score - top, q.dtype), 0.0)
+    p = torch.where(visible, _exp(score - top, q.dtype), 0.0)
     if wide == torch.float32:
         p = (p * 2.0**P_BITS).round_().mul_(2.0**-P_BITS)
     total = p.sum(-1, keepdim=True)  # integers on one grid: exact
@@ -107,7 +107,7 @@ def attend_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    seen: Tensor,
+    visible: Tensor,
     scale: float,
     out: Tensor,
     lse: Tensor,
@@ -116,13 +116,13 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) in float64, shapes like q, k, v."""
     lse = torch.where(lse == -math.inf, 0.0, lse.double())
-    score = _scores(q, k, seen, scale, softcap)
-    p = torch.where(seen, _exp(score - lse[..., None], q.dtype), 0.0)
+    score = _scores(q, k, visible, scale, softcap)
+    p = torch.where(visible, _exp(score - lse[..., None], q.dtype), 0.0)
     delta = tree_sum(out.double() * do.double())
     narrow = torch.float64 if q.dtype == torch.float64 else torch.float32
     ds = p * (matmul_nt(do, v) - delta) * scale
     if softcap:
-        ds = torch.where(seen, ds * (1.0 - (score / softcap).square()), 0.0)
+        ds = torch.where(visible, ds * (1.0 - (score / softcap).square()), 0.0)
     dq = weighted_sum(ds, k)
     dk = matmul_nt(ds.to(narrow).mT, q.mT)
     dv = matmul_nt(p.to(narrow).mT, do.mT)
@@ -139,7 +139,7 @@ class Batch:
     """[B, S] flat key slot; padding repeats the last."""
     row_live: Tensor
     key_live: Tensor
-    seen: Tensor
+    visible: Tensor
     """[B, 1, T * G, S]"""
 
 
@@ -189,11 +189,11 @@ def _pad(spans, bounds, start_k, len_k, table, page, group, causal, window, devi
     else:
         slot = table[b.expand_as(slot), slot // page].long() * page + slot % page
     last = (t + keys - queries) if causal else (keys - 1).expand_as(t)
-    seen = (s[:, None, :] <= last[:, :, None]) & key_live[:, None, :] & row_live[:, :, None]
+    visible = (s[:, None, :] <= last[:, :, None]) & key_live[:, None, :] & row_live[:, :, None]
     if window is not None:
-        seen &= s[:, None, :] > last[:, :, None] - window
-    seen = seen.repeat_interleave(group, dim=1)[:, None]
-    return Batch(begin + t, slot, row_live, key_live, seen)
+        visible &= s[:, None, :] > last[:, :, None] - window
+    visible = visible.repeat_interleave(group, dim=1)[:, None]
+    return Batch(begin + t, slot, row_live, key_live, visible)
 
 
 def pack_rows(x: Tensor, rows: Tensor, kv_heads: int) -> Tensor:
@@ -262,7 +262,7 @@ def forward(
     for batch in batches(cu_q, start_k, len_k, table, page, group, kv_heads, causal, window):
         o, part = attend(
             pack_rows(q, batch.rows, kv_heads), pack_keys(k, batch.keys),
-            pack_keys(v, batch.keys), batch.seen, scale, softcap,
+            pack_keys(v, batch.keys), batch.visible, scale, softcap,
         )  # fmt: skip
         unpack_rows(o, batch.rows, batch.row_live, out)
         unpack_rows(part[..., None], batch.rows, batch.row_live, lse)
@@ -283,7 +283,7 @@ def backward(
         packed = [pack_rows(x, batch.rows, kv_heads) for x in (q, out, do, lse.T[..., None])]
         live = batch.row_live.repeat_interleave(group, dim=1)[:, None, :, None]
         grads = attend_backward(
-            packed[0], pack_keys(k, batch.keys), pack_keys(v, batch.keys), batch.seen, scale,
+            packed[0], pack_keys(k, batch.keys), pack_keys(v, batch.keys), batch.visible, scale,
             packed[1], packed[3].squeeze(-1), torch.where(live, packed[2], 0.0), softcap,
         )  # fmt: skip
         unpack_rows(grads[0], batch.rows, batch.row_live, dq)

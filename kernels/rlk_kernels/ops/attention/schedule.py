@@ -182,8 +182,8 @@ def _schedule_kernel(
         keys -= tl.load(lens_ptr + b, mask=live, other=0)
     first = tl.zeros_like(b)
     if WINDOWED:
-        seen = keys - queries + 1 if CAUSAL else keys
-        first = tl.maximum(seen - window, 0) // CHUNK
+        visible = keys - queries + 1 if CAUSAL else keys
+        first = tl.maximum(visible - window, 0) // CHUNK
     end = tl.maximum(tl.cdiv(keys, CHUNK), first)
     shared = tl.zeros_like(b)
     if COMPARES:
@@ -343,8 +343,8 @@ def lone_sequence(
         keys = tl.load(lens_ptr + 1) - keys
     first = k_start * 0
     if WINDOWED:
-        seen = keys - queries + 1 if CAUSAL else keys
-        first = tl.maximum(seen - window, 0) // CHUNK
+        visible = keys - queries + 1 if CAUSAL else keys
+        first = tl.maximum(visible - window, 0) // CHUNK
     own = tl.maximum(tl.cdiv(keys, CHUNK) - first, 0)
     ranges = tl.maximum(own, 1)
     length = own * 0 + 1

@@ -70,41 +70,43 @@ _MODES = {
 
 
 def run_tiles(
-    own: EpiloguePlan, h: Tensor, w: Tensor, bias: Tensor | None, spec: LogitOptions,
+    tiling: EpiloguePlan, h: Tensor, w: Tensor, bias: Tensor | None, spec: LogitOptions,
     n: Tensor, s: Tensor, u: Tensor | None = None, a: Tensor | None = None,
-    b: Tensor | None = None, out: Tensor | None = None, seen: ShapeCache | None = None,
+    b: Tensor | None = None, out: Tensor | None = None, cache: ShapeCache | None = None,
 ) -> None:  # fmt: skip
-    """One launch over all tiles of h[T, H] @ w[V, H]^T, as `own` says; seen: `launching.ShapeCache`
-    of these shapes, if it is to be launched again."""
+    """Run one launch over all tiles of h[T, H] @ w[V, H]^T, as `tiling` says. cache: that of these
+    shapes, where the launch is to be repeated."""
     t, v, k = h.shape[0], w.shape[0], h.shape[1]
     if t == 0 or v == 0:
         return
-    tile = own.tile
+    tile = tiling.tile
     numbers = (*spec.numbers, spec.inverse_top)
     chosen = (bias is not None, *flags(spec), u is not None or b is not None)
-    if own.kernel == "hopper":
-        hopper_epilogue().hopper_tiles(own, h, w, bias, n, s, u, a, b, out, numbers, chosen, seen)
+    if tiling.kernel == "hopper":
+        hopper_epilogue().hopper_tiles(
+            tiling, h, w, bias, n, s, u, a, b, out, numbers, chosen, cache
+        )
         return
-    mode, partial, ragged = _MODES[own.epilogue], v % tile.n != 0, v % LEAF != 0
+    mode, partial, ragged = _MODES[tiling.epilogue], v % tile.n != 0, v % LEAF != 0
     stride = 0 if out is None else out.stride(0)
     tiles = triton.cdiv(t, tile.m) * triton.cdiv(v, tile.n)
-    if own.kernel == "tma":
+    if tiling.kernel == "tma":
         box = [tile.n, tile.k]
-        kernels._tiles_tma_kernel[(min(tiles, own.processors),)](
+        kernels._tiles_tma_kernel[(min(tiles, tiling.processors),)](
             TensorDescriptor.from_tensor(h, [tile.m, tile.k]),
-            _permuted(w, *box) if own.permuted else TensorDescriptor.from_tensor(w, box),
+            _permuted(w, *box) if tiling.permuted else TensorDescriptor.from_tensor(w, box),
             bias, n, s, u, a, b,
-            TensorDescriptor.from_tensor(out, [tile.m, tile.n]) if own.tma_store else h,
-            out, t, v, k, own.last_segment, stride, *numbers, mode, *chosen, partial,
+            TensorDescriptor.from_tensor(out, [tile.m, tile.n]) if tiling.tma_store else h,
+            out, t, v, k, tiling.last_segment, stride, *numbers, mode, *chosen, partial,
             ragged, tile.m, tile.n, tile.k, levels(tile.n // LEAF), tile.group, tile.flatten,
-            own.tma_store, own.permuted, own.segment, num_warps=tile.warps,
+            tiling.tma_store, tiling.permuted, tiling.segment, num_warps=tile.warps,
             num_stages=tile.stages,
         )  # fmt: skip
         return
     kernels._tiles_pointer_kernel[(tiles,)](
-        h, w, bias, n, s, u, a, b, out, t, v, k, own.last_segment, h.stride(0), w.stride(0), stride,
-        *numbers, mode, *chosen, partial, ragged,
-        tile.m, tile.n, tile.k, levels(tile.n // LEAF), tile.group, own.segment,
+        h, w, bias, n, s, u, a, b, out, t, v, k, tiling.last_segment, h.stride(0), w.stride(0),
+        stride, *numbers, mode, *chosen, partial, ragged,
+        tile.m, tile.n, tile.k, levels(tile.n // LEAF), tile.group, tiling.segment,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -115,14 +117,14 @@ def _per_row(ids: Tensor) -> int:
 
 
 def pick(
-    own: plan.PickPlan, h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions,
-    z: Tensor, seen: ShapeCache | None = None,
+    pick_plan: plan.PickPlan, h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor,
+    spec: LogitOptions, z: Tensor, cache: ShapeCache | None = None,
 ) -> None:  # fmt: skip
-    """Fill z[T, J] of ids[T, J], or [T] both; NaN where an id is no column. seen: see
+    """Fill z[T, J] of ids[T, J], or [T] both; NaN where an id is no column. cache: see
     `run_tiles`."""
-    cache = ShapeCache() if seen is None else seen
+    cache = ShapeCache() if cache is None else cache
     grid, constants, options = cache.get_or_create(
-        "pick", None, _pick_fixed, own, h, w, bias, ids, spec
+        "pick", None, _pick_fixed, pick_plan, h, w, bias, ids, spec
     )
     launch(
         cache, kernels._pick_kernel, grid,
@@ -132,13 +134,18 @@ def pick(
 
 
 def _pick_fixed(
-    own: plan.PickPlan, h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions
+    pick_plan: plan.PickPlan,
+    h: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    ids: Tensor,
+    spec: LogitOptions,
 ) -> tuple[tuple[int, int, int], tuple, dict]:
     """What calls of one shape have in common: (grid, constants, options)."""
-    t, j, tile = ids.shape[0], _per_row(ids), own.tile
+    t, j, tile = ids.shape[0], _per_row(ids), pick_plan.tile
     constants = (
-        t, w.shape[0], h.shape[1], own.last_segment, j, h.stride(0), w.stride(0), *spec.numbers,
-        bias is not None, *flags(spec), tile.m, tile.k, own.segment,
+        t, w.shape[0], h.shape[1], pick_plan.last_segment, j, h.stride(0), w.stride(0),
+        *spec.numbers, bias is not None, *flags(spec), tile.m, tile.k, pick_plan.segment,
     )  # fmt: skip
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     return (cdiv(t, tile.m), j, 1), constants, options
@@ -152,16 +159,16 @@ def row_shapes(ids: Tensor, entropy: bool) -> tuple[tuple[int, ...], ...]:
 
 def finish(
     planes: list[Planes], ids: Tensor, rows: RowStatistics, first: int, last: int, entropy: bool,
-    seen: ShapeCache | None = None,
+    cache: ShapeCache | None = None,
 ) -> None:  # fmt: skip
     """Rows first ... last from the tiles' statistics; planes: `planes_in`, the first of them
-    filled; seen: see `run_tiles`."""
+    filled; cache: see `run_tiles`."""
     m = last - first
     grid = cdiv(m, FINISH_ROWS)
     for below, above in pairwise(planes):
         nodes = below[0].shape[0]
         launch(
-            seen, kernels._collapse_kernel, (grid, above[0].shape[0], 1),
+            cache, kernels._collapse_kernel, (grid, above[0].shape[0], 1),
             (*below, *above, m, nodes, entropy, FINISH_ROWS, 5),
             {"num_warps": 1}, (nodes, m),
         )  # fmt: skip
@@ -171,7 +178,7 @@ def finish(
     if m < ids.shape[0]:
         tensors = tuple(None if x is None else x[first:last] for x in tensors)
     launch(
-        seen, kernels._finish_kernel, (grid, 1, 1),
+        cache, kernels._finish_kernel, (grid, 1, 1),
         (*planes[-1], *tensors, m, _per_row(ids), nodes, entropy, FINISH_ROWS, levels(nodes)),
         {"num_warps": 1},
     )  # fmt: skip
@@ -188,8 +195,8 @@ def planes_in(
     memory: Tensor, nodes: int, t: int, entropy: bool, before: tuple[tuple[int, ...], ...] = ()
 ) -> list[Planes]:
     """`plane_shapes` in memory that has room for them, behind what has the shapes `before`."""
-    own = layout((*before, *plane_shapes(nodes, t, entropy)), memory.dtype)
-    return planes_of(views(memory, own)[len(before) :], entropy)
+    places = layout((*before, *plane_shapes(nodes, t, entropy)), memory.dtype)
+    return planes_of(views(memory, places)[len(before) :], entropy)
 
 
 def planes_of(flat: list[Tensor], entropy: bool) -> list[Planes]:
@@ -204,11 +211,11 @@ def forward(
     h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions, entropy: bool
 ) -> tuple[RowStatistics, str]:
     """h[T, H], w[V, H], ids[T, J] or [T] contiguous -> statistics, and which implementation ran."""
-    seen, own = _planned(h, w, bias, ids, spec, entropy)
+    cache, planned = _planned(h, w, bias, ids, spec, entropy)
     shapes = row_shapes(ids, entropy)
     rows = RowStatistics(*[empty(shape, torch.float32, ids.device) for shape in shapes])
-    _fill(seen, own, h, w, bias, ids, spec, entropy, rows)
-    return rows, own.plan.tiles.implementation
+    _fill(cache, planned, h, w, bias, ids, spec, entropy, rows)
+    return rows, planned.plan.tiles.implementation
 
 
 def forward_inference(
@@ -217,10 +224,10 @@ def forward_inference(
 ) -> tuple[list[Tensor], str]:  # fmt: skip
     """(the first `count` of logp, lse and entropy, which implementation ran) of a call that no
     backward follows. They share memory, so no custom operator may return them."""
-    seen, own = _planned(h, w, bias, ids, spec, entropy)
-    results = empty(own.results.total, torch.float32, ids.device)
-    _fill(seen, own, h, w, bias, ids, spec, entropy, results)
-    return views(results, own.results, count), own.plan.tiles.implementation
+    cache, planned = _planned(h, w, bias, ids, spec, entropy)
+    results = empty(planned.results.total, torch.float32, ids.device)
+    _fill(cache, planned, h, w, bias, ids, spec, entropy, results)
+    return views(results, planned.results, count), planned.plan.tiles.implementation
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,59 +248,59 @@ def _planned(
     h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions, entropy: bool
 ) -> tuple[ShapeCache, _Planned]:
     """(what is kept for calls of this shape, how they run)."""
-    seen = shape_cache(
+    cache = shape_cache(
         "linear_logp", h.shape, h.stride(), w.shape, w.stride(), h.dtype,
         None if bias is None else bias.dtype, ids.shape, spec, entropy, h.device,
         (h.data_ptr() | w.data_ptr()) & 15 == 0,
     )  # fmt: skip
-    own = seen.plan
-    if own is None:
+    planned = cache.plan
+    if planned is None:
         here = facts(h.device)
         shape = plan.shape_of(h, w, spec.logit_dtype, here)
         chosen = plan.plan_forward(shape, entropy, here, is_trusted(h, spec))
         rows = row_shapes(ids, entropy)
         longest = chosen.chunks[0][1] if chosen.chunks else 0
         planes = plane_shapes(chosen.nodes, longest, entropy)
-        own = seen.plan = _Planned(
+        planned = cache.plan = _Planned(
             chosen, layout(rows[:3], torch.float32), rows[3:],
             (layout(planes, torch.float32), layout((*rows[3:], *planes), torch.float32)),
         )  # fmt: skip
-    return seen, own
+    return cache, planned
 
 
 def _fill(
-    seen: ShapeCache, own: _Planned, h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor,
+    cache: ShapeCache, planned: _Planned, h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor,
     spec: LogitOptions, entropy: bool, rows: RowStatistics | Tensor,
 ) -> None:  # fmt: skip
     """Fill rows, or memory of the first three of such."""
-    if not own.plan.chunks:
+    if not planned.plan.chunks:
         return
-    scratch = empty(own.scratch[isinstance(rows, Tensor)].total, torch.float32, h.device)
-    arguments = (own, h, w, bias, ids, spec, entropy, rows, scratch)
-    if own.plan.tiles.kernel == "hopper":
+    scratch = empty(planned.scratch[isinstance(rows, Tensor)].total, torch.float32, h.device)
+    arguments = (planned, h, w, bias, ids, spec, entropy, rows, scratch)
+    if planned.plan.tiles.kernel == "hopper":
         filled = (rows,) if isinstance(rows, Tensor) else rows
         memory = (scratch, h, w, bias, ids, *filled)
-        replay_or_run(seen, memory, (), _launch_forward, *arguments)
+        replay_or_run(cache, memory, (), _launch_forward, *arguments)
     else:
-        _launch_forward(seen, *arguments)
+        _launch_forward(cache, *arguments)
 
 
 def _launch_forward(
-    seen: ShapeCache, own: _Planned, h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor,
+    cache: ShapeCache, planned: _Planned, h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor,
     spec: LogitOptions, entropy: bool, rows: RowStatistics | Tensor, scratch: Tensor,
 ) -> None:  # fmt: skip
     inner = ()
     if isinstance(rows, Tensor):
-        inner = own.inner
-        inside = views(scratch, own.scratch[True], len(inner))
-        rows = RowStatistics(*views(rows, own.results), *inside)
-    pick(own.plan.pick, h, w, bias, ids, spec, rows.z, seen)
-    for first, last in own.plan.chunks:
+        inner = planned.inner
+        inside = views(scratch, planned.scratch[True], len(inner))
+        rows = RowStatistics(*views(rows, planned.results), *inside)
+    pick(planned.plan.pick, h, w, bias, ids, spec, rows.z, cache)
+    for first, last in planned.plan.chunks:
         m = last - first
-        planes = planes_in(scratch, own.plan.nodes, m, entropy, inner)  # one memory for all chunks
+        planes = planes_in(scratch, planned.plan.nodes, m, entropy, inner)  # all chunks' memory
         some = h if m == h.shape[0] else h[first:last]
-        run_tiles(own.plan.tiles, some, w, bias, spec, *planes[0], seen=seen)
-        finish(planes, ids, rows, first, last, entropy, seen)
+        run_tiles(planned.plan.tiles, some, w, bias, spec, *planes[0], cache=cache)
+        finish(planes, ids, rows, first, last, entropy, cache)
 
 
 def coefficients(
@@ -369,14 +376,16 @@ def backward(
         return (dh, None if dw is None else dw.zero_(), db), "triton"
     here = facts(h.device)
     shape = plan.shape_of(h, w, spec.logit_dtype, here)
-    own = plan.plan_backward(shape, dw is not None, here, is_trusted(h, spec))
-    ran = {x.implementation for x in own.tiles}
-    block = torch.empty(own.block, dtype=h.dtype, device=h.device)
+    backward = plan.plan_backward(shape, dw is not None, here, is_trusted(h, spec))
+    ran = {x.implementation for x in backward.tiles}
+    block = torch.empty(backward.block, dtype=h.dtype, device=h.device)
     buffers = [block] if dw is None else [block, dw.view(-1)]
-    vocab_chunks = list(zip(own.vocab, own.tiles, strict=True))
+    vocab_chunks = list(zip(backward.vocab, backward.tiles, strict=True))
 
     # one for all chunks of tokens; rows that a tensor map can describe
-    copy = torch.empty(own.chunks[0][1], -(-h.shape[1] // 8) * 8, dtype=h.dtype, device=h.device)
+    copy = torch.empty(
+        backward.chunks[0][1], -(-h.shape[1] // 8) * 8, dtype=h.dtype, device=h.device
+    )
 
     def dlogits(x: _Part, vocab: VocabChunk, tiles: EpiloguePlan) -> Tensor:
         """dlogits of some tokens over a chunk of the vocabulary."""
@@ -394,8 +403,10 @@ def backward(
         return column_sum(whole, "triton")[: vocab.last - vocab.first]
 
     if dh is not None:
-        los = lo_accumulator(dh[: own.chunks[0][1]], len(own.vocab))  # one for all chunks of tokens
-        for start, stop in own.chunks:
+        los = lo_accumulator(
+            dh[: backward.chunks[0][1]], len(backward.vocab)
+        )  # one for all chunks of tokens
+        for start, stop in backward.chunks:
             part = slice(start, stop)
             own_rows = _quiet(copy, h, ids, rows, g, a, b, part)
             lo = los[: stop - start]
@@ -405,22 +416,22 @@ def backward(
                     PartialProduct(a=out, b=w[vocab.columns], out=dh[part], lo=lo, trans_a=False,
                         first=vocab.first == 0, last=vocab.last == v)
                 ]  # fmt: skip
-                if own.one_pass and dw is not None:
+                if backward.one_pass and dw is not None:
                     sums.append(
                         PartialProduct(a=out, b=own_rows.h, out=dw[vocab.columns], lo=lo,
                             trans_a=True, first=True, last=True)
                     )  # fmt: skip
                 ran.add(accumulate(*sums))
-                if own.one_pass and db is not None:
+                if backward.one_pass and db is not None:
                     db[vocab.columns] = columns(part, vocab)
         del los, lo, sums
-    if (dw is not None or db is not None) and not (own.one_pass and dh is not None):
-        widest = max((vocab.width for vocab in own.vocab), default=0)
-        los = None if dw is None else lo_accumulator(dw[:widest], len(own.chunks))
+    if (dw is not None or db is not None) and not (backward.one_pass and dh is not None):
+        widest = max((vocab.width for vocab in backward.vocab), default=0)
+        los = None if dw is None else lo_accumulator(dw[:widest], len(backward.chunks))
         for vocab, tiles in vocab_chunks:
             lo = None if los is None else los[: vocab.last - vocab.first]
             found = []
-            for start, stop in own.chunks:
+            for start, stop in backward.chunks:
                 own_rows = _quiet(copy, h, ids, rows, g, a, b, slice(start, stop))
                 out = dlogits(own_rows, vocab, tiles)
                 if dw is not None and lo is not None:
