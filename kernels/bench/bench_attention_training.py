@@ -42,7 +42,7 @@ def _milliseconds(forward, leaves, gradients) -> tuple[float, float]:
         return event_ms(forward, repeat=4, inner=2), backward_ms
 
 
-def _own(heads, lengths) -> tuple[float, float]:
+def _rlk_call(heads, lengths) -> tuple[float, float]:
     hq, hk, d = heads
     q, k, v = (rand(sum(lengths), h, d, grad=True) for h in (hq, hk, hk))
     cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
@@ -73,7 +73,7 @@ def times(ceilings: dict) -> list[dict]:
     records = []
     for heads, lengths in SHAPES:
         flops = 2 * heads[0] * heads[2] * sum(n * n for n in lengths)  # half of them masked
-        ms = {"rlk": _own(heads, lengths)}
+        ms = {"rlk": _rlk_call(heads, lengths)}
         for name, backend in RIVALS.items():
             ms[name] = _sdpa(heads, lengths, backend)
         ms["flash2 deterministic"] = _sdpa(heads, lengths, SDPBackend.FLASH_ATTENTION, True)
@@ -90,8 +90,8 @@ def times(ceilings: dict) -> list[dict]:
     return records
 
 
-def _error(found, exact) -> float:
-    return float((found.double() - exact).norm() / exact.norm())
+def _error(value, exact) -> float:
+    return float((value.double() - exact).norm() / exact.norm())
 
 
 def errors(ceilings: dict) -> list[dict]:
@@ -110,11 +110,11 @@ def errors(ceilings: dict) -> list[dict]:
         wide = [x.detach().double().requires_grad_() for x in leaves]
         with sdpa_kernel(SDPBackend.MATH):
             exact = torch.autograd.grad(dense(*wide), wide, gradient.double())
-        found = {"rlk": torch.autograd.grad(rk.attention(*leaves, cu, cu), leaves, gradient)}
+        grads = {"rlk": torch.autograd.grad(rk.attention(*leaves, cu, cu), leaves, gradient)}
         for name, backend in RIVALS.items():
             with sdpa_kernel(backend):
-                found[name] = torch.autograd.grad(dense(*leaves), leaves, gradient)
+                grads[name] = torch.autograd.grad(dense(*leaves), leaves, gradient)
         off = {name: [_error(*pair) for pair in zip(x, exact, strict=True)]
-               for name, x in found.items()}  # fmt: skip
+               for name, x in grads.items()}  # fmt: skip
         records.append({"heads": (hq, hk, d), "errors": off})
     return records

@@ -28,13 +28,13 @@ def decode(lens: list[int], width: int = 0, queries: list[int] | None = None, sh
     queries: of each sequence, 1 where not given. share: tokens of one prompt that all begin with.
     """
     hq, hk, d = HEADS
-    own = [-(-(n - share) // PAGE) for n in lens]
+    pages = [-(-(n - share) // PAGE) for n in lens]
     prompt = share // PAGE
-    blocks = prompt + sum(own)
+    blocks = prompt + sum(pages)
     order = torch.randperm(blocks, device="cuda").int()
-    table = torch.zeros(len(lens), max(-(-width // PAGE), max(own) + prompt), device="cuda").int()
+    table = torch.zeros(len(lens), max(-(-width // PAGE), max(pages) + prompt), device="cuda").int()
     used = prompt
-    for b, count in enumerate(own):
+    for b, count in enumerate(pages):
         table[b, :prompt] = order[:prompt]
         table[b, prompt : prompt + count] = order[used : used + count]
         used += count
@@ -46,17 +46,20 @@ def decode(lens: list[int], width: int = 0, queries: list[int] | None = None, sh
 
     schedule = rk.paged_schedule(q, k, v, table, context, cu_seqlens_q=cu)
     call = functools.partial(rk.paged_attention, q, k, v, table, context, cu_seqlens_q=cu)
-    given = None if schedule is None else functools.partial(call, schedule=schedule)
-    return call, given, 4 * blocks * PAGE * hk * d
+    with_schedule = None if schedule is None else functools.partial(call, schedule=schedule)
+    return call, with_schedule, 4 * blocks * PAGE * hk * d
 
 
 def microseconds(make, nbytes: int) -> dict[str, float]:
     """Of one call that makes its own list, and of one that is given it, where there is one;
     rotating over as many inputs as outgrow the L2."""
     made = [make() for _ in range(copies(nbytes, most=8))]
-    calls = {"own": [own for own, _, _ in made], "given": [given for _, given, _ in made]}
-    found = graphs_ms({k: x for k, x in calls.items() if None not in x}, target_ms=2.0)
-    return {name: 1e3 * ms for name, ms in found.items()}
+    calls = {
+        "own": [call for call, _, _ in made],
+        "given": [with_schedule for _, with_schedule, _ in made],
+    }
+    times = graphs_ms({k: x for k, x in calls.items() if None not in x}, target_ms=2.0)
+    return {name: 1e3 * ms for name, ms in times.items()}
 
 
 def scratch_mib(call) -> float:
@@ -67,8 +70,8 @@ def scratch_mib(call) -> float:
     before = torch.cuda.memory_allocated()
     out = call()
     torch.cuda.synchronize()
-    own = out.nbytes + 4 * out.shape[0] * out.shape[1]
-    return (torch.cuda.max_memory_allocated() - before - own) / MIB
+    results = out.nbytes + 4 * out.shape[0] * out.shape[1]
+    return (torch.cuda.max_memory_allocated() - before - results) / MIB
 
 
 def widths(ceilings: dict) -> list[dict]:
@@ -78,20 +81,20 @@ def widths(ceilings: dict) -> list[dict]:
     for batch in BATCHES:
         for context in CONTEXTS:
             nbytes = 4 * batch * context * HEADS[1] * HEADS[2]
-            us, given, scratch = {}, {}, {}
+            us, given_us, scratch = {}, {}, {}
             for width in WIDTHS:
                 if 0 < width <= context:
                     continue
                 make = functools.partial(decode, [context] * batch, width)
-                found = microseconds(make, nbytes)
-                us[width] = found["own"]
-                if "given" in found:
-                    given[width] = found["given"]
+                times = microseconds(make, nbytes)
+                us[width] = times["own"]
+                if "given" in times:
+                    given_us[width] = times["given"]
                 scratch[width] = scratch_mib(make()[0])
                 torch.cuda.empty_cache()
             share = nbytes / us[0] / 1e3 / ceilings["copy_gbs"]
             records.append(
-                {"batch": batch, "context": context, "us": us, "given_us": given,
+                {"batch": batch, "context": context, "us": us, "given_us": given_us,
                  "scratch_mib": scratch, "bandwidth_share": share}
             )  # fmt: skip
     return records
@@ -119,10 +122,10 @@ def batches(ceilings: dict) -> list[dict]:
     records = []
     for name, (lens, queries, share) in CASES.items():
         *_, nbytes = decode(lens, 131072, queries, share)
-        found = microseconds(functools.partial(decode, lens, 131072, queries, share), nbytes)
-        us = found["own"]
+        times = microseconds(functools.partial(decode, lens, 131072, queries, share), nbytes)
+        us = times["own"]
         records.append(
-            {"case": name, "us": us, "given_us": found.get("given"), "gbs": nbytes / us / 1e3}
+            {"case": name, "us": us, "given_us": times.get("given"), "gbs": nbytes / us / 1e3}
         )
         torch.cuda.empty_cache()
     return records

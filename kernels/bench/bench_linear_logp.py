@@ -57,8 +57,8 @@ def in_turn(calls: dict[str, Callable[[], object]], rounds: int, inner: int) -> 
     return {name: statistics.median(x) for name, x in times.items()}
 
 
-def held_mib(call: Callable[[], object], own: int = 0, warm: bool = True) -> float:
-    """MiB at the peak of `call` beyond what there was and `own` bytes of results."""
+def held_mib(call: Callable[[], object], gradient_bytes: int = 0, warm: bool = True) -> float:
+    """MiB at the peak of `call` beyond what there was and `gradient_bytes` bytes of results."""
     if warm:
         call()
     torch.cuda.synchronize()
@@ -67,7 +67,7 @@ def held_mib(call: Callable[[], object], own: int = 0, warm: bool = True) -> flo
     before = torch.cuda.memory_allocated()
     call()
     torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before - own) / MIB
+    return (torch.cuda.max_memory_allocated() - before - gradient_bytes) / MIB
 
 
 def measure(ceilings: dict) -> list[dict]:
@@ -96,9 +96,9 @@ def measure(ceilings: dict) -> list[dict]:
                 loss, _ = rk.linear_grpo_loss(hidden, weight, target, None, up, mask, cu_seqlens=b)
                 torch.autograd.grad(loss, (hidden, weight))
 
-            own = 2 * (hidden.numel() + weight.numel())
-            held = {"forward": held_mib(forward), "both": held_mib(both, own)}
-            held["grpo"] = held_mib(grpo, own)
+            gradient_bytes = 2 * (hidden.numel() + weight.numel())
+            held = {"forward": held_mib(forward), "both": held_mib(both, gradient_bytes)}
+            held["grpo"] = held_mib(grpo, gradient_bytes)
             calls = {"gemm": gemm, "forward": forward, "both": both, "grpo": grpo}
             ms = in_turn(
                 {name: captured(call) for name, call in calls.items()},
@@ -137,32 +137,32 @@ def one_sequence_at_a_time(hidden, weight, target, length=512):
 
 def implementations() -> tuple[dict[str, Callable], dict[str, str]]:
     """(name -> (hidden, weight, target) -> logp, name -> why it is not there)."""
-    found: dict[str, Callable] = {"rlk": rk.linear_logp}
+    runs: dict[str, Callable] = {"rlk": rk.linear_logp}
     absent = {}
-    found["torch, logits in memory"] = torch_whole
-    found["torch, chunks of 1024"] = torch_chunks
+    runs["torch, logits in memory"] = torch_whole
+    runs["torch, chunks of 1024"] = torch_chunks
     if importlib.util.find_spec("liger_kernel"):
         from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
             LigerFusedLinearScaledCrossEntropyFunction as Liger,
         )
 
-        found["Liger 0.8.5 (CuTe DSL)"] = lambda h, w, t: -Liger.apply(h, w, t)
+        runs["Liger 0.8.5 (CuTe DSL)"] = lambda h, w, t: -Liger.apply(h, w, t)
     if importlib.util.find_spec("cut_cross_entropy"):
         from cut_cross_entropy import linear_cross_entropy
 
-        found["cut-cross-entropy 25.1.1"] = lambda h, w, t: (
+        runs["cut-cross-entropy 25.1.1"] = lambda h, w, t: (
             -linear_cross_entropy(h, w, t, reduction="none")
         )
     if importlib.util.find_spec("verl"):
         from verl.utils.kernel.linear_cross_entropy import LinearCrossEntropy
 
-        found["verl 0.9.1 kernel"] = lambda h, w, t: LinearCrossEntropy.apply(h, w, t, 1.0, "none")[
+        runs["verl 0.9.1 kernel"] = lambda h, w, t: LinearCrossEntropy.apply(h, w, t, 1.0, "none")[
             0
         ]
     for name in ("Liger 0.8.5 (CuTe DSL)", "cut-cross-entropy 25.1.1", "verl 0.9.1 kernel"):
-        if name not in found:
+        if name not in runs:
             absent[name] = "not installed"
-    return found, absent
+    return runs, absent
 
 
 def gradients(run: Callable, hidden, weight, target, up):
@@ -173,7 +173,7 @@ def gradients(run: Callable, hidden, weight, target, up):
 def errors(run: Callable) -> dict[str, float]:
     """Largest error of logp by SPREADS, of tokens drawn from the softmax and of any tokens."""
     t, v = 1000, 32000
-    found = {}
+    record = {}
     for name, (h, spread) in SPREADS.items():
         torch.manual_seed(1)
         hidden, weight = rand(t, h), rand(v, h, scale=spread * h**-0.5)
@@ -185,22 +185,22 @@ def errors(run: Callable) -> dict[str, float]:
         }
         for which, target in tokens.items():
             logp = run(hidden, weight, target[:, 0]).double()
-            found[f"error_{name}_{which}"] = float(
+            record[f"error_{name}_{which}"] = float(
                 (logp - exact.gather(-1, target)[:, 0]).abs().max()
             )
             if run is rk.linear_logp:
                 ours = rk.linear(hidden, weight, out_dtype=torch.float32).gather(-1, target)
-                found[f"logit_error_{name}_{which}"] = float(
+                record[f"logit_error_{name}_{which}"] = float(
                     (ours.double() - logits.gather(-1, target)).abs().max()
                 )
         del logits, exact
-    return found
+    return record
 
 
 def properties(run: Callable) -> dict:
     """Precision, and invariance at H=1024, V=32000: what the tests ask of ours."""
     t, h, v = 1000, 1024, 32000
-    found: dict = errors(run)
+    record: dict = errors(run)
     torch.manual_seed(1)
     hidden, target = rand(t, h), torch.randint(0, v, (t,), device="cuda")
     up = torch.randn(t, device="cuda")
@@ -209,7 +209,7 @@ def properties(run: Callable) -> dict:
     grad, wgrad = gradients(run, hidden, weight, target, up)
     same = same_grad = True
     alone = attempt(run, hidden[:1], weight, target[:1])
-    found["one_token"] = alone if isinstance(alone, str) else "yes"
+    record["one_token"] = alone if isinstance(alone, str) else "yes"
     for m in (2 if isinstance(alone, str) else 1, 2, 17, 64, 65, 129, 512, 999):
         for first in (0, t - m):
             part = slice(first, first + m)
@@ -217,10 +217,10 @@ def properties(run: Callable) -> dict:
             if m in (17, 129, 512):
                 lone = gradients(run, hidden[part], weight, target[part], up[part])[0]
                 same_grad &= torch.equal(lone, grad[part])
-    found["invariant"] = bool(same)
-    found["invariant_gradient"] = bool(same_grad)
-    again = [gradients(run, hidden, weight, target, up)[1] for _ in range(5)]
-    found["repeats"] = all(torch.equal(x, wgrad) for x in again)
+    record["invariant"] = bool(same)
+    record["invariant_gradient"] = bool(same_grad)
+    repeats = [gradients(run, hidden, weight, target, up)[1] for _ in range(5)]
+    record["repeats"] = all(torch.equal(x, wgrad) for x in repeats)
     # a row whose target has p = 0.999: its hidden gradient is g (w_target - sum p w), nearly 0
     rows = weight[target].double()
     reach = torch.log(torch.tensor(999.0 * v, device="cuda").double()) + 0.2
@@ -230,9 +230,9 @@ def properties(run: Callable) -> dict:
     truth = torch.autograd.grad(logs, exact_leaf, up.double())[0]
     mine = gradients(run, sure, weight, target, up)[0].double()
     scale = truth.norm(dim=-1)
-    found["confident_p"] = float(logs.exp().median())
-    found["confident_gradient_error"] = float(((mine - truth).norm(dim=-1) / scale).median())
-    return found
+    record["confident_p"] = float(logs.exp().median())
+    record["confident_gradient_error"] = float(((mine - truth).norm(dim=-1) / scale).median())
+    return record
 
 
 def attempt(call: Callable, *arguments):
@@ -253,14 +253,14 @@ def precision(ceilings: dict) -> dict:
 
 def rivals(ceilings: dict) -> dict:
     """Time and memory at each shape, of every implementation."""
-    found, absent = implementations()
+    runs, absent = implementations()
     shapes = [(t, *HEADS[0]) for t in TOKENS] + [(4096, *head) for head in HEADS[1:]]
     records = []
     for t, h, v in shapes:
         hidden, weight = rand(t, h), rand(v, h, scale=h**-0.5)
         target = torch.randint(0, v, (t,), device="cuda")
         up = torch.randn(t, device="cuda")
-        own = 2 * (hidden.numel() + weight.numel())
+        gradient_bytes = 2 * (hidden.numel() + weight.numel())
         out = torch.empty(t, v, device="cuda", dtype=torch.bfloat16)
 
         def gemm(x=hidden, w=weight, out=out):
@@ -270,7 +270,7 @@ def rivals(ceilings: dict) -> dict:
         both: dict[str, Callable] = {}
         held: dict[str, dict] = {}
         failed: dict[str, str] = {}
-        for name, run in found.items():
+        for name, run in runs.items():
 
             def one(run=run, x=hidden, w=weight, target=target):
                 with torch.no_grad():
@@ -279,7 +279,7 @@ def rivals(ceilings: dict) -> dict:
             def two(run=run, x=hidden, w=weight, target=target, up=up):
                 gradients(run, x, w, target, up)
 
-            mib = [attempt(held_mib, one), attempt(held_mib, two, own)]
+            mib = [attempt(held_mib, one), attempt(held_mib, two, gradient_bytes)]
             held[name] = dict(zip(("forward", "both"), mib, strict=True))
             for calls, call, value in ((forward, one, mib[0]), (both, two, mib[1])):
                 if isinstance(value, float):
@@ -291,7 +291,7 @@ def rivals(ceilings: dict) -> dict:
         print(records[-1], flush=True)
         del out, forward, both, gemm
         torch.cuda.empty_cache()
-    return {"names": list(found), "shapes": records, "absent": absent}
+    return {"names": list(runs), "shapes": records, "absent": absent}
 
 
 def group_memory(ceilings: dict) -> list[dict]:
@@ -306,7 +306,7 @@ def group_memory(ceilings: dict) -> list[dict]:
         target = torch.randint(0, v, (t,), device="cuda")
         mask, up = torch.ones(t, device="cuda"), torch.randn(group, device="cuda")
         bounds = torch.arange(0, t + 1, length, device="cuda")
-        own = 2 * (hidden.numel() + weight.numel())
+        gradient_bytes = 2 * (hidden.numel() + weight.numel())
 
         def forward(run, hidden=hidden, target=target):
             with torch.no_grad():
@@ -337,10 +337,12 @@ def group_memory(ceilings: dict) -> list[dict]:
         runs = {"torch": torch_whole, "TRL's way": one_sequence_at_a_time, "rlk": rk.linear_logp}
         record: dict = {"group": group, "tokens": t}
         record["forward"] = {n: attempt(held_mib, lambda r=r: forward(r)) for n, r in runs.items()}
-        record["step"] = {n: attempt(held_mib, lambda r=r: step(r), own) for n, r in runs.items()}
-        record["step"]["rlk linear_grpo_loss"] = attempt(held_mib, grpo, own)
+        record["step"] = {
+            n: attempt(held_mib, lambda r=r: step(r), gradient_bytes) for n, r in runs.items()
+        }
+        record["step"]["rlk linear_grpo_loss"] = attempt(held_mib, grpo, gradient_bytes)
         if liger:
-            record["step"]["Liger"] = attempt(held_mib, liger_step, own, False)
+            record["step"]["Liger"] = attempt(held_mib, liger_step, gradient_bytes, False)
         records.append(record)
         print(record, file=sys.stderr, flush=True)
     return records

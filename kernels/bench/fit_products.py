@@ -59,10 +59,10 @@ def load(path: Path) -> list[Timed]:
     slower = COPIES["NVIDIA H200"] / COPIES[head["gpu"]]
     return [
         Timed(kind, m, n, k, slower, head["gpu"],
-              {made[int(i)]: us for i, us in found.items()
+              {made[int(i)]: us for i, us in measured.items()
                if i.isdigit() and made[int(i)] in CANDIDATES},
-              found["cublas"])
-        for kind, m, n, k, _, found in rows
+              measured["cublas"])
+        for kind, m, n, k, _, measured in rows
     ]  # fmt: skip
 
 
@@ -115,20 +115,20 @@ def fit(rows: list[Timed], steps: int = 1000) -> dict[Tile, TileCost]:
     counted = by_product(weight)
     prior = torch.tensor([expected(tile) for tile in made], dtype=torch.float64).log()
     common = torch.zeros(prior.shape[1], dtype=torch.float64, requires_grad=True)
-    own = torch.zeros_like(prior, requires_grad=True)
-    optimizer = torch.optim.Adam([common, own], lr=0.02)
+    per_tile = torch.zeros_like(prior, requires_grad=True)
+    optimizer = torch.optim.Adam([common, per_tile], lr=0.02)
     for step in range(steps):
         optimizer.zero_grad()
-        cost = TileCost(*(prior + common + own).exp()[at].unbind(1))
+        cost = TileCost(*(prior + common + per_tile).exp()[at].unbind(1))
         errors = (microseconds(cost, asked) / measured).log()
         means = by_product(weight * errors) / counted
         loss = (weight * _huber(errors - means[product])).sum() / counted.sum()
         loss = 100 * (loss + 0.05 * _huber(means).mean())
-        (loss + 0.02 * own.square().sum() / len(made)).backward()
+        (loss + 0.02 * per_tile.square().sum() / len(made)).backward()
         if step == 2 * steps // 3:
             optimizer.param_groups[0]["lr"] = 0.005
         optimizer.step()
-    numbers = (prior + common + own).detach().exp()
+    numbers = (prior + common + per_tile).detach().exp()
     return {tile: TileCost(*numbers[i].tolist()) for tile, i in index.items()}
 
 
@@ -139,12 +139,12 @@ def _huber(errors: torch.Tensor) -> torch.Tensor:
 
 def predicted(costs: dict[Tile, TileCost], row: Timed) -> dict[Tile, float]:
     """Of the tiles that were measured, and that a fit has seen."""
-    found = {}
+    predictions = {}
     for tile in costs.keys() & row.us.keys():
         work = work_of(tile, row.m, row.n, row.k, PROCESSORS)
         work = work._replace(megabytes=work.megabytes * row.slower)
-        found[tile] = float(microseconds(costs[tile], work))
-    return found
+        predictions[tile] = float(microseconds(costs[tile], work))
+    return predictions
 
 
 def unseen(rows: list[Timed], parts: int = 4) -> list[tuple[Timed, dict[Tile, float]]]:
@@ -161,33 +161,35 @@ def unseen(rows: list[Timed], parts: int = 4) -> list[tuple[Timed, dict[Tile, fl
 
 def ranked(row: Timed, times: dict[Tile, float]) -> list[tuple[Tile, float]]:
     """The tiles by predicted time, and what each loses, more of what is more than 6 %."""
-    least, found = min(row.us.values()), []
+    least, losses = min(row.us.values()), []
     for tile in sorted(times, key=times.__getitem__):
-        lost = min(NONE_LEFT, row.us[tile] / least - 1)
-        found.append((tile, lost + 2 * max(0, lost - 0.06)))
-    return found
+        lost = min(NO_TILE_COST, row.us[tile] / least - 1)
+        losses.append((tile, lost + 2 * max(0, lost - 0.06)))
+    return losses
 
 
-NONE_LEFT = 0.6
+NO_TILE_COST = 0.6
 """What a product loses for which there is no tile, and the most that a tile may lose."""
 
 
 def loss(rows: list[list[tuple[Tile, float]]], among: set[Tile]) -> float:
     """What the choice among some tiles loses."""
-    none = NONE_LEFT + 2 * (NONE_LEFT - 0.06)
+    none = NO_TILE_COST + 2 * (NO_TILE_COST - 0.06)
     firsts = (next((lost for tile, lost in row if tile in among), none) for row in rows)
     return sum(firsts) / len(rows)
 
 
 def needed(rows: list[list[tuple[Tile, float]]], among: set[Tile]) -> set[Tile]:
     """Tiles without the least needed ones, one after the other."""
-    kept, now = set(among), loss(rows, among)
-    while len(kept) > 1:
-        least, _, tile = min((loss(rows, kept - {tile}), str(tile), tile) for tile in kept)
+    remaining, now = set(among), loss(rows, among)
+    while len(remaining) > 1:
+        least, _, tile = min(
+            (loss(rows, remaining - {tile}), str(tile), tile) for tile in remaining
+        )
         if least > now + 6e-5:
             break
-        kept, now = kept - {tile}, least
-    return kept
+        remaining, now = remaining - {tile}, least
+    return remaining
 
 
 def report(name: str, rows: list[tuple[Timed, dict[Tile, float]]], among: set[Tile]) -> None:
@@ -201,8 +203,8 @@ def report(name: str, rows: list[tuple[Timed, dict[Tile, float]]], among: set[Ti
     under = sum(x[0] < 0.9 for x in ratios)
     print(f"{name}, {len(rows)} products: the best tile / the chosen one {1 / mean:.4f}; cuBLAS / "
           f"chosen {ratio:.4f}, {under} under 0.90")  # fmt: skip
-    for found, m, n, k, tile in sorted(ratios, key=lambda x: x[0])[:10]:
-        print(f"  {found:.3f}  M={m} N={n} K={k}  {tile.m} x {tile.n}, {tile.groups} groups")
+    for margin, m, n, k, tile in sorted(ratios, key=lambda x: x[0])[:10]:
+        print(f"  {margin:.3f}  M={m} N={n} K={k}  {tile.m} x {tile.n}, {tile.groups} groups")
 
 
 def written(costs: dict[Tile, TileCost], among: set[Tile], cards: str, date: str) -> str:

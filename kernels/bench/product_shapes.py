@@ -91,15 +91,15 @@ class Product(NamedTuple):
 
 def published() -> dict[str, dict[str, tuple[int, int]]]:
     """model -> layer -> (N, K), q, k and v as one product, and gate and up."""
-    found = {}
+    shapes = {}
     for model, (hidden, mlp, queries, kv, dim) in DENSE.items():
-        found[model] = {
+        shapes[model] = {
             "qkv": ((queries + 2 * kv) * dim, hidden),
             "o": (hidden, queries * dim),
             "gate_up": (2 * mlp, hidden),
             "down": (hidden, mlp),
         }
-    return found | OTHERS
+    return shapes | OTHERS
 
 
 def rows_at_random(random_: random.Random, least: float = 0, most: float = 14) -> int:
@@ -113,24 +113,24 @@ def rows_at_random(random_: random.Random, least: float = 0, most: float = 14) -
 
 def products(seed: int, count: int) -> list[Product]:
     """Layers of published models with rows at random, no two the same."""
-    random_, models, found = random.Random(seed), published(), {}
-    while len(found) < count:
+    random_, models, products = random.Random(seed), published(), {}
+    while len(products) < count:
         model = random_.choice(list(models))
         layer = random_.choice(list(models[model]))
         n, k = models[model][layer]
         m = rows_at_random(random_)
-        found.setdefault((m, n, k), Product(m, n, k, f"{model} {layer}"))
-    return list(found.values())
+        products.setdefault((m, n, k), Product(m, n, k, f"{model} {layer}"))
+    return list(products.values())
 
 
 def widths_at_random(seed: int, count: int) -> list[Product]:
     """Products of random widths: multiples of 64, N of 256 ... 65536 and K of 512 ... 32768."""
-    random_, found = random.Random(seed), []
-    while len(found) < count:
+    random_, products = random.Random(seed), []
+    while len(products) < count:
         n = round(2 ** random_.uniform(8, 16) / 64) * 64
         k = round(2 ** random_.uniform(9, 15) / 64) * 64
         if 2**19 <= n * k <= 2**29:  # as weights of layers are
             narrow = random_.random() < 0.7  # where what tile is taken matters most
             m = rows_at_random(random_, 5, 12) if narrow else rows_at_random(random_)
-            found.append(Product(m, n, k))
-    return found
+            products.append(Product(m, n, k))
+    return products

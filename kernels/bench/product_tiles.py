@@ -43,7 +43,7 @@ LEAST = {1: 32, 2: 64, 3: 64, 4: 64}
 """The same at least, where they are columns of the output; where they are its rows, 8."""
 
 
-def _apart(groups: int, flat: int, k: int, swap: bool) -> Tile:
+def _specialized(groups: int, flat: int, k: int, swap: bool) -> Tile:
     """Copies and products apart: 64 x groups by flat, with all the buffers that fit."""
     tall = 64 * groups
     stages = min(8, SHARED // ((tall + flat) * k * 2))
@@ -51,12 +51,12 @@ def _apart(groups: int, flat: int, k: int, swap: bool) -> Tile:
     return Tile(m, n, k, 4, stages, swap=swap, warp_specialized=True)
 
 
-APART = [
-    _apart(groups, flat, k, swap)
+SPECIALIZED = [
+    _specialized(groups, flat, k, swap)
     for swap in (False, True)
     for groups, most in MOST.items()
     for flat in range(8 if swap else LEAST[groups], most + 1, 8)
     for k in (64, 128)
     if (k == 64 and 64 * groups + flat > FEW) or (k == 128 and 64 * groups + flat <= BETWEEN)
 ]
-CANDIDATES = [*PLAIN, *APART]
+CANDIDATES = [*PLAIN, *SPECIALIZED]

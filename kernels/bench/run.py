@@ -103,12 +103,12 @@ def main() -> int:
         print("bench: an NVIDIA GPU is needed, and torch finds none", file=sys.stderr)
         return 2
     torch.manual_seed(0)
-    found = ceilings()
+    limits = ceilings()
     arguments.out.mkdir(parents=True, exist_ok=True)
     for part in parts:
         with torch.no_grad() if part in ("linear", "products", "rows") else torch.enable_grad():
-            data = {name: measure(found) for name, measure in measures(part).items()}
-        record = {"environment": environment(arguments.commit), "ceilings": found, **data}
+            data = {name: measure(limits) for name, measure in measures(part).items()}
+        record = {"environment": environment(arguments.commit), "ceilings": limits, **data}
         (arguments.out / f"{part}.json").write_text(json.dumps(record, indent=1) + "\n")
         text = pages.render(part, record)
         (arguments.out / f"{part}.md").write_text(text)

@@ -146,12 +146,12 @@ def _longest(events: list[dict[str, Any]]) -> list[tuple[str, float, int]]:
 
 def batches(text: str) -> list[tuple[str, int, int]]:
     """`decode:16x1024,prefill:1x2048`: what, prompts, tokens of each."""
-    found = []
+    requests = []
     for item in filter(None, text.split(",")):
         what, _, size = item.partition(":")
         count, _, length = size.partition("x")
-        found.append((what, int(count), int(length)))
-    return found
+        requests.append((what, int(count), int(length)))
+    return requests
 
 
 def main() -> None:
@@ -169,27 +169,27 @@ def main() -> None:
     parser.add_argument("--graphs-to", type=int, help="vLLM's max_cudagraph_capture_size")
     args = parser.parse_args()
     name = args.name or args.engine
-    own: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if args.engine == "rlk":
         os.environ["RLK_KERNELS"] = "1"
-        own["attention_backend"] = "CUSTOM"
+        options["attention_backend"] = "CUSTOM"
     if args.engine == "invariant":
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     if args.profile:
-        own["profiler_config"] = {
+        options["profiler_config"] = {
             "profiler": "torch",
             "torch_profiler_dir": str(args.profile.resolve()),
             "torch_profiler_with_stack": False,
         }
     if args.graphs_to:
-        own["max_cudagraph_capture_size"] = args.graphs_to
+        options["max_cudagraph_capture_size"] = args.graphs_to
     from vllm import LLM
 
     started = time.perf_counter()
     llm = LLM(
         model=str(args.model), load_format="dummy", skip_tokenizer_init=True,
         disable_log_stats=True, max_model_len=40960, gpu_memory_utilization=0.01,
-        kv_cache_memory_bytes=int(args.cache_gb * 1e9), **own,
+        kv_cache_memory_bytes=int(args.cache_gb * 1e9), **options,
     )  # fmt: skip
     bench = Bench(llm, args.lock)
     tell(args.out, engine=name, what="start", seconds=time.perf_counter() - started)
@@ -207,8 +207,8 @@ def main() -> None:
             llm.start_profile()
             bench.seconds(prompts, tokens)
             llm.stop_profile()
-        found = profile_of(args.profile)
-        tell(args.out, engine=name, what=f"profile {what}", batch=count, length=length, **found)
+        requests = profile_of(args.profile)
+        tell(args.out, engine=name, what=f"profile {what}", batch=count, length=length, **requests)
 
 
 if __name__ == "__main__":

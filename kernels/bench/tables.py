@@ -162,10 +162,10 @@ def decode(record: dict) -> list[str]:
             [f"{r['batch']} x {r['context']}", f"{us[0]:.1f}", f"{r['bandwidth_share']:.2f}"]
             + [f"{us[w]:.1f}" if w in us else "" for w in widths[1:]]
             + [f"{max(us.values()) / us[0]:.2f}"]
-            + [f"{given[w]:.1f}" if w in given else "" for w in (0, 131072)]
+            + [f"{given_us[w]:.1f}" if w in given_us else "" for w in (0, 131072)]
             + [f"{min(r['scratch_mib'].values()):.1f} ... {max(r['scratch_mib'].values()):.1f}"]
             for r in record["widths"]
-            for us, given in [
+            for us, given_us in [
                 [{int(w): x for w, x in r[name].items()} for name in ("us", "given_us")]
             ]
         ],

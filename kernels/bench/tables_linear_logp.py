@@ -9,15 +9,15 @@ def _number(value, digits: int = 1) -> str:
 
 
 def rivals(record: dict) -> list[str]:
-    found = record["rivals"]
-    names = found["names"]
+    measured = record["rivals"]
+    names = measured["names"]
     lines = [
         "Forward, then forward and backward with per-token gradients, milliseconds (events, calls "
         "in turn), and MiB beyond inputs, results and gradients.",
         "",
     ]
     rows = []
-    for r in found["shapes"]:
+    for r in measured["shapes"]:
         shape, gemm = f"{r['t']} x {r['h']} x {r['v']}", r["ms"]["forward"]["GEMM alone"]
         rows.append([f"{shape}, forward", f"{gemm:.2f}"])
         rows.append([f"{shape}, both", f"4 x {gemm:.2f}"])
@@ -26,11 +26,11 @@ def rivals(record: dict) -> list[str]:
                 ms, held = r["ms"][kind].get(name), r["held_mib"][name][kind]
                 row.append(_number(held) if ms is None else f"{ms:.2f} ({_number(held, 0)})")
     lines += table(["T x H x V", "GEMM alone", *names], rows)
-    return lines + [f"{name}: {why}." for name, why in found["absent"].items()]
+    return lines + [f"{name}: {why}." for name, why in measured["absent"].items()]
 
 
 def precision(record: dict) -> list[str]:
-    found = record["precision"]
+    checks = record["precision"]
     lines = [
         "T=1000, V=32000; H and the standard deviation of the logits as named. Tokens are drawn "
         "from the softmax, as those are that a policy is scored on, or any (at 12 their "
@@ -57,13 +57,13 @@ def precision(record: dict) -> list[str]:
         return f"{value:.1e}" if isinstance(value, float) else str(value)
 
     rows = []
-    facts = list(found.values())
+    facts = list(checks.values())
     for key, title in what.items():
         if any(isinstance(f, dict) and key in f for f in facts):
             rows.append(
                 [title, *[cell(f.get(key, "")) if isinstance(f, dict) else f for f in facts]]
             )
-    return lines + table(["", *found], rows)
+    return lines + table(["", *checks], rows)
 
 
 def groups(record: dict) -> list[str]:

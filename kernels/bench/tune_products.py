@@ -63,14 +63,14 @@ def compiled(index: int) -> tuple[int, str]:
 
 def usable() -> list[int]:
     """Indices of the candidates that compile here and have the one set of bits."""
-    found = []
+    indices = []
     with get_context("spawn").Pool(min(16, os.cpu_count() or 1)) as pool:
         for index, wrong in pool.imap_unordered(compiled, range(len(CANDIDATES))):
             if wrong:
                 print(f"{CANDIDATES[index]}: {wrong}", flush=True)
             else:
-                found.append(index)
-    return sorted(found)
+                indices.append(index)
+    return sorted(indices)
 
 
 def _guess(tile: Tile, m: int, n: int, k: int) -> float:
@@ -114,8 +114,8 @@ def gather(
             run = runner(tile, *pairs[0], y)
             calls[name] = [lambda x=x, w=w, run=run: run(x, w) for x, w in pairs]
         calls["cublas"] = [lambda x=x, w=w: torch.mm(x, w.T, out=y) for x, w in pairs]
-        found = graphs_ms(calls, repeat=3, target_ms=1.0)
-        return {name: round(ms * 1e3, 3) for name, ms in found.items()}
+        times = graphs_ms(calls, repeat=3, target_ms=1.0)
+        return {name: round(ms * 1e3, 3) for name, ms in times.items()}
 
     begun, done = time.monotonic(), 0
     drawn = {"random": widths_at_random(seed, count), "published": products(seed, count)}

@@ -51,37 +51,41 @@ def excludes(excluded: frozenset[str], *fused: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Found:
+class Replacement:
     """What computes the operators of a live model."""
 
     replaced: tuple[str, ...]
-    own: tuple[str, ...]
+    not_replaced: tuple[str, ...]
     """The engine's own still computes them."""
     uncalled: tuple[str, ...]
     """Replaced, and never called yet."""
 
 
-def look(operators: Mapping[str, Any]) -> Found:
+def look(operators: Mapping[str, Any]) -> Replacement:
     """What an integration's `operators(model)` says, sorted out."""
     replaced = {name: o for name, o in operators.items() if isinstance(o, Counted)}
-    return Found(
+    return Replacement(
         replaced=tuple(replaced),
-        own=tuple(name for name in operators if name not in replaced),
+        not_replaced=tuple(name for name in operators if name not in replaced),
         uncalled=tuple(name for name, o in replaced.items() if not o.rlk_calls),
     )
 
 
-def check(operators: Mapping[str, Any], excluded: Iterable[str] = (), called: bool = True) -> Found:
+def check(
+    operators: Mapping[str, Any], excluded: Iterable[str] = (), called: bool = True
+) -> Replacement:
     """`look`, and NotServed where an operator is the engine's own that was not excluded, or, with
     `called`, where one was never called."""
-    found = look(operators)
+    replacement = look(operators)
     excluded = excluded_operators(excluded)
-    kept = [name for name in found.own if name.rpartition(".")[2] not in excluded]
-    if kept:
-        raise NotServed(f"the engine's own still computes {_some(kept)}")
-    if called and found.uncalled:
-        raise NotServed(f"the kernels were put in and never called for {_some(found.uncalled)}")
-    return found
+    missing = [name for name in replacement.not_replaced if name.rpartition(".")[2] not in excluded]
+    if missing:
+        raise NotServed(f"the engine's own still computes {_some(missing)}")
+    if called and replacement.uncalled:
+        raise NotServed(
+            f"the kernels were put in and never called for {_some(replacement.uncalled)}"
+        )
+    return replacement
 
 
 class Watch:
@@ -91,10 +95,10 @@ class Watch:
     def __init__(self, model: Any, operators: Callable[[Any], Mapping[str, Any]]) -> None:
         """`operators`: as `check` takes them, of the model, which the hook does not keep alive."""
         self._model, self._operators = weakref.ref(model), operators
-        found = operators(model).items()
-        self._ours = {name.rpartition(".")[2] for name, o in found if isinstance(o, Counted)}
+        named = operators(model).items()
+        self._ours = {name.rpartition(".")[2] for name, o in named if isinstance(o, Counted)}
 
-    def __call__(self, *_given: Any) -> None:
+    def __call__(self, *_inputs: Any) -> None:
         model = self._model()
         if model is None:
             return

@@ -102,8 +102,8 @@ def logp(logits: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
 
 def logp_and_more(logits: Tensor, target: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """`logp` of target[T] as [T, 1], and of ids[T, K] as [T, K], in one reading of the logits."""
-    found, given = rlk_kernels.logp(logits, target, token_ids=ids)
-    return found[:, None], given
+    logprob, id_logprobs = rlk_kernels.logp(logits, target, token_ids=ids)
+    return logprob[:, None], id_logprobs
 
 
 def packed(lengths: Tensor) -> Tensor:

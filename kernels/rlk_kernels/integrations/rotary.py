@@ -93,15 +93,15 @@ def _yarn(powers: Tensor, rope: Mapping[str, Any]) -> Tensor:
     width = (last if last != first else last + 0.001) - first
     ramp = ((torch.arange(pairs, dtype=torch.float32) - first) / width).clamp(0, 1)
     # Not the ramp itself: 1 - (1 - ramp) has lost its last bits.
-    kept = 1 - ramp
-    return 1.0 / (rope["factor"] * powers) * (1 - kept) + 1.0 / powers * kept
+    unscaled = 1 - ramp
+    return 1.0 / (rope["factor"] * powers) * (1 - unscaled) + 1.0 / powers * unscaled
 
 
 def attention_factor(rope: Mapping[str, Any]) -> float:
     """By which yarn multiplies cos and sin: as given, or of the factor that positions grow by."""
-    given, factor = rope.get("attention_factor"), rope["factor"]
-    if given is not None:
-        return float(given)
+    stated, factor = rope.get("attention_factor"), rope["factor"]
+    if stated is not None:
+        return float(stated)
 
     def grown(by: float) -> float:
         return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0

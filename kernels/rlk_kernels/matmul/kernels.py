@@ -150,11 +150,11 @@ def _gemm_pointer_kernel(
     if SEGMENT > 0:
         high = tl.zeros_like(acc)
     for step in range(tl.cdiv(K, BK)):
-        left = K - step * BK
+        remaining = K - step * BK
         if SEGMENT > 0 and begins_segment(step * BK, SEGMENT, last):
             acc, high = carry_high(acc, high)
-        a = tl.load(a_at, mask=(rows[:, None] < M) & (ks[None, :] < left), other=0.0)
-        b = tl.load(b_at, mask=(ks[:, None] < left) & (cols[None, :] < N), other=0.0)
+        a = tl.load(a_at, mask=(rows[:, None] < M) & (ks[None, :] < remaining), other=0.0)
+        b = tl.load(b_at, mask=(ks[:, None] < remaining) & (cols[None, :] < N), other=0.0)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
         a_at += tl.cast(BK, tl.int64) * stride_ak
         b_at += tl.cast(BK, tl.int64) * stride_bk

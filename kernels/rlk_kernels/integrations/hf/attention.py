@@ -103,24 +103,24 @@ def attend(
     positions = kwargs.get("position_ids")
     whole = attention_mask is not None or kwargs["rlk_cached"]
     padded = attention_mask is not None and attention_mask.shape[1] > 0
-    given = kwargs.get("cu_seq_lens_q")
-    if given is not None and padded:
+    caller_cu = kwargs.get("cu_seq_lens_q")
+    if caller_cu is not None and padded:
         raise NotServed("cu_seq_lens_q beside an attention mask with padding: give one of them")
-    if module.layer_idx == 0 and given is not None:
-        check_starts(positions, given, q.shape[0])
+    if module.layer_idx == 0 and caller_cu is not None:
+        check_starts(positions, caller_cu, q.shape[0])
     elif module.layer_idx == 0 and whole:
         # Of all layers: the first may see all keys where others have a window.
         window = getattr(module.config, "sliding_window", None)
         check_rows(positions, attention_mask if padded else None, q.shape[1], window)
     if padded:
         return _padded(q, k, v, attention_mask, scale, sliding_window), None
-    if given is not None:
-        cu_q, cu_k = given, kwargs.get("cu_seq_lens_k", given)
+    if caller_cu is not None:
+        cu_q, cu_k = caller_cu, kwargs.get("cu_seq_lens_k", caller_cu)
     else:
         cu_q, cu_k = boundaries(q, k, None if whole else positions)
     rows = (x.flatten(0, 1) for x in (q, k, v))
-    found = profile.attention(*rows, cu_q, cu_k, scale, sliding_window)
-    return found.unflatten(0, q.shape[:2]), None
+    out = profile.attention(*rows, cu_q, cu_k, scale, sliding_window)
+    return out.unflatten(0, q.shape[:2]), None
 
 
 def _check(dropout: float, causal: bool | None) -> None:
@@ -130,13 +130,24 @@ def _check(dropout: float, causal: bool | None) -> None:
         raise NotServed("is_causal=False is not served: the kernels' attention is causal")
 
 
-def _check_mask(given: Any, shape: tuple[int, int]) -> None:
+def _check_mask(attention_mask: Any, shape: tuple[int, int]) -> None:
     """Raises NotServed for one that `mask` did not make."""
-    known = isinstance(given, Tensor) and given.dtype == torch.bool and given.dim() == 2
-    if not known or given.shape[0] != shape[0] or given.shape[1] not in (0, shape[1]):
-        found = list(getattr(given, "shape", ())), getattr(given, "dtype", type(given).__name__)
+    known = (
+        isinstance(attention_mask, Tensor)
+        and attention_mask.dtype == torch.bool
+        and attention_mask.dim() == 2
+    )
+    if (
+        not known
+        or attention_mask.shape[0] != shape[0]
+        or attention_mask.shape[1] not in (0, shape[1])
+    ):
+        actual = (
+            list(getattr(attention_mask, "shape", ())),
+            getattr(attention_mask, "dtype", type(attention_mask).__name__),
+        )
         raise NotServed(
-            f"an attention mask {found[0]} of {found[1]}, made by the caller, is not served; one "
+            f"an attention mask {actual[0]} of {actual[1]}, made by the caller, is not served; one "
             f"of {list(shape)}, that says which keys are padding, is"
         )
 
@@ -155,6 +166,6 @@ def _padded(
         x.flatten(0, 1).index_select(0, at) for x, at in ((q, order), (k, order_k), (v, order_k))
     )
     cu_q, cu_k = (profile.packed(real.sum(1)) for real in (queries, keys))
-    found = profile.attention(*rows, cu_q, cu_k, scale, window)
-    back = found.index_select(0, order.argsort()).unflatten(0, q.shape[:2])
+    out = profile.attention(*rows, cu_q, cu_k, scale, window)
+    back = out.index_select(0, order.argsort()).unflatten(0, q.shape[:2])
     return back.masked_fill(~queries[:, :, None, None], 0.0)

@@ -29,9 +29,9 @@ class Handle:
         if later is None:
             earlier.close()
             return
-        own = later._undo.pop_all()
+        later_undo = later._undo.pop_all()
         later._undo.callback(earlier.close)
-        later._undo.callback(own.close)
+        later._undo.callback(later_undo.close)
 
     def __del__(self) -> None:
         """Nobody kept it: it ends with the call before it, and stays where there is none."""

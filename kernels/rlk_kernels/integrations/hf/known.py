@@ -19,14 +19,14 @@ def check_forwards(model: Any, replaced: dict[str, Any]) -> None:
     """Raises NotServed where the forward of a causal LM, of what holds its operators, or of one
     that is to be replaced, by name, is not that of its family's module of transformers."""
     inner = model.model
-    own = {"the model": model, "the model's decoder": inner}
+    parts = {"the model": model, "the model's decoder": inner}
     for i, layer in enumerate(inner.layers):
         if layer.self_attn.layer_idx != i:
             raise NotServed(
                 f"layers.{i} has layer_idx={layer.self_attn.layer_idx}: number them anew"
             )
-        own |= {f"layers.{i}": layer, f"layers.{i}.self_attn": layer.self_attn}
-    for name, module in (own | replaced).items():
+        parts |= {f"layers.{i}": layer, f"layers.{i}.self_attn": layer.self_attn}
+    for name, module in (parts | replaced).items():
         if "forward" in vars(module):
             raise NotServed(
                 f"the forward of {name} was replaced in this one object, by "
@@ -68,9 +68,9 @@ def check_plain(name: str, module: Any) -> None:
     if name.endswith("proj"):
         plain = nn.Linear
     if plain is not None and type(module) is not plain:
-        found = f"{type(module).__module__}.{type(module).__qualname__}"
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
         raise NotServed(
-            f"{name} is a {found}; a torch.nn.{plain.__name__} is served: merge adapters"
+            f"{name} is a {kind}; a torch.nn.{plain.__name__} is served: merge adapters"
         )
     if name == "embed":
         asked = [a for a in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, a)]
@@ -84,5 +84,5 @@ def check_silu(act: Any) -> None:
     """Raises NotServed for another activation than config.json's, or one with hooks: the kernels
     never call it."""
     if type(act) is not SILU or act._forward_hooks or act._forward_pre_hooks:
-        found = type(act).__name__ + (" with hooks" if type(act) is SILU else "")
-        raise NotServed(f"act_fn is a {found}; a plain {SILU.__name__} is served")
+        kind = type(act).__name__ + (" with hooks" if type(act) is SILU else "")
+        raise NotServed(f"act_fn is a {kind}; a plain {SILU.__name__} is served")

@@ -26,6 +26,6 @@ def causal_lm_loss(
     real = target != ignore_index
     # A label below 0 is none of the vocabulary, as one beyond it is none.
     target = torch.where(real, torch.where(target < 0, vocab_size, target), NO_TOKEN)
-    found = profile.logp(logits.reshape(-1, vocab_size), target)
+    logprobs = profile.logp(logits.reshape(-1, vocab_size), target)
     items = real.sum() if num_items_in_batch is None else num_items_in_batch
-    return -found.sum() / (items.to(found.device) if isinstance(items, Tensor) else items)
+    return -logprobs.sum() / (items.to(logprobs.device) if isinstance(items, Tensor) else items)

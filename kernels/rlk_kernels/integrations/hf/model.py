@@ -24,24 +24,24 @@ def operators(model: Any) -> dict[str, Any]:
     """Canonical operator -> the module that computes it. Raises NotServed for another model."""
     _check_causal(model)
     inner = model.model
-    found = {"embed": inner.embed_tokens}
+    named = {"embed": inner.embed_tokens}
     for i, layer in enumerate(inner.layers):
         try:
             here = _of_layer(layer, inner.rotary_emb)
         except AttributeError as error:
             raise NotServed(f"layers.{i} is not as transformers makes it: {error}") from error
-        found |= {f"layers.{i}.{op}": module for op, module in here.items() if module is not None}
-    return found | {"final_norm": inner.norm, "logits": model.lm_head}
+        named |= {f"layers.{i}.{op}": module for op, module in here.items() if module is not None}
+    return named | {"final_norm": inner.norm, "logits": model.lm_head}
 
 
 def _of_layer(layer: Any, rotary: Any) -> dict[str, Any]:
     """Operator -> module, None for a norm that the layer has not."""
-    own, mlp = layer.self_attn, layer.mlp
+    attn, mlp = layer.self_attn, layer.mlp
     return {
         **{"attn_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm},
-        **{"q_proj": own.q_proj, "k_proj": own.k_proj, "v_proj": own.v_proj},
-        **{"q_norm": getattr(own, "q_norm", None), "k_norm": getattr(own, "k_norm", None)},
-        **{"q_rope": rotary, "k_rope": rotary, "attn": own, "o_proj": own.o_proj, "act": mlp},
+        **{"q_proj": attn.q_proj, "k_proj": attn.k_proj, "v_proj": attn.v_proj},
+        **{"q_norm": getattr(attn, "q_norm", None), "k_norm": getattr(attn, "k_norm", None)},
+        **{"q_rope": rotary, "k_rope": rotary, "attn": attn, "o_proj": attn.o_proj, "act": mlp},
         **{"gate_proj": mlp.gate_proj, "up_proj": mlp.up_proj, "down_proj": mlp.down_proj},
     }
 
@@ -91,8 +91,8 @@ def _check(model: Any) -> None:
             raise NotServed(f"{name} is sharded already; call use_kernels before fully_shard")
         if type(parameter) is not nn.Parameter:
             # Quantised, for one: a linear that holds it is still torch's.
-            found = f"{type(parameter).__module__}.{type(parameter).__qualname__}"
-            raise NotServed(f"{name} is a {found}; a plain torch.nn.Parameter is served")
+            kind = f"{type(parameter).__module__}.{type(parameter).__qualname__}"
+            raise NotServed(f"{name} is a {kind}; a plain torch.nn.Parameter is served")
 
 
 def replace(model: Any, excluded: Iterable[str]) -> Handle:

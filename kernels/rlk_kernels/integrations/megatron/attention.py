@@ -84,10 +84,10 @@ def boundaries(packed: Any) -> Tensor:
     """
     if packed.qkv_format != "thd":
         raise NotServed(f"packed_seq_params with qkv_format={packed.qkv_format}; 'thd' is served")
-    return _given(packed)[0]
+    return _cu_seqlens(packed)[0]
 
 
-def _given(packed: Any) -> list[Tensor]:
+def _cu_seqlens(packed: Any) -> list[Tensor]:
     padded = packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded
     plain = packed.cu_seqlens_q, packed.cu_seqlens_kv
     return [x for x in padded if x is not None] or [x for x in plain if x is not None]
@@ -100,7 +100,7 @@ def _check_pack(packed: Any, query: Tensor) -> None:
         raise NotServed(
             f"packed_seq_params are served with one row of ids, not with {query.shape[1]}"
         )
-    q, k = (_given(packed) * 2)[:2]
+    q, k = (_cu_seqlens(packed) * 2)[:2]
     if q is not k and (q.shape != k.shape or not bool((q == k).all())):
         raise NotServed("packed_seq_params whose cu_seqlens of queries and of keys differ")
 

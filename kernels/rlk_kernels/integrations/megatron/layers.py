@@ -139,7 +139,7 @@ class RotatingAttention(SelfAttention):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rope = Rope()
-        self._given: tuple[Tensor, Any] | None = None
+        self._rotation_inputs: tuple[Tensor, Any] | None = None
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, *args: Any,
@@ -147,21 +147,21 @@ class RotatingAttention(SelfAttention):
     ) -> Any:  # fmt: skip
         if kwargs.get("inference_context") is not None:
             raise NotServed("megatron-core's inference is not served; this is for training")
-        self._given = (rotary_pos_emb, kwargs.get("packed_seq_params"))
+        self._rotation_inputs = (rotary_pos_emb, kwargs.get("packed_seq_params"))
         try:
             out = super().forward(
                 hidden_states, attention_mask, *args, rotary_pos_emb=None, **kwargs
             )
         finally:
-            self._given = None
+            self._rotation_inputs = None
         if self.layer_number == 1:
             _check_begin(rotary_pos_emb, getattr(attention_mask, KNOWN, (None,))[0])
         return out
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
-        assert self._given is not None
-        positions, packed = self._given
+        assert self._rotation_inputs is not None
+        positions, packed = self._rotation_inputs
         if not isinstance(positions, Tensor) or positions.is_floating_point():
             raise NotServed("the model's rotary embedding has no kernel: call use_kernels(model)")
         if packed is not None:

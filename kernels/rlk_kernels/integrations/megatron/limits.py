@@ -96,7 +96,7 @@ def check_config(config: Any) -> None:
     _refuse(_unserved(config) + unknown)
 
 
-def check_kept(config: Any) -> None:
+def check_unchanged(config: Any) -> None:
     """Raises NotServed where it asks for that by now, which a live model follows in part."""
     _refuse(_unserved(config))
 
@@ -116,8 +116,10 @@ def _refuse(wrong: list[str]) -> None:
 
 def _options(config: Any) -> list[dataclasses.Field]:
     """Those of megatron-core's own classes: others add what their own code reads."""
-    own = [c for c in type(config).__mro__ if c.__module__.startswith("megatron.core")]
-    return [f for c in own[:1] if dataclasses.is_dataclass(c) for f in dataclasses.fields(c)]
+    core_classes = [c for c in type(config).__mro__ if c.__module__.startswith("megatron.core")]
+    return [
+        f for c in core_classes[:1] if dataclasses.is_dataclass(c) for f in dataclasses.fields(c)
+    ]
 
 
 def _default(option: dataclasses.Field) -> Any:
@@ -145,8 +147,8 @@ def check_rope(model: Any, rope: Mapping[str, Any]) -> None:
         and (kind != "linear" or stretched != rope.get("factor")),
         "position_embedding_type=yarn": position == "yarn" and kind != "yarn",
     }
-    if found := [name for name, is_so in wrong.items() if is_so]:
+    if refused := [name for name, is_so in wrong.items() if is_so]:
         raise NotServed(
-            f"the GPTModel was made with {', '.join(found)}, which is not served or not what "
+            f"the GPTModel was made with {', '.join(refused)}, which is not served or not what "
             f"rope_parameters say: {dict(rope)}"
         )

@@ -58,25 +58,25 @@ def _layer(
     spec = copy.deepcopy(spec)
     parts = spec.submodules
     _check_dense(spec)
-    own, mlp = parts.self_attention.submodules, parts.mlp.submodules
+    attn, mlp = parts.self_attention.submodules, parts.mlp.submodules
     if not excludes(excluded, "attn_norm"):
         parts.input_layernorm = layers.MegatronNorm
     if not excludes(excluded, "mlp_norm"):
         parts.pre_mlp_layernorm = layers.MegatronNorm
     for op in ("q", "k"):
         name = f"{op}_layernorm"
-        if not excludes(excluded, f"{op}_norm") and getattr(own, name) is WrappedTorchNorm:
-            setattr(own, name, layers.MegatronNorm)
+        if not excludes(excluded, f"{op}_norm") and getattr(attn, name) is WrappedTorchNorm:
+            setattr(attn, name, layers.MegatronNorm)
     if not excludes(excluded, "q_proj", "k_proj", "v_proj"):
-        own.linear_qkv = _linear(own.linear_qkv, layers.Column)
+        attn.linear_qkv = _linear(attn.linear_qkv, layers.Column)
     if not excludes(excluded, "o_proj"):
-        own.linear_proj = _linear(own.linear_proj, layers.Row)
+        attn.linear_proj = _linear(attn.linear_proj, layers.Row)
     if not excludes(excluded, "gate_proj", "up_proj"):
         mlp.linear_fc1 = _linear(mlp.linear_fc1, layers.Column)
     if not excludes(excluded, "down_proj"):
         mlp.linear_fc2 = _linear(mlp.linear_fc2, layers.Row)
     if not excludes(excluded, "attn"):
-        own.core_attention = functools.partial(attention.CoreAttention, windows=windows)
+        attn.core_attention = functools.partial(attention.CoreAttention, windows=windows)
     if not excludes(excluded, "q_rope", "k_rope"):
         parts.self_attention.module = layers.RotatingAttention
     if not excludes(excluded, "act"):
@@ -92,21 +92,21 @@ def _check_dense(spec: ModuleSpec) -> None:
         "self_attention": (parts.self_attention.module, SelfAttention),
         "mlp": (parts.mlp.module, MLP),
     }
-    for name, (found, served) in modules.items():
-        if found is not served:
+    for name, (actual, served) in modules.items():
+        if actual is not served:
             raise NotServed(
-                f"the spec's {name} is a {found.__name__}; a {served.__name__} is served"
+                f"the spec's {name} is a {actual.__name__}; a {served.__name__} is served"
             )
 
 
-def _linear(own: type, ours: type) -> type:
-    """`ours` in place of `own`, or of a subclass that is made otherwise: without a bias, say."""
+def _linear(stock: type, ours: type) -> type:
+    """`ours` in place of `stock`, or of a subclass that is made otherwise: without a bias, say."""
     base = ours.__mro__[2]
-    if own is base:
+    if stock is base:
         return ours
-    if not issubclass(own, base):
-        raise NotServed(f"the spec's {own.__name__} is no {base.__name__} of megatron-core")
-    return type(f"Rlk{own.__name__}", (ours, own), {})
+    if not issubclass(stock, base):
+        raise NotServed(f"the spec's {stock.__name__} is no {base.__name__} of megatron-core")
+    return type(f"Rlk{stock.__name__}", (ours, stock), {})
 
 
 def use_kernels(model: Any, rope_parameters: Mapping[str, Any], excluded: Iterable[str]) -> Any:
@@ -130,27 +130,27 @@ def use_kernels(model: Any, rope_parameters: Mapping[str, Any], excluded: Iterab
             model.compute_language_model_loss = layers.language_model_loss
     if rotates:
         rotary = model.rotary_pos_emb
-        found, scaling = rotation(rope_parameters, 2 * rotary.inv_freq.numel())
+        inv_freq, scaling = rotation(rope_parameters, 2 * rotary.inv_freq.numel())
         # Kept in the live module, so that what changes them later is not passed by.
         device = rotary.inv_freq.device
-        rotary.inv_freq = found.to(device)
+        rotary.inv_freq = inv_freq.to(device)
         rotary.rlk_scaling = None if scaling is None else scaling.to(device)
         yarn = model.position_embedding_type == "yarn"
         rotary.__class__ = layers.ScaledPositions if yarn else layers.Positions
         for layer in model.decoder.layers:
             layer.self_attention.rlk_rotary = (rotary,)
     model.register_forward_pre_hook(Watch(model, operators))
-    model.register_forward_pre_hook(lambda live, _given: limits.check_kept(live.config))
+    model.register_forward_pre_hook(lambda live, _inputs: limits.check_unchanged(live.config))
     return model
 
 
 def _check_rotating(model: Any) -> None:
     """Raises NotServed where a layer would take the positions that it is given for angles."""
     for layer in model.decoder.layers:
-        own = layer.self_attention
-        if not isinstance(own, layers.RotatingAttention):
+        attn = layer.self_attention
+        if not isinstance(attn, layers.RotatingAttention):
             raise NotServed(
-                f"layer {layer.layer_number} rotates by its own {type(own).__name__}: make the "
+                f"layer {layer.layer_number} rotates by its own {type(attn).__name__}: make the "
                 "GPTModel with layer_spec(config), and leave the same operators to both"
             )
 
@@ -177,22 +177,22 @@ def _check_layers(model: Any, excluded: frozenset[str]) -> None:
 def operators(model: Any) -> dict[str, Any]:
     """Canonical operator -> the module that computes it, of the stage of a pipeline that the model
     is."""
-    found = {"embed": model.embedding.word_embeddings} if model.pre_process else {}
+    named = {"embed": model.embedding.word_embeddings} if model.pre_process else {}
     for layer in model.decoder.layers:
         i = layer.layer_number - 1
-        own, mlp = layer.self_attention, layer.mlp
+        attn, mlp = layer.self_attention, layer.mlp
         here = {
             **{"attn_norm": layer.input_layernorm, "mlp_norm": layer.pre_mlp_layernorm},
-            **{"q_proj": own.linear_qkv, "k_proj": own.linear_qkv, "v_proj": own.linear_qkv},
-            **{"q_norm": _norm(own.q_layernorm), "k_norm": _norm(own.k_layernorm)},
+            **{"q_proj": attn.linear_qkv, "k_proj": attn.linear_qkv, "v_proj": attn.linear_qkv},
+            **{"q_norm": _norm(attn.q_layernorm), "k_norm": _norm(attn.k_layernorm)},
             **{"q_rope": model.rotary_pos_emb, "k_rope": model.rotary_pos_emb},
-            **{"attn": own.core_attention, "o_proj": own.linear_proj, "act": mlp},
+            **{"attn": attn.core_attention, "o_proj": attn.linear_proj, "act": mlp},
             **{"gate_proj": mlp.linear_fc1, "up_proj": mlp.linear_fc1, "down_proj": mlp.linear_fc2},
         }
-        found |= {f"layers.{i}.{op}": module for op, module in here.items() if module is not None}
+        named |= {f"layers.{i}.{op}": module for op, module in here.items() if module is not None}
     if model.post_process:
-        found |= {"final_norm": model.decoder.final_layernorm, "logits": model.output_layer}
-    return found
+        named |= {"final_norm": model.decoder.final_layernorm, "logits": model.output_layer}
+    return named
 
 
 def _norm(module: Any) -> Any:

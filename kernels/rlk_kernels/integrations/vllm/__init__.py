@@ -61,8 +61,8 @@ def register(excluded: Iterable[str] = ()) -> None:
 
 def _check_plugins() -> None:
     allowed = os.environ.get("VLLM_PLUGINS")
-    apart = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "0"
-    if apart and allowed is not None and PLUGIN not in allowed.split(","):
+    separate_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "0"
+    if separate_process and allowed is not None and PLUGIN not in allowed.split(","):
         raise NotServed(
             f"VLLM_PLUGINS={allowed} leaves out {PLUGIN}, by which vLLM's other processes get the "
             "kernels: name it there too"

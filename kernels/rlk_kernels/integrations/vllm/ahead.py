@@ -10,7 +10,7 @@ from torch import Tensor
 
 import rlk_kernels
 
-APART = 31
+ROW_STEP = 31
 """Rows between two products that are planned. A prime, so that most sizes of a last tile come up:
 which kernel runs follows the rows that are left for it, too. What is left out is compiled when it
 is needed."""
@@ -22,7 +22,7 @@ class Sizes:
     """Of an engine's steps."""
 
     rows: tuple[int, ...]
-    """Of products: those of its CUDA graphs, powers of two, every `APART`, and the most."""
+    """Of products: those of its CUDA graphs, powers of two, every `ROW_STEP`, and the most."""
     sequences: int
     """At most."""
     tokens: int
@@ -40,7 +40,7 @@ def sizes_of(config: Any) -> Sizes:
     most = scheduler.max_num_batched_tokens
     powers = {2**i for i in range(most.bit_length())}
     captured = config.compilation_config.cudagraph_capture_sizes or ()
-    rows = powers.union(captured, range(APART, most, APART), [most])
+    rows = powers.union(captured, range(ROW_STEP, most, ROW_STEP), [most])
     return Sizes(tuple(sorted(rows)), scheduler.max_num_seqs, most)
 
 

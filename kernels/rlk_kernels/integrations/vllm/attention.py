@@ -27,8 +27,8 @@ def first(x: Tensor, rows: int) -> Tensor:
 
 def refuse(what: dict[str, bool]) -> None:
     """Raises NotServed with what is so."""
-    if found := [name for name, is_so in what.items() if is_so]:
-        raise NotServed(f"rlk_kernels in vLLM does not serve {', '.join(found)}")
+    if refused := [name for name, is_so in what.items() if is_so]:
+        raise NotServed(f"rlk_kernels in vLLM does not serve {', '.join(refused)}")
 
 
 class VllmAttention(Counted):
@@ -40,11 +40,11 @@ class VllmAttention(Counted):
     """The layer's cache, its address, and its keys and values: a step asks for them twice."""
 
     def keys_and_values(self, cache: Tensor) -> tuple[Tensor, Tensor]:
-        known, address, found = self.rlk_cache
+        known, address, halves = self.rlk_cache
         if known is not cache or address != cache.data_ptr():
-            found = keys_and_values(cache)
-            self.rlk_cache = cache, cache.data_ptr(), found
-        return found
+            halves = keys_and_values(cache)
+            self.rlk_cache = cache, cache.data_ptr(), halves
+        return halves
 
     def attend(self, query: Tensor, cache: Tensor, metadata: Any, output: Tensor) -> None:
         """Writes [T, H, D] to output; rows from `num_actual_tokens` on are nobody's."""
@@ -59,7 +59,7 @@ class VllmAttention(Counted):
             self.schedule(metadata, query, k, v, *tables),
         )  # fmt: skip
 
-    def schedule(self, metadata: Any, *given: Tensor) -> rlk_kernels.Schedule | None:
+    def schedule(self, metadata: Any, *call: Tensor) -> rlk_kernels.Schedule | None:
         """What the layers of a pass share, of `paged_schedule`'s tensors; CPUs need none."""
         return None
 

@@ -51,15 +51,15 @@ class RlkMetadataBuilder(AttentionMetadataBuilder[Metadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Metadata:
-        given = common_attn_metadata
-        requests = given.num_reqs
+        common = common_attn_metadata
+        requests = common.num_reqs
         return Metadata(
-            num_actual_tokens=given.num_actual_tokens,
-            query_start_loc=given.query_start_loc[: requests + 1],
-            seq_lens=given.seq_lens[:requests],
-            block_table=given.block_table_tensor[:requests],
-            slot_mapping=given.slot_mapping,
-            causal=given.causal is True,
+            num_actual_tokens=common.num_actual_tokens,
+            query_start_loc=common.query_start_loc[: requests + 1],
+            seq_lens=common.seq_lens[:requests],
+            block_table=common.block_table_tensor[:requests],
+            slot_mapping=common.slot_mapping,
+            causal=common.causal is True,
             sizes=self.sizes,
         )
 
@@ -122,8 +122,8 @@ class RlkAttentionImpl(VllmAttention, AttentionImpl):
         self.attend(query, kv_cache, attn_metadata, output)
         return output
 
-    def schedule(self, metadata: Metadata, *given: Tensor) -> rlk_kernels.Schedule | None:
-        return metadata.schedules.of(self, self.rlk_window, *given)
+    def schedule(self, metadata: Metadata, *call: Tensor) -> rlk_kernels.Schedule | None:
+        return metadata.schedules.of(self, self.rlk_window, *call)
 
 
 class RlkAttentionBackend(AttentionBackend):

@@ -75,8 +75,8 @@ def _check(config: Any) -> None:
     }
     if not {"q_rope", "k_rope"}.intersection(_excluded):
         rotary.check(getattr(model.hf_text_config, "rope_parameters", None) or {})
-    if found := [what for what, is_so in refused.items() if is_so]:
-        raise NotServed(f"rlk_kernels in vLLM does not serve {'; '.join(found)}")
+    if reasons := [what for what, is_so in refused.items() if is_so]:
+        raise NotServed(f"rlk_kernels in vLLM does not serve {'; '.join(reasons)}")
 
 
 def digest() -> str:
@@ -87,7 +87,7 @@ def digest() -> str:
 @functools.cache
 def _sources() -> str:
     folder = Path(rlk_kernels.__file__).parent
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.cu")]):
-        found.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
-    return found.hexdigest()
+        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()

@@ -34,7 +34,7 @@ class TokenLogprobs(Counted):
         if not others.shape[1]:
             return profile.logp(logits, first)[:, None]
         parts = [profile.logp_and_more(logits, first, ids) for ids in others.split(MOST, dim=1)]
-        return torch.cat([parts[0][0], *(given for _, given in parts)], dim=1)
+        return torch.cat([parts[0][0], *(id_logprobs for _, id_logprobs in parts)], dim=1)
 
 
 MOST = 1024
@@ -50,7 +50,7 @@ def patches() -> Iterator[tuple[Any, str, Any]]:
 
     _check(Sampler, "compute_logprobs", ["logits"])
     _check(Sampler, "gather_logprobs", ["logprobs", "num_logprobs", "token_ids"])
-    yield Sampler, "compute_logprobs", staticmethod(_kept)
+    yield Sampler, "compute_logprobs", staticmethod(_copy_logits)
     yield Sampler, "gather_logprobs", staticmethod(_gathering(Sampler.gather_logprobs))
     listed = _parameters(Sampler, LISTED) == ["self", "logprobs", "logprob_token_ids", "sampled"]
     if listed:
@@ -71,14 +71,14 @@ def _parameters(owner: Any, name: str) -> list[str] | None:
 
 
 def _check(owner: Any, name: str, parameters: list[str]) -> None:
-    found = _parameters(owner, name)
-    if found != parameters:
+    actual = _parameters(owner, name)
+    if actual != parameters:
         raise NotServed(
-            f"log-probs: this vLLM's {name} takes {found}, and {parameters} is what is known"
+            f"log-probs: this vLLM's {name} takes {actual}, and {parameters} is what is known"
         )
 
 
-def _kept(logits: Tensor) -> Tensor:
+def _copy_logits(logits: Tensor) -> Tensor:
     """In place of the log-probs of all tokens: the logits, as they are before sampling writes into
     them. Those of the wanted tokens are computed once it is known which."""
     return logits.to(torch.float32, copy=True)
@@ -87,8 +87,8 @@ def _kept(logits: Tensor) -> Tensor:
 def _keeping(original: Any) -> Any:
     @functools.wraps(original)
     def init(self: Any, logprobs_mode: str = "raw_logprobs", *args: Any, **more: Any) -> None:
-        kept = "processed_logits" if logprobs_mode == "processed_logprobs" else logprobs_mode
-        original(self, kept, *args, **more)
+        mode = "processed_logits" if logprobs_mode == "processed_logprobs" else logprobs_mode
+        original(self, mode, *args, **more)
 
     return init
 
@@ -97,8 +97,8 @@ def _gathering(original: Any) -> Any:
     @functools.wraps(original)
     def gather(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
         # Logits are kept in place of log-probs: the largest, and the ranks, are the same.
-        found = original(logprobs, num_logprobs, token_ids)
-        return found._replace(logprobs=COMPUTED(logprobs, found.logprob_token_ids))
+        gathered = original(logprobs, num_logprobs, token_ids)
+        return gathered._replace(logprobs=COMPUTED(logprobs, gathered.logprob_token_ids))
 
     return gather
 
@@ -106,10 +106,12 @@ def _gathering(original: Any) -> Any:
 def _listing(original: Any) -> Any:
     @functools.wraps(original)
     def gather(self: Any, logprobs: Tensor, *args: Any) -> Any:
-        found = original(self, logprobs, *args)
-        own = COMPUTED(logprobs, found.logprob_token_ids)
+        gathered = original(self, logprobs, *args)
+        computed = COMPUTED(logprobs, gathered.logprob_token_ids)
         # Where a request lists fewer tokens than another, vLLM has -inf.
-        return found._replace(logprobs=own.masked_fill(found.logprobs.isneginf(), -torch.inf))
+        return gathered._replace(
+            logprobs=computed.masked_fill(gathered.logprobs.isneginf(), -torch.inf)
+        )
 
     return gather
 
@@ -131,11 +133,11 @@ def _refusing(original: Any, listed: bool) -> Any:
 def _of_newer_runner() -> Iterator[tuple[Any, str, Any]]:
     name = "compute_token_logprobs"
     try:
-        own = importlib.import_module(f"{NEWER}.logprob")
+        module = importlib.import_module(f"{NEWER}.logprob")
     except ImportError:
         return
-    _check(own, name, ["logits", "token_ids"])
-    yield own, name, COMPUTED
+    _check(module, name, ["logits", "token_ids"])
+    yield module, name, COMPUTED
     prompt = importlib.import_module(f"{NEWER}.prompt_logprob")
     if hasattr(prompt, name):
         yield prompt, name, COMPUTED

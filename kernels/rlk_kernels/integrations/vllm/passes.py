@@ -34,15 +34,15 @@ class Schedules:
             (k_cache.data_ptr() | v_cache.data_ptr()) & 15, table.shape, table.data_ptr(),
             lens.data_ptr(), cu_q.data_ptr(), *_stream(q.device),
         )  # fmt: skip
-        found, asked = self.made.get(key, (None, None))
+        schedule, asked = self.made.get(key, (None, None))
         if asked is None or layer in asked:
-            found = rlk_kernels.paged_schedule(
+            schedule = rlk_kernels.paged_schedule(
                 q, k_cache, v_cache, table, lens, cu_seqlens_q=cu_q, window=window
             )
             asked = set()
-            self.made[key] = found, asked
+            self.made[key] = schedule, asked
         asked.add(layer)
-        return found
+        return schedule
 
 
 def _stream(device: torch.device) -> tuple[int, bool]:

@@ -62,12 +62,10 @@ def _classes(excluded: frozenset[str]) -> dict[type, type]:
         (("act",), (layers.RlkSiluAndMul,)),
         (("logits",), (layers.RlkLogitsProcessor,)),
     )
-    found = [
-        ours for fused, classes in groups if not excludes(excluded, *fused) for ours in classes
-    ]
+    chosen = [ours for fused, chosen in groups if not excludes(excluded, *fused) for ours in chosen]
     if not excluded >= NORMS:
-        found.append(layers.RlkRMSNorm)
-    return {ours.__bases__[1]: ours for ours in found}
+        chosen.append(layers.RlkRMSNorm)
+    return {ours.__bases__[1]: ours for ours in chosen}
 
 
 def _put_in(undo: ExitStack, base: Any, ours: type) -> None:
@@ -114,24 +112,24 @@ def leave(model: Any, excluded: Iterable[str]) -> None:
 def operators(model: Any) -> dict[str, Any]:
     """See the package."""
     inner = model.model
-    found = {"embed": inner.embed_tokens}
+    named = {"embed": inner.embed_tokens}
     for i, layer in enumerate(inner.layers):
-        own, mlp = layer.self_attn, layer.mlp
+        attn, mlp = layer.self_attn, layer.mlp
         here = {
             **{"attn_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm},
-            **{"q_proj": own.qkv_proj, "k_proj": own.qkv_proj, "v_proj": own.qkv_proj},
-            **{"q_norm": getattr(own, "q_norm", None), "k_norm": getattr(own, "k_norm", None)},
-            **{"q_rope": own.rotary_emb, "k_rope": own.rotary_emb},
-            **{"attn": own.attn.impl, "o_proj": own.o_proj, "act": mlp.act_fn},
+            **{"q_proj": attn.qkv_proj, "k_proj": attn.qkv_proj, "v_proj": attn.qkv_proj},
+            **{"q_norm": getattr(attn, "q_norm", None), "k_norm": getattr(attn, "k_norm", None)},
+            **{"q_rope": attn.rotary_emb, "k_rope": attn.rotary_emb},
+            **{"attn": attn.attn.impl, "o_proj": attn.o_proj, "act": mlp.act_fn},
             **{"gate_proj": mlp.gate_up_proj, "up_proj": mlp.gate_up_proj},
             "down_proj": mlp.down_proj,
         }
-        found |= {f"layers.{i}.{op}": module for op, module in here.items() if module is not None}
-    own_logprob = not _registered or "logprob" in _registered[0]
-    return found | {
+        named |= {f"layers.{i}.{op}": module for op, module in here.items() if module is not None}
+    logprob_excluded = not _registered or "logprob" in _registered[0]
+    return named | {
         "final_norm": inner.norm,
         "logits": model.logits_processor,
-        "logprob": None if own_logprob else logprobs.COMPUTED,
+        "logprob": None if logprob_excluded else logprobs.COMPUTED,
     }
 
 

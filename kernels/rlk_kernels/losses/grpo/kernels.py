@@ -89,7 +89,7 @@ def _sequence_of(token, inside, cu_ptr, B, length, steps, PACKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "B", "length", "steps", "share", "ignore_index"])
 def _prepare_kernel(
-    target_ptr, mask_ptr, cu_ptr, count_ptr, given_ptr, id_ptr, advantage_ptr, w_ptr,
+    target_ptr, mask_ptr, cu_ptr, count_ptr, table_ptr, id_ptr, advantage_ptr, w_ptr,
     T, B, length, steps, share: tl.int64, ignore_index,
     PACKED: tl.constexpr, COUNTED: tl.constexpr, GRPO: tl.constexpr, SPREAD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -111,7 +111,7 @@ def _prepare_kernel(
         whole *= tl.maximum(tl.load(count_ptr), 1)
     tl.store(w_ptr + token, tl.where(on, 1.0 / whole, 0.0), mask=inside)
     if SPREAD:
-        advantage = tl.load(given_ptr + sequence, mask=known, other=0)
+        advantage = tl.load(table_ptr + sequence, mask=known, other=0)
         advantage = advantage.to(advantage_ptr.dtype.element_ty)
         advantage = tl.where(known, advantage, float("nan"))
         tl.store(advantage_ptr + token, advantage, mask=inside)
@@ -220,7 +220,7 @@ def prepare(
     ids, count = empties(((t,), (share if counted else 0,)), torch.int64, device)
     weights = empty((t,), torch.float64, device)
     packed = cu_seqlens is not None
-    out = given = advantages.contiguous()
+    out = table = advantages.contiguous()
     if spread:
         wide = torch.promote_types(advantages.dtype, torch.float32)
         out = empty((t,), wide, device)
@@ -230,7 +230,7 @@ def prepare(
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     length = t // max(sequences, 1)
     cache = shape_cache(
-        "grpo", target.dtype, mask.dtype, given.dtype,
+        "grpo", target.dtype, mask.dtype, table.dtype,
         None if cu_seqlens is None else cu_seqlens.dtype, spread, loss_type, device,
     )  # fmt: skip
     if counted:
@@ -245,7 +245,7 @@ def prepare(
         share = max(sequences, 1) * max_tokens
     launch(
         cache, _prepare_kernel, (cdiv(t, BLOCK), 1, 1),
-        (target, mask, cu_seqlens, count, given, ids, out, weights, t, sequences, length,
+        (target, mask, cu_seqlens, count, table, ids, out, weights, t, sequences, length,
          sequences.bit_length(), share, ignore_index, packed, counted, grpo, spread, BLOCK),
         {"num_warps": 4},
     )  # fmt: skip

@@ -102,6 +102,6 @@ def reduce_loss(
     highest = torch.where(on, ratio, 0.0)
     least, most = (lowest.amin(), highest.amax()) if on.numel() else total.new_tensor([math.inf, 0])
     means = (total[2:] / count).unbind()
-    found = [total[1], *means[:7], least, most, *means[7:]]
+    values = [total[1], *means[:7], least, most, *means[7:]]
     names = METRICS if ref_logp is not None else METRICS[:-1]
-    return total[0], {name: x.float() for name, x in zip(names, found, strict=True)}
+    return total[0], {name: x.float() for name, x in zip(names, values, strict=True)}

@@ -86,13 +86,13 @@ def logp_and_gradients(
     def run(chunk: plan.TokenChunk) -> None:
         """A chunk's part of all results. What it holds beside them ends with it."""
         part, m = chunk.tokens, chunk.last - chunk.first
-        own = ids[part]
+        chunk_ids = ids[part]
         stored = [vocab.view(buffers, m)[:, : vocab.last - vocab.first] for vocab in chunk.vocab]
         nodes = chunk.nodes(chunk.vocab[-1]).stop
         shapes = plane_shapes(nodes, m, False)
         n = empty(shapes[0], torch.float32, h.device)
         s, *above = empties(shapes[1:], torch.float32, h.device)
-        inner = empties(row_shapes(own, False)[1:-1], torch.float32, h.device)
+        inner = empties(row_shapes(chunk_ids, False)[1:-1], torch.float32, h.device)
         rows = RowStatistics(*[logps[part], *inner, targets[part]])
         for vocab, tiles, e in zip(chunk.vocab, chunk.tiles, stored, strict=True):
             node = chunk.nodes(vocab)
@@ -101,10 +101,10 @@ def logp_and_gradients(
                 spec, n[node], s[node], None, rows.z, None, e,
             )  # fmt: skip
             ran.add(tiles.implementation)
-        finish(planes_of([n, s, *above], False), own, rows, 0, m, False)
+        finish(planes_of([n, s, *above], False), chunk_ids, rows, 0, m, False)
         del s, above  # before c hidden is made: of the tiles' statistics only n is read again
         g, a, c = token_gradient(
-            rows, own, None if old is None else old[part], advantages[part],
+            rows, chunk_ids, None if old is None else old[part], advantages[part],
             None if ref is None else ref[part], weights[part], loss, spec.slope,
             h.dtype == torch.float16,
         )  # fmt: skip
@@ -114,7 +114,7 @@ def logp_and_gradients(
             last = vocab.last == v
             rebase(e, n[chunk.nodes(vocab)], rows, tiles.node_columns)
             quiet(e, g, rows)
-            mark(e, own, rows, g, a, None, spec, vocab.first, e.shape[1], c)
+            mark(e, chunk_ids, rows, g, a, None, spec, vocab.first, e.shape[1], c)
             products = []
             if dh is not None:
                 products.append(

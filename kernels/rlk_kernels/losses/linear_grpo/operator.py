@@ -45,8 +45,8 @@ def _run(
     hidden, weight, bias, ids, tokens, spec, loss, backend, needs
 ) -> tuple[tuple, list[Tensor | None]]:
     """((loss, logp, names of the metrics, the metrics), gradients)."""
-    given = (hidden, weight, bias, ids, tokens, spec, loss, needs)
-    value, metrics, logp, grads, ran = _implementation(backend).loss_and_gradients(*given)
+    arguments = (hidden, weight, bias, ids, tokens, spec, loss, needs)
+    value, metrics, logp, grads, ran = _implementation(backend).loss_and_gradients(*arguments)
     record("linear_grpo_loss", ran)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return (value.to(wide), logp, list(metrics), *metrics.values()), grads
@@ -86,11 +86,11 @@ def _prepare(
     target: Tensor, mask: Tensor, advantages: Tensor, spread: bool, cu_seqlens: Tensor | None,
     sequences: int, loss_type: str, max_tokens: int | None, ignore_index: int, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    ids, found, weights = _implementation(backend).prepare(
+    ids, token_advantages, weights = _implementation(backend).prepare(
         target, mask, advantages, spread, cu_seqlens, sequences, loss_type, max_tokens, ignore_index
     )
     # a copy where it is an input: an operator returns none of these
-    return ids, found if spread else found.clone(), weights
+    return ids, token_advantages if spread else token_advantages.clone(), weights
 
 
 @_prepare.register_fake
@@ -122,8 +122,8 @@ def _compiled_loss(
     )  # fmt: skip
     record("linear_grpo_loss", ran)
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    found = [hidden.new_empty(0) if x is None else x for x in grads]
-    return value.to(wide), logp.clone(), torch.stack(list(metrics.values())), *found
+    gradients = [hidden.new_empty(0) if x is None else x for x in grads]
+    return value.to(wide), logp.clone(), torch.stack(list(metrics.values())), *gradients
 
 
 @_compiled_loss.register_fake
@@ -171,11 +171,11 @@ def _partition(cu_seqlens: Tensor, t: int) -> bool:
     return bounds[0] == 0 and bounds[-1] == t and sorted(bounds) == bounds
 
 
-def _check_tables(name: str, sequences: int, length: int, *given: Tensor | None) -> None:
+def _check_tables(name: str, sequences: int, length: int, *tables: Tensor | None) -> None:
     """Raise where target, mask, advantages, old_logp or ref_logp is a table of another shape than
     [B, L]: read row by row, each number would be another token's."""
     names = ("target", "mask", "advantages", "old_logp", "ref_logp")
-    for what, x in zip(names, given, strict=True):
+    for what, x in zip(names, tables, strict=True):
         if x is not None and x.dim() > 1 and x.shape != (sequences, length):
             raise UnsupportedShape(
                 f"{name}: {what} {tuple(x.shape)} does not fit hidden[{sequences}, {length}, H]"
@@ -287,14 +287,14 @@ def linear_grpo_loss(
             *operands, ids, *tokens, spec.logit_dtype, spec.softcap, spec.scale,
             spec.temperature, beta, low, high, needs, chosen,
         )  # fmt: skip
-        found = metrics.unbind()
-        names = METRICS[: len(found)]
+        values = metrics.unbind()
+        names = METRICS[: len(values)]
     else:
         loss, grad = Loss(beta, low, high), torch.is_grad_enabled()
-        given = (*operands, ids, tokens, spec, loss, chosen, grad)
+        arguments = (*operands, ids, tokens, spec, loss, chosen, grad)
         with on_device_of(hidden):
             if grad and any(x is not None and x.requires_grad for x in operands):
-                value, logp, names, *found = _LinearGRPO.apply(*given)
+                value, logp, names, *values = _LinearGRPO.apply(*arguments)
             else:
-                value, logp, names, *found = _run(*given[:-1], [False] * 3)[0]
-    return value, {"logp": logp, **dict(zip(names, found, strict=True))}
+                value, logp, names, *values = _run(*arguments[:-1], [False] * 3)[0]
+    return value, {"logp": logp, **dict(zip(names, values, strict=True))}

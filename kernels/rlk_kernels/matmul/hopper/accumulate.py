@@ -64,9 +64,9 @@ def _copy_tiles(
     WIDTH: gl.constexpr = b_desc.block_type.shape[1]
     nbytes: gl.constexpr = 2 * a_desc.block_type.nbytes + b_desc.block_type.nbytes
     tiles = gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, WIDTH)
-    own, count = count_of(tiles, all_tiles, heavy)
+    even, count = count_of(tiles, all_tiles, heavy)
     for j in range(count):
-        tile = nth(j, own, all_tiles, heavy)
+        tile = nth(j, even, all_tiles, heavy)
         tile_m, tile_n = _tile_position(tile, M, N, 2 * ROWS, WIDTH, GROUP)
         row = tile_m * (2 * ROWS)
         col = tile_n * WIDTH
@@ -160,9 +160,9 @@ def _initial(
 
 
 @gluon.jit
-def _place(j, own, count, all_tiles, heavy, M, N, SIDE: gl.constexpr):
+def _place(j, even, count, all_tiles, heavy, M, N, SIDE: gl.constexpr):
     """(first row of SIDE, column tile) of this program's j-th tile; row M where there is none."""
-    tile = gl.where(j < count, nth(j, own, all_tiles, heavy), 0)
+    tile = gl.where(j < count, nth(j, even, all_tiles, heavy), 0)
     tile_m, tile_n = _tile_position(tile, M, N, 2 * ROWS, COLUMNS, GROUP)
     return gl.where(j < count, (2 * tile_m + SIDE) * ROWS, M), tile_n
 
@@ -190,9 +190,9 @@ def _multiply_narrow_tiles(
     """Tiles of less than COLUMNS columns, whose sums come whole."""
     WIDTH: gl.constexpr = b_smem.type.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    own, count = count_of(gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, WIDTH), all_tiles, heavy)
+    even, count = count_of(gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, WIDTH), all_tiles, heavy)
     for j in range(count):
-        tile = nth(j, own, all_tiles, heavy)
+        tile = nth(j, even, all_tiles, heavy)
         tile_m, tile_n = _tile_position(tile, M, N, 2 * ROWS, WIDTH, GROUP)
         acc = gl.zeros([ROWS, WIDTH], gl.float32, layout)
         acc, stage, phase = products(
@@ -217,8 +217,8 @@ def _multiply_tiles(
     """Tiles of COLUMNS columns; the left half is LEAD steps ahead of the right one."""
     C: gl.constexpr = COLUMNS // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    own, count = count_of(gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, COLUMNS), all_tiles, heavy)
-    row, tile_n = _place(0, own, count, all_tiles, heavy, M, N, SIDE)
+    even, count = count_of(gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, COLUMNS), all_tiles, heavy)
+    row, tile_n = _place(0, even, count, all_tiles, heavy, M, N, SIDE)
     left = _initial(hi_ptr, row, tile_n, M, half_n, FIRST, layout, STORAGE)
     right = gl.zeros([ROWS, C], gl.float32, layout)
     before = M  # no tile yet: nothing is stored from there on
@@ -248,7 +248,7 @@ def _multiply_tiles(
             )  # fmt: skip
         before = row
         before_n = tile_n
-        row, tile_n = _place(j + 1, own, count, all_tiles, heavy, M, N, SIDE)
+        row, tile_n = _place(j + 1, even, count, all_tiles, heavy, M, N, SIDE)
         left = _initial(hi_ptr, row, tile_n, M, half_n, FIRST, layout, STORAGE)
         right = warpgroup_mma_wait(0, [right])
         free(empty, stage, LEAD)

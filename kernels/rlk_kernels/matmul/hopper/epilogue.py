@@ -426,10 +426,10 @@ def _fixed(plan: EpiloguePlan, h: Tensor, w: Tensor, flags: tuple) -> tuple[int,
 
 def split_product(plan: MatmulPlan, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """out[M, N] = a[M, K] @ b[N, K]^T (+ bias[N]) in the segments of `split.py`."""
-    own = EpiloguePlan(
+    epilogue_plan = EpiloguePlan(
         kernel="hopper", epilogue="logits", tile=plan.tile, segment=plan.segment,
         last_segment=plan.last_segment, permuted=False, tma_store=False, processors=plan.programs,
     )  # fmt: skip
     flags = (bias is not None, gl.float32, False, False, False)
     numbers = (0.0, 0.0, 1.0, 1.0, 0.0)
-    hopper_tiles(own, a, b, bias, None, None, None, None, None, out, numbers, flags)
+    hopper_tiles(epilogue_plan, a, b, bias, None, None, None, None, None, out, numbers, flags)

@@ -17,15 +17,15 @@ def count_of(tiles, all_tiles, heavy):
     """Tiles of this program: of `all_tiles` one in num_programs, of the rest (those from the
     `heavy`-th program on) one in num_programs - heavy."""
     pid = gl.program_id(0)
-    own = gl.cdiv(gl.maximum(all_tiles - pid, 0), gl.num_programs(0))
+    even = gl.cdiv(gl.maximum(all_tiles - pid, 0), gl.num_programs(0))
     light = gl.maximum(gl.num_programs(0) - heavy, 1)
     more = gl.cdiv(gl.maximum(tiles - all_tiles - (pid - heavy), 0), light)
-    return own, gl.where(pid < heavy, own, own + more)
+    return even, gl.where(pid < heavy, even, even + more)
 
 
 @gluon.jit
-def nth(j, own, all_tiles, heavy):
+def nth(j, even, all_tiles, heavy):
     """The j-th tile of this program."""
     pid = gl.program_id(0)
-    rest = all_tiles + pid - heavy + (j - own) * (gl.num_programs(0) - heavy)
-    return gl.where(j < own, pid + j * gl.num_programs(0), rest)
+    rest = all_tiles + pid - heavy + (j - even) * (gl.num_programs(0) - heavy)
+    return gl.where(j < even, pid + j * gl.num_programs(0), rest)

@@ -55,12 +55,12 @@ def _copy_block(desc, ring, full, empty, turn, rows, column, LENGTH: gl.constexp
 
 
 @gluon.jit
-def _copy_keys(given, PAGE: gl.constexpr, LENGTH: gl.constexpr):
+def _copy_keys(args, PAGE: gl.constexpr, LENGTH: gl.constexpr):
     """One warp: blocks begin ... end, `turn` blocks after the first of all."""
     (
         k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty, table, start, len_k,
         k_column, v_column, k_page, v_page, begin, end, turn,
-    ) = given  # fmt: skip
+    ) = args  # fmt: skip
     for j in range(begin, end):
         k_rows = ()
         v_rows = ()

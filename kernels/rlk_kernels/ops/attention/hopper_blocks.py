@@ -211,14 +211,14 @@ def _wait_queries():
 
 @gluon.jit
 def _attend(
-    given, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
+    args, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Four warps: 64 packed rows of each of a program's blocks."""
     (
         q_ptr, out_ptr, lse_ptr, q_smem, merged, rings, places, said, heard, scale, window, T,
         stride_qt, stride_qh,
-    ) = given  # fmt: skip
+    ) = args  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     q = q_smem.index(GROUP)
@@ -265,7 +265,7 @@ def _taken(counter):
 
 @gluon.jit
 def _copy_rows(
-    given, HK: gl.constexpr, G: gl.constexpr, BM: gl.constexpr, CAUSAL: gl.constexpr,
+    args, HK: gl.constexpr, G: gl.constexpr, BM: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, PAGE: gl.constexpr, LENGTH: gl.constexpr, MORE: gl.constexpr,
 ):  # fmt: skip
     """One warp: a program's blocks of rows, and all of their keys."""
@@ -273,7 +273,7 @@ def _copy_rows(
         k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty, places, said, heard,
         counter, cu_q_ptr, cu_k_ptr, table_ptr, B, blocks, window, k_head, v_head, k_page, v_page,
         stride_table,
-    ) = given  # fmt: skip
+    ) = args  # fmt: skip
     turn = 0
     done = 0
     item = gl.program_id(0)
@@ -326,7 +326,7 @@ def _attention_hopper_kernel(
     said, heard = barriers(PLACES, GROUPS)
     fence_async_shared()
     rings = (k_ring, v_ring, k_full, k_empty, v_full, v_empty)
-    given = (
+    args = (
         q_ptr, out_ptr, lse_ptr, q_smem, merged, rings, places, said, heard, scale, window, T,
         stride_qt, stride_qh,
     )  # fmt: skip
@@ -340,7 +340,7 @@ def _attention_hopper_kernel(
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, 0)),
+                (_attend, (args, HK, G, DIM, CAUSAL, WINDOWED, 0)),
                 (_copy_rows, (keys, HK, G, BM, CAUSAL, WINDOWED, PAGE, LENGTH, MORE)),
             ],
             [1], [40],
@@ -348,8 +348,8 @@ def _attention_hopper_kernel(
     elif GROUPS == 2:
         gl.warp_specialize(
             [
-                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, 0)),
-                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, 1)),
+                (_attend, (args, HK, G, DIM, CAUSAL, WINDOWED, 0)),
+                (_attend, (args, HK, G, DIM, CAUSAL, WINDOWED, 1)),
                 (_copy_rows, (keys, HK, G, BM, CAUSAL, WINDOWED, PAGE, LENGTH, MORE)),
             ],
             [4, 1], [232, 40],
@@ -357,9 +357,9 @@ def _attention_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, 0)),
-                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, 1)),
-                (_attend, (given, HK, G, DIM, CAUSAL, WINDOWED, 2)),
+                (_attend, (args, HK, G, DIM, CAUSAL, WINDOWED, 0)),
+                (_attend, (args, HK, G, DIM, CAUSAL, WINDOWED, 1)),
+                (_attend, (args, HK, G, DIM, CAUSAL, WINDOWED, 2)),
                 (_copy_rows, (keys, HK, G, BM, CAUSAL, WINDOWED, PAGE, LENGTH, MORE)),
             ],
             [4, 4, 1], [160, 160, 24],

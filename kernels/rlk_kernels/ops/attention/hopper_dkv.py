@@ -37,7 +37,7 @@ DEPTH = 4
 
 
 @gluon.jit
-def _copy_rows(given, HK: gl.constexpr, G: gl.constexpr):
+def _copy_rows(args, HK: gl.constexpr, G: gl.constexpr):
     """dk and dv, one warp: keys and values, then the rows of `steps` blocks and their lse, delta.
 
     The heads of a group take turns at each block of queries.
@@ -46,7 +46,7 @@ def _copy_rows(given, HK: gl.constexpr, G: gl.constexpr):
         q_desc, do_desc, k_desc, v_desc, lse_ptr, delta_ptr, k_smem, v_smem, kv_full, ring,
         lse_ring, delta_ring, q_start, len_q, first_slot, hk, q_head, k_column, v_column, begin,
         steps, T,
-    ) = given  # fmt: skip
+    ) = args  # fmt: skip
     left, right, full, empty = ring
     DEPTH: gl.constexpr = left.type.shape[0]
     DIM: gl.constexpr = left.type.shape[2]
@@ -95,14 +95,14 @@ def _visible(
 
 @gluon.jit
 def _keys_gradients(
-    given, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
+    args, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Four warps: dk and dv of 64 keys over `steps` blocks of rows from block `begin`."""
     (
         dk_ptr, dv_ptr, k_smem, v_smem, kv_full, ring, lse_ring, delta_ring, len_q, len_k, k_start,
         first_key, hk, begin, steps, plain_begin, plain_end, scale_log2, scale, window,
-    ) = given  # fmt: skip
+    ) = args  # fmt: skip
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
@@ -188,7 +188,7 @@ def _dkv_hopper_kernel(
     kv_full, _ = barriers(1, 1)
     ring = new_ring(dtype, DEPTH, DIM)
     fence_async_shared()
-    given = (
+    args = (
         dk_ptr, dv_ptr, k_smem, v_smem, kv_full, ring, lse_ring, delta_ring, len_q, len_k, k_start,
         first_key, hk, begin, steps, plain_begin, plain_end, scale_log2, scale, window,
     )  # fmt: skip
@@ -199,8 +199,8 @@ def _dkv_hopper_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_keys_gradients, (given, HK, G, DIM, CAUSAL, WINDOWED, 0)),
-            (_keys_gradients, (given, HK, G, DIM, CAUSAL, WINDOWED, 1)),
+            (_keys_gradients, (args, HK, G, DIM, CAUSAL, WINDOWED, 0)),
+            (_keys_gradients, (args, HK, G, DIM, CAUSAL, WINDOWED, 1)),
             (_copy_rows, (rows, HK, G)),
         ],
         [4, 1], [240, 24],

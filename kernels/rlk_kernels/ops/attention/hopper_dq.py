@@ -48,9 +48,9 @@ def _first_scores(a, b, ring):
 
 
 @gluon.jit
-def _copy_pairs(given):
+def _copy_pairs(args):
     """dq, one warp: the keys and values of `steps` blocks."""
-    k_desc, v_desc, ring, first, k_column, v_column, steps = given
+    k_desc, v_desc, ring, first, k_column, v_column, steps = args
     left, right, full, empty = ring
     DEPTH: gl.constexpr = left.type.shape[0]
     for step in range(steps):
@@ -80,14 +80,14 @@ def _row_weights(
 
 @gluon.jit
 def _queries_gradients(
-    given, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
+    args, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Four warps: dq of 64 packed rows over `steps` blocks of keys from block `begin`."""
     (
         q_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, q_smem, do_smem, ring, first_row, q_start, len_q,
         len_k, hk, begin, steps, plain_end, scale_log2, scale, window, T, stride_qt, stride_qh,
-    ) = given  # fmt: skip
+    ) = args  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
@@ -113,11 +113,11 @@ def _queries_gradients(
 
     dq = gl.zeros([ROWS, DIM], gl.float32, OUT)
     s, dp = _first_scores(q, do, ring)
-    own = steps
+    group_steps = steps
     if CAUSAL:  # the other group may see more
         visible_end = gl.minimum(first_row + ROWS - 1, len_q * G - 1) // G + len_k - len_q + 1
-        own = gl.minimum(gl.maximum(gl.cdiv(visible_end, BLOCK) - begin, 1), steps)
-    for step in range(own - 1):
+        group_steps = gl.minimum(gl.maximum(gl.cdiv(visible_end, BLOCK) - begin, 1), steps)
+    for step in range(group_steps - 1):
         j = begin + step
         ds = _row_weights(
             s, dp, lse, delta, j * BLOCK, last, window, scale_log2, j >= plain_end, WINDOWED
@@ -129,18 +129,18 @@ def _queries_gradients(
         s, dp = start_scores(q, do, s, dp, next_keys, next_values)
         s, dp, dq, ds = warpgroup_mma_wait(0, [s, dp, dq, ds])
         free(ring, step)
-    j = begin + own - 1
+    j = begin + group_steps - 1
     ds = _row_weights(
         s, dp, lse, delta, j * BLOCK, last, window, scale_log2, j >= plain_end, WINDOWED
     )
     ds = gl.convert_layout(ds.to(dtype), WEIGHTS)
-    keys, _ = pair(ring, own - 1)
+    keys, _ = pair(ring, group_steps - 1)
     if len_k - j * BLOCK < BLOCK:
         clear(keys, len_k - j * BLOCK)
     dq = warpgroup_mma(ds, keys, dq, is_async=True)
     dq, ds = warpgroup_mma_wait(0, [dq, ds])
-    free(ring, own - 1)
-    for step in range(own, steps):
+    free(ring, group_steps - 1)
+    for step in range(group_steps, steps):
         pair(ring, step)
         free(ring, step)
 
@@ -175,15 +175,15 @@ def _dq_hopper_kernel(
     do_smem = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, DIM], tile)
     ring = new_ring(dtype, DEPTH, DIM)
     fence_async_shared()
-    given = (
+    args = (
         q_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, q_smem, do_smem, ring, first_row, q_start, len_q,
         len_k, hk, begin, steps, plain_end, scale_log2, scale, window, T, stride_qt, stride_qh,
     )  # fmt: skip
     keys = (k_desc, v_desc, ring, k_start + begin * BLOCK, hk * k_head, hk * v_head, steps)
     gl.warp_specialize(
         [
-            (_queries_gradients, (given, HK, G, DIM, CAUSAL, WINDOWED, 0)),
-            (_queries_gradients, (given, HK, G, DIM, CAUSAL, WINDOWED, 1)),
+            (_queries_gradients, (args, HK, G, DIM, CAUSAL, WINDOWED, 0)),
+            (_queries_gradients, (args, HK, G, DIM, CAUSAL, WINDOWED, 1)),
             (_copy_pairs, (keys,)),
         ],
         [4, 1], [240, 24],

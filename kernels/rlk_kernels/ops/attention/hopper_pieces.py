@@ -84,12 +84,12 @@ def _piece(
 ):
     _, pieces_ptr, cu_q_ptr, lens_ptr, B, _, _, _ = work
     if HOW == LONE:
-        found = lone_piece(lone, item, G, BM)
+        entry = lone_piece(lone, item, G, BM)
     elif HOW == WHOLE:
-        found = whole_piece(cu_q_ptr, lens_ptr, item, B, G, BM, PER_CHUNK * BLOCK, PAGED)
+        entry = whole_piece(cu_q_ptr, lens_ptr, item, B, G, BM, PER_CHUNK * BLOCK, PAGED)
     else:
-        found = piece(pieces_ptr, item)
-    return found
+        entry = piece(pieces_ptr, item)
+    return entry
 
 
 @gluon.jit
@@ -166,7 +166,7 @@ def _operand(like_ptr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _attend_piece(
-    given, one, hk, begin, end, plain_end, turn, q, weights, HK: gl.constexpr, G: gl.constexpr,
+    args, one, hk, begin, end, plain_end, turn, q, weights, HK: gl.constexpr, G: gl.constexpr,
     DIM: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, RUNNING: gl.constexpr,
     GROUP: gl.constexpr, NARROW: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -174,7 +174,7 @@ def _attend_piece(
     (
         _, q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, _, _, merged, _, _, k_ring, v_ring,
         k_full, k_empty, v_full, v_empty, scale, window, T, stride_qt, stride_qh,
-    ) = given  # fmt: skip
+    ) = args  # fmt: skip
     _, q_start, len_q, _, len_k, first_row, _, _, only, merges, folded, base = one
     rings = (k_ring, v_ring, k_full, k_empty, v_full, v_empty)
     R: gl.constexpr = q.type.shape[0]
@@ -250,7 +250,7 @@ def _attend_piece(
 
 @gluon.jit
 def _attend_pieces(
-    given, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
+    args, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, RUNNING: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr,
     NARROW: gl.constexpr, IDLE: gl.constexpr, HOW: gl.constexpr, PAGE: gl.constexpr,
     WARPS: gl.constexpr,
@@ -260,7 +260,7 @@ def _attend_pieces(
     (
         work, _, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, flags_ptr, q_smem, _, q_narrow,
         weights, _, _, _, _, _, _, _, window, T, _, _,
-    ) = given  # fmt: skip
+    ) = args  # fmt: skip
     q = q_smem.index(GROUP)
     turn = 0
     total, lone = _all_work(work, window, HOW, HK, G, GROUPS * ROWS, CAUSAL, WINDOWED, PAGE > 0)
@@ -272,23 +272,23 @@ def _attend_pieces(
         _, _, len_q, _, _, first_row, _, _, only, _, _, _ = one
         if WARPS == 8:
             _attend_piece(
-                given, one, hk, begin, end, plain_end, turn, q_narrow, weights, HK, G, DIM, CAUSAL,
+                args, one, hk, begin, end, plain_end, turn, q_narrow, weights, HK, G, DIM, CAUSAL,
                 WINDOWED, RUNNING, GROUP, True, WARPS,
             )  # fmt: skip
         elif NARROW > 0:
             if (total <= IDLE) & (len_q * G - first_row <= NARROW):
                 _attend_piece(
-                    given, one, hk, begin, end, plain_end, turn, q_narrow, weights, HK, G, DIM,
+                    args, one, hk, begin, end, plain_end, turn, q_narrow, weights, HK, G, DIM,
                     CAUSAL, WINDOWED, RUNNING, GROUP, True, WARPS,
                 )  # fmt: skip
             else:
                 _attend_piece(
-                    given, one, hk, begin, end, plain_end, turn, q, weights, HK, G, DIM, CAUSAL,
+                    args, one, hk, begin, end, plain_end, turn, q, weights, HK, G, DIM, CAUSAL,
                     WINDOWED, RUNNING, GROUP, False, WARPS,
                 )  # fmt: skip
         else:
             _attend_piece(
-                given, one, hk, begin, end, plain_end, turn, q, weights, HK, G, DIM, CAUSAL,
+                args, one, hk, begin, end, plain_end, turn, q, weights, HK, G, DIM, CAUSAL,
                 WINDOWED, RUNNING, GROUP, False, WARPS,
             )  # fmt: skip
         if WARPS == 8 and HOW == LONE:  # noqa: SIM102 (these are constants)
@@ -303,14 +303,14 @@ def _attend_pieces(
 
 @gluon.jit
 def _copy_pieces(
-    given, HK: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
+    args, HK: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
     PAGE: gl.constexpr, LENGTH: gl.constexpr, GROUPS: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """`_copy_keys` for a program's pieces, one after another; the next one is asked for early."""
     (
         work, k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
         table_ptr, stride_table, k_head, v_head, k_page, v_page, window,
-    ) = given  # fmt: skip
+    ) = args  # fmt: skip
     turn = 0
     BM: gl.constexpr = GROUPS * ROWS
     total, lone = _all_work(work, window, HOW, HK, G, BM, CAUSAL, WINDOWED, PAGE > 0)
@@ -360,7 +360,7 @@ def _pieces_hopper_kernel(
         )  # fmt: skip
     work = (plan_ptr, pieces_ptr, cu_q_ptr, lens_ptr, B, T, capacity, target)
     LENGTH: gl.constexpr = k_desc.block_type.shape[0]
-    given = (
+    args = (
         work, q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, flags_ptr, q_smem, merged,
         q_narrow, weights, k_ring, v_ring, k_full, k_empty, v_full, v_empty, scale, window, T,
         stride_qt, stride_qh,
@@ -373,7 +373,7 @@ def _pieces_hopper_kernel(
         gl.warp_specialize(
             [
                 (_attend_pieces, (
-                    given, HK, G, DIM, CAUSAL, WINDOWED, True, GROUPS, 0, NARROW, IDLE, HOW, PAGE,
+                    args, HK, G, DIM, CAUSAL, WINDOWED, True, GROUPS, 0, NARROW, IDLE, HOW, PAGE,
                     gl.num_warps(),
                 )),
                 (_copy_pieces, (keys, HK, G, CAUSAL, WINDOWED, PAGE, LENGTH, GROUPS, HOW)),
@@ -384,10 +384,10 @@ def _pieces_hopper_kernel(
         gl.warp_specialize(
             [
                 (_attend_pieces, (
-                    given, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 0, 0, IDLE, HOW, PAGE, 4,
+                    args, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 0, 0, IDLE, HOW, PAGE, 4,
                 )),
                 (_attend_pieces, (
-                    given, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 1, 0, IDLE, HOW, PAGE, 4,
+                    args, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 1, 0, IDLE, HOW, PAGE, 4,
                 )),
                 (_copy_pieces, (keys, HK, G, CAUSAL, WINDOWED, PAGE, LENGTH, GROUPS, HOW)),
             ],

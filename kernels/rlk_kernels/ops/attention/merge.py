@@ -103,10 +103,10 @@ def _merge_kernel(
         den = tl.zeros((1,), tl.float32)
         acc = tl.zeros((1, DP), tl.float32)
         if LISTED:
-            own = plan_ptr + 2 * b + 1
-            first = tl.load(own + FIRST * pitch)
-            base = tl.load(own + BASE * pitch)
-            _, length = _ranges(tl.load(own + COUNT * pitch), tau)
+            entry = plan_ptr + 2 * b + 1
+            first = tl.load(entry + FIRST * pitch)
+            base = tl.load(entry + BASE * pitch)
+            _, length = _ranges(tl.load(entry + COUNT * pitch), tau)
             folded = first + length - 1
             leader = tl.load(plan_ptr + LEADER * pitch + b)
         else:

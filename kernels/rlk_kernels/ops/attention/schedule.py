@@ -18,7 +18,7 @@ Few rows of a sequence that is alone are merged so, `hopper_merge.py`: there nob
 A batch of one sequence needs no list: its programs and `merge.py` work the same numbers out for
 themselves (`lone_sequence`), and two kernels less run.
 
-An entry 2b is the prefix that sequence b leads (mostly none), 2b + 1 is what b has of its own.
+An entry 2b is the prefix that sequence b leads (mostly none), 2b + 1 is b's suffix, its chunks behind it.
 Every program of the kernel makes all entries, int32[PLANES, 2B + 2], and writes some of the pieces,
 int32[FIELDS] each: one kernel instead of two, and nobody waits for another. Of a small batch it
 compares the tables, too; of another, the kernel before it does. It runs for itself before every
@@ -68,17 +68,17 @@ def _ranges(n, tau):
 
 
 @triton.jit
-def _rows_of_slots(prefix, members, own, shares, queries, G, tau, RUNNING: tl.constexpr):
-    """Rows of (the prefixes', the own) slots of each sequence.
+def _rows_of_slots(prefix, members, suffix, shares, queries, G, tau, RUNNING: tl.constexpr):
+    """Returns the rows of the slots of each sequence's prefix, and of those of its suffix.
 
     A first range has one slot for all that it merges, another range one for each of its chunks. A
     sequence in one range needs none, or (RUNNING) one to merge in.
     """
     _, length = _ranges(prefix, tau)
     of_prefix = tl.where(prefix > 0, (prefix - length + 1) * members * G, 0)
-    ranges, length = _ranges(own, tau)
-    slots = tl.where(ranges > 1, own - length + 1, tl.where(own > 1, RUNNING, 0))
-    return of_prefix, tl.where(shares > 0, own, slots) * queries * G
+    ranges, length = _ranges(suffix, tau)
+    slots = tl.where(ranges > 1, suffix - length + 1, tl.where(suffix > 1, RUNNING, 0))
+    return of_prefix, tl.where(shares > 0, suffix, slots) * queries * G
 
 
 @triton.jit
@@ -203,34 +203,36 @@ def _schedule_kernel(
             tl.debug_barrier()
         prefix, members = _group(plan_ptr, pitch, shared_ptr, b, B, BM // G)
         first = tl.load(plan_ptr + FIRST * pitch + 2 * b + 1, mask=live, other=0)
-        of_prefix, of_own = _rows_of_slots(
+        of_prefix, of_suffix = _rows_of_slots(
             prefix, members, end - first, first, queries, G, 1 << 30, RUNNING
         )
-        if tl.sum(of_prefix + of_own, 0) > capacity:  # they would never fit: nobody shares
+        if tl.sum(of_prefix + of_suffix, 0) > capacity:  # they would never fit: nobody shares
             prefix = tl.zeros_like(b)
             first = tl.zeros_like(b)
             tl.store(plan_ptr + LEADER * pitch + b, -1, mask=live)
     shares = first
     if WINDOWED:
         shares = tl.zeros_like(b)
-    own = end - first
+    suffix = end - first
 
     blocks = tl.cdiv(queries * G, BM)
-    work = tl.sum(blocks * own + prefix, 0) * HK
+    work = tl.sum(blocks * suffix + prefix, 0) * HK
     tau = tl.maximum(tl.cdiv(work, target), 1)
-    of_prefix, of_own = _rows_of_slots(prefix, members, own, shares, queries, G, tau, RUNNING)
-    while tl.sum(of_prefix + of_own, 0) > capacity:
+    of_prefix, of_suffix = _rows_of_slots(prefix, members, suffix, shares, queries, G, tau, RUNNING)
+    while tl.sum(of_prefix + of_suffix, 0) > capacity:
         tau *= 2
-        of_prefix, of_own = _rows_of_slots(prefix, members, own, shares, queries, G, tau, RUNNING)
+        of_prefix, of_suffix = _rows_of_slots(
+            prefix, members, suffix, shares, queries, G, tau, RUNNING
+        )
 
-    ranges, _ = _ranges(own, tau)
+    ranges, _ = _ranges(suffix, tau)
     prefix_ranges, _ = _ranges(prefix, tau)
     prefix_items = tl.where(prefix > 0, prefix_ranges, 0)
-    items = tl.where((own > 0) | (shares == 0), blocks * ranges, 0)
+    items = tl.where((suffix > 0) | (shares == 0), blocks * ranges, 0)
     merged = tl.where((ranges > 1) | (shares > 0), queries * G, 0)
     both = prefix_items + items
     before = tl.cumsum(both, 0) - both
-    rows = of_prefix + of_own
+    rows = of_prefix + of_suffix
     base = tl.cumsum(rows, 0) - rows
     at = plan_ptr + 2 * b
     tl.store(at + ITEMS * pitch, before, mask=live)
@@ -238,7 +240,7 @@ def _schedule_kernel(
     tl.store(at + FIRST * pitch, 0, mask=live)
     tl.store(at + FIRST * pitch + 1, first, mask=live)
     tl.store(at + COUNT * pitch, prefix, mask=live)
-    tl.store(at + COUNT * pitch + 1, own, mask=live)
+    tl.store(at + COUNT * pitch + 1, suffix, mask=live)
     tl.store(at + BASE * pitch, base, mask=live)
     tl.store(at + BASE * pitch + 1, base + of_prefix, mask=live)
     tl.store(plan_ptr + MEMBERS * pitch + b, members, mask=live)
@@ -283,16 +285,16 @@ def _list_pieces(
     listed = item < total
     entry = tl.where(listed, entry, 0)
     b = entry // 2
-    own = entry % 2 == 1
+    suffix = entry % 2 == 1
     within = item - tl.load(plan_ptr + ITEMS * pitch + entry)
     first = tl.load(plan_ptr + FIRST * pitch + entry)
     count = tl.load(plan_ptr + COUNT * pitch + entry)
     members = tl.load(plan_ptr + MEMBERS * pitch + b)
-    shared = own & (tl.load(plan_ptr + LEADER * pitch + b) >= 0)
+    shared = suffix & (tl.load(plan_ptr + LEADER * pitch + b) >= 0)
     ranges, length = _ranges(count, tl.load(plan_ptr + TAU * pitch))
     begin = first + within % ranges * length
     q_start = tl.load(cu_q_ptr + b)
-    queries = tl.where(own, tl.load(cu_q_ptr + b + 1) - q_start, members)
+    queries = tl.where(suffix, tl.load(cu_q_ptr + b + 1) - q_start, members)
     k_start = tl.zeros_like(b)
     keys = tl.load(lens_ptr + b)
     if not PAGED:
@@ -303,11 +305,11 @@ def _list_pieces(
     tl.store(at + 1, q_start, mask=listed)
     tl.store(at + 2, queries, mask=listed)
     tl.store(at + 3, k_start, mask=listed)
-    tl.store(at + 4, tl.where(own, keys, (first + count) * CHUNK + members), mask=listed)
+    tl.store(at + 4, tl.where(suffix, keys, (first + count) * CHUNK + members), mask=listed)
     tl.store(at + 5, within // ranges * BM, mask=listed)
     tl.store(at + 6, begin, mask=listed)
     tl.store(at + 7, tl.minimum(begin + length, first + count), mask=listed)
-    tl.store(at + 8, (own & (ranges == 1) & (shared == 0)).to(tl.int32), mask=listed)
+    tl.store(at + 8, (suffix & (ranges == 1) & (shared == 0)).to(tl.int32), mask=listed)
     tl.store(at + 9, ((begin == first) & (shared == 0)).to(tl.int32), mask=listed)
     tl.store(at + 10, tl.where(shared, first, first + length - 1), mask=listed)
     tl.store(at + 11, tl.load(plan_ptr + BASE * pitch + entry), mask=listed)
@@ -345,31 +347,33 @@ def lone_sequence(
     if WINDOWED:
         visible = keys - queries + 1 if CAUSAL else keys
         first = tl.maximum(visible - window, 0) // CHUNK
-    own = tl.maximum(tl.cdiv(keys, CHUNK) - first, 0)
-    ranges = tl.maximum(own, 1)
-    length = own * 0 + 1
-    work = tl.cdiv(queries * G, BM) * own * HK
-    if (work > target) | (own * queries * G > capacity):  # else tau is 1: divisions take long
+    chunks = tl.maximum(tl.cdiv(keys, CHUNK) - first, 0)
+    ranges = tl.maximum(chunks, 1)
+    length = chunks * 0 + 1
+    work = tl.cdiv(queries * G, BM) * chunks * HK
+    if (work > target) | (chunks * queries * G > capacity):  # else tau is 1: divisions take long
         tau = tl.maximum(tl.cdiv(work, target), 1)
-        _, slots = _rows_of_slots(own * 0, own, own, own * 0, queries, G, tau, RUNNING)
+        _, slots = _rows_of_slots(chunks * 0, chunks, chunks, chunks * 0, queries, G, tau, RUNNING)
         while slots > capacity:
             tau *= 2
-            _, slots = _rows_of_slots(own * 0, own, own, own * 0, queries, G, tau, RUNNING)
-        ranges, length = _ranges(own, tau)
-    return q_start, queries, k_start, keys, first, own, ranges, length
+            _, slots = _rows_of_slots(
+                chunks * 0, chunks, chunks, chunks * 0, queries, G, tau, RUNNING
+            )
+        ranges, length = _ranges(chunks, tau)
+    return q_start, queries, k_start, keys, first, chunks, ranges, length
 
 
 @triton.jit
 def lone_piece(lone, item, G: tl.constexpr, BM: tl.constexpr):
     """The `piece` that a list would have, of a `lone_sequence`."""
-    q_start, queries, k_start, keys, first, own, ranges, length = lone
+    q_start, queries, k_start, keys, first, chunks, ranges, length = lone
     block = item * 0
     if item >= ranges:
         block = item // ranges
     begin = first + (item - block * ranges) * length
     return (
         keys * 0, q_start, queries, k_start, keys, block * BM, begin,
-        tl.minimum(begin + length, first + own), (ranges == 1).to(tl.int32),
+        tl.minimum(begin + length, first + chunks), (ranges == 1).to(tl.int32),
         (begin == first).to(tl.int32), first + length - 1, keys * 0,
     )  # fmt: skip
 

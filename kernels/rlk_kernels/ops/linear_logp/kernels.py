@@ -116,8 +116,8 @@ def _pick_kernel(
         acc = tl.dot(h, w, acc, input_precision="ieee")
     if SEGMENT > 0:
         acc += high
-    own = tl.arange(0, B)[:, None] == tl.arange(0, B)[None, :]
-    acc = tl.sum(tl.where(own, acc, 0.0), 0)[None, :]
+    diagonal = tl.arange(0, B)[:, None] == tl.arange(0, B)[None, :]
+    acc = tl.sum(tl.where(diagonal, acc, 0.0), 0)[None, :]
     bias = 0.0
     if HAS_BIAS:
         bias = tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -233,8 +233,8 @@ def _mark_kernel(
     g = tl.zeros((B,), tl.float32)
     for i in range(J):
         other = tl.load(ids_ptr + rows * J + i, mask=rows < T, other=-1)
-        own = tl.load(g_ptr + rows * J + i, mask=rows < T, other=0.0)
-        g += tl.where(other == id, own, 0.0)
+        upstream = tl.load(g_ptr + rows * J + i, mask=rows < T, other=0.0)
+        g += tl.where(other == id, upstream, 0.0)
     d = tl.fma(tl.exp2(y), a, g)
     if SOFTCAP:
         d = d * _slope(z, inverse_top)

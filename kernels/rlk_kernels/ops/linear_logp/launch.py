@@ -408,17 +408,17 @@ def backward(
         )  # one for all chunks of tokens
         for start, stop in backward.chunks:
             part = slice(start, stop)
-            own_rows = _quiet(copy, h, ids, rows, g, a, b, part)
+            quiet_rows = _quiet(copy, h, ids, rows, g, a, b, part)
             lo = los[: stop - start]
             for vocab, tiles in vocab_chunks:
-                out = dlogits(own_rows, vocab, tiles)
+                out = dlogits(quiet_rows, vocab, tiles)
                 sums = [
                     PartialProduct(a=out, b=w[vocab.columns], out=dh[part], lo=lo, trans_a=False,
                         first=vocab.first == 0, last=vocab.last == v)
                 ]  # fmt: skip
                 if backward.one_pass and dw is not None:
                     sums.append(
-                        PartialProduct(a=out, b=own_rows.h, out=dw[vocab.columns], lo=lo,
+                        PartialProduct(a=out, b=quiet_rows.h, out=dw[vocab.columns], lo=lo,
                             trans_a=True, first=True, last=True)
                     )  # fmt: skip
                 ran.add(accumulate(*sums))
@@ -430,18 +430,18 @@ def backward(
         los = None if dw is None else lo_accumulator(dw[:widest], len(backward.chunks))
         for vocab, tiles in vocab_chunks:
             lo = None if los is None else los[: vocab.last - vocab.first]
-            found = []
+            sums = []
             for start, stop in backward.chunks:
-                own_rows = _quiet(copy, h, ids, rows, g, a, b, slice(start, stop))
-                out = dlogits(own_rows, vocab, tiles)
+                quiet_rows = _quiet(copy, h, ids, rows, g, a, b, slice(start, stop))
+                out = dlogits(quiet_rows, vocab, tiles)
                 if dw is not None and lo is not None:
                     partial = PartialProduct(
-                        a=out, b=own_rows.h, out=dw[vocab.columns], lo=lo, trans_a=True,
+                        a=out, b=quiet_rows.h, out=dw[vocab.columns], lo=lo, trans_a=True,
                         first=start == 0, last=stop == t,
                     )  # fmt: skip
                     ran.add(accumulate(partial))
                 if db is not None:
-                    found.append(columns(slice(start, stop), vocab))
+                    sums.append(columns(slice(start, stop), vocab))
             if db is not None:
-                db[vocab.columns] = column_sum(torch.stack(found), "triton")
+                db[vocab.columns] = column_sum(torch.stack(sums), "triton")
     return (dh, dw, db), most_special(ran)

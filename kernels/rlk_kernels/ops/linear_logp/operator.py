@@ -86,9 +86,9 @@ def _inference(
             hidden, weight, bias, ids, logit_dtype, softcap, scale, temperature, entropy, backend
         )
     spec = options_of(logit_dtype, softcap, scale, temperature)
-    found, ran = _on_triton().forward_inference(hidden, weight, bias, ids, spec, entropy, count)
+    results, ran = _on_triton().forward_inference(hidden, weight, bias, ids, spec, entropy, count)
     record("linear_logp", ran)
-    return *found, None, None
+    return *results, None, None
 
 
 @_linear_logp.register_fake
@@ -159,8 +159,8 @@ def _backward(ctx, g, g_lse, g_entropy, _n, _log_s, _z):
         hidden, weight, bias, ids, entropy, n, log_s, z, g.contiguous(), g_lse, g_entropy,
         *ctx.options, needs, ctx.backend,
     )  # fmt: skip
-    found = [x if need else None for x, need in zip(grads, needs, strict=True)]
-    return (*found, *(None,) * 7)
+    results = [x if need else None for x, need in zip(grads, needs, strict=True)]
+    return (*results, *(None,) * 7)
 
 
 _linear_logp.register_autograd(_backward, setup_context=_setup)
@@ -245,8 +245,8 @@ def linear_logp(
         ids.contiguous(), spec.logit_dtype, spec.softcap, spec.scale, spec.temperature,
         return_entropy, chosen, inference=functools.partial(_inference, count),
     )  # fmt: skip
-    found = [logps if token_ids is None else logps[:, 0]]
-    found += [lse] if return_lse else []
-    found += [entropy] if return_entropy else []
-    found += [logps[:, 1:]] if token_ids is not None else []
-    return found[0] if len(found) == 1 else tuple(found)
+    results = [logps if token_ids is None else logps[:, 0]]
+    results += [lse] if return_lse else []
+    results += [entropy] if return_entropy else []
+    results += [logps[:, 1:]] if token_ids is not None else []
+    return results[0] if len(results) == 1 else tuple(results)

@@ -82,17 +82,17 @@ def forward(
     z_ids = torch.zeros(ids.shape, dtype=torch.float64, device=h.device)
     nodes: list[list[Tensor]] = [[] for _ in range(3 if entropy else 2)]
     for first, last in _blocks(v):
-        found: list[list[Tensor]] = [[] for _ in nodes]
+        partials: list[list[Tensor]] = [[] for _ in nodes]
         for part in _row_blocks(t):
             logits = _logits(h[part], w, bias, spec, first, last)
             stats = by_rows(lambda x: block_portable(final_logits(x, spec), entropy), logits)
-            for into, x in zip(found, stats, strict=True):
+            for into, x in zip(partials, stats, strict=True):
                 into.append(x)
-            own = ids[part]
-            inside = (own >= first) & (own < last)
-            at = torch.where(inside, own - first, 0)
+            row_ids = ids[part]
+            inside = (row_ids >= first) & (row_ids < last)
+            at = torch.where(inside, row_ids - first, 0)
             z_ids[part] = torch.where(inside, final_logits(logits.gather(1, at), spec), z_ids[part])
-        for into, parts in zip(nodes, found, strict=True):
+        for into, parts in zip(nodes, partials, strict=True):
             into.append(_cat(parts, z_ids.new_empty(0)))
     m, s, *rest = merge_portable(tuple(torch.stack(x, -1) for x in nodes))
     log_s = elementary.log(s)
@@ -122,14 +122,14 @@ def backward(
     live = (g != 0).any(1) | (a != 0) | (b != 0)
     h = torch.where(live[:, None], h, 0.0)
 
-    def dlogits(logits, own, g, m, log_s, a, b, live, first):
+    def dlogits(logits, row_ids, g, m, log_s, a, b, live, first):
         z = final_logits(logits, spec)
         y = (z - m[:, None]) - log_s[:, None]
         p = elementary.exp(y)
         d = p * (a[:, None] + b[:, None] * torch.where(p > 0, y, 0.0))
-        inside = (own >= first) & (own < first + logits.shape[1])
-        at = torch.where(inside, own - first, 0)
-        for j in range(own.shape[1]):  # one id at a time: a fixed order where they coincide
+        inside = (row_ids >= first) & (row_ids < first + logits.shape[1])
+        at = torch.where(inside, row_ids - first, 0)
+        for j in range(row_ids.shape[1]):  # one id at a time: a fixed order where they coincide
             d.scatter_add_(1, at[:, j : j + 1], torch.where(inside, g, 0.0)[:, j : j + 1])
         d = d * softcap_slope(z, spec) * spec.slope
         return torch.where(live[:, None], d, 0.0).to(wide).to(h.dtype)

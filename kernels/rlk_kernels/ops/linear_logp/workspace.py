@@ -79,20 +79,20 @@ def _best(t: int, k: int, most: int, processors: int) -> int:
 
 @functools.lru_cache(1024)
 def one_at_a_time(
-    t: int, v: int, k: int, own: int, spare: bool, widest: int, processors: int
+    t: int, v: int, k: int, block: int, spare: bool, widest: int, processors: int
 ) -> tuple[VocabChunk, ...]:
     """Chunks of the vocabulary for t tokens, one in use at a time; each at most `widest`.
 
-    own: elements of the block. spare: whether there is a weight gradient of v x k elements, of
-    which a chunk's turn writes the rows first ... last.
+    block: elements of the workspace. spare: whether there is a weight gradient of v x k elements,
+    of which a chunk's turn writes the rows first ... last.
     """
     vocab_chunks: list[VocabChunk] = []
     first = 0
     while first < v:
-        left = v - first
-        behind = left * k // (t + k) if spare else 0
-        most = max(min(max(own // t, behind), widest) // UNIT * UNIT, UNIT)
-        wide = round_up(left) if left <= most else _best(t, k, most, processors)
+        remaining = v - first
+        behind = remaining * k // (t + k) if spare else 0
+        most = max(min(max(block // t, behind), widest) // UNIT * UNIT, UNIT)
+        wide = round_up(remaining) if remaining <= most else _best(t, k, most, processors)
         last = min(first + wide, v)
         lent = spare and (v - last) * k >= t * wide
         vocab_chunks.append(VocabChunk(first, last, wide, int(lent), last * k if lent else 0))
@@ -102,15 +102,15 @@ def one_at_a_time(
 
 @functools.lru_cache(1024)
 def all_at_once(
-    t: int, v: int, k: int, own: int, spares: int, processors: int
+    t: int, v: int, k: int, block: int, spares: int, processors: int
 ) -> tuple[VocabChunk, ...] | None:
     """Chunks of the vocabulary for t tokens, all there at the same time, or None: no room.
 
-    own: elements of the block. spares: how many buffers of v x k elements there are besides (1 or
-    2), of which a chunk's turn writes the rows first ... last.
+    block: elements of the workspace. spares: how many buffers of v x k elements there are besides
+    (1 or 2), of which a chunk's turn writes the rows first ... last.
     """
     ends = [v * k // 8 * 8] * spares
-    first = round_up(max(0, v - max(own, 0) // t // UNIT * UNIT))
+    first = round_up(max(0, v - max(block, 0) // t // UNIT * UNIT))
     if first >= v:
         return None
     vocab_chunks = [VocabChunk(first, v, round_up(v - first), 0, 0)]

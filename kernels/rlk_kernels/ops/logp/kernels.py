@@ -92,7 +92,7 @@ def _store_logp(
 
 @triton.jit
 def _logp_row_kernel(
-    x_ptr, target_ptr, stats_ptr, logp_ptr, root_ptr, ids_ptr, given_ptr, ranks_ptr, top_ptr,
+    x_ptr, target_ptr, stats_ptr, logp_ptr, root_ptr, ids_ptr, id_logp_ptr, ranks_ptr, top_ptr,
     top_ids_ptr, stride_t, V, nodes, cap, inverse_cap, scale, inverse, J, LEVELS: tl.constexpr,
     JP: tl.constexpr, TOP: tl.constexpr, TOPP: tl.constexpr, RANKS: tl.constexpr,
     SOFTCAP: tl.constexpr, SCALED: tl.constexpr, OVERLAP: tl.constexpr,
@@ -121,7 +121,7 @@ def _logp_row_kernel(
         i = tl.arange(0, JP)
         ids = tl.load(ids_ptr + row * J + i, mask=i < J, other=0).to(tl.int64)
         _store_logp(
-            given_ptr + row * J + i, x_ptr + row * stride_t, ids, i < J, V, n, log_s, cap,
+            id_logp_ptr + row * J + i, x_ptr + row * stride_t, ids, i < J, V, n, log_s, cap,
             inverse_cap, scale, inverse, SOFTCAP, SCALED,
         )  # fmt: skip
     if TOP > 0:
@@ -170,9 +170,9 @@ def forward(
     (t, v), device = logits.shape, logits.device
     logp, root = empty((t,), torch.float32, device), empty((t, 2), torch.float32, device)
     j = 0 if token_ids is None else token_ids.shape[1]
-    given = top = top_ids = ranks = None
+    id_logp = top = top_ids = ranks = None
     if token_ids is not None:
-        given = empty((t, j), torch.float32, device)
+        id_logp = empty((t, j), torch.float32, device)
     cache = shape_cache(
         "logp", logits.shape, logits.stride(0), logits.dtype, target.dtype, spec.softcap > 0,
         spec.scaled, j, token_ids is None or token_ids.dtype, top_k, device,
@@ -194,11 +194,11 @@ def forward(
         )  # fmt: skip
         launch(
             cache, _logp_row_kernel, (t, 1, 1),
-            (logits, target, stats, logp, root, token_ids, given, ranks, top, top_ids, *sizes,
+            (logits, target, stats, logp, root, token_ids, id_logp, ranks, top, top_ids, *sizes,
              *of_rows),
             row_options,
         )  # fmt: skip
-    return logp, root, given, top, top_ids
+    return logp, root, id_logp, top, top_ids
 
 
 def _fixed(

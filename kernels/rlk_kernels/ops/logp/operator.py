@@ -78,15 +78,15 @@ def _logp_and_more(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`_logp`, and logp of token_ids[T, J], of the top_k, and their ids; empty where not asked
     for."""
-    *row, given, top, ids = _run(
+    *row, id_logp, top, ids = _run(
         logits, target, token_ids, top_k, (softcap, scale, temperature), backend
     )
     t, wide = logits.shape[0], row[0].dtype
-    given = torch.empty(t, 0, dtype=wide, device=logits.device) if given is None else given
+    id_logp = torch.empty(t, 0, dtype=wide, device=logits.device) if id_logp is None else id_logp
     if top is None:
         top = torch.empty(t, 0, dtype=wide, device=logits.device)
         ids = torch.empty(t, 0, dtype=torch.int64, device=logits.device)
-    return *row, given, top, ids
+    return *row, id_logp, top, ids
 
 
 @_logp_and_more.register_fake
@@ -95,9 +95,9 @@ def _(logits, target, token_ids, top_k, softcap, scale, temperature, backend):
     inner = torch.float64 if backend == "torch" else torch.float32
     t = logits.shape[0]
     row = logits.new_empty(t, dtype=wide), logits.new_empty(t, 2, dtype=inner)
-    given = logits.new_empty(t, 0 if token_ids is None else token_ids.shape[1], dtype=wide)
+    id_logp = logits.new_empty(t, 0 if token_ids is None else token_ids.shape[1], dtype=wide)
     top = logits.new_empty(t, top_k, dtype=wide)
-    return *row, given, top, logits.new_empty(t, top_k, dtype=torch.int64)
+    return *row, id_logp, top, logits.new_empty(t, top_k, dtype=torch.int64)
 
 
 @torch.library.custom_op("rlk::logp_backward", mutates_args=())
@@ -189,7 +189,11 @@ def logp(
     options = spec.softcap, spec.scale, spec.temperature
     if token_ids is None and not top_k:
         return call(_logp, rows, target, *options, chosen)[0]
-    found, _, given, top, ids = call(
+    target_logp, _, id_logp, top, ids = call(
         _logp_and_more, rows, target, token_ids, top_k, *options, chosen
     )
-    return (found, *((given,) if token_ids is not None else ()), *((top, ids) if top_k else ()))
+    return (
+        target_logp,
+        *((id_logp,) if token_ids is not None else ()),
+        *((top, ids) if top_k else ()),
+    )

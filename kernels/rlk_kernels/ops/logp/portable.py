@@ -21,11 +21,11 @@ def _forward(logits, target, ids, top_k, spec):
         return torch.where(ids < 0, 0.0, logp).to(wide)
 
     top = target.new_empty(z.shape[0], 0, dtype=torch.int64)
-    given = of(top if ids is None else ids)
+    id_logp = of(top if ids is None else ids)
     if top_k:
         _, order = torch.sort(logits, dim=-1, descending=True, stable=True)
         top = order[:, :top_k].contiguous()
-    return of(target[:, None]).squeeze(-1), torch.stack([m, log_s], 1), given, of(top), top
+    return of(target[:, None]).squeeze(-1), torch.stack([m, log_s], 1), id_logp, of(top), top
 
 
 def _backward(logits, target, root, g, spec):
@@ -50,12 +50,12 @@ def forward(
         if ids is not None and ids.numel() and int(ids.max()) >= v:
             raise IndexError(f"logp: a target of {int(ids.max())} is not below V = {v}")
     return by_rows(
-        lambda x, own, ids: _forward(x, own, ids, top_k, spec), logits, target, token_ids
+        lambda x, targets, ids: _forward(x, targets, ids, top_k, spec), logits, target, token_ids
     )
 
 
 def backward(logits: Tensor, target: Tensor, root: Tensor, g: Tensor, spec: LogitOptions) -> Tensor:
     """dlogits[T, V]."""
     return by_rows(
-        lambda x, own, root, g: _backward(x, own, root, g, spec), logits, target, root, g
+        lambda x, targets, root, g: _backward(x, targets, root, g, spec), logits, target, root, g
     )

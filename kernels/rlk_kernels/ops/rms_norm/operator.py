@@ -126,7 +126,7 @@ def rms_norm(
     if not eps >= 0:
         raise ValueError(f"rms_norm: eps must not be negative, not {eps}")
     chosen = choose("rms_norm", backend, x, weight, residual)
-    rows = x if residual is None and _heads_lie_apart(x) else _rows(x, h)
+    rows = x if residual is None and _heads_are_strided(x) else _rows(x, h)
     res = None if residual is None else _rows(residual, h)
     y, new = call(_rms_norm, rows, res, weight.contiguous(), float(eps), cast == "hf", chosen)
     if x.dim() != rows.dim():
@@ -134,7 +134,7 @@ def rms_norm(
     return y if residual is None else (y, new)
 
 
-def _heads_lie_apart(x: Tensor) -> bool:
+def _heads_are_strided(x: Tensor) -> bool:
     """Whether x[T, heads, H] has dense rows and is no [M, H]: heads of a fused q, k, v."""
     return x.dim() == 3 and x.stride(2) == 1 and x.stride(0) != x.shape[1] * x.stride(1)
 

@@ -99,8 +99,8 @@ def check_rope(
             f"{op}: positions must be {q.shape[0]} integers, not {positions.dtype} "
             f"{tuple(positions.shape)}"
         )
-    given = q.shape[2] if inv_freq is None else 2 * inv_freq.numel()
-    size = given if rotary_dim is None else rotary_dim
+    default = q.shape[2] if inv_freq is None else 2 * inv_freq.numel()
+    size = default if rotary_dim is None else rotary_dim
     if size % 2 or not 0 < size <= q.shape[2]:
         raise UnsupportedShape(f"{op}: rotary_dim {size} must be even and at most {q.shape[2]}")
     if inv_freq is not None and inv_freq.shape != (size // 2,):
@@ -109,9 +109,9 @@ def check_rope(
         )
     if scaling is not None and scaling.shape != (1,):
         raise UnsupportedShape(f"{op}: scaling {tuple(scaling.shape)} must hold one number")
-    for name, given in (("inv_freq", inv_freq), ("scaling", scaling)):
-        if given is not None and given.dtype != torch.float32:
-            raise UnsupportedDtype(f"{op}: {name} is {given.dtype}; float32 is needed")
+    for name, x in (("inv_freq", inv_freq), ("scaling", scaling)):
+        if x is not None and x.dtype != torch.float32:
+            raise UnsupportedDtype(f"{op}: {name} is {x.dtype}; float32 is needed")
     if cos_sin_dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise UnsupportedDtype(
             f"{op}: cos_sin_dtype {cos_sin_dtype} is not a float of 16 or 32 bit"
