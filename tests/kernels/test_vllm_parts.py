@@ -4,7 +4,7 @@ of a padded batch reach the cache. No vLLM is needed."""
 import pytest
 import torch
 from rlk_kernels.integrations import profile
-from rlk_kernels.integrations.vllm.attention import Attention, keys_and_values
+from rlk_kernels.integrations.vllm.attention import VllmAttention, keys_and_values
 from rlk_kernels.integrations.vllm.logprobs import MOST, TokenLogprobs, divide
 
 
@@ -49,7 +49,7 @@ def test_rows_of_padding_reach_no_cache(slots: list[int]) -> None:
     """A batch padded to the size of a CUDA graph: its last rows are nobody's."""
     cache = torch.full((2, 3, 4, 16), 7.0)  # blocks, heads, places, keys beside values
     key, value = torch.randn(4, 3, 8), torch.randn(4, 3, 8)
-    Attention().do_kv_cache_update(None, key, value, cache, torch.tensor(slots))
+    VllmAttention().do_kv_cache_update(None, key, value, cache, torch.tensor(slots))
     k, v = keys_and_values(cache)
     for row, slot in ((0, 5), (1, 0)):
         assert torch.equal(k[slot // 4, slot % 4], key[row])
@@ -59,7 +59,7 @@ def test_rows_of_padding_reach_no_cache(slots: list[int]) -> None:
 
 def test_each_cache_is_written_that_is_given() -> None:
     """Also one in the place of another, and one object whose memory is another."""
-    attention, slot = Attention(), torch.tensor([1])
+    attention, slot = VllmAttention(), torch.tensor([1])
     caches = [torch.zeros(1, 1, 4, 16) for _ in range(2)]
     for number in (0, 1, 0, 1):
         key = torch.randn(1, 1, 8)

@@ -87,7 +87,7 @@ def digest() -> str:
 @functools.cache
 def _sources() -> str:
     folder = Path(rlk_kernels.__file__).parent
-    digest = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.cu")]):
-        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()
+        hasher.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return hasher.hexdigest()

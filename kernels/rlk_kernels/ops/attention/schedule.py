@@ -18,12 +18,12 @@ Few rows of a sequence that is alone are merged so, `hopper_merge.py`: there nob
 A batch of one sequence needs no list: its programs and `merge.py` work the same numbers out for
 themselves (`lone_sequence`), and two kernels less run.
 
-An entry 2b is the prefix that sequence b leads (mostly none), 2b + 1 is b's suffix, its chunks behind it.
-Every program of the kernel makes all entries, int32[PLANES, 2B + 2], and writes some of the pieces,
-int32[FIELDS] each: one kernel instead of two, and nobody waits for another. Of a small batch it
-compares the tables, too; of another, the kernel before it does. It runs for itself before every
-split call, or before those of a pass that share a list (`shared_schedule.py`), and once through its
-instructions, so it is kept short: fetching them is most of its time.
+An entry 2b is the prefix that sequence b leads (mostly none), 2b + 1 is what b has behind it, its
+suffix. Every program of the kernel makes all entries, int32[PLANES, 2B + 2], and writes some of the
+pieces, int32[FIELDS] each: one kernel instead of two, and nobody waits for another. Of a small
+batch it compares the tables, too; of another, the kernel before it does. It runs for itself before
+every split call, or before those of a pass that share a list (`shared_schedule.py`), and once
+through its instructions, so it is kept short: fetching them is most of its time.
 
 B = sequences   R = sequences that share a block of rows at most
 """
