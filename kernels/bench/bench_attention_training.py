@@ -42,7 +42,7 @@ def _milliseconds(forward, leaves, gradients) -> tuple[float, float]:
         return event_ms(forward, repeat=4, inner=2), backward_ms
 
 
-def _rlk_call(heads, lengths) -> tuple[float, float]:
+def _rlk_times(heads, lengths) -> tuple[float, float]:
     hq, hk, d = heads
     q, k, v = (rand(sum(lengths), h, d, grad=True) for h in (hq, hk, hk))
     cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
@@ -73,7 +73,7 @@ def times(ceilings: dict) -> list[dict]:
     records = []
     for heads, lengths in SHAPES:
         flops = 2 * heads[0] * heads[2] * sum(n * n for n in lengths)  # half of them masked
-        ms = {"rlk": _rlk_call(heads, lengths)}
+        ms = {"rlk": _rlk_times(heads, lengths)}
         for name, backend in RIVALS.items():
             ms[name] = _sdpa(heads, lengths, backend)
         ms["flash2 deterministic"] = _sdpa(heads, lengths, SDPBackend.FLASH_ATTENTION, True)

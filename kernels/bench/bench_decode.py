@@ -46,18 +46,15 @@ def decode(lens: list[int], width: int = 0, queries: list[int] | None = None, sh
 
     schedule = rk.paged_schedule(q, k, v, table, context, cu_seqlens_q=cu)
     call = functools.partial(rk.paged_attention, q, k, v, table, context, cu_seqlens_q=cu)
-    with_schedule = None if schedule is None else functools.partial(call, schedule=schedule)
-    return call, with_schedule, 4 * blocks * PAGE * hk * d
+    listed = None if schedule is None else functools.partial(call, schedule=schedule)
+    return call, listed, 4 * blocks * PAGE * hk * d
 
 
 def microseconds(make, nbytes: int) -> dict[str, float]:
     """Of one call that makes its own list, and of one that is given it, where there is one;
     rotating over as many inputs as outgrow the L2."""
     made = [make() for _ in range(copies(nbytes, most=8))]
-    calls = {
-        "own": [call for call, _, _ in made],
-        "given": [with_schedule for _, with_schedule, _ in made],
-    }
+    calls = {"own": [call for call, _, _ in made], "given": [listed for _, listed, _ in made]}
     times = graphs_ms({k: x for k, x in calls.items() if None not in x}, target_ms=2.0)
     return {name: 1e3 * ms for name, ms in times.items()}
 

@@ -57,8 +57,8 @@ def in_turn(calls: dict[str, Callable[[], object]], rounds: int, inner: int) -> 
     return {name: statistics.median(x) for name, x in times.items()}
 
 
-def held_mib(call: Callable[[], object], gradient_bytes: int = 0, warm: bool = True) -> float:
-    """MiB at the peak of `call` beyond what there was and `gradient_bytes` bytes of results."""
+def held_mib(call: Callable[[], object], results: int = 0, warm: bool = True) -> float:
+    """MiB at the peak of `call` beyond what there was and `results` bytes of results."""
     if warm:
         call()
     torch.cuda.synchronize()
@@ -67,7 +67,7 @@ def held_mib(call: Callable[[], object], gradient_bytes: int = 0, warm: bool = T
     before = torch.cuda.memory_allocated()
     call()
     torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before - gradient_bytes) / MIB
+    return (torch.cuda.max_memory_allocated() - before - results) / MIB
 
 
 def measure(ceilings: dict) -> list[dict]:
@@ -96,9 +96,9 @@ def measure(ceilings: dict) -> list[dict]:
                 loss, _ = rk.linear_grpo_loss(hidden, weight, target, None, up, mask, cu_seqlens=b)
                 torch.autograd.grad(loss, (hidden, weight))
 
-            gradient_bytes = 2 * (hidden.numel() + weight.numel())
-            held = {"forward": held_mib(forward), "both": held_mib(both, gradient_bytes)}
-            held["grpo"] = held_mib(grpo, gradient_bytes)
+            results = 2 * (hidden.numel() + weight.numel())
+            held = {"forward": held_mib(forward), "both": held_mib(both, results)}
+            held["grpo"] = held_mib(grpo, results)
             calls = {"gemm": gemm, "forward": forward, "both": both, "grpo": grpo}
             ms = in_turn(
                 {name: captured(call) for name, call in calls.items()},
@@ -260,7 +260,7 @@ def rivals(ceilings: dict) -> dict:
         hidden, weight = rand(t, h), rand(v, h, scale=h**-0.5)
         target = torch.randint(0, v, (t,), device="cuda")
         up = torch.randn(t, device="cuda")
-        gradient_bytes = 2 * (hidden.numel() + weight.numel())
+        results = 2 * (hidden.numel() + weight.numel())
         out = torch.empty(t, v, device="cuda", dtype=torch.bfloat16)
 
         def gemm(x=hidden, w=weight, out=out):
@@ -279,7 +279,7 @@ def rivals(ceilings: dict) -> dict:
             def two(run=run, x=hidden, w=weight, target=target, up=up):
                 gradients(run, x, w, target, up)
 
-            mib = [attempt(held_mib, one), attempt(held_mib, two, gradient_bytes)]
+            mib = [attempt(held_mib, one), attempt(held_mib, two, results)]
             held[name] = dict(zip(("forward", "both"), mib, strict=True))
             for calls, call, value in ((forward, one, mib[0]), (both, two, mib[1])):
                 if isinstance(value, float):
@@ -306,7 +306,7 @@ def group_memory(ceilings: dict) -> list[dict]:
         target = torch.randint(0, v, (t,), device="cuda")
         mask, up = torch.ones(t, device="cuda"), torch.randn(group, device="cuda")
         bounds = torch.arange(0, t + 1, length, device="cuda")
-        gradient_bytes = 2 * (hidden.numel() + weight.numel())
+        results = 2 * (hidden.numel() + weight.numel())
 
         def forward(run, hidden=hidden, target=target):
             with torch.no_grad():
@@ -338,11 +338,11 @@ def group_memory(ceilings: dict) -> list[dict]:
         record: dict = {"group": group, "tokens": t}
         record["forward"] = {n: attempt(held_mib, lambda r=r: forward(r)) for n, r in runs.items()}
         record["step"] = {
-            n: attempt(held_mib, lambda r=r: step(r), gradient_bytes) for n, r in runs.items()
+            n: attempt(held_mib, lambda r=r: step(r), results) for n, r in runs.items()
         }
-        record["step"]["rlk linear_grpo_loss"] = attempt(held_mib, grpo, gradient_bytes)
+        record["step"]["rlk linear_grpo_loss"] = attempt(held_mib, grpo, results)
         if liger:
-            record["step"]["Liger"] = attempt(held_mib, liger_step, gradient_bytes, False)
+            record["step"]["Liger"] = attempt(held_mib, liger_step, results, False)
         records.append(record)
         print(record, file=sys.stderr, flush=True)
     return records

@@ -130,24 +130,16 @@ def _check(dropout: float, causal: bool | None) -> None:
         raise NotServed("is_causal=False is not served: the kernels' attention is causal")
 
 
-def _check_mask(attention_mask: Any, shape: tuple[int, int]) -> None:
+def _check_mask(padding: Any, shape: tuple[int, int]) -> None:
     """Raises NotServed for one that `mask` did not make."""
-    known = (
-        isinstance(attention_mask, Tensor)
-        and attention_mask.dtype == torch.bool
-        and attention_mask.dim() == 2
-    )
-    if (
-        not known
-        or attention_mask.shape[0] != shape[0]
-        or attention_mask.shape[1] not in (0, shape[1])
-    ):
-        actual = (
-            list(getattr(attention_mask, "shape", ())),
-            getattr(attention_mask, "dtype", type(attention_mask).__name__),
+    known = isinstance(padding, Tensor) and padding.dtype == torch.bool and padding.dim() == 2
+    if not known or padding.shape[0] != shape[0] or padding.shape[1] not in (0, shape[1]):
+        size, dtype = (
+            getattr(padding, "shape", ()),
+            getattr(padding, "dtype", type(padding).__name__),
         )
         raise NotServed(
-            f"an attention mask {actual[0]} of {actual[1]}, made by the caller, is not served; one "
+            f"an attention mask {list(size)} of {dtype}, made by the caller, is not served; one "
             f"of {list(shape)}, that says which keys are padding, is"
         )
 

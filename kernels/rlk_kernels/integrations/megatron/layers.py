@@ -37,11 +37,13 @@ class Column(Counted, ColumnParallelLinear):
     """Adds its bias itself, inside the product, also where megatron-core leaves it to what
     follows."""
 
+    product = staticmethod(profile.linear)
+
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: Any = None
     ) -> tuple[Tensor, None]:
         self.count()
-        return profile.linear(input_, self.weight if weight is None else weight, self.bias), None
+        return self.product(input_, self.weight if weight is None else weight, self.bias), None
 
 
 class Row(Counted, RowParallelLinear):
@@ -52,14 +54,10 @@ class Row(Counted, RowParallelLinear):
         return profile.linear(input_, self.weight, self.bias), None
 
 
-class OutputLayer(Counted, ColumnParallelLinear):
+class OutputLayer(Column):
     """The output layer: logits in fp32."""
 
-    def forward(
-        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: Any = None
-    ) -> tuple[Tensor, None]:
-        self.count()
-        return profile.logits(input_, self.weight if weight is None else weight, self.bias), None
+    product = staticmethod(profile.logits)
 
 
 def language_model_loss(labels: Tensor, logits: Tensor) -> Tensor:

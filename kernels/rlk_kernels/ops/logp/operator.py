@@ -189,11 +189,7 @@ def logp(
     options = spec.softcap, spec.scale, spec.temperature
     if token_ids is None and not top_k:
         return call(_logp, rows, target, *options, chosen)[0]
-    target_logp, _, id_logp, top, ids = call(
+    row, _, of_ids, top, ids = call(
         _logp_and_more, rows, target, token_ids, top_k, *options, chosen
     )
-    return (
-        target_logp,
-        *((id_logp,) if token_ids is not None else ()),
-        *((top, ids) if top_k else ()),
-    )
+    return (row, *((of_ids,) if token_ids is not None else ()), *((top, ids) if top_k else ()))
