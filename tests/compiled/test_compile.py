@@ -52,13 +52,13 @@ def compiled(tmp_path_factory) -> list[Compiled]:
 
 def gluon_kernels() -> set[str]:
     """The kernels in the sources that are written in Gluon."""
-    found = set()
+    kernels = set()
     for path in (ROOT / "kernels" / "rlk_kernels").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
                 gluon = any("gluon.jit" in ast.unparse(x) for x in node.decorator_list)
-                found |= {node.name} if gluon else set()
-    return found
+                kernels |= {node.name} if gluon else set()
+    return kernels
 
 
 def test_every_gluon_kernel_compiles_to_tensor_core_instructions(compiled):
@@ -154,12 +154,12 @@ def test_a_kernel_that_does_not_compile_is_recorded():
     assert failed.error == "AttributeError: no async_store"
 
 
-@pytest.mark.parametrize(("found", "status"), [([GOOD], 0), ([GOOD, BAD, GOOD], 1), ([], 1)])
-def test_the_script_fails_with_any_fault_and_with_nothing(monkeypatch, capsys, found, status):
+@pytest.mark.parametrize(("kernels", "status"), [([GOOD], 0), ([GOOD, BAD, GOOD], 1), ([], 1)])
+def test_the_script_fails_with_any_fault_and_with_nothing(monkeypatch, capsys, kernels, status):
     monkeypatch.setattr(compile_kernels, "interpreting", lambda: False)
-    monkeypatch.setattr(compile_kernels, "compile_calls", lambda *_: iter(found))
+    monkeypatch.setattr(compile_kernels, "compile_calls", lambda *_: iter(kernels))
     assert compile_kernels.main([]) == status
-    assert capsys.readouterr().out.count("no async_store") == found.count(BAD)
+    assert capsys.readouterr().out.count("no async_store") == kernels.count(BAD)
 
 
 def test_the_script_refuses_to_interpret(capsys):

@@ -21,7 +21,7 @@ OPERANDS = {
 }
 
 
-def told(asked) -> tuple:
+def compile_log(asked) -> tuple:
     """(what was asked, what ptxas said)."""
     tile, operands = asked
     kernel = source(tile, *operands)
@@ -38,7 +38,7 @@ def faults(log: str) -> list[str]:
 def test_every_tile_has_the_registers_that_it_needs(operands):
     assert len(TILES) > 30
     with ThreadPoolExecutor(2) as threads:
-        said = dict(threads.map(told, [(tile, OPERANDS[operands]) for tile in TILES]))
+        said = dict(threads.map(compile_log, [(tile, OPERANDS[operands]) for tile in TILES]))
     assert all("Used " in log for log in said.values())
     assert not {asked: found for asked, log in said.items() if (found := faults(log))}
 
@@ -48,5 +48,5 @@ def test_a_tile_that_is_too_wide_is_noticed():
     wide = next(t for t in TILES if t.groups == 3 and not t.swap)
     asked = wide.__class__(192, 208, 64, 4, 4, warp_specialized=True), OPERANDS["bf16"]
     with pytest.raises(nvrtc.KernelFailed, match="registers"):
-        told(asked)
+        compile_log(asked)
     assert faults("16 bytes stack frame, 0 bytes spill stores, 4 bytes spill loads")

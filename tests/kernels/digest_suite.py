@@ -149,7 +149,7 @@ def _linear_logp(at: Inputs, t: int, v: int, h: int, options: dict) -> dict[str,
     leaves = {"hidden": at.normal(t, h), "weight": at.normal(v, h, scale=3.0 * h**-0.5)}
     leaves["bias"] = at.normal(v)
     target = torch.where(at.integers(t, below=9) == 0, -100, at.integers(t, below=v))
-    found = rk.linear_logp(
+    outputs = rk.linear_logp(
         leaves["hidden"],
         leaves["weight"],
         target,
@@ -159,7 +159,9 @@ def _linear_logp(at: Inputs, t: int, v: int, h: int, options: dict) -> dict[str,
         token_ids=at.integers(t, 3, below=v),
         **options,
     )
-    return with_gradients(dict(zip(("logp", "lse", "entropy", "ids"), found, strict=True)), leaves)
+    return with_gradients(
+        dict(zip(("logp", "lse", "entropy", "ids"), outputs, strict=True)), leaves
+    )
 
 
 def _grpo(at: Inputs, b: int, length: int, v: int, h: int, loss_type: str) -> dict[str, Tensor]:
@@ -238,28 +240,28 @@ def cases(device: str, full: bool) -> Iterator[tuple[str, Case]]:
 
 def measure(device: str, full: bool, part: int = 0, parts: int = 1) -> dict[str, dict[str, str]]:
     """Case -> output -> digest, of every `parts`-th case."""
-    found = {}
+    digests = {}
     for name, run in itertools.islice(cases(device, full), part, None, parts):
-        assert name not in found, name
-        found[name] = {output: digest(x) for output, x in run().items()}
-    return found
+        assert name not in digests, name
+        digests[name] = {output: digest(x) for output, x in run().items()}
+    return digests
 
 
 def recorded(implementation: str) -> dict[str, dict[str, str]]:
     return json.loads(DIGESTS.read_text(encoding="utf-8"))[implementation]
 
 
-def differences(found: dict, expected: dict) -> list[str]:
+def differences(digests: dict, expected: dict) -> list[str]:
     """`case: output` of every digest that is other, missing or new."""
     wrong = []
-    for name in sorted(found.keys() | expected.keys()):
-        a, b = found.get(name, {}), expected.get(name, {})
+    for name in sorted(digests.keys() | expected.keys()):
+        a, b = digests.get(name, {}), expected.get(name, {})
         wrong += [f"{name}: {o}" for o in sorted(a.keys() | b.keys()) if a.get(o) != b.get(o)]
     return wrong
 
 
-def record(implementation: str, found: dict[str, dict[str, str]]) -> None:
+def record(implementation: str, digests: dict[str, dict[str, str]]) -> None:
     """Writes them into the file, in place of what it says of `implementation`."""
     known = json.loads(DIGESTS.read_text(encoding="utf-8")) if DIGESTS.is_file() else {}
-    text = json.dumps(known | {implementation: found}, indent=0, sort_keys=True)
+    text = json.dumps(known | {implementation: digests}, indent=0, sort_keys=True)
     DIGESTS.write_text(text + "\n", encoding="utf-8")

@@ -45,11 +45,11 @@ def patched_once(patch_lang):
     patched: set[int] = set()
 
     def patch(fn):
-        seen = {id(x) for x in fn.__globals__.values() if x is tl or x is tl.core}
-        if patched and seen <= patched:
+        languages = {id(x) for x in fn.__globals__.values() if x is tl or x is tl.core}
+        if patched and languages <= patched:
             return None  # the call of one jitted function by another: nobody restores it
         scope, first = patch_lang(fn), not patched
-        patched.update(seen)
+        patched.update(languages)
         if first:
             restore = scope.restore
             scope.restore = lambda: (patched.clear(), restore())

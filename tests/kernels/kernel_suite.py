@@ -136,8 +136,8 @@ def within_budget(value: Tensor, truth: Tensor, torch_value: Tensor, dtype: torc
         return False
     scale = float(truth.abs().max()) + 1e-6
     error = float((value.double() - truth).abs().max())
-    own = float((torch_value.double() - truth).abs().max())
-    return error <= own + LIMIT[dtype] * scale
+    torch_error = float((torch_value.double() - truth).abs().max())
+    return error <= torch_error + LIMIT[dtype] * scale
 
 
 def differing_rows(op: Row, backend: str, rows: tuple[Tensor, ...], picked: Tensor) -> int:
@@ -203,7 +203,7 @@ def torch_attention(q, k, v, cu_q, cu_k, *, causal=True, window=None):
         key = torch.arange(kb.shape[1], device=q.device)[None]
         last = torch.arange(qb.shape[1], device=q.device)[:, None] + kb.shape[1] - qb.shape[1]
         last = last if causal else torch.full_like(last, kb.shape[1] - 1)
-        seen = (key <= last) & (key > last - (window or 1 << 30))
-        p = torch.softmax(s.masked_fill(~seen, float("-inf")).float(), -1).to(q.dtype)
+        visible = (key <= last) & (key > last - (window or 1 << 30))
+        p = torch.softmax(s.masked_fill(~visible, float("-inf")).float(), -1).to(q.dtype)
         outs.append((p @ vb).transpose(0, 1))
     return torch.cat(outs)

@@ -72,7 +72,7 @@ def truth(c: Case, leaves=None) -> tuple[Tensor, ...]:
     return linear_logp_ref(hidden, weight, c.target, bias, **options)
 
 
-def torch_own(c: Case, leaves=None) -> tuple[Tensor, ...]:
+def torch_outputs(c: Case, leaves=None) -> tuple[Tensor, ...]:
     """torch at the operands' dtype: logits in it, the rest in fp32."""
     hidden, weight, bias = leaves or (c.hidden, c.weight, c.bias)
     x = hidden @ weight.mT
@@ -109,9 +109,9 @@ def gradients(c: Case, run, ups, dtype=None) -> tuple[Tensor, ...]:
     """Gradients of sum(up x output) in hidden, weight (and bias) by `run(leaves)`."""
     leaves = [x for x in (c.hidden, c.weight, c.bias) if x is not None]
     leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in leaves]
-    given = leaves if len(leaves) == 3 else [*leaves, None]
-    found = run(given)
-    total = sum((x * up.to(x.dtype)).sum() for x, up in zip(found, ups, strict=True))
+    arguments = leaves if len(leaves) == 3 else [*leaves, None]
+    values = run(arguments)
+    total = sum((x * up.to(x.dtype)).sum() for x, up in zip(values, ups, strict=True))
     return torch.autograd.grad(total, leaves)
 
 
@@ -137,14 +137,14 @@ def gradients_within_budget(c: Case, backend: str, logp_only: bool = False) -> l
     if logp_only:
         ups = [ups[0], torch.zeros_like(ups[0]), torch.zeros_like(ups[0])]
     exact = gradients(c, lambda leaves: truth(c, leaves), ups, torch.float64)
-    own = gradients(c, lambda leaves: torch_own(c, leaves), ups)
+    torchs = gradients(c, lambda leaves: torch_outputs(c, leaves), ups)
     mine = gradients(c, run_ours(c, backend), ups)
-    found = []
-    for value, expected, torchs in zip(mine, exact, own, strict=True):
+    errors = []
+    for value, expected, other in zip(mine, exact, torchs, strict=True):
         scale = float(expected.abs().max()) + 1e-6
-        allowed = error(torchs, expected) + LIMIT[c.hidden.dtype] * scale
-        found.append(error(value, expected) / allowed)
-    return found
+        allowed = error(other, expected) + LIMIT[c.hidden.dtype] * scale
+        errors.append(error(value, expected) / allowed)
+    return errors
 
 
 def rows_that_differ(c: Case, backend: str, parts) -> int:

@@ -44,13 +44,13 @@ def integers(*shape: int) -> torch.Tensor:
 def paged(sequences: int, pages: int, heads: int, kv_heads: int, dim: int) -> None:
     caches = [empty(64, 16, kv_heads, dim) for _ in range(2)]
     tables, bounds = (integers(sequences, pages), integers(sequences)), integers(sequences + 1)
-    given, pieces = (empty(sequences, heads, dim), *caches, *tables), integers(1)
+    arguments, pieces = (empty(sequences, heads, dim), *caches, *tables), integers(1)
     for more in ({}, {"scale": 0.3}, {"softcap": 20.0}, {"softcap": 30.0}, {"window": 40}):
-        rk.paged_attention(*given, cu_seqlens_q=bounds, **more)
-    schedule = rk.paged_schedule(*given, cu_seqlens_q=bounds)
+        rk.paged_attention(*arguments, cu_seqlens_q=bounds, **more)
+    schedule = rk.paged_schedule(*arguments, cu_seqlens_q=bounds)
     if schedule is not None:  # in memory of its own, so that each address counts
         schedule = replace(schedule, pieces=pieces)
-    rk.paged_attention(*given, cu_seqlens_q=bounds, schedule=schedule)
+    rk.paged_attention(*arguments, cu_seqlens_q=bounds, schedule=schedule)
 
 
 def calls(m: int, h: int, v: int) -> Iterator[Callable[[], object]]:
@@ -78,9 +78,9 @@ def moved(memory: "Memory") -> None:
     """Calls whose tensors lie elsewhere each time."""
     for _ in range(150):
         memory.addresses.clear()
-        given = empty(16, 256), empty(16384, 256), empty(16384), empty(16, dtype=LONG)
+        arguments = empty(16, 256), empty(16384, 256), empty(16384), empty(16, dtype=LONG)
         for run, *more in ((logp_launch.forward,), (logp_launch.forward_inference, 3)):
-            run(*given, options_of(FULL, 0.0, 1.0, 1.0), True, *more)
+            run(*arguments, options_of(FULL, 0.0, 1.0, 1.0), True, *more)
         for sequences in (4, 80):
             paged(sequences, 2560, 32, 8, 128)
 
@@ -118,7 +118,7 @@ class Sequences:
         self.short_keys = short_keys
         self.launched: list[tuple] = []
         self.recorded: dict[tuple, list[tuple]] = {}
-        self.again: set[str] = set()
+        self.relaunched: set[str] = set()
         self.differ: set[str] = set()
         self.places: dict[tuple[str, int], bool] = {}
 
@@ -133,7 +133,7 @@ class Sequences:
         names = {name for name, *_ in self.launched}
         other = self.differing(id(cache), key)
         if other is not None:
-            self.again |= names
+            self.relaunched |= names
             self.differ |= other
         for i in range(len(key)):
             place = run.__name__, i
@@ -189,9 +189,9 @@ def main(fault: bool, short_keys: bool) -> int:
                 for _ in range(3):
                     call()
         moved(memory)
-    print("again:", *sorted(asked))
+    print("relaunched:", *sorted(asked))
     print("other:", *sorted(other))
-    print("sequences:", *sorted(sequences.again))
+    print("sequences:", *sorted(sequences.relaunched))
     print("differ:", *sorted(sequences.differ))
     print(
         "unneeded:",

@@ -48,15 +48,17 @@ def liger(run, spec, device: str) -> bool:
     hidden, weight = (torch.randn(*s, generator=r).to(device, dtype) for s in ((t, h), (v, h)))
     on = target >= 0
     ups = [torch.randn(t, generator=r).to(device), torch.randn(t, generator=r).to(device) * on]
-    found = []
+    results = []
     for f in (run, _outputs):
         leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
         logp, entropy = f(*leaves, target, None, temperature, None)
         total = (logp * ups[0]).sum() + (entropy * ups[1]).sum()
-        found.append(((logp, entropy * on), torch.autograd.grad(total, leaves)))
-    (mine, grads), (theirs, own) = found
+        results.append(((logp, entropy * on), torch.autograd.grad(total, leaves)))
+    (mine, grads), (theirs, theirs_grads) = results
     values = all(_close(a, b, limit) for a, b in zip(mine, theirs, strict=True))
-    return values and all(_close(a, b, gradient_limit) for a, b in zip(grads, own, strict=True))
+    return values and all(
+        _close(a, b, gradient_limit) for a, b in zip(grads, theirs_grads, strict=True)
+    )
 
 
 def cut_cross_entropy(run, shape, dtype, limit, softcap, bias: bool, device: str) -> bool:
@@ -69,17 +71,17 @@ def cut_cross_entropy(run, shape, dtype, limit, softcap, bias: bool, device: str
     added = (torch.randn(v, generator=r) * 0.02).to(device, dtype) if bias else None
     target = torch.randint(0, v, (t,), generator=r).to(device)
     target[torch.randperm(t, generator=r)[: t // 5].to(device)] = -100
-    found = []
+    results = []
     for f, kind in ((run, dtype), (_outputs, dtype), (_outputs, torch.float32)):
         leaves = [x.to(kind).clone().requires_grad_() for x in (hidden, weight)]
         extra = [] if added is None else [added.to(kind).clone().requires_grad_()]
         logp = f(*leaves, target, extra[0] if extra else None, 1.0, softcap)[0]
         grads = torch.autograd.grad(logp.mean(), [*leaves, *extra])
-        found.append([logp.detach(), *(g.float() for g in grads)])
-    mine, own, exact = found
+        results.append([logp.detach(), *(g.float() for g in grads)])
+    mine, theirs_grads, exact = results
     checks = [
         bool(((a - e).abs() <= (b - e).abs() + limit).all())
-        for a, b, e in zip(mine, own, exact, strict=True)
+        for a, b, e in zip(mine, theirs_grads, exact, strict=True)
     ]
     return all(checks if dtype != torch.float32 else checks[:1])
 
@@ -97,13 +99,13 @@ def verl(run, shape, device: str) -> bool:
     target = torch.randint(0, v, (t,), generator=r, device=device)
     ups = [torch.rand(t, generator=r, device=device) * 2 - 1]
     ups.append(torch.rand(t, generator=r, device=device) - 0.5)
-    found = []
+    results = []
     for f, wide in ((run, False), (_outputs, True)):
-        given = [x.float() if wide else x for x in (hidden, weight)]
-        out = f(*given, target, None, 1.5, None)
+        operands = [x.float() if wide else x for x in (hidden, weight)]
+        out = f(*operands, target, None, 1.5, None)
         total = sum((x * up).sum() for x, up in zip(out, ups, strict=True))
         grads = torch.autograd.grad(total, (hidden, weight))
-        found.append([x.detach() for x in (*out, *grads)])
-        del out, total, given
+        results.append([x.detach() for x in (*out, *grads)])
+        del out, total, operands
     limits = [(1e-3, 2e-4), (5e-3, 5e-4), (2e-2, 4e-2), (2e-2, 4e-2)]
-    return all(_close(a, b, limit) for a, b, limit in zip(*found, limits, strict=True))
+    return all(_close(a, b, limit) for a, b, limit in zip(*results, limits, strict=True))

@@ -55,18 +55,18 @@ def main(fault: bool) -> int:
         for sequences, queries, pages, (heads, kv_heads, dim), window, dtype in CASES:
             q = empty(sequences * queries, heads, dim, dtype=dtype)
             cache = empty(64, 16, kv_heads, dim, dtype=dtype)
-            given = q, cache, cache, integers(sequences, pages), integers(sequences)
+            arguments = q, cache, cache, integers(sequences, pages), integers(sequences)
             options = {"cu_seqlens_q": integers(sequences + 1), "window": window}
-            alone, _ = launches(rk.paged_attention, *given, **options)
-            first, made = launches(rk.paged_schedule, *given, **options)
-            rest, _ = launches(rk.paged_attention, *given, **options, schedule=made)
+            alone, _ = launches(rk.paged_attention, *arguments, **options)
+            first, made = launches(rk.paged_schedule, *arguments, **options)
+            rest, _ = launches(rk.paged_attention, *arguments, **options, schedule=made)
             rest = rest[fault:]
             lists = [x for x in alone if x[0] in LISTS]
             other += first != lists or rest != [x for x in alone if x[0] not in LISTS]
             other += (made is None) != (not lists)
             if lists:
                 kernels |= {x[0] for x in alone}
-    print("again:", *sorted(kernels))
+    print("relaunched:", *sorted(kernels))
     print("other:", other)
     return int(bool(other) or not kernels)
 

@@ -39,11 +39,11 @@ class Config:
 
 
 def attend(sequences: int, tokens: int, pages: int, cache: torch.Tensor) -> None:
-    given = empty(tokens, HEADS, DIM), *cache.split(DIM, -1)
+    arguments = empty(tokens, HEADS, DIM), *cache.split(DIM, -1)
     tables = integers(sequences, pages), integers(sequences)
     options = {"cu_seqlens_q": integers(sequences + 1)}
-    schedule = rk.paged_schedule(*given, *tables, **options)
-    rk.paged_attention(*given, *tables, **options, schedule=schedule)
+    schedule = rk.paged_schedule(*arguments, *tables, **options)
+    rk.paged_attention(*arguments, *tables, **options, schedule=schedule)
 
 
 def serve(weights: list[torch.Tensor], head: torch.Tensor, cache: torch.Tensor) -> None:
@@ -75,7 +75,7 @@ def main(fault: bool) -> int:
         name = kernel.__name__
         met(name, (name, compute_cache_key(keys, specialization, options)))
 
-    def launch_cuda(seen, source, *_) -> None:
+    def launch_cuda(self, source, *_) -> None:
         met(f"{source.entry}.cu", source)
 
     with (
@@ -95,8 +95,8 @@ def main(fault: bool) -> int:
         if fault:
             sizes = ahead.Sizes(sizes.rows, 1, TOKENS)
         for pages in (40, 2560):
-            given = empty(1, HEADS, DIM), *cache.split(DIM, -1), integers(1, pages)
-            assert ahead.compile_attention(*given, None, sizes)
+            arguments = empty(1, HEADS, DIM), *cache.split(DIM, -1), integers(1, pages)
+            assert ahead.compile_attention(*arguments, None, sizes)
         compiled, compiling = len(known), False
         serve(weights, head, cache)
     print("compiled:", compiled)

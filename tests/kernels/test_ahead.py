@@ -82,7 +82,7 @@ def test_where_nothing_can_be_compiled_launches_run(
 
 
 def test_every_number_of_rows_is_launched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[Any, ...]] = []
+    launched: list[tuple[Any, ...]] = []
 
     class Ahead:
         def __enter__(self) -> bool:
@@ -92,24 +92,24 @@ def test_every_number_of_rows_is_launched_once(monkeypatch: pytest.MonkeyPatch) 
             return
 
     def product(x: Any, weight: Any, bias: Any, trans_a: bool, trans_b: bool, out: Any) -> None:
-        seen.append((tuple(x.shape), tuple(out.shape), trans_a, trans_b))
+        launched.append((tuple(x.shape), tuple(out.shape), trans_a, trans_b))
 
     pytest.importorskip("triton")
     monkeypatch.setattr(products, "trusted", lambda *_: True)
     monkeypatch.setattr(products, "compiled_ahead", lambda _: Ahead())
     monkeypatch.setattr(products, "product", product)
     products.compile_ahead(torch.empty(6, 4), None, [1, 3])
-    assert seen == [((1, 4), (1, 6), False, True), ((3, 4), (3, 6), False, True)]
+    assert launched == [((1, 4), (1, 6), False, True), ((3, 4), (3, 6), False, True)]
 
 
 def test_an_engine_compiles_what_it_serves_with_while_it_starts() -> None:
-    status, found = run("served_ahead.py")
-    assert found["late:"] == []
+    status, lines = run("served_ahead.py")
+    assert lines["late:"] == []
     assert status == 0
-    assert int(found["compiled:"][0]) > 60
+    assert int(lines["compiled:"][0]) > 60
 
 
 def test_what_was_not_compiled_while_it_started_is_noticed() -> None:
-    status, found = run("served_ahead.py", "--fault")
+    status, lines = run("served_ahead.py", "--fault")
     assert status == 1
-    assert {"_merge_kernel", "_pieces_hopper_kernel"} <= set(found["late:"])
+    assert {"_merge_kernel", "_pieces_hopper_kernel"} <= set(lines["late:"])

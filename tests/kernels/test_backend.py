@@ -218,8 +218,8 @@ def test_registration_passes_torchs_own_check():
     )
     rope = (torch.arange(3), None, None, 1e4, 8, 1.0, torch.float32, False, "torch")
     torch.library.opcheck(ops.rope, (h, h.clone(), *rope))
-    given = rope[0], torch.ones(4), torch.full((1,), 1.2)
-    torch.library.opcheck(ops.rope, (h, h.clone(), *given, *rope[3:]))
+    arguments = rope[0], torch.ones(4), torch.full((1,), 1.2)
+    torch.library.opcheck(ops.rope, (h, h.clone(), *arguments, *rope[3:]))
     torch.library.opcheck(ops.linear_into, (torch.empty(3, W.shape[0]), X, W, None, "torch"))
     grad = torch.zeros(W.shape)
     torch.library.opcheck(ops.add_weight_grad, (grad, X @ W.mT, X, "torch"))
@@ -233,8 +233,8 @@ def test_registration_passes_torchs_own_check():
     prepare = (ids, ones, torch.ones(1), True, cu, 1, "grpo", None, -100, "torch")
     torch.library.opcheck(ops.grpo_prepare, prepare)
     options = (torch.float32, 0.0, 1.0, 1.0, 0.1, 0.2, 0.2, [True, True, False], "torch")
-    given = (X.clone(), W.clone(), None, ids, None, ones, -ones, ones.double())
-    torch.library.opcheck(ops.linear_grpo_loss, (*given, *options))
+    arguments = (X.clone(), W.clone(), None, ids, None, ones, -ones, ones.double())
+    torch.library.opcheck(ops.linear_grpo_loss, (*arguments, *options))
 
 
 def test_inputs_are_not_modified():
@@ -260,13 +260,13 @@ def hopper(monkeypatch):
 @pytest.mark.parametrize("version", ["3.6.0", "3.9.1+git2", "3.10.0", "3.5.1", "4.0.0"])
 def test_a_triton_that_does_not_fit_the_hopper_kernels_is_said_once(version, hopper, recwarn):
     hopper(version)
-    found = [device.facts(torch.device("cpu")).gluon for _ in range(3)]
+    flags = [device.facts(torch.device("cpu")).gluon for _ in range(3)]
     said = [x for x in recwarn if x.category is device.HopperKernelsUnused]
     if version.startswith(("3.6", "3.9")):
-        assert found == [True] * 3
+        assert flags == [True] * 3
         assert not said
     else:
-        assert found == [False] * 3
+        assert flags == [False] * 3
         [one] = said
         assert "Triton >= 3.6 and < 3.10" in str(one.message)
         assert version in str(one.message)

@@ -23,8 +23,8 @@ def anew(monkeypatch, tmp_path):
 
 
 def test_a_source_becomes_a_binary():
-    found, said = nvrtc.compile_source(GOOD)
-    assert found.startswith(b"\x7fELF")
+    binary, said = nvrtc.compile_source(GOOD)
+    assert binary.startswith(b"\x7fELF")
     assert said == ""
 
 
@@ -134,8 +134,8 @@ class Driver:
     def __init__(self):
         self.maps = []
 
-    def cuTensorMapEncodeTiled(self, found, *given):
-        self.maps.append((ctypes.addressof(found._obj), given))
+    def cuTensorMapEncodeTiled(self, address, *arguments):
+        self.maps.append((ctypes.addressof(address._obj), arguments))
         return 0
 
     def cuGetErrorName(self, error, name):

@@ -35,6 +35,8 @@ def test_one_bit_is_seen():
     y.view(torch.int32)[2, 3] ^= 1
     assert digest_suite.digest(x) != digest_suite.digest(y)
     assert digest_suite.digest(x) != digest_suite.digest(x.reshape(4, 3))
-    found = {"linear": {"out": "1", "d_x": "2"}}
-    assert digest_suite.differences(found, {"linear": {"out": "1", "d_x": "3"}}) == ["linear: d_x"]
-    assert digest_suite.differences({}, found) == ["linear: d_x", "linear: out"]
+    digests = {"linear": {"out": "1", "d_x": "2"}}
+    assert digest_suite.differences(digests, {"linear": {"out": "1", "d_x": "3"}}) == [
+        "linear: d_x"
+    ]
+    assert digest_suite.differences({}, digests) == ["linear: d_x", "linear: out"]

@@ -14,21 +14,24 @@ from rlk_kernels.integrations.errors import NotServed
 
 B, T = 2, 12
 IDS = torch.arange(B * T).view(B, T)
-LEFT = torch.ones(B, T, dtype=torch.int64)
-LEFT[0, :4] = 0
+LEFT_PADDED = torch.ones(B, T, dtype=torch.int64)
+LEFT_PADDED[0, :4] = 0
 PACKED = torch.cat([torch.arange(5), torch.arange(7)]).expand(B, T)
 INPUTS: dict[str, dict[str, Any]] = {
     "plain": {"labels": IDS},
-    "padded left": {"attention_mask": LEFT, "position_ids": (LEFT.cumsum(1) - 1).clamp(min=0)},
-    "a mask of ones": {"attention_mask": torch.ones_like(LEFT), "logits_to_keep": 3},
+    "padded left": {
+        "attention_mask": LEFT_PADDED,
+        "position_ids": (LEFT_PADDED.cumsum(1) - 1).clamp(min=0),
+    },
+    "a mask of ones": {"attention_mask": torch.ones_like(LEFT_PADDED), "logits_to_keep": 3},
     "packed": {"position_ids": PACKED},
 }
 
 
-def run(model: Any, call: Any, given: dict[str, Any]) -> list[torch.Tensor]:
+def run(model: Any, call: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
     """Logits, and the gradients of all parameters."""
     model.zero_grad()
-    logits = call(IDS, use_cache=False, **given).logits
+    logits = call(IDS, use_cache=False, **inputs).logits
     logits.pow(2).sum().backward()
     return [logits, *(p.grad for p in model.parameters())]
 
@@ -53,8 +56,8 @@ def test_a_window_and_a_cache_are_traced() -> None:
     hf.use_kernels(model)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager")
-    given = INPUTS["padded left"]
-    assert equal(run(model, compiled, given), run(model, model, given))
+    inputs = INPUTS["padded left"]
+    assert equal(run(model, compiled, inputs), run(model, model, inputs))
     with torch.no_grad():
         both = [
             call(IDS[:, :5], past_key_values=None, use_cache=True).logits
@@ -79,17 +82,17 @@ def test_packed_beside_a_mask_or_a_cache_is_refused() -> None:
     """transformers looks for packed sequences only where neither is given."""
     model = small_model()
     hf.use_kernels(model)
-    ones = torch.ones_like(LEFT)
-    for given in ({"use_cache": True}, {"use_cache": False, "attention_mask": ones}):
+    ones = torch.ones_like(LEFT_PADDED)
+    for inputs in ({"use_cache": True}, {"use_cache": False, "attention_mask": ones}):
         with pytest.raises(NotServed, match="positions start anew inside a row"):
-            model(IDS, position_ids=PACKED, **given)
+            model(IDS, position_ids=PACKED, **inputs)
     compiled = torch.compile(model, backend="aot_eager")
     with pytest.raises(RuntimeError, match="positions start anew inside a row"):
-        compiled(IDS, position_ids=PACKED, attention_mask=LEFT, use_cache=False)
+        compiled(IDS, position_ids=PACKED, attention_mask=LEFT_PADDED, use_cache=False)
 
 
 def test_a_gap_in_a_mask_is_refused_beside_a_window() -> None:
-    gap = torch.ones_like(LEFT)
+    gap = torch.ones_like(LEFT_PADDED)
     gap[0, 4:6] = 0
     second_layer = {"use_sliding_window": True, "max_window_layers": 1, "num_hidden_layers": 2}
     hf.use_kernels(model := small_model())
@@ -110,7 +113,7 @@ def test_a_row_of_padding_has_no_part_in_anything(
 
     made = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(B, T, n, 16, generator=made).requires_grad_() for n in (4, 2, 2))
-    real = LEFT.bool()
+    real = LEFT_PADDED.bool()
     out = _padded(q, k, v, real, 0.25, None)
     out.pow(2).sum().backward()
     for x in (out, q.grad, k.grad, v.grad):

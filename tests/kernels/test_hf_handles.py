@@ -25,27 +25,27 @@ def logits(model: Any) -> torch.Tensor:
 
 def state(model: Any) -> dict[str, Any]:
     """All that a call may change, of the model and of the process."""
-    found: dict[str, Any] = {"attention": model.config._attn_implementation}
+    settings: dict[str, Any] = {"attention": model.config._attn_implementation}
     for name, module in model.named_modules():
-        found[f"{name} class"] = type(module)
-        found[f"{name} own"] = sorted(vars(module))
-        found[f"{name} hooks"] = list(module._forward_pre_hooks)
+        settings[f"{name} class"] = type(module)
+        settings[f"{name} own"] = sorted(vars(module))
+        settings[f"{name} hooks"] = list(module._forward_pre_hooks)
     rotary = model.model.rotary_emb
-    found["scaling"], found["frequencies"] = rotary.attention_scaling, id(rotary.inv_freq)
-    found["rotation"] = transformers.models.llama.modeling_llama.apply_rotary_pos_emb
-    found["loss"] = model.loss_function
-    found["rounding"] = inductor.emulate_precision_casts
-    return found
+    settings["scaling"], settings["frequencies"] = rotary.attention_scaling, id(rotary.inv_freq)
+    settings["rotation"] = transformers.models.llama.modeling_llama.apply_rotary_pos_emb
+    settings["loss"] = model.loss_function
+    settings["rounding"] = inductor.emulate_precision_casts
+    return settings
 
 
 @pytest.fixture
 def model() -> Iterator[Any]:
     """As it was made when a test ends, too."""
     made = small_model().eval()
-    before, own = state(made), logits(made)
+    before, stock = state(made), logits(made)
     yield made
     assert state(made) == before
-    assert logits(made).equal(own)
+    assert logits(made).equal(stock)
     with pytest.raises(NotServed, match="the engine's own still computes"):
         hf.check(hf.operators(made), called=False)
 
@@ -94,13 +94,13 @@ def test_three_calls_are_closed_in_any_order(model: Any, order: Any, ours: torch
 
 
 def test_calls_are_nested_as_context_managers(model: Any, ours: torch.Tensor) -> None:
-    own = logits(model)
+    stock = logits(model)
     with hf.use_kernels(model, excluded=["attn"]):
         outer = logits(model)
         with hf.use_kernels(model):
             assert logits(model).equal(ours)
         assert logits(model).equal(outer)
-    assert logits(model).equal(own)
+    assert logits(model).equal(stock)
     with pytest.raises(ZeroDivisionError), hf.use_kernels(model):
         raise ZeroDivisionError
 
@@ -142,9 +142,9 @@ def test_handles_keep_no_model_alive_once_they_are_gone() -> None:
     try:
         model = small_model()
         handles = [hf.use_kernels(model) for _ in range(2)]
-        seen = weakref.ref(model)
+        reference = weakref.ref(model)
         del model, handles
-        assert seen() is None
+        assert reference() is None
     finally:
         gc.enable()
 

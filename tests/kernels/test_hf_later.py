@@ -25,9 +25,9 @@ def with_kernels(**config: Any) -> Any:
     return model
 
 
-def logits(model: Any, **given: Any) -> torch.Tensor:
+def logits(model: Any, **inputs: Any) -> torch.Tensor:
     with torch.no_grad():
-        return model(IDS, use_cache=False, **given).logits
+        return model(IDS, use_cache=False, **inputs).logits
 
 
 class Adapter(nn.Module):
@@ -100,8 +100,8 @@ def test_a_copy_is_watched_by_itself() -> None:
 def test_the_watch_keeps_no_model_alive() -> None:
     gc.disable()
     try:
-        seen = weakref.ref(with_kernels())
-        assert seen() is None
+        reference = weakref.ref(with_kernels())
+        assert reference() is None
     finally:
         gc.enable()
 
@@ -137,7 +137,7 @@ def new(linear: Any) -> None:
 
 
 def hooked(linear: Any) -> None:
-    linear.register_forward_hook(lambda _module, _given, out: out * 2)
+    linear.register_forward_hook(lambda _module, _inputs, out: out * 2)
     linear.rlk_factor = 2
 
 
@@ -145,14 +145,16 @@ def hooked(linear: Any) -> None:
 def test_a_weight_is_that_of_the_live_module(change: Callable[[Any], None]) -> None:
     model, plain = with_kernels(), small_model()
     before = logits(model)
-    own = model.model.layers[0].mlp.up_proj
-    change(own)
-    found = logits(model)
+    linear = model.model.layers[0].mlp.up_proj
+    change(linear)
+    values = logits(model)
     with torch.no_grad():
-        plain.model.layers[0].mlp.up_proj.weight.copy_(own.weight * getattr(own, "rlk_factor", 1))
+        plain.model.layers[0].mlp.up_proj.weight.copy_(
+            linear.weight * getattr(linear, "rlk_factor", 1)
+        )
     hf.use_kernels(plain)
-    assert found.equal(logits(plain))
-    assert not found.equal(before)
+    assert values.equal(logits(plain))
+    assert not values.equal(before)
 
 
 def test_an_activation_that_the_kernels_would_pass_by_is_refused() -> None:

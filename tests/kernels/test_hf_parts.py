@@ -38,16 +38,16 @@ def test_frequencies_outlast_a_model_without_memory() -> None:
 
 def test_the_scaling_is_that_of_the_live_module_until_the_kernels_are_out() -> None:
     ids, model = torch.arange(50)[None], small_model()
-    own = model.model.rotary_emb.attention_scaling
+    stock = model.model.rotary_emb.attention_scaling
     undo = hf.use_kernels(model)
     with torch.no_grad():
         before = model(ids, use_cache=False).logits
         model.model.rotary_emb.attention_scaling = 1.0
         assert not model(ids, use_cache=False).logits.equal(before)
-        model.model.rotary_emb.attention_scaling = own
+        model.model.rotary_emb.attention_scaling = stock
         assert model(ids, use_cache=False).logits.equal(before)
     undo.close()
-    assert model.model.rotary_emb.attention_scaling == own
+    assert model.model.rotary_emb.attention_scaling == stock
 
 
 def test_what_is_changed_for_the_process_is_undone_with_the_last_model() -> None:
@@ -131,7 +131,7 @@ def test_a_model_of_another_family_is_refused_by_those_that_are_served() -> None
 
 def test_the_loss_of_labels_is_of_our_log_probs() -> None:
     model, plain = small_model(), small_model()
-    own = type(model).loss_function.fget(model)
+    stock = type(model).loss_function.fget(model)
     undo = hf.use_kernels(model)
     ids = torch.arange(24).view(2, 12)
     one = torch.full_like(ids, -100)
@@ -160,7 +160,7 @@ def test_the_loss_of_labels_is_of_our_log_probs() -> None:
         with pytest.raises(IndexError):
             model(ids, labels=one, use_cache=False)
     undo.close()
-    assert model.loss_function is own
+    assert model.loss_function is stock
     without_logits = small_model()
     hf.use_kernels(without_logits, excluded=["logits"])
-    assert without_logits.loss_function is own
+    assert without_logits.loss_function is stock

@@ -35,14 +35,14 @@ def static(model: Any) -> Any:
     return transformers.StaticCache(config=model.config, max_cache_len=16)
 
 
-def own(model: Any) -> Any:
-    class Kept(transformers.DynamicCache):
+def subclass(model: Any) -> Any:
+    class Subclass(transformers.DynamicCache):
         pass
 
-    return Kept()
+    return Subclass()
 
 
-@pytest.mark.parametrize(("made", "says"), [(static, "a StaticCache"), (own, "a Kept")])
+@pytest.mark.parametrize(("made", "says"), [(static, "a StaticCache"), (subclass, "a Kept")])
 def test_another_cache_is_refused(made: Callable[[Any], Any], says: str) -> None:
     model = with_kernels()
     with pytest.raises(NotServed, match=f"{says} is not served"):
@@ -51,14 +51,14 @@ def test_another_cache_is_refused(made: Callable[[Any], Any], says: str) -> None
 
 def test_generation_with_a_static_cache_is_refused() -> None:
     model = with_kernels()
-    given = {"max_new_tokens": 2, "do_sample": False}
-    assert model.generate(IDS, **given).shape == (1, 10)
+    attention_mask = {"max_new_tokens": 2, "do_sample": False}
+    assert model.generate(IDS, **attention_mask).shape == (1, 10)
     with pytest.raises(NotServed, match="is not served"):
-        model.generate(IDS, cache_implementation="static", disable_compile=True, **given)
+        model.generate(IDS, cache_implementation="static", disable_compile=True, **attention_mask)
 
 
 @pytest.mark.parametrize(
-    "given",
+    "attention_mask",
     [
         CAUSAL,
         torch.zeros(1, 1, 8, 8),
@@ -67,10 +67,10 @@ def test_generation_with_a_static_cache_is_refused() -> None:
     ],
     ids=["bool 4D", "float 4D", "in a dict", "of integers, in a dict"],
 )
-def test_a_mask_made_by_the_caller_is_refused(given: Any) -> None:
-    model = with_kernels("Qwen2" if isinstance(given, dict) else "Llama")
+def test_a_mask_made_by_the_caller_is_refused(attention_mask: Any) -> None:
+    model = with_kernels("Qwen2" if isinstance(attention_mask, dict) else "Llama")
     with pytest.raises(NotServed, match=r"an attention mask .* made by the caller, is not served"):
-        model(IDS, attention_mask=given, use_cache=False)
+        model(IDS, attention_mask=attention_mask, use_cache=False)
 
 
 def test_a_mask_of_another_length_is_refused() -> None:
@@ -157,12 +157,12 @@ def foreign(self: Any, *args: Any, **kwargs: Any) -> Any:
 def test_a_class_of_another_library_is_refused(name: str) -> None:
     model = small_model()
     module = model.get_submodule(PLACES[name])
-    own = type(module)
-    module.__class__ = type("Liger", (own,), {"forward": foreign})
+    stock = type(module)
+    module.__class__ = type("Liger", (stock,), {"forward": foreign})
     with pytest.raises(NotServed, match=rf"^{name} is a Liger whose forward is .*\.foreign"):
         hf.use_kernels(model)
     # A class that inherits its forward is no other.
-    module.__class__ = type("Mine", (own,), {})
+    module.__class__ = type("Mine", (stock,), {})
     hf.use_kernels(model)
 
 
@@ -201,8 +201,8 @@ def test_a_weight_of_another_kind_is_refused() -> None:
         pass
 
     model = small_model()
-    own = model.model.layers[0].mlp.up_proj
-    own.weight = torch.nn.Parameter(own.weight.detach().as_subclass(Quantised))
+    stock = model.model.layers[0].mlp.up_proj
+    stock.weight = torch.nn.Parameter(stock.weight.detach().as_subclass(Quantised))
     with pytest.raises(NotServed, match=r"up_proj\.weight is a .*Quantised; a plain"):
         hf.use_kernels(model)
 

@@ -42,16 +42,16 @@ def at_corners(self, *args, **kwargs):
     known = inspect.getfullargspec(self.fn).args
     scope = interpreter._patch_lang(self.fn)
     try:
-        given = inspect.getcallargs(
+        arguments = inspect.getcallargs(
             self.fn, *args, **{name: x for name, x in kwargs.items() if name in known}
         )
-        for name, x in given.items():
-            given[name] = x if name in self.constexprs else interpreter._implicit_cvt(x)
+        for name, x in arguments.items():
+            arguments[name] = x if name in self.constexprs else interpreter._implicit_cvt(x)
         grid = (*self.grid, 1, 1)[:3]
         interpreter.interpreter_builder.set_grid_dim(*grid)
         for place in itertools.product(*({0, size - 1} for size in grid)):
             interpreter.interpreter_builder.set_grid_idx(*place)
-            self.fn(**given)
+            self.fn(**arguments)
     finally:
         scope.restore()
 
@@ -66,7 +66,7 @@ def vast(*shape, dtype=HALF):
     return torch.empty(shape, dtype=dtype)
 
 
-def apart(*shape, far, by=FAR):
+def spread(*shape, far, by=FAR):
     """Zeros whose dimension `far` has elements `by` apart."""
     strides = list(torch.empty(shape).stride())
     strides[far] = by
@@ -137,23 +137,23 @@ LONG = (1 << 15) + 9, 1 << 16
 MANY = (1 << 17) + 1
 """With 64 heads of 256 in each; more than 2**31 elements, both."""
 CASES = {
-    "rms_norm, rows": lambda: rms_norm.forward(apart(3, 64, far=0), None, zeros(64), 1e-6, True),
+    "rms_norm, rows": lambda: rms_norm.forward(spread(3, 64, far=0), None, zeros(64), 1e-6, True),
     "rms_norm, residual": lambda: rms_norm.forward(
-        apart(3, 64, far=0), apart(3, 64, far=0), zeros(64), 1e-6, True
+        spread(3, 64, far=0), spread(3, 64, far=0), zeros(64), 1e-6, True
     ),
-    "rms_norm, heads": lambda: rms_norm.forward(apart(2, 3, 8, far=1), None, zeros(8), 1e-6, True),
+    "rms_norm, heads": lambda: rms_norm.forward(spread(2, 3, 8, far=1), None, zeros(8), 1e-6, True),
     "rms_norm, long": lambda: rms_norm.forward(vast(*LONG), None, zeros(LONG[1]), 1e-6, True),
     "rms_norm, gradient": lambda: rms_norm.backward(
         vast(*LONG), zeros(LONG[1]), vast(*LONG), vast(*LONG), 1e-6
     ),
     "column_sum": lambda: column_sum.sum_blocks(vast(*LONG)),
-    "swiglu, rows": lambda: swiglu.forward(apart(3, 64, far=0), apart(3, 64, far=0)),
+    "swiglu, rows": lambda: swiglu.forward(spread(3, 64, far=0), spread(3, 64, far=0)),
     "swiglu, gradient": lambda: swiglu.backward(*(vast(*LONG) for _ in range(3))),
     "rope, heads": lambda: rope.rotate(
-        apart(2, 3, 8, far=1), apart(2, 3, 8, far=1), arange(2), zeros(4), None, 1.0, HALF, False
+        spread(2, 3, 8, far=1), spread(2, 3, 8, far=1), arange(2), zeros(4), None, 1.0, HALF, False
     ),
     "rope, tokens": lambda: rope.rotate(
-        *[apart(3, 2, 8, far=0)] * 2, arange(3), zeros(4), None, 1.0, HALF, False
+        *[spread(3, 2, 8, far=0)] * 2, arange(3), zeros(4), None, 1.0, HALF, False
     ),
     "rope, long": lambda: rope.rotate(
         vast(MANY, 64, 256), vast(MANY, 1, 256), arange(MANY), zeros(128), None, 1.0, HALF, False
@@ -162,41 +162,41 @@ CASES = {
         vast(MANY, 64, 256), vast(MANY, 1, 256), zeros(256), zeros(256),
         arange(MANY), zeros(128), None, 1e-6, True, HALF, False,
     ),
-    "embedding, rows": lambda: embedding.forward(arange(3), apart(3, 64, far=0)),
+    "embedding, rows": lambda: embedding.forward(arange(3), spread(3, 64, far=0)),
     "embedding, long": lambda: embedding.forward(arange(LONG[0]), vast(1, LONG[1]).expand(LONG)),
     "embedding, gradient": lambda: embedding.backward(
         arange(LONG[0]) - LONG[0] + 1, vast(*LONG), 1  # the last token alone is in the table
     ),
     "write_kv_cache, heads": lambda: kv_cache.write(
-        apart(2, 2, 3, 8, far=2), apart(2, 2, 3, 8, far=2), apart(2, 3, 8, far=1),
-        apart(2, 3, 8, far=1), arange(2),
+        spread(2, 2, 3, 8, far=2), spread(2, 2, 3, 8, far=2), spread(2, 3, 8, far=1),
+        spread(2, 3, 8, far=1), arange(2),
     ),
     "write_kv_cache, blocks": lambda: kv_cache.write(
-        apart(3, 2, 2, 8, far=0), apart(2, 3, 2, 8, far=1), *[zeros(3, 2, 8)] * 2, 2 * arange(3)
+        spread(3, 2, 2, 8, far=0), spread(2, 3, 2, 8, far=1), *[zeros(3, 2, 8)] * 2, 2 * arange(3)
     ),
-    "logp, rows": lambda: logits(apart(3, 40, far=0)),
+    "logp, rows": lambda: logits(spread(3, 40, far=0)),
     "logp, long": lambda: logits(vast(*LONG)),
-    "logits' gradients": lambda: gradients_of_rows(apart(3, 64, far=0)),
+    "logits' gradients": lambda: gradients_of_rows(spread(3, 64, far=0)),
     "a loss's scale": lambda: loss_kernels.scale(vast(*LONG), torch.tensor(1.0)),
-    "linear_logp": lambda: long_linear_logp(apart(3, 64, far=0), apart(3, 64, far=0)),
+    "linear_logp": lambda: long_linear_logp(spread(3, 64, far=0), spread(3, 64, far=0)),
     "linear, rows": lambda: product(
-        apart(3, 64, far=0), apart(3, 64, far=0), None, False, True, zeros(3, 3)
+        spread(3, 64, far=0), spread(3, 64, far=0), None, False, True, zeros(3, 3)
     ),
     "linear, K": lambda: product(
-        apart(3, 33, far=1, by=FAR >> 4), vast(33, 3), None, False, False, zeros(3, 3)
+        spread(3, 33, far=1, by=FAR >> 4), vast(33, 3), None, False, False, zeros(3, 3)
     ),
     "linear, long": lambda: product(
         vast(LONG[0], 8), vast(LONG[1], 8), None, False, True, vast(*LONG)
     ),
-    "partial sums": lambda: partial_sums(apart(3, 3, far=0), apart(3, 24, far=0), 3, 24),
+    "partial sums": lambda: partial_sums(spread(3, 3, far=0), spread(3, 24, far=0), 3, 24),
     "partial sums, long": lambda: partial_sums(vast(LONG[0], 8), vast(8, LONG[1]), *LONG),
-    "attention, heads of q": lambda: attend(apart(3, 3, 16, far=1), *[zeros(3, 3, 16).half()] * 2),
-    "attention, heads of k": lambda: attend(zeros(3, 3, 16).half(), *[apart(3, 3, 16, far=1)] * 2),
-    "attention, tokens": lambda: attend(*[apart(3, 3, 16, far=0)] * 3),
+    "attention, heads of q": lambda: attend(spread(3, 3, 16, far=1), *[zeros(3, 3, 16).half()] * 2),
+    "attention, heads of k": lambda: attend(zeros(3, 3, 16).half(), *[spread(3, 3, 16, far=1)] * 2),
+    "attention, tokens": lambda: attend(*[spread(3, 3, 16, far=0)] * 3),
     "attention, long": lambda: attend_many(MANY, 64, 256),
-    "paged_attention, blocks": lambda: paged(apart(3, 1, 3, 16, far=0)),
-    "paged_attention, places": lambda: paged(apart(1, 4, 3, 16, far=1)),
-    "paged_attention, heads": lambda: paged(apart(3, 2, 3, 16, far=2)),
+    "paged_attention, blocks": lambda: paged(spread(3, 1, 3, 16, far=0)),
+    "paged_attention, places": lambda: paged(spread(1, 4, 3, 16, far=1)),
+    "paged_attention, heads": lambda: paged(spread(3, 2, 3, 16, far=2)),
     "sinks": lambda: sinks_kernels.gradient_parts(
         *sinks_kernels.add(vast(MANY, 64, 256), zeros(64, MANY), zeros(64)), zeros(64),
         vast(MANY, 64, 256),
@@ -216,4 +216,4 @@ def _narrow_kernel(x_ptr, stride):
 
 def test_an_offset_of_32_bits_is_noticed():
     with pytest.raises(Exception, match="int32 overflow"):
-        _narrow_kernel[(3,)](apart(3, 1, far=0), FAR)
+        _narrow_kernel[(3,)](spread(3, 1, far=0), FAR)

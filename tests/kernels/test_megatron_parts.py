@@ -87,7 +87,7 @@ def test_each_virtual_stage_is_its_own_layers() -> None:
     whole = made(config(num_layers=4, **windows))
     states: list[torch.Tensor] = []
     for layer in whole.decoder.layers:
-        layer.register_forward_hook(lambda _module, _given, out: states.append(out[0].detach()))
+        layer.register_forward_hook(lambda _module, _inputs, out: states.append(out[0].detach()))
     with torch.no_grad():
         logits = whole.output_layer(whole.decoder.final_layernorm(_after(whole, states)))[0]
     pipeline = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
@@ -123,8 +123,8 @@ def test_the_loss_of_labels_is_of_our_log_probs() -> None:
     loss = model(ids, AT.expand(2, 12), None, labels=ids.flip(1))
     logits = model(ids, AT.expand(2, 12), None)
     assert loss.shape == (2, 12)
-    found = megatron.token_logprobs(logits.flatten(0, 1), ids.flip(1).flatten())
-    assert loss.equal(-found.view(2, 12))
+    actual = megatron.token_logprobs(logits.flatten(0, 1), ids.flip(1).flatten())
+    assert loss.equal(-actual.view(2, 12))
     loss.mean().backward()
     assert bool(model.output_layer.weight.grad.any())
 
@@ -189,7 +189,7 @@ LLAMA3 = {
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("options", "says"),
     [
         ({"position_embedding_type": "none"}, "position_embedding_type=none"),
         ({"position_embedding_type": "learned_absolute"}, "position_embedding_type=learned"),
@@ -204,9 +204,11 @@ LLAMA3 = {
         ),
     ],
 )
-def test_a_rope_that_the_parameters_do_not_say_is_refused(given: dict[str, Any], says: str) -> None:
+def test_a_rope_that_the_parameters_do_not_say_is_refused(
+    options: dict[str, Any], says: str
+) -> None:
     with pytest.raises(NotServed, match=f"made with {says}"):
-        made(config(), **given)
+        made(config(), **options)
 
 
 def test_a_rope_that_the_parameters_say_is_served() -> None:
@@ -261,9 +263,9 @@ def test_padding_behind_may_be_hidden() -> None:
     hidden = causal.clone()
     hidden[0, :, :, 8:] = True
     for mask in (hidden, hidden.clone()):
-        found = model(IDS.expand(2, length), AT.expand(2, length), mask)
-        assert found[0, :8].equal(alone[0])
-        assert found[1].equal(whole[0])
+        actual = model(IDS.expand(2, length), AT.expand(2, length), mask)
+        assert actual[0, :8].equal(alone[0])
+        assert actual[1].equal(whole[0])
         hidden[0, :, 8:] = True
 
 
@@ -306,24 +308,24 @@ def test_a_pack_is_known_by_its_queries_or_by_its_keys() -> None:
         {"cu_seqlens_kv_padded": padded.clone()},
         {"cu_seqlens_q_padded": padded, "cu_seqlens_kv_padded": padded.clone()},
     ):
-        found = model(ids, None, None, packed_seq_params=pack([0, 5, 6], **more))[0]
-        assert found[:5].equal(alone[0])
-        assert found[8:9].equal(alone[1])
-    found = model(IDS, None, None, packed_seq_params=pack([0, 5, 12], cu_seqlens_kv=None))[0]
-    assert found[:5].equal(alone[0])
+        actual = model(ids, None, None, packed_seq_params=pack([0, 5, 6], **more))[0]
+        assert actual[:5].equal(alone[0])
+        assert actual[8:9].equal(alone[1])
+    actual = model(IDS, None, None, packed_seq_params=pack([0, 5, 12], cu_seqlens_kv=None))[0]
+    assert actual[:5].equal(alone[0])
 
 
 def test_a_pack_that_does_not_say_where_sequences_lie_is_refused() -> None:
     model, two = made(config()), IDS.expand(2, 12)
     others = torch.tensor([0, 4, 12], dtype=torch.int32)
-    for ids, given, says in (
+    for ids, options, says in (
         (IDS, {"cu_seqlens_kv": others}, "of queries and of keys differ"),
         (IDS, {"qkv_format": "sbhd"}, "qkv_format=sbhd; 'thd' is served"),
         (IDS, {"qkv_format": None}, "qkv_format=None; 'thd' is served"),
         (two, {}, "with one row of ids, not with 2"),
     ):
         with pytest.raises(NotServed, match=says):
-            model(ids, None, None, packed_seq_params=pack([0, 5, 12], **given))
+            model(ids, None, None, packed_seq_params=pack([0, 5, 12], **options))
 
 
 class Adapter(torch.nn.Module):
@@ -346,8 +348,8 @@ def test_an_adapter_is_refused() -> None:
         config(), megatron.layer_spec(config()), 64, 32, position_embedding_type="rope"
     )
     for model in (late, early):
-        own = model.decoder.layers[0].self_attention
-        own.linear_qkv = Adapter(own.linear_qkv)
+        attention = model.decoder.layers[0].self_attention
+        attention.linear_qkv = Adapter(attention.linear_qkv)
     with pytest.raises(NotServed, match=r"layers\.0\.q_proj is a .*Adapter by now"):
         late(IDS, AT, None)
     with pytest.raises(
@@ -375,11 +377,11 @@ def test_an_option_that_is_set_later_is_refused() -> None:
     model.config.no_sync_func = dict
     assert model(IDS, AT, None).equal(before)
     for name, value in (("glu_linear_offset", 1.0), ("rotary_interleaved", True)):
-        own = getattr(model.config, name)
+        stock = getattr(model.config, name)
         setattr(model.config, name, value)
         with pytest.raises(NotServed, match=f"what is not served: {name}="):
             model(IDS, AT, None)
-        setattr(model.config, name, own)
+        setattr(model.config, name, stock)
     assert model(IDS, AT, None).equal(before)
 
 

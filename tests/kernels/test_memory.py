@@ -14,8 +14,8 @@ def test_empty_is_torchs(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(private_api, "current_device", lambda: 0)
     like = torch.empty(shape, dtype=torch.bfloat16)
-    found = memory.empty(like.shape, torch.bfloat16, torch.device("cpu"))
-    assert (found.shape, found.stride(), found.dtype) == (like.shape, like.stride(), like.dtype)
+    x = memory.empty(like.shape, torch.bfloat16, torch.device("cpu"))
+    assert (x.shape, x.stride(), x.dtype) == (like.shape, like.stride(), like.dtype)
     memory.empty(like.shape, torch.bfloat16, torch.device("cuda", 0))
     assert asked == [(tuple(like.shape), like.stride(), torch.bfloat16)]
 
@@ -40,18 +40,18 @@ def test_several_lie_apart_in_one_piece_of_memory(
     dtype: torch.dtype, gpu_memory: list[torch.Tensor]
 ) -> None:
     shapes = (3, 5), (0,), (7,), (), (2, 2, 1), (0, 4)
-    found = memory.empties(shapes, dtype, torch.device("cuda", 0))
-    assert [(x.shape, x.stride(), x.dtype) for x in found] == [
+    tensors = memory.empties(shapes, dtype, torch.device("cuda", 0))
+    assert [(x.shape, x.stride(), x.dtype) for x in tensors] == [
         (x.shape, x.stride(), x.dtype) for x in (torch.empty(s, dtype=dtype) for s in shapes)
     ]
     (whole,) = gpu_memory
     first = whole.data_ptr()
-    assert all((x.data_ptr() - first) % 16 == 0 for x in found)
-    for i, x in enumerate(found):
+    assert all((x.data_ptr() - first) % 16 == 0 for x in tensors)
+    for i, x in enumerate(tensors):
         x.fill_(i)
-    assert all(bool((x == i).all()) for i, x in enumerate(found))
+    assert all(bool((x == i).all()) for i, x in enumerate(tensors))
     assert whole.numel() * whole.element_size() <= sum(
-        x.numel() * x.element_size() + 15 for x in found
+        x.numel() * x.element_size() + 15 for x in tensors
     )
 
 

@@ -45,6 +45,6 @@ def test_gradients_are_finite_and_repeat(model, ids):
         loss = rk.logp(out, torch.cat([ids[1:], ids[:1]])).split(LENS)[0].sum()
         return torch.autograd.grad(loss, [model.embed, model.final, model.layers[0]["q"]])
 
-    first, again = grads(), grads()
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    first, second = grads(), grads()
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert all(bool(g.isfinite().all()) and bool((g != 0).any()) for g in first)

@@ -64,15 +64,15 @@ def triton_36(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("triton_36")
 def test_the_arguments_are_those_of_the_wrapper_and_maps_are_encoded_once() -> None:
     got: list[tuple[Any, ...]] = []
-    own = wrapped(lambda *args: got.append(args), {0, 2}, HOW)
-    found = direct_launcher(a_kernel(own))
-    assert found is not None
-    given = (Map("a"), 5, Map("b"), None, 7)
+    wrapper = wrapped(lambda *args: got.append(args), {0, 2}, HOW)
+    launcher = direct_launcher(a_kernel(wrapper))
+    assert launcher is not None
+    arguments = (Map("a"), 5, Map("b"), None, 7)
     before = tuple(range(13))
-    own(*before, *given)
+    wrapper(*before, *arguments)
     encoded.clear()
     for _ in range(3):
-        found.launch(*before, *found.arguments(list(given)))
+        launcher.launch(*before, *launcher.arguments(list(arguments)))
     assert got[1:] == [got[0]] * 3
     assert sorted(name for name, _ in encoded) == ["a", "b"]
 
@@ -80,10 +80,10 @@ def test_the_arguments_are_those_of_the_wrapper_and_maps_are_encoded_once() -> N
 @pytest.mark.usefixtures("triton_36")
 def test_one_descriptor_in_two_kernels_is_encoded_as_each_wants_it() -> None:
     shared = Map("a")
-    found = [
+    launchers = [
         direct_launcher(a_kernel(wrapped(print, {0}, [how]))).arguments([shared]) for how in HOW
     ]
-    assert found == [["map of a", 3], ["map of a", 1]]
+    assert launchers == [["map of a", 3], ["map of a", 1]]
 
 
 @pytest.mark.usefixtures("triton_36")
@@ -106,12 +106,12 @@ class Kernel:
 
     def __init__(self) -> None:
         self.triton: list[tuple[Any, ...]] = []
-        self.again: list[tuple[Any, ...]] = []
+        self.relaunched: list[tuple[Any, ...]] = []
         launcher = a_kernel(partial(self.launch)).run
         self.compiled = SimpleNamespace(packed_metadata=(), function=0, run=launcher)
 
     def launch(self, *arguments: Any) -> None:
-        self.again.append(arguments[13:])
+        self.relaunched.append(arguments[13:])
 
     def __getitem__(self, grid: Any) -> Any:
         def run(*arguments: Any) -> Any:
@@ -132,9 +132,9 @@ def test_launched_again_are_addresses_of_tensors_aligned_as_the_first(
     kernel = Kernel()
     cache = ShapeCache()
     x, y = torch.zeros(8), torch.zeros(8)
-    for given in ((x, None, 3), (y, None, 4), (y[1:], None, 5), (x, None, 6)):
-        launching.launch(cache, kernel, (1, 1, 1), given, {})
-    assert kernel.again == [(y.data_ptr(), None, 4), (x.data_ptr(), None, 6)]
+    for arguments in ((x, None, 3), (y, None, 4), (y[1:], None, 5), (x, None, 6)):
+        launching.launch(cache, kernel, (1, 1, 1), arguments, {})
+    assert kernel.relaunched == [(y.data_ptr(), None, 4), (x.data_ptr(), None, 6)]
     assert [arguments[2] for arguments in kernel.triton] == [3, 5]
     assert kernel.triton[1][0].data_ptr() == y.data_ptr() + 4
     assert kernel.triton[0][0] is x

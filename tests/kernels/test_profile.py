@@ -48,7 +48,7 @@ def test_norm_rounds_once() -> None:
     assert torch.equal(profile.norm(x, weight, 1e-6), once(normed * weight.double()))
     assert not torch.equal(profile.norm(x, weight, 1e-6), twice(normed, weight))
     # No rollout has one: vLLM's norms are of the model's dtype.
-    for norm in (profile.norm, lambda *given: profile.add_norm(x, *given)):
+    for norm in (profile.norm, lambda *options: profile.add_norm(x, *options)):
         with pytest.raises(ValueError, match=r"a norm's weight in torch\.float32 is not served"):
             norm(x, weight.float(), 1e-6)
 
@@ -71,9 +71,9 @@ def test_linear_rounds_once() -> None:
 def test_a_bias_is_added_before_rounding() -> None:
     x, weight, bias = rand(33, 100), rand(21, 100, seed=1), rand(21, seed=2)
     exact = x.double() @ weight.double().T
-    found = profile.linear(x, weight, bias)
-    assert torch.equal(found, once(exact + bias.double()))
-    assert not torch.equal(found, once(exact) + bias)
+    actual = profile.linear(x, weight, bias)
+    assert torch.equal(actual, once(exact + bias.double()))
+    assert not torch.equal(actual, once(exact) + bias)
 
 
 LLAMA3 = {
@@ -126,12 +126,12 @@ def test_frequencies_are_those_of_transformers(name: str, width: int) -> None:
 
 
 def test_the_factor_is_that_of_transformers() -> None:
-    found = {name: rotation(rope, 64)[1] for name, rope in ROPES.items()}
-    for name, scaling in found.items():
+    actual = {name: rotation(rope, 64)[1] for name, rope in ROPES.items()}
+    for name, scaling in actual.items():
         _, theirs = of_transformers(ROPES[name], 64)
         # A number beside a tensor is rounded to fp32 before they are multiplied.
         assert (1.0 if scaling is None else scaling) == torch.tensor([theirs]), name
-    scaled = {name: float(s) for name, s in found.items() if s is not None}
+    scaled = {name: float(s) for name, s in actual.items() if s is not None}
     assert len(scaled) == 8
     assert scaled["yarn"] == pytest.approx(0.1 * math.log(4) + 1)
     assert len(set(scaled.values())) == 4
@@ -144,10 +144,10 @@ def test_a_rotation_does_not_follow_the_default_dtype() -> None:
         expected = rotation(rope, 64)
         torch.set_default_dtype(BF16)
         try:
-            found = rotation(rope, 64)
+            actual = rotation(rope, 64)
         finally:
             torch.set_default_dtype(before)
-        for a, b in zip(found, expected, strict=True):
+        for a, b in zip(actual, expected, strict=True):
             assert (a is b is None) or (a.dtype == torch.float32 and torch.equal(a, b))
 
 
@@ -161,9 +161,9 @@ def test_another_rope_is_refused(kind: str) -> None:
 @pytest.mark.parametrize("kind", NEEDED)
 def test_a_scaled_rope_without_what_it_needs_is_refused(kind: str) -> None:
     for name in NEEDED[kind]:
-        given = dict.fromkeys(NEEDED[kind], 2.0) | {"rope_type": kind, "rope_theta": 1e4}
+        options = dict.fromkeys(NEEDED[kind], 2.0) | {"rope_type": kind, "rope_theta": 1e4}
         with pytest.raises(ValueError, match=f"without a {name}"):
-            rotation(given | {name: None}, 32)
+            rotation(options | {name: None}, 32)
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -180,12 +180,12 @@ def test_the_table_is_rounded_and_the_rotation_once(name: str) -> None:
     if scaling is not None:
         wide = [(t.float() * scaling).double() for t in wide]
     cos, sin = (once(t) for t in wide)
-    for x, found in zip((q, k), profile.rope(q, k, at, inv_freq, scaling), strict=True):
+    for x, actual in zip((q, k), profile.rope(q, k, at, inv_freq, scaling), strict=True):
         rotated = turned(x.double(), cos.double(), sin.double())
         # fp32 arithmetic may round to another neighbour where float64 is on the edge of two.
-        assert (found == once(rotated)).float().mean() > 0.999
-        assert (found == once(turned(x.double(), *wide))).float().mean() < 0.99
-        assert (found == turned(x, cos, sin)).float().mean() < 0.99, "each product rounded"
+        assert (actual == once(rotated)).float().mean() > 0.999
+        assert (actual == once(turned(x.double(), *wide))).float().mean() < 0.99
+        assert (actual == turned(x, cos, sin)).float().mean() < 0.99, "each product rounded"
 
 
 @pytest.mark.parametrize("size", [16, 32, 64, 80, 96, 112, 128, 160, 192, 224, 256])
@@ -213,25 +213,25 @@ def test_act_rounds_once() -> None:
 
 def test_logits_are_the_sum() -> None:
     x, weight = rand(33, 100), rand(21, 100, seed=1)
-    found = profile.logits(x, weight)
-    assert found.dtype == torch.float32
-    assert torch.equal(found, (x.double() @ weight.double().T).float())
+    actual = profile.logits(x, weight)
+    assert actual.dtype == torch.float32
+    assert torch.equal(actual, (x.double() @ weight.double().T).float())
 
 
 def test_logp_is_of_fp32_logits() -> None:
     logits = torch.randn(20, 300, generator=torch.Generator().manual_seed(1)) * 4
     target = torch.arange(20)
-    found = profile.logp(logits, target)
+    actual = profile.logp(logits, target)
     exact = torch.log_softmax(logits.double(), -1)[range(20), target]
-    assert found.dtype == torch.float32
-    assert (found.double() - exact).abs().max() < 1e-6
-    assert not torch.equal(found, profile.logp(logits.to(BF16), target))
+    assert actual.dtype == torch.float32
+    assert (actual.double() - exact).abs().max() < 1e-6
+    assert not torch.equal(actual, profile.logp(logits.to(BF16), target))
 
 
 def test_a_temperature_divides_each_logit() -> None:
     logits = torch.randn(2000, 5, generator=torch.Generator().manual_seed(1))
     target = torch.arange(2000) % 5
     divided = (logits.double() / torch.tensor(0.7).double()).float()
-    found = profile.logp(logits, target, 0.7)
-    assert torch.equal(found, profile.logp(divided, target))
-    assert not torch.equal(found, profile.logp(logits * torch.tensor(1 / 0.7), target))
+    actual = profile.logp(logits, target, 0.7)
+    assert torch.equal(actual, profile.logp(divided, target))
+    assert not torch.equal(actual, profile.logp(logits * torch.tensor(1 / 0.7), target))

@@ -20,7 +20,7 @@ class Kernel:
 
     def __init__(self) -> None:
         self.ordinary: list[tuple[Any, ...]] = []
-        self.again: list[tuple[Any, ...]] = []
+        self.relaunched: list[tuple[Any, ...]] = []
         run = SimpleNamespace(
             launch=self._launch, global_scratch_size=0, profile_scratch_size=0,
             launch_cooperative_grid=False, launch_pdl=True,
@@ -28,7 +28,7 @@ class Kernel:
         self._compiled = SimpleNamespace(packed_metadata=(), function=7, run=run)
 
     def _launch(self, *arguments: Any) -> None:
-        self.again.append((arguments[3], *arguments[13:]))
+        self.relaunched.append((arguments[3], *arguments[13:]))
 
     def __getitem__(self, grid: Any) -> Any:
         def run(*arguments: Any) -> Any:
@@ -59,7 +59,7 @@ class Call:
 
     @property
     def launched(self) -> list[tuple[Any, ...]]:
-        return [*self.first.again, *self.second.again]
+        return [*self.first.relaunched, *self.second.relaunched]
 
 
 @pytest.fixture
@@ -91,8 +91,8 @@ def test_the_same_is_launched_without_the_call_s_code() -> None:
     for _ in range(3):
         call(X, Y)
     assert call.runs == 2
-    assert call.first.again == [(5, X.data_ptr(), Y.data_ptr())] * 4
-    assert call.second.again == [(5, Y.data_ptr(), 0.5)] * 4
+    assert call.first.relaunched == [(5, X.data_ptr(), Y.data_ptr())] * 4
+    assert call.second.relaunched == [(5, Y.data_ptr(), 0.5)] * 4
     assert len(call.first.ordinary) == len(call.second.ordinary) == 1
 
 
@@ -102,8 +102,8 @@ def test_other_memory_and_other_numbers_are_a_call_s_own() -> None:
     call(X, Z)
     call(X, Y, 0.25)
     assert call.runs == 4
-    assert call.first.again[-2:] == [(5, X.data_ptr(), Z.data_ptr()), call.first.again[0]]
-    assert [scale for *_, scale in call.second.again[-2:]] == [0.5, 0.25]
+    assert call.first.relaunched[-2:] == [(5, X.data_ptr(), Z.data_ptr()), call.first.relaunched[0]]
+    assert [scale for *_, scale in call.second.relaunched[-2:]] == [0.5, 0.25]
 
 
 @pytest.mark.parametrize("what", ["stream", "device"])
@@ -132,11 +132,11 @@ def _launches_ordinarily(cache: ShapeCache) -> None:
     launching.launch(cache, Kernel(), (1, 1, 1), (X,), {})
 
 
-OTHER, OWN = ShapeCache(), Kernel()
+OTHER, KERNEL = ShapeCache(), Kernel()
 
 
 def _launches_by_another_cache(cache: ShapeCache) -> None:
-    launching.launch(OTHER, OWN, (1, 1, 1), (X,), {})
+    launching.launch(OTHER, KERNEL, (1, 1, 1), (X,), {})
 
 
 def _launches_in_cuda(cache: ShapeCache) -> None:
@@ -146,7 +146,7 @@ def _launches_in_cuda(cache: ShapeCache) -> None:
 
 
 def _allocates(cache: ShapeCache) -> None:
-    launching.launch(cache, OWN, (1, 1, 1), (torch.empty(4),), {})
+    launching.launch(cache, KERNEL, (1, 1, 1), (torch.empty(4),), {})
 
 
 class Map:
@@ -159,7 +159,7 @@ class Map:
 
 
 def _describes(cache: ShapeCache) -> None:
-    launching.launch(cache, OWN, (1, 1, 1), (X, Map()), {})
+    launching.launch(cache, KERNEL, (1, 1, 1), (X, Map()), {})
 
 
 @pytest.mark.usefixtures("here")
@@ -222,7 +222,7 @@ def test_parts_of_a_call_are_recorded() -> None:
     for _ in range(4):
         call(X, Y)
     assert call.runs == 2
-    assert call.first.again == [(5, X.data_ptr(), level) for level in (1, 2)] * 3
+    assert call.first.relaunched == [(5, X.data_ptr(), level) for level in (1, 2)] * 3
 
 
 @pytest.mark.usefixtures("here")
@@ -271,7 +271,7 @@ def test_a_profiler_sees_ordinary_launches(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(call.first.ordinary) == 3
     call(X, Z)  # what a profiler saw was not recorded
     assert call.runs == 5
-    assert call.first.again[-1] == (5, X.data_ptr(), Z.data_ptr())
+    assert call.first.relaunched[-1] == (5, X.data_ptr(), Z.data_ptr())
 
 
 @pytest.mark.usefixtures("here")

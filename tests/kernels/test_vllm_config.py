@@ -171,11 +171,11 @@ def test_an_edited_source_is_another_digest(
 ) -> None:
     monkeypatch.setattr(config.rlk_kernels, "__file__", str(tmp_path / "__init__.py"))
     (tmp_path / name).parent.mkdir(exist_ok=True)
-    found = []
+    digests = []
     for text in ("one", "two", "two"):
         (tmp_path / name).write_text(text)
-        found.append(config._sources.__wrapped__())
-    assert found[0] != found[1] == found[2]
+        digests.append(config._sources.__wrapped__())
+    assert digests[0] != digests[1] == digests[2]
 
 
 def test_the_switch_is_0_or_1(monkeypatch: pytest.MonkeyPatch) -> None:

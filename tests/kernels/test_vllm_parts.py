@@ -13,10 +13,10 @@ def test_each_given_token_has_the_bits_that_it_has_alone() -> None:
     logits = torch.randn(7, 300, generator=made)
     ids = torch.randint(0, 300, (7, 6), generator=made)
     computed = TokenLogprobs()
-    found = computed(logits, ids)
+    logprobs = computed(logits, ids)
     for column in range(6):
-        assert torch.equal(found[:, column], profile.logp(logits, ids[:, column].contiguous()))
-    assert torch.equal(computed(logits, ids[:, :1]), found[:, :1])
+        assert torch.equal(logprobs[:, column], profile.logp(logits, ids[:, column].contiguous()))
+    assert torch.equal(computed(logits, ids[:, :1]), logprobs[:, :1])
     assert computed.rlk_calls == 2
 
 
@@ -25,19 +25,19 @@ def test_all_tokens_of_a_row_have_the_bits_that_each_has_alone() -> None:
     width = 2 * MOST + 5
     logits = torch.randn(2, width, generator=torch.Generator().manual_seed(0))
     every = torch.arange(width).expand(2, width).flip(1)
-    found = TokenLogprobs()(logits, torch.cat([every[:, :1], every], dim=1))
-    assert found.shape == (2, width + 1)
+    logprobs = TokenLogprobs()(logits, torch.cat([every[:, :1], every], dim=1))
+    assert logprobs.shape == (2, width + 1)
     for column in (0, 1, MOST, MOST + 1, width):
         token = every[:, max(column - 1, 0)].contiguous()
-        assert torch.equal(found[:, column], profile.logp(logits, token))
+        assert torch.equal(logprobs[:, column], profile.logp(logits, token))
 
 
 def test_each_row_is_divided_by_its_own_temperature() -> None:
     """As vLLM's newer runner has them: by request, 0 where it is greedy."""
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
-    own, rows = torch.tensor([0.7, 0.0, 1.0]), torch.tensor([0, 1, 2, 0])
+    temperatures, rows = torch.tensor([0.7, 0.0, 1.0]), torch.tensor([0, 1, 2, 0])
     divided = logits.clone()
-    divide(divided, rows, own)
+    divide(divided, rows, temperatures)
     target = torch.arange(4)
     for row, temperature in enumerate((0.7, 1.0, 1.0, 0.7)):
         alone = profile.logp(logits[row : row + 1], target[row : row + 1], temperature)

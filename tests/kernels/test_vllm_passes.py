@@ -49,8 +49,8 @@ def test_layers_share_one_for_each_window(made):
     x, of_pass = batch(), Schedules()
     for layer in LAYERS:
         for window in (None, 40):
-            found = of_pass.of((layer, window), window, *x)
-            assert torch.equal(attend(x, found, window), attend(x, None, window))
+            schedule = of_pass.of((layer, window), window, *x)
+            assert torch.equal(attend(x, schedule, window), attend(x, None, window))
     assert made == [None, 40]
 
 
@@ -70,16 +70,16 @@ def test_a_layer_that_asks_again_is_in_another_pass(made):
     for lens in ([90, 100, 33, 64], [5, 100, 20, 1]):
         x[4].copy_(torch.tensor(lens))
         for layer in LAYERS:
-            found = of_pass.of(layer, None, *x)
-            assert torch.equal(attend(x, found), attend(x, None)), lens
+            schedule = of_pass.of(layer, None, *x)
+            assert torch.equal(attend(x, schedule), attend(x, None)), lens
     assert made == [None] * 2
 
 
 def test_one_that_is_kept_from_pass_to_pass_is_noticed():
     x = batch()
-    kept = Schedules().of(LAYERS[0], None, *x)
+    stale = Schedules().of(LAYERS[0], None, *x)
     x[4].copy_(torch.tensor([5, 100, 20, 1]))
-    assert not torch.equal(attend(x, kept), attend(x, None))
+    assert not torch.equal(attend(x, stale), attend(x, None))
 
 
 def test_layers_of_other_heads_have_their_own(made):
@@ -94,8 +94,8 @@ def test_other_tables_and_lengths_have_their_own(made):
     """A copy of the metadata with one of them in another place."""
     x, of_pass = batch(), Schedules()
     for layer, moved in zip(range(4), (None, 3, 4, 5), strict=True):
-        given = [y.clone() if i == moved else y for i, y in enumerate(x)]
-        of_pass.of(layer, None, *given)
+        tensors = [y.clone() if i == moved else y for i, y in enumerate(x)]
+        of_pass.of(layer, None, *tensors)
     assert len(made) == 4
 
 

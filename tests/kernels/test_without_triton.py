@@ -67,8 +67,8 @@ def test_every_operator_runs_forward_and_backward():
     assert done.returncode == 0, done.stderr
     forward = {"attention", "embedding", "linear", "linear_grpo_loss", "linear_logp", "logp"}
     forward |= {"paged_attention", "rms_norm", "rope", "swiglu"}
-    own_backward = {"attention", "embedding", "linear_logp", "logp", "rms_norm", "swiglu"}
-    assert set(done.stdout.split()) == forward | {f"{name}_backward" for name in own_backward}
+    with_backward = {"attention", "embedding", "linear_logp", "logp", "rms_norm", "swiglu"}
+    assert set(done.stdout.split()) == forward | {f"{name}_backward" for name in with_backward}
 
 
 def test_an_import_of_triton_is_noticed():

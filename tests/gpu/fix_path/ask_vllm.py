@@ -71,45 +71,45 @@ def ask(asker: Asker) -> dict[str, Any]:
     """needle: alone, and at a random place of batches of 64 to 128 others of other lengths.
     company: each of many prompts alone, and all at once. decode, prefill: of those at once.
     top: the same with the five likeliest tokens asked for."""
-    needle, own = asker.prompt(30, 60), sampling(NEEDLE_TOKENS, 0.0, 0)
-    found: dict[str, Any] = {"needle": [asker.decode([needle], [own])[0]]}
+    needle, sampled = asker.prompt(30, 60), sampling(NEEDLE_TOKENS, 0.0, 0)
+    answers: dict[str, Any] = {"needle": [asker.decode([needle], [sampled])[0]]}
     for trial in range(TRIALS):
         batch = asker.random.randint(64, 128)
         place = asker.random.randrange(batch)
         prompts = [asker.prompt(1, 300) for _ in range(batch)]
         params = [sampling(asker.random.randint(1, 48), 1.0, 100 * trial + i) for i in range(batch)]
-        prompts[place], params[place] = needle, own
-        found["needle"].append(asker.decode(prompts, params)[place])
+        prompts[place], params[place] = needle, sampled
+        answers["needle"].append(asker.decode(prompts, params)[place])
     prompts = [asker.prompt(1, 400) for _ in range(COMPANY)]
     params = [sampling(32, 1.0, 7_000 + i) for i in range(COMPANY)]
-    found["alone"] = [asker.decode([p], [s])[0] for p, s in zip(prompts, params, strict=True)]
-    found["together"] = together = asker.decode(prompts, params)
+    answers["alone"] = [asker.decode([p], [s])[0] for p, s in zip(prompts, params, strict=True)]
+    answers["together"] = together = asker.decode(prompts, params)
     whole = [p + ids for p, (ids, _) in zip(prompts, together, strict=True)]
-    found["decode"] = [said for _, said in together]
-    found["prefill"] = asker.score(whole, [len(p) for p in prompts])
-    found["scored alone"] = [
+    answers["decode"] = [said for _, said in together]
+    answers["prefill"] = asker.score(whole, [len(p) for p in prompts])
+    answers["scored alone"] = [
         asker.score([w], [len(p)])[0] for w, p in zip(whole, prompts, strict=True)
     ]
     more = [sampling(32, 1.0, 7_000 + i, logprobs=5) for i in range(COMPANY)]
-    found["top"] = asker.decode(prompts, more)
-    return found
+    answers["top"] = asker.decode(prompts, more)
+    return answers
 
 
 def main() -> None:
     case = json.loads(Path(sys.argv[1]).read_text())
     config = json.loads((Path(case["model"]) / "config.json").read_text())
-    own: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if case["kernels"] == "on":
         kernels.register()
-        own["attention_backend"] = "CUSTOM"
+        options["attention_backend"] = "CUSTOM"
     llm = LLM(
         model=case["model"], disable_log_stats=True, max_model_len=1024, max_num_seqs=128,
-        gpu_memory_utilization=0.01, kv_cache_memory_bytes=2 * 10**9, **own, **case["options"],
+        gpu_memory_utilization=0.01, kv_cache_memory_bytes=2 * 10**9, **options, **case["options"],
     )  # fmt: skip
-    found = ask(Asker(llm, config["vocab_size"]))
+    answers = ask(Asker(llm, config["vocab_size"]))
     if case["kernels"] == "on" and case["options"].get("enforce_eager"):
-        found["replaced"] = len(kernels.check(llm).replaced)
-    Path(sys.argv[2]).write_text(json.dumps(found))
+        answers["replaced"] = len(kernels.check(llm).replaced)
+    Path(sys.argv[2]).write_text(json.dumps(answers))
 
 
 if __name__ == "__main__":

@@ -65,33 +65,33 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
             stdout=(at / "log").open("w"),
             stderr=subprocess.STDOUT,
         )
-    found = {}
+    answers = {}
     for name, process in running.items():
         at = folder / name.replace(" ", "-")
         assert process.wait(timeout=500) == 0, (at / "log").read_text()[-6000:]
-        found[name] = json.loads((at / "found.json").read_text())
-    return found
+        answers[name] = json.loads((at / "found.json").read_text())
+    return answers
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_needle_is_the_same_alone_and_in_any_batch(said: Any, mode: str) -> None:
     alone, *in_batches = said[mode]["needle"]
     assert len(in_batches) == 4
-    assert all(found == alone for found in in_batches)
+    assert all(answers == alone for answers in in_batches)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_one_at_a_time_is_all_at_once(said: Any, mode: str) -> None:
-    found = said[mode]
-    assert len(found["together"]) == 40
-    assert found["alone"] == found["together"]
+    answers = said[mode]
+    assert len(answers["together"]) == 40
+    assert answers["alone"] == answers["together"]
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_decoding_is_scoring(said: Any, mode: str) -> None:
-    found = said[mode]
-    assert len(found["decode"]) == 40
-    assert found["decode"] == found["prefill"] == found["scored alone"]
+    answers = said[mode]
+    assert len(answers["decode"]) == 40
+    assert answers["decode"] == answers["prefill"] == answers["scored alone"]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -112,5 +112,5 @@ def test_every_operator_is_replaced(said: Any) -> None:
 
 def test_without_the_kernels_bits_move(said: Any) -> None:
     """The control: these questions tell."""
-    own = said["own kernels"]
-    assert own["decode"] != own["prefill"]
+    stock = said["own kernels"]
+    assert stock["decode"] != stock["prefill"]

@@ -30,9 +30,9 @@ def test_gradients_are_right_the_same_in_20_runs_and_free_of_neighbours(dtype, s
         assert all(torch.equal(a, b) for a, b in zip(grads, runs[0], strict=True))
     wide = [x.detach().double().requires_grad_() for x in leaves]
     exact = torch.autograd.grad(attention_truth(*wide, cu_q, cu_k)[0], wide, do.double())
-    own_leaves = [x.detach().requires_grad_() for x in leaves]
-    own = torch.autograd.grad(torch_attention(*own_leaves, cu_q, cu_k), own_leaves, do)
-    for value, truth, torch_value in zip(runs[0], exact, own, strict=True):
+    torch_leaves = [x.detach().requires_grad_() for x in leaves]
+    torchs = torch.autograd.grad(torch_attention(*torch_leaves, cu_q, cu_k), torch_leaves, do)
+    for value, truth, torch_value in zip(runs[0], exact, torchs, strict=True):
         assert within_budget(value, truth, torch_value, dtype)
     # dq of the last sequence alone, and of its last 57 queries alone
     for count in (257, 57):

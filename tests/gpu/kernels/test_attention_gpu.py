@@ -19,8 +19,8 @@ def test_error_is_no_larger_than_torchs(dtype, shape, window):
     args = packed([100, 1, 333, 257], [100, 1100, 1500, 257], *shape, dtype, "cuda")
     out, lse = rk.attention(*args, window=window, return_lse=True)
     truth, lse_truth = attention_truth(*args, window=window)
-    own = torch_attention(*args, window=window)
-    assert within_budget(out, truth, own, dtype)
+    torch_out = torch_attention(*args, window=window)
+    assert within_budget(out, truth, torch_out, dtype)
     assert float((lse - lse_truth).abs().max()) < (2e-5 if dtype == torch.float32 else 1e-3)
 
 
@@ -103,17 +103,17 @@ def taken(monkeypatch):
     """Whether each call took the kernels for Hopper."""
     if not facts(torch.device("cuda:0")).gluon:
         pytest.skip("hopper.py is for Hopper and the Triton of device.GLUON_TRITON")
-    seen = []
+    decisions = []
     reads = hopper.reads
 
     def spy(*args):
-        seen.append(reads(*args))
-        return seen[-1]
+        decisions.append(reads(*args))
+        return decisions[-1]
 
     monkeypatch.setattr(hopper, "reads", spy)
-    yield seen
-    assert seen
-    assert all(seen)
+    yield decisions
+    assert decisions
+    assert all(decisions)
 
 
 @pytest.mark.parametrize(

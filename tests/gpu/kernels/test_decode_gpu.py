@@ -94,13 +94,13 @@ def test_calls_on_several_streams_do_not_meet():
     batches = [paged([1] * len(n), n, HEADS[0]) for n in ([30000], [5000, 9000], [4096] * 8)]
     expected = [forward(x, split=False) for x in batches]
     torch.cuda.synchronize()
-    found = []
+    outputs = []
     for _ in range(30):
         for stream, x, one in zip(streams, batches, expected, strict=True):
             with torch.cuda.stream(stream):
-                found.append((forward(x), one))
+                outputs.append((forward(x), one))
     torch.cuda.synchronize()
-    assert all(same(a, b) for a, b in found)
+    assert all(same(a, b) for a, b in outputs)
 
 
 @pytest.mark.parametrize("count", [1, 16])
@@ -108,10 +108,10 @@ def test_graphs_replay_with_contexts_that_grow(count):
     x = paged([1] * count, [9000] * count, HEADS[0], 2500)
     forward(x)
     torch.cuda.synchronize()
-    graphs, found = [torch.cuda.CUDAGraph() for _ in range(2)], []
+    graphs, outputs = [torch.cuda.CUDAGraph() for _ in range(2)], []
     for graph in graphs:
         with torch.cuda.graph(graph):
-            found.append(forward(x))
+            outputs.append(forward(x))
     for most in (1, 17, 1024, 1025, 5000, 9000, 3, 9000):
         x[4].copy_(torch.randint(1, most + 1, (count,)))
         one = forward(x, split=False)
@@ -122,7 +122,7 @@ def test_graphs_replay_with_contexts_that_grow(count):
                 for _ in range(3):
                     graph.replay()
         torch.cuda.synchronize()
-        assert all(same(y, one) for y in found), most
+        assert all(same(y, one) for y in outputs), most
 
 
 def test_scratch_that_holds_anything_is_no_flag():
@@ -157,17 +157,17 @@ def test_graphs_make_a_schedule_once_for_all_layers(count):
     for y in ys:
         scheduled(y, schedule)
     torch.cuda.synchronize()
-    graph, found = torch.cuda.CUDAGraph(), []
+    graph, outputs = torch.cuda.CUDAGraph(), []
     with torch.cuda.graph(graph):
         schedule = made(x)
         for y in ys:
-            found.append(scheduled(y, schedule))
+            outputs.append(scheduled(y, schedule))
     del schedule
     for turn in range(60):
         most = (1, 300, 1025, 3000)[turn % 4]
         x[4].copy_(torch.randint(1, most + 1, (count,)))
         graph.replay()
-        for y, out in zip(ys, found, strict=True):
+        for y, out in zip(ys, outputs, strict=True):
             assert same(out, forward(y, split=False)), (turn, most)
 
 

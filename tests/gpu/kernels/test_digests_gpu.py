@@ -15,7 +15,7 @@ def test_the_bits_are_the_recorded_ones(part):
     name = torch.cuda.get_device_name()
     if "H200" not in name:
         pytest.skip(f"the digests were recorded on an H200; this is {name}")
-    found = digest_suite.measure("cuda", True, part, PARTS)
-    assert found
+    digests = digest_suite.measure("cuda", True, part, PARTS)
+    assert digests
     expected = digest_suite.recorded("triton")
-    assert digest_suite.differences(found, {name: expected[name] for name in found}) == []
+    assert digest_suite.differences(digests, {name: expected[name] for name in digests}) == []

@@ -20,9 +20,9 @@ def rand(*shape, dtype=HALF):
     return torch.randn(*shape, device="cuda", dtype=dtype)
 
 
-@pytest.mark.parametrize("layout", ["apart", "vLLM"])
+@pytest.mark.parametrize("layout", ["separate", "vLLM"])
 def test_keys_and_values_lie_in_their_slots(layout):
-    if layout == "apart":
+    if layout == "separate":
         k_cache, v_cache = rand(2, 9, 16, 8, 128)
     else:
         k_cache, v_cache = rand(9, 8, 16, 256).transpose(1, 2).split(128, -1)
@@ -43,17 +43,17 @@ def test_keys_and_values_lie_in_their_slots(layout):
 def test_the_largest_logits_and_given_ids_have_the_bits_of_targets(v):
     x = rand(9, v)  # bf16: many are equal
     target = torch.arange(9, device="cuda") * 100 - 100
-    given = torch.randint(0, v, (9, 4), device="cuda")
-    found, of_given, top, ids = rk.logp(x, target, token_ids=given, top_k=20, temperature=0.7)
-    assert torch.equal(found, rk.logp(x, target, temperature=0.7))
+    token_ids = torch.randint(0, v, (9, 4), device="cuda")
+    logps, id_logp, top, ids = rk.logp(x, target, token_ids=token_ids, top_k=20, temperature=0.7)
+    assert torch.equal(logps, rk.logp(x, target, temperature=0.7))
     exact = torch.sort(x.cpu().float(), dim=-1, descending=True, stable=True).indices[:, :20]
     assert torch.equal(ids.cpu(), exact)
-    for column, values in ((given, of_given), (ids, top)):
+    for column, values in ((token_ids, id_logp), (ids, top)):
         for j in range(column.shape[1]):
-            own = rk.logp(x, column[:, j].contiguous(), temperature=0.7)
-            assert torch.equal(values[:, j], own)
-    lone = rk.logp(x[3:4], target[3:4], token_ids=given[3:4], top_k=20, temperature=0.7)
-    whole = (found, of_given, top, ids)
+            alone = rk.logp(x, column[:, j].contiguous(), temperature=0.7)
+            assert torch.equal(values[:, j], alone)
+    lone = rk.logp(x[3:4], target[3:4], token_ids=token_ids[3:4], top_k=20, temperature=0.7)
+    whole = (logps, id_logp, top, ids)
     assert all(torch.equal(a, b[3:4]) for a, b in zip(lone, whole, strict=True))
 
 
@@ -86,24 +86,24 @@ def test_what_an_ignored_token_holds_reaches_no_gradient(operator, bad):
     if operator == "logp":
         leaf = hidden.clone()
         leaf[target < 0] = bad
-        (found,) = torch.autograd.grad(run(leaf.requires_grad_(), None), leaf)
-        assert bool(found.isfinite().all())
-        assert not bool(found[target < 0].any())
+        (outputs,) = torch.autograd.grad(run(leaf.requires_grad_(), None), leaf)
+        assert bool(outputs.isfinite().all())
+        assert not bool(outputs[target < 0].any())
         return
     clean = gradients(0.0, run, hidden, weight, target)
-    found = gradients(bad, run, hidden, weight, target)
+    outputs = gradients(bad, run, hidden, weight, target)
     assert bool(clean[1].any())
-    assert all(torch.equal(a, b) for a, b in zip(found, clean, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(outputs, clean, strict=True))
 
 
 def test_what_is_allocated_together_lies_apart():
     here = torch.device("cuda", torch.cuda.current_device())
-    found = memory.empties(((3, 5), (0,), (7,), ()), torch.float32, here)
-    assert len({x.untyped_storage().data_ptr() for x in found}) == 1
-    assert all(x.data_ptr() % 16 == 0 for x in found if x.numel())
-    for i, x in enumerate(found):
+    outputs = memory.empties(((3, 5), (0,), (7,), ()), torch.float32, here)
+    assert len({x.untyped_storage().data_ptr() for x in outputs}) == 1
+    assert all(x.data_ptr() % 16 == 0 for x in outputs if x.numel())
+    for i, x in enumerate(outputs):
         x.fill_(i)
-    assert all(bool((x == i).all()) for i, x in enumerate(found))
+    assert all(bool((x == i).all()) for i, x in enumerate(outputs))
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
@@ -128,9 +128,9 @@ def test_no_two_outputs_of_an_operator_share_memory():
     hidden, weight = rand(300, 256), rand(4096, 256)
     ids = torch.randint(0, 4096, (300,), device="cuda")
     options = torch.float32, 0.0, 1.0, 1.0, True, "triton"
-    found = torch.ops.rlk.linear_logp(hidden, weight, None, ids, *options)
-    found += torch.ops.rlk.logp(weight, ids.new_zeros(4096), 0.0, 1.0, 1.0, "triton")
-    assert len({x.untyped_storage().data_ptr() for x in found}) == len(found)
+    outputs = torch.ops.rlk.linear_logp(hidden, weight, None, ids, *options)
+    outputs += torch.ops.rlk.logp(weight, ids.new_zeros(4096), 0.0, 1.0, 1.0, "triton")
+    assert len({x.untyped_storage().data_ptr() for x in outputs}) == len(outputs)
 
 
 def test_a_loss_is_changed_in_place_like_any_tensor():
@@ -216,13 +216,13 @@ def _cases(m):
     one, ids = torch.arange(m + 1).cuda().int(), torch.arange(m).cuda()
     wide = q, cache, cache, table, lens
 
-    def given():
+    def with_schedule():
         schedule = rk.paged_schedule(*wide, cu_seqlens_q=one)
         return rk.paged_attention(*wide, cu_seqlens_q=one, schedule=schedule, return_lse=True)
 
     return {
         "its own list": lambda: rk.paged_attention(*wide, cu_seqlens_q=one, return_lse=True),
-        "a given list": given,
+        "a given list": with_schedule,
         "no lse": lambda: (rk.paged_attention(*wide, cu_seqlens_q=one),),
         "linear_logp": lambda: rk.linear_logp(x, head, ids, return_lse=True, return_entropy=True),
     }, (q, cache, x, head, table, lens)
@@ -244,10 +244,10 @@ def test_a_sequence_that_is_launched_again_reads_what_is_there_by_then(m, monkey
                 x.add_(1) if x.dtype == torch.int32 and x.dim() == 1 else x.copy_(other)
             with monkeypatch.context() as replaying:
                 replaying.setattr(launching, "Recording", _never)
-                found = [x.clone() for x in call()]
+                outputs = [x.clone() for x in call()]
             with monkeypatch.context() as running:
                 running.setattr(private_api, "REPLAY", False)
-                assert all(torch.equal(a, b) for a, b in zip(found, call(), strict=True)), name
+                assert all(torch.equal(a, b) for a, b in zip(outputs, call(), strict=True)), name
 
 
 def _never(*_):

@@ -139,20 +139,20 @@ def test_gradients_have_the_same_bits_with_copies_and_products_in_warps_of_their
     launched = []
     sum_hopper = accumulate_hopper.sum_hopper
 
-    def seen(planned, partials):
+    def recorded(planned, partials):
         launched.append(tuple(planned.slices[i].width for i in planned.shared.order))
         sum_hopper(planned, partials)
 
-    monkeypatch.setattr(accumulate_hopper, "sum_hopper", seen)
+    monkeypatch.setattr(accumulate_hopper, "sum_hopper", recorded)
 
     def everything():
         leaves = [x.detach().clone().requires_grad_() for x in (c.hidden, c.weight)]
-        found = torch.autograd.grad(rk.linear_logp(*leaves, c.target), leaves, up)
+        grads = torch.autograd.grad(rk.linear_logp(*leaves, c.target), leaves, up)
         lone = torch.autograd.grad(rk.linear_logp(c.hidden, leaves[1], c.target), leaves[1], up)
         loss, _ = rk.linear_grpo_loss(
             leaves[0][None], leaves[1], c.target[None], None, up[:1], torch.ones_like(up)[None]
         )
-        return *found, *lone, *torch.autograd.grad(loss, leaves)
+        return *grads, *lone, *torch.autograd.grad(loss, leaves)
 
     whole = everything()
     monkeypatch.setattr(plan, "WORKSPACE_BYTES", 2 * t * (2048 + 1024))
@@ -171,8 +171,8 @@ def test_gradients_are_the_same_in_20_runs():
     ups = upstreams(c)
     first = gradients(c, run_ours(c, "triton"), ups)
     for _ in range(19):
-        again = gradients(c, run_ours(c, "triton"), ups)
-        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+        repeats = gradients(c, run_ours(c, "triton"), ups)
+        assert all(torch.equal(a, b) for a, b in zip(repeats, first, strict=True))
 
 
 def test_memory_stays_within_its_limits():
@@ -180,7 +180,7 @@ def test_memory_stays_within_its_limits():
     hidden, weight = c.hidden.requires_grad_(), c.weight.requires_grad_()
     up = torch.ones(4096, device="cuda")
 
-    def held(call, own):
+    def held(call, results):
         call()
         torch.cuda.synchronize()
         time.sleep(0.5)  # the thread of the backward lets go of its results a moment later
@@ -188,7 +188,7 @@ def test_memory_stays_within_its_limits():
         before = torch.cuda.memory_allocated()
         call()
         torch.cuda.synchronize()
-        return (torch.cuda.max_memory_allocated() - before - own) / 2**20
+        return (torch.cuda.max_memory_allocated() - before - results) / 2**20
 
     def forward():
         with torch.no_grad():

@@ -172,12 +172,12 @@ def test_a_row_does_not_depend_on_its_batch(name, size, dtype):
 @pytest.mark.parametrize("name", NAMES)
 def test_an_operator_runs_on_the_gpu_of_its_tensors(name):
     assert torch.cuda.current_device() == 0
-    found = []
+    outputs = []
     for gpu in ("cuda:0", "cuda:1"):
         op = row_operators(torch.bfloat16, gpu, size=256)[name]
-        found.append(op.run(*op.make(300), backend="triton"))
-        assert found[-1].device == torch.device(gpu)
-    assert torch.equal(found[0].cpu(), found[1].cpu())
+        outputs.append(op.run(*op.make(300), backend="triton"))
+        assert outputs[-1].device == torch.device(gpu)
+    assert torch.equal(outputs[0].cpu(), outputs[1].cpu())
 
 
 @pytest.mark.parametrize("n", [1024, 4096, 6144, 12288])
@@ -307,19 +307,19 @@ def gradients(name, dtype, size=384, m=257):
     runs = [torch.autograd.grad(out, leaves, dy, retain_graph=True) for _ in range(20)]
     wide = [x.detach().double().requires_grad_() for x in leaves]
     exact = torch.autograd.grad(truth(*wide), wide, dy.double())
-    own_leaves = [x.detach().requires_grad_() for x in leaves]
-    own_out = truth(*own_leaves)
-    own = torch.autograd.grad(own_out, own_leaves, dy.to(own_out.dtype))
-    return runs, exact, own
+    torch_leaves = [x.detach().requires_grad_() for x in leaves]
+    torch_out = truth(*torch_leaves)
+    torchs = torch.autograd.grad(torch_out, torch_leaves, dy.to(torch_out.dtype))
+    return runs, exact, torchs
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_are_right_and_the_same_in_20_runs(name, dtype):
-    runs, exact, own = gradients(name, dtype)
+    runs, exact, torchs = gradients(name, dtype)
     for grads in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(grads, runs[0], strict=True))
-    for value, truth, torch_value in zip(runs[0], exact, own, strict=True):
+    for value, truth, torch_value in zip(runs[0], exact, torchs, strict=True):
         assert within_budget(value, truth, torch_value, dtype)
 
 
@@ -345,13 +345,17 @@ def test_results_have_the_dtype_that_is_asked_for(out_dtype):
 def test_a_thread_that_has_not_called_cuda_yet_can_multiply():
     x = torch.randn(300, 1024, device=DEVICE, dtype=torch.bfloat16)
     w = torch.randn(4096, 1024, device=DEVICE, dtype=torch.bfloat16)
-    out, expected, found = torch.empty(300, 4096, device=DEVICE, dtype=x.dtype), rk.linear(x, w), []
+    out, expected, outputs = (
+        torch.empty(300, 4096, device=DEVICE, dtype=x.dtype),
+        rk.linear(x, w),
+        [],
+    )
     torch.cuda.synchronize()
-    thread = threading.Thread(target=lambda: found.append(rk.linear(x, w, out=out)))
+    thread = threading.Thread(target=lambda: outputs.append(rk.linear(x, w, out=out)))
     thread.start()
     thread.join()
     torch.cuda.synchronize()
-    assert torch.equal(found[0], expected)
+    assert torch.equal(outputs[0], expected)
 
 
 def test_cuda_graph_replays_the_bits_of_the_eager_call():

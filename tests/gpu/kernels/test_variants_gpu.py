@@ -75,8 +75,8 @@ def test_sinks_in_prefill_decode_and_training(dim, window):
     for got, want in zip(grads, torch.autograd.grad(wide, exact, up.double()), strict=True):
         assert (got.double() - want).norm() / want.norm() < 1e-2
     last = [x.detach()[1500:1996] for x in (q, k, v)]
-    own = torch.tensor([0, 496], device="cuda")
-    alone = rk.attention(*last, own, own, sinks=sinks, window=window)
+    bounds = torch.tensor([0, 496], device="cuda")
+    alone = rk.attention(*last, bounds, bounds, sinks=sinks, window=window)
     cache = [x[:496].reshape(31, 16, 2, dim) for x in last[1:]]
     paged = rk.paged_attention(
         last[0][-1:], *cache, torch.arange(31, device="cuda")[None],
@@ -116,8 +116,8 @@ def test_capped_scores_in_prefill_decode_and_training(options, dim, dtype):
                 q, k, v, cu.int(), cu.int(), None, True, dim**-0.5, options.get("window"), 5.0
             )
             assert torch.equal(forward(call, rows=rows)[0], whole)
-    own = torch.tensor([0, 496], device="cuda")
-    alone = rk.attention(*(x[1500:1996] for x in (q, k, v)), own, own, **options)
+    bounds = torch.tensor([0, 496], device="cuda")
+    alone = rk.attention(*(x[1500:1996] for x in (q, k, v)), bounds, bounds, **options)
     cache = [x[1500:1996].reshape(31, 16, 2, dim) for x in (k, v)]
     for count in (1, 200):
         paged = rk.paged_attention(

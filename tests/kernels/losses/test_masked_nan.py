@@ -73,8 +73,8 @@ def contained(operator, backend, dtype, masked_by, softcap=None, **more):
     c = case(T, H, V, dtype, "cpu", bias=True, softcap=softcap)
     run = OPERATORS[operator]
     clean = run(c, c.hidden, backend, masked_by)
-    found = run(c, noisy(c.hidden), backend, masked_by, **more)
-    pairs = zip(found, clean, strict=True)
+    outputs = run(c, noisy(c.hidden), backend, masked_by, **more)
+    pairs = zip(outputs, clean, strict=True)
     return all(torch.equal(a, b) and bool(a.isfinite().all()) for a, b in pairs)
 
 

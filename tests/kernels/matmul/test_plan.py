@@ -40,16 +40,16 @@ def product(device, m, n, k, dtype, out_dtype, *layout):
     shape = plan.ProductShape(m, n, k, dtype, out_dtype, *layout)
     x = plan.plan_product(shape, device, True)
     t = x.tile
-    found = [x.kernel, x.programs, t.m, t.n, t.k, t.group]
+    facts = [x.kernel, x.programs, t.m, t.n, t.k, t.group]
     if x.kernel == "hopper_split":
-        return found + segments_of(x, k)
-    found += [x.stages, x.overlap]
+        return facts + segments_of(x, k)
+    facts += [x.stages, x.overlap]
     if x.kernel == "hopper":
-        return found
-    found += [t.warps, x.segment, x.last_segment]
+        return facts
+    facts += [t.warps, x.segment, x.last_segment]
     if x.kernel == "pointer":
-        return found
-    return [*found, x.tma_store, x.wide, t.subtile, t.flatten, t.swap, t.tail]
+        return facts
+    return [*facts, x.tma_store, x.wide, t.subtile, t.flatten, t.swap, t.tail]
 
 
 def epilogue(device, t, v, k, dtype, logit_dtype, readable, kind, writable):
@@ -59,29 +59,29 @@ def epilogue(device, t, v, k, dtype, logit_dtype, readable, kind, writable):
     tile = x.tile
     tiles = -(-t // tile.m) * -(-v // tile.n)
     programs = tiles if x.kernel == "pointer" else min(tiles, x.processors)
-    found = [x.kernel, programs, tile.m, tile.n, tile.k, tile.group, x.permuted]
+    facts = [x.kernel, programs, tile.m, tile.n, tile.k, tile.group, x.permuted]
     if x.kernel == "hopper":
-        return found + segments_of(x, k)
-    found += [x.segment, x.last_segment]
-    found += [tile.flatten, x.tma_store] if x.kernel == "tma" else []
-    return [*found, tile.warps, tile.stages]
+        return facts + segments_of(x, k)
+    facts += [x.segment, x.last_segment]
+    facts += [tile.flatten, x.tma_store] if x.kernel == "tma" else []
+    return [*facts, tile.warps, tile.stages]
 
 
 def accumulated(device, *slices):
-    given = tuple(
+    slices = tuple(
         accumulate.Slice(*x[:4], getattr(torch, x[4]), getattr(torch, x[5]), *x[6:]) for x in slices
     )
-    x = accumulate.plan_accumulate(given, device, True)
-    own = x.slices[0]
+    x = accumulate.plan_accumulate(slices, device, True)
+    single = x.slices[0]
     if x.shared:
         assert all(one.kernel == "hopper" for one in x.slices)
-        assert x.shared.order == tuple(range(len(given)))
+        assert x.shared.order == tuple(range(len(slices)))
         widths = [one.width for one in x.slices]
         shared = x.shared
         return ["hopper", shared.programs, widths, shared.everyone, shared.heavy, shared.ahead]
-    tile = own.tile
-    found = [own.kernel, own.programs, tile.m, tile.n, tile.k, tile.group, tile.warps]
-    return [*found, tile.stages] if own.kernel == "tma" else found
+    tile = single.tile
+    facts = [single.kernel, single.programs, tile.m, tile.n, tile.k, tile.group, tile.warps]
+    return [*facts, tile.stages] if single.kernel == "tma" else facts
 
 
 KINDS = {"product": product, "epilogue": epilogue, "accumulate": accumulated}
@@ -90,9 +90,9 @@ KINDS = {"product": product, "epilogue": epilogue, "accumulate": accumulated}
 def wrong() -> list:
     """Recorded launches that are planned otherwise."""
     return [
-        [*line, found]
+        [*line, facts]
         for line in RECORDED
-        if (found := KINDS[line[1]](DEVICES[line[0]], *line[2])) != line[3]
+        if (facts := KINDS[line[1]](DEVICES[line[0]], *line[2])) != line[3]
     ]
 
 

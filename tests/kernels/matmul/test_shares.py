@@ -23,8 +23,8 @@ def tiles_of_program(monkeypatch, program, tiles, everyone, heavy):
     )  # fmt: skip
     with monkeypatch.context() as patch:
         patch.setattr(shares, "gl", language)
-        own, count = shares.count_of.fn(tiles, everyone, heavy)
-        return [shares.nth.fn(j, own, everyone, heavy) for j in range(count)]
+        even, count = shares.count_of.fn(tiles, everyone, heavy)
+        return [shares.nth.fn(j, even, everyone, heavy) for j in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -37,15 +37,15 @@ def test_both_gradients_of_a_chunk_end_together(tokens, hidden, width, monkeypat
     counts = plan.tiles_of(dw, 256), plan.tiles_of(dh, width)
     costs = plan.cost(dw, 256), plan.cost(dh, width)
     everyone, heavy = plan.shares(counts[0], costs[0], counts[1], costs[1], PROGRAMS)
-    seen: tuple[list[int], list[int]] = ([], [])
+    tiles_by_product: tuple[list[int], list[int]] = ([], [])
     times = []
     for program in range(PROGRAMS):
         first = tiles_of_program(monkeypatch, program, counts[0], everyone, heavy)
         second = tiles_of_program(monkeypatch, program, counts[1], counts[1], 0)
-        seen[0].extend(first)
-        seen[1].extend(second)
+        tiles_by_product[0].extend(first)
+        tiles_by_product[1].extend(second)
         times.append(len(first) * costs[0] + len(second) * costs[1])
-    assert [sorted(tiles) for tiles in seen] == [list(range(count)) for count in counts]
+    assert [sorted(tiles) for tiles in tiles_by_product] == [list(range(count)) for count in counts]
     assert max(times) <= 1.05 * sum(times) / PROGRAMS
 
 

@@ -91,13 +91,13 @@ def test_predicted_times_are_sound():
 def test_tiles_that_lie_evenly_cover_a_side_with_as_many_and_have_equal_parts_of_it():
     for tile, unit in ((64, 1), (72, 1), (208, 1), (192, 16), (256, 16)):
         for length in (*range(1, 600), 1032, 4096, 14336):
-            apart = evenly(length, tile, unit)
+            width = evenly(length, tile, unit)
             count = -(-length // tile)
-            assert 0 < apart <= tile
-            assert apart % unit == 0
-            assert -(-length // apart) == count  # the kernel finds out how many from `apart`
+            assert 0 < width <= tile
+            assert width % unit == 0
+            assert -(-length // width) == count  # the kernel finds out how many from `width`
             if unit == 1:
-                assert apart * count - length < count
+                assert width * count - length < count
     assert (evenly(135, 64), evenly(65, 64), evenly(576, 192, 16)) == (45, 33, 192)
 
 
@@ -122,19 +122,19 @@ def test_a_tail_begins_where_the_full_waves_end():
 
 def literals() -> set[tiles.Tile]:
     """Every `Tile(...)` in the source of the package."""
-    found = set()
+    literal = set()
     for path in Path(tiles.__file__).parents[1].rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Tile":
-                found.add(eval(ast.unparse(node), {"Tile": tiles.Tile}))
-    return found
+                literal.add(eval(ast.unparse(node), {"Tile": tiles.Tile}))
+    return literal
 
 
 def test_the_self_check_covers_every_tile_in_the_source():
-    found = literals()
-    assert len(found) > len(COSTS)
+    literal = literals()
+    assert len(literal) > len(COSTS)
     known = {*tiles.tiles_in_use(), *tiles.SINGLE}
-    assert {tiles.as_product(tile) for tile in found} <= known
+    assert {tiles.as_product(tile) for tile in literal} <= known
     assert not {tiles.as_product(tiles.Tile(16, 16, 64, 4, 3))} <= known
 
 
@@ -193,8 +193,8 @@ def test_each_tile_in_use_is_checked(odd, split):
         odd.clear()
         odd.add((tile, torch.bfloat16, split))
         if tile != tiles.SAFE:  # what the others are compared with
-            found = self_check.disagreements(CPU, split)
-            assert set(found) == {(tile, torch.bfloat16)}, tile
+            disagreeing = self_check.disagreements(CPU, split)
+            assert set(disagreeing) == {(tile, torch.bfloat16)}, tile
 
 
 def test_nan_bits_never_count_as_agreement(monkeypatch):
@@ -210,10 +210,10 @@ def test_partial_accumulators_show_the_sums_of_the_product(monkeypatch):
     tile, half = tiles.Tile(128, 128, 8, 4, 1), torch.float16
     expected = self_check.tile_bits(tiles.Tile(64, 128, 8, 4, 1), half, CPU)
     assert torch.equal(self_check.partial_bits(tile, half, CPU), expected)
-    given = self_check.operands
+    operands = self_check.operands
 
     def shifted(*arguments):
-        return [x.roll(1, 1) for x in given(*arguments)]
+        return [x.roll(1, 1) for x in operands(*arguments)]
 
     monkeypatch.setattr(self_check, "operands", shifted)
     assert not torch.equal(self_check.partial_bits(tile, half, CPU), expected)

@@ -16,14 +16,14 @@ def test_rope_by_frequencies_has_the_bits_of_theta(backend, interleaved):
     frequency = torch.tensor([1e4 ** (-2.0 * i / 16) for i in range(8)])
     options = {"interleaved": interleaved, "backend": backend}
     by_theta = rk.rope(q, k, at, theta=1e4, rotary_dim=16, **options)
-    found = rk.rope(q, k, at, inv_freq=frequency, **options)
-    assert all(torch.equal(a, b) for a, b in zip(found, by_theta, strict=True))
+    rotated = rk.rope(q, k, at, inv_freq=frequency, **options)
+    assert all(torch.equal(a, b) for a, b in zip(rotated, by_theta, strict=True))
     other = frequency.clone()
     other.view(torch.int32)[3] += 1  # another library's rounding of one frequency
-    assert not torch.equal(rk.rope(q, k, at, inv_freq=other, **options)[0], found[0])
+    assert not torch.equal(rk.rope(q, k, at, inv_freq=other, **options)[0], rotated[0])
     rows = torch.tensor([7, 2])
     lone = rk.rope(q[rows], k[rows], at[rows], inv_freq=frequency, **options)
-    assert torch.equal(lone[0], found[0][rows])
+    assert torch.equal(lone[0], rotated[0][rows])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

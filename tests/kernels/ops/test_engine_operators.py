@@ -13,7 +13,7 @@ BACKENDS = ["torch", "triton"]
 
 def caches(layout, blocks=5, page=4, heads=3, dim=8, dtype=torch.float32):
     """(k_cache, v_cache, all of their memory) as engines lay them out."""
-    if layout == "apart":
+    if layout == "separate":
         both = torch.full((2, blocks, page, heads, dim), 7.0, dtype=dtype)
         return both[0], both[1], both
     if layout == "halves of a block":
@@ -23,7 +23,7 @@ def caches(layout, blocks=5, page=4, heads=3, dim=8, dtype=torch.float32):
     return *both.transpose(1, 2).split(dim, -1), both
 
 
-LAYOUTS = ["apart", "halves of a block", "vLLM"]
+LAYOUTS = ["separate", "halves of a block", "vLLM"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -43,22 +43,22 @@ def test_keys_and_values_lie_in_their_slots_and_nowhere_else(backend, layout, dt
     assert torch.equal(k_cache, other_k)
     assert torch.equal(v_cache, other_v)
     assert not torch.equal(memory, expected)
-    again = caches(layout, dtype=dtype)
+    untouched = caches(layout, dtype=dtype)
     for t in (3, 0, 5, 4, 1, 2):  # one token at a time, in another order
         part = slice(t, t + 1)
-        rk.write_kv_cache(k[part], v[part], *again[:2], slots[part].int(), backend=backend)
-    assert torch.equal(again[2], memory)
+        rk.write_kv_cache(k[part], v[part], *untouched[:2], slots[part].int(), backend=backend)
+    assert torch.equal(untouched[2], memory)
 
 
 def test_a_slot_off_by_one_is_noticed(monkeypatch):
     write = kv_portable.write
     monkeypatch.setattr(kv_portable, "write", lambda *x: write(*x[:4], x[4] ^ 1))
     with pytest.raises(AssertionError):
-        test_keys_and_values_lie_in_their_slots_and_nowhere_else("torch", "apart", torch.float32)
+        test_keys_and_values_lie_in_their_slots_and_nowhere_else("torch", "separate", torch.float32)
 
 
 def test_what_does_not_fit_a_cache_is_named():
-    k_cache, v_cache, _ = caches("apart")
+    k_cache, v_cache, _ = caches("separate")
     k = torch.zeros(2, 3, 8)
     slots = torch.tensor([0, 20])
     with pytest.raises(IndexError, match="slot 20"):
@@ -103,18 +103,18 @@ def test_the_largest_logits_and_given_ids_have_the_bits_of_targets(backend, k, d
     x = logits_with_ties().to(dtype)
     options = {"temperature": 0.7, "backend": backend}
     target = torch.arange(7) * 30 - 30  # one is ignored
-    given = torch.stack([target.clamp(min=0), target, torch.full((7,), 999)], 1)
+    token_ids = torch.stack([target.clamp(min=0), target, torch.full((7,), 999)], 1)
     plain = rk.logp(x, target, **options)
-    found, ids_logp, top, ids = rk.logp(x, target, token_ids=given, top_k=k, **options)
-    assert torch.equal(found, plain)
+    logps, ids_logp, top, ids = rk.logp(x, target, token_ids=token_ids, top_k=k, **options)
+    assert torch.equal(logps, plain)
     assert torch.equal(ids, largest(x.float(), k))
     assert ids.dtype == torch.int64
-    for column, values in ((given, ids_logp), (ids, top)):
+    for column, values in ((token_ids, ids_logp), (ids, top)):
         for j in range(column.shape[1]):
             assert torch.equal(values[:, j], rk.logp(x, column[:, j].contiguous(), **options))
     rows = torch.tensor([4, 1])
-    lone = rk.logp(x[rows], target[rows], token_ids=given[rows], top_k=k, **options)
-    whole = (found, ids_logp, top, ids)
+    lone = rk.logp(x[rows], target[rows], token_ids=token_ids[rows], top_k=k, **options)
+    whole = (logps, ids_logp, top, ids)
     assert all(torch.equal(a, b[rows]) for a, b in zip(lone, whole, strict=True))
     only = rk.logp(x, target, top_k=k, **options)
     assert len(only) == 3
@@ -126,9 +126,9 @@ def test_the_gradient_is_that_of_the_target_alone(backend):
     x = logits_with_ties()[2:].requires_grad_()
     target = torch.arange(5)
     plain = torch.autograd.grad(rk.logp(x, target, backend=backend).sum(), x)[0]
-    found, _, top, _ = rk.logp(x, target, token_ids=target[:, None], top_k=3, backend=backend)
+    logps, _, top, _ = rk.logp(x, target, token_ids=target[:, None], top_k=3, backend=backend)
     assert not top.requires_grad
-    assert torch.equal(torch.autograd.grad(found.sum(), x)[0], plain)
+    assert torch.equal(torch.autograd.grad(logps.sum(), x)[0], plain)
 
 
 def test_an_order_of_ties_that_is_not_the_lowest_ids_is_noticed(monkeypatch):
@@ -171,12 +171,12 @@ def test_rope_turns_queries_and_keys_as_it_turns_each_alone():
 def test_heads_of_a_fused_projection_are_normed_where_they_lie(backend):
     qkv = rand(5, 9 * 8, dtype=torch.float32, device="cpu", seed=3)
     weight = rand(8, dtype=torch.float32, device="cpu", seed=4)
-    apart = qkv[:, 24:64].view(5, 5, 8).requires_grad_()  # five heads of nine
-    dense = apart.detach().contiguous().requires_grad_()
-    found, expected = (
-        rk.rms_norm(x, weight, 1e-6, cast="vllm", backend=backend) for x in (apart, dense)
+    strided = qkv[:, 24:64].view(5, 5, 8).requires_grad_()  # five heads of nine
+    dense = strided.detach().contiguous().requires_grad_()
+    normed, expected = (
+        rk.rms_norm(x, weight, 1e-6, cast="vllm", backend=backend) for x in (strided, dense)
     )
-    assert torch.equal(found, expected)
-    (found * found).sum().backward()
+    assert torch.equal(normed, expected)
+    (normed * normed).sum().backward()
     (expected * expected).sum().backward()
-    assert torch.equal(apart.grad, dense.grad)
+    assert torch.equal(strided.grad, dense.grad)

@@ -80,8 +80,8 @@ def test_low_precision_gradients_agree_with_float64_and_repeat(name, dtype, back
     truth = torch.autograd.grad(exact, wide, dy.double())
     out = run(backend, *leaves)
     first = torch.autograd.grad(out, leaves, dy.to(out.dtype), retain_graph=True)
-    again = torch.autograd.grad(out, leaves, dy.to(out.dtype))
-    for value, repeat, expected in zip(first, again, truth, strict=True):
+    repeats = torch.autograd.grad(out, leaves, dy.to(out.dtype))
+    for value, repeat, expected in zip(first, repeats, truth, strict=True):
         assert torch.equal(value, repeat)
         assert value.dtype == dtype
         limit = 8 * LIMIT[dtype] * (float(expected.abs().max()) + 1e-6)

@@ -54,8 +54,8 @@ def test_attention_error_is_no_larger_than_torchs(dtype, shape, causal, window):
     args = packed([7, 1, 30], [7, 40, 61], *shape, dtype, "cpu")
     out, lse = rk.attention(*args, causal=causal, window=window, return_lse=True, backend="triton")
     truth, lse_truth = attention_truth(*args, causal=causal, window=window)
-    own = torch_attention(*args, causal=causal, window=window)
-    assert within_budget(out, truth, own, dtype)
+    torch_out = torch_attention(*args, causal=causal, window=window)
+    assert within_budget(out, truth, torch_out, dtype)
     assert float((lse - lse_truth).abs().max()) < 2e-5
 
 

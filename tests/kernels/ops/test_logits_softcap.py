@@ -39,12 +39,12 @@ def test_values_and_gradients_are_those_of_the_formula(backend, dtype, options):
 @pytest.mark.parametrize("options", OPTIONS)
 def test_given_and_largest_ids_have_the_bits_of_targets_in_every_batch(options, backend):
     x, target = logits(), torch.arange(9) * 30
-    given = torch.stack([target, target + 1], 1)
-    whole, of_given, top, ids = rk.logp(
-        x, target, token_ids=given, top_k=3, backend=backend, **options
+    token_ids = torch.stack([target, target + 1], 1)
+    whole, id_logp, top, ids = rk.logp(
+        x, target, token_ids=token_ids, top_k=3, backend=backend, **options
     )
-    assert torch.equal(of_given[:, 0], whole)
-    assert torch.equal(of_given[:, 1], rk.logp(x, target + 1, backend=backend, **options))
+    assert torch.equal(id_logp[:, 0], whole)
+    assert torch.equal(id_logp[:, 1], rk.logp(x, target + 1, backend=backend, **options))
     for t in (0, 4, 8):
         row = slice(t, t + 1)
         assert torch.equal(whole[row], rk.logp(x[row], target[row], backend=backend, **options))

@@ -32,12 +32,12 @@ def same(dtype, options, backend, dim=16):
     inputs = case(dtype, dim=dim)
     leaves = [[x.clone().requires_grad_() for x in inputs[:4]] for _ in range(2)]
     fused = rk.norm_rope(*leaves[0], inputs[4], eps=1e-6, backend=backend, **options)
-    apart = two(*leaves[1], inputs[4], backend=backend, **options)
+    separate = two(*leaves[1], inputs[4], backend=backend, **options)
     plain = rk.norm_rope(*inputs, eps=1e-6, backend=backend, **options)  # of slices, no gradient
-    assert all(torch.equal(a, b) for a, b in zip(fused, apart, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(plain, apart, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(fused, separate, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(plain, separate, strict=True))
     up = [rand(*x.shape, dtype=dtype, device="cpu", seed=9) for x in fused]
-    grads = [torch.autograd.grad(y, x, up) for y, x in zip((fused, apart), leaves, strict=True)]
+    grads = [torch.autograd.grad(y, x, up) for y, x in zip((fused, separate), leaves, strict=True)]
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 

@@ -69,8 +69,8 @@ def test_vmap_is_right_or_refused(name, backend):
         with pytest.raises(NotImplementedError, match=name):
             torch.vmap(lambda x: run(x, backend=backend))(rows)
         return
-    found = torch.vmap(lambda x: run(x, backend=backend))(rows)
-    assert torch.equal(found, torch.stack([run(x, backend=backend) for x in rows]))
+    mapped = torch.vmap(lambda x: run(x, backend=backend))(rows)
+    assert torch.equal(mapped, torch.stack([run(x, backend=backend) for x in rows]))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -132,9 +132,9 @@ def test_an_id_outside_of_the_table_is_named():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_norm_takes_a_whole_number_for_eps(backend):
     """Triton makes a constant of a 1, and a kernel that is launched again would keep it."""
-    found = rk.rms_norm(X, GAIN, 1, backend=backend)
-    assert torch.equal(found, rk.rms_norm(X, GAIN, 1.0, backend=backend))
-    assert torch.equal(found, rk.rms_norm(X, GAIN, torch.tensor(1.0), backend=backend))
+    normed = rk.rms_norm(X, GAIN, 1, backend=backend)
+    assert torch.equal(normed, rk.rms_norm(X, GAIN, 1.0, backend=backend))
+    assert torch.equal(normed, rk.rms_norm(X, GAIN, torch.tensor(1.0), backend=backend))
 
 
 @pytest.mark.parametrize("which", ["target", "mask", "advantages", "old_logp", "ref_logp"])

@@ -62,7 +62,9 @@ def _classes(excluded: frozenset[str]) -> dict[type, type]:
         (("act",), (layers.RlkSiluAndMul,)),
         (("logits",), (layers.RlkLogitsProcessor,)),
     )
-    chosen = [ours for fused, chosen in groups if not excludes(excluded, *fused) for ours in chosen]
+    chosen = [
+        ours for fused, classes in groups if not excludes(excluded, *fused) for ours in classes
+    ]
     if not excluded >= NORMS:
         chosen.append(layers.RlkRMSNorm)
     return {ours.__bases__[1]: ours for ours in chosen}

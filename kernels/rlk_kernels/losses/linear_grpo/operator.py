@@ -291,10 +291,10 @@ def linear_grpo_loss(
         names = METRICS[: len(values)]
     else:
         loss, grad = Loss(beta, low, high), torch.is_grad_enabled()
-        arguments = (*operands, ids, tokens, spec, loss, chosen, grad)
+        inputs = (*operands, ids, tokens, spec, loss, chosen, grad)
         with on_device_of(hidden):
             if grad and any(x is not None and x.requires_grad for x in operands):
-                value, logp, names, *values = _LinearGRPO.apply(*arguments)
+                value, logp, names, *values = _LinearGRPO.apply(*inputs)
             else:
-                value, logp, names, *values = _run(*arguments[:-1], [False] * 3)[0]
+                value, logp, names, *values = _run(*inputs[:-1], [False] * 3)[0]
     return value, {"logp": logp, **dict(zip(names, values, strict=True))}

@@ -63,11 +63,11 @@ def _sees_all(flags_ptr, item, first, count, hk, HK: gl.constexpr, WARPS: gl.con
     missing = count * 0
     for start in range(0, count, 32 * WARPS):
         one = gl.minimum(start + thread, count - 1)
-        flags = gl.inline_asm_elementwise(
+        numbers = gl.inline_asm_elementwise(
             "ld.acquire.gpu.global.b64 $0, [$1];", "=l,l", [flags + 8 * ((first + one) * HK + hk)],
             dtype=gl.int64, is_pure=False, pack=1,
         )  # fmt: skip
-        missing += tl.sum((flags != number).to(gl.int32), 0)
+        missing += tl.sum((numbers != number).to(gl.int32), 0)
     return missing == 0
 
 

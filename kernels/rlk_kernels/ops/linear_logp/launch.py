@@ -430,7 +430,7 @@ def backward(
         los = None if dw is None else lo_accumulator(dw[:widest], len(backward.chunks))
         for vocab, tiles in vocab_chunks:
             lo = None if los is None else los[: vocab.last - vocab.first]
-            sums = []
+            column_sums = []
             for start, stop in backward.chunks:
                 quiet_rows = _quiet(copy, h, ids, rows, g, a, b, slice(start, stop))
                 out = dlogits(quiet_rows, vocab, tiles)
@@ -441,7 +441,7 @@ def backward(
                     )  # fmt: skip
                     ran.add(accumulate(partial))
                 if db is not None:
-                    sums.append(columns(slice(start, stop), vocab))
+                    column_sums.append(columns(slice(start, stop), vocab))
             if db is not None:
-                db[vocab.columns] = column_sum(torch.stack(sums), "triton")
+                db[vocab.columns] = column_sum(torch.stack(column_sums), "triton")
     return (dh, dw, db), most_special(ran)

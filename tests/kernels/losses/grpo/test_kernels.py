@@ -31,12 +31,32 @@ def test_the_kernels_prepare_tokens_as_torch_does(loss_type, spread):
     for bounds, kind in ((RAGGED, torch.int64), (RAGGED, torch.int32), (None, None)):
         cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=kind)
         sequences = 7 if bounds else 4
-        own = advantages[:4] if spread and bounds is None else advantages
+        per_sequence = advantages[:4] if spread and bounds is None else advantages
         for counted in (mask, mask.double() * 2, torch.zeros(t)):
-            given = target, counted, own, spread, cu_seqlens, sequences, loss_type, 40, -100
-            pairs = zip(grpo_triton.prepare(*given), grpo.prepare(*given), strict=True)
+            arguments = (
+                target,
+                counted,
+                per_sequence,
+                spread,
+                cu_seqlens,
+                sequences,
+                loss_type,
+                40,
+                -100,
+            )
+            pairs = zip(grpo_triton.prepare(*arguments), grpo.prepare(*arguments), strict=True)
             assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
-        small = target.int(), mask, own.double(), spread, cu_seqlens, sequences, loss_type, 40, 3
+        small = (
+            target.int(),
+            mask,
+            per_sequence.double(),
+            spread,
+            cu_seqlens,
+            sequences,
+            loss_type,
+            40,
+            3,
+        )
         pairs = zip(grpo_triton.prepare(*small), grpo.prepare(*small), strict=True)
         assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
 
@@ -81,10 +101,10 @@ def reduced(logp, old, advantages, ref, mask, w, loss):
 def test_the_kernels_reduce_as_torch_does(t):
     logp, old, advantages, ref, mask, w = terms(t)
     tiny = {"ratio_min": float("inf")} if not bool(mask.any()) else {}
-    for given, beta in (((old, ref), 0.1), ((old, None), 0.0), ((None, ref), 0.0)):
+    for logps, beta in (((old, ref), 0.1), ((old, None), 0.0), ((None, ref), 0.0)):
         loss = Loss(beta, 0.2, 0.28)
         (value, mine), (expected, exact) = reduced(
-            logp, given[0], advantages, given[1], mask, w, loss
+            logp, logps[0], advantages, logps[1], mask, w, loss
         )
         assert (value.shape, value.dtype) == ((), torch.float32)
         assert abs(float(value) - float(expected)) <= 1e-7 * (abs(float(expected)) + 1e-3)
@@ -105,11 +125,11 @@ def test_a_mask_of_zeros_reduces_to_nothing_whatever_the_tokens_hold():
 @pytest.mark.parametrize("which", [0, 1, 2, 3])
 def test_a_nan_in_a_token_that_counts_shows(which):
     for at in (4, 1299):
-        given = list(terms(1300))
-        given[4][at], given[5][at] = True, 1e-3
-        for i, x in enumerate(given[:4]):
+        inputs = list(terms(1300))
+        inputs[4][at], inputs[5][at] = True, 1e-3
+        for i, x in enumerate(inputs[:4]):
             x[at] = float("nan") if i == which else 0.0
-        (value, mine), (expected, exact) = reduced(*given, Loss(0.1, 0.2, 0.2))
+        (value, mine), (expected, exact) = reduced(*inputs, Loss(0.1, 0.2, 0.2))
         assert bool((value + expected.float()).isnan())
         assert [bool(x.isnan()) for x in mine.values()] == [bool(x.isnan()) for x in exact.values()]
         if which < 2:

@@ -113,9 +113,9 @@ def test_targets_far_below_and_far_above_the_other_logits(dtype, monkeypatch):
 
 def test_the_four_losses_differ():
     c, more = batch(torch.float32)
-    found = [float(run(c, "torch", loss_type=kind, **more)[0]) for kind in LOSS_TYPES]
-    assert len(set(found[:3])) == 3
-    assert found[2] == found[3]  # dapo and ppo: the same mean, other clips by custom
+    losses = [float(run(c, "torch", loss_type=kind, **more)[0]) for kind in LOSS_TYPES]
+    assert len(set(losses[:3])) == 3
+    assert losses[2] == losses[3]  # dapo and ppo: the same mean, other clips by custom
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -211,8 +211,8 @@ def test_what_is_masked_out_may_hold_anything(backend):
     out = more["mask"] == 0
     for name in ("old_logp", "ref_logp"):
         more[name] = more[name].masked_fill(out, float("nan"))
-    again, _, others = run(c, backend, **more)
-    assert torch.equal(loss, again)
+    repeated, _, others = run(c, backend, **more)
+    assert torch.equal(loss, repeated)
     assert bool(loss.isfinite())
     assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
     assert bool((grads[0].view(B, L, H)[out] == 0).all())
@@ -388,7 +388,7 @@ def test_numbers_times_a_factor_and_rows_times_theirs(dtype):
     assert torch.equal(rows, expected)
 
 
-class Seen(TorchDispatchMode):
+class Names(TorchDispatchMode):
     """The torch operators that run below it, but for Triton's interpreter's and `Spec.inverse`'s
     (a number of the host)."""
 
@@ -407,10 +407,10 @@ class Seen(TorchDispatchMode):
 def test_the_triton_backend_leaves_no_arithmetic_to_torch(loss_type):
     c, more = batch(torch.float16)
     leaves = [x.clone().requires_grad_() for x in (c.hidden.view(B, L, H), c.weight)]
-    with Seen() as seen:
+    with Names() as dispatched:
         loss, _ = rk.linear_grpo_loss(
             leaves[0], leaves[1], c.target.view(B, L), backend="triton", loss_type=loss_type, **more
         )
         torch.autograd.grad(loss, leaves)
-    launching = seen.names - NO_LAUNCH
+    launching = dispatched.names - NO_LAUNCH
     assert launching <= {"ones_like"}, launching  # autograd's own upstream gradient

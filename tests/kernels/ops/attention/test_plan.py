@@ -40,10 +40,10 @@ def test_few_rows_of_one_sequence_are_taken_alone(
     assert plan.listed == (plan.split and batch > 1)
 
 
-@pytest.mark.parametrize(("apart", "special"), [((1 << 26) - 1, True), (1 << 26, False)])
-def test_heads_beyond_32_bits_are_not_for_the_kernels_of_hopper(apart, special, monkeypatch):
+@pytest.mark.parametrize(("stride", "special"), [((1 << 26) - 1, True), (1 << 26, False)])
+def test_heads_beyond_32_bits_are_not_for_the_kernels_of_hopper(stride, special, monkeypatch):
     monkeypatch.setattr(attention_forward, "facts", lambda device: H200)
-    q = torch.empty_strided((4, 32, 128), (128, apart, 1), dtype=torch.bfloat16, device="meta")
+    q = torch.empty_strided((4, 32, 128), (128, stride, 1), dtype=torch.bfloat16, device="meta")
     k = torch.empty(4, 8, 128, dtype=torch.bfloat16, device="meta")
     assert planned(q, k, None, 1).special == special
 

@@ -113,12 +113,12 @@ def row(plan, plane):
 
 @pytest.mark.usefixtures("who_compares")
 def test_a_shared_prefix_is_read_once_and_changes_no_bit(monkeypatch):
-    x, joint, apart = group()
+    x, joint, separate = group()
     made = planned(monkeypatch)
-    found = run(*x, joint, split=True)
-    alone = run(*x, apart, split=True)
-    assert same(found, run(*x, apart, split=False))
-    assert same(found, alone)
+    shared_out = run(*x, joint, split=True)
+    alone = run(*x, separate, split=True)
+    assert same(shared_out, run(*x, separate, split=False))
+    assert same(shared_out, alone)
     b = x[4].numel()
     leaders = row(made[0], schedule.LEADER)[:b].tolist()
     assert leaders == [0, 0, 2, 2]
@@ -145,9 +145,9 @@ def test_scratch_is_bounded_and_little_of_it_changes_no_bit(monkeypatch):
     sizes, plan = [], attention_forward._plan
 
     def spy(*args):
-        own = plan(*args)
-        sizes.append(4 * sum(map(math.prod, own.scratch)))
-        return own
+        entries = plan(*args)
+        sizes.append(4 * sum(map(math.prod, entries.scratch)))
+        return entries
 
     monkeypatch.setattr(attention_forward, "_plan", spy)
     assert same(run(*x, split=True), one)
@@ -169,11 +169,11 @@ def test_work_is_split_where_it_pays(monkeypatch):
 def test_the_first_blocks_alone_share_nothing(monkeypatch):
     """Tables that begin with the same block and go on with others, and a sequence that is shorter
     than a chunk."""
-    x, joint, apart = group(members=2, shared=64, prompts=2, extra=(3, 33))
-    apart[:, 0] = joint[:, 0]
+    x, joint, separate = group(members=2, shared=64, prompts=2, extra=(3, 33))
+    separate[:, 0] = joint[:, 0]
     x[4][1] = CHUNK - 1
     made = planned(monkeypatch)
-    assert same(run(*x, apart, split=True), run(*x, apart, split=False))
+    assert same(run(*x, separate, split=True), run(*x, separate, split=False))
     assert same(run(*x, joint, split=True), run(*x, joint, split=False))
     assert row(made[0], schedule.LEADER)[:4].tolist() == [-1] * 4
     assert row(made[1], schedule.LEADER)[:4].tolist() == [-1, -1, 2, 2]
@@ -190,8 +190,8 @@ def test_a_merge_that_goes_wrong_is_noticed(fault, monkeypatch):
         flat = made.clone()
         plan = entries(flat, b)
         if fault == "order":  # slots that lie elsewhere
-            own = row(plan, schedule.BASE)[1 : 2 * b : 2]
-            own.copy_(own.flip(0))
+            bases = row(plan, schedule.BASE)[1 : 2 * b : 2]
+            bases.copy_(bases.flip(0))
         elif fault == "first":  # a chunk left out
             row(plan, schedule.FIRST)[3] += 1
         else:  # a prefix left out

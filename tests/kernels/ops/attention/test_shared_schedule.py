@@ -30,8 +30,8 @@ def lists(monkeypatch):
 
 def batch(lens_q, lens_k, heads=HEADS, page=PAGE, width=40, dtype=torch.float32):
     """Arguments of `paged_attention`, the table wider than it must be."""
-    *given, cu_q = wide_batch(lens_q, lens_k, width, heads, page, dtype)
-    return tuple(given), cu_q
+    *arguments, cu_q = wide_batch(lens_q, lens_k, width, heads, page, dtype)
+    return tuple(arguments), cu_q
 
 
 def made(x, **more):
@@ -50,10 +50,10 @@ def test_calls_that_share_a_schedule_have_the_bits_of_calls_alone(lens, window, 
     expected = [run(x, window=window) for x in layers]
     lists.clear()
     schedule = made(layers[0], window=window)
-    found = [run(x, window=window, schedule=schedule) for x in layers]
+    outputs = [run(x, window=window, schedule=schedule) for x in layers]
     assert len(lists) == 1
-    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
-    assert not same(*found)
+    assert all(same(a, b) for a, b in zip(outputs, expected, strict=True))
+    assert not same(*outputs)
 
 
 @pytest.mark.parametrize(
@@ -76,11 +76,11 @@ def test_a_call_that_is_asked_for_no_lse_has_the_same_bits(lens):
     expected, _ = run(x)
     for schedule in (None, made(x)):
         for out in (None, torch.empty_like(expected)):
-            found = rk.paged_attention(
+            outputs = rk.paged_attention(
                 *x[0], cu_seqlens_q=x[1], backend="triton", schedule=schedule, out=out
             )
-            assert torch.equal(found, expected)
-            assert out is None or found is out
+            assert torch.equal(outputs, expected)
+            assert out is None or outputs is out
 
 
 def test_what_a_given_list_says_is_done():

@@ -50,20 +50,20 @@ def test_a_sequence_has_its_bits_alone_and_out_of_a_paged_cache(backend, options
     q, k, v = case(dtype)
     whole = rk.attention(q, k, v, CU, CU, backend=backend, **options)
     last = [x[9:] for x in (q, k, v)]
-    own = torch.tensor([0, 21])
-    assert torch.equal(rk.attention(*last, own, own, backend=backend, **options), whole[9:])
+    bounds = torch.tensor([0, 21])
+    assert torch.equal(rk.attention(*last, bounds, bounds, backend=backend, **options), whole[9:])
     cache = [torch.cat([x, x[:3]]).view(6, 4, 2, 16) for x in last[1:]]
     table, lens = torch.arange(6)[None], torch.tensor([21])
     paged = rk.paged_attention(
         q[-3:], *cache, table, lens, cu_seqlens_q=torch.tensor([0, 3]), backend=backend, **options
     )
     assert torch.equal(paged, whole[-3:])
-    given = torch.full_like(paged, float("nan"))
+    out = torch.full_like(paged, float("nan"))
     rk.paged_attention(
-        q[-1:], *cache, table, lens, cu_seqlens_q=torch.tensor([0, 1]), out=given[-1:],
+        q[-1:], *cache, table, lens, cu_seqlens_q=torch.tensor([0, 1]), out=out[-1:],
         backend=backend, **options,
     )  # fmt: skip
-    assert torch.equal(given[-1], whole[-1])
+    assert torch.equal(out[-1], whole[-1])
 
 
 @pytest.mark.parametrize("dim", [64, 80, 256])
@@ -94,12 +94,12 @@ def test_a_sink_of_minus_infinity_is_none(backend):
     keys = torch.tensor([0, 0, 9, 30])  # the first sequence's rows have no key, nor a sink
     off = torch.full((4,), -torch.inf).requires_grad_()
     plain = rk.attention(q, k, v, CU, keys, return_lse=True, backend=backend)
-    found = rk.attention(q, k, v, CU, keys, sinks=off, return_lse=True, backend=backend)
-    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
-    *grads, dsinks = torch.autograd.grad(found[0].sum(), (q, k, v, off))
+    with_sinks = rk.attention(q, k, v, CU, keys, sinks=off, return_lse=True, backend=backend)
+    assert all(torch.equal(a, b) for a, b in zip(with_sinks, plain, strict=True))
+    *grads, dsinks = torch.autograd.grad(with_sinks[0].sum(), (q, k, v, off))
     assert not dsinks.any()
-    own = torch.autograd.grad(plain[0].sum(), (q, k, v))
-    assert all(torch.equal(a, b) for a, b in zip(grads, own, strict=True))
+    plain_grads = torch.autograd.grad(plain[0].sum(), (q, k, v))
+    assert all(torch.equal(a, b) for a, b in zip(grads, plain_grads, strict=True))
 
 
 def test_a_sink_of_another_head_is_noticed(monkeypatch):
@@ -157,13 +157,13 @@ def test_rows_of_no_sequence_reach_no_gradient(backend, options):
         options["sinks"] = inputs[-1]
     up = rand(30, 4, 16, dtype=torch.float32, device="cpu", seed=7)
     up[9:] = 0
-    found = []
+    grads = []
     for bounds in (CU, CU[:2]):
         torch.use_deterministic_algorithms(True)  # fills new memory with NaN
         try:
             out = rk.attention(*inputs[:3], bounds, bounds, backend=backend, **options)
-            found.append(torch.autograd.grad(out, inputs, up))
+            grads.append(torch.autograd.grad(out, inputs, up))
         finally:
             torch.use_deterministic_algorithms(False)
     assert bool(out[9:].isnan().all()) == (backend == "triton")
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

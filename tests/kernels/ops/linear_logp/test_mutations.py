@@ -84,8 +84,8 @@ def test_an_order_of_tiles_that_depends_on_the_batch_is_noticed(monkeypatch):
     c = case(200, 16, 600, torch.float32, "cpu")
     run = launch.run_tiles
 
-    def swapped(own, h, w, bias, spec, n, s, u=None, *rest, **more):
-        run(own, h, w, bias, spec, n, s, u, *rest, **more)
+    def swapped(plan, h, w, bias, spec, n, s, u=None, *rest, **more):
+        run(plan, h, w, bias, spec, n, s, u, *rest, **more)
         for x in (n, s, u):
             if x is not None and x.dim() == 2 and h.shape[0] > 120:
                 x[1:3] = x[1:3].flip(0).clone()

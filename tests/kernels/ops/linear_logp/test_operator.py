@@ -58,14 +58,14 @@ def test_options_and_given_ids_follow_the_formula(backend):
     options = {"temperature": 0.7, "softcap": 4.0, "logit_scale": 1.5}
     c = case(9, 24, 100, torch.float32, "cpu", bias=True, **options)
     ids = torch.stack([c.target, c.target.flip(0), torch.full((9,), -100)], 1)
-    logp, lse, entropy, given = outputs(c, backend, token_ids=ids)
+    logp, lse, entropy, id_logp = outputs(c, backend, token_ids=ids)
     for value, exact in zip((logp, lse, entropy), truth(c), strict=True):
         assert error(value, exact) <= 1e-5
-    assert torch.equal(given[:, 0], logp)
-    assert bool((given[:, 2] == 0).all())
+    assert torch.equal(id_logp[:, 0], logp)
+    assert bool((id_logp[:, 2] == 0).all())
     other = case(9, 24, 100, torch.float32, "cpu", bias=True, **options)
     object.__setattr__(other, "target", c.target.flip(0))
-    assert error(given[:, 1], truth(other)[0]) <= 1e-5
+    assert error(id_logp[:, 1], truth(other)[0]) <= 1e-5
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -183,11 +183,11 @@ def test_a_confident_token_keeps_the_digits_of_one_minus_p(backend, dtype):
     c = case(1, 96, 200, dtype, "cpu", "confident")
     bias = torch.zeros(200, dtype=torch.float32, requires_grad=True)
     logp = rk.linear_logp(c.hidden, c.weight, c.target, bias=bias, backend=backend)
-    own = torch.autograd.grad(logp.sum(), bias)[0][c.target[0]].double()
+    slope = torch.autograd.grad(logp.sum(), bias)[0][c.target[0]].double()
     exact = -torch.expm1(truth(c)[0])[0]
     assert 1e-5 < float(exact) < 1e-2
     limit = {torch.bfloat16: 4e-3, torch.float16: 2e-3, torch.float32: 1e-4}[dtype]
-    assert abs(float(own / exact) - 1) < limit
+    assert abs(float(slope / exact) - 1) < limit
 
 
 def test_gradcheck():
@@ -250,10 +250,10 @@ def test_columns_that_cannot_be_are_minus_infinity(backend):
     bias = torch.zeros(90)
     bias[16:33] = -math.inf
     target = torch.tensor([0, 15, 33, 89, 40])
-    kept = torch.tensor([*range(16), *range(33, 90)])
+    columns = torch.tensor([*range(16), *range(33, 90)])
     logp = rk.linear_logp(c.hidden, c.weight, target, bias=bias, backend=backend)
-    at = torch.searchsorted(kept, target)
-    expected = rk.linear_logp(c.hidden, c.weight[kept], at, backend="torch")
+    at = torch.searchsorted(columns, target)
+    expected = rk.linear_logp(c.hidden, c.weight[columns], at, backend="torch")
     assert error(logp, expected) < 2e-6
 
 
@@ -270,15 +270,15 @@ def test_shards_of_the_vocabulary_merge_to_the_bits_of_the_whole():
 def test_logits_are_never_whole(monkeypatch):
     """No tensor of T x V: the largest the portable backend asks for stays a block."""
     c = case(100, 8, 320, torch.float32, "cpu")
-    seen = []
+    products = []
     product = portable.product
     monkeypatch.setattr(
         portable, "product",
-        lambda *a: seen.append(product(*a)) or seen[-1],
+        lambda *a: products.append(product(*a)) or products[-1],
     )  # fmt: skip
     gradients(c, run_ours(c, "torch"), upstreams(c))
-    assert seen
-    assert max(x.numel() for x in seen) <= 64 * 64
+    assert products
+    assert max(x.numel() for x in products) <= 64 * 64
 
 
 BAD = {

@@ -32,56 +32,56 @@ SMALL = 550 << 10
 """Bytes of a chunk for which the first has room in the gradient and in its lower halves."""
 SIZES = {
     "t": st.integers(1, 20000), "v": st.integers(1, 200000), "k": st.integers(0, 5000),
-    "own": st.integers(-1000, 1 << 28),
+    "block": st.integers(-1000, 1 << 28),
 }  # fmt: skip
 
 
-def trouble(vocab_chunks, t, v, k, own, at_once):
+def trouble(vocab_chunks, t, v, k, block, at_once):
     """What is wrong with them, by name."""
-    found = set()
+    faults = set()
     edges = [vocab.first for vocab in vocab_chunks] + [v]
     if edges != [0] + [vocab.last for vocab in vocab_chunks] or sorted(set(edges)) != edges:
-        found.add("not every column once, front to back")
+        faults.add("not every column once, front to back")
     for i, vocab in enumerate(vocab_chunks):
         end = vocab.offset + t * vocab.width
         if vocab.width % UNIT or vocab.width < vocab.last - vocab.first:
-            found.add("width")
-        if vocab.buffer == 0 and end > max(own, t * UNIT):
-            found.add("beyond the block")
+            faults.add("width")
+        if vocab.buffer == 0 and end > max(block, t * UNIT):
+            faults.add("beyond the block")
         if vocab.buffer and (vocab.offset < vocab.last * k or end > v * k):
-            found.add("rows that are written while it is read, or beyond the last")
+            faults.add("rows that are written while it is read, or beyond the last")
         for other in vocab_chunks[i + 1 :] if at_once else []:
             shared = min(end, other.offset + t * other.width) > max(vocab.offset, other.offset)
             if vocab.buffer == other.buffer and shared:
-                found.add("two in one place")
-    return found
+                faults.add("two in one place")
+    return faults
 
 
 @settings(max_examples=300, deadline=None)
 @given(**SIZES, spare=st.booleans(), widest=st.integers(1, 200000))
-def test_chunks_one_at_a_time_lie_where_nothing_else_is(t, v, k, own, spare, widest):
-    vocab_chunks = one_at_a_time(t, v, k, own, spare, widest, 132)
-    assert not trouble(vocab_chunks, t, v, k, own, False)
+def test_chunks_one_at_a_time_lie_where_nothing_else_is(t, v, k, block, spare, widest):
+    vocab_chunks = one_at_a_time(t, v, k, block, spare, widest, 132)
+    assert not trouble(vocab_chunks, t, v, k, block, False)
     assert spare or not any(vocab.buffer for vocab in vocab_chunks)
     assert all(vocab.width <= max(widest, UNIT) for vocab in vocab_chunks)
-    assert block_elements(vocab_chunks, t) <= max(own, t * UNIT, 0)
+    assert block_elements(vocab_chunks, t) <= max(block, t * UNIT, 0)
 
 
 @settings(max_examples=300, deadline=None)
 @given(**SIZES, spares=st.integers(1, 2))
-def test_chunks_all_at_once_lie_where_nothing_else_is(t, v, k, own, spares):
-    vocab_chunks = all_at_once(t, v, k, own, spares, 132)
+def test_chunks_all_at_once_lie_where_nothing_else_is(t, v, k, block, spares):
+    vocab_chunks = all_at_once(t, v, k, block, spares, 132)
     if vocab_chunks is None:
-        assert t * v > own - t * UNIT  # no room in the block alone
+        assert t * v > block - t * UNIT  # no room in the block alone
     else:
-        assert not trouble(vocab_chunks, t, v, k, own, True)
+        assert not trouble(vocab_chunks, t, v, k, block, True)
         assert {vocab.buffer for vocab in vocab_chunks} <= set(range(spares + 1))
 
 
 def test_the_memory_of_a_gradient_is_used():
     """A whole chunk of 4096 tokens at H=4096 beside a block of 448 MiB, where it takes 1187."""
-    own = 448 << 19
-    vocab_chunks = all_at_once(4096, 151936, 4096, own, 1, 132)
+    block = 448 << 19
+    vocab_chunks = all_at_once(4096, 151936, 4096, block, 1, 132)
     assert vocab_chunks
     assert sum(x.width for x in vocab_chunks if x.buffer) > 80000
     vocab_chunks = one_at_a_time(16384, 151936, 4096, 160 << 19, True, 151936, 132)
@@ -149,9 +149,9 @@ def test_vocab_chunks_change_no_bit_of_the_grpo_gradients(
 ):
     c, whole = in_one_chunk(dtype, grpo_gradients)
     monkeypatch.setattr(linear_grpo_plan, "CHUNK_BYTES", chunk)
-    found = linear_grpo_plan.chunks_of(T, V, H, c.hidden.element_size(), True, 132)
-    assert len(found) == chunks
-    assert {vocab.buffer for _, vocab_chunks in found for vocab in vocab_chunks} == buffers
+    planned = linear_grpo_plan.chunks_of(T, V, H, c.hidden.element_size(), True, 132)
+    assert len(planned) == chunks
+    assert {vocab.buffer for _, vocab_chunks in planned for vocab in vocab_chunks} == buffers
     assert all(torch.equal(a, b) for a, b in zip(whole, grpo_gradients(c), strict=True))
 
 
@@ -192,13 +192,13 @@ def test_the_second_pass_holds_nothing_of_the_first(monkeypatch):
     lo_accumulator = launch.lo_accumulator
     made = []
 
-    def seen(out, calls):
+    def recorded(out, calls):
         assert not made or made[-1]() is None
         lo = lo_accumulator(out, calls)
         made.append(weakref.ref(lo))
         return lo
 
-    monkeypatch.setattr(launch, "lo_accumulator", seen)
+    monkeypatch.setattr(launch, "lo_accumulator", recorded)
     # Without the products themselves: the interpreter leaves cycles that hold their arguments.
     monkeypatch.setattr(launch, "accumulate", lambda *_: "triton")
     monkeypatch.setattr(plan, "WORKSPACE_BYTES", 128 * (UNIT + H) * 2)
@@ -215,15 +215,15 @@ def statistics_held(monkeypatch):
     def note():
         held.append(sum(size for storage, size in asked if not storage.expired()))
 
-    def seen(make):
-        def asks(*given):
+    def watched(make):
+        def asks(*arguments):
             if make is memory.empty:  # the first of a chunk
                 note()
-            found = make(*given)
-            one = found if isinstance(found, torch.Tensor) else found[0]
+            planes = make(*arguments)
+            one = planes if isinstance(planes, torch.Tensor) else planes[0]
             storage = one.untyped_storage()
             asked.append((StorageWeakRef(storage), storage.nbytes()))
-            return found
+            return planes
 
         return asks
 
@@ -233,7 +233,7 @@ def statistics_held(monkeypatch):
 
     monkeypatch.setattr(linear_grpo_plan, "CHUNK_BYTES", SMALL)
     for make in (memory.empty, memory.empties):
-        monkeypatch.setattr(linear_grpo, make.__name__, seen(make))
+        monkeypatch.setattr(linear_grpo, make.__name__, watched(make))
     monkeypatch.setattr(linear_grpo, "scale_rows", scaled)
     # Without the kernels: the interpreter leaves cycles that hold their arguments.
     for kernel in ("pick", "run_tiles", "finish", "rebase", "quiet", "mark"):
@@ -257,11 +257,11 @@ def test_of_the_tiles_statistics_only_what_is_read_again_is_held(monkeypatch):
 
 @pytest.mark.usefixtures("large_tiles")
 def test_statistics_that_stay_are_noticed(monkeypatch):
-    kept, planes_of = [], linear_grpo.planes_of
+    held, planes_of = [], linear_grpo.planes_of
 
-    def keeping(*given):
-        kept.append(planes_of(*given))
-        return kept[-1]
+    def keeping(*arguments):
+        held.append(planes_of(*arguments))
+        return held[-1]
 
     monkeypatch.setattr(linear_grpo, "planes_of", keeping)
     nodes = -(-V // 256)
@@ -301,21 +301,21 @@ def kernels_of_rows(monkeypatch):
     met: dict[int, set[str]] = {}
     by_chunk: dict[int, set[str]] = {}
 
-    def seen(*partials):
+    def recorded(*partials):
         slices = tuple(accumulate.slice_of(x, H200) for x in partials)
         lone = tuple(x._replace(rows=0) for x in slices)
-        for found, judged in ((met, slices), (by_chunk, lone)):
+        for names, judged in ((met, slices), (by_chunk, lone)):
             widths = accumulate.hopper_widths(judged, H200, True)
             for x, width in zip(partials, widths, strict=True):
                 if x.trans_a and not (x.first and x.last):
                     for row in range(x.lo.data_ptr(), x.lo.data_ptr() + x.lo.nbytes, 2 * H):
-                        found.setdefault(row, set()).add("hopper" if width else "generic")
+                        names.setdefault(row, set()).add("hopper" if width else "generic")
         return "triton"
 
     monkeypatch.setattr(linear_grpo_plan, "CHUNK_BYTES", SMALL)
     monkeypatch.setattr(accumulate, "_fits_hopper", lambda x: True)
     monkeypatch.setattr(accumulate, "partial_tile_for", lambda m, *_: LARGE if m >= 1000 else SAFE)
-    monkeypatch.setattr(linear_grpo, "accumulate", seen)
+    monkeypatch.setattr(linear_grpo, "accumulate", recorded)
     grpo_gradients(case(T, H, V, torch.float16, "cpu", bias=True))
     assert len(met) == len(by_chunk) == V
     return met.values(), by_chunk.values()
