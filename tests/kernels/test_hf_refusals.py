@@ -42,7 +42,7 @@ def subclass(model: Any) -> Any:
     return Subclass()
 
 
-@pytest.mark.parametrize(("made", "says"), [(static, "a StaticCache"), (subclass, "a Kept")])
+@pytest.mark.parametrize(("made", "says"), [(static, "a StaticCache"), (subclass, "a Subclass")])
 def test_another_cache_is_refused(made: Callable[[Any], Any], says: str) -> None:
     model = with_kernels()
     with pytest.raises(NotServed, match=f"{says} is not served"):
