@@ -207,3 +207,14 @@ def torch_attention(q, k, v, cu_q, cu_k, *, causal=True, window=None):
         p = torch.softmax(s.masked_fill(~visible, float("-inf")).float(), -1).to(q.dtype)
         outs.append((p @ vb).transpose(0, 1))
     return torch.cat(outs)
+
+
+def attention_within_budget(
+    args, backend: str | None, causal: bool, window: int | None, limit: float
+) -> bool:
+    """Whether out of `attention` is within its budget, and lse within `limit`."""
+    options = {"causal": causal, "window": window}
+    out, lse = rk.attention(*args, return_lse=True, backend=backend, **options)
+    truth, lse_truth = attention_truth(*args, **options)
+    good = within_budget(out, truth, torch_attention(*args, **options), args[0].dtype)
+    return good and float((lse - lse_truth).abs().max()) < limit

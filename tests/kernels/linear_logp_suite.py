@@ -131,6 +131,17 @@ def upstreams(c: Case, seed: int = 5) -> list[Tensor]:
     return [rand(t, dtype=torch.float32, device=device, seed=seed + i) for i in range(3)]
 
 
+def one_sequence_loss(c: Case, leaves, backend: str = "triton", advantage=None):
+    """(loss, metrics) of linear_grpo_loss, the case's tokens as one sequence, all of them counting;
+    leaves: hidden, weight and, where there is one, the bias."""
+    hidden, weight, *bias = leaves
+    advantage = torch.ones(1) if advantage is None else advantage
+    return rk.linear_grpo_loss(
+        hidden[None], weight, c.target[None], None, advantage,
+        torch.ones(1, len(c.target)), bias=bias[0] if bias else None, backend=backend,
+    )  # fmt: skip
+
+
 def gradients_within_budget(c: Case, backend: str, logp_only: bool = False) -> list[float]:
     """For each gradient: error over what the budget rule allows (1 or less is within)."""
     ups = upstreams(c)

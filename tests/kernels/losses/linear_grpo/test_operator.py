@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import rlk_kernels as rk
 import torch
-from linear_logp_suite import case, error
+from linear_logp_suite import case, error, one_sequence_loss
 from rlk_kernels.losses.grpo.operator import LOSS_TYPES
 from rlk_kernels.losses.linear_grpo import kernels, launch, plan, portable
 from rlk_kernels.ops.linear_logp.operator import linear_logp_ref
@@ -42,13 +42,18 @@ def batch(dtype):
     return c, more
 
 
+def loss_of(c, backend, hidden, weight, bias, **more):
+    """(loss, metrics) of the case's tokens as B sequences of L."""
+    hidden, target = hidden.view(B, L, H), c.target.view(B, L)
+    return rk.linear_grpo_loss(
+        hidden, weight, target, bias=bias, backend=backend, **c.options, **more
+    )
+
+
 def run(c, backend, **more):
     """(loss, metrics, gradients)."""
     leaves = [x.detach().clone().requires_grad_() for x in (c.hidden, c.weight, c.bias)]
-    hidden = leaves[0].view(B, L, H)
-    loss, metrics = rk.linear_grpo_loss(
-        hidden, leaves[1], c.target.view(B, L), bias=leaves[2], backend=backend, **c.options, **more
-    )
+    loss, metrics = loss_of(c, backend, *leaves, **more)
     return loss, metrics, torch.autograd.grad(3 * loss, leaves)
 
 
@@ -94,10 +99,7 @@ def test_targets_far_below_and_far_above_the_other_logits(dtype, monkeypatch):
     advantages = torch.randn(t, generator=torch.Generator().manual_seed(1))
 
     def grads(leaves, backend):
-        loss, _ = rk.linear_grpo_loss(
-            leaves[0][None], leaves[1], c.target[None], None, advantages.to(leaves[0].dtype),
-            torch.ones(1, t), bias=leaves[2], backend=backend,
-        )  # fmt: skip
+        loss, _ = one_sequence_loss(c, leaves, backend, advantages.to(leaves[0].dtype))
         return torch.autograd.grad(t * loss, leaves)
 
     operands = (c.hidden, c.weight, c.bias)
@@ -149,10 +151,7 @@ def test_logp_has_the_bits_of_linear_logp_with_and_without_gradients(backend):
     c, more = batch(torch.float16)
     with_gradients = run(c, backend, **more)
     with torch.no_grad():
-        loss, metrics = rk.linear_grpo_loss(
-            c.hidden.view(B, L, H), c.weight, c.target.view(B, L), bias=c.bias, backend=backend,
-            **c.options, **more,
-        )  # fmt: skip
+        loss, metrics = loss_of(c, backend, c.hidden, c.weight, c.bias, **more)
     alone = rk.linear_logp(c.hidden, c.weight, c.target, bias=c.bias, backend=backend, **c.options)
     assert torch.equal(metrics["logp"], alone)
     assert torch.equal(with_gradients[1]["logp"], alone)
@@ -242,7 +241,7 @@ def test_on_policy_without_old_logp_and_a_mask_of_zeros(backend):
 def test_a_second_backward_is_an_error_and_not_a_wrong_gradient():
     c, more = batch(torch.float32)
     hidden = c.hidden.clone().requires_grad_()
-    loss, _ = rk.linear_grpo_loss(hidden.view(B, L, H), c.weight, c.target.view(B, L), **more)
+    loss, _ = loss_of(c, "torch", hidden, c.weight, None, **more)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="second"):
         loss.backward()
@@ -262,9 +261,7 @@ class _Undefined(torch.autograd.Function):
 def test_a_loss_that_nothing_flows_into_gives_no_gradient(backend):
     c, more = batch(torch.float32)
     hidden = c.hidden.clone().requires_grad_()
-    loss, _ = rk.linear_grpo_loss(
-        hidden.view(B, L, H), c.weight, c.target.view(B, L), backend=backend, **more
-    )
+    loss, _ = loss_of(c, backend, hidden, c.weight, None, **more)
     (_Undefined.apply(loss) + 0 * hidden.sum()).backward()
     assert bool((hidden.grad == 0).all())
 
@@ -277,10 +274,7 @@ def test_gradients_are_made_only_where_they_can_be_asked_for(backend, monkeypatc
     monkeypatch.setattr(portable.linear_logp, "backward", None)
     weight = c.weight.clone().requires_grad_()
     with torch.no_grad():
-        loss, _ = rk.linear_grpo_loss(
-            c.hidden.view(B, L, H), weight, c.target.view(B, L), bias=c.bias, backend=backend,
-            **c.options, **more,
-        )  # fmt: skip
+        loss, _ = loss_of(c, backend, c.hidden, weight, c.bias, **more)
     assert torch.equal(loss, exact)
 
 
@@ -343,9 +337,7 @@ def test_misuse_is_a_named_error(name):
     error_class, change = BAD[name]
     c, more = batch(torch.float32)
     with pytest.raises(error_class):
-        rk.linear_grpo_loss(
-            c.hidden.view(B, L, H), c.weight, c.target.view(B, L), **{**more, **change}
-        )
+        loss_of(c, "torch", c.hidden, c.weight, None, **{**more, **change})
 
 
 def test_packed_tokens_need_their_bounds():

@@ -12,6 +12,7 @@ from linear_logp_suite import (
     error,
     gradients,
     gradients_within_budget,
+    one_sequence_loss,
     outputs,
     rows_that_differ,
     run_ours,
@@ -133,10 +134,7 @@ def test_the_kernels_for_tensor_maps_give_the_bits_of_those_for_pointers(v, monk
 
     def everything():
         leaves = [x.detach().clone().requires_grad_() for x in (c.hidden, c.weight, c.bias)]
-        loss, metrics = rk.linear_grpo_loss(
-            leaves[0][None], leaves[1], c.target[None], None, torch.ones(1), torch.ones(1, 140),
-            bias=leaves[2], backend="triton",
-        )  # fmt: skip
+        loss, metrics = one_sequence_loss(c, leaves)
         grpo = loss, metrics["logp"], *torch.autograd.grad(loss, leaves)
         return *outputs(c, "triton"), *gradients(c, run_ours(c, "triton"), ups), *grpo
 

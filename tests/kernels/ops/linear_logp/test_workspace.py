@@ -5,11 +5,10 @@ import weakref
 from dataclasses import replace
 
 import pytest
-import rlk_kernels as rk
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linear_logp_suite import case, gradients, run_ours, upstreams
+from linear_logp_suite import case, gradients, one_sequence_loss, run_ours, upstreams
 from planning import H200
 from rlk_kernels import memory
 from rlk_kernels.losses.linear_grpo import launch as linear_grpo
@@ -116,11 +115,7 @@ def large_tiles(monkeypatch):
 
 def grpo_gradients(c):
     leaves = [x.detach().clone().requires_grad_() for x in (c.hidden, c.weight, c.bias)]
-    loss, _ = rk.linear_grpo_loss(
-        leaves[0][None], leaves[1], c.target[None], None, torch.ones(1), torch.ones(1, T),
-        bias=leaves[2], backend="triton",
-    )  # fmt: skip
-    return torch.autograd.grad(T * loss, leaves)[:2]
+    return torch.autograd.grad(T * one_sequence_loss(c, leaves)[0], leaves)[:2]
 
 
 def logp_gradients(c):
@@ -162,10 +157,7 @@ def test_a_gradient_made_without_the_other_has_the_same_bits(alone, monkeypatch)
     monkeypatch.setattr(linear_grpo_plan, "CHUNK_BYTES", SMALL)
     leaves = [c.hidden, c.weight]
     leaves[alone] = leaves[alone].detach().clone().requires_grad_()
-    loss, _ = rk.linear_grpo_loss(
-        leaves[0][None], leaves[1], c.target[None], None, torch.ones(1), torch.ones(1, T),
-        bias=c.bias, backend="triton",
-    )  # fmt: skip
+    loss, _ = one_sequence_loss(c, [*leaves, c.bias])
     assert torch.equal(torch.autograd.grad(T * loss, leaves[alone])[0], whole[alone])
 
 
@@ -241,10 +233,7 @@ def statistics_held(monkeypatch):
     monkeypatch.setattr(linear_grpo, "accumulate", lambda *_: "triton")
     monkeypatch.setattr(linear_grpo, "token_gradient", lambda _, ids, *__: [ids.float()] * 3)
     c = case(T, H, V, torch.float16, "cpu")
-    rk.linear_grpo_loss(
-        c.hidden[None], c.weight.requires_grad_(), c.target[None], None, torch.ones(1),
-        torch.ones(1, T), backend="triton",
-    )  # fmt: skip
+    one_sequence_loss(c, [c.hidden, c.weight.requires_grad_()])
     return held
 
 
