@@ -24,3 +24,9 @@ def plans_are_made_anew(monkeypatch):
     from planning import uncached  # imports rlk_kernels
 
     uncached(monkeypatch)
+
+
+@pytest.fixture(params=["torch", "triton"])
+def backend(request):
+    """Each of the two backends: a test that takes it runs on both."""
+    return request.param

@@ -153,7 +153,6 @@ def test_no_backend_takes_other_dtypes(dtype):
             call()
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_no_rows_are_fine(backend):
     empty = torch.empty(0, 8)
     none = torch.tensor([0, 0])
@@ -168,7 +167,6 @@ def test_no_rows_are_fine(backend):
     assert out[0].shape == (0, 2, 8)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_no_features_are_fine_and_have_gradients_of_no_numbers(backend):
     x, w = torch.zeros(3, 0, requires_grad=True), torch.zeros(5, 0, requires_grad=True)
     y = rk.linear(x, w, torch.ones(5), backend=backend)

@@ -56,7 +56,6 @@ OPERATORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_every_operator_is_traced_whole(name, backend, monkeypatch):
     monkeypatch.setenv("RLK_BACKEND", backend)

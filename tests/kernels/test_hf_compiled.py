@@ -103,7 +103,6 @@ def test_a_gap_in_a_mask_is_refused_beside_a_window() -> None:
             model(IDS, attention_mask=gap, use_cache=False)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_a_row_of_padding_has_no_part_in_anything(
     monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:

@@ -13,6 +13,7 @@ from rlk_kernels.launching import ShapeCache
 from rlk_kernels.nvrtc import Source
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("here")
 
 
 class Kernel:
@@ -85,7 +86,6 @@ def recorded() -> Call:
     return call
 
 
-@pytest.mark.usefixtures("here")
 def test_the_same_is_launched_without_the_call_s_code() -> None:
     call = recorded()
     for _ in range(3):
@@ -96,7 +96,6 @@ def test_the_same_is_launched_without_the_call_s_code() -> None:
     assert len(call.first.ordinary) == len(call.second.ordinary) == 1
 
 
-@pytest.mark.usefixtures("here")
 def test_other_memory_and_other_numbers_are_a_call_s_own() -> None:
     call = recorded()
     call(X, Z)
@@ -115,7 +114,6 @@ def test_another_stream_or_gpu_is_launched_on(here: SimpleNamespace, what: str) 
     assert call.launched[-1][0] == (9 if what == "stream" else 5)
 
 
-@pytest.mark.usefixtures("here")
 def test_two_shapes_share_nothing() -> None:
     one, other = recorded(), recorded()
     other(X, Y)
@@ -162,7 +160,6 @@ def _describes(cache: ShapeCache) -> None:
     launching.launch(cache, KERNEL, (1, 1, 1), (X, Map()), {})
 
 
-@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     "inside",
     [
@@ -183,7 +180,6 @@ def test_what_was_not_recorded_makes_a_call_run_each_time(inside: Any) -> None:
     assert len(call.launched) == 6
 
 
-@pytest.mark.usefixtures("here")
 def test_a_copy_of_what_is_not_aligned_is_foreign_in_a_shape_that_is_proven_too() -> None:
     class Copies(Call):
         def run(self, cache: ShapeCache, x: torch.Tensor, *rest: Any) -> None:
@@ -198,7 +194,6 @@ def test_a_copy_of_what_is_not_aligned_is_foreign_in_a_shape_that_is_proven_too(
     assert call.runs == 5
 
 
-@pytest.mark.usefixtures("here")
 def test_memory_inside_of_what_the_call_was_given_is_its_own() -> None:
     class Inside(Call):
         def run(self, cache: ShapeCache, x: torch.Tensor, *rest: Any) -> None:
@@ -210,7 +205,6 @@ def test_memory_inside_of_what_the_call_was_given_is_its_own() -> None:
     assert call.runs == 2
 
 
-@pytest.mark.usefixtures("here")
 def test_parts_of_a_call_are_recorded() -> None:
     class Parts(Call):
         def run(self, cache: ShapeCache, x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
@@ -225,7 +219,6 @@ def test_parts_of_a_call_are_recorded() -> None:
     assert call.first.relaunched == [(5, X.data_ptr(), level) for level in (1, 2)] * 3
 
 
-@pytest.mark.usefixtures("here")
 def test_the_switch_turns_replays_off(monkeypatch: pytest.MonkeyPatch) -> None:
     call = recorded()
     monkeypatch.setattr(private_api, "REPLAY", False)
@@ -251,7 +244,6 @@ def test_the_switch_is_an_environment_variable(
     assert imported.REPLAY is expected
 
 
-@pytest.mark.usefixtures("here")
 def test_unaligned_memory_is_left_to_triton() -> None:
     call = Call()
     for _ in range(4):
@@ -260,7 +252,6 @@ def test_unaligned_memory_is_left_to_triton() -> None:
     assert len(call.first.ordinary) == 4
 
 
-@pytest.mark.usefixtures("here")
 def test_a_profiler_sees_ordinary_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     call = recorded()
     with monkeypatch.context() as watched:
@@ -274,7 +265,6 @@ def test_a_profiler_sees_ordinary_launches(monkeypatch: pytest.MonkeyPatch) -> N
     assert call.first.relaunched[-1] == (5, X.data_ptr(), Z.data_ptr())
 
 
-@pytest.mark.usefixtures("here")
 def test_ahead_nothing_is_launched() -> None:
     call = recorded()
     with launching.only_compiling():
@@ -283,7 +273,6 @@ def test_ahead_nothing_is_launched() -> None:
     assert len(call.launched) == 2
 
 
-@pytest.mark.usefixtures("here")
 def test_a_failure_leaves_no_half_of_a_recording() -> None:
     class Fails(Call):
         def run(self, *arguments: Any) -> None:
@@ -299,7 +288,6 @@ def test_a_failure_leaves_no_half_of_a_recording() -> None:
     assert call.runs == 3
 
 
-@pytest.mark.usefixtures("here")
 def test_calls_of_many_launches_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "MOST_LAUNCHES", 1)
     call = recorded()
@@ -307,7 +295,6 @@ def test_calls_of_many_launches_are_not_recorded(monkeypatch: pytest.MonkeyPatch
     assert call.runs == 3
 
 
-@pytest.mark.usefixtures("here")
 def test_few_recordings_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "MOST_REPLAYS", 2)
     call = Call()

@@ -80,7 +80,6 @@ def contained(operator, backend, dtype, masked_by, softcap=None, **more):
 
 @pytest.mark.parametrize("masked_by", ["target", "where"])
 @pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_masked_tokens_hidden_state_reaches_no_gradient(backend, operator, masked_by):
     assert contained(operator, backend, torch.float32, masked_by)
 
@@ -92,7 +91,6 @@ def test_in_sixteen_bits_with_a_softcap(backend, dtype, operator):
 
 
 @pytest.mark.parametrize("extra", NOISE)
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_neither_do_a_masked_tokens_other_numbers(backend, extra):
     assert contained("linear_grpo_loss", backend, torch.float32, "where", extra=extra)
 

@@ -5,11 +5,8 @@ import rlk_kernels as rk
 import torch
 from kernel_suite import packed, paged_cache, rand
 
-BACKENDS = ["torch", "triton"]
-
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_rope_by_frequencies_has_the_bits_of_theta(backend, interleaved):
     q, k = (rand(9, h, 24, dtype=torch.float32, device="cpu", seed=h) for h in (3, 1))
     at = torch.arange(9) * 1000
@@ -26,7 +23,6 @@ def test_rope_by_frequencies_has_the_bits_of_theta(backend, interleaved):
     assert torch.equal(lone[0], rotated[0][rows])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_rope_by_frequencies_turns_gradients_back(backend):
     q = rand(5, 2, 16, dtype=torch.float32, device="cpu", seed=1).requires_grad_()
     frequency = torch.logspace(0, -3, 8)
@@ -37,7 +33,6 @@ def test_rope_by_frequencies_turns_gradients_back(backend):
 
 @pytest.mark.parametrize("round_to", [torch.float32, torch.float16])
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_rope_multiplies_cos_and_sin_before_they_are_rounded(backend, interleaved, round_to):
     """By turning (1, 0) and (0, 1), which gives the table itself."""
     at, frequency = torch.arange(40) * 7, torch.logspace(0, -3, 8)
@@ -69,7 +64,6 @@ def test_frequencies_that_do_not_fit_are_named(options):
         rk.rope(q, q, torch.arange(2), **options)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_paged_attention_into_given_memory(backend):
     q, k, v, cu_q, cu_k = packed([1, 3], [5, 9], 2, 1, 16, torch.float32, "cpu")
     k_cache, v_cache, table, lens = paged_cache(k, v, cu_k, page=4)
@@ -87,7 +81,6 @@ def test_paged_attention_into_given_memory(backend):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_linear_into_given_memory(backend, dtype):
     x, weight, bias = (
         rand(*shape, dtype=dtype, device="cpu", seed=i)

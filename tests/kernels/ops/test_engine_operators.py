@@ -8,8 +8,6 @@ import torch
 from kernel_suite import rand
 from rlk_kernels.ops.kv_cache import portable as kv_portable
 
-BACKENDS = ["torch", "triton"]
-
 
 def caches(layout, blocks=5, page=4, heads=3, dim=8, dtype=torch.float32):
     """(k_cache, v_cache, all of their memory) as engines lay them out."""
@@ -28,7 +26,6 @@ LAYOUTS = ["separate", "halves of a block", "vLLM"]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_keys_and_values_lie_in_their_slots_and_nowhere_else(backend, layout, dtype):
     k_cache, v_cache, memory = caches(layout, dtype=dtype)
     qkv = rand(6, 9, 8, dtype=dtype, device="cpu", seed=1)
@@ -98,7 +95,6 @@ def largest(x, k):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("k", [1, 5, 20])
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_largest_logits_and_given_ids_have_the_bits_of_targets(backend, k, dtype):
     x = logits_with_ties().to(dtype)
     options = {"temperature": 0.7, "backend": backend}
@@ -121,7 +117,6 @@ def test_the_largest_logits_and_given_ids_have_the_bits_of_targets(backend, k, d
     assert torch.equal(only[2], ids)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_gradient_is_that_of_the_target_alone(backend):
     x = logits_with_ties()[2:].requires_grad_()
     target = torch.arange(5)
@@ -167,7 +162,6 @@ def test_rope_turns_queries_and_keys_as_it_turns_each_alone():
             assert torch.equal(lone[0], q_out[:, h : h + 1])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_heads_of_a_fused_projection_are_normed_where_they_lie(backend):
     qkv = rand(5, 9 * 8, dtype=torch.float32, device="cpu", seed=3)
     weight = rand(8, dtype=torch.float32, device="cpu", seed=4)

@@ -69,7 +69,6 @@ def test_gradcheck(name):
     assert torch.autograd.gradcheck(lambda *x: run("torch", *x), leaves)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("name", NAMES)
 def test_low_precision_gradients_agree_with_float64_and_repeat(name, dtype, backend):

@@ -7,7 +7,6 @@ from kernel_suite import rand
 from rlk_kernels.ops.linear_logp import portable as linear_portable
 from rlk_kernels.ops.logp.operator import logp_ref
 
-BACKENDS = ["torch", "triton"]
 OPTIONS = [
     {"softcap": 3.0},
     {"logit_scale": 0.25},
@@ -21,7 +20,6 @@ def logits(t=9, v=333, dtype=torch.float32):
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_values_and_gradients_are_those_of_the_formula(backend, dtype, options):
     x = logits(dtype=dtype).requires_grad_()
     target = torch.tensor([0, 332, 5, -1, 7, 8, 9, 100, 200])
@@ -35,7 +33,6 @@ def test_values_and_gradients_are_those_of_the_formula(backend, dtype, options):
     assert (dx.double() - dtruth).abs().max() < (1e-6 if dtype == torch.float32 else 4e-3)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_given_and_largest_ids_have_the_bits_of_targets_in_every_batch(options, backend):
     x, target = logits(), torch.arange(9) * 30
@@ -51,7 +48,6 @@ def test_given_and_largest_ids_have_the_bits_of_targets_in_every_batch(options, 
         assert torch.equal(top[row, 2], rk.logp(x[row], ids[row, 2], backend=backend, **options))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_they_are_the_bits_of_linear_logp(options, backend):
     hidden = rand(9, 16, dtype=torch.bfloat16, device="cpu", seed=3)

@@ -6,7 +6,6 @@ import torch
 from kernel_suite import rand
 from rlk_kernels.matmul import portable
 
-BACKENDS = ["torch", "triton"]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -25,7 +24,6 @@ def product(dy, x, backend):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_each_backward_adds_its_fp32_product_once(backend, dtype):
     x, weight, dy, main_grad = case(dtype)
     before, one = main_grad.clone(), product(dy, x, backend)
@@ -45,7 +43,6 @@ def test_each_backward_adds_its_fp32_product_once(backend, dtype):
     assert (one - exact).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_forwards_may_come_before_the_backwards(backend):
     """Pipelined micro-batches: another backward adds to main_grad in between."""
     x, weight, dy, main_grad = case(torch.bfloat16)
@@ -59,7 +56,6 @@ def test_forwards_may_come_before_the_backwards(backend):
     assert torch.equal(main_grad, expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_of_zeros_behind_the_last_change_no_bit(backend):
     x, weight, dy, main_grad = case(torch.bfloat16)
     padded = main_grad.clone()

@@ -6,7 +6,6 @@ import torch
 from kernel_suite import rand
 from rlk_kernels.ops.norm_rope import operator
 
-BACKENDS = ["torch", "triton"]
 OPTIONS = [
     {"theta": 1e4},
     {"theta": 1e6, "cast": "vllm", "cos_sin_dtype": torch.bfloat16},
@@ -43,18 +42,15 @@ def same(dtype, options, backend, dim=16):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_they_are_the_bits_of_the_two(backend, options, dtype):
     same(dtype, options, backend)
 
 
 @pytest.mark.parametrize("dim", [8, 64, 80, 256])
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_head_sizes(backend, dim):
     same(torch.bfloat16, {"theta": 1e4}, backend, dim)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_token_has_its_bits_in_every_batch(backend):
     q, k, *weights, positions = case(torch.bfloat16)
     run = {"eps": 1e-6, "theta": 1e4, "backend": backend}

@@ -6,7 +6,6 @@ import rlk_kernels as rk
 import torch
 from kernel_suite import rand
 
-BACKENDS = ["torch", "triton"]
 T, H, V = 5, 13, 37
 
 
@@ -41,7 +40,6 @@ OPERATORS = {
 ONCE = OPERATORS.keys() - {"rope"}  # whose gradient is a rotation, which has one
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_transforms_that_differentiate_are_refused(name, backend):
     """Forward mode gave zeros for tangents, and nobody said so."""
@@ -59,7 +57,6 @@ def test_transforms_that_differentiate_are_refused(name, backend):
             transformed()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_vmap_is_right_or_refused(name, backend):
@@ -73,7 +70,6 @@ def test_vmap_is_right_or_refused(name, backend):
     assert torch.equal(mapped, torch.stack([run(x, backend=backend) for x in rows]))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", sorted(ONCE))
 def test_gradients_of_gradients_are_refused_by_name(name, backend):
     run, x = OPERATORS[name]
@@ -85,7 +81,6 @@ def test_gradients_of_gradients_are_refused_by_name(name, backend):
         grad.square().sum().backward()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_paged_attention_has_no_gradient_and_says_so(backend):
     options = {"cu_seqlens_q": torch.tensor([0, 2, T]), "backend": backend}
     q = Q.clone().requires_grad_()
@@ -101,7 +96,6 @@ def test_paged_attention_has_no_gradient_and_says_so(backend):
         assert torch.equal(out, y)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_linear_reads_a_bias_of_any_stride(backend):
     dense = rk.linear(X, W, BIAS, backend=backend)
     for bias in (torch.stack([BIAS, -BIAS], 1)[:, 0], torch.cat([BIAS, BIAS])[V:]):
@@ -112,7 +106,6 @@ def test_linear_reads_a_bias_of_any_stride(backend):
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("rows", "columns"), [(0, 4), (3, 0), (0, 0)])
 def test_linear_without_rows_or_columns(backend, rows, columns):
     x, weight, bias = of(rows, H), of(columns, H), of(columns)
@@ -129,7 +122,6 @@ def test_an_id_outside_of_the_table_is_named():
             rk.embedding(torch.tensor(ids), W, backend="torch")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_norm_takes_a_whole_number_for_eps(backend):
     """Triton makes a constant of a 1, and a kernel that is launched again would keep it."""
     normed = rk.rms_norm(X, GAIN, 1, backend=backend)

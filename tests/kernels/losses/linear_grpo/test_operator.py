@@ -120,7 +120,6 @@ def test_the_four_losses_differ():
     assert losses[2] == losses[3]  # dapo and ppo: the same mean, other clips by custom
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_hidden_size_of_zero_leaves_the_bias(backend):
     hidden, weight, target = torch.zeros(1, 5, 0), torch.zeros(40, 0), torch.arange(5)
     bias = torch.randn(40, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -146,7 +145,6 @@ def test_chunks_of_tokens_change_no_bit(dtype, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(one[2][:2], two[2][:2], strict=True))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_logp_has_the_bits_of_linear_logp_with_and_without_gradients(backend):
     c, more = batch(torch.float16)
     with_gradients = run(c, backend, **more)
@@ -158,7 +156,6 @@ def test_logp_has_the_bits_of_linear_logp_with_and_without_gradients(backend):
     assert torch.equal(loss, with_gradients[0])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_packed_equals_padded(backend):
     """Sequences without their padding: the same loss, and hidden gradients bit for bit."""
     c, more = batch(torch.float32)
@@ -178,7 +175,6 @@ def test_packed_equals_padded(backend):
     assert torch.equal(torch.autograd.grad(3 * value, hidden)[0], grads[0][keep])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_metrics_say_what_they_name(backend):
     c, more = batch(torch.float32)
     _, metrics, _ = run(c, backend, **more)
@@ -203,7 +199,6 @@ def test_metrics_say_what_they_name(backend):
         assert error(metrics[name], value) < 2e-6, name
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_masked_out_may_hold_anything(backend):
     c, more = batch(torch.float32)
     loss, _, grads = run(c, backend, **more)
@@ -217,7 +212,6 @@ def test_what_is_masked_out_may_hold_anything(backend):
     assert bool((grads[0].view(B, L, H)[out] == 0).all())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_on_policy_without_old_logp_and_a_mask_of_zeros(backend):
     c, more = batch(torch.float32)
     more["old_logp"] = None
@@ -257,7 +251,6 @@ class _Undefined(torch.autograd.Function):
         return None
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_loss_that_nothing_flows_into_gives_no_gradient(backend):
     c, more = batch(torch.float32)
     hidden = c.hidden.clone().requires_grad_()
@@ -266,7 +259,6 @@ def test_a_loss_that_nothing_flows_into_gives_no_gradient(backend):
     assert bool((hidden.grad == 0).all())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_are_made_only_where_they_can_be_asked_for(backend, monkeypatch):
     c, more = batch(torch.float32)
     exact = run(c, backend, **more)[0]
@@ -278,7 +270,6 @@ def test_gradients_are_made_only_where_they_can_be_asked_for(backend, monkeypatc
     assert torch.equal(loss, exact)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_advantages_of_two_dimensions_are_one_a_token(backend):
     """As many tokens as sequences, one of these empty."""
     c = case(3, H, V, torch.float32, "cpu")
@@ -290,7 +281,6 @@ def test_advantages_of_two_dimensions_are_one_a_token(backend):
 
 
 @pytest.mark.parametrize("stale", [95.0, 800.0])
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_an_advantage_of_zero_has_no_gradient_however_stale_the_old_policy(backend, stale):
     """exp overflows in fp32, then in float64."""
     c, more = batch(torch.float32)
@@ -305,7 +295,6 @@ def test_an_advantage_of_zero_has_no_gradient_however_stale_the_old_policy(backe
     assert bool((grads[0][2 * L :] == 0).all())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_ids_of_32_bits_know_an_ignore_index_of_64(backend):
     c, more = batch(torch.float32)
     ids = c.target.clamp(min=0).int()

@@ -67,7 +67,6 @@ def test_a_sequence_has_its_bits_alone_and_out_of_a_paged_cache(backend, options
 
 
 @pytest.mark.parametrize("dim", [64, 80, 256])
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_head_sizes_with_sinks(backend, dim):
     q, k, v = case(dim=dim)
     out = rk.attention(q, k, v, CU, CU, sinks=SINK, backend=backend)
@@ -75,7 +74,6 @@ def test_head_sizes_with_sinks(backend, dim):
     assert (out - truth).abs().max() < 5e-6
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_without_keys_and_sinks_far_away(backend):
     q, k, v = case()
     none = torch.zeros(4, dtype=torch.long)
@@ -88,7 +86,6 @@ def test_rows_without_keys_and_sinks_far_away(backend):
     assert not rk.attention(q, k, v, CU, CU, sinks=-far, backend=backend).any()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_sink_of_minus_infinity_is_none(backend):
     q, k, v = (x.requires_grad_() for x in case())
     keys = torch.tensor([0, 0, 9, 30])  # the first sequence's rows have no key, nor a sink

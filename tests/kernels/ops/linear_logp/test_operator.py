@@ -54,7 +54,6 @@ def test_error_against_float64(kind, backend, dtype):
         assert 0.99 < float(truth(c)[0].exp().median()) < 0.9999
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_options_and_given_ids_follow_the_formula(backend):
     options = {"temperature": 0.7, "softcap": 4.0, "logit_scale": 1.5}
     c = case(9, 24, 100, torch.float32, "cpu", bias=True, **options)
@@ -165,7 +164,6 @@ def test_gradients_within_the_budget(kind, backend, dtype):
     assert max(gradients_within_budget(c, backend, logp_only=True)) <= 1.0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_of_every_output_with_every_option(backend):
     options = {"temperature": 0.7, "softcap": 4.0, "logit_scale": 1.5}
     c = case(21, 24, 131, torch.float32, "cpu", bias=True, **options)
@@ -204,7 +202,6 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(run, leaves)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_each_gradient_can_be_asked_for_alone(backend):
     c = case(20, 24, 90, torch.float32, "cpu", bias=True)
     names = ("hidden", "weight", "bias")
@@ -217,7 +214,6 @@ def test_each_gradient_can_be_asked_for_alone(backend):
         assert torch.equal(torch.autograd.grad(total, leaves[i])[0], whole[i]), names[i]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_ignored_tokens_no_tokens_and_one_token(backend):
     c = case(6, 24, 90, torch.float32, "cpu")
     target = c.target.clone()
@@ -241,7 +237,6 @@ def test_ignored_tokens_no_tokens_and_one_token(backend):
     assert bool((grads[1] == 0).all())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_columns_that_cannot_be_are_minus_infinity(backend):
     """A bias of -inf (banned tokens), a whole leaf of them too."""
     c = case(5, 24, 90, torch.float32, "cpu")
