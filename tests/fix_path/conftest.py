@@ -5,11 +5,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from bit_equal import Bits
 from conftest import Cli, Outcome, command_line, require_engine, write_few_prompts
 
@@ -57,27 +59,38 @@ def sampled(folder: Path) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def vllm_bits(tmp_path_factory: pytest.TempPathFactory) -> Bits:
-    """What `vllm_bits.py` says of cases, in a process of its own; all prompts, or few."""
-    require_engine("vllm")
-    given = load_prompts(data_path("prompts.jsonl"))
-    every = sorted(tokenise(data_path("model"), given).values(), key=len)
+    """What `vllm_bits.py` says of cases, in a process of its own; all prompts, or few.
 
-    def run(cases: list[dict[str, Any]], few: bool = False, **environment: str) -> Any:
+    The process starts warm, and does not compile; with `cold` it starts as a user's does.
+    """
+    require_engine("vllm")
+    prompts = load_prompts(data_path("prompts.jsonl"))
+    every = sorted(tokenise(data_path("model"), prompts).values(), key=len)
+
+    def run(
+        cases: list[dict[str, Any]], few: bool = False, cold: bool = False, **environment: str
+    ) -> Any:
         folder = tmp_path_factory.mktemp("bits")
         ids = every[::10] if few else every
         common = {"model": str(data_path("model")), "prompts": ids, "new_tokens": 6}
-        asked, found = folder / "cases.json", folder / "found.json"
+        asked, answers = folder / "cases.json", folder / "answers.json"
         asked.write_text(json.dumps([common | case for case in cases]))
-        done = subprocess.run(
-            [sys.executable, Path(__file__).with_name("vllm_bits.py"), asked, found],
-            env=os.environ
-            | {"PYTHONPATH": str(ROOT / "kernels"), "OMP_NUM_THREADS": "1"}
-            | environment,
-            capture_output=True,
-            text=True,
-            timeout=500,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads(found.read_text())
+        words = [str(Path(__file__).with_name("vllm_bits.py")), str(asked), str(answers)]
+        variables = {"PYTHONPATH": str(ROOT / "kernels"), "OMP_NUM_THREADS": "1"}
+        variables = os.environ | variables | environment
+        with tempfile.TemporaryFile("w+") as said:
+            process: warm.WarmProcess | subprocess.Popen
+            if cold:
+                command = [sys.executable, *words]
+                process = subprocess.Popen(command, stdout=said, stderr=said, env=variables)
+            else:
+                process = warm.start("vllm", words, variables, said, said)
+            try:
+                code = process.wait(timeout=500)
+            finally:
+                process.kill()
+            said.seek(0)
+            assert code == 0, said.read()[-3000:]
+        return json.loads(answers.read_text())
 
     return run

@@ -15,7 +15,11 @@ TRAINING = (
     *(("hf", "bfloat16"), ("fsdp:dp=2", "bfloat16"), ("megatron", "bfloat16")),
     *(("hf", "float32"), ("fsdp:dp=2", "float32"), ("megatron", "float32")),
 )
-SCORING = ("max_num_seqs=7", "max_num_batched_tokens=64", "enable_prefix_caching=1")
+ONE_OPTION = ("max_num_seqs=7", "max_num_batched_tokens=64", "enable_prefix_caching=1")
+SCORING = (
+    ",".join(ONE_OPTION),
+    *(pytest.param(option, marks=pytest.mark.whole_matrix) for option in ONE_OPTION),
+)
 TOKENS = 1500
 """Some 1,800 are sampled."""
 

@@ -11,15 +11,21 @@ from conftest import Cli, require_engine, write_few_prompts
 LAYOUTS = (
     *("hf:batch=4,padding=right", "hf:batch=4,padding=left", "hf:batch=1"),
     *("megatron:batch=4,padding=left", "megatron:batch=6,padding=right", "megatron:batch=1"),
-    *("megatron:input=packed", "fsdp:dp=2"),
-    *("vllm:max_num_seqs=1", "vllm:max_num_seqs=2", "vllm:max_num_seqs=64"),
-    *("vllm:max_num_batched_tokens=64", "vllm:enable_prefix_caching=1", "vllm:block_size=128"),
+    *("megatron:input=packed", "vllm:max_num_seqs=1,block_size=128"),
+    "vllm:max_num_seqs=2,max_num_batched_tokens=64",
+    "vllm:max_num_seqs=64,enable_prefix_caching=1",
 )
+"""FSDP's, of two ranks, is in `test_engines.py`."""
 IN_FP32 = (
-    *("hf:batch=4,padding=left", "megatron:input=packed", "fsdp:dp=2", "vllm:max_num_seqs=2"),
-    "vllm:max_num_batched_tokens=64",
+    *("hf:batch=4,padding=left", "megatron:input=packed"),
+    "vllm:max_num_seqs=2,max_num_batched_tokens=64",
 )
 """Several times slower."""
+ONE_OPTION = (
+    *("vllm:max_num_seqs=1", "vllm:max_num_seqs=2", "vllm:max_num_seqs=64", "fsdp:dp=2"),
+    *("vllm:max_num_batched_tokens=64", "vllm:enable_prefix_caching=1", "vllm:block_size=128"),
+)
+"""What the layouts above combine, each by itself."""
 
 
 @pytest.mark.parametrize("train", ["hf", "megatron"])
@@ -53,7 +59,15 @@ def test_a_rank_without_a_sample_computes_no_logprob(compare: Cli, folder: Path)
 
 @pytest.mark.parametrize(
     ("engine", "dtype"),
-    [(e, "bfloat16") for e in LAYOUTS] + [(e, "float32") for e in IN_FP32],
+    [
+        *((e, "bfloat16") for e in LAYOUTS),
+        *((e, "float32") for e in IN_FP32),
+        *(
+            pytest.param(e, dtype, marks=pytest.mark.whole_matrix)
+            for e in ONE_OPTION
+            for dtype in ("bfloat16", "float32")
+        ),
+    ],
 )
 def test_a_layout_moves_no_bit(
     compare: Cli, folder: Path, sampled: Callable[..., str], engine: str, dtype: str

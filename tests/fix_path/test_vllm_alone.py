@@ -6,10 +6,23 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
 from bit_equal import Bits
 from rlk_kernels.integrations.vllm import PLUGIN
 
 ROOT = Path(__file__).resolve().parents[2]
+ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+STRETCHED = {"hf_overrides": {"rope_parameters": ROPE | {"rope_theta": 10000.0}}}
+
+
+@pytest.fixture(scope="module")
+def eager(vllm_bits: Bits) -> dict[str, dict[str, Any]]:
+    """What eager code says with the kernels: with the model's rope, and with a stretched one."""
+    cases = {"plain": {}, "stretched": STRETCHED}
+    return vllm_bits(
+        [{"name": n, "kernels": "registered", "options": options} for n, options in cases.items()],
+        few=True,
+    )
 
 
 def test_off_is_off(vllm_bits: Bits) -> None:
@@ -17,7 +30,7 @@ def test_off_is_off(vllm_bits: Bits) -> None:
     hows = {"own": "off", "on": "registered", "taken out": "off", "plugin": "plugin"}
     every = {"all tokens": True, "options": {"max_logprobs": -1}}
     cases = [{"name": n, "kernels": k} | every for n, k in hows.items()]
-    found = vllm_bits(cases, few=True, TORCHDYNAMO_DISABLE="1")
+    found = vllm_bits(cases, few=True)
     for how in ("own", "on"):
         check_all_tokens(found[how])
     assert found["taken out"] == found["own"]
@@ -35,7 +48,7 @@ def test_off_is_off(vllm_bits: Bits) -> None:
 def test_a_model_in_a_process_of_its_own_has_the_kernels_too(vllm_bits: Bits) -> None:
     """As vLLM makes it by default: what is registered here is told to it."""
     here = {"name": "here", "kernels": "registered"}
-    found = vllm_bits([here, here | {"name": "apart", "apart": True}], few=True)
+    found = vllm_bits([here, here | {"name": "apart", "apart": True}], few=True, cold=True)
     for what in ("tokens", "decode", "prefill"):
         assert found["apart"][what] == found["here"][what]
 
@@ -77,45 +90,37 @@ def test_the_plugin_is_what_vllm_is_told_of() -> None:
     assert callable(getattr(importlib.import_module(module), name))
 
 
-def test_compiled_code_is_loaded_where_it_belongs(tmp_path: Path, vllm_bits: Bits) -> None:
+def test_compiled_code_is_loaded_where_it_belongs(
+    tmp_path: Path, vllm_bits: Bits, eager: dict[str, dict[str, Any]]
+) -> None:
     """One compile cache, written without the kernels, then with them, then without again: each has
     its own bits, and the kernels' are those of eager code."""
-    eager = vllm_bits(
-        [{"name": "eager", "kernels": "registered"}], few=True, TORCHDYNAMO_DISABLE="1"
-    )
-    cache = {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
-    compiled = {"options": {"enforce_eager": False}}
-    found = {
-        name: vllm_bits([{"name": name, "kernels": how} | compiled], few=True, **cache)[name]
-        for name, how in {"own": "off", "on": "registered", "again": "off"}.items()
-    }
-    assert found["again"] == found["own"]
-    assert found["own"]["ran"] == []
+
+    def compiled(kernels: str) -> dict[str, Any]:
+        case = {"name": "compiled", "kernels": kernels, "options": {"enforce_eager": False}}
+        cache = str(tmp_path / "cache")
+        return vllm_bits([case], few=True, cold=True, VLLM_CACHE_ROOT=cache)["compiled"]
+
+    off, on = compiled("off"), compiled("registered")
+    assert compiled("off") == off
+    assert off["ran"] == []
     for what in ("tokens", "decode", "prefill"):
-        assert found["on"][what] == eager["eager"][what]
+        assert on[what] == eager["plain"][what]
     # Where nobody looks at the norms of q and k, they and the rotation are one operator.
-    assert "norm_rope" not in eager["eager"]["ran"]
-    assert found["on"]["ran"] == sorted([*eager["eager"]["ran"], "norm_rope"])
-    warm = vllm_bits([{"name": "warm", "kernels": "registered"} | compiled], few=True, **cache)[
-        "warm"
-    ]
-    assert warm == found["on"]
+    assert "norm_rope" not in eager["plain"]["ran"]
+    assert on["ran"] == sorted([*eager["plain"]["ran"], "norm_rope"])
+    assert compiled("registered") == on
 
 
-def test_a_rope_that_an_override_stretches(vllm_bits: Bits) -> None:
+def test_a_rope_that_an_override_stretches(
+    vllm_bits: Bits, eager: dict[str, dict[str, Any]]
+) -> None:
     """Eager and compiled, where its factor goes through the compiler's graph."""
-    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-    stretched = {"hf_overrides": {"rope_parameters": rope | {"rope_theta": 10000.0}}}
-    cases = [
-        {"name": name, "kernels": "registered", "options": options}
-        for name, options in {"plain": {}, "eager": stretched}.items()
-    ]
-    found = vllm_bits(cases, few=True, TORCHDYNAMO_DISABLE="1")
-    compiled = {"name": "compiled", "kernels": "registered"}
-    compiled["options"] = stretched | {"enforce_eager": False}
-    found |= vllm_bits([compiled], few=True)
-    assert found["eager"]["decode"] != found["plain"]["decode"]
-    assert found["eager"]["decode"] == found["eager"]["prefill"]
+    case = {"name": "compiled", "kernels": "registered"}
+    case["options"] = STRETCHED | {"enforce_eager": False}
+    compiled = vllm_bits([case], few=True, cold=True)["compiled"]
+    assert eager["stretched"]["decode"] != eager["plain"]["decode"]
+    assert eager["stretched"]["decode"] == eager["stretched"]["prefill"]
     for what in ("tokens", "decode", "prefill"):
-        assert found["compiled"][what] == found["eager"][what]
-    assert "norm_rope" in found["compiled"]["ran"]
+        assert compiled[what] == eager["stretched"][what]
+    assert "norm_rope" in compiled["ran"]

@@ -37,7 +37,7 @@ def test_bits_do_not_depend_on_the_batch(vllm_bits: Bits, dtype: str) -> None:
         for name, options in BATCHES.items()
         if dtype == "bfloat16" or name in IN_FP32
     ]
-    found = vllm_bits(cases, TORCHDYNAMO_DISABLE="1")
+    found = vllm_bits(cases)
     first = found["default"]
     assert len(first["decode"]) == 64
     for name, one in found.items():
