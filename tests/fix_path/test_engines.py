@@ -13,7 +13,11 @@ from conftest import Cli, capture_of, require_engine
 
 TRAINING = (
     *(("hf", "bfloat16"), ("fsdp:dp=2", "bfloat16"), ("megatron", "bfloat16")),
-    *(("hf", "float32"), ("fsdp:dp=2", "float32"), ("megatron", "float32")),
+    ("megatron", "float32"),
+    *(
+        pytest.param(train, "float32", marks=pytest.mark.whole_matrix)
+        for train in ("hf", "fsdp:dp=2")
+    ),
 )
 ONE_OPTION = ("max_num_seqs=7", "max_num_batched_tokens=64", "enable_prefix_caching=1")
 SCORING = (

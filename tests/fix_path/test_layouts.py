@@ -15,14 +15,14 @@ LAYOUTS = (
     "vllm:max_num_seqs=2,max_num_batched_tokens=64",
     "vllm:max_num_seqs=64,enable_prefix_caching=1",
 )
-"""FSDP's, of two ranks, is in `test_engines.py`."""
+"""FSDP's, of two ranks, is in `test_engines.py` in this dtype."""
 IN_FP32 = (
-    *("hf:batch=4,padding=left", "megatron:input=packed"),
+    *("hf:batch=4,padding=left", "megatron:input=packed", "fsdp:dp=2"),
     "vllm:max_num_seqs=2,max_num_batched_tokens=64",
 )
 """Several times slower."""
 ONE_OPTION = (
-    *("vllm:max_num_seqs=1", "vllm:max_num_seqs=2", "vllm:max_num_seqs=64", "fsdp:dp=2"),
+    *("vllm:max_num_seqs=1", "vllm:max_num_seqs=2", "vllm:max_num_seqs=64"),
     *("vllm:max_num_batched_tokens=64", "vllm:enable_prefix_caching=1", "vllm:block_size=128"),
 )
 """What the layouts above combine, each by itself."""

@@ -5,44 +5,56 @@ from typing import Any
 import pytest
 from bit_equal import Bits
 
-DTYPES = ("bfloat16", "float32")
-
-
 BATCHES: dict[str, dict[str, Any]] = {
     "default": {},
-    "one at a time": {"max_num_seqs": 1},
-    "two": {"max_num_seqs": 2},
-    "seven": {"max_num_seqs": 7},
-    "all": {"max_num_seqs": 64},
-    "chunks of 40": {"max_num_batched_tokens": 40, "max_num_seqs": 8},
-    "chunks of 64": {"max_num_batched_tokens": 64},
-    "no chunks": {"enable_chunked_prefill": False, "max_num_batched_tokens": 1024},
-    "prefix caching": {"enable_prefix_caching": True},
-    "blocks of 32": {"block_size": 32},
-    "blocks of 128": {"block_size": 128},
+    "one at a time, blocks of 128": {"max_num_seqs": 1, "block_size": 128},
+    "two, chunks of 64": {"max_num_seqs": 2, "max_num_batched_tokens": 64},
+    "seven, prefix caching": {"max_num_seqs": 7, "enable_prefix_caching": True},
+    "eight, chunks of 40": {"max_num_seqs": 8, "max_num_batched_tokens": 40},
+    "all, no chunks": {
+        "max_num_seqs": 64, "enable_chunked_prefill": False, "max_num_batched_tokens": 1024,
+    },
     "too few blocks": {
         "block_size": 32, "num_gpu_blocks_override": 34, "disable_log_stats": False,
     },
 }  # fmt: skip
-
-
-IN_FP32 = ("default", "one at a time", "seven", "chunks of 40", "prefix caching")
+ONE_OPTION: dict[str, dict[str, Any]] = {
+    "default": {},
+    **{f"{n} at a time": {"max_num_seqs": n} for n in (1, 2, 7, 64)},
+    "chunks of 64": {"max_num_batched_tokens": 64},
+    "no chunks": {"enable_chunked_prefill": False, "max_num_batched_tokens": 1024},
+    "prefix caching": {"enable_prefix_caching": True},
+    **{f"blocks of {n}": {"block_size": n} for n in (32, 128)},
+}
+"""What the batches above combine, each by itself."""
+IN_FP32 = ("default", "seven, prefix caching", "eight, chunks of 40")
 """Several times slower."""
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_do_not_depend_on_the_batch(vllm_bits: Bits, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "batches"),
+    [
+        ("bfloat16", BATCHES),
+        ("float32", {name: BATCHES[name] for name in IN_FP32}),
+        *(
+            pytest.param(dtype, ONE_OPTION, marks=pytest.mark.whole_matrix)
+            for dtype in ("bfloat16", "float32")
+        ),
+    ],
+)
+def test_bits_do_not_depend_on_the_batch(
+    vllm_bits: Bits, dtype: str, batches: dict[str, dict[str, Any]]
+) -> None:
     cases = [
         {"name": name, "kernels": "registered", "options": {"dtype": dtype} | options}
-        for name, options in BATCHES.items()
-        if dtype == "bfloat16" or name in IN_FP32
+        for name, options in batches.items()
     ]
-    found = vllm_bits(cases)
-    first = found["default"]
+    answers = vllm_bits(cases)
+    first = answers["default"]
     assert len(first["decode"]) == 64
-    for name, one in found.items():
+    for name, one in answers.items():
         assert one["decode"] == one["prefill"], name
         for what in ("tokens", "decode", "prefill"):
             assert one[what] == first[what], name
-        assert bool(one["cached"]) == (name == "prefix caching"), name
+        assert bool(one["cached"]) == ("prefix caching" in name), name
         assert bool(one["preempted"]) == (name == "too few blocks"), name
