@@ -153,8 +153,8 @@ def start_worker(
     if command[0] != sys.executable:
         return real(command, environment, output)
     job = json.loads(Path(command[-1]).read_text(encoding="utf-8"))
-    kind = {"fsdp": "hf"}.get(job["engine"]["name"], job["engine"]["name"])
-    return start(kind, command[1:], environment, output, output)
+    name = job["engine"]["name"]
+    return start(name if name in KINDS else "hf", command[1:], environment, output, output)
 
 
 def _prepare(kind: str) -> None:

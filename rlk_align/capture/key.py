@@ -83,8 +83,8 @@ def _adapter_sources(spec: EngineSpec) -> Iterator[Path]:
     if module is None or module.origin is None:
         raise ToolError(f"engine {spec.name!r}: {spec.info.target} has no source")
     source = Path(module.origin)
-    # An engine from elsewhere may be one file among others that are not its own.
-    yield from source.parent.glob("*.py") if PACKAGE in source.parents else [source]
+    # An engine that is no package may be one file among others that are not its own.
+    yield from source.parent.glob("*.py") if module.parent else [source]
 
 
 def _kernel_sources() -> Iterator[Path]:

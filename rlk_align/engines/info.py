@@ -50,8 +50,9 @@ class EngineInfo:
     fused: tuple[tuple[str, str], ...] = ()
     """Pairs of operators that it computes as one, the second reading the first's output: which of
     the two a difference comes from cannot be told."""
-    kernels: bool = False
-    """Whether `kernels=rlk` puts our kernels into it."""
+    patch: str = ""
+    """`module:class` of the `engines.patch.Patch` by which `kernels=rlk` puts our kernels into it;
+    empty where there is none."""
     one_kernel: tuple[frozenset[str], ...] = ()
     """Operators that it computes by one product, or one function: `except` leaves them together."""
     tested: tuple[str, ...] = ()

@@ -16,6 +16,7 @@ from rlk_kernels.integrations.operators import NORMS, Counted
 
 from rlk_align.engines.base import Engine
 from rlk_align.engines.common.kernels import KERNELS, REPLACEABLE, parse_excluded
+from rlk_align.engines.registry import load_patch
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import EngineFailed, ModelError
 from rlk_align.model.operators import OPERATORS
@@ -129,7 +130,7 @@ class Patch(ABC):
 
 
 class HFPatch(Patch):
-    """HF transformers, and FSDP2 around it."""
+    """HF transformers."""
 
     def in_model(self, model: Any, rope: Mapping[str, Any]) -> None:
         with _refused(self.spec):
@@ -138,10 +139,12 @@ class HFPatch(Patch):
     def operators(self, engine: Any) -> dict[str, Any]:
         return hf.operators(engine.model)
 
+
+class FSDPPatch(HFPatch):
+    """FSDP2 around HF transformers."""
+
     def take_out(self) -> None:
-        # Sharding gives modules other classes: the process ends with them.
-        if self.spec.name == "hf":
-            super().take_out()
+        """Leaves them in: sharding gave modules other classes, and the process ends with them."""
 
 
 class MegatronPatch(Patch):
@@ -177,18 +180,9 @@ class VLLMPatch(Patch):
         return engine.llm.apply_model(vllm.operators)[0]
 
 
-PATCHES: dict[str, type[Patch]] = {
-    "hf": HFPatch,
-    "fsdp": HFPatch,
-    "megatron": MegatronPatch,
-    "vllm": VLLMPatch,
-}
-"""By engine."""
-
-
 def patch_of(spec: EngineSpec) -> Patch | None:
     """The kernels for an engine, where its spec asks for them."""
-    return PATCHES[spec.name](spec) if spec.option("kernels") == "rlk" else None
+    return load_patch(spec.name)(spec) if spec.option("kernels") == "rlk" else None
 
 
 def fast_paths() -> dict[str, str]:

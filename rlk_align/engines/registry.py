@@ -4,6 +4,7 @@ Third parties add engines through the entry-point group `rlk_align.engines`; the
 names an EngineInfo.
 """
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -21,6 +22,7 @@ ENGINES = {
 """Name -> where its EngineInfo stands."""
 
 
+@functools.cache
 def engine_info(name: str) -> EngineInfo:
     """Raises UnknownEngine, naming the ones that exist."""
     if name in ENGINES:
@@ -55,6 +57,11 @@ def load_engine(name: str) -> type[Any]:
     """The engine's class, a subclass of `engines.base.Engine`; imports whatever it needs."""
     require_installed(name)
     return _named(engine_info(name).target)
+
+
+def load_patch(name: str) -> type[Any]:
+    """The class that puts the kernels into an engine, a subclass of `engines.patch.Patch`."""
+    return _named(engine_info(name).patch)
 
 
 def _named(target: str) -> Any:

@@ -142,7 +142,7 @@ def given_options(who: str, text: str, known: Collection[str]) -> Iterator[tuple
 
 def _check_kernels(name: str, options: dict[str, OptionValue], info: EngineInfo) -> None:
     wanted = options.get("kernels") == "rlk"
-    if wanted and not info.kernels:
+    if wanted and not info.patch:
         raise BadOption(f"engine {name!r}: kernels=rlk is for engines that compute with torch here")
     if "except" in options and not wanted:
         raise BadOption(f"engine {name!r}: except={options['except']} needs kernels=rlk beside it")

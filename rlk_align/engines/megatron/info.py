@@ -35,7 +35,7 @@ MEGATRON = EngineInfo(
     },
     ranks="tp",
     samples=False,
-    kernels=True,
+    patch="rlk_align.engines.patch:MegatronPatch",
     one_kernel=(
         frozenset({"q_proj", "k_proj", "v_proj"}),
         frozenset({"q_rope", "k_rope"}),

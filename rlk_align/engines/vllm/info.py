@@ -43,7 +43,7 @@ VLLM = EngineInfo(
         ("mlp_residual", "attn_norm"),
         ("mlp_residual", "final_norm"),
     ),
-    kernels=True,
+    patch="rlk_align.engines.patch:VLLMPatch",
     one_kernel=(
         frozenset({"q_proj", "k_proj", "v_proj"}),
         frozenset({"q_rope", "k_rope"}),
