@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampling, Tap
+from rlk_align.engines.base import Logprobs, SamplesDone, Tap
 from rlk_align.engines.common.attributes import (
     activation_name,
     norm_attributes,
@@ -17,20 +17,20 @@ from rlk_align.engines.common.attributes import (
 from rlk_align.engines.common.code import code_places
 from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.intervention import Intervention
-from rlk_align.engines.common.logprobs import token_logprobs
 from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, record_parameter
 from rlk_align.engines.common.rows import ForwardRows, padded_grid
 from rlk_align.engines.common.user_patch import apply_patch
+from rlk_align.engines.decoding import DecodingEngine
 from rlk_align.engines.hf.places import hf_places
 from rlk_align.engines.hf.taps import Tapped
-from rlk_align.errors import EngineFailed, ModelError
+from rlk_align.errors import ModelError
 from rlk_align.model.operators import OPERATORS
-from rlk_align.model.prompts import Sample, TokenBatch
+from rlk_align.model.prompts import TokenBatch
 from rlk_align.results import CodePlace
 from rlk_align.text import one_line
 
 
-class HFEngine(Engine):
+class HFEngine(DecodingEngine):
     """`hf:attn=eager|sdpa|...,batch=N,padding=right|left,temperature=T`.
 
     Scores teacher-forced, N sequences a forward (1, and so no padding, by default), and decodes
@@ -101,23 +101,11 @@ class HFEngine(Engine):
         intervention: Intervention | None = None,
     ) -> Logprobs:
         logprobs: Logprobs = {}
-        with Tapped(self.model, tap, Editor.of(intervention, batch)) as taps:
+        with self.tapped(tap, Editor.of(intervention, batch)) as taps:
             for members in self.forwards(range(len(batch.samples))):
                 logprobs |= self.forward(batch, members, taps)
                 done(len(logprobs))
         return logprobs
-
-    def logprobs(self, logits: torch.Tensor, target: torch.Tensor) -> np.ndarray:
-        """What is reported of rows `[N, V]` of logits, float32 `[N]`."""
-        if self.kernels is not None:
-            logprobs = self.kernels.logprobs(logits, target, self.temperature)
-            if logprobs is not None:
-                return logprobs.cpu().numpy()
-        return token_logprobs(logits, target, self.temperature)
-
-    @property
-    def temperature(self) -> float:
-        return float(self.spec.option("temperature") or 1.0)
 
     @property
     def _batch(self) -> int:
@@ -147,76 +135,23 @@ class HFEngine(Engine):
             logprobs[i] = self.logprobs(logits[k, at], target)
         return logprobs
 
-    @torch.inference_mode()
-    def sample(
-        self,
-        batch: TokenBatch,
-        sampling: Sampling,
-        tap: Tap | None,
-        done: SamplesDone,
-        intervention: Intervention | None = None,
-    ) -> Sampled:
-        responses: list[list[int]] = []
-        logprobs: Logprobs = {}
-        with Tapped(self.model, tap, Editor.of(intervention, batch)) as taps:
-            for i, s in enumerate(batch.samples):
-                ids, lp = self._decode(i, s, sampling, taps)
-                responses.append(ids)
-                logprobs[i] = np.concatenate(lp)
-                done(i + 1)
-        return Sampled(responses, logprobs)
+    def tapped(self, tap: Tap | None, editor: Editor | None) -> Tapped:
+        return Tapped(self.model, tap, editor)
 
-    def _decode(
-        self, number: int, sample: Sample, sampling: Sampling, taps: Tapped
-    ) -> tuple[list[int], list[np.ndarray]]:
-        """One response. Its noise depends on (seed, number) alone, not on its neighbours."""
-        generator = torch.Generator().manual_seed(sampling.seed * 1_000_003 + number)
-        stop = _eos_ids(self.model)
-        cache, new, response, logprobs = None, list(sample.prompt_ids), [], []
-        position = 0
-        forced = sample.response_ids if sampling.forced else None
-        for step in range(sampling.max_new_tokens if forced is None else len(forced)):
-            last = position + len(new) - 1
-            rows = ForwardRows.of_sequence(number, range(position, last + 1), range(last, last + 1))
-            taps.at(rows, self.device)
-            out = self.model(
-                input_ids=torch.tensor([new], device=self.device),
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-            cache, logits = out.past_key_values, out.logits[0]
-            token = (
-                self._draw(logits[0], generator, number, last) if forced is None else forced[step]
-            )
-            target = torch.tensor([token], device=self.device)
-            logprobs.append(self.logprobs(logits, target))
-            response.append(token)
-            position, new = last + 1, [token]
-            if forced is None and token in stop:
-                break
-        return response, logprobs
+    def next_logits(
+        self, taps: Tapped, rows: ForwardRows, ids: list[int], cache: Any
+    ) -> tuple[torch.Tensor, Any]:
+        taps.at(rows, self.device)
+        out = self.model(
+            input_ids=torch.tensor([ids], device=self.device),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return out.logits[0], out.past_key_values
 
-    def _draw(
-        self, logits: torch.Tensor, generator: torch.Generator, sample: int, position: int
-    ) -> int:
-        """A token by logits `[V]` at (sample, position)."""
-        probs = torch.softmax(logits.float() / self.temperature, dim=-1).cpu()
-        if not torch.isfinite(probs).all():
-            raise EngineFailed(
-                f"engine {self.spec.name!r} cannot sample: the logits of sample {sample} at "
-                f"position {position} are NaN or infinite",
-                "look at the weights, the config, and what a patch does",
-            )
-        token = int(torch.multinomial(probs, 1, generator=generator))
-        if token >= self.shape.vocab:
-            raise EngineFailed(
-                f"engine {self.spec.name!r} sampled token {token} for sample {sample} at position "
-                f"{position}: the logits have {len(probs):,} columns, and the vocabulary has "
-                f"{self.shape.vocab:,} tokens",
-                "set the logits of the padding to -inf",
-            )
-        return token
+    def stop_ids(self) -> set[int]:
+        return _eos_ids(self.model)
 
 
 def _eos_ids(model: Any) -> set[int]:
