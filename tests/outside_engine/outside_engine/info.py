@@ -1,6 +1,6 @@
 """The engine as it is known without importing it."""
 
-from rlk_align.engines.info import EngineInfo
+from rlk_align.engines.info import EngineInfo, Option
 from rlk_align.errors import ModelError
 
 
@@ -12,6 +12,6 @@ def _check(_option, _config, shape):
 OUTSIDE = EngineInfo(
     target="outside_engine.engine:OutsideEngine",
     patch="outside_engine.patch:OutsidePatch",
-    one_kernel=(frozenset({"q_rope", "k_rope"}),),
+    options={"temperature": Option(float, default=1.0)},
     check=_check,
 )
