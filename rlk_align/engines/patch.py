@@ -3,7 +3,7 @@ all of it is called, and takes it out again. No other module of the tool imports
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -24,8 +24,15 @@ from rlk_align.model.prompts import TokenBatch
 from rlk_align.model.sites import model_sites
 
 
-class Reported(Counted):
-    """The log-probs of an engine whose adapter computes them."""
+class Kernel(Counted):
+    """A function of `profile` that an engine calls in place of its own."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *inputs: Any) -> Any:
+        self.count()
+        return self._function(*inputs)
 
 
 class Patch(ABC):
@@ -36,7 +43,7 @@ class Patch(ABC):
         excluded = spec.option("except")
         self.excluded = parse_excluded(str(excluded)) if excluded else frozenset()
         self.undo = ExitStack()
-        self.reported = Reported()
+        self.reported = Kernel(profile.logp)
 
     @property
     def own_logprobs(self) -> bool:
@@ -56,8 +63,7 @@ class Patch(ABC):
     ) -> torch.Tensor | None:
         if self.own_logprobs:
             return None
-        self.reported.count()
-        return profile.logp(logits.detach().float(), target, temperature)
+        return self.reported(logits.detach().float(), target, temperature)
 
     @abstractmethod
     def operators(self, engine: Any) -> dict[str, Any]:

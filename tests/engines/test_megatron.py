@@ -22,7 +22,8 @@ from engines.megatron_run import Sites, observe, token_batch
 from safetensors.torch import load_file, save_file
 
 from rlk_align.data import data_path
-from rlk_align.engines.hf.engine import HFEngine, hf_weights
+from rlk_align.engines.common.weights import unfused
+from rlk_align.engines.hf.engine import HFEngine
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.model.families import read_shape
 from rlk_align.model.sites import model_sites
@@ -267,7 +268,7 @@ def hf(models: dict[str, Path]) -> Callable[..., dict[str, Any]]:
             engine = HFEngine(spec, folder, read_shape(folder))
             engine.open()
             known[name, dtype] = {
-                "weights": dict(hf_weights(engine.model)),
+                "weights": dict(unfused(engine.model, engine.places())),
                 "attributes": engine.attributes(),
                 **observe(engine, token_batch(_batch(models, name))),
             }

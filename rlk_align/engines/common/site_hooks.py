@@ -185,3 +185,21 @@ class SiteHooks(Hooks):
             return [(place.sites[0], 0, 0, features)]
         local = place.layout.local(self._rank)
         return [(p.op, at, p.start, p.size) for at, p in local if p.size]
+
+
+class ForwardHooks(SiteHooks):
+    """Hooks of an engine that says before each forward what it computes."""
+
+    def at(self, rows: ForwardRows, device: torch.device) -> None:
+        """What the next forward computes."""
+        self._rows, self._device = rows, device
+        self._all = LiveRows.of(rows, rows.index, device)
+
+    def live_rows(self, place: Place, value: torch.Tensor) -> LiveRows:
+        if place.rows == "all":
+            return self._all
+        r = self._rows
+        # A decode step asks for the last rows' logits only.
+        cells = value.shape[:-1].numel()
+        index = torch.from_numpy(r.index[r.sampled] - (r.cells - cells)).to(self._device)
+        return LiveRows(index, r.sample[r.sampled], r.position[r.sampled], cells)

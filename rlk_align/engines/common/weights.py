@@ -3,6 +3,7 @@ canonical ones each rank holds in them."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -75,3 +76,19 @@ def canonical(
             else:
                 assembled = entry.layout.assemble(op, parts, entry.dim)
                 yield LiveParameter(op, assembled, entry.layout.shards(op, entry.dim))
+
+
+def unfused(model: Any, places: Iterable[Place]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Canonical parameters of a live model in which no operators are fused and each module has its
+    own; biases as `layers.i.op.bias`."""
+    for place in places:
+        (site,) = place.sites
+        operator, module = OPERATORS[site.rpartition(".")[2]], model.get_submodule(place.module)
+        name = operator.parameter or site
+        if not operator.weight:
+            continue
+        # A patch may have put something without a plain weight there: it is then missed by name.
+        if isinstance(getattr(module, "weight", None), torch.Tensor):
+            yield name, module.weight.detach()
+        if getattr(module, "bias", None) is not None:
+            yield f"{name}.bias", module.bias.detach()

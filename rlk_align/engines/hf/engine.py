@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlk_align.engines.base import Logprobs, SamplesDone, Tap
+from rlk_align.engines.base import Logprobs, Tap
 from rlk_align.engines.common.attributes import (
     activation_name,
     norm_attributes,
@@ -14,30 +14,24 @@ from rlk_align.engines.common.attributes import (
     processing,
     rope_theta,
 )
-from rlk_align.engines.common.code import code_places
 from rlk_align.engines.common.edits import Editor
-from rlk_align.engines.common.intervention import Intervention
-from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, record_parameter
+from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.rows import ForwardRows, padded_grid
 from rlk_align.engines.common.user_patch import apply_patch
-from rlk_align.engines.decoding import DecodingEngine
+from rlk_align.engines.forward_engine import ForwardEngine
 from rlk_align.engines.hf.places import hf_places
 from rlk_align.engines.hf.taps import Tapped
 from rlk_align.errors import ModelError
-from rlk_align.model.operators import OPERATORS
 from rlk_align.model.prompts import TokenBatch
-from rlk_align.results import CodePlace
 from rlk_align.text import one_line
 
 
-class HFEngine(DecodingEngine):
+class HFEngine(ForwardEngine):
     """`hf:attn=eager|sdpa|...,batch=N,padding=right|left,temperature=T`.
 
     Scores teacher-forced, N sequences a forward (1, and so no padding, by default), and decodes
     incrementally with a KV cache.
     """
-
-    intervenes = True
 
     def open(self) -> None:
         here = "cuda" if torch.cuda.is_available() else "cpu"
@@ -83,38 +77,8 @@ class HFEngine(DecodingEngine):
             **hf_attributes(self.model),
             **processing(self.temperature),
             # None where a forward has one sequence, and so no padding.
-            "padding_side": self.spec.option("padding") if self._batch > 1 else None,
+            "padding_side": self.spec.option("padding") if self.batch_size > 1 else None,
         }
-
-    def code(self) -> dict[str, CodePlace]:
-        return code_places(self.model, hf_places(self.model))
-
-    def weights(self) -> Iterator[ParameterRecord]:
-        yield from (record_parameter(LiveParameter(n, w)) for n, w in hf_weights(self.model))
-
-    @torch.inference_mode()
-    def score(
-        self,
-        batch: TokenBatch,
-        tap: Tap | None,
-        done: SamplesDone,
-        intervention: Intervention | None = None,
-    ) -> Logprobs:
-        logprobs: Logprobs = {}
-        with self.tapped(tap, Editor.of(intervention, batch)) as taps:
-            for members in self.forwards(range(len(batch.samples))):
-                logprobs |= self.forward(batch, members, taps)
-                done(len(logprobs))
-        return logprobs
-
-    @property
-    def _batch(self) -> int:
-        return int(self.spec.option("batch") or 1)
-
-    def forwards(self, samples: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Samples by forward, as many as the spec's `batch`."""
-        for start in range(0, len(samples), self._batch):
-            yield samples[start : start + self._batch]
 
     def forward(self, batch: TokenBatch, members: Sequence[int], taps: Tapped) -> Logprobs:
         """Scores these samples in one forward."""
@@ -135,11 +99,18 @@ class HFEngine(DecodingEngine):
             logprobs[i] = self.logprobs(logits[k, at], target)
         return logprobs
 
+    def places(self) -> Iterator[Place]:
+        return hf_places(self.model)
+
     def tapped(self, tap: Tap | None, editor: Editor | None) -> Tapped:
         return Tapped(self.model, tap, editor)
 
-    def next_logits(
-        self, taps: Tapped, rows: ForwardRows, ids: list[int], cache: Any
+    @property
+    def batch_size(self) -> int:
+        return int(self.spec.option("batch") or 1)
+
+    def step(
+        self, taps: Tapped, rows: ForwardRows, ids: Sequence[int], cache: Any
     ) -> tuple[torch.Tensor, Any]:
         taps.at(rows, self.device)
         out = self.model(
@@ -159,22 +130,6 @@ def _eos_ids(model: Any) -> set[int]:
     if eos is None:
         eos = model.config.eos_token_id
     return set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
-
-
-def hf_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Canonical parameters of a live HF model; biases as `layers.i.op.bias`."""
-
-    for place in hf_places(model):
-        (site,) = place.sites
-        operator, module = OPERATORS[site.rpartition(".")[2]], model.get_submodule(place.module)
-        name = operator.parameter or site
-        if not operator.weight:
-            continue
-        # A patch may have put something without a plain weight there: it is then missed by name.
-        if isinstance(getattr(module, "weight", None), torch.Tensor):
-            yield name, module.weight.detach()
-        if getattr(module, "bias", None) is not None:
-            yield f"{name}.bias", module.bias.detach()
 
 
 def hf_attributes(model: Any) -> dict[str, Any]:

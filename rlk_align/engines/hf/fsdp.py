@@ -16,8 +16,8 @@ from rlk_align.engines.common.parameters import (
     even_shards,
     record_parameter,
 )
-from rlk_align.engines.hf.engine import HFEngine, hf_weights
-from rlk_align.engines.hf.taps import Tapped
+from rlk_align.engines.common.weights import unfused
+from rlk_align.engines.hf.engine import HFEngine
 from rlk_align.model.prompts import TokenBatch
 
 
@@ -58,7 +58,7 @@ class FSDPEngine(HFEngine):
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        for name, weight in hf_weights(self.model):
+        for name, weight in unfused(self.model, self.places()):
             assert isinstance(weight, DTensor), name
             # What is multiplied is the master rounded to the compute dtype.
             whole = weight.full_tensor().to(compute)
@@ -96,7 +96,7 @@ class FSDPEngine(HFEngine):
         # Checkpointing does nothing where no gradient is wanted.
         wanted = bool(self.spec.option("checkpointing"))
         editor = Editor.of(intervention, batch)
-        with torch.set_grad_enabled(wanted), Tapped(self.model, tap, editor) as taps:
+        with torch.set_grad_enabled(wanted), self.tapped(tap, editor) as taps:
             for members in self.forwards(samples):
                 logprobs |= self.forward(batch, members, taps)
                 done(min(len(batch.samples), len(logprobs) * self.ranks.world))

@@ -9,32 +9,16 @@ import torch
 
 from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.hooks import Hooks
-from rlk_align.engines.common.places import Place
-from rlk_align.engines.common.rows import ForwardRows
-from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
+from rlk_align.engines.common.site_hooks import ForwardHooks
 from rlk_align.engines.common.tap import Tap
 from rlk_align.engines.hf.places import hf_places
 
 
-class Tapped(SiteHooks):
+class Tapped(ForwardHooks):
     """Hooks on a live HF model."""
 
     def __init__(self, model: Any, tap: Tap | None, editor: Editor | None = None) -> None:
         super().__init__(model, hf_places(model), tap, editor)
-
-    def at(self, rows: ForwardRows, device: torch.device) -> None:
-        """What the next forward computes."""
-        self._rows, self._device = rows, device
-        self._all = LiveRows.of(rows, rows.index, device)
-
-    def live_rows(self, place: Place, value: torch.Tensor) -> LiveRows:
-        if place.rows == "all":
-            return self._all
-        r = self._rows
-        # A decode step asks for the last rows' logits only.
-        cells = value.shape[:-1].numel()
-        index = torch.from_numpy(r.index[r.sampled] - (r.cells - cells)).to(self._device)
-        return LiveRows(index, r.sample[r.sampled], r.position[r.sampled], cells)
 
     def install(self) -> None:
         super().install()

@@ -1,4 +1,4 @@
-"""Qwen3 in plain PyTorch. T = tokens of this forward, S = tokens so far, H = heads, D = head size."""
+"""Qwen3 in plain PyTorch. T = new tokens, S = tokens so far, H = heads, D = head size"""
 
 import torch
 from torch import nn
@@ -57,4 +57,4 @@ class Decoder(nn.Module):
             x = at.attn_residual(x, at.o_proj(at.attn(q, *cache).flatten(1)))
             y = at.mlp_norm(x)
             x = at.mlp_residual(x, at.down_proj(at.act(at.gate_proj(y), at.up_proj(y))))
-        return self.final_norm(x)
+        return self.logits(self.final_norm(x))

@@ -2,9 +2,8 @@
 
 import torch
 from rlk_kernels.integrations import profile
-from rlk_kernels.integrations.operators import Counted
 
-from rlk_align.engines.patch import Patch
+from rlk_align.engines.patch import Kernel, Patch
 from rlk_align.model.operators import OPERATORS
 
 
@@ -16,15 +15,6 @@ def attention(q, k, v):
 FUNCTIONS = {"embedding": profile.embed, "rms_norm": profile.norm, "linear": profile.linear}
 FUNCTIONS |= {"attention": attention, "activation": profile.act, "logits": profile.logits}
 FUNCTIONS["rotary"] = lambda x, positions, inv_freq: profile.rope(x, x, positions, inv_freq)[0]
-
-
-class Kernel(Counted):
-    def __init__(self, function):
-        self.function = function
-
-    def __call__(self, *operands):
-        self.count()
-        return self.function(*operands)
 
 
 class OutsidePatch(Patch):

@@ -1,41 +1,65 @@
-"""Decoding one sequence after another, for an engine that keeps the keys and values itself."""
+"""Both passes of an engine that computes a forward where it is told to, in its own process."""
 
 from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampling, Tap
+from rlk_align.engines.common.code import code_places
 from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.logprobs import token_logprobs
+from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, record_parameter
+from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.rows import ForwardRows
-from rlk_align.engines.common.site_hooks import SiteHooks
+from rlk_align.engines.common.site_hooks import ForwardHooks
+from rlk_align.engines.common.weights import unfused
 from rlk_align.errors import EngineFailed
 from rlk_align.model.prompts import Sample, TokenBatch
+from rlk_align.results import CodePlace
 
 
-class DecodingEngine(Engine):
-    """An engine that is given one sequence a step; it has the option `temperature`."""
+class ForwardEngine(Engine):
+    """A subclass says how one forward is computed, by a model in which no operators are fused. It
+    has the option `temperature`, and sets `model` and `device` in `open`."""
 
+    intervenes = True
+    model: Any
     device: Any
-    """Where its model lies."""
 
     @abstractmethod
-    def tapped(self, tap: Tap | None, editor: Editor | None) -> SiteHooks:
-        """Hooks on the sites of its model."""
+    def places(self) -> Iterable[Place]:
+        """Its table of places."""
 
     @abstractmethod
-    def next_logits(
-        self, taps: Any, rows: ForwardRows, ids: list[int], cache: Any
+    def forward(self, batch: TokenBatch, members: Sequence[int], taps: Any) -> Logprobs:
+        """Scores these samples in one forward. `taps`: what `tapped` made; it is told by `at`
+        which rows a forward computes."""
+
+    @abstractmethod
+    def step(
+        self, taps: Any, rows: ForwardRows, ids: Sequence[int], cache: Any
     ) -> tuple[torch.Tensor, Any]:
-        """Logits `[1, V]` behind the last of these ids, which are `rows`, and what the next step is
-        given as `cache`; the first is given None. `taps`: what `tapped` made."""
+        """Logits `[N, V]` of the last N of these ids, which are `rows`, and what the next step is
+        given as `cache`; the first is given None."""
 
     @abstractmethod
     def stop_ids(self) -> set[int]:
         """The tokens that end a response."""
+
+    def tapped(self, tap: Tap | None, editor: Editor | None) -> ForwardHooks:
+        """Hooks on the sites of its model."""
+        return ForwardHooks(self.model, self.places(), tap, editor)
+
+    def code(self) -> dict[str, CodePlace]:
+        return code_places(self.model, self.places())
+
+    def weights(self) -> Iterator[ParameterRecord]:
+        for name, value in unfused(self.model, self.places()):
+            yield record_parameter(LiveParameter(name, value))
 
     @property
     def temperature(self) -> float:
@@ -48,6 +72,31 @@ class DecodingEngine(Engine):
             if logprobs is not None:
                 return logprobs.cpu().numpy()
         return token_logprobs(logits, target, self.temperature)
+
+    @property
+    def batch_size(self) -> int:
+        """How many samples one forward scores."""
+        return 1
+
+    def forwards(self, samples: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Samples by forward, `batch_size` in each."""
+        for start in range(0, len(samples), self.batch_size):
+            yield samples[start : start + self.batch_size]
+
+    @torch.inference_mode()
+    def score(
+        self,
+        batch: TokenBatch,
+        tap: Tap | None,
+        done: SamplesDone,
+        intervention: Intervention | None = None,
+    ) -> Logprobs:
+        logprobs: Logprobs = {}
+        with self.tapped(tap, Editor.of(intervention, batch)) as taps:
+            for members in self.forwards(range(len(batch.samples))):
+                logprobs |= self.forward(batch, members, taps)
+                done(len(logprobs))
+        return logprobs
 
     @torch.inference_mode()
     def sample(
@@ -69,7 +118,7 @@ class DecodingEngine(Engine):
         return Sampled(responses, logprobs)
 
     def _decode(
-        self, number: int, sample: Sample, sampling: Sampling, taps: SiteHooks
+        self, number: int, sample: Sample, sampling: Sampling, taps: ForwardHooks
     ) -> tuple[list[int], list[np.ndarray]]:
         """One response. Its noise depends on (seed, number) alone, not on its neighbours."""
         generator = torch.Generator().manual_seed(sampling.seed * 1_000_003 + number)
@@ -80,12 +129,12 @@ class DecodingEngine(Engine):
         for step in range(sampling.max_new_tokens if forced is None else len(forced)):
             last = position + len(new) - 1
             rows = ForwardRows.of_sequence(number, range(position, last + 1), range(last, last + 1))
-            logits, cache = self.next_logits(taps, rows, new, cache)
+            logits, cache = self.step(taps, rows, new, cache)
             token = (
-                self._draw(logits[0], generator, number, last) if forced is None else forced[step]
+                self._draw(logits[-1], generator, number, last) if forced is None else forced[step]
             )
             target = torch.tensor([token], device=self.device)
-            logprobs.append(self.logprobs(logits, target))
+            logprobs.append(self.logprobs(logits[-1:], target))
             response.append(token)
             position, new = last + 1, [token]
             if forced is None and token in stop:
