@@ -51,4 +51,5 @@ def test_the_tests_mirror_the_packages() -> None:
         "gpu",
         "kernels",
         "mutation",
+        "outside_engine",
     }
