@@ -79,12 +79,13 @@ def _adapter_sources(spec: EngineSpec) -> Iterator[Path]:
         yield from _kernel_sources()
     if spec.option("fault") is not None:
         yield from PACKAGE.glob("engines/faults/**/*.py")
-    module = importlib.util.find_spec(spec.info.target.partition(":")[0])
+    name = spec.info.target.partition(":")[0]
+    module = importlib.util.find_spec(name)
     if module is None or module.origin is None:
         raise ToolError(f"engine {spec.name!r}: {spec.info.target} has no source")
     source = Path(module.origin)
     # An engine that is no package may be one file among others that are not its own.
-    yield from source.parent.glob("*.py") if module.parent else [source]
+    yield from source.parent.glob("*.py") if "." in name else [source]
 
 
 def _kernel_sources() -> Iterator[Path]:

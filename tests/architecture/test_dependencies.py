@@ -129,7 +129,7 @@ ENGINE_FOLDERS = {
     "common": ("common", "spec"),
     "faults": ("faults", "common"),
     "process": ("process", "common", "spec"),
-    "hf": ("hf", "common", "faults", "process", "base", "spec", "info"),
+    "hf": ("hf", "common", "faults", "process", "base", "forward_engine", "spec", "info"),
     "vllm": ("vllm", "common", "faults", "process", "base", "spec", "info"),
     "megatron": ("megatron", "common", "faults", "process", "base", "spec", "info"),
 }

@@ -8,6 +8,7 @@ import pytest
 from rlk_align.capture import key
 from rlk_align.capture.request import CaptureRequest
 from rlk_align.data import data_path
+from rlk_align.engines.info import EngineInfo
 from rlk_align.engines.spec import EngineSpec
 
 PROMPTS = data_path("prompts.jsonl")
@@ -137,3 +138,22 @@ def test_prompts_of_another_kind_make_another_capture(tmp_path: Path) -> None:
         request = CaptureRequest(engine=spec, model="", prompts=tmp_path / name)
         found.add(key.capture_key(request, spec, data_path("model"), None))
     assert len(found) == 2
+
+
+def test_any_edited_file_of_an_engines_package_makes_another_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a module that stands alone, its own file alone."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "theirs").mkdir()
+    for name in ("theirs/engine.py", "theirs/model.py", "alone.py", "beside.py"):
+        (tmp_path / name).write_text("")
+    for target, edited, changed in (
+        ("theirs.engine:E", "theirs/model.py", True),
+        ("alone:E", "beside.py", False),
+        ("alone:E", "alone.py", True),
+    ):
+        monkeypatch.setattr(EngineSpec, "info", EngineInfo(target))
+        before = key.adapter_digest(EngineSpec("hf"))
+        (tmp_path / edited).write_text("S = 1.5")
+        assert (key.adapter_digest(EngineSpec("hf")) != before) == changed, edited

@@ -94,8 +94,6 @@ def test_it_takes_150_lines() -> None:
 
 
 def test_the_page_shows_its_files() -> None:
-    shown = dict(
-        re.findall(r"^`(\S+)`.*?\n\n```\w+\n(.*?)```$", PAGE.read_text("utf-8"), re.M | re.S)
-    )
+    shown = dict(re.findall(r"^`(\S+)`\n\n```\w+\n(.*?)```$", PAGE.read_text("utf-8"), re.M | re.S))
     files = {str(p.relative_to(PACKAGE)): p.read_text(encoding="utf-8") for p in SOURCES}
     assert shown == files
