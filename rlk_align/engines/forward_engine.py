@@ -27,6 +27,7 @@ class ForwardEngine(Engine):
     has the option `temperature`, and sets `model` and `device` in `open`."""
 
     intervenes = True
+    hooks: type[ForwardHooks] = ForwardHooks
     model: Any
     device: Any
 
@@ -35,13 +36,13 @@ class ForwardEngine(Engine):
         """Its table of places."""
 
     @abstractmethod
-    def forward(self, batch: TokenBatch, members: Sequence[int], taps: Any) -> Logprobs:
+    def forward(self, batch: TokenBatch, members: Sequence[int], taps: ForwardHooks) -> Logprobs:
         """Scores these samples in one forward. `taps`: what `tapped` made; it is told by `at`
         which rows a forward computes."""
 
     @abstractmethod
     def step(
-        self, taps: Any, rows: ForwardRows, ids: Sequence[int], cache: Any
+        self, taps: ForwardHooks, rows: ForwardRows, ids: Sequence[int], cache: Any
     ) -> tuple[torch.Tensor, Any]:
         """Logits `[N, V]` of the last N of these ids, which are `rows`, and what the next step is
         given as `cache`; the first is given None."""
@@ -52,7 +53,7 @@ class ForwardEngine(Engine):
 
     def tapped(self, tap: Tap | None, editor: Editor | None) -> ForwardHooks:
         """Hooks on the sites of its model."""
-        return ForwardHooks(self.model, self.places(), tap, editor)
+        return self.hooks(self.model, self.places(), tap, editor)
 
     def code(self) -> dict[str, CodePlace]:
         return code_places(self.model, self.places())

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlk_align.engines.base import Logprobs, Tap
+from rlk_align.engines.base import Logprobs
 from rlk_align.engines.common.attributes import (
     activation_name,
     norm_attributes,
@@ -14,9 +14,9 @@ from rlk_align.engines.common.attributes import (
     processing,
     rope_theta,
 )
-from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.rows import ForwardRows, padded_grid
+from rlk_align.engines.common.site_hooks import ForwardHooks
 from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.forward_engine import ForwardEngine
 from rlk_align.engines.hf.places import hf_places
@@ -32,6 +32,8 @@ class HFEngine(ForwardEngine):
     Scores teacher-forced, N sequences a forward (1, and so no padding, by default), and decodes
     incrementally with a KV cache.
     """
+
+    hooks = Tapped
 
     def open(self) -> None:
         here = "cuda" if torch.cuda.is_available() else "cpu"
@@ -80,8 +82,7 @@ class HFEngine(ForwardEngine):
             "padding_side": self.spec.option("padding") if self.batch_size > 1 else None,
         }
 
-    def forward(self, batch: TokenBatch, members: Sequence[int], taps: Tapped) -> Logprobs:
-        """Scores these samples in one forward."""
+    def forward(self, batch: TokenBatch, members: Sequence[int], taps: ForwardHooks) -> Logprobs:
         side = str(self.spec.option("padding"))
         grid = padded_grid([(i, batch.samples[i]) for i in members], side)
         taps.at(grid.rows("batch first"), self.device)
@@ -102,15 +103,12 @@ class HFEngine(ForwardEngine):
     def places(self) -> Iterator[Place]:
         return hf_places(self.model)
 
-    def tapped(self, tap: Tap | None, editor: Editor | None) -> Tapped:
-        return Tapped(self.model, tap, editor)
-
     @property
     def batch_size(self) -> int:
         return int(self.spec.option("batch") or 1)
 
     def step(
-        self, taps: Tapped, rows: ForwardRows, ids: Sequence[int], cache: Any
+        self, taps: ForwardHooks, rows: ForwardRows, ids: Sequence[int], cache: Any
     ) -> tuple[torch.Tensor, Any]:
         taps.at(rows, self.device)
         out = self.model(

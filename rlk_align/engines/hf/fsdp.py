@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampling, Tap
+from rlk_align.engines.base import Engine, Logprobs, SamplesDone, Tap
 from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import (
@@ -69,16 +69,8 @@ class FSDPEngine(HFEngine):
             if self.ranks.rank == 0:
                 yield record_parameter(LiveParameter(name, whole, shards))
 
-    def sample(
-        self,
-        batch: TokenBatch,
-        sampling: Sampling,
-        tap: Tap | None,
-        done: SamplesDone,
-        intervention: Intervention | None = None,
-    ) -> Sampled:
-        # Not as HF: ranks would have to decode in step, each some samples of its own.
-        return Engine.sample(self, batch, sampling, tap, done, intervention)
+    # Not as HF: ranks would have to decode in step, each some samples of its own.
+    sample = Engine.sample
 
     def own_samples(self, batch: TokenBatch) -> range:
         return range(self.ranks.rank, len(batch.samples), self.ranks.world)

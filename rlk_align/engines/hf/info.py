@@ -1,6 +1,7 @@
 """HF transformers and FSDP2, as known without importing them."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from rlk_align.engines.info import EngineInfo, Option, OptionValue
 from rlk_align.errors import INSTALL_ENGINES
@@ -38,10 +39,10 @@ HF = EngineInfo(
     conflict=_conflict,
 )
 
-FSDP = EngineInfo(
-    "rlk_align.engines.hf.fsdp:FSDPEngine",
-    "transformers",
-    INSTALL_ENGINES,
+FSDP = replace(
+    HF,
+    target="rlk_align.engines.hf.fsdp:FSDPEngine",
+    patch="rlk_align.engines.patch:FSDPPatch",
     options={
         **HF_OPTIONS,
         "dp": Option(int, default=1),
@@ -51,8 +52,4 @@ FSDP = EngineInfo(
     },
     ranks="dp",
     samples=False,
-    patch="rlk_align.engines.patch:FSDPPatch",
-    one_kernel=(frozenset({"q_rope", "k_rope"}),),
-    tested=("transformers",),
-    conflict=_conflict,
 )

@@ -7,18 +7,12 @@ from typing import Any
 
 import torch
 
-from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.site_hooks import ForwardHooks
-from rlk_align.engines.common.tap import Tap
-from rlk_align.engines.hf.places import hf_places
 
 
 class Tapped(ForwardHooks):
     """Hooks on a live HF model."""
-
-    def __init__(self, model: Any, tap: Tap | None, editor: Editor | None = None) -> None:
-        super().__init__(model, hf_places(model), tap, editor)
 
     def install(self) -> None:
         super().install()
