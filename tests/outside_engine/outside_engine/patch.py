@@ -22,7 +22,7 @@ class OutsidePatch(Patch):
         for path, module in model.named_modules():
             op = OPERATORS.get(path.rpartition(".")[2])
             function = op and FUNCTIONS.get(op.name, FUNCTIONS.get(op.formula))
-            if function and op.name not in self.left:
+            if function and op.name not in self.excluded:
                 module.function = Kernel(function)
 
     def operators(self, engine):
