@@ -66,7 +66,7 @@ compile-kernels: setup
 
 # The kernels on the GPU of this machine, with the Python, torch and Triton that it has; and in vLLM, where it is installed.
 test-gpu:
-	OMP_NUM_THREADS=1 PYTHONPATH=.:kernels $(PYTHON) -m pytest -n $$(nproc) --dist worksteal --import-mode=importlib \
+	OMP_NUM_THREADS=1 PYTHONPATH=.:kernels $(PYTHON) -m pytest -n $$(env -u OMP_NUM_THREADS nproc) --dist worksteal --import-mode=importlib \
 	  --confcutdir=tests/gpu/kernels tests/gpu/kernels
 	PYTHONPATH=.:kernels $(PYTHON) -m pytest --confcutdir=tests/gpu/fix_path tests/gpu/fix_path
 
