@@ -8,7 +8,7 @@ places of its keys (its function, position) without which nothing would have dif
 at one of two addresses. With `--fault`, all shapes share a cache; with `--short-keys`, calls are
 recorded without their numbers.
 Not under TRITON_INTERPRET, so in a process of its own, with kernels/ and scripts/ on its path
-(`test_replayed_launches.py`).
+(`tests/compiled/test_replayed_launches.py`).
 """
 
 import random
