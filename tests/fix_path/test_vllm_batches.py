@@ -10,7 +10,6 @@ BATCHES: dict[str, dict[str, Any]] = {
     "one at a time, blocks of 128": {"max_num_seqs": 1, "block_size": 128},
     "two, chunks of 64": {"max_num_seqs": 2, "max_num_batched_tokens": 64},
     "seven, prefix caching": {"max_num_seqs": 7, "enable_prefix_caching": True},
-    "eight, chunks of 40": {"max_num_seqs": 8, "max_num_batched_tokens": 40},
     "all, no chunks": {
         "max_num_seqs": 64, "enable_chunked_prefill": False, "max_num_batched_tokens": 1024,
     },
@@ -18,24 +17,28 @@ BATCHES: dict[str, dict[str, Any]] = {
         "block_size": 32, "num_gpu_blocks_override": 34, "disable_log_stats": False,
     },
 }  # fmt: skip
+IN_FP32: dict[str, dict[str, Any]] = {
+    "default": {},
+    "seven, prefix caching": {"max_num_seqs": 7, "enable_prefix_caching": True},
+    "eight, chunks of 40": {"max_num_seqs": 8, "max_num_batched_tokens": 40},
+}
+"""Several times slower."""
 ONE_OPTION: dict[str, dict[str, Any]] = {
     "default": {},
     **{f"{n} at a time": {"max_num_seqs": n} for n in (1, 2, 7, 64)},
-    "chunks of 64": {"max_num_batched_tokens": 64},
+    **{f"chunks of {n}": {"max_num_batched_tokens": n, "max_num_seqs": 8} for n in (40, 64)},
     "no chunks": {"enable_chunked_prefill": False, "max_num_batched_tokens": 1024},
     "prefix caching": {"enable_prefix_caching": True},
     **{f"blocks of {n}": {"block_size": n} for n in (32, 128)},
 }
 """What the batches above combine, each by itself."""
-IN_FP32 = ("default", "seven, prefix caching", "eight, chunks of 40")
-"""Several times slower."""
 
 
 @pytest.mark.parametrize(
     ("dtype", "batches"),
     [
         ("bfloat16", BATCHES),
-        ("float32", {name: BATCHES[name] for name in IN_FP32}),
+        ("float32", IN_FP32),
         *(
             pytest.param(dtype, ONE_OPTION, marks=pytest.mark.whole_matrix)
             for dtype in ("bfloat16", "float32")
