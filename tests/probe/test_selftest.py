@@ -27,7 +27,7 @@ PLANTED = {
     ),
     "vllm,megatron": (
         *("norm-output-fp8", "rope-key-position", "attn-scale", "proj-gain", "act-swapped"),
-        *("residual-branch", "logprob-temperature"),
+        *("residual-branch", "logprob-temperature", "weight-norm"),
     ),
 }
 SEEDS = {"hf": 1, "vllm,megatron": 0}

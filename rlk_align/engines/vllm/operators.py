@@ -51,7 +51,7 @@ class VLLMOperators(Operators):
         return self._model.model.layers[layer]
 
     def _whole_weight(self, site: str) -> torch.Tensor:
-        weight = live_weight(self._model.get_submodule(self._places[site].holder))
+        weight = live_weight(self._model.get_submodule(self._places[site].holder)).detach()
         return weight[: self.shape.vocab] if site == "logits" else weight
 
     def _combination(self, site: str, formula: Formula) -> None:
