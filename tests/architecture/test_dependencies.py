@@ -91,7 +91,7 @@ RULES = {
     "version": (),
     "results": (),
     "comparison_table": ("files", "text", "errors"),
-    "dumps": ("dumps", "results", "files", "text", "errors"),
+    "dumps": ("dumps", "trace", "results", "files", "progress", "text", "errors"),
     "model": ("model", "results", "data", "files", "text", "errors"),
     "trace": ("trace", "model", "results", "comparison_table", "files", "text", "errors"),
     "engines": ("engines", "trace", "model", "results", "files", "text", "errors"),
