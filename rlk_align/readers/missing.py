@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from rlk_align.readers.values import replaced_by_null
 
 SENTINEL = -9999.0
-"""What vLLM's callers write for a log-prob that is not there; every value at or below it is one."""
+"""What callers of vLLM write for a log-prob that is not there."""
 SURE = -0.05
 """Where the rollout says 0.0, certainty, and the trainer less than this, the 0.0 stands for a
 missing value. Healthy dumps hold no such token, and honest zeros on up to 2 % of the scored ones."""
@@ -34,10 +34,10 @@ def without_missing(
     if train is not None:
         t = _values(train)
         zero &= ~scored | (t < SURE)
-        train = replaced_by_null(train, first | (t <= SENTINEL))
+        train = replaced_by_null(train, first | (t == SENTINEL))
     else:
         zero &= ~scored
-    return replaced_by_null(rollout, first | zero | (g <= SENTINEL)), train
+    return replaced_by_null(rollout, first | zero | (g == SENTINEL)), train
 
 
 def first_scored(scored: NDArray[np.bool_]) -> int:

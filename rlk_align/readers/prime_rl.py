@@ -92,7 +92,9 @@ def _row(rank: str, line: bytes) -> Row:
         "position_ids": _exactly(
             integers(record["position_ids"], "position_ids"), length, "position_ids"
         ),
-        "pack_index": None if pack_index is None else whole_number(pack_index, "micro_sequence_idx"),
+        "pack_index": None
+        if pack_index is None
+        else whole_number(pack_index, "micro_sequence_idx"),
         "entropy": columns.get("entropy"),
         "reward": _reward(record.get("rewards"), scored),
     }
