@@ -193,8 +193,8 @@ def _whole(parts: list[Part], ranks: list[int], i: int) -> dict[str, Any]:
                 places = np.arange(response)
             if len(own) != len(places):
                 raise WrongValue(
-                    f"{field} of sample {i} has {len(own)} entries; rank {rank} of {len(parts)} has "
-                    f"{len(places)} of its response of {response}"
+                    f"{field} of sample {i} has {len(own)} entries; rank {rank} of {len(parts)} "
+                    f"has {len(places)} of its response of {response}"
                 )
             values[places], filled[places] = own, True
         if not filled.all():
@@ -204,7 +204,7 @@ def _whole(parts: list[Part], ranks: list[int], i: int) -> dict[str, Any]:
 
 
 def recognises(path: Path) -> bool:
-    """Whether a file is miles': without `cp_rank`, which later ones have, by the rank in its name."""
+    """Whether a file is miles': by `cp_rank`, which earlier ones lack, or the rank in its name."""
     if not is_torch_file(path):
         return False
     dump = load(path)
