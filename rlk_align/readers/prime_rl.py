@@ -72,7 +72,7 @@ def _row(rank: str, line: bytes, _number: int) -> Row:
     columns = {
         name: _exactly(numbers(record[name], name), length, name)
         for name in ("inference_logprobs", "trainer_logprobs", "entropy")
-        if record.get(name) is not None
+        if name in FIELDS or record.get(name) is not None
     }
     scored = _mask(record, length)
     rollout, train = without_missing(
