@@ -41,8 +41,11 @@ def opened(path: Path, findings: Findings) -> Source:
 def read_lines(
     path: Path, findings: Findings, progress: Progress, row: Callable[[bytes, int], Row]
 ) -> Iterator[Row]:
-    """Yields what `row` makes of each line and its number. A last line that was cut off is told, and
-    the rest is read. Raises DumpError, naming the line, where `row` raises WrongValue or json's ValueError."""
+    """Yields what `row` makes of each line and its number.
+
+    A last line that was cut off is told, and the rest is read. Raises DumpError, naming the line,
+    where `row` raises WrongValue or another ValueError.
+    """
     size = opened(path, findings).size
     done = 0
     with path.open("rb") as file:
