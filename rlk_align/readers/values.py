@@ -33,7 +33,7 @@ def flags(value: Any, name: str) -> NDArray[np.bool_]:
     if array.null_count:
         raise WrongValue(f"{name} holds null")
     plain = np.asarray(array)
-    if not np.isin(plain, (0, 1)).all():
+    if not ((plain == 0) | (plain == 1)).all():
         raise WrongValue(f"{name} holds more than 0 and 1")
     return plain.astype(bool)
 
