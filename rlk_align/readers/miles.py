@@ -77,7 +77,8 @@ def read(files: list[Path], findings: Findings, progress: Progress) -> Iterator[
             shards[_digest(part)].append(part)
         if len(steps) > 1:
             raise DumpError(
-                f"{paths[0].parent}: files of {name} are of rollouts {sorted(steps)}", ""
+                f"{paths[0].parent}: files of {name} are of rollouts {sorted(steps)}",
+                "import them apart",
             )
         for shard, parts in enumerate(shards.values()):
             try:
@@ -107,16 +108,15 @@ def _digest(part: Part) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for sample in part.samples:
         ids = np.ascontiguousarray(np.asarray(sample["tokens"]), dtype="<i8")
-        digest.update(len(ids).to_bytes(8, "little") + ids.tobytes())
+        digest.update(f"{len(ids)} {sample.get('sample_indices')} ".encode() + ids.tobytes())
     return digest.hexdigest()
 
 
 def _joined(parts: list[Part], findings: Findings) -> list[dict[str, Any]]:
     """Returns whole samples from all ranks that hold a part of them."""
-    parts = _without_copies(parts, findings)
-    if all(part.lengths == part.responses for part in parts):
-        if len(parts) > 1:
-            raise WrongValue(_DIFFERENT.format(parts[1].path))
+    whole = all(part.lengths == part.responses for part in parts)
+    parts = _without_copies(parts, findings, of_any_rank=whole)
+    if whole:
         return parts[0].samples
     ranks = _ranks(parts)
     return [_whole(parts, ranks, i) for i in range(len(parts[0].samples))]
@@ -142,13 +142,10 @@ def _ranks(parts: list[Part]) -> list[int]:
     return found
 
 
-_DIFFERENT = "{} holds the same samples with other values: tensor-parallel ranks differ"
-
-
-def _without_copies(parts: list[Part], findings: Findings) -> list[Part]:
-    """Drops parts whose values equal another's bit for bit. Raises WrongValue where two of one
-    context-parallel rank differ."""
-    distinct: dict[bytes, Part] = {}
+def _without_copies(parts: list[Part], findings: Findings, of_any_rank: bool) -> list[Part]:
+    """Drops parts whose values equal another's bit for bit. Raises WrongValue where two differ that
+    should be equal: those of one context-parallel rank, or `of_any_rank`."""
+    distinct: dict[tuple[bytes, int | None], Part] = {}
     for part in parts:
         digest = hashlib.blake2b(digest_size=16)
         for sample in part.samples:
@@ -156,16 +153,14 @@ def _without_copies(parts: list[Part], findings: Findings) -> list[Part]:
                 if sample.get(field) is not None:
                     values = np.ascontiguousarray(np.asarray(sample[field]), dtype="<f8")
                     digest.update(len(values).to_bytes(8, "little") + values.tobytes())
-        key = digest.digest() + str(part.cp_rank).encode()
+        key = digest.digest(), None if of_any_rank else part.cp_rank
         if key in distinct:
             findings.note("copies of tensor-parallel ranks are equal bit for bit; one is kept")
         distinct.setdefault(key, part)
-    seen: set[int] = set()
-    for part in distinct.values():
-        if part.cp_rank is not None and part.cp_rank in seen:
-            raise WrongValue(_DIFFERENT.format(part.path))
-        if part.cp_rank is not None:
-            seen.add(part.cp_rank)
+    ranks = [rank for _, rank in distinct if rank is not None]
+    if len(set(ranks)) < len(ranks) or (of_any_rank and len(distinct) > 1):
+        other = list(distinct.values())[1].path
+        raise WrongValue(f"{other} holds the same samples with other values: copies differ")
     return list(distinct.values())
 
 

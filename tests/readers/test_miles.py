@@ -92,7 +92,7 @@ def test_copies_that_differ_are_refused(imported) -> None:
     for meta in (True, False):
         paths = dump(tp=2, meta=meta)
         changed(paths[1], lambda value: value["rollout_data"]["log_probs"][0].add_(1e-6))
-        with pytest.raises(DumpError, match="tensor-parallel ranks differ"):
+        with pytest.raises(DumpError, match="copies differ"):
             imported("miles", ".")
 
 
@@ -142,6 +142,21 @@ def test_padded_sequences_need_the_length_that_they_were_padded_to(imported) -> 
         changed(path, lambda value: value.update(qkv_format="bshd"))
     with pytest.raises(DumpError, match="max_seq_lens"):
         imported("miles", ".")
+
+
+def test_ranks_that_hold_whole_responses_are_copies(imported) -> None:
+    for rank, path in enumerate(dump(tp=2)):
+        changed(path, lambda value, rank=rank: value.update(cp_rank=rank, cp_size=2))
+    _, read = imported("miles", ".")
+    assert len(read) == len(SHAPES)
+
+
+def test_samples_of_equal_tokens_are_told_apart_by_their_index(imported) -> None:
+    for rank, path in enumerate(dump(tp=2)):
+        indices = [4 * rank + i for i in range(4)]
+        changed(path, lambda value, own=indices: value["rollout_data"].update(sample_indices=own))
+    _, read = imported("miles", ".")
+    assert len(read) == 2 * len(SHAPES)
 
 
 def test_rollouts_come_in_order(imported) -> None:
