@@ -106,14 +106,21 @@ def _mask(record: dict[str, Any], length: int) -> NDArray[np.bool_]:
     scored = flags(record["loss_mask"], "loss_mask")
     if len(scored) != length:
         raise WrongValue(f"loss_mask has {len(scored)} entries, {length} are expected")
-    weights = [record[name] for name in ("rl_weights", "ref_kl_weights") if record.get(name)]
-    if weights:
-        arrays = [_exactly(numbers(w, "rl_weights"), length, "rl_weights") for w in weights]
-        scored &= np.any([np.asarray(a.fill_null(0.0)) != 0.0 for a in arrays], axis=0)
+    scored &= _weighted(record, "rl_weights", 1.0, length) | _weighted(
+        record, "ref_kl_weights", 0.0, length
+    )
     if isinstance(record.get("losses"), list) and len(record["losses"]) == length:
         scored &= np.array([_is_policy_loss(channels) for channels in record["losses"]])
     scored[:1] = False
     return scored
+
+
+def _weighted(record: dict[str, Any], name: str, default: float, length: int) -> NDArray[np.bool_]:
+    """Tokens with a weight in a part of the loss; `default` is what null stands for."""
+    if record.get(name) is None:
+        return np.full(length, default != 0.0)
+    weights = _exactly(numbers(record[name], name), length, name)
+    return np.asarray(weights.fill_null(default)) != 0.0
 
 
 def _is_policy_loss(channels: Any) -> bool:

@@ -107,6 +107,20 @@ def test_tokens_of_cross_entropy_alone_are_not_scored(imported, channels: dict) 
 
 
 @pytest.mark.parametrize(
+    ("weights", "scored"),
+    [
+        ({"rl_weights": [None] * 4, "ce_weights": [None] * 4, "ref_kl_weights": [None] * 4}, 2),
+        ({"rl_weights": [0.0] * 4, "ref_kl_weights": [0.0, 0.0, 0.0, 1.0]}, 1),
+        ({"ref_kl_weights": [0.0] * 4}, 2),
+    ],
+)
+def test_a_weight_that_is_null_is_the_default(imported, weights: dict, scored: int) -> None:
+    export(sequence(**weights))
+    _, read = imported("prime-rl", ".")
+    assert read.scored.sum() == scored
+
+
+@pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"schema_version": 2}, "schema_version is not 1"),
