@@ -5,6 +5,7 @@ q = 1 − p. Healthy numerics make E|d| = c q at every p, so sums of |d| over su
 part of the run is, whichever tokens are in it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlk_align.diagnose.contract import DTYPES, Dtype, RunContract
-from rlk_align.diagnose.interval import UNKNOWN, Estimate, Floats, quotient, ratio
+from rlk_align.diagnose.interval import UNKNOWN, Estimate, Floats, mean_factor, quotient, ratio
 from rlk_align.diagnose.record import Token
 from rlk_align.diagnose.sample import SENTINEL, Counts
 from rlk_align.dumps.sequences import Sequences
@@ -30,8 +31,11 @@ _OUTLIER = 6.0
 _ENOUGH = 5.0
 """Σ q below which a sequence is too sure of itself to have an error of its own."""
 
+_PART = 1.0
+"""Σ q below which a part of a sequence is too sure of itself to have an error of its own."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Evidence:
     """A sample of a run and what is derived from it."""
 
@@ -148,11 +152,33 @@ class Evidence:
         """How bad a part of the run is, for its 1 − p."""
         return ratio(*self.noise(where))
 
-    def contrast(self, a: Mask, b: Mask) -> Estimate:
-        """c of a over c of b; nothing can be said where c of a is negligible."""
+    def between(self, a: Mask, b: Mask) -> Estimate:
+        """How many times worse the typical sequence of tokens a is than that of tokens b."""
+        return self._contrast(a, b, lambda x, y: mean_factor(x[~np.isnan(x)], y[~np.isnan(y)]))
+
+    def within(self, a: Mask, b: Mask) -> Estimate:
+        """How many times worse tokens a are than tokens b of the same sequence, typically."""
+
+        def paired(x: Floats, y: Floats) -> Estimate:
+            return mean_factor((x - y)[~np.isnan(x - y)])
+
+        return self._contrast(a, b, paired)
+
+    def pooled(self, a: Mask, b: Mask) -> Estimate:
+        """c of a over c of b, over all sequences: for tokens of which a sequence has few."""
+        return self._contrast(a, b, lambda _x, _y: quotient(self.noise(a), self.noise(b)))
+
+    def _contrast(self, a: Mask, b: Mask, how: Callable[[Floats, Floats], Estimate]) -> Estimate:
+        """Nothing can be said where c of a is negligible."""
         if not self.c(a).value > self.contract.limit("numerics", "negligible"):
             return UNKNOWN
-        return quotient(self.noise(a), self.noise(b))
+        return how(self._logs(a), self._logs(b))
+
+    def _logs(self, where: Mask) -> Floats:
+        """[S]; the logarithm of c of each sequence, NaN where it has too few such tokens."""
+        sizes, qs = self.noise(where)
+        known = (qs >= _PART) & (sizes > 0)
+        return np.log(np.where(known, sizes, np.nan) / np.where(known, qs, 1.0))
 
     @cached_property
     def outliers(self) -> Mask:
@@ -164,9 +190,9 @@ class Evidence:
         overall = float(np.median(c[enough])) if enough.any() else np.nan
         for step in np.unique(self.run.steps):
             of_step = (self.run.steps == step) & enough
-            if of_step.sum() >= 1:
+            if of_step.any():
                 # A step whose sequences are mostly broken is no measure.
-                usual = min(float(np.median(c[of_step])), 3 * overall)
+                usual = min(float(np.median(c[of_step])), 2 * overall)
                 found |= of_step & (c > _OUTLIER * usual)
         return found & (c > self.contract.limit("numerics", "negligible"))
 

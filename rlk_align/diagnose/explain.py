@@ -22,7 +22,8 @@ FAMILIES: tuple[tuple[Check, ...], ...] = (
     (law.wrong_token, law.logprob_scaled, law.temperature, law.truncation),
     (place.turn_boundary, place.packing, place.rope, place.stale_cache),
     (level.stale_weights, place.decode_state),
-    (level.routing, level.dropout, level.quantisation),
+    (level.routing, level.dropout),
+    (level.quantisation,),
 )
 """In this order; the first that holds is the verdict. What a family finds disturbs the statistics
 of later families, which are not asked then."""
@@ -70,6 +71,14 @@ def explain(batches: Iterable[Sequences], contract: RunContract, seed: int = 0) 
         doubts.append(f"{counts.compared:,} tokens are compared, {contract.min_tokens:,} needed")
     if found and found[0].name == "vacuous":
         doubts.append(found[0].why)
+    c = evidence.c()
+    level_limit = contract.limit("quantisation", dtype=evidence.dtype)
+    if found and found[0].name == "numerics" and not c.value <= level_limit:
+        doubts.append(
+            f"c is {c.value:.2g}, more than {level_limit:g}, and may be {max(c.low, 0.0):.2g} to "
+            f"{c.high:.2g}: the sequences are too few or too different to name a cause"
+        )
+        found = []
     breaches = [
         (d.name, d.statistic, d.value, d.limit) for d in found if d.name not in ("numerics",)
     ]
@@ -84,7 +93,7 @@ def explain(batches: Iterable[Sequences], contract: RunContract, seed: int = 0) 
         diagnoses=found,
         counts=counts,
         mean_ratio=mean_ratio,
-        c=evidence.c(),
+        c=c,
         sampled=None if sample.whole or sample.kept is None else len(sample.kept),
         dtype=evidence.dtype,
         doubts=doubts,

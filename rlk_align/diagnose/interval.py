@@ -2,8 +2,8 @@
 
 A statistic is a ratio of two sums, or the quotient of two such ratios. Tokens of one sequence
 share its state, so sequences are the independent units: the variance is that of the sequences'
-influences (linearisation, Cochran 1977, chapter 6), and the degrees of freedom are those of the
-sequences that carry the influence (Satterthwaite 1946).
+influences (linearisation, Cochran 1977, chapter 6), and the degrees of freedom are those of as many
+sequences of equal weight (Kish 1965).
 """
 
 import math
@@ -43,7 +43,7 @@ def ratio(numerators: Floats, denominators: Floats) -> Estimate:
     if not total > 0:
         return UNKNOWN
     value = float(numerators.sum()) / total
-    half = _half_width((numerators - value * denominators) / total)
+    half = _half_width((numerators - value * denominators) / total, denominators)
     return Estimate(value, value - half, value + half)
 
 
@@ -53,12 +53,28 @@ def quotient(a: tuple[Floats, Floats], b: tuple[Floats, Floats]) -> Estimate:
     sums = [float(x.sum()) for x in (*a, *b)]
     if not all(s > 0 for s in sums):
         return UNKNOWN
-    relative = [x / s for x, s in zip((*a, *b), sums, strict=True)]
+    of_a, of_b = a[0] / sums[0] - a[1] / sums[1], b[0] / sums[2] - b[1] / sums[3]
     value = sums[0] / sums[1] / (sums[2] / sums[3])
-    half = _half_width(relative[0] - relative[1] - relative[2] + relative[3])
-    # A part that few sequences carry says less than the quotient's own variance does.
-    half = max(half, _half_width(relative[0] - relative[1]), _half_width(relative[2] - relative[3]))
-    return Estimate(value, value * math.exp(-half), value * math.exp(min(half, 700.0)))
+    half = max(_half_width(of_a - of_b, a[1]), _half_width(of_a - of_b, b[1]))
+    return _around(math.log(value), half)
+
+
+def mean_factor(logs: Floats, others: Floats | None = None) -> Estimate:
+    """The exponential of the mean of `logs`, or of how far it is above that of `others`: figures of
+    sequences that weigh alike, so that none decides alone (Welch 1947)."""
+    groups = [logs] if others is None else [logs, others]
+    if any(len(x) < 2 for x in groups):
+        return UNKNOWN
+    errors = [float(x.var(ddof=1)) / len(x) for x in groups]
+    middle = float(logs.mean()) - (0.0 if others is None else float(others.mean()))
+    below = sum(v**2 / (len(x) - 1) for v, x in zip(errors, groups, strict=True))
+    freedom = sum(errors) ** 2 / below if below > 0 else float(min(map(len, groups)) - 1)
+    return _around(middle, student(freedom) * math.sqrt(sum(errors)))
+
+
+def _around(middle: float, half: float) -> Estimate:
+    ends = (math.exp(max(-700.0, min(700.0, middle + s * half))) for s in (0, -1, 1))
+    return Estimate(*ends)
 
 
 def share(part: int, whole: int) -> Estimate:
@@ -71,15 +87,14 @@ def share(part: int, whole: int) -> Estimate:
     return Estimate(p, max(0.0, middle - half), min(1.0, middle + half))
 
 
-def _half_width(influences: Floats) -> float:
-    squares = float((influences**2).sum())
-    if squares == 0:
-        return 0.0 if np.count_nonzero(~np.isnan(influences)) > 1 else math.inf
-    effective = squares**2 / float((influences**4).sum())
+def _half_width(influences: Floats, weights: Floats) -> float:
+    """Of an estimate whose sequences have these influences; as many as would weigh alike count."""
+    effective = float(weights.sum()) ** 2 / float((weights**2).sum())
     if not effective > 1.5:
         return math.inf
-    count = len(influences)
-    return student(effective - 1) * math.sqrt(squares * count / (count - 1))
+    carrying = np.count_nonzero(weights)
+    squares = float((influences**2).sum()) * carrying / (carrying - 1)
+    return student(effective - 1) * math.sqrt(squares)
 
 
 def student(freedom: float) -> float:

@@ -22,7 +22,7 @@ def _by_age(e: Evidence) -> Diagnosis | None:
     trained = e.run.train_versions[e.sequence]
     sampled = e.run.rollout_versions[e.index]
     known = (trained != UNKNOWN) & (sampled != UNKNOWN) & e.usual
-    estimate = e.contrast(known & (sampled < trained), known & (sampled == trained))
+    estimate = e.between(known & (sampled < trained), known & (sampled == trained))
     limit = e.contract.limit("stale-weights")
     if not estimate.above(limit):
         return None
@@ -43,7 +43,7 @@ def _by_step(e: Evidence) -> Diagnosis | None:
     third = max(1, len(steps) // 3)
     last = e.usual & np.isin(e.steps, steps[-third:])
     first = e.usual & np.isin(e.steps, steps[:third])
-    estimate = e.contrast(last, first)
+    estimate = e.between(last, first)
     limit = e.contract.limit("stale-weights")
     parts = np.array_split(steps, min(len(steps), 6))
     c = [e.c(e.usual & np.isin(e.steps, part)).value for part in parts]
@@ -82,7 +82,7 @@ def dropout(e: Evidence) -> Diagnosis | None:
     """Holds where sure tokens are worse for their 1 − p than others, without a trend."""
     limit = e.contract.limit("dropout")
     sure, others = (e.q >= 1e-4) & (e.q < 0.05), (e.q >= 0.1) & (e.q < 0.9)
-    estimate = e.contrast(sure & e.usual, others & e.usual)
+    estimate = e.pooled(sure & e.usual, others & e.usual)
     level = e.contract.limit("quantisation", dtype=e.dtype)
     if not estimate.above(limit) or not e.c().above(level):
         return None

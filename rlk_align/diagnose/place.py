@@ -13,7 +13,7 @@ _WINDOW = 12
 """Tokens on each side of a turn's start that are held against each other."""
 _WORSE = 4.0
 """A sequence is clean before a turn and wrong after it where c grows by such a factor."""
-_BY_CHANCE = 0.02
+_BY_CHANCE = 0.3
 """A first step without a broken group says something where chance would not leave it so."""
 
 
@@ -33,7 +33,7 @@ def turn_boundary(e: Evidence) -> Diagnosis | None:
     distance = np.arange(len(e.index)) - start[e.sequence]
     after = of_affected & later & (distance < _WINDOW)
     before = of_affected & ~later & (distance >= -_WINDOW)
-    estimate = e.contrast(after, before)
+    estimate = e.within(after, before)
     if not estimate.above(limit):
         return None
     why = (
@@ -63,7 +63,7 @@ def _worst_turn(e: Evidence) -> Indices:
 def packing(e: Evidence) -> Diagnosis | None:
     """Holds where the first sequence of each pack is clean and later ones are not."""
     place = e.run.pack_indices[e.sequence]
-    estimate = e.contrast(place > 0, place == 0)
+    estimate = e.between(place > 0, place == 0)
     limit = e.contract.limit("packing")
     if not estimate.above(limit):
         return None
@@ -81,11 +81,14 @@ def rope(e: Evidence) -> Diagnosis | None:
     limit = e.contract.limit("rope")
     if not len(e.position):
         return None
-    early, late = np.quantile(e.position[e.usual], [1 / 3, 2 / 3]) if e.usual.any() else (0, 0)
-    # Only sequences that have both parts: others differ in more than their positions.
-    has_late = np.bincount(e.sequence, e.position > late, len(e.run)) > 0
-    long = e.usual & has_late[e.sequence]
-    estimate = e.contrast(long & (e.position > late), long & (e.position <= early))
+    lengths = np.bincount(e.sequence, minlength=len(e.run))
+    # The longer half: short sequences do not reach far.
+    typical = np.median(lengths[lengths > 0])
+    long = e.usual & (lengths >= typical)[e.sequence]
+    first = np.zeros(len(e.run), dtype=np.int64)
+    first[e.sequence[::-1]] = np.arange(len(e.index))[::-1]
+    part = (np.arange(len(e.index)) - first[e.sequence]) / np.maximum(lengths, 1)[e.sequence]
+    estimate = e.within(long & (part > 2 / 3), long & (part < 1 / 3))
     if not estimate.above(limit):
         return None
     bins = np.quantile(e.position[long], np.linspace(0, 1, 9))
@@ -98,8 +101,8 @@ def rope(e: Evidence) -> Diagnosis | None:
         f"{profile[-1]:.2g} at the end. RoPE's base, scaling or precision differs, or another "
         "part that depends on the position"
     )
-    statistic = "c of the last third of the positions over that of the first"
-    samples = e.worst(e.size, long & (e.position > late))
+    statistic = "c of the last third of a sequence over that of its first third"
+    samples = e.worst(e.size, long & (part > 2 / 3))
     return diagnosis("rope", statistic, estimate, limit, why, samples)
 
 
@@ -118,9 +121,9 @@ def stale_cache(e: Evidence) -> Diagnosis | None:
 def _by_cached_tokens(e: Evidence) -> Diagnosis | None:
     cached = e.run.cached_tokens
     both = np.intersect1d(e.run.steps[cached > 0], e.run.steps[cached == 0])
-    comparable = np.isin(e.steps, both)
+    comparable = np.isin(e.steps, both if len(both) else e.run.steps)
     hit, miss = comparable & (cached > 0)[e.sequence], comparable & (cached == 0)[e.sequence]
-    estimate = e.contrast(hit, miss)
+    estimate = e.between(hit, miss)
     limit = e.contract.limit("stale-cache")
     if not estimate.above(limit):
         return None
@@ -128,7 +131,7 @@ def _by_cached_tokens(e: Evidence) -> Diagnosis | None:
         f"sequences whose prompt came from the prefix cache are {estimate.value:.1f} times worse "
         "than others of the same step: the cache was filled by older weights"
     )
-    statistic = "c of sequences with cached tokens over that of others of the same steps"
+    statistic = "c of sequences with cached tokens over that of others"
     return diagnosis("stale-cache", statistic, estimate, limit, why, e.worst(e.size, hit))
 
 
@@ -142,7 +145,8 @@ def _by_group(e: Evidence) -> Diagnosis | None:
     if not len(first) or broken[first].any() or not broken[later].any():
         return None
     part = float(broken[later].mean())
-    if (1 - part) ** len(first) > _BY_CHANCE:
+    chance = (1 - part) ** len(first)
+    if chance > _BY_CHANCE:
         return None
     estimate = share(int(broken[later].sum()), len(later))
     limit = e.contract.limit("decode-state")
@@ -155,7 +159,8 @@ def _by_group(e: Evidence) -> Diagnosis | None:
     )
     statistic = "share of groups after the first step that are far off"
     samples = e.worst(e.size, ~e.usual)
-    return diagnosis("stale-cache", statistic, estimate, limit, why, samples, "moderate")
+    sure: Confidence = "moderate" if chance < 0.02 else "low"
+    return diagnosis("stale-cache", statistic, estimate, limit, why, samples, sure)
 
 
 def broken_groups(e: Evidence) -> tuple[Indices, Mask]:
