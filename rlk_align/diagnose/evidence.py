@@ -187,12 +187,12 @@ class Evidence:
         enough = q >= _ENOUGH
         c = np.where(enough, size / np.maximum(q, _ENOUGH), np.nan)
         found = np.zeros(len(c), dtype=bool)
-        overall = float(np.median(c[enough])) if enough.any() else np.nan
+        good = float(np.quantile(c[enough], 0.25)) if enough.any() else np.nan
         for step in np.unique(self.run.steps):
             of_step = (self.run.steps == step) & enough
             if of_step.any():
                 # A step whose sequences are mostly broken is no measure.
-                usual = min(float(np.median(c[of_step])), 2 * overall)
+                usual = min(float(np.median(c[of_step])), 2.5 * good)
                 found |= of_step & (c > _OUTLIER * usual)
         return found & (c > self.contract.limit("numerics", "negligible"))
 

@@ -13,6 +13,9 @@ from rlk_align.diagnose.record import Diagnosis
 _RARE = -2.5
 """A log-prob below it is that of a token that is hardly ever the most probable one."""
 
+_SLOPE = 0.3
+"""A line's slope is more than the noise about it makes where it is above this part of its c."""
+
 
 def wrong_token(e: Evidence) -> Diagnosis | None:
     """Holds where one side is sure of a token that the other finds improbable, and both agree on
@@ -143,4 +146,7 @@ def fits_line(e: Evidence) -> bool:
     bands = [slope(e, _band(e, *b)).value for b in ((0.0, 0.1), (0.1, 0.5), (0.5, 0.9), (0.9, 0.999))]
     sizes = np.abs(bands)
     same_sign = len({np.sign(b) for b in bands if np.isfinite(b)}) == 1
-    return bool(same_sign and np.nanmin(sizes) > 0.6 * np.nanmax(sizes))
+    rest = np.minimum(np.abs(e.d - slope_through(e) * e.g), 20.0).sum() / e.q.sum()
+    # Large noise has a slope of its own, by its convexity.
+    beyond_noise = np.nanmedian(sizes) > _SLOPE * rest
+    return bool(same_sign and beyond_noise and np.nanmin(sizes) > 0.6 * np.nanmax(sizes))
