@@ -25,7 +25,7 @@ def wrong_token(e: Evidence) -> Diagnosis | None:
         rare = low < _RARE
         wrong = rare & (e.d * sign > 1)
         estimate = ratio(e.sums(wrong.astype(float)), e.sums(rare.astype(float)))
-        other = int(((e.d * sign < -1)).sum())
+        other = int((e.d * sign < -1).sum())
         clean = e.scaled[(np.maximum(e.g, e.t) > -0.7) & (e.size < 1)]
         clean = clean[np.isfinite(clean)]
         if not estimate.above(limit) or other > 0.1 * wrong.sum() or fits_line(e):
@@ -132,7 +132,9 @@ def sharp(e: Evidence) -> bool:
 
 def slope(e: Evidence, where: Mask) -> Estimate:
     """d for each nat of log-prob in a band."""
-    return ratio(e.sums(np.clip(e.d, -20, 20), where), e.sums(np.clip(e.g + e.t, -40, 0) / -2, where))
+    return ratio(
+        e.sums(np.clip(e.d, -20, 20), where), e.sums(np.clip(e.g + e.t, -40, 0) / -2, where)
+    )
 
 
 def slope_through(e: Evidence) -> float:
@@ -143,7 +145,9 @@ def slope_through(e: Evidence) -> float:
 
 def fits_line(e: Evidence) -> bool:
     """Whether d is one factor times the log-prob in every band of p."""
-    bands = [slope(e, _band(e, *b)).value for b in ((0.0, 0.1), (0.1, 0.5), (0.5, 0.9), (0.9, 0.999))]
+    bands = [
+        slope(e, _band(e, *b)).value for b in ((0.0, 0.1), (0.1, 0.5), (0.5, 0.9), (0.9, 0.999))
+    ]
     sizes = np.abs(bands)
     same_sign = len({np.sign(b) for b in bands if np.isfinite(b)}) == 1
     rest = np.minimum(np.abs(e.d - slope_through(e) * e.g), 20.0).sum() / e.q.sum()

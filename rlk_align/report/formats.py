@@ -22,7 +22,14 @@ REGRESSION_FORMATS = {
 """Format -> `module:function`, which renders a RegressionVerdict."""
 
 
-def renderer(name: str, formats: Mapping[str, str] = FORMATS) -> Callable[[Any], str]:
+EXPLAINED_FORMATS = {
+    "json": "rlk_align.report.explained_json:explained_json",
+    "markdown": "rlk_align.report.explained_markdown:explained_markdown",
+}
+"""Format -> `module:function`, which renders an Explanation and its run's folder."""
+
+
+def renderer(name: str, formats: Mapping[str, str] = FORMATS) -> Callable[..., str]:
     """Imports the function that renders a format, a key of `formats`."""
     module, function = formats[name].split(":")
     return getattr(import_module(module), function)

@@ -93,6 +93,7 @@ RULES = {
     "comparison_table": ("files", "text", "errors"),
     "dumps": ("dumps", "trace", "results", "files", "progress", "text", "errors"),
     "readers": ("readers", "dumps", "progress", "text", "errors"),
+    "diagnose": ("diagnose", "dumps", "data", "files", "text", "errors"),
     "model": ("model", "results", "data", "files", "text", "errors"),
     "trace": ("trace", "model", "results", "comparison_table", "files", "text", "errors"),
     "engines": ("engines", "trace", "model", "results", "files", "text", "errors"),
@@ -104,7 +105,7 @@ RULES = {
     ),
     "judge": ("judge", "model.operators", "data", "results", "files", "text", "errors"),
     "report": (
-        *("report", "judge", "probe.record", "probe.units", "probe.effects"),
+        *("report", "diagnose", "judge", "probe.record", "probe.units", "probe.effects"),
         *(
             "trace.run",
             "model.operators",
