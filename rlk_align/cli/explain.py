@@ -1,4 +1,4 @@
-"""`rlk-align explain`: what kind of mismatch an imported run has; needs neither engine nor torch."""
+"""`rlk-align explain`: what kind of mismatch an imported run has, without an engine."""
 
 import sys
 from typing import Annotated

@@ -50,12 +50,13 @@ def misaligned(e: Evidence) -> Diagnosis | None:
     limit = e.contract.limit("misaligned")
     if not estimate.above(limit):
         return None
+    there = float(np.median(means[fits, 1 + best[fits]]))
     common = _LAGS[np.bincount(best[fits]).argmax()]
     way = "further on" if common > 0 else "earlier"
     why = (
         f"in {int(fits.sum()):,} sequences the trainer's log-probs fit the rollout's "
         f"{abs(common)} token{'s' if abs(common) > 1 else ''} {way}: mean |Δ| is "
-        f"{np.nanmedian(at_zero[fits]):.2g} as dumped, {np.median(means[fits, 1 + best[fits]]):.2g} there"
+        f"{np.nanmedian(at_zero[fits]):.2g} as dumped, {there:.2g} there"
     )
     samples = e.worst(e.size, fits[e.sequence])
     statistic = "share of sequences that fit at another lag"

@@ -16,6 +16,8 @@ from rlk_align.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS
 
 Status = Literal["pass", "fail", "inconclusive"]
 Check = Callable[[Evidence], Diagnosis | None]
+Breach = tuple[str, str, float, float]
+"""(Limit, metric, value, the limit's bound)."""
 FAMILIES: tuple[tuple[Check, ...], ...] = (
     (bookkeeping.misaligned, bookkeeping.mask_shifted),
     (bookkeeping.missing, bookkeeping.low_precision),
@@ -50,8 +52,7 @@ class Explanation:
     dtype: str
     doubts: list[str]
     """Why nothing can be concluded."""
-    breaches: list[tuple[str, str, float, float]]
-    """(Limit, metric, value, the limit's bound)."""
+    breaches: list[Breach]
 
     @property
     def exit_code(self) -> int:
@@ -79,8 +80,8 @@ def explain(batches: Iterable[Sequences], contract: RunContract, seed: int = 0) 
             f"{c.high:.2g}: the sequences are too few or too different to name a cause"
         )
         found = []
-    breaches = [
-        (d.name, d.statistic, d.value, d.limit) for d in found if d.name not in ("numerics",)
+    breaches: list[Breach] = [
+        (d.name, d.statistic, d.value, d.limit) for d in found if d.name != "numerics"
     ]
     breaches += _ratio_breach(mean_ratio, contract)
     if breaches and found and found[0].name == "numerics":
@@ -123,9 +124,7 @@ def mean_of(sums: RatioSums) -> Estimate:
     return Estimate(1 + mean, 1 + mean - DEVIATIONS * error, 1 + mean + DEVIATIONS * error)
 
 
-def _ratio_breach(
-    mean_ratio: Estimate, contract: RunContract
-) -> list[tuple[str, str, float, float]]:
+def _ratio_breach(mean_ratio: Estimate, contract: RunContract) -> list[Breach]:
     limit = contract.limit("numerics")
     off = mean_ratio.above(1 + limit) or (-mean_ratio).above(limit - 1)
     return [("numerics", "|E[ρ] − 1|", abs(mean_ratio.value - 1), limit)] if off else []

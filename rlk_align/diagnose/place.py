@@ -1,6 +1,8 @@
 """Where the error is: after a turn, in later sequences of a pack, at far positions, after cached
 tokens, in some sequences."""
 
+from itertools import pairwise
+
 import numpy as np
 
 from rlk_align.diagnose.advice import diagnosis
@@ -47,7 +49,7 @@ def turn_boundary(e: Evidence) -> Diagnosis | None:
 
 
 def _worst_turn(e: Evidence) -> Indices:
-    """[S]; the segment from which on a sequence is much worse than before; 0 where there is none."""
+    """[S]; the segment from which on a sequence is much worse than before, or 0."""
     best = np.full(len(e.run), _WORSE)
     turn = np.zeros(len(e.run), dtype=np.int64)
     for k in range(1, min(int(e.segment.max(initial=0)), 50) + 1):
@@ -107,7 +109,7 @@ def rope(e: Evidence) -> Diagnosis | None:
 
 
 def _pairs(bins: np.ndarray) -> list[tuple[float, float]]:
-    return [(float(a), float(b)) for a, b in zip(bins[:-1], bins[1:], strict=True)]
+    return [(float(a), float(b)) for a, b in pairwise(bins)]
 
 
 def stale_cache(e: Evidence) -> Diagnosis | None:

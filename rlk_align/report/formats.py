@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any
 
 FORMATS = {
     "json": "rlk_align.report.verdict_json:json_text",

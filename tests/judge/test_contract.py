@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from rlk_align.data import data_path
 from rlk_align.errors import ContractError
 from rlk_align.judge.contract import Contract
 from rlk_align.judge.load import BY_DTYPE, built_in, default_contract, load_contract, open_contract
