@@ -131,7 +131,7 @@ class Evidence:
         number = np.cumsum(self.first_of_segment)[self.index]
         lowest = np.full(len(self.run), np.iinfo(np.int64).max)
         np.minimum.at(lowest, self.sequence, number)
-        return number - lowest[self.sequence]
+        return np.asarray(number - lowest[self.sequence])
 
     @cached_property
     def dtype(self) -> Dtype:
@@ -142,7 +142,7 @@ class Evidence:
     def sums(self, values: Floats, where: Mask | None = None) -> Floats:
         """[S]; the sums over the tokens of each sequence."""
         weights = values if where is None else np.where(where, values, 0.0)
-        return np.bincount(self.sequence, weights, len(self.run))
+        return np.bincount(self.sequence, weights, len(self.run)).astype(np.float64)
 
     def noise(self, where: Mask | None = None) -> tuple[Floats, Floats]:
         """[S], [S]; Σ|d| and Σq of each sequence, whose ratio is c."""
@@ -150,7 +150,8 @@ class Evidence:
 
     def c(self, where: Mask | None = None) -> Estimate:
         """How bad a part of the run is, for its 1 − p."""
-        return ratio(*self.noise(where))
+        estimate = ratio(*self.noise(where))
+        return Estimate(estimate.value, max(estimate.low, 0.0), estimate.high)
 
     def between(self, a: Mask, b: Mask) -> Estimate:
         """How many times worse the typical sequence of tokens a is than that of tokens b."""
