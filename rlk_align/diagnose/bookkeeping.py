@@ -11,6 +11,8 @@ from rlk_align.diagnose.record import Diagnosis
 _LAGS = tuple(k for k in range(-3, 4) if k)
 _LAG_TOKENS = 16
 """Tokens that a sequence needs for a lag of its own."""
+_LAG_FAR = 5
+"""Tokens that are far off, |d| > 0.3, that such a sequence has."""
 _LAG_RATIO = 0.3
 """Another lag fits where the mean |d| falls below this part of that at lag 0."""
 _MANTISSA = {"bfloat16": 16, "float16": 13}
@@ -39,13 +41,16 @@ def vacuous(e: Evidence) -> Diagnosis | None:
 
 def misaligned(e: Evidence) -> Diagnosis | None:
     """Holds where a sequence's log-probs fit those of the other side a few tokens further on."""
-    apart, counts = lag_errors(e)
+    apart, far, counts = lag_errors(e)
     with np.errstate(invalid="ignore", divide="ignore"):
         means = apart / counts
     at_zero = means[:, 0]
     enough = (counts >= _LAG_TOKENS).all(1) & (at_zero > e.contract.limit("numerics", "negligible"))
     best = means[:, 1:].argmin(1)
     fits = enough & (means[:, 1:].min(1) < _LAG_RATIO * at_zero)
+    # A first token that is far off alone is left out at another lag.
+    far_there = np.take_along_axis(far[:, 1:], best[:, None], 1)[:, 0]
+    fits &= (far[:, 0] >= _LAG_FAR) & (far_there < _LAG_RATIO * far[:, 0])
     estimate = share(int(fits.sum()), int((counts[:, 0] >= _LAG_TOKENS).sum()))
     limit = e.contract.limit("misaligned")
     if not estimate.above(limit):
@@ -63,13 +68,13 @@ def misaligned(e: Evidence) -> Diagnosis | None:
     return diagnosis("misaligned", statistic, estimate, limit, why, samples)
 
 
-def lag_errors(e: Evidence) -> tuple[Floats, Floats]:
-    """[S, 7], [S, 7]; the sums of |t[i + k] − g[i]| and the numbers of tokens, at lag 0 and at each
-    of _LAGS."""
+def lag_errors(e: Evidence) -> tuple[Floats, Floats, Floats]:
+    """Three of [S, 7], at lag 0 and at each k of _LAGS: the sums of |t[i + k] − g[i]|, the numbers
+    of tokens where that is far off, and those of all tokens."""
     run = e.run
     usable = np.zeros(run.tokens, dtype=bool)
     usable[e.index] = True
-    sums, counts = [], []
+    sums, far, counts = [], [], []
     for lag in (0, *_LAGS):
         other = e.index + lag
         inside = (other >= run.offsets[e.sequence]) & (other < run.offsets[e.sequence + 1])
@@ -77,8 +82,9 @@ def lag_errors(e: Evidence) -> tuple[Floats, Floats]:
         inside &= usable[other]
         apart = np.minimum(np.abs(run.train[other] - e.g), 20.0)
         sums.append(e.sums(np.where(inside, apart, 0.0)))
+        far.append(e.sums((inside & (apart > 0.3)).astype(np.float64)))
         counts.append(e.sums(inside.astype(np.float64)))
-    return np.stack(sums, 1), np.stack(counts, 1)
+    return np.stack(sums, 1), np.stack(far, 1), np.stack(counts, 1)
 
 
 def mask_shifted(e: Evidence) -> Diagnosis | None:
@@ -92,8 +98,9 @@ def mask_shifted(e: Evidence) -> Diagnosis | None:
     last = _last_of_segments(e, first)
     response = run.position >= np.repeat(run.prompt_lengths, np.diff(run.offsets))
     sequence = run.sequence
-    left_out_before = _neighbour(sampled & response & ~run.scored, first, -1, sequence)
-    left_out_after = _neighbour(sampled & response & ~run.scored, last, 1, sequence)
+    left_out = sampled & response & ~run.scored
+    left_out_before = _alone_beside(left_out, first, -1, sequence)
+    left_out_after = _alone_beside(left_out, last, 1, sequence)
     early = blank[first] | (left_out_after & ~left_out_before & ~response[first])
     late = blank[last] | (left_out_before & ~left_out_after & ~blank[first])
     shifted = early | late
@@ -117,6 +124,13 @@ def _last_of_segments(e: Evidence, first: Indices) -> Indices:
     scored = np.flatnonzero(e.run.scored)
     ends = np.searchsorted(scored, first[1:]) - 1
     return np.concatenate([scored[ends], scored[-1:]]) if len(first) else first
+
+
+def _alone_beside(what: Mask, places: Indices, by: int, sequence: Indices) -> Mask:
+    """Whether one token next to each place is `what`, and no more: a mask that leaves out a part of
+    the response on purpose leaves out several."""
+    one = _neighbour(what, places, by, sequence)
+    return one & ~_neighbour(what, places, 2 * by, sequence)
 
 
 def _neighbour(what: Mask, places: Indices, by: int, sequence: Indices) -> Mask:

@@ -99,8 +99,8 @@ class RunContract(BaseModel):
 
 def load_run_contract(name: str = "run") -> RunContract:
     """The contract for runs that is built in, or a TOML file by path. Raises ContractError."""
-    path = Path(name) if name.endswith(".toml") else data_path("contracts") / f"{name}.toml"
-    if not path.is_file() or (path.stem != "run" and not name.endswith(".toml")):
+    path = data_path("contracts") / "run.toml" if name == "run" else Path(name)
+    if path.suffix != ".toml" or not path.is_file():
         raise ContractError(f"no contract for runs {name!r}", "built in: run; or a path to a .toml")
     try:
         return RunContract.model_validate(tomllib.loads(read_text(path)))
