@@ -9,8 +9,8 @@ import pyarrow as pa
 from rlk_align.dumps.table import BATCH_TOKENS, SCHEMA
 
 Row = Mapping[str, Any]
-"""Column of `table.SCHEMA` -> value. A list is a pyarrow array as long as the tokens, in the type of
-its column; what is not there is None or absent."""
+"""Column of `table.SCHEMA` -> value. A list is a pyarrow array of the column's type, as long as the
+tokens; what is not there is None or absent."""
 
 
 def batches(rows: Iterable[Row], most_tokens: int = BATCH_TOKENS) -> Iterator[pa.RecordBatch]:

@@ -116,6 +116,8 @@ def _spread(column: pa.ListArray, lengths: NDArray[np.int64], kind: pa.DataType)
     """A list column flat, with nulls for the tokens of rows that have no list."""
     if column.null_count == 0:
         return column.flatten()
+    if column.null_count == len(column):
+        return pa.nulls(int(lengths.sum()), kind)
     parts: list[Any] = []
     for row, length in zip(column, lengths, strict=True):
         parts.append(row.values if row.is_valid else pa.nulls(int(length), kind))

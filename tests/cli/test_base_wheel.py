@@ -45,6 +45,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     report_run(folder / "good")
     report_run(folder / "bad", over=["layers.1.act"])
+    (folder / "dump.jsonl").write_text(
+        '{"schema": "rlk-align/logprobs/1", "id": 1, "token_ids": [5, 6], "prompt_length": 1, '
+        '"rollout_logprobs": [-0.5], "train_logprobs": [-0.25]}\n'
+    )
     return folder
 
 
@@ -79,6 +83,8 @@ JUDGED = {
     "contract check bf16": 0,
     "contract diff bf16 bf16": 0,
     "contract schema": 0,
+    "import jsonl dump.jsonl -o imported": 0,
+    "import auto dump.jsonl -o imported": 0,
 }
 """Command -> its exit code without torch."""
 
