@@ -53,5 +53,5 @@ def test_what_is_no_contract_for_runs(name: str) -> None:
 
 
 def test_one_of_engines_is_refused() -> None:
-    with pytest.raises(ContractError, match="another kind|kind|Extra inputs|extra"):
+    with pytest.raises(ContractError, match="kind"):
         load_run_contract(str(data_path("contracts") / "bf16.toml"))
