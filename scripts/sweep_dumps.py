@@ -1,6 +1,6 @@
 """Explains simulated dumps, healthy ones and ones with planted faults, and writes what was named.
 
-python scripts/sweep_dumps.py --out reports/dumps.json
+python scripts/sweep_dumps.py --out reports/dumps.json          prints the tables of reports/dumps.md
 """
 
 import argparse
@@ -8,6 +8,7 @@ import json
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from simulate_dumps import FAULTS, NOISE, faulty, healthy
 
@@ -29,8 +30,29 @@ def answer(run: Sequences, contract: RunContract) -> str:
     return explained.diagnoses[0].name if explained.diagnoses else explained.status
 
 
+def cell(answers: Counter[str], wanted: str) -> str:
+    """How often the fault got its own name, and which others it got."""
+    others = ", ".join(f"{name} {n}" for name, n in answers.items() if name != wanted)
+    return f"{answers[wanted]}{f' ({others})' if others else ''}"
+
+
+def table(faults: dict[str, dict[str, Any]]) -> str:
+    """The faults as a Markdown table."""
+    lines = [f"| fault | diagnosis | {' | '.join(f'{s:,}' for s in SIZES)} | smallest named |"]
+    lines.append("| --- | --- |" + " --- |" * (len(SIZES) + 1))
+    for name, fault in faults.items():
+        wanted = fault["diagnosis"]
+        cells = [cell(answers, wanted) for answers in fault["sizes"].values()]
+        named = [x for x, answers in fault["strengths"].items() if answers[wanted] == SEEDS]
+        smallest = named[0] if named else "none"
+        tried = len(fault["strengths"])
+        curve = "–" if tried == 1 else f"{smallest} of {', '.join(fault['strengths'])}"
+        lines.append(f"| {name} | {wanted} | {' | '.join(cells)} | {curve} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
-    """Runs all and writes the answers."""
+    """Runs all, writes the answers and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args().out
@@ -44,8 +66,8 @@ def main() -> None:
         for size, count in HEALTHY.items()
         for dtype in NOISE
     }
-    print(record["healthy"], round(time.monotonic() - started), "s", flush=True)
-    faults: dict[str, dict[str, object]] = {}
+    print(record["healthy"], flush=True)
+    faults: dict[str, dict[str, Any]] = {}
     for name, fault in FAULTS.items():
         curve = {
             str(strength): Counter(
@@ -58,7 +80,7 @@ def main() -> None:
             for size in SIZES
         }
         faults[name] = {"diagnosis": fault.diagnosis, "sizes": sizes, "strengths": curve}
-        print(name, fault.diagnosis, *map(dict, sizes.values()), flush=True)
+    print(table(faults))
     record["faults"] = faults
     record["seconds"] = round(time.monotonic() - started)
     out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -210,6 +210,7 @@ HEAVY = {"torch", "transformers", "vllm", "triton", "rlk_kernels", "safetensors.
     "module",
     [
         *("judge.verdict", "judge.contract", "results", "report.terminal", "report.verdict_json"),
+        *("diagnose.explain", "report.explained_json", "report.explained_terminal"),
         *("dumps.run", "readers.importing", "readers.miles", "readers.jsonl"),
         *("report.source", "report.html.page", "report.html.several", "report.model_explorer"),
         *("trace.run", "trace.schema", "engines.registry", "engines.spec", "engines.tested"),
