@@ -108,7 +108,7 @@ def command_line(folder: Path, kind: str = "command") -> Cli:
         output = folder / "verdict.json"
         output.unlink(missing_ok=True)
         words = [str(a) for a in args]
-        if words and words[0] in ("compare", "probe", "gate"):
+        if words and words[0] in ("compare", "probe", "gate", "explain"):
             words += ["--output", f"json={output}"]
         environment = os.environ | {"COLUMNS": "100"} | (env or {})
         if shared:

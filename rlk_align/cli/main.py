@@ -16,6 +16,7 @@ from rlk_align.cli.capture import capture
 from rlk_align.cli.compare import compare
 from rlk_align.cli.contract import app as contract
 from rlk_align.cli.doctor import doctor
+from rlk_align.cli.explain import explain
 from rlk_align.cli.gate import gate
 from rlk_align.cli.import_ import import_
 from rlk_align.cli.outputs import silence_stdout
@@ -45,6 +46,7 @@ app.command()(compare)
 app.command()(probe)
 app.command()(capture)
 app.command()(gate)
+app.command()(explain)
 app.command("import")(import_)
 app.add_typer(report, name="report")
 app.add_typer(contract, name="contract")

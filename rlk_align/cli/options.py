@@ -49,6 +49,13 @@ ContractName = Annotated[
 JsonOutput = Annotated[
     list[str] | None, typer.Option(metavar="FMT=PATH", help="Also write the findings: json=PATH.")
 ]
+ExplainedOutput = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FMT=PATH",
+        help="Also write the verdict, as json or markdown; PATH - is stdout.",
+    ),
+]
 Output = Annotated[
     list[str] | None,
     typer.Option(

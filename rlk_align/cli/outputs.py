@@ -12,7 +12,7 @@ from rlk_align.files import whole_file
 from rlk_align.judge.regression import RegressionVerdict
 from rlk_align.report.formats import FORMATS, REGRESSION_FORMATS, renderer
 from rlk_align.report.source import ReportSource
-from rlk_align.trace.run import Run
+from rlk_align.trace.run_folder import RunFolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def _check_distinct(outputs: Sequence[OutputTarget]) -> None:
         taken.add(place)
 
 
-def check_outputs(outputs: Sequence[OutputTarget], run: Run) -> None:
+def check_outputs(outputs: Sequence[OutputTarget], run: RunFolder) -> None:
     """Raises BadOption where an output would be written over a file of the run."""
     for output in outputs:
         if output.path is not None:

@@ -31,6 +31,10 @@ BY_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """The contract that a dtype gets where the user names none."""
 
 
+OF_RUNS = ("run",)
+"""Contracts of another kind, for imported runs: `rlk_align.diagnose.contract`."""
+
+
 def default_contract(dtype: str) -> str:
     """The built-in contract's id for a dtype."""
     if dtype not in BY_DTYPE:
@@ -40,7 +44,8 @@ def default_contract(dtype: str) -> str:
 
 def built_in() -> dict[str, Path]:
     """The contracts that are shipped, by id."""
-    return {p.stem: p for p in sorted(data_path("contracts").glob("*.toml"))}
+    paths = sorted(data_path("contracts").glob("*.toml"))
+    return {p.stem: p for p in paths if p.stem not in OF_RUNS}
 
 
 def load_contract(name: str, dtype: str) -> Contract:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any
 
 FORMATS = {
     "json": "rlk_align.report.verdict_json:json_text",
@@ -22,7 +21,14 @@ REGRESSION_FORMATS = {
 """Format -> `module:function`, which renders a RegressionVerdict."""
 
 
-def renderer(name: str, formats: Mapping[str, str] = FORMATS) -> Callable[[Any], str]:
+EXPLAINED_FORMATS = {
+    "json": "rlk_align.report.explained_json:explained_json",
+    "markdown": "rlk_align.report.explained_markdown:explained_markdown",
+}
+"""Format -> `module:function`, which renders an Explanation and its run's folder."""
+
+
+def renderer(name: str, formats: Mapping[str, str] = FORMATS) -> Callable[..., str]:
     """Imports the function that renders a format, a key of `formats`."""
     module, function = formats[name].split(":")
     return getattr(import_module(module), function)

@@ -93,6 +93,7 @@ RULES = {
     "comparison_table": ("files", "text", "errors"),
     "dumps": ("dumps", "trace", "results", "files", "progress", "text", "errors"),
     "readers": ("readers", "dumps", "progress", "text", "errors"),
+    "diagnose": ("diagnose", "dumps", "data", "files", "text", "errors"),
     "model": ("model", "results", "data", "files", "text", "errors"),
     "trace": ("trace", "model", "results", "comparison_table", "files", "text", "errors"),
     "engines": ("engines", "trace", "model", "results", "files", "text", "errors"),
@@ -104,7 +105,7 @@ RULES = {
     ),
     "judge": ("judge", "model.operators", "data", "results", "files", "text", "errors"),
     "report": (
-        *("report", "judge", "probe.record", "probe.units", "probe.effects"),
+        *("report", "diagnose", "judge", "probe.record", "probe.units", "probe.effects"),
         *(
             "trace.run",
             "model.operators",
@@ -209,6 +210,7 @@ HEAVY = {"torch", "transformers", "vllm", "triton", "rlk_kernels", "safetensors.
     "module",
     [
         *("judge.verdict", "judge.contract", "results", "report.terminal", "report.verdict_json"),
+        *("diagnose.explain", "report.explained_json", "report.explained_terminal"),
         *("dumps.run", "readers.importing", "readers.miles", "readers.jsonl"),
         *("report.source", "report.html.page", "report.html.several", "report.model_explorer"),
         *("trace.run", "trace.schema", "engines.registry", "engines.spec", "engines.tested"),

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from rlk_align.data import data_path
 from rlk_align.errors import ContractError
 from rlk_align.judge.contract import Contract
-from rlk_align.judge.load import BY_DTYPE, default_contract, load_contract, open_contract
+from rlk_align.judge.load import BY_DTYPE, built_in, default_contract, load_contract, open_contract
 from rlk_align.model.dtypes import lower_precision
 
 LIMIT = {"id": "x", "metric": "k3", "fail": 0.1, "why": "w", "source": "derived: s"}
@@ -49,7 +48,7 @@ def write(tmp_path: Path):
 
 SHIPPED = [
     (path.stem, dtype)
-    for path in sorted(data_path("contracts").glob("*.toml"))
+    for path in built_in().values()
     for dtype in tomllib.loads(path.read_text())["dtypes"]
 ]
 

@@ -1,0 +1,42 @@
+"""`rlk-align explain`: what kind of mismatch an imported run has, without an engine."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from rlk_align.cli import options
+from rlk_align.cli.finish import print_and_flush
+from rlk_align.cli.outputs import check_outputs, parse_outputs, takes_stdout, write_text
+from rlk_align.diagnose.contract import load_run_contract
+from rlk_align.diagnose.explain import explain as explain_run
+from rlk_align.dumps.run import ImportedRun
+from rlk_align.report.explained_terminal import show_explanation
+from rlk_align.report.formats import EXPLAINED_FORMATS, renderer
+
+
+def explain(
+    run: Annotated[str, typer.Argument(help="An imported run's folder, or @last.")],
+    contract: Annotated[
+        str, typer.Option(metavar="C", help="The built-in contract for runs, or a TOML file.")
+    ] = "run",
+    output: options.ExplainedOutput = None,
+) -> None:
+    """Say what kind of mismatch a run has, from its log-probs alone.
+
+    Nineteen kinds are told apart, from a mask that is one off to weights that
+    were never synced; the first that holds is the verdict. The exit code is the
+    gate: 0 for ordinary numerics, 1 for a mismatch, 4 where nothing can be
+    concluded.
+    """
+    outputs = parse_outputs(output, tuple(EXPLAINED_FORMATS))
+    limits = load_run_contract(contract)
+    imported = ImportedRun.open(run)
+    check_outputs(outputs, imported)
+    explained = explain_run(imported.sequences(), limits)
+    folder = str(imported.folder)
+    print_and_flush(lambda c: show_explanation(explained, folder, c), takes_stdout(outputs))
+    for target in outputs:
+        render = renderer(target.format, EXPLAINED_FORMATS)
+        write_text(target.path, render(explained, folder))
+    sys.exit(explained.exit_code)

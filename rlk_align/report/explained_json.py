@@ -1,0 +1,66 @@
+"""What was explained of a run, for programs: the record `rlk-align/verdict/1`, with diagnoses."""
+
+from typing import Any
+
+from rlk_align.diagnose.explain import Explanation
+from rlk_align.diagnose.interval import Estimate
+from rlk_align.report.explained_words import BLIND, next_command, sentence
+from rlk_align.report.verdict_json import finite, record_text
+
+
+def explained_json(explained: Explanation, folder: str) -> str:
+    """Renders the verdict on a run as a JSON file."""
+    return record_text(explained_record(explained, folder))
+
+
+def explained_record(explained: Explanation, folder: str) -> dict[str, Any]:
+    """The published record; what only engines can tell is empty in it."""
+    contract, counts = explained.contract, explained.counts
+    record = {
+        "schema": "rlk-align/verdict/1",
+        "status": explained.status,
+        "exit_code": explained.exit_code,
+        "contract": {
+            "id": contract.id,
+            "version": contract.version,
+            "sha256": contract.sha256,
+        },
+        "model": None,
+        "dtype": explained.dtype,
+        "tokens": counts.compared,
+        "engines": {},
+        "precheck": {
+            **dict.fromkeys(("tokens", "weights", "attributes"), "not checked"),
+            "mismatches": [],
+        },
+        "controls": {},
+        "coverage": {
+            "paired": counts.compared,
+            "expected": counts.scored,
+            "fraction": counts.compared / counts.scored if counts.scored else 0.0,
+            "unpaired": [],
+        },
+        "edges": {},
+        "divergence": None,
+        "divergences": {},
+        "breaches": [
+            {"limit": name, "metric": metric, "value": value, "fail": limit}
+            | {"site": None, "edge": "rollout_vs_train"}
+            for name, metric, value, limit in explained.breaches
+        ],
+        **{name: [] for name in ("warnings", "waived", "waivers")},
+        "doubts": explained.doubts,
+        "notes": [f"cannot be told from a dump: {what}" for what in BLIND],
+        "sentence": sentence(explained),
+        "mean_ratio": _interval(explained.mean_ratio),
+        "c": _interval(explained.c),
+        "sampled_sequences": explained.sampled,
+        "diagnoses": [
+            d.model_dump() | {"next": next_command(d.next, folder)} for d in explained.diagnoses
+        ],
+    }
+    return finite(record)
+
+
+def _interval(estimate: Estimate) -> dict[str, float]:
+    return {"value": estimate.value, "low": estimate.low, "high": estimate.high}

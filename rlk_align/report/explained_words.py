@@ -1,0 +1,67 @@
+"""Sentences about an explained run that its outputs share."""
+
+import shlex
+
+from rlk_align.diagnose.explain import Explanation
+from rlk_align.diagnose.interval import Estimate
+from rlk_align.diagnose.record import Name
+
+MEANING: dict[Name, str] = {
+    "vacuous": "There is nothing to compare.",
+    "misaligned": "The two sides' log-probs belong to different positions.",
+    "mask-shifted": "The loss mask lies beside the sampled tokens.",
+    "missing": "Log-probs are missing, and something else stands in their place.",
+    "low-precision": "Log-probs were stored in too few bits.",
+    "wrong-token": "One side's log-probs are of another token than the sampled one.",
+    "logprob-scaled": "One side divided log-probs by the temperature, and not logits.",
+    "temperature": "The two sides use different temperatures.",
+    "truncation": "One side's log-probs are of the truncated law (top-p, top-k, min-p).",
+    "turn-boundary": "From a turn on, the two sides read different tokens.",
+    "packing": "Packed sequences disturb each other.",
+    "rope": "The two sides disagree the more, the further a token is.",
+    "stale-cache": "The rollout's prefix cache is of older weights.",
+    "stale-weights": "The rollout's weights are older than the trainer's.",
+    "decode-state": "The rollout decoded some sequences in a broken state.",
+    "routing": "Single tokens take another route through the model.",
+    "dropout": "The trainer's log-probs have noise that depends on the model's certainty.",
+    "quantisation": "The numerical error is larger than the dtype explains.",
+    "numerics": "The two sides agree but for ordinary rounding.",
+}
+"""Diagnosis -> what it means, in a sentence."""
+BLIND = (
+    "decode, prefill or trainer: which of them is off",
+    "which operator or kernel it comes from",
+    "noise between micro-batches of the trainer",
+)
+"""What cannot be told from a dump."""
+
+
+def sentence(explained: Explanation) -> str:
+    """The verdict in a sentence."""
+    if explained.diagnoses:
+        return MEANING[explained.diagnoses[0].name]
+    if explained.doubts:
+        return "Nothing can be concluded."
+    return "The mean ratio is not 1, and no known kind of mismatch explains it."
+
+
+def interval(estimate: Estimate) -> str:
+    """A value with its interval."""
+    if not estimate.low <= estimate.high:
+        return f"{estimate.value:.4g}, of unknown certainty"
+    return f"{estimate.value:.4g} ({estimate.low:.4g} to {estimate.high:.4g})"
+
+
+def scope(explained: Explanation) -> str:
+    """How much of the run was looked at."""
+    counts = explained.counts
+    compared = f"{counts.compared:,} of {counts.scored:,} scored tokens have both log-probs"
+    if explained.sampled is None:
+        return f"{compared}; {counts.sequences:,} sequences"
+    part = f"{explained.sampled:,} of {counts.sequences:,} sequences, a seeded sample"
+    return f"{compared}; the diagnoses are made from {part}"
+
+
+def next_command(text: str, folder: str) -> str:
+    """A command with the run's folder in the place of RUN."""
+    return text.replace("RUN", shlex.quote(folder))
