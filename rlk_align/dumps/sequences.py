@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,7 +75,49 @@ class Sequences:
         """[N]; the place of each token in its sequence, from 0."""
         return np.arange(self.tokens) - np.repeat(self.offsets[:-1], np.diff(self.offsets))
 
+    def take(self, which: NDArray[np.int64]) -> "Sequences":
+        """Returns the sequences with these indices, in this order."""
+        tokens = np.concatenate(
+            [np.arange(self.offsets[s], self.offsets[s + 1]) for s in which]
+            or [np.empty(0, dtype=np.int64)]
+        )
+        lengths = np.diff(self.offsets)[which]
+        values: dict[str, Any] = {"offsets": np.concatenate([[0], np.cumsum(lengths)])}
+        for name in TOKEN_ARRAYS:
+            values[name] = getattr(self, name)[tokens]
+        for name in SEQUENCE_ARRAYS:
+            values[name] = getattr(self, name)[which]
+        for name in SEQUENCE_LISTS:
+            whole = getattr(self, name)
+            values[name] = [whole[s] for s in which]
+        return Sequences(**values)
+
     @property
     def compared(self) -> NDArray[np.bool_]:
         """[N]; scored tokens of which both sides recorded a log-prob."""
         return self.scored & ~self.rollout_missing & ~self.train_missing
+
+
+TOKEN_ARRAYS = (
+    *("token_ids", "scored", "rollout", "train", "rollout_missing", "train_missing"),
+    *("rollout_versions", "position_ids", "entropy", "kept_mass"),
+)
+"""Fields of `Sequences` with the shape [N]."""
+SEQUENCE_ARRAYS = (
+    *("prompt_lengths", "steps", "train_versions", "pack_indices", "cached_tokens"),
+    *("rewards", "mask_rewritten"),
+)
+"""Fields of `Sequences` with the shape [S]."""
+SEQUENCE_LISTS = ("ids", "groups", "sampling", "rollout_dtypes", "train_dtypes")
+"""Fields of `Sequences` that are lists of S."""
+
+
+def join(parts: Sequence[Sequences]) -> Sequences:
+    """Returns the sequences of all parts, one behind the other; at least one part is needed."""
+    lengths = np.concatenate([np.diff(p.offsets) for p in parts])
+    values: dict[str, Any] = {"offsets": np.concatenate([[0], np.cumsum(lengths)])}
+    for name in (*TOKEN_ARRAYS, *SEQUENCE_ARRAYS):
+        values[name] = np.concatenate([getattr(p, name) for p in parts])
+    for name in SEQUENCE_LISTS:
+        values[name] = [x for p in parts for x in getattr(p, name)]
+    return Sequences(**values)

@@ -1,0 +1,68 @@
+"""What a diagnosis is."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+Name = Literal[
+    "vacuous",
+    "misaligned",
+    "mask-shifted",
+    "missing",
+    "low-precision",
+    "wrong-token",
+    "logprob-scaled",
+    "temperature",
+    "truncation",
+    "turn-boundary",
+    "packing",
+    "rope",
+    "stale-cache",
+    "stale-weights",
+    "decode-state",
+    "routing",
+    "dropout",
+    "quantisation",
+    "numerics",
+]
+Confidence = Literal["high", "moderate", "low"]
+_FROZEN = ConfigDict(frozen=True, extra="forbid")
+
+
+class Token(BaseModel):
+    """A token that shows a mismatch."""
+
+    model_config = _FROZEN
+
+    id: str
+    """The sequence's id."""
+    position: int
+    """Its place in the sequence, from 0."""
+    token: int
+    rollout: float | None
+    """The rollout's log-prob; null where none was recorded."""
+    train: float | None
+
+
+class Diagnosis(BaseModel):
+    """A kind of mismatch that the log-probs show."""
+
+    model_config = _FROZEN
+
+    name: Name
+    statistic: str
+    """What `value` is, in words."""
+    value: float
+    low: float
+    """Between `low` and `high` lies the true value, very probably: the interval is clustered by
+    sequence, at four standard deviations."""
+    high: float
+    limit: float
+    """The contract's limit, which the whole interval is above."""
+    confidence: Confidence
+    why: str
+    """What was seen, in a sentence for somebody who sees the name for the first time."""
+    samples: list[Token]
+    """The tokens that show it most, the clearest first."""
+    next: str
+    """The next command, or what to change."""
