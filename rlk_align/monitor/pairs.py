@@ -24,6 +24,8 @@ class Pairs:
     """[M]; the trainer's."""
     sequence: NDArray[np.int64]
     """[M]; the sequence of each token, from 0 to S − 1."""
+    segment: NDArray[np.int64]
+    """[M]; the stretch of scored tokens, such as a turn, that each token belongs to, from 0."""
     entropy: Floats
     """[M]; of the trainer's distribution, NaN where it was not recorded."""
 
@@ -57,7 +59,7 @@ class Pairs:
 
     def sums(self, values: Floats) -> Floats:
         """[S]; the sum of a figure of tokens [M] over each sequence."""
-        return np.bincount(self.sequence, weights=values).astype(np.float64)
+        return np.bincount(self.sequence, weights=values)
 
     def means(self, values: Floats) -> Floats:
         """[S]; the mean of a figure of tokens [M] over each sequence."""
@@ -66,12 +68,17 @@ class Pairs:
 
 def pairs_of(sequences: Sequences) -> Pairs:
     """Returns the scored tokens of which both sides recorded a log-prob."""
-    compared = sequences.compared
-    of_dump = sequences.sequence[compared]
-    _, sequence = np.unique(of_dump, return_inverse=True)
+    compared, sequence = sequences.compared, sequences.sequence
+    begins = sequences.scored.copy()
+    begins[1:] &= ~sequences.scored[:-1] | (sequence[1:] != sequence[:-1])
     return Pairs(
         g=sequences.rollout[compared],
         t=sequences.train[compared],
-        sequence=sequence.astype(np.int64),
+        sequence=_from_zero(sequence[compared]),
+        segment=_from_zero(np.cumsum(begins)[compared]),
         entropy=sequences.entropy[compared],
     )
+
+
+def _from_zero(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.unique(numbers, return_inverse=True)[1].astype(np.int64)
