@@ -4,7 +4,7 @@ import math
 from collections import deque
 from collections.abc import Iterator
 
-from rlk_align.monitor.limits import MonitorLimits, StepLimit
+from rlk_align.monitor.limits import MonitorLimits, StepLimit, TrendLimits
 from rlk_align.monitor.record import Finding, Interval, Level, StepRecord
 from rlk_align.monitor.trend import Rise, RisingK2
 
@@ -81,6 +81,7 @@ class Trends:
     """What steps say together; it remembers a bounded number of them."""
 
     def __init__(self, limits: MonitorLimits) -> None:
+        self._limits = limits.trend
         self._k2 = RisingK2(limits.trend)
         self._lags: deque[tuple[int, float]] = deque(maxlen=LAGS)
 
@@ -88,7 +89,7 @@ class Trends:
         """Yields the trends that a step continues."""
         rise = self._k2.add(record.step, record.k2_scaled)
         if rise is not None:
-            yield _rise_finding(rise, record)
+            yield _rise_finding(rise, record, self._limits)
         if record.version_lag is None:
             self._lags.clear()
             return
@@ -106,12 +107,12 @@ class Trends:
             )
 
 
-def _rise_finding(rise: Rise, record: StepRecord) -> Finding:
+def _rise_finding(rise: Rise, record: StepRecord, limits: TrendLimits) -> Finding:
     k2 = record.k2_scaled
     assert k2 is not None
-    level: Level = "fail"
+    level: Level = "warn" if rise.slow or rise.factor < limits.fail else "fail"
     if rise.slow:
-        name, level = "slow-rise", "warn"
+        name = "slow-rise"
         why = "k2 is far above that of the run's first steps: look for what changed since"
     elif rise.monotone:
         name = "stale-weights"

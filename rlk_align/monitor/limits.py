@@ -28,8 +28,10 @@ class StepLimit:
 class TrendLimits:
     """When k2 is said to rise, in multiples of its own earlier values."""
 
-    factor: float
+    warn: float
     """A rise is one to at least so many times the level before it."""
+    fail: float
+    """From so many times the level on, it fails."""
     spread: float
     """And beyond so many standard deviations of the steps before it."""
     smallest: float
@@ -102,8 +104,9 @@ DEFAULT = MonitorLimits(
         ),
     ),
     trend=TrendLimits(
-        factor=2.0,
-        spread=3.0,
+        warn=1.3,
+        fail=2.0,
+        spread=4.0,
         smallest=1e-6,
         slow_factor=8.0,
         source="derived: k2 of weights that are never synced grows with the square of the steps",

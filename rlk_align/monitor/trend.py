@@ -98,7 +98,7 @@ class RisingK2:
         self._since.append(point)
         self._began = self._since[0].step if self._began is None else self._began
         high = point.log >= max(
-            level + math.log(self.limits.factor), math.log(self.limits.smallest)
+            level + math.log(self.limits.warn), math.log(self.limits.smallest)
         )
         if len(self._since) < RECENT or not high:
             return None
