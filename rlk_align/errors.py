@@ -7,6 +7,7 @@ RlkError
 │   ├── MissingDependency
 │   ├── ModelError
 │   ├── PromptError
+│   ├── DumpError
 │   └── ContractError
 ├── ToolError             exit 3   an engine or the tool failed
 │   ├── EngineFailed
@@ -63,6 +64,10 @@ class ModelError(UsageError):
 
 class PromptError(UsageError):
     """The prompts are missing, empty, malformed or too long for the model."""
+
+
+class DumpError(UsageError):
+    """A framework's dump is missing, empty, malformed, or of a kind that is not read."""
 
 
 class ContractError(UsageError):

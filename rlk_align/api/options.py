@@ -17,7 +17,8 @@ from rlk_align.model.edges import EDGES
 from rlk_align.results import EdgeName, Kind
 from rlk_align.text import printable
 from rlk_align.trace.records import load_record
-from rlk_align.trace.run import RUNS, Run, fingerprint
+from rlk_align.trace.run import Run, fingerprint
+from rlk_align.trace.run_folder import RUNS
 from rlk_align.trace.schema import TraceRecord
 
 T = TypeVar("T")

@@ -83,8 +83,7 @@ def _half_width(influences: Floats) -> float:
 
 
 def student(freedom: float) -> float:
-    """The quantile of Student's law that is as rare as DEVIATIONS is under the normal law (Wallace
-    1959's approximation, which is within 1 % from 3 degrees of freedom on)."""
-    scale = ((freedom - 5 / 6) / (freedom - 2 / 3 + 0.1 / freedom)) ** 2 if freedom > 1 else 0.5
-    exponent = DEVIATIONS**2 * scale / max(freedom - 5 / 6, 0.2)
+    """The quantile of Student's law that is as rare as DEVIATIONS is under the normal law, by
+    Wallace's approximation (1959), which errs to the wide side."""
+    exponent = (DEVIATIONS * (8 * freedom + 3) / (8 * freedom + 1)) ** 2 / freedom
     return math.sqrt(freedom * math.expm1(min(exponent, 100.0)))

@@ -4,11 +4,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+import pyarrow as pa
 
 from rlk_align.dumps.sequences import Sequences, join
+from rlk_align.dumps.table import SCHEMA, sequences_of
 
 SAMPLE_TOKENS = 1 << 20
 """Tokens that a sample holds at most, prompts included; a smaller run is held whole."""
+EMPTY = sequences_of(pa.RecordBatch.from_pylist([], schema=SCHEMA))
+"""A run without a sequence."""
 SENTINEL = -1e3
 """Below it no log-prob lies: frameworks write −9999 for what they do not have."""
 

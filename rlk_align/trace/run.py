@@ -10,23 +10,21 @@ RUN/
   checksums.json      of all these; written last, so its presence means complete
 """
 
-import fcntl
 import hashlib
 import json
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, Field
 
-from rlk_align.errors import BadOption, CorruptTrace, Interrupted, ToolError
+from rlk_align.errors import BadOption, CorruptTrace
 from rlk_align.results import Comparison, EdgeName, Kind
-from rlk_align.trace.checksums import CHECKSUMS, Checksums, add_checksums, read_checksums
+from rlk_align.trace.checksums import CHECKSUMS, add_checksums
 from rlk_align.trace.records import REPAIR, Record, load_record, save_record, writing
+from rlk_align.trace.run_folder import RUN_JSON, RunFolder, find_run, schema_of
 from rlk_align.trace.schema import check_trace
 
 if TYPE_CHECKING:
@@ -35,10 +33,10 @@ if TYPE_CHECKING:
 PROBE = "probe.json"
 ROWS = "comparison.parquet"
 CONCLUSIONS = ("comparison.json", ROWS, "verdict.json")
-RUN_FILES = ("run.json", *CONCLUSIONS, PROBE, CHECKSUMS)
+RUN_FILES = (RUN_JSON, *CONCLUSIONS, PROBE, CHECKSUMS)
 R = TypeVar("R", bound=BaseModel)
-RUNS = Path("rlk-runs")
-"""Where runs go by default, below the current directory."""
+IMPORTED: Literal["rlk-align/imported-run/1"] = "rlk-align/imported-run/1"
+"""The schema in run.json of a run that `rlk-align import` wrote."""
 
 
 def fingerprint(*parts: object) -> str:
@@ -65,46 +63,24 @@ class RunRecord(Record):
     """Mismatches that the user chose to measure across."""
 
 
-class Run:
+class Run(RunFolder):
     """A run's folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    files = RUN_FILES
 
     @classmethod
     def open(cls, name: str) -> "Run":
-        """A finished run, by folder or as `@last`. Raises BadOption where there is none,
-        CorruptTrace where it did not finish or run.json is not what was written."""
-        folder = Path(name)
-        if name == "@last":
-            pointer = RUNS / "last"
-            if not pointer.is_file():
-                raise BadOption(
-                    f"there is no last run below {RUNS.absolute()}", "give the run's folder"
-                )
-            folder = Path(os.fsdecode(pointer.read_bytes()))
-        run = cls(folder)
-        if not (folder / "run.json").is_file():
+        """A finished run, by folder or as `@last`. Raises BadOption where there is none, or one
+        that was imported, CorruptTrace where it did not finish or run.json is not what was
+        written."""
+        run = cls(find_run(name))
+        if schema_of(run.folder) == IMPORTED:
             raise BadOption(
-                f"{folder} is no run: run.json is not there",
-                "give the folder that `capture -o` or `compare --run-dir` wrote",
+                f"{run.folder} holds imported log-probs: neither captures nor a comparison",
+                f"rlk-align explain {shlex.quote(str(run.folder))}",
             )
-        if not (folder / CHECKSUMS).is_file():
-            run._check_free()
-            raise CorruptTrace(
-                f"{folder} is not whole: the last command into it did not finish",
-                f"run it again: {shlex.join(run.record.command)}",
-            )
-        run._checksums.check(folder, ["run.json"])
+        run._check_whole(f"run it again: {shlex.join(run.record.command)}")
         return run
-
-    def reopened(self) -> "Run":
-        """Returns the same run as it is now: another command may have finished it meanwhile."""
-        return Run(self.folder)
-
-    @cached_property
-    def _checksums(self) -> Checksums:
-        return read_checksums(self.folder)
 
     @property
     def record(self) -> RunRecord:
@@ -113,10 +89,7 @@ class Run:
     def save(self, record: RunRecord) -> None:
         """Writes run.json and makes this the last run."""
         save_record(record, self.folder / "run.json")
-        # Where nothing can be written here, there is no last run.
-        with suppress(OSError):
-            RUNS.mkdir(parents=True, exist_ok=True)
-            (RUNS / "last").write_bytes(os.fsencode(self.folder.resolve()))
+        self._remember()
 
     def finish(self) -> None:
         """Writes the checksums of everything in it: from here on it may be read."""
@@ -237,44 +210,3 @@ class Run:
         with writing(self.folder):
             text = json.dumps(verdict, indent=1, allow_nan=False)
             (self.folder / "verdict.json").write_text(text + "\n", encoding="utf-8")
-
-    def check_output(self, path: Path) -> None:
-        """Raises BadOption for a path at which a file of the run lies, or will."""
-        inside = self.folder.resolve() in path.resolve().parents
-        if inside and (path.name in RUN_FILES or path.parent.resolve() != self.folder.resolve()):
-            raise BadOption(f"{path} is a file of the run itself", "write the output elsewhere")
-
-    def _check_free(self) -> None:
-        """Raises ToolError while another process works in the folder."""
-        with suppress(FileNotFoundError, PermissionError), (self.folder / ".lock").open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise self._in_use() from error
-
-    def _in_use(self) -> ToolError:
-        return ToolError(
-            f"{self.folder} is in use by another rlk-align", "wait for it, or choose another folder"
-        )
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Two processes must not capture into one folder at once. Raises BadOption where a file
-        is in its place, ToolError while another process holds it, Interrupted on Ctrl-C inside."""
-        if self.folder.exists() and not self.folder.is_dir():
-            raise BadOption(f"{self.folder} is a file, and a run is a folder", "name another one")
-        with writing(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            file = (self.folder / ".lock").open("w")
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise self._in_use() from error
-            try:
-                yield
-            except KeyboardInterrupt as interrupt:
-                raise Interrupted(
-                    f"interrupted; what was finished is kept in {self.folder}",
-                    "the same command goes on from there",
-                ) from interrupt

@@ -91,7 +91,8 @@ RULES = {
     "version": (),
     "results": (),
     "comparison_table": ("files", "text", "errors"),
-    "dumps": ("dumps", "results", "files", "text", "errors"),
+    "dumps": ("dumps", "trace", "results", "files", "progress", "text", "errors"),
+    "readers": ("readers", "dumps", "progress", "text", "errors"),
     "model": ("model", "results", "data", "files", "text", "errors"),
     "trace": ("trace", "model", "results", "comparison_table", "files", "text", "errors"),
     "engines": ("engines", "trace", "model", "results", "files", "text", "errors"),
@@ -208,6 +209,7 @@ HEAVY = {"torch", "transformers", "vllm", "triton", "rlk_kernels", "safetensors.
     "module",
     [
         *("judge.verdict", "judge.contract", "results", "report.terminal", "report.verdict_json"),
+        *("dumps.run", "readers.importing", "readers.miles", "readers.jsonl"),
         *("report.source", "report.html.page", "report.html.several", "report.model_explorer"),
         *("trace.run", "trace.schema", "engines.registry", "engines.spec", "engines.tested"),
         *("capture.request", "model.checkpoint", "model.edges", "model.families", "model.prompts"),

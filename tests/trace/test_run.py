@@ -11,7 +11,8 @@ from synthetic import compared_run, draw, write_trace
 
 from rlk_align.errors import BadOption, CorruptTrace, ToolError, TraceNotWritten
 from rlk_align.trace.checksums import CHECKSUMS
-from rlk_align.trace.run import RUNS, Run, RunRecord
+from rlk_align.trace.run import Run, RunRecord
+from rlk_align.trace.run_folder import RUNS
 
 
 @pytest.fixture(autouse=True)

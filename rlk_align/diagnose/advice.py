@@ -1,0 +1,65 @@
+"""What to do next, for each diagnosis."""
+
+from rlk_align.diagnose.interval import Estimate
+from rlk_align.diagnose.record import Confidence, Diagnosis, Name, Token
+
+RESCORE = "rlk-align compare --tokens RUN --train SPEC"
+_WEIGHTS = "rlk-align weights TRAINED SYNCED"
+NEXT: dict[Name, str] = {
+    "vacuous": "dump a run in which both sides compute their log-probs: the trainer's before its "
+    "first update of the step, not a copy of the rollout's (bypass, on-policy shortcuts)",
+    "misaligned": "check which token index j of each side's log-probs belongs to: heads and "
+    "gathers drop the first or the last one, padding moves them; then import again",
+    "mask-shifted": "compare the mask with the tokens at the start and the end of a response: it "
+    "must be 1 where the rollout sampled, and nowhere else",
+    "missing": "find what writes the value in place of a log-prob (a default of 0.0, a sentinel, "
+    "nan_to_num) and write null instead",
+    "low-precision": "compute and store log-probs in float32: cast the logits before log_softmax",
+    "wrong-token": "take the log-prob of the sampled token's id, not the first entry of the "
+    "engine's dictionary, which is the most probable token",
+    "logprob-scaled": "divide the logits by the temperature before log_softmax, never the "
+    "log-probs after it",
+    "temperature": "ask the rollout for log-probs of the law that it samples from "
+    "(vLLM: logprobs_mode=processed_logprobs), and divide the trainer's logits by the same T",
+    "truncation": "use top_p 1 and top_k off for training, or give both sides the same kept set",
+    "turn-boundary": "compare the ids that the rollout saw with those that the trainer gets, at "
+    "the turn that is shown: keep ids from turn to turn and never tokenise text again",
+    "packing": "train the same batch without packing, or look for position ids and state that are "
+    f"not reset at a sequence's start; then {RESCORE}",
+    "rope": f"compare rope_theta, rope_scaling and the longest position of both sides; then "
+    f"{RESCORE}",
+    "stale-cache": "reset the rollout's prefix cache after every update of the weights",
+    "stale-weights": f"{_WEIGHTS}: are the weights of the rollout those of the trainer",
+    "decode-state": f"{RESCORE} --rollout SPEC: does the rollout's own prefill confirm its decode",
+    "routing": f"{RESCORE}: replay the rollout's routes in the trainer, or compare the routers",
+    "dropout": "put the trainer into evaluation mode while it computes log-probs, and set every "
+    "dropout to 0",
+    "quantisation": f"{RESCORE} with each side in its full precision: which side's format or "
+    "kernels make the error",
+    "numerics": f"nothing to repair; {RESCORE} says which operator the rest comes from",
+}
+"""Diagnosis -> the next command, or what to change."""
+
+
+def diagnosis(
+    name: Name,
+    statistic: str,
+    estimate: Estimate,
+    limit: float,
+    why: str,
+    samples: list[Token],
+    confidence: Confidence = "high",
+) -> Diagnosis:
+    """Returns the record of a diagnosis that holds."""
+    return Diagnosis(
+        name=name,
+        statistic=statistic,
+        value=estimate.value,
+        low=estimate.low,
+        high=estimate.high,
+        limit=limit,
+        confidence=confidence,
+        why=why,
+        samples=samples,
+        next=NEXT[name],
+    )

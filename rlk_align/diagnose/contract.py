@@ -1,0 +1,115 @@
+"""The contract of a run: the limit of each diagnosis, with its reason and its source."""
+
+import hashlib
+import tomllib
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from rlk_align.data import data_path
+from rlk_align.diagnose.record import Name
+from rlk_align.errors import ContractError
+from rlk_align.files import read_text
+from rlk_align.text import complaint
+
+Words = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+Bound = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Dtype = Literal["bfloat16", "float16", "float32"]
+_STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
+NEEDED: tuple[tuple[Name, str | None], ...] = (
+    ("misaligned", None),
+    ("mask-shifted", None),
+    ("missing", None),
+    ("missing", "null"),
+    ("low-precision", None),
+    ("wrong-token", None),
+    ("logprob-scaled", None),
+    ("temperature", None),
+    ("truncation", None),
+    ("turn-boundary", None),
+    ("packing", None),
+    ("rope", None),
+    ("stale-cache", None),
+    ("stale-weights", None),
+    ("decode-state", None),
+    ("routing", None),
+    ("dropout", None),
+    ("numerics", None),
+    ("numerics", "negligible"),
+)
+"""(Diagnosis, statistic) that a contract gives a limit, beside quantisation, which has one for each
+dtype; None is the statistic of the diagnosis itself."""
+DTYPES: tuple[Dtype, ...] = ("bfloat16", "float16", "float32")
+
+
+class RunLimit(BaseModel):
+    """A diagnosis holds where the whole interval of its statistic is above `fail`."""
+
+    model_config = _STRICT
+
+    diagnosis: Name
+    statistic: Literal["null", "negligible"] | None = None
+    dtype: Dtype | None = None
+    fail: Bound
+    healthy: Bound | None = None
+    """The largest value of healthy runs."""
+    why: Words
+    source: Words
+    """`published: …`, `measured: …` or `derived: …`."""
+
+
+class RunContract(BaseModel):
+    """What the two sides of a run owe each other."""
+
+    model_config = _STRICT
+
+    kind: Literal["run"]
+    id: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    version: Annotated[str, StringConstraints(pattern=r"^\d+\.\d+\.\d+$")]
+    description: Words
+    min_tokens: Annotated[int, Field(ge=1)]
+    """Compared tokens below which nothing can be concluded."""
+    limits: list[RunLimit]
+
+    @cached_property
+    def sha256(self) -> str:
+        """A digest of what it says, comments and layout aside."""
+        return hashlib.sha256(self.model_dump_json(exclude_defaults=True).encode()).hexdigest()
+
+    def limit(self, name: Name, statistic: str | None = None, dtype: Dtype | None = None) -> float:
+        """The bound of a diagnosis."""
+        return self._limits[name, statistic, dtype].fail
+
+    @cached_property
+    def _limits(self) -> dict[tuple[Name, str | None, Dtype | None], RunLimit]:
+        return {(x.diagnosis, x.statistic, x.dtype): x for x in self.limits}
+
+    def model_post_init(self, _context: object) -> None:
+        """Raises ValueError where a limit is missing, superfluous or there twice."""
+        wanted = {(*key, None) for key in NEEDED} | {("quantisation", None, d) for d in DTYPES}
+        if len(self._limits) != len(self.limits):
+            raise ValueError("a limit is there twice")
+        for name, statistic, dtype in wanted ^ self._limits.keys():
+            what = " ".join(x for x in (name, statistic, dtype) if x)
+            known = (name, statistic, dtype) in wanted
+            raise ValueError(f"the limit of {what} is {'missing' if known else 'not known'}")
+
+
+def load_run_contract(name: str = "run") -> RunContract:
+    """The contract for runs that is built in, or a TOML file by path. Raises ContractError."""
+    path = Path(name) if name.endswith(".toml") else data_path("contracts") / f"{name}.toml"
+    if not path.is_file() or (path.stem != "run" and not name.endswith(".toml")):
+        raise ContractError(f"no contract for runs {name!r}", "built in: run; or a path to a .toml")
+    try:
+        return RunContract.model_validate(tomllib.loads(read_text(path)))
+    except ValidationError as error:
+        raise ContractError(f"{path}: {complaint(error)}", _LIKE) from error
+    except ValueError as error:
+        raise ContractError(f"{path} is not TOML: {error}") from error
+    except OSError as error:
+        raise ContractError(f"{path} cannot be read: {error.strerror}") from error
+
+
+_LIKE = "start from a copy of contracts/run.toml; the contracts of two engines are of another kind"

@@ -1,0 +1,208 @@
+"""What diagnoses compute on: the compared tokens of a sample, in flat arrays.
+
+g is the rollout's log-prob of a token, t the trainer's, d = t − g, p = exp((g + t)/2) and
+q = 1 − p. Healthy numerics make E|d| = c q at every p, so sums of |d| over sums of q tell how bad a
+part of the run is, whichever tokens are in it.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlk_align.diagnose.contract import DTYPES, Dtype, RunContract
+from rlk_align.diagnose.interval import UNKNOWN, Estimate, Floats, quotient, ratio
+from rlk_align.diagnose.record import Token
+from rlk_align.diagnose.sample import SENTINEL, Counts
+from rlk_align.dumps.sequences import Sequences
+
+Mask = NDArray[np.bool_]
+Indices = NDArray[np.int64]
+_SHOWN = 5
+"""Tokens that a diagnosis shows."""
+_ZERO_WHILE = -0.05
+"""The other side's log-prob below which a 0.0 is no honest one."""
+_SURE = -1.5
+"""Below it not even a truncated law gives the token the probability 1."""
+_OUTLIER = 6.0
+"""A sequence so many times worse than the median one of its step is an outlier."""
+_ENOUGH = 5.0
+"""Σ q below which a sequence is too sure of itself to have an error of its own."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A sample of a run and what is derived from it."""
+
+    run: Sequences
+    counts: Counts
+    contract: RunContract
+
+    @cached_property
+    def filled(self) -> Mask:
+        """[N]; compared tokens whose log-prob is no log-prob: a 0.0, a sentinel or a constant in
+        its place, NaN, infinite, or above 0 by more than rounding."""
+        both = self.run.compared
+        g, t = self.run.rollout, self.run.train
+        found = np.zeros(len(g), dtype=bool)
+        for side, other in ((g, t), (t, g)):
+            with np.errstate(invalid="ignore"):
+                wild = ~np.isfinite(side) | (side < SENTINEL) | (side > 1e-3)
+                zeros = (side == 0) & (other < _ZERO_WHILE)
+                nearly = (side < 0) & (side > -0.01) & (other < _SURE) & both
+                far = (side < -3) & (np.abs(side - other) > 1) & both & ~wild
+            sure = zeros & (other < _SURE) & both
+            found |= wild
+            if sure.sum() > nearly.sum():
+                found |= zeros
+            if far.any():
+                values, times = np.unique(side[far], return_counts=True)
+                if times.max() >= max(3, 0.1 * far.sum()):
+                    found |= side == values[times.argmax()]
+        return found & both
+
+    @cached_property
+    def index(self) -> Indices:
+        """[n]; the places of the tokens that are compared and have log-probs on both sides."""
+        return np.flatnonzero(self.run.compared & ~self.filled)
+
+    @cached_property
+    def sequence(self) -> Indices:
+        """[n]"""
+        return self.run.sequence[self.index]
+
+    @cached_property
+    def position(self) -> Indices:
+        """[n]; the place of each token in its sequence."""
+        return self.run.position[self.index]
+
+    @cached_property
+    def g(self) -> Floats:
+        """[n]; the rollout's log-probs."""
+        return self.run.rollout[self.index]
+
+    @cached_property
+    def t(self) -> Floats:
+        """[n]; the trainer's log-probs."""
+        return self.run.train[self.index]
+
+    @cached_property
+    def d(self) -> Floats:
+        """[n]; t − g."""
+        return self.t - self.g
+
+    @cached_property
+    def size(self) -> Floats:
+        """[n]; |d|, at most 20: what is farther off is as wrong."""
+        return np.minimum(np.abs(self.d), 20.0)
+
+    @cached_property
+    def q(self) -> Floats:
+        """[n]; 1 − exp((g + t)/2)."""
+        return np.maximum(-np.expm1((self.g + self.t) / 2), 0.0)
+
+    @cached_property
+    def scaled(self) -> Floats:
+        """[n]; |d| / q; NaN for tokens that are too sure (q < 0.01) to have one."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(self.q >= 0.01, self.size / self.q, np.nan)
+
+    @cached_property
+    def steps(self) -> Indices:
+        """[n]; the step of each token."""
+        return self.run.steps[self.sequence]
+
+    @cached_property
+    def first_of_segment(self) -> Mask:
+        """[N]; scored tokens without a scored one before them in their sequence."""
+        scored = self.run.scored
+        before = np.concatenate([[False], scored[:-1]])
+        before[self.run.offsets[:-1][np.diff(self.run.offsets) > 0]] = False
+        return scored & ~before
+
+    @cached_property
+    def segment(self) -> Indices:
+        """[n]; the place of each token's segment in its sequence, from 0."""
+        number = np.cumsum(self.first_of_segment)[self.index]
+        lowest = np.full(len(self.run), np.iinfo(np.int64).max)
+        np.minimum.at(lowest, self.sequence, number)
+        return number - lowest[self.sequence]
+
+    @cached_property
+    def dtype(self) -> Dtype:
+        """The lowest precision that a side names; bfloat16 where none does."""
+        names = {*self.run.rollout_dtypes, *self.run.train_dtypes}
+        return next((d for d in DTYPES if d in names), "bfloat16")
+
+    def sums(self, values: Floats, where: Mask | None = None) -> Floats:
+        """[S]; the sums over the tokens of each sequence."""
+        weights = values if where is None else np.where(where, values, 0.0)
+        return np.bincount(self.sequence, weights, len(self.run))
+
+    def noise(self, where: Mask | None = None) -> tuple[Floats, Floats]:
+        """[S], [S]; Σ|d| and Σq of each sequence, whose ratio is c."""
+        return self.sums(self.size, where), self.sums(self.q, where)
+
+    def c(self, where: Mask | None = None) -> Estimate:
+        """How bad a part of the run is, for its 1 − p."""
+        return ratio(*self.noise(where))
+
+    def contrast(self, a: Mask, b: Mask) -> Estimate:
+        """c of a over c of b; nothing can be said where c of a is negligible."""
+        if not self.c(a).value > self.contract.limit("numerics", "negligible"):
+            return UNKNOWN
+        return quotient(self.noise(a), self.noise(b))
+
+    @cached_property
+    def outliers(self) -> Mask:
+        """[S]; sequences that are far worse than the median one of their step."""
+        size, q = self.noise()
+        enough = q >= _ENOUGH
+        c = np.where(enough, size / np.maximum(q, _ENOUGH), np.nan)
+        found = np.zeros(len(c), dtype=bool)
+        overall = float(np.median(c[enough])) if enough.any() else np.nan
+        for step in np.unique(self.run.steps):
+            of_step = (self.run.steps == step) & enough
+            if of_step.sum() >= 1:
+                # A step whose sequences are mostly broken is no measure.
+                usual = min(float(np.median(c[of_step])), 3 * overall)
+                found |= of_step & (c > _OUTLIER * usual)
+        return found & (c > self.contract.limit("numerics", "negligible"))
+
+    @cached_property
+    def usual(self) -> Mask:
+        """[n]; tokens of sequences that are no outliers."""
+        return ~self.outliers[self.sequence]
+
+    def worst(self, score: Floats, where: Mask | None = None) -> list[Token]:
+        """The compared tokens with the highest scores, [n], at most two of a sequence."""
+        order = np.argsort(-np.where(True if where is None else where, score, -np.inf))
+        picked: list[int] = []
+        for k in order[:200]:
+            mine = [j for j in picked if self.sequence[j] == self.sequence[k]]
+            allowed = where is None or where[k]
+            if len(mine) < 2 and allowed and np.isfinite(score[k]):
+                picked.append(int(k))
+            if len(picked) == _SHOWN:
+                break
+        return self.tokens(self.index[picked])
+
+    def tokens(self, places: Indices) -> list[Token]:
+        """The records of tokens, by their places in the run's arrays."""
+        run, shown = self.run, places[:_SHOWN]
+        sequences = np.searchsorted(run.offsets, shown, side="right") - 1
+        return [
+            Token(
+                id=run.ids[s],
+                position=int(i - run.offsets[s]),
+                token=int(run.token_ids[i]),
+                rollout=_value(run.rollout[i], bool(run.rollout_missing[i])),
+                train=_value(run.train[i], bool(run.train_missing[i])),
+            )
+            for i, s in zip(shown, sequences, strict=True)
+        ]
+
+
+def _value(value: float, missing: bool) -> float | None:
+    return None if missing else float(value)

@@ -1,0 +1,122 @@
+"""The diagnoses in their order, and the verdict on a run."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from rlk_align.diagnose import bookkeeping, law, level, place
+from rlk_align.diagnose.contract import RunContract
+from rlk_align.diagnose.evidence import Evidence
+from rlk_align.diagnose.interval import DEVIATIONS, UNKNOWN, Estimate
+from rlk_align.diagnose.record import Diagnosis, Name
+from rlk_align.diagnose.sample import EMPTY, Counts, RatioSums, gather
+from rlk_align.dumps.sequences import Sequences
+from rlk_align.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS
+
+Status = Literal["pass", "fail", "inconclusive"]
+Check = Callable[[Evidence], Diagnosis | None]
+FAMILIES: tuple[tuple[Check, ...], ...] = (
+    (bookkeeping.misaligned, bookkeeping.mask_shifted),
+    (bookkeeping.missing, bookkeeping.low_precision),
+    (law.wrong_token, law.logprob_scaled, law.temperature, law.truncation),
+    (place.turn_boundary, place.packing, place.rope, place.stale_cache),
+    (level.stale_weights, place.decode_state),
+    (level.routing, level.dropout, level.quantisation),
+)
+"""In this order; the first that holds is the verdict. What a family finds disturbs the statistics
+of later families, which are not asked then."""
+GOES_ON: frozenset[Name] = frozenset({"missing", "low-precision"})
+"""Diagnoses after which later families can be asked all the same: what they found is set aside or
+too small to matter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """The verdict on a run, and what it rests on."""
+
+    status: Status
+    contract: RunContract
+    diagnoses: list[Diagnosis]
+    """The first is the verdict's, the others are also seen; none where the mean ratio alone is
+    off, or nothing was concluded."""
+    counts: Counts
+    mean_ratio: Estimate
+    """E[ρ] over the whole run."""
+    c: Estimate
+    sampled: int | None
+    """The number of sequences that the diagnoses were made from; None for all."""
+    dtype: str
+    doubts: list[str]
+    """Why nothing can be concluded."""
+    breaches: list[tuple[str, str, float, float]]
+    """(Limit, metric, value, the limit's bound)."""
+
+    @property
+    def exit_code(self) -> int:
+        """What the process ends with."""
+        codes = {"pass": EXIT_PASS, "fail": EXIT_FAIL, "inconclusive": EXIT_INCONCLUSIVE}
+        return codes[self.status]
+
+
+def explain(batches: Iterable[Sequences], contract: RunContract, seed: int = 0) -> Explanation:
+    """Reads a run once and says what kind of mismatch it has."""
+    sample = gather(batches, seed)
+    counts, mean_ratio = sample.counts, mean_of(sample.ratio)
+    evidence = Evidence(sample.kept or EMPTY, counts, contract)
+    found = _diagnoses(evidence, mean_ratio)
+    doubts = []
+    if 0 < counts.compared < contract.min_tokens:
+        doubts.append(f"{counts.compared:,} tokens are compared, {contract.min_tokens:,} needed")
+    if found and found[0].name == "vacuous":
+        doubts.append(found[0].why)
+    breaches = [
+        (d.name, d.statistic, d.value, d.limit) for d in found if d.name not in ("numerics",)
+    ]
+    breaches += _ratio_breach(mean_ratio, contract)
+    if breaches and found and found[0].name == "numerics":
+        found = []
+    status: Status = "inconclusive" if doubts else "fail" if breaches else "pass"
+    assert doubts or breaches or found, "an explanation says something"
+    return Explanation(
+        status=status,
+        contract=contract,
+        diagnoses=found,
+        counts=counts,
+        mean_ratio=mean_ratio,
+        c=evidence.c(),
+        sampled=None if sample.whole or sample.kept is None else len(sample.kept),
+        dtype=evidence.dtype,
+        doubts=doubts,
+        breaches=breaches,
+    )
+
+
+def _diagnoses(e: Evidence, mean_ratio: Estimate) -> list[Diagnosis]:
+    nothing = bookkeeping.vacuous(e)
+    if nothing is not None:
+        return [nothing]
+    found: list[Diagnosis] = []
+    for family in FAMILIES:
+        found += [d for check in family if (d := check(e)) is not None]
+        if any(d.name not in GOES_ON for d in found):
+            break
+    return found or [level.numerics(e, mean_ratio)]
+
+
+def mean_of(sums: RatioSums) -> Estimate:
+    """E[ρ] with its interval, from sums over sequences."""
+    if sums.tokens == 0 or sums.sequences < 2:
+        return UNKNOWN
+    mean = sums.excess / sums.tokens
+    squares = sums.excess2 - 2 * mean * sums.excess_tokens + mean**2 * sums.tokens2
+    error = math.sqrt(max(squares, 0.0) * sums.sequences / (sums.sequences - 1)) / sums.tokens
+    return Estimate(1 + mean, 1 + mean - DEVIATIONS * error, 1 + mean + DEVIATIONS * error)
+
+
+def _ratio_breach(
+    mean_ratio: Estimate, contract: RunContract
+) -> list[tuple[str, str, float, float]]:
+    limit = contract.limit("numerics")
+    off = mean_ratio.above(1 + limit) or (-mean_ratio).above(limit - 1)
+    return [("numerics", "|E[ρ] − 1|", abs(mean_ratio.value - 1), limit)] if off else []

@@ -1,0 +1,122 @@
+"""How large the error is everywhere: over steps and weight versions, in its tail, at sure tokens,
+and altogether."""
+
+import numpy as np
+
+from rlk_align.diagnose.advice import diagnosis
+from rlk_align.diagnose.evidence import Evidence
+from rlk_align.diagnose.interval import Estimate, ratio
+from rlk_align.diagnose.record import Diagnosis
+from rlk_align.dumps.sequences import UNKNOWN
+
+_STEPS = 5
+"""Steps that a trend needs."""
+
+
+def stale_weights(e: Evidence) -> Diagnosis | None:
+    """Holds where the error grows with the steps, or with the age of the weights."""
+    return _by_age(e) or _by_step(e)
+
+
+def _by_age(e: Evidence) -> Diagnosis | None:
+    trained = e.run.train_versions[e.sequence]
+    sampled = e.run.rollout_versions[e.index]
+    known = (trained != UNKNOWN) & (sampled != UNKNOWN) & e.usual
+    estimate = e.contrast(known & (sampled < trained), known & (sampled == trained))
+    limit = e.contract.limit("stale-weights")
+    if not estimate.above(limit):
+        return None
+    age = float(np.mean((trained - sampled)[known & (sampled < trained)]))
+    why = (
+        f"tokens that older weights sampled are {estimate.value:.1f} times worse than those of "
+        f"the trainer's own version; they are {age:.1f} versions old on average"
+    )
+    statistic = "c of tokens from older weights over that of tokens from the trainer's version"
+    samples = e.worst(e.size, known & (sampled < trained))
+    return diagnosis("stale-weights", statistic, estimate, limit, why, samples)
+
+
+def _by_step(e: Evidence) -> Diagnosis | None:
+    steps = np.unique(e.run.steps[e.run.steps != UNKNOWN])
+    if len(steps) < _STEPS:
+        return None
+    third = max(1, len(steps) // 3)
+    last = e.usual & np.isin(e.steps, steps[-third:])
+    first = e.usual & np.isin(e.steps, steps[:third])
+    estimate = e.contrast(last, first)
+    limit = e.contract.limit("stale-weights")
+    parts = np.array_split(steps, min(len(steps), 6))
+    c = [e.c(e.usual & np.isin(e.steps, part)).value for part in parts]
+    rises = np.mean(np.diff(c) > 0)
+    if not estimate.above(limit) or not rises >= 0.6:
+        return None
+    why = (
+        f"the error grows from step to step: c is {c[0]:.2g} at first and {c[-1]:.2g} at last. The "
+        "rollout's weights, or an adapter, are not those of the trainer, and the difference adds up"
+    )
+    statistic = "c of the last third of the steps over that of the first"
+    return diagnosis("stale-weights", statistic, estimate, limit, why, e.worst(e.size, last))
+
+
+def routing(e: Evidence) -> Diagnosis | None:
+    """Holds where more single tokens are far off than numerics put there."""
+    limit = e.contract.limit("routing")
+    known = np.isfinite(e.scaled) & e.usual
+    if not known.any():
+        return None
+    median = float(np.median(e.scaled[known]))
+    far = known & (np.where(known, e.scaled, 0.0) > 10 * median)
+    estimate = ratio(e.sums(far.astype(float)), e.sums(known.astype(float)))
+    if not estimate.above(limit) or not median > e.contract.limit("numerics", "negligible") / 10:
+        return None
+    why = (
+        f"{estimate.value:.1%} of the tokens, spread over all sequences, are more than 10 times "
+        "worse than the median one, and the rest is as it should be: experts are chosen "
+        "differently there, or another choice flips. A dump cannot tell which"
+    )
+    statistic = "share of tokens whose |Δ|/(1 − p) is more than 10 times the median"
+    return diagnosis("routing", statistic, estimate, limit, why, e.worst(e.size, far), "low")
+
+
+def dropout(e: Evidence) -> Diagnosis | None:
+    """Holds where sure tokens are worse for their 1 − p than others, without a trend."""
+    limit = e.contract.limit("dropout")
+    sure, others = (e.q >= 1e-4) & (e.q < 0.05), (e.q >= 0.1) & (e.q < 0.9)
+    estimate = e.contrast(sure & e.usual, others & e.usual)
+    level = e.contract.limit("quantisation", dtype=e.dtype)
+    if not estimate.above(limit) or not e.c().above(level):
+        return None
+    why = (
+        f"nearly sure tokens are {estimate.value:.1f} times worse for their 1 − p than others, as "
+        "where dropout is on or the weights differ; numerics are equally bad everywhere. That it "
+        "does not grow with the steps speaks for dropout, and a dump cannot tell more"
+    )
+    statistic = "c of tokens with p > 0.95 over that of tokens with 0.1 < p < 0.9"
+    return diagnosis("dropout", statistic, estimate, limit, why, e.worst(e.size, sure), "moderate")
+
+
+def quantisation(e: Evidence) -> Diagnosis | None:
+    """Holds where the error has the shape of numerics and is larger than the dtype's own."""
+    limit = e.contract.limit("quantisation", dtype=e.dtype)
+    estimate = e.c()
+    if not estimate.above(limit):
+        return None
+    why = (
+        f"the error has the shape of rounding, and is {estimate.value / limit:.1f} times what "
+        f"{e.dtype} may make: a side computes in fewer bits (fp8, int8, a quantised cache or "
+        "merged weights), or its kernels are less exact. A dump cannot tell which side"
+    )
+    statistic = "c: mean |Δ| over mean 1 − p"
+    samples = e.worst(e.size)
+    return diagnosis("quantisation", statistic, estimate, limit, why, samples, "moderate")
+
+
+def numerics(e: Evidence, mean_ratio: Estimate) -> Diagnosis:
+    """What is left: rounding and summation order."""
+    limit = e.contract.limit("quantisation", dtype=e.dtype)
+    why = (
+        f"the error has no sign, is equally large at every probability, and E[ρ] is "
+        f"{mean_ratio.value:.4f}: ordinary rounding and summation order"
+    )
+    statistic = "c: mean |Δ| over mean 1 − p"
+    return diagnosis("numerics", statistic, e.c(), limit, why, e.worst(e.size))

@@ -1,0 +1,118 @@
+"""The run that `rlk-align import` writes.
+
+RUN/
+  run.json          the command, and that this is an imported run
+  dump.json         what was read, and what of it is there (`rlk_align.dumps.manifest`)
+  logprobs.parquet  a row for each sequence (`rlk_align.dumps.table`)
+  checksums.json    of all these; written last, so its presence means complete
+"""
+
+import shlex
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Literal
+
+import pyarrow as pa
+
+from rlk_align.dumps.manifest import Findings, Manifest, Tally
+from rlk_align.dumps.sequences import Sequences
+from rlk_align.dumps.table import read_table, write_table
+from rlk_align.errors import BadOption, CorruptTrace, DumpError
+from rlk_align.trace.checksums import CHECKSUMS, add_checksums
+from rlk_align.trace.records import Record, load_record, save_record, writing
+from rlk_align.trace.run import IMPORTED
+from rlk_align.trace.run_folder import RUN_JSON, RunFolder, find_run, schema_of
+
+MANIFEST, TABLE = "dump.json", "logprobs.parquet"
+
+
+class ImportRecord(Record):
+    """run.json of an imported run."""
+
+    schema_id: Literal["rlk-align/imported-run/1"] = IMPORTED
+    command: list[str]
+    """The command line that reproduces it."""
+
+
+class ImportedRun(RunFolder):
+    """The folder of an imported run."""
+
+    files = (RUN_JSON, MANIFEST, TABLE, CHECKSUMS)
+
+    @classmethod
+    def open(cls, name: str) -> "ImportedRun":
+        """Returns a finished run, by folder or as `@last`. Raises BadOption where there is none,
+        or one that engines made, CorruptTrace where it is not whole or was changed."""
+        run = cls(find_run(name))
+        schema = schema_of(run.folder)
+        if schema is not None and schema.startswith("rlk-align/run/"):
+            raise BadOption(
+                f"{run.folder} is a run of engines, and no imported dump",
+                "rlk-align import FORMAT PATH... -o RUN makes one of a framework's dump",
+            )
+        with run._import_again():
+            run._check_whole("it was interrupted, or another command is at work")
+            run._checksums.check(run.folder, [MANIFEST])
+        return run
+
+    @property
+    def record(self) -> ImportRecord:
+        return load_record(ImportRecord, self.folder / RUN_JSON)
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """What was read. Raises CorruptTrace where it is damaged."""
+        with self._import_again():
+            return load_record(Manifest, self.folder / MANIFEST)
+
+    def sequences(self) -> Iterator[Sequences]:
+        """Yields all sequences, in batches that fit in memory. Raises CorruptTrace where the table
+        is not the one that was written."""
+        with self._import_again():
+            self._checksums.check(self.folder, [TABLE])
+        yield from read_table(self.folder / TABLE)
+
+    def write(
+        self,
+        batches: Iterable[pa.RecordBatch],
+        findings: Findings,
+        *,
+        command: list[str],
+        format: str,
+        framework: str | None = None,
+    ) -> Manifest:
+        """Writes the run anew from batches of `table.SCHEMA`, and makes it the last run.
+
+        `findings` is what the reader learns while it yields the batches. Raises BadOption where
+        another kind of run lies in the folder, DumpError where there is no sequence.
+        """
+        if (self.folder / RUN_JSON).is_file() and schema_of(self.folder) != IMPORTED:
+            raise BadOption(f"{self.folder} holds another run", "name another folder with -o")
+        with self.locked():
+            with writing(self.folder):
+                for name in self.files:
+                    (self.folder / name).unlink(missing_ok=True)
+            save_record(ImportRecord(command=command), self.folder / RUN_JSON)
+            tally = Tally()
+            with writing(self.folder / TABLE):
+                write_table(tally.counting(batches), self.folder / TABLE)
+            if not tally.sequences:
+                raise DumpError("the dump holds no sequence", "; ".join(findings.skipped))
+            manifest = tally.manifest(format, framework, findings)
+            save_record(manifest, self.folder / MANIFEST)
+            add_checksums(self.folder, (RUN_JSON, MANIFEST, TABLE))
+            self._remember()
+        return manifest
+
+    @contextmanager
+    def _import_again(self) -> Iterator[None]:
+        """Says of a damaged run with which command it was imported."""
+        try:
+            yield
+        except CorruptTrace as error:
+            try:
+                command = shlex.join(self.record.command)
+            except CorruptTrace:
+                command = "rlk-align import FORMAT PATH... -o RUN"
+            raise CorruptTrace(error.message, f"import it again: {command}") from error

@@ -1,0 +1,1 @@
+"""Readers of frameworks' dumps: a file for each format."""

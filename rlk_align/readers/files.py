@@ -1,0 +1,104 @@
+"""Files of a dump: opened, told from pickles, and read line by line."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rlk_align.dumps.batches import Row
+from rlk_align.dumps.manifest import Findings, Source
+from rlk_align.errors import DumpError
+from rlk_align.progress import Progress
+from rlk_align.readers.values import WrongValue
+from rlk_align.text import short_printable
+
+PICKLES = (".pkl", ".pickle", ".dp")
+CONVERTER = (
+    "a pickle runs code when it is loaded, so rlk-align never loads one. In the environment of the "
+    "framework that wrote it, and only if you trust the file, turn it into the neutral file: "
+    "docs/import.md has the command for SkyRL, verl and others. "
+    "Then: rlk-align import jsonl FILE.jsonl -o RUN"
+)
+
+
+def opened(path: Path, findings: Findings) -> Source:
+    """Records a file among the sources. Raises DumpError where it is empty or a pickle."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(2)
+    except OSError as error:
+        raise DumpError(f"{path} cannot be read: {error.strerror}", "check the path") from error
+    if path.suffix in PICKLES or (head[:1] == b"\x80" and head[1:] < b"\x10"):
+        raise DumpError(f"{path} is a pickle", CONVERTER)
+    if not size:
+        raise DumpError(f"{path} is empty", "the framework wrote nothing there: see its log")
+    source = Source(path=str(path), size=size)
+    findings.sources.append(source)
+    return source
+
+
+def read_lines(
+    path: Path, findings: Findings, progress: Progress, row: Callable[[bytes], Row]
+) -> Iterator[Row]:
+    """Yields what `row` makes of each line. A last line that was cut off is told, and the rest is
+    read. Raises DumpError, naming the line, where `row` raises WrongValue or json's ValueError."""
+    size = opened(path, findings).size
+    done = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                done += len(line)
+                continue
+            progress(f"reading {path.name}", done >> 20, size >> 20)
+            try:
+                yield row(line)
+            except (ValueError, RecursionError) as error:
+                if not line.endswith(b"\n") and not _is_json(line):
+                    findings.skip(f"{path}: line {number}, the last, is cut off")
+                    return
+                where = f"{path}, line {number}"
+                raise DumpError(f"{where}: {_reason(error)}", "see docs/import.md") from error
+            done += len(line)
+
+
+def json_object(line: bytes) -> dict[str, Any]:
+    """Raises ValueError where a line is no JSON object."""
+    value = json.loads(line)
+    if not isinstance(value, dict):
+        raise WrongValue("the line is no JSON object")
+    return value
+
+
+def first_object(path: Path) -> dict[str, Any]:
+    """Returns the first line's object, empty where there is none."""
+    try:
+        with path.open("rb") as file:
+            return json_object(next((line for line in file if line.strip()), b""))
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def require(record: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Raises WrongValue where a field is absent."""
+    absent = [name for name in names if name not in record]
+    if absent:
+        raise WrongValue(f"{', '.join(absent)}: not there")
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, WrongValue):
+        return str(error)
+    if isinstance(error, UnicodeDecodeError):
+        return "no UTF-8"
+    if isinstance(error, json.JSONDecodeError):
+        return f"no JSON: {error.msg} at character {error.pos}"
+    return short_printable(error)

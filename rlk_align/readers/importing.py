@@ -1,0 +1,26 @@
+"""A framework's dump becomes a run."""
+
+from pathlib import Path
+
+from rlk_align.dumps.batches import batches
+from rlk_align.dumps.manifest import Findings, Manifest
+from rlk_align.dumps.run import ImportedRun
+from rlk_align.progress import Progress, silent
+from rlk_align.readers.registry import AUTO, detect, files_of, reader
+
+
+def import_dump(
+    format: str,
+    paths: list[Path],
+    folder: Path,
+    command: list[str],
+    progress: Progress = silent,
+) -> Manifest:
+    """Reads the dump at these paths, and writes it as a run into `folder`. Raises BadOption for a
+    format that is not known, DumpError for a dump that cannot be read."""
+    chosen = detect(paths) if format == AUTO else reader(format)
+    findings = Findings()
+    rows = chosen.read(files_of(chosen, paths), findings, progress)
+    return ImportedRun(folder).write(
+        batches(rows), findings, command=command, format=chosen.name, framework=chosen.framework
+    )

@@ -1,0 +1,216 @@
+"""miles: `train_data/{rollout_id}_{rank}.pt`, a file for each rank of the last pipeline stage.
+
+Ranks of tensor parallelism write the same samples: the copies are held equal, and one is kept.
+Ranks of context parallelism write zig-zag slices of each response: they are put together.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlk_align.dumps.batches import Row
+from rlk_align.dumps.manifest import Findings
+from rlk_align.errors import DumpError
+from rlk_align.progress import Progress
+from rlk_align.readers.base import Reader
+from rlk_align.readers.missing import ZERO_IS_MISSING
+from rlk_align.readers.torch_files import array, is_torch_file, load, plain, row, transposed
+from rlk_align.readers.values import WrongValue, whole_number
+from rlk_align.readers.zigzag import ranks_of_slices, response_places
+
+SLICED = ("rollout_log_probs", "log_probs", "entropy")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank wrote of a rollout."""
+
+    path: Path
+    samples: list[dict[str, Any]]
+    cp_rank: int | None
+    cp_size: int | None
+    padded: bool
+    """Whether sequences were padded to one length before they were cut."""
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(sample["log_probs"]) for sample in self.samples]
+
+    @property
+    def responses(self) -> list[int]:
+        return [int(plain(sample["response_lengths"])) for sample in self.samples]
+
+    @property
+    def totals(self) -> list[int]:
+        return [len(sample["tokens"]) for sample in self.samples]
+
+
+def read(files: list[Path], findings: Findings, progress: Progress) -> Iterator[Row]:
+    """Yields the samples, rollout by rollout. Raises DumpError."""
+    findings.note(ZERO_IS_MISSING)
+    rollouts: dict[str, list[Path]] = defaultdict(list)
+    for path in files:
+        rollouts[path.stem.rpartition("_")[0]].append(path)
+    ordered = sorted(rollouts.items(), key=lambda item: (len(item[0]), item[0]))
+    for number, (name, paths) in enumerate(ordered, 1):
+        progress(f"reading rollout {name}", number, len(rollouts))
+        shards: dict[str, list[Part]] = defaultdict(list)
+        steps = set()
+        for path in sorted(paths):
+            try:
+                step, part = _part(path, load(path, findings))
+            except WrongValue as error:
+                raise DumpError(f"{path}: {error}", "see docs/import.md") from error
+            steps.add(step)
+            shards[_digest(part)].append(part)
+        if len(steps) > 1:
+            raise DumpError(
+                f"{paths[0].parent}: files of {name} are of rollouts {sorted(steps)}", ""
+            )
+        for shard, parts in enumerate(shards.values()):
+            try:
+                samples = _joined(parts, findings)
+                rows = [row(s, step, f"{step}:{shard}:{i}") for i, s in enumerate(samples)]
+            except WrongValue as error:
+                raise DumpError(f"{parts[0].path}: {error}", "see docs/import.md") from error
+            yield from rows
+
+
+def _part(path: Path, dump: dict[str, Any]) -> tuple[int, Part]:
+    data = dump.get("rollout_data")
+    if not isinstance(data, dict):
+        raise WrongValue("rollout_data is no dictionary")
+    samples = transposed(data)
+    for sample in samples:
+        for field in ("tokens", "log_probs", "rollout_log_probs"):
+            if not hasattr(sample.get(field), "__len__"):
+                raise WrongValue(f"{field}: not there, so there is nothing to compare")
+    rank, size = (plain(dump.get(key)) for key in ("cp_rank", "cp_size"))
+    known = isinstance(rank, int) and isinstance(size, int) and 0 <= rank < size
+    part = Part(
+        path=path,
+        samples=samples,
+        cp_rank=rank if known else None,
+        cp_size=size if known else None,
+        padded=dump.get("qkv_format") == "bshd",
+    )
+    return whole_number(plain(dump.get("rollout_id")), "rollout_id"), part
+
+
+def _digest(part: Part) -> str:
+    """The same for ranks that hold the same samples."""
+    digest = hashlib.blake2b(digest_size=16)
+    for sample in part.samples:
+        ids = np.ascontiguousarray(np.asarray(array(sample["tokens"])), dtype="<i8")
+        digest.update(len(ids).to_bytes(8, "little") + ids.tobytes())
+    return digest.hexdigest()
+
+
+def _joined(parts: list[Part], findings: Findings) -> list[dict[str, Any]]:
+    """Returns whole samples from all ranks that hold a part of them."""
+    parts = _without_copies(parts, findings)
+    if all(part.lengths == part.responses for part in parts):
+        if len(parts) > 1:
+            raise WrongValue(_DIFFERENT.format(parts[1].path))
+        return parts[0].samples
+    ranks = [part.cp_rank for part in parts]
+    if None in ranks:
+        if parts[0].padded:
+            ranks = None
+        else:
+            ranks = ranks_of_slices([p.lengths for p in parts], parts[0].totals, parts[0].responses)
+        size = len(parts)
+    else:
+        size = parts[0].cp_size
+        if len(parts) != size or sorted(ranks) != list(range(size)):
+            raise WrongValue(
+                f"context-parallel ranks {sorted(set(ranks))} of {size} are there: the others' "
+                "slices are missing, or ranks that should hold copies differ"
+            )
+    if ranks is None:
+        raise WrongValue(
+            "its slices of context parallelism cannot be placed, for it does not say its rank: "
+            "use a later miles, which writes cp_rank"
+        )
+    return [_whole(parts, ranks, size, i) for i in range(len(parts[0].samples))]
+
+
+_DIFFERENT = "{} holds the same samples with other values: tensor-parallel ranks differ"
+
+
+def _without_copies(parts: list[Part], findings: Findings) -> list[Part]:
+    """Drops parts whose values equal another's bit for bit. Raises WrongValue where two of one
+    context-parallel rank differ."""
+    distinct: dict[bytes, Part] = {}
+    for part in parts:
+        digest = hashlib.blake2b(digest_size=16)
+        for sample in part.samples:
+            for field in SLICED:
+                if sample.get(field) is not None:
+                    values = np.ascontiguousarray(array(sample[field]), dtype="<f8")
+                    digest.update(len(values).to_bytes(8, "little") + values.tobytes())
+        key = digest.digest() + str(part.cp_rank).encode()
+        if key in distinct:
+            findings.note("copies of tensor-parallel ranks are equal bit for bit; one is kept")
+        distinct.setdefault(key, part)
+    seen: set[int] = set()
+    for part in distinct.values():
+        if part.cp_rank is not None and part.cp_rank in seen:
+            raise WrongValue(_DIFFERENT.format(part.path))
+        if part.cp_rank is not None:
+            seen.add(part.cp_rank)
+    return list(distinct.values())
+
+
+def _whole(parts: list[Part], ranks: list[int], size: int, i: int) -> dict[str, Any]:
+    """Returns sample i with its slices in their places."""
+    sample = dict(parts[0].samples[i])
+    total, response = parts[0].totals[i], parts[0].responses[i]
+    padded = None
+    if parts[0].padded:
+        if sample.get("max_seq_lens") is None:
+            raise WrongValue("max_seq_lens: not there, and padded sequences are cut by it")
+        padded = whole_number(plain(sample["max_seq_lens"]), "max_seq_lens")
+    for field in SLICED:
+        if sample.get(field) is None:
+            continue
+        values = np.full(response, np.nan)
+        filled = np.zeros(response, dtype=bool)
+        for part, rank in zip(parts, ranks, strict=True):
+            places = response_places(total, response, rank, size, padded)
+            own = array(part.samples[i][field])
+            if len(own) == response:
+                # Not every field is cut: all ranks hold this one whole.
+                places = np.arange(response)
+            if len(own) != len(places):
+                raise WrongValue(
+                    f"{field} of sample {i} has {len(own)} entries; rank {rank} of {size} has "
+                    f"{len(places)} of its response of {response}"
+                )
+            values[places], filled[places] = own, True
+        if not filled.all():
+            raise WrongValue(f"{field} of sample {i}: no rank has {int((~filled).sum())} tokens")
+        sample[field] = values
+    return sample
+
+
+def recognises(path: Path) -> bool:
+    """Whether a file is miles': without `cp_rank`, which later ones have, by the rank in its name."""
+    if not is_torch_file(path):
+        return False
+    dump = load(path)
+    return "rollout_data" in dump and ("cp_rank" in dump or path.stem.rpartition("_")[2].isdigit())
+
+
+READER = Reader(
+    name="miles",
+    framework="miles",
+    patterns=("train_data/*_*.pt",),
+    recognises=recognises,
+    read=read,
+)

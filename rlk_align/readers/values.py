@@ -1,0 +1,95 @@
+"""Values of a dump, checked and turned into arrays of the table."""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+_NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_null)
+
+
+class WrongValue(ValueError):
+    """A field is not what its format promises; the reader says where."""
+
+
+def numbers(value: Any, name: str) -> pa.Array:
+    """Returns a list of numbers and nulls as float64; a NaN is a value. Raises WrongValue."""
+    return _array(value, name).cast(pa.float64())
+
+
+def integers(value: Any, name: str) -> pa.Array:
+    """Returns a list of integers and nulls as int64. Raises WrongValue."""
+    try:
+        return _array(value, name).cast(pa.int64())
+    except pa.ArrowInvalid as error:
+        raise WrongValue(f"{name} holds numbers that are no integers") from error
+
+
+def flags(value: Any, name: str) -> NDArray[np.bool_]:
+    """Returns a list of true and false, or of 1 and 0. Raises WrongValue."""
+    array = _array(value, name, booleans=True)
+    if array.null_count:
+        raise WrongValue(f"{name} holds null")
+    plain = np.asarray(array)
+    if not np.isin(plain, (0, 1)).all():
+        raise WrongValue(f"{name} holds more than 0 and 1")
+    return plain.astype(bool)
+
+
+def _array(value: Any, name: str, booleans: bool = False) -> pa.Array:
+    if not isinstance(value, list | np.ndarray | pa.Array):
+        raise WrongValue(f"{name} is {_kind(value)}, and no list")
+    try:
+        array = value if isinstance(value, pa.Array) else pa.array(value)
+    except (pa.ArrowException, OverflowError) as error:
+        raise WrongValue(f"{name} does not hold numbers alone") from error
+    kinds = (*_NUMBERS, pa.types.is_boolean) if booleans else _NUMBERS
+    if not any(of_kind(array.type) for of_kind in kinds):
+        raise WrongValue(f"{name} holds {array.type}, and no numbers")
+    return array
+
+
+def unnested(value: Any) -> Any:
+    """Takes away the list of one entry that a batch of one leaves around a field."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def whole_number(value: Any, name: str) -> int:
+    """Returns a count. Raises WrongValue."""
+    number = unnested(value)
+    if isinstance(number, bool) or not isinstance(number, int | float) or number != int(number):
+        raise WrongValue(f"{name} is {_kind(value)}, and no integer")
+    if number < 0:
+        raise WrongValue(f"{name} is negative")
+    return int(number)
+
+
+def cut(array: pa.Array, length: int, name: str) -> pa.Array:
+    """Returns the first entries. Raises WrongValue where there are fewer."""
+    if len(array) < length:
+        raise WrongValue(f"{name} has {len(array)} entries, {length} are expected")
+    return array[:length]
+
+
+def response(array: pa.Array, total: int, prompt: int, name: str) -> pa.Array:
+    """Returns an array for all tokens of one that has the whole sequence, or the response alone.
+    Raises WrongValue where it is of neither length."""
+    if len(array) == total:
+        return array
+    if len(array) != total - prompt:
+        raise WrongValue(
+            f"{name} has {len(array)} entries; {total - prompt} (the response) are expected"
+        )
+    return pa.concat_arrays([pa.nulls(prompt, array.type), array])
+
+
+def replaced_by_null(array: pa.Array, where: NDArray[np.bool_]) -> pa.Array:
+    """Returns `array` with null at these places."""
+    return pc.if_else(pa.array(where), pa.scalar(None, array.type), array) if where.any() else array
+
+
+def _kind(value: Any) -> str:
+    names = {"NoneType": "null", "str": "a text", "dict": "an object", "list": "a list"}
+    return names.get(type(value).__name__, f"a {type(value).__name__}")

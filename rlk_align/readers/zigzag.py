@@ -1,0 +1,43 @@
+"""How context parallelism cuts a sequence in zig-zag: rank r of n has chunks r and 2n−1−r of 2n."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def response_places(
+    total: int, response: int, rank: int, ranks: int, padded: int | None = None
+) -> NDArray[np.int64]:
+    """Returns which tokens of the response a rank scores, ascending.
+
+    Chunks are cut of logits, and the logit at position p scores token p + 1. `padded` is the
+    length that all sequences of a batch were padded to, None where they are packed.
+    """
+    chunk = -(-(total if padded is None else padded) // (2 * ranks))
+    prompt = total - response
+    places = []
+    for part in (rank, 2 * ranks - 1 - rank):
+        start = max(part * chunk, prompt - 1)
+        end = min((part + 1) * chunk, total - 1)
+        places.append(np.arange(start, max(start, end)) + 1 - prompt)
+    return np.concatenate(places)
+
+
+def ranks_of_slices(
+    lengths: Sequence[Sequence[int]], totals: Sequence[int], responses: Sequence[int]
+) -> list[int] | None:
+    """Returns the rank of each file, by the lengths of its slices; None where they do not tell.
+
+    lengths: of each file, the length of each sample's slice.
+    """
+    count = len(lengths)
+    expected = [
+        [len(response_places(t, r, rank, count)) for t, r in zip(totals, responses, strict=True)]
+        for rank in range(count)
+    ]
+    ranks = [[rank for rank in range(count) if list(own) == expected[rank]] for own in lengths]
+    if any(len(found) != 1 for found in ranks):
+        return None
+    flat = [found[0] for found in ranks]
+    return flat if sorted(flat) == list(range(count)) else None
