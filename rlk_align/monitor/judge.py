@@ -14,7 +14,7 @@ LAGS = 5
 
 def step_findings(record: StepRecord, limits: MonitorLimits) -> Iterator[Finding]:
     """Yields what a step by itself breaks; one without compared tokens is inconclusive."""
-    if not record.tokens:
+    if record.tokens == 0:
         yield Finding(
             level="inconclusive",
             name="vacuous",
@@ -46,19 +46,15 @@ def step_findings(record: StepRecord, limits: MonitorLimits) -> Iterator[Finding
 
 def _value(record: StepRecord, limit: StepLimit) -> Interval | None:
     """The metric, a plain value as an interval without width; None where it is not known."""
-    if limit.metric == "ratio_error":
-        return record.ratio_error
-    if limit.metric == "c":
-        return record.c
-    known = {
-        "k3": record.k3,
-        "ess_loss": None if record.ess is None else 1 - record.ess,
-        "outliers": record.outliers,
-        "missing_share": record.missing / (record.tokens + record.missing)
-        if record.tokens + record.missing
-        else None,
-    }
-    value = known[limit.metric]
+    if limit.metric == "outliers":
+        return _exactly(record.outliers)
+    if limit.metric == "missing_share":
+        scored = (record.tokens or 0) + record.missing
+        return _exactly(record.missing / scored) if scored else None
+    return {"ratio_error": record.ratio_error, "c": record.c, "k3": record.k3}[limit.metric]
+
+
+def _exactly(value: float | None) -> Interval | None:
     return None if value is None else Interval(value=value, low=value, high=value)
 
 
@@ -87,9 +83,11 @@ class Trends:
 
     def add(self, record: StepRecord) -> Iterator[Finding]:
         """Yields the trends that a step continues."""
-        rise = self._k2.add(record.step, record.k2_scaled)
-        if rise is not None:
-            yield _rise_finding(rise, record, self._limits)
+        # A log of metrics has k3 at best, which is k2 where the policies are close.
+        k2 = record.k2_scaled or record.k3
+        rise = self._k2.add(record.step, k2)
+        if k2 is not None and rise is not None:
+            yield _rise_finding(rise, k2.value, self._limits)
         if record.version_lag is None:
             self._lags.clear()
             return
@@ -107,9 +105,7 @@ class Trends:
             )
 
 
-def _rise_finding(rise: Rise, record: StepRecord, limits: TrendLimits) -> Finding:
-    k2 = record.k2_scaled
-    assert k2 is not None
+def _rise_finding(rise: Rise, k2: float, limits: TrendLimits) -> Finding:
     level: Level = "warn" if rise.slow or rise.factor < limits.fail else "fail"
     if rise.slow:
         name = "slow-rise"
@@ -126,8 +122,8 @@ def _rise_finding(rise: Rise, record: StepRecord, limits: TrendLimits) -> Findin
     return Finding(
         level=level,
         name=name,
-        value=k2.value,
-        limit=k2.value / rise.factor,
+        value=k2,
+        limit=k2 / rise.factor,
         since=rise.since,
         why=f"{why}; it is {rise.factor:.3g} times the level before step {rise.since}",
     )

@@ -7,7 +7,7 @@ are the contract's; these stand until it says otherwise.
 from dataclasses import dataclass
 from typing import Literal
 
-Metric = Literal["ratio_error", "c", "k3", "ess_loss", "outliers", "missing_share"]
+Metric = Literal["ratio_error", "c", "k3", "outliers", "missing_share"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +16,7 @@ class StepLimit:
 
     name: str
     metric: Metric
-    """`ess_loss` is 1 − ESS; `missing_share` is that of the scored tokens."""
+    """`missing_share` is that of the scored tokens."""
     warn: float
     fail: float
     means: str
@@ -77,14 +77,6 @@ DEFAULT = MonitorLimits(
             fail=0.15,
             means="the policies have parted",
             source="published: prime-rl's CI asks for at most 0.01, and 0.15 in its loosest test",
-        ),
-        StepLimit(
-            name="effective-sample-size",
-            metric="ess_loss",
-            warn=0.05,
-            fail=0.3,
-            means="a few tokens carry the importance weights",
-            source="derived: 1 − ESS is the variance of ρ, about 2 k3",
         ),
         StepLimit(
             name="outliers",

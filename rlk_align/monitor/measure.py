@@ -27,7 +27,7 @@ def measure(step: int, sequences: Sequences) -> StepRecord:
         return StepRecord(step=step, sequences=0, tokens=0, missing=missing, reward=reward)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         size = np.abs(pairs.d)
-        k3 = float(pairs.k3.mean())
+        k3 = _interval(ratio(pairs.sums(pairs.k3), pairs.counts))
         lag = version_lag(sequences)
         return StepRecord(
             step=step,
@@ -44,7 +44,7 @@ def measure(step: int, sequences: Sequences) -> StepRecord:
             k3=k3,
             ess=float(pairs.ratio.sum() ** 2 / (tokens * (pairs.ratio**2).sum())),
             clip_fraction=float((~_inside(pairs.ratio)).mean()),
-            kl_entropy=kl_entropy(k3, pairs),
+            kl_entropy=kl_entropy(k3.value, pairs),
             outliers=outliers(pairs),
             profile=profile(pairs),
             version_lag=float(lag.mean()) if len(lag) else None,

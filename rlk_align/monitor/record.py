@@ -59,10 +59,10 @@ class StepRecord(BaseModel):
     model_config = _FROZEN
 
     step: int
-    sequences: int
-    """Sequences with at least one compared token."""
-    tokens: int
-    """Compared tokens."""
+    sequences: int | None = None
+    """Sequences with at least one compared token; None where a log of metrics does not say."""
+    tokens: int | None = None
+    """Compared tokens, likewise."""
     missing: int = 0
     """Scored tokens of which a side recorded no log-prob."""
     not_finite: int = 0
@@ -79,7 +79,7 @@ class StepRecord(BaseModel):
     """mean (−d)"""
     k2: float | None = None
     """mean ½d²"""
-    k3: float | None = None
+    k3: Interval | None = None
     """mean (ρ − 1 − d)"""
     ess: float | None = None
     """Effective sample size of the tokens' ratios, as a share."""
