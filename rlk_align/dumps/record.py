@@ -7,11 +7,14 @@ null and never 0.0; NaN is a value.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 
 SCHEMA: Literal["rlk-align/logprobs/1"] = "rlk-align/logprobs/1"
-LogProbs = list[float | None]
-Count = Annotated[int, Field(ge=0)]
+Number = Annotated[float, Strict()]
+LogProbs = list[Number | None]
+Count = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
+Flags = list[Annotated[bool, Strict()]] | list[Annotated[int, Field(ge=0, le=1, strict=True)]]
+"""true and false, or 1 and 0."""
 
 
 class Sampling(BaseModel):
@@ -21,7 +24,7 @@ class Sampling(BaseModel):
 
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: int | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**63, strict=True)] | None = None
     """-1 or 0: off."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None = None
@@ -41,7 +44,7 @@ class SequenceRecord(BaseModel):
     """The training step that consumed it."""
     token_ids: list[Count]
     prompt_length: Count
-    mask: list[bool] | None = None
+    mask: Flags | None = None
     """Which tokens the loss counts; null for every response token."""
     rollout_logprobs: LogProbs | None = None
     train_logprobs: LogProbs | None = None
@@ -62,7 +65,7 @@ class SequenceRecord(BaseModel):
     """Prompt tokens that came from the rollout's prefix cache."""
     mask_rewritten: bool | None = None
     """Whether `mask` was changed after sampling, by rejection for one."""
-    reward: float | None = None
+    reward: Number | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -28,4 +28,6 @@ class Reader:
         """Returns the files that it would read at `path`, a file or a folder."""
         if not path.is_dir():
             return [path]
-        return sorted({file for pattern in self.patterns for file in path.rglob(pattern)})
+        # Matched from the right, so that `train_data/*.pt` finds what lies in `train_data` itself.
+        below = ((file, file.absolute()) for file in path.rglob("*"))
+        return sorted(f for f, full in below if any(map(full.match, self.patterns)))

@@ -39,9 +39,9 @@ def opened(path: Path, findings: Findings) -> Source:
 
 
 def read_lines(
-    path: Path, findings: Findings, progress: Progress, row: Callable[[bytes], Row]
+    path: Path, findings: Findings, progress: Progress, row: Callable[[bytes, int], Row]
 ) -> Iterator[Row]:
-    """Yields what `row` makes of each line. A last line that was cut off is told, and the rest is
+    """Yields what `row` makes of each line and its number. A last line that was cut off is told, and the rest is
     read. Raises DumpError, naming the line, where `row` raises WrongValue or json's ValueError."""
     size = opened(path, findings).size
     done = 0
@@ -52,13 +52,14 @@ def read_lines(
                 continue
             progress(f"reading {path.name}", done >> 20, size >> 20)
             try:
-                yield row(line)
-            except (ValueError, RecursionError) as error:
+                made = row(line, number)
+            except (ValueError, OverflowError, RecursionError) as error:
                 if not line.endswith(b"\n") and not _is_json(line):
                     findings.skip(f"{path}: line {number}, the last, is cut off")
                     return
                 where = f"{path}, line {number}"
                 raise DumpError(f"{where}: {_reason(error)}", "see docs/import.md") from error
+            yield made
             done += len(line)
 
 

@@ -46,7 +46,7 @@ def read(files: list[Path], findings: Findings, progress: Progress) -> Iterator[
         )
 
 
-def _line(line: bytes) -> Row:
+def _line(line: bytes, _number: int) -> Row:
     return _row(partial(SequenceRecord.model_validate_json, line))
 
 
@@ -64,7 +64,7 @@ def _row(validate: Any) -> Row:
         if isinstance(value, int):
             value = pa.array(np.full(total, value), pa.int64())
         elif value is not None:
-            value = response(pa.array(value, _TYPES.get(name, pa.float64())), total, prompt, name)
+            value = response(_listed(name, value), total, prompt, name)
         row[name] = value
     mask = row["mask"]
     if mask is not None:
@@ -73,7 +73,11 @@ def _row(validate: Any) -> Row:
     return row
 
 
-_TYPES = {"mask": pa.bool_(), "position_ids": pa.int64(), "rollout_version": pa.int64()}
+def _listed(name: str, value: list[Any]) -> pa.Array:
+    if name == "mask":
+        return pa.array(np.array(value, dtype=bool))
+    whole = name in ("position_ids", "rollout_version")
+    return pa.array(value, pa.int64() if whole else pa.float64())
 
 
 def _parquet_rows(path: Path, findings: Findings, progress: Progress) -> Iterator[Row]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from rlk_align.dumps.batches import Row
 from rlk_align.dumps.manifest import Findings
@@ -19,11 +20,17 @@ from rlk_align.errors import DumpError
 from rlk_align.progress import Progress
 from rlk_align.readers.base import Reader
 from rlk_align.readers.missing import ZERO_IS_MISSING
-from rlk_align.readers.torch_files import array, is_torch_file, load, plain, row, transposed
+from rlk_align.readers.torch_files import (
+    PER_RESPONSE,
+    checked,
+    is_torch_file,
+    load,
+    plain,
+    row,
+    transposed,
+)
 from rlk_align.readers.values import WrongValue, whole_number
 from rlk_align.readers.zigzag import ranks_of_slices, response_places
-
-SLICED = ("rollout_log_probs", "log_probs", "entropy")
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,7 @@ class Part:
 
     @property
     def responses(self) -> list[int]:
-        return [int(plain(sample["response_lengths"])) for sample in self.samples]
+        return [sample["response_lengths"] for sample in self.samples]
 
     @property
     def totals(self) -> list[int]:
@@ -82,14 +89,7 @@ def read(files: list[Path], findings: Findings, progress: Progress) -> Iterator[
 
 
 def _part(path: Path, dump: dict[str, Any]) -> tuple[int, Part]:
-    data = dump.get("rollout_data")
-    if not isinstance(data, dict):
-        raise WrongValue("rollout_data is no dictionary")
-    samples = transposed(data)
-    for sample in samples:
-        for field in ("tokens", "log_probs", "rollout_log_probs"):
-            if not hasattr(sample.get(field), "__len__"):
-                raise WrongValue(f"{field}: not there, so there is nothing to compare")
+    samples = [checked(sample) for sample in transposed(dump.get("rollout_data"))]
     rank, size = (plain(dump.get(key)) for key in ("cp_rank", "cp_size"))
     known = isinstance(rank, int) and isinstance(size, int) and 0 <= rank < size
     part = Part(
@@ -106,7 +106,7 @@ def _digest(part: Part) -> str:
     """The same for ranks that hold the same samples."""
     digest = hashlib.blake2b(digest_size=16)
     for sample in part.samples:
-        ids = np.ascontiguousarray(np.asarray(array(sample["tokens"])), dtype="<i8")
+        ids = np.ascontiguousarray(np.asarray(sample["tokens"]), dtype="<i8")
         digest.update(len(ids).to_bytes(8, "little") + ids.tobytes())
     return digest.hexdigest()
 
@@ -118,26 +118,28 @@ def _joined(parts: list[Part], findings: Findings) -> list[dict[str, Any]]:
         if len(parts) > 1:
             raise WrongValue(_DIFFERENT.format(parts[1].path))
         return parts[0].samples
-    ranks = [part.cp_rank for part in parts]
-    if None in ranks:
-        if parts[0].padded:
-            ranks = None
-        else:
-            ranks = ranks_of_slices([p.lengths for p in parts], parts[0].totals, parts[0].responses)
-        size = len(parts)
-    else:
+    ranks = _ranks(parts)
+    return [_whole(parts, ranks, i) for i in range(len(parts[0].samples))]
+
+
+def _ranks(parts: list[Part]) -> list[int]:
+    """Returns the context-parallel rank of each part. Raises WrongValue where one is missing, or
+    where they cannot be told."""
+    said = [part.cp_rank for part in parts if part.cp_rank is not None]
+    if len(said) == len(parts):
         size = parts[0].cp_size
-        if len(parts) != size or sorted(ranks) != list(range(size)):
-            raise WrongValue(
-                f"context-parallel ranks {sorted(set(ranks))} of {size} are there: the others' "
-                "slices are missing, or ranks that should hold copies differ"
-            )
-    if ranks is None:
+        if sorted(said) != list(range(size or 0)):
+            raise WrongValue(f"of {size} context-parallel ranks only {sorted(said)} are there")
+        return said
+    found = None
+    if not said and not parts[0].padded:
+        found = ranks_of_slices([p.lengths for p in parts], parts[0].totals, parts[0].responses)
+    if found is None:
         raise WrongValue(
             "its slices of context parallelism cannot be placed, for it does not say its rank: "
             "use a later miles, which writes cp_rank"
         )
-    return [_whole(parts, ranks, size, i) for i in range(len(parts[0].samples))]
+    return found
 
 
 _DIFFERENT = "{} holds the same samples with other values: tensor-parallel ranks differ"
@@ -150,9 +152,9 @@ def _without_copies(parts: list[Part], findings: Findings) -> list[Part]:
     for part in parts:
         digest = hashlib.blake2b(digest_size=16)
         for sample in part.samples:
-            for field in SLICED:
+            for field in PER_RESPONSE:
                 if sample.get(field) is not None:
-                    values = np.ascontiguousarray(array(sample[field]), dtype="<f8")
+                    values = np.ascontiguousarray(np.asarray(sample[field]), dtype="<f8")
                     digest.update(len(values).to_bytes(8, "little") + values.tobytes())
         key = digest.digest() + str(part.cp_rank).encode()
         if key in distinct:
@@ -167,7 +169,7 @@ def _without_copies(parts: list[Part], findings: Findings) -> list[Part]:
     return list(distinct.values())
 
 
-def _whole(parts: list[Part], ranks: list[int], size: int, i: int) -> dict[str, Any]:
+def _whole(parts: list[Part], ranks: list[int], i: int) -> dict[str, Any]:
     """Returns sample i with its slices in their places."""
     sample = dict(parts[0].samples[i])
     total, response = parts[0].totals[i], parts[0].responses[i]
@@ -176,26 +178,28 @@ def _whole(parts: list[Part], ranks: list[int], size: int, i: int) -> dict[str, 
         if sample.get("max_seq_lens") is None:
             raise WrongValue("max_seq_lens: not there, and padded sequences are cut by it")
         padded = whole_number(plain(sample["max_seq_lens"]), "max_seq_lens")
-    for field in SLICED:
+    for field in PER_RESPONSE:
         if sample.get(field) is None:
             continue
         values = np.full(response, np.nan)
         filled = np.zeros(response, dtype=bool)
         for part, rank in zip(parts, ranks, strict=True):
-            places = response_places(total, response, rank, size, padded)
-            own = array(part.samples[i][field])
+            places = response_places(total, response, rank, len(parts), padded)
+            if part.samples[i].get(field) is None:
+                raise WrongValue(f"{field} of sample {i}: not there in {part.path}")
+            own = np.asarray(part.samples[i][field], dtype=np.float64)
             if len(own) == response:
                 # Not every field is cut: all ranks hold this one whole.
                 places = np.arange(response)
             if len(own) != len(places):
                 raise WrongValue(
-                    f"{field} of sample {i} has {len(own)} entries; rank {rank} of {size} has "
+                    f"{field} of sample {i} has {len(own)} entries; rank {rank} of {len(parts)} has "
                     f"{len(places)} of its response of {response}"
                 )
             values[places], filled[places] = own, True
         if not filled.all():
             raise WrongValue(f"{field} of sample {i}: no rank has {int((~filled).sum())} tokens")
-        sample[field] = values
+        sample[field] = pa.array(values)
     return sample
 
 

@@ -11,8 +11,9 @@ from rlk_align.readers.values import replaced_by_null
 SENTINEL = -9999.0
 """What callers of vLLM write for a log-prob that is not there."""
 SURE = -0.05
-"""Where the rollout says 0.0, certainty, and the trainer less than this, the 0.0 stands for a
-missing value. Healthy dumps hold no such token, and honest zeros on up to 2 % of the scored ones."""
+"""Where the rollout says 0.0, which is certainty, and the trainer less than this, the 0.0 stands for
+a missing value. Healthy dumps hold no such token; honest zeros they hold, on up to 2 % of the
+scored ones."""
 
 ZERO_IS_MISSING = (
     "0.0 of the rollout is read as missing outside of the mask, and inside of it where the "

@@ -52,7 +52,7 @@ def _step(path: Path) -> int | None:
     return int(found[1]) if found else None
 
 
-def _row(step: int | None, findings: Findings, line: bytes) -> Row:
+def _row(step: int | None, findings: Findings, line: bytes, line_number: int) -> Row:
     record = json_object(line)
     require(record, FIELDS)
     length = whole_number(record["input_lengths"], "input_lengths")
@@ -66,16 +66,17 @@ def _row(step: int | None, findings: Findings, line: bytes) -> Row:
     sampled = np.array(mask, dtype=bool)
     # The loss drops column 0: nothing predicts it.
     sampled[:1] = False
-    sides = [
+    generated, scored_again = (
         cut(numbers(unnested(record[name]), name), length, name)
         for name in ("generation_logprobs", "prev_logprobs")
-    ]
-    rollout, train = without_missing(*sides, sampled)
+    )
+    rollout, train = without_missing(generated, scored_again, sampled)
     prompt = first_scored(sampled)
     if not counted:
         findings.note("samples with sample_loss_mask 0 are in no loss: none of their tokens counts")
     reward = unnested(record.get("rewards"))
-    number = record.get("idx")
+    index = record.get("idx")
+    number = index if isinstance(index, int) else line_number
     return {
         "id": f"{'' if step is None else step}:{number}",
         "group": prompt_digest(ids, prompt),

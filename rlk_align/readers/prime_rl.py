@@ -26,6 +26,7 @@ from rlk_align.readers.missing import (
     without_missing,
 )
 from rlk_align.readers.values import WrongValue, cut, flags, integers, numbers, whole_number
+from rlk_align.text import printable
 
 SCHEMA_VERSION = 1
 STABLE = "STABLE"
@@ -61,7 +62,7 @@ def _order(path: Path) -> tuple[Any, ...]:
     return tuple(keys)
 
 
-def _row(rank: str, line: bytes) -> Row:
+def _row(rank: str, line: bytes, _number: int) -> Row:
     record = json_object(line)
     require(record, FIELDS)
     if record["schema_version"] != SCHEMA_VERSION:
@@ -81,7 +82,7 @@ def _row(rank: str, line: bytes) -> Row:
     pack_index = record.get("micro_sequence_idx")
     place = [record.get(key) for key in ("run_id", "export_step", "micro_step")]
     return {
-        "id": ":".join(str(p) for p in (*place, pack_index, rank) if p is not None),
+        "id": ":".join(printable(p) for p in (*place, pack_index, rank) if p is not None),
         "group": prompt_digest(ids, prompt),
         "step": whole_number(record["step"], "step"),
         "prompt_length": prompt,
@@ -101,7 +102,7 @@ def _row(rank: str, line: bytes) -> Row:
 
 
 def _mask(record: dict[str, Any], length: int) -> NDArray[np.bool_]:
-    """Tokens of a loss that uses the rollout's log-probs: tokens of cross-entropy alone have none."""
+    """Tokens in a loss that uses the rollout's log-probs, which cross-entropy alone does not."""
     scored = flags(record["loss_mask"], "loss_mask")
     if len(scored) != length:
         raise WrongValue(f"loss_mask has {len(scored)} entries, {length} are expected")

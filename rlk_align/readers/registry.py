@@ -43,7 +43,7 @@ def reader(name: str) -> Reader:
 
 
 def files_of(chosen: Reader, paths: list[Path]) -> list[Path]:
-    """Returns the files that a reader finds at these paths. Raises DumpError where there is none."""
+    """Returns the files that a reader finds at these paths; raises DumpError for a path without."""
     found: dict[Path, None] = {}
     for path in paths:
         if not path.exists():

@@ -14,7 +14,7 @@ from rlk_align.errors import DumpError
 from rlk_align.progress import Progress
 from rlk_align.readers.base import Reader
 from rlk_align.readers.missing import ZERO_IS_MISSING
-from rlk_align.readers.torch_files import is_torch_file, load, plain, row, transposed
+from rlk_align.readers.torch_files import checked, is_torch_file, load, plain, row, transposed
 from rlk_align.readers.values import WrongValue, whole_number
 
 FORMAT = 2
@@ -35,37 +35,32 @@ def _rows(dump: dict[str, Any], findings: Findings) -> Iterator[Row]:
     step = whole_number(plain(dump.get("rollout_id")), "rollout_id")
     version = dump.get("format_version", 1)
     findings.version = f"format {version}"
-    rewards = dump.get("raw_reward")
     if version == FORMAT:
-        samples = dump.get("samples")
-        if not isinstance(samples, list) or not all(isinstance(s, dict) for s in samples):
-            raise WrongValue("samples is no list of dictionaries")
+        listed, rank = dump.get("samples"), ""
+        if not isinstance(listed, list):
+            raise WrongValue("samples is no list")
+        samples = [checked(sample) for sample in listed]
     elif version == 1:
-        samples = transposed(_rollout_data(dump))
+        samples = [checked(sample) for sample in transposed(dump.get("rollout_data"))]
+        rank = f":{plain(dump.get('rank', 0))}"
         _refuse_slices(samples)
     else:
         raise WrongValue(f"format_version is {version}; 1 and {FORMAT} are known")
+    rewards = dump.get("raw_reward")
+    if not isinstance(rewards, list | tuple) or len(rewards) != len(samples):
+        rewards = [None] * len(samples)
     for i, sample in enumerate(samples):
-        place = plain(sample.get("rollout_position", i))
-        known = isinstance(rewards, list | tuple) and len(rewards) == len(samples)
-        rank = "" if version == FORMAT else f":{plain(dump.get('rank', 0))}"
-        yield row(sample, step, f"{step}{rank}:{place}", rewards[place] if known else None)
-
-
-def _rollout_data(dump: dict[str, Any]) -> dict[str, Any]:
-    data = dump.get("rollout_data")
-    if not isinstance(data, dict):
-        raise WrongValue("rollout_data is no dictionary")
-    return data
+        place = sample.get("rollout_position")
+        place = place if isinstance(place, int) and 0 <= place < len(samples) else i
+        yield row(sample, step, f"{step}{rank}:{place}", rewards[place])
 
 
 def _refuse_slices(samples: list[dict[str, Any]]) -> None:
     for sample in samples:
-        length = plain(sample["response_lengths"])
-        values = sample.get("log_probs")
-        if values is not None and len(values) != length:
+        length, found = sample["response_lengths"], len(sample["log_probs"])
+        if found != length:
             raise WrongValue(
-                f"log_probs has {len(values)} entries of a response of {length}: the slice of a "
+                f"log_probs has {found} entries of a response of {length}: the slice of a "
                 "context-parallel rank, which format 1 does not place; use slime of 2026-08-12 or "
                 "later, which writes format 2"
             )

@@ -2,11 +2,13 @@
 
 import warnings
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from rlk_align.dumps.batches import Row
 from rlk_align.dumps.manifest import Findings
@@ -51,55 +53,69 @@ def is_torch_file(path: Path) -> bool:
     return path.suffix == ENDING and path.is_file() and zipfile.is_zipfile(path)
 
 
-def array(value: Any) -> Any:
-    """Returns a tensor as numpy: bf16 widened, which loses nothing; everything else as it is."""
-    if hasattr(value, "detach"):
-        tensor = value.detach()
-        if tensor.dtype.is_floating_point:
-            tensor = tensor.double()
-        return tensor.numpy()
-    return value
-
-
-def transposed(columns: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns a sample each of columns that hold a value a sample. Raises WrongValue."""
+def transposed(columns: Any) -> list[dict[str, Any]]:
+    """Returns a sample each of `rollout_data`, whose columns hold a value a sample. Raises
+    WrongValue."""
+    if not isinstance(columns, dict):
+        raise WrongValue("rollout_data is no dictionary")
     lengths = columns.get("response_lengths")
-    if not isinstance(lengths, list | tuple) and not hasattr(lengths, "tolist"):
+    if not _is_column(lengths):
         raise WrongValue("rollout_data has no response_lengths")
     count = len(lengths)
-    per_sample = {
-        name: column
-        for name, column in columns.items()
-        if hasattr(column, "__len__")
-        and not isinstance(column, str | dict)
-        and len(column) == count
+    full = {k: v for k, v in columns.items() if _is_column(v) and len(v) == count}
+    return [{name: column[i] for name, column in full.items()} for i in range(count)]
+
+
+def _is_column(value: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, list | tuple) or (hasattr(value, "detach") and value.ndim > 0)
+
+
+def checked(sample: Any) -> dict[str, Any]:
+    """Returns a sample with its lists as arrays. Raises WrongValue where what is compared is not
+    there or is of another type."""
+    if not isinstance(sample, dict):
+        raise WrongValue("a sample is no dictionary")
+    for field in ("tokens", "loss_masks", "response_lengths", *SIDES):
+        if sample.get(field) is None:
+            raise WrongValue(f"{field}: not there{_REASONS.get(field, '')}")
+    ids = integers(_array(sample["tokens"]), "tokens")
+    length = whole_number(plain(sample["response_lengths"]), "response_lengths")
+    if length > len(ids):
+        raise WrongValue(f"response_lengths is {length}, of {len(ids)} tokens")
+    mask = flags(_array(sample["loss_masks"]), "loss_masks")
+    if len(mask) != length:
+        raise WrongValue(f"loss_masks has {len(mask)} entries, {length} are expected")
+    values = {
+        field: numbers(_array(sample[field]), field)
+        for field in PER_RESPONSE
+        if sample.get(field) is not None
     }
-    return [{name: column[i] for name, column in per_sample.items()} for i in range(count)]
+    whole = {"tokens": ids, "loss_masks": mask, "response_lengths": length}
+    return sample | whole | values
+
+
+SIDES = ("rollout_log_probs", "log_probs")
+PER_RESPONSE = (*SIDES, "entropy")
+"""Fields with a number for each token of the response."""
+_REASONS = {
+    "rollout_log_probs": "; the run kept no log-probs of the rollout",
+    "log_probs": "; the trainer computed none, so there is nothing to compare",
+}
 
 
 def row(sample: dict[str, Any], step: int, name: str, reward: Any = None) -> Row:
-    """Returns a sample, whose log-probs are of its response, as a row. Raises WrongValue."""
-    for field in ("tokens", "loss_masks", "response_lengths", "rollout_log_probs", "log_probs"):
-        if sample.get(field) is None:
-            raise WrongValue(f"{field}: not there{_REASONS.get(field, '')}")
-    ids = integers(array(sample["tokens"]), "tokens")
-    total = len(ids)
-    length = whole_number(plain(sample["response_lengths"]), "response_lengths")
-    prompt = total - length
-    if prompt < 0:
-        raise WrongValue(f"response_lengths is {length}, of {total} tokens")
+    """Returns a checked sample as a row. Raises WrongValue."""
+    ids, total = sample["tokens"], len(sample["tokens"])
+    prompt = total - sample["response_lengths"]
     scored = np.zeros(total, dtype=bool)
-    mask = flags(array(sample["loss_masks"]), "loss_masks")
-    if len(mask) != length:
-        raise WrongValue(f"loss_masks has {len(mask)} entries, {length} are expected")
-    scored[prompt:] = mask
+    scored[prompt:] = sample["loss_masks"]
     scored[:1] = False
-    sides = {
-        field: response(numbers(array(sample[field]), field), total, prompt, field)
-        for field in ("rollout_log_probs", "log_probs", "entropy")
+    lists = {
+        field: response(sample[field], total, prompt, field)
+        for field in PER_RESPONSE
         if sample.get(field) is not None
     }
-    rollout, train = without_missing(sides["rollout_log_probs"], sides["log_probs"], scored)
+    rollout, train = without_missing(lists["rollout_log_probs"], lists["log_probs"], scored)
     reward = plain(sample.get("rewards") if reward is None else reward)
     return {
         "id": name,
@@ -110,31 +126,33 @@ def row(sample: dict[str, Any], step: int, name: str, reward: Any = None) -> Row
         "mask": pa.array(scored),
         "rollout_logprobs": rollout,
         "train_logprobs": train,
-        "rollout_version": versions(sample.get("weight_versions"), scored),
+        "rollout_version": _versions(sample.get("weight_versions"), scored),
         "cached_tokens": _cached_tokens(sample.get("prefix_cache_info")),
-        "entropy": sides.get("entropy"),
+        "entropy": lists.get("entropy"),
         "reward": float(reward) if isinstance(reward, int | float) else None,
     }
 
 
-_REASONS = {
-    "rollout_log_probs": "; the run kept no log-probs of the rollout",
-    "log_probs": "; the trainer computed none, so there is nothing to compare",
-}
-
-
 def plain(value: Any) -> Any:
-    """Returns a number of a tensor or of numpy as Python's own."""
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
+    """Returns a tensor of one number as Python's own number, all else as it is."""
+    return value.item() if hasattr(value, "detach") and value.numel() == 1 else value
 
 
-def versions(value: Any, scored: "np.ndarray[Any, np.dtype[np.bool_]]") -> pa.Array | None:
-    """Returns the weights' version of each token, of a list with a version a turn: turns are the
-    segments of the mask. None where they cannot be told apart."""
+def _array(value: Any) -> Any:
+    """Returns a tensor as numpy, with floating point widened to float64; all else as it is."""
+    if not hasattr(value, "detach"):
+        return list(value) if isinstance(value, tuple) else value
+    tensor = value.detach()
+    return (tensor.double() if tensor.dtype.is_floating_point else tensor).numpy()
+
+
+def _versions(value: Any, scored: NDArray[np.bool_]) -> pa.Array | None:
+    """Returns the version of the weights of each scored token, from one version a turn. Turns are
+    the segments of the mask; None where they cannot be told apart."""
     if not isinstance(value, list | tuple) or not value:
         return None
     texts = [str(plain(version)) for version in value]
-    if not all(text.isdigit() for text in texts):
+    if not all(text.isdecimal() and len(text) < 19 for text in texts):
         return None
     starts = scored & ~np.concatenate([[False], scored[:-1]])
     if len(set(texts)) == 1:
@@ -143,10 +161,10 @@ def versions(value: Any, scored: "np.ndarray[Any, np.dtype[np.bool_]]") -> pa.Ar
         turn = np.maximum(np.cumsum(starts) - 1, 0)
     else:
         return None
-    numbers_ = np.array([int(text) for text in texts], dtype=np.int64)
-    return pa.array(numbers_[turn], mask=~scored)
+    of_turn = np.array([int(text) for text in texts], dtype=np.int64)
+    return pa.array(of_turn[turn], mask=~scored)
 
 
 def _cached_tokens(info: Any) -> int | None:
     value = plain(info.get("cached_tokens")) if isinstance(info, dict) else None
-    return value if isinstance(value, int) and value >= 0 else None
+    return value if isinstance(value, int) and 0 <= value < 2**63 else None

@@ -59,10 +59,11 @@ def unnested(value: Any) -> Any:
 def whole_number(value: Any, name: str) -> int:
     """Returns a count. Raises WrongValue."""
     number = unnested(value)
-    if isinstance(number, bool) or not isinstance(number, int | float) or number != int(number):
+    whole = isinstance(number, float) and number.is_integer()
+    if not (whole or isinstance(number, int)) or isinstance(number, bool):
         raise WrongValue(f"{name} is {_kind(value)}, and no integer")
-    if number < 0:
-        raise WrongValue(f"{name} is negative")
+    if not 0 <= number < 2**63:
+        raise WrongValue(f"{name} is negative, or too large")
     return int(number)
 
 
