@@ -51,7 +51,12 @@ def _value(record: StepRecord, limit: StepLimit) -> Interval | None:
     if limit.metric == "missing_share":
         scored = (record.tokens or 0) + record.missing
         return _exactly(record.missing / scored) if scored else None
-    return {"ratio_error": record.ratio_error, "c": record.c, "k3": record.k3}[limit.metric]
+    if limit.metric == "mean_abs":
+        return _exactly(record.mean_abs)
+    if limit.metric == "k3":
+        other = record.k1 if record.k2 is None else record.k2
+        return record.k3 or _exactly(other)
+    return record.ratio_error if limit.metric == "ratio_error" else record.c
 
 
 def _exactly(value: float | None) -> Interval | None:

@@ -7,7 +7,7 @@ are the contract's; these stand until it says otherwise.
 from dataclasses import dataclass
 from typing import Literal
 
-Metric = Literal["ratio_error", "c", "k3", "outliers", "missing_share"]
+Metric = Literal["ratio_error", "c", "k3", "mean_abs", "outliers", "missing_share"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +16,8 @@ class StepLimit:
 
     name: str
     metric: Metric
-    """`missing_share` is that of the scored tokens."""
+    """`missing_share` is that of the scored tokens; where k3 is not known, `k3` is k2, or else |k1|:
+    all three estimate the same KL divergence."""
     warn: float
     fail: float
     means: str
@@ -77,6 +78,14 @@ DEFAULT = MonitorLimits(
             fail=0.15,
             means="the policies have parted",
             source="published: prime-rl's CI asks for at most 0.01, and 0.15 in its loosest test",
+        ),
+        StepLimit(
+            name="mean-dlogp",
+            metric="mean_abs",
+            warn=0.05,
+            fail=0.1,
+            means="the two sides differ by more than rounding in bf16 explains",
+            source="published: slime's CI asks for at most 0.1; 0.01 is usual",
         ),
         StepLimit(
             name="outliers",

@@ -93,6 +93,10 @@ RULES = {
     "comparison_table": ("files", "text", "errors"),
     "dumps": ("dumps", "trace", "results", "files", "progress", "text", "errors"),
     "readers": ("readers", "dumps", "progress", "text", "errors"),
+    "monitor": (
+        *("monitor", "readers", "dumps", "diagnose.interval", "trace.run", "trace.run_folder"),
+        *("progress", "text", "errors"),
+    ),
     "model": ("model", "results", "data", "files", "text", "errors"),
     "trace": ("trace", "model", "results", "comparison_table", "files", "text", "errors"),
     "engines": ("engines", "trace", "model", "results", "files", "text", "errors"),
@@ -104,7 +108,7 @@ RULES = {
     ),
     "judge": ("judge", "model.operators", "data", "results", "files", "text", "errors"),
     "report": (
-        *("report", "judge", "probe.record", "probe.units", "probe.effects"),
+        *("report", "judge", "probe.record", "probe.units", "probe.effects", "monitor.record"),
         *(
             "trace.run",
             "model.operators",
