@@ -22,6 +22,8 @@ from rlk_align.text import line
 
 SHOWN = 20
 """Steps of the live table."""
+WIDTH = 180
+"""Columns of the table in a file or a pipe."""
 POLL = 2.0
 """Seconds between two looks."""
 
@@ -56,8 +58,9 @@ def monitor(
         raise BadOption("a run is named twice", "name each once")
     sources = [(open_source(path), RunMonitor()) for path in paths]
     shown: deque[tuple[str, StepRecord]] = deque(maxlen=SHOWN)
-    console = Console(stderr=takes_stdout(outputs), highlight=False)
+    console = _console(takes_stdout(outputs))
     several = len(sources) > 1
+    told: dict[str, set[tuple[str, str]]] = {}
     with StepOutputs(outputs) as written:
 
         def look() -> None:
@@ -65,8 +68,12 @@ def monitor(
                 for record in source.poll(watched, ended=once):
                     shown.append((source.name, record))
                     written.add(source.name, record)
-                    for text in finding_lines(source.name if several else "", record):
+                    # What goes on from the step before is in the table.
+                    for text in finding_lines(
+                        source.name if several else "", record, told.get(source.name)
+                    ):
                         live.console.print(text)
+                    told[source.name] = {(f.level, f.name) for f in record.findings}
                     live.update(steps_table([*shown], several))
 
         with Live(console=console, auto_refresh=False, transient=False) as live:
@@ -77,10 +84,21 @@ def monitor(
                 time.sleep(POLL)
                 look()
             live.refresh()
+    console.print()
     for source, watched in sources:
         console.print(_summary(source.name, watched))
     codes = {watched.exit_code for _, watched in sources}
     sys.exit(next(code for code in (4, 1, 0) if code in codes))
+
+
+def _console(to_stderr: bool) -> Console:
+    """Beside a terminal the table has the room that it needs."""
+    console = Console(stderr=to_stderr, highlight=False)
+    return (
+        console
+        if console.is_terminal
+        else Console(stderr=to_stderr, highlight=False, width=WIDTH, soft_wrap=True)
+    )
 
 
 _WORDS = {

@@ -120,7 +120,8 @@ def verl(p: Pairs) -> Metrics:
 
 def trl(p: Pairs) -> Metrics:
     """TRL: trl/trainer/grpo_trainer.py; sequence_mask with a maximum of 3, its default, sets the
-    ratio of a whole sequence to 0 above it. NaN is left out of the difference and is 0 in a ratio."""
+    ratio of a whole sequence to 0 above it. NaN is left out of the difference, and is a difference
+    of 0 in a ratio."""
     size = np.abs(p.d)[~np.isnan(p.d)]
     ratio = np.exp(p.sums(np.nan_to_num(p.d, nan=0.0)))
     ratio = np.where(ratio > 3, 0.0, ratio)

@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Iterator
+from itertools import pairwise
 
 from rlk_align.monitor.limits import MonitorLimits, StepLimit, TrendLimits
 from rlk_align.monitor.record import Finding, Interval, Level, StepRecord
@@ -98,7 +99,7 @@ class Trends:
             return
         self._lags.append((record.step, record.version_lag))
         lags = [lag for _, lag in self._lags]
-        if len(lags) == LAGS and all(b > a for a, b in zip(lags, lags[1:], strict=False)):
+        if len(lags) == LAGS and all(b > a for a, b in pairwise(lags)):
             yield Finding(
                 level="fail",
                 name="growing-version-lag",

@@ -16,8 +16,8 @@ class StepLimit:
 
     name: str
     metric: Metric
-    """`missing_share` is that of the scored tokens; where k3 is not known, `k3` is k2, or else |k1|:
-    all three estimate the same KL divergence."""
+    """`missing_share` is that of the scored tokens. Where k3 is not known, `k3` is k2, or else |k1|:
+    all three estimate one KL divergence."""
     warn: float
     fail: float
     means: str

@@ -58,7 +58,7 @@ def _inside(ratios: Floats) -> np.ndarray:
 
 
 def _noise(values: Floats, pairs: Pairs, power: int) -> Interval | None:
-    """The mean of a figure over that of (1 − p)^power; None where the model is sure of all tokens."""
+    """mean of values / mean (1 − p)^power; None where the model is sure of every token."""
     room = pairs.sums(pairs.room**power)
     return None if room.sum() == 0 else _interval(ratio(pairs.sums(values), room))
 

@@ -52,7 +52,9 @@ class MetricsLog:
                 metrics = flat(record) if isinstance(record, dict) else {}
             except (ValueError, RecursionError) as error:
                 raise DumpError(f"{where}: no JSON", "a log has a JSON object a line") from error
-            step = next((int(metrics[s]) for s in STEPS if math.isfinite(metrics.get(s, math.nan))), None)
+            step = next(
+                (int(metrics[s]) for s in STEPS if math.isfinite(metrics.get(s, math.nan))), None
+            )
             if step is None:
                 raise DumpError(f"{where}: no step", f"one of {', '.join(STEPS)} is wanted")
             if step != self._step:
@@ -76,13 +78,17 @@ class MetricsLog:
         if not known.keys() - {"reward"}:
             return  # a validation, say: it says nothing of the two sides
         self._known = True
-        ratio, k3 = known.pop("ratio", None), known.pop("k3", None)
+        ratio, k3 = known.get("ratio"), known.get("k3")
         yield monitor.record(
             StepRecord(
                 step=self._step,
                 ratio_error=None if ratio is None else _exactly(ratio - 1),
                 k3=None if k3 is None else _exactly(k3),
-                **known,
+                k1=known.get("k1"),
+                k2=known.get("k2"),
+                mean_abs=known.get("mean_abs"),
+                kl_entropy=known.get("kl_entropy"),
+                reward=known.get("reward"),
             )
         )
 

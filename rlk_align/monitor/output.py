@@ -52,7 +52,7 @@ def prometheus(latest: dict[str, StepRecord]) -> str:
     """Returns the last step of each run in Prometheus' text format, for a textfile collector."""
     samples: dict[str, list[str]] = {}
 
-    def add(name: str, value: float, **labels: str) -> None:
+    def add(name: str, value: float, /, **labels: str) -> None:
         inside = ",".join(f'{key}="{_label(text)}"' for key, text in labels.items())
         shown = "NaN" if math.isnan(value) else "+Inf" if value == math.inf else f"{value!r}"
         shown = "-Inf" if value == -math.inf else shown

@@ -16,7 +16,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Pairs:
-    """M tokens of S sequences; each sequence has at least one token, and they follow one another."""
+    """M tokens of S sequences, one sequence behind the other; each has at least one token."""
 
     g: Floats
     """[M]; the rollout's log-probs in nats."""
@@ -59,7 +59,7 @@ class Pairs:
 
     def sums(self, values: Floats) -> Floats:
         """[S]; the sum of a figure of tokens [M] over each sequence."""
-        return np.bincount(self.sequence, weights=values)
+        return np.bincount(self.sequence, weights=values).astype(np.float64, copy=False)
 
     def means(self, values: Floats) -> Floats:
         """[S]; the mean of a figure of tokens [M] over each sequence."""
@@ -75,7 +75,7 @@ def pairs_of(sequences: Sequences) -> Pairs:
         g=sequences.rollout[compared],
         t=sequences.train[compared],
         sequence=_from_zero(sequence[compared]),
-        segment=_from_zero(np.cumsum(begins)[compared]),
+        segment=_from_zero(np.cumsum(begins, dtype=np.int64)[compared]),
         entropy=sequences.entropy[compared],
     )
 

@@ -1,10 +1,10 @@
 """A run that is watched: steps in, records out, whether to stop.
 
-    monitor = RunMonitor(patience=3)
-    for step in ...:
-        record = monitor.arrays(step, rollout_logprobs, train_logprobs, mask)
-        if monitor.stop:
-            break
+monitor = RunMonitor(patience=3)
+for step in ...:
+    record = monitor.arrays(step, rollout_logprobs, train_logprobs, mask)
+    if monitor.stop:
+        break
 """
 
 from collections.abc import Callable, Iterable
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from numpy.typing import ArrayLike
 
-from rlk_align.dumps.sequences import UNKNOWN, Sequences, join
-from rlk_align.errors import BadOption, EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS
 from rlk_align.dumps.record import Sampling
+from rlk_align.dumps.sequences import UNKNOWN, Sequences, join
+from rlk_align.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS, BadOption
 from rlk_align.monitor.frameworks import framework_metrics
 from rlk_align.monitor.judge import Trends, step_findings
 from rlk_align.monitor.limits import DEFAULT, MonitorLimits
@@ -148,7 +148,7 @@ def _per_sequence(
 ) -> np.ndarray:
     if values is None:
         return np.full(count, unknown, dtype=kind)
-    array = np.asarray(values, dtype=kind)
+    array: np.ndarray = np.asarray(values, dtype=kind)
     if array.shape != (count,):
         raise BadOption(f"{name} has the shape {array.shape}; ({count},) is wanted")
     return array

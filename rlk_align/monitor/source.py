@@ -1,9 +1,9 @@
 """Where a run's steps come from: its folder of dumps, a file that grows, or an imported run.
 
-A step is handed on once, when it is complete. How that is known differs: prime-rl puts a file STABLE
-beside it; the others' dumps are complete once a later step's file is there (NeMo-RL writes over a
-step that is done again), and a line of a growing file once it ends. Where the run has ended, what is
-there is complete.
+A step is handed on once, when it is complete. How that is known differs: prime-rl puts a file
+STABLE beside it; the others' dumps are complete once a later step's file is there (NeMo-RL writes
+over a step that is done again), and a line of a growing file once it ends. Where the run has ended,
+what is there is complete.
 """
 
 import re

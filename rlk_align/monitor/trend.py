@@ -1,14 +1,15 @@
 """Whether k2 rises over the steps, and since when.
 
-The rollout's weights fall behind the trainer's when they are not synced any more; k2 then grows with
-the square of the distance. k2 is scaled by (1 − p)², so that a change of entropy is no trend. What a
-step is compared with are the steps before it: their median, and their spread on a logarithmic scale.
-Memory does not grow with the run.
+When weights are not synced any more, the rollout's fall behind the trainer's, and k2 grows with the
+square of the distance. k2 is scaled by (1 − p)², so that a change of entropy is no trend. A step is
+compared with the steps before it: with their median, and their spread on a logarithmic scale. Memory
+does not grow with the run.
 """
 
 import math
 from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -97,9 +98,7 @@ class RisingK2:
             return None
         self._since.append(point)
         self._began = self._since[0].step if self._began is None else self._began
-        high = point.log >= max(
-            level + math.log(self.limits.warn), math.log(self.limits.smallest)
-        )
+        high = point.log >= max(level + math.log(self.limits.warn), math.log(self.limits.smallest))
         if len(self._since) < RECENT or not high:
             return None
         return Rise(self._began, math.exp(point.log - level), _rises([*self._since]))
@@ -114,7 +113,7 @@ class RisingK2:
         enough = len(points) >= FEWEST - 1 and point.log >= math.log(self.limits.smallest)
         if not enough or grown < math.log(self.limits.slow_factor) or grown < noise:
             return None
-        if any(b.log <= a.log for a, b in zip(points, points[1:], strict=False)):
+        if any(b.log <= a.log for a, b in pairwise(points)):
             return None
         if len(points) == FEWEST:
             # The steps after it go on rising; the first is the level that they are held against.

@@ -61,9 +61,13 @@ def _findings(record: StepRecord) -> Text:
     return text
 
 
-def finding_lines(run: str, record: StepRecord) -> Iterator[Text]:
-    """Yields each finding of a step in a sentence."""
+def finding_lines(
+    run: str, record: StepRecord, told: set[tuple[str, str]] | None = None
+) -> Iterator[Text]:
+    """Yields each finding of a step in a sentence, those aside whose (level, name) is in `told`."""
     for finding in record.findings:
+        if (finding.level, finding.name) in (told or ()):
+            continue
         where = f"{run}: step {record.step}" if run else f"step {record.step}"
         since = "" if finding.since is None else f" since step {finding.since}"
         head = line(f"{finding.level.upper()} {finding.name}{since}", STYLES[finding.level])

@@ -44,7 +44,10 @@ SERIES = (
     Series("mean-dlogp", "mean |Δ|", "In nats.", lambda r: r.mean_abs),
     Series("ess", "effective sample size / N", "Of the tokens' ratios.", lambda r: r.ess),
     Series(
-        "clip", "share of ρ outside [0.8, 1.2]", "Of the compared tokens.", lambda r: r.clip_fraction
+        "clip",
+        "share of ρ outside [0.8, 1.2]",
+        "Of the compared tokens.",
+        lambda r: r.clip_fraction,
     ),
     Series("kl-entropy", "k3 / entropy", "Of the trainer's entropy.", lambda r: r.kl_entropy),
     Series(
@@ -53,7 +56,9 @@ SERIES = (
         "Their noise is more than ten times the median sequence's.",
         lambda r: r.outliers,
     ),
-    Series("lag", "version lag", "The trainer's weights over the rollout's.", lambda r: r.version_lag),
+    Series(
+        "lag", "version lag", "The trainer's weights over the rollout's.", lambda r: r.version_lag
+    ),
     Series("reward", "reward", "The mean of the sequences.", lambda r: r.reward),
 )
 
@@ -127,9 +132,7 @@ def steps_figure(name: str, series: Series, records: Sequence[StepRecord]) -> Fi
             ("limit", "a step that fails"),
         ],
         columns=["step", "value", "low", "high"],
-        rows=[
-            [str(r.step), figure(v.value), figure(v.low), figure(v.high)] for r, v in points
-        ],
+        rows=[[str(r.step), figure(v.value), figure(v.low), figure(v.high)] for r, v in points],
     )
 
 
