@@ -16,7 +16,7 @@ class StepLimit:
 
     name: str
     metric: Metric
-    """`missing_share` is that of the scored tokens. Where k3 is not known, `k3` is k2, or else |k1|:
+    """`missing_share` is that of the scored tokens. Where k3 is not known, `k3` is k2, or else k1:
     all three estimate one KL divergence."""
     warn: float
     fail: float

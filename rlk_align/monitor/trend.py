@@ -2,8 +2,8 @@
 
 When weights are not synced any more, the rollout's fall behind the trainer's, and k2 grows with the
 square of the distance. k2 is scaled by (1 − p)², so that a change of entropy is no trend. A step is
-compared with the steps before it: with their median, and their spread on a logarithmic scale. Memory
-does not grow with the run.
+compared with the steps before it: with their median, and their spread on a logarithmic scale.
+Memory does not grow with the run.
 """
 
 import math
