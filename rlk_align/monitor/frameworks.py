@@ -96,8 +96,8 @@ def miles(p: Pairs) -> Metrics:
 
 
 def verl(p: Pairs) -> Metrics:
-    """verl: verl/utils/debug/metrics.py, and verl/trainer/ppo/rollout_corr_helper.py with the
-    token-level weights' threshold of 2."""
+    """verl: verl/utils/debug/metrics.py, and verl/trainer/ppo/rollout_corr_helper.py as of
+    0.9.1, with the token-level weights' threshold of 2."""
     a, b = np.exp(p.t), np.exp(p.g)
     size = np.abs(a - b)
     prefix = "rollout_corr/"
@@ -279,23 +279,24 @@ def _log_perplexity_range(p: Pairs) -> Metrics:
     return {"log_ppl_diff_max": difference.max(), "log_ppl_diff_min": difference.min()}
 
 
-def _verl_weights(p: Pairs, weights: Floats) -> Metrics:
-    """The weights' statistics before they are truncated at 2."""
-    clamped = np.clip(weights, 0.5, 2.0)
-    of_sequence = p.means(weights)
+def _verl_weights(p: Pairs, raw: Floats) -> Metrics:
+    """The weights truncated at 2; the shares beyond a threshold are of what they were before. (An
+    older verl has all of it before truncation.)"""
+    weights = np.minimum(raw, 2.0)
+    of_sequence, raw_of_sequence = p.means(weights), p.means(raw)
     return {
         "mean": weights.mean(),
         "max": weights.max(),
         "min": weights.min(),
-        "std": clamped.std(),
-        "ratio_fraction_high": (weights > 2).mean(),
-        "ratio_fraction_low": (weights < 0.5).mean(),
-        "eff_sample_size": _sample_size(clamped),
+        "std": weights.std(),
+        "ratio_fraction_high": (raw > 2).mean(),
+        "ratio_fraction_low": (raw < 0.5).mean(),
+        "eff_sample_size": _sample_size(weights),
         "seq_mean": of_sequence.mean(),
         "seq_std": _std(of_sequence) if len(of_sequence) > 1 else 0.0,
         "seq_max": of_sequence.max(),
         "seq_min": of_sequence.min(),
         "seq_max_deviation": np.abs(of_sequence - 1).max(),
-        "seq_fraction_high": (of_sequence > 2).mean(),
-        "seq_fraction_low": (of_sequence < 0.5).mean(),
+        "seq_fraction_high": (raw_of_sequence > 2).mean(),
+        "seq_fraction_low": (raw_of_sequence < 0.5).mean(),
     }

@@ -73,6 +73,7 @@ def moved(g: float, t: float) -> bool:
 
 PROBABILITIES = [abs(math.exp(t) - math.exp(g)) for g, t in TOKENS]
 WEIGHTS = [math.exp(clamp(d, -20, 20)) for d in D]
+TRUNCATED = [min(w, 2.0) for w in WEIGHTS]
 HALF_TO_TWO = [clamp(w, 0.5, 2) for w in WEIGHTS]
 MEANS = [fmean(t - g for g, t in row) for row in ROWS]
 TRAIN_PPL = [math.exp(-fmean(t for _, t in row)) for row in ROWS]
@@ -151,12 +152,12 @@ EXPECTED = {
         "rollout_corr/ppl_ratio": fmean(math.exp(-m) for m in MEANS),
         "rollout_corr/chi2_token": fmean(w**2 for w in WEIGHTS) - 1,
         "rollout_corr/chi2_seq": fmean(math.exp(2 * clamp(s, -20, 20)) for s in sums()) - 1,
-        "rollout_corr/rollout_is_mean": fmean(WEIGHTS),
+        "rollout_corr/rollout_is_mean": fmean(TRUNCATED),
         "rollout_corr/rollout_is_std": math.sqrt(
-            fmean(w**2 for w in HALF_TO_TWO) - fmean(HALF_TO_TWO) ** 2
+            fmean(w**2 for w in TRUNCATED) - fmean(TRUNCATED) ** 2
         ),
-        "rollout_corr/rollout_is_eff_sample_size": sample_size(HALF_TO_TWO),
-        "rollout_corr/rollout_is_seq_std": stdev(SEQUENCE_WEIGHTS),
+        "rollout_corr/rollout_is_eff_sample_size": sample_size(TRUNCATED),
+        "rollout_corr/rollout_is_seq_std": stdev(of_rows(lambda g, t: min(math.exp(t - g), 2.0))),
         "rollout_corr/rollout_is_seq_fraction_high": fmean(w > 2 for w in SEQUENCE_WEIGHTS),
     },
     "trl": {

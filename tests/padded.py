@@ -4,7 +4,7 @@ import numpy as np
 
 
 def padded(
-    seed: int = 0, count: int = 7, length: int = 23
+    seed: int = 0, count: int = 16, length: int = 23
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns the rollout's log-probs, the trainer's, and the mask; some ratios are beyond every
     clip."""
