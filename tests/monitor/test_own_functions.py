@@ -85,6 +85,7 @@ def test_trl(grpo_trainer: Any, seed: int) -> None:
     logps = torch.from_numpy(t[:, :width])
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logps, None, None)
     trainer.use_vllm, trainer.vllm_importance_sampling_correction = True, True
+    trainer.model.train()
     trainer._metrics["train"].clear()
     trainer._generate_and_score_completions([{"prompt": "a"} for _ in range(len(g))])
     for name, value in ours("trl", seed).items():

@@ -11,7 +11,7 @@ from rlk_align.errors import DumpError
 from rlk_align.monitor.run import RunMonitor
 from rlk_align.monitor.source import open_source
 
-LENGTH = 9
+LENGTH = 10
 
 
 def steps(path: Path, ended: bool = False, source=None) -> list[int]:
@@ -19,7 +19,7 @@ def steps(path: Path, ended: bool = False, source=None) -> list[int]:
     return [r.step for r in source.poll(RunMonitor(), ended)]
 
 
-def line(step: int, sample: int = 0, **changes: object) -> str:
+def line(step: int, sample: int = 0, /, **changes: object) -> str:
     g, t, _ = padded(step * 10 + sample, count=1, length=LENGTH + 1)
     record: dict[str, object] = {
         "schema": "rlk-align/logprobs/1", "id": sample, "step": step, "prompt_length": 1,
