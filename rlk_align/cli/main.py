@@ -19,6 +19,7 @@ from rlk_align.cli.doctor import doctor
 from rlk_align.cli.explain import explain
 from rlk_align.cli.gate import gate
 from rlk_align.cli.import_ import import_
+from rlk_align.cli.monitor import monitor
 from rlk_align.cli.outputs import silence_stdout
 from rlk_align.cli.probe import probe
 from rlk_align.cli.report import report
@@ -48,6 +49,7 @@ app.command()(capture)
 app.command()(gate)
 app.command()(explain)
 app.command("import")(import_)
+app.command()(monitor)
 app.add_typer(report, name="report")
 app.add_typer(contract, name="contract")
 app.command()(doctor)

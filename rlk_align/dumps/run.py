@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from rlk_align.dumps.manifest import Findings, Manifest, Tally
 from rlk_align.dumps.sequences import Sequences
-from rlk_align.dumps.table import read_table, write_table
+from rlk_align.dumps.table import read_steps, read_table, write_table
 from rlk_align.errors import BadOption, CorruptTrace, DumpError
 from rlk_align.trace.checksums import CHECKSUMS, add_checksums
 from rlk_align.trace.records import Record, load_record, save_record, writing
@@ -72,6 +72,12 @@ class ImportedRun(RunFolder):
         with self._import_again():
             self._checksums.check(self.folder, [TABLE])
         yield from read_table(self.folder / TABLE)
+
+    def steps(self) -> Iterator[tuple[int, Iterator[Sequences]]]:
+        """Yields each training step, in order, with its sequences. Raises CorruptTrace likewise."""
+        with self._import_again():
+            self._checksums.check(self.folder, [TABLE])
+        yield from read_steps(self.folder / TABLE)
 
     def write(
         self,

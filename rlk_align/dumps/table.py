@@ -72,6 +72,26 @@ def read_table(path: Path) -> Iterator[Sequences]:
             yield sequences_of(batch)
 
 
+def read_steps(path: Path) -> Iterator[tuple[int, Iterator[Sequences]]]:
+    """Yields each training step, in order, with its sequences, wherever they lie in the table."""
+    file = pq.ParquetFile(path)
+    groups: dict[int, list[int]] = {}
+    for group in range(file.num_row_groups):
+        steps = file.read_row_group(group, columns=["step"]).column("step").fill_null(UNKNOWN)
+        for step in steps.unique().to_pylist():
+            groups.setdefault(step, []).append(group)
+    for step in sorted(groups):
+        yield step, _of_step(file, groups[step], step)
+
+
+def _of_step(file: pq.ParquetFile, groups: list[int], step: int) -> Iterator[Sequences]:
+    for group in groups:
+        table = file.read_row_group(group)
+        wanted = pa.array(_integers(table.column("step").combine_chunks()) == step)
+        for batch in table.filter(wanted).combine_chunks().to_batches():
+            yield sequences_of(batch)
+
+
 def sequences_of(batch: pa.RecordBatch) -> Sequences:
     """Returns a batch of SCHEMA in flat arrays."""
     lengths = np.asarray(batch.column("token_ids").value_lengths(), dtype=np.int64)

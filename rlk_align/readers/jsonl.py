@@ -34,7 +34,7 @@ def read(files: list[Path], findings: Findings, progress: Progress) -> Iterator[
         if path.suffix == PARQUET:
             rows = _parquet_rows(path, findings, progress)
         else:
-            rows = read_lines(path, findings, progress, _line)
+            rows = read_lines(path, findings, progress, row_of_line)
         for row in rows:
             name = (row["step"], row["id"])
             repeated += name in seen
@@ -46,7 +46,8 @@ def read(files: list[Path], findings: Findings, progress: Progress) -> Iterator[
         )
 
 
-def _line(line: bytes, _number: int) -> Row:
+def row_of_line(line: bytes, _number: int = 0) -> Row:
+    """Returns the sequence of a line. Raises WrongValue."""
     return _row(partial(SequenceRecord.model_validate_json, line))
 
 

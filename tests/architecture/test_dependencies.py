@@ -94,6 +94,10 @@ RULES = {
     "dumps": ("dumps", "trace", "results", "files", "progress", "text", "errors"),
     "readers": ("readers", "dumps", "progress", "text", "errors"),
     "diagnose": ("diagnose", "dumps", "data", "files", "text", "errors"),
+    "monitor": (
+        *("monitor", "readers", "dumps", "diagnose.interval", "trace.run", "trace.run_folder"),
+        *("progress", "text", "errors"),
+    ),
     "model": ("model", "results", "data", "files", "text", "errors"),
     "trace": ("trace", "model", "results", "comparison_table", "files", "text", "errors"),
     "engines": ("engines", "trace", "model", "results", "files", "text", "errors"),
@@ -106,6 +110,7 @@ RULES = {
     "judge": ("judge", "model.operators", "data", "results", "files", "text", "errors"),
     "report": (
         *("report", "diagnose", "judge", "probe.record", "probe.units", "probe.effects"),
+        "monitor.record",
         *(
             "trace.run",
             "model.operators",

@@ -1,0 +1,116 @@
+"""`rlk-align monitor`: a training run, step by step; needs neither an engine nor torch."""
+
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from rlk_align.cli.monitor_outputs import FORMATS, StepOutputs
+from rlk_align.cli.outputs import parse_outputs, takes_stdout
+from rlk_align.errors import BadOption
+from rlk_align.monitor.record import StepRecord
+from rlk_align.monitor.run import RunMonitor
+from rlk_align.monitor.source import open_source
+from rlk_align.report.steps_terminal import finding_lines, steps_table
+from rlk_align.text import line
+
+SHOWN = 20
+"""Steps of the live table."""
+WIDTH = 180
+"""Columns of the table in a file or a pipe."""
+POLL = 2.0
+"""Seconds between two looks."""
+
+
+def monitor(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="PATH...",
+            help="Runs: a folder of dumps, an imported run, a neutral file, or a log of metrics.",
+        ),
+    ],
+    once: Annotated[
+        bool, typer.Option("--once", help="Read what is there, judge it and end: for CI.")
+    ] = False,
+    output: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FMT=PATH",
+            help="Also write the steps: jsonl (a line a step), prometheus, html, tensorboard (a "
+            "folder) or wandb (a folder, offline).",
+        ),
+    ] = None,
+) -> None:
+    """Follow training runs: E[ρ] − 1, the noise, KL, outliers, version lag, and trends.
+
+    Steps are read while the run writes them. With --once the exit code is 0 where every step keeps
+    the limits, 1 where one does not, and 4 where nothing was compared.
+    """
+    outputs = parse_outputs(output, FORMATS)
+    if len({path.absolute() for path in paths}) < len(paths):
+        raise BadOption("a run is named twice", "name each once")
+    sources = [(open_source(path), RunMonitor()) for path in paths]
+    shown: deque[tuple[str, StepRecord]] = deque(maxlen=SHOWN)
+    console = _console(takes_stdout(outputs))
+    several = len(sources) > 1
+    told: dict[str, set[tuple[str, str]]] = {}
+    with StepOutputs(outputs) as written:
+
+        def look() -> None:
+            for source, watched in sources:
+                for record in source.poll(watched, ended=once):
+                    shown.append((source.name, record))
+                    written.add(source.name, record)
+                    # What goes on from the step before is in the table.
+                    for text in finding_lines(
+                        source.name if several else "", record, told.get(source.name)
+                    ):
+                        live.console.print(text)
+                    told[source.name] = {(f.level, f.name) for f in record.findings}
+                    live.update(steps_table([*shown], several))
+
+        with Live(console=console, auto_refresh=False, transient=False) as live:
+            look()
+            while not once:
+                live.refresh()
+                written.flush()
+                time.sleep(POLL)
+                look()
+            live.refresh()
+    console.print()
+    for source, watched in sources:
+        console.print(_summary(source.name, watched))
+    codes = {watched.exit_code for _, watched in sources}
+    sys.exit(next(code for code in (4, 1, 0) if code in codes))
+
+
+def _console(to_stderr: bool) -> Console:
+    """Beside a terminal the table has the room that it needs."""
+    console = Console(stderr=to_stderr, highlight=False)
+    return (
+        console
+        if console.is_terminal
+        else Console(stderr=to_stderr, highlight=False, width=WIDTH, soft_wrap=True)
+    )
+
+
+_WORDS = {
+    0: ("PASS", "bold green reverse"),
+    1: ("FAIL", "bold red reverse"),
+    4: ("INCONCLUSIVE", "bold yellow reverse"),
+}
+
+
+def _summary(run: str, monitor: RunMonitor) -> Text:
+    status, style = _WORDS[monitor.exit_code]
+    counts = f"{monitor.steps:,} steps, {monitor.failed:,} failed"
+    if monitor.inconclusive:
+        counts += f", {monitor.inconclusive:,} with nothing compared"
+    return Text.assemble((f" {status} ", style), " ", line(f"{run}: {counts}"))

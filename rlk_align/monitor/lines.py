@@ -1,0 +1,34 @@
+"""A text file to which a program adds line after line."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlk_align.errors import DumpError
+
+
+class GrowingFile:
+    """Lines are handed on once, when they are complete; a file that is written anew from its start,
+    and so shorter, is an error."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._read = self._number = 0
+
+    def lines(self, ended: bool) -> Iterator[tuple[str, bytes]]:
+        """Yields (where, line) of new lines. Where the file has `ended`, a last line without a line
+        break is one too, if it is a whole JSON object. Raises DumpError."""
+        try:
+            if self.path.stat().st_size < self._read:
+                raise DumpError(f"{self.path} has become shorter", "start the monitor again")
+            with self.path.open("rb") as file:
+                file.seek(self._read)
+                for line in file:
+                    whole = line.endswith(b"\n") or (ended and line.rstrip().endswith(b"}"))
+                    if not whole:
+                        return
+                    self._read += len(line)
+                    self._number += 1
+                    if line.strip():
+                        yield f"{self.path}, line {self._number}", line
+        except OSError as error:
+            raise DumpError(f"{self.path} cannot be read: {error.strerror}") from error

@@ -1,0 +1,99 @@
+"""What a monitor says of a step."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+_FROZEN = ConfigDict(frozen=True, extra="forbid")
+Level = Literal["warn", "fail", "inconclusive"]
+
+
+class Interval(BaseModel):
+    """A value and the interval in which the true one lies, very probably."""
+
+    model_config = _FROZEN
+
+    value: float
+    low: float
+    high: float
+
+
+class Band(BaseModel):
+    """The noise of the tokens whose probability lies between two bounds."""
+
+    model_config = _FROZEN
+
+    low: float
+    """The smallest p of the band, which is exp of the rollout's log-prob."""
+    high: float
+    tokens: int
+    c: float
+    """mean |d| / mean (1 − p)"""
+    signed: float
+    """mean d / mean (1 − p)"""
+
+
+class Finding(BaseModel):
+    """A limit that a step does not keep, or a trend that it continues."""
+
+    model_config = _FROZEN
+
+    level: Level
+    name: str
+    """The limit's or the trend's name."""
+    value: float
+    limit: float
+    since: int | None = None
+    """For a trend, the first step that it shows in."""
+    why: str
+    """What was seen and what it means, in a sentence."""
+
+
+class StepRecord(BaseModel):
+    """The metrics of one training step, over the tokens that both sides scored.
+
+    A value is NaN where it cannot be computed, or where a log-prob is not finite; it is None where
+    the dump does not record what it needs.
+    """
+
+    model_config = _FROZEN
+
+    step: int
+    sequences: int | None = None
+    """Sequences with at least one compared token; None where a log of metrics does not say."""
+    tokens: int | None = None
+    """Compared tokens, likewise."""
+    missing: int = 0
+    """Scored tokens of which a side recorded no log-prob."""
+    not_finite: int = 0
+    """Compared tokens with a log-prob that is NaN or infinite."""
+    ratio_error: Interval | None = None
+    """E[ρ] − 1, which is 0 whatever the numerics are if the rollout's log-probs are of the law that
+    was sampled."""
+    c: Interval | None = None
+    """mean |d| / mean (1 − p): the noise, independent of how sure the model is."""
+    k2_scaled: Interval | None = None
+    """mean d² / mean (1 − p)²: k2, independent of how sure the model is."""
+    mean_abs: float | None = None
+    k1: float | None = None
+    """mean (−d)"""
+    k2: float | None = None
+    """mean ½d²"""
+    k3: Interval | None = None
+    """mean (ρ − 1 − d)"""
+    ess: float | None = None
+    """Effective sample size of the tokens' ratios, as a share."""
+    clip_fraction: float | None = None
+    """Share of tokens with ρ outside [0.8, 1.2]."""
+    kl_entropy: float | None = None
+    """k3 / mean entropy"""
+    outliers: float | None = None
+    """Share of sequences whose c is more than ten times the median sequence's."""
+    profile: list[Band] = []
+    version_lag: float | None = None
+    """By how many versions the trainer's weights were ahead of those that sampled, on average."""
+    version_lag_max: int | None = None
+    reward: float | None = None
+    frameworks: dict[str, dict[str, float]] = {}
+    """Framework -> its metrics under their own names."""
+    findings: list[Finding] = []

@@ -1,0 +1,134 @@
+"""A run that is watched: planted faults are named, and healthy steps are not."""
+
+import math
+import tracemalloc
+
+import numpy as np
+import pytest
+from simulated_steps import Loop
+
+from rlk_align.errors import BadOption
+from rlk_align.monitor.record import Interval, StepRecord
+from rlk_align.monitor.run import RunMonitor
+
+
+def watched(loop: Loop, count: int) -> tuple[RunMonitor, list[StepRecord]]:
+    monitor = RunMonitor()
+    return monitor, [monitor.arrays(s, g, t, np.ones_like(g)) for s, g, t in loop.steps(count)]
+
+
+def first(records: list[StepRecord], name: str) -> int | None:
+    return next((r.step for r in records if any(f.name == name for f in r.findings)), None)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_weights_that_are_not_synced_from_step_25_on_are_named_by_step_30(seed: int) -> None:
+    monitor, records = watched(Loop(seed=seed, learning_rate=32, batch=128, stale_from=25), 50)
+    assert not [f for r in records[:26] for f in r.findings]
+    named = first(records, "stale-weights")
+    assert named is not None
+    assert named <= 30
+    [finding] = [f for f in records[named].findings if f.name == "stale-weights"]
+    assert finding.since is not None
+    assert 25 <= finding.since <= named
+    assert "stale-weights" in {f.name for f in records[-1].findings}
+    assert monitor.exit_code == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_weights_that_were_never_synced_are_named(seed: int) -> None:
+    _, records = watched(Loop(seed=seed, learning_rate=48, noise=0.01, batch=128, stale_from=0), 20)
+    named = first(records, "stale-weights")
+    assert named is not None
+    assert named <= 10
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("learning_rate", [2, 32])
+def test_a_healthy_run_raises_no_alarm(seed: int, learning_rate: float) -> None:
+    """With a large learning rate the entropy falls by far, and that is no trend."""
+    monitor, records = watched(Loop(seed=seed, learning_rate=learning_rate), 150)
+    assert not [f for r in records for f in r.findings]
+    assert monitor.exit_code == 0
+    assert not monitor.stop
+
+
+def test_noise_that_changes_at_once_is_no_staleness() -> None:
+    loop = Loop()
+    monitor = RunMonitor()
+    for step, g, t in loop.steps(40):
+        loop.noise = 0.05 if step < 19 else 0.2
+        record = monitor.arrays(step, g, t, np.ones_like(g))
+    names = {f.name for f in record.findings}
+    assert "shifted" in names
+    assert "stale-weights" not in names
+
+
+def test_a_temperature_on_one_side_moves_the_mean_ratio() -> None:
+    monitor = RunMonitor()
+    for step, g, t in Loop(batch=512).steps(5):
+        record = monitor.arrays(step, 1.3 * g, t, np.ones_like(g))
+    assert "ratio-mean" in {f.name for f in record.findings if f.level == "fail"}
+
+
+def test_a_growing_version_lag_is_named() -> None:
+    monitor = RunMonitor()
+    found = []
+    for step, g, t in Loop().steps(12):
+        versions = np.full(len(g), min(step, 5))
+        record = monitor.arrays(
+            step, g, t, np.ones_like(g), rollout_versions=versions, train_version=step + 1
+        )
+        found.append("growing-version-lag" in {f.name for f in record.findings})
+    assert found == [False] * 9 + [True] * 3
+
+
+def test_nan_fails_and_nothing_compared_is_no_pass() -> None:
+    monitor = RunMonitor()
+    assert monitor.exit_code == 4
+    _, g, t = next(Loop().steps(1))
+    t[3, 4] = math.nan
+    record = monitor.arrays(0, g, t, np.ones_like(g))
+    assert record.not_finite == 1
+    assert {"not-finite", "ratio-mean", "noise", "k3"} <= {f.name for f in record.findings}
+    assert monitor.exit_code == 1
+    record = monitor.arrays(1, g, t, np.zeros_like(g))
+    assert [f.name for f in record.findings] == ["vacuous"]
+    assert monitor.exit_code == 4
+
+
+def test_stopping_early_waits_for_its_patience() -> None:
+    monitor = RunMonitor(patience=2)
+    _, g, t = next(Loop().steps(1))
+    bad = t - 1
+    stops = []
+    for step, train in enumerate([t, bad, t, bad, bad]):
+        monitor.arrays(step, g, train, np.ones_like(g))
+        stops.append(monitor.stop)
+    assert stops == [False, False, False, False, True]
+
+
+def test_shapes_that_do_not_fit_are_an_error() -> None:
+    with pytest.raises(BadOption, match="shape"):
+        RunMonitor().arrays(0, np.zeros((2, 3)), np.zeros((2, 4)), np.zeros((2, 3)))
+
+
+def test_memory_is_constant_over_10_000_steps() -> None:
+    monitor = RunMonitor()
+    rng = np.random.default_rng(0)
+
+    def step(n: int) -> None:
+        k2 = 1e-3 * math.exp(0.1 * rng.normal())
+        value = Interval(value=k2, low=0.8 * k2, high=1.2 * k2)
+        monitor.record(StepRecord(step=n, sequences=9, tokens=99, k2_scaled=value, version_lag=1.0))
+
+    for n in range(500):
+        step(n)
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for n in range(500, 10_000):
+        step(n)
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert monitor.steps == 10_000
+    assert after - before < 50_000
