@@ -1,6 +1,6 @@
 """A canonical parameter as a checkpoint stores it, or as a live engine held it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -121,11 +121,6 @@ class RecordedParameter:
     @property
     def digest(self) -> str:
         return self.weight.digest
-
-    @property
-    def replicas(self) -> Sequence[str]:
-        """Digests of the copies of ranks 1, 2, ..."""
-        return self.weight.replicas
 
     @cached_property
     def slices(self) -> tuple[np.ndarray, np.ndarray]:

@@ -29,6 +29,8 @@ class Source:
     parameters: dict[str, Parameter]
     tied: bool = False
     """Whether its config says that the head is the embedding."""
+    head_dim: int = 0
+    """Features of one attention head; 0 where the model's shape is not known."""
 
     def with_head(self, other: "Source") -> "Source":
         """The same with the embedding as its head, where that is tied and only `other` has one."""
@@ -53,18 +55,19 @@ class Location:
 
     def source(self, shape: ModelShape | None) -> Source:
         """Its canonical parameters; `shape` is the other side's, for one that does not say."""
+        known = self.shape or shape
+        head_dim = known.head_dim if known else 0
         if self.trace is not None:
             trace = self.trace
             recorded = {n: RecordedParameter(n, trace, w) for n, w in trace.weights.items()}
-            return Source(self.path, self.kind, dict(recorded), self.tied)
-        known = self.shape or shape
+            return Source(self.path, self.kind, dict(recorded), self.tied, head_dim)
         parameters: dict[str, Parameter] = {}
         # A trainer may store copies, e.g. an average, under longer names: the shortest is the model.
         for tensor in sorted(self.tensors, key=lambda t: t.name.count(".")):
             for piece in pieces(tensor.name, len(tensor.shape), known):
                 name = piece.parameter if piece.parameter not in parameters else tensor.name
                 parameters[name] = StoredParameter(name, tensor, piece)
-        return Source(self.path, self.kind, parameters, self.tied)
+        return Source(self.path, self.kind, parameters, self.tied, head_dim)
 
 
 def open_sources(paths: Iterable[tuple[str, Role]]) -> list[Source]:
