@@ -37,9 +37,9 @@ class Source:
         if HEAD in self.parameters or HEAD not in other.parameters:
             return self
         embedding = self.parameters.get(EMBEDDING)
-        if not self.tied or embedding is None:
+        if not self.tied or not isinstance(embedding, StoredParameter):
             return self
-        return replace(self, parameters={**self.parameters, HEAD: embedding})
+        return replace(self, parameters={**self.parameters, HEAD: replace(embedding, name=HEAD)})
 
 
 @dataclass(frozen=True, slots=True)
