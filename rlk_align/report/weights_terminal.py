@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from rlk_align.report.columns import columns
 from rlk_align.report.terminal import STYLES
-from rlk_align.text import line
+from rlk_align.text import line, printable
 from rlk_align.weights.findings import EXPECTED, Finding, WeightsReport
 
 _SHOWN = 20
-"""Parameters that the table names; the rest is counted."""
+"""Parameters that are named; the rest is counted."""
+_STYLES = dict.fromkeys(("stale", "missing", "other"), "red")
 
 
 def show_weights(report: WeightsReport, console: Console) -> None:
@@ -29,7 +29,7 @@ def show_weights(report: WeightsReport, console: Console) -> None:
     unequal.sort(key=lambda f: f.status in EXPECTED)
     if unequal:
         console.print()
-        _print_table(unequal, console)
+        _print_findings(unequal, console)
     if not report.compared:
         console.print(line("A and B have no parameter in common: nothing was compared"))
     if report.exit_code == 1:
@@ -42,16 +42,20 @@ def _summary(report: WeightsReport) -> str:
     return f"{len(report.findings):,} parameters: {', '.join(counts) or 'none'}"
 
 
-def _print_table(findings: Sequence[Finding], console: Console) -> None:
-    table = columns(["parameter", "status", "what is known"], ["differ", "largest"])
-    for f in findings[:_SHOWN]:
-        figures = ["", ""]
-        if f.differing is not None and f.a is not None:
-            figures = [f"{f.differing / math.prod(f.a.shape):.1%}", f"{f.max_abs_difference:.3g}"]
-        table.add_row(line(f.name), line(f.status), line(f.detail), *map(line, figures))
-    console.print(table)
+def _print_findings(findings: Sequence[Finding], console: Console) -> None:
+    shown = findings[:_SHOWN]
+    width = max(len(printable(f.name)) for f in shown)
+    for f in shown:
+        extent = ""
+        if f.differing is not None and f.max_abs_difference is not None and f.a is not None:
+            share = f.differing / math.prod(f.a.shape)
+            extent = f"; {share:.2%} of the entries, by up to {f.max_abs_difference:.3g}"
+        console.print(
+            line(f"{printable(f.name):<{width}}  {f.status:<7}", _STYLES.get(f.status, "")),
+            line(f"{f.detail}{extent}"),
+        )
     if len(findings) > _SHOWN:
-        console.print(line(f"and {len(findings) - _SHOWN:,} more; --output json=PATH has all"))
+        console.print(line(f"and {len(findings) - _SHOWN:,} more; --output json=PATH has them all"))
 
 
 def _next(report: WeightsReport) -> str:
