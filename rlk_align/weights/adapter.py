@@ -82,9 +82,7 @@ class LowRank:
         for block, factor in zip(weight.split(rows), b.split(rows), strict=True):
             product, slack = factor @ a, error * (factor.abs() @ a.abs())
             ends = [self._sum(block, p, way) for p in (product - slack, product + slack)]
-            yield Merged(
-                torch.minimum(*ends), self._sum(block, product, way), torch.maximum(*ends)
-            )
+            yield Merged(torch.minimum(*ends), self._sum(block, product, way), torch.maximum(*ends))
 
     def _sum(self, weight: torch.Tensor, product: torch.Tensor, way: Merge) -> torch.Tensor:
         """Monotone in the product, so that it maps an interval to an interval."""
@@ -145,7 +143,9 @@ def read_adapter(path: str) -> Adapter:
         raise ModelError(f"{folder / _CONFIG} describes no LoRA: {one_line(error)}") from error
     unread = [k for k in ("use_dora", "fan_in_fan_out") if config.get(k)]
     if kind != "LORA" or unread or any(patterns.values()) or rank <= 0:
-        what = ", ".join(unread) or next((k for k, v in patterns.items() if v), f"{kind}, rank {rank}")
+        what = ", ".join(unread) or next(
+            (k for k, v in patterns.items() if v), f"{kind}, rank {rank}"
+        )
         raise ModelError(f"{path}: an adapter with {what} is not read", "plain LoRA is")
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     tensors = {t.name: t for t in read_safetensors(folder / _FILE)}

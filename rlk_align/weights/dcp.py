@@ -39,7 +39,9 @@ def read_dcp(folder: Path) -> list[StoredTensor]:
         entries, stored = described["state_dict_metadata"], described["storage_data"]
         items = {_key(index): _item(info) for index, info in stored.items()}
         tensors = {
-            name: entry for name, entry in entries.items() if _kind(entry) == "TensorStorageMetadata"
+            name: entry
+            for name, entry in entries.items()
+            if _kind(entry) == "TensorStorageMetadata"
         }
         files = {
             name: _DcpFile(folder / name)

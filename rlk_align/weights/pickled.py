@@ -54,7 +54,9 @@ def read_pickle(data: bytes) -> Any:
     instruction that plain data does not need."""
     try:
         return _run(data)
-    except (IndexError, KeyError, TypeError, AttributeError) as error:
+    except NotPlain:
+        raise
+    except (IndexError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"the pickle is damaged: {error!r}") from error
 
 

@@ -29,9 +29,7 @@ def compare_weights(
     """
     sides: list[tuple[str, Role]] = [(a, "train"), (b, "rollout")]
     first, second, *given = open_sources([*sides, *((p, "train") for p in earlier)])
-    steps = [
-        Earlier(step_of(path), source) for path, source in zip(earlier, given, strict=True)
-    ]
+    steps = [Earlier(step_of(path), source) for path, source in zip(earlier, given, strict=True)]
     for path in () if earlier else siblings(a, a, b):
         try:
             [_, source] = open_sources([sides[0], (path, "train")])

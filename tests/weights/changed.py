@@ -48,7 +48,9 @@ def unequal(report: WeightsReport) -> dict[str, Finding]:
     return {f.name: f for f in report.findings if f.status != "equal"}
 
 
-def save_adapter(folder: Path, updates: dict[str, tuple[torch.Tensor, torch.Tensor]], **config: object) -> str:
+def save_adapter(
+    folder: Path, updates: dict[str, tuple[torch.Tensor, torch.Tensor]], **config: object
+) -> str:
     """`updates`: module -> (lora_A, lora_B)."""
     folder.mkdir(parents=True)
     rank = next(iter(updates.values()))[0].shape[0]

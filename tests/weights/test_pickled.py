@@ -12,7 +12,7 @@ from rlk_align.weights.pickled import Call, Name, NotPlain, read_pickle
 from rlk_align.weights.source import locate
 
 
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("protocol", range(3, pickle.HIGHEST_PROTOCOL + 1))
 def test_plain_data_is_what_it_was(protocol: int) -> None:
     shared = (1, "x")
     value: Any = {
