@@ -152,10 +152,10 @@ class Comparer:
         key = (parameter.name, b.dtype)
         if key not in self.digests:
             value = parameter.value()
-            same = value is None or parameter.dtype == b.dtype
-            self.digests[key] = (
-                parameter.digest if same else digest_parameter(value.to(DTYPES[b.dtype]))
-            )
+            if value is None or parameter.dtype == b.dtype:
+                self.digests[key] = parameter.digest
+            else:
+                self.digests[key] = digest_parameter(value.to(DTYPES[b.dtype]))
         return self.digests[key]
 
     def _in_part(self, a: Parameter, b: Parameter) -> Finding:

@@ -160,7 +160,7 @@ class _DcpFile:
                 f"and the file has {self._file.size:,}",
                 DAMAGED,
             )
-        with zipfile.ZipFile(_Part(self._file, item)) as archive:  # type: ignore[arg-type]
+        with zipfile.ZipFile(_Part(self._file, item)) as archive:
             [described] = [i for i in archive.infolist() if i.filename.endswith("/data.pkl")]
             # torch._utils._rebuild_tensor_v2(storage, offset, size, stride, ...)
             _, first, size, stride, *_ = read_pickle(archive.read(described)).arguments

@@ -71,6 +71,7 @@ def _run(data: bytes) -> Any:
         del stack[at:]
         return values
 
+    argument: Any
     for opcode, argument, _ in pickletools.genops(data):
         name = opcode.name
         if name in _CONSTANTS:
@@ -98,9 +99,7 @@ def _run(data: bytes) -> Any:
             stack.append(())
         elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
             size = int(name[-1])
-            values = tuple(stack[-size:])
-            del stack[-size:]
-            stack.append(values)
+            stack[-size:] = [tuple(stack[-size:])]
         elif name == "TUPLE":
             stack.append(tuple(since_mark()))
         elif name == "EMPTY_LIST":

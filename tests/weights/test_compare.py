@@ -48,7 +48,10 @@ def test_a_stale_layer_without_earlier_checkpoints_is_other(tmp_path: Path) -> N
     [found] = unequal(compare_weights(a, b)).values()
     assert (found.name, found.status, found.step) == ("layers.2.q_proj", "other", None)
     assert found.detail.startswith("rows 0-")
-    assert found.differing and found.max_abs_difference and found.a and found.b
+    assert found.differing
+    assert found.max_abs_difference
+    assert found.a
+    assert found.b
     assert found.a.digest != found.b.digest
 
 

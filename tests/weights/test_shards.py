@@ -15,7 +15,6 @@ from rlk_align.errors import CorruptCheckpoint, ModelError
 from rlk_align.weights.run import compare_weights
 
 SCRIPT = Path(__file__).with_name("save_shards.py")
-Made = dict[str, Path]
 
 
 @pytest.fixture(scope="module", params=["fsdp", "megatron"])
@@ -39,7 +38,7 @@ def test_shards_are_the_checkpoint_that_they_were_loaded_from(saved: Path) -> No
 
 
 def test_a_slice_that_one_rank_did_not_update(saved: Path) -> None:
-    """FSDP shards q_proj by rows; of Megatron's fused gate and up, rank 1 has the last rows of each."""
+    """FSDP shards q_proj by rows; rank 1 of Megatron has the last rows of both gate and up."""
     report = compare_weights(str(saved / "step-2"), str(saved / "synced"))
     found = unequal(report)
     rows = "rows 256-511"
