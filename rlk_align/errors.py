@@ -12,6 +12,7 @@ RlkError
 ├── ToolError             exit 3   an engine or the tool failed
 │   ├── EngineFailed
 │   ├── CorruptTrace
+│   ├── CorruptCheckpoint
 │   └── TraceNotWritten
 └── Interrupted           exit 130 the user stopped it
 
@@ -84,6 +85,10 @@ class EngineFailed(ToolError):
 
 class CorruptTrace(ToolError):
     """A trace on disk is not what was written there."""
+
+
+class CorruptCheckpoint(ToolError):
+    """A file of a checkpoint is truncated, or is not what its header says."""
 
 
 class TraceNotWritten(ToolError):

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from rlk_align.cli import options
-from rlk_align.cli.finish import print_and_flush
+from rlk_align.cli.finish import print_report
 from rlk_align.cli.outputs import check_outputs, parse_outputs, takes_stdout, write_text
 from rlk_align.diagnose.contract import load_run_contract
 from rlk_align.diagnose.explain import explain as explain_run
@@ -35,7 +35,7 @@ def explain(
     check_outputs(outputs, imported)
     explained = explain_run(imported.sequences(), limits)
     folder = str(imported.folder)
-    print_and_flush(lambda c: show_explanation(explained, folder, c), takes_stdout(outputs))
+    print_report(lambda c: show_explanation(explained, folder, c), takes_stdout(outputs))
     for target in outputs:
         render = renderer(target.format, EXPLAINED_FORMATS)
         write_text(target.path, render(explained, folder))

@@ -59,7 +59,7 @@ def finish(
             for text in cost_lines(beside[1].reopened(), run.reopened()):
                 console.print(line(text, style="dim"))
 
-    print_and_flush(everything, takes_stdout(outputs))
+    print_report(everything, takes_stdout(outputs))
     if outputs:
         other = _source(*beside, None) if beside is not None else None
         write_run(outputs, _source(verdict, run, probe), other)
@@ -85,7 +85,7 @@ def finish_too_few(pair: PreparedPair, outputs: list[OutputTarget]) -> NoReturn:
         console.print()
         console.print(line(f"next     {MORE_TOKENS}"))
 
-    print_and_flush(everything, takes_stdout(outputs))
+    print_report(everything, takes_stdout(outputs))
     record = record_text(too_few_json(contract, pair.model, pair.dtype, doubt))
     for output in outputs:
         if output.format == "json":
@@ -98,15 +98,13 @@ def finish_regression(
 ) -> NoReturn:
     """Prints what became worse from one run to another, writes each output, and exits."""
     folders = (runs[0].folder, runs[1].folder)
-    print_and_flush(
-        lambda console: show_regression(verdict, folders, console), takes_stdout(outputs)
-    )
+    print_report(lambda console: show_regression(verdict, folders, console), takes_stdout(outputs))
     write_regression(outputs, verdict)
     sys.exit(verdict.exit_code)
 
 
-def print_and_flush(show_on: Callable[[Console], None], to_stderr: bool) -> None:
-    """Prints a verdict; that nobody reads on, or the disk is full, does not change its code."""
+def print_report(show_on: Callable[[Console], None], to_stderr: bool) -> None:
+    """Prints for people. Nobody reading on, or a full disk, does not change the exit code."""
     console = _Stdout(stderr=to_stderr, highlight=False, soft_wrap=True)
     try:
         show_on(console)

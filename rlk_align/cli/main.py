@@ -24,6 +24,7 @@ from rlk_align.cli.outputs import silence_stdout
 from rlk_align.cli.probe import probe
 from rlk_align.cli.report import report
 from rlk_align.cli.selftest import selftest
+from rlk_align.cli.weights import weights
 from rlk_align.errors import (
     EXIT_INTERRUPTED,
     EXIT_TOOL,
@@ -52,6 +53,7 @@ app.command("import")(import_)
 app.command()(monitor)
 app.add_typer(report, name="report")
 app.add_typer(contract, name="contract")
+app.command()(weights)
 app.command()(doctor)
 app.command()(selftest)
 

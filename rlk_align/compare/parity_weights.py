@@ -4,11 +4,12 @@ Both sides keep a digest of each slice of a parameter along both dimensions, so 
 another order are told from rows with other values.
 """
 
+from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from rlk_align.model.families import ModelShape
 from rlk_align.model.operators import OPERATORS
 from rlk_align.results import Mismatch
 from rlk_align.trace.reader import Trace, Weight
@@ -18,6 +19,8 @@ _SHOWN = 4
 
 Run = tuple[int, int, int]
 """(start, stop, the other side's start): slices that lie elsewhere on the other side."""
+Shards = list[tuple[int, int, int, int]]
+"""(rank, dimension, start, stop); empty where one rank holds everything."""
 
 
 def check_weights(rollout: Trace, train: Trace) -> list[Mismatch]:
@@ -34,7 +37,9 @@ def check_weights(rollout: Trace, train: Trace) -> list[Mismatch]:
         elif stale := _stale_copies(a[name], b[name]):
             mismatches.append(_mismatch(a[name], b[name], *stale))
         elif a[name].digest != b[name].digest:
-            ranks, detail = _placed(name, rollout, train)
+            sides = _Recorded(rollout, name), _Recorded(train, name)
+            found = difference(*sides, _SIDES, rollout.record.shape.head_dim)
+            ranks, detail = found.ranks, found.detail
             other = named.get(b[name].digest)
             if other is not None:
                 detail = f"train holds what the rollout has as {other}"
@@ -61,9 +66,44 @@ def _stale_copies(a: Weight, b: Weight) -> tuple[list[int], str] | None:
     return None
 
 
-def _placed(name: str, rollout: Trace, train: Trace) -> tuple[list[int], str]:
-    """The ranks that hold what differs, and what is known of it."""
-    slices = [t.weight_slices(name) for t in (rollout, train)]
+class Sides(NamedTuple):
+    """What a difference calls the two sides."""
+
+    a: str
+    b: str
+    whose: str
+    """What belongs to `a`."""
+
+
+_SIDES = Sides("rollout", "train", "the rollout's")
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where two versions of a parameter differ."""
+
+    dim: int
+    at: np.ndarray
+    """The slices along `dim` that differ."""
+    ranks: list[int]
+    """Who holds them; empty where one rank holds everything."""
+    detail: str
+
+
+class Sliced(Protocol):
+    """A parameter by digests of its slices."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shards(self) -> Shards: ...
+    @property
+    def slices(self) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+def difference(a: Sliced, b: Sliced, sides: Sides, head_dim: int) -> Difference:
+    """Compares two versions of one parameter, of one shape, slice by slice."""
+    slices = [a.slices, b.slices]
     differ = [np.flatnonzero(x != y) for x, y in zip(*slices, strict=True)]
     # Rows in another order touch every column, and the other way round: what is in another order,
     # or else what differs in the smaller share of its slices, tells the dimension.
@@ -74,40 +114,56 @@ def _placed(name: str, rollout: Trace, train: Trace) -> tuple[list[int], str]:
     what = ("rows", "columns")[dim]
     ranks: list[int] = []
     owner = ""
-    for side, trace in (("rollout", rollout), ("train", train)):
-        holding = _holding(trace.weights[name], dim, at)
+    for side, parameter in ((sides.a, a), (sides.b, b)):
+        holding = _holding(parameter.shards, dim, at)
         if holding:
             ranks, owner = holding, f"{side} {_ranks(holding)}: "
     if _permuted(mine, theirs):
-        size = _head_size(name, dim, rollout.record.shape)
-        return ranks, owner + _moves(mine, theirs, what, size)
-    return ranks, f"{owner}{what} {_ranges(at)} differ"
+        size = head_dim if _has_heads(a.name, dim) else 0
+        return Difference(dim, at, ranks, owner + _moves(mine, theirs, what, size, sides))
+    return Difference(dim, at, ranks, f"{owner}{what} {_ranges(at)} differ")
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A parameter of a trace."""
+
+    trace: Trace
+    name: str
+
+    @property
+    def shards(self) -> Shards:
+        return self.trace.weights[self.name].shards
+
+    @property
+    def slices(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.trace.weight_slices(self.name)
 
 
 def _permuted(a: np.ndarray, b: np.ndarray) -> bool:
     return len(a) == len(b) > 0 and bool((a != b).any()) and np.array_equal(np.sort(a), np.sort(b))
 
 
-def _holding(weight: Weight, dim: int, at: np.ndarray) -> list[int]:
+def _holding(shards: Shards, dim: int, at: np.ndarray) -> list[int]:
     """Ranks with a shard along `dim` that has one of the slices `at`; none where it is whole."""
     ranks = {
         rank
-        for rank, d, start, stop in weight.shards
+        for rank, d, start, stop in shards
         if d == dim and bool(((at >= start) & (at < stop)).any())
     }
-    world = {rank for rank, *_ in weight.shards}
+    world = {rank for rank, *_ in shards}
     return sorted(ranks) if len(world) > 1 else []
 
 
-def _head_size(name: str, dim: int, shape: ModelShape) -> int:
-    """Slices of one attention head, where the parameter has heads along `dim`."""
+def _has_heads(name: str, dim: int) -> bool:
+    """Whether the parameter has attention heads along `dim`."""
     operator = OPERATORS.get(name.removesuffix(".bias").rpartition(".")[2])
     counted = operator.weight[dim : dim + 1] if operator else ()
-    return shape.head_dim if counted in (("query_heads",), ("kv_heads",)) else 0
+    return counted in (("query_heads",), ("kv_heads",))
 
 
-def _moves(mine: np.ndarray, theirs: np.ndarray, what: str, head: int) -> str:
-    """Where the rollout's slices lie on the training side, as runs."""
+def _moves(mine: np.ndarray, theirs: np.ndarray, what: str, head: int, sides: Sides) -> str:
+    """Where one side's slices lie on the other, as runs."""
     place = {digest: i for i, digest in reversed(list(enumerate(mine.tolist())))}
     source = np.array([place[digest] for digest in theirs.tolist()])
     source = np.where(theirs == mine, np.arange(len(mine)), source)
@@ -119,9 +175,9 @@ def _moves(mine: np.ndarray, theirs: np.ndarray, what: str, head: int) -> str:
     if head and all(x % head == 0 for run in runs for x in run):
         runs = [(a // head, b // head, c // head) for a, b, c in runs]
         what = "heads"
-    shown = [f"{_span(a, b)} hold the rollout's {_span(c, c + b - a)}" for a, b, c in runs[:_SHOWN]]
+    shown = [f"{_span(a, b)} hold {sides.whose} {_span(c, c + b - a)}" for a, b, c in runs[:_SHOWN]]
     more = f" and {len(runs) - _SHOWN} more runs" if len(runs) > _SHOWN else ""
-    return f"{what} in another order: train's {', '.join(shown)}{more}"
+    return f"{what} in another order: {sides.b}'s {', '.join(shown)}{more}"
 
 
 def _ranges(at: np.ndarray) -> str:

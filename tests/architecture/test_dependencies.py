@@ -114,12 +114,17 @@ RULES = {
         *(
             "trace.run",
             "model.operators",
+            "weights.findings",
             "results",
             "comparison_table",
             "version",
             "text",
             "errors",
         ),
+    ),
+    "weights": (
+        *("weights", "compare.parity_weights", "engines.common", "engines.megatron.layout"),
+        *("engines.megatron.places", "trace", "model", "progress", "text", "errors"),
     ),
     "pipeline": (
         *("capture", "compare", "probe", "judge", "report", "trace", "model"),
@@ -222,6 +227,7 @@ HEAVY = {"torch", "transformers", "vllm", "triton", "rlk_kernels", "safetensors.
         *("capture.request", "model.checkpoint", "model.edges", "model.families", "model.prompts"),
         *("model.sites", "model.operators", "progress", "text", "errors", "data", "cli.main"),
         *("api.public", "api.loaded", "api.judging", "api.pair", "api.single"),
+        *("report.weights_terminal", "cli.weights"),
     ],
 )
 def test_judging_and_parsing_need_no_torch(module: str) -> None:

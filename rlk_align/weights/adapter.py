@@ -1,0 +1,164 @@
+"""A LoRA adapter as PEFT stores it, and the ways in which it may have been merged into a weight.
+
+A merge adds scale · B · A to W. In which dtype each step is rounded, and whether the product or a
+factor is scaled, decides the bits: `ways` lists each way, and
+`LowRank.merged` computes it. A product of matrices has no one order: what follows from any order of its
+float32 sums is an interval for each entry.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from rlk_align.errors import ModelError
+from rlk_align.text import one_line
+from rlk_align.weights.naming import canonical_name
+from rlk_align.weights.safetensors import read_safetensors
+from rlk_align.weights.stored import DTYPES, StoredTensor
+
+_FILE, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+Order = Literal["once", "product", "factor"]
+"""What is rounded: the sum alone; or the product B · A, scaled then; or the factor scale · B."""
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """One way of merging."""
+
+    order: Order
+    base: str
+    """The dtype that W is rounded to first."""
+    step: str
+    """The dtype that each step is rounded to."""
+    result: str
+    """The dtype of the merged weight."""
+
+    def __str__(self) -> str:
+        if self.order == "once":
+            return f"W in {self.base}, added up in float32, rounded once to {self.result}"
+        formula = {"product": "scale · (B · A)", "factor": "(scale · B) · A"}[self.order]
+        return f"W + {formula} with each step in {self.step}"
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """Some rows of a merged weight, and what float32 sums in any order may make of them."""
+
+    low: torch.Tensor
+    value: torch.Tensor
+    high: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What an adapter adds to one parameter."""
+
+    a: StoredTensor
+    """`[rank, in]`."""
+    b: StoredTensor
+    """`[out, rank]`."""
+    scale: float
+
+    def changes_nothing(self) -> bool:
+        """Whether a factor is all zeros, as B is before training."""
+        return any(not bool(t.read(None).any()) for t in (self.a, self.b))
+
+    def merged(self, weight: torch.Tensor, way: Merge) -> Iterator[Merged]:
+        """The weight merged in one way, by blocks of rows."""
+        step = torch.float64 if way.order == "once" else DTYPES[way.step]
+        b, a = (t.read(None).to(step).double() for t in (self.b, self.a))
+        if way.order == "factor":
+            b = (b * self.scale).to(step).double()
+        # What adding up `rank` products in float32, in any order, and scaling them may be off by.
+        error = (len(a) + 3) * 2.0**-24
+        rows = max(1, _BLOCK // max(1, weight.shape[1]))
+        for block, factor in zip(weight.split(rows), b.split(rows), strict=True):
+            product, slack = factor @ a, error * (factor.abs() @ a.abs())
+            ends = [self._sum(block, p, way) for p in (product - slack, product + slack)]
+            yield Merged(torch.minimum(*ends), self._sum(block, product, way), torch.maximum(*ends))
+
+    def _sum(self, weight: torch.Tensor, product: torch.Tensor, way: Merge) -> torch.Tensor:
+        """Monotone in the product, so that it maps an interval to an interval."""
+        base = weight.to(DTYPES[way.base])
+        if way.order == "once":
+            return (base.float() + (product * self.scale).float()).to(DTYPES[way.result])
+        delta = product.to(DTYPES[way.step])
+        if way.order == "product":
+            delta = delta * self.scale
+        return (base + delta).to(DTYPES[way.result])
+
+
+_BLOCK = 1 << 20
+"""Entries that are merged at a time."""
+
+
+def ways(base: str, result: str) -> list[Merge]:
+    """Every way of merging into a weight of dtype `base` that gives one of dtype `result`."""
+    once = [Merge("once", dtype, "float32", result) for dtype in dict.fromkeys((base, result))]
+    steps = ("bfloat16", "float16") if result == "float32" else (result,)
+    if result == "float32":
+        once += [Merge("once", dtype, "float32", result) for dtype in steps if dtype != base]
+    rounded = [Merge(o, s, s, result) for s in steps for o in _STEPWISE]
+    return [*once, *rounded]
+
+
+_STEPWISE: tuple[Order, ...] = ("product", "factor")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter's folder."""
+
+    path: str
+    updates: dict[str, LowRank]
+    """By canonical parameter."""
+
+
+def read_adapter(path: str) -> Adapter:
+    """Reads an adapter in PEFT's layout.
+
+    Raises ModelError where the folder holds none, or one that does more than add B · A;
+    CorruptCheckpoint for a damaged file.
+    """
+    folder = Path(path).expanduser()
+    for name in (_CONFIG, _FILE):
+        if not (folder / name).is_file():
+            raise ModelError(
+                f"{path} is no adapter: {name} is not there",
+                f"give the folder in PEFT's layout, with {_CONFIG} and {_FILE}",
+            )
+    try:
+        config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+        kind = config.get("peft_type")
+        alpha, rank = float(config["lora_alpha"]), int(config["r"])
+        patterns = {k: dict(config.get(k) or {}) for k in ("rank_pattern", "alpha_pattern")}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{folder / _CONFIG} describes no LoRA: {one_line(error)}") from error
+    unread = [k for k in ("use_dora", "fan_in_fan_out") if config.get(k)]
+    if kind != "LORA" or unread or any(patterns.values()) or rank <= 0:
+        what = ", ".join(unread) or next(
+            (k for k, v in patterns.items() if v), f"{kind}, rank {rank}"
+        )
+        raise ModelError(f"{path}: an adapter with {what} is not read", "plain LoRA is")
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    tensors = {t.name: t for t in read_safetensors(folder / _FILE)}
+    updates = {}
+    for name, tensor in tensors.items():
+        if not name.endswith(".lora_A.weight"):
+            continue
+        module = name.removesuffix(".lora_A.weight")
+        other = tensors.get(f"{module}.lora_B.weight")
+        if other is None or tensor.shape[0] != rank or other.shape[1:] != (rank,):
+            raise ModelError(f"{folder / _FILE}: {name} and its lora_B do not fit rank {rank}")
+        plain = f"{module.removeprefix('base_model.model.')}.weight"
+        updates[canonical_name(plain) or plain] = LowRank(tensor, other, scale)
+    if not updates:
+        raise ModelError(f"{folder / _FILE} holds no lora_A and lora_B")
+    return Adapter(path, updates)

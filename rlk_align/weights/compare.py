@@ -1,0 +1,344 @@
+"""Two holders of one model's weights -> what became of each parameter.
+
+Bits are compared where both sides have them, and digests where one is a recording. What differs is
+looked for in the order of how much it explains: a cast, a merged adapter, an earlier step, another
+parameter's place, some slices of an earlier step.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from rlk_align.compare.parity_weights import Difference, Shards, Sides, difference
+from rlk_align.progress import Progress, silent
+from rlk_align.trace.digest import digest_parameter, digest_slices
+from rlk_align.weights.adapter import Adapter, LowRank, Merge, ways
+from rlk_align.weights.findings import Finding, Held, Status, WeightsReport
+from rlk_align.weights.parameter import Parameter, RecordedParameter
+from rlk_align.weights.source import Source
+from rlk_align.weights.stored import DTYPES
+
+_SIDES = Sides("A", "B", "A's")
+_ROUNDINGS = ("bfloat16", "float16")
+"""What a wider dtype may hold the values of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """An earlier checkpoint of the same training run."""
+
+    step: str
+    source: Source
+
+
+@dataclass(slots=True)
+class Comparer:
+    """Compares parameters one by one."""
+
+    a: Source
+    b: Source
+    earlier: Sequence[Earlier] = ()
+    adapter: Adapter | None = None
+    digests: dict[tuple[str, str], str] = field(default_factory=dict)
+    """(parameter of A, dtype that it is rounded to) -> digest."""
+
+    def report(self, progress: Progress = silent) -> WeightsReport:
+        """What became of every parameter that either side has."""
+        names = list(dict.fromkeys([*self.a.parameters, *self.b.parameters]))
+        findings = []
+        for done, name in enumerate(names):
+            progress("parameters", done, len(names))
+            findings.append(self.finding(name))
+        return WeightsReport(
+            a=self.a.path,
+            b=self.b.path,
+            kinds=(self.a.kind, self.b.kind),
+            earlier=[e.step for e in self.earlier],
+            adapter=self.adapter.path if self.adapter else None,
+            findings=findings,
+        )
+
+    def finding(self, name: str) -> Finding:
+        """What became of one parameter."""
+        a, b = self.a.parameters.get(name), self.b.parameters.get(name)
+        if a is None or b is None:
+            side = "A" if a is None else "B"
+            return Finding(
+                name=name,
+                status="missing",
+                detail=f"{side} lacks it",
+                a=_held(a, False),
+                b=_held(b, False),
+            )
+        if a.shape != b.shape:
+            detail = f"A's shape is {list(a.shape)}, B's is {list(b.shape)}"
+            return _finding(a, b, "other", detail, digested=False)
+        if (count := _not_finite(b)) or (count := _not_finite(a)):
+            detail = f"{count:,} of {math.prod(a.shape):,} entries are NaN or infinite"
+            return _finding(a, b, "other", detail, digested=False)
+        if ranks := _other_copies(b):
+            return self._copies(a, b, ranks)
+        rounding = _rounding(a, b)
+        if rounding is None:
+            return self._explained(a, b)
+        if self._lacks_adapter(a, b):
+            detail = "A's base: the adapter is not merged into it"
+            return _finding(a, b, "stale", detail, step="the base")
+        if rounding:
+            return _finding(a, b, "cast", rounding, digested=False)
+        return _finding(a, b, "equal", digested=False)
+
+    def _lacks_adapter(self, a: Parameter, b: Parameter) -> bool:
+        """Whether B is A where every way of merging the adapter would have changed it."""
+        update = self.adapter.updates.get(a.name) if self.adapter else None
+        value = a.value()
+        if update is None or value is None or update.changes_nothing():
+            return False
+        return self._merged(a, b) is None
+
+    def _copies(self, a: Parameter, b: Parameter, ranks: dict[int, Parameter]) -> Finding:
+        """A parameter of which some ranks have another copy than rank 0."""
+        who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        detail, at = f"B's {who}: another copy than rank 0", list(ranks)
+        steps = {self._step(a.name, copy) for copy in ranks.values()}
+        step = steps.pop() if len(steps) == 1 else None
+        if step is None:
+            return _finding(a, b, "other", detail, ranks=at)
+        return _finding(a, b, "stale", f"{detail}, from {step}", step=step, ranks=at)
+
+    def _step(self, name: str, b: Parameter) -> str | None:
+        """The earlier checkpoint that has what B has, the latest where several do."""
+        for earlier in self.earlier:
+            old = earlier.source.parameters.get(name)
+            if old and old.shape == b.shape and _rounding(old, b) is not None:
+                return earlier.step
+        return None
+
+    def _explained(self, a: Parameter, b: Parameter) -> Finding:
+        """A parameter that is neither A's nor a rounding of it."""
+        if merged := self._merged(a, b):
+            return _finding(a, b, "merged", merged)
+        if step := self._step(a.name, b):
+            return _finding(a, b, "stale", f"B has it from {step}", step=step)
+        if other := self._elsewhere(b):
+            return _finding(a, b, "other", f"B holds what A has as {other}")
+        return self._in_part(a, b)
+
+    def _merged(self, a: Parameter, b: Parameter) -> str | None:
+        """How the adapter was merged into B, where it was."""
+        update = self.adapter.updates.get(a.name) if self.adapter else None
+        value = a.value()
+        if update is None or value is None:
+            return None
+        fits = [fit for way in ways(a.dtype, b.dtype) if (fit := _fit(update, value, way, b))]
+        if not fits:
+            return None
+        differing, way = min(fits, key=lambda fit: fit[0])
+        counted = f"; {differing:,} of {math.prod(a.shape):,} entries round otherwise"
+        return f"the adapter: {way}{counted if differing else ''}"
+
+    def _elsewhere(self, b: Parameter) -> str | None:
+        """The parameter of A that B has here."""
+        for name, other in self.a.parameters.items():
+            if name != b.name and other.shape == b.shape and self._digest_as(other, b) == b.digest:
+                return name
+        return None
+
+    def _digest_as(self, parameter: Parameter, b: Parameter) -> str:
+        """The digest of a parameter of A once it is rounded to the dtype of B."""
+        key = (parameter.name, b.dtype)
+        if key not in self.digests:
+            value = parameter.value()
+            if value is None or parameter.dtype == b.dtype:
+                self.digests[key] = parameter.digest
+            else:
+                self.digests[key] = digest_parameter(value.to(DTYPES[b.dtype]))
+        return self.digests[key]
+
+    def _in_part(self, a: Parameter, b: Parameter) -> Finding:
+        """A parameter of which some slices may be an earlier step's."""
+        x, y = a.value(), b.value()
+        found = difference(_Rounded(a, b.dtype), b, _SIDES, self.a.head_dim or self.b.head_dim)
+        count, largest = (None, None) if x is None or y is None else _entries(x.to(y.dtype), y)
+        step = self._step_of_slices(b, found)
+        return _finding(
+            a,
+            b,
+            "stale" if step else "other",
+            f"{found.detail}: they are those of {step}" if step else found.detail,
+            step=step,
+            ranks=found.ranks,
+            differing=count,
+            largest=largest,
+        )
+
+    def _step_of_slices(self, b: Parameter, found: Difference) -> str | None:
+        """The earlier checkpoint whose slices B has where it differs from A."""
+        mine = b.slices[found.dim][found.at]
+        for earlier in self.earlier:
+            old = earlier.source.parameters.get(b.name)
+            if old is None or old.shape != b.shape or not len(mine):
+                continue
+            if np.array_equal(_Rounded(old, b.dtype).slices[found.dim][found.at], mine):
+                return earlier.step
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Rounded:
+    """A parameter by its slices once it is rounded to another dtype."""
+
+    parameter: Parameter
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        return self.parameter.name
+
+    @property
+    def shards(self) -> Shards:
+        return self.parameter.shards
+
+    @property
+    def slices(self) -> tuple[np.ndarray, np.ndarray]:
+        value = self.parameter.value()
+        if value is None or self.dtype == self.parameter.dtype:
+            return self.parameter.slices
+        return digest_slices(value.to(DTYPES[self.dtype]))
+
+
+def _finding(
+    a: Parameter,
+    b: Parameter,
+    status: Status,
+    detail: str = "",
+    *,
+    step: str | None = None,
+    ranks: Sequence[int] = (),
+    differing: int | None = None,
+    largest: float | None = None,
+    digested: bool = True,
+) -> Finding:
+    """`digested`: whether the digests of both sides are worth reading them once more."""
+    return Finding(
+        name=a.name,
+        status=status,
+        detail=detail,
+        step=step,
+        ranks=list(ranks),
+        a=_held(a, digested),
+        b=_held(b, digested),
+        differing=differing,
+        max_abs_difference=largest,
+    )
+
+
+def _held(parameter: Parameter | None, digested: bool) -> Held | None:
+    if parameter is None:
+        return None
+    known = digested or isinstance(parameter, RecordedParameter)
+    digest = parameter.digest if known else None
+    return Held(parameter.dtype, parameter.shape, digest)
+
+
+def _fit(
+    update: LowRank, weight: torch.Tensor, way: Merge, b: Parameter
+) -> tuple[int, Merge] | None:
+    """(how many entries of B round otherwise, that way) where it explains B."""
+    held = b.value()
+    if held is None:
+        whole = torch.cat([m.value for m in update.merged(weight, way)])
+        return (0, way) if digest_parameter(whole) == b.digest else None
+    differing = start = 0
+    for merged in update.merged(weight, way):
+        block = held[start : start + len(merged.value)]
+        if not bool(((merged.low <= block) & (block <= merged.high)).all()):
+            return None
+        differing += int((merged.value != block).sum())
+        start += len(block)
+    return differing, way
+
+
+def _rounding(a: Parameter, b: Parameter) -> str | None:
+    """Which side is a rounding of the other, in words: empty where both have the same values, None
+    where neither is."""
+    x, y = a.value(), b.value()
+    if x is None and y is None:
+        return "" if a.digest == b.digest else None
+    for value, other, words in ((x, b, "B is A"), (y, a, "A is B")):
+        dtype = None if value is None else _rounded_to(value, other)
+        if dtype is not None:
+            return f"{words} rounded to {dtype}" if dtype else ""
+    return None
+
+
+def _rounded_to(value: torch.Tensor, other: Parameter) -> str | None:
+    """The dtype that `value` was rounded to for the other side: empty where nothing was lost, None
+    where no rounding gives what is there."""
+    if not value.dtype.is_floating_point:
+        return "" if _holds(other, value) else None
+    for name in dict.fromkeys((other.dtype, *_ROUNDINGS)):
+        rounded = value.to(DTYPES[name])
+        if _holds(other, rounded):
+            lossless = torch.equal(rounded.to(value.dtype), value)
+            stored = f", stored as {other.dtype}" if name != other.dtype else ""
+            return "" if lossless else f"{name}{stored}"
+    return None
+
+
+def _holds(parameter: Parameter, value: torch.Tensor) -> bool:
+    """Whether the parameter has these values; what is not a number equals nothing."""
+    held = parameter.value()
+    if held is None:
+        return digest_parameter(value) == parameter.digest
+    wanted = value.to(held.dtype)
+    return _same_bits(wanted, held) or torch.equal(wanted, held)
+
+
+def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Compares bytes, at the speed of memory."""
+    return torch.equal(_bytes(x), _bytes(y))
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _not_finite(parameter: Parameter) -> int:
+    """How many entries are NaN or infinite; none in a recording, which refuses them."""
+    value = parameter.value()
+    if value is None or not value.dtype.is_floating_point or not value.numel():
+        return 0
+    wide = value.float() if value.dtype.itemsize == 1 else value
+    if all(bool(torch.isfinite(end)) for end in wide.aminmax()):
+        return 0
+    return int((~torch.isfinite(wide)).sum())
+
+
+def _other_copies(parameter: Parameter) -> dict[int, Parameter]:
+    """The copies of a replicated parameter that are not that of rank 0, by rank."""
+    if not isinstance(parameter, RecordedParameter):
+        return {}
+    weight = parameter.weight
+    return {
+        rank: replace(parameter, weight=replace(weight, digest=digest))
+        for rank, digest in enumerate(weight.replicas, start=1)
+        if digest != weight.digest
+    }
+
+
+def _entries(x: torch.Tensor, y: torch.Tensor) -> tuple[int, float]:
+    """(how many entries differ, the largest difference in magnitude)."""
+    count, largest = 0, 0.0
+    for mine, theirs in zip(_blocks(x), _blocks(y), strict=True):
+        apart = (mine.double() - theirs.double()).abs()
+        count += int((apart != 0).sum())
+        largest = max(largest, float(apart.max()))
+    return count, largest
+
+
+def _blocks(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield from x.reshape(-1).split(1 << 20)

@@ -1,0 +1,136 @@
+"""Stored names -> canonical parameters: those of HF, of engines that fuse q, k, v or gate and up, and of
+Megatron, whatever a trainer has wrapped around the model."""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from rlk_align.engines.common.layout import Layout, even, fused
+from rlk_align.engines.common.weights import parameters
+from rlk_align.engines.megatron.layout import vocabulary
+from rlk_align.engines.megatron.places import megatron_places
+from rlk_align.model.families import ModelShape
+from rlk_align.model.operators import OPERATORS
+
+_WRAPPERS = {
+    *("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"),
+}
+"""What torch.compile, FSDP, DDP, activation checkpointing and PEFT put into a name."""
+_NOT_WEIGHTS = ("inv_freq", "_extra_state")
+"""What follows from the config, and TransformerEngine's state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A canonical parameter, as part of a stored tensor."""
+
+    parameter: str
+    rows: tuple[tuple[int, int], ...] = ()
+    """Where it lies along the first dimension; empty where it is all of the tensor."""
+    layer: int | None = None
+    """Which entry of the first dimension it is in, where layers are stacked there."""
+
+
+def pieces(name: str, dimensions: int, shape: ModelShape | None) -> tuple[Piece, ...]:
+    """What a stored tensor holds; one piece of its own name where that is unknown, and none where
+    it is no weight of the model."""
+    parts = [p for p in name.split(".") if p not in _WRAPPERS]
+    if parts[-1] in _NOT_WEIGHTS or any(p.startswith("optim") for p in parts[:-1]):
+        return ()
+    for first in range(len(parts)):
+        inner = ".".join(parts[first:])
+        if canonical := canonical_name(inner):
+            return (Piece(canonical),)
+        if shape is not None and (known := _fused_tensors(shape).get((inner, dimensions))):
+            return known
+    return (Piece(".".join(parts)),)
+
+
+_MODULES = {o.module: o.parameter or o.name for o in OPERATORS.values() if o.module}
+_HF_NAME = re.compile(r"(?:model\.layers\.(\d+)\.)?(.+)\.(weight|bias)")
+
+
+def canonical_name(tensor: str) -> str | None:
+    """The inverse of `model.checkpoint.tensor_name`: `model.layers.3.self_attn.k_proj.bias` ->
+    `layers.3.k_proj.bias`; None for another name."""
+    match = _HF_NAME.fullmatch(tensor)
+    parameter = _MODULES.get(match[2]) if match else None
+    if match is None or parameter is None:
+        return None
+    in_layer = any(o.part for o in OPERATORS.values() if o.module == match[2])
+    if in_layer != (match[1] is not None):
+        return None
+    name = parameter if match[1] is None else f"layers.{match[1]}.{parameter}"
+    return name if match[3] == "weight" else f"{name}.bias"
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor of a convention in which operators are fused, or have other names than HF's."""
+
+    name: str
+    dimensions: int
+    pieces: tuple[Piece, ...]
+
+
+@lru_cache(maxsize=4)
+def _fused_tensors(shape: ModelShape) -> dict[tuple[str, int], tuple[Piece, ...]]:
+    """(stored name, number of dimensions) -> what it holds."""
+    table: dict[tuple[str, int], tuple[Piece, ...]] = {}
+    for tensor in (*_fused_hf(shape), *_megatron(shape)):
+        table[tensor.name, tensor.dimensions] = tensor.pieces
+    # Megatron stacks equal layers along a first dimension of their own.
+    for (name, dimensions), tensor_pieces in tuple(table.items()):
+        if match := re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name):
+            key = (f"decoder.layers.{match[2]}", dimensions + 1)
+            stacked = (replace(p, layer=int(match[1])) for p in tensor_pieces)
+            table[key] = (*table.get(key, ()), *stacked)
+    return table
+
+
+def _fused_hf(shape: ModelShape) -> Iterator[_Tensor]:
+    """q, k, v and gate, up in one tensor each, one after another, as vLLM has them."""
+    for i in range(shape.layers):
+        for module, ops in (
+            ("self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj")),
+            ("mlp.gate_up_proj", ("gate_proj", "up_proj")),
+        ):
+            sizes = [shape.size(OPERATORS[op].features) for op in ops]
+            for end, suffix, dimensions in (("weight", "", 2), ("bias", ".bias", 1)):
+                names = [f"layers.{i}.{op}{suffix}" for op in ops]
+                layout = fused(*(even(n, s, 1) for n, s in zip(names, sizes, strict=True)))
+                name = f"model.layers.{i}.{module}.{end}"
+                yield _Tensor(name, dimensions, _along_rows(layout))
+
+
+def _megatron(shape: ModelShape) -> Iterator[_Tensor]:
+    """With TransformerEngine's norms inside the linears, and without."""
+    for te in (False, True):
+        places = megatron_places(shape, 1, te, tied=False)
+        for entry in parameters(places, shape, 1, lambda name: vocabulary(name, shape, 1)):
+            [first, *_] = entry.layout.ops
+            is_bias = first.endswith(".bias")
+            operator = first.removesuffix(".bias").rpartition(".")[2]
+            known = OPERATORS["logits" if operator == "lm_head" else operator]
+            dimensions = 1 if is_bias else len(known.weight)
+            here = _along_rows(entry.layout) if entry.dim == 0 else (Piece(first),)
+            yield _Tensor(entry.name, dimensions, here)
+
+
+def _along_rows(layout: Layout) -> tuple[Piece, ...]:
+    """The pieces of a layout of one rank along the first dimension."""
+    return tuple(
+        Piece(op, _joined((offset, offset + p.size) for _, offset, p in layout.holders(op)))
+        for op in layout.ops
+    )
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Ranges that follow each other become one."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if joined and joined[-1][1] == start:
+            start = joined.pop()[0]
+        joined.append((start, stop))
+    return tuple(joined)

@@ -1,0 +1,130 @@
+"""A canonical parameter as a checkpoint stores it, or as a live engine held it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from rlk_align.compare.parity_weights import Shards
+from rlk_align.trace.digest import digest_parameter, digest_slices
+from rlk_align.trace.reader import Trace, Weight
+from rlk_align.weights.naming import Piece
+from rlk_align.weights.stored import Chunk, StoredTensor
+
+
+class Parameter(Protocol):
+    """One canonical parameter of one side."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shards(self) -> Shards: ...
+    @property
+    def digest(self) -> str: ...
+    @property
+    def slices(self) -> tuple[np.ndarray, np.ndarray]: ...
+
+    def value(self) -> torch.Tensor | None:
+        """Its entries; None where only digests were recorded."""
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """A parameter of a checkpoint, read whenever it is asked for."""
+
+    name: str
+    tensor: StoredTensor
+    piece: Piece
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        inner = self.tensor.shape[1:] if self.piece.layer is not None else self.tensor.shape
+        if not self.piece.rows:
+            return inner
+        return (sum(stop - start for start, stop in self.piece.rows), *inner[1:])
+
+    @property
+    def dtype(self) -> str:
+        return self.tensor.dtype
+
+    def value(self) -> torch.Tensor:
+        layer = self.piece.layer
+        if layer is None and len(self.piece.rows) == 1:
+            return self.tensor.read(self.piece.rows[0])
+        region = None if layer is None else (layer, layer + 1)
+        whole = self.tensor.read(region)
+        whole = whole if layer is None else whole[0]
+        parts = [whole[start:stop] for start, stop in self.piece.rows] or [whole]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    @cached_property
+    def digest(self) -> str:
+        return digest_parameter(self.value())
+
+    @cached_property
+    def slices(self) -> tuple[np.ndarray, np.ndarray]:
+        return digest_slices(self.value())
+
+    @cached_property
+    def shards(self) -> Shards:
+        chunks = self.tensor.chunks
+        if len({c.rank for c in chunks}) < 2:
+            return []
+        return [shard for chunk in chunks for shard in self._shards_of(chunk)]
+
+    def _shards_of(self, chunk: Chunk) -> Iterable[tuple[int, int, int, int]]:
+        """Where one process's chunk lies in the parameter."""
+        offsets, sizes = chunk.offsets, chunk.sizes
+        layer = self.piece.layer
+        if layer is not None:
+            if not offsets[0] <= layer < offsets[0] + sizes[0]:
+                return
+            offsets, sizes = offsets[1:], sizes[1:]
+        if len(sizes) > 1 and sizes[1] != self.shape[1]:
+            yield (chunk.rank, 1, offsets[1], offsets[1] + sizes[1])
+            return
+        at = 0
+        for start, stop in self.piece.rows or ((0, self.shape[0]),):
+            low, high = max(start, offsets[0]), min(stop, offsets[0] + sizes[0])
+            if low < high:
+                yield (chunk.rank, 0, at + low - start, at + high - start)
+            at += stop - start
+
+
+@dataclass(frozen=True)
+class RecordedParameter:
+    """A parameter of a live engine, of which a capture has recorded digests."""
+
+    name: str
+    trace: Trace
+    weight: Weight
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.weight.dtype
+
+    @property
+    def shards(self) -> Shards:
+        return self.weight.shards
+
+    @property
+    def digest(self) -> str:
+        return self.weight.digest
+
+    @cached_property
+    def slices(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.trace.weight_slices(self.name)
+
+    def value(self) -> None:
+        return None

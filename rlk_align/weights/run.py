@@ -1,0 +1,44 @@
+"""`rlk-align weights`: from paths to a report."""
+
+from collections.abc import Callable, Sequence
+
+from rlk_align.errors import RlkError
+from rlk_align.progress import Progress, silent
+from rlk_align.trace.run import Role
+from rlk_align.weights.adapter import read_adapter
+from rlk_align.weights.compare import Comparer, Earlier
+from rlk_align.weights.earlier import siblings, step_of
+from rlk_align.weights.findings import WeightsReport
+from rlk_align.weights.source import open_sources
+
+
+def compare_weights(
+    a: str,
+    b: str,
+    *,
+    earlier: Sequence[str] = (),
+    adapter: str | None = None,
+    progress: Progress = silent,
+    warn: Callable[[str], None] = lambda _: None,
+) -> WeightsReport:
+    """What became of each parameter of A, what was trained, in B, what was synced.
+
+    `earlier`: checkpoints of earlier steps; without them, those beside A. `adapter`: a LoRA adapter
+    that belongs to A. Raises UsageError for what holds no weights, CorruptCheckpoint and CorruptTrace
+    for what is damaged.
+    """
+    sides: list[tuple[str, Role]] = [(a, "train"), (b, "rollout")]
+    first, second, *given = open_sources([*sides, *((p, "train") for p in earlier)])
+    steps = [Earlier(step_of(path), source) for path, source in zip(earlier, given, strict=True)]
+    for path in () if earlier else siblings(a, a, b):
+        try:
+            [_, source] = open_sources([sides[0], (path, "train")])
+        except RlkError as error:
+            # Nobody asked for this one: a trainer may be writing it, or have removed it.
+            warn(f"an earlier checkpoint is left out: {error.message}")
+            continue
+        steps.append(Earlier(step_of(path), source))
+    first, second = first.with_head(second), second.with_head(first)
+    steps = [Earlier(e.step, e.source.with_head(first)) for e in steps]
+    low_rank = read_adapter(adapter) if adapter is not None else None
+    return Comparer(first, second, steps, low_rank).report(progress)

@@ -1,0 +1,141 @@
+"""Where weights are found: a checkpoint's folder or file, or the run of a live engine."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rlk_align.errors import ModelError, UsageError
+from rlk_align.model.checkpoint import read_config, resolve_model, weight_files
+from rlk_align.model.families import ModelShape, read_shape
+from rlk_align.trace.reader import Trace
+from rlk_align.trace.run import Role, Run
+from rlk_align.weights.dcp import METADATA, read_dcp
+from rlk_align.weights.naming import pieces
+from rlk_align.weights.parameter import Parameter, RecordedParameter, StoredParameter
+from rlk_align.weights.safetensors import read_safetensors
+from rlk_align.weights.stored import StoredTensor
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "mp_rank_*/*.pt")
+EMBEDDING, HEAD = "embed", "lm_head"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One holder of weights."""
+
+    path: str
+    kind: str
+    """`safetensors`, `distributed checkpoint`, or the engine of a run, e.g. `vllm 0.32.0`."""
+    parameters: dict[str, Parameter]
+    tied: bool = False
+    """Whether its config says that the head is the embedding."""
+    head_dim: int = 0
+    """Features of one attention head; 0 where the model's shape is not known."""
+
+    def with_head(self, other: "Source") -> "Source":
+        """The same with the embedding as its head, where that is tied and only `other` has one."""
+        if HEAD in self.parameters or HEAD not in other.parameters:
+            return self
+        embedding = self.parameters.get(EMBEDDING)
+        if not self.tied or not isinstance(embedding, StoredParameter):
+            return self
+        return replace(self, parameters={**self.parameters, HEAD: replace(embedding, name=HEAD)})
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """What a path leads to, before the names in it are understood."""
+
+    path: str
+    kind: str
+    shape: ModelShape | None
+    tied: bool
+    tensors: list[StoredTensor]
+    trace: Trace | None = None
+
+    def source(self, shape: ModelShape | None) -> Source:
+        """Its canonical parameters; `shape` is the other side's, for one that does not say."""
+        known = self.shape or shape
+        head_dim = known.head_dim if known else 0
+        if self.trace is not None:
+            trace = self.trace
+            recorded = {n: RecordedParameter(n, trace, w) for n, w in trace.weights.items()}
+            return Source(self.path, self.kind, dict(recorded), self.tied, head_dim)
+        parameters: dict[str, Parameter] = {}
+        # A trainer may store copies, e.g. an average, under longer names: the shortest is the model.
+        for tensor in sorted(self.tensors, key=lambda t: t.name.count(".")):
+            for piece in pieces(tensor.name, len(tensor.shape), known):
+                name = piece.parameter if piece.parameter not in parameters else tensor.name
+                parameters[name] = StoredParameter(name, tensor, piece)
+        return Source(self.path, self.kind, parameters, self.tied, head_dim)
+
+
+def open_sources(paths: Iterable[tuple[str, Role]]) -> list[Source]:
+    """Opens several holders of one model's weights; headers are read, and no tensor.
+
+    A path comes with the side that is taken of a run that compared two engines. The shape of the
+    model is that of the first that has a config. Raises UsageError for what is no checkpoint and
+    no run, CorruptCheckpoint and CorruptTrace for one that is damaged.
+    """
+    locations = [locate(path, role) for path, role in paths]
+    shape = next((x.shape for x in locations if x.shape is not None), None)
+    tied = any(x.tied for x in locations if x.shape is not None)
+    return [replace(x, tied=x.tied or (tied and x.shape is None)).source(shape) for x in locations]
+
+
+def locate(path: str, role: Role) -> Location:
+    """Raises as `open_sources` does."""
+    place = Path(path).expanduser()
+    if place.is_dir() and (place / "run.json").is_file():
+        trace = Trace(Run.open(path).capture_folder(role))
+        record = trace.record
+        return Location(path, f"{record.engine} {record.version}", record.shape, False, [], trace)
+    if place.is_file() and place.suffix == ".safetensors":
+        return _checkpoint(path, place.parent, "safetensors", read_safetensors(place))
+    if place.is_file():
+        raise ModelError(f"{path} is no file of weights that is read", _WANTED)
+    folder = resolve_model(path)
+    if (folder / METADATA).is_file():
+        return _checkpoint(path, folder, "distributed checkpoint", read_dcp(folder))
+    tensors = [t for file in _safetensors(folder, path) for t in read_safetensors(file)]
+    return _checkpoint(path, folder, "safetensors", tensors)
+
+
+_WANTED = (
+    "give a folder or file of safetensors, a distributed checkpoint (the folder with .metadata), "
+    "or a run's folder"
+)
+
+
+def _safetensors(folder: Path, path: str) -> list[Path]:
+    if any((folder / f"model.safetensors{end}").is_file() for end in ("", ".index.json")):
+        return weight_files(folder)
+    files = sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith("adapter_"))
+    if files:
+        return files
+    pickles = [p for pattern in _PICKLES for p in folder.glob(pattern)]
+    if pickles:
+        raise ModelError(
+            f"{path} holds pickles ({pickles[0].name}), which are not read: loading one runs it",
+            "save it as safetensors, or as a distributed checkpoint, where it was trained "
+            "(Megatron: --ckpt-format torch_dist)",
+        )
+    inside = sorted(p.parent.name for p in folder.glob(f"*/{METADATA}"))
+    fix = f"give one of the checkpoints in it: {', '.join(inside)}" if inside else _WANTED
+    raise ModelError(f"{path} holds no weights that are read", fix)
+
+
+def _checkpoint(path: str, folder: Path, kind: str, tensors: list[StoredTensor]) -> Location:
+    for place in (folder, folder / "huggingface", folder.parent, folder.parent / "huggingface"):
+        if (place / "config.json").is_file():
+            tied = bool(read_config(place).get("tie_word_embeddings"))
+            return Location(path, kind, _shape(place), tied, tensors)
+    return Location(path, kind, None, False, tensors)
+
+
+def _shape(folder: Path) -> ModelShape | None:
+    """None where the family is not known: names are then compared as they are stored."""
+    try:
+        return read_shape(folder)
+    except UsageError:
+        return None
