@@ -1,6 +1,6 @@
 """Explains simulated dumps, healthy ones and ones with planted faults, and writes what was named.
 
-python scripts/sweep_dumps.py --out reports/dumps.json          prints the tables of reports/dumps.md
+python scripts/sweep_dumps.py --out reports/dumps.json    prints the tables of reports/dumps.md
 """
 
 import argparse

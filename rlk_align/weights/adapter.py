@@ -2,8 +2,8 @@
 
 A merge adds scale · B · A to W. In which dtype each step is rounded, and whether the product or a
 factor is scaled, decides the bits: `ways` lists each way, and
-`LowRank.merged` computes it. A product of matrices has no one order: what follows from any order of its
-float32 sums is an interval for each entry.
+`LowRank.merged` computes it. A product of matrices has no one order: what follows from any order
+of its float32 sums is an interval for each entry.
 """
 
 import json

@@ -69,7 +69,7 @@ def _size(value: Call) -> tuple[int, ...]:
 
 
 def _key(index: Call) -> tuple[str, tuple[int, ...]]:
-    """What the metadata finds a chunk by: the tensor's name, and the offset where it has several."""
+    """What the metadata finds a chunk by: the tensor's name, and its offset if it has several."""
     offset = index.state.get("offset")
     return index["fqn"], () if offset is None else _size(offset)
 

@@ -1,5 +1,5 @@
-"""Stored names -> canonical parameters: those of HF, of engines that fuse q, k, v or gate and up, and of
-Megatron, whatever a trainer has wrapped around the model."""
+"""Stored names -> canonical parameters: those of HF, of engines that fuse q, k, v or gate and up,
+and of Megatron, whatever a trainer has wrapped around the model."""
 
 import re
 from collections.abc import Iterable, Iterator

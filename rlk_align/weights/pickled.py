@@ -1,8 +1,8 @@
 """Reads a pickle as data: nothing is imported, called or built.
 
-Torch writes what a distributed checkpoint holds as a pickle. A pickle is a program; loading a foreign
-one runs it. Here only its structure is kept: a class or function is its name, and a call is a
-record of what would have been called.
+Torch writes what a distributed checkpoint holds as a pickle. A pickle is a program; loading a
+foreign one runs it. Here only its structure is kept: a class or function is its name, and a call
+is a record of what would have been called.
 """
 
 import pickletools

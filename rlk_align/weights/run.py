@@ -24,8 +24,8 @@ def compare_weights(
     """What became of each parameter of A, what was trained, in B, what was synced.
 
     `earlier`: checkpoints of earlier steps; without them, those beside A. `adapter`: a LoRA adapter
-    that belongs to A. Raises UsageError for what holds no weights, CorruptCheckpoint and CorruptTrace
-    for what is damaged.
+    that belongs to A. Raises UsageError for what holds no weights, CorruptCheckpoint and
+    CorruptTrace for what is damaged.
     """
     sides: list[tuple[str, Role]] = [(a, "train"), (b, "rollout")]
     first, second, *given = open_sources([*sides, *((p, "train") for p in earlier)])

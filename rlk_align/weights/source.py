@@ -62,7 +62,7 @@ class Location:
             recorded = {n: RecordedParameter(n, trace, w) for n, w in trace.weights.items()}
             return Source(self.path, self.kind, dict(recorded), self.tied, head_dim)
         parameters: dict[str, Parameter] = {}
-        # A trainer may store copies, e.g. an average, under longer names: the shortest is the model.
+        # A trainer may store copies, e.g. an average, by longer names: the shortest is the model.
         for tensor in sorted(self.tensors, key=lambda t: t.name.count(".")):
             for piece in pieces(tensor.name, len(tensor.shape), known):
                 name = piece.parameter if piece.parameter not in parameters else tensor.name

@@ -36,7 +36,8 @@ def nemo(folder: Path, step: int) -> Path:
         for n in range(len(g)):
             record = {
                 "token_ids": [[7] * g.shape[1]], "generation_logprobs": [g[n].tolist()],
-                "prev_logprobs": [t[n].tolist()], "token_loss_mask": [mask[n].astype(float).tolist()],
+                "prev_logprobs": [t[n].tolist()],
+                "token_loss_mask": [mask[n].astype(float).tolist()],
                 "sample_loss_mask": [1.0], "input_lengths": [g.shape[1]], "rewards": [0.5],
             }  # fmt: skip
             file.write(json.dumps(record) + "\n")

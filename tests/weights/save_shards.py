@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 save_shards.py fsdp|megatron FOLDER
 
-FOLDER/step-1: the embedded model; step-2: every parameter moved; synced: step 2, but for one matrix, of
-which rank 1 still has its slice of step 1.
+FOLDER/step-1: the embedded model; step-2: every parameter moved; synced: step 2, but for one
+matrix, of which rank 1 still has its slice of step 1.
 """
 
 import sys
