@@ -12,18 +12,24 @@ from rlk_align.writers.batch import Record
 from rlk_align.writers.step_file import write_step
 
 
-def imported_folder(folder: Path, run: Path) -> Sequences:
+@pytest.fixture
+def imported_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Sequences]:
     """Imports what lies in a folder of steps."""
-    import_dump("auto", [folder], run, ["rlk-align", "import"])
-    return join(list(ImportedRun.open(str(run)).sequences()))
+
+    def run(folder: Path) -> Sequences:
+        made = tmp_path_factory.mktemp("imported")
+        import_dump("auto", [folder], made, ["rlk-align", "import"])
+        return join(list(ImportedRun.open(str(made)).sequences()))
+
+    return run
 
 
 @pytest.fixture
-def imported_step(tmp_path: Path) -> Callable[[list[Record]], Sequences]:
+def imported_step(tmp_path: Path, imported_folder) -> Callable[[list[Record]], Sequences]:
     """Writes records as step 7 and imports them."""
 
     def run(records: list[Record]) -> Sequences:
         write_step(tmp_path / "steps", 7, records)
-        return imported_folder(tmp_path / "steps", tmp_path / "run")
+        return imported_folder(tmp_path / "steps")
 
     return run
