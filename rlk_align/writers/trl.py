@@ -17,10 +17,10 @@ from rlk_align.writers.batch import Record, batch_records
 from rlk_align.writers.step_file import write_step
 
 
-def log_steps(trainer: Any, folder: str | Path, **sampling: Any) -> None:
+def log_steps(trainer: Any, folder: str | Path, *, rollout_dtype: str, **sampling: Any) -> None:
     """Makes a GRPOTrainer write the samples of each training step into `folder`.
 
-    `sampling` says what its arguments do not, or what a `rollout_func` does otherwise: fields of
+    `rollout_dtype` is what the rollout's engine computes in, e.g. `bfloat16`. `sampling` says what its arguments do not, or what a `rollout_func` does otherwise: fields of
     `Sampling`. Training then raises DumpError at its first batch where TRL does not compute both
     sides' log-probs; nothing is computed for the writer's sake.
     """
@@ -35,7 +35,7 @@ def log_steps(trainer: Any, folder: str | Path, **sampling: Any) -> None:
         batch = make_batch(inputs)
         if trainer.model.training:
             step = trainer.state.global_step
-            waiting.setdefault(step, []).extend(_records(trainer, batch, step, said))
+            waiting.setdefault(step, []).extend(_records(trainer, batch, step, said, rollout_dtype))
         return batch
 
     class StepEnd(TrainerCallback):  # type: ignore[misc, unused-ignore]
@@ -54,7 +54,9 @@ def log_steps(trainer: Any, folder: str | Path, **sampling: Any) -> None:
     trainer.add_callback(StepEnd())
 
 
-def _records(trainer: Any, batch: Mapping[str, Any], step: int, sampling: Sampling) -> list[Record]:
+def _records(
+    trainer: Any, batch: Mapping[str, Any], step: int, sampling: Sampling, rollout_dtype: str
+) -> list[Record]:
     if "sampling_per_token_logps" not in batch:
         raise DumpError(
             "TRL has no log-probs of the rollout: transformers' own generation gives none",
@@ -85,6 +87,7 @@ def _records(trainer: Any, batch: Mapping[str, Any], step: int, sampling: Sampli
         rollout_version=trainer._last_loaded_step if trainer.use_vllm else None,
         train_version=step,
         sampling=sampling,
+        rollout_dtype=rollout_dtype,
         train_dtype="bfloat16" if args.bf16 else "float16" if args.fp16 else _dtype(trainer.model),
         mask_rewritten=bool(args.mask_truncated_completions),
     )

@@ -61,7 +61,7 @@ def write(
 
 
 def _padded(fields: Mapping[str, Any]) -> dict[str, Any]:
-    if "attention_mask" not in fields.keys():  # noqa: SIM118 (a TensorDict has no `in`)
+    if "attention_mask" not in set(fields.keys()):
         raise DumpError("verl's batch has no attention_mask", "write it with the batch's padding")
     prompts, responses = (np.array(fields[n].tolist()) for n in ("prompts", "responses"))
     there = np.array(fields["attention_mask"].tolist())
@@ -107,7 +107,8 @@ def _is_nested(values: Any) -> bool:
 
 
 def _uids(batch: Any, fields: Any) -> list[str] | None:
-    """The name of each sample's prompt, which a DataProto has beside its tensors."""
-    beside = getattr(batch, "non_tensor_batch", {})
-    uids = beside.get("uid") if "uid" in beside else None
-    return None if uids is None else [str(uid) for uid in uids]
+    """The names of the samples' prompts, which a DataProto has beside its tensors."""
+    for named in (getattr(batch, "non_tensor_batch", {}), fields):
+        if "uid" in set(named.keys()):
+            return [str(uid) for uid in named["uid"]]
+    return None

@@ -52,13 +52,21 @@ def padded() -> dict[str, torch.Tensor]:
     }
 
 
-def jagged() -> dict[str, torch.Tensor]:
+def jagged() -> dict[str, Any]:
     """As the V1 trainer has them."""
     rows = dict(zip(verl.FIELDS, (PROMPTS, RESPONSES, MASK, G, T), strict=True))
-    return {
+    tensors = {
         name: torch.nested.as_nested_tensor([torch.tensor(r) for r in values], layout=torch.jagged)
         for name, values in rows.items()
     }
+    return tensors | {"uid": ["p", "q"]}
+
+
+def tensor_dict() -> Any:
+    """As `tq.kv_batch_get` gives them to it."""
+    tensordict = pytest.importorskip("tensordict")
+    uid = tensordict.NonTensorStack("p", "q")
+    return tensordict.TensorDict(jagged() | {"uid": uid}, batch_size=2)
 
 
 def data_proto() -> Any:
@@ -68,7 +76,7 @@ def data_proto() -> Any:
     return protocol.DataProto.from_dict(tensors=padded(), non_tensors={"uid": uid})
 
 
-@pytest.mark.parametrize("make", [padded, jagged, data_proto])
+@pytest.mark.parametrize("make", [padded, jagged, tensor_dict, data_proto])
 def test_a_batch(tmp_path: Path, imported_folder, make) -> None:
     path = verl.write(tmp_path, 3, make(), CONFIG)
     assert path.name == "step_000003_rank_0_of_1.jsonl"
@@ -85,7 +93,7 @@ def test_a_batch(tmp_path: Path, imported_folder, make) -> None:
         "logprobs_mode": "processed_logprobs",
     }
     assert not read.mask_rewritten.any()
-    if make is data_proto:
+    if make is not padded:
         assert list(read.groups) == ["p", "q"]
 
 
