@@ -20,9 +20,10 @@ from rlk_align.writers.step_file import write_step
 def log_steps(trainer: Any, folder: str | Path, *, rollout_dtype: str, **sampling: Any) -> None:
     """Makes a GRPOTrainer write the samples of each training step into `folder`.
 
-    `rollout_dtype` is what the rollout's engine computes in, e.g. `bfloat16`. `sampling` says what its arguments do not, or what a `rollout_func` does otherwise: fields of
-    `Sampling`. Training then raises DumpError at its first batch where TRL does not compute both
-    sides' log-probs; nothing is computed for the writer's sake.
+    `rollout_dtype` is what the rollout's engine computes in, e.g. `bfloat16`. `sampling` says what
+    the trainer's arguments do not, or what a `rollout_func` does otherwise: fields of `Sampling`.
+    Training then raises DumpError at its first batch where TRL does not compute both sides'
+    log-probs; nothing is computed for the writer's sake.
     """
     from transformers import TrainerCallback
 

@@ -5,7 +5,6 @@ padding; the earlier one pads prompts on the left and responses on the right.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,17 +12,16 @@ from numpy.typing import NDArray
 
 from rlk_align.dumps.record import Sampling
 from rlk_align.errors import DumpError
-from rlk_align.writers.batch import batch_records
-from rlk_align.writers.step_file import write_step
+from rlk_align.writers.batch import Record, batch_records
 
 FIELDS = ("prompts", "responses", "response_mask", "rollout_log_probs", "old_log_probs")
 """What the writer needs of the V1 trainer's batch."""
 
 
-def write(
-    folder: str | Path, step: int, batch: Any, config: Any, *, mask_rewritten: bool = False
-) -> Path:
-    """Writes a step's batch, and returns the file; `config` is the trainer's.
+def records(
+    batch: Any, config: Any, *, train_version: int | None = None, mask_rewritten: bool = False
+) -> list[Record]:
+    """Returns the records of a batch, for `write_step`; `config` is the trainer's.
 
     Call it after old_log_prob and before rollout correction, which takes the tokens that it rejects
     out of response_mask; where it is called later, say `mask_rewritten=True`. Raises DumpError in
@@ -49,15 +47,14 @@ def write(
     rollout = config["actor_rollout_ref"]["rollout"]
     names = ("temperature", "top_p", "top_k", "logprobs_mode")
     arrays = _jagged(fields) if _is_nested(fields["responses"]) else _padded(fields)
-    records = batch_records(
+    return batch_records(
         **arrays,
         groups=_uids(batch, fields),
-        train_version=step,
+        train_version=train_version,
         sampling=Sampling(**{name: rollout.get(name) for name in names}),
         rollout_dtype=rollout.get("dtype"),
         mask_rewritten=mask_rewritten,
     )
-    return write_step(folder, step, records)
 
 
 def _padded(fields: Mapping[str, Any]) -> dict[str, Any]:

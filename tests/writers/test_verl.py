@@ -3,63 +3,15 @@
 The package is no dependency; where it is installed its own DataProto is used.
 """
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from verl_batches import CONFIG, MASK, PROMPTS, RESPONSES, G, T, jagged, padded
 
 from rlk_align.errors import DumpError
 from rlk_align.writers import verl
-
-PROMPTS = [[11, 12], [21, 22, 23]]
-RESPONSES = [[31, 32, 33, 34], [41, 42, 43]]
-MASK = [[1, 1, 0, 1], [1, 1, 1]]
-"""A tool gave the third token of the first response."""
-G = [[-0.5, -1.5, 0.0, -0.25], [-2.0, -0.75, -0.125]]
-T = [[-0.625, -1.25, -3.0, -0.5], [-2.25, -0.5, -0.25]]
-CONFIG = {
-    "algorithm": {"rollout_correction": None},
-    "actor_rollout_ref": {
-        "rollout": {
-            "temperature": 0.8,
-            "top_p": 1.0,
-            "top_k": -1,
-            "logprobs_mode": "processed_logprobs",
-            "dtype": "bfloat16",
-        }
-    },
-}
-
-
-def padded() -> dict[str, torch.Tensor]:
-    """As its earlier trainer has them: prompts on the right of 4 columns, responses on the left of
-    5."""
-    both = [[0] * (4 - len(p)) + [1] * len(p) for p in PROMPTS]
-    there = [p + [1] * len(r) + [0] * (5 - len(r)) for p, r in zip(both, RESPONSES, strict=True)]
-
-    def right(rows: list[list[Any]]) -> torch.Tensor:
-        return torch.tensor([row + [0] * (5 - len(row)) for row in rows])
-
-    return {
-        "prompts": torch.tensor([[0] * (4 - len(p)) + p for p in PROMPTS]),
-        "responses": right(RESPONSES),
-        "attention_mask": torch.tensor(there),
-        "response_mask": right(MASK),
-        "rollout_log_probs": right(G),
-        "old_log_probs": right(T),
-    }
-
-
-def jagged() -> dict[str, Any]:
-    """As the V1 trainer has them."""
-    rows = dict(zip(verl.FIELDS, (PROMPTS, RESPONSES, MASK, G, T), strict=True))
-    tensors = {
-        name: torch.nested.as_nested_tensor([torch.tensor(r) for r in values], layout=torch.jagged)
-        for name, values in rows.items()
-    }
-    return tensors | {"uid": ["p", "q"]}
 
 
 def tensor_dict() -> Any:
@@ -77,10 +29,8 @@ def data_proto() -> Any:
 
 
 @pytest.mark.parametrize("make", [padded, jagged, tensor_dict, data_proto])
-def test_a_batch(tmp_path: Path, imported_folder, make) -> None:
-    path = verl.write(tmp_path, 3, make(), CONFIG)
-    assert path.name == "step_000003_rank_0_of_1.jsonl"
-    read = imported_folder(tmp_path)
+def test_a_batch(imported_step, make) -> None:
+    read = imported_step(verl.records(make(), CONFIG, train_version=3))
     assert read.token_ids.tolist() == [*PROMPTS[0], *RESPONSES[0], *PROMPTS[1], *RESPONSES[1]]
     assert read.prompt_lengths.tolist() == [2, 3]
     assert read.scored.tolist() == [0, 0, *MASK[0], 0, 0, 0, *MASK[1]]
@@ -97,10 +47,9 @@ def test_a_batch(tmp_path: Path, imported_folder, make) -> None:
         assert list(read.groups) == ["p", "q"]
 
 
-def test_a_mask_after_rejection_is_told(tmp_path: Path, imported_folder) -> None:
+def test_a_mask_after_rejection_is_told(imported_step) -> None:
     batch = padded() | {"response_mask": torch.tensor([[0] * 5, [1, 1, 1, 0, 0]])}
-    verl.write(tmp_path, 0, batch, CONFIG, mask_rewritten=True)
-    read = imported_folder(tmp_path)
+    read = imported_step(verl.records(batch, CONFIG, mask_rewritten=True))
     assert read.mask_rewritten.all()
     assert (~read.rollout_missing).sum() == 3 + 3
 
@@ -121,8 +70,7 @@ BYPASS = CONFIG | {"algorithm": {"rollout_correction": {"bypass_mode": True}}}
         (without("attention_mask"), CONFIG, "no attention_mask", "padding"),
     ],
 )
-def test_what_is_refused(tmp_path: Path, batch: Any, config: Any, said: str, fix: str) -> None:
+def test_what_is_refused(batch: Any, config: Any, said: str, fix: str) -> None:
     with pytest.raises(DumpError, match=said) as raised:
-        verl.write(tmp_path, 0, batch, config)
+        verl.records(batch, config)
     assert fix in raised.value.fix
-    assert not list(tmp_path.iterdir())
