@@ -66,16 +66,7 @@ def batch_records(
         )
     response = there[:, ids.shape[1] - scored.shape[1] :]
     prompts = _prompts(prompt_lengths, there.sum(1), response, scored)
-    rollout, train = _sides(rollout_logprobs, train_logprobs, scored)
-    zero = (rollout == 0.0) & (~scored | (train < SURE))
-    per_token = {
-        "mask": (scored, np.zeros_like(scored)),
-        "rollout_logprobs": (rollout, zero | (rollout == SENTINEL)),
-        "train_logprobs": (train, train == SENTINEL),
-    }
-    if entropy is not None:
-        values = _numbers(entropy, "entropy", scored.shape)
-        per_token["entropy"] = values, np.zeros_like(scored)
+    columns = _columns(rollout_logprobs, train_logprobs, entropy, scored)
     if groups is not None and len(groups) != len(ids):
         raise DumpError(f"groups has {len(groups)} entries, for {len(ids)} samples", "give [B]")
     reward = None if rewards is None else _numbers(rewards, "rewards", (len(ids),)).tolist()
@@ -90,40 +81,54 @@ def batch_records(
     records = []
     for row, prompt in enumerate(prompts):
         tokens = ids[row][there[row]]
-        kept = np.flatnonzero(response[row])[prompt - len(tokens) :] if prompt < len(tokens) else []
+        places = np.flatnonzero(response[row])
+        places = places[len(places) + prompt - len(tokens) :]
         record: Record = {
             "group": prompt_digest(pa.array(tokens), prompt) if groups is None else groups[row],
             "token_ids": tokens.tolist(),
             "prompt_length": prompt,
-            "reward": reward and reward[row],
+            "reward": None if reward is None else reward[row],
         }
-        for name, (values, missing) in per_token.items():
-            absent = missing[row, kept].tolist()
-            pairs = zip(values[row, kept].tolist(), absent, strict=True)
-            record[name] = [None if null else value for value, null in pairs]
+        for name, (values, missing) in columns.items():
+            pairs = zip(values[row, places].tolist(), missing[row, places].tolist(), strict=True)
+            record[name] = [None if absent else value for value, absent in pairs]
         records.append(record | shared)
     return records
 
 
-def _sides(
-    rollout: Array | None, train: Array | None, scored: NDArray[np.bool_]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Both sides' log-probs. Raises DumpError where one is not there, or nothing but 0.0."""
-    sides = []
-    for name, array in (("rollout_logprobs", rollout), ("train_logprobs", train)):
-        if array is None:
-            raise DumpError(
-                f"{name} is None: there is nothing to compare",
-                "switch on what records it: docs/write-log-probs.md says how, by framework",
-            )
-        values = _numbers(array, name, scored.shape)
-        if scored.any() and not values[scored].any():
+def _columns(
+    rollout: Array | None, train: Array | None, entropy: Array | None, scored: NDArray[np.bool_]
+) -> dict[str, tuple[NDArray[Any], NDArray[np.bool_]]]:
+    """Field -> its values [B, K], and which of them are missing. Raises DumpError where a side is
+    not there, or holds nothing but zeros that cannot be meant."""
+    g = _side(rollout, "rollout_logprobs", scored)
+    t = _side(train, "train_logprobs", scored)
+    for name, side, other in (("rollout_logprobs", g, t), ("train_logprobs", t, g)):
+        if not side[scored].any() and (other[scored] < SURE).any():
             raise DumpError(
                 f"{name} is 0.0 at every token that the loss counts",
                 "zeros stand for log-probs that were never recorded: switch on what records them",
             )
-        sides.append(values)
-    return sides[0], sides[1]
+    zero = (g == 0.0) & (~scored | (t < SURE))
+    none = np.zeros_like(scored)
+    columns = {
+        "mask": (scored, none),
+        "rollout_logprobs": (g, zero | (g == SENTINEL)),
+        "train_logprobs": (t, t == SENTINEL),
+    }
+    if entropy is not None:
+        columns["entropy"] = _numbers(entropy, "entropy", scored.shape), none
+    return columns
+
+
+def _side(array: Array | None, name: str, scored: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """A side's log-probs. Raises DumpError where there are none."""
+    if array is None:
+        raise DumpError(
+            f"{name} is None: there is nothing to compare",
+            "switch on what records it: docs/write-log-probs.md says how, by framework",
+        )
+    return _numbers(array, name, scored.shape)
 
 
 def _prompts(

@@ -58,6 +58,12 @@ def test_an_honest_zero_and_a_nan_are_values(tmp_path: Path) -> None:
     assert math.isnan(first["rollout_logprobs"][1])
 
 
+def test_a_batch_of_which_both_sides_are_sure_is_written() -> None:
+    zeros = np.zeros((2, 3))
+    made = batch_records(**batch(rollout_logprobs=zeros, train_logprobs=zeros - 1e-7))
+    assert made[0]["rollout_logprobs"] == [0.0, 0.0]
+
+
 def test_next_token_arrays_leave_out_the_first_column() -> None:
     """Column j scores token j + 1: five columns for six tokens."""
     mask = np.array([[0, 0, 1, 1, 0], [0, 0, 1, 0, 1]])
@@ -110,7 +116,8 @@ def test_every_field(imported_step) -> None:
     [
         ({"rollout_logprobs": None}, "rollout_logprobs is None"),
         ({"train_logprobs": None}, "train_logprobs is None"),
-        ({"rollout_logprobs": np.zeros((2, 3))}, "0.0 at every token"),
+        ({"rollout_logprobs": np.zeros((2, 3))}, "rollout_logprobs is 0.0 at every token"),
+        ({"train_logprobs": np.zeros((2, 3))}, "train_logprobs is 0.0 at every token"),
         # A mask of tools, which is padded with 1, and not cut by the completion's.
         ({"mask": np.array([[1, 1, 1], [1, 0, 1]])}, "1 tokens of padding in row 0"),
         # A mask one token early.

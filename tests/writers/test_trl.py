@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 
 from rlk_align.data import data_path
+from rlk_align.diagnose.contract import load_run_contract
+from rlk_align.diagnose.explain import explain
+from rlk_align.dumps.sequences import Sequences
 from rlk_align.errors import DumpError
 from rlk_align.writers.trl import log_steps
 
@@ -156,19 +159,18 @@ def test_every_field_is_what_the_arrays_were(trained, imported_folder) -> None:
     assert sequence == len(read)
 
 
-def explained(cli: Any, folder: Path) -> tuple[int, str]:
-    assert cli("import", "jsonl", str(folder), "-o", "run").code == 0
-    done = cli("explain", "run")
-    return done.code, done.verdict["diagnoses"][0]["name"]
+def explained(sequences: Sequences) -> tuple[str, str]:
+    found = explain([sequences], load_run_contract())
+    return found.status, found.diagnoses[0].name
 
 
-def test_explain_calls_it_ordinary_numerics(trained, cli) -> None:
-    assert explained(cli, trained[0]) == (0, "numerics")
+def test_explain_calls_it_ordinary_numerics(trained, imported_folder) -> None:
+    assert explained(imported_folder(trained[0])) == ("pass", "numerics")
 
 
-def test_log_probs_one_token_late_are_named(tmp_path: Path, cli) -> None:
-    train(trainer(tmp_path, Rollout(shift=1)), tmp_path)
-    assert explained(cli, tmp_path / "steps") == (1, "misaligned")
+def test_log_probs_one_token_late_are_named(tmp_path: Path, imported_folder) -> None:
+    train(trainer(tmp_path, Rollout(shift=1), max_steps=1), tmp_path)
+    assert explained(imported_folder(tmp_path / "steps")) == ("fail", "misaligned")
 
 
 def test_evaluation_is_not_logged(trained) -> None:
