@@ -169,8 +169,13 @@ def test_explain_calls_it_ordinary_numerics(trained, imported_folder) -> None:
 
 
 def test_log_probs_one_token_late_are_named(tmp_path: Path, imported_folder) -> None:
-    train(trainer(tmp_path, Rollout(shift=1), max_steps=1), tmp_path)
-    assert explained(imported_folder(tmp_path / "steps")) == ("fail", "misaligned")
+    """The step has two batches: one is made every two of its three passes."""
+    made = trainer(tmp_path, Rollout(shift=1), max_steps=1, gradient_accumulation_steps=3)
+    batches = train(made, tmp_path)
+    assert len(list((tmp_path / "steps").iterdir())) == 1
+    read = imported_folder(tmp_path / "steps")
+    assert len(read) == sum(len(b["prompt_ids"]) for b in batches) == 32
+    assert explained(read) == ("fail", "misaligned")
 
 
 def test_evaluation_is_not_logged(trained) -> None:
