@@ -79,7 +79,7 @@ class Rollout:
 def trainer(folder: Path, rollout: Rollout | None, **args: Any) -> Any:
     from datasets import Dataset
 
-    settings = {"steps_per_generation": 2, "max_steps": 4} | args
+    settings = {"steps_per_generation": 2, "max_steps": 3} | args
     return trl.GRPOTrainer(
         model=str(data_path("model")),
         reward_funcs=lambda completions, **_: [float(len(c)) for c in completions],
