@@ -2,7 +2,8 @@
 
 A step is handed on once, when it is complete. How that is known differs: prime-rl puts a file
 STABLE beside it; the others' dumps are complete once a later step's file is there (NeMo-RL writes
-over a step that is done again), and a line of a growing file once it ends. Where the run has ended,
+over a step that is done again), and a line of a growing file once it ends. The files of our own
+writers say in their names how many a step has. Where the run has ended,
 what is there is complete.
 """
 
@@ -35,6 +36,7 @@ STEP_IN_NAME = {
     "prime-rl": r"step_(\d+)/rank_\d+\.jsonl$",
     "miles": r"train_data/(\d+)_\d+\.pt$",
     "slime": r"train_data/(\d+)\.pt$",
+    "jsonl": r"step_(\d+)_rank_\d+_of_\d+\.jsonl$",
 }
 """Format -> where a file's path has its step."""
 
@@ -109,6 +111,8 @@ class FolderSource:
         assert self._reader is not None
         if self._reader.name == "prime-rl":
             return all((file.parent / STABLE).is_file() for file in files)
+        if self._reader.name == "jsonl":
+            return all(file.stem.endswith(f"_of_{len(files)}") for file in files)
         return followed
 
     def _steps(self) -> dict[int, list[Path]]:

@@ -93,6 +93,7 @@ RULES = {
     "comparison_table": ("files", "text", "errors"),
     "dumps": ("dumps", "trace", "results", "files", "progress", "text", "errors"),
     "readers": ("readers", "dumps", "progress", "text", "errors"),
+    "writers": ("writers", "readers.missing", "dumps", "files", "errors"),
     "diagnose": ("diagnose", "dumps", "data", "files", "text", "errors"),
     "monitor": (
         *("monitor", "readers", "dumps", "diagnose.interval", "trace.run", "trace.run_folder"),
@@ -221,6 +222,7 @@ HEAVY = {"torch", "transformers", "vllm", "triton", "rlk_kernels", "safetensors.
     [
         *("judge.verdict", "judge.contract", "results", "report.terminal", "report.verdict_json"),
         *("diagnose.explain", "report.explained_json", "report.explained_terminal"),
+        *("writers.step_file", "writers.trl", "writers.verl"),
         *("dumps.run", "readers.importing", "readers.miles", "readers.jsonl"),
         *("report.source", "report.html.page", "report.html.several", "report.model_explorer"),
         *("trace.run", "trace.schema", "engines.registry", "engines.spec", "engines.tested"),
