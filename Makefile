@@ -47,7 +47,7 @@ test-fix-path-all: setup
 	$(TESTS) tests/fix_path
 
 # Every guard of a verdict taken out in turn: does its test notice? Every kernel for Hopper compiled for an H200.
-# What real trainers and engines wrote or hold, read back.
+# What real trainers, engines and frameworks wrote, hold or compute, read back.
 test-slow: setup
 	$(TESTS) tests/mutation tests/compiled tests/real_runs
 
