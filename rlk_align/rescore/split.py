@@ -1,0 +1,189 @@
+"""The dump's mismatch as a chain: g, the rollout's log-probs in the dump; R, those of the rollout
+engine's prefill of the same ids; T, the training engine's; t, the trainer's in the dump. Each edge
+is the difference of two neighbours, so the edges of a token add up to its t − g.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlk_align.compare.metrics import edge_metrics
+from rlk_align.diagnose.contract import RunContract
+from rlk_align.diagnose.explain import Breach, Explanation, Status, explain
+from rlk_align.diagnose.interval import Floats, ratio
+from rlk_align.dumps.sequences import Sequences
+from rlk_align.rescore.choose import Choice
+from rlk_align.rescore.record import Rescored, SplitEdge, SplitName
+from rlk_align.rescore.words import next_step, sentence
+from rlk_align.results import EngineRecord, SideName
+
+NAMES: dict[tuple[str, str], SplitName] = {
+    ("g", "R"): "decode_vs_prefill",
+    ("g", "T"): "decode_vs_train",
+    ("R", "T"): "prefill_vs_train",
+    ("R", "t"): "prefill_vs_dump",
+    ("T", "t"): "train_vs_dump",
+}
+_OTHER_MODEL = 2.0
+"""Engines whose |Δ| to both sides of the dump is this many times the dump's own score another
+model than the run's."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A side's log-probs of the chosen sequences."""
+
+    values: Floats
+    """[N]"""
+    missing: NDArray[np.bool_]
+    """[N]"""
+    dtype: str
+
+
+@dataclass(frozen=True)
+class _Column:
+    key: str
+    values: Floats
+    dtypes: Sequence[str | None]
+
+
+def split(
+    choice: Choice,
+    explained: Explanation,
+    scores: Mapping[SideName, Scores],
+    engines: Mapping[SideName, EngineRecord],
+    contract: RunContract,
+) -> Rescored:
+    """Judges the dump by the contract for runs, and says which edge its mismatch lies on."""
+    run = choice.sequences
+    wanted = run.compared & (run.position > 0)
+    used = wanted.copy()
+    for side in scores.values():
+        used &= ~side.missing
+    columns = [_Column("g", run.rollout, run.rollout_dtypes)]
+    for key, name in (("R", "rollout"), ("T", "train")):
+        if name in scores:
+            side = scores[name]
+            columns.append(_Column(key, side.values, [side.dtype] * len(run)))
+    columns.append(_Column("t", run.train, run.train_dtypes))
+    sums = _sums(run, used, columns)
+    edges = tuple(
+        _edge(run, used, ends, sums, k, contract) for k, ends in enumerate(pairwise(columns))
+    )
+    carrier = _carrier(edges, sums)
+    own = edge_metrics(run.rollout[used], run.train[used])
+    missing = int((wanted & ~used).sum())
+    doubts = [*explained.doubts, *_doubts(edges, own.mean_abs_dlogp, missing, wanted, contract)]
+    breaches: list[tuple[SplitName, Breach]] = []
+    for edge in edges:
+        if edge.nonfinite:
+            nonfinite: Breach = ("finite", "log-probs that are not finite", float(edge.nonfinite), 0.0)
+            breaches.append((edge.name, nonfinite))
+    failed = bool(explained.breaches or breaches)
+    status: Status = "inconclusive" if doubts else "fail" if failed else "pass"
+    return Rescored(
+        explained=explained,
+        edges=edges,
+        own=own,
+        carrier=carrier,
+        sentence=sentence(edges, carrier, bool(doubts)),
+        next=next_step(edges, carrier, engines, bool(doubts)),
+        status=status,
+        doubts=tuple(doubts),
+        breaches=tuple(breaches),
+        chosen=len(run),
+        worst=choice.worst,
+        usable=choice.usable,
+        missing=missing,
+        temperature=choice.temperature,
+        engines=engines,
+        notes=choice.notes,
+    )
+
+
+def _sums(run: Sequences, used: NDArray[np.bool_], columns: Sequence[_Column]) -> list[Floats]:
+    """Of each edge Σ |Δ| of each sequence, [S], over the tokens whose values are all finite."""
+    finite = used & np.all([np.isfinite(c.values) for c in columns], axis=0)
+    sums = []
+    for first, second in pairwise(columns):
+        size = np.zeros(len(finite))
+        size[finite] = np.abs(second.values[finite] - first.values[finite])
+        sums.append(np.bincount(run.sequence, size, len(run)).astype(np.float64))
+    return sums
+
+
+def _edge(
+    run: Sequences,
+    used: NDArray[np.bool_],
+    ends: tuple[_Column, _Column],
+    sums: Sequence[Floats],
+    k: int,
+    contract: RunContract,
+) -> SplitEdge:
+    first, second = ends
+    part = replace(
+        run,
+        scored=used,
+        rollout=first.values,
+        train=second.values,
+        rollout_missing=~used,
+        train_missing=~used,
+        rollout_dtypes=first.dtypes,
+        train_dtypes=second.dtypes,
+    )
+    alone = explain([part], contract)
+    metrics = edge_metrics(first.values[used], second.values[used])
+    named = alone.diagnoses[0].name if alone.diagnoses else None
+    counts = np.bincount(run.sequence, used, len(run)).astype(np.float64)
+    whole = np.sum(sums, axis=0)
+    return SplitEdge(
+        name=NAMES[first.key, second.key],
+        metrics=metrics,
+        mean=ratio(sums[k], counts),
+        share=ratio(sums[k], whole),
+        mean_ratio=alone.mean_ratio,
+        c=alone.c,
+        # Two engines that are equal bit for bit are no copy: here it is known what computed them.
+        diagnosis=None if named == "vacuous" else named,
+        nonfinite=int((~np.isfinite(second.values - first.values))[used].sum()),
+    )
+
+
+def _carrier(edges: Sequence[SplitEdge], sums: Sequence[Floats]) -> SplitName | None:
+    whole = np.sum(sums, axis=0)
+    for k, edge in enumerate(edges):
+        others = [s for j, s in enumerate(sums) if j != k]
+        if all(ratio(sums[k] - other, whole).above(0.0) for other in others):
+            return edge.name
+    return None
+
+
+def _doubts(
+    edges: Sequence[SplitEdge],
+    own: float,
+    missing: int,
+    wanted: NDArray[np.bool_],
+    contract: RunContract,
+) -> list[str]:
+    """Why the edges say nothing of the dump."""
+    doubts = []
+    allowed = contract.limit("missing", "null")
+    if not missing <= allowed * int(wanted.sum()):
+        doubts.append(
+            f"{missing:,} of {int(wanted.sum()):,} tokens were not scored again: the values of "
+            "their logits were not kept (raise --trace-budget, or take fewer --sequences), or the "
+            "engine does not show its log-probs"
+        )
+    if min(edges[0].mean.value, edges[-1].mean.value) > _OTHER_MODEL * own and any(
+        not edge.c.value <= contract.limit("quantisation", dtype="bfloat16")
+        for edge in (edges[0], edges[-1])
+    ):
+        doubts.append(
+            "the engines agree with neither side of the dump, whose sides are nearer to each "
+            "other: they score another model than the run's. Name the checkpoint of that step "
+            "with --model"
+        )
+    return doubts

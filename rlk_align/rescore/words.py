@@ -1,0 +1,94 @@
+"""What a split mismatch says, in sentences, and what to do next."""
+
+from collections.abc import Mapping, Sequence
+
+from rlk_align.diagnose.advice import NEXT
+from rlk_align.diagnose.record import Name
+from rlk_align.rescore.record import SplitEdge, SplitName
+from rlk_align.results import EngineRecord, SideName
+
+WHO: dict[SplitName, str] = {
+    "decode_vs_prefill": "the rollout's decode",
+    "decode_vs_train": "the rollout, or the engines' kernels,",
+    "prefill_vs_train": "the engines' kernels",
+    "prefill_vs_dump": "the trainer, or the engines' kernels,",
+    "train_vs_dump": "the run's trainer",
+}
+"""Edge -> what carries a mismatch that lies on it."""
+WHAT: dict[SplitName, str] = {
+    "decode_vs_prefill": "decode against prefill, sampler settings, stale weights or cache",
+    "decode_vs_train": "the rollout engine against the training engine, and what decode adds",
+    "prefill_vs_train": "the kernels of the two engines, on the same ids",
+    "prefill_vs_dump": "the rollout engine against the trainer, and the run's bookkeeping",
+    "train_vs_dump": "micro-batches, dropout, the weights' step, the run's bookkeeping",
+}
+"""Edge -> what makes it."""
+BOOKKEEPING: frozenset[Name] = frozenset(
+    (
+        *("misaligned", "mask-shifted", "missing", "low-precision", "wrong-token"),
+        *("logprob-scaled", "temperature", "truncation", "turn-boundary", "packing"),
+    )
+)
+"""Diagnoses of an edge whose cause is in the run's code and not in an engine."""
+
+
+def sentence(edges: Sequence[SplitEdge], carrier: SplitName | None, doubtful: bool) -> str:
+    """Which edge the mismatch lies on."""
+    if not edges[0].metrics.tokens:
+        return "Nothing was scored again."
+    if doubtful:
+        return "Nothing can be concluded."
+    if all(edge.metrics.bit_mismatches == 0 for edge in edges):
+        return "Every edge is equal bit for bit."
+    if carrier is None:
+        shares = ", ".join(f"{e.name} {e.share.value:.0%}" for e in edges)
+        return f"No single edge carries the mismatch: {shares}."
+    edge = next(e for e in edges if e.name == carrier)
+    sure = ""
+    if edge.share.low <= edge.share.high and edge.share.low > -1:
+        low, high = max(0.0, edge.share.low), min(1.0, edge.share.high)
+        sure = f" ({low:.0%} to {high:.0%})"
+    looks = f"; it looks like {edge.diagnosis}" if edge.diagnosis not in (None, "numerics") else ""
+    who = WHO[carrier]
+    return f"{who[0].upper()}{who[1:]} carries {edge.share.value:.0%}{sure} of the mismatch{looks}."
+
+
+def next_step(
+    edges: Sequence[SplitEdge],
+    carrier: SplitName | None,
+    engines: Mapping[SideName, EngineRecord],
+    doubtful: bool,
+) -> str:
+    """The next command, with RUN for the run that holds the scores and DUMP for the dump."""
+    if doubtful:
+        return "rlk-align explain DUMP says what can be told of the dump alone"
+    largest = max(edges, key=lambda e: e.mean.value)
+    edge = next((e for e in edges if e.name == carrier), largest)
+    if edge.diagnosis in BOOKKEEPING:
+        return NEXT[edge.diagnosis]
+    if edge.name == "decode_vs_prefill":
+        side = engines["rollout"]
+        return (
+            f"{_compare(side)} --rollout {_spec(side)} --edges decode_vs_prefill: does the engine "
+            "alone decode so; if not, compare the rollout's weights (rlk-align weights), its "
+            "cache and its sampler's settings"
+        )
+    if edge.name == "prefill_vs_train":
+        return "rlk-align probe RUN --layerwise: which operator the engines' difference comes from"
+    if edge.name == "decode_vs_train":
+        return "the same command with --rollout SPEC: is it the decode, or the engines' kernels"
+    if edge.name == "prefill_vs_dump":
+        return "the same command with --train SPEC: is it the trainer, or the engines' kernels"
+    return (
+        "rlk-align weights TRAINED SCORED: did the trainer have these weights; then its dropout, "
+        "its micro-batches and packing; rlk-align explain DUMP for its bookkeeping"
+    )
+
+
+def _compare(side: EngineRecord) -> str:
+    return f"rlk-align compare --model {side.model}"
+
+
+def _spec(side: EngineRecord) -> str:
+    options = ",".join(f"{k}={v}" for k, v in side.options.items())
+    return f"{side.name}:{options}" if options else side.name
