@@ -124,6 +124,10 @@ def _edge(
     contract: RunContract,
 ) -> SplitEdge:
     first, second = ends
+    dtypes = (first.dtypes, second.dtypes)
+    if any(name is None for names in dtypes for name in names):
+        # Of an unknown side the lowest precision is assumed.
+        dtypes = ([None] * len(run), [None] * len(run))
     part = replace(
         run,
         scored=used,
@@ -131,8 +135,8 @@ def _edge(
         train=second.values,
         rollout_missing=~used,
         train_missing=~used,
-        rollout_dtypes=first.dtypes,
-        train_dtypes=second.dtypes,
+        rollout_dtypes=dtypes[0],
+        train_dtypes=dtypes[1],
     )
     alone = explain([part], contract)
     metrics = edge_metrics(first.values[used], second.values[used])

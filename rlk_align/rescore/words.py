@@ -1,5 +1,6 @@
 """What a split mismatch says, in sentences, and what to do next."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 
 from rlk_align.diagnose.advice import NEXT
@@ -65,11 +66,12 @@ def next_step(
     largest = max(edges, key=lambda e: e.mean.value)
     edge = next((e for e in edges if e.name == carrier), largest)
     if edge.diagnosis in BOOKKEEPING:
-        return NEXT[edge.diagnosis]
+        return NEXT[edge.diagnosis].replace("RUN", "DUMP")
     if edge.name == "decode_vs_prefill":
         side = engines["rollout"]
         return (
-            f"{_compare(side)} --rollout {_spec(side)} --edges decode_vs_prefill: does the engine "
+            f"rlk-align compare --model {shlex.quote(side.model)} "
+            f"--rollout {shlex.quote(_spec(side))} --edges decode_vs_prefill: does the engine "
             "alone decode so; if not, compare the rollout's weights (rlk-align weights), its "
             "cache and its sampler's settings"
         )
@@ -83,10 +85,6 @@ def next_step(
         "rlk-align weights TRAINED SCORED: did the trainer have these weights; then its dropout, "
         "its micro-batches and packing; rlk-align explain DUMP for its bookkeeping"
     )
-
-
-def _compare(side: EngineRecord) -> str:
-    return f"rlk-align compare --model {side.model}"
 
 
 def _spec(side: EngineRecord) -> str:
