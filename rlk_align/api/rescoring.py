@@ -89,9 +89,7 @@ class PreparedRescoring:
 
         if len(self.requests) == 1:
             ((side, request),) = self.requests.items()
-            trace = capture_alone(
-                request, self.run, self.ids, self.fresh, self.command, progress
-            )
+            trace = capture_alone(request, self.run, self.ids, self.fresh, self.command, progress)
             return {side: trace}
         pair = CompareRequest(
             rollout=self.requests["rollout"],
@@ -173,15 +171,15 @@ def _engines(rescoring: Rescoring) -> tuple[dict[SideName, EngineSpec], float | 
             stated.add(float(chosen.pop("temperature")))
         specs[side] = EngineSpec(spec.name, chosen)
     if not specs:
-        raise BadOption("--tokens needs an engine that scores them", "add --train SPEC or --rollout SPEC")
+        raise BadOption(
+            "--tokens needs an engine that scores them", "add --train SPEC or --rollout SPEC"
+        )
     if len(stated) > 1:
         raise BadOption("the two sides state different temperatures", "state one")
     return specs, next(iter(stated), None)
 
 
-def _dump(
-    name: str, run: Run, command: Sequence[str], progress: Progress
-) -> ImportedRun:
+def _dump(name: str, run: Run, command: Sequence[str], progress: Progress) -> ImportedRun:
     """The imported run of that name; what is no run is imported into the run. Raises BadOption
     where it lies in the run to be made, DumpError for what cannot be read."""
     path = Path(name)

@@ -64,7 +64,7 @@ def compare(
     or both, and its mismatch is split: decode, the engines' kernels, the trainer.
     """
     if tokens is not None:
-        rescore(from_arguments(Rescoring, locals()), locals(), output)
+        rescore(from_arguments(Rescoring, locals()), locals() | {"runs": runs or []}, output)
     pair = from_arguments(Pair, locals())
     outputs, command = parse_outputs(output), options.command_line()
     prepared = prepare(pair, runs or [], options.warn, command)

@@ -14,7 +14,7 @@ from rlk_align.report.formats import RESCORED_FORMATS, renderer
 from rlk_align.report.rescored_terminal import show_rescored
 
 OF_SAMPLING: dict[str, Any] = {
-    "runs": None,
+    "runs": [],
     "prompts": None,
     "max_new_tokens": 32,
     "edges": None,
@@ -30,7 +30,11 @@ def rescore(
 ) -> NoReturn:
     """Scores a dump again, prints what its mismatch consists of, and exits. `arguments` are those
     of `compare`."""
-    given = [name for name, default in OF_SAMPLING.items() if (arguments[name] or None) != (default or None)]
+    given = [
+        name
+        for name, default in OF_SAMPLING.items()
+        if (arguments[name] or None) != (default or None)
+    ]
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given if name != "runs")
         raise BadOption(

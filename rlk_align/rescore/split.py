@@ -80,7 +80,12 @@ def split(
     breaches: list[tuple[SplitName, Breach]] = []
     for edge in edges:
         if edge.nonfinite:
-            nonfinite: Breach = ("finite", "log-probs that are not finite", float(edge.nonfinite), 0.0)
+            nonfinite: Breach = (
+                "finite",
+                "log-probs that are not finite",
+                float(edge.nonfinite),
+                0.0,
+            )
             breaches.append((edge.name, nonfinite))
     failed = bool(explained.breaches or breaches)
     status: Status = "inconclusive" if doubts else "fail" if failed else "pass"
