@@ -1,14 +1,15 @@
 """A rescored dump on a terminal: the verdict, its mismatch by edge, and what to do."""
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
+from rich.text import Text
 
-from rlk_align.report.explained_words import interval
 from rlk_align.report.explained_words import sentence as explained_sentence
 from rlk_align.report.rescored_words import chosen, next_command, temperature
 from rlk_align.report.terminal import STYLES
 from rlk_align.rescore.record import Rescored
-from rlk_align.rescore.words import WHAT
+from rlk_align.rescore.words import WHAT, percent
+from rlk_align.results import EdgeMetrics
 from rlk_align.text import line
 
 
@@ -43,18 +44,19 @@ def show_rescored(rescored: Rescored, dump: str, scores: str, console: Console) 
 
 
 def _table(rescored: Rescored) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("edge", "mean |Δ|", "share", "p99 |Δ|", "k3", "E[ρ]", "c", "looks like"):
-        table.add_column(name, justify="left" if name in ("edge", "looks like") else "right")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("edge", "mean |Δ|", "share", "k3", "E[ρ]", "c", "looks like"):
+        justify: JustifyMethod = "left" if name in ("edge", "looks like") else "right"
+        table.add_column(name, justify=justify, no_wrap=True)
     for edge in rescored.edges:
-        m = edge.metrics
-        looks = edge.diagnosis or ("equal" if m.tokens and not m.bit_mismatches else "")
-        share = f"{edge.share.value:.0%}" if edge.share.value >= 0 else ""
-        cells = (edge.name, interval(edge.mean), share, f"{m.p99_abs_dlogp:.4g}")
-        cells += (f"{m.k3:.3g}", f"{m.ratio_mean:.4f}", f"{edge.c.value:.3g}", looks)
-        table.add_row(*map(line, cells))
-    own = rescored.own
-    cells = ("the dump", f"{own.mean_abs_dlogp:.4g}", "", f"{own.p99_abs_dlogp:.4g}")
-    cells += (f"{own.k3:.3g}", f"{own.ratio_mean:.4f}", "", "")
-    table.add_row(*map(line, cells))
+        equal = edge.metrics.tokens and not edge.metrics.bit_mismatches
+        looks = edge.diagnosis or ("equal" if equal else "")
+        c = f"{edge.c.value:.2g}"
+        table.add_row(*_cells(edge.name, edge.metrics, percent(edge.share), c, looks))
+    table.add_row(*_cells("the dump", rescored.own, "", "", ""))
     return table
+
+
+def _cells(name: str, m: EdgeMetrics, share: str, c: str, looks: str) -> list[Text]:
+    numbers = (f"{m.mean_abs_dlogp:.2g}", share, f"{m.k3:.2g}")
+    return [line(text) for text in (name, *numbers, f"{m.ratio_mean:.4f}", c, looks)]

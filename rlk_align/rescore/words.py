@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from rlk_align.diagnose.advice import NEXT
+from rlk_align.diagnose.interval import Estimate
 from rlk_align.diagnose.record import Name
 from rlk_align.rescore.record import SplitEdge, SplitName
 from rlk_align.results import EngineRecord, SideName
@@ -45,13 +46,9 @@ def sentence(edges: Sequence[SplitEdge], carrier: SplitName | None, doubtful: bo
         shares = ", ".join(f"{e.name} {e.share.value:.0%}" for e in edges)
         return f"No single edge carries the mismatch: {shares}."
     edge = next(e for e in edges if e.name == carrier)
-    sure = ""
-    if edge.share.low <= edge.share.high and edge.share.low > -1:
-        low, high = max(0.0, edge.share.low), min(1.0, edge.share.high)
-        sure = f" ({low:.0%} to {high:.0%})"
     looks = f"; it looks like {edge.diagnosis}" if edge.diagnosis not in (None, "numerics") else ""
     who = WHO[carrier]
-    return f"{who[0].upper()}{who[1:]} carries {edge.share.value:.0%}{sure} of the mismatch{looks}."
+    return f"{who[0].upper()}{who[1:]} carries {percent(edge.share)} of the mismatch{looks}."
 
 
 def next_step(
@@ -90,3 +87,12 @@ def next_step(
 def _spec(side: EngineRecord) -> str:
     options = ",".join(f"{k}={v}" for k, v in side.options.items())
     return f"{side.name}:{options}" if options else side.name
+
+
+def percent(share: Estimate) -> str:
+    """A share with its interval; empty where nothing can be said."""
+    if not share.value >= 0:
+        return ""
+    if not share.low > -1:
+        return f"{share.value:.0%}"
+    return f"{share.value:.0%} ({max(0.0, share.low):.0%} to {min(1.0, share.high):.0%})"
