@@ -31,6 +31,7 @@ def rescored_json(rescored: Rescored, dump: str, scores: str) -> str:
         "doubts": list(rescored.doubts),
         "notes": [chosen(rescored), temperature(rescored), *rescored.notes],
         "carrier": rescored.carrier,
+        "odd": rescored.odd,
         "split": rescored.sentence,
         "next": next_command(rescored.next, dump, scores),
         "rescored": {
@@ -53,6 +54,7 @@ def _edge(edge: SplitEdge) -> dict[str, Any]:
         "share": _interval(edge.share),
         "mean_ratio": _interval(edge.mean_ratio),
         "c": _interval(edge.c),
+        "c_limit": edge.c_limit,
         "diagnosis": edge.diagnosis,
     }
 

@@ -31,8 +31,9 @@ def show_rescored(rescored: Rescored, dump: str, scores: str, console: Console) 
         console.print(line(f"note     {note}", style="dim"))
     for doubt in rescored.doubts:
         console.print(line(f"doubt    {doubt}", style="yellow"))
-    for edge, (_, metric, value, _) in rescored.breaches:
-        console.print(line(f"breach   {edge}: {value:,.0f} {metric}", style="red"))
+    for name, (_, metric, value, bound) in rescored.breaches:
+        said = f"breach   {name}: {metric} is {value:.3g}, {bound:g} allowed"
+        console.print(line(said, style="red"))
     console.print()
     console.print(_table(rescored))
     console.print()

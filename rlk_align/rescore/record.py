@@ -27,6 +27,8 @@ class SplitEdge:
     """Of the sum of all edges' mean |Δ|."""
     mean_ratio: Estimate
     c: Estimate
+    c_limit: float
+    """The contract's, for the lower precision of the two ends."""
     diagnosis: Name | None
     """What the edge alone looks like; None where it is equal bit for bit, or nothing is named."""
     nonfinite: int
@@ -45,6 +47,8 @@ class Rescored:
     """The dump's own mismatch, over the tokens that the edges have."""
     carrier: SplitName | None
     """The edge that is surely larger than each other one."""
+    odd: SideName | None
+    """The engine that is off by itself: its neighbours in the chain agree, and it with neither."""
     sentence: str
     next: str
     status: Status

@@ -27,9 +27,10 @@ NAMES: dict[tuple[str, str], SplitName] = {
     ("R", "t"): "prefill_vs_dump",
     ("T", "t"): "train_vs_dump",
 }
-_OTHER_MODEL = 2.0
-"""Engines whose |Δ| to both sides of the dump is this many times the dump's own score another
-model than the run's."""
+_KEYS: dict[SideName, str] = {"rollout": "R", "train": "T"}
+_FAR = 2.0
+"""What is this many times farther from both of its neighbours than they are from each other is off
+by itself."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,15 @@ def split(
     for side in scores.values():
         used &= ~side.missing
     columns = [_Column("g", run.rollout, run.rollout_dtypes)]
-    for key, name in (("R", "rollout"), ("T", "train")):
-        if name in scores:
-            side = scores[name]
-            columns.append(_Column(key, side.values, [side.dtype] * len(run)))
+    for name, side in sorted(scores.items()):
+        columns.append(_Column(_KEYS[name], side.values, [side.dtype] * len(run)))
     columns.append(_Column("t", run.train, run.train_dtypes))
     sums = _sums(run, used, columns)
     edges = tuple(
         _edge(run, used, ends, sums, k, contract) for k, ends in enumerate(pairwise(columns))
     )
-    carrier = _carrier(edges, sums)
+    odd = _odd_engine(columns, used)
+    carrier = "prefill_vs_train" if odd else _carrier(edges, sums)
     own = edge_metrics(run.rollout[used], run.train[used])
     missing = int((wanted & ~used).sum())
     doubts = [*explained.doubts, *_doubts(edges, own.mean_abs_dlogp, missing, wanted, contract)]
@@ -94,7 +94,8 @@ def split(
         edges=edges,
         own=own,
         carrier=carrier,
-        sentence=sentence(edges, carrier, bool(doubts)),
+        odd=odd,
+        sentence=sentence(edges, carrier, odd, bool(doubts)),
         next=next_step(edges, carrier, engines, bool(doubts)),
         status=status,
         doubts=tuple(doubts),
@@ -155,6 +156,7 @@ def _edge(
         share=ratio(sums[k], whole),
         mean_ratio=alone.mean_ratio,
         c=alone.c,
+        c_limit=contract.limit("quantisation", dtype=alone.dtype),
         # Two engines that are equal bit for bit are no copy: here it is known what computed them.
         diagnosis=None if named == "vacuous" else named,
         nonfinite=int((~np.isfinite(second.values - first.values))[used].sum()),
@@ -167,6 +169,25 @@ def _carrier(edges: Sequence[SplitEdge], sums: Sequence[Floats]) -> SplitName | 
         others = [s for j, s in enumerate(sums) if j != k]
         if all(ratio(sums[k] - other, whole).above(0.0) for other in others):
             return edge.name
+    return None
+
+
+def _odd_engine(columns: Sequence[_Column], used: NDArray[np.bool_]) -> SideName | None:
+    """Of two engines the one that agrees with neither of its neighbours, which agree."""
+    if len(columns) != 4:
+        return None
+    finite = used & np.all([np.isfinite(c.values) for c in columns], axis=0)
+    if not finite.any():
+        return None
+    g, rollout, train, t = (c.values[finite] for c in columns)
+    sides: tuple[tuple[SideName, Floats, Floats, Floats], ...] = (
+        ("rollout", g, rollout, train),
+        ("train", rollout, train, t),
+    )
+    for side, before, own, after in sides:
+        distances = [float(np.abs(own - other).mean()) for other in (before, after)]
+        if min(distances) > _FAR * float(np.abs(after - before).mean()):
+            return side
     return None
 
 
@@ -186,10 +207,8 @@ def _doubts(
             "their logits were not kept (raise --trace-budget, or take fewer --sequences), or the "
             "engine does not show its log-probs"
         )
-    if min(edges[0].mean.value, edges[-1].mean.value) > _OTHER_MODEL * own and any(
-        not edge.c.value <= contract.limit("quantisation", dtype="bfloat16")
-        for edge in (edges[0], edges[-1])
-    ):
+    ends = (edges[0], edges[-1])
+    if min(e.mean.value for e in ends) > _FAR * own and any(e.c.above(e.c_limit) for e in ends):
         doubts.append(
             "the engines agree with neither side of the dump, whose sides are nearer to each "
             "other: they score another model than the run's. Name the checkpoint of that step "

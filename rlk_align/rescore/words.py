@@ -34,7 +34,9 @@ BOOKKEEPING: frozenset[Name] = frozenset(
 """Diagnoses of an edge whose cause is in the run's code and not in an engine."""
 
 
-def sentence(edges: Sequence[SplitEdge], carrier: SplitName | None, doubtful: bool) -> str:
+def sentence(
+    edges: Sequence[SplitEdge], carrier: SplitName | None, odd: SideName | None, doubtful: bool
+) -> str:
     """Which edge the mismatch lies on."""
     if not edges[0].metrics.tokens:
         return "Nothing was scored again."
@@ -42,6 +44,15 @@ def sentence(edges: Sequence[SplitEdge], carrier: SplitName | None, doubtful: bo
         return "Nothing can be concluded."
     if all(edge.metrics.bit_mismatches == 0 for edge in edges):
         return "Every edge is equal bit for bit."
+    if odd is not None:
+        neighbours = {
+            "rollout": "the run's rollout nor the training engine",
+            "train": "the rollout engine nor the run's trainer",
+        }
+        return (
+            f"The {'rollout' if odd == 'rollout' else 'training'} engine agrees with neither "
+            f"{neighbours[odd]}, and those two agree: the engine is off, and not the run."
+        )
     if carrier is None:
         shares = ", ".join(f"{e.name} {e.share.value:.0%}" for e in edges)
         return f"No single edge carries the mismatch: {shares}."
