@@ -3,7 +3,7 @@ engine's prefill of the same ids; T, the training engine's; t, the trainer's in 
 is the difference of two neighbours, so the edges of a token add up to its t − g.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -77,16 +77,7 @@ def split(
     own = edge_metrics(run.rollout[used], run.train[used])
     missing = int((wanted & ~used).sum())
     doubts = [*explained.doubts, *_doubts(edges, own.mean_abs_dlogp, missing, wanted, contract)]
-    breaches: list[tuple[SplitName, Breach]] = []
-    for edge in edges:
-        if edge.nonfinite:
-            nonfinite: Breach = (
-                "finite",
-                "log-probs that are not finite",
-                float(edge.nonfinite),
-                0.0,
-            )
-            breaches.append((edge.name, nonfinite))
+    breaches = tuple(_breaches(edges))
     failed = bool(explained.breaches or breaches)
     status: Status = "inconclusive" if doubts else "fail" if failed else "pass"
     return Rescored(
@@ -99,7 +90,7 @@ def split(
         next=next_step(edges, carrier, engines, bool(doubts)),
         status=status,
         doubts=tuple(doubts),
-        breaches=tuple(breaches),
+        breaches=breaches,
         chosen=len(run),
         worst=choice.worst,
         usable=choice.usable,
@@ -170,6 +161,16 @@ def _carrier(edges: Sequence[SplitEdge], sums: Sequence[Floats]) -> SplitName | 
         if all(ratio(sums[k] - other, whole).above(0.0) for other in others):
             return edge.name
     return None
+
+
+def _breaches(edges: Sequence[SplitEdge]) -> Iterator[tuple[SplitName, Breach]]:
+    for edge in edges:
+        if edge.nonfinite:
+            what = "log-probs that are not finite"
+            yield edge.name, ("finite", what, float(edge.nonfinite), 0.0)
+        if edge.c.above(edge.c_limit):
+            what = "c: mean |Δ| over mean 1 − p"
+            yield edge.name, ("quantisation", what, edge.c.value, edge.c_limit)
 
 
 def _odd_engine(columns: Sequence[_Column], used: NDArray[np.bool_]) -> SideName | None:
