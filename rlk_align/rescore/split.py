@@ -87,7 +87,7 @@ def split(
         carrier=carrier,
         odd=odd,
         sentence=sentence(edges, carrier, odd, bool(doubts)),
-        next=next_step(edges, carrier, engines, bool(doubts)),
+        next=next_step(edges, carrier, engines, status),
         status=status,
         doubts=tuple(doubts),
         breaches=breaches,

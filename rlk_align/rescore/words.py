@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from rlk_align.diagnose.advice import NEXT
+from rlk_align.diagnose.explain import Status
 from rlk_align.diagnose.interval import Estimate
 from rlk_align.diagnose.record import Name
 from rlk_align.rescore.record import SplitEdge, SplitName
@@ -32,6 +33,7 @@ BOOKKEEPING: frozenset[Name] = frozenset(
     )
 )
 """Diagnoses of an edge whose cause is in the run's code and not in an engine."""
+_PROBE = "rlk-align probe RUN --layerwise: which operator the engines' difference comes from"
 
 
 def sentence(
@@ -66,14 +68,16 @@ def next_step(
     edges: Sequence[SplitEdge],
     carrier: SplitName | None,
     engines: Mapping[SideName, EngineRecord],
-    doubtful: bool,
+    status: Status,
 ) -> str:
     """The next command, with RUN for the run that holds the scores and DUMP for the dump."""
-    if doubtful:
+    if status == "inconclusive":
         return "rlk-align explain DUMP says what can be told of the dump alone"
+    if status == "pass":
+        return "nothing to repair" + (f"; {_PROBE}" if len(engines) == 2 else "")
     largest = max(edges, key=lambda e: e.mean.value)
     edge = next((e for e in edges if e.name == carrier), largest)
-    if edge.diagnosis in BOOKKEEPING:
+    if edge.diagnosis in BOOKKEEPING and edge.name != "prefill_vs_train":
         return NEXT[edge.diagnosis].replace("RUN", "DUMP")
     if edge.name == "decode_vs_prefill":
         side = engines["rollout"]
@@ -84,7 +88,7 @@ def next_step(
             "cache and its sampler's settings"
         )
     if edge.name == "prefill_vs_train":
-        return "rlk-align probe RUN --layerwise: which operator the engines' difference comes from"
+        return _PROBE
     if edge.name == "decode_vs_train":
         return "the same command with --rollout SPEC: is it the decode, or the engines' kernels"
     if edge.name == "prefill_vs_dump":

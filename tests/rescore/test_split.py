@@ -24,7 +24,7 @@ def noisy(values: np.ndarray, seed: int, c: float = 0.04) -> np.ndarray:
     """The same log-probs by another engine: E|Δ| = c (1 − p)."""
     noise = np.random.default_rng(seed).laplace(size=len(values))
     other = values + np.where(RUN.compared, c * -np.expm1(values) * noise, 0.0)
-    return np.minimum(other, 0.0)
+    return np.where(other > 0, values, other)
 
 
 def rescored(run: Sequences, missing: np.ndarray | None = None, **sides: np.ndarray) -> Rescored:
