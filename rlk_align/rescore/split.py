@@ -78,6 +78,8 @@ def split(
     missing = int((wanted & ~used).sum())
     doubts = [*explained.doubts, *_doubts(edges, own.mean_abs_dlogp, missing, wanted, contract)]
     breaches = tuple(_breaches(edges))
+    if not doubts and not breaches and explained.status == "pass":
+        doubts += _unsure(edges)
     failed = bool(explained.breaches or breaches)
     status: Status = "inconclusive" if doubts else "fail" if failed else "pass"
     return Rescored(
@@ -173,6 +175,16 @@ def _breaches(edges: Sequence[SplitEdge]) -> Iterator[tuple[SplitName, Breach]]:
             yield edge.name, ("quantisation", what, edge.c.value, edge.c_limit)
 
 
+def _unsure(edges: Sequence[SplitEdge]) -> Iterator[str]:
+    """Edges that are above their limit, and may not be: a pass would be a guess."""
+    for edge in edges:
+        if not edge.c.value <= edge.c_limit:
+            yield (
+                f"{edge.name}: c is {edge.c.value:.2g}, more than {edge.c_limit:g}, and may be "
+                f"{edge.c.low:.2g} to {edge.c.high:.2g}: the sequences are too few or too different"
+            )
+
+
 def _odd_engine(columns: Sequence[_Column], used: NDArray[np.bool_]) -> SideName | None:
     """Of two engines the one that agrees with neither of its neighbours, which agree."""
     if len(columns) != 4:
@@ -209,7 +221,9 @@ def _doubts(
             "engine does not show its log-probs"
         )
     ends = (edges[0], edges[-1])
-    if min(e.mean.value for e in ends) > _FAR * own and any(e.c.above(e.c_limit) for e in ends):
+    if min(e.mean.value for e in ends) > _FAR * own and any(
+        not e.c.value <= e.c_limit for e in ends
+    ):
         doubts.append(
             "the engines agree with neither side of the dump, whose sides are nearer to each "
             "other: they score another model than the run's. Name the checkpoint of that step "

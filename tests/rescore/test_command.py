@@ -5,53 +5,42 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Cli, capture_of
-from real_dumps import logprobs, write_dump
-
-from rlk_align.trace.reader import Trace
+from conftest import Cli
+from real_dumps import hf_logprobs, texts, write_dump
 
 SCORES = ("--sites", "logprob,logits")
 
 
-@pytest.fixture
-def captured(cli: Cli, few_prompts: Path, tmp_path: Path) -> Trace:
-    flags = ("--prompts", few_prompts, "--max-new-tokens", 100, *SCORES)
-    done = cli("capture", "--engine", "hf", *flags, "-o", "run")
-    assert done.code == 0, done.err
-    return capture_of(tmp_path / "run", "capture")
-
-
-def test_a_clean_dump_passes_and_a_temperature_lies_before_the_trainer(
-    cli: Cli, captured: Trace, tmp_path: Path
-) -> None:
-    sampled, scored = logprobs(captured, "decode"), logprobs(captured, "prefill")
-    write_dump(captured, sampled, scored, tmp_path / "clean.jsonl")
+def test_a_clean_dump_passes_and_a_temperature_is_the_decodes(cli: Cli, tmp_path: Path) -> None:
+    batch = texts(24)
+    assert batch.sampled_tokens > 500
+    scored = hf_logprobs(batch, "eager")
+    write_dump(batch, hf_logprobs(batch, "sdpa"), scored, tmp_path / "clean.jsonl")
     done = cli("compare", "--tokens", "clean.jsonl", "--train", "hf:attn=eager", *SCORES)
     assert done.code == 0, done.out + done.err
     record = done.verdict
     assert record is not None
     assert list(record["edges"]) == ["decode_vs_train", "train_vs_dump"]
     assert all(e["c"]["value"] < 0.05 for e in record["edges"].values())
-    assert record["rescored"]["tokens"] == captured.tokens.sampled_tokens
+    assert record["rescored"]["tokens"] == batch.sampled_tokens
     assert record["rescored"]["missing"] == 0
     assert record["engines"]["train"]["name"] == "hf"
-    # The ids are read again from the run that was imported; 0.7 is what the rollout did not do.
-    cold = write_dump(
-        captured,
-        sampled,
-        scored,
-        tmp_path / "cold.jsonl",
-        lambda row: row | {"sampling": {"temperature": 0.7}},
-    )
-    assert cli("import", "jsonl", cold, "-o", "imported").code == 0
-    flags = ("--tokens", "imported", "--rollout", "hf", *SCORES, "--run-dir", "again")
+
+    def at_07(row: dict) -> dict:
+        return row | {"sampling": {"temperature": 0.7}}
+
+    # The trainer divides by T, and the rollout's log-probs are raw.
+    divided = hf_logprobs(batch, "eager", 0.7)
+    dumped = write_dump(batch, scored, divided, tmp_path / "raw.jsonl", at_07)
+    assert cli("import", "jsonl", dumped, "-o", "imported").code == 0
+    flags = ("--tokens", "imported", "--rollout", "hf:attn=eager", *SCORES, "--run-dir", "again")
     done = cli("compare", *flags)
+    assert done.code == 1, done.out + done.err
     assert done.verdict is not None
+    assert done.verdict["carrier"] == "decode_vs_prefill"
     assert done.verdict["rescored"]["temperature"] == 0.7
-    assert done.verdict["edges"]["decode_vs_prefill"]["mean_abs_dlogp"] > 0.05
+    assert done.verdict["edges"]["prefill_vs_dump"]["mean_abs_dlogp"] < 0.01
     assert "divided by it, in float64" in done.out
-    assert done.code == 4  # an engine at 0.7 agrees with neither side, and they agree at 1
-    assert "another model" in done.out
 
 
 def _cut(row: dict) -> dict:
