@@ -12,6 +12,7 @@ from rlk_align.model.checkpoint import default_model
 from rlk_align.model.prompts import Sample, TokenBatch, load_prompts
 from rlk_align.model.sites import RowIndex
 from rlk_align.model.tokenise import tokenise
+from rlk_align.rescore.logprobs import token_logprobs
 from rlk_align.trace.numbered import read_rows
 from rlk_align.trace.reader import Trace
 
@@ -54,6 +55,17 @@ def recorded_logprobs(trace: Trace, passname: str) -> Values:
     values[rows.number] = reader.values("logprob", rows.rows, rows.at)[:, 0].double().numpy()
     return [
         values[start + len(s.prompt_ids) - 1 : start + len(s.ids) - 1].tolist()
+        for s, start in zip(trace.tokens.samples, index.offsets, strict=False)
+    ]
+
+
+def scaled(trace: Trace, temperature: float) -> Values:
+    """The responses' log-probs at a temperature, from the logits of the prefill pass."""
+    index = RowIndex(trace.tokens)
+    values, missing = token_logprobs(trace, index, temperature)
+    assert not missing.all()
+    return [
+        values[start + len(s.prompt_ids) : start + len(s.ids)].tolist()
         for s, start in zip(trace.tokens.samples, index.offsets, strict=False)
     ]
 

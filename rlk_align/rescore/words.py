@@ -12,9 +12,9 @@ from rlk_align.results import EngineRecord, SideName
 
 WHO: dict[SplitName, str] = {
     "decode_vs_prefill": "the rollout's decode",
-    "decode_vs_train": "the rollout, or the engines' kernels,",
+    "decode_vs_train": "the rollout, or the engines' kernels",
     "prefill_vs_train": "the engines' kernels",
-    "prefill_vs_dump": "the trainer, or the engines' kernels,",
+    "prefill_vs_dump": "the run's trainer, or the engines' kernels",
     "train_vs_dump": "the run's trainer",
 }
 """Edge -> what carries a mismatch that lies on it."""
@@ -59,9 +59,9 @@ def sentence(
         shares = ", ".join(f"{e.name} {e.share.value:.0%}" for e in edges)
         return f"No single edge carries the mismatch: {shares}."
     edge = next(e for e in edges if e.name == carrier)
-    looks = f"; it looks like {edge.diagnosis}" if edge.diagnosis not in (None, "numerics") else ""
-    who = WHO[carrier]
-    return f"{who[0].upper()}{who[1:]} carries {percent(edge.share)} of the mismatch{looks}."
+    shape = edge.diagnosis
+    looks = f"; alone it looks like {shape}" if shape not in (None, "numerics") else ""
+    return f"{percent(edge.share)} of the mismatch lies with {WHO[carrier]}{looks}."
 
 
 def next_step(

@@ -68,7 +68,7 @@ def test_the_trainers_own_noise_is_the_trainers() -> None:
     done = rescored(run, rollout=noisy(G, 1), train=noisy(G, 2))
     assert done.carrier == "train_vs_dump"
     assert done.exit_code == 1
-    assert done.sentence.startswith("The run's trainer carries")
+    assert "of the mismatch lies with the run's trainer" in done.sentence
     assert done.edges[2].share.value > 0.7
     assert "train_vs_dump" in {name for name, _ in done.breaches}
 
@@ -147,4 +147,4 @@ def test_values_of_another_position_lead_to_the_bookkeeping() -> None:
     assert done.carrier == "train_vs_dump"
     assert done.edges[1].diagnosis == "misaligned"
     assert "which token index" in done.next
-    assert done.sentence.endswith("it looks like misaligned.")
+    assert done.sentence.endswith("alone it looks like misaligned.")
