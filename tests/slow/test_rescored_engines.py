@@ -48,7 +48,7 @@ def test_each_fault_is_on_its_edge(engines: Cli, tmp_path: Path) -> None:
         assert done.code == 1, done.out + done.err
         assert done.verdict["carrier"] == edge
         assert done.verdict["edges"][edge]["share"]["low"] > 0.8
-    fault = rescored("clean", "fsdp:attn=eager,temperature=1,fault=rope-base")
+    fault = rescored("clean", "hf:fault=attn-scale-missing")
     assert fault.verdict["odd"] == "train", fault.out
     assert fault.verdict["carrier"] == "prefill_vs_train"
     assert fault.code == 1
