@@ -6,8 +6,10 @@ import typer
 
 from rlk_align.api.options import from_arguments
 from rlk_align.api.pair import Pair, prepare, without_kernels
+from rlk_align.api.rescoring import Rescoring
 from rlk_align.cli import options
 from rlk_align.cli.outputs import check_outputs, parse_outputs
+from rlk_align.cli.rescore import rescore
 from rlk_align.progress import show_progress
 
 WITHOUT = "kernels-off"
@@ -41,8 +43,28 @@ def compare(
         bool, typer.Option("--probe", help="Also run each engine on the other's inputs.")
     ] = False,
     attribute: options.Attribute = False,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DUMP",
+            help="Score the ids of an imported run, or of a framework's dump, again.",
+            show_default="sample",
+        ),
+    ] = None,
+    sequences: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=1, help="Of --tokens: half of N the worst, half drawn by --seed."
+        ),
+    ] = 64,
 ) -> None:
-    """Load one model into both engines, score the same tokens, compare every operator."""
+    """Load one model into both engines, score the same tokens, compare every operator.
+
+    With --tokens, what a training run wrote is scored again, by --rollout, --train
+    or both, and its mismatch is split: decode, the engines' kernels, the trainer.
+    """
+    if tokens is not None:
+        rescore(from_arguments(Rescoring, locals()), locals() | {"runs": runs or []}, output)
     pair = from_arguments(Pair, locals())
     outputs, command = parse_outputs(output), options.command_line()
     prepared = prepare(pair, runs or [], options.warn, command)

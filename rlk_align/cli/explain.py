@@ -14,12 +14,14 @@ from rlk_align.dumps.run import ImportedRun
 from rlk_align.report.explained_terminal import show_explanation
 from rlk_align.report.formats import EXPLAINED_FORMATS, renderer
 
+RUN_CONTRACT = "run"
+
 
 def explain(
     run: Annotated[str, typer.Argument(help="An imported run's folder, or @last.")],
     contract: Annotated[
         str, typer.Option(metavar="C", help="The built-in contract for runs, or a TOML file.")
-    ] = "run",
+    ] = RUN_CONTRACT,
     output: options.ExplainedOutput = None,
 ) -> None:
     """Say what kind of mismatch a run has, from its log-probs alone.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlk_align.diagnose import bookkeeping, law, level, place
-from rlk_align.diagnose.contract import RunContract
+from rlk_align.diagnose.contract import Dtype, RunContract
 from rlk_align.diagnose.evidence import Evidence
 from rlk_align.diagnose.interval import DEVIATIONS, UNKNOWN, Estimate
 from rlk_align.diagnose.record import Diagnosis, Name
@@ -49,7 +49,7 @@ class Explanation:
     c: Estimate
     sampled: int | None
     """The number of sequences that the diagnoses were made from; None for all."""
-    dtype: str
+    dtype: Dtype
     doubts: list[str]
     """Why nothing can be concluded."""
     breaches: list[Breach]

@@ -123,3 +123,15 @@ def test_no_torch_is_loaded(tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True
     )
     assert done.stdout.splitlines()[-2:] == ["0", "False"], done.stderr
+
+
+@pytest.mark.parametrize(("fault", "code"), [(None, 0), ("T on the rollout only", 1)])
+def test_gate_judges_an_imported_run_alike(
+    cli: Cli, tmp_path: Path, fault: str | None, code: int
+) -> None:
+    run = healthy(1, 20_000) if fault is None else faulty(fault, 1, 20_000)
+    imported_run(run, tmp_path / "run")
+    explained, gated = cli("explain", "run"), cli("gate", "run")
+    assert (explained.code, gated.code) == (code, code), gated.err
+    assert gated.verdict == explained.verdict
+    assert gated.out == explained.out
