@@ -48,7 +48,7 @@ test-fix-path-all: setup
 
 # Every guard of a verdict taken out in turn: does its test notice? Every kernel for Hopper compiled for an H200.
 test-slow: setup
-	$(TESTS) tests/mutation tests/compiled
+	$(TESTS) tests/mutation tests/compiled tests/real_runs
 
 # What starts no engine.
 test-quick: setup

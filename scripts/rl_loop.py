@@ -108,7 +108,11 @@ class Rollout:
         # vLLM's sampler on the CPU draws from torch's global generator.
         torch.manual_seed(seed)
         params = SamplingParams(
-            temperature=temperature, top_p=top_p, max_tokens=NEW_TOKENS, logprobs=0, detokenize=False
+            temperature=temperature,
+            top_p=top_p,
+            max_tokens=NEW_TOKENS,
+            logprobs=0,
+            detokenize=False,
         )
         asked = [task for task in tasks for _ in range(GROUP)]
         prompts: Any = [{"prompt_token_ids": task.token_ids} for task in asked]

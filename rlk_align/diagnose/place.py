@@ -143,8 +143,8 @@ def _from_cache(e: Evidence) -> Mask:
 
 
 def _computed_anew(e: Evidence) -> Mask:
-    """[S]; sequences without cached tokens, and those of their groups: the samples of a prompt share
-    what the first of them computed, by weights of the same step."""
+    """[S]; sequences without cached tokens, and those of their groups: the samples of a prompt
+    share what the first of them computed, by weights of the same step."""
     names = [
         f"{s} {g}" if g is not None else f"alone {k}"
         for k, (s, g) in enumerate(zip(e.run.steps, e.run.groups, strict=True))

@@ -35,6 +35,7 @@ STEP_IN_NAME = {
     "prime-rl": r"step_(\d+)/rank_\d+\.jsonl$",
     "miles": r"train_data/(\d+)_\d+\.pt$",
     "slime": r"train_data/(\d+)\.pt$",
+    "jsonl": r"/step_(\d+)\.(?:jsonl|parquet)$",
 }
 """Format -> where a file's path has its step."""
 
