@@ -42,9 +42,9 @@ def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", DIAGNOSES)
 def test_a_real_fault_is_named(name: str, dumps: Path, cli) -> None:
     run, verdict = dumps / f"{name}.run", dumps / f"{name}.json"
-    assert cli("import", "jsonl", dumps / f"{name}.jsonl", "-o", run).exit_code == 0
+    assert cli("import", "jsonl", dumps / f"{name}.jsonl", "-o", run).code == 0
     explained = cli("explain", run, "--output", f"json={verdict}")
-    assert explained.exit_code == (0 if name == "healthy" else 1), explained.stderr
+    assert explained.code == (0 if name == "healthy" else 1), explained.err
     assert json.loads(verdict.read_text())["diagnoses"][0]["name"] == DIAGNOSES[name]
 
 
