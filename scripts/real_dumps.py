@@ -17,6 +17,8 @@ from rl_loop import Rollout, Tasks, Trainer, lines
 STEPS = 6
 PROMPTS = 8
 """Prompts a step."""
+SINGLE = 24
+"""Prompts of a run of one step."""
 RATE, FAST = 2e-4, 1e-3
 
 
@@ -51,7 +53,7 @@ def lora(e: Engines) -> Iterator[str]:
 def temperature_of_trainer(e: Engines) -> Iterator[str]:
     """vLLM samples and scores at 0.7; the trainer does not divide its logits."""
     trainer = e.fresh()
-    samples = e.rollout.sample(e.tasks.take(STEPS * PROMPTS), 0, temperature=0.7)
+    samples = e.rollout.sample(e.tasks.take(SINGLE), 0, temperature=0.7)
     yield from lines(0, samples, trainer.score(samples))
 
 
@@ -59,14 +61,14 @@ def temperature_of_rollout(e: Engines) -> Iterator[str]:
     """vLLM samples at 0.7 and returns raw log-probs; the trainer divides its logits."""
     rollout = Rollout(e.tasks, "raw")
     trainer = Trainer(RATE)
-    samples = rollout.sample(e.tasks.take(STEPS * PROMPTS), 0, temperature=0.7)
+    samples = rollout.sample(e.tasks.take(SINGLE), 0, temperature=0.7)
     yield from lines(0, samples, trainer.score(samples, 0.7))
 
 
 def mask(e: Engines) -> Iterator[str]:
     """The mask counts from the token before the response."""
     trainer = e.fresh()
-    samples = e.rollout.sample(e.tasks.take(STEPS * PROMPTS), 0)
+    samples = e.rollout.sample(e.tasks.take(SINGLE), 0)
     for line, sample in zip(lines(0, samples, trainer.score(samples)), samples, strict=True):
         prompt, total = len(sample.task.token_ids), len(sample.token_ids)
         flags = [prompt - 1 <= i < total - 1 for i in range(total)]
@@ -76,7 +78,7 @@ def mask(e: Engines) -> Iterator[str]:
 def top_p(e: Engines) -> Iterator[str]:
     """vLLM's log-probs are of the law that top_p = 0.8 leaves; the trainer's are of all tokens."""
     trainer = e.fresh()
-    samples = e.rollout.sample(e.tasks.take(STEPS * PROMPTS), 0, top_p=0.8)
+    samples = e.rollout.sample(e.tasks.take(SINGLE), 0, top_p=0.8)
     yield from lines(0, samples, trainer.score(samples))
 
 
