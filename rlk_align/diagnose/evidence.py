@@ -61,8 +61,11 @@ class Evidence:
             if sure.sum() > nearly.sum():
                 found |= zeros
             if far.any():
-                values, times = np.unique(side[far], return_counts=True)
-                if times.max() >= max(3, 0.1 * far.sum()):
+                # Samples of one prompt repeat a token with both of its log-probs; what stands in
+                # the place of a log-prob meets a different one each time.
+                pairs = np.unique(np.stack([side[far], other[far]]), axis=1)
+                values, times = np.unique(pairs[0], return_counts=True)
+                if times.max() >= max(3, 0.1 * pairs.shape[1]):
                     found |= side == values[times.argmax()]
         return found & both
 

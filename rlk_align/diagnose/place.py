@@ -121,11 +121,11 @@ def stale_cache(e: Evidence) -> Diagnosis | None:
 
 
 def _by_cached_tokens(e: Evidence) -> Diagnosis | None:
-    cached = e.run.cached_tokens
-    both = np.intersect1d(e.run.steps[cached > 0], e.run.steps[cached == 0])
-    comparable = np.isin(e.steps, both if len(both) else e.run.steps)
-    hit, miss = comparable & (cached > 0)[e.sequence], comparable & (cached == 0)[e.sequence]
-    estimate = e.between(hit, miss)
+    hit, miss = _from_cache(e), _computed_anew(e)
+    both = np.intersect1d(e.run.steps[hit], e.run.steps[miss])
+    comparable = np.isin(e.run.steps, both if len(both) else e.run.steps)
+    of_hit = (comparable & hit)[e.sequence]
+    estimate = e.between(of_hit, (comparable & miss)[e.sequence])
     limit = e.contract.limit("stale-cache")
     if not estimate.above(limit):
         return None
@@ -134,7 +134,23 @@ def _by_cached_tokens(e: Evidence) -> Diagnosis | None:
         "than others of the same step: the cache was filled by older weights"
     )
     statistic = "c of sequences with cached tokens over that of others"
-    return diagnosis("stale-cache", statistic, estimate, limit, why, e.worst(e.size, hit))
+    return diagnosis("stale-cache", statistic, estimate, limit, why, e.worst(e.size, of_hit))
+
+
+def _from_cache(e: Evidence) -> Mask:
+    """[S]; sequences with cached tokens that none of their own group put there."""
+    return (e.run.cached_tokens > 0) & ~_computed_anew(e)
+
+
+def _computed_anew(e: Evidence) -> Mask:
+    """[S]; sequences without cached tokens, and those of their groups: the samples of a prompt
+    share what the first of them computed, by weights of the same step."""
+    names = [
+        f"{s} {g}" if g is not None else f"alone {k}"
+        for k, (s, g) in enumerate(zip(e.run.steps, e.run.groups, strict=True))
+    ]
+    groups = np.unique(np.array(names), return_inverse=True)[1]
+    return np.asarray(np.isin(groups, groups[e.run.cached_tokens == 0]))
 
 
 def _by_group(e: Evidence) -> Diagnosis | None:
