@@ -92,7 +92,10 @@ def mask_shifted(e: Evidence) -> Diagnosis | None:
     run = e.run
     if run.mask_rewritten.any():
         return None
-    blank = run.rollout_missing | (e.filled & ~(np.abs(run.train) > 1e3)) & run.scored
+    # A NaN or an infinite value was computed: it is broken, and no sign of a wrong mask.
+    blank = run.rollout_missing | (
+        e.filled & np.isfinite(run.rollout) & (np.abs(run.train) <= 1e3) & run.scored
+    )
     sampled = ~run.rollout_missing & (run.rollout != 0) & (run.rollout > -1e3)
     first = np.flatnonzero(e.first_of_segment)
     last = _last_of_segments(e, first)
