@@ -6,10 +6,8 @@ import typer
 
 from rlk_align.api.options import from_arguments
 from rlk_align.api.pair import Pair, prepare, without_kernels
-from rlk_align.api.rescoring import Rescoring
 from rlk_align.cli import options
 from rlk_align.cli.outputs import check_outputs, parse_outputs
-from rlk_align.cli.rescore import rescore
 from rlk_align.progress import show_progress
 
 WITHOUT = "kernels-off"
@@ -64,7 +62,11 @@ def compare(
     or both, and its mismatch is split: decode, the engines' kernels, the trainer.
     """
     if tokens is not None:
-        rescore(from_arguments(Rescoring, locals()), locals() | {"runs": runs or []}, output)
+        given = locals() | {"runs": runs or []}
+        from rlk_align.api.rescoring import Rescoring
+        from rlk_align.cli.rescore import rescore
+
+        rescore(from_arguments(Rescoring, given), given, output)
     pair = from_arguments(Pair, locals())
     outputs, command = parse_outputs(output), options.command_line()
     prepared = prepare(pair, runs or [], options.warn, command)

@@ -9,9 +9,6 @@ from rlk_align.cli import options
 from rlk_align.cli.finish import print_report
 from rlk_align.cli.outputs import check_outputs, parse_outputs, takes_stdout, write_text
 from rlk_align.diagnose.contract import load_run_contract
-from rlk_align.diagnose.explain import explain as explain_run
-from rlk_align.dumps.run import ImportedRun
-from rlk_align.report.explained_terminal import show_explanation
 from rlk_align.report.formats import EXPLAINED_FORMATS, renderer
 
 RUN_CONTRACT = "run"
@@ -31,6 +28,10 @@ def explain(
     gate: 0 for ordinary numerics, 1 for a mismatch, 4 where nothing can be
     concluded.
     """
+    from rlk_align.diagnose.explain import explain as explain_run
+    from rlk_align.dumps.run import ImportedRun
+    from rlk_align.report.explained_terminal import show_explanation
+
     outputs = parse_outputs(output, tuple(EXPLAINED_FORMATS))
     limits = load_run_contract(contract)
     imported = ImportedRun.open(run)

@@ -16,7 +16,6 @@ from rlk_align.cli.outputs import parse_outputs, takes_stdout
 from rlk_align.errors import BadOption
 from rlk_align.monitor.record import StepRecord
 from rlk_align.monitor.run import RunMonitor
-from rlk_align.monitor.source import open_source
 from rlk_align.report.steps_terminal import finding_lines, steps_table
 from rlk_align.text import line
 
@@ -53,6 +52,8 @@ def monitor(
     Steps are read while the run writes them. With --once the exit code is 0 where every step keeps
     the limits, 1 where one does not, and 4 where nothing was compared.
     """
+    from rlk_align.monitor.source import open_source
+
     outputs = parse_outputs(output, FORMATS)
     if len({path.absolute() for path in paths}) < len(paths):
         raise BadOption("a run is named twice", "name each once")

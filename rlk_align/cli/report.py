@@ -9,7 +9,6 @@ from rich.console import Console
 
 from rlk_align.cli import options
 from rlk_align.cli.outputs import check_outputs, make_output, write_run, write_text
-from rlk_align.dumps.run import ImportedRun
 from rlk_align.errors import BadOption
 from rlk_align.report.source import ReportSource, load_source
 from rlk_align.text import line
@@ -45,6 +44,7 @@ def html(
 
 def _steps_html(runs: list[str], out: Path) -> None:
     """Writes the page of imported runs. Raises BadOption where one is a run of engines."""
+    from rlk_align.dumps.run import ImportedRun
     from rlk_align.monitor.history import History
     from rlk_align.monitor.run import RunMonitor
     from rlk_align.report.html.steps import steps_page
