@@ -8,17 +8,13 @@ import typer
 from rlk_align.cli import options
 from rlk_align.cli.finish import print_report
 from rlk_align.cli.outputs import check_outputs, parse_outputs, takes_stdout, write_text
-from rlk_align.diagnose.contract import load_run_contract
+from rlk_align.diagnose.contract import RUN_CONTRACT, load_run_contract
 from rlk_align.report.formats import EXPLAINED_FORMATS, renderer
-
-RUN_CONTRACT = "run"
 
 
 def explain(
     run: Annotated[str, typer.Argument(help="An imported run's folder, or @last.")],
-    contract: Annotated[
-        str, typer.Option(metavar="C", help="The built-in contract for runs, or a TOML file.")
-    ] = RUN_CONTRACT,
+    contract: options.RunContractName = RUN_CONTRACT,
     output: options.ExplainedOutput = None,
 ) -> None:
     """Say what kind of mismatch a run has, from its log-probs alone.

@@ -11,8 +11,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from rlk_align.cli import options
 from rlk_align.cli.monitor_outputs import FORMATS, StepOutputs
 from rlk_align.cli.outputs import parse_outputs, takes_stdout
+from rlk_align.diagnose.contract import RUN_CONTRACT, load_run_contract
 from rlk_align.errors import BadOption
 from rlk_align.monitor.record import StepRecord
 from rlk_align.monitor.run import RunMonitor
@@ -38,6 +40,7 @@ def monitor(
     once: Annotated[
         bool, typer.Option("--once", help="Read what is there, judge it and end: for CI.")
     ] = False,
+    contract: options.RunContractName = RUN_CONTRACT,
     output: Annotated[
         list[str] | None,
         typer.Option(
@@ -57,7 +60,8 @@ def monitor(
     outputs = parse_outputs(output, FORMATS)
     if len({path.absolute() for path in paths}) < len(paths):
         raise BadOption("a run is named twice", "name each once")
-    sources = [(open_source(path), RunMonitor()) for path in paths]
+    limits = load_run_contract(contract)
+    sources = [(open_source(path), RunMonitor(limits)) for path in paths]
     shown: deque[tuple[str, StepRecord]] = deque(maxlen=SHOWN)
     console = _console(takes_stdout(outputs))
     several = len(sources) > 1

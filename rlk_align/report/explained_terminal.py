@@ -56,10 +56,9 @@ def _diagnosis(diagnosis: Diagnosis, further: bool) -> Iterator[RenderableType]:
 
 def _prose(label: str, text: str) -> list[str]:
     """The lines of a text beside its label."""
-    options = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.wrap(
-        text, 96, initial_indent=f"{label:9}", subsequent_indent=" " * 9, **options
-    )
+    first, later = f"{label:9}", " " * 9
+    wrapper = textwrap.TextWrapper(96, first, later, break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(text)
 
 
 def _tokens(tokens: list[Token]) -> Table:

@@ -100,8 +100,8 @@ RULES = {
         *("results", "text", "errors"),
     ),
     "monitor": (
-        *("monitor", "readers", "dumps", "diagnose.interval", "trace.run", "trace.run_folder"),
-        *("progress", "text", "errors"),
+        *("monitor", "readers", "dumps", "diagnose.interval", "diagnose.contract"),
+        *("trace.run", "trace.run_folder", "progress", "text", "errors"),
     ),
     "model": ("model", "results", "data", "files", "text", "errors"),
     "trace": ("trace", "model", "results", "comparison_table", "files", "text", "errors"),
