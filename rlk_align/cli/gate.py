@@ -40,10 +40,10 @@ def gate(
     With two runs the contract's regression limits say how much worse the second
     may be than the first.
     """
+    outputs = parse_outputs(output, FORMATS if later is None else REGRESSION_FORMATS)
     if later is None and not recompute and is_imported(run):
         explain(run, contract or RUN_CONTRACT, output)
         return
-    outputs = parse_outputs(output, FORMATS if later is None else REGRESSION_FORMATS)
     first, second = open_runs(run, later, recompute)
     check_outputs(outputs, first)
     if second is not None:
