@@ -4,7 +4,7 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -17,9 +17,11 @@ from rlk_align.cli.outputs import parse_outputs, takes_stdout
 from rlk_align.diagnose.contract import RUN_CONTRACT, load_run_contract
 from rlk_align.errors import BadOption
 from rlk_align.monitor.record import StepRecord
-from rlk_align.monitor.run import RunMonitor
 from rlk_align.report.steps_terminal import finding_lines, steps_table
 from rlk_align.text import line
+
+if TYPE_CHECKING:
+    from rlk_align.monitor.run import RunMonitor
 
 SHOWN = 20
 """Steps of the live table."""
@@ -55,6 +57,7 @@ def monitor(
     Steps are read while the run writes them. With --once the exit code is 0 where every step keeps
     the limits, 1 where one does not, and 4 where nothing was compared.
     """
+    from rlk_align.monitor.run import RunMonitor
     from rlk_align.monitor.source import open_source
 
     outputs = parse_outputs(output, FORMATS)
@@ -113,7 +116,7 @@ _WORDS = {
 }
 
 
-def _summary(run: str, monitor: RunMonitor) -> Text:
+def _summary(run: str, monitor: "RunMonitor") -> Text:
     status, style = _WORDS[monitor.exit_code]
     counts = f"{monitor.steps:,} steps, {monitor.failed:,} failed"
     if monitor.inconclusive:
