@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlk_align.diagnose.contract import DTYPES, Dtype, RunContract
-from rlk_align.diagnose.interval import UNKNOWN, Estimate, Floats, mean_factor, quotient, ratio
+from rlk_align.diagnose.interval import Estimate, Floats, mean_factor, quotient, ratio
 from rlk_align.diagnose.record import Token
 from rlk_align.diagnose.sample import SENTINEL, Counts
 from rlk_align.dumps.sequences import Sequences
@@ -138,9 +138,11 @@ class Evidence:
 
     @cached_property
     def dtype(self) -> Dtype:
-        """The lowest precision that a side names; bfloat16 where none does."""
+        """The lower precision of the two sides; a sequence's side that names none that is known
+        counts as bfloat16."""
         names = {*self.run.rollout_dtypes, *self.run.train_dtypes}
-        return next((d for d in DTYPES if d in names), "bfloat16")
+        known = [d for d in DTYPES if d in names]
+        return known[0] if known and names <= set(DTYPES) else "bfloat16"
 
     def sums(self, values: Floats, where: Mask | None = None) -> Floats:
         """[S]; the sums over the tokens of each sequence."""
@@ -173,9 +175,9 @@ class Evidence:
         return self._contrast(a, b, lambda _x, _y: quotient(self.noise(a), self.noise(b)))
 
     def _contrast(self, a: Mask, b: Mask, how: Callable[[Floats, Floats], Estimate]) -> Estimate:
-        """Nothing can be said where c of a is negligible."""
-        if not self.c(a).value > self.contract.limit("numerics", "negligible"):
-            return UNKNOWN
+        """Where c of a is negligible, it is no worse than that of b."""
+        if self.c(a).value <= self.contract.limit("numerics", "negligible"):
+            return Estimate(1.0, 0.0, 1.0)
         return how(self._logs(a), self._logs(b))
 
     def _logs(self, where: Mask) -> Floats:

@@ -23,6 +23,8 @@ def show_explanation(explained: Explanation, folder: str, console: Console) -> N
     console.print(line(f"c        {interval(explained.c)}   |Δ| for each 1 − p"))
     for doubt in explained.doubts:
         console.print(line(f"doubt    {doubt}", style="yellow"))
+    for item in explained.untested:
+        console.print(line(f"untested {item.name}: {item.why}", style="dim"))
     for limit, metric, value, bound in explained.breaches:
         if limit == "numerics":
             console.print(line(f"breach   {metric} is {value:.4g}, {bound:g} allowed", style="red"))
