@@ -26,6 +26,10 @@ _ZERO_WHILE = -0.05
 """The other side's log-prob below which a 0.0 is no honest one."""
 _SURE = -1.5
 """Below it not even a truncated law gives the token the probability 1."""
+_UNSURE = -0.5
+"""Below it a law that keeps only the most probable token is cut at less than 0.61 of its mass."""
+_RARE = 0.005
+"""A truncated law that is cut so low gives more than this share of its tokens the log-prob 0."""
 _OUTLIER = 6.0
 """A sequence so many times worse than the median one of its step is an outlier."""
 _ENOUGH = 5.0
@@ -56,9 +60,13 @@ class Evidence:
                 zeros = (side == 0) & (other < _ZERO_WHILE)
                 nearly = (side < 0) & (side > -0.01) & (other < _SURE) & both
                 far = (side < -3) & (np.abs(side - other) > 1) & both & ~wild
-            sure = zeros & (other < _SURE) & both
+            zeros &= both
+            sure = zeros & (other < _SURE)
+            # A truncated law that keeps one token gives it the log-prob 0: often, or never where
+            # the other side is this unsure.
+            rare = zeros.sum() < _RARE * both.sum() and (other[zeros] < _UNSURE).any()
             found |= wild
-            if sure.sum() > nearly.sum():
+            if rare or sure.sum() > nearly.sum():
                 found |= zeros
             if far.any():
                 # Samples of one prompt repeat a token with both of its log-probs; what stands in
@@ -190,6 +198,10 @@ class Evidence:
     def outliers(self) -> Mask:
         """[S]; sequences that are far worse than the median one of their step."""
         size, q = self.noise()
+        largest = np.zeros(len(size))
+        np.maximum.at(largest, self.sequence, self.size)
+        # One token alone makes no broken sequence.
+        size -= largest
         enough = q >= _ENOUGH
         c = np.where(enough, size / np.maximum(q, _ENOUGH), np.nan)
         found = np.zeros(len(c), dtype=bool)

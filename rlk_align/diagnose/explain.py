@@ -27,8 +27,8 @@ FAMILIES: tuple[tuple[Check, ...], ...] = (
     (level.routing, level.dropout),
     (level.quantisation,),
 )
-"""In this order; the first that holds is the verdict. What a family finds disturbs the statistics
-of later families, which are not asked then."""
+"""In this order; the first that holds is the verdict. What a family finds or suspects disturbs
+the statistics of later families, which are not asked then."""
 BOOKKEEPING = 2
 """The number of families whose questions few tokens answer."""
 GOES_ON: frozenset[Name] = frozenset({"missing", "low-precision"})
@@ -126,7 +126,7 @@ def _answers(
                 found.append(answer)
             elif answer is not None:
                 untested.append(answer)
-        if any(d.name not in GOES_ON for d in found):
+        if any(d.name not in GOES_ON for d in found) or any(x.suspected for x in untested):
             break
     return found, untested
 

@@ -99,7 +99,7 @@ def truncation(e: Evidence) -> Diagnosis | None:
     one_sided = lean(e, _band(e, 0.0, 0.3)).value * lean(e, _band(e, 0.9, 0.9995)).value > 0
     if not purity.above(limit) or not one_sided or fits_line(e):
         return None
-    if float(np.mean(e.size > 0.9)) > 0.02:
+    if float(np.mean(e.size > 2.5)) > 0.02:
         return None
     side = "rollout" if negative.value > 0.5 else "trainer"
     kept = float(np.exp(-np.abs(np.median(e.d[where]))))

@@ -16,7 +16,7 @@ _WORSE = 4.0
 """A sequence is clean before a turn and wrong after it where c grows by such a factor."""
 
 
-def turn_boundary(e: Evidence) -> Diagnosis | None:
+def turn_boundary(e: Evidence) -> Diagnosis | Untested | None:
     """Holds where sequences are clean until a turn starts, and wrong from there on."""
     limit = e.contract.limit("turn-boundary")
     several = np.bincount(e.sequence, e.segment > 0, len(e.run)) > 0
@@ -33,14 +33,14 @@ def turn_boundary(e: Evidence) -> Diagnosis | None:
     after = of_affected & later & (distance < _WINDOW)
     before = of_affected & ~later & (distance >= -_WINDOW)
     estimate = e.within(after, before)
+    statistic = f"c of the {_WINDOW} tokens after the turn's start over that of those before"
     if not estimate.above(limit):
-        return None
+        return untested("turn-boundary", statistic, estimate, limit)
     why = (
         f"{int(affected.sum()):,} of {int(several.sum()):,} sequences of several turns are clean "
         f"until a turn starts, most often turn {np.bincount(turn[affected]).argmax() + 1}, and "
         "wrong from there on: the trainer reads other ids or another template than the rollout"
     )
-    statistic = f"c of the {_WINDOW} tokens after the turn's start over that of those before"
     samples = e.worst(e.size, after)
     return diagnosis("turn-boundary", statistic, estimate, limit, why, samples)
 
