@@ -35,7 +35,9 @@ def turn_boundary(e: Evidence) -> Diagnosis | Untested | None:
     estimate = e.within(after, before)
     statistic = f"c of the {_WINDOW} tokens after the turn's start over that of those before"
     if not estimate.above(limit):
-        return untested("turn-boundary", statistic, estimate, limit)
+        # They were chosen for their growth: a few of many have it by chance.
+        many = affected.sum() > max(3, 0.1 * several.sum())
+        return untested("turn-boundary", statistic, estimate, limit, many)
     why = (
         f"{int(affected.sum()):,} of {int(several.sum()):,} sequences of several turns are clean "
         f"until a turn starts, most often turn {np.bincount(turn[affected]).argmax() + 1}, and "
