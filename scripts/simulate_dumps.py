@@ -39,13 +39,6 @@ class Dump:
         self.lengths = np.maximum(24, (mean * rng.lognormal(-0.08, 0.4, S)).astype(int))
         self.sequence = np.arange(S).repeat(self.lengths)
         self.position = np.concatenate([np.arange(n) for n in self.lengths])
-        self.segment = self.position * turns // self.lengths[self.sequence]
-        self.tool = np.zeros(len(self.position), dtype=bool)
-        if turns > 1:
-            # The first tokens of every turn but the first are the tool's.
-            starts = np.flatnonzero(np.diff(self.segment) > 0) + 1
-            for k in range(4):
-                self.tool[np.minimum(starts + k, len(self.tool) - 1)] = True
         R = len(self.position)
         width = np.exp(rng.uniform(0.0, np.log(30.0), R))
         self.logits = width[:, None] * rng.standard_normal((R, ALTERNATIVES))
@@ -54,13 +47,24 @@ class Dump:
         spread += 0.15 * rng.standard_normal(groups)[self.groups[self.sequence]]
         level = NOISE[dtype] * float(np.exp(rng.uniform(np.log(0.62), np.log(1.44))))
         self.scale = 0.8 * level * np.exp(spread)
+        self.start_healthy(dtype, turns)
+
+    def start_healthy(self, dtype: str, turns: int) -> None:
+        """Sets turns, and what faults change to what it is in a healthy run."""
+        R, S = len(self.sequence), self.sequences
+        self.segment = self.position * turns // self.lengths[self.sequence]
+        self.tool = np.zeros(R, dtype=bool)
+        # The first tokens of every turn but the first are the tool's.
+        starts = np.flatnonzero(np.diff(self.segment) > 0) + 1
+        for k in range(4):
+            self.tool[np.minimum(starts + k, R - 1)] = True
         self.extra = np.ones(R)
         """By what the noise is larger than healthy."""
         self.margin = np.zeros(R)
         """Noise that is proportional to the logits, as other weights and dropout make it."""
         self.temperature = 1.0
         self.top_p = 1.0
-        self.top_k = ALTERNATIVES
+        self.top_k = self.logits.shape[1]
         self.min_p = 0.0
         self.rollout_raw = self.train_raw = False
         self.dtype = dtype
@@ -77,12 +81,9 @@ class Dump:
         rng, R = self.rng, len(self.position)
         processed = self._truncated(self.logits / self.temperature)
         law = np.exp(processed)
-        chosen = (rng.random(R)[:, None] > np.cumsum(law, 1)).sum(1)
-        chosen = np.minimum(chosen, ALTERNATIVES - 1)
-        chosen = np.where(law[np.arange(R), chosen] > 0, chosen, law.argmax(1))
-        noise = rng.standard_normal((R, ALTERNATIVES)) * (self.scale * self.extra)[:, None]
-        noise += self.logits * (self.margin * rng.standard_normal(R))[:, None]
-        other = self.logits + noise
+        chosen = self.sampled(law)
+        other = self.logits + self.noise() * self.extra[:, None]
+        other += self.logits * (self.margin * rng.standard_normal(R))[:, None]
         rollout = _log_softmax(self.logits) if self.rollout_raw else processed
         if self.train_raw:
             train = _log_softmax(other)
@@ -93,10 +94,20 @@ class Dump:
         g, t = rollout[np.arange(R), said], train[np.arange(R), chosen]
         return self._with_prompts(_stored(g), _stored(t), chosen)
 
+    def sampled(self, law: Floats) -> NDArray[np.int64]:
+        """[R]; an alternative of each token's law, drawn with its probability."""
+        chosen = (self.rng.random(len(law))[:, None] > np.cumsum(law, 1)).sum(1)
+        chosen = np.minimum(chosen, law.shape[1] - 1)
+        return np.where(law[np.arange(len(law)), chosen] > 0, chosen, law.argmax(1))
+
+    def noise(self) -> Floats:
+        """[R, K]; what a healthy trainer's logits have more than the rollout's."""
+        return self.rng.standard_normal(self.logits.shape) * self.scale[:, None]
+
     def _truncated(self, logits: Floats) -> Floats:
         """Log-probs of the law that top-p, top-k and min-p leave."""
         logp = _log_softmax(logits)
-        if self.top_p >= 1 and self.top_k >= ALTERNATIVES and self.min_p <= 0:
+        if self.top_p >= 1 and self.top_k >= logits.shape[1] and self.min_p <= 0:
             return logp
         order = np.argsort(-logp, axis=1)
         ranked = np.take_along_axis(np.exp(logp), order, 1)

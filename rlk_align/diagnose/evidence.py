@@ -32,6 +32,8 @@ _RARE = 0.005
 """A truncated law that is cut so low gives more than this share of its tokens the log-prob 0."""
 _OUTLIER = 6.0
 """A sequence so many times worse than the median one of its step is an outlier."""
+_MOST = 0.4
+"""Of a broken sequence's tokens, more than this share is 3 times worse than the median token."""
 _ENOUGH = 5.0
 """Σ q below which a sequence is too sure of itself to have an error of its own."""
 
@@ -212,7 +214,16 @@ class Evidence:
                 # A step whose sequences are mostly broken is no measure.
                 usual = min(float(np.median(c[of_step])), 2.5 * good)
                 found |= of_step & (c > _OUTLIER * usual)
-        return found & (c > self.contract.limit("numerics", "negligible"))
+        found &= c > self.contract.limit("numerics", "negligible")
+        return found & self._throughout(~found)
+
+    def _throughout(self, good: Mask) -> Mask:
+        """[S]; whether more than a few tokens of a sequence are worse than those of good ones."""
+        known = np.isfinite(self.scaled)
+        of_good = self.scaled[known & good[self.sequence]]
+        usual = float(np.median(of_good)) if len(of_good) else 0.0
+        wide = known & (np.where(known, self.scaled, 0.0) > 3 * usual)
+        return self.sums(wide.astype(float)) > _MOST * self.sums(known.astype(float))
 
     @cached_property
     def usual(self) -> Mask:

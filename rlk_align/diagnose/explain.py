@@ -24,7 +24,8 @@ FAMILIES: tuple[tuple[Check, ...], ...] = (
     (law.wrong_token, law.logprob_scaled, law.temperature, law.truncation),
     (place.turn_boundary, place.packing, place.rope, prompts.stale_cache),
     (level.stale_weights, prompts.decode_state),
-    (level.routing, level.dropout),
+    (level.dropout,),
+    (level.routing,),
     (level.quantisation,),
 )
 """In this order; the first that holds is the verdict. What a family finds or suspects disturbs
