@@ -176,12 +176,13 @@ def timed(label: str, log: Path, *words: str) -> None:
 
 
 def large(run: Sequences, path: Path, size: int) -> None:
-    """Writes the sequences again and again, under new ids, up to so many bytes."""
+    """Writes the sequences again and again, as new ones of later steps, up to so many bytes."""
     lines = [json.dumps(r) + "\n" for r in records(run)]
     with path.open("w", encoding="utf-8") as file:
-        for k in count():
+        for k in count(1):
             for line in lines:
-                file.write(line.replace('"id": "s', f'"id": "{k}-s', 1))
+                later = line.replace('"id": "s', f'"id": "{k}-s', 1)
+                file.write(later.replace('"step": ', f'"step": {k}', 1))
             if file.tell() >= size:
                 return
 

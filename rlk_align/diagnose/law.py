@@ -22,7 +22,8 @@ def wrong_token(e: Evidence) -> Diagnosis | None:
     probable ones: they speak of two tokens, often the sampled and the most probable one."""
     limit = e.contract.limit("wrong-token")
     for side, low, sign in (("rollout", e.t, -1.0), ("trainer", e.g, 1.0)):
-        rare = low < _RARE
+        # Of broken sequences the improbable tokens are those that noise made so.
+        rare = (low < _RARE) & e.usual
         wrong = rare & (e.d * sign > 1)
         estimate = ratio(e.sums(wrong.astype(float)), e.sums(rare.astype(float)))
         other = int((e.d * sign < -1).sum())
