@@ -1,7 +1,9 @@
 """Dumps whose law and noise are those of real engines: healthy ones, and planted faults.
 
-    rlk-align compare --rollout hf --train megatron --prompts F --sites logits,logprob --run-dir RUN
-    python scripts/recorded_dumps.py RUN -o recorded.jsonl
+    python scripts/recorded_dumps.py prompts prompts.jsonl
+    rlk-align compare --rollout hf:dtype=bfloat16 --train megatron:dtype=bfloat16 \\
+        --prompts prompts.jsonl --max-new-tokens 32 --sites logits,logprob --run-dir RUN
+    python scripts/recorded_dumps.py dump RUN recorded.jsonl
 
 A run's captures have both engines' logits of every sampled token. The rollout's are the law, the
 trainer's less the rollout's are the noise; faults are planted as in simulated dumps.
@@ -9,11 +11,13 @@ trainer's less the rollout's are the noise; faults are planted as in simulated d
 
 import argparse
 import json
+import random
+import sys
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from simulate_dumps import FAULTS, PROMPT, Dump, Floats
+from simulate_dumps import FAULTS, GROUP, PROMPT, Dump, Floats
 
 from rlk_align.dumps.sequences import Sequences
 from rlk_align.model.sites import RowIndex
@@ -21,7 +25,11 @@ from rlk_align.trace.numbered import read_rows
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.run import Run
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
+from corpus import sample_problem
+
 STEPS = 6
+PROMPTS = 16
 
 
 class Recording:
@@ -89,6 +97,20 @@ def planted(recording: Recording, name: str, seed: int) -> Sequences:
     return dump.sequences_of()
 
 
+def prompt_lines() -> list[str]:
+    """Prompts of a solved problem and an open one, each for a group of samples."""
+    draw = random.Random(7)
+    lines = []
+    for k in range(PROMPTS):
+        solved, problem = sample_problem(draw), sample_problem(draw)
+        text = f"{solved.prompt}{solved.solution}\n{problem.prompt}"
+        lines += [
+            json.dumps({"id": f"p{k:02d}-{j}", "prompt": text}, ensure_ascii=False) + "\n"
+            for j in range(GROUP)
+        ]
+    return lines
+
+
 def neutral_lines(recording: Recording) -> list[str]:
     """The healthy recording as lines of the neutral file."""
     run = RecordedDump(recording, 0, again=False).sequences_of()
@@ -110,9 +132,18 @@ def neutral_lines(recording: Recording) -> list[str]:
     return lines
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Writes the prompts of a run, or its neutral file."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("-o", type=Path, required=True, dest="out")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("prompts").add_argument("out", type=Path)
+    dump = commands.add_parser("dump")
+    dump.add_argument("run", type=Path)
+    dump.add_argument("out", type=Path)
     asked = parser.parse_args()
-    asked.out.write_text("".join(neutral_lines(Recording(asked.run))), encoding="utf-8")
+    lines = prompt_lines() if asked.command == "prompts" else neutral_lines(Recording(asked.run))
+    asked.out.write_text("".join(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
