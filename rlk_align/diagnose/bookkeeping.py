@@ -157,10 +157,8 @@ def missing(e: Evidence) -> Diagnosis | None:
         )
         statistic = "share of compared tokens with a value in the place of a log-prob"
     else:
-        estimate, limit = (
-            share(e.counts.missing, e.counts.scored),
-            e.contract.limit("missing", "null"),
-        )
+        # It is counted over the whole run: no sample, and so no interval.
+        estimate, limit = Estimate(null, null, null), e.contract.limit("missing", "null")
         why = f"{null:.1%} of the scored tokens have no log-prob on one side or on both"
         statistic = "share of scored tokens without a log-prob"
         found = np.flatnonzero(e.run.scored & ~e.run.compared)

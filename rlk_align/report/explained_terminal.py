@@ -25,6 +25,9 @@ def show_explanation(explained: Explanation, folder: str, console: Console) -> N
     for doubt in explained.doubts:
         for text in _prose("doubt", doubt):
             console.print(line(text, style="yellow"))
+    for item in explained.untested:
+        for text in _prose("untested", f"{item.name}: {item.why}"):
+            console.print(line(text, style="dim"))
     for limit, metric, value, bound in explained.breaches:
         if limit == "numerics":
             console.print(line(f"breach   {metric} is {value:.4g}, {bound:g} allowed", style="red"))

@@ -1,8 +1,6 @@
 """`rlk-align explain` on imported runs, good and bad."""
 
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -110,19 +108,6 @@ def test_a_changed_table_is_refused(cli: Cli, tmp_path: Path) -> None:
     done = cli("explain", "run")
     assert done.code == 3
     assert "Traceback" not in done.err
-
-
-def test_no_torch_is_loaded(tmp_path: Path) -> None:
-    imported_run(healthy(1, 2_000), tmp_path / "run")
-    code = (
-        "import sys\nfrom rlk_align.cli.main import app\n"
-        "try:\n    app(['explain', sys.argv[1]])\nexcept SystemExit as end:\n    print(end.code)\n"
-        "print('torch' in sys.modules)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True
-    )
-    assert done.stdout.splitlines()[-2:] == ["0", "False"], done.stderr
 
 
 @pytest.mark.parametrize(("fault", "code"), [(None, 0), ("T on the rollout only", 1)])
