@@ -1,0 +1,124 @@
+"""logp with its logits shared by ranks: the log-prob of one token a row, of shards of the
+vocabulary, with the bits of one rank.
+
+The sum over the vocabulary is the tree of `numerics/lse_tree`. A shard of a multiple of LEAF
+columns is made of a few whole subtrees: a rank computes the node of each and sends those, some
+numbers a row, and every rank merges all of them as one rank would. The logit of the target is a
+copy of its owner's. Gradient: `logp`'s own, of this rank's columns.
+
+T = rows   V = vocabulary   R = ranks   J = nodes of a rank, padded to the most of any
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlk_kernels.backend import choose, on_device_of
+from rlk_kernels.errors import UnsupportedShape
+from rlk_kernels.numerics.lse_tree.tree import LEAF
+from rlk_kernels.ops.logp.operator import logp_grad
+from rlk_kernels.ops.logp.shards import logp_of_nodes, merge_pair, node_of
+from rlk_kernels.parallel.copies import gather
+from rlk_kernels.parallel.embedding import local_ids
+
+
+@dataclass(frozen=True)
+class Subtree:
+    """A whole node of the tree."""
+
+    level: int
+    index: int
+    """Among the nodes of its level."""
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Its first column, and the first behind it."""
+        size = LEAF << self.level
+        return self.index * size, (self.index + 1) * size
+
+    @property
+    def parent(self) -> "Subtree":
+        return Subtree(self.level + 1, self.index // 2)
+
+
+def subtrees(first: int, last: int) -> Iterator[Subtree]:
+    """The largest whole subtrees that columns `first` to `last` are made of, from left to right;
+    both are multiples of LEAF."""
+    at, end = first // LEAF, last // LEAF
+    while at < end:
+        level = (at & -at).bit_length() - 1 if at else (end - at).bit_length() - 1
+        while at + (1 << level) > end:
+            level -= 1
+        yield Subtree(level, at >> level)
+        at += 1 << level
+
+
+def merge(trees: list[Subtree], nodes: list[Tensor]) -> Tensor:
+    """The root of whole subtrees that stand side by side from column 0 on, and their nodes: merged
+    as the tree over all columns merges them."""
+    done: list[tuple[Subtree, Tensor]] = []
+    for tree, node in zip(trees, nodes, strict=True):
+        while done and done[-1][0].parent == tree.parent and done[-1][0].level == tree.level:
+            node, tree = merge_pair(done.pop()[1], node), tree.parent
+        done.append((tree, node))
+    # At the right end neighbours are missing: they are neutral.
+    root = done.pop()[1]
+    while done:
+        root = merge_pair(done.pop()[1], root)
+    return root
+
+
+class _Logp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, group: dist.ProcessGroup, backend: str
+    ) -> Tensor:
+        size = logits.shape[1]
+        local, here = local_ids(target, group.rank(), size)
+        z = logits.gather(1, local.long()[:, None])
+        trees = [list(subtrees(r * size, (r + 1) * size)) for r in range(group.size())]
+        own = [
+            node_of(logits[:, a - group.rank() * size : b - group.rank() * size], backend)
+            for a, b in (tree.columns for tree in trees[group.rank()])
+        ]
+        most = max(map(len, trees))
+        nodes = torch.stack(own + [torch.zeros_like(own[0])] * (most - len(own)))
+        everyone = gather(nodes, group)  # [R, J, T, 2]
+        theirs = gather(z, group)  # [R, T, 1]
+        owner = (target.clamp(min=0) // size).long()[None, :, None]
+        picked = theirs.gather(0, owner).view(-1)
+        every = [tree for some in trees for tree in some]
+        flat = [everyone[r, j] for r, some in enumerate(trees) for j in range(len(some))]
+        out, root = logp_of_nodes(picked, target, merge(every, flat), backend)
+        # Of another rank's token every own column is one that was not taken.
+        local = torch.where(here, local, size)
+        ctx.save_for_backward(logits, torch.where(target < 0, target, local), root)
+        ctx.backend = backend
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        logits, target, root = ctx.saved_tensors
+        with on_device_of(logits):
+            return logp_grad(logits, target, root, g, ctx.backend), None, None, None
+
+
+def logp_parallel(
+    logits: Tensor, target: Tensor, group: dist.ProcessGroup, *, backend: str | None = None
+) -> Tensor:
+    """log softmax(logits)[t, target[t]] -> [T] of logits[T, V / R], this rank's columns; where the
+    vocabulary is padded, padding is -inf. target[T] is an id of the whole vocabulary, negative to
+    ignore. Called on all ranks of the group, with the same targets.
+
+    Raises UnsupportedShape where a shard is no multiple of LEAF columns: it would cut a leaf of the
+    tree.
+    """
+    if logits.shape[1] % LEAF and group.size() > 1:
+        raise UnsupportedShape(
+            f"logp: a vocabulary shard of {logits.shape[1]} columns; a multiple of {LEAF} is needed"
+        )
+    return _Logp.apply(logits, target, group, choose("logp", backend, logits, target))
