@@ -59,11 +59,11 @@ class Patch(ABC):
     def in_model(self, model: Any, rope: Mapping[str, Any]) -> None: ...
 
     def logprobs(
-        self, logits: torch.Tensor, target: torch.Tensor, temperature: float
+        self, logits: torch.Tensor, target: torch.Tensor, temperature: float, group: Any = None
     ) -> torch.Tensor | None:
         if self.own_logprobs:
             return None
-        return self.reported(logits.detach().float(), target, temperature)
+        return self.reported(logits.detach().float(), target, temperature, group)
 
     @abstractmethod
     def operators(self, engine: Any) -> dict[str, Any]:

@@ -57,8 +57,10 @@ class _Embedding(torch.autograd.Function):
 
 
 def embedding_parallel(
-    ids: Tensor, weight: Tensor, group: dist.ProcessGroup, *, backend: str | None = None
+    ids: Tensor, weight: Tensor, group: dist.ProcessGroup | None, *, backend: str | None = None
 ) -> Tensor:
     """y[..., H] of ids[...] and weight[V / R, H], this rank's rows of the table. Called on all
-    ranks of the group, with the same ids; and so is its backward, with the same dy."""
+    ranks of the group, with the same ids, and its backward with the same dy; None is one rank."""
+    if group is None or group.size() == 1:
+        return embedding(ids, weight, backend=backend)
     return _Embedding.apply(ids, weight, group, choose("embedding", backend, weight, ids))

@@ -112,14 +112,17 @@ def _shared_input_grad(ctx: Any, dy: Tensor, weight: Tensor) -> Tensor:
 
 
 def row_parallel(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, *,
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None, *,
     sequence: bool = False, backend: str | None = None,
 ) -> Tensor:  # fmt: skip
     """y[..., N] of this rank's x[..., K / R] and weight[N, K / R]; bias[N] is whole. `sequence`:
     y[S / R, ..., N], this rank's rows, of x[S, ..., K / R].
 
-    Called on all ranks of the group. Raises UnsupportedShape where R ranks cannot share N, or S.
+    Called on all ranks of the group; None is one rank. Raises UnsupportedShape where R ranks cannot
+    share N, or S.
     """
+    if group is None or group.size() == 1:
+        return linear(x, weight, bias, backend=backend)
     _check_divides("out features", weight.shape[0], group)
     if sequence:
         _check_divides("rows of a sequence", x.shape[0], group)
@@ -128,7 +131,7 @@ def row_parallel(
 
 
 def column_parallel(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, *,
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None, *,
     sequence: bool = False, blocks: int = 1, out_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Tensor:  # fmt: skip
@@ -136,8 +139,11 @@ def column_parallel(
     `sequence`: of this rank's x[S / R, ..., K]. `blocks`: how many operators are fused in weight,
     each shared by all ranks, as gate and up are: their order is that of gradients' sums.
 
-    Called on all ranks of the group. Raises UnsupportedShape where R ranks cannot share K.
+    Called on all ranks of the group; None is one rank. Raises UnsupportedShape where R ranks cannot
+    share K.
     """
+    if group is None or group.size() == 1:
+        return linear(x, weight, bias, out_dtype=out_dtype, backend=backend)
     _check_divides("in features", weight.shape[1], group)
     chosen = choose("linear", backend, x, weight, bias)
     return _ColumnParallel.apply(x, weight, bias, group, sequence, blocks, out_dtype, chosen)

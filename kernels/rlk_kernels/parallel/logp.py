@@ -20,7 +20,7 @@ from torch import Tensor
 from rlk_kernels.backend import choose, on_device_of
 from rlk_kernels.errors import UnsupportedShape
 from rlk_kernels.numerics.lse_tree.tree import LEAF
-from rlk_kernels.ops.logp.operator import logp_grad
+from rlk_kernels.ops.logp.operator import logp, logp_grad
 from rlk_kernels.ops.logp.shards import logp_of_nodes, merge_pair, node_of
 from rlk_kernels.parallel.copies import gather
 from rlk_kernels.parallel.embedding import local_ids
@@ -108,16 +108,18 @@ class _Logp(torch.autograd.Function):
 
 
 def logp_parallel(
-    logits: Tensor, target: Tensor, group: dist.ProcessGroup, *, backend: str | None = None
+    logits: Tensor, target: Tensor, group: dist.ProcessGroup | None, *, backend: str | None = None
 ) -> Tensor:
     """log softmax(logits)[t, target[t]] -> [T] of logits[T, V / R], this rank's columns; where the
     vocabulary is padded, padding is -inf. target[T] is an id of the whole vocabulary, negative to
-    ignore. Called on all ranks of the group, with the same targets.
+    ignore. Called on all ranks of the group, with the same targets; None is one rank.
 
     Raises UnsupportedShape where a shard is no multiple of LEAF columns: it would cut a leaf of the
     tree.
     """
-    if logits.shape[1] % LEAF and group.size() > 1:
+    if group is None or group.size() == 1:
+        return logp(logits, target, backend=backend)
+    if logits.shape[1] % LEAF:
         raise UnsupportedShape(
             f"logp: a vocabulary shard of {logits.shape[1]} columns; a multiple of {LEAF} is needed"
         )

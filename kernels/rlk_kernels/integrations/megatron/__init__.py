@@ -3,11 +3,12 @@
     from rlk_kernels.integrations import megatron
     spec = megatron.layer_spec(config)               # in place of get_gpt_layer_local_spec()
     model = megatron.use_kernels(GPTModel(config, spec, ...), rope_parameters)
-    logprobs = megatron.token_logprobs(logits_rows, targets)
+    logprobs = megatron.token_logprobs(logits_rows, targets, group=tensor_parallel_group)
 
 Against the TransformerEngine spec these are lost: context parallelism, communication that overlaps
-with products, weight gradients added into `main_grad` by the product itself. tp=1 only; each stage
-of a pipeline, and each virtual one, is made so.
+with products, weight gradients added into `main_grad` by the product itself. Tensor parallel, with
+or without sequence parallel, for ranks that can share the hidden size; each stage of a pipeline,
+and each virtual one, is made so.
 """
 
 from collections.abc import Iterable, Mapping
