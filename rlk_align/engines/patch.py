@@ -79,18 +79,18 @@ class Patch(ABC):
         Raises EngineFailed where an operator that was not excepted is still the engine's own, or
         where one that was is not.
         """
-        live = self.found(engine)
+        ours = self.calls(engine)
         implementation = backend.choose("kernels", None, _like(engine))
         said, wrong = {}, []
         for site in model_sites(engine.shape):
             if site.op not in REPLACEABLE:
                 continue
-            ours = isinstance(live.get(site.name), Counted)
-            said[site.name] = implementation if ours else "own"
+            is_ours = site.name in ours
+            said[site.name] = implementation if is_ours else "own"
             # An operator fused with an excluded one is excluded with it.
-            if not ours and site.op not in self._excluded_with:
+            if not is_ours and site.op not in self._excluded_with:
                 wrong.append(f"{site.name} is still the engine's own")
-            if ours and site.op in self.excluded:
+            if is_ours and site.op in self.excluded:
                 wrong.append(f"{site.name} was to be left to the engine")
         if wrong:
             more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
@@ -109,10 +109,10 @@ class Patch(ABC):
         something else computed it. A rank without a sample of the batch has no log-prob. ModelError
         for what the kernels refuse there."""
         # In production graphs are replayed, of which no kernel tells: one call is enough.
-        before = {} if engine.production else self._calls(engine)
+        before = {} if engine.production else self.calls(engine)
         with _refused(self.spec):
             yield
-        after = self._calls(engine)
+        after = self.calls(engine)
         if not engine.own_samples(batch):
             after.pop("logprob", None)
         idle = [name for name, count in after.items() if count == before.get(name, 0)]
@@ -124,12 +124,9 @@ class Patch(ABC):
                 "look at what a patch replaces",
             )
 
-    def _calls(self, engine: Engine) -> dict[str, int]:
-        live = {n: o for n, o in self.found(engine).items() if isinstance(o, Counted)}
-        if engine.production:
-            # Compiled code counts no modules; the kernels count themselves.
-            return {name: _runs(name.rpartition(".")[2]) for name in live}
-        return {name: o.rlk_calls for name, o in live.items()}
+    def calls(self, engine: Any) -> dict[str, int]:
+        """Operator that the kernels compute -> calls; of several processes, the fewest."""
+        return _calls(self.found(engine), engine.production)
 
     def take_out(self) -> None:
         self.undo.close()
@@ -169,7 +166,8 @@ class MegatronPatch(Patch):
 
 
 class VLLMPatch(Patch):
-    """vLLM in this process: registered before it makes its model."""
+    """vLLM: registered before it makes its model, in this process or in one for each rank, which
+    gets the kernels as vLLM's plugin."""
 
     def before_loading(self) -> None:
         # Where only some norms are excluded, `in_model` gives the live model those back.
@@ -183,7 +181,17 @@ class VLLMPatch(Patch):
             vllm.leave(model, self.excluded)
 
     def operators(self, engine: Any) -> dict[str, Any]:
-        return engine.llm.apply_model(vllm.operators)[0]
+        raise EngineFailed("vLLM's operators are in its workers", "report this")
+
+    def calls(self, engine: Any) -> dict[str, int]:
+        first, *others = engine.kernel_calls()
+        ours = [name for name in first if all(name in rank for rank in others)]
+        return {name: min(rank[name] for rank in (first, *others)) for name in ours}
+
+    @staticmethod
+    def calls_in(model: Any, production: bool) -> dict[str, int]:
+        """`calls` of a worker, by its live model."""
+        return _calls(vllm.operators(model), production)
 
 
 def patch_of(spec: EngineSpec) -> Patch | None:
@@ -203,6 +211,15 @@ def _refused(spec: EngineSpec) -> Iterator[None]:
         yield
     except NotServed as error:
         raise ModelError(f"{spec}: {error}", "leave kernels=rlk out, or except=OPERATOR") from error
+
+
+def _calls(operators: Mapping[str, Any], production: bool) -> dict[str, int]:
+    """Operator -> calls, of those that the kernels compute."""
+    ours = {name: o for name, o in operators.items() if isinstance(o, Counted)}
+    if production:
+        # Compiled code counts no modules; the kernels count themselves.
+        return {name: _runs(name.rpartition(".")[2]) for name in ours}
+    return {name: o.rlk_calls for name, o in ours.items()}
 
 
 def _runs(op: str) -> int:

@@ -91,7 +91,7 @@ class VLLMEngine(Engine):
         if self.heartbeats is not None and self._ranks > 1:
             self._rpc("rlk_start_heartbeat", self.heartbeats, self.spec.info.waits)
         if self.kernels is not None:
-            self.llm.apply_model(lambda model: self.kernels.in_model(model, {}))
+            self._rpc("rlk_kernels_in_model", self.spec)
         self._rpc("rlk_patch", self.spec)
 
     def version(self) -> str:
@@ -256,6 +256,10 @@ class VLLMEngine(Engine):
             raise EngineFailed(f"vLLM answered {len(outputs)} of {len(sequences)} requests")
         order = {str(r).split("-")[0]: i for i, r in enumerate(requests)}
         return sorted(outputs, key=lambda o: order[o.request_id.split("-")[0]])
+
+    def kernel_calls(self) -> list[dict[str, int]]:
+        """Of each rank: operator that the kernels compute -> calls."""
+        return self.llm.collective_rpc("rlk_kernel_calls", args=(self.spec, self.production))
 
     def _rpc(self, method: str, *args: Any) -> Any:
         return self.llm.collective_rpc(method, args=args)[0]
