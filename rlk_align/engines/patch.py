@@ -66,12 +66,9 @@ class Patch(ABC):
         return self.reported(logits.detach().float(), target, temperature, group)
 
     @abstractmethod
-    def operators(self, engine: Any) -> dict[str, Any]:
-        """Canonical site -> what computes it in the live model."""
-
-    def found(self, engine: Any) -> dict[str, Any]:
-        logprob = None if self.own_logprobs else self.reported
-        return {"logprob": logprob} | self.operators(engine)
+    def calls(self, engine: Any) -> dict[str, int]:
+        """Canonical site -> calls, of those that the kernels compute; of several processes, the
+        fewest."""
 
     def replaced(self, engine: Engine) -> dict[str, str]:
         """Site -> the implementation that computes it now, or `own`.
@@ -124,15 +121,23 @@ class Patch(ABC):
                 "look at what a patch replaces",
             )
 
-    def calls(self, engine: Any) -> dict[str, int]:
-        """Operator that the kernels compute -> calls; of several processes, the fewest."""
-        return _calls(self.found(engine), engine.production)
-
     def take_out(self) -> None:
         self.undo.close()
 
 
-class HFPatch(Patch):
+class InProcess(Patch):
+    """The model is in this process."""
+
+    @abstractmethod
+    def operators(self, engine: Any) -> dict[str, Any]:
+        """Canonical site -> what computes it in the live model, the log-prob left out."""
+
+    def calls(self, engine: Any) -> dict[str, int]:
+        logprob = None if self.own_logprobs else self.reported
+        return _calls({"logprob": logprob} | self.operators(engine), engine.production)
+
+
+class HFPatch(InProcess):
     """HF transformers."""
 
     def in_model(self, model: Any, rope: Mapping[str, Any]) -> None:
@@ -150,7 +155,7 @@ class FSDPPatch(HFPatch):
         """Leaves them in: sharding gave modules other classes, and the process ends with them."""
 
 
-class MegatronPatch(Patch):
+class MegatronPatch(InProcess):
     """Megatron-core: through its layer spec, and what GPTModel wires in itself."""
 
     def in_spec(self, block: Any, windows: tuple[int | None, ...]) -> Any:
@@ -177,21 +182,14 @@ class VLLMPatch(Patch):
         self.undo.callback(vllm.unregister)
 
     def in_model(self, model: Any, rope: Mapping[str, Any]) -> None:
+        """`model`: the engine, each rank of which has one."""
         with _refused(self.spec):
-            vllm.leave(model, self.excluded)
-
-    def operators(self, engine: Any) -> dict[str, Any]:
-        raise EngineFailed("vLLM's operators are in its workers", "report this")
+            model.on_models(vllm.leave, self.excluded)
 
     def calls(self, engine: Any) -> dict[str, int]:
-        first, *others = engine.kernel_calls()
+        first, *others = engine.on_models(_calls_of_vllm, engine.production)
         ours = [name for name in first if all(name in rank for rank in others)]
         return {name: min(rank[name] for rank in (first, *others)) for name in ours}
-
-    @staticmethod
-    def calls_in(model: Any, production: bool) -> dict[str, int]:
-        """`calls` of a worker, by its live model."""
-        return _calls(vllm.operators(model), production)
 
 
 def patch_of(spec: EngineSpec) -> Patch | None:
@@ -211,6 +209,10 @@ def _refused(spec: EngineSpec) -> Iterator[None]:
         yield
     except NotServed as error:
         raise ModelError(f"{spec}: {error}", "leave kernels=rlk out, or except=OPERATOR") from error
+
+
+def _calls_of_vllm(model: Any, production: bool) -> dict[str, int]:
+    return _calls(vllm.operators(model), production)
 
 
 def _calls(operators: Mapping[str, Any], production: bool) -> dict[str, int]:

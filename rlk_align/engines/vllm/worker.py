@@ -18,7 +18,6 @@ from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import ParameterRecord, record_parameter
 from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.process import heartbeat
-from rlk_align.engines.registry import load_patch
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.vllm.parallel import TensorParallel
 from rlk_align.engines.vllm.places import vllm_places
@@ -64,12 +63,8 @@ class WorkerExtension:
     def rlk_patch(self, spec: EngineSpec) -> None:
         apply_patch(spec, self.model_runner.get_model())
 
-    def rlk_kernels_in_model(self, spec: EngineSpec) -> None:
-        load_patch(spec.name)(spec).in_model(self.model_runner.get_model(), {})
-
-    def rlk_kernel_calls(self, spec: EngineSpec, production: bool) -> dict[str, int]:
-        """Operator that the kernels compute in this process -> calls."""
-        return load_patch(spec.name).calls_in(self.model_runner.get_model(), production)
+    def rlk_on_model(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(self.model_runner.get_model(), *args)
 
     def rlk_attributes(self, shape: ModelShape) -> dict[str, Any]:
         return vllm_attributes(self.model_runner.get_model(), shape)
