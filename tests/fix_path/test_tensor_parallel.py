@@ -1,5 +1,5 @@
 """Ranks that share a model: tensor parallel, with and without sequence parallelism, in vLLM and in
-Megatron. Every site and every log-prob has the bits of one rank, whatever the other side's layout."""
+Megatron. Every site and log-prob has the bits of one rank, whatever layout the other side has."""
 
 from pathlib import Path
 
