@@ -2,10 +2,10 @@
 
     python kernels/bench/tensor_parallel.py [--tp 2] [--layers 12] [--out reports/bench/tp.json]
 
-Needs as many GPUs as --tp says, vLLM, transformers, and the kernels installed as its plugin. Makes a
-checkpoint of random weights in the shape of Qwen3-8B, of --layers layers, and runs
-`serving.py` for each engine by itself: tokens a second, and a digest of greedy tokens and their
-log-probs. Fails where the kernels' digest at --tp is not that of one GPU.
+Needs as many GPUs as --tp says, vLLM, transformers, and the kernels installed as its plugin. Makes
+a checkpoint of random weights in the shape of Qwen3-8B, of --layers layers, and runs `serving.py`
+for each engine by itself: tokens a second, and a digest of greedy tokens and their log-probs. Fails
+where the kernels' digest at --tp is not that of one GPU.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 SHAPE = {
     "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128,
     "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 40960,
-    "tie_word_embeddings": False, "rope_theta": 1000000.0, "initializer_range": 0.02,
+    "tie_word_embeddings": False, "initializer_range": 0.02,
 }  # fmt: skip
 BATCHES = "decode:1x1024,decode:16x1024,decode:64x1024,prefill:16x1024"
 
@@ -63,14 +63,15 @@ def main() -> int:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--write", type=Path, help="only write the checkpoint, to this folder")
     args = parser.parse_args()
+    if args.write:
+        write_checkpoint(args.write, args.layers)
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         # A process of its own: it would keep memory of the GPU.
-        making = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); "
-        making += (
-            f"from tensor_parallel import *; write_checkpoint(Path({folder!r}), {args.layers})"
-        )
-        subprocess.run([sys.executable, "-c", making], check=True)
+        making = (sys.executable, __file__, "--layers", str(args.layers), "--write", folder)
+        subprocess.run(making, check=True)
         runs = [
             measured(Path(folder), engine, tp) for engine in ("rlk", "own") for tp in (1, args.tp)
         ]
