@@ -123,9 +123,9 @@ def row_parallel(
     """
     if group is None or group.size() == 1:
         return linear(x, weight, bias, backend=backend)
-    _check_divides("out features", weight.shape[0], group)
+    check_divides("out features", weight.shape[0], group)
     if sequence:
-        _check_divides("rows of a sequence", x.shape[0], group)
+        check_divides("rows of a sequence", x.shape[0], group)
     chosen = choose("linear", backend, x, weight, bias)
     return _RowParallel.apply(x, weight, bias, group, sequence, chosen)
 
@@ -144,11 +144,12 @@ def column_parallel(
     """
     if group is None or group.size() == 1:
         return linear(x, weight, bias, out_dtype=out_dtype, backend=backend)
-    _check_divides("in features", weight.shape[1], group)
+    check_divides("in features", weight.shape[1], group)
     chosen = choose("linear", backend, x, weight, bias)
     return _ColumnParallel.apply(x, weight, bias, group, sequence, blocks, out_dtype, chosen)
 
 
-def _check_divides(what: str, size: int, group: dist.ProcessGroup) -> None:
+def check_divides(what: str, size: int, group: dist.ProcessGroup) -> None:
+    """Raises UnsupportedShape where the ranks cannot share so many."""
     if size % group.size():
         raise UnsupportedShape(f"{size} {what} cannot be shared by {group.size()} ranks")

@@ -72,39 +72,56 @@ def merge(trees: list[Subtree], nodes: list[Tensor]) -> Tensor:
     return root
 
 
+def logp_and_root(
+    logits: Tensor, target: Tensor, group: dist.ProcessGroup, backend: str
+) -> tuple[Tensor, Tensor]:
+    """(logp[T], what `logp_grad` needs[T, 2]) of this rank's columns, logits[T, V / R]."""
+    size, rank = logits.shape[1], group.rank()
+    local, _ = local_ids(target, rank, size)
+    trees = [list(subtrees(r * size, (r + 1) * size)) for r in range(group.size())]
+    columns = [(a - rank * size, b - rank * size) for a, b in (t.columns for t in trees[rank])]
+    own = [node_of(logits[:, a:b], backend) for a, b in columns]
+    padding = [torch.zeros_like(own[0])] * (max(map(len, trees)) - len(own))
+    everyone = gather(torch.stack(own + padding), group)  # [R, J, T, 2]
+    picked = gather(logits.gather(1, local.long()[:, None]), group)  # [R, T, 1]
+    owner = (target.clamp(min=0) // size).long()[None, :, None]
+    every = [tree for some in trees for tree in some]
+    nodes = [everyone[r, j] for r, some in enumerate(trees) for j in range(len(some))]
+    z = picked.gather(0, owner).view(-1)
+    return logp_of_nodes(z, target, merge(every, nodes), backend)
+
+
+def local_target(target: Tensor, rank: int, size: int) -> Tensor:
+    """The target as a column of a rank's shard, for `logp_grad`: behind the last one where another
+    rank has it, negative where it is ignored."""
+    local, here = local_ids(target, rank, size)
+    return torch.where(target < 0, target, torch.where(here, local, size))
+
+
 class _Logp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, group: dist.ProcessGroup, backend: str
     ) -> Tensor:
-        size = logits.shape[1]
-        local, here = local_ids(target, group.rank(), size)
-        z = logits.gather(1, local.long()[:, None])
-        trees = [list(subtrees(r * size, (r + 1) * size)) for r in range(group.size())]
-        own = [
-            node_of(logits[:, a - group.rank() * size : b - group.rank() * size], backend)
-            for a, b in (tree.columns for tree in trees[group.rank()])
-        ]
-        most = max(map(len, trees))
-        nodes = torch.stack(own + [torch.zeros_like(own[0])] * (most - len(own)))
-        everyone = gather(nodes, group)  # [R, J, T, 2]
-        theirs = gather(z, group)  # [R, T, 1]
-        owner = (target.clamp(min=0) // size).long()[None, :, None]
-        picked = theirs.gather(0, owner).view(-1)
-        every = [tree for some in trees for tree in some]
-        flat = [everyone[r, j] for r, some in enumerate(trees) for j in range(len(some))]
-        out, root = logp_of_nodes(picked, target, merge(every, flat), backend)
-        # Of another rank's token every own column is one that was not taken.
-        local = torch.where(here, local, size)
-        ctx.save_for_backward(logits, torch.where(target < 0, target, local), root)
+        logp, root = logp_and_root(logits, target, group, backend)
+        own = local_target(target, group.rank(), logits.shape[1])
+        ctx.save_for_backward(logits, own, root)
         ctx.backend = backend
-        return out
+        return logp
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         logits, target, root = ctx.saved_tensors
         with on_device_of(logits):
             return logp_grad(logits, target, root, g, ctx.backend), None, None, None
+
+
+def check_shard(name: str, columns: int) -> None:
+    """Raises UnsupportedShape where a shard cuts a leaf of the tree."""
+    if columns % LEAF:
+        raise UnsupportedShape(
+            f"{name}: a vocabulary shard of {columns} columns; a multiple of {LEAF} is needed"
+        )
 
 
 def logp_parallel(
@@ -119,8 +136,5 @@ def logp_parallel(
     """
     if group is None or group.size() == 1:
         return logp(logits, target, backend=backend)
-    if logits.shape[1] % LEAF:
-        raise UnsupportedShape(
-            f"logp: a vocabulary shard of {logits.shape[1]} columns; a multiple of {LEAF} is needed"
-        )
+    check_shard("logp", logits.shape[1])
     return _Logp.apply(logits, target, group, choose("logp", backend, logits, target))

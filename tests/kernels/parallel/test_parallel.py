@@ -10,6 +10,7 @@ import torch
 from gloo_ranks import on_ranks
 from rlk_kernels.errors import UnsupportedShape
 from rlk_kernels.numerics.lse_tree.tree import LEAF
+from rlk_kernels.parallel import linear_logp
 from rlk_kernels.parallel import logp as shards
 from rlk_kernels.parallel.copies import gather_columns, own_rows, rows_to_columns
 from rlk_kernels.parallel.embedding import embedding_parallel
@@ -203,6 +204,45 @@ def test_logp_has_the_bits_of_one_rank(backend, world, columns, step):
     assert same(torch.cat([d for _, d in ranks], 1)[:, :columns], logits.grad)
     assert y[-1] == 0
     assert bool((y[:-1] < 0).all())
+
+
+def head(columns: int) -> tuple[Tensor, ...]:
+    """hidden[M, K], weight[columns, K], bias, targets and upstream gradients of a head."""
+    _, target, g = vocabulary(columns)
+    g[3] = 0.0
+    return wide(M, K, seed=8), wide(columns, K, seed=9), wide(columns, seed=10), target, g
+
+
+def _linear_logp(group: Any, columns: int, step: int) -> tuple[Tensor, ...]:
+    linear_logp.ROWS, linear_logp.COLUMNS = 5, 48  # many pieces
+    hidden, weight, bias, target, g = head(columns)
+    pad = step * group.size() - columns
+    weight = torch.nn.functional.pad(weight, (0, 0, 0, pad))
+    bias = torch.nn.functional.pad(bias, (0, pad))
+    own = [shard(t, 0, group).requires_grad_() for t in (weight, bias)]
+    y = linear_logp.linear_logp_parallel(
+        hidden.requires_grad_(), own[0], target, group, bias=own[1], vocabulary=columns,
+        backend="torch",
+    )  # fmt: skip
+    y.backward(g)
+    return y.detach(), hidden.grad, own[0].grad, own[1].grad
+
+
+def test_linear_logp_has_the_bits_of_one_rank():
+    columns, step = 187, 96
+    hidden, weight, bias, target, g = head(columns)
+    whole = rlk_kernels.linear_logp(hidden, weight, target, bias=bias, backend="torch")
+    for t in (hidden, weight, bias):
+        t.requires_grad_()
+    logits = rlk_kernels.linear(hidden, weight, bias, out_dtype=torch.float32, backend="torch")
+    rlk_kernels.logp(logits, target, backend="torch").backward(g)
+    ranks = on_ranks(2, _linear_logp, columns, step)
+    for y, dh, *_ in ranks:
+        assert same(y, whole)
+        assert same(dh, hidden.grad)
+    for i, gradient in ((2, weight.grad), (3, bias.grad)):
+        assert same(torch.cat([r[i] for r in ranks])[:columns], gradient)
+        assert not torch.cat([r[i] for r in ranks])[columns:].any()
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
