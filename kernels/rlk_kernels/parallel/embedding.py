@@ -11,12 +11,11 @@ T = tokens (all dimensions of ids)   V = vocabulary   H = features   R = ranks
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rlk_kernels.backend import choose, on_device_of
 from rlk_kernels.ops.embedding.operator import embedding, embedding_grad
-from rlk_kernels.parallel.copies import gather
+from rlk_kernels.parallel.copies import Group, gather, rank_of, size_of
 
 
 def local_ids(ids: Tensor, rank: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -36,11 +35,9 @@ def of_owner(parts: Tensor, ids: Tensor, rows: int) -> Tensor:
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, ids: Tensor, weight: Tensor, group: dist.ProcessGroup, backend: str
-    ) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, group: Group, backend: str) -> Tensor:
         rows = weight.shape[0]
-        local, here = local_ids(ids, group.rank(), rows)
+        local, here = local_ids(ids, rank_of(group), rows)
         # Ids of other ranks go behind the last row.
         ctx.save_for_backward(torch.where(here, local, rows))
         ctx.rows, ctx.backend = rows, backend
@@ -57,10 +54,10 @@ class _Embedding(torch.autograd.Function):
 
 
 def embedding_parallel(
-    ids: Tensor, weight: Tensor, group: dist.ProcessGroup | None, *, backend: str | None = None
+    ids: Tensor, weight: Tensor, group: Group, *, backend: str | None = None
 ) -> Tensor:
     """y[..., H] of ids[...] and weight[V / R, H], this rank's rows of the table. Called on all
     ranks of the group, with the same ids, and its backward with the same dy; None is one rank."""
-    if group is None or group.size() == 1:
+    if size_of(group) == 1:
         return embedding(ids, weight, backend=backend)
     return _Embedding.apply(ids, weight, group, choose("embedding", backend, weight, ids))

@@ -21,25 +21,26 @@ M = rows of x   K = in features   N = out features   R = ranks
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rlk_kernels.backend import choose, on_device_of
 from rlk_kernels.errors import UnsupportedShape
 from rlk_kernels.ops.linear import bias_grad, input_grad, linear, weight_grad
 from rlk_kernels.parallel.copies import (
+    Group,
     columns_to_rows,
     gather_columns,
     gather_rows,
     own_rows,
     rows_to_columns,
+    size_of,
 )
 
 
 class _RowParallel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group,
         sequence: bool, backend: str,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight)
@@ -69,7 +70,7 @@ class _RowParallel(torch.autograd.Function):
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group,
         sequence: bool, blocks: int, out_dtype: torch.dtype | None, backend: str,
     ) -> Tensor:  # fmt: skip
         # Of a sequence the own share is kept, and gathered again: as megatron-core does it.
@@ -112,7 +113,7 @@ def _shared_input_grad(ctx: Any, dy: Tensor, weight: Tensor) -> Tensor:
 
 
 def row_parallel(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None, *,
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, *,
     sequence: bool = False, backend: str | None = None,
 ) -> Tensor:  # fmt: skip
     """y[..., N] of this rank's x[..., K / R] and weight[N, K / R]; bias[N] is whole. `sequence`:
@@ -121,7 +122,7 @@ def row_parallel(
     Called on all ranks of the group; None is one rank. Raises UnsupportedShape where R ranks cannot
     share N, or S.
     """
-    if group is None or group.size() == 1:
+    if size_of(group) == 1:
         return linear(x, weight, bias, backend=backend)
     check_divides("out features", weight.shape[0], group)
     if sequence:
@@ -131,7 +132,7 @@ def row_parallel(
 
 
 def column_parallel(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None, *,
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, *,
     sequence: bool = False, blocks: int = 1, out_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Tensor:  # fmt: skip
@@ -142,14 +143,14 @@ def column_parallel(
     Called on all ranks of the group; None is one rank. Raises UnsupportedShape where R ranks cannot
     share K.
     """
-    if group is None or group.size() == 1:
+    if size_of(group) == 1:
         return linear(x, weight, bias, out_dtype=out_dtype, backend=backend)
     check_divides("in features", weight.shape[1], group)
     chosen = choose("linear", backend, x, weight, bias)
     return _ColumnParallel.apply(x, weight, bias, group, sequence, blocks, out_dtype, chosen)
 
 
-def check_divides(what: str, size: int, group: dist.ProcessGroup) -> None:
+def check_divides(what: str, size: int, group: Group) -> None:
     """Raises UnsupportedShape where the ranks cannot share so many."""
-    if size % group.size():
-        raise UnsupportedShape(f"{size} {what} cannot be shared by {group.size()} ranks")
+    if size % size_of(group):
+        raise UnsupportedShape(f"{size} {what} cannot be shared by {size_of(group)} ranks")

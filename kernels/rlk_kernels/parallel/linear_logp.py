@@ -4,7 +4,8 @@ the hidden state, without all logits in memory, with the bits of one rank's `lin
 Rows are taken `ROWS` at a time, over this rank's columns: their logits in fp32, and the log-prob of
 these as in `parallel/logp.py`. Gradients are, bit for bit, those of one rank's
 `logp(linear(hidden, weight, out_dtype=float32), target)`: dweight sums over all rows, for `COLUMNS`
-of the own columns at a time, and dhidden over the gathered columns of dlogits.
+of the own columns at a time, and dhidden over the gathered columns of dlogits. (`linear_logp`'s own
+keep a digit more where a token is near certain.)
 
 T = tokens   V = vocabulary   H = hidden size   R = ranks
 """
@@ -13,14 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rlk_kernels.backend import choose, on_device_of
 from rlk_kernels.ops.linear import bias_grad, input_grad, linear, weight_grad
-from rlk_kernels.ops.linear_logp.operator import check, linear_logp
+from rlk_kernels.ops.linear_logp.operator import check
 from rlk_kernels.ops.logp.operator import logp_grad
-from rlk_kernels.parallel.copies import gather_columns, rows_to_columns
+from rlk_kernels.parallel.copies import Group, gather_columns, rank_of, rows_to_columns
 from rlk_kernels.parallel.linear import check_divides
 from rlk_kernels.parallel.logp import check_shard, local_target, logp_and_root
 
@@ -61,14 +61,14 @@ class _LinearLogp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
-        group: dist.ProcessGroup, real: int, backend: str,
+        group: Group, real: int, backend: str,
     ) -> Tensor:  # fmt: skip
         head, every = _Head(weight, bias, real, backend), slice(0, len(weight))
         found = [
             logp_and_root(head.logits(h, every), some, group, backend)
             for h, some in zip(hidden.split(ROWS), target.split(ROWS), strict=True)
         ]
-        own = local_target(target, group.rank(), len(weight))
+        own = local_target(target, rank_of(group), len(weight))
         ctx.save_for_backward(hidden, weight, bias, own, torch.cat([root for _, root in found]))
         ctx.group, ctx.real, ctx.backend = group, real, backend
         return torch.cat([logp for logp, _ in found])
@@ -86,9 +86,7 @@ class _LinearLogp(torch.autograd.Function):
         return dh, dw, db, None, None, None, None
 
 
-def _hidden_grad(
-    head: _Head, hidden: Tensor, rows: tuple[Tensor, ...], group: dist.ProcessGroup
-) -> Tensor:
+def _hidden_grad(head: _Head, hidden: Tensor, rows: tuple[Tensor, ...], group: Group) -> Tensor:
     weight, every = rows_to_columns(head.weight, group), slice(0, len(head.weight))
     parts = []
     for some in zip(hidden.split(ROWS), *(x.split(ROWS) for x in rows), strict=True):
@@ -110,7 +108,7 @@ def _weight_grads(
 
 
 def linear_logp_parallel(
-    hidden: Tensor, weight: Tensor, target: Tensor, group: dist.ProcessGroup | None, *,
+    hidden: Tensor, weight: Tensor, target: Tensor, group: Group, *,
     bias: Tensor | None = None, vocabulary: int | None = None, backend: str | None = None,
 ) -> Tensor:  # fmt: skip
     """log softmax(hidden @ weight^T + bias)[t, target[t]] -> [T] of hidden[T, H], weight[V / R, H]
@@ -121,14 +119,10 @@ def linear_logp_parallel(
     the same gradient; None is one rank. Raises UnsupportedShape where a shard is no multiple of
     LEAF columns, and where ranks cannot share H.
     """
-    if group is None or group.size() == 1:
-        real = slice(vocabulary)
-        bias = None if bias is None else bias[real]
-        return linear_logp(hidden, weight[real], target, bias=bias, backend=backend)
     check("linear_logp", hidden, weight, target, bias)
     rows = len(weight)
-    check_shard("linear_logp", rows)
+    check_shard("linear_logp", rows, group)
     check_divides("hidden features", weight.shape[1], group)
-    real = rows if vocabulary is None else min(max(vocabulary - group.rank() * rows, 0), rows)
+    real = rows if vocabulary is None else min(max(vocabulary - rank_of(group) * rows, 0), rows)
     chosen = choose("linear_logp", backend, hidden, weight, target, bias)
     return _LinearLogp.apply(hidden, weight, bias, target, group, real, chosen)

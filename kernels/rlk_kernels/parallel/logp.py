@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rlk_kernels.backend import choose, on_device_of
@@ -22,7 +21,7 @@ from rlk_kernels.errors import UnsupportedShape
 from rlk_kernels.numerics.lse_tree.tree import LEAF
 from rlk_kernels.ops.logp.operator import logp, logp_grad
 from rlk_kernels.ops.logp.shards import logp_of_nodes, merge_pair, node_of
-from rlk_kernels.parallel.copies import gather
+from rlk_kernels.parallel.copies import Group, gather, rank_of, size_of
 from rlk_kernels.parallel.embedding import local_ids
 
 
@@ -47,8 +46,8 @@ class Subtree:
 
 def subtrees(first: int, last: int) -> Iterator[Subtree]:
     """The largest whole subtrees that columns `first` to `last` are made of, from left to right;
-    both are multiples of LEAF."""
-    at, end = first // LEAF, last // LEAF
+    both are multiples of LEAF, or `last` is the end of the vocabulary."""
+    at, end = first // LEAF, -(-last // LEAF)
     while at < end:
         level = (at & -at).bit_length() - 1 if at else (end - at).bit_length() - 1
         while at + (1 << level) > end:
@@ -73,12 +72,12 @@ def merge(trees: list[Subtree], nodes: list[Tensor]) -> Tensor:
 
 
 def logp_and_root(
-    logits: Tensor, target: Tensor, group: dist.ProcessGroup, backend: str
+    logits: Tensor, target: Tensor, group: Group, backend: str
 ) -> tuple[Tensor, Tensor]:
     """(logp[T], what `logp_grad` needs[T, 2]) of this rank's columns, logits[T, V / R]."""
-    size, rank = logits.shape[1], group.rank()
+    size, rank = logits.shape[1], rank_of(group)
     local, _ = local_ids(target, rank, size)
-    trees = [list(subtrees(r * size, (r + 1) * size)) for r in range(group.size())]
+    trees = [list(subtrees(r * size, (r + 1) * size)) for r in range(size_of(group))]
     columns = [(a - rank * size, b - rank * size) for a, b in (t.columns for t in trees[rank])]
     own = [node_of(logits[:, a:b], backend) for a, b in columns]
     padding = [torch.zeros_like(own[0])] * (max(map(len, trees)) - len(own))
@@ -100,11 +99,9 @@ def local_target(target: Tensor, rank: int, size: int) -> Tensor:
 
 class _Logp(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, target: Tensor, group: dist.ProcessGroup, backend: str
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, group: Group, backend: str) -> Tensor:
         logp, root = logp_and_root(logits, target, group, backend)
-        own = local_target(target, group.rank(), logits.shape[1])
+        own = local_target(target, rank_of(group), logits.shape[1])
         ctx.save_for_backward(logits, own, root)
         ctx.backend = backend
         return logp
@@ -116,16 +113,16 @@ class _Logp(torch.autograd.Function):
             return logp_grad(logits, target, root, g, ctx.backend), None, None, None
 
 
-def check_shard(name: str, columns: int) -> None:
-    """Raises UnsupportedShape where a shard cuts a leaf of the tree."""
-    if columns % LEAF:
+def check_shard(name: str, columns: int, group: Group) -> None:
+    """Raises UnsupportedShape where a rank's shard cuts a leaf of the tree."""
+    if columns % LEAF and size_of(group) > 1:
         raise UnsupportedShape(
             f"{name}: a vocabulary shard of {columns} columns; a multiple of {LEAF} is needed"
         )
 
 
 def logp_parallel(
-    logits: Tensor, target: Tensor, group: dist.ProcessGroup | None, *, backend: str | None = None
+    logits: Tensor, target: Tensor, group: Group, *, backend: str | None = None
 ) -> Tensor:
     """log softmax(logits)[t, target[t]] -> [T] of logits[T, V / R], this rank's columns; where the
     vocabulary is padded, padding is -inf. target[T] is an id of the whole vocabulary, negative to
@@ -134,7 +131,7 @@ def logp_parallel(
     Raises UnsupportedShape where a shard is no multiple of LEAF columns: it would cut a leaf of the
     tree.
     """
-    if group is None or group.size() == 1:
+    if size_of(group) == 1:
         return logp(logits, target, backend=backend)
-    check_shard("logp", logits.shape[1])
+    check_shard("logp", logits.shape[1], group)
     return _Logp.apply(logits, target, group, choose("logp", backend, logits, target))

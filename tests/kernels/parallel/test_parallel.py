@@ -236,6 +236,12 @@ def test_linear_logp_has_the_bits_of_one_rank():
         t.requires_grad_()
     logits = rlk_kernels.linear(hidden, weight, bias, out_dtype=torch.float32, backend="torch")
     rlk_kernels.logp(logits, target, backend="torch").backward(g)
+    one = [t.detach().clone().requires_grad_() for t in (hidden, weight, bias)]
+    linear_logp.linear_logp_parallel(
+        one[0], one[1], target, None, bias=one[2], backend="torch"
+    ).backward(g)
+    for t, of_one in zip((hidden, weight, bias), one, strict=True):
+        assert same(of_one.grad, t.grad)
     ranks = on_ranks(2, _linear_logp, columns, step)
     for y, dh, *_ in ranks:
         assert same(y, whole)
