@@ -21,6 +21,7 @@ from rlk_kernels.ops.linear import bias_grad, input_grad, linear, weight_grad
 from rlk_kernels.ops.linear_logp.operator import check
 from rlk_kernels.ops.logp.operator import logp_grad
 from rlk_kernels.parallel.copies import Group, gather_columns, rank_of, rows_to_columns
+from rlk_kernels.parallel.entropy import entropy_and_lse, entropy_grad
 from rlk_kernels.parallel.linear import check_divides
 from rlk_kernels.parallel.logp import check_shard, local_target, logp_and_root
 
@@ -47,43 +48,52 @@ class _Head:
         return out
 
     def dlogits(
-        self, hidden: Tensor, columns: slice, target: Tensor, root: Tensor, g: Tensor
-    ) -> Tensor:
-        """Rounded to hidden's dtype. target: a column of this rank, as `local_target` gives it."""
+        self, hidden: Tensor, columns: slice, target: Tensor, root: Tensor, entropy: Tensor,
+        g: Tensor, g_entropy: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Rounded to hidden's dtype. target: a column of this rank, as `local_target` gives it;
+        entropy: `entropy_and_lse`, with no columns where it is not asked for."""
         logits = self.logits(hidden, columns)
         inside = (target >= columns.start) & (target < columns.start + logits.shape[1])
         own = torch.where(inside, target - columns.start, logits.shape[1])
         own = torch.where(target < 0, target, own)
-        return logp_grad(logits, own, root, g, self.backend).to(hidden.dtype)
+        d = logp_grad(logits, own, root, g, self.backend)
+        if entropy.shape[1]:
+            d += entropy_grad(logits, entropy, g_entropy)
+        return d.to(hidden.dtype)
 
 
 class _LinearLogp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
-        group: Group, real: int, backend: str,
-    ) -> Tensor:  # fmt: skip
+        group: Group, real: int, backend: str, with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         head, every = _Head(weight, bias, real, backend), slice(0, len(weight))
-        found = [
-            logp_and_root(head.logits(h, every), some, group, backend)
-            for h, some in zip(hidden.split(ROWS), target.split(ROWS), strict=True)
-        ]
+        found = []
+        for h, some in zip(hidden.split(ROWS), target.split(ROWS), strict=True):
+            logits = head.logits(h, every)
+            none = logits.new_empty(len(h), 0, dtype=torch.float64)
+            entropy = entropy_and_lse(logits, group) if with_entropy else none
+            found.append((*logp_and_root(logits, some, group, backend), entropy))
+        logp, root, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
         own = local_target(target, rank_of(group), len(weight))
-        ctx.save_for_backward(hidden, weight, bias, own, torch.cat([root for _, root in found]))
+        ctx.save_for_backward(hidden, weight, bias, own, root, entropy)
         ctx.group, ctx.real, ctx.backend = group, real, backend
-        return torch.cat([logp for logp, _ in found])
+        return logp, entropy[:, 0].float() if with_entropy else logp.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
+    def backward(ctx: Any, g: Tensor, g_entropy: Tensor) -> Any:
         hidden, weight, bias, *rows = ctx.saved_tensors
-        head, rows = _Head(weight, bias, ctx.real, ctx.backend), (*rows, g)
+        upstream = g, g_entropy if len(g_entropy) else torch.zeros_like(g)
+        head, rows = _Head(weight, bias, ctx.real, ctx.backend), (*rows, *upstream)
         dh = dw = db = None
         with on_device_of(hidden):
             if ctx.needs_input_grad[0]:
                 dh = _hidden_grad(head, hidden, rows, ctx.group)
             if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
                 dw, db = _weight_grads(head, hidden, rows)
-        return dh, dw, db, None, None, None, None
+        return dh, dw, db, None, None, None, None, None
 
 
 def _hidden_grad(head: _Head, hidden: Tensor, rows: tuple[Tensor, ...], group: Group) -> Tensor:
@@ -109,11 +119,13 @@ def _weight_grads(
 
 def linear_logp_parallel(
     hidden: Tensor, weight: Tensor, target: Tensor, group: Group, *,
-    bias: Tensor | None = None, vocabulary: int | None = None, backend: str | None = None,
-) -> Tensor:  # fmt: skip
+    bias: Tensor | None = None, vocabulary: int | None = None, return_entropy: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """log softmax(hidden @ weight^T + bias)[t, target[t]] -> [T] of hidden[T, H], weight[V / R, H]
     and bias[V / R], this rank's rows. target[T] is an id of the whole vocabulary, negative to
     ignore; `vocabulary`: how many ids there are, where the last rows of the weight only pad it.
+    With return_entropy: (that, the entropy[T] of each row), both differentiable.
 
     Called on all ranks of the group, with the same hidden states and targets, and its backward with
     the same gradient; None is one rank. Raises UnsupportedShape where a shard is no multiple of
@@ -125,4 +137,7 @@ def linear_logp_parallel(
     check_divides("hidden features", weight.shape[1], group)
     real = rows if vocabulary is None else min(max(vocabulary - rank_of(group) * rows, 0), rows)
     chosen = choose("linear_logp", backend, hidden, weight, target, bias)
-    return _LinearLogp.apply(hidden, weight, bias, target, group, real, chosen)
+    logp, entropy = _LinearLogp.apply(
+        hidden, weight, bias, target, group, real, chosen, return_entropy
+    )
+    return (logp, entropy) if return_entropy else logp

@@ -9,7 +9,7 @@ copy of its owner's. Gradient: `logp`'s own, of this rank's columns.
 T = rows   V = vocabulary   R = ranks   J = nodes of a rank, padded to the most of any
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,19 +75,24 @@ def logp_and_root(
     logits: Tensor, target: Tensor, group: Group, backend: str
 ) -> tuple[Tensor, Tensor]:
     """(logp[T], what `logp_grad` needs[T, 2]) of this rank's columns, logits[T, V / R]."""
-    size, rank = logits.shape[1], rank_of(group)
-    local, _ = local_ids(target, rank, size)
-    trees = [list(subtrees(r * size, (r + 1) * size)) for r in range(size_of(group))]
-    columns = [(a - rank * size, b - rank * size) for a, b in (t.columns for t in trees[rank])]
-    own = [node_of(logits[:, a:b], backend) for a, b in columns]
-    padding = [torch.zeros_like(own[0])] * (max(map(len, trees)) - len(own))
-    everyone = gather(torch.stack(own + padding), group)  # [R, J, T, 2]
+    size = logits.shape[1]
+    local, _ = local_ids(target, rank_of(group), size)
     picked = gather(logits.gather(1, local.long()[:, None]), group)  # [R, T, 1]
     owner = (target.clamp(min=0) // size).long()[None, :, None]
+    root = root_of(logits, group, lambda columns: node_of(columns, backend))
+    return logp_of_nodes(picked.gather(0, owner).view(-1), target, root, backend)
+
+
+def root_of(logits: Tensor, group: Group, node: Callable[[Tensor], Tensor]) -> Tensor:
+    """The root over all ranks' columns; `node`: that of the columns of a whole subtree."""
+    size, rank = logits.shape[1], rank_of(group)
+    trees = [list(subtrees(r * size, (r + 1) * size)) for r in range(size_of(group))]
+    columns = [(a - rank * size, b - rank * size) for a, b in (t.columns for t in trees[rank])]
+    own = [node(logits[:, a:b]) for a, b in columns]
+    padding = [torch.zeros_like(own[0])] * (max(map(len, trees)) - len(own))
+    everyone = gather(torch.stack(own + padding), group)  # [R, J, T, 2 or 3]
     every = [tree for some in trees for tree in some]
-    nodes = [everyone[r, j] for r, some in enumerate(trees) for j in range(len(some))]
-    z = picked.gather(0, owner).view(-1)
-    return logp_of_nodes(z, target, merge(every, nodes), backend)
+    return merge(every, [everyone[r, j] for r, some in enumerate(trees) for j in range(len(some))])
 
 
 def local_target(target: Tensor, rank: int, size: int) -> Tensor:

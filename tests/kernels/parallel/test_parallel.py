@@ -262,6 +262,38 @@ def test_linear_logp_has_the_bits_of_one_rank():
         assert not torch.cat([r[i] for r in ranks])[columns:].any()
 
 
+def _entropy(group: Any, columns: int, step: int) -> tuple[Tensor, ...]:
+    linear_logp.ROWS, linear_logp.COLUMNS = 5, 48
+    hidden, weight, _, target, g = head(columns)
+    world = 1 if group is None else group.size()
+    weight = torch.nn.functional.pad(weight, (0, 0, 0, step * world - columns))
+    own = (weight if group is None else shard(weight, 0, group)).requires_grad_()
+    y, entropy = linear_logp.linear_logp_parallel(
+        hidden.requires_grad_(), own, target, group, vocabulary=columns, return_entropy=True,
+        backend="torch",
+    )  # fmt: skip
+    (y * g + entropy * g.flip(0)).sum().backward()
+    return entropy.detach(), hidden.grad, own.grad
+
+
+def test_entropy_has_the_bits_of_one_rank():
+    columns, step = 187, 96
+    hidden, weight, _, target, g = head(columns)
+    entropy, dh, dw = _entropy(None, columns, columns)
+    for t in (hidden, weight):
+        t.requires_grad_()
+    y, whole = rlk_kernels.linear_logp(hidden, weight, target, return_entropy=True, backend="torch")
+    (y * g + whole * g.flip(0)).sum().backward()
+    assert same(entropy, whole.detach())
+    # `linear_logp` adds the two gradients before it rounds either.
+    for own, expected in ((dh, hidden.grad), (dw, weight.grad)):
+        assert torch.allclose(own.float(), expected.float(), rtol=0.02, atol=1e-3)
+    ranks = on_ranks(2, _entropy, columns, step)
+    assert all(same(r[0], entropy) for r in ranks)
+    assert all(same(r[1], dh) for r in ranks)
+    assert same(torch.cat([r[2] for r in ranks])[:columns], dw)
+
+
 @pytest.mark.parametrize("tp", [2, 4, 8])
 @pytest.mark.parametrize("columns", [151_936, 128_256, 32_000, 1_024])
 def test_a_shard_is_made_of_a_few_whole_subtrees(columns, tp):

@@ -33,9 +33,9 @@ def _logp(z, ids, m, log_s):
     return torch.where(ids < 0, 0.0, (z - m) - log_s)
 
 
-def node(logits: Tensor) -> Tensor:
-    """(m, s)[T, 2] of logits[T, V], all columns of one subtree."""
-    return torch.stack(by_rows(lambda z: block_portable(z.double()), logits), -1)
+def node(logits: Tensor, entropy: bool = False) -> Tensor:
+    """(m, s)[T, 2], or (m, s, u)[T, 3], of logits[T, V], all columns of one subtree."""
+    return torch.stack(by_rows(lambda z: block_portable(z.double(), entropy), logits), -1)
 
 
 def of_root(z: Tensor, target: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,10 +27,10 @@ def node_of(logits: Tensor, backend: str) -> Tensor:
 
 
 def merge_pair(left: Tensor, right: Tensor) -> Tensor:
-    """[..., 2]: the node above two neighbours."""
+    """[..., 2]: the node above two neighbours. Of (m, s, u), which entropy takes, [..., 3]."""
     if left.dtype == torch.float64:
         pair = torch.stack([left, right], -1)
-        return torch.stack(merge_portable((pair[..., 0, :], pair[..., 1, :])), -1)
+        return torch.stack(merge_portable(pair.unbind(-2)), -1)
     n = torch.maximum(left[..., 0], right[..., 0])
     s = left[..., 1] * _pow2(left[..., 0] - n) + right[..., 1] * _pow2(right[..., 0] - n)
     return torch.stack([n, s], -1)
