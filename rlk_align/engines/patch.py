@@ -35,8 +35,9 @@ class Kernel(Counted):
         return self._function(*inputs)
 
 
-class Patch(ABC):
-    """The kernels in one engine; see `engines.common.kernels` for what its adapter calls."""
+class BasePatch(ABC):
+    """The kernels in one engine, wherever its model is; see `engines.common.kernels` for what its
+    adapter calls."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
@@ -125,8 +126,8 @@ class Patch(ABC):
         self.undo.close()
 
 
-class InProcess(Patch):
-    """The model is in this process."""
+class Patch(BasePatch):
+    """The kernels in one engine whose model is in this process."""
 
     @abstractmethod
     def operators(self, engine: Any) -> dict[str, Any]:
@@ -137,7 +138,7 @@ class InProcess(Patch):
         return _calls({"logprob": logprob} | self.operators(engine), engine.production)
 
 
-class HFPatch(InProcess):
+class HFPatch(Patch):
     """HF transformers."""
 
     def in_model(self, model: Any, rope: Mapping[str, Any]) -> None:
@@ -155,7 +156,7 @@ class FSDPPatch(HFPatch):
         """Leaves them in: sharding gave modules other classes, and the process ends with them."""
 
 
-class MegatronPatch(InProcess):
+class MegatronPatch(Patch):
     """Megatron-core: through its layer spec, and what GPTModel wires in itself."""
 
     def in_spec(self, block: Any, windows: tuple[int | None, ...]) -> Any:
@@ -170,7 +171,7 @@ class MegatronPatch(InProcess):
         return megatron.operators(engine.model)
 
 
-class VLLMPatch(Patch):
+class VLLMPatch(BasePatch):
     """vLLM: registered before it makes its model, in this process or in one for each rank, which
     gets the kernels as vLLM's plugin."""
 
@@ -192,7 +193,7 @@ class VLLMPatch(Patch):
         return {name: min(rank[name] for rank in (first, *others)) for name in ours}
 
 
-def patch_of(spec: EngineSpec) -> Patch | None:
+def patch_of(spec: EngineSpec) -> BasePatch | None:
     """The kernels for an engine, where its spec asks for them."""
     return load_patch(spec.name)(spec) if spec.option("kernels") == "rlk" else None
 
