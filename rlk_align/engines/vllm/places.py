@@ -16,7 +16,7 @@ def vllm_places(model: Any, shape: ModelShape, tp: int) -> Iterator[Place]:
     """Where each site lies in a live model of `tp` ranks."""
     yield Place(sites=("embed",), module="model.embed_tokens")
     for i, layer in enumerate(model.model.layers):
-        yield from _layer_places(layer, f"layers.{i}", i, shape, tp)
+        yield from _layer_places(model, layer, f"layers.{i}", i, shape, tp)
     yield from _norm(
         f"layers.{len(model.model.layers) - 1}.mlp_residual", "final_norm", "model.norm"
     )
@@ -25,12 +25,20 @@ def vllm_places(model: Any, shape: ModelShape, tp: int) -> Iterator[Place]:
     )
 
 
-def _layer_places(layer: Any, name: str, i: int, shape: ModelShape, tp: int) -> Iterator[Place]:
+def _layer_places(
+    model: Any, layer: Any, name: str, i: int, shape: ModelShape, tp: int
+) -> Iterator[Place]:
     here, attention, mlp = f"model.{name}", f"model.{name}.self_attn", f"model.{name}.mlp"
 
     def place(module: str, *ops: str, end: End = "output") -> Place:
         sites = tuple(f"{name}.{op}" for op in ops)
-        return Place(sites=sites, module=module, end=end, layout=of_outputs(sites, shape, tp))
+        return Place(
+            sites=sites,
+            module=module,
+            end=end,
+            layout=of_outputs(sites, shape, tp),
+            shares_outputs=getattr(model.get_submodule(module), "rlk_shares_outputs", False),
+        )
 
     stream = f"layers.{i - 1}.mlp_residual" if i else ""
     yield from _norm(stream, f"{name}.attn_norm", f"{here}.input_layernorm")
