@@ -66,7 +66,8 @@ class Evidence:
             sure = zeros & (other < _SURE)
             # A truncated law that keeps one token gives it the log-prob 0: often, or never where
             # the other side is this unsure.
-            rare = zeros.sum() < _RARE * both.sum() and (other[zeros] < _UNSURE).any()
+            unsure = (other[zeros] < _UNSURE).sum()
+            rare = zeros.sum() < _RARE * both.sum() and unsure > 1
             found |= wild
             if rare or sure.sum() > nearly.sum():
                 found |= zeros
