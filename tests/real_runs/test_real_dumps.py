@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.whole_matrix
 ROOT = Path(__file__).resolve().parents[2]
 DIAGNOSES = {
     "healthy": "numerics",

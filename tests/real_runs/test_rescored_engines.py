@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 from conftest import Cli, capture_of, require_engine
-from real_dumps import recorded_logprobs, scaled, write_dump
+from engine_dumps import recorded_logprobs, scaled, write_dump
 
 from rlk_align.data import data_path
 
+pytestmark = pytest.mark.whole_matrix
 KEPT = ("--sites", "logprob,logits")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Cli
-from real_dumps import hf_logprobs, texts, write_dump
+from engine_dumps import hf_logprobs, texts, write_dump
 
 SCORES = ("--sites", "logprob,logits")
 
