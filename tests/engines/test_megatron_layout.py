@@ -63,8 +63,10 @@ def test_a_wrong_order_of_ranks_is_no_whole() -> None:
 def test_vocabulary_with_padding(tp: int, vocab: int) -> None:
     s = shape(vocab=vocab)
     size = padded_vocab(vocab, tp)
-    assert size % tp == 0
-    assert vocab <= size < vocab + tp
+    # Whole leaves of 16 columns on each rank; one rank needs no padding.
+    step = 1 if tp == 1 else 16 * tp
+    assert size % step == 0
+    assert vocab <= size < vocab + step
     rows = torch.arange(size)
     whole = vocabulary("embed", s, tp).assemble("embed", rows.chunk(tp), 0)
     assert torch.equal(whole, rows[:vocab])
