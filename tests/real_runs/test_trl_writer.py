@@ -91,7 +91,7 @@ def trainer(folder: Path, rollout: Rollout | None, **args: Any) -> Any:
             num_generations=8,
             max_completion_length=4,
             temperature=TEMPERATURE,
-            learning_rate=1e-4,
+            learning_rate=1e-6,
             report_to=[],
             use_cpu=True,
             bf16=False,
@@ -162,6 +162,7 @@ def test_every_field_is_what_the_arrays_were(trained, tmp_path: Path) -> None:
 
 def explained(sequences: Sequences) -> tuple[str, str]:
     found = explain([sequences], load_run_contract())
+    assert found.diagnoses, (found.doubts, found.breaches, found.counts)
     return found.status, found.diagnoses[0].name
 
 
