@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rlk_align.api import options
 from rlk_align.capture.recording import Recording
 from rlk_align.capture.request import CaptureRequest
-from rlk_align.diagnose.contract import RunContract, load_run_contract
+from rlk_align.diagnose.contract import RUN_CONTRACT, RunContract, load_run_contract
 from rlk_align.diagnose.explain import explain
 from rlk_align.dumps.run import ImportedRun
 from rlk_align.engines.spec import EngineSpec
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rlk_align.rescore.record import Rescored
     from rlk_align.trace.reader import Trace
 
-IMPORTED, CHOSEN = "dump", "chosen"
+DUMP, CHOSEN = "dump", "chosen"
 """Folders in the run: of a dump that was not imported yet, and of the ids that are scored."""
 
 
@@ -112,7 +112,7 @@ def prepare(
     options.check_kernels(rescoring.kernels)
     options.check_sampling(1, rescoring.seed)
     allowed, plan = options.parse_kinds(rescoring.allow_mismatch), rescoring.plan
-    contract = load_run_contract(rescoring.contract or "run")
+    contract = load_run_contract(rescoring.contract or RUN_CONTRACT)
     specs, temperature = _engines(rescoring)
     settings = (rescoring.tokens, rescoring.model, rescoring.sequences, rescoring.seed)
     run = options.choose_run(rescoring.run_dir, "rescore", *settings, *map(str, specs.values()))
@@ -190,6 +190,6 @@ def _dump(name: str, run: Run, command: Sequence[str], progress: Progress) -> Im
                 f"--tokens and --run-dir name one run, {run.folder}", "name another --run-dir"
             )
         return dump
-    folder = run.folder / IMPORTED
+    folder = run.folder / DUMP
     import_dump(AUTO, [path], folder, list(command), progress)
     return ImportedRun.open(str(folder))
