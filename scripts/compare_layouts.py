@@ -1,0 +1,200 @@
+"""vLLM on two GPUs against every layout of every training engine, in one table.
+
+    python scripts/compare_layouts.py --model M --out OUT [--max-new-tokens 32] [--limit 540]
+
+Needs two GPUs, vLLM and megatron-core, the kernels installed as vLLM's plugin, and a model with its
+prompts as `fixtures/make_large_model.py` makes them. vLLM at tp=2 samples, scores again, and scores
+once more compiled and with CUDA graphs; each training engine scores those tokens with the kernels,
+and the contract is `bitwise`. vLLM on one GPU samples by itself. Without the kernels, two pairs
+show the drift. Writes OUT/layouts.json and OUT/layouts.md, and fails where a pair with the kernels
+has another bit or did not finish. Comparisons run side by side: their times say nothing.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlk_align.engines.spec import EngineSpec
+
+VLLM = "kv_cache_gb=4"
+ROLLOUT = f"vllm:tp=2,{VLLM}"
+ONE_GPU = f"vllm:{VLLM}"
+TRAIN = ("megatron:tp=2", "megatron:tp=2,sp=1", "megatron", "fsdp:dp=2", "hf")
+EDGES = ("decode_vs_prefill", "prefill_vs_train")
+
+
+@dataclass
+class Job:
+    """One command in the background, and where it leaves its verdict."""
+
+    label: str
+    kernels: str
+    words: list[str]
+    folder: Path
+    gpus: str = "0,1"
+    process: subprocess.Popen[bytes] | None = None
+    seconds: float = 0.0
+    started: float = field(default_factory=time.monotonic)
+
+    def start(self) -> "Job":
+        self.folder.mkdir(parents=True)
+        self.started = time.monotonic()
+        with (self.folder / "log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "rlk_align", *self.words],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": self.gpus},
+            )
+        return self
+
+    def wait(self, until: float) -> "Job":
+        assert self.process is not None
+        try:
+            self.process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.seconds = time.monotonic() - self.started
+        lines = (self.folder / "log").read_text(errors="replace").splitlines()
+        print(f"== {self.label}, kernels={self.kernels}, {self.seconds:.0f} s", flush=True)
+        print("\n".join(lines[-20:]), flush=True)
+        return self
+
+    def result(self) -> dict[str, Any]:
+        """Its exit code and, where it came to one, its verdict."""
+        assert self.process is not None
+        path = self.folder / "verdict.json"
+        found = {"pair": self.label, "kernels": self.kernels, "seconds": round(self.seconds)}
+        verdict = json.loads(path.read_text()) if path.is_file() else None
+        return found | {"exit": self.process.returncode, "verdict": verdict}
+
+
+def compared(
+    out: Path,
+    rollout: str,
+    train: str,
+    kernels: str,
+    asked: list[str],
+    label: str,
+    gpus: str = "0,1",
+) -> Job:
+    folder = out / label.translate(str.maketrans(" :=,/", "-----")) / kernels
+    words = [
+        *("compare", "--rollout", rollout, "--train", with_kernels(train, kernels)),
+        *("--run-dir", str(folder / "run"), "--output", f"json={folder / 'verdict.json'}"),
+        *(("--contract", "bitwise") if kernels == "rlk" else ()),
+        *asked,
+    ]  # fmt: skip
+    return Job(label, kernels, words, folder, gpus)
+
+
+def with_kernels(spec: str, kernels: str) -> str:
+    """The spec with or without the kernels: the flag of the command would run it both ways."""
+    parsed = EngineSpec.parse(spec)
+    return str(EngineSpec(parsed.name, {**parsed.options, "kernels": kernels}))
+
+
+def all_layouts(out: Path, model: Path, tokens: int, until: float) -> list[dict[str, Any]]:
+    asked = ["--model", str(model), "--trace-budget", "60MB"]
+    prompts = ["--prompts", str(model / "prompts.jsonl"), "--max-new-tokens", str(tokens)]
+    first = compared(
+        out,
+        with_kernels(ROLLOUT, "rlk"),
+        TRAIN[0],
+        "rlk",
+        [*asked, *prompts, "--production"],
+        f"vllm:tp=2 / {TRAIN[0]}",
+    ).start()
+    lone = out / "one-gpu"
+    capture = ["capture", "--engine", with_kernels(ONE_GPU, "rlk"), "-o", str(lone / "run")]
+    one_gpu = Job("vllm", "rlk", [*capture, *asked, *prompts], lone, gpus="1").start()
+    done = [first.wait(until)]
+    one_gpu.wait(until)
+    recorded = first.folder / "run"
+    scored = [
+        compared(
+            out, f"replay:path={recorded}", train, "rlk", [*asked, "--no-production"],
+            f"vllm:tp=2 / {train}", gpus,
+        ).start()
+        for train, gpus in zip(TRAIN[1:], ("0,1", "0", "0,1", "1"), strict=True)
+    ]  # fmt: skip
+    folder = out / "tp2-tp1"
+    words = ["compare", str(recorded), str(lone / "run"), "--contract", "bitwise"]
+    words += ["--run-dir", str(folder / "run"), "--output", f"json={folder / 'verdict.json'}"]
+    scored.append(Job("vllm:tp=2 / vllm", "rlk", words, folder).start())
+    off = [*asked, *prompts, "--no-production"]
+    scored.append(
+        compared(
+            out, with_kernels(ROLLOUT, "off"), TRAIN[0], "off", off, f"vllm:tp=2 / {TRAIN[0]}"
+        ).start()
+    )
+    done += [job.wait(until) for job in scored]
+    drifted = scored[-1].folder / "run"
+    alone = compared(
+        out, f"replay:path={drifted}", "hf", "off", [*asked, "--no-production"], "vllm:tp=2 / hf"
+    )
+    done.append(alone.start().wait(until))
+    return [job.result() for job in done]
+
+
+def row(found: dict[str, Any]) -> str:
+    verdict = found["verdict"]
+    if verdict is None:
+        return f"| {found['pair']} | {found['kernels']} | exit {found['exit']} |" + " |" * 5
+    edges = [verdict["edges"].get(name) or {} for name in EDGES]
+    coverage = verdict["coverage"]
+    first = (verdict["divergence"] or {}).get("first_bitwise")
+    cells = [
+        found["pair"], found["kernels"], verdict["status"],
+        f"{coverage['paired']:,} of {coverage['expected']:,}",
+        *(f"{e['bit_mismatches']:,}" if e else "" for e in edges),
+        f"{edges[1]['max_abs_dlogp']:.2g}" if edges[1] else "",
+        first["site"] if first else "none",
+    ]  # fmt: skip
+    return "| " + " | ".join(cells) + " |"
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    columns = (
+        "rollout / train", "kernels", "verdict", "rows paired", "other log-probs, decode / prefill",
+        "prefill / training", "its max abs Δ", "first site with another bit",
+    )  # fmt: skip
+    rule = "| --- | --- | --- | ---: | ---: | ---: | ---: | --- |"
+    return "\n".join(["| " + " | ".join(columns) + " |", rule, *map(row, found), ""])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument(
+        "--limit", type=float, default=540, help="seconds; what runs then is killed"
+    )
+    args = parser.parse_args()
+    until = time.monotonic() + args.limit
+    found = all_layouts(args.out, args.model, args.max_new_tokens, until)
+    cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    report = {
+        "command": " ".join(sys.argv),
+        "cards": cards,
+        "torch": torch.__version__,
+        "runs": found,
+    }
+    (args.out / "layouts.json").write_text(json.dumps(report, indent=1) + "\n")
+    (args.out / "layouts.md").write_text(table(found))
+    print(table(found))
+    return int(any(f["exit"] != 0 for f in found if f["kernels"] == "rlk"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
