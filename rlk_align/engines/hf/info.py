@@ -15,6 +15,7 @@ HF_OPTIONS = {
             *("flash_attention_2", "flash_attention_3", "flash_attention_4"),
         ),
     ),
+    "experts": Option(default="grouped_mm", choices=("eager", "batched_mm", "grouped_mm")),
     "batch": Option(int, default=1),
     "padding": Option(default="right", choices=("right", "left")),
     "temperature": Option(float, default=1.0),
