@@ -31,3 +31,14 @@ def _unshared(shape: ModelShape, tp: int, fused_qkv: bool) -> str:
     if fused_qkv and qkv % tp:
         return f"{qkv} rows of q, k and v cannot be shared by {tp} ranks"
     return ""
+
+
+def check_alone(engine: str, shape: ModelShape, options: dict[str, object]) -> None:
+    """Raises BadOption where a sparse model is to be shared by ranks, or computed by the kernels:
+    neither runs."""
+    if not shape.experts:
+        return
+    if options.get("tp") not in (None, 1):
+        raise BadOption(f"engine {engine!r}: tp={options['tp']} does not take sparse layers", "tp=1")
+    if options.get("kernels") == "rlk":
+        raise BadOption(f"engine {engine!r}: kernels=rlk does not take sparse layers", "kernels=off")

@@ -3,7 +3,7 @@
 import importlib.util
 from typing import Any
 
-from rlk_align.engines.common.tensor_parallel import check_shared
+from rlk_align.engines.common.tensor_parallel import check_alone, check_shared
 from rlk_align.engines.info import Asked
 from rlk_align.engines.megatron.rope import ROPES, another_attention_factor
 from rlk_align.errors import BadOption, MissingDependency, ModelError
@@ -18,6 +18,9 @@ def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> 
     """Raises ModelError for what the engine would otherwise get silently wrong, BadOption or
     MissingDependency for options that cannot be had."""
     check_shared("megatron", shape, int(option("tp") or 1), fused_qkv=True)
+    check_alone("megatron", shape, {"tp": option("tp"), "kernels": option("kernels")})
+    if shape.experts and option("spec") == "te":
+        raise BadOption("engine 'megatron': spec=te does not take sparse layers", "spec=local does")
     if option("spec") == "te":
         _check_te(option, config)
     rope = rope_parameters(config)
