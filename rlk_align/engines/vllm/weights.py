@@ -44,7 +44,8 @@ def live_weight(module: Any) -> torch.Tensor:
     if module.weight.numel():
         return module.weight
     dtype = module.params_dtype
-    size = module.input_size_per_partition
+    # A layer that every rank holds whole has no partition.
+    size = getattr(module, "input_size_per_partition", module.input_size)
     columns = [
         module.quant_method.apply(module, block, None)
         for block in torch.eye(size, dtype=dtype).split(1024)
