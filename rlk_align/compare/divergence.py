@@ -234,7 +234,9 @@ def _equal_rows(
         by_value = np.ones(len(equal), dtype=bool)
     else:
         equal = paired.equal
-        by_value = np.zeros(len(equal), dtype=bool) if flips is None else flips.flipped[paired.number]
+        by_value = (
+            np.zeros(len(equal), dtype=bool) if flips is None else flips.flipped[paired.number]
+        )
     rows = _valued(paired, np.flatnonzero(by_value))
     for part in blocks(rows, records[0].features, BLOCK_ELEMENTS):
         x = a.values(name, paired.a, paired.a_at[part]).double()
@@ -317,7 +319,9 @@ def _compare_values(
         mask = torch.from_numpy(introduced[part])
         if flips is not None:
             value_a, value_b = flips.aligned(paired.number[part], value_a, value_b)
-            norm_a, norm_b = (torch.linalg.vector_norm(v.double(), dim=1) for v in (value_a, value_b))
+            norm_a, norm_b = (
+                torch.linalg.vector_norm(v.double(), dim=1) for v in (value_a, value_b)
+            )
         for i in range(0, len(part), step):
             at = slice(i, i + step)
             metrics.add(value_a[at], value_b[at], norm_a[at], norm_b[at], mask[at])

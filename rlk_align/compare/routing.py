@@ -1,9 +1,9 @@
-"""Sparse layers on an edge: whose tokens were sent to other experts, was that the router's doing, and
-which rows of experts can be compared at all.
+"""Sparse layers on an edge: which tokens were sent to other experts, was that the router's doing,
+and which rows of experts can be compared at all.
 
-A token whose router was given equal inputs on both sides and chose another set of experts parts *at
-the router*. Where the inputs differ already, its flip is an effect, which may amplify what it follows
-from. N = rows, E = experts, K = experts of a token
+A token whose router was given equal inputs on both sides, and chose another set of experts, parts
+*at the router*. Where the inputs differ already, its flip is an effect, which may amplify what it
+follows from. N = rows, E = experts, K = experts of a token
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ import torch
 
 from rlk_align.compare.pairing import PairedSite
 from rlk_align.model.dtypes import DTYPES
-from rlk_align.model.sites import RowIndex, Site
+from rlk_align.model.sites import RowIndex
 from rlk_align.results import EdgeRouting, LayerRouting
 from rlk_align.trace.reader import PassReader
 
@@ -37,8 +37,8 @@ class Flips:
     def aligned(
         self, number: np.ndarray, a: torch.Tensor, b: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows `[N, K · F]` of both sides, where flipped reduced to the experts that both have: these
-        in the first side's slots, and zeros in all others."""
+        """Rows `[N, K · F]` of both sides, where flipped reduced to the experts that both have:
+        these in the first side's slots, and zeros in all others."""
         here = np.flatnonzero(np.isin(number, self.number))
         if not len(here):
             return a, b
@@ -164,8 +164,8 @@ def _values(
 
 
 def _preference(logits: torch.Tensor, mine: torch.Tensor, other: torch.Tensor) -> np.ndarray:
-    """By how many roundings the worst logit of the experts that only this side chose exceeds the best
-    of those that only the other did, `[n]`; a rounding is that of a difference of two."""
+    """By how many roundings the worst logit of the experts that only this side chose exceeds the
+    best of those that only the other did, `[n]`; a rounding is that of a difference of two."""
     exact = logits.double()
     match = mine[:, :, None] == other[:, None]
     own = exact.gather(1, mine).masked_fill(match.any(dim=2), torch.inf).amin(dim=1)

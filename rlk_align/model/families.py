@@ -150,7 +150,9 @@ class ModelShape:
         if size in ("query_heads", "kv_heads"):
             return self.heads_of(size) * self.head_dim
         if size in ("expert_slots", "hidden_slots"):
-            return self.top_k * (self.hidden if size == "hidden_slots" else self.expert_intermediate)
+            return self.top_k * (
+                self.hidden if size == "hidden_slots" else self.expert_intermediate
+            )
         return getattr(self, size)
 
 
@@ -201,6 +203,7 @@ def read_shape(model: Path) -> ModelShape:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         known = ", ".join(DTYPES)
         raise ModelError(f"{model}/config.json: dtype {dtype!r} is unknown", f"known: {known}")
+    family = FAMILIES[kind]
     heads, hidden = size("num_attention_heads"), size("hidden_size")
     return ModelShape(
         model_type=kind,
@@ -213,7 +216,7 @@ def read_shape(model: Path) -> ModelShape:
         vocab=size("vocab_size"),
         context=size("max_position_embeddings"),
         dtype=dtype,
-        **(_experts(model, config, FAMILIES[kind], size) if FAMILIES[kind].expert_intermediate else {}),
+        **(_experts(model, config, family, size) if family.expert_intermediate else {}),
     )
 
 

@@ -29,11 +29,21 @@ Formula = Literal[
 ]
 """What an operator computes; `probe.referee.reference` has each in float64."""
 Size = Literal[
-    *("one", "hidden", "head_dim", "query_heads", "kv_heads", "intermediate", "vocab"),
-    *("experts", "top_k", "expert_intermediate", "expert_slots", "hidden_slots"),
+    "one",
+    "hidden",
+    "head_dim",
+    "query_heads",
+    "kv_heads",
+    "intermediate",
+    "vocab",
+    "experts",
+    "top_k",
+    "expert_intermediate",
+    "expert_slots",
+    "hidden_slots",
 ]
-"""What a dimension counts; of heads, their features one after the other. A token has a slot for each
-expert that it is sent to: `expert_slots` and `hidden_slots` count the features of all of them."""
+"""What a dimension counts; of heads, their features one after the other. A token has a slot for
+each expert that it is sent to: `expert_slots` and `hidden_slots` count the features of all."""
 
 
 class Sharding(NamedTuple):

@@ -15,14 +15,13 @@ def routing_lines(edge: EdgeResult, contract: Contract) -> Iterator[str]:
         return
     if not r.flipped_tokens:
         yield (
-            f"routing ({edge.name}): both sides send all {r.tokens:,} tokens to the same experts, in "
-            f"{len(r.layers)} sparse layers"
+            f"routing ({edge.name}): both sides send all {r.tokens:,} tokens to the same experts, "
+            f"in {len(r.layers)} sparse layers"
         )
         return
-    share = f"{r.flipped_tokens / r.tokens:.2g}"
     yield (
-        f"routing ({edge.name}): {r.flipped_tokens:,} of {r.tokens:,} tokens (a share of {share}) go "
-        "to other experts in some layer"
+        f"routing ({edge.name}): {r.flipped_tokens:,} of {r.tokens:,} tokens "
+        f"({r.flipped_tokens / r.tokens:.1%}) go to other experts in some layer"
     )
     yield f"  {_log_probs(r)}"
     for layer in r.layers:
@@ -43,7 +42,9 @@ def layer_words(layer: LayerRouting, contract: Contract) -> str:
     effects = layer.flipped - layer.at_router
     parts = [f"{layer.flipped:,} of {layer.rows:,} rows flipped"]
     if layer.at_router:
-        parts.append(f"{layer.at_router:,} at the router, on equal inputs ({_kind(layer, contract)})")
+        parts.append(
+            f"{layer.at_router:,} at the router, on equal inputs ({_kind(layer, contract)})"
+        )
     if effects:
         parts.append(f"{effects:,} follow from inputs that differ already")
     return "; ".join(parts)
@@ -58,7 +59,9 @@ def _kind(layer: LayerRouting, contract: Contract) -> str:
         budget = contract.budget(layer.site.rpartition(".")[2], "routing")
         if budget is not None:
             within = layer.largest_gap <= budget.peak
-            gap += ", which is rounding" if within else f": beyond rounding, {budget.peak:g} allowed"
+            gap += (
+                ", which is rounding" if within else f": beyond rounding, {budget.peak:g} allowed"
+            )
         kinds.append(gap)
     if layer.at_router > layer.measured:
         kinds.append(f"{layer.at_router - layer.measured:,} whose logits were not kept")

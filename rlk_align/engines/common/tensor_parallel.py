@@ -38,7 +38,9 @@ def check_alone(engine: str, shape: ModelShape, options: dict[str, object]) -> N
     neither runs."""
     if not shape.experts:
         return
-    if options.get("tp") not in (None, 1):
-        raise BadOption(f"engine {engine!r}: tp={options['tp']} does not take sparse layers", "tp=1")
-    if options.get("kernels") == "rlk":
-        raise BadOption(f"engine {engine!r}: kernels=rlk does not take sparse layers", "kernels=off")
+    for name, alone in (("tp", (None, 1)), ("kernels", (None, "off"))):
+        if options.get(name) not in alone:
+            raise BadOption(
+                f"engine {engine!r}: {name}={options[name]} does not take sparse layers",
+                f"{name}={alone[1]}",
+            )

@@ -1,5 +1,4 @@
-"""The sparse layers of megatron-core's GPTModel: what of them can be seen, and which parameters they
-have.
+"""The sparse layers of megatron-core's GPTModel: what of them can be seen, and their parameters.
 
 Experts are computed one after another, each of its tokens in their order (`SequentialMLP`). The
 weight of an expert multiplies its activation, before the second product: what lies behind that is
@@ -93,7 +92,7 @@ class _Layer:
     def _chosen(self, _module: Any, _inputs: Any, output: Any) -> None:
         weights_TE, sent_TE = output
         self._sent = sent_TE
-        token, expert = sent_TE.nonzero(as_tuple=True)
+        _, expert = sent_TE.nonzero(as_tuple=True)
         ids = expert.reshape(len(sent_TE), -1)
         ids, weights = by_ascending_id(ids, weights_TE.gather(1, ids))
         self._k = ids.shape[1]

@@ -47,7 +47,8 @@ class Tensors:
     """Slices of a checkpoint's tensors, read as they are asked for."""
 
     def __init__(self, folder: Path, modules: Mapping[str, str]) -> None:
-        """`modules`: as `tensor_name` takes them. Raises ModelError where there are no safetensors, or unreadable ones."""
+        """`modules`: as `tensor_name` takes them. Raises ModelError where there are no safetensors,
+        or unreadable ones."""
         self._folder, self._modules = folder, modules
         self._open = ExitStack()
         self._file: dict[str, Any] = {}

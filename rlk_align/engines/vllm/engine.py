@@ -120,7 +120,8 @@ class VLLMEngine(Engine):
         }
         if kind == "decode" or self.attributes()["logprobs"] == "raw":
             return fused
-        return fused | {"logprob": "vLLM's log-probs of a prompt are raw, whatever is done to sampled ones"}
+        raw = "vLLM's log-probs of a prompt are raw, whatever is done to sampled ones"
+        return fused | {"logprob": raw}
 
     def _cache(self) -> dict[str, Any]:
         """What limits the cache of keys and values, which otherwise takes all of a GPU that is

@@ -59,8 +59,8 @@ def expert_weights(model: Any, inner: int) -> Iterator[tuple[str, torch.Tensor]]
 def _unpacked(routed: Any, name: str) -> torch.Tensor:
     """A stacked weight `[E, out, in]` as the checkpoint has it.
 
-    On CPUs vLLM packs it into another order. Packing moves entries and changes none, so the place of
-    each is found by packing their numbers, 12 bits at a time: patterns that are no NaN.
+    On CPUs vLLM packs it into another order. Packing moves entries and changes none, so the place
+    of each is found by packing their numbers, 12 bits at a time: patterns that are no NaN.
     """
     weight = getattr(routed, name).detach()
     if weight.device.type != "cpu":

@@ -135,7 +135,9 @@ def _window(attention: Any) -> int | None:
 def _layer_activation(layer: Any, dtype: torch.dtype) -> str:
     """Of experts vLLM names it, and computes it inside a kernel."""
     block = getattr(layer, "mlp", None) or layer.block_sparse_moe
-    return block.experts.activation.value if hasattr(block, "experts") else _activation(block, dtype)
+    return (
+        block.experts.activation.value if hasattr(block, "experts") else _activation(block, dtype)
+    )
 
 
 def _routing(routers: list[Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A sparse layer's operators in float64: the router's choice, its weights, the experts and their sum.
+"""A sparse layer's operators in float64: the router's choice, its weights, the experts, their sum.
 
 N = rows, E = experts, K = experts of a token, I = inner size of an expert, H = hidden
 """
@@ -25,8 +25,9 @@ EXPERT_FORMULAS = ("top_k", "routing_weights", "expert_linear", "combine")
 
 
 def as_recorded(site: Site, sites: Mapping[str, Site], unexposed: Collection[str]) -> Site:
-    """The operator with what it is recomputed from: the choice of experts, where its rows have slots;
-    and of the experts' sum, in place of rows that an engine does not show, what these are of."""
+    """The operator with what it is recomputed from: the choice of experts, where its rows have
+    slots; and of the experts' sum, in place of rows that an engine does not show, what these are
+    of."""
 
     def seen(name: str) -> Iterator[str]:
         of = sites[name]

@@ -171,9 +171,7 @@ def _worst_rows(
 class Walk:
     """Goes from operator to operator; N = rows of a block."""
 
-    def __init__(
-        self, index: RowIndex, device: torch.device, sites: Mapping[str, Site]
-    ) -> None:
+    def __init__(self, index: RowIndex, device: torch.device, sites: Mapping[str, Site]) -> None:
         self._sites = sites
         self._index, self._device = index, device
         self._block = CPU_ELEMENTS if device.type == "cpu" else GPU_ELEMENTS

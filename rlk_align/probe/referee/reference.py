@@ -82,8 +82,8 @@ class Reference:
     def exact(
         self, site: Site, inputs: Sequence[torch.Tensor], rows: RowTokens
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `site` should be, and the variance of its rounding: float64 `[N, F]` both. Of a choice
-        of experts that is 0: `got` says by how much it is off.
+        """What `site` should be, and the variance of its rounding: float64 `[N, F]` both. Of a
+        choice of experts that is 0: `got` says by how much it is off.
 
         `inputs`: the recorded rows of each input, float64; for attention k and v of the rows' one
         sequence, from its first position to the last of the rows. Raises NotRefereed.
@@ -119,8 +119,8 @@ class Reference:
     def got(
         self, site: Site, recorded: torch.Tensor, inputs: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """What is held against `exact`: what was recorded or, of a choice of experts `[N, K]`, by how
-        much a logit that was left out exceeds one that was chosen, `[N, 1]`."""
+        """What is held against `exact`: what was recorded or, of a choice of experts `[N, K]`, by
+        how much a logit that was left out exceeds one that was chosen, `[N, 1]`."""
         if site.operator.formula != "top_k":
             return recorded
         return beyond_choice(inputs[0], recorded.long())
