@@ -52,4 +52,5 @@ def test_the_tests_mirror_the_packages() -> None:
         "kernels",
         "mutation",
         "outside_engine",
+        "real_runs",
     }
