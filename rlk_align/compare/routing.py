@@ -123,7 +123,9 @@ class Routing:
             _preference(x, mine[of], other[of])
             for x, mine, other in zip(logits, (flips.a, flips.b), (flips.b, flips.a), strict=True)
         ]
-        return np.where(np.minimum(*gaps) <= 0, 0.0, np.maximum(*gaps))
+        # Below 0 a side chose against its own logits.
+        tied = (gaps[0] == 0) | (gaps[1] == 0)
+        return np.where(tied, 0.0, np.maximum(*np.abs(gaps)))
 
     def result(self, logp: tuple[np.ndarray, np.ndarray, np.ndarray]) -> EdgeRouting | None:
         """`logp`: rows of the batch, and both sides' log-probs at them. None for a dense model."""
