@@ -28,6 +28,8 @@ def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> 
     partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     refused = {
         f"hidden_act={activation}": activation not in ACTIVATIONS,
+        # The sum of its experts is recomputed with this one.
+        f"hidden_act={activation} in sparse layers": bool(shape.experts) and activation != "silu",
         f"rope_type={rope['rope_type']}": rope["rope_type"] not in ROPES,
         f"rope_type={rope['rope_type']} without a factor": lacks_factor(rope),
         # megatron-core computes it, and a trainer has no switch for another.
