@@ -92,7 +92,7 @@ class Routing:
         self.flips[site.name] = flips
         at_router = flipped & inputs_equal
         gaps = self._gaps(a, b, flips, at_router)
-        beyond = gaps[gaps > 0]
+        beyond = gaps[gaps != 0]
         first = np.flatnonzero(at_router)
         self.layers.append(
             LayerRouting(
@@ -174,4 +174,6 @@ def _preference(logits: torch.Tensor, mine: torch.Tensor, other: torch.Tensor) -
     left = exact.gather(1, other).masked_fill(match.any(dim=1), -torch.inf).amax(dim=1)
     significant = DTYPES[str(logits.dtype).removeprefix("torch.")]
     ulp = 2.0 ** (torch.frexp(torch.maximum(own.abs(), left.abs())).exponent - significant)
-    return ((own - left) / (ulp * (2 / 12) ** 0.5)).numpy()
+    gap = (own - left) / (ulp * (2 / 12) ** 0.5)
+    # A NaN among the logits is beyond all rounding.
+    return gap.nan_to_num(nan=torch.inf, posinf=torch.inf).numpy()

@@ -52,6 +52,8 @@ def test_the_gap_is_counted_in_roundings_of_a_difference(dtype: torch.dtype) -> 
     mine, other = torch.tensor([[1, 2]]), torch.tensor([[2, 3]])
     (gap,) = _preference(logits, mine, other)
     assert gap == pytest.approx(2 / (2 / 12) ** 0.5)
+    (broken,) = _preference(logits * float("nan"), mine, other)
+    assert broken == float("inf")
     (tie,) = _preference(logits, torch.tensor([[1, 2]]), torch.tensor([[1, 3]]))
     assert tie == 0
 

@@ -16,6 +16,7 @@ from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.layout import even, fused, whole
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.weights import Parameter
+from rlk_align.errors import EngineFailed
 from rlk_align.model.families import ModelShape
 
 WEIGHTED = "Megatron multiplies the activation by the expert's weight, before the second product"
@@ -89,13 +90,17 @@ class _Layer:
             hooks.on_output(expert.linear_fc1, lambda out: self._first.append(out[0]))
         hooks.after(mlp.experts, self._computed)
 
-    def _chosen(self, _module: Any, _inputs: Any, output: Any) -> None:
+    def _chosen(self, router: Any, _inputs: Any, output: Any) -> None:
         weights_TE, sent_TE = output
-        self._sent = sent_TE
+        self._sent, self._k = sent_TE, router.topk
+        if bool((sent_TE.sum(dim=1) != self._k).any()):
+            raise EngineFailed(
+                f"{self._name}: Megatron did not send every token to {self._k} experts",
+                "look at what a patch does, and leave the capacity of experts unlimited",
+            )
         _, expert = sent_TE.nonzero(as_tuple=True)
         ids = expert.reshape(len(sent_TE), -1)
         ids, weights = by_ascending_id(ids, weights_TE.gather(1, ids))
-        self._k = ids.shape[1]
         self._show(f"{self._name}.experts", ids)
         self._show(f"{self._name}.routing_weights", weights)
 
