@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: setup demo test test-slow test-fix-path test-fix-path-all test-quick check compile-kernels test-gpu bench-gpu clean
+.PHONY: setup demo test test-slow test-slow-all test-fix-path test-fix-path-all test-quick check compile-kernels test-gpu bench-gpu clean
 
 setup: $(STAMP)
 
@@ -38,7 +38,7 @@ test: setup
 # left to its engine in turn, and in other families' shapes: as long again.
 FIX_PATH := tests/fix_path/test_engines.py tests/fix_path/test_layouts.py tests/fix_path/test_vllm_alone.py \
   tests/fix_path/test_vllm_batches.py tests/fix_path/test_weight_update.py tests/fix_path/test_examples.py \
-  tests/fix_path/test_hf_compiled.py
+  tests/fix_path/test_hf_compiled.py tests/fix_path/test_tensor_parallel.py
 
 test-fix-path: setup
 	$(TESTS) -m 'not whole_matrix' $(FIX_PATH)
@@ -47,8 +47,12 @@ test-fix-path-all: setup
 	$(TESTS) tests/fix_path
 
 # Every guard of a verdict taken out in turn: does its test notice? Every kernel for Hopper compiled for an H200.
-# What real trainers and engines wrote or hold, read back.
+# What real trainers, engines and frameworks wrote, hold or compute, read back.
 test-slow: setup
+	$(TESTS) -m 'not whole_matrix' tests/mutation tests/compiled tests/real_runs
+
+# And real runs of vLLM and a trainer, each with a fault, that are dumped, followed and scored again: minutes more.
+test-slow-all: setup
 	$(TESTS) tests/mutation tests/compiled tests/real_runs
 
 # What starts no engine.

@@ -1,6 +1,7 @@
 """The story: prompts -> two traces -> pairs -> divergence -> operators recomputed -> verdict."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pyarrow as pa
 
@@ -27,6 +28,8 @@ class CompareRequest:
 
     rollout: CaptureRequest | Recording
     train: CaptureRequest | Recording
+    tokens: Path | None = None
+    """The sequences that both sides score; None lets the rollout engine sample them."""
     judged: tuple[EdgeName, ...] = EDGES
     contract: str | None = None
     """A built-in id or a TOML file; None is the one of the lower-precision dtype."""
@@ -41,7 +44,7 @@ def compare(request: CompareRequest, run: Run, progress: Progress) -> Verdict:
     with run.locked():
         run.invalidate()
         fresh = request.fresh
-        rollout = capture(request.rollout, "rollout", run, None, fresh, progress)
+        rollout = capture(request.rollout, "rollout", run, request.tokens, fresh, progress)
         tokens = rollout.folder / "tokens.parquet"
         train = capture(request.train, "train", run, tokens, fresh, progress)
         record = RunRecord(

@@ -39,13 +39,6 @@ class Dump:
         self.lengths = np.maximum(24, (mean * rng.lognormal(-0.08, 0.4, S)).astype(int))
         self.sequence = np.arange(S).repeat(self.lengths)
         self.position = np.concatenate([np.arange(n) for n in self.lengths])
-        self.segment = self.position * turns // self.lengths[self.sequence]
-        self.tool = np.zeros(len(self.position), dtype=bool)
-        if turns > 1:
-            # The first tokens of every turn but the first are the tool's.
-            starts = np.flatnonzero(np.diff(self.segment) > 0) + 1
-            for k in range(4):
-                self.tool[np.minimum(starts + k, len(self.tool) - 1)] = True
         R = len(self.position)
         width = np.exp(rng.uniform(0.0, np.log(30.0), R))
         self.logits = width[:, None] * rng.standard_normal((R, ALTERNATIVES))
@@ -54,12 +47,25 @@ class Dump:
         spread += 0.15 * rng.standard_normal(groups)[self.groups[self.sequence]]
         level = NOISE[dtype] * float(np.exp(rng.uniform(np.log(0.62), np.log(1.44))))
         self.scale = 0.8 * level * np.exp(spread)
+        self.start_healthy(dtype, turns)
+
+    def start_healthy(self, dtype: str, turns: int) -> None:
+        """Sets turns, and what faults change to what it is in a healthy run."""
+        R, S = len(self.sequence), self.sequences
+        self.segment = self.position * turns // self.lengths[self.sequence]
+        self.tool = np.zeros(R, dtype=bool)
+        # The first tokens of every turn but the first are the tool's.
+        starts = np.flatnonzero(np.diff(self.segment) > 0) + 1
+        for k in range(4):
+            self.tool[np.minimum(starts + k, R - 1)] = True
         self.extra = np.ones(R)
         """By what the noise is larger than healthy."""
         self.margin = np.zeros(R)
         """Noise that is proportional to the logits, as other weights and dropout make it."""
         self.temperature = 1.0
         self.top_p = 1.0
+        self.top_k = self.logits.shape[1]
+        self.min_p = 0.0
         self.rollout_raw = self.train_raw = False
         self.dtype = dtype
         self.missing_prompt = True
@@ -73,24 +79,45 @@ class Dump:
     def sequences_of(self) -> Sequences:
         """Samples the tokens and returns what both sides say of them."""
         rng, R = self.rng, len(self.position)
-        processed = _truncated(self.logits / self.temperature, self.top_p)
+        processed = self._truncated(self.logits / self.temperature)
         law = np.exp(processed)
-        chosen = (rng.random(R)[:, None] > np.cumsum(law, 1)).sum(1)
-        chosen = np.minimum(chosen, ALTERNATIVES - 1)
-        chosen = np.where(law[np.arange(R), chosen] > 0, chosen, law.argmax(1))
-        noise = rng.standard_normal((R, ALTERNATIVES)) * (self.scale * self.extra)[:, None]
-        noise += self.logits * (self.margin * rng.standard_normal(R))[:, None]
-        other = self.logits + noise
+        chosen = self.sampled(law)
+        other = self.logits + self.noise() * self.extra[:, None]
+        other += self.logits * (self.margin * rng.standard_normal(R))[:, None]
         rollout = _log_softmax(self.logits) if self.rollout_raw else processed
         if self.train_raw:
             train = _log_softmax(other)
         else:
             train = _log_softmax(other / self.temperature)
-            kept = np.where(np.isfinite(processed), train, -np.inf)
-            train = train - _logsumexp(kept) if self.top_p < 1 else train
+            train -= _logsumexp(np.where(np.isfinite(processed), train, -np.inf))
         said = law.argmax(1) if self.top_token else chosen
         g, t = rollout[np.arange(R), said], train[np.arange(R), chosen]
         return self._with_prompts(_stored(g), _stored(t), chosen)
+
+    def sampled(self, law: Floats) -> NDArray[np.int64]:
+        """[R]; an alternative of each token's law, drawn with its probability."""
+        chosen = (self.rng.random(len(law))[:, None] > np.cumsum(law, 1)).sum(1)
+        chosen = np.minimum(chosen, law.shape[1] - 1)
+        return np.where(law[np.arange(len(law)), chosen] > 0, chosen, law.argmax(1))
+
+    def noise(self) -> Floats:
+        """[R, K]; what a healthy trainer's logits have more than the rollout's."""
+        return self.rng.standard_normal(self.logits.shape) * self.scale[:, None]
+
+    def _truncated(self, logits: Floats) -> Floats:
+        """Log-probs of the law that top-p, top-k and min-p leave."""
+        logp = _log_softmax(logits)
+        if self.top_p >= 1 and self.top_k >= logits.shape[1] and self.min_p <= 0:
+            return logp
+        order = np.argsort(-logp, axis=1)
+        ranked = np.take_along_axis(np.exp(logp), order, 1)
+        outside = np.cumsum(ranked, 1) - ranked >= self.top_p
+        outside |= ranked < self.min_p * ranked[:, :1]
+        outside[:, self.top_k :] = True
+        mask = np.zeros_like(outside)
+        np.put_along_axis(mask, order, outside, 1)
+        kept = np.where(mask, -np.inf, logp)
+        return kept - _logsumexp(kept)
 
     def _with_prompts(self, g: Floats, t: Floats, chosen: NDArray[np.int64]) -> Sequences:
         total = self.lengths + PROMPT
@@ -151,20 +178,6 @@ def _log_softmax(logits: Floats) -> Floats:
     return logits - _logsumexp(logits)
 
 
-def _truncated(logits: Floats, top_p: float) -> Floats:
-    """Log-probs of the law that keeps the most probable alternatives up to a mass of top_p."""
-    logp = _log_softmax(logits)
-    if top_p >= 1:
-        return logp
-    order = np.argsort(-logp, axis=1)
-    ranked = np.exp(np.take_along_axis(logp, order, 1))
-    outside = np.cumsum(ranked, 1) - ranked >= top_p
-    mask = np.zeros_like(outside)
-    np.put_along_axis(mask, order, outside, 1)
-    kept = np.where(mask, -np.inf, logp)
-    return kept - _logsumexp(kept)
-
-
 @dataclass(frozen=True)
 class Fault:
     """A planted mistake; `strengths` from the smallest to the one of the table."""
@@ -191,7 +204,7 @@ def _empty_mask(dump: Dump, _x: float) -> None:
     _change(dump, lambda s, _: s.scored.fill(False))
 
 
-def _lagged(by: int) -> Callable[[Dump, float], None]:
+def lagged(by: int) -> Callable[[Dump, float], None]:
     """The trainer's log-probs of a share of the sequences, one at least, lie `by` tokens late."""
 
     def plant(dump: Dump, part: float) -> None:
@@ -222,7 +235,7 @@ def _mask(by: int) -> Callable[[Dump, float], None]:
     return plant
 
 
-def _filled(value: float, side: str) -> Callable[[Dump, float], None]:
+def filled(value: float, side: str) -> Callable[[Dump, float], None]:
     def plant(dump: Dump, part: float) -> None:
         def change(s: Sequences, rng: np.random.Generator) -> None:
             where = s.compared & (rng.random(s.tokens) < part)
@@ -235,7 +248,7 @@ def _filled(value: float, side: str) -> Callable[[Dump, float], None]:
     return plant
 
 
-def _rounded(side: str, bits: int) -> Callable[[Dump, float], None]:
+def rounded(side: str, bits: int) -> Callable[[Dump, float], None]:
     def plant(dump: Dump, _x: float) -> None:
         def change(s: Sequences, _: np.random.Generator) -> None:
             low = np.uint32((1 << bits) - 1)
@@ -256,7 +269,7 @@ def _scaled(dump: Dump, temperature: float) -> None:
     _change(dump, lambda s, _: np.divide(s.train, temperature, out=s.train))
 
 
-def _temperature(raw: str) -> Callable[[Dump, float], None]:
+def temperature_of(raw: str) -> Callable[[Dump, float], None]:
     def plant(dump: Dump, temperature: float) -> None:
         dump.temperature = temperature
         setattr(dump, raw, True)
@@ -264,9 +277,9 @@ def _temperature(raw: str) -> Callable[[Dump, float], None]:
     return plant
 
 
-def _top_p(raw: str) -> Callable[[Dump, float], None]:
-    def plant(dump: Dump, top_p: float) -> None:
-        dump.top_p = top_p
+def truncated(law: str, raw: str) -> Callable[[Dump, float], None]:
+    def plant(dump: Dump, bound: float) -> None:
+        setattr(dump, law, int(bound) if law == "top_k" else bound)
         setattr(dump, raw, True)
 
     return plant
@@ -334,28 +347,32 @@ FAULTS = {
     "copied": Fault("vacuous", _copied, (1,)),
     "trainer all 0": Fault("vacuous", _zeros, (1,)),
     "empty mask": Fault("vacuous", _empty_mask, (1,)),
-    "trainer one late": Fault("misaligned", _lagged(1), (0.0, 0.05, 1.0)),
-    "trainer two early": Fault("misaligned", _lagged(-2), (0.0, 0.05, 1.0)),
+    "trainer one late": Fault("misaligned", lagged(1), (0.0, 0.05, 1.0)),
+    "trainer two early": Fault("misaligned", lagged(-2), (0.0, 0.05, 1.0)),
     "mask one early": Fault("mask-shifted", _mask(-1), (0.1, 0.3, 1.0)),
     "mask one late": Fault("mask-shifted", _mask(1), (0.1, 0.3, 1.0), 3),
-    "zeros for missing": Fault("missing", _filled(0.0, "rollout"), (0.001, 0.003, 0.01)),
-    "-9999 for missing": Fault("missing", _filled(-9999.0, "rollout"), (0.001, 0.003, 0.01)),
+    "zeros for missing": Fault("missing", filled(0.0, "rollout"), (0.001, 0.003, 0.01)),
+    "-9999 for missing": Fault("missing", filled(-9999.0, "rollout"), (0.001, 0.003, 0.01)),
     "log(1/V) for missing": Fault(
-        "missing", _filled(float(np.float32(-11.931)), "train"), (0.001, 0.003, 0.01)
+        "missing", filled(float(np.float32(-11.931)), "train"), (0.001, 0.003, 0.01)
     ),
-    "null for missing": Fault("missing", _filled(float("nan"), "rollout"), (0.02, 0.05, 0.2)),
-    "trainer stored in bf16": Fault("low-precision", _rounded("train", 16), (1,)),
-    "rollout stored in fp16": Fault("low-precision", _rounded("rollout", 13), (1,)),
+    "null for missing": Fault("missing", filled(float("nan"), "rollout"), (0.02, 0.05, 0.2)),
+    "trainer stored in bf16": Fault("low-precision", rounded("train", 16), (1,)),
+    "rollout stored in fp16": Fault("low-precision", rounded("rollout", 13), (1,)),
     "top-1 instead of sampled": Fault("wrong-token", _top_token, (1,)),
     "log-probs divided by T": Fault("logprob-scaled", _scaled, (0.99, 0.98, 0.95, 0.9)),
     "T on the trainer only": Fault(
-        "temperature", _temperature("rollout_raw"), (0.98, 0.95, 0.9, 0.8)
+        "temperature", temperature_of("rollout_raw"), (0.98, 0.95, 0.9, 0.8)
     ),
     "T on the rollout only": Fault(
-        "temperature", _temperature("train_raw"), (0.98, 0.95, 0.9, 0.7)
+        "temperature", temperature_of("train_raw"), (0.98, 0.95, 0.9, 0.7)
     ),
-    "rollout renormalised": Fault("truncation", _top_p("train_raw"), (0.99, 0.97, 0.95, 0.9)),
-    "trainer renormalised": Fault("truncation", _top_p("rollout_raw"), (0.99, 0.97, 0.95, 0.9)),
+    "rollout renormalised": Fault(
+        "truncation", truncated("top_p", "train_raw"), (0.99, 0.97, 0.95, 0.9)
+    ),
+    "trainer renormalised": Fault(
+        "truncation", truncated("top_p", "rollout_raw"), (0.99, 0.97, 0.95, 0.9)
+    ),
     "turns re-tokenised": Fault("turn-boundary", _turns, (3, 6, 12, 30), 4),
     "state leaks in packs": Fault("packing", _packs, (1.5, 2, 4, 10)),
     "RoPE grows": Fault("rope", _rope, (3, 6, 20, 60)),

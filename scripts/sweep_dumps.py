@@ -1,15 +1,21 @@
-"""Explains simulated dumps, healthy ones and ones with planted faults, and writes what was named.
+"""Explains dumps, healthy ones and ones with planted faults, and prints what was named.
 
-python scripts/sweep_dumps.py --out reports/dumps.json    prints the tables of reports/dumps.md
+    python scripts/sweep_dumps.py --out reports/dumps.json [--recorded RUN]...
+
+It prints the tables of reports/dumps.md and writes the counts behind them. RUN is one of `rlk-align
+compare` with the logits kept (`recorded_dumps.py`).
 """
 
 import argparse
 import json
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from fault_variants import INSTEAD, LESS, VARIANTS, variant, with_less
+from recorded_dumps import RecordedDump, Recording, planted
 from simulate_dumps import FAULTS, NOISE, faulty, healthy
 
 from rlk_align.diagnose.contract import RunContract, load_run_contract
@@ -18,10 +24,13 @@ from rlk_align.dumps.sequences import Sequences
 
 SIZES = (2_000, 20_000, 200_000)
 SEEDS = 10
-HEALTHY = {2_000: 50, 20_000: 30, 200_000: 10, 1_000_000: 2}
+HEALTHY = {2_000: 100, 20_000: 40, 200_000: 10, 1_000_000: 2}
 """Size -> healthy runs in each dtype."""
 CURVE = 20_000
-"""The size at which smaller faults are planted."""
+"""The size at which smaller faults and unseen ones are planted."""
+FEW = 5
+"""Seeds of unseen faults, of dumps that say less, and of recorded noise."""
+Answers = Counter[str]
 
 
 def answer(run: Sequences, contract: RunContract) -> str:
@@ -30,60 +39,146 @@ def answer(run: Sequences, contract: RunContract) -> str:
     return explained.diagnoses[0].name if explained.diagnoses else explained.status
 
 
-def cell(answers: Counter[str], wanted: str) -> str:
+def cell(answers: Answers, wanted: str) -> str:
     """How often the fault got its own name, and which others it got."""
-    others = ", ".join(f"{name} {n}" for name, n in answers.items() if name != wanted)
+    others = ", ".join(f"{name} {n}" for name, n in answers.most_common() if name != wanted)
     return f"{answers[wanted]}{f' ({others})' if others else ''}"
 
 
-def table(faults: dict[str, dict[str, Any]]) -> str:
-    """The faults as a Markdown table."""
-    lines = [f"| fault | diagnosis | {' | '.join(f'{s:,}' for s in SIZES)} | smallest named |"]
-    lines.append("| --- | --- |" + " --- |" * (len(SIZES) + 1))
+def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in lines) + "\n"
+
+
+def healthy_table(found: dict[str, dict[str, Answers]]) -> str:
+    """Runs called `numerics`, of all, by dtype and size."""
+    rows = (
+        [dtype, *(f"{a['numerics']} of {a.total()}" for a in sizes.values())]
+        for dtype, sizes in found.items()
+    )
+    return markdown(["dtype", *(f"{s:,}" for s in HEALTHY)], rows)
+
+
+def fault_table(faults: dict[str, dict[str, Any]]) -> str:
+    """How often each fault is named at its greatest strength, and at which it is always named."""
+    rows = []
     for name, fault in faults.items():
-        wanted = fault["diagnosis"]
+        wanted, strengths = fault["diagnosis"], fault["strengths"]
+        named = [x for x, answers in strengths.items() if answers[wanted] == SEEDS]
+        curve = f"{named[0] if named else 'none'} of {', '.join(strengths)}"
         cells = [cell(answers, wanted) for answers in fault["sizes"].values()]
-        named = [x for x, answers in fault["strengths"].items() if answers[wanted] == SEEDS]
-        smallest = named[0] if named else "none"
-        tried = len(fault["strengths"])
-        curve = "–" if tried == 1 else f"{smallest} of {', '.join(fault['strengths'])}"
-        lines.append(f"| {name} | {wanted} | {' | '.join(cells)} | {curve} |")
-    return "\n".join(lines)
+        rows.append([name, wanted, *cells, curve if len(strengths) > 1 else "–"])
+    return markdown(["fault", "diagnosis", *(f"{s:,}" for s in SIZES), "smallest named"], rows)
+
+
+def missed_table(found: dict[str, dict[str, Any]]) -> str:
+    """The faults that did not always get their own name."""
+    rows = [
+        [name, fault["diagnosis"], cell(fault["answers"], fault["diagnosis"])]
+        for name, fault in found.items()
+        if fault["answers"][fault["diagnosis"]] < fault["answers"].total()
+    ]
+    said = f"All {len(found) - len(rows)} others of {len(found)} always got their own name.\n"
+    return markdown(["fault", "diagnosis", "named"], rows) + "\n" + said
+
+
+class Sweep:
+    """Asks for many answers by one contract."""
+
+    def __init__(self) -> None:
+        self.contract = load_run_contract()
+
+    def ask(self, make: Callable[[int], Sequences], seeds: Iterable[int]) -> Answers:
+        """The answers to a run of each seed."""
+        return Counter(answer(make(seed), self.contract) for seed in seeds)
+
+    def healthy(self) -> dict[str, dict[str, Answers]]:
+        """Dtype -> size -> answers."""
+
+        def of(dtype: str, size: int, count: int) -> Answers:
+            return self.ask(lambda s: healthy(1000 + s, size, dtype, 1 + s % 4), range(count))
+
+        return {
+            dtype: {str(size): of(dtype, size, count) for size, count in HEALTHY.items()}
+            for dtype in NOISE
+        }
+
+    def fault(self, name: str) -> dict[str, Any]:
+        """A fault's answers by size, at its greatest strength, and by strength."""
+
+        def of(size: int, strength: float) -> Answers:
+            return self.ask(lambda s: faulty(name, s, size, strength), range(SEEDS))
+
+        fault = FAULTS[name]
+        sizes = {str(size): of(size, fault.strengths[-1]) for size in SIZES}
+        strengths = {str(x): of(CURVE, x) for x in fault.strengths}
+        return {"diagnosis": fault.diagnosis, "sizes": sizes, "strengths": strengths}
+
+    def unseen(self, size: int) -> dict[str, dict[str, Any]]:
+        """Faults that the diagnoses were not tuned on."""
+        return {
+            name: {
+                "diagnosis": fault.diagnosis,
+                "answers": self.ask(lambda s, n=name: variant(n, s, size), range(FEW)),
+            }
+            for name, fault in VARIANTS.items()
+        }
+
+    def less(self) -> dict[str, dict[str, Any]]:
+        """Every fault in dumps that do not say everything."""
+        return {
+            f"{name}, {what}": {
+                "diagnosis": INSTEAD.get((what, name), fault.diagnosis),
+                "answers": self.ask(
+                    lambda s, w=what, n=name: with_less(w, n, s, CURVE), range(FEW)
+                ),
+            }
+            for what in LESS
+            for name, fault in FAULTS.items()
+        }
+
+    def recorded(self, folder: Path) -> dict[str, Any]:
+        """Healthy runs and all faults in the noise of real engines."""
+        recording = Recording(folder)
+
+        def sound(seed: int) -> Sequences:
+            return RecordedDump(recording, seed, seed > 0, 1 + seed % 4).sequences_of()
+
+        faults = {
+            name: {
+                "diagnosis": fault.diagnosis,
+                "answers": self.ask(lambda s, n=name: planted(recording, n, s), range(FEW)),
+            }
+            for name, fault in FAULTS.items()
+        }
+        return {"healthy": self.ask(sound, range(SEEDS)), "faults": faults}
 
 
 def main() -> None:
-    """Runs all, writes the answers and prints the table."""
+    """Runs all, prints the tables and writes the counts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
-    contract, started = load_run_contract(), time.monotonic()
-    record: dict[str, object] = {"contract": f"{contract.id} {contract.version}"}
-    record["healthy"] = {
-        f"{dtype} {size}": Counter(
-            answer(healthy(1000 + seed, size, dtype, 1 + seed % 4), contract)
-            for seed in range(count)
-        )
-        for size, count in HEALTHY.items()
-        for dtype in NOISE
-    }
-    print(record["healthy"], flush=True)
-    faults: dict[str, dict[str, Any]] = {}
-    for name, fault in FAULTS.items():
-        curve = {
-            str(strength): Counter(
-                answer(faulty(name, seed, CURVE, strength), contract) for seed in range(SEEDS)
-            )
-            for strength in fault.strengths
-        }
-        sizes = {
-            str(size): Counter(answer(faulty(name, seed, size), contract) for seed in range(SEEDS))
-            for size in SIZES
-        }
-        faults[name] = {"diagnosis": fault.diagnosis, "sizes": sizes, "strengths": curve}
-    print(table(faults))
-    record["faults"] = faults
+    parser.add_argument("--recorded", type=Path, action="append", default=[])
+    asked = parser.parse_args()
+    sweep, started = Sweep(), time.monotonic()
+    record: dict[str, Any] = {"contract": f"{sweep.contract.id} {sweep.contract.version}"}
+    record["healthy"] = sweep.healthy()
+    print("### Healthy runs\n\n" + healthy_table(record["healthy"]), flush=True)
+    record["faults"] = {name: sweep.fault(name) for name in FAULTS}
+    print("### Planted faults\n\n" + fault_table(record["faults"]), flush=True)
+    for size in SIZES[:2]:
+        record[f"unseen {size}"] = found = sweep.unseen(size)
+        print(f"### Unseen faults, {size:,} tokens\n\n" + missed_table(found), flush=True)
+    record["less"] = sweep.less()
+    print(f"### Dumps that say less, {CURVE:,} tokens\n\n" + missed_table(record["less"]))
+    for folder in asked.recorded:
+        record[folder.name] = found = sweep.recorded(folder)
+        sound: Answers = found["healthy"]
+        print(f"### {folder.name}: healthy {cell(sound, 'numerics')} of {sound.total()}\n")
+        print(missed_table(found["faults"]), flush=True)
     record["seconds"] = round(time.monotonic() - started)
-    out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    asked.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

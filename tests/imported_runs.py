@@ -8,8 +8,9 @@ import pyarrow as pa
 
 from rlk_align.dumps.manifest import Findings
 from rlk_align.dumps.run import ImportedRun
-from rlk_align.dumps.sequences import UNKNOWN, Sequences
+from rlk_align.dumps.sequences import UNKNOWN, Sequences, join
 from rlk_align.dumps.table import SCHEMA
+from rlk_align.readers.importing import import_dump
 
 
 def imported_run(run: Sequences, folder: Path) -> ImportedRun:
@@ -19,6 +20,12 @@ def imported_run(run: Sequences, folder: Path) -> ImportedRun:
     made = ImportedRun(folder)
     made.write([batch], Findings(), command=["rlk-align", "import"], format="jsonl")
     return made
+
+
+def sequences_in(folder: Path, run: Path) -> Sequences:
+    """Imports what lies in a folder of steps into `run`, and returns it."""
+    import_dump("auto", [folder], run, ["rlk-align", "import"])
+    return join(list(ImportedRun.open(str(run)).sequences()))
 
 
 def _row(run: Sequences, k: int) -> dict[str, Any]:

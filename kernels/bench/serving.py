@@ -1,10 +1,12 @@
 """What the kernels cost vLLM: tokens a second of one engine, by batch.
 
     python kernels/bench/serving.py --model M --engine own|rlk|invariant --out X.jsonl [--lock F]
+                                    [--tp N] [--load-format auto]
 
 As default users run it: compiled, CUDA graphs, the engine in a process of its own, the kernels as
 the installed plugin. `invariant` is vLLM's VLLM_BATCH_INVARIANT=1. Weights are random (only
-config.json is needed). Rivals run at the same time, each in its process, and measure in turns from
+config.json is needed), and others for another --tp; those of --load-format auto are the
+checkpoint's. Rivals run at the same time, each in its process, and measure in turns from
 when --rivals of them have told --out that they started: whoever holds --lock has the GPU alone.
 
 Prefill: prompts that nobody has seen, one token each. Decode: the time of 1 + NEW tokens less that
@@ -167,6 +169,8 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="folder: also profile --profiled")
     parser.add_argument("--profiled", default="prefill:1x2048,prefill:16x1024,decode:16x1024")
     parser.add_argument("--graphs-to", type=int, help="vLLM's max_cudagraph_capture_size")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--load-format", choices=("dummy", "auto"), default="dummy")
     args = parser.parse_args()
     name = args.name or args.engine
     options: dict[str, Any] = {}
@@ -187,7 +191,8 @@ def main() -> None:
 
     started = time.perf_counter()
     llm = LLM(
-        model=str(args.model), load_format="dummy", skip_tokenizer_init=True,
+        model=str(args.model), load_format=args.load_format, skip_tokenizer_init=True,
+        tensor_parallel_size=args.tp,
         disable_log_stats=True, max_model_len=40960, gpu_memory_utilization=0.01,
         kv_cache_memory_bytes=int(args.cache_gb * 1e9), **options,
     )  # fmt: skip

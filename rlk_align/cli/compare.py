@@ -41,8 +41,32 @@ def compare(
         bool, typer.Option("--probe", help="Also run each engine on the other's inputs.")
     ] = False,
     attribute: options.Attribute = False,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DUMP",
+            help="Score the ids of an imported run, or of a framework's dump, again.",
+            show_default="sample",
+        ),
+    ] = None,
+    sequences: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=1, help="Of --tokens: half of N the worst, half drawn by --seed."
+        ),
+    ] = 64,
 ) -> None:
-    """Load one model into both engines, score the same tokens, compare every operator."""
+    """Load one model into both engines, score the same tokens, compare every operator.
+
+    With --tokens, what a training run wrote is scored again, by --rollout, --train
+    or both, and its mismatch is split: decode, the engines' kernels, the trainer.
+    """
+    if tokens is not None:
+        given = locals() | {"runs": runs or []}
+        from rlk_align.api.rescoring import Rescoring
+        from rlk_align.cli.rescore import rescore
+
+        rescore(from_arguments(Rescoring, given), given, output)
     pair = from_arguments(Pair, locals())
     outputs, command = parse_outputs(output), options.command_line()
     prepared = prepare(pair, runs or [], options.warn, command)

@@ -8,18 +8,13 @@ import typer
 from rlk_align.cli import options
 from rlk_align.cli.finish import print_report
 from rlk_align.cli.outputs import check_outputs, parse_outputs, takes_stdout, write_text
-from rlk_align.diagnose.contract import load_run_contract
-from rlk_align.diagnose.explain import explain as explain_run
-from rlk_align.dumps.run import ImportedRun
-from rlk_align.report.explained_terminal import show_explanation
+from rlk_align.diagnose.contract import RUN_CONTRACT, load_run_contract
 from rlk_align.report.formats import EXPLAINED_FORMATS, renderer
 
 
 def explain(
     run: Annotated[str, typer.Argument(help="An imported run's folder, or @last.")],
-    contract: Annotated[
-        str, typer.Option(metavar="C", help="The built-in contract for runs, or a TOML file.")
-    ] = "run",
+    contract: options.RunContractName = RUN_CONTRACT,
     output: options.ExplainedOutput = None,
 ) -> None:
     """Say what kind of mismatch a run has, from its log-probs alone.
@@ -29,6 +24,10 @@ def explain(
     gate: 0 for ordinary numerics, 1 for a mismatch, 4 where nothing can be
     concluded.
     """
+    from rlk_align.diagnose.explain import explain as explain_run
+    from rlk_align.dumps.run import ImportedRun
+    from rlk_align.report.explained_terminal import show_explanation
+
     outputs = parse_outputs(output, tuple(EXPLAINED_FORMATS))
     limits = load_run_contract(contract)
     imported = ImportedRun.open(run)

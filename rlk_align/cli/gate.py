@@ -7,15 +7,18 @@ import typer
 
 from rlk_align.api.judging import judge_again, judge_later, open_runs
 from rlk_align.cli import options
+from rlk_align.cli.explain import explain
 from rlk_align.cli.finish import finish, finish_regression
 from rlk_align.cli.outputs import check_outputs, parse_outputs
+from rlk_align.diagnose.contract import RUN_CONTRACT
 from rlk_align.probe.record import Probe
 from rlk_align.progress import show_progress, silent
 from rlk_align.report.formats import FORMATS, REGRESSION_FORMATS
+from rlk_align.trace.run import is_imported
 
 
 def gate(
-    run: Annotated[str, typer.Argument(help="A compared run's folder, or @last.")],
+    run: Annotated[str, typer.Argument(help="A compared or an imported run's folder, or @last.")],
     later: Annotated[
         str | None,
         typer.Argument(
@@ -33,10 +36,14 @@ def gate(
     Every file of the run is compared with its checksum first. Of a capture all
     but its checksums.json may be left behind; --recompute needs it whole, and
     derives the comparison again from it.
+    An imported run is judged as `explain` does, by the contract for runs.
     With two runs the contract's regression limits say how much worse the second
     may be than the first.
     """
     outputs = parse_outputs(output, FORMATS if later is None else REGRESSION_FORMATS)
+    if later is None and not recompute and is_imported(run):
+        explain(run, contract or RUN_CONTRACT, output)
+        return
     first, second = open_runs(run, later, recompute)
     check_outputs(outputs, first)
     if second is not None:

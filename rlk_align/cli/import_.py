@@ -1,16 +1,17 @@
 """`rlk-align import`: log-probs that a framework wrote become a run; needs no engine."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from rlk_align.cli import options
-from rlk_align.dumps.manifest import Manifest
 from rlk_align.progress import show_progress
-from rlk_align.readers.importing import import_dump
 from rlk_align.text import line
+
+if TYPE_CHECKING:
+    from rlk_align.dumps.manifest import Manifest
 
 
 def import_(
@@ -24,12 +25,14 @@ def import_(
     out: Annotated[Path, typer.Option("-o", "--out", metavar="RUN", help="The run's folder.")],
 ) -> None:
     """Make a run of the log-probs that a framework wrote while it trained."""
+    from rlk_align.readers.importing import import_dump
+
     with show_progress("import") as progress:
         manifest = import_dump(format, paths, out, options.command_line(), progress)
     _show(manifest, out)
 
 
-def _show(manifest: Manifest, out: Path) -> None:
+def _show(manifest: "Manifest", out: Path) -> None:
     console = Console(highlight=False, soft_wrap=True)
     count = f"{manifest.sequences:,} sequences, {manifest.tokens:,} tokens"
     console.print(line(f"{manifest.format}: {count}, imported into {out}"))

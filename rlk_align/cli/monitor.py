@@ -4,21 +4,24 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from rlk_align.cli import options
 from rlk_align.cli.monitor_outputs import FORMATS, StepOutputs
 from rlk_align.cli.outputs import parse_outputs, takes_stdout
+from rlk_align.diagnose.contract import RUN_CONTRACT, load_run_contract
 from rlk_align.errors import BadOption
 from rlk_align.monitor.record import StepRecord
-from rlk_align.monitor.run import RunMonitor
-from rlk_align.monitor.source import open_source
 from rlk_align.report.steps_terminal import finding_lines, steps_table
 from rlk_align.text import line
+
+if TYPE_CHECKING:
+    from rlk_align.monitor.run import RunMonitor
 
 SHOWN = 20
 """Steps of the live table."""
@@ -39,6 +42,7 @@ def monitor(
     once: Annotated[
         bool, typer.Option("--once", help="Read what is there, judge it and end: for CI.")
     ] = False,
+    contract: options.RunContractName = RUN_CONTRACT,
     output: Annotated[
         list[str] | None,
         typer.Option(
@@ -53,10 +57,14 @@ def monitor(
     Steps are read while the run writes them. With --once the exit code is 0 where every step keeps
     the limits, 1 where one does not, and 4 where nothing was compared.
     """
+    from rlk_align.monitor.run import RunMonitor
+    from rlk_align.monitor.source import open_source
+
     outputs = parse_outputs(output, FORMATS)
     if len({path.absolute() for path in paths}) < len(paths):
         raise BadOption("a run is named twice", "name each once")
-    sources = [(open_source(path), RunMonitor()) for path in paths]
+    limits = load_run_contract(contract)
+    sources = [(open_source(path), RunMonitor(limits)) for path in paths]
     shown: deque[tuple[str, StepRecord]] = deque(maxlen=SHOWN)
     console = _console(takes_stdout(outputs))
     several = len(sources) > 1
@@ -108,7 +116,7 @@ _WORDS = {
 }
 
 
-def _summary(run: str, monitor: RunMonitor) -> Text:
+def _summary(run: str, monitor: "RunMonitor") -> Text:
     status, style = _WORDS[monitor.exit_code]
     counts = f"{monitor.steps:,} steps, {monitor.failed:,} failed"
     if monitor.inconclusive:

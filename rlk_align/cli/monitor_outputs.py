@@ -82,7 +82,8 @@ class _TensorBoard:
     def __init__(self, folder: Path) -> None:
         from tensorboard.summary import Writer
 
-        self._folder, self._writers, self._make = folder, {}, Writer  # type: ignore[var-annotated]
+        self._folder, self._make = folder, Writer
+        self._writers: dict[str, Any] = {}
 
     def add(self, run: str, record: StepRecord) -> None:
         name = run.strip("/").replace("/", "_") or "run"

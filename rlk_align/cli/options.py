@@ -46,6 +46,9 @@ ContractName = Annotated[
         metavar="C", help="Built-in id or TOML file.", show_default="by the lower-precision dtype"
     ),
 ]
+RunContractName = Annotated[
+    str, typer.Option(metavar="C", help="The built-in contract for runs, or a TOML file.")
+]
 JsonOutput = Annotated[
     list[str] | None, typer.Option(metavar="FMT=PATH", help="Also write the findings: json=PATH.")
 ]

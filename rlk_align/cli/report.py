@@ -1,5 +1,6 @@
 """`rlk-align report`: what a run found, for people; needs neither an engine nor torch."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,8 @@ from rlk_align.cli.outputs import check_outputs, make_output, write_run, write_t
 from rlk_align.errors import BadOption
 from rlk_align.report.source import ReportSource, load_source
 from rlk_align.text import line
+from rlk_align.trace.run import IMPORTED
+from rlk_align.trace.run_folder import RunFolder, find_run, schema_of
 
 report = typer.Typer(no_args_is_help=True, help="Write what a run found, for people.")
 """A command for each format."""
@@ -27,14 +30,34 @@ def html(
 ) -> None:
     """One page that can be mailed: it needs no network and no JavaScript.
 
-    Several runs are compared on one page.
+    Several runs are compared on one page. Imported runs are shown over their steps.
     """
+    if any(schema_of(find_run(run)) == IMPORTED for run in runs):
+        return _steps_html(runs, out)
     from rlk_align.report.html.page import run_page
     from rlk_align.report.html.several import several_page
 
     sources = [load_source(run, contract) for run in runs]
     page = several_page(sources) if len(sources) > 1 else run_page(sources[0])
-    write_report(sources, {out: page})
+    write_report([source.run for source in sources], {out: page})
+
+
+def _steps_html(runs: list[str], out: Path) -> None:
+    """Writes the page of imported runs. Raises BadOption where one is a run of engines."""
+    from rlk_align.dumps.run import ImportedRun
+    from rlk_align.monitor.history import History
+    from rlk_align.monitor.run import RunMonitor
+    from rlk_align.report.html.steps import steps_page
+
+    histories: dict[str, History] = {}
+    imported = [ImportedRun.open(run) for run in runs]
+    for run in imported:
+        history = histories.setdefault(str(run.folder), History())
+        monitor = RunMonitor(on_step=history.add)
+        for step, parts in run.steps():
+            monitor.sequences(step, parts)
+    page = steps_page({name: history.records for name, history in histories.items()})
+    write_report(imported, {out: page})
 
 
 Out = Annotated[
@@ -109,7 +132,7 @@ def model_explorer(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadOption(f"{out}: no folder can be made there: {error.strerror}") from error
-    write_report([source], {out / name: text for name, text in texts.items()})
+    write_report([source.run], {out / name: text for name, text in texts.items()})
 
 
 def _inputs(source: ReportSource) -> dict[str, tuple[str, ...]]:
@@ -126,12 +149,12 @@ def _inputs(source: ReportSource) -> dict[str, tuple[str, ...]]:
     return inputs
 
 
-def write_report(sources: list[ReportSource], texts: dict[Path, str]) -> None:
+def write_report(runs: Sequence[RunFolder], texts: dict[Path, str]) -> None:
     """Writes each file whole or not at all, and names it. Raises BadOption for a path of the runs
     themselves, TraceNotWritten where nothing can be written."""
     for path in texts:
-        for source in sources:
-            source.run.check_output(path)
+        for run in runs:
+            run.check_output(path)
         if path.is_dir() or not path.absolute().parent.is_dir():
             raise BadOption(f"{path}: no file can be written there", "name another with -o")
     for path, text in texts.items():

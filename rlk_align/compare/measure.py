@@ -70,7 +70,7 @@ def measure(
         dtype=lower_precision(rollout.record.dtype, train.record.dtype),
         tokens=rollout.tokens.sampled_tokens,
         longest_response=max((len(s.response_ids) for s in rollout.tokens.samples), default=0),
-        engines={s: _engine(t) for s, t in sides.items()},
+        engines={s: engine_record(t) for s, t in sides.items()},
         mismatches=mismatches,
         allowed=list(allowed),
         controls=controls,
@@ -125,7 +125,8 @@ def _production(rollout: Trace, index: RowIndex) -> EdgeMetrics | None:
     return edge_metrics(first, second)
 
 
-def _engine(trace: Trace) -> EngineRecord:
+def engine_record(trace: Trace) -> EngineRecord:
+    """What the engine of a trace is."""
     r = trace.record
     return EngineRecord(
         name=r.engine,

@@ -1,8 +1,10 @@
-"""What to do next, for each diagnosis."""
+"""What to do next, for each diagnosis, and what could not be tested."""
 
 from rlk_align.diagnose.interval import Estimate
-from rlk_align.diagnose.record import Confidence, Diagnosis, Name, Token
+from rlk_align.diagnose.record import Confidence, Diagnosis, Name, Token, Untested
 
+_REACH = 2.0
+"""An interval that reaches beyond so many limits rules nothing out."""
 RESCORE = "rlk-align compare --tokens RUN --train SPEC"
 _WEIGHTS = "rlk-align weights TRAINED SYNCED"
 NEXT: dict[Name, str] = {
@@ -63,3 +65,21 @@ def diagnosis(
         samples=samples,
         next=NEXT[name],
     )
+
+
+def untested(
+    name: Name, statistic: str, estimate: Estimate, limit: float, shaped: bool = True
+) -> Untested | None:
+    """Returns the record of a diagnosis that does not hold, where that says little: the interval
+    reaches beyond twice the limit. It is suspected where half of the interval's lower arm is above
+    the limit, and the error is `shaped` like it."""
+    if estimate.high <= _REACH * limit:
+        return None
+    if not estimate.low <= estimate.high:
+        return Untested(name=name, why="too few sequences have a measurable error to compare")
+    why = (
+        f"{statistic} is {estimate.value:.2g} and may be {estimate.low:.2g} to "
+        f"{estimate.high:.2g}, where more than {limit:g} would be a fault"
+    )
+    suspected = shaped and (estimate.value + estimate.low) / 2 > limit
+    return Untested(name=name, why=why, suspected=suspected)

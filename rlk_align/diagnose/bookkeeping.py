@@ -92,7 +92,10 @@ def mask_shifted(e: Evidence) -> Diagnosis | None:
     run = e.run
     if run.mask_rewritten.any():
         return None
-    blank = run.rollout_missing | (e.filled & ~(np.abs(run.train) > 1e3)) & run.scored
+    # A NaN or an infinite value was computed: it is broken, and no sign of a wrong mask.
+    blank = run.rollout_missing | (
+        e.filled & np.isfinite(run.rollout) & (np.abs(run.train) <= 1e3) & run.scored
+    )
     sampled = ~run.rollout_missing & (run.rollout != 0) & (run.rollout > -1e3)
     first = np.flatnonzero(e.first_of_segment)
     last = _last_of_segments(e, first)
@@ -154,10 +157,8 @@ def missing(e: Evidence) -> Diagnosis | None:
         )
         statistic = "share of compared tokens with a value in the place of a log-prob"
     else:
-        estimate, limit = (
-            share(e.counts.missing, e.counts.scored),
-            e.contract.limit("missing", "null"),
-        )
+        # It is counted over the whole run: no sample, and so no interval.
+        estimate, limit = Estimate(null, null, null), e.contract.limit("missing", "null")
         why = f"{null:.1%} of the scored tokens have no log-prob on one side or on both"
         statistic = "share of scored tokens without a log-prob"
         found = np.flatnonzero(e.run.scored & ~e.run.compared)

@@ -1,4 +1,5 @@
-"""The contract of a run: the limit of each diagnosis, with its reason and its source."""
+"""The contract of a run: the limit of each diagnosis, and of each step while the run is watched,
+with their reasons and sources."""
 
 import hashlib
 import tomllib
@@ -60,6 +61,40 @@ class RunLimit(BaseModel):
     """`published: …`, `measured: …` or `derived: …`."""
 
 
+class StepLimit(BaseModel):
+    """A bound on a metric of one step; a value beyond it, or a NaN, breaks it."""
+
+    model_config = _STRICT
+
+    name: Words
+    metric: Literal["ratio_error", "c", "k3", "mean_abs", "outliers", "missing_share"]
+    """`missing_share` is that of the scored tokens. Where k3 is not known, `k3` is k2, or else k1:
+    all three estimate one KL divergence."""
+    warn: Bound
+    fail: Bound
+    why: Words
+    """What a value beyond the limit means."""
+    source: Words
+
+
+class TrendLimits(BaseModel):
+    """When k2 is said to rise, in multiples of its own earlier values."""
+
+    model_config = _STRICT
+
+    warn: Annotated[float, Field(gt=1, allow_inf_nan=False)]
+    """A rise is one to at least so many times the level before it."""
+    fail: Annotated[float, Field(gt=1, allow_inf_nan=False)]
+    """From so many times the level on, it fails."""
+    spread: Bound
+    """And beyond so many standard deviations of the steps before it."""
+    smallest: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    """And to at least this k2, scaled by (1 − p)²."""
+    slow_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)]
+    """A slow rise is one to at least so many times the level of the run's first steps."""
+    source: Words
+
+
 class RunContract(BaseModel):
     """What the two sides of a run owe each other."""
 
@@ -72,6 +107,8 @@ class RunContract(BaseModel):
     min_tokens: Annotated[int, Field(ge=1)]
     """Compared tokens below which nothing can be concluded."""
     limits: list[RunLimit]
+    steps: list[StepLimit]
+    trend: TrendLimits
 
     @cached_property
     def sha256(self) -> str:
@@ -89,7 +126,8 @@ class RunContract(BaseModel):
     def model_post_init(self, _context: object) -> None:
         """Raises ValueError where a limit is missing, superfluous or there twice."""
         wanted = {(*key, None) for key in NEEDED} | {("quantisation", None, d) for d in DTYPES}
-        if len(self._limits) != len(self.limits):
+        names = {x.name for x in self.steps}
+        if len(self._limits) != len(self.limits) or len(names) != len(self.steps):
             raise ValueError("a limit is there twice")
         for name, statistic, dtype in wanted ^ self._limits.keys():
             what = " ".join(x for x in (name, statistic, dtype) if x)
@@ -97,9 +135,13 @@ class RunContract(BaseModel):
             raise ValueError(f"the limit of {what} is {'missing' if known else 'not known'}")
 
 
-def load_run_contract(name: str = "run") -> RunContract:
+RUN_CONTRACT = "run"
+"""The name of the contract for runs that is built in."""
+
+
+def load_run_contract(name: str = RUN_CONTRACT) -> RunContract:
     """The contract for runs that is built in, or a TOML file by path. Raises ContractError."""
-    path = data_path("contracts") / "run.toml" if name == "run" else Path(name)
+    path = data_path("contracts") / "run.toml" if name == RUN_CONTRACT else Path(name)
     if path.suffix != ".toml" or not path.is_file():
         raise ContractError(f"no contract for runs {name!r}", "built in: run; or a path to a .toml")
     try:

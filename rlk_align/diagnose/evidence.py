@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlk_align.diagnose.contract import DTYPES, Dtype, RunContract
-from rlk_align.diagnose.interval import UNKNOWN, Estimate, Floats, mean_factor, quotient, ratio
+from rlk_align.diagnose.interval import Estimate, Floats, mean_factor, quotient, ratio
 from rlk_align.diagnose.record import Token
 from rlk_align.diagnose.sample import SENTINEL, Counts
 from rlk_align.dumps.sequences import Sequences
@@ -26,8 +26,14 @@ _ZERO_WHILE = -0.05
 """The other side's log-prob below which a 0.0 is no honest one."""
 _SURE = -1.5
 """Below it not even a truncated law gives the token the probability 1."""
+_UNSURE = -0.5
+"""Below it a law that keeps only the most probable token is cut at less than 0.61 of its mass."""
+_RARE = 0.005
+"""A truncated law that is cut so low gives more than this share of its tokens the log-prob 0."""
 _OUTLIER = 6.0
 """A sequence so many times worse than the median one of its step is an outlier."""
+_MOST = 0.4
+"""Of a broken sequence's tokens, more than this share is 3 times worse than the median token."""
 _ENOUGH = 5.0
 """Σ q below which a sequence is too sure of itself to have an error of its own."""
 
@@ -56,13 +62,21 @@ class Evidence:
                 zeros = (side == 0) & (other < _ZERO_WHILE)
                 nearly = (side < 0) & (side > -0.01) & (other < _SURE) & both
                 far = (side < -3) & (np.abs(side - other) > 1) & both & ~wild
-            sure = zeros & (other < _SURE) & both
+            zeros &= both
+            sure = zeros & (other < _SURE)
+            # A truncated law that keeps one token gives it the log-prob 0: often, or never where
+            # the other side is this unsure.
+            unsure = (other[zeros] < _UNSURE).sum()
+            rare = zeros.sum() < _RARE * both.sum() and unsure > 1
             found |= wild
-            if sure.sum() > nearly.sum():
+            if rare or sure.sum() > nearly.sum():
                 found |= zeros
             if far.any():
-                values, times = np.unique(side[far], return_counts=True)
-                if times.max() >= max(3, 0.1 * far.sum()):
+                # Samples of one prompt repeat a token with both of its log-probs; what stands in
+                # the place of a log-prob meets a different one each time.
+                pairs = np.unique(np.stack([side[far], other[far]]), axis=1)
+                values, times = np.unique(pairs[0], return_counts=True)
+                if times.max() >= max(3, 0.1 * pairs.shape[1]):
                     found |= side == values[times.argmax()]
         return found & both
 
@@ -135,9 +149,11 @@ class Evidence:
 
     @cached_property
     def dtype(self) -> Dtype:
-        """The lowest precision that a side names; bfloat16 where none does."""
+        """The lower precision of the two sides; a sequence's side that names none that is known
+        counts as bfloat16."""
         names = {*self.run.rollout_dtypes, *self.run.train_dtypes}
-        return next((d for d in DTYPES if d in names), "bfloat16")
+        known = [d for d in DTYPES if d in names]
+        return known[0] if known and names <= set(DTYPES) else "bfloat16"
 
     def sums(self, values: Floats, where: Mask | None = None) -> Floats:
         """[S]; the sums over the tokens of each sequence."""
@@ -170,9 +186,9 @@ class Evidence:
         return self._contrast(a, b, lambda _x, _y: quotient(self.noise(a), self.noise(b)))
 
     def _contrast(self, a: Mask, b: Mask, how: Callable[[Floats, Floats], Estimate]) -> Estimate:
-        """Nothing can be said where c of a is negligible."""
-        if not self.c(a).value > self.contract.limit("numerics", "negligible"):
-            return UNKNOWN
+        """Where c of a is negligible, it is no worse than that of b."""
+        if self.c(a).value <= self.contract.limit("numerics", "negligible"):
+            return Estimate(1.0, 0.0, 1.0)
         return how(self._logs(a), self._logs(b))
 
     def _logs(self, where: Mask) -> Floats:
@@ -185,6 +201,10 @@ class Evidence:
     def outliers(self) -> Mask:
         """[S]; sequences that are far worse than the median one of their step."""
         size, q = self.noise()
+        largest = np.zeros(len(size))
+        np.maximum.at(largest, self.sequence, self.size)
+        # One token alone makes no broken sequence.
+        size -= largest
         enough = q >= _ENOUGH
         c = np.where(enough, size / np.maximum(q, _ENOUGH), np.nan)
         found = np.zeros(len(c), dtype=bool)
@@ -195,7 +215,16 @@ class Evidence:
                 # A step whose sequences are mostly broken is no measure.
                 usual = min(float(np.median(c[of_step])), 2.5 * good)
                 found |= of_step & (c > _OUTLIER * usual)
-        return found & (c > self.contract.limit("numerics", "negligible"))
+        found &= c > self.contract.limit("numerics", "negligible")
+        return found & self._throughout(~found)
+
+    def _throughout(self, good: Mask) -> Mask:
+        """[S]; whether more than a few tokens of a sequence are worse than those of good ones."""
+        known = np.isfinite(self.scaled)
+        of_good = self.scaled[known & good[self.sequence]]
+        usual = float(np.median(of_good)) if len(of_good) else 0.0
+        wide = known & (np.where(known, self.scaled, 0.0) > 3 * usual)
+        return self.sums(wide.astype(float)) > _MOST * self.sums(known.astype(float))
 
     @cached_property
     def usual(self) -> Mask:

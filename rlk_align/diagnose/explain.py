@@ -1,34 +1,37 @@
 """The diagnoses in their order, and the verdict on a run."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rlk_align.diagnose import bookkeeping, law, level, place
-from rlk_align.diagnose.contract import RunContract
+from rlk_align.diagnose import bookkeeping, law, level, place, prompts
+from rlk_align.diagnose.contract import Dtype, RunContract
 from rlk_align.diagnose.evidence import Evidence
 from rlk_align.diagnose.interval import DEVIATIONS, UNKNOWN, Estimate
-from rlk_align.diagnose.record import Diagnosis, Name
+from rlk_align.diagnose.record import Diagnosis, Name, Untested
 from rlk_align.diagnose.sample import EMPTY, Counts, RatioSums, gather
 from rlk_align.dumps.sequences import Sequences
 from rlk_align.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS
 
 Status = Literal["pass", "fail", "inconclusive"]
-Check = Callable[[Evidence], Diagnosis | None]
+Check = Callable[[Evidence], Diagnosis | Untested | None]
 Breach = tuple[str, str, float, float]
 """(Limit, metric, value, the limit's bound)."""
 FAMILIES: tuple[tuple[Check, ...], ...] = (
     (bookkeeping.misaligned, bookkeeping.mask_shifted),
     (bookkeeping.missing, bookkeeping.low_precision),
     (law.wrong_token, law.logprob_scaled, law.temperature, law.truncation),
-    (place.turn_boundary, place.packing, place.rope, place.stale_cache),
-    (level.stale_weights, place.decode_state),
-    (level.routing, level.dropout),
+    (place.turn_boundary, place.packing, place.rope, prompts.stale_cache),
+    (level.stale_weights, prompts.decode_state),
+    (level.dropout,),
+    (level.routing,),
     (level.quantisation,),
 )
-"""In this order; the first that holds is the verdict. What a family finds disturbs the statistics
-of later families, which are not asked then."""
+"""In this order; the first that holds is the verdict. What a family finds or suspects disturbs
+the statistics of later families, which are not asked then."""
+BOOKKEEPING = 2
+"""The number of families whose questions few tokens answer."""
 GOES_ON: frozenset[Name] = frozenset({"missing", "low-precision"})
 """Diagnoses after which later families can be asked all the same: what they found is set aside or
 too small to matter."""
@@ -49,9 +52,11 @@ class Explanation:
     c: Estimate
     sampled: int | None
     """The number of sequences that the diagnoses were made from; None for all."""
-    dtype: str
+    dtype: Dtype
     doubts: list[str]
     """Why nothing can be concluded."""
+    untested: list[Untested]
+    """What was asked, and can be neither found nor ruled out."""
     breaches: list[Breach]
 
     @property
@@ -66,10 +71,14 @@ def explain(batches: Iterable[Sequences], contract: RunContract, seed: int = 0) 
     sample = gather(batches, seed)
     counts, mean_ratio = sample.counts, mean_of(sample.ratio)
     evidence = Evidence(sample.kept or EMPTY, counts, contract)
-    found = _diagnoses(evidence, mean_ratio)
+    few = counts.compared < contract.min_tokens
+    found, untested = _answers(evidence, FAMILIES[:BOOKKEEPING] if few else FAMILIES)
     doubts = []
-    if 0 < counts.compared < contract.min_tokens:
+    if counts.compared and few:
         doubts.append(f"{counts.compared:,} tokens are compared, {contract.min_tokens:,} needed")
+    if not found:
+        doubts += [f"{x.name} is probable: {x.why}" for x in untested if x.suspected]
+        found = [] if doubts else [level.numerics(evidence, mean_ratio)]
     if found and found[0].name == "vacuous":
         doubts.append(found[0].why)
     c = evidence.c()
@@ -98,20 +107,29 @@ def explain(batches: Iterable[Sequences], contract: RunContract, seed: int = 0) 
         sampled=None if sample.whole or sample.kept is None else len(sample.kept),
         dtype=evidence.dtype,
         doubts=doubts,
+        untested=untested,
         breaches=breaches,
     )
 
 
-def _diagnoses(e: Evidence, mean_ratio: Estimate) -> list[Diagnosis]:
+def _answers(
+    e: Evidence, families: Sequence[tuple[Check, ...]]
+) -> tuple[list[Diagnosis], list[Untested]]:
     nothing = bookkeeping.vacuous(e)
     if nothing is not None:
-        return [nothing]
+        return [nothing], []
     found: list[Diagnosis] = []
-    for family in FAMILIES:
-        found += [d for check in family if (d := check(e)) is not None]
-        if any(d.name not in GOES_ON for d in found):
+    untested: list[Untested] = []
+    for family in families:
+        for check in family:
+            answer = check(e)
+            if isinstance(answer, Diagnosis):
+                found.append(answer)
+            elif answer is not None:
+                untested.append(answer)
+        if any(d.name not in GOES_ON for d in found) or any(x.suspected for x in untested):
             break
-    return found or [level.numerics(e, mean_ratio)]
+    return found, untested
 
 
 def mean_of(sums: RatioSums) -> Estimate:

@@ -22,7 +22,8 @@ def wrong_token(e: Evidence) -> Diagnosis | None:
     probable ones: they speak of two tokens, often the sampled and the most probable one."""
     limit = e.contract.limit("wrong-token")
     for side, low, sign in (("rollout", e.t, -1.0), ("trainer", e.g, 1.0)):
-        rare = low < _RARE
+        # Of broken sequences the improbable tokens are those that noise made so.
+        rare = (low < _RARE) & e.usual
         wrong = rare & (e.d * sign > 1)
         estimate = ratio(e.sums(wrong.astype(float)), e.sums(rare.astype(float)))
         other = int((e.d * sign < -1).sum())
@@ -99,7 +100,7 @@ def truncation(e: Evidence) -> Diagnosis | None:
     one_sided = lean(e, _band(e, 0.0, 0.3)).value * lean(e, _band(e, 0.9, 0.9995)).value > 0
     if not purity.above(limit) or not one_sided or fits_line(e):
         return None
-    if float(np.mean(e.size > 0.9)) > 0.02:
+    if float(np.mean(e.size > 2.5)) > 0.02:
         return None
     side = "rollout" if negative.value > 0.5 else "trainer"
     kept = float(np.exp(-np.abs(np.median(e.d[where]))))

@@ -3,17 +3,18 @@ and altogether."""
 
 import numpy as np
 
-from rlk_align.diagnose.advice import diagnosis
+from rlk_align.diagnose.advice import diagnosis, untested
 from rlk_align.diagnose.evidence import Evidence
 from rlk_align.diagnose.interval import Estimate, ratio
-from rlk_align.diagnose.record import Diagnosis
+from rlk_align.diagnose.record import Diagnosis, Untested
 from rlk_align.dumps.sequences import UNKNOWN
 
 _STEPS = 5
 """Steps that a trend needs."""
+_NEEDS = f"needs {_STEPS}"
 
 
-def stale_weights(e: Evidence) -> Diagnosis | None:
+def stale_weights(e: Evidence) -> Diagnosis | Untested | None:
     """Holds where the error grows with the steps, or with the age of the weights."""
     return _by_age(e) or _by_step(e)
 
@@ -36,10 +37,11 @@ def _by_age(e: Evidence) -> Diagnosis | None:
     return diagnosis("stale-weights", statistic, estimate, limit, why, samples)
 
 
-def _by_step(e: Evidence) -> Diagnosis | None:
+def _by_step(e: Evidence) -> Diagnosis | Untested | None:
     steps = np.unique(e.run.steps[e.run.steps != UNKNOWN])
-    if len(steps) < _STEPS:
-        return None
+    if len(steps) < 2:
+        why = f"the run has {len(steps) or 'no'} step{'s' * (not len(steps))}, and a trend {_NEEDS}"
+        return Untested(name="stale-weights", why=why)
     third = max(1, len(steps) // 3)
     last = e.usual & np.isin(e.steps, steps[-third:])
     first = e.usual & np.isin(e.steps, steps[:third])
@@ -48,17 +50,22 @@ def _by_step(e: Evidence) -> Diagnosis | None:
     parts = np.array_split(steps, min(len(steps), 6))
     c = [e.c(e.usual & np.isin(e.steps, part)).value for part in parts]
     rises = np.mean(np.diff(c) > 0)
-    if not estimate.above(limit) or not rises >= 0.6:
-        return None
+    statistic = "c of the last third of the steps over that of the first"
+    rising = bool(rises >= 0.6)
+    if len(steps) < _STEPS:
+        why = f"the run has {len(steps)} steps, and a trend {_NEEDS}"
+        suspected = rising and estimate.above(limit)
+        return Untested(name="stale-weights", why=why, suspected=suspected)
+    if not estimate.above(limit) or not rising:
+        return untested("stale-weights", statistic, estimate, limit, rising)
     why = (
         f"the error grows from step to step: c is {c[0]:.2g} at first and {c[-1]:.2g} at last. The "
         "rollout's weights, or an adapter, are not those of the trainer, and the difference adds up"
     )
-    statistic = "c of the last third of the steps over that of the first"
     return diagnosis("stale-weights", statistic, estimate, limit, why, e.worst(e.size, last))
 
 
-def routing(e: Evidence) -> Diagnosis | None:
+def routing(e: Evidence) -> Diagnosis | Untested | None:
     """Holds where more single tokens are far off than numerics put there."""
     limit = e.contract.limit("routing")
     known = np.isfinite(e.scaled) & e.usual
@@ -67,31 +74,37 @@ def routing(e: Evidence) -> Diagnosis | None:
     median = float(np.median(e.scaled[known]))
     far = known & (np.where(known, e.scaled, 0.0) > 10 * median)
     estimate = ratio(e.sums(far.astype(float)), e.sums(known.astype(float)))
-    if not estimate.above(limit) or not median > e.contract.limit("numerics", "negligible") / 10:
+    statistic = "share of tokens whose |Δ|/(1 − p) is more than 10 times the median"
+    # Where the whole error is negligible, a long tail of it is so too.
+    if not e.c(known).value > e.contract.limit("numerics", "negligible"):
         return None
+    if not estimate.above(limit):
+        return untested("routing", statistic, estimate, limit)
     why = (
         f"{estimate.value:.1%} of the tokens, spread over all sequences, are more than 10 times "
         "worse than the median one, and the rest is as it should be: experts are chosen "
         "differently there, or another choice flips. A dump cannot tell which"
     )
-    statistic = "share of tokens whose |Δ|/(1 − p) is more than 10 times the median"
     return diagnosis("routing", statistic, estimate, limit, why, e.worst(e.size, far), "low")
 
 
-def dropout(e: Evidence) -> Diagnosis | None:
+def dropout(e: Evidence) -> Diagnosis | Untested | None:
     """Holds where sure tokens are worse for their 1 − p than others, without a trend."""
     limit = e.contract.limit("dropout")
     sure, others = (e.q >= 1e-4) & (e.q < 0.05), (e.q >= 0.1) & (e.q < 0.9)
     estimate = e.pooled(sure & e.usual, others & e.usual)
+    statistic = "c of tokens with p > 0.95 over that of tokens with 0.1 < p < 0.9"
+    # Small errors of healthy engines are larger at sure tokens too.
     level = e.contract.limit("quantisation", dtype=e.dtype)
-    if not estimate.above(limit) or not e.c().above(level):
+    if not e.c().value > level:
         return None
+    if not estimate.above(limit) or not e.c().above(level):
+        return untested("dropout", statistic, estimate, limit)
     why = (
         f"nearly sure tokens are {estimate.value:.1f} times worse for their 1 − p than others, as "
         "where dropout is on or the weights differ; numerics are equally bad everywhere. That it "
         "does not grow with the steps speaks for dropout, and a dump cannot tell more"
     )
-    statistic = "c of tokens with p > 0.95 over that of tokens with 0.1 < p < 0.9"
     return diagnosis("dropout", statistic, estimate, limit, why, e.worst(e.size, sure), "moderate")
 
 

@@ -44,6 +44,17 @@ class Token(BaseModel):
     train: float | None
 
 
+class Untested(BaseModel):
+    """A kind of mismatch that the run says too little of to be found or ruled out."""
+
+    model_config = _FROZEN
+
+    name: Name
+    why: str
+    suspected: bool = False
+    """Whether the mismatch is more probable than not: too much to pass."""
+
+
 class Diagnosis(BaseModel):
     """A kind of mismatch that the log-probs show."""
 

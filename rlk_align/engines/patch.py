@@ -35,8 +35,9 @@ class Kernel(Counted):
         return self._function(*inputs)
 
 
-class Patch(ABC):
-    """The kernels in one engine; see `engines.common.kernels` for what its adapter calls."""
+class BasePatch(ABC):
+    """The kernels in one engine, wherever its model is; see `engines.common.kernels` for what its
+    adapter calls."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
@@ -59,19 +60,16 @@ class Patch(ABC):
     def in_model(self, model: Any, rope: Mapping[str, Any]) -> None: ...
 
     def logprobs(
-        self, logits: torch.Tensor, target: torch.Tensor, temperature: float
+        self, logits: torch.Tensor, target: torch.Tensor, temperature: float, group: Any = None
     ) -> torch.Tensor | None:
         if self.own_logprobs:
             return None
-        return self.reported(logits.detach().float(), target, temperature)
+        return self.reported(logits.detach().float(), target, temperature, group)
 
     @abstractmethod
-    def operators(self, engine: Any) -> dict[str, Any]:
-        """Canonical site -> what computes it in the live model."""
-
-    def found(self, engine: Any) -> dict[str, Any]:
-        logprob = None if self.own_logprobs else self.reported
-        return {"logprob": logprob} | self.operators(engine)
+    def calls(self, engine: Any) -> dict[str, int]:
+        """Canonical site -> calls, of those that the kernels compute; of several processes, the
+        fewest."""
 
     def replaced(self, engine: Engine) -> dict[str, str]:
         """Site -> the implementation that computes it now, or `own`.
@@ -79,18 +77,18 @@ class Patch(ABC):
         Raises EngineFailed where an operator that was not excepted is still the engine's own, or
         where one that was is not.
         """
-        live = self.found(engine)
+        ours = self.calls(engine)
         implementation = backend.choose("kernels", None, _like(engine))
         said, wrong = {}, []
         for site in model_sites(engine.shape):
             if site.op not in REPLACEABLE:
                 continue
-            ours = isinstance(live.get(site.name), Counted)
-            said[site.name] = implementation if ours else "own"
+            is_ours = site.name in ours
+            said[site.name] = implementation if is_ours else "own"
             # An operator fused with an excluded one is excluded with it.
-            if not ours and site.op not in self._excluded_with:
+            if not is_ours and site.op not in self._excluded_with:
                 wrong.append(f"{site.name} is still the engine's own")
-            if ours and site.op in self.excluded:
+            if is_ours and site.op in self.excluded:
                 wrong.append(f"{site.name} was to be left to the engine")
         if wrong:
             more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
@@ -109,10 +107,10 @@ class Patch(ABC):
         something else computed it. A rank without a sample of the batch has no log-prob. ModelError
         for what the kernels refuse there."""
         # In production graphs are replayed, of which no kernel tells: one call is enough.
-        before = {} if engine.production else self._calls(engine)
+        before = {} if engine.production else self.calls(engine)
         with _refused(self.spec):
             yield
-        after = self._calls(engine)
+        after = self.calls(engine)
         if not engine.own_samples(batch):
             after.pop("logprob", None)
         idle = [name for name, count in after.items() if count == before.get(name, 0)]
@@ -124,15 +122,20 @@ class Patch(ABC):
                 "look at what a patch replaces",
             )
 
-    def _calls(self, engine: Engine) -> dict[str, int]:
-        live = {n: o for n, o in self.found(engine).items() if isinstance(o, Counted)}
-        if engine.production:
-            # Compiled code counts no modules; the kernels count themselves.
-            return {name: _runs(name.rpartition(".")[2]) for name in live}
-        return {name: o.rlk_calls for name, o in live.items()}
-
     def take_out(self) -> None:
         self.undo.close()
+
+
+class Patch(BasePatch):
+    """The kernels in one engine whose model is in this process."""
+
+    @abstractmethod
+    def operators(self, engine: Any) -> dict[str, Any]:
+        """Canonical site -> what computes it in the live model, the log-prob left out."""
+
+    def calls(self, engine: Any) -> dict[str, int]:
+        logprob = None if self.own_logprobs else self.reported
+        return _calls({"logprob": logprob} | self.operators(engine), engine.production)
 
 
 class HFPatch(Patch):
@@ -168,8 +171,9 @@ class MegatronPatch(Patch):
         return megatron.operators(engine.model)
 
 
-class VLLMPatch(Patch):
-    """vLLM in this process: registered before it makes its model."""
+class VLLMPatch(BasePatch):
+    """vLLM: registered before it makes its model, in this process or in one for each rank, which
+    gets the kernels as vLLM's plugin."""
 
     def before_loading(self) -> None:
         # Where only some norms are excluded, `in_model` gives the live model those back.
@@ -179,14 +183,17 @@ class VLLMPatch(Patch):
         self.undo.callback(vllm.unregister)
 
     def in_model(self, model: Any, rope: Mapping[str, Any]) -> None:
+        """`model`: the engine, each rank of which has one."""
         with _refused(self.spec):
-            vllm.leave(model, self.excluded)
+            model.on_models(vllm.leave, self.excluded)
 
-    def operators(self, engine: Any) -> dict[str, Any]:
-        return engine.llm.apply_model(vllm.operators)[0]
+    def calls(self, engine: Any) -> dict[str, int]:
+        first, *others = engine.on_models(_calls_of_vllm, engine.production)
+        ours = [name for name in first if all(name in rank for rank in others)]
+        return {name: min(rank[name] for rank in (first, *others)) for name in ours}
 
 
-def patch_of(spec: EngineSpec) -> Patch | None:
+def patch_of(spec: EngineSpec) -> BasePatch | None:
     """The kernels for an engine, where its spec asks for them."""
     return load_patch(spec.name)(spec) if spec.option("kernels") == "rlk" else None
 
@@ -203,6 +210,19 @@ def _refused(spec: EngineSpec) -> Iterator[None]:
         yield
     except NotServed as error:
         raise ModelError(f"{spec}: {error}", "leave kernels=rlk out, or except=OPERATOR") from error
+
+
+def _calls_of_vllm(model: Any, production: bool) -> dict[str, int]:
+    return _calls(vllm.operators(model), production)
+
+
+def _calls(operators: Mapping[str, Any], production: bool) -> dict[str, int]:
+    """Operator -> calls, of those that the kernels compute."""
+    ours = {name: o for name, o in operators.items() if isinstance(o, Counted)}
+    if production:
+        # Compiled code counts no modules; the kernels count themselves.
+        return {name: _runs(name.rpartition(".")[2]) for name in ours}
+    return {name: o.rlk_calls for name, o in ours.items()}
 
 
 def _runs(op: str) -> int:

@@ -60,7 +60,7 @@ def load_engine(name: str) -> type[Any]:
 
 
 def load_patch(name: str) -> type[Any]:
-    """The class that puts the kernels into an engine, a subclass of `engines.patch.Patch`."""
+    """The class that puts the kernels into an engine, a subclass of `engines.patch.BasePatch`."""
     return _named(engine_info(name).patch)
 
 

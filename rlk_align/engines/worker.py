@@ -44,7 +44,7 @@ from rlk_align.trace.schema import TRACE_FILES
 from rlk_align.trace.writer import NO_CHECKS, Checks, PassWriter
 
 if TYPE_CHECKING:
-    from rlk_align.engines.patch import Patch
+    from rlk_align.engines.patch import BasePatch
 
 
 def run(job: Job, events: Events) -> None:
@@ -88,7 +88,7 @@ def run(job: Job, events: Events) -> None:
     leave()
 
 
-def _kernels(spec: EngineSpec) -> "Patch | None":
+def _kernels(spec: EngineSpec) -> "BasePatch | None":
     if spec.option("kernels") == "off":
         return None
     from rlk_align.engines.patch import patch_of

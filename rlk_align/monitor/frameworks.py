@@ -15,6 +15,7 @@ from collections.abc import Callable
 import numpy as np
 
 from rlk_align.monitor.pairs import Floats, Pairs
+from rlk_align.monitor.verl_rejection import rejection
 
 Metrics = dict[str, float]
 BOUND = 20.0
@@ -33,7 +34,8 @@ def framework_metrics(pairs: Pairs) -> dict[str, Metrics]:
 
 
 def nemo_rl(p: Pairs) -> Metrics:
-    """NeMo-RL: nemo_rl/algorithms/loss/loss_functions.py and grpo.py."""
+    """NeMo-RL: nemo_rl/algorithms/loss/loss_functions.py and grpo.py. num_masked_seqs is at
+    seq_logprob_error_threshold 2, as in its recipes; by default nothing is masked."""
     error = np.exp(np.abs(p.d))
     of_sequence = p.means(error)
     mixture = np.logaddexp(p.t, p.g) - np.log(2)
@@ -48,6 +50,7 @@ def nemo_rl(p: Pairs) -> Metrics:
         "max_seq_mult_prob_error": of_sequence.max(),
         "mean_seq_mult_prob_error": of_sequence.mean(),
         "min_seq_mult_prob_error": of_sequence.min(),
+        "num_masked_seqs": (of_sequence > 2).sum(),
     }
 
 
@@ -69,9 +72,11 @@ def prime_rl(p: Pairs) -> Metrics:
 
 
 def slime(p: Pairs) -> Metrics:
-    """slime: slime/backends/megatron_utils/loss.py, and its examples' mis.py; --tis-clip is 2."""
+    """slime: slime/backends/megatron_utils/loss.py, and its examples' mis.py; --tis-clip is 2. ois
+    is as before the first update with --use-rollout-logprobs; without it, it is 1 there."""
     return {
         "train/train_rollout_logprob_abs_diff": p.means(np.abs(p.d)).mean(),
+        "train/ois": p.means(p.ratio).mean(),
         "train/tis": p.means(p.ratio).mean(),
         "train/tis_abs": p.means(np.abs(p.ratio - 1)).mean(),
         "train/tis_clipfrac": p.means((p.ratio > 2).astype(float)).mean(),
@@ -82,12 +87,16 @@ def slime(p: Pairs) -> Metrics:
 
 
 def miles(p: Pairs) -> Metrics:
-    """miles: miles/backends/training_utils/loss.py; NaN counts as 0 in the two differences."""
+    """miles: miles/backends/training_utils/loss.py; NaN counts as 0 in the two differences, and in
+    the log-ratio of ess_ratio, which is of the same ratios as slime's ois."""
     size = np.nan_to_num(np.abs(p.d), nan=0.0, posinf=0.0, neginf=0.0)
     kl = np.clip(_k3(np.clip(p.d, -BOUND, BOUND)), -10, 10)
     squares = np.exp(2 * np.clip(p.d, -BOUND, BOUND))
     of_sequence = np.exp(2 * np.clip(p.sums(p.d), -BOUND, BOUND))
+    weights = np.exp(np.nan_to_num(p.d, nan=0.0, posinf=0.0, neginf=0.0))
+    ess = p.sums(weights) ** 2 / (p.sums(weights**2) * p.counts)
     return slime(p) | {
+        "train/ess_ratio": ess.mean(),
         "train/train_rollout_logprob_abs_diff": p.means(size).mean(),
         "train/train_rollout_kl": p.means(np.nan_to_num(kl, nan=0.0)).mean(),
         "train/mis_chi2_token": p.means(squares).mean() - 1,
@@ -115,6 +124,7 @@ def verl(p: Pairs) -> Metrics:
         f"{prefix}chi2_token": (weights**2).mean() - 1,
         f"{prefix}chi2_seq": of_sequence.mean() - 1,
         **{f"{prefix}rollout_is_{k}": v for k, v in _verl_weights(p, weights).items()},
+        **{prefix + k: v for k, v in rejection(p).items()},
     }
 
 

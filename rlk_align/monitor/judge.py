@@ -2,10 +2,10 @@
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
-from rlk_align.monitor.limits import MonitorLimits, StepLimit, TrendLimits
+from rlk_align.diagnose.contract import StepLimit, TrendLimits
 from rlk_align.monitor.record import Finding, Interval, Level, StepRecord
 from rlk_align.monitor.trend import Rise, RisingK2
 
@@ -13,7 +13,7 @@ LAGS = 5
 """Steps over which a version lag must grow, every time, to be a trend."""
 
 
-def step_findings(record: StepRecord, limits: MonitorLimits) -> Iterator[Finding]:
+def step_findings(record: StepRecord, limits: Iterable[StepLimit]) -> Iterator[Finding]:
     """Yields what a step by itself breaks; one without compared tokens is inconclusive."""
     if record.tokens == 0:
         yield Finding(
@@ -32,7 +32,7 @@ def step_findings(record: StepRecord, limits: MonitorLimits) -> Iterator[Finding
             limit=0.0,
             why=f"{record.not_finite:,} log-probs are NaN or infinite",
         )
-    for limit in limits.steps:
+    for limit in limits:
         interval = _value(record, limit)
         if interval is None:
             continue
@@ -41,7 +41,7 @@ def step_findings(record: StepRecord, limits: MonitorLimits) -> Iterator[Finding
         if level:
             bound = limit.warn if level == "warn" else limit.fail
             yield Finding(
-                level=level, name=limit.name, value=interval.value, limit=bound, why=limit.means
+                level=level, name=limit.name, value=interval.value, limit=bound, why=limit.why
             )
 
 
@@ -82,9 +82,9 @@ def _level(beyond: float, limit: StepLimit) -> Level | None:
 class Trends:
     """What steps say together; it remembers a bounded number of them."""
 
-    def __init__(self, limits: MonitorLimits) -> None:
-        self._limits = limits.trend
-        self._k2 = RisingK2(limits.trend)
+    def __init__(self, limits: TrendLimits) -> None:
+        self._limits = limits
+        self._k2 = RisingK2(limits)
         self._lags: deque[tuple[int, float]] = deque(maxlen=LAGS)
 
     def add(self, record: StepRecord) -> Iterator[Finding]:

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from numpy.typing import ArrayLike
 
+from rlk_align.diagnose.contract import RunContract, load_run_contract
 from rlk_align.dumps.record import Sampling
 from rlk_align.dumps.sequences import UNKNOWN, Sequences, join
 from rlk_align.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS, BadOption
 from rlk_align.monitor.frameworks import framework_metrics
 from rlk_align.monitor.judge import Trends, step_findings
-from rlk_align.monitor.limits import DEFAULT, MonitorLimits
 from rlk_align.monitor.measure import measure
 from rlk_align.monitor.pairs import pairs_of
 from rlk_align.monitor.record import StepRecord
@@ -27,19 +27,20 @@ class RunMonitor:
     """Watches a training run; its memory does not grow with the number of steps.
 
     `stop` turns true once `patience` steps in a row have failed: a callback for early stopping.
-    `on_step` is called with each step's record.
+    `on_step` is called with each step's record. `contract` is the built-in one for runs by default.
     """
 
     def __init__(
         self,
-        limits: MonitorLimits = DEFAULT,
+        contract: RunContract | None = None,
         patience: int = 1,
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
-        self.limits, self.patience, self.on_step = limits, patience, on_step
+        self.contract = contract or load_run_contract()
+        self.patience, self.on_step = patience, on_step
         self.steps = self.failed = self.inconclusive = 0
         self._failing = 0
-        self._trends = Trends(limits)
+        self._trends = Trends(self.contract.trend)
 
     @property
     def stop(self) -> bool:
@@ -84,7 +85,7 @@ class RunMonitor:
 
     def record(self, measured: StepRecord) -> StepRecord:
         """Returns a step's record with what it breaks; steps come in their order."""
-        findings = [*step_findings(measured, self.limits), *self._trends.add(measured)]
+        findings = [*step_findings(measured, self.contract.steps), *self._trends.add(measured)]
         record = measured.model_copy(update={"findings": findings})
         levels = {f.level for f in findings}
         self.steps += 1

@@ -3,8 +3,7 @@
 A step is handed on once, when it is complete. How that is known differs: prime-rl puts a file
 STABLE beside it; the others' dumps are complete once a later step's file is there (NeMo-RL writes
 over a step that is done again), and a line of a growing file once it ends. The files of our own
-writers say in their names how many a step has. Where the run has ended,
-what is there is complete.
+writers say in their names how many a step has. Where the run has ended, what is there is complete.
 """
 
 import re
@@ -36,7 +35,7 @@ STEP_IN_NAME = {
     "prime-rl": r"step_(\d+)/rank_\d+\.jsonl$",
     "miles": r"train_data/(\d+)_\d+\.pt$",
     "slime": r"train_data/(\d+)\.pt$",
-    "jsonl": r"step_(\d+)_rank_\d+_of_\d+\.jsonl$",
+    "jsonl": r"(?:^|/)step_(\d+)(?:_rank_\d+_of_\d+)?\.(?:jsonl|parquet)$",
 }
 """Format -> where a file's path has its step."""
 
@@ -105,13 +104,17 @@ class FolderSource:
                 yield monitor.sequences(step, map(sequences_of, batches(rows)))
         if ended and self._reader is None:
             names = ", ".join(STEP_IN_NAME)
-            raise DumpError(f"{self.folder} holds no step of a known format", f"known: {names}")
+            raise DumpError(
+                f"{self.folder} holds no step of a known format",
+                f"known: {names}, whose files are named step_N.jsonl; other names: "
+                "`rlk-align import` first",
+            )
 
     def _complete(self, files: list[Path], followed: bool) -> bool:
         assert self._reader is not None
         if self._reader.name == "prime-rl":
             return all((file.parent / STABLE).is_file() for file in files)
-        if self._reader.name == "jsonl":
+        if self._reader.name == "jsonl" and any("_of_" in file.stem for file in files):
             return all(file.stem.endswith(f"_of_{len(files)}") for file in files)
         return followed
 

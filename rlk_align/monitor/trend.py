@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from rlk_align.monitor.limits import TrendLimits
+from rlk_align.diagnose.contract import TrendLimits
 from rlk_align.monitor.record import Interval
 
 RECENT = 3

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from rlk_align.readers.values import WrongValue
 from rlk_align.text import short_printable
 
 PICKLES = (".pkl", ".pickle", ".dp")
+GZIP = b"\x1f\x8b"
+LONGEST = 1 << 28
+"""Bytes that a line holds at most; a longer one would fill the memory."""
 CONVERTER = (
     "a pickle runs code when it is loaded, so rlk-align never loads one. In the environment of the "
     "framework that wrote it, and only if you trust the file, turn it into the neutral file: "
@@ -22,7 +26,8 @@ CONVERTER = (
 
 
 def opened(path: Path, findings: Findings) -> Source:
-    """Records a file among the sources. Raises DumpError where it is empty or a pickle."""
+    """Records a file among the sources. Raises DumpError where it is empty, compressed or
+    a pickle."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -31,6 +36,8 @@ def opened(path: Path, findings: Findings) -> Source:
         raise DumpError(f"{path} cannot be read: {error.strerror}", "check the path") from error
     if path.suffix in PICKLES or (head[:1] == b"\x80" and head[1:] < b"\x10"):
         raise DumpError(f"{path} is a pickle", CONVERTER)
+    if head == GZIP:
+        raise DumpError(f"{path} is compressed with gzip", "decompress it first: gunzip FILE")
     if not size:
         raise DumpError(f"{path} is empty", "the framework wrote nothing there: see its log")
     source = Source(path=str(path), size=size)
@@ -44,12 +51,17 @@ def read_lines(
     """Yields what `row` makes of each line and its number.
 
     A last line that was cut off is told, and the rest is read. Raises DumpError, naming the line,
-    where `row` raises WrongValue or another ValueError.
+    where `row` raises WrongValue or another ValueError, or where the line is longer than LONGEST.
     """
     size = opened(path, findings).size
     done = 0
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(partial(file.readline, LONGEST + 1), b""), 1):
+            if len(line) > LONGEST:
+                raise DumpError(
+                    f"{path}, line {number}: longer than {LONGEST >> 20} MB",
+                    "check that it holds one sequence a line",
+                )
             if not line.strip():
                 done += len(line)
                 continue
@@ -78,7 +90,8 @@ def first_object(path: Path) -> dict[str, Any]:
     """Returns the first line's object, empty where there is none."""
     try:
         with path.open("rb") as file:
-            return json_object(next((line for line in file if line.strip()), b""))
+            lines = iter(partial(file.readline, LONGEST), b"")
+            return json_object(next((line for line in lines if line.strip()), b""))
     except (OSError, ValueError, RecursionError):
         return {}
 

@@ -32,5 +32,8 @@ def explained_markdown(explained: Explanation, folder: str) -> str:
             ]
             lines.append("\n".join(rows))
         lines.append(f"Next: {prose(next_command(diagnosis.next, folder))}")
+    if explained.untested:
+        lines.append("Could not be tested:")
+        lines.append("\n".join(f"- {x.name}: {prose(x.why)}" for x in explained.untested))
     lines.append(f"Cannot be told from a dump: {'; '.join(BLIND)}.")
     return "\n\n".join(lines) + "\n"

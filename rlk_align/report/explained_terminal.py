@@ -1,5 +1,6 @@
 """What was explained of a run, on a terminal: the verdict, what shows it, and what to do."""
 
+import textwrap
 from collections.abc import Iterator
 
 from rich.console import Console, RenderableType
@@ -22,7 +23,11 @@ def show_explanation(explained: Explanation, folder: str, console: Console) -> N
     console.print(line(f"E[ρ]     {interval(explained.mean_ratio)}   1 where the laws agree"))
     console.print(line(f"c        {interval(explained.c)}   |Δ| for each 1 − p"))
     for doubt in explained.doubts:
-        console.print(line(f"doubt    {doubt}", style="yellow"))
+        for text in _prose("doubt", doubt):
+            console.print(line(text, style="yellow"))
+    for item in explained.untested:
+        for text in _prose("untested", f"{item.name}: {item.why}"):
+            console.print(line(text, style="dim"))
     for limit, metric, value, bound in explained.breaches:
         if limit == "numerics":
             console.print(line(f"breach   {metric} is {value:.4g}, {bound:g} allowed", style="red"))
@@ -31,22 +36,32 @@ def show_explanation(explained: Explanation, folder: str, console: Console) -> N
         for part in _diagnosis(diagnosis, place > 0):
             console.print(part)
     console.print()
-    console.print(line(f"cannot be told from a dump: {'; '.join(BLIND)}", style="dim"))
+    for text in _prose("unknown", f"cannot be told from a dump: {'; '.join(BLIND)}"):
+        console.print(line(text, style="dim"))
     console.print(line(f"run      {folder}", style="dim"))
     if explained.diagnoses:
-        console.print(line(f"next     {next_command(explained.diagnoses[0].next, folder)}"))
+        todo = next_command(explained.diagnoses[0].next, folder)
+        # A command stays on one line, to be copied.
+        for text in [f"next     {todo}"] if "rlk-align" in todo else _prose("next", todo):
+            console.print(line(text))
 
 
 def _diagnosis(diagnosis: Diagnosis, further: bool) -> Iterator[RenderableType]:
     head = f"also     {diagnosis.name}" if further else f"verdict  {diagnosis.name}"
     yield line(f"{head}, confidence {diagnosis.confidence}", style="" if further else "bold")
-    yield line(f"         {diagnosis.why}")
-    yield line(
-        f"         {diagnosis.statistic}: {diagnosis.value:.4g} "
-        f"({diagnosis.low:.4g} to {diagnosis.high:.4g}), limit {diagnosis.limit:g}"
-    )
+    yield from map(line, _prose("", diagnosis.why))
+    shown = f"{diagnosis.value:.4g} ({diagnosis.low:.4g} to {diagnosis.high:.4g})"
+    statistic = f"{diagnosis.statistic}: {shown}, limit {diagnosis.limit:g}"
+    yield from map(line, _prose("", statistic))
     if diagnosis.samples and not further:
         yield _tokens(diagnosis.samples)
+
+
+def _prose(label: str, text: str) -> list[str]:
+    """The lines of a text beside its label."""
+    first, later = f"{label:9}", " " * 9
+    wrapper = textwrap.TextWrapper(96, first, later, break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(text)
 
 
 def _tokens(tokens: list[Token]) -> Table:

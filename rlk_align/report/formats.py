@@ -27,6 +27,9 @@ EXPLAINED_FORMATS = {
 }
 """Format -> `module:function`, which renders an Explanation and its run's folder."""
 
+RESCORED_FORMATS = {"json": "rlk_align.report.rescored_json:rescored_json"}
+"""Format -> `module:function`, which renders a Rescored and the folders of its dump and its run."""
+
 
 def renderer(name: str, formats: Mapping[str, str] = FORMATS) -> Callable[..., str]:
     """Imports the function that renders a format, a key of `formats`."""

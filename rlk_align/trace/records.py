@@ -1,7 +1,7 @@
 """Frozen records on disk, each a JSON file that is there whole or not at all."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -46,11 +46,15 @@ def load_record(kind: type[R], path: Path) -> R:
 def writing(path: Path) -> Iterator[None]:
     """Turns a failed write below `path` into TraceNotWritten."""
     from pyarrow import ArrowException
-    from safetensors import SafetensorError
 
+    failures: tuple[type[Exception], ...] = (OSError, ArrowException)
+    with suppress(ModuleNotFoundError):  # without it no tensors are written
+        from safetensors import SafetensorError
+
+        failures += (SafetensorError,)
     try:
         yield
-    except (OSError, SafetensorError, ArrowException) as error:
+    except failures as error:
         raise TraceNotWritten(
             f"the trace could not be written to {path}: {error}",
             "free some space, choose another --run-dir, or lower --trace-budget; "

@@ -39,6 +39,12 @@ IMPORTED: Literal["rlk-align/imported-run/1"] = "rlk-align/imported-run/1"
 """The schema in run.json of a run that `rlk-align import` wrote."""
 
 
+def is_imported(name: str) -> bool:
+    """Whether the run of that name, a folder or `@last`, is an imported one. Raises BadOption where
+    there is no run."""
+    return schema_of(find_run(name)) == IMPORTED
+
+
 def fingerprint(*parts: object) -> str:
     """A short stable name for a combination of settings."""
     text = json.dumps(parts, sort_keys=True, default=str)

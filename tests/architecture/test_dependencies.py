@@ -95,9 +95,13 @@ RULES = {
     "readers": ("readers", "dumps", "progress", "text", "errors"),
     "writers": ("writers", "readers.missing", "dumps", "files", "errors"),
     "diagnose": ("diagnose", "dumps", "data", "files", "text", "errors"),
+    "rescore": (
+        *("rescore", "diagnose", "dumps", "compare.metrics", "trace", "model"),
+        *("results", "text", "errors"),
+    ),
     "monitor": (
-        *("monitor", "readers", "dumps", "diagnose.interval", "trace.run", "trace.run_folder"),
-        *("progress", "text", "errors"),
+        *("monitor", "readers", "dumps", "diagnose.interval", "diagnose.contract"),
+        *("trace.run", "trace.run_folder", "progress", "text", "errors"),
     ),
     "model": ("model", "results", "data", "files", "text", "errors"),
     "trace": ("trace", "model", "results", "comparison_table", "files", "text", "errors"),
@@ -111,7 +115,7 @@ RULES = {
     "judge": ("judge", "model.operators", "data", "results", "files", "text", "errors"),
     "report": (
         *("report", "diagnose", "judge", "probe.record", "probe.units", "probe.effects"),
-        "monitor.record",
+        *("monitor.record", "rescore.record", "rescore.words"),
         *(
             "trace.run",
             "model.operators",
@@ -133,6 +137,7 @@ RULES = {
     ),
     "api": (
         *("api", "pipeline", "capture", "compare", "probe.record", "judge", "report", "engines"),
+        *("rescore", "diagnose", "dumps", "readers"),
         *("trace", "model", "data", "results", "comparison_table", "progress", "text", "errors"),
     ),
 }
@@ -230,6 +235,7 @@ HEAVY = {"torch", "transformers", "vllm", "triton", "rlk_kernels", "safetensors.
         *("model.sites", "model.operators", "progress", "text", "errors", "data", "cli.main"),
         *("api.public", "api.loaded", "api.judging", "api.pair", "api.single"),
         *("report.weights_terminal", "cli.weights"),
+        *("report.rescored_terminal", "report.rescored_json", "api.rescoring", "cli.compare"),
     ],
 )
 def test_judging_and_parsing_need_no_torch(module: str) -> None:

@@ -16,7 +16,8 @@ BELOW = {
     "matmul": ("numerics",),
     "ops": ("numerics", "matmul"),
     "losses": ("numerics", "matmul", "ops"),
-    "integrations": (),
+    "parallel": ("numerics", "ops"),
+    "integrations": ("parallel",),
 }
 ROOT = tuple(
     f"rlk_kernels.{name}"

@@ -211,11 +211,16 @@ def give_down_proj_back(model) -> None:
 
 def update_weights(model: Any) -> None:
     """As a trainer syncs them to a rollout engine: vLLM's own `load_weights` in the live model, of
-    the checkpoint RLK_TEST_NEW, but for the parameters whose names hold RLK_TEST_STALE."""
+    the checkpoint RLK_TEST_NEW, but for the parameters whose names hold RLK_TEST_STALE: on all
+    ranks, or, with `rank 1: ` in front, on that one."""
     from safetensors.torch import load_file
 
     new = load_file(os.path.join(os.environ["RLK_TEST_NEW"], "model.safetensors"))
     stale = os.environ.get("RLK_TEST_STALE") or "nothing"
+    if stale.startswith("rank 1: "):
+        from vllm.distributed import get_tp_group
+
+        stale = stale.removeprefix("rank 1: ") if get_tp_group().rank_in_group else "nothing"
     with torch.no_grad():
         model.load_weights([(name, value) for name, value in new.items() if stale not in name])
 

@@ -1,8 +1,6 @@
 """`rlk-align explain` on imported runs, good and bad."""
 
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -112,14 +110,13 @@ def test_a_changed_table_is_refused(cli: Cli, tmp_path: Path) -> None:
     assert "Traceback" not in done.err
 
 
-def test_no_torch_is_loaded(tmp_path: Path) -> None:
-    imported_run(healthy(1, 2_000), tmp_path / "run")
-    code = (
-        "import sys\nfrom rlk_align.cli.main import app\n"
-        "try:\n    app(['explain', sys.argv[1]])\nexcept SystemExit as end:\n    print(end.code)\n"
-        "print('torch' in sys.modules)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True
-    )
-    assert done.stdout.splitlines()[-2:] == ["0", "False"], done.stderr
+@pytest.mark.parametrize(("fault", "code"), [(None, 0), ("T on the rollout only", 1)])
+def test_gate_judges_an_imported_run_alike(
+    cli: Cli, tmp_path: Path, fault: str | None, code: int
+) -> None:
+    run = healthy(1, 20_000) if fault is None else faulty(fault, 1, 20_000)
+    imported_run(run, tmp_path / "run")
+    explained, gated = cli("explain", "run"), cli("gate", "run")
+    assert (explained.code, gated.code) == (code, code), gated.err
+    assert gated.verdict == explained.verdict
+    assert gated.out == explained.out

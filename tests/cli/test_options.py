@@ -24,7 +24,8 @@ from rlk_align.api.options import (
 from rlk_align.capture.request import TracePlan
 from rlk_align.errors import BadOption
 from rlk_align.model.edges import EDGES
-from rlk_align.trace.run import RUNS, Run
+from rlk_align.trace.run import Run
+from rlk_align.trace.run_folder import RUNS
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from other_noise import SHAPES, healthy_shape
 from simulate_dumps import FAULTS, NOISE, faulty, healthy
 
 from rlk_align.diagnose.contract import load_run_contract
@@ -102,3 +103,20 @@ def test_what_was_dumped_is_not_changed() -> None:
     explained(run)
     for name, value in copies.items():
         np.testing.assert_array_equal(value, before[name])
+
+
+def test_nan_at_every_edge_of_the_mask_is_no_wrong_mask() -> None:
+    run = healthy(0, 20_000)
+    run.train[run.offsets[1:] - 1] = np.nan
+    found = explained(run)
+    assert found.diagnoses[0].name == "missing"
+    assert found.exit_code == 1
+
+
+@pytest.mark.parametrize("dtype", NOISE)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_healthy_noise_of_another_shape_passes(shape: str, dtype: str) -> None:
+    for seed in range(2):
+        found = explained(healthy_shape(shape, seed, 10_000, dtype, turns=1 + seed))
+        assert [d.name for d in found.diagnoses] == ["numerics"]
+        assert found.exit_code == 0

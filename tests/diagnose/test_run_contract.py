@@ -16,7 +16,7 @@ SHIPPED = (data_path("contracts") / "run.toml").read_text(encoding="utf-8")
 def test_the_shipped_one_gives_each_limit_a_source() -> None:
     contract = load_run_contract()
     kinds = ("published: ", "measured: ", "derived: ")
-    assert all(limit.source.startswith(kinds) for limit in contract.limits)
+    assert all(x.source.startswith(kinds) for x in (*contract.limits, *contract.steps))
     assert all(x.healthy is None or x.healthy <= x.fail for x in contract.limits)
     assert len(contract.sha256) == 64
 

@@ -103,24 +103,31 @@ def test_a_malformed_original_context_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "tp", "fused_qkv", "word"),
+    ("sizes", "tp", "fused_qkv", "kernels", "word"),
     [
-        ({}, 3, False, "8 heads"),
-        ({"heads": 12, "kv_heads": 4}, 6, False, "4 key-value heads"),
-        ({"intermediate": 513}, 2, False, "513 MLP features"),
-        ({"heads": 6, "kv_heads": 1, "intermediate": 513}, 3, True, "256 rows of q, k and v"),
+        ({}, 3, False, False, "8 heads"),
+        ({"heads": 12, "kv_heads": 4}, 6, False, False, "4 key-value heads"),
+        ({"intermediate": 513}, 2, False, False, "513 MLP features"),
+        (
+            {"heads": 6, "kv_heads": 1, "intermediate": 513},
+            3,
+            True,
+            False,
+            "256 rows of q, k and v",
+        ),
+        ({"hidden": 129}, 2, False, True, "129 hidden features"),
     ],
 )
 def test_what_ranks_cannot_share(
-    sizes: dict[str, int], tp: int, fused_qkv: bool, word: str
+    sizes: dict[str, int], tp: int, fused_qkv: bool, kernels: bool, word: str
 ) -> None:
     shape = replace(read_shape(data_path("model")), **sizes)
-    check_shared("it", shape, 1, fused_qkv)
+    check_shared("it", shape, 1, fused_qkv, kernels)
     with pytest.raises(BadOption, match=word) as error:
-        check_shared("it", shape, tp, fused_qkv)
+        check_shared("it", shape, tp, fused_qkv, kernels)
     assert "this model takes tp=1" in error.value.fix
-    if fused_qkv:
-        check_shared("it", shape, tp, fused_qkv=False)
+    if fused_qkv or kernels:
+        check_shared("it", shape, tp, fused_qkv=False, kernels=False)
 
 
 def test_a_window_that_is_not_used_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,12 +46,13 @@ def compare(folder: Path, stepped: Path) -> Cli:
     inner = command_line(folder)
     prompts = write_few_prompts(folder / "few.jsonl")
 
-    def run(*args: object, train: str = "hf", stale: str = "") -> Outcome:
+    def run(*args: object, train: str = "hf", stale: str = "", tp: int = 1) -> Outcome:
         old, env = data_path("model"), {"PYTHONPATH": str(PATCHES), "RLK_TEST_NEW": str(stepped)}
         return inner(
             *("compare", "--model", stepped, "--prompts", prompts, "--max-new-tokens", 8),
-            *("--rollout", f"vllm:kernels=rlk,model={old},patch=patches:update_weights"),
-            *("--train", f"{train}:kernels=rlk", "--contract", "bitwise", *args),
+            *("--rollout", f"vllm:kernels=rlk,tp={tp},model={old},patch=patches:update_weights"),
+            *("--train", f"{train}{',' if ':' in train else ':'}kernels=rlk"),
+            *("--contract", "bitwise", *args),
             env=env | {"RLK_TEST_STALE": stale},
             # Variables decide what these captures hold.
             shared=False,
@@ -92,6 +93,26 @@ def test_a_stale_layer_is_named(
     assert across.first == first, across.out
     assert across.verdict is not None
     assert across.verdict["edges"]["prefill_vs_train"]["bit_mismatches"] > 0
+
+
+@pytest.mark.whole_matrix
+def test_ranks_get_their_share_of_an_update(compare: Cli, folder: Path) -> None:
+    """Of row-parallel products by rows, where a trainer's rank has columns."""
+    done = compare("--run-dir", folder / "shared", train="megatron:tp=2", tp=2)
+    assert done.code == 0, done.out + done.err
+    assert done.verdict is not None
+    assert all(e["bit_mismatches"] == 0 for e in done.verdict["edges"].values())
+
+
+@pytest.mark.whole_matrix
+def test_a_stale_shard_is_named_with_its_rank(compare: Cli, folder: Path) -> None:
+    stale = "rank 1: layers.3.mlp.down_proj"
+    done = compare("--run-dir", folder / "stale-shard", stale=stale, tp=2)
+    assert done.code == 4, done.out + done.err
+    assert done.verdict is not None
+    (mismatch,) = done.verdict["precheck"]["mismatches"]
+    assert mismatch["name"] == "layers.3.down_proj"
+    assert mismatch["ranks"] == [1]
 
 
 def test_weights_reloaded_into_the_live_vllm_keep_every_bit(vllm_bits: Bits, stepped: Path) -> None:

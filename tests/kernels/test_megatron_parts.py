@@ -130,7 +130,7 @@ def test_the_loss_of_labels_is_of_our_log_probs() -> None:
 
 
 REFUSED: dict[str, Any] = {
-    "tensor_model_parallel_size": 2, "context_parallel_size": 2, "normalization": "LayerNorm",
+    "context_parallel_size": 2, "normalization": "LayerNorm",
     "gated_linear_unit": False, "activation_func": torch.nn.functional.gelu,
     "softmax_type": "learnable", "attention_dropout": 0.1, "hidden_dropout": 0.1,
     "glu_linear_offset": 1.0, "transformer_impl": "inference_optimized", "fp8": "e4m3",
@@ -159,6 +159,13 @@ def test_what_the_config_asks_for_and_is_not_served_is_refused_by_name() -> None
         setattr(asked, name, REFUSED.get(name, True))
         with pytest.raises(NotServed, match=f"what is not served: {name}="):
             megatron.layer_spec(asked)
+
+
+def test_a_hidden_size_that_ranks_cannot_share_is_refused() -> None:
+    asked = config()
+    asked.tensor_model_parallel_size = 3
+    with pytest.raises(NotServed, match="hidden_size=32 with tensor_model_parallel_size=3"):
+        megatron.layer_spec(asked)
 
 
 def test_an_option_that_is_not_known_is_refused_where_it_is_set(

@@ -15,7 +15,6 @@ from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.vllm import config
 
 PARALLEL = {
-    "tensor_parallel_size": "tensor parallelism",
     "pipeline_parallel_size": "pipeline parallelism",
     "prefill_context_parallel_size": "context parallelism",
 }
@@ -32,7 +31,7 @@ def vllm_config(
         "architecture": "LlamaForCausalLM", "runner_type": "generate",
     }  # fmt: skip
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(**dict.fromkeys(PARALLEL, 1)),
+        parallel_config=SimpleNamespace(**dict.fromkeys(("tensor_parallel_size", *PARALLEL), 1)),
         model_config=SimpleNamespace(
             hf_text_config=SimpleNamespace(rope_parameters=rope, **usual | (text or {})),
             **usual_model | model,
@@ -147,6 +146,15 @@ def test_a_model_in_parts_is_refused(option: str) -> None:
         config._check(asked)
 
 
+def test_a_model_that_ranks_cannot_share_is_refused() -> None:
+    asked = vllm_config(text={"hidden_size": 66})
+    asked.parallel_config.tensor_parallel_size = 2
+    config._check(asked)
+    asked.parallel_config.tensor_parallel_size = 4
+    with pytest.raises(NotServed, match="hidden_size=66, which 4 ranks cannot share"):
+        config._check(asked)
+
+
 def test_vllms_own_batch_invariance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     with pytest.raises(NotServed, match="VLLM_BATCH_INVARIANT=1"):
@@ -156,12 +164,12 @@ def test_vllms_own_batch_invariance_is_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_a_config_is_checked_that_has_another_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that a user keeps from another engine, or wrote."""
     asked = vllm_config()
-    asked.parallel_config.tensor_parallel_size = 2
+    asked.parallel_config.pipeline_parallel_size = 2
     monkeypatch.setattr(config, "get_current_vllm_config", lambda: asked)
     asked.additional_config = {config.KEY: config.digest()}
     config.enter_config()
     asked.additional_config = {config.KEY: "another"}
-    with pytest.raises(NotServed, match="tensor parallelism"):
+    with pytest.raises(NotServed, match="pipeline parallelism"):
         config.enter_config()
 
 

@@ -2,11 +2,14 @@
 
 import math
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
 from simulated_steps import Loop
 
+from rlk_align.data import data_path
+from rlk_align.diagnose.contract import load_run_contract
 from rlk_align.errors import BadOption
 from rlk_align.monitor.record import Interval, StepRecord
 from rlk_align.monitor.run import RunMonitor
@@ -132,3 +135,15 @@ def test_memory_is_constant_over_10_000_steps() -> None:
     tracemalloc.stop()
     assert monitor.steps == 10_000
     assert after - before < 50_000
+
+
+def test_a_contract_of_ones_own_is_asked(tmp_path: Path) -> None:
+    shipped = (data_path("contracts") / "run.toml").read_text(encoding="utf-8")
+    stricter = tmp_path / "mine.toml"
+    stricter.write_text(shipped.replace("warn = 0.15\nfail = 0.5", "warn = 0.001\nfail = 0.002"))
+    for contract, code in ((None, 0), (load_run_contract(str(stricter)), 1)):
+        monitor = RunMonitor(contract)
+        rng = np.random.default_rng(0)
+        g = -rng.exponential(1.0, (32, 64)) - 1e-3
+        monitor.arrays(0, g, g + 0.04 * -np.expm1(g) * rng.standard_normal(g.shape), g < 0)
+        assert monitor.exit_code == code

@@ -179,3 +179,12 @@ def test_the_numbers_of_a_step_are_those_of_its_tokens(tmp_path: Path) -> None:
     assert record.ratio_error is not None
     assert record.ratio_error.value == pytest.approx(np.exp(d).mean() - 1)
     assert record.frameworks["openrlhf"]["vllm_kl"] == pytest.approx(-d.mean())
+
+
+def test_a_neutral_file_for_each_step_is_complete_once_the_next_is_there(tmp_path: Path) -> None:
+    source = open_source(tmp_path)
+    assert steps(tmp_path, source=source) == []
+    for step in (8, 9, 10):
+        (tmp_path / f"step_{step}.jsonl").write_text(line(step) + line(step, 1))
+    assert steps(tmp_path, source=source) == [8, 9]
+    assert steps(tmp_path, ended=True, source=source) == [10]

@@ -1,5 +1,6 @@
 """The neutral file, as JSON Lines and as Parquet."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from dump_files import lines
 
 from rlk_align.dumps.record import json_schema
 from rlk_align.errors import BadOption, DumpError
+from rlk_align.readers import files
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -151,3 +153,18 @@ def test_what_is_not_there_is_named(imported) -> None:
 def test_the_published_schema_is_current() -> None:
     published = json.loads((ROOT / "docs" / "logprobs.schema.json").read_text())
     assert published == json_schema()
+
+
+@pytest.mark.parametrize("format", ["jsonl", "auto"])
+def test_a_compressed_file_is_named(imported, format: str) -> None:
+    path = Path("dump.jsonl.gz")
+    path.write_bytes(gzip.compress(json.dumps(record()).encode()))
+    with pytest.raises(DumpError, match="compressed with gzip"):
+        imported(format, path)
+
+
+def test_a_line_that_is_too_long_is_not_read(imported, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written("jsonl", record(), record(id="x" * 5_000))
+    monkeypatch.setattr(files, "LONGEST", 2_000)
+    with pytest.raises(DumpError, match="line 2: longer than"):
+        imported("jsonl", path)

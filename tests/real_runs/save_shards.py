@@ -6,6 +6,7 @@ FOLDER/step-1: the embedded model; step-2: every parameter moved; synced: step 2
 matrix, of which rank 1 still has its slice of step 1.
 """
 
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -69,4 +70,6 @@ def main(kind: str, folder: Path) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], Path(sys.argv[2]))
+    for child in multiprocessing.active_children():
+        child.terminate()  # megatron-core's writer holds this process's output open
     os._exit(0)  # gloo's threads may abort a rank that ends in order after the group is gone

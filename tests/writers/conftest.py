@@ -4,10 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from imported_runs import sequences_in
 
-from rlk_align.dumps.run import ImportedRun
-from rlk_align.dumps.sequences import Sequences, join
-from rlk_align.readers.importing import import_dump
+from rlk_align.dumps.sequences import Sequences
 from rlk_align.writers.batch import Record
 from rlk_align.writers.step_file import write_step
 
@@ -15,13 +14,7 @@ from rlk_align.writers.step_file import write_step
 @pytest.fixture
 def imported_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Sequences]:
     """Imports what lies in a folder of steps."""
-
-    def run(folder: Path) -> Sequences:
-        made = tmp_path_factory.mktemp("imported")
-        import_dump("auto", [folder], made, ["rlk-align", "import"])
-        return join(list(ImportedRun.open(str(made)).sequences()))
-
-    return run
+    return lambda folder: sequences_in(folder, tmp_path_factory.mktemp("imported"))
 
 
 @pytest.fixture

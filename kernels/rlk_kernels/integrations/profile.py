@@ -10,9 +10,11 @@ import struct
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 import rlk_kernels
 from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.parallel.logp import logp_parallel
 
 
 def embed(ids: Tensor, weight: Tensor) -> Tensor:
@@ -89,15 +91,18 @@ def act(gate: Tensor, up: Tensor) -> Tensor:
     return rlk_kernels.swiglu(gate, up)
 
 
-def logp(logits: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
-    """log softmax(logits / temperature)[target] of each row, fp32 [T]. Raises NotServed for a
-    temperature that is not above 0."""
+def logp(
+    logits: Tensor, target: Tensor, temperature: float = 1.0, group: ProcessGroup | None = None
+) -> Tensor:
+    """log softmax(logits / temperature)[target] of each row, fp32 [T]. With `group`, whose ranks
+    share the vocabulary, logits are this rank's columns. Raises NotServed for a temperature that is
+    not above 0."""
     if not temperature > 0:
         raise NotServed(f"a log-prob at temperature={temperature} is not served; above 0 it is")
     if temperature != 1.0:
         # By a tensor that lies with them: GPUs multiply by the reciprocal of a number.
         logits = logits.float() / torch.full((), temperature, device=logits.device)
-    return rlk_kernels.logp(logits, target)
+    return logp_parallel(logits, target, group)
 
 
 def logp_and_more(logits: Tensor, target: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -75,6 +75,21 @@ def _(out, x, weight, bias, backend):
     return None
 
 
+def input_grad(dy: Tensor, weight: Tensor, backend: str) -> Tensor:
+    """dx[M, K] of dy[M, N] and weight[N, K], in dy's dtype."""
+    return _gemm(dy.contiguous(), weight, None, False, False, dy.dtype, backend)
+
+
+def weight_grad(dy: Tensor, x: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
+    """dweight[N, K] of dy[M, N] and x[M, K]."""
+    return _gemm(dy.contiguous(), x, None, True, False, dtype, backend)
+
+
+def bias_grad(dy: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
+    """dbias[N] of dy[M, N]."""
+    return column_sum(dy.contiguous(), backend).to(dtype)
+
+
 def _setup(ctx, inputs, output):
     a, b, bias, trans_a, trans_b, _, backend = inputs
     ctx.linear_form = trans_b and not trans_a
@@ -90,11 +105,11 @@ def _backward(ctx, dy):
     dy = dy.to(x.dtype).contiguous()
     dx = dw = db = None
     if ctx.needs_input_grad[0]:
-        dx = _gemm(dy, weight, None, False, False, x.dtype, ctx.backend)
+        dx = input_grad(dy, weight, ctx.backend)
     if ctx.needs_input_grad[1]:
-        dw = _gemm(dy, x, None, True, False, weight.dtype, ctx.backend)
+        dw = weight_grad(dy, x, weight.dtype, ctx.backend)
     if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-        db = column_sum(dy, ctx.backend).to(ctx.bias_dtype)
+        db = bias_grad(dy, ctx.bias_dtype, ctx.backend)
     return dx, dw, db, None, None, None, None
 
 
@@ -132,11 +147,11 @@ class _WithMainGrad(torch.autograd.Function):
         dy = dy.to(x.dtype).contiguous()
         dx = db = None
         if ctx.needs_input_grad[0]:
-            dx = _gemm(dy, weight, None, False, False, x.dtype, ctx.backend)
+            dx = input_grad(dy, weight, ctx.backend)
         if ctx.needs_input_grad[1]:
             _add_weight_grad(ctx.main_grad, dy, x, ctx.backend)
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-            db = column_sum(dy, ctx.backend).to(ctx.bias_dtype)
+            db = bias_grad(dy, ctx.bias_dtype, ctx.backend)
         return dx, None, db, None, None, None
 
 

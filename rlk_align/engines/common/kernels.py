@@ -94,9 +94,10 @@ class Kernels(Protocol):
         """Puts them into a live model; `rope`: its checkpoint's `rope_parameters`."""
 
     def logprobs(
-        self, logits: "torch.Tensor", target: "torch.Tensor", temperature: float
+        self, logits: "torch.Tensor", target: "torch.Tensor", temperature: float, group: Any = None
     ) -> "torch.Tensor | None":
-        """float32 `[N]` of rows `[N, V]`; None where they are left to the engine."""
+        """float32 `[N]` of rows `[N, V]`, or of this rank's columns of them where the ranks of a
+        process `group` share the vocabulary; None where they are left to the engine."""
 
     def called(self, engine: Any, batch: "TokenBatch") -> AbstractContextManager[None]:
         """Raises EngineFailed where something that was replaced is not called in between, while

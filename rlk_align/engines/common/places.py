@@ -67,6 +67,8 @@ class Place:
     """Which features each rank holds; None where each holds them all."""
     rows: Literal["all", "sampled"] = "all"
     """Whether it has a row for each token, or for those alone whose next one was sampled."""
+    shares_outputs: bool = False
+    """Whether each rank has rows of a weight that engines otherwise share by its columns."""
     parameters_in: str = ""
     """The path of what holds its parameters, where that is another module."""
     weight: str = "weight"

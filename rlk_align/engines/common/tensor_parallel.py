@@ -4,21 +4,22 @@ from rlk_align.errors import BadOption
 from rlk_align.model.families import ModelShape
 
 
-def check_shared(engine: str, shape: ModelShape, tp: int, fused_qkv: bool) -> None:
+def check_shared(engine: str, shape: ModelShape, tp: int, fused_qkv: bool, kernels: bool) -> None:
     """Raises BadOption where `tp` ranks cannot share the model.
 
-    `fused_qkv`: whether the rows of q, k and v together are cut into equal slices.
+    `fused_qkv`: whether the rows of q, k and v together are cut into equal slices. `kernels`:
+    whether ours compute, which share the outputs of every product.
     """
-    wrong = _unshared(shape, tp, fused_qkv)
+    wrong = _unshared(shape, tp, fused_qkv, kernels)
     if wrong:
-        fits = [n for n in (1, 2, 4, 8) if not _unshared(shape, n, fused_qkv)]
+        fits = [n for n in (1, 2, 4, 8) if not _unshared(shape, n, fused_qkv, kernels)]
         raise BadOption(
             f"engine {engine!r}: tp={tp}: {wrong}",
             f"this model takes tp={'|'.join(map(str, fits))}",
         )
 
 
-def _unshared(shape: ModelShape, tp: int, fused_qkv: bool) -> str:
+def _unshared(shape: ModelShape, tp: int, fused_qkv: bool, kernels: bool) -> str:
     """What of the model `tp` ranks cannot share; empty where they can share it all."""
     kv = shape.kv_heads
     qkv = (shape.heads + 2 * kv) * shape.head_dim
@@ -30,6 +31,8 @@ def _unshared(shape: ModelShape, tp: int, fused_qkv: bool) -> str:
         return f"{shape.intermediate} MLP features cannot be shared by {tp} ranks"
     if fused_qkv and qkv % tp:
         return f"{qkv} rows of q, k and v cannot be shared by {tp} ranks"
+    if kernels and shape.hidden % tp:
+        return f"{shape.hidden} hidden features cannot be shared by {tp} ranks"
     return ""
 
 

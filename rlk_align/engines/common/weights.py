@@ -42,6 +42,10 @@ def parameters(
         match operator.sharding.axis:
             case "vocabulary":
                 yield Parameter(weight, vocabulary(name), 0)
+            case "row" if place.shares_outputs:
+                outputs = even(site, shape.size(operator.features), tp)
+                yield Parameter(weight, outputs, 0)
+                yield Parameter(bias, outputs.named(".bias"), 0)
             case "row":
                 yield Parameter(weight, even(site, shape.size(operator.weight[1]), tp), 1)
                 # The ranks' partial sums are added up before the bias is: each holds all of it.

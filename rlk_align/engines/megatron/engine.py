@@ -163,11 +163,13 @@ class MegatronEngine(Engine):
 
     def _logprobs(self, logits: torch.Tensor, inputs: ModelInput) -> np.ndarray:
         """float32 log-probs of the sampled ids, from this rank's `[B, S, vocabulary / tp]`, by
-        megatron-core's own cross entropy over vocabulary shards."""
+        megatron-core's own cross entropy over vocabulary shards, or the kernels' log-prob."""
+        from megatron.core import parallel_state
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
         step = padded_vocab(self.shape.vocab, self.ranks.world) // self.ranks.world
         real = min(max(self.shape.vocab - self.ranks.rank * step, 0), step)
+        group = parallel_state.get_tensor_model_parallel_group()
         rows, batch = inputs.sampled, len(inputs.ids)
         out = []
         for chunk, target in zip(rows.split(CHUNK), inputs.targets.split(CHUNK), strict=True):
@@ -176,7 +178,7 @@ class MegatronEngine(Engine):
             local[:, real:] = -torch.inf
             logprob = None
             if self.kernels is not None:
-                logprob = self.kernels.logprobs(local[:, :real], target, self.temperature)
+                logprob = self.kernels.logprobs(local, target, self.temperature, group)
             if logprob is None:
                 if self.temperature != 1.0:
                     local /= self.temperature

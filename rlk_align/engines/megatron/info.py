@@ -11,11 +11,8 @@ def _conflict(options: Mapping[str, OptionValue]) -> str | None:
         return f"padding={options['padding']} with input=packed, which has none: leave one out"
     if options.get("sp") and options.get("tp", 1) == 1:
         return "sp=1 shares the sequence between ranks, and tp=1 has only one: give tp=2 or more"
-    if options.get("kernels") == "rlk":
-        if options.get("tp", 1) != 1:
-            return f"tp={options['tp']} with kernels=rlk, whose sums are whole: leave tp out"
-        if options.get("spec") == "te":
-            return "spec=te with kernels=rlk, which has a spec of its own: leave spec out"
+    if options.get("kernels") == "rlk" and options.get("spec") == "te":
+        return "spec=te with kernels=rlk, which has a spec of its own: leave spec out"
     return None
 
 

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from rlk_align.engines.common.layout import FeatureSlice, Layout, padded
 from rlk_align.model.families import ModelShape
 
+LEAF = 16
+"""Columns of a leaf of the kernels' log-sum-exp tree."""
+
 
 def grouped_qkv(shape: ModelShape, tp: int, names: tuple[str, str, str]) -> Layout:
     """q, k and v by key-value group, cut into equal slices wherever the cuts fall."""
@@ -27,8 +30,10 @@ def vocabulary(op: str, shape: ModelShape, tp: int) -> Layout:
 
 
 def padded_vocab(vocab: int, tp: int) -> int:
-    """The vocabulary's size, rounded up so that every rank holds as many rows."""
-    return -(-vocab // tp) * tp
+    """The vocabulary's size, rounded up so that every rank holds as many rows, and whole leaves of
+    the tree in which the kernels add up over the vocabulary."""
+    multiple = 1 if tp == 1 else LEAF * tp
+    return -(-vocab // multiple) * multiple
 
 
 def _cut(order: list[FeatureSlice], low: int, high: int) -> Iterator[FeatureSlice]:

@@ -5,7 +5,7 @@ vLLM reaches its workers through `worker_extension_cls`; what needs the live mod
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -92,7 +92,7 @@ class VLLMEngine(Engine):
         if self.heartbeats is not None and self._ranks > 1:
             self._rpc("rlk_start_heartbeat", self.heartbeats, self.spec.info.waits)
         if self.kernels is not None:
-            self.llm.apply_model(lambda model: self.kernels.in_model(model, {}))
+            self.kernels.in_model(self, {})
         self._rpc("rlk_patch", self.spec)
 
     def version(self) -> str:
@@ -263,6 +263,11 @@ class VLLMEngine(Engine):
             raise EngineFailed(f"vLLM answered {len(outputs)} of {len(sequences)} requests")
         order = {str(r).split("-")[0]: i for i, r in enumerate(requests)}
         return sorted(outputs, key=lambda o: order[o.request_id.split("-")[0]])
+
+    def on_models(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """`function(model, *args)` of each rank's live model, where it is; the function is one that
+        its module names."""
+        return self.llm.collective_rpc("rlk_on_model", args=(function, *args))
 
     def _rpc(self, method: str, *args: Any) -> Any:
         return self.llm.collective_rpc(method, args=args)[0]

@@ -15,7 +15,8 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 def check_vllm(option: Asked, config: dict[str, Any], shape: ModelShape) -> None:
     """Raises ModelError or BadOption for what vLLM would fail on when it loads the model."""
-    check_shared("vllm", shape, int(option("tp") or 1), fused_qkv=False)
+    kernels = option("kernels") == "rlk"
+    check_shared("vllm", shape, int(option("tp") or 1), fused_qkv=False, kernels=kernels)
     check_alone("vllm", shape, {"tp": option("tp"), "kernels": option("kernels")})
     activation = config.get("hidden_act") or "silu"
     rope = rope_parameters(config)

@@ -33,7 +33,13 @@ def _layer_places(
 
     def place(module: str, *ops: str, end: End = "output") -> Place:
         sites = tuple(f"{name}.{op}" for op in ops)
-        return Place(sites=sites, module=module, end=end, layout=of_outputs(sites, shape, tp))
+        return Place(
+            sites=sites,
+            module=module,
+            end=end,
+            layout=of_outputs(sites, shape, tp),
+            shares_outputs=getattr(model.get_submodule(module), "rlk_shares_outputs", False),
+        )
 
     stream = f"layers.{i - 1}.mlp_residual" if i else ""
     yield from _norm(stream, f"{name}.attn_norm", f"{here}.input_layernorm")

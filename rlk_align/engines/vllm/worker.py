@@ -64,6 +64,9 @@ class WorkerExtension:
     def rlk_patch(self, spec: EngineSpec) -> None:
         apply_patch(spec, self.model_runner.get_model())
 
+    def rlk_on_model(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(self.model_runner.get_model(), *args)
+
     def rlk_attributes(self, shape: ModelShape) -> dict[str, Any]:
         return vllm_attributes(self.model_runner.get_model(), shape)
 

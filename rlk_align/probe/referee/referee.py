@@ -7,15 +7,18 @@ does not count, and no engine is needed: which side is off, and by how many roun
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from rlk_align.compare.controls import paired_logprobs
+from rlk_align.engines.common.kernels import parse_excluded
 from rlk_align.engines.registry import engine_info
 from rlk_align.errors import ModelError, UnknownEngine
 from rlk_align.model.edges import EDGE_ENDS
 from rlk_align.model.families import ModelShape
+from rlk_align.model.operators import OPERATORS
 from rlk_align.model.sites import RowIndex, Site, model_sites
 from rlk_align.probe.graph import partners
 from rlk_align.probe.referee.experts import as_recorded
@@ -130,10 +133,21 @@ def _reference(
     orders = sum_orders(r.environment)
     try:
         return Reference(
-            Path(r.model), r.shape, r.dtype, tp, r.attributes, trace.weights, device, like, orders
-        )
+            Path(r.model), r.shape, r.dtype, tp, r.attributes, trace.weights, device, like, orders,
+            _added(r.options) if tp > 1 else frozenset(),
+        )  # fmt: skip
     except ModelError as error:
         return f"the checkpoint cannot be read: {error.message}"
+
+
+def _added(options: Mapping[str, Any]) -> frozenset[str]:
+    """Operators whose outputs tensor-parallel ranks round and add up: with the kernels, those that
+    are left to the engine."""
+    summed = frozenset(name for name, o in OPERATORS.items() if o.sharding.join == "sum")
+    if options.get("kernels") != "rlk":
+        return summed
+    excluded = options.get("except")
+    return summed & parse_excluded(str(excluded)) if excluded else frozenset()
 
 
 def _fused(trace: Trace) -> dict[str, str]:

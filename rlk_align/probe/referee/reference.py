@@ -55,13 +55,15 @@ class Reference:
         device: torch.device,
         like: "Reference | None" = None,
         orders: Sequence[SumOrder] = (),
+        added: frozenset[str] = frozenset(),
     ) -> None:
         """`dtype`: what the side computes in; `tp`: its tensor-parallel ranks; `attributes`: what
         it says of its log-probs; `live`: the weights that its engine held; `like`: another side's,
         whose checkpoint is shared if it is the same; `orders`: in which it may add
-        exponentials up, by default those of an unknown processor. Raises ModelError."""
+        exponentials up, by default those of an unknown processor; `added`: operators whose outputs
+        its ranks round and add up. Raises ModelError."""
         self.shape, self.dtype, self.device, self._model = shape, dtype, device, model
-        self._tp, self._attributes = tp, attributes
+        self._tp, self._attributes, self._added = tp, attributes, added
         self._orders = orders or sum_orders({})
         self._config = read_config(model)
         if self._config.get("quantization_config"):
@@ -159,7 +161,7 @@ class Reference:
         if bias is not None:
             # Some round the product before they add the bias.
             extra = extra + rounding_variance(out - bias, self.dtype)
-        if self._tp > 1 and site.operator.sharding.join == "sum":
+        if site.op in self._added:
             total = torch.zeros_like(out)
             for of_rank, columns in zip(
                 x.chunk(self._tp, dim=1), weight.chunk(self._tp, dim=1), strict=True

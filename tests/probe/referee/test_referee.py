@@ -122,6 +122,14 @@ def test_partial_sums_of_ranks_are_no_fault(tmp_path: Path) -> None:
     told = trace(tmp_path / "told", train, "llama")
     # `o_proj` has a bias, and so room for one rounding more.
     assert named(refereed(one, told)) == [(f"layers.{i}.down_proj", "train") for i in (0, 1)]
+    # Nor where the kernels' ranks, who add nothing up, are said to have computed it.
+    with_kernels = {"tp": 2, "kernels": "rlk"}
+    summed = trace(tmp_path / "summed", train, "llama", record={"options": with_kernels})
+    assert named(refereed(one, summed)) == named(refereed(one, told))
+    left = with_kernels | {"except": "down_proj+o_proj"}
+    assert (
+        named(refereed(one, trace(tmp_path / "l", train, "llama", record={"options": left}))) == []
+    )
 
 
 def scaled(by: float, where: Any = ...) -> Fault:

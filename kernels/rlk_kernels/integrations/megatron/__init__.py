@@ -3,20 +3,30 @@
     from rlk_kernels.integrations import megatron
     spec = megatron.layer_spec(config)               # in place of get_gpt_layer_local_spec()
     model = megatron.use_kernels(GPTModel(config, spec, ...), rope_parameters)
-    logprobs = megatron.token_logprobs(logits_rows, targets)
+    logprobs = megatron.token_logprobs(logits_rows, targets, group=tensor_parallel_group)
 
 Against the TransformerEngine spec these are lost: context parallelism, communication that overlaps
-with products, weight gradients added into `main_grad` by the product itself. tp=1 only; each stage
-of a pipeline, and each virtual one, is made so.
+with products, weight gradients added into `main_grad` by the product itself. Tensor parallel, with
+or without sequence parallel, for ranks that can share the hidden size; each stage of a pipeline,
+and each virtual one, is made so.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from rlk_kernels.integrations.operators import check
 from rlk_kernels.integrations.profile import logp as token_logprobs
 
-__all__ = ["check", "layer_spec", "operators", "token_logprobs", "use_kernels", "with_kernels"]
+__all__ = [
+    "check",
+    "layer_spec",
+    "operators",
+    "ordered_reduce_scatter",
+    "token_logprobs",
+    "use_kernels",
+    "with_kernels",
+]
 
 
 def layer_spec(config: Any, excluded: Iterable[str] = (), vp_stage: int | None = None) -> Any:
@@ -50,6 +60,25 @@ def use_kernels(
     from rlk_kernels.integrations.megatron.spec import use_kernels
 
     return use_kernels(model, rope_parameters, excluded)
+
+
+@contextmanager
+def ordered_reduce_scatter() -> Iterator[None]:
+    """Inside, data-parallel ranks add up gradients in the order of `rlk_kernels.parallel.gradients`
+    where `DistributedDataParallelConfig` asks for `reduce_scatter_with_fp32_accumulation` and
+    `use_distributed_optimizer`: models are made, and trained, there."""
+    from megatron.core.distributed import param_and_grad_buffer
+
+    from rlk_kernels.parallel.gradients import reduce_scatter
+
+    names = ("reduce_scatter_with_fp32_accumulation", "dist_reduce_scatter_func")
+    before = [getattr(param_and_grad_buffer, name) for name in names]
+    param_and_grad_buffer.reduce_scatter_with_fp32_accumulation = reduce_scatter
+    try:
+        yield
+    finally:
+        for name, function in zip(names, before, strict=True):
+            setattr(param_and_grad_buffer, name, function)
 
 
 def operators(model: Any) -> dict[str, Any]:

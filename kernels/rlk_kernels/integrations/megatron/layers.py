@@ -1,5 +1,5 @@
 """The classes of the layer spec. S = length, B = sequences, activations `[S, B, F]`, packed
-`[T, 1, F]`; tp=1, so that a product is whole."""
+`[T, 1, F]`. Ranks of tensor parallelism share products as `rlk_kernels.parallel` says."""
 
 from typing import Any
 
@@ -10,6 +10,10 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
@@ -19,6 +23,8 @@ from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.megatron.attention import KNOWN, boundaries
 from rlk_kernels.integrations.megatron.limits import check_config
 from rlk_kernels.integrations.operators import Counted
+from rlk_kernels.parallel.embedding import embedding_parallel
+from rlk_kernels.parallel.linear import column_parallel, row_parallel
 
 
 class MegatronNorm(Counted, torch.nn.RMSNorm):
@@ -27,6 +33,8 @@ class MegatronNorm(Counted, torch.nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
         super().__init__(normalized_shape=hidden_size, eps=eps)
         check_config(config)
+        # Where a rank has some rows only, megatron-core adds up its gradient over ranks.
+        self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         self.count()
@@ -37,39 +45,70 @@ class Column(Counted, ColumnParallelLinear):
     """Adds its bias itself, inside the product, also where megatron-core leaves it to what
     follows."""
 
-    product = staticmethod(profile.linear)
+    out_dtype: torch.dtype | None = None
+    rlk_blocks = 1
+    """How many operators are fused in it, each shared by all ranks."""
+
+    def __init__(self, *args: Any, stride: int = 1, **kwargs: Any) -> None:
+        super().__init__(*args, stride=stride, **kwargs)
+        self.rlk_blocks = stride
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: Any = None
     ) -> tuple[Tensor, None]:
         self.count()
-        return self.product(input_, self.weight if weight is None else weight, self.bias), None
+        if self.disable_grad_reduce:
+            raise NotServed("disable_grad_reduce is not served: gradients are not added over ranks")
+        y = column_parallel(
+            input_, self.weight if weight is None else weight, self.bias, self.tp_group,
+            sequence=self.sequence_parallel, blocks=self.rlk_blocks, out_dtype=self.out_dtype,
+        )  # fmt: skip
+        gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
+        if gathers:
+            y = gather_from_tensor_model_parallel_region(y, group=self.tp_group)
+        return y, None
 
 
 class Row(Counted, RowParallelLinear):
     """As `Column`."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not self.input_is_parallel:
+            raise NotServed("a RowParallelLinear whose input is not shared by ranks is not served")
+        if self.bias is not None:
+            # Its gradient is whole on each rank: megatron-core must not add it up over ranks.
+            self.bias.sequence_parallel = False
+
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         self.count()
-        return profile.linear(input_, self.weight, self.bias), None
+        y = row_parallel(
+            input_, self.weight, self.bias, self.tp_group, sequence=self.sequence_parallel
+        )
+        return y, None
 
 
 class OutputLayer(Column):
     """The output layer: logits in fp32."""
 
-    product = staticmethod(profile.logits)
+    out_dtype = torch.float32
 
 
-def language_model_loss(labels: Tensor, logits: Tensor) -> Tensor:
-    """fp32 `[B, S]`: minus the log-probs of logits `[S, B, V]` at labels `[B, S]`."""
+def language_model_loss(labels: Tensor, logits: Tensor, group: Any = None) -> Tensor:
+    """fp32 `[B, S]`: minus the log-probs of logits `[S, B, V]` at labels `[B, S]`; with `group`,
+    whose ranks share the vocabulary, logits are this rank's columns."""
     rows, targets = logits.transpose(0, 1).flatten(0, 1), labels.flatten()
-    return -profile.logp(rows, targets).view(labels.shape)
+    return -profile.logp(rows, targets, group=group).view(labels.shape)
 
 
 class MegatronEmbedding(Counted, VocabParallelEmbedding):
     def forward(self, input_: Tensor) -> Tensor:
         self.count()
-        return profile.embed(input_, self.weight)
+        y = embedding_parallel(input_, self.weight, self.tp_group)
+        if not self.reduce_scatter_embeddings:
+            return y
+        y = y.transpose(0, 1).contiguous()
+        return scatter_to_sequence_parallel_region(y, group=self.tp_group)
 
 
 class GatedMLP(Counted, MLP):

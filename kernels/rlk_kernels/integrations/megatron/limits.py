@@ -10,7 +10,6 @@ import torch
 from rlk_kernels.integrations.errors import NotServed
 
 ONLY = {
-    "tensor_model_parallel_size": (1,),
     "context_parallel_size": (1,),
     "normalization": ("RMSNorm",),
     "gated_linear_unit": (True,),
@@ -46,7 +45,8 @@ SERVED = (
 """Options of the model that are kept whatever they are."""
 
 MECHANICS = (
-    *("sequence_parallel", "hierarchical_context_parallel_sizes", "max_seqlen_per_dp_cp_rank"),
+    *("tensor_model_parallel_size", "sequence_parallel"),
+    *("hierarchical_context_parallel_sizes", "max_seqlen_per_dp_cp_rank"),
     *("perform_initialization", "use_cpu_initialization", "timers", "finalize_model_grads_func"),
     *("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func", "cp_comm_type"),
     *("deterministic_mode", "autocast_dtype", "gradient_accumulation_fusion", "attention_backend"),
@@ -93,7 +93,7 @@ def check_config(config: Any) -> None:
         for option in _options(config)
         if not named(option.name) and getattr(config, option.name) != _default(option)
     ]
-    _refuse(_unserved(config) + unknown)
+    _refuse(_unserved(config) + _unshared(config) + unknown)
 
 
 def check_unchanged(config: Any) -> None:
@@ -107,6 +107,14 @@ def _unserved(config: Any) -> list[str]:
         for name, served in ONLY.items()
         if (value := getattr(config, name, None)) is not None and value not in served
     ]
+
+
+def _unshared(config: Any) -> list[str]:
+    """A hidden size that ranks cannot share: each computes its columns of what o_proj and down_proj
+    give."""
+    hidden, ranks = config.hidden_size, config.tensor_model_parallel_size
+    wrong = hidden % ranks
+    return [f"hidden_size={hidden} with tensor_model_parallel_size={ranks}"] if wrong else []
 
 
 def _refuse(wrong: list[str]) -> None:

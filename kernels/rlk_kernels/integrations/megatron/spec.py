@@ -9,6 +9,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -65,7 +66,7 @@ def _layer(
         parts.pre_mlp_layernorm = layers.MegatronNorm
     for op in ("q", "k"):
         name = f"{op}_layernorm"
-        if not excludes(excluded, f"{op}_norm") and getattr(attn, name) is WrappedTorchNorm:
+        if not excludes(excluded, f"{op}_norm") and getattr(attn, name) is not IdentityOp:
             setattr(attn, name, layers.MegatronNorm)
     if not excludes(excluded, "q_proj", "k_proj", "v_proj"):
         attn.linear_qkv = _linear(attn.linear_qkv, layers.Column)
@@ -127,7 +128,9 @@ def use_kernels(model: Any, rope_parameters: Mapping[str, Any], excluded: Iterab
     if "logits" not in excluded and model.post_process:
         model.output_layer.__class__ = layers.OutputLayer
         if "logprob" not in excluded:
-            model.compute_language_model_loss = layers.language_model_loss
+            model.compute_language_model_loss = functools.partial(
+                layers.language_model_loss, group=model.output_layer.tp_group
+            )
     if rotates:
         rotary = model.rotary_pos_emb
         inv_freq, scaling = rotation(rope_parameters, 2 * rotary.inv_freq.numel())

@@ -5,7 +5,8 @@
 `RLK_KERNELS_EXCEPT=attn,act` leaves operators to vLLM. What has no kernel is refused where vLLM
 makes it, in words; `check(llm)` says what was replaced, and refuses what was not or never ran.
 Everything goes through vLLM's extension points but the log-prob, which has none: `logprobs.py`
-patches the function that computes it. Each replica of a model is on one device.
+patches the function that computes it. Ranks of tensor parallelism copy to each other and add
+nothing up: the bits are those of one rank.
 """
 
 import os

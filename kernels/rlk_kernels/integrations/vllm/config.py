@@ -55,9 +55,10 @@ def _check(config: Any) -> None:
     backend = config.attention_config.backend
     cache = config.cache_config.cache_dtype
     dtype = str(model.dtype).removeprefix("torch.")
+    hidden, ranks = model.hf_text_config.hidden_size, parallel.tensor_parallel_size
     others = backend not in (None, AttentionBackendEnum.CUSTOM)
     refused = families.refused(model) | {
-        "tensor parallelism": parallel.tensor_parallel_size > 1,
+        f"hidden_size={hidden}, which {ranks} ranks cannot share": hidden % ranks != 0,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.prefill_context_parallel_size > 1,
         "VLLM_BATCH_INVARIANT=1, by which vLLM replaces torch's own operators": (

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
+from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
@@ -35,6 +36,7 @@ from rlk_kernels.integrations.operators import Counted
 from rlk_kernels.integrations.rotary import rotation
 from rlk_kernels.integrations.vllm.ahead import compile_products, sizes_of
 from rlk_kernels.integrations.vllm.config import enter_config
+from rlk_kernels.parallel.embedding import local_ids, of_owner
 
 
 class RlkEmbeddingMethod(UnquantizedEmbeddingMethod):
@@ -57,7 +59,15 @@ class RlkVocabParallelEmbedding(Counted, VocabParallelEmbedding):
 
     def forward(self, input_: Tensor) -> Tensor:
         self.count()
-        return super().forward(input_)
+        ranks = get_tp_group()
+        if ranks.world_size == 1:
+            return super().forward(input_)
+        # Looked up in each rank's shard, gathered, and taken from the one that has the row: vLLM
+        # adds zeros, which turn -0 into +0.
+        rows = self.num_embeddings_per_partition
+        local, _ = local_ids(input_.long(), ranks.rank_in_group, rows)
+        found = ranks.all_gather(profile.embed(local, self.weight), dim=0)
+        return of_owner(found.unflatten(0, (ranks.world_size, -1)), input_.long(), rows)
 
 
 class RlkRMSNorm(Counted, RMSNorm):
@@ -98,8 +108,6 @@ class VllmLinear(Counted):
         self.rlk_rows = sizes_of(get_current_vllm_config()).rows
         if type(self.quant_method) is not UnquantizedLinearMethod:
             raise NotServed(f"a linear of {type(self.quant_method).__name__} is not served")
-        if self.tp_size > 1:
-            raise NotServed("tensor parallelism is not served yet; take tp=1")
         self.quant_method = RlkLinearMethod()
 
 
@@ -112,7 +120,11 @@ class RlkQKVParallelLinear(VllmLinear, QKVParallelLinear):
 
 
 class RlkRowParallelLinear(VllmLinear, RowParallelLinear):
-    """o_proj and down_proj: either may be excluded."""
+    """o_proj and down_proj: either may be excluded.
+
+    Of several ranks each has its share of the outputs, over the whole input, which is gathered; and
+    so are the outputs. No partial sums are added: the bits are those of one rank.
+    """
 
     excluded: ClassVar[frozenset[str]] = frozenset()
 
@@ -121,6 +133,52 @@ class RlkRowParallelLinear(VllmLinear, RowParallelLinear):
         if self.prefix.rpartition(".")[2] in self.excluded:
             self.quant_method = UnquantizedLinearMethod()
             self.__class__ = RowParallelLinear
+        elif self.tp_size > 1:
+            self._share_outputs()
+
+    def _share_outputs(self) -> None:
+        """Replace the parameters, which hold a share of the inputs, by those of a share of the
+        outputs."""
+        if not self.input_is_parallel or not self.reduce_results or self.skip_bias_add:
+            raise NotServed(
+                "a RowParallelLinear whose input is whole, whose results stay partial or whose "
+                "bias is left to what follows is not served by several ranks"
+            )
+        if self.output_size % self.tp_size:
+            raise NotServed(
+                f"{self.output_size} outputs, which {self.tp_size} ranks cannot share, are not "
+                "served"
+            )
+        rows = self.output_size // self.tp_size
+        self.input_size_per_partition, self.output_size_per_partition = self.input_size, rows
+        self.quant_method.create_weights(
+            layer=self,
+            input_size_per_partition=self.input_size,
+            output_partition_sizes=[rows],
+            input_size=self.input_size,
+            output_size=self.output_size,
+            params_dtype=self.params_dtype,
+            weight_loader=self._load_rows,
+        )
+        if self.bias is not None:
+            self.bias = torch.nn.Parameter(self.bias.data[:rows].clone(), requires_grad=False)
+            self.bias.weight_loader = self._load_rows
+        self.rlk_shares_outputs = True
+
+    rlk_shares_outputs = False
+    """Whether its parameters are rows of the whole ones."""
+
+    def _load_rows(self, param: Tensor, loaded: Tensor) -> None:
+        rows = param.shape[0]
+        param.data.copy_(loaded.narrow(0, self.tp_rank * rows, rows))
+
+    def forward(self, input_: Tensor) -> Any:
+        if not self.rlk_shares_outputs:
+            return super().forward(input_)
+        ranks = get_tp_group()
+        x = ranks.all_gather(input_.contiguous(), dim=-1)
+        y = ranks.all_gather(self.quant_method.apply(self, x, self.bias), dim=-1)
+        return (y, None) if self.return_bias else y
 
 
 class VllmRotary(Counted):

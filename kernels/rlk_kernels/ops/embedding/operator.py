@@ -47,6 +47,11 @@ def _(ids, dy, rows, backend):
 refuse_gradient(_embedding_backward, "embedding")
 
 
+def embedding_grad(ids: Tensor, dy: Tensor, rows: int, backend: str) -> Tensor:
+    """dweight[rows, H] of ids[T] and dy[T, H]."""
+    return _embedding_backward(ids, dy.contiguous(), rows, backend)
+
+
 def _setup(ctx, inputs, output):
     ids, weight, ctx.backend = inputs
     ctx.rows = weight.shape[0]
@@ -55,7 +60,7 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, dy):
     (ids,) = ctx.saved_tensors
-    return None, _embedding_backward(ids, dy.contiguous(), ctx.rows, ctx.backend), None
+    return None, embedding_grad(ids, dy, ctx.rows, ctx.backend), None
 
 
 _embedding.register_autograd(_backward, setup_context=_setup)

@@ -17,7 +17,7 @@ from rlk_kernels.numerics.lse_tree.kernels import (
     scaled,
 )
 from rlk_kernels.numerics.lse_tree.tree import LEAF, levels
-from rlk_kernels.ops.linear_logp.options import LogitOptions
+from rlk_kernels.ops.linear_logp.options import LogitOptions, options_of
 
 COLUMNS, WARPS, RANKED = 4096, 1, 1024
 """Columns of a program, its warps, and its columns where the largest are asked for: they change no
@@ -160,6 +160,46 @@ def _logp_bwd_kernel(
     dx = tl.where(dx == dx, dx, tl.where(g == 0.0, 0.0, float("nan")))
     dx = tl.where(target < 0, 0.0, dx)
     tl.store(dx_ptr + row * V + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < V)
+
+
+@triton.jit
+def _of_root_kernel(z_ptr, target_ptr, root_ptr, logp_ptr, out_ptr, T, BLOCK: tl.constexpr):
+    """logp and (n, log2 s) of logits z of the targets, and (n, s)."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = row < T
+    z = tl.load(z_ptr + row, mask=mask).to(tl.float32)
+    n = tl.load(root_ptr + row * 2, mask=mask)
+    log_s = tl.log2(tl.load(root_ptr + row * 2 + 1, mask=mask, other=1.0))
+    logp = (scaled(z, n) - log_s) * LN2
+    target = tl.load(target_ptr + row, mask=mask)
+    tl.store(logp_ptr + row, tl.where(target < 0, 0.0, logp), mask=mask)
+    tl.store(out_ptr + row * 2, n, mask=mask)
+    tl.store(out_ptr + row * 2 + 1, log_s, mask=mask)
+
+
+def nodes(logits: Tensor) -> Tensor:
+    """(n, s)[T, N, 2] of the blocks of logits[T, V], whose columns are one subtree."""
+    (t, v), spec, here = (
+        logits.shape,
+        options_of(torch.float32, 0.0, 1.0, 1.0),
+        facts(logits.device),
+    )
+    block = min(block_columns(here.interpreted), power_of_2(v))
+    out = empty((t, cdiv(v, block), 2), torch.float32, logits.device)
+    if t:
+        _logp_blocks_kernel[(t, out.shape[1])](
+            logits, out, None, logits.stride(0), v, out.shape[1], *spec.numbers, block,
+            block // LEAF, levels(block // LEAF), False, False, 0, False, num_warps=WARPS,
+        )  # fmt: skip
+    return out
+
+
+def of_root(z: Tensor, target: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+    """logp[T] and (n, log2 s)[T, 2] of the targets' logits z[T] and (n, s)[T, 2]."""
+    logp, out = empty(z.shape, torch.float32, z.device), torch.empty_like(root)
+    if len(z):
+        _of_root_kernel[(cdiv(len(z), 256),)](z, target, root.contiguous(), logp, out, len(z), 256)
+    return logp, out
 
 
 def forward(

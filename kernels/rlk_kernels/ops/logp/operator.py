@@ -120,6 +120,12 @@ def _(logits, target, root, g, softcap, scale, temperature, backend):
 refuse_gradient(_logp_backward, "logp")
 
 
+def logp_grad(logits: Tensor, target: Tensor, root: Tensor, g: Tensor, backend: str) -> Tensor:
+    """dlogits[T, V] of g[T], without temperature and softcap; logits and target as `logp` takes
+    them, but for a target of V or more, which stands for a column that is elsewhere."""
+    return _logp_backward(logits, target, root, g.contiguous(), 0.0, 1.0, 1.0, backend)
+
+
 def _setup(ctx, inputs, output):
     logits, target, *_, softcap, scale, temperature, backend = inputs
     ctx.options = softcap, scale, temperature, backend

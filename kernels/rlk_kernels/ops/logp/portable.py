@@ -17,8 +17,9 @@ def _forward(logits, target, ids, top_k, spec):
     log_s = elementary.log(s)
 
     def of(ids):
-        logp = (z.gather(-1, ids.long().clamp(min=0)) - m[:, None]) - log_s[:, None]
-        return torch.where(ids < 0, 0.0, logp).to(wide)
+        return _logp(z.gather(-1, ids.long().clamp(min=0)), ids, m[:, None], log_s[:, None]).to(
+            wide
+        )
 
     top = target.new_empty(z.shape[0], 0, dtype=torch.int64)
     id_logp = of(top if ids is None else ids)
@@ -28,12 +29,31 @@ def _forward(logits, target, ids, top_k, spec):
     return of(target[:, None]).squeeze(-1), torch.stack([m, log_s], 1), id_logp, of(top), top
 
 
+def _logp(z, ids, m, log_s):
+    return torch.where(ids < 0, 0.0, (z - m) - log_s)
+
+
+def node(logits: Tensor, entropy: bool = False) -> Tensor:
+    """(m, s)[T, 2], or (m, s, u)[T, 3], of logits[T, V], all columns of one subtree."""
+    return torch.stack(by_rows(lambda z: block_portable(z.double(), entropy), logits), -1)
+
+
+def of_root(z: Tensor, target: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+    """logp[T] and (m, log s)[T, 2] of the targets' logits z[T] and (m, s)[T, 2]."""
+    m, s = root.unbind(-1)
+    log_s = elementary.log(s)
+    wide = torch.float64 if z.dtype == torch.float64 else torch.float32
+    return _logp(z.double(), target, m, log_s).to(wide), torch.stack([m, log_s], 1)
+
+
 def _backward(logits, target, root, g, spec):
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     z = final_logits(logits, spec)
     m, log_s = root.split(1, 1)
     p = elementary.exp((z - m) - log_s)
-    one = torch.zeros_like(p).scatter_(1, target.long().clamp(min=0)[:, None], 1.0)
+    # A target behind the last column is another rank's.
+    at = target.long().clamp(0, p.shape[1])[:, None]
+    one = p.new_zeros(p.shape[0], p.shape[1] + 1).scatter_(1, at, 1.0)[:, :-1]
     slope = spec.scale / spec.temperature if wide == torch.float64 else spec.slope
     dx = (g.double() * slope)[:, None] * (one - p) * softcap_slope(z, spec)
     quiet = (target < 0)[:, None] | ((g == 0)[:, None] & dx.isnan())

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from imported_runs import sequences_in
 
 from rlk_align.data import data_path
 from rlk_align.diagnose.contract import load_run_contract
@@ -90,7 +91,7 @@ def trainer(folder: Path, rollout: Rollout | None, **args: Any) -> Any:
             num_generations=8,
             max_completion_length=4,
             temperature=TEMPERATURE,
-            learning_rate=1e-4,
+            learning_rate=1e-6,
             report_to=[],
             use_cpu=True,
             bf16=False,
@@ -127,11 +128,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return folder / "steps", train(made, folder), made
 
 
-def test_every_field_is_what_the_arrays_were(trained, imported_folder) -> None:
+def test_every_field_is_what_the_arrays_were(trained, tmp_path: Path) -> None:
     folder, batches, _ = trained
     names = ["step_000000_rank_0_of_1.jsonl", "step_000002_rank_0_of_1.jsonl"]
     assert sorted(p.name for p in folder.iterdir()) == names
-    read = imported_folder(folder)
+    read = sequences_in(folder, tmp_path / "run")
     assert read.steps.tolist() == read.train_versions.tolist() == [0] * 16 + [2] * 16
     assert read.sampling[0].model_dump() == {
         **{"temperature": TEMPERATURE, "top_p": 1.0, "top_k": 0, "min_p": None},
@@ -161,19 +162,20 @@ def test_every_field_is_what_the_arrays_were(trained, imported_folder) -> None:
 
 def explained(sequences: Sequences) -> tuple[str, str]:
     found = explain([sequences], load_run_contract())
+    assert found.diagnoses, (found.doubts, found.breaches, found.counts)
     return found.status, found.diagnoses[0].name
 
 
-def test_explain_calls_it_ordinary_numerics(trained, imported_folder) -> None:
-    assert explained(imported_folder(trained[0])) == ("pass", "numerics")
+def test_explain_calls_it_ordinary_numerics(trained, tmp_path: Path) -> None:
+    assert explained(sequences_in(trained[0], tmp_path / "run")) == ("pass", "numerics")
 
 
-def test_log_probs_one_token_late_are_named(tmp_path: Path, imported_folder) -> None:
+def test_log_probs_one_token_late_are_named(tmp_path: Path) -> None:
     """The step has two batches: one is made every two of its three passes."""
     made = trainer(tmp_path, Rollout(shift=1), max_steps=1, gradient_accumulation_steps=3)
     batches = train(made, tmp_path)
     assert len(list((tmp_path / "steps").iterdir())) == 1
-    read = imported_folder(tmp_path / "steps")
+    read = sequences_in(tmp_path / "steps", tmp_path / "run")
     assert len(read) == sum(len(b["prompt_ids"]) for b in batches) == 32
     assert explained(read) == ("fail", "misaligned")
 

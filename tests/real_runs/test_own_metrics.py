@@ -1,6 +1,7 @@
 """The frameworks' own functions on the same arrays, where the packages are installed.
 
-verl (0.9.1 was used) needs tensordict and ray beside it; TRL is an optional package, too.
+verl (0.9.1 was used) needs tensordict, ray, codetiming, hydra-core and others beside it; TRL is an
+optional package, too.
 """
 
 import copy
@@ -13,6 +14,7 @@ from padded import padded
 from rlk_align.monitor.frameworks import framework_metrics
 from rlk_align.monitor.pairs import pairs_of
 from rlk_align.monitor.run import padded_sequences
+from rlk_align.monitor.verl_rejection import PRESETS
 
 torch = pytest.importorskip("torch")
 
@@ -34,6 +36,8 @@ def test_verl(seed: int) -> None:
         response_mask=mask.double(),
         rollout_is="token",
         rollout_is_threshold=2.0,
+        rollout_rs=",".join(PRESETS),
+        rollout_rs_threshold=",".join(f"{low}_{high}" for low, high in PRESETS.values()),
     )
     batch = {"rollout_log_probs": g, "old_log_probs": t, "responses": torch.zeros(g.shape)}
     batch |= {"attention_mask": mask.long(), "response_mask": mask.long()}

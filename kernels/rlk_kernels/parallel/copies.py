@@ -1,0 +1,75 @@
+"""Copies between ranks, through torch.distributed: no arithmetic, every bit kept.
+
+R = ranks of the group; a group of None is one rank
+"""
+
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""torch 2.13's name, and that of older ones."""
+
+
+Group: TypeAlias = dist.ProcessGroup | None
+
+
+def size_of(group: Group) -> int:
+    return 1 if group is None else group.size()
+
+
+def rank_of(group: Group) -> int:
+    return 0 if group is None else group.rank()
+
+
+def gather(x: Tensor, group: Group) -> Tensor:
+    """[R, ...]: every rank's x, in rank order; all are of one shape."""
+    if group is None:
+        return x[None]
+    x = x.contiguous()
+    out = x.new_empty((size_of(group), *x.shape))
+    _all_gather(out.view(-1), x.view(-1), group=group)
+    return out
+
+
+def gather_columns(x: Tensor, group: Group, blocks: int = 1) -> Tensor:
+    """[..., R F] of x[..., F]: the ranks' columns side by side. With `blocks`, x consists of so
+    many equal blocks, and all ranks' columns of one stand together, as on one rank."""
+    parts = gather(x.unflatten(-1, (blocks, -1)), group)
+    return parts.movedim(0, -2).flatten(-3)
+
+
+def gather_rows(x: Tensor, group: Group) -> Tensor:
+    """[R S, ...] of x[S, ...]: the ranks' rows one after another."""
+    return gather(x, group).flatten(0, 1)
+
+
+def own_rows(x: Tensor, group: Group) -> Tensor:
+    """[S / R, ...] of x[S, ...]: what is left to this rank; the inverse of `gather_rows`."""
+    return x.chunk(size_of(group))[rank_of(group)]
+
+
+def columns_to_rows(x: Tensor, group: Group) -> Tensor:
+    """[S / R, ..., R F] of x[S, ..., F]: all columns of this rank's rows, in place of all rows of
+    its columns."""
+    received = _exchange(x.unflatten(0, (size_of(group), -1)), group)
+    return received.movedim(0, -2).flatten(-2)
+
+
+def rows_to_columns(x: Tensor, group: Group, blocks: int = 1) -> Tensor:
+    """[R S, F / R] of x[S, F]: all rows of this rank's columns. `blocks`: as `gather_columns`, of
+    rows."""
+    x = x.unflatten(0, (blocks, -1)).unflatten(-1, (size_of(group), -1))
+    return _exchange(x.movedim(-2, 0), group).movedim(0, 1).flatten(0, 2)
+
+
+def _exchange(parts: Tensor, group: Group) -> Tensor:
+    """[R, ...]: part r of what this rank has goes to rank r; what arrives is in rank order."""
+    if group is None:
+        return parts
+    parts = parts.contiguous()
+    out = torch.empty_like(parts)
+    dist.all_to_all_single(out.view(-1), parts.view(-1), group=group)
+    return out

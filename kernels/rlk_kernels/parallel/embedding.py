@@ -1,0 +1,63 @@
+"""embedding with its table shared by ranks: y[t] = weight[ids[t]], the bits of its one owner.
+
+Every rank looks up all ids, gathers what the others found, and takes the row of the rank that has
+it. (Ranks that added zeros instead would turn -0 into +0.)
+
+Gradient: `embedding`'s own, of this rank's rows.
+
+T = tokens (all dimensions of ids)   V = vocabulary   H = features   R = ranks
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.backend import choose, on_device_of
+from rlk_kernels.ops.embedding.operator import embedding, embedding_grad
+from rlk_kernels.parallel.copies import Group, gather, rank_of, size_of
+
+
+def local_ids(ids: Tensor, rank: int, rows: int) -> tuple[Tensor, Tensor]:
+    """(ids as rows of this rank's shard, whether each is there; 0 where it is not)."""
+    local = ids - rank * rows
+    here = (local >= 0) & (local < rows)
+    return torch.where(here, local, 0), here
+
+
+def of_owner(parts: Tensor, ids: Tensor, rows: int) -> Tensor:
+    """[..., H] of parts[R, ..., H], what each rank found for ids[...]: the row of the rank that has
+    the id, copied whole. An id that no rank has raises IndexError on a CPU, as `embedding` does."""
+    tokens = ids.numel()
+    at = (ids // rows).flatten() * tokens + torch.arange(tokens, device=ids.device)
+    return parts.reshape(-1, parts.shape[-1]).index_select(0, at).view(parts.shape[1:])
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, group: Group, backend: str) -> Tensor:
+        rows = weight.shape[0]
+        local, here = local_ids(ids, rank_of(group), rows)
+        # Ids of other ranks go behind the last row.
+        ctx.save_for_backward(torch.where(here, local, rows))
+        ctx.rows, ctx.backend = rows, backend
+        return of_owner(gather(embedding(local, weight, backend=backend), group), ids, rows)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        (local,) = ctx.saved_tensors
+        with on_device_of(dy):
+            grad = embedding_grad(
+                local.flatten(), dy.reshape(-1, dy.shape[-1]), ctx.rows + 1, ctx.backend
+            )
+        return None, grad[:-1], None, None
+
+
+def embedding_parallel(
+    ids: Tensor, weight: Tensor, group: Group, *, backend: str | None = None
+) -> Tensor:
+    """y[..., H] of ids[...] and weight[V / R, H], this rank's rows of the table. Called on all
+    ranks of the group, with the same ids, and its backward with the same dy; None is one rank."""
+    if size_of(group) == 1:
+        return embedding(ids, weight, backend=backend)
+    return _Embedding.apply(ids, weight, group, choose("embedding", backend, weight, ids))

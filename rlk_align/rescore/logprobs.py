@@ -1,0 +1,50 @@
+"""The log-probs of a pass, token by token of the batch."""
+
+import numpy as np
+import torch
+
+from rlk_align.errors import CorruptTrace
+from rlk_align.model.sites import RowIndex
+from rlk_align.trace.numbered import NumberedRows, blocks, read_rows
+from rlk_align.trace.reader import PassReader, Trace
+
+_ELEMENTS = 1 << 22
+"""Logits that are widened at once."""
+
+
+def token_logprobs(
+    trace: Trace, index: RowIndex, temperature: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns log softmax(logits / temperature)[token] of the prefill pass, float64 `[N]` over the
+    tokens of the batch, and where there is none, bool `[N]`.
+
+    At temperature 1 it is what the engine reports; else it is computed from its logits in float64,
+    as far as their values were kept. Raises CorruptTrace.
+    """
+    if not index.same_tokens(trace.tokens).all():
+        raise CorruptTrace(f"{trace.folder} holds other tokens than were asked for")
+    reader = trace.read_pass("prefill")
+    site = "logprob" if temperature == 1.0 else "logits"
+    out, missing = np.full(len(index), np.nan), np.ones(len(index), dtype=bool)
+    rows = read_rows(reader, site, index)
+    if rows is None:
+        return out, missing
+    kept = rows.rows.shard[rows.at] >= 0
+    number, at = rows.number[kept], rows.at[kept]
+    missing[number + 1] = False
+    if temperature == 1.0:
+        out[number + 1] = reader.values(site, rows.rows, at)[:, 0].double().numpy()
+        return out, missing
+    features = reader.record.sites[site].features
+    for block in blocks(np.arange(len(number)), features, _ELEMENTS):
+        target = index.token[number[block] + 1]
+        out[number[block] + 1] = _scaled(reader, rows, at[block], target, temperature)
+    return out, missing
+
+
+def _scaled(
+    reader: PassReader, rows: NumberedRows, at: np.ndarray, target: np.ndarray, temperature: float
+) -> np.ndarray:
+    logits = reader.values("logits", rows.rows, at).double() / temperature
+    chosen = logits.gather(-1, torch.from_numpy(target)[:, None])[:, 0]
+    return (chosen - logits.logsumexp(-1)).numpy()

@@ -1,0 +1,149 @@
+"""Dumps whose law and noise are those of real engines: healthy ones, and planted faults.
+
+    python scripts/recorded_dumps.py prompts prompts.jsonl
+    rlk-align compare --rollout hf:dtype=bfloat16 --train megatron:dtype=bfloat16 \\
+        --prompts prompts.jsonl --max-new-tokens 32 --sites logits,logprob --run-dir RUN
+    python scripts/recorded_dumps.py dump RUN recorded.jsonl
+
+A run's captures have both engines' logits of every sampled token. The rollout's are the law, the
+trainer's less the rollout's are the noise; faults are planted as in simulated dumps.
+"""
+
+import argparse
+import json
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from simulate_dumps import FAULTS, GROUP, PROMPT, Dump, Floats
+
+from rlk_align.dumps.sequences import Sequences
+from rlk_align.model.sites import RowIndex
+from rlk_align.trace.numbered import read_rows
+from rlk_align.trace.reader import Trace
+from rlk_align.trace.run import Run
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
+from corpus import sample_problem
+
+STEPS = 6
+PROMPTS = 16
+
+
+class Recording:
+    """The sampled tokens of a run, with the logits of both engines."""
+
+    def __init__(self, folder: Path) -> None:
+        run = Run.open(str(folder))
+        sides = [Trace(run.capture_folder(side)) for side in ("rollout", "train")]
+        self.batch = sides[0].tokens
+        index = RowIndex(self.batch)
+        prompts = np.array([len(s.prompt_ids) for s in self.batch.samples])
+        # Logits at one position speak of the next.
+        rows = np.flatnonzero(index.position >= prompts[index.sample]) - 1
+        self.sequence = index.sample[rows]
+        self.token = index.token[rows + 1]
+        self.logits, self.train = (
+            _logits(trace, name, index, rows)
+            for trace, name in zip(sides, ("decode", "prefill"), strict=True)
+        )
+        self.dtype = sides[0].record.dtype
+
+
+def _logits(trace: Trace, name: str, index: RowIndex, rows: NDArray[np.int64]) -> Floats:
+    reader = trace.read_pass(name)
+    found = read_rows(reader, "logits", index)
+    assert found is not None, f"{trace.folder} has no logits"
+    place = np.searchsorted(found.number, rows)
+    assert np.array_equal(found.number[place], rows), f"{trace.folder} lacks logits of some tokens"
+    return np.asarray(reader.values("logits", found.rows, found.at[place]).double().numpy())
+
+
+class RecordedDump(Dump):
+    """The tokens that the engines sampled; with `again`, others are drawn from the same laws."""
+
+    def __init__(self, recording: Recording, seed: int, again: bool, turns: int = 1) -> None:
+        self.rng = np.random.default_rng(seed)
+        samples = recording.batch.samples
+        numbers: dict[tuple[int, ...], int] = {}
+        of_prompt = [numbers.setdefault(s.prompt_ids, len(numbers)) for s in samples]
+        self.groups = np.array(of_prompt)
+        self.steps = self.groups * STEPS // len(numbers)
+        self.sequences = len(samples)
+        self.sequence = recording.sequence
+        self.lengths = np.bincount(self.sequence, minlength=len(samples))
+        self.position = np.concatenate([np.arange(n) for n in self.lengths])
+        self.logits, self.token = recording.logits, recording.token
+        self.difference = recording.train - recording.logits
+        self.again = again
+        self.start_healthy(recording.dtype, turns)
+
+    def sampled(self, law: Floats) -> NDArray[np.int64]:
+        """[R]; the engines' own tokens, or others."""
+        return super().sampled(law) if self.again else self.token
+
+    def noise(self) -> Floats:
+        """[R, V]; the engines' own difference."""
+        return self.difference
+
+
+def planted(recording: Recording, name: str, seed: int) -> Sequences:
+    """Returns the recording with a fault, at its greatest strength."""
+    fault = FAULTS[name]
+    dump = RecordedDump(recording, seed, again=True, turns=fault.turns)
+    fault.plant(dump, fault.strengths[-1])
+    return dump.sequences_of()
+
+
+def prompt_lines() -> list[str]:
+    """Prompts of a solved problem and an open one, each for a group of samples."""
+    draw = random.Random(7)
+    lines = []
+    for k in range(PROMPTS):
+        solved, problem = sample_problem(draw), sample_problem(draw)
+        text = f"{solved.prompt}{solved.solution}\n{problem.prompt}"
+        lines += [
+            json.dumps({"id": f"p{k:02d}-{j}", "prompt": text}, ensure_ascii=False) + "\n"
+            for j in range(GROUP)
+        ]
+    return lines
+
+
+def neutral_lines(recording: Recording) -> list[str]:
+    """The healthy recording as lines of the neutral file."""
+    run = RecordedDump(recording, 0, again=False).sequences_of()
+    lines = []
+    for k, sample in enumerate(recording.batch.samples):
+        response = slice(run.offsets[k] + PROMPT, run.offsets[k + 1])
+        record = {
+            "schema": "rlk-align/logprobs/1",
+            "id": sample.prompt_id,
+            "group": run.groups[k],
+            "step": int(run.steps[k]),
+            "token_ids": sample.ids,
+            "prompt_length": len(sample.prompt_ids),
+            "rollout_logprobs": run.rollout[response].tolist(),
+            "train_logprobs": run.train[response].tolist(),
+            "dtype": {"rollout": recording.dtype, "train": recording.dtype},
+        }
+        lines.append(json.dumps(record) + "\n")
+    return lines
+
+
+def main() -> None:
+    """Writes the prompts of a run, or its neutral file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("prompts").add_argument("out", type=Path)
+    dump = commands.add_parser("dump")
+    dump.add_argument("run", type=Path)
+    dump.add_argument("out", type=Path)
+    asked = parser.parse_args()
+    lines = prompt_lines() if asked.command == "prompts" else neutral_lines(Recording(asked.run))
+    asked.out.write_text("".join(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Dumps of real vLLM and FSDP runs, scored again by both: each planted fault is on its edge."""
+
+from pathlib import Path
+
+import pytest
+from conftest import Cli, capture_of, require_engine
+from engine_dumps import recorded_logprobs, scaled, write_dump
+
+from rlk_align.data import data_path
+
+pytestmark = pytest.mark.whole_matrix
+KEPT = ("--sites", "logprob,logits")
+
+
+@pytest.fixture
+def engines(cli: Cli, tmp_path: Path) -> Cli:
+    """`cli`, where run `v` was sampled by vLLM and run `f` is FSDP's of the same ids."""
+    require_engine("vllm")
+    lines = data_path("prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines[:24]) + "\n")
+    sampled = ("--prompts", "prompts.jsonl", "--max-new-tokens", 40, *KEPT)
+    assert cli("capture", "--engine", "vllm", *sampled, "-o", "v").code == 0
+    assert cli("capture", "--engine", "fsdp", "--tokens", "v", *KEPT, "-o", "f").code == 0
+    return cli
+
+
+def test_each_fault_is_on_its_edge(engines: Cli, tmp_path: Path) -> None:
+    rollout, train = (capture_of(tmp_path / name, "capture") for name in "vf")
+    g, t = recorded_logprobs(rollout, "decode"), recorded_logprobs(train, "prefill")
+    dumps = {
+        "clean": (g, t),
+        "decode": (scaled(rollout, 0.7), t),
+        "trainer": (g, scaled(train, 1.5)),
+    }
+    for name, sides in dumps.items():
+        write_dump(rollout.tokens, *sides, tmp_path / f"{name}.jsonl")
+
+    def rescored(dump: str, train: str = "fsdp"):
+        flags = ("--tokens", f"{dump}.jsonl", "--rollout", "vllm", "--train", train, *KEPT)
+        return engines("compare", *flags)
+
+    clean = rescored("clean")
+    assert clean.code == 0, clean.out + clean.err
+    edges = clean.verdict["edges"]
+    assert list(edges) == ["decode_vs_prefill", "prefill_vs_train", "train_vs_dump"]
+    assert all(e["c"]["value"] < 0.05 for e in edges.values())
+    for dump, edge in (("decode", "decode_vs_prefill"), ("trainer", "train_vs_dump")):
+        done = rescored(dump)
+        assert done.code == 1, done.out + done.err
+        assert done.verdict["carrier"] == edge
+        assert done.verdict["edges"][edge]["share"]["low"] > 0.8
+    fault = rescored("clean", "hf:fault=attn-scale-missing")
+    assert fault.verdict["odd"] == "train", fault.out
+    assert fault.verdict["carrier"] == "prefill_vs_train"
+    assert "the engine is off, and not the run" in fault.out
