@@ -107,6 +107,8 @@ class SiteResult(Result):
     frontier: list[tuple[Size, Size]]
     """(magnitude, error) of the introduced rows, of those without values the least that they can
     be off: see `metrics.error_frontier`."""
+    not_comparable: Count = 0
+    """Rows of experts that the two sides do not share, which are not among `rows`."""
 
     @model_validator(mode="after")
     def _within_rows(self) -> Self:
@@ -143,6 +145,41 @@ class Introducer(Result):
         )
 
 
+class LayerRouting(Result):
+    """The choice of experts of one sparse layer on one edge."""
+
+    site: str
+    layer: Count
+    rows: Count
+    flipped: Count
+    """Rows that are sent to another set of experts."""
+    at_router: Count
+    """Those of them whose router was given equal inputs: they part there."""
+    measured: Count
+    """Those of these of which both sides keep the logits."""
+    ties: Count
+    """Those of these whose logits tie, on either side."""
+    largest_gap: Size
+    """By how many roundings of a logit, at most, a side prefers its own choice at the router."""
+    first_at_router: Cell | None
+
+
+class EdgeRouting(Result):
+    """The choice of experts on one edge."""
+
+    layers: list[LayerRouting]
+    tokens: Count
+    flipped_tokens: Count
+    """Tokens that are sent to other experts in any layer."""
+    sampled: Count
+    flipped_sampled: Count
+    """Of the sampled tokens, those whose log-prob follows from a token that is."""
+    share_of_dlogp: Size
+    """The share of the summed |Δ| that lies on these."""
+    mean_abs_dlogp_flipped: Size
+    mean_abs_dlogp_other: Size
+
+
 class EdgeResult(Result):
     """Two passes compared."""
 
@@ -154,6 +191,8 @@ class EdgeResult(Result):
     paired_rows: Count
     unpaired: list[tuple[str, str, bool]]
     """(site, reason, whether the engine explains it)."""
+    routing: EdgeRouting | None = None
+    """None for a dense model."""
 
     @model_validator(mode="after")
     def _of_its_sites(self) -> Self:

@@ -5,7 +5,7 @@ without a threshold. One whose inputs differ already may only have passed it on.
 read from digests; values are read only where digests differ.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from rlk_align.compare.edge_rows import UNKNOWN, EdgeRows
 from rlk_align.compare.metrics import ValueMetrics, edge_metrics, error_frontier
 from rlk_align.compare.pairing import PairedSite, Unpaired, pair_site
+from rlk_align.compare.routing import Flips, Routing
 from rlk_align.model.sites import RowIndex, Site
 from rlk_align.progress import Progress
 from rlk_align.results import EdgeMetrics, EdgeName, EdgeResult, Introducer, SiteResult
@@ -58,6 +59,11 @@ class _EdgeState:
     expected: int = 0
     paired: int = 0
     metrics: EdgeMetrics | None = None
+    routing: Routing = field(default_factory=Routing)
+    logprobs: tuple[np.ndarray, np.ndarray, np.ndarray] = field(
+        default_factory=lambda: (np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0))
+    )
+    """Rows of the batch, and both sides' log-probs at them."""
 
 
 class _SiteRows:
@@ -129,24 +135,37 @@ def _compare_site(
         (edge.first.name, edge.second.name),
         (a.record.unexposed.get(site.name), b.record.unexposed.get(site.name)),
     )
-    state.expected += int(expected.sum())
+    # The sum of a layer's experts stands for rows that an engine never has.
+    inside = bool(site.experts) and bool(unpaired) and all(u.explained for u in unpaired)
+    state.expected += 0 if inside else int(expected.sum())
     state.unpaired += unpaired
     if paired is None:
         return
     state.paired += len(paired.number)
-    same = _equal_rows(a, b, paired)
+    flips = state.routing.flips.get(site.experts)
+    paired, not_comparable = _comparable(paired, flips)
+    same = _equal_rows(a, b, paired, flips)
     equal = np.zeros(len(index), dtype=bool)
     equal[paired.number] = same
     inputs_equal = _inputs_equal(site, index, edge, state.equal, graph)
     state.equal[site.name] = equal
     noisy = rows.noisy(edge.first) | rows.noisy(edge.second)
     differ = ~same
+    if site.operator.formula == "router":
+        state.routing.see_router(paired)
+    if site.operator.formula == "top_k":
+        (router,) = (graph[name] for name in site.inputs)
+        read = _inputs_equal(router, index, edge, state.equal, graph)
+        state.routing.see_choice(a, b, paired, read, index)
     introduced = differ & inputs_equal[paired.number] & ~noisy[paired.number]
-    values = _compare_values(a, b, site.name, paired, np.flatnonzero(differ), introduced)
+    values = _compare_values(a, b, site, paired, np.flatnonzero(differ), introduced, flips)
     state.rows.add(site.name, paired.number, _row_errors(paired, differ, values))
+    ids = site.operator.formula == "top_k"
     held = _valued(paired, np.flatnonzero(introduced))
     unheld = np.setdiff1d(np.flatnonzero(introduced), held)
-    frontier = error_frontier(np.concatenate([values.frontier, _least_errors(paired, unheld)]))
+    # By how much ids differ says nothing.
+    least = _least_errors(paired, unheld[:0] if ids else unheld)
+    frontier = error_frontier(np.concatenate([values.frontier, least]))
     nonfinite = paired.nonfinite
 
     def first(mask: np.ndarray) -> tuple[int, int] | None:
@@ -174,6 +193,7 @@ def _compare_site(
             mean_rel_l2=values.sum_rel_l2 / values.rows if values.rows else 0.0,
             min_cosine=values.min_cosine,
             frontier=[(float(m), float(e)) for m, e in frontier],
+            not_comparable=not_comparable,
         )
     )
     if site.op == "logprob":
@@ -181,20 +201,48 @@ def _compare_site(
         logp_b = b.values("logprob", paired.b, paired.b_at)[:, 0].numpy()
         state.metrics = edge_metrics(logp_a, logp_b)
         state.rows.add_logprobs(paired.number, logp_a, logp_b)
+        state.logprobs = (paired.number, logp_a, logp_b)
 
 
-def _equal_rows(a: PassReader, b: PassReader, paired: PairedSite) -> np.ndarray:
+def _comparable(paired: PairedSite, flips: Flips | None) -> tuple[PairedSite, int]:
+    """Without the rows of experts that the sides do not share, or are not known to; and how many
+    these are."""
+    if flips is None:
+        return paired, 0
+    keep = flips.comparable(paired.number)
+    flipped = flips.flipped[paired.number]
+    valued = np.isin(np.arange(len(keep)), _valued(paired, np.arange(len(keep))))
+    keep &= ~flipped | valued
+    shared = replace(
+        paired, number=paired.number[keep], a_at=paired.a_at[keep], b_at=paired.b_at[keep]
+    )
+    return shared, int((~keep).sum())
+
+
+def _equal_rows(
+    a: PassReader, b: PassReader, paired: PairedSite, flips: Flips | None
+) -> np.ndarray:
     """Whether both rows are equal, bool `[N]`: by their bits or, where the engines compute in
-    other dtypes and the bits cannot agree, by the values that both sides keep."""
+    other dtypes and the bits cannot agree, or where they compute other experts, by the values that
+    both sides keep."""
     name = paired.site.name
     records = a.record.sites[name], b.record.sites[name]
-    if records[0].dtype == records[1].dtype or records[0].features != records[1].features:
+    if records[0].features != records[1].features:
         return paired.equal
-    equal = np.zeros(len(paired.number), dtype=bool)
-    rows = _valued(paired, np.arange(len(equal)))
+    if records[0].dtype != records[1].dtype:
+        equal = np.zeros(len(paired.number), dtype=bool)
+        by_value = np.ones(len(equal), dtype=bool)
+    else:
+        equal = paired.equal
+        by_value = (
+            np.zeros(len(equal), dtype=bool) if flips is None else flips.flipped[paired.number]
+        )
+    rows = _valued(paired, np.flatnonzero(by_value))
     for part in blocks(rows, records[0].features, BLOCK_ELEMENTS):
         x = a.values(name, paired.a, paired.a_at[part]).double()
         y = b.values(name, paired.b, paired.b_at[part]).double()
+        if flips is not None:
+            x, y = flips.aligned(paired.number[part], x, y)
         equal[part] = (x == y).all(dim=1).numpy()
     return equal
 
@@ -246,15 +294,17 @@ def _inputs_equal(
 def _compare_values(
     a: PassReader,
     b: PassReader,
-    site: str,
+    of: Site,
     paired: PairedSite,
     differ: np.ndarray,
     introduced: np.ndarray,
+    flips: Flips | None,
 ) -> ValueMetrics:
-    """Metrics of the differing rows whose values both sides keep; memory stays bounded."""
-    metrics = ValueMetrics()
+    """Metrics of the differing rows whose values both sides keep; memory stays bounded. Ids have
+    none."""
+    site, metrics = of.name, ValueMetrics()
     rows = _valued(paired, differ)
-    if not len(rows):
+    if not len(rows) or of.operator.formula == "top_k":
         return metrics
     features = a.record.sites[site].features
     if b.record.sites[site].features != features:
@@ -267,6 +317,11 @@ def _compare_values(
         norm_a = torch.from_numpy(paired.a.norm[paired.a_at[part]])
         norm_b = torch.from_numpy(paired.b.norm[paired.b_at[part]])
         mask = torch.from_numpy(introduced[part])
+        if flips is not None:
+            value_a, value_b = flips.aligned(paired.number[part], value_a, value_b)
+            norm_a, norm_b = (
+                torch.linalg.vector_norm(v.double(), dim=1) for v in (value_a, value_b)
+            )
         for i in range(0, len(part), step):
             at = slice(i, i + step)
             metrics.add(value_a[at], value_b[at], norm_a[at], norm_b[at], mask[at])
@@ -291,6 +346,7 @@ def _edge_result(edge: Edge, state: _EdgeState) -> EdgeResult:
         expected_rows=state.expected,
         paired_rows=state.paired,
         unpaired=[(u.site, u.reason, u.explained) for u in state.unpaired],
+        routing=state.routing.result(state.logprobs),
     )
 
 

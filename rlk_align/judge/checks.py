@@ -54,7 +54,8 @@ def check_edge(edge: EdgeResult, c: Comparison, contract: Contract) -> list[Limi
     are not there, or where operators are limited and one of them is not."""
     limits = [x for x in contract.limits_for(c.dtype) if x.judges(edge.name, edge.metrics.tokens)]
     _check_covered(edge, limits, contract)
-    return [*_of_edge(edge, limits), *_of_operators(edge, c, contract)]
+    of_operators = _of_operators(edge, c, contract)
+    return [*_of_edge(edge, limits), *of_operators, *_of_routers(edge, contract)]
 
 
 def _check_covered(edge: EdgeResult, limits: list[Limit], contract: Contract) -> None:
@@ -131,6 +132,22 @@ def _of_operators(edge: EdgeResult, c: Comparison, contract: Contract) -> Iterat
                 for name in STATISTICS
             ]
             yield max(checks, key=lambda check: (not check.holds, check.excess))
+
+
+def _of_routers(edge: EdgeResult, contract: Contract) -> Iterator[LimitCheck]:
+    """By how many roundings the sides prefer other experts, of each router with equal inputs."""
+    for layer in edge.routing.layers if edge.routing else ():
+        budget = contract.budget("experts", "routing")
+        if layer.measured > layer.ties and budget is not None:
+            yield LimitCheck(
+                limit=budget.id,
+                metric="routing_gap",
+                value=layer.largest_gap,
+                fail=budget.peak,
+                site=layer.site,
+                op_class="routing",
+                edge=edge.name,
+            )
 
 
 def _site_value(limit: Limit, site: SiteResult) -> float:

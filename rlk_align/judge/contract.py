@@ -62,7 +62,7 @@ SiteMetric = Literal["op_error", "rows_differ"]
 if TYPE_CHECKING:
     Op = str
 else:
-    Op = Literal[tuple(OPERATORS)]
+    Op = Literal[tuple(dict.fromkeys(o.site for o in OPERATORS.values()))]
 Dtype = Literal["float64", "float32", "float16", "bfloat16"]
 Words = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]

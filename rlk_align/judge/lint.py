@@ -156,22 +156,25 @@ _LAYERS = 1000
 def _no_such_sites(contract: Contract) -> Iterator[Finding]:
     """Patterns of sites that no model has."""
     whole = [name for name, operator in OPERATORS.items() if operator.part is None]
-    sites = whole + [
-        f"layers.{i}.{name}" for i in range(_LAYERS) for name in OPERATORS if name not in whole
-    ]
+    inner = dict.fromkeys(o.site for o in OPERATORS.values() if o.part is not None)
+    sites = whole + [f"layers.{i}.{name}" for i in range(_LAYERS) for name in inner]
+    names = dict.fromkeys(o.site for o in OPERATORS.values())
     named = [(x.id, x.sites) for x in contract.limits]
     named += [(w.limit, w.sites) for w in contract.waivers]
     for entry, patterns in named:
         for pattern in patterns or ():
             if not any(fnmatchcase(site, pattern) for site in sites):
-                text = f"{pattern} is no site of any model; operators are {', '.join(OPERATORS)}"
+                text = f"{pattern} is no site of any model; operators are {', '.join(names)}"
                 yield Finding(entry=entry, text=text)
 
 
 def _says_nothing(contract: Contract) -> Iterator[Finding]:
     """Operators that a model may have, and that no budget or limit speaks of."""
+    # Routing is judged of sparse models alone, and what is missing is said there.
     operators = [
-        (f"layers.0.{o.name}" if o.part else o.name, o.name, o.op_class) for o in OPERATORS.values()
+        (f"layers.0.{o.site}" if o.part else o.site, o.site, o.op_class)
+        for o in OPERATORS.values()
+        if o.op_class != "routing"
     ]
     for dtype in contract.dtypes:
         for site, missing in contract.uncovered(contract.limits_for(dtype), operators):

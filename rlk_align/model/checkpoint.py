@@ -7,8 +7,10 @@ import os
 import re
 import time
 from collections import Counter
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rlk_align.data import data_path
@@ -76,12 +78,22 @@ def check_tokenizer(model: Path) -> None:
         raise ModelError(f"{model} has no tokenizer, and prompts are given as text", GIVE_IDS)
 
 
-def tensor_name(parameter: str) -> str:
+EXPERT = re.compile(r"(layers\.\d+)\.experts\.(\d+)\.(\w+)")
+"""The canonical parameter of one expert, e.g. `layers.3.experts.5.up_proj`."""
+
+
+def tensor_name(parameter: str, modules: Mapping[str, str] = MappingProxyType({})) -> str:
     """The tensor of a canonical parameter: `layers.3.k_proj.bias` ->
-    `model.layers.3.self_attn.k_proj.bias`."""
+    `model.layers.3.self_attn.k_proj.bias`. `modules`: the family's own, by operator."""
     path = parameter.removesuffix(".bias")
-    layer, _, name = path.rpartition(".")
-    module = next(o.module for o in OPERATORS.values() if name == (o.parameter or o.name))
+    if expert := EXPERT.fullmatch(path):
+        layer, number, name = expert.groups()
+        operator = next(o for o in OPERATORS.values() if o.of_expert and o.site == name)
+    else:
+        layer, _, name = path.rpartition(".")
+        number = ""
+        operator = next(o for o in OPERATORS.values() if name == (o.parameter or o.name))
+    module = modules.get(operator.name, operator.module).format(number)
     inside = f"model.{layer}." if layer else ""
     return f"{inside}{module}.{'weight' if path == parameter else 'bias'}"
 

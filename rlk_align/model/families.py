@@ -4,6 +4,7 @@ them."""
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config, stored_dtype, stored_layers
@@ -27,6 +28,23 @@ def dense(qk_norm: bool = False) -> LayerOperators:
 DENSE = dense()
 
 
+def mixture(qk_norm: bool = False) -> LayerOperators:
+    """Dense layers, and sparse ones in which a router sends each token to a few experts."""
+    dense_layer = dense(qk_norm)
+
+    def operators(shape: "ModelShape", layer: int) -> tuple[str, ...]:
+        every = dense_layer(shape, layer)
+        if layer not in shape.sparse_layers:
+            return every
+        return (
+            *every[: every.index("gate_proj")],
+            *("router", "experts", "routing_weights", "expert_gate_proj", "expert_up_proj"),
+            *("expert_act", "expert_down_proj", "moe_out", "mlp_residual"),
+        )
+
+    return operators
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """What sets one decoder family apart from the others."""
@@ -39,6 +57,13 @@ class Family:
     """Operator -> whether it has a bias, whatever the config says of it."""
     window: Mapping[str, int | bool] = field(default_factory=dict)
     """What it takes for keys of a sliding window that the config leaves out; none has no window."""
+    expert_intermediate: str = ""
+    """The config's key for the inner size of an expert; empty for a family without experts."""
+    norm_topk: bool | None = None
+    """Whether the chosen experts' weights are divided by their sum; None asks the config."""
+    modules: Mapping[str, str] = field(default_factory=dict)
+    """Operator -> the module that holds its parameters in a checkpoint, where that is not the
+    catalogue's."""
 
 
 _QWEN_WINDOW = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
@@ -50,6 +75,22 @@ FAMILIES = {
         window=_QWEN_WINDOW,
     ),
     "qwen3": Family(layer=dense(qk_norm=True), window=_QWEN_WINDOW),
+    "qwen3_moe": Family(
+        layer=mixture(qk_norm=True),
+        window={"sliding_window": 4096, "use_sliding_window": False},
+        expert_intermediate="moe_intermediate_size",
+    ),
+    "mixtral": Family(
+        layer=mixture(),
+        expert_intermediate="intermediate_size",
+        norm_topk=True,
+        modules={
+            "router": "block_sparse_moe.gate",
+            "expert_gate_proj": "block_sparse_moe.experts.{}.w1",
+            "expert_up_proj": "block_sparse_moe.experts.{}.w3",
+            "expert_down_proj": "block_sparse_moe.experts.{}.w2",
+        },
+    ),
 }
 """By the config's `model_type`. A new family is an entry here."""
 
@@ -70,6 +111,15 @@ class ModelShape:
     """Longest sequence, in tokens, that the positions allow."""
     dtype: str
     """The checkpoint's own dtype, e.g. `bfloat16`."""
+    sparse_layers: tuple[int, ...] = ()
+    """The layers that send each token to a few experts."""
+    experts: int = 0
+    """How many experts each of them has."""
+    top_k: int = 0
+    """To how many of them a token is sent."""
+    expert_intermediate: int = 0
+    norm_topk: bool = False
+    """Whether the weights of a token's experts are divided by their sum."""
 
     @property
     def family(self) -> Family:
@@ -99,6 +149,10 @@ class ModelShape:
             return 1
         if size in ("query_heads", "kv_heads"):
             return self.heads_of(size) * self.head_dim
+        if size in ("expert_slots", "hidden_slots"):
+            return self.top_k * (
+                self.hidden if size == "hidden_slots" else self.expert_intermediate
+            )
         return getattr(self, size)
 
 
@@ -129,7 +183,7 @@ def read_shape(model: Path) -> ModelShape:
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ModelError(
             f"{model}: model_type {kind!r} is not a known family",
-            f"known: {', '.join(sorted(FAMILIES))}; a dense decoder is one line in families.py",
+            f"known: {', '.join(sorted(FAMILIES))}; a decoder like them is an entry in families.py",
         )
 
     def size(name: str, default: int | None = None, largest: int = _LARGEST) -> int:
@@ -149,6 +203,7 @@ def read_shape(model: Path) -> ModelShape:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         known = ", ".join(DTYPES)
         raise ModelError(f"{model}/config.json: dtype {dtype!r} is unknown", f"known: {known}")
+    family = FAMILIES[kind]
     heads, hidden = size("num_attention_heads"), size("hidden_size")
     return ModelShape(
         model_type=kind,
@@ -161,4 +216,41 @@ def read_shape(model: Path) -> ModelShape:
         vocab=size("vocab_size"),
         context=size("max_position_embeddings"),
         dtype=dtype,
+        **(_experts(model, config, family, size) if family.expert_intermediate else {}),
     )
+
+
+_UNKNOWN_PARTS = ("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size")
+"""Settings of experts that every token is sent to."""
+
+
+def _experts(
+    model: Path, config: dict[str, Any], family: Family, size: Callable[..., int]
+) -> dict[str, Any]:
+    """What a config says of the experts; transformers writes their number by two names. Raises
+    ModelError for what is wrong, or not known here."""
+    name = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
+    experts, top_k = size(name), size("num_experts_per_tok", 2 if family.norm_topk else None)
+    if top_k > experts:
+        raise ModelError(
+            f"{model}/config.json: num_experts_per_tok is {top_k}, and {name} is {experts}"
+        )
+    for part in _UNKNOWN_PARTS:
+        if config.get(part):
+            raise ModelError(
+                f"{model}/config.json: {part} is {config[part]}; shared experts are not supported"
+            )
+    layers, step = size("num_hidden_layers"), size("decoder_sparse_step", 1)
+    dense_layers = config.get("mlp_only_layers") or []
+    if not isinstance(dense_layers, list) or any(type(i) is not int for i in dense_layers):
+        raise ModelError(f"{model}/config.json: mlp_only_layers is no list of layers")
+    norm = family.norm_topk
+    return {
+        "experts": experts,
+        "top_k": top_k,
+        "expert_intermediate": size(family.expert_intermediate),
+        "norm_topk": bool(config.get("norm_topk_prob")) if norm is None else norm,
+        "sparse_layers": tuple(
+            i for i in range(layers) if i not in dense_layers and (i + 1) % step == 0
+        ),
+    }

@@ -9,7 +9,7 @@ and the graph of a model (`model.sites`) follows.
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal, NamedTuple
 
-OpClass = Literal["elementwise", "reduction", "matmul", "attention", "logprob"]
+OpClass = Literal["elementwise", "reduction", "matmul", "attention", "routing", "logprob"]
 """What contracts speak of."""
 Formula = Literal[
     "embedding",
@@ -20,10 +20,30 @@ Formula = Literal[
     "residual",
     "activation",
     "log_softmax",
+    "router",
+    "top_k",
+    "routing_weights",
+    "expert_linear",
+    "expert_activation",
+    "combine",
 ]
 """What an operator computes; `probe.referee.reference` has each in float64."""
-Size = Literal["one", "hidden", "head_dim", "query_heads", "kv_heads", "intermediate", "vocab"]
-"""What a dimension counts; of heads, their features one after the other."""
+Size = Literal[
+    "one",
+    "hidden",
+    "head_dim",
+    "query_heads",
+    "kv_heads",
+    "intermediate",
+    "vocab",
+    "experts",
+    "top_k",
+    "expert_intermediate",
+    "expert_slots",
+    "hidden_slots",
+]
+"""What a dimension counts; of heads, their features one after the other. A token has a slot for
+each expert that it is sent to: `expert_slots` and `hidden_slots` count the features of all."""
 
 
 class Sharding(NamedTuple):
@@ -67,6 +87,21 @@ class Operator:
     """What a row is: every token, or those after which one was sampled."""
     rounded_to: str = ""
     """The dtype of its outputs, in whose roundings its errors are counted; empty: the model's."""
+    site_name: str = ""
+    """What its site is called, where an operator of dense layers has the same name."""
+    slots_of: str = ""
+    """The value that says which expert each slot of a row belongs to, by ascending id; empty where
+    rows have no slots."""
+
+    @property
+    def site(self) -> str:
+        """What its site is called within a layer."""
+        return self.site_name or self.name
+
+    @property
+    def of_expert(self) -> bool:
+        """Whether each expert has a weight of it."""
+        return bool(self.slots_of and self.weight)
 
 
 WHOLE, ROWS = Sharding("none", "replicate"), Sharding("row", "sum")
@@ -106,6 +141,24 @@ _RECORDS = (
         COLUMNS),
     Operator("down_proj", "matmul", "linear", "mlp", ("activated",), "branch", "hidden", ROWS,
         weight=("hidden", "intermediate"), module="mlp.down_proj", bias="mlp_bias"),
+    Operator("router", "matmul", "router", "mlp", ("normed",), "router_logits", "experts", WHOLE,
+        weight=("experts", "hidden"), module="mlp.gate"),
+    Operator("experts", "routing", "top_k", "mlp", ("router_logits",), "chosen", "top_k", WHOLE),
+    Operator("routing_weights", "reduction", "routing_weights", "mlp", ("router_logits", "chosen"),
+        "shares", "top_k", WHOLE),
+    Operator("expert_gate_proj", "matmul", "expert_linear", "mlp", ("normed",), "gate",
+        "expert_slots", WHOLE, site_name="gate_proj", slots_of="chosen",
+        weight=("expert_intermediate", "hidden"), module="mlp.experts.{}.gate_proj"),
+    Operator("expert_up_proj", "matmul", "expert_linear", "mlp", ("normed",), "up",
+        "expert_slots", WHOLE, site_name="up_proj", slots_of="chosen",
+        weight=("expert_intermediate", "hidden"), module="mlp.experts.{}.up_proj"),
+    Operator("expert_act", "elementwise", "expert_activation", "mlp", ("gate", "up"), "activated",
+        "expert_slots", WHOLE, site_name="act", slots_of="chosen"),
+    Operator("expert_down_proj", "matmul", "expert_linear", "mlp", ("activated",), "rows",
+        "hidden_slots", WHOLE, site_name="down_proj", slots_of="chosen",
+        weight=("hidden", "expert_intermediate"), module="mlp.experts.{}.down_proj"),
+    Operator("moe_out", "reduction", "combine", "mlp", ("rows", "shares", "chosen"), "branch",
+        "hidden", WHOLE),
     Operator("mlp_residual", "elementwise", "residual", "mlp", ("stream", "branch"), "stream",
         "hidden", WHOLE),
     Operator("final_norm", "reduction", "rms_norm", None, ("stream",), "normed", "hidden", WHOLE,

@@ -28,11 +28,13 @@ class Site:
     prefix_inputs: tuple[str, ...]
     """Sites of which it reads every row up to and including p: attention's k and v."""
     features: int
+    experts: str = ""
+    """The site that says which expert each slot of its rows belongs to."""
 
     @property
     def op(self) -> str:
         """The name without its layer, e.g. `down_proj`."""
-        return self.operator.name
+        return self.operator.site
 
     @property
     def op_class(self) -> OpClass:
@@ -55,15 +57,25 @@ def model_sites(shape: ModelShape) -> list[Site]:
     producer: dict[str, str] = {}
     """Value -> the site that gave it last."""
     for layer, operator in shape.operators():
-        name = operator.name if layer is None else f"layers.{layer}.{operator.name}"
+        name = operator.site if layer is None else f"layers.{layer}.{operator.site}"
         inputs, prefixes = (
             tuple(producer[value] for value in values)
             for values in (operator.inputs, operator.prefix_inputs)
         )
         features = shape.size(operator.features)
-        sites.append(Site(name, layer, operator, inputs, prefixes, features))
+        experts = producer[operator.slots_of] if operator.slots_of else ""
+        sites.append(Site(name, layer, operator, inputs, prefixes, features, experts))
         producer[operator.output] = name
     return sites
+
+
+def site_parameters(site: Site, shape: ModelShape) -> tuple[str, ...]:
+    """The canonical names of its weights: one, or one for each expert; none where it has none."""
+    if not site.operator.weight:
+        return ()
+    if not site.operator.of_expert:
+        return (site.parameter,)
+    return tuple(f"layers.{site.layer}.experts.{e}.{site.op}" for e in range(shape.experts))
 
 
 def check_selection(chosen: tuple[str, ...], sites: list[Site]) -> None:

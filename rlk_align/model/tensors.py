@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config, tensor_name, weight_files
 from rlk_align.model.families import ModelShape
-from rlk_align.model.sites import model_sites
+from rlk_align.model.sites import model_sites, site_parameters
 
 _NAMED = 4
 """Tensors of a kind that an error names; the rest is counted."""
@@ -38,9 +38,9 @@ def expected_tensors(config: dict, shape: ModelShape) -> dict[str, tuple[int, ..
     biased = biased_operators(config, shape)
     for site in sorted(model_sites(shape), key=lambda s: s.layer is not None):
         dimensions = tuple(shape.size(d) for d in site.operator.weight)
-        if dimensions:
-            shapes[tensor_name(site.parameter)] = dimensions
-        if site.op in biased:
+        for parameter in site_parameters(site, shape):
+            shapes[tensor_name(parameter, shape.family.modules)] = dimensions
+        if site.operator.name in biased:
             shapes[tensor_name(f"{site.parameter}.bias")] = dimensions[:1]
     return shapes
 

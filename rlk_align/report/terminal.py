@@ -24,6 +24,7 @@ from rlk_align.judge.wording import why_legitimate
 from rlk_align.probe.record import Probe
 from rlk_align.report.columns import columns
 from rlk_align.report.probe_units import probe_lines
+from rlk_align.report.routing_words import routing_lines
 from rlk_align.report.words import (
     EDGE_FIGURES,
     code_places,
@@ -68,6 +69,8 @@ def _parts(
     if not c.stopped:
         yield from _edge_figures(c, console)
         yield from _divergence(verdict)
+        for e in c.edges:
+            yield from (line(text) for text in routing_lines(e, verdict.contract))
     if probe is not None and probe.left_out:
         yield line(f"graft passes left out: {probe.left_out}", style="yellow")
     for probed in probe.edges if probe else ():
@@ -236,10 +239,16 @@ def _problems(verdict: Verdict) -> Iterator[Text]:
     yield from _section("nothing can be concluded", "bold yellow", doubts)
     for note in verdict.notes:
         yield line(f"note: {note}", style="dim")
-    explained = [u for e in c.edges for u in e.unpaired if u[2]]
-    for site, reason, _ in explained[:_SHOWN]:
-        yield line(f"  unpaired {site}: {reason}", style="dim")
-    yield from _rest(len(explained))
+    sites: dict[str, dict[str, None]] = {}
+    for edge in c.edges:
+        for site, reason, explained in edge.unpaired:
+            if explained:
+                sites.setdefault(reason, {})[site] = None
+    for reason, named in list(sites.items())[:_SHOWN]:
+        first = list(named)[:_SHOWN]
+        more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
+        yield line(f"  unpaired {', '.join(first)}{more}: {reason}", style="dim")
+    yield from _rest(len(sites))
 
 
 def _section(heading: str, style: str, entries: Sequence[Iterable[Text]]) -> Iterator[Text]:

@@ -20,6 +20,7 @@ from rlk_align.probe.effects import Contribution
 from rlk_align.probe.record import Probe, ProbedEdge
 from rlk_align.probe.units import Unit
 from rlk_align.report.probe_units import probed_units
+from rlk_align.report.routing_words import routing_json
 from rlk_align.report.source import ReportSource
 from rlk_align.results import Comparison, EdgeResult, Noise
 
@@ -63,6 +64,7 @@ def verdict_json(verdict: Verdict, probe: Probe | None = None) -> dict[str, Any]
             for e in ([] if stopped else c.edges)
             if e.name in c.judged
         },
+        **_routing_json(verdict),
         **({"units": _units_json(verdict, probe)} if probe else {}),
         "breaches": [b.model_dump(exclude={"waiver"}) for b in verdict.breaches],
         "warnings": [w.model_dump(exclude={"waiver"}) for w in verdict.warnings],
@@ -142,6 +144,13 @@ def _edges_json(c: Comparison) -> dict[str, Any]:
     if c.production is not None:
         edges["production_vs_observed"] = c.production.model_dump()
     return edges
+
+
+def _routing_json(verdict: Verdict) -> dict[str, Any]:
+    """By edge; of a sparse model alone."""
+    c = verdict.comparison
+    routing = {e.name: routing_json(e, verdict.contract) for e in c.edges if e.routing}
+    return {"routing": routing} if routing and not c.stopped else {}
 
 
 def _divergence_json(verdict: Verdict, edge: EdgeResult, probe: Probe | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from rlk_align.results import CodePlace
 from rlk_align.trace.checksums import CHECKSUMS, Checksums, FileRecord, check_files, read_checksums
 from rlk_align.trace.records import Record, load_record
 
-DtypeName = Literal["bfloat16", "float16", "float32", "float64"]
+DtypeName = Literal["bfloat16", "float16", "float32", "float64", "int32"]
 
 
 class SiteRecord(Record):

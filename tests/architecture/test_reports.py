@@ -1,11 +1,13 @@
-"""What the reports name is there."""
+"""What the reports and the pages name is there."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+SAMPLE = re.compile(r"contract ([a-z][\w-]*) (\d+\.\d+\.\d+)")
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)")
 
 
@@ -24,3 +26,13 @@ def test_the_cases_of_false_passes_each_name_one() -> None:
     cases = [r for r in rows if not r.startswith(("| ---", "| case"))]
     assert len(cases) > 30
     assert not [r for r in cases if not TEST.search(r)]
+
+
+def test_sample_outputs_name_the_versions_of_the_contracts() -> None:
+    contracts = [tomllib.loads(p.read_text("utf-8")) for p in (ROOT / "contracts").glob("*.toml")]
+    version = {c["id"]: c["version"] for c in contracts}
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    named = [SAMPLE.findall(page.read_text(encoding="utf-8")) for page in pages]
+    samples = [sample for of_page in named for sample in of_page if sample[0] in version]
+    assert len(samples) >= 3
+    assert [s for s in samples if version[s[0]] != s[1]] == []

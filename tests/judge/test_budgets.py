@@ -395,7 +395,7 @@ def test_a_new_operator_is_held_to_the_budget_of_its_class(tmp_path: Path) -> No
         ("attention", "rounding-attention"),
     ):
         assert BF16.budget("new", op_class).id == name
-    assert BF16.budget("new", "routing") is None
+    assert BF16.budget("new", "convolution") is None
     mine = contract(
         tmp_path, budget(EVERY) + budget(None, "c", op_classes='["reduction"]', rms=0.5)
     )

@@ -48,7 +48,7 @@ WITH_BIAS = Access(with_bias, first, _without_bias)
 """A tensor and a bias that whatever follows adds: what is overwritten has it added already."""
 
 
-End = Literal["input", "output", "rope"]
+End = Literal["input", "output", "rope", "inside"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,8 @@ class Place:
     """Its path below the model."""
     end: End = "output"
     """The module's first input, its output, or what the rotary embedding gives while that module,
-    an attention, runs: first the query, then the key."""
+    an attention, runs: first the query, then the key. What lies inside a module the engine tells by
+    `SiteHooks.show`, and it is not overwritten."""
     access: Access = FIRST
     layout: Layout | None = None
     """Which features each rank holds; None where each holds them all."""

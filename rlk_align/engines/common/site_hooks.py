@@ -82,6 +82,7 @@ class SiteHooks(Hooks):
         self._tap, self._editor, self._rank = tap, editor, rank
         self._observing = editor is None or editor.observed
         self._turns: dict[str, list[Place]] = {}
+        self._inside: dict[str, Place] = {}
         self._turn: list[Place] = []
         self._late: list[tuple[Place, Any, torch.Tensor, LiveRows]] = []
 
@@ -124,6 +125,8 @@ class SiteHooks(Hooks):
             self.before(module, before)
         elif place.end == "output":
             self.after(module, after)
+        elif place.end == "inside":
+            self._inside |= dict.fromkeys(place.sites, place)
         else:
             if place.module not in self._turns:
                 self.before(module, enter)
@@ -132,6 +135,13 @@ class SiteHooks(Hooks):
     def rope(self, rotated: torch.Tensor) -> None:
         """What the rotary embedding gave next, within the attention that runs."""
         self.visit(self._turn.pop(0), rotated)
+
+    def show(self, site: str, value: torch.Tensor) -> None:
+        """What a module computes on its way, `[cells, F]`."""
+        place = self._inside[site]
+        rows = self.live_rows(place, value)
+        if rows is not None and self._observing:
+            self.observe(place, value, rows)
 
     def visit(self, place: Place, passed: Any) -> Any:
         """Observes what a module takes or gives, and overwrites it; returns what it gives now."""

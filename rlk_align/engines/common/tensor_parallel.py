@@ -34,3 +34,16 @@ def _unshared(shape: ModelShape, tp: int, fused_qkv: bool, kernels: bool) -> str
     if kernels and shape.hidden % tp:
         return f"{shape.hidden} hidden features cannot be shared by {tp} ranks"
     return ""
+
+
+def check_alone(engine: str, shape: ModelShape, options: dict[str, object]) -> None:
+    """Raises BadOption where a sparse model is to be shared by ranks, or computed by the kernels:
+    neither runs."""
+    if not shape.experts:
+        return
+    for name, alone in (("tp", (None, 1)), ("kernels", (None, "off"))):
+        if options.get(name) not in alone:
+            raise BadOption(
+                f"engine {engine!r}: {name}={options[name]} does not take sparse layers",
+                f"{name}={alone[1]}",
+            )

@@ -35,6 +35,7 @@ def parameters(
     for place in places:
         operator = OPERATORS[place.sites[0].rpartition(".")[2]]
         if not operator.weight or place.end != "output":
+            # What lies inside a module, such as experts, its engine reads by itself.
             continue
         site, name = place.sites[0], operator.parameter or place.sites[0]
         weight, bias = f"{place.holder}.{place.weight}", f"{place.holder}.bias"

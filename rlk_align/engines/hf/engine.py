@@ -14,11 +14,13 @@ from rlk_align.engines.common.attributes import (
     processing,
     rope_theta,
 )
+from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, record_parameter
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.rows import ForwardRows, padded_grid
 from rlk_align.engines.common.site_hooks import ForwardHooks
 from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.forward_engine import ForwardEngine
+from rlk_align.engines.hf.experts import expert_weights, sparse_blocks
 from rlk_align.engines.hf.places import hf_places
 from rlk_align.engines.hf.taps import Tapped
 from rlk_align.errors import ModelError
@@ -54,6 +56,7 @@ class HFEngine(ForwardEngine):
                 self.model_path,
                 dtype=dtype,
                 attn_implementation=str(self.spec.option("attn")),
+                **self._experts(),
                 local_files_only=True,
             )
         except Exception as error:
@@ -65,6 +68,17 @@ class HFEngine(ForwardEngine):
             self.kernels.in_model(model, model.config.rope_parameters)
         apply_patch(self.spec, model.eval())
         return model
+
+    def _experts(self) -> dict[str, Any]:
+        """How the experts of a sparse model are computed."""
+        if not self.shape.experts:
+            return {}
+        return {"experts_implementation": str(self.spec.option("experts"))}
+
+    def weights(self) -> Iterator[ParameterRecord]:
+        yield from super().weights()
+        for name, value in expert_weights(self.model):
+            yield record_parameter(LiveParameter(name, value))
 
     def version(self) -> str:
         import transformers
@@ -152,6 +166,7 @@ def hf_attributes(model: Any) -> dict[str, Any]:
         "rope_dim": 2 * rotary.inv_freq.numel(),
         **norm_attributes(model, hf_places(model)),
         **per_layer("activation", [_activation(layer.mlp, dtype) for layer in layers]),
+        **_routing([block for _, block in sparse_blocks(model)]),
         "tie_word_embeddings": (model.lm_head.weight is model.model.embed_tokens.weight),
     }
 
@@ -168,6 +183,17 @@ def _heads(projection: Any, head_dim: int) -> int | None:
     return None if width is None else width // head_dim
 
 
+def _routing(blocks: list[Any]) -> dict[str, Any]:
+    """How the sparse layers route; nothing for a dense model."""
+    # Mixtral's router has no such switch: it always divides by the sum.
+    norm = [bool(getattr(b.gate, "norm_topk_prob", True)) for b in blocks]
+    return {
+        **per_layer("experts_per_token", [b.gate.top_k for b in blocks]),
+        **per_layer("norm_topk_prob", norm),
+    }
+
+
 def _activation(mlp: Any, dtype: torch.dtype) -> str:
+    mlp = getattr(mlp, "experts", mlp)
     device = next(mlp.parameters()).device
     return activation_name(lambda x: mlp.act_fn(x.to(device)).cpu(), dtype)

@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from rlk_align.engines.info import EngineInfo, Option, OptionValue
-from rlk_align.errors import INSTALL_ENGINES
+from rlk_align.engines.common.tensor_parallel import check_alone
+from rlk_align.engines.info import Asked, EngineInfo, Option, OptionValue
+from rlk_align.errors import INSTALL_ENGINES, ModelError
+from rlk_align.model.families import ModelShape
 
 HF_OPTIONS = {
     "attn": Option(
@@ -15,6 +18,7 @@ HF_OPTIONS = {
             *("flash_attention_2", "flash_attention_3", "flash_attention_4"),
         ),
     ),
+    "experts": Option(default="grouped_mm", choices=("eager", "batched_mm", "grouped_mm")),
     "batch": Option(int, default=1),
     "padding": Option(default="right", choices=("right", "left")),
     "temperature": Option(float, default=1.0),
@@ -28,6 +32,15 @@ def _conflict(options: Mapping[str, OptionValue]) -> str | None:
     return None
 
 
+def _check(option: Asked, _config: dict[str, Any], shape: ModelShape) -> None:
+    check_alone("hf", shape, {"kernels": option("kernels")})
+
+
+def _check_fsdp(_option: Asked, _config: dict[str, Any], shape: ModelShape) -> None:
+    if shape.experts:
+        raise ModelError("engine 'fsdp' does not take sparse layers", "compare with --train hf")
+
+
 HF = EngineInfo(
     "rlk_align.engines.hf.engine:HFEngine",
     "transformers",
@@ -37,6 +50,7 @@ HF = EngineInfo(
     one_kernel=(frozenset({"q_rope", "k_rope"}),),
     tested=("transformers",),
     conflict=_conflict,
+    check=_check,
 )
 
 FSDP = replace(
@@ -50,6 +64,7 @@ FSDP = replace(
         "checkpointing": Option(bool, default=False),
         "port": Option(int, starts_only=True),
     },
+    check=_check_fsdp,
     ranks="dp",
     samples=False,
 )

@@ -12,6 +12,8 @@ INPUT_SITES = {
     "act": "mlp.down_proj",
 }
 """Operators without a module of their own -> the module whose input is that site."""
+INSIDE_EXPERTS = ("experts", "routing_weights", "gate_proj", "up_proj", "act", "down_proj")
+"""Of a sparse layer."""
 
 
 def hf_places(model: Any) -> Iterator[Place]:
@@ -25,7 +27,14 @@ def hf_places(model: Any) -> Iterator[Place]:
                 yield Place(sites=(f"layers.{i}.{op}",), module=f"{here}.{path}")
         for op in ("q_rope", "k_rope"):
             yield Place(sites=(f"layers.{i}.{op}",), module=attention, end="rope")
+        sparse = hasattr(layer.mlp, "experts")
+        for op in INSIDE_EXPERTS if sparse else ():
+            yield Place(sites=(f"layers.{i}.{op}",), module=f"{here}.mlp.experts", end="inside")
+        if sparse:
+            yield Place(sites=(f"layers.{i}.moe_out",), module=f"{here}.mlp")
         for op, path in INPUT_SITES.items():
+            if path not in modules:
+                continue
             yield Place(sites=(f"layers.{i}.{op}",), module=f"{here}.{path}", end="input")
         yield Place(sites=(f"layers.{i}.mlp_residual",), module=here)
     yield Place(sites=("final_norm",), module="model.norm")

@@ -9,6 +9,7 @@ import torch
 
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.site_hooks import ForwardHooks
+from rlk_align.engines.hf.experts import on_experts
 
 
 class Tapped(ForwardHooks):
@@ -17,6 +18,7 @@ class Tapped(ForwardHooks):
     def install(self) -> None:
         super().install()
         on_rotation(self, self._model, self.rope)
+        on_experts(self, self._model, self.show)
 
 
 def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -> None:

@@ -13,6 +13,7 @@ from rlk_align.engines.common.attributes import (
     rope_theta,
 )
 from rlk_align.engines.common.places import Place
+from rlk_align.engines.megatron.experts import routing
 from rlk_align.engines.megatron.layout import padded_vocab
 from rlk_align.model.families import ModelShape
 
@@ -50,6 +51,8 @@ def megatron_attributes(
         "rope_dim": 2 * model.rotary_pos_emb.inv_freq.numel(),
         **norm_attributes(model, places),
         **per_layer("activation", [_activation(layer.mlp, embedding.dtype) for layer in layers]),
+        **per_layer("experts_per_token", [k for k, _ in routing(model)]),
+        **per_layer("norm_topk_prob", [norm for _, norm in routing(model)]),
         "tie_word_embeddings": model.output_layer.weight is None,
     }
 

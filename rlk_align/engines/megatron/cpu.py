@@ -4,7 +4,8 @@ They are process-wide, and therefore made inside the worker's process only.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
@@ -31,3 +32,31 @@ def cpu_stand_ins() -> Iterator[list[str]]:
     finally:
         torch.cuda.current_device = current_device
         tp_random._CUDA_RNG_STATE_TRACKER, tp_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = tracker
+
+
+@contextmanager
+def expert_stand_ins(on_cpu: bool) -> Iterator[list[str]]:
+    """While entered, megatron-core's sparse layers run without TransformerEngine, and on a CPU
+    without CUDA's streams. Gives what it replaced, in words."""
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    replaced = []
+    with ExitStack() as undo:
+        # It is asked for, and only imported where TransformerEngine is there.
+        if not hasattr(moe_utils, "te_general_gemm"):
+            moe_utils.te_general_gemm = None
+            undo.callback(delattr, moe_utils, "te_general_gemm")
+            replaced.append("the router's product is torch's, without TransformerEngine")
+        if on_cpu:
+            dispatcher: Any = MoEAlltoAllTokenDispatcher
+            copied = ("cuda_dtoh_stream", "_maybe_dtoh_and_synchronize")
+            for name, value in zip(copied, (object(), _stay), strict=True):
+                undo.callback(setattr, dispatcher, name, vars(dispatcher)[name])
+                setattr(dispatcher, name, value)
+            replaced.append("the dispatcher's counts are on the CPU already")
+        yield replaced
+
+
+def _stay(_self: Any, _point: str, tokens_per_expert: Any = None) -> Any:
+    return tokens_per_expert

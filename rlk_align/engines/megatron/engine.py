@@ -54,7 +54,8 @@ class MegatronEngine(Engine):
         te, tied = settings.spec == "te", checkpoint.tied
         self.places = list(megatron_places(self.shape, settings.tp, te, tied))
         self.plan = parameter_plan(self.places, self.shape, settings.tp, checkpoint.biased)
-        load(self.model, self.model_path, self.plan, self.ranks.rank)
+        modules = self.shape.family.modules
+        load(self.model, self.model_path, self.plan, self.ranks.rank, modules)
         apply_patch(self.spec, self.model)
 
     def _here(self, name: str) -> OptionValue | None:
@@ -75,13 +76,14 @@ class MegatronEngine(Engine):
             sequence_parallel=bool(option("sp")),
             packed=option("input") == "packed",
             padding=str(option("padding")),
+            dispatcher=str(option("dispatcher")),
         )
 
     def _start(self, settings: Settings) -> None:
         """megatron-core's process-wide state, undone by `close`."""
         from megatron.core import parallel_state, tensor_parallel
 
-        from rlk_align.engines.megatron.cpu import cpu_stand_ins
+        from rlk_align.engines.megatron.cpu import cpu_stand_ins, expert_stand_ins
 
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=settings.tp)
         self._undo.callback(parallel_state.destroy_model_parallel)
@@ -90,6 +92,10 @@ class MegatronEngine(Engine):
                 print(f"megatron on the CPU: {stand_in}")
         else:
             tensor_parallel.model_parallel_cuda_manual_seed(0)
+        if self.shape.experts:
+            on_cpu = settings.device.type == "cpu"
+            for stand_in in self._undo.enter_context(expert_stand_ins(on_cpu)):
+                print(f"megatron's sparse layers: {stand_in}")
 
     def version(self) -> str:
         import megatron.core

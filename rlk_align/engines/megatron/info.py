@@ -26,6 +26,7 @@ MEGATRON = EngineInfo(
         "spec": Option(default="local", choices=("local", "te")),
         "input": Option(default="padded", choices=("padded", "packed")),
         "batch": Option(int, default=8),
+        "dispatcher": Option(default="allgather", choices=("allgather", "alltoall")),
         "padding": Option(default="right", choices=("right", "left")),
         "temperature": Option(float, default=1.0),
         "port": Option(int, starts_only=True),

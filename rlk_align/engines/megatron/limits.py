@@ -3,7 +3,7 @@
 import importlib.util
 from typing import Any
 
-from rlk_align.engines.common.tensor_parallel import check_shared
+from rlk_align.engines.common.tensor_parallel import check_alone, check_shared
 from rlk_align.engines.info import Asked
 from rlk_align.engines.megatron.rope import ROPES, another_attention_factor
 from rlk_align.errors import BadOption, MissingDependency, ModelError
@@ -19,6 +19,9 @@ def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> 
     MissingDependency for options that cannot be had."""
     kernels = option("kernels") == "rlk"
     check_shared("megatron", shape, int(option("tp") or 1), fused_qkv=True, kernels=kernels)
+    check_alone("megatron", shape, {"tp": option("tp"), "kernels": option("kernels")})
+    if shape.experts and option("spec") == "te":
+        raise BadOption("engine 'megatron': spec=te does not take sparse layers", "spec=local does")
     if option("spec") == "te":
         _check_te(option, config)
     rope = rope_parameters(config)
@@ -26,6 +29,8 @@ def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> 
     partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     refused = {
         f"hidden_act={activation}": activation not in ACTIVATIONS,
+        # The sum of its experts is recomputed with this one.
+        f"hidden_act={activation} in sparse layers": bool(shape.experts) and activation != "silu",
         f"rope_type={rope['rope_type']}": rope["rope_type"] not in ROPES,
         f"rope_type={rope['rope_type']} without a factor": lacks_factor(rope),
         # megatron-core computes it, and a trainer has no switch for another.

@@ -17,7 +17,8 @@ def choose_biases(layer: Any, biased: frozenset[str]) -> None:
         (mlp, "linear_fc1", "gate_proj"),
         (mlp, "linear_fc2", "down_proj"),
     ):
-        if op not in biased:
+        # The experts of a sparse layer have none.
+        if op not in biased and hasattr(owner, name):
             setattr(owner, name, _without_bias(getattr(owner, name)))
 
 

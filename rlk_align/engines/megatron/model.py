@@ -41,6 +41,8 @@ class Settings:
     sequence_parallel: bool = False
     packed: bool = False
     padding: str = "right"
+    dispatcher: str = "allgather"
+    """What sends the tokens of a sparse layer to their experts."""
 
     @property
     def own_positions(self) -> bool:
@@ -116,10 +118,25 @@ def transformer_config(shape: ModelShape, checkpoint: Checkpoint, settings: Sett
         use_cpu_initialization=settings.device.type == "cpu",
         # The checkpoint fills every parameter.
         perform_initialization=False,
+        **(expert_settings(shape, settings) if shape.experts else {}),
     )
     for name, value in yarn_settings(checkpoint.rope).items():
         setattr(config, name, value)
     return config
+
+
+def expert_settings(shape: ModelShape, settings: Settings) -> dict[str, Any]:
+    """What TransformerConfig asks for beside a dense model's settings."""
+    return {
+        "num_moe_experts": shape.experts,
+        "moe_router_topk": shape.top_k,
+        "moe_ffn_hidden_size": shape.expert_intermediate,
+        "moe_layer_freq": [int(i in shape.sparse_layers) for i in range(shape.layers)],
+        # The softmax over all experts, or over the chosen ones alone.
+        "moe_router_pre_softmax": not shape.norm_topk,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": settings.dispatcher,
+    }
 
 
 def layer_spec(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) -> Any:
@@ -133,18 +150,27 @@ def layer_spec(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) ->
 
     if settings.spec == "te":
         return _te_spec(shape, checkpoint)
-    spec = get_gpt_layer_local_spec(qk_layernorm=shape.has("q_norm"), normalization="RMSNorm")
-    choose_biases(spec, checkpoint.biased)
-    norm: Any = WrappedTorchNorm
-    attention = spec.submodules.self_attention.submodules
-    if settings.sequence_parallel:
-        norm = SequenceParallelRMSNorm
-        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
-        if shape.has("q_norm"):
-            attention.q_layernorm = attention.k_layernorm = norm
-    if settings.packed or any(checkpoint.windows):
-        attention.core_attention = functools.partial(SequencesAttention, windows=checkpoint.windows)
-    return TransformerBlockSubmodules(layer_specs=[spec] * shape.layers, layer_norm=norm)
+    norm: Any = SequenceParallelRMSNorm if settings.sequence_parallel else WrappedTorchNorm
+
+    def spec(experts: int | None) -> Any:
+        """Of a sparse layer, or of a dense one."""
+        layer = get_gpt_layer_local_spec(
+            num_experts=experts, qk_layernorm=shape.has("q_norm"), normalization="RMSNorm"
+        )
+        choose_biases(layer, checkpoint.biased)
+        attention = layer.submodules.self_attention.submodules
+        if settings.sequence_parallel:
+            layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+            if shape.has("q_norm"):
+                attention.q_layernorm = attention.k_layernorm = norm
+        if settings.packed or any(checkpoint.windows):
+            core = functools.partial(SequencesAttention, windows=checkpoint.windows)
+            attention.core_attention = core
+        return layer
+
+    kinds = {False: spec(None), True: spec(shape.experts) if shape.experts else None}
+    layers = [kinds[i in shape.sparse_layers] for i in range(shape.layers)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def _te_spec(shape: ModelShape, checkpoint: Checkpoint) -> Any:

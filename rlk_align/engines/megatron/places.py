@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from rlk_align.engines.common.layout import of_outputs
 from rlk_align.engines.common.places import FIRST, WITH_BIAS, Access, End, Place
+from rlk_align.engines.megatron.experts import sparse_places
 from rlk_align.engines.megatron.layout import grouped_qkv, vocabulary
 from rlk_align.model.families import ModelShape
 
@@ -56,6 +57,10 @@ def _layer_places(i: int, shape: ModelShape, tp: int, te: bool) -> Iterator[Plac
     yield place(f"{attention}.linear_proj", "o_proj", access=WITH_BIAS)
     yield place(f"{here}.pre_mlp_layernorm", "attn_residual", end="input")
     yield norm(f"{here}.pre_mlp_layernorm", "mlp_norm", f"{mlp}.linear_fc1")
+    if i in shape.sparse_layers:
+        yield from sparse_places(name, mlp)
+        yield place(here, "mlp_residual")
+        return
     yield place(f"{mlp}.linear_fc1", "gate_proj", "up_proj", access=WITH_BIAS)
     yield place(f"{mlp}.linear_fc2", "act", end="input")
     yield place(f"{mlp}.linear_fc2", "down_proj", access=WITH_BIAS)

@@ -15,6 +15,7 @@ from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
 from rlk_align.engines.common.tap import Tap
+from rlk_align.engines.megatron.experts import on_experts
 from rlk_align.engines.megatron.input import ModelInput
 from rlk_align.engines.megatron.weights import gather
 from rlk_align.engines.process.ranks import Ranks
@@ -73,6 +74,7 @@ class Tapped(SiteHooks):
     def install(self) -> None:
         super().install()
         on_rotation(self, self._model, self.rope)
+        on_experts(self, self._model, self.show)
 
 
 def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -> None:

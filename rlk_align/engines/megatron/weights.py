@@ -5,7 +5,7 @@ Both directions go by `parameter_plan`, made of the table of places; a rank read
 slices from disk.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from rlk_align.engines.common.parameters import LiveParameter
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.weights import Parameter, canonical, parameters
+from rlk_align.engines.megatron.experts import expert_parameters
 from rlk_align.engines.megatron.layout import vocabulary
 from rlk_align.engines.process.ranks import Ranks
 from rlk_align.errors import ModelError
@@ -31,7 +32,10 @@ def parameter_plan(
 
     `biased`: the operators of a layer that have a bias.
     """
-    every = parameters(places, shape, tp, lambda name: vocabulary(name, shape, tp))
+    every = [
+        *parameters(places, shape, tp, lambda name: vocabulary(name, shape, tp)),
+        *expert_parameters(shape),
+    ]
     return [p for p in every if not p.name.endswith(".bias") or biased & _operators(p)]
 
 
@@ -42,9 +46,10 @@ def _operators(parameter: Parameter) -> set[str]:
 class Tensors:
     """Slices of a checkpoint's tensors, read as they are asked for."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises ModelError where there are no safetensors, or unreadable ones."""
-        self._folder = folder
+    def __init__(self, folder: Path, modules: Mapping[str, str]) -> None:
+        """`modules`: as `tensor_name` takes them. Raises ModelError where there are no safetensors,
+        or unreadable ones."""
+        self._folder, self._modules = folder, modules
         self._open = ExitStack()
         self._file: dict[str, Any] = {}
         try:
@@ -65,7 +70,7 @@ class Tensors:
 
         Raises ModelError where it is missing or of another shape.
         """
-        name = tensor_name(op)
+        name = tensor_name(op, self._modules)
         if name not in self._file:
             raise ModelError(
                 f"{self._folder}: the checkpoint has no tensor {name}",
@@ -81,13 +86,16 @@ class Tensors:
 
 
 @torch.no_grad()
-def load(model: Any, folder: Path, plan: list[Parameter], rank: int) -> None:
-    """Fills every parameter of `model`; rows that pad the vocabulary are 0."""
+def load(
+    model: Any, folder: Path, plan: list[Parameter], rank: int, modules: Mapping[str, str]
+) -> None:
+    """Fills every parameter of `model`; rows that pad the vocabulary are 0. `modules`: as
+    `tensor_name` takes them."""
     live = dict(model.named_parameters())
     # The first of two entries for one parameter: of a tied head the checkpoint has no tensor.
     entries = {entry.name: entry for entry in reversed(plan)}
     assert entries.keys() == live.keys(), live.keys() ^ entries.keys()
-    with Tensors(folder) as tensors:
+    with Tensors(folder, modules) as tensors:
         for entry in entries.values():
             dim, target = entry.dim or 0, live[entry.name]
             filled = 0

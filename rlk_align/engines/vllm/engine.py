@@ -16,6 +16,7 @@ from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampl
 from rlk_align.engines.common.attributes import processing
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import ParameterRecord
+from rlk_align.engines.vllm.experts import FUSED
 from rlk_align.engines.vllm.worker import TapPlan
 from rlk_align.errors import BadOption, EngineFailed, ModelError
 from rlk_align.model.prompts import TokenBatch
@@ -112,9 +113,15 @@ class VLLMEngine(Engine):
         return self._rpc("rlk_code", self.shape)
 
     def unexposed(self, kind: str) -> dict[str, str]:
+        fused = {
+            f"layers.{i}.{op}": FUSED
+            for i in self.shape.sparse_layers
+            for op in ("gate_proj", "up_proj", "act", "down_proj")
+        }
         if kind == "decode" or self.attributes()["logprobs"] == "raw":
-            return {}
-        return {"logprob": "vLLM's log-probs of a prompt are raw, whatever is done to sampled ones"}
+            return fused
+        raw = "vLLM's log-probs of a prompt are raw, whatever is done to sampled ones"
+        return fused | {"logprob": raw}
 
     def _cache(self) -> dict[str, Any]:
         """What limits the cache of keys and values, which otherwise takes all of a GPU that is
@@ -210,7 +217,7 @@ class VLLMEngine(Engine):
         outputs = self._generate(sequences, everything, "prefill", tap, batch, intervention)
         done(len(outputs))
         logprobs: Logprobs = {}
-        if self.unexposed("prefill"):
+        if "logprob" in self.unexposed("prefill"):
             return logprobs
         for i, (s, output) in enumerate(zip(batch.samples, outputs, strict=True)):
             by_position = output.prompt_logprobs

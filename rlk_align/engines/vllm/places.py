@@ -9,6 +9,7 @@ from typing import Any
 
 from rlk_align.engines.common.layout import of_outputs
 from rlk_align.engines.common.places import SECOND, End, Place
+from rlk_align.engines.vllm.experts import FUSED, sparse_blocks
 from rlk_align.model.families import ModelShape
 
 
@@ -53,9 +54,23 @@ def _layer_places(
     yield from _norm(
         f"{name}.attn_residual", f"{name}.mlp_norm", f"{here}.post_attention_layernorm"
     )
+    sparse = next((path for at, path, _ in sparse_blocks(model) if at == i), None)
+    if sparse is not None:
+        yield from _sparse_places(f"{here}.{sparse}", name)
+        return
     yield place(f"{mlp}.gate_up_proj", "gate_proj", "up_proj")
     yield place(f"{mlp}.act_fn", "act")
     yield place(f"{mlp}.down_proj", "down_proj")
+
+
+def _sparse_places(block: str, name: str) -> Iterator[Place]:
+    yield Place(sites=(f"{name}.router",), module=f"{block}.gate")
+    for op in ("experts", "routing_weights"):
+        yield Place(sites=(f"{name}.{op}",), module=f"{block}.experts", end="inside")
+    for op in ("gate_proj", "up_proj", "act", "down_proj"):
+        site = (f"{name}.{op}",)
+        yield Place(sites=site, module=f"{block}.experts", end="inside", unexposed=FUSED)
+    yield Place(sites=(f"{name}.moe_out",), module=block)
 
 
 def _norm(stream: str, site: str, module: str) -> Iterator[Place]:

@@ -8,6 +8,7 @@ import torch
 from rlk_align.engines.common.layout import padded
 from rlk_align.engines.common.parameters import LiveParameter
 from rlk_align.engines.common.weights import canonical, parameters
+from rlk_align.engines.vllm.experts import expert_weights
 from rlk_align.engines.vllm.parallel import TensorParallel
 from rlk_align.engines.vllm.places import vllm_places
 from rlk_align.model.families import ModelShape
@@ -29,7 +30,9 @@ def vllm_weights(
         value = getattr(module, name, None)
         return live_weight(module) if name == "weight" and value is not None else value
 
-    return canonical(plan, live, parallel.parts)
+    yield from canonical(plan, live, parallel.parts)
+    for name, value in expert_weights(model, shape.expert_intermediate):
+        yield LiveParameter(name, value)
 
 
 def live_weight(module: Any) -> torch.Tensor:
@@ -41,7 +44,8 @@ def live_weight(module: Any) -> torch.Tensor:
     if module.weight.numel():
         return module.weight
     dtype = module.params_dtype
-    size = module.input_size_per_partition
+    # A layer that every rank holds whole has no partition.
+    size = getattr(module, "input_size_per_partition", module.input_size)
     columns = [
         module.quant_method.apply(module, block, None)
         for block in torch.eye(size, dtype=dtype).split(1024)

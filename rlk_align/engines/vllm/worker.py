@@ -19,6 +19,7 @@ from rlk_align.engines.common.parameters import ParameterRecord, record_paramete
 from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.process import heartbeat
 from rlk_align.engines.spec import EngineSpec
+from rlk_align.engines.vllm.experts import sparse_blocks
 from rlk_align.engines.vllm.parallel import TensorParallel
 from rlk_align.engines.vllm.places import vllm_places
 from rlk_align.engines.vllm.taps import VLLMTaps
@@ -122,7 +123,8 @@ def vllm_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
         "rope_theta": float(f"{rotary.base:.5g}"),
         "rope_dim": rotary.rotary_dim,
         **norm_attributes(model, vllm_places(model, shape, 1)),
-        **per_layer("activation", [_activation(layer.mlp, dtype) for layer in layers]),
+        **per_layer("activation", [_layer_activation(layer, dtype) for layer in layers]),
+        **_routing([block.experts.router for _, _, block in sparse_blocks(model)]),
         "tie_word_embeddings": bool(config.tie_word_embeddings),
         "padding_side": None,
     }
@@ -131,6 +133,22 @@ def vllm_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
 def _window(attention: Any) -> int | None:
     window = attention.sliding_window
     return None if window in (None, -1) else int(window)
+
+
+def _layer_activation(layer: Any, dtype: torch.dtype) -> str:
+    """Of experts vLLM names it, and computes it inside a kernel."""
+    block = getattr(layer, "mlp", None) or layer.block_sparse_moe
+    return (
+        block.experts.activation.value if hasattr(block, "experts") else _activation(block, dtype)
+    )
+
+
+def _routing(routers: list[Any]) -> dict[str, Any]:
+    """How the sparse layers route; nothing for a dense model."""
+    return {
+        **per_layer("experts_per_token", [r.top_k for r in routers]),
+        **per_layer("norm_topk_prob", [bool(r.renormalize) for r in routers]),
+    }
 
 
 def _activation(mlp: Any, dtype: torch.dtype) -> str:

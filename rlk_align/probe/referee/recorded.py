@@ -1,6 +1,7 @@
 """What a pass recorded of the rows that are recomputed."""
 
 from collections import OrderedDict
+from collections.abc import Collection
 
 import numpy as np
 import torch
@@ -25,6 +26,11 @@ class RecordedPass:
         self._record, self._index, self._device = rows.reader.record, index, device
         self._rows, self._chosen = rows, chosen
         self._values: OrderedDict[str, tuple[np.ndarray, torch.Tensor]] = OrderedDict()
+
+    @property
+    def unexposed(self) -> Collection[str]:
+        """The sites that the engine cannot show."""
+        return self._record.unexposed
 
     def comparable(self, site: Site) -> np.ndarray:
         """Of the chosen row numbers, those at which the pass kept the values of the site and of all

@@ -21,6 +21,7 @@ from rlk_align.model.families import ModelShape
 from rlk_align.model.operators import OPERATORS
 from rlk_align.model.sites import RowIndex, Site, model_sites
 from rlk_align.probe.graph import partners
+from rlk_align.probe.referee.experts import as_recorded
 from rlk_align.probe.referee.exponentials import sum_orders
 from rlk_align.probe.referee.recorded import RecordedPass
 from rlk_align.probe.referee.reference import Reference, RowTokens
@@ -90,7 +91,7 @@ def referee(
         )
         for (side, name), of in edges.items()
     ]
-    walk = Walk(index, device)
+    walk = Walk(index, device, {site.name: site for site in sites})
     units: list[RefereedUnit] = []
     for done, site in enumerate(sites, 1):
         units += walk.units(site, passes)
@@ -184,7 +185,8 @@ def _worst_rows(
 class Walk:
     """Goes from operator to operator; N = rows of a block."""
 
-    def __init__(self, index: RowIndex, device: torch.device) -> None:
+    def __init__(self, index: RowIndex, device: torch.device, sites: Mapping[str, Site]) -> None:
+        self._sites = sites
         self._index, self._device = index, device
         self._block = CPU_ELEMENTS if device.type == "cpu" else GPU_ELEMENTS
 
@@ -226,6 +228,7 @@ class Walk:
         """`before`: another pass of the same side, and what was found of it."""
         if isinstance(p.reference, str):
             raise NotRefereed(p.reference)
+        site = as_recorded(site, self._sites, p.recorded.unexposed)
         number = p.recorded.comparable(site)
         known = before[1].errors if before else None
         if before and known and p.recorded.same(before[0].recorded, site, number):
@@ -234,7 +237,7 @@ class Walk:
 
     def _sums(self, site: Site, of: Pass, reference: Reference, number: np.ndarray) -> ErrorSums:
         dtype, heads = reference.rounded_to(site), reference.heads(site)
-        sums = ErrorSums(site.features, heads, dtype, self._device)
+        sums = ErrorSums(reference.features(site), heads, dtype, self._device)
         compared = max(1, self._block // site.features)
         for part in self._blocks(number, site, reference.shape):
             got = of.recorded.values(site.name, part)
@@ -247,6 +250,7 @@ class Walk:
                     of.recorded.sequence(name, whole).double() for name in site.prefix_inputs
                 ]
             exact, variance = reference.exact(site, inputs, rows)
+            got = reference.got(site, got, inputs)
             for start in range(0, len(part), compared):
                 at = slice(start, start + compared)
                 sums.add(got[at], exact[at], variance[at], part[at])

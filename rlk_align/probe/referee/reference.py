@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
 import torch
 
@@ -14,6 +14,7 @@ from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.model.sites import Site
 from rlk_align.model.tensors import biased_operators
 from rlk_align.probe.referee import formulas
+from rlk_align.probe.referee.experts import EXPERT_FORMULAS, ExpertReference, beyond_choice
 from rlk_align.probe.referee.exponentials import SumOrder, lost_share, sum_orders
 from rlk_align.probe.referee.rounding import rounding_variance
 from rlk_align.probe.referee.weights import Checkpoint, CheckpointWeights, NotRefereed
@@ -74,6 +75,7 @@ class Reference:
         self._weights = CheckpointWeights(self._checkpoint, live)
         self._biased = biased_operators(self._config, shape)
         self._rotary = checkpoint_rotary(model, shape)
+        self._experts = ExpertReference(shape, dtype, self._weights.read)
 
     def heads(self, site: Site) -> int:
         """In how many heads its features lie; 1 where they are no heads'."""
@@ -82,9 +84,10 @@ class Reference:
     def exact(
         self, site: Site, inputs: Sequence[torch.Tensor], rows: RowTokens
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `site` should be, and the variance of its rounding: float64 `[N, F]` both.
+        """What `site` should be, and the variance of its rounding: float64 `[N, F]` both. Of a
+        choice of experts that is 0: `got` says by how much it is off.
 
-        `given`: the recorded rows of each input, float64; for attention k and v of the rows' one
+        `inputs`: the recorded rows of each input, float64; for attention k and v of the rows' one
         sequence, from its first position to the last of the rows. Raises NotRefereed.
         """
         extra: torch.Tensor | float = 0.0
@@ -98,7 +101,7 @@ class Reference:
             out, extra = self._rotated(inputs[0], rows, self.heads(site))
         elif formula == "residual":
             out = inputs[0] + inputs[1]
-        elif formula == "activation":
+        elif formula in ("activation", "expert_activation"):
             out = self._activation(inputs[0]) * inputs[1]
         elif formula == "attention":
             assert site.layer is not None
@@ -107,11 +110,26 @@ class Reference:
             out = formulas.attention(q, k, v, rows.position, heads, window)
         elif formula == "log_softmax":
             out, extra = self._log_prob(inputs[0], rows)
-        elif formula == "linear":
+        elif formula in ("linear", "router"):
             out, extra = self._product(site, inputs[0])
+        elif formula in EXPERT_FORMULAS:
+            out, extra = self._experts.exact(site, inputs)
         else:
-            assert_never(formula)
+            raise AssertionError(formula)
         return out, rounding_variance(out, self.rounded_to(site)) + extra
+
+    def got(
+        self, site: Site, recorded: torch.Tensor, inputs: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """What is held against `exact`: what was recorded or, of a choice of experts `[N, K]`, by
+        how much a logit that was left out exceeds one that was chosen, `[N, 1]`."""
+        if site.operator.formula != "top_k":
+            return recorded
+        return beyond_choice(inputs[0], recorded.long())
+
+    def features(self, site: Site) -> int:
+        """How many features `got` has."""
+        return 1 if site.operator.formula == "top_k" else site.features
 
     def rounded_to(self, site: Site) -> str:
         """The dtype of its outputs."""

@@ -33,6 +33,7 @@ class Checkpoint:
         self._dtype, self._device = getattr(torch, dtype), device
         self._stored = stored_tensors(model)
         self._shapes = expected_tensors(config, shape)
+        self._modules = shape.family.modules
         self._digests: dict[str, list[str]] = {}
         self._last: tuple[str, list[torch.Tensor]] | None = None
 
@@ -43,7 +44,7 @@ class Checkpoint:
     def _values(self, parameter: str) -> list[torch.Tensor]:
         """Rounded, and as it is stored."""
         if self._last is None or self._last[0] != parameter:
-            stored = self._read(tensor_name(parameter))
+            stored = self._read(tensor_name(parameter, self._modules))
             self._last = (parameter, [stored.to(self._dtype).to(self._device), stored])
         return self._last[1]
 

@@ -1,0 +1,22 @@
+"""What the experts of a sparse layer compute, as rows of tokens.
+
+A token is sent to K experts, and its row holds a slot for each of them, by ascending id: whatever
+order an engine computes them in, equal choices make equal rows.
+T = tokens, K = experts of a token, S = rows of experts, F = features
+"""
+
+import torch
+
+
+def by_ascending_id(
+    chosen: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts of each token, int32 `[T, K]`, ascending, and their weights in that order."""
+    ids, order = chosen.long().sort(dim=1)
+    return ids.int(), weights.gather(1, order)
+
+
+def slots(rows: torch.Tensor, token: torch.Tensor, expert: torch.Tensor, k: int) -> torch.Tensor:
+    """Rows `[S, F]` of experts, each of a token and an expert, int64 `[S]`, as `[T, K · F]`."""
+    order = torch.argsort(token * (int(expert.max()) + 1) + expert)
+    return rows[order].reshape(len(rows) // k, -1)

@@ -1,0 +1,116 @@
+"""What the sparse layers of an HF decoder compute on their way: the choice of each token's experts,
+and the experts' rows.
+
+transformers computes experts by `eager`, `batched_mm` or `grouped_mm`: each makes two products, by
+a function of its own, and these are wrapped for as long as the hooks are in.
+T = tokens, K = experts of a token, S = T · K
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from rlk_align.engines.common.experts import by_ascending_id, slots
+from rlk_align.engines.common.hooks import Hooks
+
+Show = Callable[[str, torch.Tensor], None]
+"""Takes the value of a site."""
+IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+
+
+def sparse_blocks(model: Any) -> Iterator[tuple[int, Any]]:
+    """(layer, its block of experts) of every sparse layer."""
+    for i, layer in enumerate(model.model.layers):
+        if hasattr(layer.mlp, "experts"):
+            yield i, layer.mlp
+
+
+def expert_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The canonical parameters of the experts, which transformers stacks."""
+    for i, block in sparse_blocks(model):
+        for e, fused in enumerate(block.experts.gate_up_proj.detach()):
+            gate, up = fused.chunk(2)
+            yield f"layers.{i}.experts.{e}.gate_proj", gate
+            yield f"layers.{i}.experts.{e}.up_proj", up
+        for e, down in enumerate(block.experts.down_proj.detach()):
+            yield f"layers.{i}.experts.{e}.down_proj", down
+
+
+def on_experts(hooks: Hooks, model: Any, show: Show) -> None:
+    """`show(site, value)` of all that a sparse layer computes between its router and its output."""
+    running = _Running(show)
+    blocks = list(sparse_blocks(model))
+    for i, block in blocks:
+        hooks.after(block.gate, functools.partial(_show_choice, show, i))
+        hooks.before(block.experts, functools.partial(running.begin, i))
+        hooks.after(block.experts, running.end)
+    if not blocks:
+        return
+    from transformers.integrations import moe
+
+    for owner, name in (
+        (moe, "_grouped_linear"),
+        (moe, "_batched_linear"),
+        (torch.nn.functional, "linear"),
+    ):
+        hooks.replace(owner, name, running.observed(getattr(owner, name)))
+
+
+def _show_choice(show: Show, layer: int, _module: Any, _inputs: Any, output: Any) -> None:
+    _, weights, chosen = output
+    ids, weights = by_ascending_id(chosen, weights)
+    show(f"layers.{layer}.experts", ids)
+    show(f"layers.{layer}.routing_weights", weights)
+
+
+class _Running:
+    """The experts that are computed now."""
+
+    def __init__(self, show: Show) -> None:
+        self._show = show
+        self._layer: int | None = None
+
+    def begin(self, layer: int, module: Any, inputs: Any) -> None:
+        self._layer, self._chosen = layer, inputs[1].long()
+        self._kind = module.config._experts_implementation
+        self._products: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def observed(self, product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """The product, which also keeps what it takes and gives while experts are computed."""
+
+        @functools.wraps(product)
+        def observed(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            out = product(x, *args, **kwargs)
+            if self._layer is not None:
+                # What is given may be written to afterwards.
+                self._products.append((x, out.clone()))
+            return out
+
+        return observed
+
+    def end(self, *_: Any) -> None:
+        layer, self._layer = self._layer, None
+        # Two products: of all experts, or of one expert after another.
+        parts = [[torch.cat(x) for x in zip(*self._products[n::2], strict=True)] for n in (0, 1)]
+        (_, gate_up), (act, down) = parts
+        gate, up = gate_up.chunk(2, dim=1)
+        token, expert = self._order()
+        k = self._chosen.shape[1]
+        for op, rows in (("gate_proj", gate), ("up_proj", up), ("act", act), ("down_proj", down)):
+            self._show(f"layers.{layer}.{op}", slots(rows, token, expert, k))
+
+    def _order(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The token and the expert of each row of a product, as transformers orders them."""
+        tokens, k = self._chosen.shape
+        flat = self._chosen.reshape(-1)
+        if self._kind == "eager":
+            # By expert, and of one expert by the place in the choice, then by token.
+            by_place = self._chosen.T.reshape(-1)
+            order = torch.argsort(by_place, stable=True)
+            return order % tokens, by_place[order]
+        if self._kind == "grouped_mm":
+            expert, order = torch.sort(flat)
+            return order // k, expert
+        return torch.arange(len(flat), device=flat.device) // k, flat

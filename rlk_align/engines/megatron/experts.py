@@ -1,0 +1,111 @@
+"""The sparse layers of megatron-core's GPTModel: what of them can be seen, and their parameters.
+
+Experts are computed one after another, each of its tokens in their order (`SequentialMLP`). The
+weight of an expert multiplies its activation, before the second product: what lies behind that is
+another value than the canonical one.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from rlk_align.engines.common.experts import by_ascending_id, slots
+from rlk_align.engines.common.hooks import Hooks
+from rlk_align.engines.common.layout import even, fused, whole
+from rlk_align.engines.common.places import Place
+from rlk_align.engines.common.weights import Parameter
+from rlk_align.errors import EngineFailed
+from rlk_align.model.families import ModelShape
+
+WEIGHTED = "Megatron multiplies the activation by the expert's weight, before the second product"
+
+Show = Callable[[str, torch.Tensor], None]
+"""Takes the value of a site."""
+
+
+def sparse_places(name: str, mlp: str) -> Iterator[Place]:
+    """Where the operators of a sparse layer lie, from the router to the sum."""
+    for op in ("router", "experts", "routing_weights"):
+        yield Place(sites=(f"{name}.{op}",), module=f"{mlp}.router", end="inside")
+    for op in ("gate_proj", "up_proj"):
+        yield Place(sites=(f"{name}.{op}",), module=f"{mlp}.experts", end="inside")
+    for op in ("act", "down_proj"):
+        site = (f"{name}.{op}",)
+        yield Place(sites=site, module=f"{mlp}.experts", end="inside", unexposed=WEIGHTED)
+    yield Place(sites=(f"{name}.moe_out",), module=mlp)
+
+
+def expert_parameters(shape: ModelShape) -> Iterator[Parameter]:
+    """The parameters of the sparse layers; each expert has its own."""
+    for i in shape.sparse_layers:
+        name, mlp = f"layers.{i}", f"decoder.layers.{i}.mlp"
+        router = whole(f"{name}.router", shape.experts, 1)
+        yield Parameter(f"{mlp}.router.weight", router, None)
+        for e in range(shape.experts):
+            of, expert = f"{name}.experts.{e}", f"{mlp}.experts.local_experts.{e}"
+            halves = (even(f"{of}.{op}", shape.expert_intermediate, 1) for op in _FIRST)
+            yield Parameter(f"{expert}.linear_fc1.weight", fused(*halves), 0)
+            down = whole(f"{of}.down_proj", shape.hidden, 1)
+            yield Parameter(f"{expert}.linear_fc2.weight", down, None)
+
+
+_FIRST = ("gate_proj", "up_proj")
+
+
+def routing(model: Any) -> list[tuple[int, bool]]:
+    """Of each sparse layer how many experts a token is sent to, and whether their weights are
+    divided by their sum."""
+    routers = [layer.mlp.router for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
+    return [(r.topk, not r.config.moe_router_pre_softmax) for r in routers]
+
+
+def on_experts(hooks: Hooks, model: Any, show: Show) -> None:
+    """`show(site, value)` of all that a sparse layer computes between its router and its output."""
+    for i, layer in enumerate(model.decoder.layers):
+        if hasattr(layer.mlp, "router"):
+            _Layer(i, show).watch(hooks, layer.mlp)
+
+
+class _Layer:
+    """One sparse layer. T = tokens, E = experts."""
+
+    def __init__(self, layer: int, show: Show) -> None:
+        self._name, self._show = f"layers.{layer}", show
+        self._first: list[torch.Tensor] = []
+
+    def watch(self, hooks: Hooks, mlp: Any) -> None:
+        gating = mlp.router.gating
+
+        @functools.wraps(gating)
+        def observed(*args: Any, **kwargs: Any) -> torch.Tensor:
+            logits = gating(*args, **kwargs)
+            self._show(f"{self._name}.router", logits.reshape(-1, logits.shape[-1]))
+            return logits
+
+        hooks.replace(mlp.router, "gating", observed)
+        hooks.after(mlp.router, self._chosen)
+        for expert in mlp.experts.local_experts:
+            hooks.on_output(expert.linear_fc1, lambda out: self._first.append(out[0]))
+        hooks.after(mlp.experts, self._computed)
+
+    def _chosen(self, router: Any, _inputs: Any, output: Any) -> None:
+        weights_TE, sent_TE = output
+        self._sent, self._k = sent_TE, router.topk
+        if bool((sent_TE.sum(dim=1) != self._k).any()):
+            raise EngineFailed(
+                f"{self._name}: Megatron did not send every token to {self._k} experts",
+                "look at what a patch does, and leave the capacity of experts unlimited",
+            )
+        _, expert = sent_TE.nonzero(as_tuple=True)
+        ids = expert.reshape(len(sent_TE), -1)
+        ids, weights = by_ascending_id(ids, weights_TE.gather(1, ids))
+        self._show(f"{self._name}.experts", ids)
+        self._show(f"{self._name}.routing_weights", weights)
+
+    def _computed(self, *_: Any) -> None:
+        rows, self._first = torch.cat(self._first), []
+        expert, token = self._sent.T.nonzero(as_tuple=True)
+        for op, part in zip(_FIRST, rows.chunk(2, dim=1), strict=True):
+            self._show(f"{self._name}.{op}", slots(part, token, expert, self._k))

@@ -1,0 +1,180 @@
+"""A sparse layer's operators in float64: the router's choice, its weights, the experts, their sum.
+
+N = rows, E = experts, K = experts of a token, I = inner size of an expert, H = hidden
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from rlk_align.model.dtypes import DTYPES
+from rlk_align.model.families import ModelShape
+from rlk_align.model.sites import Site
+from rlk_align.probe.referee import formulas
+from rlk_align.probe.referee.rounding import rounding_variance
+
+Read = Callable[[str], torch.Tensor]
+"""A canonical parameter."""
+Exact = tuple[torch.Tensor, torch.Tensor]
+"""What an operator should give, and the variance of its rounding."""
+FLOAT32_UNIT = 2.0**-24
+
+
+EXPERT_FORMULAS = ("top_k", "routing_weights", "expert_linear", "combine")
+
+
+def as_recorded(site: Site, sites: Mapping[str, Site], unexposed: Collection[str]) -> Site:
+    """The operator with what it is recomputed from: the choice of experts, where its rows have
+    slots; and of the experts' sum, in place of rows that an engine does not show, what these are
+    of."""
+
+    def seen(name: str) -> Iterator[str]:
+        of = sites[name]
+        if name not in unexposed or not of.experts:
+            yield name
+            return
+        for deeper in of.inputs:
+            yield from seen(deeper)
+
+    inputs = site.inputs
+    if site.operator.formula == "combine":
+        inputs = tuple(dict.fromkeys(name for i in inputs for name in seen(i)))
+    elif site.experts:
+        inputs = (*inputs, site.experts)
+    return replace(site, inputs=inputs)
+
+
+class ExpertReference:
+    """One side's sparse layers."""
+
+    def __init__(self, shape: ModelShape, dtype: str, read: Read) -> None:
+        self._shape, self._dtype, self._read = shape, dtype, read
+
+    def exact(self, site: Site, inputs: Sequence[torch.Tensor]) -> Exact:
+        """`inputs`: float64, as `as_recorded` names them."""
+        formula = site.operator.formula
+        if formula == "top_k":
+            return self._tied(inputs[0])
+        by_op = {n.rpartition(".")[2]: x for n, x in zip(site.inputs, inputs, strict=True)}
+        chosen = by_op["experts"].long()
+        if formula == "routing_weights":
+            return self.weights_of(inputs[0], chosen)
+        if formula == "expert_linear":
+            return self.product(site, inputs[0], chosen)
+        return self.combined(site, by_op, chosen)
+
+    def _tied(self, logits: torch.Tensor) -> Exact:
+        """An exact choice leaves out no larger logit. A logit is rounded, and so may be the
+        probability that is compared in its place."""
+        kth = logits.topk(self._shape.top_k, dim=1).values[:, -1:]
+        of_probability = 4.0 ** -DTYPES[self._dtype] / 3
+        return torch.zeros_like(kth), 2 * rounding_variance(kth, self._dtype) + 2 * of_probability
+
+    def weights_of(self, logits: torch.Tensor, chosen: torch.Tensor) -> Exact:
+        """The chosen experts' weights `[N, K]`, from logits `[N, E]`: softmax over all, divided by
+        the sum over the chosen where the model does that, which is softmax over these alone."""
+        picked = logits.gather(1, chosen)
+        over = picked if self._shape.norm_topk else logits
+        total = over.logsumexp(dim=1, keepdim=True)
+        out = (picked - total).exp()
+        # Some round the weights before they divide, and some the logarithm and the difference.
+        extra = rounding_variance(out, self._dtype)
+        if not self._shape.norm_topk:
+            rounded = (rounding_variance(x, self._dtype) for x in (total, picked - total))
+            extra = extra + out.square() * sum(rounded)
+        return out, extra
+
+    def product(self, site: Site, x: torch.Tensor, chosen: torch.Tensor) -> Exact:
+        """A product by each token's experts. `x`: `[N, H]`, or a slot's rows `[N, K * I]`."""
+        k = chosen.shape[1]
+        own = site.op == "down_proj"
+        slots = x.reshape(len(x), k, -1) if own else x[:, None].expand(-1, k, -1)
+        out, extra = self._by_expert(site.layer, site.op, slots, chosen)
+        return out.flatten(1), extra.flatten(1)
+
+    def combined(
+        self, site: Site, inputs: Mapping[str, torch.Tensor], chosen: torch.Tensor
+    ) -> Exact:
+        """The sum of the experts' rows by their weights `[N, K]`, from the rows or, where an engine
+        shows none, from what it shows before: each step is then rounded."""
+        weights = inputs["routing_weights"]
+        if "down_proj" in inputs:
+            rows = inputs["down_proj"]
+            return self._summed(rows.reshape(len(rows), weights.shape[1], -1) * weights[..., None])
+        if "gate_proj" in inputs:
+            gate, up = (self._exactly(inputs[op]) for op in ("gate_proj", "up_proj"))
+        else:
+            x = inputs["mlp_norm"]
+            gate, up = (self._rounded(site, op, x, chosen) for op in ("gate_proj", "up_proj"))
+        return self._after_first(site, gate, up, chosen, weights)
+
+    def _exactly(self, rows: torch.Tensor) -> Exact:
+        slots = rows.reshape(len(rows), self._shape.top_k, -1)
+        return slots, torch.zeros_like(slots)
+
+    def _rounded(self, site: Site, op: str, x: torch.Tensor, chosen: torch.Tensor) -> Exact:
+        slots = x[:, None].expand(-1, chosen.shape[1], -1)
+        out, extra = self._by_expert(site.layer, op, slots, chosen)
+        return out, extra + rounding_variance(out, self._dtype)
+
+    def _after_first(
+        self, site: Site, gate: Exact, up: Exact, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> Exact:
+        (g, g_variance), (u, u_variance) = gate, up
+        sigmoid = g.sigmoid()
+        act = g * sigmoid * u
+        slope = sigmoid * (1 + g * (1 - sigmoid)) * u
+        # The activation is rounded once or twice, and once more where the weight comes first.
+        variance = slope.square() * g_variance + (g * sigmoid).square() * u_variance
+        variance = variance + 2 * rounding_variance(act, self._dtype)
+        down, extra = self._by_expert(site.layer, "down_proj", act, chosen, variance)
+        extra = extra + rounding_variance(down, self._dtype)
+        w = weights[..., None]
+        out, summed = self._summed(down * w)
+        return out, summed + (extra * w.square()).sum(dim=1)
+
+    def _summed(self, parts: torch.Tensor) -> Exact:
+        """`[N, K, H]` added up; some round each part, and each partial sum."""
+        partial = parts.cumsum(dim=1)
+        extra = rounding_variance(parts, self._dtype).sum(dim=1)
+        extra = extra + rounding_variance(partial[:, 1:-1], self._dtype).sum(dim=1)
+        return partial[:, -1], extra
+
+    def _by_expert(
+        self,
+        layer: int | None,
+        op: str,
+        slots: torch.Tensor,
+        chosen: torch.Tensor,
+        variance: torch.Tensor | None = None,
+    ) -> Exact:
+        """Products `[N, K, F]` of `[N, K, D]`, expert by expert, and the variance of their sums in
+        float32, and of what inexact inputs leave."""
+        out: torch.Tensor | None = None
+        for e in chosen.unique().tolist():
+            at = chosen == e
+            weight = self._read(f"layers.{layer}.experts.{e}.{op}").double()
+            if out is None:
+                out = slots.new_zeros(*chosen.shape, len(weight))
+                extra = torch.zeros_like(out)
+            out[at] = formulas.linear(slots[at], weight, None)
+            lengths = slots[at].square().sum(dim=1)[:, None] * weight.square().sum(dim=1)
+            extra[at] = (2 * FLOAT32_UNIT) ** 2 / 12 * lengths
+            if variance is not None:
+                extra[at] += variance[at] @ weight.square().T
+        assert out is not None
+        return out, extra
+
+
+def beyond_choice(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """By how much the best expert that was left out exceeds the worst that was chosen, float64
+    `[N, 1]`: 0 where the chosen ones are the k largest. Infinite where an id is chosen twice, or is
+    none of an expert."""
+    ordered = chosen.sort(dim=1).values
+    wrong = ((ordered[:, 1:] == ordered[:, :-1]).any(1)) | (ordered[:, 0] < 0)
+    wrong |= ordered[:, -1] >= logits.shape[1]
+    at = chosen.clamp(0, logits.shape[1] - 1)
+    least = logits.gather(1, at).amin(dim=1)
+    beyond = (logits.scatter(1, at, -torch.inf).amax(dim=1) - least).clamp(min=0)
+    return beyond.where(~wrong, torch.inf)[:, None]

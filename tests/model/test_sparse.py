@@ -1,0 +1,122 @@
+"""Families with sparse layers: what their configs say, their sites and their tensors."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlk_align.data import data_path
+from rlk_align.errors import ModelError
+from rlk_align.model.checkpoint import tensor_name
+from rlk_align.model.families import ModelShape, read_shape
+from rlk_align.model.sites import model_sites, site_parameters
+from rlk_align.model.tensors import check_tensors, expected_tensors
+
+SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
+MIXTRAL = {
+    **{"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 48},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 100},
+    **{"num_hidden_layers": 2, "max_position_embeddings": 64, "dtype": "bfloat16"},
+    **{"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": True},
+}
+
+
+def shape_of(folder: Path, config: dict[str, Any], **changes: Any) -> ModelShape:
+    changed = {k: v for k, v in (config | changes).items() if v is not None}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(changed))
+    return read_shape(folder)
+
+
+def qwen(folder: Path, **changes: Any) -> ModelShape:
+    config = json.loads((SPARSE / "config.json").read_text())
+    return shape_of(folder, config, **changes)
+
+
+def test_the_embedded_sparse_model_has_a_dense_layer_and_three_sparse_ones() -> None:
+    shape = read_shape(SPARSE)
+    assert (shape.sparse_layers, shape.experts, shape.top_k) == ((1, 2, 3), 8, 2)
+    assert (shape.expert_intermediate, shape.norm_topk) == (160, True)
+    check_tensors(SPARSE, shape)
+    size = sum(f.stat().st_size for f in SPARSE.iterdir())
+    assert size < 4_000_000
+
+
+def test_a_dense_model_has_no_experts() -> None:
+    shape = read_shape(data_path("model"))
+    assert (shape.sparse_layers, shape.experts, shape.top_k) == ((), 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({"mlp_only_layers": []}, (0, 1, 2, 3)),
+        ({"mlp_only_layers": None, "decoder_sparse_step": 2}, (1, 3)),
+        ({"mlp_only_layers": [3], "decoder_sparse_step": 2}, (1,)),
+        ({"num_local_experts": None, "num_experts": 8}, (1, 2, 3)),
+    ],
+)
+def test_which_layers_are_sparse(
+    tmp_path: Path, changes: dict[str, Any], layers: tuple[int, ...]
+) -> None:
+    shape = qwen(tmp_path, **changes)
+    assert (shape.sparse_layers, shape.experts) == (layers, 8)
+
+
+def test_qwen_divides_the_weights_where_its_config_says_so_and_mixtral_always(
+    tmp_path: Path,
+) -> None:
+    assert not qwen(tmp_path, norm_topk_prob=None).norm_topk
+    shape = shape_of(tmp_path, MIXTRAL)
+    assert (shape.norm_topk, shape.expert_intermediate, shape.sparse_layers) == (True, 48, (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9, and num_local_experts is 8"),
+        ({"num_local_experts": None}, "num_local_experts is None"),
+        ({"num_local_experts": 8.0}, "num_local_experts is 8.0"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ({"mlp_only_layers": "0"}, "mlp_only_layers is no list of layers"),
+        ({"shared_expert_intermediate_size": 64}, "shared experts are not supported"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        qwen(tmp_path, **changes)
+
+
+def test_sites_of_a_sparse_layer() -> None:
+    shape = read_shape(SPARSE)
+    sites = {s.name: s for s in model_sites(shape)}
+    names = [n.rpartition(".")[2] for n in sites if n.startswith("layers.1.")]
+    assert names[names.index("mlp_norm") + 1 :] == [
+        *("router", "experts", "routing_weights", "gate_proj", "up_proj", "act", "down_proj"),
+        *("moe_out", "mlp_residual"),
+    ]
+    assert "layers.0.router" not in sites
+    router, down, out = (sites[f"layers.1.{op}"] for op in ("router", "down_proj", "moe_out"))
+    assert (router.inputs, router.features) == (("layers.1.mlp_norm",), 8)
+    assert (down.inputs, down.experts) == (("layers.1.act",), "layers.1.experts")
+    assert (down.features, sites["layers.1.act"].features) == (2 * 128, 2 * 160)
+    wanted = ("down_proj", "routing_weights", "experts")
+    assert out.inputs == tuple(f"layers.1.{op}" for op in wanted)
+    assert sites["layers.1.mlp_residual"].inputs == ("layers.1.attn_residual", "layers.1.moe_out")
+    assert sites["layers.0.mlp_residual"].inputs[1] == "layers.0.down_proj"
+
+
+def test_each_expert_has_parameters_of_its_own(tmp_path: Path) -> None:
+    shape = read_shape(SPARSE)
+    up = next(s for s in model_sites(shape) if s.name == "layers.2.up_proj")
+    parameters = site_parameters(up, shape)
+    assert parameters == tuple(f"layers.2.experts.{e}.up_proj" for e in range(8))
+    assert tensor_name(parameters[7]) == "model.layers.2.mlp.experts.7.up_proj.weight"
+    mixtral = shape_of(tmp_path, MIXTRAL)
+    tensors = expected_tensors(MIXTRAL, mixtral)
+    block = "model.layers.1.block_sparse_moe"
+    assert tensors[f"{block}.gate.weight"] == (4, 64)
+    assert tensors[f"{block}.experts.3.w1.weight"] == tensors[f"{block}.experts.3.w3.weight"]
+    assert tensors[f"{block}.experts.3.w2.weight"] == (64, 48)
