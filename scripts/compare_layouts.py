@@ -7,7 +7,8 @@ prompts as `fixtures/make_large_model.py` makes them. vLLM at tp=2 samples, scor
 once more compiled and with CUDA graphs; each training engine scores those tokens with the kernels,
 and the contract is `bitwise`. vLLM on one GPU samples by itself. Without the kernels, two pairs
 show the drift. Writes OUT/layouts.json and OUT/layouts.md, and fails where a pair with the kernels
-has another bit or did not finish. Comparisons run side by side: their times say nothing.
+has another bit or did not finish. The same call again goes on with what did not finish.
+Comparisons run side by side: their times say nothing.
 """
 
 import argparse
@@ -41,11 +42,13 @@ class Job:
     folder: Path
     gpus: str = "0,1"
     process: subprocess.Popen[bytes] | None = None
-    seconds: float = 0.0
     started: float = field(default_factory=time.monotonic)
 
     def start(self) -> "Job":
-        self.folder.mkdir(parents=True)
+        """Starts it, unless an earlier call finished it."""
+        if (self.folder / "code").is_file():
+            return self
+        self.folder.mkdir(parents=True, exist_ok=True)
         self.started = time.monotonic()
         with (self.folder / "log").open("wb") as log:
             self.process = subprocess.Popen(
@@ -57,25 +60,30 @@ class Job:
         return self
 
     def wait(self, until: float) -> "Job":
-        assert self.process is not None
+        """Waits for it, prints the end of what it said, and notes its exit code; kills it then."""
+        if self.process is None:
+            return self
         try:
-            self.process.wait(max(0.0, until - time.monotonic()))
+            code = self.process.wait(max(0.0, until - time.monotonic()))
+            (self.folder / "code").write_text(str(code))
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        self.seconds = time.monotonic() - self.started
+        seconds = time.monotonic() - self.started
         lines = (self.folder / "log").read_text(errors="replace").splitlines()
-        print(f"== {self.label}, kernels={self.kernels}, {self.seconds:.0f} s", flush=True)
+        print(f"== {self.label}, kernels={self.kernels}, {seconds:.0f} s", flush=True)
         print("\n".join(lines[-20:]), flush=True)
         return self
 
     def result(self) -> dict[str, Any]:
-        """Its exit code and, where it came to one, its verdict."""
-        assert self.process is not None
-        path = self.folder / "verdict.json"
-        found = {"pair": self.label, "kernels": self.kernels, "seconds": round(self.seconds)}
-        verdict = json.loads(path.read_text()) if path.is_file() else None
-        return found | {"exit": self.process.returncode, "verdict": verdict}
+        """Its exit code, None where it was killed; and, where it came to one, its verdict."""
+        code, verdict = self.folder / "code", self.folder / "verdict.json"
+        return {
+            "pair": self.label,
+            "kernels": self.kernels,
+            "exit": int(code.read_text()) if code.is_file() else None,
+            "verdict": json.loads(verdict.read_text()) if verdict.is_file() else None,
+        }
 
 
 def compared(
@@ -131,17 +139,14 @@ def all_layouts(out: Path, model: Path, tokens: int, until: float) -> list[dict[
     words = ["compare", str(recorded), str(lone / "run"), "--contract", "bitwise"]
     words += ["--run-dir", str(folder / "run"), "--output", f"json={folder / 'verdict.json'}"]
     scored.append(Job("vllm:tp=2 / vllm", "rlk", words, folder).start())
-    off = [*asked, *prompts, "--no-production"]
-    scored.append(
-        compared(
-            out, with_kernels(ROLLOUT, "off"), TRAIN[0], "off", off, f"vllm:tp=2 / {TRAIN[0]}"
-        ).start()
-    )
     done += [job.wait(until) for job in scored]
-    drifted = scored[-1].folder / "run"
-    alone = compared(
-        out, f"replay:path={drifted}", "hf", "off", [*asked, "--no-production"], "vllm:tp=2 / hf"
+    off = [*asked, *prompts, "--no-production"]
+    drifted = compared(
+        out, with_kernels(ROLLOUT, "off"), TRAIN[0], "off", off, f"vllm:tp=2 / {TRAIN[0]}"
     )
+    done.append(drifted.start().wait(until))
+    replay = f"replay:path={drifted.folder / 'run'}"
+    alone = compared(out, replay, "hf", "off", [*asked, "--no-production"], "vllm:tp=2 / hf")
     done.append(alone.start().wait(until))
     return [job.result() for job in done]
 
