@@ -32,7 +32,7 @@ TESTS := RLK_REQUIRE_ENGINES=vllm,megatron,fsdp TRITON_INTERPRET=1 OMP_NUM_THREA
   $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: setup
-	$(TESTS) $(TEST)
+	$(TESTS) -m 'not whole_matrix' $(TEST)
 
 # Engines with the kernels in them, bit for bit, in every batch and layout: some minutes; and with every operator
 # left to its engine in turn, and in other families' shapes: as long again.
@@ -51,9 +51,11 @@ test-fix-path-all: setup
 test-slow: setup
 	$(TESTS) -m 'not whole_matrix' tests/mutation tests/compiled tests/real_runs
 
-# And real runs of vLLM and a trainer, each with a fault, that are dumped, followed and scored again: minutes more.
+# And real runs of vLLM and a trainer, each with a fault, that are dumped, followed and scored again, and what `make test`
+# leaves out of its matrices: minutes more.
 test-slow-all: setup
 	$(TESTS) tests/mutation tests/compiled tests/real_runs
+	$(TESTS) -m whole_matrix tests
 
 # What starts no engine.
 test-quick: setup

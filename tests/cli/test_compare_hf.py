@@ -165,6 +165,7 @@ def test_a_noisy_engine_is_reported_and_its_rows_prove_nothing(compare: Cli) -> 
     assert done.first != "layers.1.up_proj"
 
 
+@pytest.mark.whole_matrix
 def test_ten_noisy_runs_have_one_verdict(cli: Cli, few_prompts: Path, tmp_path: Path) -> None:
     args = ("--prompts", few_prompts, *SHORT)
     assert cli("capture", "--engine", "hf", "-o", tmp_path / "a", *args).code == 0

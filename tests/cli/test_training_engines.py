@@ -70,7 +70,9 @@ def first_against_hf(run: Cli, folder: Path) -> Callable[[str], str | None]:
     return first
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.whole_matrix)]
+)
 @pytest.mark.parametrize("train", TRAINING)
 def test_vllm_against(
     run: Cli, folder: Path, first_against_hf: Callable, train: str, dtype: str

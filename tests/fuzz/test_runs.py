@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from inprocess import command
 from synthetic import compared_run, corrupt, draw
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "500"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "250"))
 CONTRACT = str(Path(__file__).parents[1] / "synthetic.toml")
 EDGES = ("decode_vs_prefill", "prefill_vs_train", "decode_vs_train")
 LOGS = ("worker.log", "events.jsonl", "job.json", "rank0.log")
