@@ -170,6 +170,9 @@ def main() -> None:
     parser.add_argument("--profiled", default="prefill:1x2048,prefill:16x1024,decode:16x1024")
     parser.add_argument("--graphs-to", type=int, help="vLLM's max_cudagraph_capture_size")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument(
+        "--no-custom-all-reduce", action="store_true", help="ranks copy through NCCL alone"
+    )
     parser.add_argument("--load-format", choices=("dummy", "auto"), default="dummy")
     args = parser.parse_args()
     name = args.name or args.engine
@@ -185,6 +188,8 @@ def main() -> None:
             "torch_profiler_dir": str(args.profile.resolve()),
             "torch_profiler_with_stack": False,
         }
+    if args.no_custom_all_reduce:
+        options["disable_custom_all_reduce"] = True
     if args.graphs_to:
         options["max_cudagraph_capture_size"] = args.graphs_to
     from vllm import LLM
