@@ -74,8 +74,7 @@ class StepOutputs:
             elif target.format == "html":
                 from rlk_align.report.html.steps import steps_page
 
-                runs = {name: history.records for name, history in self._history.items()}
-                write_text(target.path, steps_page(runs))
+                write_text(target.path, steps_page(self._history))
 
 
 class _TensorBoard:

@@ -56,7 +56,7 @@ def _steps_html(runs: list[str], out: Path) -> None:
         monitor = RunMonitor(on_step=history.add)
         for step, parts in run.steps():
             monitor.sequences(step, parts)
-    page = steps_page({name: history.records for name, history in histories.items()})
+    page = steps_page(histories)
     write_report(imported, {out: page})
 
 

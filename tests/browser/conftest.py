@@ -3,14 +3,19 @@
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 from report_runs import HOSTILE, hostile_engines, hostile_mismatch, report_run
+from simulate_dumps import Dump
 
+from rlk_align.monitor.history import History
+from rlk_align.monitor.run import RunMonitor
 from rlk_align.report.html.page import run_page
 from rlk_align.report.html.several import several_page
+from rlk_align.report.html.steps import steps_page
 from rlk_align.report.source import load_source
 from rlk_align.trace.run import Run
 
@@ -36,7 +41,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Pages by name: healthy, failing, hostile, several."""
+    """Pages by name: healthy, failing, hostile, several, two, steps."""
     folder = tmp_path_factory.mktemp("pages")
 
     def source(run: Run):
@@ -63,10 +68,21 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "hostile": run_page(hostile),
         "several": several_page([healthy, failing, hostile]),
         "two": several_page([healthy, failing]),
+        "steps": steps_page({HOSTILE: watched_run()}),
     }
     for name, text in texts.items():
         (folder / f"{name}.html").write_text(text, encoding="utf-8")
     return {name: folder / f"{name}.html" for name in texts}
+
+
+def watched_run() -> History:
+    """Steps of which the last ones fail."""
+    history = History()
+    monitor = RunMonitor(on_step=history.add)
+    for step, sequences in enumerate([Dump(seed, 600).sequences_of() for seed in range(6)]):
+        shift = 0.3 if step > 3 else 0.0
+        monitor.sequences(step, [replace(sequences, train=sequences.train - shift)])
+    return history
 
 
 Visit = Callable[..., Page]
