@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 from report_runs import HOSTILE, hostile_engines, hostile_mismatch, report_run
-from simulate_dumps import Dump
+from simulate_dumps import Dump, faulty
 
+from rlk_align.diagnose.contract import load_run_contract
+from rlk_align.diagnose.explain import Explanation, explain
 from rlk_align.monitor.history import History
 from rlk_align.monitor.run import RunMonitor
+from rlk_align.report.html.explained import explained_page
 from rlk_align.report.html.page import run_page
 from rlk_align.report.html.several import several_page
 from rlk_align.report.html.steps import steps_page
@@ -41,7 +44,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Pages by name: healthy, failing, hostile, several, two, steps."""
+    """Pages by name: healthy, failing, hostile, several, two, steps, imported."""
     folder = tmp_path_factory.mktemp("pages")
 
     def source(run: Run):
@@ -69,10 +72,17 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "several": several_page([healthy, failing, hostile]),
         "two": several_page([healthy, failing]),
         "steps": steps_page({HOSTILE: watched_run()}),
+        "imported": explained_page(explained(), HOSTILE, watched_run()),
     }
     for name, text in texts.items():
         (folder / f"{name}.html").write_text(text, encoding="utf-8")
     return {name: folder / f"{name}.html" for name in texts}
+
+
+def explained() -> Explanation:
+    """A run whose trainer's log-probs are one token late, with ids that are no plain text."""
+    run = faulty("trainer one late", 1, 2_000)
+    return explain([replace(run, ids=[HOSTILE] * len(run))], load_run_contract())
 
 
 def watched_run() -> History:

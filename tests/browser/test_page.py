@@ -19,7 +19,9 @@ def column(page: Page, name: str) -> list[str]:
     return cells.all_inner_texts()
 
 
-@pytest.mark.parametrize("name", ["healthy", "failing", "hostile", "several", "two", "steps"])
+@pytest.mark.parametrize(
+    "name", ["healthy", "failing", "hostile", "several", "two", "steps", "imported"]
+)
 def test_it_opens_offline_and_the_console_stays_silent(visit, name: str) -> None:
     page = visit(name)
     expect(page.locator("#main")).to_be_visible()
