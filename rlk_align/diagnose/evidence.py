@@ -267,7 +267,8 @@ def _zero_fill(side: Floats, other: Floats) -> Mask:
     nearly = other[(side < 0) & (side > -0.01)]
     sure = (other[zeros] < _SURE).sum() > (nearly < _SURE).sum()
     # Such a law gives the log-prob 0 often, and never where the other side is this unsure.
-    rare = zeros.sum() < _RARE * len(side) and (other[zeros] < _UNSURE).sum() > 1
+    unsure = (other[zeros] < _UNSURE).sum() > 1 + (nearly < _UNSURE).sum()
+    rare = zeros.sum() < _RARE * len(side) and unsure
     # And it gives it to the more probable tokens too.
     probable = side[(other > _ZERO_WHILE) & (other < _PROBABLE)]
     alone = len(probable) >= _ENOUGH_PROBABLE and (probable == 0).mean() <= _ZERO_PART

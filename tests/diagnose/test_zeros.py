@@ -65,3 +65,10 @@ def test_zeros_of_a_truncated_law_are_honest(bound: float) -> None:
     zeros = run.compared & (run.rollout == 0) & (run.train < -0.05)
     assert zeros.any() or bound > 0.94
     assert filled(run) == 0
+
+
+def test_zeros_of_a_broken_decode_are_not_fill() -> None:
+    """Where thousands of tokens are thrown off, a few of them are thrown to 0."""
+    run = faulty("decode broken", 2003, 200_000)
+    assert (run.compared & (run.rollout == 0) & (run.train < -1.5)).sum() == 2
+    assert filled(run) == 0
