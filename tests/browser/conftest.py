@@ -18,7 +18,6 @@ from rlk_align.monitor.run import RunMonitor
 from rlk_align.report.html.explained import explained_page
 from rlk_align.report.html.page import run_page
 from rlk_align.report.html.several import several_page
-from rlk_align.report.html.steps import steps_page
 from rlk_align.report.source import load_source
 from rlk_align.trace.run import Run
 
@@ -44,7 +43,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Pages by name: healthy, failing, hostile, several, two, steps, imported."""
+    """Pages by name: healthy, failing, hostile, several, two, imported."""
     folder = tmp_path_factory.mktemp("pages")
 
     def source(run: Run):
@@ -71,7 +70,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "hostile": run_page(hostile),
         "several": several_page([healthy, failing, hostile]),
         "two": several_page([healthy, failing]),
-        "steps": steps_page({HOSTILE: watched_run()}),
         "imported": explained_page(explained(), HOSTILE, watched_run()),
     }
     for name, text in texts.items():

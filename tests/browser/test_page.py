@@ -19,9 +19,7 @@ def column(page: Page, name: str) -> list[str]:
     return cells.all_inner_texts()
 
 
-@pytest.mark.parametrize(
-    "name", ["healthy", "failing", "hostile", "several", "two", "steps", "imported"]
-)
+@pytest.mark.parametrize("name", ["healthy", "failing", "hostile", "several", "two", "imported"])
 def test_it_opens_offline_and_the_console_stays_silent(visit, name: str) -> None:
     page = visit(name)
     expect(page.locator("#main")).to_be_visible()
@@ -176,7 +174,7 @@ def test_hostile_text_is_read_as_it_is(visit) -> None:
 
 @pytest.mark.parametrize("width", [400, 1400])
 def test_charts_over_steps_can_be_read(visit, width: int) -> None:
-    page = visit("steps")
+    page = visit("imported")
     page.set_viewport_size({"width": width, "height": 900})
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     labels = page.locator(".chart text.label")

@@ -90,7 +90,6 @@ JUDGED = {
     "import jsonl dump.jsonl -o imported": 0,
     "import auto dump.jsonl -o imported": 0,
     "explain live --output html=live.html --output markdown=live.md": 0,
-    "compare live": 0,
     "monitor live --once --output html=m.html --output prometheus=m.prom --output jsonl=m.jsonl": 0,
     "report html live -o live.html": 0,
 }

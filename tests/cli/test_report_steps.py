@@ -25,7 +25,7 @@ def test_an_imported_run_is_shown_over_its_steps(tmp_path: Path, cli) -> None:
 def test_one_imported_run_has_its_diagnoses_beside_its_steps(
     tmp_path: Path, cli, fault: str | None
 ) -> None:
-    run = healthy(1, 20_000) if fault is None else faulty(fault, 1, 20_000)
+    run = healthy(1, 2_000) if fault is None else faulty(fault, 1, 2_000)
     evil = [f"<b>{k}\u202e" for k in range(len(run))]
     imported_run(dataclasses.replace(run, ids=evil), tmp_path / "run")
     done = cli("report", "html", "run", "-o", "page.html")
