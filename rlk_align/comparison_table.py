@@ -7,7 +7,7 @@ A row for each (edge, sample, position), in the order of the batch, with the col
                                     checkpoint's tokenizer is not at hand)
     response                        whether the id was sampled, and is not of the prompt
     first_logprob, second_logprob   of the *next* token, in nats, by the edge's two passes; null
-                                    where it was not sampled
+                                    where it was not sampled, or the mask of a dump leaves it out
     embed, layers.0.attn_norm, …    a column per site, in execution order: ‖b − a‖ / max(‖a‖, ‖b‖)
                                     of the row; 0 where its bits are equal, NaN where it is not
                                     finite, null where it was not compared or not kept

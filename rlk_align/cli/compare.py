@@ -1,14 +1,20 @@
 """`rlk-align compare`: the main job."""
 
-from typing import Annotated
+import shlex
+from dataclasses import replace
+from typing import Annotated, NoReturn
 
 import typer
 
 from rlk_align.api.options import from_arguments
 from rlk_align.api.pair import Pair, prepare, without_kernels
 from rlk_align.cli import options
+from rlk_align.cli.explain import explain
 from rlk_align.cli.outputs import check_outputs, parse_outputs
+from rlk_align.diagnose.contract import RUN_CONTRACT
+from rlk_align.errors import BadOption
 from rlk_align.progress import show_progress
+from rlk_align.trace.run import is_imported
 
 WITHOUT = "kernels-off"
 """The folder, in a run with the kernels, of the run of the same pair without them."""
@@ -17,7 +23,10 @@ WITHOUT = "kernels-off"
 def compare(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[RUN_A RUN_B]", help="Two captures made earlier, to compare."),
+        typer.Argument(
+            metavar="[RUN_A RUN_B]",
+            help="Two captures made earlier, to compare; or one imported run, of both sides.",
+        ),
     ] = None,
     *,
     model: options.Model = None,
@@ -60,6 +69,7 @@ def compare(
 
     With --tokens, what a training run wrote is scored again, by --rollout, --train
     or both, and its mismatch is split: decode, the engines' kernels, the trainer.
+    An imported run alone is judged as `explain` does.
     """
     if tokens is not None:
         given = locals() | {"runs": runs or []}
@@ -68,6 +78,8 @@ def compare(
 
         rescore(from_arguments(Rescoring, given), given, output)
     pair = from_arguments(Pair, locals())
+    if runs and len(runs) == 1 and is_imported(runs[0]):
+        _explain(runs[0], pair, probe or attribute, output)
     outputs, command = parse_outputs(output), options.command_line()
     prepared = prepare(pair, runs or [], options.warn, command)
     check_outputs(outputs, prepared.run)
@@ -88,3 +100,13 @@ def compare(
             request = pipeline.ProbeRequest(attribute=attribute, contract=contract, plan=pair.plan)
             verdict, probed = pipeline.probe(request, prepared.run.reopened(), progress)
     finish(verdict, prepared.run, outputs, probed, beside)
+
+
+def _explain(run: str, pair: Pair, probed: bool, output: list[str] | None) -> NoReturn:
+    """Judges an imported run, and exits. Raises BadOption for flags that ask for an engine."""
+    if probed or replace(pair, contract=None) != Pair():
+        raise BadOption(
+            f"{run} is an imported run: compared alone, it takes --contract and --output",
+            f"rlk-align compare --tokens {shlex.quote(run)} --train SPEC scores its ids again",
+        )
+    explain(run, pair.contract or RUN_CONTRACT, output)

@@ -1,7 +1,7 @@
 """`rlk-align explain`: what kind of mismatch an imported run has, without an engine."""
 
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -16,7 +16,7 @@ def explain(
     run: Annotated[str, typer.Argument(help="An imported run's folder, or @last.")],
     contract: options.RunContractName = RUN_CONTRACT,
     output: options.ExplainedOutput = None,
-) -> None:
+) -> NoReturn:
     """Say what kind of mismatch a run has, from its log-probs alone.
 
     Nineteen kinds are told apart, from a mask that is one off to weights that

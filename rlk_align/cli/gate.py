@@ -43,7 +43,6 @@ def gate(
     outputs = parse_outputs(output, FORMATS if later is None else REGRESSION_FORMATS)
     if later is None and not recompute and is_imported(run):
         explain(run, contract or RUN_CONTRACT, output)
-        return
     first, second = open_runs(run, later, recompute)
     check_outputs(outputs, first)
     if second is not None:

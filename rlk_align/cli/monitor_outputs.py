@@ -74,8 +74,7 @@ class StepOutputs:
             elif target.format == "html":
                 from rlk_align.report.html.steps import steps_page
 
-                runs = {name: history.records for name, history in self._history.items()}
-                write_text(target.path, steps_page(runs))
+                write_text(target.path, steps_page(self._history))
 
 
 class _TensorBoard:
@@ -86,7 +85,7 @@ class _TensorBoard:
         self._writers: dict[str, Any] = {}
 
     def add(self, run: str, record: StepRecord) -> None:
-        name = run.strip("/").replace("/", "_") or "run"
+        name = _group(run)
         if name not in self._writers:
             self._writers[name] = self._make(str(self._folder / name))
         for metric, value in scalars(record).items():
@@ -99,18 +98,29 @@ class _TensorBoard:
 
 
 class _Wandb:
+    """One offline run, which `wandb sync` uploads; its charts are over the training step."""
+
     def __init__(self, folder: Path) -> None:
         import wandb
 
         folder.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(project="rlk-align", mode="offline", dir=str(folder))
+        # Neither what the terminal shows nor the machine's load is of the monitored run.
+        quiet = wandb.Settings(silent=True, console="off", x_disable_stats=True)
+        self._run = wandb.init(project="rlk-align", mode="offline", dir=str(folder), settings=quiet)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
 
     def add(self, run: str, record: StepRecord) -> None:
-        values = {f"{run}/{name}": value for name, value in scalars(record).items()}
+        values = {f"{_group(run)}/{name}": value for name, value in scalars(record).items()}
         self._run.log(values | {"step": record.step})
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _group(run: str) -> str:
+    """A run's path as one name, under which its metrics stand."""
+    return run.strip("/").replace("/", "_") or "run"
 
 
 def _logger(target: OutputTarget) -> _TensorBoard | _Wandb:

@@ -56,7 +56,7 @@ ExplainedOutput = Annotated[
     list[str] | None,
     typer.Option(
         metavar="FMT=PATH",
-        help="Also write the verdict, as json or markdown; PATH - is stdout.",
+        help="Also write the verdict, as json, markdown or html; PATH - is stdout.",
     ),
 ]
 Output = Annotated[

@@ -2,18 +2,24 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from rlk_align.cli import options
 from rlk_align.cli.outputs import check_outputs, make_output, write_run, write_text
+from rlk_align.diagnose.contract import RUN_CONTRACT
 from rlk_align.errors import BadOption
 from rlk_align.report.source import ReportSource, load_source
 from rlk_align.text import line
-from rlk_align.trace.run import IMPORTED
-from rlk_align.trace.run_folder import RunFolder, find_run, schema_of
+from rlk_align.trace.run import is_imported
+from rlk_align.trace.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from rlk_align.diagnose.contract import RunContract
+    from rlk_align.dumps.run import ImportedRun
+    from rlk_align.monitor.history import History
 
 report = typer.Typer(no_args_is_help=True, help="Write what a run found, for people.")
 """A command for each format."""
@@ -30,10 +36,11 @@ def html(
 ) -> None:
     """One page that can be mailed: it needs no network and no JavaScript.
 
-    Several runs are compared on one page. Imported runs are shown over their steps.
+    Several runs are compared on one page. Of an imported run it shows what
+    `explain` says, and its metrics over the steps; of several their steps.
     """
-    if any(schema_of(find_run(run)) == IMPORTED for run in runs):
-        return _steps_html(runs, out)
+    if any(map(is_imported, runs)):
+        return _imported_html(runs, out, contract or RUN_CONTRACT)
     from rlk_align.report.html.page import run_page
     from rlk_align.report.html.several import several_page
 
@@ -42,22 +49,50 @@ def html(
     write_report([source.run for source in sources], {out: page})
 
 
-def _steps_html(runs: list[str], out: Path) -> None:
-    """Writes the page of imported runs. Raises BadOption where one is a run of engines."""
+def _imported_html(runs: list[str], out: Path, contract: str) -> None:
+    """Writes the page of imported runs: of one its diagnoses and its steps, of several their steps.
+    Raises BadOption where one is a run of engines."""
+    from rlk_align.diagnose.contract import load_run_contract
+    from rlk_align.diagnose.explain import explain
     from rlk_align.dumps.run import ImportedRun
-    from rlk_align.monitor.history import History
-    from rlk_align.monitor.run import RunMonitor
+    from rlk_align.report.html.explained import explained_page
     from rlk_align.report.html.steps import steps_page
 
-    histories: dict[str, History] = {}
+    limits = load_run_contract(contract)
     imported = [ImportedRun.open(run) for run in runs]
-    for run in imported:
-        history = histories.setdefault(str(run.folder), History())
-        monitor = RunMonitor(on_step=history.add)
-        for step, parts in run.steps():
-            monitor.sequences(step, parts)
-    page = steps_page({name: history.records for name, history in histories.items()})
+    histories = {str(run.folder): _history(run, limits) for run in imported}
+    if len(imported) > 1:
+        page = steps_page(histories)
+    else:
+        ((folder, history),) = histories.items()
+        page = explained_page(explain(imported[0].sequences(), limits), folder, history)
     write_report(imported, {out: page})
+
+
+def _history(run: "ImportedRun", limits: "RunContract") -> "History":
+    """The run's steps, each held to its limits; none where the dump says no step."""
+    from rlk_align.monitor.history import History
+    from rlk_align.monitor.run import RunMonitor
+
+    history = History()
+    monitor = RunMonitor(limits, on_step=history.add)
+    for step, parts in run.steps():
+        monitor.sequences(step, parts)
+    return history
+
+
+def _imported_markdown(name: str, out: str, contract: str) -> None:
+    """Writes what was explained of an imported run."""
+    from rlk_align.diagnose.contract import load_run_contract
+    from rlk_align.diagnose.explain import explain
+    from rlk_align.dumps.run import ImportedRun
+    from rlk_align.report.explained_markdown import explained_markdown
+
+    output = make_output("markdown", out)
+    run = ImportedRun.open(name)
+    check_outputs([output], run)
+    explained = explain(run.sequences(), load_run_contract(contract))
+    write_text(output.path, explained_markdown(explained, str(run.folder)))
 
 
 Out = Annotated[
@@ -68,6 +103,8 @@ Out = Annotated[
 @report.command()
 def markdown(run: RunName, out: Out = "-", contract: options.ContractName = None) -> None:
     """A comment for a pull request, below 64 KB whatever the run."""
+    if is_imported(run):
+        return _imported_markdown(run, out, contract or RUN_CONTRACT)
     _write_one("markdown", run, out, contract)
 
 

@@ -102,11 +102,14 @@ def _noise(
 def paired_logprobs(
     first: PassReader, repeat: PassReader, index: RowIndex
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The rows of the batch that both passes have log-probs of, and both passes' log-probs."""
+    """The rows of the batch whose log-prob counts and that both passes have one of, and both
+    passes' log-probs."""
     a, b = read_rows(first, "logprob", index), read_rows(repeat, "logprob", index)
     if a is None or b is None:
         return np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0)
     number, i, j = np.intersect1d(a.number, b.number, assume_unique=True, return_indices=True)
+    counts = index.counted[number]
+    number, i, j = number[counts], i[counts], j[counts]
     return (
         number,
         first.values("logprob", a.rows, a.at[i])[:, 0].numpy(),

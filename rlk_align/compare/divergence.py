@@ -197,11 +197,12 @@ def _compare_site(
         )
     )
     if site.op == "logprob":
-        logp_a = a.values("logprob", paired.a, paired.a_at)[:, 0].numpy()
-        logp_b = b.values("logprob", paired.b, paired.b_at)[:, 0].numpy()
+        counts = index.counted[paired.number]
+        logp_a = a.values("logprob", paired.a, paired.a_at[counts])[:, 0].numpy()
+        logp_b = b.values("logprob", paired.b, paired.b_at[counts])[:, 0].numpy()
         state.metrics = edge_metrics(logp_a, logp_b)
-        state.rows.add_logprobs(paired.number, logp_a, logp_b)
-        state.logprobs = (paired.number, logp_a, logp_b)
+        state.rows.add_logprobs(paired.number[counts], logp_a, logp_b)
+        state.logprobs = (paired.number[counts], logp_a, logp_b)
 
 
 def _comparable(paired: PairedSite, flips: Flips | None) -> tuple[PairedSite, int]:

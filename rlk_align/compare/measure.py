@@ -68,7 +68,7 @@ def measure(
     comparison = Comparison(
         model=rollout.record.model,
         dtype=lower_precision(rollout.record.dtype, train.record.dtype),
-        tokens=rollout.tokens.sampled_tokens,
+        tokens=rollout.tokens.counted_tokens,
         longest_response=max((len(s.response_ids) for s in rollout.tokens.samples), default=0),
         engines={s: engine_record(t) for s, t in sides.items()},
         mismatches=mismatches,

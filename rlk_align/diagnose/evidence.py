@@ -30,6 +30,13 @@ _UNSURE = -0.5
 """Below it a law that keeps only the most probable token is cut at less than 0.61 of its mass."""
 _RARE = 0.005
 """A truncated law that is cut so low gives more than this share of its tokens the log-prob 0."""
+_LESS_SURE = -0.2
+"""Where a 0.0 is not of a truncated law, it is no log-prob below this one of the other side."""
+_PROBABLE, _ENOUGH_PROBABLE, _ZERO_PART = -0.002, 20, 0.1
+"""A truncated law that gives a token with the log-prob _ZERO_WHILE a 0 gives it to more than this
+part of the tokens from there to _PROBABLE, where there are enough of them."""
+_BY_CHANCE = 1e-5
+"""The part of all tokens that a route through the model may throw from log-prob 0 to _LESS_SURE."""
 _OUTLIER = 6.0
 """A sequence so many times worse than the median one of its step is an outlier."""
 _MOST = 0.4
@@ -59,18 +66,10 @@ class Evidence:
         for side, other in ((g, t), (t, g)):
             with np.errstate(invalid="ignore"):
                 wild = ~np.isfinite(side) | (side < SENTINEL) | (side > 1e-3)
-                zeros = (side == 0) & (other < _ZERO_WHILE)
-                nearly = (side < 0) & (side > -0.01) & (other < _SURE) & both
                 far = (side < -3) & (np.abs(side - other) > 1) & both & ~wild
-            zeros &= both
-            sure = zeros & (other < _SURE)
-            # A truncated law that keeps one token gives it the log-prob 0: often, or never where
-            # the other side is this unsure.
-            unsure = (other[zeros] < _UNSURE).sum()
-            rare = zeros.sum() < _RARE * both.sum() and unsure > 1
             found |= wild
-            if rare or sure.sum() > nearly.sum():
-                found |= zeros
+            zeros = _zero_fill(side[both], other[both])
+            found[np.flatnonzero(both)[zeros]] = True
             if far.any():
                 # Samples of one prompt repeat a token with both of its log-probs; what stands in
                 # the place of a log-prob meets a different one each time.
@@ -258,6 +257,24 @@ class Evidence:
             )
             for i, s in zip(shown, sequences, strict=True)
         ]
+
+
+def _zero_fill(side: Floats, other: Floats) -> Mask:
+    """Which 0.0 of the compared tokens, [n], stand in the place of a log-prob; all False where they
+    may be of a truncated law that keeps one token, to which it gives the log-prob 0."""
+    zeros = (side == 0) & (other < _ZERO_WHILE)
+    # Tokens of which both sides say a log-prob, and one is wild; they may be 0 by chance too.
+    nearly = other[(side < 0) & (side > -0.01)]
+    sure = (other[zeros] < _SURE).sum() > (nearly < _SURE).sum()
+    # Such a law gives the log-prob 0 often, and never where the other side is this unsure.
+    unsure = (other[zeros] < _UNSURE).sum() > 1 + (nearly < _UNSURE).sum()
+    rare = zeros.sum() < _RARE * len(side) and unsure
+    # And it gives it to the more probable tokens too.
+    probable = side[(other > _ZERO_WHILE) & (other < _PROBABLE)]
+    alone = len(probable) >= _ENOUGH_PROBABLE and (probable == 0).mean() <= _ZERO_PART
+    chance = (nearly < _LESS_SURE).sum() + _BY_CHANCE * len(side)
+    alone = alone and (other[zeros] < _LESS_SURE).sum() > chance
+    return zeros if sure or rare or alone else np.zeros(len(side), dtype=bool)
 
 
 def _value(value: float, missing: bool) -> float | None:

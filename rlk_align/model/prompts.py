@@ -34,6 +34,8 @@ class Sample:
     prompt_id: str
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...] = ()
+    counted: tuple[bool, ...] | None = None
+    """Whether the log-prob of each response id counts, by the mask of a dump; None where all do."""
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -60,6 +62,15 @@ _SCHEMA = pa.schema(
 )
 
 
+_COUNTED = pa.field("counted", pa.bool_())
+
+
+def _counted(sample: Sample) -> tuple[bool, ...]:
+    """Of each id of the sample whether its log-prob counts."""
+    response = sample.counted or (True,) * len(sample.response_ids)
+    return (False,) * len(sample.prompt_ids) + response
+
+
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
     """The sequences of a run, in order; sample i is `samples[i]`."""
@@ -70,31 +81,49 @@ class TokenBatch:
     def sampled_tokens(self) -> int:
         return sum(len(s.response_ids) for s in self.samples)
 
+    @property
+    def counted_tokens(self) -> int:
+        """Sampled tokens whose log-prob counts."""
+        return sum(
+            len(s.response_ids) if s.counted is None else sum(s.counted) for s in self.samples
+        )
+
     def with_responses(self, responses: Sequence[Sequence[int]]) -> "TokenBatch":
         """Returns the same prompts, followed by these sampled ids."""
         assert len(responses) == len(self.samples)
         return TokenBatch(
             tuple(
-                replace(s, response_ids=tuple(r))
+                replace(s, response_ids=tuple(r), counted=None)
                 for s, r in zip(self.samples, responses, strict=True)
             )
         )
 
     def save(self, path: Path) -> None:
-        """Writes a table with a row per token: sample, prompt_id, position, token, sampled."""
+        """Writes a table with a row per token: sample, prompt_id, position, token, sampled; and
+        counted, where a sample has a mask."""
         rows = [
             (i, s.prompt_id, p, token, p >= len(s.prompt_ids))
             for i, s in enumerate(self.samples)
             for p, token in enumerate(s.ids)
         ]
         named = [dict(zip(_SCHEMA.names, row, strict=True)) for row in rows]
-        table = pa.Table.from_pylist(named, _SCHEMA.with_metadata({_DIGEST: self._digest()}))
+        table = pa.Table.from_pylist(named, _SCHEMA)
+        if self._masked:
+            counted = [c for s in self.samples for c in _counted(s)]
+            table = table.append_column(_COUNTED, pa.array(counted, _COUNTED.type))
+        table = table.replace_schema_metadata({_DIGEST: self._digest()})
         with whole_file(path) as partial:
             pq.write_table(table, partial, write_page_checksum=True)
+
+    @property
+    def _masked(self) -> bool:
+        return any(s.counted is not None for s in self.samples)
 
     def _digest(self) -> bytes:
         """Digests everything that the table says; the file's names and types have no checksum."""
         text = repr([(s.prompt_id, s.prompt_ids, s.response_ids) for s in self.samples])
+        if self._masked:
+            text += repr([_counted(s) for s in self.samples])
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest().encode()
 
     @classmethod
@@ -104,18 +133,25 @@ class TokenBatch:
             table = pq.read_table(path, page_checksum_verification=True)
         except (OSError, ValueError, pa.ArrowException) as error:
             raise CorruptTrace(f"{path} cannot be read: {error}") from error
-        if not table.schema.equals(_SCHEMA):
+        masked = table.schema.equals(_SCHEMA.append(_COUNTED))
+        if not masked and not table.schema.equals(_SCHEMA):
             raise CorruptTrace(f"{path} has other columns than a batch of tokens")
         parts: dict[int, tuple[str, list[int], list[int]]] = {}
+        counted: dict[int, list[bool]] = {}
         for row in table.to_pylist():
             _, prompt, response = parts.setdefault(row["sample"], (row["prompt_id"], [], []))
             if row["position"] != len(prompt) + len(response):
                 raise CorruptTrace(f"{path}: sample {row['sample']} lacks a position")
             (response if row["sampled"] else prompt).append(row["token"])
+            if masked and row["sampled"]:
+                counted.setdefault(row["sample"], []).append(row[_COUNTED.name])
         if sorted(parts) != list(range(len(parts))) or not parts:
             raise CorruptTrace(f"{path}: samples are missing")
         batch = cls(
-            tuple(Sample(i, tuple(p), tuple(r)) for i, p, r in (parts[k] for k in sorted(parts)))
+            tuple(
+                Sample(name, tuple(p), tuple(r), tuple(counted.get(k, ())) if masked else None)
+                for k, (name, p, r) in sorted(parts.items())
+            )
         )
         if (table.schema.metadata or {}).get(_DIGEST) != batch._digest():
             raise CorruptTrace(f"{path} was changed after it was written")

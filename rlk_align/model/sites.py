@@ -6,6 +6,7 @@ outputs differ) or inherited. The graph is made of the catalogue's records, as a
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -109,6 +110,16 @@ class RowIndex:
         end = self.offsets[np.where(known, sample, 0) + 1]
         row = base + position
         return np.where(known & (row < end), row, -1)
+
+    @cached_property
+    def counted(self) -> np.ndarray:
+        """At which rows the log-prob counts, which is that of the next token, as a mask over all
+        rows: where that token was sampled, and is in the mask of the dump that it is of."""
+        mask = np.zeros(len(self), dtype=bool)
+        for s, start in zip(self.batch.samples, self.offsets, strict=False):
+            rows = s.sampled_positions
+            mask[start + rows.start : start + rows.stop] = s.counted is None or s.counted
+        return mask
 
     def locate(self, row: int) -> tuple[int, int]:
         """The (sample, position) of a row number."""

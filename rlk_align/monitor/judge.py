@@ -125,11 +125,12 @@ def _rise_finding(rise: Rise, k2: float, limits: TrendLimits) -> Finding:
     else:
         name = "shifted"
         why = "k2 has changed at once: weights, precision or an engine's settings did"
+    factor = f"{rise.factor:.3g}" if rise.factor < 1000 else f"{rise.factor:,.0f}"
     return Finding(
         level=level,
         name=name,
         value=k2,
         limit=k2 / rise.factor,
         since=rise.since,
-        why=f"{why}; it is {rise.factor:.3g} times the level before step {rise.since}",
+        why=f"{why}; it is {factor} times the level before step {rise.since}",
     )

@@ -104,7 +104,7 @@ class _Forwards:
         self.index = RowIndex(self.edge.tokens)
         both = (self.edge.first.captured, self.edge.second.captured, self.edge.second.cross_grafted)
         valued = [RecordedRows(p, self.index).has_value("logprob") for p in both]
-        self.number = np.flatnonzero(np.logical_and.reduce(valued))
+        self.number = np.flatnonzero(np.logical_and.reduce([*valued, self.index.counted]))
         self.logp_a, self.logp_b = (self.logprob(p) for p in both[:2])
 
     def logprob(self, reader: PassReader) -> np.ndarray:

@@ -1,8 +1,18 @@
 """What was explained of a run, for a pull request."""
 
+from collections.abc import Iterator
+
 from rlk_align.diagnose.explain import Explanation
-from rlk_align.report.explained_words import BLIND, interval, next_command, scope, sentence
-from rlk_align.report.markup import code, prose
+from rlk_align.report.explained_words import (
+    BLIND,
+    breach_words,
+    interval,
+    next_command,
+    scope,
+    sentence,
+    value_words,
+)
+from rlk_align.report.markup import code, prose, table
 
 
 def explained_markdown(explained: Explanation, folder: str) -> str:
@@ -10,30 +20,36 @@ def explained_markdown(explained: Explanation, folder: str) -> str:
     lines = [
         f"## rlk-align: {explained.status.upper()}",
         f"**{sentence(explained)}** {prose(scope(explained))}.",
-        f"E[ρ] {interval(explained.mean_ratio)}, c {interval(explained.c)}; contract "
-        f"{code(explained.contract.id)} {explained.contract.version}.",
+        measured(explained),
         *(prose(doubt) for doubt in explained.doubts),
+        *(prose(breach_words(b)) + "." for b in explained.breaches if b[0] == "numerics"),
+        *diagnosis_sections(explained, folder),
     ]
+    return "\n\n".join(lines) + "\n"
+
+
+def measured(explained: Explanation) -> str:
+    """The figures that every verdict on a dump has, and its contract."""
+    return (
+        f"E[ρ] {interval(explained.mean_ratio)}, c {interval(explained.c)}; contract "
+        f"{code(explained.contract.id)} {explained.contract.version}."
+    )
+
+
+def diagnosis_sections(explained: Explanation, folder: str) -> Iterator[str]:
+    """Yields the blocks of each diagnosis, of what was not tested, and of what cannot be told."""
     for diagnosis in explained.diagnoses:
-        lines.append(f"### {diagnosis.name}, confidence {diagnosis.confidence}")
-        lines.append(prose(diagnosis.why))
-        lines.append(
-            f"{prose(diagnosis.statistic)}: {diagnosis.value:.4g} ({diagnosis.low:.4g} to "
-            f"{diagnosis.high:.4g}), limit {diagnosis.limit:g}."
-        )
+        yield f"### {diagnosis.name}, confidence {diagnosis.confidence}"
+        yield prose(diagnosis.why)
+        yield prose(value_words(diagnosis)) + "."
         if diagnosis.samples:
             rows = [
-                "| sequence | position | token | rollout | trainer |",
-                "| --- |" + " ---: |" * 4,
-            ]
-            rows += [
-                f"| {code(t.id)} | {t.position} | {t.token} | {t.rollout} | {t.train} |"
+                [code(t.id), str(t.position), str(t.token), str(t.rollout), str(t.train)]
                 for t in diagnosis.samples
             ]
-            lines.append("\n".join(rows))
-        lines.append(f"Next: {prose(next_command(diagnosis.next, folder))}")
+            yield table(["sequence", "position", "token", "rollout", "trainer"], rows, figures=True)
+        yield f"Next: {prose(next_command(diagnosis.next, folder))}"
     if explained.untested:
-        lines.append("Could not be tested:")
-        lines.append("\n".join(f"- {x.name}: {prose(x.why)}" for x in explained.untested))
-    lines.append(f"Cannot be told from a dump: {'; '.join(BLIND)}.")
-    return "\n\n".join(lines) + "\n"
+        yield "Could not be tested:"
+        yield "\n".join(f"- {x.name}: {prose(x.why)}" for x in explained.untested)
+    yield f"Cannot be told from a dump: {'; '.join(BLIND)}."

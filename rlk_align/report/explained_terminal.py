@@ -8,7 +8,15 @@ from rich.table import Table
 
 from rlk_align.diagnose.explain import Explanation
 from rlk_align.diagnose.record import Diagnosis, Token
-from rlk_align.report.explained_words import BLIND, interval, next_command, scope, sentence
+from rlk_align.report.explained_words import (
+    BLIND,
+    breach_words,
+    interval,
+    next_command,
+    scope,
+    sentence,
+    value_words,
+)
 from rlk_align.report.terminal import STYLES
 from rlk_align.text import line
 
@@ -28,9 +36,9 @@ def show_explanation(explained: Explanation, folder: str, console: Console) -> N
     for item in explained.untested:
         for text in _prose("untested", f"{item.name}: {item.why}"):
             console.print(line(text, style="dim"))
-    for limit, metric, value, bound in explained.breaches:
-        if limit == "numerics":
-            console.print(line(f"breach   {metric} is {value:.4g}, {bound:g} allowed", style="red"))
+    for breach in explained.breaches:
+        if breach[0] == "numerics":
+            console.print(line(f"breach   {breach_words(breach)}", style="red"))
     for place, diagnosis in enumerate(explained.diagnoses):
         console.print()
         for part in _diagnosis(diagnosis, place > 0):
@@ -50,9 +58,7 @@ def _diagnosis(diagnosis: Diagnosis, further: bool) -> Iterator[RenderableType]:
     head = f"also     {diagnosis.name}" if further else f"verdict  {diagnosis.name}"
     yield line(f"{head}, confidence {diagnosis.confidence}", style="" if further else "bold")
     yield from map(line, _prose("", diagnosis.why))
-    shown = f"{diagnosis.value:.4g} ({diagnosis.low:.4g} to {diagnosis.high:.4g})"
-    statistic = f"{diagnosis.statistic}: {shown}, limit {diagnosis.limit:g}"
-    yield from map(line, _prose("", statistic))
+    yield from map(line, _prose("", value_words(diagnosis)))
     if diagnosis.samples and not further:
         yield _tokens(diagnosis.samples)
 

@@ -2,9 +2,9 @@
 
 import shlex
 
-from rlk_align.diagnose.explain import Explanation
+from rlk_align.diagnose.explain import Breach, Explanation
 from rlk_align.diagnose.interval import Estimate
-from rlk_align.diagnose.record import Name
+from rlk_align.diagnose.record import Diagnosis, Name
 
 MEANING: dict[Name, str] = {
     "vacuous": "There is nothing to compare.",
@@ -50,6 +50,18 @@ def interval(estimate: Estimate) -> str:
     if not estimate.low <= estimate.high:
         return f"{estimate.value:.4g}, of unknown certainty"
     return f"{estimate.value:.4g} ({estimate.low:.4g} to {estimate.high:.4g})"
+
+
+def value_words(diagnosis: Diagnosis) -> str:
+    """A diagnosis' statistic: what it is, its value with its interval, and its limit."""
+    shown = f"{diagnosis.value:.4g} ({diagnosis.low:.4g} to {diagnosis.high:.4g})"
+    return f"{diagnosis.statistic}: {shown}, limit {diagnosis.limit:g}"
+
+
+def breach_words(breach: Breach) -> str:
+    """A limit of the contract that does not hold."""
+    _, metric, value, bound = breach
+    return f"{metric} is {value:.4g}, {bound:g} allowed"
 
 
 def scope(explained: Explanation) -> str:

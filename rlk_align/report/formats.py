@@ -24,10 +24,15 @@ REGRESSION_FORMATS = {
 EXPLAINED_FORMATS = {
     "json": "rlk_align.report.explained_json:explained_json",
     "markdown": "rlk_align.report.explained_markdown:explained_markdown",
+    "html": "rlk_align.report.html.explained:explained_page",
 }
 """Format -> `module:function`, which renders an Explanation and its run's folder."""
 
-RESCORED_FORMATS = {"json": "rlk_align.report.rescored_json:rescored_json"}
+RESCORED_FORMATS = {
+    "json": "rlk_align.report.rescored_json:rescored_json",
+    "markdown": "rlk_align.report.rescored_markdown:rescored_markdown",
+    "html": "rlk_align.report.html.rescored:rescored_page",
+}
 """Format -> `module:function`, which renders a Rescored and the folders of its dump and its run."""
 
 

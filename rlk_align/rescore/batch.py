@@ -11,14 +11,18 @@ from rlk_align.text import short_printable
 
 def token_batch(run: Sequences) -> TokenBatch:
     """Returns the sequences as they stand in the dump. What an engine takes for the response begins
-    with the first scored token, or with the dump's own response where that comes earlier."""
+    with the first scored token, or with the dump's own response where that comes earlier; which of
+    its log-probs count is said by the dump's mask."""
     samples = []
     for k, (start, end) in enumerate(zip(run.offsets[:-1], run.offsets[1:], strict=True)):
         ids = tuple(run.token_ids[start:end].tolist())
         first_scored = int(np.argmax(run.scored[start:end]))
         prompt = max(1, min(int(run.prompt_lengths[k]), first_scored))
+        mask = tuple(run.scored[start:end][prompt:].tolist())
         # Ids may repeat from step to step.
-        samples.append(Sample(f"{k}:{short_printable(run.ids[k])}", ids[:prompt], ids[prompt:]))
+        name = f"{k}:{short_printable(run.ids[k])}"
+        counted = None if all(mask) else mask
+        samples.append(Sample(name, ids[:prompt], ids[prompt:], counted))
     return TokenBatch(tuple(samples))
 
 

@@ -81,9 +81,13 @@ class Run(RunFolder):
         written."""
         run = cls(find_run(name))
         if schema_of(run.folder) == IMPORTED:
+            named = shlex.quote(str(run.folder))
             raise BadOption(
-                f"{run.folder} holds imported log-probs: neither captures nor a comparison",
-                f"rlk-align explain {shlex.quote(str(run.folder))}",
+                f"{run.folder} holds imported log-probs, of both sides: neither captures nor a "
+                "comparison",
+                f"rlk-align explain {named} compares its two sides, and rlk-align report html "
+                f"{named} draws them; rlk-align compare --tokens {named} --train SPEC scores its "
+                "ids again",
             )
         run._check_whole(f"run it again: {shlex.join(run.record.command)}")
         return run

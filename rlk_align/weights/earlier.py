@@ -4,6 +4,10 @@ import re
 from pathlib import Path
 
 _STEP = re.compile(r"(.*?)(\d+)")
+_OWN_NAME = re.compile(r"(?:.*(?:[-_.]|step|iter|ckpt|checkpoint))?\d+")
+"""A checkpoint's own name that says its step, e.g. `checkpoint-300`, `step7` or `300`."""
+_FOLDER_ABOVE = re.compile(r".*(?:step|iter|ckpt|checkpoint)[-_.]?\d+")
+"""The name of a folder above it that does; any other number there is no step: `user42`."""
 NEAREST = 8
 """How many siblings are looked at, the latest first."""
 
@@ -40,9 +44,12 @@ def siblings(path: str, *excluded: str) -> list[str]:
 
 
 def _numbered(path: Path) -> tuple[Path, int] | None:
-    """(the innermost folder whose name ends with a number, that number)."""
+    """(the innermost folder whose name says a step, that step)."""
     for place in (path, *path.parents):
-        if match := _STEP.fullmatch(place.name):
+        wanted = _OWN_NAME if place is path else _FOLDER_ABOVE
+        if wanted.fullmatch(place.name):
+            match = _STEP.fullmatch(place.name)
+            assert match, place
             return place, int(match[2])
     return None
 

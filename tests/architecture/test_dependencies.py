@@ -115,7 +115,7 @@ RULES = {
     "judge": ("judge", "model.operators", "data", "results", "files", "text", "errors"),
     "report": (
         *("report", "diagnose", "judge", "probe.record", "probe.units", "probe.effects"),
-        *("monitor.record", "rescore.record", "rescore.words"),
+        *("monitor.record", "monitor.history", "rescore.record", "rescore.words"),
         *(
             "trace.run",
             "model.operators",

@@ -3,12 +3,19 @@
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 from report_runs import HOSTILE, hostile_engines, hostile_mismatch, report_run
+from simulate_dumps import Dump, faulty
 
+from rlk_align.diagnose.contract import load_run_contract
+from rlk_align.diagnose.explain import Explanation, explain
+from rlk_align.monitor.history import History
+from rlk_align.monitor.run import RunMonitor
+from rlk_align.report.html.explained import explained_page
 from rlk_align.report.html.page import run_page
 from rlk_align.report.html.several import several_page
 from rlk_align.report.source import load_source
@@ -36,7 +43,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Pages by name: healthy, failing, hostile, several."""
+    """Pages by name: healthy, failing, hostile, several, two, imported."""
     folder = tmp_path_factory.mktemp("pages")
 
     def source(run: Run):
@@ -63,10 +70,27 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "hostile": run_page(hostile),
         "several": several_page([healthy, failing, hostile]),
         "two": several_page([healthy, failing]),
+        "imported": explained_page(explained(), HOSTILE, watched_run()),
     }
     for name, text in texts.items():
         (folder / f"{name}.html").write_text(text, encoding="utf-8")
     return {name: folder / f"{name}.html" for name in texts}
+
+
+def explained() -> Explanation:
+    """A run whose trainer's log-probs are one token late, with ids that are no plain text."""
+    run = faulty("trainer one late", 1, 2_000)
+    return explain([replace(run, ids=[HOSTILE] * len(run))], load_run_contract())
+
+
+def watched_run() -> History:
+    """Steps of which the last ones fail."""
+    history = History()
+    monitor = RunMonitor(on_step=history.add)
+    for step, sequences in enumerate([Dump(seed, 600).sequences_of() for seed in range(6)]):
+        shift = 0.3 if step > 3 else 0.0
+        monitor.sequences(step, [replace(sequences, train=sequences.train - shift)])
+    return history
 
 
 Visit = Callable[..., Page]

@@ -18,7 +18,7 @@ def serious(page: Page, options: dict = ALL) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", ["healthy", "failing", "several"])
+@pytest.mark.parametrize("name", ["healthy", "failing", "several", "imported"])
 def test_nothing_serious(visit, name: str) -> None:
     page = visit(name, color_scheme="light")
     # What is folded away is looked at too; of the charts' data one table, since all are alike.

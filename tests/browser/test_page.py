@@ -19,7 +19,7 @@ def column(page: Page, name: str) -> list[str]:
     return cells.all_inner_texts()
 
 
-@pytest.mark.parametrize("name", ["healthy", "failing", "hostile", "several", "two"])
+@pytest.mark.parametrize("name", ["healthy", "failing", "hostile", "several", "two", "imported"])
 def test_it_opens_offline_and_the_console_stays_silent(visit, name: str) -> None:
     page = visit(name)
     expect(page.locator("#main")).to_be_visible()
@@ -170,3 +170,20 @@ def test_hostile_text_is_read_as_it_is(visit) -> None:
     token = page.locator(".tokens bdi").first
     assert token.inner_text() == shown
     assert shown in page.locator("#tokens-1 .hit title").first.text_content()
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+def test_charts_over_steps_can_be_read(visit, width: int) -> None:
+    page = visit("imported")
+    page.set_viewport_size({"width": width, "height": 900})
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    labels = page.locator(".chart text.label")
+    heights = labels.evaluate_all("all => all.map(e => e.getBoundingClientRect().height)")
+    assert min(heights) >= 9
+    # No label is cut off by the chart's edge.
+    assert page.locator(".chart").evaluate_all(
+        "all => all.every(c => [...c.querySelectorAll('text.label')].every(e => {"
+        "  const [a, b] = [c.getBoundingClientRect(), e.getBoundingClientRect()];"
+        "  return b.left >= a.left && b.right <= a.right && b.bottom <= a.bottom; }))"
+    )
+    assert page.locator("rect.failing").count() > 0

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from imported_runs import imported_run
 from report_runs import report_run
+from simulate_dumps import healthy
 
 from rlk_align.engines.registry import ENGINES
 
@@ -41,10 +43,12 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a recorded run that is healthy, and one whose train side is off."""
+    """A folder with a recorded run that is healthy, one whose train side is off, and an imported
+    one."""
     folder = tmp_path_factory.mktemp("runs")
     report_run(folder / "good")
     report_run(folder / "bad", over=["layers.1.act"])
+    imported_run(healthy(1, 2_000), folder / "live")
     (folder / "dump.jsonl").write_text(
         '{"schema": "rlk-align/logprobs/1", "id": 1, "token_ids": [5, 6], "prompt_length": 1, '
         '"rollout_logprobs": [-0.5], "train_logprobs": [-0.25]}\n'
@@ -85,6 +89,9 @@ JUDGED = {
     "contract schema": 0,
     "import jsonl dump.jsonl -o imported": 0,
     "import auto dump.jsonl -o imported": 0,
+    "explain live --output html=live.html --output markdown=live.md": 0,
+    "monitor live --once --output html=m.html --output prometheus=m.prom --output jsonl=m.jsonl": 0,
+    "report html live -o live.html": 0,
 }
 """Command -> its exit code without torch."""
 

@@ -111,12 +111,34 @@ def test_a_changed_table_is_refused(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("fault", "code"), [(None, 0), ("T on the rollout only", 1)])
-def test_gate_judges_an_imported_run_alike(
+def test_gate_and_compare_judge_an_imported_run_alike(
     cli: Cli, tmp_path: Path, fault: str | None, code: int
 ) -> None:
     run = healthy(1, 20_000) if fault is None else faulty(fault, 1, 20_000)
     imported_run(run, tmp_path / "run")
-    explained, gated = cli("explain", "run"), cli("gate", "run")
-    assert (explained.code, gated.code) == (code, code), gated.err
-    assert gated.verdict == explained.verdict
-    assert gated.out == explained.out
+    explained = cli("explain", "run")
+    for command in ("gate", "compare"):
+        done = cli(command, "run")
+        assert (explained.code, done.code) == (code, code), done.err
+        assert done.verdict == explained.verdict
+        assert done.out == explained.out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("compare", "run", "run"), "rlk-align explain run compares its two sides"),
+        (("compare", "run", "--train", "hf"), "rlk-align compare --tokens run --train SPEC"),
+        (("compare", "run", "--probe"), "rlk-align compare --tokens run --train SPEC"),
+        (("gate", "run", "run"), "rlk-align explain run compares its two sides"),
+        (("compare", "--rollout", "replay:path=run"), "rlk-align compare --tokens run"),
+    ],
+)
+def test_an_imported_run_is_no_engine(
+    cli: Cli, tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    imported_run(healthy(1, 2_000), tmp_path / "run")
+    done = cli(*words)
+    assert done.code == 2
+    assert said in " ".join(done.err.split())
+    assert "Traceback" not in done.err

@@ -1,6 +1,7 @@
 """From two traces to a Comparison: the precheck stops it, controls qualify it."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from rlk_align.errors import CorruptTrace
 from rlk_align.judge.load import load_contract
 from rlk_align.judge.verdict import judge
 from rlk_align.model.edges import EDGES, passes_for
+from rlk_align.model.prompts import TokenBatch
 from rlk_align.report.verdict_json import verdict_json
 from rlk_align.results import Comparison
 from rlk_align.trace.reader import Trace
@@ -58,6 +60,25 @@ def test_a_comparison_says_what_was_compared(tmp_path: Path) -> None:
     assert comparison.controls.noise == {"rollout": None, "train": None}
     text = comparison.model_dump_json()
     assert Comparison.model_validate_json(text) == comparison
+
+
+def test_log_probs_that_the_mask_leaves_out_do_not_count(tmp_path: Path) -> None:
+    """The first token of each response is a tool's, and far off; the others are equal."""
+    samples = [
+        replace(s, counted=tuple(k > 0 for k in range(len(s.response_ids)))) for s in BATCH.samples
+    ]
+    masked = TokenBatch(tuple(samples))
+    first = [(i, len(s.prompt_ids) - 1) for i, s in enumerate(BATCH.samples)]
+    metrics = {}
+    for name, batch in (("all", BATCH), ("masked", masked)):
+        a = write_trace(tmp_path / f"{name}-a", VALUES, batch=batch)
+        b = write_trace(tmp_path / f"{name}-b", nudged(first, 0.5), batch=batch)
+        comparison = compared(a, b)
+        metrics[name] = comparison.edges[0].metrics
+        assert comparison.tokens == metrics[name].tokens
+    assert metrics["all"].max_abs_dlogp == pytest.approx(0.5, abs=1e-6)
+    assert metrics["masked"].max_abs_dlogp == 0
+    assert metrics["masked"].tokens == BATCH.sampled_tokens - len(BATCH.samples)
 
 
 def test_the_lower_precision_names_the_dtype(tmp_path: Path) -> None:

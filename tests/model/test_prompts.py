@@ -18,6 +18,7 @@ from rlk_align.model.prompts import (
     load_prompts,
     save_prompts,
 )
+from rlk_align.model.sites import RowIndex
 
 BATCH = TokenBatch((Sample("a", (1, 2, 3), (4, 5)), Sample("b", (7,), ()), Sample("c", (8,), (9,))))
 
@@ -195,6 +196,24 @@ def test_a_token_batch_is_saved_and_loaded(
     assert sum(r["sampled"] for r in table) == batch.sampled_tokens
 
 
+def test_a_mask_is_saved_with_the_tokens(tmp_path: Path) -> None:
+    masked = Sample("x", (1, 2), (3, 4, 5), (True, False, True))
+    batch = TokenBatch((masked, Sample("y", (1,), (2,))))
+    assert (batch.sampled_tokens, batch.counted_tokens) == (4, 3)
+    batch.save(tmp_path / "tokens.parquet")
+    loaded = TokenBatch.load(tmp_path / "tokens.parquet")
+    assert loaded.samples[0] == masked
+    assert loaded.counted_tokens == 3
+    assert RowIndex(batch).counted.tolist() == [False, True, False, True, False, True, False]
+    other = TokenBatch((Sample("x", (1, 2), (3, 4, 5), (True, True, True)), batch.samples[1]))
+    assert other._digest() != batch._digest()
+    assert batch.with_responses([[7], [8, 9]]).counted_tokens == 3
+    with pytest.raises(CorruptTrace):
+        TokenBatch.load(
+            rewritten(tmp_path, lambda t: t.set_column(5, "counted", [[True] * len(t)]), batch)
+        )
+
+
 def test_a_sample_knows_where_log_probs_are_wanted() -> None:
     sample = Sample("x", (10, 11, 12), (13, 14))
     assert sample.ids == (10, 11, 12, 13, 14)
@@ -239,9 +258,9 @@ def test_no_flipped_bit_gives_other_tokens(tmp_path: Path) -> None:
     assert refused > 20
 
 
-def rewritten(tmp_path: Path, change) -> Path:
+def rewritten(tmp_path: Path, change, batch: TokenBatch | None = None) -> Path:
     path = tmp_path / "tokens.parquet"
-    BATCH.save(path)
+    (batch or BATCH).save(path)
     pq.write_table(change(pq.read_table(path)), path)
     return path
 

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from conftest import Cli, capture_of, require_engine
-from engine_dumps import recorded_logprobs, scaled, write_dump
+from engine_dumps import hf_logprobs, recorded_logprobs, scaled, texts, write_dump
 
 from rlk_align.data import data_path
 
@@ -53,3 +54,32 @@ def test_each_fault_is_on_its_edge(engines: Cli, tmp_path: Path) -> None:
     assert fault.verdict["odd"] == "train", fault.out
     assert fault.verdict["carrier"] == "prefill_vs_train"
     assert "the engine is off, and not the run" in fault.out
+
+
+def test_the_run_that_is_kept_counts_the_tokens_of_the_dumps_mask(cli: Cli, tmp_path: Path) -> None:
+    require_engine("vllm")
+    batch = texts(6)
+    values = hf_logprobs(batch, "eager")
+    scored = 0
+
+    def masked(row: dict) -> dict:
+        """Every third response token is a tool's."""
+        nonlocal scored
+        mask = [k % 3 != 1 for k in range(len(row["rollout_logprobs"]))]
+        scored += sum(mask)
+        return row | {"mask": mask}
+
+    write_dump(batch, values, values, tmp_path / "tools.jsonl", masked)
+    sides = ("--rollout", "vllm", "--train", "fsdp")
+    done = cli("compare", "--tokens", "tools.jsonl", *sides, "--run-dir", "scores")
+    assert done.verdict is not None, done.err
+    assert 0 < scored == done.verdict["rescored"]["tokens"] < batch.sampled_tokens
+    kept = cli("gate", "scores").verdict
+    assert kept is not None
+    assert kept["tokens"] == scored
+    edge, split = kept["edges"]["prefill_vs_train"], done.verdict["edges"]["prefill_vs_train"]
+    assert edge["tokens"] == scored
+    for name in ("mean_abs_dlogp", "max_abs_dlogp", "k3", "ratio_mean"):
+        assert edge[name] == pytest.approx(split[name], rel=1e-9), name
+    rows = pq.read_table(tmp_path / "scores" / "comparison.parquet")
+    assert rows["first_logprob"].drop_null().length() == scored

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -34,10 +35,16 @@ def test_a_clean_dump_passes_and_a_temperature_is_the_decodes(cli: Cli, tmp_path
     dumped = write_dump(batch, scored, divided, tmp_path / "raw.jsonl", at_07)
     assert cli("import", "jsonl", dumped, "-o", "imported").code == 0
     flags = ("--tokens", "imported", "--rollout", "hf:attn=eager", *SCORES, "--run-dir", "again")
-    done = cli("compare", *flags)
+    done = cli("compare", *flags, "--output", "markdown=page.md", "--output", "html=page.html")
     assert done.code == 1, done.out + done.err
     assert done.verdict is not None
     assert done.verdict["carrier"] == "decode_vs_prefill"
+    for name in ("page.md", "page.html"):
+        page = (tmp_path / name).read_text(encoding="utf-8")
+        assert "decode_vs_prefill" in page, name
+        assert "the rollout's decode; alone it looks like temperature" in unescape(page), name
+        assert "temperature, confidence high" in page, name
+        assert f"{done.verdict['edges']['prefill_vs_dump']['mean_abs_dlogp']:.2g}" in page, name
     assert done.verdict["rescored"]["temperature"] == 0.7
     assert done.verdict["edges"]["prefill_vs_dump"]["mean_abs_dlogp"] < 0.01
     assert "divided by it, in float64" in done.out

@@ -19,11 +19,11 @@ class Card:
     status: str
     sign: str
     what: str
-    side: str
-    todo: str
-    worst_words: str
+    answers: list[tuple[str, str]]
+    """(question, answer), the most important first."""
     facts: list[tuple[str, str]]
-    command: str
+    command: str | None
+    """The command line that gave it; None where that is not recorded."""
 
 
 def card(source: ReportSource) -> Card:
@@ -35,9 +35,11 @@ def card(source: ReportSource) -> Card:
         status=verdict.status,
         sign=SIGNS[verdict.status],
         what=finding(verdict),
-        side=side_off(verdict),
-        todo=next_step(verdict, source.folder),
-        worst_words=_used(worst) if worst else "no limit was held against a value",
+        answers=[
+            ("which side", side_off(verdict)),
+            ("do next", next_step(verdict, source.folder)),
+            ("worst limit", _used(worst) if worst else "no limit was held against a value"),
+        ],
         facts=list(_facts(source)),
         command=shlex.join(source.record.command),
     )

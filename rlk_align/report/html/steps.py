@@ -1,29 +1,13 @@
 """The page of a monitored run: its metrics over the steps, and what was found."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from markupsafe import Markup
-
-from rlk_align.monitor.record import Interval, StepRecord
+from rlk_align.monitor.history import History
 from rlk_align.report.html.figure import Figure
 from rlk_align.report.html.page import render
-from rlk_align.report.html.svg import chart, el, figure, text
-
-_WIDTH, _LEFT, _RIGHT, _TOP, _HEIGHT = 1120.0, 74.0, 10.0, 22.0, 130.0
-Value = Callable[[StepRecord], Interval | float | int | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    """What one chart shows."""
-
-    name: str
-    title: str
-    caption: str
-    value: Value
-
+from rlk_align.report.html.steps_chart import Series, steps_figure
+from rlk_align.report.html.svg import figure
 
 SERIES = (
     Series(
@@ -71,31 +55,36 @@ class RunSteps:
     status: str
     figures: list[Figure]
     findings: list[list[str]]
+    """A row for each finding, with the columns of COLUMNS."""
 
 
-def steps_page(runs: Mapping[str, Sequence[StepRecord]]) -> str:
+COLUMNS = (
+    *("finding", "level", "first step", "last step", "steps", "value", "limit"),
+    "what the last of these steps says",
+)
+"""Of the table of findings."""
+
+
+def steps_page(runs: Mapping[str, History]) -> str:
     """Returns the page of one run, or of several one below the other."""
-    views = [_view(n, name, records) for n, (name, records) in enumerate(runs.items())]
-    return render("steps.html", runs=views)
+    views = [run_steps(n, name, history) for n, (name, history) in enumerate(runs.items())]
+    return render("steps.html", runs=views, columns=COLUMNS)
 
 
-def _view(number: int, name: str, records: Sequence[StepRecord]) -> RunSteps:
-    levels = {f.level for r in records for f in r.findings}
-    order = (("inconclusive", "inconclusive"), ("fail", "fail"))
-    status = next((words for level, words in order if level in levels), "pass")
+def run_steps(number: int, name: str, history: History) -> RunSteps:
+    """Returns what the page shows of a run; `number` is unique on it."""
+    spans, records = history.spans, history.records
+    levels = {span.latest.level for span in spans}
+    status = next((level for level in ("inconclusive", "fail") if level in levels), "pass")
     figures = [f for s in SERIES if (f := steps_figure(f"r{number}-{s.name}", s, records))]
     rows = [
         [
-            str(r.step),
-            f.level,
-            f.name,
-            figure(f.value),
-            figure(f.limit),
-            "–" if f.since is None else str(f.since),
-            f.why,
+            *(span.latest.name, span.latest.level),
+            *(str(n) for n in (span.first, span.last, span.steps)),
+            *(figure(value) for value in (span.latest.value, span.latest.limit)),
+            span.latest.why,
         ]
-        for r in records
-        for f in r.findings
+        for span in spans
     ]
     return RunSteps(
         name=name,
@@ -103,90 +92,3 @@ def _view(number: int, name: str, records: Sequence[StepRecord]) -> RunSteps:
         figures=figures,
         findings=rows,
     )
-
-
-def steps_figure(name: str, series: Series, records: Sequence[StepRecord]) -> Figure | None:
-    """Returns a chart of one metric over the steps; None where no step has it."""
-    points = [(r, v) for r in records if (v := _interval(series.value(r))) is not None]
-    if not points:
-        return None
-    plot = _Plot(points)
-    bad = sum(not math.isfinite(v.value) for _, v in points)
-    caption = [series.caption]
-    if bad:
-        caption.append(f"{bad:,} steps have a value that is NaN or infinite: see the table.")
-    return Figure(
-        name=name,
-        title=series.title,
-        caption=caption,
-        svg=chart(
-            name,
-            (_WIDTH, _TOP + _HEIGHT + 24),
-            series.title,
-            f"{series.title} upwards, the training step to the right.",
-            plot.draw(),
-        ),
-        legend=[
-            ("line s0", "each step"),
-            ("noisy", "its interval"),
-            ("limit", "a step that fails"),
-        ],
-        columns=["step", "value", "low", "high"],
-        rows=[[str(r.step), figure(v.value), figure(v.low), figure(v.high)] for r, v in points],
-    )
-
-
-def _interval(value: Interval | float | int | None) -> Interval | None:
-    if value is None or isinstance(value, Interval):
-        return value
-    return Interval(value=float(value), low=float(value), high=float(value))
-
-
-class _Plot:
-    def __init__(self, points: list[tuple[StepRecord, Interval]]) -> None:
-        self.points = [(r, v) for r, v in points if math.isfinite(v.value)]
-        self.all = points
-        values = [v.value for _, v in self.points] or [0.0]
-        low, high = min(values), max(values)
-        room = (high - low) or abs(high) or 1.0
-        self.low, self.high = low - 0.15 * room, high + 0.15 * room
-        self.first, self.last = points[0][0].step, points[-1][0].step
-
-    def x(self, step: int) -> float:
-        span = (self.last - self.first) or 1
-        return _LEFT + (step - self.first) / span * (_WIDTH - _LEFT - _RIGHT)
-
-    def y(self, value: float) -> float:
-        share = (value - self.low) / (self.high - self.low)
-        return _TOP + _HEIGHT * (1 - min(max(share, 0.0), 1.0))
-
-    def draw(self) -> Iterator[Markup]:
-        bottom = _TOP + _HEIGHT
-        for value in (self.low, (self.low + self.high) / 2, self.high):
-            y = self.y(value)
-            yield el("line", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y, y2=y, class_="grid")
-            yield text(_LEFT - 6, y + 4, f"{value:.3g}", class_="label end")
-        for record, _ in self.all:
-            if any(f.level != "warn" for f in record.findings):
-                x = self.x(record.step)
-                yield el("line", x1=x, x2=x, y1=_TOP, y2=bottom, class_="limit")
-        if len(self.points) > 1:
-            yield el("path", class_="noisy", d=self._band())
-            yield el("path", class_="line s0", d="M" + "L".join(self._line()))
-        else:
-            for record, v in self.points:
-                yield el("circle", cx=self.x(record.step), cy=self.y(v.value), r=4, class_="dot s0")
-        for step in sorted({self.first, (self.first + self.last) // 2, self.last}):
-            yield text(self.x(step), bottom + 18, f"{step:,}", class_="label middle")
-
-    def _line(self) -> list[str]:
-        return [f"{self.x(r.step):.1f} {self.y(v.value):.1f}" for r, v in self.points]
-
-    def _band(self) -> str:
-        up = [f"{self.x(r.step):.1f} {self.y(_finite(v.high, v)):.1f}" for r, v in self.points]
-        down = [f"{self.x(r.step):.1f} {self.y(_finite(v.low, v)):.1f}" for r, v in self.points]
-        return "M" + "L".join([*up, *reversed(down)]) + "Z"
-
-
-def _finite(bound: float, interval: Interval) -> float:
-    return bound if math.isfinite(bound) else interval.value

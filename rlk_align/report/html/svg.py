@@ -65,6 +65,18 @@ def figure(value: float | None) -> str:
     return "0" if value == 0 else f"{value:.2g}"
 
 
+def round_ticks(low: float, high: float, most: int) -> list[tuple[float, str]]:
+    """At most `most` + 1 multiples of 1, 2 or 5 × 10^n from `low` to `high`, with their labels;
+    both bounds are finite and `low` is the smaller one."""
+    power = 10.0 ** math.floor(math.log10((high - low) / most))
+    step = next(m * power for m in (1, 2, 5, 10) if (high - low) / (m * power) <= most)
+    places = max(0, -math.floor(math.log10(step) + 1e-9))
+    values = [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    if places <= 4:
+        return [(v, f"{v:,.{places}f}") for v in values]
+    return [(v, f"{v:.2g}") for v in values]
+
+
 class LogScale:
     """Values on a logarithmic axis that has a lane of its own for exact zeros.
 
