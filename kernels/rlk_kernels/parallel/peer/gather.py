@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlk_kernels.backend import call, refuse_gradient
+from rlk_kernels.backend import call, dispatch_straight, refuse_gradient
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import RankMissing, UnsupportedDevice, UnsupportedShape
 from rlk_kernels.parallel.peer import memory
@@ -105,6 +105,7 @@ def _(x, number, ranks):
 
 
 refuse_gradient(_peer_columns, "peer_gather", "it is for inference, and has no gradient")
+dispatch_straight()
 
 
 def peer_gather(
