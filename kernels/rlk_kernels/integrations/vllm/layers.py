@@ -150,8 +150,8 @@ class RlkRowParallelLinear(VllmLinear, RowParallelLinear):
                 f"{self.output_size} outputs, which {self.tp_size} ranks cannot share, are not "
                 "served"
             )
-        gather.connect()
         rows = self.output_size // self.tp_size
+        gather.connect((self.input_size_per_partition, rows), self.params_dtype)
         self.input_size_per_partition, self.output_size_per_partition = self.input_size, rows
         self.quant_method.create_weights(
             layer=self,
@@ -177,7 +177,8 @@ class RlkRowParallelLinear(VllmLinear, RowParallelLinear):
     def forward(self, input_: Tensor) -> Any:
         if not self.rlk_shares_outputs:
             return super().forward(input_)
-        y = gather.columns(self.quant_method.apply(self, gather.columns(input_), self.bias))
+        x = gather.columns(input_, self.tp_size)
+        y = gather.columns(self.quant_method.apply(self, x, self.bias), self.tp_size)
         return (y, None) if self.return_bias else y
 
 

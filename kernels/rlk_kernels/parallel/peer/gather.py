@@ -9,7 +9,8 @@ R = ranks   F = columns of a rank
 
 import ctypes
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,15 +19,15 @@ from torch import Tensor
 
 from rlk_kernels.backend import call, dispatch_straight, refuse_gradient
 from rlk_kernels.device import lazy_module
-from rlk_kernels.errors import RankMissing, UnsupportedDevice, UnsupportedShape
+from rlk_kernels.errors import KernelFailed, RankMissing, UnsupportedDevice, UnsupportedShape
 from rlk_kernels.parallel.peer import memory
 from rlk_kernels.parallel.peer.channels import CHANNELS, Channels, region_bytes, slot_bytes
 
 MOST_RANKS = 8
 SECONDS = 120.0
 """How long a rank is waited for: longer than another's kernels take to compile."""
-POLLS_PER_SECOND = 1_000_000
-"""How often a program looks at a flag, about."""
+POLLS_PER_SECOND = 4_400_000
+"""How often a program looks at a flag, about: seen on an H100."""
 _on_triton = lazy_module("rlk_kernels.parallel.peer.kernels")
 _numbers = itertools.count()
 _living: "WeakValueDictionary[int, PeerGather]" = WeakValueDictionary()
@@ -38,20 +39,24 @@ class PeerGather:
 
     def __init__(
         self, addresses: Sequence[int], rank: int, device: torch.device, capacity: int,
-        seconds: float = SECONDS,
+        seconds: float = SECONDS, zeros: Callable[..., Tensor] = torch.zeros,
     ) -> None:  # fmt: skip
         """addresses: of each rank's region of `region_bytes` zeroed bytes, as this process sees
-        it; capacity: bytes of a rank's shard at most."""
-        integers = {"dtype": torch.int32, "device": device}
-        missing = torch.zeros(len(addresses), dtype=torch.int32, pin_memory=device.type == "cuda")
+        it; capacity: bytes of a rank's shard at most; zeros: what allocates on the device."""
+        regions = zeros(len(addresses), dtype=torch.int64, device=device)
+        # Engines make models while another device is torch's default.
+        regions.copy_(torch.tensor(addresses, device="cpu"))
+        missing = torch.zeros(
+            len(addresses), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
+        )
         self.channels = Channels(
             rank=rank,
             ranks=len(addresses),
             slot=slot_bytes(capacity),
-            polls=max(1, int(seconds * POLLS_PER_SECOND)),
-            regions=torch.tensor(addresses, dtype=torch.int64, device=device),
-            counters=torch.zeros(CHANNELS, **integers),
-            failed=torch.zeros(1, **integers),
+            polls=min(max(1, int(seconds * POLLS_PER_SECOND)), (1 << 31) - 1),
+            regions=regions,
+            counters=zeros(CHANNELS, dtype=torch.int32, device=device),
+            failed=zeros(1, dtype=torch.int32, device=device),
             missing=missing,
         )
         self.device, self.capacity, self.seconds = device, capacity, seconds
@@ -116,21 +121,36 @@ def peer_gather(
 
     Raises UnsupportedDevice, on all ranks alike, where one cannot store to another.
     """
-    places = memory.exchanged(group, memory.place(device))
-    why = memory.exchanged(group, memory.unreachable(device, places))
-    if len(places) > MOST_RANKS:
-        why.append(f"{len(places)} ranks are more than {MOST_RANKS}")
+    places = _on_all(group, lambda: memory.place(device))
+    why = _on_all(group, lambda: memory.unreachable(device, places))
+    if group.size() > MOST_RANKS:
+        why.append(f"{group.size()} ranks are more than {MOST_RANKS}")
     if any(why):
         raise UnsupportedDevice(f"no gathering by stores: {next(filter(None, why))}")
-    rank = group.rank()
+    rank, size = group.rank(), region_bytes(group.size(), capacity)
     with torch.cuda.device(device):
-        # Never freed: a graph may still store to it.
-        own = memory.allocate(region_bytes(group.size(), capacity))
-        handles = memory.exchanged(group, memory.handle_of(own))
-        addresses = [
-            own if r == rank else memory.opened(handle) for r, handle in enumerate(handles)
-        ]
-        gather = PeerGather(addresses, rank, device, capacity, seconds)
+        # Never freed, and not torch's: a graph may still store to it, and engines that sleep throw
+        # away what they allocated.
+        own = _on_all(group, lambda: memory.allocate(size))[rank]
+        handles = _on_all(group, lambda: memory.handle_of(own))
+        opened = _on_all(
+            group,
+            lambda: [own if r == rank else memory.opened(h) for r, h in enumerate(handles)],
+        )
+        gather = PeerGather(opened[rank], rank, device, capacity, seconds, memory.zeros)
         torch.cuda.synchronize()
-    memory.exchanged(group, None)  # all regions are zero and opened
+    _on_all(group, lambda: None)  # all regions are zero and opened
     return gather
+
+
+def _on_all(group: dist.ProcessGroup, make: Callable[[], Any]) -> list[Any]:
+    """What each rank makes, in rank order; UnsupportedDevice on all of them where one cannot."""
+    try:
+        mine, error = make(), ""
+    except KernelFailed as failed:
+        mine, error = None, str(failed)
+    received: list[Any] = [None] * group.size()
+    dist.all_gather_object(received, (mine, error), group=group)
+    if wrong := [f"rank {r}: {text}" for r, (_, text) in enumerate(received) if text]:
+        raise UnsupportedDevice(f"no gathering by stores: {'; '.join(wrong)}")
+    return [made for made, _ in received]

@@ -8,7 +8,7 @@ import socket
 from ctypes import c_char, c_int, c_size_t, c_ubyte, c_uint, c_void_p
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from rlk_kernels.cuda import driver_call
 
@@ -29,6 +29,22 @@ def allocate(size: int) -> int:
     driver_call("cuMemsetD8_v2", address, c_ubyte(0), c_size_t(size))
     driver_call("cuCtxSynchronize")
     return address.value or 0
+
+
+class _Array:
+    """Memory as torch takes it."""
+
+    def __init__(self, address: int, count: int, dtype: torch.dtype) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (count,), "typestr": f"<i{dtype.itemsize}", "data": (address, False),
+            "version": 3,
+        }  # fmt: skip
+
+
+def zeros(count: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Integers in memory of `allocate`, which is never freed."""
+    address = allocate(count * dtype.itemsize)
+    return torch.as_tensor(_Array(address, count, dtype), device=device)
 
 
 def handle_of(address: int) -> bytes:
@@ -71,10 +87,3 @@ def unreachable(device: torch.device, peers: list[tuple[str, str]]) -> str:
             if not native:
                 return "GPUs are not connected by NVLink"
     return ""
-
-
-def exchanged(group: dist.ProcessGroup, mine: object) -> list:
-    """What every rank of a group for the host gave, in rank order."""
-    received = [None] * group.size()
-    dist.all_gather_object(received, mine, group=group)
-    return received

@@ -99,7 +99,9 @@ def test_a_rank_that_does_not_come_is_named():
 def test_shards_are_laid_into_regions():
     size = region_bytes(2, CAPACITY)
     assert size >= 2 * 2 * CAPACITY
-    gather = gather_of(0, regions_of(2))
+    with torch.device("meta"):  # as engines make models
+        gather = gather_of(0, [torch.zeros(size, dtype=torch.uint8, device="cpu")] * 2)
+    assert gather.channels.regions.is_cpu
     assert gather.channels.slot * CHANNELS == CAPACITY
     assert gather.takes(torch.empty(CAPACITY // 4))
     assert region_bytes(2, 1) > 2 * 2 * CHANNELS * BLOCK_BYTES
