@@ -98,7 +98,11 @@ def wait(work: Any, x: Tensor, group: dist.ProcessGroup | None, what: str) -> No
             work.wait(LOOK)
             return
         except RuntimeError as error:
-            if work.is_completed() or _another_failed(group):
+            if work.is_completed():
+                if work.is_success():  # just now
+                    return
+                raise RankMissing(_account(group, what)) from error
+            if _another_failed(group):
                 raise RankMissing(_account(group, what)) from error
 
 
