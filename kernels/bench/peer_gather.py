@@ -300,7 +300,7 @@ def run_rank(rank: int, gpus: int, folder: Path, ends: float) -> None:
     second = peer_gather(ranks.host, ranks.device, CAPACITY, 30)
     brief = [peer_gather(ranks.host, ranks.device, CAPACITY, 2) for _ in range(2)]
     result["seconds to make"] = round(time.time() - began, 1)
-    budget = 25 if gpus == 1 else 45
+    budget = 0.3 * (ends - began)
     for name, test in {
         "bits of calls": lambda: test_calls(ranks, gather, budget),
         "bits of graphs": lambda: test_graphs(ranks, gather, budget),

@@ -26,7 +26,8 @@ from rlk_kernels.parallel.copies import Group, rank_of, size_of
 
 def places(cu: Tensor, rows: int, ranks: int) -> tuple[Tensor, Tensor]:
     """(rank, index among its rows) of each row 0 .. rows - 1 of the sequences that begin at
-    cu[B + 1], int64, of 2 ranks or more. The device is not waited for: `check_lengths` says whether they can be."""
+    cu[B + 1], int64, of 2 ranks or more. The device is not waited for: `check_lengths` says whether
+    they can be shared."""
     cu, at = cu.long(), torch.arange(rows, device=cu.device)
     sequence = torch.searchsorted(cu, at, right=True) - 1
     begin = cu[sequence]
