@@ -54,15 +54,15 @@ def _random_shapes(group: Any, regions: list[Tensor], count: int) -> int:
     return equal
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.whole_matrix)])
 def test_bits_are_those_of_torch(ranks):
-    assert on_ranks(ranks, _random_shapes, regions_of(ranks), 12) == [12] * ranks
+    assert on_ranks(ranks, _random_shapes, regions_of(ranks), 6) == [6] * ranks
 
 
 def _in_turn(group: Any, regions: list[Tensor]) -> list[bool]:
     """Rank 1 comes late to each call; rank 0 stores what is next as soon as it may."""
     gather, equal = gather_of(group.rank(), regions), []
-    for i in range(6):
+    for i in range(4):
         time.sleep(0.05 * group.rank())
         x = torch.full((2, 64), 10.0 * i + group.rank(), dtype=torch.bfloat16)
         y = gather.columns(x)
@@ -73,7 +73,7 @@ def _in_turn(group: Any, regions: list[Tensor]) -> list[bool]:
 
 
 def test_a_rank_that_comes_late_is_waited_for():
-    assert on_ranks(2, _in_turn, regions_of(2)) == [[True] * 6] * 2
+    assert on_ranks(2, _in_turn, regions_of(2)) == [[True] * 4] * 2
 
 
 def test_a_rank_that_does_not_come_is_named():
