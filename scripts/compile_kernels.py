@@ -28,6 +28,8 @@ import torch
 import triton
 from offline_h200 import Compiled, h200
 from rlk_kernels.device import GLUON_TRITON, interpreting
+from rlk_kernels.parallel.peer import kernels as peer_kernels
+from rlk_kernels.parallel.peer.channels import CHANNELS, Channels
 from shapes import HEADS, LINEAR, ROWS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -146,6 +148,15 @@ def head_norms(dim: int) -> None:
         rk.norm_rope(q, k, *weights, _ids(7), eps=1e-6, theta=1e6)
 
 
+def peer_gather(m: int, f: int, ranks: int = 2) -> None:
+    channels = Channels(
+        rank=0, ranks=ranks, slot=1 << 16, polls=1 << 20, regions=_ids(ranks),
+        counters=_ids(CHANNELS, dtype=torch.int32), failed=_ids(1, dtype=torch.int32),
+        missing=_ids(ranks, dtype=torch.int32),
+    )  # fmt: skip
+    peer_kernels.columns(_x(m, f).detach(), channels)
+
+
 LARGE, SMALL = HEADS.values()
 CALLS: dict[str, Callable[[], object]] = {
     "tiles": lambda: rk.warm_up("cuda"),  # first: the first product would run it
@@ -199,6 +210,8 @@ CALLS: dict[str, Callable[[], object]] = {
     "linear_logp, unaligned": lambda: linear_logp(100, 999, 1023),
     "linear_grpo_loss": lambda: linear_grpo(4096, 4096, 128256),
     "rows": lambda: rows(1024),
+    "peer gather": lambda: peer_gather(64, 6144),
+    "peer gather, 8 ranks": lambda: peer_gather(1, 1536, 8),
     **{f"norms of heads of {dim}": lambda dim=dim: head_norms(dim) for dim in (36, 72)},
 }
 """What is run: all that the benchmarks run, and what has kernels of its own besides."""

@@ -166,11 +166,16 @@ def call(op: CustomOpDef, *args, inference: Callable | None = None):
 _on_gpus = torch.library.Library("rlk", "FRAGMENT")
 
 
+_straight: set[str] = set()
+
+
 def dispatch_straight() -> None:
-    """Have torch's dispatch call the operators on GPUs as they are, past what `custom_op` wraps
-    around them: a compiled model comes that way, which `call` does not."""
+    """Have torch's dispatch call the operators that are there on GPUs as they are, past what
+    `custom_op` wraps around them: a compiled model comes that way, which `call` does not."""
     for name, op in private_api.custom_operators("rlk").items():
-        _on_gpus.impl(name, private_api.implementation(op), "CUDA")
+        if name not in _straight:
+            _on_gpus.impl(name, private_api.implementation(op), "CUDA")
+            _straight.add(name)
 
 
 def record(op: str, implementation: str) -> None:

@@ -111,6 +111,13 @@ def _enter(device: int) -> None:
     _thread.entered = True
 
 
+def driver_call(name: str, *arguments: Any) -> None:
+    """Call a function of the driver, in torch's context; raises KernelFailed with its error."""
+    if not hasattr(_thread, "entered"):
+        _enter(torch.cuda.current_device())
+    _done(getattr(_driver(), name)(*arguments))
+
+
 @functools.cache
 def _function(source: Source, device: int, shared: int) -> c_void_p:
     """The kernel, loaded on the current device, which is `device`; shared: bytes of dynamic shared

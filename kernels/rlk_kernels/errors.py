@@ -5,6 +5,7 @@ KernelError
 ├── UnknownBackend      (ValueError)    a backend name that does not exist
 ├── UnsupportedDevice   (RuntimeError)  the backend asked for cannot run here, or several devices
 ├── KernelFailed        (RuntimeError)  a kernel cannot be compiled or launched
+├── RankMissing         (RuntimeError)  a rank did not come to where others waited for it
 ├── UnsupportedDtype    (TypeError)     a dtype, or a mix of dtypes, that the operator does not take
 └── UnsupportedShape    (ValueError)    shapes that do not fit together, or out of range
 
@@ -27,6 +28,10 @@ class UnsupportedDevice(KernelError, RuntimeError):
 class KernelFailed(KernelError, RuntimeError):
     """A kernel in CUDA C++ cannot be compiled or launched: a fault of this package, of its
     installation, or of an earlier kernel."""
+
+
+class RankMissing(KernelError, RuntimeError):
+    """A rank did not come to a collective within the time limit: it has ended, or is elsewhere."""
 
 
 class UnsupportedDtype(KernelError, TypeError):

@@ -50,6 +50,18 @@ implementation = operator.attrgetter("_init_fn")
 qualified_name = operator.attrgetter("_qualname")
 
 
+def process_group(name: str) -> Any:
+    """The process group of a name: what a custom operator can be given."""
+    return torch._C._distributed_c10d._resolve_process_group(name)
+
+
+def store_of(group: Any) -> Any:
+    """The store by which a process group was made."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._world.pg_map[group][1]
+
+
 def in_forward_mode() -> bool:
     """Whether a level of forward-mode differentiation is open."""
     return forward_ad._current_level >= 0

@@ -12,8 +12,11 @@ import torch
 import torch.distributed as dist
 
 
-def on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `function(group, *args)` returns on each of `world` ranks, in rank order."""
+def on_ranks(
+    world: int, function: Callable[..., Any], *args: Any, killed: tuple[int, ...] = ()
+) -> list[Any]:
+    """What `function(group, *args)` returns on each of `world` ranks, in rank order; None for
+    those that it kills."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         processes = [
@@ -27,9 +30,12 @@ def on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
             process.kill()
         files = [Path(folder) / str(rank) for rank in range(world)]
         results = [torch.load(f, weights_only=False) if f.exists() else None for f in files]
-    failed = [r for r in results if not isinstance(r, tuple)]
+    failed = [
+        r for rank, r in enumerate(results) if not isinstance(r, tuple) and rank not in killed
+    ]
     assert not failed, "\n".join(str(text) for text in failed)
-    return [value for (value,) in results]
+    assert all(results[rank] is None for rank in killed)
+    return [None if r is None else r[0] for r in results]
 
 
 def _rank(rank: int, world: int, folder: Path, function: Callable[..., Any], args: Any) -> None:

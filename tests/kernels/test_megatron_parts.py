@@ -130,7 +130,7 @@ def test_the_loss_of_labels_is_of_our_log_probs() -> None:
 
 
 REFUSED: dict[str, Any] = {
-    "context_parallel_size": 2, "normalization": "LayerNorm",
+    "hybrid_context_parallel": True, "normalization": "LayerNorm",
     "gated_linear_unit": False, "activation_func": torch.nn.functional.gelu,
     "softmax_type": "learnable", "attention_dropout": 0.1, "hidden_dropout": 0.1,
     "glu_linear_offset": 1.0, "transformer_impl": "inference_optimized", "fp8": "e4m3",

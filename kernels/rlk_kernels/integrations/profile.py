@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 import rlk_kernels
 from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.parallel.context import context_attention
 from rlk_kernels.parallel.logp import logp_parallel
 
 
@@ -63,9 +64,12 @@ def rope(
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float,
-    window: int | None = None,
+    window: int | None = None, group: ProcessGroup | None = None,
 ) -> Tensor:  # fmt: skip
-    """Causal attention of packed sequences: q[T, H, D], k and v[S, Hk, D]."""
+    """Causal attention of packed sequences: q[T, H, D], k and v[S, Hk, D]. With `group`, whose
+    ranks share the sequences, q, k and v are this rank's rows, and cu_q is of whole sequences."""
+    if group is not None:
+        return context_attention(q, k, v, cu_q, group, scale=float32(scale), window=window)
     return rlk_kernels.attention(q, k, v, cu_q, cu_k, scale=float32(scale), window=window)
 
 

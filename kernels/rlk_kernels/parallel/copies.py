@@ -1,17 +1,14 @@
-"""Copies between ranks, through torch.distributed: no arithmetic, every bit kept.
+"""Copies between ranks: no arithmetic, every bit kept. `collectives` has what they go through.
 
 R = ranks of the group; a group of None is one rank
 """
 
 from typing import TypeAlias
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""torch 2.13's name, and that of older ones."""
-
+from rlk_kernels.parallel.collectives import all_gather, all_to_all
 
 Group: TypeAlias = dist.ProcessGroup | None
 
@@ -26,12 +23,7 @@ def rank_of(group: Group) -> int:
 
 def gather(x: Tensor, group: Group) -> Tensor:
     """[R, ...]: every rank's x, in rank order; all are of one shape."""
-    if group is None:
-        return x[None]
-    x = x.contiguous()
-    out = x.new_empty((size_of(group), *x.shape))
-    _all_gather(out.view(-1), x.view(-1), group=group)
-    return out
+    return x[None] if group is None else all_gather(x, group)
 
 
 def gather_columns(x: Tensor, group: Group, blocks: int = 1) -> Tensor:
@@ -67,9 +59,4 @@ def rows_to_columns(x: Tensor, group: Group, blocks: int = 1) -> Tensor:
 
 def _exchange(parts: Tensor, group: Group) -> Tensor:
     """[R, ...]: part r of what this rank has goes to rank r; what arrives is in rank order."""
-    if group is None:
-        return parts
-    parts = parts.contiguous()
-    out = torch.empty_like(parts)
-    dist.all_to_all_single(out.view(-1), parts.view(-1), group=group)
-    return out
+    return parts if group is None else all_to_all(parts, group)

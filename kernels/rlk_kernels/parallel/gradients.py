@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from rlk_kernels.errors import UnsupportedShape
 from rlk_kernels.numerics.rows import tree_sum
+from rlk_kernels.parallel.collectives import wait
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
@@ -36,13 +37,15 @@ def sum_in_pairs(parts: Sequence[Tensor]) -> Tensor:
 class Reduction:
     """A reduce-scatter that is under way."""
 
-    def __init__(self, received: Tensor, output: Tensor, average: bool, work: Any) -> None:
-        self._received, self._output = received, output
-        self._average, self._work = average, work
+    def __init__(
+        self, received: Tensor, output: Tensor, average: bool, work: Any, group: Any
+    ) -> None:
+        self._received, self._output, self._average = received, output, average
+        self._work, self._group = work, group
 
     def wait(self) -> None:
         if self._work is not None:
-            self._work.wait()
+            wait(self._work, self._received, self._group, "reduce_scatter")
         total = sum_in_pairs(self._received.unbind())
         self._output.copy_(total / len(self._received) if self._average else total)
 
@@ -58,8 +61,10 @@ def reduce_scatter(
         raise UnsupportedShape(f"reduce_scatter: op={op}; SUM and AVG have an order")
     ranks = dist.get_world_size(group)
     received = torch.empty_like(input)
-    work = dist.all_to_all_single(received, input.contiguous(), group=group, async_op=async_op)
-    reduction = Reduction(received.view(ranks, -1), output.view(-1), op == AVG, work)
+    # On a CPU it is always waited for with a limit.
+    waits = async_op or input.device.type == "cpu"
+    work = dist.all_to_all_single(received, input.contiguous(), group=group, async_op=waits)
+    reduction = Reduction(received.view(ranks, -1), output.view(-1), op == AVG, work, group)
     if async_op:
         return reduction
     reduction.wait()

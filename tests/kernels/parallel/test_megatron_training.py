@@ -138,3 +138,80 @@ def test_gradients_that_are_added_up_over_ranks_are_noticed() -> None:
     _, whole = _alone(2)
     ranks = on_ranks(2, _step, False, 2, True)
     assert "embedding.word_embeddings.weight" in _differing(ranks, whole)
+
+
+LENGTHS = [8, 16]
+"""Of two packed sequences: two ranks have four parts of each."""
+
+
+def _context_step(group: Any, packed: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """(loss, gradient of what is embedded, gradients) of a rank that has its part of each
+    sequence."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from rlk_kernels.integrations import megatron
+
+    from rlk_align.engines.megatron.cpu import cpu_stand_ins
+
+    world, rank = group.size(), group.rank()
+    parallel_state.initialize_model_parallel(context_parallel_size=world)
+    with cpu_stand_ins():
+        config = _config(2, context_parallel_size=world)
+        model = GPTModel(
+            config, megatron.layer_spec(config), VOCAB, 32, position_embedding_type="rope"
+        )
+        model = megatron.use_kernels(model.bfloat16(), {"rope_theta": 10000})
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(_whole(name, tuple(parameter.shape)))
+        rows = _own_rows(LENGTHS if packed else [12], rank, world)
+        ids = torch.arange(24).view(1 if packed else 2, -1) * 7 % VOCAB
+        at, pack = rows.expand(len(ids), -1), None
+        if packed:
+            cu = torch.tensor([0, 8, 24], dtype=torch.int32)
+            pack = PackedSeqParams("thd", cu, cu, max_seqlen_q=16, max_seqlen_kv=16)
+        seen: list[Tensor] = []
+
+        def watch(_module: Any, _inputs: Any, y: Tensor) -> None:
+            y.register_hook(seen.append)
+
+        model.embedding.word_embeddings.register_forward_hook(watch)
+        labels = ids.roll(-1, 1)[:, rows]
+        loss = model(ids[:, rows], at, None, labels=labels, packed_seq_params=pack)
+        loss.sum().backward()
+        megatron.check(megatron.operators(model))
+    return loss.detach(), seen[0], {name: p.grad for name, p in model.named_parameters()}
+
+
+def _own_rows(lengths: list[int], rank: int, world: int) -> Tensor:
+    """Parts `rank` and `2 world - 1 - rank` of each sequence."""
+    spans = []
+    for rows in torch.arange(sum(lengths)).split(lengths):
+        parts = rows.chunk(2 * world)
+        spans += [parts[rank], parts[2 * world - 1 - rank]]
+    return torch.cat(spans)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_step_of_context_parallel_ranks_has_the_bits_of_one(packed: bool) -> None:
+    ((loss, embedded, whole),) = on_ranks(1, _context_step, packed)
+    ranks = on_ranks(2, _context_step, packed)
+    for rank, (own_loss, own_embedded, _) in enumerate(ranks):
+        rows = _own_rows(LENGTHS if packed else [12], rank, 2)
+        assert torch.equal(own_loss, loss[:, rows])
+        assert torch.equal(own_embedded, embedded[:, rows])
+        assert bool(own_embedded.any())
+    # Gradients of weights are sums over rows, and added up over ranks by whoever has them.
+    for name, gradient in whole.items():
+        total = sum(grads[name].double() for *_, grads in ranks)
+        assert torch.allclose(total, gradient.double(), rtol=0.05, atol=0.05 * gradient.abs().max())
+
+
+def test_what_context_parallel_ranks_cannot_share_is_refused() -> None:
+    from rlk_kernels.integrations.errors import NotServed
+    from rlk_kernels.integrations.megatron.limits import check_config
+
+    for refused in ({"context_parallel_size": 4}, {"hybrid_context_parallel": True}):
+        with pytest.raises(NotServed, match=next(iter(refused))):
+            check_config(_config(2, **{"context_parallel_size": 2} | refused))
+    check_config(_config(2, context_parallel_size=2))

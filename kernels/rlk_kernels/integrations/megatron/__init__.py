@@ -5,10 +5,11 @@
     model = megatron.use_kernels(GPTModel(config, spec, ...), rope_parameters)
     logprobs = megatron.token_logprobs(logits_rows, targets, group=tensor_parallel_group)
 
-Against the TransformerEngine spec these are lost: context parallelism, communication that overlaps
-with products, weight gradients added into `main_grad` by the product itself. Tensor parallel, with
-or without sequence parallel, for ranks that can share the hidden size; each stage of a pipeline,
-and each virtual one, is made so.
+Against the TransformerEngine spec these are lost: communication that overlaps with products, weight
+gradients added into `main_grad` by the product itself. Tensor parallel, with or without sequence
+parallel, for ranks that can share the hidden size; context parallel, for ranks that can share the
+key-value heads, of sequences sliced as megatron-core does; each stage of a pipeline, and each
+virtual one, is made so.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -3,9 +3,11 @@
 S = length, B = sequences, H = heads, D = size, T = packed tokens.
 """
 
+import copy
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
@@ -14,6 +16,8 @@ from torch import Tensor
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.operators import Counted
+from rlk_kernels.parallel.context import check_lengths
+from rlk_kernels.parallel.copies import size_of
 
 CAUSAL = (None, AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -21,10 +25,17 @@ CAUSAL = (None, AttnMaskType.causal, AttnMaskType.padding_causal)
 class CoreAttention(Counted, DotProductAttention):
     """Causal; keys that a mask hides may only be padding in front of a sequence or behind it."""
 
-    def __init__(self, *args: Any, windows: tuple[int | None, ...] = (), **kwargs: Any) -> None:
+    def __init__(
+        self, config: Any, *args: Any, windows: tuple[int | None, ...] = (), **kwargs: Any
+    ) -> None:
         """`windows`: for each layer, how many keys a query sees, itself included, None for all;
         without it, what the config says."""
-        super().__init__(*args, **kwargs)
+        # Megatron's own has no context parallelism, and refuses it.
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1
+        super().__init__(alone, *args, **kwargs)
+        self.config = config
+        self.context = context_group(config, self.pg_collection)
         at = self.layer_number
         self.window = windows[at - 1] if windows else window_of(self.config, at)
 
@@ -33,7 +44,8 @@ class CoreAttention(Counted, DotProductAttention):
         attn_mask_type: Any = None, attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:  # fmt: skip
-        """`[S, B, H, D]` -> `[S, B, H * D]`; packed `[T, H, D]` -> `[T, H * D]`."""
+        """`[S, B, H, D]` -> `[S, B, H * D]`; packed `[T, H, D]` -> `[T, H * D]`. Of context
+        parallelism, this rank's rows of each sequence."""
         if attention_bias is not None:
             raise NotServed("a bias on attention's scores is not served")
         if attn_mask_type not in CAUSAL:
@@ -45,12 +57,20 @@ class CoreAttention(Counted, DotProductAttention):
             cu = boundaries(packed_seq_params)
             if self.layer_number == 1:
                 _check_pack(packed_seq_params, query)
+                if self.context is not None:
+                    check_lengths(cu, len(query) * size_of(self.context), size_of(self.context))
             return self._attend(query, key, value, cu, cu).flatten(1)
         length, batch = query.shape[:2]
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+        if self.context is not None and attention_mask is not None:
+            raise NotServed(
+                "an attention mask with context parallelism is not served: leave it out, and have "
+                "padding behind sequences, or pack"
+            )
         first = _first_rows(attention_mask, length, batch, query.device)
         if first is None:
-            cu = torch.arange(0, (batch + 1) * length, length, device=query.device)
+            whole = length * size_of(self.context)
+            cu = torch.arange(0, (batch + 1) * whole, whole, device=query.device)
             rows = (x.flatten(0, 1) for x in (q, k, v))
             out = self._attend(*rows, cu, cu).unflatten(0, (batch, length))
         else:
@@ -61,7 +81,16 @@ class CoreAttention(Counted, DotProductAttention):
         return out.transpose(0, 1).flatten(2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:
-        return profile.attention(q, k, v, cu_q, cu_k, self.softmax_scale, self.window)
+        return profile.attention(q, k, v, cu_q, cu_k, self.softmax_scale, self.window, self.context)
+
+
+def context_group(config: Any, groups: Any) -> Any:
+    """The ranks that share sequences, of a ProcessGroupCollection or of megatron-core's own; None
+    where each has whole ones."""
+    if config.context_parallel_size == 1:
+        return None
+    group = getattr(groups, "cp", None)
+    return parallel_state.get_context_parallel_group() if group is None else group
 
 
 def window_of(config: Any, layer_number: int) -> int | None:
@@ -84,6 +113,8 @@ def boundaries(packed: Any) -> Tensor:
     """
     if packed.qkv_format != "thd":
         raise NotServed(f"packed_seq_params with qkv_format={packed.qkv_format}; 'thd' is served")
+    if packed.cp_group is not None or packed.local_cp_size is not None:
+        raise NotServed("packed_seq_params with a cp_group of their own are not served")
     return _cu_seqlens(packed)[0]
 
 

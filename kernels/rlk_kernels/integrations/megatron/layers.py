@@ -20,9 +20,11 @@ from torch import Tensor
 
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotServed
-from rlk_kernels.integrations.megatron.attention import KNOWN, boundaries
+from rlk_kernels.integrations.megatron.attention import KNOWN, boundaries, context_group
 from rlk_kernels.integrations.megatron.limits import check_config
 from rlk_kernels.integrations.operators import Counted
+from rlk_kernels.parallel.context import check_lengths, own_positions
+from rlk_kernels.parallel.copies import size_of
 from rlk_kernels.parallel.embedding import embedding_parallel
 from rlk_kernels.parallel.linear import column_parallel, row_parallel
 
@@ -137,8 +139,13 @@ class Positions(Counted, RotaryEmbedding):
         self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, **_unused: Any
     ) -> Any:
         self.count()
-        length = 0 if packed_seq else max_seq_len
-        return offset + torch.arange(length, device=self.inv_freq.device)[:, None]
+        length, context = 0 if packed_seq else max_seq_len, self.cp_group
+        if context is None or size_of(context) == 1 or length == 0:
+            return offset + torch.arange(length, device=self.inv_freq.device)[:, None]
+        begins = torch.tensor([0, length])
+        check_lengths(begins, length, size_of(context))
+        positions = own_positions(begins, length, context).to(self.inv_freq.device)
+        return offset + positions[:, None]
 
     def at(self, positions: Tensor) -> Any:
         """Of given positions, int64 `[B, S]`."""
@@ -204,7 +211,9 @@ class RotatingAttention(SelfAttention):
         if packed is not None:
             begins = boundaries(packed)
             if not len(positions):
-                positions = _anew(begins, len(query))
+                context = context_group(self.config, self.pg_collection)
+                rows = len(query) * size_of(context)
+                positions = own_positions(begins, rows, context)[:, None]
         (rotary,) = self.rlk_rotary
         query, key = self.rope(query, key, positions, rotary.inv_freq, rotary.rlk_scaling)
         return query, key, value
@@ -224,10 +233,3 @@ def _check_begin(positions: Tensor, first: Tensor | None) -> None:
             "padding in front of a sequence is not served where a row's index is its position, as "
             "GPTModel has it: pad behind, or pack"
         )
-
-
-def _anew(cu: Tensor, length: int) -> Tensor:
-    """int64 `[T, 1]`: positions that start at 0 with each sequence."""
-    at = torch.arange(length, device=cu.device)
-    begins = cu[torch.searchsorted(cu, at, right=True) - 1]
-    return (at - begins)[:, None]

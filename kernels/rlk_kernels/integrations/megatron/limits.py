@@ -10,7 +10,6 @@ import torch
 from rlk_kernels.integrations.errors import NotServed
 
 ONLY = {
-    "context_parallel_size": (1,),
     "normalization": ("RMSNorm",),
     "gated_linear_unit": (True,),
     "activation_func": (torch.nn.functional.silu,),
@@ -31,6 +30,7 @@ ONLY = {
             *("use_kitchen_attention", "fused_single_qkv_rope", "use_te_activation_func"),
             *("enable_autocast", "delay_wgrad_compute", "defer_embedding_wgrad_compute"),
             *("use_inference_optimized_layers", "inference_fuse_tp_communication"),
+            "hybrid_context_parallel",
         ),
         (False, None, 0),
     ),
@@ -69,7 +69,7 @@ MECHANICS = (
     *("symmetric_ar_type", "use_mamba_mem_eff_path", "mlp_chunks_for_prefill"),
     *("hetereogenous_dist_checkpoint", "fine_grained_activation_offloading", "offload_modules"),
     *("min_offloaded_tensor_size", "virtual_pipeline_model_parallel_size", "test_mode"),
-    *("hybrid_context_parallel", "_cpu_offloading_context"),
+    *("context_parallel_size", "_cpu_offloading_context"),
 )
 """Options that change no number of what the kernels compute, or none without one of `ONLY`."""
 
@@ -111,10 +111,18 @@ def _unserved(config: Any) -> list[str]:
 
 def _unshared(config: Any) -> list[str]:
     """A hidden size that ranks cannot share: each computes its columns of what o_proj and down_proj
-    give."""
+    give. And heads of a rank that those of context parallelism cannot."""
     hidden, ranks = config.hidden_size, config.tensor_model_parallel_size
-    wrong = hidden % ranks
-    return [f"hidden_size={hidden} with tensor_model_parallel_size={ranks}"] if wrong else []
+    groups, context = config.num_query_groups, config.context_parallel_size
+    tensor = f"tensor_model_parallel_size={ranks}"
+    wrong = {
+        f"hidden_size={hidden} with {tensor}": hidden % ranks,
+        f"num_query_groups={groups} with {tensor} and context_parallel_size={context}": max(
+            1, groups // ranks
+        )
+        % context,
+    }
+    return [what for what, is_so in wrong.items() if is_so]
 
 
 def _refuse(wrong: list[str]) -> None:

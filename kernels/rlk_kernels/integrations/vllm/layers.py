@@ -34,6 +34,7 @@ from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.operators import Counted
 from rlk_kernels.integrations.rotary import rotation
+from rlk_kernels.integrations.vllm import gather
 from rlk_kernels.integrations.vllm.ahead import compile_products, sizes_of
 from rlk_kernels.integrations.vllm.config import enter_config
 from rlk_kernels.parallel.embedding import local_ids, of_owner
@@ -150,6 +151,7 @@ class RlkRowParallelLinear(VllmLinear, RowParallelLinear):
                 "served"
             )
         rows = self.output_size // self.tp_size
+        gather.connect((self.input_size_per_partition, rows), self.params_dtype)
         self.input_size_per_partition, self.output_size_per_partition = self.input_size, rows
         self.quant_method.create_weights(
             layer=self,
@@ -175,9 +177,8 @@ class RlkRowParallelLinear(VllmLinear, RowParallelLinear):
     def forward(self, input_: Tensor) -> Any:
         if not self.rlk_shares_outputs:
             return super().forward(input_)
-        ranks = get_tp_group()
-        x = ranks.all_gather(input_.contiguous(), dim=-1)
-        y = ranks.all_gather(self.quant_method.apply(self, x, self.bias), dim=-1)
+        x = gather.columns(input_, self.tp_size)
+        y = gather.columns(self.quant_method.apply(self, x, self.bias), self.tp_size)
         return (y, None) if self.return_bias else y
 
 
@@ -282,6 +283,7 @@ class RlkLogitsProcessor(Counted, LogitsProcessor):
         if not isinstance(lm_head.weight, Tensor) or not lm_head.weight.is_floating_point():
             raise NotServed("a quantised output layer is not served")
         self.count()
+        gather.check()
         if lm_head.weight.is_cuda:
             compile_products(lm_head.weight, embedding_bias, self.rlk_rows, torch.float32)
         return profile.logits(hidden_states, lm_head.weight, embedding_bias)

@@ -1,0 +1,203 @@
+# ruff: noqa: E501 (a page of Markdown)
+"""What tensor parallelism costs with gathers, beside an engine's all-reduce: on paper.
+
+    python kernels/bench/layout_costs.py > reports/layout-costs.md
+
+Nothing here is measured. Of each row-parallel product, y[M, N] = x[M, K] of R ranks in bf16, a rank
+
+    all-reduce    sends and receives 2 (R - 1) / R  2 N bytes a row, in one collective
+    gathers       receives (R - 1) / R  2 K bytes a row of x, then (R - 1) / R  2 N of y, in two
+
+and waits for latency + bytes / bandwidth each time.
+
+M = rows   K, N = in and out features   R = ranks
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+BYTES = 2
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    """K of o_proj."""
+    inner: int
+    """K of down_proj."""
+    qkv: int
+
+    @property
+    def weights(self) -> int:
+        """Of a layer."""
+        return self.hidden * (self.qkv + self.heads + 3 * self.inner)
+
+
+MODELS = (
+    Model("Qwen3-8B", 36, 4096, 4096, 12288, 6144),
+    Model("Qwen3-32B", 64, 5120, 8192, 25600, 10240),
+    Model("Llama-3-70B", 80, 8192, 8192, 28672, 10240),
+)
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between GPUs: assumed, not measured."""
+
+    name: str
+    gigabytes: float
+    """A second that one GPU receives."""
+    reduce_us: float
+    """Latency of an all-reduce."""
+    gather_us: float
+    """Of a gather."""
+
+
+NCCL = Link("NVLink, NCCL", 360, 15, 15)
+PEER = Link("NVLink, by stores", 360, 6, 5)
+"""The engine's own all-reduce for few bytes, beside our gather."""
+NODES = Link("two nodes", 40, 40, 30)
+"""One network card a GPU, 400 Gbit/s; every rank is paired with one of the other node."""
+FLOPS, MEMORY = 600e12, 3.0e12
+"""Of an H100 in products, and bytes of weights a second in decode: assumed."""
+BATCHES = (1, 64, 256)
+PREFILL = 8192
+RANKS_OF_NODE = 8
+
+
+def reduced(n: int, ranks: int) -> float:
+    """Bytes a row."""
+    return 2 * (ranks - 1) / ranks * BYTES * n
+
+
+def gathered(k: int, n: int, ranks: int) -> float:
+    """Bytes a row."""
+    return (ranks - 1) / ranks * BYTES * (k + n)
+
+
+def across(k: int, n: int) -> tuple[float, float]:
+    """(all-reduce, gathers): bytes a row that a card receives from the other node, where ranks of a
+    node share what is needed: an all-reduce of its share of sums, gathers of the other half."""
+    return BYTES * n / RANKS_OF_NODE, BYTES * (k + n) / 2 / RANKS_OF_NODE
+
+
+def layer_us(model: Model, rows: int, ranks: int) -> float:
+    """Of a layer's products on one rank: the slower of arithmetic and of reading weights."""
+    share = model.weights / ranks
+    return max(2 * share * rows / FLOPS, BYTES * share / MEMORY) * 1e6
+
+
+def times(model: Model, rows: int, ranks: int, link: Link) -> tuple[float, float]:
+    """(all-reduces, gathers): microseconds of a layer's two row-parallel products."""
+    reduce = gather = 0.0
+    for k in (model.heads, model.inner):
+        n = model.hidden
+        if link is NODES:
+            of_reduce, of_gather = across(k, n)
+        else:
+            of_reduce, of_gather = reduced(n, ranks), gathered(k, n, ranks)
+        per_us = link.gigabytes * 1e3
+        reduce += link.reduce_us + rows * of_reduce / per_us
+        gather += 2 * link.gather_us + rows * of_gather / per_us
+    return reduce, gather
+
+
+def _row(*cells: object) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def bytes_table() -> Iterator[str]:
+    yield _row("model", "tp", "all-reduce, KB a token", "gathers, KB a token", "ratio", "waits")
+    yield _row("---", "---:", "---:", "---:", "---:", "---")
+    for model in MODELS:
+        for ranks in (2, 4, 8):
+            products = [(k, model.hidden) for k in (model.heads, model.inner)]
+            a = sum(reduced(n, ranks) for _, n in products) / 1e3
+            b = sum(gathered(k, n, ranks) for k, n in products) / 1e3
+            yield _row(model.name, ranks, f"{a:.1f}", f"{b:.1f}", f"{b / a:.2f}", "2 and 4")
+
+
+def times_table(cases: list[tuple[Link, int]]) -> Iterator[str]:
+    yield _row(
+        "model", "tp", "link", "rows", "all-reduces", "gathers", "products", "slower by at most"
+    )
+    yield _row("---", "---:", "---", "---:", "---:", "---:", "---:", "---:")
+    for model in MODELS:
+        for link, ranks in cases:
+            for rows in (*BATCHES, PREFILL):
+                if link is PEER and rows == PREFILL:
+                    continue
+                a, b = times(model, rows, ranks, link)
+                c = layer_us(model, rows, ranks)
+                slower = (b + c) / (a + c) - 1
+                yield _row(
+                    model.name, ranks, link.name, f"{rows:,}", f"{a:.0f}", f"{b:.0f}", f"{c:.0f}",
+                    f"{100 * slower:+.0f} %",
+                )  # fmt: skip
+
+
+PAGE = """# What a layout costs, on paper
+
+**Nothing on this page is measured**: it is what `python kernels/bench/layout_costs.py` computes from formulas, for bf16.
+Measured are [vLLM on two GPUs](fix-path.md#vllm-on-two-gpus) and [the gather by stores](peer-gather.md).
+
+Of each row-parallel product (o_proj, down_proj; y[M, N] of x[M, K], R ranks) an engine adds up partial sums by one all-reduce.
+With the kernels the input is gathered, and the output is: copies, so that the bits are those of one rank.
+
+| | bytes a rank receives, a row | waits a product |
+| --- | --- | ---: |
+| all-reduce (ring; or reduce-scatter and all-gather of sequence parallel) | 2 (R − 1)/R · 2N | 1 |
+| gathers | (R − 1)/R · (2K + 2N) | 2 |
+| gathers, sequence parallel (y goes to the owner of its rows; the next input is gathered) | (R − 1)/R · (2K + 2N/R + 2N) | 3, an engine's 2 |
+| two nodes of 8, all-reduce: each network card adds up its eighth | 2N/8 | 1 |
+| two nodes of 8, gathers: each network card brings an eighth of the other half | (2K + 2N)/2/8 | 2 |
+
+No call has the host wait: a collective of NCCL, and the gather by stores, wait on the device, in CUDA graphs too.
+Megatron also exchanges the weights of o_proj and down_proj once a forward: (R − 1)/R · 2KN/R bytes a rank for each product, whatever the batch.
+
+## Bytes
+
+A layer's two products, each token:
+
+{bytes}
+
+## Microseconds
+
+A layer's two products: latency + bytes / bandwidth. **Assumed**: NVLink 360 GB/s a direction (of 450), a collective of NCCL 15 µs; by stores
+(decode) an engine's own all-reduce 6 µs and our gather 5 µs; between nodes 40 GB/s a GPU (a card of 400 Gbit/s), an all-reduce 40 µs and a gather 30 µs. "Products" is the
+time of all of the layer's products on a rank, at 600 TFLOP/s or 3.0 TB/s of weights, whichever is longer; nothing is overlapped, and
+attention is left out, so that the last column, (gathers + products) against (all-reduces + products), is the most that it can be.
+
+### NVLink
+
+{nvlink}
+
+### Two nodes, tp=16
+
+{nodes}
+
+## What follows
+
+- In decode latency decides: a layer waits four times where an engine waits twice. That is dear with NCCL, and at tp=8, where little else
+  is left to do; by stores it is some microseconds a layer.
+- In prefill bytes decide: K of down_proj is 3 to 5 times N, and the gather of its input is what costs.
+- Over two nodes a card brings half of what the ranks of the other node have, where an all-reduce exchanges sums: (K + N)/2 against N, so
+  o_proj costs the same where K = N, and down_proj 2 to 3 times.
+- At tp=1, and in FSDP, nothing is gathered and nothing costs.
+"""
+
+
+def page() -> str:
+    nvlink = [(NCCL, 2), (PEER, 2), (NCCL, 8), (PEER, 8)]
+    return PAGE.format(
+        bytes="\n".join(bytes_table()),
+        nvlink="\n".join(times_table(nvlink)),
+        nodes="\n".join(times_table([(NODES, 16)])),
+    )
+
+
+if __name__ == "__main__":
+    print(page(), end="")

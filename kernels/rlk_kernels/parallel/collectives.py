@@ -1,0 +1,142 @@
+"""The two collectives that ranks copy by, as custom operators over torch.distributed (NCCL, gloo):
+a compiler can trace them, and CUDA graphs capture NCCL's.
+
+Nobody waits for ever, and the limit is the process group's own (`init_process_group(timeout=)`),
+so that a call costs nothing more.
+
+gloo: a rank that has waited for LOOK looks whether another one has failed, and again. The first to
+fail (its peer has closed the connection, or the limit has passed) says so in the group's store; who
+does not answer there is the one that is missing, and RankMissing names it on every rank that waits.
+
+NCCL: the host does not wait, and must not. torch's watchdog ends the process at the limit, and
+names the ranks that did not join where TORCH_NCCL_DESYNC_DEBUG=1 is set.
+
+R = ranks of the group
+"""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlk_kernels import private_api
+from rlk_kernels.backend import call, dispatch_straight, refuse_gradient
+from rlk_kernels.errors import RankMissing
+
+LOOK = timedelta(seconds=2)
+"""How long a rank waits, on a CPU, before it looks whether another has failed."""
+ANSWER = timedelta(seconds=7)
+"""How long those that wait are given to say that they are there: some times LOOK."""
+
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""torch 2.13's name, and that of older ones."""
+
+
+@torch.library.custom_op("rlk::all_gather", mutates_args=())
+def _all_gather(x: Tensor, group: str, ranks: int) -> Tensor:
+    x = x.contiguous()
+    out = x.new_empty((ranks, *x.shape))
+    _run("all_gather", group, lambda **how: _gather(out.view(-1), x.view(-1), **how), x)
+    return out
+
+
+@_all_gather.register_fake
+def _(x, group, ranks):
+    return x.new_empty((ranks, *x.shape))
+
+
+@torch.library.custom_op("rlk::all_to_all", mutates_args=())
+def _all_to_all(parts: Tensor, group: str) -> Tensor:
+    parts = parts.contiguous()
+    out = torch.empty_like(parts)
+    exchange = dist.all_to_all_single
+    _run("all_to_all", group, lambda **how: exchange(out.view(-1), parts.view(-1), **how), parts)
+    return out
+
+
+@_all_to_all.register_fake
+def _(parts, group):
+    return torch.empty_like(parts, memory_format=torch.contiguous_format)
+
+
+for _op in (_all_gather, _all_to_all):
+    refuse_gradient(_op, "copies between ranks", "operators that use them have their own gradient")
+dispatch_straight()
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[R, ...]: every rank's x, in rank order; all are of one shape."""
+    return call(_all_gather, x, group.group_name, group.size())
+
+
+def all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[R, ...]: part r of what this rank has goes to rank r; what arrives is in rank order."""
+    return call(_all_to_all, parts, group.group_name)
+
+
+def _run(what: str, name: str, start: Callable[..., Any], x: Tensor) -> None:
+    group = private_api.process_group(name)
+    if x.device.type == "cpu":
+        wait(start(group=group, async_op=True), x, group, what)
+    else:
+        start(group=group)
+
+
+def wait(work: Any, x: Tensor, group: dist.ProcessGroup | None, what: str) -> None:
+    """Wait for a collective on x; `what` it is. On a CPU RankMissing is raised, with the ranks that
+    are; on a GPU the current stream waits."""
+    if x.device.type != "cpu":
+        work.wait()
+        return
+    group = dist.group.WORLD if group is None else group
+    while True:
+        try:
+            work.wait(LOOK)
+            return
+        except RuntimeError as error:
+            if work.is_completed():
+                if work.is_success():  # just now
+                    return
+                raise RankMissing(_account(group, what)) from error
+            if _another_failed(group):
+                raise RankMissing(_account(group, what)) from error
+
+
+def _key(group: dist.ProcessGroup, rank: int) -> str:
+    return f"rlk/failed/{group.group_name}/{rank}"
+
+
+def _another_failed(group: dist.ProcessGroup) -> bool:
+    store = private_api.store_of(group)
+    try:
+        return any(store.check([_key(group, rank)]) for rank in range(group.size()))
+    except RuntimeError:
+        return True  # the store's own process is gone
+
+
+def _account(group: dist.ProcessGroup, what: str) -> str:
+    """Say that this rank failed, wait until others have said so, and name those that do not."""
+    store, began = private_api.store_of(group), time.monotonic()
+    silent = set(range(group.size()))
+    begins = f"{what} on rank {group.rank()} of {group.size()} failed"
+    try:
+        store.set(_key(group, group.rank()), "")
+        while silent and time.monotonic() - began < ANSWER.total_seconds():
+            silent = {rank for rank in silent if not store.check([_key(group, rank)])}
+            time.sleep(0.05)
+    except RuntimeError as error:
+        return (
+            f"{begins}, and so did the store of the group, which rank 0 or the launcher keeps: "
+            f"look there first ({error})"
+        )
+    if not silent:
+        return f"{begins}, as it did on all other ranks: it did not end within the group's timeout"
+    ranks = ", ".join(map(str, sorted(silent)))
+    return (
+        f"{begins}: rank {ranks} did not come. It has ended, or is elsewhere: see what that "
+        "process wrote last"
+    )

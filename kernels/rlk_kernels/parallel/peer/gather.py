@@ -1,0 +1,156 @@
+"""PeerGather: an all-gather for few bytes, by stores into the memory of other GPUs.
+
+Made once for a group of ranks on one machine whose GPUs reach each other. Calls may be captured in
+CUDA graphs. All calls of one PeerGather are in one order on every rank, as on one stream: two
+streams want two of them.
+
+R = ranks   F = columns of a rank
+"""
+
+import ctypes
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlk_kernels.backend import call, dispatch_straight, refuse_gradient
+from rlk_kernels.device import lazy_module
+from rlk_kernels.errors import KernelFailed, RankMissing, UnsupportedDevice, UnsupportedShape
+from rlk_kernels.parallel.peer import memory
+from rlk_kernels.parallel.peer.channels import CHANNELS, Channels, region_bytes, slot_bytes
+
+MOST_RANKS = 8
+SECONDS = 120.0
+"""How long a rank is waited for: longer than another's kernels take to compile."""
+POLLS_PER_SECOND = 4_400_000
+"""How often a program looks at a flag, about: seen on an H100."""
+_on_triton = lazy_module("rlk_kernels.parallel.peer.kernels")
+_numbers = itertools.count()
+_living: "WeakValueDictionary[int, PeerGather]" = WeakValueDictionary()
+"""By number: what a custom operator can be given."""
+
+
+class PeerGather:
+    """See the file; `peer_gather` makes it."""
+
+    def __init__(
+        self, addresses: Sequence[int], rank: int, device: torch.device, capacity: int,
+        seconds: float = SECONDS, zeros: Callable[..., Tensor] = torch.zeros,
+    ) -> None:  # fmt: skip
+        """addresses: of each rank's region of `region_bytes` zeroed bytes, as this process sees
+        it; capacity: bytes of a rank's shard at most; zeros: what allocates on the device."""
+        regions = zeros(len(addresses), dtype=torch.int64, device=device)
+        # Engines make models while another device is torch's default.
+        regions.copy_(torch.tensor(addresses, device="cpu"))
+        missing = torch.zeros(
+            len(addresses), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
+        )
+        self.channels = Channels(
+            rank=rank,
+            ranks=len(addresses),
+            slot=slot_bytes(capacity),
+            polls=min(max(1, int(seconds * POLLS_PER_SECOND)), (1 << 31) - 1),
+            regions=regions,
+            counters=zeros(CHANNELS, dtype=torch.int32, device=device),
+            failed=zeros(1, dtype=torch.int32, device=device),
+            missing=missing,
+        )
+        self.device, self.capacity, self.seconds = device, capacity, seconds
+        self._missing = (ctypes.c_int * len(addresses)).from_address(missing.data_ptr())
+        self.number = next(_numbers)
+        _living[self.number] = self
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether x[..., F] is one that is gathered here."""
+        size = x.numel() * x.element_size()
+        return 0 < size <= self.capacity and x.element_size() in (2, 4, 8)
+
+    def columns(self, x: Tensor) -> Tensor:
+        """[..., R F] of x[..., F], as `copies.gather_columns`; called on all ranks, with one shape.
+
+        Raises UnsupportedShape for what `takes` does not, and RankMissing where a rank did not come
+        to an earlier call that has ended.
+        """
+        return call(_peer_columns, x, self.number, self.channels.ranks)
+
+    def check(self) -> None:
+        """Raise RankMissing where a rank did not come to a call that has ended, also to one of a
+        CUDA graph. Waits for nothing."""
+        if any(self._missing):
+            ranks = ", ".join(str(r) for r, epoch in enumerate(self._missing) if epoch)
+            raise RankMissing(
+                f"rank {self.channels.rank} of {self.channels.ranks} waited for rank {ranks}, "
+                f"which did not come to a gather within about {self.seconds:g} s: see what that "
+                "process wrote last. What was gathered since is NaN"
+            )
+
+    def launch(self, x: Tensor) -> Tensor:
+        """What `columns` runs."""
+        self.check()
+        if not self.takes(x) or x.device != self.device:
+            raise UnsupportedShape(
+                f"{tuple(x.shape)} {x.dtype} on {x.device} is not gathered by stores: "
+                f"1 to {self.capacity} bytes on {self.device} are"
+            )
+        return _on_triton().columns(x, self.channels)
+
+
+@torch.library.custom_op("rlk::peer_columns", mutates_args=())
+def _peer_columns(x: Tensor, number: int, ranks: int) -> Tensor:
+    return _living[number].launch(x)
+
+
+@_peer_columns.register_fake
+def _(x, number, ranks):
+    return x.new_empty(*x.shape[:-1], ranks * x.shape[-1])
+
+
+refuse_gradient(_peer_columns, "peer_gather", "it is for inference, and has no gradient")
+dispatch_straight()
+
+
+def peer_gather(
+    group: dist.ProcessGroup, device: torch.device, capacity: int, seconds: float = SECONDS
+) -> PeerGather:
+    """Of the ranks of `group`, which talks between hosts (gloo), each with its GPU; for shards of
+    up to `capacity` bytes. Called on all of them; keep it for as long as any graph that has it.
+
+    Raises UnsupportedDevice, on all ranks alike, where one cannot store to another.
+    """
+    places = _on_all(group, lambda: memory.place(device))
+    why = _on_all(group, lambda: memory.unreachable(device, places))
+    if group.size() > MOST_RANKS:
+        why.append(f"{group.size()} ranks are more than {MOST_RANKS}")
+    if any(why):
+        raise UnsupportedDevice(f"no gathering by stores: {next(filter(None, why))}")
+    rank, size = group.rank(), region_bytes(group.size(), capacity)
+    with torch.cuda.device(device):
+        # Never freed, and not torch's: a graph may still store to it, and engines that sleep throw
+        # away what they allocated.
+        own = _on_all(group, lambda: memory.allocate(size))[rank]
+        handles = _on_all(group, lambda: memory.handle_of(own))
+        opened = _on_all(
+            group,
+            lambda: [own if r == rank else memory.opened(h) for r, h in enumerate(handles)],
+        )
+        gather = PeerGather(opened[rank], rank, device, capacity, seconds, memory.zeros)
+        torch.cuda.synchronize()
+    _on_all(group, lambda: None)  # all regions are zero and opened
+    return gather
+
+
+def _on_all(group: dist.ProcessGroup, make: Callable[[], Any]) -> list[Any]:
+    """What each rank makes, in rank order; UnsupportedDevice on all of them where one cannot."""
+    try:
+        mine, error = make(), ""
+    except KernelFailed as failed:
+        mine, error = None, str(failed)
+    received: list[Any] = [None] * group.size()
+    dist.all_gather_object(received, (mine, error), group=group)
+    if wrong := [f"rank {r}: {text}" for r, (_, text) in enumerate(received) if text]:
+        raise UnsupportedDevice(f"no gathering by stores: {'; '.join(wrong)}")
+    return [made for made, _ in received]

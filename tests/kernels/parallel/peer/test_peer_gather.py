@@ -1,0 +1,124 @@
+"""The gather by stores, in Triton's interpreter: processes share memory, and each runs the kernel
+that GPUs run. R = ranks"""
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from gloo_ranks import on_ranks
+from rlk_kernels.errors import RankMissing, UnsupportedShape
+from rlk_kernels.parallel.copies import gather_columns
+from rlk_kernels.parallel.peer import kernels
+from rlk_kernels.parallel.peer.channels import BLOCK_BYTES, CHANNELS, region_bytes
+from rlk_kernels.parallel.peer.gather import POLLS_PER_SECOND, PeerGather
+from torch import Tensor
+
+CAPACITY = 1 << 20
+CPU = torch.device("cpu")
+
+
+def regions_of(ranks: int) -> list[Tensor]:
+    """A region a rank, which processes that are forked from this one see at the same addresses."""
+    size = region_bytes(ranks, CAPACITY)
+    return [torch.zeros(size, dtype=torch.uint8).share_memory_() for _ in range(ranks)]
+
+
+def gather_of(rank: int, regions: list[Tensor], polls: int = 1 << 20) -> PeerGather:
+    addresses = [region.data_ptr() for region in regions]
+    return PeerGather(addresses, rank, CPU, CAPACITY, polls / POLLS_PER_SECOND)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view(torch.int16 if x.itemsize == 2 else torch.int32)
+
+
+def noise(rows: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Random bits, NaN and infinities too."""
+    words = (rows, columns * dtype.itemsize // 2)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**15), 2**15, words, generator=generator).short().view(dtype)
+
+
+def _random_shapes(group: Any, regions: list[Tensor], count: int) -> int:
+    """Of how many random shapes the bits are those of torch's all_gather."""
+    gather, equal, draw = gather_of(group.rank(), regions), 0, random.Random(1)
+    for i in range(count):
+        dtype = draw.choice([torch.bfloat16, torch.float16, torch.float32])
+        columns = draw.choice([1, 3, 60, 512, draw.randint(1, 3000)])
+        x = noise(draw.randint(1, 9), columns, dtype, seed=i * 8 + group.rank())
+        expected = gather_columns(bits(x).int(), group)
+        equal += torch.equal(bits(gather.columns(x)).int(), expected)
+    gather.check()
+    return equal
+
+
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.whole_matrix)])
+def test_bits_are_those_of_torch(ranks):
+    assert on_ranks(ranks, _random_shapes, regions_of(ranks), 6) == [6] * ranks
+
+
+def _in_turn(group: Any, regions: list[Tensor]) -> list[bool]:
+    """Rank 1 comes late to each call; rank 0 stores what is next as soon as it may."""
+    gather, equal = gather_of(group.rank(), regions), []
+    for i in range(4):
+        time.sleep(0.05 * group.rank())
+        x = torch.full((2, 64), 10.0 * i + group.rank(), dtype=torch.bfloat16)
+        y = gather.columns(x)
+        equal.append(
+            torch.equal(y.unflatten(1, (2, 64)).sum(0)[:, 0], 20.0 * i + 2 * torch.arange(2))
+        )
+    return equal
+
+
+def test_a_rank_that_comes_late_is_waited_for():
+    assert on_ranks(2, _in_turn, regions_of(2)) == [[True] * 4] * 2
+
+
+def test_a_rank_that_does_not_come_is_named():
+    """Nobody but rank 1 of 3 is there. What it lacks is NaN; then it neither stores nor waits."""
+    regions = regions_of(3)
+    gather = gather_of(1, regions, polls=2)
+    x = torch.ones(4, 8, dtype=torch.bfloat16)
+    y = gather.columns(x).unflatten(1, (3, 8))
+    assert torch.equal(y[:, 1], x)
+    assert bool(y[:, [0, 2]].isnan().all())
+    with pytest.raises(RankMissing, match=r"rank 1 of 3 waited for rank 0, 2, which did not come"):
+        gather.check()
+    with pytest.raises(RankMissing, match="rank 0, 2"):
+        gather.columns(x)
+    stored = [region.clone() for region in regions]
+    assert bool(stored[0].any())
+    # As a CUDA graph would go on.
+    again = kernels.columns(x * 2, gather.channels).unflatten(1, (3, 8))
+    assert bool(again[:, [0, 2]].isnan().all())
+    assert all(map(torch.equal, stored, regions))
+
+
+def test_shards_are_laid_into_regions():
+    size = region_bytes(2, CAPACITY)
+    assert size >= 2 * 2 * CAPACITY
+    with torch.device("meta"):  # as engines make models
+        gather = gather_of(0, [torch.zeros(size, dtype=torch.uint8, device="cpu")] * 2)
+    assert gather.channels.regions.is_cpu
+    assert gather.channels.slot * CHANNELS == CAPACITY
+    assert gather.takes(torch.empty(CAPACITY // 4))
+    assert region_bytes(2, 1) > 2 * 2 * CHANNELS * BLOCK_BYTES
+    for x in (torch.empty(CAPACITY // 4 + 1), torch.empty(0), torch.empty(8, dtype=torch.uint8)):
+        assert not gather.takes(x)
+        with pytest.raises(UnsupportedShape, match="not gathered by stores"):
+            gather.columns(x)
+
+
+def test_it_is_traced_and_has_no_gradient():
+    gather = gather_of(0, regions_of(1)[:1])
+
+    def run(x: Tensor) -> Tensor:
+        return gather.columns(x) * 2
+
+    x = torch.arange(8.0)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), x * 2)
+    with pytest.raises(NotImplementedError, match="for inference"):
+        run(x.requires_grad_()).sum().backward()
