@@ -107,6 +107,9 @@ class SiteResult(Result):
     frontier: list[tuple[Size, Size]]
     """(magnitude, error) of the introduced rows, of those without values the least that they can
     be off: see `metrics.error_frontier`."""
+    ranks: dict[SideName, list[Count]] = Field(default_factory=dict)
+    """Side -> those of its ranks that hold what differs in the introduced rows; without a side of
+    one rank, or of which it cannot be told."""
 
     @model_validator(mode="after")
     def _within_rows(self) -> Self:
@@ -127,6 +130,9 @@ class Introducer(Result):
     position: Count
     last_equal: str | None
     """The site before it, the last whose every row is equal."""
+    ranks: dict[SideName, list[Count]] = Field(default_factory=dict)
+    """Side -> those of its ranks that hold what differs; without a side of one rank, or of which it
+    cannot be told."""
 
     @classmethod
     def among(cls, sites: Sequence[SiteResult], at: int, cell: Cell) -> Self:
@@ -140,6 +146,7 @@ class Introducer(Result):
             sample=sample,
             position=position,
             last_equal=equal[-1] if equal else None,
+            ranks=site.ranks,
         )
 
 

@@ -21,6 +21,9 @@ class Unpaired:
     """Whether the engine says that it cannot show this site."""
 
 
+Copies = dict[int, NumberedRows]
+
+
 @dataclass(frozen=True, slots=True)
 class PairedSite:
     """The rows that both passes hold of one site; arrays of length N, in batch order."""
@@ -31,11 +34,27 @@ class PairedSite:
     a_at: np.ndarray
     b: SiteRows
     b_at: np.ndarray
+    copies: tuple[Copies, Copies]
+    """Of both passes: rank -> the rows of which that rank holds another copy."""
 
     @property
     def equal(self) -> np.ndarray:
-        """Whether the raw bits agree, bool `[N]`."""
+        """Whether the raw bits agree, bool `[N]`, those of all ranks."""
+        return self.recorded_equal & ~self.disagree
+
+    @property
+    def recorded_equal(self) -> np.ndarray:
+        """Whether those agree that each pass keeps under the site's own name, bool `[N]`."""
         return (self.a.digest[self.a_at] == self.b.digest[self.b_at]).all(axis=1)
+
+    @property
+    def disagree(self) -> np.ndarray:
+        """Rows of which ranks of one pass hold copies with different bits, bool `[N]`."""
+        mask = np.zeros(len(self.number), dtype=bool)
+        for of_pass in self.copies:
+            for copy in of_pass.values():
+                mask |= np.isin(self.number, copy.number)
+        return mask
 
     @property
     def nonfinite(self) -> np.ndarray:
@@ -75,6 +94,7 @@ def pair_site(
         a.at[a_in[wanted_here]],
         b.rows,
         b.at[b_in[wanted_here]],
+        (a.copies, b.copies),
     )
     return paired, unpaired
 

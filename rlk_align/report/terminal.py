@@ -34,6 +34,7 @@ from rlk_align.report.words import (
     next_step,
     noise_words,
     parting_words,
+    rank_words,
     site_figures,
     whose_off,
 )
@@ -207,6 +208,8 @@ def _introducer(edge: EdgeResult, unit: Introducer) -> Iterator[Text]:
     if site.introduced:
         equal = f"; equal up to {unit.last_equal}" if unit.last_equal else ""
         yield line(f"  its inputs are bit-equal, its outputs are not{equal}")
+    if ranks := rank_words(unit):
+        yield line(f"  {ranks}")
     yield line(f"  {site_figures(site)}")
 
 

@@ -146,6 +146,9 @@ class VLLMEngine(Engine):
     def _top_p(self) -> float:
         return float(self.spec.option("top_p") or 1.0)
 
+    def shards(self) -> dict[str, list[tuple[int, int, int]]]:
+        return self._rpc("rlk_shards", self.shape)
+
     def weights(self) -> Iterator[ParameterRecord]:
         yield from self._rpc("rlk_weights", self.shape)
 

@@ -5,7 +5,6 @@ T = packed tokens of all requests, padding included; activations are `[T, F]`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 

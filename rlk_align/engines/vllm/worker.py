@@ -16,6 +16,7 @@ from rlk_align.engines.common.code import code_places
 from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import ParameterRecord, record_parameter
+from rlk_align.engines.common.places import shards_of
 from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.process import heartbeat
 from rlk_align.engines.spec import EngineSpec
@@ -85,6 +86,10 @@ class WorkerExtension:
     def rlk_code(self, shape: ModelShape) -> dict[str, CodePlace]:
         model = self.model_runner.get_model()
         return code_places(model, vllm_places(model, shape, TensorParallel().world))
+
+    def rlk_shards(self, shape: ModelShape) -> dict[str, list[tuple[int, int, int]]]:
+        model = self.model_runner.get_model()
+        return shards_of(vllm_places(model, shape, TensorParallel().world))
 
     def rlk_weights(self, shape: ModelShape) -> list[ParameterRecord]:
         parallel = TensorParallel()
