@@ -49,12 +49,25 @@ class PairedSite:
 
     @property
     def disagree(self) -> np.ndarray:
-        """Rows of which ranks of one pass hold copies with different bits, bool `[N]`."""
-        mask = np.zeros(len(self.number), dtype=bool)
-        for of_pass in self.copies:
-            for copy in of_pass.values():
-                mask |= np.isin(self.number, copy.number)
+        """Rows of which ranks of one pass hold copies with different bits, bool `[N]`, unless those
+        of the other pass hold the same ones, rank by rank."""
+        first, second = (self._unequal(of_pass) for of_pass in self.copies)
+        mask = first ^ second
+        for rank in self.copies[0].keys() | self.copies[1].keys():
+            mask |= first & (self.digest_of(0, rank) != self.digest_of(1, rank)).any(axis=1)
         return mask
+
+    def _unequal(self, of_pass: Copies) -> np.ndarray:
+        rows = [np.isin(self.number, copy.number) for copy in of_pass.values()]
+        return np.logical_or.reduce([np.zeros(len(self.number), dtype=bool), *rows])
+
+    def digest_of(self, which: int, rank: int) -> np.ndarray:
+        """`[N, 2]`: what that rank of the first pass (0) or the second has."""
+        digest = (self.a.digest[self.a_at], self.b.digest[self.b_at])[which]
+        if copy := self.copies[which].get(rank):
+            here, at = copy.find(self.number)
+            digest[here] = copy.rows.digest[at]
+        return digest
 
     @property
     def nonfinite(self) -> np.ndarray:

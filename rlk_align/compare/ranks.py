@@ -56,15 +56,12 @@ def _unlike(paired: PairedSite, which: int, introduced: np.ndarray) -> set[int]:
     """Of rows that ranks of one pass hold different copies of: those whose copy is unlike the other
     pass's. Rank 0's is the one that is recorded under the site's name."""
     other = paired.b.digest[paired.b_at] if which == 0 else paired.a.digest[paired.a_at]
-    unlike: set[int] = set()
-    for rank, copy in paired.copies[which].items():
-        here, at = copy.find(paired.number)
-        wrong = (copy.rows.digest[at] != other[here]).any(axis=1)
-        if (wrong & introduced[here]).any():
-            unlike.add(rank)
-    if paired.copies[which] and (introduced & ~paired.recorded_equal).any():
-        unlike.add(0)
-    return unlike
+    ranks = {0, *paired.copies[which]} if paired.copies[which] else set()
+    return {
+        rank
+        for rank in ranks
+        if (introduced & (paired.digest_of(which, rank) != other).any(axis=1)).any()
+    }
 
 
 def use_copies(
