@@ -89,7 +89,9 @@ class BasePatch(ABC):
             # An operator fused with an excluded one is excluded with it.
             if not is_ours and site.op not in self._excluded_with:
                 lacking = [r for r, rank in enumerate(ranks) if site.name not in rank]
-                wrong.append(f"{site.name}{_on(lacking[0], ranks)} is still the engine's own")
+                wrong.append(
+                    f"{site.name}{_on(engine, lacking[0], ranks)} is still the engine's own"
+                )
             if site.op in self.excluded and any(site.name in rank for rank in ranks):
                 wrong.append(f"{site.name} was to be left to the engine")
         if wrong:
@@ -122,7 +124,7 @@ class BasePatch(ABC):
                 more = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
                 raise EngineFailed(
                     f"{self.spec}: the kernels are in place for {idle[0]}{more} and were not "
-                    f"called{_on(rank, ranks)}: something else computed it",
+                    f"called{_on(engine, rank, ranks)}: something else computed it",
                     "look at what a patch replaces",
                 )
 
@@ -214,9 +216,12 @@ def _refused(spec: EngineSpec) -> Iterator[None]:
         raise ModelError(f"{spec}: {error}", "leave kernels=rlk out, or except=OPERATOR") from error
 
 
-def _on(rank: int, ranks: Sequence[object]) -> str:
-    """Which of several ranks, in words; nothing of one."""
-    return f" on rank {rank}" if len(ranks) > 1 else ""
+def _on(engine: Engine, rank: int, ranks: Sequence[object]) -> str:
+    """Which of an engine's ranks, in words: of those that were asked here, or this process. Nothing
+    of an engine of one."""
+    if len(ranks) > 1:
+        return f" on rank {rank}"
+    return f" on rank {engine.ranks.rank}" if engine.ranks.world > 1 else ""
 
 
 def _calls_of_vllm(model: Any, production: bool) -> dict[str, int]:
