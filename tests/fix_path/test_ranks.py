@@ -19,7 +19,7 @@ def run(folder: Path) -> Any:
     inner = command_line(folder)
     prompts = write_few_prompts(folder / "few.jsonl")
 
-    def against_hf(engine: str, *more: object) -> Outcome:
+    def against_hf(engine: str, *more: object, **environment: str) -> Outcome:
         require_engine(engine.partition(":")[0])
         side = "--rollout" if engine.startswith("vllm") else "--train"
         other = "--train" if side == "--rollout" else "--rollout"
@@ -27,7 +27,7 @@ def run(folder: Path) -> Any:
             *("compare", "--model", data_path("model"), "--prompts", prompts),
             *(side, f"{engine},kernels=rlk", other, "hf:kernels=rlk", "--max-new-tokens", 4),
             *("--contract", "bitwise", "--run-dir", folder / "run", *more),
-            env={"PYTHONPATH": str(PATCHES)},
+            env={"PYTHONPATH": str(PATCHES)} | environment,
             shared=False,
         )
 
@@ -103,3 +103,12 @@ def test_a_kernel_that_one_rank_does_not_call_is_an_error_with_the_rank(
     done = run(f"{engine},patch=patches:own_norm_on_rank_1")
     assert done.code == 3, done.out + done.err
     assert "layers.1.attn_norm and were not called on rank 1" in done.err
+
+
+@whole_matrix
+def test_what_the_kernels_refuse_in_a_rank_is_said_in_their_words(run: Any) -> None:
+    """vLLM itself says only that a worker failed to start."""
+    done = run("vllm:tp=2", VLLM_BATCH_INVARIANT="1")
+    assert done.code == 2, done.out + done.err
+    assert "does not serve VLLM_BATCH_INVARIANT=1" in done.err
+    assert "leave kernels=rlk out" in done.err
