@@ -1,6 +1,6 @@
 """Faults in a Megatron whose ranks share the model: seen where they say, on all ranks or on the one
-that alone has it, with and without sequence parallelism. The same through the command line:
-`tests/fix_path/test_rank_faults.py`."""
+that alone has it, with and without sequence parallelism. Through the command line: `test_ranks.py`.
+"""
 
 import json
 import os
