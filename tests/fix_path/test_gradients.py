@@ -215,7 +215,11 @@ def test_megatron_and_hf_part_where_products_are_fused() -> None:
 
 @whole_matrix
 def test_megatron_data_parallel_has_one_order() -> None:
-    """Two micro-batches a rank, or one, are leaves of one tree: dp=2 and dp=4 agree."""
+    """Two micro-batches a rank, or one, are leaves of one tree: dp=2 and dp=4 agree, and, of half
+    the samples, dp=1 and dp=2."""
     two, four = (on_ranks(n, of_megatron, "", SAMPLES, n)[0] for n in (2, 4))
     record("Megatron dp=2, two micro-batches a rank", "dp=4, one", two, four)
     assert differing(two, four) == []
+    one, halves = (on_ranks(n, of_megatron, "", 2, n)[0] for n in (1, 2))
+    record("Megatron dp=1, two micro-batches", "dp=2, one a rank", one, halves)
+    assert differing(one, halves) == []
