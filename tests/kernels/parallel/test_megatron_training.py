@@ -13,6 +13,7 @@ from torch import Tensor
 pytest.importorskip("megatron.core")
 
 VOCAB = 64
+NORM = "the norm of them all"
 SHARED_OUT = ("word_embeddings", "output_layer", "linear_qkv", "linear_fc1")
 """Sharded by rows; the others in `SHARED_IN` by columns, and the rest is whole."""
 SHARED_IN = ("linear_proj.weight", "linear_fc2.weight")
@@ -90,7 +91,8 @@ def _step(
         loss.sum().backward()
         finalize_model_grads([trained])
         megatron.check(megatron.operators(model))
-    return loss.detach(), {name: p.main_grad.clone() for name, p in model.named_parameters()}
+    gradients = {name: p.main_grad.clone() for name, p in model.named_parameters()}
+    return loss.detach(), gradients | {NORM: megatron.gradient_norm(model)}
 
 
 def _added_input_grad(ctx: Any, dy: Tensor, weight: Tensor) -> Tensor:
