@@ -16,14 +16,13 @@ from megatron.core.tensor_parallel.layers import (
 )
 from torch import Tensor
 
-from rlk_kernels.numerics.rows import tree_sum
 from rlk_kernels.parallel.copies import columns_to_rows, gather_columns
+from rlk_kernels.parallel.gradient_rows import norm_of, row_squares
 
 
 def gradient_norm(model: torch.nn.Module) -> Tensor:
     """See the package."""
-    sums = [tree_sum(rows[None]).squeeze() for rows in _row_sums(model)]
-    return tree_sum(torch.stack(sums)[None]).squeeze().sqrt()
+    return norm_of(_row_sums(model))
 
 
 def _row_sums(model: torch.nn.Module) -> Iterator[Tensor]:
@@ -38,19 +37,8 @@ def _row_sums(model: torch.nn.Module) -> Iterator[Tensor]:
 
 def _of_all_ranks(module: torch.nn.Module, name: str, grad: Tensor) -> Tensor:
     if isinstance(module, RowParallelLinear) and name == "weight":
-        return gather_columns(_squares(columns_to_rows(grad, module.tp_group)), module.tp_group)
+        return gather_columns(row_squares(columns_to_rows(grad, module.tp_group)), module.tp_group)
     if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
         # Operators that are fused stand side by side, each with the rows of all ranks.
-        return gather_columns(_squares(grad), module.tp_group, getattr(module, "rlk_blocks", 1))
-    return _squares(grad)
-
-
-BLOCK = 1 << 24
-"""Elements that are widened at a time."""
-
-
-def _squares(grad: Tensor) -> Tensor:
-    """float64 [rows]: the sum of squares of each row."""
-    rows = grad.flatten(1) if grad.dim() > 1 else grad[:, None]
-    step = max(1, BLOCK // max(1, rows.shape[1]))
-    return torch.cat([tree_sum(some.double() ** 2).squeeze(-1) for some in rows.split(step)])
+        return gather_columns(row_squares(grad), module.tp_group, getattr(module, "rlk_blocks", 1))
+    return row_squares(grad)
