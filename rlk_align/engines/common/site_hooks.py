@@ -172,8 +172,9 @@ class SiteHooks(Hooks):
             for rank, copy in self._copies(place, site, recorded, parts):
                 other = (digest_rows(copy) != digest_rows(recorded)).any(1).cpu()
                 at = other.numpy()
-                name = copy_name(site, rank)
-                self._tap(name, copy[other], rows.sample[at], rows.position[at])
+                if at.any():
+                    name = copy_name(site, rank)
+                    self._tap(name, copy[other], rows.sample[at], rows.position[at])
 
     @staticmethod
     def _copies(
