@@ -109,6 +109,9 @@ class SiteResult(Result):
     be off: see `metrics.error_frontier`."""
     not_comparable: Count = 0
     """Rows of experts that the two sides do not share, which are not among `rows`."""
+    ranks: dict[SideName, list[Count]] = Field(default_factory=dict)
+    """Side -> those of its ranks that hold what differs in the introduced rows; without a side of
+    one rank, or of which it cannot be told."""
 
     @model_validator(mode="after")
     def _within_rows(self) -> Self:
@@ -129,6 +132,9 @@ class Introducer(Result):
     position: Count
     last_equal: str | None
     """The site before it, the last whose every row is equal."""
+    ranks: dict[SideName, list[Count]] = Field(default_factory=dict)
+    """Side -> those of its ranks that hold what differs; without a side of one rank, or of which it
+    cannot be told."""
 
     @classmethod
     def among(cls, sites: Sequence[SiteResult], at: int, cell: Cell) -> Self:
@@ -142,6 +148,7 @@ class Introducer(Result):
             sample=sample,
             position=position,
             last_equal=equal[-1] if equal else None,
+            ranks=site.ranks,
         )
 
 

@@ -5,6 +5,7 @@ without a threshold. One whose inputs differ already may only have passed it on.
 read from digests; values are read only where digests differ.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,10 +15,18 @@ import torch
 from rlk_align.compare.edge_rows import UNKNOWN, EdgeRows
 from rlk_align.compare.metrics import ValueMetrics, edge_metrics, error_frontier
 from rlk_align.compare.pairing import PairedSite, Unpaired, pair_site
+from rlk_align.compare.ranks import Holders, Shards, use_copies
 from rlk_align.compare.routing import Flips, Routing
 from rlk_align.model.sites import RowIndex, Site
 from rlk_align.progress import Progress
-from rlk_align.results import EdgeMetrics, EdgeName, EdgeResult, Introducer, SiteResult
+from rlk_align.results import (
+    EdgeMetrics,
+    EdgeName,
+    EdgeResult,
+    Introducer,
+    SideName,
+    SiteResult,
+)
 from rlk_align.trace.numbered import NumberedRows, blocks, read_ahead, rows_that_differ
 from rlk_align.trace.reader import PassReader
 
@@ -31,8 +40,11 @@ class Side:
 
     name: str
     """`rollout decode`, as reasons call it."""
+    of: SideName
     observed: PassReader
     repeat: PassReader | None
+    shards: Mapping[str, Shards] = field(default_factory=dict)
+    """Site -> what each of its ranks holds of it; without the sites that each holds whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +206,7 @@ def _compare_site(
             min_cosine=values.min_cosine,
             frontier=[(float(m), float(e)) for m, e in frontier],
             not_comparable=not_comparable,
+            ranks=_ranks(edge, site, paired, introduced, values.features, index),
         )
     )
     if site.op == "logprob":
@@ -230,6 +243,7 @@ def _equal_rows(
     records = a.record.sites[name], b.record.sites[name]
     if records[0].features != records[1].features:
         return paired.equal
+    # Copies of ranks have the dtype of their own side.
     if records[0].dtype != records[1].dtype:
         equal = np.zeros(len(paired.number), dtype=bool)
         by_value = np.ones(len(equal), dtype=bool)
@@ -245,7 +259,7 @@ def _equal_rows(
         if flips is not None:
             x, y = flips.aligned(paired.number[part], x, y)
         equal[part] = (x == y).all(dim=1).numpy()
-    return equal
+    return equal & ~paired.disagree
 
 
 def _least_errors(paired: PairedSite, rows: np.ndarray) -> np.ndarray:
@@ -318,6 +332,8 @@ def _compare_values(
         norm_a = torch.from_numpy(paired.a.norm[paired.a_at[part]])
         norm_b = torch.from_numpy(paired.b.norm[paired.b_at[part]])
         mask = torch.from_numpy(introduced[part])
+        for which, reader in enumerate((a, b)):
+            use_copies((value_a, value_b)[which], paired, which, part, reader)
         if flips is not None:
             value_a, value_b = flips.aligned(paired.number[part], value_a, value_b)
             norm_a, norm_b = (
@@ -335,6 +351,22 @@ def _row_errors(paired: PairedSite, differ: np.ndarray, values: ValueMetrics) ->
     if values.rel_l2:
         errors[_valued(paired, np.flatnonzero(differ))] = np.concatenate(values.rel_l2)
     return errors
+
+
+def _ranks(
+    edge: Edge, site: Site, paired: PairedSite, introduced: np.ndarray, features: np.ndarray,
+    index: RowIndex,
+) -> dict[SideName, list[int]]:  # fmt: skip
+    """Side -> those of its ranks that hold what differs in the introduced rows; without a side of
+    one rank, or of which it cannot be told."""
+    found: dict[SideName, set[int]] = {}
+    if introduced.any():
+        for which, side in enumerate((edge.first, edge.second)):
+            held = Holders(side.observed, side.shards)
+            ranks = held.ranks(site, paired, which, introduced, features, index)
+            if ranks:
+                found.setdefault(side.of, set()).update(ranks)
+    return {side: sorted(ranks) for side, ranks in found.items()}
 
 
 def _edge_result(edge: Edge, state: _EdgeState) -> EdgeResult:

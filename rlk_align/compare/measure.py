@@ -106,12 +106,14 @@ def _edge(name: EdgeName, sides: Mapping[SideName, Trace], index: RowIndex) -> E
     )
 
 
-def _side(trace: Trace, side: str, passname: str) -> Side:
+def _side(trace: Trace, side: SideName, passname: str) -> Side:
     repeat = f"{passname}.repeat"
     return Side(
         f"{side} {passname}",
+        side,
         trace.read_pass(passname),
         trace.read_pass(repeat) if trace.has_pass(repeat) else None,
+        trace.record.shards,
     )
 
 

@@ -69,6 +69,9 @@ class ValueMetrics:
     min_cosine: float = 1.0
     frontier: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
     """Of the introduced rows: (magnitude, error) points, see `error_frontier`."""
+    features: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))
+    """Of the introduced rows: which features differ in any of them, `[F]`; empty without such
+    rows."""
 
     def add(
         self,
@@ -94,13 +97,16 @@ class ValueMetrics:
         self.min_cosine = -_nan_max(-self.min_cosine, -cosine)
         if a.dtype == b.dtype:
             bits_a, bits_b = _ordered_bits(a), _ordered_bits(b)
-            self.elements += int((bits_a != bits_b).sum())
+            other = bits_a != bits_b
             wide = torch.int32 if a.element_size() == 2 else torch.int64
             self.max_ulp = max(self.max_ulp, int((bits_a.to(wide) - bits_b).abs_().max()))
         else:
-            self.elements += int((error != 0).sum())
+            other = error != 0
+        self.elements += int(other.sum())
         if introduced.any():
             rows = introduced.nonzero()[:, 0]
+            features = other[rows].any(0).numpy()
+            self.features = features | self.features if len(self.features) else features
             magnitude = torch.maximum(a[rows].double().abs(), b[rows].double().abs())
             points = torch.stack([magnitude.flatten(), error[rows].flatten()], dim=1)
             self.frontier = error_frontier(np.concatenate([self.frontier, points.numpy()]))

@@ -21,6 +21,9 @@ class Unpaired:
     """Whether the engine says that it cannot show this site."""
 
 
+Copies = dict[int, NumberedRows]
+
+
 @dataclass(frozen=True, slots=True)
 class PairedSite:
     """The rows that both passes hold of one site; arrays of length N, in batch order."""
@@ -31,11 +34,40 @@ class PairedSite:
     a_at: np.ndarray
     b: SiteRows
     b_at: np.ndarray
+    copies: tuple[Copies, Copies]
+    """Of both passes: rank -> the rows of which that rank holds another copy."""
 
     @property
     def equal(self) -> np.ndarray:
-        """Whether the raw bits agree, bool `[N]`."""
+        """Whether the raw bits agree, bool `[N]`, those of all ranks."""
+        return self.recorded_equal & ~self.disagree
+
+    @property
+    def recorded_equal(self) -> np.ndarray:
+        """Whether those agree that each pass keeps under the site's own name, bool `[N]`."""
         return (self.a.digest[self.a_at] == self.b.digest[self.b_at]).all(axis=1)
+
+    @property
+    def disagree(self) -> np.ndarray:
+        """Rows of which ranks of one pass hold copies with different bits, bool `[N]`, unless those
+        of the other pass hold the same ones, rank by rank."""
+        first, second = (self._unequal(of_pass) for of_pass in self.copies)
+        mask = first ^ second
+        for rank in self.copies[0].keys() | self.copies[1].keys():
+            mask |= first & (self.digest_of(0, rank) != self.digest_of(1, rank)).any(axis=1)
+        return mask
+
+    def _unequal(self, of_pass: Copies) -> np.ndarray:
+        rows = [np.isin(self.number, copy.number) for copy in of_pass.values()]
+        return np.logical_or.reduce([np.zeros(len(self.number), dtype=bool), *rows])
+
+    def digest_of(self, which: int, rank: int) -> np.ndarray:
+        """`[N, 2]`: what that rank of the first pass (0) or the second has."""
+        digest = (self.a.digest[self.a_at], self.b.digest[self.b_at])[which]
+        if copy := self.copies[which].get(rank):
+            here, at = copy.find(self.number)
+            digest[here] = copy.rows.digest[at]
+        return digest
 
     @property
     def nonfinite(self) -> np.ndarray:
@@ -75,6 +107,7 @@ def pair_site(
         a.at[a_in[wanted_here]],
         b.rows,
         b.at[b_in[wanted_here]],
+        (a.copies, b.copies),
     )
     return paired, unpaired
 

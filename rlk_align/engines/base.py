@@ -102,6 +102,11 @@ class Engine(ABC):
         """Site -> where it is in the engine's code."""
         return {}
 
+    def shards(self) -> dict[str, list[tuple[int, int, int]]]:
+        """Site -> (rank, first feature, feature after the last) of what each rank holds of it,
+        without the sites of which each rank holds every feature."""
+        return {}
+
     def unexposed(self, kind: str) -> dict[str, str]:
         """Sites that this engine cannot show in a `decode` or a `prefill`, with the reason."""
         return {}

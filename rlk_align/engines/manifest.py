@@ -24,7 +24,7 @@ from rlk_align.trace.tables import WEIGHTS_SCHEMA
 def write_manifest(job: Job, engine: Engine, prompt_ids: dict[str, list[int]]) -> None:
     """weights.parquet and trace.json, by rank 0; the others take part in what it gathers."""
     parameters = list(engine.weights())
-    attributes, code = engine.attributes(), engine.code()
+    attributes, code, shards = engine.attributes(), engine.code(), engine.shards()
     if engine.ranks.rank:
         return
     _write_weights(job.folder / "weights.parquet", parameters)
@@ -40,6 +40,7 @@ def write_manifest(job: Job, engine: Engine, prompt_ids: dict[str, list[int]]) -
         attributes=attributes,
         code=code,
         kernels=dict(engine.replaced),
+        shards=shards,
         prompt_ids=prompt_ids,
     )
     save_record(record, job.folder / "trace.json")

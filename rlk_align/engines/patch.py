@@ -3,7 +3,7 @@ all of it is called, and takes it out again. No other module of the tool imports
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -67,9 +67,9 @@ class BasePatch(ABC):
         return self.reported(logits.detach().float(), target, temperature, group)
 
     @abstractmethod
-    def calls(self, engine: Any) -> dict[str, int]:
-        """Canonical site -> calls, of those that the kernels compute; of several processes, the
-        fewest."""
+    def calls(self, engine: Any) -> list[dict[str, int]]:
+        """Canonical site -> calls, of those that the kernels compute; one of each process whose
+        model is asked here."""
 
     def replaced(self, engine: Engine) -> dict[str, str]:
         """Site -> the implementation that computes it now, or `own`.
@@ -77,7 +77,8 @@ class BasePatch(ABC):
         Raises EngineFailed where an operator that was not excepted is still the engine's own, or
         where one that was is not.
         """
-        ours = self.calls(engine)
+        ranks = self.calls(engine)
+        ours = frozenset(ranks[0]).intersection(*ranks)
         implementation = backend.choose("kernels", None, _like(engine))
         said, wrong = {}, []
         for site in model_sites(engine.shape):
@@ -87,8 +88,11 @@ class BasePatch(ABC):
             said[site.name] = implementation if is_ours else "own"
             # An operator fused with an excluded one is excluded with it.
             if not is_ours and site.op not in self._excluded_with:
-                wrong.append(f"{site.name} is still the engine's own")
-            if is_ours and site.op in self.excluded:
+                lacking = [r for r, rank in enumerate(ranks) if site.name not in rank]
+                wrong.append(
+                    f"{site.name}{_on(engine, lacking[0], ranks)} is still the engine's own"
+                )
+            if site.op in self.excluded and any(site.name in rank for rank in ranks):
                 wrong.append(f"{site.name} was to be left to the engine")
         if wrong:
             more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
@@ -107,20 +111,22 @@ class BasePatch(ABC):
         something else computed it. A rank without a sample of the batch has no log-prob. ModelError
         for what the kernels refuse there."""
         # In production graphs are replayed, of which no kernel tells: one call is enough.
-        before = {} if engine.production else self.calls(engine)
+        before = None if engine.production else self.calls(engine)
         with _refused(self.spec):
             yield
-        after = self.calls(engine)
-        if not engine.own_samples(batch):
-            after.pop("logprob", None)
-        idle = [name for name, count in after.items() if count == before.get(name, 0)]
-        if idle:
-            more = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
-            raise EngineFailed(
-                f"{self.spec}: the kernels are in place for {idle[0]}{more} and were not called: "
-                "something else computed it",
-                "look at what a patch replaces",
-            )
+        ranks = self.calls(engine)
+        for rank, after in enumerate(ranks):
+            if not engine.own_samples(batch):
+                after.pop("logprob", None)
+            earlier = before[rank] if before else {}
+            idle = [name for name, count in after.items() if count == earlier.get(name, 0)]
+            if idle:
+                more = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
+                raise EngineFailed(
+                    f"{self.spec}: the kernels are in place for {idle[0]}{more} and were not "
+                    f"called{_on(engine, rank, ranks)}: something else computed it",
+                    "look at what a patch replaces",
+                )
 
     def take_out(self) -> None:
         self.undo.close()
@@ -133,9 +139,9 @@ class Patch(BasePatch):
     def operators(self, engine: Any) -> dict[str, Any]:
         """Canonical site -> what computes it in the live model, the log-prob left out."""
 
-    def calls(self, engine: Any) -> dict[str, int]:
+    def calls(self, engine: Any) -> list[dict[str, int]]:
         logprob = None if self.own_logprobs else self.reported
-        return _calls({"logprob": logprob} | self.operators(engine), engine.production)
+        return [_calls({"logprob": logprob} | self.operators(engine), engine.production)]
 
 
 class HFPatch(Patch):
@@ -187,10 +193,8 @@ class VLLMPatch(BasePatch):
         with _refused(self.spec):
             model.on_models(vllm.leave, self.excluded)
 
-    def calls(self, engine: Any) -> dict[str, int]:
-        first, *others = engine.on_models(_calls_of_vllm, engine.production)
-        ours = [name for name in first if all(name in rank for rank in others)]
-        return {name: min(rank[name] for rank in (first, *others)) for name in ours}
+    def calls(self, engine: Any) -> list[dict[str, int]]:
+        return engine.on_models(_calls_of_vllm, engine.production)
 
 
 def patch_of(spec: EngineSpec) -> BasePatch | None:
@@ -210,6 +214,14 @@ def _refused(spec: EngineSpec) -> Iterator[None]:
         yield
     except NotServed as error:
         raise ModelError(f"{spec}: {error}", "leave kernels=rlk out, or except=OPERATOR") from error
+
+
+def _on(engine: Engine, rank: int, ranks: Sequence[object]) -> str:
+    """Which of an engine's ranks, in words: of those that were asked here, or this process. Nothing
+    of an engine of one."""
+    if len(ranks) > 1:
+        return f" on rank {rank}"
+    return f" on rank {engine.ranks.rank}" if engine.ranks.world > 1 else ""
 
 
 def _calls_of_vllm(model: Any, production: bool) -> dict[str, int]:

@@ -1,17 +1,18 @@
 """The planted fault of an engine's spec, put into the live engine from outside."""
 
 import importlib
+from contextlib import ExitStack
 
 from rlk_align.engines.base import Engine
 from rlk_align.engines.faults.catalogue import choose
-from rlk_align.engines.faults.operators import Operators, plant
 
-OPERATORS = {
-    "hf": "rlk_align.engines.hf.operators:HFOperators",
-    "megatron": "rlk_align.engines.megatron.operators:MegatronOperators",
-    "vllm": "rlk_align.engines.vllm.operators:VLLMOperators",
+PLANTERS = {
+    "hf": "rlk_align.engines.hf.operators",
+    "megatron": "rlk_align.engines.megatron.operators",
+    "vllm": "rlk_align.engines.vllm.planting",
 }
-"""Engine -> its live operators. `faults.lists` says which faults it can have."""
+"""Engine -> the module whose `plant_fault(engine, chosen)` puts a fault into its live model, and
+returns what takes it out again. `faults.lists` says which faults it can have."""
 
 
 class PlantedFault:
@@ -19,17 +20,15 @@ class PlantedFault:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._operators: Operators | None = None
+        self._planted: ExitStack | None = None
 
     def plant(self) -> None:
-        """Puts the spec's fault, if any, in place of the one before."""
-        if self._operators is not None:
-            self._operators.close()
-            self._operators = None
+        """Puts the spec's fault, if any, in place of the one before; called on all ranks."""
+        if self._planted is not None:
+            self._planted.close()
+            self._planted = None
         spec = self._engine.spec
         fault = spec.option("fault")
         if fault is not None:
-            module, _, name = OPERATORS[spec.name].partition(":")
-            operators = getattr(importlib.import_module(module), name)(self._engine)
-            self._operators = operators
-            plant(choose(spec.name, str(fault)), operators)
+            planter = importlib.import_module(PLANTERS[spec.name])
+            self._planted = planter.plant_fault(self._engine, choose(spec.name, str(fault)))

@@ -34,9 +34,9 @@ COMMON_OPTIONS = {
     "timeout": Option(float, default=600.0, starts_only=True),
 }
 """What every engine takes. `patch=module:function` is called with the loaded model, and
-`fault=NAME@STRENGTH` plants a fault of `engines.faults` into it; `kernels=rlk` puts our kernels
-under its operators, but for those of `except=OPERATOR+OPERATOR`; `timeout` is in seconds, after
-which an engine that stands still is given up."""
+`fault=NAME@STRENGTH@rankN` plants a fault of `engines.faults` into it, or on one rank alone;
+`kernels=rlk` puts our kernels under its operators, but for those of `except=OPERATOR+OPERATOR`;
+`timeout` is in seconds, after which an engine that stands still is given up."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from rlk_align.report.words import (
     next_step,
     noise_words,
     parting_words,
+    rank_words,
     site_figures,
     whose_off,
 )
@@ -210,6 +211,8 @@ def _introducer(edge: EdgeResult, unit: Introducer) -> Iterator[Text]:
     if site.introduced:
         equal = f"; equal up to {unit.last_equal}" if unit.last_equal else ""
         yield line(f"  its inputs are bit-equal, its outputs are not{equal}")
+    if ranks := rank_words(unit):
+        yield line(f"  {ranks}")
     yield line(f"  {site_figures(site)}")
 
 

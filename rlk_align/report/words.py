@@ -13,6 +13,7 @@ from rlk_align.results import (
     EdgeMetrics,
     EdgeResult,
     EngineRecord,
+    Introducer,
     Mismatch,
     Noise,
     SiteResult,
@@ -73,6 +74,15 @@ def site_figures(s: SiteResult) -> str:
     if s.valued_rows:
         text += f"; relative L2 up to {s.max_rel_l2:.2g}, max |error| {s.max_abs:.2g}"
     return text
+
+
+def rank_words(unit: Introducer) -> str:
+    """Says which ranks of a sharded side hold what differs; empty where that cannot be told."""
+    sides = [
+        f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))} of {side}"
+        for side, ranks in unit.ranks.items()
+    ]
+    return f"what differs is held by {' and '.join(sides)}" if sides else ""
 
 
 EDGE_FIGURES = ("max |Δ|", "mean |Δ|", "p99 |Δ|", "k3", "ρ − 1", "clip", "≠ bits")

@@ -10,7 +10,8 @@
       PASS/                 decode, prefill, decode.untapped, decode.repeat ...
         pass.json           sites, rows, and every other file's checksum; written last
         rows.parquet        a row per site, sample and position: digest, statistics, and where
-                            its values lie
+                            its values lie; `SITE@rankN` are rows of which that rank holds
+                            another copy
         values-00000.safetensors ...   one tensor `[rows, features]` per site in each file
 
 Everything is readable without this package: Parquet with pyarrow or DuckDB, values with

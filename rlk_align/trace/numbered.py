@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from rlk_align.model.sites import RowIndex, Site
 from rlk_align.trace.reader import PassReader, SiteRows
+from rlk_align.trace.schema import copies_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,13 @@ class NumberedRows:
     """Rows seen twice with different bits."""
     strays: int
     """Rows that the batch does not have."""
+    copies: dict[int, "NumberedRows"] = field(default_factory=dict)
+    """Rank -> the rows of which that rank holds another copy than these."""
+
+    def find(self, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(which of these row numbers are here, bool `[N]`; where each of those lies in `rows`)."""
+        here, where = np.isin(number, self.number), np.searchsorted(self.number, number)
+        return here, self.at[where[here]]
 
 
 def number_rows(rows: SiteRows, index: RowIndex) -> NumberedRows:
@@ -47,7 +55,14 @@ def number_rows(rows: SiteRows, index: RowIndex) -> NumberedRows:
 def read_rows(reader: PassReader, site: str, index: RowIndex) -> NumberedRows | None:
     """A site's rows in a pass, or None where the pass has none."""
     rows = reader.rows(site)
-    return None if rows is None else number_rows(rows, index)
+    if rows is None:
+        return None
+    numbered = number_rows(rows, index)
+    for rank, name in copies_of(site, reader.record.sites).items():
+        copy = reader.rows(name)
+        if copy is not None:
+            numbered.copies[rank] = number_rows(copy, index)
+    return numbered
 
 
 def read_ahead(

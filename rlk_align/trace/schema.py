@@ -25,6 +25,35 @@ class SiteRecord(Record):
     """Columns beyond the features that the engine gave, and that were left out."""
 
 
+_COPY = "@rank"
+
+
+def copy_name(site: str, rank: int) -> str:
+    """Under which a pass keeps the rows of a site of which that rank has another copy than the
+    one that is recorded under the site's own name."""
+    return f"{site}{_COPY}{rank}"
+
+
+def site_of(name: str) -> str:
+    """The site of which these rows are, its own or a rank's copy."""
+    return name.partition(_COPY)[0]
+
+
+def copies_of(site: str, names: Iterable[str]) -> dict[int, str]:
+    """Rank -> the name of its copies of a site, of those that there are."""
+    start = f"{site}{_COPY}"
+    return {int(n.removeprefix(start)): n for n in names if n.startswith(start)}
+
+
+class HeldRows(Record):
+    """Consecutive rows of a sample that one rank alone computes."""
+
+    sample: int
+    start: int
+    stop: int
+    rank: int
+
+
 class WrongRow(Record):
     """A row of layer 0 that is not what its place in the batch asks for."""
 
@@ -88,6 +117,7 @@ class PartRecord(Record):
     positions: PositionRecord
     boundaries: BoundaryRecord
     overwritten: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
+    held: list[HeldRows] = Field(default_factory=list)
     seconds: float
 
 
@@ -101,6 +131,9 @@ class PassRecord(Record):
     """Sites that the engine cannot show, each with its reason."""
     overwritten: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
     """How many live rows of each site an intervention overwrote."""
+    held: list[HeldRows] = Field(default_factory=list)
+    """Which rank has which rows of the sites that are not in the trace's `shards`; empty where each
+    rank has them all."""
     files: dict[str, FileRecord]
     """Every other file of the pass."""
     seconds: float
@@ -131,6 +164,9 @@ class TraceRecord(Record):
     """Site -> where it is in the engine's code."""
     kernels: dict[str, str] = Field(default_factory=dict)
     """Site -> the implementation of rlk_kernels that computed it, or `own`; empty without them."""
+    shards: dict[str, list[tuple[int, int, int]]] = Field(default_factory=dict)
+    """Site -> (rank, first feature, feature after the last) of what each rank holds of it; without
+    the sites of which each rank holds every feature."""
     prompt_ids: dict[str, list[int]]
     """Prompt id -> the ids that this side's own tokenizer gives its text."""
 

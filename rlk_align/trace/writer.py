@@ -28,10 +28,12 @@ from rlk_align.trace.records import load_record, save_record, writing
 from rlk_align.trace.schema import (
     BoundaryRecord,
     DtypeName,
+    HeldRows,
     PartRecord,
     PassRecord,
     PositionRecord,
     SiteRecord,
+    site_of,
 )
 from rlk_align.trace.tables import ROWS_SCHEMA
 
@@ -123,6 +125,7 @@ class PassWriter:
         self._shards = part * PART_SHARDS
         self._sites: dict[str, SiteRecord] = {}
         self._overwritten: Counter[str] = Counter()
+        self._held: list[HeldRows] = []
         self._started = time.perf_counter()
         with writing(self._folder):
             if part == 0:
@@ -187,6 +190,10 @@ class PassWriter:
         """So many live rows of a site were overwritten by an intervention."""
         self._overwritten[site] += rows
 
+    def held(self, sample: int, rows: range, rank: int) -> None:
+        """One rank alone computes these rows of a sample, but for what is shared by features."""
+        self._held.append(HeldRows(sample=sample, start=rows.start, stop=rows.stop, rank=rank))
+
     def close(self) -> None:
         """Writes what is left, and what this part holds."""
         seconds = time.perf_counter() - self._started
@@ -200,6 +207,7 @@ class PassWriter:
             positions=positions,
             boundaries=boundaries,
             overwritten=self._overwritten,
+            held=self._held,
             seconds=seconds,
         )
         save_record(record, self._folder / f"part-{self._part}.json")
@@ -220,6 +228,7 @@ class PassWriter:
             boundaries=BoundaryRecord.together([p.boundaries for p in parts]),
             unexposed=unexposed,
             overwritten=sum((Counter(p.overwritten) for p in parts), Counter()),
+            held=[rows for p in parts for rows in p.held],
             files=files,
             seconds=max(p.seconds for p in parts),
         )
@@ -255,7 +264,7 @@ class PassWriter:
         if self._statistics:
             norm, absmax, nonfinite = row_statistics(rows).cpu().numpy().T
             statistics = [pa.array(norm), pa.array(absmax), pa.array(nonfinite.astype(np.int64))]
-        selected = self._keep(site, sample, position)
+        selected = self._keep(site_of(site), sample, position)
         if selected.any():
             values[site] = rows[torch.from_numpy(selected)].cpu().contiguous()
         index = np.cumsum(selected) - 1

@@ -209,6 +209,22 @@ def give_down_proj_back(model) -> None:
     model.model.layers[1].mlp.down_proj.__class__ = torch.nn.Linear
 
 
+def own_norm_on_rank_1(model: Any) -> None:
+    """One rank alone norms by something else than the kernels, which are in place."""
+    if torch.distributed.get_rank() != 1:
+        return
+    of_megatron = hasattr(model, "decoder")
+    layer = (model.decoder if of_megatron else model.model).layers[1]
+    norm = layer.input_layernorm
+
+    def forward(x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        x = x if residual is None else x + residual
+        normed = torch.nn.functional.rms_norm(x, x.shape[-1:], norm.weight, 1e-6)
+        return normed if residual is None else (normed, x)
+
+    norm.forward = forward
+
+
 def update_weights(model: Any) -> None:
     """As a trainer syncs them to a rollout engine: vLLM's own `load_weights` in the live model, of
     the checkpoint RLK_TEST_NEW, but for the parameters whose names hold RLK_TEST_STALE: on all

@@ -37,13 +37,20 @@ def observe(engine: Engine, batch: TokenBatch) -> dict[str, Any]:
     """Log-probs without and with taps, and every site's rows."""
     parts: dict[str, list[Any]] = {}
 
-    def tap(site: str, rows: torch.Tensor, sample: np.ndarray, position: np.ndarray) -> None:
-        assert engine.ranks.rank == 0
-        assert len(rows) == len(sample) == len(position)
-        parts.setdefault(site, []).append((sample.copy(), position.copy(), rows.clone()))
+    class Tap:
+        def __call__(
+            self, site: str, rows: torch.Tensor, sample: np.ndarray, position: np.ndarray
+        ) -> None:
+            assert engine.ranks.rank == 0
+            assert len(rows) == len(sample) == len(position)
+            parts.setdefault(site, []).append((sample.copy(), position.copy(), rows.clone()))
+
+        def held(self, sample: int, rows: range, rank: int) -> None:
+            assert rank == engine.ranks.rank
+            assert set(rows) <= set(range(len(batch.samples[sample].ids)))
 
     plain = engine.score(batch, None, lambda _: None)
-    tapped = engine.score(batch, tap, lambda _: None)
+    tapped = engine.score(batch, Tap(), lambda _: None)
     sites: Sites = {}
     for site, seen in parts.items():
         sample, position, rows = zip(*seen, strict=True)

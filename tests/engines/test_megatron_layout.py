@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from rlk_kernels.numerics.lse_tree import tree
 
 from rlk_align.engines.common.layout import Layout, even, fused, kv_heads
-from rlk_align.engines.megatron.layout import grouped_qkv, padded_vocab, vocabulary
+from rlk_align.engines.megatron.layout import LEAF, grouped_qkv, padded_vocab, vocabulary
 from rlk_align.model.families import ModelShape
 
 QKV = ("q", "k", "v")
@@ -106,3 +107,8 @@ def test_shards_name_who_holds_what() -> None:
     cut = grouped_qkv(shape(heads=4, kv=2), 4, QKV)
     assert held(cut, "q", 0) == [(0, 0, 8), (2, 8, 16)]
     assert held(cut, "k", 0) == [(1, 0, 4), (3, 4, 8)]
+
+
+def test_a_leaf_is_that_of_the_kernels() -> None:
+    """Which only `engines.patch` imports."""
+    assert tree.LEAF == LEAF

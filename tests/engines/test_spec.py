@@ -85,7 +85,14 @@ def test_an_unknown_engine_is_refused_with_the_known_ones(text: str, names: list
         ("hf:fault=padding-positions", "needs batch=4, padding=left"),
         ("hf:fault=padding-positions,batch=4", "needs padding=left"),
         ("hf:fault=proj-tf32", "needs dtype=float32"),
-        ("megatron:tp=2,fault=norm-eps", "one process"),
+        ("megatron:fault=norm-eps@rank0.1", "a positive number"),
+        ("megatron:fault=norm-eps@rank1@0.1", "a positive number"),
+        ("megatron:fault=attn-scale-twice@2@rank0", "it has no strength"),
+        ("megatron:fault=norm-eps@rank1", "tp=1 there is one rank"),
+        ("megatron:tp=2,fault=norm-eps@rank2", "tp=2 there is rank0, rank1"),
+        ("megatron:tp=2,fault=logprob-zero@rank1", "rank 0 alone reports logprob"),
+        ("vllm:tp=2,fault=logits-fp8@rank1", "rank 0 alone reports logits"),
+        ("megatron:tp=2,input=packed,fault=packed-boundary@rank1", "all ranks are given"),
         ("megatron:spec=te,fault=norm-eps", "local spec"),
         ("hf:max_num_seqs=4", "'max_num_seqs'"),
         ("hf:attn", "attn=VALUE"),
@@ -110,6 +117,11 @@ def test_a_bad_option_is_named(text: str, says: str) -> None:
         EngineSpec.parse(text)
     assert says in error.value.message + error.value.fix
     assert text.partition(":")[0] in error.value.message
+
+
+@pytest.mark.parametrize("fault", ["norm-eps", "norm-eps@rank1", "norm-eps@0.5@rank0"])
+def test_a_fault_of_one_rank_is_said_as_it_is_written(fault: str) -> None:
+    assert EngineSpec.parse(f"vllm:tp=2,fault={fault}").option("fault") == fault
 
 
 def test_an_unknown_option_lists_the_known_ones() -> None:

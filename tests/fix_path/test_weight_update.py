@@ -2,16 +2,21 @@
 and a layer that was left stale is named."""
 
 import shutil
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from bit_equal import Bits
 from conftest import Cli, Outcome, command_line, require_engine, write_few_prompts
+from gloo_ranks import on_ranks
+from safetensors.torch import load_file, save_file
 
 from rlk_align.data import data_path
 
 PATCHES = Path(__file__).resolve().parents[1] / "cli"
+UPDATE = "patches:update_weights"
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +55,7 @@ def compare(folder: Path, stepped: Path) -> Cli:
         old, env = data_path("model"), {"PYTHONPATH": str(PATCHES), "RLK_TEST_NEW": str(stepped)}
         return inner(
             *("compare", "--model", stepped, "--prompts", prompts, "--max-new-tokens", 8),
-            *("--rollout", f"vllm:kernels=rlk,tp={tp},model={old},patch=patches:update_weights"),
+            *("--rollout", f"vllm:kernels=rlk,tp={tp},model={old},patch={UPDATE}"),
             *("--train", f"{train}{',' if ':' in train else ':'}kernels=rlk"),
             *("--contract", "bitwise", *args),
             env=env | {"RLK_TEST_STALE": stale},
@@ -96,9 +101,73 @@ def test_a_stale_layer_is_named(
 
 
 @pytest.mark.whole_matrix
-def test_ranks_get_their_share_of_an_update(compare: Cli, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("train", "tp"), [("megatron:tp=2", 2), ("megatron:tp=2,sp=1", 1), ("fsdp:dp=2", 2)]
+)
+def test_ranks_get_their_share_of_an_update(
+    compare: Cli, folder: Path, train: str, tp: int
+) -> None:
     """Of row-parallel products by rows, where a trainer's rank has columns."""
-    done = compare("--run-dir", folder / "shared", train="megatron:tp=2", tp=2)
+    done = compare("--run-dir", folder / "shared", train=train, tp=tp)
+    assert done.code == 0, done.out + done.err
+    assert done.verdict is not None
+    assert all(e["bit_mismatches"] == 0 for e in done.verdict["edges"].values())
+
+
+def _step_of_ranks(group: Any, folder: Path) -> None:
+    """AdamW in Megatron of two ranks, each on its own shards; rank 0 writes what is exported."""
+    from rlk_align.engines.common.weights import canonical
+    from rlk_align.engines.megatron.engine import MegatronEngine
+    from rlk_align.engines.megatron.weights import all_gather
+    from rlk_align.engines.patch import patch_of
+    from rlk_align.engines.process.ranks import Ranks
+    from rlk_align.engines.spec import EngineSpec
+    from rlk_align.model.checkpoint import tensor_name
+    from rlk_align.model.families import read_shape
+
+    spec, model = EngineSpec.parse("megatron:tp=2,sp=1,kernels=rlk"), data_path("model")
+    engine = MegatronEngine(spec, model, read_shape(model))
+    engine.ranks = ranks = Ranks(group.rank(), group.size(), torch.device("cpu"))
+    engine.kernels = patch_of(spec)
+    engine.open()
+    ids = torch.randint(2, 1000, (2, 40), generator=torch.Generator().manual_seed(0))
+    at = torch.arange(40).expand(2, 40)
+    engine.model(ids, at, None, labels=ids.roll(-1, 1))[:, :-1].mean().backward()
+    # Norms' gradients are whole on rank 0, and a trainer adds them up over ranks.
+    for name, parameter in engine.model.named_parameters():
+        if "norm" in name:
+            torch.distributed.all_reduce(parameter.grad)
+    torch.optim.AdamW(engine.model.parameters(), lr=1e-2).step()
+    live = {name: p.detach() for name, p in engine.model.named_parameters()}
+    every = canonical(engine.plan, live.get, partial(all_gather, ranks=ranks))
+    tensors = {tensor_name(p.name): p.value.contiguous() for p in every}
+    if group.rank() == 0:
+        tensors.pop("lm_head.weight")  # Tied to the embedding.
+        save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_ranks_trained_is_what_ranks_sample_from(folder: Path, tp: int) -> None:
+    """A step of AdamW in Megatron of two ranks, its shards put together, and loaded into the live
+    vLLM by its own `load_weights`: every bit of a rollout is that of the trained model."""
+    require_engine("vllm")
+    require_engine("megatron")
+    trained = folder / "trained"
+    if not trained.exists():
+        shutil.copytree(data_path("model"), trained)
+        on_ranks(2, _step_of_ranks, trained)
+    new, old = (load_file(f / "model.safetensors") for f in (trained, data_path("model")))
+    assert new.keys() == old.keys()
+    assert sum(not torch.equal(new[name], old[name]) for name in old) > 40
+    done = command_line(folder)(
+        *("compare", "--model", trained, "--prompts", write_few_prompts(folder / "few.jsonl")),
+        *("--rollout", f"vllm:kernels=rlk,tp={tp},model={data_path('model')},patch={UPDATE}"),
+        *("--train", "megatron:tp=2,kernels=rlk", "--max-new-tokens", 8, "--contract", "bitwise"),
+        *("--run-dir", folder / "trained-run"),
+        env={"PYTHONPATH": str(PATCHES), "RLK_TEST_NEW": str(trained)},
+        shared=False,
+    )
     assert done.code == 0, done.out + done.err
     assert done.verdict is not None
     assert all(e["bit_mismatches"] == 0 for e in done.verdict["edges"].values())

@@ -378,6 +378,7 @@ def test_the_record_has_the_published_fields(tmp_path) -> None:
         "sample": 1,
         "position": 4,
         "last_equal": "layers.1.up_proj",
+        "ranks": {},
     }
     for later in ("first_over_budget", "largest_contributor", "largest_amplifier"):
         assert record["divergence"][later] is None

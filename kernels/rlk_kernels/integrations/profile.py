@@ -16,6 +16,7 @@ import rlk_kernels
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.parallel.context import context_attention
 from rlk_kernels.parallel.logp import logp_parallel
+from rlk_kernels.parallel.rms_norm import Shared, rms_norm_parallel
 
 
 def embed(ids: Tensor, weight: Tensor) -> Tensor:
@@ -27,6 +28,14 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm over the last dimension; one rounding, from fp32."""
     _check_norm(x, weight)
     return rlk_kernels.rms_norm(x, weight, eps, cast="vllm")
+
+
+def shared_norm(
+    x: Tensor, weight: Tensor, eps: float, shared: Shared, group: ProcessGroup | None
+) -> Tensor:
+    """`norm` of rows that the ranks of a group share, as `parallel.rms_norm` says."""
+    _check_norm(x, weight)
+    return rms_norm_parallel(x, weight, eps, shared, group, cast="vllm")
 
 
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rlk_kernels.errors import UnsupportedShape
-from rlk_kernels.numerics.rows import tree_sum
 from rlk_kernels.parallel.collectives import wait
+from rlk_kernels.parallel.gradient_rows import norm_of, row_squares
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
@@ -136,24 +136,17 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
 
     Raises UnsupportedShape for a DTensor that is cut in another way.
     """
-    sums = [_of_rows(p.grad) for p in parameters if p.grad is not None]
-    squares = torch.cat([tree_sum(rows) for rows in sums])
-    return tree_sum(squares).squeeze(-1).sqrt()
+    return norm_of([_of_rows(p.grad) for p in parameters if p.grad is not None])
 
 
 def _of_rows(grad: Tensor) -> Tensor:
     """float64 [rows]: the sum of squares of each row of the whole gradient."""
     if not isinstance(grad, DTensor):
-        return _squares(grad)
+        return row_squares(grad)
     if any(not p.is_replicate() and not p.is_shard(0) for p in grad.placements):
         raise UnsupportedShape(f"gradient_norm: a gradient that is {grad.placements}")
     rows = DTensor.from_local(
-        _squares(grad.to_local()), grad.device_mesh, grad.placements,
+        row_squares(grad.to_local()), grad.device_mesh, grad.placements,
         shape=grad.shape[:1], stride=(1,),
     )  # fmt: skip
     return rows.full_tensor()
-
-
-def _squares(grad: Tensor) -> Tensor:
-    wide = grad.double() if grad.dim() else grad.double()[None]
-    return tree_sum(wide.flatten(1) ** 2).squeeze(-1) if wide.dim() > 1 else wide**2

@@ -50,6 +50,15 @@ class Layout:
                 offset += p.size
         return [lowest[start] for start in sorted(lowest)]
 
+    def copies(self, op: str) -> Iterator[tuple[int, list[tuple[int, FeatureSlice]]]]:
+        """(rank, (offset, piece) of `op`) of what ranks hold that a lower rank holds too."""
+        first = {p.start: rank for rank, _, p in self.holders(op)}
+        for rank in range(len(self.ranks)):
+            held = [(at, p) for at, p in self.local(rank) if p.op == op and p.size]
+            again = [(at, p) for at, p in held if first.get(p.start, rank) != rank]
+            if again:
+                yield rank, again
+
     def assemble(self, op: str, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         """The whole of `op` along `dim`, from the local tensors of all ranks in rank order.
         What a local tensor holds beyond its pieces is padding."""

@@ -4,7 +4,7 @@ Whoever observes or overwrites a site, reads live parameters or an attribute, pl
 what can be covered goes by the operator's line in that table.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -80,3 +80,13 @@ class Place:
     def holder(self) -> str:
         """The path of the module that holds its parameters, where it has any."""
         return self.parameters_in or self.module
+
+
+def shards_of(places: Iterable[Place]) -> dict[str, list[tuple[int, int, int]]]:
+    """Site -> (rank, first feature, feature after the last), of the sites whose features ranks
+    share."""
+    shared = [(site, p.layout) for p in places if p.layout is not None for site in p.sites]
+    shards = {
+        site: [(s.rank, s.start, s.stop) for s in layout.shards(site, 1)] for site, layout in shared
+    }
+    return {site: held for site, held in shards.items() if held}

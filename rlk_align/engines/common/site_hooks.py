@@ -6,7 +6,7 @@ decoder layer keeps in a variable of its own; it has been observed, and so copie
 N = rows of the trace in one forward.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -18,6 +18,8 @@ from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.rows import ForwardRows
 from rlk_align.engines.common.tap import Tap
+from rlk_align.trace.digest import digest_rows
+from rlk_align.trace.schema import copy_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,11 @@ class SiteHooks(Hooks):
         """The tensors of all ranks, on a rank that records; None on the others."""
         return [local]
 
+    def unequal(self, place: Place, local: torch.Tensor) -> list[torch.Tensor] | None:
+        """Of what each rank holds whole, the tensors of all ranks, on a rank that records, where
+        they are not all equal."""
+        return None
+
     def speaks_for(self, place: Place, site: str) -> bool:
         """Whether this rank tells how many rows were overwritten, so that each counts once."""
         holder = 0 if place.layout is None else place.layout.holders(site)[0][0]
@@ -165,12 +172,34 @@ class SiteHooks(Hooks):
     def observe(self, place: Place, value: torch.Tensor, rows: LiveRows) -> None:
         """Gives the rows of a place to the tap, put together from all ranks."""
         local = rows.read(value)
-        parts = [local] if place.layout is None else self.gather(local)
+        shared = place.layout is not None
+        parts = self.gather(local) if shared else self.unequal(place, local) or [local]
         if parts is None or self._rank or self._tap is None:
             return
         for site in place.sites:
-            whole = parts[0] if place.layout is None else place.layout.assemble(site, parts, 1)
-            self._tap(site, whole, rows.sample, rows.position)
+            recorded = parts[0] if place.layout is None else place.layout.assemble(site, parts, 1)
+            self._tap(site, recorded, rows.sample, rows.position)
+            for rank, copy in self._copies(place, site, recorded, parts):
+                other = (digest_rows(copy) != digest_rows(recorded)).any(1).cpu()
+                at = other.numpy()
+                if at.any():
+                    name = copy_name(site, rank)
+                    self._tap(name, copy[other], rows.sample[at], rows.position[at])
+
+    @staticmethod
+    def _copies(
+        place: Place, site: str, recorded: torch.Tensor, parts: list[torch.Tensor]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """(rank, the site as it would be with that rank's copies) of those that hold a copy of
+        what is recorded of another rank."""
+        if place.layout is None:
+            yield from enumerate(parts[1:], 1)
+            return
+        for rank, pieces in place.layout.copies(site):
+            copy = recorded.clone()
+            for at, piece in pieces:
+                copy[:, piece.start : piece.stop] = parts[rank][:, at : at + piece.size]
+            yield rank, copy
 
     def _overwrite(self, place: Place, passed: Any, value: torch.Tensor, rows: LiveRows) -> Any:
         assert self._editor is not None

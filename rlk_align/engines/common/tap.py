@@ -21,5 +21,8 @@ class Tap(Protocol):
     def overwritten(self, site: str, rows: int, /) -> None:
         """So many live rows of a site were overwritten by an intervention."""
 
+    def held(self, sample: int, rows: range, rank: int, /) -> None:
+        """One rank alone computes these rows of a sample, but for what is shared by features."""
+
     def part(self, number: int, /) -> Callable[[], PassWriter]:
         """What opens another part of the same pass, in whichever process it is called."""

@@ -83,6 +83,19 @@ def canonical(
                 yield LiveParameter(op, assembled, entry.layout.shards(op, entry.dim))
 
 
+def write_part(
+    entry: Parameter, name: str, rank: int, whole: torch.Tensor, live: torch.Tensor
+) -> None:
+    """Writes what one rank holds of a whole canonical parameter over its live one."""
+    if entry.dim is None:
+        live.copy_(whole)
+        return
+    for at, piece in entry.layout.local(rank):
+        if piece.op == name:
+            part = whole.narrow(entry.dim, piece.start, piece.size)
+            live.narrow(entry.dim, at, piece.size).copy_(part)
+
+
 def unfused(model: Any, places: Iterable[Place]) -> Iterator[tuple[str, torch.Tensor]]:
     """Canonical parameters of a live model in which no operators are fused and each module has its
     own; biases as `layers.i.op.bias`."""

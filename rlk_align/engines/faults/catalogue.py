@@ -1,4 +1,4 @@
-"""The planted faults by name, and what `fault=NAME@STRENGTH` of an engine spec says.
+"""The planted faults by name, and what `fault=NAME@STRENGTH@rankN` of an engine spec says.
 
 To add one: an entry in `lists`, and its formula in `formulas`.
 """
@@ -37,6 +37,12 @@ class Chosen:
     fault: Fault
     strength: float
     """In the fault's unit; 0 where it has none."""
+    rank: int | None = None
+    """The rank of tensor parallelism that alone has it; None is every rank."""
+
+    def on(self, rank: int) -> bool:
+        """Whether that rank has it."""
+        return self.rank in (None, rank)
 
     def needs(self, engine: str) -> dict[str, str]:
         """Options without which the fault cannot be planted in that engine, or does nothing."""
@@ -46,7 +52,8 @@ class Chosen:
 
     def __str__(self) -> str:
         usual = self.fault.strength is None or self.strength == self.fault.strength.default
-        return self.name if usual else f"{self.name}@{self.strength:g}"
+        strength = "" if usual else f"@{self.strength:g}"
+        return f"{self.name}{strength}" + ("" if self.rank is None else f"@rank{self.rank}")
 
 
 def faults_of(engine: str) -> dict[str, Fault]:
@@ -59,22 +66,28 @@ def faults_of(engine: str) -> dict[str, Fault]:
 
 
 def choose(engine: str, text: str) -> Chosen:
-    """`NAME` or `NAME@STRENGTH`, as an engine's spec has it. Raises BadOption."""
-    name, at, number = text.partition("@")
+    """`NAME`, with `@STRENGTH`, `@rankN` or both behind it, as an engine's spec has it. Raises
+    BadOption."""
+    name, *more = text.split("@")
     where = f"engine {engine!r}: fault={text}"
     if name not in FAULTS:
         raise BadOption(f"{where} is unknown", f"choose from {', '.join(faults_of(engine))}")
     fault = FAULTS[name]
-    if not at:
-        return Chosen(name, fault, fault.strength.default if fault.strength else 0.0)
+    rank = None
+    if more and (found := re.fullmatch(r"rank([0-9]{1,6})", more[-1])):
+        rank = int(found[1])
+        more.pop()
+    if not more:
+        return Chosen(name, fault, fault.strength.default if fault.strength else 0.0, rank)
     if fault.strength is None:
-        raise BadOption(f"{where}: it has no strength", f"write fault={name}")
-    if not re.fullmatch(r"[0-9]*\.?[0-9]+(e-?[0-9]+)?", number) or float(number) <= 0:
+        raise BadOption(f"{where}: it has no strength", f"write fault={name}, or {name}@rank1")
+    (number, *others) = more
+    if others or not re.fullmatch(r"[0-9]*\.?[0-9]+(e-?[0-9]+)?", number) or float(number) <= 0:
         raise BadOption(
-            f"{where}: a positive number is wanted as strength",
+            f"{where}: a positive number is wanted as strength, then a rank, as {name}@0.1@rank1",
             f"its unit: {fault.strength.unit}; by default {fault.strength.default:g}",
         )
-    return Chosen(name, fault, float(number))
+    return Chosen(name, fault, float(number), rank)
 
 
 def check_fault(engine: str, options: Mapping[str, object]) -> None:
@@ -88,7 +101,22 @@ def check_fault(engine: str, options: Mapping[str, object]) -> None:
     lacking = [f"{k}={v}" for k, v in needed.items() if str(options.get(k)) != v]
     if lacking:
         raise BadOption(f"{where} needs {', '.join(lacking)}")
-    if options.get("tp", 1) != 1:
-        raise BadOption(f"{where} is planted in one process", "leave tp out")
+    if wrong := _wrong_rank(chosen, engine, int(str(options.get("tp", 1)))):
+        raise BadOption(f"{where}: {wrong}")
     if options.get("spec") == "te":
         raise BadOption(f"{where} is planted in Megatron's local spec", "leave spec=te out")
+
+
+def _wrong_rank(chosen: Chosen, engine: str, ranks: int) -> str:
+    """Why that rank alone cannot have the fault; empty where it can, or where every rank has it."""
+    if chosen.rank is None:
+        return ""
+    if chosen.rank >= ranks:
+        known = ", ".join(f"rank{r}" for r in range(ranks))
+        return f"with tp={ranks} there is {known if ranks > 1 else 'one rank: leave @rank out'}"
+    if chosen.fault.kind in ("positions", "boundaries"):
+        return "it is in what all ranks are given: leave @rank out"
+    reported = ("logprob", "logits") if engine == "vllm" else ("logprob",)
+    if chosen.rank and chosen.fault.site in reported:
+        return f"rank 0 alone reports {chosen.fault.site}: write @rank0, or leave @rank out"
+    return ""

@@ -15,7 +15,9 @@ import torch
 from rlk_align.engines.common.attributes import norm_epsilon
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import Place, first
+from rlk_align.engines.common.weights import Parameter, write_part
 from rlk_align.engines.faults.catalogue import Chosen
+from rlk_align.engines.faults.sharing import ALONE, Sharing
 from rlk_align.engines.faults.unit import Attention, Formula, ForwardTokens, Unit, in_place_of
 from rlk_align.errors import BadOption
 from rlk_align.model.rotary import checkpoint_rotary
@@ -23,18 +25,34 @@ from rlk_align.model.sites import model_sites
 
 
 class Operators(Hooks, ABC):
-    """Closing it undoes every replacement."""
+    """Closing it undoes every replacement. Of a model that ranks share, every rank has one, and all
+    are used alike: formulas are computed on all of them, and a rank keeps its part of the result,
+    where it is one that has the fault."""
 
     rows: ForwardTokens
-    """Of the forward that runs; an engine's hooks keep it."""
+    """Of the forward that runs, whole; an engine's hooks keep it."""
 
-    def __init__(self, engine: Any, model: Any, places: Iterable[Place]) -> None:
-        """`places`: where each site lies in the engine's model, of which one rank holds all."""
+    def __init__(
+        self,
+        engine: Any,
+        model: Any,
+        places: Iterable[Place],
+        chosen: Chosen,
+        sharing: Sharing = ALONE,
+    ) -> None:
+        """`engine`: has the `shape` and the `model_path`; `places`: where each site lies in the
+        engine's model."""
         super().__init__()
         self._engine, self._model, self.shape = engine, model, engine.shape
+        self._chosen, self._sharing = chosen, sharing
         self._rotary = checkpoint_rotary(engine.model_path, engine.shape)
         self._places = {site: place for place in places for site in place.sites}
         self.sites = {s.name: s for s in model_sites(engine.shape)}
+
+    @property
+    def faulty(self) -> bool:
+        """Whether this rank has the fault."""
+        return self._chosen.on(self._sharing.rank)
 
     def replace_operator(self, site: str, formula: Formula) -> None:
         """From here on the operator gives what the formula says."""
@@ -54,25 +72,33 @@ class Operators(Hooks, ABC):
         """What gives it."""
         return self._model.get_submodule(self._places[site].module)
 
-    def outputs(self, site: str) -> Any:
-        """Which of its module's outputs are the site's."""
-        layout = self._places[site].layout
-        if layout is None:
-            return slice(None)
-        return torch.cat([torch.arange(at, at + p.size) for _, at, p in layout.holders(site)])
+    def whole(self, site: str, value: torch.Tensor, some: bool = False) -> torch.Tensor:
+        """`[N, F]` of a site's live value, whatever dimensions its rows and its heads have. `some`:
+        whether it may have fewer rows than the forward."""
+        local = value.flatten(0, -2) if some else self._flat(site, value)
+        return self._sharing.whole(site, local, self._places[site].layout)
 
-    def rows_of(self, value: torch.Tensor) -> torch.Tensor:
-        """`[N, F]` of an activation, whatever dimensions its rows and its heads have."""
-        return value.reshape(len(self.rows.ids), -1)
+    def _flat(self, site: str, value: torch.Tensor) -> torch.Tensor:
+        if self.sites[site].operator.row != "token":
+            return value.flatten(0, -2)
+        shares = self._sharing.rows and self._places[site].layout is None
+        return value.reshape(len(self.rows.ids) // (self._sharing.ranks if shares else 1), -1)
 
-    def weight(self, site: str) -> torch.Tensor:
-        """`[F, ...]`, what the site's operator computes with; a norm's is shared by all heads."""
-        whole = self._whole_weight(site)
-        return whole if whole.dim() == 1 else whole[self.outputs(site)]
+    def put_back(self, site: str, whole: torch.Tensor, value: torch.Tensor) -> None:
+        """Writes this rank's part of `[N, F]` over a site's live value, where it has the fault."""
+        if self.faulty:
+            local = self._flat(site, value).clone()
+            self._sharing.put_back(site, whole, local, self._places[site].layout)
+            value.copy_(local.reshape(value.shape))
 
-    def _whole_weight(self, site: str) -> torch.Tensor:
-        """With that of the operators that are fused with it."""
-        return self._model.get_submodule(self._places[site].holder).weight.detach()
+    @abstractmethod
+    def parameter(self, name: str) -> torch.Tensor:
+        """A canonical parameter, whole; called on all ranks."""
+
+    @abstractmethod
+    def live(self, name: str) -> tuple[torch.Tensor, Parameter | None]:
+        """The parameter of this rank's model that holds it, and how; None where nothing else is in
+        it and no rank shares it."""
 
     def biased(self, site: str) -> bool:
         """Whether the operator's own module adds a bias."""
@@ -81,6 +107,7 @@ class Operators(Hooks, ABC):
     def attended(
         self,
         formula: Formula,
+        layer: int,
         result: torch.Tensor,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -88,17 +115,31 @@ class Operators(Hooks, ABC):
         visible: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """In place of what attention gives for one sequence; tensors as `Attention` has them."""
+        """In place of what attention gives for one sequence; tensors as `Attention` has them, with
+        this rank's heads."""
+        site, width = f"layers.{layer}.attn", self.shape.head_dim
+
+        def whole(name: str, local: torch.Tensor) -> torch.Tensor:
+            name = f"layers.{layer}.{name}"
+            layout = self._places[name].layout
+            if layout is None:
+                return local
+            return self._sharing.whole(name, local.flatten(1), layout).unflatten(1, (-1, width))
+
         unit = Attention(
-            result=result,
-            query=query,
-            key=key,
-            value=value,
+            result=whole("attn", result).flatten(1),
+            query=whole("q_rope", query),
+            # Values are cut into heads as keys are.
+            key=whole("k_rope", key),
+            value=whole("k_rope", value),
             visible=visible,
             scale=scale,
-            head_dim=self.shape.head_dim,
+            head_dim=width,
         )
-        return in_place_of(formula, unit)
+        new, local = in_place_of(formula, unit), result.clone()
+        if self.faulty:
+            self._sharing.put_back(site, new, local, self._places[site].layout)
+        return local
 
     def frequencies(self) -> torch.Tensor:
         """Of the checkpoint's rotary embedding, float64. Raises BadOption where they change."""
@@ -109,33 +150,33 @@ class Operators(Hooks, ABC):
 
     def _module_output(self, site: str, formula: Formula) -> None:
         """Of what has a module of its own: embeddings, norms, projections and the logits."""
-        module, index, op = self.module(site), self.outputs(site), self.sites[site].operator
+        module, op = self.module(site), self.sites[site].operator
+        name = op.parameter or site
         embedding, every_row = op.formula == "embedding", op.row == "token"
-        weight = None if embedding else self.weight(site)
-        bias = module.bias.detach()[index] if self.biased(site) else None
+        weight = None if embedding else self.parameter(name)
+        bias = self.parameter(f"{name}.bias") if self.biased(site) else None
         eps = norm_epsilon(module) or 0.0
-
-        def flat(x: torch.Tensor) -> torch.Tensor:
-            return self.rows_of(x) if every_row else x.flatten(0, -2)
+        # A norm of heads has the heads that it gives; a product those of the operator before it.
+        of = site if op.formula == "rms_norm" else next(iter(self.sites[site].inputs), site)
 
         def see(_module: Any, inputs: Any, out: Any) -> None:
             value = first(out)
-            operands = () if embedding else (flat(inputs[-1]),)
+            if value is None:
+                return  # A rank that is given no logits.
+            operands = () if embedding else (self.whole(of, inputs[-1], not every_row),)
             if op.formula == "rms_norm" and out is not value:
                 # A fused norm also gives the sum that it norms.
-                operands = (flat(out[1]),)
-            new, rows = flat(value).clone(), self.rows if every_row else None
+                operands = (self.whole(site, out[1]),)
             unit = Unit(
-                result=new[:, index],
+                result=self.whole(site, value),
                 inputs=operands,
                 head_dim=self.shape.head_dim,
-                rows=rows,
+                rows=self.rows if every_row else None,
                 weight=weight,
                 bias=bias,
                 eps=eps,
             )
-            new[:, index] = in_place_of(formula, unit)
-            value.copy_(new.reshape(value.shape))
+            self.put_back(site, in_place_of(formula, unit), value)
 
         self.after(module, see)
 
@@ -146,23 +187,20 @@ class Operators(Hooks, ABC):
         live: dict[str, torch.Tensor] = {}
 
         def note(name: str, passed: Any) -> None:
-            value = self._places[name].access.read(passed)
-            live[name] = self.rows_of(value)[:, self.outputs(name)].clone()
+            live[name] = self.whole(name, self._places[name].access.read(passed)).clone()
 
         def overwrite(passed: Any) -> None:
             # Not where somebody asks an activation what it is.
             if len(live) == len(inputs):
                 result = place.access.target(passed)
-                values = tuple(live.pop(name) for name in inputs)
                 unit = Unit(
-                    result=self.rows_of(result),
-                    inputs=values,
+                    result=self.whole(site, result),
+                    inputs=tuple(live.pop(name) for name in inputs),
                     head_dim=self.shape.head_dim,
                     rows=self.rows,
                     frequencies=frequencies,
                 )
-                new = in_place_of(formula, unit)
-                result.copy_(new.reshape(result.shape))
+                self.put_back(site, in_place_of(formula, unit), result)
 
         for name in inputs:
             self._watch(name, functools.partial(note, name))
@@ -196,12 +234,15 @@ class Operators(Hooks, ABC):
 
     def change_weight(self, site: str, change: Formula) -> None:
         """Writes `change(weight)` over the live weight of a site, until this is closed."""
-        whole = self._whole_weight(site)
-        before, changed = whole.clone(), whole.clone()
-        index = slice(None) if whole.dim() == 1 else self.outputs(site)
-        changed[index] = change(changed[index])
-        whole.copy_(changed)
-        self.callback(whole.copy_, before)
+        changed = change(self.parameter(site).clone())
+        live, entry = self.live(site)
+        if not self.faulty:
+            return
+        self.callback(live.copy_, live.clone())
+        if entry is None:
+            live.copy_(changed)
+        else:
+            write_part(entry, site, self._sharing.rank, changed, live)
 
     def change_positions(self, change: Formula) -> None:
         """`change(positions)` is what the model is given."""
@@ -212,7 +253,7 @@ class Operators(Hooks, ABC):
         raise NotImplementedError
 
 
-def plant(chosen: Chosen, operators: Operators) -> None:
+def plant(operators: Operators, chosen: Chosen) -> Operators:
     """Puts a fault into a live model. Raises BadOption for a model that has no place for it."""
     fault, shape = chosen.fault, operators.shape
     module, _, name = fault.formula.partition(":")
@@ -235,3 +276,4 @@ def plant(chosen: Chosen, operators: Operators) -> None:
         change = operators.change_weight if fault.kind == "weights" else operators.replace_operator
         for site in fault.sites:
             change(site, formula)
+    return operators

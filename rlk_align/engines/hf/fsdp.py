@@ -88,6 +88,9 @@ class FSDPEngine(HFEngine):
         # Checkpointing does nothing where no gradient is wanted.
         wanted = bool(self.spec.option("checkpointing"))
         editor = Editor.of(intervention, batch)
+        if tap is not None:
+            for i in samples:
+                tap.held(i, range(len(batch.samples[i].ids)), self.ranks.rank)
         with torch.set_grad_enabled(wanted), self.tapped(tap, editor) as taps:
             for members in self.forwards(samples):
                 logprobs |= self.forward(batch, members, taps)

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from rlk_align.engines.faults.operators import Operators
+from rlk_align.engines.common.weights import unfused
+from rlk_align.engines.faults.catalogue import Chosen
+from rlk_align.engines.faults.operators import Operators, plant
 from rlk_align.engines.faults.unit import Formula, ForwardTokens, Report
 from rlk_align.engines.hf.places import hf_places
 from rlk_align.engines.hf.taps import on_rotation
@@ -18,8 +20,8 @@ from rlk_align.engines.hf.taps import on_rotation
 class HFOperators(Operators):
     """Of a model of transformers; every tensor but attention's is `[B, T, F]`."""
 
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine, engine.model, hf_places(engine.model))
+    def __init__(self, engine: Any, chosen: Chosen) -> None:
+        super().__init__(engine, engine.model, hf_places(engine.model), chosen)
         self._modeling = sys.modules[type(self._model.model.layers[0].self_attn).__module__]
         self.before(self._model, self._note_rows, with_kwargs=True)
 
@@ -32,6 +34,12 @@ class HFOperators(Operators):
         positions = positions.expand_as(ids).flatten()
         decoding = (positions > 0) & (ids.shape[1] == 1)
         self.rows = ForwardTokens(ids.flatten(), positions, decoding)
+
+    def parameter(self, name: str) -> torch.Tensor:
+        return dict(unfused(self._model, self._places.values()))[name]
+
+    def live(self, name: str) -> tuple[torch.Tensor, None]:
+        return self.parameter(name), None
 
     def on_rotation(self, see: Callable[[torch.Tensor], None]) -> None:
         on_rotation(self, self._model, see)
@@ -51,7 +59,7 @@ class HFOperators(Operators):
                     out, weights = original(module, query, key, value, mask, **more)
                     if module.layer_idx == layer:
                         out = outer._attended(
-                            formula, out, query, key, value, mask, more["scaling"]
+                            formula, layer, out, query, key, value, mask, more["scaling"]
                         )
                     return out, weights
 
@@ -60,8 +68,9 @@ class HFOperators(Operators):
         self.replace(self._modeling, "ALL_ATTENTION_FUNCTIONS", Replaced)
 
     def _attended(
-        self, formula: Formula, out: Any, query: Any, key: Any, value: Any, mask: Any, scale: float
-    ) -> torch.Tensor:
+        self, formula: Formula, layer: int, out: Any, query: Any, key: Any, value: Any, mask: Any,
+        scale: float,
+    ) -> torch.Tensor:  # fmt: skip
         """`[B, T, H, D]`; query, key and value are `[B, H, T, D]`."""
         length, context = query.shape[2], key.shape[2]
         places = torch.arange(context, device=query.device)
@@ -73,7 +82,7 @@ class HFOperators(Operators):
                 row = mask[b, 0, :, :context] if mask.shape[0] > 1 else mask[0, 0, :, :context]
                 visible = row if row.dtype == torch.bool else row == 0
             q, k, v = (x[b].transpose(0, 1) for x in (query, key, value))
-            new.append(self.attended(formula, out[b].flatten(1), q, k, v, visible, scale))
+            new.append(self.attended(formula, layer, out[b].flatten(1), q, k, v, visible, scale))
         return torch.stack(new).reshape(out.shape)
 
     def _logprob(self, formula: Formula) -> None:
@@ -97,3 +106,8 @@ class HFOperators(Operators):
             return args, kwargs
 
         self.before(self._model, shift, with_kwargs=True)
+
+
+def plant_fault(engine: Any, chosen: Chosen) -> Operators:
+    """Into the live model of this process."""
+    return plant(HFOperators(engine, chosen), chosen)

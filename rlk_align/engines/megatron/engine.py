@@ -14,6 +14,7 @@ from rlk_align.engines.common.code import code_places
 from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import ParameterRecord, record_parameter
+from rlk_align.engines.common.places import shards_of
 from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.info import OptionValue
 from rlk_align.engines.megatron.attributes import megatron_attributes, rotation
@@ -120,6 +121,9 @@ class MegatronEngine(Engine):
 
     def code(self) -> dict[str, CodePlace]:
         return code_places(self.model, self.places)
+
+    def shards(self) -> dict[str, list[tuple[int, int, int]]]:
+        return shards_of(self.places)
 
     def weights(self) -> Iterator[ParameterRecord]:
         for parameter in live_parameters(self.model, self.plan, self.ranks):

@@ -9,18 +9,40 @@ from typing import Any
 
 import torch
 
-from rlk_align.engines.faults.operators import Operators
+from rlk_align.engines.common.weights import Parameter, canonical
+from rlk_align.engines.faults.catalogue import Chosen
+from rlk_align.engines.faults.operators import Operators, plant
+from rlk_align.engines.faults.sharing import Sharing
 from rlk_align.engines.faults.unit import Formula, ForwardTokens, Report
 from rlk_align.engines.megatron.input import ModelInput
 from rlk_align.engines.megatron.taps import on_rotation
+from rlk_align.engines.megatron.weights import all_gather
 
 
 class MegatronOperators(Operators):
-    """Of one rank that holds all of the model, built from the local spec."""
+    """Of one rank's model, built from the local spec."""
 
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine, engine.model, engine.places)
+    def __init__(self, engine: Any, chosen: Chosen) -> None:
+        sharing = Sharing(
+            rank=engine.ranks.rank,
+            ranks=engine.ranks.world,
+            gather=lambda local: all_gather(local, engine.ranks),
+            rows=engine.settings.sequence_parallel,
+        )
+        super().__init__(engine, engine.model, engine.places, chosen, sharing)
         self.before(self._model, self._note_rows)
+
+    def parameter(self, name: str) -> torch.Tensor:
+        plan, live = self._entries(name), dict(self._model.named_parameters())
+        every = canonical(plan, lambda path: live[path].detach(), self._sharing.gather)
+        return next(p.value for p in every if p.name == name)
+
+    def live(self, name: str) -> tuple[torch.Tensor, Parameter]:
+        entry = self._entries(name)[0]
+        return self._model.get_parameter(entry.name).detach(), entry
+
+    def _entries(self, name: str) -> list[Parameter]:
+        return [entry for entry in self._engine.plan if name in entry.layout.ops]
 
     def _note_rows(self, _module: Any, args: Any) -> None:
         ids, positions = (x.t().flatten() for x in args[:2])
@@ -41,13 +63,13 @@ class MegatronOperators(Operators):
                 for b in range(query.shape[1]):
                     hidden = mask[b if mask.shape[0] > 1 else 0, 0]
                     here = (query[:, b], key[:, b], value[:, b])
-                    new[:, b] = self.attended(formula, out[:, b], *here, ~hidden, scale)
+                    new[:, b] = self.attended(formula, layer, out[:, b], *here, ~hidden, scale)
                 return new
             for start, stop in pairwise(packed.cu_seqlens_q.tolist()):
                 visible = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
                 here = (query[start:stop], key[start:stop], value[start:stop])
                 new[start:stop] = self.attended(
-                    formula, out[start:stop], *here, visible.to(out.device), scale
+                    formula, layer, out[start:stop], *here, visible.to(out.device), scale
                 )
             return new
 
@@ -62,16 +84,15 @@ class MegatronOperators(Operators):
                 inputs.sampled % len(inputs.ids),
                 inputs.sampled // len(inputs.ids),
             ]
-            rows = rows[:, : self.shape.vocab].float()
             faulty = formula(
                 Report(
                     result=result,
-                    logits=rows,
+                    logits=self.whole("logits", rows).float(),
                     targets=inputs.targets,
                     temperature=self._engine.temperature,
                 )
             )
-            return faulty.float().cpu().numpy()
+            return (faulty if self.faulty else result).float().cpu().numpy()
 
         self.replace(self._engine, "_logprobs", report)
 
@@ -94,3 +115,8 @@ class MegatronOperators(Operators):
             return args, kwargs
 
         self.before(self._model, shift, with_kwargs=True)
+
+
+def plant_fault(engine: Any, chosen: Chosen) -> Operators:
+    """Into this rank's live model; called on all ranks."""
+    return plant(MegatronOperators(engine, chosen), chosen)

@@ -8,6 +8,7 @@ rank's hooks take part; rank 0 taps.
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from rlk_align.engines.common.edits import Editor
@@ -17,8 +18,9 @@ from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
 from rlk_align.engines.common.tap import Tap
 from rlk_align.engines.megatron.experts import on_experts
 from rlk_align.engines.megatron.input import ModelInput
-from rlk_align.engines.megatron.weights import gather
+from rlk_align.engines.megatron.weights import all_gather, gather
 from rlk_align.engines.process.ranks import Ranks
+from rlk_align.trace.digest import digest_rows
 
 
 class Tapped(SiteHooks):
@@ -48,6 +50,11 @@ class Tapped(SiteHooks):
         local = rows.index // share == self._ranks.rank
         index = torch.from_numpy(rows.index[local] % share).to(device)
         self._local = LiveRows(index, rows.sample[local], rows.position[local], share)
+        if self._sharded_rows and self._tap is not None and self._observing:
+            for sample in np.unique(self._local.sample).tolist():
+                held = self._local.position[self._local.sample == sample]
+                rows_held = range(int(held.min()), int(held.max()) + 1)
+                self._tap.held(sample, rows_held, self._ranks.rank)
 
     def live_rows(self, place: Place, value: torch.Tensor) -> LiveRows:
         if place.rows == "sampled":
@@ -61,11 +68,19 @@ class Tapped(SiteHooks):
     def gather(self, local: torch.Tensor) -> list[torch.Tensor] | None:
         return gather(local, self._ranks)
 
+    def unequal(self, place: Place, local: torch.Tensor) -> list[torch.Tensor] | None:
+        if self._ranks.world == 1 or self._shares_rows(place):
+            return None
+        digests = all_gather(digest_rows(local), self._ranks)
+        if all(torch.equal(digests[0], other) for other in digests[1:]):
+            return None
+        return self.gather(local)
+
     def observe(self, place: Place, value: torch.Tensor, rows: LiveRows) -> None:
         if self._shares_rows(place):
             parts = self.gather(value)
             value, rows = value if parts is None else torch.cat(parts), self._all
-        if self._ranks.rank == 0 or place.layout is not None:
+        if self._ranks.rank == 0 or not self._shares_rows(place):
             super().observe(place, value, rows)
 
     def speaks_for(self, place: Place, site: str) -> bool:

@@ -135,3 +135,13 @@ def gather(local: torch.Tensor, ranks: Ranks) -> list[torch.Tensor] | None:
     parts = [torch.empty_like(local) for _ in range(ranks.world)] if ranks.rank == 0 else None
     dist.gather(local, parts, dst=0)
     return parts
+
+
+def all_gather(local: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:
+    """The same on every rank."""
+    if ranks.world == 1:
+        return [local]
+    local = local.contiguous()
+    parts = [torch.empty_like(local) for _ in range(ranks.world)]
+    dist.all_gather(parts, local)
+    return parts

@@ -5,6 +5,7 @@ vLLM reaches its workers through `worker_extension_cls`; what needs the live mod
 """
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from rlk_align.engines.vllm.worker import TapPlan
 from rlk_align.errors import BadOption, EngineFailed, ModelError
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.results import CodePlace
+from rlk_align.text import printable
 
 _ENVIRONMENT = {
     # In-process, so that taps write their rows where the engine computes them.
@@ -89,11 +91,27 @@ class VLLMEngine(Engine):
             )
         except (ValueError, OSError, SafetensorError) as error:
             raise ModelError(f"vLLM could not load {self.model_path}: {error}") from error
+        except Exception as error:
+            # Of an error in a rank's process vLLM tells nothing here: its words are in the log.
+            if said := self._refused_by_a_rank():
+                raise ModelError(
+                    f"{self.spec}: {said}", "leave kernels=rlk out, or except=OPERATOR"
+                ) from error
+            raise
         if self.heartbeats is not None and self._ranks > 1:
             self._rpc("rlk_start_heartbeat", self.heartbeats, self.spec.info.waits)
         if self.kernels is not None:
             self.kernels.in_model(self, {})
         self._rpc("rlk_patch", self.spec)
+
+    def _refused_by_a_rank(self) -> str:
+        """Why the kernels refused the model in a process that vLLM started; empty where they did
+        not."""
+        log = None if self.heartbeats is None else self.heartbeats.with_name("worker.log")
+        if self.kernels is None or self._ranks == 1 or log is None or not log.is_file():
+            return ""
+        said = re.findall(r"\bNotServed: (.+)", log.read_text("utf-8", "replace"))
+        return printable(said[0]) if said else ""
 
     def version(self) -> str:
         import vllm
@@ -152,6 +170,9 @@ class VLLMEngine(Engine):
     @property
     def _top_p(self) -> float:
         return float(self.spec.option("top_p") or 1.0)
+
+    def shards(self) -> dict[str, list[tuple[int, int, int]]]:
+        return self._rpc("rlk_shards", self.shape)
 
     def weights(self) -> Iterator[ParameterRecord]:
         yield from self._rpc("rlk_weights", self.shape)

@@ -4,29 +4,59 @@ T = packed tokens of all requests, padding included; activations are `[T, F]`.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from rlk_align.engines.faults.operators import Operators
+from rlk_align.engines.common.weights import Parameter, canonical
+from rlk_align.engines.faults.catalogue import Chosen, choose
+from rlk_align.engines.faults.operators import Operators, plant
+from rlk_align.engines.faults.sharing import Sharing
 from rlk_align.engines.faults.unit import Formula, ForwardTokens, Report, Unit, in_place_of
+from rlk_align.engines.vllm.parallel import TensorParallel
 from rlk_align.engines.vllm.places import vllm_places
 from rlk_align.engines.vllm.taps import on_rotation
-from rlk_align.engines.vllm.weights import live_weight
-from rlk_align.errors import BadOption
+from rlk_align.engines.vllm.weights import live_parameter, parameter_plan
+from rlk_align.model.families import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """A fault, and of which model; it travels to the worker processes."""
+
+    fault: str
+    """As the engine's spec has it."""
+    shape: ModelShape
+    model_path: Path
 
 
 class VLLMOperators(Operators):
-    """Of a model that one worker holds alone."""
+    """Of the model of one worker."""
 
-    def __init__(self, engine: Any) -> None:
-        if engine.production:
-            raise BadOption("a fault cannot be planted in compiled code", "--no-production")
-        # The one worker is in this process.
-        (self._runner,) = engine.llm.collective_rpc(_runner)
-        model = self._runner.get_model()
-        super().__init__(engine, model, vllm_places(model, engine.shape, 1))
+    def __init__(self, plan: FaultPlan, runner: Any, chosen: Chosen) -> None:
+        self._runner, self._parallel = runner, TensorParallel()
+        model, parallel = runner.get_model(), self._parallel
+        sharing = Sharing(rank=parallel.rank, ranks=parallel.world, gather=parallel.parts)
+        places = vllm_places(model, plan.shape, parallel.world)
+        super().__init__(plan, model, places, chosen, sharing)
         self.before(self._model, self._note_rows, with_kwargs=True)
+
+    def parameter(self, name: str) -> torch.Tensor:
+        plan = self._entries(name)
+        every = canonical(
+            plan, lambda path: live_parameter(self._model, path), self._parallel.parts
+        )
+        return next(p.value for p in every if p.name == name).detach()
+
+    def live(self, name: str) -> tuple[torch.Tensor, Parameter]:
+        entry = self._entries(name)[0]
+        return self._model.get_parameter(entry.name).detach(), entry
+
+    def _entries(self, name: str) -> list[Parameter]:
+        plan = parameter_plan(self._model, self.shape, self._parallel.world)
+        return [entry for entry in plan if name in entry.layout.ops]
 
     def _note_rows(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
@@ -50,10 +80,6 @@ class VLLMOperators(Operators):
     def _layer(self, layer: int) -> Any:
         return self._model.model.layers[layer]
 
-    def _whole_weight(self, site: str) -> torch.Tensor:
-        weight = live_weight(self._model.get_submodule(self._places[site].holder)).detach()
-        return weight[: self.shape.vocab] if site == "logits" else weight
-
     def _combination(self, site: str, formula: Formula) -> None:
         """The norm after a residual adds the branch to the stream, and norms what it adds."""
         if self.sites[site].operator.formula != "residual":
@@ -67,7 +93,7 @@ class VLLMOperators(Operators):
             _, result = original(branch, stream)
             width, rows = self.shape.head_dim, self.rows
             unit = Unit(result=result, inputs=operands, head_dim=width, rows=rows)
-            new = in_place_of(formula, unit)
+            new = in_place_of(formula, unit) if self.faulty else result
             return original(new.clone()), new
 
         self.replace(module, "forward", forward)
@@ -97,7 +123,7 @@ class VLLMOperators(Operators):
                 own_place = places[length - (rows.stop - rows.start) :]
                 visible = places <= own_place[:, None]
                 new[rows] = self.attended(
-                    formula, out[rows], q[rows], keys, values, visible, module.impl.scale
+                    formula, layer, out[rows], q[rows], keys, values, visible, module.impl.scale
                 )
             return new
 
@@ -144,10 +170,6 @@ class VLLMOperators(Operators):
                 self.replace(module, name, _reporting(getattr(module, name), formula))
 
 
-def _runner(worker: Any) -> Any:
-    return worker.model_runner
-
-
 def _reporting(original: Any, formula: Formula) -> Any:
     """vLLM's function from logits to log-probs of given tokens, the first of each row being the
     one that is scored."""
@@ -190,3 +212,9 @@ class _Cache:
         places = torch.arange(length, device=blocks.device)
         slots = blocks[places // block_size].long() * block_size + places % block_size
         return self._stored[0][slots], self._stored[1][slots]
+
+
+def plant_in_worker(plan: FaultPlan, runner: Any) -> Operators:
+    """Into the live model of this worker; called in all of them."""
+    chosen = choose("vllm", plan.fault)
+    return plant(VLLMOperators(plan, runner, chosen), chosen)

@@ -19,6 +19,7 @@ from rlk_align.engines.vllm.parallel import TensorParallel
 from rlk_align.engines.vllm.places import vllm_places
 from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import TokenBatch
+from rlk_align.trace.digest import digest_rows
 from rlk_align.trace.writer import PassWriter
 
 
@@ -55,6 +56,15 @@ class VLLMTaps(SiteHooks):
         on_choices(self, self._model, self.show)
 
     def gather(self, local: torch.Tensor) -> list[torch.Tensor] | None:
+        return self._parallel.parts(local)
+
+    def unequal(self, place: Place, local: torch.Tensor) -> list[torch.Tensor] | None:
+        # Some ranks are given no logits.
+        if self._parallel.world == 1 or place.rows != "all":
+            return None
+        digests = self._parallel.parts(digest_rows(local))
+        if all(torch.equal(digests[0], other) for other in digests[1:]):
+            return None
         return self._parallel.parts(local)
 
     def live_rows(self, place: Place, value: torch.Tensor | None) -> LiveRows | None:

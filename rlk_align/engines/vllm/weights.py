@@ -7,11 +7,18 @@ import torch
 
 from rlk_align.engines.common.layout import padded
 from rlk_align.engines.common.parameters import LiveParameter
-from rlk_align.engines.common.weights import canonical, parameters
+from rlk_align.engines.common.weights import Parameter, canonical, parameters
 from rlk_align.engines.vllm.experts import expert_weights
 from rlk_align.engines.vllm.parallel import TensorParallel
 from rlk_align.engines.vllm.places import vllm_places
 from rlk_align.model.families import ModelShape
+
+
+def parameter_plan(model: Any, shape: ModelShape, tp: int) -> Iterator[Parameter]:
+    """Every parameter of a live model of `tp` ranks."""
+    rows = model.lm_head.weight.shape[0]
+    places = vllm_places(model, shape, tp)
+    return parameters(places, shape, tp, lambda op: padded(op, shape.vocab, rows, tp))
 
 
 def vllm_weights(
@@ -19,20 +26,18 @@ def vllm_weights(
 ) -> Iterator[LiveParameter]:
     """Canonical parameters of a live vLLM model, unfused and un-sharded, in the checkpoint's
     layout."""
-    tp, rows = parallel.world, model.lm_head.weight.shape[0]
-    plan = parameters(
-        vllm_places(model, shape, tp), shape, tp, lambda op: padded(op, shape.vocab, rows, tp)
-    )
-
-    def live(path: str) -> torch.Tensor | None:
-        holder, _, name = path.rpartition(".")
-        module = model.get_submodule(holder)
-        value = getattr(module, name, None)
-        return live_weight(module) if name == "weight" and value is not None else value
-
-    yield from canonical(plan, live, parallel.parts)
+    plan = parameter_plan(model, shape, parallel.world)
+    yield from canonical(plan, lambda path: live_parameter(model, path), parallel.parts)
     for name, value in expert_weights(model, shape.expert_intermediate):
         yield LiveParameter(name, value)
+
+
+def live_parameter(model: Any, path: str) -> torch.Tensor | None:
+    """What a model computes with, by its path; None where there is none."""
+    holder, _, name = path.rpartition(".")
+    module = model.get_submodule(holder)
+    value = getattr(module, name, None)
+    return live_weight(module) if name == "weight" and value is not None else value
 
 
 def live_weight(module: Any) -> torch.Tensor:

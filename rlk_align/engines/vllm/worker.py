@@ -16,14 +16,17 @@ from rlk_align.engines.common.code import code_places
 from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import ParameterRecord, record_parameter
+from rlk_align.engines.common.places import shards_of
 from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.process import heartbeat
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.vllm.experts import sparse_blocks
+from rlk_align.engines.vllm.operators import FaultPlan, plant_in_worker
 from rlk_align.engines.vllm.parallel import TensorParallel
 from rlk_align.engines.vllm.places import vllm_places
 from rlk_align.engines.vllm.taps import VLLMTaps
 from rlk_align.engines.vllm.weights import vllm_weights
+from rlk_align.errors import BadOption
 from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.results import CodePlace
@@ -64,6 +67,17 @@ class WorkerExtension:
     def rlk_patch(self, spec: EngineSpec) -> None:
         apply_patch(spec, self.model_runner.get_model())
 
+    def rlk_plant(self, plan: FaultPlan) -> BadOption | None:
+        """Returns why it cannot: what a process raises reaches another as its text alone."""
+        try:
+            self._rlk_planted = plant_in_worker(plan, self.model_runner)
+        except BadOption as error:
+            return error
+        return None
+
+    def rlk_uproot(self) -> None:
+        self._rlk_planted.close()
+
     def rlk_on_model(self, function: Callable[..., Any], *args: Any) -> Any:
         return function(self.model_runner.get_model(), *args)
 
@@ -73,6 +87,10 @@ class WorkerExtension:
     def rlk_code(self, shape: ModelShape) -> dict[str, CodePlace]:
         model = self.model_runner.get_model()
         return code_places(model, vllm_places(model, shape, TensorParallel().world))
+
+    def rlk_shards(self, shape: ModelShape) -> dict[str, list[tuple[int, int, int]]]:
+        model = self.model_runner.get_model()
+        return shards_of(vllm_places(model, shape, TensorParallel().world))
 
     def rlk_weights(self, shape: ModelShape) -> list[ParameterRecord]:
         parallel = TensorParallel()

@@ -108,7 +108,8 @@ def first_parting(clean: Trace, faulty: Trace, passname: str) -> str | None:
     """The first operator, in execution order, at which an engine with a fault parts from the same
     engine without it, among rows with equal inputs; None where it never does."""
     index = RowIndex(clean.tokens)
-    a, b = (Side(t.record.engine, t.read_pass(passname), None) for t in (clean, faulty))
+    a = Side(clean.record.engine, "rollout", clean.read_pass(passname), None)
+    b = Side(faulty.record.engine, "train", faulty.read_pass(passname), None)
     # What a sequence is given after it sampled another token is another sequence.
     same = index.prefix_all(index.same_tokens(faulty.tokens))
     edge = Edge("prefill_vs_train", a, b, passname == "decode", same)

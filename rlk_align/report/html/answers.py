@@ -2,7 +2,7 @@
 
 from rlk_align.judge.verdict import over_budget
 from rlk_align.report.source import ReportSource
-from rlk_align.report.words import site_figures, whose_off
+from rlk_align.report.words import rank_words, site_figures, whose_off
 from rlk_align.results import EdgeResult
 
 _NO_PROBE = "not known: rlk-align probe RUN tells"
@@ -26,7 +26,8 @@ def _first(edge: EdgeResult) -> str:
     site = next(s for s in edge.sites if s.site == first.site)
     since = f"; all is equal up to {first.last_equal}" if first.last_equal else ""
     where = f"sample {first.sample}, position {first.position}"
-    return f"{first.site}, first at {where}; {site_figures(site)}{since}"
+    ranks = f"; {words}" if (words := rank_words(first)) else ""
+    return f"{first.site}, first at {where}; {site_figures(site)}{since}{ranks}"
 
 
 def _over(source: ReportSource, edge: EdgeResult) -> str:

@@ -7,17 +7,16 @@ from typing import Any
 import pytest
 import torch
 from gloo_ranks import on_ranks
-from rlk_kernels.parallel import linear
+from rlk_kernels.parallel import linear, rms_norm
 from torch import Tensor
 
 pytest.importorskip("megatron.core")
 
 VOCAB = 64
+NORM = "the norm of them all"
 SHARED_OUT = ("word_embeddings", "output_layer", "linear_qkv", "linear_fc1")
 """Sharded by rows; the others in `SHARED_IN` by columns, and the rest is whole."""
 SHARED_IN = ("linear_proj.weight", "linear_fc2.weight")
-HEADS = ("q_layernorm", "k_layernorm")
-"""A rank has the gradient of its own heads, and megatron-core adds them up."""
 
 
 def _config(groups: int, **more: Any) -> Any:
@@ -48,11 +47,14 @@ def _shard(name: str, whole: Tensor, rank: int, world: int) -> Tensor:
 
 
 def _step(
-    group: Any, sequence: bool, groups: int = 2, wrong: bool = False
+    group: Any, sequence: bool, groups: int = 2, wrong: str = ""
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(the loss of each token, gradient of each parameter) of a rank. `wrong`: ranks add up
-    partial gradients, as engines do."""
+    """(the loss of each token, gradient of each parameter) of a rank, after megatron-core has added
+    up what it adds up over ranks. `wrong`: of what ranks add up partial gradients, as engines do,
+    `products` or `norms`."""
     from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from rlk_kernels.integrations import megatron
 
@@ -75,14 +77,22 @@ def _step(
             parameter.data.copy_(_shard(name, _whole(name, tuple(shape)), group.rank(), world))
         for layer in model.decoder.layers:
             assert layer.mlp.linear_fc1.rlk_blocks == 2
-        if wrong:
+        if wrong == "products":
             linear._shared_input_grad = _added_input_grad
+        if wrong == "norms":
+            rms_norm._of_all = lambda part, *_: part
+            rms_norm.rank_of = lambda _: 0
         ids = torch.arange(24).view(2, 12) * 7 % VOCAB
         at = torch.arange(12).expand(2, 12)
-        loss = model(ids, at, None, labels=ids.roll(-1, 1))
+        trained = DistributedDataParallel(
+            config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
+        )
+        loss = trained(ids, at, None, labels=ids.roll(-1, 1))
         loss.sum().backward()
+        finalize_model_grads([trained])
         megatron.check(megatron.operators(model))
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+    gradients = {name: p.main_grad.clone() for name, p in model.named_parameters()}
+    return loss.detach(), gradients | {NORM: megatron.gradient_norm(model)}
 
 
 def _added_input_grad(ctx: Any, dy: Tensor, weight: Tensor) -> Tensor:
@@ -114,12 +124,7 @@ def test_a_step_has_the_bits_of_one_rank(world: int, sequence: bool, groups: int
     ranks = on_ranks(world, _step, sequence, groups)
     assert all(torch.equal(own, loss) for own, _ in ranks)
     assert all(bool(g.any()) for g in whole.values())
-    added = {n for n in whole if "norm" in n and (sequence or any(part in n for part in HEADS))}
-    assert _differing(ranks, whole) == added
-    # What megatron-core adds up over ranks has another order, and no other value.
-    for name in added:
-        total = torch.stack([own[name].double() for _, own in ranks]).sum(0)
-        assert torch.allclose(total, whole[name].double(), rtol=0.05, atol=0.05)
+    assert _differing(ranks, whole) == set()
 
 
 def test_a_step_repeats_where_ranks_share_a_key_value_head() -> None:
@@ -136,8 +141,11 @@ def test_a_step_repeats_where_ranks_share_a_key_value_head() -> None:
 def test_gradients_that_are_added_up_over_ranks_are_noticed() -> None:
     """A planted fault."""
     _, whole = _alone(2)
-    ranks = on_ranks(2, _step, False, 2, True)
+    ranks = on_ranks(2, _step, False, 2, "products")
     assert "embedding.word_embeddings.weight" in _differing(ranks, whole)
+    ranks = on_ranks(2, _step, True, 2, "norms")
+    assert {n for n in _differing(ranks, whole) if "norm" not in n} == set()
+    assert any("norm" in name for name in _differing(ranks, whole))
 
 
 LENGTHS = [8, 16]

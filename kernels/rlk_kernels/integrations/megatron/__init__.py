@@ -4,6 +4,7 @@
     spec = megatron.layer_spec(config)               # in place of get_gpt_layer_local_spec()
     model = megatron.use_kernels(GPTModel(config, spec, ...), rope_parameters)
     logprobs = megatron.token_logprobs(logits_rows, targets, group=tensor_parallel_group)
+    norm = megatron.gradient_norm(model)             # the same for every number of ranks
 
 Against the TransformerEngine spec these are lost: communication that overlaps with products, weight
 gradients added into `main_grad` by the product itself. Tensor parallel, with or without sequence
@@ -21,6 +22,7 @@ from rlk_kernels.integrations.profile import logp as token_logprobs
 
 __all__ = [
     "check",
+    "gradient_norm",
     "layer_spec",
     "operators",
     "ordered_reduce_scatter",
@@ -80,6 +82,16 @@ def ordered_reduce_scatter() -> Iterator[None]:
     finally:
         for name, function in zip(names, before, strict=True):
             setattr(param_and_grad_buffer, name, function)
+
+
+def gradient_norm(model: Any) -> Any:
+    """The 2-norm of a GPTModel's gradients, float64, the same for every number of tensor-parallel
+    ranks whose gradients are the same; called on all of them, with gradients that data-parallel
+    ranks have added up and hold whole. Where ranks pad the vocabulary otherwise, it is another
+    sum."""
+    from rlk_kernels.integrations.megatron.gradients import gradient_norm
+
+    return gradient_norm(model)
 
 
 def operators(model: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -27,6 +28,7 @@ from rlk_kernels.parallel.context import check_lengths, own_positions
 from rlk_kernels.parallel.copies import size_of
 from rlk_kernels.parallel.embedding import embedding_parallel
 from rlk_kernels.parallel.linear import column_parallel, row_parallel
+from rlk_kernels.parallel.rms_norm import Shared
 
 
 class MegatronNorm(Counted, torch.nn.RMSNorm):
@@ -38,9 +40,36 @@ class MegatronNorm(Counted, torch.nn.RMSNorm):
         # Where a rank has some rows only, megatron-core adds up its gradient over ranks.
         self.weight.sequence_parallel = config.sequence_parallel
 
+        self.rlk_shared: Shared | None = "sequence" if config.sequence_parallel else None
+
     def forward(self, x: Tensor) -> Tensor:
         self.count()
-        return profile.norm(x, self.weight, self.eps)
+        if self.rlk_shared is None:
+            return profile.norm(x, self.weight, self.eps)
+        group = get_tensor_model_parallel_group()
+        return profile.shared_norm(x, self.weight, self.eps, self.rlk_shared, group)
+
+
+class MegatronQueryNorm(MegatronNorm):
+    """Of heads that ranks share: megatron-core adds up its gradient over them, too."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__(config, hidden_size, eps, **unused)
+        shares = self.shares_heads(config)
+        self.rlk_shared = "heads" if shares and config.tensor_model_parallel_size > 1 else None
+
+    @staticmethod
+    def shares_heads(config: Any) -> bool:
+        return True
+
+
+class MegatronKeyNorm(MegatronQueryNorm):
+    """Not where several ranks have the same key-value head: what they add up is no sum over the
+    rows of one rank."""
+
+    @staticmethod
+    def shares_heads(config: Any) -> bool:
+        return config.num_query_groups >= config.tensor_model_parallel_size
 
 
 class Column(Counted, ColumnParallelLinear):

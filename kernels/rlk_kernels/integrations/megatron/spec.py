@@ -64,10 +64,10 @@ def _layer(
         parts.input_layernorm = layers.MegatronNorm
     if not excludes(excluded, "mlp_norm"):
         parts.pre_mlp_layernorm = layers.MegatronNorm
-    for op in ("q", "k"):
+    for op, norm in (("q", layers.MegatronQueryNorm), ("k", layers.MegatronKeyNorm)):
         name = f"{op}_layernorm"
         if not excludes(excluded, f"{op}_norm") and getattr(attn, name) is not IdentityOp:
-            setattr(attn, name, layers.MegatronNorm)
+            setattr(attn, name, norm)
     if not excludes(excluded, "q_proj", "k_proj", "v_proj"):
         attn.linear_qkv = _linear(attn.linear_qkv, layers.Column)
     if not excludes(excluded, "o_proj"):

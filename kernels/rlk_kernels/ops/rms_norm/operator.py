@@ -81,10 +81,18 @@ def _setup(ctx, inputs, output):
 def _backward(ctx, dy, dnew):
     s, weight = ctx.saved_tensors
     dnew = dnew.contiguous() if ctx.fused else None
+    ds, dw = rms_norm_grad(s, weight, dy, ctx.eps, ctx.backend, dnew)
+    return ds, ds.clone() if ctx.fused else None, dw, None, None, None
+
+
+def rms_norm_grad(
+    s: Tensor, weight: Tensor, dy: Tensor, eps: float, backend: str, dnew: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(ds[..., H], dweight[H] in weight's dtype) of s[..., H] and dy; `dnew`: the gradient of the
+    new residual."""
     rows, drows = (x.contiguous().view(-1, s.shape[-1]) for x in (s, dy))
-    ds, dw = _rms_norm_backward(rows, weight, drows, dnew, ctx.eps, ctx.backend)
-    ds = ds.view(s.shape)
-    return ds, ds.clone() if ctx.fused else None, dw.to(weight.dtype), None, None, None
+    ds, dw = _rms_norm_backward(rows, weight, drows, dnew, eps, backend)
+    return ds.view(s.shape), dw.to(weight.dtype)
 
 
 _rms_norm.register_autograd(_backward, setup_context=_setup)

@@ -26,7 +26,7 @@ def on_ranks(
         for process in processes:
             process.start()
         for process in processes:
-            process.join(60)
+            process.join(180)
             process.kill()
         files = [Path(folder) / str(rank) for rank in range(world)]
         results = [torch.load(f, weights_only=False) if f.exists() else None for f in files]

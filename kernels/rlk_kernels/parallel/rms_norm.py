@@ -1,0 +1,68 @@
+"""rms_norm of rows that ranks share, by sequences or by heads: y of own rows, and a gradient of the
+weight that is the sum over the rows of all ranks, in the order of one rank.
+
+    dweight = sum over all rows of dy * n        on rank 0; zeros on the others
+
+A trainer that adds up the weight's gradient over ranks, as Megatron-core does, then adds zeros to
+the bits of one rank, in whatever order. What is gathered for it, in the backward, is x and dy.
+
+M = rows of a rank   H = the normalised dimension   R = ranks
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.backend import choose, on_device_of
+from rlk_kernels.ops.rms_norm.operator import rms_norm, rms_norm_grad
+from rlk_kernels.parallel.copies import Group, gather, rank_of, size_of
+
+Shared = Literal["sequence", "heads"]
+"""Which dimension ranks share: the first of x[S / R, ..., H], or the last but one of
+x[..., heads / R, H]."""
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, shared: Shared, group: Group, cast: str,
+        backend: str,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x, weight)
+        ctx.eps, ctx.shared, ctx.group, ctx.backend = eps, shared, group, backend
+        return rms_norm(x, weight, eps, cast=cast, backend=backend)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        dx = dw = None
+        with on_device_of(x):
+            if ctx.needs_input_grad[0]:
+                dx, _ = rms_norm_grad(x, weight, dy, ctx.eps, ctx.backend)
+            if ctx.needs_input_grad[1]:
+                rows, drows = (_of_all(part, ctx.shared, ctx.group) for part in (x, dy))
+                dw = torch.zeros_like(weight)
+                if rank_of(ctx.group) == 0:
+                    _, dw = rms_norm_grad(rows, weight, drows, ctx.eps, ctx.backend)
+        return dx, dw, None, None, None, None, None
+
+
+def _of_all(part: Tensor, shared: Shared, group: Group) -> Tensor:
+    """The rows of all ranks, where those of one rank would stand."""
+    parts = gather(part, group)
+    if shared == "sequence":
+        return parts.flatten(0, 1)
+    return parts.movedim(0, -3).flatten(-3, -2)
+
+
+def rms_norm_parallel(
+    x: Tensor, weight: Tensor, eps: float, shared: Shared, group: Group, *, cast: str = "hf",
+    backend: str | None = None,
+) -> Tensor:  # fmt: skip
+    """`rms_norm(x, weight, eps, cast=cast)` of this rank's rows, with the gradient of the weight as
+    the module says. Called on all ranks of the group, and its backward too; None is one rank."""
+    if size_of(group) == 1:
+        return rms_norm(x, weight, eps, cast=cast, backend=backend)
+    chosen = choose("rms_norm", backend, x, weight)
+    return _RmsNorm.apply(x, weight, eps, shared, group, cast, chosen)

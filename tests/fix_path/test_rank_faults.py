@@ -1,0 +1,85 @@
+"""Faults in a Megatron whose ranks share the model: seen where they say, on all ranks or on the one
+that alone has it, with and without sequence parallelism. Through the command line: `test_ranks.py`.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import warm
+from conftest import require_engine
+
+from rlk_align.engines.faults.catalogue import FAULTS, faults_of
+
+HERE = Path(__file__).parent
+LAYOUTS = {"tp": "tp=2", "sp": "tp=2,sp=1"}
+FEW = ("norm-eps", "attn-scale", "residual-fp8")
+"""A value that each rank has or, under sequence parallelism, some rows of; and heads."""
+CLASSES_OF = {
+    name: fault
+    for name, fault in faults_of("megatron").items()
+    if fault.kind in ("computation", "weights")
+    and not fault.needs_bias
+    and not fault.both
+    and fault.engines[-1] == "megatron"
+}
+"""Those that need no options."""
+
+Found = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]], Found]:
+    """What two ranks saw of these faults, in each layout, on both of them and on the second."""
+    known: dict[tuple[str, ...], Found] = {}
+
+    def run(faults: tuple[str, ...]) -> Found:
+        if faults not in known:
+            require_engine("megatron")
+            folder = tmp_path_factory.mktemp("faults")
+            names = [n for f in faults for n in (f, *_of_rank_1(f))]
+            cases = [{"name": n, "options": o, "faults": names} for n, o in LAYOUTS.items()]
+            (path := folder / "cases.json").write_text(json.dumps(cases))
+            words = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+            words += [str(HERE / "rank_faults_run.py"), str(path), str(folder / "found.json")]
+            with tempfile.TemporaryFile("w+") as said:
+                code = warm.start("megatron", words, dict(os.environ), said, said).wait(570)
+                said.seek(0)
+                assert code == 0, said.read()[-8000:]
+            known[faults] = json.loads((folder / "found.json").read_text())
+        return known[faults]
+
+    return run
+
+
+def _of_rank_1(fault: str) -> tuple[str, ...]:
+    """The same of the second rank alone, where one rank can have it."""
+    return () if FAULTS[fault].site == "logprob" else (f"{fault}@rank1",)
+
+
+def _check(found: Found, faults: tuple[str, ...]) -> None:
+    for layout, seen in found.items():
+        assert seen["after"] is None, (layout, "something is left of a fault")
+        for fault in faults:
+            site = FAULTS[fault].site
+            assert seen[fault] is not None, (layout, fault)
+            assert seen[fault][0] == site, (layout, fault, seen[fault])
+            # A rank that holds nothing of what is faulty has no fault.
+            expected = None if seen[fault][1] == [0] else [site, [1]]
+            for alone in _of_rank_1(fault):
+                assert seen[alone] == expected, (layout, alone, seen[alone])
+
+
+def test_a_fault_of_one_rank_is_named_with_it(found: Callable[[tuple[str, ...]], Found]) -> None:
+    _check(found(FEW), FEW)
+    assert all(seen[f"{fault}@rank1"] for seen in found(FEW).values() for fault in FEW)
+
+
+@pytest.mark.whole_matrix
+def test_every_fault_is_named_with_its_rank(found: Callable[[tuple[str, ...]], Found]) -> None:
+    assert len(CLASSES_OF) > 60
+    _check(found(tuple(CLASSES_OF)), tuple(CLASSES_OF))
