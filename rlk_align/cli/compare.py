@@ -41,6 +41,7 @@ def compare(
         bool, typer.Option("--probe", help="Also run each engine on the other's inputs.")
     ] = False,
     attribute: options.Attribute = False,
+    replay_routing: options.ReplayRouting = False,
     tokens: Annotated[
         str | None,
         typer.Option(
@@ -70,6 +71,7 @@ def compare(
     pair = from_arguments(Pair, locals())
     outputs, command = parse_outputs(output), options.command_line()
     prepared = prepare(pair, runs or [], options.warn, command)
+    prepared.check_replay(replay_routing)
     check_outputs(outputs, prepared.run)
 
     from rlk_align import pipeline
@@ -84,7 +86,14 @@ def compare(
         if without is not None:
             beside = without.start(progress), without.run
         verdict = prepared.start(progress)
-        if (probe or attribute) and not verdict.comparison.stopped:
-            request = pipeline.ProbeRequest(attribute=attribute, contract=contract, plan=pair.plan)
+        grafts = probe or attribute
+        if (grafts or replay_routing) and not verdict.comparison.stopped:
+            request = pipeline.ProbeRequest(
+                grafts=grafts,
+                attribute=attribute,
+                replay_routing=replay_routing,
+                contract=contract,
+                plan=pair.plan,
+            )
             verdict, probed = pipeline.probe(request, prepared.run.reopened(), progress)
     finish(verdict, prepared.run, outputs, probed, beside)

@@ -143,6 +143,27 @@ class SiteHooks(Hooks):
         if rows is not None and self._observing:
             self.observe(place, value, rows)
 
+    def overwrites(self, site: str) -> bool:
+        """Whether what is recorded of a site stands in for what the engine computes there."""
+        return self._editor is not None and self._editor.wants(site)
+
+    def choose(self, site: str, chosen: torch.Tensor) -> torch.Tensor:
+        """The experts `[cells, K]` that are computed in place of `chosen`: those that were recorded
+        of the site. A row that holds the recorded ones already keeps its own order of them."""
+        rows = self.live_rows(self._inside[site], chosen)
+        assert self._editor is not None
+        assert rows is not None
+        live = rows.read(chosen).clone()
+        recorded, which = self._editor(site, live, rows.sample, rows.position, 0)
+        at = torch.from_numpy(which).to(live.device)
+        same = (live[at].sort(dim=1).values == recorded).all(dim=1, keepdim=True)
+        live[at] = torch.where(same, live[at], recorded)
+        out = chosen.clone()
+        rows.write(out, live)
+        if self._tap is not None:
+            self._tap.overwritten(site, int(which.sum()))
+        return out
+
     def visit(self, place: Place, passed: Any) -> Any:
         """Observes what a module takes or gives, and overwrites it; returns what it gives now."""
         value = place.access.read(passed)

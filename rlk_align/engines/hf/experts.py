@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from rlk_align.engines.common.experts import by_ascending_id, slots
+from rlk_align.engines.common.experts import Choose, Show, by_ascending_id, choice_replaced, slots
 from rlk_align.engines.common.hooks import Hooks
+from rlk_align.engines.common.site_hooks import SiteHooks
 
-Show = Callable[[str, torch.Tensor], None]
-"""Takes the value of a site."""
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 
 
@@ -56,6 +55,24 @@ def on_experts(hooks: Hooks, model: Any, show: Show) -> None:
         (torch.nn.functional, "linear"),
     ):
         hooks.replace(owner, name, running.observed(getattr(owner, name)))
+
+
+def replay_choices(hooks: SiteHooks, model: Any) -> None:
+    """Has the routers whose choice is overwritten take the recorded experts. They choose by
+    `torch.topk`, and compute the weights of what it gives."""
+    for i, block in sparse_blocks(model):
+        site = f"layers.{i}.experts"
+        if hooks.overwrites(site):
+            choose = functools.partial(hooks.choose, site)
+            hooks.replace(block.gate, "forward", _replaying(block.gate.forward, choose))
+
+
+def _replaying(route: Callable[..., Any], choose: Choose) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with choice_replaced(choose):
+            return route(*args, **kwargs)
+
+    return forward
 
 
 def _show_choice(show: Show, layer: int, _module: Any, _inputs: Any, output: Any) -> None:
