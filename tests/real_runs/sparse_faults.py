@@ -42,6 +42,21 @@ def last_of_ties(model: Any) -> None:
     _on_gate(model, change)
 
 
+def last_of_ties_by_top_k(model: Any) -> None:
+    """The process's `torch.topk` takes the last of equal values."""
+    del model
+    original = torch.topk
+
+    def topk(scores: torch.Tensor, k: int, dim: int = -1, **more: Any) -> Any:
+        if scores.dim() != 2 or dim not in (-1, 1):
+            return original(scores, k, dim, **more)
+        order = scores.flip(1).sort(dim=1, descending=True, stable=True).indices
+        ids = scores.shape[1] - 1 - order[:, :k]
+        return scores.gather(1, ids), ids
+
+    torch.topk = topk  # type: ignore[assignment]
+
+
 def unnormalised(model: Any) -> None:
     """The weights of the chosen experts do not add up to 1."""
 

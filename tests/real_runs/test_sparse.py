@@ -120,14 +120,20 @@ def test_experts_in_another_order_are_told_before_any_number(tmp_path: Path) -> 
     assert f"train holds what the rollout has as {LAYER}.experts.1.gate_proj" in done.out
 
 
-def test_a_tie_is_no_bug(tmp_path: Path) -> None:
-    """Two experts with one router row: which of them is taken nobody has to agree on."""
-    tied = tmp_path / "tied"
+def with_tied_experts(folder: Path) -> Path:
+    """The sparse model, two of whose experts have one row of the router."""
+    tied = folder / "tied"
     shutil.copytree(SPARSE, tied)
     tensors = load_file(tied / "model.safetensors")
     gate = tensors[f"model.{LAYER}.mlp.gate.weight"]
     gate[5] = gate[2]
     save_file(tensors, tied / "model.safetensors", metadata={"format": "pt"})
+    return tied
+
+
+def test_a_tie_is_no_bug(tmp_path: Path) -> None:
+    """Two experts with one router row: which of them is taken nobody has to agree on."""
+    tied = with_tied_experts(tmp_path)
     done = compared(tmp_path, "hf", "hf:patch=sparse_faults:last_of_ties", model=tied)
     assert named(done) == []
     layer = routing(done)["layers"][1]
@@ -139,6 +145,75 @@ def test_a_tie_is_no_bug(tmp_path: Path) -> None:
     # The expert that both sides take is compared, and equal; no row of another is.
     assert rows[f"{LAYER}.gate_proj"]["differ"] == 0
     assert rows[f"{LAYER}.moe_out"]["introduced"] == 0
+
+
+@pytest.mark.parametrize("engine", ["hf", "hf:experts=eager,batch=4", "megatron", "vllm"])
+def test_replay_takes_away_what_routing_alone_has_done(tmp_path: Path, engine: str) -> None:
+    """Two captures of one engine that differ in the experts of tied tokens alone: with the experts
+    of the first, the second gives the log-probs of the first, bit for bit."""
+    require_engine(engine.partition(":")[0])
+    few = write_few_prompts(tmp_path / "few.jsonl")
+    cli, tied = command_line(tmp_path), with_tied_experts(tmp_path)
+    patch = "patch=sparse_faults:last_of_ties_by_top_k"
+    specs = {
+        "sampled": "hf",
+        "own": engine,
+        "other": f"{engine}{',' if ':' in engine else ':'}{patch}",
+    }
+    for name, spec in specs.items():
+        ids = ["--tokens", tmp_path / "sampled"]
+        ids = ["--prompts", few, "--max-new-tokens", 8] if name == "sampled" else ids
+        flags = ("--engine", spec, "--model", tied, "-o", tmp_path / name)
+        done = cli("capture", *flags, *ids, env=PATCHES)
+        assert done.code == 0, done.err
+    edges = ("--edges", "prefill_vs_train", "--run-dir", tmp_path / "run")
+    done = cli(
+        "compare", tmp_path / "own", tmp_path / "other", *edges, "--replay-routing", env=PATCHES
+    )
+    assert done.verdict is not None, done.err
+    found = routing(done)
+    assert found["layers"][1]["ties"] > 0
+    assert done.verdict["edges"]["prefill_vs_train"]["bit_mismatches"] > 0
+    replay = found["replay"]
+    assert replay["rest"]["bit_mismatches"] == 0
+    assert replay["rest"]["max_abs_dlogp"] == 0
+    whole = done.verdict["edges"]["prefill_vs_train"]["max_abs_dlogp"]
+    assert replay["routing"]["max_abs_dlogp"] == whole > 0
+    assert replay["rows"] == sum(layer["rows"] for layer in found["layers"])
+    assert "replayed (prefill_vs_train): with the other side's experts in train" in done.out
+
+
+def test_replay_in_a_pair(tmp_path: Path) -> None:
+    """By `compare` as by `probe`, with the parts in its JSON and its page; a replay that a patch
+    thwarts is an error, and a dense model has no routing to replay."""
+    require_engine("megatron")
+    page = tmp_path / "page.html"
+    done = compared(tmp_path, "hf", "megatron", "--replay-routing", "--output", f"html={page}")
+    assert done.code == 0, done.out + done.err
+    replay = routing(done)["replay"]
+    edge = done.verdict["edges"]["prefill_vs_train"] if done.verdict else {}
+    assert replay["side"] == "train"
+    assert replay["routing"]["max_abs_dlogp"] > 0
+    assert replay["rest"]["tokens"] == replay["routing"]["tokens"] == edge["tokens"]
+    # Token by token the parts add up, and so their means do.
+    total = replay["rest"]["k1"] + replay["routing"]["k1"]
+    assert total == pytest.approx(edge["k1"], rel=1e-9, abs=1e-12)
+    html = page.read_text(encoding="utf-8")
+    assert "Drift with routing and without" in html
+    assert "Flips by layer, prefill_vs_train" in html
+    again = command_line(tmp_path)("probe", tmp_path / "run", "--replay-routing")
+    assert again.code == 0, again.err
+    assert routing(again)["replay"] == replay
+    thwarted = compared(
+        tmp_path, "hf", "hf:attn=eager,patch=sparse_faults:flipped_expert", "--replay-routing"
+    )
+    assert thwarted.code == 3, thwarted.out
+    assert "were not computed by the experts that were to be replayed" in thwarted.err
+    dense = command_line(tmp_path)(
+        "compare", "--rollout", "hf", "--train", "hf", "--replay-routing"
+    )
+    assert dense.code == 2
+    assert "the model has no sparse layers" in dense.err
 
 
 def test_graft_passes_are_left_out_with_the_reason(tmp_path: Path) -> None:
