@@ -225,8 +225,8 @@ def _replays(source: ReportSource) -> list[list[str]]:
         rest = (replay.mean_abs_rest_flipped, replay.mean_abs_rest_other)
         for part, metrics, means in (
             ("with routing", edge.metrics, own),
-            (f"rest: {replay.side} computes the other side's experts", replay.rest, rest),
             ("routing by itself", replay.routing, None),
+            (f"rest: {replay.side} computes the other side's experts", replay.rest, rest),
         ):
             table.append(
                 [
