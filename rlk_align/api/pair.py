@@ -78,9 +78,9 @@ class PreparedPair:
     def check_replay(self, wanted: bool) -> None:
         """Raises BadOption where routing is to be replayed, and there is none."""
         if wanted and not self.sparse:
-            from rlk_align.probe.replay import DENSE
-
-            raise BadOption(DENSE)
+            raise BadOption(
+                "--replay-routing: the model has no sparse layers, and so no routing to replay"
+            )
 
     def start(self, progress: Progress) -> "Verdict":
         """Compares, and returns the verdict."""

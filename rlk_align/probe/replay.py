@@ -25,7 +25,6 @@ from rlk_align.trace.reader import PassReader
 from rlk_align.trace.run import Run
 from rlk_align.trace.values import RecordedRows
 
-DENSE = "--replay-routing: the model has no sparse layers, and so no routing to replay"
 _PLAN = TracePlan(sites=("experts",))
 
 
@@ -43,7 +42,9 @@ def replay_routing(
     check_alike(run, traces)
     choices = choices_of(traces["rollout"].record.shape)
     if not choices:
-        raise BadOption(DENSE)
+        raise BadOption(
+            f"{run.folder}: its model has no sparse layers, and so no routing to replay"
+        )
     flipped = {e.name for e in run.comparison.edges if e.routing and e.routing.flipped_tokens}
     index = RowIndex(traces["rollout"].tokens)
     replays: dict[EdgeName, ReplayedEdge] = {}

@@ -14,8 +14,8 @@ import torch
 
 Show = Callable[[str, torch.Tensor], None]
 """Takes the value of a site."""
-Choose = Callable[[torch.Tensor], torch.Tensor]
-"""Own choice of experts, ids `[T, K]` -> the experts that are computed."""
+Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Scores `[T, E]` and the choice by them, ids `[T, K]` -> the experts that are computed."""
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def choice_replaced(choose: Choose) -> Iterator[list[int]]:
     @functools.wraps(original)
     def topk(scores: torch.Tensor, *args: Any, **more: Any) -> Any:
         calls.append(len(scores))
-        chosen = choose(original(scores, *args, **more)[1])
+        chosen = choose(scores, original(scores, *args, **more)[1])
         return scores.gather(1, chosen), chosen
 
     torch.topk = topk

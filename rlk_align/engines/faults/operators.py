@@ -16,6 +16,7 @@ from rlk_align.engines.common.attributes import norm_epsilon
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import Place, first
 from rlk_align.engines.faults.catalogue import Chosen
+from rlk_align.engines.faults.sparse import SparseLayers
 from rlk_align.engines.faults.unit import Attention, Formula, ForwardTokens, Unit, in_place_of
 from rlk_align.errors import BadOption
 from rlk_align.model.rotary import checkpoint_rotary
@@ -47,6 +48,8 @@ class Operators(Hooks, ABC):
                 self._combination(site, formula)
             case "log_softmax":
                 self._logprob(formula)
+            case "router":
+                self.sparse_layers().change_logits(layer, formula)
             case _:
                 self._module_output(site, formula)
 
@@ -111,7 +114,7 @@ class Operators(Hooks, ABC):
         """Of what has a module of its own: embeddings, norms, projections and the logits."""
         module, index, op = self.module(site), self.outputs(site), self.sites[site].operator
         embedding, every_row = op.formula == "embedding", op.row == "token"
-        weight = None if embedding else self.weight(site)
+        weight = self.weight(site) if op.weight and not embedding else None
         bias = module.bias.detach()[index] if self.biased(site) else None
         eps = norm_epsilon(module) or 0.0
 
@@ -183,6 +186,10 @@ class Operators(Hooks, ABC):
                 self.on_rotation(lambda x: see(x) if turns and turns.pop(0) else None)
 
     @abstractmethod
+    def sparse_layers(self) -> SparseLayers:
+        """What faults can change in the model's sparse layers."""
+
+    @abstractmethod
     def on_rotation(self, see: Callable[[torch.Tensor], None]) -> None:
         """`see(what the rotary embedding gives)`: in each attention the query, then the key."""
 
@@ -224,13 +231,17 @@ def plant(chosen: Chosen, operators: Operators) -> None:
             raise BadOption(
                 f"fault={chosen}: a {shape.model_type} model of {shape.layers} layers has no {site}"
             )
-        if fault.needs_bias and not operators.biased(site):
+        if not fault.fits(operators.sites):
+            raise BadOption(f"fault={chosen}: {site} is of a sparse layer in this model")
+        if fault.needs == "bias" and not operators.biased(site):
             raise BadOption(f"fault={chosen}: {site} has no bias in this model")
     formula = make(chosen.strength)
     if fault.kind == "positions":
         operators.change_positions(formula)
     elif fault.kind == "boundaries":
         operators.change_boundaries(formula)
+    elif fault.kind == "sparse":
+        formula(operators.sparse_layers(), operators.sites[fault.site].layer)
     else:
         change = operators.change_weight if fault.kind == "weights" else operators.replace_operator
         for site in fault.sites:

@@ -58,21 +58,23 @@ def on_experts(hooks: Hooks, model: Any, show: Show) -> None:
 
 
 def replay_choices(hooks: SiteHooks, model: Any) -> None:
-    """Has the routers whose choice is overwritten take the recorded experts. They choose by
-    `torch.topk`, and compute the weights of what it gives."""
+    """Has the routers whose choice is overwritten take the recorded experts."""
     for i, block in sparse_blocks(model):
-        site = f"layers.{i}.experts"
-        if hooks.overwrites(site):
-            choose = functools.partial(hooks.choose, site)
-            hooks.replace(block.gate, "forward", _replaying(block.gate.forward, choose))
+        choose = hooks.recorded_choice(f"layers.{i}.experts")
+        if choose is not None:
+            replace_choice(hooks, block, choose)
 
 
-def _replaying(route: Callable[..., Any], choose: Choose) -> Callable[..., Any]:
+def replace_choice(hooks: Hooks, block: Any, choose: Choose) -> None:
+    """Has a router choose experts so: it calls `torch.topk`, and computes the weights of what that
+    gives."""
+    route = block.gate.forward
+
     def forward(*args: Any, **kwargs: Any) -> Any:
         with choice_replaced(choose):
             return route(*args, **kwargs)
 
-    return forward
+    hooks.replace(block.gate, "forward", forward)
 
 
 def _show_choice(show: Show, layer: int, _module: Any, _inputs: Any, output: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 from rlk_align.engines.faults.operators import Operators
 from rlk_align.engines.faults.unit import Formula, ForwardTokens, Report
 from rlk_align.engines.hf.places import hf_places
+from rlk_align.engines.hf.sparse_layers import HFSparseLayers
 from rlk_align.engines.hf.taps import on_rotation
 
 
@@ -32,6 +33,9 @@ class HFOperators(Operators):
         positions = positions.expand_as(ids).flatten()
         decoding = (positions > 0) & (ids.shape[1] == 1)
         self.rows = ForwardTokens(ids.flatten(), positions, decoding)
+
+    def sparse_layers(self) -> HFSparseLayers:
+        return HFSparseLayers(self, self._model)
 
     def on_rotation(self, see: Callable[[torch.Tensor], None]) -> None:
         on_rotation(self, self._model, see)

@@ -64,8 +64,7 @@ def on_experts(hooks: SiteHooks, model: Any) -> None:
     whose choice is overwritten take the recorded experts."""
     for i, layer in enumerate(model.decoder.layers):
         if hasattr(layer.mlp, "router"):
-            site = f"layers.{i}.experts"
-            choose = functools.partial(hooks.choose, site) if hooks.overwrites(site) else None
+            choose = hooks.recorded_choice(f"layers.{i}.experts")
             _Layer(i, hooks.show, choose).watch(hooks, layer.mlp)
 
 
@@ -96,7 +95,7 @@ class _Layer:
             self._show(f"{self._name}.router", logits_TE)
             if self._choose is not None:
                 self._replay.clear_indices()
-                chosen_TK = self._choose(logits_TE.topk(mlp.router.topk).indices)
+                chosen_TK = self._choose(logits_TE, logits_TE.topk(mlp.router.topk).indices)
                 self._replay.set_target_indices(chosen_TK)
             return logits
 

@@ -4,8 +4,7 @@ vLLM computes a layer's experts in one kernel, from the choice to the sum: their
 tensors.
 """
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -71,13 +70,16 @@ class _Router:
 def replay_choices(hooks: SiteHooks, model: Any) -> None:
     """Has the routers whose choice is overwritten take the recorded experts."""
     for i, _, block in sparse_blocks(model):
-        site, router = f"layers.{i}.experts", block.experts.router
-        if hooks.overwrites(site):
-            choose = functools.partial(hooks.choose, site)
-            hooks.replace(router, "_compute_routing", _replaying(router._compute_routing, choose))
+        choose = hooks.recorded_choice(f"layers.{i}.experts")
+        if choose is not None:
+            replace_choice(hooks, block.experts.router, choose)
 
 
-def _replaying(route: Callable[..., Any], choose: Choose) -> Callable[..., Any]:
+def replace_choice(hooks: Hooks, router: Any, choose: Choose) -> None:
+    """Has a router choose experts so. Raises EngineFailed as it runs, where it does not choose by
+    `torch.topk`."""
+    route = router._compute_routing
+
     def compute(*args: Any, **kwargs: Any) -> Any:
         with choice_replaced(choose) as calls:
             routed = route(*args, **kwargs)
@@ -88,7 +90,7 @@ def _replaying(route: Callable[..., Any], choose: Choose) -> Callable[..., Any]:
             )
         return routed
 
-    return compute
+    hooks.replace(router, "_compute_routing", compute)
 
 
 def expert_weights(model: Any, inner: int) -> Iterator[tuple[str, torch.Tensor]]:
