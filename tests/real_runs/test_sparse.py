@@ -10,6 +10,8 @@ import pytest
 from conftest import Outcome, command_line, require_engine, write_few_prompts
 from safetensors.torch import load_file, save_file
 
+from rlk_align.engines.faults.catalogue import FAULTS
+
 SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
 PATCHES = {"PYTHONPATH": str(Path(__file__).parent)}
 LAYER = "layers.2"
@@ -68,31 +70,32 @@ def test_a_healthy_pair(tmp_path: Path, rollout: str, train: str) -> None:
 @pytest.mark.parametrize(
     ("fault", "site"),
     [
-        ("flipped_expert", "experts"),
-        ("unnormalised", "routing_weights"),
-        ("weight_before_activation", "act"),
-        ("dropped_token", "moe_out"),
+        ("expert-flipped", "experts"),
+        ("expert-weights-unnormalised", "routing_weights"),
+        ("expert-weight-early", "act"),
+        ("expert-token-dropped", "moe_out"),
+        ("expert-missing", "moe_out"),
     ],
 )
 def test_a_fault_is_named(tmp_path: Path, fault: str, site: str) -> None:
-    done = compared(tmp_path, "hf", f"hf:patch=sparse_faults:{fault}")
+    done = compared(tmp_path, "hf", f"hf:experts=grouped_mm,fault={fault}")
     assert done.code == 1, done.out + done.err
     assert named(done)[0] == (f"{LAYER}.{site}", "train")
     assert {side for _, side in named(done)} == {"train"}
     at_router = {layer["layer"]: layer["at_router"] for layer in routing(done)["layers"]}
-    assert (at_router[2] > 0) == (fault == "flipped_expert")
+    assert (at_router[2] > 0) == (fault == "expert-flipped")
     assert at_router[1] == at_router[3] == 0
-    if fault == "flipped_expert":
+    if fault == "expert-flipped":
         assert "beyond rounding" in done.out
 
 
 def test_a_fault_in_the_rollout_alone(tmp_path: Path) -> None:
-    done = compared(tmp_path, "hf:patch=sparse_faults:unnormalised", "hf")
+    done = compared(tmp_path, "hf:fault=expert-weights-unnormalised", "hf")
     assert named(done) == [(f"{LAYER}.routing_weights", "rollout")]
 
 
 def test_a_router_in_bf16(tmp_path: Path) -> None:
-    bf16 = "hf:dtype=float32,patch=sparse_faults:router_in_bf16"
+    bf16 = "hf:dtype=float32,fault=router-bf16"
     done = compared(tmp_path, "hf:dtype=float32", bf16)
     assert named(done)[0] == (f"{LAYER}.router", "train")
 
@@ -103,15 +106,15 @@ def test_faults_inside_other_engines(tmp_path: Path) -> None:
     require_engine("megatron")
     done = compared(
         tmp_path,
-        "vllm:patch=sparse_faults:flipped_expert_in_vllm",
-        "megatron:patch=sparse_faults:dropped_token_in_megatron",
+        "vllm:fault=expert-flipped",
+        "megatron:fault=expert-token-dropped",
     )
     assert done.code == 1, done.out + done.err
     assert named(done) == [(f"{LAYER}.experts", "rollout"), (f"{LAYER}.moe_out", "train")]
 
 
 def test_experts_in_another_order_are_told_before_any_number(tmp_path: Path) -> None:
-    done = compared(tmp_path, "hf", "hf:patch=sparse_faults:shuffled_experts")
+    done = compared(tmp_path, "hf", "hf:fault=experts-shuffled")
     assert done.code == 4, done.out
     assert done.verdict is not None
     mismatches = {m["name"] for m in done.verdict["precheck"]["mismatches"]}
@@ -204,9 +207,7 @@ def test_replay_in_a_pair(tmp_path: Path) -> None:
     again = command_line(tmp_path)("probe", tmp_path / "run", "--replay-routing")
     assert again.code == 0, again.err
     assert routing(again)["replay"] == replay
-    thwarted = compared(
-        tmp_path, "hf", "hf:attn=eager,patch=sparse_faults:flipped_expert", "--replay-routing"
-    )
+    thwarted = compared(tmp_path, "hf", "hf:attn=eager,fault=expert-flipped", "--replay-routing")
     assert thwarted.code == 3, thwarted.out
     assert "were not computed by the experts that were to be replayed" in thwarted.err
     dense = command_line(tmp_path)(
@@ -214,6 +215,29 @@ def test_replay_in_a_pair(tmp_path: Path) -> None:
     )
     assert dense.code == 2
     assert "the model has no sparse layers" in dense.err
+
+
+@pytest.mark.whole_matrix
+def test_the_self_test_names_every_fault_of_a_sparse_layer(tmp_path: Path) -> None:
+    """In all engines, on either side of each pair, beside the one that HF alone shows."""
+    for engine in ("vllm", "megatron"):
+        require_engine(engine)
+    names = {name for name, fault in FAULTS.items() if fault.sparse}
+    few = write_few_prompts(tmp_path / "few.jsonl")
+    planted = {"hf,vllm,megatron": names - {"expert-weight-early"}, "hf": {"expert-weight-early"}}
+    for engines, faults in planted.items():
+        done = command_line(tmp_path)(
+            *("selftest", "--engines", engines, "--faults", ",".join(sorted(faults))),
+            *("--model", SPARSE, "--prompts", few, "--run-dir", tmp_path / "selftest"),
+            *("--seeds", 1),
+            *("--output", f"json={tmp_path / 'out.json'}"),
+            shared=False,
+        )
+        found = json.loads((tmp_path / "out.json").read_text())
+        assert done.code == 0, done.out
+        assert {d["fault"] for d in found["detections"]} == faults
+        assert all(d["others"] == [] for d in found["detections"])
+        assert [c["alarms"] for c in found["clean"]] == [[]] * len(found["clean"])
 
 
 def test_graft_passes_are_left_out_with_the_reason(tmp_path: Path) -> None:

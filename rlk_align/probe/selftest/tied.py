@@ -11,8 +11,9 @@ from rlk_align.model.sites import model_sites, site_parameters
 
 
 def tied_model(model: Path, folder: Path) -> Path:
-    """A copy of the checkpoint in which every router has one row for the experts 0 and 1, one for 2
-    and 3, and so on."""
+    """A copy of the checkpoint in which every router has one row for the first k + 1 experts, one
+    for the next k + 1, and so on, k being how many a token is sent to: not all that tie can be
+    chosen."""
     if (folder / "config.json").is_file():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -24,9 +25,8 @@ def tied_model(model: Path, folder: Path) -> Path:
     for path in weight_files(model):
         tensors = load_file(path)
         for name in routers & tensors.keys():
-            rows = tensors[name]
-            pairs = len(rows) // 2
-            rows[1 : 2 * pairs : 2] = rows[0 : 2 * pairs : 2].clone()
+            for group in tensors[name].split(shape.top_k + 1):
+                group[1:] = group[0].clone()
         save_file(tensors, folder / path.name, metadata={"format": "pt"})
     # The config last: its presence means complete.
     rest = [p for p in model.iterdir() if p.is_file() and p.suffix != ".safetensors"]
