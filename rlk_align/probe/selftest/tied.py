@@ -11,9 +11,8 @@ from rlk_align.model.sites import model_sites, site_parameters
 
 
 def tied_model(model: Path, folder: Path) -> Path:
-    """A copy of the checkpoint in which every router has one row for the first k + 1 experts, one
-    for the next k + 1, and so on, k being how many a token is sent to: not all that tie can be
-    chosen."""
+    """A copy of the checkpoint in which every router has one row for its first k + 1 experts, k
+    being how many a token is sent to: where they are liked best, not all that tie are chosen."""
     if (folder / "config.json").is_file():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -25,8 +24,7 @@ def tied_model(model: Path, folder: Path) -> Path:
     for path in weight_files(model):
         tensors = load_file(path)
         for name in routers & tensors.keys():
-            for group in tensors[name].split(shape.top_k + 1):
-                group[1:] = group[0].clone()
+            tensors[name][1 : shape.top_k + 1] = tensors[name][0].clone()
         save_file(tensors, folder / path.name, metadata={"format": "pt"})
     # The config last: its presence means complete.
     rest = [p for p in model.iterdir() if p.is_file() and p.suffix != ".safetensors"]
