@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from rlk_align.model.sites import Site
+if TYPE_CHECKING:
+    from rlk_align.model.sites import Site
 
 Kind = Literal["computation", "weights", "positions", "boundaries", "sparse"]
 """`sparse`: planted by what the engine's `SparseLayers` can change."""
@@ -62,7 +63,7 @@ class Fault:
         """Whether it is of a sparse layer."""
         return self.op_class == "routing"
 
-    def fits(self, sites: Mapping[str, Site]) -> bool:
+    def fits(self, sites: Mapping[str, "Site"]) -> bool:
         """Whether a model of these sites has a place for it: an operator within the experts has
         rows of tokens by expert, which other faults know nothing of."""
         if self.needs == "bias" and any(s.sparse for s in sites.values()):
