@@ -75,7 +75,7 @@ def layer_words(layer: LayerRouting, contract: Contract) -> str:
 def _kind(layer: LayerRouting, contract: Contract) -> str:
     """Whether flips on equal inputs are ties, rounding, or more."""
     others = layer.measured - layer.ties
-    kinds = [f"{layer.ties:,} ties of logits"] if layer.ties else []
+    kinds = [f"{layer.ties:,} tie{'s' * (layer.ties > 1)} of logits"] if layer.ties else []
     if others:
         gap = f"{others:,} with a gap of up to {layer.largest_gap:.2g} roundings"
         budget = contract.budget(layer.site.rpartition(".")[2], "routing")
