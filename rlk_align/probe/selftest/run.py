@@ -14,7 +14,7 @@ from rlk_align.engines.faults.fault import Fault
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.model.prompts import load_prompts, save_prompts
 from rlk_align.probe.selftest.biased import biased_model
-from rlk_align.probe.selftest.detect import alarms, detection, first_parting, verdict_of
+from rlk_align.probe.selftest.detect import alarms, detection, first_parting, shown_as, verdict_of
 from rlk_align.probe.selftest.plan import Case, cases, pairs, pairs_of, spec
 from rlk_align.probe.selftest.record import CleanPair, Detection, SelfTest
 from rlk_align.probe.selftest.tied import tied_model
@@ -184,12 +184,16 @@ class _SelfTest:
                     shutil.rmtree(clean.folder)
 
     def _planted(self, case: Case, faulty: Trace) -> str | None:
-        """Where the faulty engine parts from itself."""
+        """Where the faulty engine parts from itself; where it does so at the first operator that it
+        shows behind the fault's, at the fault's."""
         fault = case.chosen.fault
+        passname = "decode" if fault.decode else "prefill"
         if fault.decode:
-            sampled = self._sampled(case.engine, case.options, 0)
-            return first_parting(sampled, faulty, "decode")
-        return first_parting(self._scored(case.engine, case.options, fault), faulty, "prefill")
+            clean = self._sampled(case.engine, case.options, 0)
+        else:
+            clean = self._scored(case.engine, case.options, fault)
+        parting = first_parting(clean, faulty, passname)
+        return fault.site if parting == shown_as(fault.site, faulty, passname) else parting
 
     def _clean_pairs(self) -> Iterator[CleanPair]:
         """Every pair without a fault, on fresh tokens for every seed."""
