@@ -10,7 +10,8 @@ A row for each (edge, sample, position), in the order of the batch, with the col
                                     where it was not sampled, or the mask of a dump leaves it out
     embed, layers.0.attn_norm, …    a column per site, in execution order: ‖b − a‖ / max(‖a‖, ‖b‖)
                                     of the row; 0 where its bits are equal, NaN where it is not
-                                    finite, null where it was not compared or not kept
+                                    finite, null where it was not compared or not kept; of
+                                    `experts`, which are ids, 1 where the sets differ
 
 Who judges or draws a run reads this, and needs neither torch nor the captures.
 """

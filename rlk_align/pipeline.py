@@ -15,6 +15,7 @@ from rlk_align.model.edges import EDGES
 from rlk_align.probe.probe import probe_run
 from rlk_align.probe.record import Probe
 from rlk_align.probe.referee.referee import referee
+from rlk_align.probe.replay import replay_routing
 from rlk_align.progress import Progress
 from rlk_align.report.verdict_json import verdict_json
 from rlk_align.results import Comparison, EdgeName, Kind
@@ -89,8 +90,12 @@ class ProbeRequest:
     """What is asked of a compared run."""
 
     edges: tuple[EdgeName, ...] = ()
-    """None is the edge that the verdict speaks of first."""
+    """Empty is the edge that the verdict speaks of first; of replays, every judged edge."""
+    grafts: bool = True
+    """Whether each engine is run on the other's inputs."""
     attribute: bool = False
+    replay_routing: bool = False
+    """Whether each edge's second engine is run with the first one's experts."""
     contract: str | None = None
     plan: TracePlan
     """Which values the graft passes keep."""
@@ -107,13 +112,25 @@ def probe(request: ProbeRequest, run: Run, progress: Progress) -> tuple[Verdict,
                 "mend what differs, or compare across it with --allow-mismatch",
             )
         first = headline(verdict)
-        edges = request.edges or ((first.name,) if first else ())
-        try:
-            record = probe_run(run, edges, request.attribute, request.plan, progress)
-        except (MissingDependency, ModelError) as error:
-            # What the captures alone tell needs no engine: the operators, recomputed.
-            record = Probe(edges=[], left_out=error.message)
+        record = Probe(edges=[])
+        if request.replay_routing:
+            replays = replay_routing(run, request.edges or run.record.judged, progress)
+            record = record.model_copy(update={"replays": replays})
+        if request.grafts:
+            edges = request.edges or ((first.name,) if first else ())
+            record = record.model_copy(update=_grafted(request, run, edges, progress))
         run.save_probe(record)
         run.save_verdict(verdict_json(verdict, record))
         run.finish()
         return verdict, record
+
+
+def _grafted(
+    request: ProbeRequest, run: Run, edges: tuple[EdgeName, ...], progress: Progress
+) -> dict[str, object]:
+    """The fields of the probe that graft passes fill."""
+    try:
+        return {"edges": probe_run(run, edges, request.attribute, request.plan, progress)}
+    except (MissingDependency, ModelError) as error:
+        # What the captures alone tell needs no engine: the operators, recomputed.
+        return {"left_out": error.message}

@@ -185,6 +185,8 @@ class EdgeRouting(Result):
     """The share of the summed |Δ| that lies on these."""
     mean_abs_dlogp_flipped: Size
     mean_abs_dlogp_other: Size
+    unflipped: EdgeMetrics | None = None
+    """Of the sampled tokens that are sent to the same experts everywhere; None where none is."""
 
 
 class EdgeResult(Result):

@@ -41,6 +41,7 @@ from rlk_align.errors import RlkError
 from rlk_align.judge.verdict import Verdict, over_budget
 from rlk_align.judge.wording import how_off
 from rlk_align.model.edges import EDGES
+from rlk_align.model.families import read_shape
 from rlk_align.model.prompts import Prompt, load_prompts, save_prompts
 from rlk_align.model.sites import RowIndex
 from rlk_align.pipeline import CompareRequest, compare
@@ -290,7 +291,8 @@ class Probe:
     def _faults(self) -> None:
         """The self-test of these faults, in either engine, on the short prompts."""
         pair = [EngineSpec.parse(s) for s in (self.args.rollout, self.args.train)]
-        named = check_faults(self.args.faults.split(",") if self.args.faults else ())
+        asked = self.args.faults.split(",") if self.args.faults else ()
+        named = check_faults(asked, read_shape(Path(self.args.model)))
         request = SelfTestRequest(
             engines=tuple(dict.fromkeys(s.name for s in pair)),
             faults=named,

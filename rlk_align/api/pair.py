@@ -67,11 +67,20 @@ class PreparedPair:
     """The lower-precision dtype of the two sides."""
     most_tokens: int | None
     """Sampled tokens at most; None where they are recorded already."""
+    sparse: bool
+    """Whether the model sends tokens to experts."""
 
     @property
     def too_few_tokens(self) -> bool:
         """Whether even responses of full length have too few tokens for a conclusion."""
         return self.most_tokens is not None and self.most_tokens < self.contract.min_tokens
+
+    def check_replay(self, wanted: bool) -> None:
+        """Raises BadOption where routing is to be replayed, and there is none."""
+        if wanted and not self.sparse:
+            raise BadOption(
+                "--replay-routing: the model has no sparse layers, and so no routing to replay"
+            )
 
     def start(self, progress: Progress) -> "Verdict":
         """Compares, and returns the verdict."""
@@ -109,7 +118,7 @@ def prepare(
         )
         for side, spec in sides.items()
     }
-    contract, dtype = _check_contract(pair.contract, requests, recorded, warn)
+    contract, dtype, sparse = _check_contract(pair.contract, requests, recorded, warn)
 
     from rlk_align.pipeline import CompareRequest
 
@@ -128,6 +137,7 @@ def prepare(
         model=captured.model or default_model(),
         dtype=dtype,
         most_tokens=_most_tokens(requests["rollout"]),
+        sparse=sparse,
     )
 
 
@@ -202,9 +212,10 @@ def _check_contract(
     requests: Mapping[SideName, CaptureRequest | Recording],
     recorded: Mapping[SideName, Path],
     warn: options.Warn,
-) -> tuple[Contract, str]:
-    """The contract that will judge, and the lower-precision dtype of the two sides. Raises what
-    `check_request` raises, and ContractError for a contract that lacks an operator's limit."""
+) -> tuple[Contract, str, bool]:
+    """The contract that will judge, the lower-precision dtype of the two sides, and whether their
+    model has sparse layers. Raises what `check_request` raises, and ContractError for a contract
+    that lacks an operator's limit."""
     from rlk_align.capture.check import check_request
     from rlk_align.model.sites import Site, model_sites
 
@@ -225,7 +236,7 @@ def _check_contract(
     contract = load_contract(name or default_contract(dtype), dtype)
     operators = ((s.name, s.op, s.op_class) for s in sites)
     check_operators(contract, contract.limits_for(dtype), operators)
-    return contract, dtype
+    return contract, dtype, any(s.op == "experts" for s in sites)
 
 
 def _most_tokens(rollout: CaptureRequest | Recording) -> int | None:

@@ -50,6 +50,7 @@ def compare(
         bool, typer.Option("--probe", help="Also run each engine on the other's inputs.")
     ] = False,
     attribute: options.Attribute = False,
+    replay_routing: options.ReplayRouting = False,
     tokens: Annotated[
         str | None,
         typer.Option(
@@ -82,6 +83,7 @@ def compare(
         _explain(runs[0], pair, probe or attribute, output)
     outputs, command = parse_outputs(output), options.command_line()
     prepared = prepare(pair, runs or [], options.warn, command)
+    prepared.check_replay(replay_routing)
     check_outputs(outputs, prepared.run)
 
     from rlk_align import pipeline
@@ -96,8 +98,15 @@ def compare(
         if without is not None:
             beside = without.start(progress), without.run
         verdict = prepared.start(progress)
-        if (probe or attribute) and not verdict.comparison.stopped:
-            request = pipeline.ProbeRequest(attribute=attribute, contract=contract, plan=pair.plan)
+        grafts = probe or attribute
+        if (grafts or replay_routing) and not verdict.comparison.stopped:
+            request = pipeline.ProbeRequest(
+                grafts=grafts,
+                attribute=attribute,
+                replay_routing=replay_routing,
+                contract=contract,
+                plan=pair.plan,
+            )
             verdict, probed = pipeline.probe(request, prepared.run.reopened(), progress)
     finish(verdict, prepared.run, outputs, probed, beside)
 

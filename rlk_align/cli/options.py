@@ -109,6 +109,13 @@ Attribute = Annotated[
     bool,
     typer.Option("--attribute", help="Also say what each introducer contributes to the log-probs."),
 ]
+ReplayRouting = Annotated[
+    bool,
+    typer.Option(
+        "--replay-routing",
+        help="Of a sparse model: also run each edge's second engine with the first one's experts.",
+    ),
+]
 
 
 def command_line() -> list[str]:

@@ -42,6 +42,7 @@ def probe(
     production: options.Production = None,
     trace_budget: options.TraceBudget = "8GB",
     attribute: options.Attribute = False,
+    replay_routing: options.ReplayRouting = False,
 ) -> None:
     """Run each engine on the other's recorded inputs: who introduced an error, who passed it on.
 
@@ -62,6 +63,7 @@ def probe(
         run = Run.open(of)
     else:
         prepared = prepare(pair, [], options.warn, options.command_line())
+        prepared.check_replay(replay_routing)
         run = prepared.run
     check_outputs(outputs, run)
 
@@ -77,7 +79,11 @@ def probe(
                 finish(verdict, run, outputs)
             run = run.reopened()
         request = pipeline.ProbeRequest(
-            edges=requested_edges, attribute=attribute, contract=contract, plan=plan
+            edges=requested_edges,
+            attribute=attribute,
+            replay_routing=replay_routing,
+            contract=contract,
+            plan=plan,
         )
         verdict, probed = pipeline.probe(request, run, progress)
     finish(verdict, run, outputs, probed)

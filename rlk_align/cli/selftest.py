@@ -40,16 +40,18 @@ def selftest(
     output: options.JsonOutput = None,
 ) -> None:
     """Plant known faults into the engines, and say which of them the comparison names."""
+    from rlk_align.model.checkpoint import default_model, resolve_model
+    from rlk_align.model.families import read_shape
     from rlk_align.probe.selftest.plan import check_engines, check_faults
 
     chosen = check_engines(names(engines))
-    planted = check_faults(names(faults))
+    checkpoint = resolve_model(model or default_model())
+    planted = check_faults(names(faults), read_shape(checkpoint))
     outputs = parse_outputs(output, ["json"])
     run = choose_run(run_dir, "selftest", chosen, planted, seeds, curves, model, prompts)
     check_outputs(outputs, run)
 
     from rlk_align.data import data_path
-    from rlk_align.model.checkpoint import default_model, resolve_model
     from rlk_align.probe.selftest.record import CleanPair, Detection
     from rlk_align.probe.selftest.run import SelfTestRequest, selftest
     from rlk_align.probe.selftest.table import lines
@@ -59,7 +61,7 @@ def selftest(
         faults=planted,
         seeds=seeds,
         curves=curves,
-        model=str(resolve_model(model or default_model())),
+        model=str(checkpoint),
         prompts=prompts or data_path("prompts.jsonl"),
     )
     results = run.folder / RESULTS

@@ -171,8 +171,9 @@ def _compare_site(
         state.routing.see_choice(a, b, paired, read, index)
     introduced = differ & inputs_equal[paired.number] & ~noisy[paired.number]
     values = _compare_values(a, b, site, paired, np.flatnonzero(differ), introduced, flips)
-    state.rows.add(site.name, paired.number, _row_errors(paired, differ, values))
     ids = site.operator.formula == "top_k"
+    errors = differ.astype(np.float32) if ids else _row_errors(paired, differ, values)
+    state.rows.add(site.name, paired.number, errors)
     held = _valued(paired, np.flatnonzero(introduced))
     unheld = np.setdiff1d(np.flatnonzero(introduced), held)
     # By how much ids differ says nothing.

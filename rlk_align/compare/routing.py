@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from rlk_align.compare.metrics import edge_metrics
 from rlk_align.compare.pairing import PairedSite
 from rlk_align.model.dtypes import DTYPES
 from rlk_align.model.sites import RowIndex
@@ -144,6 +145,7 @@ class Routing:
             share_of_dlogp=float(with_flip / total) if total > 0 else 0.0,
             mean_abs_dlogp_flipped=float(delta[flipped].mean()) if flipped.any() else 0.0,
             mean_abs_dlogp_other=float(delta[~flipped].mean()) if (~flipped).any() else 0.0,
+            unflipped=edge_metrics(first[~flipped], second[~flipped]) if (~flipped).any() else None,
         )
 
 

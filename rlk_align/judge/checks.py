@@ -8,7 +8,15 @@ from typing import Any, Literal
 from rlk_align.errors import ContractError
 from rlk_align.judge.budgets import budget_of
 from rlk_align.judge.contract import STATISTICS, Contract, Limit, Waiver
-from rlk_align.results import Comparison, EdgeResult, RefereedUnit, Result, SideName, SiteResult
+from rlk_align.results import (
+    Comparison,
+    EdgeMetrics,
+    EdgeResult,
+    RefereedUnit,
+    Result,
+    SideName,
+    SiteResult,
+)
 
 Outcome = Literal["pass", "warn", "waived", "fail"]
 
@@ -49,13 +57,31 @@ class LimitCheck(Result):
         return math.inf if math.isnan(ratio) else ratio
 
 
+def judged_metrics(edge: EdgeResult, c: Comparison, contract: Contract) -> EdgeMetrics:
+    """The metrics of an edge that a contract's limits on log-probs are held against.
+
+    Of a sparse model these are the metrics of the tokens that both sides send to the same experts:
+    another expert is another computation, and moves a log-prob by whatever it computes. That the
+    choice itself is sound has to be known: the contract has a budget for it, and each side's was
+    held against its own logits. Where it is not, or where too few tokens are left, all count.
+    """
+    routing = edge.routing
+    if routing is None or routing.unflipped is None or not contract.budget("experts", "routing"):
+        return edge.metrics
+    choices = [u for u in c.referee if u.op == "experts" and edge.name in u.edges]
+    checked = bool(choices) and all(u.errors is not None for u in choices)
+    enough = routing.unflipped.tokens >= contract.min_tokens
+    return routing.unflipped if checked and enough else edge.metrics
+
+
 def check_edge(edge: EdgeResult, c: Comparison, contract: Contract) -> list[LimitCheck]:
     """All that the contract says of an edge. Raises ContractError where a limit names sites that
     are not there, or where operators are limited and one of them is not."""
-    limits = [x for x in contract.limits_for(c.dtype) if x.judges(edge.name, edge.metrics.tokens)]
+    metrics = judged_metrics(edge, c, contract)
+    limits = [x for x in contract.limits_for(c.dtype) if x.judges(edge.name, metrics.tokens)]
     _check_covered(edge, limits, contract)
     of_operators = _of_operators(edge, c, contract)
-    return [*_of_edge(edge, limits), *of_operators, *_of_routers(edge, contract)]
+    return [*_of_edge(edge, metrics, limits), *of_operators, *_of_routers(edge, contract)]
 
 
 def _check_covered(edge: EdgeResult, limits: list[Limit], contract: Contract) -> None:
@@ -82,12 +108,12 @@ def check_operators(
         )
 
 
-def _of_edge(edge: EdgeResult, limits: list[Limit]) -> Iterator[LimitCheck]:
+def _of_edge(edge: EdgeResult, metrics: EdgeMetrics, limits: list[Limit]) -> Iterator[LimitCheck]:
     for site in edge.sites:
         value = float(site.nonfinite)
         yield _of_site(site, edge, limit="finite", metric="nonfinite", value=value, fail=0.0)
     for limit in limits:
-        fail = limit.fail if limit.of_site else limit.fail_at(edge.metrics.tokens)
+        fail = limit.fail if limit.of_site else limit.fail_at(metrics.tokens)
         warn = None if limit.warn is None else min(limit.warn, fail)
         bounds: dict[str, Any] = {
             "limit": limit.id,
@@ -100,7 +126,7 @@ def _of_edge(edge: EdgeResult, limits: list[Limit]) -> Iterator[LimitCheck]:
                 if limit.covers(site.site, site.op_class):
                     yield _of_site(site, edge, value=_site_value(limit, site), **bounds)
         else:
-            value = float(getattr(edge.metrics, limit.metric))
+            value = float(getattr(metrics, limit.metric))
             yield LimitCheck(value=value, site=None, edge=edge.name, **bounds)
 
 

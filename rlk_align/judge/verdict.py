@@ -6,7 +6,7 @@ from typing import Literal, TypeVar
 
 from rlk_align.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS
 from rlk_align.judge.budgets import budget_of
-from rlk_align.judge.checks import LimitCheck, check_edge
+from rlk_align.judge.checks import LimitCheck, check_edge, judged_metrics
 from rlk_align.judge.contract import Contract
 from rlk_align.judge.load import default_contract, load_contract
 from rlk_align.judge.waivers import WaiverUse, today, waive
@@ -124,10 +124,11 @@ def doubts_of(c: Comparison, contract: Contract) -> list[str]:
     for edge in c.edges:
         if edge.name in c.judged:
             limits = contract.limits_for(c.dtype)
-            if not any(limit.judges(edge.name, edge.metrics.tokens) for limit in limits):
+            tokens = judged_metrics(edge, c, contract).tokens
+            if not any(limit.judges(edge.name, tokens) for limit in limits):
                 doubts.append(
                     f"contract {contract.id} holds no limit against {edge.name}, of "
-                    f"{edge.metrics.tokens} sampled tokens"
+                    f"{tokens} sampled tokens"
                 )
             doubts += [
                 f"{edge.name}: {site}: {reason}"
@@ -182,6 +183,7 @@ def _notes(c: Comparison, contract: Contract) -> list[str]:
             f"responses of up to {c.longest_response:,} tokens: the limits were chosen for "
             f"{contract.sequences.tokens:,}, and drift adds up along a sequence"
         )
+    notes += _flipped_apart(c, contract)
     notes += _not_held(c, contract)
     unrefereed = [u for u in c.referee if u.errors is None]
     if contract.budgets and c.edges and not c.referee:
@@ -215,17 +217,31 @@ def _notes(c: Comparison, contract: Contract) -> list[str]:
     return notes
 
 
+def _flipped_apart(c: Comparison, contract: Contract) -> Iterator[str]:
+    """Edges whose flipped tokens stand outside of the limits on log-probs."""
+    for edge in c.edges:
+        judged = judged_metrics(edge, c, contract)
+        apart = edge.metrics.tokens - judged.tokens
+        if edge.name in c.judged and apart:
+            yield (
+                f"{edge.name}: limits on log-probs were held against the {judged.tokens:,} tokens "
+                f"that both sides send to the same experts, max |Δ| {judged.max_abs_dlogp:.2g}; "
+                f"the {apart:,} others count apart"
+            )
+
+
 def _not_held(c: Comparison, contract: Contract) -> Iterator[str]:
     """Limits that want more tokens than there are."""
     for edge in c.edges:
         limits = contract.limits_for(c.dtype) if edge.name in c.judged else []
-        short = [x for x in limits if edge.metrics.tokens < x.min_tokens]
+        tokens = judged_metrics(edge, c, contract).tokens
+        short = [x for x in limits if tokens < x.min_tokens]
         short = [x for x in short if x.judges(edge.name, x.min_tokens)]
         if short:
             count = f"limits not held: {len(short)}"
             most = max(x.min_tokens for x in short)
             yield (
-                f"{edge.name}: {count}, for {edge.metrics.tokens:,} tokens are too few: up to "
+                f"{edge.name}: {count}, for {tokens:,} tokens are too few: up to "
                 f"{most:,} are wanted"
             )
 

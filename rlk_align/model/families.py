@@ -180,6 +180,11 @@ def read_shape(model: Path) -> ModelShape:
     """
     config = read_config(model)
     kind = config.get("model_type")
+    if kind in _UNKNOWN_ROUTING:
+        raise ModelError(
+            f"{model}: model_type {kind!r} is not supported: {_UNKNOWN_ROUTING[kind]}",
+            f"known: {', '.join(sorted(FAMILIES))}",
+        )
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ModelError(
             f"{model}: model_type {kind!r} is not a known family",
@@ -220,8 +225,37 @@ def read_shape(model: Path) -> ModelShape:
     )
 
 
-_UNKNOWN_PARTS = ("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size")
-"""Settings of experts that every token is sent to."""
+_SHARED = "experts that every token is sent to"
+_GROUPED = "experts chosen from the best groups of experts"
+_SIGMOID = "routers that score by a sigmoid, with a bias for the choice alone"
+_UNKNOWN_ROUTING = {
+    "deepseek_v2": f"it has {_SHARED}, {_GROUPED}, and latent attention",
+    "deepseek_v3": f"it has {_SIGMOID}, {_GROUPED}, {_SHARED}, and latent attention",
+    "glm4_moe": f"it has {_SIGMOID}, {_GROUPED}, and {_SHARED}",
+    "qwen2_moe": f"it has {_SHARED}",
+    "gpt_oss": "its routers and its experts have biases, and its attention has sinks",
+}
+"""Sparse families by what of them is not known here."""
+_UNKNOWN_SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "n_shared_experts": (_SHARED, bool),
+    "num_shared_experts": (_SHARED, bool),
+    "shared_expert_intermediate_size": (_SHARED, bool),
+    "n_group": (_GROUPED, lambda value: value not in (None, 1)),
+    "topk_group": (_GROUPED, lambda value: value not in (None, 1)),
+    "scoring_func": (
+        "routers that score by anything but a softmax",
+        lambda value: value not in (None, "softmax"),
+    ),
+    "topk_method": (
+        "experts chosen by anything but their scores alone",
+        lambda value: value not in (None, "greedy"),
+    ),
+    "routed_scaling_factor": (
+        "experts' weights that are scaled",
+        lambda value: value not in (None, 1, 1.0),
+    ),
+}
+"""Settings of a sparse family -> what they ask for, and whether a value asks for it."""
 
 
 def _experts(
@@ -235,10 +269,10 @@ def _experts(
         raise ModelError(
             f"{model}/config.json: num_experts_per_tok is {top_k}, and {name} is {experts}"
         )
-    for part in _UNKNOWN_PARTS:
-        if config.get(part):
+    for name, (what, asks) in _UNKNOWN_SETTINGS.items():
+        if asks(config.get(name)):
             raise ModelError(
-                f"{model}/config.json: {part} is {config[part]}; shared experts are not supported"
+                f"{model}/config.json: {name} is {config[name]!r}: {what} are not supported"
             )
     layers, step = size("num_hidden_layers"), size("decoder_sparse_step", 1)
     dense_layers = config.get("mlp_only_layers") or []

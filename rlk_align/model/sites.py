@@ -15,6 +15,9 @@ from rlk_align.model.families import ModelShape
 from rlk_align.model.operators import OpClass, Operator
 from rlk_align.model.prompts import TokenBatch
 
+_ROUTING = frozenset({"router", "top_k", "routing_weights", "combine"})
+"""Formulas of a sparse layer's operators whose rows are those of tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class Site:
@@ -45,6 +48,11 @@ class Site:
     def parameter(self) -> str:
         """The canonical name of its weight, where it has one."""
         return self.operator.parameter or self.name
+
+    @property
+    def sparse(self) -> bool:
+        """Whether it is an operator of sparse layers alone."""
+        return bool(self.experts) or self.operator.formula in _ROUTING
 
     @property
     def sampled_rows_only(self) -> bool:

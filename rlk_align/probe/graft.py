@@ -66,7 +66,7 @@ def traces_of(run: Run) -> dict[SideName, Trace]:
     }
 
 
-def _check_alike(run: Run, traces: Mapping[SideName, Trace]) -> None:
+def check_alike(run: Run, traces: Mapping[SideName, Trace]) -> None:
     """Raises BadOption where the sides' rows or features are not each other's."""
     rollout, train = traces["rollout"], traces["train"]
     ids = [[s.ids for s in t.tokens.samples] for t in (rollout, train)]
@@ -102,7 +102,7 @@ def graft_passes(
         for side, passname in EDGE_ENDS[edge]:
             if not traces[side].has_pass(passname):
                 raise BadOption(f"{run.folder}: the {side} capture has no {passname} pass")
-    _check_alike(run, traces)
+    check_alike(run, traces)
     fused = fused_pairs(traces.values())
     tokens, shape = traces["rollout"].tokens, traces["rollout"].record.shape
     late = late_sites(model_sites(shape), fused)

@@ -9,7 +9,7 @@ from rlk_align.probe.amplify import amplification
 from rlk_align.probe.attribute import attribute
 from rlk_align.probe.decompose import decompose
 from rlk_align.probe.graft import graft_passes
-from rlk_align.probe.record import Probe, ProbedEdge
+from rlk_align.probe.record import ProbedEdge
 from rlk_align.progress import Progress
 from rlk_align.results import EdgeName
 from rlk_align.trace.reader import Trace
@@ -21,7 +21,7 @@ PERTURBED = "embed"
 
 def probe_run(
     run: Run, edges: Sequence[EdgeName], attributed: bool, plan: TracePlan, progress: Progress
-) -> Probe:
+) -> list[ProbedEdge]:
     """The graft passes of these edges and what follows from them; `attributed`: also what each
     introducer contributes to the log-probs. Raises what `graft_passes` raises, and ModelError
     for a sparse model: what happens inside its experts cannot be overwritten."""
@@ -40,4 +40,4 @@ def probe_run(
                 attribution=attribute(run, grafted, units, progress, plan) if attributed else None,
             )
         )
-    return Probe(edges=probed)
+    return probed

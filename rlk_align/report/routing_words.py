@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlk_align.judge.contract import Contract
+from rlk_align.probe.record import Probe, ReplayedEdge
 from rlk_align.results import EdgeResult, EdgeRouting, LayerRouting
 
 
@@ -27,6 +28,27 @@ def routing_lines(edge: EdgeResult, contract: Contract) -> Iterator[str]:
     for layer in r.layers:
         if layer.flipped:
             yield f"  layers.{layer.layer}: {layer_words(layer, contract)}"
+
+
+def replay_lines(replay: ReplayedEdge, edge: EdgeResult) -> Iterator[str]:
+    """How much of an edge's differences is left once its second engine computes the first one's
+    experts."""
+    r, whole, rest = edge.routing, edge.metrics, replay.rest
+    yield (
+        f"replayed ({edge.name}): with the other side's experts in {replay.side}, mean |Δ| is "
+        f"{rest.mean_abs_dlogp:.2g} instead of {whole.mean_abs_dlogp:.2g}, max |Δ| "
+        f"{rest.max_abs_dlogp:.2g} instead of {whole.max_abs_dlogp:.2g}"
+    )
+    if r is not None:
+        yield (
+            f"  on tokens that were flipped {replay.mean_abs_rest_flipped:.2g} instead of "
+            f"{r.mean_abs_dlogp_flipped:.2g}, on others {replay.mean_abs_rest_other:.2g} instead "
+            f"of {r.mean_abs_dlogp_other:.2g}"
+        )
+    yield (
+        f"  routing by itself moves log-probs by {replay.routing.mean_abs_dlogp:.2g} in the mean, "
+        f"{replay.routing.max_abs_dlogp:.2g} at most"
+    )
 
 
 def _log_probs(r: EdgeRouting) -> str:
@@ -53,7 +75,7 @@ def layer_words(layer: LayerRouting, contract: Contract) -> str:
 def _kind(layer: LayerRouting, contract: Contract) -> str:
     """Whether flips on equal inputs are ties, rounding, or more."""
     others = layer.measured - layer.ties
-    kinds = [f"{layer.ties:,} ties of logits"] if layer.ties else []
+    kinds = [f"{layer.ties:,} tie{'s' * (layer.ties > 1)} of logits"] if layer.ties else []
     if others:
         gap = f"{others:,} with a gap of up to {layer.largest_gap:.2g} roundings"
         budget = contract.budget(layer.site.rpartition(".")[2], "routing")
@@ -68,11 +90,14 @@ def _kind(layer: LayerRouting, contract: Contract) -> str:
     return ", ".join(kinds)
 
 
-def routing_json(edge: EdgeResult, contract: Contract) -> dict[str, Any]:
-    """The same for programs; empty for a dense model."""
+def routing_json(edge: EdgeResult, contract: Contract, probe: Probe | None) -> dict[str, Any]:
+    """The same for programs, with `replay` where routing was replayed; empty for a dense model."""
     if edge.routing is None:
         return {}
     record = edge.routing.model_dump()
     for layer, words in zip(record["layers"], edge.routing.layers, strict=True):
         layer["words"] = layer_words(words, contract) if words.flipped else ""
+    replay = probe.replay(edge.name) if probe else None
+    if replay is not None:
+        record["replay"] = replay.model_dump(exclude={"name"})
     return record

@@ -24,7 +24,7 @@ from rlk_align.judge.wording import why_legitimate
 from rlk_align.probe.record import Probe
 from rlk_align.report.columns import columns
 from rlk_align.report.probe_units import probe_lines
-from rlk_align.report.routing_words import routing_lines
+from rlk_align.report.routing_words import replay_lines, routing_lines
 from rlk_align.report.words import (
     EDGE_FIGURES,
     code_places,
@@ -72,6 +72,8 @@ def _parts(
         yield from _divergence(verdict)
         for e in c.edges:
             yield from (line(text) for text in routing_lines(e, verdict.contract))
+            replay = probe.replay(e.name) if probe else None
+            yield from (line(text) for text in (replay_lines(replay, e) if replay else ()))
     if probe is not None and probe.left_out:
         yield line(f"graft passes left out: {probe.left_out}", style="yellow")
     for probed in probe.edges if probe else ():

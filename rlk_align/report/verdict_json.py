@@ -64,7 +64,7 @@ def verdict_json(verdict: Verdict, probe: Probe | None = None) -> dict[str, Any]
             for e in ([] if stopped else c.edges)
             if e.name in c.judged
         },
-        **_routing_json(verdict),
+        **_routing_json(verdict, probe),
         **({"units": _units_json(verdict, probe)} if probe else {}),
         "breaches": [b.model_dump(exclude={"waiver"}) for b in verdict.breaches],
         "warnings": [w.model_dump(exclude={"waiver"}) for w in verdict.warnings],
@@ -146,10 +146,10 @@ def _edges_json(c: Comparison) -> dict[str, Any]:
     return edges
 
 
-def _routing_json(verdict: Verdict) -> dict[str, Any]:
+def _routing_json(verdict: Verdict, probe: Probe | None) -> dict[str, Any]:
     """By edge; of a sparse model alone."""
     c = verdict.comparison
-    routing = {e.name: routing_json(e, verdict.contract) for e in c.edges if e.routing}
+    routing = {e.name: routing_json(e, verdict.contract, probe) for e in c.edges if e.routing}
     return {"routing": routing} if routing and not c.stopped else {}
 
 

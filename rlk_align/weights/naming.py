@@ -8,8 +8,10 @@ from functools import lru_cache
 
 from rlk_align.engines.common.layout import Layout, even, fused
 from rlk_align.engines.common.weights import parameters
+from rlk_align.engines.megatron.experts import expert_parameters
 from rlk_align.engines.megatron.layout import vocabulary
 from rlk_align.engines.megatron.places import megatron_places
+from rlk_align.model.checkpoint import tensor_name
 from rlk_align.model.families import ModelShape
 from rlk_align.model.operators import OPERATORS
 
@@ -78,7 +80,7 @@ class _Tensor:
 def _fused_tensors(shape: ModelShape) -> dict[tuple[str, int], tuple[Piece, ...]]:
     """(stored name, number of dimensions) -> what it holds."""
     table: dict[tuple[str, int], tuple[Piece, ...]] = {}
-    for tensor in (*_fused_hf(shape), *_megatron(shape)):
+    for tensor in (*_fused_hf(shape), *_megatron(shape), *_experts(shape)):
         table[tensor.name, tensor.dimensions] = tensor.pieces
     # Megatron stacks equal layers along a first dimension of their own.
     for (name, dimensions), tensor_pieces in tuple(table.items()):
@@ -116,6 +118,36 @@ def _megatron(shape: ModelShape) -> Iterator[_Tensor]:
             dimensions = 1 if is_bias else len(known.weight)
             here = _along_rows(entry.layout) if entry.dim == 0 else (Piece(first),)
             yield _Tensor(entry.name, dimensions, here)
+
+
+def _experts(shape: ModelShape) -> Iterator[_Tensor]:
+    """Those of sparse layers: a tensor for each expert, as the family's checkpoints and Megatron
+    have them, or all of a layer's stacked, as transformers holds them."""
+    for i in shape.sparse_layers:
+        router = f"layers.{i}.router"
+        yield _Tensor(tensor_name(router, shape.family.modules), 2, (Piece(router),))
+        for e in range(shape.experts):
+            for op in _OF_EXPERT:
+                parameter = f"layers.{i}.experts.{e}.{op}"
+                name = tensor_name(parameter, shape.family.modules)
+                yield _Tensor(name, 2, (Piece(parameter),))
+        inner, stacked = shape.expert_intermediate, f"model.layers.{i}.mlp.experts"
+        halves = (("gate_proj", (0, inner)), ("up_proj", (inner, 2 * inner)))
+        every = [(f"layers.{i}.experts.{e}", e) for e in range(shape.experts)]
+        first = (Piece(f"{of}.{op}", (rows,), e) for of, e in every for op, rows in halves)
+        yield _Tensor(f"{stacked}.gate_up_proj", 3, tuple(first))
+        second = (Piece(f"{of}.down_proj", (), e) for of, e in every)
+        yield _Tensor(f"{stacked}.down_proj", 3, tuple(second))
+    for entry in expert_parameters(shape):
+        here = _along_rows(entry.layout) if entry.dim == 0 else (Piece(entry.layout.ops[0]),)
+        yield _Tensor(entry.name, 2, here)
+        # Grouped products keep the experts of a layer in one module, by number.
+        grouped = re.fullmatch(r"(.+)\.local_experts\.(\d+)\.(\w+)\.weight", entry.name)
+        if grouped:
+            yield _Tensor(f"{grouped[1]}.{grouped[3]}.weight{grouped[2]}", 2, here)
+
+
+_OF_EXPERT = tuple(o.site for o in OPERATORS.values() if o.of_expert and o.weight)
 
 
 def _along_rows(layout: Layout) -> tuple[Piece, ...]:

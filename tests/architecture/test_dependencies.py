@@ -129,7 +129,8 @@ RULES = {
     ),
     "weights": (
         *("weights", "compare.parity_weights", "engines.common", "engines.megatron.layout"),
-        *("engines.megatron.places", "trace", "model", "progress", "text", "errors"),
+        *("engines.megatron.experts", "engines.megatron.places", "trace", "model", "progress"),
+        *("text", "errors"),
     ),
     "pipeline": (
         *("capture", "compare", "probe", "judge", "report", "trace", "model"),

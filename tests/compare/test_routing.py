@@ -70,7 +70,7 @@ def test_what_is_said_of_a_flip() -> None:
     assert "2 at the router, on equal inputs (2 ties of logits)" in layer(ties=2)
     assert "(2 with a gap of up to 1.5 roundings, which is rounding)" in layer(largest_gap=1.5)
     beyond = layer(ties=1, largest_gap=40.0)
-    assert "1 ties of logits, 1 with a gap of up to 40 roundings: beyond rounding" in beyond
+    assert "1 tie of logits, 1 with a gap of up to 40 roundings: beyond rounding" in beyond
     assert "2 whose logits were not kept" in layer(measured=0)
     effects = layer(at_router=0, measured=0)
     assert effects == "3 of 9 rows flipped; 3 follow from inputs that differ already"

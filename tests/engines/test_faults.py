@@ -18,6 +18,7 @@ from rlk_align.errors import BadOption
 from rlk_align.model.families import read_shape
 from rlk_align.model.prompts import Sample, TokenBatch
 from rlk_align.model.sites import model_sites
+from rlk_align.probe.selftest.tied import tied_model
 
 MODEL = data_path("model")
 SHAPE = read_shape(MODEL)
@@ -28,7 +29,10 @@ PROMPTS = TokenBatch(
     )
 )
 NEW = 6
-HERE = {n: f for n, f in faults_of("hf").items() if not f.needs_bias}
+HERE = {n: f for n, f in faults_of("hf").items() if not f.needs and not f.sparse}
+SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
+SPARSE_SITES = {s.name: s for s in model_sites(read_shape(SPARSE))}
+OF_SPARSE = {n: f for n, f in FAULTS.items() if f.sparse}
 
 Rows = dict[tuple[str, int, int], torch.Tensor]
 """(site, sample, position) -> the row."""
@@ -102,7 +106,7 @@ def watched() -> Iterator[Callable[[str], Watched]]:
 
 def differing(a: Rows, b: Rows) -> dict[str, int]:
     """Rows of each site whose bits differ, in execution order, of the rows that both have."""
-    found = dict.fromkeys(SITES, 0)
+    found = dict.fromkeys(SPARSE_SITES if "layers.2.experts" in {k[0] for k in a} else SITES, 0)
     for key in a.keys() & b.keys():
         found[key[0]] += not torch.equal(a[key], b[key])
     return {site: n for site, n in found.items() if n}
@@ -117,6 +121,44 @@ def test_a_fault_is_where_it_says(watched: Callable[[str], Watched], name: str) 
     here.plant("")
     assert next(iter(found), None) == fault.site
     assert differing(here.prefill, here.scored()) == {}, "something is left of it"
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Watched]]:
+    """The embedded sparse model; with ties between its experts for the fault that needs them."""
+    made: dict[tuple[str, str], Watched] = {}
+
+    def engine(name: str) -> Watched:
+        key = options_of(name), FAULTS[name].needs
+        if key not in made:
+            tied = tmp_path_factory.mktemp("tied") / "model"
+            made[key] = Watched(key[0], tied_model(SPARSE, tied) if key[1] == "ties" else SPARSE)
+        return made[key]
+
+    yield engine
+    made.clear()
+
+
+@pytest.mark.parametrize("name", OF_SPARSE)
+def test_a_fault_of_a_sparse_layer_is_where_it_says(
+    sparse: Callable[[str], Watched], name: str
+) -> None:
+    here = sparse(name)
+    here.plant(name)
+    found = differing(here.prefill, here.scored())
+    here.plant("")
+    assert next(iter(found), None) == FAULTS[name].site
+    assert differing(here.prefill, here.scored()) == {}, "something is left of it"
+
+
+def test_a_fault_of_the_other_kind_of_layer_is_refused(sparse: Callable[[str], Watched]) -> None:
+    here = sparse("expert-flipped")
+    assert not FAULTS["proj-channel-shift"].fits(SPARSE_SITES)
+    with pytest.raises(BadOption, match=r"layers\.2\.up_proj is of a sparse layer"):
+        here.plant("proj-channel-shift")
+    here.plant("")
+    with pytest.raises(BadOption, match=r"has no layers\.2\.experts"):
+        Watched("fault=expert-flipped")
 
 
 ROWS = {
@@ -241,16 +283,18 @@ def test_the_catalogue_is_whole() -> None:
         "logits": "matmul",
         "logprob": "logprob",
     }
-    of = {s.name: s.op_class for s in model_sites(SHAPE)}
+    dense = {s.name: s for s in model_sites(SHAPE)}
     assert len(FAULTS) >= 40
     for name, fault in FAULTS.items():
-        assert set(fault.sites) <= of.keys(), name
-        assert list(fault.sites) == sorted(fault.sites, key=SITES.index), name
+        sites = SPARSE_SITES if fault.sparse else dense
+        of, order = {n: s.op_class for n, s in sites.items()}, list(sites)
+        assert fault.fits(sites), name
+        assert list(fault.sites) == sorted(fault.sites, key=order.index), name
         if fault.op_class in classes:
             assert {of[s] for s in fault.sites} == {classes[fault.op_class]}, name
         assert (fault.expected == "precheck") == bool(fault.mismatch), name
         if fault.strength is not None:
             assert list(fault.strength.curve) == sorted(fault.strength.curve), name
-    assert {f.op_class for f in FAULTS.values()} == {*classes, "weights", "input"}
+    assert {f.op_class for f in FAULTS.values()} == {*classes, "weights", "input", "routing"}
     for engine in ("hf", "vllm", "megatron"):
         assert len(faults_of(engine)) >= 40

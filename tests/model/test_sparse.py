@@ -81,12 +81,42 @@ def test_qwen_divides_the_weights_where_its_config_says_so_and_mixtral_always(
         ({"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         ({"mlp_only_layers": "0"}, "mlp_only_layers is no list of layers"),
-        ({"shared_expert_intermediate_size": 64}, "shared experts are not supported"),
+        (
+            {"shared_expert_intermediate_size": 64},
+            "shared_expert_intermediate_size is 64: experts that every token is sent to are not",
+        ),
+        ({"n_shared_experts": 1}, "experts that every token is sent to are not supported"),
+        ({"n_group": 8}, "n_group is 8: experts chosen from the best groups of experts are not"),
+        ({"topk_group": 4}, "topk_group is 4: experts chosen from the best groups"),
+        ({"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid': routers that score by anything"),
+        ({"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc': experts chosen by anything but"),
+        ({"routed_scaling_factor": 2.5}, "routed_scaling_factor is 2.5: experts' weights that are"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said):
         qwen(tmp_path, **changes)
+
+
+def test_settings_that_ask_for_nothing_are_taken(tmp_path: Path) -> None:
+    plain = {"n_group": 1, "topk_group": 1, "scoring_func": "softmax", "topk_method": "greedy"}
+    assert qwen(tmp_path, **plain, routed_scaling_factor=1.0, n_shared_experts=0).experts == 8
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("deepseek_v3", "routers that score by a sigmoid, .* groups of experts, .* every token"),
+        ("glm4_moe", "routers that score by a sigmoid, .* groups of experts, and .* every token"),
+        ("qwen2_moe", "experts that every token is sent to"),
+        ("gpt_oss", "have biases"),
+    ],
+)
+def test_families_with_other_routing_are_refused_by_name(
+    tmp_path: Path, kind: str, said: str
+) -> None:
+    with pytest.raises(ModelError, match=f"model_type '{kind}' is not supported: .*{said}"):
+        qwen(tmp_path, model_type=kind)
 
 
 def test_sites_of_a_sparse_layer() -> None:

@@ -10,9 +10,11 @@ from conftest import command_line, require_engine, write_few_prompts
 from inprocess import command
 
 from rlk_align.cli.selftest import RESULTS
+from rlk_align.data import data_path
 from rlk_align.engines.faults.catalogue import FAULTS, Chosen
 from rlk_align.engines.faults.fault import ALL
 from rlk_align.errors import BadOption
+from rlk_align.model.families import read_shape
 from rlk_align.probe.selftest import detect
 from rlk_align.probe.selftest.plan import Case, cases, check_engines, check_faults, pairs, pairs_of
 from rlk_align.probe.selftest.record import CleanPair, Detection, SelfTest
@@ -31,6 +33,8 @@ PLANTED = {
     ),
 }
 SEEDS = {"hf": 1, "vllm,megatron": 0}
+DENSE = read_shape(data_path("model"))
+SPARSE = read_shape(Path(__file__).parents[2] / "fixtures/sparse")
 Found = tuple[str, int, str, dict[str, Any]]
 """Engines, exit code, text and JSON."""
 
@@ -220,10 +224,18 @@ def test_an_engine_is_given_its_settings_beside_a_fault(tmp_path: Path) -> None:
 
 def test_what_is_unknown_is_refused() -> None:
     with pytest.raises(BadOption, match="nope: unknown"):
-        check_faults(["norm-eps", "nope"])
+        check_faults(["norm-eps", "nope"], DENSE)
+    with pytest.raises(BadOption, match="expert-flipped: this qwen3 model has no place for it"):
+        check_faults(["norm-eps", "expert-flipped"], DENSE)
+    with pytest.raises(BadOption, match=r"no place for it, which is layers\.2\.up_proj"):
+        check_faults(["proj-channel-shift"], SPARSE)
     with pytest.raises(BadOption, match="fsdp: it takes no planted fault"):
         check_engines(["hf", "fsdp"])
-    assert check_faults([]) == tuple(FAULTS)
+    of_sparse = [name for name, fault in FAULTS.items() if fault.sparse]
+    assert check_faults([], DENSE) == tuple(n for n in FAULTS if n not in of_sparse)
+    planted = check_faults([], SPARSE)
+    assert {*of_sparse, "norm-eps", "attn-scale"} <= {*planted}
+    assert "proj-bias-dropped" not in planted
 
 
 @pytest.mark.parametrize(("seen", "code"), [("named", 0), ("missed", 1)])

@@ -10,6 +10,8 @@ import pytest
 from conftest import Outcome, command_line, require_engine, write_few_prompts
 from safetensors.torch import load_file, save_file
 
+from rlk_align.engines.faults.catalogue import FAULTS
+
 SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
 PATCHES = {"PYTHONPATH": str(Path(__file__).parent)}
 LAYER = "layers.2"
@@ -68,31 +70,32 @@ def test_a_healthy_pair(tmp_path: Path, rollout: str, train: str) -> None:
 @pytest.mark.parametrize(
     ("fault", "site"),
     [
-        ("flipped_expert", "experts"),
-        ("unnormalised", "routing_weights"),
-        ("weight_before_activation", "act"),
-        ("dropped_token", "moe_out"),
+        ("expert-flipped", "experts"),
+        ("expert-weights-unnormalised", "routing_weights"),
+        ("expert-weight-early", "act"),
+        ("expert-token-dropped", "moe_out"),
+        ("expert-missing", "moe_out"),
     ],
 )
 def test_a_fault_is_named(tmp_path: Path, fault: str, site: str) -> None:
-    done = compared(tmp_path, "hf", f"hf:patch=sparse_faults:{fault}")
+    done = compared(tmp_path, "hf", f"hf:experts=grouped_mm,fault={fault}")
     assert done.code == 1, done.out + done.err
     assert named(done)[0] == (f"{LAYER}.{site}", "train")
     assert {side for _, side in named(done)} == {"train"}
     at_router = {layer["layer"]: layer["at_router"] for layer in routing(done)["layers"]}
-    assert (at_router[2] > 0) == (fault == "flipped_expert")
+    assert (at_router[2] > 0) == (fault == "expert-flipped")
     assert at_router[1] == at_router[3] == 0
-    if fault == "flipped_expert":
+    if fault == "expert-flipped":
         assert "beyond rounding" in done.out
 
 
 def test_a_fault_in_the_rollout_alone(tmp_path: Path) -> None:
-    done = compared(tmp_path, "hf:patch=sparse_faults:unnormalised", "hf")
+    done = compared(tmp_path, "hf:fault=expert-weights-unnormalised", "hf")
     assert named(done) == [(f"{LAYER}.routing_weights", "rollout")]
 
 
 def test_a_router_in_bf16(tmp_path: Path) -> None:
-    bf16 = "hf:dtype=float32,patch=sparse_faults:router_in_bf16"
+    bf16 = "hf:dtype=float32,fault=router-bf16"
     done = compared(tmp_path, "hf:dtype=float32", bf16)
     assert named(done)[0] == (f"{LAYER}.router", "train")
 
@@ -103,15 +106,15 @@ def test_faults_inside_other_engines(tmp_path: Path) -> None:
     require_engine("megatron")
     done = compared(
         tmp_path,
-        "vllm:patch=sparse_faults:flipped_expert_in_vllm",
-        "megatron:patch=sparse_faults:dropped_token_in_megatron",
+        "vllm:fault=expert-flipped",
+        "megatron:fault=expert-token-dropped",
     )
     assert done.code == 1, done.out + done.err
     assert named(done) == [(f"{LAYER}.experts", "rollout"), (f"{LAYER}.moe_out", "train")]
 
 
 def test_experts_in_another_order_are_told_before_any_number(tmp_path: Path) -> None:
-    done = compared(tmp_path, "hf", "hf:patch=sparse_faults:shuffled_experts")
+    done = compared(tmp_path, "hf", "hf:fault=experts-shuffled")
     assert done.code == 4, done.out
     assert done.verdict is not None
     mismatches = {m["name"] for m in done.verdict["precheck"]["mismatches"]}
@@ -120,14 +123,20 @@ def test_experts_in_another_order_are_told_before_any_number(tmp_path: Path) -> 
     assert f"train holds what the rollout has as {LAYER}.experts.1.gate_proj" in done.out
 
 
-def test_a_tie_is_no_bug(tmp_path: Path) -> None:
-    """Two experts with one router row: which of them is taken nobody has to agree on."""
-    tied = tmp_path / "tied"
+def with_tied_experts(folder: Path) -> Path:
+    """The sparse model, two of whose experts have one row of the router."""
+    tied = folder / "tied"
     shutil.copytree(SPARSE, tied)
     tensors = load_file(tied / "model.safetensors")
     gate = tensors[f"model.{LAYER}.mlp.gate.weight"]
     gate[5] = gate[2]
     save_file(tensors, tied / "model.safetensors", metadata={"format": "pt"})
+    return tied
+
+
+def test_a_tie_is_no_bug(tmp_path: Path) -> None:
+    """Two experts with one router row: which of them is taken nobody has to agree on."""
+    tied = with_tied_experts(tmp_path)
     done = compared(tmp_path, "hf", "hf:patch=sparse_faults:last_of_ties", model=tied)
     assert named(done) == []
     layer = routing(done)["layers"][1]
@@ -139,6 +148,96 @@ def test_a_tie_is_no_bug(tmp_path: Path) -> None:
     # The expert that both sides take is compared, and equal; no row of another is.
     assert rows[f"{LAYER}.gate_proj"]["differ"] == 0
     assert rows[f"{LAYER}.moe_out"]["introduced"] == 0
+
+
+@pytest.mark.parametrize("engine", ["hf", "hf:experts=eager,batch=4", "megatron", "vllm"])
+def test_replay_takes_away_what_routing_alone_has_done(tmp_path: Path, engine: str) -> None:
+    """Two captures of one engine that differ in the experts of tied tokens alone: with the experts
+    of the first, the second gives the log-probs of the first, bit for bit."""
+    require_engine(engine.partition(":")[0])
+    few = write_few_prompts(tmp_path / "few.jsonl")
+    cli, tied = command_line(tmp_path), with_tied_experts(tmp_path)
+    patch = "patch=sparse_faults:last_of_ties_by_top_k"
+    specs = {
+        "sampled": "hf",
+        "own": engine,
+        "other": f"{engine}{',' if ':' in engine else ':'}{patch}",
+    }
+    for name, spec in specs.items():
+        ids = ["--tokens", tmp_path / "sampled"]
+        ids = ["--prompts", few, "--max-new-tokens", 8] if name == "sampled" else ids
+        flags = ("--engine", spec, "--model", tied, "-o", tmp_path / name)
+        done = cli("capture", *flags, *ids, env=PATCHES)
+        assert done.code == 0, done.err
+    edges = ("--edges", "prefill_vs_train", "--run-dir", tmp_path / "run")
+    done = cli(
+        "compare", tmp_path / "own", tmp_path / "other", *edges, "--replay-routing", env=PATCHES
+    )
+    assert done.verdict is not None, done.err
+    found = routing(done)
+    assert found["layers"][1]["ties"] > 0
+    assert done.verdict["edges"]["prefill_vs_train"]["bit_mismatches"] > 0
+    replay = found["replay"]
+    assert replay["rest"]["bit_mismatches"] == 0
+    assert replay["rest"]["max_abs_dlogp"] == 0
+    whole = done.verdict["edges"]["prefill_vs_train"]["max_abs_dlogp"]
+    assert replay["routing"]["max_abs_dlogp"] == whole > 0
+    assert replay["rows"] == sum(layer["rows"] for layer in found["layers"])
+    assert "replayed (prefill_vs_train): with the other side's experts in train" in done.out
+
+
+def test_replay_in_a_pair(tmp_path: Path) -> None:
+    """By `compare` as by `probe`, with the parts in its JSON and its page; a replay that a patch
+    thwarts is an error, and a dense model has no routing to replay."""
+    require_engine("megatron")
+    page = tmp_path / "page.html"
+    done = compared(tmp_path, "hf", "megatron", "--replay-routing", "--output", f"html={page}")
+    assert done.code == 0, done.out + done.err
+    replay = routing(done)["replay"]
+    edge = done.verdict["edges"]["prefill_vs_train"] if done.verdict else {}
+    assert replay["side"] == "train"
+    assert replay["routing"]["max_abs_dlogp"] > 0
+    assert replay["rest"]["tokens"] == replay["routing"]["tokens"] == edge["tokens"]
+    # Token by token the parts add up, and so their means do.
+    total = replay["rest"]["k1"] + replay["routing"]["k1"]
+    assert total == pytest.approx(edge["k1"], rel=1e-9, abs=1e-12)
+    html = page.read_text(encoding="utf-8")
+    assert "Drift with routing and without" in html
+    assert "Flips by layer, prefill_vs_train" in html
+    again = command_line(tmp_path)("probe", tmp_path / "run", "--replay-routing")
+    assert again.code == 0, again.err
+    assert routing(again)["replay"] == replay
+    thwarted = compared(tmp_path, "hf", "hf:attn=eager,fault=expert-flipped", "--replay-routing")
+    assert thwarted.code == 3, thwarted.out
+    assert "were not computed by the experts that were to be replayed" in thwarted.err
+    dense = command_line(tmp_path)(
+        "compare", "--rollout", "hf", "--train", "hf", "--replay-routing"
+    )
+    assert dense.code == 2
+    assert "the model has no sparse layers" in dense.err
+
+
+@pytest.mark.whole_matrix
+def test_the_self_test_names_every_fault_of_a_sparse_layer(tmp_path: Path) -> None:
+    """In all engines, on either side of each pair, beside the one that HF alone shows."""
+    for engine in ("vllm", "megatron"):
+        require_engine(engine)
+    names = {name for name, fault in FAULTS.items() if fault.sparse}
+    few = write_few_prompts(tmp_path / "few.jsonl")
+    planted = {"hf,vllm,megatron": names - {"expert-weight-early"}, "hf": {"expert-weight-early"}}
+    for engines, faults in planted.items():
+        done = command_line(tmp_path)(
+            *("selftest", "--engines", engines, "--faults", ",".join(sorted(faults))),
+            *("--model", SPARSE, "--prompts", few, "--run-dir", tmp_path / "selftest"),
+            *("--seeds", 1),
+            *("--output", f"json={tmp_path / 'out.json'}"),
+            shared=False,
+        )
+        found = json.loads((tmp_path / "out.json").read_text())
+        assert done.code == 0, done.out
+        assert {d["fault"] for d in found["detections"]} == faults
+        assert all(d["others"] == [] for d in found["detections"])
+        assert [c["alarms"] for c in found["clean"]] == [[]] * len(found["clean"])
 
 
 def test_graft_passes_are_left_out_with_the_reason(tmp_path: Path) -> None:

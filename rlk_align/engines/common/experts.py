@@ -5,7 +5,38 @@ order an engine computes them in, equal choices make equal rows.
 T = tokens, K = experts of a token, S = rows of experts, F = features
 """
 
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
+
+Show = Callable[[str, torch.Tensor], None]
+"""Takes the value of a site."""
+Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Scores `[T, E]` and the choice by them, ids `[T, K]` -> the experts that are computed."""
+
+
+@contextmanager
+def choice_replaced(choose: Choose) -> Iterator[list[int]]:
+    """While entered, `torch.topk` picks the experts that `choose` gives in place of its own, so
+    that an engine computes their weights as it computes all weights. Yields a list that grows by
+    one entry with each call of `torch.topk`."""
+    original = torch.topk
+    calls: list[int] = []
+
+    @functools.wraps(original)
+    def topk(scores: torch.Tensor, *args: Any, **more: Any) -> Any:
+        calls.append(len(scores))
+        chosen = choose(scores, original(scores, *args, **more)[1])
+        return scores.gather(1, chosen), chosen
+
+    torch.topk = topk
+    try:
+        yield calls
+    finally:
+        torch.topk = original
 
 
 def by_ascending_id(

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from rlk_align.engines.common.edits import Editor
+from rlk_align.engines.common.experts import Choose
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.rows import ForwardRows
@@ -149,6 +150,30 @@ class SiteHooks(Hooks):
         rows = self.live_rows(place, value)
         if rows is not None and self._observing:
             self.observe(place, value, rows)
+
+    def recorded_choice(self, site: str) -> Choose | None:
+        """What gives the experts that were recorded of a site in place of the engine's own; None
+        where it is not overwritten. A row that holds the recorded ones already keeps its own order
+        of them."""
+        editor = self._editor
+        if editor is None or not editor.wants(site):
+            return None
+
+        def choose(_scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+            rows = self.live_rows(self._inside[site], chosen)
+            assert rows is not None, site
+            live = rows.read(chosen).clone()
+            recorded, which = editor(site, live, rows.sample, rows.position, 0)
+            at = torch.from_numpy(which).to(live.device)
+            same = (live[at].sort(dim=1).values == recorded).all(dim=1, keepdim=True)
+            live[at] = torch.where(same, live[at], recorded)
+            out = chosen.clone()
+            rows.write(out, live)
+            if self._tap is not None:
+                self._tap.overwritten(site, int(which.sum()))
+            return out
+
+        return choose
 
     def visit(self, place: Place, passed: Any) -> Any:
         """Observes what a module takes or gives, and overwrites it; returns what it gives now."""

@@ -11,6 +11,7 @@ from rlk_align.engines.faults.fault import Fault
 from rlk_align.engines.faults.lists.attention import ATTENTION, CACHE, ROPE
 from rlk_align.engines.faults.lists.ends import EMBEDDINGS, INPUTS, LOGITS, LOGPROBS, WEIGHTS
 from rlk_align.engines.faults.lists.layer import ACTIVATIONS, NORMS, PROJECTIONS, RESIDUALS
+from rlk_align.engines.faults.lists.sparse import ROUTING
 from rlk_align.errors import BadOption
 
 FAULTS: dict[str, Fault] = {
@@ -21,6 +22,7 @@ FAULTS: dict[str, Fault] = {
     **PROJECTIONS,
     **ACTIVATIONS,
     **RESIDUALS,
+    **ROUTING,
     **EMBEDDINGS,
     **LOGITS,
     **LOGPROBS,

@@ -1,9 +1,14 @@
 """A planted fault, as it is known without an engine."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-Kind = Literal["computation", "weights", "positions", "boundaries"]
+if TYPE_CHECKING:
+    from rlk_align.model.sites import Site
+
+Kind = Literal["computation", "weights", "positions", "boundaries", "sparse"]
+"""`sparse`: planted by what the engine's `SparseLayers` can change."""
 Expected = Literal["named", "rounding", "precheck"]
 
 ALL = ("hf", "vllm", "megatron")
@@ -25,7 +30,7 @@ class Fault:
 
     op_class: str
     """norm, rope, attention, cache, projection, activation, residual, embedding, logits, logprob,
-    weights or input."""
+    weights, input, or routing: of a sparse layer."""
     sites: tuple[str, ...]
     """Canonical operators that compute it, in execution order: the first is the one to be named."""
     what: str
@@ -45,9 +50,22 @@ class Fault:
     """The name of the precheck's mismatch."""
     decode: bool = False
     """Whether only rows of decode steps have it."""
-    needs_bias: bool = False
+    needs: Literal["", "bias", "ties"] = ""
+    """What the model has to have for it: biases, or experts whose logits tie."""
 
     @property
     def site(self) -> str:
         """Where it has to be named."""
         return self.sites[0]
+
+    @property
+    def sparse(self) -> bool:
+        """Whether it is of a sparse layer."""
+        return self.op_class == "routing"
+
+    def fits(self, sites: Mapping[str, "Site"]) -> bool:
+        """Whether a model of these sites has a place for it: an operator within the experts has
+        rows of tokens by expert, which other faults know nothing of."""
+        if self.needs == "bias" and any(s.sparse for s in sites.values()):
+            return False
+        return all(n in sites and self.sparse == sites[n].sparse for n in self.sites)

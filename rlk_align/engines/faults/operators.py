@@ -18,6 +18,7 @@ from rlk_align.engines.common.places import Place, first
 from rlk_align.engines.common.weights import Parameter, write_part
 from rlk_align.engines.faults.catalogue import Chosen
 from rlk_align.engines.faults.sharing import ALONE, Sharing
+from rlk_align.engines.faults.sparse import SparseLayers
 from rlk_align.engines.faults.unit import Attention, Formula, ForwardTokens, Unit, in_place_of
 from rlk_align.errors import BadOption
 from rlk_align.model.rotary import checkpoint_rotary
@@ -65,6 +66,8 @@ class Operators(Hooks, ABC):
                 self._combination(site, formula)
             case "log_softmax":
                 self._logprob(formula)
+            case "router":
+                self.sparse_layers().change_logits(layer, formula)
             case _:
                 self._module_output(site, formula)
 
@@ -153,7 +156,7 @@ class Operators(Hooks, ABC):
         module, op = self.module(site), self.sites[site].operator
         name = op.parameter or site
         embedding, every_row = op.formula == "embedding", op.row == "token"
-        weight = None if embedding else self.parameter(name)
+        weight = self.parameter(name) if op.weight and not embedding else None
         bias = self.parameter(f"{name}.bias") if self.biased(site) else None
         eps = norm_epsilon(module) or 0.0
         # A norm of heads has the heads that it gives; a product those of the operator before it.
@@ -221,6 +224,10 @@ class Operators(Hooks, ABC):
                 self.on_rotation(lambda x: see(x) if turns and turns.pop(0) else None)
 
     @abstractmethod
+    def sparse_layers(self) -> SparseLayers:
+        """What faults can change in the model's sparse layers."""
+
+    @abstractmethod
     def on_rotation(self, see: Callable[[torch.Tensor], None]) -> None:
         """`see(what the rotary embedding gives)`: in each attention the query, then the key."""
 
@@ -265,13 +272,17 @@ def plant(operators: Operators, chosen: Chosen) -> Operators:
             raise BadOption(
                 f"fault={chosen}: a {shape.model_type} model of {shape.layers} layers has no {site}"
             )
-        if fault.needs_bias and not operators.biased(site):
+        if not fault.fits(operators.sites):
+            raise BadOption(f"fault={chosen}: {site} is of a sparse layer in this model")
+        if fault.needs == "bias" and not operators.biased(site):
             raise BadOption(f"fault={chosen}: {site} has no bias in this model")
     formula = make(chosen.strength)
     if fault.kind == "positions":
         operators.change_positions(formula)
     elif fault.kind == "boundaries":
         operators.change_boundaries(formula)
+    elif fault.kind == "sparse":
+        formula(operators.sparse_layers(), operators.sites[fault.site].layer)
     else:
         change = operators.change_weight if fault.kind == "weights" else operators.replace_operator
         for site in fault.sites:

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from rlk_align.engines.common.experts import by_ascending_id, slots
+from rlk_align.engines.common.experts import Choose, Show, by_ascending_id, choice_replaced, slots
 from rlk_align.engines.common.hooks import Hooks
+from rlk_align.engines.common.site_hooks import SiteHooks
 
-Show = Callable[[str, torch.Tensor], None]
-"""Takes the value of a site."""
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 
 
@@ -56,6 +55,26 @@ def on_experts(hooks: Hooks, model: Any, show: Show) -> None:
         (torch.nn.functional, "linear"),
     ):
         hooks.replace(owner, name, running.observed(getattr(owner, name)))
+
+
+def replay_choices(hooks: SiteHooks, model: Any) -> None:
+    """Has the routers whose choice is overwritten take the recorded experts."""
+    for i, block in sparse_blocks(model):
+        choose = hooks.recorded_choice(f"layers.{i}.experts")
+        if choose is not None:
+            replace_choice(hooks, block, choose)
+
+
+def replace_choice(hooks: Hooks, block: Any, choose: Choose) -> None:
+    """Has a router choose experts so: it calls `torch.topk`, and computes the weights of what that
+    gives."""
+    route = block.gate.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with choice_replaced(choose):
+            return route(*args, **kwargs)
+
+    hooks.replace(block.gate, "forward", forward)
 
 
 def _show_choice(show: Show, layer: int, _module: Any, _inputs: Any, output: Any) -> None:

@@ -14,6 +14,7 @@ from rlk_align.engines.faults.catalogue import Chosen
 from rlk_align.engines.faults.operators import Operators, plant
 from rlk_align.engines.faults.unit import Formula, ForwardTokens, Report
 from rlk_align.engines.hf.places import hf_places
+from rlk_align.engines.hf.sparse_layers import HFSparseLayers
 from rlk_align.engines.hf.taps import on_rotation
 
 
@@ -40,6 +41,9 @@ class HFOperators(Operators):
 
     def live(self, name: str) -> tuple[torch.Tensor, None]:
         return self.parameter(name), None
+
+    def sparse_layers(self) -> HFSparseLayers:
+        return HFSparseLayers(self, self._model)
 
     def on_rotation(self, see: Callable[[torch.Tensor], None]) -> None:
         on_rotation(self, self._model, see)

@@ -9,7 +9,7 @@ import torch
 
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.site_hooks import ForwardHooks
-from rlk_align.engines.hf.experts import on_experts
+from rlk_align.engines.hf.experts import on_experts, replay_choices
 
 
 class Tapped(ForwardHooks):
@@ -19,6 +19,7 @@ class Tapped(ForwardHooks):
         super().install()
         on_rotation(self, self._model, self.rope)
         on_experts(self, self._model, self.show)
+        replay_choices(self, self._model)
 
 
 def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -> None:

@@ -6,23 +6,21 @@ another value than the canonical one.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from rlk_align.engines.common.experts import by_ascending_id, slots
+from rlk_align.engines.common.experts import Choose, Show, by_ascending_id, slots
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.layout import even, fused, whole
 from rlk_align.engines.common.places import Place
+from rlk_align.engines.common.site_hooks import SiteHooks
 from rlk_align.engines.common.weights import Parameter
 from rlk_align.errors import EngineFailed
 from rlk_align.model.families import ModelShape
 
 WEIGHTED = "Megatron multiplies the activation by the expert's weight, before the second product"
-
-Show = Callable[[str, torch.Tensor], None]
-"""Takes the value of a site."""
 
 
 def sparse_places(name: str, mlp: str) -> Iterator[Place]:
@@ -61,27 +59,44 @@ def routing(model: Any) -> list[tuple[int, bool]]:
     return [(r.topk, not r.config.moe_router_pre_softmax) for r in routers]
 
 
-def on_experts(hooks: Hooks, model: Any, show: Show) -> None:
-    """`show(site, value)` of all that a sparse layer computes between its router and its output."""
+def on_experts(hooks: SiteHooks, model: Any) -> None:
+    """Shows all that a sparse layer computes between its router and its output, and has the routers
+    whose choice is overwritten take the recorded experts."""
     for i, layer in enumerate(model.decoder.layers):
         if hasattr(layer.mlp, "router"):
-            _Layer(i, show).watch(hooks, layer.mlp)
+            choose = hooks.recorded_choice(f"layers.{i}.experts")
+            _Layer(i, hooks.show, choose).watch(hooks, layer.mlp)
 
 
 class _Layer:
-    """One sparse layer. T = tokens, E = experts."""
+    """One sparse layer. Its router is given megatron-core's own RouterReplay, which records the
+    choice or replaces it. T = tokens, E = experts."""
 
-    def __init__(self, layer: int, show: Show) -> None:
-        self._name, self._show = f"layers.{layer}", show
+    def __init__(self, layer: int, show: Show, choose: Choose | None) -> None:
+        self._name, self._show, self._choose = f"layers.{layer}", show, choose
         self._first: list[torch.Tensor] = []
 
     def watch(self, hooks: Hooks, mlp: Any) -> None:
+        from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+        self._replay = RouterReplay()
+        hooks.callback(RouterReplay.global_router_replay_instances.remove, self._replay)
+        hooks.replace(mlp.router, "router_replay", self._replay)
+        action = (
+            RouterReplayAction.RECORD if self._choose is None else RouterReplayAction.REPLAY_FORWARD
+        )
+        self._replay.set_router_replay_action(action)
         gating = mlp.router.gating
 
         @functools.wraps(gating)
         def observed(*args: Any, **kwargs: Any) -> torch.Tensor:
             logits = gating(*args, **kwargs)
-            self._show(f"{self._name}.router", logits.reshape(-1, logits.shape[-1]))
+            logits_TE = logits.reshape(-1, logits.shape[-1])
+            self._show(f"{self._name}.router", logits_TE)
+            if self._choose is not None:
+                self._replay.clear_indices()
+                chosen_TK = self._choose(logits_TE, logits_TE.topk(mlp.router.topk).indices)
+                self._replay.set_target_indices(chosen_TK)
             return logits
 
         hooks.replace(mlp.router, "gating", observed)
@@ -99,8 +114,15 @@ class _Layer:
                 "look at what a patch does, and leave the capacity of experts unlimited",
             )
         _, expert = sent_TE.nonzero(as_tuple=True)
-        ids = expert.reshape(len(sent_TE), -1)
-        ids, weights = by_ascending_id(ids, weights_TE.gather(1, ids))
+        ids_TK = expert.reshape(len(sent_TE), -1)
+        replay = self._replay
+        own = replay.target_topk_idx if self._choose else replay.get_recorded_indices()
+        if own is None or not torch.equal(own.sort(dim=1).values, ids_TK):
+            raise EngineFailed(
+                f"{self._name}: Megatron does not compute the experts that its RouterReplay holds",
+                "look at what a patch does to the router",
+            )
+        ids, weights = by_ascending_id(ids_TK, weights_TE.gather(1, ids_TK))
         self._show(f"{self._name}.experts", ids)
         self._show(f"{self._name}.routing_weights", weights)
 

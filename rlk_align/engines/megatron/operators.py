@@ -15,6 +15,7 @@ from rlk_align.engines.faults.operators import Operators, plant
 from rlk_align.engines.faults.sharing import Sharing
 from rlk_align.engines.faults.unit import Formula, ForwardTokens, Report
 from rlk_align.engines.megatron.input import ModelInput
+from rlk_align.engines.megatron.sparse_layers import MegatronSparseLayers
 from rlk_align.engines.megatron.taps import on_rotation
 from rlk_align.engines.megatron.weights import all_gather
 
@@ -47,6 +48,9 @@ class MegatronOperators(Operators):
     def _note_rows(self, _module: Any, args: Any) -> None:
         ids, positions = (x.t().flatten() for x in args[:2])
         self.rows = ForwardTokens(ids, positions, torch.zeros_like(ids, dtype=torch.bool))
+
+    def sparse_layers(self) -> MegatronSparseLayers:
+        return MegatronSparseLayers(self, self._model)
 
     def on_rotation(self, see: Callable[[torch.Tensor], None]) -> None:
         on_rotation(self, self._model, see)

@@ -89,7 +89,7 @@ class Tapped(SiteHooks):
     def install(self) -> None:
         super().install()
         on_rotation(self, self._model, self.rope)
-        on_experts(self, self._model, self.show)
+        on_experts(self, self._model)
 
 
 def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -> None:

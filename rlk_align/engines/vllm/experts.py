@@ -4,13 +4,15 @@ vLLM computes a layer's experts in one kernel, from the choice to the sum: their
 tensors.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from rlk_align.engines.common.experts import by_ascending_id
+from rlk_align.engines.common.experts import Choose, Show, by_ascending_id, choice_replaced
 from rlk_align.engines.common.hooks import Hooks
+from rlk_align.engines.common.site_hooks import SiteHooks
+from rlk_align.errors import EngineFailed
 
 FUSED = "vLLM computes a layer's experts in one kernel, which never writes their rows"
 
@@ -24,22 +26,71 @@ def sparse_blocks(model: Any) -> Iterator[tuple[int, str, Any]]:
                 yield i, path, block
 
 
-def on_choices(hooks: Hooks, model: Any, show: Callable[[str, torch.Tensor], None]) -> None:
+def on_choices(hooks: Hooks, model: Any, show: Show) -> None:
     """`show(site, value)` of each token's experts and their weights: the router is no module."""
     for i, _, block in sparse_blocks(model):
-        router = block.experts.router
-        hooks.replace(router, "select_experts", _shown(router.select_experts, i, show))
+        _Router(i, show).watch(hooks, block.experts.router)
 
 
-def _shown(select: Callable[..., Any], layer: int, show: Callable[..., None]) -> Callable[..., Any]:
-    def select_experts(*args: Any, **kwargs: Any) -> Any:
-        weights, chosen = select(*args, **kwargs)
-        ids, by_id = by_ascending_id(chosen, weights)
-        show(f"layers.{layer}.experts", ids)
-        show(f"layers.{layer}.routing_weights", by_id)
-        return weights, chosen
+class _Router:
+    """One layer's router, and what vLLM itself records of its choice: the experts that it returns
+    to clients where `enable_return_routed_experts` is set."""
 
-    return select_experts
+    def __init__(self, layer: int, show: Show) -> None:
+        self._name, self._show = f"layers.{layer}", show
+        self._captured: torch.Tensor | None = None
+
+    def watch(self, hooks: Hooks, router: Any) -> None:
+        select = router.select_experts
+        hooks.replace(router, "capture_fn", self._capture)
+
+        def select_experts(*args: Any, **kwargs: Any) -> Any:
+            weights, chosen = select(*args, **kwargs)
+            self._check(chosen)
+            ids, by_id = by_ascending_id(chosen, weights)
+            self._show(f"{self._name}.experts", ids)
+            self._show(f"{self._name}.routing_weights", by_id)
+            return weights, chosen
+
+        hooks.replace(router, "select_experts", select_experts)
+
+    def _capture(self, chosen: torch.Tensor) -> None:
+        self._captured = chosen.clone()
+
+    def _check(self, chosen: torch.Tensor) -> None:
+        if self._captured is None or not torch.equal(self._captured.long(), chosen.long()):
+            raise EngineFailed(
+                f"{self._name}: the experts that vLLM records for clients are not the ones that it "
+                "computes",
+                "look at what a patch does, and leave expert parallel load balancing off",
+            )
+        self._captured = None
+
+
+def replay_choices(hooks: SiteHooks, model: Any) -> None:
+    """Has the routers whose choice is overwritten take the recorded experts."""
+    for i, _, block in sparse_blocks(model):
+        choose = hooks.recorded_choice(f"layers.{i}.experts")
+        if choose is not None:
+            replace_choice(hooks, block.experts.router, choose)
+
+
+def replace_choice(hooks: Hooks, router: Any, choose: Choose) -> None:
+    """Has a router choose experts so. Raises EngineFailed as it runs, where it does not choose by
+    `torch.topk`."""
+    route = router._compute_routing
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        with choice_replaced(choose) as calls:
+            routed = route(*args, **kwargs)
+        if len(calls) != 1:
+            raise EngineFailed(
+                "this vLLM chooses experts by a kernel of its own, which cannot be given any",
+                "replay in the other engine: --edges prefill_vs_train,decode_vs_train",
+            )
+        return routed
+
+    hooks.replace(router, "_compute_routing", compute)
 
 
 def expert_weights(model: Any, inner: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -14,7 +14,7 @@ from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.rows import packed_rows
 from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
-from rlk_align.engines.vllm.experts import on_choices
+from rlk_align.engines.vllm.experts import on_choices, replay_choices
 from rlk_align.engines.vllm.parallel import TensorParallel
 from rlk_align.engines.vllm.places import vllm_places
 from rlk_align.model.families import ModelShape
@@ -53,6 +53,7 @@ class VLLMTaps(SiteHooks):
         self.before(self._model.logits_processor, self._place_logits)
         super().install()
         on_rotation(self, self._model, self.rope)
+        replay_choices(self, self._model)
         on_choices(self, self._model, self.show)
 
     def gather(self, local: torch.Tensor) -> list[torch.Tensor] | None:

@@ -116,3 +116,11 @@ def first_parting(clean: Trace, faulty: Trace, passname: str) -> str | None:
     sites = model_sites(clean.record.shape)
     (result,), _ = compare_edges([edge], sites, index, lambda *_: None)
     return None if result.first_bitwise is None else result.first_bitwise.site
+
+
+def shown_as(site: str, trace: Trace, passname: str) -> str | None:
+    """The first operator, in execution order from that site on, which the engine can show; None
+    where there is none."""
+    hidden = trace.read_pass(passname).record.unexposed
+    names = [s.name for s in model_sites(trace.record.shape)]
+    return next((n for n in names[names.index(site) :] if n not in hidden), None)

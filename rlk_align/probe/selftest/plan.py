@@ -7,6 +7,8 @@ from rlk_align.engines.faults.catalogue import FAULTS, Chosen, faults_of
 from rlk_align.engines.faults.fault import ALL
 from rlk_align.engines.registry import engine_info, require_installed
 from rlk_align.errors import BadOption
+from rlk_align.model.families import ModelShape
+from rlk_align.model.sites import model_sites
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +57,23 @@ def check_engines(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def check_faults(names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the named faults, or all where none is named. Raises BadOption for an unknown one."""
+def check_faults(names: Sequence[str], shape: ModelShape) -> tuple[str, ...]:
+    """Returns the named faults, or all that a model of that shape has a place for where none is
+    named. Raises BadOption for an unknown one, and for a named one that has no place."""
     unknown = [name for name in names if name not in FAULTS]
     if unknown:
         raise BadOption(f"--faults {_list(unknown)}: unknown", f"choose from {_list(FAULTS)}")
-    return tuple(dict.fromkeys(names)) or tuple(FAULTS)
+    sites = {s.name: s for s in model_sites(shape)}
+    fitting = {name: fault for name, fault in FAULTS.items() if fault.fits(sites)}
+    for name in names:
+        if name not in fitting:
+            where = ", ".join(FAULTS[name].sites)
+            raise BadOption(
+                f"--faults {name}: this {shape.model_type} model has no place for it, which is "
+                f"{where}",
+                f"choose from {_list(fitting)}",
+            )
+    return tuple(dict.fromkeys(names)) or tuple(fitting)
 
 
 def _list(names: Sequence[str] | dict) -> str:

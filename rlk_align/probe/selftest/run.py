@@ -14,9 +14,10 @@ from rlk_align.engines.faults.fault import Fault
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.model.prompts import load_prompts, save_prompts
 from rlk_align.probe.selftest.biased import biased_model
-from rlk_align.probe.selftest.detect import alarms, detection, first_parting, verdict_of
+from rlk_align.probe.selftest.detect import alarms, detection, first_parting, shown_as, verdict_of
 from rlk_align.probe.selftest.plan import Case, cases, pairs, pairs_of, spec
 from rlk_align.probe.selftest.record import CleanPair, Detection, SelfTest
+from rlk_align.probe.selftest.tied import tied_model
 from rlk_align.progress import Progress
 from rlk_align.results import EdgeName, SideName
 from rlk_align.trace.reader import Trace
@@ -52,9 +53,9 @@ def _quiet(_stage: str, _done: int, _total: int) -> None:
     """The self-test tells of faults, and not of each capture and comparison."""
 
 
-def _together(case: Case) -> tuple[str, str, bool, bool]:
+def _together(case: Case) -> tuple[str, str, bool, str]:
     """Cases that agree in it can follow each other in one process."""
-    return case.engine, case.options, case.chosen.fault.decode, case.chosen.fault.needs_bias
+    return case.engine, case.options, case.chosen.fault.decode, case.chosen.fault.needs
 
 
 def _name(detection: Detection) -> tuple[str, str, float]:
@@ -80,7 +81,7 @@ class _SelfTest:
     run: Run
     progress: Progress
     tell: Callable[[Detection | CleanPair], None]
-    _clean: dict[tuple[str, str, bool], Trace] = field(default_factory=dict)
+    _clean: dict[tuple[str, str, str], Trace] = field(default_factory=dict)
 
     def done(self) -> SelfTest:
         """The whole of it."""
@@ -115,10 +116,9 @@ class _SelfTest:
     def _request(
         self, engine: str, fault: Fault | None, seed: int = 0, decode: bool = False
     ) -> CaptureRequest:
-        biased = fault is not None and fault.needs_bias
         return CaptureRequest(
             engine=self._spec(engine),
-            model=str(self._biased if biased else self.request.model),
+            model=str(self._model(fault.needs if fault else "")),
             prompts=self._prompts,
             max_new_tokens=NEW_TOKENS,
             seed=seed,
@@ -131,9 +131,12 @@ class _SelfTest:
         merged = ",".join(filter(None, (self.request.settings.get(name, ""), options)))
         return EngineSpec.parse(spec(name, merged))
 
-    @property
-    def _biased(self) -> Path:
-        return biased_model(Path(self.request.model), self.run.folder / "biased-model")
+    def _model(self, needs: str) -> Path:
+        """The checkpoint, or one made of it that has what a fault needs."""
+        model, folder = Path(self.request.model), self.run.folder
+        if needs == "bias":
+            return biased_model(model, folder / "biased-model")
+        return tied_model(model, folder / "tied-model") if needs == "ties" else model
 
     def _sampled(self, engine: str, options: str, seed: int) -> Trace:
         request = self._request(spec(engine, options), None, seed, decode=True)
@@ -141,7 +144,7 @@ class _SelfTest:
 
     def _scored(self, engine: str, options: str, fault: Fault) -> Trace:
         """A clean capture of the tokens that all faults are seen on."""
-        key = (engine, options, fault.needs_bias)
+        key = (engine, options, fault.needs)
         if key not in self._clean:
             request = self._request(spec(engine, options), fault)
             tokens = self._base.folder / "tokens.parquet"
@@ -181,12 +184,16 @@ class _SelfTest:
                     shutil.rmtree(clean.folder)
 
     def _planted(self, case: Case, faulty: Trace) -> str | None:
-        """Where the faulty engine parts from itself."""
+        """Where the faulty engine parts from itself; where it does so at the first operator that it
+        shows behind the fault's, at the fault's."""
         fault = case.chosen.fault
+        passname = "decode" if fault.decode else "prefill"
         if fault.decode:
-            sampled = self._sampled(case.engine, case.options, 0)
-            return first_parting(sampled, faulty, "decode")
-        return first_parting(self._scored(case.engine, case.options, fault), faulty, "prefill")
+            clean = self._sampled(case.engine, case.options, 0)
+        else:
+            clean = self._scored(case.engine, case.options, fault)
+        parting = first_parting(clean, faulty, passname)
+        return fault.site if parting == shown_as(fault.site, faulty, passname) else parting
 
     def _clean_pairs(self) -> Iterator[CleanPair]:
         """Every pair without a fault, on fresh tokens for every seed."""

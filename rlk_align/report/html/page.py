@@ -18,6 +18,7 @@ from rlk_align.report.html.heat import operator_heat
 from rlk_align.report.html.logprobs import histogram, largest_bound, metric_rows, noise_floor
 from rlk_align.report.html.provenance import provenance
 from rlk_align.report.html.ranks import rank_map
+from rlk_align.report.html.routing import REPLAY_COLUMNS, routing_panel
 from rlk_align.report.html.samples import deltas, worst_samples
 from rlk_align.report.html.table import operator_table
 from rlk_align.report.html.tokens import delta_ramp, error_ramp, sample_view
@@ -92,6 +93,7 @@ def run_page(source: ReportSource) -> str:
         "notes": verdict.notes,
         "ranks": rank_map(verdict.comparison),
         "drift": None,
+        "routing": None,
     }
     if edge is not None and not verdict.comparison.stopped:
         context |= _charts(source, edge)
@@ -104,6 +106,7 @@ _SECTIONS = [
     ("provenance", "Provenance", "card"),
     ("drift", "Where drift starts", "drift"),
     ("heatmap", "Layers and operators", "drift"),
+    ("routing", "Routing", "routing"),
     ("tokens", "Tokens", "drift"),
     ("logprobs", "Log-probs", "drift"),
     ("rankmap", "Ranks", "ranks"),
@@ -174,6 +177,8 @@ def _charts(source: ReportSource, edge: EdgeResult) -> dict[str, object]:
         "drift": drift_figure("drift-chart", f"Drift of {edge.name}", series, linked=True),
         "other_drifts": [_other(source, e) for e in verdict.comparison.edges if e is not edge],
         "heat": operator_heat(operators),
+        "routing": routing_panel(source, edge),
+        "replay_columns": REPLAY_COLUMNS,
         "columns": columns,
         "operators": rows,
         "probe_words": words,

@@ -83,13 +83,30 @@ def worst_samples(source: ReportSource, edge: EdgeResult) -> list[Stretch]:
         .aggregate([("size", "max")])
         .sort_by([("size_max", "descending"), ("sample", "ascending")])
     )
-    chosen = worst["sample"].to_pylist()[:SHOWN]
+    return _stretches(source, edge, worst["sample"].to_pylist()[:SHOWN], sites)
+
+
+def flipped_samples(
+    source: ReportSource, edge: EdgeResult, choices: Sequence[str], others: Sequence[str]
+) -> list[Stretch]:
+    """The SHOWN samples with the most flips, the most first; none without any. `choices`: the sites
+    at which experts are chosen; `others`: sites whose errors are wanted beside them."""
+    table = _head(source, edge, choices)
+    flips = sum(np.nan_to_num(table[c].to_numpy()) > 0 for c in choices)
+    count = np.bincount(table["sample"].to_numpy(), weights=flips)
+    order = np.argsort(-count, kind="stable")[:SHOWN]
+    return _stretches(source, edge, [int(s) for s in order if count[s]], [*choices, *others])
+
+
+def _stretches(
+    source: ReportSource, edge: EdgeResult, chosen: Sequence[int], sites: Sequence[str]
+) -> list[Stretch]:
     rows = _head(source, edge, sites)
     length = max(32, min(LONGEST, _CELLS // (max(1, len(chosen)) * max(1, len(sites)))))
     return [_stretch(rows, sample, sites, length) for sample in chosen]
 
 
-def _stretch(table: pa.Table, sample: int, sites: list[str], length: int) -> Stretch:
+def _stretch(table: pa.Table, sample: int, sites: Sequence[str], length: int) -> Stretch:
     """Of a long sequence the stretch around the first sampled token, at most a third of it prompt
     where there is enough that was sampled; or around its worst token, where that lies further on.
     """

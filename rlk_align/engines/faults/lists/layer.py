@@ -145,7 +145,7 @@ PROJECTIONS = {
         ("layers.1.k_proj",),
         "the bias is dropped",
         "linear:bias_dropped",
-        needs_bias=True,
+        needs="bias",
     ),
     "proj-heads-swapped": Fault(
         "projection",

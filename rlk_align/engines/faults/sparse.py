@@ -1,0 +1,64 @@
+"""The sparse layers of a live model, as planted faults change them.
+
+Every change is undone with the hooks that it is made by.
+N = rows, E = experts, K = experts of a row
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from rlk_align.engines.common.experts import Choose
+from rlk_align.engines.common.hooks import Hooks
+from rlk_align.engines.faults.unit import Formula
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routing:
+    """The choice of one layer, as its router gives it."""
+
+    logits: torch.Tensor
+    """`[N, E]`."""
+    chosen: torch.Tensor
+    """int64 `[N, K]`."""
+    weights: torch.Tensor
+    """`[N, K]`."""
+
+
+class SparseLayers(ABC):
+    """Those of one engine."""
+
+    @abstractmethod
+    def change_logits(self, layer: int, formula: Formula) -> None:
+        """`formula(Unit)` in place of the router's logits, by which experts are chosen then."""
+
+    @abstractmethod
+    def change_choice(self, layer: int, choose: Choose) -> None:
+        """`choose(scores, chosen)` in place of the router's own choice."""
+
+    @abstractmethod
+    def change_weights(self, layer: int, change: Callable[[Routing], torch.Tensor]) -> None:
+        """`change(routing)`, `[N, K]`, in place of the weights of the chosen experts."""
+
+    @abstractmethod
+    def leave_out(self, layer: int, expert: int) -> None:
+        """That expert's rows are missing from the sums."""
+
+    @abstractmethod
+    def swap_experts(self, layer: int, one: int, other: int) -> None:
+        """Two experts have each other's first weights."""
+
+    def weigh_before_activation(self, layer: int) -> None:
+        """An expert's weight multiplies its gate, and not its row."""
+        raise NotImplementedError
+
+
+def swap(hooks: Hooks, one: torch.Tensor, other: torch.Tensor) -> None:
+    """Two live tensors have each other's values, until the hooks come out."""
+    before = one.clone(), other.clone()
+    one.copy_(before[1])
+    other.copy_(before[0])
+    hooks.callback(one.copy_, before[0])
+    hooks.callback(other.copy_, before[1])
