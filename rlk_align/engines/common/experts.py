@@ -5,7 +5,34 @@ order an engine computes them in, equal choices make equal rows.
 T = tokens, K = experts of a token, S = rows of experts, F = features
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
+
+from rlk_align.engines.common.hooks import Hooks
+
+Show = Callable[[str, torch.Tensor], None]
+"""Takes the value of a site."""
+
+
+INSIDE = ("experts", "routing_weights", "gate_proj", "up_proj", "act", "down_proj")
+"""What the kernels compute inside of a sparse layer, behind its router."""
+
+
+def has_kernels(module: Any) -> bool:
+    """Whether the kernels compute a sparse layer, or that part of one: they show its inside."""
+    return hasattr(module, "rlk_show")
+
+
+def on_kernels(hooks: Hooks, module: Any, layer: int, show: Show) -> None:
+    """`show(site, value)` of what the kernels compute inside of a sparse layer."""
+    hooks.replace(module, "rlk_show", functools.partial(_of_layer, layer, show))
+
+
+def _of_layer(layer: int, show: Show, operator: str, value: torch.Tensor) -> None:
+    show(f"layers.{layer}.{operator}", value)
 
 
 def by_ascending_id(

@@ -12,11 +12,15 @@ from typing import Any
 
 import torch
 
-from rlk_align.engines.common.experts import by_ascending_id, slots
+from rlk_align.engines.common.experts import (
+    Show,
+    by_ascending_id,
+    has_kernels,
+    on_kernels,
+    slots,
+)
 from rlk_align.engines.common.hooks import Hooks
 
-Show = Callable[[str, torch.Tensor], None]
-"""Takes the value of a site."""
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 
 
@@ -41,7 +45,13 @@ def expert_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def on_experts(hooks: Hooks, model: Any, show: Show) -> None:
     """`show(site, value)` of all that a sparse layer computes between its router and its output."""
     running = _Running(show)
-    blocks = list(sparse_blocks(model))
+    blocks = []
+    for i, block in sparse_blocks(model):
+        if has_kernels(block.experts):
+            on_kernels(hooks, block.gate, i, show)
+            on_kernels(hooks, block.experts, i, show)
+        else:
+            blocks.append((i, block))
     for i, block in blocks:
         hooks.after(block.gate, functools.partial(_show_choice, show, i))
         hooks.before(block.experts, functools.partial(running.begin, i))

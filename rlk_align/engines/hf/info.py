@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlk_align.engines.common.tensor_parallel import check_alone
 from rlk_align.engines.info import Asked, EngineInfo, Option, OptionValue
 from rlk_align.errors import INSTALL_ENGINES, ModelError
 from rlk_align.model.families import ModelShape
@@ -32,10 +31,6 @@ def _conflict(options: Mapping[str, OptionValue]) -> str | None:
     return None
 
 
-def _check(option: Asked, _config: dict[str, Any], shape: ModelShape) -> None:
-    check_alone("hf", shape, {"kernels": option("kernels")})
-
-
 def _check_fsdp(_option: Asked, _config: dict[str, Any], shape: ModelShape) -> None:
     if shape.experts:
         raise ModelError("engine 'fsdp' does not take sparse layers", "compare with --train hf")
@@ -50,7 +45,6 @@ HF = EngineInfo(
     one_kernel=(frozenset({"q_rope", "k_rope"}),),
     tested=("transformers",),
     conflict=_conflict,
-    check=_check,
 )
 
 FSDP = replace(

@@ -6,12 +6,19 @@ another value than the canonical one.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from rlk_align.engines.common.experts import by_ascending_id, slots
+from rlk_align.engines.common.experts import (
+    INSIDE,
+    Show,
+    by_ascending_id,
+    has_kernels,
+    on_kernels,
+    slots,
+)
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.layout import even, fused, whole
 from rlk_align.engines.common.places import Place
@@ -21,12 +28,15 @@ from rlk_align.model.families import ModelShape
 
 WEIGHTED = "Megatron multiplies the activation by the expert's weight, before the second product"
 
-Show = Callable[[str, torch.Tensor], None]
-"""Takes the value of a site."""
 
-
-def sparse_places(name: str, mlp: str) -> Iterator[Place]:
-    """Where the operators of a sparse layer lie, from the router to the sum."""
+def sparse_places(name: str, mlp: str, kernels: bool) -> Iterator[Place]:
+    """Where the operators of a sparse layer lie, from the router to the sum; `kernels`: whether
+    ours compute all of it."""
+    if kernels:
+        for op in ("router", *INSIDE):
+            yield Place(sites=(f"{name}.{op}",), module=mlp, end="inside")
+        yield Place(sites=(f"{name}.moe_out",), module=mlp)
+        return
     for op in ("router", "experts", "routing_weights"):
         yield Place(sites=(f"{name}.{op}",), module=f"{mlp}.router", end="inside")
     for op in ("gate_proj", "up_proj"):
@@ -64,7 +74,9 @@ def routing(model: Any) -> list[tuple[int, bool]]:
 def on_experts(hooks: Hooks, model: Any, show: Show) -> None:
     """`show(site, value)` of all that a sparse layer computes between its router and its output."""
     for i, layer in enumerate(model.decoder.layers):
-        if hasattr(layer.mlp, "router"):
+        if has_kernels(layer.mlp):
+            on_kernels(hooks, layer.mlp, i, show)
+        elif hasattr(layer.mlp, "router"):
             _Layer(i, show).watch(hooks, layer.mlp)
 
 

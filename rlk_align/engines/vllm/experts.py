@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rlk_align.engines.common.experts import by_ascending_id
+from rlk_align.engines.common.experts import by_ascending_id, has_kernels, on_kernels
 from rlk_align.engines.common.hooks import Hooks
 
 FUSED = "vLLM computes a layer's experts in one kernel, which never writes their rows"
@@ -27,6 +27,9 @@ def sparse_blocks(model: Any) -> Iterator[tuple[int, str, Any]]:
 def on_choices(hooks: Hooks, model: Any, show: Callable[[str, torch.Tensor], None]) -> None:
     """`show(site, value)` of each token's experts and their weights: the router is no module."""
     for i, _, block in sparse_blocks(model):
+        if has_kernels(block.experts):
+            on_kernels(hooks, block.experts, i, show)
+            continue
         router = block.experts.router
         hooks.replace(router, "select_experts", _shown(router.select_experts, i, show))
 
@@ -84,5 +87,8 @@ def _unpacked(routed: Any, name: str) -> torch.Tensor:
 
 def _instructions(routed: Any) -> str | None:
     """What the layer's kernel is packed for; None where it packs nothing."""
-    experts = routed.quant_method.moe_kernel.fused_experts
+    kernel = routed.quant_method.moe_kernel
+    if kernel is None:
+        return None  # ours take the weights as they are
+    experts = kernel.fused_experts
     return None if getattr(experts, "_use_zentorch", False) else getattr(experts, "isa", None)

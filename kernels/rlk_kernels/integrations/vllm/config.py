@@ -13,6 +13,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 import rlk_kernels
 from rlk_kernels.integrations import rotary
 from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.operators import check_sparse
 from rlk_kernels.integrations.vllm import families, fusion
 
 KEY = "rlk_kernels"
@@ -48,6 +49,12 @@ def enter_config() -> None:
     config.additional_config[KEY] = digest()
     if not NORM_ROPE.intersection(_excluded):
         fusion.enter(config.compilation_config.inductor_compile_config)
+
+
+def check_sparse_layer() -> None:
+    """`enter_config` for a sparse layer, which leaves none of its operators to vLLM."""
+    enter_config()
+    check_sparse(frozenset(_excluded))
 
 
 def _check(config: Any) -> None:

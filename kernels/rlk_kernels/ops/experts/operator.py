@@ -18,7 +18,7 @@ Gradients, each product with fp32 accumulation, rounded once:
 T = tokens   k = experts of a token   E = experts   S = T * k rows   K, N = in, out features
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,8 +41,7 @@ def grouped_linear_ref(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     return y
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertGroups:
+class ExpertGroups(NamedTuple):
     """Which rows each expert has; made by `group_by_expert`, shared by a layer's products."""
 
     ids: Tensor
