@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from rlk_align.engines.common.experts import (
     Show,
@@ -34,12 +35,18 @@ def sparse_blocks(model: Any) -> Iterator[tuple[int, Any]]:
 def expert_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The canonical parameters of the experts, which transformers stacks."""
     for i, block in sparse_blocks(model):
-        for e, fused in enumerate(block.experts.gate_up_proj.detach()):
+        for e, fused in enumerate(_whole(block.experts.gate_up_proj)):
             gate, up = fused.chunk(2)
             yield f"layers.{i}.experts.{e}.gate_proj", gate
             yield f"layers.{i}.experts.{e}.up_proj", up
-        for e, down in enumerate(block.experts.down_proj.detach()):
+        for e, down in enumerate(_whole(block.experts.down_proj)):
             yield f"layers.{i}.experts.{e}.down_proj", down
+
+
+def _whole(stacked: torch.Tensor) -> torch.Tensor:
+    """A parameter whose experts ranks may share."""
+    value = stacked.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def on_experts(hooks: Hooks, model: Any, show: Show) -> None:

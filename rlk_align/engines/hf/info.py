@@ -2,11 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from rlk_align.engines.info import Asked, EngineInfo, Option, OptionValue
-from rlk_align.errors import INSTALL_ENGINES, ModelError
-from rlk_align.model.families import ModelShape
+from rlk_align.engines.info import EngineInfo, Option, OptionValue
+from rlk_align.errors import INSTALL_ENGINES
 
 HF_OPTIONS = {
     "attn": Option(
@@ -31,11 +29,6 @@ def _conflict(options: Mapping[str, OptionValue]) -> str | None:
     return None
 
 
-def _check_fsdp(_option: Asked, _config: dict[str, Any], shape: ModelShape) -> None:
-    if shape.experts:
-        raise ModelError("engine 'fsdp' does not take sparse layers", "compare with --train hf")
-
-
 HF = EngineInfo(
     "rlk_align.engines.hf.engine:HFEngine",
     "transformers",
@@ -58,7 +51,6 @@ FSDP = replace(
         "checkpointing": Option(bool, default=False),
         "port": Option(int, starts_only=True),
     },
-    check=_check_fsdp,
     ranks="dp",
     samples=False,
 )
