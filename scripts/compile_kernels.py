@@ -146,6 +146,18 @@ def head_norms(dim: int) -> None:
         rk.norm_rope(q, k, *weights, _ids(7), eps=1e-6, theta=1e6)
 
 
+def sparse_layer(t: int, experts: int, top_k: int, h: int, inner: int, dtype=BF16) -> None:
+    x, router = _x(t, h, dtype=dtype), _x(experts, h, dtype=dtype)
+    up, down = _x(experts, 2 * inner, h, dtype=dtype), _x(experts, h, inner, dtype=dtype)
+    for normalize in (True, False):
+        logits = rk.linear(x, router, out_dtype=FP32)
+        shares, ids = rk.route(logits, top_k, normalize=normalize)
+        groups = rk.group_by_expert(ids, experts)
+        both = rk.grouped_linear(x, up, groups)
+        rows = rk.grouped_linear(rk.swiglu(*both.chunk(2, -1)), down, groups)
+        _backward(rk.combine_experts(rows, shares, ids, experts))
+
+
 LARGE, SMALL = HEADS.values()
 CALLS: dict[str, Callable[[], object]] = {
     "tiles": lambda: rk.warm_up("cuda"),  # first: the first product would run it
@@ -198,6 +210,12 @@ CALLS: dict[str, Callable[[], object]] = {
     "linear_logp, fp32": lambda: linear_logp(1024, 512, 32000, dtype=FP32),
     "linear_logp, unaligned": lambda: linear_logp(100, 999, 1023),
     "linear_grpo_loss": lambda: linear_grpo(4096, 4096, 128256),
+    **{
+        f"sparse layer, {t} tokens": lambda t=t: sparse_layer(t, 128, 8, 2048, 768)
+        for t in (1, 256, 1024, 16384)
+    },
+    "sparse layer, fp16, unaligned": lambda: sparse_layer(300, 60, 4, 1001, 700, dtype=FP16),
+    "sparse layer, fp32": lambda: sparse_layer(300, 8, 2, 512, 256, dtype=FP32),
     "rows": lambda: rows(1024),
     **{f"norms of heads of {dim}": lambda dim=dim: head_norms(dim) for dim in (36, 72)},
 }

@@ -26,6 +26,7 @@ from torch import Tensor
 from rlk_kernels.backend import call, choose, record, refuse_gradient
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.memory import empty
 from rlk_kernels.ops.combine.operator import sum_slots
 from rlk_kernels.ops.experts import portable
 
@@ -77,7 +78,7 @@ def _grouped(
     if backend == "torch":
         record("grouped_linear", "torch")
         return portable.forward(x, weight, order, offsets, each)
-    out = x.new_empty(order.shape[0], weight.shape[1])
+    out = empty((order.shape[0], weight.shape[1]), x.dtype, x.device)
     record("grouped_linear", _on_triton().product(x, weight.mT, order, offsets, each, out))
     return out
 
@@ -93,7 +94,7 @@ def _input_grad(dy: Tensor, weight: Tensor, order: Tensor, offsets: Tensor, back
     if backend == "torch":
         record("grouped_linear", "torch")
         return portable.input_grad(dy, weight, order, offsets)
-    out = dy.new_empty(order.shape[0], weight.shape[2])
+    out = empty((order.shape[0], weight.shape[2]), dy.dtype, dy.device)
     record("grouped_linear", _on_triton().product(dy, weight, order, offsets, 1, out))
     return out
 
@@ -111,7 +112,7 @@ def _weight_grad(
     if backend == "torch":
         record("grouped_linear", "torch")
         return portable.weight_grad(dy, x, order, offsets, each)
-    out = dy.new_empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1])
+    out = empty((offsets.shape[0] - 1, dy.shape[1], x.shape[1]), dy.dtype, dy.device)
     record("grouped_linear", _on_triton().weight_grad(dy, x, order, offsets, each, out))
     return out
 
