@@ -44,6 +44,7 @@ SPILLS = {
     "_dq_kernel": 1 << 11,
     "_dkv_kernel": 1 << 16,
     "_gemm_pointer_kernel": 1 << 15,  # strides that no copy engine takes
+    "_grouped_kernel": 1 << 15,  # likewise
     "_reduce_kernel": 1 << 6,
     "_sum_pointer_kernel": 1 << 11,
     "_tiles_pointer_kernel": 1 << 10,

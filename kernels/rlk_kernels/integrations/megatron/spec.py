@@ -20,7 +20,10 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    get_transformer_layer_offset,
+)
 
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.megatron import attention, layers, limits
@@ -44,11 +47,29 @@ def layer_spec(
     # Without a pipeline megatron-core's parallel state need not stand yet.
     rank = 0 if config.pipeline_model_parallel_size == 1 else None
     count = get_num_layers_to_build(config, vp_stage, rank)
-    spec = get_gpt_layer_local_spec(
-        qk_layernorm=config.qk_layernorm, normalization=config.normalization
-    )
-    block = TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=WrappedTorchNorm)
+    first = get_transformer_layer_offset(config, vp_stage, rank) if count else 0
+    kinds = _sparse_layers(config)[first : first + count]
+    specs = {
+        sparse: get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts if sparse else None,
+            qk_layernorm=config.qk_layernorm,
+            normalization=config.normalization,
+        )
+        for sparse in set(kinds)
+    }
+    layer_specs = [specs[sparse] for sparse in kinds]
+    block = TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=WrappedTorchNorm)
     return with_kernels(block, excluded, ())
+
+
+def _sparse_layers(config: Any) -> list[bool]:
+    """Of every layer of a model whether it sends each token to a few experts."""
+    layers, every = config.num_layers, config.moe_layer_freq
+    if not config.num_moe_experts:
+        return [False] * layers
+    return (
+        [i % every == 0 for i in range(layers)] if isinstance(every, int) else [*map(bool, every)]
+    )
 
 
 def with_kernels(
