@@ -12,7 +12,7 @@ from test_megatron_parts import AT, IDS, config, made, state  # noqa: F401 (a fi
 
 EXPERTS, TOP_K, INNER = 4, 2, 24
 REFUSED: dict[str, Any] = {
-    "moe_router_score_function": "sigmoid", "expert_model_parallel_size": 2,
+    "moe_router_score_function": "sigmoid",
     "expert_tensor_parallel_size": 2, "tensor_model_parallel_size": 2,
     "moe_token_dispatcher_type": "flex",
 }  # fmt: skip

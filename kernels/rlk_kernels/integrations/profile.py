@@ -71,10 +71,10 @@ def expert_linear(x: Tensor, weight: Tensor, groups: rlk_kernels.ExpertGroups) -
     return rlk_kernels.grouped_linear(x, weight, groups)
 
 
-def combine(rows: Tensor, weights: Tensor, groups: rlk_kernels.ExpertGroups) -> Tensor:
+def combine(rows: Tensor, weights: Tensor, ids: Tensor, experts: int) -> Tensor:
     """[T, H]: rows[T, k, H] by their weights[T, k], added up in fp32 in ascending id, rounded once;
     no product is rounded together with a sum."""
-    return rlk_kernels.combine_experts(rows, weights, groups.ids, groups.experts)
+    return rlk_kernels.combine_experts(rows, weights, ids, experts)
 
 
 def rope(

@@ -39,7 +39,6 @@ ONLY = {
 
 SPARSE_ONLY = {
     "moe_router_score_function": ("softmax",),
-    "expert_model_parallel_size": (1,),
     "expert_tensor_parallel_size": (1,),
     "tensor_model_parallel_size": (1,),
     "add_bias_linear": (False,),

@@ -14,7 +14,7 @@ from rlk_kernels.integrations.megatron.limits import check_config
 
 class SparseMLP(Sparse, MoELayer):
     """Computes by its router's and its experts' parameters, and calls neither of them, nor the
-    dispatcher: without ranks that share experts there is nothing to send."""
+    dispatcher: ranks that share experts send rows as `rlk_kernels.parallel.experts` says."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -41,5 +41,5 @@ class SparseMLP(Sparse, MoELayer):
         experts = self.experts.local_experts
         gate_up = torch.stack([expert.linear_fc1.weight for expert in experts])
         down = torch.stack([expert.linear_fc2.weight for expert in experts])
-        y = self.compute(x, weights, ids, gate_up, down)
+        y = self.compute(x, weights, ids, gate_up, down, self.ep_group)
         return y.view(hidden_states.shape), None
