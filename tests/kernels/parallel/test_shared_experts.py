@@ -88,48 +88,6 @@ def test_rows_that_come_back_in_another_order_are_noticed() -> None:
     assert not torch.equal(found["y"], alone(False)["y"])
 
 
-def _layer(group: Any) -> tuple[Tensor, list[Tensor]]:
-    """What Megatron's layer gives, and the gradients of its router and its first expert."""
-    from megatron.core import parallel_state
-    from test_sparse_parts import sparse_config
-
-    from rlk_align.engines.megatron.cpu import cpu_stand_ins
-
-    world, rank = group.size(), group.rank()
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=world)
-    with cpu_stand_ins():
-        from test_megatron_parts import made
-
-        model = made(sparse_config(expert_model_parallel_size=world)).bfloat16()
-        layer, parts = model.decoder.layers[1].mlp, problem(False)
-        share = len(layer.experts.local_experts)
-        generator = torch.Generator().manual_seed(7)
-        with torch.no_grad():
-            drawn = torch.randn(layer.router.weight.shape, generator=generator)
-            layer.router.weight.copy_(drawn)
-            for e in range(4):
-                first, second = (torch.randn(48, 32, generator=generator) for _ in range(2))
-                if e // share == rank:
-                    expert = layer.experts.local_experts[e % share]
-                    expert.linear_fc1.weight.copy_(first)
-                    expert.linear_fc2.weight.copy_(second[:24].T)
-        x = parts["x"][:, :32].reshape(-1, 1, 32)[:18].chunk(world)[rank].clone().requires_grad_()
-        y, _ = layer(x)
-        y.sum().backward()
-    return y.detach(), [x.grad, layer.experts.local_experts[0].linear_fc1.weight.grad]
-
-
-def test_megatrons_layer_has_the_bits_of_one_rank() -> None:
-    pytest.importorskip("megatron.core")
-    import test_sparse_parts  # noqa: F401 (here, once, and not in every rank)
-
-    (one, (dx, dw)), ranks = on_ranks(1, _layer)[0], on_ranks(2, _layer)
-    assert torch.equal(torch.cat([y for y, _ in ranks]), one)
-    assert torch.equal(torch.cat([grads[0] for _, grads in ranks]), dx)
-    assert torch.equal(ranks[0][1][1], dw)
-    assert bool(one.any())
-
-
 def test_experts_that_ranks_cannot_share_are_refused() -> None:
     class Three:
         def size(self) -> int:

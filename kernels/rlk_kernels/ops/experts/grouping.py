@@ -10,9 +10,12 @@ from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
 from rlk_kernels.memory import empty
 
 CHUNK = 64
-FEW = 2048
+MANY_CHUNK = 128
+"""A chunk of more than `MANY` rows: the scan over chunks is what takes long."""
+MANY = 16384
+FEW = 128
 """Rows up to which one program sorts them all."""
-SCANNED = 32
+SCANNED = 64
 """Chunks that the scan takes at a time."""
 
 
@@ -95,11 +98,13 @@ def group(ids: Tensor, experts: int, few: int = FEW) -> tuple[Tensor, Tensor]:
         arguments = (ids, order, offsets, rows, experts, CHUNK, block)
         launch(cache, _group_few_kernel, (1, 1, 1), arguments, options)
         return order, offsets
-    chunks = cdiv(rows, CHUNK)
+    chunk = MANY_CHUNK if rows > MANY else CHUNK
+    chunks = cdiv(rows, chunk)
     counts = empty((chunks, block), torch.int32, device)
-    sizes = (rows, experts, CHUNK, block)
-    launch(cache, _count_kernel, (chunks, 1, 1), (ids, counts, *sizes), options)
+    sizes = (rows, experts, chunk, block)
+    wide = {"num_warps": 8}
+    launch(cache, _count_kernel, (chunks, 1, 1), (ids, counts, *sizes), wide, (chunk,))
     scanned = (counts, offsets, chunks, experts, SCANNED, block)
-    launch(cache, _scan_kernel, (1, 1, 1), scanned, options)
-    launch(cache, _place_kernel, (chunks, 1, 1), (ids, counts, order, *sizes), options)
+    launch(cache, _scan_kernel, (1, 1, 1), scanned, wide)
+    launch(cache, _place_kernel, (chunks, 1, 1), (ids, counts, order, *sizes), wide, (chunk,))
     return order, offsets
