@@ -1,12 +1,16 @@
 """The sparse layer of Megatron-core with the kernels, its experts shared by ranks: the bits of one
 rank, of the tokens of all ranks together."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gloo_ranks import on_ranks
 from torch import Tensor
+
+sys.path.append(str(Path(__file__).parents[1] / "kernels"))
+from gloo_ranks import on_ranks
 
 EXPERTS, HIDDEN, INNER, TOKENS = 4, 32, 24, 18
 
