@@ -29,6 +29,14 @@ def leave(excluded: frozenset[str]) -> None:
     _excluded[:] = sorted(excluded)
 
 
+_sparse_served = [False]
+
+
+def serve_sparse(served: bool) -> None:
+    """Whether sparse layers of this vLLM can be replaced."""
+    _sparse_served[:] = [served]
+
+
 def enter_config() -> None:
     """Refuse a config that asks for what has no kernel, choose our attention on GPUs where no other
     is chosen, and put a digest into `additional_config`.
@@ -66,6 +74,8 @@ def _check(config: Any) -> None:
     others = backend not in (None, AttentionBackendEnum.CUSTOM)
     refused = families.refused(model) | {
         f"hidden_size={hidden}, which {ranks} ranks cannot share": hidden % ranks != 0,
+        "sparse layers of this version of vLLM": families.is_sparse(model)
+        and not all(_sparse_served),
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.prefill_context_parallel_size > 1,
         "VLLM_BATCH_INVARIANT=1, by which vLLM replaces torch's own operators": (

@@ -24,6 +24,11 @@ ROPE_READ_ALONE = ("rope_dim", "mrope_section", "use_fope")
 """The same of `rope_parameters`."""
 
 
+def is_sparse(model: Any) -> bool:
+    """Whether a ModelConfig is of a family with sparse layers."""
+    return model.hf_text_config.model_type in ("qwen3_moe", "mixtral")
+
+
 def refused(model: Any) -> dict[str, bool]:
     """What of vLLM's ModelConfig is not served -> whether it is so."""
     text = model.hf_text_config

@@ -56,7 +56,7 @@ def unregister() -> None:
 
 
 def _classes(excluded: frozenset[str]) -> dict[type, type]:
-    from rlk_kernels.integrations.vllm import layers, sparse
+    from rlk_kernels.integrations.vllm import layers
 
     layers.RlkRowParallelLinear.excluded = excluded
     groups = (
@@ -71,11 +71,20 @@ def _classes(excluded: frozenset[str]) -> dict[type, type]:
     chosen = [
         ours for fused, classes in groups if not excludes(excluded, *fused) for ours in classes
     ]
-    chosen += [sparse.RlkGateLinear, sparse.RlkReplicatedLinear, sparse.RlkMoERunner]
     if not excluded >= NORMS:
         chosen.append(layers.RlkRMSNorm)
-    replaced = {ours.__bases__[1]: ours for ours in chosen}
-    return replaced | {sparse.RlkFusedMoEMethod.__bases__[0]: sparse.RlkFusedMoEMethod}
+    return {ours.__bases__[1]: ours for ours in chosen} | _sparse_classes()
+
+
+def _sparse_classes() -> dict[type, type]:
+    """None in a vLLM that makes its sparse layers otherwise: `config` refuses their models then."""
+    try:
+        from rlk_kernels.integrations.vllm import sparse
+    except ImportError:
+        config.serve_sparse(False)
+        return {}
+    config.serve_sparse(True)
+    return sparse.CLASSES
 
 
 def _put_in(undo: ExitStack, base: Any, ours: type) -> None:

@@ -105,3 +105,12 @@ class RlkMoERunner(Sparse, MoERunner):
             router_logits, _ = self.gate(hidden_states)
         weights, ids = self.choose(router_logits, experts.top_k, experts.renormalize)
         return self.compute(hidden_states, weights, ids, experts.w13_weight, experts.w2_weight)
+
+
+CLASSES: dict[type, type] = {
+    UnquantizedFusedMoEMethod: RlkFusedMoEMethod,
+    ReplicatedLinear: RlkReplicatedLinear,
+    GateLinear: RlkGateLinear,
+    MoERunner: RlkMoERunner,
+}
+"""vLLM's class -> what is made in its place."""
