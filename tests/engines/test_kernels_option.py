@@ -66,6 +66,7 @@ def test_a_spec_says_which_operators_stay_the_engines_own() -> None:
         ("hf:act,kernels=rlk", "known: attn, "),
         ("hf:kernels=rlk,attn=eager", "add except=attn"),
         ("fsdp:kernels=rlk,attn=sdpa", "add except=attn"),
+        ("hf:kernels=rlk,experts=eager", "leave experts out"),
         ("megatron:kernels=rlk,spec=te", "leave spec out"),
         ("vllm:kernels=rlk,batch_invariant=1", "leave batch_invariant out"),
     ],
