@@ -45,6 +45,7 @@ def routing(done: Outcome, edge: str = "prefill_vs_train") -> dict[str, Any]:
         ("vllm", "hf"),
         ("hf:experts=eager", "megatron:dispatcher=alltoall"),
         ("hf:experts=batched_mm", "hf:batch=4"),
+        ("hf", "fsdp:dp=2"),
     ],
 )
 def test_a_healthy_pair(tmp_path: Path, rollout: str, train: str) -> None:
