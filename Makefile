@@ -38,7 +38,7 @@ test: setup
 # left to its engine in turn, and in other families' shapes: as long again.
 FIX_PATH := tests/fix_path/test_engines.py tests/fix_path/test_layouts.py tests/fix_path/test_vllm_alone.py \
   tests/fix_path/test_vllm_batches.py tests/fix_path/test_weight_update.py tests/fix_path/test_examples.py \
-  tests/fix_path/test_hf_compiled.py tests/fix_path/test_tensor_parallel.py \
+  tests/fix_path/test_hf_compiled.py tests/fix_path/test_tensor_parallel.py tests/fix_path/test_sparse.py \
   tests/fix_path/test_layout_matrix.py tests/fix_path/test_rank_faults.py tests/fix_path/test_gradients.py
 
 test-fix-path: setup

@@ -46,6 +46,7 @@ SPILLS = {
     "_dq_kernel": 1 << 11,
     "_dkv_kernel": 1 << 16,
     "_gemm_pointer_kernel": 1 << 15,  # strides that no copy engine takes
+    "_grouped_kernel": 1 << 15,  # likewise
     "_reduce_kernel": 1 << 6,
     "_sum_pointer_kernel": 1 << 11,
     "_tiles_pointer_kernel": 1 << 10,
@@ -157,6 +158,18 @@ def peer_gather(m: int, f: int, ranks: int = 2) -> None:
     peer_kernels.columns(_x(m, f).detach(), channels)
 
 
+def sparse_layer(t: int, experts: int, top_k: int, h: int, inner: int, dtype=BF16) -> None:
+    x, router = _x(t, h, dtype=dtype), _x(experts, h, dtype=dtype)
+    up, down = _x(experts, 2 * inner, h, dtype=dtype), _x(experts, h, inner, dtype=dtype)
+    for normalize in (True, False):
+        logits = rk.linear(x, router, out_dtype=FP32)
+        shares, ids = rk.route(logits, top_k, normalize=normalize)
+        groups = rk.group_by_expert(ids, experts)
+        both = rk.grouped_linear(x, up, groups)
+        rows = rk.grouped_linear(rk.swiglu(*both.chunk(2, -1)), down, groups)
+        _backward(rk.combine_experts(rows, shares, ids, experts))
+
+
 LARGE, SMALL = HEADS.values()
 CALLS: dict[str, Callable[[], object]] = {
     "tiles": lambda: rk.warm_up("cuda"),  # first: the first product would run it
@@ -209,6 +222,12 @@ CALLS: dict[str, Callable[[], object]] = {
     "linear_logp, fp32": lambda: linear_logp(1024, 512, 32000, dtype=FP32),
     "linear_logp, unaligned": lambda: linear_logp(100, 999, 1023),
     "linear_grpo_loss": lambda: linear_grpo(4096, 4096, 128256),
+    **{
+        f"sparse layer, {t} tokens": lambda t=t: sparse_layer(t, 128, 8, 2048, 768)
+        for t in (1, 256, 1024, 16384)
+    },
+    "sparse layer, fp16, unaligned": lambda: sparse_layer(300, 60, 4, 1001, 700, dtype=FP16),
+    "sparse layer, fp32": lambda: sparse_layer(300, 8, 2, 512, 256, dtype=FP32),
     "rows": lambda: rows(1024),
     "peer gather": lambda: peer_gather(64, 6144),
     "peer gather, 8 ranks": lambda: peer_gather(1, 1536, 8),

@@ -27,10 +27,13 @@ from rlk_kernels.errors import (
 )
 from rlk_kernels.losses.grpo.operator import group_advantages
 from rlk_kernels.losses.linear_grpo.operator import linear_grpo_loss
+from rlk_kernels.losses.routing.operator import load_balancing_loss, router_z_loss
 from rlk_kernels.ops.attention.ahead import warm_up_paged_attention
 from rlk_kernels.ops.attention.operator import attention, paged_attention, paged_schedule
 from rlk_kernels.ops.attention.shared_schedule import Schedule
+from rlk_kernels.ops.combine.operator import combine_experts
 from rlk_kernels.ops.embedding.operator import embedding
+from rlk_kernels.ops.experts.operator import ExpertGroups, group_by_expert, grouped_linear
 from rlk_kernels.ops.kv_cache.operator import write_kv_cache
 from rlk_kernels.ops.linear import linear
 from rlk_kernels.ops.linear_logp.operator import linear_logp
@@ -38,6 +41,7 @@ from rlk_kernels.ops.logp.operator import logp
 from rlk_kernels.ops.norm_rope.operator import norm_rope
 from rlk_kernels.ops.rms_norm.operator import rms_norm
 from rlk_kernels.ops.rope.operator import rope
+from rlk_kernels.ops.routing.operator import route
 from rlk_kernels.ops.swiglu.operator import swiglu
 
 dispatch_straight()
@@ -72,6 +76,7 @@ def warm_up(
 
 
 __all__ = [
+    "ExpertGroups",
     "KernelError",
     "KernelFailed",
     "Schedule",
@@ -81,12 +86,16 @@ __all__ = [
     "UnsupportedShape",
     "attention",
     "backend_calls",
+    "combine_experts",
     "embedding",
     "group_advantages",
+    "group_by_expert",
+    "grouped_linear",
     "last_backend",
     "linear",
     "linear_grpo_loss",
     "linear_logp",
+    "load_balancing_loss",
     "logp",
     "norm_rope",
     "paged_attention",
@@ -94,6 +103,8 @@ __all__ = [
     "reset_backend_calls",
     "rms_norm",
     "rope",
+    "route",
+    "router_z_loss",
     "swiglu",
     "warm_up",
     "warm_up_paged_attention",

@@ -42,7 +42,8 @@ def check_request(request: CaptureRequest, sampling: bool) -> tuple[ModelShape, 
         require_kernels(spec.name)
         check_kernels(spec.name, read_config(model))
     if excluded := spec.option("except"):
-        check_excluded(spec.name, str(excluded), {site.op for site in model_sites(shape)})
+        operators = {site.operator.name: site.op for site in model_sites(shape)}
+        check_excluded(spec.name, str(excluded), operators)
     check_tensors(model, shape)
     _check_prompts(request, sampling, model, shape)
     return shape, untested(engine_versions(spec))

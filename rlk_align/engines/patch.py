@@ -12,6 +12,7 @@ import torch
 from rlk_kernels import backend, private_api
 from rlk_kernels.integrations import hf, megatron, profile, vllm
 from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.experts import Sparse
 from rlk_kernels.integrations.operators import NORMS, Counted
 
 from rlk_align.engines.base import Engine
@@ -233,13 +234,15 @@ def _calls(operators: Mapping[str, Any], production: bool) -> dict[str, int]:
     ours = {name: o for name, o in operators.items() if isinstance(o, Counted)}
     if production:
         # Compiled code counts no modules; the kernels count themselves.
-        return {name: _runs(name.rpartition(".")[2]) for name in ours}
+        return {name: _runs(name.rpartition(".")[2], o) for name, o in ours.items()}
     return {name: o.rlk_calls for name, o in ours.items()}
 
 
-def _runs(op: str) -> int:
+def _runs(op: str, computes: Counted) -> int:
     """How often one of the kernels that may compute an operator ran in this process."""
-    kernels = KERNELS[OPERATORS[op].formula]
+    # A sparse layer's may have the name of a dense one's.
+    name = f"expert_{op}" if isinstance(computes, Sparse) and f"expert_{op}" in OPERATORS else op
+    kernels = KERNELS[OPERATORS[name].formula]
     return sum(count for (name, _), count in rlk_kernels.backend_calls().items() if name in kernels)
 
 

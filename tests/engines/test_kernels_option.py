@@ -30,8 +30,7 @@ def test_the_tool_and_the_kernels_name_the_same_families() -> None:
     from rlk_kernels.integrations.hf.model import FAMILIES as HF
     from rlk_kernels.integrations.vllm.families import ARCHITECTURES
 
-    dense = tuple(name for name, f in FAMILIES.items() if not f.expert_intermediate)
-    assert dense == HF == tuple(ARCHITECTURES)
+    assert tuple(FAMILIES) == HF == tuple(ARCHITECTURES)
 
 
 def test_the_tool_and_the_kernels_refuse_the_same_ropes_for_the_same_reasons() -> None:
@@ -67,6 +66,7 @@ def test_a_spec_says_which_operators_stay_the_engines_own() -> None:
         ("hf:act,kernels=rlk", "known: attn, "),
         ("hf:kernels=rlk,attn=eager", "add except=attn"),
         ("fsdp:kernels=rlk,attn=sdpa", "add except=attn"),
+        ("hf:kernels=rlk,experts=eager", "leave experts out"),
         ("megatron:kernels=rlk,spec=te", "leave spec out"),
         ("vllm:kernels=rlk,batch_invariant=1", "leave batch_invariant out"),
     ],

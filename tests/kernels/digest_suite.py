@@ -183,6 +183,23 @@ def _grpo(at: Inputs, b: int, length: int, v: int, h: int, loss_type: str) -> di
     return with_gradients({"advantages": advantages, "loss": loss} | metrics, leaves)
 
 
+def _experts(at: Inputs, t: int, e: int, k: int, h: int, normalize: bool) -> dict[str, Tensor]:
+    """A sparse layer, and the losses on its logits."""
+    leaves = {"x": at.normal(t, h), "router": at.normal(e, h, scale=3.0 * h**-0.5)}
+    leaves["up"] = at.normal(e, 2 * h, h, scale=h**-0.5)
+    leaves["down"] = at.normal(e, h, h, scale=h**-0.5)
+    logits = rk.linear(leaves["x"], leaves["router"], out_dtype=torch.float32)
+    shares, ids = rk.route(logits, k, normalize=normalize)
+    groups = rk.group_by_expert(ids, e)
+    both = rk.grouped_linear(leaves["x"], leaves["up"], groups)
+    act = rk.swiglu(*both.chunk(2, -1))
+    rows = rk.grouped_linear(act, leaves["down"], groups)
+    out = rk.combine_experts(rows, shares, ids, e)
+    balance, z = rk.load_balancing_loss(logits, ids), rk.router_z_loss(logits)
+    outputs = {"out": out, "shares": shares, "rows": rows, "balance": balance, "z": z}
+    return with_gradients(outputs, leaves) | {"ids": ids, "order": groups.order}
+
+
 def cases(device: str, full: bool) -> Iterator[tuple[str, Case]]:
     """(name, what gives its outputs) of every case; `full`: with those for a GPU's sizes."""
 
@@ -206,6 +223,9 @@ def cases(device: str, full: bool) -> Iterator[tuple[str, Case]]:
         for chosen in options:
             yield case("rope", dtype, _rope, 65, 64, chosen)
         yield case("swiglu", dtype, _swiglu, 33, 1001)
+        for normalize in (True, False):
+            sizes = (300, 64, 8, 512) if full else (33, 9, 3, 64)
+            yield case("experts", dtype, _experts, *sizes, normalize)
         yield case("embedding", dtype, _embedding, 300, 50, 99)
         yield case("write_kv_cache", dtype, _write_kv_cache, 33, 64)
         for v in (17, 1000, *((151936,) if full else ())):

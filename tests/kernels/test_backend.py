@@ -26,9 +26,10 @@ def test_public_names():
     errors += ["UnsupportedShape", "KernelFailed"]
     operators = ["attention", "embedding", "linear", "linear_grpo_loss", "linear_logp", "logp"]
     operators += ["group_advantages", "paged_attention", "rms_norm", "rope", "swiglu"]
-    operators += ["norm_rope", "write_kv_cache"]
+    operators += ["norm_rope", "write_kv_cache", "route", "group_by_expert", "grouped_linear"]
+    operators += ["combine_experts", "load_balancing_loss", "router_z_loss"]
     about = ["backend_calls", "last_backend", "reset_backend_calls", "warm_up"]
-    about += ["Schedule", "paged_schedule", "warm_up_paged_attention"]
+    about += ["ExpertGroups", "Schedule", "paged_schedule", "warm_up_paged_attention"]
     assert sorted(rk.__all__) == sorted(errors + operators + about)
 
 

@@ -134,7 +134,7 @@ REFUSED: dict[str, Any] = {
     "gated_linear_unit": False, "activation_func": torch.nn.functional.gelu,
     "softmax_type": "learnable", "attention_dropout": 0.1, "hidden_dropout": 0.1,
     "glu_linear_offset": 1.0, "transformer_impl": "inference_optimized", "fp8": "e4m3",
-    "fp4": "e2m1", "activation_func_clamp_value": 7.0, "num_moe_experts": 8, "mtp_num_layers": 1,
+    "fp4": "e2m1", "activation_func_clamp_value": 7.0, "mtp_num_layers": 1,
     "no_rope_freq": [0, 1], "experimental_attention_variant": "dsa", "linear_attention_freq": 2,
     "mrope_section": [4, 2, 2], "quant_recipe": object(),
 }  # fmt: skip
@@ -230,7 +230,10 @@ def test_the_spec_of_another_layer_is_refused() -> None:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     for asked, says in (
-        ({"num_experts": 4}, "mlp is a MoELayer; a MLP is served"),
+        (
+            {"num_experts": 4, "moe_grouped_gemm": True},
+            "experts is a .*; a SequentialMLP is served",
+        ),
         ({"multi_latent_attention": True}, "self_attention is a MLASelfAttention; a SelfAttention"),
     ):
         spec = get_gpt_layer_local_spec(normalization="RMSNorm", **asked)

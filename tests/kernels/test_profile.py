@@ -36,7 +36,7 @@ def test_every_line_has_its_test() -> None:
     named = re.findall(r"`(test_\w+)` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     of_ranks = [path.read_text(encoding="utf-8") for path in RANKS.rglob("test_*.py")]
     elsewhere = set(re.findall(r"^def (test_\w+)", "".join(of_ranks), re.MULTILINE))
-    assert len(named) == 26
+    assert len(named) == 30
     assert set(named) <= {*globals(), *elsewhere}
 
 
@@ -213,6 +213,61 @@ def test_act_rounds_once() -> None:
     silu = gate.double() / (1 + (-gate.double()).exp())
     assert torch.equal(profile.act(gate, up), once(silu * up.double()))
     assert not torch.equal(profile.act(gate, up), twice(silu, up))
+
+
+def test_router_logits_are_the_sum() -> None:
+    x, weight = rand(40, 96), rand(12, 96, seed=1)
+    logits = profile.router(x, weight)
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits, (x.double() @ weight.double().T).float())
+
+
+def test_a_tie_goes_to_the_lowest_id() -> None:
+    logits = (rand(200, 16) * 4).round().float()  # many are equal
+    _, ids = profile.route(logits, 4, True)
+    ties = 0
+    for row, chosen in zip(logits.tolist(), ids.tolist(), strict=True):
+        by_logit = sorted(range(16), key=lambda e: (-row[e], e))
+        assert chosen == sorted(by_logit[:4])
+        ties += row[by_logit[3]] == row[by_logit[4]]
+    assert ties > 0
+
+
+def test_routing_weights_are_fp32() -> None:
+    logits = rand(40, 16, scale=3).float()
+    for normalize in (True, False):
+        weights, ids = profile.route(logits, 4, normalize)
+        chosen = logits.double().gather(1, ids.long())
+        over = chosen if normalize else logits.double()
+        exact = (chosen - over.logsumexp(1, keepdim=True)).exp()
+        assert weights.dtype == torch.float32
+        assert bool(((weights - exact).abs() <= 3 * 2**-24 * exact).all())
+        assert not torch.equal(weights, weights.to(BF16).float())
+
+
+def test_a_row_of_an_expert_is_a_dense_row() -> None:
+    x, gate_up, down = rand(30, 64), rand(6, 96, 64, seed=1), rand(6, 64, 48, seed=2)
+    _, ids = profile.route(rand(30, 6, seed=3).float(), 2, True)
+    groups = profile.expert_groups(ids, 6)
+    both = profile.expert_linear(x, gate_up, groups)
+    rows = profile.expert_linear(profile.act(*both.chunk(2, -1)), down, groups)
+    for t, j in ((0, 0), (0, 1), (29, 1)):
+        e = int(ids[t, j])
+        gate, up = profile.linear(x[t : t + 1], gate_up[e]).chunk(2, -1)
+        dense = profile.linear(profile.act(gate, up), down[e])
+        assert torch.equal(rows[t, j], dense[0])
+
+
+def test_the_rows_are_added_in_fp32_by_id() -> None:
+    rows, ids = rand(40, 3, 64), torch.tensor([[0, 2, 5]] * 40, dtype=torch.int32)
+    weights = rand(40, 3, seed=1).float().softmax(1)
+    y = profile.combine(rows, weights, ids, 6)
+    total = torch.zeros(40, 64)
+    for j in range(3):
+        total = total + rows[:, j].float() * weights[:, j, None]
+    assert torch.equal(y, total.to(BF16))
+    early = sum(((rows[:, j].float() * weights[:, j, None]).to(BF16) for j in range(3)), 0)
+    assert not torch.equal(y, early)
 
 
 def test_logits_are_the_sum() -> None:

@@ -1,6 +1,7 @@
 """What the kernels refuse by a VllmConfig, also where no tool has looked at config.json before."""
 
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -223,3 +224,23 @@ def test_compiled_norms_cannot_be_left(monkeypatch: pytest.MonkeyPatch) -> None:
     registry.leave(model, ["attn_norm"])
     assert type(first) is layers.RMSNorm
     assert type(second) is layers.RlkRMSNorm
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_sparse_models_are_refused_where_vllm_makes_them_otherwise(
+    monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    from rlk_kernels.integrations.vllm import registry
+    from rlk_kernels.integrations.vllm.families import ARCHITECTURES
+
+    asked = vllm_config(text={"model_type": family}, architecture=ARCHITECTURES[family])
+    assert len(registry._sparse_classes()) == 4
+    config._check(asked)
+    monkeypatch.delattr(vllm, "sparse", raising=False)
+    monkeypatch.setitem(sys.modules, "rlk_kernels.integrations.vllm.sparse", None)
+    assert registry._sparse_classes() == {}
+    with pytest.raises(NotServed, match="sparse layers of this version of vLLM"):
+        config._check(asked)
+    config._check(vllm_config())
+    monkeypatch.undo()
+    assert len(registry._sparse_classes()) == 4

@@ -19,8 +19,14 @@ from rlk_kernels.integrations.errors import NotServed
 LAYER = (
     *("attn_norm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "q_rope", "k_rope"),
     *("attn", "o_proj", "mlp_norm", "gate_proj", "up_proj", "act", "down_proj"),
+    *("router", "experts", "routing_weights", "moe_out"),
 )
-"""Of each layer, in the order in which they are computed."""
+"""Of each layer: those of dense ones as they are computed, then what sparse layers have beside."""
+SPARSE = frozenset(
+    ("router", "experts", "routing_weights", "gate_proj", "up_proj", "act", "down_proj", "moe_out")
+)
+"""Of a sparse layer, from the router to the sum; in engines most of it is one. None of them is left
+to the engine in a sparse model."""
 OPERATORS = ("embed", *LAYER, "final_norm", "logits", "logprob")
 NORMS = frozenset(name for name in OPERATORS if name.endswith("norm"))
 
@@ -43,6 +49,15 @@ def excluded_operators(excluded: Iterable[str]) -> frozenset[str]:
     if unknown := sorted(excluded.difference(OPERATORS)):
         raise NotServed(f"{', '.join(unknown)}: no such operator; known: {', '.join(OPERATORS)}")
     return excluded
+
+
+def check_sparse(excluded: frozenset[str]) -> None:
+    """Raises NotServed where a sparse model is to have the kernels without some of `SPARSE`."""
+    if some := sorted(excluded & SPARSE):
+        raise NotServed(
+            f"{', '.join(some)} cannot be left in a model with sparse layers: there "
+            f"{', '.join(op for op in LAYER if op in SPARSE)} are one"
+        )
 
 
 def excludes(excluded: frozenset[str], *fused: str) -> bool:

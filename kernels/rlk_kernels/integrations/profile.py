@@ -60,6 +60,33 @@ def logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return rlk_kernels.linear(x, weight, bias, out_dtype=torch.float32)
 
 
+def router(x: Tensor, weight: Tensor) -> Tensor:
+    """The logits of all experts, fp32 [T, E] of x[T, H]: the accumulator itself, as `logits`."""
+    return rlk_kernels.linear(x, weight, out_dtype=torch.float32)
+
+
+def route(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """(weights fp32 [T, k], ids int32 [T, k]): the k largest, ties to the lowest id, ascending; the
+    softmax over them (normalize), or over all experts."""
+    return rlk_kernels.route(logits, k, normalize=normalize)
+
+
+def expert_groups(ids: Tensor, experts: int) -> rlk_kernels.ExpertGroups:
+    """Which rows each expert has; shared by the products of a layer."""
+    return rlk_kernels.group_by_expert(ids, experts)
+
+
+def expert_linear(x: Tensor, weight: Tensor, groups: rlk_kernels.ExpertGroups) -> Tensor:
+    """[T, k, N] of x[T, K] or x[T, k, K] and weight[E, N, K]: each row the bits of `linear`."""
+    return rlk_kernels.grouped_linear(x, weight, groups)
+
+
+def combine(rows: Tensor, weights: Tensor, ids: Tensor, experts: int) -> Tensor:
+    """[T, H]: rows[T, k, H] by their weights[T, k], added up in fp32 in ascending id, rounded once;
+    no product is rounded together with a sum."""
+    return rlk_kernels.combine_experts(rows, weights, ids, experts)
+
+
 def rope(
     q: Tensor, k: Tensor, positions: Tensor, inv_freq: Tensor, scaling: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from rlk_align.engines.common.hooks import Hooks
+from rlk_align.errors import EngineFailed
+
 Show = Callable[[str, torch.Tensor], None]
 """Takes the value of a site."""
 Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -37,6 +40,33 @@ def choice_replaced(choose: Choose) -> Iterator[list[int]]:
         yield calls
     finally:
         torch.topk = original
+
+
+INSIDE = ("experts", "routing_weights", "gate_proj", "up_proj", "act", "down_proj")
+"""What the kernels compute inside of a sparse layer, behind its router."""
+
+
+def has_kernels(module: Any) -> bool:
+    """Whether the kernels compute a sparse layer, or that part of one: they show its inside."""
+    return hasattr(module, "rlk_show")
+
+
+def on_kernels(hooks: Hooks, module: Any, layer: int, show: Show) -> None:
+    """`show(site, value)` of what the kernels compute inside of a sparse layer."""
+    hooks.replace(module, "rlk_show", functools.partial(_of_layer, layer, show))
+
+
+def check_choosable(module: Any, choose: Choose | None) -> None:
+    """Raises EngineFailed where the kernels would have to compute given experts."""
+    if choose is not None and has_kernels(module):
+        raise EngineFailed(
+            "the kernels choose experts by themselves, and take no recorded ones",
+            "replay in an engine without them (kernels=off)",
+        )
+
+
+def _of_layer(layer: int, show: Show, operator: str, value: torch.Tensor) -> None:
+    show(f"layers.{layer}.{operator}", value)
 
 
 def by_ascending_id(

@@ -1,6 +1,6 @@
 """`kernels=rlk`: what an engine asks of the kernels, which only `engines.patch` imports."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,11 +21,17 @@ KERNELS: dict[Formula, tuple[str, ...]] = {
     "attention": ("attention", "paged_attention"),
     "activation": ("swiglu",),
     "log_softmax": ("logp",),
+    "router": ("linear",),
+    "top_k": ("route",),
+    "routing_weights": ("route",),
+    "expert_linear": ("grouped_linear",),
+    "expert_activation": ("swiglu",),
+    "combine": ("combine_experts",),
 }
 """Formula -> the kernels that may compute it. Residual additions are left out: every engine
 computes them alike, in fp32 and rounded once."""
-REPLACEABLE = tuple(name for name, o in OPERATORS.items() if o.formula in KERNELS)
-"""The operators that the kernels compute, and that `except` may name."""
+REPLACEABLE = tuple(dict.fromkeys(o.site for o in OPERATORS.values() if o.formula in KERNELS))
+"""The operators that the kernels compute, by their sites, and that `except` may name."""
 
 
 def parse_excluded(text: str) -> frozenset[str]:
@@ -68,9 +74,24 @@ def check_kernels(engine: str, config: dict[str, Any]) -> None:
             )
 
 
-def check_excluded(engine: str, excluded: str, operators: Set[str]) -> None:
-    """Raises BadOption where `except=` names an operator that is not among the model's `operators`:
-    nothing would be excluded."""
+SPARSE: tuple[Formula, ...] = (
+    *("router", "top_k", "routing_weights"),
+    *("expert_linear", "expert_activation", "combine"),
+)
+"""What makes up a sparse layer: the kernels compute all of it, or nothing."""
+
+
+def check_excluded(engine: str, excluded: str, sites: Mapping[str, str]) -> None:
+    """Raises BadOption where `except=` names an operator that the model lacks (`sites`: operator ->
+    its site), since nothing would be excluded, and one of a sparse layer."""
+    operators = set(sites.values())
+    sparse = {site for name, site in sites.items() if OPERATORS[name].formula in SPARSE}
+    if inside := sorted(parse_excluded(excluded) & sparse):
+        raise BadOption(
+            f"engine {engine!r}: except={excluded}: in a model with sparse layers "
+            f"{', '.join(inside)} cannot be left to the engine",
+            f"leave {', '.join(inside)} out of except=",
+        )
     if missing := sorted(parse_excluded(excluded) - operators):
         raise BadOption(
             f"engine {engine!r}: except={excluded}: this model has no {', '.join(missing)}",

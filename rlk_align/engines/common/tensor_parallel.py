@@ -36,14 +36,7 @@ def _unshared(shape: ModelShape, tp: int, fused_qkv: bool, kernels: bool) -> str
     return ""
 
 
-def check_alone(engine: str, shape: ModelShape, options: dict[str, object]) -> None:
-    """Raises BadOption where a sparse model is to be shared by ranks, or computed by the kernels:
-    neither runs."""
-    if not shape.experts:
-        return
-    for name, alone in (("tp", (None, 1)), ("kernels", (None, "off"))):
-        if options.get(name) not in alone:
-            raise BadOption(
-                f"engine {engine!r}: {name}={options[name]} does not take sparse layers",
-                f"{name}={alone[1]}",
-            )
+def check_alone(engine: str, shape: ModelShape, tp: object) -> None:
+    """Raises BadOption where ranks are to share a sparse model."""
+    if shape.experts and tp not in (None, 1):
+        raise BadOption(f"engine {engine!r}: tp={tp} does not take sparse layers", "tp=1")

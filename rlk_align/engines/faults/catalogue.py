@@ -105,6 +105,10 @@ def check_fault(engine: str, options: Mapping[str, object]) -> None:
         raise BadOption(f"{where} needs {', '.join(lacking)}")
     if wrong := _wrong_rank(chosen, engine, int(str(options.get("tp", 1)))):
         raise BadOption(f"{where}: {wrong}")
+    if chosen.name in ROUTING and options.get("kernels") == "rlk":
+        raise BadOption(
+            f"{where}: the kernels compute sparse layers whole", "leave kernels=rlk out"
+        )
     if options.get("spec") == "te":
         raise BadOption(f"{where} is planted in Megatron's local spec", "leave spec=te out")
 

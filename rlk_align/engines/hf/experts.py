@@ -11,8 +11,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from rlk_align.engines.common.experts import Choose, Show, by_ascending_id, choice_replaced, slots
+from rlk_align.engines.common.experts import (
+    Choose,
+    Show,
+    by_ascending_id,
+    check_choosable,
+    choice_replaced,
+    has_kernels,
+    on_kernels,
+    slots,
+)
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.site_hooks import SiteHooks
 
@@ -29,18 +39,30 @@ def sparse_blocks(model: Any) -> Iterator[tuple[int, Any]]:
 def expert_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The canonical parameters of the experts, which transformers stacks."""
     for i, block in sparse_blocks(model):
-        for e, fused in enumerate(block.experts.gate_up_proj.detach()):
+        for e, fused in enumerate(_whole(block.experts.gate_up_proj)):
             gate, up = fused.chunk(2)
             yield f"layers.{i}.experts.{e}.gate_proj", gate
             yield f"layers.{i}.experts.{e}.up_proj", up
-        for e, down in enumerate(block.experts.down_proj.detach()):
+        for e, down in enumerate(_whole(block.experts.down_proj)):
             yield f"layers.{i}.experts.{e}.down_proj", down
+
+
+def _whole(stacked: torch.Tensor) -> torch.Tensor:
+    """A parameter whose experts ranks may share."""
+    value = stacked.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def on_experts(hooks: Hooks, model: Any, show: Show) -> None:
     """`show(site, value)` of all that a sparse layer computes between its router and its output."""
     running = _Running(show)
-    blocks = list(sparse_blocks(model))
+    blocks = []
+    for i, block in sparse_blocks(model):
+        if has_kernels(block.experts):
+            on_kernels(hooks, block.gate, i, show)
+            on_kernels(hooks, block.experts, i, show)
+        else:
+            blocks.append((i, block))
     for i, block in blocks:
         hooks.after(block.gate, functools.partial(_show_choice, show, i))
         hooks.before(block.experts, functools.partial(running.begin, i))
@@ -61,6 +83,7 @@ def replay_choices(hooks: SiteHooks, model: Any) -> None:
     """Has the routers whose choice is overwritten take the recorded experts."""
     for i, block in sparse_blocks(model):
         choose = hooks.recorded_choice(f"layers.{i}.experts")
+        check_choosable(block.experts, choose)
         if choose is not None:
             replace_choice(hooks, block, choose)
 

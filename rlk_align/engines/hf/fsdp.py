@@ -18,6 +18,7 @@ from rlk_align.engines.common.parameters import (
 )
 from rlk_align.engines.common.weights import unfused
 from rlk_align.engines.hf.engine import HFEngine
+from rlk_align.engines.hf.experts import expert_weights
 from rlk_align.model.prompts import TokenBatch
 
 
@@ -68,6 +69,10 @@ class FSDPEngine(HFEngine):
             shards = even_shards(0, [min(share, n) for n in remaining])
             if self.ranks.rank == 0:
                 yield record_parameter(LiveParameter(name, whole, shards))
+        # Whole experts are shared by ranks.
+        for name, whole in expert_weights(self.model):
+            if self.ranks.rank == 0:
+                yield record_parameter(LiveParameter(name, whole.to(compute)))
 
     # Not as HF: ranks would have to decode in step, each some samples of its own.
     sample = Engine.sample

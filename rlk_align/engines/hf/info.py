@@ -2,12 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from rlk_align.engines.common.tensor_parallel import check_alone
-from rlk_align.engines.info import Asked, EngineInfo, Option, OptionValue
-from rlk_align.errors import INSTALL_ENGINES, ModelError
-from rlk_align.model.families import ModelShape
+from rlk_align.engines.info import EngineInfo, Option, OptionValue
+from rlk_align.errors import INSTALL_ENGINES
 
 HF_OPTIONS = {
     "attn": Option(
@@ -29,16 +26,11 @@ def _conflict(options: Mapping[str, OptionValue]) -> str | None:
     excepted = str(options.get("except", "")).split("+")
     if options.get("kernels") == "rlk" and "attn" in options and "attn" not in excepted:
         return f"attn={options['attn']} with kernels=rlk, which has its own: add except=attn"
+    if options.get("kernels") == "rlk" and "experts" in options:
+        return (
+            f"experts={options['experts']} with kernels=rlk, which has its own: leave experts out"
+        )
     return None
-
-
-def _check(option: Asked, _config: dict[str, Any], shape: ModelShape) -> None:
-    check_alone("hf", shape, {"kernels": option("kernels")})
-
-
-def _check_fsdp(_option: Asked, _config: dict[str, Any], shape: ModelShape) -> None:
-    if shape.experts:
-        raise ModelError("engine 'fsdp' does not take sparse layers", "compare with --train hf")
 
 
 HF = EngineInfo(
@@ -50,7 +42,6 @@ HF = EngineInfo(
     one_kernel=(frozenset({"q_rope", "k_rope"}),),
     tested=("transformers",),
     conflict=_conflict,
-    check=_check,
 )
 
 FSDP = replace(
@@ -64,7 +55,6 @@ FSDP = replace(
         "checkpointing": Option(bool, default=False),
         "port": Option(int, starts_only=True),
     },
-    check=_check_fsdp,
     ranks="dp",
     samples=False,
 )

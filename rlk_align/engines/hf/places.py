@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from rlk_align.engines.common.experts import INSIDE
 from rlk_align.engines.common.places import Place
 from rlk_align.model.operators import layer_modules
 
@@ -12,8 +13,6 @@ INPUT_SITES = {
     "act": "mlp.down_proj",
 }
 """Operators without a module of their own -> the module whose input is that site."""
-INSIDE_EXPERTS = ("experts", "routing_weights", "gate_proj", "up_proj", "act", "down_proj")
-"""Of a sparse layer."""
 
 
 def hf_places(model: Any) -> Iterator[Place]:
@@ -28,7 +27,7 @@ def hf_places(model: Any) -> Iterator[Place]:
         for op in ("q_rope", "k_rope"):
             yield Place(sites=(f"layers.{i}.{op}",), module=attention, end="rope")
         sparse = hasattr(layer.mlp, "experts")
-        for op in INSIDE_EXPERTS if sparse else ():
+        for op in INSIDE if sparse else ():
             yield Place(sites=(f"layers.{i}.{op}",), module=f"{here}.mlp.experts", end="inside")
         if sparse:
             yield Place(sites=(f"layers.{i}.moe_out",), module=f"{here}.mlp")

@@ -53,7 +53,9 @@ class MegatronEngine(Engine):
         self.rope = checkpoint.rope
         self.rotation = rotation(self.model)
         te, tied = settings.spec == "te", checkpoint.tied
-        self.places = list(megatron_places(self.shape, settings.tp, te, tied))
+        self.places = list(
+            megatron_places(self.shape, settings.tp, te, tied, self.kernels is not None)
+        )
         self.plan = parameter_plan(self.places, self.shape, settings.tp, checkpoint.biased)
         modules = self.shape.family.modules
         load(self.model, self.model_path, self.plan, self.ranks.rank, modules)

@@ -11,7 +11,16 @@ from typing import Any
 
 import torch
 
-from rlk_align.engines.common.experts import Choose, Show, by_ascending_id, slots
+from rlk_align.engines.common.experts import (
+    INSIDE,
+    Choose,
+    Show,
+    by_ascending_id,
+    check_choosable,
+    has_kernels,
+    on_kernels,
+    slots,
+)
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.layout import even, fused, whole
 from rlk_align.engines.common.places import Place
@@ -23,8 +32,14 @@ from rlk_align.model.families import ModelShape
 WEIGHTED = "Megatron multiplies the activation by the expert's weight, before the second product"
 
 
-def sparse_places(name: str, mlp: str) -> Iterator[Place]:
-    """Where the operators of a sparse layer lie, from the router to the sum."""
+def sparse_places(name: str, mlp: str, kernels: bool) -> Iterator[Place]:
+    """Where the operators of a sparse layer lie, from the router to the sum; `kernels`: whether
+    ours compute all of it."""
+    if kernels:
+        for op in ("router", *INSIDE):
+            yield Place(sites=(f"{name}.{op}",), module=mlp, end="inside")
+        yield Place(sites=(f"{name}.moe_out",), module=mlp)
+        return
     for op in ("router", "experts", "routing_weights"):
         yield Place(sites=(f"{name}.{op}",), module=f"{mlp}.router", end="inside")
     for op in ("gate_proj", "up_proj"):
@@ -63,8 +78,11 @@ def on_experts(hooks: SiteHooks, model: Any) -> None:
     """Shows all that a sparse layer computes between its router and its output, and has the routers
     whose choice is overwritten take the recorded experts."""
     for i, layer in enumerate(model.decoder.layers):
-        if hasattr(layer.mlp, "router"):
-            choose = hooks.recorded_choice(f"layers.{i}.experts")
+        choose = hooks.recorded_choice(f"layers.{i}.experts")
+        check_choosable(layer.mlp, choose)
+        if has_kernels(layer.mlp):
+            on_kernels(hooks, layer.mlp, i, hooks.show)
+        elif hasattr(layer.mlp, "router"):
             _Layer(i, hooks.show, choose).watch(hooks, layer.mlp)
 
 

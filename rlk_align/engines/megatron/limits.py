@@ -19,7 +19,7 @@ def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> 
     MissingDependency for options that cannot be had."""
     kernels = option("kernels") == "rlk"
     check_shared("megatron", shape, int(option("tp") or 1), fused_qkv=True, kernels=kernels)
-    check_alone("megatron", shape, {"tp": option("tp"), "kernels": option("kernels")})
+    check_alone("megatron", shape, option("tp"))
     if shape.experts and option("spec") == "te":
         raise BadOption("engine 'megatron': spec=te does not take sparse layers", "spec=local does")
     if option("spec") == "te":

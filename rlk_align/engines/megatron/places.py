@@ -11,13 +11,16 @@ from rlk_align.model.families import ModelShape
 FUSED = "TransformerEngine computes it inside the linear that follows"
 
 
-def megatron_places(shape: ModelShape, tp: int, te: bool, tied: bool) -> Iterator[Place]:
+def megatron_places(
+    shape: ModelShape, tp: int, te: bool, tied: bool, kernels: bool = False
+) -> Iterator[Place]:
     """Where each operator lies in a model of `tp` ranks. `te`: whether TransformerEngine's linears
-    hold the norm before them; `tied`: whether the head has no weight of its own."""
+    hold the norm before them; `tied`: whether the head has no weight of its own; `kernels`: whether
+    ours compute its sparse layers."""
     table = "embedding.word_embeddings"
     yield Place(sites=("embed",), module="embedding", parameters_in=table)
     for i in range(shape.layers):
-        yield from _layer_places(i, shape, tp, te)
+        yield from _layer_places(i, shape, tp, te, kernels)
     yield Place(sites=("final_norm",), module="decoder.final_layernorm")
     logits = vocabulary("logits", shape, tp)
     yield Place(
@@ -29,7 +32,7 @@ def megatron_places(shape: ModelShape, tp: int, te: bool, tied: bool) -> Iterato
     )
 
 
-def _layer_places(i: int, shape: ModelShape, tp: int, te: bool) -> Iterator[Place]:
+def _layer_places(i: int, shape: ModelShape, tp: int, te: bool, kernels: bool) -> Iterator[Place]:
     name, here = f"layers.{i}", f"decoder.layers.{i}"
     attention, mlp = f"{here}.self_attention", f"{here}.mlp"
 
@@ -58,7 +61,7 @@ def _layer_places(i: int, shape: ModelShape, tp: int, te: bool) -> Iterator[Plac
     yield place(f"{here}.pre_mlp_layernorm", "attn_residual", end="input")
     yield norm(f"{here}.pre_mlp_layernorm", "mlp_norm", f"{mlp}.linear_fc1")
     if i in shape.sparse_layers:
-        yield from sparse_places(name, mlp)
+        yield from sparse_places(name, mlp, kernels)
         yield place(here, "mlp_residual")
         return
     yield place(f"{mlp}.linear_fc1", "gate_proj", "up_proj", access=WITH_BIAS)

@@ -133,7 +133,7 @@ class VLLMEngine(Engine):
     def unexposed(self, kind: str) -> dict[str, str]:
         fused = {
             f"layers.{i}.{op}": FUSED
-            for i in self.shape.sparse_layers
+            for i in (self.shape.sparse_layers if self.kernels is None else ())
             for op in ("gate_proj", "up_proj", "act", "down_proj")
         }
         if kind == "decode" or self.attributes()["logprobs"] == "raw":

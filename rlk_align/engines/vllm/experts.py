@@ -9,7 +9,15 @@ from typing import Any
 
 import torch
 
-from rlk_align.engines.common.experts import Choose, Show, by_ascending_id, choice_replaced
+from rlk_align.engines.common.experts import (
+    Choose,
+    Show,
+    by_ascending_id,
+    check_choosable,
+    choice_replaced,
+    has_kernels,
+    on_kernels,
+)
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.site_hooks import SiteHooks
 from rlk_align.errors import EngineFailed
@@ -29,7 +37,10 @@ def sparse_blocks(model: Any) -> Iterator[tuple[int, str, Any]]:
 def on_choices(hooks: Hooks, model: Any, show: Show) -> None:
     """`show(site, value)` of each token's experts and their weights: the router is no module."""
     for i, _, block in sparse_blocks(model):
-        _Router(i, show).watch(hooks, block.experts.router)
+        if has_kernels(block.experts):
+            on_kernels(hooks, block.experts, i, show)
+        else:
+            _Router(i, show).watch(hooks, block.experts.router)
 
 
 class _Router:
@@ -71,6 +82,7 @@ def replay_choices(hooks: SiteHooks, model: Any) -> None:
     """Has the routers whose choice is overwritten take the recorded experts."""
     for i, _, block in sparse_blocks(model):
         choose = hooks.recorded_choice(f"layers.{i}.experts")
+        check_choosable(block.experts, choose)
         if choose is not None:
             replace_choice(hooks, block.experts.router, choose)
 
@@ -135,5 +147,8 @@ def _unpacked(routed: Any, name: str) -> torch.Tensor:
 
 def _instructions(routed: Any) -> str | None:
     """What the layer's kernel is packed for; None where it packs nothing."""
-    experts = routed.quant_method.moe_kernel.fused_experts
+    kernel = routed.quant_method.moe_kernel
+    if kernel is None:
+        return None  # ours take the weights as they are
+    experts = kernel.fused_experts
     return None if getattr(experts, "_use_zentorch", False) else getattr(experts, "isa", None)

@@ -17,7 +17,7 @@ def check_vllm(option: Asked, config: dict[str, Any], shape: ModelShape) -> None
     """Raises ModelError or BadOption for what vLLM would fail on when it loads the model."""
     kernels = option("kernels") == "rlk"
     check_shared("vllm", shape, int(option("tp") or 1), fused_qkv=False, kernels=kernels)
-    check_alone("vllm", shape, {"tp": option("tp"), "kernels": option("kernels")})
+    check_alone("vllm", shape, option("tp"))
     activation = config.get("hidden_act") or "silu"
     rope = rope_parameters(config)
     refused = {

@@ -7,6 +7,7 @@ vLLM fuses q, k, v and gate, up, and adds the residual inside the next norm, whi
 from collections.abc import Iterator
 from typing import Any
 
+from rlk_align.engines.common.experts import has_kernels
 from rlk_align.engines.common.layout import of_outputs
 from rlk_align.engines.common.places import SECOND, End, Place
 from rlk_align.engines.vllm.experts import FUSED, sparse_blocks
@@ -54,22 +55,24 @@ def _layer_places(
     yield from _norm(
         f"{name}.attn_residual", f"{name}.mlp_norm", f"{here}.post_attention_layernorm"
     )
-    sparse = next((path for at, path, _ in sparse_blocks(model) if at == i), None)
+    sparse = next(((path, block) for at, path, block in sparse_blocks(model) if at == i), None)
     if sparse is not None:
-        yield from _sparse_places(f"{here}.{sparse}", name)
+        path, block = sparse
+        yield from _sparse_places(f"{here}.{path}", name, has_kernels(block.experts))
         return
     yield place(f"{mlp}.gate_up_proj", "gate_proj", "up_proj")
     yield place(f"{mlp}.act_fn", "act")
     yield place(f"{mlp}.down_proj", "down_proj")
 
 
-def _sparse_places(block: str, name: str) -> Iterator[Place]:
+def _sparse_places(block: str, name: str, kernels: bool) -> Iterator[Place]:
     yield Place(sites=(f"{name}.router",), module=f"{block}.gate")
     for op in ("experts", "routing_weights"):
         yield Place(sites=(f"{name}.{op}",), module=f"{block}.experts", end="inside")
+    unexposed = "" if kernels else FUSED
     for op in ("gate_proj", "up_proj", "act", "down_proj"):
         site = (f"{name}.{op}",)
-        yield Place(sites=site, module=f"{block}.experts", end="inside", unexposed=FUSED)
+        yield Place(sites=site, module=f"{block}.experts", end="inside", unexposed=unexposed)
     yield Place(sites=(f"{name}.moe_out",), module=block)
 
 

@@ -1,7 +1,7 @@
 """The kernels in HF transformers: `use_kernels(model)` after loading, before `fully_shard`.
 
     from rlk_kernels.integrations import hf
-    hf.use_kernels(model)                    # Llama, Qwen2, Qwen3, Mistral
+    hf.use_kernels(model)                    # Llama, Qwen2, Qwen3, Mistral, Qwen3-MoE, Mixtral
     logprobs = hf.token_logprobs(model(ids).logits[0, :-1], ids[0, 1:])
 
 Modules keep their parameters and get another class; attention is registered under the name `rlk`;

@@ -26,6 +26,8 @@ def check_forwards(model: Any, replaced: dict[str, Any]) -> None:
                 f"layers.{i} has layer_idx={layer.self_attn.layer_idx}: number them anew"
             )
         parts |= {f"layers.{i}": layer, f"layers.{i}.self_attn": layer.self_attn}
+        # A sparse layer's router and experts are replaced, and called by it.
+        parts |= {f"layers.{i}.mlp": layer.mlp} if hasattr(layer.mlp, "experts") else {}
     for name, module in (parts | replaced).items():
         if "forward" in vars(module):
             raise NotServed(
@@ -63,7 +65,7 @@ def _where(function: Any) -> str:
 
 def check_plain(name: str, module: Any) -> None:
     """Raises NotServed for what stands in a linear's place (an adapter, quantised weights), and for
-    what an embedding or an MLP was changed to compute."""
+    what an embedding, an MLP or experts were changed to compute."""
     plain = {"embed": nn.Embedding, "logits": nn.Linear}.get(name)
     if name.endswith("proj"):
         plain = nn.Linear
@@ -76,7 +78,7 @@ def check_plain(name: str, module: Any) -> None:
         asked = [a for a in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, a)]
         if asked:
             raise NotServed(f"{name} with {', '.join(asked)} is not served: rows are copied")
-    if name.endswith(".act"):
+    if name.endswith((".act", ".moe_out")):
         check_silu(module.act_fn)
 
 

@@ -13,10 +13,10 @@ from rlk_kernels.integrations.hf.handle import Handle
 from rlk_kernels.integrations.hf.held import hold, round_as_eager
 from rlk_kernels.integrations.hf.known import check_forwards, check_plain
 from rlk_kernels.integrations.hf.loss import causal_lm_loss
-from rlk_kernels.integrations.operators import Watch, excluded_operators, excludes
+from rlk_kernels.integrations.operators import Watch, check_sparse, excluded_operators, excludes
 from rlk_kernels.integrations.rotary import rotation
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 SERVED = f"served are causal LMs of transformers of model_type {', '.join(FAMILIES)}"
 
 
@@ -37,13 +37,27 @@ def operators(model: Any) -> dict[str, Any]:
 def _of_layer(layer: Any, rotary: Any) -> dict[str, Any]:
     """Operator -> module, None for a norm that the layer has not."""
     attn, mlp = layer.self_attn, layer.mlp
+    if is_sparse(layer):
+        routes = dict.fromkeys(("router", "experts", "routing_weights"), mlp.gate)
+        inside = routes | dict.fromkeys(_BY_EXPERTS, mlp.experts)
+    else:
+        inside = {"gate_proj": mlp.gate_proj, "up_proj": mlp.up_proj, "act": mlp}
+        inside |= {"down_proj": mlp.down_proj}
     return {
         **{"attn_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm},
         **{"q_proj": attn.q_proj, "k_proj": attn.k_proj, "v_proj": attn.v_proj},
         **{"q_norm": getattr(attn, "q_norm", None), "k_norm": getattr(attn, "k_norm", None)},
-        **{"q_rope": rotary, "k_rope": rotary, "attn": attn, "o_proj": attn.o_proj, "act": mlp},
-        **{"gate_proj": mlp.gate_proj, "up_proj": mlp.up_proj, "down_proj": mlp.down_proj},
+        **{"q_rope": rotary, "k_rope": rotary, "attn": attn, "o_proj": attn.o_proj},
+        **inside,
     }
+
+
+_BY_EXPERTS = ("moe_out", "gate_proj", "up_proj", "act", "down_proj")
+
+
+def is_sparse(layer: Any) -> bool:
+    """Whether a layer sends each token to a few experts."""
+    return hasattr(layer.mlp, "experts")
 
 
 def _classes(model: Any, excluded: frozenset[str]) -> Iterator[tuple[str, Any, type]]:
@@ -56,6 +70,8 @@ def _classes(model: Any, excluded: frozenset[str]) -> Iterator[tuple[str, Any, t
         op = name.rpartition(".")[2]
         if op == "embed":
             kind: type = modules.HFEmbedding
+        elif op in ("router", "moe_out"):
+            kind = {"router": modules.HFRouter, "moe_out": modules.HFExperts}[op]
         elif op.endswith("norm"):
             kind = modules.HFNorm
         elif op.endswith("proj"):
@@ -84,6 +100,8 @@ def _check(model: Any) -> None:
         raise NotServed(f"hidden_act={config.hidden_act} is not served; silu is")
     if getattr(config, "attention_dropout", 0.0) and model.training:
         raise NotServed("attention_dropout is not served; set it to 0")
+    if getattr(config, "router_jitter_noise", 0.0) and model.training:
+        raise NotServed("router_jitter_noise is not served; set it to 0")
     if not getattr(config, "is_causal", True):
         raise NotServed("is_causal=False is not served: the kernels' attention is causal")
     for name, parameter in model.named_parameters():
@@ -99,6 +117,8 @@ def replace(model: Any, excluded: Iterable[str]) -> Handle:
     """See `use_kernels`."""
     excluded = excluded_operators(excluded)
     _check(model)
+    if any(map(is_sparse, model.model.layers)):
+        check_sparse(excluded)
     classes = list(_classes(model, excluded))
     check_forwards(model, {name: module for name, module, _ in classes})
     rotary = model.model.rotary_emb

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.experts import Sparse
 from rlk_kernels.integrations.hf.held import Undo
 from rlk_kernels.integrations.hf.known import check_silu
 from rlk_kernels.integrations.operators import Counted
@@ -65,6 +66,28 @@ class MLP(Counted):
         self.count()
         check_silu(self.act_fn)
         return self.down_proj(profile.act(self.gate_proj(x), self.up_proj(x)))
+
+
+class HFRouter(Sparse):
+    """Gives the logits of all experts in fp32, and the weights and ids of those that were chosen,
+    by ascending id."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        self.count()
+        logits = profile.router(cast(x.reshape(-1, x.shape[-1])), cast(self.weight))
+        # Mixtral's has no such setting: the weights always add up to 1.
+        weights, ids = self.choose(logits, self.top_k, getattr(self, "norm_topk_prob", True))
+        return logits, weights, ids.long()
+
+
+class HFExperts(Sparse):
+    """Of choices by ascending id, as `HFRouter` gives them."""
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        self.count()
+        check_silu(self.act_fn)
+        gate_up, down = cast(self.gate_up_proj), cast(self.down_proj)
+        return self.compute(cast(x), weights.float(), chosen.int(), gate_up, down)
 
 
 class HFRotary(Counted):

@@ -33,7 +33,7 @@ __all__ = [
 
 
 def layer_spec(config: Any, excluded: Iterable[str] = (), vp_stage: int | None = None) -> Any:
-    """The block of layers of a dense decoder by its TransformerConfig, for GPTModel, with the
+    """The block of layers of a decoder by its TransformerConfig, for GPTModel, with the
     kernels under every operator but the `excluded` ones, which stay as in Megatron's local spec. It
     holds the layers that this rank's pipeline stage builds; of a virtual one, those of `vp_stage`.
 

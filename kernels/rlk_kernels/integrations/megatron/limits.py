@@ -24,7 +24,7 @@ ONLY = {
             *("layernorm_zero_centered_gamma", "rotary_interleaved", "qk_l2_norm", "qk_clip"),
             *("log_max_attention_logit", "attention_output_gate", "multi_latent_attention"),
             *("apply_query_key_layer_scaling", "activation_func_fp8_input_store", "fp8", "fp4"),
-            *("activation_func_clamp_value", "num_moe_experts", "mtp_num_layers", "no_rope_freq"),
+            *("activation_func_clamp_value", "mtp_num_layers", "no_rope_freq"),
             *("experimental_attention_variant", "linear_attention_freq", "mrope_section"),
             *("is_hybrid_model", "heterogeneous_block_specs", "quant_recipe", "use_kitchen"),
             *("use_kitchen_attention", "fused_single_qkv_rope", "use_te_activation_func"),
@@ -37,10 +37,37 @@ ONLY = {
 }
 """Option -> the values that are served."""
 
+SPARSE_ONLY = {
+    "moe_router_score_function": ("softmax",),
+    "expert_tensor_parallel_size": (1,),
+    "tensor_model_parallel_size": (1,),
+    "add_bias_linear": (False,),
+    "moe_token_dispatcher_type": ("allgather", "alltoall"),
+    **dict.fromkeys(
+        (
+            *("moe_shared_expert_intermediate_size", "moe_expert_capacity_factor"),
+            *("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor"),
+            *("moe_router_enable_expert_bias", "moe_router_force_load_balancing"),
+            *("moe_apply_probs_on_input", "moe_input_jitter_eps", "moe_latent_size"),
+            *("moe_grouped_gemm", "moe_enable_routing_replay"),
+        ),
+        (False, None),
+    ),
+}
+"""The same of a model that has sparse layers."""
+
 SERVED = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
     *("ffn_hidden_size", "layernorm_epsilon", "add_bias_linear", "add_qkv_bias", "qk_layernorm"),
-    *("softmax_scale", "window_size", "window_attn_skip_freq", "fp16", "bf16", "params_dtype"),
+    *(
+        "num_moe_experts",
+        "softmax_scale",
+        "window_size",
+        "window_attn_skip_freq",
+        "fp16",
+        "bf16",
+        "params_dtype",
+    ),
 )
 """Options of the model that are kept whatever they are."""
 
@@ -102,9 +129,10 @@ def check_unchanged(config: Any) -> None:
 
 
 def _unserved(config: Any) -> list[str]:
+    only = ONLY | (SPARSE_ONLY if config.num_moe_experts else {})
     return [
         f"{name}={_shown(value)}"
-        for name, served in ONLY.items()
+        for name, served in only.items()
         if (value := getattr(config, name, None)) is not None and value not in served
     ]
 

@@ -11,17 +11,31 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    get_transformer_layer_offset,
+)
 
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.megatron import attention, layers, limits
-from rlk_kernels.integrations.operators import Counted, Watch, excluded_operators, excludes
+from rlk_kernels.integrations.megatron.sparse import SparseMLP
+from rlk_kernels.integrations.operators import (
+    SPARSE,
+    Counted,
+    Watch,
+    check_sparse,
+    excluded_operators,
+    excludes,
+)
 from rlk_kernels.integrations.rotary import rotation
 
 
@@ -33,11 +47,29 @@ def layer_spec(
     # Without a pipeline megatron-core's parallel state need not stand yet.
     rank = 0 if config.pipeline_model_parallel_size == 1 else None
     count = get_num_layers_to_build(config, vp_stage, rank)
-    spec = get_gpt_layer_local_spec(
-        qk_layernorm=config.qk_layernorm, normalization=config.normalization
-    )
-    block = TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=WrappedTorchNorm)
+    first = get_transformer_layer_offset(config, vp_stage, rank) if count else 0
+    kinds = _sparse_layers(config)[first : first + count]
+    specs = {
+        sparse: get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts if sparse else None,
+            qk_layernorm=config.qk_layernorm,
+            normalization=config.normalization,
+        )
+        for sparse in set(kinds)
+    }
+    layer_specs = [specs[sparse] for sparse in kinds]
+    block = TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=WrappedTorchNorm)
     return with_kernels(block, excluded, ())
+
+
+def _sparse_layers(config: Any) -> list[bool]:
+    """Of every layer of a model whether it sends each token to a few experts."""
+    layers, every = config.num_layers, config.moe_layer_freq
+    if not config.num_moe_experts:
+        return [False] * layers
+    return (
+        [i % every == 0 for i in range(layers)] if isinstance(every, int) else [*map(bool, every)]
+    )
 
 
 def with_kernels(
@@ -58,7 +90,8 @@ def _layer(
 ) -> ModuleSpec:
     spec = copy.deepcopy(spec)
     parts = spec.submodules
-    _check_dense(spec)
+    sparse = parts.mlp.module is MoELayer
+    _check_modules(spec, sparse)
     attn, mlp = parts.self_attention.submodules, parts.mlp.submodules
     if not excludes(excluded, "attn_norm"):
         parts.input_layernorm = layers.MegatronNorm
@@ -72,27 +105,33 @@ def _layer(
         attn.linear_qkv = _linear(attn.linear_qkv, layers.Column)
     if not excludes(excluded, "o_proj"):
         attn.linear_proj = _linear(attn.linear_proj, layers.Row)
-    if not excludes(excluded, "gate_proj", "up_proj"):
+    if sparse:
+        check_sparse(excluded)
+        parts.mlp.module = SparseMLP
+    elif not excludes(excluded, "gate_proj", "up_proj"):
         mlp.linear_fc1 = _linear(mlp.linear_fc1, layers.Column)
-    if not excludes(excluded, "down_proj"):
+    if not sparse and not excludes(excluded, "down_proj"):
         mlp.linear_fc2 = _linear(mlp.linear_fc2, layers.Row)
     if not excludes(excluded, "attn"):
         attn.core_attention = functools.partial(attention.CoreAttention, windows=windows)
     if not excludes(excluded, "q_rope", "k_rope"):
         parts.self_attention.module = layers.RotatingAttention
-    if not excludes(excluded, "act"):
+    if not sparse and not excludes(excluded, "act"):
         parts.mlp.module = layers.GatedMLP
     return spec
 
 
-def _check_dense(spec: ModuleSpec) -> None:
-    """Raises NotServed for the spec of another layer than a dense decoder's."""
+def _check_modules(spec: ModuleSpec, sparse: bool) -> None:
+    """Raises NotServed for the spec of another layer than a decoder's, dense or sparse."""
     parts = spec.submodules
     modules = {
         "layer": (spec.module, TransformerLayer),
         "self_attention": (parts.self_attention.module, SelfAttention),
-        "mlp": (parts.mlp.module, MLP),
+        "mlp": (parts.mlp.module, MoELayer if sparse else MLP),
     }
+    if sparse:
+        modules["experts"] = (parts.mlp.submodules.experts.module, SequentialMLP)
+        modules["router"] = (parts.mlp.submodules.router, TopKRouter)
     for name, (actual, served) in modules.items():
         if actual is not served:
             raise NotServed(
@@ -183,19 +222,26 @@ def operators(model: Any) -> dict[str, Any]:
     named = {"embed": model.embedding.word_embeddings} if model.pre_process else {}
     for layer in model.decoder.layers:
         i = layer.layer_number - 1
-        attn, mlp = layer.self_attention, layer.mlp
+        attn = layer.self_attention
         here = {
             **{"attn_norm": layer.input_layernorm, "mlp_norm": layer.pre_mlp_layernorm},
             **{"q_proj": attn.linear_qkv, "k_proj": attn.linear_qkv, "v_proj": attn.linear_qkv},
             **{"q_norm": _norm(attn.q_layernorm), "k_norm": _norm(attn.k_layernorm)},
             **{"q_rope": model.rotary_pos_emb, "k_rope": model.rotary_pos_emb},
-            **{"attn": attn.core_attention, "o_proj": attn.linear_proj, "act": mlp},
-            **{"gate_proj": mlp.linear_fc1, "up_proj": mlp.linear_fc1, "down_proj": mlp.linear_fc2},
+            **{"attn": attn.core_attention, "o_proj": attn.linear_proj},
+            **_of_mlp(layer.mlp),
         }
         named |= {f"layers.{i}.{op}": module for op, module in here.items() if module is not None}
     if model.post_process:
         named |= {"final_norm": model.decoder.final_layernorm, "logits": model.output_layer}
     return named
+
+
+def _of_mlp(mlp: Any) -> dict[str, Any]:
+    if isinstance(mlp, MoELayer):
+        return dict.fromkeys(SPARSE, mlp)
+    fc1, fc2 = mlp.linear_fc1, mlp.linear_fc2
+    return {"gate_proj": fc1, "up_proj": fc1, "act": mlp, "down_proj": fc2}
 
 
 def _norm(module: Any) -> Any:

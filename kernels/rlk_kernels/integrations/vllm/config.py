@@ -13,6 +13,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 import rlk_kernels
 from rlk_kernels.integrations import rotary
 from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.operators import check_sparse
 from rlk_kernels.integrations.vllm import families, fusion
 
 KEY = "rlk_kernels"
@@ -26,6 +27,14 @@ _excluded: list[str] = []
 def leave(excluded: frozenset[str]) -> None:
     """Which operators stay vLLM's own: a part of the digest."""
     _excluded[:] = sorted(excluded)
+
+
+_sparse_served = [False]
+
+
+def serve_sparse(served: bool) -> None:
+    """Whether sparse layers of this vLLM can be replaced."""
+    _sparse_served[:] = [served]
 
 
 def enter_config() -> None:
@@ -50,6 +59,12 @@ def enter_config() -> None:
         fusion.enter(config.compilation_config.inductor_compile_config)
 
 
+def check_sparse_layer() -> None:
+    """`enter_config` for a sparse layer, which leaves none of its operators to vLLM."""
+    enter_config()
+    check_sparse(frozenset(_excluded))
+
+
 def _check(config: Any) -> None:
     parallel, model = config.parallel_config, config.model_config
     backend = config.attention_config.backend
@@ -59,6 +74,8 @@ def _check(config: Any) -> None:
     others = backend not in (None, AttentionBackendEnum.CUSTOM)
     refused = families.refused(model) | {
         f"hidden_size={hidden}, which {ranks} ranks cannot share": hidden % ranks != 0,
+        "sparse layers of this version of vLLM": families.is_sparse(model)
+        and not all(_sparse_served),
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.prefill_context_parallel_size > 1,
         "VLLM_BATCH_INVARIANT=1, by which vLLM replaces torch's own operators": (

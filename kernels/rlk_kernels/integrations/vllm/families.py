@@ -8,6 +8,8 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
 }
 """model_type -> the class that vLLM loads. Others load through classes derived from these, and
 compute something else, or by transformers' own."""
@@ -20,6 +22,11 @@ READ_ALONE = {
 """Options of config.json that vLLM's class of a family reads and transformers' does not."""
 ROPE_READ_ALONE = ("rope_dim", "mrope_section", "use_fope")
 """The same of `rope_parameters`."""
+
+
+def is_sparse(model: Any) -> bool:
+    """Whether a ModelConfig is of a family with sparse layers."""
+    return model.hf_text_config.model_type in ("qwen3_moe", "mixtral")
 
 
 def refused(model: Any) -> dict[str, bool]:

@@ -12,7 +12,13 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from rlk_kernels.integrations.errors import NotServed
-from rlk_kernels.integrations.operators import NORMS, Counted, excluded_operators, excludes
+from rlk_kernels.integrations.operators import (
+    NORMS,
+    SPARSE,
+    Counted,
+    excluded_operators,
+    excludes,
+)
 from rlk_kernels.integrations.operators import check as check_operators
 from rlk_kernels.integrations.vllm import config, logprobs
 
@@ -67,7 +73,18 @@ def _classes(excluded: frozenset[str]) -> dict[type, type]:
     ]
     if not excluded >= NORMS:
         chosen.append(layers.RlkRMSNorm)
-    return {ours.__bases__[1]: ours for ours in chosen}
+    return {ours.__bases__[1]: ours for ours in chosen} | _sparse_classes()
+
+
+def _sparse_classes() -> dict[type, type]:
+    """None in a vLLM that makes its sparse layers otherwise: `config` refuses their models then."""
+    try:
+        from rlk_kernels.integrations.vllm import sparse
+    except ImportError:
+        config.serve_sparse(False)
+        return {}
+    config.serve_sparse(True)
+    return sparse.CLASSES
 
 
 def _put_in(undo: ExitStack, base: Any, ours: type) -> None:
@@ -116,15 +133,14 @@ def operators(model: Any) -> dict[str, Any]:
     inner = model.model
     named = {"embed": inner.embed_tokens}
     for i, layer in enumerate(inner.layers):
-        attn, mlp = layer.self_attn, layer.mlp
+        attn = layer.self_attn
         here = {
             **{"attn_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm},
             **{"q_proj": attn.qkv_proj, "k_proj": attn.qkv_proj, "v_proj": attn.qkv_proj},
             **{"q_norm": getattr(attn, "q_norm", None), "k_norm": getattr(attn, "k_norm", None)},
             **{"q_rope": attn.rotary_emb, "k_rope": attn.rotary_emb},
-            **{"attn": attn.attn.impl, "o_proj": attn.o_proj, "act": mlp.act_fn},
-            **{"gate_proj": mlp.gate_up_proj, "up_proj": mlp.gate_up_proj},
-            "down_proj": mlp.down_proj,
+            **{"attn": attn.attn.impl, "o_proj": attn.o_proj},
+            **_of_mlp(getattr(layer, "mlp", None) or layer.block_sparse_moe),
         }
         named |= {f"layers.{i}.{op}": module for op, module in here.items() if module is not None}
     logprob_excluded = not _registered or "logprob" in _registered[0]
@@ -133,6 +149,13 @@ def operators(model: Any) -> dict[str, Any]:
         "logits": model.logits_processor,
         "logprob": None if logprob_excluded else logprobs.COMPUTED,
     }
+
+
+def _of_mlp(mlp: Any) -> dict[str, Any]:
+    if hasattr(mlp, "experts"):
+        return dict.fromkeys(SPARSE, mlp.experts)
+    both = mlp.gate_up_proj
+    return {"gate_proj": both, "up_proj": both, "act": mlp.act_fn, "down_proj": mlp.down_proj}
 
 
 def check(llm: Any) -> Any:

@@ -1,0 +1,63 @@
+"""A sparse layer as every engine computes it, by `profile`, and what it shows of its inside.
+
+T = tokens   H = hidden size   E = experts   k = experts of a token   I = inner size of an expert
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from rlk_kernels.integrations import profile
+from rlk_kernels.integrations.operators import Counted
+from rlk_kernels.parallel.copies import size_of
+from rlk_kernels.parallel.experts import experts_parallel
+
+
+class Sparse(Counted):
+    """A sparse layer of an engine, or a part of one."""
+
+    rlk_show: Callable[[str, Tensor], None] | None = None
+    """Is given what the layer computes on its way and no module gives, by operator, `[T, F]`: a
+    token's experts, their weights, and their rows, one behind the other, in the order of their
+    ids."""
+
+    def show(self, operator: str, value: Tensor) -> None:
+        if self.rlk_show is not None and not torch.compiler.is_compiling():
+            self.rlk_show(operator, value.flatten(1))
+
+    def choose(self, logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+        """(weights[T, k], ids int32 [T, k]) of logits[T, E]."""
+        weights, ids = profile.route(logits, k, normalize)
+        self.show("experts", ids)
+        self.show("routing_weights", weights)
+        return weights, ids
+
+    def compute(
+        self, x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor,
+        ranks: ProcessGroup | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The layer's output [T, H] of x[T, H]; gate_up[E, 2 I, H], down[E, H, I]: with `ranks`,
+        this rank's experts of those that all of them share, whose rows are not shown."""
+        if size_of(ranks) > 1:
+            experts = len(gate_up) * size_of(ranks)
+
+            def here(rows: Tensor, local: Tensor) -> Tensor:
+                return self._rows(rows, local, gate_up, down, shown=False)
+
+            rows = experts_parallel(x, ids, experts, ranks, here)
+            return profile.combine(rows, weights, ids, experts)
+        rows = self._rows(x, ids, gate_up, down, shown=True)
+        return profile.combine(rows, weights, ids, len(gate_up))
+
+    def _rows(self, x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, shown: bool) -> Tensor:
+        """[T, k, H]: the rows of a token's experts."""
+        groups = profile.expert_groups(ids, len(gate_up))
+        gate, up = profile.expert_linear(x, gate_up, groups).chunk(2, dim=-1)
+        inner = profile.act(gate, up)
+        rows = profile.expert_linear(inner, down, groups)
+        inside = {"gate_proj": gate, "up_proj": up, "act": inner, "down_proj": rows}
+        for operator, value in inside.items() if shown else ():
+            self.show(operator, value)
+        return rows

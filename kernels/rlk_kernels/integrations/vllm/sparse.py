@@ -1,0 +1,116 @@
+"""The out-of-tree classes of vLLM's sparse layers. T = packed tokens of all requests."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.linear import ReplicatedLinear
+
+from rlk_kernels.integrations import profile
+from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.experts import Sparse
+from rlk_kernels.integrations.vllm.ahead import compile_products
+from rlk_kernels.integrations.vllm.config import check_sparse_layer
+from rlk_kernels.integrations.vllm.layers import RlkLinearMethod, VllmLinear
+
+
+class RlkFusedMoEMethod(UnquantizedFusedMoEMethod):
+    """Keeps the experts' weights as they were loaded, w13[E, 2 I, H] and w2[E, H, I]: vLLM's own
+    pads them, and packs them for its kernels."""
+
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, *_: Any, **__: Any
+    ) -> tuple[int, int]:
+        return hidden_size, intermediate_size_per_partition
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        return
+
+
+class RouterMethod(RlkLinearMethod):
+    """Gives the logits of all experts in fp32."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if layer.weight.is_cuda:
+            compile_products(layer.weight, None, layer.rlk_rows, torch.float32)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if bias is not None:
+            raise NotServed("a router with a bias is not served")
+        layer.count()
+        return profile.router(x, layer.weight)
+
+
+class RlkReplicatedLinear(VllmLinear, ReplicatedLinear):
+    """A router, where it is one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        prefix = kwargs.get("prefix", "")
+        if prefix.rpartition(".")[2] != "gate":
+            self.__class__ = ReplicatedLinear
+            ReplicatedLinear.__init__(self, *args, **kwargs)
+            return
+        super().__init__(*args, **kwargs)
+        self.quant_method = RouterMethod()
+
+
+class RlkGateLinear(VllmLinear, GateLinear):
+    """Past the kernels that it would choose from."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.quant_method = RouterMethod()
+
+    def forward(self, x: Tensor) -> Any:
+        return ReplicatedLinear.forward(self, x)
+
+
+class RlkMoERunner(Sparse, MoERunner):
+    """Routes, computes a layer's experts and adds them up, past vLLM's router and its kernels."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        check_sparse_layer()
+        experts, parallel = self.routed_experts, self.moe_config.moe_parallel_config
+        refused = {
+            f"experts of {type(experts.quant_method).__name__}": (
+                type(experts.quant_method) is not RlkFusedMoEMethod
+            ),
+            "shared experts": self.shared_experts is not None,
+            "ranks that share experts": max(parallel.tp_size, parallel.ep_size, parallel.dp_size)
+            > 1,
+            f"scoring_func={experts.scoring_func}": experts.scoring_func != "softmax",
+            "grouped top-k": experts.use_grouped_topk,
+            "a routing function of the model's own": experts.custom_routing_function is not None,
+            "a correction of the scores": experts.e_score_correction_bias is not None,
+            "weights of experts on their inputs": experts.apply_router_weight_on_input,
+            f"an activation {self.activation}": getattr(self.activation, "value", "") != "silu",
+            "a bias of experts": self.moe_config.has_bias,
+            "scaled experts": self.routed_scaling_factor != 1.0,
+            "more experts than the model has": experts.global_num_experts
+            != experts.local_num_experts,
+        }
+        if reasons := [what for what, is_so in refused.items() if is_so]:
+            raise NotServed(f"a sparse layer with {'; '.join(reasons)} is not served")
+
+    def forward(self, hidden_states: Tensor, router_logits: Tensor, *_: Any, **__: Any) -> Tensor:
+        self.count()
+        experts = self.routed_experts
+        if self.gate is not None:
+            router_logits, _ = self.gate(hidden_states)
+        weights, ids = self.choose(router_logits, experts.top_k, experts.renormalize)
+        return self.compute(hidden_states, weights, ids, experts.w13_weight, experts.w2_weight)
+
+
+CLASSES: dict[type, type] = {
+    UnquantizedFusedMoEMethod: RlkFusedMoEMethod,
+    ReplicatedLinear: RlkReplicatedLinear,
+    GateLinear: RlkGateLinear,
+    MoERunner: RlkMoERunner,
+}
+"""vLLM's class -> what is made in its place."""

@@ -1,0 +1,1 @@
+"""Losses on the logits of a router."""

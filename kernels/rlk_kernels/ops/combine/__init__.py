@@ -1,0 +1,1 @@
+"""The sum of a token's expert rows by their weights."""

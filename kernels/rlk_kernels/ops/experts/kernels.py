@@ -1,0 +1,100 @@
+"""The Triton kernels of `grouped_linear`: one launch over (expert, row block, column block).
+
+    C[s, n] = round( sum_{k = 0, 1, ...} A[s // each, k] * B[e(s)][k, n] )
+
+Order: that of `matmul/kernels.py`, one fp32 accumulator from front to back; the tiles are of shapes
+that its self-check covers, so that a row has the bits of `linear`. Which expert and which of its
+rows a program has follows from `offsets`, on the device; programs behind the last tile end at once.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _find_rows(tile, offsets_ptr, S, E, BM: tl.constexpr, BE: tl.constexpr):
+    """(expert, first of the tile's rows in `order`, end of the expert's) of a row tile; expert E
+    has the dropped rows, and one beyond it nothing."""
+    experts = tl.arange(0, BE)
+    begin = tl.load(offsets_ptr + experts, mask=experts <= E, other=S)
+    end = tl.load(offsets_ptr + experts + 1, mask=experts < E, other=S)
+    tiles = tl.cdiv(end - begin, BM)
+    last = tl.cumsum(tiles, 0)
+    expert = tl.sum((last <= tile).to(tl.int32), 0)
+    here = experts == expert
+    first = tl.sum(tl.where(here, begin + (tile - last + tiles) * BM, 0), 0)
+    return expert, first, tl.sum(tl.where(here, end, 0), 0)
+
+
+@triton.jit
+def _grouped_kernel(
+    a_ptr, b_ptr, b_desc, c_ptr, order_ptr, offsets_ptr, S, N, K, E, each, row_tiles,
+    stride_be, stride_bk, stride_bn,
+    TRANS_B: tl.constexpr, TMA_B: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, GROUP: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """TRANS_B: B[e] is the weight [N, K] transposed, else a weight [K, N]."""
+    tiles_n = tl.cdiv(N, BN)
+    per_group = GROUP * tiles_n
+    pid = tl.program_id(0)
+    base = (pid // per_group) * GROUP
+    size = tl.minimum(row_tiles - base, GROUP)
+    tile = base + (pid % per_group) % size
+    tile_n = (pid % per_group) // size
+    expert, first, end = _find_rows(tile, offsets_ptr, S, E, BM, BE)
+    if expert > E:
+        return
+    at = first + tl.arange(0, BM)
+    rows = tl.load(order_ptr + at, mask=at < end, other=0).to(tl.int64)
+    cols = tile_n * BN + tl.arange(0, BN)
+    ks = tl.arange(0, BK)
+    acc = tl.zeros((BM, BN), tl.float32)
+    if expert < E:
+        a_at = a_ptr + (rows // each)[:, None] * K + ks[None, :]
+        b_at = b_ptr + expert.to(tl.int64) * stride_be
+        b_at += ks.to(tl.int64)[:, None] * stride_bk + cols.to(tl.int64)[None, :] * stride_bn
+        for step in range(tl.cdiv(K, BK)):
+            k = step * BK
+            a = tl.load(a_at, mask=(at[:, None] < end) & (ks[None, :] < K - k), other=0.0)
+            if TMA_B:
+                if TRANS_B:
+                    b = b_desc.load([expert * N + tile_n * BN, k]).T
+                else:
+                    b = b_desc.load([expert * K + k, tile_n * BN])
+            else:
+                b = tl.load(b_at, mask=(ks[:, None] < K - k) & (cols[None, :] < N), other=0.0)
+                b_at += tl.cast(BK, tl.int64) * stride_bk
+            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+            a_at += BK
+    where = c_ptr + rows[:, None] * N + cols[None, :]
+    mask = (at[:, None] < end) & (cols[None, :] < N)
+    tl.store(where, acc.to(c_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _grouped_weight_kernel(
+    dy_ptr, x_ptr, dw_ptr, order_ptr, offsets_ptr, N, K, each,
+    BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dweight[e, n, k] = sum of dy[s, n] * x[s // each, k] over an expert's rows, by token."""
+    expert = tl.program_id(1)
+    tiles_n = tl.cdiv(N, BN)
+    ns = (tl.program_id(0) % tiles_n) * BN + tl.arange(0, BN)
+    ks = (tl.program_id(0) // tiles_n) * BK + tl.arange(0, BK)
+    begin, end = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(begin, end, BR):
+        at = start + tl.arange(0, BR)
+        rows = tl.load(order_ptr + at, mask=at < end, other=0).to(tl.int64)
+        dy = tl.load(
+            dy_ptr + rows[:, None] * N + ns[None, :],
+            mask=(at[:, None] < end) & (ns[None, :] < N), other=0.0,
+        )  # fmt: skip
+        x = tl.load(
+            x_ptr + (rows // each)[:, None] * K + ks[None, :],
+            mask=(at[:, None] < end) & (ks[None, :] < K), other=0.0,
+        )  # fmt: skip
+        acc = tl.dot(dy.T, x, acc, input_precision=PRECISION)
+    where = dw_ptr + expert.to(tl.int64) * N * K + ns.to(tl.int64)[:, None] * K + ks[None, :]
+    mask = (ns[:, None] < N) & (ks[None, :] < K)
+    tl.store(where, acc.to(dw_ptr.dtype.element_ty), mask=mask)

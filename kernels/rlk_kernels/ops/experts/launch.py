@@ -1,0 +1,107 @@
+"""The products of `grouped_linear` on Triton: tiles, and launches. Nothing here asks how many rows
+an expert has: that lies on the device."""
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from rlk_kernels.device import DeviceFacts, facts
+from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache, tensor_map
+from rlk_kernels.matmul.self_check import trusted
+from rlk_kernels.matmul.tile import Tile
+from rlk_kernels.matmul.tiles import FLOAT32, INTERPRETED, SAFE
+from rlk_kernels.ops.experts import kernels
+from rlk_kernels.ops.experts.grouping import group
+
+__all__ = ["group", "product", "weight_grad"]
+
+# rows of an expert in the mean, up to which a tile is taken
+BY_ROWS = (
+    (12, Tile(16, 128, 128, 4, 4)),
+    (40, Tile(32, 128, 128, 4, 4)),
+    (96, Tile(64, 128, 64, 4, 4)),
+)
+MANY_ROWS = Tile(128, 128, 64, 8, 4)
+WEIGHT_GRAD = Tile(128, 128, 64, 8, 3)
+"""m and n: of the gradient; k: rows of a step."""
+
+
+def tile_for(rows: int, experts: int, dtype: torch.dtype, here: DeviceFacts, sound: bool) -> Tile:
+    """The tile for `rows` rows of all experts; it changes the time and never the bits."""
+    if here.interpreted:
+        return INTERPRETED
+    if dtype == torch.float32:
+        return FLOAT32
+    if not sound:
+        return SAFE
+    mean = rows / experts
+    return next((tile for most, tile in BY_ROWS if mean <= most), MANY_ROWS)
+
+
+def product(x: Tensor, b: Tensor, order: Tensor, offsets: Tensor, each: int, out: Tensor) -> str:
+    """Fill out[S, N] with x[S / each, K] @ b[e], b[E, K, N]; which implementation ran."""
+    (rows, n), (experts, k, _) = out.shape, b.shape
+    if not out.numel():
+        return "triton"
+    cache = shape_cache(
+        "grouped", x.shape, b.shape, b.stride(), rows, each, x.dtype, x.device,
+        (x.data_ptr() | b.data_ptr() | out.data_ptr()) & 15 == 0,
+    )  # fmt: skip
+    here = facts(x.device)
+    tile = tile_for(rows, experts, x.dtype, here, trusted(x.device, x.dtype))
+    transposed = b.stride(1) == 1
+    reads = here.tma and x.dtype.itemsize == 2 and _describable(b, transposed, tile)
+    described = b
+    if reads:
+        width = b.shape[1] if transposed else b.shape[2]
+        box = (tile.n, tile.k) if transposed else (tile.k, tile.n)
+        shape = (b.numel() // width, width)
+        described = tensor_map(TensorDescriptor, b.data_ptr(), b.dtype, shape, (width, 1), box)
+    # every expert, and the dropped rows, may end with a part of a tile
+    row_tiles = min(cdiv(rows, tile.m) + experts, rows)
+    launch(
+        cache, kernels._grouped_kernel, (row_tiles * cdiv(n, tile.n), 1, 1),
+        (x, b, described, out, order, offsets, rows, n, k, experts, each, row_tiles, *_strides(b),
+         transposed, reads, tile.m, tile.n, tile.k, tile.group, power_of_2(experts + 1), "ieee"),
+        {"num_warps": tile.warps, "num_stages": tile.stages},
+    )  # fmt: skip
+    return "triton"
+
+
+def _strides(b: Tensor) -> tuple[int, int, int]:
+    return b.stride(0), b.stride(1), b.stride(2)
+
+
+def _describable(b: Tensor, transposed: bool, tile: Tile) -> bool:
+    """Whether one tensor map can describe all weights, one below the other. Where the sum runs over
+    the rows of a weight, a tile must not reach into the next one's: 0 times infinity is none."""
+    weight = b.mT if transposed else b
+    aligned = weight.is_contiguous() and weight.data_ptr() % 16 == 0
+    rows_end = transposed or weight.shape[1] % tile.k == 0
+    return aligned and rows_end and weight.shape[2] * weight.element_size() % 16 == 0
+
+
+def weight_grad(
+    dy: Tensor, x: Tensor, order: Tensor, offsets: Tensor, each: int, out: Tensor
+) -> str:
+    """Fill out[E, N, K] with the gradient of the weights; which implementation ran."""
+    experts, n, k = out.shape
+    if not out.numel():
+        return "triton"
+    cache = shape_cache(
+        "grouped_weight", dy.shape, x.shape, out.shape, each, dy.dtype, dy.device,
+        (x.data_ptr() | dy.data_ptr() | out.data_ptr()) & 15 == 0,
+    )  # fmt: skip
+    here = facts(x.device)
+    trusted(x.device, x.dtype)
+    tile = WEIGHT_GRAD
+    if here.interpreted:
+        tile = INTERPRETED
+    elif x.dtype == torch.float32:
+        tile = FLOAT32
+    launch(
+        cache, kernels._grouped_weight_kernel, (cdiv(n, tile.m) * cdiv(k, tile.n), experts, 1),
+        (dy, x, out, order, offsets, n, k, each, tile.m, tile.n, tile.k, "ieee"),
+        {"num_warps": tile.warps, "num_stages": tile.stages},
+    )  # fmt: skip
+    return "triton"

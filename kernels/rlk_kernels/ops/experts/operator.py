@@ -1,0 +1,193 @@
+"""grouped_linear: the rows of tokens, each by the weight of one of the token's experts.
+
+    y[t, j, n] = round( sum_k x[t(, j), k] * weight[ids[t, j], n, k] )         fp32, then x's dtype
+
+Row (t, j) has the bits of `linear` of that row and that expert's weight, on the same backend: the
+order of its sum is that of `matmul/kernels.py`, and depends neither on the other tokens, nor on how
+many of them an expert has, nor on experts without any. Rows stay where their token has them;
+`group_by_expert` says on the device which rows each expert has, by token, without asking the host.
+
+An id outside of 0 .. E - 1 is a dropped slot: its row is zero, nothing reads what its token holds,
+NaN or not, and no gradient passes it.
+
+Gradients, each product with fp32 accumulation, rounded once:
+    dx[t, j, k] = sum_n dy[t, j, n] weight[ids[t, j], n, k]     the bits of `linear`'s
+    dx[t, k]    = round( sum_j fp32(dx[t, j, k]) )              of an x[T, K]: in ascending j
+    dweight[e, n, k] = sum_(t, j) of e dy[t, j, n] x[t(, j), k]     by token, from front to back
+
+T = tokens   k = experts of a token   E = experts   S = T * k rows   K, N = in, out features
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.backend import call, choose, record, refuse_gradient
+from rlk_kernels.device import lazy_module
+from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.memory import empty
+from rlk_kernels.ops.combine.operator import sum_slots
+from rlk_kernels.ops.experts import portable
+
+_on_triton = lazy_module("rlk_kernels.ops.experts.launch")
+
+
+def grouped_linear_ref(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    """y[T, k, N] by the formula in float64, for tests."""
+    rows = x.double() if x.dim() == 3 else x.double()[:, None].expand(-1, ids.shape[1], -1)
+    y = rows.new_zeros(*ids.shape, weight.shape[1])
+    for e in range(weight.shape[0]):
+        y[ids == e] = rows[ids == e] @ weight[e].double().mT
+    return y
+
+
+class ExpertGroups(NamedTuple):
+    """Which rows each expert has; made by `group_by_expert`, shared by a layer's products."""
+
+    ids: Tensor
+    """int32 [T, k]."""
+    order: Tensor
+    """int32 [S]: the rows t * k + j by expert, of one expert by token, dropped ones last."""
+    offsets: Tensor
+    """int32 [E + 1]: where each expert's rows begin in `order`, and where the dropped ones do."""
+
+    @property
+    def experts(self) -> int:
+        return self.offsets.shape[0] - 1
+
+
+@torch.library.custom_op("rlk::group_by_expert", mutates_args=())
+def _group(ids: Tensor, experts: int, backend: str) -> tuple[Tensor, Tensor]:
+    record("group_by_expert", backend)
+    if backend == "torch":
+        return portable.group(ids, experts)
+    return _on_triton().group(ids, experts)
+
+
+@_group.register_fake
+def _(ids, experts, backend):
+    return ids.new_empty(ids.numel()), ids.new_empty(experts + 1)
+
+
+@torch.library.custom_op("rlk::grouped_linear", mutates_args=())
+def _grouped(
+    x: Tensor, weight: Tensor, order: Tensor, offsets: Tensor, each: int, backend: str
+) -> Tensor:
+    """y[S, N] of x[S / each, K]: row s reads row s // each of x."""
+    if backend == "torch":
+        record("grouped_linear", "torch")
+        return portable.forward(x, weight, order, offsets, each)
+    out = empty((order.shape[0], weight.shape[1]), x.dtype, x.device)
+    record("grouped_linear", _on_triton().product(x, weight.mT, order, offsets, each, out))
+    return out
+
+
+@_grouped.register_fake
+def _(x, weight, order, offsets, each, backend):
+    return x.new_empty(order.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op("rlk::grouped_input_grad", mutates_args=())
+def _input_grad(dy: Tensor, weight: Tensor, order: Tensor, offsets: Tensor, backend: str) -> Tensor:
+    """dx[S, K] of dy[S, N]."""
+    if backend == "torch":
+        record("grouped_linear", "torch")
+        return portable.input_grad(dy, weight, order, offsets)
+    out = empty((order.shape[0], weight.shape[2]), dy.dtype, dy.device)
+    record("grouped_linear", _on_triton().product(dy, weight, order, offsets, 1, out))
+    return out
+
+
+@_input_grad.register_fake
+def _(dy, weight, order, offsets, backend):
+    return dy.new_empty(order.shape[0], weight.shape[2])
+
+
+@torch.library.custom_op("rlk::grouped_weight_grad", mutates_args=())
+def _weight_grad(
+    dy: Tensor, x: Tensor, order: Tensor, offsets: Tensor, each: int, backend: str
+) -> Tensor:
+    """dweight[E, N, K] of dy[S, N] and x[S / each, K]."""
+    if backend == "torch":
+        record("grouped_linear", "torch")
+        return portable.weight_grad(dy, x, order, offsets, each)
+    out = empty((offsets.shape[0] - 1, dy.shape[1], x.shape[1]), dy.dtype, dy.device)
+    record("grouped_linear", _on_triton().weight_grad(dy, x, order, offsets, each, out))
+    return out
+
+
+@_weight_grad.register_fake
+def _(dy, x, order, offsets, each, backend):
+    return dy.new_empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1])
+
+
+for _gradient in (_input_grad, _weight_grad):
+    refuse_gradient(_gradient, "grouped_linear")
+
+
+def _setup(ctx, inputs, output):
+    x, weight, order, offsets, ctx.each, ctx.backend = inputs
+    ctx.save_for_backward(x, weight, order, offsets)
+
+
+def _backward(ctx, dy):
+    x, weight, order, offsets = ctx.saved_tensors
+    dy = dy.contiguous()
+    dx = dw = None
+    if ctx.needs_input_grad[0]:
+        dx = _input_grad(dy, weight, order, offsets, ctx.backend)
+        if ctx.each != 1:
+            dx = sum_slots(dx.view(x.shape[0], ctx.each, x.shape[1]), ctx.backend)
+    if ctx.needs_input_grad[1]:
+        dw = _weight_grad(dy, x, order, offsets, ctx.each, ctx.backend)
+    return dx, dw, None, None, None, None
+
+
+_grouped.register_autograd(_backward, setup_context=_setup)
+
+
+def group_by_expert(ids: Tensor, experts: int, *, backend: str | None = None) -> ExpertGroups:
+    """Which rows each of `experts` experts has, of ids int32 [T, k]; nothing is read on the host.
+
+    Raises UnsupportedShape, UnsupportedDtype, and what `backend.choose` raises.
+    """
+    if ids.dim() != 2 or experts < 1:
+        raise UnsupportedShape(
+            f"group_by_expert: ids {tuple(ids.shape)} of {experts} experts; ids[T, k] are needed"
+        )
+    if ids.dtype != torch.int32:
+        raise UnsupportedDtype(f"group_by_expert: ids are {ids.dtype}; int32 is needed")
+    ids = ids.contiguous()
+    chosen = choose("group_by_expert", backend, ids.new_empty(0, dtype=torch.float32))
+    return ExpertGroups(ids, *call(_group, ids, experts, chosen))
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, groups: ExpertGroups, *, backend: str | None = None
+) -> Tensor:
+    """y[T, k, N] of x[T, K], which all experts of a token read, or of x[T, k, K]; weight[E, N, K].
+
+    x, weight: one dtype of bfloat16, float16, float32 (float64 on the torch backend).
+    Raises UnsupportedShape, UnsupportedDtype, and what `backend.choose` raises.
+    """
+    t, k = groups.ids.shape
+    if (
+        weight.dim() != 3
+        or weight.shape[0] != groups.experts
+        or x.shape not in ((t, weight.shape[2]), (t, k, weight.shape[2]))
+    ):
+        raise UnsupportedShape(
+            f"grouped_linear: x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit ids "
+            f"[{t}, {k}] of {groups.experts} experts; x[T, K] or x[T, k, K] and weight[E, N, K] "
+            "are needed"
+        )
+    if x.dtype != weight.dtype or not x.is_floating_point():
+        raise UnsupportedDtype(
+            f"grouped_linear: x is {x.dtype} and weight is {weight.dtype}; cast one"
+        )
+    chosen = choose("grouped_linear", backend, x, weight, groups.order)
+    each = k if x.dim() == 2 else 1
+    rows = x.reshape(-1 if weight.shape[2] else x.shape[:-1].numel(), weight.shape[2])
+    y = call(_grouped, rows.contiguous(), weight, groups.order, groups.offsets, each, chosen)
+    return y.view(t, k, weight.shape[1])

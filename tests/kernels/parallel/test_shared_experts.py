@@ -1,0 +1,99 @@
+"""Experts that ranks share have the bits of one rank, forward and backward, over real gloo: of the
+tokens of all ranks together."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from gloo_ranks import on_ranks
+from rlk_kernels.errors import UnsupportedShape
+from rlk_kernels.integrations.experts import Sparse
+from rlk_kernels.parallel import experts as shared
+from torch import Tensor
+
+EXPERTS, TOP_K, HIDDEN, INNER = 8, 3, 48, 24
+TOKENS = (5, 0, 9, 4)
+"""Of each of four ranks; two ranks have those of two each."""
+BF16 = torch.bfloat16
+
+
+def problem(skewed: bool) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(BF16)
+
+    logits = torch.randn(sum(TOKENS), EXPERTS, generator=generator)
+    if skewed:
+        logits[:, :3] += 9.0  # nearly all rows go to one rank, and some ranks have none
+    return {
+        "x": normal(sum(TOKENS), HIDDEN),
+        "logits": logits,
+        "gate_up": normal(EXPERTS, 2 * INNER, HIDDEN, scale=HIDDEN**-0.5),
+        "down": normal(EXPERTS, HIDDEN, INNER, scale=INNER**-0.5),
+        "grad": normal(sum(TOKENS), HIDDEN),
+    }
+
+
+def step(parts: dict[str, Tensor], group: Any) -> dict[str, Tensor]:
+    """y, and the gradient of each leaf, of one rank."""
+    leaves = {n: parts[n].clone().requires_grad_() for n in ("x", "logits", "gate_up", "down")}
+    layer = Sparse()
+    weights, ids = layer.choose(leaves["logits"], TOP_K, True)
+    y = layer.compute(leaves["x"], weights, ids, leaves["gate_up"], leaves["down"], group)
+    y.backward(parts["grad"])
+    return {"y": y.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
+
+
+@functools.cache
+def alone(skewed: bool) -> dict[str, Tensor]:
+    return step(problem(skewed), None)
+
+
+def _rank(group: Any, skewed: bool, wrong: bool = False) -> dict[str, Tensor]:
+    parts, world, rank = problem(skewed), group.size(), group.rank()
+    each = len(TOKENS) // world
+    lengths = [sum(TOKENS[r * each : (r + 1) * each]) for r in range(world)]
+    for name in ("x", "logits", "grad"):
+        parts[name] = parts[name].split(lengths)[rank]
+    for name in ("gate_up", "down"):
+        parts[name] = parts[name].chunk(world)[rank]
+    if wrong:
+        honest = shared._sent
+
+        def reversed_rows(x: Tensor, *where: Any) -> Tensor:
+            return honest(x, *where).flip(0)
+
+        shared._sent = reversed_rows
+    return step(parts, group)
+
+
+def together(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([rank[name] for rank in ranks]) for name in ranks[0]}
+
+
+@pytest.mark.parametrize("skewed", [False, True])
+@pytest.mark.parametrize("world", [2, 4])
+def test_shared_experts_have_the_bits_of_one_rank(world: int, skewed: bool) -> None:
+    found, expected = together(on_ranks(world, _rank, skewed)), alone(skewed)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+        assert bool(value.any()), name
+
+
+def test_rows_that_come_back_in_another_order_are_noticed() -> None:
+    found = together(on_ranks(2, functools.partial(_rank, wrong=True), False))
+    assert not torch.equal(found["y"], alone(False)["y"])
+
+
+def test_experts_that_ranks_cannot_share_are_refused() -> None:
+    class Three:
+        def size(self) -> int:
+            return 3
+
+    with pytest.raises(UnsupportedShape, match="8 experts of 3 ranks"):
+        shared.experts_parallel(
+            torch.zeros(2, 4), torch.zeros(2, 1, dtype=torch.int32), 8, Three(), lambda x, _: x
+        )

@@ -1,0 +1,155 @@
+"""Sparse layers in HF and Megatron-core: the same bits and gradients, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from hf_models import small_model
+from rlk_kernels.integrations import hf, megatron
+from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.operators import SPARSE
+from test_megatron_parts import AT, IDS, config, made, state  # noqa: F401 (a fixture)
+
+EXPERTS, TOP_K, INNER = 4, 2, 24
+REFUSED: dict[str, Any] = {
+    "moe_router_score_function": "sigmoid",
+    "expert_tensor_parallel_size": 2, "tensor_model_parallel_size": 2,
+    "moe_token_dispatcher_type": "flex",
+}  # fmt: skip
+"""Option -> a value that is not served; True for the others."""
+
+
+def sparse_config(**more: Any) -> Any:
+    usual = {
+        "num_layers": 2, "num_moe_experts": EXPERTS, "moe_router_topk": TOP_K,
+        "moe_ffn_hidden_size": INNER, "moe_layer_freq": [0, 1],
+        "moe_router_load_balancing_type": "none",
+    }  # fmt: skip
+    return config(**usual | more)
+
+
+def hf_model(**more: Any) -> Any:
+    usual = {
+        "hidden_size": 32, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "head_dim": 16,
+        "moe_intermediate_size": INNER, "norm_topk_prob": True,
+    }  # fmt: skip
+    return small_model("Qwen3Moe", **usual | more)
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    """The sparse layers of HF and of Megatron, with one set of weights in bf16."""
+    normalize = request.param
+    theirs = hf_model(norm_topk_prob=normalize).to(torch.bfloat16)
+    hf.use_kernels(theirs)
+    block = theirs.model.layers[0].mlp
+    model = made(sparse_config(moe_router_pre_softmax=not normalize)).to(torch.bfloat16)
+    layer = model.decoder.layers[1].mlp
+    with torch.no_grad():
+        layer.router.weight.copy_(block.gate.weight)
+        for e, expert in enumerate(layer.experts.local_experts):
+            expert.linear_fc1.weight.copy_(block.experts.gate_up_proj[e])
+            expert.linear_fc2.weight.copy_(block.experts.down_proj[e])
+    return block, layer
+
+
+@pytest.mark.parametrize("pair", [True, False], indirect=True, ids=["softmax-of-k", "of-all"])
+def test_hf_and_megatron_have_the_same_bits_and_gradients(pair: tuple[Any, Any]) -> None:
+    block, layer = pair
+    generator = torch.Generator().manual_seed(1)
+    x, grad = (torch.randn(3, 7, 32, generator=generator).to(torch.bfloat16) for _ in range(2))
+    left, right = x.clone().requires_grad_(), x.transpose(0, 1).clone().requires_grad_()
+    y, (z, bias) = block(left), layer(right)
+    assert bias is None
+    assert torch.equal(y, z.transpose(0, 1))
+    y.backward(grad)
+    # Sums over tokens are by token: in the order in which an engine lays them out.
+    z.backward(grad.transpose(0, 1))
+    assert torch.equal(left.grad, right.grad.transpose(0, 1))
+    experts = layer.experts.local_experts
+    for e in range(EXPERTS):
+        assert torch.equal(block.experts.gate_up_proj.grad[e], experts[e].linear_fc1.weight.grad)
+        assert torch.equal(block.experts.down_proj.grad[e], experts[e].linear_fc2.weight.grad)
+    assert torch.equal(block.gate.weight.grad, layer.router.weight.grad)
+    assert bool(layer.router.weight.grad.any())
+
+
+def test_a_model_of_dense_and_sparse_layers_trains() -> None:
+    model = made(sparse_config())
+    ids = torch.arange(24).view(2, 12)
+    model(ids, AT.expand(2, 12), None, labels=ids.flip(1)).mean().backward()
+    assert all(bool(p.grad.any()) for n, p in model.named_parameters() if "router" in n)
+    named = megatron.operators(model)
+    megatron.check(named)
+    assert {f"layers.1.{op}" for op in SPARSE} <= named.keys()
+    assert "layers.0.router" not in named
+
+
+def test_a_router_that_is_read_in_bf16_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlk_kernels.integrations import profile
+
+    model = hf_model().to(torch.bfloat16)
+    hf.use_kernels(model)
+    ids = torch.arange(60)[None]
+    honest, router = model(ids).logits, profile.router
+    monkeypatch.setattr(profile, "router", lambda x, w: router(x, w).to(x.dtype).float())
+    assert not torch.equal(model(ids).logits, honest)
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])
+def test_the_kernels_come_out_of_a_sparse_model(family: str) -> None:
+    model = (
+        hf_model()
+        if family == "Qwen3Moe"
+        else small_model("Mixtral", num_local_experts=3, head_dim=32)
+    )
+    kind, ids = type(model.model.layers[0].mlp.experts), torch.arange(20)[None]
+    with torch.no_grad():
+        before = model(ids, use_cache=False).logits
+        with hf.use_kernels(model):
+            said = model(ids, use_cache=False, output_router_logits=True)
+            hf.check(hf.operators(model), called=False)
+        assert type(model.model.layers[0].mlp.experts) is kind
+        assert torch.equal(model(ids, use_cache=False).logits, before)
+    assert bool(((said.logits - before).abs() < 1e-3).all())
+    assert said.router_logits[0].dtype == torch.float32
+
+
+def test_what_a_sparse_config_asks_for_and_is_not_served_is_refused_by_name() -> None:
+    from rlk_kernels.integrations.megatron import limits
+
+    for name in limits.SPARSE_ONLY:
+        asked = sparse_config()
+        setattr(asked, name, REFUSED.get(name, True))
+        with pytest.raises(NotServed, match=f"{name}="):
+            megatron.layer_spec(asked)
+        # A dense model has no use for it.
+        if name.startswith("moe_"):
+            dense = config()
+            setattr(dense, name, REFUSED.get(name, True))
+            megatron.layer_spec(dense)
+
+
+def test_what_is_not_served_is_refused() -> None:
+    with pytest.raises(
+        NotServed, match="act, moe_out cannot be left in a model with sparse layers"
+    ):
+        megatron.layer_spec(sparse_config(), excluded=("act", "moe_out"))
+    with pytest.raises(NotServed, match="router cannot be left"):
+        hf.use_kernels(hf_model(), ("router",))
+    training = made(sparse_config(moe_z_loss_coeff=1e-3)).train()
+    with pytest.raises(NotServed, match="router_z_loss"):
+        training(IDS, AT, None)
+    jitter = small_model(
+        "Mixtral", num_local_experts=3, head_dim=32, router_jitter_noise=0.1
+    ).train()
+    with pytest.raises(NotServed, match="router_jitter_noise"):
+        hf.use_kernels(jitter)
+    patched = hf_model()
+    patched.model.layers[0].mlp.forward = lambda x: x
+    with pytest.raises(NotServed, match=r"layers\.0\.mlp was replaced"):
+        hf.use_kernels(patched)
+    scaled = hf_model()
+    scaled.model.layers[0].mlp.experts.act_fn = torch.nn.ReLU()
+    with pytest.raises(NotServed, match="act_fn is a ReLU"):
+        hf.use_kernels(scaled)
