@@ -48,10 +48,10 @@ def _shard(name: str, whole: Tensor, rank: int, world: int) -> Tensor:
 
 
 def _step(
-    group: Any, sequence: bool, groups: int = 2, wrong: bool = False
+    group: Any, sequence: bool, groups: int = 2, wrong: bool = False, from_hidden: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(the loss of each token, gradient of each parameter) of a rank. `wrong`: ranks add up
-    partial gradients, as engines do."""
+    partial gradients, as engines do. `from_hidden`: no logits are made."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from rlk_kernels.integrations import megatron
@@ -79,7 +79,11 @@ def _step(
             linear._shared_input_grad = _added_input_grad
         ids = torch.arange(24).view(2, 12) * 7 % VOCAB
         at = torch.arange(12).expand(2, 12)
-        loss = model(ids, at, None, labels=ids.roll(-1, 1))
+        labels = ids.roll(-1, 1)
+        if from_hidden:
+            loss = -megatron.score_tokens(model, ids, at, None, labels)
+        else:
+            loss = model(ids, at, None, labels=labels)
         loss.sum().backward()
         megatron.check(megatron.operators(model))
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
@@ -108,10 +112,15 @@ def _differing(ranks: list[Any], whole: dict[str, Tensor]) -> set[str]:
     }
 
 
-@pytest.mark.parametrize(("world", "sequence", "groups"), [(2, False, 2), (4, True, 4)])
-def test_a_step_has_the_bits_of_one_rank(world: int, sequence: bool, groups: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "sequence", "groups", "from_hidden"),
+    [(2, False, 2, False), (4, True, 4, False), (2, True, 2, True)],
+)
+def test_a_step_has_the_bits_of_one_rank(
+    world: int, sequence: bool, groups: int, from_hidden: bool
+) -> None:
     loss, whole = _alone(groups)
-    ranks = on_ranks(world, _step, sequence, groups)
+    ranks = on_ranks(world, _step, sequence, groups, False, from_hidden)
     assert all(torch.equal(own, loss) for own, _ in ranks)
     assert all(bool(g.any()) for g in whole.values())
     added = {n for n in whole if "norm" in n and (sequence or any(part in n for part in HEADS))}
