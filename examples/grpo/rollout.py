@@ -51,7 +51,7 @@ class Rollout:
                 answers.append(Answer(problem, number, list(ids), len(ids)))
         unfinished = list(enumerate(answers))
         for turn in range(1 if greedy else self.options.turns):
-            size = self.options.rollout_batch or len(unfinished)
+            size = self.options.rollout_batch or max(len(unfinished), 1)
             for first in range(0, len(unfinished), size):
                 self._sample(unfinished[first : first + size], f"{name} {turn}", greedy)
             unfinished = [x for x in unfinished if self._goes_on(x[1], turn)]
