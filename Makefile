@@ -43,7 +43,7 @@ test: setup
 # left to its engine in turn, and in other families' shapes: as long again.
 FIX_PATH := tests/fix_path/test_engines.py tests/fix_path/test_layouts.py tests/fix_path/test_vllm_alone.py \
   tests/fix_path/test_vllm_batches.py tests/fix_path/test_weight_update.py tests/fix_path/test_examples.py \
-  tests/fix_path/test_hf_compiled.py tests/fix_path/test_tensor_parallel.py
+  tests/fix_path/test_hf_compiled.py tests/fix_path/test_tensor_parallel.py tests/fix_path/test_grpo_loop.py
 
 test-fix-path: setup
 	$(TESTS) -m 'not whole_matrix' $(FIX_PATH)

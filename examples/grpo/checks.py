@@ -30,11 +30,10 @@ def check_masks(answers: Sequence[Answer], samples: Sequence[Sample]) -> None:
                 f"is of half an answer, and the loss counts {len(counted)} tokens of it"
             )
         for shift in (1, -1):
-            if counted == {place + shift for place in sampled}:
+            # What a shift moves past the last token is lost.
+            if counted == {place + shift for place in sampled} - {len(sample.mask)}:
                 raise LoopFault(
-                    f"mask shifted by {shift:+d}: "
-                    + where.format(min(counted - sampled))
-                    + ", which nobody sampled"
+                    f"mask shifted by {shift:+d}: " + where.format(min(counted ^ sampled))
                 )
         if early := sorted(place for place in counted if place < answer.prompt_length):
             raise LoopFault(f"prompt token counted: {where.format(early[0])}")

@@ -95,7 +95,8 @@ def save(
             tensors[f"{part} {name}"] = moment
     cpu = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     partial = folder / f"{STATE}.partial"
-    save_file(cpu, partial, {"step": str(step), "settings": json.dumps(settings)})
+    # Under one key: the order of several in the file is chance.
+    save_file(cpu, partial, {"about": json.dumps({"step": step, "settings": settings})})
     partial.replace(folder / STATE)
 
 
@@ -109,8 +110,8 @@ def load(
     if not path.exists():
         raise ValueError(f"{path} is not there: nothing was saved to resume; leave --resume out")
     with safe_open(path, "pt") as file:
-        about, names = file.metadata(), list(file.keys())
-        before = json.loads(about["settings"])
+        about, names = json.loads(file.metadata()["about"]), list(file.keys())
+        before = about["settings"]
         other = sorted(name for name in settings if before.get(name) != settings[name])
         if other:
             said = ", ".join(f"{name} {before.get(name)} became {settings[name]}" for name in other)
@@ -125,4 +126,4 @@ def load(
                 part: moment if part == "step" else moment.to(value.device)
                 for part, moment in moments.items()
             }
-    return int(about["step"])
+    return about["step"]

@@ -108,7 +108,7 @@ def fault(loop: Loop) -> str:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    words = "--problems 2 --group 4 --seed 3 --max-tokens 20 --pack-tokens 120 --device cpu"
+    words = "--problems 2 --group 4 --seed 10 --max-tokens 20 --pack-tokens 120 --device cpu"
     loop = Loop(arguments(["--run", str(folder), *words.split()]))
     folder.mkdir(exist_ok=True)
     loop.sync()
