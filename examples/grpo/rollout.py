@@ -30,13 +30,14 @@ class Rollout:
         size = len(self.tokenizer)
         ends = [i for i in range(size) if "\n" in self.tokenizer.decode([i])]
         self.stop_ids = sorted({*ends, self.tokenizer.eos_token_id} - {None})
-        if self.options.kernels == "rlk":
+        if options.kernels == "rlk":
             vllm_kernels.register()
-        where = {"gpu_memory_utilization": self.options.gpu_memory, "enable_sleep_mode": True}
+        on_gpu = {"gpu_memory_utilization": options.gpu_memory, "enable_sleep_mode": True}
+        # A prompt in pieces and a seed for each request do not go together on a CPU.
+        on_cpu = {"enable_chunked_prefill": False, "enforce_eager": True}
         self.llm = LLM(
-            str(self.options.model), dtype="bfloat16", max_model_len=1024, seed=self.options.seed,
-            enable_prefix_caching=True, enable_chunked_prefill=False, disable_log_stats=True,
-            enforce_eager=not self.gpu, **(where if self.gpu else {}),
+            str(options.model), dtype="bfloat16", max_model_len=1024, seed=options.seed,
+            enable_prefix_caching=True, disable_log_stats=True, **(on_gpu if self.gpu else on_cpu),
         )  # fmt: skip
 
     def answers(
