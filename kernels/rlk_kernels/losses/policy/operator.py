@@ -144,6 +144,7 @@ def linear_policy_loss(
     product less. Raises what both raise.
     """
     logp = linear_logp(hidden, weight, target, bias=bias, temperature=temperature, backend=backend)
+    assert isinstance(logp, Tensor)  # nothing else was asked for
     on = (mask != 0) & (target >= 0)
     loss, metrics = policy_loss(logp, old_logp, advantages, on, cu_seqlens=cu_seqlens, **objective)
     return loss, metrics | {"logp": logp.detach()}
