@@ -59,7 +59,7 @@ def scoring(model: Any, asked: Scoring) -> Iterator[None]:
     if len(layers) != 1:
         raise NotServed(
             f"a {type(model).__name__} with {len(layers)} output layers of the kernels is not "
-            "served: call use_kernels, and exclude neither logits nor logprob"
+            "served: call use_kernels, and leave it the logits"
         )
     (layer,) = layers
     layer.rlk_scoring = asked
