@@ -82,3 +82,47 @@ def test_policy_losses_are_those_of_grpo_trainer(kind: str, beta: float, correct
     assert bool(leaves[0].grad.any())
     other = of_trl(kind, leaves[0].detach(), batch, (clip[0], 0.02), beta, corrected)
     assert (other - ours).abs() > 1e-5
+
+
+def test_preferred_pairs_are_those_of_dpo_trainer() -> None:
+    """Whose batch has the chosen ones first, and a column more than log-probs."""
+    logp, ref = numbers(0, 1.0) - 2, numbers(1, 1.0) - 2
+    mask = torch.ones(B, L + 1, dtype=torch.int64)
+    mask[1, 6:] = mask[:, :2] = 0
+    on = mask[:, 1:]
+    leaves = [logp.clone().requires_grad_() for _ in range(2)]
+
+    class Scored:
+        """A model whose log-probs are there already; those of masked tokens are 0, as TRL's are."""
+
+        training = True
+
+        def __call__(self, **_: Any) -> Any:
+            return SimpleNamespace(
+                log_probs=leaves[0] * on, entropy=on.float(), mean_logits=on.float(),
+                is_top1=on.bool(),
+            )  # fmt: skip
+
+    trainer = SimpleNamespace(
+        model=Scored(), accelerator=Accelerator(cpu=True), aux_loss_enabled=False, ld_alpha=None,
+        precompute_ref_logps=True, f_divergence_type="reverse_kl", loss_types=["sigmoid"],
+        loss_weights=[1.0], beta=0.3, use_weighting=False, _tp_size=1, _total_train_tokens=0,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+    )  # fmt: skip
+    chosen, rejected = (ref * on).sum(1).chunk(2)
+    batch = {
+        "input_ids": mask, "attention_mask": mask, "completion_mask": mask,
+        "ref_chosen_logps": chosen, "ref_rejected_logps": rejected,
+    }  # fmt: skip
+    theirs = trl.DPOTrainer._compute_loss(trainer, trainer.model, batch, False)
+    # Neighbours are pairs here.
+    order = torch.tensor([0, 2, 1, 3])
+    ours, _ = rk.dpo_loss(
+        leaves[1][order].flatten(), ref[order].flatten(), on[order].flatten(),
+        cu_seqlens=torch.arange(0, B * L + 1, L), beta=0.3,
+    )  # fmt: skip
+    theirs.backward()
+    ours.backward()
+    assert (theirs - ours).abs() <= 1e-6
+    assert ((leaves[0].grad - leaves[1].grad).abs() <= 1e-6).all()
+    assert bool(leaves[0].grad.any())
