@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: setup demo test test-slow test-slow-all test-fix-path test-fix-path-all test-quick check compile-kernels test-gpu bench-gpu clean
+.PHONY: setup demo demo-loop test test-slow test-slow-all test-fix-path test-fix-path-all test-quick check compile-kernels test-gpu bench-gpu clean
 
 setup: $(STAMP)
 
@@ -23,6 +23,11 @@ $(STAMP): pyproject.toml kernels/pyproject.toml requirements/cpu.txt requirement
 # is not.
 demo: setup
 	$(BIN)/rlk-align compare --kernels rlk --run-dir rlk-runs/demo $(DEMO) || [ $$? -eq 1 ]
+
+# Three steps of GRPO on the embedded model: vLLM samples, a model of transformers learns, weights are synced,
+# and no token's log-prob has another bit on the other side. Steps and their log-probs lie in the run's folder.
+demo-loop: setup
+	PYTHONPATH=.:kernels $(BIN)/python examples/grpo/train.py --run rlk-runs/demo-loop --problems 2 --group 4 $(DEMO_LOOP)
 
 # Tests with the real engines; a missing one fails instead of skipping. Two files at a time, each
 # process with one thread. Engines and commands are forked from processes that have imported their
@@ -39,7 +44,8 @@ test: setup
 FIX_PATH := tests/fix_path/test_engines.py tests/fix_path/test_layouts.py tests/fix_path/test_vllm_alone.py \
   tests/fix_path/test_vllm_batches.py tests/fix_path/test_weight_update.py tests/fix_path/test_examples.py \
   tests/fix_path/test_hf_compiled.py tests/fix_path/test_tensor_parallel.py tests/fix_path/test_sparse.py \
-  tests/fix_path/test_layout_matrix.py tests/fix_path/test_rank_faults.py tests/fix_path/test_gradients.py
+  tests/fix_path/test_layout_matrix.py tests/fix_path/test_rank_faults.py tests/fix_path/test_gradients.py \
+  tests/fix_path/test_grpo_loop.py
 
 test-fix-path: setup
 	$(TESTS) -m 'not whole_matrix' $(FIX_PATH)

@@ -27,6 +27,7 @@ from rlk_kernels.errors import (
 )
 from rlk_kernels.losses.grpo.operator import group_advantages
 from rlk_kernels.losses.linear_grpo.operator import linear_grpo_loss
+from rlk_kernels.losses.policy.operator import dpo_loss, linear_policy_loss, policy_loss
 from rlk_kernels.losses.routing.operator import load_balancing_loss, router_z_loss
 from rlk_kernels.ops.attention.ahead import warm_up_paged_attention
 from rlk_kernels.ops.attention.operator import attention, paged_attention, paged_schedule
@@ -87,6 +88,7 @@ __all__ = [
     "attention",
     "backend_calls",
     "combine_experts",
+    "dpo_loss",
     "embedding",
     "group_advantages",
     "group_by_expert",
@@ -95,11 +97,13 @@ __all__ = [
     "linear",
     "linear_grpo_loss",
     "linear_logp",
+    "linear_policy_loss",
     "load_balancing_loss",
     "logp",
     "norm_rope",
     "paged_attention",
     "paged_schedule",
+    "policy_loss",
     "reset_backend_calls",
     "rms_norm",
     "rope",

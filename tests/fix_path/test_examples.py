@@ -24,6 +24,7 @@ AFTER = {
     "vllm": "assert len(out[0].outputs[0].token_ids) == 8\n",
     "hf": "assert all(p.grad is not None for p in model.parameters())\n",
     "trl": """
+import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig

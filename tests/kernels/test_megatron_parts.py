@@ -129,6 +129,34 @@ def test_the_loss_of_labels_is_of_our_log_probs() -> None:
     assert bool(model.output_layer.weight.grad.any())
 
 
+def test_log_probs_from_hidden_states_have_the_bits_of_logits() -> None:
+    """Padded behind, packed, of a padded vocabulary, at a temperature."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    model = made(config())
+    ids, labels = torch.arange(24).view(2, 12), torch.arange(24).flip(0).view(2, 12)
+    at = AT.expand(2, 12)
+    logits = model(ids, at, None).flatten(0, 1)
+    logprobs, entropy = megatron.score_tokens(model, ids, at, None, labels, return_entropy=True)
+    assert logprobs.flatten().equal(megatron.token_logprobs(logits, labels.flatten()))
+    exact = torch.log_softmax(logits.double(), -1)
+    assert ((entropy.flatten() + (exact.exp() * exact).sum(-1)).abs() < 1e-5).all()
+    cu = torch.tensor([0, 12, 24]).int()
+    ends = PackedSeqParams(
+        qkv_format="thd", max_seqlen_q=12, max_seqlen_kv=12, cu_seqlens_q=cu, cu_seqlens_kv=cu
+    )
+    packed = megatron.score_tokens(
+        model, ids.view(1, 24), None, None, labels.view(1, 24), packed_seq_params=ends
+    )
+    assert packed.view(2, 12).equal(logprobs)
+    warm = megatron.score_tokens(model, ids, at, None, labels, temperature=0.7)
+    assert warm.flatten().equal(megatron.token_logprobs(logits, labels.flatten(), 0.7))
+    cut = megatron.score_tokens(model, ids, at, None, labels, vocabulary=50)
+    assert cut.flatten().equal(megatron.token_logprobs(logits[:, :50], labels.flatten()))
+    (logprobs.sum() + entropy.sum()).backward()
+    assert bool(model.output_layer.weight.grad.any())
+
+
 REFUSED: dict[str, Any] = {
     "hybrid_context_parallel": True, "normalization": "LayerNorm",
     "gated_linear_unit": False, "activation_func": torch.nn.functional.gelu,

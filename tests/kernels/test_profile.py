@@ -287,6 +287,19 @@ def test_logp_is_of_fp32_logits() -> None:
     assert not torch.equal(actual, profile.logp(logits.to(BF16), target))
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logp_of_hidden_states_is_that_of_logits(temperature: float) -> None:
+    x, weight, bias = rand(1100, 24), rand(90, 24, seed=1), rand(90, seed=2)
+    target = torch.arange(1100) % 90
+    z = profile.logits(x, weight, bias)
+    actual = profile.logp_of_hidden(x, weight, bias, target, temperature=temperature, entropy=True)
+    assert torch.equal(actual[:, 0], profile.logp(z, target, temperature))
+    exact = torch.log_softmax(z.double() / temperature, -1)
+    assert ((actual[:, 1] + (exact.exp() * exact).sum(-1)).abs() <= 1e-5).all()
+    alone = profile.logp_of_hidden(x[7:8], weight, bias, target[7:8], temperature=temperature)
+    assert torch.equal(alone[:, 0], actual[7:8, 0])
+
+
 def test_a_temperature_divides_each_logit() -> None:
     logits = torch.randn(2000, 5, generator=torch.Generator().manual_seed(1))
     target = torch.arange(2000) % 5

@@ -11,10 +11,12 @@ import struct
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
 
 import rlk_kernels
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.parallel.context import context_attention
+from rlk_kernels.parallel.linear_logp import linear_logp_parallel
 from rlk_kernels.parallel.logp import logp_parallel
 from rlk_kernels.parallel.rms_norm import Shared, rms_norm_parallel
 
@@ -143,6 +145,63 @@ def logp(
         # By a tensor that lies with them: GPUs multiply by the reciprocal of a number.
         logits = logits.float() / torch.full((), temperature, device=logits.device)
     return logp_parallel(logits, target, group)
+
+
+ROWS = 1024
+"""Rows whose logits `logp_of_hidden` has in memory at another temperature than 1; no row's bits
+depend on it."""
+
+
+def logp_of_hidden(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *,
+    temperature: float = 1.0, entropy: bool = False, group: ProcessGroup | None = None,
+    vocabulary: int | None = None,
+) -> Tensor:  # fmt: skip
+    """fp32 [T, 1]: `logp(logits(hidden, weight, bias), target, temperature)` of hidden[T, H], bit
+    for bit, without the logits of all rows in memory; with `entropy` [T, 2], each row's entropy
+    behind it. Both are differentiable. A negative target has log-prob 0 and no gradient from it.
+
+    `vocabulary`: how many rows of the weight are tokens, where the last ones pad it. With `group`,
+    whose ranks share the vocabulary, weight and bias are this rank's rows. Raises NotServed for a
+    temperature that is not above 0, and with `group` for one that is not 1.
+    """
+    if group is not None and group.size() > 1:
+        if temperature != 1.0:
+            raise NotServed(
+                f"log-probs from hidden states at temperature={temperature} are not served where "
+                "ranks share the vocabulary; those of logits are (token_logprobs)"
+            )
+        found = linear_logp_parallel(
+            hidden, weight, target, group, bias=bias, vocabulary=vocabulary, return_entropy=entropy
+        )
+    else:
+        weight, bias = weight[:vocabulary], None if bias is None else bias[:vocabulary]
+        if temperature != 1.0:
+            return _at_temperature(hidden, weight, bias, target, temperature, entropy)
+        found = rlk_kernels.linear_logp(hidden, weight, target, bias=bias, return_entropy=entropy)
+    return torch.stack(found, -1) if isinstance(found, tuple) else found[:, None]
+
+
+def _at_temperature(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, temperature: float,
+    entropy: bool,
+) -> Tensor:  # fmt: skip
+    """`logp_of_hidden`, ROWS at a time: logits are divided, where `linear_logp` would multiply by
+    the reciprocal, as it does for the entropy. The backward makes them again."""
+
+    def block(h: Tensor, some: Tensor) -> Tensor:
+        return logp(logits(h, weight, bias), some, temperature)
+
+    logprobs = torch.cat([
+        checkpoint(block, *rows, use_reentrant=False, preserve_rng_state=False)
+        for rows in zip(hidden.split(ROWS), target.split(ROWS), strict=True)
+    ])  # fmt: skip
+    if not entropy:
+        return logprobs[:, None]
+    _, entropies = rlk_kernels.linear_logp(
+        hidden, weight, target, bias=bias, temperature=temperature, return_entropy=True
+    )
+    return torch.stack([logprobs, entropies], -1)
 
 
 def logp_and_more(logits: Tensor, target: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -47,11 +47,15 @@ def _shard(name: str, whole: Tensor, rank: int, world: int) -> Tensor:
 
 
 def _step(
-    group: Any, sequence: bool, groups: int = 2, wrong: str = ""
+    group: Any,
+    sequence: bool,
+    groups: int = 2,
+    wrong: str = "",
+    from_hidden: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(the loss of each token, gradient of each parameter) of a rank, after megatron-core has added
     up what it adds up over ranks. `wrong`: of what ranks add up partial gradients, as engines do,
-    `products` or `norms`."""
+    `products` or `norms`. `from_hidden`: no logits are made."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -87,7 +91,11 @@ def _step(
         trained = DistributedDataParallel(
             config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
         )
-        loss = trained(ids, at, None, labels=ids.roll(-1, 1))
+        labels = ids.roll(-1, 1)
+        if from_hidden:
+            loss = -megatron.score_tokens(model, ids, at, None, labels)
+        else:
+            loss = trained(ids, at, None, labels=labels)
         loss.sum().backward()
         finalize_model_grads([trained])
         megatron.check(megatron.operators(model))
@@ -118,10 +126,15 @@ def _differing(ranks: list[Any], whole: dict[str, Tensor]) -> set[str]:
     }
 
 
-@pytest.mark.parametrize(("world", "sequence", "groups"), [(2, False, 2), (4, True, 4)])
-def test_a_step_has_the_bits_of_one_rank(world: int, sequence: bool, groups: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "sequence", "groups", "from_hidden"),
+    [(2, False, 2, False), (4, True, 4, False), (2, True, 2, True)],
+)
+def test_a_step_has_the_bits_of_one_rank(
+    world: int, sequence: bool, groups: int, from_hidden: bool
+) -> None:
     loss, whole = _alone(groups)
-    ranks = on_ranks(world, _step, sequence, groups)
+    ranks = on_ranks(world, _step, sequence, groups, "", from_hidden)
     assert all(torch.equal(own, loss) for own, _ in ranks)
     assert all(bool(g.any()) for g in whole.values())
     assert _differing(ranks, whole) == set()

@@ -2,7 +2,8 @@
 
     from rlk_kernels.integrations import hf
     hf.use_kernels(model)                    # Llama, Qwen2, Qwen3, Mistral, Qwen3-MoE, Mixtral
-    logprobs = hf.token_logprobs(model(ids).logits[0, :-1], ids[0, 1:])
+    logprobs = hf.score_tokens(model, ids)   # of ids[:, 1:], without logits in memory
+    logprobs = hf.token_logprobs(model(ids).logits[0, :-1], ids[0, 1:])     # the same bits
 
 Modules keep their parameters and get another class; attention is registered under the name `rlk`;
 `apply_rotary_pos_emb` of the family's module is wrapped, and hands every call that does not come
@@ -16,9 +17,11 @@ from rlk_kernels.integrations.operators import check
 from rlk_kernels.integrations.profile import logp as token_logprobs
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from rlk_kernels.integrations.hf.handle import Handle
 
-__all__ = ["check", "operators", "token_logprobs", "use_kernels"]
+__all__ = ["check", "operators", "score_tokens", "token_logprobs", "use_kernels"]
 
 
 def use_kernels(model: Any, excluded: Iterable[str] = ()) -> "Handle":
@@ -42,3 +45,33 @@ def operators(model: Any) -> dict[str, Any]:
     from rlk_kernels.integrations.hf.model import operators
 
     return operators(model)
+
+
+def score_tokens(
+    model: Any,
+    input_ids: "Tensor",
+    attention_mask: "Tensor | None" = None,
+    position_ids: "Tensor | None" = None,
+    *,
+    last: int | None = None,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+) -> "Tensor | tuple[Tensor, Tensor]":
+    """Log-prob of each token but the first, given those before it -> fp32 [B, L - 1], or of the
+    `last` tokens of each row [B, last]; with return_entropy a pair, the entropy [B, same] of each
+    token's distribution behind it. Both are differentiable.
+
+    input_ids[B, L], attention_mask[B, L] and position_ids[B or 1, L] are the model's. Where only
+    the mask is given, positions count what it shows, as vLLM's do. Without a mask, positions that
+    start anew are sequences packed into one row. The log-prob of padding and of a packed sequence's
+    first token is 0, without a gradient. Logits are divided by the temperature.
+
+    The bits are those of `token_logprobs(model(...).logits, ...)`, and no [tokens, vocabulary]
+    tensor is held. The model, wrapped (FSDP2, DDP) or not, runs its own forward. Raises NotServed
+    where its output layer has no kernel, ValueError for a `last` that its rows do not have.
+    """
+    from rlk_kernels.integrations.hf.score import score_tokens
+
+    return score_tokens(
+        model, input_ids, attention_mask, position_ids, last, temperature, return_entropy
+    )

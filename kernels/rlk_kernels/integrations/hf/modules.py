@@ -14,6 +14,7 @@ from rlk_kernels.integrations.experts import Sparse
 from rlk_kernels.integrations.hf.held import Undo
 from rlk_kernels.integrations.hf.known import check_silu
 from rlk_kernels.integrations.operators import Counted
+from rlk_kernels.integrations.scoring import Scores
 
 _TAKES_POSITIONS = "rlk_takes_positions"
 """Of an `apply_rotary_pos_emb` that is given positions where cosines would be."""
@@ -55,9 +56,11 @@ class HFLinear(Counted):
         return profile.linear(cast(x), cast(self.weight), cast(self.bias))
 
 
-class Head(Counted):
+class Head(Scores):
     def forward(self, x: Tensor) -> Tensor:
         self.count()
+        if self.rlk_scoring is not None:
+            return self.score(cast(x), cast(self.weight), cast(self.bias))
         return profile.logits(cast(x), cast(self.weight), cast(self.bias))
 
 

@@ -3,6 +3,7 @@
     from rlk_kernels.integrations import megatron
     spec = megatron.layer_spec(config)               # in place of get_gpt_layer_local_spec()
     model = megatron.use_kernels(GPTModel(config, spec, ...), rope_parameters)
+    logprobs = megatron.score_tokens(model, ids, positions, None, labels)    # no logits in memory
     logprobs = megatron.token_logprobs(logits_rows, targets, group=tensor_parallel_group)
     norm = megatron.gradient_norm(model)             # the same for every number of ranks
 
@@ -15,10 +16,13 @@ virtual one, is made so.
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlk_kernels.integrations.operators import check
 from rlk_kernels.integrations.profile import logp as token_logprobs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "check",
@@ -26,6 +30,7 @@ __all__ = [
     "layer_spec",
     "operators",
     "ordered_reduce_scatter",
+    "score_tokens",
     "token_logprobs",
     "use_kernels",
     "with_kernels",
@@ -100,3 +105,32 @@ def operators(model: Any) -> dict[str, Any]:
     from rlk_kernels.integrations.megatron.spec import operators
 
     return operators(model)
+
+
+def score_tokens(
+    model: Any,
+    input_ids: "Tensor",
+    position_ids: "Tensor | None",
+    attention_mask: "Tensor | None",
+    labels: "Tensor",
+    *,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    vocabulary: int | None = None,
+    **forward: Any,
+) -> "Tensor | tuple[Tensor, Tensor]":
+    """Log-probs fp32 [B, S] at labels[B, S], which stand as GPTModel's do: each row's next token; a
+    negative one has log-prob 0 and no gradient. With return_entropy a pair, each row's entropy
+    [B, S] behind them. Both are differentiable.
+
+    The others are what GPTModel.forward takes (`packed_seq_params=`, say), on the pipeline's last
+    stage. `vocabulary`: how many tokens there are, where the output layer is padded; the padding
+    takes no share. The bits are those of `token_logprobs` of the model's logits, also of ranks that
+    share the vocabulary, and no [tokens, vocabulary] tensor is held. Raises NotServed where the
+    output layer has no kernel, and for a temperature that is not 1 where ranks share it.
+    """
+    from rlk_kernels.integrations.scoring import Scoring, scoring
+
+    with scoring(model, Scoring(labels.t(), temperature, return_entropy, vocabulary)):
+        scores = model(input_ids, position_ids, attention_mask, **forward)
+    return (scores[..., 0], scores[..., 1]) if return_entropy else scores[..., 0]

@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
 )
 from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
@@ -24,6 +25,7 @@ from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.megatron.attention import KNOWN, boundaries, context_group
 from rlk_kernels.integrations.megatron.limits import check_config
 from rlk_kernels.integrations.operators import Counted
+from rlk_kernels.integrations.scoring import Scores
 from rlk_kernels.parallel.context import check_lengths, own_positions
 from rlk_kernels.parallel.copies import size_of
 from rlk_kernels.parallel.embedding import embedding_parallel
@@ -88,8 +90,7 @@ class Column(Counted, ColumnParallelLinear):
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: Any = None
     ) -> tuple[Tensor, None]:
         self.count()
-        if self.disable_grad_reduce:
-            raise NotServed("disable_grad_reduce is not served: gradients are not added over ranks")
+        self._check_reduces()
         y = column_parallel(
             input_, self.weight if weight is None else weight, self.bias, self.tp_group,
             sequence=self.sequence_parallel, blocks=self.rlk_blocks, out_dtype=self.out_dtype,
@@ -98,6 +99,10 @@ class Column(Counted, ColumnParallelLinear):
         if gathers:
             y = gather_from_tensor_model_parallel_region(y, group=self.tp_group)
         return y, None
+
+    def _check_reduces(self) -> None:
+        if self.disable_grad_reduce:
+            raise NotServed("disable_grad_reduce is not served: gradients are not added over ranks")
 
 
 class Row(Counted, RowParallelLinear):
@@ -119,10 +124,24 @@ class Row(Counted, RowParallelLinear):
         return y, None
 
 
-class OutputLayer(Column):
+class OutputLayer(Scores, Column):
     """The output layer: logits in fp32."""
 
     out_dtype = torch.float32
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: Any = None
+    ) -> tuple[Tensor, None]:
+        if self.rlk_scoring is None:
+            return super().forward(input_, weight, runtime_gather_output)
+        self.count()
+        self._check_reduces()
+        if self.sequence_parallel:
+            input_ = gather_from_sequence_parallel_region(
+                input_, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        weight = self.weight if weight is None else weight
+        return self.score(input_, weight, self.bias, self.tp_group), None
 
 
 def language_model_loss(labels: Tensor, logits: Tensor, group: Any = None) -> Tensor:

@@ -1,0 +1,115 @@
+"""What a rollout gave, and the packed rows that the trainer sees of it.
+
+T = tokens of a pack: whole sequences, one behind the other.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from problems import Problem
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens that the rollout engine sampled in one request."""
+
+    first: int
+    """Index of the first in `Answer.ids`."""
+    logprobs: tuple[float, ...]
+    """The engine's, of each token."""
+    cut: bool
+    """Whether they end at the limit of tokens, and not by themselves."""
+
+    @property
+    def places(self) -> range:
+        return range(self.first, self.first + len(self.logprobs))
+
+
+@dataclass
+class Answer:
+    """One sequence of a group: a prompt, sampled spans, and the tool's words between them."""
+
+    problem: Problem
+    group: int
+    ids: list[int]
+    """All tokens so far; the first `prompt_length` are the prompt."""
+    prompt_length: int
+    spans: list[Span] = field(default_factory=list)
+    tries: list[str] = field(default_factory=list)
+    """The text of each span."""
+    reward: float = 0.0
+
+    @property
+    def cut(self) -> bool:
+        return any(span.cut for span in self.spans)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sequence as the trainer has it; lists are as long as `ids`."""
+
+    ids: list[int]
+    prompt_length: int
+    mask: list[bool]
+    """The tokens that the loss counts."""
+    rollout_logprobs: list[float | None]
+    """None where the rollout engine sampled nothing."""
+    advantage: float
+
+
+def to_sample(answer: Answer, advantage: float) -> Sample:
+    """The loss counts what was sampled: neither the prompt nor a tool's words, and nothing of an
+    answer that was cut at its limit."""
+    logprobs: list[float | None] = [None] * len(answer.ids)
+    for span in answer.spans:
+        for place, value in zip(span.places, span.logprobs, strict=True):
+            logprobs[place] = value
+    mask = [value is not None and not answer.cut for value in logprobs]
+    return Sample(answer.ids, answer.prompt_length, mask, logprobs, advantage)
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Samples in one row."""
+
+    ids: Tensor
+    """int64 [1, T]."""
+    positions: Tensor
+    """int64 [1, T], from 0 with each sample."""
+    mask: Tensor
+    """bool [T]."""
+    sampled: Tensor
+    """bool [T]: where the rollout engine gave a log-prob."""
+    rollout_logprobs: Tensor
+    """float32 [T], 0 where nothing was sampled."""
+    advantages: Tensor
+    """float32 [T]."""
+
+
+def packs(samples: Sequence[Sample], tokens: int, device: torch.device) -> Iterator[Pack]:
+    """Samples in their order, up to `tokens` of them in a row, and at least one sample."""
+    row: list[Sample] = []
+    for sample in samples:
+        if row and sum(len(s.ids) for s in row) + len(sample.ids) > tokens:
+            yield _pack(row, device)
+            row = []
+        row.append(sample)
+    if row:
+        yield _pack(row, device)
+
+
+def _pack(row: list[Sample], device: torch.device) -> Pack:
+    logprobs = [value for s in row for value in s.rollout_logprobs]
+    flat = {
+        "ids": [i for s in row for i in s.ids],
+        "positions": [i for s in row for i in range(len(s.ids))],
+        "mask": [m for s in row for m in s.mask],
+        "sampled": [value is not None for value in logprobs],
+        "rollout_logprobs": [0.0 if value is None else value for value in logprobs],
+        "advantages": [s.advantage for s in row for _ in s.ids],
+    }
+    tensors = {name: torch.tensor(values, device=device) for name, values in flat.items()}
+    two = {name: tensors[name][None] for name in ("ids", "positions")}
+    return Pack(**tensors | two)

@@ -1,0 +1,57 @@
+"""What the loop holds true in every step, and how a breach is named.
+
+Masks are held against the spans that the rollout engine returned, weights parameter by parameter
+against those of the live engine.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from batch import Answer, Sample
+
+
+class LoopFault(Exception):
+    """The loop would train on what is not so; the message begins with the fault's name."""
+
+
+def check_masks(answers: Sequence[Answer], samples: Sequence[Sample]) -> None:
+    """Raises LoopFault for the first sample whose mask counts what is not to be trained on, or
+    leaves out what is."""
+    for number, (answer, sample) in enumerate(zip(answers, samples, strict=True)):
+        sampled = {place for span in answer.spans for place in span.places}
+        counted = {place for place, on in enumerate(sample.mask) if on}
+        where = f"in sample {number}, at token {{}}"
+        if not counted:
+            if sampled and not answer.cut:
+                raise LoopFault(f"nothing counted: sample {number} has {len(sampled)} tokens")
+            continue
+        if answer.cut:
+            raise LoopFault(
+                f"cut answer counted: sample {number} ends at its limit of tokens, so its reward "
+                f"is of half an answer, and the loss counts {len(counted)} tokens of it"
+            )
+        for shift in (1, -1):
+            # What a shift moves past the last token is lost.
+            if counted == {place + shift for place in sampled} - {len(sample.mask)}:
+                raise LoopFault(
+                    f"mask shifted by {shift:+d}: " + where.format(min(counted ^ sampled))
+                )
+        if early := sorted(place for place in counted if place < answer.prompt_length):
+            raise LoopFault(f"prompt token counted: {where.format(early[0])}")
+        if others := sorted(counted ^ sampled):
+            what = "tool's token counted" if others[0] in counted else "sampled token left out"
+            raise LoopFault(f"{what}: {where.format(others[0])}")
+
+
+def check_weights(
+    trainer: Mapping[str, str], rollout: Mapping[str, str], before: Mapping[str, str]
+) -> None:
+    """Raises LoopFault where a parameter's digest is not the same on both sides. `before`: the
+    trainer's digests of the step before, by which a parameter that was not synced is known."""
+    if missing := sorted(trainer.keys() ^ rollout.keys()):
+        raise LoopFault(f"parameter on one side only: {', '.join(missing)}")
+    differing = [name for name in trainer if trainer[name] != rollout[name]]
+    stale = [name for name in differing if rollout[name] == before.get(name)]
+    if stale:
+        raise LoopFault(f"stale weights: {', '.join(stale)} of the step before in the rollout")
+    if differing or not trainer:
+        raise LoopFault(f"other weights in the rollout: {', '.join(differing) or 'none compared'}")

@@ -1,0 +1,129 @@
+"""What a step leaves on disk: its sequences in the form `rlk-align/logprobs/1`, its metrics as a
+line of JSON, and the state to go on from."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from batch import Answer, Pack, Sample
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+STATE, METRICS = "state.safetensors", "metrics.jsonl"
+Scored = list[tuple[Tensor, Tensor]]
+"""Log-probs and entropies of each pack, float32 [T]."""
+
+
+def mismatch(row: Sequence[Pack], scored: Scored) -> dict[str, float | int]:
+    """How the trainer's log-probs differ from the rollout's, over all sampled tokens: how many have
+    other bits, k3 and the largest difference, in float64. What is not a number differs."""
+    on = torch.cat([pack.sampled for pack in row])
+    rollout = torch.cat([pack.rollout_logprobs for pack in row])[on]
+    train = torch.cat([logprobs for logprobs, _ in scored])[on]
+    same = (rollout.view(torch.int32) == train.view(torch.int32)) & rollout.isfinite()
+    d = train.double() - rollout.double()
+    k3 = torch.expm1(d) - d
+    return {
+        "tokens": int(on.sum()),
+        "other_bits": int((~same).sum()),
+        "k3": float(k3.mean()) if len(d) else math.nan,
+        "max": float(d.abs().amax()) if len(d) else math.nan,
+        "ratio_max": float(d.exp().amax()) if len(d) else math.nan,
+    }
+
+
+def records(
+    answers: Sequence[Answer], samples: Sequence[Sample], scored: Scored, version: int
+) -> list[dict[str, Any]]:
+    """A line of the neutral file for each sequence; lists are about all of its tokens."""
+    train = torch.cat([logprobs for logprobs, _ in scored]).tolist()
+    entropy = torch.cat([entropies for _, entropies in scored]).tolist()
+    lines, start = [], 0
+    for answer, sample in zip(answers, samples, strict=True):
+        end = start + len(sample.ids)
+        there = [value is not None for value in sample.rollout_logprobs]
+        lines.append(
+            {
+                "group": answer.group,
+                "token_ids": sample.ids,
+                "prompt_length": sample.prompt_length,
+                "mask": sample.mask,
+                "rollout_logprobs": sample.rollout_logprobs,
+                "train_logprobs": _where(there, train[start:end]),
+                "entropy": _where(there, entropy[start:end]),
+                "reward": answer.reward,
+                "rollout_version": version,
+                "train_version": version,
+                "sampling": {"temperature": 1.0, "logprobs_mode": "raw_logprobs"},
+                "rollout_dtype": "bfloat16",
+                "train_dtype": "bfloat16",
+            }
+        )
+        start = end
+    return lines
+
+
+def _where(there: list[bool], values: list[float]) -> list[float | None]:
+    return [x if on else None for on, x in zip(there, values, strict=True)]
+
+
+def write_metrics(folder: Path, line: dict[str, Any]) -> None:
+    with (folder / METRICS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """Leaves out what was written of steps that are done again."""
+    path = folder / METRICS
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        path.write_text("".join(x for x in lines if json.loads(x)["step"] < step), encoding="utf-8")
+
+
+def save(
+    folder: Path, step: int, settings: dict[str, Any], masters: dict[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+) -> None:  # fmt: skip
+    """The state after `step` steps, whole or not at all."""
+    tensors = {f"master {name}": value for name, value in masters.items()}
+    for name, value in masters.items():
+        for part, moment in optimizer.state[value].items():
+            tensors[f"{part} {name}"] = moment
+    cpu = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    partial = folder / f"{STATE}.partial"
+    # Under one key: the order of several in the file is chance.
+    save_file(cpu, partial, {"about": json.dumps({"step": step, "settings": settings})})
+    partial.replace(folder / STATE)
+
+
+def load(
+    folder: Path, settings: dict[str, Any], masters: dict[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+) -> int:  # fmt: skip
+    """Puts the saved state into `masters` and the optimiser; returns how many steps are done.
+    Raises ValueError where none was saved, or the run was made with other settings."""
+    path = folder / STATE
+    if not path.exists():
+        raise ValueError(f"{path} is not there: nothing was saved to resume; leave --resume out")
+    with safe_open(path, "pt") as file:
+        about, names = json.loads(file.metadata()["about"]), list(file.keys())
+        before = about["settings"]
+        other = sorted(name for name in settings if before.get(name) != settings[name])
+        if other:
+            said = ", ".join(f"{name} {before.get(name)} became {settings[name]}" for name in other)
+            raise ValueError(f"{path} is of a run with other settings: {said}")
+        for name, value in masters.items():
+            value.copy_(file.get_tensor(f"master {name}"))
+            parts = [key.split(" ")[0] for key in names if key.endswith(f" {name}")]
+            moments = {part: file.get_tensor(f"{part} {name}") for part in parts}
+            moments.pop("master")
+            optimizer.state[value] = {
+                # The count of steps stays where AdamW keeps it.
+                part: moment if part == "step" else moment.to(value.device)
+                for part, moment in moments.items()
+            }
+    return about["step"]

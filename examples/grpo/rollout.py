@@ -1,0 +1,119 @@
+"""The rollout engine: vLLM in this process. It samples answers, sleeps while the trainer needs the
+memory, and takes the trainer's weights."""
+
+import argparse
+import random
+from collections.abc import Iterable, Sequence
+
+import problems
+import torch
+from batch import Answer, Span
+from rlk_kernels.integrations import vllm as vllm_kernels
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from rlk_align.engines.vllm.parallel import TensorParallel
+from rlk_align.engines.vllm.weights import vllm_weights
+from rlk_align.model.families import read_shape
+from rlk_align.trace.digest import digest_parameter
+
+
+class Rollout:
+    """`options` are those of train.py."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        from vllm import LLM
+
+        self.options, self.gpu = options, options.device.startswith("cuda")
+        self.tokenizer = AutoTokenizer.from_pretrained(options.model)
+        # A line ends an answer.
+        size = len(self.tokenizer)
+        ends = [i for i in range(size) if "\n" in self.tokenizer.decode([i])]
+        self.stop_ids = sorted({*ends, self.tokenizer.eos_token_id} - {None})
+        if options.kernels == "rlk":
+            vllm_kernels.register()
+        on_gpu = {"gpu_memory_utilization": options.gpu_memory, "enable_sleep_mode": True}
+        # A prompt in pieces and a seed for each request do not go together on a CPU.
+        on_cpu = {"enable_chunked_prefill": False, "enforce_eager": True}
+        self.llm = LLM(
+            str(options.model), dtype="bfloat16", max_model_len=1024, seed=options.seed,
+            enable_prefix_caching=True, disable_log_stats=True, **(on_gpu if self.gpu else on_cpu),
+        )  # fmt: skip
+
+    def answers(
+        self, asked: Sequence[problems.Problem], name: str, greedy: bool = False
+    ) -> list[Answer]:
+        """The answers of each problem's group; greedy, one each, in one try. A request's seed
+        follows from `name` and its number, so that no token depends on who shares its batch."""
+        answers = []
+        for number, problem in enumerate(asked):
+            ids = self.tokenizer(problem.prompt)["input_ids"]
+            for _ in range(1 if greedy else self.options.group):
+                answers.append(Answer(problem, number, list(ids), len(ids)))
+        unfinished = list(enumerate(answers))
+        for turn in range(1 if greedy else self.options.turns):
+            size = self.options.rollout_batch or max(len(unfinished), 1)
+            for first in range(0, len(unfinished), size):
+                self._sample(unfinished[first : first + size], f"{name} {turn}", greedy)
+            unfinished = [x for x in unfinished if self._goes_on(x[1], turn)]
+        for answer in answers:
+            answer.reward = problems.reward(answer.problem, answer.tries)
+        return answers
+
+    def _sample(self, some: list[tuple[int, Answer]], name: str, greedy: bool) -> None:
+        from vllm import SamplingParams
+
+        params = [
+            SamplingParams(
+                temperature=0.0 if greedy else 1.0, max_tokens=self.options.max_tokens, logprobs=0,
+                seed=random.Random(f"{self.options.seed} {name} {number}").getrandbits(31),
+                stop_token_ids=self.stop_ids, detokenize=False,
+            )
+            for number, _ in some
+        ]  # fmt: skip
+        prompts = [{"prompt_token_ids": answer.ids} for _, answer in some]
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        for (_, answer), output in zip(some, outputs, strict=True):
+            said = output.outputs[0]
+            ids = list(said.token_ids)
+            logprobs = [step[i].logprob for step, i in zip(said.logprobs, ids, strict=True)]
+            cut = said.finish_reason == "length"
+            answer.spans.append(Span(len(answer.ids), tuple(logprobs), cut))
+            answer.tries.append(self.tokenizer.decode(ids, skip_special_tokens=True))
+            answer.ids = answer.ids + ids
+
+    def _goes_on(self, answer: Answer, turn: int) -> bool:
+        """Whether there is another try; the checker's words are then behind the last one."""
+        words = problems.observation(answer.problem, answer.tries[-1])
+        if words is None or answer.cut or turn + 1 == self.options.turns:
+            return False
+        answer.ids = answer.ids + self.tokenizer(words)["input_ids"]
+        return True
+
+    def sleep(self) -> None:
+        """On a GPU, weights go to the host's memory, and the cache of keys and values goes."""
+        if self.gpu:
+            self.llm.sleep(level=1)
+
+    def wake(self, part: str) -> None:
+        """part: `weights` or `kv_cache`."""
+        if self.gpu:
+            self.llm.wake_up(tags=[part])
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Weights by their names in the checkpoint, by vLLM's own update path; what was computed
+        with the old ones is forgotten."""
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        self.llm.reset_prefix_cache()
+
+    def digests(self) -> dict[str, str]:
+        """Of each parameter that the live engine computes with, by its canonical name."""
+        shape = read_shape(self.options.model)
+
+        def of_model(model: torch.nn.Module) -> dict[str, str]:
+            live = vllm_weights(model, shape, TensorParallel())
+            return {p.name: digest_parameter(p.value) for p in live}
+
+        with torch.inference_mode():
+            (digests,) = self.llm.apply_model(of_model)
+        return digests

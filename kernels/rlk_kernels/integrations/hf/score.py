@@ -1,0 +1,45 @@
+"""Which token each row of a batch predicts, and the model's own forward for their log-probs."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.integrations.hf.loss import NO_TOKEN
+from rlk_kernels.integrations.scoring import Scoring, scoring
+
+
+def score_tokens(
+    model: Any, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None,
+    last: int | None, temperature: float, return_entropy: bool,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """See the package."""
+    length = input_ids.shape[1]
+    count = length - 1 if last is None else last
+    if not 0 <= count < length:
+        raise ValueError(
+            f"score_tokens: last={last} of {length} tokens; 0 to {length - 1} have one before them"
+        )
+    if attention_mask is not None and position_ids is None:
+        # As vLLM counts: padding has no position.
+        position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+    targets = _targets(input_ids, attention_mask, position_ids)[:, length - 1 - count :]
+    rows = torch.arange(length - 1 - count, length - 1, device=input_ids.device)
+    with scoring(model, Scoring(targets, temperature, return_entropy)):
+        scores = model(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
+            use_cache=False, logits_to_keep=rows,
+        ).logits  # fmt: skip
+    return (scores[..., 0], scores[..., 1]) if return_entropy else scores[..., 0]
+
+
+def _targets(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
+    """int64 [B, L - 1] of ids[B, L]: the token behind each; NO_TOKEN at padding, and where a
+    sequence that is packed behind another begins."""
+    targets = ids[:, 1:].long()
+    if mask is not None:
+        real = mask.bool()
+        return torch.where(real[:, 1:] & real[:, :-1], targets, NO_TOKEN)
+    if positions is not None:
+        targets = torch.where(positions[:, 1:] == positions[:, :-1] + 1, targets, NO_TOKEN)
+    return targets

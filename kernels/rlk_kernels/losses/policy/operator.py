@@ -1,0 +1,201 @@
+"""policy_loss: what policies are trained on, from log-probabilities; dpo_loss: of preferred pairs.
+
+With r = exp(logp - old_logp) of a token, A its advantage, (low, high) = clip:
+    grpo, dr_grpo, dapo, ppo    -min(r A, clamp(r, 1 - low, 1 + high) A)
+    gspo                        the same with r = exp(mean of logp - old_logp over the sequence)
+    cispo                       -clamp(r, 1 - low, 1 + high) A logp, the factor without a gradient
+times c, of rho = exp(old_logp - rollout_logp), without a gradient:
+    token_truncate              clamp(rho, *limits)                 truncated importance sampling
+    token_mask                  rho, and 0 outside of the limits    masked importance sampling
+    sequence_truncate, _mask    the same with rho the product over the sequence
+plus beta KL(policy, reference), with d = ref_logp - logp:
+    k1    -d            k2    d^2 / 2          k3    exp(d) - 1 - d
+The loss is sum_t w[t] loss[t], w as in `losses/grpo`: the mean of the sequences' means for grpo and
+gspo, over sequences x max_tokens for dr_grpo, the mean of the batch's tokens for the others.
+
+    dpo    mean over pairs of -log sigmoid(beta (gain of the chosen - gain of the rejected)),
+           gain the sum of logp - ref_logp over a sequence
+
+All of it is float64 on [T] vectors, on any device, and gradients are written out: nothing is added
+up by atomics. A sum over a sequence is a function of that sequence alone; the batch's, by halves,
+of its length.
+
+T = tokens   B = sequences
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlk_kernels.errors import UnsupportedShape
+from rlk_kernels.losses.grpo.portable import sequence_of, token_weights
+from rlk_kernels.losses.policy.terms import (
+    AVERAGES,
+    CORRECTIONS,
+    KL,
+    Objective,
+    sequence_sums,
+    token_terms,
+)
+from rlk_kernels.numerics.rows import tree_sum
+from rlk_kernels.ops.linear_logp.operator import linear_logp
+
+
+class _WithSlope(torch.autograd.Function):
+    """A loss whose derivative in `logp` is known."""
+
+    @staticmethod
+    def forward(ctx: Any, logp: Tensor, loss: Tensor, slope: Tensor) -> Tensor:
+        ctx.save_for_backward(slope.to(logp.dtype))
+        return loss.to(torch.promote_types(logp.dtype, torch.float32))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        (slope,) = ctx.saved_tensors
+        return torch.where(slope == 0, 0.0, g * slope).to(slope.dtype), None, None
+
+
+def policy_loss(
+    logp: Tensor,
+    old_logp: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    loss_type: str = "grpo",
+    clip: tuple[float, float] = (0.2, 0.2),
+    max_tokens: int | None = None,
+    rollout_logp: Tensor | None = None,
+    correction: str | None = None,
+    limits: tuple[float, float] = (0.0, 2.0),
+    ref_logp: Tensor | None = None,
+    beta: float = 0.0,
+    kl: str = "k3",
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss (see above; a float32 scalar, differentiable in logp), and metrics of it.
+
+    logp, old_logp, rollout_logp, ref_logp and mask are [T], packed, with cu_seqlens[B + 1] from 0
+    to T; mask is 1 for tokens that count. old_logp None: logp itself, so that the ratio is 1.
+    advantages: [B], one a sequence, or, but for gspo, one a token. `correction` needs rollout_logp,
+    beta above 0 ref_logp, dr_grpo max_tokens.
+
+    metrics: detached float32 scalars over the tokens that count: tokens, clip_fraction, ratio_mean,
+    ratio_max, correction_mean, and kl, before beta. Raises UnsupportedShape, ValueError.
+    """
+    name = "policy_loss"
+    _one_of(name, "loss_type", loss_type, tuple(AVERAGES))
+    _one_of(name, "kl", kl, KL)
+    if correction is not None:
+        _one_of(name, "correction", correction, CORRECTIONS)
+    for needs, what, given in (
+        (correction is not None, "correction needs rollout_logp", rollout_logp),
+        (beta != 0, "beta needs ref_logp", ref_logp),
+        (loss_type == "dr_grpo", "dr_grpo needs max_tokens of at least 1", max_tokens or None),
+    ):
+        if needs and given is None:
+            raise ValueError(f"{name}: {what}")
+    (low, high), (least, most) = clip, limits
+    if not (0 <= low <= 1 and high >= 0 and 0 <= least <= most and beta >= 0):
+        raise ValueError(
+            f"{name}: clip {clip}, limits {limits} and beta {beta} must not be negative, nor 1 - "
+            "low, and limits must rise"
+        )
+    per_token = {"logp": logp, "mask": mask}
+    others = {"old_logp": old_logp, "rollout_logp": rollout_logp, "ref_logp": ref_logp}
+    per_token |= {what: x for what, x in others.items() if x is not None}
+    cu = _bounds(name, cu_seqlens, per_token)
+    sequences, t = len(cu) - 1, len(logp)
+    if advantages.shape == (sequences,) and (sequences != t or loss_type == "gspo"):
+        advantages = advantages[sequence_of(t, cu)]
+    elif advantages.shape != (t,) or loss_type == "gspo":
+        raise UnsupportedShape(
+            f"{name}: advantages {tuple(advantages.shape)}; {loss_type} takes one for each of "
+            f"{sequences} sequences" + ("" if loss_type == "gspo" else f", or of {t} tokens")
+        )
+    with torch.no_grad():
+        on = mask != 0
+        old = logp if old_logp is None else old_logp
+        objective = Objective(loss_type, low, high, correction, limits, kl, beta)
+        terms = token_terms(logp, old, advantages, on, cu, rollout_logp, ref_logp, objective)
+        w = token_weights(on, cu, AVERAGES[loss_type], max_tokens)
+        value, slope = (torch.where(on, w * x, 0.0) for x in (terms.value, terms.slope))
+        columns = [value, on, terms.active, terms.ratio, terms.factor, terms.kl]
+        sums = tree_sum(torch.stack([torch.where(on, x.double(), 0.0) for x in columns]))[:, 0]
+        means = sums[2:] / sums[1].clamp(min=1.0)
+        highest = torch.where(on, terms.ratio, 0.0).amax() if t else sums.new_zeros(())
+    names = ("clip_fraction", "ratio_mean", "correction_mean", "kl")
+    metrics = {"tokens": sums[1].float(), **dict(zip(names, means.float().unbind(), strict=True))}
+    return _WithSlope.apply(logp, sums[0], slope), metrics | {"ratio_max": highest.float()}
+
+
+def linear_policy_loss(
+    hidden: Tensor, weight: Tensor, target: Tensor, old_logp: Tensor | None, advantages: Tensor,
+    mask: Tensor, *, cu_seqlens: Tensor, bias: Tensor | None = None, temperature: float = 1.0,
+    backend: str | None = None, **objective: Any,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """`policy_loss` of `linear_logp(hidden, weight, target)`, without logits in memory: the loss,
+    differentiable in hidden[T, H], weight[V, H] and bias[V], and the metrics with `logp` [T].
+
+    A token whose target is negative is masked out. `objective`: the keywords of `policy_loss`.
+    grpo, dr_grpo, dapo and ppo without a correction also have `linear_grpo_loss`, which makes one
+    product less. Raises what both raise.
+    """
+    logp = linear_logp(hidden, weight, target, bias=bias, temperature=temperature, backend=backend)
+    assert isinstance(logp, Tensor)  # nothing else was asked for
+    on = (mask != 0) & (target >= 0)
+    loss, metrics = policy_loss(logp, old_logp, advantages, on, cu_seqlens=cu_seqlens, **objective)
+    return loss, metrics | {"logp": logp.detach()}
+
+
+def dpo_loss(
+    logp: Tensor, ref_logp: Tensor, mask: Tensor, *, cu_seqlens: Tensor, beta: float = 0.1
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """DPO's loss (see above; a float32 scalar, differentiable in logp) of packed sequences of which
+    each second one is the rejected partner of the one before it; metrics: the float32 scalars
+    accuracy and margin, the means over pairs.
+
+    logp, ref_logp and mask are [T], cu_seqlens[B + 1] with B even. Raises UnsupportedShape,
+    ValueError.
+    """
+    name = "dpo_loss"
+    cu = _bounds(name, cu_seqlens, {"logp": logp, "ref_logp": ref_logp, "mask": mask})
+    pairs = (len(cu) - 1) // 2
+    if len(cu) % 2 == 0 or pairs == 0:
+        raise UnsupportedShape(f"{name}: {len(cu) - 1} sequences are no pairs")
+    if not beta > 0:
+        raise ValueError(f"{name}: beta must be above 0, not {beta}")
+    with torch.no_grad():
+        on = mask != 0
+        gain = torch.where(on, logp.double() - ref_logp.double(), 0.0)
+        chosen, rejected = sequence_sums(gain, cu).view(pairs, 2).unbind(1)
+        margin = beta * (chosen - rejected)
+        loss = tree_sum(-torch.nn.functional.logsigmoid(margin))[0] / pairs
+        pull = -beta * torch.sigmoid(-margin) / pairs
+        of_sequence = torch.stack([pull, -pull], 1).flatten()
+        slope = torch.where(on, of_sequence[sequence_of(len(logp), cu)], 0.0)
+        right = tree_sum((margin > 0).double())[0] / pairs
+    metrics = {"accuracy": right.float(), "margin": (tree_sum(margin)[0] / pairs).float()}
+    return _WithSlope.apply(logp, loss, slope), metrics
+
+
+def _one_of(name: str, what: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}: {what} {value!r} is unknown; choose from {known}")
+
+
+def _bounds(name: str, cu_seqlens: Tensor, per_token: dict[str, Tensor]) -> Tensor:
+    """cu_seqlens int64. Raises UnsupportedShape where it or what comes a token does not fit."""
+    t = per_token["logp"].shape
+    wrong = {what: tuple(x.shape) for what, x in per_token.items() if x.shape != t or x.dim() != 1}
+    if wrong:
+        raise UnsupportedShape(f"{name}: one number a token is needed, [T], not {wrong}")
+    cu = cu_seqlens.long()
+    rises = cu.dim() == 1 and len(cu) > 1 and bool((cu[1:] >= cu[:-1]).all())
+    if not rises or int(cu[0]) != 0 or int(cu[-1]) != t[0]:
+        raise UnsupportedShape(
+            f"{name}: cu_seqlens must rise from 0 to the {t[0]} tokens, not {cu_seqlens.tolist()}"
+        )
+    return cu

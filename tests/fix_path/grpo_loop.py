@@ -1,0 +1,156 @@
+"""Runs the loop of examples/grpo on real engines, with faults and without, and writes what
+it says. That folder is to be on the path.
+
+python grpo_loop.py FOLDER FOUND.json
+"""
+
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import problems
+import torch
+from batch import Answer, Sample, to_sample
+from checks import LoopFault
+from record import STATE, load, save
+from train import Loop, arguments
+
+
+def bits(loop: Loop, step: int) -> list[str]:
+    """Of the state, and of the sequences and log-probs of a step."""
+    files = [loop.options.run / STATE, *loop.options.run.glob(f"log-probs/step_{step:06d}_*")]
+    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
+
+
+def keep(loop: Loop) -> None:
+    save(loop.options.run, loop.step, loop.settings(), loop.masters, loop.optimizer)
+
+
+def go_back(loop: Loop, state: Path) -> None:
+    """To what a killed run has left: its engines and tensors hold other values by then."""
+    with torch.no_grad():
+        for master in loop.masters.values():
+            master.fill_(0.5)
+    shutil.copy(state, loop.options.run / STATE)
+    loop.step = load(loop.options.run, loop.settings(), loop.masters, loop.optimizer)
+    loop._round_masters()
+    loop.sync()
+
+
+def steps(loop: Loop) -> list[dict[str, Any]]:
+    """Two steps, each saved; the state after the first is kept beside it."""
+    found = []
+    for number in range(2):
+        line = loop.train_step()
+        keep(loop)
+        shutil.copy(loop.options.run / STATE, loop.options.run / f"after-{number + 1}")
+        found.append({"metrics": line, "bits": bits(loop, number)})
+    return found
+
+
+def counted(answer: Answer) -> Sample:
+    """As if an answer that was cut were a whole one."""
+    sample = to_sample(answer, 1.0)
+    return replace(sample, mask=[value is not None for value in sample.rollout_logprobs])
+
+
+def shifted(answer: Answer, by: int = 1) -> Sample:
+    sample = to_sample(answer, 1.0)
+    longer = [False, *sample.mask, False]
+    return replace(sample, mask=longer[1 - by : len(sample.mask) + 1 - by])
+
+
+def with_token(sample: Sample, place: int, on: bool) -> Sample:
+    return replace(sample, mask=[*sample.mask[:place], on, *sample.mask[place + 1 :]])
+
+
+def of_prompt(answer: Answer) -> Sample:
+    return with_token(to_sample(answer, 1.0), answer.prompt_length - 1, True)
+
+
+def of_tool(answer: Answer) -> Sample:
+    """The first token behind the first try, where there is another."""
+    sample = to_sample(answer, 1.0)
+    if len(answer.spans) == 1:
+        return sample
+    return with_token(sample, answer.spans[0].places[-1] + 1, True)
+
+
+def left_out(answer: Answer) -> Sample:
+    sample = to_sample(answer, 1.0)
+    return with_token(sample, answer.spans[0].places[-1], False)
+
+
+MASKS: dict[str, Callable[[Answer], Sample]] = {
+    "none": lambda answer: to_sample(answer, 1.0),
+    "shift": shifted,
+    "shift back": lambda answer: shifted(answer, -1),
+    "prompt": of_prompt,
+    "tool": of_tool,
+    "left out": left_out,
+    "cut": counted,
+}
+
+
+def fault(loop: Loop) -> str:
+    """What ends the next step; empty where nothing does."""
+    try:
+        loop.train_step()
+    except LoopFault as found:
+        return str(found)
+    return ""
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    words = "--problems 2 --group 4 --seed 10 --max-tokens 20 --pack-tokens 120 --device cpu"
+    loop = Loop(arguments(["--run", str(folder), *words.split()]))
+    folder.mkdir(exist_ok=True)
+    loop.sync()
+    keep(loop)
+    shutil.copy(folder / STATE, folder / "before")
+    found: dict[str, Any] = {"once": steps(loop)}
+    go_back(loop, folder / "after-1")
+    loop.options.rollout_batch = 3
+    loop.train_step()
+    keep(loop)
+    found["resumed, cut otherwise"] = bits(loop, 1)
+
+    # The faults, on answers that vLLM gave: some cut, some wrong and tried again.
+    loop.options.group, loop.options.max_tokens = 4, 24
+    answers = loop.rollout.answers(problems.training(0, 7, 2, 0), "faults")
+    loop.options.max_tokens = 3
+    cut = loop.rollout.answers(problems.training(0, 7, 1, 0), "faults")
+    found["tries"] = [len(answer.spans) for answer in answers]
+    found["cut"] = [answer.cut for answer in cut]
+    whole = [answer for answer in answers if not answer.cut]
+    loop.options.group, found["masks"] = 1, {}
+    for name, mask in MASKS.items():
+        some = cut[:2] if name == "cut" else whole
+        loop.rollout.answers = lambda *_, some=some, **__: some
+        loop.samples = lambda some, mask=mask: [mask(answer) for answer in some]
+        if name == "none":
+            loop.samples = lambda some: [to_sample(answer, 1.0) for answer in some]
+            continue
+        found["masks"][name] = fault(loop)
+
+    loop.samples = lambda some: [to_sample(answer, 1.0) for answer in some]
+    loop.rollout.answers = lambda *_, **__: whole[:1]
+    changed = loop.changed_weights
+    loop.changed_weights = lambda: (x for x in changed() if "layers.2.mlp" not in x[0])
+    found["stale"] = fault(loop)
+    loop.changed_weights = changed
+    loop.sync()
+    # A trainer that computes otherwise: no weight says so, and the log-probs do.
+    loop.model.model.layers[1].mlp.register_forward_hook(lambda _m, _a, out: out * 1.01)
+    found["drift"] = loop.train_step()["mismatch"]
+    Path(sys.argv[2]).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""The loop of examples/grpo: no token has another bit in any step, a step repeats bit for bit
+however its rollout is cut, and the loop's checks name what they are there for."""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import warm
+from conftest import require_engine
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What `grpo_loop.py` found, in a process of its own."""
+    require_engine("vllm")
+    folder = tmp_path_factory.mktemp("grpo")
+    answers = folder / "found.json"
+    words = [str(Path(__file__).with_name("grpo_loop.py")), str(folder / "run"), str(answers)]
+    path = os.pathsep.join(str(ROOT / name) for name in ("", "kernels", "examples/grpo"))
+    variables = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryFile("w+") as said:
+        process = warm.start("vllm", words, variables, said, said)
+        try:
+            code = process.wait(timeout=500)
+        finally:
+            process.kill()
+        said.seek(0)
+        assert code == 0, said.read()[-3000:]
+    return json.loads(answers.read_text(encoding="utf-8")) | {"run": folder / "run"}
+
+
+def test_no_token_has_another_bit_in_any_step(loop: Any) -> None:
+    lines = [step["metrics"] for step in loop["once"]]
+    for line in lines:
+        drift = line["mismatch"]
+        assert drift["tokens"] >= 10
+        assert drift["other_bits"] == 0
+        assert drift["max"] == drift["k3"] == 0.0
+        assert drift["ratio_max"] == 1.0
+        assert line["digests_equal"] > 40
+        assert line["gradient_norm"] > 0
+    # Something was learned in between: the second step's weights are others.
+    assert loop["once"][0]["bits"][0] != loop["once"][1]["bits"][0]
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(loop: Any) -> None:
+    """And its rollout was cut otherwise."""
+    assert loop["resumed, cut otherwise"] == loop["once"][1]["bits"]
+    assert len(loop["resumed, cut otherwise"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        ("shift", "mask shifted by +1: in sample 0, at token "),
+        ("shift back", "mask shifted by -1: in sample 0, at token "),
+        ("prompt", "prompt token counted: in sample 0, at token "),
+        ("tool", "tool's token counted: in sample "),
+        ("left out", "sampled token left out: in sample 0, at token "),
+        ("cut", "cut answer counted: sample 0 ends at its limit of tokens"),
+    ],
+)
+def test_a_wrong_mask_is_named(loop: Any, fault: str, name: str) -> None:
+    assert max(loop["tries"]) > 1
+    assert all(loop["cut"])
+    assert loop["masks"][fault].startswith(name)
+
+
+def test_a_layer_that_was_not_synced_is_named(loop: Any) -> None:
+    stale = loop["stale"]
+    assert stale.startswith("stale weights: layers.2.")
+    assert "layers.2.down_proj" in stale
+    assert "layers.1" not in stale
+
+
+def test_a_trainer_that_computes_otherwise_is_seen(loop: Any) -> None:
+    assert loop["drift"]["other_bits"] > 0
+    assert loop["drift"]["max"] > 0
+
+
+def test_the_log_probs_are_read_by_the_tool(loop: Any) -> None:
+    from rlk_align.dumps.record import SequenceRecord
+
+    lines = [
+        SequenceRecord.model_validate_json(line)
+        for path in sorted((loop["run"] / "log-probs").glob("step_00000[01]_*.jsonl"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+    ]
+    assert len(lines) == 16
+    assert all(line.rollout_logprobs == line.train_logprobs for line in lines)

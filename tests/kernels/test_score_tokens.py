@@ -1,0 +1,139 @@
+"""Log-probs from hidden states, in a model of transformers: the bits of those from logits, without
+logits in memory."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import rlk_kernels
+import torch
+from hf_models import small_model
+from rlk_kernels.integrations import hf
+from rlk_kernels.integrations.errors import NotServed
+from torch.autograd.graph import saved_tensors_hooks
+
+VOCABULARY = 100
+IDS = torch.randint(2, VOCABULARY, (3, 17), generator=torch.Generator().manual_seed(0))
+MASK = torch.ones_like(IDS)
+MASK[0, :5] = 0
+MASK[2, 15:] = 0
+COUNTED = (MASK.cumsum(-1) - 1).clamp(min=0)
+REAL = (MASK[:, 1:] & MASK[:, :-1]).bool()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    model = small_model(vocab_size=VOCABULARY)
+    hf.use_kernels(model.to(torch.bfloat16))
+    return model
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def logits(model: Any, **inputs: Any) -> torch.Tensor:
+    return model(input_ids=IDS, use_cache=False, **inputs).logits[:, :-1]
+
+
+def from_logits(model: Any, temperature: float = 1.0, **inputs: Any) -> torch.Tensor:
+    rows = logits(model, **inputs).flatten(0, 1)
+    return hf.token_logprobs(rows, IDS[:, 1:].flatten(), temperature).view(3, 16)
+
+
+def grads(model: Any, scores: torch.Tensor) -> list[torch.Tensor]:
+    up = torch.randn(scores.shape, generator=torch.Generator().manual_seed(1))
+    model.zero_grad()
+    (scores * up).sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_bits_are_those_of_logits(model: Any, temperature: float) -> None:
+    actual, entropy = hf.score_tokens(
+        model, IDS, MASK, temperature=temperature, return_entropy=True
+    )
+    inputs = {"attention_mask": MASK, "position_ids": COUNTED}
+    expected = from_logits(model, temperature, **inputs)
+    assert actual.shape == entropy.shape == (3, 16)
+    assert actual[REAL].equal(expected[REAL])
+    assert bool((actual[~REAL] == 0).all())
+    exact = torch.log_softmax(logits(model, **inputs).double() / temperature, -1)
+    assert ((entropy + (exact.exp() * exact).sum(-1)).abs() < 1e-5)[REAL].all()
+    last = hf.score_tokens(model, IDS, MASK, last=4, temperature=temperature)
+    assert last.equal(actual[:, -4:])
+    if temperature != 1.0:  # of a reciprocal they are others
+        assert not from_logits(model, 1.0, **inputs).equal(expected)
+
+
+def test_gradients_are_those_of_the_operator(model: Any) -> None:
+    hidden = model.model(IDS, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
+    target = IDS[:, 1:].flatten()
+    direct = rlk_kernels.linear_logp(hidden, model.lm_head.weight, target, return_entropy=True)
+    expected = grads(model, torch.stack(direct, -1).view(3, 16, 2))
+    both = torch.stack(hf.score_tokens(model, IDS, return_entropy=True), -1)
+    assert all(a.equal(b) for a, b in zip(grads(model, both), expected, strict=True))
+    divided = grads(model, hf.score_tokens(model, IDS, temperature=0.5))
+    of_logits = grads(model, from_logits(model, 0.5))
+    assert all(a.equal(b) for a, b in zip(divided, of_logits, strict=True))
+
+
+def test_no_logits_are_held(model: Any) -> None:
+    """What the forward keeps for the backward; the other way keeps [tokens, vocabulary]."""
+
+    def held(run: Any) -> bool:
+        kept: list[torch.Size] = []
+        with saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
+            run()
+        return any(s[-1:] == (VOCABULARY,) and s.numel() >= 48 * VOCABULARY for s in kept)
+
+    assert held(lambda: from_logits(model))
+    assert not held(lambda: hf.score_tokens(model, IDS, return_entropy=True))
+    assert not held(lambda: hf.score_tokens(model, IDS, temperature=0.7))
+
+
+def test_sequences_in_one_row_do_not_predict_each_other(model: Any) -> None:
+    packed = torch.cat([IDS[0, :7], IDS[1, :10]])[None]
+    at = torch.cat([torch.arange(7), torch.arange(10)])[None]
+    (row,) = hf.score_tokens(model, packed, position_ids=at)
+    first = hf.score_tokens(model, IDS[:1, :7])[0]
+    second = hf.score_tokens(model, IDS[1:2, :10])[0]
+    assert row.equal(torch.cat([first, torch.zeros(1), second]))
+
+
+def test_a_sharded_model_and_a_compiled_one_have_the_same(model: Any, one_rank: None) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    expected = hf.score_tokens(model, IDS, MASK, return_entropy=True)
+    gradients = grads(model, torch.stack(expected, -1))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for _ in range(2):  # the second asks for other targets of the same code
+        actual = hf.score_tokens(compiled, IDS, MASK, return_entropy=True)
+        assert all(a.equal(b) for a, b in zip(actual, expected, strict=True))
+        other = hf.score_tokens(compiled, IDS.flip(0), MASK.flip(0))
+        assert other.flip(0).equal(expected[0])
+    sharded = small_model(vocab_size=VOCABULARY).to(torch.bfloat16)
+    hf.use_kernels(sharded)
+    sharded.load_state_dict(model.state_dict())
+    for module in (*sharded.model.layers, sharded):
+        fully_shard(module)
+    actual = hf.score_tokens(sharded, IDS, MASK, return_entropy=True)
+    assert all(a.equal(b) for a, b in zip(actual, expected, strict=True))
+    whole = [g.full_tensor() for g in grads(sharded, torch.stack(actual, -1))]
+    assert all(a.equal(b) for a, b in zip(whole, gradients, strict=True))
+    hf.check(hf.operators(sharded))
+
+
+def test_what_is_not_served_is_refused(model: Any) -> None:
+    with pytest.raises(NotServed, match="leave it the logits"):
+        hf.score_tokens(small_model(), IDS % 60)
+    with pytest.raises(ValueError, match="last=17 of 17 tokens"):
+        hf.score_tokens(model, IDS, last=17)
+    with pytest.raises(NotServed, match="temperature=0"):
+        hf.score_tokens(model, IDS, temperature=0.0)
+    # Logits are logits again afterwards.
+    assert logits(model).shape == (3, 16, VOCABULARY)
