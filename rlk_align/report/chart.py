@@ -97,7 +97,7 @@ def run_chart(source: ReportSource, without: ReportSource | None = None) -> "Fig
 
     figure = Figure(figsize=_SIZE, dpi=_DPI, layout="constrained")
     upper, lower = figure.subplots(2, 1, height_ratios=(1.7, 1))
-    figure.suptitle(_title(source, edge), fontsize=10, x=0.01, ha="left")
+    figure.suptitle(_title(without or source, edge), fontsize=10, x=0.01, ha="left")
     _draw_drift(upper, series)
     _draw_histogram(lower, series)
     figure.align_ylabels()
