@@ -34,7 +34,10 @@ FENCE = re.compile(r"(^```.*?^```[^\n]*$)", re.MULTILINE | re.DOTALL)
 PYTHON = {
     "rlk_align": [
         ("The functions", [f"rlk_align.api.public.{n}" for n in ("compare", "capture", "gate")]),
-        ("A run that is loaded", ["rlk_align.api.public.load_run", "rlk_align.api.loaded.LoadedRun"]),
+        (
+            "A run that is loaded",
+            ["rlk_align.api.public.load_run", "rlk_align.api.loaded.LoadedRun"],
+        ),
         (
             "Verdicts",
             ["rlk_align.judge.verdict.Verdict", "rlk_align.judge.regression.RegressionVerdict"],
@@ -122,7 +125,12 @@ def command_line() -> str:
 
     from rlk_align.cli.main import app
 
-    lines = ["# Command line", "", "Generated from the program. `rlk-align COMMAND --help` says the same.", ""]
+    lines = [
+        "# Command line",
+        "",
+        "Generated from the program. `rlk-align COMMAND --help` says the same.",
+        "",
+    ]
     for name, command in commands("rlk-align", get_command(app)):
         lines += [f"## {name}", "", *paragraphs(command.help), *usage(name, command)]
     return "\n".join(lines)
