@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
-
 STAGED = ROOT / "dist" / "site-pages"
 """Where mkdocs reads; made anew each time."""
 PLACES = {
@@ -51,6 +49,8 @@ PYTHON = {
 
 def on_config(config: Any) -> Any:
     """Has mkdocs read the gathered pages."""
+    # mkdocs puts back the path of imports that was there before the hook was loaded.
+    sys.path.insert(0, str(ROOT))
     gather(STAGED)
     config.docs_dir = str(STAGED)
     return config
