@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: setup demo demo-loop test test-slow test-slow-all test-fix-path test-fix-path-all test-quick check compile-kernels test-gpu bench-gpu clean
+.PHONY: setup demo demo-loop test test-slow test-slow-all test-fix-path test-fix-path-all test-quick check compile-kernels test-gpu bench-gpu docs clean
 
 setup: $(STAMP)
 
@@ -74,6 +74,18 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/architecture
 
+# The site of the docs, in dist/site: every link is checked. Its environment is its own.
+DOCS_VENV := .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.ready
+
+$(DOCS_STAMP): requirements/docs.txt
+	[ -x $(DOCS_VENV)/bin/python ] || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/pip install -qq --no-deps -r requirements/docs.txt
+	@touch $@
+
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
+
 # Every kernel for an H200, with every Triton of the range: no GPU is needed, an hour of one core is.
 compile-kernels: setup
 	PYTHONPATH=.:kernels $(BIN)/python scripts/compile_kernels.py --every $(COMPILE)
@@ -88,4 +100,4 @@ bench-gpu:
 	PYTHONPATH=.:kernels $(PYTHON) kernels/bench/run.py
 
 clean:
-	rm -rf $(VENV) rlk-runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DOCS_VENV) rlk-runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -68,8 +68,8 @@ def compare(
 ) -> None:
     """Load one model into both engines, score the same tokens, compare every operator.
 
-    With --tokens, what a training run wrote is scored again, by --rollout, --train
-    or both, and its mismatch is split: decode, the engines' kernels, the trainer.
+    With --tokens, --rollout, --train or both score the token ids of a training run
+    again, and its mismatch is split into decode, the engines' kernels and the trainer.
     An imported run alone is judged as `explain` does.
     """
     if tokens is not None:

@@ -22,7 +22,7 @@ def gate(
     later: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RUN_B]", help="A later run of the same: judge what became worse since RUN."
+            metavar="[RUN_B]", help="A later run of the same pair: judge what is worse than in RUN."
         ),
     ] = None,
     contract: options.ContractName = None,
@@ -33,9 +33,9 @@ def gate(
 ) -> None:
     """Hold a compared run against a contract; the exit code is the gate.
 
-    Every file of the run is compared with its checksum first. Of a capture all
-    but its checksums.json may be left behind; --recompute needs it whole, and
-    derives the comparison again from it.
+    Every file of the run is compared with its checksum first. Captures may
+    be left behind except for their checksums.json; --recompute needs whole captures,
+    and derives the comparison from them again.
     An imported run is judged as `explain` does, by the contract for runs.
     With two runs the contract's regression limits say how much worse the second
     may be than the first.

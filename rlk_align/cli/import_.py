@@ -24,7 +24,7 @@ def import_(
     ],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="RUN", help="The run's folder.")],
 ) -> None:
-    """Make a run of the log-probs that a framework wrote while it trained."""
+    """Turn the log-probs that a framework wrote during training into a run."""
     from rlk_align.readers.importing import import_dump
 
     with show_progress("import") as progress:

@@ -32,7 +32,7 @@ Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the samplin
 RunDir = Annotated[
     Path | None, typer.Option(metavar="D", help="The run's folder.", show_default="below rlk-runs")
 ]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Capture again what is already captured.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Repeat captures that exist already.")]
 Layers = Annotated[
     str | None, typer.Option(metavar="A-B", help="Keep values of these layers only.")
 ]

@@ -20,9 +20,7 @@ def probe(
     *,
     layerwise: Annotated[
         bool,
-        typer.Option(
-            "--layerwise", help="Operator by operator: always so. Accepted, and changes nothing."
-        ),
+        typer.Option("--layerwise", help="No effect: a probe always goes operator by operator."),
     ] = True,
     model: options.Model = None,
     rollout: options.Rollout = None,
@@ -44,10 +42,10 @@ def probe(
     attribute: options.Attribute = False,
     replay_routing: options.ReplayRouting = False,
 ) -> None:
-    """Run each engine on the other's recorded inputs: who introduced an error, who passed it on.
+    """Run each engine on the other's inputs: which operators introduce, which inherit an error.
 
-    A RUN goes on from its captures; engine flags compare first. With --layers only those are
-    split; with --edges those, else the one that the verdict speaks of first.
+    Given a RUN, start from its captures; given engine flags, compare first. --layers and --edges
+    restrict what is split; without --edges it is the edge that the verdict speaks of first.
     """
     pair = from_arguments(Pair, locals())
     plan = pair.plan

@@ -8,9 +8,11 @@ import typer
 from rich.console import Console
 
 from rlk_align.cli import options
+from rlk_align.cli.compare import WITHOUT
 from rlk_align.cli.outputs import check_outputs, make_output, write_run, write_text
 from rlk_align.diagnose.contract import RUN_CONTRACT
-from rlk_align.errors import BadOption
+from rlk_align.errors import BadOption, TraceNotWritten
+from rlk_align.files import whole_file
 from rlk_align.report.source import ReportSource, load_source
 from rlk_align.text import line
 from rlk_align.trace.run import is_imported
@@ -140,6 +142,41 @@ def _write_one(kind: str, run: str, out: str, contract: str | None) -> None:
     write_run([output], source)
 
 
+@report.command()
+def chart(
+    run: RunName,
+    out: Annotated[
+        Path, typer.Option("-o", "--out", metavar="PATH", help="A .png, .svg or .pdf file.")
+    ] = Path("drift.png"),
+    contract: options.ContractName = None,
+) -> None:
+    """A picture for slides and papers: drift by operator, and a histogram of Δlogp.
+
+    A run of `compare --kernels rlk` is drawn with the kernels off and on.
+    """
+    from rlk_align.report.chart import chart_file, check_chart_path
+
+    check_chart_path(out)
+    source = load_source(run, contract)
+    plain = _without_kernels(source)
+    without = load_source(str(plain), contract) if plain else None
+    check_report_path(out, [one.run for one in (source, without) if one])
+    picture = chart_file(out.suffix, source, without)
+    try:
+        with whole_file(out.resolve()) as partial:
+            partial.write_bytes(picture)
+    except OSError as error:
+        raise TraceNotWritten(f"{out} could not be written: {error.strerror}") from error
+    Console(highlight=False, soft_wrap=True).print(line(out))
+
+
+def _without_kernels(source: ReportSource) -> Path | None:
+    """The run of the same pair without the kernels, which `compare --kernels rlk` leaves inside."""
+    with_kernels = any("kernels" in e.options for e in source.verdict.comparison.engines.values())
+    plain = source.folder / WITHOUT
+    return plain if with_kernels and plain.is_dir() else None
+
+
 @report.command("model-explorer")
 def model_explorer(
     run: RunName,
@@ -190,12 +227,17 @@ def write_report(runs: Sequence[RunFolder], texts: dict[Path, str]) -> None:
     """Writes each file whole or not at all, and names it. Raises BadOption for a path of the runs
     themselves, TraceNotWritten where nothing can be written."""
     for path in texts:
-        for run in runs:
-            run.check_output(path)
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            raise BadOption(f"{path}: no file can be written there", "name another with -o")
+        check_report_path(path, runs)
     for path, text in texts.items():
         write_text(path, text)
     console = Console(highlight=False, soft_wrap=True)
     for path in texts:
         console.print(line(path))
+
+
+def check_report_path(path: Path, runs: Sequence[RunFolder]) -> None:
+    """Raises BadOption for a file of the runs themselves, or where no file can be written."""
+    for run in runs:
+        run.check_output(path)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise BadOption(f"{path}: no file can be written there", "name another with -o")

@@ -29,7 +29,7 @@ def weights(
     ] = None,
     output: options.JsonOutput = None,
 ) -> None:
-    """Say of each parameter what became of it between two holders of a model's weights.
+    """Compare two holders of a model's weights, parameter by parameter.
 
     Reads safetensors, distributed checkpoints of FSDP and Megatron, and the
     weights that a capture recorded of a live engine. Each parameter is equal,

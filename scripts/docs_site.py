@@ -1,0 +1,222 @@
+"""A hook of mkdocs: gathers the pages of the site, and writes its reference from the source.
+
+Pages stay where they are read in the repository; their links are turned into those of the site.
+`make docs` builds it.
+"""
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+STAGED = ROOT / "dist" / "site-pages"
+"""Where mkdocs reads; made anew each time."""
+PLACES = {
+    "docs": "",
+    "reports": "reports",
+    "kernels/README.md": "kernels/README.md",
+    "kernels/rlk_kernels/PROFILE.md": "kernels/PROFILE.md",
+    "ARCHITECTURE.md": "architecture.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
+"""A file or folder of the repository -> its place on the site."""
+LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s#]+)(#[^()\s]*)?\)")
+FENCE = re.compile(r"(^```.*?^```[^\n]*$)", re.MULTILINE | re.DOTALL)
+PYTHON = {
+    "rlk_align": [
+        ("The functions", [f"rlk_align.api.public.{n}" for n in ("compare", "capture", "gate")]),
+        (
+            "A run that is loaded",
+            ["rlk_align.api.public.load_run", "rlk_align.api.loaded.LoadedRun"],
+        ),
+        (
+            "Verdicts",
+            ["rlk_align.judge.verdict.Verdict", "rlk_align.judge.regression.RegressionVerdict"],
+        ),
+        ("Errors", ["rlk_align.errors"]),
+        ("Writers for training scripts", ["rlk_align.writers.trl", "rlk_align.writers.verl"]),
+    ],
+    "rlk_kernels": [("Operators", ["rlk_kernels"])],
+}
+
+
+def on_config(config: Any) -> Any:
+    """Has mkdocs read the gathered pages."""
+    # mkdocs puts back the path of imports that was there before the hook was loaded.
+    sys.path.insert(0, str(ROOT))
+    gather(STAGED)
+    config.docs_dir = str(STAGED)
+    return config
+
+
+def gather(folder: Path) -> None:
+    """Writes every page and file of the site below `folder`."""
+    shutil.rmtree(folder, ignore_errors=True)
+    site = dict(places())
+    for source, place in site.items():
+        target = folder / place
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.endswith(".md"):
+            text = (ROOT / source).read_text(encoding="utf-8")
+            target.write_text(moved(text, source, site), encoding="utf-8")
+        else:
+            shutil.copy(ROOT / source, target)
+    reference = folder / "reference"
+    reference.mkdir()
+    for name, text in {**references(), "cli.md": command_line(), "schemas.md": schemas()}.items():
+        (reference / name).write_text(text, encoding="utf-8")
+    (reference / "contract.schema.json").write_text(json.dumps(contract_schema(), indent=1))
+
+
+def places() -> Iterator[tuple[str, str]]:
+    """Each file that the site shows, by its path in the repository, and its place on the site."""
+    for name, place in PLACES.items():
+        path = ROOT / name
+        if path.is_file():
+            yield name, place
+        for file in sorted(path.rglob("*") if path.is_dir() else ()):
+            if file.is_file():
+                inside = file.relative_to(path).as_posix()
+                yield f"{name}/{inside}", f"{place}/{inside}".lstrip("/")
+
+
+def moved(text: str, source: str, site: dict[str, str]) -> str:
+    """Turns the links of a page into those of the site.
+
+    A link to what only the repository has becomes plain text; one to nothing at all is left, and
+    `mkdocs build --strict` fails.
+    """
+
+    def link(match: re.Match[str]) -> str:
+        image, words, target, anchor = match.groups(default="")
+        if re.match(r"[a-z]+:", target):
+            return match[0]
+        named = os.path.normpath(f"{os.path.dirname(source)}/{target}".lstrip("/"))
+        if named in site:
+            start = os.path.dirname(site[source]) or "."
+            return f"{image}[{words}]({os.path.relpath(site[named], start)}{anchor})"
+        return f"{words} (`{named}`)" if (ROOT / named).exists() else match[0]
+
+    parts = FENCE.split(text)
+    return "".join(p if n % 2 else LINK.sub(link, p) for n, p in enumerate(parts))
+
+
+def references() -> dict[str, str]:
+    """The pages that mkdocstrings fills from docstrings, by file name."""
+    pages = {}
+    for package, sections in PYTHON.items():
+        lines = [f"# {package}", ""]
+        for title, names in sections:
+            lines += [f"## {title}", "", *(f"::: {name}\n" for name in names)]
+        pages[f"{package}.md"] = "\n".join(lines)
+    return pages
+
+
+def command_line() -> str:
+    """Every command with its arguments and options, as `--help` has them."""
+    from typer.main import get_command
+
+    from rlk_align.cli.main import app
+
+    lines = [
+        "# Command line",
+        "",
+        "Generated from the program. `rlk-align COMMAND --help` says the same.",
+        "",
+    ]
+    for name, command in commands("rlk-align", get_command(app)):
+        lines += [f"## {name}", "", *paragraphs(command.help), *usage(name, command)]
+    return "\n".join(lines)
+
+
+def commands(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+    """The command and those below it, each with its whole name."""
+    yield name, command
+    for inner, below in getattr(command, "commands", {}).items():
+        yield from commands(f"{name} {inner}", below)
+
+
+def paragraphs(text: str | None) -> list[str]:
+    """A help text as Markdown, paragraph by paragraph."""
+    return [f"{escaped(' '.join(p.split()))}\n" for p in (text or "").split("\n\n")]
+
+
+def usage(name: str, command: Any) -> Iterator[str]:
+    """The table of a command's arguments and options."""
+    if getattr(command, "commands", None):
+        return
+    yield "| argument or option | meaning |\n| --- | --- |"
+    for parameter in command.params:
+        if getattr(parameter, "hidden", False):
+            continue
+        if parameter.param_type_name == "argument":
+            words = parameter.metavar or parameter.name.upper()
+        else:
+            words = ", ".join([*parameter.opts, *parameter.secondary_opts])
+            words += "" if parameter.is_flag else f" {parameter.metavar or 'VALUE'}"
+        yield f"| `{words.replace('|', chr(92) + '|')}` | {escaped(parameter.help or '')} |"
+    yield ""
+
+
+def escaped(text: str) -> str:
+    """Text without a meaning in Markdown's tables or HTML."""
+    return re.sub(r"([|<>*_\[\]`])", r"\\\1", " ".join(text.split()))
+
+
+def contract_schema() -> dict[str, Any]:
+    """The JSON Schema of contracts, as `rlk-align contract schema` prints it."""
+    from rlk_align.judge.contract import Contract
+
+    return Contract.model_json_schema()
+
+
+def schemas() -> str:
+    """The published schemas: files to download, and what each field means."""
+    verdict = json.loads((ROOT / "docs" / "verdict.schema.json").read_text(encoding="utf-8"))
+    lines = [
+        "# Schemas\n",
+        "- [verdict.schema.json](../verdict.schema.json): what `--output json=PATH` writes",
+        "- [contract.schema.json](contract.schema.json): a contract's TOML file",
+        "- [logprobs.schema.json](../logprobs.schema.json): the neutral file of log-probs\n",
+    ]
+    for title, schema in (("The verdict", verdict), ("A contract", contract_schema())):
+        lines += [f"## {title}\n", *fields(schema)]
+        for name, part in schema.get("$defs", {}).items():
+            if part.get("properties"):
+                lines += [f"### {title}: {name}\n", *fields(part)]
+    return "\n".join(lines)
+
+
+def fields(schema: dict[str, Any]) -> Iterator[str]:
+    """A schema's description and its properties as a table."""
+    yield f"{escaped(schema.get('description', ''))}\n"
+    yield "| field | type | meaning |\n| --- | --- | --- |"
+    required = schema.get("required", ())
+    for name, part in schema["properties"].items():
+        mark = "" if name in required else ", optional"
+        yield f"| `{name}` | {escaped(kind(part))}{mark} | {escaped(part.get('description', ''))} |"
+    yield ""
+
+
+def kind(part: dict[str, Any]) -> str:
+    """The type of a property, in a few words."""
+    if "$ref" in part:
+        return part["$ref"].rpartition("/")[2]
+    for several in ("anyOf", "oneOf"):
+        if several in part:
+            return " or ".join(kind(p) for p in part[several])
+    if "const" in part:
+        return json.dumps(part["const"])
+    if "enum" in part:
+        return " or ".join(map(str, part["enum"]))
+    if part.get("type") == "array":
+        return f"array of {kind(part.get('items', {}))}"
+    types = part.get("type", "any")
+    return types if isinstance(types, str) else " or ".join(types)
