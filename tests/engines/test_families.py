@@ -155,7 +155,9 @@ def cases(path: Path, function: str) -> set[str]:
     spec.loader.exec_module(module)
     marks = [m for m in getattr(module, function).pytestmark if m.name == "parametrize"]
     # The lowest decorator is the first mark, and pytest names its parameter first.
-    return {"-".join(ids) for ids in product(*(list(m.args[1]) for m in marks))}
+    # A case with a mark is a ParameterSet.
+    values = ([getattr(case, "values", [case])[0] for case in m.args[1]] for m in marks)
+    return {"-".join(ids) for ids in product(*values)}
 
 
 def wrong_cells(text: str) -> list[str]:
