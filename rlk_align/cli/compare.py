@@ -6,7 +6,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from rlk_align.api.options import from_arguments
+from rlk_align.api.options import check_kernels, from_arguments
 from rlk_align.api.pair import Pair, prepare, without_kernels
 from rlk_align.cli import options
 from rlk_align.cli.explain import explain
@@ -79,6 +79,7 @@ def compare(
 
         rescore(from_arguments(Rescoring, given), given, output)
     pair = from_arguments(Pair, locals())
+    check_kernels(kernels)
     if runs and len(runs) == 1 and is_imported(runs[0]):
         _explain(runs[0], pair, probe or attribute, output)
     outputs, command = parse_outputs(output), options.command_line()

@@ -180,7 +180,7 @@ def read_shape(model: Path) -> ModelShape:
     """
     config = read_config(model)
     kind = config.get("model_type")
-    if kind in _UNKNOWN_ROUTING:
+    if isinstance(kind, str) and kind in _UNKNOWN_ROUTING:
         raise ModelError(
             f"{model}: model_type {kind!r} is not supported: {_UNKNOWN_ROUTING[kind]}",
             f"known: {', '.join(sorted(FAMILIES))}",

@@ -46,7 +46,7 @@ def assert_error(done: Outcome, code: int, *words: str) -> None:
         (("--rollout", "hf:python=/no/python"), ("/no/python",)),
         (("--rollout", "replay:path=nowhere"), ("nowhere is no run",)),
         (("--rollout", "replay"), ("path=RUN",)),
-        (("run_a",), ("RUN_A RUN_B",)),
+        (("run_a",), ("run_a is no run",)),
         (("run_a", "run_b"), ("run_a is no run",)),
         (("--kernels", "--rollout", "hf"), ("--kernels '--rollout' is unknown", "choose rlk or")),
     ],

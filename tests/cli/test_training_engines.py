@@ -14,7 +14,8 @@ from rlk_align.data import data_path
 
 NEW_TOKENS = ("--max-new-tokens", 6)
 EDGE = ("--edges", "prefill_vs_train")
-TRAINING = ("hf", "fsdp:dp=1", "fsdp:dp=2", "megatron:tp=1", "megatron:tp=2")
+ONE_RANK = pytest.param("fsdp:dp=1", marks=pytest.mark.whole_matrix)
+TRAINING = ("hf", ONE_RANK, "fsdp:dp=2", "megatron:tp=1", "megatron:tp=2")
 
 
 @pytest.fixture(scope="module")

@@ -76,7 +76,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("train", TRAIN)
+@pytest.mark.parametrize(
+    "train", ["hf", pytest.param("fsdp", marks=pytest.mark.whole_matrix), "megatron"]
+)
 def test_engines_agree(
     cli: Cli,
     few_prompts: Path,

@@ -16,7 +16,10 @@ from rlk_align.probe.referee.reference import Reference, RowTokens
 from rlk_align.probe.referee.rounding import rounding_variance
 
 VOCAB = 151_936
-LEVELS = ("default", "avx2", "avx512")
+LEVELS = (
+    "default",
+    *(pytest.param(level, marks=pytest.mark.whole_matrix) for level in ("avx2", "avx512")),
+)
 """Of torch's own kernels; a processor without AVX-512 runs the last as AVX2."""
 
 
