@@ -23,7 +23,8 @@ CLASSES_OF = {
     name: fault
     for name, fault in faults_of("megatron").items()
     if fault.kind in ("computation", "weights")
-    and not fault.needs_bias
+    and not fault.needs
+    and not fault.sparse
     and not fault.both
     and fault.engines[-1] == "megatron"
 }
