@@ -34,7 +34,14 @@ def faults(log: str) -> list[str]:
     return re.findall(r"[1-9]\d* bytes (?:stack|spill)|Potential Performance Loss", log)
 
 
-@pytest.mark.parametrize("operands", OPERANDS)
+FEW = ("bf16", "fp32 results")
+"""What `make test-slow` compiles; `make test-slow-all` compiles all."""
+
+
+@pytest.mark.parametrize(
+    "operands",
+    [o if o in FEW else pytest.param(o, marks=pytest.mark.whole_matrix) for o in OPERANDS],
+)
 def test_every_tile_has_the_registers_that_it_needs(operands):
     assert len(TILES) > 30
     with ThreadPoolExecutor(2) as threads:

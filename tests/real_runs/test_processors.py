@@ -13,7 +13,9 @@ PROCESSORS = {
 }
 
 
-@pytest.mark.parametrize("processor", PROCESSORS)
+@pytest.mark.parametrize(
+    "processor", ["scalar", pytest.param("avx2", marks=pytest.mark.whole_matrix)]
+)
 def test_eight_ordinary_prompts_pass(cli: Cli, tmp_path: Path, processor: str) -> None:
     """All defaults: vLLM against Megatron-core."""
     require_engine("vllm")

@@ -31,6 +31,7 @@ def run(code: str, cwd: Path) -> str:
     return out
 
 
+@pytest.mark.whole_matrix
 def test_the_pages_example_is_a_test_of_ten_lines_that_passes(
     few_prompts: Path, tmp_path: Path
 ) -> None:

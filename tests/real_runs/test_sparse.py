@@ -45,8 +45,10 @@ def routing(done: Outcome, edge: str = "prefill_vs_train") -> dict[str, Any]:
     [
         ("vllm", "megatron"),
         ("vllm", "hf"),
-        ("hf:experts=eager", "megatron:dispatcher=alltoall"),
-        ("hf:experts=batched_mm", "hf:batch=4"),
+        pytest.param(
+            "hf:experts=eager", "megatron:dispatcher=alltoall", marks=pytest.mark.whole_matrix
+        ),
+        pytest.param("hf:experts=batched_mm", "hf:batch=4", marks=pytest.mark.whole_matrix),
         ("hf", "fsdp:dp=2"),
     ],
 )
