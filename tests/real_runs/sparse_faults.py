@@ -1,24 +1,9 @@
-"""Ties between experts that live engines break otherwise, as `patch=sparse_faults:NAME`."""
+"""Ties between experts that a live engine breaks otherwise, as `patch=sparse_faults:NAME`, in a way
+that leaves a replay of routing room to overwrite them, as `fault=expert-tie` does not."""
 
 from typing import Any
 
 import torch
-
-LAYER = 2
-
-
-def last_of_ties(model: Any) -> None:
-    """Of equal logits the highest ids are chosen."""
-
-    def change(logits: torch.Tensor, weights: torch.Tensor, _ids: torch.Tensor) -> Any:
-        order = logits.flip(1).sort(dim=1, descending=True, stable=True).indices
-        ids = logits.shape[1] - 1 - order[:, : weights.shape[1]]
-        return logits.gather(1, ids).softmax(1, torch.float32).to(weights.dtype), ids
-
-    def see(_module: Any, _inputs: Any, output: Any) -> Any:
-        return (output[0], *change(*output))
-
-    model.model.layers[LAYER].mlp.gate.register_forward_hook(see)
 
 
 def last_of_ties_by_top_k(model: Any) -> None:

@@ -140,7 +140,7 @@ def with_tied_experts(folder: Path) -> Path:
 def test_a_tie_is_no_bug(tmp_path: Path) -> None:
     """Two experts with one router row: which of them is taken nobody has to agree on."""
     tied = with_tied_experts(tmp_path)
-    done = compared(tmp_path, "hf", "hf:patch=sparse_faults:last_of_ties", model=tied)
+    done = compared(tmp_path, "hf", "hf:fault=expert-tie", model=tied)
     assert named(done) == []
     layer = routing(done)["layers"][1]
     assert layer["at_router"] == layer["flipped"] == layer["ties"] == layer["measured"] > 0
