@@ -154,7 +154,9 @@ def all_layouts(out: Path, model: Path, tokens: int, until: float) -> list[dict[
 def row(found: dict[str, Any]) -> str:
     verdict = found["verdict"]
     if verdict is None:
-        return f"| {found['pair']} | {found['kernels']} | exit {found['exit']} |" + " |" * 5
+        code = found["exit"]
+        ended = "did not finish" if code is None else f"exit {code}"
+        return f"| {found['pair']} | {found['kernels']} | {ended} |" + " |" * 5
     edges = [verdict["edges"].get(name) or {} for name in EDGES]
     coverage = verdict["coverage"]
     first = (verdict["divergence"] or {}).get("first_bitwise")
