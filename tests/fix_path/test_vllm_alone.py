@@ -93,6 +93,7 @@ def test_the_plugin_is_what_vllm_is_told_of() -> None:
     assert callable(getattr(importlib.import_module(module), name))
 
 
+@pytest.mark.whole_matrix
 def test_compiled_code_is_loaded_where_it_belongs(
     tmp_path: Path, vllm_bits: Bits, eager: dict[str, dict[str, Any]]
 ) -> None:
