@@ -103,7 +103,7 @@ def table(report: dict) -> str:
         report["command"],
         "```",
         "",
-        f"Differences are those of `{EDGE}`. An introducer is an operator with bit-equal inputs and "
+        f"Differences are those of `{EDGE}`. An introducer is an operator with equal inputs and "
         "other outputs, with the number of rows. Memory: the parent, and the largest process of "
         "an engine.",
         "",
