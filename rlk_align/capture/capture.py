@@ -48,7 +48,7 @@ def capture(
     finished = passes_in(folder)
     missing = tuple(p for p in job.passes if p not in finished)
     if not missing:
-        progress(f"the {role} capture is there already, and is taken as it is", 0, 0)
+        progress(f"the {role} capture already exists and is used as it is", 0, 0)
     else:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)

@@ -48,7 +48,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, change: Callable[[str], str], sa
 
 @pytest.mark.parametrize("name", ["bf16", "nope", "nope.toml", "../contracts/run"])
 def test_what_is_no_contract_for_runs(name: str) -> None:
-    with pytest.raises(ContractError, match="no contract for runs"):
+    with pytest.raises(ContractError, match="unknown contract for runs"):
         load_run_contract(name)
 
 

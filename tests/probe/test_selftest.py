@@ -229,7 +229,7 @@ def test_what_is_unknown_is_refused() -> None:
         check_faults(["norm-eps", "expert-flipped"], DENSE)
     with pytest.raises(BadOption, match=r"no place for it, which is layers\.2\.up_proj"):
         check_faults(["proj-channel-shift"], SPARSE)
-    with pytest.raises(BadOption, match="fsdp: it takes no planted fault"):
+    with pytest.raises(BadOption, match="fsdp: it supports no planted fault"):
         check_engines(["hf", "fsdp"])
     of_sparse = [name for name, fault in FAULTS.items() if fault.sparse]
     assert check_faults([], DENSE) == tuple(n for n in FAULTS if n not in of_sparse)

@@ -136,7 +136,7 @@ def test_an_honest_zero_and_a_missing_one(imported) -> None:
         ({"loss_masks": torch.ones(3)}, "loss_masks has 3 entries"),
         ({"response_lengths": 9}, "response_lengths is 9"),
         ({"response_lengths": "4"}, "response_lengths is a text"),
-        ({"tokens": torch.tensor([0.5] * 6)}, "tokens holds numbers that are no integers"),
+        ({"tokens": torch.tensor([0.5] * 6)}, "tokens holds numbers that are not integers"),
     ],
 )
 def test_a_wrong_value_is_named(imported, change: dict, said: str) -> None:

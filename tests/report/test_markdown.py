@@ -93,7 +93,7 @@ def test_it_says_what_is_wrong_where_and_what_to_do(tmp_path: Path) -> None:
     assert f"**`{OVER}`**: the training side is off (sample" in operators
     assert "engine/layers.py:12" in operators
     assert "roundings" in operators
-    for heading in ("Limits that do not hold", "The two sides", "To make the run again"):
+    for heading in ("Limits that are breached", "The two sides", "To make the run again"):
         assert f"\n### {heading}\n" in text
 
 

@@ -127,7 +127,7 @@ def _problems(verdict: Verdict) -> list[tuple[str, list[str]]]:
                 for m in verdict.comparison.mismatches
             ],
         ),
-        ("Limits that do not hold", [check_words(b) for b in verdict.breaches]),
+        ("Limits that are breached", [check_words(b) for b in verdict.breaches]),
         ("Waivers that have expired", [str(use) for use in verdict.expired]),
         ("Breaches that are waived", [check_words(w) for w in verdict.waived]),
         ("Near a limit", [check_words(w) for w in verdict.warnings]),

@@ -488,7 +488,7 @@ def test_rows_whose_values_were_not_kept(tmp_path: Path) -> None:
     verdict = pair(tmp_path, keep=lambda *a: keep(*a) | (a[0] == "logprob"))
     assert named(verdict) == []
     by_site = units(verdict)
-    nothing = "no row has finite inputs, all of which were kept"
+    nothing = "no row has finite inputs that were all kept"
     assert reasons(verdict) == dict.fromkeys(
         ("layers.1.down_proj", "layers.1.mlp_residual"), nothing
     )
