@@ -242,8 +242,7 @@ def _not_held(c: Comparison, contract: Contract) -> Iterator[str]:
             count = f"limits not applied: {len(short)}"
             most = max(x.min_tokens for x in short)
             yield (
-                f"{edge.name}: {count}, because {tokens:,} tokens are too few: up to "
-                f"{most:,} are needed"
+                f"{edge.name}: {count}; {tokens:,} tokens are too few, up to {most:,} are needed"
             )
 
 

@@ -218,7 +218,7 @@ def test_a_fault_of_decode_alone_is_named_on_its_edge(compare: Cli) -> None:
         assert "layers.1.o_proj  the rollout side is off" in done.out
         assert "rollout decode: " in done.out
         assert (
-            "look at layers.1.o_proj in the rollout engine's decode and in its prefill" in done.out
+            "compare layers.1.o_proj in the rollout engine's decode and in its prefill" in done.out
         )
 
 

@@ -32,7 +32,7 @@ def test_it_is_no_contract_of_engines() -> None:
         (lambda t: t.replace("fail = 0.02\n", 'fail = "0.02"\n'), "limits.1.fail"),
         (lambda t: t.replace("fail = 0.02\n", "fail = nan\n"), "limits.1.fail"),
         (lambda t: t.replace('"mask-shifted"', '"mask-shift"'), "limits.1.diagnosis"),
-        (lambda t: t.replace('diagnosis = "rope"', 'diagnosis = "packing"'), "there twice"),
+        (lambda t: t.replace('diagnosis = "rope"', 'diagnosis = "packing"'), "given twice"),
         (lambda t: t.replace('dtype = "float16"\n', ""), "quantisation"),
         (lambda t: t.replace('kind = "run"\n', ""), "kind"),
         (lambda t: t + "[[limits]", "not TOML"),

@@ -411,7 +411,7 @@ def test_a_new_operator_is_held_to_the_budget_of_its_class(tmp_path: Path) -> No
 def test_a_model_with_an_operator_of_no_budget_is_not_judged(tmp_path: Path) -> None:
     few = contract(tmp_path, budget('["act"]'))
     judge(comparison(edge(sites=[site("layers.0.q_rope")])), few)
-    with pytest.raises(ContractError, match=r"says nothing of layers\.0\.q_norm") as error:
+    with pytest.raises(ContractError, match=r"has no limit for layers\.0\.q_norm") as error:
         judge(comparison(edge(sites=[site("layers.0.q_norm", op_class="reduction")])), few)
     assert error.value.fix == "add a budget of the class reduction"
 

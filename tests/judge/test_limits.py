@@ -106,12 +106,12 @@ def test_sites_are_matched_by_pattern_and_a_pattern_of_none_is_an_error() -> Non
 def test_an_operator_that_no_limit_speaks_of_is_an_error() -> None:
     some = contract(OPERATORS | {"op_classes": ["elementwise", "matmul", "attention"]})
     norm = comparison(edge(sites=[site("layers.0.q_norm", op_class="reduction")]))
-    with pytest.raises(ContractError, match=r"says nothing of layers\.0\.q_norm") as error:
+    with pytest.raises(ContractError, match=r"has no limit for layers\.0\.q_norm") as error:
         judge(norm, some)
     assert error.value.fix == "add a limit of op_error that covers the class reduction"
     judge(comparison(edge(sites=[site("layers.0.act"), site("logprob", op_class="logprob")])), some)
     unknown = comparison(edge(sites=[site("layers.0.new", op_class="new")]))
-    with pytest.raises(ContractError, match=r"says nothing of layers\.0\.new"):
+    with pytest.raises(ContractError, match=r"has no limit for layers\.0\.new"):
         judge(
             unknown,
             contract(

@@ -148,7 +148,7 @@ def test_a_waiver_of_sites_that_no_model_has(pattern: str) -> None:
 
 def test_a_limit_of_sites_that_no_model_has() -> None:
     differ = {"metric": "rows_differ", "fail": 0, "sites": ["layers.*.mpl_norm"]}
-    assert "layers.*.mpl_norm is no site" in said(MAX, differ)[0]
+    assert "layers.*.mpl_norm is not a site" in said(MAX, differ)[0]
     assert said(MAX, differ | {"sites": ["layers.*.mlp_norm"]}) == []
 
 

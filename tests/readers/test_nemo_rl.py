@@ -157,8 +157,8 @@ def test_a_field_that_is_absent_is_named(imported, field: str) -> None:
     [
         (b"", "is empty"),
         (b"\n\n", "no sequence"),
-        (b"[]\n", "no JSON object"),
-        (b"{]\n{}\n", "no JSON"),
+        (b"[]\n", "not a JSON object"),
+        (b"{]\n{}\n", "not JSON"),
         (b"\xff\xfe\n", "UTF-8"),
         (b"[" * 100_000 + b"\n", "line 1"),
         (b'{"idx": ' + b"9" * 5000 + b"}\n", "line 1"),

@@ -50,7 +50,7 @@ def test_the_card_says_what_is_wrong_on_which_side_and_what_to_do(failing: Run) 
     assert "✕ FAIL" in card
     assert f"{OVER} is further from exact than rounding explains" in card
     assert "the training side is off" in card
-    assert f"look at {OVER} on the train side" in card
+    assert f"check {OVER} on the train side" in card
     for name in ("worst limit", "coverage", "noise floor", "reproduce"):
         assert f"<dt>{name}</dt>" in card
 

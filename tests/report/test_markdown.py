@@ -86,7 +86,7 @@ def test_it_says_what_is_wrong_where_and_what_to_do(tmp_path: Path) -> None:
     head, edges, operators, *_ = text.split("\n### ")
     assert head.startswith("## rlk-align: FAIL\n\n**`layers.1.act` is further from exact")
     assert "- **Side:** the training side is off" in head
-    assert f"- **Next:** look at `{OVER}` on the train side" in head
+    assert f"- **Next:** check `{OVER}` on the train side" in head
     assert edges.startswith("Edges")
     assert "| `prefill_vs_train` | 0.4 | 0.002 |" in edges
     assert operators.startswith("Operators beyond their budgets (prefill_vs_train)")
