@@ -59,7 +59,7 @@ def load_contract(name: str, dtype: str) -> Contract:
     contract = open_contract(name)
     if dtype not in contract.dtypes:
         raise ContractError(
-            f"contract {contract.id!r} says nothing of {dtype}",
+            f"contract {contract.id!r} does not cover {dtype}",
             f"it covers {', '.join(contract.dtypes)}; name another with --contract",
         )
     return contract
