@@ -135,7 +135,7 @@ def check_words(check: LimitCheck) -> str:
     where = " ".join(filter(None, [check.edge, check.side, check.site, check.metric]))
     words = f"{where}: {abs(check.value):.3g}, {check.fail:.3g} allowed ({check.limit})"
     if check.outcome == "warn":
-        words += f", told of above {check.warn:.3g}"
+        words += f", warns above {check.warn:.3g}"
     return f"{words}; waived by {check.waiver.owner}" if check.waiver else words
 
 
