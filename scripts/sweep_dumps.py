@@ -62,17 +62,24 @@ def healthy_table(found: dict[str, dict[str, Answers]]) -> str:
 
 
 def fault_table(faults: dict[str, dict[str, Any]]) -> str:
-    """How often each fault is named at its greatest strength in each size, and the smallest
-    strength at which it is always named."""
+    """By diagnosis: the faults that it names in every run, at their greatest strength and in each
+    size, with the smallest strength that it always names; then a table of the others."""
+    always: dict[str, list[str]] = {}
     rows = []
     for name, fault in faults.items():
         wanted, strengths = fault["diagnosis"], fault["strengths"]
-        named = [x for x, answers in strengths.items() if answers.get(wanted) == SEEDS]
+        answers = [Answers(a) for a in fault["sizes"].values()]
+        named = [x for x, a in strengths.items() if a.get(wanted) == SEEDS]
         smallest = (named[0] if named else "none") if len(strengths) > 1 else "–"
-        cells = ", ".join(cell(Answers(a), wanted) for a in fault["sizes"].values())
-        rows.append([name, wanted, cells, smallest])
+        if all(a[wanted] == a.total() for a in answers):
+            shown = name if smallest == "–" else f"{name} ({smallest})"
+            always.setdefault(wanted, []).append(shown)
+        else:
+            rows.append([name, wanted, ", ".join(cell(a, wanted) for a in answers), smallest])
+    items = "".join(f"- `{d}`: {', '.join(names)}\n" for d, names in always.items())
     sizes = ", ".join(f"{s:,}" for s in SIZES)
-    return markdown(["fault", "diagnosis", f"named at {sizes} tokens", "smallest"], rows)
+    head = ["fault", "diagnosis", f"named at {sizes} tokens", "smallest"]
+    return f"{items}\n{markdown(head, rows)}"
 
 
 def recorded_table(record: dict[str, Any], names: list[str]) -> str:
