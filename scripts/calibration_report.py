@@ -30,48 +30,40 @@ def runs_in(folder: Path) -> dict[str, list[HealthyRun]]:
     return dict(found)
 
 
-def healthy_table(pairs: dict[str, list[HealthyRun]], contract: Contract) -> Iterator[str]:
-    """For each pair the largest value of every metric that has a limit on tokens."""
-    limits = [x for x in contract.limits if not x.of_site]
-    yield "| pair | runs | tokens | " + " | ".join(x.metric for x in limits) + " | in breach |"
-    yield "| --- | ---: | ---: |" + " ---: |" * len(limits) + " ---: |"
-    for pair, runs in pairs.items():
-        tokens = sum(r.comparison.tokens for r in runs)
-        largest = [max(figures(runs, x), default=0.0) for x in limits]
-        alarms = sum(bool(judge(r.comparison, contract).breaches) for r in runs)
-        cells = " | ".join(f"{x:.2g}" for x in largest)
-        yield f"| {pair} | {len(runs)} | {tokens:,} | {cells} | {alarms} |"
-
-
 def figures(runs: Sequence[HealthyRun], limit: Limit) -> list[float]:
     edges = [e for r in runs for e in r.comparison.edges]
     return [float(getattr(e.metrics, limit.metric)) for e in edges]
 
 
-def errors_table(
-    runs: Sequence[HealthyRun], contract: Contract, faults: Sequence[Detection]
+def limits_table(
+    pairs: dict[str, list[HealthyRun]], contract: Contract, faults: Sequence[Detection]
 ) -> Iterator[str]:
-    """The limits on tokens, each with its false alarms and the faults that it alone would stop;
-    then how much of the other limits and budgets healthy runs use."""
+    """The limits on tokens: for each pair the largest healthy value, then the false alarms and the
+    faults that the limit alone would stop; and how much of the budgets healthy runs use."""
+    runs = [r for some in pairs.values() for r in some]
     verdicts = [judge(r.comparison, contract) for r in runs]
 
     def alarms(limit_id: str) -> int:
         return sum(any(b.limit == limit_id for b in v.breaches) for v in verdicts)
 
-    yield "| limit | fails above | largest healthy | false alarms | faults that it stops alone |"
-    yield "| --- | ---: | ---: | ---: | ---: |"
+    counts = [f"{len(r)} runs, {sum(x.comparison.tokens for x in r):,}" for r in pairs.values()]
+    titles = [f"{pair} ({count} tokens)" for pair, count in zip(pairs, counts, strict=True)]
+    head = " | ".join(titles)
+    yield f"| limit | fails above | {head} | false alarms | faults that it stops alone |"
+    yield "| --- | ---: |" + " ---: |" * len(pairs) + " ---: | ---: |"
     for limit in contract.limits:
         if limit.of_site:
             continue
         seen = share(sum(breaks(limit, f.metrics) for f in faults), faults)
-        largest = f"{max(figures(runs, limit), default=0.0):.2g}"
+        largest = " | ".join(f"{max(figures(r, limit), default=0.0):.2g}" for r in pairs.values())
         fails = f"{limit.fail:g}"
         if limit.tail is not None:
             fails = f"{limit.fail_at(2000):.3g} of 2,000 tokens"
         yield f"| {limit.id} | {fails} | {largest} | {alarms(limit.id)} | {seen} |"
     seen = sum(f.seen in ("named", "precheck") for f in faults)
     whole = sum(bool(v.breaches) for v in verdicts)
-    yield f"| **contract** | | | **{whole} of {len(runs)}** | **{share(seen, faults)}** |"
+    blank = " |" * len(pairs)
+    yield f"| **contract** | |{blank} **{whole} of {len(runs)}** | **{share(seen, faults)}** |"
     used = [f"{b.id} {most_used(runs, b)}" for b in contract.budgets]
     others = [*(b.id for b in contract.budgets), *(x.id for x in contract.limits if x.of_site)]
     alarmed = [f"{name} in {alarms(name)} runs" for name in others if alarms(name)]
@@ -148,10 +140,9 @@ def main() -> None:
     for item in options.runs:
         name, _, folder = item.partition("=")
         contract, pairs = open_contract(name), runs_in(Path(folder))
-        runs = [r for some in pairs.values() for r in some]
         faults = [d for d in planted if not d.curve] if name == "bf16" else []
-        lines += [f"## {contract.id} {contract.version}", "", *healthy_table(pairs, contract), ""]
-        lines += [*errors_table(runs, contract, faults), ""]
+        lines += [f"## {contract.id} {contract.version}", ""]
+        lines += [*limits_table(pairs, contract, faults), ""]
     lines += [*smallest_table(planted), ""]
     options.out.write_text("\n".join(lines))
 
