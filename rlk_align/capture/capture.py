@@ -33,7 +33,7 @@ def capture(
     """The trace of one side: recorded earlier, or captured now, where it is not there already.
 
     `tokens`: the sequences to score; None lets the engine sample them. What an interrupted
-    capture had finished is kept, and this call goes on from there, unless `fresh`.
+    capture had finished is kept, and this call continues from there, unless `fresh`.
     Raises what the worker raised, EngineFailed where it died.
     """
     if isinstance(request, Recording):

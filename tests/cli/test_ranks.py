@@ -219,7 +219,7 @@ def test_a_port_that_is_taken(rollout: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = score(tmp_path, f"fsdp:dp=2,port={port}", rollout).wait()
-    assert_error(done, 3, f"port {port}", "is taken", "leave `port` out")
+    assert_error(done, 3, f"port {port}", "is in use", "leave `port` out")
 
 
 def test_a_torch_without_gloo(rollout: Path, tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_a_device_that_is_not_there(scored: Scored, engine: str) -> None:
 
 def test_an_error_that_all_ranks_raise_is_said_once(scored: Scored) -> None:
     done = scored("megatron:tp=3")
-    assert_error(done, 2, "tp=3: 8 heads cannot be shared by 3 ranks", "tp=1|2|4")
+    assert_error(done, 2, "tp=3: 8 heads cannot be divided among 3 ranks", "tp=1|2|4")
 
 
 @pytest.mark.parametrize(
