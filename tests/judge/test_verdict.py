@@ -455,10 +455,7 @@ def test_a_contract_without_a_limit_on_a_judged_edge_proves_nothing() -> None:
 
 def test_a_limit_that_wants_more_tokens_is_told_and_proves_nothing() -> None:
     quantile = {"metric": "p99_abs_dlogp", "fail": 0.01, "min_tokens": 101}
-    told = (
-        "prefill_vs_train: limits not applied: 1; 100 tokens are too few, up to 101 are "
-        "needed"
-    )
+    told = "prefill_vs_train: limits not applied: 1; 100 tokens are too few, up to 101 are needed"
     beside = judge(comparison(), contract({"metric": "max_abs_dlogp", "fail": 1}, quantile))
     assert code(beside) == 0
     assert any(told in note for note in beside.notes)
