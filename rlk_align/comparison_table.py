@@ -66,7 +66,7 @@ def load_rows(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
             file = pq.ParquetFile(opened, page_checksum_verification=True)
             schema = file.schema_arrow
             if {n: schema.field(n).type for n in schema.names[: len(HEAD)]} != HEAD:
-                raise CorruptTrace(f"{path} has other columns than rows of a comparison")
+                raise CorruptTrace(f"{path} does not have the columns of a comparison's rows")
             return file.read(columns)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise CorruptTrace(f"{path} cannot be read: {one_line(error)}") from error

@@ -72,7 +72,7 @@ class DumpError(UsageError):
 
 
 class ContractError(UsageError):
-    """The contract is missing, malformed, or says nothing of the dtype at hand."""
+    """The contract is missing, malformed, or does not cover the dtype."""
 
 
 class ToolError(RlkError):

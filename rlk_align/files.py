@@ -25,8 +25,8 @@ def read_text(path: Path) -> str:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        reason = "it begins as UTF-16 does" if utf16 else str(error)
+        reason = "it begins like UTF-16" if utf16 else str(error)
         raise ValueError(f"not UTF-8: {reason}; save it as UTF-8") from error
     if "\0" in text:
-        raise ValueError("it holds NUL characters, as UTF-16 does; save it as UTF-8")
+        raise ValueError("it holds NUL characters, like UTF-16; save it as UTF-8")
     return text.replace("\r\n", "\n").replace("\r", "\n")

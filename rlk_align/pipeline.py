@@ -109,7 +109,7 @@ def probe(request: ProbeRequest, run: Run, progress: Progress) -> tuple[Verdict,
         if verdict.comparison.stopped:
             raise BadOption(
                 f"{run.folder}: the precheck stopped the comparison, and there is nothing to probe",
-                "mend what differs, or compare across it with --allow-mismatch",
+                "correct what differs, or compare anyway with --allow-mismatch",
             )
         first = headline(verdict)
         record = Probe(edges=[])

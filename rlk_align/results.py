@@ -116,7 +116,7 @@ class SiteResult(Result):
     @model_validator(mode="after")
     def _within_rows(self) -> Self:
         _check(self.differ <= self.rows, f"{self.site}: more rows differ than there are")
-        _check(self.introduced <= self.differ, f"{self.site}: rows introduced, and equal")
+        _check(self.introduced <= self.differ, f"{self.site}: rows introduced, yet equal")
         _check(self.introduced_valued <= self.introduced, f"{self.site}: values of other rows")
         _check(self.valued_rows <= self.differ, f"{self.site}: values of rows that are equal")
         return self
@@ -207,7 +207,7 @@ class EdgeResult(Result):
     def _of_its_sites(self) -> Self:
         first, names = self.first_bitwise, [s.site for s in self.sites]
         for name in filter(None, [first.site, first.last_equal] if first else []):
-            _check(name in names, f"{self.name}: {name} is none of its sites")
+            _check(name in names, f"{self.name}: {name} is not one of its sites")
         _check(len(set(names)) == len(names), f"{self.name}: a site is named twice")
         _check(self.paired_rows <= self.expected_rows, f"{self.name}: more rows than expected")
         return self
@@ -419,7 +419,7 @@ class Comparison(Result):
     def _whole(self) -> Self:
         _check(len(self.engines) == len(get_args(SideName)), "a side is missing")
         compared = [e.name for e in self.edges]
-        _check(len(set(compared)) == len(compared), "an edge is there twice")
+        _check(len(set(compared)) == len(compared), "an edge occurs twice")
         for name in [] if self.stopped else self.judged:
             _check((name in compared) != (name in self.missing_edges), f"{name}: compared, or not?")
         if self.controls is not None:

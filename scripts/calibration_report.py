@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rlk_align.cli.contract import healthy_run
 from rlk_align.judge.calibrate import HealthyRun
-from rlk_align.judge.contract import STATISTICS, Contract, Limit
+from rlk_align.judge.contract import STATISTICS, Budget, Contract, Limit
 from rlk_align.judge.load import open_contract
 from rlk_align.judge.verdict import judge
 from rlk_align.probe.selftest.record import Detection, SelfTest
@@ -23,26 +23,11 @@ from rlk_align.results import EdgeMetrics
 
 
 def runs_in(folder: Path) -> dict[str, list[HealthyRun]]:
-    """By processor, if the folder has several, and pair of engines: each seed's run."""
+    """Each pair of engines with its runs, of every processor and seed."""
     found = defaultdict(list)
     for sums in sorted(folder.rglob("checksums.json")):
-        name = ", ".join(sums.parent.parent.relative_to(folder).parts)
-        found[name].append(healthy_run(str(sums.parent)))
+        found[sums.parent.parent.name].append(healthy_run(str(sums.parent)))
     return dict(found)
-
-
-def healthy_table(pairs: dict[str, list[HealthyRun]], contract: Contract) -> Iterator[str]:
-    limits = [x for x in contract.limits if not x.of_site]
-    yield "| pair | seeds | tokens | " + " | ".join(x.metric for x in limits) + " | verdicts |"
-    yield "| --- | ---: | ---: |" + " ---: |" * len(limits) + " --- |"
-    for pair, runs in pairs.items():
-        tokens = sum(r.comparison.tokens for r in runs)
-        largest = [max(figures(runs, x), default=0.0) for x in limits]
-        verdicts = [judge(r.comparison, contract) for r in runs]
-        alarms = sum(bool(v.breaches) for v in verdicts)
-        cells = " | ".join(f"{x:.2g}" for x in largest)
-        said = f"{alarms} of {len(runs)} in breach"
-        yield f"| {pair} | {len(runs)} | {tokens:,} | {cells} | {said} |"
 
 
 def figures(runs: Sequence[HealthyRun], limit: Limit) -> list[float]:
@@ -50,41 +35,58 @@ def figures(runs: Sequence[HealthyRun], limit: Limit) -> list[float]:
     return [float(getattr(e.metrics, limit.metric)) for e in edges]
 
 
-def errors_table(
-    runs: Sequence[HealthyRun], contract: Contract, faults: Sequence[Detection]
+def limits_table(
+    pairs: dict[str, list[HealthyRun]], contract: Contract, faults: Sequence[Detection]
 ) -> Iterator[str]:
-    """Of every limit, and of the contract as a whole: false alarms, and faults seen by it alone."""
+    """The limits on tokens: for each pair the largest healthy value, then the false alarms and the
+    faults that the limit alone would stop; and how much of the budgets healthy runs use."""
+    runs = [r for some in pairs.values() for r in some]
     verdicts = [judge(r.comparison, contract) for r in runs]
-    yield "| limit | fails above | largest healthy | false alarms | faults that it sees alone |"
-    yield "| --- | ---: | ---: | ---: | ---: |"
+
+    def alarms(limit_id: str) -> int:
+        return sum(any(b.limit == limit_id for b in v.breaches) for v in verdicts)
+
+    counts = [f"{len(r)} runs, {sum(x.comparison.tokens for x in r):,}" for r in pairs.values()]
+    titles = [f"{pair} ({count} tokens)" for pair, count in zip(pairs, counts, strict=True)]
+    head = " | ".join(titles)
+    yield f"| limit | fails above | {head} | false alarms | faults that it stops alone |"
+    yield "| --- | ---: |" + " ---: |" * len(pairs) + " ---: | ---: |"
     for limit in contract.limits:
-        alarms = sum(any(b.limit == limit.id for b in v.breaches) for v in verdicts)
-        seen, largest, fails = "–", "–", f"{limit.fail:g}"
-        if not limit.of_site:
-            seen = share(sum(breaks(limit, f.metrics) for f in faults), faults)
-            largest = f"{max(figures(runs, limit), default=0.0):.2g}"
+        if limit.of_site:
+            continue
+        seen = share(sum(breaks(limit, f.metrics) for f in faults), faults)
+        largest = " | ".join(f"{max(figures(r, limit), default=0.0):.2g}" for r in pairs.values())
+        fails = f"{limit.fail:g}"
         if limit.tail is not None:
             fails = f"{limit.fail_at(2000):.3g} of 2,000 tokens"
-        yield f"| {limit.id} | {fails} | {largest} | {alarms} of {len(runs)} | {seen} |"
-    for budget in contract.budgets:
-        alarms = sum(any(b.limit == budget.id for b in v.breaches) for v in verdicts)
-        units = [
-            u.errors
-            for r in runs
-            for u in r.comparison.referee
-            if u.op in budget.ops and u.errors is not None
-        ]
-        used = {
-            name: max((abs(getattr(u, name)) for u in units), default=0.0) / getattr(budget, name)
-            for name in STATISTICS
-            if getattr(budget, name)
-        }
-        most = max(used, key=lambda name: used[name])
-        largest = f"{used[most]:.0%} of {most}"
-        yield f"| {budget.id} | its statistics | {largest} | {alarms} of {len(runs)} | – |"
-    alarms = sum(bool(v.breaches) for v in verdicts)
+        yield f"| {limit.id} | {fails} | {largest} | {alarms(limit.id)} | {seen} |"
     seen = sum(f.seen in ("named", "precheck") for f in faults)
-    yield f"| **the whole** | | | **{alarms} of {len(runs)}** | **{share(seen, faults)}** |"
+    whole = sum(bool(v.breaches) for v in verdicts)
+    blank = " |" * len(pairs)
+    yield f"| **contract** | |{blank} **{whole} of {len(runs)}** | **{share(seen, faults)}** |"
+    used = [f"{b.id} {most_used(runs, b)}" for b in contract.budgets]
+    others = [*(b.id for b in contract.budgets), *(x.id for x in contract.limits if x.of_site)]
+    alarmed = [f"{name} in {alarms(name)} runs" for name in others if alarms(name)]
+    yield ""
+    yield f"Largest share of each budget that healthy runs use: {', '.join(used)}."
+    yield f"False alarms of limits on operators: {', '.join(alarmed) or 'none'}."
+
+
+def most_used(runs: Sequence[HealthyRun], budget: Budget) -> str:
+    """The statistic of a budget that healthy runs exhaust most, as `77% of rms`."""
+    units = [
+        u.errors
+        for r in runs
+        for u in r.comparison.referee
+        if u.op in budget.ops and u.errors is not None
+    ]
+    used = {
+        name: max((abs(getattr(u, name)) for u in units), default=0.0) / getattr(budget, name)
+        for name in STATISTICS
+        if getattr(budget, name)
+    }
+    most = max(used, key=lambda name: used[name])
+    return f"{used[most]:.0%} of {most}"
 
 
 def share(seen: int, faults: Sequence[Detection]) -> str:
@@ -138,10 +140,9 @@ def main() -> None:
     for item in options.runs:
         name, _, folder = item.partition("=")
         contract, pairs = open_contract(name), runs_in(Path(folder))
-        runs = [r for some in pairs.values() for r in some]
         faults = [d for d in planted if not d.curve] if name == "bf16" else []
-        lines += [f"## {contract.id} {contract.version}", "", *healthy_table(pairs, contract), ""]
-        lines += [*errors_table(runs, contract, faults), ""]
+        lines += [f"## {contract.id} {contract.version}", ""]
+        lines += [*limits_table(pairs, contract, faults), ""]
     lines += [*smallest_table(planted), ""]
     options.out.write_text("\n".join(lines))
 

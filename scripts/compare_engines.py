@@ -92,36 +92,35 @@ def passes(folder: Path) -> list[dict]:
 
 
 def table(report: dict) -> str:
-    """OUT.md."""
+    """OUT.md; OUT.json has the passes of each capture as well, with their seconds and bytes."""
+    contracts = {f"{c['id']} {c['version']}" for c in _contracts(report["runs"])}
     lines = [
         f"# {report['title']}",
         "",
-        f"{report['machine']}. Command: `{report['command']}`",
+        f"{report['machine']}. Contract: {', '.join(sorted(contracts))}.",
         "",
-        f"Differences are those of `{EDGE}`; introducers are operators with bit-equal inputs and "
-        "other outputs, with the rows in which they are. Memory: the parent, and the largest "
-        "process of an engine.",
+        "```",
+        report["command"],
+        "```",
         "",
-        "| rollout | train | verdict | rows paired | max abs Δ | mean abs Δ | first introducer "
-        "| introducers (rows) | wall | trace | memory |",
-        "| --- | --- | --- | ---: | ---: | ---: | --- | --- | ---: | ---: | ---: |",
+        f"Differences are those of `{EDGE}`. An introducer is an operator with equal inputs and "
+        "other outputs, with the number of rows. Memory: the parent, and the largest process of "
+        "an engine.",
+        "",
+        "| rollout | train | verdict | rows paired | max, mean abs Δ | first introducer "
+        "| introducers (rows) | wall, trace, memory |",
+        "| --- | --- | --- | ---: | ---: | --- | --- | ---: |",
     ]
     for r in report["runs"]:
         if "verdict" not in r:
-            lines.append(f"| {r['rollout']} | {r['train']} | exit {r['exit']} |" + " |" * 8)
+            lines.append(f"| {r['rollout']} | {r['train']} | exit {r['exit']} |" + " |" * 5)
             continue
         lines.append("| " + " | ".join(_cells(r)) + " |")
-    lines += ["", "| capture | pass | seconds | trace |", "| --- | --- | ---: | ---: |"]
-    seen = set()
-    for r in report["runs"]:
-        for role, records in r.get("captures", {}).items():
-            if r[role] in seen:
-                continue
-            seen.add(r[role])
-            for p in records:
-                size = f"{p['bytes'] / 1e6:,.0f} MB"
-                lines.append(f"| {r[role]} | {p['pass']} | {p['seconds']:.1f} | {size} |")
     return "\n".join([*lines, ""])
+
+
+def _contracts(runs: list[dict]) -> list[dict]:
+    return [r["verdict"]["contract"] for r in runs if "verdict" in r]
 
 
 def _cells(r: dict) -> list[str]:
@@ -136,12 +135,11 @@ def _cells(r: dict) -> list[str]:
         r["train"],
         v["status"] + (f" ({breached})" if breached else ""),
         f"{coverage['paired']:,} of {coverage['expected']:,}" if coverage else "",
-        *(f"{edge[k]:.2g}" if edge else "" for k in ("max_abs_dlogp", "mean_abs_dlogp")),
+        ", ".join(f"{edge[k]:.2g}" for k in ("max_abs_dlogp", "mean_abs_dlogp")) if edge else "",
         first["site"] if first else "none",
         ", ".join(f"{op} {rows:,}" for op, rows in r["introducers"].items()),
-        f"{r['seconds']:.0f} s",
-        f"{size / 1e9:.2f} GB",
-        " / ".join(f"{m / 1e9:.1f} GB" for m in memory),
+        f"{r['seconds']:.0f} s, {size / 1e9:.2f} GB, "
+        + " / ".join(f"{m / 1e9:.1f} GB" for m in memory),
     ]
 
 

@@ -62,23 +62,47 @@ def healthy_table(found: dict[str, dict[str, Answers]]) -> str:
 
 
 def fault_table(faults: dict[str, dict[str, Any]]) -> str:
-    """How often each fault is named at its greatest strength, and at which it is always named."""
+    """By diagnosis: the faults that it names in every run, at their greatest strength and in each
+    size, with the smallest strength that it always names; then a table of the others."""
+    always: dict[str, list[str]] = {}
     rows = []
     for name, fault in faults.items():
         wanted, strengths = fault["diagnosis"], fault["strengths"]
-        named = [x for x, answers in strengths.items() if answers[wanted] == SEEDS]
-        curve = f"{named[0] if named else 'none'} of {', '.join(strengths)}"
-        cells = [cell(answers, wanted) for answers in fault["sizes"].values()]
-        rows.append([name, wanted, *cells, curve if len(strengths) > 1 else "–"])
-    return markdown(["fault", "diagnosis", *(f"{s:,}" for s in SIZES), "smallest named"], rows)
+        answers = [Answers(a) for a in fault["sizes"].values()]
+        named = [x for x, a in strengths.items() if a.get(wanted) == SEEDS]
+        smallest = (named[0] if named else "none") if len(strengths) > 1 else "–"
+        if all(a[wanted] == a.total() for a in answers):
+            shown = name if smallest == "–" else f"{name} ({smallest})"
+            always.setdefault(wanted, []).append(shown)
+        else:
+            rows.append([name, wanted, ", ".join(cell(a, wanted) for a in answers), smallest])
+    items = "".join(f"- `{d}`: {', '.join(names)}\n" for d, names in always.items())
+    sizes = ", ".join(f"{s:,}" for s in SIZES)
+    head = ["fault", "diagnosis", f"named at {sizes} tokens", "smallest"]
+    return f"{items}\n{markdown(head, rows)}"
+
+
+def recorded_table(record: dict[str, Any], names: list[str]) -> str:
+    """By recording: healthy runs, and the faults that did not always get their own name."""
+    rows = [["healthy"]]
+    for name in names:
+        sound = Answers(record[name]["healthy"])
+        rows[0].append(f"{cell(sound, 'numerics')} of {sound.total()}")
+    for fault, first in record[names[0]]["faults"].items():
+        answers = [Answers(record[name]["faults"][fault]["answers"]) for name in names]
+        wanted = first["diagnosis"]
+        if any(a[wanted] < a.total() for a in answers):
+            rows.append([f"{fault} (`{wanted}`)", *(cell(a, wanted) for a in answers)])
+    others = len(record[names[0]]["faults"]) - len(rows) + 1
+    return markdown(["", *names], rows) + f"\nAll {others} others always got their own name.\n"
 
 
 def missed_table(found: dict[str, dict[str, Any]]) -> str:
     """The faults that did not always get their own name."""
     rows = [
-        [name, fault["diagnosis"], cell(fault["answers"], fault["diagnosis"])]
+        [name, fault["diagnosis"], cell(answers, fault["diagnosis"])]
         for name, fault in found.items()
-        if fault["answers"][fault["diagnosis"]] < fault["answers"].total()
+        if (answers := Answers(fault["answers"]))[fault["diagnosis"]] < answers.total()
     ]
     said = f"All {len(found) - len(rows)} others of {len(found)} always got their own name.\n"
     return markdown(["fault", "diagnosis", "named"], rows) + "\n" + said
@@ -179,10 +203,9 @@ def main() -> None:
     record["less"] = sweep.less()
     print(f"### Dumps that say less, {CURVE:,} tokens\n\n" + missed_table(record["less"]))
     for folder in asked.recorded:
-        record[folder.name] = found = sweep.recorded(folder)
-        sound: Answers = found["healthy"]
-        print(f"### {folder.name}: healthy {cell(sound, 'numerics')} of {sound.total()}\n")
-        print(missed_table(found["faults"]), flush=True)
+        record[folder.name] = sweep.recorded(folder)
+    if names := [folder.name for folder in asked.recorded]:
+        print("### Noise of real engines\n\n" + recorded_table(record, names), flush=True)
     record["seconds"] = round(time.monotonic() - started)
     asked.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 

@@ -108,7 +108,7 @@ def load(
     Raises ValueError where none was saved, or the run was made with other settings."""
     path = folder / STATE
     if not path.exists():
-        raise ValueError(f"{path} is not there: nothing was saved to resume; leave --resume out")
+        raise ValueError(f"{path} does not exist: nothing was saved to resume; leave --resume out")
     with safe_open(path, "pt") as file:
         about, names = json.loads(file.metadata()["about"]), list(file.keys())
         before = about["settings"]

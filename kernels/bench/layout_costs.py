@@ -110,92 +110,84 @@ def _row(*cells: object) -> str:
 
 
 def bytes_table() -> Iterator[str]:
-    yield _row("model", "tp", "all-reduce, KB a token", "gathers, KB a token", "ratio", "waits")
-    yield _row("---", "---:", "---:", "---:", "---:", "---")
+    yield _row("model", "tp", "all-reduces", "gathers", "ratio")
+    yield _row("---", "---:", "---:", "---:", "---:")
     for model in MODELS:
         for ranks in (2, 4, 8):
             products = [(k, model.hidden) for k in (model.heads, model.inner)]
             a = sum(reduced(n, ranks) for _, n in products) / 1e3
             b = sum(gathered(k, n, ranks) for k, n in products) / 1e3
-            yield _row(model.name, ranks, f"{a:.1f}", f"{b:.1f}", f"{b / a:.2f}", "2 and 4")
+            yield _row(model.name, ranks, f"{a:.1f}", f"{b:.1f}", f"{b / a:.2f}")
 
 
 def times_table(cases: list[tuple[Link, int]]) -> Iterator[str]:
-    yield _row(
-        "model", "tp", "link", "rows", "all-reduces", "gathers", "products", "slower by at most"
-    )
-    yield _row("---", "---:", "---", "---:", "---:", "---:", "---:", "---:")
+    rows = (*BATCHES, PREFILL)
+    yield _row("model", "tp", "link", *(f"{n:,} row{'s' * (n > 1)}" for n in rows))
+    yield _row("---", "---:", "---", *("---:" for _ in rows))
     for model in MODELS:
         for link, ranks in cases:
-            for rows in (*BATCHES, PREFILL):
-                if link is PEER and rows == PREFILL:
-                    continue
-                a, b = times(model, rows, ranks, link)
-                c = layer_us(model, rows, ranks)
-                slower = (b + c) / (a + c) - 1
-                yield _row(
-                    model.name, ranks, link.name, f"{rows:,}", f"{a:.0f}", f"{b:.0f}", f"{c:.0f}",
-                    f"{100 * slower:+.0f} %",
-                )  # fmt: skip
+            served = [n for n in rows if link is not PEER or n < PREFILL]
+            cells = [_time(model, n, ranks, link) for n in served]
+            yield _row(model.name, ranks, link.name, *cells, *[""] * (len(rows) - len(cells)))
+
+
+def _time(model: Model, rows: int, ranks: int, link: Link) -> str:
+    reduces, gathers = times(model, rows, ranks, link)
+    products = layer_us(model, rows, ranks)
+    slower = (gathers + products) / (reduces + products) - 1
+    return f"{reduces:.0f}, {gathers:.0f}, {products:.0f}: {100 * slower:+.0f} %"
 
 
 PAGE = """# What a layout costs, on paper
 
-**Nothing on this page is measured**: it is what `python kernels/bench/layout_costs.py` computes from formulas, for bf16.
-Measured are [vLLM on two GPUs](fix-path.md#vllm-on-two-gpus) and [the gather by stores](peer-gather.md).
+**Nothing on this page is measured.** `python kernels/bench/layout_costs.py` computes it from formulas, for bf16. Measurements:
+[vLLM on two GPUs](fix-path.md#two-gpus), [the gather by stores](peer-gather.md).
 
-Of each row-parallel product (o_proj, down_proj; y[M, N] of x[M, K], R ranks) an engine adds up partial sums by one all-reduce.
-With the kernels the input is gathered, and the output is: copies, so that the bits are those of one rank.
+For each row-parallel product (o_proj, down_proj; y[M, N] of x[M, K], R ranks) an engine sums partial results in one all-reduce. The kernels gather
+the input and then the output instead: copies, so that the bits are those of one rank.
 
-| | bytes a rank receives, a row | waits a product |
+| | bytes a rank receives, per row | waits per product |
 | --- | --- | ---: |
 | all-reduce (ring; or reduce-scatter and all-gather of sequence parallel) | 2 (R − 1)/R · 2N | 1 |
 | gathers | (R − 1)/R · (2K + 2N) | 2 |
 | gathers, sequence parallel (y goes to the owner of its rows; the next input is gathered) | (R − 1)/R · (2K + 2N/R + 2N) | 3, an engine's 2 |
-| two nodes of 8, all-reduce: each network card adds up its eighth | 2N/8 | 1 |
+| two nodes of 8, all-reduce: each network card sums its eighth | 2N/8 | 1 |
 | two nodes of 8, gathers: each network card brings an eighth of the other half | (2K + 2N)/2/8 | 2 |
 
-No call has the host wait: a collective of NCCL, and the gather by stores, wait on the device, in CUDA graphs too.
-Megatron also exchanges the weights of o_proj and down_proj once a forward: (R − 1)/R · 2KN/R bytes a rank for each product, whatever the batch.
+The waits are on the device, in CUDA graphs too; the host never waits. Megatron also exchanges the weights of o_proj and down_proj once a forward:
+(R − 1)/R · 2KN/R bytes per rank and product, whatever the batch.
 
 ## Bytes
 
-A layer's two products, each token:
+A layer's two products, KB per token, in 4 waits instead of 2:
 
 {bytes}
 
 ## Microseconds
 
 A layer's two products: latency + bytes / bandwidth. **Assumed**: NVLink 360 GB/s a direction (of 450), a collective of NCCL 15 µs; by stores
-(decode) an engine's own all-reduce 6 µs and our gather 5 µs; between nodes 40 GB/s a GPU (a card of 400 Gbit/s), an all-reduce 40 µs and a gather 30 µs. "Products" is the
-time of all of the layer's products on a rank, at 600 TFLOP/s or 3.0 TB/s of weights, whichever is longer; nothing is overlapped, and
-attention is left out, so that the last column, (gathers + products) against (all-reduces + products), is the most that it can be.
+(decode) an engine's own all-reduce 6 µs and our gather 5 µs; between nodes 40 GB/s a GPU (a card of 400 Gbit/s), an all-reduce 40 µs and a gather
+30 µs; the layer's products on a rank at 600 TFLOP/s or 3.0 TB/s of weights, whichever takes longer. A cell holds all-reduces, gathers, products, and by
+how much (gathers + products) exceeds (all-reduces + products): an upper bound, because nothing overlaps and attention is left out.
 
-### NVLink
-
-{nvlink}
-
-### Two nodes, tp=16
-
-{nodes}
+{times}
 
 ## What follows
 
-- In decode latency decides: a layer waits four times where an engine waits twice. That is dear with NCCL, and at tp=8, where little else
-  is left to do; by stores it is some microseconds a layer.
-- In prefill bytes decide: K of down_proj is 3 to 5 times N, and the gather of its input is what costs.
-- Over two nodes a card brings half of what the ranks of the other node have, where an all-reduce exchanges sums: (K + N)/2 against N, so
-  o_proj costs the same where K = N, and down_proj 2 to 3 times.
-- At tp=1, and in FSDP, nothing is gathered and nothing costs.
+- In decode latency decides: four waits a layer instead of two. That is expensive with NCCL, and at tp=8, where little other work is left; by stores it is a few
+  microseconds a layer.
+- In prefill bytes decide: K of down_proj is 3 to 5 times N, and gathering its input dominates.
+- Across two nodes a card brings half of what the other node's ranks have, where an all-reduce exchanges sums: (K + N)/2 against N. o_proj costs the
+  same where K = N, and down_proj 2 to 3 times as much.
+- At tp=1 and in FSDP nothing is gathered.
 """
 
 
 def page() -> str:
-    nvlink = [(NCCL, 2), (PEER, 2), (NCCL, 8), (PEER, 8)]
+    cases = [(NCCL, 2), (PEER, 2), (NCCL, 8), (PEER, 8), (NODES, 16)]
     return PAGE.format(
         bytes="\n".join(bytes_table()),
-        nvlink="\n".join(times_table(nvlink)),
-        nodes="\n".join(times_table([(NODES, 16)])),
+        times="\n".join(times_table(cases)),
     )
 
 

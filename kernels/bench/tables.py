@@ -13,45 +13,28 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def linear(record: dict) -> list[str]:
+    """One line a weight; the record has the microseconds of each M."""
     data = record["linear"]
-    rows = sorted({r["m"] for r in data})
     ratios = [r["ratio"] for r in data]
-    worst = min(data, key=lambda r: r["ratio"])
+    small, large = ([r for r in data if (r["m"] <= 64) is few] for few in (True, False))
     lines = [
-        f"bf16, CUDA graph replay. Ratio = time of cuBLAS / time of `linear`: geometric mean "
-        f"**{geomean(ratios):.3f}** over {len(ratios)} shapes, lowest {worst['ratio']:.2f} at "
-        f"M={worst['m']}, N={worst['n']}, K={worst['k']}; for M <= 64 "
-        f"{geomean([r['ratio'] for r in data if r['m'] <= 64]):.3f}. Against cuBLASLt with 1 KiB "
-        f"of workspace: {geomean([r['ratio_starved'] for r in data]):.3f}.",
-        "",
-        "## Ratio to cuBLAS",
+        f"bf16, CUDA graph replay, M = 1, 2, 4 ... 8192. Ratio = time of cuBLAS / time of "
+        f"`linear`: geometric mean **{geomean(ratios):.3f}** over {len(ratios)} shapes, lowest "
+        f"{min(ratios):.2f}; for M <= 64 {geomean([r['ratio'] for r in small]):.3f}. Against "
+        f"cuBLASLt with 1 KiB of workspace: {geomean([r['ratio_starved'] for r in data]):.3f}. "
+        "Batch-invariant: the bits of the first rows are the same for every M.",
         "",
     ]
-    shapes = list(dict.fromkeys((r["n"], r["k"]) for r in data))
-    by = {(r["n"], r["k"], r["m"]): r for r in data}
-    lines += table(
-        ["N x K", *[f"M={m}" for m in rows]],
-        [[f"{n} x {k}", *[f"{by[n, k, m]['ratio']:.2f}" for m in rows]] for n, k in shapes],
-    )
-    lines += ["## Microseconds (share of the ceiling)", ""]
-    lines += table(
-        ["N x K", *[f"M={m}" for m in rows]],
-        [
-            [f"{n} x {k}"]
-            + [f"{by[n, k, m]['us']['rlk']:.1f} ({by[n, k, m]['ceiling_share']:.2f})" for m in rows]
-            for n, k in shapes
-        ],
-    )
-    lines += ["## Batch-invariant over M = 1 ... 8192 (bits of the first rows)", ""]
-    names = {"rlk": "linear", "cublas": "cuBLAS", "starved": "cuBLASLt, 1 KiB workspace"}
-    lines += table(
-        ["N x K", *names.values()],
-        [
-            [f"{n} x {k}", *["yes" if by[n, k, 1]["invariant"][i] else "no" for i in names]]
-            for n, k in shapes
-        ],
-    )
-    return lines
+    names = {"rlk": "linear", "cublas": "cuBLAS", "starved": "cuBLASLt, 1 KiB"}
+    rows = []
+    for n, k in dict.fromkeys((r["n"], r["k"]) for r in data):
+        few, many = ([r for r in of if (r["n"], r["k"]) == (n, k)] for of in (small, large))
+        lowest = min(few + many, key=lambda r: r["ratio"])
+        means = [f"{geomean([r['ratio'] for r in of]):.2f}" for of in (few, many)]
+        kept = ["yes" if few[0]["invariant"][name] else "no" for name in names]
+        rows.append([f"{n} x {k}", *means, f"{lowest['ratio']:.2f} (M={lowest['m']})", *kept])
+    head = ["N x K", "M <= 64", "M > 64", "lowest"]
+    return lines + table([*head, *(f"{x} batch-invariant" for x in names.values())], rows)
 
 
 def products(record: dict) -> list[str]:
@@ -92,36 +75,29 @@ def _cell(values: dict, name: str, digits: int = 0) -> str:
 
 
 def attention(record: dict) -> list[str]:
-    lines = ["## Prefill, causal, bf16 (TFLOP/s; forward+backward counted as 3.5 x forward)", ""]
+    lines = ["## Prefill, causal, bf16, TFLOP/s", ""]
     lines += table(
-        ["model", "sequences x tokens", "rlk", "cuDNN", "FlashAttention-2", "FlashAttention-3",
-         "rlk / best", "rlk f+b", "cuDNN f+b", "FlashAttention-2 f+b"],
+        ["model", "sequences x tokens", "rlk", "cuDNN", "FlashAttention-3", "rlk / best"],
         [
             [r["model"], f"{r['batch']} x {r['tokens']}"]
-            + [_cell(r["tflops"], i) for i in ("rlk", "cudnn", "flash2", "flash3")]
+            + [_cell(r["tflops"], i) for i in ("rlk", "cudnn", "flash3")]
             + [f"{r['ratio']:.2f}"]
-            + [_cell(r["tflops_forward_backward"], i) for i in ("rlk", "cudnn", "flash2")]
             for r in record["prefill"]
         ],
-    )  # fmt: skip
-    without = [
-        r["tflops"]["rlk"] / max(r["tflops"][i] for i in ("cudnn", "flash2"))
-        for r in record["prefill"]
-    ]
+    )
     lines += [
-        f"Geometric mean of rlk / best: {geomean([r['ratio'] for r in record['prefill']]):.3f}; "
-        f"of rlk / best of torch's own: {geomean(without):.3f}.",
+        f"Geometric mean of rlk / best: {geomean([r['ratio'] for r in record['prefill']]):.3f}.",
         "",
-        "## Decode over a paged cache (blocks of 16; cuDNN and FlashAttention-2 read a dense one)",
+        "## Decode over a paged cache (blocks of 16; cuDNN reads a dense one), microseconds",
         "",
     ]
     lines += table(
-        ["model", "sequences x context", "rlk us", "share of copy bandwidth", "cuDNN us",
-         "FlashAttention-2 us", "FlashAttention-3 us"],
+        ["model", "sequences x context", "rlk (share of copy bandwidth)", "cuDNN",
+         "FlashAttention-3"],
         [
-            [r["model"], f"{r['batch']} x {r['context']}", f"{r['us']['rlk']:.1f}",
-             f"{r['bandwidth_share']:.2f}"]
-            + [_cell(r["us"], i, 1) for i in ("cudnn", "flash2", "flash3")]
+            [r["model"], f"{r['batch']} x {r['context']}"]
+            + [f"{r['us']['rlk']:.1f} ({r['bandwidth_share']:.2f})"]
+            + [_cell(r["us"], i, 1) for i in ("cudnn", "flash3")]
             for r in record["decode"]
         ],
     )  # fmt: skip
@@ -129,16 +105,22 @@ def attention(record: dict) -> list[str]:
 
 
 def rows(record: dict) -> list[str]:
-    lines = ["bf16, CUDA graph replay, microseconds; share = of the copy bandwidth.", ""]
-    keys = ("rlk", "eager", "compiled", "liger")
-    lines += table(
-        ["operator", "M", "rlk", "share", "torch eager", "torch compiled", "Liger"],
-        [
-            [r["op"], str(r["m"]), f"{r['us']['rlk']:.1f}", f"{r['bandwidth_share']:.2f}"]
-            + [_cell(r["us"], i, 1) for i in keys[1:]]
-            for r in record["rows"]
-        ],
-    )
+    """One line an operator; the record has its other row counts and torch in eager mode."""
+    shown = sorted({r["m"] for r in record["rows"] if r["m"] != 64})
+    lines = [
+        "bf16, CUDA graph replay, microseconds: rlk (share of the copy bandwidth), Liger, and "
+        f"torch compiled (at M = {shown[-1]}). `logp` has at most 2048 rows.",
+        "",
+    ]
+    by: dict[str, list[str]] = {}
+    for r in record["rows"]:
+        if r["m"] in shown:
+            rivals = [_cell(r["us"], "liger", 1)]
+            if r["m"] == shown[-1]:
+                rivals.append(_cell(r["us"], "compiled", 1))
+            mine = f"{r['us']['rlk']:.1f} ({r['bandwidth_share']:.2f})"
+            by.setdefault(r["op"].partition(" (")[0], []).append(", ".join([mine, *rivals]))
+    lines += table(["operator", *(f"M = {m}" for m in shown)], [[op, *x] for op, x in by.items()])
     big = [r["bandwidth_share"] for r in record["rows"] if r["m"] >= 8192]
     lines += [f"Geometric mean of the share at M = 8192: {geomean(big):.3f}.", ""]
     return lines
@@ -146,29 +128,29 @@ def rows(record: dict) -> list[str]:
 
 def decode(record: dict) -> list[str]:
     """Decode in wide tables, and batches as an engine has them."""
-    widths = [0, 8192, 40960, 131072]
     lines = [
-        "Heads 32/8 of 128, blocks of 16, bf16, CUDA graph replay over rotated caches,",
-        "microseconds; share = of the copy bandwidth, scratch = MiB held beyond the results.",
-        "Given: with a list that was made before (`paged_schedule`), where a call makes one.",
+        "Heads 32/8 of 128, blocks of 16, bf16, CUDA graph replay over rotated caches, "
+        "microseconds. Share: of the copy bandwidth. Most / own: the slowest of tables for 8,192, "
+        "40,960 and 131,072 tokens against the sequence's own. Given: with a list that was made "
+        "before (`paged_schedule`), where a call makes one. Scratch: MiB held beyond the results.",
         "",
-        "## By the block table's width in tokens",
+        "## By the block table's width",
         "",
     ]
+    rows = []
+    for r in record["widths"]:
+        us, given = ({int(w): x for w, x in r[name].items()} for name in ("us", "given_us"))
+        scratch = max(r["scratch_mib"].values())
+        rows.append(
+            [f"{r['batch']} x {r['context']}", f"{us[0]:.1f} ({r['bandwidth_share']:.2f})"]
+            + [f"{us[131072]:.1f}" if 131072 in us else "", f"{max(us.values()) / us[0]:.2f}"]
+            + [f"{given[w]:.1f}" if w in given else "" for w in (0, 131072)]
+            + [f"{scratch:.0f}"]
+        )
     lines += table(
-        ["sequences x context", "its own", "share", "8,192", "40,960", "131,072", "most / own",
-         "given, its own", "given, 131,072", "scratch, own ... widest"],
-        [
-            [f"{r['batch']} x {r['context']}", f"{us[0]:.1f}", f"{r['bandwidth_share']:.2f}"]
-            + [f"{us[w]:.1f}" if w in us else "" for w in widths[1:]]
-            + [f"{max(us.values()) / us[0]:.2f}"]
-            + [f"{given_us[w]:.1f}" if w in given_us else "" for w in (0, 131072)]
-            + [f"{min(r['scratch_mib'].values()):.1f} ... {max(r['scratch_mib'].values()):.1f}"]
-            for r in record["widths"]
-            for us, given_us in [
-                [{int(w): x for w, x in r[name].items()} for name in ("us", "given_us")]
-            ]
-        ],
+        ["sequences x context", "its own (share)", "131,072", "most / own", "given, its own",
+         "given, 131,072", "scratch"],
+        rows,
     )  # fmt: skip
     lines += ["## Batches, in tables for 131,072 tokens", ""]
     lines += table(

@@ -14,7 +14,7 @@ def open_runs(run: str, later: str | None, recompute: bool) -> tuple[Run, Run | 
     """The runs to be judged. Raises BadOption where they are two that are to be recomputed, and
     what `Run.open` raises."""
     if later is not None and recompute:
-        raise BadOption("--recompute is for one run", "gate each of them with it first")
+        raise BadOption("--recompute takes one run", "gate each of them with it first")
     return Run.open(run), None if later is None else Run.open(later)
 
 
@@ -45,7 +45,7 @@ def _recomputed(run: Run, progress: Progress, warn: Warn) -> Comparison:
     comparison = recompute(run, progress)
     try:
         if run.comparison.model_dump_json() != comparison.model_dump_json():
-            warn("comparison.json says otherwise than its captures; they are judged")
+            warn("comparison.json disagrees with its captures; the captures are judged")
     except CorruptTrace as error:
         warn(f"{error.message}; the captures are judged")
     return comparison

@@ -120,9 +120,9 @@ def side(text: str, kernels: str | None) -> Side:
 def check_sampling(max_new_tokens: int, seed: int) -> None:
     """Raises BadOption for numbers that nothing can be sampled by."""
     if max_new_tokens < 1:
-        raise BadOption(f"--max-new-tokens {max_new_tokens}: 1 or more is wanted")
+        raise BadOption(f"--max-new-tokens {max_new_tokens}: must be 1 or more")
     if seed < 0:
-        raise BadOption(f"--seed {seed}: 0 or more is wanted")
+        raise BadOption(f"--seed {seed}: must be 0 or more")
 
 
 def check_kernels(wanted: str | None) -> None:
@@ -130,7 +130,8 @@ def check_kernels(wanted: str | None) -> None:
     if wanted not in (None, "rlk", "off"):
         raise BadOption(
             f"--kernels {wanted!r} is unknown",
-            "choose rlk or off; operators are left in a spec, as in vllm:kernels=rlk,except=attn",
+            "choose rlk or off; a spec leaves operators to the engine: "
+            "vllm:kernels=rlk,except=attn",
         )
 
 
@@ -155,7 +156,7 @@ def parse_size(text: str) -> int:
     number, unit = r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)", r"(?:([KMGT])(i?))?B?"
     match = re.fullmatch(rf"{number}\s*{unit}", text, re.IGNORECASE)
     if not match or not 0 < float(match[1]) < 1e30:
-        raise BadOption(f"--trace-budget {text!r}: a size is wanted", "for example 8GB or 500MB")
+        raise BadOption(f"--trace-budget {text!r}: not a size", "for example 8GB or 500MB")
     power = " KMGT".index((match[2] or " ").upper())
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
@@ -166,7 +167,7 @@ def parse_layers(text: str | None) -> tuple[int, int] | None:
         return None
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     if not match or int(match[2] or match[1]) < int(match[1]):
-        raise BadOption(f"--layers {text!r}: A-B is wanted", "for example 0-3")
+        raise BadOption(f"--layers {text!r}: not of the form A-B", "for example 0-3")
     return int(match[1]), int(match[2] or match[1])
 
 

@@ -149,8 +149,8 @@ def _sides(pair: Pair, runs: Sequence[str]) -> dict[SideName, Side]:
     # What a capture is asked for: given here, it would be left out of account.
     if len(runs) != 2 or pair.gives("layers", "sites"):
         raise BadOption(
-            "two runs are compared as they are: RUN_A RUN_B, without engines, model, prompts, "
-            "and whatever else a capture is asked for"
+            "two runs are compared as they are: give RUN_A RUN_B without engines, model, prompts "
+            "or other options of a capture"
         )
     return {"rollout": Recording(runs[0]), "train": Recording(runs[1])}
 
@@ -188,7 +188,7 @@ def _recorded(sides: Mapping[SideName, Side], run: Run) -> dict[SideName, Path]:
             source = recording.open()
             if source.folder.resolve() == run.folder.resolve():
                 raise BadOption(
-                    f"{run.folder} is one of the runs to be compared, and would be written over",
+                    f"{run.folder} is one of the runs to be compared, and would be overwritten",
                     "name another --run-dir",
                 )
             traces[side] = source.capture_folder(side)

@@ -163,7 +163,7 @@ def _engines(rescoring: Rescoring) -> tuple[dict[SideName, EngineSpec], float | 
         spec = options.side(text, rescoring.kernels)
         if isinstance(spec, Recording):
             raise BadOption(
-                f"--{side} {text}: a recording holds ids of its own, and --tokens has others",
+                f"--{side} {text}: a recording has its own ids, and --tokens gives others",
                 "name an engine",
             )
         chosen = dict(spec.options)

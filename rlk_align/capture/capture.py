@@ -33,7 +33,7 @@ def capture(
     """The trace of one side: recorded earlier, or captured now, where it is not there already.
 
     `tokens`: the sequences to score; None lets the engine sample them. What an interrupted
-    capture had finished is kept, and this call goes on from there, unless `fresh`.
+    capture had finished is kept, and this call continues from there, unless `fresh`.
     Raises what the worker raised, EngineFailed where it died.
     """
     if isinstance(request, Recording):
@@ -48,7 +48,7 @@ def capture(
     finished = passes_in(folder)
     missing = tuple(p for p in job.passes if p not in finished)
     if not missing:
-        progress(f"the {role} capture is there already, and is taken as it is", 0, 0)
+        progress(f"the {role} capture already exists and is used as it is", 0, 0)
     else:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)

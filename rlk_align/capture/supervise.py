@@ -44,7 +44,7 @@ def run_worker(job: Job, progress: Progress) -> None:
         raise failed(f"the worker of {job.engine} {death(worker.returncode)}", log)
     for done in (job, *job.then):
         if not set(done.passes) <= set(passes_in(done.folder)):
-            what = f"the worker of {done.engine} ended before its passes were finished"
+            what = f"the worker of {done.engine} ended before it finished its passes"
             raise failed(what, log, "does the engine, or its patch, end the process?")
 
 
@@ -139,7 +139,7 @@ def _check_moving(job: Job, seconds: float) -> None:
     if held_up:
         what = "; ".join(map(_standing, held_up))
         raise failed(
-            f"{job.engine} has stood still for {job.timeout:g} s: {what}",
+            f"{job.engine} has made no progress for {job.timeout:g} s: {what}",
             _log_of(job.folder, held_up[0].name),
             longer,
             held_up[0].pid,

@@ -25,7 +25,7 @@ def compare(
         list[str] | None,
         typer.Argument(
             metavar="[RUN_A RUN_B]",
-            help="Two captures made earlier, to compare; or one imported run, of both sides.",
+            help="Two captures made earlier, or one imported run, which holds both sides.",
         ),
     ] = None,
     *,
@@ -55,22 +55,24 @@ def compare(
         str | None,
         typer.Option(
             metavar="DUMP",
-            help="Score the ids of an imported run, or of a framework's dump, again.",
+            help="Score again the ids of an imported run or of a framework's dump.",
             show_default="sample",
         ),
     ] = None,
     sequences: Annotated[
         int,
         typer.Option(
-            metavar="N", min=1, help="Of --tokens: half of N the worst, half drawn by --seed."
+            metavar="N",
+            min=1,
+            help="How many sequences of --tokens to score: the worst N/2, and N/2 drawn by --seed.",
         ),
     ] = 64,
 ) -> None:
     """Load one model into both engines, score the same tokens, compare every operator.
 
-    With --tokens, --rollout, --train or both score the token ids of a training run
-    again, and its mismatch is split into decode, the engines' kernels and the trainer.
-    An imported run alone is judged as `explain` does.
+    With --tokens, the engines of --rollout, --train or both score the token ids of a training
+    run again, and its mismatch is split into decode, the engines' kernels and the trainer.
+    An imported run alone is judged as `explain` judges it.
     """
     if tokens is not None:
         given = locals() | {"runs": runs or []}

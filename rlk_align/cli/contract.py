@@ -45,13 +45,14 @@ def check(contract: ContractArgument) -> None:
     if findings:
         sys.exit(EXIT_FAIL)
     count = f"{len(opened.limits)} limits, {len(opened.budgets)} budgets"
-    print(printable(f"{opened.id} {opened.version}: {count}, nothing to say against them"))
+    print(printable(f"{opened.id} {opened.version}: {count}, no finding"))
 
 
 @app.command()
 def diff(before: ContractArgument, after: ContractArgument) -> None:
-    """What the second allows that the first does not: exit code 1 on any loosening, and where the
-    version does not tell of it."""
+    """List what the second contract allows and the first does not.
+
+    The exit code is 1 on any loosening, and if the version does not announce it."""
     old, new = open_contract(before), open_contract(after)
     all_changes = changes(old, new)
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
@@ -77,16 +78,18 @@ def schema() -> None:
 
 @app.command()
 def calibrate(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Compared, healthy runs.")],
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="Healthy runs that were compared.")
+    ],
     base: Annotated[
-        str, typer.Option(metavar="C", help="The contract whose limits are proposed anew.")
+        str, typer.Option(metavar="C", help="The contract for which new limits are proposed.")
     ],
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--out", metavar="PATH", help="Write the proposal as TOML there."),
+        typer.Option("-o", "--out", metavar="PATH", help="Write the proposal to this TOML file."),
     ] = None,
 ) -> None:
-    """Propose limits from repeated healthy runs, several seeds of each pair of engines."""
+    """Propose limits from repeated healthy runs: several seeds of each pair of engines."""
     from rlk_align.judge.calibrate import calibrated, proposal_lines
 
     if output is not None and os.environ.get("CI"):

@@ -101,7 +101,7 @@ def _warnings() -> list[str]:
                 beside.append(name)
     if beside:
         warnings.append(
-            f"{', '.join(beside)}: built for another torch than the CPU build here, which breaks "
-            f"`import transformers`: pip uninstall {' '.join(beside)}"
+            f"{', '.join(beside)}: not built for this CPU build of torch, which breaks `import "
+            f"transformers`: pip uninstall {' '.join(beside)}"
         )
     return warnings

@@ -17,11 +17,11 @@ def explain(
     contract: options.RunContractName = RUN_CONTRACT,
     output: options.ExplainedOutput = None,
 ) -> NoReturn:
-    """Say what kind of mismatch a run has, from its log-probs alone.
+    """Name the kind of mismatch that a run has, from its log-probs alone.
 
-    Nineteen kinds are told apart, from a mask that is one off to weights that
-    were never synced; the first that holds is the verdict. The exit code is the
-    gate: 0 for ordinary numerics, 1 for a mismatch, 4 where nothing can be
+    Nineteen kinds are distinguished, from a mask that is off by one to weights that
+    were never synced; the first that applies is the verdict. The exit code is the
+    gate: 0 for ordinary numerics, 1 for a mismatch, 4 if nothing can be
     concluded.
     """
     from rlk_align.diagnose.explain import explain as explain_run

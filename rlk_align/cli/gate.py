@@ -31,7 +31,7 @@ def gate(
     ] = False,
     output: options.Output = None,
 ) -> None:
-    """Hold a compared run against a contract; the exit code is the gate.
+    """Judge a compared run by a contract; the exit code is the gate.
 
     Every file of the run is compared with its checksum first. Captures may
     be left behind except for their checksums.json; --recompute needs whole captures,

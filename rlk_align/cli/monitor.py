@@ -40,15 +40,16 @@ def monitor(
         ),
     ],
     once: Annotated[
-        bool, typer.Option("--once", help="Read what is there, judge it and end: for CI.")
+        bool,
+        typer.Option("--once", help="Read the steps written so far, judge them and end, for CI."),
     ] = False,
     contract: options.RunContractName = RUN_CONTRACT,
     output: Annotated[
         list[str] | None,
         typer.Option(
             metavar="FMT=PATH",
-            help="Also write the steps: jsonl (a line a step), prometheus, html, tensorboard (a "
-            "folder) or wandb (a folder, offline).",
+            help="Also write the steps: jsonl (one line per step), prometheus, html, tensorboard "
+            "(a folder) or wandb (a folder, offline).",
         ),
     ] = None,
 ) -> None:

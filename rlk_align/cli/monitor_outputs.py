@@ -125,7 +125,7 @@ def _group(run: str) -> str:
 
 def _logger(target: OutputTarget) -> _TensorBoard | _Wandb:
     if target.path is None:
-        raise MissingDependency(f"{target.format} writes a folder and no stream", "name a folder")
+        raise MissingDependency(f"{target.format} writes a folder, not a stream", "name a folder")
     made = _TensorBoard if target.format == "tensorboard" else _Wandb
     try:
         return made(target.path)

@@ -34,12 +34,14 @@ RunDir = Annotated[
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Repeat captures that exist already.")]
 Layers = Annotated[
-    str | None, typer.Option(metavar="A-B", help="Keep values of these layers only.")
+    str | None, typer.Option(metavar="A-B", help="Keep values only of these layers.")
 ]
 Sites = Annotated[
-    str | None, typer.Option(metavar="S,...", help="Keep values of these sites or operators only.")
+    str | None, typer.Option(metavar="S,...", help="Keep values only of these sites or operators.")
 ]
-TraceBudget = Annotated[str, typer.Option(metavar="SIZE", help="Values that one capture may hold.")]
+TraceBudget = Annotated[
+    str, typer.Option(metavar="SIZE", help="Largest size of the values that one capture keeps.")
+]
 ContractName = Annotated[
     str | None,
     typer.Option(
@@ -86,13 +88,15 @@ Kernels = Annotated[
     str | None,
     typer.Option(
         metavar="rlk|off",
-        help="Put rlk_kernels under every operator of the engines.",
+        help="Compute every operator of the engines with rlk_kernels.",
         show_default="off",
     ),
 ]
 AllowMismatch = Annotated[
     list[str] | None,
-    typer.Option(metavar="KIND", help="Measure across: tokens, weights or attributes."),
+    typer.Option(
+        metavar="KIND", help="Compare although these differ: tokens, weights or attributes."
+    ),
 ]
 Edges = Annotated[
     str | None, typer.Option(metavar="E,...", help="Edges to judge.", show_default="all three")
@@ -107,13 +111,15 @@ Production = Annotated[
 ]
 Attribute = Annotated[
     bool,
-    typer.Option("--attribute", help="Also say what each introducer contributes to the log-probs."),
+    typer.Option(
+        "--attribute", help="Also measure what each introducer contributes to the log-probs."
+    ),
 ]
 ReplayRouting = Annotated[
     bool,
     typer.Option(
         "--replay-routing",
-        help="Of a sparse model: also run each edge's second engine with the first one's experts.",
+        help="Sparse models: also run each edge's second engine with the first engine's experts.",
     ),
 ]
 

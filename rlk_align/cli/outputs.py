@@ -43,7 +43,7 @@ def parse_outputs(
     for item in items or []:
         kind, equals, path = item.partition("=")
         if kind not in formats or not equals:
-            known = f"FMT=PATH is wanted, e.g. json=PATH; FMT: {', '.join(formats)}"
+            known = f"give FMT=PATH, for example json=PATH; FMT is one of {', '.join(formats)}"
             raise BadOption(f"--output {item!r} is unknown", known)
         if not path:
             raise BadOption(f"--output {item!r} names no file", "is a variable empty? - is stdout")

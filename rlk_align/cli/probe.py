@@ -20,7 +20,7 @@ def probe(
     *,
     layerwise: Annotated[
         bool,
-        typer.Option("--layerwise", help="No effect: a probe always goes operator by operator."),
+        typer.Option("--layerwise", help="No effect: a probe always works operator by operator."),
     ] = True,
     model: options.Model = None,
     rollout: options.Rollout = None,
@@ -44,8 +44,8 @@ def probe(
 ) -> None:
     """Run each engine on the other's inputs: which operators introduce, which inherit an error.
 
-    Given a RUN, start from its captures; given engine flags, compare first. --layers and --edges
-    restrict what is split; without --edges it is the edge that the verdict speaks of first.
+    With a RUN, start from its captures; with engine flags, compare first. --layers and --edges
+    restrict what is split; without --edges, the edge that the verdict names first is split.
     """
     pair = from_arguments(Pair, locals())
     plan = pair.plan
@@ -55,8 +55,8 @@ def probe(
         # What a capture is asked for: given here, it would be left out of account.
         if pair.gives("run_dir", "allow_mismatch"):
             raise BadOption(
-                "a run is probed as it is: RUN, without engines, model, prompts, and whatever else "
-                "a comparison is asked for"
+                "a run is probed as it is: give RUN without engines, model, prompts or other "
+                "options of a comparison"
             )
         run = Run.open(of)
     else:

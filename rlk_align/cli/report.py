@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rlk_align.dumps.run import ImportedRun
     from rlk_align.monitor.history import History
 
-report = typer.Typer(no_args_is_help=True, help="Write what a run found, for people.")
+report = typer.Typer(no_args_is_help=True, help="Write a run's findings in a format for people.")
 """A command for each format."""
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="A compared run's folder, or @last.")]
 

@@ -38,7 +38,7 @@ def rescore(
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given if name != "runs")
         raise BadOption(
-            f"--tokens gives the ids to score: {flags or 'runs'} cannot be given beside it",
+            f"--tokens gives the ids to score: {flags or 'runs'} cannot be combined with it",
             "leave it out",
         )
     outputs = parse_outputs(output, tuple(RESCORED_FORMATS))

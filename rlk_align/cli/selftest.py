@@ -21,7 +21,7 @@ def selftest(
         str | None,
         typer.Option(
             metavar="E,...",
-            help="Engines that get the faults, and are held against each other.",
+            help="Engines that get the faults and are compared with each other.",
             show_default="hf, vllm and megatron, where installed",
         ),
     ] = None,
@@ -32,14 +32,14 @@ def selftest(
         int, typer.Option(metavar="N", min=0, help="Seeds of pairs that have no fault.")
     ] = 20,
     curves: Annotated[
-        bool, typer.Option(help="Also plant weaker faults, to see how weak they may be.")
+        bool, typer.Option(help="Also plant weaker faults, to find the weakest that is named.")
     ] = True,
     model: options.Model = None,
     prompts: options.Prompts = None,
     run_dir: options.RunDir = None,
     output: options.JsonOutput = None,
 ) -> None:
-    """Plant known faults into the engines, and say which of them the comparison names."""
+    """Plant known faults into the engines, and report which of them the comparison names."""
     from rlk_align.model.checkpoint import default_model, resolve_model
     from rlk_align.model.families import read_shape
     from rlk_align.probe.selftest.plan import check_engines, check_faults

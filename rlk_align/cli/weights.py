@@ -25,7 +25,7 @@ def weights(
         ),
     ] = None,
     adapter: Annotated[
-        str | None, typer.Option(metavar="DIR", help="A LoRA adapter (PEFT) that belongs to A.")
+        str | None, typer.Option(metavar="DIR", help="A LoRA adapter (PEFT) of A.")
     ] = None,
     output: options.JsonOutput = None,
 ) -> None:

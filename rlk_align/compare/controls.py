@@ -33,13 +33,13 @@ def check_controls(
                 ):
                     floor = repeat_noise
             if not trace.has_pass(f"{name}.untapped"):
-                details.append(f"{side} {name}: no pass without taps to compare with")
+                details.append(f"{side} {name}: there is no pass without taps to compare with")
                 violated = True
                 continue
             shift = _logprob_shift(observed, trace.read_pass(f"{name}.untapped"), index)
             if shift is not None:
                 details.append(
-                    f"{side} {name}: with and without taps log-probs differ by up to "
+                    f"{side} {name}: log-probs with and without taps differ by up to "
                     f"{np.max(shift):.3g}"
                 )
                 repeat = f"{name}.repeat"

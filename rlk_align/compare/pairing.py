@@ -123,7 +123,7 @@ def _missing(
             reason = f"{name} computed rows twice with different bits"
             out.append(Unpaired(site.name, side.conflicts, reason, False))
         if side.strays:
-            reason = f"{name} has rows that the batch has not"
+            reason = f"{name} has rows that the batch lacks"
             out.append(Unpaired(site.name, side.strays, reason, False))
     absent = int((expected & ~present).sum())
     if absent:

@@ -84,7 +84,7 @@ def _positions(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
             sample=first.sample,
             position=first.position,
             detail=f"{side} {name}: {record.positions.wrong} of {record.positions.checked} "
-            "rows are rotated by another position than their own",
+            "rows are rotated by a position that is not their own",
         )
 
 

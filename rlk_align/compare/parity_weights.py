@@ -42,7 +42,7 @@ def check_weights(rollout: Trace, train: Trace) -> list[Mismatch]:
             ranks, detail = found.ranks, found.detail
             other = named.get(b[name].digest)
             if other is not None:
-                detail = f"train holds what the rollout has as {other}"
+                detail = f"train holds what the rollout holds as {other}"
             mismatches.append(_mismatch(a[name], b[name], ranks, detail))
     return mismatches
 

@@ -18,10 +18,10 @@ NEXT: dict[Name, str] = {
     "nan_to_num) and write null instead",
     "low-precision": "compute and store log-probs in float32: cast the logits before log_softmax",
     "wrong-token": "take the log-prob of the sampled token's id, not the first entry of the "
-    "engine's dictionary, which is the most probable token",
+    "engine's dictionary, which belongs to the most probable token",
     "logprob-scaled": "divide the logits by the temperature before log_softmax, never the "
     "log-probs after it",
-    "temperature": "ask the rollout for log-probs of the law that it samples from "
+    "temperature": "ask the rollout for log-probs of the distribution that it samples from "
     "(vLLM: logprobs_mode=processed_logprobs), and divide the trainer's logits by the same T",
     "truncation": "use top_p 1 and top_k off for training, or give both sides the same kept set",
     "turn-boundary": "compare the ids that the rollout saw with those that the trainer gets, at "

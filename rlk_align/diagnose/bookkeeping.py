@@ -36,7 +36,7 @@ def vacuous(e: Evidence) -> Diagnosis | None:
     else:
         return None
     one = Estimate(1.0, 1.0, 1.0)
-    return diagnosis("vacuous", "share of scored tokens that say nothing", one, 0.0, why, [])
+    return diagnosis("vacuous", "share of scored tokens without information", one, 0.0, why, [])
 
 
 def misaligned(e: Evidence) -> Diagnosis | None:
@@ -116,10 +116,10 @@ def mask_shifted(e: Evidence) -> Diagnosis | None:
     way = "early" if early.sum() >= late.sum() else "late"
     why = (
         f"{int(shifted.sum()):,} of {len(first):,} segments of the mask lie {way}: they start or "
-        "end on a token that the rollout did not sample, or leave out one that it did"
+        "end on a token that the rollout did not sample, or leave out one that it sampled"
     )
     places = np.where(early, first, last)[shifted]
-    statistic = "share of the mask's segments whose edge lies wrong"
+    statistic = "share of the mask's segments whose edge is misplaced"
     return diagnosis("mask-shifted", statistic, estimate, limit, why, e.tokens(places))
 
 
@@ -152,10 +152,10 @@ def missing(e: Evidence) -> Diagnosis | None:
         values, times = np.unique(_fill(e)[found], return_counts=True)
         common = values[times.argmax()]
         why = (
-            f"{len(found):,} of {compared:,} compared tokens have no log-prob but a value in its "
-            f"place, most often {common:g}: an importance ratio of its own"
+            f"{len(found):,} of {compared:,} compared tokens have another value in place of a "
+            f"log-prob, most often {common:g}, and so a wrong importance ratio"
         )
-        statistic = "share of compared tokens with a value in the place of a log-prob"
+        statistic = "share of compared tokens with another value in place of a log-prob"
     else:
         # It is counted over the whole run: no sample, and so no interval.
         estimate, limit = Estimate(null, null, null), e.contract.limit("missing", "null")
@@ -186,8 +186,8 @@ def low_precision(e: Evidence) -> Diagnosis | None:
             if estimate.above(limit):
                 why = (
                     f"{short / len(bits):.0%} of the {side} side's log-probs fit into {dtype}: "
-                    f"they were stored in it, and each is off by up to {2.0 ** (low - 24):.1%} of "
-                    "its value"
+                    "they were stored in that dtype, and each is off by up to "
+                    f"{2.0 ** (low - 24):.1%} of its value"
                 )
                 statistic = f"share of the {side} side's log-probs that fit into {dtype}"
                 error = np.abs(values) * (values != 0)

@@ -128,11 +128,11 @@ class RunContract(BaseModel):
         wanted = {(*key, None) for key in NEEDED} | {("quantisation", None, d) for d in DTYPES}
         names = {x.name for x in self.steps}
         if len(self._limits) != len(self.limits) or len(names) != len(self.steps):
-            raise ValueError("a limit is there twice")
+            raise ValueError("a limit is given twice")
         for name, statistic, dtype in wanted ^ self._limits.keys():
             what = " ".join(x for x in (name, statistic, dtype) if x)
             known = (name, statistic, dtype) in wanted
-            raise ValueError(f"the limit of {what} is {'missing' if known else 'not known'}")
+            raise ValueError(f"the limit of {what} is {'missing' if known else 'unknown'}")
 
 
 RUN_CONTRACT = "run"
@@ -143,7 +143,9 @@ def load_run_contract(name: str = RUN_CONTRACT) -> RunContract:
     """The contract for runs that is built in, or a TOML file by path. Raises ContractError."""
     path = data_path("contracts") / "run.toml" if name == RUN_CONTRACT else Path(name)
     if path.suffix != ".toml" or not path.is_file():
-        raise ContractError(f"no contract for runs {name!r}", "built in: run; or a path to a .toml")
+        raise ContractError(
+            f"unknown contract for runs: {name!r}", "built in: run; or a path to a .toml"
+        )
     try:
         return RunContract.model_validate(tomllib.loads(read_text(path)))
     except ValidationError as error:

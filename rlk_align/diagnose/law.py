@@ -35,11 +35,11 @@ def wrong_token(e: Evidence) -> Diagnosis | None:
             continue
         why = (
             f"where the {'trainer' if side == 'rollout' else 'rollout'} gives the sampled token "
-            f"less than {np.exp(_RARE):.0%}, the {side} is far surer in {estimate.value:.0%} of "
-            "the cases, and elsewhere they agree: its log-probs are of another token, such as the "
-            "most probable one"
+            f"less than {np.exp(_RARE):.0%}, the {side} is far more certain in "
+            f"{estimate.value:.0%} of the cases, and elsewhere they agree: its log-probs are of "
+            "another token, such as the most probable one"
         )
-        statistic = "share of improbable tokens of which one side is far surer"
+        statistic = "share of improbable tokens of which one side is far more certain"
         return diagnosis("wrong-token", statistic, estimate, limit, why, e.worst(e.size, wrong))
     return None
 
@@ -76,10 +76,11 @@ def temperature(e: Evidence) -> Diagnosis | None:
     sharper = "trainer" if high.value > 0 else "rollout"
     ratio_mean = float(np.mean(np.exp(np.minimum(e.d, 30.0))))
     raw = (
-        f"E[ρ] = {ratio_mean:.3f}, so the rollout's log-probs are not of the law it sampled from"
+        f"E[ρ] = {ratio_mean:.3f}, so the rollout's log-probs are not of the distribution it "
+        "sampled from"
         if abs(ratio_mean - 1) > e.contract.limit("numerics") * 3
-        else "E[ρ] is 1, so the rollout's log-probs are of the law it sampled from, and the "
-        "trainer's are not"
+        else "E[ρ] is 1, so the rollout's log-probs are of the distribution it sampled from, and "
+        "the trainer's are not"
     )
     why = (
         f"the {sharper} finds probable tokens more probable and improbable ones less so than the "
@@ -106,8 +107,8 @@ def truncation(e: Evidence) -> Diagnosis | None:
     kept = float(np.exp(-np.abs(np.median(e.d[where]))))
     why = (
         f"{purity.value:.0%} of the tokens are more probable to the {side}, by about the same "
-        f"factor whatever their probability: its log-probs are of the truncated law (top-p, top-k "
-        f"or min-p), which keeps about {kept:.2f} of the mass there"
+        "factor whatever their probability: its log-probs are of the truncated distribution "
+        f"(top-p, top-k or min-p), which keeps about {kept:.2f} of the mass there"
     )
     samples = e.worst(np.abs(e.d), where)
     statistic = "share of tokens with p < 0.9 that have the same sign"

@@ -82,8 +82,8 @@ def routing(e: Evidence) -> Diagnosis | Untested | None:
         return untested("routing", statistic, estimate, limit)
     why = (
         f"{estimate.value:.1%} of the tokens, spread over all sequences, are more than 10 times "
-        "worse than the median one, and the rest is as it should be: experts are chosen "
-        "differently there, or another choice flips. A dump cannot tell which"
+        "worse than the median one, and the others are healthy: experts are chosen differently "
+        "there, or another choice flips. A dump cannot tell which"
     )
     return diagnosis("routing", statistic, estimate, limit, why, e.worst(e.size, far), "low")
 
@@ -101,9 +101,9 @@ def dropout(e: Evidence) -> Diagnosis | Untested | None:
     if not estimate.above(limit) or not e.c().above(level):
         return untested("dropout", statistic, estimate, limit)
     why = (
-        f"nearly sure tokens are {estimate.value:.1f} times worse for their 1 − p than others, as "
-        "where dropout is on or the weights differ; numerics are equally bad everywhere. That it "
-        "does not grow with the steps speaks for dropout, and a dump cannot tell more"
+        f"nearly certain tokens are {estimate.value:.1f} times worse for their 1 − p than others, "
+        "as where dropout is on or the weights differ; numerics are equally bad everywhere. "
+        "Because it does not grow with the steps, dropout is more likely; a dump cannot tell more"
     )
     return diagnosis("dropout", statistic, estimate, limit, why, e.worst(e.size, sure), "moderate")
 

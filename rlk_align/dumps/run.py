@@ -48,11 +48,11 @@ class ImportedRun(RunFolder):
         schema = schema_of(run.folder)
         if schema is not None and schema.startswith("rlk-align/run/"):
             raise BadOption(
-                f"{run.folder} is a run of engines, and no imported dump",
+                f"{run.folder} is a run of engines, not an imported dump",
                 "rlk-align import FORMAT PATH... -o RUN makes one of a framework's dump",
             )
         with run._import_again():
-            run._check_whole("it was interrupted, or another command is at work")
+            run._check_whole("it was interrupted, or another command is still writing it")
             run._checksums.check(run.folder, [MANIFEST])
         return run
 

@@ -151,7 +151,7 @@ class ForwardEngine(Engine):
             raise EngineFailed(
                 f"engine {self.spec.name!r} cannot sample: the logits of sample {sample} at "
                 f"position {position} are NaN or infinite",
-                "look at the weights, the config, and what a patch does",
+                "check the weights, the config, and what a patch does",
             )
         token = int(torch.multinomial(probs, 1, generator=generator))
         if token >= self.shape.vocab:

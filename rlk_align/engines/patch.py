@@ -126,7 +126,7 @@ class BasePatch(ABC):
                 raise EngineFailed(
                     f"{self.spec}: the kernels are in place for {idle[0]}{more} and were not "
                     f"called{_on(engine, rank, ranks)}: something else computed it",
-                    "look at what a patch replaces",
+                    "check what a patch replaces",
                 )
 
     def take_out(self) -> None:

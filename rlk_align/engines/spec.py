@@ -130,7 +130,7 @@ def given_options(who: str, text: str, known: Collection[str]) -> Iterator[tuple
         if key not in known:
             fix = f"known: {', '.join(sorted(known))}"
             if "except" in parsed and key in REPLACEABLE:
-                fix = f"operators are joined by +: except={parsed['except']}+{key}"
+                fix = f"join operators by +: except={parsed['except']}+{key}"
             raise BadOption(f"{who} has no option {key!r}", fix)
         if not equals or not value:
             raise BadOption(f"{who}: option {key!r} needs a value: {key}=VALUE")
@@ -143,24 +143,26 @@ def given_options(who: str, text: str, known: Collection[str]) -> Iterator[tuple
 def _check_kernels(name: str, options: dict[str, OptionValue], info: EngineInfo) -> None:
     wanted = options.get("kernels") == "rlk"
     if wanted and not info.patch:
-        raise BadOption(f"engine {name!r}: kernels=rlk is for engines that compute with torch here")
+        raise BadOption(
+            f"engine {name!r}: kernels=rlk needs an engine that computes with torch here"
+        )
     if "except" in options and not wanted:
-        raise BadOption(f"engine {name!r}: except={options['except']} needs kernels=rlk beside it")
+        raise BadOption(f"engine {name!r}: except={options['except']} needs kernels=rlk as well")
 
 
 def _convert(engine: str, key: str, value: str, option: Option) -> OptionValue:
     where = f"engine {engine!r}: {key}={value}"
     if option.kind is int:
         if not re.fullmatch(r"[0-9]+", value) or int(value) == 0:
-            raise BadOption(f"{where}: a positive whole number is wanted")
+            raise BadOption(f"{where}: must be a positive whole number")
         return int(value)
     if option.kind is float:
         if not re.fullmatch(r"[0-9]*\.?[0-9]+(e-?[0-9]+)?", value) or float(value) <= 0:
-            raise BadOption(f"{where}: a positive number is wanted")
+            raise BadOption(f"{where}: must be a positive number")
         return float(value)
     if option.kind is bool:
         if value.lower() not in ("1", "0", "true", "false"):
-            raise BadOption(f"{where}: 1 or 0 is wanted")
+            raise BadOption(f"{where}: must be 1 or 0")
         return value.lower() in ("1", "true")
     if option.choices and value not in option.choices:
         raise BadOption(f"{where} is unknown", f"choose from {', '.join(option.choices)}")
@@ -171,7 +173,7 @@ def _convert(engine: str, key: str, value: str, option: Option) -> OptionValue:
             return "+".join(sorted(parse_excluded(value)))
         except ValueError as error:
             known = ", ".join(REPLACEABLE)
-            raise BadOption(f"{where}: no operator: {error}", f"known: {known}") from error
+            raise BadOption(f"{where}: not an operator: {error}", f"known: {known}") from error
     if key == "dtype":
         if value not in DTYPES:
             raise BadOption(f"{where}: unknown dtype; choose from {', '.join(DTYPES)}")
@@ -179,5 +181,5 @@ def _convert(engine: str, key: str, value: str, option: Option) -> OptionValue:
     if key == "device" and not re.fullmatch(r"cpu|cuda(:[0-9]+)?", value):
         raise BadOption(f"{where} is unknown", "choose cpu, cuda or cuda:N")
     if key == "patch" and not re.fullmatch(r"[\w.]+:\w+", value):
-        raise BadOption(f"{where}: module:function is wanted")
+        raise BadOption(f"{where}: must be module:function")
     return value

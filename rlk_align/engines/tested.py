@@ -35,5 +35,7 @@ def untested(installed: Mapping[str, str | None]) -> list[str]:
             continue
         first, last = TESTED[name]
         if not _minor(first) <= _minor(version) <= _minor(last):
-            said.append(f"{name}: tested {tested_range(name)}; this is {version}: taps may miss")
+            said.append(
+                f"{name}: tested {tested_range(name)}; this is {version}: taps may not work"
+            )
     return said

@@ -67,7 +67,9 @@ def run(job: Job, events: Events) -> None:
         engine.ranks = join(spec.device, job.timeout)
     events.send(stage=f"loading {spec.name}")
     if job.interventions and not engine.intervenes:
-        raise BadOption(f"engine {spec.name!r} takes no interventions: its sites cannot be written")
+        raise BadOption(
+            f"engine {spec.name!r} does not support interventions: its sites cannot be written"
+        )
     try:
         engine.open()
         planted = PlantedFault(engine)
@@ -278,7 +280,9 @@ def _failure(raised: BaseException, job: Job, rank: str | None) -> RlkError:
     installed = versions(job.engine.info.tested)
     if _reached_in_vain(raised, bool(untested(installed))):
         here = [f"{n} {v}, tested {tested_range(n)}" for n, v in installed.items() if v]
-        what = f"{who} of {job.engine} met an API that is not as it was tested ({'; '.join(here)})"
+        what = (
+            f"{who} of {job.engine} met an API that differs from the tested one ({'; '.join(here)})"
+        )
         return failed(f"{what}: {said}", log, "install a tested version")
     if not _out_of_memory(raised):
         return failed(f"{who} of {job.engine} raised {type(raised).__name__}: {said}", log)

@@ -92,7 +92,7 @@ def _check_enough(runs: Sequence[HealthyRun], base: Contract) -> None:
         if c.mismatches:
             raise BadOption(f"{run.name}: its sides differ before anything is computed")
         if c.dtype not in base.dtypes:
-            raise BadOption(f"{run.name} is in {c.dtype}, and {base.id} says nothing of that")
+            raise BadOption(f"{run.name} is in {c.dtype}, and {base.id} does not cover that dtype")
         for doubt in doubts_of(c, base):
             raise BadOption(f"{run.name} is inconclusive: {doubt}")
         if any(s.nonfinite for e in c.edges for s in e.sites):
@@ -104,10 +104,10 @@ def _check_enough(runs: Sequence[HealthyRun], base: Contract) -> None:
     total = sum(r.comparison.tokens for r in runs)
     if len(runs) < MIN_RUNS or few or total < MIN_TOKENS:
         raise BadOption(
-            f"{len(runs)} runs of {len(pairs)} pairs of engines, {total:,} sampled tokens: too few "
-            "to tell a tail from luck",
-            f"give {MIN_RUNS} runs and {MIN_TOKENS:,} tokens at least, and of each pair of engines "
-            f"{MIN_RUNS_OF_A_PAIR} seeds",
+            f"{len(runs)} runs of {len(pairs)} pairs of engines, {total:,} sampled tokens: too "
+            "few to distinguish a tail from chance",
+            f"give {MIN_RUNS} runs and {MIN_TOKENS:,} tokens at least, with {MIN_RUNS_OF_A_PAIR} "
+            "seeds of each pair of engines",
         )
 
 

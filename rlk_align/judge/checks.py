@@ -90,9 +90,9 @@ def _check_covered(edge: EdgeResult, limits: list[Limit], contract: Contract) ->
         for pattern in limit.sites or ():
             if not any(fnmatchcase(site, pattern) for site in known):
                 raise ContractError(
-                    f"contract {contract.id}: limit {limit.id!r} is of {pattern}, and {edge.name} "
-                    "has no such site",
-                    "mend the pattern, or leave it out",
+                    f"contract {contract.id}: limit {limit.id!r} names {pattern}, and "
+                    f"{edge.name} has no such site",
+                    "correct the pattern, or leave it out",
                 )
     check_operators(contract, limits, [(s.site, s.op, s.op_class) for s in edge.sites])
 
@@ -104,7 +104,8 @@ def check_operators(
     operator, class) each."""
     for site, missing in contract.uncovered(limits, operators):
         raise ContractError(
-            f"contract {contract.id} limits operators, and says nothing of {site}", f"add {missing}"
+            f"contract {contract.id} limits operators, and has no limit for {site}",
+            f"add {missing}",
         )
 
 

@@ -153,7 +153,7 @@ class Limit(BaseModel):
         if (self.op_classes or self.sites) and not self.of_site:
             raise ValueError(f"limit {self.id!r}: op_classes and sites belong to a site's metric")
         if self.warn is not None and self.warn > self.fail:
-            raise ValueError(f"limit {self.id!r}: it fails before it warns")
+            raise ValueError(f"limit {self.id!r}: its `fail` is below its `warn`")
         if self.tail is not None and self.metric != "max_abs_dlogp":
             raise ValueError(f"limit {self.id!r}: only a maximum has a tail")
         return self
@@ -188,7 +188,7 @@ class Budget(BaseModel):
     @model_validator(mode="after")
     def _of_something(self) -> "Budget":
         if not self.ops and not self.op_classes:
-            raise ValueError(f"budget {self.id!r}: give it ops, or op_classes")
+            raise ValueError(f"budget {self.id!r}: give it ops or op_classes")
         return self
 
 
@@ -333,7 +333,7 @@ class Contract(BaseModel):
         known = {*(x.id for x in self.limits), *(b.id for b in self.budgets), "finite"}
         for waiver in self.waivers:
             if waiver.limit not in known:
-                raise ValueError(f"a waiver of {waiver.limit!r}, which is no limit")
+                raise ValueError(f"a waiver of {waiver.limit!r}, which is not a limit")
         return self
 
     def _repeated(self) -> Iterator[str]:
@@ -361,7 +361,7 @@ class Contract(BaseModel):
                 yield f"limit {limit.id!r}: {limit.metric} has no entry for {', '.join(missing)}"
             foreign = [d for d in limit.dtypes or () if d not in self.dtypes]
             if foreign:
-                yield f"limit {limit.id!r}: {foreign[0]} is no dtype of the contract"
+                yield f"limit {limit.id!r}: {foreign[0]} is not a dtype of the contract"
 
 
 def _same_thing(a: Limit, b: Limit) -> bool:

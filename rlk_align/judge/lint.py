@@ -67,7 +67,9 @@ def _never(limits: list[Limit]) -> Iterator[Finding]:
     of_edges = [x for x in limits if not x.of_site]
     for limit in of_edges:
         if limit.metric == "clip_fraction" and limit.fail >= 1:
-            yield Finding(entry=limit.id, text="a share is never above 1: it can never fire")
+            yield Finding(
+                entry=limit.id, text="a share is never above 1, so this limit can never fire"
+            )
             continue
         for other in of_edges:
             if other is limit or not _wherever(limit, other):
@@ -75,7 +77,7 @@ def _never(limits: list[Limit]) -> Iterator[Finding]:
             if other.metric == "bit_mismatches" and other.fail == 0:
                 if limit.metric == "bit_mismatches":
                     continue
-                text = f"equal bits ({other.id}) leave no difference: it can never fire"
+                text = f"equal bits ({other.id}) leave no difference, so this limit can never fire"
                 yield Finding(entry=limit.id, text=text)
             if other.metric == "max_abs_dlogp":
                 most = other.fail_at(_MANY)
@@ -91,7 +93,7 @@ def _never(limits: list[Limit]) -> Iterator[Finding]:
                 text = f"p99 is never above p99.9 ({other.id}, {other.fail:g}): it can never fire"
                 yield Finding(entry=limit.id, text=text)
             if limit.metric == other.metric and other.fail < limit.fail:
-                text = f"{other.id} is tighter, and holds wherever it does: it can never fire alone"
+                text = f"{other.id} is tighter, so this limit can never fire alone"
                 yield Finding(entry=limit.id, text=text)
 
 
@@ -109,8 +111,8 @@ def _too_few_tokens(limits: list[Limit], contract: Contract) -> Iterator[Finding
         held = max(limit.min_tokens, contract.min_tokens)
         if held < needed:
             text = (
-                f"of {held} tokens {limit.metric} is hardly less than the largest: "
-                f"give it min_tokens = {needed}"
+                f"of {held} tokens {limit.metric} is hardly less than the largest value: give it "
+                f"min_tokens = {needed}"
             )
             yield Finding(entry=limit.id, text=text)
 
@@ -164,7 +166,7 @@ def _no_such_sites(contract: Contract) -> Iterator[Finding]:
     for entry, patterns in named:
         for pattern in patterns or ():
             if not any(fnmatchcase(site, pattern) for site in sites):
-                text = f"{pattern} is no site of any model; operators are {', '.join(names)}"
+                text = f"{pattern} is not a site of any model; operators are {', '.join(names)}"
                 yield Finding(entry=entry, text=text)
 
 
@@ -179,7 +181,7 @@ def _says_nothing(contract: Contract) -> Iterator[Finding]:
     for dtype in contract.dtypes:
         for site, missing in contract.uncovered(contract.limits_for(dtype), operators):
             op = site.rpartition(".")[2]
-            text = f"it limits operators in {dtype}, and says nothing of {op}: add {missing}"
+            text = f"it limits operators in {dtype}, and has no limit for {op}: add {missing}"
             yield Finding(entry="", text=text)
 
 

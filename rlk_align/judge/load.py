@@ -38,7 +38,9 @@ OF_RUNS = ("run",)
 def default_contract(dtype: str) -> str:
     """The built-in contract's id for a dtype."""
     if dtype not in BY_DTYPE:
-        raise ContractError(f"no built-in contract for {dtype}", "name one with --contract")
+        raise ContractError(
+            f"there is no built-in contract for {dtype}", "name one with --contract"
+        )
     return BY_DTYPE[dtype]
 
 
@@ -57,7 +59,7 @@ def load_contract(name: str, dtype: str) -> Contract:
     contract = open_contract(name)
     if dtype not in contract.dtypes:
         raise ContractError(
-            f"contract {contract.id!r} says nothing of {dtype}",
+            f"contract {contract.id!r} does not cover {dtype}",
             f"it covers {', '.join(contract.dtypes)}; name another with --contract",
         )
     return contract
@@ -75,8 +77,8 @@ def open_contract(name: str) -> Contract:
     shadowed = shipped.get(contract.id)
     if name.endswith(".toml") and shadowed and _resolved(shadowed, ()).sha256 != contract.sha256:
         raise ContractError(
-            f"{path}: id {contract.id!r} is that of a built-in contract, which says otherwise",
-            "give it an id of its own",
+            f"{path}: id {contract.id!r} belongs to a built-in contract with other content",
+            "give it its own id",
         )
     return contract
 
@@ -92,9 +94,9 @@ def _resolved(path: Path, below: tuple[Path, ...]) -> Contract:
         raise ContractError(f"{path}: extends: {complaint(error)}") from error
     file = path.parent / pinned.file if pinned.file else built_in().get(pinned.id)
     if file is None or not file.is_file():
-        raise ContractError(f"{path} extends {pinned.id!r}, which is not there")
+        raise ContractError(f"{path} extends {pinned.id!r}, which does not exist")
     if file.resolve() in below:
-        raise ContractError(f"{path} extends itself, by way of {file}")
+        raise ContractError(f"{path} extends itself, through {file}")
     parent = _resolved(file, (*below, path.resolve()))
     _check_pin(pinned, parent, path)
     contract = _validated(_merged(parent, document), path)
@@ -108,7 +110,8 @@ def _check_pin(pinned: Extends, parent: Contract, path: Path) -> None:
             raise ContractError(
                 f"{path} extends {pinned.id} with {name} {getattr(pinned, name)}, and it is "
                 f"{getattr(parent, name)}",
-                "see what changed with `rlk-align contract diff`, then pin what you mean",
+                "see what changed with `rlk-align contract diff`, then pin the version that you "
+                "mean",
             )
 
 
@@ -148,7 +151,7 @@ def _check_reasons(parent: Contract, contract: Contract, path: Path) -> None:
             raise ContractError(
                 f"{path}: {change.entry or 'the head'} is looser than in {parent.id} "
                 f"{parent.version}: {change}",
-                "give it a `reason`, or keep what the parent says",
+                "give it a `reason`, or keep the parent's value",
             )
 
 
@@ -165,5 +168,5 @@ def _validated(document: dict[str, Any], path: Path) -> Contract:
     try:
         return Contract.model_validate(document)
     except ValidationError as error:
-        known = "`rlk-align contract schema` says what a contract holds"
+        known = "`rlk-align contract schema` prints what a contract may hold"
         raise ContractError(f"{path}: {complaint(error)}", known) from error

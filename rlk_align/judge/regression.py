@@ -102,7 +102,7 @@ def _check_alike(before: Comparison, after: Comparison) -> None:
 
 def _other(what: str, old: str, new: str) -> BadOption:
     return BadOption(
-        f"the two runs have other {what}: {old}, and {new}",
+        f"the two runs have different {what}: {old}, and {new}",
         "compare runs of the same engines and the same model, made with the same options",
     )
 

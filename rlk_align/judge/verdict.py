@@ -127,8 +127,8 @@ def doubts_of(c: Comparison, contract: Contract) -> list[str]:
             tokens = judged_metrics(edge, c, contract).tokens
             if not any(limit.judges(edge.name, tokens) for limit in limits):
                 doubts.append(
-                    f"contract {contract.id} holds no limit against {edge.name}, of "
-                    f"{tokens} sampled tokens"
+                    f"contract {contract.id} applies no limit to {edge.name}, which has {tokens} "
+                    "sampled tokens"
                 )
             doubts += [
                 f"{edge.name}: {site}: {reason}"
@@ -150,7 +150,7 @@ def _noise(c: Comparison, contract: Contract) -> Iterator[str]:
     """Sides that do not repeat themselves: what is measured of them is another each time."""
     for side, noise in (c.controls.noise if c.controls else {}).items():
         if noise == "not measured" and contract.max_noise is None:
-            yield f"whether {side} repeats itself was not measured"
+            yield f"it was not measured whether {side} repeats itself"
         # `not <=`: a NaN is the worst noise of all.
         if isinstance(noise, Noise) and (
             contract.max_noise is None or not noise.max_abs_dlogp <= contract.max_noise
@@ -173,7 +173,7 @@ def _notes(c: Comparison, contract: Contract) -> list[str]:
     chats = {e.environment.get("chat_template") for e in c.engines.values()} - {None}
     notes += [f"{count} rendered by the model's chat template" for count in sorted(map(str, chats))]
     if c.same_capture:
-        notes.append("both sides are one and the same capture: that they agree says nothing")
+        notes.append("both sides are the same capture, so their agreement proves nothing")
     versions = [e.environment.get("torch", "") for e in c.engines.values()]
     if len(set(versions)) > 1:
         roles = [f"{role} {v}" for role, v in zip(c.engines, versions, strict=True)]
@@ -187,12 +187,12 @@ def _notes(c: Comparison, contract: Contract) -> list[str]:
     notes += _not_held(c, contract)
     unrefereed = [u for u in c.referee if u.errors is None]
     if contract.budgets and c.edges and not c.referee:
-        notes.append("no operator was held against float64")
+        notes.append("no operator was checked against float64")
     if unrefereed and contract.budgets:
         first = unrefereed[0]
         notes.append(
-            f"{len(unrefereed)} of {len(c.referee)} operators were not held against float64, from "
-            f"{first.side} {first.passname} {first.site} on: {first.reason}"
+            f"{len(unrefereed)} of {len(c.referee)} operators were not checked against float64, "
+            f"from {first.side} {first.passname} {first.site} on: {first.reason}"
         )
     if not any(limit.metric == "op_error" for limit in contract.limits):
         return notes
@@ -205,14 +205,15 @@ def _notes(c: Comparison, contract: Contract) -> list[str]:
         if valued < rows:
             sites = [s.site for s in edge.sites if s.introduced_valued < s.introduced]
             notes.append(
-                f"{edge.name}: operator limits were held against the values of {valued:,} of "
-                f"{rows:,} rows, and of the others against their largest entries alone, from "
+                f"{edge.name}: operator limits were checked against the values of {valued:,} of "
+                f"{rows:,} rows, and for the others only against their largest entries, from "
                 f"{sites[0]} on: a larger --trace-budget keeps more"
             )
         noisy = [s.site for s in edge.sites if s.noisy]
         if noisy:
             notes.append(
-                f"{edge.name}: operator limits were not held against noisy rows, from {noisy[0]} on"
+                f"{edge.name}: operator limits were not checked against noisy rows, from "
+                f"{noisy[0]} on"
             )
     return notes
 
@@ -224,9 +225,9 @@ def _flipped_apart(c: Comparison, contract: Contract) -> Iterator[str]:
         apart = edge.metrics.tokens - judged.tokens
         if edge.name in c.judged and apart:
             yield (
-                f"{edge.name}: limits on log-probs were held against the {judged.tokens:,} tokens "
-                f"that both sides send to the same experts, max |Δ| {judged.max_abs_dlogp:.2g}; "
-                f"the {apart:,} others count apart"
+                f"{edge.name}: limits on log-probs were checked against the {judged.tokens:,} "
+                "tokens that both sides send to the same experts, max |Δ| "
+                f"{judged.max_abs_dlogp:.2g}; the {apart:,} others count apart"
             )
 
 
@@ -238,11 +239,10 @@ def _not_held(c: Comparison, contract: Contract) -> Iterator[str]:
         short = [x for x in limits if tokens < x.min_tokens]
         short = [x for x in short if x.judges(edge.name, x.min_tokens)]
         if short:
-            count = f"limits not held: {len(short)}"
+            count = f"limits not applied: {len(short)}"
             most = max(x.min_tokens for x in short)
             yield (
-                f"{edge.name}: {count}, for {tokens:,} tokens are too few: up to "
-                f"{most:,} are wanted"
+                f"{edge.name}: {count}; {tokens:,} tokens are too few, up to {most:,} are needed"
             )
 
 

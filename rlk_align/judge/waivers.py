@@ -24,7 +24,7 @@ class WaiverUse(Result):
         w = self.waiver
         when = {
             "used": f"{self.breaches} breaches, {self.days_left} days left",
-            "unused": "nothing to excuse: take it out",
+            "unused": "nothing to excuse: remove it",
             "expired": f"expired {-self.days_left} days ago",
         }[self.state]
         return f"{w.limit}, {w.owner} until {w.expires}: {when}; {w.reason}"

@@ -46,7 +46,7 @@ def resolve_model(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=wanted))
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"{name} is no local folder, and the hub did not give it: {error}",
+            f"{name} is not a local folder, and the hub did not provide it: {error}",
             "check the spelling and the network, or download it first",
         ) from error
 
@@ -56,7 +56,7 @@ def read_config(model: Path) -> dict:
     path = model / "config.json"
     if not path.is_file():
         raise ModelError(
-            f"no model at {model}: {path.name} is not there",
+            f"no model at {model}: {path.name} does not exist",
             "give a folder with config.json and safetensors weights, or a hub id",
         )
     try:
@@ -113,10 +113,10 @@ def weight_files(model: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(f"{index} is no index of weights: {error!r}") from error
+        raise ModelError(f"{index} is not an index of weights: {error!r}") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
-            raise ModelError(f"{index} points outside of the checkpoint's folder: {name!r}")
+            raise ModelError(f"{index} points outside the checkpoint's folder: {name!r}")
         if not (model / name).is_file():
             raise ModelError(f"{model}: {name} is missing, and {index.name} names it")
     return [model / name for name in names]

@@ -165,8 +165,8 @@ def _check_layers(model: Path, wanted: object) -> None:
     stored = stored_layers(model)
     if type(wanted) is int and wanted > 0 and stored not in (0, wanted):
         raise ModelError(
-            f"{model}/config.json says num_hidden_layers={wanted}, and the checkpoint has tensors "
-            f"of {stored} layers",
+            f"{model}/config.json states num_hidden_layers={wanted}, and the checkpoint has "
+            f"tensors of {stored} layers",
             "it is incomplete, or its config.json belongs to another model",
         )
 
@@ -197,10 +197,12 @@ def read_shape(model: Path) -> ModelShape:
             return default
         if type(value) is not int or value <= 0:
             raise ModelError(
-                f"{model}/config.json: {name} is {value!r}; a positive whole number is wanted"
+                f"{model}/config.json: {name} is {value!r}; it must be a positive whole number"
             )
         if value > largest:
-            raise ModelError(f"{model}/config.json: {name} is {value}; {largest} is the most")
+            raise ModelError(
+                f"{model}/config.json: {name} is {value}; at most {largest} is supported"
+            )
         return value
 
     _check_layers(model, config.get("num_hidden_layers"))
@@ -243,11 +245,11 @@ _UNKNOWN_SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "n_group": (_GROUPED, lambda value: value not in (None, 1)),
     "topk_group": (_GROUPED, lambda value: value not in (None, 1)),
     "scoring_func": (
-        "routers that score by anything but a softmax",
+        "routers that score by anything other than a softmax",
         lambda value: value not in (None, "softmax"),
     ),
     "topk_method": (
-        "experts chosen by anything but their scores alone",
+        "experts chosen by anything other than their scores",
         lambda value: value not in (None, "greedy"),
     ),
     "routed_scaling_factor": (
@@ -277,7 +279,7 @@ def _experts(
     layers, step = size("num_hidden_layers"), size("decoder_sparse_step", 1)
     dense_layers = config.get("mlp_only_layers") or []
     if not isinstance(dense_layers, list) or any(type(i) is not int for i in dense_layers):
-        raise ModelError(f"{model}/config.json: mlp_only_layers is no list of layers")
+        raise ModelError(f"{model}/config.json: mlp_only_layers is not a list of layers")
     norm = family.norm_topk
     return {
         "experts": experts,

@@ -135,7 +135,7 @@ class TokenBatch:
             raise CorruptTrace(f"{path} cannot be read: {error}") from error
         masked = table.schema.equals(_SCHEMA.append(_COUNTED))
         if not masked and not table.schema.equals(_SCHEMA):
-            raise CorruptTrace(f"{path} has other columns than a batch of tokens")
+            raise CorruptTrace(f"{path} does not have the columns of a batch of tokens")
         parts: dict[int, tuple[str, list[int], list[int]]] = {}
         counted: dict[int, list[bool]] = {}
         for row in table.to_pylist():
@@ -165,7 +165,9 @@ def load_prompts(path: Path) -> list[Prompt]:
     Raises PromptError, naming the line, where the file is missing, empty or malformed.
     """
     if path.exists() and not path.is_file():
-        raise PromptError(f"prompts are read more than once: {path} is no regular file", "save it")
+        raise PromptError(
+            f"prompts are read more than once, and {path} is not a regular file", "save it"
+        )
     try:
         text = read_text(path)
     except OSError as error:
@@ -181,7 +183,7 @@ def load_prompts(path: Path) -> list[Prompt]:
     ids: set[str] = set()
     for (number, _), prompt in zip(lines, prompts, strict=True):
         if prompt.id in ids:
-            raise PromptError(f"{path}:{number}: id {prompt.id!r} is there already")
+            raise PromptError(f"{path}:{number}: id {prompt.id!r} already exists")
         ids.add(prompt.id)
     return prompts
 
@@ -220,7 +222,7 @@ def _parse_line(path: Path, number: int, line: str) -> Prompt:
     if "messages" in record:
         return Prompt(name, None, messages=_parse_messages(where, record))
     if text is not None and not isinstance(text, str):
-        raise PromptError(f"{where}: 'prompt' is {text!r}; text is wanted")
+        raise PromptError(f"{where}: 'prompt' is {text!r}; it must be text")
     if not text:
         raise PromptError(f"{where}: 'prompt' is missing or empty")
     _check_text(where, name + text)
@@ -263,6 +265,6 @@ def check_lengths(batch: TokenBatch, context: int, vocab: int, max_new_tokens: i
         if len(s.ids) + max_new_tokens > context:
             raise PromptError(
                 f"prompt {s.prompt_id!r} is too long: {len(s.ids)} tokens and {max_new_tokens} "
-                f"new ones exceed the {context} positions that the engine has for it",
+                f"new ones exceed the {context} positions that the engine has for them",
                 "shorten the prompt or lower --max-new-tokens",
             )

@@ -93,7 +93,7 @@ def check_selection(chosen: tuple[str, ...], sites: list[Site]) -> None:
     for name in chosen:
         if name not in known:
             ops = ", ".join(dict.fromkeys(s.op for s in sites))
-            raise BadOption(f"--sites: {name!r} is no site of this model", f"operators: {ops}")
+            raise BadOption(f"--sites: {name!r} is not a site of this model", f"operators: {ops}")
 
 
 class RowIndex:

@@ -51,10 +51,10 @@ def _rendered(model: Path, prompt: Prompt) -> Prompt:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:
         # Whatever a template's own code raises of messages that it does not take.
-        said = f"the chat template of {model} does not take prompt {prompt.id!r}"
+        said = f"the chat template of {model} does not accept prompt {prompt.id!r}"
         raise PromptError(f"{said}: {one_line(error)}") from error
     if not text:
-        raise PromptError(f"the chat template of {model} makes no text of prompt {prompt.id!r}")
+        raise PromptError(f"the chat template of {model} does not render prompt {prompt.id!r}")
     return replace(prompt, text=text, messages=None, rendered=True)
 
 

@@ -22,7 +22,7 @@ def step_findings(record: StepRecord, limits: Iterable[StepLimit]) -> Iterator[F
             value=0.0,
             limit=1.0,
             why=f"no token was compared ({record.missing:,} scored tokens lack a log-prob): "
-            "nothing can be said of this step",
+            "this step cannot be judged",
         )
     if record.not_finite:
         yield Finding(
@@ -124,7 +124,7 @@ def _rise_finding(rise: Rise, k2: float, limits: TrendLimits) -> Finding:
         )
     else:
         name = "shifted"
-        why = "k2 has changed at once: weights, precision or an engine's settings did"
+        why = "k2 has changed abruptly: so did the weights, the precision or an engine's settings"
     factor = f"{rise.factor:.3g}" if rise.factor < 1000 else f"{rise.factor:,.0f}"
     return Finding(
         level=level,

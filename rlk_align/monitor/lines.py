@@ -19,7 +19,7 @@ class GrowingFile:
         break is one too, if it is a whole JSON object. Raises DumpError."""
         try:
             if self.path.stat().st_size < self._read:
-                raise DumpError(f"{self.path} has become shorter", "start the monitor again")
+                raise DumpError(f"{self.path} has become shorter", "restart the monitor")
             with self.path.open("rb") as file:
                 file.seek(self._read)
                 for line in file:

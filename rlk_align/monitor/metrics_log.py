@@ -51,12 +51,14 @@ class MetricsLog:
                 record = json.loads(line)
                 metrics = flat(record) if isinstance(record, dict) else {}
             except (ValueError, RecursionError) as error:
-                raise DumpError(f"{where}: no JSON", "a log has a JSON object a line") from error
+                raise DumpError(
+                    f"{where}: not JSON", "a log has one JSON object per line"
+                ) from error
             step = next(
                 (int(metrics[s]) for s in STEPS if math.isfinite(metrics.get(s, math.nan))), None
             )
             if step is None:
-                raise DumpError(f"{where}: no step", f"one of {', '.join(STEPS)} is wanted")
+                raise DumpError(f"{where}: no step is given", f"give one of {', '.join(STEPS)}")
             if step != self._step:
                 yield from self._finished(monitor)
             self._step = step

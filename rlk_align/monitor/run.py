@@ -112,7 +112,7 @@ def padded_sequences(
     if g.ndim != 2 or not g.shape == t.shape == scored.shape:
         raise BadOption(
             f"step {step}: the log-probs and the mask have the shapes {g.shape}, {t.shape} and "
-            f"{scored.shape}; one shape [sequences, tokens] is wanted"
+            f"{scored.shape}; they must have one shape [sequences, tokens]"
         )
     count, length = g.shape
     nothing = np.zeros(g.size, dtype=bool)
@@ -151,5 +151,5 @@ def _per_sequence(
         return np.full(count, unknown, dtype=kind)
     array: np.ndarray = np.asarray(values, dtype=kind)
     if array.shape != (count,):
-        raise BadOption(f"{name} has the shape {array.shape}; ({count},) is wanted")
+        raise BadOption(f"{name} has the shape {array.shape}; it must be ({count},)")
     return array

@@ -54,7 +54,7 @@ class Source(Protocol):
 def open_source(path: Path) -> Source:
     """Returns the source of what lies at a path. Raises DumpError where it is nothing known."""
     if not path.exists():
-        raise DumpError(f"{path} is not there", "give a run's folder, or its log of metrics")
+        raise DumpError(f"{path} does not exist", "give a run's folder, or its log of metrics")
     if path.is_dir():
         if (path / RUN_JSON).is_file() and schema_of(path) == IMPORTED:
             return ImportedSource(path)
@@ -62,7 +62,7 @@ def open_source(path: Path) -> Source:
     if path.suffix not in (".jsonl", ".json", ".ndjson"):
         raise DumpError(
             f"{path}: only JSON Lines can be followed as a single file",
-            "give its folder, or make a run of it with `rlk-align import`",
+            "give its folder, or import it with `rlk-align import`",
         )
     if "schema" in first_object(path) or "token_ids" in first_object(path):
         return LinesSource(path)
@@ -105,7 +105,7 @@ class FolderSource:
         if ended and self._reader is None:
             names = ", ".join(STEP_IN_NAME)
             raise DumpError(
-                f"{self.folder} holds no step of a known format",
+                f"{self.folder} holds no step in a known format",
                 f"known: {names}, whose files are named step_N.jsonl; other names: "
                 "`rlk-align import` first",
             )
@@ -147,7 +147,7 @@ class LinesSource:
             try:
                 row = row_of_line(line)
             except ValueError as error:
-                raise DumpError(f"{where}: {error}", f"each line is a {SCHEMA}") from error
+                raise DumpError(f"{where}: {error}", f"each line must be a {SCHEMA}") from error
             step = row["step"]
             if step is None or (self._step is not None and step < self._step):
                 raise DumpError(

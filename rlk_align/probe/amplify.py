@@ -42,7 +42,7 @@ def amplification(
     sites = {s.name: s for s in model_sites(trace.record.shape)}
     for name in perturbed:
         if name not in sites or name == "logprob":
-            raise BadOption(f"{name!r} is no site that can be perturbed", "e.g. embed")
+            raise BadOption(f"{name!r} is not a site that can be perturbed", "e.g. embed")
     if not trace.has_pass(passname):
         raise BadOption(f"{run.folder}: the {side} capture has no {passname} pass")
     plans = {n: Intervention(kind="perturb", sites=(n,), ulps=ulps, seed=seed) for n in perturbed}

@@ -120,7 +120,7 @@ class Attribution(Result):
         parts = [*self.layers, *(c for parts in self.operators.values() for c in parts)]
         lengths = {len(self.whole), *(len(o) for c in parts for o in (c.first, c.last))}
         if lengths != {len(self.tokens)}:
-            raise ValueError("a contribution has another number of tokens than the edge")
+            raise ValueError("a contribution has a different number of tokens than the edge")
         return self
 
 

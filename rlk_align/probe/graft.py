@@ -77,8 +77,8 @@ def check_alike(run: Run, traces: Mapping[SideName, Trace]) -> None:
     for what, is_so in differs.items():
         if is_so:
             raise BadOption(
-                f"{run.folder}: the sides differ in their {what}: neither's values can be put "
-                "into the other",
+                f"{run.folder}: the sides differ in their {what}: neither side's values can be "
+                "put into the other",
                 "compare them again with the same ids and models of one shape",
             )
 

@@ -91,9 +91,9 @@ def _check_replayed(
         unlike = first.present(site) & (first.digests(site) != computed.digests(site)).any(axis=1)
         if unlike.any():
             raise EngineFailed(
-                f"{name}: {int(unlike.sum()):,} rows of {site} were not computed by the experts "
-                "that were to be replayed",
-                "look at what a patch does to the router",
+                f"{name}: {int(unlike.sum()):,} rows of {site} were not computed by the replayed "
+                "experts",
+                "check what a patch does to the router",
             )
 
 

@@ -77,7 +77,7 @@ def explain(
     whole = [f for f in fits if f.whole]
     if not whole:
         nearest = max(fits, key=lambda f: f.explained)
-        words = f"no transformation that is known gives them back; the nearest, {nearest.words}, "
+        words = f"no known transformation reproduces them; the nearest, {nearest.words}, "
         return _none(f"{words}explains {nearest.explained} of {count} rows", count, 0)
     most = max(f.explained for f in whole)
     best = [f for f in whole if f.explained == most]
@@ -141,7 +141,7 @@ def _description(fit: _Fit, also: Sequence[str], count: int) -> str:
     text = f"the log-probs are {fit.words}: {fit.explained} of {count} rows, "
     text += f"within {fit.largest_residual:.2g}"
     phrases = {
-        "zero": "report 0, as for a missing one",
+        "zero": "report 0, as for a missing value",
         "another token": "are scored against another token, one of the two likeliest",
         "no label": "have no such label",
     }

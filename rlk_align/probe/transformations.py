@@ -95,7 +95,7 @@ def transformations(
     """The stated one first. Those that would be the same as another are left out; the numbers of
     those that have one to be found are taken from the rows given here."""
     t = stated.temperature
-    candidates = [_scored(AS_STATED, "what the side says that they are", stated)]
+    candidates = [_scored(AS_STATED, "what the side states", stated)]
     if stated != Stated():
         candidates.append(
             _scored("raw", "raw: neither temperature nor truncation applied", Stated())

@@ -82,7 +82,7 @@ def json_object(line: bytes) -> dict[str, Any]:
     """Raises ValueError where a line is no JSON object."""
     value = json.loads(line)
     if not isinstance(value, dict):
-        raise WrongValue("the line is no JSON object")
+        raise WrongValue("the line is not a JSON object")
     return value
 
 
@@ -100,7 +100,7 @@ def require(record: dict[str, Any], names: tuple[str, ...]) -> None:
     """Raises WrongValue where a field is absent."""
     absent = [name for name in names if name not in record]
     if absent:
-        raise WrongValue(f"{', '.join(absent)}: not there")
+        raise WrongValue(f"{', '.join(absent)}: missing")
 
 
 def _is_json(line: bytes) -> bool:
@@ -117,5 +117,5 @@ def _reason(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return "no UTF-8"
     if isinstance(error, json.JSONDecodeError):
-        return f"no JSON: {error.msg} at character {error.pos}"
+        return f"not JSON: {error.msg} at character {error.pos}"
     return short_printable(error)

@@ -42,7 +42,7 @@ def read(files: list[Path], findings: Findings, progress: Progress) -> Iterator[
             yield row
     if repeated:
         findings.note(
-            f"{repeated:,} sequences have the id and the step of an earlier one: all are kept"
+            f"{repeated:,} sequences repeat the id and the step of an earlier one: all are kept"
         )
 
 
@@ -97,7 +97,7 @@ def _parquet_rows(path: Path, findings: Findings, progress: Progress) -> Iterato
                     raise DumpError(f"{path}, row {done}: {error}", "see docs/import.md") from error
     except (pa.ArrowException, OSError) as error:
         raise DumpError(
-            f"{path} is no Parquet file, or is damaged: {printable(one_line(error))}",
+            f"{path} is not a Parquet file, or is damaged: {printable(one_line(error))}",
             "write it again",
         ) from error
 

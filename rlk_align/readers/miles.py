@@ -78,7 +78,7 @@ def read(files: list[Path], findings: Findings, progress: Progress) -> Iterator[
         if len(steps) > 1:
             raise DumpError(
                 f"{paths[0].parent}: files of {name} are of rollouts {sorted(steps)}",
-                "import them apart",
+                "import them separately",
             )
         for shard, parts in enumerate(shards.values()):
             try:
@@ -136,8 +136,8 @@ def _ranks(parts: list[Part]) -> list[int]:
         found = ranks_of_slices([p.lengths for p in parts], parts[0].totals, parts[0].responses)
     if found is None:
         raise WrongValue(
-            "its slices of context parallelism cannot be placed, for it does not say its rank: "
-            "use a later miles, which writes cp_rank"
+            "its slices of context parallelism cannot be placed, because it does not record its "
+            "rank: use a later miles, which writes cp_rank"
         )
     return found
 
@@ -171,7 +171,7 @@ def _whole(parts: list[Part], ranks: list[int], i: int) -> dict[str, Any]:
     padded = None
     if parts[0].padded:
         if sample.get("max_seq_lens") is None:
-            raise WrongValue("max_seq_lens: not there, and padded sequences are cut by it")
+            raise WrongValue("max_seq_lens: missing, and padded sequences are cut by it")
         padded = whole_number(plain(sample["max_seq_lens"]), "max_seq_lens")
     for field in PER_RESPONSE:
         if sample.get(field) is None:
@@ -181,7 +181,7 @@ def _whole(parts: list[Part], ranks: list[int], i: int) -> dict[str, Any]:
         for part, rank in zip(parts, ranks, strict=True):
             places = response_places(total, response, rank, len(parts), padded)
             if part.samples[i].get(field) is None:
-                raise WrongValue(f"{field} of sample {i}: not there in {part.path}")
+                raise WrongValue(f"{field} of sample {i}: missing in {part.path}")
             own = np.asarray(part.samples[i][field], dtype=np.float64)
             if len(own) == response:
                 # Not every field is cut: all ranks hold this one whole.

@@ -43,7 +43,7 @@ def read(files: list[Path], findings: Findings, progress: Progress) -> Iterator[
     findings.note("prime-rl writes null for NaN and infinite values: they are read as missing")
     stable = [path for path in files if (path.parent / STABLE).is_file()]
     for folder in sorted({path.parent for path in files} - {path.parent for path in stable}):
-        findings.skip(f"{folder}: no {STABLE} there, so the step may not be complete")
+        findings.skip(f"{folder}: it has no {STABLE}, so the step may be incomplete")
     if not stable:
         raise DumpError(
             f"{files[0].parent} holds no {STABLE}: the trainer may still be writing the step",
@@ -126,7 +126,7 @@ def _weighted(record: dict[str, Any], name: str, default: float, length: int) ->
 def _is_policy_loss(channels: Any) -> bool:
     """Whether a token is in any loss but cross-entropy."""
     if not isinstance(channels, dict):
-        raise WrongValue("losses holds no objects")
+        raise WrongValue("losses does not hold objects")
     return any(
         isinstance(channel, dict) and channel.get("mask") is True
         for name, channel in channels.items()

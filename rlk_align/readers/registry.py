@@ -47,11 +47,13 @@ def files_of(chosen: Reader, paths: list[Path]) -> list[Path]:
     found: dict[Path, None] = {}
     for path in paths:
         if not path.exists():
-            raise DumpError(f"{path} is not there", "check the path")
+            raise DumpError(f"{path} does not exist", "check the path")
         files = chosen.files(path)
         if not files:
             wanted = " or ".join(chosen.patterns)
-            raise DumpError(f"{path} holds no {wanted}, which {chosen.name} is", "check the path")
+            raise DumpError(
+                f"{path} holds no {wanted}, the format of {chosen.name}", "check the path"
+            )
         found |= dict.fromkeys(files)
     return list(found)
 
@@ -61,7 +63,7 @@ def detect(paths: list[Path]) -> Reader:
     where there is none."""
     for path in paths:
         if not path.exists():
-            raise DumpError(f"{path} is not there", "check the path")
+            raise DumpError(f"{path} does not exist", "check the path")
     for chosen in map(reader, (*READERS, *(set(names()) - set(READERS)))):
         files = list(_all_files(chosen, paths))
         if files and chosen.recognises(files[0]):

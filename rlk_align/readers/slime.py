@@ -38,7 +38,7 @@ def _rows(dump: dict[str, Any], findings: Findings) -> Iterator[Row]:
     if version == FORMAT:
         listed, rank = dump.get("samples"), ""
         if not isinstance(listed, list):
-            raise WrongValue("samples is no list")
+            raise WrongValue("samples is not a list")
         samples = [checked(sample) for sample in listed]
     elif version == 1:
         samples = [checked(sample) for sample in transposed(dump.get("rollout_data"))]

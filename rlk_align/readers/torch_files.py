@@ -40,11 +40,13 @@ def load(path: Path, findings: Findings | None = None) -> dict[str, Any]:
             warnings.simplefilter("ignore")
             value = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except UnpicklingError as error:
-        raise DumpError(f"{path} holds more than tensors and plain values", CONVERTER) from error
+        raise DumpError(
+            f"{path} holds objects other than tensors and plain values", CONVERTER
+        ) from error
     except (RuntimeError, OSError, EOFError, ValueError) as error:
         raise DumpError(f"{path} cannot be read: {one_line(error)}", "write it again") from error
     if not isinstance(value, dict):
-        raise DumpError(f"{path} holds no dictionary", "see docs/import.md")
+        raise DumpError(f"{path} does not hold a dictionary", "see docs/import.md")
     return value
 
 
@@ -57,7 +59,7 @@ def transposed(columns: Any) -> list[dict[str, Any]]:
     """Returns a sample each of `rollout_data`, whose columns hold a value a sample. Raises
     WrongValue."""
     if not isinstance(columns, dict):
-        raise WrongValue("rollout_data is no dictionary")
+        raise WrongValue("rollout_data is not a dictionary")
     lengths = columns.get("response_lengths")
     if not _is_column(lengths):
         raise WrongValue("rollout_data has no response_lengths")
@@ -74,10 +76,10 @@ def checked(sample: Any) -> dict[str, Any]:
     """Returns a sample with its lists as arrays. Raises WrongValue where what is compared is not
     there or is of another type."""
     if not isinstance(sample, dict):
-        raise WrongValue("a sample is no dictionary")
+        raise WrongValue("a sample is not a dictionary")
     for field in ("tokens", "loss_masks", "response_lengths", *SIDES):
         if sample.get(field) is None:
-            raise WrongValue(f"{field}: not there{_REASONS.get(field, '')}")
+            raise WrongValue(f"{field}: missing{_REASONS.get(field, '')}")
     ids = integers(_array(sample["tokens"]), "tokens")
     length = whole_number(plain(sample["response_lengths"]), "response_lengths")
     if length > len(ids):

@@ -24,7 +24,7 @@ def integers(value: Any, name: str) -> pa.Array:
     try:
         return _array(value, name).cast(pa.int64())
     except pa.ArrowInvalid as error:
-        raise WrongValue(f"{name} holds numbers that are no integers") from error
+        raise WrongValue(f"{name} holds numbers that are not integers") from error
 
 
 def flags(value: Any, name: str) -> NDArray[np.bool_]:
@@ -34,20 +34,20 @@ def flags(value: Any, name: str) -> NDArray[np.bool_]:
         raise WrongValue(f"{name} holds null")
     plain = np.asarray(array)
     if not ((plain == 0) | (plain == 1)).all():
-        raise WrongValue(f"{name} holds more than 0 and 1")
+        raise WrongValue(f"{name} holds values other than 0 and 1")
     return plain.astype(bool)
 
 
 def _array(value: Any, name: str, booleans: bool = False) -> pa.Array:
     if not isinstance(value, list | np.ndarray | pa.Array):
-        raise WrongValue(f"{name} is {_kind(value)}, and no list")
+        raise WrongValue(f"{name} is {_kind(value)}, not a list")
     try:
         array = value if isinstance(value, pa.Array) else pa.array(value)
     except (pa.ArrowException, OverflowError) as error:
-        raise WrongValue(f"{name} does not hold numbers alone") from error
+        raise WrongValue(f"{name} holds values that are not numbers") from error
     kinds = (*_NUMBERS, pa.types.is_boolean) if booleans else _NUMBERS
     if not any(of_kind(array.type) for of_kind in kinds):
-        raise WrongValue(f"{name} holds {array.type}, and no numbers")
+        raise WrongValue(f"{name} holds {array.type}, not numbers")
     return array
 
 
@@ -61,7 +61,7 @@ def whole_number(value: Any, name: str) -> int:
     number = unnested(value)
     whole = isinstance(number, float) and number.is_integer()
     if not (whole or isinstance(number, int)) or isinstance(number, bool):
-        raise WrongValue(f"{name} is {_kind(value)}, and no integer")
+        raise WrongValue(f"{name} is {_kind(value)}, not an integer")
     if not 0 <= number < 2**63:
         raise WrongValue(f"{name} is negative, or too large")
     return int(number)

@@ -108,7 +108,7 @@ def _edge_of(source: ReportSource) -> EdgeName:
     edge = None if source.verdict.comparison.stopped else headline(source.verdict)
     if edge is None:
         raise BadOption(
-            f"{source.folder} has no values to draw: its comparison stopped before any",
+            f"{source.folder} has no values to draw: its comparison stopped before computing any",
             f"rlk-align gate {source.folder} says why",
         )
     return edge.name
@@ -117,7 +117,7 @@ def _edge_of(source: ReportSource) -> EdgeName:
 def _series(source: ReportSource, label: str, name: EdgeName) -> ChartSeries:
     edge = next((e for e in source.verdict.comparison.edges if e.name == name), None)
     if edge is None:
-        raise BadOption(f"{source.folder} does not have the edge {name}", "compare both runs anew")
+        raise BadOption(f"{source.folder} does not have the edge {name}", "compare both runs again")
     operators = [o for o in operator_facts(source, edge) if o.site.op != "logprob"]
     differ = [o for o in operators if o.site.differ]
     if not operators or (differ and all(o.mean is None for o in differ)):

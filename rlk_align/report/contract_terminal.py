@@ -51,7 +51,7 @@ def _head(contract: Contract) -> dict[str, str]:
         tokens = contract.sequences.tokens
         ess = sequence_ess(contract, tokens)
         facts["sequences"] = (
-            f"up to {tokens:,} tokens: at the limits an effective sample size of {ess:.2g} is left"
+            f"up to {tokens:,} tokens: at the limits an effective sample size of {ess:.2g} remains"
         )
     return facts
 

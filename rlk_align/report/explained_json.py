@@ -51,7 +51,7 @@ def explained_record(explained: Explanation, folder: str) -> dict[str, Any]:
         **{name: [] for name in ("warnings", "waived", "waivers")},
         "doubts": explained.doubts,
         "untested": [x.model_dump() for x in explained.untested],
-        "notes": [f"cannot be told from a dump: {what}" for what in BLIND],
+        "notes": [f"a dump cannot tell: {what}" for what in BLIND],
         "sentence": sentence(explained),
         "mean_ratio": _interval(explained.mean_ratio),
         "c": _interval(explained.c),

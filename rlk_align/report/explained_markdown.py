@@ -52,4 +52,4 @@ def diagnosis_sections(explained: Explanation, folder: str) -> Iterator[str]:
     if explained.untested:
         yield "Could not be tested:"
         yield "\n".join(f"- {x.name}: {prose(x.why)}" for x in explained.untested)
-    yield f"Cannot be told from a dump: {'; '.join(BLIND)}."
+    yield f"A dump cannot tell: {'; '.join(BLIND)}."

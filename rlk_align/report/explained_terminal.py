@@ -27,9 +27,11 @@ def show_explanation(explained: Explanation, folder: str, console: Console) -> N
     head = line(f" {explained.status.upper()} ", style=STYLES[explained.status] + " reverse")
     console.print(head, line(sentence(explained), style="bold"))
     console.print(line(f"contract {contract.id} {contract.version}, {explained.dtype}"))
-    console.print(line(f"looked at {scope(explained)}"))
-    console.print(line(f"E[ρ]     {interval(explained.mean_ratio)}   1 where the laws agree"))
-    console.print(line(f"c        {interval(explained.c)}   |Δ| for each 1 − p"))
+    console.print(line(f"judged   {scope(explained)}"))
+    console.print(
+        line(f"E[ρ]     {interval(explained.mean_ratio)}   1 where the distributions agree")
+    )
+    console.print(line(f"c        {interval(explained.c)}   |Δ| per 1 − p"))
     for doubt in explained.doubts:
         for text in _prose("doubt", doubt):
             console.print(line(text, style="yellow"))
@@ -44,7 +46,7 @@ def show_explanation(explained: Explanation, folder: str, console: Console) -> N
         for part in _diagnosis(diagnosis, place > 0):
             console.print(part)
     console.print()
-    for text in _prose("unknown", f"cannot be told from a dump: {'; '.join(BLIND)}"):
+    for text in _prose("unknown", f"a dump cannot tell: {'; '.join(BLIND)}"):
         console.print(line(text, style="dim"))
     console.print(line(f"run      {folder}", style="dim"))
     if explained.diagnoses:

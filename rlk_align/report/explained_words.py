@@ -9,23 +9,23 @@ from rlk_align.diagnose.record import Diagnosis, Name
 MEANING: dict[Name, str] = {
     "vacuous": "There is nothing to compare.",
     "misaligned": "The two sides' log-probs belong to different positions.",
-    "mask-shifted": "The loss mask lies beside the sampled tokens.",
-    "missing": "Log-probs are missing, and something else stands in their place.",
+    "mask-shifted": "The loss mask does not lie on the sampled tokens.",
+    "missing": "Log-probs are missing, and another value is in their place.",
     "low-precision": "Log-probs were stored in too few bits.",
-    "wrong-token": "One side's log-probs are of another token than the sampled one.",
-    "logprob-scaled": "One side divided log-probs by the temperature, and not logits.",
+    "wrong-token": "One side's log-probs belong to a token that was not sampled.",
+    "logprob-scaled": "One side divided log-probs by the temperature instead of logits.",
     "temperature": "The two sides use different temperatures.",
-    "truncation": "One side's log-probs are of the truncated law (top-p, top-k, min-p).",
+    "truncation": "One side's log-probs are of the truncated distribution (top-p, top-k, min-p).",
     "turn-boundary": "From a turn on, the two sides read different tokens.",
     "packing": "Packed sequences disturb each other.",
-    "rope": "The two sides disagree the more, the further a token is.",
-    "stale-cache": "The rollout's prefix cache is of older weights.",
+    "rope": "The two sides disagree more, the later the token's position.",
+    "stale-cache": "The rollout's prefix cache holds states of older weights.",
     "stale-weights": "The rollout's weights are older than the trainer's.",
     "decode-state": "The rollout decoded some sequences in a broken state.",
     "routing": "Single tokens take another route through the model.",
     "dropout": "The trainer's log-probs have noise that depends on the model's certainty.",
     "quantisation": "The numerical error is larger than the dtype explains.",
-    "numerics": "The two sides agree but for ordinary rounding.",
+    "numerics": "The two sides agree within ordinary rounding.",
 }
 """Diagnosis -> what it means, in a sentence."""
 BLIND = (
@@ -33,7 +33,7 @@ BLIND = (
     "which operator or kernel it comes from",
     "noise between micro-batches of the trainer",
 )
-"""What cannot be told from a dump."""
+"""What a dump cannot tell."""
 
 
 def sentence(explained: Explanation) -> str:
@@ -48,7 +48,7 @@ def sentence(explained: Explanation) -> str:
 def interval(estimate: Estimate) -> str:
     """A value with its interval."""
     if not estimate.low <= estimate.high:
-        return f"{estimate.value:.4g}, of unknown certainty"
+        return f"{estimate.value:.4g}, without an interval"
     return f"{estimate.value:.4g} ({estimate.low:.4g} to {estimate.high:.4g})"
 
 

@@ -123,7 +123,7 @@ def _breaches(source: ReportSource, edge: EdgeResult) -> Iterator[Annotation]:
     for check in verdict.breaches:
         if check.edge != edge.name or check.site not in annotated:
             yield Annotation(
-                level="error", title=f"{check.limit} does not hold", message=check_words(check)
+                level="error", title=f"{check.limit} is breached", message=check_words(check)
             )
 
 
@@ -136,7 +136,7 @@ def _place(verdict: Verdict, edge: EdgeResult, site: str, side: str | None) -> C
 def _warnings(verdict: Verdict) -> Iterator[Annotation]:
     for check in verdict.warnings:
         yield Annotation(
-            level="warning", title=f"{check.limit} is nearly used up", message=check_words(check)
+            level="warning", title=f"{check.limit} is nearly reached", message=check_words(check)
         )
     for use in verdict.waivers:
         if use.state == "unused":

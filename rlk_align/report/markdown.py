@@ -59,7 +59,7 @@ def markdown(source: ReportSource) -> str:
         else:
             omitted.append(heading)
     if omitted:
-        text += f"\nLeft out, for they are too long: {', '.join(omitted)}.\n"
+        text += f"\nLeft out because they are too long: {', '.join(omitted)}.\n"
     return text
 
 
@@ -108,7 +108,7 @@ def _sections(source: ReportSource) -> Iterator[Section]:
     lists: dict[str, Iterable[object]] = {
         "Nothing can be concluded": verdict.doubts,
         "Mismatches before anything was computed": mismatches,
-        "Limits that do not hold": map(check_words, verdict.breaches),
+        "Limits that are breached": map(check_words, verdict.breaches),
         "Near a limit": map(check_words, verdict.warnings),
         "Waivers": (f"{use.state}: {use}" for use in verdict.waivers),
         "Probe": _probed(source),

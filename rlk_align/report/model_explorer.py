@@ -40,7 +40,7 @@ def model_explorer_files(source: ReportSource, inputs: Inputs) -> dict[str, str]
     if edge is None or source.verdict.comparison.stopped:
         raise BadOption(
             f"{source.folder} compared no operators: there is no graph to draw",
-            "mend what stopped the comparison, and compare again",
+            "correct what stopped the comparison, and compare again",
         )
     operators = operator_facts(source, edge)
     names: dict[str, Callable[[OperatorFacts], str]] = {"canonical": lambda o: o.site.site}
@@ -90,7 +90,7 @@ def model_explorer_files(source: ReportSource, inputs: Inputs) -> dict[str, str]
 def _labelled(label: str, *graphs: dict[str, Any]) -> dict[str, Any]:
     for graph in graphs:
         ids = [node["id"] for node in graph["nodes"]]
-        assert len(set(ids)) == len(ids), f"{graph['id']}: a node is there twice"
+        assert len(set(ids)) == len(ids), f"{graph['id']}: a node occurs twice"
     return {"label": printable(label), "graphs": list(graphs)}
 
 

@@ -88,7 +88,9 @@ def _parts(
     differs = not c.stopped and edge is not None and edge.first_bitwise is not None
     if probe is None and differs and "rlk-align probe" not in step:
         where = shlex.quote(str(folder))
-        yield line(f"         rlk-align probe {where}    who introduced what, and what it does")
+        yield line(
+            f"         rlk-align probe {where}    which operator introduced what, and its effect"
+        )
 
 
 def _sides(c: Comparison) -> Iterator[Text]:
@@ -172,7 +174,7 @@ def _over_budget(over: OverBudget, edge: EdgeResult, verdict: Verdict) -> Iterat
     for u, (where, how) in zip(over.units, how_words(verdict, over), strict=True):
         yield from _fitting(f"    {where}: ", how.split("; "), "; ")
         if u.fused_with:
-            yield line(f"    computed together with {u.fused_with}: it may be either's")
+            yield line(f"    computed together with {u.fused_with}: either may be the cause")
     yield from _code(unit.site, edge, verdict)
     if not over.units:
         site = next(s for s in edge.sites if s.site == unit.site)

@@ -63,9 +63,14 @@ def _next(report: WeightsReport) -> str:
     counts = report.counts
     if counts["stale"]:
         steps = sorted({f.step for f in report.findings if f.step})
-        return f"these parameters were not synced since {', '.join(steps)}: see what sends them"
+        return f"these parameters were not synced since {', '.join(steps)}: check what sends them"
     if counts["missing"]:
-        return "see which names the sender and the receiver use for the parameters that are missing"
+        return "check which names the sender and the receiver use for the missing parameters"
     if report.earlier:
-        return "B is none of the earlier steps: see how it was converted or merged (--adapter)"
-    return "give earlier checkpoints (--earlier) or the adapter (--adapter) to say where it is from"
+        return (
+            "B equals none of the earlier steps: check how it was converted or merged (--adapter)"
+        )
+    return (
+        "give earlier checkpoints (--earlier) or the adapter (--adapter) to find where it "
+        "comes from"
+    )

@@ -37,8 +37,8 @@ _WHOSE_OFF = {
     "rollout": "the rollout side is off",
     "train": "the training side is off",
     "both": "both sides are off",
-    "neither": "both sides are within their rounding, and too far from each other",
-    None: "which side is off is not known",
+    "neither": "both sides are within their rounding, but too far from each other",
+    None: "it is unknown which side is off",
 }
 
 
@@ -135,7 +135,7 @@ def check_words(check: LimitCheck) -> str:
     where = " ".join(filter(None, [check.edge, check.side, check.site, check.metric]))
     words = f"{where}: {abs(check.value):.3g}, {check.fail:.3g} allowed ({check.limit})"
     if check.outcome == "warn":
-        words += f", told of above {check.warn:.3g}"
+        words += f", warns above {check.warn:.3g}"
     return f"{words}; waived by {check.waiver.owner}" if check.waiver else words
 
 
@@ -176,7 +176,7 @@ def finding(verdict: Verdict) -> str:
 
 def _over_words(verdict: Verdict, edge: EdgeResult, over: list[OverBudget]) -> str:
     first = over[0]
-    text = f"{first.unit.site} computes something else than its budget allows"
+    text = f"{first.unit.site} computes something that its budget does not allow"
     how = how_words(verdict, first)
     if how:
         text = f"{first.unit.site} is further from exact than rounding explains: {how[0][1]}"
@@ -190,7 +190,7 @@ def side_off(verdict: Verdict) -> str:
     """Says which side is off."""
     c, edge = verdict.comparison, headline(verdict)
     if c.stopped or edge is None or verdict.status == "inconclusive":
-        return "not known: nothing was judged"
+        return "unknown: nothing was judged"
     over = over_budget(verdict, edge)
     if over:
         return whose_off(over[0])
@@ -198,7 +198,7 @@ def side_off(verdict: Verdict) -> str:
         return "none: the sides are equal"
     if c.referee and verdict.contract.budgets:
         return "neither: every operator that was recomputed is within its budget on both sides"
-    return "not known: no operator was held against float64"
+    return "unknown: no operator was checked against float64"
 
 
 MORE_TOKENS = "capture with more --prompts, or a larger --max-new-tokens"
@@ -214,10 +214,10 @@ def _settle(verdict: Verdict) -> str:
     short = [e for e in c.edges if e.name in c.judged and e.metrics.tokens < contract.min_tokens]
     rest = [name for name in c.judged if name not in {e.name for e in short}]
     if short and rest and all(_never_shown(e) for e in short):
-        return f"judge what both sides can show: --edges {','.join(rest)}"
+        return f"judge only what both sides can show: --edges {','.join(rest)}"
     if short:
         return MORE_TOKENS
-    return "mend what is named above, then capture and compare again, with --fresh"
+    return "correct what is named above, then capture and compare again with --fresh"
 
 
 def _never_shown(edge: EdgeResult) -> bool:
@@ -231,7 +231,7 @@ def next_step(verdict: Verdict, folder: Path) -> str:
     if c.stopped:
         kinds = dict.fromkeys(m.kind for m in c.stopping)
         flags = " ".join(f"--allow-mismatch {kind}" for kind in kinds)
-        return f"mend it, or measure across it with {flags}"
+        return f"correct it, or compare anyway with {flags}"
     if verdict.status == "inconclusive":
         return _settle(verdict)
     edge = headline(verdict)
@@ -243,7 +243,8 @@ def next_step(verdict: Verdict, folder: Path) -> str:
     if verdict.expired and not verdict.breaches:
         waiver = verdict.expired[0].waiver
         return (
-            f"ask {waiver.owner} to mend what the waiver of {waiver.limit} excused, or to renew it"
+            f"ask {waiver.owner} to fix what the waiver of {waiver.limit} excused, or to renew "
+            "the waiver"
         )
     over = over_budget(verdict, edge)
     first = over[0].unit if over else edge.first_bitwise
@@ -251,12 +252,12 @@ def next_step(verdict: Verdict, folder: Path) -> str:
         return "see the breaches above"
     where = shlex.quote(str(folder))
     if edge.name == "decode_vs_prefill":
-        return f"look at {first.site} in the rollout engine's decode and in its prefill"
+        return f"compare {first.site} in the rollout engine's decode and in its prefill"
     if over and over[0].side in ("rollout", "train"):
-        return f"look at {first.site} on the {over[0].side} side"
+        return f"check {first.site} on the {over[0].side} side"
     if first.op == "logprob":
         return (
-            "the logits are equal and the log-probs are not: compare how both sides make them "
+            "the logits are equal and the log-probs are not: compare how both sides compute them "
             "(temperature, raw or processed log-probs, the softmax's dtype)"
         )
     if not over:

@@ -45,5 +45,5 @@ def check_fits(batch: TokenBatch, shape: ModelShape, positions: int, engine: str
             raise DumpError(
                 f"sequence {s.prompt_id!r} is too long: {len(s.ids)} tokens, and the {engine} side "
                 f"has {positions} positions",
-                "name the checkpoint of the run with --model, or import shorter sequences alone",
+                "name the checkpoint of the run with --model, or import only shorter sequences",
             )

@@ -52,7 +52,7 @@ def choose(run: ImportedRun, count: int, seed: int, temperature: float | None) -
     )
 
 
-_WHAT_IS_MISSING = "rlk-align explain RUN says what the dump lacks"
+_WHAT_IS_MISSING = "rlk-align explain RUN reports what the dump lacks"
 
 
 def _survey(run: ImportedRun) -> tuple[NDArray[np.float64], list[float | None]]:
@@ -95,15 +95,15 @@ def _temperature(
     chosen = usable & np.array([t == common for t in stated])
     if len(counts) > 1:
         notes.append(
-            f"{int(usable.sum() - chosen.sum()):,} sequences of another temperature are left out"
+            f"{int(usable.sum() - chosen.sum()):,} sequences with another temperature are left out"
         )
     if common is None:
         notes.append(
-            "the dump does not state its temperature, and 1 is taken: temperature=T in a SPEC says "
-            "another"
+            "the dump does not state its temperature, so 1 is assumed: set another with "
+            "temperature=T in a SPEC"
         )
     elif not common > 0:
-        notes.append("the dump was sampled greedily, at temperature 0: 1 is taken")
+        notes.append("the dump was sampled greedily, at temperature 0: 1 is used")
     return common if common else 1.0, chosen
 
 

@@ -22,7 +22,7 @@ def token_logprobs(
     as far as their values were kept. Raises CorruptTrace.
     """
     if not index.same_tokens(trace.tokens).all():
-        raise CorruptTrace(f"{trace.folder} holds other tokens than were asked for")
+        raise CorruptTrace(f"{trace.folder} holds tokens that were not asked for")
     reader = trace.read_pass("prefill")
     site = "logprob" if temperature == 1.0 else "logits"
     out, missing = np.full(len(index), np.nan), np.ones(len(index), dtype=bool)

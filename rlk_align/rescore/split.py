@@ -218,7 +218,7 @@ def _doubts(
         doubts.append(
             f"{missing:,} of {int(wanted.sum()):,} tokens were not scored again: the values of "
             "their logits were not kept (raise --trace-budget, or take fewer --sequences), or the "
-            "engine does not show its log-probs"
+            "engine does not expose its log-probs"
         )
     ends = (edges[0], edges[-1])
     if min(e.mean.value for e in ends) > _FAR * own and any(

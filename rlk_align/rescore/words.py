@@ -53,7 +53,7 @@ def sentence(
         }
         return (
             f"The {'rollout' if odd == 'rollout' else 'training'} engine agrees with neither "
-            f"{neighbours[odd]}, and those two agree: the engine is off, and not the run."
+            f"{neighbours[odd]}, and those two agree: the engine is off, not the run."
         )
     if carrier is None:
         shares = ", ".join(f"{e.name} {e.share.value:.0%}" for e in edges)
@@ -72,7 +72,7 @@ def next_step(
 ) -> str:
     """The next command, with RUN for the run that holds the scores and DUMP for the dump."""
     if status == "inconclusive":
-        return "rlk-align explain DUMP says what can be told of the dump alone"
+        return "rlk-align explain DUMP reports what the dump alone shows"
     if status == "pass":
         return "nothing to repair" + (f"; {_PROBE}" if len(engines) == 2 else "")
     largest = max(edges, key=lambda e: e.mean.value)
@@ -82,10 +82,10 @@ def next_step(
     if edge.name == "decode_vs_prefill":
         side = engines["rollout"]
         return (
-            f"rlk-align compare --model {shlex.quote(side.model)} "
-            f"--rollout {shlex.quote(_spec(side))} --edges decode_vs_prefill: does the engine "
-            "alone decode so; if not, compare the rollout's weights (rlk-align weights), its "
-            "cache and its sampler's settings"
+            f"rlk-align compare --model {shlex.quote(side.model)} --rollout "
+            f"{shlex.quote(_spec(side))} --edges decode_vs_prefill: does the engine alone decode "
+            "like this? If not, compare the rollout's weights (rlk-align weights), its cache and "
+            "its sampler's settings"
         )
     if edge.name == "prefill_vs_train":
         return _PROBE

@@ -81,7 +81,7 @@ class PassReader:
         except (OSError, pa.ArrowException) as error:
             raise CorruptTrace(f"{path} cannot be read: {error}") from error
         if not table.schema_arrow.equals(ROWS_SCHEMA):
-            raise CorruptTrace(f"{path} has other columns than a trace")
+            raise CorruptTrace(f"{path} does not have the columns of a trace")
         return table
 
     @cached_property
@@ -185,7 +185,7 @@ class Trace:
         try:
             with pq.ParquetFile(path, page_checksum_verification=True) as file:
                 if not file.schema_arrow.equals(WEIGHTS_SCHEMA):
-                    raise CorruptTrace(f"{path} has other columns than a table of weights")
+                    raise CorruptTrace(f"{path} does not have the columns of a table of weights")
                 return file.read(columns)
         except (OSError, ValueError, pa.ArrowException) as error:
             raise CorruptTrace(f"{path} cannot be read: {error}") from error

@@ -58,5 +58,5 @@ def writing(path: Path) -> Iterator[None]:
         raise TraceNotWritten(
             f"the trace could not be written to {path}: {error}",
             "free some space, choose another --run-dir, or lower --trace-budget; "
-            "finished passes are kept, and a rerun goes on from there",
+            "finished passes are kept, and a rerun continues from there",
         ) from error

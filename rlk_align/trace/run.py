@@ -83,8 +83,8 @@ class Run(RunFolder):
         if schema_of(run.folder) == IMPORTED:
             named = shlex.quote(str(run.folder))
             raise BadOption(
-                f"{run.folder} holds imported log-probs, of both sides: neither captures nor a "
-                "comparison",
+                f"{run.folder} holds imported log-probs of both sides, and neither captures nor "
+                "a comparison",
                 f"rlk-align explain {named} compares its two sides, and rlk-align report html "
                 f"{named} draws them; rlk-align compare --tokens {named} --train SPEC scores its "
                 "ids again",
@@ -128,7 +128,7 @@ class Run(RunFolder):
         except CorruptTrace as error:
             where = (self.folder / path).resolve()
             raise CorruptTrace(
-                f"{self.folder}: its {role} capture, {where}, is gone or was made again: "
+                f"{self.folder}: its {role} capture, {where}, is gone or was replaced: "
                 f"{error.message}",
                 f"make this run again: {shlex.join(self.record.command)}",
             ) from error

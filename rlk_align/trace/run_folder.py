@@ -30,7 +30,7 @@ def find_run(name: str) -> Path:
         folder = Path(os.fsdecode(pointer.read_bytes()))
     if not (folder / RUN_JSON).is_file():
         raise BadOption(
-            f"{folder} is no run: run.json is not there",
+            f"{folder} is not a run: it has no run.json",
             "give the folder that `capture -o`, `compare --run-dir` or `import -o` wrote",
         )
     return folder
@@ -68,7 +68,8 @@ class RunFolder:
         if not (self.folder / CHECKSUMS).is_file():
             self._check_free()
             raise CorruptTrace(
-                f"{self.folder} is not whole: the last command into it did not finish", repair
+                f"{self.folder} is incomplete: the last command that wrote to it did not finish",
+                repair,
             )
         self._checksums.check(self.folder, [RUN_JSON])
 
@@ -117,5 +118,5 @@ class RunFolder:
             except KeyboardInterrupt as interrupt:
                 raise Interrupted(
                     f"interrupted; what was finished is kept in {self.folder}",
-                    "the same command goes on from there",
+                    "the same command continues from there",
                 ) from interrupt

@@ -131,7 +131,7 @@ def read_adapter(path: str) -> Adapter:
     for name in (_CONFIG, _FILE):
         if not (folder / name).is_file():
             raise ModelError(
-                f"{path} is no adapter: {name} is not there",
+                f"{path} is not an adapter: {name} does not exist",
                 f"give the folder in PEFT's layout, with {_CONFIG} and {_FILE}",
             )
     try:
@@ -140,7 +140,9 @@ def read_adapter(path: str) -> Adapter:
         alpha, rank = float(config["lora_alpha"]), int(config["r"])
         patterns = {k: dict(config.get(k) or {}) for k in ("rank_pattern", "alpha_pattern")}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{folder / _CONFIG} describes no LoRA: {one_line(error)}") from error
+        raise ModelError(
+            f"{folder / _CONFIG} does not describe a LoRA: {one_line(error)}"
+        ) from error
     unread = [k for k in ("use_dora", "fan_in_fan_out") if config.get(k)]
     if kind != "LORA" or unread or any(patterns.values()) or rank <= 0:
         what = ", ".join(unread) or next(

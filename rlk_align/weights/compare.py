@@ -122,7 +122,7 @@ class Comparer:
         if merged := self._merged(a, b):
             return _finding(a, b, "merged", merged)
         if step := self._step(a.name, b):
-            return _finding(a, b, "stale", f"B has it from {step}", step=step)
+            return _finding(a, b, "stale", f"B has the value of {step}", step=step)
         if other := self._elsewhere(b):
             return _finding(a, b, "other", f"B holds what A has as {other}")
         return self._in_part(a, b)
@@ -137,7 +137,7 @@ class Comparer:
         if not fits:
             return None
         differing, way = min(fits, key=lambda fit: fit[0])
-        counted = f"; {differing:,} of {math.prod(a.shape):,} entries round otherwise"
+        counted = f"; {differing:,} of {math.prod(a.shape):,} entries round differently"
         return f"the adapter: {way}{counted if differing else ''}"
 
     def _elsewhere(self, b: Parameter) -> str | None:

@@ -77,7 +77,7 @@ def _key(index: Call) -> tuple[str, tuple[int, ...]]:
 def _item(info: Call) -> _Item:
     name = info["relative_path"]
     if Path(name).name != name:
-        raise ValueError(f"{name!r} lies outside of the checkpoint's folder")
+        raise ValueError(f"{name!r} lies outside the checkpoint's folder")
     if isinstance(info.state, dict) and info.state.get("transform_descriptors"):
         raise ValueError(f"{name} is compressed, which is not read")
     return _Item(name, info["offset"], info["length"])

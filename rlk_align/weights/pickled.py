@@ -134,7 +134,7 @@ def _run(data: bytes) -> Any:
         elif name == "BINPERSID":
             stack.append(Call(Name("", "persistent"), (stack.pop(),)))
         else:
-            raise NotPlain(f"the pickle uses {name}, which no description of tensors needs")
+            raise NotPlain(f"the pickle uses {name}, which a description of tensors does not need")
     raise ValueError("the pickle has no end")
 
 

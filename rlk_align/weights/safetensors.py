@@ -62,7 +62,7 @@ def _header(file: MappedFile) -> tuple[int, dict[str, Any]]:
     length = int.from_bytes(file.data[:8], "little")
     if file.size < 8 or length > min(_LONGEST_HEADER, file.size - 8):
         raise CorruptCheckpoint(
-            f"{file.path} is truncated, or is no safetensors file: its header would have "
+            f"{file.path} is truncated, or is not a safetensors file: its header would have "
             f"{length:,} bytes, and the file has {file.size:,}",
             DAMAGED,
         )
@@ -73,7 +73,7 @@ def _header(file: MappedFile) -> tuple[int, dict[str, Any]]:
             f"{file.path}: the header is not JSON: {one_line(error)}", DAMAGED
         ) from error
     if not isinstance(header, dict):
-        raise CorruptCheckpoint(f"{file.path}: the header is no JSON object", DAMAGED)
+        raise CorruptCheckpoint(f"{file.path}: the header is not a JSON object", DAMAGED)
     return 8 + length, header
 
 

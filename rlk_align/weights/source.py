@@ -93,7 +93,7 @@ def locate(path: str, role: Role) -> Location:
     if place.is_file() and place.suffix == ".safetensors":
         return _checkpoint(path, place.parent, "safetensors", read_safetensors(place))
     if place.is_file():
-        raise ModelError(f"{path} is no file of weights that is read", _WANTED)
+        raise ModelError(f"{path} is not a file of weights that can be read", _WANTED)
     folder = resolve_model(path)
     if (folder / METADATA).is_file():
         return _checkpoint(path, folder, "distributed checkpoint", read_dcp(folder))
@@ -116,13 +116,14 @@ def _safetensors(folder: Path, path: str) -> list[Path]:
     pickles = [p for pattern in _PICKLES for p in folder.glob(pattern)]
     if pickles:
         raise ModelError(
-            f"{path} holds pickles ({pickles[0].name}), which are not read: loading one runs it",
+            f"{path} holds pickles ({pickles[0].name}), which are not read, because loading a "
+            "pickle runs code",
             "save it as safetensors, or as a distributed checkpoint, where it was trained "
             "(Megatron: --ckpt-format torch_dist)",
         )
     inside = sorted(p.parent.name for p in folder.glob(f"*/{METADATA}"))
     fix = f"give one of the checkpoints in it: {', '.join(inside)}" if inside else _WANTED
-    raise ModelError(f"{path} holds no weights that are read", fix)
+    raise ModelError(f"{path} holds no weights that can be read", fix)
 
 
 def _checkpoint(path: str, folder: Path, kind: str, tensors: list[StoredTensor]) -> Location:

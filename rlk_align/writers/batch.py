@@ -62,7 +62,7 @@ def batch_records(
     if len(scored) != len(ids) or scored.shape[1] > ids.shape[1]:
         raise DumpError(
             f"mask is {list(scored.shape)} and token_ids is {list(ids.shape)}",
-            "each row of mask is about the last columns of the same row of token_ids",
+            "each row of mask describes the last columns of the same row of token_ids",
         )
     response = there[:, ids.shape[1] - scored.shape[1] :]
     prompts = _prompts(prompt_lengths, there.sum(1), response, scored)
@@ -165,14 +165,16 @@ def _prompts(
 def _whole(array: Array, name: str, shape: tuple[int, ...] | None = None) -> NDArray[np.int64]:
     values = _checked(array, name, shape)
     if values.dtype.kind not in "iu" or (values.size and values.min() < 0):
-        raise DumpError(f"{name} holds more than counts and token ids", "give integers from 0 on")
+        raise DumpError(
+            f"{name} holds values other than counts and token ids", "give integers from 0 on"
+        )
     return values.astype(np.int64)
 
 
 def _flags(array: Array, name: str, shape: tuple[int, ...] | None = None) -> NDArray[np.bool_]:
     values = _checked(array, name, shape)
     if not ((values == 0) | (values == 1)).all():
-        raise DumpError(f"{name} holds more than 0 and 1", "give a mask")
+        raise DumpError(f"{name} holds values other than 0 and 1", "give a mask")
     return values.astype(bool)
 
 
@@ -188,9 +190,11 @@ def _checked(array: Array, name: str, shape: tuple[int, ...] | None) -> NDArray[
     except ValueError as error:
         raise DumpError(f"{name} has rows of several lengths", "pad it, on either side") from error
     if not values.size:
-        raise DumpError(f"{name} is empty", "write a step that has samples")
+        raise DumpError(f"{name} is empty", "write only steps that have samples")
     if values.dtype.kind not in "biuf":
-        raise DumpError(f"{name} holds more than numbers", "a log-prob that is missing is -9999.0")
+        raise DumpError(
+            f"{name} holds values that are not numbers", "a log-prob that is missing is -9999.0"
+        )
     if values.ndim != (2 if shape is None else len(shape)) or (shape and values.shape != shape):
         wanted = "[B, columns]" if shape is None else str(list(shape))
         raise DumpError(f"{name} is {list(values.shape)}, and {wanted} is expected", "see its help")

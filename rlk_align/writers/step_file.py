@@ -24,7 +24,7 @@ def write_step(
     TraceNotWritten where the file cannot be written.
     """
     if not records:
-        raise DumpError(f"step {step} has no sample", "write a step after its batch is made")
+        raise DumpError(f"step {step} has no sample", "write a step after its batch was made")
     if step < 0 or not 0 <= rank < ranks:
         raise DumpError(f"step {step} of rank {rank} of {ranks}", "steps and ranks count from 0")
     path = Path(folder) / f"step_{step:06d}_rank_{rank}_of_{ranks}.jsonl"

@@ -122,7 +122,7 @@ def test_a_record_that_its_captures_gainsay_is_warned_of(runs: tuple[Path, Path]
     path = equal / "comparison.json"
     path.write_text(path.read_text().replace('"tokens": 15', '"tokens": 14', 1))
     Run(equal).finish()
-    with pytest.warns(UserWarning, match="says otherwise than its captures"):
+    with pytest.warns(UserWarning, match="disagrees with its captures"):
         verdict = rlk_align.gate(equal, contract=CONTRACT, recompute=True)
     assert verdict.comparison.tokens == 15
     with warnings.catch_warnings():
@@ -141,14 +141,14 @@ def test_what_became_worse(runs: tuple[Path, Path], tmp_path: Path) -> None:
     assert (verdict.status, verdict.exit_code) == ("fail", 1)
     assert [c.metric for c in verdict.worse] == ["mean_abs_dlogp"]
     assert rlk_align.gate(faulty, equal, contract=contract).status == "pass"
-    with pytest.raises(BadOption, match="--recompute is for one run"):
+    with pytest.raises(BadOption, match="--recompute takes one run"):
         rlk_align.gate(equal, faulty, recompute=True)  # type: ignore[call-overload]
 
 
 def test_mistakes_are_the_tools_own_errors(runs: tuple[Path, Path]) -> None:
     equal, _ = runs
     mistakes = {
-        "nowhere is no run": lambda: rlk_align.load_run("nowhere"),
+        "nowhere is not a run": lambda: rlk_align.load_run("nowhere"),
         "'nope' is unknown; choose from fsdp, hf": lambda: rlk_align.compare(rollout="nope"),
         "--edges": lambda: rlk_align.compare(edges="sideways"),
         "--allow-mismatch 'weight'": lambda: rlk_align.compare(allow_mismatch="weight"),
@@ -157,7 +157,7 @@ def test_mistakes_are_the_tools_own_errors(runs: tuple[Path, Path]) -> None:
         "--trace-budget": lambda: rlk_align.capture("hf", "new", trace_budget="much"),
         "a replay is a capture": lambda: rlk_align.capture(f"replay:path={equal}", "new"),
         "two runs are compared as they are": lambda: rlk_align.compare(equal, equal, seed=3),
-        "would be written over": lambda: rlk_align.compare(equal, equal, run_dir=equal),
+        "would be overwritten": lambda: rlk_align.compare(equal, equal, run_dir=equal),
         "name one run": lambda: rlk_align.capture("hf", equal, tokens=equal),
     }
     for said, mistake in mistakes.items():

@@ -64,7 +64,7 @@ def test_each_is_what_it_would_be_alone(tmp_path: Path, jobs: list[Job]) -> None
     together, alone = Run(tmp_path / "together"), Run(tmp_path / "alone")
     first = capturing.capture_each(requests[:1], "rollout", together, [None], _quiet)[0]
     tokens = first.folder / "tokens.parquet"
-    # What is there already is left out; the last has two faults before it.
+    # What already exists is left out; the last has two faults before it.
     traces = capturing.capture_each(requests, "train", together, [tokens] * 4, _quiet)
     assert [len(job.then) for job in jobs] == [0, 3]
     again = capturing.capture_each(requests, "train", together, [tokens] * 4, _quiet)

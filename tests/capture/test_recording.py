@@ -66,5 +66,5 @@ def test_a_recording_gives_the_trace_of_its_role(tmp_path: Path) -> None:
         into = Run(tmp_path / "other")
         trace = capture(Recording(str(run.folder)), role, into, None, False, silent)
         assert trace.folder == run.capture_folder(role)
-    with pytest.raises(BadOption, match="is no run"):
+    with pytest.raises(BadOption, match="is not a run"):
         capture(Recording("nowhere"), "train", run, None, False, silent)

@@ -30,7 +30,7 @@ def assert_error(done: Outcome, code: int, *words: str) -> None:
         (("--rollout", "hf", "--model", "/nowhere"), ("no model at /nowhere",)),
         (("--rollout", "hf", "--prompts", "none.jsonl"), ("none.jsonl",)),
         (("--rollout", "hf", "--contract", "bf17"), ("no contract 'bf17'", "bf16")),
-        (("--rollout", "hf", "--contract", "fp32"), ("says nothing of bfloat16",)),
+        (("--rollout", "hf", "--contract", "fp32"), ("does not cover bfloat16",)),
         (("--rollout", "hf", "--edges", "decode_vs_nothing"), ("prefill_vs_train",)),
         (("--rollout", "hf", "--layers", "3-1"), ("--layers",)),
         (("--rollout", "hf", "--train", "hf", "--layers", "2-4"), ("no layer 4", "0 to 3")),
@@ -44,10 +44,10 @@ def assert_error(done: Outcome, code: int, *words: str) -> None:
         (("--rollout", "hf:patch=patches:raises"), ("this patch is broken",)),
         (("--rollout", "hf:patch=patches:ends_the_process"), ("raised SystemExit",)),
         (("--rollout", "hf:python=/no/python"), ("/no/python",)),
-        (("--rollout", "replay:path=nowhere"), ("nowhere is no run",)),
+        (("--rollout", "replay:path=nowhere"), ("nowhere is not a run",)),
         (("--rollout", "replay"), ("path=RUN",)),
-        (("run_a",), ("run_a is no run",)),
-        (("run_a", "run_b"), ("run_a is no run",)),
+        (("run_a",), ("run_a is not a run",)),
+        (("run_a", "run_b"), ("run_a is not a run",)),
         (("--kernels", "--rollout", "hf"), ("--kernels '--rollout' is unknown", "choose rlk or")),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else None,
@@ -64,7 +64,7 @@ def test_usage_errors(cli: Cli, args: tuple, words: tuple) -> None:
         ('{"prompt": ""}\n', (":1", "missing or empty")),
         ('{"prompt": "a"}\nnot json\n', (":2", "not JSON")),
         ('{"ids": [5000]}\n', ("5000", "1024")),
-        ('{"prompt": 5}\n', (":1", "'prompt' is 5", "text is wanted")),
+        ('{"prompt": 5}\n', (":1", "'prompt' is 5", "it must be text")),
         (json.dumps({"prompt": "many words " * 900}), ("too long", "--max-new-tokens")),
     ],
     ids=["empty", "blank", "empty prompt", "not json", "unknown id", "number", "too long"],
@@ -99,10 +99,12 @@ def test_a_contract_that_lacks_an_operator_is_refused_before_any_engine_starts(
     mine.write_text("[[budgets]]".join([head, *some]))
     sides = ("--rollout", "hf", "--train", "hf", "--prompts", few_prompts)
     done = cli("compare", *sides, "--contract", mine, "--run-dir", "x")
-    assert_error(done, 2, "mine limits operators", "nothing of layers.0.attn", "class attention")
+    assert_error(
+        done, 2, "mine limits operators", "has no limit for layers.0.attn", "class attention"
+    )
     assert not (tmp_path / "x").exists(), "nothing was begun"
     checked = cli("contract", "check", mine)
-    assert (checked.code, "says nothing of attn" in checked.out) == (1, True)
+    assert (checked.code, "has no limit for attn" in checked.out) == (1, True)
 
 
 def test_a_position_that_the_engine_needs_is_counted_early(cli: Cli, tmp_path: Path) -> None:
@@ -127,7 +129,7 @@ def test_other_layers_than_the_checkpoint_has(cli: Cli, model_copy, tmp_path: Pa
     model = model_copy(config={"num_hidden_layers": 10**9})
     done = cli("compare", *HF, "--model", model, "--run-dir", tmp_path / "run")
     said = (
-        "config.json says num_hidden_layers=1000000000, and the checkpoint has tensors of 4 layer"
+        "config.json states num_hidden_layers=1000000000, and the checkpoint has tensors of 4 layer"
     )
     assert_error(done, 2, said)
     assert not (tmp_path / "run").exists(), "nothing was begun"
@@ -204,7 +206,7 @@ def test_enough_prompts_for_the_contract_that_judges(cli: Cli, tmp_path: Path) -
     ("patch", "words"),
     [
         ("ends_the_process_later", ("raised SystemExit",)),
-        ("ends_the_process_at_once", ("ended before its passes were finished",)),
+        ("ends_the_process_at_once", ("ended before it finished its passes",)),
     ],
 )
 def test_a_patch_that_ends_the_process(cli: Cli, few_prompts, patch: str, words: tuple) -> None:

@@ -144,7 +144,7 @@ def test_swapped_heads_are_a_weight_mismatch(compare: Cli) -> None:
     assert measured.first == "layers.1.q_proj"
     assert measured.verdict["divergence"]["first_over_budget"]["side"] is None
     (note,) = [n for n in measured.verdict["notes"] if "float64" in n]
-    assert "held another layers.1.q_proj than the checkpoint has now" in note
+    assert "the layers.1.q_proj in its engine differs from the checkpoint's" in note
 
 
 def test_nan_fails_and_is_located(compare: Cli) -> None:
@@ -218,7 +218,7 @@ def test_a_fault_of_decode_alone_is_named_on_its_edge(compare: Cli) -> None:
         assert "layers.1.o_proj  the rollout side is off" in done.out
         assert "rollout decode: " in done.out
         assert (
-            "look at layers.1.o_proj in the rollout engine's decode and in its prefill" in done.out
+            "compare layers.1.o_proj in the rollout engine's decode and in its prefill" in done.out
         )
 
 
@@ -276,8 +276,8 @@ def test_an_adapter_that_is_merged_on_one_side_blames_neither(compare: Cli) -> N
     done = compare(*sides, *EDGE)
     over = done.verdict["divergence"]["first_over_budget"]
     assert (done.code, over["site"], over["side"]) == (1, "layers.0.q_proj", None)
-    assert "which side is off is not known" in done.out
-    assert "train was not checked here: its engine held another layers.0.q_proj" in done.out
+    assert "it is unknown which side is off" in done.out
+    assert "train was not checked here: the layers.0.q_proj in its engine differs" in done.out
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ UNFIT: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "whole factor": (
         "vllm",
         {"rope_scaling": {"type": "linear", "factor": 4}},
-        ("whole number as factor, 4", "config.json"),
+        ("an integer as factor, 4", "config.json"),
     ),
     "vllm tp": ("vllm:tp=3", {}, ("tp=3", "8 heads", "tp=1|2|4|8")),
     "vllm activation": ("vllm", {"hidden_act": "gelu"}, ("hidden_act=gelu", "--rollout hf")),

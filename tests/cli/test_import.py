@@ -43,8 +43,8 @@ def test_it_tells_what_was_read_and_what_was_not(cli: Cli, tmp_path: Path, forma
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["jsonl", "nothing.jsonl"], "nothing.jsonl is not there"),
-        (["auto", "a\x1b[31m"], "a\\x1b[31m is not there"),
+        (["jsonl", "nothing.jsonl"], "nothing.jsonl does not exist"),
+        (["auto", "a\x1b[31m"], "a\\x1b[31m does not exist"),
         (["xml", "."], "format 'xml' is unknown"),
         (["jsonl"], "PATH"),
     ],

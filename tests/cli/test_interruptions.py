@@ -123,7 +123,7 @@ def test_a_full_disk_is_said_and_finished_passes_stay(
     done = cli(*words, env={"PYTHONPATH": str(tmp_path)}, shared=False)
     assert done.code == 3, done.err
     assert "could not be written" in done.err
-    assert "a rerun goes on from there" in done.err
+    assert "a rerun continues from there" in done.err
     assert "Traceback" not in done.err
     (capture,) = (run / "captures").iterdir()
     assert (capture / "decode.untapped/pass.json").exists()

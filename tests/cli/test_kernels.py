@@ -158,7 +158,7 @@ def test_what_has_no_kernel_is_refused_before_anything_starts(
     done = compare("--model", model, "--rollout", specs[0], "--train", specs[1])
     assert done.code == 2, done.out + done.err
     said = " ".join(done.err.split())
-    assert f"engine '{engine}': kernels=rlk does not take {says[0]}" in said
+    assert f"engine '{engine}': kernels=rlk does not support {says[0]}" in said
     assert all(words in said for words in says)
 
 
@@ -171,7 +171,7 @@ def test_captures_with_kernels_lie_beside_those_without(compare: Cli, folder: Pa
         assert bool(kinds(folder, "train")) == (kernels == "rlk")
         asked = done.verdict["engines"]["train"]["options"]
         assert asked == ({"kernels": "rlk"} if kernels == "rlk" else {})
-    assert "capture is there already" in done.err
+    assert "capture already exists" in done.err
     again = ("--rollout", f"replay:path={folder / 'run'}", "--train", "hf")
     done = compare(*again, "--kernels", "off", "--run-dir", folder / "mixed")
     assert done.code == 2

@@ -224,7 +224,7 @@ def test_a_full_disk_is_said(run: Path) -> None:
 def test_of_two_runs_there_is_no_page(run: Path) -> None:
     code, said = command("gate", run, run, "--output", "html=a.html")
     assert code == 2
-    assert "FMT: json, markdown, junit, github" in said
+    assert "FMT is one of json, markdown, junit, github\n" in said
 
 
 SPY = """

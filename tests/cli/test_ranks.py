@@ -180,7 +180,7 @@ def test_the_killed_rank_is_named_and_not_the_one_that_lost_it(
 ) -> None:
     done = scored(f"{engine}:tp=2,patch=rank_patches:killed")
     named = f"rank 1 of 2 of {engine}:patch=rank_patches:killed,tp=2 was ended by SIGKILL"
-    assert_error(done, 3, named, log, "a rerun goes on")
+    assert_error(done, 3, named, log, "a rerun continues")
     assert "rank 0" not in done.err
     assert set(done.passes) == {"prefill"}
 
@@ -191,7 +191,7 @@ def test_a_rerun_goes_on_after_a_killed_rank(prompts: Path, tmp_path: Path) -> N
     words += ("--max-new-tokens", 8)
     first = Running(tmp_path, *words).wait()
     named = "rank 1 of 2 of fsdp:dp=2,patch=rank_patches:killed was ended by SIGKILL, as the kernel"
-    assert_error(first, 3, named, "last lines of rank1.log", "Loading weights", "a rerun goes on")
+    assert_error(first, 3, named, "last lines of rank1.log", "Loading weights", "a rerun continues")
     assert set(first.passes) == {"prefill"}
     (tmp_path / "healed").touch()
     again = Running(tmp_path, *words).wait()
@@ -211,7 +211,7 @@ def test_ctrl_c_ends_all_ranks_and_keeps_what_is_finished(rollout: Path, tmp_pat
     assert len(running_in(tmp_path)) == 4, "the command, the launcher and two ranks"
     run.process.send_signal(signal.SIGINT)
     done = run.wait()
-    assert_error(done, 130, "interrupted", "the same command goes on from there")
+    assert_error(done, 130, "interrupted", "the same command continues from there")
     assert set(done.passes) == {"prefill"}
 
 
@@ -219,7 +219,7 @@ def test_a_port_that_is_taken(rollout: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = score(tmp_path, f"fsdp:dp=2,port={port}", rollout).wait()
-    assert_error(done, 3, f"port {port}", "is taken", "leave `port` out")
+    assert_error(done, 3, f"port {port}", "is in use", "leave `port` out")
 
 
 def test_a_torch_without_gloo(rollout: Path, tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_a_rank_that_sleeps_is_named_and_not_the_one_that_waits(
     scored: Scored, engine: str, seconds: int, log: str
 ) -> None:
     done = scored(f"{engine},timeout={seconds},patch=rank_patches:asleep")
-    named = f"has stood still for {seconds} s: rank 1 (process"
+    named = f"has made no progress for {seconds} s: rank 1 (process"
     assert_error(done, 3, named, log, "timeout=SECONDS")
     assert place(done.err, "nap") == "time.sleep(1000)"
     assert "rank 0" not in done.err
@@ -301,7 +301,9 @@ def test_a_rank_that_sleeps_is_named_and_not_the_one_that_waits(
 
 def test_a_stopped_rank_is_named(scored: Scored) -> None:
     done = scored("fsdp:dp=2,timeout=6,patch=rank_patches:stopped")
-    assert_error(done, 3, "has stood still for 6 s: rank 1 (process", "is stopped", "rank1.log")
+    assert_error(
+        done, 3, "has made no progress for 6 s: rank 1 (process", "is stopped", "rank1.log"
+    )
     assert "rank 0" not in done.err
 
 
@@ -333,7 +335,7 @@ def test_a_device_that_is_not_there(scored: Scored, engine: str) -> None:
 
 def test_an_error_that_all_ranks_raise_is_said_once(scored: Scored) -> None:
     done = scored("megatron:tp=3")
-    assert_error(done, 2, "tp=3: 8 heads cannot be shared by 3 ranks", "tp=1|2|4")
+    assert_error(done, 2, "tp=3: 8 heads cannot be divided among 3 ranks", "tp=1|2|4")
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def refused(code: int, *words: object) -> str:
 
 def test_a_run_is_not_written_over_by_its_own_comparison(runs: Path) -> None:
     for words in (("a", "b", "--run-dir", "a"), ("b", "a", "--run-dir", "a/../a/")):
-        assert "would be written over" in refused(2, "compare", *words, *EDGE)
+        assert "would be overwritten" in refused(2, "compare", *words, *EDGE)
     passes("gate", "a", "--contract", CONTRACT)
 
 
@@ -117,9 +117,9 @@ def test_recompute_says_where_the_record_is_another(runs: Path) -> None:
     Run(runs / "a").finish()  # a forger writes checksums too
     code, said = command(*words)
     assert code == 0
-    assert "comparison.json says otherwise than its captures" in said
+    assert "comparison.json disagrees with its captures" in said
 
 
 def test_prompts_from_a_pipe_are_refused(runs: Path) -> None:
     os.mkfifo("pipe")
-    assert "no regular file" in refused(2, "compare", "--rollout", "hf", "--prompts", "pipe")
+    assert "not a regular file" in refused(2, "compare", "--rollout", "hf", "--prompts", "pipe")

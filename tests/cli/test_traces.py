@@ -99,7 +99,7 @@ def test_a_capture_against_itself_says_so(cli: Cli, pair, tmp_path: Path) -> Non
     for other in (pair[0], copied):
         done = cli("compare", pair[0], other)
         assert done.code == 0, done.out + done.err
-        assert "one and the same capture" in done.out
+        assert "both sides are the same capture" in done.out
     assert "one and the same" not in cli("compare", *pair, *EDGE).out
 
 

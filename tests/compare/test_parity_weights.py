@@ -149,7 +149,7 @@ def test_another_layers_weights_are_recognised(tmp_path: Path) -> None:
     b = trace(tmp_path / "b", *map(LiveParameter, names, (zero, zero)))
     mismatches = check_weights(a, b)
     assert [m.name for m in mismatches] == ["layers.1.up_proj"]
-    assert mismatches[0].detail == "train holds what the rollout has as layers.0.up_proj"
+    assert mismatches[0].detail == "train holds what the rollout holds as layers.0.up_proj"
 
 
 def test_absent_and_differently_shaped_parameters(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_it_is_no_contract_of_engines() -> None:
         (lambda t: t.replace("fail = 0.02\n", 'fail = "0.02"\n'), "limits.1.fail"),
         (lambda t: t.replace("fail = 0.02\n", "fail = nan\n"), "limits.1.fail"),
         (lambda t: t.replace('"mask-shifted"', '"mask-shift"'), "limits.1.diagnosis"),
-        (lambda t: t.replace('diagnosis = "rope"', 'diagnosis = "packing"'), "there twice"),
+        (lambda t: t.replace('diagnosis = "rope"', 'diagnosis = "packing"'), "given twice"),
         (lambda t: t.replace('dtype = "float16"\n', ""), "quantisation"),
         (lambda t: t.replace('kind = "run"\n', ""), "kind"),
         (lambda t: t + "[[limits]", "not TOML"),
@@ -48,7 +48,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, change: Callable[[str], str], sa
 
 @pytest.mark.parametrize("name", ["bf16", "nope", "nope.toml", "../contracts/run"])
 def test_what_is_no_contract_for_runs(name: str) -> None:
-    with pytest.raises(ContractError, match="no contract for runs"):
+    with pytest.raises(ContractError, match="unknown contract for runs"):
         load_run_contract(name)
 
 

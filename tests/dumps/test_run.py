@@ -80,7 +80,7 @@ def test_no_sequence_is_no_run() -> None:
     with pytest.raises(DumpError, match="no sequence") as raised:
         written()
     assert raised.value.fix == "a reason"
-    with pytest.raises(CorruptTrace, match="not whole"):
+    with pytest.raises(CorruptTrace, match="is incomplete"):
         ImportedRun.open("run")
 
 

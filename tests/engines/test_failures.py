@@ -203,5 +203,5 @@ def test_a_python_that_is_too_old_and_one_that_never_answers(
 
 def test_a_port_that_is_none_is_the_users_mistake(tmp_path: Path) -> None:
     spec = EngineSpec.parse("fsdp:dp=2,port=99999")
-    with pytest.raises(BadOption, match="port=99999 is no port"):
+    with pytest.raises(BadOption, match="port=99999 is not a port"):
         launch(tmp_path / "job.json", spec, Events(tmp_path))

@@ -80,7 +80,7 @@ def process(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subproce
 
 
 def seen(folder: Path, enough: float) -> Heartbeat:
-    """The process's pulse, once it has stood still for so long, or after ten seconds."""
+    """The process's pulse, once it has made no progress for so long, or after ten seconds."""
     deadline = time.monotonic() + 10
     found: list[Heartbeat] = []
     while time.monotonic() < deadline:

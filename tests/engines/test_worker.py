@@ -303,5 +303,5 @@ def test_interventions_reach_an_engine_that_takes_them(
 def test_an_engine_that_takes_no_interventions_says_so(job: Job) -> None:
     plans = {"prefill.perturb-1": Intervention(kind="perturb")}
     update = {"passes": tuple(plans), "interventions": plans}
-    with pytest.raises(BadOption, match="'hf' takes no interventions"):
+    with pytest.raises(BadOption, match="'hf' does not support interventions"):
         run(job.model_copy(update=update))

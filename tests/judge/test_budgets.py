@@ -175,7 +175,7 @@ def test_nobody_is_called_off_where_the_other_side_has_another_weight() -> None:
     verdict = judged(bad, gone)
     assert found(verdict) == [(NAME, None)]
     shown = " ".join(lines(verdict))
-    assert "which side is off is not known" in shown
+    assert "it is unknown which side is off" in shown
     assert "train was not checked here: a patch changed it" in shown
     assert f"give train the checkpoint's own {NAME}" in shown
     # Not recorded is another thing: what is off is off.
@@ -209,7 +209,7 @@ def test_the_next_step_is_no_dead_end() -> None:
         metrics=metrics(max_abs_dlogp=9.0),
     )
     shown = " ".join(lines(judged(of=metrics_over)))
-    assert "compare how both sides make them" in shown
+    assert "compare how both sides compute them" in shown
     other = first.model_copy(update={"site": NAME, "op": "act", "layer": 0})
     shown = lines(judged(of=metrics_over.model_copy(update={"first_bitwise": other})))
     assert any("rlk-align probe runs/1 --attribute" in text for text in shown)
@@ -286,10 +286,10 @@ def test_other_words() -> None:
 
 def test_what_was_not_recomputed_is_told() -> None:
     assert (
-        "1 of 2 operators were not held against float64, from train prefill layers.0.act on: gone"
-        in judged(unit("rollout"), unit(reason="gone")).notes
+        "1 of 2 operators were not checked against float64, from train prefill layers.0.act on: "
+        "gone" in judged(unit("rollout"), unit(reason="gone")).notes
     )
-    assert "no operator was held against float64" in judged().notes
+    assert "no operator was checked against float64" in judged().notes
 
 
 def lines(verdict: Verdict) -> list[str]:
@@ -315,7 +315,7 @@ def test_lines_fit() -> None:
     assert text.count("errors of 1.23e+05 roundings, 1.3 allowed") == 2
     assert "at sample 1023, position 131071" in text
     apart = "\n".join(lines(judged(unit("rollout"), unit(), of=too_far())))
-    assert "both sides are within their rounding, and too far from each other" in apart
+    assert "both sides are within their rounding, but too far from each other" in apart
 
 
 def test_no_operator_beyond_its_budget_is_said() -> None:
@@ -352,7 +352,7 @@ def test_budgets_of_ones_own(tmp_path: Path) -> None:
         (budget(EVERY, op_classes='["matmuls"]'), "op_classes"),
         (budget(EVERY, op_classes="[]"), "op_classes"),
         (budget(EVERY, op_classes='["matmul", "matmul"]'), "matmul has two budgets"),
-        (budget(None), "give it ops, or op_classes"),
+        (budget(None), "give it ops or op_classes"),
         (budget(EVERY) + budget('["act"]', "c"), "act has two budgets"),
         (budget(EVERY.replace('"attn"', '"attn", "attn"')), "attn has two budgets"),
         (budget(EVERY, rms=-1.0), "rms"),
@@ -411,7 +411,7 @@ def test_a_new_operator_is_held_to_the_budget_of_its_class(tmp_path: Path) -> No
 def test_a_model_with_an_operator_of_no_budget_is_not_judged(tmp_path: Path) -> None:
     few = contract(tmp_path, budget('["act"]'))
     judge(comparison(edge(sites=[site("layers.0.q_rope")])), few)
-    with pytest.raises(ContractError, match=r"says nothing of layers\.0\.q_norm") as error:
+    with pytest.raises(ContractError, match=r"has no limit for layers\.0\.q_norm") as error:
         judge(comparison(edge(sites=[site("layers.0.q_norm", op_class="reduction")])), few)
     assert error.value.fix == "add a budget of the class reduction"
 

@@ -165,7 +165,7 @@ def test_the_parent_is_pinned(child, tmp_path: Path) -> None:
     with pytest.raises(ContractError, match="sha256"):
         open_contract(path)
     (tmp_path / "parent.toml").unlink()
-    with pytest.raises(ContractError, match="not there"):
+    with pytest.raises(ContractError, match="does not exist"):
         open_contract(path)
 
 

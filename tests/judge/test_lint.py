@@ -141,14 +141,14 @@ def test_the_kl_gate_of_ws1_is_vacuous() -> None:
 def test_a_waiver_of_sites_that_no_model_has(pattern: str) -> None:
     waiver = {"limit": "l0", "owner": "ada", "reason": "r", "expires": DAY}
     (found,) = said(MAX, waivers=[waiver | {"sites": ["layers.*.q_proj", pattern]}])
-    assert found.startswith(f"l0: {pattern} is no site of any model; operators are embed, ")
+    assert found.startswith(f"l0: {pattern} is not a site of any model; operators are embed, ")
     for known in ("layers.*.q_proj", "layers.1?.attn", "logits", "*_norm", "layers.0.*"):
         assert said(MAX, waivers=[waiver | {"sites": [known]}]) == []
 
 
 def test_a_limit_of_sites_that_no_model_has() -> None:
     differ = {"metric": "rows_differ", "fail": 0, "sites": ["layers.*.mpl_norm"]}
-    assert "layers.*.mpl_norm is no site" in said(MAX, differ)[0]
+    assert "layers.*.mpl_norm is not a site" in said(MAX, differ)[0]
     assert said(MAX, differ | {"sites": ["layers.*.mlp_norm"]}) == []
 
 
@@ -167,6 +167,6 @@ def test_operators_of_which_nothing_is_said() -> None:
     some = [b for b in bf16.budgets if b.id != "rounding-attention"]
     assert lint(bf16, DAY) == []
     assert [f.text for f in lint(bf16.model_copy(update={"budgets": some}), DAY)] == [
-        "it limits operators in bfloat16, and says nothing of attn: add a budget of the class "
+        "it limits operators in bfloat16, and has no limit for attn: add a budget of the class "
         "attention"
     ]

@@ -70,8 +70,8 @@ def test_runs_that_cannot_be_compared() -> None:
     with pytest.raises(BadOption, match="no regression limits"):
         regressions(fine, fine, contract())
     others = {
-        "other dtype": comparison(edge(), dtype="float16"),
-        "other judged edges": comparison(edge("decode_vs_train")),
+        "different dtype": comparison(edge(), dtype="float16"),
+        "different judged edges": comparison(edge("decode_vs_train")),
         "layers.0.act on prefill_vs_train and 1 more in the first": comparison(
             edge(sites=[site("layers.7.act"), site("logprob", op_class="logprob")])
         ),

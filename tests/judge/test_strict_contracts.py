@@ -73,7 +73,7 @@ def test_what_is_off_is_named(tmp_path: Path, old: str, new: str, word: str) -> 
 
 
 def test_the_id_of_a_built_in_contract_is_its_own(tmp_path: Path) -> None:
-    with pytest.raises(ContractError, match="is that of a built-in contract"):
+    with pytest.raises(ContractError, match="belongs to a built-in contract"):
         load_contract(written(tmp_path, WHOLE.replace('"mine"', '"bf16"')), "bfloat16")
     same = (data_path("contracts") / "bf16.toml").read_text(encoding="utf-8")
     assert load_contract(written(tmp_path, f"# a copy\n{same}"), "bfloat16").id == "bf16"

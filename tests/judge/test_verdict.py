@@ -443,25 +443,25 @@ def test_noisy_rows_that_limits_pass_over_are_told_of() -> None:
     limit = {"metric": "op_error", "atol": 0.1, "rtol": 0.1, "fail": 1}
     noise = comparison(edge(sites=[site(noisy=3)]), controls=noisy(largest=0.01))
     (note,) = judge(noise, contract(limit, max_noise=0.1)).notes
-    assert "not held against noisy rows" in note
+    assert "not checked against noisy rows" in note
 
 
 def test_a_contract_without_a_limit_on_a_judged_edge_proves_nothing() -> None:
     elsewhere = contract({"metric": "max_abs_dlogp", "fail": 1, "edges": ["decode_vs_prefill"]})
     verdict = judge(comparison(), elsewhere)
     assert code(verdict) == 4
-    assert "holds no limit against prefill_vs_train, of 100" in verdict.doubts[0]
+    assert "applies no limit to prefill_vs_train, which has 100" in verdict.doubts[0]
 
 
 def test_a_limit_that_wants_more_tokens_is_told_and_proves_nothing() -> None:
     quantile = {"metric": "p99_abs_dlogp", "fail": 0.01, "min_tokens": 101}
-    told = "prefill_vs_train: limits not held: 1, for 100 tokens are too few: up to 101 are wanted"
+    told = "prefill_vs_train: limits not applied: 1; 100 tokens are too few, up to 101 are needed"
     beside = judge(comparison(), contract({"metric": "max_abs_dlogp", "fail": 1}, quantile))
     assert code(beside) == 0
     assert any(told in note for note in beside.notes)
     alone = judge(comparison(), contract(quantile))
     assert code(alone) == 4
-    assert "holds no limit against prefill_vs_train" in alone.doubts[0]
+    assert "applies no limit to prefill_vs_train" in alone.doubts[0]
     enough = judge(comparison(), contract(quantile | {"min_tokens": 100}))
     assert (code(enough), enough.notes) == (0, [])
 
@@ -472,5 +472,5 @@ def test_noise_that_was_not_measured_is_a_doubt() -> None:
     )
     verdict = judge(comparison(controls=unknown), contract())
     assert code(verdict) == 4
-    assert "whether train repeats itself was not measured" in verdict.doubts
+    assert "it was not measured whether train repeats itself" in verdict.doubts
     assert code(judge(comparison(controls=unknown), contract(max_noise=0.1))) == 0

@@ -247,12 +247,18 @@ def test_a_shape_is_read_from_the_config(tmp_path: Path) -> None:
         ({"num_hidden_layers": "two"}, "two"),
         ({"vocab_size": None}, "config.json"),
         ({"max_position_embeddings": "absent"}, "max_position_embeddings"),
-        ({"num_attention_heads": 0}, "num_attention_heads is 0; a positive whole number"),
-        ({"num_hidden_layers": -1}, "num_hidden_layers is -1; a positive whole number"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; 10000 is the most"),
+        (
+            {"num_attention_heads": 0},
+            "num_attention_heads is 0; it must be a positive whole number",
+        ),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1; it must be a positive whole number"),
+        (
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers is 1000000000; at most 10000 is supported",
+        ),
         ({"hidden_size": 10**9}, "hidden_size is 1000000000; "),
-        ({"hidden_size": 64.0}, "hidden_size is 64.0; a positive whole number"),
-        ({"vocab_size": True}, "vocab_size is True; a positive whole number"),
+        ({"hidden_size": 64.0}, "hidden_size is 64.0; it must be a positive whole number"),
+        ({"vocab_size": True}, "vocab_size is True; it must be a positive whole number"),
         ({"model_type": ["llama"]}, "llama"),
     ],
 )

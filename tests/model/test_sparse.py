@@ -80,7 +80,7 @@ def test_qwen_divides_the_weights_where_its_config_says_so_and_mixtral_always(
         ({"num_local_experts": 8.0}, "num_local_experts is 8.0"),
         ({"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
-        ({"mlp_only_layers": "0"}, "mlp_only_layers is no list of layers"),
+        ({"mlp_only_layers": "0"}, "mlp_only_layers is not a list of layers"),
         (
             {"shared_expert_intermediate_size": 64},
             "shared_expert_intermediate_size is 64: experts that every token is sent to are not",
@@ -89,7 +89,10 @@ def test_qwen_divides_the_weights_where_its_config_says_so_and_mixtral_always(
         ({"n_group": 8}, "n_group is 8: experts chosen from the best groups of experts are not"),
         ({"topk_group": 4}, "topk_group is 4: experts chosen from the best groups"),
         ({"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid': routers that score by anything"),
-        ({"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc': experts chosen by anything but"),
+        (
+            {"topk_method": "noaux_tc"},
+            "topk_method is 'noaux_tc': experts chosen by anything other than",
+        ),
         ({"routed_scaling_factor": 2.5}, "routed_scaling_factor is 2.5: experts' weights that are"),
     ],
 )

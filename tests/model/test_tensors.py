@@ -106,7 +106,9 @@ def test_other_layers_than_the_checkpoint_has_are_named(
     model_copy: Callable[..., Path], layers: int
 ) -> None:
     model = model_copy(config={"num_hidden_layers": layers})
-    says = f"config.json says num_hidden_layers={layers}, and the checkpoint has tensors of 4 layer"
+    says = (
+        f"config.json states num_hidden_layers={layers}, and the checkpoint has tensors of 4 layer"
+    )
     with pytest.raises(ModelError, match=says):
         read_shape(model)
 
@@ -139,7 +141,7 @@ def test_an_index_stays_in_its_folder(embedded: Path, tmp_path: Path) -> None:
         check(embedded)
     for text in ("{", "[]", '{"weight_map": 3}'):
         index.write_text(text)
-        with pytest.raises(ModelError, match="no index of weights"):
+        with pytest.raises(ModelError, match="not an index of weights"):
             check(embedded)
 
 

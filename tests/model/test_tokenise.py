@@ -62,7 +62,7 @@ def test_no_special_token_is_doubled(chat_model: Path) -> None:
 
 def test_a_template_that_takes_no_such_messages(chat_model: Path) -> None:
     wrong = Prompt("w", None, messages=({"role": "tool", "content": "2"},))
-    with pytest.raises(PromptError, match="does not take prompt 'w': no role tool"):
+    with pytest.raises(PromptError, match="does not accept prompt 'w': no role tool"):
         rendered(chat_model, [ASKED, wrong])
 
 

@@ -130,7 +130,7 @@ def test_a_log_of_metrics(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.jsonl", "not json\n", "no JSON"),
+        ("a.jsonl", "not json\n", "not JSON"),
         ("a.jsonl", '{"loss": 1}\n', "no step"),
         ("a.jsonl", '{"step": 1, "loss": 1}\n', "no metric"),
         ("a.jsonl", "[1]\n", "no step"),
@@ -149,7 +149,7 @@ def test_what_is_not_read(tmp_path: Path, name: str, text: str, said: str) -> No
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(DumpError, match="not there"):
+    with pytest.raises(DumpError, match="does not exist"):
         open_source(tmp_path / "no")
     with pytest.raises(DumpError, match="no step"):
         steps(tmp_path, ended=True)

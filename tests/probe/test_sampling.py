@@ -143,7 +143,7 @@ def test_what_fits_nothing_is_said() -> None:
     reported = _scored(LOGITS, ROWS.targets) + 0.01 * torch.arange(N)
     explanation = explain(LOGITS, reported, ROWS, Stated())
     assert explanation.name is None
-    assert "no transformation that is known" in explanation.words
+    assert "no known transformation" in explanation.words
     assert math.isnan(explanation.largest_residual)
 
 

@@ -225,11 +225,15 @@ def test_an_engine_is_given_its_settings_beside_a_fault(tmp_path: Path) -> None:
 def test_what_is_unknown_is_refused() -> None:
     with pytest.raises(BadOption, match="nope: unknown"):
         check_faults(["norm-eps", "nope"], DENSE)
-    with pytest.raises(BadOption, match="expert-flipped: this qwen3 model has no place for it"):
+    with pytest.raises(BadOption, match="expert-flipped: this qwen3 model lacks the operator"):
         check_faults(["norm-eps", "expert-flipped"], DENSE)
-    with pytest.raises(BadOption, match=r"no place for it, which is layers\.2\.up_proj"):
+    with pytest.raises(
+        BadOption,
+        match=r"lacks the operator where it is planted, "
+        r"layers\.2\.up_proj",
+    ):
         check_faults(["proj-channel-shift"], SPARSE)
-    with pytest.raises(BadOption, match="fsdp: it takes no planted fault"):
+    with pytest.raises(BadOption, match="fsdp: it supports no planted fault"):
         check_engines(["hf", "fsdp"])
     of_sparse = [name for name, fault in FAULTS.items() if fault.sparse]
     assert check_faults([], DENSE) == tuple(n for n in FAULTS if n not in of_sparse)

@@ -124,7 +124,7 @@ def test_a_last_line_that_is_cut_off_is_told(imported) -> None:
     [
         ({"token_ids": None}, "token_ids is null"),
         ({"token_ids": [["5"] * 8]}, "token_ids holds string"),
-        ({"token_ids": [[5.5] * 8]}, "no integers"),
+        ({"token_ids": [[5.5] * 8]}, "not integers"),
         ({"token_ids": [[2**70] * 8]}, "token_ids"),
         ({"token_loss_mask": [[2] * 8]}, "0 and 1"),
         ({"token_loss_mask": [[1] * 4]}, "4 entries, 6 are expected"),
@@ -148,7 +148,7 @@ def test_a_field_that_is_absent_is_named(imported, field: str) -> None:
     record = sample()
     del record[field]
     lines(Path(NAME), [record])
-    with pytest.raises(DumpError, match=f"{field}: not there"):
+    with pytest.raises(DumpError, match=f"{field}: missing"):
         imported("nemo-rl", NAME)
 
 
@@ -157,8 +157,8 @@ def test_a_field_that_is_absent_is_named(imported, field: str) -> None:
     [
         (b"", "is empty"),
         (b"\n\n", "no sequence"),
-        (b"[]\n", "no JSON object"),
-        (b"{]\n{}\n", "no JSON"),
+        (b"[]\n", "not a JSON object"),
+        (b"{]\n{}\n", "not JSON"),
         (b"\xff\xfe\n", "UTF-8"),
         (b"[" * 100_000 + b"\n", "line 1"),
         (b'{"idx": ' + b"9" * 5000 + b"}\n", "line 1"),

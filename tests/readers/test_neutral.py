@@ -92,7 +92,7 @@ def test_values_are_taken_as_they_are(imported) -> None:
 def test_a_sequence_that_comes_twice_is_told(imported) -> None:
     manifest, read = imported("jsonl", written("jsonl", record(), record(), record(step=3)))
     assert len(read) == 3
-    assert any(note.startswith("1 sequences have the id") for note in manifest.notes)
+    assert any(note.startswith("1 sequences repeat the id") for note in manifest.notes)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

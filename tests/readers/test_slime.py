@@ -128,15 +128,15 @@ def test_an_honest_zero_and_a_missing_one(imported) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"log_probs": None}, "log_probs: not there; the trainer computed none"),
-        ({"rollout_log_probs": None}, "rollout_log_probs: not there; the run kept no"),
+        ({"log_probs": None}, "log_probs: missing; the trainer computed none"),
+        ({"rollout_log_probs": None}, "rollout_log_probs: missing; the run kept no"),
         ({"log_probs": torch.zeros(3)}, "log_probs has 3 entries"),
         ({"log_probs": torch.zeros(4, 2)}, "log_probs"),
         ({"log_probs": "text"}, "log_probs is a text"),
         ({"loss_masks": torch.ones(3)}, "loss_masks has 3 entries"),
         ({"response_lengths": 9}, "response_lengths is 9"),
         ({"response_lengths": "4"}, "response_lengths is a text"),
-        ({"tokens": torch.tensor([0.5] * 6)}, "tokens holds numbers that are no integers"),
+        ({"tokens": torch.tensor([0.5] * 6)}, "tokens holds numbers that are not integers"),
     ],
 )
 def test_a_wrong_value_is_named(imported, change: dict, said: str) -> None:

@@ -53,7 +53,7 @@ def test_each_fault_is_on_its_edge(engines: Cli, tmp_path: Path) -> None:
     fault = rescored("clean", "hf:fault=attn-scale-missing")
     assert fault.verdict["odd"] == "train", fault.out
     assert fault.verdict["carrier"] == "prefill_vs_train"
-    assert "the engine is off, and not the run" in fault.out
+    assert "the engine is off, not the run" in fault.out
 
 
 def test_the_run_that_is_kept_counts_the_tokens_of_the_dumps_mask(cli: Cli, tmp_path: Path) -> None:

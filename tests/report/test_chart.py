@@ -171,7 +171,7 @@ def test_bad_input_says_what_to_do(run: Run, tmp_path: Path) -> None:
         ((run.folder, "-o", tmp_path / "drift.jpg"), 2, "one of .png, .svg, .pdf"),
         ((run.folder, "-o", tmp_path / "drift"), 2, "a file without a suffix"),
         ((tmp_path / "nothing", "-o", out), 2, "nothing"),
-        ((stopped.folder, "-o", out), 2, "its comparison stopped before any"),
+        ((stopped.folder, "-o", out), 2, "its comparison stopped before computing any"),
         ((empty.folder, "-o", out), 2, "larger --trace-budget"),
         ((run.folder, "-o", tmp_path / "no" / "drift.png"), 2, "no file can be written there"),
     ):

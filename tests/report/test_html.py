@@ -50,7 +50,7 @@ def test_the_card_says_what_is_wrong_on_which_side_and_what_to_do(failing: Run) 
     assert "✕ FAIL" in card
     assert f"{OVER} is further from exact than rounding explains" in card
     assert "the training side is off" in card
-    assert f"look at {OVER} on the train side" in card
+    assert f"check {OVER} on the train side" in card
     for name in ("worst limit", "coverage", "noise floor", "reproduce"):
         assert f"<dt>{name}</dt>" in card
 
@@ -94,7 +94,7 @@ def test_four_answers_are_given(failing: Run, tmp_path: Path) -> None:
     wanted = {
         "where drift starts": "layers.0.attn_norm, first at sample 0, position 0",
         "first beyond its budget": f"{OVER}: the training side is off",
-        "contributes most to Δlogp": "not known: rlk-align probe RUN --attribute tells",
+        "contributes most to Δlogp": "unknown; find out with: rlk-align probe RUN --attribute",
         "amplifies most": ", × 2; one ulp at embed moves log-probs by up to 0.08",
     }
     for question, answer in wanted.items():
@@ -277,7 +277,7 @@ def test_a_side_that_does_not_repeat_itself_is_drawn_so(tmp_path: Path) -> None:
     assert section(text, "drift").count('<rect x="') > section(text, "drift").count("noisy") > 1
     assert "rollout differs from itself by up to 0.002" in section(text, "verdict")
     assert "noise floor, ±0.002" in section(text, "logprobs")
-    assert "no row that is drawn is known to change" not in section(text, "drift")
+    assert "no row drawn here is known to change" not in section(text, "drift")
 
 
 def test_nan_is_drawn_and_never_as_a_number(tmp_path: Path) -> None:

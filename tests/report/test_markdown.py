@@ -86,14 +86,14 @@ def test_it_says_what_is_wrong_where_and_what_to_do(tmp_path: Path) -> None:
     head, edges, operators, *_ = text.split("\n### ")
     assert head.startswith("## rlk-align: FAIL\n\n**`layers.1.act` is further from exact")
     assert "- **Side:** the training side is off" in head
-    assert f"- **Next:** look at `{OVER}` on the train side" in head
+    assert f"- **Next:** check `{OVER}` on the train side" in head
     assert edges.startswith("Edges")
     assert "| `prefill_vs_train` | 0.4 | 0.002 |" in edges
     assert operators.startswith("Operators beyond their budgets (prefill_vs_train)")
     assert f"**`{OVER}`**: the training side is off (sample" in operators
     assert "engine/layers.py:12" in operators
     assert "roundings" in operators
-    for heading in ("Limits that do not hold", "The two sides", "To make the run again"):
+    for heading in ("Limits that are breached", "The two sides", "To make the run again"):
         assert f"\n### {heading}\n" in text
 
 

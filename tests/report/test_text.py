@@ -48,7 +48,7 @@ def test_a_folders_name_cannot_colour_an_error(tmp_path: Path) -> None:
     done = run("gate", tmp_path / "\x1b[31mrun")
     assert done.returncode == 2
     assert "\x1b" not in done.stderr
-    assert "\\x1b[31mrun is no run" in done.stderr
+    assert "\\x1b[31mrun is not a run" in done.stderr
 
 
 def test_a_full_disk_behind_stdout_is_one_line() -> None:

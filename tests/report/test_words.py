@@ -10,7 +10,7 @@ from rlk_align.report.words import next_step
 
 def test_edges_that_a_side_never_shows_are_to_be_left_out(tmp_path: Path) -> None:
     """vLLM's log-probs of a prompt are raw: no more tokens would make the two conclusive."""
-    hidden = [("logprob", "raw, whatever is done to sampled ones", True)]
+    hidden = [("logprob", "raw, whatever processing sampled ones get", True)]
     none = {"metrics": metrics(tokens=0), "unpaired": hidden}
     shown = edge("decode_vs_train")
     edges = (edge("decode_vs_prefill", **none), edge("prefill_vs_train", **none), shown)
@@ -18,6 +18,6 @@ def test_edges_that_a_side_never_shows_are_to_be_left_out(tmp_path: Path) -> Non
     assert verdict.status == "inconclusive"
     assert next_step(verdict, tmp_path).endswith("--edges decode_vs_train")
     blind = comparison(shown, controls=None)
-    assert "mend what is named above" in next_step(judge(blind, contract()), tmp_path)
+    assert "correct what is named above" in next_step(judge(blind, contract()), tmp_path)
     few = edge("prefill_vs_train", metrics=metrics(tokens=0))
     assert "--max-new-tokens" in next_step(judge(comparison(few, shown), contract()), tmp_path)

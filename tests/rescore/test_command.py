@@ -105,7 +105,7 @@ def test_what_cannot_be_scored_is_refused(
         (("--train", "hf", "--edges", "decode_vs_train"), "--edges"),
         (("--train", "hf", "--rollout", "hf:temperature=0.5", "--probe"), "--probe"),
         (("--train", "hf:temperature=0.4", "--rollout", "hf:temperature=0.5"), "different"),
-        (("--train", "hf", "--contract", "bf16"), "no contract for runs"),
+        (("--train", "hf", "--contract", "bf16"), "unknown contract for runs"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(

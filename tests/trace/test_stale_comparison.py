@@ -53,4 +53,4 @@ def test_an_interrupt_while_comparing_says_what_is_kept(
     request = pipeline.CompareRequest(rollout=side, train=side, command=("rlk-align", "compare"))
     with pytest.raises(Interrupted, match=r"what was finished is kept in .*run") as raised:
         pipeline.compare(request, concluded, lambda *_: None)
-    assert "goes on from there" in raised.value.fix
+    assert "continues from there" in raised.value.fix

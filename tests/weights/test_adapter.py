@@ -140,7 +140,7 @@ def test_the_scale_of_rslora(tmp_path: Path) -> None:
         ({"peft_type": "IA3"}, "IA3"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
         ({"r": 4}, "do not fit rank 4"),
-        ({"lora_alpha": "x"}, "describes no LoRA"),
+        ({"lora_alpha": "x"}, "does not describe a LoRA"),
     ],
 )
 def test_what_is_not_read_is_refused(tmp_path: Path, change: dict, words: str) -> None:
@@ -150,7 +150,7 @@ def test_what_is_not_read_is_refused(tmp_path: Path, change: dict, words: str) -
     a = save(tmp_path / "a", BASE)
     with pytest.raises(ModelError, match=words):
         compare_weights(a, a, adapter=str(adapter))
-    with pytest.raises(ModelError, match="is no adapter"):
+    with pytest.raises(ModelError, match="is not an adapter"):
         compare_weights(a, a, adapter=a)
 
 

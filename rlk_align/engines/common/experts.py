@@ -60,7 +60,7 @@ def check_choosable(module: Any, choose: Choose | None) -> None:
     """Raises EngineFailed where the kernels would have to compute given experts."""
     if choose is not None and has_kernels(module):
         raise EngineFailed(
-            "the kernels choose experts by themselves, and take no recorded ones",
+            "the kernels choose experts themselves, and accept no recorded ones",
             "replay in an engine without them (kernels=off)",
         )
 

@@ -68,8 +68,8 @@ def check_kernels(engine: str, config: dict[str, Any]) -> None:
     for what, (is_so, why) in refused.items():
         if is_so:
             raise ModelError(
-                f"engine {engine!r}: kernels=rlk does not take {what}, which config.json asks for"
-                + (f": {why}" if why else ""),
+                f"engine {engine!r}: kernels=rlk does not support {what}, which config.json asks "
+                "for" + (f": {why}" if why else ""),
                 "compare with kernels=off",
             )
 

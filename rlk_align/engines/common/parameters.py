@@ -62,7 +62,7 @@ def record_parameter(parameter: LiveParameter) -> ParameterRecord:
     if wrong:
         raise ModelError(
             f"weight {parameter.name}: {wrong:,} of {value.numel():,} entries are NaN or infinite",
-            "check the checkpoint, and the dtype that it was saved in",
+            "check the checkpoint and the dtype in which it was saved",
         )
     rows, columns = digest_slices(value)
     return ParameterRecord(

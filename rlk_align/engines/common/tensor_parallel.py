@@ -24,19 +24,19 @@ def _unshared(shape: ModelShape, tp: int, fused_qkv: bool, kernels: bool) -> str
     kv = shape.kv_heads
     qkv = (shape.heads + 2 * kv) * shape.head_dim
     if shape.heads % tp:
-        return f"{shape.heads} heads cannot be shared by {tp} ranks"
+        return f"{shape.heads} heads cannot be divided among {tp} ranks"
     if kv % tp and tp % kv:
         return f"{kv} key-value heads are neither a multiple nor a divisor of tp"
     if shape.intermediate % tp:
-        return f"{shape.intermediate} MLP features cannot be shared by {tp} ranks"
+        return f"{shape.intermediate} MLP features cannot be divided among {tp} ranks"
     if fused_qkv and qkv % tp:
-        return f"{qkv} rows of q, k and v cannot be shared by {tp} ranks"
+        return f"{qkv} rows of q, k and v cannot be divided among {tp} ranks"
     if kernels and shape.hidden % tp:
-        return f"{shape.hidden} hidden features cannot be shared by {tp} ranks"
+        return f"{shape.hidden} hidden features cannot be divided among {tp} ranks"
     return ""
 
 
 def check_alone(engine: str, shape: ModelShape, tp: object) -> None:
     """Raises BadOption where ranks are to share a sparse model."""
     if shape.experts and tp not in (None, 1):
-        raise BadOption(f"engine {engine!r}: tp={tp} does not take sparse layers", "tp=1")
+        raise BadOption(f"engine {engine!r}: tp={tp} does not support sparse layers", "tp=1")

@@ -86,7 +86,7 @@ def choose(engine: str, text: str) -> Chosen:
     (number, *others) = more
     if others or not re.fullmatch(r"[0-9]*\.?[0-9]+(e-?[0-9]+)?", number) or float(number) <= 0:
         raise BadOption(
-            f"{where}: a positive number is wanted as strength, then a rank, as {name}@0.1@rank1",
+            f"{where}: give a positive number as the strength, then a rank, as in {name}@0.1@rank1",
             f"its unit: {fault.strength.unit}; by default {fault.strength.default:g}",
         )
     return Chosen(name, fault, float(number), rank)
@@ -97,7 +97,7 @@ def check_fault(engine: str, options: Mapping[str, object]) -> None:
     chosen, known = choose(engine, str(options["fault"])), faults_of(engine)
     where = f"engine {engine!r}: fault={chosen}"
     if chosen.name not in known:
-        what = f"it can have {', '.join(known)}" if known else "it takes no planted fault"
+        what = f"it can have {', '.join(known)}" if known else "it supports no planted fault"
         raise BadOption(f"{where} cannot be planted there", what)
     needed = chosen.needs(engine)
     lacking = [f"{k}={v}" for k, v in needed.items() if str(options.get(k)) != v]
@@ -110,7 +110,9 @@ def check_fault(engine: str, options: Mapping[str, object]) -> None:
             f"{where}: the kernels compute sparse layers whole", "leave kernels=rlk out"
         )
     if options.get("spec") == "te":
-        raise BadOption(f"{where} is planted in Megatron's local spec", "leave spec=te out")
+        raise BadOption(
+            f"{where} can only be planted in Megatron's local spec", "leave spec=te out"
+        )
 
 
 def _wrong_rank(chosen: Chosen, engine: str, ranks: int) -> str:
@@ -121,7 +123,7 @@ def _wrong_rank(chosen: Chosen, engine: str, ranks: int) -> str:
         known = ", ".join(f"rank{r}" for r in range(ranks))
         return f"with tp={ranks} there is {known if ranks > 1 else 'one rank: leave @rank out'}"
     if chosen.fault.kind in ("positions", "boundaries"):
-        return "it is in what all ranks are given: leave @rank out"
+        return "it is in the input of all ranks: leave @rank out"
     reported = ("logprob", "logits") if engine == "vllm" else ("logprob",)
     if chosen.rank and chosen.fault.site in reported:
         return f"rank 0 alone reports {chosen.fault.site}: write @rank0, or leave @rank out"

@@ -25,10 +25,13 @@ HF_OPTIONS = {
 def _conflict(options: Mapping[str, OptionValue]) -> str | None:
     excepted = str(options.get("except", "")).split("+")
     if options.get("kernels") == "rlk" and "attn" in options and "attn" not in excepted:
-        return f"attn={options['attn']} with kernels=rlk, which has its own: add except=attn"
+        return (
+            f"attn={options['attn']} with kernels=rlk, which has its own attention: add except=attn"
+        )
     if options.get("kernels") == "rlk" and "experts" in options:
         return (
-            f"experts={options['experts']} with kernels=rlk, which has its own: leave experts out"
+            f"experts={options['experts']} with kernels=rlk, which computes experts itself: "
+            "leave experts out"
         )
     return None
 

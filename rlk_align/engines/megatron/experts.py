@@ -129,7 +129,7 @@ class _Layer:
         if bool((sent_TE.sum(dim=1) != self._k).any()):
             raise EngineFailed(
                 f"{self._name}: Megatron did not send every token to {self._k} experts",
-                "look at what a patch does, and leave the capacity of experts unlimited",
+                "check what a patch does, and leave the capacity of experts unlimited",
             )
         _, expert = sent_TE.nonzero(as_tuple=True)
         ids_TK = expert.reshape(len(sent_TE), -1)
@@ -138,7 +138,7 @@ class _Layer:
         if own is None or not torch.equal(own.sort(dim=1).values, ids_TK):
             raise EngineFailed(
                 f"{self._name}: Megatron does not compute the experts that its RouterReplay holds",
-                "look at what a patch does to the router",
+                "check what a patch does to the router",
             )
         ids, weights = by_ascending_id(ids_TK, weights_TE.gather(1, ids_TK))
         self._show(f"{self._name}.experts", ids)

@@ -8,11 +8,13 @@ from rlk_align.engines.megatron.limits import check_megatron
 
 def _conflict(options: Mapping[str, OptionValue]) -> str | None:
     if options.get("input") == "packed" and "padding" in options:
-        return f"padding={options['padding']} with input=packed, which has none: leave one out"
+        return (
+            f"padding={options['padding']} with input=packed, which has no padding: leave one out"
+        )
     if options.get("sp") and options.get("tp", 1) == 1:
-        return "sp=1 shares the sequence between ranks, and tp=1 has only one: give tp=2 or more"
+        return "sp=1 divides the sequence among ranks, and tp=1 has only one: give tp=2 or more"
     if options.get("kernels") == "rlk" and options.get("spec") == "te":
-        return "spec=te with kernels=rlk, which has a spec of its own: leave spec out"
+        return "spec=te with kernels=rlk, which has its own spec: leave spec out"
     return None
 
 

@@ -21,7 +21,9 @@ def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> 
     check_shared("megatron", shape, int(option("tp") or 1), fused_qkv=True, kernels=kernels)
     check_alone("megatron", shape, option("tp"))
     if shape.experts and option("spec") == "te":
-        raise BadOption("engine 'megatron': spec=te does not take sparse layers", "spec=local does")
+        raise BadOption(
+            "engine 'megatron': spec=te does not support sparse layers", "spec=local does"
+        )
     if option("spec") == "te":
         _check_te(option, config)
     rope = rope_parameters(config)
@@ -41,7 +43,7 @@ def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> 
     for what, is_so in refused.items():
         if is_so:
             raise ModelError(
-                f"engine 'megatron' does not take {what}, which config.json asks for",
+                f"engine 'megatron' does not support {what}, which config.json asks for",
                 "compare with --train hf",
             )
 
@@ -61,7 +63,9 @@ def _check_te(option: Asked, config: dict[str, Any]) -> None:
     }
     for what, is_so in unfit.items():
         if is_so:
-            raise BadOption(f"engine 'megatron': spec=te does not take {what}", "spec=local does")
+            raise BadOption(
+                f"engine 'megatron': spec=te does not support {what}", "spec=local does"
+            )
 
 
 def _windowed(config: dict[str, Any]) -> bool:

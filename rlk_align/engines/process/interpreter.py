@@ -52,7 +52,7 @@ def examine(python: str, module: str) -> dict[str, str]:
             f"'{_bare(r)}'" for r in needed if any(w.startswith(r.name) for w in wrong)
         )
         raise MissingDependency(
-            f"python={python} lacks what rlk-align needs of it: {', '.join(wrong)}",
+            f"python={python} lacks packages that rlk-align needs: {', '.join(wrong)}",
             f"{python} -m pip install {install}",
         )
     return {name: version for name, version in installed.items() if version}
@@ -77,7 +77,7 @@ def _ask(python: str, question: str) -> dict:
     except OSError as error:
         raise BadOption(f"python={python} cannot be started: {error}") from error
     except subprocess.TimeoutExpired as error:
-        raise BadOption(f"python={python} is no Python: no answer in {_PATIENCE:g} s") from error
+        raise BadOption(f"python={python} is not a Python: no answer in {_PATIENCE:g} s") from error
     try:
         report = json.loads(done.stdout.strip().rpartition("\n")[2])
         if done.returncode == 0 and isinstance(report, dict) and "python" in report:
@@ -86,7 +86,7 @@ def _ask(python: str, question: str) -> dict:
         pass
     said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
     raise BadOption(
-        f"python={python} is no Python: asked for its versions, it ended with code "
+        f"python={python} is not a Python: asked for its versions, it ended with code "
         f"{done.returncode} and said {said[:200]!r}",
         "give the path of a Python interpreter, e.g. python=ENV/bin/python",
     )

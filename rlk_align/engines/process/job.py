@@ -100,5 +100,5 @@ def failed(what: str, log: Path, hint: str = "", pid: int | None = None) -> Engi
     return EngineFailed(
         f"{what}; the last lines of {log.name}:\n{shown}",
         f"{hint}{'; ' if hint else ''}the whole log: {log}; finished passes are kept, and a rerun "
-        "goes on from there",
+        "continues from there",
     )

@@ -54,11 +54,11 @@ def _check_free(port: int) -> None:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             raise EngineFailed(
-                f"port {port}, at which the ranks were to meet, is taken: {error}",
+                f"port {port}, at which the ranks should meet, is in use: {error}",
                 "leave `port` out of the engine spec: a free one is then found",
             ) from error
         except OverflowError as error:
-            raise BadOption(f"port={port} is no port", "choose one from 1 to 65535") from error
+            raise BadOption(f"port={port} is not a port", "choose one from 1 to 65535") from error
 
 
 def first_failure(

@@ -51,14 +51,14 @@ def join(device: str | None, timeout: float) -> Ranks:
     for backend in needed:
         if not present[backend]:
             raise MissingDependency(
-                f"torch {torch.__version__} has no {backend}, by which ranks on {kind} talk",
+                f"torch {torch.__version__} has no {backend}, by which ranks on {kind} communicate",
                 "install a torch with it, or choose device=cpu"
                 if kind != "cpu"
                 else "install a torch with it",
             )
     if kind != "cpu" and torch.cuda.device_count() < world:
         raise MissingDependency(
-            f"{world} ranks want {world} GPUs; {torch.cuda.device_count()} are visible",
+            f"{world} ranks need {world} GPUs; {torch.cuda.device_count()} are visible",
             "lower tp or dp, or choose device=cpu",
         )
     here = torch.device("cpu") if kind == "cpu" else torch.device("cuda", rank)

@@ -138,7 +138,7 @@ class VLLMEngine(Engine):
         }
         if kind == "decode" or self.attributes()["logprobs"] == "raw":
             return fused
-        raw = "vLLM's log-probs of a prompt are raw, whatever is done to sampled ones"
+        raw = "vLLM's log-probs of a prompt are raw, whatever processing sampled ones get"
         return fused | {"logprob": raw}
 
     def _cache(self) -> dict[str, Any]:
@@ -220,7 +220,7 @@ class VLLMEngine(Engine):
             chosen = [d[t].logprob for d, t in zip(completion.logprobs, ids, strict=True)]
             logprobs[i] = np.array(chosen, dtype=np.float32)
         if forced and responses != [list(s.response_ids) for s in batch.samples]:
-            raise EngineFailed("vLLM did not sample the tokens that it was given")
+            raise EngineFailed("vLLM did not sample the tokens that it was told to sample")
         return Sampled(responses, logprobs)
 
     def score(

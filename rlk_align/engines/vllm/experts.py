@@ -71,9 +71,9 @@ class _Router:
     def _check(self, chosen: torch.Tensor) -> None:
         if self._captured is None or not torch.equal(self._captured.long(), chosen.long()):
             raise EngineFailed(
-                f"{self._name}: the experts that vLLM records for clients are not the ones that it "
+                f"{self._name}: the experts that vLLM records for clients are not those that it "
                 "computes",
-                "look at what a patch does, and leave expert parallel load balancing off",
+                "check what a patch does, and leave expert parallel load balancing off",
             )
         self._captured = None
 
@@ -97,7 +97,8 @@ def replace_choice(hooks: Hooks, router: Any, choose: Choose) -> None:
             routed = route(*args, **kwargs)
         if len(calls) != 1:
             raise EngineFailed(
-                "this vLLM chooses experts by a kernel of its own, which cannot be given any",
+                "this vLLM chooses experts in a kernel of its own, which accepts no choice from "
+                "outside",
                 "replay in the other engine: --edges prefill_vs_train,decode_vs_train",
             )
         return routed

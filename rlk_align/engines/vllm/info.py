@@ -11,7 +11,7 @@ def _conflict(options: Mapping[str, OptionValue]) -> str | None:
         return None
     if asked := options.get("batch_invariant"):
         return (
-            f"batch_invariant={asked} with kernels=rlk, which is that by itself: leave "
+            f"batch_invariant={asked} with kernels=rlk, which is batch-invariant itself: leave "
             "batch_invariant out"
         )
     return None

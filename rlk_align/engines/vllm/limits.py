@@ -24,22 +24,22 @@ def check_vllm(option: Asked, config: dict[str, Any], shape: ModelShape) -> None
         f"hidden_act={activation}": activation != "silu",
         f"rope_type={rope['rope_type']} without a factor": lacks_factor(rope),
         # Its scaling factors are one float or a list.
-        f"rope_type=linear with a whole number as factor, {rope.get('factor')}": (
+        f"rope_type=linear with an integer as factor, {rope.get('factor')}": (
             rope["rope_type"] == "linear" and isinstance(rope.get("factor"), int)
         ),
     }
     for what, is_so in refused.items():
         if is_so:
             raise ModelError(
-                f"engine 'vllm' does not take {what}, which config.json asks for",
-                "compare with --rollout hf, or mend config.json",
+                f"engine 'vllm' does not support {what}, which config.json asks for",
+                "compare with --rollout hf, or correct config.json",
             )
     _check_table(option, rope, shape.context)
     # Of another interpreter's packages nothing is known here.
     if option("python") is None and _on_cpu() and shape.head_dim not in CPU_HEAD_SIZES:
         raise ModelError(
-            f"engine 'vllm' on a CPU does not take heads of size {shape.head_dim}: its attention "
-            f"has {', '.join(map(str, CPU_HEAD_SIZES))}",
+            f"engine 'vllm' on a CPU does not support heads of size {shape.head_dim}: its "
+            f"attention has {', '.join(map(str, CPU_HEAD_SIZES))}",
             "compare with --rollout hf",
         )
 
@@ -52,14 +52,14 @@ def _check_table(option: Asked, rope: dict[str, Any], context: int) -> None:
     original = rope.get("original_max_position_embeddings") or context
     if not isinstance(original, int | float):
         raise ModelError(
-            f"config.json: original_max_position_embeddings is {original!r}; a number is wanted"
+            f"config.json: original_max_position_embeddings is {original!r}, which is not a number"
         )
     stretched = float(rope["factor"]) * original
     if not context <= stretched:
         raise ModelError(
             f"engine 'vllm' has {stretched:g} positions for this yarn rope (its factor, "
             f"{rope['factor']:g}, times original_max_position_embeddings), and config.json says "
-            f"max_position_embeddings={context}: beyond them it rotates by whatever lies there",
+            f"max_position_embeddings={context}: beyond them it reads past the table's end",
             f"max_position_embeddings={stretched:g} in config.json; or kernels=rlk",
         )
 

@@ -45,7 +45,7 @@ class RecordedPass:
             good &= self._index.prefix_all(self._rows.finite(name))
         valued = self._chosen[good[self._chosen]]
         if not len(valued):
-            raise NotRefereed("no row has finite inputs, all of which were kept")
+            raise NotRefereed("no row has finite inputs that were all kept")
         _, once = np.unique(self._contents(site, valued), axis=0, return_index=True)
         return valued[np.sort(once)]
 

@@ -91,7 +91,7 @@ class CheckpointWeights:
             raise OtherWeight(f"its engine showed no {live}")
         if not self._checkpoint.holds(parameter, self._live[live].digest):
             raise OtherWeight(
-                f"its engine held another {live} than the checkpoint has now: a patch changed it, "
-                "or the checkpoint was replaced since"
+                f"the {live} in its engine differs from the checkpoint's: a patch changed it, or "
+                "the checkpoint was replaced since"
             )
         return value

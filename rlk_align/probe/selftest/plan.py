@@ -53,7 +53,9 @@ def check_engines(names: Sequence[str]) -> tuple[str, ...]:
     for name in names:
         require_installed(name)
         if not faults_of(name):
-            raise BadOption(f"--engines {name}: it takes no planted fault", f"choose {_list(ALL)}")
+            raise BadOption(
+                f"--engines {name}: it supports no planted fault", f"choose {_list(ALL)}"
+            )
     return tuple(dict.fromkeys(names))
 
 
@@ -69,8 +71,8 @@ def check_faults(names: Sequence[str], shape: ModelShape) -> tuple[str, ...]:
         if name not in fitting:
             where = ", ".join(FAULTS[name].sites)
             raise BadOption(
-                f"--faults {name}: this {shape.model_type} model has no place for it, which is "
-                f"{where}",
+                f"--faults {name}: this {shape.model_type} model lacks the operator where it is "
+                f"planted, {where}",
                 f"choose from {_list(fitting)}",
             )
     return tuple(dict.fromkeys(names)) or tuple(fitting)

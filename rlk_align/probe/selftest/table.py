@@ -10,7 +10,7 @@ def lines(result: SelfTest) -> Iterator[str]:
     that were seen, and the pairs without a fault."""
     engines = ", ".join(f"{name} {version}" for name, version in result.engines.items())
     yield f"engines  {engines}"
-    yield f"faults   on {result.rows:,} rows, by either side of each pair"
+    yield f"faults   on {result.rows:,} rows, planted on either side of each pair"
     yield ""
     yield from _classes([d for d in result.detections if not d.curve])
     unexpected = result.unexpected
@@ -28,7 +28,7 @@ def lines(result: SelfTest) -> Iterator[str]:
 
 
 def _classes(detections: Sequence[Detection]) -> Iterator[str]:
-    rows = [("class", "faults", "seen as they should", "planted as they say")]
+    rows = [("class", "faults", "seen as expected", "planted as described")]
     for op_class in dict.fromkeys(d.op_class for d in detections):
         of = [d for d in detections if d.op_class == op_class]
         expected = sum(d.as_expected or not d.well_planted for d in of)
@@ -54,7 +54,7 @@ def _sentence(d: Detection) -> str:
     if d.others:
         text += f"; also blamed: {', '.join(d.others)}"
     if not d.curve and not d.well_planted:
-        text += f"; the engine parts from itself at {d.planted}"
+        text += f"; the engine diverges from itself at {d.planted}"
     return text
 
 
@@ -88,7 +88,7 @@ def _engine(d: Detection) -> str:
 
 def _clean(result: SelfTest) -> Iterator[str]:
     if not result.clean:
-        yield "no pair without a fault was looked at"
+        yield "no pair without a fault was compared"
         return
     pairs = len({(c.rollout, c.train) for c in result.clean})
     seeds = len({c.seed for c in result.clean})

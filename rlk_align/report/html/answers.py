@@ -5,8 +5,8 @@ from rlk_align.report.source import ReportSource
 from rlk_align.report.words import rank_words, site_figures, whose_off
 from rlk_align.results import EdgeResult
 
-_NO_PROBE = "not known: rlk-align probe RUN tells"
-_NO_ATTRIBUTION = "not known: rlk-align probe RUN --attribute tells"
+_NO_PROBE = "unknown; find out with: rlk-align probe RUN"
+_NO_ATTRIBUTION = "unknown; find out with: rlk-align probe RUN --attribute"
 
 
 def answers(source: ReportSource, edge: EdgeResult) -> list[tuple[str, str]]:
@@ -24,7 +24,7 @@ def _first(edge: EdgeResult) -> str:
     if first is None:
         return f"nowhere: {len(edge.sites)} of {len(edge.sites)} sites are bit-equal"
     site = next(s for s in edge.sites if s.site == first.site)
-    since = f"; all is equal up to {first.last_equal}" if first.last_equal else ""
+    since = f"; everything is equal up to {first.last_equal}" if first.last_equal else ""
     where = f"sample {first.sample}, position {first.position}"
     ranks = f"; {words}" if (words := rank_words(first)) else ""
     return f"{first.site}, first at {where}; {site_figures(site)}{since}{ranks}"
@@ -35,7 +35,7 @@ def _over(source: ReportSource, edge: EdgeResult) -> str:
     if over:
         return f"{over[0].unit.site}: {whose_off(over[0])}"
     if not source.verdict.contract.budgets:
-        return f"not known: contract {source.verdict.contract.id} has no budgets"
+        return f"unknown: contract {source.verdict.contract.id} has no budgets"
     units = [u for u in source.verdict.comparison.referee if edge.name in u.edges]
     done = sum(u.errors is not None for u in units)
     return f"none: {done} of {len(units)} operators of both sides were recomputed in float64"
@@ -48,7 +48,7 @@ def _contributor(source: ReportSource, edge: EdgeResult) -> str:
         return _NO_ATTRIBUTION
     whole = sum(map(abs, attribution.whole)) / max(1, len(attribution.whole))
     if attribution.largest is None:
-        return f"no operator was looked at by itself; mean |Δlogp| is {whole:.2g}"
+        return f"no operator was measured by itself; mean |Δlogp| is {whole:.2g}"
     top = attribution.largest
     return f"{top.units[0]}: mean |Δlogp| {top.mean_abs:.2g} by itself, of {whole:.2g} in all"
 

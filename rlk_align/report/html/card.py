@@ -38,7 +38,7 @@ def card(source: ReportSource) -> Card:
         answers=[
             ("which side", side_off(verdict)),
             ("do next", next_step(verdict, source.folder)),
-            ("worst limit", _used(worst) if worst else "no limit was held against a value"),
+            ("worst limit", _used(worst) if worst else "no limit was applied to a value"),
         ],
         facts=list(_facts(source)),
         command=shlex.join(source.record.command),

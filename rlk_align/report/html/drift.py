@@ -102,24 +102,24 @@ def drift_figure(
 
 def _caption(probed: bool, budgets: bool, series: Sequence[Series]) -> Iterator[str]:
     yield (
-        "Relative L2 error of a row: the norm of the difference of the two sides, over the norm of "
-        "the row. Errors add up along the model, so a rising line is no fault by itself. "
+        "Relative L2 error of a row: the norm of the difference of the two sides, over the norm "
+        "of the row. Errors add up along the model, so a rising line alone is not a fault. "
         "Log-probs have charts of their own, below."
     )
     if probed:
         yield (
-            "Introduced: what an operator adds although both engines are given the same inputs. "
-            "Inherited: what the difference of its inputs makes of its output."
+            "Introduced: the difference that an operator adds although both engines get the same "
+            "inputs. Inherited: the difference in its output that follows from different inputs."
         )
     else:
-        yield "Not probed: rlk-align probe RUN tells introduced from inherited."
+        yield "Not probed: rlk-align probe RUN separates introduced from inherited."
     if budgets:
         yield (
             "The band is the contract's rms budget of both sides together; it bounds what is "
             "introduced, not what adds up."
         )
     if len(series) == 1 and not any(o.site.noisy for o in series[0].operators):
-        yield "Noise floor: no row that is drawn is known to change when its engine runs again."
+        yield "Noise floor: no row drawn here is known to change when its engine runs again."
 
 
 _COLUMNS = ["site", "rows", "differ", "mean", "largest", "introduced", "inherited", "allowed"]

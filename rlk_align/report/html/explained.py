@@ -75,14 +75,14 @@ def explained_facts(explained: Explanation) -> list[tuple[str, str]]:
     return [
         ("contract", contract),
         ("looked at", scope(explained)),
-        ("E[ρ]", f"{interval(explained.mean_ratio)}; 1 where the laws agree"),
-        ("c", f"{interval(explained.c)}; mean |Δ| for each 1 − p"),
+        ("E[ρ]", f"{interval(explained.mean_ratio)}; 1 where the distributions agree"),
+        ("c", f"{interval(explained.c)}; mean |Δ| per 1 − p"),
     ]
 
 
 def _problems(explained: Explanation) -> list[tuple[str, list[str]]]:
     groups = [
-        ("Limits that do not hold", [breach_words(b) for b in explained.breaches]),
+        ("Limits that are breached", [breach_words(b) for b in explained.breaches]),
         ("Why nothing can be concluded", list(explained.doubts)),
     ]
     return [(heading, items) for heading, items in groups if items]
@@ -115,7 +115,7 @@ def _view(diagnosis: Diagnosis, folder: str, further: bool) -> DiagnosisView:
 def unknown_groups(explained: Explanation) -> list[tuple[str, list[str]]]:
     """Returns what could not be tested, and what a dump never says, as (heading, sentences)."""
     untested = [f"{x.name}: {x.why}" for x in explained.untested]
-    groups = [("Could not be tested", untested), ("Cannot be told from a dump", list(BLIND))]
+    groups = [("Could not be tested", untested), ("A dump cannot tell", list(BLIND))]
     return [(heading, items) for heading, items in groups if items]
 
 

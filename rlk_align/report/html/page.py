@@ -127,7 +127,7 @@ def _problems(verdict: Verdict) -> list[tuple[str, list[str]]]:
                 for m in verdict.comparison.mismatches
             ],
         ),
-        ("Limits that do not hold", [check_words(b) for b in verdict.breaches]),
+        ("Limits that are breached", [check_words(b) for b in verdict.breaches]),
         ("Waivers that have expired", [str(use) for use in verdict.expired]),
         ("Breaches that are waived", [check_words(w) for w in verdict.waived]),
         ("Near a limit", [check_words(w) for w in verdict.warnings]),
@@ -214,9 +214,9 @@ def _rows(source: ReportSource, edge: EdgeResult) -> dict[str, object]:
     return {
         "samples": [sample_view(s, bound, delta, errors) for s in stretches],
         "samples_words": f"The {len(stretches)} sequences with the largest |Δlogp| of {edge.name}, "
-        "the largest first. Of a long one, the stretch around the first sampled token, or around "
-        "its worst one where that lies further on. "
-        "A row's log-prob is that of the next token; here each token carries its own.",
+        "in descending order. A long sequence is cut to the stretch around the first sampled "
+        "token, or around its worst one if that comes later. "
+        "A row's log-prob is that of the next token; here each token has its own.",
         "error_legend": errors.legend(),
         "delta_legend": delta.legend(),
         "bound": bound,

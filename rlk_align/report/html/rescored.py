@@ -67,8 +67,8 @@ def _card(rescored: Rescored, dump: str, scores: str) -> Card:
 def _problems(rescored: Rescored) -> list[tuple[str, list[str]]]:
     alone = [breach_words(b) for b in rescored.explained.breaches]
     groups = [
-        ("Limits that an edge does not keep", breaches(rescored)),
-        ("Limits that the dump does not keep", alone),
+        ("Limits that an edge breaches", breaches(rescored)),
+        ("Limits that the dump breaches", alone),
         ("Why nothing can be concluded", list(rescored.doubts)),
     ]
     return [(heading, items) for heading, items in groups if items]

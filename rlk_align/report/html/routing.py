@@ -143,7 +143,7 @@ def _by_token(stretch: Stretch, choices: dict[int, str], inputs: dict[int, str])
     name, title = f"routing-{stretch.sample}", f"Token × sparse layer, sample {stretch.sample}"
     desc = (
         "A column for each token, a row for each sparse layer; a cell is filled where the token is "
-        "sent to other experts. A line parts the prompt from what was sampled."
+        "sent to other experts. A line separates the prompt from the sampled tokens."
     )
     parts = [*_cells(states, width)]
     for row, layer in enumerate(states):

@@ -13,8 +13,8 @@ SERIES = (
     Series(
         "ratio-error",
         "E[ρ] − 1",
-        "0 whatever the numerics are, if the rollout's log-probs are of the law that was sampled. "
-        "The band is the interval, clustered by sequence.",
+        "0 whatever the numerics, if the rollout's log-probs are of the distribution that was "
+        "sampled. The band is the interval, clustered by sequence.",
         lambda r: r.ratio_error,
     ),
     Series("noise", "c, mean |Δ| / mean (1 − p)", "Of both sides, in nats.", lambda r: r.c),
@@ -60,7 +60,7 @@ class RunSteps:
 
 COLUMNS = (
     *("finding", "level", "first step", "last step", "steps", "value", "limit"),
-    "what the last of these steps says",
+    "the finding at the last of these steps",
 )
 """Of the table of findings."""
 

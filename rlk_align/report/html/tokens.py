@@ -94,7 +94,8 @@ def _heat(stretch: Stretch, ramp: Ramp) -> Figure:
     name, title = f"tokens-{stretch.sample}", f"Token × layer, sample {stretch.sample}"
     desc = (
         "A column for each token, a row for the end of each layer. Colour: relative L2 error of "
-        "that row of that site. A line parts the prompt (prefill) from what was sampled (decode)."
+        "that row of that site. A line separates the prompt (prefill) from the sampled tokens "
+        "(decode)."
     )
     parts = [*_paths(stretch, sites, width, ramp), *_names(sites)]
     boundary = next((n for n, s in enumerate(stretch.sampled) if s), count)

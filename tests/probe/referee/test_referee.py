@@ -385,9 +385,9 @@ def test_a_checkpoint_that_was_replaced_since(tmp_path: Path) -> None:
     assert named(verdict) == []
     why = reasons(verdict)
     assert why.keys() == {"layers.1.o_proj", "layers.0.mlp_norm"}
-    assert "another layers.1.o_proj than the checkpoint has now" in why["layers.1.o_proj"]
+    assert "the layers.1.o_proj in its engine differs from the checkpoint" in why["layers.1.o_proj"]
     (note,) = [n for n in verdict.notes if "float64" in n]
-    assert "another layers.0.mlp_norm than the checkpoint has now" in note
+    assert "the layers.0.mlp_norm in its engine differs from the checkpoint" in note
 
 
 def test_a_weight_of_the_engines_own_is_not_held_against_the_checkpoints(tmp_path: Path) -> None:
@@ -402,7 +402,7 @@ def test_a_weight_of_the_engines_own_is_not_held_against_the_checkpoints(tmp_pat
     verdict = refereed(healthy_trace("qwen3"), other, allowed=("attributes", "weights"))
     assert reasons(verdict).keys() == {"layers.0.up_proj", "layers.1.down_proj", "logits"}
     assert reasons(verdict)["layers.1.down_proj"] == "its engine showed no layers.1.down_proj"
-    assert "another lm_head than" in reasons(verdict)["logits"]
+    assert "the lm_head in its engine differs" in reasons(verdict)["logits"]
     # They are too far from each other, and nobody knows which side is off.
     assert {side for _, side in named(verdict)} <= {None}
 
@@ -488,7 +488,7 @@ def test_rows_whose_values_were_not_kept(tmp_path: Path) -> None:
     verdict = pair(tmp_path, keep=lambda *a: keep(*a) | (a[0] == "logprob"))
     assert named(verdict) == []
     by_site = units(verdict)
-    nothing = "no row has finite inputs, all of which were kept"
+    nothing = "no row has finite inputs that were all kept"
     assert reasons(verdict) == dict.fromkeys(
         ("layers.1.down_proj", "layers.1.mlp_residual"), nothing
     )
