@@ -8,7 +8,7 @@ import torch
 from rlk_align.compare.pairing import PairedSite
 from rlk_align.model.sites import RowIndex, Site
 from rlk_align.trace.reader import PassReader
-from rlk_align.trace.schema import copy_name
+from rlk_align.trace.schema import HeldRows, copy_name
 
 Shards = list[tuple[int, int, int]]
 """(rank, first feature, feature after the last) of a site."""
@@ -31,37 +31,46 @@ class Holders:
     ) -> set[int]:
         """Of the introduced rows, bool `[N]`. `which`: the pair's first pass (0) or its second;
         `features`: those that differ, bool `[F]`, empty where no values were kept."""
-        if copies := _unlike(paired, which, introduced):
+        if copies := self._unlike(paired, which, introduced, index):
             return copies
+        rows = self._of(paired.number[introduced], index)
         if site.name in self._shards:
             held = self._shards[site.name]
-            return {rank for rank, start, stop in held if features[start:stop].any()}
-        # What one rank reports of rows that all of them computed is not that rank's alone.
+            ranks = {rank for rank, start, stop in held if features[start:stop].any()}
+            sharing = [ranks.intersection(h.sharing) if h.sharing else ranks for h in rows]
+            return set().union(*sharing) if rows else ranks
+        # What one rank reports of rows that others computed too is not that rank's alone.
         if self._shards and site.op == "logprob":
             return set()
-        return self._of_rows(paired.number[introduced], index)
+        return {h.rank for h in rows}
 
-    def _of_rows(self, number: np.ndarray, index: RowIndex) -> set[int]:
-        if not self._rows:
-            return set()
-        rank_of = np.full(len(index), -1)
-        for held in self._rows:
+    def _of(self, number: np.ndarray, index: RowIndex) -> list[HeldRows]:
+        """Who has which of these rows."""
+        wanted = np.zeros(len(index), dtype=bool)
+        wanted[number] = True
+
+        def any_of(held: HeldRows) -> bool:
             first = index.offsets[held.sample]
             stop = min(first + held.stop, index.offsets[held.sample + 1])
-            rank_of[first + held.start : stop] = held.rank
-        return set(rank_of[number].tolist()) - {-1}
+            return bool(wanted[first + held.start : stop].any())
 
+        return [held for held in self._rows if any_of(held)]
 
-def _unlike(paired: PairedSite, which: int, introduced: np.ndarray) -> set[int]:
-    """Of rows that ranks of one pass hold different copies of: those whose copy is unlike the other
-    pass's. Rank 0's is the one that is recorded under the site's name."""
-    other = paired.b.digest[paired.b_at] if which == 0 else paired.a.digest[paired.a_at]
-    ranks = {0, *paired.copies[which]} if paired.copies[which] else set()
-    return {
-        rank
-        for rank in ranks
-        if (introduced & (paired.digest_of(which, rank) != other).any(axis=1)).any()
-    }
+    def _unlike(
+        self, paired: PairedSite, which: int, introduced: np.ndarray, index: RowIndex
+    ) -> set[int]:
+        """Of rows that ranks of one pass hold different copies of: those whose copy is unlike the
+        other pass's. Under the site's name that of the first rank is recorded that has the row."""
+        other = paired.b.digest[paired.b_at] if which == 0 else paired.a.digest[paired.a_at]
+        found: set[int] = set()
+        for rank in {0, *paired.copies[which]} if paired.copies[which] else ():
+            wrong = introduced & (paired.digest_of(which, rank) != other).any(axis=1)
+            if rank == 0 and wrong.any():
+                rows = self._of(paired.number[wrong], index)
+                found.update({min(h.sharing, default=0) for h in rows} or {0})
+            elif wrong.any():
+                found.add(rank)
+        return found
 
 
 def use_copies(

@@ -46,12 +46,15 @@ def copies_of(site: str, names: Iterable[str]) -> dict[int, str]:
 
 
 class HeldRows(Record):
-    """Consecutive rows of a sample that one rank alone computes."""
+    """Consecutive rows of a sample that one rank computes: alone, or with others of which that is
+    said too."""
 
     sample: int
     start: int
     stop: int
     rank: int
+    sharing: list[int] = Field(default_factory=list)
+    """The ranks that share these rows of the sites in the trace's `shards`; empty where all do."""
 
 
 class WrongRow(Record):

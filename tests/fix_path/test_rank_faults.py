@@ -16,7 +16,7 @@ from conftest import require_engine
 from rlk_align.engines.faults.catalogue import FAULTS, faults_of
 
 HERE = Path(__file__).parent
-LAYOUTS = {"tp": "tp=2", "sp": "tp=2,sp=1"}
+LAYOUTS = {"tp": "tp=2", "sp": "tp=2,sp=1", "cp": "cp=2"}
 FEW = ("norm-eps", "attn-scale", "residual-fp8")
 """A value that each rank has or, under sequence parallelism, some rows of; and heads."""
 CLASSES_OF = {

@@ -63,6 +63,15 @@ class TokenGrid:
         """bool `[B, S]`: what is no padding."""
         return self.owner >= 0
 
+    def select(self, columns: np.ndarray) -> "TokenGrid":
+        """Some columns, int64 `[C]`, in that order; positions 0 that are not among them have no
+        start."""
+        at = {column: i for i, column in enumerate(columns.tolist())}
+        return TokenGrid(
+            *(x[:, columns] for x in (self.ids, self.positions, self.owner, self.targets)),
+            starts=tuple((row, at[column]) for row, column in self.starts if column in at),
+        )
+
     def rows(self, order: Order) -> ForwardRows:
         """The rows of an output, by sequence and position within each row of the grid."""
         row, column = np.nonzero(self.real)
@@ -86,9 +95,11 @@ def padded_grid(samples: Sequence[tuple[int, Sample]], side: str, multiple: int 
     return _filled(samples, (len(samples), length), list(enumerate(first)))
 
 
-def packed_grid(samples: Sequence[tuple[int, Sample]], multiple: int = 1) -> TokenGrid:
-    """All sequences in one row, filled up to `multiple`."""
-    ends = np.cumsum([len(s.ids) for _, s in samples]).tolist()
+def packed_grid(
+    samples: Sequence[tuple[int, Sample]], multiple: int = 1, each: int = 1
+) -> TokenGrid:
+    """All sequences in one row, filled up to `multiple`, each filled up to a multiple of `each`."""
+    ends = np.cumsum([-(-len(s.ids) // each) * each for _, s in samples]).tolist()
     length = -(-ends[-1] // multiple) * multiple
     return _filled(samples, (1, length), [(0, start) for start in [0, *ends[:-1]]])
 

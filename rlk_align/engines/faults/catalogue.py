@@ -40,7 +40,7 @@ class Chosen:
     strength: float
     """In the fault's unit; 0 where it has none."""
     rank: int | None = None
-    """The rank of tensor parallelism that alone has it; None is every rank."""
+    """The rank that alone has it; None is every rank."""
 
     def on(self, rank: int) -> bool:
         """Whether that rank has it."""
@@ -103,7 +103,7 @@ def check_fault(engine: str, options: Mapping[str, object]) -> None:
     lacking = [f"{k}={v}" for k, v in needed.items() if str(options.get(k)) != v]
     if lacking:
         raise BadOption(f"{where} needs {', '.join(lacking)}")
-    if wrong := _wrong_rank(chosen, engine, int(str(options.get("tp", 1)))):
+    if wrong := _wrong_rank(chosen, engine, options):
         raise BadOption(f"{where}: {wrong}")
     if chosen.name in ROUTING and options.get("kernels") == "rlk":
         raise BadOption(
@@ -113,16 +113,24 @@ def check_fault(engine: str, options: Mapping[str, object]) -> None:
         raise BadOption(f"{where} is planted in Megatron's local spec", "leave spec=te out")
 
 
-def _wrong_rank(chosen: Chosen, engine: str, ranks: int) -> str:
+def _wrong_rank(chosen: Chosen, engine: str, options: Mapping[str, object]) -> str:
     """Why that rank alone cannot have the fault; empty where it can, or where every rank has it."""
+    tp, cp = (int(str(options.get(key, 1))) for key in ("tp", "cp"))
+    if chosen.fault.kind == "boundaries" and cp > 1:
+        return f"with cp={cp} sequences end where ranks can share them: leave cp out"
     if chosen.rank is None:
         return ""
-    if chosen.rank >= ranks:
-        known = ", ".join(f"rank{r}" for r in range(ranks))
-        return f"with tp={ranks} there is {known if ranks > 1 else 'one rank: leave @rank out'}"
+    if chosen.rank >= tp * cp:
+        known = ", ".join(f"rank{r}" for r in range(tp * cp))
+        layout = f"tp={tp}" + (f",cp={cp}" if cp > 1 else "")
+        return f"with {layout} there is {known if tp * cp > 1 else 'one rank: leave @rank out'}"
     if chosen.fault.kind in ("positions", "boundaries"):
         return "it is in what all ranks are given: leave @rank out"
     reported = ("logprob", "logits") if engine == "vllm" else ("logprob",)
-    if chosen.rank and chosen.fault.site in reported:
-        return f"rank 0 alone reports {chosen.fault.site}: write @rank0, or leave @rank out"
+    if chosen.rank % tp and chosen.fault.site in reported:
+        first = chosen.rank - chosen.rank % tp
+        return (
+            f"rank {first} alone reports {chosen.fault.site}: write @rank{first}, or leave @rank "
+            "out"
+        )
     return ""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from rlk_align.engines.base import Engine, Logprobs, SamplesDone, Tap
 from rlk_align.engines.common.attributes import processing
@@ -18,6 +19,7 @@ from rlk_align.engines.common.places import shards_of
 from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.info import OptionValue
 from rlk_align.engines.megatron.attributes import megatron_attributes, rotation
+from rlk_align.engines.megatron.grid import Grid
 from rlk_align.engines.megatron.input import ModelInput, packed_input, padded_input
 from rlk_align.engines.megatron.layout import padded_vocab
 from rlk_align.engines.megatron.model import (
@@ -27,7 +29,12 @@ from rlk_align.engines.megatron.model import (
 )
 from rlk_align.engines.megatron.places import megatron_places
 from rlk_align.engines.megatron.taps import Tapped
-from rlk_align.engines.megatron.weights import live_parameters, load, parameter_plan
+from rlk_align.engines.megatron.weights import (
+    live_parameters,
+    load,
+    parameter_plan,
+    together,
+)
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.results import CodePlace
 
@@ -36,7 +43,7 @@ CHUNK = 1024
 
 
 class MegatronEngine(Engine):
-    """`megatron:tp=N,sp=0|1,spec=local|te,input=padded|packed,padding=right|left,batch=N`.
+    """`megatron:tp=N,sp=0|1,cp=N,spec=local|te,input=padded|packed,padding=right|left,batch=N`.
 
     The default, right-padded with the local spec, runs megatron-core's own modules only.
     """
@@ -48,7 +55,7 @@ class MegatronEngine(Engine):
         settings = self._settings()
         checkpoint = read_checkpoint(self.model_path, self.shape, self._here)
         self._start(settings)
-        self.settings = settings
+        self.settings, self.grid = settings, Grid.of(self.ranks)
         self.model = build(self.shape, checkpoint, settings, self.kernels)
         self.rope = checkpoint.rope
         self.rotation = rotation(self.model)
@@ -58,7 +65,7 @@ class MegatronEngine(Engine):
         )
         self.plan = parameter_plan(self.places, self.shape, settings.tp, checkpoint.biased)
         modules = self.shape.family.modules
-        load(self.model, self.model_path, self.plan, self.ranks.rank, modules)
+        load(self.model, self.model_path, self.plan, self.grid.tp.rank, modules)
         apply_patch(self.spec, self.model)
 
     def _here(self, name: str) -> OptionValue | None:
@@ -68,11 +75,12 @@ class MegatronEngine(Engine):
 
     def _settings(self) -> Settings:
         option = self.spec.option
-        assert int(option("tp") or 1) == self.ranks.world
+        assert self.spec.ranks == self.ranks.world
         self.batch = int(option("batch") or 1)
         self.temperature = float(option("temperature") or 1.0)
         return Settings(
-            tp=self.ranks.world,
+            tp=int(option("tp") or 1),
+            cp=int(option("cp") or 1),
             device=self.ranks.device,
             dtype=getattr(torch, self.spec.dtype(self.shape.dtype)),
             spec=str(option("spec")),
@@ -88,7 +96,9 @@ class MegatronEngine(Engine):
 
         from rlk_align.engines.megatron.cpu import cpu_stand_ins, expert_stand_ins
 
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=settings.tp)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=settings.tp, context_parallel_size=settings.cp
+        )
         self._undo.callback(parallel_state.destroy_model_parallel)
         if settings.device.type == "cpu":
             for stand_in in self._undo.enter_context(cpu_stand_ins()):
@@ -115,7 +125,7 @@ class MegatronEngine(Engine):
         padded = not self.settings.packed and self.batch > 1
         return {
             **megatron_attributes(
-                self.model, self.places, self.shape, self.ranks.world, self.rope, self.rotation
+                self.model, self.places, self.shape, self.settings.tp, self.rope, self.rotation
             ),
             **processing(self.temperature),
             "padding_side": self.settings.padding if padded else None,
@@ -125,11 +135,11 @@ class MegatronEngine(Engine):
         return code_places(self.model, self.places)
 
     def shards(self) -> dict[str, list[tuple[int, int, int]]]:
-        return shards_of(self.places)
+        return self.grid.holders(shards_of(self.places))
 
     def weights(self) -> Iterator[ParameterRecord]:
-        for parameter in live_parameters(self.model, self.plan, self.ranks):
-            yield record_parameter(parameter)
+        held = [record_parameter(p) for p in live_parameters(self.model, self.plan, self.grid.tp)]
+        yield from together(held, self.grid)
 
     def unexposed(self, kind: str) -> dict[str, str]:
         return {site: p.unexposed for p in self.places if p.unexposed for site in p.sites}
@@ -146,7 +156,7 @@ class MegatronEngine(Engine):
         samples = list(enumerate(batch.samples))
         sharded_rows = self.settings.sequence_parallel
         editor = Editor.of(intervention, batch)
-        with Tapped(self.model, self.places, tap, editor, self.ranks, sharded_rows) as taps:
+        with Tapped(self.model, self.places, tap, editor, self.grid, sharded_rows) as taps:
             for first in range(0, len(samples), self.batch):
                 some = samples[first : first + self.batch]
                 inputs = self._input(some)
@@ -154,28 +164,42 @@ class MegatronEngine(Engine):
                 logits = self.model(
                     inputs.ids, inputs.positions, inputs.mask, packed_seq_params=inputs.packed
                 )
-                logprobs = self._logprobs(logits, inputs)
+                logprobs = self._of_all_slices(self._logprobs(logits, inputs), inputs)
                 ends = np.cumsum([len(s.response_ids) for _, s in some])[:-1]
                 scored |= zip([i for i, _ in some], np.split(logprobs, ends), strict=True)
                 done(first + len(some))
-        return scored if self.ranks.rank == 0 else {}
+        return scored if self.grid.reports else {}
 
     def _input(self, samples: list[tuple[int, Any]]) -> ModelInput:
-        # Sequence parallelism cuts the sequence in as many parts as there are ranks.
-        multiple = self.ranks.world if self.settings.sequence_parallel else 1
+        # Context parallelism cuts sequences in twice as many parts as there are ranks, and sequence
+        # parallelism what a rank has of them in as many.
+        multiple = self.settings.tp if self.settings.sequence_parallel else 1
+        if self.settings.cp > 1:
+            multiple *= 2 * self.settings.cp
         if self.settings.packed:
-            return packed_input(samples, multiple, self.ranks.device)
-        return padded_input(samples, self.settings.padding, multiple, self.ranks.device)
+            return packed_input(samples, multiple, self.grid.cp)
+        return padded_input(samples, self.settings.padding, multiple, self.grid.cp)
+
+    def _of_all_slices(self, logprobs: np.ndarray, inputs: ModelInput) -> np.ndarray:
+        """Of every sampled id of the whole input, from those that this rank computed."""
+        if self.settings.cp == 1:
+            return logprobs
+        # Bits, each of one rank: added to zeros they stay what they are.
+        bits = torch.zeros(inputs.total, dtype=torch.int32)
+        bits[torch.from_numpy(inputs.number)] = torch.from_numpy(logprobs).view(torch.int32)
+        bits = bits.to(self.ranks.device)
+        dist.all_reduce(bits, group=self.grid.cp.group)
+        return bits.cpu().view(torch.float32).numpy()
 
     def _logprobs(self, logits: torch.Tensor, inputs: ModelInput) -> np.ndarray:
-        """float32 log-probs of the sampled ids, from this rank's `[B, S, vocabulary / tp]`, by
-        megatron-core's own cross entropy over vocabulary shards, or the kernels' log-prob."""
-        from megatron.core import parallel_state
+        """float32 log-probs of the sampled ids among this rank's rows, from its `[B, S,
+        vocabulary / tp]`, by megatron-core's own cross entropy over vocabulary shards, or the
+        kernels' log-prob."""
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-        step = padded_vocab(self.shape.vocab, self.ranks.world) // self.ranks.world
-        real = min(max(self.shape.vocab - self.ranks.rank * step, 0), step)
-        group = parallel_state.get_tensor_model_parallel_group()
+        tp = self.grid.tp
+        step = padded_vocab(self.shape.vocab, tp.world) // tp.world
+        real = min(max(self.shape.vocab - tp.rank * step, 0), step)
         rows, batch = inputs.sampled, len(inputs.ids)
         out = []
         for chunk, target in zip(rows.split(CHUNK), inputs.targets.split(CHUNK), strict=True):
@@ -184,7 +208,7 @@ class MegatronEngine(Engine):
             local[:, real:] = -torch.inf
             logprob = None
             if self.kernels is not None:
-                logprob = self.kernels.logprobs(local, target, self.temperature, group)
+                logprob = self.kernels.logprobs(local, target, self.temperature, tp.group)
             if logprob is None:
                 if self.temperature != 1.0:
                     local /= self.temperature

@@ -3,7 +3,7 @@
 import importlib.util
 from typing import Any
 
-from rlk_align.engines.common.tensor_parallel import check_alone, check_shared
+from rlk_align.engines.common.tensor_parallel import check_alone, check_heads, check_shared
 from rlk_align.engines.info import Asked
 from rlk_align.engines.megatron.rope import ROPES, another_attention_factor
 from rlk_align.errors import BadOption, MissingDependency, ModelError
@@ -20,6 +20,7 @@ def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> 
     kernels = option("kernels") == "rlk"
     check_shared("megatron", shape, int(option("tp") or 1), fused_qkv=True, kernels=kernels)
     check_alone("megatron", shape, option("tp"))
+    check_heads("megatron", shape, option, kernels)
     if shape.experts and option("spec") == "te":
         raise BadOption("engine 'megatron': spec=te does not take sparse layers", "spec=local does")
     if option("spec") == "te":

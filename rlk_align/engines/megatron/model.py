@@ -35,6 +35,7 @@ class Settings:
     """How the model is to be built, beside what the checkpoint says."""
 
     tp: int
+    cp: int
     device: torch.device
     dtype: torch.dtype
     spec: str = "local"
@@ -47,7 +48,7 @@ class Settings:
     @property
     def own_positions(self) -> bool:
         """Whether rows are at other positions than their index in the input says."""
-        return self.packed or self.padding == "left"
+        return self.packed or self.padding == "left" or self.cp > 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +113,7 @@ def transformer_config(shape: ModelShape, checkpoint: Checkpoint, settings: Sett
         attention_dropout=0.0,
         tensor_model_parallel_size=settings.tp,
         sequence_parallel=settings.sequence_parallel,
+        context_parallel_size=settings.cp,
         params_dtype=settings.dtype,
         bf16=settings.dtype == torch.bfloat16,
         fp16=settings.dtype == torch.float16,
@@ -163,7 +165,7 @@ def layer_spec(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) ->
             layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
             if shape.has("q_norm"):
                 attention.q_layernorm = attention.k_layernorm = norm
-        if settings.packed or any(checkpoint.windows):
+        if settings.packed or any(checkpoint.windows) or settings.cp > 1:
             core = functools.partial(SequencesAttention, windows=checkpoint.windows)
             attention.core_attention = core
         return layer

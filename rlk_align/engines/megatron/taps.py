@@ -2,7 +2,7 @@
 
 Activations are `[S, B, F]`. Outputs of column-parallel linears hold some features of every row;
 the residual stream holds every feature, of every row or, under sequence parallelism, of some. Each
-rank's hooks take part; rank 0 taps.
+rank's hooks take part; the first of those that share weights taps, in context parallelism its rows.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,9 @@ from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
 from rlk_align.engines.common.tap import Tap
 from rlk_align.engines.megatron.experts import on_experts
+from rlk_align.engines.megatron.grid import Grid
 from rlk_align.engines.megatron.input import ModelInput
 from rlk_align.engines.megatron.weights import all_gather, gather
-from rlk_align.engines.process.ranks import Ranks
 from rlk_align.trace.digest import digest_rows
 
 
@@ -32,12 +32,13 @@ class Tapped(SiteHooks):
         places: list[Place],
         tap: Tap | None,
         editor: Editor | None,
-        ranks: Ranks,
+        grid: Grid,
         sharded_rows: bool,
     ) -> None:
         """`sharded_rows`: whether the residual stream is cut along the sequence (sp=1)."""
-        super().__init__(model, places, tap, editor, ranks.rank)
-        self._ranks, self._sharded_rows = ranks, sharded_rows
+        super().__init__(model, places, tap, editor, grid.tp.rank)
+        self._grid, self._ranks, self._sharded_rows = grid, grid.tp, sharded_rows
+        self.first_rank = grid.neighbours[0]
 
     def at(self, inputs: ModelInput) -> None:
         """What the next forward computes."""
@@ -50,11 +51,20 @@ class Tapped(SiteHooks):
         local = rows.index // share == self._ranks.rank
         index = torch.from_numpy(rows.index[local] % share).to(device)
         self._local = LiveRows(index, rows.sample[local], rows.position[local], share)
-        if self._sharded_rows and self._tap is not None and self._observing:
-            for sample in np.unique(self._local.sample).tolist():
-                held = self._local.position[self._local.sample == sample]
-                rows_held = range(int(held.min()), int(held.max()) + 1)
-                self._tap.held(sample, rows_held, self._ranks.rank)
+        if self._tap is not None and self._observing:
+            self._tell_held(self._tap)
+
+    def _tell_held(self, tap: Tap) -> None:
+        """Where each rank has some rows only, which this one has."""
+        if not self._sharded_rows and self._grid.cp.world == 1:
+            return
+        sharing = self._grid.neighbours if self._grid.cp.world > 1 else []
+        rows = self._local if self._sharded_rows else self._all
+        for sample in np.unique(rows.sample).tolist():
+            held = np.sort(rows.position[rows.sample == sample])
+            for stretch in np.split(held, np.flatnonzero(np.diff(held) > 1) + 1):
+                there = range(int(stretch[0]), int(stretch[-1]) + 1)
+                tap.held(sample, there, self._grid.all.rank, sharing)
 
     def live_rows(self, place: Place, value: torch.Tensor) -> LiveRows:
         if place.rows == "sampled":

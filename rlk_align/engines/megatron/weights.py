@@ -5,8 +5,10 @@ Both directions go by `parameter_plan`, made of the table of places; a rank read
 slices from disk.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,11 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
-from rlk_align.engines.common.parameters import LiveParameter
+from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.weights import Parameter, canonical, parameters
 from rlk_align.engines.megatron.experts import expert_parameters
+from rlk_align.engines.megatron.grid import Grid
 from rlk_align.engines.megatron.layout import vocabulary
 from rlk_align.engines.process.ranks import Ranks
 from rlk_align.errors import ModelError
@@ -118,22 +121,48 @@ def live_parameters(model: Any, plan: list[Parameter], ranks: Ranks) -> Iterator
     yield from canonical(known, live.get, lambda local: gather(local, ranks))
 
 
+def together(held: list[ParameterRecord], grid: Grid) -> Iterator[ParameterRecord]:
+    """What all ranks hold, on rank 0, from what each first rank of tensor parallelism recorded of
+    its neighbours and itself: the copies of others are `replicas`. Called on every rank."""
+    if grid.cp.world == 1:
+        yield from held
+        return
+    every: list[Any] = [None] * grid.all.world
+    dist.all_gather_object(every, held)
+    if grid.all.rank:
+        return
+    firsts = [{p.name: p for p in every[r]} for r in range(0, grid.all.world, grid.tp.world)]
+    for first in held:
+        copies = [group[first.name] for group in firsts if first.name in group]
+        of_ranks = [(p.digest, *(p.replicas or [p.digest] * (grid.tp.world - 1))) for p in copies]
+        yield replace(
+            first,
+            shards=[
+                (step * grid.tp.world + rank, dim, start, stop)
+                for step in range(len(copies))
+                for rank, dim, start, stop in first.shards
+            ],
+            replicas=list(itertools.chain.from_iterable(of_ranks))[1:],
+        )
+
+
 def _on_every_rank(names: set[str], ranks: Ranks) -> set[str]:
     """Those that every rank has: one that lacks a parameter would not take part in gathering it."""
     if ranks.world == 1:
         return names
     others: list[Any] = [None] * ranks.world
-    dist.all_gather_object(others, names)
+    dist.all_gather_object(others, names, group=ranks.group)
     return names.intersection(*others)
 
 
 def gather(local: torch.Tensor, ranks: Ranks) -> list[torch.Tensor] | None:
-    """The tensors of all ranks, equal in shape, in rank order: on rank 0; None elsewhere."""
+    """The tensors of all of these ranks, equal in shape, in rank order: on the first of them; None
+    elsewhere."""
     if ranks.world == 1:
         return [local]
     local = local.contiguous()
     parts = [torch.empty_like(local) for _ in range(ranks.world)] if ranks.rank == 0 else None
-    dist.gather(local, parts, dst=0)
+    dist.gather(local, parts, group=ranks.group, group_dst=0)
     return parts
 
 
@@ -143,5 +172,5 @@ def all_gather(local: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:
         return [local]
     local = local.contiguous()
     parts = [torch.empty_like(local) for _ in range(ranks.world)]
-    dist.all_gather(parts, local)
+    dist.all_gather(parts, local, group=ranks.group)
     return parts

@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,11 +13,13 @@ from rlk_align.errors import BadOption, EngineFailed, MissingDependency
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among the engine's."""
+    """This process among the engine's, or among some of them."""
 
     rank: int
     world: int
     device: torch.device
+    group: Any = None
+    """torch's process group of them; None is that of all."""
 
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
