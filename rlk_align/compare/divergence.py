@@ -45,6 +45,8 @@ class Side:
     repeat: PassReader | None
     shards: Mapping[str, Shards] = field(default_factory=dict)
     """Site -> what each of its ranks holds of it; without the sites that each holds whole."""
+    stages: Mapping[str, list[int]] = field(default_factory=dict)
+    """Site -> the ranks of the stage that computes it; empty where all do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +365,7 @@ def _ranks(
     found: dict[SideName, set[int]] = {}
     if introduced.any():
         for which, side in enumerate((edge.first, edge.second)):
-            held = Holders(side.observed, side.shards)
+            held = Holders(side.observed, side.shards, side.stages)
             ranks = held.ranks(site, paired, which, introduced, features, index)
             if ranks:
                 found.setdefault(side.of, set()).update(ranks)

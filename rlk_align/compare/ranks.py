@@ -17,8 +17,10 @@ Shards = list[tuple[int, int, int]]
 class Holders:
     """Who holds what of one pass."""
 
-    def __init__(self, reader: PassReader, shards: Mapping[str, Shards]) -> None:
-        self._rows, self._shards = reader.record.held, shards
+    def __init__(
+        self, reader: PassReader, shards: Mapping[str, Shards], stages: Mapping[str, list[int]]
+    ) -> None:
+        self._rows, self._shards, self._stages = reader.record.held, shards, stages
 
     def ranks(
         self,
@@ -33,7 +35,7 @@ class Holders:
         `features`: those that differ, bool `[F]`, empty where no values were kept."""
         if copies := self._unlike(paired, which, introduced, index):
             return copies
-        rows = self._of(paired.number[introduced], index)
+        rows, stage = self._of(paired.number[introduced], index), self._stages.get(site.name, [])
         if site.name in self._shards:
             held = self._shards[site.name]
             ranks = {rank for rank, start, stop in held if features[start:stop].any()}
@@ -42,7 +44,9 @@ class Holders:
         # What one rank reports of rows that others computed too is not that rank's alone.
         if self._shards and site.op == "logprob":
             return set()
-        return {h.rank for h in rows}
+        if not rows:
+            return set(stage)
+        return {h.rank for h in rows if not stage or h.rank in stage}
 
     def _of(self, number: np.ndarray, index: RowIndex) -> list[HeldRows]:
         """Who has which of these rows."""
@@ -66,8 +70,11 @@ class Holders:
         for rank in {0, *paired.copies[which]} if paired.copies[which] else ():
             wrong = introduced & (paired.digest_of(which, rank) != other).any(axis=1)
             if rank == 0 and wrong.any():
-                rows = self._of(paired.number[wrong], index)
-                found.update({min(h.sharing, default=0) for h in rows} or {0})
+                stage = self._stages.get(paired.site.name, [])
+                firsts = {
+                    min(h.sharing) for h in self._of(paired.number[wrong], index) if h.sharing
+                }
+                found |= firsts.intersection(stage or firsts) or {min(stage, default=0)}
             elif wrong.any():
                 found.add(rank)
         return found

@@ -170,6 +170,8 @@ class TraceRecord(Record):
     shards: dict[str, list[tuple[int, int, int]]] = Field(default_factory=dict)
     """Site -> (rank, first feature, feature after the last) of what each rank holds of it; without
     the sites of which each rank holds every feature."""
+    stages: dict[str, list[int]] = Field(default_factory=dict)
+    """Site -> the ranks of the pipeline's stage that computes it; empty where all ranks do."""
     prompt_ids: dict[str, list[int]]
     """Prompt id -> the ids that this side's own tokenizer gives its text."""
 

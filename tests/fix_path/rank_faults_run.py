@@ -31,7 +31,7 @@ MODEL = data_path("model")
 SHAPE = read_shape(MODEL)
 BATCH = TokenBatch(
     tuple(
-        Sample(f"p{i}", tuple(range(40 + 30 * i, 40 + 30 * i + n)), (7, 11, 40))
+        Sample(f"p{i}", tuple(range(40 + 30 * i, 40 + 30 * i + n)), (7, 11, 40, 12, 9, 33, 21, 14))
         for i, n in enumerate((9, 20))
     )
 )

@@ -68,7 +68,10 @@ class TokenGrid:
         start."""
         at = {column: i for i, column in enumerate(columns.tolist())}
         return TokenGrid(
-            *(x[:, columns] for x in (self.ids, self.positions, self.owner, self.targets)),
+            ids=self.ids[:, columns],
+            positions=self.positions[:, columns],
+            owner=self.owner[:, columns],
+            targets=self.targets[:, columns],
             starts=tuple((row, at[column]) for row, column in self.starts if column in at),
         )
 

@@ -3,6 +3,7 @@
 To add one: an entry in `lists`, and its formula in `formulas`.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -115,15 +116,16 @@ def check_fault(engine: str, options: Mapping[str, object]) -> None:
 
 def _wrong_rank(chosen: Chosen, engine: str, options: Mapping[str, object]) -> str:
     """Why that rank alone cannot have the fault; empty where it can, or where every rank has it."""
-    tp, cp = (int(str(options.get(key, 1))) for key in ("tp", "cp"))
+    sizes = {key: int(str(options.get(key, 1))) for key in ("tp", "cp", "pp")}
+    tp, cp, ranks = sizes["tp"], sizes["cp"], math.prod(sizes.values())
     if chosen.fault.kind == "boundaries" and cp > 1:
         return f"with cp={cp} sequences end where ranks can share them: leave cp out"
     if chosen.rank is None:
         return ""
-    if chosen.rank >= tp * cp:
-        known = ", ".join(f"rank{r}" for r in range(tp * cp))
-        layout = f"tp={tp}" + (f",cp={cp}" if cp > 1 else "")
-        return f"with {layout} there is {known if tp * cp > 1 else 'one rank: leave @rank out'}"
+    if chosen.rank >= ranks:
+        known = ", ".join(f"rank{r}" for r in range(ranks))
+        layout = ",".join(f"{key}={n}" for key, n in sizes.items() if n > 1 or key == "tp")
+        return f"with {layout} there is {known if ranks > 1 else 'one rank: leave @rank out'}"
     if chosen.fault.kind in ("positions", "boundaries"):
         return "it is in what all ranks are given: leave @rank out"
     reported = ("logprob", "logits") if engine == "vllm" else ("logprob",)

@@ -71,6 +71,10 @@ class Operators(Hooks, ABC):
             case _:
                 self._module_output(site, formula)
 
+    def computes(self, site: str) -> bool:
+        """Whether this rank computes it, or a part of it."""
+        return True
+
     def module(self, site: str) -> Any:
         """What gives it."""
         return self._model.get_submodule(self._places[site].module)
@@ -274,7 +278,7 @@ def plant(operators: Operators, chosen: Chosen) -> Operators:
             )
         if not fault.fits(operators.sites):
             raise BadOption(f"fault={chosen}: {site} is of a sparse layer in this model")
-        if fault.needs == "bias" and not operators.biased(site):
+        if fault.needs == "bias" and operators.computes(site) and not operators.biased(site):
             raise BadOption(f"fault={chosen}: {site} has no bias in this model")
     formula = make(chosen.strength)
     if fault.kind == "positions":
@@ -282,9 +286,10 @@ def plant(operators: Operators, chosen: Chosen) -> Operators:
     elif fault.kind == "boundaries":
         operators.change_boundaries(formula)
     elif fault.kind == "sparse":
-        formula(operators.sparse_layers(), operators.sites[fault.site].layer)
+        if operators.computes(fault.site):
+            formula(operators.sparse_layers(), operators.sites[fault.site].layer)
     else:
         change = operators.change_weight if fault.kind == "weights" else operators.replace_operator
-        for site in fault.sites:
+        for site in filter(operators.computes, fault.sites):
             change(site, formula)
     return operators

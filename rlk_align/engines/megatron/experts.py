@@ -77,7 +77,8 @@ def routing(model: Any) -> list[tuple[int, bool]]:
 def on_experts(hooks: SiteHooks, model: Any) -> None:
     """Shows all that a sparse layer computes between its router and its output, and has the routers
     whose choice is overwritten take the recorded experts."""
-    for i, layer in enumerate(model.decoder.layers):
+    for layer in model.decoder.layers:
+        i = layer.layer_number - 1
         choose = hooks.recorded_choice(f"layers.{i}.experts")
         check_choosable(layer.mlp, choose)
         if has_kernels(layer.mlp):

@@ -1,11 +1,13 @@
-"""The ranks of one Megatron model: by what they share its weights, and by what its sequences.
+"""The ranks of one Megatron model: those that share its weights, its sequences, and its layers.
 
-As megatron-core numbers them: those of tensor parallelism are neighbours, and those of context
-parallelism follow each other in steps of tp.
+As megatron-core numbers them: those of tensor parallelism are neighbours, those of context
+parallelism follow each other in steps of tp, and stages of a pipeline in steps of tp * cp.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
 
 from rlk_align.engines.process.ranks import Ranks
 
@@ -22,6 +24,8 @@ class Grid:
     """Among those that share weights, and have the same rows."""
     cp: Ranks
     """Among those that share sequences, and have the same shards of weights."""
+    pp: Ranks
+    """Among the stages of the pipeline that its rows go through."""
 
     @classmethod
     def of(cls, ranks: Ranks) -> "Grid":
@@ -43,6 +47,11 @@ class Grid:
                 state.get_context_parallel_rank(),
                 state.get_context_parallel_world_size(),
             ),
+            pp=among(
+                state.get_pipeline_model_parallel_group(),
+                state.get_pipeline_model_parallel_rank(),
+                state.get_pipeline_model_parallel_world_size(),
+            ),
         )
 
     @property
@@ -54,12 +63,22 @@ class Grid:
     @property
     def reports(self) -> bool:
         """Whether this rank says what the log-probs are."""
-        return self.tp.rank == 0 and self.cp.rank == 0
+        return self.tp.rank == 0 and self.cp.rank == 0 and self.pp.rank == self.pp.world - 1
 
-    def holders(self, shards: Mapping[str, Held]) -> dict[str, Held]:
-        """What every rank holds of each site, by what those of tensor parallelism hold."""
-        steps = range(0, self.all.world, self.tp.world)
-        return {
-            site: [(step + rank, a, b) for step in steps for rank, a, b in held]
-            for site, held in shards.items()
-        }
+    def stage(self, number: int) -> list[int]:
+        """The ranks of one stage."""
+        size = self.tp.world * self.cp.world
+        return list(range(number * size, (number + 1) * size))
+
+    def holders(self, held: Held, stage: int) -> Held:
+        """What every rank of a stage holds of a site, by what those of tensor parallelism hold."""
+        firsts = self.stage(stage)[:: self.tp.world]
+        return [(first + rank, a, b) for first in firsts for rank, a, b in held]
+
+    def of_all_stages(self, of_stage: Any) -> list[Any]:
+        """Objects of all stages, in their order; called on every rank."""
+        every: list[Any] = [None] * self.pp.world
+        if self.pp.world == 1:
+            return [of_stage]
+        dist.all_gather_object(every, of_stage, group=self.pp.group)
+        return every

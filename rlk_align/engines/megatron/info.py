@@ -11,14 +11,14 @@ def _conflict(options: Mapping[str, OptionValue]) -> str | None:
         return f"padding={options['padding']} with input=packed, which has none: leave one out"
     if options.get("sp") and options.get("tp", 1) == 1:
         return "sp=1 shares the sequence between ranks, and tp=1 has only one: give tp=2 or more"
-    if options.get("cp", 1) != 1:
-        if options.get("spec") == "te":
-            return f"spec=te with cp={options['cp']}, which is for the local spec: leave spec out"
-        if options.get("padding") == "left":
-            return (
-                f"padding=left with cp={options['cp']}: ranks share sequences that begin at "
-                "position 0: leave padding out, or pack (input=packed)"
-            )
+    for key in ("cp", "pp"):
+        if options.get(key, 1) != 1 and options.get("spec") == "te":
+            return f"spec=te with {key}={options[key]}, which is for the local spec: leave spec out"
+    if options.get("cp", 1) != 1 and options.get("padding") == "left":
+        return (
+            f"padding=left with cp={options['cp']}: ranks share sequences that begin at position "
+            "0: leave padding out, or pack (input=packed)"
+        )
     if options.get("kernels") == "rlk" and options.get("spec") == "te":
         return "spec=te with kernels=rlk, which has a spec of its own: leave spec out"
     return None
@@ -32,6 +32,7 @@ MEGATRON = EngineInfo(
         "tp": Option(int, default=1),
         "sp": Option(bool, default=False),
         "cp": Option(int, default=1),
+        "pp": Option(int, default=1),
         "spec": Option(default="local", choices=("local", "te")),
         "input": Option(default="padded", choices=("padded", "packed")),
         "batch": Option(int, default=8),
@@ -40,7 +41,7 @@ MEGATRON = EngineInfo(
         "temperature": Option(float, default=1.0),
         "port": Option(int, starts_only=True),
     },
-    ranks=("tp", "cp"),
+    ranks=("tp", "cp", "pp"),
     samples=False,
     patch="rlk_align.engines.patch:MegatronPatch",
     one_kernel=(

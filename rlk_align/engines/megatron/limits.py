@@ -21,6 +21,7 @@ def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> 
     check_shared("megatron", shape, int(option("tp") or 1), fused_qkv=True, kernels=kernels)
     check_alone("megatron", shape, option("tp"))
     check_heads("megatron", shape, option, kernels)
+    _check_stages(shape, int(option("pp") or 1))
     if shape.experts and option("spec") == "te":
         raise BadOption("engine 'megatron': spec=te does not take sparse layers", "spec=local does")
     if option("spec") == "te":
@@ -45,6 +46,16 @@ def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> 
                 f"engine 'megatron' does not take {what}, which config.json asks for",
                 "compare with --train hf",
             )
+
+
+def _check_stages(shape: ModelShape, pp: int) -> None:
+    if shape.layers % pp:
+        fits = [n for n in range(1, shape.layers + 1) if shape.layers % n == 0]
+        raise BadOption(
+            f"engine 'megatron': pp={pp}: {shape.layers} layers cannot be shared by {pp} stages "
+            "that have as many each",
+            f"this model takes pp={'|'.join(map(str, fits))}",
+        )
 
 
 def _check_te(option: Asked, config: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from rlk_align.engines.info import Asked
 from rlk_align.engines.megatron.layout import padded_vocab
 from rlk_align.engines.megatron.limits import check_megatron
 from rlk_align.engines.megatron.rope import rope_arguments, yarn_settings
+from rlk_align.engines.megatron.stages import Stage
 from rlk_align.errors import ModelError
 from rlk_align.model.families import ModelShape
 from rlk_align.model.tensors import biased_operators
@@ -36,6 +37,7 @@ class Settings:
 
     tp: int
     cp: int
+    stage: Stage
     device: torch.device
     dtype: torch.dtype
     spec: str = "local"
@@ -114,6 +116,8 @@ def transformer_config(shape: ModelShape, checkpoint: Checkpoint, settings: Sett
         tensor_model_parallel_size=settings.tp,
         sequence_parallel=settings.sequence_parallel,
         context_parallel_size=settings.cp,
+        pipeline_model_parallel_size=settings.stage.count,
+        pipeline_dtype=settings.dtype,
         params_dtype=settings.dtype,
         bf16=settings.dtype == torch.bfloat16,
         fp16=settings.dtype == torch.float16,
@@ -142,7 +146,8 @@ def expert_settings(shape: ModelShape, settings: Settings) -> dict[str, Any]:
 
 
 def layer_spec(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) -> Any:
-    """The block of layers, megatron-core's own modules wherever they can do what is asked."""
+    """The block of this stage's layers, megatron-core's own modules wherever they can do what is
+    asked."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -171,7 +176,8 @@ def layer_spec(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) ->
         return layer
 
     kinds = {False: spec(None), True: spec(shape.experts) if shape.experts else None}
-    layers = [kinds[i in shape.sparse_layers] for i in range(shape.layers)]
+    first, share = settings.stage.first, settings.stage.share
+    layers = [kinds[i in shape.sparse_layers] for i in range(first, first + share)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
@@ -192,7 +198,7 @@ def _te_spec(shape: ModelShape, checkpoint: Checkpoint) -> Any:
 def build(
     shape: ModelShape, checkpoint: Checkpoint, settings: Settings, kernels: Kernels | None = None
 ) -> Any:
-    """A GPTModel on the device, in eval mode, its parameters not yet filled.
+    """A GPTModel, or this stage of it, on the device, in eval mode, its parameters not yet filled.
 
     megatron-core's parallel state must stand.
     """
@@ -211,6 +217,8 @@ def build(
         max_sequence_length=shape.context,
         **rope_arguments(checkpoint.rope),
         share_embeddings_and_output_weights=checkpoint.tied,
+        pre_process=settings.stage.number == 0,
+        post_process=settings.stage.is_last,
     )
     if checkpoint.rope["rope_type"] == "llama3":
         model.rotary_pos_emb = llama3_rotary(shape, checkpoint.rope, settings)

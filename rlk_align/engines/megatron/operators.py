@@ -17,6 +17,7 @@ from rlk_align.engines.faults.unit import Formula, ForwardTokens, Report
 from rlk_align.engines.megatron.attention import slices_of
 from rlk_align.engines.megatron.input import ModelInput
 from rlk_align.engines.megatron.sparse_layers import MegatronSparseLayers
+from rlk_align.engines.megatron.stages import Stage
 from rlk_align.engines.megatron.taps import on_rotation
 from rlk_align.engines.megatron.weights import all_gather
 
@@ -33,20 +34,41 @@ class MegatronOperators(Operators):
             rows=engine.settings.sequence_parallel,
         )
         super().__init__(engine, engine.model, engine.places, chosen, sharing)
+        self._stage: Stage = engine.stage
         self.before(self._model, self._note_rows)
+
+    def computes(self, site: str) -> bool:
+        return self._stage.computes(site)
+
+    def module(self, site: str) -> Any:
+        return self._model.get_submodule(self._stage.local(self._places[site].module))
+
+    def _watch(self, site: str, see: Callable[[Any], None]) -> None:
+        if self.computes(site):
+            super()._watch(site, see)
+            return
+        # The residual stream that the stage before sent.
+
+        def received(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+            see(kwargs["hidden_states"])
+
+        self.before(self._layer(self._stage.first), received, with_kwargs=True)
+
+    def _layer(self, number: int) -> Any:
+        return self._model.decoder.layers[number - self._stage.first]
 
     @property
     def faulty(self) -> bool:
         return self._chosen.on(self._engine.ranks.rank)
 
     def parameter(self, name: str) -> torch.Tensor:
-        plan, live = self._entries(name), dict(self._model.named_parameters())
+        plan, live = self._entries(name), self._engine.live()
         every = canonical(plan, lambda path: live[path].detach(), self._sharing.gather)
         return next(p.value for p in every if p.name == name)
 
     def live(self, name: str) -> tuple[torch.Tensor, Parameter]:
         entry = self._entries(name)[0]
-        return self._model.get_parameter(entry.name).detach(), entry
+        return self._engine.live()[entry.name].detach(), entry
 
     def _entries(self, name: str) -> list[Parameter]:
         return [entry for entry in self._engine.plan if name in entry.layout.ops]
@@ -56,13 +78,13 @@ class MegatronOperators(Operators):
         self.rows = ForwardTokens(ids, positions, torch.zeros_like(ids, dtype=torch.bool))
 
     def sparse_layers(self) -> MegatronSparseLayers:
-        return MegatronSparseLayers(self, self._model)
+        return MegatronSparseLayers(self, self._layer)
 
     def on_rotation(self, see: Callable[[torch.Tensor], None]) -> None:
         on_rotation(self, self._model, see)
 
     def _attention(self, layer: int, formula: Formula) -> None:
-        core = self._model.decoder.layers[layer].self_attention.core_attention
+        core = self._layer(layer).self_attention.core_attention
         original, scale = core.forward, core.softmax_scale
 
         def forward(query: Any, key: Any, value: Any, mask: Any, *args: Any, **more: Any) -> Any:

@@ -14,11 +14,12 @@ from rlk_align.engines.faults.unit import Formula, Unit, in_place_of
 class MegatronSparseLayers(SparseLayers):
     """Of one rank that holds all of the model."""
 
-    def __init__(self, hooks: Hooks, model: Any) -> None:
-        self._hooks, self._layers = hooks, model.decoder.layers
+    def __init__(self, hooks: Hooks, layer: Callable[[int], Any]) -> None:
+        """`layer`: the model's layer of that number."""
+        self._hooks, self._layer = hooks, layer
 
     def change_logits(self, layer: int, formula: Formula) -> None:
-        router = self._layers[layer].mlp.router
+        router = self._layer(layer).mlp.router
         weight = router.weight.detach()
 
         def gating(hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
@@ -30,7 +31,7 @@ class MegatronSparseLayers(SparseLayers):
         self._after_gating(router, gating)
 
     def change_choice(self, layer: int, choose: Choose) -> None:
-        router = self._layers[layer].mlp.router
+        router = self._layer(layer).mlp.router
         route = router.routing
 
         def routing(*args: Any, **kwargs: Any) -> Any:
@@ -40,7 +41,7 @@ class MegatronSparseLayers(SparseLayers):
         self._hooks.replace(router, "routing", routing)
 
     def change_weights(self, layer: int, change: Callable[[Routing], torch.Tensor]) -> None:
-        router = self._layers[layer].mlp.router
+        router = self._layer(layer).mlp.router
         latest: list[torch.Tensor] = []
 
         def note(_hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -62,10 +63,10 @@ class MegatronSparseLayers(SparseLayers):
             rows, *rest = output
             return (torch.zeros_like(rows), *rest)
 
-        self._hooks.after(self._layers[layer].mlp.experts.local_experts[expert].linear_fc2, see)
+        self._hooks.after(self._layer(layer).mlp.experts.local_experts[expert].linear_fc2, see)
 
     def swap_experts(self, layer: int, one: int, other: int) -> None:
-        experts = self._layers[layer].mlp.experts.local_experts
+        experts = self._layer(layer).mlp.experts.local_experts
         weights = (experts[e].linear_fc1.weight.detach() for e in (one, other))
         swap(self._hooks, *weights)
 

@@ -19,6 +19,7 @@ from rlk_align.engines.common.tap import Tap
 from rlk_align.engines.megatron.experts import on_experts
 from rlk_align.engines.megatron.grid import Grid
 from rlk_align.engines.megatron.input import ModelInput
+from rlk_align.engines.megatron.stages import Stage
 from rlk_align.engines.megatron.weights import all_gather, gather
 from rlk_align.trace.digest import digest_rows
 
@@ -33,15 +34,20 @@ class Tapped(SiteHooks):
         tap: Tap | None,
         editor: Editor | None,
         grid: Grid,
+        stage: Stage,
         sharded_rows: bool,
     ) -> None:
-        """`sharded_rows`: whether the residual stream is cut along the sequence (sp=1)."""
+        """`places`: of this stage; `sharded_rows`: whether the residual stream is cut along the
+        sequence (sp=1)."""
         super().__init__(model, places, tap, editor, grid.tp.rank)
         self._grid, self._ranks, self._sharded_rows = grid, grid.tp, sharded_rows
         self.first_rank = grid.neighbours[0]
+        self._stage = stage
 
     def at(self, inputs: ModelInput) -> None:
         """What the next forward computes."""
+        # What was to be overwritten once the next stage has read it, that stage overwrites.
+        self._late = []
         rows, device, sampled = inputs.rows, inputs.index.device, inputs.rows.sampled
         self._all = LiveRows.of(rows, rows.index, device)
         self._sampled = LiveRows(
@@ -58,7 +64,8 @@ class Tapped(SiteHooks):
         """Where each rank has some rows only, which this one has."""
         if not self._sharded_rows and self._grid.cp.world == 1:
             return
-        sharing = self._grid.neighbours if self._grid.cp.world > 1 else []
+        every = self._grid.all.world == self._grid.tp.world
+        sharing = [] if every else self._grid.neighbours
         rows = self._local if self._sharded_rows else self._all
         for sample in np.unique(rows.sample).tolist():
             held = np.sort(rows.position[rows.sample == sample])
@@ -98,8 +105,24 @@ class Tapped(SiteHooks):
 
     def install(self) -> None:
         super().install()
+        if self._stage.number and self._editor is not None and self._editor.late:
+            self._on_received(self._editor)
         on_rotation(self, self._model, self.rope)
         on_experts(self, self._model)
+
+    def _on_received(self, editor: Editor) -> None:
+        """Overwrites the residual stream that this stage was sent, where it is to be overwritten
+        only once this stage has read it."""
+        site = f"layers.{self._stage.first - 1}.mlp_residual"
+        if site not in editor.late or not editor.wants(site):
+            return
+        place = Place(sites=(site,), module="decoder.layers.0", end="input")
+
+        def received(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+            value = kwargs["hidden_states"]
+            self._late = [(place, value, value, self.live_rows(place, value))]
+
+        self.before(self._model.decoder.layers[0], received, with_kwargs=True)
 
 
 def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -> None:
