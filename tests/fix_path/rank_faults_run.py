@@ -62,10 +62,11 @@ def observed(engine: MegatronEngine, folder: Path, ranks: Ranks) -> PassReader |
     return PassReader(folder)
 
 
-def first_parting(clean: PassReader, faulty: PassReader, shards: Any) -> list[Any] | None:
+def first_parting(clean: PassReader, faulty: PassReader, *held: Any) -> list[Any] | None:
+    """`held`: which ranks have what of a site, and which compute it."""
     a, b = (
-        Side("clean", "rollout", clean, None, shards),
-        Side("faulty", "train", faulty, None, shards),
+        Side("clean", "rollout", clean, None, *held),
+        Side("faulty", "train", faulty, None, *held),
     )
     edge = Edge("prefill_vs_train", a, b, False, np.ones(len(RowIndex(BATCH)), dtype=bool))
     (result,), _ = compare_edges([edge], model_sites(SHAPE), RowIndex(BATCH), lambda *_: None)
@@ -88,7 +89,8 @@ def found(case: dict[str, Any], folder: Path, ranks: Ranks) -> dict[str, Any]:
             planted.plant()
             faulty = observed(engine, folder / "faulty", ranks)
             if clean is not None and faulty is not None:
-                seen[fault or "after"] = first_parting(clean, faulty, engine.shards())
+                held = engine.shards(), engine.stages()
+                seen[fault or "after"] = first_parting(clean, faulty, *held)
         return seen
     finally:
         engine.close()
