@@ -1,5 +1,6 @@
 """Faults in a Megatron whose ranks share weights, sequences or layers: seen where they say, on all
-ranks or on the one that alone has it, with and without sequence parallelism. Through the command line: `test_ranks.py`.
+ranks or on the one that alone has it, with and without sequence parallelism. Through the command
+line: `test_ranks.py`.
 """
 
 import json

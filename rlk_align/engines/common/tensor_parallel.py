@@ -1,6 +1,5 @@
 """Whether the ranks of tensor parallelism can share a model."""
 
-from rlk_align.engines.info import Asked
 from rlk_align.errors import BadOption
 from rlk_align.model.families import ModelShape
 
@@ -35,23 +34,6 @@ def _unshared(shape: ModelShape, tp: int, fused_qkv: bool, kernels: bool) -> str
     if kernels and shape.hidden % tp:
         return f"{shape.hidden} hidden features cannot be shared by {tp} ranks"
     return ""
-
-
-def check_heads(engine: str, shape: ModelShape, option: Asked, kernels: bool) -> None:
-    """Raises BadOption where the kernels cannot exchange heads for rows between `cp` ranks, or
-    sparse layers are to be computed on slices of sequences."""
-    cp, tp = int(option("cp") or 1), int(option("tp") or 1)
-    if cp > 1 and shape.experts:
-        raise BadOption(f"engine {engine!r}: cp={cp} does not take sparse layers", "cp=1")
-    heads = max(shape.kv_heads // tp, 1)
-    excluded = str(option("except") or "").split("+")
-    if kernels and heads % cp and "attn" not in excluded:
-        fits = [n for n in (1, 2, 4, 8) if heads % n == 0]
-        raise BadOption(
-            f"engine {engine!r}: cp={cp}: the kernels exchange heads for rows, and {cp} ranks "
-            f"cannot share {heads} key-value heads" + (f" of tp={tp}" if tp > 1 else ""),
-            f"this model takes cp={'|'.join(map(str, fits))} with kernels=rlk",
-        )
 
 
 def check_alone(engine: str, shape: ModelShape, tp: object) -> None:

@@ -3,7 +3,7 @@
 import importlib.util
 from typing import Any
 
-from rlk_align.engines.common.tensor_parallel import check_alone, check_heads, check_shared
+from rlk_align.engines.common.tensor_parallel import check_alone, check_shared
 from rlk_align.engines.info import Asked
 from rlk_align.engines.megatron.rope import ROPES, another_attention_factor
 from rlk_align.errors import BadOption, MissingDependency, ModelError
@@ -20,7 +20,7 @@ def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> 
     kernels = option("kernels") == "rlk"
     check_shared("megatron", shape, int(option("tp") or 1), fused_qkv=True, kernels=kernels)
     check_alone("megatron", shape, option("tp"))
-    check_heads("megatron", shape, option, kernels)
+    _check_slices(shape, option, kernels)
     _check_stages(shape, int(option("pp") or 1))
     if shape.experts and option("spec") == "te":
         raise BadOption("engine 'megatron': spec=te does not take sparse layers", "spec=local does")
@@ -46,6 +46,22 @@ def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> 
                 f"engine 'megatron' does not take {what}, which config.json asks for",
                 "compare with --train hf",
             )
+
+
+def _check_slices(shape: ModelShape, option: Asked, kernels: bool) -> None:
+    """Of context parallelism, for which the kernels exchange heads for rows."""
+    cp, tp = int(option("cp") or 1), int(option("tp") or 1)
+    if cp > 1 and shape.experts:
+        raise BadOption(f"engine 'megatron': cp={cp} does not take sparse layers", "cp=1")
+    heads = max(shape.kv_heads // tp, 1)
+    excluded = str(option("except") or "").split("+")
+    if kernels and heads % cp and "attn" not in excluded:
+        fits = [n for n in (1, 2, 4, 8) if heads % n == 0]
+        raise BadOption(
+            f"engine 'megatron': cp={cp}: the kernels exchange heads for rows, and {cp} ranks "
+            f"cannot share {heads} key-value heads" + (f" of tp={tp}" if tp > 1 else ""),
+            f"this model takes cp={'|'.join(map(str, fits))} with kernels=rlk",
+        )
 
 
 def _check_stages(shape: ModelShape, pp: int) -> None:
