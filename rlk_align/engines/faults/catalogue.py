@@ -116,7 +116,7 @@ def check_fault(engine: str, options: Mapping[str, object]) -> None:
 
 def _wrong_rank(chosen: Chosen, engine: str, options: Mapping[str, object]) -> str:
     """Why that rank alone cannot have the fault; empty where it can, or where every rank has it."""
-    sizes = {key: int(str(options.get(key, 1))) for key in ("tp", "cp", "pp")}
+    sizes = {key: int(str(options.get(key, 1))) for key in ("tp", "cp", "pp", "ep")}
     tp, cp, ranks = sizes["tp"], sizes["cp"], math.prod(sizes.values())
     if chosen.fault.kind == "boundaries" and cp > 1:
         return f"with cp={cp} sequences end where ranks can share them: leave cp out"

@@ -66,6 +66,8 @@ class Operators(Hooks, ABC):
                 self._combination(site, formula)
             case "log_softmax":
                 self._logprob(formula)
+            case "router" if not self.faulty:
+                return
             case "router":
                 self.sparse_layers().change_logits(layer, formula)
             case _:
@@ -286,7 +288,7 @@ def plant(operators: Operators, chosen: Chosen) -> Operators:
     elif fault.kind == "boundaries":
         operators.change_boundaries(formula)
     elif fault.kind == "sparse":
-        if operators.computes(fault.site):
+        if operators.faulty and operators.computes(fault.site):
             formula(operators.sparse_layers(), operators.sites[fault.site].layer)
     else:
         change = operators.change_weight if fault.kind == "weights" else operators.replace_operator

@@ -60,5 +60,10 @@ def expert_stand_ins(on_cpu: bool) -> Iterator[list[str]]:
         yield replaced
 
 
-def _stay(_self: Any, _point: str, tokens_per_expert: Any = None) -> Any:
+def _stay(dispatcher: Any, _point: str, tokens_per_expert: Any = None) -> Any:
+    # Of several ranks they are given to torch as numbers.
+    for name in ("input_splits", "output_splits", "output_splits_tp"):
+        counts = getattr(dispatcher, name)
+        if isinstance(counts, torch.Tensor):
+            setattr(dispatcher, name, counts.numpy())
     return tokens_per_expert

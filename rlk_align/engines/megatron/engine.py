@@ -3,6 +3,7 @@
 import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,12 +46,14 @@ CHUNK = 1024
 
 
 class MegatronEngine(Engine):
-    """`megatron:tp=N,sp=0|1,cp=N,pp=N,spec=local|te,input=padded|packed,padding=right|left,batch=N`.
+    """`megatron:tp=N,sp=0|1,cp=N,pp=N,ep=N,spec=local|te,input=padded|packed,padding=right|left,batch=N`.
 
     The default, right-padded with the local spec, runs megatron-core's own modules only.
     """
 
     intervenes = True
+    grid: Grid
+    stage: Stage
 
     def open(self) -> None:
         self._undo = ExitStack()
@@ -58,6 +61,9 @@ class MegatronEngine(Engine):
         checkpoint = read_checkpoint(self.model_path, self.shape, self._here)
         self._start(settings)
         self.settings, self.grid = settings, Grid.of(self.ranks)
+        share = self.shape.experts // settings.ep
+        held = range(self.grid.ep.rank * share, (self.grid.ep.rank + 1) * share)
+        self.stage = replace(self.stage, experts=held)
         self.model = build(self.shape, checkpoint, settings, self.kernels)
         self.rope = checkpoint.rope
         self.rotation = rotation(self.model)
@@ -69,7 +75,7 @@ class MegatronEngine(Engine):
         self.own_places = self.stage.places(self.places)
         self.plan = parameter_plan(self.places, self.shape, settings.tp, checkpoint.biased)
         modules = self.shape.family.modules
-        own = [p for p in self.plan if self.stage.computes(p.layout.ops[0])]
+        own = [p for p in self.plan if self.stage.holds(p.layout.ops[0])]
         load(self.live(), self.model_path, own, self.grid.tp.rank, modules, checkpoint.tied)
         apply_patch(self.spec, self.model)
 
@@ -93,6 +99,7 @@ class MegatronEngine(Engine):
         return Settings(
             tp=int(option("tp") or 1),
             cp=int(option("cp") or 1),
+            ep=int(option("ep") or 1),
             stage=self.stage,
             device=self.ranks.device,
             dtype=getattr(torch, self.spec.dtype(self.shape.dtype)),
@@ -113,6 +120,7 @@ class MegatronEngine(Engine):
             tensor_model_parallel_size=settings.tp,
             context_parallel_size=settings.cp,
             pipeline_model_parallel_size=settings.stage.count,
+            expert_model_parallel_size=settings.ep,
         )
         self._undo.callback(parallel_state.destroy_model_parallel)
         if settings.device.type == "cpu":
@@ -178,7 +186,9 @@ class MegatronEngine(Engine):
         yield from together([record_parameter(p) for p in own], self.grid)
 
     def own_samples(self, batch: TokenBatch) -> Sequence[int]:
-        return super().own_samples(batch) if self.stage.is_last else ()
+        if not self.stage.is_last:
+            return ()
+        return range(self.grid.dp.rank, len(batch.samples), self.grid.dp.world)
 
     def unexposed(self, kind: str) -> dict[str, str]:
         return {site: p.unexposed for p in self.places if p.unexposed for site in p.sites}
@@ -199,8 +209,9 @@ class MegatronEngine(Engine):
             self.model, self.own_places, tap, editor, self.grid, self.stage, sharded_rows
         )
         with hooks as taps:
-            for first in range(0, len(samples), self.batch):
-                some = samples[first : first + self.batch]
+            step = self.batch * self.grid.dp.world
+            for first in range(0, len(samples), step):
+                some = samples[first : first + step]
                 inputs = self._input(some)
                 taps.at(inputs)
                 output = self._forward(inputs)
@@ -208,14 +219,15 @@ class MegatronEngine(Engine):
                 if not self.stage.is_last:
                     continue
                 logprobs = self._of_all_slices(self._logprobs(output, inputs), inputs)
-                ends = np.cumsum([len(s.response_ids) for _, s in some])[:-1]
-                scored |= zip([i for i, _ in some], np.split(logprobs, ends), strict=True)
+                own = some[self.grid.dp.rank :: self.grid.dp.world]
+                ends = np.cumsum([len(s.response_ids) for _, s in own])
+                scored |= zip([i for i, _ in own], np.split(logprobs, ends)[:-1], strict=True)
         return scored if self.grid.reports else {}
 
     def _forward(self, inputs: ModelInput) -> torch.Tensor:
         """What the model gives of an input: logits or, of a stage before the last, the residual
         stream, which the next stage is sent."""
-        pipeline, step = self.grid.pp, self.settings.tp * self.settings.cp
+        pipeline, step = self.grid.pp, len(self.grid.stage(0))
         if pipeline.rank:
             rows = inputs.ids.shape[1]
             if self.settings.sequence_parallel:
@@ -243,8 +255,8 @@ class MegatronEngine(Engine):
         if self.settings.cp > 1:
             multiple *= 2 * self.settings.cp
         if self.settings.packed:
-            return packed_input(samples, multiple, self.grid.cp)
-        return padded_input(samples, self.settings.padding, multiple, self.grid.cp)
+            return packed_input(samples, multiple, self.grid.dp, self.grid.cp)
+        return padded_input(samples, self.settings.padding, multiple, self.grid.dp, self.grid.cp)
 
     def _of_all_slices(self, logprobs: np.ndarray, inputs: ModelInput) -> np.ndarray:
         """Of every sampled id of the whole input, from those that this rank computed."""

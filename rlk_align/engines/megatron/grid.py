@@ -1,7 +1,9 @@
-"""The ranks of one Megatron model: those that share its weights, its sequences, and its layers.
+"""The ranks of one Megatron model: those that share its weights, its sequences, its samples, its
+experts, and its layers.
 
 As megatron-core numbers them: those of tensor parallelism are neighbours, those of context
-parallelism follow each other in steps of tp, and stages of a pipeline in steps of tp * cp.
+parallelism follow each other in steps of tp, those that have other samples in steps of tp * cp, and
+stages of a pipeline come last. Experts are shared by neighbours.
 """
 
 from dataclasses import dataclass
@@ -24,6 +26,10 @@ class Grid:
     """Among those that share weights, and have the same rows."""
     cp: Ranks
     """Among those that share sequences, and have the same shards of weights."""
+    dp: Ranks
+    """Among those that have other samples."""
+    ep: Ranks
+    """Among those that share experts."""
     pp: Ranks
     """Among the stages of the pipeline that its rows go through."""
 
@@ -47,6 +53,16 @@ class Grid:
                 state.get_context_parallel_rank(),
                 state.get_context_parallel_world_size(),
             ),
+            dp=among(
+                state.get_data_parallel_group(),
+                state.get_data_parallel_rank(),
+                state.get_data_parallel_world_size(),
+            ),
+            ep=among(
+                state.get_expert_model_parallel_group(),
+                state.get_expert_model_parallel_rank(),
+                state.get_expert_model_parallel_world_size(),
+            ),
             pp=among(
                 state.get_pipeline_model_parallel_group(),
                 state.get_pipeline_model_parallel_rank(),
@@ -62,12 +78,12 @@ class Grid:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank says what the log-probs are."""
+        """Whether this rank says what the log-probs of its samples are."""
         return self.tp.rank == 0 and self.cp.rank == 0 and self.pp.rank == self.pp.world - 1
 
     def stage(self, number: int) -> list[int]:
         """The ranks of one stage."""
-        size = self.tp.world * self.cp.world
+        size = self.all.world // self.pp.world
         return list(range(number * size, (number + 1) * size))
 
     def holders(self, held: Held, stage: int) -> Held:

@@ -33,6 +33,7 @@ MEGATRON = EngineInfo(
         "sp": Option(bool, default=False),
         "cp": Option(int, default=1),
         "pp": Option(int, default=1),
+        "ep": Option(int, default=1),
         "spec": Option(default="local", choices=("local", "te")),
         "input": Option(default="padded", choices=("padded", "packed")),
         "batch": Option(int, default=8),
@@ -41,7 +42,7 @@ MEGATRON = EngineInfo(
         "temperature": Option(float, default=1.0),
         "port": Option(int, starts_only=True),
     },
-    ranks=("tp", "cp", "pp"),
+    ranks=("tp", "cp", "pp", "ep"),
     samples=False,
     patch="rlk_align.engines.patch:MegatronPatch",
     one_kernel=(

@@ -1,4 +1,4 @@
-"""One forward's input, padded or packed, whole or this rank's slices of it.
+"""One forward's input, padded or packed: what of it a rank has.
 
 B = sequences of the input tensor, S = its length.
 """
@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlk_align.engines.common.rows import ForwardRows, TokenGrid, packed_grid, padded_grid
+from rlk_align.engines.common.rows import (
+    ForwardRows,
+    TokenGrid,
+    filled_length,
+    packed_grid,
+    padded_grid,
+)
 from rlk_align.engines.megatron.slices import Slices
 from rlk_align.engines.process.ranks import Ranks
 from rlk_align.model.prompts import Sample
@@ -46,34 +52,40 @@ class ModelInput:
 
 
 def padded_input(
-    samples: Sequence[tuple[int, Sample]], side: str, multiple: int, ranks: Ranks
+    samples: Sequence[tuple[int, Sample]], side: str, multiple: int, dp: Ranks, cp: Ranks
 ) -> ModelInput:
-    """One sequence a row, padded on `side` to the longest, rounded up to `multiple`; of several
-    `ranks`, what this one has of it."""
-    grid, device = padded_grid(samples, side, multiple), ranks.device
-    length = grid.ids.shape[1]
-    slices = Slices((0, length), ranks)
-    if ranks.world > 1:
+    """One sequence a row, padded on `side` to the longest, rounded up to `multiple`; what this rank
+    has of it: of the sequences by `dp`, and of each of them by `cp`."""
+    grid = padded_grid(samples, side, multiple).deal(dp.rank, dp.world)
+    length, device = grid.ids.shape[1], cp.device
+    slices = Slices((0, length), cp)
+    if cp.world > 1:
         return _input(grid, None, None, slices)
     hidden = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)[None]
     if side == "left":
-        # On the right padding is never seen: it comes after every query that counts.
-        hidden = hidden | torch.from_numpy(~grid.real).to(device)[:, None, :]
+        # On the right padding is never seen: it comes after every query that counts. A row of
+        # nothing else sees itself.
+        padding = ~grid.real & grid.real.any(axis=1, keepdims=True)
+        hidden = hidden | torch.from_numpy(padding).to(device)[:, None, :]
     return _input(grid, hidden[:, None], None, slices)
 
 
-def packed_input(samples: Sequence[tuple[int, Sample]], multiple: int, ranks: Ranks) -> ModelInput:
-    """All sequences in one row; what fills it up to `multiple` is a sequence of its own. Of several
-    `ranks`, what this one has of it: each sequence has padding behind it, so that they can share
-    it."""
+def packed_input(
+    samples: Sequence[tuple[int, Sample]], multiple: int, dp: Ranks, cp: Ranks
+) -> ModelInput:
+    """All sequences of this rank in one row; what fills it up to `multiple`, and to what other
+    ranks have, is a sequence of its own. `dp`: among which sequences are dealt; `cp`: among which
+    each is shared, padding behind it."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    grid = packed_grid(samples, multiple, 1 if ranks.world == 1 else 2 * ranks.world)
-    ends = np.array([*(column for _, column in grid.starts), grid.ids.size])
-    filled = sum(len(s.ids) for _, s in samples)
-    if ranks.world == 1 and filled < grid.ids.size:
-        ends = np.insert(ends, -1, filled)
-    cumulative = torch.from_numpy(ends).to(ranks.device, torch.int32)
+    each = 1 if cp.world == 1 else 2 * cp.world
+    lengths = [filled_length(s, each) for _, s in samples]
+    longest = max(sum(lengths[rank :: dp.world]) for rank in range(dp.world))
+    grid = packed_grid(samples[dp.rank :: dp.world], multiple, each, longest)
+    ends = np.cumsum([0, *lengths[dp.rank :: dp.world]])
+    if ends[-1] < grid.ids.size:
+        ends = np.append(ends, grid.ids.size)
+    cumulative = torch.from_numpy(ends).to(cp.device, torch.int32)
     longest = int(np.diff(ends).max())
     packed = PackedSeqParams(
         qkv_format="thd",
@@ -82,7 +94,7 @@ def packed_input(samples: Sequence[tuple[int, Sample]], multiple: int, ranks: Ra
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-    return _input(grid, None, packed, Slices(tuple(ends.tolist()), ranks))
+    return _input(grid, None, packed, Slices(tuple(ends.tolist()), cp))
 
 
 def _input(whole: TokenGrid, mask: torch.Tensor | None, packed: Any, slices: Slices) -> ModelInput:

@@ -22,6 +22,7 @@ def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> 
     check_alone("megatron", shape, option("tp"))
     _check_slices(shape, option, kernels)
     _check_stages(shape, int(option("pp") or 1))
+    _check_experts(shape, int(option("ep") or 1))
     if shape.experts and option("spec") == "te":
         raise BadOption("engine 'megatron': spec=te does not take sparse layers", "spec=local does")
     if option("spec") == "te":
@@ -51,8 +52,6 @@ def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> 
 def _check_slices(shape: ModelShape, option: Asked, kernels: bool) -> None:
     """Of context parallelism, for which the kernels exchange heads for rows."""
     cp, tp = int(option("cp") or 1), int(option("tp") or 1)
-    if cp > 1 and shape.experts:
-        raise BadOption(f"engine 'megatron': cp={cp} does not take sparse layers", "cp=1")
     heads = max(shape.kv_heads // tp, 1)
     excluded = str(option("except") or "").split("+")
     if kernels and heads % cp and "attn" not in excluded:
@@ -71,6 +70,21 @@ def _check_stages(shape: ModelShape, pp: int) -> None:
             f"engine 'megatron': pp={pp}: {shape.layers} layers cannot be shared by {pp} stages "
             "that have as many each",
             f"this model takes pp={'|'.join(map(str, fits))}",
+        )
+
+
+def _check_experts(shape: ModelShape, ep: int) -> None:
+    if ep == 1:
+        return
+    if not shape.experts:
+        raise BadOption(
+            f"engine 'megatron': ep={ep}: this model has no experts to share", "leave ep out"
+        )
+    if shape.experts % ep:
+        fits = [n for n in range(1, shape.experts + 1) if shape.experts % n == 0]
+        raise BadOption(
+            f"engine 'megatron': ep={ep}: {shape.experts} experts cannot be shared by {ep} ranks",
+            f"this model takes ep={'|'.join(map(str, fits))}",
         )
 
 

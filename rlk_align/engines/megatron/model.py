@@ -37,6 +37,7 @@ class Settings:
 
     tp: int
     cp: int
+    ep: int
     stage: Stage
     device: torch.device
     dtype: torch.dtype
@@ -142,6 +143,7 @@ def expert_settings(shape: ModelShape, settings: Settings) -> dict[str, Any]:
         "moe_router_pre_softmax": not shape.norm_topk,
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": settings.dispatcher,
+        "expert_model_parallel_size": settings.ep,
     }
 
 

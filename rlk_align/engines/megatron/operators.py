@@ -19,7 +19,7 @@ from rlk_align.engines.megatron.input import ModelInput
 from rlk_align.engines.megatron.sparse_layers import MegatronSparseLayers
 from rlk_align.engines.megatron.stages import Stage
 from rlk_align.engines.megatron.taps import on_rotation
-from rlk_align.engines.megatron.weights import all_gather
+from rlk_align.engines.process.ranks import all_gather
 
 
 class MegatronOperators(Operators):
@@ -78,7 +78,7 @@ class MegatronOperators(Operators):
         self.rows = ForwardTokens(ids, positions, torch.zeros_like(ids, dtype=torch.bool))
 
     def sparse_layers(self) -> MegatronSparseLayers:
-        return MegatronSparseLayers(self, self._layer)
+        return MegatronSparseLayers(self, self._layer, self._stage.experts)
 
     def on_rotation(self, see: Callable[[torch.Tensor], None]) -> None:
         on_rotation(self, self._model, see)

@@ -11,8 +11,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from rlk_align.engines.megatron.weights import all_gather
-from rlk_align.engines.process.ranks import Ranks
+from rlk_align.engines.process.ranks import Ranks, all_gather
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from rlk_align.engines.megatron.experts import on_experts
 from rlk_align.engines.megatron.grid import Grid
 from rlk_align.engines.megatron.input import ModelInput
 from rlk_align.engines.megatron.stages import Stage
-from rlk_align.engines.megatron.weights import all_gather, gather
+from rlk_align.engines.process.ranks import all_gather, gather
 from rlk_align.trace.digest import digest_rows
 
 
@@ -62,7 +62,7 @@ class Tapped(SiteHooks):
 
     def _tell_held(self, tap: Tap) -> None:
         """Where each rank has some rows only, which this one has."""
-        if not self._sharded_rows and self._grid.cp.world == 1:
+        if not self._sharded_rows and self._grid.cp.world == self._grid.dp.world == 1:
             return
         every = self._grid.all.world == self._grid.tp.world
         sharing = [] if every else self._grid.neighbours
@@ -108,7 +108,7 @@ class Tapped(SiteHooks):
         if self._stage.number and self._editor is not None and self._editor.late:
             self._on_received(self._editor)
         on_rotation(self, self._model, self.rope)
-        on_experts(self, self._model)
+        on_experts(self, self._model, self._grid.ep)
 
     def _on_received(self, editor: Editor) -> None:
         """Overwrites the residual stream that this stage was sent, where it is to be overwritten

@@ -21,7 +21,7 @@ from rlk_align.engines.common.weights import Parameter, canonical, parameters
 from rlk_align.engines.megatron.experts import expert_parameters
 from rlk_align.engines.megatron.grid import Grid
 from rlk_align.engines.megatron.layout import vocabulary
-from rlk_align.engines.process.ranks import Ranks
+from rlk_align.engines.process.ranks import Ranks, gather
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import tensor_name, weight_files
 from rlk_align.model.families import ModelShape
@@ -154,9 +154,10 @@ def _of_groups(copies: Mapping[int, ParameterRecord], grid: Grid) -> ParameterRe
     recorded = next(iter(copies.values()))
     shards, digests = [], [""] * grid.all.world
     for first, copy in copies.items():
-        # Of a stage of the pipeline it is said who holds what is whole, too.
+        # Where other ranks have none of it, it is said who has what is whole, too.
         whole = [(rank, 0, 0, copy.shape[0]) for rank in range(grid.tp.world)]
-        held = copy.shards or (whole if grid.pp.world > 1 else [])
+        everywhere = len(copies) * grid.tp.world == grid.all.world
+        held = copy.shards or ([] if everywhere else whole)
         shards += [(first + rank, dim, start, stop) for rank, dim, start, stop in held]
         others = copy.replicas or [copy.digest] * (grid.tp.world - 1)
         digests[first : first + grid.tp.world] = [copy.digest, *others]
@@ -171,24 +172,3 @@ def _on_every_rank(names: set[str], ranks: Ranks) -> set[str]:
     others: list[Any] = [None] * ranks.world
     dist.all_gather_object(others, names, group=ranks.group)
     return names.intersection(*others)
-
-
-def gather(local: torch.Tensor, ranks: Ranks) -> list[torch.Tensor] | None:
-    """The tensors of all of these ranks, equal in shape, in rank order: on the first of them; None
-    elsewhere."""
-    if ranks.world == 1:
-        return [local]
-    local = local.contiguous()
-    parts = [torch.empty_like(local) for _ in range(ranks.world)] if ranks.rank == 0 else None
-    dist.gather(local, parts, group=ranks.group, group_dst=0)
-    return parts
-
-
-def all_gather(local: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:
-    """The same on every rank."""
-    if ranks.world == 1:
-        return [local]
-    local = local.contiguous()
-    parts = [torch.empty_like(local) for _ in range(ranks.world)]
-    dist.all_gather(parts, local, group=ranks.group)
-    return parts

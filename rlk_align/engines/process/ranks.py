@@ -84,6 +84,27 @@ def join(device: str | None, timeout: float) -> Ranks:
     return Ranks(rank, world, here)
 
 
+def gather(local: torch.Tensor, ranks: Ranks) -> list[torch.Tensor] | None:
+    """The tensors of all of these ranks, equal in shape, in rank order: on the first of them; None
+    elsewhere."""
+    if ranks.world == 1:
+        return [local]
+    local = local.contiguous()
+    parts = [torch.empty_like(local) for _ in range(ranks.world)] if ranks.rank == 0 else None
+    dist.gather(local, parts, group=ranks.group, group_dst=0)
+    return parts
+
+
+def all_gather(local: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:
+    """The same on every rank."""
+    if ranks.world == 1:
+        return [local]
+    local = local.contiguous()
+    parts = [torch.empty_like(local) for _ in range(ranks.world)]
+    dist.all_gather(parts, local, group=ranks.group)
+    return parts
+
+
 def leave() -> None:
     """Ends the process group, where there is one."""
     if dist.is_initialized():
