@@ -1,6 +1,6 @@
 """Which ranks of a side hold what differs: by features, by rows, or by copies that are unequal."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -9,6 +9,7 @@ from rlk_align.compare.pairing import PairedSite
 from rlk_align.model.sites import RowIndex, Site
 from rlk_align.trace.reader import PassReader
 from rlk_align.trace.schema import HeldRows, copy_name
+from rlk_align.trace.values import RecordedRows
 
 Shards = list[tuple[int, int, int]]
 """(rank, first feature, feature after the last) of a site."""
@@ -18,9 +19,14 @@ class Holders:
     """Who holds what of one pass."""
 
     def __init__(
-        self, reader: PassReader, shards: Mapping[str, Shards], stages: Mapping[str, list[int]]
+        self,
+        reader: PassReader,
+        shards: Mapping[str, Shards],
+        stages: Mapping[str, list[int]],
+        experts: Sequence[list[int]],
     ) -> None:
-        self._rows, self._shards, self._stages = reader.record.held, shards, stages
+        self._reader, self._rows = reader, reader.record.held
+        self._shards, self._stages, self._experts = shards, stages, experts
 
     def ranks(
         self,
@@ -35,6 +41,10 @@ class Holders:
         `features`: those that differ, bool `[F]`, empty where no values were kept."""
         if copies := self._unlike(paired, which, introduced, index):
             return copies
+        if self._experts and (site.experts or site.operator.formula == "combine"):
+            owners = self._of_experts(site, paired.number[introduced], index)
+            if owners:
+                return owners
         rows, stage = self._of(paired.number[introduced], index), self._stages.get(site.name, [])
         if site.name in self._shards:
             held = self._shards[site.name]
@@ -47,6 +57,21 @@ class Holders:
         if not rows:
             return set(stage)
         return {h.rank for h in rows if not stage or h.rank in stage}
+
+    def _of_experts(self, site: Site, number: np.ndarray, index: RowIndex) -> set[int]:
+        """The ranks that have the experts behind these rows, where each of them was sent to an
+        expert of theirs, and that is so of no others."""
+        choice, of_layer = RecordedRows(self._reader, index), f"layers.{site.layer}.experts"
+        if not len(number) or not choice.has_value(of_layer)[number].all():
+            return set()
+        ids = choice.values(of_layer, number)
+        stage = set(self._stages.get(site.name, []))
+        owners = [
+            frozenset(ranks) & stage if stage else frozenset(ranks) for ranks in self._experts
+        ]
+        sent = [{owners[e] for e in row} for row in ids.tolist()]
+        behind = frozenset.intersection(*map(frozenset, sent))
+        return set(*behind) if len(behind) == 1 else set()
 
     def _of(self, number: np.ndarray, index: RowIndex) -> list[HeldRows]:
         """Who has which of these rows."""

@@ -112,6 +112,11 @@ class Engine(ABC):
         """Site -> the ranks of the pipeline's stage that computes it; empty where all ranks do."""
         return {}
 
+    def experts(self) -> list[list[int]]:
+        """For each expert the ranks that have it; empty where all ranks have all of them. Called on
+        all ranks."""
+        return []
+
     def computes(self, site: str) -> bool:
         """Whether this rank computes a site, or a part of it."""
         return True

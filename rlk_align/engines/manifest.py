@@ -24,7 +24,7 @@ from rlk_align.trace.tables import WEIGHTS_SCHEMA
 def write_manifest(job: Job, engine: Engine, prompt_ids: dict[str, list[int]]) -> None:
     """weights.parquet and trace.json, by rank 0; the others take part in what it gathers."""
     parameters = list(engine.weights())
-    attributes, shards = engine.attributes(), engine.shards()
+    attributes, shards, experts = engine.attributes(), engine.shards(), engine.experts()
     code, replaced = engine.of_all_ranks(engine.code()), engine.of_all_ranks(engine.replaced)
     if engine.ranks.rank:
         return
@@ -43,6 +43,7 @@ def write_manifest(job: Job, engine: Engine, prompt_ids: dict[str, list[int]]) -
         kernels=replaced,
         shards=shards,
         stages=engine.stages(),
+        experts=experts,
         prompt_ids=prompt_ids,
     )
     save_record(record, job.folder / "trace.json")

@@ -172,6 +172,8 @@ class TraceRecord(Record):
     the sites of which each rank holds every feature."""
     stages: dict[str, list[int]] = Field(default_factory=dict)
     """Site -> the ranks of the pipeline's stage that computes it; empty where all ranks do."""
+    experts: list[list[int]] = Field(default_factory=list)
+    """For each expert the ranks that have it; empty where all ranks have all of them."""
     prompt_ids: dict[str, list[int]]
     """Prompt id -> the ids that this side's own tokenizer gives its text."""
 

@@ -88,8 +88,8 @@ def found(case: dict[str, Any], folder: Path, ranks: Ranks) -> dict[str, Any]:
             engine.spec = EngineSpec.parse(f"megatron:{said}")
             planted.plant()
             faulty = observed(engine, folder / "faulty", ranks)
+            held = engine.shards(), engine.stages(), engine.experts()
             if clean is not None and faulty is not None:
-                held = engine.shards(), engine.stages()
                 seen[fault or "after"] = first_parting(clean, faulty, *held)
         return seen
     finally:

@@ -181,6 +181,16 @@ class MegatronEngine(Engine):
         sites = [site.name for site in model_sites(self.shape)]
         return {site: self.grid.stage(self.stage.of(site)) for site in sites}
 
+    def experts(self) -> list[list[int]]:
+        if self.settings.ep == 1:
+            return []
+        every: list[Any] = [None] * self.ranks.world
+        dist.all_gather_object(every, self.stage.experts)
+        return [
+            [rank for rank, held in enumerate(every) if expert in held]
+            for expert in range(self.shape.experts)
+        ]
+
     def weights(self) -> Iterator[ParameterRecord]:
         own = live_parameters(self.live(), self.plan, self.grid.tp)
         yield from together([record_parameter(p) for p in own], self.grid)
