@@ -4,7 +4,8 @@ first seen, and on which ranks, by the trace that the ranks wrote and the tool's
     torchrun --nproc-per-node N rank_faults_run.py CASES.json FOUND.json
 
 CASES.json: a list of {"name", "model", "options", "faults"}, the faults as an engine's spec has
-them; FOUND.json: name -> fault -> [site, ranks], and "after" with null where nothing is left of any.
+them; FOUND.json: name -> fault -> [site, ranks], and "after" with null where nothing is left of
+any.
 """
 
 import json
