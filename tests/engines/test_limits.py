@@ -61,8 +61,8 @@ def test_transformer_engine_does_not_take(
     ("options", "sparse", "says", "fix"),
     [
         ("pp=3", False, "4 layers", "pp=1|2|4"),
-        ("cp=8,kernels=rlk", False, "4 key-value heads", "cp=1|2|4 with kernels=rlk"),
-        ("tp=2,cp=4,kernels=rlk", False, "2 key-value heads of tp=2", "cp=1|2 with kernels=rlk"),
+        ("cp=3,kernels=rlk", False, "8 heads and 4 key-value heads", "cp=1|2|4|8 with kernels=rlk"),
+        ("tp=2,cp=8,kernels=rlk", False, "2 key-value heads of tp=2", "cp=1|2|4 with kernels=rlk"),
         ("ep=2", False, "no experts", "leave ep out"),
         ("ep=3", True, "8 experts", "ep=1|2|4|8"),
     ],
@@ -77,7 +77,9 @@ def test_what_ranks_of_megatron_cannot_share(
     assert fix in error.value.fix
 
 
-@pytest.mark.parametrize("options", ["cp=8", "cp=8,kernels=rlk,except=attn", "tp=2,cp=2,pp=4"])
+@pytest.mark.parametrize(
+    "options", ["cp=3", "cp=8,kernels=rlk", "cp=3,kernels=rlk,except=attn", "tp=2,cp=2,pp=4"]
+)
 def test_ranks_of_megatron_share_what_they_can(options: str) -> None:
     check(f"megatron:{options}")
 

@@ -24,11 +24,11 @@ TRAINERS = (
     *("fsdp:dp=1", "fsdp:dp=2", "fsdp:dp=4", "hf"),
 )
 SLICED = ("megatron:cp=2", "megatron:cp=4,input=packed", "megatron:tp=2,cp=2,sp=1")
-"""Ranks share sequences, for which the kernels need as many key-value heads."""
+"""Ranks share sequences."""
 STAGES = ("megatron:pp=2", "megatron:tp=2,pp=2,sp=1")
 OF_MODEL = {
     "embedded": (*TRAINERS, *SLICED, *STAGES, "megatron:cp=2,pp=2", "megatron:pp=4"),
-    "grouped": (*TRAINERS, *STAGES),
+    "grouped": (*TRAINERS, *SLICED, *STAGES),
 }
 QUICK = ("megatron:tp=2", "megatron:tp=4,sp=1", "fsdp:dp=4")
 """Beside what `test_tensor_parallel.py` compares."""

@@ -52,14 +52,19 @@ def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> 
 def _check_slices(shape: ModelShape, option: Asked, kernels: bool) -> None:
     """Of context parallelism, for which the kernels exchange heads for rows."""
     cp, tp = int(option("cp") or 1), int(option("tp") or 1)
-    heads = max(shape.kv_heads // tp, 1)
+    queries, heads = shape.heads // tp, max(shape.kv_heads // tp, 1)
     excluded = str(option("except") or "").split("+")
-    if kernels and heads % cp and "attn" not in excluded:
-        fits = [n for n in (1, 2, 4, 8) if heads % n == 0]
+
+    def shared(ranks: int) -> bool:
+        return queries % ranks == 0 and (heads % ranks == 0 or ranks % heads == 0)
+
+    if kernels and not shared(cp) and "attn" not in excluded:
         raise BadOption(
             f"engine 'megatron': cp={cp}: the kernels exchange heads for rows, and {cp} ranks "
-            f"cannot share {heads} key-value heads" + (f" of tp={tp}" if tp > 1 else ""),
-            f"this model takes cp={'|'.join(map(str, fits))} with kernels=rlk",
+            f"cannot share {queries} heads and {heads} key-value heads"
+            + (f" of tp={tp}" if tp > 1 else ""),
+            f"this model takes cp={'|'.join(str(n) for n in (1, 2, 4, 8) if shared(n))} with "
+            "kernels=rlk",
         )
 
 
