@@ -5,7 +5,7 @@ without a threshold. One whose inputs differ already may only have passed it on.
 read from digests; values are read only where digests differ.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -45,6 +45,10 @@ class Side:
     repeat: PassReader | None
     shards: Mapping[str, Shards] = field(default_factory=dict)
     """Site -> what each of its ranks holds of it; without the sites that each holds whole."""
+    stages: Mapping[str, list[int]] = field(default_factory=dict)
+    """Site -> the ranks of the stage that computes it; empty where all do."""
+    experts: Sequence[list[int]] = ()
+    """For each expert the ranks that have it; empty where all ranks have all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +367,7 @@ def _ranks(
     found: dict[SideName, set[int]] = {}
     if introduced.any():
         for which, side in enumerate((edge.first, edge.second)):
-            held = Holders(side.observed, side.shards)
+            held = Holders(side.observed, side.shards, side.stages, side.experts)
             ranks = held.ranks(site, paired, which, introduced, features, index)
             if ranks:
                 found.setdefault(side.of, set()).update(ranks)

@@ -114,6 +114,8 @@ def _side(trace: Trace, side: SideName, passname: str) -> Side:
         trace.read_pass(passname),
         trace.read_pass(repeat) if trace.has_pass(repeat) else None,
         trace.record.shards,
+        trace.record.stages,
+        trace.record.experts,
     )
 
 

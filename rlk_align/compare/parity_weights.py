@@ -58,11 +58,11 @@ def _stale_copies(a: Weight, b: Weight) -> tuple[list[int], str] | None:
     """The ranks whose own copy of a replicated parameter is not the other side's, where some
     ranks' copies are."""
     for side, weight, other in (("rollout", a, b), ("train", b, a)):
-        right = [d == other.digest for d in (weight.digest, *weight.replicas)]
-        stale = [r for r, is_right in enumerate(right) if not is_right]
-        if stale and any(right):
+        right = [rank for rank, digest in weight.copies.items() if digest == other.digest]
+        stale = [rank for rank in weight.copies if rank not in right]
+        if stale and right:
             who = f"{_ranks(stale)} {'has' if len(stale) == 1 else 'have'}"
-            return stale, f"{side}: {who} another copy than rank {right.index(True)}"
+            return stale, f"{side}: {who} another copy than rank {right[0]}"
     return None
 
 
@@ -145,14 +145,15 @@ def _permuted(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _holding(shards: Shards, dim: int, at: np.ndarray) -> list[int]:
-    """Ranks with a shard along `dim` that has one of the slices `at`; none where it is whole."""
+    """Ranks with a shard along `dim` that has one of the slices `at`; none where it is whole on
+    rank 0, or on all."""
     ranks = {
         rank
         for rank, d, start, stop in shards
         if d == dim and bool(((at >= start) & (at < stop)).any())
     }
     world = {rank for rank, *_ in shards}
-    return sorted(ranks) if len(world) > 1 else []
+    return sorted(ranks) if world - {0} else []
 
 
 def _has_heads(name: str, dim: int) -> bool:

@@ -1,6 +1,6 @@
 """Which ranks of a side hold what differs: by features, by rows, or by copies that are unequal."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -8,7 +8,8 @@ import torch
 from rlk_align.compare.pairing import PairedSite
 from rlk_align.model.sites import RowIndex, Site
 from rlk_align.trace.reader import PassReader
-from rlk_align.trace.schema import copy_name
+from rlk_align.trace.schema import HeldRows, copy_name
+from rlk_align.trace.values import RecordedRows
 
 Shards = list[tuple[int, int, int]]
 """(rank, first feature, feature after the last) of a site."""
@@ -17,8 +18,15 @@ Shards = list[tuple[int, int, int]]
 class Holders:
     """Who holds what of one pass."""
 
-    def __init__(self, reader: PassReader, shards: Mapping[str, Shards]) -> None:
-        self._rows, self._shards = reader.record.held, shards
+    def __init__(
+        self,
+        reader: PassReader,
+        shards: Mapping[str, Shards],
+        stages: Mapping[str, list[int]],
+        experts: Sequence[list[int]],
+    ) -> None:
+        self._reader, self._rows = reader, reader.record.held
+        self._shards, self._stages, self._experts = shards, stages, experts
 
     def ranks(
         self,
@@ -31,37 +39,70 @@ class Holders:
     ) -> set[int]:
         """Of the introduced rows, bool `[N]`. `which`: the pair's first pass (0) or its second;
         `features`: those that differ, bool `[F]`, empty where no values were kept."""
-        if copies := _unlike(paired, which, introduced):
+        if copies := self._unlike(paired, which, introduced, index):
             return copies
+        if self._experts and (site.experts or site.operator.formula == "combine"):
+            owners = self._of_experts(site, paired.number[introduced], index)
+            if owners:
+                return owners
+        rows, stage = self._of(paired.number[introduced], index), self._stages.get(site.name, [])
         if site.name in self._shards:
             held = self._shards[site.name]
-            return {rank for rank, start, stop in held if features[start:stop].any()}
-        # What one rank reports of rows that all of them computed is not that rank's alone.
+            ranks = {rank for rank, start, stop in held if features[start:stop].any()}
+            sharing = [ranks.intersection(h.sharing) if h.sharing else ranks for h in rows]
+            return set().union(*sharing) if rows else ranks
+        # What one rank reports of rows that others computed too is not that rank's alone.
         if self._shards and site.op == "logprob":
             return set()
-        return self._of_rows(paired.number[introduced], index)
+        if not rows:
+            return set(stage)
+        return {h.rank for h in rows if not stage or h.rank in stage}
 
-    def _of_rows(self, number: np.ndarray, index: RowIndex) -> set[int]:
-        if not self._rows:
+    def _of_experts(self, site: Site, number: np.ndarray, index: RowIndex) -> set[int]:
+        """The ranks that have the experts behind these rows, where each of them was sent to an
+        expert of theirs, and that is so of no others."""
+        choice, of_layer = RecordedRows(self._reader, index), f"layers.{site.layer}.experts"
+        if not len(number) or not choice.has_value(of_layer)[number].all():
             return set()
-        rank_of = np.full(len(index), -1)
-        for held in self._rows:
+        ids = choice.values(of_layer, number)
+        stage = set(self._stages.get(site.name, []))
+        owners = [
+            frozenset(ranks) & stage if stage else frozenset(ranks) for ranks in self._experts
+        ]
+        sent = [{owners[e] for e in row} for row in ids.tolist()]
+        behind = frozenset.intersection(*map(frozenset, sent))
+        return set(*behind) if len(behind) == 1 else set()
+
+    def _of(self, number: np.ndarray, index: RowIndex) -> list[HeldRows]:
+        """Who has which of these rows."""
+        wanted = np.zeros(len(index), dtype=bool)
+        wanted[number] = True
+
+        def any_of(held: HeldRows) -> bool:
             first = index.offsets[held.sample]
             stop = min(first + held.stop, index.offsets[held.sample + 1])
-            rank_of[first + held.start : stop] = held.rank
-        return set(rank_of[number].tolist()) - {-1}
+            return bool(wanted[first + held.start : stop].any())
 
+        return [held for held in self._rows if any_of(held)]
 
-def _unlike(paired: PairedSite, which: int, introduced: np.ndarray) -> set[int]:
-    """Of rows that ranks of one pass hold different copies of: those whose copy is unlike the other
-    pass's. Rank 0's is the one that is recorded under the site's name."""
-    other = paired.b.digest[paired.b_at] if which == 0 else paired.a.digest[paired.a_at]
-    ranks = {0, *paired.copies[which]} if paired.copies[which] else set()
-    return {
-        rank
-        for rank in ranks
-        if (introduced & (paired.digest_of(which, rank) != other).any(axis=1)).any()
-    }
+    def _unlike(
+        self, paired: PairedSite, which: int, introduced: np.ndarray, index: RowIndex
+    ) -> set[int]:
+        """Of rows that ranks of one pass hold different copies of: those whose copy is unlike the
+        other pass's. Under the site's name that of the first rank is recorded that has the row."""
+        other = paired.b.digest[paired.b_at] if which == 0 else paired.a.digest[paired.a_at]
+        found: set[int] = set()
+        for rank in {0, *paired.copies[which]} if paired.copies[which] else ():
+            wrong = introduced & (paired.digest_of(which, rank) != other).any(axis=1)
+            if rank == 0 and wrong.any():
+                stage = self._stages.get(paired.site.name, [])
+                firsts = {
+                    min(h.sharing) for h in self._of(paired.number[wrong], index) if h.sharing
+                }
+                found |= firsts.intersection(stage or firsts) or {min(stage, default=0)}
+            elif wrong.any():
+                found.add(rank)
+        return found
 
 
 def use_copies(

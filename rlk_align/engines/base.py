@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.results import CodePlace
 
+Found = TypeVar("Found")
 SamplesDone = Callable[[int], None]
 """Called with the number of samples done."""
 
@@ -106,6 +107,23 @@ class Engine(ABC):
         """Site -> (rank, first feature, feature after the last) of what each rank holds of it,
         without the sites of which each rank holds every feature."""
         return {}
+
+    def stages(self) -> dict[str, list[int]]:
+        """Site -> the ranks of the pipeline's stage that computes it; empty where all ranks do."""
+        return {}
+
+    def experts(self) -> list[list[int]]:
+        """For each expert the ranks that have it; empty where all ranks have all of them. Called on
+        all ranks."""
+        return []
+
+    def computes(self, site: str) -> bool:
+        """Whether this rank computes a site, or a part of it."""
+        return True
+
+    def of_all_ranks(self, found: Mapping[str, Found]) -> dict[str, Found]:
+        """What each rank says of the sites that it computes, put together; called on all ranks."""
+        return dict(found)
 
     def unexposed(self, kind: str) -> dict[str, str]:
         """Sites that this engine cannot show in a `decode` or a `prefill`, with the reason."""

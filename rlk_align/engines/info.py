@@ -37,8 +37,8 @@ class EngineInfo:
     """How to get that package."""
     options: Mapping[str, Option] = field(default_factory=dict)
     """Options of its own, beside the ones that every engine takes."""
-    ranks: str = ""
-    """The option that says in how many processes of ours it runs; empty where in one."""
+    ranks: tuple[str, ...] = ()
+    """The options whose product says in how many processes of ours it runs; empty where in one."""
     own_ranks: str = ""
     """The option that says how many ranks the engine starts itself."""
     samples: bool = True

@@ -24,7 +24,8 @@ from rlk_align.trace.tables import WEIGHTS_SCHEMA
 def write_manifest(job: Job, engine: Engine, prompt_ids: dict[str, list[int]]) -> None:
     """weights.parquet and trace.json, by rank 0; the others take part in what it gathers."""
     parameters = list(engine.weights())
-    attributes, code, shards = engine.attributes(), engine.code(), engine.shards()
+    attributes, shards, experts = engine.attributes(), engine.shards(), engine.experts()
+    code, replaced = engine.of_all_ranks(engine.code()), engine.of_all_ranks(engine.replaced)
     if engine.ranks.rank:
         return
     _write_weights(job.folder / "weights.parquet", parameters)
@@ -39,8 +40,10 @@ def write_manifest(job: Job, engine: Engine, prompt_ids: dict[str, list[int]]) -
         environment=_environment(engine) | _prompts_rendered(job.folder / "prompts.jsonl"),
         attributes=attributes,
         code=code,
-        kernels=dict(engine.replaced),
+        kernels=replaced,
         shards=shards,
+        stages=engine.stages(),
+        experts=experts,
         prompt_ids=prompt_ids,
     )
     save_record(record, job.folder / "trace.json")

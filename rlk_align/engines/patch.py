@@ -83,7 +83,7 @@ class BasePatch(ABC):
         implementation = backend.choose("kernels", None, _like(engine))
         said, wrong = {}, []
         for site in model_sites(engine.shape):
-            if site.op not in REPLACEABLE:
+            if site.op not in REPLACEABLE or not engine.computes(site.name):
                 continue
             is_ours = site.name in ours
             said[site.name] = implementation if is_ours else "own"

@@ -1,5 +1,6 @@
 """An engine spec, `NAME[:key=value,...]`: parsed once, checked before anything starts."""
 
+import math
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -60,14 +61,17 @@ class EngineSpec:
     @property
     def ranks(self) -> int:
         """How many processes of ours the engine runs in."""
-        return int(self.option(self.info.ranks) or 1) if self.info.ranks else 1
+        return self._product(self.info.ranks)
 
     @property
     def processes(self) -> tuple[str, ...]:
         """The processes that compute, ours or the engine's own, as they call themselves."""
-        counted = self.info.ranks or self.info.own_ranks
-        ranks = int(self.option(counted) or 1) if counted else 1
+        own = self.info.own_ranks
+        ranks = self._product(self.info.ranks or ((own,) if own else ()))
         return tuple(f"rank {r}" for r in range(ranks)) if ranks > 1 else ("the engine",)
+
+    def _product(self, counted: tuple[str, ...]) -> int:
+        return math.prod(int(self.option(key) or 1) for key in counted)
 
     @property
     def device(self) -> str | None:

@@ -49,7 +49,14 @@ class Weight:
     shards: list[tuple[int, int, int, int]]
     """(rank, dimension, start, stop); empty where one rank holds it whole."""
     replicas: list[str]
-    """Digests of the copies of ranks 1, 2, ..."""
+    """Digests of the copies of ranks 1, 2, ...; empty for a rank that has none."""
+
+    @property
+    def copies(self) -> dict[int, str]:
+        """Digests of the ranks that have a copy."""
+        copies = {0: self.digest} | {r: d for r, d in enumerate(self.replicas, 1) if d}
+        holders = {rank for rank, *_ in self.shards} or copies.keys()
+        return {rank: digest for rank, digest in copies.items() if rank in holders}
 
 
 def _is_rows(name: str) -> bool:

@@ -46,12 +46,15 @@ def copies_of(site: str, names: Iterable[str]) -> dict[int, str]:
 
 
 class HeldRows(Record):
-    """Consecutive rows of a sample that one rank alone computes."""
+    """Consecutive rows of a sample that one rank computes: alone, or with others of which that is
+    said too."""
 
     sample: int
     start: int
     stop: int
     rank: int
+    sharing: list[int] = Field(default_factory=list)
+    """The ranks that share these rows of the sites in the trace's `shards`; empty where all do."""
 
 
 class WrongRow(Record):
@@ -167,6 +170,10 @@ class TraceRecord(Record):
     shards: dict[str, list[tuple[int, int, int]]] = Field(default_factory=dict)
     """Site -> (rank, first feature, feature after the last) of what each rank holds of it; without
     the sites of which each rank holds every feature."""
+    stages: dict[str, list[int]] = Field(default_factory=dict)
+    """Site -> the ranks of the pipeline's stage that computes it; empty where all ranks do."""
+    experts: list[list[int]] = Field(default_factory=list)
+    """For each expert the ranks that have it; empty where all ranks have all of them."""
     prompt_ids: dict[str, list[int]]
     """Prompt id -> the ids that this side's own tokenizer gives its text."""
 

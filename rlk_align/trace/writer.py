@@ -4,7 +4,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -190,9 +190,13 @@ class PassWriter:
         """So many live rows of a site were overwritten by an intervention."""
         self._overwritten[site] += rows
 
-    def held(self, sample: int, rows: range, rank: int) -> None:
-        """One rank alone computes these rows of a sample, but for what is shared by features."""
-        self._held.append(HeldRows(sample=sample, start=rows.start, stop=rows.stop, rank=rank))
+    def held(self, sample: int, rows: range, rank: int, sharing: Sequence[int] = ()) -> None:
+        """One rank alone computes these rows of a sample, or it and others that say so too, but
+        for what is shared by features: by the ranks `sharing`, or by all where there are none."""
+        held = HeldRows(
+            sample=sample, start=rows.start, stop=rows.stop, rank=rank, sharing=list(sharing)
+        )
+        self._held.append(held)
 
     def close(self) -> None:
         """Writes what is left, and what this part holds."""

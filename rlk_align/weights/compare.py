@@ -325,7 +325,7 @@ def _other_copies(parameter: Parameter) -> dict[int, Parameter]:
     weight = parameter.weight
     return {
         rank: replace(parameter, weight=replace(weight, digest=digest))
-        for rank, digest in enumerate(weight.replicas, start=1)
+        for rank, digest in weight.copies.items()
         if digest != weight.digest
     }
 

@@ -9,6 +9,7 @@ CASES.json: a list of {"name", "model", "options", "batch"}, a batch being a lis
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def observe(engine: Engine, batch: TokenBatch) -> dict[str, Any]:
             assert len(rows) == len(sample) == len(position)
             parts.setdefault(site, []).append((sample.copy(), position.copy(), rows.clone()))
 
-        def held(self, sample: int, rows: range, rank: int) -> None:
+        def held(self, sample: int, rows: range, rank: int, sharing: Sequence[int]) -> None:
             assert rank == engine.ranks.rank
             assert set(rows) <= set(range(len(batch.samples[sample].ids)))
 
@@ -65,7 +66,7 @@ def saw(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     engine.ranks = ranks
     try:
         engine.open()
-        live = live_parameters(engine.model, engine.plan, ranks)
+        live = live_parameters(engine.live(), engine.plan, engine.grid.tp)
         return {
             "weights": {p.name: (p.value.clone(), p.shards, p.replicas) for p in live},
             "attributes": engine.attributes(),

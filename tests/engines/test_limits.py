@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from rlk_align.errors import BadOption, ModelError
 from rlk_align.model.checkpoint import read_config
 from rlk_align.model.families import read_shape
 
+ROOT = Path(__file__).parents[2]
 WINDOW: dict[str, Any] = {"sliding_window": 6, "use_sliding_window": True, "layer_types": None}
 
 
@@ -53,6 +55,33 @@ def test_transformer_engine_does_not_take(
     with pytest.raises(BadOption, match=word) as error:
         check(f"megatron:spec=te,{options}", **changes)
     assert error.value.fix == "spec=local does"
+
+
+@pytest.mark.parametrize(
+    ("options", "sparse", "says", "fix"),
+    [
+        ("pp=3", False, "4 layers", "pp=1|2|4"),
+        ("cp=3,kernels=rlk", False, "8 heads and 4 key-value heads", "cp=1|2|4|8 with kernels=rlk"),
+        ("tp=2,cp=8,kernels=rlk", False, "2 key-value heads of tp=2", "cp=1|2|4 with kernels=rlk"),
+        ("ep=2", False, "no experts", "leave ep out"),
+        ("ep=3", True, "8 experts", "ep=1|2|4|8"),
+    ],
+)
+def test_what_ranks_of_megatron_cannot_share(
+    options: str, sparse: bool, says: str, fix: str
+) -> None:
+    model = ROOT / "fixtures/sparse" if sparse else data_path("model")
+    spec = EngineSpec.parse(f"megatron:{options}")
+    with pytest.raises(BadOption, match=re.escape(says)) as error:
+        spec.info.check(spec.option, read_config(model), read_shape(model))
+    assert fix in error.value.fix
+
+
+@pytest.mark.parametrize(
+    "options", ["cp=3", "cp=8,kernels=rlk", "cp=3,kernels=rlk,except=attn", "tp=2,cp=2,pp=4"]
+)
+def test_ranks_of_megatron_share_what_they_can(options: str) -> None:
+    check(f"megatron:{options}")
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}

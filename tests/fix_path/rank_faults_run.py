@@ -3,8 +3,9 @@ first seen, and on which ranks, by the trace that the ranks wrote and the tool's
 
     torchrun --nproc-per-node N rank_faults_run.py CASES.json FOUND.json
 
-CASES.json: a list of {"name", "options", "faults"}, the faults as an engine's spec has them;
-FOUND.json: name -> fault -> [site, ranks], and "after" with null where nothing is left of any.
+CASES.json: a list of {"name", "model", "options", "faults"}, the faults as an engine's spec has
+them; FOUND.json: name -> fault -> [site, ranks], and "after" with null where nothing is left of
+any.
 """
 
 import json
@@ -16,22 +17,19 @@ import numpy as np
 import torch
 
 from rlk_align.compare.divergence import Edge, Side, compare_edges
-from rlk_align.data import data_path
 from rlk_align.engines.megatron.engine import MegatronEngine
 from rlk_align.engines.planted import PlantedFault
 from rlk_align.engines.process.ranks import Ranks, barrier, join, leave
 from rlk_align.engines.spec import EngineSpec
-from rlk_align.model.families import read_shape
+from rlk_align.model.families import ModelShape, read_shape
 from rlk_align.model.prompts import Sample, TokenBatch
 from rlk_align.model.sites import RowIndex, model_sites
 from rlk_align.trace.reader import PassReader
 from rlk_align.trace.writer import PassWriter
 
-MODEL = data_path("model")
-SHAPE = read_shape(MODEL)
 BATCH = TokenBatch(
     tuple(
-        Sample(f"p{i}", tuple(range(40 + 30 * i, 40 + 30 * i + n)), (7, 11, 40))
+        Sample(f"p{i}", tuple(range(40 + 30 * i, 40 + 30 * i + n)), (7, 11, 40, 12, 9, 33, 21, 14))
         for i, n in enumerate((9, 20))
     )
 )
@@ -45,7 +43,7 @@ def observed(engine: MegatronEngine, folder: Path, ranks: Ranks) -> PassReader |
     """One pass, written by all ranks and read by rank 0."""
     if ranks.rank:
         barrier(ranks)
-    writer = PassWriter(folder, everything, vocab=SHAPE.vocab, part=ranks.rank)
+    writer = PassWriter(folder, everything, vocab=engine.shape.vocab, part=ranks.rank)
     if not ranks.rank:
         barrier(ranks)
     logprobs = engine.score(BATCH, writer, lambda _: None)
@@ -62,20 +60,25 @@ def observed(engine: MegatronEngine, folder: Path, ranks: Ranks) -> PassReader |
     return PassReader(folder)
 
 
-def first_parting(clean: PassReader, faulty: PassReader, shards: Any) -> list[Any] | None:
+def first_parting(
+    clean: PassReader, faulty: PassReader, shape: ModelShape, *held: Any
+) -> list[Any] | None:
+    """`held`: which ranks have what of a site, which compute it, and who has which experts."""
     a, b = (
-        Side("clean", "rollout", clean, None, shards),
-        Side("faulty", "train", faulty, None, shards),
+        Side("clean", "rollout", clean, None, *held),
+        Side("faulty", "train", faulty, None, *held),
     )
     edge = Edge("prefill_vs_train", a, b, False, np.ones(len(RowIndex(BATCH)), dtype=bool))
-    (result,), _ = compare_edges([edge], model_sites(SHAPE), RowIndex(BATCH), lambda *_: None)
+    (result,), _ = compare_edges([edge], model_sites(shape), RowIndex(BATCH), lambda *_: None)
     first = result.first_bitwise
     return None if first is None else [first.site, first.ranks.get("train", [])]
 
 
 def found(case: dict[str, Any], folder: Path, ranks: Ranks) -> dict[str, Any]:
     options = case["options"]
-    engine = MegatronEngine(EngineSpec.parse(f"megatron:{options}"), MODEL, SHAPE)
+    model = Path(case["model"])
+    shape = read_shape(model)
+    engine = MegatronEngine(EngineSpec.parse(f"megatron:{options}"), model, shape)
     engine.ranks = ranks
     try:
         engine.open()
@@ -87,8 +90,9 @@ def found(case: dict[str, Any], folder: Path, ranks: Ranks) -> dict[str, Any]:
             engine.spec = EngineSpec.parse(f"megatron:{said}")
             planted.plant()
             faulty = observed(engine, folder / "faulty", ranks)
+            held = engine.shards(), engine.stages(), engine.experts()
             if clean is not None and faulty is not None:
-                seen[fault or "after"] = first_parting(clean, faulty, engine.shards())
+                seen[fault or "after"] = first_parting(clean, faulty, shape, *held)
         return seen
     finally:
         engine.close()

@@ -23,8 +23,16 @@ TRAINERS = (
     *("megatron", "megatron:tp=2", "megatron:tp=2,sp=1", "megatron:tp=4", "megatron:tp=4,sp=1"),
     *("fsdp:dp=1", "fsdp:dp=2", "fsdp:dp=4", "hf"),
 )
+SLICED = ("megatron:cp=2", "megatron:cp=4,input=packed", "megatron:tp=2,cp=2,sp=1")
+"""Ranks share sequences."""
+STAGES = ("megatron:pp=2", "megatron:tp=2,pp=2,sp=1")
+OF_MODEL = {
+    "embedded": (*TRAINERS, *SLICED, *STAGES, "megatron:cp=2,pp=2", "megatron:pp=4"),
+    "grouped": (*TRAINERS, *SLICED, *STAGES),
+}
 QUICK = ("megatron:tp=2", "megatron:tp=4,sp=1", "fsdp:dp=4")
 """Beside what `test_tensor_parallel.py` compares."""
+EVERY = [(name, train) for name, trainers in OF_MODEL.items() for train in trainers]
 GROUPED: dict[str, Any] = {
     "model_type": "llama",
     "attention_bias": True,
@@ -123,8 +131,7 @@ def test_layouts_that_differ_move_no_bit(found: Callable[..., dict[str, Any]], t
 
 @whole_matrix
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", ["embedded", "grouped"])
-@pytest.mark.parametrize("train", TRAINERS)
+@pytest.mark.parametrize(("name", "train"), EVERY)
 @pytest.mark.parametrize("rollout", ROLLOUTS)
 def test_no_pair_of_layouts_moves_a_bit(
     found: Callable[..., dict[str, Any]], rollout: str, train: str, name: str, dtype: str
@@ -133,8 +140,7 @@ def test_no_pair_of_layouts_moves_a_bit(
 
 
 @whole_matrix
-@pytest.mark.parametrize("train", TRAINERS)
-@pytest.mark.parametrize("name", ["embedded", "grouped"])
+@pytest.mark.parametrize(("name", "train"), EVERY)
 def test_without_the_kernels_layouts_drift(
     found: Callable[..., dict[str, Any]], train: str, name: str
 ) -> None:

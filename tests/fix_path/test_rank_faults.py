@@ -1,5 +1,6 @@
-"""Faults in a Megatron whose ranks share the model: seen where they say, on all ranks or on the one
-that alone has it, with and without sequence parallelism. Through the command line: `test_ranks.py`.
+"""Faults in a Megatron whose ranks share weights, sequences or layers: seen where they say, on all
+ranks or on the one that alone has it, with and without sequence parallelism. Through the command
+line: `test_ranks.py`.
 """
 
 import json
@@ -13,10 +14,24 @@ import pytest
 import warm
 from conftest import require_engine
 
+from rlk_align.data import data_path
 from rlk_align.engines.faults.catalogue import FAULTS, faults_of
 
 HERE = Path(__file__).parent
-LAYOUTS = {"tp": "tp=2", "sp": "tp=2,sp=1"}
+LAYOUTS = {"tp": "tp=2", "sp": "tp=2,sp=1", "cp": "cp=2", "pp": "pp=2"}
+SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
+EXPERTS: dict[str, list[Any] | None] = {
+    # Of tokens of both ranks, and of an expert that the first has.
+    "expert-missing": ["layers.2.moe_out", [0]],
+    "expert-missing@rank0": ["layers.2.moe_out", [0]],
+    "expert-missing@rank1": None,
+    # Of a token's own rank.
+    "expert-flipped": ["layers.2.experts", [0, 1]],
+    "expert-flipped@rank1": ["layers.2.experts", [1]],
+    "expert-weights-unnormalised@rank0": ["layers.2.routing_weights", [0]],
+    "experts-shuffled": ["layers.2.gate_proj", [0]],
+}
+"""Where each is seen in a sparse model whose experts two ranks share, and on which ranks."""
 FEW = ("norm-eps", "attn-scale", "residual-fp8")
 """A value that each rank has or, under sequence parallelism, some rows of; and heads."""
 CLASSES_OF = {
@@ -43,7 +58,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]
             require_engine("megatron")
             folder = tmp_path_factory.mktemp("faults")
             names = [n for f in faults for n in (f, *_of_rank_1(f))]
-            cases = [{"name": n, "options": o, "faults": names} for n, o in LAYOUTS.items()]
+            cases = [_case(n, data_path("model"), o, names) for n, o in LAYOUTS.items()]
+            cases.append(_case("ep", SPARSE, "ep=2", [*EXPERTS]))
             (path := folder / "cases.json").write_text(json.dumps(cases))
             words = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
             words += [str(HERE / "rank_faults_run.py"), str(path), str(folder / "found.json")]
@@ -57,15 +73,21 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]
     return run
 
 
+def _case(name: str, model: Path, options: str, faults: list[str]) -> dict[str, Any]:
+    return {"name": name, "model": str(model), "options": options, "faults": faults}
+
+
 def _of_rank_1(fault: str) -> tuple[str, ...]:
     """The same of the second rank alone, where one rank can have it."""
     return () if FAULTS[fault].site == "logprob" else (f"{fault}@rank1",)
 
 
 def _check(found: Found, faults: tuple[str, ...]) -> None:
+    for fault, expected in EXPERTS.items():
+        assert found["ep"][fault] == expected, fault
     for layout, seen in found.items():
         assert seen["after"] is None, (layout, "something is left of a fault")
-        for fault in faults:
+        for fault in faults if layout != "ep" else ():
             site = FAULTS[fault].site
             assert seen[fault] is not None, (layout, fault)
             assert seen[fault][0] == site, (layout, fault, seen[fault])
@@ -77,7 +99,12 @@ def _check(found: Found, faults: tuple[str, ...]) -> None:
 
 def test_a_fault_of_one_rank_is_named_with_it(found: Callable[[tuple[str, ...]], Found]) -> None:
     _check(found(FEW), FEW)
-    assert all(seen[f"{fault}@rank1"] for seen in found(FEW).values() for fault in FEW)
+    for layout, seen in found(FEW).items():
+        if layout == "ep":
+            continue
+        # The first layers are those of the pipeline's first rank.
+        of_rank_1 = FEW if layout != "pp" else ("attn-scale",)
+        assert all(seen[f"{fault}@rank1"] for fault in of_rank_1)
 
 
 @pytest.mark.whole_matrix

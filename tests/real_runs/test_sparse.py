@@ -153,7 +153,9 @@ def test_a_tie_is_no_bug(tmp_path: Path) -> None:
     assert rows[f"{LAYER}.moe_out"]["introduced"] == 0
 
 
-@pytest.mark.parametrize("engine", ["hf", "hf:experts=eager,batch=4", "megatron", "vllm"])
+@pytest.mark.parametrize(
+    "engine", ["hf", "hf:experts=eager,batch=4", "megatron", "megatron:ep=2,pp=2", "vllm"]
+)
 def test_replay_takes_away_what_routing_alone_has_done(tmp_path: Path, engine: str) -> None:
     """Two captures of one engine that differ in the experts of tied tokens alone: with the experts
     of the first, the second gives the log-probs of the first, bit for bit."""

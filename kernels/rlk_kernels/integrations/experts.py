@@ -14,6 +14,9 @@ from rlk_kernels.integrations.operators import Counted
 from rlk_kernels.parallel.copies import size_of
 from rlk_kernels.parallel.experts import experts_parallel
 
+INSIDE = ("gate_proj", "up_proj", "act", "down_proj")
+"""What is computed of a token's experts, in order."""
+
 
 class Sparse(Counted):
     """A sparse layer of an engine, or a part of one."""
@@ -39,25 +42,32 @@ class Sparse(Counted):
         ranks: ProcessGroup | None = None,
     ) -> Tensor:  # fmt: skip
         """The layer's output [T, H] of x[T, H]; gate_up[E, 2 I, H], down[E, H, I]: with `ranks`,
-        this rank's experts of those that all of them share, whose rows are not shown."""
-        if size_of(ranks) > 1:
-            experts = len(gate_up) * size_of(ranks)
+        this rank's experts of those that all of them share."""
+        experts, inner = len(gate_up) * size_of(ranks), gate_up.shape[1] // 2
 
-            def here(rows: Tensor, local: Tensor) -> Tensor:
-                return self._rows(rows, local, gate_up, down, shown=False)
+        def here(rows: Tensor, local: Tensor) -> tuple[Tensor, ...]:
+            return self._rows(rows, local, gate_up, down)
 
-            rows = experts_parallel(x, ids, experts, ranks, here)
-            return profile.combine(rows, weights, ids, experts)
-        rows = self._rows(x, ids, gate_up, down, shown=True)
-        return profile.combine(rows, weights, ids, len(gate_up))
+        if size_of(ranks) == 1:
+            inside = here(x, ids)
+        elif self.rlk_show is None:
+            inside = (experts_parallel(x, ids, experts, ranks, lambda *rows: here(*rows)[-1]),)
+        else:
+            # What is shown of a token's rows travels back with them.
+            sizes = inner, inner, inner, x.shape[1]
+            every = experts_parallel(
+                x, ids, experts, ranks, lambda *rows: torch.cat(here(*rows), dim=-1)
+            )
+            inside = tuple(part.contiguous() for part in every.split(sizes, dim=-1))
+        for operator, value in zip(INSIDE[-len(inside) :], inside, strict=True):
+            self.show(operator, value)
+        return profile.combine(inside[-1], weights, ids, experts)
 
-    def _rows(self, x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, shown: bool) -> Tensor:
-        """[T, k, H]: the rows of a token's experts."""
+    def _rows(
+        self, x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of the rows of a token's experts what `INSIDE` names, [T, k, I] each and [T, k, H]."""
         groups = profile.expert_groups(ids, len(gate_up))
         gate, up = profile.expert_linear(x, gate_up, groups).chunk(2, dim=-1)
         inner = profile.act(gate, up)
-        rows = profile.expert_linear(inner, down, groups)
-        inside = {"gate_proj": gate, "up_proj": up, "act": inner, "down_proj": rows}
-        for operator, value in inside.items() if shown else ():
-            self.show(operator, value)
-        return rows
+        return gate, up, inner, profile.expert_linear(inner, down, groups)

@@ -104,8 +104,9 @@ def context_attention(
 
     Called on all ranks of the group, and its backward too; None is one rank. Every sequence is a
     multiple of 2 R rows, and they are all rows: `check_lengths`, which is not asked here because it
-    waits for the device. Raises UnsupportedShape where R ranks cannot share the Hk heads, and what
-    `attention` raises.
+    waits for the device. Where there are fewer key-value heads than ranks, each is on R / Hk of
+    them, whose gradients of it are added up: those repeat, and are not the bits of one rank. Raises
+    UnsupportedShape where R ranks cannot share the heads, and what `attention` raises.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -116,11 +117,14 @@ def context_attention(
     ranks = size_of(group)
     if ranks == 1:
         return attend(q, k, v)
-    if q.shape[1] % ranks or k.shape[1] % ranks:
+    heads = k.shape[1]
+    if q.shape[1] % ranks or (heads % ranks and ranks % heads):
         raise UnsupportedShape(
             f"{q.shape[1]} query heads and {k.shape[1]} key-value heads cannot be shared by "
             f"{ranks} ranks"
         )
+    if heads < ranks:
+        k, v = (x.repeat_interleave(ranks // heads, dim=1) for x in (k, v))
     rank, index = places(cu, q.shape[0] * ranks, ranks)
     order = rank * q.shape[0] + index
     whole = (_Exchange.apply(x, order, group, True) for x in (q, k, v))

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -44,14 +44,21 @@ def norm_epsilon(norm: Any) -> float | None:
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
-def norm_attributes(model: Any, places: Iterable[Place]) -> dict[str, Any]:
-    """The epsilons of a model's norms: of a layer one number, or one for each norm where they
-    differ."""
+def norm_epsilons(model: Any, places: Iterable[Place]) -> dict[str, float | None]:
+    """Site -> epsilon of a model's norms."""
+    return {
+        p.sites[0]: norm_epsilon(model.get_submodule(p.module))
+        for p in places
+        if OPERATORS[p.sites[0].rpartition(".")[2]].formula == "rms_norm"
+    }
+
+
+def norm_attributes(epsilons: Mapping[str, float | None]) -> dict[str, Any]:
+    """Of a layer's norms one epsilon, or one for each norm where they differ."""
     layers: dict[str, dict[str, Any]] = {}
-    for place in places:
-        layer, _, op = place.sites[0].rpartition(".")
-        if OPERATORS[op].formula == "rms_norm":
-            layers.setdefault(layer, {})[op] = norm_epsilon(model.get_submodule(place.module))
+    for site, epsilon in epsilons.items():
+        layer, _, op = site.rpartition(".")
+        layers.setdefault(layer, {})[op] = epsilon
     final = layers.pop("")
     each = [next(iter(e.values())) if len(set(e.values())) == 1 else e for e in layers.values()]
     return {**per_layer("norm_eps", each), "final_norm_eps": final["final_norm"]}

@@ -63,6 +63,34 @@ class TokenGrid:
         """bool `[B, S]`: what is no padding."""
         return self.owner >= 0
 
+    def deal(self, rank: int, ranks: int) -> "TokenGrid":
+        """The sequences rank, rank + ranks, ...; of as many rows for every rank, the last of which
+        may be padding alone."""
+        lacking = -len(self.ids) % ranks
+
+        def dealt(x: np.ndarray, blank: int) -> np.ndarray:
+            return np.pad(x, ((0, lacking), (0, 0)), constant_values=blank)[rank::ranks]
+
+        return TokenGrid(
+            ids=dealt(self.ids, 0),
+            positions=dealt(self.positions, 0),
+            owner=dealt(self.owner, -1),
+            targets=dealt(self.targets, -1),
+            starts=tuple((r // ranks, c) for r, c in self.starts if r % ranks == rank),
+        )
+
+    def select(self, columns: np.ndarray) -> "TokenGrid":
+        """Some columns, int64 `[C]`, in that order; positions 0 that are not among them have no
+        start."""
+        at = {column: i for i, column in enumerate(columns.tolist())}
+        return TokenGrid(
+            ids=self.ids[:, columns],
+            positions=self.positions[:, columns],
+            owner=self.owner[:, columns],
+            targets=self.targets[:, columns],
+            starts=tuple((row, at[column]) for row, column in self.starts if column in at),
+        )
+
     def rows(self, order: Order) -> ForwardRows:
         """The rows of an output, by sequence and position within each row of the grid."""
         row, column = np.nonzero(self.real)
@@ -86,11 +114,19 @@ def padded_grid(samples: Sequence[tuple[int, Sample]], side: str, multiple: int 
     return _filled(samples, (len(samples), length), list(enumerate(first)))
 
 
-def packed_grid(samples: Sequence[tuple[int, Sample]], multiple: int = 1) -> TokenGrid:
-    """All sequences in one row, filled up to `multiple`."""
-    ends = np.cumsum([len(s.ids) for _, s in samples]).tolist()
-    length = -(-ends[-1] // multiple) * multiple
-    return _filled(samples, (1, length), [(0, start) for start in [0, *ends[:-1]]])
+def packed_grid(
+    samples: Sequence[tuple[int, Sample]], multiple: int = 1, each: int = 1, least: int = 0
+) -> TokenGrid:
+    """All sequences in one row of `least` columns or more, filled up to `multiple`, each sequence
+    filled up to a multiple of `each`."""
+    *starts, end = np.cumsum([0, *(filled_length(s, each) for _, s in samples)]).tolist()
+    length = -(-max(end, least) // multiple) * multiple
+    return _filled(samples, (1, length), [(0, start) for start in starts])
+
+
+def filled_length(sample: Sample, each: int) -> int:
+    """Of a sequence and what fills it up to a multiple of `each`."""
+    return -(-len(sample.ids) // each) * each
 
 
 def _filled(

@@ -105,6 +105,9 @@ class SiteHooks(Hooks):
         wants none of them."""
         raise NotImplementedError
 
+    first_rank = 0
+    """The number, among all ranks of the engine, of the first that shares what is held here."""
+
     def gather(self, local: torch.Tensor) -> list[torch.Tensor] | None:
         """The tensors of all ranks, on a rank that records; None on the others."""
         return [local]
@@ -208,7 +211,7 @@ class SiteHooks(Hooks):
                 other = (digest_rows(copy) != digest_rows(recorded)).any(1).cpu()
                 at = other.numpy()
                 if at.any():
-                    name = copy_name(site, rank)
+                    name = copy_name(site, self.first_rank + rank)
                     self._tap(name, copy[other], rows.sample[at], rows.position[at])
 
     @staticmethod

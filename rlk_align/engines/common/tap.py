@@ -1,6 +1,6 @@
 """What an observed pass gives its rows to."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -21,8 +21,9 @@ class Tap(Protocol):
     def overwritten(self, site: str, rows: int, /) -> None:
         """So many live rows of a site were overwritten by an intervention."""
 
-    def held(self, sample: int, rows: range, rank: int, /) -> None:
-        """One rank alone computes these rows of a sample, but for what is shared by features."""
+    def held(self, sample: int, rows: range, rank: int, sharing: Sequence[int] = (), /) -> None:
+        """One rank alone computes these rows of a sample, or it and others that say so too, but
+        for what is shared by features: by the ranks `sharing`, or by all where there are none."""
 
     def part(self, number: int, /) -> Callable[[], PassWriter]:
         """What opens another part of the same pass, in whichever process it is called."""

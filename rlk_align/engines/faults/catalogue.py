@@ -3,6 +3,7 @@
 To add one: an entry in `lists`, and its formula in `formulas`.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class Chosen:
     strength: float
     """In the fault's unit; 0 where it has none."""
     rank: int | None = None
-    """The rank of tensor parallelism that alone has it; None is every rank."""
+    """The rank that alone has it; None is every rank."""
 
     def on(self, rank: int) -> bool:
         """Whether that rank has it."""
@@ -103,7 +104,7 @@ def check_fault(engine: str, options: Mapping[str, object]) -> None:
     lacking = [f"{k}={v}" for k, v in needed.items() if str(options.get(k)) != v]
     if lacking:
         raise BadOption(f"{where} needs {', '.join(lacking)}")
-    if wrong := _wrong_rank(chosen, engine, int(str(options.get("tp", 1)))):
+    if wrong := _wrong_rank(chosen, engine, options):
         raise BadOption(f"{where}: {wrong}")
     if chosen.name in ROUTING and options.get("kernels") == "rlk":
         raise BadOption(
@@ -115,16 +116,25 @@ def check_fault(engine: str, options: Mapping[str, object]) -> None:
         )
 
 
-def _wrong_rank(chosen: Chosen, engine: str, ranks: int) -> str:
+def _wrong_rank(chosen: Chosen, engine: str, options: Mapping[str, object]) -> str:
     """Why that rank alone cannot have the fault; empty where it can, or where every rank has it."""
+    sizes = {key: int(str(options.get(key, 1))) for key in ("tp", "cp", "pp", "ep")}
+    tp, cp, ranks = sizes["tp"], sizes["cp"], math.prod(sizes.values())
+    if chosen.fault.kind == "boundaries" and cp > 1:
+        return f"with cp={cp} sequences end where ranks can share them: leave cp out"
     if chosen.rank is None:
         return ""
     if chosen.rank >= ranks:
         known = ", ".join(f"rank{r}" for r in range(ranks))
-        return f"with tp={ranks} there is {known if ranks > 1 else 'one rank: leave @rank out'}"
+        layout = ",".join(f"{key}={n}" for key, n in sizes.items() if n > 1 or key == "tp")
+        return f"with {layout} there is {known if ranks > 1 else 'one rank: leave @rank out'}"
     if chosen.fault.kind in ("positions", "boundaries"):
         return "it is in the input of all ranks: leave @rank out"
     reported = ("logprob", "logits") if engine == "vllm" else ("logprob",)
-    if chosen.rank and chosen.fault.site in reported:
-        return f"rank 0 alone reports {chosen.fault.site}: write @rank0, or leave @rank out"
+    if chosen.rank % tp and chosen.fault.site in reported:
+        first = chosen.rank - chosen.rank % tp
+        return (
+            f"rank {first} alone reports {chosen.fault.site}: write @rank{first}, or leave @rank "
+            "out"
+        )
     return ""

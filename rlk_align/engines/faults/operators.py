@@ -66,10 +66,16 @@ class Operators(Hooks, ABC):
                 self._combination(site, formula)
             case "log_softmax":
                 self._logprob(formula)
+            case "router" if not self.faulty:
+                return
             case "router":
                 self.sparse_layers().change_logits(layer, formula)
             case _:
                 self._module_output(site, formula)
+
+    def computes(self, site: str) -> bool:
+        """Whether this rank computes it, or a part of it."""
+        return True
 
     def module(self, site: str) -> Any:
         """What gives it."""
@@ -274,7 +280,7 @@ def plant(operators: Operators, chosen: Chosen) -> Operators:
             )
         if not fault.fits(operators.sites):
             raise BadOption(f"fault={chosen}: {site} is of a sparse layer in this model")
-        if fault.needs == "bias" and not operators.biased(site):
+        if fault.needs == "bias" and operators.computes(site) and not operators.biased(site):
             raise BadOption(f"fault={chosen}: {site} has no bias in this model")
     formula = make(chosen.strength)
     if fault.kind == "positions":
@@ -282,9 +288,10 @@ def plant(operators: Operators, chosen: Chosen) -> Operators:
     elif fault.kind == "boundaries":
         operators.change_boundaries(formula)
     elif fault.kind == "sparse":
-        formula(operators.sparse_layers(), operators.sites[fault.site].layer)
+        if operators.faulty and operators.computes(fault.site):
+            formula(operators.sparse_layers(), operators.sites[fault.site].layer)
     else:
         change = operators.change_weight if fault.kind == "weights" else operators.replace_operator
-        for site in fault.sites:
+        for site in filter(operators.computes, fault.sites):
             change(site, formula)
     return operators

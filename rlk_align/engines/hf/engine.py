@@ -10,6 +10,7 @@ from rlk_align.engines.base import Logprobs
 from rlk_align.engines.common.attributes import (
     activation_name,
     norm_attributes,
+    norm_epsilons,
     per_layer,
     processing,
     rope_theta,
@@ -164,7 +165,7 @@ def hf_attributes(model: Any) -> dict[str, Any]:
         "rope_type": rope["rope_type"],
         "rope_theta": rope_theta(rotary.inv_freq) if unscaled else float(rope["rope_theta"]),
         "rope_dim": 2 * rotary.inv_freq.numel(),
-        **norm_attributes(model, hf_places(model)),
+        **norm_attributes(norm_epsilons(model, hf_places(model))),
         **per_layer("activation", [_activation(layer.mlp, dtype) for layer in layers]),
         **_routing([block for _, block in sparse_blocks(model)]),
         "tie_word_embeddings": (model.lm_head.weight is model.model.embed_tokens.weight),

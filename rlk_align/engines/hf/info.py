@@ -58,6 +58,6 @@ FSDP = replace(
         "checkpointing": Option(bool, default=False),
         "port": Option(int, starts_only=True),
     },
-    ranks="dp",
+    ranks=("dp",),
     samples=False,
 )

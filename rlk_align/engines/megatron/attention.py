@@ -1,27 +1,39 @@
-"""What megatron-core's local spec lacks, given to it through the layer spec: packed sequences and
-sliding windows in the attention core, positions in the rotary embedding, and a norm that sequence
-parallelism allows.
+"""What megatron-core's local spec lacks, given to it through the layer spec: packed sequences,
+sliding windows and sequences that ranks share in the attention core, positions in the rotary
+embedding, and a norm that sequence parallelism allows.
 
 Each is megatron-core's own arithmetic on other slices of the input. T = packed tokens.
 """
 
+import copy
 from itertools import pairwise
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from rlk_align.engines.megatron.slices import Slices
+from rlk_align.engines.process.ranks import Ranks
+
 
 class SequencesAttention(DotProductAttention):
-    """megatron-core's attention core, one packed sequence after another, within a window."""
+    """megatron-core's attention core, one packed sequence after another, within a window. Where
+    ranks share sequences, each has all rows of them sent and keeps its own of what comes out."""
 
-    def __init__(self, *args: Any, windows: tuple[int | None, ...], **kwargs: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, *args: Any, windows: tuple[int | None, ...], **kwargs: Any
+    ) -> None:
         """`windows`: for each layer, how many keys a query sees, itself included; None is all."""
-        super().__init__(*args, **kwargs)
+        # The core itself refuses context parallelism.
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1
+        super().__init__(alone, *args, **kwargs)
         self.window = windows[self.layer_number - 1]
+        self.cp_ranks = context_ranks() if config.context_parallel_size > 1 else None
 
     def forward(
         self,
@@ -35,6 +47,8 @@ class SequencesAttention(DotProductAttention):
     ) -> torch.Tensor:
         """Padded: `[S, B, heads, D]` -> `[S, B, heads * D]`; packed: `[T, heads, D]` ->
         `[T, heads * D]`, the sequences being those of `cu_seqlens_q`."""
+        if self.cp_ranks is not None:
+            return self._of_slices(self.cp_ranks, query, key, value, packed_seq_params)
         if packed_seq_params is None:
             assert attention_mask is not None
             hidden = attention_mask | self._hidden(query.shape[0], query.device)
@@ -53,6 +67,23 @@ class SequencesAttention(DotProductAttention):
         ]
         return torch.cat(out)
 
+    def _of_slices(
+        self, ranks: Ranks, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Any
+    ) -> torch.Tensor:
+        """The same of this rank's rows, from this rank's rows."""
+        slices = slices_of(query, packed, ranks)
+        rows = [slices.whole(x) for x in (query, key, value)]
+        if packed is None:
+            hidden = self._hidden(len(rows[0]), query.device)
+            return slices.own(super().forward(*rows, hidden))
+        out = [
+            super(SequencesAttention, self).forward(
+                *(x[start:stop, None] for x in rows), self._hidden(stop - start, query.device)
+            )[:, 0]
+            for start, stop in pairwise(slices.begins)
+        ]
+        return slices.own(torch.cat(out))
+
     def _hidden(self, length: int, device: torch.device) -> torch.Tensor:
         """`[1, 1, length, length]`, True where the query (row) may not see the key (column)."""
         pairs = torch.ones(length, length, dtype=torch.bool, device=device)
@@ -62,23 +93,42 @@ class SequencesAttention(DotProductAttention):
         return hidden[None, None]
 
 
+def context_ranks() -> Ranks:
+    """This process among those that share sequences, by megatron-core's parallel state."""
+    group = parallel_state.get_context_parallel_group()
+    return Ranks(group.rank(), group.size(), torch.device("cpu"), group)
+
+
+def slices_of(rows: torch.Tensor, packed: Any, ranks: Ranks) -> Slices:
+    """Of the sequences that this rank has these rows of, `[S / R, ...]`; packed, `[T / R, ...]`."""
+    ends = [0, len(rows) * ranks.world] if packed is None else packed.cu_seqlens_q.tolist()
+    return Slices(tuple(ends), ranks)
+
+
 class PositionedGPTModel(GPTModel):
     """A GPTModel whose rotary embedding sees the position ids, which megatron-core's ignores."""
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        rotary = self.rotary_pos_emb
-        rotary.forward = lambda *_args, **_kwargs: rotate_at(rotary, position_ids)
+        rotary, packed = self.rotary_pos_emb, kwargs.get("packed_seq_params")
+        rotary.forward = lambda *_args, **_kwargs: rotate_at(rotary, position_ids, packed)
         return super().forward(input_ids, position_ids, *args, **kwargs)
 
 
-def rotate_at(rotary: RotaryEmbedding, positions: torch.Tensor) -> Any:
+def rotate_at(rotary: RotaryEmbedding, positions: torch.Tensor, packed: Any = None) -> Any:
     """What `rotary` gives for 0, 1, 2, ..., at the positions of int64 `[B, S]` instead: angles,
     float32 `[S, B, 1, head_dim]`, and yarn's attention factor with them. Packed, B is 1. One that
     rotates by positions itself, as the kernels do, is given those."""
     if hasattr(rotary, "at"):
         return rotary.at(positions)
+    ranks = context_ranks()
+    if packed is not None and ranks.world > 1:
+        # Of packed sequences megatron-core itself takes this rank's rows out of all.
+        slices = slices_of(positions[0], packed, ranks)
+        every_row = positions.new_zeros(slices.begins[-1])
+        every_row[torch.from_numpy(slices.columns()).to(positions.device)] = positions[0]
+        positions = every_row[None]
     every = rotary.get_emb(int(positions.max()) + 1)
     angles, *factor = every if isinstance(every, tuple) else (every,)
     rows = angles[:, 0, 0][positions.t()][:, :, None, :]

@@ -1,7 +1,7 @@
 """What decides a live GPTModel's numbers beside its weights, by the names of `hf_attributes`."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ import torch
 from rlk_align.engines.common.attributes import (
     activation_name,
     norm_attributes,
+    norm_epsilons,
     per_layer,
     rope_theta,
 )
@@ -18,7 +19,7 @@ from rlk_align.engines.megatron.layout import padded_vocab
 from rlk_align.model.families import ModelShape
 
 
-def megatron_attributes(
+def stage_facts(
     model: Any,
     places: Iterable[Place],
     shape: ModelShape,
@@ -26,35 +27,64 @@ def megatron_attributes(
     rope: dict[str, Any],
     built: torch.Tensor,
 ) -> dict[str, Any]:
-    """Read from the live modules: what a patch changed shows up.
+    """What one stage of the pipeline says of its layers and its ends, read from the live modules:
+    what a patch changed shows up.
 
-    `rope`: the checkpoint's `rope_parameters`; `built`: the `rotation` made from them.
+    `places`: those of its sites; `rope`: the checkpoint's `rope_parameters`; `built`: the
+    `rotation` made from them.
     """
     layers = list(model.decoder.layers)
     attention = [layer.self_attention for layer in layers]
-    embedding = model.embedding.word_embeddings.weight
-    padding = padded_vocab(shape.vocab, tp) - shape.vocab
     heads = [_heads(a, tp) for a in attention]
-    return {
-        "layers": len(layers),
-        "hidden_size": embedding.shape[1],
-        "vocab_size": embedding.shape[0] * tp - padding,
-        **per_layer("heads", [q for q, _ in heads]),
-        **per_layer("kv_heads", [kv for _, kv in heads]),
-        **per_layer("head_dim", [a.hidden_size_per_attention_head for a in attention]),
-        **per_layer("attention_scale", [_scale(a) for a in attention]),
-        **per_layer(
-            "sliding_window", [getattr(a.core_attention, "window", None) for a in attention]
-        ),
-        "rope_type": _rope_type(model),
-        "rope_theta": _theta(model, rope, built),
-        "rope_dim": 2 * model.rotary_pos_emb.inv_freq.numel(),
-        **norm_attributes(model, places),
-        **per_layer("activation", [_activation(layer.mlp, embedding.dtype) for layer in layers]),
-        **per_layer("experts_per_token", [k for k, _ in routing(model)]),
-        **per_layer("norm_topk_prob", [norm for _, norm in routing(model)]),
-        "tie_word_embeddings": model.output_layer.weight is None,
+    routed, dtype = routing(model), next(model.parameters()).dtype
+    facts: dict[str, Any] = {
+        "layers": {
+            "heads": [q for q, _ in heads],
+            "kv_heads": [kv for _, kv in heads],
+            "head_dim": [a.hidden_size_per_attention_head for a in attention],
+            "attention_scale": [_scale(a) for a in attention],
+            "sliding_window": [getattr(a.core_attention, "window", None) for a in attention],
+            "activation": [_activation(layer.mlp, dtype) for layer in layers],
+            "experts_per_token": [k for k, _ in routed],
+            "norm_topk_prob": [norm for _, norm in routed],
+        },
+        "norms": norm_epsilons(model, places),
+        "rope": {
+            "rope_type": _rope_type(model),
+            "rope_theta": _theta(model, rope, built),
+            "rope_dim": 2 * model.rotary_pos_emb.inv_freq.numel(),
+        },
     }
+    if model.pre_process:
+        embedding = model.embedding.word_embeddings.weight
+        padding = padded_vocab(shape.vocab, tp) - shape.vocab
+        facts["hidden_size"] = embedding.shape[1]
+        facts["vocab_size"] = embedding.shape[0] * tp - padding
+    if model.post_process:
+        # A last stage that is not the first has a copy of the embedding.
+        copied = not model.pre_process and model.share_embeddings_and_output_weights
+        facts["tied"] = copied or model.output_layer.weight is None
+    return facts
+
+
+def megatron_attributes(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of the whole model, by what each of its stages said."""
+    names = stages[0]["layers"]
+    every = {name: [value for s in stages for value in s["layers"][name]] for name in names}
+    epsilons = {site: eps for s in stages for site, eps in s["norms"].items()}
+    found: dict[str, Any] = {
+        "layers": len(every["heads"]),
+        "hidden_size": stages[0]["hidden_size"],
+        "vocab_size": stages[0]["vocab_size"],
+        **stages[0]["rope"],
+        **norm_attributes(epsilons),
+        "tie_word_embeddings": stages[-1]["tied"],
+    }
+    for name, values in every.items():
+        found |= per_layer(name, values)
+    if any(s["rope"] != stages[0]["rope"] for s in stages):
+        found["rope_theta"] = math.nan
+    return found
 
 
 def _heads(attention: Any, tp: int) -> tuple[int | None, int | None]:

@@ -22,15 +22,17 @@ def cpu_stand_ins() -> Iterator[list[str]]:
     tracker = (tp_random._CUDA_RNG_STATE_TRACKER, tp_random._CUDA_RNG_STATE_TRACKER_INITIALIZED)
     cpu = torch.device("cpu")
     torch.cuda.current_device = lambda: cpu
+    torch.Tensor.cuda = lambda tensor, *_args, **_kwargs: tensor
     # Megatron's own tracker for inference forks nothing. Nothing is drawn from it: dropout is 0.
     tp_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     try:
         yield [
-            "torch.cuda.current_device() answers cpu",
+            "torch.cuda.current_device() answers cpu, and Tensor.cuda() moves nothing",
             "the CUDA RNG tracker is megatron-core's inference tracker, which forks nothing",
         ]
     finally:
         torch.cuda.current_device = current_device
+        del torch.Tensor.cuda
         tp_random._CUDA_RNG_STATE_TRACKER, tp_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = tracker
 
 
@@ -58,5 +60,10 @@ def expert_stand_ins(on_cpu: bool) -> Iterator[list[str]]:
         yield replaced
 
 
-def _stay(_self: Any, _point: str, tokens_per_expert: Any = None) -> Any:
+def _stay(dispatcher: Any, _point: str, tokens_per_expert: Any = None) -> Any:
+    # Of several ranks they are given to torch as numbers.
+    for name in ("input_splits", "output_splits", "output_splits_tp"):
+        counts = getattr(dispatcher, name)
+        if isinstance(counts, torch.Tensor):
+            setattr(dispatcher, name, counts.numpy())
     return tokens_per_expert

@@ -1,14 +1,16 @@
 """Megatron-core: GPTModel from its own layer specs, tensor parallel, teacher-forced."""
 
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from rlk_align.engines.base import Engine, Logprobs, SamplesDone, Tap
+from rlk_align.engines.base import Engine, Found, Logprobs, SamplesDone, Tap
 from rlk_align.engines.common.attributes import processing
 from rlk_align.engines.common.code import code_places
 from rlk_align.engines.common.edits import Editor
@@ -17,7 +19,8 @@ from rlk_align.engines.common.parameters import ParameterRecord, record_paramete
 from rlk_align.engines.common.places import shards_of
 from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.info import OptionValue
-from rlk_align.engines.megatron.attributes import megatron_attributes, rotation
+from rlk_align.engines.megatron.attributes import megatron_attributes, rotation, stage_facts
+from rlk_align.engines.megatron.grid import Grid
 from rlk_align.engines.megatron.input import ModelInput, packed_input, padded_input
 from rlk_align.engines.megatron.layout import padded_vocab
 from rlk_align.engines.megatron.model import (
@@ -26,9 +29,16 @@ from rlk_align.engines.megatron.model import (
     read_checkpoint,
 )
 from rlk_align.engines.megatron.places import megatron_places
+from rlk_align.engines.megatron.stages import Stage
 from rlk_align.engines.megatron.taps import Tapped
-from rlk_align.engines.megatron.weights import live_parameters, load, parameter_plan
+from rlk_align.engines.megatron.weights import (
+    live_parameters,
+    load,
+    parameter_plan,
+    together,
+)
 from rlk_align.model.prompts import TokenBatch
+from rlk_align.model.sites import model_sites
 from rlk_align.results import CodePlace
 
 CHUNK = 1024
@@ -36,30 +46,42 @@ CHUNK = 1024
 
 
 class MegatronEngine(Engine):
-    """`megatron:tp=N,sp=0|1,spec=local|te,input=padded|packed,padding=right|left,batch=N`.
+    """`megatron:tp=N,sp=0|1,cp=N,pp=N,ep=N,spec=local|te,input=padded|packed,padding=right|left,batch=N`.
 
     The default, right-padded with the local spec, runs megatron-core's own modules only.
     """
 
     intervenes = True
+    grid: Grid
+    stage: Stage
 
     def open(self) -> None:
         self._undo = ExitStack()
         settings = self._settings()
         checkpoint = read_checkpoint(self.model_path, self.shape, self._here)
         self._start(settings)
-        self.settings = settings
+        self.settings, self.grid = settings, Grid.of(self.ranks)
+        share = self.shape.experts // settings.ep
+        held = range(self.grid.ep.rank * share, (self.grid.ep.rank + 1) * share)
+        self.stage = replace(self.stage, experts=held)
         self.model = build(self.shape, checkpoint, settings, self.kernels)
         self.rope = checkpoint.rope
         self.rotation = rotation(self.model)
-        te, tied = settings.spec == "te", checkpoint.tied
+        # The last stage of several has a copy of the embedding as its head.
+        te, tied = settings.spec == "te", checkpoint.tied and self.stage.count == 1
         self.places = list(
             megatron_places(self.shape, settings.tp, te, tied, self.kernels is not None)
         )
+        self.own_places = self.stage.places(self.places)
         self.plan = parameter_plan(self.places, self.shape, settings.tp, checkpoint.biased)
         modules = self.shape.family.modules
-        load(self.model, self.model_path, self.plan, self.ranks.rank, modules)
+        own = [p for p in self.plan if self.stage.holds(p.layout.ops[0])]
+        load(self.live(), self.model_path, own, self.grid.tp.rank, modules, checkpoint.tied)
         apply_patch(self.spec, self.model)
+
+    def live(self) -> dict[str, torch.nn.Parameter]:
+        """This stage's parameters, by their names in the whole model."""
+        return {self.stage.whole(name): p for name, p in self.model.named_parameters()}
 
     def _here(self, name: str) -> OptionValue | None:
         """An option, as it turned out in this process."""
@@ -68,11 +90,17 @@ class MegatronEngine(Engine):
 
     def _settings(self) -> Settings:
         option = self.spec.option
-        assert int(option("tp") or 1) == self.ranks.world
+        assert self.spec.ranks == self.ranks.world
+        stages = int(option("pp") or 1)
+        size = self.ranks.world // stages
+        self.stage = Stage(self.ranks.rank // size, stages, self.shape.layers)
         self.batch = int(option("batch") or 1)
         self.temperature = float(option("temperature") or 1.0)
         return Settings(
-            tp=self.ranks.world,
+            tp=int(option("tp") or 1),
+            cp=int(option("cp") or 1),
+            ep=int(option("ep") or 1),
+            stage=self.stage,
             device=self.ranks.device,
             dtype=getattr(torch, self.spec.dtype(self.shape.dtype)),
             spec=str(option("spec")),
@@ -88,7 +116,12 @@ class MegatronEngine(Engine):
 
         from rlk_align.engines.megatron.cpu import cpu_stand_ins, expert_stand_ins
 
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=settings.tp)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=settings.tp,
+            context_parallel_size=settings.cp,
+            pipeline_model_parallel_size=settings.stage.count,
+            expert_model_parallel_size=settings.ep,
+        )
         self._undo.callback(parallel_state.destroy_model_parallel)
         if settings.device.type == "cpu":
             for stand_in in self._undo.enter_context(cpu_stand_ins()):
@@ -109,27 +142,63 @@ class MegatronEngine(Engine):
         return f"{megatron.core.__version__} ({spec})"
 
     def dtype(self) -> str:
-        return str(self.model.decoder.final_layernorm.weight.dtype).removeprefix("torch.")
+        return str(next(self.model.parameters()).dtype).removeprefix("torch.")
 
     def attributes(self) -> dict[str, Any]:
         padded = not self.settings.packed and self.batch > 1
+        facts = stage_facts(
+            self.model, self.own_places, self.shape, self.settings.tp, self.rope, self.rotation
+        )
         return {
-            **megatron_attributes(
-                self.model, self.places, self.shape, self.ranks.world, self.rope, self.rotation
-            ),
+            **megatron_attributes(self.grid.of_all_stages(facts)),
             **processing(self.temperature),
             "padding_side": self.settings.padding if padded else None,
         }
 
     def code(self) -> dict[str, CodePlace]:
-        return code_places(self.model, self.places)
+        here = code_places(self.model, self.own_places)
+        return {
+            site: place.model_copy(update={"module": self.stage.whole(place.module)})
+            for site, place in here.items()
+        }
+
+    def computes(self, site: str) -> bool:
+        return self.stage.computes(site)
+
+    def of_all_ranks(self, found: Mapping[str, Found]) -> dict[str, Found]:
+        stages = self.grid.of_all_stages(dict(found))
+        return {site: value for of_stage in stages for site, value in of_stage.items()}
 
     def shards(self) -> dict[str, list[tuple[int, int, int]]]:
-        return shards_of(self.places)
+        return {
+            site: self.grid.holders(held, self.stage.of(site))
+            for site, held in shards_of(self.places).items()
+        }
+
+    def stages(self) -> dict[str, list[int]]:
+        if self.stage.count == 1:
+            return {}
+        sites = [site.name for site in model_sites(self.shape)]
+        return {site: self.grid.stage(self.stage.of(site)) for site in sites}
+
+    def experts(self) -> list[list[int]]:
+        if self.settings.ep == 1:
+            return []
+        every: list[Any] = [None] * self.ranks.world
+        dist.all_gather_object(every, self.stage.experts)
+        return [
+            [rank for rank, held in enumerate(every) if expert in held]
+            for expert in range(self.shape.experts)
+        ]
 
     def weights(self) -> Iterator[ParameterRecord]:
-        for parameter in live_parameters(self.model, self.plan, self.ranks):
-            yield record_parameter(parameter)
+        own = live_parameters(self.live(), self.plan, self.grid.tp)
+        yield from together([record_parameter(p) for p in own], self.grid)
+
+    def own_samples(self, batch: TokenBatch) -> Sequence[int]:
+        if not self.stage.is_last:
+            return ()
+        return range(self.grid.dp.rank, len(batch.samples), self.grid.dp.world)
 
     def unexposed(self, kind: str) -> dict[str, str]:
         return {site: p.unexposed for p in self.places if p.unexposed for site in p.sites}
@@ -146,36 +215,79 @@ class MegatronEngine(Engine):
         samples = list(enumerate(batch.samples))
         sharded_rows = self.settings.sequence_parallel
         editor = Editor.of(intervention, batch)
-        with Tapped(self.model, self.places, tap, editor, self.ranks, sharded_rows) as taps:
-            for first in range(0, len(samples), self.batch):
-                some = samples[first : first + self.batch]
+        hooks = Tapped(
+            self.model, self.own_places, tap, editor, self.grid, self.stage, sharded_rows
+        )
+        with hooks as taps:
+            step = self.batch * self.grid.dp.world
+            for first in range(0, len(samples), step):
+                some = samples[first : first + step]
                 inputs = self._input(some)
                 taps.at(inputs)
-                logits = self.model(
-                    inputs.ids, inputs.positions, inputs.mask, packed_seq_params=inputs.packed
-                )
-                logprobs = self._logprobs(logits, inputs)
-                ends = np.cumsum([len(s.response_ids) for _, s in some])[:-1]
-                scored |= zip([i for i, _ in some], np.split(logprobs, ends), strict=True)
+                output = self._forward(inputs)
                 done(first + len(some))
-        return scored if self.ranks.rank == 0 else {}
+                if not self.stage.is_last:
+                    continue
+                logprobs = self._of_all_slices(self._logprobs(output, inputs), inputs)
+                own = some[self.grid.dp.rank :: self.grid.dp.world]
+                ends = np.cumsum([len(s.response_ids) for _, s in own])
+                scored |= zip([i for i, _ in own], np.split(logprobs, ends)[:-1], strict=True)
+        return scored if self.grid.reports else {}
+
+    def _forward(self, inputs: ModelInput) -> torch.Tensor:
+        """What the model gives of an input: logits or, of a stage before the last, the residual
+        stream, which the next stage is sent."""
+        pipeline, step = self.grid.pp, len(self.grid.stage(0))
+        if pipeline.rank:
+            rows = inputs.ids.shape[1]
+            if self.settings.sequence_parallel:
+                rows //= self.settings.tp
+            received = torch.empty(
+                rows,
+                len(inputs.ids),
+                self.shape.hidden,
+                dtype=self.settings.dtype,
+                device=self.ranks.device,
+            )
+            dist.recv(received, self.ranks.rank - step)
+            self.model.set_input_tensor(received)
+        output = self.model(
+            inputs.ids, inputs.positions, inputs.mask, packed_seq_params=inputs.packed
+        )
+        if not self.stage.is_last:
+            dist.send(output.contiguous(), self.ranks.rank + step)
+        return output
 
     def _input(self, samples: list[tuple[int, Any]]) -> ModelInput:
-        # Sequence parallelism cuts the sequence in as many parts as there are ranks.
-        multiple = self.ranks.world if self.settings.sequence_parallel else 1
+        # Context parallelism cuts sequences in twice as many parts as there are ranks, and sequence
+        # parallelism what a rank has of them in as many.
+        multiple = self.settings.tp if self.settings.sequence_parallel else 1
+        if self.settings.cp > 1:
+            multiple *= 2 * self.settings.cp
         if self.settings.packed:
-            return packed_input(samples, multiple, self.ranks.device)
-        return padded_input(samples, self.settings.padding, multiple, self.ranks.device)
+            return packed_input(samples, multiple, self.grid.dp, self.grid.cp)
+        return padded_input(samples, self.settings.padding, multiple, self.grid.dp, self.grid.cp)
+
+    def _of_all_slices(self, logprobs: np.ndarray, inputs: ModelInput) -> np.ndarray:
+        """Of every sampled id of the whole input, from those that this rank computed."""
+        if self.settings.cp == 1:
+            return logprobs
+        # Bits, each of one rank: added to zeros they stay what they are.
+        bits = torch.zeros(inputs.total, dtype=torch.int32)
+        bits[torch.from_numpy(inputs.number)] = torch.from_numpy(logprobs).view(torch.int32)
+        bits = bits.to(self.ranks.device)
+        dist.all_reduce(bits, group=self.grid.cp.group)
+        return bits.cpu().view(torch.float32).numpy()
 
     def _logprobs(self, logits: torch.Tensor, inputs: ModelInput) -> np.ndarray:
-        """float32 log-probs of the sampled ids, from this rank's `[B, S, vocabulary / tp]`, by
-        megatron-core's own cross entropy over vocabulary shards, or the kernels' log-prob."""
-        from megatron.core import parallel_state
+        """float32 log-probs of the sampled ids among this rank's rows, from its `[B, S,
+        vocabulary / tp]`, by megatron-core's own cross entropy over vocabulary shards, or the
+        kernels' log-prob."""
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-        step = padded_vocab(self.shape.vocab, self.ranks.world) // self.ranks.world
-        real = min(max(self.shape.vocab - self.ranks.rank * step, 0), step)
-        group = parallel_state.get_tensor_model_parallel_group()
+        tp = self.grid.tp
+        step = padded_vocab(self.shape.vocab, tp.world) // tp.world
+        real = min(max(self.shape.vocab - tp.rank * step, 0), step)
         rows, batch = inputs.sampled, len(inputs.ids)
         out = []
         for chunk, target in zip(rows.split(CHUNK), inputs.targets.split(CHUNK), strict=True):
@@ -184,7 +296,7 @@ class MegatronEngine(Engine):
             local[:, real:] = -torch.inf
             logprob = None
             if self.kernels is not None:
-                logprob = self.kernels.logprobs(local, target, self.temperature, group)
+                logprob = self.kernels.logprobs(local, target, self.temperature, tp.group)
             if logprob is None:
                 if self.temperature != 1.0:
                     local /= self.temperature

@@ -26,6 +26,7 @@ from rlk_align.engines.common.layout import even, fused, whole
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.site_hooks import SiteHooks
 from rlk_align.engines.common.weights import Parameter
+from rlk_align.engines.process.ranks import Ranks, all_gather
 from rlk_align.errors import EngineFailed
 from rlk_align.model.families import ModelShape
 
@@ -74,24 +75,27 @@ def routing(model: Any) -> list[tuple[int, bool]]:
     return [(r.topk, not r.config.moe_router_pre_softmax) for r in routers]
 
 
-def on_experts(hooks: SiteHooks, model: Any) -> None:
+def on_experts(hooks: SiteHooks, model: Any, ranks: Ranks) -> None:
     """Shows all that a sparse layer computes between its router and its output, and has the routers
-    whose choice is overwritten take the recorded experts."""
-    for i, layer in enumerate(model.decoder.layers):
+    whose choice is overwritten take the recorded experts. `ranks`: among those that share experts,
+    on all of which it is called."""
+    for layer in model.decoder.layers:
+        i = layer.layer_number - 1
         choose = hooks.recorded_choice(f"layers.{i}.experts")
         check_choosable(layer.mlp, choose)
         if has_kernels(layer.mlp):
             on_kernels(hooks, layer.mlp, i, hooks.show)
         elif hasattr(layer.mlp, "router"):
-            _Layer(i, hooks.show, choose).watch(hooks, layer.mlp)
+            _Layer(i, hooks.show, choose, ranks).watch(hooks, layer.mlp)
 
 
 class _Layer:
     """One sparse layer. Its router is given megatron-core's own RouterReplay, which records the
     choice or replaces it. T = tokens, E = experts."""
 
-    def __init__(self, layer: int, show: Show, choose: Choose | None) -> None:
+    def __init__(self, layer: int, show: Show, choose: Choose | None, ranks: Ranks) -> None:
         self._name, self._show, self._choose = f"layers.{layer}", show, choose
+        self._ranks = ranks
         self._first: list[torch.Tensor] = []
 
     def watch(self, hooks: Hooks, mlp: Any) -> None:
@@ -146,6 +150,32 @@ class _Layer:
 
     def _computed(self, *_: Any) -> None:
         rows, self._first = torch.cat(self._first), []
-        expert, token = self._sent.T.nonzero(as_tuple=True)
+        rows, token, expert = own_rows(rows, self._sent, self._ranks)
         for op, part in zip(_FIRST, rows.chunk(2, dim=1), strict=True):
             self._show(f"{self._name}.{op}", slots(part, token, expert, self._k))
+
+
+def own_rows(
+    rows: torch.Tensor, sent_TE: torch.Tensor, ranks: Ranks
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows of experts that belong to this rank's tokens, with the token and the expert of each.
+
+    `rows`: of this rank's share of the experts, one expert after another, of the tokens of all
+    ranks, one rank after another; `sent_TE`: bool, to which experts each of this rank's tokens
+    goes. Called on all of these ranks, which have as many tokens each.
+    """
+    tokens, share = len(sent_TE), sent_TE.shape[1] // ranks.world
+    every = torch.cat(all_gather(sent_TE.byte(), ranks)).bool()
+    sent = [
+        every[:, r * share : (r + 1) * share].T.nonzero(as_tuple=True) for r in range(ranks.world)
+    ]
+    most = max(len(token) for _, token in sent)
+    filled = rows.new_zeros(most, rows.shape[1])
+    filled[: len(rows)] = rows
+    found = []
+    for r, (of_rank, (expert, token)) in enumerate(
+        zip(all_gather(filled, ranks), sent, strict=True)
+    ):
+        own = (token // tokens == ranks.rank).nonzero(as_tuple=True)[0]
+        found.append((of_rank[own], token[own] % tokens, expert[own] + r * share))
+    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))

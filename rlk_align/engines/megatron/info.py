@@ -13,6 +13,14 @@ def _conflict(options: Mapping[str, OptionValue]) -> str | None:
         )
     if options.get("sp") and options.get("tp", 1) == 1:
         return "sp=1 divides the sequence among ranks, and tp=1 has only one: give tp=2 or more"
+    for key in ("cp", "pp"):
+        if options.get(key, 1) != 1 and options.get("spec") == "te":
+            return f"spec=te with {key}={options[key]}, which the local spec alone has: leave spec out"
+    if options.get("cp", 1) != 1 and options.get("padding") == "left":
+        return (
+            f"padding=left with cp={options['cp']}: ranks share sequences that begin at position "
+            "0: leave padding out, or pack (input=packed)"
+        )
     if options.get("kernels") == "rlk" and options.get("spec") == "te":
         return "spec=te with kernels=rlk, which has its own spec: leave spec out"
     return None
@@ -25,6 +33,9 @@ MEGATRON = EngineInfo(
     options={
         "tp": Option(int, default=1),
         "sp": Option(bool, default=False),
+        "cp": Option(int, default=1),
+        "pp": Option(int, default=1),
+        "ep": Option(int, default=1),
         "spec": Option(default="local", choices=("local", "te")),
         "input": Option(default="padded", choices=("padded", "packed")),
         "batch": Option(int, default=8),
@@ -33,7 +44,7 @@ MEGATRON = EngineInfo(
         "temperature": Option(float, default=1.0),
         "port": Option(int, starts_only=True),
     },
-    ranks="tp",
+    ranks=("tp", "cp", "pp", "ep"),
     samples=False,
     patch="rlk_align.engines.patch:MegatronPatch",
     one_kernel=(

@@ -20,6 +20,9 @@ def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> 
     kernels = option("kernels") == "rlk"
     check_shared("megatron", shape, int(option("tp") or 1), fused_qkv=True, kernels=kernels)
     check_alone("megatron", shape, option("tp"))
+    _check_slices(shape, option, kernels)
+    _check_stages(shape, int(option("pp") or 1))
+    _check_experts(shape, int(option("ep") or 1))
     if shape.experts and option("spec") == "te":
         raise BadOption(
             "engine 'megatron': spec=te does not support sparse layers", "spec=local does"
@@ -46,6 +49,50 @@ def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> 
                 f"engine 'megatron' does not support {what}, which config.json asks for",
                 "compare with --train hf",
             )
+
+
+def _check_slices(shape: ModelShape, option: Asked, kernels: bool) -> None:
+    """Of context parallelism, for which the kernels exchange heads for rows."""
+    cp, tp = int(option("cp") or 1), int(option("tp") or 1)
+    queries, heads = shape.heads // tp, max(shape.kv_heads // tp, 1)
+    excluded = str(option("except") or "").split("+")
+
+    def shared(ranks: int) -> bool:
+        return queries % ranks == 0 and (heads % ranks == 0 or ranks % heads == 0)
+
+    if kernels and not shared(cp) and "attn" not in excluded:
+        raise BadOption(
+            f"engine 'megatron': cp={cp}: the kernels exchange heads for rows, and {cp} ranks "
+            f"cannot share {queries} heads and {heads} key-value heads"
+            + (f" of tp={tp}" if tp > 1 else ""),
+            f"this model takes cp={'|'.join(str(n) for n in (1, 2, 4, 8) if shared(n))} with "
+            "kernels=rlk",
+        )
+
+
+def _check_stages(shape: ModelShape, pp: int) -> None:
+    if shape.layers % pp:
+        fits = [n for n in range(1, shape.layers + 1) if shape.layers % n == 0]
+        raise BadOption(
+            f"engine 'megatron': pp={pp}: {shape.layers} layers cannot be shared by {pp} stages "
+            "that have as many each",
+            f"this model takes pp={'|'.join(map(str, fits))}",
+        )
+
+
+def _check_experts(shape: ModelShape, ep: int) -> None:
+    if ep == 1:
+        return
+    if not shape.experts:
+        raise BadOption(
+            f"engine 'megatron': ep={ep}: this model has no experts to share", "leave ep out"
+        )
+    if shape.experts % ep:
+        fits = [n for n in range(1, shape.experts + 1) if shape.experts % n == 0]
+        raise BadOption(
+            f"engine 'megatron': ep={ep}: {shape.experts} experts cannot be shared by {ep} ranks",
+            f"this model takes ep={'|'.join(map(str, fits))}",
+        )
 
 
 def _check_te(option: Asked, config: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from rlk_align.engines.info import Asked
 from rlk_align.engines.megatron.layout import padded_vocab
 from rlk_align.engines.megatron.limits import check_megatron
 from rlk_align.engines.megatron.rope import rope_arguments, yarn_settings
+from rlk_align.engines.megatron.stages import Stage
 from rlk_align.errors import ModelError
 from rlk_align.model.families import ModelShape
 from rlk_align.model.tensors import biased_operators
@@ -35,6 +36,9 @@ class Settings:
     """How the model is to be built, beside what the checkpoint says."""
 
     tp: int
+    cp: int
+    ep: int
+    stage: Stage
     device: torch.device
     dtype: torch.dtype
     spec: str = "local"
@@ -47,7 +51,7 @@ class Settings:
     @property
     def own_positions(self) -> bool:
         """Whether rows are at other positions than their index in the input says."""
-        return self.packed or self.padding == "left"
+        return self.packed or self.padding == "left" or self.cp > 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +116,9 @@ def transformer_config(shape: ModelShape, checkpoint: Checkpoint, settings: Sett
         attention_dropout=0.0,
         tensor_model_parallel_size=settings.tp,
         sequence_parallel=settings.sequence_parallel,
+        context_parallel_size=settings.cp,
+        pipeline_model_parallel_size=settings.stage.count,
+        pipeline_dtype=settings.dtype,
         params_dtype=settings.dtype,
         bf16=settings.dtype == torch.bfloat16,
         fp16=settings.dtype == torch.float16,
@@ -136,11 +143,13 @@ def expert_settings(shape: ModelShape, settings: Settings) -> dict[str, Any]:
         "moe_router_pre_softmax": not shape.norm_topk,
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": settings.dispatcher,
+        "expert_model_parallel_size": settings.ep,
     }
 
 
 def layer_spec(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) -> Any:
-    """The block of layers, megatron-core's own modules wherever they can do what is asked."""
+    """The block of this stage's layers, megatron-core's own modules wherever they can do what is
+    asked."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -163,13 +172,14 @@ def layer_spec(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) ->
             layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
             if shape.has("q_norm"):
                 attention.q_layernorm = attention.k_layernorm = norm
-        if settings.packed or any(checkpoint.windows):
+        if settings.packed or any(checkpoint.windows) or settings.cp > 1:
             core = functools.partial(SequencesAttention, windows=checkpoint.windows)
             attention.core_attention = core
         return layer
 
     kinds = {False: spec(None), True: spec(shape.experts) if shape.experts else None}
-    layers = [kinds[i in shape.sparse_layers] for i in range(shape.layers)]
+    first, share = settings.stage.first, settings.stage.share
+    layers = [kinds[i in shape.sparse_layers] for i in range(first, first + share)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
@@ -190,7 +200,7 @@ def _te_spec(shape: ModelShape, checkpoint: Checkpoint) -> Any:
 def build(
     shape: ModelShape, checkpoint: Checkpoint, settings: Settings, kernels: Kernels | None = None
 ) -> Any:
-    """A GPTModel on the device, in eval mode, its parameters not yet filled.
+    """A GPTModel, or this stage of it, on the device, in eval mode, its parameters not yet filled.
 
     megatron-core's parallel state must stand.
     """
@@ -209,6 +219,8 @@ def build(
         max_sequence_length=shape.context,
         **rope_arguments(checkpoint.rope),
         share_embeddings_and_output_weights=checkpoint.tied,
+        pre_process=settings.stage.number == 0,
+        post_process=settings.stage.is_last,
     )
     if checkpoint.rope["rope_type"] == "llama3":
         model.rotary_pos_emb = llama3_rotary(shape, checkpoint.rope, settings)

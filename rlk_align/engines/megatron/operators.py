@@ -14,33 +14,61 @@ from rlk_align.engines.faults.catalogue import Chosen
 from rlk_align.engines.faults.operators import Operators, plant
 from rlk_align.engines.faults.sharing import Sharing
 from rlk_align.engines.faults.unit import Formula, ForwardTokens, Report
+from rlk_align.engines.megatron.attention import slices_of
 from rlk_align.engines.megatron.input import ModelInput
 from rlk_align.engines.megatron.sparse_layers import MegatronSparseLayers
+from rlk_align.engines.megatron.stages import Stage
 from rlk_align.engines.megatron.taps import on_rotation
-from rlk_align.engines.megatron.weights import all_gather
+from rlk_align.engines.process.ranks import all_gather
 
 
 class MegatronOperators(Operators):
     """Of one rank's model, built from the local spec."""
 
     def __init__(self, engine: Any, chosen: Chosen) -> None:
+        tp = engine.grid.tp
         sharing = Sharing(
-            rank=engine.ranks.rank,
-            ranks=engine.ranks.world,
-            gather=lambda local: all_gather(local, engine.ranks),
+            rank=tp.rank,
+            ranks=tp.world,
+            gather=lambda local: all_gather(local, tp),
             rows=engine.settings.sequence_parallel,
         )
         super().__init__(engine, engine.model, engine.places, chosen, sharing)
+        self._stage: Stage = engine.stage
         self.before(self._model, self._note_rows)
 
+    def computes(self, site: str) -> bool:
+        return self._stage.computes(site)
+
+    def module(self, site: str) -> Any:
+        return self._model.get_submodule(self._stage.local(self._places[site].module))
+
+    def _watch(self, site: str, see: Callable[[Any], None]) -> None:
+        if self.computes(site):
+            super()._watch(site, see)
+            return
+        # The residual stream that the stage before sent.
+
+        def received(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+            see(kwargs["hidden_states"])
+
+        self.before(self._layer(self._stage.first), received, with_kwargs=True)
+
+    def _layer(self, number: int) -> Any:
+        return self._model.decoder.layers[number - self._stage.first]
+
+    @property
+    def faulty(self) -> bool:
+        return self._chosen.on(self._engine.ranks.rank)
+
     def parameter(self, name: str) -> torch.Tensor:
-        plan, live = self._entries(name), dict(self._model.named_parameters())
+        plan, live = self._entries(name), self._engine.live()
         every = canonical(plan, lambda path: live[path].detach(), self._sharing.gather)
         return next(p.value for p in every if p.name == name)
 
     def live(self, name: str) -> tuple[torch.Tensor, Parameter]:
         entry = self._entries(name)[0]
-        return self._model.get_parameter(entry.name).detach(), entry
+        return self._engine.live()[entry.name].detach(), entry
 
     def _entries(self, name: str) -> list[Parameter]:
         return [entry for entry in self._engine.plan if name in entry.layout.ops]
@@ -50,32 +78,36 @@ class MegatronOperators(Operators):
         self.rows = ForwardTokens(ids, positions, torch.zeros_like(ids, dtype=torch.bool))
 
     def sparse_layers(self) -> MegatronSparseLayers:
-        return MegatronSparseLayers(self, self._model)
+        return MegatronSparseLayers(self, self._layer, self._stage.experts)
 
     def on_rotation(self, see: Callable[[torch.Tensor], None]) -> None:
         on_rotation(self, self._model, see)
 
     def _attention(self, layer: int, formula: Formula) -> None:
-        core = self._model.decoder.layers[layer].self_attention.core_attention
+        core = self._layer(layer).self_attention.core_attention
         original, scale = core.forward, core.softmax_scale
 
         def forward(query: Any, key: Any, value: Any, mask: Any, *args: Any, **more: Any) -> Any:
             out = original(query, key, value, mask, *args, **more)
             packed = more.get("packed_seq_params")
-            new = out.clone()
+            slices = slices_of(query, packed, self._engine.grid.cp)
+            query, key, value, new = (slices.whole(x) for x in (query, key, value, out))
+            out, new = new, new.clone()
             if packed is None:
                 for b in range(query.shape[1]):
-                    hidden = mask[b if mask.shape[0] > 1 else 0, 0]
+                    visible = _causal(len(query), out.device)
+                    if mask is not None:
+                        visible = ~mask[b if mask.shape[0] > 1 else 0, 0]
                     here = (query[:, b], key[:, b], value[:, b])
-                    new[:, b] = self.attended(formula, layer, out[:, b], *here, ~hidden, scale)
-                return new
+                    new[:, b] = self.attended(formula, layer, out[:, b], *here, visible, scale)
+                return slices.own(new)
             for start, stop in pairwise(packed.cu_seqlens_q.tolist()):
-                visible = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
+                visible = _causal(stop - start, out.device)
                 here = (query[start:stop], key[start:stop], value[start:stop])
                 new[start:stop] = self.attended(
-                    formula, layer, out[start:stop], *here, visible.to(out.device), scale
+                    formula, layer, out[start:stop], *here, visible, scale
                 )
-            return new
+            return slices.own(new)
 
         self.replace(core, "forward", forward)
 
@@ -119,6 +151,11 @@ class MegatronOperators(Operators):
             return args, kwargs
 
         self.before(self._model, shift, with_kwargs=True)
+
+
+def _causal(length: int, device: torch.device) -> torch.Tensor:
+    """bool `[length, length]`: which keys (columns) a query (row) sees."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril()
 
 
 def plant_fault(engine: Any, chosen: Chosen) -> Operators:

@@ -12,13 +12,14 @@ from rlk_align.engines.faults.unit import Formula, Unit, in_place_of
 
 
 class MegatronSparseLayers(SparseLayers):
-    """Of one rank that holds all of the model."""
+    """Of one rank, which has all experts or a share of them."""
 
-    def __init__(self, hooks: Hooks, model: Any) -> None:
-        self._hooks, self._layers = hooks, model.decoder.layers
+    def __init__(self, hooks: Hooks, layer: Callable[[int], Any], experts: range) -> None:
+        """`layer`: the model's layer of that number; `experts`: those that this rank has."""
+        self._hooks, self._layer, self._experts = hooks, layer, experts
 
     def change_logits(self, layer: int, formula: Formula) -> None:
-        router = self._layers[layer].mlp.router
+        router = self._layer(layer).mlp.router
         weight = router.weight.detach()
 
         def gating(hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
@@ -30,7 +31,7 @@ class MegatronSparseLayers(SparseLayers):
         self._after_gating(router, gating)
 
     def change_choice(self, layer: int, choose: Choose) -> None:
-        router = self._layers[layer].mlp.router
+        router = self._layer(layer).mlp.router
         route = router.routing
 
         def routing(*args: Any, **kwargs: Any) -> Any:
@@ -40,7 +41,7 @@ class MegatronSparseLayers(SparseLayers):
         self._hooks.replace(router, "routing", routing)
 
     def change_weights(self, layer: int, change: Callable[[Routing], torch.Tensor]) -> None:
-        router = self._layers[layer].mlp.router
+        router = self._layer(layer).mlp.router
         latest: list[torch.Tensor] = []
 
         def note(_hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -62,12 +63,17 @@ class MegatronSparseLayers(SparseLayers):
             rows, *rest = output
             return (torch.zeros_like(rows), *rest)
 
-        self._hooks.after(self._layers[layer].mlp.experts.local_experts[expert].linear_fc2, see)
+        if expert in self._experts:
+            self._hooks.after(self._expert(layer, expert).linear_fc2, see)
 
     def swap_experts(self, layer: int, one: int, other: int) -> None:
-        experts = self._layers[layer].mlp.experts.local_experts
-        weights = (experts[e].linear_fc1.weight.detach() for e in (one, other))
+        if one not in self._experts or other not in self._experts:
+            return
+        weights = (self._expert(layer, e).linear_fc1.weight.detach() for e in (one, other))
         swap(self._hooks, *weights)
+
+    def _expert(self, layer: int, number: int) -> Any:
+        return self._layer(layer).mlp.experts.local_experts[number - self._experts.start]
 
     def _after_gating(
         self, router: Any, see: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

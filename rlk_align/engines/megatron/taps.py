@@ -2,7 +2,7 @@
 
 Activations are `[S, B, F]`. Outputs of column-parallel linears hold some features of every row;
 the residual stream holds every feature, of every row or, under sequence parallelism, of some. Each
-rank's hooks take part; rank 0 taps.
+rank's hooks take part; the first of those that share weights taps, in context parallelism its rows.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,10 @@ from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
 from rlk_align.engines.common.tap import Tap
 from rlk_align.engines.megatron.experts import on_experts
+from rlk_align.engines.megatron.grid import Grid
 from rlk_align.engines.megatron.input import ModelInput
-from rlk_align.engines.megatron.weights import all_gather, gather
-from rlk_align.engines.process.ranks import Ranks
+from rlk_align.engines.megatron.stages import Stage
+from rlk_align.engines.process.ranks import all_gather, gather
 from rlk_align.trace.digest import digest_rows
 
 
@@ -32,15 +33,21 @@ class Tapped(SiteHooks):
         places: list[Place],
         tap: Tap | None,
         editor: Editor | None,
-        ranks: Ranks,
+        grid: Grid,
+        stage: Stage,
         sharded_rows: bool,
     ) -> None:
-        """`sharded_rows`: whether the residual stream is cut along the sequence (sp=1)."""
-        super().__init__(model, places, tap, editor, ranks.rank)
-        self._ranks, self._sharded_rows = ranks, sharded_rows
+        """`places`: of this stage; `sharded_rows`: whether the residual stream is cut along the
+        sequence (sp=1)."""
+        super().__init__(model, places, tap, editor, grid.tp.rank)
+        self._grid, self._ranks, self._sharded_rows = grid, grid.tp, sharded_rows
+        self.first_rank = grid.neighbours[0]
+        self._stage = stage
 
     def at(self, inputs: ModelInput) -> None:
         """What the next forward computes."""
+        # What was to be overwritten once the next stage has read it, that stage overwrites.
+        self._late = []
         rows, device, sampled = inputs.rows, inputs.index.device, inputs.rows.sampled
         self._all = LiveRows.of(rows, rows.index, device)
         self._sampled = LiveRows(
@@ -50,11 +57,21 @@ class Tapped(SiteHooks):
         local = rows.index // share == self._ranks.rank
         index = torch.from_numpy(rows.index[local] % share).to(device)
         self._local = LiveRows(index, rows.sample[local], rows.position[local], share)
-        if self._sharded_rows and self._tap is not None and self._observing:
-            for sample in np.unique(self._local.sample).tolist():
-                held = self._local.position[self._local.sample == sample]
-                rows_held = range(int(held.min()), int(held.max()) + 1)
-                self._tap.held(sample, rows_held, self._ranks.rank)
+        if self._tap is not None and self._observing:
+            self._tell_held(self._tap)
+
+    def _tell_held(self, tap: Tap) -> None:
+        """Where each rank has some rows only, which this one has."""
+        if not self._sharded_rows and self._grid.cp.world == self._grid.dp.world == 1:
+            return
+        every = self._grid.all.world == self._grid.tp.world
+        sharing = [] if every else self._grid.neighbours
+        rows = self._local if self._sharded_rows else self._all
+        for sample in np.unique(rows.sample).tolist():
+            held = np.sort(rows.position[rows.sample == sample])
+            for stretch in np.split(held, np.flatnonzero(np.diff(held) > 1) + 1):
+                there = range(int(stretch[0]), int(stretch[-1]) + 1)
+                tap.held(sample, there, self._grid.all.rank, sharing)
 
     def live_rows(self, place: Place, value: torch.Tensor) -> LiveRows:
         if place.rows == "sampled":
@@ -88,8 +105,24 @@ class Tapped(SiteHooks):
 
     def install(self) -> None:
         super().install()
+        if self._stage.number and self._editor is not None and self._editor.late:
+            self._on_received(self._editor)
         on_rotation(self, self._model, self.rope)
-        on_experts(self, self._model)
+        on_experts(self, self._model, self._grid.ep)
+
+    def _on_received(self, editor: Editor) -> None:
+        """Overwrites the residual stream that this stage was sent, where it is to be overwritten
+        only once this stage has read it."""
+        site = f"layers.{self._stage.first - 1}.mlp_residual"
+        if site not in editor.late or not editor.wants(site):
+            return
+        place = Place(sites=(site,), module="decoder.layers.0", end="input")
+
+        def received(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+            value = kwargs["hidden_states"]
+            self._late = [(place, value, value, self.live_rows(place, value))]
+
+        self.before(self._model.decoder.layers[0], received, with_kwargs=True)
 
 
 def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -> None:

@@ -7,6 +7,7 @@ slices from disk.
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,17 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
-from rlk_align.engines.common.parameters import LiveParameter
+from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.weights import Parameter, canonical, parameters
 from rlk_align.engines.megatron.experts import expert_parameters
+from rlk_align.engines.megatron.grid import Grid
 from rlk_align.engines.megatron.layout import vocabulary
-from rlk_align.engines.process.ranks import Ranks
+from rlk_align.engines.process.ranks import Ranks, gather
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import tensor_name, weight_files
 from rlk_align.model.families import ModelShape
+from rlk_align.model.operators import OPERATORS
 
 
 def parameter_plan(
@@ -85,13 +88,20 @@ class Tensors:
         return tensor[start:stop] if dim == 0 else tensor[:, start:stop]
 
 
+HEAD = OPERATORS["logits"].parameter
+
+
 @torch.no_grad()
 def load(
-    model: Any, folder: Path, plan: list[Parameter], rank: int, modules: Mapping[str, str]
+    live: Mapping[str, torch.Tensor],
+    folder: Path,
+    plan: list[Parameter],
+    rank: int,
+    modules: Mapping[str, str],
+    tied: bool,
 ) -> None:
-    """Fills every parameter of `model`; rows that pad the vocabulary are 0. `modules`: as
-    `tensor_name` takes them."""
-    live = dict(model.named_parameters())
+    """Fills every parameter of a model; rows that pad the vocabulary are 0. `modules`: as
+    `tensor_name` takes them; `tied`: whether the head has the embedding's weight."""
     # The first of two entries for one parameter: of a tied head the checkpoint has no tensor.
     entries = {entry.name: entry for entry in reversed(plan)}
     assert entries.keys() == live.keys(), live.keys() ^ entries.keys()
@@ -103,19 +113,56 @@ def load(
                 whole = list(target.shape)
                 whole[dim] = sum(p.size for _, _, p in entry.layout.holders(piece.op))
                 if piece.size:
-                    part = tensors.read(piece.op, dim, piece.start, piece.stop, whole)
+                    op = OPERATORS["logits"].tied_to if tied and piece.op == HEAD else piece.op
+                    part = tensors.read(op, dim, piece.start, piece.stop, whole)
                     target.narrow(dim, offset, piece.size).copy_(part)
                 filled = offset + piece.size
             target.narrow(dim, filled, target.shape[dim] - filled).zero_()
 
 
-def live_parameters(model: Any, plan: list[Parameter], ranks: Ranks) -> Iterator[LiveParameter]:
-    """Canonical parameters as the live model has them, gathered to rank 0; called on every rank,
-    and whole on rank 0 only, where alone something is yielded."""
-    live = {name: value.detach() for name, value in model.named_parameters()}
+def live_parameters(
+    live: Mapping[str, torch.Tensor], plan: list[Parameter], ranks: Ranks
+) -> Iterator[LiveParameter]:
+    """Canonical parameters as a live model has them, gathered to the first of these ranks; called
+    on every one of them, and whole on the first, where alone something is yielded."""
+    live = {name: value.detach() for name, value in live.items()}
     everywhere = _on_every_rank(set(live), ranks)
     known = [entry for entry in plan if entry.name in everywhere]
     yield from canonical(known, live.get, lambda local: gather(local, ranks))
+
+
+def together(held: list[ParameterRecord], grid: Grid) -> Iterator[ParameterRecord]:
+    """What all ranks hold, on rank 0, from what each first rank of tensor parallelism recorded of
+    its neighbours and itself: the copies of others are `replicas`. Called on every rank."""
+    if grid.all.world == grid.tp.world:
+        yield from held
+        return
+    every: list[Any] = [None] * grid.all.world
+    dist.all_gather_object(every, held)
+    if grid.all.rank:
+        return
+    copies: dict[str, dict[int, ParameterRecord]] = {}
+    for rank in range(0, grid.all.world, grid.tp.world):
+        for parameter in every[rank]:
+            copies.setdefault(parameter.name, {})[rank] = parameter
+    for of_groups in copies.values():
+        yield _of_groups(of_groups, grid)
+
+
+def _of_groups(copies: Mapping[int, ParameterRecord], grid: Grid) -> ParameterRecord:
+    """One parameter, from what the ranks that share it recorded: by the first of each."""
+    recorded = next(iter(copies.values()))
+    shards, digests = [], [""] * grid.all.world
+    for first, copy in copies.items():
+        # Where other ranks have none of it, it is said who has what is whole, too.
+        whole = [(rank, 0, 0, copy.shape[0]) for rank in range(grid.tp.world)]
+        everywhere = len(copies) * grid.tp.world == grid.all.world
+        held = copy.shards or ([] if everywhere else whole)
+        shards += [(first + rank, dim, start, stop) for rank, dim, start, stop in held]
+        others = copy.replicas or [copy.digest] * (grid.tp.world - 1)
+        digests[first : first + grid.tp.world] = [copy.digest, *others]
+    several = sum(map(bool, digests)) > 1
+    return replace(recorded, shards=shards, replicas=digests[1:] if several else [])
 
 
 def _on_every_rank(names: set[str], ranks: Ranks) -> set[str]:
@@ -123,25 +170,5 @@ def _on_every_rank(names: set[str], ranks: Ranks) -> set[str]:
     if ranks.world == 1:
         return names
     others: list[Any] = [None] * ranks.world
-    dist.all_gather_object(others, names)
+    dist.all_gather_object(others, names, group=ranks.group)
     return names.intersection(*others)
-
-
-def gather(local: torch.Tensor, ranks: Ranks) -> list[torch.Tensor] | None:
-    """The tensors of all ranks, equal in shape, in rank order: on rank 0; None elsewhere."""
-    if ranks.world == 1:
-        return [local]
-    local = local.contiguous()
-    parts = [torch.empty_like(local) for _ in range(ranks.world)] if ranks.rank == 0 else None
-    dist.gather(local, parts, dst=0)
-    return parts
-
-
-def all_gather(local: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:
-    """The same on every rank."""
-    if ranks.world == 1:
-        return [local]
-    local = local.contiguous()
-    parts = [torch.empty_like(local) for _ in range(ranks.world)]
-    dist.all_gather(parts, local)
-    return parts

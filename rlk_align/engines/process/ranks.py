@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,11 +13,13 @@ from rlk_align.errors import BadOption, EngineFailed, MissingDependency
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among the engine's."""
+    """This process among the engine's, or among some of them."""
 
     rank: int
     world: int
     device: torch.device
+    group: Any = None
+    """torch's process group of them; None is that of all."""
 
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -79,6 +82,27 @@ def join(device: str | None, timeout: float) -> Ranks:
             "ranks meet on 127.0.0.1; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name an interface",
         ) from error
     return Ranks(rank, world, here)
+
+
+def gather(local: torch.Tensor, ranks: Ranks) -> list[torch.Tensor] | None:
+    """The tensors of all of these ranks, equal in shape, in rank order: on the first of them; None
+    elsewhere."""
+    if ranks.world == 1:
+        return [local]
+    local = local.contiguous()
+    parts = [torch.empty_like(local) for _ in range(ranks.world)] if ranks.rank == 0 else None
+    dist.gather(local, parts, group=ranks.group, group_dst=0)
+    return parts
+
+
+def all_gather(local: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:
+    """The same on every rank."""
+    if ranks.world == 1:
+        return [local]
+    local = local.contiguous()
+    parts = [torch.empty_like(local) for _ in range(ranks.world)]
+    dist.all_gather(parts, local, group=ranks.group)
+    return parts
 
 
 def leave() -> None:

@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 
-from rlk_align.engines.common.attributes import activation_name, norm_attributes, per_layer
+from rlk_align.engines.common.attributes import (
+    activation_name,
+    norm_attributes,
+    norm_epsilons,
+    per_layer,
+)
 from rlk_align.engines.common.code import code_places
 from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.intervention import Intervention
@@ -140,7 +145,7 @@ def vllm_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
         "rope_type": config.rope_parameters["rope_type"],
         "rope_theta": float(f"{rotary.base:.5g}"),
         "rope_dim": rotary.rotary_dim,
-        **norm_attributes(model, vllm_places(model, shape, 1)),
+        **norm_attributes(norm_epsilons(model, vllm_places(model, shape, 1))),
         **per_layer("activation", [_layer_activation(layer, dtype) for layer in layers]),
         **_routing([block.experts.router for _, _, block in sparse_blocks(model)]),
         "tie_word_embeddings": bool(config.tie_word_embeddings),

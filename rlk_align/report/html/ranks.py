@@ -52,7 +52,9 @@ def _squares(c: Comparison, sides: dict, held: Counter[int]) -> Iterator[Markup]
     for row, (side, count) in enumerate(sides.items()):
         y = 4.0 + row * 46
         split = ", ".join(
-            f"{k}={v}" for k, v in c.engines[side].options.items() if k in ("tp", "dp")
+            f"{k}={v}"
+            for k, v in c.engines[side].options.items()
+            if k in ("tp", "cp", "pp", "ep", "dp")
         )
         yield text(_LEFT - 8, y + 24, f"{side} {split}".strip(), class_="label end")
         for rank in range(count):

@@ -1,6 +1,7 @@
 """Which (sample, position) each row is, against a loop over the cells."""
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 from hypothesis import given
@@ -71,6 +72,51 @@ def test_packed(numbered: list, multiple: int, order: str) -> None:
     assert total <= length < total + multiple
     order_of = [(number, p) for number, s in numbered for p in range(len(s.ids))]
     check(grid, numbered, order, {cell: (0, i) for i, cell in enumerate(order_of)})
+
+
+@given(samples, st.integers(1, 3), st.integers(1, 4), st.integers(0, 40))
+def test_packed_sequences_that_ranks_share_are_filled(
+    numbered: list, each: int, multiple: int, least: int
+) -> None:
+    grid = packed_grid(numbered, each * multiple, each, least)
+    starts = [column for _, column in grid.starts]
+    assert all(start % each == 0 for start in starts)
+    assert grid.ids.shape[1] >= least
+    assert grid.ids.shape[1] % (each * multiple) == 0
+    at = {
+        (number, p): (0, start + p)
+        for (number, s), start in zip(numbered, starts, strict=True)
+        for p in range(len(s.ids))
+    }
+    check(grid, numbered, "batch first", at)
+
+
+@given(samples, st.integers(1, 4))
+def test_ranks_are_dealt_sequences(numbered: list, ranks: int) -> None:
+    whole = padded_grid(numbered, "left")
+    dealt = [whole.deal(rank, ranks) for rank in range(ranks)]
+    assert len({grid.ids.shape for grid in dealt}) == 1
+    assert sum(int(grid.real.sum()) for grid in dealt) == whole.real.sum()
+    for rank, grid in enumerate(dealt):
+        own, length = numbered[rank::ranks], whole.ids.shape[1]
+        at = {
+            (number, p): (row, length - len(s.ids) + p)
+            for row, (number, s) in enumerate(own)
+            for p in range(len(s.ids))
+        }
+        check(grid, own, "batch first", at)
+
+
+@given(samples, st.randoms())
+def test_some_columns_are_those_of_the_whole(numbered: list, random: Any) -> None:
+    whole = padded_grid(numbered, "right")
+    length = whole.ids.shape[1]
+    columns = np.array(random.sample(range(length), random.randint(0, length)), dtype=np.int64)
+    some = whole.select(columns)
+    for name in ("ids", "positions", "owner", "targets"):
+        assert np.array_equal(getattr(some, name), getattr(whole, name)[:, columns])
+    begins = {(r, columns[c]) for r, c in some.starts}
+    assert begins == {(r, c) for r, c in whole.starts if c in columns}
 
 
 @given(

@@ -71,6 +71,31 @@ def test_bits_are_those_of_one_rank(ranks, dtype, backend, window):
             assert torch.equal(a.view(torch.uint8), b[rows_of(rank, ranks)].view(torch.uint8))
 
 
+def _fewer_heads(group: Any, dtype: torch.dtype) -> list[Tensor]:
+    own = rows_of(group.rank(), group.size())
+    q, k, v, dout = problem(dtype)
+    leaves = [x[own].requires_grad_() for x in (q, k[:, :2], v[:, :2])]
+    out = context_attention(*leaves, CU, group, backend="torch")
+    out.backward(dout[own])
+    return [out.detach(), *(x.grad for x in leaves)]
+
+
+def test_fewer_key_value_heads_than_ranks():
+    """The output and the gradient of q have the bits of one rank; those of k and v repeat, and are
+    off by a rounding of each rank's part."""
+    q, k, v, dout = problem(torch.float32)
+    leaves = [x.requires_grad_() for x in (q, k[:, :2].clone(), v[:, :2].clone())]
+    rlk_kernels.attention(*leaves, CU, CU, backend="torch").backward(dout)
+    whole = rlk_kernels.attention(*leaves, CU, CU, backend="torch").detach(), q.grad
+    first, again = (on_ranks(4, _fewer_heads, torch.float32) for _ in range(2))
+    for rank, (found, repeated) in enumerate(zip(first, again, strict=True)):
+        own = rows_of(rank, 4)
+        assert all(torch.equal(a, b[own]) for a, b in zip(found[:2], whole, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(found, repeated, strict=True))
+        for gradient, leaf in zip(found[2:], leaves[1:], strict=True):
+            assert torch.allclose(gradient, leaf.grad[own], rtol=1e-5, atol=1e-5)
+
+
 def _own_rows_attend_alone(group: Any) -> Tensor:
     """A planted fault: every rank attends to its own rows."""
     own = rows_of(group.rank(), group.size())

@@ -10,7 +10,7 @@
 Against the TransformerEngine spec these are lost: communication that overlaps with products, weight
 gradients added into `main_grad` by the product itself. Tensor parallel, with or without sequence
 parallel, for ranks that can share the hidden size; context parallel, for ranks that can share the
-key-value heads, of sequences sliced as megatron-core does; each stage of a pipeline, and each
+heads, of sequences sliced as megatron-core does; each stage of a pipeline, and each
 virtual one, is made so.
 """
 

@@ -141,14 +141,17 @@ def _unshared(config: Any) -> list[str]:
     """A hidden size that ranks cannot share: each computes its columns of what o_proj and down_proj
     give. And heads of a rank that those of context parallelism cannot."""
     hidden, ranks = config.hidden_size, config.tensor_model_parallel_size
-    groups, context = config.num_query_groups, config.context_parallel_size
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    context, own = config.context_parallel_size, max(1, groups // ranks)
     tensor = f"tensor_model_parallel_size={ranks}"
     wrong = {
         f"hidden_size={hidden} with {tensor}": hidden % ranks,
-        f"num_query_groups={groups} with {tensor} and context_parallel_size={context}": max(
-            1, groups // ranks
-        )
+        f"num_attention_heads={heads} with {tensor} and context_parallel_size={context}": heads
+        // ranks
         % context,
+        f"num_query_groups={groups} with {tensor} and context_parallel_size={context}": own
+        % context
+        and context % own,
     }
     return [what for what, is_so in wrong.items() if is_so]
 
