@@ -173,12 +173,12 @@ RUNS = {"rlk": with_the_kernels, "off": without}
 
 def row(found: dict[str, Any]) -> str:
     verdict = found["verdict"]
-    if verdict is None:
+    coverage = verdict["coverage"] if verdict else {}
+    if "paired" not in coverage:  # it did not come to that
         code = found["exit"]
         ended = "did not finish" if code is None else f"exit {code}"
         return f"| {found['pair']} | {found['kernels']} | {ended} |" + " |" * 5
     edges = [verdict["edges"].get(name) or {} for name in EDGES]
-    coverage = verdict["coverage"]
     first = (verdict["divergence"] or {}).get("first_bitwise")
     cells = [
         found["pair"], found["kernels"], verdict["status"],
