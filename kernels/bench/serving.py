@@ -9,8 +9,8 @@ config.json is needed), and others for another --tp; those of --load-format auto
 checkpoint's. Rivals run at the same time, each in its process, and measure in turns from
 when --rivals of them have told --out that they started: whoever holds --lock has the GPU alone.
 
-Prefill: prompts that nobody has seen, one token each. Decode: the time of 1 + --new tokens less that
-of 1, over prompts whose prefix is cached. Temperature 1, log-probs of the sampled tokens, as
+Prefill: prompts that nobody has seen, one token each. Decode: the time of 1 + --new tokens less
+that of 1, over prompts whose prefix is cached. Temperature 1, log-probs of the sampled tokens, as
 rollouts ask for. A line of JSON for each batch, as it comes.
 """
 

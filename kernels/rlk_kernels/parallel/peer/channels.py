@@ -16,6 +16,10 @@ BLOCKS = 4
 SLOT_BYTES = BLOCKS * BLOCK_BYTES
 SLOTS = 4
 """Of a channel and source: see `kernels`."""
+FLAGGED_WORDS = 512
+"""Of 4 bytes that a program copies in `flagged`, each with its epoch."""
+FLAGGED_BYTES = 128 << 10
+"""Of a rank's shard up to which that is faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,13 @@ class Channels:
     """int32 [R], in the host's memory: the epoch in which a rank was missing, or 0."""
 
 
-def region_bytes(ranks: int, count: int = CHANNELS) -> int:
-    """Of a rank: flags, and the slots of each source and channel."""
+def flagged_offset(ranks: int, count: int) -> int:
+    """Bytes of a region before the messages of `flagged`: flags, and slots of each source and
+    channel."""
     flags = -(-count * ranks * 4 // 1024) * 1024
     return flags + SLOTS * ranks * count * SLOT_BYTES
+
+
+def region_bytes(ranks: int, count: int = CHANNELS) -> int:
+    """Of a rank."""
+    return flagged_offset(ranks, count) + 2 * ranks * count * FLAGGED_WORDS * 8

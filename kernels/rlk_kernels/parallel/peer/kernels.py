@@ -1,4 +1,5 @@
-"""The kernel of `gather`: store to peers, tell them, wait for them, copy out.
+"""The kernel of `gather`: store to peers, tell them, wait for them, copy out. (`flagged` has that
+of few bytes.)
 
 A program is a channel: it has pieces of the shard, slots for them in every rank's region, and a
 counter of its pieces, the epoch, which is the same on all ranks because they launch alike. It
@@ -25,7 +26,16 @@ from torch import Tensor
 
 from rlk_kernels.launching import cdiv, launch
 from rlk_kernels.memory import empty
-from rlk_kernels.parallel.peer.channels import BLOCK_BYTES, BLOCKS, SLOT_BYTES, SLOTS, Channels
+from rlk_kernels.parallel.peer import flagged
+from rlk_kernels.parallel.peer.channels import (
+    BLOCK_BYTES,
+    BLOCKS,
+    FLAGGED_BYTES,
+    FLAGGED_WORDS,
+    SLOT_BYTES,
+    SLOTS,
+    Channels,
+)
 
 WARPS = 16
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
@@ -141,21 +151,31 @@ def columns(x: Tensor, shared: Channels) -> Tensor:
     """[..., R F] of x[..., F]."""
     x, row = x.contiguous(), x.shape[-1] * x.element_size()
     # Of the shape alone: all ranks must cut alike.
-    word = next(w for w in _WORDS if row % w == 0)
+    size = x.numel() * x.element_size()
+    few = row % 4 == 0 and size <= min(FLAGGED_BYTES, shared.count * FLAGGED_WORDS * 4)
+    word = 4 if few else next(w for w in _WORDS if row % w == 0)
     x = x.clone() if x.data_ptr() % word else x
     out = empty((*x.shape[:-1], shared.ranks * x.shape[-1]), x.dtype, x.device)
-    words, block = x.numel() * x.element_size() // word, BLOCK_BYTES // word
+    source, result = (y.view(-1).view(_WORDS[word]) for y in (x, out))
+    if few:
+        flagged.columns(source, result, row // word, shared)
+    else:
+        _in_pieces(source, result, row // word, shared)
+    return out
+
+
+def _in_pieces(x: Tensor, out: Tensor, row: int, shared: Channels) -> None:
+    """out[W / F, R, F] of x[W]; row: F."""
+    words, block = x.numel(), BLOCK_BYTES // x.element_size()
     blocks = cdiv(words, block)
     steps = min(BLOCKS, cdiv(blocks, shared.count))
     programs = min(shared.count, cdiv(blocks, steps))
     launch(
         None, _gather_kernel, (programs, 1, 1),
         (
-            x.view(-1).view(_WORDS[word]), out.view(-1).view(_WORDS[word]), shared.regions,
-            shared.counters, shared.failed, shared.missing, words, row // word,
+            x, out, shared.regions, shared.counters, shared.failed, shared.missing, words, row,
             cdiv(blocks, programs * steps), steps, shared.polls, shared.rank, shared.ranks,
             shared.count, block,
         ),
         {"num_warps": WARPS},
     )  # fmt: skip
-    return out
