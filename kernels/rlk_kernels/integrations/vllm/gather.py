@@ -19,6 +19,7 @@ from vllm.logger import init_logger
 from rlk_kernels.backend import call, dispatch_straight
 from rlk_kernels.device import HAS_TRITON
 from rlk_kernels.errors import UnsupportedDevice
+from rlk_kernels.parallel.peer.channels import FLAGGED_BYTES
 from rlk_kernels.parallel.peer.gather import PeerGather, peer_gather
 
 _peers: dict[str, PeerGather | None] = {}
@@ -36,8 +37,11 @@ def connect(columns: tuple[int, ...], dtype: torch.dtype) -> None:
     peers = _peers[ranks.unique_name]
     if peers is None or (columns, dtype) in _compiled:
         return
-    for rows in (1, 16):  # whether words are a multiple of 16 changes how it is compiled
-        for f in columns:
+    for f in columns:
+        many = FLAGGED_BYTES // (f * dtype.itemsize) + 1
+        # Few bytes have a kernel of their own, and whether words are a multiple of 16 changes how
+        # either is compiled.
+        for rows in (1, 16, many | 1, -(-many // 16) * 16):
             peers.columns(torch.zeros(rows, f, dtype=dtype, device=ranks.device))
     torch.cuda.synchronize()
     peers.check()
