@@ -142,7 +142,7 @@ def times_table(cases: list[tuple[Link, int]]) -> Iterator[str]:
 PAGE = """# What a layout costs, on paper
 
 **Nothing on this page is measured**: it is what `python kernels/bench/layout_costs.py` computes from formulas, for bf16.
-Measured are [vLLM on two GPUs](fix-path.md#vllm-on-two-gpus) and [the gather by stores](peer-gather.md).
+Measured are [two GPUs](fix-path.md#two-gpus), [the gather by stores](peer-gather.md) and [a rank's products](shard-products.md).
 
 Of each row-parallel product (o_proj, down_proj; y[M, N] of x[M, K], R ranks) an engine adds up partial sums by one all-reduce.
 With the kernels the input is gathered, and the output is: copies, so that the bits are those of one rank.
