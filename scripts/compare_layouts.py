@@ -1,6 +1,7 @@
 """vLLM on two GPUs against every layout of every training engine, in one table.
 
-    python scripts/compare_layouts.py --model M --out OUT [--max-new-tokens 32] [--limit 540]
+    python scripts/compare_layouts.py --model M --out OUT [--kernels rlk off]
+                                      [--max-new-tokens 32] [--limit 540]
 
 Needs two GPUs, vLLM and megatron-core, the kernels installed as vLLM's plugin, and a model with its
 prompts as `fixtures/make_large_model.py` makes them. vLLM at tp=2 samples, scores again, and scores
@@ -8,12 +9,15 @@ once more compiled and with CUDA graphs; each training engine scores those token
 and the contract is `bitwise`. vLLM on one GPU samples by itself. Without the kernels, two pairs
 show the drift. Writes OUT/layouts.json and OUT/layouts.md, and fails where a pair with the kernels
 has another bit or did not finish. The same call again goes on with what did not finish.
-Comparisons run side by side: their times say nothing.
+Comparisons with the kernels run side by side: their times say nothing. Those without them run one
+by one, because two engines of their own memory do not fit beside others: `--kernels off` asks for
+them alone.
 """
 
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -55,6 +59,7 @@ class Job:
                 [sys.executable, "-m", "rlk_align", *self.words],
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,
                 env=os.environ | {"CUDA_VISIBLE_DEVICES": self.gpus},
             )
         return self
@@ -67,7 +72,8 @@ class Job:
             code = self.process.wait(max(0.0, until - time.monotonic()))
             (self.folder / "code").write_text(str(code))
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            # With its engines' processes, which would keep their GPU.
+            os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
         seconds = time.monotonic() - self.started
         lines = (self.folder / "log").read_text(errors="replace").splitlines()
@@ -111,26 +117,33 @@ def with_kernels(spec: str, kernels: str) -> str:
     return str(EngineSpec(parsed.name, {**parsed.options, "kernels": kernels}))
 
 
-def all_layouts(out: Path, model: Path, tokens: int, until: float) -> list[dict[str, Any]]:
-    asked = ["--model", str(model), "--trace-budget", "60MB"]
-    prompts = ["--prompts", str(model / "prompts.jsonl"), "--max-new-tokens", str(tokens)]
+def asked(model: Path) -> tuple[str, ...]:
+    return ("--model", str(model), "--trace-budget", "60MB")
+
+
+def prompts(model: Path, tokens: int) -> tuple[str, ...]:
+    return ("--prompts", str(model / "prompts.jsonl"), "--max-new-tokens", str(tokens))
+
+
+def with_the_kernels(out: Path, model: Path, tokens: int, until: float) -> list[dict[str, Any]]:
+    sampling = [*asked(model), *prompts(model, tokens)]
     first = compared(
         out,
         with_kernels(ROLLOUT, "rlk"),
         TRAIN[0],
         "rlk",
-        [*asked, *prompts, "--production"],
+        [*sampling, "--production"],
         f"vllm:tp=2 / {TRAIN[0]}",
     ).start()
     lone = out / "one-gpu"
     capture = ["capture", "--engine", with_kernels(ONE_GPU, "rlk"), "-o", str(lone / "run")]
-    one_gpu = Job("vllm", "rlk", [*capture, *asked, *prompts], lone, gpus="1").start()
+    one_gpu = Job("vllm", "rlk", [*capture, *sampling], lone, gpus="1").start()
     done = [first.wait(until)]
     one_gpu.wait(until)
     recorded = first.folder / "run"
     scored = [
         compared(
-            out, f"replay:path={recorded}", train, "rlk", [*asked, "--no-production"],
+            out, f"replay:path={recorded}", train, "rlk", [*asked(model), "--no-production"],
             f"vllm:tp=2 / {train}", gpus,
         ).start()
         for train, gpus in zip(TRAIN[1:], ("0,1", "0", "0,1", "1"), strict=True)
@@ -140,25 +153,32 @@ def all_layouts(out: Path, model: Path, tokens: int, until: float) -> list[dict[
     words += ["--run-dir", str(folder / "run"), "--output", f"json={folder / 'verdict.json'}"]
     scored.append(Job("vllm:tp=2 / vllm", "rlk", words, folder).start())
     done += [job.wait(until) for job in scored]
-    off = [*asked, *prompts, "--no-production"]
-    drifted = compared(
-        out, with_kernels(ROLLOUT, "off"), TRAIN[0], "off", off, f"vllm:tp=2 / {TRAIN[0]}"
-    )
-    done.append(drifted.start().wait(until))
-    replay = f"replay:path={drifted.folder / 'run'}"
-    alone = compared(out, replay, "hf", "off", [*asked, "--no-production"], "vllm:tp=2 / hf")
-    done.append(alone.start().wait(until))
     return [job.result() for job in done]
+
+
+def without(out: Path, model: Path, tokens: int, until: float) -> list[dict[str, Any]]:
+    """One by one. The second one scores the tokens of the first."""
+    words = [*asked(model), "--no-production"]
+    pair = compared(
+        out, with_kernels(ROLLOUT, "off"), TRAIN[0], "off", [*words, *prompts(model, tokens)],
+        f"vllm:tp=2 / {TRAIN[0]}",
+    )  # fmt: skip
+    replay = f"replay:path={pair.folder / 'run'}"
+    lone = compared(out, replay, "hf", "off", words, "vllm:tp=2 / hf")
+    return [job.start().wait(until).result() for job in (pair, lone)]
+
+
+RUNS = {"rlk": with_the_kernels, "off": without}
 
 
 def row(found: dict[str, Any]) -> str:
     verdict = found["verdict"]
-    if verdict is None:
+    coverage = verdict["coverage"] if verdict else {}
+    if "paired" not in coverage:  # it did not come to that
         code = found["exit"]
         ended = "did not finish" if code is None else f"exit {code}"
         return f"| {found['pair']} | {found['kernels']} | {ended} |" + " |" * 5
     edges = [verdict["edges"].get(name) or {} for name in EDGES]
-    coverage = verdict["coverage"]
     first = (verdict["divergence"] or {}).get("first_bitwise")
     cells = [
         found["pair"], found["kernels"], verdict["status"],
@@ -187,9 +207,16 @@ def main() -> int:
     parser.add_argument(
         "--limit", type=float, default=540, help="seconds; what runs then is killed"
     )
+    parser.add_argument(
+        "--kernels", nargs="+", choices=RUNS, default=tuple(RUNS), help="which pairs"
+    )
     args = parser.parse_args()
     until = time.monotonic() + args.limit
-    found = all_layouts(args.out, args.model, args.max_new_tokens, until)
+    found = [
+        pair
+        for kernels in args.kernels
+        for pair in RUNS[kernels](args.out, args.model, args.max_new_tokens, until)
+    ]
     cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     report = {
         "command": " ".join(sys.argv),

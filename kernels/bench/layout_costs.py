@@ -141,7 +141,7 @@ def _time(model: Model, rows: int, ranks: int, link: Link) -> str:
 PAGE = """# What a layout costs, on paper
 
 **Nothing on this page is measured.** `python kernels/bench/layout_costs.py` computes it from formulas, for bf16. Measurements:
-[vLLM on two GPUs](fix-path.md#two-gpus), [the gather by stores](peer-gather.md).
+[two GPUs](fix-path.md#two-gpus), [the gather by stores](peer-gather.md), [a rank's products](shard-products.md).
 
 For each row-parallel product (o_proj, down_proj; y[M, N] of x[M, K], R ranks) an engine sums partial results in one all-reduce. The kernels gather
 the input and then the output instead: copies, so that the bits are those of one rank.

@@ -9,8 +9,8 @@ config.json is needed), and others for another --tp; those of --load-format auto
 checkpoint's. Rivals run at the same time, each in its process, and measure in turns from
 when --rivals of them have told --out that they started: whoever holds --lock has the GPU alone.
 
-Prefill: prompts that nobody has seen, one token each. Decode: the time of 1 + NEW tokens less that
-of 1, over prompts whose prefix is cached. Temperature 1, log-probs of the sampled tokens, as
+Prefill: prompts that nobody has seen, one token each. Decode: the time of 1 + --new tokens less
+that of 1, over prompts whose prefix is cached. Temperature 1, log-probs of the sampled tokens, as
 rollouts ask for. A line of JSON for each batch, as it comes.
 """
 
@@ -64,8 +64,9 @@ def alone(lock: Path) -> Iterator[None]:
 
 
 class Bench:
-    def __init__(self, llm: Any, lock: Path) -> None:
+    def __init__(self, llm: Any, lock: Path, repeats: int = REPEATS, new: int = NEW) -> None:
         self.llm, self.lock, self.random = llm, lock, random.Random(0)
+        self.repeats, self.new = repeats, new
         self.vocabulary = llm.llm_engine.model_config.get_vocab_size()
 
     def prompts(self, count: int, length: int) -> list[dict[str, list[int]]]:
@@ -87,7 +88,7 @@ class Bench:
     def prefill(self, count: int, length: int) -> list[float]:
         """Tokens a second of each repetition; the first, which warms up, is left out."""
         rates, asked = [], -(-TOKENS // (count * length))
-        for _ in range(REPEATS + 1):
+        for _ in range(self.repeats + 1):
             batches = [self.prompts(count, length) for _ in range(asked)]
             with alone(self.lock):
                 seconds = sum(self.seconds(prompts, 1) for prompts in batches)
@@ -99,10 +100,10 @@ class Bench:
         with alone(self.lock):
             self.seconds(prompts, 8)
         rates = []
-        for _ in range(REPEATS):
+        for _ in range(self.repeats):
             with alone(self.lock):
-                first, all_of_them = self.seconds(prompts, 1), self.seconds(prompts, 1 + NEW)
-            rates.append(count * NEW / (all_of_them - first))
+                first, all_of_them = self.seconds(prompts, 1), self.seconds(prompts, 1 + self.new)
+            rates.append(count * self.new / (all_of_them - first))
         return rates
 
     def bits(self) -> str:
@@ -173,6 +174,8 @@ def main() -> None:
     parser.add_argument(
         "--no-custom-all-reduce", action="store_true", help="ranks copy through NCCL alone"
     )
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="of each batch")
+    parser.add_argument("--new", type=int, default=NEW, help="tokens that decode is timed by")
     parser.add_argument("--load-format", choices=("dummy", "auto"), default="dummy")
     args = parser.parse_args()
     name = args.name or args.engine
@@ -201,7 +204,7 @@ def main() -> None:
         disable_log_stats=True, max_model_len=40960, gpu_memory_utilization=0.01,
         kv_cache_memory_bytes=int(args.cache_gb * 1e9), **options,
     )  # fmt: skip
-    bench = Bench(llm, args.lock)
+    bench = Bench(llm, args.lock, args.repeats, args.new)
     tell(args.out, engine=name, what="start", seconds=time.perf_counter() - started)
     wait_for(args.out, args.rivals)
     with alone(args.lock):

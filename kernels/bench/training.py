@@ -39,40 +39,14 @@ def hf_model(shape: dict[str, Any], kernels: bool) -> tuple[Any, Callable[[Tenso
 
 def megatron_model(shape: dict[str, Any], kernels: bool) -> tuple[Any, Callable[[Tensor], Tensor]]:
     """As `hf_model`."""
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-    from megatron.core.transformer.transformer_config import TransformerConfig
-    from rlk_kernels.integrations import megatron
+    import megatron_models
 
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(0)
-    config = TransformerConfig(
-        num_layers=shape["num_hidden_layers"], hidden_size=shape["hidden_size"],
-        num_attention_heads=shape["num_attention_heads"],
-        num_query_groups=shape["num_key_value_heads"], kv_channels=shape["head_dim"],
-        ffn_hidden_size=shape["intermediate_size"], normalization="RMSNorm",
-        layernorm_epsilon=shape["rms_norm_eps"], gated_linear_unit=True, qk_layernorm=True,
-        activation_func=torch.nn.functional.silu, add_bias_linear=False, hidden_dropout=0.0,
-        attention_dropout=0.0, bf16=True, params_dtype=torch.bfloat16,
-    )  # fmt: skip
-    layer = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
-    plain = TransformerBlockSubmodules([layer] * config.num_layers, WrappedTorchNorm)
-    rope = shape["rope_parameters"]
-    model = GPTModel(
-        config, megatron.layer_spec(config) if kernels else plain, shape["vocab_size"], LENGTH,
-        position_embedding_type="rope", rotary_base=rope["rope_theta"],
-        share_embeddings_and_output_weights=False,
-    )  # fmt: skip
-    if kernels:
-        model = megatron.use_kernels(model, rope)
-    model = model.to(device="cuda", dtype=torch.bfloat16).train()
+    with megatron_models.parallel(1):
+        model = megatron_models.gpt_model(shape, LENGTH, kernels)
     at = torch.arange(LENGTH, device="cuda").expand(TOGETHER, LENGTH)
-    hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device="cuda").triu(1)[None, None]
+    hidden = megatron_models.causal_mask(LENGTH)
     return model, lambda ids: model(ids, at, hidden)
 
 
