@@ -27,26 +27,17 @@ def _find_rows(tile, offsets_ptr, S, E, BM: tl.constexpr, BE: tl.constexpr):
 
 
 @triton.jit
-def _grouped_kernel(
-    a_ptr, b_ptr, b_desc, c_ptr, order_ptr, offsets_ptr, S, N, K, E, each, row_tiles,
+def _rows_by_weight(
+    a_ptr, b_ptr, b_desc, c_ptr, order_ptr, first, end, expert, col, N, K, E, each,
     stride_be, stride_bk, stride_bn,
     TRANS_B: tl.constexpr, TMA_B: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, GROUP: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
+    BK: tl.constexpr, FULL_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """TRANS_B: B[e] is the weight [N, K] transposed, else a weight [K, N]."""
-    tiles_n = tl.cdiv(N, BN)
-    per_group = GROUP * tiles_n
-    pid = tl.program_id(0)
-    base = (pid // per_group) * GROUP
-    size = tl.minimum(row_tiles - base, GROUP)
-    tile = base + (pid % per_group) % size
-    tile_n = (pid % per_group) // size
-    expert, first, end = _find_rows(tile, offsets_ptr, S, E, BM, BE)
-    if expert > E:
-        return
+    """BM rows from `first` on, by BN columns from `col` on. Behind the last row that row is read
+    again, and not written. FULL_K: K is a multiple of BK."""
     at = first + tl.arange(0, BM)
-    rows = tl.load(order_ptr + at, mask=at < end, other=0).to(tl.int64)
-    cols = tile_n * BN + tl.arange(0, BN)
+    rows = tl.load(order_ptr + tl.minimum(at, end - 1)).to(tl.int64)
+    cols = col + tl.arange(0, BN)
     ks = tl.arange(0, BK)
     acc = tl.zeros((BM, BN), tl.float32)
     if expert < E:
@@ -55,12 +46,15 @@ def _grouped_kernel(
         b_at += ks.to(tl.int64)[:, None] * stride_bk + cols.to(tl.int64)[None, :] * stride_bn
         for step in range(tl.cdiv(K, BK)):
             k = step * BK
-            a = tl.load(a_at, mask=(at[:, None] < end) & (ks[None, :] < K - k), other=0.0)
+            if FULL_K:
+                a = tl.load(a_at)
+            else:
+                a = tl.load(a_at, mask=ks[None, :] < K - k, other=0.0)
             if TMA_B:
                 if TRANS_B:
-                    b = b_desc.load([expert * N + tile_n * BN, k]).T
+                    b = b_desc.load([expert * N + col, k]).T
                 else:
-                    b = b_desc.load([expert * K + k, tile_n * BN])
+                    b = b_desc.load([expert * K + k, col])
             else:
                 b = tl.load(b_at, mask=(ks[:, None] < K - k) & (cols[None, :] < N), other=0.0)
                 b_at += tl.cast(BK, tl.int64) * stride_bk
@@ -69,6 +63,44 @@ def _grouped_kernel(
     where = c_ptr + rows[:, None] * N + cols[None, :]
     mask = (at[:, None] < end) & (cols[None, :] < N)
     tl.store(where, acc.to(c_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _grouped_kernel(
+    a_ptr, b_ptr, b_desc, c_ptr, order_ptr, offsets_ptr, S, N, K, E, each, row_tiles,
+    stride_be, stride_bk, stride_bn,
+    TRANS_B: tl.constexpr, TMA_B: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, FEW: tl.constexpr, GROUP: tl.constexpr, BE: tl.constexpr,
+    FULL_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """TRANS_B: B[e] is the weight [N, K] transposed, else a weight [K, N]. FEW: rows of a tile up to
+    which a narrower one takes them; 0: none does."""
+    tiles_n = tl.cdiv(N, BN)
+    per_group = GROUP * tiles_n
+    pid = tl.program_id(0)
+    base = (pid // per_group) * GROUP
+    size = tl.minimum(row_tiles - base, GROUP)
+    tile = base + (pid % per_group) % size
+    col = (pid % per_group) // size * BN
+    expert, first, end = _find_rows(tile, offsets_ptr, S, E, BM, BE)
+    if expert > E:
+        return
+    if FEW > 0:
+        if end - first <= FEW:
+            _rows_by_weight(
+                a_ptr, b_ptr, b_desc, c_ptr, order_ptr, first, end, expert, col, N, K, E, each,
+                stride_be, stride_bk, stride_bn, TRANS_B, TMA_B, FEW, BN, BK, FULL_K, PRECISION,
+            )  # fmt: skip
+        else:
+            _rows_by_weight(
+                a_ptr, b_ptr, b_desc, c_ptr, order_ptr, first, end, expert, col, N, K, E, each,
+                stride_be, stride_bk, stride_bn, TRANS_B, TMA_B, BM, BN, BK, FULL_K, PRECISION,
+            )  # fmt: skip
+    else:
+        _rows_by_weight(
+            a_ptr, b_ptr, b_desc, c_ptr, order_ptr, first, end, expert, col, N, K, E, each,
+            stride_be, stride_bk, stride_bn, TRANS_B, TMA_B, BM, BN, BK, FULL_K, PRECISION,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -38,6 +38,10 @@ def tile_for(rows: int, experts: int, dtype: torch.dtype, here: DeviceFacts, sou
     return next((tile for most, tile in BY_ROWS if mean <= most), MANY_ROWS)
 
 
+def few_for(tile: Tile) -> int:
+    return 0
+
+
 def product(x: Tensor, b: Tensor, order: Tensor, offsets: Tensor, each: int, out: Tensor) -> str:
     """Fill out[S, N] with x[S / each, K] @ b[e], b[E, K, N]; which implementation ran."""
     (rows, n), (experts, k, _) = out.shape, b.shape
@@ -59,10 +63,12 @@ def product(x: Tensor, b: Tensor, order: Tensor, offsets: Tensor, each: int, out
         described = tensor_map(TensorDescriptor, b.data_ptr(), b.dtype, shape, (width, 1), box)
     # every expert, and the dropped rows, may end with a part of a tile
     row_tiles = min(cdiv(rows, tile.m) + experts, rows)
+    few = few_for(tile)
     launch(
         cache, kernels._grouped_kernel, (row_tiles * cdiv(n, tile.n), 1, 1),
         (x, b, described, out, order, offsets, rows, n, k, experts, each, row_tiles, *_strides(b),
-         transposed, reads, tile.m, tile.n, tile.k, tile.group, power_of_2(experts + 1), "ieee"),
+         transposed, reads, tile.m, tile.n, tile.k, few, tile.group, power_of_2(experts + 1),
+         k % tile.k == 0, "ieee"),
         {"num_warps": tile.warps, "num_stages": tile.stages},
     )  # fmt: skip
     return "triton"
