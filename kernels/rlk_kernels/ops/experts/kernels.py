@@ -1,3 +1,4 @@
+# ruff: noqa: SIM108 (a ternary of two loads is no Triton)
 """The Triton kernels of `grouped_linear`: one launch over (expert, row block, column block).
 
     C[s, n] = round( sum_{k = 0, 1, ...} A[s // each, k] * B[e(s)][k, n] )
@@ -73,8 +74,8 @@ def _grouped_kernel(
     BK: tl.constexpr, FEW: tl.constexpr, GROUP: tl.constexpr, BE: tl.constexpr,
     FULL_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """TRANS_B: B[e] is the weight [N, K] transposed, else a weight [K, N]. FEW: rows of a tile up to
-    which a narrower one takes them; 0: none does."""
+    """TRANS_B: B[e] is the weight [N, K] transposed, else a weight [K, N]. FEW: up to so many rows
+    a shorter tile takes; 0: none."""
     tiles_n = tl.cdiv(N, BN)
     per_group = GROUP * tiles_n
     pid = tl.program_id(0)
