@@ -165,6 +165,7 @@ def sparse_layer(t: int, experts: int, top_k: int, h: int, inner: int, dtype=BF1
         logits = rk.linear(x, router, out_dtype=FP32)
         shares, ids = rk.route(logits, top_k, normalize=normalize)
         groups = rk.group_by_expert(ids, experts)
+        rk.grouped_swiglu(x.detach(), up.detach(), groups)
         both = rk.grouped_linear(x, up, groups)
         rows = rk.grouped_linear(rk.swiglu(*both.chunk(2, -1)), down, groups)
         _backward(rk.combine_experts(rows, shares, ids, experts))

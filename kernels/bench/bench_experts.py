@@ -69,8 +69,7 @@ def rivals(t: int, spread: str, up: Tensor, down: Tensor) -> dict[str, Callable[
     def layer() -> Tensor:
         shares, ids = rk.route(logits, TOP_K)
         groups = rk.group_by_expert(ids, EXPERTS)
-        both = rk.grouped_linear(x, up, groups)
-        rows = rk.grouped_linear(rk.swiglu(*both.chunk(2, -1)), down, groups)
+        rows = rk.grouped_linear(rk.grouped_swiglu(x, up, groups), down, groups)
         return rk.combine_experts(rows, shares, ids, EXPERTS)
 
     counts = groups.offsets.diff().tolist()
@@ -82,10 +81,10 @@ def rivals(t: int, spread: str, up: Tensor, down: Tensor) -> dict[str, Callable[
         "layer": layer,
         "route": lambda: rk.route(logits, TOP_K),
         "group": lambda: rk.group_by_expert(ids, EXPERTS),
-        "act": lambda: rk.swiglu(*both.chunk(2, -1)),
+        "up": lambda: rk.grouped_linear(x, up, groups),
+        "up and act": lambda: rk.grouped_swiglu(x, up, groups),
         "combine": lambda: rk.combine_experts(inner_rows, shares, ids, EXPERTS),
     }
-    both = torch.randn(t, TOP_K, 2 * INNER, device="cuda", dtype=torch.bfloat16)
     inner_rows = torch.randn(t, TOP_K, HIDDEN, device="cuda", dtype=torch.bfloat16)
     ends = groups.offsets[1:].contiguous()
 
