@@ -2,7 +2,8 @@
 
     python fixtures/make_large_model.py qwen3-30b-a3b:layers=6 --out M --minutes 0.5 \\
         --step-tokens 4096 --prompts 64 --lengths 960-1088
-    python scripts/compare_sparse.py --model M --out OUT [--max-new-tokens 32] [--limit 400]
+    python scripts/compare_sparse.py --model M --out OUT [--train hf] [--kernels rlk] \\
+        [--max-new-tokens 32] [--limit 400]
 
 With the kernels vLLM samples, scores again, and scores once more compiled and with CUDA graphs;
 Megatron and HF score those tokens, and the contract is `bitwise`. Without them the same pairs show
@@ -16,6 +17,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ import torch
 from compare_layouts import compared, with_kernels
 
 ROOT = Path(__file__).parents[1]
-TRAIN = ("megatron", "hf")
+TRAIN, MODES = ("megatron", "hf"), ("rlk", "off")
 EDGES = ("decode_vs_prefill", "prefill_vs_train")
 TINY_PROMPTS = 6
 COLUMNS = (
@@ -41,27 +43,32 @@ COLUMNS = (
 
 
 def all_pairs(
-    out: Path, rollout: str, asked: list[str], prompts: list[str], until: float
+    out: Path,
+    rollout: str,
+    trainers: Sequence[str],
+    modes: Sequence[str],
+    asked: list[str],
+    prompts: list[str],
+    until: float,
 ) -> list[dict[str, Any]]:
-    """Runs vLLM against the first trainer, with the kernels and without, then the others against
+    """Runs vLLM against the first trainer, in each mode of the kernels, then the others against
     what vLLM recorded; the verdicts."""
-    done = []
-    modes = {"rlk": ["--production"], "off": ["--no-production"]}
+    production = {"rlk": "--production", "off": "--no-production"}
     first = {
         kernels: compared(
-            out, with_kernels(rollout, kernels), TRAIN[0], kernels,
-            [*asked, *prompts, *production], f"vllm / {TRAIN[0]}", gpus="0",
+            out, with_kernels(rollout, kernels), trainers[0], kernels,
+            [*asked, *prompts, production[kernels]], f"vllm / {trainers[0]}", gpus="0",
         ).start()
-        for kernels, production in modes.items()
+        for kernels in modes
     }  # fmt: skip
-    done += [job.wait(until) for job in first.values()]
+    done = [job.wait(until) for job in first.values()]
     behind = [
         compared(
             out, f"replay:path={job.folder / 'run'}", train, kernels, [*asked, "--no-production"],
             f"vllm / {train}", gpus="0",
         ).start()
         for kernels, job in first.items()
-        for train in TRAIN[1:]
+        for train in trainers[1:]
     ]  # fmt: skip
     done += [job.wait(until) for job in behind]
     return [job.result() for job in done]
@@ -113,6 +120,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--train", action="append", choices=TRAIN, help="default: both")
+    parser.add_argument("--kernels", action="append", choices=MODES, help="default: both")
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument(
         "--limit", type=float, default=400, help="seconds; what runs then is killed"
@@ -127,6 +136,8 @@ def main() -> int:
     found = all_pairs(
         args.out,
         "vllm" if args.tiny else "vllm:kv_cache_gb=4",
+        args.train or TRAIN,
+        args.kernels or MODES,
         ["--model", str(model), "--trace-budget", "60MB"],
         ["--prompts", str(prompts), "--max-new-tokens", str(args.max_new_tokens)],
         until,

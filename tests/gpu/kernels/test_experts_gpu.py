@@ -69,8 +69,11 @@ def test_every_tile_gives_the_same_bits(dtype, tile, monkeypatch):
     x = rand(t, k, dtype=dtype, device=CUDA, seed=5)
     groups = rk.group_by_expert(ids, experts)
     monkeypatch.setattr(launch, "tile_for", lambda *_: tile)
-    launch.shape_cache.cache_clear()
-    assert torch.equal(rk.grouped_linear(x, weight, groups), by_linear(x, weight, ids, None))
+    expected = by_linear(x, weight, ids, None)
+    for few in (0, launch.few_for(tile, True)):
+        monkeypatch.setattr(launch, "few_for", lambda *_, few=few: few)
+        launch.shape_cache.cache_clear()
+        assert torch.equal(rk.grouped_linear(x, weight, groups), expected)
     launch.shape_cache.cache_clear()
 
 

@@ -18,10 +18,10 @@ __all__ = ["group", "product", "weight_grad"]
 # rows of an expert in the mean, up to which a tile is taken
 BY_ROWS = (
     (12, Tile(16, 128, 128, 4, 4)),
-    (40, Tile(32, 128, 128, 4, 4)),
-    (96, Tile(64, 128, 64, 4, 4)),
+    (40, Tile(64, 256, 64, 8, 4)),
+    (96, Tile(128, 128, 64, 8, 3)),
 )
-MANY_ROWS = Tile(128, 128, 64, 8, 4)
+MANY_ROWS = Tile(128, 256, 64, 8, 4)
 WEIGHT_GRAD = Tile(128, 128, 64, 8, 3)
 """m and n: of the gradient; k: rows of a step."""
 
@@ -38,8 +38,10 @@ def tile_for(rows: int, experts: int, dtype: torch.dtype, here: DeviceFacts, sou
     return next((tile for most, tile in BY_ROWS if mean <= most), MANY_ROWS)
 
 
-def few_for(tile: Tile) -> int:
-    return 0
+def few_for(tile: Tile, sound: bool) -> int:
+    """Up to how many rows of an expert a tile half as high takes in the place of `tile`; 0: none
+    does. An expert's last rows fill half of a high tile in the mean."""
+    return tile.m // 2 if sound and (tile.m >= 128 or tile == INTERPRETED) else 0
 
 
 def product(
@@ -55,7 +57,8 @@ def product(
         (x.data_ptr() | b.data_ptr() | out.data_ptr()) & 15 == 0,
     )  # fmt: skip
     here = facts(x.device)
-    tile = tile_for(rows, experts, x.dtype, here, trusted(x.device, x.dtype))
+    sound = trusted(x.device, x.dtype)
+    tile = tile_for(rows, experts, x.dtype, here, sound)
     columns = tile.n // 2 if act else tile.n
     transposed = act or b.stride(1) == 1
     reads = here.tma and x.dtype.itemsize == 2 and _describable(b, transposed, tile)
@@ -67,7 +70,7 @@ def product(
         described = tensor_map(TensorDescriptor, b.data_ptr(), b.dtype, shape, (width, 1), box)
     # every expert, and the dropped rows, may end with a part of a tile
     row_tiles = min(cdiv(rows, tile.m) + experts, rows)
-    few = few_for(tile)
+    few = few_for(tile, sound)
     launch(
         cache, kernels._grouped_kernel, (row_tiles * cdiv(n, columns), 1, 1),
         (x, b, described, out, order, offsets, rows, n, k, experts, each, row_tiles, *_strides(b),
