@@ -48,6 +48,8 @@ SPILLS = {
     "_gemm_pointer_kernel": 1 << 15,  # strides that no copy engine takes
     "_grouped_kernel": 1 << 15,  # likewise
     "_reduce_kernel": 1 << 6,
+    "_route_bwd_kernel": 1 << 6,  # 8, where weights need not add up to 1
+    "_route_fwd_kernel": 1 << 6,  # 8 with Triton 3.9, likewise
     "_sum_pointer_kernel": 1 << 11,
     "_tiles_pointer_kernel": 1 << 10,
 }
