@@ -48,6 +48,8 @@ SPILLS = {
     "_gemm_pointer_kernel": 1 << 15,  # strides that no copy engine takes
     "_grouped_kernel": 1 << 15,  # likewise
     "_reduce_kernel": 1 << 6,
+    "_route_bwd_kernel": 1 << 6,  # 8, where weights need not add up to 1
+    "_route_fwd_kernel": 1 << 6,  # 8 with Triton 3.9, likewise
     "_sum_pointer_kernel": 1 << 11,
     "_tiles_pointer_kernel": 1 << 10,
 }
@@ -165,6 +167,7 @@ def sparse_layer(t: int, experts: int, top_k: int, h: int, inner: int, dtype=BF1
         logits = rk.linear(x, router, out_dtype=FP32)
         shares, ids = rk.route(logits, top_k, normalize=normalize)
         groups = rk.group_by_expert(ids, experts)
+        rk.grouped_swiglu(x.detach(), up.detach(), groups)
         both = rk.grouped_linear(x, up, groups)
         rows = rk.grouped_linear(rk.swiglu(*both.chunk(2, -1)), down, groups)
         _backward(rk.combine_experts(rows, shares, ids, experts))

@@ -2,12 +2,16 @@
 
     PYTHONPATH=kernels python kernels/bench/bench_experts.py [--tokens 1 16 ...] [--json PATH]
 
-Prints a table of microseconds. "products": the two grouped products alone, beside one torch.mm an
-expert on rows that are sorted, whose counts the host knows (cuBLAS), and torch._grouped_mm.
-"layer": from router logits to the sum, beside vLLM's topk and fused_experts where vLLM imports.
+Prints a line of microseconds a shape, then the table. "products": the two grouped products alone,
+beside one torch.mm an expert (cuBLAS), torch._grouped_mm and DeepGEMM, all three on rows that lie
+sorted, whose counts the host knows for the first. "layer": from router logits to the sum, beside
+vLLM's topk and fused_experts, on logits of bf16 as its router gives them: "vllm" with the tiles
+that it takes on this card, "vllm-h200" with those that it has tuned for the H200. What does not
+import or run is named and left out.
 """
 
 import argparse
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +22,9 @@ from timing import graphs_ms
 from torch import Tensor
 
 HIDDEN, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8
+PRODUCTS, LAYERS = ("cublas", "grouped_mm", "deep_gemm"), ("vllm", "vllm-h200")
+"""What the products, and the layer, are held against."""
+RATIOS = ("products ratio", "layer ratio")
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 
 
@@ -62,8 +69,7 @@ def rivals(t: int, spread: str, up: Tensor, down: Tensor) -> dict[str, Callable[
     def layer() -> Tensor:
         shares, ids = rk.route(logits, TOP_K)
         groups = rk.group_by_expert(ids, EXPERTS)
-        both = rk.grouped_linear(x, up, groups)
-        rows = rk.grouped_linear(rk.swiglu(*both.chunk(2, -1)), down, groups)
+        rows = rk.grouped_linear(rk.grouped_swiglu(x, up, groups), down, groups)
         return rk.combine_experts(rows, shares, ids, EXPERTS)
 
     counts = groups.offsets.diff().tolist()
@@ -75,6 +81,8 @@ def rivals(t: int, spread: str, up: Tensor, down: Tensor) -> dict[str, Callable[
         "layer": layer,
         "route": lambda: rk.route(logits, TOP_K),
         "group": lambda: rk.group_by_expert(ids, EXPERTS),
+        "up": lambda: rk.grouped_linear(x, up, groups),
+        "up and act": lambda: rk.grouped_swiglu(x, up, groups),
         "combine": lambda: rk.combine_experts(inner_rows, shares, ids, EXPERTS),
     }
     inner_rows = torch.randn(t, TOP_K, HIDDEN, device="cuda", dtype=torch.bfloat16)
@@ -84,17 +92,71 @@ def rivals(t: int, spread: str, up: Tensor, down: Tensor) -> dict[str, Callable[
         torch._grouped_mm(sorted_x, up.mT, offs=ends)
         torch._grouped_mm(sorted_inner, down.mT, offs=ends)
 
-    try:
-        grouped_mm()
-        found["grouped_mm"] = grouped_mm
-    except (AttributeError, RuntimeError) as error:
-        print(f"torch._grouped_mm does not run: {error}"[:200])
-    try:
-        from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
-    except ImportError:
-        return found
-    found["vllm"] = lambda: fused_experts(x, up, down, shares, ids)
+    others: dict[str, Callable[[], dict[str, Callable[[], object]]]] = {
+        "torch._grouped_mm": lambda: {"grouped_mm": grouped_mm},
+        "DeepGEMM": lambda: deep_gemm(sorted_x, up, sorted_inner, down, counts),
+        "vLLM": lambda: vllm_layers(x, logits.bfloat16(), up, down),
+    }
+    for name, make in others.items():
+        try:
+            calls = make()
+            for call in calls.values():
+                call()
+            torch.cuda.synchronize()
+            found |= calls
+        except Exception as error:  # of any kind: what does not run here is named
+            print(f"{name} does not run: {type(error).__name__}: {error}"[:300], flush=True)
     return found
+
+
+def deep_gemm(
+    x: Tensor, up: Tensor, inner: Tensor, down: Tensor, counts: list[int]
+) -> dict[str, Callable[[], object]]:
+    """DeepGEMM's grouped product, whose groups begin at multiples of a tile's rows."""
+    deep = importlib.import_module(
+        "deep_gemm" if importlib.util.find_spec("deep_gemm") else "vllm.third_party.deep_gemm"
+    )
+    unit = deep.get_mk_alignment_for_contiguous_layout()
+    experts = torch.arange(len(counts), device="cuda", dtype=torch.int32)
+    padded = torch.tensor([-(-n // unit) * unit for n in counts], device="cuda")
+    owner = experts.repeat_interleave(padded)
+    rows = torch.zeros(len(owner), dtype=torch.long, device="cuda")
+    begins, ends = padded.cumsum(0) - padded, torch.tensor(counts, device="cuda").cumsum(0)
+    for e, n in enumerate(counts):
+        rows[begins[e] : begins[e] + n] = torch.arange(ends[e] - n, ends[e], device="cuda")
+    a, b = x[rows], inner[rows]
+    first = torch.empty(len(owner), up.shape[1], device="cuda", dtype=x.dtype)
+    second = torch.empty(len(owner), down.shape[1], device="cuda", dtype=x.dtype)
+
+    def run() -> None:
+        deep.m_grouped_bf16_gemm_nt_contiguous(a, up, first, owner)
+        deep.m_grouped_bf16_gemm_nt_contiguous(b, down, second, owner)
+
+    return {"deep_gemm": run}
+
+
+def vllm_layers(
+    x: Tensor, logits: Tensor, up: Tensor, down: Tensor
+) -> dict[str, Callable[[], object]]:
+    """vLLM's sparse layer, by the tiles that it takes here and by those of the H200."""
+    from vllm.model_executor.layers import fused_moe
+    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+    from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_topk
+
+    def layer() -> Tensor:
+        shares, ids, _ = fused_topk(x, logits, TOP_K, True)
+        return fused_experts(x, up, down, shares, ids)
+
+    folder = Path(fused_moe.__file__).parent / "configs"
+    tuned = folder / f"E={EXPERTS},N={INNER},device_name=NVIDIA_H200.json"
+    tiles = {int(t): tile for t, tile in json.loads(tuned.read_text()).items() if t.isdigit()}
+    nearest = tiles[min(tiles, key=lambda t: abs(t - len(x)))]
+
+    def with_tiles() -> Tensor:
+        with fused_moe.override_config(nearest):
+            return layer()
+
+    return {"vllm": layer, "vllm-h200": with_tiles}
 
 
 def measure(tokens: list[int]) -> list[dict]:
@@ -108,24 +170,35 @@ def measure(tokens: list[int]) -> list[dict]:
         for t in tokens:
             calls = {name: [call] for name, call in rivals(t, spread, up, down).items()}
             us = {name: ms * 1e3 for name, ms in graphs_ms(calls).items()}
-            best = min(us[name] for name in ("cublas", "grouped_mm") if name in us)
-            tflops = 6e-6 * t * TOP_K * HIDDEN * INNER / us["products"]
-            records.append(
-                {"spread": spread, "tokens": t, "us": us, "ratio": best / us["products"],
-                 "tflops": tflops}
-            )  # fmt: skip
+            record = {
+                "spread": spread, "tokens": t, "us": us,
+                "tflops": 6e-6 * t * TOP_K * HIDDEN * INNER / us["products"],
+                "products ratio": _ratio(us, "products", PRODUCTS),
+                "layer ratio": _ratio(us, "layer", LAYERS),
+            }  # fmt: skip
+            print(json.dumps(record), flush=True)
+            records.append(record)
     return records
+
+
+def _ratio(us: dict[str, float], ours: str, others: tuple[str, ...]) -> float:
+    """The time of the fastest of others in ours; NaN where none ran."""
+    return min((us[name] for name in others if name in us), default=float("nan")) / us[ours]
 
 
 def table(records: list[dict]) -> str:
     names = list(dict.fromkeys(name for r in records for name in r["us"]))
-    lines = [" ".join(f"{x:>10}" for x in ("spread", "tokens", *names, "ratio", "TFLOP/s"))]
+    heads = ("spread", "tokens", *names, *RATIOS, "TFLOP/s")
+    lines = [" ".join(f"{x:>10}" for x in heads)]
     for r in records:
         us = [f"{r['us'].get(name, float('nan')):.1f}" for name in names]
-        cells = (r["spread"], r["tokens"], *us, f"{r['ratio']:.2f}", f"{r['tflops']:.0f}")
-        lines.append(" ".join(f"{x:>10}" for x in cells))
-    mean = sum(r["ratio"] for r in records) / len(records)
-    return "\n".join([*lines, f"ratio to the faster of cublas and grouped_mm, mean: {mean:.3f}"])
+        ratios = [f"{r[name]:.2f}" for name in RATIOS]
+        cells = (r["spread"], r["tokens"], *us, *ratios, f"{r['tflops']:.0f}")
+        lines.append(" ".join(f"{x:>{max(10, len(h))}}" for h, x in zip(heads, cells, strict=True)))
+    for name, others in zip(RATIOS, (PRODUCTS, LAYERS), strict=True):
+        mean = sum(r[name] for r in records) / len(records)
+        lines.append(f"{name}, to the faster of {', '.join(others)}, mean: {mean:.3f}")
+    return "\n".join(lines)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
@@ -25,11 +26,53 @@ def parallel(tp: int) -> Iterator[None]:
         parallel_state.destroy_model_parallel()
 
 
+def expert_settings(shape: dict[str, Any]) -> dict[str, Any]:
+    """What TransformerConfig asks for beside a dense shape's; nothing for one."""
+    if "num_experts" not in shape:
+        return {}
+    return {
+        "num_moe_experts": shape["num_experts"],
+        "moe_router_topk": shape["num_experts_per_tok"],
+        "moe_ffn_hidden_size": shape["moe_intermediate_size"],
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+def expert_spec(shape: dict[str, Any], experts: str) -> dict[str, Any]:
+    """What the local layer spec asks for: plain experts."""
+    from megatron.core.transformer.moe import grouped_gemm_util, moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # of TransformerEngine; the router asks for it
+    grouped = experts == "grouped"
+    if grouped and grouped_gemm_util.grouped_gemm is None:
+        ops = SimpleNamespace(gmm=grouped_mm)
+        grouped_gemm_util.grouped_gemm, grouped_gemm_util.ops = SimpleNamespace(ops=ops), ops
+    return {
+        "num_experts": shape.get("num_experts"),
+        "moe_grouped_gemm": grouped,
+        "moe_use_legacy_grouped_gemm": grouped,
+    }
+
+
+def grouped_mm(a: Tensor, b: Tensor, counts: Tensor, trans_b: bool = False) -> Tensor:
+    """`grouped_gemm.ops.gmm` by torch: a[S, K] in groups of rows, b[E, K, N]; counts: int64 [E]."""
+    ends = counts.to(a.device).cumsum(0, dtype=torch.int32)
+    return torch._grouped_mm(a, b.mT if trans_b else b, offs=ends)
+
+
 def gpt_model(
-    shape: dict[str, Any], length: int, kernels: bool, *, tp: int = 1, sequence: bool = False
+    shape: dict[str, Any],
+    length: int,
+    kernels: bool,
+    *,
+    tp: int = 1,
+    sequence: bool = False,
+    experts: str = "sequential",
 ) -> Any:
     """Of a config.json's settings, in bf16, with megatron-core's local spec or with the kernels;
-    `sequence`: sequence parallel."""
+    `sequence`: sequence parallel; `experts` of a sparse shape: `sequential` or `grouped`."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -37,7 +80,7 @@ def gpt_model(
     from megatron.core.transformer.transformer_config import TransformerConfig
     from rlk_kernels.integrations import megatron
 
-    norms = shape["model_type"] == "qwen3"
+    norms = shape["model_type"] in ("qwen3", "qwen3_moe")
     config = TransformerConfig(
         num_layers=shape["num_hidden_layers"], hidden_size=shape["hidden_size"],
         num_attention_heads=shape["num_attention_heads"],
@@ -47,9 +90,11 @@ def gpt_model(
         activation_func=torch.nn.functional.silu, add_bias_linear=False, hidden_dropout=0.0,
         attention_dropout=0.0, bf16=True, params_dtype=torch.bfloat16,
         tensor_model_parallel_size=tp, sequence_parallel=sequence,
-        use_cpu_initialization=DEVICE.type == "cpu",
+        use_cpu_initialization=DEVICE.type == "cpu", **expert_settings(shape),
     )  # fmt: skip
-    layer = get_gpt_layer_local_spec(qk_layernorm=norms, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(
+        qk_layernorm=norms, normalization="RMSNorm", **expert_spec(shape, experts)
+    )
     plain = TransformerBlockSubmodules([layer] * config.num_layers, WrappedTorchNorm)
     rope = shape["rope_parameters"]
     model = GPTModel(

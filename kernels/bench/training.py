@@ -5,7 +5,11 @@
 
 Plain HF is as `from_config` makes it (sdpa), plain Megatron its local layer spec. Random weights,
 bf16; sequences of 2048, four in a forward, gradients added up over the forwards of a step. The loss
-is the mean negative log-prob. A line of JSON for each size of a step, as it comes.
+is the mean negative log-prob. A line of JSON for each size of a step, as it comes; of a sparse
+shape another for the sparse layer alone, forward and backward of one forward's tokens.
+
+Plain Megatron computes experts by --experts: `sequential`, one after another, or `grouped`, its
+GroupedMLP, with torch._grouped_mm where the package grouped_gemm is not installed.
 """
 
 import argparse
@@ -23,7 +27,9 @@ LENGTH, TOGETHER = 2048, 4
 STEPS = 3
 
 
-def hf_model(shape: dict[str, Any], kernels: bool) -> tuple[Any, Callable[[Tensor], Tensor]]:
+def hf_model(
+    shape: dict[str, Any], kernels: bool, _experts: str
+) -> tuple[Any, Callable[[Tensor], Tensor]]:
     """(model, ids[B, S] -> logits[B, S, V])."""
     from rlk_kernels.integrations import hf
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -37,14 +43,16 @@ def hf_model(shape: dict[str, Any], kernels: bool) -> tuple[Any, Callable[[Tenso
     return model, lambda ids: model(input_ids=ids, use_cache=False).logits
 
 
-def megatron_model(shape: dict[str, Any], kernels: bool) -> tuple[Any, Callable[[Tensor], Tensor]]:
+def megatron_model(
+    shape: dict[str, Any], kernels: bool, experts: str
+) -> tuple[Any, Callable[[Tensor], Tensor]]:
     """As `hf_model`."""
     import megatron_models
 
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
     with megatron_models.parallel(1):
-        model = megatron_models.gpt_model(shape, LENGTH, kernels)
+        model = megatron_models.gpt_model(shape, LENGTH, kernels, experts=experts)
     at = torch.arange(LENGTH, device="cuda").expand(TOGETHER, LENGTH)
     hidden = megatron_models.causal_mask(LENGTH)
     return model, lambda ids: model(ids, at, hidden)
@@ -77,6 +85,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--lock", type=Path, default=Path("/tmp/serving.lock"))
     parser.add_argument("--tokens", default="8192,32768")
+    parser.add_argument("--experts", choices=("sequential", "grouped"), default="sequential")
     parser.add_argument("--layers", type=int, help="instead of the config's")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
@@ -84,9 +93,11 @@ def main() -> None:
     shape["num_hidden_layers"] = args.layers or shape["num_hidden_layers"]
     torch.manual_seed(0)
     make = {"hf": hf_model, "megatron": megatron_model}[args.trainer]
-    model, run = make(shape, args.kernels == "rlk")
+    model, run = make(shape, args.kernels == "rlk", args.experts)
     loss_of = kernel_loss if args.kernels == "rlk" else plain_loss
     who = {"engine": args.trainer, "kernels": args.kernels}
+    if "num_experts" in shape and args.trainer == "megatron" and args.kernels == "off":
+        who["experts"] = args.experts
     for tokens in map(int, args.tokens.split(",")):
         size = (tokens // (LENGTH * TOGETHER), TOGETHER, LENGTH)
         ids = torch.randint(2, shape["vocab_size"], size, device="cuda")
@@ -101,14 +112,38 @@ def main() -> None:
                 rates.append(tokens / (time.perf_counter() - started))
         peak = torch.cuda.max_memory_allocated() / 1e9
         tell(args.out, **who, what="step", tokens=tokens, rates=rates, peak_gb=peak)
+    if "num_experts" in shape:
+        tell(
+            args.out, **who, what="sparse layer", tokens=LENGTH * TOGETHER, ms=layer_ms(args, model)
+        )
     if args.profile:
         profile(args, who, model, run, loss_of, ids[:1])
+
+
+def layer_ms(args: Any, model: Any) -> list[float]:
+    """Milliseconds of forward and backward of the first sparse layer, alone."""
+    layers = model.model.layers if args.trainer == "hf" else model.decoder.layers
+    mlp, size = layers[0].mlp, (LENGTH, TOGETHER, model.config.hidden_size)
+    x = torch.randn(size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    grad, times = torch.randn_like(x), []
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with alone(args.lock):
+        for _ in range(1 + STEPS):
+            for p in mlp.parameters():
+                p.grad = None
+            start.record()
+            y = mlp(x)
+            (y[0] if isinstance(y, tuple) else y).backward(grad)
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end))
+    return times[1:]
 
 
 def profile(args: Any, who: dict, model: Any, run: Any, loss_of: Any, ids: Tensor) -> None:
     """Where the GPU's time of one forward and backward goes."""
     cuda = torch.profiler.ProfilerActivity.CUDA
-    with alone(args.lock), torch.profiler.profiled(activities=[cuda]) as profiled:
+    with alone(args.lock), torch.profiler.profile(activities=[cuda]) as profiled:
         step(model, run, loss_of, ids)
         torch.cuda.synchronize()
     events = sorted(profiled.key_averages(), key=lambda e: -e.self_device_time_total)[:24]

@@ -34,7 +34,12 @@ from rlk_kernels.ops.attention.operator import attention, paged_attention, paged
 from rlk_kernels.ops.attention.shared_schedule import Schedule
 from rlk_kernels.ops.combine.operator import combine_experts
 from rlk_kernels.ops.embedding.operator import embedding
-from rlk_kernels.ops.experts.operator import ExpertGroups, group_by_expert, grouped_linear
+from rlk_kernels.ops.experts.operator import (
+    ExpertGroups,
+    group_by_expert,
+    grouped_linear,
+    grouped_swiglu,
+)
 from rlk_kernels.ops.kv_cache.operator import write_kv_cache
 from rlk_kernels.ops.linear import linear
 from rlk_kernels.ops.linear_logp.operator import linear_logp
@@ -93,6 +98,7 @@ __all__ = [
     "group_advantages",
     "group_by_expert",
     "grouped_linear",
+    "grouped_swiglu",
     "last_backend",
     "linear",
     "linear_grpo_loss",

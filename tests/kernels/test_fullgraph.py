@@ -37,7 +37,15 @@ def sparse(x):
     return rk.combine_experts(rk.grouped_linear(rows, EXPERTS, groups), weights, ids, 5)
 
 
+def in_one(x):
+    """A layer's first product and its activation, which no gradient passes."""
+    _, ids = rk.route(rk.linear(x, HEAD[:5], out_dtype=torch.float32), 2)
+    groups = rk.group_by_expert(ids, 5)
+    return rk.grouped_swiglu(x.detach(), EXPERTS, groups)
+
+
 OPERATORS = {
+    "grouped_swiglu": in_one,
     "route": lambda x: rk.route(x, 2, normalize=False)[0],
     "combine_experts, grouped_linear, group_by_expert": sparse,
     "linear": lambda x: rk.linear(x, W, GAIN),

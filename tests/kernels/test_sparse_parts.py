@@ -7,6 +7,7 @@ import torch
 from hf_models import small_model
 from rlk_kernels.integrations import hf, megatron
 from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.megatron.sparse import Stacked
 from rlk_kernels.integrations.operators import SPARSE
 from test_megatron_parts import AT, IDS, config, made, state  # noqa: F401 (a fixture)
 
@@ -72,6 +73,34 @@ def test_hf_and_megatron_have_the_same_bits_and_gradients(pair: tuple[Any, Any])
         assert torch.equal(block.experts.down_proj.grad[e], experts[e].linear_fc2.weight.grad)
     assert torch.equal(block.gate.weight.grad, layer.router.weight.grad)
     assert bool(layer.router.weight.grad.any())
+
+
+def test_stacked_weights_are_a_copy_only_where_something_moved_them() -> None:
+    model = made(sparse_config()).to(torch.bfloat16)
+    weights = [e.linear_fc1.weight for e in model.decoder.layers[1].mlp.experts.local_experts]
+    grad = torch.randn(len(weights), *weights[0].shape).to(torch.bfloat16)
+
+    def stacked() -> tuple[torch.Tensor, list[torch.Tensor]]:
+        whole = Stacked.apply(*weights)
+        assert torch.equal(whole, torch.stack(weights))
+        return whole.detach(), list(torch.autograd.grad(whole, weights, grad))
+
+    whole, grads = stacked()
+    assert whole.data_ptr() == weights[0].data_ptr()
+    assert all(map(torch.equal, grads, grad))
+    with torch.no_grad():
+        weights[2].mul_(2)
+    assert torch.equal(whole[2], weights[2])
+    model.to(torch.bfloat16)
+    assert stacked()[0].data_ptr() == whole.data_ptr()
+    moved = [weights[1].data, weights[0].data.clone(), *(w.data for w in weights[2:])]
+    for w, data in zip(weights, moved, strict=True):
+        w.data = data
+    whole, grads = stacked()
+    assert whole.data_ptr() not in {w.data_ptr() for w in weights}
+    assert all(map(torch.equal, grads, grad))
+    model.float()
+    assert stacked()[0].data_ptr() == weights[0].data_ptr()
 
 
 def test_a_model_of_dense_and_sparse_layers_trains() -> None:

@@ -83,6 +83,12 @@ def expert_linear(x: Tensor, weight: Tensor, groups: rlk_kernels.ExpertGroups) -
     return rlk_kernels.grouped_linear(x, weight, groups)
 
 
+def expert_act(x: Tensor, weight: Tensor, groups: rlk_kernels.ExpertGroups) -> Tensor:
+    """[T, k, I]: `act` of the halves of `expert_linear` by weight[E, 2 I, K], bit for bit, in one
+    kernel and without gradients."""
+    return rlk_kernels.grouped_swiglu(x, weight, groups)
+
+
 def combine(rows: Tensor, weights: Tensor, ids: Tensor, experts: int) -> Tensor:
     """[T, H]: rows[T, k, H] by their weights[T, k], added up in fp32 in ascending id, rounded once;
     no product is rounded together with a sum."""

@@ -24,8 +24,8 @@ KERNELS: dict[Formula, tuple[str, ...]] = {
     "router": ("linear",),
     "top_k": ("route",),
     "routing_weights": ("route",),
-    "expert_linear": ("grouped_linear",),
-    "expert_activation": ("swiglu",),
+    "expert_linear": ("grouped_linear", "grouped_swiglu"),
+    "expert_activation": ("swiglu", "grouped_swiglu"),
     "combine": ("combine_experts",),
 }
 """Formula -> the kernels that may compute it. Residual additions are left out: every engine

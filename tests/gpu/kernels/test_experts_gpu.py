@@ -46,6 +46,20 @@ def test_a_row_has_the_bits_of_linear(dtype, size, spread):
     assert float((y - truth).abs().max()) <= limit * float(truth.abs().max())
 
 
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+def test_swiglu_in_the_product_has_the_bits_of_swiglu(dtype, size):
+    t, experts, top_k, n, k = size
+    weight = weights(experts, 2 * n, k, dtype, CUDA)
+    for spread in ("skewed", "dropped"):
+        ids = chosen(t, experts, top_k, spread, CUDA)
+        groups = rk.group_by_expert(ids, experts)
+        for shape in ((t, k), (t, top_k, k)):
+            x = rand(*shape, dtype=dtype, device=CUDA, seed=5)
+            expected = rk.swiglu(*rk.grouped_linear(x, weight, groups).chunk(2, -1))
+            assert torch.equal(rk.grouped_swiglu(x, weight, groups), expected)
+
+
 @pytest.mark.parametrize("tile", [t for _, t in launch.BY_ROWS] + [launch.MANY_ROWS, launch.SAFE])
 @pytest.mark.parametrize("dtype", HALF)
 def test_every_tile_gives_the_same_bits(dtype, tile, monkeypatch):
@@ -55,8 +69,11 @@ def test_every_tile_gives_the_same_bits(dtype, tile, monkeypatch):
     x = rand(t, k, dtype=dtype, device=CUDA, seed=5)
     groups = rk.group_by_expert(ids, experts)
     monkeypatch.setattr(launch, "tile_for", lambda *_: tile)
-    launch.shape_cache.cache_clear()
-    assert torch.equal(rk.grouped_linear(x, weight, groups), by_linear(x, weight, ids, None))
+    expected = by_linear(x, weight, ids, None)
+    for few in (0, launch.few_for(tile, True)):
+        monkeypatch.setattr(launch, "few_for", lambda *_, few=few: few)
+        launch.shape_cache.cache_clear()
+        assert torch.equal(rk.grouped_linear(x, weight, groups), expected)
     launch.shape_cache.cache_clear()
 
 

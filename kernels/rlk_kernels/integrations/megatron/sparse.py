@@ -1,6 +1,8 @@
-"""The sparse layer of the layer spec. S = length, B = sequences, activations `[S, B, H]`."""
+"""The sparse layer of the layer spec. S = length, B = sequences, activations `[S, B, H]`;
+E = experts of this rank."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -12,6 +14,39 @@ from rlk_kernels.integrations.experts import Sparse
 from rlk_kernels.integrations.megatron.limits import check_config
 
 
+def lay_together(weights: Sequence[Tensor]) -> None:
+    """Move parameters of one shape into one stretch of memory, one behind the other."""
+    whole = torch.stack([weight.detach() for weight in weights])
+    for weight, part in zip(weights, whole, strict=True):
+        weight.data = part
+
+
+class Stacked(torch.autograd.Function):
+    """[E, ...] of E parameters of one shape, which megatron-core keeps expert by expert: no copy
+    where they lie together, as `lay_together` leaves them. Something else may have moved them since
+    (an optimizer with a buffer of its own): then they are copied."""
+
+    @staticmethod
+    def forward(_ctx: Any, *weights: Tensor) -> Tensor:
+        first = weights[0]
+        step = first.numel() * first.element_size()
+        storage = first.untyped_storage()
+        together = all(
+            weight.untyped_storage().data_ptr() == storage.data_ptr()
+            and weight.data_ptr() == first.data_ptr() + i * step
+            and weight.is_contiguous()
+            for i, weight in enumerate(weights)
+        )
+        if not together:
+            return torch.stack(weights)
+        shape = (len(weights), *first.shape)
+        return first.new_empty(0).set_(storage, first.storage_offset(), shape)
+
+    @staticmethod
+    def backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad.unbind(0)
+
+
 class SparseMLP(Sparse, MoELayer):
     """Computes by its router's and its experts' parameters, and calls neither of them, nor the
     dispatcher: ranks that share experts send rows as `rlk_kernels.parallel.experts` says."""
@@ -19,6 +54,23 @@ class SparseMLP(Sparse, MoELayer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         check_config(self.config)
+        for weights in self._weights():
+            lay_together(weights)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # Cast or moved, each is a tensor of its own again; what stayed where it was may lie in a
+        # buffer of an optimizer by now.
+        before = [[w.data_ptr() for w in weights] for weights in self._weights()]
+        super()._apply(fn, recurse)
+        for weights, where in zip(self._weights(), before, strict=True):
+            if all(w.data_ptr() != at for w, at in zip(weights, where, strict=True)):
+                lay_together(weights)
+        return self
+
+    def _weights(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The first and the second weight of every expert."""
+        experts = self.experts.local_experts
+        return [e.linear_fc1.weight for e in experts], [e.linear_fc2.weight for e in experts]
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Any = None
@@ -37,9 +89,6 @@ class SparseMLP(Sparse, MoELayer):
         logits = profile.router(x, router.weight)
         self.show("router", logits)
         weights, ids = self.choose(logits, router.topk, not config.moe_router_pre_softmax)
-        # One stack of what megatron-core keeps expert by expert; gradients go back through it.
-        experts = self.experts.local_experts
-        gate_up = torch.stack([expert.linear_fc1.weight for expert in experts])
-        down = torch.stack([expert.linear_fc2.weight for expert in experts])
+        gate_up, down = (Stacked.apply(*weights) for weights in self._weights())
         y = self.compute(x, weights, ids, gate_up, down, self.ep_group)
         return y.view(hidden_states.shape), None

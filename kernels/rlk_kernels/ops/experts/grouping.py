@@ -1,5 +1,8 @@
 """The Triton kernels of `group_by_expert`: a stable counting sort, one launch for few rows, three
-for many. C = rows of a chunk; a program compares them with all experts at once."""
+for many. Counts are integers, so no order of adding them changes a result.
+
+C = rows of a chunk   BE >= E + 2: the dropped rows have bin E, places behind the last row E + 1
+"""
 
 import torch
 import triton
@@ -9,102 +12,101 @@ from torch import Tensor
 from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
 from rlk_kernels.memory import empty
 
-CHUNK = 64
-MANY_CHUNK = 128
-"""A chunk of more than `MANY` rows: the scan over chunks is what takes long."""
-MANY = 16384
-FEW = 128
-"""Rows up to which one program sorts them all."""
-SCANNED = 64
-"""Chunks that the scan takes at a time."""
+CHUNK = 128
+"""Rows; up to so many one program sorts them all."""
+SCANNED, COLUMNS = 128, 16
+"""Chunks and experts that a program of the scan takes at a time."""
 
 
 @triton.jit
-def _one_hot(ids_ptr, start, S, E, C: tl.constexpr, BE: tl.constexpr):
-    """int32 [C, BE]: which expert each row of a chunk has; column E: none."""
-    rows = start + tl.arange(0, C)
+def _chunk(ids_ptr, chunk, S, E, C: tl.constexpr):
+    """(rows, their bins)."""
+    rows = chunk * C + tl.arange(0, C)
     expert = tl.load(ids_ptr + rows, mask=rows < S, other=0)
     expert = tl.where((expert >= 0) & (expert < E), expert, E)
-    hits = (expert[:, None] == tl.arange(0, BE)[None, :]) & (rows[:, None] < S)
-    return rows, hits.to(tl.int32)
+    return rows, tl.where(rows < S, expert, E + 1)
 
 
 @triton.jit
-def _place(hits, first, rows, order_ptr, S):
-    """Write a chunk's rows to where its experts' rows begin, `first` [BE]."""
-    before = tl.cumsum(hits, 0) - hits
-    at = tl.sum(hits * (before + first[None, :]), 1)
+def _place(
+    rows, bins, total, before, order_ptr, offsets_ptr, chunk, S, E, C: tl.constexpr,
+    BE: tl.constexpr,
+):  # fmt: skip
+    """Write a chunk's rows to where its experts' begin, by `total` [BE] rows of each, `before` of
+    which are of earlier chunks; the first chunk writes where the experts' begin."""
+    begin = tl.cumsum(total, 0) - total
+    # of this chunk's earlier rows: those of the same expert
+    i = tl.arange(0, C)
+    same = tl.reshape(bins, (C, 1)) == tl.reshape(bins, (1, C))
+    rank = tl.sum((same & (i[None, :] < i[:, None])).to(tl.int32), 1)
+    at = tl.gather(begin, bins, 0) + before + rank
     tl.store(order_ptr + at, rows, mask=rows < S)
+    if chunk == 0:
+        experts = tl.arange(0, BE)
+        tl.store(offsets_ptr + experts, begin, mask=experts <= E)
 
 
 @triton.jit(do_not_specialize=["S"])
 def _group_few_kernel(ids_ptr, order_ptr, offsets_ptr, S, E, C: tl.constexpr, BE: tl.constexpr):
-    experts = tl.arange(0, BE)
-    count = tl.zeros((BE,), tl.int32)
-    for start in range(0, S, C):
-        _, hits = _one_hot(ids_ptr, start, S, E, C, BE)
-        count += tl.sum(hits, 0)
-    first = tl.cumsum(count, 0) - count
-    tl.store(offsets_ptr + experts, first, mask=experts <= E)
-    for start in range(0, S, C):
-        rows, hits = _one_hot(ids_ptr, start, S, E, C, BE)
-        _place(hits, first, rows, order_ptr, S)
-        first += tl.sum(hits, 0)
+    rows, bins = _chunk(ids_ptr, 0, S, E, C)
+    total = tl.histogram(bins, BE)
+    before = tl.zeros((C,), tl.int32)
+    _place(rows, bins, total, before, order_ptr, offsets_ptr, 0, S, E, C, BE)
 
 
 @triton.jit(do_not_specialize=["S"])
 def _count_kernel(ids_ptr, counts_ptr, S, E, C: tl.constexpr, BE: tl.constexpr):
     chunk = tl.program_id(0)
-    _, hits = _one_hot(ids_ptr, chunk * C, S, E, C, BE)
-    tl.store(counts_ptr + chunk.to(tl.int64) * BE + tl.arange(0, BE), tl.sum(hits, 0))
+    _, bins = _chunk(ids_ptr, chunk, S, E, C)
+    tl.store(counts_ptr + chunk.to(tl.int64) * BE + tl.arange(0, BE), tl.histogram(bins, BE))
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def _scan_kernel(counts_ptr, offsets_ptr, chunks, E, N: tl.constexpr, BE: tl.constexpr):
-    """Counts of each chunk -> where its rows of each expert go."""
-    experts = tl.arange(0, BE)
-    total = tl.zeros((BE,), tl.int32)
-    for start in range(0, chunks, N):
-        at = start + tl.arange(0, N)
-        where = counts_ptr + at.to(tl.int64)[:, None] * BE + experts[None, :]
-        total += tl.sum(tl.load(where, mask=at[:, None] < chunks, other=0), 0)
-    first = tl.cumsum(total, 0) - total
-    tl.store(offsets_ptr + experts, first, mask=experts <= E)
+def _scan_kernel(
+    counts_ptr, total_ptr, chunks, N: tl.constexpr, COLUMNS: tl.constexpr, BE: tl.constexpr
+):
+    """Counts of each chunk -> counts of all chunks before it, and of all."""
+    experts = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), tl.int32)
     for start in range(0, chunks, N):
         at = start + tl.arange(0, N)
         where = counts_ptr + at.to(tl.int64)[:, None] * BE + experts[None, :]
         counts = tl.load(where, mask=at[:, None] < chunks, other=0)
-        before = tl.cumsum(counts, 0) - counts + first[None, :]
+        before = tl.cumsum(counts, 0) - counts + total[None, :]
         tl.store(where, before, mask=at[:, None] < chunks)
-        first += tl.sum(counts, 0)
+        total += tl.sum(counts, 0)
+    tl.store(total_ptr + experts, total)
 
 
 @triton.jit(do_not_specialize=["S"])
-def _place_kernel(ids_ptr, counts_ptr, order_ptr, S, E, C: tl.constexpr, BE: tl.constexpr):
+def _place_kernel(
+    ids_ptr, counts_ptr, total_ptr, order_ptr, offsets_ptr, S, E, C: tl.constexpr,
+    BE: tl.constexpr,
+):  # fmt: skip
     chunk = tl.program_id(0)
-    rows, hits = _one_hot(ids_ptr, chunk * C, S, E, C, BE)
-    first = tl.load(counts_ptr + chunk.to(tl.int64) * BE + tl.arange(0, BE))
-    _place(hits, first, rows, order_ptr, S)
+    rows, bins = _chunk(ids_ptr, chunk, S, E, C)
+    before = tl.load(counts_ptr + chunk.to(tl.int64) * BE + bins)
+    total = tl.load(total_ptr + tl.arange(0, BE))
+    _place(rows, bins, total, before, order_ptr, offsets_ptr, chunk, S, E, C, BE)
 
 
-def group(ids: Tensor, experts: int, few: int = FEW) -> tuple[Tensor, Tensor]:
-    """(order, offsets) of `ExpertGroups`; up to `few` rows in one launch."""
-    rows, block, device = ids.numel(), power_of_2(experts + 1), ids.device
+def group(ids: Tensor, experts: int, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
+    """(order, offsets) of `ExpertGroups`; up to `chunk` rows in one launch."""
+    rows, bins, device = ids.numel(), power_of_2(experts + 2), ids.device
     order = empty((rows,), torch.int32, device)
     offsets = empty((experts + 1,), torch.int32, device)
-    cache = shape_cache("group_by_expert", experts, device)
-    options = {"num_warps": 4}
-    if rows <= few:
-        arguments = (ids, order, offsets, rows, experts, CHUNK, block)
-        launch(cache, _group_few_kernel, (1, 1, 1), arguments, options)
+    cache = shape_cache("group_by_expert", experts, chunk, device)
+    options = {"num_warps": 8}
+    sizes = (rows, experts, chunk, bins)
+    if rows <= chunk:
+        launch(cache, _group_few_kernel, (1, 1, 1), (ids, order, offsets, *sizes), options)
         return order, offsets
-    chunk = MANY_CHUNK if rows > MANY else CHUNK
-    chunks = cdiv(rows, chunk)
-    counts = empty((chunks, block), torch.int32, device)
-    sizes = (rows, experts, chunk, block)
-    wide = {"num_warps": 8}
-    launch(cache, _count_kernel, (chunks, 1, 1), (ids, counts, *sizes), wide, (chunk,))
-    scanned = (counts, offsets, chunks, experts, SCANNED, block)
-    launch(cache, _scan_kernel, (1, 1, 1), scanned, wide)
-    launch(cache, _place_kernel, (chunks, 1, 1), (ids, counts, order, *sizes), wide, (chunk,))
+    chunks, columns = cdiv(rows, chunk), min(COLUMNS, bins)
+    counts = empty((chunks + 1, bins), torch.int32, device)
+    total = counts[chunks:]
+    launch(cache, _count_kernel, (chunks, 1, 1), (ids, counts, *sizes), options)
+    scanned = (counts, total, chunks, SCANNED, columns, bins)
+    launch(cache, _scan_kernel, (bins // columns, 1, 1), scanned, options)
+    placed = (ids, counts, total, order, offsets, *sizes)
+    launch(cache, _place_kernel, (chunks, 1, 1), placed, options)
     return order, offsets

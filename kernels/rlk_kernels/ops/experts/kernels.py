@@ -1,6 +1,9 @@
-"""The Triton kernels of `grouped_linear`: one launch over (expert, row block, column block).
+# ruff: noqa: SIM108 (a ternary of two loads is no Triton)
+"""The Triton kernels of `grouped_linear` and `grouped_swiglu`: one launch over (expert, row block,
+column block).
 
     C[s, n] = round( sum_{k = 0, 1, ...} A[s // each, k] * B[e(s)][k, n] )
+    C[s, n] = round( silu(round(G[s, n])) * round(U[s, n]) )        ACT: G, U the halves of columns
 
 Order: that of `matmul/kernels.py`, one fp32 accumulator from front to back; the tiles are of shapes
 that its self-check covers, so that a row has the bits of `linear`. Which expert and which of its
@@ -27,48 +30,97 @@ def _find_rows(tile, offsets_ptr, S, E, BM: tl.constexpr, BE: tl.constexpr):
 
 
 @triton.jit
+def _rows_by_weight(
+    a_ptr, b_ptr, b_desc, c_ptr, order_ptr, first, end, expert, col, N, K, E, each,
+    stride_be, stride_bk, stride_bn,
+    TRANS_B: tl.constexpr, TMA_B: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, FULL_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """BM rows from `first` on, by BN columns from `col` on. Behind the last row that row is read
+    again, and not written. FULL_K: K is a multiple of BK. ACT: B is transposed, of 2 N columns."""
+    at = first + tl.arange(0, BM)
+    rows = tl.load(order_ptr + tl.minimum(at, end - 1)).to(tl.int64)
+    cols = col + tl.arange(0, BN)
+    ks = tl.arange(0, BK)
+    acc = tl.zeros((BM, BN), tl.float32)
+    second = tl.zeros((BM, BN), tl.float32)
+    if expert < E:
+        row_b = expert * N
+        if ACT:
+            row_b += expert * N
+        a_at = a_ptr + (rows // each)[:, None] * K + ks[None, :]
+        b_at = b_ptr + expert.to(tl.int64) * stride_be
+        b_at += ks.to(tl.int64)[:, None] * stride_bk + cols.to(tl.int64)[None, :] * stride_bn
+        for step in range(tl.cdiv(K, BK)):
+            k = step * BK
+            if FULL_K:
+                a = tl.load(a_at)
+            else:
+                a = tl.load(a_at, mask=ks[None, :] < K - k, other=0.0)
+            if TMA_B:
+                if TRANS_B:
+                    b = b_desc.load([row_b + col, k]).T
+                else:
+                    b = b_desc.load([expert * K + k, col])
+            else:
+                there = (ks[:, None] < K - k) & (cols[None, :] < N)
+                b = tl.load(b_at, mask=there, other=0.0)
+            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+            if ACT:
+                if TMA_B:
+                    u = b_desc.load([row_b + N + col, k]).T
+                else:
+                    u = tl.load(b_at + tl.cast(N, tl.int64) * stride_bn, mask=there, other=0.0)
+                second = tl.dot(a, u, second, input_precision=PRECISION)
+            a_at += BK
+            b_at += tl.cast(BK, tl.int64) * stride_bk
+    if ACT:
+        dtype = c_ptr.dtype.element_ty
+        g, u = acc.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+        acc = g / (1.0 + tl.exp(-g)) * u  # as `ops/swiglu/kernels.py`
+    where = c_ptr + rows[:, None] * N + cols[None, :]
+    mask = (at[:, None] < end) & (cols[None, :] < N)
+    tl.store(where, acc.to(c_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _grouped_kernel(
     a_ptr, b_ptr, b_desc, c_ptr, order_ptr, offsets_ptr, S, N, K, E, each, row_tiles,
     stride_be, stride_bk, stride_bn,
-    TRANS_B: tl.constexpr, TMA_B: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, GROUP: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
+    TRANS_B: tl.constexpr, TMA_B: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, FEW: tl.constexpr, GROUP: tl.constexpr,
+    BE: tl.constexpr, FULL_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """TRANS_B: B[e] is the weight [N, K] transposed, else a weight [K, N]."""
+    """TRANS_B: B[e] is the weight [N, K] transposed, else a weight [K, N]. FEW: up to so many rows
+    a shorter tile takes; 0: none."""
     tiles_n = tl.cdiv(N, BN)
     per_group = GROUP * tiles_n
     pid = tl.program_id(0)
     base = (pid // per_group) * GROUP
     size = tl.minimum(row_tiles - base, GROUP)
     tile = base + (pid % per_group) % size
-    tile_n = (pid % per_group) // size
+    col = (pid % per_group) // size * BN
     expert, first, end = _find_rows(tile, offsets_ptr, S, E, BM, BE)
     if expert > E:
         return
-    at = first + tl.arange(0, BM)
-    rows = tl.load(order_ptr + at, mask=at < end, other=0).to(tl.int64)
-    cols = tile_n * BN + tl.arange(0, BN)
-    ks = tl.arange(0, BK)
-    acc = tl.zeros((BM, BN), tl.float32)
-    if expert < E:
-        a_at = a_ptr + (rows // each)[:, None] * K + ks[None, :]
-        b_at = b_ptr + expert.to(tl.int64) * stride_be
-        b_at += ks.to(tl.int64)[:, None] * stride_bk + cols.to(tl.int64)[None, :] * stride_bn
-        for step in range(tl.cdiv(K, BK)):
-            k = step * BK
-            a = tl.load(a_at, mask=(at[:, None] < end) & (ks[None, :] < K - k), other=0.0)
-            if TMA_B:
-                if TRANS_B:
-                    b = b_desc.load([expert * N + tile_n * BN, k]).T
-                else:
-                    b = b_desc.load([expert * K + k, tile_n * BN])
-            else:
-                b = tl.load(b_at, mask=(ks[:, None] < K - k) & (cols[None, :] < N), other=0.0)
-                b_at += tl.cast(BK, tl.int64) * stride_bk
-            acc = tl.dot(a, b, acc, input_precision=PRECISION)
-            a_at += BK
-    where = c_ptr + rows[:, None] * N + cols[None, :]
-    mask = (at[:, None] < end) & (cols[None, :] < N)
-    tl.store(where, acc.to(c_ptr.dtype.element_ty), mask=mask)
+    if FEW > 0:
+        if end - first <= FEW:
+            _rows_by_weight(
+                a_ptr, b_ptr, b_desc, c_ptr, order_ptr, first, end, expert, col, N, K, E, each,
+                stride_be, stride_bk, stride_bn, TRANS_B, TMA_B, ACT, FEW, BN, BK, FULL_K,
+                PRECISION,
+            )  # fmt: skip
+        else:
+            _rows_by_weight(
+                a_ptr, b_ptr, b_desc, c_ptr, order_ptr, first, end, expert, col, N, K, E, each,
+                stride_be, stride_bk, stride_bn, TRANS_B, TMA_B, ACT, BM, BN, BK, FULL_K,
+                PRECISION,
+            )  # fmt: skip
+    else:
+        _rows_by_weight(
+            a_ptr, b_ptr, b_desc, c_ptr, order_ptr, first, end, expert, col, N, K, E, each,
+            stride_be, stride_bk, stride_bn, TRANS_B, TMA_B, ACT, BM, BN, BK, FULL_K, PRECISION,
+        )  # fmt: skip
 
 
 @triton.jit

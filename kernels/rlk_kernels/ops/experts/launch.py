@@ -1,5 +1,5 @@
-"""The products of `grouped_linear` on Triton: tiles, and launches. Nothing here asks how many rows
-an expert has: that lies on the device."""
+"""The products of `grouped_linear` and `grouped_swiglu` on Triton: tiles, and launches. Nothing
+here asks how many rows an expert has: that lies on the device."""
 
 import torch
 from torch import Tensor
@@ -18,10 +18,10 @@ __all__ = ["group", "product", "weight_grad"]
 # rows of an expert in the mean, up to which a tile is taken
 BY_ROWS = (
     (12, Tile(16, 128, 128, 4, 4)),
-    (40, Tile(32, 128, 128, 4, 4)),
-    (96, Tile(64, 128, 64, 4, 4)),
+    (40, Tile(64, 256, 64, 8, 4)),
+    (96, Tile(128, 128, 64, 8, 3)),
 )
-MANY_ROWS = Tile(128, 128, 64, 8, 4)
+MANY_ROWS = Tile(128, 256, 64, 8, 4)
 WEIGHT_GRAD = Tile(128, 128, 64, 8, 3)
 """m and n: of the gradient; k: rows of a step."""
 
@@ -38,31 +38,44 @@ def tile_for(rows: int, experts: int, dtype: torch.dtype, here: DeviceFacts, sou
     return next((tile for most, tile in BY_ROWS if mean <= most), MANY_ROWS)
 
 
-def product(x: Tensor, b: Tensor, order: Tensor, offsets: Tensor, each: int, out: Tensor) -> str:
-    """Fill out[S, N] with x[S / each, K] @ b[e], b[E, K, N]; which implementation ran."""
+def few_for(tile: Tile, sound: bool) -> int:
+    """Up to how many rows of an expert a tile half as high takes in the place of `tile`; 0: none
+    does. An expert's last rows fill half of a high tile in the mean."""
+    return tile.m // 2 if sound and (tile.m >= 128 or tile == INTERPRETED) else 0
+
+
+def product(
+    x: Tensor, b: Tensor, order: Tensor, offsets: Tensor, each: int, out: Tensor, act: bool = False
+) -> str:
+    """Fill out[S, N] with x[S / each, K] @ b[e], b[E, K, N], or, with `act`, with the swiglu of its
+    halves, b[E, K, 2 N] transposed; which implementation ran."""
     (rows, n), (experts, k, _) = out.shape, b.shape
     if not out.numel():
         return "triton"
     cache = shape_cache(
-        "grouped", x.shape, b.shape, b.stride(), rows, each, x.dtype, x.device,
+        "grouped", x.shape, b.shape, b.stride(), rows, each, act, x.dtype, x.device,
         (x.data_ptr() | b.data_ptr() | out.data_ptr()) & 15 == 0,
     )  # fmt: skip
     here = facts(x.device)
-    tile = tile_for(rows, experts, x.dtype, here, trusted(x.device, x.dtype))
-    transposed = b.stride(1) == 1
+    sound = trusted(x.device, x.dtype)
+    tile = tile_for(rows, experts, x.dtype, here, sound)
+    columns = tile.n // 2 if act else tile.n
+    transposed = act or b.stride(1) == 1
     reads = here.tma and x.dtype.itemsize == 2 and _describable(b, transposed, tile)
     described = b
     if reads:
         width = b.shape[1] if transposed else b.shape[2]
-        box = (tile.n, tile.k) if transposed else (tile.k, tile.n)
+        box = (columns, tile.k) if transposed else (tile.k, columns)
         shape = (b.numel() // width, width)
         described = tensor_map(TensorDescriptor, b.data_ptr(), b.dtype, shape, (width, 1), box)
     # every expert, and the dropped rows, may end with a part of a tile
     row_tiles = min(cdiv(rows, tile.m) + experts, rows)
+    few = few_for(tile, sound)
     launch(
-        cache, kernels._grouped_kernel, (row_tiles * cdiv(n, tile.n), 1, 1),
+        cache, kernels._grouped_kernel, (row_tiles * cdiv(n, columns), 1, 1),
         (x, b, described, out, order, offsets, rows, n, k, experts, each, row_tiles, *_strides(b),
-         transposed, reads, tile.m, tile.n, tile.k, tile.group, power_of_2(experts + 1), "ieee"),
+         transposed, reads, act, tile.m, columns, tile.k, few, tile.group, power_of_2(experts + 1),
+         k % tile.k == 0, "ieee"),
         {"num_warps": tile.warps, "num_stages": tile.stages},
     )  # fmt: skip
     return "triton"

@@ -1,6 +1,8 @@
-"""grouped_linear: the rows of tokens, each by the weight of one of the token's experts.
+"""grouped_linear: the rows of tokens, each by the weight of one of the token's experts; and
+grouped_swiglu: the same, and `swiglu` of the halves of what it gives, in one kernel.
 
     y[t, j, n] = round( sum_k x[t(, j), k] * weight[ids[t, j], n, k] )         fp32, then x's dtype
+    a[t, j, i] = swiglu(y[t, j, i], y[t, j, I + i])                            the bits of `swiglu`
 
 Row (t, j) has the bits of `linear` of that row and that expert's weight, on the same backend: the
 order of its sum is that of `matmul/kernels.py`, and depends neither on the other tokens, nor on how
@@ -22,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.library import CustomOpDef
 
 from rlk_kernels.backend import call, choose, record, refuse_gradient
 from rlk_kernels.device import lazy_module
@@ -29,6 +32,7 @@ from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.memory import empty
 from rlk_kernels.ops.combine.operator import sum_slots
 from rlk_kernels.ops.experts import portable
+from rlk_kernels.ops.swiglu import portable as swiglu_portable
 
 _on_triton = lazy_module("rlk_kernels.ops.experts.launch")
 
@@ -86,6 +90,29 @@ def _grouped(
 @_grouped.register_fake
 def _(x, weight, order, offsets, each, backend):
     return x.new_empty(order.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op("rlk::grouped_swiglu", mutates_args=())
+def _grouped_swiglu(
+    x: Tensor, weight: Tensor, order: Tensor, offsets: Tensor, each: int, backend: str
+) -> Tensor:
+    """a[S, I] of x[S / each, K] and weight[E, 2 I, K]."""
+    if backend == "torch":
+        record("grouped_swiglu", "torch")
+        both = portable.forward(x, weight, order, offsets, each)
+        return swiglu_portable.forward(*both.chunk(2, -1))
+    out = empty((order.shape[0], weight.shape[1] // 2), x.dtype, x.device)
+    ran = _on_triton().product(x, weight.mT, order, offsets, each, out, act=True)
+    record("grouped_swiglu", ran)
+    return out
+
+
+@_grouped_swiglu.register_fake
+def _(x, weight, order, offsets, each, backend):
+    return x.new_empty(order.shape[0], weight.shape[1] // 2)
+
+
+refuse_gradient(_grouped_swiglu, "grouped_swiglu", "grouped_linear and swiglu have them")
 
 
 @torch.library.custom_op("rlk::grouped_input_grad", mutates_args=())
@@ -171,6 +198,28 @@ def grouped_linear(
     x, weight: one dtype of bfloat16, float16, float32 (float64 on the torch backend).
     Raises UnsupportedShape, UnsupportedDtype, and what `backend.choose` raises.
     """
+    return _by_expert(_grouped, "grouped_linear", x, weight, groups, backend)
+
+
+def grouped_swiglu(
+    x: Tensor, weight: Tensor, groups: ExpertGroups, *, backend: str | None = None
+) -> Tensor:
+    """a[T, k, I] of x[T, K] or x[T, k, K] and weight[E, 2 I, K], gate before up: the bits of
+    `swiglu` of the halves of `grouped_linear`, which are not written. It has no gradient.
+
+    Raises UnsupportedShape, UnsupportedDtype, and what `backend.choose` raises.
+    """
+    if weight.dim() == 3 and weight.shape[1] % 2:
+        raise UnsupportedShape(
+            f"grouped_swiglu: weight {tuple(weight.shape)} has no two halves; weight[E, 2 I, K] is "
+            "needed"
+        )
+    return _by_expert(_grouped_swiglu, "grouped_swiglu", x, weight, groups, backend)
+
+
+def _by_expert(
+    op: CustomOpDef, name: str, x: Tensor, weight: Tensor, groups: ExpertGroups, backend: str | None
+) -> Tensor:
     t, k = groups.ids.shape
     if (
         weight.dim() != 3
@@ -178,16 +227,14 @@ def grouped_linear(
         or x.shape not in ((t, weight.shape[2]), (t, k, weight.shape[2]))
     ):
         raise UnsupportedShape(
-            f"grouped_linear: x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit ids "
+            f"{name}: x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit ids "
             f"[{t}, {k}] of {groups.experts} experts; x[T, K] or x[T, k, K] and weight[E, N, K] "
             "are needed"
         )
     if x.dtype != weight.dtype or not x.is_floating_point():
-        raise UnsupportedDtype(
-            f"grouped_linear: x is {x.dtype} and weight is {weight.dtype}; cast one"
-        )
-    chosen = choose("grouped_linear", backend, x, weight, groups.order)
+        raise UnsupportedDtype(f"{name}: x is {x.dtype} and weight is {weight.dtype}; cast one")
+    chosen = choose(name, backend, x, weight, groups.order)
     each = k if x.dim() == 2 else 1
     rows = x.reshape(-1 if weight.shape[2] else x.shape[:-1].numel(), weight.shape[2])
-    y = call(_grouped, rows.contiguous(), weight, groups.order, groups.offsets, each, chosen)
-    return y.view(t, k, weight.shape[1])
+    y = call(op, rows.contiguous(), weight, groups.order, groups.offsets, each, chosen)
+    return y.view(t, k, y.shape[1])

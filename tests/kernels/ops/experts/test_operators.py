@@ -189,9 +189,34 @@ def test_weight_gradients_are_those_of_linear_over_an_experts_rows(backend, spre
             assert torch.equal(found[e], weight_grad(dy, mine, dtype, backend)), e
 
 
+@pytest.mark.parametrize("shape", [(30, 40), (30, TOP_K, 64)])
+def test_swiglu_of_the_halves_in_one_kernel_has_its_bits(backend, shape):
+    ids = chosen(30, EXPERTS, TOP_K, "dropped", "cpu")
+    groups = rk.group_by_expert(ids, EXPERTS, backend=backend)
+    for dtype in FEWER[backend]:
+        weight = weights(EXPERTS, 2 * 37, shape[-1], dtype, "cpu")
+        x = rand(*shape, dtype=dtype, device="cpu", seed=5)
+        both = rk.grouped_linear(x, weight, groups, backend=backend)
+        expected = rk.swiglu(*both.chunk(2, -1), backend=backend)
+        assert torch.equal(rk.grouped_swiglu(x, weight, groups, backend=backend), expected)
+        assert rk.last_backend("grouped_swiglu") == backend
+        assert not bool(expected[ids == EXPERTS].any())
+        assert bool(expected[ids < EXPERTS].any())
+
+
+def test_swiglu_of_the_halves_in_one_kernel_has_no_gradient_and_needs_halves():
+    groups = rk.group_by_expert(chosen(4, EXPERTS, TOP_K, "even", "cpu"), EXPERTS)
+    weight = weights(EXPERTS, 6, 8, torch.float32, "cpu")
+    x = rand(4, 8, dtype=torch.float32, device="cpu", seed=5).requires_grad_()
+    with pytest.raises(NotImplementedError, match="grouped_swiglu"):
+        rk.grouped_swiglu(x, weight, groups).sum().backward()
+    with pytest.raises(rk.UnsupportedShape, match="no two halves"):
+        rk.grouped_swiglu(x, weight[:, 1:], groups)
+
+
 def test_many_rows_are_grouped_as_few_are():
     ids = chosen(200, 5, 3, "dropped", "cpu")
-    few, many = grouping.group(ids, 5), grouping.group(ids, 5, few=0)
+    few, many = (grouping.group(ids, 5, chunk=chunk) for chunk in (1024, 16))
     expected = experts_portable.group(ids, 5)
     for found in (few, many):
         assert torch.equal(found[0], expected[0])
