@@ -88,8 +88,13 @@ class Pack:
     """float32 [T]."""
 
 
+PADDED_TO = {"cuda": 512, "cpu": 1}
+"""Tokens that the length of a pack is a multiple of: a GPU's launches are prepared by length."""
+
+
 def packs(samples: Sequence[Sample], tokens: int, device: torch.device) -> Iterator[Pack]:
-    """Samples in their order, up to `tokens` of them in a row, and at least one sample."""
+    """Samples in their order, up to `tokens` of them in a row, and at least one sample. Behind them
+    is a sequence of padding, which counts nowhere."""
     row: list[Sample] = []
     for sample in samples:
         if row and sum(len(s.ids) for s in row) + len(sample.ids) > tokens:
@@ -101,6 +106,8 @@ def packs(samples: Sequence[Sample], tokens: int, device: torch.device) -> Itera
 
 
 def _pack(row: list[Sample], device: torch.device) -> Pack:
+    if padding := -sum(len(s.ids) for s in row) % PADDED_TO[device.type]:
+        row = [*row, Sample([0] * padding, 0, [False] * padding, [None] * padding, 0.0)]
     logprobs = [value for s in row for value in s.rollout_logprobs]
     flat = {
         "ids": [i for s in row for i in s.ids],

@@ -27,7 +27,7 @@ import problems
 import torch
 from batch import Answer, Pack, Sample, packs, to_sample
 from checks import LoopFault, check_masks, check_weights
-from record import forget_after, load, mismatch, records, save, write_metrics
+from record import HELD_OUT, METRICS, append, forget_after, load, mismatch, records, save
 from rlk_kernels import group_advantages
 from rlk_kernels.integrations import hf
 from rollout import Rollout
@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM
 from rlk_align.data import data_path
 from rlk_align.engines.common.weights import unfused
 from rlk_align.engines.hf.places import hf_places
-from rlk_align.trace.digest import digest_parameter
+from rlk_align.trace.digest import digest_parameters
 from rlk_align.writers.step_file import write_step
 
 
@@ -61,7 +61,11 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     a.add_argument("--save-every", type=int, default=1)
     a.add_argument("--seed", type=int, default=0)
     a.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    a.add_argument("--gpu-memory", type=float, default=0.4, help="share for vLLM, until it sleeps")
+    a.add_argument("--cache-gib", type=float, default=8, help="of keys and values, on a GPU")
+    a.add_argument(
+        "--sleep", action=argparse.BooleanOptionalAction, default=True,
+        help="vLLM's memory is the trainer's in an update, on a GPU",
+    )  # fmt: skip
     a.add_argument("--resume", action="store_true")
     return a.parse_args(words)
 
@@ -80,7 +84,8 @@ class Loop:
             self.kernels = hf.use_kernels(self.model)
         self.parameters = dict(self.model.named_parameters())
         self.masters = {n: p.detach().float() for n, p in self.parameters.items()}
-        self.optimizer = torch.optim.AdamW(self.masters.values(), lr=options.lr, weight_decay=0.0)
+        adam = {"lr": options.lr, "weight_decay": 0.0, "fused": self.gpu}
+        self.optimizer = torch.optim.AdamW(self.masters.values(), **adam)
         self.digests: dict[str, str] = {}
         self.seconds: dict[str, float] = {}
 
@@ -110,7 +115,9 @@ class Loop:
             logs = torch.log_softmax(self.model(pack.ids, **call).logits[:, :-1].float(), -1)
             found = logs.gather(-1, pack.ids[:, 1:, None])[..., 0]
             first = pack.positions[:, 1:] == 0
-            rows = (found.masked_fill(first, 0.0), -(logs.exp() * logs).sum(-1).detach())
+            with torch.no_grad():
+                entropies = -logs.exp().mul_(logs).sum(-1)
+            rows = (found.masked_fill(first, 0.0), entropies)
         logprobs, entropies = (torch.nn.functional.pad(x[0], (1, 0)) for x in rows)
         return logprobs, entropies
 
@@ -159,7 +166,7 @@ class Loop:
         self.rollout.load(self.changed_weights())
         with torch.inference_mode():
             live = unfused(self.model, hf_places(self.model))
-            self.digests = {name: digest_parameter(value) for name, value in live}
+            self.digests = digest_parameters(live)
         check_weights(self.digests, self.rollout.digests(), before)
 
     def changed_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -170,7 +177,7 @@ class Loop:
 
     def train_step(self) -> dict[str, Any]:
         """Takes one step; returns its line of metrics."""
-        o = self.options
+        o, start = self.options, time.perf_counter()
         self.seconds = {}
         if self.gpu:
             torch.cuda.reset_peak_memory_stats()
@@ -188,7 +195,9 @@ class Loop:
             self.rollout.wake("weights")
             self.sync()
             self.rollout.wake("kv_cache")
-        write_step(o.run / "log-probs", self.step, records(answers, samples, scored, self.step))
+        with self.timed("write"):
+            lines = records(answers, samples, scored, self.step)
+            write_step(o.run / "log-probs", self.step, lines)
         drift, on = mismatch(row, scored), torch.cat([pack.mask for pack in row])
         entropies = torch.cat([entropies for _, entropies in scored])[on]
         line = {
@@ -202,21 +211,29 @@ class Loop:
             "counted_tokens": int(on.sum()),
             "mismatch": drift,
             "digests_equal": len(self.digests),
-            "seconds": dict(self.seconds),
+            "seconds": self.seconds | {"step": time.perf_counter() - start},
             "peak_memory_bytes": torch.cuda.max_memory_allocated() if self.gpu else None,
         }
         self.step += 1
         return line
 
-    def held_out_reward(self) -> float:
+    def hold_out(self) -> None:
+        """Writes the reward on the held-out problems, greedily answered, with the weights as they
+        are after `self.step` steps."""
         asked = list(problems.held_out(self.options.held_out))
-        return sum(a.reward for a in self.rollout.answers(asked, "", greedy=True)) / len(asked)
+        answers = self.rollout.answers(asked, "", greedy=True)
+        reward = sum(answer.reward for answer in answers) / len(asked)
+        solved = sum(answer.reward == 1.0 for answer in answers) / len(asked)
+        line = {"step": self.step, "reward": reward, "solved": solved, "problems": len(asked)}
+        append(self.options.run / HELD_OUT, line)
+        print(f"after step {self.step}: held-out reward {reward:.3f}", flush=True)
 
     # --- a run ------------------------------------------------------------------------------
 
     def settings(self) -> dict[str, Any]:
         """What decides a run's bits."""
-        free = ("run", "steps", "resume", "rollout_batch", "eval_every", "save_every", "gpu_memory")
+        free = {"run", "steps", "resume", "rollout_batch", "eval_every", "save_every"}
+        free |= {"cache_gib", "sleep"}
         return {k: str(v) for k, v in vars(self.options).items() if k not in free}
 
     def run(self) -> int:
@@ -230,10 +247,10 @@ class Loop:
         self.sync()
         total = differing = 0
         while self.step < o.steps and not self.stopped:
-            line = self.train_step()
             if o.eval_every and self.step % o.eval_every == 0:
-                line["held_out_reward"] = self.held_out_reward()
-            write_metrics(o.run, line)
+                self.hold_out()
+            line = self.train_step()
+            append(o.run / METRICS, line)
             drift, done = line["mismatch"], self.step == o.steps
             total, differing = total + drift["tokens"], differing + drift["other_bits"]
             print(
@@ -243,6 +260,8 @@ class Loop:
             )
             if self.step % o.save_every == 0 or done or self.stopped:
                 save(o.run, self.step, self.settings(), self.masters, self.optimizer)
+        if o.eval_every and self.step == o.steps:
+            self.hold_out()
         every = " in every step" if differing == 0 else ""
         print(f"mismatch {differing} of {total} tokens{every}")
         if self.stopped:

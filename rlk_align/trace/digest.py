@@ -13,6 +13,7 @@ probability about 2^-64 for each of the two sums. Modular sums do not depend on 
 so the digest is the same on every device and for every batch.
 """
 
+from collections.abc import Iterable
 from functools import lru_cache
 
 import numpy as np
@@ -87,12 +88,31 @@ def digest_parameter(weight: torch.Tensor) -> str:
     Values are widened to float32 (exact for bf16, fp16 and fp8; float64 stays) and -0 becomes
     +0, because an engine that packs its weights hands them back without the sign of zero.
     """
+    return digest_parameters([("", weight)])[""]
+
+
+def digest_parameters(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """`digest_parameter` of each, by name. A GPU is asked for the result of all of them once."""
+    names, digests = [], []
+    for name, weight in named:
+        names.append(name)
+        digests.append(_digest(weight))
+    if not names:
+        return {}
+    pairs = torch.stack(digests).tolist()
+    return {
+        name: f"{low & (2**64 - 1):016x}{high & (2**64 - 1):016x}"
+        for name, (low, high) in zip(names, pairs, strict=True)
+    }
+
+
+def _digest(weight: torch.Tensor) -> torch.Tensor:
+    """int64 [2] of a parameter, on its device."""
     rows = weight.reshape(weight.shape[0], -1) if weight.dim() > 1 else weight.reshape(1, -1)
     step = max(1, _block(weight.device) // max(1, rows.shape[1]))
-    parts = [digest_rows(_wide(block)).flatten().cpu() for block in rows.split(step)]
-    folded = torch.cat([*parts, torch.tensor([*weight.shape, 0], dtype=torch.int64)])
-    low, high = digest_rows(folded.reshape(1, -1))[0].tolist()
-    return f"{low & (2**64 - 1):016x}{high & (2**64 - 1):016x}"
+    parts = [digest_rows(_wide(block)).flatten() for block in rows.split(step)]
+    shape = torch.tensor([*weight.shape, 0], dtype=torch.int64, device=weight.device)
+    return digest_rows(torch.cat([*parts, shape]).reshape(1, -1))[0]
 
 
 def _wide(block: torch.Tensor) -> torch.Tensor:
