@@ -74,6 +74,8 @@ def to_sample(answer: Answer, advantage: float) -> Sample:
 class Pack:
     """Samples in one row."""
 
+    tokens: int
+    """Without padding."""
     ids: Tensor
     """int64 [1, T]."""
     positions: Tensor
@@ -88,7 +90,7 @@ class Pack:
     """float32 [T]."""
 
 
-PADDED_TO = {"cuda": 512, "cpu": 1}
+PADDED_TO = {"cuda": 512, "cpu": 8}
 """Tokens that the length of a pack is a multiple of: a GPU's launches are prepared by length."""
 
 
@@ -106,7 +108,8 @@ def packs(samples: Sequence[Sample], tokens: int, device: torch.device) -> Itera
 
 
 def _pack(row: list[Sample], device: torch.device) -> Pack:
-    if padding := -sum(len(s.ids) for s in row) % PADDED_TO[device.type]:
+    count = sum(len(s.ids) for s in row)
+    if padding := -count % PADDED_TO[device.type]:
         row = [*row, Sample([0] * padding, 0, [False] * padding, [None] * padding, 0.0)]
     logprobs = [value for s in row for value in s.rollout_logprobs]
     flat = {
@@ -119,4 +122,4 @@ def _pack(row: list[Sample], device: torch.device) -> Pack:
     }
     tensors = {name: torch.tensor(values, device=device) for name, values in flat.items()}
     two = {name: tensors[name][None] for name in ("ids", "positions")}
-    return Pack(**tensors | two)
+    return Pack(tokens=count, **tensors | two)

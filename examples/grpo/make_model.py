@@ -18,7 +18,6 @@ from pathlib import Path
 import problems
 import torch
 from make_large_model import SHAPES, make_config
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 

@@ -37,11 +37,12 @@ def mismatch(row: Sequence[Pack], scored: Scored) -> dict[str, float | int]:
 
 
 def records(
-    answers: Sequence[Answer], samples: Sequence[Sample], scored: Scored, version: int
-) -> list[dict[str, Any]]:
+    answers: Sequence[Answer], samples: Sequence[Sample], row: Sequence[Pack], scored: Scored,
+    version: int,
+) -> list[dict[str, Any]]:  # fmt: skip
     """A line of the neutral file for each sequence; lists are about all of its tokens."""
-    train = torch.cat([logprobs for logprobs, _ in scored]).tolist()
-    entropy = torch.cat([entropies for _, entropies in scored]).tolist()
+    whole = [[x[: pack.tokens] for x in both] for pack, both in zip(row, scored, strict=True)]
+    train, entropy = (torch.cat(some).tolist() for some in zip(*whole, strict=True))
     lines, start = [], 0
     for answer, sample in zip(answers, samples, strict=True):
         end = start + len(sample.ids)

@@ -39,8 +39,8 @@ class Rollout:
         on_gpu = {
             # Of a card that others share, vLLM has its cache and its weights.
             "kv_cache_memory_bytes": int(options.cache_gib * 2**30), "gpu_memory_utilization": 0.01,
-            "enable_sleep_mode": options.sleep, "max_num_seqs": at_once, "max_num_batched_tokens": 4096,
-            "max_cudagraph_capture_size": at_once,
+            "enable_sleep_mode": options.sleep, "max_num_seqs": at_once,
+            "max_num_batched_tokens": 4096, "max_cudagraph_capture_size": at_once,
         }  # fmt: skip
         # A prompt in pieces and a seed for each request do not go together on a CPU.
         on_cpu = {"enable_chunked_prefill": False, "enforce_eager": True}

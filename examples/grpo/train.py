@@ -196,7 +196,7 @@ class Loop:
             self.sync()
             self.rollout.wake("kv_cache")
         with self.timed("write"):
-            lines = records(answers, samples, scored, self.step)
+            lines = records(answers, samples, row, scored, self.step)
             write_step(o.run / "log-probs", self.step, lines)
         drift, on = mismatch(row, scored), torch.cat([pack.mask for pack in row])
         entropies = torch.cat([entropies for _, entropies in scored])[on]
