@@ -4,7 +4,7 @@
         --model runs/model --steps 300 --eval-every 50 --held-out 256 --turns 1 --no-sleep
 
 Runs share the cards evenly. After --seconds each is told to stop, and saves; the same line with
---resume goes on. What is behind `--` is for train.py. At the end there are a summary and a chart.
+--resume goes on, and begins what was not saved. What is behind `--` is for train.py. At the end there are a summary and a chart.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+from record import STATE
 from summary import summary
 
 HERE = Path(__file__).resolve().parent
@@ -76,7 +77,9 @@ def main() -> int:
         kernels = o.kernels.split(",")
         for which in kernels if number % 2 == 0 else reversed(kernels):
             name, card = f"{which}-{seed}", cards[len(runs) % len(cards)]
-            words = [*o.train, "--kernels", which, "--seed", seed, *["--resume"] * o.resume]
+            words = [*o.train, "--kernels", which, "--seed", seed]
+            if o.resume and (o.out / name / STATE).exists():
+                words.append("--resume")
             runs[name] = start(o, name, card, words)
             time.sleep(STAGGER)
     try:

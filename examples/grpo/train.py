@@ -280,6 +280,9 @@ def main() -> int:
     except (LoopFault, ValueError) as fault:
         print(f"error: {fault}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("stopped before the first step: nothing was to save")
+        return 130
 
 
 if __name__ == "__main__":
