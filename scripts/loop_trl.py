@@ -3,9 +3,9 @@
     python scripts/loop_trl.py --model M --steps 25 --out trl.json [--dtype float32|bfloat16]
 
 The same model, problems, group, limit of tokens, temperature, clip and token mean as train.py with
---turns 1; answers that are cut at the limit count, too. float32 are fp32 weights under autocast to bf16, as train.py's masters are. Needs trl
-1.16, datasets and vLLM. Seconds are medians past the first five steps, the device waited for at the
-end of each stage, as train.py does.
+--turns 1; answers that are cut at the limit count, too. float32 are fp32 weights under autocast to
+bf16, as train.py's masters are. Needs trl 1.16, datasets and vLLM. Seconds are medians past the
+first five steps; at the end of each stage the device is waited for, as in train.py.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ def main() -> int:
 
     trainer.add_callback(Ends())
     trainer.train()
-    steps = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    steps = [b - a for a, b in pairwise(ends)]
     logs = [line for line in trainer.state.log_history if "reward" in line]
     record = {
         "trl": __import__("trl").__version__,

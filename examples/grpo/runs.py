@@ -4,7 +4,8 @@
         --model runs/model --steps 300 --eval-every 50 --held-out 256 --turns 1 --no-sleep
 
 Runs share the cards evenly. After --seconds each is told to stop, and saves; the same line with
---resume goes on, and begins what was not saved. What is behind `--` is for train.py. At the end there are a summary and a chart.
+--resume goes on, and begins what was not saved. What is behind `--` is for train.py. At the end
+there are a summary and a chart.
 """
 
 import argparse
