@@ -38,6 +38,7 @@ class Rollout:
         at_once = min(options.rollout_batch or options.problems * options.group, MOST_AT_ONCE)
         on_gpu = {
             # Of a card that others share, vLLM has its cache and its weights.
+            "kv_cache_dtype": options.kv_cache,
             "kv_cache_memory_bytes": int(options.cache_gib * 2**30), "gpu_memory_utilization": 0.01,
             "enable_sleep_mode": options.sleep, "max_num_seqs": at_once,
             "max_num_batched_tokens": 4096, "max_cudagraph_capture_size": at_once,

@@ -66,8 +66,18 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         "--sleep", action=argparse.BooleanOptionalAction, default=True,
         help="vLLM's memory is the trainer's in an update, on a GPU",
     )  # fmt: skip
+    a.add_argument(
+        "--master-dtype", choices=["float32", "bfloat16"], default="float32",
+        help="of the weights that AdamW updates, and of its moments",
+    )  # fmt: skip
+    a.add_argument(
+        "--kv-cache", choices=["auto", "fp8"], default="auto", help="fp8: without the kernels"
+    )
     a.add_argument("--resume", action="store_true")
-    return a.parse_args(words)
+    options = a.parse_args(words)
+    if options.kernels == "rlk" and options.kv_cache != "auto":
+        a.error(f"--kv-cache {options.kv_cache}: the kernels keep keys and values as they are")
+    return options
 
 
 class Loop:
@@ -83,7 +93,8 @@ class Loop:
         if options.kernels == "rlk":
             self.kernels = hf.use_kernels(self.model)
         self.parameters = dict(self.model.named_parameters())
-        self.masters = {n: p.detach().float() for n, p in self.parameters.items()}
+        dtype = getattr(torch, options.master_dtype)
+        self.masters = {n: p.detach().to(dtype, copy=True) for n, p in self.parameters.items()}
         adam = {"lr": options.lr, "weight_decay": 0.0, "fused": self.gpu}
         self.optimizer = torch.optim.AdamW(self.masters.values(), **adam)
         self.digests: dict[str, str] = {}
@@ -145,12 +156,12 @@ class Loop:
         return scored, norm
 
     def _collect_gradients(self) -> None:
-        """Packs' bf16 gradients, added up in fp32."""
+        """Packs' bf16 gradients, added up in the masters' dtype."""
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 continue
             master = self.masters[name]
-            wide = parameter.grad.float()
+            wide = parameter.grad.to(master.dtype)
             master.grad = wide if master.grad is None else master.grad + wide
             parameter.grad = None
 
