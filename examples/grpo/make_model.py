@@ -23,8 +23,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from rlk_align.data import data_path
 
-ROW, RATE, WARM_UP, ASKED_EVERY, ASKED = 128, 3e-4, 20, 20, 256
-"""Tokens of a row; of AdamW; steps from one measurement to the next, and problems of one."""
+ROW, ASKED_EVERY, ASKED = 128, 40, 256
+"""Tokens of a row; steps from one measurement to the next, and problems of one."""
+MATRIX_RATE, OTHER_RATE, WARM_UP, DECAY = 3e-3, 1e-3, 20, 0.3
+"""Of Muon and of AdamW; steps; the share of the time over which rates fall."""
+NOT_COUNTED = -100
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -33,7 +36,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     a.add_argument("--shape", default="qwen3-0.6b", help=f"of {', '.join(SHAPES)}[:layers=N]")
     a.add_argument("--until", type=float, default=0.5, help="share of problems solved")
     a.add_argument("--seconds", type=float, default=60, help="of training, at most")
-    a.add_argument("--step-tokens", type=int, default=8192)
+    a.add_argument("--step-tokens", type=int, default=4096)
     a.add_argument("--seed", type=int, default=0)
     return a.parse_args(words)
 
@@ -43,18 +46,21 @@ def sequence(tokenizer: PreTrainedTokenizerFast, problem: problems.Problem) -> t
     return tuple(tokenizer(text)["input_ids"] for text in (problem.prompt, problem.solution))
 
 
-def rows(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[list[int]]:
-    """Solved problems behind each other, cut to ROW tokens; a row begins with a question."""
+def rows(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[tuple[list[int], list[int]]]:
+    """(ids, targets) of solved problems behind each other, cut to ROW tokens; a row begins with a
+    question. The targets are the solutions alone: questions are drawn by chance."""
     rng = random.Random(f"solved {seed}")
     kept_back = {problem.prompt for problem in problems.held_out(ASKED)}
     while True:
         row: list[int] = []
+        targets: list[int] = []
         while len(row) < ROW:
             problem = problems.draw(rng)
             if problem.prompt not in kept_back:
                 prompt, solution = sequence(tokenizer, problem)
                 row += [*prompt, *solution, tokenizer.eos_token_id]
-        yield row[:ROW]
+                targets += [*[NOT_COUNTED] * len(prompt), *solution, NOT_COUNTED]
+        yield row[:ROW], targets[:ROW]
 
 
 @torch.no_grad()
@@ -73,26 +79,40 @@ def solved(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, count: in
     return right / count
 
 
+def make_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices, AdamW for the embedding and the norms."""
+    embedding = model.get_input_embeddings().weight
+    matrices = [p for p in model.parameters() if p.ndim == 2 and p is not embedding]
+    others = [embedding, *(p for p in model.parameters() if p.ndim == 1)]
+    return [
+        torch.optim.Muon(matrices, lr=MATRIX_RATE, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=OTHER_RATE, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
 def train(
     model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, o: argparse.Namespace
 ) -> float:
-    """AdamW in bf16; returns the share that it solves at the end."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
+    """All in bf16; returns the share that the model solves at the end."""
+    optimizers = make_optimizers(model)
+    rates = [(group, group["lr"]) for x in optimizers for group in x.param_groups]
     stream, start, share = rows(tokenizer, o.seed), time.monotonic(), 0.0
     for step in itertools.count(1):
-        for group in optimizer.param_groups:
-            group["lr"] = RATE * min(step / WARM_UP, 1.0)
-        ids = torch.tensor(list(itertools.islice(stream, max(o.step_tokens // ROW, 1))))
-        ids = ids.to(model.device)
+        passed = (time.monotonic() - start) / o.seconds
+        for group, rate in rates:
+            group["lr"] = rate * min(step / WARM_UP, 1.0, max((1 - passed) / DECAY, 0.0))
+        some = list(itertools.islice(stream, max(o.step_tokens // ROW, 1)))
+        ids, targets = (torch.tensor(x).to(model.device) for x in zip(*some, strict=True))
         logits = model(ids, use_cache=False).logits[:, :-1]
-        loss = cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+        # Counted alone: a row of logits is 152 thousand numbers.
+        counted = targets[:, 1:] != NOT_COUNTED
+        loss = cross_entropy(logits[counted].float(), targets[:, 1:][counted])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        over = time.monotonic() - start > o.seconds
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        over = passed >= 1
         if step % ASKED_EVERY == 0 or over:
             share, now = solved(model, tokenizer, ASKED), time.monotonic() - start
             said = f"step {step}: loss {loss.item():.3f}, {share:.1%} solved"
