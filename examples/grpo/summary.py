@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 Line = dict[str, Any]
-STAGES = ("rollout", "score", "update", "sync", "write", "step")
+STAGES = ("rollout", "score", "update", "wake", "sync", "digest", "write", "step")
 
 
 def lines(path: Path) -> list[Line]:

@@ -70,9 +70,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         "--master-dtype", choices=["float32", "bfloat16"], default="float32",
         help="of the weights that AdamW updates, and of its moments",
     )  # fmt: skip
-    a.add_argument(
-        "--kv-cache", choices=["auto", "fp8"], default="auto", help="fp8: without the kernels"
-    )
+    a.add_argument("--kv-cache", choices=["auto", "fp8"], default="auto", help="of the control")
     a.add_argument("--resume", action="store_true")
     options = a.parse_args(words)
     if options.kernels == "rlk" and options.kv_cache != "auto":
@@ -174,11 +172,12 @@ class Loop:
         """The trainer's weights into the live vLLM; then every parameter of both, as each of them
         computes with it, is held against the other."""
         before = self.digests
-        self.rollout.load(self.changed_weights())
-        with torch.inference_mode():
+        with self.timed("sync"):
+            self.rollout.load(self.changed_weights())
+        with self.timed("digest"), torch.inference_mode():
             live = unfused(self.model, hf_places(self.model))
             self.digests = digest_parameters(live)
-        check_weights(self.digests, self.rollout.digests(), before)
+            check_weights(self.digests, self.rollout.digests(), before)
 
     def changed_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.parameters.items():
@@ -202,9 +201,10 @@ class Loop:
         scored, norm = self.update(row)
         for _ in range(o.updates - 1):
             self.update(row)
-        with self.timed("sync"):
+        with self.timed("wake"):
             self.rollout.wake("weights")
-            self.sync()
+        self.sync()
+        with self.timed("wake"):
             self.rollout.wake("kv_cache")
         with self.timed("write"):
             lines = records(answers, samples, row, scored, self.step)

@@ -92,27 +92,37 @@ def digest_parameter(weight: torch.Tensor) -> str:
 
 
 def digest_parameters(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """`digest_parameter` of each, by name. A GPU is asked for the result of all of them once."""
-    names, digests = [], []
+    """`digest_parameter` of each, by name. Those of one shape are digested together: a GPU launches
+    a few kernels for all layers, and is waited for once a shape."""
+    groups: dict[tuple, list[tuple[str, torch.Tensor]]] = {}
+    found: dict[str, str] = {}
     for name, weight in named:
-        names.append(name)
-        digests.append(_digest(weight))
-    if not names:
-        return {}
-    pairs = torch.stack(digests).tolist()
-    return {
-        name: f"{low & (2**64 - 1):016x}{high & (2**64 - 1):016x}"
-        for name, (low, high) in zip(names, pairs, strict=True)
-    }
+        found[name] = ""  # the order is the caller's
+        key = (weight.shape, weight.dtype, weight.device)
+        groups.setdefault(key, []).append((name, weight))
+    for some in groups.values():
+        size = max(1, _STACKED // max(1, some[0][1].numel()))
+        for first in range(0, len(some), size):
+            part = some[first : first + size]
+            pairs = _digests([weight for _, weight in part]).tolist()
+            for (name, _), (low, high) in zip(part, pairs, strict=True):
+                found[name] = f"{low & (2**64 - 1):016x}{high & (2**64 - 1):016x}"
+    return found
 
 
-def _digest(weight: torch.Tensor) -> torch.Tensor:
-    """int64 [2] of a parameter, on its device."""
-    rows = weight.reshape(weight.shape[0], -1) if weight.dim() > 1 else weight.reshape(1, -1)
-    step = max(1, _block(weight.device) // max(1, rows.shape[1]))
-    parts = [digest_rows(_wide(block)).flatten() for block in rows.split(step)]
-    shape = torch.tensor([*weight.shape, 0], dtype=torch.int64, device=weight.device)
-    return digest_rows(torch.cat([*parts, shape]).reshape(1, -1))[0]
+_STACKED = 1 << 27
+"""Elements that are copied, to be digested together."""
+
+
+def _digests(weights: list[torch.Tensor]) -> torch.Tensor:
+    """int64 [n, 2] of n parameters of one shape, on their device."""
+    n, shape = len(weights), weights[0].shape
+    stacked = torch.stack(weights) if n > 1 else weights[0][None]
+    rows = stacked.reshape(n * shape[0], -1) if len(shape) > 1 else stacked.reshape(n, -1)
+    step = max(1, _block(rows.device) // max(1, rows.shape[1]))
+    parts = torch.cat([digest_rows(_wide(block)) for block in rows.split(step)])
+    sizes = torch.tensor([*shape, 0], dtype=torch.int64, device=rows.device)
+    return digest_rows(torch.cat([parts.reshape(n, -1), sizes.expand(n, -1)], dim=1))
 
 
 def _wide(block: torch.Tensor) -> torch.Tensor:
