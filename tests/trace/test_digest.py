@@ -232,7 +232,10 @@ def test_parameters_digested_together_are_those_digested_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shapes = [(12, 7), (5,), (12, 7), (7, 12), (12, 7), (5,), (2, 3, 4)]
-    named = [(f"{i}", random_rows(1, math.prod(s)).reshape(s)) for i, s in enumerate(shapes)]
+    named = [
+        (f"{i}", random_rows(1, math.prod(s), torch.float32, i).reshape(s))
+        for i, s in enumerate(shapes)
+    ]
     named.append(("7", named[0][1].bfloat16()))
     alone = [(name, digest_parameter(weight)) for name, weight in named]
     assert len({value for _, value in alone}) == len(alone)
