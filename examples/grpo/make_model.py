@@ -98,7 +98,7 @@ def train(
     rates = [(group, group["lr"]) for x in optimizers for group in x.param_groups]
     stream, start, share = rows(tokenizer, o.seed), time.monotonic(), 0.0
     for step in itertools.count(1):
-        passed = (time.monotonic() - start) / o.seconds
+        passed = (time.monotonic() - start) / max(o.seconds, 1e-9)
         for group, rate in rates:
             group["lr"] = rate * min(step / WARM_UP, 1.0, max((1 - passed) / DECAY, 0.0))
         some = list(itertools.islice(stream, max(o.step_tokens // ROW, 1)))

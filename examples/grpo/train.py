@@ -58,7 +58,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     a.add_argument("--clip", type=float, nargs=2, default=(0.2, 0.28), metavar=("LOW", "HIGH"))
     a.add_argument("--held-out", type=int, default=32, help="problems that measure the reward")
     a.add_argument("--eval-every", type=int, default=0, help="steps; 0 for never")
-    a.add_argument("--save-every", type=int, default=1)
+    a.add_argument("--save-every", type=int, default=1, help="steps; 0 for never")
     a.add_argument("--seed", type=int, default=0)
     a.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     a.add_argument("--cache-gib", type=float, default=8, help="of keys and values, on a GPU")
@@ -269,14 +269,14 @@ class Loop:
                 f"{drift['other_bits']} of {drift['tokens']} tokens, max {drift['max']:.2g}",
                 flush=True,
             )
-            if self.step % o.save_every == 0 or done or self.stopped:
+            if o.save_every and (self.step % o.save_every == 0 or done or self.stopped):
                 save(o.run, self.step, self.settings(), self.masters, self.optimizer)
         if o.eval_every and self.step == o.steps:
             self.hold_out()
         every = " in every step" if differing == 0 else ""
         print(f"mismatch {differing} of {total} tokens{every}")
         if self.stopped:
-            print(f"stopped after step {self.step}, and saved: --resume goes on")
+            print(f"stopped after step {self.step}" + ", and saved" * bool(o.save_every))
             return 130
         return int(o.kernels == "rlk" and (differing > 0 or total == 0))
 

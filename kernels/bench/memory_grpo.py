@@ -142,8 +142,8 @@ def predicted(cases: dict[int, dict], capacity: int) -> int:
 
 
 def largest(step: Step, cases: dict[int, dict], weight: torch.Tensor) -> dict[str, int]:
-    """`predicted`, and the largest group that ran: the predicted one, or, where it has no room after
-    all, STEP less each time; above MOST, the largest that was measured."""
+    """`predicted`, and the largest group that ran: the predicted one, or, where it has no room
+    after all, STEP less each time; above MOST, the largest that was measured."""
     capacity = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     fits = predicted(cases, capacity)
     if fits > MOST:
