@@ -107,6 +107,11 @@ def packs(samples: Sequence[Sample], tokens: int, device: torch.device) -> Itera
         yield _pack(row, device)
 
 
+def empty_pack(device: torch.device) -> Pack:
+    """Padding alone, for a rank whose answers need fewer packs than another's."""
+    return _pack([Sample([0], 0, [False], [None], 0.0)], device)
+
+
 def _pack(row: list[Sample], device: torch.device) -> Pack:
     count = sum(len(s.ids) for s in row)
     if padding := -count % PADDED_TO[device.type]:

@@ -12,10 +12,9 @@ from batch import Answer, Pack, Sample
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from trainer import Scored
 
 STATE, METRICS, HELD_OUT = "state.safetensors", "metrics.jsonl", "held_out.jsonl"
-Scored = list[tuple[Tensor, Tensor]]
-"""Log-probs and entropies of each pack, float32 [T]."""
 
 
 def mismatch(row: Sequence[Pack], scored: Scored) -> dict[str, float | int]:

@@ -24,7 +24,7 @@ MOST_AT_ONCE = 512
 class Rollout:
     """`options` are those of train.py."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, ranks: int = 1) -> None:
         from vllm import LLM
 
         self.options, self.gpu = options, options.device.startswith("cuda")
@@ -48,6 +48,8 @@ class Rollout:
         self.llm = LLM(
             str(options.model), dtype="bfloat16", max_model_len=1024, seed=options.seed,
             enable_prefix_caching=True, disable_log_stats=True, **(on_gpu if self.gpu else on_cpu),
+            # Within torchrun, each rank has an engine of its own.
+            distributed_executor_backend="external_launcher" if ranks > 1 else None,
         )  # fmt: skip
 
     def answers(
