@@ -28,8 +28,8 @@ import problems
 import torch
 from batch import Answer, Pack, Sample, empty_pack, packs, to_sample
 from checks import LoopFault, check_masks, check_weights
-from record import HELD_OUT, METRICS, append, forget_after, load, mismatch, records, save
 from ranks import Ranks
+from record import HELD_OUT, METRICS, append, forget_after, load, mismatch, records, save
 from rlk_kernels import group_advantages
 from rollout import Rollout
 from trainer import Trainer
