@@ -74,6 +74,8 @@ def to_sample(answer: Answer, advantage: float) -> Sample:
 class Pack:
     """Samples in one row."""
 
+    tokens: int
+    """Without padding."""
     ids: Tensor
     """int64 [1, T]."""
     positions: Tensor
@@ -88,8 +90,13 @@ class Pack:
     """float32 [T]."""
 
 
+PADDED_TO = {"cuda": 512, "cpu": 8}
+"""Tokens that the length of a pack is a multiple of: a GPU's launches are prepared by length."""
+
+
 def packs(samples: Sequence[Sample], tokens: int, device: torch.device) -> Iterator[Pack]:
-    """Samples in their order, up to `tokens` of them in a row, and at least one sample."""
+    """Samples in their order, up to `tokens` of them in a row, and at least one sample. Behind them
+    is a sequence of padding, which counts nowhere."""
     row: list[Sample] = []
     for sample in samples:
         if row and sum(len(s.ids) for s in row) + len(sample.ids) > tokens:
@@ -100,7 +107,15 @@ def packs(samples: Sequence[Sample], tokens: int, device: torch.device) -> Itera
         yield _pack(row, device)
 
 
+def empty_pack(device: torch.device) -> Pack:
+    """Padding alone, for a rank whose answers need fewer packs than another's."""
+    return _pack([Sample([0], 0, [False], [None], 0.0)], device)
+
+
 def _pack(row: list[Sample], device: torch.device) -> Pack:
+    count = sum(len(s.ids) for s in row)
+    if padding := -count % PADDED_TO[device.type]:
+        row = [*row, Sample([0] * padding, 0, [False] * padding, [None] * padding, 0.0)]
     logprobs = [value for s in row for value in s.rollout_logprobs]
     flat = {
         "ids": [i for s in row for i in s.ids],
@@ -112,4 +127,4 @@ def _pack(row: list[Sample], device: torch.device) -> Pack:
     }
     tensors = {name: torch.tensor(values, device=device) for name, values in flat.items()}
     two = {name: tensors[name][None] for name in ("ids", "positions")}
-    return Pack(**tensors | two)
+    return Pack(tokens=count, **tensors | two)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 PANELS = (
-    ("mean reward", lambda line: line["reward"]),
+    ("training reward, mean of 10 steps", lambda line: line["reward"]),
     ("largest |Δ log-prob|", lambda line: line["mismatch"]["max"]),
     ("share of tokens with other bits", lambda line: _share(line["mismatch"])),
 )
@@ -29,6 +29,17 @@ def steps(run: Path) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
+COLORS = {"rlk": "tab:blue", "off": "tab:orange"}
+SMOOTHED_OVER = 10
+"""Steps of a moving mean, of the training reward alone."""
+
+
+def smoothed(values: list[float]) -> list[float]:
+    """Of as many steps as there are, up to SMOOTHED_OVER of them."""
+    parts = (values[max(0, i + 1 - SMOOTHED_OVER) : i + 1] for i in range(len(values)))
+    return [sum(part) / len(part) for part in parts]
+
+
 def draw(runs: list[Path], output: Path) -> None:
     """One panel above the other, a line for each run."""
     import matplotlib
@@ -36,16 +47,24 @@ def draw(runs: list[Path], output: Path) -> None:
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(len(PANELS), sharex=True, figsize=(7, 8))
+    figure, axes = plt.subplots(1 + len(PANELS), sharex=True, figsize=(7, 10))
     for run in runs:
         lines = steps(run)
-        for axis, (_, value) in zip(axes, PANELS, strict=True):
-            label = f"{run.name} (kernels {lines[-1]['kernels']})"
-            axis.plot([x["step"] for x in lines], [value(x) for x in lines], label=label)
-    for axis, (title, _) in zip(axes, PANELS, strict=True):
+        kernels = lines[-1]["kernels"]
+        look = {"color": COLORS[kernels], "alpha": 0.8, "linewidth": 1}
+        look["label"] = f"{run.name} (kernels {kernels})"
+        path = run / "held_out.jsonl"
+        held = [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+        axes[0].plot([x["step"] for x in held], [x["reward"] for x in held], marker="o", **look)
+        for axis, (_, value) in zip(axes[1:], PANELS, strict=True):
+            values = [value(x) for x in lines]
+            values = smoothed(values) if axis is axes[1] else values
+            axis.plot([x["step"] for x in lines], values, **look)
+    titles = ("held-out reward", *(title for title, _ in PANELS))
+    for axis, title in zip(axes, titles, strict=True):
         axis.set_title(title, loc="left", fontsize=10)
         axis.grid(alpha=0.3)
-    axes[0].legend()
+    axes[0].legend(fontsize=7)
     axes[-1].set_xlabel("step")
     figure.tight_layout()
     figure.savefig(output)

@@ -18,7 +18,8 @@ LEARNABLE = ("add", "subtract", "multiply", "sequence", "largest", "story", "cou
 HELD_OUT_SEED = "held out"
 
 
-def _draw(rng: random.Random) -> Problem:
+def draw(rng: random.Random) -> Problem:
+    """Of one of the families."""
     return FAMILIES[rng.choice(LEARNABLE)](rng)
 
 
@@ -27,7 +28,7 @@ def held_out(count: int) -> tuple[Problem, ...]:
     """`count` different problems that no step trains on."""
     rng, found = random.Random(HELD_OUT_SEED), {}
     while len(found) < count:
-        problem = _draw(rng)
+        problem = draw(rng)
         found[problem.prompt] = problem
     return tuple(found.values())
 
@@ -37,7 +38,7 @@ def training(seed: int, step: int, count: int, excluded: int) -> list[Problem]:
     kept_back = {problem.prompt for problem in held_out(excluded)}
     rng, found = random.Random(f"{seed} {step}"), []
     while len(found) < count:
-        problem = _draw(rng)
+        problem = draw(rng)
         if problem.prompt not in kept_back:
             found.append(problem)
     return found

@@ -12,10 +12,9 @@ from batch import Answer, Pack, Sample
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from trainer import Scored
 
-STATE, METRICS = "state.safetensors", "metrics.jsonl"
-Scored = list[tuple[Tensor, Tensor]]
-"""Log-probs and entropies of each pack, float32 [T]."""
+STATE, METRICS, HELD_OUT = "state.safetensors", "metrics.jsonl", "held_out.jsonl"
 
 
 def mismatch(row: Sequence[Pack], scored: Scored) -> dict[str, float | int]:
@@ -37,11 +36,12 @@ def mismatch(row: Sequence[Pack], scored: Scored) -> dict[str, float | int]:
 
 
 def records(
-    answers: Sequence[Answer], samples: Sequence[Sample], scored: Scored, version: int
-) -> list[dict[str, Any]]:
+    answers: Sequence[Answer], samples: Sequence[Sample], row: Sequence[Pack], scored: Scored,
+    version: int,
+) -> list[dict[str, Any]]:  # fmt: skip
     """A line of the neutral file for each sequence; lists are about all of its tokens."""
-    train = torch.cat([logprobs for logprobs, _ in scored]).tolist()
-    entropy = torch.cat([entropies for _, entropies in scored]).tolist()
+    whole = [[x[: pack.tokens] for x in both] for pack, both in zip(row, scored, strict=True)]
+    train, entropy = (torch.cat(some).tolist() for some in zip(*whole, strict=True))
     lines, start = [], 0
     for answer, sample in zip(answers, samples, strict=True):
         end = start + len(sample.ids)
@@ -71,17 +71,18 @@ def _where(there: list[bool], values: list[float]) -> list[float | None]:
     return [x if on else None for on, x in zip(there, values, strict=True)]
 
 
-def write_metrics(folder: Path, line: dict[str, Any]) -> None:
-    with (folder / METRICS).open("a", encoding="utf-8") as file:
+def append(path: Path, line: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
 
 def forget_after(folder: Path, step: int) -> None:
     """Leaves out what was written of steps that are done again."""
-    path = folder / METRICS
-    if path.exists():
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        path.write_text("".join(x for x in lines if json.loads(x)["step"] < step), encoding="utf-8")
+    for path in (folder / METRICS, folder / HELD_OUT):
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            before = [line for line in lines if json.loads(line)["step"] < step]
+            path.write_text("".join(before), encoding="utf-8")
 
 
 def save(
@@ -106,7 +107,7 @@ def load(
 ) -> int:  # fmt: skip
     """Puts the saved state into `masters` and the optimiser; returns how many steps are done.
     Raises ValueError where none was saved, or the run was made with other settings."""
-    path = folder / STATE
+    path, fused = folder / STATE, optimizer.defaults["fused"]
     if not path.exists():
         raise ValueError(f"{path} does not exist: nothing was saved to resume; leave --resume out")
     with safe_open(path, "pt") as file:
@@ -122,8 +123,8 @@ def load(
             moments = {part: file.get_tensor(f"{part} {name}") for part in parts}
             moments.pop("master")
             optimizer.state[value] = {
-                # The count of steps stays where AdamW keeps it.
-                part: moment if part == "step" else moment.to(value.device)
+                # AdamW counts steps on the CPU, and fused where the moments are.
+                part: moment if part == "step" and not fused else moment.to(value.device)
                 for part, moment in moments.items()
             }
     return about["step"]

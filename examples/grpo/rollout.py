@@ -15,13 +15,16 @@ from transformers import AutoTokenizer
 from rlk_align.engines.vllm.parallel import TensorParallel
 from rlk_align.engines.vllm.weights import vllm_weights
 from rlk_align.model.families import read_shape
-from rlk_align.trace.digest import digest_parameter
+from rlk_align.trace.digest import digest_parameters
+
+MOST_AT_ONCE = 512
+"""Answers that vLLM samples at a time, on a GPU; each number up to it has a CUDA graph."""
 
 
 class Rollout:
     """`options` are those of train.py."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, ranks: int = 1) -> None:
         from vllm import LLM
 
         self.options, self.gpu = options, options.device.startswith("cuda")
@@ -32,12 +35,21 @@ class Rollout:
         self.stop_ids = sorted({*ends, self.tokenizer.eos_token_id} - {None})
         if options.kernels == "rlk":
             vllm_kernels.register()
-        on_gpu = {"gpu_memory_utilization": options.gpu_memory, "enable_sleep_mode": True}
+        at_once = min(options.rollout_batch or options.problems * options.group, MOST_AT_ONCE)
+        on_gpu = {
+            # Of a card that others share, vLLM has its cache and its weights.
+            "kv_cache_dtype": options.kv_cache,
+            "kv_cache_memory_bytes": int(options.cache_gib * 2**30), "gpu_memory_utilization": 0.01,
+            "enable_sleep_mode": options.sleep, "max_num_seqs": at_once,
+            "max_num_batched_tokens": 4096, "max_cudagraph_capture_size": at_once,
+        }  # fmt: skip
         # A prompt in pieces and a seed for each request do not go together on a CPU.
         on_cpu = {"enable_chunked_prefill": False, "enforce_eager": True}
         self.llm = LLM(
             str(options.model), dtype="bfloat16", max_model_len=1024, seed=options.seed,
             enable_prefix_caching=True, disable_log_stats=True, **(on_gpu if self.gpu else on_cpu),
+            # Within torchrun, each rank has an engine of its own.
+            distributed_executor_backend="external_launcher" if ranks > 1 else None,
         )  # fmt: skip
 
     def answers(
@@ -92,18 +104,21 @@ class Rollout:
 
     def sleep(self) -> None:
         """On a GPU, weights go to the host's memory, and the cache of keys and values goes."""
-        if self.gpu:
+        if self.gpu and self.options.sleep:
             self.llm.sleep(level=1)
 
     def wake(self, part: str) -> None:
         """part: `weights` or `kv_cache`."""
-        if self.gpu:
+        if self.gpu and self.options.sleep:
             self.llm.wake_up(tags=[part])
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Weights by their names in the checkpoint, by vLLM's own update path; what was computed
         with the old ones is forgotten."""
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        if self.gpu:
+            self.llm.apply_model(lambda model: model.load_weights(weights))
+        else:  # vLLM packs weights away on a CPU
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         self.llm.reset_prefix_cache()
 
     def digests(self) -> dict[str, str]:
@@ -112,7 +127,7 @@ class Rollout:
 
         def of_model(model: torch.nn.Module) -> dict[str, str]:
             live = vllm_weights(model, shape, TensorParallel())
-            return {p.name: digest_parameter(p.value) for p in live}
+            return digest_parameters((p.name, p.value) for p in live)
 
         with torch.inference_mode():
             (digests,) = self.llm.apply_model(of_model)

@@ -3,6 +3,7 @@
     python examples/grpo/train.py --run runs/grpo                   # with the kernels: no drift
     python examples/grpo/train.py --run runs/off --kernels off      # as the engines are
     python examples/grpo/train.py --run runs/grpo --resume          # goes on, bit for bit
+    torchrun --nproc-per-node 2 -- examples/grpo/train.py --run runs/grpo   # FSDP2
 
 A step: sample groups of answers, score them, take one step of AdamW on fp32 master weights, sync
 the weights into the live vLLM. What must hold in each step is in checks.py.
@@ -25,19 +26,15 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import problems
 import torch
-from batch import Answer, Pack, Sample, packs, to_sample
+from batch import Answer, Pack, Sample, empty_pack, packs, to_sample
 from checks import LoopFault, check_masks, check_weights
-from record import forget_after, load, mismatch, records, save, write_metrics
+from ranks import Ranks
+from record import HELD_OUT, METRICS, append, forget_after, load, mismatch, records, save
 from rlk_kernels import group_advantages
-from rlk_kernels.integrations import hf
 from rollout import Rollout
-from torch import Tensor
-from transformers import AutoModelForCausalLM
+from trainer import Trainer
 
 from rlk_align.data import data_path
-from rlk_align.engines.common.weights import unfused
-from rlk_align.engines.hf.places import hf_places
-from rlk_align.trace.digest import digest_parameter
 from rlk_align.writers.step_file import write_step
 
 
@@ -58,12 +55,24 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     a.add_argument("--clip", type=float, nargs=2, default=(0.2, 0.28), metavar=("LOW", "HIGH"))
     a.add_argument("--held-out", type=int, default=32, help="problems that measure the reward")
     a.add_argument("--eval-every", type=int, default=0, help="steps; 0 for never")
-    a.add_argument("--save-every", type=int, default=1)
+    a.add_argument("--save-every", type=int, default=1, help="steps; 0 for never")
     a.add_argument("--seed", type=int, default=0)
     a.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    a.add_argument("--gpu-memory", type=float, default=0.4, help="share for vLLM, until it sleeps")
+    a.add_argument("--cache-gib", type=float, default=8, help="of keys and values, on a GPU")
+    a.add_argument(
+        "--sleep", action=argparse.BooleanOptionalAction, default=True,
+        help="vLLM's memory is the trainer's in an update, on a GPU",
+    )  # fmt: skip
+    a.add_argument(
+        "--master-dtype", choices=["float32", "bfloat16"], default="float32",
+        help="of the weights that AdamW updates, and of its moments",
+    )  # fmt: skip
+    a.add_argument("--kv-cache", choices=["auto", "fp8"], default="auto", help="of the control")
     a.add_argument("--resume", action="store_true")
-    return a.parse_args(words)
+    options = a.parse_args(words)
+    if options.kernels == "rlk" and options.kv_cache != "auto":
+        a.error(f"--kv-cache {options.kv_cache}: the kernels keep keys and values as they are")
+    return options
 
 
 class Loop:
@@ -73,14 +82,11 @@ class Loop:
         self.options, self.step, self.stopped = options, 0, False
         self.device = torch.device(options.device)
         self.gpu = self.device.type == "cuda"
-        self.rollout = Rollout(options)
-        self.model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
-        self.model.to(self.device).train()
-        if options.kernels == "rlk":
-            self.kernels = hf.use_kernels(self.model)
-        self.parameters = dict(self.model.named_parameters())
-        self.masters = {n: p.detach().float() for n, p in self.parameters.items()}
-        self.optimizer = torch.optim.AdamW(self.masters.values(), lr=options.lr, weight_decay=0.0)
+        self.ranks = ranks = Ranks(self.device)
+        # Of several ranks, each has its own state and metrics.
+        self.folder = options.run / f"rank-{ranks.rank}" if ranks.size > 1 else options.run
+        self.rollout = Rollout(options, ranks.size)
+        self.trainer = Trainer(options, ranks, self.timed)
         self.digests: dict[str, str] = {}
         self.seconds: dict[str, float] = {}
 
@@ -97,98 +103,50 @@ class Loop:
         advantages = group_advantages(rewards, self.options.group).tolist()
         return [to_sample(answer, a) for answer, a in zip(answers, advantages, strict=True)]
 
-    # --- training ---------------------------------------------------------------------------
-
-    def score(self, pack: Pack) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies) float32 [T] of a pack; 0 at each sequence's first token."""
-        if self.options.kernels == "rlk":
-            rows = hf.score_tokens(
-                self.model, pack.ids, position_ids=pack.positions, return_entropy=True
-            )
-        else:
-            call = {"position_ids": pack.positions, "use_cache": False}
-            logs = torch.log_softmax(self.model(pack.ids, **call).logits[:, :-1].float(), -1)
-            found = logs.gather(-1, pack.ids[:, 1:, None])[..., 0]
-            first = pack.positions[:, 1:] == 0
-            rows = (found.masked_fill(first, 0.0), -(logs.exp() * logs).sum(-1).detach())
-        logprobs, entropies = (torch.nn.functional.pad(x[0], (1, 0)) for x in rows)
-        return logprobs, entropies
-
-    def update(self, row: list[Pack]) -> tuple[list[tuple[Tensor, Tensor]], float]:
-        """One step of AdamW on all packs: (their log-probs and entropies before it, the gradient's
-        norm)."""
-        low, high = self.options.clip
-        count = sum(pack.mask.sum() for pack in row).clamp(min=1)
-        scored = []
-        self.optimizer.zero_grad()
-        for pack in row:
-            with self.timed("score"):
-                logprobs, entropies = self.score(pack)
-                scored.append((logprobs.detach(), entropies.detach()))
-            with self.timed("update"):
-                ratio = (logprobs - pack.rollout_logprobs).exp()
-                clipped = ratio.clamp(1 - low, 1 + high)
-                gain = torch.minimum(ratio * pack.advantages, clipped * pack.advantages)
-                (-(gain * pack.mask).sum() / count).backward()
-                self._collect_gradients()
-        with self.timed("update"):
-            norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), 1.0).item()
-            self.optimizer.step()
-            self._round_masters()
-        return scored, norm
-
-    def _collect_gradients(self) -> None:
-        """Packs' bf16 gradients, added up in fp32."""
-        for name, parameter in self.parameters.items():
-            if parameter.grad is None:
-                continue
-            master = self.masters[name]
-            wide = parameter.grad.float()
-            master.grad = wide if master.grad is None else master.grad + wide
-            parameter.grad = None
-
-    @torch.no_grad()
-    def _round_masters(self) -> None:
-        for name, parameter in self.parameters.items():
-            parameter.copy_(self.masters[name])
-
     def sync(self) -> None:
         """The trainer's weights into the live vLLM; then every parameter of both, as each of them
         computes with it, is held against the other."""
         before = self.digests
-        self.rollout.load(self.changed_weights())
-        with torch.inference_mode():
-            live = unfused(self.model, hf_places(self.model))
-            self.digests = {name: digest_parameter(value) for name, value in live}
-        check_weights(self.digests, self.rollout.digests(), before)
+        with self.timed("sync"):
+            self.rollout.load(self.trainer.weights())
+        with self.timed("digest"):
+            self.digests = self.trainer.digests()
+            check_weights(self.digests, self.rollout.digests(), before)
 
-    def changed_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.parameters.items():
-            yield name, parameter.detach()
+    def packs(self, samples: list[Sample]) -> list[Pack]:
+        """As many on each rank."""
+        row = list(packs(samples, self.options.pack_tokens, self.device))
+        missing = int(self.ranks.most(len(row))) - len(row)
+        return [*row, *(empty_pack(self.device) for _ in range(missing))]
 
     # --- a step -----------------------------------------------------------------------------
 
     def train_step(self) -> dict[str, Any]:
         """Takes one step; returns its line of metrics."""
-        o = self.options
+        o, start = self.options, time.perf_counter()
         self.seconds = {}
         if self.gpu:
             torch.cuda.reset_peak_memory_stats()
         with self.timed("rollout"):
             asked = problems.training(o.seed, self.step, o.problems, o.held_out)
-            answers = self.rollout.answers(asked, f"step {self.step}")
+            mine = asked[self.ranks.rank :: self.ranks.size]
+            answers = self.rollout.answers(mine, f"step {self.step} rank {self.ranks.rank}")
             self.rollout.sleep()
         samples = self.samples(answers)
         check_masks(answers, samples)
-        row = list(packs(samples, o.pack_tokens, self.device))
-        scored, norm = self.update(row)
+        row = self.packs(samples)
+        scored, norm = self.trainer.update(row)
         for _ in range(o.updates - 1):
-            self.update(row)
-        with self.timed("sync"):
+            self.trainer.update(row)
+        with self.timed("wake"):
             self.rollout.wake("weights")
-            self.sync()
+        self.sync()
+        with self.timed("wake"):
             self.rollout.wake("kv_cache")
-        write_step(o.run / "log-probs", self.step, records(answers, samples, scored, self.step))
+        with self.timed("write"):
+            lines = records(answers, samples, row, scored, self.step)
+            which = {"rank": self.ranks.rank, "ranks": self.ranks.size}
+            write_step(o.run / "log-probs", self.step, lines, **which)
         drift, on = mismatch(row, scored), torch.cat([pack.mask for pack in row])
         entropies = torch.cat([entropies for _, entropies in scored])[on]
         line = {
@@ -202,38 +160,55 @@ class Loop:
             "counted_tokens": int(on.sum()),
             "mismatch": drift,
             "digests_equal": len(self.digests),
-            "seconds": dict(self.seconds),
+            "seconds": self.seconds | {"step": time.perf_counter() - start},
             "peak_memory_bytes": torch.cuda.max_memory_allocated() if self.gpu else None,
         }
         self.step += 1
         return line
 
-    def held_out_reward(self) -> float:
+    def hold_out(self) -> None:
+        """Writes the reward on the held-out problems, greedily answered, with the weights as they
+        are after `self.step` steps."""
         asked = list(problems.held_out(self.options.held_out))
-        return sum(a.reward for a in self.rollout.answers(asked, "", greedy=True)) / len(asked)
+        answers = self.rollout.answers(asked, "", greedy=True)
+        reward = sum(answer.reward for answer in answers) / len(asked)
+        solved = sum(answer.reward == 1.0 for answer in answers) / len(asked)
+        line = {"step": self.step, "reward": reward, "solved": solved, "problems": len(asked)}
+        append(self.folder / HELD_OUT, line)
+        print(f"after step {self.step}: held-out reward {reward:.3f}", flush=True)
+
+    def save(self) -> None:
+        trainer = self.trainer
+        save(self.folder, self.step, self.settings(), trainer.masters, trainer.optimizer)
+
+    def load(self) -> None:
+        trainer = self.trainer
+        self.step = load(self.folder, self.settings(), trainer.masters, trainer.optimizer)
+        trainer.round_masters()
 
     # --- a run ------------------------------------------------------------------------------
 
     def settings(self) -> dict[str, Any]:
         """What decides a run's bits."""
-        free = ("run", "steps", "resume", "rollout_batch", "eval_every", "save_every", "gpu_memory")
-        return {k: str(v) for k, v in vars(self.options).items() if k not in free}
+        free = {"run", "steps", "resume", "rollout_batch", "eval_every", "save_every"}
+        free |= {"cache_gib", "sleep"}
+        chosen = vars(self.options) | {"ranks": self.ranks.size}
+        return {k: str(v) for k, v in chosen.items() if k not in free}
 
     def run(self) -> int:
         """All steps; returns the exit code."""
         o = self.options
-        o.run.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         if o.resume:
-            self.step = load(o.run, self.settings(), self.masters, self.optimizer)
-            self._round_masters()
-        forget_after(o.run, self.step)
+            self.load()
+        forget_after(self.folder, self.step)
         self.sync()
-        total = differing = 0
-        while self.step < o.steps and not self.stopped:
-            line = self.train_step()
+        total, differing, stops = 0, 0, False
+        while self.step < o.steps and not stops:
             if o.eval_every and self.step % o.eval_every == 0:
-                line["held_out_reward"] = self.held_out_reward()
-            write_metrics(o.run, line)
+                self.hold_out()
+            line = self.train_step()
+            append(self.folder / METRICS, line)
             drift, done = line["mismatch"], self.step == o.steps
             total, differing = total + drift["tokens"], differing + drift["other_bits"]
             print(
@@ -241,12 +216,16 @@ class Loop:
                 f"{drift['other_bits']} of {drift['tokens']} tokens, max {drift['max']:.2g}",
                 flush=True,
             )
-            if self.step % o.save_every == 0 or done or self.stopped:
-                save(o.run, self.step, self.settings(), self.masters, self.optimizer)
+            # Where one rank is told to stop, all do.
+            stops = bool(self.ranks.most(self.stopped))
+            if o.save_every and (self.step % o.save_every == 0 or done or stops):
+                self.save()
+        if o.eval_every and self.step == o.steps:
+            self.hold_out()
         every = " in every step" if differing == 0 else ""
         print(f"mismatch {differing} of {total} tokens{every}")
-        if self.stopped:
-            print(f"stopped after step {self.step}, and saved: --resume goes on")
+        if stops:
+            print(f"stopped after step {self.step}" + ", and saved" * bool(o.save_every))
             return 130
         return int(o.kernels == "rlk" and (differing > 0 or total == 0))
 
@@ -261,6 +240,9 @@ def main() -> int:
     except (LoopFault, ValueError) as fault:
         print(f"error: {fault}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("stopped before the first step: nothing was to save")
+        return 130
 
 
 if __name__ == "__main__":

@@ -1,28 +1,35 @@
 """Memory and time of a policy step's last part, from hidden states to gradients, by the size of a
 group: Llama-3-8B's head, 512 tokens an answer.
 
-    PYTHONPATH=.:kernels python kernels/bench/memory_grpo.py [--out memory_grpo.json]
+    PYTHONPATH=.:kernels python kernels/bench/memory_grpo.py [--out memory_grpo.json] [--limit 80]
+                                                             [--groups 64,128,256]
 
 Each implementation is given hidden[G * 512, 4096] and weight[128256, 4096] in bf16 and gives the
-gradients of both. MiB are what its peak holds beyond these inputs and gradients. `largest`: the
-largest group, a multiple of 8, of which the step fits on the card, up to 512. What is not installed
-is listed as such.
+gradients of both. MiB are what its peak holds beyond these inputs and gradients. The largest group
+that fits follows from the measured peaks, which grow by the same bytes with every answer; where it
+is not above 512, a step of that size confirms it. What is not installed is listed as such. The
+kernels are compiled first, and that is timed by itself. Each case is printed as it is measured; one
+that takes longer than 30 s is ended, and so is the whole --limit seconds after the compilation.
 """
 
 import argparse
 import importlib.metadata
 import json
-import statistics
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import rlk_kernels as rk
 import torch
-from bench_linear_logp import attempt, held_mib, torch_whole
+from bench_linear_logp import attempt, torch_whole
 
 HIDDEN, VOCABULARY, LENGTH = 4096, 128256, 512
 GROUPS, MOST, STEP = (64, 128, 256), 512, 8
+DEVICE, MIB = "cuda", 1 << 20
+CASE_SECONDS = 30
+"""Of one case, at most."""
 CLIP = (0.2, 0.28)
 Step = Callable[["Batch"], None]
 
@@ -32,7 +39,7 @@ class Batch:
 
     def __init__(self, group: int, weight: torch.Tensor) -> None:
         torch.manual_seed(group)
-        t, device = group * LENGTH, "cuda"
+        t, device = group * LENGTH, DEVICE
         hidden = torch.randn(t, HIDDEN, device=device, dtype=torch.bfloat16)
         self.group, self.weight, self.hidden = group, weight, hidden.requires_grad_()
         self.target = torch.randint(0, VOCABULARY, (t,), device=device)
@@ -96,48 +103,77 @@ def liger(b: Batch) -> None:
     b.differentiate(value)
 
 
-STEPS: dict[str, Step] = {
-    "torch, logits in memory": plain_torch,
-    "TRL": trl,
-    "Liger": liger,
-    "rlk linear_logp, entropy too": scored,
-    "rlk linear_grpo_loss": fused,
-}
+OURS: dict[str, Step] = {"rlk linear_logp, entropy too": scored, "rlk linear_grpo_loss": fused}
+STEPS = OURS | {"torch, logits in memory": plain_torch, "TRL": trl, "Liger": liger}
 
 
-def seconds(step: Step, batch: Batch) -> float:
-    """The median of five calls after the first."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+class TookTooLong(Exception):
+    """A case, or all of them, had no time left."""
+
+
+def measure(step: Step, batch: Batch) -> dict[str, float]:
+    """MiB beyond inputs and gradients, and the peak's bytes, of a call; the seconds of the one
+    after it, whose memory is the allocator's already."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     step(batch)
-    times = []
-    for _ in range(5):
-        start.record()
-        step(batch)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    start = time.perf_counter()
+    step(batch)
+    torch.cuda.synchronize()
+    held = (peak - before - batch.gradient_bytes) / MIB
+    return {"MiB": held, "peak_bytes": peak, "s": time.perf_counter() - start}
 
 
-def fits(step: Step, group: int, weight: torch.Tensor) -> bool:
-    """Whether a step runs; anything but a lack of memory is raised."""
+def predicted(cases: dict[int, dict], capacity: int) -> int:
+    """The largest group, a multiple of STEP, whose peak stays within `capacity` bytes, by a line
+    through the two largest groups that were measured; with one of them, through the weight and its
+    gradient, which are there for any group. Raises ValueError where no group was measured."""
+    points = sorted((g, case["peak_bytes"]) for g, case in cases.items() if "peak_bytes" in case)
+    if not points:
+        raise ValueError("no group was measured")
+    weights = 2 * 2 * VOCABULARY * HIDDEN
+    (g0, p0), (g1, p1) = points[-2:] if len(points) > 1 else [(0, weights), points[0]]
+    each = max((p1 - p0) / (g1 - g0), 1.0)
+    return max(int((capacity - p1) / each + g1) // STEP * STEP, 0)
+
+
+def largest(step: Step, cases: dict[int, dict], weight: torch.Tensor) -> dict[str, int]:
+    """`predicted`, and the largest group that ran: the predicted one, or, where it has no room
+    after all, STEP less each time; above MOST, the largest that was measured."""
+    capacity = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+    fits = predicted(cases, capacity)
+    if fits > MOST:
+        return {"predicted": fits, "ran": max(g for g, c in cases.items() if "MiB" in c)}
+    group = fits
+    while group > 0:
+        try:
+            step(Batch(group, weight))
+            torch.cuda.synchronize()
+            break
+        except torch.cuda.OutOfMemoryError:
+            group -= STEP
+        finally:
+            torch.cuda.empty_cache()
+    return {"predicted": fits, "ran": group}
+
+
+def limited(seconds: float, call: Callable, *arguments):
+    """The call's value, or a line that says why there is none within `seconds`."""
+    if seconds <= 0:
+        return "not run: no time was left"
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        step(Batch(group, weight))
-        return True
-    except torch.cuda.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        return False
+        return attempt(call, *arguments)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def largest(step: Step, weight: torch.Tensor) -> int:
-    """By bisection; 0 where not even STEP answers fit."""
-    low, high = 0, MOST + STEP
-    if fits(step, MOST, weight):
-        return MOST
-    while high - low > STEP:
-        middle = (low + high) // (2 * STEP) * STEP
-        low, high = (middle, high) if fits(step, middle, weight) else (low, middle)
-    return low
+def alarm(*_) -> None:
+    raise TookTooLong("the time limit came first")
 
 
 def version(package: str) -> str | None:
@@ -147,33 +183,75 @@ def version(package: str) -> str | None:
         return None
 
 
+def table(record: dict) -> str:
+    """MiB and seconds by implementation and group, and the largest group."""
+
+    def cell(case: dict) -> str:
+        return f"{case['MiB']:,.0f}, {case['s']:.2f} s" if "MiB" in case else case["failed"]
+
+    groups = list(next(iter(record["steps"].values())))
+    lines = ["| MiB held, seconds | " + " | ".join(map(str, groups)) + " | largest |"]
+    lines.append("| --- |" + " ---: |" * (len(groups) + 1))
+    for name, cases in record["steps"].items():
+        most = record["largest"].get(name)
+        said = f"{most['ran']} ran, {most['predicted']} by arithmetic" if most else "–"
+        lines.append(f"| {name} | " + " | ".join(map(cell, cases.values())) + f" | {said} |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("memory_grpo.json"))
+    parser.add_argument("--limit", type=float, default=80, help="seconds, once all is compiled")
+    parser.add_argument("--groups", default=",".join(map(str, GROUPS)), help="answers, with commas")
     options = parser.parse_args()
-    weight = torch.randn(VOCABULARY, HIDDEN, device="cuda", dtype=torch.bfloat16) * HIDDEN**-0.5
+    signal.signal(signal.SIGALRM, alarm)
+    groups = [int(word) for word in options.groups.split(",")]
+    weight = torch.randn(VOCABULARY, HIDDEN, device=DEVICE, dtype=torch.bfloat16) * HIDDEN**-0.5
     weight.requires_grad_()
     names = ("torch", "triton", "trl", "liger-kernel")
     record: dict = {
         "device": torch.cuda.get_device_name(),
         "versions": {name: version(name) for name in names},
         "shape": {"hidden": HIDDEN, "vocabulary": VOCABULARY, "length": LENGTH},
-        "groups": [],
+        "compiling_s": {},
+        "steps": {name: {} for name in STEPS},
+        "largest": {},
     }
-    for group in GROUPS:
-        batch, line = Batch(group, weight), {"group": group, "steps": {}}
+
+    def tell(**line: object) -> None:
+        print(json.dumps(line), flush=True)
+        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+    start = time.perf_counter()
+    rk.warm_up(DEVICE)
+    tell(what="self-check of the tiles", s=round(time.perf_counter() - start, 1))
+    batch = Batch(groups[0], weight)
+    for name, step in OURS.items():
+        start = time.perf_counter()
+        step(batch)
+        torch.cuda.synchronize()
+        record["compiling_s"][name] = round(time.perf_counter() - start, 1)
+        tell(what=f"first call of {name}", s=record["compiling_s"][name])
+    end = time.monotonic() + options.limit
+
+    def left() -> float:
+        return min(CASE_SECONDS, end - time.monotonic())
+
+    for group in groups:
+        batch = Batch(group, weight)
         for name, step in STEPS.items():
-            held = attempt(held_mib, lambda s=step, b=batch: s(b), batch.gradient_bytes)
-            line["steps"][name] = {"MiB": held}
-            if isinstance(held, float):
-                line["steps"][name]["s"] = attempt(seconds, step, batch)
-        record["groups"].append(line)
-        print(json.dumps(line), file=sys.stderr, flush=True)
-        options.out.write_text(json.dumps(record, indent=1), encoding="utf-8")
+            found = limited(left(), measure, step, batch)
+            case = {"failed": found} if isinstance(found, str) else found
+            record["steps"][name][group] = case
+            tell(group=group, step=name, **case)
         del batch
-    record["largest"] = {name: attempt(largest, step, weight) for name, step in STEPS.items()}
-    options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(record["largest"]), file=sys.stderr)
+    for name, step in STEPS.items():
+        found = limited(left(), largest, step, record["steps"][name], weight)
+        if isinstance(found, dict):
+            record["largest"][name] = found
+        tell(step=name, largest=found)
+    print(table(record), flush=True)
     return 0
 
 

@@ -129,6 +129,7 @@ def launch(
     """`kernel[grid](*arguments, **options)`; cache: of the call's shape, None for a launch that is
     always Triton's own; part: what tells launches of the kernel with other sizes apart."""
     if _thread.only_compiles:
+        private_api.survive_compile_hooks(kernel)
         kernel.warmup(*arguments, grid=grid, **options)
         return
     _thread.launches += 1
@@ -145,6 +146,7 @@ def launch(
                 if recording is not None and step is not None:
                     recording.steps.append(step)
                 return
+    private_api.survive_compile_hooks(kernel)
     made = kernel[grid](*arguments, **options)
     if cache is None or not hasattr(made, "packed_metadata"):
         return

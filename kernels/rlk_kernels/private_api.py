@@ -8,7 +8,7 @@ path changes the host's time and no bit: without it, the public function below i
     custom operators and their implementations   torch 2.11.0+cu130, 2.13.0+cpu
     transforms, modes and forward mode           torch 2.11.0+cu130, 2.13.0+cpu
     launcher without its wrapper                 Triton 3.6.0
-    launch hooks, compiling in threads, cache    Triton 3.6.0, 3.9.0
+    hooks, compiling in threads, cache           Triton 3.6.0, 3.9.0
 """
 
 import functools
@@ -98,6 +98,25 @@ def profiled() -> bool:
     """Whether a profiler wants to know of Triton's launches."""
     knobs = _triton_knobs()
     return bool(knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls)
+
+
+def survive_compile_hooks(kernel: Any) -> None:
+    """Where somebody hooks into Triton's compilations, as vLLM's monitor does, Triton writes what
+    it compiles as JSON for the hook, and raises TypeError at a layout of Gluon. Of a compilation
+    that cannot be written so, the hook is not told."""
+    tell = getattr(kernel, "_call_hook", None)
+    if tell is None or "_call_hook" in vars(kernel):
+        return
+
+    def tell_or_not(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return tell(*args, **kwargs)
+        except TypeError as error:
+            if "not JSON serializable" not in str(error):
+                raise
+            return None
+
+    kernel._call_hook = tell_or_not
 
 
 @dataclass(frozen=True, slots=True)

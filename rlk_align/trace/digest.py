@@ -13,6 +13,7 @@ probability about 2^-64 for each of the two sums. Modular sums do not depend on 
 so the digest is the same on every device and for every batch.
 """
 
+from collections.abc import Iterable
 from functools import lru_cache
 
 import numpy as np
@@ -87,12 +88,41 @@ def digest_parameter(weight: torch.Tensor) -> str:
     Values are widened to float32 (exact for bf16, fp16 and fp8; float64 stays) and -0 becomes
     +0, because an engine that packs its weights hands them back without the sign of zero.
     """
-    rows = weight.reshape(weight.shape[0], -1) if weight.dim() > 1 else weight.reshape(1, -1)
-    step = max(1, _block(weight.device) // max(1, rows.shape[1]))
-    parts = [digest_rows(_wide(block)).flatten().cpu() for block in rows.split(step)]
-    folded = torch.cat([*parts, torch.tensor([*weight.shape, 0], dtype=torch.int64)])
-    low, high = digest_rows(folded.reshape(1, -1))[0].tolist()
-    return f"{low & (2**64 - 1):016x}{high & (2**64 - 1):016x}"
+    return digest_parameters([("", weight)])[""]
+
+
+def digest_parameters(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """`digest_parameter` of each, by name. Those of one shape are digested together: a GPU launches
+    a few kernels for all layers, and is waited for once a shape."""
+    groups: dict[tuple, list[tuple[str, torch.Tensor]]] = {}
+    found: dict[str, str] = {}
+    for name, weight in named:
+        found[name] = ""  # the order is the caller's
+        key = (weight.shape, weight.dtype, weight.device)
+        groups.setdefault(key, []).append((name, weight))
+    for some in groups.values():
+        size = max(1, _STACKED // max(1, some[0][1].numel()))
+        for first in range(0, len(some), size):
+            part = some[first : first + size]
+            pairs = _digests([weight for _, weight in part]).tolist()
+            for (name, _), (low, high) in zip(part, pairs, strict=True):
+                found[name] = f"{low & (2**64 - 1):016x}{high & (2**64 - 1):016x}"
+    return found
+
+
+_STACKED = 1 << 27
+"""Elements that are copied, to be digested together."""
+
+
+def _digests(weights: list[torch.Tensor]) -> torch.Tensor:
+    """int64 [n, 2] of n parameters of one shape, on their device."""
+    n, shape = len(weights), weights[0].shape
+    stacked = torch.stack(weights) if n > 1 else weights[0][None]
+    rows = stacked.reshape(n * shape[0], -1) if len(shape) > 1 else stacked.reshape(n, -1)
+    step = max(1, _block(rows.device) // max(1, rows.shape[1]))
+    parts = torch.cat([digest_rows(_wide(block)) for block in rows.split(step)])
+    sizes = torch.tensor([*shape, 0], dtype=torch.int64, device=rows.device)
+    return digest_rows(torch.cat([parts.reshape(n, -1), sizes.expand(n, -1)], dim=1))
 
 
 def _wide(block: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ import problems
 import torch
 from batch import Answer, Sample, to_sample
 from checks import LoopFault
-from record import STATE, load, save
+from record import STATE
 from train import Loop, arguments
 
 
@@ -27,18 +27,13 @@ def bits(loop: Loop, step: int) -> list[str]:
     return [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
 
 
-def keep(loop: Loop) -> None:
-    save(loop.options.run, loop.step, loop.settings(), loop.masters, loop.optimizer)
-
-
 def go_back(loop: Loop, state: Path) -> None:
     """To what a killed run has left: its engines and tensors hold other values by then."""
     with torch.no_grad():
-        for master in loop.masters.values():
+        for master in loop.trainer.masters.values():
             master.fill_(0.5)
     shutil.copy(state, loop.options.run / STATE)
-    loop.step = load(loop.options.run, loop.settings(), loop.masters, loop.optimizer)
-    loop._round_masters()
+    loop.load()
     loop.sync()
 
 
@@ -47,7 +42,7 @@ def steps(loop: Loop) -> list[dict[str, Any]]:
     found = []
     for number in range(2):
         line = loop.train_step()
-        keep(loop)
+        loop.save()
         shutil.copy(loop.options.run / STATE, loop.options.run / f"after-{number + 1}")
         found.append({"metrics": line, "bits": bits(loop, number)})
     return found
@@ -112,13 +107,13 @@ def main() -> None:
     loop = Loop(arguments(["--run", str(folder), *words.split()]))
     folder.mkdir(exist_ok=True)
     loop.sync()
-    keep(loop)
+    loop.save()
     shutil.copy(folder / STATE, folder / "before")
     found: dict[str, Any] = {"once": steps(loop)}
     go_back(loop, folder / "after-1")
     loop.options.rollout_batch = 3
     loop.train_step()
-    keep(loop)
+    loop.save()
     found["resumed, cut otherwise"] = bits(loop, 1)
 
     # The faults, on answers that vLLM gave: some cut, some wrong and tried again.
@@ -141,13 +136,13 @@ def main() -> None:
 
     loop.samples = lambda some: [to_sample(answer, 1.0) for answer in some]
     loop.rollout.answers = lambda *_, **__: whole[:1]
-    changed = loop.changed_weights
-    loop.changed_weights = lambda: (x for x in changed() if "layers.2.mlp" not in x[0])
+    weights = loop.trainer.weights
+    loop.trainer.weights = lambda: (x for x in weights() if "layers.2.mlp" not in x[0])
     found["stale"] = fault(loop)
-    loop.changed_weights = changed
+    loop.trainer.weights = weights
     loop.sync()
     # A trainer that computes otherwise: no weight says so, and the log-probs do.
-    loop.model.model.layers[1].mlp.register_forward_hook(lambda _m, _a, out: out * 1.01)
+    loop.trainer.model.model.layers[1].mlp.register_forward_hook(lambda _m, _a, out: out * 1.01)
     found["drift"] = loop.train_step()["mismatch"]
     Path(sys.argv[2]).write_text(json.dumps(found))
 

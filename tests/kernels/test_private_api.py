@@ -1,5 +1,6 @@
 """Triton's launcher is called past its wrapper, with the arguments that the wrapper would give."""
 
+import inspect
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -151,3 +152,49 @@ def test_every_operator_is_dispatched_straight_on_gpus() -> None:
     names = [name for name in OPDEFS if name.startswith("rlk::")]
     assert len(names) > 10
     assert all(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA") for name in names)
+
+
+def test_a_compilation_that_a_hook_cannot_be_told_of_goes_on() -> None:
+    """vLLM hooks into Triton's compilations; Triton describes them as JSON, without Gluon's
+    layouts."""
+    pytest.importorskip("triton.experimental.gluon")
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+
+    @gluon.jit
+    def kernel(x, layout: gl.constexpr):
+        pass
+
+    told = []
+    layout = gl.BlockedLayout([1], [32], [4], [0])
+    options = SimpleNamespace(
+        num_warps=4, num_ctas=1, num_stages=1, enable_fp_fusion=True,
+        launch_cooperative_grid=False, extern_libs=(),
+    )  # fmt: skip
+    parameters = inspect.signature(kernel._call_hook).parameters
+
+    def compiled(constant: Any, hook: Any) -> Any:
+        given = {
+            "hook": hook, "key": ((), []), "signature": {}, "device": 0, "options": options,
+            "constants": {(1,): constant}, "configs": [{}], "is_warmup": False,
+            "target": SimpleNamespace(),
+        }  # fmt: skip
+        return kernel._call_hook(**{k: v for k, v in given.items() if k in parameters})
+
+    def hook(**what: Any) -> None:
+        told.append(what["fn"].name)
+
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        compiled(layout, hook)
+    private_api.survive_compile_hooks(kernel)
+    private_api.survive_compile_hooks(kernel)
+    assert compiled(layout, hook) is None
+    assert told == []
+    compiled(7, hook)
+    assert len(told) == 1
+
+    def broken(**_: Any) -> None:
+        raise TypeError("the hook's own")
+
+    with pytest.raises(TypeError, match="the hook's own"):
+        compiled(7, broken)

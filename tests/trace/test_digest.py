@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlk_align.trace import digest
-from rlk_align.trace.digest import digest_parameter, digest_rows, digest_slices, row_statistics
+from rlk_align.trace.digest import (
+    digest_parameter,
+    digest_parameters,
+    digest_rows,
+    digest_slices,
+    row_statistics,
+)
 
 torch.set_num_threads(1)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -220,6 +226,23 @@ def test_a_parameter_is_digested_in_blocks(monkeypatch: pytest.MonkeyPatch) -> N
     whole = digest_parameter(weight)
     monkeypatch.setattr(digest, "_block", lambda _device: 35)
     assert digest_parameter(weight) == whole
+
+
+def test_parameters_digested_together_are_those_digested_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes = [(12, 7), (5,), (12, 7), (7, 12), (12, 7), (5,), (2, 3, 4)]
+    named = [
+        (f"{i}", random_rows(1, math.prod(s), torch.float32, i).reshape(s))
+        for i, s in enumerate(shapes)
+    ]
+    named.append(("7", named[0][1].bfloat16()))
+    alone = [(name, digest_parameter(weight)) for name, weight in named]
+    assert len({value for _, value in alone}) == len(alone)
+    for most in (1 << 27, 170, 1):
+        monkeypatch.setattr(digest, "_STACKED", most)
+        assert list(digest_parameters(named).items()) == alone
+    assert digest_parameters([]) == {}
 
 
 def test_a_parameters_shape_counts() -> None:

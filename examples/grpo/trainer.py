@@ -1,0 +1,113 @@
+"""The trainer: a model of transformers, log-probs of packs, and AdamW on master weights."""
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import torch
+from batch import Pack
+from ranks import Ranks, local, whole
+from rlk_kernels.integrations import hf
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rlk_align.engines.common.weights import unfused
+from rlk_align.engines.hf.places import hf_places
+from rlk_align.trace.digest import digest_parameters
+
+Timed = Callable[[str], AbstractContextManager[None]]
+Scored = list[tuple[Tensor, Tensor]]
+"""Log-probs and entropies of each pack, float32 [T]."""
+
+
+class Trainer:
+    """`options` are those of train.py; `timed` counts the seconds of a stage."""
+
+    def __init__(self, options: argparse.Namespace, ranks: Ranks, timed: Timed) -> None:
+        self.options, self.ranks, self.timed = options, ranks, timed
+        self.model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
+        self.model.to(ranks.device).train()
+        if options.kernels == "rlk":
+            self.kernels = hf.use_kernels(self.model)
+        ranks.share(self.model)
+        self.parameters = dict(self.model.named_parameters())
+        dtype, shards = getattr(torch, options.master_dtype), self.parameters.items()
+        self.masters = {n: local(p.detach()).to(dtype, copy=True) for n, p in shards}
+        adam = {"lr": options.lr, "weight_decay": 0.0, "fused": ranks.device.type == "cuda"}
+        self.optimizer = torch.optim.AdamW(self.masters.values(), **adam)
+
+    def score(self, pack: Pack) -> tuple[Tensor, Tensor]:
+        """(log-probs, entropies) float32 [T] of a pack; 0 at each sequence's first token."""
+        if self.options.kernels == "rlk":
+            rows = hf.score_tokens(
+                self.model, pack.ids, position_ids=pack.positions, return_entropy=True
+            )
+        else:
+            call = {"position_ids": pack.positions, "use_cache": False}
+            logs = torch.log_softmax(self.model(pack.ids, **call).logits[:, :-1].float(), -1)
+            found = logs.gather(-1, pack.ids[:, 1:, None])[..., 0]
+            first = pack.positions[:, 1:] == 0
+            with torch.no_grad():
+                entropies = -logs.exp().mul_(logs).sum(-1)
+            rows = (found.masked_fill(first, 0.0), entropies)
+        logprobs, entropies = (torch.nn.functional.pad(x[0], (1, 0)) for x in rows)
+        return logprobs, entropies
+
+    def update(self, row: list[Pack]) -> tuple[Scored, float]:
+        """One step of AdamW on all packs: (their log-probs and entropies before it, the gradient's
+        norm). Ranks have as many packs as each other."""
+        low, high = self.options.clip
+        count = max(self.ranks.total(sum(int(pack.mask.sum()) for pack in row)), 1)
+        scored = []
+        self.optimizer.zero_grad()
+        for pack in row:
+            with self.timed("score"):
+                logprobs, entropies = self.score(pack)
+                scored.append((logprobs.detach(), entropies.detach()))
+            with self.timed("update"):
+                ratio = (logprobs - pack.rollout_logprobs).exp()
+                clipped = ratio.clamp(1 - low, 1 + high)
+                gain = torch.minimum(ratio * pack.advantages, clipped * pack.advantages)
+                # FSDP2 takes the mean of the ranks' gradients.
+                (-(gain * pack.mask).sum() * self.ranks.size / count).backward()
+                self._collect_gradients()
+        with self.timed("update"):
+            norm = self._clip()
+            self.optimizer.step()
+            self.round_masters()
+        return scored, norm
+
+    def _collect_gradients(self) -> None:
+        """Packs' bf16 gradients, added up in the masters' dtype."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:
+                continue
+            master = self.masters[name]
+            wide = local(parameter.grad).to(master.dtype)
+            master.grad = wide if master.grad is None else master.grad + wide
+            parameter.grad = None
+
+    def _clip(self) -> float:
+        """Cuts the gradient of all ranks to a norm of 1, and returns its norm before that."""
+        masters = [master for master in self.masters.values() if master.grad is not None]
+        mine = torch.nn.utils.get_total_norm([master.grad for master in masters])
+        norm = self.ranks.total(mine.double().square().item()) ** 0.5
+        torch.nn.utils.clip_grads_with_norm_(masters, 1.0, torch.tensor(norm, device=mine.device))
+        return norm
+
+    @torch.no_grad()
+    def round_masters(self) -> None:
+        """The model's weights become the masters', rounded."""
+        for name, parameter in self.parameters.items():
+            local(parameter).copy_(self.masters[name])
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """By their names in the checkpoint."""
+        for name, parameter in self.parameters.items():
+            yield name, whole(parameter.detach())
+
+    def digests(self) -> dict[str, str]:
+        """Of each parameter, by its canonical name."""
+        with torch.no_grad():
+            live = unfused(self.model, hf_places(self.model))
+            return digest_parameters((name, whole(value)) for name, value in live)
