@@ -45,7 +45,7 @@ FIX_PATH := tests/fix_path/test_engines.py tests/fix_path/test_layouts.py tests/
   tests/fix_path/test_vllm_batches.py tests/fix_path/test_weight_update.py tests/fix_path/test_examples.py \
   tests/fix_path/test_hf_compiled.py tests/fix_path/test_tensor_parallel.py tests/fix_path/test_sparse.py \
   tests/fix_path/test_layout_matrix.py tests/fix_path/test_rank_faults.py tests/fix_path/test_gradients.py \
-  tests/fix_path/test_grpo_loop.py
+  tests/fix_path/test_grpo_loop.py tests/fix_path/test_slices_and_stages.py
 
 test-fix-path: setup
 	$(TESTS) -m 'not whole_matrix' $(FIX_PATH)

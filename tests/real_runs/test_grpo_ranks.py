@@ -12,6 +12,8 @@ import pytest
 import torch
 from conftest import require_engine
 
+pytestmark = pytest.mark.whole_matrix
+
 ROOT = Path(__file__).resolve().parents[2]
 GROUP = 4
 WORDS = f"--problems 4 --group {GROUP} --max-tokens 24 --pack-tokens 150 --seed 3 --device cpu"

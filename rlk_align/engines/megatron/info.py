@@ -15,7 +15,7 @@ def _conflict(options: Mapping[str, OptionValue]) -> str | None:
         return "sp=1 divides the sequence among ranks, and tp=1 has only one: give tp=2 or more"
     for key in ("cp", "pp"):
         if options.get(key, 1) != 1 and options.get("spec") == "te":
-            return f"spec=te with {key}={options[key]}, which the local spec alone has: leave spec out"
+            return f"spec=te with {key}={options[key]}, which needs the local spec: leave spec out"
     if options.get("cp", 1) != 1 and options.get("padding") == "left":
         return (
             f"padding=left with cp={options['cp']}: ranks share sequences that begin at position "
