@@ -33,8 +33,14 @@ def kinds(folder: Path, role: str) -> dict[str, str]:
     return capture_of(folder / "run", role).record.kernels
 
 
-# In each dtype one engine: tests/fix_path has them all, on all prompts.
-@pytest.mark.parametrize(("train", "dtype"), [("megatron", "bfloat16"), ("fsdp:dp=2", "float32")])
+# One engine in each dtype: tests/fix_path has them all, on all prompts.
+@pytest.mark.parametrize(
+    ("train", "dtype"),
+    [
+        ("megatron", "bfloat16"),
+        pytest.param("fsdp:dp=2", "float32", marks=pytest.mark.whole_matrix),
+    ],
+)
 def test_no_bit_differs(compare: Cli, folder: Path, train: str, dtype: str) -> None:
     require_engine("vllm")
     require_engine(train.partition(":")[0])

@@ -173,7 +173,11 @@ def assert_error(done: Ended, code: int, *words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "log"), [("megatron", "rank1.log"), ("vllm", "(Worker_TP1 pid=")]
+    ("engine", "log"),
+    [
+        ("megatron", "rank1.log"),
+        pytest.param("vllm", "(Worker_TP1 pid=", marks=pytest.mark.whole_matrix),
+    ],
 )
 def test_the_killed_rank_is_named_and_not_the_one_that_lost_it(
     scored: Scored, engine: str, log: str

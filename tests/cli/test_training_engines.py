@@ -15,7 +15,8 @@ from rlk_align.data import data_path
 NEW_TOKENS = ("--max-new-tokens", 6)
 EDGE = ("--edges", "prefill_vs_train")
 ONE_RANK = pytest.param("fsdp:dp=1", marks=pytest.mark.whole_matrix)
-TRAINING = ("hf", ONE_RANK, "fsdp:dp=2", "megatron:tp=1", "megatron:tp=2")
+TWO_RANKS = pytest.param("fsdp:dp=2", marks=pytest.mark.whole_matrix)
+TRAINING = ("hf", ONE_RANK, TWO_RANKS, "megatron:tp=1", "megatron:tp=2")
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,7 @@ def assert_trustworthy(done: Outcome) -> None:
     assert coverage["unpaired"] == []
 
 
+@pytest.mark.whole_matrix
 def test_vllm_against_hf_in_bf16(cli: Cli, tmp_path: Path) -> None:
     run = tmp_path / "run"
     lines = sorted(data_path("prompts.jsonl").read_text(encoding="utf-8").splitlines(), key=len)

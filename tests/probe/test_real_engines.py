@@ -57,6 +57,7 @@ def operators(names: set[str]) -> set[str]:
     return {n.rpartition(".")[2] for n in names}
 
 
+@pytest.mark.whole_matrix
 def test_hf_and_fsdp(tmp_path: Path) -> None:
     """A fault of decode alone on one side, one in a norm on the other; decode and prefill may
     attend by other kernels."""
@@ -119,7 +120,7 @@ def test_an_early_ulp_that_becomes_the_largest_difference_late(tmp_path: Path) -
     assert responses["layers.0.q_proj"].inputs_rel_l2 == answer.rel_l2
     assert responses["logits"].rel_l2 > 0
     assert answer.max_abs_dlogp > 0
-    with pytest.raises(BadOption, match="'nothing' is no site"):
+    with pytest.raises(BadOption, match="'nothing' is not a site"):
         amplification(run, "rollout", ["nothing"], lambda *_: None)
 
 

@@ -63,13 +63,13 @@ class Sparse(Counted):
             self.show(operator, value)
         return profile.combine(inside[-1], weights, ids, experts)
 
-    def _rows(
-        self, x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of the rows of a token's experts what `INSIDE` names, [T, k, I] each and [T, k, H]."""
+    def _rows(self, x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
+        """Of the rows of a token's experts what `INSIDE` names, [T, k, I] each and [T, k, H];
+        the last alone where nothing is trained or shown."""
         groups = profile.expert_groups(ids, len(gate_up))
         if self.rlk_show is None and not torch.is_grad_enabled():
-            return profile.expert_linear(profile.expert_act(x, gate_up, groups), down, groups)
+            act = profile.expert_act(x, gate_up, groups)
+            return (profile.expert_linear(act, down, groups),)
         gate, up = profile.expert_linear(x, gate_up, groups).chunk(2, dim=-1)
         inner = profile.act(gate, up)
         return gate, up, inner, profile.expert_linear(inner, down, groups)
