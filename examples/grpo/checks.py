@@ -4,9 +4,11 @@ Masks are held against the spans that the rollout engine returned, weights param
 against those of the live engine.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 from batch import Answer, Sample
+from torch import Tensor
 
 
 class LoopFault(Exception):
@@ -40,6 +42,18 @@ def check_masks(answers: Sequence[Answer], samples: Sequence[Sample]) -> None:
         if others := sorted(counted ^ sampled):
             what = "tool's token counted" if others[0] in counted else "sampled token left out"
             raise LoopFault(f"{what}: {where.format(others[0])}")
+
+
+def check_gradients(norm: float, gradients: Mapping[str, Tensor]) -> None:
+    """Raises LoopFault where the norm of all gradients is not finite, and names the parameters."""
+    if math.isfinite(norm):
+        return
+    wrong = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
+    where = f"{len(wrong)} of {len(gradients)} parameters, first {wrong[0]}" if wrong else ""
+    raise LoopFault(
+        f"gradient not finite: norm {norm}, in {where or 'gradients of another rank'}; "
+        "no weight was changed"
+    )
 
 
 def check_weights(

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 
 import torch
 from batch import Pack
+from checks import check_gradients
 from ranks import Ranks, local, whole
 from rlk_kernels.integrations import hf
 from torch import Tensor
@@ -89,9 +90,11 @@ class Trainer:
 
     def _clip(self) -> float:
         """Cuts the gradient of all ranks to a norm of 1, and returns its norm before that."""
-        masters = [master for master in self.masters.values() if master.grad is not None]
-        mine = torch.nn.utils.get_total_norm([master.grad for master in masters])
+        gradients = {n: m.grad for n, m in self.masters.items() if m.grad is not None}
+        mine = torch.nn.utils.get_total_norm(gradients.values())
         norm = self.ranks.total(mine.double().square().item()) ** 0.5
+        check_gradients(norm, gradients)
+        masters = [self.masters[name] for name in gradients]
         torch.nn.utils.clip_grads_with_norm_(masters, 1.0, torch.tensor(norm, device=mine.device))
         return norm
 

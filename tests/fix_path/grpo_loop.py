@@ -144,6 +144,12 @@ def main() -> None:
     # A trainer that computes otherwise: no weight says so, and the log-probs do.
     loop.trainer.model.model.layers[1].mlp.register_forward_hook(lambda _m, _a, out: out * 1.01)
     found["drift"] = loop.train_step()["mismatch"]
+    name = next(name for name in loop.trainer.parameters if "layers.2.mlp.down_proj" in name)
+    before = {n: master.clone() for n, master in loop.trainer.masters.items()}
+    loop.trainer.parameters[name].register_hook(lambda gradient: gradient * float("nan"))
+    found["not finite"] = {"parameter": name, "fault": fault(loop)}
+    masters = loop.trainer.masters
+    found["not finite"]["unchanged"] = all(masters[n].equal(before[n]) for n in before)
     Path(sys.argv[2]).write_text(json.dumps(found))
 
 

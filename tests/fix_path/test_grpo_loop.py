@@ -83,6 +83,13 @@ def test_a_trainer_that_computes_otherwise_is_seen(loop: Any) -> None:
     assert loop["drift"]["max"] > 0
 
 
+def test_a_gradient_that_is_not_finite_ends_the_run(loop: Any) -> None:
+    seen = loop["not finite"]
+    assert seen["fault"].startswith("gradient not finite: norm nan, in 1 of ")
+    assert seen["parameter"] in seen["fault"]
+    assert seen["unchanged"]
+
+
 def test_the_log_probs_are_read_by_the_tool(loop: Any) -> None:
     from rlk_align.dumps.record import SequenceRecord
 
