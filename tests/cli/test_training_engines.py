@@ -166,6 +166,7 @@ def test_vllm_over_two_ranks(run: Cli, folder: Path) -> None:
     assert "o_proj" in introducing(done, folder / "tp"), "a row-parallel product adds two halves"
 
 
+@pytest.mark.whole_matrix
 def test_processed_log_probs_of_vllm_are_named(folder: Path) -> None:
     require_engine("vllm")
     prompts = write_few_prompts(folder / "few.jsonl")

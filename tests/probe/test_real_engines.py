@@ -130,6 +130,7 @@ def _inherited(unit: Unit) -> float:
     return part.rel_l2
 
 
+@pytest.mark.whole_matrix
 def test_vllm_and_its_regions(tmp_path: Path) -> None:
     """vLLM against itself: a fault of decode alone, and one inside of a fused add and norm."""
     require_engine("vllm")

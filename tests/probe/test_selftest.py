@@ -39,7 +39,10 @@ Found = tuple[str, int, str, dict[str, Any]]
 """Engines, exit code, text and JSON."""
 
 
-@pytest.fixture(scope="module", params=PLANTED)
+@pytest.fixture(
+    scope="module",
+    params=["vllm,megatron", pytest.param("hf", marks=pytest.mark.whole_matrix)],
+)
 def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """A self-test of real engines: HF against itself, and vLLM against Megatron."""
     engines = request.param
