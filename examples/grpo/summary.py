@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 Line = dict[str, Any]
 STAGES = ("rollout", "score", "update", "wake", "sync", "digest", "write", "step")
 
@@ -44,7 +46,7 @@ def _row(kernels: str, runs: dict[Path, list[Line]]) -> list[str]:
         kernels, str(len(runs)), " ".join(str(len(run)) for run in runs.values()),
         *(_held_out(held, place, "reward") for place in at),
         f"{other:,} of {tokens:,}", f"{statistics.fmean(d['k3'] for d in drift):.1e}",
-        f"{max(d['max'] for d in drift):.3f}", f"{max(d['ratio_max'] for d in drift):.3f}",
+        *(f"{np.max([d[key] for d in drift]):.3f}" for key in ("max", "ratio_max")),
         str(sum(d["other_bits"] == 0 for d in drift)) + f" of {len(drift)}",
     ]  # fmt: skip
 

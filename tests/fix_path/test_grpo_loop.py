@@ -3,6 +3,8 @@ however its rollout is cut, and the loop's checks name what they are there for."
 
 import json
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,16 @@ def test_a_gradient_that_is_not_finite_ends_the_run(loop: Any) -> None:
     assert seen["fault"].startswith("gradient not finite: norm nan, in 1 of ")
     assert seen["parameter"] in seen["fault"]
     assert seen["unchanged"]
+
+
+def test_a_summary_shows_what_is_not_a_number(loop: Any, tmp_path: Path) -> None:
+    steps = [step["metrics"] for step in loop["once"]]
+    steps.append(steps[0] | {"mismatch": steps[0]["mismatch"] | {"max": float("nan")}})
+    lines = "".join(json.dumps(step) + "\n" for step in steps)
+    (tmp_path / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    words = [sys.executable, str(ROOT / "examples/grpo/summary.py"), str(tmp_path)]
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert "| nan |" in said
 
 
 def test_the_log_probs_are_read_by_the_tool(loop: Any) -> None:

@@ -38,36 +38,20 @@ class Grid:
         """By megatron-core's parallel state, which must stand."""
         from megatron.core import parallel_state as state
 
-        def among(group: object, rank: int, world: int) -> Ranks:
+        def among(kind: str) -> Ranks:
+            group, rank, world = (
+                getattr(state, f"get_{kind}_parallel_{what}")()
+                for what in ("group", "rank", "world_size")
+            )
             return Ranks(rank, world, ranks.device, group)
 
         return cls(
             all=ranks,
-            tp=among(
-                state.get_tensor_model_parallel_group(),
-                state.get_tensor_model_parallel_rank(),
-                state.get_tensor_model_parallel_world_size(),
-            ),
-            cp=among(
-                state.get_context_parallel_group(),
-                state.get_context_parallel_rank(),
-                state.get_context_parallel_world_size(),
-            ),
-            dp=among(
-                state.get_data_parallel_group(),
-                state.get_data_parallel_rank(),
-                state.get_data_parallel_world_size(),
-            ),
-            ep=among(
-                state.get_expert_model_parallel_group(),
-                state.get_expert_model_parallel_rank(),
-                state.get_expert_model_parallel_world_size(),
-            ),
-            pp=among(
-                state.get_pipeline_model_parallel_group(),
-                state.get_pipeline_model_parallel_rank(),
-                state.get_pipeline_model_parallel_world_size(),
-            ),
+            tp=among("tensor_model"),
+            cp=among("context"),
+            dp=among("data"),
+            ep=among("expert_model"),
+            pp=among("pipeline_model"),
         )
 
     @property

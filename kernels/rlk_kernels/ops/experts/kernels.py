@@ -1,4 +1,4 @@
-# ruff: noqa: SIM108 (a ternary of two loads is no Triton)
+# ruff: noqa: SIM108 (if statements on constexprs, no ternaries)
 """The Triton kernels of `grouped_linear` and `grouped_swiglu`: one launch over (expert, row block,
 column block).
 
