@@ -76,6 +76,8 @@ class Pack:
 
     tokens: int
     """Without padding."""
+    counted: int
+    """How many of them the loss counts."""
     ids: Tensor
     """int64 [1, T]."""
     positions: Tensor
@@ -127,4 +129,4 @@ def _pack(row: list[Sample], device: torch.device) -> Pack:
     }
     tensors = {name: torch.tensor(values, device=device) for name, values in flat.items()}
     two = {name: tensors[name][None] for name in ("ids", "positions")}
-    return Pack(tokens=count, **tensors | two)
+    return Pack(tokens=count, counted=sum(flat["mask"]), **tensors | two)

@@ -32,6 +32,7 @@ class Trainer:
             self.kernels = hf.use_kernels(self.model)
         ranks.share(self.model)
         self.parameters = dict(self.model.named_parameters())
+        self.canonical = list(unfused(self.model, hf_places(self.model)))
         dtype, shards = getattr(torch, options.master_dtype), self.parameters.items()
         self.masters = {n: local(p.detach()).to(dtype, copy=True) for n, p in shards}
         adam = {"lr": options.lr, "weight_decay": 0.0, "fused": ranks.device.type == "cuda"}
@@ -58,7 +59,7 @@ class Trainer:
         """One step of AdamW on all packs: (their log-probs and entropies before it, the gradient's
         norm). Ranks have as many packs as each other."""
         low, high = self.options.clip
-        count = max(self.ranks.total(sum(int(pack.mask.sum()) for pack in row)), 1)
+        count = max(self.ranks.total(sum(pack.counted for pack in row)), 1)
         scored = []
         self.optimizer.zero_grad()
         for pack in row:
@@ -80,13 +81,18 @@ class Trainer:
 
     def _collect_gradients(self) -> None:
         """Packs' bf16 gradients, added up in the masters' dtype."""
+        first, later = [], []
         for name, parameter in self.parameters.items():
-            if parameter.grad is None:
-                continue
-            master = self.masters[name]
-            wide = local(parameter.grad).to(master.dtype)
-            master.grad = wide if master.grad is None else master.grad + wide
-            parameter.grad = None
+            if parameter.grad is not None:
+                master = self.masters[name]
+                some = first if master.grad is None else later
+                some.append((master, local(parameter.grad)))
+                parameter.grad = None
+        for master, _ in first:
+            master.grad = torch.empty_like(master)
+        for some, into in ((first, torch._foreach_copy_), (later, torch._foreach_add_)):
+            if some:
+                into([master.grad for master, _ in some], [gradient for _, gradient in some])
 
     def _clip(self) -> float:
         """Cuts the gradient of all ranks to a norm of 1, and returns its norm before that."""
@@ -101,8 +107,10 @@ class Trainer:
     @torch.no_grad()
     def round_masters(self) -> None:
         """The model's weights become the masters', rounded."""
-        for name, parameter in self.parameters.items():
-            local(parameter).copy_(self.masters[name])
+        torch._foreach_copy_(
+            [local(parameter) for parameter in self.parameters.values()],
+            list(self.masters.values()),
+        )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """By their names in the checkpoint."""
@@ -112,5 +120,4 @@ class Trainer:
     def digests(self) -> dict[str, str]:
         """Of each parameter, by its canonical name."""
         with torch.no_grad():
-            live = unfused(self.model, hf_places(self.model))
-            return digest_parameters((name, whole(value)) for name, value in live)
+            return digest_parameters((name, whole(value)) for name, value in self.canonical)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.integrations.hf.loss import NO_TOKEN
+from rlk_kernels.integrations.hf.sequences import packed_starts
 from rlk_kernels.integrations.scoring import Scoring, scoring
 
 
@@ -25,10 +26,15 @@ def score_tokens(
         position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
     targets = _targets(input_ids, attention_mask, position_ids)[:, length - 1 - count :]
     rows = torch.arange(length - 1 - count, length - 1, device=input_ids.device)
+    packed = {}
+    if attention_mask is None and position_ids is not None:
+        # Once for all layers, each of which would look for them, and have a GPU waited for.
+        cu = packed_starts(position_ids, input_ids.shape[0])
+        packed = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu}
     with scoring(model, Scoring(targets, temperature, return_entropy)):
         scores = model(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
-            use_cache=False, logits_to_keep=rows,
+            use_cache=False, logits_to_keep=rows, **packed,
         ).logits  # fmt: skip
     return (scores[..., 0], scores[..., 1]) if return_entropy else scores[..., 0]
 
