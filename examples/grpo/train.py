@@ -202,6 +202,10 @@ class Loop:
         if o.resume:
             self.load()
         forget_after(self.folder, self.step)
+        if self.gpu:
+            with self.timed("prepare"):
+                self.trainer.prepare()
+            print(f"prepared in {self.seconds['prepare']:.1f} s", flush=True)
         self.sync()
         total, differing, stops = 0, 0, False
         while self.step < o.steps and not stops:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
-from batch import Pack
+from batch import PADDED_TO, Pack, empty_pack
 from checks import check_gradients
 from ranks import Ranks, local, whole
 from rlk_kernels.integrations import hf
@@ -37,6 +37,14 @@ class Trainer:
         self.masters = {n: local(p.detach()).to(dtype, copy=True) for n, p in shards}
         adam = {"lr": options.lr, "weight_decay": 0.0, "fused": ranks.device.type == "cuda"}
         self.optimizer = torch.optim.AdamW(self.masters.values(), **adam)
+
+    def prepare(self) -> None:
+        """Compiles and plans for every length of a pack, so that no step does."""
+        step, most = PADDED_TO[self.ranks.device.type], self.options.pack_tokens
+        for tokens in range(step, most + step, step):
+            logprobs, _ = self.score(empty_pack(self.ranks.device, tokens))
+            logprobs.sum().backward()
+            self.model.zero_grad()
 
     def score(self, pack: Pack) -> tuple[Tensor, Tensor]:
         """(log-probs, entropies) float32 [T] of a pack; 0 at each sequence's first token."""
