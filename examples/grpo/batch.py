@@ -5,6 +5,7 @@ T = tokens of a pack: whole sequences, one behind the other.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from problems import Problem
@@ -82,6 +83,8 @@ class Pack:
     """int64 [1, T]."""
     positions: Tensor
     """int64 [1, T], from 0 with each sample."""
+    starts: Tensor
+    """int32 [samples + 1]: where each begins, the padding behind them too, and where it ends."""
     mask: Tensor
     """bool [T]."""
     sampled: Tensor
@@ -138,5 +141,7 @@ def _pack(row: list[Sample], device: torch.device) -> Pack:
         "advantages": [s.advantage for s in row for _ in s.ids],
     }
     tensors = {name: torch.tensor(values, device=device) for name, values in flat.items()}
+    starts = [*accumulate((len(s.ids) for s in row), initial=0)]
+    tensors["starts"] = torch.tensor(starts, dtype=torch.int32, device=device)
     two = {name: tensors[name][None] for name in ("ids", "positions")}
     return Pack(tokens=count, counted=sum(flat["mask"]), **tensors | two)

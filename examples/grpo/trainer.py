@@ -50,8 +50,9 @@ class Trainer:
         """(log-probs, entropies) float32 [T] of a pack; 0 at each sequence's first token."""
         if self.options.kernels == "rlk":
             rows = hf.score_tokens(
-                self.model, pack.ids, position_ids=pack.positions, return_entropy=True
-            )
+                self.model, pack.ids, position_ids=pack.positions, cu_seq_lens=pack.starts,
+                return_entropy=True,
+            )  # fmt: skip
         else:
             call = {"position_ids": pack.positions, "use_cache": False}
             logs = torch.log_softmax(self.model(pack.ids, **call).logits[:, :-1].float(), -1)
