@@ -1,5 +1,5 @@
-"""Which gather vLLM's row-parallel products take: stores for few bytes, where ranks share memory,
-and vLLM's own for the rest."""
+"""Which gather vLLM's row-parallel products take: stores, where ranks share memory, and vLLM's own
+else."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from rlk_kernels.integrations.vllm import gather
 from rlk_kernels.parallel.peer.channels import region_bytes
 from rlk_kernels.parallel.peer.gather import PeerGather
 
-CPU, CAPACITY = torch.device("cpu"), 1 << 19
+CPU, COUNT = torch.device("cpu"), 2
 
 
 class Ranks:
@@ -41,20 +41,23 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
 
 
 def peers_of(count: int) -> tuple[PeerGather, list[torch.Tensor]]:
-    regions = [torch.zeros(region_bytes(count, CAPACITY), dtype=torch.uint8) for _ in range(count)]
-    made = PeerGather([x.data_ptr() for x in regions], 0, CPU, CAPACITY, seconds=1e-6)
+    regions = [torch.zeros(region_bytes(count, COUNT), dtype=torch.uint8) for _ in range(count)]
+    made = PeerGather([x.data_ptr() for x in regions], 0, CPU, seconds=1e-6, count=COUNT)
     return made, regions
 
 
-def test_few_bytes_are_stored_and_many_are_not(ranks: Ranks) -> None:
+def test_what_can_be_is_stored_and_the_rest_is_left_to_vllm(ranks: Ranks) -> None:
     peers, _regions = peers_of(1)
     gather._peers[ranks.unique_name] = peers
-    few, many = torch.ones(4, 8), torch.ones(CAPACITY // 32 + 1, 8)
-    assert torch.equal(gather.columns(few, 1), few)
+    few, many = torch.ones(4, 8), torch.ones(1 << 15, 8)
+    for x in (few, many):
+        before = int(peers.channels.counters.sum())
+        assert torch.equal(gather.columns(x, 1), x)
+        assert int(peers.channels.counters.sum()) > before
     assert ranks.gathered == []
-    assert int(peers.channels.counters.sum()) == 1
-    assert torch.equal(gather.columns(many, 1), many)
-    assert ranks.gathered == [tuple(many.shape)]
+    bytes_ = torch.ones(4, 8, dtype=torch.uint8)
+    assert torch.equal(gather.columns(bytes_, 1), bytes_)
+    assert ranks.gathered == [tuple(bytes_.shape)]
 
 
 def test_without_shared_memory_all_is_left_to_vllm(ranks: Ranks) -> None:

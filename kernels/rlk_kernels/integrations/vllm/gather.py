@@ -1,5 +1,5 @@
-"""The gather of columns over vLLM's tensor-parallel ranks: few bytes by stores into the memory of
-other GPUs, where those reach each other, and all else by vLLM's own all-gather. Both are copies.
+"""The gather of columns over vLLM's tensor-parallel ranks: by stores into the memory of other GPUs,
+where those reach each other, and else by vLLM's own all-gather. Both are copies.
 
 vLLM's `disable_custom_all_reduce`, its switch for what GPUs do in each other's memory, leaves
 everything to its all-gather. How many rows a batch has is looked at when the operator runs, of
@@ -19,10 +19,9 @@ from vllm.logger import init_logger
 from rlk_kernels.backend import call, dispatch_straight
 from rlk_kernels.device import HAS_TRITON
 from rlk_kernels.errors import UnsupportedDevice
+from rlk_kernels.parallel.peer.channels import FLAGGED_BYTES
 from rlk_kernels.parallel.peer.gather import PeerGather, peer_gather
 
-MOST = 4 << 20
-"""Bytes of a rank's shard up to which it is stored to the others."""
 _peers: dict[str, PeerGather | None] = {}
 """By name of vLLM's group; None where it has none."""
 _compiled: set[tuple[tuple[int, ...], torch.dtype]] = set()
@@ -38,8 +37,11 @@ def connect(columns: tuple[int, ...], dtype: torch.dtype) -> None:
     peers = _peers[ranks.unique_name]
     if peers is None or (columns, dtype) in _compiled:
         return
-    for rows in (1, 16):  # whether words are a multiple of 16 changes how it is compiled
-        for f in columns:
+    for f in columns:
+        many = FLAGGED_BYTES // (f * dtype.itemsize) + 1
+        # Few bytes have a kernel of their own, and whether words are a multiple of 16 changes how
+        # either is compiled.
+        for rows in (1, 16, many | 1, -(-many // 16) * 16):
             peers.columns(torch.zeros(rows, f, dtype=dtype, device=ranks.device))
     torch.cuda.synchronize()
     peers.check()
@@ -54,7 +56,7 @@ def _shared(ranks: Any) -> PeerGather | None:
     if not HAS_TRITON or ranks.device.type != "cuda":
         return None
     try:
-        return peer_gather(ranks.cpu_group, ranks.device, MOST)
+        return peer_gather(ranks.cpu_group, ranks.device)
     except UnsupportedDevice as error:
         _logger.warning("%s; the kernels gather by vLLM's all-gather", error)
         return None
