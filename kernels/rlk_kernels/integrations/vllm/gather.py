@@ -19,7 +19,6 @@ from vllm.logger import init_logger
 from rlk_kernels.backend import call, dispatch_straight
 from rlk_kernels.device import HAS_TRITON
 from rlk_kernels.errors import UnsupportedDevice
-from rlk_kernels.parallel.peer.channels import FLAGGED_BYTES
 from rlk_kernels.parallel.peer.gather import PeerGather, peer_gather
 
 _peers: dict[str, PeerGather | None] = {}
@@ -38,11 +37,7 @@ def connect(columns: tuple[int, ...], dtype: torch.dtype) -> None:
     if peers is None or (columns, dtype) in _compiled:
         return
     for f in columns:
-        many = FLAGGED_BYTES // (f * dtype.itemsize) + 1
-        # Few bytes have a kernel of their own, and whether words are a multiple of 16 changes how
-        # either is compiled.
-        for rows in (1, 16, many | 1, -(-many // 16) * 16):
-            peers.columns(torch.zeros(rows, f, dtype=dtype, device=ranks.device))
+        peers.compile_for(f, dtype)
     torch.cuda.synchronize()
     peers.check()
     _compiled.add((columns, dtype))

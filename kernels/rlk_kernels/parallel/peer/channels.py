@@ -1,4 +1,4 @@
-"""What `kernels` works on: channels, and the regions that ranks share.
+"""What `kernels` and `flagged` work on: channels, and the regions that ranks share.
 
 R = ranks
 """
@@ -9,17 +9,14 @@ from torch import Tensor
 
 CHANNELS = 128
 """Programs at most: few enough to be resident at once."""
-BLOCK_BYTES = 8192
-"""What a program copies at a time: 16 bytes a thread."""
-BLOCKS = 4
-"""Of a piece, at most: so many that a message a piece costs little."""
-SLOT_BYTES = BLOCKS * BLOCK_BYTES
+PIECE_BYTES = (8192, 16384, 32768)
+"""What a program copies at a time, 16 to 64 bytes a thread: the fewest that make one piece of all,
+or the most, so that a message a piece costs little."""
+SLOT_BYTES = PIECE_BYTES[-1]
 SLOTS = 4
 """Of a channel and source: see `kernels`."""
-FLAGGED_WORDS = 512
-"""Of 4 bytes that a program copies in `flagged`, each with its epoch."""
-FLAGGED_BYTES = 128 << 10
-"""Of a rank's shard up to which that is faster."""
+FLAGGED_WORDS = (512, 1024, 2048)
+"""Of 4 bytes that a program copies in `flagged`, each with its epoch: the fewest that do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,4 +47,9 @@ def flagged_offset(ranks: int, count: int) -> int:
 
 def region_bytes(ranks: int, count: int = CHANNELS) -> int:
     """Of a rank."""
-    return flagged_offset(ranks, count) + 2 * ranks * count * FLAGGED_WORDS * 8
+    return flagged_offset(ranks, count) + 2 * ranks * count * FLAGGED_WORDS[-1] * 8
+
+
+def flagged_limits(count: int) -> list[int]:
+    """Bytes of a rank's shard up to which `flagged` takes it, with each of FLAGGED_WORDS."""
+    return [4 * words * count for words in FLAGGED_WORDS]

@@ -11,18 +11,19 @@ have started that launch, and so have ended epoch e: all of this on one stream.
 
 Nothing waits for ever, and a rank that is gone is named, as there.
 
-W = words of a shard, 4 bytes   F = words of a row   R = ranks
+T = rows of a shard   F = words of a row, 4 bytes each   R = ranks
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlk_kernels.launching import cdiv, launch
+from rlk_kernels.device import facts
+from rlk_kernels.launching import ShapeCache, cdiv, launch
 from rlk_kernels.parallel.peer.channels import FLAGGED_WORDS, Channels, flagged_offset
 
 WARPS = 8
-_WORDS = tl.constexpr(FLAGGED_WORDS)
+_MOST = tl.constexpr(FLAGGED_WORDS[-1])
 
 
 @triton.jit
@@ -30,30 +31,34 @@ def _place(region, source, channel, epoch, RANKS: tl.constexpr, COUNT: tl.conste
     """A channel's messages from `source` in a rank's region, behind all of `kernels`."""
     at = ((epoch & 1) * RANKS + source) * COUNT + channel
     return tl.multiple_of(
-        (region + at.to(tl.int64) * (_WORDS * 8)).to(tl.pointer_type(tl.int64)), 16
+        (region + at.to(tl.int64) * (_MOST * 8)).to(tl.pointer_type(tl.int64)), 16
     )
 
 
-@triton.jit(do_not_specialize=["polls"])
+@triton.jit(do_not_specialize=["rows", "polls"])
 def _flagged_kernel(
-    x, out, regions, counters, failed, missing, words, row, polls,
+    x, out, regions, counters, failed, missing, rows, F, polls,
     RANK: tl.constexpr, RANKS: tl.constexpr, COUNT: tl.constexpr, BEHIND: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """out[W / F, R, F] of x[W], a block a program; BEHIND: bytes of a region before the messages.
+    """out[T, R, F] of x[T, F], a block a program; BEHIND: bytes of a region before the messages.
     What else it takes is as in `kernels`."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     channel = tl.program_id(0)
     epoch = tl.load(counters + channel) + 1
     works = tl.load(failed) == 0
-    lanes = tl.arange(0, _WORDS)
-    at = channel * _WORDS + lanes
-    here = at < words
-    to = out + at // row * (RANKS * row) + at % row
+    lanes = tl.arange(0, BLOCK)
+    at = channel * BLOCK + lanes
+    here = at < rows * F
+    to_peers = tl.where(works, rows * F, 0)
+    to = out + at // F * (RANKS * F) + at % F
     value = tl.load(x + at, here, other=0)
     message = (epoch.to(tl.int64) << 32) | (value.to(tl.int64) & 0xFFFFFFFF)
-    to_peers = tl.where(works, words, 0)
     for peer in tl.static_range(RANKS):
         if peer == RANK:
-            tl.store(to + RANK * row, value, here)
+            tl.store(to + RANK * F, value, here)
         else:
             region = tl.load(regions + peer) + BEHIND
             slot = _place(region, RANK, channel, epoch, RANKS, COUNT)
@@ -73,19 +78,21 @@ def _flagged_kernel(
                 tl.store(missing + source, epoch)
                 tl.store(failed, 1)
             there = (message >> 32).to(tl.int32) == epoch
-            tl.store(to + source * row, tl.where(there, message.to(tl.int32), -1), here)
+            tl.store(to + source * F, tl.where(there, message.to(tl.int32), -1), here)
     tl.store(counters + channel, epoch)
 
 
-def columns(x: Tensor, out: Tensor, row: int, shared: Channels) -> None:
-    """out[W / F, R, F] of x[W], contiguous words of 4 bytes; row: F."""
-    words = x.numel()
+def columns(cache: ShapeCache, x: Tensor, out: Tensor, shared: Channels) -> None:
+    """out[T, R, F] of x[T, F], contiguous words of 4 bytes."""
+    rows, f = x.shape
+    block = next(words for words in FLAGGED_WORDS if rows * f <= words * shared.count)
+    overlap = facts(x.device).overlaps
     launch(
-        None, _flagged_kernel, (cdiv(words, FLAGGED_WORDS), 1, 1),
+        cache, _flagged_kernel, (cdiv(rows * f, block), 1, 1),
         (
-            x, out, shared.regions, shared.counters, shared.failed, shared.missing, words, row,
-            shared.polls, shared.rank, shared.ranks, shared.count,
-            flagged_offset(shared.ranks, shared.count),
+            x, out.view(x.dtype), shared.regions, shared.counters, shared.failed, shared.missing,
+            rows, f, shared.polls, shared.rank, shared.ranks, shared.count,
+            flagged_offset(shared.ranks, shared.count), block, overlap,
         ),
-        {"num_warps": WARPS},
+        {"num_warps": WARPS, "launch_pdl": overlap},
     )  # fmt: skip

@@ -21,7 +21,13 @@ from rlk_kernels.backend import call, dispatch_straight, refuse_gradient
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import KernelFailed, RankMissing, UnsupportedDevice, UnsupportedShape
 from rlk_kernels.parallel.peer import memory
-from rlk_kernels.parallel.peer.channels import CHANNELS, Channels, region_bytes
+from rlk_kernels.parallel.peer.channels import (
+    CHANNELS,
+    PIECE_BYTES,
+    Channels,
+    flagged_limits,
+    region_bytes,
+)
 
 MOST_RANKS = 8
 MOST_BYTES = 1 << 31
@@ -78,6 +84,14 @@ class PeerGather:
         to an earlier call that has ended.
         """
         return call(_peer_columns, x, self.number, self.channels.ranks)
+
+    def compile_for(self, columns: int, dtype: torch.dtype) -> None:
+        """Compile what gathers so many columns of a rank, of any number of rows: before a CUDA
+        graph is captured. Called on all ranks."""
+        count = self.channels.count
+        for size in (0, *flagged_limits(count), *(count * piece for piece in PIECE_BYTES[:-1])):
+            rows = size // (columns * dtype.itemsize) + 1
+            self.columns(torch.zeros(rows, columns, dtype=dtype, device=self.device))
 
     def check(self) -> None:
         """Raise RankMissing where a rank did not come to a call that has ended, also to one of a

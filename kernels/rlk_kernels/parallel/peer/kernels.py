@@ -16,7 +16,7 @@ and gives all ones, which are NaN, for that rank. What is behind it, of this lau
 ones, neither stores nor tells, because nobody knows what peers have read, and does not wait: it
 gives NaN at once.
 
-W = words of a shard: 8, 4 or 2 bytes   F = words of a row   R = ranks
+T = rows of a shard   F = words of a row, 8, 4 or 2 bytes each   R = ranks
 """
 
 import torch
@@ -24,17 +24,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlk_kernels.launching import cdiv, launch
+from rlk_kernels.device import facts
+from rlk_kernels.launching import ShapeCache, cdiv, launch, shape_cache
 from rlk_kernels.memory import empty
 from rlk_kernels.parallel.peer import flagged
 from rlk_kernels.parallel.peer.channels import (
-    BLOCK_BYTES,
-    BLOCKS,
-    FLAGGED_BYTES,
-    FLAGGED_WORDS,
+    PIECE_BYTES,
     SLOT_BYTES,
     SLOTS,
     Channels,
+    flagged_limits,
 )
 
 WARPS = 16
@@ -58,25 +57,23 @@ def _flag(region, source, channel, RANKS: tl.constexpr):
 
 @triton.jit
 def _send(
-    x, out, regions, begin, epoch, works, words, row, steps,
+    x, out, regions, begin, epoch, works, rows, F,
     RANK: tl.constexpr, RANKS: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the piece at `begin` to all peers and into `out`, and tell them, where it `works`."""
     channel = tl.program_id(0)
     kind = tl.pointer_type(x.dtype.element_ty)
     lanes = tl.arange(0, BLOCK)
-    to_peers = tl.where(works, words, 0)
-    for step in range(steps):
-        inside = step * BLOCK + lanes
-        at = begin + inside
-        here = at < words
-        value = tl.load(x + at, here)
-        for peer in tl.static_range(RANKS):
-            if peer == RANK:
-                tl.store(out + (at // row * RANKS + RANK) * row + at % row, value, here)
-            else:
-                slot = _slot(tl.load(regions + peer), RANK, channel, epoch, kind, RANKS, COUNT)
-                tl.store(slot + inside, value, at < to_peers)
+    at = begin + lanes
+    here = at < rows * F
+    to_peers = tl.where(works, rows * F, 0)
+    value = tl.load(x + at, here)
+    for peer in tl.static_range(RANKS):
+        if peer == RANK:
+            tl.store(out + (at // F * RANKS + RANK) * F + at % F, value, here)
+        else:
+            slot = _slot(tl.load(regions + peer), RANK, channel, epoch, kind, RANKS, COUNT)
+            tl.store(slot + lanes, value, at < to_peers)
     # All threads have stored, and read what the slots had before, before one of them tells.
     tl.debug_barrier()
     if works:
@@ -88,7 +85,7 @@ def _send(
 
 @triton.jit
 def _receive(
-    out, regions, failed, missing, begin, epoch, left, words, row, steps,
+    out, regions, failed, missing, begin, epoch, left, rows, F,
     RANK: tl.constexpr, RANKS: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copy all peers' pieces at `begin` to `out` once they are there; how many looks are left, 0
@@ -96,6 +93,7 @@ def _receive(
     channel = tl.program_id(0)
     kind = tl.pointer_type(out.dtype.element_ty)
     lanes = tl.arange(0, BLOCK)
+    at = begin + lanes
     own = tl.load(regions + RANK)
     for source in tl.static_range(RANKS):
         if source != RANK:
@@ -107,42 +105,41 @@ def _receive(
             if ahead < 0:
                 tl.store(missing + source, epoch)
                 tl.store(failed, 1)
-            arrived = tl.where(ahead < 0, 0, words)
+            arrived = tl.where(ahead < 0, 0, rows * F)
             slot = _slot(own, source, channel, epoch, kind, RANKS, COUNT)
-            for step in range(steps):
-                inside = step * BLOCK + lanes
-                at = begin + inside
-                here = at < words
-                # past the caches of a processor, which do not see what peers store
-                value = tl.load(slot + inside, at < arrived, other=-1, cache_modifier=".cg")
-                tl.store(out + (at // row * RANKS + source) * row + at % row, value, here)
+            # past the caches of a processor, which do not see what peers store
+            value = tl.load(slot + lanes, at < arrived, other=-1, cache_modifier=".cg")
+            tl.store(out + (at // F * RANKS + source) * F + at % F, value, at < rows * F)
     return left
 
 
-@triton.jit(do_not_specialize=["pieces", "steps", "polls"])
+@triton.jit(do_not_specialize=["rows", "pieces", "polls"])
 def _gather_kernel(
-    x, out, regions, counters, failed, missing, words, row, pieces, steps, polls,
+    x, out, regions, counters, failed, missing, rows, F, pieces, polls,
     RANK: tl.constexpr, RANKS: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """out[W / F, R, F] of x[W]. regions: address of each rank's region; counters[COUNT]; failed:
+    """out[T, R, F] of x[T, F]. regions: address of each rank's region; counters[COUNT]; failed:
     one number, not 0 once a rank was missing; missing[R]: the epoch in which a rank was missed, in
-    the host's memory; pieces: of a program; steps: blocks of a piece."""
+    the host's memory; pieces: of a program."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     channel = tl.program_id(0)
     before = tl.load(counters + channel)
     left = tl.where(tl.load(failed) == 0, polls, 0)
-    # Of all programs together.
-    size = tl.num_programs(0) * steps * BLOCK
-    begin = channel * steps * BLOCK
+    size = tl.num_programs(0) * BLOCK  # of a piece of each program
+    begin = channel * BLOCK
     for piece in range(pieces + 1):
         if piece < pieces:
             _send(
-                x, out, regions, begin + piece * size, before + piece + 1, left > 0, words, row,
-                steps, RANK, RANKS, COUNT, BLOCK,
+                x, out, regions, begin + piece * size, before + piece + 1, left > 0, rows, F,
+                RANK, RANKS, COUNT, BLOCK,
             )  # fmt: skip
         if piece > 0:
             left = _receive(
                 out, regions, failed, missing, begin + (piece - 1) * size, before + piece, left,
-                words, row, steps, RANK, RANKS, COUNT, BLOCK,
+                rows, F, RANK, RANKS, COUNT, BLOCK,
             )  # fmt: skip
     tl.store(counters + channel, before + pieces)
 
@@ -152,30 +149,30 @@ def columns(x: Tensor, shared: Channels) -> Tensor:
     x, row = x.contiguous(), x.shape[-1] * x.element_size()
     # Of the shape alone: all ranks must cut alike.
     size = x.numel() * x.element_size()
-    few = row % 4 == 0 and size <= min(FLAGGED_BYTES, shared.count * FLAGGED_WORDS * 4)
+    few = row % 4 == 0 and size <= flagged_limits(shared.count)[-1]
     word = 4 if few else next(w for w in _WORDS if row % w == 0)
     x = x.clone() if x.data_ptr() % word else x
     out = empty((*x.shape[:-1], shared.ranks * x.shape[-1]), x.dtype, x.device)
-    source, result = (y.view(-1).view(_WORDS[word]) for y in (x, out))
-    if few:
-        flagged.columns(source, result, row // word, shared)
-    else:
-        _in_pieces(source, result, row // word, shared)
+    cache = shape_cache("peer", size, row, shared.rank, shared.ranks, shared.count, x.device)
+    source = x.view(_WORDS[word]).view(-1, row // word)
+    (flagged.columns if few else _in_pieces)(cache, source, out, shared)
     return out
 
 
-def _in_pieces(x: Tensor, out: Tensor, row: int, shared: Channels) -> None:
-    """out[W / F, R, F] of x[W]; row: F."""
-    words, block = x.numel(), BLOCK_BYTES // x.element_size()
-    blocks = cdiv(words, block)
-    steps = min(BLOCKS, cdiv(blocks, shared.count))
-    programs = min(shared.count, cdiv(blocks, steps))
+def _in_pieces(cache: ShapeCache, x: Tensor, out: Tensor, shared: Channels) -> None:
+    """out[T, R, F] of x[T, F]."""
+    rows, f = x.shape
+    nbytes = rows * f * x.element_size()
+    block = next((b for b in PIECE_BYTES if nbytes <= b * shared.count), PIECE_BYTES[-1])
+    blocks = cdiv(nbytes, block)
+    programs = min(shared.count, blocks)
+    overlap = facts(x.device).overlaps
     launch(
-        None, _gather_kernel, (programs, 1, 1),
+        cache, _gather_kernel, (programs, 1, 1),
         (
-            x, out, shared.regions, shared.counters, shared.failed, shared.missing, words, row,
-            cdiv(blocks, programs * steps), steps, shared.polls, shared.rank, shared.ranks,
-            shared.count, block,
+            x, out.view(x.dtype), shared.regions, shared.counters, shared.failed, shared.missing,
+            rows, f, cdiv(blocks, programs), shared.polls, shared.rank, shared.ranks, shared.count,
+            block // x.element_size(), overlap,
         ),
-        {"num_warps": WARPS},
+        {"num_warps": WARPS, "launch_pdl": overlap},
     )  # fmt: skip
