@@ -10,7 +10,7 @@ import torch
 from gloo_ranks import on_ranks
 from rlk_kernels.errors import RankMissing, UnsupportedShape
 from rlk_kernels.parallel.copies import gather_columns
-from rlk_kernels.parallel.peer import kernels
+from rlk_kernels.parallel.peer import flagged, kernels
 from rlk_kernels.parallel.peer.channels import SLOT_BYTES, SLOTS, flagged_offset, region_bytes
 from rlk_kernels.parallel.peer.gather import MOST_BYTES, POLLS_PER_SECOND, PeerGather
 from torch import Tensor
@@ -159,6 +159,25 @@ def test_a_shard_is_of_words_and_counted_by_32_bits():
         assert not gather.takes(x)
         with pytest.raises(UnsupportedShape, match="not gathered by stores"):
             gather.launch(x)
+
+
+def test_every_kernel_is_compiled_before_a_graph(monkeypatch):
+    """What any number of rows launches later was launched by `compile_for`."""
+    gather, launched = gather_of(0, regions_of(1, FEW), count=FEW), set()
+
+    def record(_cache: Any, kernel: Any, _grid: Any, arguments: tuple, _options: Any) -> None:
+        launched.add((kernel.fn.__name__, arguments[-2]))
+
+    for module in (kernels, flagged):
+        monkeypatch.setattr(module, "launch", record)
+    for columns, dtype in ((24, torch.bfloat16), (7, torch.float16), (600, torch.float32)):
+        launched.clear()
+        gather.compile_for(columns, dtype)
+        before = launched.copy()
+        for rows in range(1, 3 * FEW * SLOT_BYTES // (columns * dtype.itemsize), 3):
+            gather.columns(torch.empty(rows, columns, dtype=dtype))
+        assert launched == before
+        assert len(launched) == (5 if columns % 2 == 0 else 3)
 
 
 def test_it_is_traced_and_has_no_gradient():
