@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from rlk_kernels.errors import RankMissing
 from rlk_kernels.parallel.peer import kernels
-from rlk_kernels.parallel.peer.channels import CHANNELS, flagged_limits
+from rlk_kernels.parallel.peer.channels import CHANNELS, flagged_bytes
 from rlk_kernels.parallel.peer.gather import POLLS_PER_SECOND, PeerGather, peer_gather
 from torch import Tensor
 
@@ -287,8 +287,8 @@ def timed(ranks: Ranks, gather: PeerGather) -> list[dict[str, Any]]:
 
             row = {"rows": batch, "what": what, "F": f, "KiB a rank": batch * f * 2 / 1024}
             row["peer us"] = microseconds(lambda x=x: gather.columns(x), repeats)
-            if x.nbytes <= flagged_limits(CHANNELS)[-1]:  # what either kernel takes
-                with mock.patch.object(kernels, "flagged_limits", return_value=[0]):
+            if x.nbytes <= flagged_bytes(CHANNELS):  # what either kernel takes
+                with mock.patch.object(kernels, "flagged_bytes", return_value=0):
                     in_pieces = microseconds(lambda x=x: gather.columns(x), repeats)
                 row["peer, in pieces, us"] = in_pieces
             row["peer GB/s received"] = batch * f * 2e-3 / row["peer us"]

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-CHANNELS = 128
+CHANNELS = 256
 """Programs at most: few enough to be resident at once."""
-PIECE_BYTES = (8192, 16384, 32768)
-"""What a program copies at a time, 16 to 64 bytes a thread: the fewest that make one piece of all,
-or the most, so that a message a piece costs little."""
+PIECE_BYTES = 8192, 16384
+"""What a program copies at a time, 16 or 32 bytes a thread: the smaller where each program has one
+piece, otherwise the larger, so that a message for each piece costs little."""
 SLOT_BYTES = PIECE_BYTES[-1]
 SLOTS = 4
 """Of a channel and source: see `kernels`."""
-FLAGGED_WORDS = (512, 1024, 2048)
-"""Of 4 bytes that a program copies in `flagged`, each with its epoch: the fewest that do."""
+FLAGGED_WORDS = 512
+"""Of 4 bytes that a program copies in `flagged`, each with its epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ def flagged_offset(ranks: int, count: int) -> int:
 
 def region_bytes(ranks: int, count: int = CHANNELS) -> int:
     """Of a rank."""
-    return flagged_offset(ranks, count) + 2 * ranks * count * FLAGGED_WORDS[-1] * 8
+    return flagged_offset(ranks, count) + 2 * ranks * count * FLAGGED_WORDS * 8
 
 
-def flagged_limits(count: int) -> list[int]:
-    """Bytes of a rank's shard up to which `flagged` takes it, with each of FLAGGED_WORDS."""
-    return [4 * words * count for words in FLAGGED_WORDS]
+def flagged_bytes(count: int) -> int:
+    """Of a rank's shard that `flagged` takes at most."""
+    return 4 * FLAGGED_WORDS * count

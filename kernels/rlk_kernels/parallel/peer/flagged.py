@@ -23,7 +23,7 @@ from rlk_kernels.launching import ShapeCache, cdiv, launch
 from rlk_kernels.parallel.peer.channels import FLAGGED_WORDS, Channels, flagged_offset
 
 WARPS = 8
-_MOST = tl.constexpr(FLAGGED_WORDS[-1])
+_WORDS = tl.constexpr(FLAGGED_WORDS)
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def _place(region, source, channel, epoch, RANKS: tl.constexpr, COUNT: tl.conste
     """A channel's messages from `source` in a rank's region, behind all of `kernels`."""
     at = ((epoch & 1) * RANKS + source) * COUNT + channel
     return tl.multiple_of(
-        (region + at.to(tl.int64) * (_MOST * 8)).to(tl.pointer_type(tl.int64)), 16
+        (region + at.to(tl.int64) * (_WORDS * 8)).to(tl.pointer_type(tl.int64)), 16
     )
 
 
@@ -39,7 +39,7 @@ def _place(region, source, channel, epoch, RANKS: tl.constexpr, COUNT: tl.conste
 def _flagged_kernel(
     x, out, regions, counters, failed, missing, rows, F, polls,
     RANK: tl.constexpr, RANKS: tl.constexpr, COUNT: tl.constexpr, BEHIND: tl.constexpr,
-    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out[T, R, F] of x[T, F], a block a program; BEHIND: bytes of a region before the messages.
     What else it takes is as in `kernels`."""
@@ -49,8 +49,8 @@ def _flagged_kernel(
     channel = tl.program_id(0)
     epoch = tl.load(counters + channel) + 1
     works = tl.load(failed) == 0
-    lanes = tl.arange(0, BLOCK)
-    at = channel * BLOCK + lanes
+    lanes = tl.arange(0, _WORDS)
+    at = channel * _WORDS + lanes
     here = at < rows * F
     to_peers = tl.where(works, rows * F, 0)
     to = out + at // F * (RANKS * F) + at % F
@@ -84,15 +84,13 @@ def _flagged_kernel(
 
 def columns(cache: ShapeCache, x: Tensor, out: Tensor, shared: Channels) -> None:
     """out[T, R, F] of x[T, F], contiguous words of 4 bytes."""
-    rows, f = x.shape
-    block = next(words for words in FLAGGED_WORDS if rows * f <= words * shared.count)
-    overlap = facts(x.device).overlaps
+    (rows, f), overlap = x.shape, facts(x.device).overlaps
     launch(
-        cache, _flagged_kernel, (cdiv(rows * f, block), 1, 1),
+        cache, _flagged_kernel, (cdiv(rows * f, FLAGGED_WORDS), 1, 1),
         (
             x, out.view(x.dtype), shared.regions, shared.counters, shared.failed, shared.missing,
             rows, f, shared.polls, shared.rank, shared.ranks, shared.count,
-            flagged_offset(shared.ranks, shared.count), block, overlap,
+            flagged_offset(shared.ranks, shared.count), overlap,
         ),
         {"num_warps": WARPS, "launch_pdl": overlap},
     )  # fmt: skip

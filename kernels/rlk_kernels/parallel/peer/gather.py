@@ -25,7 +25,7 @@ from rlk_kernels.parallel.peer.channels import (
     CHANNELS,
     PIECE_BYTES,
     Channels,
-    flagged_limits,
+    flagged_bytes,
     region_bytes,
 )
 
@@ -89,7 +89,7 @@ class PeerGather:
         """Compile what gathers so many columns of a rank, of any number of rows: before a CUDA
         graph is captured. Called on all ranks."""
         count = self.channels.count
-        for size in (0, *flagged_limits(count), *(count * piece for piece in PIECE_BYTES[:-1])):
+        for size in (0, flagged_bytes(count), count * PIECE_BYTES[0]):
             rows = size // (columns * dtype.itemsize) + 1
             self.columns(torch.zeros(rows, columns, dtype=dtype, device=self.device))
 

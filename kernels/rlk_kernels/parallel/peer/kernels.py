@@ -33,7 +33,7 @@ from rlk_kernels.parallel.peer.channels import (
     SLOT_BYTES,
     SLOTS,
     Channels,
-    flagged_limits,
+    flagged_bytes,
 )
 
 WARPS = 16
@@ -149,7 +149,7 @@ def columns(x: Tensor, shared: Channels) -> Tensor:
     x, row = x.contiguous(), x.shape[-1] * x.element_size()
     # Of the shape alone: all ranks must cut alike.
     size = x.numel() * x.element_size()
-    few = row % 4 == 0 and size <= flagged_limits(shared.count)[-1]
+    few = row % 4 == 0 and size <= flagged_bytes(shared.count)
     word = 4 if few else next(w for w in _WORDS if row % w == 0)
     x = x.clone() if x.data_ptr() % word else x
     out = empty((*x.shape[:-1], shared.ranks * x.shape[-1]), x.dtype, x.device)
@@ -163,7 +163,7 @@ def _in_pieces(cache: ShapeCache, x: Tensor, out: Tensor, shared: Channels) -> N
     """out[T, R, F] of x[T, F]."""
     rows, f = x.shape
     nbytes = rows * f * x.element_size()
-    block = next((b for b in PIECE_BYTES if nbytes <= b * shared.count), PIECE_BYTES[-1])
+    block = PIECE_BYTES[nbytes > PIECE_BYTES[0] * shared.count]
     blocks = cdiv(nbytes, block)
     programs = min(shared.count, blocks)
     overlap = facts(x.device).overlaps

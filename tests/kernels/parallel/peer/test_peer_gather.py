@@ -166,7 +166,7 @@ def test_every_kernel_is_compiled_before_a_graph(monkeypatch):
     gather, launched = gather_of(0, regions_of(1, FEW), count=FEW), set()
 
     def record(_cache: Any, kernel: Any, _grid: Any, arguments: tuple, _options: Any) -> None:
-        launched.add((kernel.fn.__name__, arguments[-2]))
+        launched.add((kernel.fn.__name__, arguments[-2] if kernel is kernels._gather_kernel else 0))
 
     for module in (kernels, flagged):
         monkeypatch.setattr(module, "launch", record)
@@ -177,7 +177,7 @@ def test_every_kernel_is_compiled_before_a_graph(monkeypatch):
         for rows in range(1, 3 * FEW * SLOT_BYTES // (columns * dtype.itemsize), 3):
             gather.columns(torch.empty(rows, columns, dtype=dtype))
         assert launched == before
-        assert len(launched) == (5 if columns % 2 == 0 else 3)
+        assert len(launched) == (3 if columns % 2 == 0 else 2)
 
 
 def test_it_is_traced_and_has_no_gradient():
