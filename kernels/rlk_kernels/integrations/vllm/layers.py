@@ -291,6 +291,8 @@ class RlkLogitsProcessor(Counted, LogitsProcessor):
         return profile.logits(hidden_states, lm_head.weight, embedding_bias)
 
     def _gather_logits(self, logits: Tensor) -> Tensor | None:
-        if not self.use_all_gather:  # one rank alone wants them
+        ranks = get_tp_group().world_size
+        # Some vLLMs call it for one rank too; without all-gather the first rank alone wants them.
+        if ranks == 1 or not self.use_all_gather:
             return super()._gather_logits(logits)
-        return gather.columns(logits, get_tp_group().world_size)
+        return gather.columns(logits, ranks)
