@@ -9,9 +9,10 @@ import torch
 pytest.importorskip("vllm")
 
 from rlk_kernels.errors import RankMissing, UnsupportedDevice
-from rlk_kernels.integrations.vllm import gather
+from rlk_kernels.integrations.vllm import gather, layers
 from rlk_kernels.parallel.peer.channels import region_bytes
 from rlk_kernels.parallel.peer.gather import PeerGather
+from vllm.model_executor.layers import logits_processor
 
 CPU, COUNT = torch.device("cpu"), 2
 
@@ -75,6 +76,26 @@ def test_a_rank_that_did_not_come_is_named_by_the_next_step(ranks: Ranks) -> Non
     assert bool(y[:, 8:].isnan().all())
     with pytest.raises(RankMissing, match="rank 0 of 2 waited for rank 1"):
         gather.check()
+
+
+@pytest.mark.parametrize(("count", "asked"), [(1, "all"), (2, "all"), (2, "one")])
+def test_logits_of_several_ranks_that_all_want_them_are_stored(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, count: int, asked: str
+) -> None:
+    """And those of one rank are no copy, also where vLLM asks for them to be gathered."""
+    monkeypatch.setattr(ranks, "world_size", count, raising=False)
+    monkeypatch.setattr(layers, "get_tp_group", lambda: ranks)
+    for name in ("all_gather", "gather"):
+        function = f"tensor_model_parallel_{name}"
+        monkeypatch.setattr(logits_processor, function, lambda logits: logits)
+    processor = layers.RlkLogitsProcessor.__new__(layers.RlkLogitsProcessor)
+    torch.nn.Module.__init__(processor)
+    processor.use_all_gather = asked == "all"
+    logits = torch.ones(2, 8)
+    gathered = processor._gather_logits(logits)
+    stored = count > 1 and asked == "all"
+    assert (gathered is logits) == (not stored)
+    assert ranks.gathered == [(2, 8)] * stored
 
 
 @pytest.mark.parametrize("option", ["disable_custom_all_reduce", "enable_dbo"])

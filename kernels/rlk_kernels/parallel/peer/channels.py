@@ -14,7 +14,7 @@ PIECE_BYTES = 8192, 16384
 piece, otherwise the larger, so that a message for each piece costs little."""
 SLOT_BYTES = PIECE_BYTES[-1]
 SLOTS = 4
-"""Of a channel and source: see `kernels`."""
+"""Of a channel and source, a power of two: see `kernels`."""
 FLAGGED_WORDS = 512
 """Of 4 bytes that a program copies in `flagged`, each with its epoch."""
 

@@ -45,7 +45,7 @@ _SLOTS, _SLOT_BYTES = tl.constexpr(SLOTS), tl.constexpr(SLOT_BYTES)
 def _slot(region, source, channel, epoch, kind, RANKS: tl.constexpr, COUNT: tl.constexpr):
     """A channel's slot for what `source` stores, in a rank's region."""
     flags: tl.constexpr = (COUNT * RANKS * 4 + 1023) // 1024 * 1024
-    at = ((epoch % _SLOTS) * RANKS + source) * COUNT + channel
+    at = ((epoch & (_SLOTS - 1)) * RANKS + source) * COUNT + channel  # epochs begin anew below 0
     return tl.multiple_of((region + flags + at.to(tl.int64) * _SLOT_BYTES).to(kind), 16)
 
 

@@ -103,9 +103,10 @@ def test_a_rank_that_does_not_come_is_named():
     assert all(map(torch.equal, stored, regions))
 
 
-def _in_pieces(group: Any, regions: list[Tensor], columns: int) -> list[bool]:
+def _in_pieces(group: Any, regions: list[Tensor], columns: int, epoch: int) -> list[bool]:
     """Several pieces a channel, the last one short; then one piece, then several again."""
     gather, equal = gather_of(group.rank(), regions, count=FEW), []
+    gather.channels.counters.fill_(epoch)
     for i, rows in enumerate((PIECES * FEW, 1, PIECES * FEW + 1)):
         time.sleep(0.05 * (group.rank() == i % 2))
         x = noise(rows, columns, torch.bfloat16, seed=i * 8 + group.rank())
@@ -113,17 +114,22 @@ def _in_pieces(group: Any, regions: list[Tensor], columns: int) -> list[bool]:
             torch.equal(bits(gather.columns(x)).int(), gather_columns(bits(x).int(), group))
         )
     gather.check()
-    return [*equal, int(gather.channels.counters[0]) > 2 * PIECES]
+    passed = int(gather.channels.counters[0]) - epoch
+    return [*equal, passed > 2 * PIECES]
 
 
 PIECES = 6
 """More than there are slots."""
 
 
-def test_more_than_the_slots_hold_is_gathered_in_pieces():
+@pytest.mark.parametrize("epoch", [0, -3])  # as after 2**32 - 3 pieces
+def test_more_than_the_slots_hold_is_gathered_in_pieces(epoch):
     assert PIECES > SLOTS
     columns = SLOT_BYTES // 2 - 8
-    assert on_ranks(2, _in_pieces, regions_of(2, FEW), columns) == [[True] * 4] * 2
+    regions = regions_of(2, FEW)
+    for region in regions:
+        region[: FEW * 2 * 4].view(torch.int32).fill_(epoch)
+    assert on_ranks(2, _in_pieces, regions, columns, epoch) == [[True] * 4] * 2
 
 
 def test_a_rank_that_is_gone_between_pieces_is_named_and_not_stored_to():
