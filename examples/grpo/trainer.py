@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 import torch
 from batch import PADDED_TO, Pack, empty_pack
 from checks import check_gradients
-from passes import Eager, PackGraphs
 from ranks import Ranks, local, whole
 from rlk_kernels.integrations import hf
 from torch import Tensor
@@ -36,12 +35,6 @@ class Trainer:
         self.canonical = list(unfused(self.model, hf_places(self.model)))
         dtype, shards = getattr(torch, options.master_dtype), self.parameters.items()
         self.masters = {n: local(p.detach()).to(dtype, copy=True) for n, p in shards}
-        self.eager = Eager(self.score, self.loss, self.parameters)
-        if options.graphs:
-            if options.kernels != "rlk" or ranks.device.type != "cuda" or ranks.size > 1:
-                raise ValueError("--graphs: the kernels are needed, and one GPU; leave it out")
-            self.graphs: dict[int, PackGraphs] = {}
-            self.pool = torch.cuda.graph_pool_handle()
         adam = {"lr": options.lr, "weight_decay": 0.0, "fused": ranks.device.type == "cuda"}
         self.optimizer = torch.optim.AdamW(self.masters.values(), **adam)
 
@@ -71,51 +64,39 @@ class Trainer:
         logprobs, entropies = (torch.nn.functional.pad(x[0], (1, 0)) for x in rows)
         return logprobs, entropies
 
-    def loss(self, logprobs: Tensor, pack: Pack, scale: Tensor | float) -> Tensor:
-        """The tokens' sum, times `scale`: DAPO's clip, on the ratio to the rollout."""
-        low, high = self.options.clip
-        ratio = (logprobs - pack.rollout_logprobs).exp()
-        clipped = ratio.clamp(1 - low, 1 + high)
-        gain = torch.minimum(ratio * pack.advantages, clipped * pack.advantages)
-        return -(gain * pack.mask).sum() * scale
-
     def update(self, row: list[Pack]) -> tuple[Scored, float]:
         """One step of AdamW on all packs: (their log-probs and entropies before it, the gradient's
         norm). Ranks have as many packs as each other."""
+        low, high = self.options.clip
         count = max(self.ranks.total(sum(pack.counted for pack in row)), 1)
-        # FSDP2 takes the mean of the ranks' gradients.
-        scale = self.ranks.size / count
         scored = []
         self.optimizer.zero_grad()
         for pack in row:
-            runs = self._pass(pack)
             with self.timed("score"):
-                scored.append(runs.forward(pack, scale))
+                logprobs, entropies = self.score(pack)
+                scored.append((logprobs.detach(), entropies.detach()))
             with self.timed("update"):
-                self._collect(runs.backward())
+                ratio = (logprobs - pack.rollout_logprobs).exp()
+                clipped = ratio.clamp(1 - low, 1 + high)
+                gain = torch.minimum(ratio * pack.advantages, clipped * pack.advantages)
+                # FSDP2 takes the mean of the ranks' gradients.
+                (-(gain * pack.mask).sum() * self.ranks.size / count).backward()
+                self._collect_gradients()
         with self.timed("update"):
             norm = self._clip()
             self.optimizer.step()
             self.round_masters()
         return scored, norm
 
-    def _pass(self, pack: Pack) -> Eager | PackGraphs:
-        """What computes a pack."""
-        if not self.options.graphs:
-            return self.eager
-        length, most = pack.ids.shape[1], self.options.problems * self.options.group + 1
-        if length not in self.graphs:
-            with self.timed("prepare"):
-                whole = self.score, self.loss, self.parameters, pack, most
-                self.graphs[length] = PackGraphs(*whole, self.pool)
-        return self.graphs[length]
-
-    def _collect(self, gradients: dict[str, Tensor]) -> None:
+    def _collect_gradients(self) -> None:
         """Packs' bf16 gradients, added up in the masters' dtype."""
         first, later = [], []
-        for name, gradient in gradients.items():
-            master = self.masters[name]
-            (first if master.grad is None else later).append((master, local(gradient)))
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                master = self.masters[name]
+                some = first if master.grad is None else later
+                some.append((master, local(parameter.grad)))
+                parameter.grad = None
         for master, _ in first:
             master.grad = torch.empty_like(master)
         for some, into in ((first, torch._foreach_copy_), (later, torch._foreach_add_)):

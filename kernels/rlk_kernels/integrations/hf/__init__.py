@@ -61,8 +61,8 @@ def score_tokens(
     """Log-prob of each token but the first, given those before it -> fp32 [B, L - 1], or of the
     `last` tokens of each row [B, last]; with return_entropy a pair, the entropy [B, same] of each
     token's distribution behind it. Both are differentiable.
-    cu_seq_lens: int32, where sequences that are packed into rows begin, and where the last ends.
-    Where it is left out, a GPU is waited for, to find them in position_ids.
+    cu_seq_lens: int32, where the sequences that are packed into rows begin, and where the last ends;
+    where it is left out a GPU is waited for, to find them in position_ids.
 
     input_ids[B, L], attention_mask[B, L] and position_ids[B or 1, L] are the model's. Where only
     the mask is given, positions count what it shows, as vLLM's do. Without a mask, positions that
