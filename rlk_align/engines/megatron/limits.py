@@ -90,7 +90,8 @@ def _check_experts(shape: ModelShape, ep: int) -> None:
     if shape.experts % ep:
         fits = [n for n in range(1, shape.experts + 1) if shape.experts % n == 0]
         raise BadOption(
-            f"engine 'megatron': ep={ep}: {shape.experts} experts cannot be divided among {ep} ranks",
+            f"engine 'megatron': ep={ep}: {shape.experts} experts cannot be divided among {ep} "
+            "ranks",
             f"this model takes ep={'|'.join(map(str, fits))}",
         )
 
