@@ -84,9 +84,7 @@ def _check_experts(shape: ModelShape, ep: int) -> None:
     if ep == 1:
         return
     if not shape.experts:
-        raise BadOption(
-            f"engine 'megatron': ep={ep}: this model has no experts", "leave ep out"
-        )
+        raise BadOption(f"engine 'megatron': ep={ep}: this model has no experts", "leave ep out")
     if shape.experts % ep:
         fits = [n for n in range(1, shape.experts + 1) if shape.experts % n == 0]
         raise BadOption(
