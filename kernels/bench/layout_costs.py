@@ -148,38 +148,27 @@ PAGE = """# What a layout costs, on paper
 [two GPUs](fix-path.md#two-gpus), [the gather by stores](peer-gather.md), [a rank's products](shard-products.md).
 
 For each row-parallel product (o_proj, down_proj; y[M, N] of x[M, K], R ranks) an engine sums partial results in one all-reduce. The kernels gather
-the input and then the output instead: copies, so that the bits are those of one rank.
+the input and then the output: copies, so that the bits are those of one rank. A rank receives, per row:
 
-| | bytes a rank receives, per row | waits per product |
-| --- | --- | ---: |
-| all-reduce (ring; or reduce-scatter and all-gather of sequence parallelism) | 2 (R − 1)/R · 2N | 1 |
-| gathers | (R − 1)/R · (2K + 2N) | 2 |
-| gathers, sequence parallelism | (R − 1)/R · (2K + 2N/R + 2N) | 3, an engine's 2 |
-| two nodes of 8, all-reduce: each network card sums its eighth | 2N/8 | 1 |
-| two nodes of 8, gathers: each network card brings an eighth of the other half | (2K + 2N)/2/8 | 2 |
+    all-reduce (or sequence parallelism)   2 (R - 1)/R 2N bytes               1 wait of the device (2)
+    gathers                                (R - 1)/R (2K + 2N)                2
+    gathers, sequence parallelism          (R - 1)/R (2K + 2N/R + 2N)         3
+    two nodes of 8, each network card      all-reduce 2N/8; gathers (2K + 2N)/2/8
 
-The waits are on the device; the host never waits. Megatron also exchanges the weights of o_proj and down_proj once a forward:
-(R − 1)/R · 2KN/R bytes per rank and product, whatever the batch.
+Megatron also exchanges the weights of o_proj and down_proj once a forward: (R - 1)/R 2KN/R bytes per rank and product.
 
-## Bytes
-
-All-reduces, gathers:
+Bytes, all-reduces and gathers:
 
 {bytes}
 
-## Time
-
-By how many percent (gathers + products) exceed (all-reduces + products) at 1, 64, 256 and, except by stores, 8,192 rows: latency + bytes / bandwidth, an upper bound, because nothing overlaps and attention is left out.
+Time: by how many percent (gathers + products) exceed (all-reduces + products) at 1, 64, 256 and, except by stores, 8,192 rows. An upper bound: nothing overlaps, and attention is left out.
 **Assumed**: NVLink 360 GB/s a direction (of 450), a collective of NCCL 15 µs; by stores
 (decode) an engine's own all-reduce 6 µs and our gather 5 µs; between nodes 40 GB/s a GPU (a card of 400 Gbit/s), an all-reduce 40 µs and a gather
 30 µs; products at 600 TFLOP/s or 3.0 TB/s of weights, whichever takes longer.
 
 {times}
 
-- In decode latency decides: four waits a layer instead of two. That is expensive with NCCL, and at tp=8, where little other work is left.
-- In prefill bytes decide: K of down_proj is 3 to 5 times N, so gathering its input dominates.
-- Across two nodes o_proj costs the same where K = N, and down_proj 2 to 3 times as much.
-- At tp=1 and in FSDP nothing is gathered.
+In decode latency decides: four waits a layer instead of two. In prefill bytes decide: K of down_proj is 3 to 5 times N. Across two nodes o_proj costs the same where K = N, and down_proj 2 to 3 times as much. At tp=1 and in FSDP nothing is gathered.
 """
 
 
