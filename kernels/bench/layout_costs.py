@@ -66,7 +66,6 @@ FLOPS, MEMORY = 600e12, 3.0e12
 BATCHES = (1, 64, 256)
 PREFILL = 8192
 RANKS_OF_NODE = 8
-SIZES = (2, 4, 8)
 
 
 def reduced(n: int, ranks: int) -> float:
@@ -110,20 +109,13 @@ def _row(*cells: object) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
-def bytes_table() -> Iterator[str]:
-    """The ratio is the same for each number of ranks."""
-    yield _row(
-        "a layer, KB per token", *(f"tp={ranks}" for ranks in SIZES), "gathers / all-reduces"
-    )
-    yield _row("---", *("---:" for _ in SIZES), "---:")
+def ratios() -> Iterator[str]:
+    """Bytes of gathers over those of all-reduces: the same for every number of ranks."""
     for model in MODELS:
         products = [(k, model.hidden) for k in (model.heads, model.inner)]
-        cells = []
-        for ranks in SIZES:
-            a = sum(reduced(n, ranks) for _, n in products) / 1e3
-            b = sum(gathered(k, n, ranks) for k, n in products) / 1e3
-            cells.append(f"{a:.1f}, {b:.1f}")
-        yield _row(model.name, *cells, f"{b / a:.2f}")
+        a = sum(reduced(n, 2) for _, n in products)
+        b = sum(gathered(k, n, 2) for k, n in products)
+        yield f"{model.name} {b / a:.2f}"
 
 
 def times_table(cases: list[tuple[Link, int]]) -> Iterator[str]:
@@ -157,9 +149,7 @@ the input and then the output: copies, so that the bits are those of one rank. A
 
 Megatron also exchanges the weights of o_proj and down_proj once a forward: (R - 1)/R 2KN/R bytes per rank and product.
 
-Bytes, all-reduces and gathers:
-
-{bytes}
+Bytes of gathers / those of all-reduces, for any tp: {bytes}.
 
 Time: by how many percent (gathers + products) exceed (all-reduces + products) at 1, 64, 256 and, except by stores, 8,192 rows. An upper bound: nothing overlaps, and attention is left out.
 **Assumed**: NVLink 360 GB/s a direction (of 450), a collective of NCCL 15 µs; by stores
@@ -175,7 +165,7 @@ In decode latency decides: four waits a layer instead of two. In prefill bytes d
 def page() -> str:
     cases = [(NCCL, 2), (PEER, 2), (NCCL, 8), (PEER, 8), (NODES, 16)]
     return PAGE.format(
-        bytes="\n".join(bytes_table()),
+        bytes=", ".join(ratios()),
         times="\n".join(times_table(cases)),
     )
 
