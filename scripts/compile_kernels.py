@@ -153,7 +153,7 @@ def head_norms(dim: int) -> None:
 
 def peer_gather(m: int, f: int, ranks: int = 2) -> None:
     channels = Channels(
-        rank=0, ranks=ranks, slot=1 << 16, polls=1 << 20, regions=_ids(ranks),
+        rank=0, ranks=ranks, count=CHANNELS, polls=1 << 20, regions=_ids(ranks),
         counters=_ids(CHANNELS, dtype=torch.int32), failed=_ids(1, dtype=torch.int32),
         missing=_ids(ranks, dtype=torch.int32),
     )  # fmt: skip
@@ -233,6 +233,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "sparse layer, fp32": lambda: sparse_layer(300, 8, 2, 512, 256, dtype=FP32),
     "rows": lambda: rows(1024),
     "peer gather": lambda: peer_gather(64, 6144),
+    "peer gather, in pieces": lambda: peer_gather(16384, 6144),
     "peer gather, 8 ranks": lambda: peer_gather(1, 1536, 8),
     **{f"norms of heads of {dim}": lambda dim=dim: head_norms(dim) for dim in (36, 72)},
 }

@@ -5,6 +5,7 @@ T = tokens of a pack: whole sequences, one behind the other.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from problems import Problem
@@ -76,10 +77,14 @@ class Pack:
 
     tokens: int
     """Without padding."""
+    counted: int
+    """How many of them the loss counts."""
     ids: Tensor
     """int64 [1, T]."""
     positions: Tensor
     """int64 [1, T], from 0 with each sample."""
+    starts: Tensor
+    """int32 [samples + 1]: where each begins, the padding behind them too, and where it ends."""
     mask: Tensor
     """bool [T]."""
     sampled: Tensor
@@ -107,15 +112,25 @@ def packs(samples: Sequence[Sample], tokens: int, device: torch.device) -> Itera
         yield _pack(row, device)
 
 
-def empty_pack(device: torch.device) -> Pack:
-    """Padding alone, for a rank whose answers need fewer packs than another's."""
-    return _pack([Sample([0], 0, [False], [None], 0.0)], device)
+def empty_pack(device: torch.device, tokens: int = 1) -> Pack:
+    """Padding alone, in short sequences: for a rank whose answers need fewer packs than another's,
+    and to prepare for packs of that length."""
+    sizes = [min(EMPTY, tokens - start) for start in range(0, tokens, EMPTY)]
+    return _pack([_padding(size) for size in sizes], device)
+
+
+EMPTY = 64
+"""Tokens of a sequence of padding, at most, where a pack has nothing else."""
+
+
+def _padding(size: int) -> Sample:
+    return Sample([0] * size, 0, [False] * size, [None] * size, 0.0)
 
 
 def _pack(row: list[Sample], device: torch.device) -> Pack:
     count = sum(len(s.ids) for s in row)
     if padding := -count % PADDED_TO[device.type]:
-        row = [*row, Sample([0] * padding, 0, [False] * padding, [None] * padding, 0.0)]
+        row = [*row, _padding(padding)]
     logprobs = [value for s in row for value in s.rollout_logprobs]
     flat = {
         "ids": [i for s in row for i in s.ids],
@@ -126,5 +141,7 @@ def _pack(row: list[Sample], device: torch.device) -> Pack:
         "advantages": [s.advantage for s in row for _ in s.ids],
     }
     tensors = {name: torch.tensor(values, device=device) for name, values in flat.items()}
+    starts = [*accumulate((len(s.ids) for s in row), initial=0)]
+    tensors["starts"] = torch.tensor(starts, dtype=torch.int32, device=device)
     two = {name: tensors[name][None] for name in ("ids", "positions")}
-    return Pack(tokens=count, **tensors | two)
+    return Pack(tokens=count, counted=sum(flat["mask"]), **tensors | two)

@@ -51,6 +51,9 @@ class Rollout:
             # Within torchrun, each rank has an engine of its own.
             distributed_executor_backend="external_launcher" if ranks > 1 else None,
         )  # fmt: skip
+        # The live parameters. On a GPU they are those of the start: CUDA graphs read that memory,
+        # whatever a model is given later. On a CPU each update makes others.
+        self.live: list[tuple[str, Tensor]] | None = None
 
     def answers(
         self, asked: Sequence[problems.Problem], name: str, greedy: bool = False
@@ -123,12 +126,13 @@ class Rollout:
 
     def digests(self) -> dict[str, str]:
         """Of each parameter that the live engine computes with, by its canonical name."""
-        shape = read_shape(self.options.model)
+        if self.live is None or not self.gpu:
+            shape = read_shape(self.options.model)
 
-        def of_model(model: torch.nn.Module) -> dict[str, str]:
-            live = vllm_weights(model, shape, TensorParallel())
-            return digest_parameters((p.name, p.value) for p in live)
+            def of_model(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
+                live = vllm_weights(model, shape, TensorParallel())
+                return [(parameter.name, parameter.value) for parameter in live]
 
-        with torch.inference_mode():
-            (digests,) = self.llm.apply_model(of_model)
-        return digests
+            with torch.inference_mode():
+                (self.live,) = self.llm.apply_model(of_model)
+        return digest_parameters(self.live)

@@ -67,6 +67,10 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         "--master-dtype", choices=["float32", "bfloat16"], default="float32",
         help="of the weights that AdamW updates, and of its moments",
     )  # fmt: skip
+    a.add_argument(
+        "--graphs", action="store_true",
+        help="the trainer's forward and backward as CUDA graphs, on one GPU with the kernels",
+    )  # fmt: skip
     a.add_argument("--kv-cache", choices=["auto", "fp8"], default="auto", help="of the control")
     a.add_argument("--resume", action="store_true")
     options = a.parse_args(words)
@@ -191,7 +195,7 @@ class Loop:
     def settings(self) -> dict[str, Any]:
         """What decides a run's bits."""
         free = {"run", "steps", "resume", "rollout_batch", "eval_every", "save_every"}
-        free |= {"cache_gib", "sleep"}
+        free |= {"cache_gib", "sleep", "graphs"}
         chosen = vars(self.options) | {"ranks": self.ranks.size}
         return {k: str(v) for k, v in chosen.items() if k not in free}
 
@@ -202,6 +206,10 @@ class Loop:
         if o.resume:
             self.load()
         forget_after(self.folder, self.step)
+        if self.gpu:
+            with self.timed("prepare"):
+                self.trainer.prepare()
+            print(f"prepared in {self.seconds['prepare']:.1f} s", flush=True)
         self.sync()
         total, differing, stops = 0, 0, False
         while self.step < o.steps and not stops:

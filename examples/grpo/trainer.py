@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
-from batch import Pack
+from batch import PADDED_TO, Pack, empty_pack
 from checks import check_gradients
+from passes import Eager, PackGraphs
 from ranks import Ranks, local, whole
 from rlk_kernels.integrations import hf
 from torch import Tensor
@@ -32,17 +33,33 @@ class Trainer:
             self.kernels = hf.use_kernels(self.model)
         ranks.share(self.model)
         self.parameters = dict(self.model.named_parameters())
+        self.canonical = list(unfused(self.model, hf_places(self.model)))
         dtype, shards = getattr(torch, options.master_dtype), self.parameters.items()
         self.masters = {n: local(p.detach()).to(dtype, copy=True) for n, p in shards}
+        self.eager = Eager(self.score, self.loss, self.parameters)
+        if options.graphs:
+            if options.kernels != "rlk" or ranks.device.type != "cuda" or ranks.size > 1:
+                raise ValueError("--graphs: the kernels are needed, and one GPU; leave it out")
+            self.graphs: dict[int, PackGraphs] = {}
+            self.pool = torch.cuda.graph_pool_handle()
         adam = {"lr": options.lr, "weight_decay": 0.0, "fused": ranks.device.type == "cuda"}
         self.optimizer = torch.optim.AdamW(self.masters.values(), **adam)
+
+    def prepare(self) -> None:
+        """Compiles and plans for every length of a pack, so that no step does."""
+        step, most = PADDED_TO[self.ranks.device.type], self.options.pack_tokens
+        for tokens in range(step, most + step, step):
+            logprobs, _ = self.score(empty_pack(self.ranks.device, tokens))
+            logprobs.sum().backward()
+            self.model.zero_grad()
 
     def score(self, pack: Pack) -> tuple[Tensor, Tensor]:
         """(log-probs, entropies) float32 [T] of a pack; 0 at each sequence's first token."""
         if self.options.kernels == "rlk":
             rows = hf.score_tokens(
-                self.model, pack.ids, position_ids=pack.positions, return_entropy=True
-            )
+                self.model, pack.ids, position_ids=pack.positions, cu_seq_lens=pack.starts,
+                return_entropy=True,
+            )  # fmt: skip
         else:
             call = {"position_ids": pack.positions, "use_cache": False}
             logs = torch.log_softmax(self.model(pack.ids, **call).logits[:, :-1].float(), -1)
@@ -54,39 +71,56 @@ class Trainer:
         logprobs, entropies = (torch.nn.functional.pad(x[0], (1, 0)) for x in rows)
         return logprobs, entropies
 
+    def loss(self, logprobs: Tensor, pack: Pack, scale: Tensor | float) -> Tensor:
+        """The tokens' sum, times `scale`: DAPO's clip, on the ratio to the rollout."""
+        low, high = self.options.clip
+        ratio = (logprobs - pack.rollout_logprobs).exp()
+        clipped = ratio.clamp(1 - low, 1 + high)
+        gain = torch.minimum(ratio * pack.advantages, clipped * pack.advantages)
+        return -(gain * pack.mask).sum() * scale
+
     def update(self, row: list[Pack]) -> tuple[Scored, float]:
         """One step of AdamW on all packs: (their log-probs and entropies before it, the gradient's
         norm). Ranks have as many packs as each other."""
-        low, high = self.options.clip
-        count = max(self.ranks.total(sum(int(pack.mask.sum()) for pack in row)), 1)
+        count = max(self.ranks.total(sum(pack.counted for pack in row)), 1)
+        # FSDP2 takes the mean of the ranks' gradients.
+        scale = self.ranks.size / count
         scored = []
         self.optimizer.zero_grad()
         for pack in row:
+            runs = self._pass(pack)
             with self.timed("score"):
-                logprobs, entropies = self.score(pack)
-                scored.append((logprobs.detach(), entropies.detach()))
+                scored.append(runs.forward(pack, scale))
             with self.timed("update"):
-                ratio = (logprobs - pack.rollout_logprobs).exp()
-                clipped = ratio.clamp(1 - low, 1 + high)
-                gain = torch.minimum(ratio * pack.advantages, clipped * pack.advantages)
-                # FSDP2 takes the mean of the ranks' gradients.
-                (-(gain * pack.mask).sum() * self.ranks.size / count).backward()
-                self._collect_gradients()
+                self._collect(runs.backward())
         with self.timed("update"):
             norm = self._clip()
             self.optimizer.step()
             self.round_masters()
         return scored, norm
 
-    def _collect_gradients(self) -> None:
+    def _pass(self, pack: Pack) -> Eager | PackGraphs:
+        """What computes a pack."""
+        if not self.options.graphs:
+            return self.eager
+        length, most = pack.ids.shape[1], self.options.problems * self.options.group + 1
+        if length not in self.graphs:
+            with self.timed("prepare"):
+                whole = self.score, self.loss, self.parameters, pack, most
+                self.graphs[length] = PackGraphs(*whole, self.pool)
+        return self.graphs[length]
+
+    def _collect(self, gradients: dict[str, Tensor]) -> None:
         """Packs' bf16 gradients, added up in the masters' dtype."""
-        for name, parameter in self.parameters.items():
-            if parameter.grad is None:
-                continue
+        first, later = [], []
+        for name, gradient in gradients.items():
             master = self.masters[name]
-            wide = local(parameter.grad).to(master.dtype)
-            master.grad = wide if master.grad is None else master.grad + wide
-            parameter.grad = None
+            (first if master.grad is None else later).append((master, local(gradient)))
+        for master, _ in first:
+            master.grad = torch.empty_like(master)
+        for some, into in ((first, torch._foreach_copy_), (later, torch._foreach_add_)):
+            if some:
+                into([master.grad for master, _ in some], [gradient for _, gradient in some])
 
     def _clip(self) -> float:
         """Cuts the gradient of all ranks to a norm of 1, and returns its norm before that."""
@@ -101,8 +135,10 @@ class Trainer:
     @torch.no_grad()
     def round_masters(self) -> None:
         """The model's weights become the masters', rounded."""
-        for name, parameter in self.parameters.items():
-            local(parameter).copy_(self.masters[name])
+        torch._foreach_copy_(
+            [local(parameter) for parameter in self.parameters.values()],
+            list(self.masters.values()),
+        )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """By their names in the checkpoint."""
@@ -112,5 +148,4 @@ class Trainer:
     def digests(self) -> dict[str, str]:
         """Of each parameter, by its canonical name."""
         with torch.no_grad():
-            live = unfused(self.model, hf_places(self.model))
-            return digest_parameters((name, whole(value)) for name, value in live)
+            return digest_parameters((name, whole(value)) for name, value in self.canonical)

@@ -8,7 +8,7 @@ Tests it with two processes on one GPU, and on two GPUs where there are two:
     streams   two gathers on two streams at once
     missing   a rank is killed: the other one names it, in a call and in a graph, and gives NaN
 Then, on two GPUs, the microseconds of one collective in a CUDA graph, beside NCCL's all-gather and
-all-reduce, for the decode of Qwen3-8B at tp=2. Exits with 1 where a test failed or did not end.
+all-reduce, for decode and prefill at tp=2. Exits with 1 where a test failed or did not end.
 
 R = ranks   M = rows   F = columns of a rank
 """
@@ -28,23 +28,27 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from rlk_kernels.errors import RankMissing
+from rlk_kernels.parallel.peer import kernels
+from rlk_kernels.parallel.peer.channels import CHANNELS, flagged_bytes
 from rlk_kernels.parallel.peer.gather import POLLS_PER_SECOND, PeerGather, peer_gather
 from torch import Tensor
 
-CAPACITY = 4 << 20
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CALLS = 10_000
 GRAPHS, PER_GRAPH, REPLAYS = 100, 100, 3
-BATCHES = (1, 16, 64, 256)
-WIDTHS = {"o_proj's input": 2048, "down_proj's input": 6144, "an output": 2048}
-"""Columns of a rank of Qwen3-8B at tp=2: K / 2 and N / 2."""
+FEW_BYTES, MANY_BYTES = 4 << 20, 24 << 20
+"""Of a rank's shard at most; one shape in a hundred has many, more than all slots hold."""
+ROWS = (1, 16, 64, 256, 4096, 16384)
+WIDTHS = (2048, 4096, 7168)
+"""Columns of a rank at tp=2: outputs of Llama-3-8B and 70B, and the input of 8B's down_proj."""
 HIDDEN = 4096
-REPEATS = 100
-"""Collectives of a graph that is timed."""
+REPEATS, REPEATS_OF_MANY = 100, 10
+"""Collectives of a graph that is timed: of up to 256 rows, and of more."""
 
 LOCAL = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"}
 
@@ -91,7 +95,10 @@ def shapes(seed: int) -> Iterator[tuple[int, int, torch.dtype]]:
     while True:
         dtype = draw.choice(DTYPES)
         f = draw.choice([1, 3, 128, 896, 1536, 2048, 6144, round(2 ** draw.uniform(0, 13))])
-        most = max(1, min(300, CAPACITY // (f * dtype.itemsize)))
+        if draw.random() < 0.01:
+            yield max(1, round(MANY_BYTES * draw.random() / (f * dtype.itemsize))), f, dtype
+            continue
+        most = max(1, min(300, FEW_BYTES // (f * dtype.itemsize)))
         yield min(most, round(2 ** draw.uniform(0, 8.3))), f, dtype
 
 
@@ -236,14 +243,14 @@ def test_missing(ranks: Ranks, gathers: list[PeerGather]) -> dict[str, Any]:
     return found
 
 
-def microseconds(run: Callable[[], Any]) -> float:
-    """Of one call, in a graph of REPEATS; the median of 15 replays."""
+def microseconds(run: Callable[[], Any], repeats: int) -> float:
+    """Of one call, in a graph of so many; the median of 15 replays."""
     for _ in range(3):
         run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(REPEATS):
+        for _ in range(repeats):
             run()
     times = []
     for i in range(18):
@@ -253,14 +260,15 @@ def microseconds(run: Callable[[], Any]) -> float:
         end.record()
         end.synchronize()
         if i >= 3:
-            times.append(begin.elapsed_time(end) * 1000 / REPEATS)
+            times.append(begin.elapsed_time(end) * 1000 / repeats)
     return statistics.median(times)
 
 
 def timed(ranks: Ranks, gather: PeerGather) -> list[dict[str, Any]]:
     rows = []
-    for batch in BATCHES:
-        for what, f in WIDTHS.items():
+    for batch in ROWS:
+        repeats = REPEATS if batch <= 256 else REPEATS_OF_MANY
+        for f in WIDTHS:
             x = torch.randn(batch, f, device=ranks.device).bfloat16()
             out = x.new_empty(2, batch, f)
             whole = torch.randn(batch, HIDDEN, device=ranks.device).bfloat16()
@@ -276,11 +284,16 @@ def timed(ranks: Ranks, gather: PeerGather) -> list[dict[str, Any]]:
             def reduce(whole: Tensor = whole) -> None:
                 dist.all_reduce(whole, group=ranks.nccl)
 
-            row = {"batch": batch, "what": what, "F": f, "KiB a rank": batch * f * 2 / 1024}
-            row["peer us"] = microseconds(lambda x=x: gather.columns(x))
-            row["nccl gather us"] = microseconds(nccl)
-            row["nccl gather, columns us"] = microseconds(columns)
-            row["nccl all-reduce of 4096 us"] = microseconds(reduce)
+            row = {"rows": batch, "F": f, "KiB a rank": batch * f * 2 / 1024}
+            row["peer us"] = microseconds(lambda x=x: gather.columns(x), repeats)
+            if x.nbytes <= flagged_bytes(CHANNELS):  # what either kernel takes
+                with mock.patch.object(kernels, "flagged_bytes", return_value=0):
+                    in_pieces = microseconds(lambda x=x: gather.columns(x), repeats)
+                row["peer, in pieces, us"] = in_pieces
+            row["peer GB/s received"] = batch * f * 2e-3 / row["peer us"]
+            row["nccl gather us"] = microseconds(nccl, repeats)
+            row["nccl gather, columns us"] = microseconds(columns, repeats)
+            row["nccl all-reduce of 4096 us"] = microseconds(reduce, repeats)
             rows.append(row)
     return rows
 
@@ -296,9 +309,9 @@ def run_rank(rank: int, gpus: int, folder: Path, ends: float) -> None:
 
     began = time.time()
     ranks = Ranks(rank, gpus, folder, ends)
-    gather = peer_gather(ranks.host, ranks.device, CAPACITY, 30)
-    second = peer_gather(ranks.host, ranks.device, CAPACITY, 30)
-    brief = [peer_gather(ranks.host, ranks.device, CAPACITY, 2) for _ in range(2)]
+    gather = peer_gather(ranks.host, ranks.device, 30)
+    second = peer_gather(ranks.host, ranks.device, 30)
+    brief = [peer_gather(ranks.host, ranks.device, 2) for _ in range(2)]
     result["seconds to make"] = round(time.time() - began, 1)
     budget = 0.3 * (ends - began)
     for name, test in {

@@ -136,10 +136,11 @@ def _lies_elsewhere(x: Tensor) -> bool:
 
 
 def call(op: CustomOpDef, *args, inference: Callable | None = None):
-    """`op(*args)`, without torch's dispatch where it has nothing to do: no gradient, compiler,
-    mode, transform or tensor subclass. Dispatching costs several times what a launch does. The
-    first argument decides the GPU (`on_device_of`); `inference`: runs instead of op's own function
-    then."""
+    """`op(*args)`, without torch's dispatch where it has nothing to do: no compiler, mode,
+    transform or tensor subclass. Dispatching costs several times what a launch does. Where a
+    gradient is needed, autograd is told of op's backward like that of any function. The first
+    argument decides the GPU (`on_device_of`); `inference`: runs instead of op's own function where
+    no gradient is needed."""
     if torch.compiler.is_compiling():
         return op(*args)
     if _lies_elsewhere(args[0]):
@@ -148,18 +149,20 @@ def call(op: CustomOpDef, *args, inference: Callable | None = None):
     if private_api.innermost_transform() is not None or private_api.in_forward_mode():
         refuse_transforms(private_api.qualified_name(op))
         return op(*args)
-    grad = torch.is_grad_enabled()
+    grad, differentiated = torch.is_grad_enabled(), False
     for x in args:
         kind = type(x)
         if kind in _NO_TENSORS:
             continue
         if kind in _PLAIN:
-            if grad and x.requires_grad:
-                return op(*args)
+            differentiated = differentiated or (grad and x.requires_grad)
         elif isinstance(x, Tensor):
             return op(*args)
     if private_api.dispatch_modes() > 0:
         return op(*args)
+    if differentiated:
+        function = private_api.differentiable(op)
+        return op(*args) if function is None else function.apply(*args)
     return (inference or private_api.implementation(op))(*args)
 
 

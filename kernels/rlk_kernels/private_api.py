@@ -50,6 +50,26 @@ implementation = operator.attrgetter("_init_fn")
 qualified_name = operator.attrgetter("_qualname")
 
 
+@functools.cache
+def differentiable(op: Any) -> type[torch.autograd.Function] | None:
+    """A custom operator's function and backward for autograd alone, without the dispatch around
+    them; None for one that changes an argument, or has no backward."""
+    if op._backward_fn is None or op._opoverload._schema.is_mutable:
+        return None
+
+    def forward(ctx, *args):
+        result = op._init_fn(*args)
+        if op._setup_context_fn is not None:
+            op._setup_context_fn(ctx=ctx, inputs=args, output=result)
+        return result
+
+    def backward(ctx, *grads):
+        return op._backward_fn(ctx, *grads)
+
+    functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(f"Differentiable_{op._name}", (torch.autograd.Function,), functions)
+
+
 def process_group(name: str) -> Any:
     """The process group of a name: what a custom operator can be given."""
     return torch._C._distributed_c10d._resolve_process_group(name)

@@ -13,6 +13,7 @@ probability about 2^-64 for each of the two sums. Modular sums do not depend on 
 so the digest is the same on every device and for every batch.
 """
 
+import importlib.util
 from collections.abc import Iterable
 from functools import lru_cache
 
@@ -93,20 +94,26 @@ def digest_parameter(weight: torch.Tensor) -> str:
 
 def digest_parameters(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     """`digest_parameter` of each, by name. Those of one shape are digested together: a GPU launches
-    a few kernels for all layers, and is waited for once a shape."""
+    a few kernels for all layers, and is waited for once, for all digests."""
     groups: dict[tuple, list[tuple[str, torch.Tensor]]] = {}
     found: dict[str, str] = {}
     for name, weight in named:
         found[name] = ""  # the order is the caller's
-        key = (weight.shape, weight.dtype, weight.device)
+        key = (weight.device, weight.shape, weight.dtype)
         groups.setdefault(key, []).append((name, weight))
-    for some in groups.values():
-        size = max(1, _STACKED // max(1, some[0][1].numel()))
+    # By device: their names, and their digests there.
+    parts: dict[torch.device, tuple[list[str], list[torch.Tensor]]] = {}
+    for (device, shape, dtype), some in groups.items():
+        names, digests = parts.setdefault(device, ([], []))
+        names += [name for name, _ in some]
+        size = len(some)
+        if not _has_kernel(device, dtype):
+            size = max(1, _STACKED // max(1, shape.numel()))
         for first in range(0, len(some), size):
-            part = some[first : first + size]
-            pairs = _digests([weight for _, weight in part]).tolist()
-            for (name, _), (low, high) in zip(part, pairs, strict=True):
-                found[name] = f"{low & (2**64 - 1):016x}{high & (2**64 - 1):016x}"
+            digests.append(_digests([weight for _, weight in some[first : first + size]]))
+    for names, digests in parts.values():
+        for name, (low, high) in zip(names, torch.cat(digests).tolist(), strict=True):
+            found[name] = f"{low & (2**64 - 1):016x}{high & (2**64 - 1):016x}"
     return found
 
 
@@ -116,13 +123,38 @@ _STACKED = 1 << 27
 
 def _digests(weights: list[torch.Tensor]) -> torch.Tensor:
     """int64 [n, 2] of n parameters of one shape, on their device."""
-    n, shape = len(weights), weights[0].shape
-    stacked = torch.stack(weights) if n > 1 else weights[0][None]
-    rows = stacked.reshape(n * shape[0], -1) if len(shape) > 1 else stacked.reshape(n, -1)
-    step = max(1, _block(rows.device) // max(1, rows.shape[1]))
-    parts = torch.cat([digest_rows(_wide(block)) for block in rows.split(step)])
-    sizes = torch.tensor([*shape, 0], dtype=torch.int64, device=rows.device)
-    return digest_rows(torch.cat([parts.reshape(n, -1), sizes.expand(n, -1)], dim=1))
+    n, shape, device = len(weights), weights[0].shape, weights[0].device
+    count = shape[0] if len(shape) > 1 else 1
+    rows = [weight.reshape(count, -1) for weight in weights]
+    if _has_kernel(device, weights[0].dtype):
+        from rlk_align.trace.digest_kernel import row_digests
+
+        parts = row_digests(rows, _coefficients(-(-rows[0].shape[1] // 2), device))
+    else:
+        stacked = torch.cat(rows) if n > 1 else rows[0]
+        step = max(1, _block(device) // max(1, stacked.shape[1]))
+        parts = torch.cat([digest_rows(_wide(block)) for block in stacked.split(step)])
+    sizes = _sizes(shape, device).expand(n, -1)
+    return digest_rows(torch.cat([parts.reshape(n, -1), sizes], dim=1))
+
+
+@lru_cache(maxsize=256)
+def _sizes(shape: torch.Size, device: torch.device) -> torch.Tensor:
+    """int64 [dimensions + 1], kept: a GPU is waited for where it is given numbers."""
+    return torch.tensor([*shape, 0], dtype=torch.int64, device=device)
+
+
+@lru_cache(maxsize=256)
+def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether parameters there are read by `digest_kernel.py`: with Triton, on an NVIDIA GPU of
+    compute capability 8.0 or newer."""
+    return (
+        device.type == "cuda"
+        and dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+        and importlib.util.find_spec("triton") is not None
+    )
 
 
 def _wide(block: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import contextlib
 from dataclasses import replace
+from functools import partial
 
 import planning
 import pytest
@@ -11,6 +12,7 @@ from rlk_kernels import backend, device, private_api
 from rlk_kernels.matmul import plan as matmul
 from rlk_kernels.matmul import product
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 X, W = torch.randn(3, 8), torch.randn(5, 8)
 
@@ -394,3 +396,62 @@ def test_results_of_other_dtypes_are_not_those_of_the_kernel_for_hopper(out_dtyp
 def test_any_kernel_for_hopper_makes_the_call_one():
     assert matmul.most_special(["triton", "triton/hopper", "triton"]) == "triton/hopper"
     assert matmul.most_special({"triton"}) == "triton"
+
+
+class _Dispatched(TorchDispatchMode):
+    """Has every operator go through torch's dispatch."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_operator_has_the_gradients_of_its_dispatched_form_past_the_dispatch(monkeypatch):
+    """Of each operator of a layer: outputs, which of them are differentiable, and gradients."""
+    made = torch.Generator().manual_seed(0)
+    x, w, gain = (torch.randn(s, generator=made) for s in ((6, 8), (8, 8), (8,)))
+    cu, at = torch.tensor([0, 2, 6]), torch.arange(6)
+
+    def heads(x):
+        return x.view(6, 2, 4)
+
+    forwards = {
+        "linear": lambda x, w, gain: (rk.linear(x, w, gain),),
+        "rms_norm": lambda x, w, gain: rk.rms_norm(x, gain, 1e-6, residual=x * 2),
+        "swiglu": lambda x, w, gain: (rk.swiglu(x, rk.linear(x, w)),),
+        "embedding": lambda x, w, gain: (rk.embedding(torch.tensor([1, 0, 1]), w),),
+        "rope": lambda x, w, gain: rk.rope(heads(x), heads(x * 2), at, theta=1e4),
+        "attention": lambda x, w, gain: rk.attention(*[heads(x)] * 3, cu, cu, return_lse=True),
+        "linear_logp": lambda x, w, gain: rk.linear_logp(x, w, at % 8, return_entropy=True),
+        "logp": lambda x, w, gain: (rk.logp(x, at),),
+    }
+    dispatched = []
+
+    def counting(name, run, *arguments):
+        dispatched.append(name)
+        return run(*arguments)
+
+    for name, op in private_api.custom_operators("rlk").items():
+        for where, run in list(op._backend_fns.items()):
+            monkeypatch.setitem(op._backend_fns, where, partial(counting, name, run))
+
+    def both(run):
+        leaves = [t.clone().requires_grad_() for t in (x, w, gain)]
+        outputs = run(*leaves)
+        seen = [(out.requires_grad, out.detach()) for out in outputs]
+        up = [out.detach().cos() for out in outputs if out.requires_grad]
+        torch.autograd.backward([out for out in outputs if out.requires_grad], up)
+        return seen, [leaf.grad for leaf in leaves]
+
+    for name, run in forwards.items():
+        dispatched.clear()
+        outputs, grads = both(run)
+        assert not {"gemm", "rms_norm", "swiglu", "embedding", "rope"} & set(dispatched), name
+        with _Dispatched():
+            expected, expected_grads = both(run)
+        assert dispatched, name
+        for (differs, out), (expected_differs, expected_out) in zip(outputs, expected, strict=True):
+            assert differs == expected_differs, name
+            assert out.equal(expected_out), name
+        for grad, expected_grad in zip(grads, expected_grads, strict=True):
+            assert (grad is None) == (expected_grad is None), name
+            assert grad is None or grad.equal(expected_grad), name

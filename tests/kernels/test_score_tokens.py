@@ -105,6 +105,23 @@ def test_sequences_in_one_row_do_not_predict_each_other(model: Any) -> None:
     assert row.equal(torch.cat([first, torch.zeros(1), second]))
 
 
+def test_sequences_are_looked_for_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU is waited for where they are."""
+    from rlk_kernels.integrations.hf import score, sequences
+
+    asked, packed_starts = [], sequences.packed_starts
+
+    def counting(positions: torch.Tensor, batch: int) -> torch.Tensor:
+        asked.append(packed_starts(positions, batch))
+        return asked[-1]
+
+    for module in (score, sequences):
+        monkeypatch.setattr(module, "packed_starts", counting)
+    at = torch.cat([torch.arange(7), torch.arange(10)])
+    hf.score_tokens(model, IDS, position_ids=at.expand(3, -1))
+    assert [found.tolist() for found in asked] == [[0, 7, 17, 24, 34, 41, 51]]
+
+
 def test_a_sharded_model_and_a_compiled_one_have_the_same(model: Any, one_rank: None) -> None:
     from torch.distributed.fsdp import fully_shard
 

@@ -1,5 +1,5 @@
-"""Which gather vLLM's row-parallel products take: stores for few bytes, where ranks share memory,
-and vLLM's own for the rest."""
+"""Which gather vLLM's row-parallel products take: stores, where ranks share memory, and vLLM's own
+else."""
 
 from types import SimpleNamespace
 
@@ -9,11 +9,12 @@ import torch
 pytest.importorskip("vllm")
 
 from rlk_kernels.errors import RankMissing, UnsupportedDevice
-from rlk_kernels.integrations.vllm import gather
+from rlk_kernels.integrations.vllm import gather, layers
 from rlk_kernels.parallel.peer.channels import region_bytes
 from rlk_kernels.parallel.peer.gather import PeerGather
+from vllm.model_executor.layers import logits_processor
 
-CPU, CAPACITY = torch.device("cpu"), 1 << 19
+CPU, COUNT = torch.device("cpu"), 2
 
 
 class Ranks:
@@ -41,20 +42,23 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
 
 
 def peers_of(count: int) -> tuple[PeerGather, list[torch.Tensor]]:
-    regions = [torch.zeros(region_bytes(count, CAPACITY), dtype=torch.uint8) for _ in range(count)]
-    made = PeerGather([x.data_ptr() for x in regions], 0, CPU, CAPACITY, seconds=1e-6)
+    regions = [torch.zeros(region_bytes(count, COUNT), dtype=torch.uint8) for _ in range(count)]
+    made = PeerGather([x.data_ptr() for x in regions], 0, CPU, seconds=1e-6, count=COUNT)
     return made, regions
 
 
-def test_few_bytes_are_stored_and_many_are_not(ranks: Ranks) -> None:
+def test_what_can_be_is_stored_and_the_rest_is_left_to_vllm(ranks: Ranks) -> None:
     peers, _regions = peers_of(1)
     gather._peers[ranks.unique_name] = peers
-    few, many = torch.ones(4, 8), torch.ones(CAPACITY // 32 + 1, 8)
-    assert torch.equal(gather.columns(few, 1), few)
+    few, many = torch.ones(4, 8), torch.ones(1 << 15, 8)
+    for x in (few, many):
+        before = int(peers.channels.counters.sum())
+        assert torch.equal(gather.columns(x, 1), x)
+        assert int(peers.channels.counters.sum()) > before
     assert ranks.gathered == []
-    assert int(peers.channels.counters.sum()) == 1
-    assert torch.equal(gather.columns(many, 1), many)
-    assert ranks.gathered == [tuple(many.shape)]
+    bytes_ = torch.ones(4, 8, dtype=torch.uint8)
+    assert torch.equal(gather.columns(bytes_, 1), bytes_)
+    assert ranks.gathered == [tuple(bytes_.shape)]
 
 
 def test_without_shared_memory_all_is_left_to_vllm(ranks: Ranks) -> None:
@@ -72,6 +76,26 @@ def test_a_rank_that_did_not_come_is_named_by_the_next_step(ranks: Ranks) -> Non
     assert bool(y[:, 8:].isnan().all())
     with pytest.raises(RankMissing, match="rank 0 of 2 waited for rank 1"):
         gather.check()
+
+
+@pytest.mark.parametrize(("count", "asked"), [(1, "all"), (2, "all"), (2, "one")])
+def test_logits_of_several_ranks_that_all_want_them_are_stored(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, count: int, asked: str
+) -> None:
+    """And those of one rank are no copy, also where vLLM asks for them to be gathered."""
+    monkeypatch.setattr(ranks, "world_size", count, raising=False)
+    monkeypatch.setattr(layers, "get_tp_group", lambda: ranks)
+    for name in ("all_gather", "gather"):
+        function = f"tensor_model_parallel_{name}"
+        monkeypatch.setattr(logits_processor, function, lambda logits: logits)
+    processor = layers.RlkLogitsProcessor.__new__(layers.RlkLogitsProcessor)
+    torch.nn.Module.__init__(processor)
+    processor.use_all_gather = asked == "all"
+    logits = torch.ones(2, 8)
+    gathered = processor._gather_logits(logits)
+    stored = count > 1 and asked == "all"
+    assert (gathered is logits) == (not stored)
+    assert ranks.gathered == [(2, 8)] * stored
 
 
 @pytest.mark.parametrize("option", ["disable_custom_all_reduce", "enable_dbo"])

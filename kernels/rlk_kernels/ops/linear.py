@@ -77,17 +77,17 @@ def _(out, x, weight, bias, backend):
 
 def input_grad(dy: Tensor, weight: Tensor, backend: str) -> Tensor:
     """dx[M, K] of dy[M, N] and weight[N, K], in dy's dtype."""
-    return _gemm(dy.contiguous(), weight, None, False, False, dy.dtype, backend)
+    return call(_gemm, dy.contiguous(), weight, None, False, False, dy.dtype, backend)
 
 
 def weight_grad(dy: Tensor, x: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
     """dweight[N, K] of dy[M, N] and x[M, K]."""
-    return _gemm(dy.contiguous(), x, None, True, False, dtype, backend)
+    return call(_gemm, dy.contiguous(), x, None, True, False, dtype, backend)
 
 
 def bias_grad(dy: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
     """dbias[N] of dy[M, N]."""
-    return column_sum(dy.contiguous(), backend).to(dtype)
+    return call(column_sum, dy.contiguous(), backend).to(dtype)
 
 
 def _setup(ctx, inputs, output):

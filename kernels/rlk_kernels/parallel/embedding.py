@@ -28,9 +28,9 @@ def local_ids(ids: Tensor, rank: int, rows: int) -> tuple[Tensor, Tensor]:
 def of_owner(parts: Tensor, ids: Tensor, rows: int) -> Tensor:
     """[..., H] of parts[R, ..., H], what each rank found for ids[...]: the row of the rank that has
     the id, copied whole. An id that no rank has raises IndexError on a CPU, as `embedding` does."""
-    tokens = ids.numel()
-    at = (ids // rows).flatten() * tokens + torch.arange(tokens, device=ids.device)
-    return parts.reshape(-1, parts.shape[-1]).index_select(0, at).view(parts.shape[1:])
+    owner = torch.where(ids < 0, len(parts), ids // rows).flatten()
+    tokens = torch.arange(ids.numel(), device=ids.device)
+    return parts.flatten(1, -2)[owner, tokens].view(parts.shape[1:])
 
 
 class _Embedding(torch.autograd.Function):

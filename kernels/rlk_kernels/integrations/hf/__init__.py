@@ -56,10 +56,13 @@ def score_tokens(
     last: int | None = None,
     temperature: float = 1.0,
     return_entropy: bool = False,
+    cu_seq_lens: "Tensor | None" = None,
 ) -> "Tensor | tuple[Tensor, Tensor]":
     """Log-prob of each token but the first, given those before it -> fp32 [B, L - 1], or of the
     `last` tokens of each row [B, last]; with return_entropy a pair whose second part is the entropy
     [B, same] of each token's distribution. Both are differentiable.
+    cu_seq_lens: int32, where sequences that are packed into rows begin, and where the last ends;
+    without it they are found in position_ids, which waits for a GPU.
 
     input_ids[B, L], attention_mask[B, L] and position_ids[B or 1, L] are the model's. Given only
     the mask, positions count the tokens that it shows, as vLLM does. Without a mask, positions that
@@ -73,5 +76,6 @@ def score_tokens(
     from rlk_kernels.integrations.hf.score import score_tokens
 
     return score_tokens(
-        model, input_ids, attention_mask, position_ids, last, temperature, return_entropy
-    )
+        model, input_ids, attention_mask, position_ids, last, temperature, return_entropy,
+        cu_seq_lens,
+    )  # fmt: skip

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.integrations.hf.loss import NO_TOKEN
+from rlk_kernels.integrations.hf.sequences import packed_starts
 from rlk_kernels.integrations.scoring import Scoring, scoring
 
 
 def score_tokens(
     model: Any, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None,
-    last: int | None, temperature: float, return_entropy: bool,
+    last: int | None, temperature: float, return_entropy: bool, cu_seq_lens: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """See the package."""
     length = input_ids.shape[1]
@@ -26,10 +27,16 @@ def score_tokens(
         position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
     targets = _targets(input_ids, attention_mask, position_ids)[:, length - 1 - count :]
     rows = torch.arange(length - 1 - count, length - 1, device=input_ids.device)
+    if cu_seq_lens is None and attention_mask is None and position_ids is not None:
+        # Once for all layers, each of which would look for them.
+        cu_seq_lens = packed_starts(position_ids, input_ids.shape[0])
+    packed = {}
+    if cu_seq_lens is not None:
+        packed = {"cu_seq_lens_q": cu_seq_lens, "cu_seq_lens_k": cu_seq_lens}
     with scoring(model, Scoring(targets, temperature, return_entropy)):
         scores = model(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
-            use_cache=False, logits_to_keep=rows,
+            use_cache=False, logits_to_keep=rows, **packed,
         ).logits  # fmt: skip
     return (scores[..., 0], scores[..., 1]) if return_entropy else scores[..., 0]
 

@@ -20,17 +20,25 @@ def boundaries(q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, 
     positions[B or 1, T] do not go on by one, or with each row."""
     batch, length, keys = q.shape[0], q.shape[1], k.shape[1]
     if positions is not None and length == keys > 1:
-        first = positions.expand(batch, length).clone()
-        first[:, 1:] -= positions[:, :-1] + 1
-        first[:, 0] = -1
-        starts = first.flatten().nonzero().squeeze(1)
-        cu = torch.nn.functional.pad(starts, (0, 1), value=batch * length).to(torch.int32)
+        cu = packed_starts(positions, batch)
         return cu, cu
     cu_q, cu_k = (
         torch.arange(0, (batch + 1) * n, n, dtype=torch.int32, device=q.device)
         for n in (length, keys)
     )
     return cu_q, cu_k
+
+
+def packed_starts(positions: Tensor, batch: int) -> Tensor:
+    """int32 [sequences + 1]: where they begin in B rows of T tokens, and where the last ends:
+    positions[B or 1, T] do not go on by one, or a row begins. A GPU is waited for: their number is
+    in the positions."""
+    length = positions.shape[1]
+    first = positions.expand(batch, length).clone()
+    first[:, 1:] -= positions[:, :-1] + 1
+    first[:, 0] = -1
+    starts = first.flatten().nonzero().squeeze(1)
+    return torch.nn.functional.pad(starts, (0, 1), value=batch * length).to(torch.int32)
 
 
 def check_starts(positions: Tensor | None, cu: Tensor, batch: int) -> None:
@@ -81,8 +89,9 @@ def check_rows(
 
 
 def _require(so: Tensor, otherwise: str) -> None:
-    """NotServed with `otherwise`; compiled, where nothing can be raised, what torch raises."""
-    if torch.compiler.is_compiling():
+    """NotServed with `otherwise`; compiled or in a CUDA graph, where nothing can be raised, what
+    torch raises."""
+    if torch.compiler.is_compiling() or (so.is_cuda and torch.cuda.is_current_stream_capturing()):
         torch._assert_async(so, otherwise)
     elif not bool(so):
         raise NotServed(otherwise)

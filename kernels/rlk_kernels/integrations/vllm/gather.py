@@ -1,5 +1,5 @@
-"""The gather of columns over vLLM's tensor-parallel ranks: few bytes by stores into the memory of
-other GPUs, where those reach each other, and all else by vLLM's own all-gather. Both are copies.
+"""The gather of columns over vLLM's tensor-parallel ranks: by stores into the memory of other GPUs,
+where those reach each other, and else by vLLM's own all-gather. Both are copies.
 
 With vLLM's `disable_custom_all_reduce`, its switch for access to other GPUs' memory, everything
 goes through its all-gather. The choice follows the number of rows when the operator runs, outside
@@ -21,8 +21,6 @@ from rlk_kernels.device import HAS_TRITON
 from rlk_kernels.errors import UnsupportedDevice
 from rlk_kernels.parallel.peer.gather import PeerGather, peer_gather
 
-MOST = 4 << 20
-"""Bytes of a rank's shard up to which it is stored to the others."""
 _peers: dict[str, PeerGather | None] = {}
 """By name of vLLM's group; None where it has none."""
 _compiled: set[tuple[tuple[int, ...], torch.dtype]] = set()
@@ -38,9 +36,8 @@ def connect(columns: tuple[int, ...], dtype: torch.dtype) -> None:
     peers = _peers[ranks.unique_name]
     if peers is None or (columns, dtype) in _compiled:
         return
-    for rows in (1, 16):  # whether words are a multiple of 16 changes how it is compiled
-        for f in columns:
-            peers.columns(torch.zeros(rows, f, dtype=dtype, device=ranks.device))
+    for f in columns:
+        peers.compile_for(f, dtype)
     torch.cuda.synchronize()
     peers.check()
     _compiled.add((columns, dtype))
@@ -54,7 +51,7 @@ def _shared(ranks: Any) -> PeerGather | None:
     if not HAS_TRITON or ranks.device.type != "cuda":
         return None
     try:
-        return peer_gather(ranks.cpu_group, ranks.device, MOST)
+        return peer_gather(ranks.cpu_group, ranks.device)
     except UnsupportedDevice as error:
         _logger.warning("%s; the kernels gather by vLLM's all-gather", error)
         return None

@@ -57,18 +57,20 @@ class RlkVocabParallelEmbedding(Counted, VocabParallelEmbedding):
         if type(self.quant_method) is not UnquantizedEmbeddingMethod:
             raise NotServed(f"an embedding of {type(self.quant_method).__name__} is not served")
         self.quant_method = RlkEmbeddingMethod()
+        if self.tp_size > 1:
+            gather.connect((self.embedding_dim,), self.weight.dtype)
 
     def forward(self, input_: Tensor) -> Tensor:
         self.count()
-        ranks = get_tp_group()
-        if ranks.world_size == 1:
+        if self.tp_size == 1:
             return super().forward(input_)
         # Looked up in each rank's shard, gathered, and taken from the one that has the row: vLLM
         # adds zeros, which turn -0 into +0.
         rows = self.num_embeddings_per_partition
-        local, _ = local_ids(input_.long(), ranks.rank_in_group, rows)
-        found = ranks.all_gather(profile.embed(local, self.weight), dim=0)
-        return of_owner(found.unflatten(0, (ranks.world_size, -1)), input_.long(), rows)
+        ids = input_.long()
+        local, _ = local_ids(ids, get_tp_group().rank_in_group, rows)
+        found = gather.columns(profile.embed(local, self.weight), self.tp_size)
+        return of_owner(found.unflatten(-1, (self.tp_size, -1)).movedim(-2, 0), ids, rows)
 
 
 class RlkRMSNorm(Counted, RMSNorm):
@@ -286,3 +288,10 @@ class RlkLogitsProcessor(Counted, LogitsProcessor):
         if lm_head.weight.is_cuda:
             compile_products(lm_head.weight, embedding_bias, self.rlk_rows, torch.float32)
         return profile.logits(hidden_states, lm_head.weight, embedding_bias)
+
+    def _gather_logits(self, logits: Tensor) -> Tensor | None:
+        ranks = get_tp_group().world_size
+        # Some vLLMs call it for one rank too; without all-gather the first rank alone wants them.
+        if ranks == 1 or not self.use_all_gather:
+            return super()._gather_logits(logits)
+        return gather.columns(logits, ranks)

@@ -44,7 +44,7 @@ from rlk_kernels.ops.attention.order import find_sequence
 
 SCRATCH_BYTES = 31 << 20
 """Of all states that wait to be merged, whatever the lengths: below 32 MiB with the list."""
-PIECES = {16: 16, 32: 16, 64: 4, 128: 4}
+PIECES = {16: 16, 32: 16, 64: 6, 128: 4}
 """Rows of a block -> pieces of work a processor, where there is enough of it (time only)."""
 
 LISTED = 64

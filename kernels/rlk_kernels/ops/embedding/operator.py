@@ -49,7 +49,7 @@ refuse_gradient(_embedding_backward, "embedding")
 
 def embedding_grad(ids: Tensor, dy: Tensor, rows: int, backend: str) -> Tensor:
     """dweight[rows, H] of ids[T] and dy[T, H]."""
-    return _embedding_backward(ids, dy.contiguous(), rows, backend)
+    return call(_embedding_backward, ids, dy.contiguous(), rows, backend)
 
 
 def _setup(ctx, inputs, output):

@@ -66,7 +66,7 @@ def _backward(ctx, dq, dk):
     grads, weights = [], []
     for x, weight, dy in ((q, q_weight, rotated[0]), (k, k_weight, rotated[1])):
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        dx, dw = _rms_norm_backward(rows, weight, dy.view(rows.shape), None, ctx.eps, backend)
+        dx, dw = call(_rms_norm_backward, rows, weight, dy.view(rows.shape), None, ctx.eps, backend)
         grads.append(dx.view(x.shape))
         weights.append(dw.to(weight.dtype))
     return (*grads, *weights, *(None,) * 10)

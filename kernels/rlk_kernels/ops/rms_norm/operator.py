@@ -91,7 +91,7 @@ def rms_norm_grad(
     """(ds[..., H], dweight[H] in weight's dtype) of s[..., H] and dy; `dnew`: the gradient of the
     new residual."""
     rows, drows = (x.contiguous().view(-1, s.shape[-1]) for x in (s, dy))
-    ds, dw = _rms_norm_backward(rows, weight, drows, dnew, eps, backend)
+    ds, dw = call(_rms_norm_backward, rows, weight, drows, dnew, eps, backend)
     return ds.view(s.shape), dw.to(weight.dtype)
 
 

@@ -70,8 +70,8 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, dq, dk):
     theta, rotary_dim, sign, cos_sin_dtype, interleaved, backend = ctx.rest
-    grads = _rope(
-        dq.contiguous(), dk.contiguous(), *ctx.saved_tensors, theta, rotary_dim, -sign,
+    grads = call(
+        _rope, dq.contiguous(), dk.contiguous(), *ctx.saved_tensors, theta, rotary_dim, -sign,
         cos_sin_dtype, interleaved, backend,
     )  # fmt: skip
     return (*grads, *(None,) * 9)

@@ -61,7 +61,7 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, dy):
     gate, up = ctx.saved_tensors
-    dg, du = _swiglu_backward(gate, up, dy.contiguous(), ctx.backend)
+    dg, du = call(_swiglu_backward, gate, up, dy.contiguous(), ctx.backend)
     return dg, du, None
 
 

@@ -1,4 +1,4 @@
-"""PeerGather: an all-gather for few bytes, by stores into the memory of other GPUs.
+"""PeerGather: an all-gather of columns by stores into the memory of other GPUs.
 
 Made once for a group of ranks on one machine whose GPUs can access each other. Calls may be
 captured in CUDA graphs. All calls of one PeerGather must have one order on every rank, as on one
@@ -21,9 +21,17 @@ from rlk_kernels.backend import call, dispatch_straight, refuse_gradient
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import KernelFailed, RankMissing, UnsupportedDevice, UnsupportedShape
 from rlk_kernels.parallel.peer import memory
-from rlk_kernels.parallel.peer.channels import CHANNELS, Channels, region_bytes, slot_bytes
+from rlk_kernels.parallel.peer.channels import (
+    CHANNELS,
+    PIECE_BYTES,
+    Channels,
+    flagged_bytes,
+    region_bytes,
+)
 
 MOST_RANKS = 8
+MOST_BYTES = 1 << 31
+"""Of all ranks' shards together: words are counted by 32 bits."""
 SECONDS = 120.0
 """How long a rank is waited for: longer than another's kernels take to compile."""
 POLLS_PER_SECOND = 4_400_000
@@ -38,11 +46,11 @@ class PeerGather:
     """See the file; `peer_gather` makes it."""
 
     def __init__(
-        self, addresses: Sequence[int], rank: int, device: torch.device, capacity: int,
-        seconds: float = SECONDS, zeros: Callable[..., Tensor] = torch.zeros,
+        self, addresses: Sequence[int], rank: int, device: torch.device, seconds: float = SECONDS,
+        zeros: Callable[..., Tensor] = torch.zeros, count: int = CHANNELS,
     ) -> None:  # fmt: skip
         """addresses: of each rank's region of `region_bytes` zeroed bytes, as this process sees
-        it; capacity: bytes of a rank's shard at most; zeros: what allocates on the device."""
+        it; zeros: what allocates on the device; count: channels, as of the regions."""
         regions = zeros(len(addresses), dtype=torch.int64, device=device)
         # Engines make models while another device is torch's default.
         regions.copy_(torch.tensor(addresses, device="cpu"))
@@ -52,22 +60,22 @@ class PeerGather:
         self.channels = Channels(
             rank=rank,
             ranks=len(addresses),
-            slot=slot_bytes(capacity),
+            count=count,
             polls=min(max(1, int(seconds * POLLS_PER_SECOND)), (1 << 31) - 1),
             regions=regions,
-            counters=zeros(CHANNELS, dtype=torch.int32, device=device),
+            counters=zeros(count, dtype=torch.int32, device=device),
             failed=zeros(1, dtype=torch.int32, device=device),
             missing=missing,
         )
-        self.device, self.capacity, self.seconds = device, capacity, seconds
+        self.device, self.seconds = device, seconds
         self._missing = (ctypes.c_int * len(addresses)).from_address(missing.data_ptr())
         self.number = next(_numbers)
         _living[self.number] = self
 
     def takes(self, x: Tensor) -> bool:
         """Whether x[..., F] can be gathered here."""
-        size = x.numel() * x.element_size()
-        return 0 < size <= self.capacity and x.element_size() in (2, 4, 8)
+        size = x.numel() * x.element_size() * self.channels.ranks
+        return 0 < size <= MOST_BYTES and x.element_size() in (2, 4, 8)
 
     def columns(self, x: Tensor) -> Tensor:
         """[..., R F] of x[..., F], as `copies.gather_columns`; call it on all ranks with one shape.
@@ -76,6 +84,14 @@ class PeerGather:
         an earlier call that has ended.
         """
         return call(_peer_columns, x, self.number, self.channels.ranks)
+
+    def compile_for(self, columns: int, dtype: torch.dtype) -> None:
+        """Compile what gathers so many columns of a rank, of any number of rows: before a CUDA
+        graph is captured. Called on all ranks."""
+        count = self.channels.count
+        for size in (0, flagged_bytes(count), count * PIECE_BYTES[0]):
+            rows = size // (columns * dtype.itemsize) + 1
+            self.columns(torch.zeros(rows, columns, dtype=dtype, device=self.device))
 
     def check(self) -> None:
         """Raise RankMissing where a rank did not join a call that has ended, in a CUDA graph too.
@@ -94,7 +110,7 @@ class PeerGather:
         if not self.takes(x) or x.device != self.device:
             raise UnsupportedShape(
                 f"{tuple(x.shape)} {x.dtype} on {x.device} is not gathered by stores; "
-                f"only 1 to {self.capacity} bytes on {self.device} are"
+                f"only 1 to {MOST_BYTES} bytes of all ranks on {self.device} are"
             )
         return _on_triton().columns(x, self.channels)
 
@@ -114,11 +130,10 @@ dispatch_straight()
 
 
 def peer_gather(
-    group: dist.ProcessGroup, device: torch.device, capacity: int, seconds: float = SECONDS
+    group: dist.ProcessGroup, device: torch.device, seconds: float = SECONDS
 ) -> PeerGather:
-    """A PeerGather for the ranks of `group` (a CPU group, such as gloo), each with its GPU, and for
-    shards of up to `capacity` bytes. Call it on all ranks; keep it as long as any graph that uses
-    it.
+    """A PeerGather for the ranks of `group` (a CPU group, such as gloo), each with its GPU. Call it
+    on all ranks; keep it as long as any graph that uses it.
 
     Raises UnsupportedDevice, on all ranks alike, where one cannot store to another.
     """
@@ -128,7 +143,7 @@ def peer_gather(
         why.append(f"{group.size()} ranks are more than {MOST_RANKS}")
     if any(why):
         raise UnsupportedDevice(f"no gathering by stores: {next(filter(None, why))}")
-    rank, size = group.rank(), region_bytes(group.size(), capacity)
+    rank, size = group.rank(), region_bytes(group.size())
     with torch.cuda.device(device):
         # Never freed, and not torch's: a graph may still store to it, and engines that sleep throw
         # away what they allocated.
@@ -138,7 +153,7 @@ def peer_gather(
             group,
             lambda: [own if r == rank else memory.opened(h) for r, h in enumerate(handles)],
         )
-        gather = PeerGather(opened[rank], rank, device, capacity, seconds, memory.zeros)
+        gather = PeerGather(opened[rank], rank, device, seconds, memory.zeros)
         torch.cuda.synchronize()
     _on_all(group, lambda: None)  # all regions are zero and opened
     return gather

@@ -1,19 +1,22 @@
-"""The kernel of `gather`: store to peers, tell them, wait for them, copy out.
+"""The kernel of `gather`: store to peers, tell them, wait for them, copy out. (`flagged` has that
+of few bytes.)
 
-A program is a channel: it has a part of the shard, a slot for it in every rank's region, and a
-counter of its launches, the epoch, which is the same on all ranks because they launch alike. It
-stores its part into its slot of every peer's region, then the epoch into its flag there (released),
-waits until its own flags have come that far (acquired), and copies the slots out.
+A program is a channel: it has pieces of the shard, slots for them in every rank's region, and a
+counter of its pieces, the epoch, which is the same on all ranks because they launch alike. It
+stores a piece into its slot of every peer's region, then the epoch into its flag there (released),
+waits until its own flags have come that far (acquired), and copies the slots out. Of several pieces
+it stores the next one before it waits, so that links and memory work at the same time.
 
-A slot exists twice, for even and odd epochs. The one of epoch e is written again in epoch e + 2. A
-rank starts that when its epoch e + 1 has ended, for which every peer must have started epoch e + 1,
-and so have ended epoch e: all of this on one stream. No second message says "I have read it".
+Slots are taken in turns. A rank that stores epoch e has ended e - 2, which its peers had stored by
+then; and who stores e - 2 has ended e - 4, of this launch or of one before. So four slots are
+enough: all of this on one stream. No second message says "I have read it".
 
 Nothing waits for ever: a program looks at flags `polls` times. Then it writes down whose it was
-and gives all ones, which are NaN, for that rank. Launches behind it neither store nor tell, because
-they do not know what peers have read, and do not wait: they give NaN at once.
+and gives all ones, which are NaN, for that rank. What is behind it, of this launch and of later
+ones, neither stores nor tells, because nobody knows what peers have read, and does not wait: it
+gives NaN at once.
 
-W = words of a shard: 8, 4 or 2 bytes   F = words of a row   R = ranks
+T = rows of a shard   F = words of a row, 8, 4 or 2 bytes each   R = ranks
 """
 
 import torch
@@ -21,21 +24,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlk_kernels.launching import cdiv, launch
+from rlk_kernels.device import facts
+from rlk_kernels.launching import ShapeCache, cdiv, launch, shape_cache
 from rlk_kernels.memory import empty
-from rlk_kernels.parallel.peer.channels import BLOCK_BYTES, CHANNELS, Channels
+from rlk_kernels.parallel.peer import flagged
+from rlk_kernels.parallel.peer.channels import (
+    PIECE_BYTES,
+    SLOT_BYTES,
+    SLOTS,
+    Channels,
+    flagged_bytes,
+)
 
 WARPS = 16
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
-_COUNT = tl.constexpr(CHANNELS)
+_SLOTS, _SLOT_BYTES = tl.constexpr(SLOTS), tl.constexpr(SLOT_BYTES)
 
 
 @triton.jit
-def _slot(region, source, channel, odd, kind, RANKS: tl.constexpr, CAPACITY: tl.constexpr):
+def _slot(region, source, channel, epoch, kind, RANKS: tl.constexpr, COUNT: tl.constexpr):
     """A channel's slot for what `source` stores, in a rank's region."""
-    flags: tl.constexpr = (_COUNT * RANKS * 4 + 1023) // 1024 * 1024
-    at = (odd * RANKS + source) * _COUNT + channel
-    return tl.multiple_of((region + flags + at.to(tl.int64) * CAPACITY).to(kind), 16)
+    flags: tl.constexpr = (COUNT * RANKS * 4 + 1023) // 1024 * 1024
+    at = ((epoch & (_SLOTS - 1)) * RANKS + source) * COUNT + channel  # epochs begin anew below 0
+    return tl.multiple_of((region + flags + at.to(tl.int64) * _SLOT_BYTES).to(kind), 16)
 
 
 @triton.jit
@@ -44,36 +55,26 @@ def _flag(region, source, channel, RANKS: tl.constexpr):
     return (region + (channel * RANKS + source) * 4).to(tl.pointer_type(tl.int32))
 
 
-@triton.jit(do_not_specialize=["steps", "polls"])
-def _gather_kernel(
-    x, out, regions, counters, failed, missing, words, row, steps, polls,
-    RANK: tl.constexpr, RANKS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def _send(
+    x, out, regions, begin, epoch, works, rows, F,
+    RANK: tl.constexpr, RANKS: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[W / F, R, F] of x[W]. regions: address of each rank's region; counters[CHANNELS]; failed:
-    one number, not 0 once a rank was missing; missing[R]: the epoch in which a rank was missed, in
-    the host's memory; steps: blocks of a program; CAPACITY: bytes of a slot."""
+    """Store the piece at `begin` to all peers and into `out`, and tell them, where it `works`."""
     channel = tl.program_id(0)
-    epoch = tl.load(counters + channel) + 1
-    odd = epoch & 1
-    begin = channel * steps * BLOCK
     kind = tl.pointer_type(x.dtype.element_ty)
     lanes = tl.arange(0, BLOCK)
-    works = tl.load(failed) == 0
-    to_peers = tl.where(works, words, 0)
-
-    for step in range(steps):
-        inside = step * BLOCK + lanes
-        at = begin + inside
-        here = at < words
-        value = tl.load(x + at, here)
-        for peer in tl.static_range(RANKS):
-            if peer == RANK:
-                tl.store(out + (at // row * RANKS + RANK) * row + at % row, value, here)
-            else:
-                slot = _slot(tl.load(regions + peer), RANK, channel, odd, kind, RANKS, CAPACITY)
-                tl.store(slot + inside, value, at < to_peers)
-
-    # All threads have stored before one of them tells.
+    at = begin + lanes
+    here = at < rows * F
+    to_peers = tl.where(works, rows * F, 0)
+    value = tl.load(x + at, here)
+    for peer in tl.static_range(RANKS):
+        if peer == RANK:
+            tl.store(out + (at // F * RANKS + RANK) * F + at % F, value, here)
+        else:
+            slot = _slot(tl.load(regions + peer), RANK, channel, epoch, kind, RANKS, COUNT)
+            tl.store(slot + lanes, value, at < to_peers)
+    # All threads have stored, and read what the slots had before, before one of them tells.
     tl.debug_barrier()
     if works:
         for peer in tl.static_range(RANKS):
@@ -81,8 +82,19 @@ def _gather_kernel(
                 flag = _flag(tl.load(regions + peer), RANK, channel, RANKS)
                 tl.atomic_xchg(flag, epoch, sem="release", scope="sys")
 
+
+@triton.jit
+def _receive(
+    out, regions, failed, missing, begin, epoch, left, rows, F,
+    RANK: tl.constexpr, RANKS: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy all peers' pieces at `begin` to `out` once they are there; how many looks are left, 0
+    where one is not there."""
+    channel = tl.program_id(0)
+    kind = tl.pointer_type(out.dtype.element_ty)
+    lanes = tl.arange(0, BLOCK)
+    at = begin + lanes
     own = tl.load(regions + RANK)
-    left = tl.where(works, polls, 0)
     for source in tl.static_range(RANKS):
         if source != RANK:
             flag = _flag(own, source, channel, RANKS)
@@ -93,34 +105,74 @@ def _gather_kernel(
             if ahead < 0:
                 tl.store(missing + source, epoch)
                 tl.store(failed, 1)
-            arrived = tl.where(ahead < 0, 0, words)
-            slot = _slot(own, source, channel, odd, kind, RANKS, CAPACITY)
-            for step in range(steps):
-                inside = step * BLOCK + lanes
-                at = begin + inside
-                here = at < words
-                # past the caches of a processor, which do not see what peers store
-                value = tl.load(slot + inside, at < arrived, other=-1, cache_modifier=".cg")
-                tl.store(out + (at // row * RANKS + source) * row + at % row, value, here)
-    tl.store(counters + channel, epoch)
+            arrived = tl.where(ahead < 0, 0, rows * F)
+            slot = _slot(own, source, channel, epoch, kind, RANKS, COUNT)
+            # past the caches of a processor, which do not see what peers store
+            value = tl.load(slot + lanes, at < arrived, other=-1, cache_modifier=".cg")
+            tl.store(out + (at // F * RANKS + source) * F + at % F, value, at < rows * F)
+    return left
+
+
+@triton.jit(do_not_specialize=["rows", "pieces", "polls"])
+def _gather_kernel(
+    x, out, regions, counters, failed, missing, rows, F, pieces, polls,
+    RANK: tl.constexpr, RANKS: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """out[T, R, F] of x[T, F]. regions: address of each rank's region; counters[COUNT]; failed:
+    one number, not 0 once a rank was missing; missing[R]: the epoch in which a rank was missed, in
+    the host's memory; pieces: of a program."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    channel = tl.program_id(0)
+    before = tl.load(counters + channel)
+    left = tl.where(tl.load(failed) == 0, polls, 0)
+    size = tl.num_programs(0) * BLOCK  # of a piece of each program
+    begin = channel * BLOCK
+    for piece in range(pieces + 1):
+        if piece < pieces:
+            _send(
+                x, out, regions, begin + piece * size, before + piece + 1, left > 0, rows, F,
+                RANK, RANKS, COUNT, BLOCK,
+            )  # fmt: skip
+        if piece > 0:
+            left = _receive(
+                out, regions, failed, missing, begin + (piece - 1) * size, before + piece, left,
+                rows, F, RANK, RANKS, COUNT, BLOCK,
+            )  # fmt: skip
+    tl.store(counters + channel, before + pieces)
 
 
 def columns(x: Tensor, shared: Channels) -> Tensor:
     """[..., R F] of x[..., F]."""
     x, row = x.contiguous(), x.shape[-1] * x.element_size()
     # Of the shape alone: all ranks must cut alike.
-    word = next(w for w in _WORDS if row % w == 0)
+    size = x.numel() * x.element_size()
+    few = row % 4 == 0 and size <= flagged_bytes(shared.count)
+    word = 4 if few else next(w for w in _WORDS if row % w == 0)
     x = x.clone() if x.data_ptr() % word else x
     out = empty((*x.shape[:-1], shared.ranks * x.shape[-1]), x.dtype, x.device)
-    words, block = x.numel() * x.element_size() // word, BLOCK_BYTES // word
-    steps = cdiv(words, CHANNELS * block)
-    launch(
-        None, _gather_kernel, (cdiv(words, steps * block), 1, 1),
-        (
-            x.view(-1).view(_WORDS[word]), out.view(-1).view(_WORDS[word]), shared.regions,
-            shared.counters, shared.failed, shared.missing, words, row // word, steps, shared.polls,
-            shared.rank, shared.ranks, shared.slot, block,
-        ),
-        {"num_warps": WARPS},
-    )  # fmt: skip
+    cache = shape_cache("peer", size, row, shared.rank, shared.ranks, shared.count, x.device)
+    source = x.view(_WORDS[word]).view(-1, row // word)
+    (flagged.columns if few else _in_pieces)(cache, source, out, shared)
     return out
+
+
+def _in_pieces(cache: ShapeCache, x: Tensor, out: Tensor, shared: Channels) -> None:
+    """out[T, R, F] of x[T, F]."""
+    rows, f = x.shape
+    nbytes = rows * f * x.element_size()
+    block = PIECE_BYTES[nbytes > PIECE_BYTES[0] * shared.count]
+    blocks = cdiv(nbytes, block)
+    programs = min(shared.count, blocks)
+    overlap = facts(x.device).overlaps
+    launch(
+        cache, _gather_kernel, (programs, 1, 1),
+        (
+            x, out.view(x.dtype), shared.regions, shared.counters, shared.failed, shared.missing,
+            rows, f, cdiv(blocks, programs), shared.polls, shared.rank, shared.ranks, shared.count,
+            block // x.element_size(), overlap,
+        ),
+        {"num_warps": WARPS, "launch_pdl": overlap},
+    )  # fmt: skip
