@@ -2,7 +2,7 @@
 """What the built-in contracts' limits rest on: healthy runs, planted faults, and both errors.
 
     python scripts/calibration_report.py --runs bf16=runs/bf16 fp16=runs/fp16 fp32=runs/fp32 \\
-        --selftest selftest.json --out reports/calibration.md
+        --selftest selftest.json --out tables.md
 
 The runs are those of scripts/calibration_runs.py: RUNS/PAIR/SEED, or RUNS/PROCESSOR/PAIR/SEED. The
 faults are those of `rlk-align selftest --output json=selftest.json`.

@@ -1,11 +1,11 @@
 """Every rollout engine against every training engine, as a user would run them, in one table.
 
     python scripts/compare_engines.py --rollout vllm --train hf --train megatron:tp=2 \\
-        --dtype bfloat16 --dtype float32 --out reports/engines-cpu [-- FLAGS OF compare]
+        --dtype bfloat16 --dtype float32 --out reports/engines/engines-cpu [-- FLAGS OF compare]
 
-Captures are shared: each engine runs once for each dtype. Writes OUT.json and OUT.md: verdict,
-coverage, log-prob differences, which operators introduced a difference, wall time, bytes of
-trace, and peak memory of the parent and of the largest process of an engine.
+Captures are shared: each engine runs once for each dtype. Writes OUT.json and prints a table:
+verdict, coverage, log-prob differences, which operators introduced a difference, wall time, bytes
+of trace, and peak memory of the parent and of the largest process of an engine.
 """
 
 import argparse
@@ -92,7 +92,7 @@ def passes(folder: Path) -> list[dict]:
 
 
 def table(report: dict) -> str:
-    """OUT.md; OUT.json has the passes of each capture as well, with their seconds and bytes."""
+    """What is printed; OUT.json has each capture's passes as well, with their seconds and bytes."""
     contracts = {f"{c['id']} {c['version']}" for c in _contracts(report["runs"])}
     lines = [
         f"# {report['title']}",
@@ -174,7 +174,6 @@ def main() -> None:
     command = " ".join(["python", *sys.argv])
     report = {"title": args.title, "machine": machine(), "command": command, "runs": runs}
     args.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    args.out.with_suffix(".md").write_text(table(report))
     print(table(report))
 
 

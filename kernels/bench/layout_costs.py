@@ -109,33 +109,29 @@ def _row(*cells: object) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
-def bytes_table() -> Iterator[str]:
-    yield _row("model", "tp", "all-reduces", "gathers", "ratio")
-    yield _row("---", "---:", "---:", "---:", "---:")
+def ratios() -> Iterator[str]:
+    """Bytes of gathers over those of all-reduces: the same for every number of ranks."""
     for model in MODELS:
-        for ranks in (2, 4, 8):
-            products = [(k, model.hidden) for k in (model.heads, model.inner)]
-            a = sum(reduced(n, ranks) for _, n in products) / 1e3
-            b = sum(gathered(k, n, ranks) for k, n in products) / 1e3
-            yield _row(model.name, ranks, f"{a:.1f}", f"{b:.1f}", f"{b / a:.2f}")
+        products = [(k, model.hidden) for k in (model.heads, model.inner)]
+        a = sum(reduced(n, 2) for _, n in products)
+        b = sum(gathered(k, n, 2) for k, n in products)
+        yield f"{model.name} {b / a:.2f}"
 
 
 def times_table(cases: list[tuple[Link, int]]) -> Iterator[str]:
-    rows = (*BATCHES, PREFILL)
-    yield _row("model", "tp", "link", *(f"{n:,} row{'s' * (n > 1)}" for n in rows))
-    yield _row("---", "---:", "---", *("---:" for _ in rows))
-    for model in MODELS:
-        for link, ranks in cases:
-            served = [n for n in rows if link is not PEER or n < PREFILL]
-            cells = [_time(model, n, ranks, link) for n in served]
-            yield _row(model.name, ranks, link.name, *cells, *[""] * (len(rows) - len(cells)))
+    yield _row("link", "tp", *(model.name for model in MODELS))
+    yield _row("---", "---:", *("---:" for _ in MODELS))
+    for link, ranks in cases:
+        served = [n for n in (*BATCHES, PREFILL) if link is not PEER or n < PREFILL]
+        slower = [[_slower(model, n, ranks, link) for n in served] for model in MODELS]
+        yield _row(link.name, ranks, *(", ".join(f"{x:+.0f}" for x in of) for of in slower))
 
 
-def _time(model: Model, rows: int, ranks: int, link: Link) -> str:
+def _slower(model: Model, rows: int, ranks: int, link: Link) -> float:
+    """Percent."""
     reduces, gathers = times(model, rows, ranks, link)
     products = layer_us(model, rows, ranks)
-    slower = (gathers + products) / (reduces + products) - 1
-    return f"{reduces:.0f}, {gathers:.0f}, {products:.0f}: {100 * slower:+.0f} %"
+    return 100 * ((gathers + products) / (reduces + products) - 1)
 
 
 PAGE = """# What a layout costs, on paper
@@ -144,49 +140,32 @@ PAGE = """# What a layout costs, on paper
 [two GPUs](fix-path.md#two-gpus), [the gather by stores](peer-gather.md), [a rank's products](shard-products.md).
 
 For each row-parallel product (o_proj, down_proj; y[M, N] of x[M, K], R ranks) an engine sums partial results in one all-reduce. The kernels gather
-the input and then the output instead: copies, so that the bits are those of one rank.
+the input and then the output: copies, so that the bits are those of one rank. A rank receives, per row:
 
-| | bytes a rank receives, per row | waits per product |
-| --- | --- | ---: |
-| all-reduce (ring; or reduce-scatter and all-gather of sequence parallel) | 2 (R − 1)/R · 2N | 1 |
-| gathers | (R − 1)/R · (2K + 2N) | 2 |
-| gathers, sequence parallel (y goes to the owner of its rows; the next input is gathered) | (R − 1)/R · (2K + 2N/R + 2N) | 3, an engine's 2 |
-| two nodes of 8, all-reduce: each network card sums its eighth | 2N/8 | 1 |
-| two nodes of 8, gathers: each network card brings an eighth of the other half | (2K + 2N)/2/8 | 2 |
+    all-reduce (or sequence parallelism)   2 (R - 1)/R 2N bytes               1 wait of the device (2)
+    gathers                                (R - 1)/R (2K + 2N)                2
+    gathers, sequence parallelism          (R - 1)/R (2K + 2N/R + 2N)         3
+    two nodes of 8, each network card      all-reduce 2N/8; gathers (2K + 2N)/2/8
 
-The waits are on the device, in CUDA graphs too; the host never waits. Megatron also exchanges the weights of o_proj and down_proj once a forward:
-(R − 1)/R · 2KN/R bytes per rank and product, whatever the batch.
+Megatron also exchanges the weights of o_proj and down_proj once a forward: (R - 1)/R 2KN/R bytes per rank and product.
 
-## Bytes
+Bytes of gathers / those of all-reduces, for any tp: {bytes}.
 
-A layer's two products, KB per token, in 4 waits instead of 2:
-
-{bytes}
-
-## Microseconds
-
-A layer's two products: latency + bytes / bandwidth. **Assumed**: NVLink 360 GB/s a direction (of 450), a collective of NCCL 15 µs; by stores
+Time: by how many percent (gathers + products) exceed (all-reduces + products) at 1, 64, 256 and, except by stores, 8,192 rows. An upper bound: nothing overlaps, and attention is left out.
+**Assumed**: NVLink 360 GB/s a direction (of 450), a collective of NCCL 15 µs; by stores
 (decode) an engine's own all-reduce 6 µs and our gather 5 µs; between nodes 40 GB/s a GPU (a card of 400 Gbit/s), an all-reduce 40 µs and a gather
-30 µs; the layer's products on a rank at 600 TFLOP/s or 3.0 TB/s of weights, whichever takes longer. A cell holds all-reduces, gathers, products, and by
-how much (gathers + products) exceeds (all-reduces + products): an upper bound, because nothing overlaps and attention is left out.
+30 µs; products at 600 TFLOP/s or 3.0 TB/s of weights, whichever takes longer.
 
 {times}
 
-## What follows
-
-- In decode latency decides: four waits a layer instead of two. That is expensive with NCCL, and at tp=8, where little other work is left; by stores it is a few
-  microseconds a layer.
-- In prefill bytes decide: K of down_proj is 3 to 5 times N, and gathering its input dominates.
-- Across two nodes a card brings half of what the other node's ranks have, where an all-reduce exchanges sums: (K + N)/2 against N. o_proj costs the
-  same where K = N, and down_proj 2 to 3 times as much.
-- At tp=1 and in FSDP nothing is gathered.
+In decode latency decides: four waits a layer instead of two. In prefill bytes decide: K of down_proj is 3 to 5 times N. Across two nodes o_proj costs the same where K = N, and down_proj 2 to 3 times as much. At tp=1 and in FSDP nothing is gathered.
 """
 
 
 def page() -> str:
     cases = [(NCCL, 2), (PEER, 2), (NCCL, 8), (PEER, 8), (NODES, 16)]
     return PAGE.format(
-        bytes="\n".join(bytes_table()),
+        bytes=", ".join(ratios()),
         times="\n".join(times_table(cases)),
     )
 

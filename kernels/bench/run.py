@@ -1,4 +1,4 @@
-"""All benchmarks in one process; writes JSON and Markdown.
+"""All benchmarks in one process; writes JSON, and prints every row as Markdown.
 
     python kernels/bench/run.py [--out reports/bench] [--only linear,rows,...]
 
@@ -110,9 +110,7 @@ def main() -> int:
             data = {name: measure(limits) for name, measure in measures(part).items()}
         record = {"environment": environment(arguments.commit), "ceilings": limits, **data}
         (arguments.out / f"{part}.json").write_text(json.dumps(record, indent=1) + "\n")
-        text = pages.render(part, record)
-        (arguments.out / f"{part}.md").write_text(text)
-        print(text)
+        print(pages.render(part, record))
     return 0
 
 

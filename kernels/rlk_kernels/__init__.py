@@ -1,8 +1,8 @@
 """Deterministic, batch-invariant operators of a transformer: the bits of a row do not depend on
 its batch. `backend` says which implementation runs and which one ran.
 
-Gradients are torch.autograd's, of the first order. What else torch would differentiate by
-(torch.func.grad and jvp, forward mode, a gradient of a gradient) raises NotImplementedError."""
+Gradients are first-order, by torch.autograd. Other ways to differentiate (torch.func.grad and jvp,
+forward mode, gradients of gradients) raise NotImplementedError."""
 
 from collections.abc import Collection, Iterable
 
@@ -60,12 +60,12 @@ def warm_up(
     rows: Collection[int] = (),
     out_dtype: torch.dtype | None = None,
 ) -> bool:
-    """Run the tile-invariance self-check on a GPU, once a process: before capturing CUDA graphs.
-    And compile, several kernels at a time, what `linear` will launch there for x[M, K] with each
+    """Run the tile-invariance self-check on a GPU, once a process; call it before capturing CUDA
+    graphs. Also compile, several kernels at a time, what `linear` will launch for x[M, K] with each
     (weight, bias) of `linears`, each M of `rows` and this `out_dtype`, without gradients.
 
-    True where every tile gives the same bits, so that all of them are in use; without Triton there
-    are none to check.
+    Returns True where every tile gives the same bits, so that all are in use; without Triton there
+    is nothing to check.
     """
     there = torch.empty(0, device=device)
     if not HAS_TRITON:

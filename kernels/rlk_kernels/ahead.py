@@ -1,8 +1,8 @@
 """Compiling kernels before they are needed, several at a time.
 
-Triton compiles a kernel at its first launch, one after the other: a minute of a slow host for those
-of an engine. `compiled_ahead` takes the same launches first, runs none of them, and hands what is
-to be compiled to threads: most of the work is the compiler's, outside of the interpreter's lock.
+Triton compiles each kernel at its first launch, one after another: on a slow host an engine's
+kernels take a minute. `compiled_ahead` takes the same launches without running them, and compiles
+in threads: most of the work is the compiler's, outside of the interpreter's lock.
 """
 
 import os
@@ -35,9 +35,9 @@ def submit(make: Callable, *arguments) -> "Future[Any]":
 
 @contextmanager
 def compiled_ahead(device: torch.device) -> Iterator[bool]:
-    """While it lasts, `launching.launch` compiles and runs nothing: outputs are left as they were.
-    At its end all is compiled. False, and launches as ever, where there is nothing to gain: no GPU,
-    or a graph that is captured."""
+    """A context in which `launching.launch` compiles and runs nothing: outputs keep their values.
+    At its end everything is compiled. Yields False, and launches as usual, where it cannot help:
+    without a GPU, or while a graph is captured."""
     if device.type != "cuda" or interpreting() or torch.cuda.is_current_stream_capturing():
         yield False
         return

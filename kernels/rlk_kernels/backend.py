@@ -7,8 +7,8 @@ so once. An explicit choice that cannot run raises; it is never replaced.
 
 Every operator call is recorded when it executes, also below `torch.compile`; the replay of a CUDA
 graph is not a call and leaves no record. What is recorded is the implementation that ran:
-"triton/hopper" where any kernel of the call was one written for Hopper (in Gluon or CUDA C++),
-"triton", or "torch".
+"triton/hopper" if any kernel of the call was written for Hopper (in Gluon or CUDA C++), "triton",
+or "torch".
 """
 
 import functools
@@ -83,7 +83,7 @@ def choose(op: str, backend: str | None, x: torch.Tensor, *others: torch.Tensor 
 
 @functools.cache
 def _warn_of_no_triton() -> None:
-    """Say once why a GPU gets the portable backend."""
+    """Warn once why a GPU gets the portable backend."""
     warnings.warn(
         f"Triton is not installed, so rlk_kernels runs its portable backend on the GPU: the same "
         f"contract, but slow. To get its kernels: {INSTALL_TRITON}",
@@ -93,9 +93,9 @@ def _warn_of_no_triton() -> None:
 
 
 def refuse_transforms(op: str, *, vmap: bool = True) -> None:
-    """Raise NotImplementedError where torch would differentiate `op` otherwise than by a backward:
-    in torch.func.grad, jvp and what is made of them, and in forward mode, where tangents would be
-    zeros. `vmap`: whether torch.vmap may take it row by row."""
+    """Raise NotImplementedError where torch would differentiate `op` other than by a backward: in
+    torch.func.grad, jvp and their derivatives, and in forward mode, where tangents would be zeros.
+    `vmap`: whether torch.vmap may take it row by row."""
     stack = private_api.transforms() or ()
     grad = any(x.key() == private_api.gradient_transform for x in stack)
     if grad or private_api.in_forward_mode() or (stack and not vmap):
@@ -108,7 +108,7 @@ def refuse_transforms(op: str, *, vmap: bool = True) -> None:
 def refuse_gradient(
     op: CustomOpDef, name: str, why: str = "gradients of its gradients are not implemented"
 ) -> None:
-    """Have every backward through `op` raise NotImplementedError: `why`, of the operator `name`."""
+    """Have every backward through `op` raise NotImplementedError: `name`, with the reason `why`."""
 
     def backward(ctx, *grads):
         raise NotImplementedError(f"{name}: {why}")
@@ -123,8 +123,8 @@ _NO_TENSORS = frozenset({bool, int, float, str, type(None), torch.dtype})
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager:
-    """Where x lies on a GPU that is not the current one (a model over several), it is made that, as
-    torch's own operators do: kernels are launched on the current one."""
+    """Makes x's GPU the current one (for a model on several GPUs), as torch's own operators do:
+    kernels are launched on the current GPU."""
     if torch.compiler.is_compiling() or not _lies_elsewhere(x):
         return nullcontext()
     return torch.cuda.device(x.get_device())
@@ -136,11 +136,11 @@ def _lies_elsewhere(x: Tensor) -> bool:
 
 
 def call(op: CustomOpDef, *args, inference: Callable | None = None):
-    """`op(*args)`, past torch's dispatch where nothing there has work to do: no compiler, mode,
-    transform or kind of tensor of its own. Dispatching costs several times what a launch does.
-    Where a gradient is asked for, autograd is told of op's backward as of any function's. The first
-    argument says on which GPU (`on_device_of`); `inference`: what runs for op's own function where
-    no gradient is asked for."""
+    """`op(*args)`, without torch's dispatch where it has nothing to do: no compiler, mode,
+    transform or tensor subclass. Dispatching costs several times what a launch does. Where a
+    gradient is needed, autograd is told of op's backward like that of any function. The first
+    argument decides the GPU (`on_device_of`); `inference`: runs instead of op's own function where
+    no gradient is needed."""
     if torch.compiler.is_compiling():
         return op(*args)
     if _lies_elsewhere(args[0]):
@@ -173,8 +173,8 @@ _straight: set[str] = set()
 
 
 def dispatch_straight() -> None:
-    """Have torch's dispatch call the operators that are there on GPUs as they are, past what
-    `custom_op` wraps around them: a compiled model comes that way, which `call` does not."""
+    """Have torch's dispatch call these operators on GPUs directly, without the wrapper of
+    `custom_op`: compiled models go through the dispatch, not through `call`."""
     for name, op in private_api.custom_operators("rlk").items():
         if name not in _straight:
             _on_gpus.impl(name, private_api.implementation(op), "CUDA")
@@ -182,13 +182,13 @@ def dispatch_straight() -> None:
 
 
 def record(op: str, implementation: str) -> None:
-    """Note that `implementation` executed `op` (called by the operators themselves)."""
+    """Record that `implementation` executed `op` (called by the operators themselves)."""
     _calls[op, implementation] += 1
     _last[op] = implementation
 
 
 def last_backend(op: str) -> str | None:
-    """The implementation that ran the newest call of `op`; None where it has not run."""
+    """The implementation that ran the latest call of `op`; None if it has not run."""
     return _last.get(op)
 
 

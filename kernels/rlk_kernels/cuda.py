@@ -1,8 +1,8 @@
 """Kernels written in CUDA C++: compiled once (`nvrtc.py`), kept on disk beside Triton's, loaded and
 launched by the driver.
 
-For what Triton cannot say: a matrix product whose width is any multiple of 8. The driver is called
-through ctypes, as NVRTC is; names and numbers are those of CUDA's headers.
+For what Triton cannot express: a matrix product whose width is any multiple of 8. The driver is
+called through ctypes, like NVRTC; names and numbers are those of CUDA's headers.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _TENSOR_MAP_L2_PROMOTION_128B = 2
 
 _thread = threading.local()
 _arguments = ShapeCache()
-"""`Arguments` of all kernels, so that there are at most so many of all shapes."""
+"""Most `Arguments` kept for all kernels and shapes."""
 
 
 class TensorMap(ctypes.Structure):

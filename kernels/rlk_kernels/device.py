@@ -1,9 +1,9 @@
-"""What the device at hand can do. Every question about it is asked here, and asked once.
+"""What the device can do. Every query about it is made here, once.
 
 Most kernels written for Hopper are in Gluon, which changes with every Triton: they run with a
-Triton of GLUON_TRITON, from 3.6 on and below 3.10. One is in CUDA C++ and wants NVRTC. Elsewhere
-the kernels in plain Triton take their place, with the same bits at another speed, and a warning
-says so once.
+Triton in GLUON_TRITON, at least 3.6 and below 3.10. One is in CUDA C++ and needs NVRTC. Otherwise
+the kernels in plain Triton run instead, with the same bits at another speed, and a warning says so
+once.
 """
 
 import functools
@@ -40,7 +40,7 @@ def _finds_triton() -> bool:
 
 
 HAS_TRITON = _finds_triton()
-"""Whether Triton is installed. It is imported only where a kernel of its is launched."""
+"""Whether Triton is installed. It is imported only when one of its kernels is launched."""
 
 
 def lazy_module(name: str) -> Callable[[], ModuleType]:
@@ -65,7 +65,7 @@ _asked_capability = functools.cache(_ask_capability)
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether Triton compiles for `device`, be it installed or not."""
+    """Whether Triton could compile for `device`, installed or not."""
     return capability(device) >= (8, 0)
 
 
@@ -77,7 +77,7 @@ def fits_gluon(version: str, wanted=GLUON_TRITON) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What a launch is planned from, of the device."""
+    """The properties of the device that launches are planned from."""
 
     interpreted: bool
     """Kernels run in Triton's CPU interpreter."""
@@ -86,9 +86,9 @@ class DeviceFacts:
     tma: bool
     """The device copies by tensor maps (Hopper and newer)."""
     overlaps: bool
-    """Kernels start while the one before them ends (Hopper and newer). Such a kernel waits for all
-    of its predecessor's memory before it reads or writes anything, so what overlaps is the start
-    alone: it changes times and no bit."""
+    """A kernel may start while its predecessor ends (Hopper and newer). It waits for all of the
+    predecessor's writes before it reads or writes anything, so only the start overlaps: times
+    change, bits do not."""
     gluon: bool
     """The kernels in Gluon run: a GPU of the Hopper generation, and a Triton that fits."""
     many_groups: bool = True
@@ -99,11 +99,11 @@ class DeviceFacts:
 
 
 PLANNED_PROCESSORS = 132
-"""Processors that are planned for where there is no GPU (those of an H200)."""
+"""Processors that plans assume where there is no GPU (those of an H200)."""
 
 
 class HopperKernelsUnused(RuntimeWarning):
-    """A GPU of the Hopper generation runs without the kernels that are written for it."""
+    """Warned once: a Hopper GPU runs without the kernels that are written for it."""
 
 
 def _warn(what: str) -> None:

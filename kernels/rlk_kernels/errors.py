@@ -5,11 +5,11 @@ KernelError
 ├── UnknownBackend      (ValueError)    a backend name that does not exist
 ├── UnsupportedDevice   (RuntimeError)  the backend asked for cannot run here, or several devices
 ├── KernelFailed        (RuntimeError)  a kernel cannot be compiled or launched
-├── RankMissing         (RuntimeError)  a rank did not come to where others waited for it
+├── RankMissing         (RuntimeError)  a rank did not join a collective in time
 ├── UnsupportedDtype    (TypeError)     a dtype, or a mix of dtypes, that the operator does not take
 └── UnsupportedShape    (ValueError)    shapes that do not fit together, or out of range
 
-Strides never raise: an operator reads what it is given, or copies it first where it says so.
+Strides never raise: an operator reads any strides, or copies first where its docstring says so.
 """
 
 
@@ -22,16 +22,16 @@ class UnknownBackend(KernelError, ValueError):
 
 
 class UnsupportedDevice(KernelError, RuntimeError):
-    """The backend that was asked for cannot run on the tensors' device, or they are on several."""
+    """The requested backend cannot run on the tensors' device, or they are on several."""
 
 
 class KernelFailed(KernelError, RuntimeError):
-    """A kernel in CUDA C++ cannot be compiled or launched: a fault of this package, of its
-    installation, or of an earlier kernel."""
+    """A kernel in CUDA C++ cannot be compiled or launched: a fault in this package, its
+    installation, or an earlier kernel."""
 
 
 class RankMissing(KernelError, RuntimeError):
-    """A rank did not come to a collective within the time limit: it has ended, or is elsewhere."""
+    """A rank did not join a collective within the time limit: it has ended, or is elsewhere."""
 
 
 class UnsupportedDtype(KernelError, TypeError):

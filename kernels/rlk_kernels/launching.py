@@ -1,13 +1,13 @@
 """Launching kernels past Triton's dispatch, and replaying the launches of a repeated call.
 
-Triton looks at every argument of every launch to find what it has compiled for such arguments: most
-of the host's time of a launch. Here that is asked once for calls of one shape, whose `ShapeCache`
-holds what was compiled; tensor maps are cached by address. Nothing of this can change a bit: what
-runs is what Triton would run (`tests/gpu/kernels/test_engine_gpu.py` asks it every time).
+At every launch Triton inspects every argument to find the compiled kernel: most of the host's time
+of a launch. Here that happens once for calls of one shape, whose `ShapeCache` holds the compiled
+kernel; tensor maps are cached by address. No bit can change: the kernel is the one that Triton
+would run (`tests/gpu/kernels/test_engine_gpu.py` checks every launch).
 
-A call of several kernels goes further (`replay_or_run`): where its memory and numbers are those of
-an earlier call, the launches that this one recorded are made again, without the call's own code.
-RLK_REPLAY=0 in the environment turns that off.
+A call of several kernels goes further (`replay_or_run`): if an earlier call had the same memory and
+numbers, its recorded launches are repeated without running the call's own code. RLK_REPLAY=0 in the
+environment turns that off.
 """
 
 import functools
@@ -29,7 +29,7 @@ MOST_VALUES = 512
 MOST_REPLAYS = 4096
 """Recorded calls of all shapes."""
 MOST_LAUNCHES = 16
-"""Launches of a call that is replayed: with more of them the GPU is behind in any case."""
+"""Most launches of a call that is replayed: with more, the GPU lags behind the host anyway."""
 
 
 class _Thread(threading.local):
@@ -44,7 +44,7 @@ _thread = _Thread()
 
 @contextmanager
 def only_compiling() -> Iterator[None]:
-    """While it lasts, launches of this thread compile their kernels and run nothing."""
+    """A context in which launches of this thread compile their kernels and run nothing."""
     _thread.only_compiles = True
     try:
         yield
@@ -158,9 +158,9 @@ def launch(
 
 
 def _addressed(tensors: tuple[int, ...], arguments: tuple) -> list | None:
-    """The arguments with addresses in place of the tensors; None where one is not aligned. Triton's
-    launcher would ask the driver of each tensor whether it lies on the GPU; here operators have
-    looked at that (`backend.choose`)."""
+    """The arguments with addresses instead of tensors; None where one is not aligned. Triton's
+    launcher would ask the driver whether each tensor is on the GPU; operators have checked that
+    already (`backend.choose`)."""
     addressed, bits = list(arguments), 0
     for i in tensors:
         address = addressed[i] = arguments[i].data_ptr()
@@ -172,8 +172,8 @@ def launch_compiled(
     compiled: Compiled, kernel, grid: tuple[int, int, int], arguments: tuple, options: dict,
     addressed: list,
 ) -> tuple | None:  # fmt: skip
-    """Launch what was compiled with the `addressed` arguments; a profiler that wants to know of
-    launches gets an ordinary one. Returns (launching function, its arguments, what must live for
+    """Launch the compiled kernel with the `addressed` arguments; under a profiler the launch is an
+    ordinary one. Returns (launching function, its arguments, what must live for
     it), or None for an ordinary one."""
     if private_api.profiled():
         kernel[grid](*arguments, **options)
@@ -231,15 +231,15 @@ def replay_or_run(
     cache: ShapeCache, memory: tuple[Tensor | None, ...], numbers: tuple,
     run: Callable[..., None], *arguments,
 ) -> None:  # fmt: skip
-    """`run(cache, *arguments)`, which launches kernels through the cache that it is given and does
-    nothing else; or the launches that it recorded for the same memory and numbers before, without
-    it: most of the host's time of a call of several kernels.
+    """Calls `run(cache, *arguments)`, which must only launch kernels through its cache, or repeats
+    the launches that it recorded earlier for the same memory and numbers: that saves most of the
+    host's time of a call of several kernels.
 
-    memory: all that the kernels read and write, what `run` uses for itself too; numbers: what else
-    their arguments follow from, beside the shape. A recording is refused where it lacks a launch
-    (one made without the cache, the first of a kernel, one that a profiler saw) and where a kernel
-    was given memory that is not in `memory`. The latter follows from the shape and from what is
-    aligned: it is looked at once for a shape whose memory is aligned, and else each time.
+    memory: all that the kernels read and write, including scratch of `run`; numbers: what else
+    their arguments depend on, besides the shape. A recording is rejected if it lacks a launch (one
+    without the cache, the first of a kernel, one under a profiler) or if a kernel was given memory
+    that is not in `memory`. The latter depends on the shape and the alignment: it is checked once
+    for a shape whose memory is aligned, otherwise each time.
     """
     if not private_api.REPLAY or _thread.only_compiles:
         run(cache, *arguments)

@@ -22,18 +22,18 @@ def empties(
     shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
     """`empty` of each shape, all in one piece of memory, which lives as long as one of them does;
-    each begins at a multiple of 16 bytes. A custom operator may not return two of them: torch wants
-    no two outputs in the same memory."""
+    each begins at a multiple of 16 bytes. A custom operator may not return two of them: torch
+    forbids two outputs in the same memory."""
     together = layout(shapes, dtype)
     return views(empty(together.total, dtype, device), together)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLayout:
-    """Where tensors lie that share a piece of memory."""
+    """Where the tensors of a shared piece of memory lie."""
 
     total: tuple[int]
-    """Elements of all."""
+    """Elements in total."""
     places: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
     """(shape, strides, first element) of each."""
 

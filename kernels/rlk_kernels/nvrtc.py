@@ -1,7 +1,7 @@
 """CUDA's runtime compiler, which comes with torch's builds for CUDA: kernels in CUDA C++ become
 binaries, in a fraction of a second, several at a time.
 
-Called through ctypes, so that there is nothing to install beside torch.
+Called through ctypes, so that torch is the only dependency.
 """
 
 import ctypes
@@ -28,9 +28,9 @@ class Source(NamedTuple):
 
 
 def _places() -> Iterator[tuple[str, ...]]:
-    """Where NVRTC may lie, of the CUDA that torch was built for (or any, without one), with what it
-    needs before it: in a wheel of NVIDIA's, behind a library of torch's that links it, and where
-    the loader looks. The driver may refuse what a newer one compiles."""
+    """Where NVRTC may be, for the CUDA that torch was built for (or any, without one), preceded by
+    what it needs: in an NVIDIA wheel, behind a library of torch that links it, and on the loader's
+    path. The driver may reject what a newer NVRTC compiles."""
     major = (torch.version.cuda or "[0-9]*").partition(".")[0]
     wheels = importlib.util.find_spec("nvidia")
     for folder in wheels.submodule_search_locations or () if wheels else ():
@@ -42,7 +42,7 @@ def _places() -> Iterator[tuple[str, ...]]:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The compiler's library. Raises KernelFailed where there is none."""
+    """The compiler's library. Raises KernelFailed where none is found."""
     for place in _places():
         try:
             *_, compiler = map(ctypes.CDLL, place)

@@ -1,7 +1,7 @@
-"""What the host code uses of torch and Triton without their promise, and which fast paths it gives.
+"""The private parts of torch and Triton that the host code uses, and the fast paths they give.
 
-No other file of the kernels reaches into private parts of either (`tests/architecture`). A fast
-path changes the host's time and no bit: without it, the public function below it does the same.
+No other file of the kernels uses private parts of either (`tests/architecture`). A fast path
+changes the host's time and no bit: without it, the public function does the same.
 
     part                                         seen working on
     CUDA device, stream, allocator               torch 2.11.0+cu130
@@ -94,7 +94,7 @@ def custom_operators(namespace: str) -> dict[str, Any]:
 
 
 def compiling_in(threads: Executor) -> AbstractContextManager:
-    """While it lasts, `kernel.warmup` has `threads` compile; at its end all is done."""
+    """A context in which `kernel.warmup` compiles in `threads`; at its end all is compiled."""
     from triton.runtime._async_compile import AsyncCompileMode
 
     return AsyncCompileMode(threads)
@@ -115,15 +115,14 @@ def _triton_knobs() -> Any:
 
 
 def profiled() -> bool:
-    """Whether a profiler wants to know of Triton's launches."""
+    """Whether a profiler has hooked into Triton's launches."""
     knobs = _triton_knobs()
     return bool(knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls)
 
 
 def survive_compile_hooks(kernel: Any) -> None:
-    """Where somebody hooks into Triton's compilations, as vLLM's monitor does, Triton writes what
-    it compiles as JSON for the hook, and raises TypeError at a layout of Gluon. Of a compilation
-    that cannot be written so, the hook is not told."""
+    """For a hook into its compilations, such as vLLM's monitor, Triton writes what it compiles as
+    JSON, and raises TypeError at a layout of Gluon. Skips the hook for such a compilation."""
     tell = getattr(kernel, "_call_hook", None)
     if tell is None or "_call_hook" in vars(kernel):
         return

@@ -90,9 +90,8 @@ def of_megatron(group: Any, options: str, samples: int = SAMPLES, data: int = 1)
 
     from rlk_align.engines.common.weights import canonical
     from rlk_align.engines.megatron.engine import MegatronEngine
-    from rlk_align.engines.megatron.weights import all_gather
     from rlk_align.engines.patch import patch_of
-    from rlk_align.engines.process.ranks import Ranks
+    from rlk_align.engines.process.ranks import Ranks, all_gather
     from rlk_align.engines.spec import EngineSpec
     from rlk_align.model.checkpoint import tensor_name
     from rlk_align.model.families import read_shape

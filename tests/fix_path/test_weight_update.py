@@ -118,9 +118,8 @@ def _step_of_ranks(group: Any, folder: Path) -> None:
     """AdamW in Megatron of two ranks, each on its own shards; rank 0 writes what is exported."""
     from rlk_align.engines.common.weights import canonical
     from rlk_align.engines.megatron.engine import MegatronEngine
-    from rlk_align.engines.megatron.weights import all_gather
     from rlk_align.engines.patch import patch_of
-    from rlk_align.engines.process.ranks import Ranks
+    from rlk_align.engines.process.ranks import Ranks, all_gather
     from rlk_align.engines.spec import EngineSpec
     from rlk_align.model.checkpoint import tensor_name
     from rlk_align.model.families import read_shape

@@ -310,7 +310,10 @@ def test_padding_behind_may_be_hidden() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda mask: mask[0, 0], r"an attention mask \[12, 12\] is not served; one of \[1, 1, 12"),
+        (
+            lambda mask: mask[0, 0],
+            r"mask \[12, 12\] is not served; one mask for all heads, \[1, 1, 12",
+        ),
         (
             lambda mask: mask.expand(1, 2, 12, 12),
             r"an attention mask \[1, 2, 12, 12\] is not served",

@@ -146,7 +146,7 @@ def test_a_sharded_model_and_a_compiled_one_have_the_same(model: Any, one_rank: 
 
 
 def test_what_is_not_served_is_refused(model: Any) -> None:
-    with pytest.raises(NotServed, match="leave it the logits"):
+    with pytest.raises(NotServed, match="do not exclude the logits"):
         hf.score_tokens(small_model(), IDS % 60)
     with pytest.raises(ValueError, match="last=17 of 17 tokens"):
         hf.score_tokens(model, IDS, last=17)

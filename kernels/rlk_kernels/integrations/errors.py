@@ -4,4 +4,4 @@ from rlk_kernels.errors import KernelError
 
 
 class NotServed(KernelError, ValueError):
-    """An engine's model or setting has no kernel here, and would silently run without one."""
+    """A model or a setting has no kernel here, and would silently run without one."""

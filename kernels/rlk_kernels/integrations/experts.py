@@ -1,4 +1,4 @@
-"""A sparse layer as every engine computes it, by `profile`, and what it shows of its inside.
+"""A sparse layer as every engine computes it, by `profile`, and its intermediate values.
 
 T = tokens   H = hidden size   E = experts   k = experts of a token   I = inner size of an expert
 """
@@ -15,16 +15,15 @@ from rlk_kernels.parallel.copies import size_of
 from rlk_kernels.parallel.experts import experts_parallel
 
 INSIDE = ("gate_proj", "up_proj", "act", "down_proj")
-"""What is computed of a token's experts, in order."""
+"""What is computed for each expert of a token, in order."""
 
 
 class Sparse(Counted):
     """A sparse layer of an engine, or a part of one."""
 
     rlk_show: Callable[[str, Tensor], None] | None = None
-    """Is given what the layer computes on its way and no module gives, by operator, `[T, F]`: a
-    token's experts, their weights, and their rows, one behind the other, in the order of their
-    ids."""
+    """Called with intermediate values that no module returns, by operator, `[T, F]`: a token's
+    experts, their weights, and their rows, one after another, in the order of their ids."""
 
     def show(self, operator: str, value: Tensor) -> None:
         if self.rlk_show is not None and not torch.compiler.is_compiling():

@@ -1,9 +1,8 @@
-"""The canonical operators of a decoder, which of them a user excludes from replacement, and a
-count of the calls of what was put in.
+"""The canonical operators of a decoder, which of them a user excludes from replacement, and counts
+of the replacements' calls.
 
-An integration's `operators(model)` maps each operator of a live model, as `layers.3.q_proj`, to
-the object that computes it. What the kernels compute is `Counted`; whatever else stands there was
-not replaced.
+An integration's `operators(model)` maps each operator of a live model, such as `layers.3.q_proj`,
+to the object that computes it. A replacement is `Counted`; any other object is the engine's own.
 """
 
 import copy
@@ -21,21 +20,21 @@ LAYER = (
     *("attn", "o_proj", "mlp_norm", "gate_proj", "up_proj", "act", "down_proj"),
     *("router", "experts", "routing_weights", "moe_out"),
 )
-"""Of each layer: those of dense ones as they are computed, then what sparse layers have beside."""
+"""Operators of a layer: those of dense layers in order, then those that sparse layers add."""
 SPARSE = frozenset(
     ("router", "experts", "routing_weights", "gate_proj", "up_proj", "act", "down_proj", "moe_out")
 )
-"""Of a sparse layer, from the router to the sum; in engines most of it is one. None of them is left
-to the engine in a sparse model."""
+"""Operators of a sparse layer, from the router to the sum. Engines compute most of them as one, so
+none of them can be excluded in a sparse model."""
 OPERATORS = ("embed", *LAYER, "final_norm", "logits", "logprob")
 NORMS = frozenset(name for name in OPERATORS if name.endswith("norm"))
 
 
 class Counted:
-    """Something of an engine that the kernels compute now."""
+    """A part of an engine that the kernels compute now."""
 
     rlk_calls = 0
-    """Calls outside of compiled code, which counts nothing."""
+    """Calls outside of compiled code, which counts none."""
 
     def count(self) -> None:
         if not torch.compiler.is_compiling():
@@ -43,8 +42,8 @@ class Counted:
 
 
 def excluded_operators(excluded: Iterable[str]) -> frozenset[str]:
-    """Returns the operators that the engine keeps computing, as a set; raises NotServed for a name
-    that is no operator."""
+    """Returns the operators that stay the engine's own, as a set; raises NotServed for an unknown
+    name."""
     excluded = frozenset(excluded)
     if unknown := sorted(excluded.difference(OPERATORS)):
         raise NotServed(f"{', '.join(unknown)}: no such operator; known: {', '.join(OPERATORS)}")
@@ -52,11 +51,11 @@ def excluded_operators(excluded: Iterable[str]) -> frozenset[str]:
 
 
 def check_sparse(excluded: frozenset[str]) -> None:
-    """Raises NotServed where a sparse model is to have the kernels without some of `SPARSE`."""
+    """Raises NotServed where some of `SPARSE` are excluded for a sparse model."""
     if some := sorted(excluded & SPARSE):
         raise NotServed(
-            f"{', '.join(some)} cannot be left in a model with sparse layers: there "
-            f"{', '.join(op for op in LAYER if op in SPARSE)} are one"
+            f"{', '.join(some)} cannot be left in a model with sparse layers, which "
+            f"compute {', '.join(op for op in LAYER if op in SPARSE)} as one"
         )
 
 
@@ -73,11 +72,11 @@ class Replacement:
     not_replaced: tuple[str, ...]
     """The engine's own still computes them."""
     uncalled: tuple[str, ...]
-    """Replaced, and never called yet."""
+    """Replaced, and never called so far."""
 
 
 def look(operators: Mapping[str, Any]) -> Replacement:
-    """What an integration's `operators(model)` says, sorted out."""
+    """Sorts the result of an integration's `operators(model)`."""
     replaced = {name: o for name, o in operators.items() if isinstance(o, Counted)}
     return Replacement(
         replaced=tuple(replaced),
@@ -89,8 +88,8 @@ def look(operators: Mapping[str, Any]) -> Replacement:
 def check(
     operators: Mapping[str, Any], excluded: Iterable[str] = (), called: bool = True
 ) -> Replacement:
-    """`look`, and NotServed where an operator is the engine's own that was not excluded, or, with
-    `called`, where one was never called."""
+    """`look`; raises NotServed where an operator that was not excluded is the engine's own, or,
+    with `called`, where a replacement was never called."""
     replacement = look(operators)
     excluded = excluded_operators(excluded)
     missing = [name for name in replacement.not_replaced if name.rpartition(".")[2] not in excluded]
@@ -104,8 +103,8 @@ def check(
 
 
 class Watch:
-    """A hook before each forward: raises NotServed where an operator of a live model that had the
-    kernels has them no longer (an adapter around it, a new module in its place)."""
+    """A hook before each forward: raises NotServed where an operator of a live model has lost its
+    kernel (an adapter around it, a new module instead of it)."""
 
     def __init__(self, model: Any, operators: Callable[[Any], Mapping[str, Any]]) -> None:
         """`operators`: as `check` takes them, of the model, which the hook does not keep alive."""

@@ -1,8 +1,8 @@
 """The operators of a decoder as every engine calls them: one order and one set of roundings for
-all. PROFILE.md, beside this package's other files, says them in words, and a test holds each line.
+all. PROFILE.md states them in words, and a test covers each line of it.
 
-Engines differ in how they lay out and batch their rows, and in nothing else: each function here
-gives a row the same bits whatever stands around it.
+Engines differ only in how they lay out and batch their rows: each function here gives a row the
+same bits whatever the other rows are.
 T = rows (all leading dimensions)   H = heads   D = head size   R = rotated pairs   V = vocabulary
 """
 
@@ -22,7 +22,7 @@ from rlk_kernels.parallel.rms_norm import Shared, rms_norm_parallel
 
 
 def embed(ids: Tensor, weight: Tensor) -> Tensor:
-    """[..., F]: rows of weight[V, F], copied."""
+    """[..., F]: copies of the rows of weight[V, F]."""
     return rlk_kernels.embedding(ids, weight)
 
 
@@ -47,7 +47,7 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[T
 
 
 def _check_norm(x: Tensor, weight: Tensor) -> None:
-    """Raises NotServed for a weight of another dtype, which no other engine would have."""
+    """Raises NotServed for a weight of another dtype: other engines would not have it."""
     if x.dtype != weight.dtype:
         raise NotServed(f"a norm's weight in {weight.dtype} is not served for rows in {x.dtype}")
 
@@ -146,7 +146,7 @@ def logp(
     share the vocabulary, logits are this rank's columns. Raises NotServed for a temperature that is
     not above 0."""
     if not temperature > 0:
-        raise NotServed(f"a log-prob at temperature={temperature} is not served; above 0 it is")
+        raise NotServed(f"a log-prob at temperature={temperature} is not served; it must be > 0")
     if temperature != 1.0:
         # By a tensor that lies with them: GPUs multiply by the reciprocal of a number.
         logits = logits.float() / torch.full((), temperature, device=logits.device)
@@ -165,7 +165,7 @@ def logp_of_hidden(
 ) -> Tensor:  # fmt: skip
     """fp32 [T, 1]: `logp(logits(hidden, weight, bias), target, temperature)` of hidden[T, H], bit
     for bit, without the logits of all rows in memory; with `entropy` [T, 2], each row's entropy
-    behind it. Both are differentiable. A negative target has log-prob 0 and no gradient from it.
+    second. Both are differentiable. A negative target has log-prob 0 and gives no gradient.
 
     `vocabulary`: how many rows of the weight are tokens, where the last ones pad it. With `group`,
     whose ranks share the vocabulary, weight and bias are this rank's rows. Raises NotServed for a
@@ -175,7 +175,7 @@ def logp_of_hidden(
         if temperature != 1.0:
             raise NotServed(
                 f"log-probs from hidden states at temperature={temperature} are not served where "
-                "ranks share the vocabulary; those of logits are (token_logprobs)"
+                "ranks share the vocabulary; use token_logprobs of the logits"
             )
         found = linear_logp_parallel(
             hidden, weight, target, group, bias=bias, vocabulary=vocabulary, return_entropy=entropy

@@ -1,7 +1,7 @@
 """A rotary embedding by config.json's `rope_parameters`: the one place that computes its numbers.
 
-Every engine has formulas of its own for them. These keep to transformers' order of operations, in
-fp32 on the CPU; a test holds them to its bits. R = rotated pairs
+Each engine has its own formulas. These follow transformers' order of operations, in fp32 on the
+CPU; a test holds them to its bits. R = rotated pairs
 """
 
 import math
@@ -89,7 +89,7 @@ def _yarn(powers: Tensor, rope: Mapping[str, Any]) -> Tensor:
     if rope.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * pairs - 1)
-    # A ramp without a width is a step.
+    # A ramp of zero width is a step.
     width = (last if last != first else last + 0.001) - first
     ramp = ((torch.arange(pairs, dtype=torch.float32) - first) / width).clamp(0, 1)
     # Not the ramp itself: 1 - (1 - ramp) has lost its last bits.

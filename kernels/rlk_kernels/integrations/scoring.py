@@ -1,7 +1,7 @@
-"""Log-probs in the place of logits: what an output layer with the kernels gives within `scoring`.
+"""Log-probs instead of logits: what an output layer with the kernels returns within `scoring`.
 
-The model's own forward runs, so that what wraps it (FSDP2, DDP, autocast) does its part; only its
-last product is another: `profile.logp_of_hidden`, which holds no logits of all rows.
+The model's own forward runs, so that its wrappers (FSDP2, DDP, autocast) do their part; only the
+last product differs: `profile.logp_of_hidden`, which never holds the logits of all rows.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from rlk_kernels.integrations.operators import Counted
 
 @dataclass(frozen=True)
 class Scoring:
-    """What an output layer is asked for in the place of logits: see `profile.logp_of_hidden`."""
+    """What an output layer is asked for instead of logits: see `profile.logp_of_hidden`."""
 
     targets: Tensor
     """int64, one for each row of hidden states, shaped as the rows are."""
@@ -28,7 +28,7 @@ class Scoring:
 
 
 class Scores(Counted):
-    """An output layer of the kernels, that gives log-probs instead of logits within `scoring`."""
+    """An output layer with the kernels, which returns log-probs instead of logits in `scoring`."""
 
     rlk_scoring: Scoring | None = None
 
@@ -53,13 +53,13 @@ class Scores(Counted):
 
 @contextmanager
 def scoring(model: Any, asked: Scoring) -> Iterator[None]:
-    """Within, the output layer of a live model gives what is asked for in the place of logits.
-    Raises NotServed for a model whose output layer is not the kernels'."""
+    """A context in which a live model's output layer returns what is asked for instead of logits.
+    Raises NotServed for a model whose output layer has no kernel."""
     layers = [module for module in model.modules() if isinstance(module, Scores)]
     if len(layers) != 1:
         raise NotServed(
-            f"a {type(model).__name__} with {len(layers)} output layers of the kernels is not "
-            "served: call use_kernels, and leave it the logits"
+            f"a {type(model).__name__} with {len(layers)} output layers with the kernels is not "
+            "served: call use_kernels, and do not exclude the logits"
         )
     (layer,) = layers
     layer.rlk_scoring = asked

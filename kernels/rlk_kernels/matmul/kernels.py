@@ -7,8 +7,8 @@ Order: one fp32 accumulator per element, K from front to back in the tensor core
 (fp16, bf16) or one by one (fp32, IEEE products, no tf32); in the segments of `split.py` where the
 result of 16-bit products is fp32 and K is long. No K is shared among programs, so nothing about an
 element's sum depends on M, on the tile, or on the other rows. bf16 and fp16 tiles of every shape in
-`tiles.py` give the same fp32 bits; `self_check.py` checks that on the machine at hand before the
-table is trusted, and one tile is used where it does not hold.
+`tiles.py` give the same fp32 bits; `self_check.py` checks that on each machine before the table is
+trusted, and one tile is used where it does not hold.
 
 Portable backend: error-free splitting (`numerics/error_free.py`), which no order can change.
 
@@ -32,7 +32,7 @@ def _store_tile(
     BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, TMA_STORE: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
-    """ADD: to what is there, in fp32."""
+    """ADD: adds to the present value, in fp32."""
     cols = col + tl.arange(0, BN)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]

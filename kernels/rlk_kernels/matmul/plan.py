@@ -1,8 +1,8 @@
-"""What a product on Triton has to decide, decided once: a plan, which the launch only reads.
+"""The decisions of a product on Triton, made once: a plan, which the launch only reads.
 
 A plan follows from shapes, dtypes, what tensor maps can describe, the facts of the device, and
-whether its tiles are trusted (`self_check.py`). It asks nothing of a device itself, so the plans
-for any GPU can be made, and tested, anywhere.
+whether its tiles are trusted (`self_check.py`). It does not query the device, so plans for any GPU
+can be made, and tested, anywhere.
 
     kernel          runs where
     hopper_split    fp32 sums in segments that fill a GPU of the Hopper generation

@@ -147,7 +147,7 @@ def _checks(
 def disagreements(
     device: torch.device, split: bool = False
 ) -> list[tuple[Tile | str, torch.dtype]]:
-    """The tiles in use, and kernels with a tile of their own, whose bits differ from SAFE's."""
+    """The tiles in use, and kernels with their own tile, whose bits differ from SAFE's."""
     differing = []
     with compiled_ahead(device) as ahead:
         for dtype in (torch.bfloat16, torch.float16) if ahead else ():
@@ -173,7 +173,7 @@ def _checked(device: torch.device, split: bool) -> bool:
     on_gpu = device.type == "cuda"
     if on_gpu and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "rlk_kernels checks its tiles at the first product on a device, and that was inside a "
+            "rlk_kernels checks its tiles at the first product on a device, which was inside a "
             "CUDA graph capture; call rlk_kernels.warm_up(device) before capturing"
         )
     differing = disagreements(device, split)

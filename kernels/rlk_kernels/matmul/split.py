@@ -1,8 +1,8 @@
-"""Split accumulation: how a long sum of 16-bit products keeps its digits where fp32 is asked for.
+"""Split accumulation: how a long sum of 16-bit products keeps its digits where the result is fp32.
 
 A tensor core adds 16 products to a sum and rounds that toward zero: after K products a large sum
-has lost some K / 32 units of its last place, all of them in one direction. Rounded to 16 bits
-nobody sees that; an fp32 logit near 50 is off by 3e-4 at K = 4096. So for fp32 results K is split
+has lost about K / 32 units of its last place, all in one direction. After rounding to 16 bits that
+does not show; an fp32 logit near 50 is off by 3e-4 at K = 4096. So for fp32 results K is split
 into segments of at most LONGEST_SEGMENT (the last one of up to SEGMENT_UNIT more). Between two
 segments the accumulator is split into a high and a low part, and the next segment goes on with the
 low part, which is small:

@@ -1,8 +1,8 @@
 """Tile shapes of the matrix product, and which one a shape gets.
 
-Every tile gives the same bits (`self_check.py` checks it on the device at hand), so the choice is
-about time alone and may depend on M: the tile with the least predicted time is taken
-(`tile_time.py`), out of those that were measured (`tile_costs.py`).
+Every tile gives the same bits (`self_check.py` checks it on each device), so the choice affects
+time alone and may depend on M: it is the measured tile (`tile_costs.py`) with the least predicted
+time (`tile_time.py`).
 """
 
 import functools

@@ -4,7 +4,7 @@
 
 Reduction order: `matmul/kernels.py`; K from front to back in one fp32 accumulator, in the segments
 of `matmul/split.py` where 16-bit operands have an fp32 y (triton), or free of error (torch). A row
-of y is a function of that row of x, of weight and of bias.
+of y depends only on that row of x, on weight and on bias.
 
 Gradients, each one product with fp32 accumulation, rounded once to the input's dtype:
     dx[..., k] = sum_n dy[..., n] weight[n, k]     n from front to back: a row depends on its row
@@ -12,8 +12,8 @@ Gradients, each one product with fp32 accumulation, rounded once to the input's 
     dbias[n] = sum_m dy[m, n]                      the fixed order of `column_sum`
     main_grad[n, k] = main_grad[n, k] + fp32(sum_m dy[m, n] x[m, k])    where one is given, in the
         backward: the sum by itself, in the segments of `matmul/split.py`, then one fp32 addition
-dy is rounded to x's dtype first. dweight and dbias depend on the order of the rows (they are sums
-over rows) but neither on rows of zeros behind them nor on the run; on the torch backend dweight
+dy is rounded to x's dtype first. dweight and dbias depend on the order of the rows, because they
+are sums over rows, but not on trailing rows of zeros, and they repeat; on the torch backend dweight
 does not depend on the order of rows either.
 
 M = rows of x (all leading dimensions)   K = in features   N = out features
@@ -131,7 +131,7 @@ def _(main_grad, dy, x, backend):
 
 
 class _WithMainGrad(torch.autograd.Function):
-    """linear, whose backward adds the weight's gradient to `main_grad` and returns none for it."""
+    """linear whose backward adds the weight's gradient to `main_grad` and returns none."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, main_grad, out_dtype, backend):
@@ -164,8 +164,8 @@ def _check_main_grad(main_grad: Tensor, weight: Tensor, out: Tensor | None) -> N
         )
     if main_grad.dtype != torch.float32 or weight.dtype == torch.float64:
         raise UnsupportedDtype(
-            f"linear: main_grad is {main_grad.dtype} of a weight in {weight.dtype}; float32 of 16 "
-            "or 32 bits is needed"
+            f"linear: main_grad is {main_grad.dtype} for a weight in {weight.dtype}; it must be "
+            "float32, for a weight of 16 or 32 bits"
         )
     if out is not None:
         raise ValueError("linear: out has no gradient; give main_grad or out")
@@ -197,7 +197,7 @@ def linear(
     main_grad: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """y[..., N] = x[..., K] @ weight[N, K]^T (+ bias[N]), the bits of a row free of its batch.
+    """y[..., N] = x[..., K] @ weight[N, K]^T (+ bias[N]); a row's bits do not depend on its batch.
 
     x, weight, bias: one dtype of bfloat16, float16, float32 (float64 on the torch backend, for
     gradcheck; bias may also be float32). out_dtype defaults to x's; the sum is rounded to it once,
@@ -205,7 +205,7 @@ def linear(
     that of y) the result is written there and `out` is returned: without gradients.
     With main_grad[N, K] (float32, contiguous; Megatron's `weight.main_grad`) each backward adds the
     weight's gradient to it, not rounded to the weight's dtype, and weight.grad stays as it is.
-    Raises UnsupportedShape, UnsupportedDtype, ValueError where `out` is to have a gradient, and
+    Raises UnsupportedShape, UnsupportedDtype, ValueError where `out` would need a gradient, and
     what `backend.choose` raises.
     """
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:

@@ -1,15 +1,15 @@
-"""The two collectives that ranks copy by, as custom operators over torch.distributed (NCCL, gloo):
+"""The two collectives by which ranks copy, as custom operators over torch.distributed (NCCL, gloo):
 a compiler can trace them, and CUDA graphs capture NCCL's.
 
-Nobody waits for ever, and the limit is the process group's own (`init_process_group(timeout=)`),
-so that a call costs nothing more.
+Every wait has a limit, that of the process group (`init_process_group(timeout=)`), at no extra cost
+for a call.
 
-gloo: a rank that has waited for LOOK looks whether another one has failed, and again. The first to
-fail (its peer has closed the connection, or the limit has passed) says so in the group's store; who
-does not answer there is the one that is missing, and RankMissing names it on every rank that waits.
+gloo: a waiting rank checks every LOOK whether another one has failed. The first to fail (its peer
+closed the connection, or the limit passed) writes so to the group's store; ranks that do not answer
+there are missing, and RankMissing names them on every rank that waits.
 
 NCCL: the host does not wait, and must not. torch's watchdog ends the process at the limit, and
-names the ranks that did not join where TORCH_NCCL_DESYNC_DEBUG=1 is set.
+names the ranks that did not join if TORCH_NCCL_DESYNC_DEBUG=1 is set.
 
 R = ranks of the group
 """
@@ -28,9 +28,9 @@ from rlk_kernels.backend import call, dispatch_straight, refuse_gradient
 from rlk_kernels.errors import RankMissing
 
 LOOK = timedelta(seconds=2)
-"""How long a rank waits, on a CPU, before it looks whether another has failed."""
+"""How long a rank waits, on a CPU, before it checks whether another has failed."""
 ANSWER = timedelta(seconds=7)
-"""How long those that wait are given to say that they are there: some times LOOK."""
+"""How long waiting ranks have to answer: several times LOOK."""
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13's name, and that of older ones."""
@@ -74,7 +74,7 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[R, ...]: part r of what this rank has goes to rank r; what arrives is in rank order."""
+    """[R, ...]: part r of this rank's x goes to rank r; received parts are in rank order."""
     return call(_all_to_all, parts, group.group_name)
 
 
@@ -119,7 +119,7 @@ def _another_failed(group: dist.ProcessGroup) -> bool:
 
 
 def _account(group: dist.ProcessGroup, what: str) -> str:
-    """Say that this rank failed, wait until others have said so, and name those that do not."""
+    """Report that this rank failed, wait for the others' reports, and name who is missing."""
     store, began = private_api.store_of(group), time.monotonic()
     silent = set(range(group.size()))
     begins = f"{what} on rank {group.rank()} of {group.size()} failed"

@@ -1,13 +1,13 @@
-"""attention with its sequences shared by ranks (context parallelism), with the bits of one rank.
+"""attention with sequences divided among ranks (context parallelism), with the bits of one rank.
 
-Every rank has some rows of each sequence, of all heads. Ranks exchange them, so that each has all
-rows of its share of heads, runs `attention` as one rank does, and what comes out goes back. Heads
-do not meet in attention, and rows are copied: outputs and the gradients of q, k and v have the bits
-of one rank, whatever the order of sums is. (Sums over rows outside of attention, those of weights,
-are added up over ranks by whoever adds up gradients.)
+Every rank has some rows of each sequence, with all heads. Ranks exchange them, so that each has all
+rows of its share of heads, runs `attention` as one rank does, and sends the outputs back. Attention
+never mixes heads, and rows are copied: outputs and the gradients of q, k and v have the bits of one
+rank, whatever the order of sums. (Gradients of weights are sums over rows outside of attention;
+whoever reduces gradients over ranks adds them up.)
 
-Rows are shared in Megatron's way: a sequence is cut into 2 R equal parts, of which rank r has the
-parts r and 2 R - 1 - r, so that causal attention gives all ranks as much to do.
+Rows are divided as in Megatron: a sequence is cut into 2 R equal parts, and rank r has the parts r
+and 2 R - 1 - r, so that causal attention gives all ranks the same work.
 
 T = rows of all sequences   Hq, Hk = heads   D = head size   R = ranks
 """
@@ -26,8 +26,8 @@ from rlk_kernels.parallel.copies import Group, rank_of, size_of
 
 def places(cu: Tensor, rows: int, ranks: int) -> tuple[Tensor, Tensor]:
     """(rank, index among its rows) of each row 0 .. rows - 1 of the sequences that begin at
-    cu[B + 1], int64, of 2 ranks or more. The device is not waited for: `check_lengths` says whether
-    they can be shared."""
+    cu[B + 1], int64, for 2 ranks or more. Does not wait for the device: `check_lengths` checks that
+    the ranks divide them."""
     cu, at = cu.long(), torch.arange(rows, device=cu.device)
     sequence = torch.searchsorted(cu, at, right=True) - 1
     begin = cu[sequence]
@@ -38,18 +38,18 @@ def places(cu: Tensor, rows: int, ranks: int) -> tuple[Tensor, Tensor]:
 
 
 def check_lengths(cu: Tensor, rows: int, ranks: int) -> None:
-    """Raises UnsupportedShape where `ranks` cannot share the sequences, which are to be all of
+    """Raises UnsupportedShape where `ranks` do not divide the sequences, or these do not cover all
     `rows`. Waits for the device."""
     bounds = cu.tolist()
     wrong = [b - a for a, b in pairwise(bounds) if (b - a) % (2 * ranks)]
     if wrong:
         raise UnsupportedShape(
-            f"sequences of {wrong} rows cannot be shared by {ranks} ranks: pad each to a multiple "
-            f"of {2 * ranks}"
+            f"sequences of {wrong} rows cannot be divided among {ranks} ranks: pad each to a "
+            f"multiple of {2 * ranks}"
         )
     if bounds[0] != 0 or bounds[-1] != rows:
         raise UnsupportedShape(
-            f"sequences from row {bounds[0]} to {bounds[-1]} are not all of {rows} rows"
+            f"sequences from row {bounds[0]} to {bounds[-1]} do not cover all {rows} rows"
         )
 
 
@@ -102,11 +102,11 @@ def context_attention(
     """out[T / R, Hq, D] of this rank's rows, q[T / R, Hq, D], k and v[T / R, Hk, D]; causal.
     cu[B + 1]: where each whole sequence begins among all T rows, the same on all ranks.
 
-    Called on all ranks of the group, and its backward too; None is one rank. Every sequence is a
-    multiple of 2 R rows, and they are all rows: `check_lengths`, which is not asked here because it
-    waits for the device. Where there are fewer key-value heads than ranks, each is on R / Hk of
-    them, whose gradients of it are added up: those repeat, and are not the bits of one rank. Raises
-    UnsupportedShape where R ranks cannot share the heads, and what `attention` raises.
+    Call it, and its backward, on all ranks of the group; None is one rank. Every sequence must be a
+    multiple of 2 R rows, and they must cover all rows; `check_lengths` checks that, and is not
+    called here because it waits for the device. With fewer key-value heads than ranks, each head is
+    on R / Hk ranks, whose gradients are added up: those repeat, but lack the bits of one rank.
+    Raises UnsupportedShape where R ranks do not divide the heads, and what `attention` raises.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -120,7 +120,7 @@ def context_attention(
     heads = k.shape[1]
     if q.shape[1] % ranks or (heads % ranks and ranks % heads):
         raise UnsupportedShape(
-            f"{q.shape[1]} query heads and {k.shape[1]} key-value heads cannot be shared by "
+            f"{q.shape[1]} query heads and {k.shape[1]} key-value heads cannot be divided among "
             f"{ranks} ranks"
         )
     if heads < ranks:

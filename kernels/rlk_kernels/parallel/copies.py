@@ -1,4 +1,4 @@
-"""Copies between ranks: no arithmetic, every bit kept. `collectives` has what they go through.
+"""Copies between ranks: no arithmetic, every bit kept. They go through `collectives`.
 
 R = ranks of the group; a group of None is one rank
 """
@@ -39,13 +39,13 @@ def gather_rows(x: Tensor, group: Group) -> Tensor:
 
 
 def own_rows(x: Tensor, group: Group) -> Tensor:
-    """[S / R, ...] of x[S, ...]: what is left to this rank; the inverse of `gather_rows`."""
+    """[S / R, ...] of x[S, ...]: this rank's rows; the inverse of `gather_rows`."""
     return x.chunk(size_of(group))[rank_of(group)]
 
 
 def columns_to_rows(x: Tensor, group: Group) -> Tensor:
-    """[S / R, ..., R F] of x[S, ..., F]: all columns of this rank's rows, in place of all rows of
-    its columns."""
+    """[S / R, ..., R F] of x[S, ..., F]: all columns of this rank's rows, from all rows of its
+    columns."""
     received = _exchange(x.unflatten(0, (size_of(group), -1)), group)
     return received.movedim(0, -2).flatten(-2)
 
@@ -58,5 +58,5 @@ def rows_to_columns(x: Tensor, group: Group, blocks: int = 1) -> Tensor:
 
 
 def _exchange(parts: Tensor, group: Group) -> Tensor:
-    """[R, ...]: part r of what this rank has goes to rank r; what arrives is in rank order."""
+    """[R, ...]: part r of this rank's x goes to rank r; received parts are in rank order."""
     return parts if group is None else all_to_all(parts, group)

@@ -1,7 +1,7 @@
-"""embedding with its table shared by ranks: y[t] = weight[ids[t]], the bits of its one owner.
+"""embedding with its table divided among ranks: y[t] = weight[ids[t]], the bits of its owner.
 
-Every rank looks up all ids, gathers what the others found, and takes the row of the rank that has
-it. (Ranks that added zeros instead would turn -0 into +0.)
+Every rank looks up all ids, gathers the others' results, and takes the row of the rank that has it.
+(Adding zeros from the other ranks would turn -0 into +0.)
 
 Gradient: `embedding`'s own, of this rank's rows.
 
@@ -56,8 +56,8 @@ class _Embedding(torch.autograd.Function):
 def embedding_parallel(
     ids: Tensor, weight: Tensor, group: Group, *, backend: str | None = None
 ) -> Tensor:
-    """y[..., H] of ids[...] and weight[V / R, H], this rank's rows of the table. Called on all
-    ranks of the group, with the same ids, and its backward with the same dy; None is one rank."""
+    """y[..., H] of ids[...] and weight[V / R, H], this rank's rows of the table. Call it on all
+    ranks of the group with the same ids, and its backward with the same dy; None is one rank."""
     if size_of(group) == 1:
         return embedding(ids, weight, backend=backend)
     return _Embedding.apply(ids, weight, group, choose("embedding", backend, weight, ids))

@@ -1,12 +1,12 @@
-"""The experts of a sparse layer, shared by ranks: rank r of R has experts r E / R and following.
+"""The experts of a sparse layer, divided among ranks: rank r of R has experts from r E / R on.
 
-The row of a token travels to the ranks of its experts as a copy, and their rows travel back as
-copies, rounded as on one rank; the token's own rank adds them up, in ascending id. No sum crosses a
-rank, so the bits are those of one rank, in any number of ranks.
+A token's row is copied to the ranks of its experts, and their rows are copied back, rounded as on
+one rank; the token's own rank adds them up, in ascending id. No sum crosses ranks, so the bits are
+those of one rank, for any number of ranks.
 
-Gradients travel the same ways: those of a token's rows come back rounded, and its own rank adds
-them up in ascending id. An expert's rows lie by rank and then by token: the gradient of its weights
-is that of one rank with the ranks' tokens one after another.
+Gradients take the same paths: those of a token's rows come back rounded, and its own rank adds them
+up in ascending id. An expert's rows are ordered by rank and then by token: the gradient of its
+weights is that of one rank with the ranks' tokens one after another.
 
 How many rows go where is read on the host, once a layer.
 
@@ -72,13 +72,13 @@ def experts_parallel(
 ) -> Tensor:  # fmt: skip
     """rows[T, k, H] of x[T, H] and ids int32 [T, k], the experts of all ranks; zeros for dropped
     slots. `compute(x[S, H], ids int32 [S, 1])` gives the rows [S, 1, H] of this rank's experts,
-    numbered from 0; it is called on every rank, with S = 0 too. Called on all ranks of the group.
+    numbered from 0; it is called on every rank, with S = 0 too. Call this on all ranks.
 
-    Raises UnsupportedShape where ranks cannot share the experts.
+    Raises UnsupportedShape where the ranks do not divide the experts.
     """
     world = size_of(group)
     if experts % world:
-        raise UnsupportedShape(f"experts_parallel: {experts} experts of {world} ranks")
+        raise UnsupportedShape(f"experts_parallel: {world} ranks do not divide {experts} experts")
     share, k = experts // world, ids.shape[1]
     order, bounds = group_by_expert(ids, experts, backend=backend)[1:]
     to = bounds[::share].diff().tolist()

@@ -1,11 +1,11 @@
-"""Gradients of data-parallel ranks, added up in one order.
+"""Sums gradients over data-parallel ranks in one order.
 
     sum = (g0 + g1) + (g2 + g3) ...     fp32, in pairs of neighbours, rounded once at the end
 
 Ranks send their gradients to each other (a copy), and each adds up its share in rank order: the
-sum repeats, over any transport. Where every sample (or group of samples) is a leaf of that tree,
-it is also the same for every number of ranks: of R ranks, a power of two, each backward gives R
-neighbouring leaves, one a rank, and `MicroBatches` adds up a power of two of backwards.
+sum repeats, over any transport. If every sample (or group of samples) is a leaf of that tree, it is
+also the same for every number of ranks: with R ranks, a power of two, each backward gives R
+neighbouring leaves, one on each rank, and `MicroBatches` adds up a power of two of backwards.
 
 R = ranks
 """
@@ -54,11 +54,11 @@ def reduce_scatter(
     output: Tensor, input: Tensor, op: Any = SUM, group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Reduction | None:  # fmt: skip
-    """output[n] = this rank's share of the sum of all ranks' input[R n]; with `async_op` once what
-    is returned has been waited for. Called as torch.distributed's own is; the input may hold the
-    output. Raises UnsupportedShape for another `op` than SUM and AVG."""
+    """output[n] = this rank's share of the sum of all ranks' input[R n]; with `async_op`, after
+    waiting for the returned work. Same arguments as torch.distributed's; the input may contain the
+    output. Raises UnsupportedShape for an `op` other than SUM and AVG."""
     if op not in (SUM, AVG):
-        raise UnsupportedShape(f"reduce_scatter: op={op}; SUM and AVG have an order")
+        raise UnsupportedShape(f"reduce_scatter: op={op}; only SUM and AVG have an order")
     ranks = dist.get_world_size(group)
     received = torch.empty_like(input)
     # On a CPU it is always waited for with a limit.
@@ -72,8 +72,8 @@ def reduce_scatter(
 
 
 class OrderedReduceScatter:
-    """For FSDP2: `module.set_custom_reduce_scatter(OrderedReduceScatter())` of each module that
-    was given to `fully_shard`."""
+    """For FSDP2: call `module.set_custom_reduce_scatter(OrderedReduceScatter())` on each module
+    that was passed to `fully_shard`."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -86,15 +86,15 @@ class OrderedReduceScatter:
 
 
 class MicroBatches:
-    """Adds up the gradients of several backwards in pairs of neighbours: each of them is a leaf,
-    and log2 of their number wait at a time."""
+    """Adds up the gradients of several backwards in pairs of neighbours: each backward is a leaf,
+    and at most log2 of their number are kept at a time."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = list(parameters)
         self._waiting: list[tuple[int, list[Tensor | None]]] = []
 
     def add(self) -> None:
-        """Take each parameter's `grad` behind a backward."""
+        """Take each parameter's `grad` after a backward."""
         sums: list[Tensor | None] = []
         for parameter in self._parameters:
             sums.append(None if parameter.grad is None else parameter.grad.float())
@@ -109,8 +109,8 @@ class MicroBatches:
     def finish(self) -> None:
         """Set each parameter's `grad` to the sum, rounded to the parameter's dtype.
 
-        Raises UnsupportedShape where the number of backwards was no power of two: with twice the
-        ranks, and half as many, the sum would be another.
+        Raises UnsupportedShape where the number of backwards was not a power of two: twice the
+        ranks with half as many backwards would give another sum.
         """
         counts = [count for count, _ in self._waiting]
         if len(counts) != 1:
@@ -130,11 +130,11 @@ def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """The 2-norm of all gradients, float64: a whole row's squares are added up where it lies, and
-    the rows in the order of the whole parameter. FSDP2 shares parameters by rows, so that the norm
-    is the same for every number of ranks; called on all of them.
+    """The 2-norm of all gradients, float64: each row's squares are added up where the row lies, and
+    the rows in the order of the whole parameter. FSDP2 shards parameters by rows, so the norm is
+    the same for every number of ranks; call it on all of them.
 
-    Raises UnsupportedShape for a DTensor that is cut in another way.
+    Raises UnsupportedShape for a DTensor with another placement.
     """
     return norm_of([_of_rows(p.grad) for p in parameters if p.grad is not None])
 
@@ -144,7 +144,9 @@ def _of_rows(grad: Tensor) -> Tensor:
     if not isinstance(grad, DTensor):
         return row_squares(grad)
     if any(not p.is_replicate() and not p.is_shard(0) for p in grad.placements):
-        raise UnsupportedShape(f"gradient_norm: a gradient that is {grad.placements}")
+        raise UnsupportedShape(
+            f"gradient_norm: a gradient has placements {grad.placements}; whole rows are needed"
+        )
     rows = DTensor.from_local(
         row_squares(grad.to_local()), grad.device_mesh, grad.placements,
         shape=grad.shape[:1], stride=(1,),

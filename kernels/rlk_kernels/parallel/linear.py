@@ -1,14 +1,14 @@
-"""linear with its weight shared by ranks: y = x @ weight^T + bias, with the bits of one rank.
+"""linear with its weight divided among ranks: y = x @ weight^T + bias, with the bits of one rank.
 
-Column-parallel: a rank has some rows of the weight[N, K], and gives those columns of y.
-Row-parallel: a rank has some columns of the weight, and those of x. It gathers x, takes its share
-of the weight's rows over the whole K, and y is gathered: no partial sums are added.
-Under sequence parallelism whatever all ranks would hold whole, x of the one and y of the other, is
-cut along the first dimension.
+Column-parallel: a rank has some rows of weight[N, K], and computes those columns of y.
+Row-parallel: a rank has some columns of the weight, and those of x. It gathers x, multiplies by its
+share of the weight's rows over the whole K, and y is gathered: no partial sums are added.
+Under sequence parallelism, what all ranks would hold whole (the x of the one, the y of the other)
+is cut along the first dimension.
 
-The weight stays as the trainer keeps it, and its other sharding is exchanged in each forward:
-a copy that were kept could become stale, because what an optimizer writes through `.data` or
-through a buffer under the parameter moves no version counter.
+The weight stays as the trainer keeps it, and its other sharding is exchanged in each forward: a
+kept copy could become stale, because an optimizer that writes through `.data` or through a buffer
+under the parameter does not change a version counter.
 
 Gradients, each a whole sum in the order that `ops/linear.py` says:
     row-parallel     dx of own columns, dweight: local, because dy is the same on all ranks
@@ -119,8 +119,8 @@ def row_parallel(
     """y[..., N] of this rank's x[..., K / R] and weight[N, K / R]; bias[N] is whole. `sequence`:
     y[S / R, ..., N], this rank's rows, of x[S, ..., K / R].
 
-    Called on all ranks of the group; None is one rank. Raises UnsupportedShape where R ranks cannot
-    share N, or S.
+    Call it on all ranks of the group; None is one rank. Raises UnsupportedShape where R ranks do
+    not divide N, or S.
     """
     if size_of(group) == 1:
         return linear(x, weight, bias, backend=backend)
@@ -138,10 +138,10 @@ def column_parallel(
 ) -> Tensor:  # fmt: skip
     """y[..., N / R], this rank's columns, of x[..., K], weight[N / R, K] and bias[N / R].
     `sequence`: of this rank's x[S / R, ..., K]. `blocks`: how many operators are fused in weight,
-    each shared by all ranks, as gate and up are: their order is that of gradients' sums.
+    each divided among all ranks, as gate and up are; it decides the order of the gradients' sums.
 
-    Called on all ranks of the group; None is one rank. Raises UnsupportedShape where R ranks cannot
-    share K.
+    Call it on all ranks of the group; None is one rank. Raises UnsupportedShape where R ranks do
+    not divide K.
     """
     if size_of(group) == 1:
         return linear(x, weight, bias, out_dtype=out_dtype, backend=backend)
@@ -151,6 +151,6 @@ def column_parallel(
 
 
 def check_divides(what: str, size: int, group: Group) -> None:
-    """Raises UnsupportedShape where the ranks cannot share so many."""
+    """Raises UnsupportedShape where the ranks do not divide `size`."""
     if size % size_of(group):
-        raise UnsupportedShape(f"{size} {what} cannot be shared by {size_of(group)} ranks")
+        raise UnsupportedShape(f"{size} {what} cannot be divided among {size_of(group)} ranks")

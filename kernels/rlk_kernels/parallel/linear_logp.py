@@ -1,5 +1,5 @@
-"""linear_logp with the weight's rows, the vocabulary, shared by ranks: the log-prob of a token from
-the hidden state, without all logits in memory, with the bits of one rank's `linear_logp`.
+"""linear_logp with the weight's rows, the vocabulary, divided among ranks: the log-prob of a token
+from the hidden state, without all logits in memory, with the bits of one rank's `linear_logp`.
 
 Rows are taken `ROWS` at a time, over this rank's columns: their logits in fp32, and the log-prob of
 these as in `parallel/logp.py`. Gradients are, bit for bit, those of one rank's
@@ -124,12 +124,12 @@ def linear_logp_parallel(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """log softmax(hidden @ weight^T + bias)[t, target[t]] -> [T] of hidden[T, H], weight[V / R, H]
     and bias[V / R], this rank's rows. target[T] is an id of the whole vocabulary, negative to
-    ignore; `vocabulary`: how many ids there are, where the last rows of the weight only pad it.
-    With return_entropy: (that, the entropy[T] of each row), both differentiable.
+    ignore; `vocabulary`: the number of ids, where the weight's last rows are padding. With
+    return_entropy: (that, the entropy[T] of each row), both differentiable.
 
-    Called on all ranks of the group, with the same hidden states and targets, and its backward with
-    the same gradient; None is one rank. Raises UnsupportedShape where a shard is no multiple of
-    LEAF columns, and where ranks cannot share H.
+    Call it on all ranks of the group with the same hidden states and targets, and its backward with
+    the same gradient; None is one rank. Raises UnsupportedShape where a shard is not a multiple of
+    LEAF columns, and where the ranks do not divide H.
     """
     check("linear_logp", hidden, weight, target, bias)
     rows = len(weight)

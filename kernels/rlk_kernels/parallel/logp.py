@@ -1,10 +1,10 @@
-"""logp with its logits shared by ranks: the log-prob of one token a row, of shards of the
-vocabulary, with the bits of one rank.
+"""logp with its logits divided among ranks: the log-prob of one token for each row, from shards of
+the vocabulary, with the bits of one rank.
 
 The sum over the vocabulary is the tree of `numerics/lse_tree`. A shard of a multiple of LEAF
-columns is made of a few whole subtrees: a rank computes the node of each and sends those, some
-numbers a row, and every rank merges all of them as one rank would. The logit of the target is a
-copy of its owner's. Gradient: `logp`'s own, of this rank's columns.
+columns consists of a few whole subtrees: a rank computes the node of each and sends them, a few
+numbers for each row, and every rank merges all of them as one rank would. The logit of the target
+is copied from its owner. Gradient: `logp`'s own, for this rank's columns.
 
 T = rows   V = vocabulary   R = ranks   J = nodes of a rank, padded to the most of any
 """
@@ -131,10 +131,10 @@ def logp_parallel(
 ) -> Tensor:
     """log softmax(logits)[t, target[t]] -> [T] of logits[T, V / R], this rank's columns; where the
     vocabulary is padded, padding is -inf. target[T] is an id of the whole vocabulary, negative to
-    ignore. Called on all ranks of the group, with the same targets; None is one rank.
+    ignore. Call it on all ranks of the group with the same targets; None is one rank.
 
-    Raises UnsupportedShape where a shard is no multiple of LEAF columns: it would cut a leaf of the
-    tree.
+    Raises UnsupportedShape where a shard is not a multiple of LEAF columns: it would cut a leaf of
+    the tree.
     """
     if size_of(group) == 1:
         return logp(logits, target, backend=backend)

@@ -1,10 +1,10 @@
-"""rms_norm of rows that ranks share, by sequences or by heads: y of own rows, and a gradient of the
-weight that is the sum over the rows of all ranks, in the order of one rank.
+"""rms_norm of rows that are divided among ranks, by sequences or by heads: y of this rank's rows,
+and a gradient of the weight that is the sum over the rows of all ranks, in the order of one rank.
 
     dweight = sum over all rows of dy * n        on rank 0; zeros on the others
 
 A trainer that adds up the weight's gradient over ranks, as Megatron-core does, then adds zeros to
-the bits of one rank, in whatever order. What is gathered for it, in the backward, is x and dy.
+the bits of one rank, in any order. The backward gathers x and dy for it.
 
 M = rows of a rank   H = the normalised dimension   R = ranks
 """
@@ -61,7 +61,7 @@ def rms_norm_parallel(
     backend: str | None = None,
 ) -> Tensor:  # fmt: skip
     """`rms_norm(x, weight, eps, cast=cast)` of this rank's rows, with the gradient of the weight as
-    the module says. Called on all ranks of the group, and its backward too; None is one rank."""
+    above. Call it, and its backward, on all ranks of the group; None is one rank."""
     if size_of(group) == 1:
         return rms_norm(x, weight, eps, cast=cast, backend=backend)
     chosen = choose("rms_norm", backend, x, weight)

@@ -74,8 +74,8 @@ def _check_stages(shape: ModelShape, pp: int) -> None:
     if shape.layers % pp:
         fits = [n for n in range(1, shape.layers + 1) if shape.layers % n == 0]
         raise BadOption(
-            f"engine 'megatron': pp={pp}: {shape.layers} layers cannot be shared by {pp} stages "
-            "that have as many each",
+            f"engine 'megatron': pp={pp}: {shape.layers} layers cannot be divided into {pp} equal "
+            "stages",
             f"this model takes pp={'|'.join(map(str, fits))}",
         )
 
@@ -84,13 +84,12 @@ def _check_experts(shape: ModelShape, ep: int) -> None:
     if ep == 1:
         return
     if not shape.experts:
-        raise BadOption(
-            f"engine 'megatron': ep={ep}: this model has no experts to share", "leave ep out"
-        )
+        raise BadOption(f"engine 'megatron': ep={ep}: this model has no experts", "leave ep out")
     if shape.experts % ep:
         fits = [n for n in range(1, shape.experts + 1) if shape.experts % n == 0]
         raise BadOption(
-            f"engine 'megatron': ep={ep}: {shape.experts} experts cannot be shared by {ep} ranks",
+            f"engine 'megatron': ep={ep}: {shape.experts} experts cannot be divided among {ep} "
+            "ranks",
             f"this model takes ep={'|'.join(map(str, fits))}",
         )
 

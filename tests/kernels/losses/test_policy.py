@@ -163,7 +163,7 @@ def test_preferred_pairs() -> None:
     assert (loss.double() - expected).abs() <= 1e-6
     assert ((leaf.grad.double() - 3 * gradient).abs() <= 1e-6).all()
     assert float(metrics["accuracy"]) == float((margin > 0).double().mean())
-    with pytest.raises(ValueError, match="3 sequences are no pairs"):
+    with pytest.raises(ValueError, match="3 sequences are not pairs"):
         rk.dpo_loss(leaf[:15], p["ref"][:15], p["mask"][:15], cu_seqlens=CU[:4])
 
 

@@ -134,7 +134,7 @@ def test_what_ranks_cannot_share_is_refused():
     check_lengths(CU, 136, 4)
     with pytest.raises(UnsupportedShape, match=r"sequences of \[48, 8\] rows .* multiple of 10"):
         check_lengths(torch.tensor([0, 48, 56, 136]), 136, 5)
-    with pytest.raises(UnsupportedShape, match="to 136 are not all of 140 rows"):
+    with pytest.raises(UnsupportedShape, match="to 136 do not cover all 140 rows"):
         check_lengths(CU, 140, 2)
     assert all("4 key-value heads" in text for text in on_ranks(3, _three_ranks))
 

@@ -142,7 +142,7 @@ def test_what_ranks_cannot_share_is_refused():
             return 3
 
     x, w, _, _ = problem(torch.bfloat16)
-    with pytest.raises(UnsupportedShape, match="64 out features cannot be shared by 3 ranks"):
+    with pytest.raises(UnsupportedShape, match="64 out features cannot be divided among 3 ranks"):
         row_parallel(x, w, None, ThreeRanks())
     with pytest.raises(UnsupportedShape, match="shard of 24 columns; a multiple of 16"):
         logp_parallel(torch.zeros(2, 24), torch.zeros(2, dtype=torch.int64), ThreeRanks())

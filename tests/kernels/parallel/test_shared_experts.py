@@ -93,7 +93,7 @@ def test_experts_that_ranks_cannot_share_are_refused() -> None:
         def size(self) -> int:
             return 3
 
-    with pytest.raises(UnsupportedShape, match="8 experts of 3 ranks"):
+    with pytest.raises(UnsupportedShape, match="3 ranks do not divide 8 experts"):
         shared.experts_parallel(
             torch.zeros(2, 4), torch.zeros(2, 1, dtype=torch.int32), 8, Three(), lambda x, _: x
         )

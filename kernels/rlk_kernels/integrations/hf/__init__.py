@@ -25,14 +25,14 @@ __all__ = ["check", "operators", "score_tokens", "token_logprobs", "use_kernels"
 
 
 def use_kernels(model: Any, excluded: Iterable[str] = ()) -> "Handle":
-    """Put the kernels under every operator of a causal LM, but the `excluded` ones.
+    """Replace every operator of a causal LM by its kernel, except the `excluded` ones.
 
-    Closing what is returned (a context manager, too) takes the kernels out, until the model is
-    sharded; where nobody keeps it, they stay. A call for a model that has the kernels adds them
-    where they are missing, and `excluded` takes none out. Calls may be closed in any order: what
-    one of them put in stays as long as a later one is open, and with the last the model is as it
-    was. A later call of which nobody keeps the handle ends with the one before it.
-    Raises NotServed for a model that has an operator without a kernel, before anything is changed.
+    Returns a handle, which is also a context manager: `close()` restores the model, until the model
+    is sharded; if the handle is dropped, the kernels stay. A second call for the same model adds
+    kernels where they are missing; its `excluded` removes none. Handles may be closed in any order:
+    the kernels of one stay while a later one is open, and closing the last restores the model. If
+    the handle of a later call is dropped, that call ends with the one before it.
+    Raises NotServed, before anything changes, for a model with an operator that has no kernel.
     """
     from rlk_kernels.integrations.hf.model import replace
 
@@ -40,8 +40,8 @@ def use_kernels(model: Any, excluded: Iterable[str] = ()) -> "Handle":
 
 
 def operators(model: Any) -> dict[str, Any]:
-    """Canonical operator -> what computes it, of a live model; all but the log-prob, which is
-    `token_logprobs`."""
+    """Canonical operator -> the module that computes it in a live model; all except the log-prob,
+    which is `token_logprobs`."""
     from rlk_kernels.integrations.hf.model import operators
 
     return operators(model)
@@ -59,19 +59,26 @@ def score_tokens(
     cu_seq_lens: "Tensor | None" = None,
 ) -> "Tensor | tuple[Tensor, Tensor]":
     """Log-prob of each token but the first, given those before it -> fp32 [B, L - 1], or of the
+<<<<<<< HEAD
     `last` tokens of each row [B, last]; with return_entropy a pair, the entropy [B, same] of each
     token's distribution behind it. Both are differentiable.
     cu_seq_lens: int32, where the sequences that are packed into rows begin, and where the last ends;
     where it is left out a GPU is waited for, to find them in position_ids.
+=======
+    `last` tokens of each row [B, last]; with return_entropy a pair whose second part is the entropy
+    [B, same] of each token's distribution. Both are differentiable.
+    cu_seq_lens: int32, where sequences that are packed into rows begin, and where the last ends;
+    without it they are found in position_ids, which waits for a GPU.
+>>>>>>> i41
 
-    input_ids[B, L], attention_mask[B, L] and position_ids[B or 1, L] are the model's. Where only
-    the mask is given, positions count what it shows, as vLLM's do. Without a mask, positions that
-    start anew are sequences packed into one row. The log-prob of padding and of a packed sequence's
+    input_ids[B, L], attention_mask[B, L] and position_ids[B or 1, L] are the model's. Given only
+    the mask, positions count the tokens that it shows, as vLLM does. Without a mask, positions that
+    restart mark sequences packed into one row. The log-prob of padding and of a packed sequence's
     first token is 0, without a gradient. Logits are divided by the temperature.
 
-    The bits are those of `token_logprobs(model(...).logits, ...)`, and no [tokens, vocabulary]
-    tensor is held. The model, wrapped (FSDP2, DDP) or not, runs its own forward. Raises NotServed
-    where its output layer has no kernel, ValueError for a `last` that its rows do not have.
+    The result has the bits of `token_logprobs(model(...).logits, ...)`, without a [tokens,
+    vocabulary] tensor in memory. The model, wrapped (FSDP2, DDP) or not, runs its own forward.
+    Raises NotServed where its output layer has no kernel, ValueError where `last` is out of range.
     """
     from rlk_kernels.integrations.hf.score import score_tokens
 

@@ -23,7 +23,7 @@ NAME = "rlk"
 
 
 class Marked(Counted):
-    """An attention module whose core is ours; it reaches it through the interface."""
+    """An attention module that reaches our core through the interface."""
 
     def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
         if self.config._attn_implementation != NAME:
@@ -37,7 +37,7 @@ class Marked(Counted):
 
 
 def check_cache(cache: Any) -> None:
-    """Raises NotServed for one that does not give back the keys and values that it was given."""
+    """Raises NotServed for a cache that does not return the keys and values that it was given."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     kinds = {type(layer) for layer in cache.layers} if type(cache) is DynamicCache else {None}
@@ -49,7 +49,7 @@ def check_cache(cache: Any) -> None:
 
 
 def register() -> None:
-    """Make the name known, together with its mask: without one transformers drops padding."""
+    """Register the name together with its mask: without a mask transformers ignores padding."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
@@ -60,7 +60,7 @@ def mask(
     batch_size: int, q_length: int, q_offset: int = 0, kv_offset: int = 0,
     attention_mask: Tensor | None = None, config: Any = None, **_unused: Any,
 ) -> Tensor | None:  # fmt: skip
-    """bool [B, S]: which keys are no padding; [B, 0] where all are; None where nobody said."""
+    """bool [B, S]: which keys are real, not padding; [B, 0] if all are; None if not given."""
     if not getattr(config, "is_causal", True):
         raise NotServed("is_causal=False is not served: the kernels' attention is causal")
     if kv_offset:
@@ -131,7 +131,7 @@ def _check(dropout: float, causal: bool | None) -> None:
 
 
 def _check_mask(padding: Any, shape: tuple[int, int]) -> None:
-    """Raises NotServed for one that `mask` did not make."""
+    """Raises NotServed for a mask that `mask` did not make."""
     known = isinstance(padding, Tensor) and padding.dtype == torch.bool and padding.dim() == 2
     if not known or padding.shape[0] != shape[0] or padding.shape[1] not in (0, shape[1]):
         size, dtype = (
@@ -147,10 +147,10 @@ def _check_mask(padding: Any, shape: tuple[int, int]) -> None:
 def _padded(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float, window: int | None
 ) -> Tensor:
-    """[B, T, H, D] of as much, by bool keys[B, S]; zeros for padding.
+    """[B, T, H, D] of the same shape, by bool keys[B, S]; zeros for padding.
 
-    Real rows go in front, as sequences side by side, and padding behind, where no sequence is: no
-    shape follows from the values of the mask, so that a compiler can trace it.
+    Real rows are moved to the front, as sequences side by side, and padding to the end, outside
+    every sequence: no shape depends on the values of the mask, so a compiler can trace it.
     """
     queries = keys[:, k.shape[1] - q.shape[1] :]
     order, order_k = real_first(queries), real_first(keys)

@@ -1,17 +1,17 @@
-"""What a call of `use_kernels` returns, and in which order several calls for a model are undone."""
+"""What `use_kernels` returns, and the order in which several calls for one model are undone."""
 
 import weakref
 from contextlib import ExitStack
 from typing import Any, Self
 
 _open: weakref.WeakKeyDictionary[Any, list[weakref.ref["Handle"]]] = weakref.WeakKeyDictionary()
-"""Model -> the handles that somebody keeps and that were not closed, in the order of their calls.
-None of them is kept alive here: they hold the model."""
+"""Model -> its open handles that are still referenced, in the order of their calls. They are held
+weakly, because they hold the model."""
 
 
 class Handle:
-    """What one call put into a model. `close()`, or the end of a `with`, takes it out; where a
-    later call is still open, with that one. A second `close()` does nothing."""
+    """The kernels that one call put into a model. `close()`, or the end of a `with`, removes them,
+    or, while a later call is still open, when that one closes. A second `close()` does nothing."""
 
     def __init__(self, model: Any, undo: ExitStack) -> None:
         self._undo = undo
@@ -34,7 +34,7 @@ class Handle:
         later._undo.callback(later_undo.close)
 
     def __del__(self) -> None:
-        """Nobody kept it: it ends with the call before it, and stays where there is none."""
+        """The handle was dropped: it ends with the call before it, and stays if there is none."""
         if self._self not in self._all:
             return
         place = self._all.index(self._self)

@@ -1,4 +1,4 @@
-"""What is changed for a whole process as long as any of its models has the kernels."""
+"""Changes to the whole process that last while any of its models has the kernels."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ _held: dict[Hashable, _Held] = {}
 
 
 def hold(what: Hashable, change: Callable[[], Undo]) -> Undo:
-    """Makes the change for the first model that asks for it; what is returned gives it up for one
-    model, and undoes the change with the last."""
+    """Makes the change for the first model that needs it. Returns a function that releases it for
+    one model; the last release undoes the change."""
     if what not in _held:
         _held[what] = _Held(change())
     held = _held[what]

@@ -1,5 +1,5 @@
-"""Whether a model computes by transformers' own code: what another library put in its place may
-compute what the kernels compute, or pass them by."""
+"""Whether a model runs transformers' own code: code that another library put there may repeat the
+kernels' work or bypass them."""
 
 import inspect
 import sys
@@ -23,7 +23,7 @@ def check_forwards(model: Any, replaced: dict[str, Any]) -> None:
     for i, layer in enumerate(inner.layers):
         if layer.self_attn.layer_idx != i:
             raise NotServed(
-                f"layers.{i} has layer_idx={layer.self_attn.layer_idx}: number them anew"
+                f"layers.{i} has layer_idx={layer.self_attn.layer_idx}: renumber the layers"
             )
         parts |= {f"layers.{i}": layer, f"layers.{i}.self_attn": layer.self_attn}
         # A sparse layer's router and experts are replaced, and called by it.
@@ -34,7 +34,7 @@ def check_forwards(model: Any, replaced: dict[str, Any]) -> None:
                 f"the forward of {name} was replaced in this one object, by "
                 f"{_where(vars(module)['forward'])}: call use_kernels before"
             )
-        # Ours already, where a model gets the kernels a second time.
+        # Already ours: the model gets the kernels a second time.
         if not isinstance(module, nn.Linear | nn.Embedding | Counted):
             _check_forward(name, module, model.config.model_type)
 
@@ -83,8 +83,8 @@ def check_plain(name: str, module: Any) -> None:
 
 
 def check_silu(act: Any) -> None:
-    """Raises NotServed for another activation than config.json's, or one with hooks: the kernels
-    never call it."""
+    """Raises NotServed for an activation other than config.json's, or one with hooks: the kernels
+    never call the module."""
     if type(act) is not SILU or act._forward_hooks or act._forward_pre_hooks:
         kind = type(act).__name__ + (" with hooks" if type(act) is SILU else "")
         raise NotServed(f"act_fn is a {kind}; a plain {SILU.__name__} is served")

@@ -24,7 +24,7 @@ def causal_lm_loss(
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     target = shift_labels.flatten().to(logits.device)
     real = target != ignore_index
-    # A label below 0 is none of the vocabulary, as one beyond it is none.
+    # A label below 0 is outside the vocabulary, like one beyond its end.
     target = torch.where(real, torch.where(target < 0, vocab_size, target), NO_TOKEN)
     logprobs = profile.logp(logits.reshape(-1, vocab_size), target)
     items = real.sum() if num_items_in_batch is None else num_items_in_batch

@@ -21,7 +21,7 @@ SERVED = f"served are causal LMs of transformers of model_type {', '.join(FAMILI
 
 
 def operators(model: Any) -> dict[str, Any]:
-    """Canonical operator -> the module that computes it. Raises NotServed for another model."""
+    """Canonical operator -> the module that computes it. Raises NotServed for an unknown model."""
     _check_causal(model)
     inner = model.model
     named = {"embed": inner.embed_tokens}
@@ -35,7 +35,7 @@ def operators(model: Any) -> dict[str, Any]:
 
 
 def _of_layer(layer: Any, rotary: Any) -> dict[str, Any]:
-    """Operator -> module, None for a norm that the layer has not."""
+    """Operator -> module, None for a norm that the layer lacks."""
     attn, mlp = layer.self_attn, layer.mlp
     if is_sparse(layer):
         routes = dict.fromkeys(("router", "experts", "routing_weights"), mlp.gate)
@@ -135,7 +135,7 @@ def replace(model: Any, excluded: Iterable[str]) -> Handle:
         frequencies, scaling = turns
         undo.callback(setattr, rotary, "inv_freq", rotary.inv_freq)
         undo.callback(setattr, rotary, "attention_scaling", rotary.attention_scaling)
-        # Kept in the live module, so that what changes them later is not passed by.
+        # Kept in the live module, so that later changes to them take effect.
         rotary.keep(frequencies, rotary.inv_freq.device)
         rotary.attention_scaling = 1.0 if scaling is None else scaling.item()
         modeling = _modeling(model)

@@ -1,4 +1,4 @@
-"""The classes that modules of transformers get: their parameters, our operators."""
+"""The classes that replace those of transformers' modules: their parameters, our operators."""
 
 import functools
 import sys
@@ -17,7 +17,7 @@ from rlk_kernels.integrations.operators import Counted
 from rlk_kernels.integrations.scoring import Scores
 
 _TAKES_POSITIONS = "rlk_takes_positions"
-"""Of an `apply_rotary_pos_emb` that is given positions where cosines would be."""
+"""Marks an `apply_rotary_pos_emb` that takes positions instead of cosines."""
 
 
 @functools.cache
@@ -72,8 +72,8 @@ class MLP(Counted):
 
 
 class HFRouter(Sparse):
-    """Gives the logits of all experts in fp32, and the weights and ids of those that were chosen,
-    by ascending id."""
+    """Returns the logits of all experts in fp32, and the weights and ids of the chosen ones, by
+    ascending id."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self.count()
@@ -84,7 +84,7 @@ class HFRouter(Sparse):
 
 
 class HFExperts(Sparse):
-    """Of choices by ascending id, as `HFRouter` gives them."""
+    """Takes choices by ascending id, as `HFRouter` returns them."""
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         self.count()
@@ -94,9 +94,9 @@ class HFExperts(Sparse):
 
 
 class HFRotary(Counted):
-    """Gives positions and frequencies in place of cos and sin, and behind the frequencies their
-    scaling where it is not 1. As integers: FSDP2 casts what floats between layers to the compute
-    dtype."""
+    """Returns positions and frequencies instead of cos and sin, and after the frequencies their
+    scaling where it is not 1. As integers: FSDP2 casts floating-point tensors between layers to the
+    compute dtype."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Cast, or made anew without values: no checkpoint has the frequencies.
@@ -120,16 +120,16 @@ class HFRotary(Counted):
 
 
 def rotate_in(modeling: Any) -> Undo:
-    """Have the family's `apply_rotary_pos_emb` take what `HFRotary` gives beside what it always
-    took; what is returned takes it back."""
+    """Have the family's `apply_rotary_pos_emb` also accept what `HFRotary` returns; the returned
+    function undoes it."""
     original = modeling.apply_rotary_pos_emb
     modeling.apply_rotary_pos_emb = _wrapped(original)
     return lambda: setattr(modeling, "apply_rotary_pos_emb", original)
 
 
 def _check_rotates(modeling: str) -> None:
-    """Raises NotServed where the family's function does not take what `HFRotary` gives. One around
-    ours does, by `functools.wraps`."""
+    """Raises NotServed where the family's function does not accept what `HFRotary` returns. A
+    wrapper around ours does, if it uses `functools.wraps`."""
     rotate = sys.modules[modeling].apply_rotary_pos_emb
     if not hasattr(rotate, _TAKES_POSITIONS):
         raise NotServed(

@@ -19,7 +19,8 @@ def score_tokens(
     count = length - 1 if last is None else last
     if not 0 <= count < length:
         raise ValueError(
-            f"score_tokens: last={last} of {length} tokens; 0 to {length - 1} have one before them"
+            f"score_tokens: last={last} of {length} tokens; 0 to {length - 1} have a token before "
+            "them"
         )
     if attention_mask is not None and position_ids is None:
         # As vLLM counts: padding has no position.
@@ -41,8 +42,8 @@ def score_tokens(
 
 
 def _targets(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-    """int64 [B, L - 1] of ids[B, L]: the token behind each; NO_TOKEN at padding, and where a
-    sequence that is packed behind another begins."""
+    """int64 [B, L - 1] of ids[B, L]: the token after each; NO_TOKEN at padding, and where a packed
+    sequence begins."""
     targets = ids[:, 1:].long()
     if mask is not None:
         real = mask.bool()

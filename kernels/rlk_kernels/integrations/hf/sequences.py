@@ -1,6 +1,5 @@
-"""Which rows of a batch are sequences, by transformers' own rule: where neither a mask nor a cache
-is given, positions that start anew are sequences packed into one row; otherwise a row is one
-sequence.
+"""Which rows of a batch are sequences, by transformers' own rule: without a mask and a cache,
+positions that restart mark sequences packed into one row; otherwise a row is one sequence.
 
 B = rows of the batch, T = queries, S = keys, H = heads, D = size.
 """
@@ -12,7 +11,7 @@ from rlk_kernels.integrations.errors import NotServed
 
 
 def real_first(real: Tensor) -> Tensor:
-    """int64 [B * T]: the rows of bool real[B, T] in their order, behind them those of padding."""
+    """int64 [B * T]: the real rows of bool real[B, T] in order, then those of padding."""
     return real.flatten().to(torch.int8).argsort(descending=True, stable=True)
 
 

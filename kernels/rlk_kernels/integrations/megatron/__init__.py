@@ -7,11 +7,11 @@
     logprobs = megatron.token_logprobs(logits_rows, targets, group=tensor_parallel_group)
     norm = megatron.gradient_norm(model)             # the same for every number of ranks
 
-Against the TransformerEngine spec these are lost: communication that overlaps with products, weight
-gradients added into `main_grad` by the product itself. Tensor parallel, with or without sequence
-parallel, for ranks that can share the hidden size; context parallel, for ranks that can share the
-heads, of sequences sliced as megatron-core does; each stage of a pipeline, and each
-virtual one, is made so.
+Compared with the TransformerEngine spec, these are lost: communication that overlaps with products,
+and weight gradients that the product itself adds into `main_grad`. Supported: tensor parallelism,
+with or without sequence parallelism, where the ranks divide the hidden size; context parallelism,
+where they divide the heads, with sequences sliced as megatron-core does; pipeline stages, virtual
+ones too.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -38,11 +38,11 @@ __all__ = [
 
 
 def layer_spec(config: Any, excluded: Iterable[str] = (), vp_stage: int | None = None) -> Any:
-    """The block of layers of a decoder by its TransformerConfig, for GPTModel, with the
-    kernels under every operator but the `excluded` ones, which stay as in Megatron's local spec. It
-    holds the layers that this rank's pipeline stage builds; of a virtual one, those of `vp_stage`.
+    """The spec of a decoder's layers for GPTModel, by its TransformerConfig: every operator is a
+    kernel, except the `excluded` ones, which stay as in Megatron's local spec. It holds the layers
+    of this rank's pipeline stage, and of `vp_stage` where stages are virtual.
 
-    Raises NotServed for a config that asks for an operator without a kernel.
+    Raises NotServed for a config that needs an operator without a kernel.
     """
     from rlk_kernels.integrations.megatron.spec import layer_spec
 
@@ -52,9 +52,8 @@ def layer_spec(config: Any, excluded: Iterable[str] = (), vp_stage: int | None =
 def with_kernels(
     block: Any, excluded: Iterable[str] = (), windows: tuple[int | None, ...] = ()
 ) -> Any:
-    """The same of a TransformerBlockSubmodules built from the local spec. `windows`: for each
-    layer, how many keys a query sees, None for all; without it, what the config's `window_size`
-    says."""
+    """The same for a TransformerBlockSubmodules built from the local spec. `windows`: for each
+    layer, how many keys a query sees, None for all; by default the config's `window_size`."""
     from rlk_kernels.integrations.megatron.spec import with_kernels
 
     return with_kernels(block, excluded, windows)
@@ -63,8 +62,8 @@ def with_kernels(
 def use_kernels(
     model: Any, rope_parameters: Mapping[str, Any], excluded: Iterable[str] = ()
 ) -> Any:
-    """The GPTModel itself, its embedding, rotary embedding and output layer replaced, which no
-    spec reaches. `rope_parameters`: as in the checkpoint's config.json."""
+    """Replaces a GPTModel's embedding, rotary embedding and output layer, which no spec covers, and
+    returns the model. `rope_parameters`: as in the checkpoint's config.json."""
     from rlk_kernels.integrations.megatron.spec import use_kernels
 
     return use_kernels(model, rope_parameters, excluded)
@@ -72,9 +71,10 @@ def use_kernels(
 
 @contextmanager
 def ordered_reduce_scatter() -> Iterator[None]:
-    """Inside, data-parallel ranks add up gradients in the order of `rlk_kernels.parallel.gradients`
-    where `DistributedDataParallelConfig` asks for `reduce_scatter_with_fp32_accumulation` and
-    `use_distributed_optimizer`: models are made, and trained, there."""
+    """A context in which data-parallel ranks add up gradients in the order of
+    `rlk_kernels.parallel.gradients`, if `DistributedDataParallelConfig` sets
+    `reduce_scatter_with_fp32_accumulation` and `use_distributed_optimizer`. Build and train the
+    model inside it."""
     from megatron.core.distributed import param_and_grad_buffer
 
     from rlk_kernels.parallel.gradients import reduce_scatter
@@ -90,18 +90,17 @@ def ordered_reduce_scatter() -> Iterator[None]:
 
 
 def gradient_norm(model: Any) -> Any:
-    """The 2-norm of a GPTModel's gradients, float64, the same for every number of tensor-parallel
-    ranks whose gradients are the same; called on all of them, with gradients that data-parallel
-    ranks have added up and hold whole. Where ranks pad the vocabulary otherwise, it is another
-    sum."""
+    """The 2-norm of a GPTModel's gradients, float64: equal gradients give the same bits for every
+    number of tensor-parallel ranks. Call it on all of them, once data-parallel ranks have added up
+    their gradients and hold them whole. A different padding of the vocabulary changes the sum."""
     from rlk_kernels.integrations.megatron.gradients import gradient_norm
 
     return gradient_norm(model)
 
 
 def operators(model: Any) -> dict[str, Any]:
-    """Canonical operator -> what computes it, of a live model; all but the log-prob, which is
-    `token_logprobs`."""
+    """Canonical operator -> the module that computes it in a live model; all except the log-prob,
+    which is `token_logprobs`."""
     from rlk_kernels.integrations.megatron.spec import operators
 
     return operators(model)
@@ -119,15 +118,15 @@ def score_tokens(
     vocabulary: int | None = None,
     **forward: Any,
 ) -> "Tensor | tuple[Tensor, Tensor]":
-    """Log-probs fp32 [B, S] at labels[B, S], which stand as GPTModel's do: each row's next token; a
-    negative one has log-prob 0 and no gradient. With return_entropy a pair, each row's entropy
-    [B, S] behind them. Both are differentiable.
+    """Log-probs fp32 [B, S] of labels[B, S], aligned as GPTModel's are: each row's next token; a
+    negative label has log-prob 0 and no gradient. With return_entropy a pair whose second part is
+    each row's entropy [B, S]. Both are differentiable.
 
-    The others are what GPTModel.forward takes (`packed_seq_params=`, say), on the pipeline's last
-    stage. `vocabulary`: how many tokens there are, where the output layer is padded; the padding
-    takes no share. The bits are those of `token_logprobs` of the model's logits, also of ranks that
-    share the vocabulary, and no [tokens, vocabulary] tensor is held. Raises NotServed where the
-    output layer has no kernel, and for a temperature that is not 1 where ranks share it.
+    The other arguments are those of GPTModel.forward (`packed_seq_params=`, say), on the pipeline's
+    last stage. `vocabulary`: the number of tokens where the output layer is padded; the padding is
+    ignored. The result has the bits of `token_logprobs` of the model's logits, also where ranks
+    share the vocabulary, without a [tokens, vocabulary] tensor in memory. Raises NotServed where
+    the output layer has no kernel, and for a temperature other than 1 where ranks share it.
     """
     from rlk_kernels.integrations.scoring import Scoring, scoring
 

@@ -23,7 +23,7 @@ CAUSAL = (None, AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 class CoreAttention(Counted, DotProductAttention):
-    """Causal; keys that a mask hides may only be padding in front of a sequence or behind it."""
+    """Causal; a mask may only hide padding before or after a sequence."""
 
     def __init__(
         self, config: Any, *args: Any, windows: tuple[int | None, ...] = (), **kwargs: Any
@@ -64,8 +64,8 @@ class CoreAttention(Counted, DotProductAttention):
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         if self.context is not None and attention_mask is not None:
             raise NotServed(
-                "an attention mask with context parallelism is not served: leave it out, and have "
-                "padding behind sequences, or pack"
+                "an attention mask with context parallelism is not served: pass none, and pad "
+                "after the sequences, or pack"
             )
         first = _first_rows(attention_mask, length, batch, query.device)
         if first is None:
@@ -94,8 +94,8 @@ def context_group(config: Any, groups: Any) -> Any:
 
 
 def window_of(config: Any, layer_number: int) -> int | None:
-    """How many keys a query of a layer (counted from 1) sees by `window_size`, which counts those
-    before it and those behind; None for all. Raises NotServed where some lie behind."""
+    """How many keys a query of a layer (counted from 1) sees by `window_size`, which counts keys
+    before and after it; None for all. Raises NotServed where it allows keys after the query."""
     size, frequency = config.window_size, config.window_attn_skip_freq
     if not is_layer_window_attention(size, frequency, layer_number):
         return None
@@ -151,14 +151,14 @@ def _first_rows(
     """
     if mask is None:
         return None
-    # Nobody counts what is written to a tensor of inference mode.
+    # A tensor of inference mode has no version counter.
     version = None if mask.is_inference() else mask._version
     known, asked = getattr(mask, KNOWN, (None, None))
     if asked is None or asked != version:
         if mask.shape not in {(n, 1, length, length) for n in (1, batch)}:
             raise NotServed(
-                f"an attention mask {list(mask.shape)} is not served; one of "
-                f"{[batch, 1, length, length]} is, of all heads"
+                f"an attention mask {list(mask.shape)} is not served; one mask for all heads, "
+                f"{[batch, 1, length, length]}, is"
             )
         hidden = mask[:, 0].expand(batch, length, length)
         at = torch.arange(length, device=device)
@@ -172,7 +172,7 @@ def _first_rows(
         first = ((last != 0) & (at < end[:, None])).sum(1)
         causal = at[None, :] > at[:, None]
         expected = causal | (at[None, None, :] < first[:, None, None])
-        # What a row of padding sees is nobody's.
+        # What a row of padding sees does not matter.
         row = at[None, :, None]
         padding = (row < first[:, None, None]) | (row >= end[:, None, None])
         if not bool(((hidden == expected) | padding).all()):

@@ -26,7 +26,7 @@ def gradient_norm(model: torch.nn.Module) -> Tensor:
 
 
 def _row_sums(model: torch.nn.Module) -> Iterator[Tensor]:
-    """float64 [rows] of each parameter that has a gradient, whole, in the order of the model."""
+    """float64 [rows] for each whole parameter that has a gradient, in the model's order."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             grad = getattr(parameter, "main_grad", None)

@@ -75,8 +75,7 @@ class MegatronKeyNorm(MegatronQueryNorm):
 
 
 class Column(Counted, ColumnParallelLinear):
-    """Adds its bias itself, inside the product, also where megatron-core leaves it to what
-    follows."""
+    """Adds its bias inside the product, also where megatron-core leaves it to the next module."""
 
     out_dtype: torch.dtype | None = None
     rlk_blocks = 1
@@ -162,7 +161,7 @@ class MegatronEmbedding(Counted, VocabParallelEmbedding):
 
 
 class GatedMLP(Counted, MLP):
-    """Its activation is between the two linears, which count for themselves."""
+    """Computes the activation between the two linears, which count their own calls."""
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Any = None, **_unused: Any
@@ -177,8 +176,8 @@ class GatedMLP(Counted, MLP):
 
 
 class Positions(Counted, RotaryEmbedding):
-    """Gives positions, int64 `[S, B or 1]`, in place of angles; `Rope` knows the frequencies. None
-    of a pack, `[0, 1]`: they follow from where its sequences begin, which the layers are told."""
+    """Returns positions, int64 `[S, B or 1]`, instead of angles; `Rope` has the frequencies. For
+    packed sequences it returns none, `[0, 1]`: positions follow from where the sequences begin."""
 
     rlk_scaling: Tensor | None
     """Of cos and sin, `[1]`; set by `use_kernels`."""

@@ -1,5 +1,5 @@
-"""What of a TransformerConfig, and of a GPTModel, the kernels do not serve. Every option of
-megatron-core is named here: one that is not, and is set, is refused."""
+"""Settings of a TransformerConfig or a GPTModel that the kernels do not serve. Every option of
+megatron-core is listed here: an option that is set and not listed is refused."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -54,7 +54,7 @@ SPARSE_ONLY = {
         (False, None),
     ),
 }
-"""The same of a model that has sparse layers."""
+"""The same for a model that has sparse layers."""
 
 SERVED = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
@@ -69,7 +69,7 @@ SERVED = (
         "params_dtype",
     ),
 )
-"""Options of the model that are kept whatever they are."""
+"""Options of the model that may have any value."""
 
 MECHANICS = (
     *("tensor_model_parallel_size", "sequence_parallel"),
@@ -113,8 +113,8 @@ def named(option: str) -> bool:
 
 
 def check_config(config: Any) -> None:
-    """Raises NotServed for what the kernels would compute otherwise than a TransformerConfig asks,
-    by the names of its options."""
+    """Raises NotServed, with the names of the options, where the kernels would not compute what a
+    TransformerConfig asks for."""
     unknown = [
         f"{option.name}={_shown(getattr(config, option.name))}, which is not known"
         for option in _options(config)
@@ -124,7 +124,8 @@ def check_config(config: Any) -> None:
 
 
 def check_unchanged(config: Any) -> None:
-    """Raises NotServed where it asks for that by now, which a live model follows in part."""
+    """Raises NotServed where a config that was changed later asks for that; a live model would
+    follow it only in part."""
     _refuse(_unserved(config))
 
 
@@ -138,8 +139,8 @@ def _unserved(config: Any) -> list[str]:
 
 
 def _unshared(config: Any) -> list[str]:
-    """A hidden size that ranks cannot share: each computes its columns of what o_proj and down_proj
-    give. And heads of a rank that those of context parallelism cannot."""
+    """A hidden size that the ranks do not divide, since each computes its columns of o_proj's and
+    down_proj's outputs; and heads of a rank that context-parallel ranks do not divide."""
     hidden, ranks = config.hidden_size, config.tensor_model_parallel_size
     heads, groups = config.num_attention_heads, config.num_query_groups
     context, own = config.context_parallel_size, max(1, groups // ranks)

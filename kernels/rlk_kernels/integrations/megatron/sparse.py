@@ -15,7 +15,7 @@ from rlk_kernels.integrations.megatron.limits import check_config
 
 
 def lay_together(weights: Sequence[Tensor]) -> None:
-    """Move parameters of one shape into one stretch of memory, one behind the other."""
+    """Move parameters of one shape into one stretch of memory, one after another."""
     whole = torch.stack([weight.detach() for weight in weights])
     for weight, part in zip(weights, whole, strict=True):
         weight.data = part
@@ -48,7 +48,7 @@ class Stacked(torch.autograd.Function):
 
 
 class SparseMLP(Sparse, MoELayer):
-    """Computes by its router's and its experts' parameters, and calls neither of them, nor the
+    """Computes with the parameters of its router and its experts, without calling them or the
     dispatcher: ranks that share experts send rows as `rlk_kernels.parallel.experts` says."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

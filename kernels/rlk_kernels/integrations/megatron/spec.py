@@ -145,7 +145,7 @@ def _linear(stock: type, ours: type) -> type:
     if stock is base:
         return ours
     if not issubclass(stock, base):
-        raise NotServed(f"the spec's {stock.__name__} is no {base.__name__} of megatron-core")
+        raise NotServed(f"the spec's {stock.__name__} is not a {base.__name__} of megatron-core")
     return type(f"Rlk{stock.__name__}", (ours, stock), {})
 
 
@@ -173,7 +173,7 @@ def use_kernels(model: Any, rope_parameters: Mapping[str, Any], excluded: Iterab
     if rotates:
         rotary = model.rotary_pos_emb
         inv_freq, scaling = rotation(rope_parameters, 2 * rotary.inv_freq.numel())
-        # Kept in the live module, so that what changes them later is not passed by.
+        # Kept in the live module, so that later changes to them take effect.
         device = rotary.inv_freq.device
         rotary.inv_freq = inv_freq.to(device)
         rotary.rlk_scaling = None if scaling is None else scaling.to(device)
@@ -187,7 +187,7 @@ def use_kernels(model: Any, rope_parameters: Mapping[str, Any], excluded: Iterab
 
 
 def _check_rotating(model: Any) -> None:
-    """Raises NotServed where a layer would take the positions that it is given for angles."""
+    """Raises NotServed where a layer would mistake positions for angles."""
     for layer in model.decoder.layers:
         attn = layer.self_attention
         if not isinstance(attn, layers.RotatingAttention):
@@ -198,9 +198,9 @@ def _check_rotating(model: Any) -> None:
 
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_rope", "k_rope"))
-"""What one module computes."""
+"""The operators that one module computes."""
 WIRED = ("embed", "q_rope", "k_rope", "logits")
-"""What GPTModel makes by itself."""
+"""The modules that GPTModel builds itself."""
 
 
 def _check_layers(model: Any, excluded: frozenset[str]) -> None:

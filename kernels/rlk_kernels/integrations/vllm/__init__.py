@@ -2,11 +2,11 @@
 
     RLK_KERNELS=1 vllm serve MODEL
 
-`RLK_KERNELS_EXCEPT=attn,act` leaves operators to vLLM. What has no kernel is refused where vLLM
-makes it, in words; `check(llm)` says what was replaced, and refuses what was not or never ran.
-Everything goes through vLLM's extension points but the log-prob, which has none: `logprobs.py`
-patches the function that computes it. Ranks of tensor parallelism copy to each other and add
-nothing up: the bits are those of one rank.
+`RLK_KERNELS_EXCEPT=attn,act` leaves operators to vLLM. A model or setting without a kernel raises
+NotServed where vLLM builds it; `check(llm)` returns what was replaced, and raises for operators
+that were not replaced or never ran. Everything uses vLLM's extension points, except the log-prob,
+which has none: `logprobs.py` patches the function that computes it. Tensor-parallel ranks copy to
+each other and add nothing up: the bits are those of one rank.
 """
 
 import os
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def plugin() -> None:
-    """vLLM calls it in each of its processes, where this package is installed."""
+    """vLLM calls this in each of its processes where the package is installed."""
     asked = os.environ.get(ENVIRONMENT, "")
     if asked not in ("", "0", "1"):
         raise NotServed(f"{ENVIRONMENT}={asked}: 1 switches the kernels on, and 0 off")
@@ -42,17 +42,17 @@ def plugin() -> None:
 
 
 def register(excluded: Iterable[str] = ()) -> None:
-    """Have every model that this process makes from now on, and those that it starts, use the
-    kernels, but for the `excluded` operators. Done already with the same ones, it does nothing.
-    Raises NotServed where some of the norms are excluded and some are not (see `leave`), and
-    where VLLM_PLUGINS keeps the kernels from the processes that it starts."""
+    """Have every model that this process, or a process that it starts, builds from now on use the
+    kernels, except for the `excluded` operators. A second call with the same ones does nothing.
+    Raises NotServed where only some of the norms are excluded (see `leave`), and where
+    VLLM_PLUGINS keeps the kernels out of the processes that vLLM starts."""
     from rlk_kernels.integrations.vllm.registry import register
 
     excluded = frozenset(excluded)
     if (some := excluded & NORMS) and some != NORMS:
         raise NotServed(
-            f"{', '.join(sorted(some))} cannot be left: vLLM makes all norms of one class; leave "
-            f"{', '.join(sorted(NORMS))}, or none"
+            f"{', '.join(sorted(some))} cannot be left: vLLM makes all norms of one class; exclude "
+            f"all of {', '.join(sorted(NORMS))}, or none"
         )
     _check_plugins()
     register(excluded)
@@ -71,7 +71,7 @@ def _check_plugins() -> None:
 
 
 def unregister() -> None:
-    """Models that are made from now on are vLLM's own again."""
+    """Models that are built from now on are vLLM's own again."""
     from rlk_kernels.integrations.vllm.registry import unregister
 
     unregister()
@@ -80,25 +80,26 @@ def unregister() -> None:
 
 
 def leave(model: Any, excluded: Iterable[str]) -> None:
-    """Give vLLM some of its own norms back in a live model: they are made of one class, so that
-    `register` leaves all of them or none. Raises NotServed where the model is compiled."""
+    """Restore some of vLLM's own norms in a live model: all norms are of one class, so `register`
+    replaces all of them or none. Raises NotServed where the model is compiled."""
     from rlk_kernels.integrations.vllm.registry import leave
 
     leave(model, excluded)
 
 
 def operators(model: Any) -> dict[str, Any]:
-    """Canonical operator -> what computes it, of a live model."""
+    """Canonical operator -> the module that computes it in a live model."""
     from rlk_kernels.integrations.vllm.registry import operators
 
     return operators(model)
 
 
 def check(llm: Any) -> Any:
-    """What the kernels compute of an LLM whose model is in this process
-    (VLLM_ENABLE_V1_MULTIPROCESSING=0), after it has generated. Raises NotServed where it is in
-    another, and where an operator is vLLM's own that was not excluded, or was never called
-    (compiled code counts no calls: see `rlk_kernels.backend_calls()`)."""
+    """What the kernels compute in an LLM whose model is in this process
+    (VLLM_ENABLE_V1_MULTIPROCESSING=0); call it after the LLM has generated. Raises NotServed where
+    the model is in another process, where an operator that was not excluded is vLLM's own, and
+    where a replacement was never called (compiled code counts no calls: see
+    `rlk_kernels.backend_calls()`)."""
     from rlk_kernels.integrations.vllm.registry import check
 
     return check(llm)

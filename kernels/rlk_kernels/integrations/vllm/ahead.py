@@ -1,6 +1,6 @@
-"""What an engine is going to launch on a GPU, compiled while it starts, several kernels at a time:
-else the first request that needs a kernel waits for its compiler. (Without CUDA graphs vLLM may not
-call attention while it starts: its kernels are compiled at the first request then.)"""
+"""Compiles what an engine will launch on a GPU while it starts, several kernels at a time, so that
+no request waits for a compiler. (Without CUDA graphs vLLM may not call attention while it starts;
+its kernels are then compiled at the first request.)"""
 
 from dataclasses import dataclass
 from typing import Any

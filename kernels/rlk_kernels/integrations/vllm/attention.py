@@ -26,7 +26,7 @@ def first(x: Tensor, rows: int) -> Tensor:
 
 
 def refuse(what: dict[str, bool]) -> None:
-    """Raises NotServed with what is so."""
+    """Raises NotServed with the names of those that are True."""
     if refused := [name for name, is_so in what.items() if is_so]:
         raise NotServed(f"rlk_kernels in vLLM does not serve {', '.join(refused)}")
 
@@ -47,7 +47,7 @@ class VllmAttention(Counted):
         return halves
 
     def attend(self, query: Tensor, cache: Tensor, metadata: Any, output: Tensor) -> None:
-        """Writes [T, H, D] to output; rows from `num_actual_tokens` on are nobody's."""
+        """Writes [T, H, D] to output; rows from `num_actual_tokens` on are unused."""
         self.count()
         if metadata.causal is not True:
             raise NotServed("attention that is not causal is not served")
@@ -60,13 +60,13 @@ class VllmAttention(Counted):
         )  # fmt: skip
 
     def schedule(self, metadata: Any, *call: Tensor) -> rlk_kernels.Schedule | None:
-        """What the layers of a pass share, of `paged_schedule`'s tensors; CPUs need none."""
+        """The `paged_schedule` that the layers of a pass share; CPUs need none."""
         return None
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Writes what has a slot; rows of padding are behind the last slot, or have slot -1."""
+        """Writes the rows that have a slot; padding comes after the last slot, or has slot -1."""
         rows = min(key.shape[0], slot_mapping.shape[0])
         k, v = self.keys_and_values(kv_cache)
         rlk_kernels.write_kv_cache(

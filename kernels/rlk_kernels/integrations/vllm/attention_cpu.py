@@ -1,5 +1,5 @@
-"""The attention backend on CPUs, in the place of vLLM's own: the platform there has no choice of
-backends, and honours an override of the one."""
+"""The attention backend on CPUs, instead of vLLM's own: the platform there has only one backend,
+and allows it to be overridden."""
 
 from typing import Any, ClassVar
 

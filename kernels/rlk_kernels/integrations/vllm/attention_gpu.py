@@ -1,7 +1,7 @@
 """The attention backend on GPUs, under the name that vLLM keeps for others' backends, `CUSTOM`.
 
-Run with vLLM 0.26; what 0.32 asks for is written by its source, and was not run. The cache is as
-`attention.py` says: 0.26 asks for shape and order of strides, 0.32 for layouts.
+Run with vLLM 0.26; what 0.32 needs follows its source, and was not run. `attention.py` describes
+the cache: 0.26 asks for its shape and order of strides, 0.32 for layouts.
 """
 
 from dataclasses import dataclass, field

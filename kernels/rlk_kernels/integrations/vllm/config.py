@@ -1,4 +1,4 @@
-"""What a replaced layer asks of the VllmConfig that it is made under, and what it writes there."""
+"""What a replaced layer requires of its VllmConfig, and what it writes there."""
 
 import functools
 import hashlib
@@ -20,7 +20,7 @@ KEY = "rlk_kernels"
 """In `additional_config`."""
 
 NORM_ROPE = frozenset({"q_norm", "k_norm", "q_rope", "k_rope"})
-"""What `fusion.py` puts together; not where one of them is excluded."""
+"""What `fusion.py` fuses, unless one of them is excluded."""
 _excluded: list[str] = []
 
 
@@ -38,12 +38,12 @@ def serve_sparse(served: bool) -> None:
 
 
 def enter_config() -> None:
-    """Refuse a config that asks for what has no kernel, choose our attention on GPUs where no other
-    is chosen, and put a digest into `additional_config`.
+    """Raise NotServed for a config that needs what has no kernel, choose our attention on GPUs
+    unless another is chosen, and put a digest into `additional_config`.
 
     vLLM's compile cache does not see out-of-tree classes: without the digest, a graph compiled
-    with the kernels would be loaded without them, and the other way round. Models are made before
-    anything is compiled. Raises NotServed.
+    with the kernels would be loaded without them, and vice versa. Models are built before anything
+    is compiled.
     """
     config = get_current_vllm_config()
     if not isinstance(config.additional_config, dict):

@@ -1,5 +1,5 @@
 """Which models of vLLM are served, by what vLLM found in config.json: those whose classes compute
-as the families' do in transformers."""
+what transformers' classes of the family compute."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
 }
-"""model_type -> the class that vLLM loads. Others load through classes derived from these, and
-compute something else, or by transformers' own."""
+"""model_type -> the class that vLLM loads. Other models load through subclasses of these, which
+compute something else, or through transformers' own."""
 
 READ_ALONE = {
     "llama": ("sliding_window", "bias", "qkv_bias"),
@@ -21,7 +21,7 @@ READ_ALONE = {
 }
 """Options of config.json that vLLM's class of a family reads and transformers' does not."""
 ROPE_READ_ALONE = ("rope_dim", "mrope_section", "use_fope")
-"""The same of `rope_parameters`."""
+"""The same for `rope_parameters`."""
 
 
 def is_sparse(model: Any) -> bool:
@@ -30,7 +30,7 @@ def is_sparse(model: Any) -> bool:
 
 
 def refused(model: Any) -> dict[str, bool]:
-    """What of vLLM's ModelConfig is not served -> whether it is so."""
+    """A setting of vLLM's ModelConfig that is not served -> whether it is set."""
     text = model.hf_text_config
     family, loaded = text.model_type, model.architecture
     heads = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -50,7 +50,7 @@ def refused(model: Any) -> dict[str, bool]:
         # vLLM's class takes hidden_size / num_attention_heads, transformers' takes head_dim.
         f"head_dim={heads} of Qwen2, which vLLM does not read": family == "qwen2"
         and heads * text.num_attention_heads != text.hidden_size,
-        "attention_bias of Qwen3, of which vLLM leaves out o_proj's": family == "qwen3"
+        "attention_bias of Qwen3, because vLLM leaves out o_proj's": family == "qwen3"
         and bool(getattr(text, "attention_bias", False)),
         "a sliding window in some layers, which vLLM has in all": windowed
         and "full_attention" in (getattr(text, "layer_types", None) or ()),

@@ -1,8 +1,8 @@
-"""In a compiled model, queries' and keys' norms and their rotation become one operator.
+"""In a compiled model, the norms of queries and keys and their rotation become one operator.
 
-vLLM's layers call three; where nothing is compiled, three is what a tap sees. A pass over the
-compiler's graph, by vLLM's own extension point, puts `norm_rope` in the place of what computes the
-same bits: fewer launches, of which a step beyond the largest CUDA graph has hundreds.
+vLLM's layers call three operators, and without compilation a tap sees three. A pass over the
+compiler's graph, through vLLM's own extension point, replaces them by `norm_rope`, which has the
+same bits: fewer launches, and a step beyond the largest CUDA graph has hundreds.
 """
 
 import operator
@@ -25,7 +25,7 @@ _VIEWS = {
 
 
 class NormRopePass(InductorPass):
-    """Finds rope(rms_norm(q), rms_norm(k)) whose norms nobody else reads."""
+    """Finds rope(rms_norm(q), rms_norm(k)) whose norms have no other reader."""
 
     def __call__(self, graph: fx.Graph) -> None:
         for rope in graph.find_nodes(op="call_function", target=torch.ops.rlk.rope.default):
@@ -33,7 +33,7 @@ class NormRopePass(InductorPass):
 
 
 def fuse(graph: fx.Graph, rope: fx.Node) -> bool:
-    """Whether a rotation could be put together with the norms before it, and was."""
+    """Fuses a rotation with the norms before it; returns whether it could."""
     q, k, *_, sign, _table, _interleaved, backend = rope.args
     norms = [norm for x in (q, k) if (norm := _norm_of(x)) is not None]
     if len(norms) < 2 or sign != 1.0:
@@ -67,7 +67,7 @@ def _arguments(q_norm: tuple, k_norm: tuple, rope: tuple) -> tuple:
 
 
 def _norm_of(x: fx.Node) -> fx.Node | None:
-    """The norm, without a residual, whose result x is, and nobody else's."""
+    """The norm without a residual that produced x, if x has no other reader."""
     while x.target in _VIEWS and len(x.users) == 1:
         x = x.args[0]
     if x.target is not operator.getitem or x.args[1] != 0 or len(x.users) != 1:
@@ -81,9 +81,9 @@ def _shape(x: fx.Node) -> tuple[str, ...]:
 
 
 def enter(inductor_config: dict) -> None:
-    """Have the compiler run the pass. Raises NotServed where the place is taken."""
+    """Have the compiler run the pass. Raises NotServed where another pass is set."""
     if not isinstance(inductor_config.get(KEY), NormRopePass | None):
         raise NotServed(
-            f"inductor_compile_config has a {KEY} already, where the kernels put theirs"
+            f"inductor_compile_config already has a {KEY}; the kernels need to set their own"
         )
     inductor_config[KEY] = NormRopePass()

@@ -1,9 +1,9 @@
 """The gather of columns over vLLM's tensor-parallel ranks: by stores into the memory of other GPUs,
 where those reach each other, and else by vLLM's own all-gather. Both are copies.
 
-vLLM's `disable_custom_all_reduce`, its switch for what GPUs do in each other's memory, leaves
-everything to its all-gather. How many rows a batch has is looked at when the operator runs, of
-which compiled code knows nothing.
+With vLLM's `disable_custom_all_reduce`, its switch for access to other GPUs' memory, everything
+goes through its all-gather. The choice follows the number of rows when the operator runs, outside
+of compiled code.
 
 T = rows   F = columns of a rank   R = ranks
 """

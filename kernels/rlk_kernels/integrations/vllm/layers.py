@@ -41,7 +41,7 @@ from rlk_kernels.parallel.embedding import local_ids, of_owner
 
 
 class RlkEmbeddingMethod(UnquantizedEmbeddingMethod):
-    """Looks rows up, and leaves the weight as it is."""
+    """Looks rows up; the weight stays as it is."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         return
@@ -88,7 +88,7 @@ class RlkRMSNorm(Counted, RMSNorm):
 
 
 class RlkLinearMethod(UnquantizedLinearMethod):
-    """Multiplies by the weight as it was loaded: on CPUs vLLM's own packs it away."""
+    """Multiplies by the weight as it was loaded: on CPUs vLLM's own method repacks it."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if layer.weight.is_cuda:
@@ -125,8 +125,8 @@ class RlkQKVParallelLinear(VllmLinear, QKVParallelLinear):
 class RlkRowParallelLinear(VllmLinear, RowParallelLinear):
     """o_proj and down_proj: either may be excluded.
 
-    Of several ranks each has its share of the outputs, over the whole input, which is gathered; and
-    so are the outputs. No partial sums are added: the bits are those of one rank.
+    Each of several ranks computes its share of the outputs from the whole input; inputs and outputs
+    are gathered. No partial sums are added: the bits are those of one rank.
     """
 
     excluded: ClassVar[frozenset[str]] = frozenset()
@@ -140,17 +140,16 @@ class RlkRowParallelLinear(VllmLinear, RowParallelLinear):
             self._share_outputs()
 
     def _share_outputs(self) -> None:
-        """Replace the parameters, which hold a share of the inputs, by those of a share of the
-        outputs."""
+        """Replace the parameters, which hold a share of the inputs, by a share of the outputs."""
         if not self.input_is_parallel or not self.reduce_results or self.skip_bias_add:
             raise NotServed(
                 "a RowParallelLinear whose input is whole, whose results stay partial or whose "
-                "bias is left to what follows is not served by several ranks"
+                "bias is added by the next module is not served on several ranks"
             )
         if self.output_size % self.tp_size:
             raise NotServed(
-                f"{self.output_size} outputs, which {self.tp_size} ranks cannot share, are not "
-                "served"
+                f"{self.output_size} outputs are not served on {self.tp_size} ranks, which do not "
+                "divide them"
             )
         rows = self.output_size // self.tp_size
         gather.connect((self.input_size_per_partition, rows), self.params_dtype)
@@ -220,7 +219,7 @@ class RlkRotaryEmbedding(VllmRotary, RotaryEmbedding):
 class RlkLinearScalingRotaryEmbedding(VllmRotary, LinearScalingRotaryEmbedding):
     def _rope_parameters(self) -> dict[str, Any]:
         if len(self.scaling_factors) != 1:
-            raise NotServed("several factors of one linear rope (LoRA's) are not served")
+            raise NotServed("a linear rope with several factors (LoRA's) is not served")
         factor = self.scaling_factors[0]
         return {"rope_type": "linear", "rope_theta": self.base, "factor": factor}
 
@@ -231,7 +230,7 @@ class RlkYaRNScalingRotaryEmbedding(VllmRotary, YaRNScalingRotaryEmbedding):
             "rope_type": "yarn",
             "rope_theta": self.base,
             "factor": self.scaling_factor,
-            # vLLM keeps no trace of what it is computed from.
+            # vLLM does not keep what it is computed from.
             "attention_factor": self.mscale,
             "beta_fast": self.beta_fast,
             "beta_slow": self.beta_slow,

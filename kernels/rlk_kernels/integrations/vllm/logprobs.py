@@ -1,10 +1,10 @@
 """The log-prob of given tokens: a patch, because vLLM has no extension point for it.
 
-It stands in for `Sampler.compute_logprobs` and `gather_logprobs` of vLLM's older runner, which CPUs
-take, and for `compute_token_logprobs` of the newer one, which GPUs take. Where log-probs are of
-processed logits, those are kept until it is known which are wanted; and the newer runner, which
-divides by a temperature without rounding to nearest, divides as the profile does. A vLLM whose
-functions are others is refused. N = rows, K = tokens of each, V = vocabulary.
+It replaces `Sampler.compute_logprobs` and `gather_logprobs` of vLLM's older runner, which CPUs
+use, and `compute_token_logprobs` of the newer one, which GPUs use. For log-probs of processed
+logits, these are kept until the requested tokens are known; and the newer runner, which divides by
+a temperature without rounding to nearest, divides as the profile does. A vLLM with other functions
+is refused. N = rows, K = tokens of each, V = vocabulary.
 """
 
 import functools
@@ -25,7 +25,7 @@ NEWER = "vllm.v1.worker.gpu.sample"
 
 
 class TokenLogprobs(Counted):
-    """Counts the calls of what is patched in."""
+    """Counts the calls of the patched functions."""
 
     def __call__(self, logits: Tensor, token_ids: Tensor) -> Tensor:
         """fp32 [N, K] of logits[N, V] at ids[N, K]."""
@@ -43,8 +43,8 @@ COMPUTED = TokenLogprobs()
 
 
 def patches() -> Iterator[tuple[Any, str, Any]]:
-    """(owner, attribute, what stands in for it). Raises NotServed for a vLLM whose functions are
-    not as they are known."""
+    """(owner, attribute, replacement). Raises NotServed for a vLLM whose functions differ from the
+    known ones."""
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
     from vllm.v1.sample.sampler import Sampler
 
@@ -73,14 +73,12 @@ def _parameters(owner: Any, name: str) -> list[str] | None:
 def _check(owner: Any, name: str, parameters: list[str]) -> None:
     actual = _parameters(owner, name)
     if actual != parameters:
-        raise NotServed(
-            f"log-probs: this vLLM's {name} takes {actual}, and {parameters} is what is known"
-        )
+        raise NotServed(f"log-probs: this vLLM's {name} takes {actual} instead of {parameters}")
 
 
 def _copy_logits(logits: Tensor) -> Tensor:
-    """In place of the log-probs of all tokens: the logits, as they are before sampling writes into
-    them. Those of the wanted tokens are computed once it is known which."""
+    """Instead of the log-probs of all tokens: the logits, before sampling writes into them. The
+    log-probs are computed once the requested tokens are known."""
     return logits.to(torch.float32, copy=True)
 
 
@@ -96,7 +94,7 @@ def _keeping(original: Any) -> Any:
 def _gathering(original: Any) -> Any:
     @functools.wraps(original)
     def gather(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
-        # Logits are kept in place of log-probs: the largest, and the ranks, are the same.
+        # Logits are kept instead of log-probs: the largest, and the ranks, are the same.
         gathered = original(logprobs, num_logprobs, token_ids)
         return gathered._replace(logprobs=COMPUTED(logprobs, gathered.logprob_token_ids))
 

@@ -1,9 +1,9 @@
-"""What the layers of one pass share: a schedule for each window and each form of call.
+"""What the layers of one pass share: a schedule for each window and each kind of call.
 
 vLLM makes the metadata of a batch once a step, for all layers whose keys lie in one cache group,
-and drops it behind the step; schedules are kept there. So one lives as long as its pass, in memory
-of the stream, or of the graph, that it was made on, and no other uses it. A graph that is captured
-whole makes it anew at each replay.
+and drops it after the step; schedules are kept there. So a schedule lives as long as its pass, in
+memory of its stream or graph, and no other pass uses it. A graph that is captured whole remakes it
+at each replay.
 """
 
 from typing import Any

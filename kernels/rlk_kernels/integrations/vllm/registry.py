@@ -1,5 +1,4 @@
-"""Putting the classes into vLLM's registries, taking them out again, and where each operator of a
-live model lies."""
+"""Registers the classes with vLLM, removes them again, and finds each operator of a live model."""
 
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -77,7 +76,7 @@ def _classes(excluded: frozenset[str]) -> dict[type, type]:
 
 
 def _sparse_classes() -> dict[type, type]:
-    """None in a vLLM that makes its sparse layers otherwise: `config` refuses their models then."""
+    """None in a vLLM that builds sparse layers another way: `config` then refuses their models."""
     try:
         from rlk_kernels.integrations.vllm import sparse
     except ImportError:
@@ -122,7 +121,7 @@ def leave(model: Any, excluded: Iterable[str]) -> None:
     if ours and not model.model.do_not_compile:
         raise NotServed(
             f"{', '.join(sorted(wanted))}: compiled code keeps the norms that it was made of; "
-            "leave all of them, or have vLLM run eager"
+            "exclude all norms, or run vLLM eager"
         )
     for module in ours:
         module.__class__ = RMSNorm
@@ -162,7 +161,7 @@ def check(llm: Any) -> Any:
     """See the package."""
     if not hasattr(llm.llm_engine, "model_executor"):
         raise NotServed(
-            "the model is in another process, where its operators cannot be looked at: set "
+            "the model is in another process, where its operators cannot be inspected: set "
             "VLLM_ENABLE_V1_MULTIPROCESSING=0 before vllm is imported"
         )
     excluded = _registered[0] if _registered else frozenset()

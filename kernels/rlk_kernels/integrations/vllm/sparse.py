@@ -21,7 +21,7 @@ from rlk_kernels.integrations.vllm.layers import RlkLinearMethod, VllmLinear
 
 class RlkFusedMoEMethod(UnquantizedFusedMoEMethod):
     """Keeps the experts' weights as they were loaded, w13[E, 2 I, H] and w2[E, H, I]: vLLM's own
-    pads them, and packs them for its kernels."""
+    method pads and packs them for its kernels."""
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, *_: Any, **__: Any
@@ -33,7 +33,7 @@ class RlkFusedMoEMethod(UnquantizedFusedMoEMethod):
 
 
 class RouterMethod(RlkLinearMethod):
-    """Gives the logits of all experts in fp32."""
+    """Returns the logits of all experts in fp32."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if layer.weight.is_cuda:
@@ -60,7 +60,7 @@ class RlkReplicatedLinear(VllmLinear, ReplicatedLinear):
 
 
 class RlkGateLinear(VllmLinear, GateLinear):
-    """Past the kernels that it would choose from."""
+    """Bypasses the kernels that it would choose from."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -71,7 +71,7 @@ class RlkGateLinear(VllmLinear, GateLinear):
 
 
 class RlkMoERunner(Sparse, MoERunner):
-    """Routes, computes a layer's experts and adds them up, past vLLM's router and its kernels."""
+    """Routes, computes a layer's experts and adds them up, without vLLM's router and kernels."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

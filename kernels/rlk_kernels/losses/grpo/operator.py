@@ -7,14 +7,14 @@ With r = exp(logp - old_logp), A the advantage, (low, high) = clip and d = ref_l
         dr_grpo  1 / (max_tokens x sequences)                  a constant (Dr. GRPO, 2503.20783)
         dapo     1 / tokens of the batch                       token mean (DAPO, 2503.14476)
         ppo      1 / tokens of the batch                       token mean
-The gradient of a token is w[t] (-A r [r A <= clamp(r) A] + beta (1 - exp(d))); a token at which the
-clip is active has none of the first part.
+The gradient of a token is w[t] (-A r [r A <= clamp(r) A] + beta (1 - exp(d))); where the clip is
+active, the first term is 0.
 
-Sums: float64, in an order that the batch's length alone decides. torch backend: by halves
-of the batch (`rows.tree_sum`). triton: by blocks of tokens (`kernels.py`), so a loss or
-a metric of the two backends may differ in its last bit.
-All of it is elementwise on [T] vectors, once a step; on triton in a handful of small launches: it
-costs nothing beside a product.
+Sums: float64, in an order that depends only on the length of the batch. torch backend: by halves
+of the batch (`rows.tree_sum`). triton: by blocks of tokens (`kernels.py`), so the two backends may
+differ in the last bit of a loss or a metric.
+Everything is elementwise on [T] vectors, once a step; on triton a handful of small launches, whose
+cost is negligible beside a matrix product.
 
 T = tokens   B = sequences
 """
@@ -36,7 +36,7 @@ METRICS = (
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What makes a token's loss."""
+    """What a token's loss depends on."""
 
     beta: float
     low: float
@@ -46,15 +46,17 @@ class Loss:
 def group_advantages(
     rewards: Tensor, group_size: int, *, scale: str = "std", eps: float = 1e-6
 ) -> Tensor:
-    """Rewards less the mean of their group (and over its standard deviation) -> [B] float32.
+    """Rewards minus their group's mean, optionally over its standard deviation -> [B] float32.
 
-    rewards[B]: B / group_size groups of neighbours. scale: "std" divides by the group's sample
-    deviation + eps (GRPO), "none" does not (Dr. GRPO). Sums in float64, by halves of the group.
+    rewards[B]: B / group_size groups of consecutive samples. scale: "std" divides by the group's
+    sample deviation + eps (GRPO), "none" does not (Dr. GRPO). Sums in float64, by halves of the
+    group.
     Raises UnsupportedShape, ValueError.
     """
     if rewards.dim() != 1 or group_size < 1 or rewards.shape[0] % group_size:
         raise UnsupportedShape(
-            f"group_advantages: rewards {tuple(rewards.shape)} are no groups of {group_size}"
+            f"group_advantages: rewards {tuple(rewards.shape)} cannot be split into groups of "
+            f"{group_size}"
         )
     if scale not in ("std", "none"):
         raise ValueError(f"group_advantages: scale {scale!r} is unknown; choose 'std' or 'none'")
@@ -66,5 +68,5 @@ def group_advantages(
 
 
 def by_sequence(advantages: Tensor, sequences: int) -> bool:
-    """Whether advantages are [B], one a sequence, and not one a token."""
+    """Whether advantages are [B], one for each sequence, rather than one for each token."""
     return advantages.dim() == 1 and advantages.shape[0] == sequences

@@ -1,7 +1,7 @@
 """linear_grpo_loss on Triton: chunks of tokens, each with its part of the gradients.
 
-Three products instead of four: the loss needs of a token no more than its log-probability, so a
-chunk of tokens is finished while its tiles are still there.
+Three products instead of four: the loss depends only on a token's log-probability, so a chunk of
+tokens is finished while its tiles are still in memory.
     1. x = hidden weight^T. Kept, at the operands' dtype: E = exp(z - log(2) r[t]) with an integer
        r[t] from the target's logit, beside the tiles' statistics; from them logp, with the bits of
        `linear_logp`. A row whose logits are far above or below its target's is brought to another

@@ -5,8 +5,8 @@
 triton backend (`launch.py`): three products instead of four, chunks of tokens. torch backend: the
 portable forward and backward of `linear_logp` (four products), same contract.
 
-The gradients are made in the forward, for an upstream gradient of 1; the backward multiplies them
-by the upstream one in place, once: calling it a second time raises. Compiled, it multiplies copies.
+The forward computes the gradients for an upstream gradient of 1; the backward multiplies them in
+place by the actual one, once: a second backward raises. Compiled code multiplies copies.
 
 T = tokens   V = vocabulary   H = hidden size   B = sequences
 """
@@ -29,7 +29,7 @@ NUMBERS = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
     torch.bfloat16, torch.float32, torch.float64,
 )  # fmt: skip
-"""Dtypes of what comes a number a token."""
+"""Dtypes of the inputs with one number for each token."""
 
 
 @functools.cache
@@ -69,8 +69,8 @@ class _LinearGRPO(torch.autograd.Function):
             return (None,) * 9
         if ctx.used:
             raise RuntimeError(
-                "linear_grpo_loss: its gradients are made once, in the forward; a second backward "
-                "needs a second call"
+                "linear_grpo_loss: the gradients are computed once, in the forward; for a second "
+                "backward, call it again"
             )
         ctx.used = True
         grads, ctx.grads = ctx.grads, None
@@ -89,7 +89,7 @@ def _prepare(
     ids, token_advantages, weights = _implementation(backend).prepare(
         target, mask, advantages, spread, cu_seqlens, sequences, loss_type, max_tokens, ignore_index
     )
-    # a copy where it is an input: an operator returns none of these
+    # a copy where it is an input: a custom operator may not return its inputs
     return ids, token_advantages if spread else token_advantages.clone(), weights
 
 
@@ -113,8 +113,8 @@ def _compiled_loss(
     softcap: float, scale: float, temperature: float, beta: float, low: float, high: float,
     needs: list[bool], backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(loss, logp, metrics, dhidden, dweight, dbias): `_LinearGRPO` for a compiler, which wants all
-    that goes to the backward among the outputs."""
+    """(loss, logp, metrics, dhidden, dweight, dbias): `_LinearGRPO` for a compiler, which needs
+    everything that the backward uses among the outputs."""
     spec = options_of(logit_dtype, softcap, scale, temperature)
     value, metrics, logp, grads, ran = _implementation(backend).loss_and_gradients(
         hidden, weight, bias, ids, (old, advantages, ref, weights), spec, Loss(beta, low, high),
@@ -159,8 +159,8 @@ _compiled_loss.register_autograd(_backward_compiled, setup_context=_setup_compil
 
 
 def _partition(cu_seqlens: Tensor, t: int) -> bool:
-    """Whether the sequences hold each token once. On a GPU asking would wait for it, and compiled
-    code cannot: not asked."""
+    """Whether the sequences hold each token once. Not checked on a GPU, where reading the answer
+    would synchronise, nor in compiled code, which cannot read it."""
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 + (t > 0):
         return False
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -172,8 +172,8 @@ def _partition(cu_seqlens: Tensor, t: int) -> bool:
 
 
 def _check_tables(name: str, sequences: int, length: int, *tables: Tensor | None) -> None:
-    """Raise where target, mask, advantages, old_logp or ref_logp is a table of another shape than
-    [B, L]: read row by row, each number would be another token's."""
+    """Raise where target, mask, advantages, old_logp or ref_logp has two dimensions other than
+    [B, L]: flattened, its numbers would go to the wrong tokens."""
     names = ("target", "mask", "advantages", "old_logp", "ref_logp")
     for what, x in zip(names, tables, strict=True):
         if x is not None and x.dim() > 1 and x.shape != (sequences, length):
@@ -207,13 +207,13 @@ def linear_grpo_loss(
     """The loss (`losses/grpo`; a float32 scalar, differentiable in hidden, weight, bias), metrics.
 
     hidden[B, L, H] with target, mask, old_logp, ref_logp [B, L]; or hidden[T, H] packed, those [T],
-    with cu_seqlens[B + 1] from 0 to T (checked on the CPU; on a GPU a token that no sequence holds
-    gets NaN for what its sequence would give it). advantages: [B], one a sequence, or one a token.
+    with cu_seqlens[B + 1] from 0 to T (checked on the CPU; on a GPU a token outside every sequence
+    gets NaN). advantages: [B], one for each sequence, or one for each token.
     mask: 1 for the tokens that count; a token whose target is ignore_index or negative is masked
     out (it has logp 0 and no gradient). old_logp None: the policy's own log-probabilities (ratio
     1). beta above 0 needs ref_logp. loss_type: see `losses/grpo`; dr_grpo takes max_tokens (default
-    L; packed, it must be given). The rest as in `linear_logp`, whose bits the metrics' `logp` [T]
-    has.
+    L; required for packed input). The other arguments are those of `linear_logp`; the metrics'
+    `logp` [T] has its bits.
 
     metrics: detached tensors, `logp` and the scalars `grpo.METRICS`.
     Raises UnsupportedShape, UnsupportedDtype, ValueError, and what `backend.choose` raises.
@@ -248,7 +248,9 @@ def linear_grpo_loss(
         raise ValueError(f"{name}: clip is (low, high), not {clip!r}")
     beta, low, high = float(beta), float(clip[0]), float(clip[1])
     if not (beta >= 0 and 0 <= low <= 1 and high >= 0):
-        raise ValueError(f"{name}: beta {beta} and clip {clip} must not be negative, nor 1 - low")
+        raise ValueError(
+            f"{name}: beta {beta} and clip {clip} must not be negative, and low at most 1"
+        )
     per_token = {"mask": mask}
     spread = by_sequence(advantages, sequences)
     if not spread:

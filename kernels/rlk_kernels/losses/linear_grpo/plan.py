@@ -1,4 +1,4 @@
-"""What a call of `linear_grpo_loss` has to decide, decided once (see `matmul/plan.py`).
+"""The decisions of a call of `linear_grpo_loss`, made once (see `matmul/plan.py`).
 
 T = tokens   V = vocabulary   H = hidden size   E = the exponentials of `launch.py`
 """

@@ -1,10 +1,10 @@
-"""policy_loss: what policies are trained on, from log-probabilities; dpo_loss: of preferred pairs.
+"""policy_loss: losses of policies, from log-probabilities; dpo_loss: DPO's, from preferred pairs.
 
 With r = exp(logp - old_logp) of a token, A its advantage, (low, high) = clip:
     grpo, dr_grpo, dapo, ppo    -min(r A, clamp(r, 1 - low, 1 + high) A)
     gspo                        the same with r = exp(mean of logp - old_logp over the sequence)
     cispo                       -clamp(r, 1 - low, 1 + high) A logp, the factor without a gradient
-times c, of rho = exp(old_logp - rollout_logp), without a gradient:
+times c, which corrects for the rollout by rho = exp(old_logp - rollout_logp), without a gradient:
     token_truncate              clamp(rho, *limits)                 truncated importance sampling
     token_mask                  rho, and 0 outside of the limits    masked importance sampling
     sequence_truncate, _mask    the same with rho the product over the sequence
@@ -16,9 +16,9 @@ gspo, over sequences x max_tokens for dr_grpo, the mean of the batch's tokens fo
     dpo    mean over pairs of -log sigmoid(beta (gain of the chosen - gain of the rejected)),
            gain the sum of logp - ref_logp over a sequence
 
-All of it is float64 on [T] vectors, on any device, and gradients are written out: nothing is added
-up by atomics. A sum over a sequence is a function of that sequence alone; the batch's, by halves,
-of its length.
+Everything is float64 on [T] vectors, on any device, with explicit gradients and without atomics.
+The order of a sum over a sequence depends on that sequence alone, and that of a sum over the batch
+(by halves) on its length alone.
 
 T = tokens   B = sequences
 """
@@ -44,7 +44,7 @@ from rlk_kernels.ops.linear_logp.operator import linear_logp
 
 
 class _WithSlope(torch.autograd.Function):
-    """A loss whose derivative in `logp` is known."""
+    """A loss whose derivative with respect to `logp` is given."""
 
     @staticmethod
     def forward(ctx: Any, logp: Tensor, loss: Tensor, slope: Tensor) -> Tensor:
@@ -75,12 +75,12 @@ def policy_loss(
     beta: float = 0.0,
     kl: str = "k3",
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss (see above; a float32 scalar, differentiable in logp), and metrics of it.
+    """Returns (loss, metrics): the loss (see above) is a float32 scalar, differentiable in logp.
 
     logp, old_logp, rollout_logp, ref_logp and mask are [T], packed, with cu_seqlens[B + 1] from 0
     to T; mask is 1 for tokens that count. old_logp None: logp itself, so that the ratio is 1.
-    advantages: [B], one a sequence, or, but for gspo, one a token. `correction` needs rollout_logp,
-    beta above 0 ref_logp, dr_grpo max_tokens.
+    advantages: [B], one for each sequence, or, except for gspo, one for each token. `correction`
+    needs rollout_logp, beta above 0 needs ref_logp, dr_grpo needs max_tokens.
 
     metrics: detached float32 scalars over the tokens that count: tokens, clip_fraction, ratio_mean,
     ratio_max, correction_mean, and kl, before beta. Raises UnsupportedShape, ValueError.
@@ -100,8 +100,8 @@ def policy_loss(
     (low, high), (least, most) = clip, limits
     if not (0 <= low <= 1 and high >= 0 and 0 <= least <= most and beta >= 0):
         raise ValueError(
-            f"{name}: clip {clip}, limits {limits} and beta {beta} must not be negative, nor 1 - "
-            "low, and limits must rise"
+            f"{name}: clip {clip}, limits {limits} and beta {beta} must not be negative, low must "
+            "be at most 1, and limits must rise"
         )
     per_token = {"logp": logp, "mask": mask}
     others = {"old_logp": old_logp, "rollout_logp": rollout_logp, "ref_logp": ref_logp}
@@ -140,8 +140,8 @@ def linear_policy_loss(
     differentiable in hidden[T, H], weight[V, H] and bias[V], and the metrics with `logp` [T].
 
     A token whose target is negative is masked out. `objective`: the keywords of `policy_loss`.
-    grpo, dr_grpo, dapo and ppo without a correction also have `linear_grpo_loss`, which makes one
-    product less. Raises what both raise.
+    For grpo, dr_grpo, dapo and ppo without a correction, `linear_grpo_loss` needs one product less.
+    Raises what both raise.
     """
     logp = linear_logp(hidden, weight, target, bias=bias, temperature=temperature, backend=backend)
     assert isinstance(logp, Tensor)  # nothing else was asked for
@@ -153,9 +153,9 @@ def linear_policy_loss(
 def dpo_loss(
     logp: Tensor, ref_logp: Tensor, mask: Tensor, *, cu_seqlens: Tensor, beta: float = 0.1
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """DPO's loss (see above; a float32 scalar, differentiable in logp) of packed sequences of which
-    each second one is the rejected partner of the one before it; metrics: the float32 scalars
-    accuracy and margin, the means over pairs.
+    """Returns (loss, metrics): DPO's loss (see above; a float32 scalar, differentiable in logp) of
+    packed sequences that alternate between chosen and rejected; metrics: the float32 scalars
+    accuracy and margin, means over pairs.
 
     logp, ref_logp and mask are [T], cu_seqlens[B + 1] with B even. Raises UnsupportedShape,
     ValueError.
@@ -164,7 +164,7 @@ def dpo_loss(
     cu = _bounds(name, cu_seqlens, {"logp": logp, "ref_logp": ref_logp, "mask": mask})
     pairs = (len(cu) - 1) // 2
     if len(cu) % 2 == 0 or pairs == 0:
-        raise UnsupportedShape(f"{name}: {len(cu) - 1} sequences are no pairs")
+        raise UnsupportedShape(f"{name}: {len(cu) - 1} sequences are not pairs")
     if not beta > 0:
         raise ValueError(f"{name}: beta must be above 0, not {beta}")
     with torch.no_grad():
@@ -187,11 +187,11 @@ def _one_of(name: str, what: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def _bounds(name: str, cu_seqlens: Tensor, per_token: dict[str, Tensor]) -> Tensor:
-    """cu_seqlens int64. Raises UnsupportedShape where it or what comes a token does not fit."""
+    """cu_seqlens int64. Raises UnsupportedShape where it, or an input [T], does not fit."""
     t = per_token["logp"].shape
     wrong = {what: tuple(x.shape) for what, x in per_token.items() if x.shape != t or x.dim() != 1}
     if wrong:
-        raise UnsupportedShape(f"{name}: one number a token is needed, [T], not {wrong}")
+        raise UnsupportedShape(f"{name}: inputs must be [T], one number a token, not {wrong}")
     cu = cu_seqlens.long()
     rises = cu.dim() == 1 and len(cu) > 1 and bool((cu[1:] >= cu[:-1]).all())
     if not rises or int(cu[0]) != 0 or int(cu[-1]) != t[0]:

@@ -1,5 +1,5 @@
-"""What makes a token's loss, and its derivative in the token's log-prob, in float64: elementwise,
-but for sums over a sequence, whose order is a function of the sequence alone.
+"""The terms of a token's loss and its derivative with respect to the log-prob, in float64:
+elementwise, except for sums over a sequence, whose order depends on the sequence alone.
 
 T = tokens   B = sequences
 """
@@ -16,7 +16,7 @@ AVERAGES = {
     "grpo": "grpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "ppo": "ppo", "gspo": "grpo",
     "cispo": "dapo",
 }  # fmt: skip
-"""Loss type -> whose weights its tokens have (`losses/grpo`)."""
+"""Loss type -> the type of `losses/grpo` whose weights it uses."""
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 KL = ("k1", "k2", "k3")
 
@@ -40,14 +40,14 @@ class Terms:
 
     value: Tensor
     slope: Tensor
-    """Of `value` in the token's log-prob; through a sequence's ratio, its share of it."""
+    """Derivative of `value` with respect to the token's log-prob, or its share of a sequence's."""
     ratio: Tensor
     active: Tensor
-    """bool: whether the clip holds its ratio."""
+    """bool: whether the clip is active."""
     factor: Tensor
-    """Of the correction by the rollout's log-probs; 1 without one."""
+    """The factor that corrects for the rollout's log-probs; 1 without a correction."""
     kl: Tensor
-    """Before beta; 0 without a reference."""
+    """KL before beta; 0 without a reference."""
 
 
 def sequence_sums(x: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def token_terms(
     logp: Tensor, old: Tensor, advantages: Tensor, on: Tensor, cu_seqlens: Tensor,
     rollout: Tensor | None, ref: Tensor | None, objective: Objective,
 ) -> Terms:  # fmt: skip
-    """Each token's terms; what is not `on` (bool [T]) enters no sum over a sequence."""
+    """Each token's terms; tokens that are not `on` (bool [T]) enter no sum over a sequence."""
     logp, old, a = logp.double(), old.double(), advantages.double()
     log_ratio = logp - old
     if objective.loss_type == "gspo":
@@ -86,7 +86,7 @@ def token_terms(
     if objective.correction is not None:
         assert rollout is not None
         factor = _correction(old - rollout.double(), on, cu_seqlens, objective)
-        # A sequence's ratio is in each of its tokens' losses: its gradient is of all their factors.
+        # A sequence's ratio is part of each token's loss: its gradient sums all their factors.
         whole = objective.loss_type == "gspo"
         value = value * factor
         slope = slope * (_mean_of_sequence(factor, on, cu_seqlens) if whole else factor)
@@ -113,7 +113,7 @@ def _correction(log_ratio: Tensor, on: Tensor, cu_seqlens: Tensor, objective: Ob
     ratio, (low, high) = log_ratio.exp(), objective.limits
     if how == "truncate":
         return ratio.clamp(low, high)
-    # What is not a number is neither inside nor outside: it stays, and is seen in the loss.
+    # NaN is neither inside nor outside the limits: it stays, and shows in the loss.
     return torch.where((ratio < low) | (ratio > high), 0.0, ratio)
 
 

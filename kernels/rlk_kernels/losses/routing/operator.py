@@ -1,12 +1,12 @@
-"""load_balancing_loss and router_z_loss: they keep experts in use, and a router's logits small.
+"""load_balancing_loss and router_z_loss: keep all experts in use and a router's logits small.
 
     load_balancing_loss = E * sum_e (c_e / T) * P_e    c_e: tokens sent to e,  P_e = mean_t p[t, e]
     router_z_loss       = mean_t (log sum_e exp(logits[t, e]))²
 
-p = softmax(logits). The first is transformers' `load_balancing_loss_func` of the layers' logits put
-together; megatron-core's is this one divided by k. Sums over tokens are those of `column_sum`, by
-token; in float64 on every device, rounded to fp32 at the end. Tokens that `valid` leaves out count
-nowhere, and a NaN among their logits reaches nobody.
+p = softmax(logits). The first equals transformers' `load_balancing_loss_func` of the concatenated
+logits of the layers; megatron-core's is this one divided by k. Sums over tokens are in the order
+of `column_sum`, in float64 on every device, rounded to fp32 at the end. Tokens that `valid`
+excludes do not count, and a NaN in their logits does not spread.
 
 Gradients (c_e is a constant), over N valid tokens:
     dlogits[t, e] = p[t, e] (f_e - sum_i p[t, i] f_i) / N,  f_e = E c_e / N        load balancing
@@ -107,8 +107,8 @@ def _check(op: str, logits: Tensor, valid: Tensor | None, *others: Tensor) -> No
 
 
 def load_balancing_loss(logits: Tensor, ids: Tensor, valid: Tensor | None = None) -> Tensor:
-    """The loss, in logits' dtype, of logits[T, E] and the experts ids[T, k] of each token, of one
-    layer, or of several put together; valid: bool [T], all without it. NaN where no token is valid.
+    """The loss, in logits' dtype, of logits[T, E] and the experts ids[T, k] of each token, for one
+    layer or several concatenated; valid: bool [T], default all. NaN where no token is valid.
     Raises UnsupportedShape, UnsupportedDtype, UnsupportedDevice.
     """
     if ids.dim() != 2 or ids.shape[0] != logits.shape[0] or ids.is_floating_point():

@@ -1,4 +1,4 @@
-"""A product whose contracted dimension comes in slices, with the bits of one that comes whole.
+"""A product whose contracted dimension comes in slices, with the bits of the whole product.
 
     C[m, n] = round( sum_k A[m, k] B[k, n] )          slices of K, one call each, front to back
 

@@ -1,8 +1,8 @@
 """The product with an epilogue (`matmul/epilogue.py`) for Hopper: its bits, another schedule.
 
 A warp copies h and w (TMA) as fast as buffers come free, on into the next tile; two groups of four
-warps multiply 64 rows of the tile each, K from front to back in fp32 accumulators, waiting for
-nobody but that warp. The left half of a tile's columns is ahead of the right one, at both ends of K
+warps multiply 64 rows of the tile each, K from front to back in fp32 accumulators, waiting only
+for that warp. The left half of a tile's columns is ahead of the right one, at both ends of K
 (`pipeline.lead_steps`) and of each segment (`split.py`): what is done with the sums of the left
 half runs beside the last products of the right one, what is done with those of the right half
 beside the first products of the next tile or segment. Written in Gluon, which ships with Triton.

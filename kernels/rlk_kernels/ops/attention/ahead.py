@@ -27,7 +27,7 @@ def warm_up_paged_attention(
     sequences: int, tokens: int,
 ) -> bool:  # fmt: skip
     """Compile, several kernels at a time, what `paged_attention` and `paged_schedule` will launch
-    for calls like this one in batches of at most so many sequences and queries (of all together).
+    for calls like this one, in batches of at most `sequences` sequences and `queries` queries.
 
     The tensors are as theirs: of q the heads and the dtype count, of the block table its width, and
     no values. Neither a softcap nor sinks. False, with nothing compiled, while a CUDA graph is

@@ -1,4 +1,4 @@
-"""One call of attention on a GPU: what it is given, how it runs, and its memory."""
+"""One call of attention on a GPU: its inputs, how it runs, and its memory."""
 
 from dataclasses import dataclass
 
@@ -17,8 +17,8 @@ class PieceList:
 
 @dataclass(slots=True)
 class AttentionCall:
-    """What a call is given. Nobody changes it, but `forward`, which allocates `out`; frozen, it
-    would take the host six times as long to make."""
+    """The inputs of a call. Only `forward` changes it, to allocate `out`; a frozen dataclass would
+    take the host six times as long to make."""
 
     q: Tensor
     """[T, Hq, D]."""
@@ -35,14 +35,14 @@ class AttentionCall:
     scale: float
     window: int | None
     softcap: float = 0.0
-    """0 is none; the kernels for Hopper have none."""
+    """0: no cap. The kernels for Hopper have no cap."""
     out: Tensor | None = None
     """[T, Hq, D], contiguous; None until there is memory for it."""
     shared: PieceList | None = None
     """Made for all calls with the same tables and lengths (`forward.paged_pieces`)."""
     keeps_lse: bool = True
-    """False where nobody asks for lse: it lies in the call's scratch then, which may be what is
-    returned in its place."""
+    """False where lse is not requested: it then lies in the call's scratch, which may be returned
+    instead."""
 
     @property
     def batch(self) -> int:
@@ -96,7 +96,7 @@ class AttentionPlan:
     most: int
     """Pieces of one KV head that there can be."""
     target: int
-    """Pieces of all KV heads that are wanted, where there is enough work."""
+    """Pieces of all KV heads to aim for, where there is enough work."""
 
     @property
     def running(self) -> bool:
@@ -106,7 +106,7 @@ class AttentionPlan:
 
 @dataclass(slots=True)
 class Scratch:
-    """Memory of a call beside its result."""
+    """Memory of a call apart from its result."""
 
     lse: Tensor
     """[Hq, T]: a result too, where the call keeps it."""
@@ -121,5 +121,5 @@ class Scratch:
 
     @classmethod
     def unused(cls, lse: Tensor, cu_q: Tensor) -> "Scratch":
-        """lse alone. A kernel wants a pointer where it reads none: lse or cu_q stands there."""
+        """lse alone. A kernel takes a pointer even where it reads nothing: lse or cu_q serves."""
         return cls(lse, lse, lse, lse, cu_q, cu_q)

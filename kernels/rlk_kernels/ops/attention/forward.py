@@ -105,7 +105,7 @@ def _planned(
 
 
 def paged_pieces(call: AttentionCall) -> PieceList | None:
-    """What calls with these tables and lengths can share; None: they need no list."""
+    """What calls with these tables and lengths can share; None where they need no list."""
     if call.q.shape[0] == 0 or call.batch == 0:
         return None
     cache, plan = _planned(call, None, None, None)
@@ -149,8 +149,8 @@ def forward(
             entries, pieces = call.shared.entries, call.shared.pieces
             if call.shared.special != plan.special:
                 raise UnsupportedShape(
-                    "paged_attention: the caches lie otherwise than those that the schedule was "
-                    "made with; make one with paged_schedule from this call's"
+                    "paged_attention: the caches' strides differ from those that the schedule was "
+                    "made for; call paged_schedule with this call's caches"
                 )
     places, lse_shape = None, (heads, tokens)
     if plan.split:

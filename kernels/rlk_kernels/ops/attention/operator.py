@@ -3,13 +3,13 @@
     s[j] = scale * (q . k[j]) for the keys that a row sees;  lse = log sum_j exp(s[j])
     out  = sum_j exp(s[j] - lse) v[j]
 
-Reduction order: `order.py` and `portable.py`. Keys in chunks aligned to key 0
-of their sequence, chunks merged front to back; so a row has the same bits in prefill and in paged
-decode, whatever the block of queries, the block table, the chunked prefill, the cached prefix and
-the neighbours. Causal is aligned bottom-right: the last query sees the last key. `window` = w: a
-query sees itself and the w - 1 keys before it. `softcap` = c: s[j] becomes c tanh(s[j] / c).
-`sinks`: a logit a head without a value (`sinks.py`). Keys and values must be finite. Sequences
-without keys, and rows that see none, give out = 0 and lse = -inf.
+Reduction order: `order.py` and `portable.py`. Keys are taken in chunks aligned to key 0 of their
+sequence, and chunks are merged front to back. So a row has the same bits in prefill and in paged
+decode, whatever the block of queries, the block table, the chunks of a prefill, the cached prefix
+and the other sequences. Causal is aligned bottom-right: the last query sees the last key.
+`window` = w: a query sees itself and the w - 1 keys before it. `softcap` = c: s[j] becomes
+c tanh(s[j] / c). `sinks`: one logit for each head, without a value (`sinks.py`). Keys and values
+must be finite. Sequences without keys, and rows that see no key, give out = 0 and lse = -inf.
 
 T = queries of all sequences   S = keys of all sequences   Hq, Hk = heads   D = head size
 B = sequences   P = block size of the cache
@@ -82,7 +82,9 @@ def _check(op: str, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int |
             f"{op}: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit together"
         )
     if kv_heads == 0 or heads % kv_heads:
-        raise UnsupportedShape(f"{op}: {heads} query heads are no multiple of {kv_heads} KV heads")
+        raise UnsupportedShape(
+            f"{op}: {heads} query heads are not a multiple of {kv_heads} KV heads"
+        )
     if not 0 < dim <= MAX_DIM:
         raise UnsupportedShape(f"{op}: head size {dim} is not in 1..{MAX_DIM}")
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
@@ -96,15 +98,15 @@ def _check(op: str, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int |
 def _variant(
     op: str, heads: int, sinks: Tensor | None, softcap: float | None
 ) -> tuple[Tensor | None, float]:
-    """(sinks, softcap) as the custom operators take them, 0 for no cap; raises where they cannot be
-    had."""
+    """(sinks, softcap) as the custom operators take them, 0 for no cap; raises where they are
+    invalid."""
     if sinks is not None:
         sink_logits.check(op, sinks, heads)
         sinks = sinks.contiguous()
     if softcap is None:
         return sinks, 0.0
     if not softcap > 0:
-        raise ValueError(f"{op}: softcap must be above 0, not {softcap}; None is no cap")
+        raise ValueError(f"{op}: softcap must be above 0, not {softcap}; use None for no cap")
     return sinks, float(softcap)
 
 
@@ -145,9 +147,10 @@ def attention(
     cu_seqlens_q, cu_seqlens_k: [B + 1] integers, where each sequence begins. bfloat16, float16,
     float32 (float64 on the torch backend); Hq a multiple of Hk; D <= 256 (tuned for 64 and 128);
     scale defaults to 1 / sqrt(D). The head dimension must be dense; otherwise it is copied.
-    Differentiable in q, k, v and sinks[Hq] (float32; part of lse too); lse is not. Bounds outside
-    of q or k raise on the torch backend and are not looked at on a GPU. Rows of q that no sequence
-    holds give anything there, 0 on the torch backend, and have gradients of 0. Raises
+    Differentiable in q, k, v and sinks[Hq] (float32, which lse includes); lse has no gradient.
+    cu_seqlens beyond q or k raise on the torch backend and are not checked on a GPU. Rows of q
+    outside every sequence are undefined on a GPU, 0 on the torch backend, and have gradients of 0.
+    Raises
     UnsupportedShape, UnsupportedDtype, UnsupportedDevice, ValueError, and what `backend.choose`
     raises.
     """
@@ -206,15 +209,15 @@ def paged_schedule(
     softcap: float | None = None,
     backend: str | None = None,
 ) -> Schedule | None:
-    """What calls of `paged_attention` with these arguments would each make for themselves on the
-    device, made once for all of them: the layers of one pass. They take it as `schedule=`.
+    """The list of work that each call of `paged_attention` would otherwise make on the device, made
+    once for all layers of one pass, which take it as `schedule=`.
 
-    None where they need none: on the torch backend, of one sequence, of tables without room for two
-    chunks of keys. Of q and the caches the shapes, dtypes and strides alone are read. It is made on
-    the current stream, and made anew by a CUDA graph that captures this call; it holds for as long
-    as the values of block_table, context_lens and cu_seqlens_q stay what they are, which nothing
-    checks: with others a call reads and writes what is not its own. torch.compile does not trace
-    it. Raises what `paged_attention` raises of the same arguments.
+    None where no list is needed: on the torch backend, for one sequence, for tables too short for
+    two chunks of keys. Of q and the caches only shapes, dtypes and strides are read. The list is
+    made on the current stream, and again in each replay of a CUDA graph that captures this call. It
+    is valid while the values of block_table, context_lens and cu_seqlens_q stay the same, which is
+    not checked: with others a call reads and writes memory that is not its own. torch.compile does
+    not trace it. Raises what `paged_attention` raises for the same arguments.
     """
     _, table, lens, cu_q = _paged(
         "paged_schedule", q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, None, window
@@ -255,15 +258,15 @@ def paged_attention(
     """Causal attention of q[T, Hq, D] over a paged cache; the bits of `attention`.
 
     k_cache, v_cache[blocks, P, Hk, D]; block_table[B, most blocks of a sequence]; context_lens[B]
-    counts the keys of a sequence, those of its queries included (they are in the cache already).
-    Slots behind a sequence's last key are never read into a result. With out[T, Hq, D] (contiguous,
-    q's dtype) the result is written there, and `out` is returned. `schedule`: what `paged_schedule`
-    made of the same tables and lengths; it changes the time and no bit, and the torch backend needs
-    none. Not differentiable. A table with too few blocks, or with one that the cache has not,
-    raises on the torch backend and is not looked at on a GPU. Rows of q that no sequence holds
-    (the padding of a CUDA graph) give anything there, and 0 on the torch backend. Raises
-    UnsupportedShape (of a schedule for other shapes, window or softcap too), UnsupportedDtype,
-    ValueError (of an `out` that is to have a gradient too), and what `backend.choose` raises.
+    counts the keys of a sequence, including those of its queries, which are in the cache already.
+    Slots after a sequence's last key never affect a result. With out[T, Hq, D] (contiguous,
+    q's dtype) the result is written there, and `out` is returned. `schedule`: the result of
+    `paged_schedule` for the same tables and lengths; it changes the time and no bit, and the torch
+    backend ignores it. Not differentiable. A table with too few blocks, or with a block that the
+    cache lacks, raises on the torch backend and is not checked on a GPU. Rows of q outside every
+    sequence (the padding of a CUDA graph) are undefined on a GPU and 0 on the torch backend. Raises
+    UnsupportedShape (also for a schedule of other shapes, window or softcap), UnsupportedDtype,
+    ValueError (also for an `out` that requires a gradient), and what `backend.choose` raises.
     """
     scale, table, lens, cu_q = _paged(
         "paged_attention", q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale,

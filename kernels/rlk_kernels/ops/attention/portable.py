@@ -222,18 +222,19 @@ def _check_bounds(
     tokens: int, slots: int, cu_q: Tensor, start_k: list[int], len_k: list[int],
     table: Tensor | None, page: int,
 ) -> None:  # fmt: skip
-    """UnsupportedShape where sequences reach outside of q, k, v or the cache."""
+    """Raises UnsupportedShape where sequences reach beyond q, k, v or the cache."""
     bounds = cu_q.tolist()
     if not bounds or bounds[0] < 0 or bounds[-1] > tokens or sorted(bounds) != bounds:
         raise UnsupportedShape(
-            f"attention: the queries' bounds {bounds} do not rise from 0 to at most {tokens}"
+            f"attention: cu_seqlens of the queries, {bounds}, must rise from 0 to at most {tokens}"
         )
     if any(n < 0 for n in len_k):
-        raise UnsupportedShape(f"attention: numbers of keys {len_k} must not be negative")
+        raise UnsupportedShape(f"attention: the numbers of keys, {len_k}, must not be negative")
     if table is None:
         if any(a < 0 or a + n > slots for a, n in zip(start_k, len_k, strict=True)):
             raise UnsupportedShape(
-                f"attention: keys from {start_k} of numbers {len_k} are not in k of {slots} keys"
+                f"attention: sequences that start at keys {start_k} and have {len_k} keys reach "
+                f"beyond k, which has {slots}"
             )
         return
     for row, n in zip(table.tolist(), len_k, strict=True):

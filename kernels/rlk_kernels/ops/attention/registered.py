@@ -31,7 +31,7 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_q: Tensor, cu_k: Tensor, causal: bool,
     scale: float, window: int | None, softcap: float, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse); softcap: 0 is none."""
+    """(out, lse); softcap: 0 for no cap."""
     if backend == "torch":
         start, length = lengths_of(cu_k)
         out, lse = portable.forward(
@@ -111,8 +111,8 @@ def attend_paged(
     plan: Tensor | None, pieces: Tensor | None, special: bool, backend: str,
     out: Tensor | None = None, keeps_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse); plan, pieces, special: of a `Schedule`, or none; softcap: 0 is none; out: memory
-    for the result, which triton alone takes; keeps_lse: see `AttentionCall`."""
+    """(out, lse); plan, pieces, special: of a `Schedule`, or None; softcap: 0 for no cap; out:
+    memory for the result, on the triton backend only; keeps_lse: see `AttentionCall`."""
     if backend == "torch":
         k, v = (x.reshape(-1, *x.shape[2:]) for x in (k_cache, v_cache))
         length = context_lens.tolist()

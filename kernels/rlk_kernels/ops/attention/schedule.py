@@ -1,12 +1,12 @@
 """Who attends to what where keys are split: a list of pieces of work, made on the device.
 
 A piece is a block of packed rows and a range of chunks of its keys. The list follows the lengths
-that the sequences have, not those that a block table has room for: nothing of it is read by the
-host, and a CUDA graph's replay makes it anew. Neither what a piece is nor who takes it can change a
-bit (`order.py`): a range that begins at the first chunk merges its chunks as it goes, any other
+of the sequences, not the room in a block table: the host never reads it, and each replay of a CUDA
+graph remakes it. Neither the cut into pieces nor the program that takes one can change a bit
+(`order.py`): a range that begins at the first chunk merges its chunks as it goes, any other
 leaves each chunk for `merge.py`, which goes on from there. (Merged by whoever ends the last piece
-of some rows, it took longer: a program waits for its own stores before it can say that it has.
-Few rows of a sequence that is alone are merged so, `hopper_merge.py`: there nobody else waits.)
+of some rows, it took longer: a program waits for its own stores before it can signal them. Few rows
+of a single sequence are merged that way, `hopper_merge.py`: there no other program waits.)
 
     pieces    k = max(1, n // tau) ranges of a sequence's n chunks, tau from the whole work: with
               enough sequences none is split, and a long one is where others are short
@@ -86,7 +86,7 @@ def _shared_chunks(
     table_ptr, cu_q_ptr, lens_ptr, stride_table, R, b, live, CHUNK: tl.constexpr,
     PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Leading chunks of sequences b[N] whose blocks are those of the sequence before, both of one
+    """Leading chunks of sequences b[N] with the same blocks as the sequence before, both with one
     query and in one block of rows."""
     asked = live & (b % R != 0)
     start = tl.load(cu_q_ptr + b, mask=asked, other=0)

@@ -4,7 +4,7 @@
 
 Order: one by one in ascending j, from +0; each product is rounded to fp32 before it is added (no
 multiply-add), on every backend alike: its bits are the same on all of them. A slot whose id is
-outside of 0 .. E - 1 is dropped: it is left out, and a NaN in its row or its weight reaches nobody.
+outside of 0 .. E - 1 is dropped: a NaN in its row or its weight has no effect.
 
 Gradients:
     drows[t, j, h] = round( weights[t, j] * dy[t, h] )          0 for a dropped slot

@@ -1,7 +1,7 @@
 """embedding: y[t] = weight[ids[t]], a copy: no arithmetic, every bit kept.
 
 Gradient: dweight[v] = round( sum of dy[t] over the tokens t with ids[t] = v ), fp32. The tokens of
-one id are taken in the order in which they stand; no atomics. triton: front to back. torch: in
+one id are added in their order in the batch; no atomics. triton: front to back. torch: in
 pairs of neighbours, pairs of pairs, and so on.
 
 T = tokens (all dimensions of ids)   V = vocabulary   H = features

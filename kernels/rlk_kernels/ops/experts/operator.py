@@ -1,16 +1,16 @@
-"""grouped_linear: the rows of tokens, each by the weight of one of the token's experts; and
-grouped_swiglu: the same, and `swiglu` of the halves of what it gives, in one kernel.
+"""grouped_linear multiplies each row of a token by the weight of one of the token's experts;
+grouped_swiglu does so and applies `swiglu` to the halves of the result, in one kernel.
 
     y[t, j, n] = round( sum_k x[t(, j), k] * weight[ids[t, j], n, k] )         fp32, then x's dtype
     a[t, j, i] = swiglu(y[t, j, i], y[t, j, I + i])                            the bits of `swiglu`
 
 Row (t, j) has the bits of `linear` of that row and that expert's weight, on the same backend: the
-order of its sum is that of `matmul/kernels.py`, and depends neither on the other tokens, nor on how
-many of them an expert has, nor on experts without any. Rows stay where their token has them;
-`group_by_expert` says on the device which rows each expert has, by token, without asking the host.
+order of its sum is that of `matmul/kernels.py`, and depends on neither the other tokens, nor their
+number for each expert, nor experts without tokens. Rows keep the order of their tokens;
+`group_by_expert` lists each expert's rows on the device, by token, without the host.
 
-An id outside of 0 .. E - 1 is a dropped slot: its row is zero, nothing reads what its token holds,
-NaN or not, and no gradient passes it.
+An id outside of 0 .. E - 1 is a dropped slot: its row is zero, whatever its token holds (NaN too),
+and has no gradient.
 
 Gradients, each product with fp32 accumulation, rounded once:
     dx[t, j, k] = sum_n dy[t, j, n] weight[ids[t, j], n, k]     the bits of `linear`'s
@@ -175,7 +175,7 @@ _grouped.register_autograd(_backward, setup_context=_setup)
 
 
 def group_by_expert(ids: Tensor, experts: int, *, backend: str | None = None) -> ExpertGroups:
-    """Which rows each of `experts` experts has, of ids int32 [T, k]; nothing is read on the host.
+    """Which rows each of `experts` experts has, by ids int32 [T, k]; nothing is read on the host.
 
     Raises UnsupportedShape, UnsupportedDtype, and what `backend.choose` raises.
     """
@@ -193,7 +193,7 @@ def group_by_expert(ids: Tensor, experts: int, *, backend: str | None = None) ->
 def grouped_linear(
     x: Tensor, weight: Tensor, groups: ExpertGroups, *, backend: str | None = None
 ) -> Tensor:
-    """y[T, k, N] of x[T, K], which all experts of a token read, or of x[T, k, K]; weight[E, N, K].
+    """y[T, k, N] of x[T, K], shared by all experts of a token, or of x[T, k, K]; weight[E, N, K].
 
     x, weight: one dtype of bfloat16, float16, float32 (float64 on the torch backend).
     Raises UnsupportedShape, UnsupportedDtype, and what `backend.choose` raises.
@@ -205,13 +205,13 @@ def grouped_swiglu(
     x: Tensor, weight: Tensor, groups: ExpertGroups, *, backend: str | None = None
 ) -> Tensor:
     """a[T, k, I] of x[T, K] or x[T, k, K] and weight[E, 2 I, K], gate before up: the bits of
-    `swiglu` of the halves of `grouped_linear`, which are not written. It has no gradient.
+    `swiglu` of the halves of `grouped_linear`, without storing them. No gradient.
 
     Raises UnsupportedShape, UnsupportedDtype, and what `backend.choose` raises.
     """
     if weight.dim() == 3 and weight.shape[1] % 2:
         raise UnsupportedShape(
-            f"grouped_swiglu: weight {tuple(weight.shape)} has no two halves; weight[E, 2 I, K] is "
+            f"grouped_swiglu: weight {tuple(weight.shape)} cannot be halved; weight[E, 2 I, K] is "
             "needed"
         )
     return _by_expert(_grouped_swiglu, "grouped_swiglu", x, weight, groups, backend)

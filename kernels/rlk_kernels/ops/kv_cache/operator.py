@@ -1,7 +1,7 @@
 """write_kv_cache: k_cache[slot // P, slot % P] = k[t], and so v, for slot = slots[t].
 
-A copy: no arithmetic, every bit kept. Which slot a token has is the engine's affair; a negative one
-(padding) is left out. No two tokens may have one slot.
+A copy: no arithmetic, every bit kept. The engine assigns the slots; a token with a negative slot
+(padding) is left out. No two tokens may share a slot.
 
 T = tokens   Hk = KV heads   D = head size   P = block size of the cache
 """
@@ -44,10 +44,10 @@ def write_kv_cache(
 ) -> None:
     """Write k[T, Hk, D] and v[T, Hk, D] into k_cache and v_cache[blocks, P, Hk, D] at slots[T].
 
-    A slot is block * P + place in the block (int32 or int64); negative: the token is left out. The
+    A slot is block * P + offset in the block (int32 or int64); negative: the token is left out. The
     caches are what `paged_attention` takes, of any strides with a dense last dimension: two halves
     of one tensor, or vLLM's [blocks, Hk, P, 2 D] as `cache.transpose(1, 2).split(D, -1)`. A slot
-    behind the cache raises IndexError on the torch backend and is left out on a GPU. No gradients.
+    beyond the cache raises IndexError on the torch backend and is left out on a GPU. No gradients.
     Raises UnsupportedShape, UnsupportedDtype, and what `backend.choose` raises.
     """
     if k.dim() != 3 or k_cache.dim() != 4 or k.shape != v.shape or k_cache.shape != v_cache.shape:

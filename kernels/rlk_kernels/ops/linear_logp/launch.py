@@ -4,7 +4,7 @@ What is held at a time: forward, (n, s) of all tiles of a chunk of tokens, at mo
 backward, dlogits of a chunk of tokens over one chunk of the vocabulary, unless the weight gradient
 has room for them (`workspace.py`), and the lower halves of partial accumulators
 (`matmul/accumulate`), at most WORKSPACE_BYTES together. Neither cut changes a bit: a row's tree
-knows nothing of token chunks, and a sum goes on from one vocabulary chunk to the next in its
+does not depend on token chunks, and a sum continues from one vocabulary chunk to the next in its
 accumulator. Beyond ONE_PASS_ELEMENTS hidden gradients the backward makes the two gradients in two
 passes (five products instead of four), so that nothing held grows with the number of tokens.
 
@@ -41,7 +41,7 @@ from rlk_kernels.ops.linear_logp.workspace import VocabChunk
 FINISH_ROWS = 64
 """Rows of a program above the tiles (time only)."""
 Planes = tuple[Tensor, Tensor, Tensor | None]
-"""(n, s, and u where the entropy is wanted)[nodes, T] of the tree."""
+"""(n, s, and u for the entropy)[nodes, T] of the tree."""
 _TL = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 

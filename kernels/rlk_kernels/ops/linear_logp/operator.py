@@ -5,22 +5,23 @@
     lse   = log sum_v exp(z[v])          logp = z[target] - lse
     entropy = lse - sum_v p[v] z[v]      p[v] = exp(z[v] - lse)
 
-Reduction order: the sum over h is that of `linear`, the sum over v the tree of `numerics/lse_tree`.
-So `linear_logp(h, w, t, logit_dtype=D)` is `logp(linear(h, w, out_dtype=D), t)`, bit for bit, on
-either backend, and a row's numbers are a function of that row, of weight and of bias.
+Reduction order: the sum over h is in the order of `linear`, the sum over v in the tree of
+`numerics/lse_tree`. So `linear_logp(h, w, t, logit_dtype=D)` equals
+`logp(linear(h, w, out_dtype=D), t)` bit for bit on either backend, and a row's results depend only
+on that row, weight and bias.
 
 Gradients (g = upstream of logp[t], of lse, of entropy and of the given ids' logp):
     dx[v] = dz/dx ( sum_j g_j ([v == id_j] - p[v]) + g_lse p[v]
                     - g_entropy p[v] (log p[v] + entropy) )
-in fp32, rounded once to the operands' dtype. The element of an id holds 1 - p in fp32, so that
-confident tokens keep their digits. Then
+in fp32, rounded once to the operands' dtype. For an id's own element 1 - p is computed in fp32, so
+that confident tokens keep their digits. Then
     dhidden[t, h] = sum_v dx[t, v] weight[v, h]    fp32, v from front to back: a row's own
     dweight[v, h] = sum_t dx[t, v] hidden[t, h]    fp32, t from front to back, no atomics
     dbias[v] = sum_t dx[t, v]                      the fixed order of `column_sum`
-Tiles of logits are computed again, never stored. Memory: see `launch.py`. A token all of whose
-upstream gradients are 0 (an ignored one's is) adds nothing to any gradient, whatever it holds.
+Tiles of logits are recomputed, never stored. Memory: see `launch.py`. A token whose upstream
+gradients are all 0, such as an ignored one, adds nothing to any gradient, even where it has NaN.
 
-T = tokens   V = vocabulary   H = hidden size   K = further ids a token
+T = tokens   V = vocabulary   H = hidden size   K = further ids of each token
 """
 
 import functools
@@ -80,7 +81,7 @@ def _inference(
     logit_dtype: torch.dtype, softcap: float, scale: float, temperature: float, entropy: bool,
     backend: str,
 ) -> Sequence[Tensor | None]:  # fmt: skip
-    """`_linear_logp` where nothing follows: logp, lse and entropy, the first `count` of them."""
+    """`_linear_logp` without a backward: the first `count` of logp, lse and entropy."""
     if backend == "torch":
         return private_api.implementation(_linear_logp)(
             hidden, weight, bias, ids, logit_dtype, softcap, scale, temperature, entropy, backend
@@ -215,11 +216,11 @@ def linear_logp(
     hidden[T, H], weight[V, H]: one dtype of bfloat16, float16, float32 (float64 on the torch
     backend, with logits in float64); bias[V] of that dtype or float32; target[T], token_ids[T, K]
     int32 or int64, below V. A target of ignore_index, or any negative id, gives 0 and no gradient.
-    logit_dtype: float32, bfloat16 or float16, what the logits are rounded to before all else.
+    logit_dtype: float32, bfloat16 or float16, what the logits are rounded to first.
 
     With return_lse, return_entropy or token_ids the result is a tuple: logp[T], then lse[T],
-    entropy[T] and the given ids' log-probabilities [T, K], those asked for, in this order. All are
-    float32 and differentiable in hidden, weight and bias; without gradients they share memory.
+    entropy[T] and the given ids' log-probabilities [T, K], as far as requested, in this order. All
+    are float32 and differentiable in hidden, weight and bias; without gradients they share memory.
 
     An id of V or more raises IndexError on the torch backend and gives NaN on the GPU.
     Raises UnsupportedShape, UnsupportedDtype, ValueError, and what `backend.choose` raises.
@@ -228,7 +229,7 @@ def linear_logp(
     spec = check_options("linear_logp", temperature, softcap, logit_scale, logit_dtype)
     chosen = choose("linear_logp", backend, hidden, weight, target, bias, token_ids)
     ids = target if target.dtype == torch.int64 else target.long()
-    if ignore_index >= 0:  # a negative one is ignored as all negative ids are
+    if ignore_index >= 0:  # a negative ignore_index is ignored like every negative id
         ids = torch.where(ids == ignore_index, -1, ids)
     if token_ids is not None:
         if token_ids.dim() != 2 or token_ids.shape[0] != target.shape[0]:

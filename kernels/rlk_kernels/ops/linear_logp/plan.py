@@ -1,4 +1,4 @@
-"""What a forward or a backward of `linear_logp` has to decide, decided once (see `matmul/plan.py`).
+"""The decisions of a forward or a backward of `linear_logp`, made once (see `matmul/plan.py`).
 
 T = tokens   V = vocabulary   H = hidden size
 """

@@ -1,4 +1,4 @@
-"""The workspace: where logits' exponentials or gradients lie, chunk by chunk of the vocabulary.
+"""The workspace: where exponentials or gradients of logits lie, by chunk of the vocabulary.
 
 They lie in a block of their own, or in gradients that are not written yet. The weight gradient is
 made in chunks of the vocabulary, front to back. Until its turn, a row of it is memory like any

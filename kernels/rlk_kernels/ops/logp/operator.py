@@ -7,16 +7,16 @@
 Reduction order: the binary tree of `numerics/lse_tree` over the columns, from leaves of 16. A
 program takes a block of columns, a whole subtree, and its node is written; blocks are merged by the
 same tree. With (n, s) of the row, logp = (y - log2 s) log(2), y = z[target] log2(e) - n.
-torch backend: the same tree in fp64, in natural units. The bits are those of `linear_logp`.
+torch backend: the same tree in fp64, in natural units. `linear_logp` has the same bits.
 
 Gradient: dlogits[v] = round( g logit_scale / temperature ([v == target] - p[v]) ), p in fp32, and
 with a softcap times 1 - tanh(logits[v] / softcap)^2, from z.
-The log-probabilities of `token_ids` are those that a target would have, in the same launch. The
-`top_k` are the largest logits, of equal ones the lowest id first. Neither has a gradient.
+`token_ids` get the log-probabilities that a target would have, in the same launch. `top_k` returns
+the largest logits; ties go to the lowest id. Neither has a gradient.
 A negative target (ignored tokens) gives logp 0 and no gradient; a row whose upstream gradient is 0
 has a gradient of 0, whatever its logits are (NaN too).
 
-T = rows   V = vocabulary   J = ids given a row   K = top_k
+T = rows   V = vocabulary   J = given ids of a row   K = top_k
 """
 
 import torch
@@ -163,12 +163,12 @@ def logp(
 
     logits[T, V]: bfloat16, float16, float32 (float64 on the torch backend), V >= 1; target[T]
     int32 or int64 below V, negative to ignore; temperature, softcap, logit_scale > 0. A target of V
-    or more raises IndexError on the torch backend and gives NaN on the GPU; so with token_ids.
+    or more raises IndexError on the torch backend and gives NaN on the GPU; so do token_ids.
 
-    With token_ids[T, J] or top_k = K (at most V and 128; logits must not be NaN) a tuple, of what
-    is asked for: (logp[T], of token_ids[T, J], of the K largest logits[T, K], their ids[T, K]
-    int64); these have no gradient (`linear_logp` has one). Raises UnsupportedShape,
-    UnsupportedDtype, ValueError.
+    With token_ids[T, J] or top_k = K (at most V and 128; logits must not be NaN) the result
+    is a tuple of what is requested: logp[T], that of token_ids[T, J], that of the K largest
+    logits[T, K], and their ids[T, K] int64; only logp[T] has a gradient (`linear_logp` gives
+    token_ids one too). Raises UnsupportedShape, UnsupportedDtype, ValueError.
     """
     shape = logits.shape
     if len(shape) != 2 or target.shape != (shape[0],) or shape[1] == 0:

@@ -2,9 +2,9 @@
 
     q', k' = rope( rms_norm(q, q_weight), rms_norm(k, k_weight), positions )
 
-with the bits of the two operators, roundings and all, their gradients too: a head's norm is taken
-over D in the order of `rms_norm`, is rounded as there, and rotated as in `rope`. On triton both are
-one launch; the backward runs the backwards of the two.
+with the bits of the two operators and of their gradients: a head's norm is taken over D in the
+order of `rms_norm`, rounded as there, and rotated as in `rope`. On triton both are one launch; the
+backward runs the two backwards.
 
 T = tokens   H = heads   D = head size   R = rotary_dim / 2
 """
@@ -111,7 +111,9 @@ def norm_rope(
                 f"norm_rope: weights of {q.shape[2]} are needed, not {tuple(weight.shape)}"
             )
         if weight.dtype not in (q.dtype, torch.float32):
-            raise UnsupportedDtype(f"norm_rope: a weight is {weight.dtype}; {q.dtype} or float32")
+            raise UnsupportedDtype(
+                f"norm_rope: a weight is {weight.dtype}; {q.dtype} or float32 is needed"
+            )
     if k.dtype != q.dtype or q_weight.dtype != k_weight.dtype:
         raise UnsupportedDtype(
             f"norm_rope: q and k are {q.dtype} and {k.dtype}, their weights {q_weight.dtype} and "

@@ -11,7 +11,7 @@ next_power_of_2(H) elements, a function of H alone (triton), or is a sum by halv
 Gradients: with n = s * r and g = dy * weight,
     ds = r * (g - n * sum_h(g n) / H)  (+ the gradient of the new residual)   per row, fp32
     dweight = sum over rows of dy * n            blocks of GRAD_ROWS rows, then `column_sum`
-the roundings count as the identity. x and residual get the same gradient.
+Roundings are treated as the identity. x and residual get the same gradient.
 
 M = rows (all leading dimensions)   H = the normalised dimension
 """

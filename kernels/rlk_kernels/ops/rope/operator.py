@@ -1,15 +1,15 @@
 """rope: rotary position embedding of queries and keys.
 
     angle[t, i] = fp32(position[t]) * frequency[i]                             i < rotary_dim / 2
-    frequency[i] = fp32(theta ** (-2 i / rotary_dim)), or inv_freq[i] as given: what a scaled rope
-                   (llama3, yarn, linear) or another's rounding of theta ** makes of it
+    frequency[i] = fp32(theta ** (-2 i / rotary_dim)), or inv_freq[i] as given, for a scaled rope
+                   (llama3, yarn, linear) or another rounding of theta **
     c, s = cos(angle), sin(angle)                      fp32, times scaling where it is given (yarn's
                                                        attention factor), rounded to cos_sin_dtype
     y[i]        = round( x[i] * c - x[i'] * s )        fp32 arithmetic, one rounding
     y[i']       = round( x[i'] * c + x[i] * s )        i' = i + rotary_dim / 2; interleaved: the
                                                        pair (i, i') is (2 i, 2 i + 1)
 
-Dimensions from rotary_dim on are copied. There is no reduction: an output is a function of its
+Dimensions from rotary_dim on are copied. There is no reduction: an output depends only on its
 own pair and position. The gradient is the rotation by -angle.
 
 T = tokens   H = heads   D = head size   R = rotary_dim / 2
@@ -86,7 +86,7 @@ def check_rope(
 ) -> int:  # fmt: skip
     """The rotary size; raises what `rope` says."""
     if (theta is None) == (inv_freq is None):
-        raise ValueError(f"{op}: one of theta and inv_freq is needed")
+        raise ValueError(f"{op}: give either theta or inv_freq")
     if theta is not None and not theta > 0:
         raise ValueError(f"{op}: theta must be above 0, not {theta}")
     if q.dim() != 3 or k.dim() != 3 or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
@@ -140,8 +140,8 @@ def rope(
     bfloat16, float16, float32 (float64 on the torch backend); rotary_dim is even and at most D,
     and defaults to 2 R, or to D; cos_sin_dtype is float32, bfloat16 or float16 (vLLM keeps its
     table in the model's dtype, HF in float32). Inputs are not modified.
-    Raises UnsupportedShape, UnsupportedDtype, ValueError where not one of theta and inv_freq is
-    given, or theta is not above 0.
+    Raises UnsupportedShape, UnsupportedDtype, and ValueError unless exactly one of theta and
+    inv_freq is given, and theta is above 0.
     """
     size = check_rope("rope", q, k, positions, theta, inv_freq, scaling, rotary_dim, cos_sin_dtype)
     frequency = None if inv_freq is None else inv_freq.detach().contiguous()

@@ -5,8 +5,8 @@
     weights[t, j] = exp(l_j) / sum_e exp(l_e)               otherwise: over all experts
 
 Order: the sum over the chosen is taken in fp32, one by one in ascending id; the one over all
-experts by the tree of `numerics/lse_tree`. A row is a function of its own logits. -0 and +0 are
-equal; a NaN is larger than any number, and all weights of its row are NaN.
+experts by the tree of `numerics/lse_tree`. A row depends only on its own logits. -0 and +0 are
+equal; a NaN counts as larger than any number, and all weights of its row are NaN.
 
 Gradients, with g the gradient of the weights and s = sum_j weights[j] g[j]:
     dlogits[e] = weights[j] (g[j] - s)   for the j-th of the chosen, 0 for the others   (normalize)
@@ -109,7 +109,7 @@ def route(
         )
     if logits.dtype not in (torch.float32, torch.float64):
         raise UnsupportedDtype(
-            f"route: logits are {logits.dtype}; float32 is needed: a router rounded to 16 bits ties"
+            f"route: logits are {logits.dtype}; float32 is needed, because 16-bit logits tie"
         )
     chosen = choose("route", backend, logits)
     return call(_route, logits.contiguous(), k, normalize, chosen)

@@ -2,7 +2,7 @@
 
     y = round( gate / (1 + exp(-gate)) * up )           fp32 arithmetic, one rounding
 
-No reduction: an output is a function of its own two inputs. Gradients, with s = sigmoid(gate):
+No reduction: an output depends only on its own two inputs. Gradients, with s = sigmoid(gate):
     dgate = round( dy * up * s * (1 + gate * (1 - s)) )      dup = round( dy * gate * s )
 
 M = rows (all leading dimensions)   F = features

@@ -1,8 +1,8 @@
 """PeerGather: an all-gather of columns by stores into the memory of other GPUs.
 
-Made once for a group of ranks on one machine whose GPUs reach each other. Calls may be captured in
-CUDA graphs. All calls of one PeerGather are in one order on every rank, as on one stream: two
-streams want two of them.
+Made once for a group of ranks on one machine whose GPUs can access each other. Calls may be
+captured in CUDA graphs. All calls of one PeerGather must have one order on every rank, as on one
+stream: use two for two streams.
 
 R = ranks   F = columns of a rank
 """
@@ -35,7 +35,7 @@ MOST_BYTES = 1 << 31
 SECONDS = 120.0
 """How long a rank is waited for: longer than another's kernels take to compile."""
 POLLS_PER_SECOND = 4_400_000
-"""How often a program looks at a flag, about: seen on an H100."""
+"""About how often a program polls a flag, measured on an H100."""
 _on_triton = lazy_module("rlk_kernels.parallel.peer.kernels")
 _numbers = itertools.count()
 _living: "WeakValueDictionary[int, PeerGather]" = WeakValueDictionary()
@@ -73,15 +73,15 @@ class PeerGather:
         _living[self.number] = self
 
     def takes(self, x: Tensor) -> bool:
-        """Whether x[..., F] is one that is gathered here."""
+        """Whether x[..., F] can be gathered here."""
         size = x.numel() * x.element_size() * self.channels.ranks
         return 0 < size <= MOST_BYTES and x.element_size() in (2, 4, 8)
 
     def columns(self, x: Tensor) -> Tensor:
-        """[..., R F] of x[..., F], as `copies.gather_columns`; called on all ranks, with one shape.
+        """[..., R F] of x[..., F], as `copies.gather_columns`; call it on all ranks with one shape.
 
-        Raises UnsupportedShape for what `takes` does not, and RankMissing where a rank did not come
-        to an earlier call that has ended.
+        Raises UnsupportedShape where `takes` is False, and RankMissing where a rank did not join
+        an earlier call that has ended.
         """
         return call(_peer_columns, x, self.number, self.channels.ranks)
 
@@ -94,8 +94,8 @@ class PeerGather:
             self.columns(torch.zeros(rows, columns, dtype=dtype, device=self.device))
 
     def check(self) -> None:
-        """Raise RankMissing where a rank did not come to a call that has ended, also to one of a
-        CUDA graph. Waits for nothing."""
+        """Raise RankMissing where a rank did not join a call that has ended, in a CUDA graph too.
+        Does not wait."""
         if any(self._missing):
             ranks = ", ".join(str(r) for r, epoch in enumerate(self._missing) if epoch)
             raise RankMissing(
@@ -109,8 +109,8 @@ class PeerGather:
         self.check()
         if not self.takes(x) or x.device != self.device:
             raise UnsupportedShape(
-                f"{tuple(x.shape)} {x.dtype} on {x.device} is not gathered by stores: "
-                f"1 to {MOST_BYTES} bytes of all ranks on {self.device} are"
+                f"{tuple(x.shape)} {x.dtype} on {x.device} is not gathered by stores; "
+                f"only 1 to {MOST_BYTES} bytes of all ranks on {self.device} are"
             )
         return _on_triton().columns(x, self.channels)
 
@@ -132,8 +132,8 @@ dispatch_straight()
 def peer_gather(
     group: dist.ProcessGroup, device: torch.device, seconds: float = SECONDS
 ) -> PeerGather:
-    """Of the ranks of `group`, which talks between hosts (gloo), each with its GPU. Called on all
-    of them; keep it for as long as any graph that has it.
+    """A PeerGather for the ranks of `group` (a CPU group, such as gloo), each with its GPU. Call it
+    on all ranks; keep it as long as any graph that uses it.
 
     Raises UnsupportedDevice, on all ranks alike, where one cannot store to another.
     """

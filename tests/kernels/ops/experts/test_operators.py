@@ -210,7 +210,7 @@ def test_swiglu_of_the_halves_in_one_kernel_has_no_gradient_and_needs_halves():
     x = rand(4, 8, dtype=torch.float32, device="cpu", seed=5).requires_grad_()
     with pytest.raises(NotImplementedError, match="grouped_swiglu"):
         rk.grouped_swiglu(x, weight, groups).sum().backward()
-    with pytest.raises(rk.UnsupportedShape, match="no two halves"):
+    with pytest.raises(rk.UnsupportedShape, match="cannot be halved"):
         rk.grouped_swiglu(x, weight[:, 1:], groups)
 
 
@@ -263,7 +263,7 @@ def test_what_does_not_fit_is_refused():
     groups = rk.group_by_expert(ids, 4)
     with pytest.raises(rk.UnsupportedShape, match="1 <= k <= E"):
         rk.route(torch.zeros(3, 4), 5)
-    with pytest.raises(rk.UnsupportedDtype, match="ties"):
+    with pytest.raises(rk.UnsupportedDtype, match="16-bit logits tie"):
         rk.route(torch.zeros(3, 4).bfloat16(), 2)
     with pytest.raises(rk.UnsupportedDtype, match="int32"):
         rk.group_by_expert(ids.long(), 4)
